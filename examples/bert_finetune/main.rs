@@ -1,0 +1,99 @@
+//! BERT fine-tuning with FSDP for Burn, end to end on real text.
+//!
+//! ```text
+//! cargo run --release --example bert_finetune            # spam from mail, a small BERT, two ranks
+//! cargo run --release --example bert_finetune -- --help
+//! cargo run --release --example bert_finetune -- --pretrained MiniLM-L6/ --data mrpc/
+//! ```
+//!
+//! `model.rs` is the model and its annotations, `train.rs` what each rank runs. The rest is what any
+//! such program needs: text (`data.rs`), word pieces (`tokenize.rs`), batches (`batch.rs`), scores
+//! (`metrics.rs`) and a report (`report.rs`).
+
+mod batch;
+mod cli;
+mod config;
+mod data;
+mod device;
+mod metrics;
+mod model;
+mod report;
+mod tokenize;
+mod train;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use fsdp_runtime::prelude::*;
+
+use crate::cli::Cli;
+use crate::config::BertConfig;
+use crate::data::Corpus;
+use crate::report::Summary;
+use crate::tokenize::BertTokenizer;
+use crate::train::{Job, train};
+
+fn main() -> Result<()> {
+    let cli = Cli::parse();
+    let summary = run(&cli)?;
+    if !(cli.json && cli.quiet) {
+        println!("{summary}");
+    }
+    if cli.json {
+        println!("{}", serde_json::to_string(&summary)?);
+    }
+    Ok(())
+}
+
+fn run(cli: &Cli) -> Result<Summary> {
+    let device = cli.device.resolve()?;
+    let job = prepare(cli)?;
+    let options = LaunchOptions::new(cli.world_size).device(device);
+    let of_ranks = launch(options, move |worker: Worker| train(&job, &worker))?;
+    let largest = |bytes: fn(&Summary) -> usize| of_ranks.iter().map(bytes).max().unwrap_or(0);
+    let (sharded, peak) =
+        (largest(|of| of.sharded_bytes_per_rank), largest(|of| of.peak_unsharded_bytes));
+    let first = of_ranks.into_iter().next().context("no rank returned a result")?;
+    Ok(Summary { sharded_bytes_per_rank: sharded, peak_unsharded_bytes: peak, ..first })
+}
+
+/// Reads text, tokenizer and model configuration: all that can be wrong before a rank starts.
+fn prepare(cli: &Cli) -> Result<Job> {
+    let recipe = cli.recipe();
+    let corpus = match &cli.data {
+        Some(path) => Corpus::read(path)?,
+        None => Corpus::embedded()?,
+    };
+    let (tokenizer, config) = match &cli.pretrained {
+        Some(directory) => (
+            BertTokenizer::read(directory, recipe.max_length)?,
+            BertConfig::read(&directory.join("config.json"))?,
+        ),
+        None => {
+            let tokenizer = BertTokenizer::train(&corpus.train, recipe.max_length)?;
+            let config = BertConfig::small(tokenizer.vocab_size(), recipe.max_length);
+            (tokenizer, config)
+        }
+    };
+    config.check_input(tokenizer.vocab_size(), recipe.max_length)?;
+    if !cli.quiet {
+        eprintln!(
+            "{}: {} examples to train on, {} held out, {} classes, {} word pieces",
+            corpus.name,
+            corpus.train.len(),
+            corpus.test.len(),
+            corpus.classes,
+            tokenizer.vocab_size()
+        );
+    }
+    Ok(Job {
+        config: config.with_dropout(cli.dropout),
+        weights: cli.pretrained.as_ref().map(|directory| directory.join("model.safetensors")),
+        classes: corpus.classes,
+        pad: tokenizer.pad(),
+        train: tokenizer.encode(&corpus.train)?,
+        test: tokenizer.encode(&corpus.test)?,
+        strategy: cli.strategy,
+        recipe,
+        quiet: cli.quiet,
+    })
+}

@@ -1,0 +1,394 @@
+//! BERT for sentence classification, in plain Burn.
+//!
+//! Only the annotations know of FSDP: they say which modules are gathered as one (`#[fsdp_unit]`) and
+//! what each parameter is called in a Hugging Face checkpoint (`key`). Without them the model trains
+//! unsharded with the same code. The dropout is `fsdp_runtime`'s, which thread ranks draw
+//! reproducibly.
+
+use burn::module::{Initializer, Module};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::tensor::activation::{gelu, gelu_approximate, relu, softmax};
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use fsdp_runtime::nn::{Dropout, DropoutConfig};
+use fsdp_runtime::prelude::*;
+
+use crate::batch::Padded;
+use crate::config::{BertConfig, HiddenAct};
+
+/// The score of a place that must not be attended to. Finite, so that a row of nothing but such places
+/// does not turn into NaN.
+const MASKED: f32 = -1e9;
+
+/// BERT with a linear classifier on the pooled first position.
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+pub struct BertForSequenceClassification {
+    #[fsdp(key = "bert.embeddings")]
+    embeddings: BertEmbeddings,
+    #[fsdp(key = "bert.encoder")]
+    encoder: BertEncoder,
+    #[fsdp(key = "bert.pooler.dense")]
+    pooler: Linear,
+    dropout: Dropout,
+    classifier: Linear,
+}
+
+/// The sum of word, position and segment embeddings, normalized.
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct BertEmbeddings {
+    #[fsdp(key = "word_embeddings")]
+    word: Embedding,
+    #[fsdp(key = "position_embeddings")]
+    position: Embedding,
+    #[fsdp(key = "token_type_embeddings")]
+    token_type: Embedding,
+    #[fsdp(key = "LayerNorm")]
+    norm: LayerNorm,
+    dropout: Dropout,
+}
+
+/// The layers, one after another.
+#[derive(Module, FsdpModule, Debug)]
+pub struct BertEncoder {
+    #[fsdp(key = "layer")]
+    layers: Vec<BertLayer>,
+}
+
+/// Self-attention, then a feed-forward part, each added to its input and normalized after.
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct BertLayer {
+    attention: BertAttention,
+    #[fsdp(key = "intermediate.dense")]
+    up: Linear,
+    #[module(skip)]
+    activation: HiddenAct,
+    #[fsdp(key = "output.dense")]
+    down: Linear,
+    #[fsdp(key = "output.LayerNorm")]
+    norm: LayerNorm,
+    dropout: Dropout,
+}
+
+/// Multi-head self-attention with its residual and norm.
+#[derive(Module, FsdpModule, Debug)]
+pub struct BertAttention {
+    #[fsdp(key = "self.query")]
+    query: Linear,
+    #[fsdp(key = "self.key")]
+    key: Linear,
+    #[fsdp(key = "self.value")]
+    value: Linear,
+    #[fsdp(key = "output.dense")]
+    output: Linear,
+    #[fsdp(key = "output.LayerNorm")]
+    norm: LayerNorm,
+    attention_dropout: Dropout,
+    dropout: Dropout,
+    heads: usize,
+}
+
+/// A batch on a device.
+#[derive(Clone, Debug)]
+pub struct BertInput {
+    /// Word pieces, `[batch, length]`.
+    pub ids: Tensor<2, Int>,
+    /// Segments, `[batch, length]`.
+    pub types: Tensor<2, Int>,
+    /// Places that are filling, `[batch, 1, 1, length]`; `None` if there are none.
+    pub padding: Option<Tensor<4, Bool>>,
+    /// Classes, `[batch]`.
+    pub labels: Tensor<1, Int>,
+}
+
+impl BertInput {
+    /// Puts a batch on a device.
+    pub fn new(batch: Padded, device: &Device) -> Self {
+        let [rows, length] = batch.shape;
+        let padding = batch.is_padded().then(|| {
+            let data = TensorData::new(batch.padding, [rows, 1, 1, length]);
+            Tensor::from_data(data, device)
+        });
+        Self {
+            ids: Tensor::from_data(TensorData::new(batch.ids, batch.shape), device),
+            types: Tensor::from_data(TensorData::new(batch.types, batch.shape), device),
+            padding,
+            labels: Tensor::from_data(TensorData::new(batch.labels, [rows]), device),
+        }
+    }
+}
+
+#[fsdp_unit]
+impl BertForSequenceClassification {
+    /// Scores every class for every row.
+    ///
+    /// # Shapes
+    ///
+    /// - `ids`, `types`: `[batch, length]`
+    /// - `padding`: `[batch, 1, 1, length]`
+    /// - output: `[batch, classes]`, not normalized
+    pub fn forward(
+        &self,
+        ids: Tensor<2, Int>,
+        types: Tensor<2, Int>,
+        padding: Option<Tensor<4, Bool>>,
+    ) -> Tensor<2> {
+        let hidden = self.embeddings.forward(ids, types);
+        let hidden = self.encoder.forward(hidden, padding);
+        let first = hidden.narrow(1, 0, 1).squeeze_dim(1);
+        let pooled = self.pooler.forward(first).tanh();
+        self.classifier.forward(self.dropout.forward(pooled))
+    }
+}
+
+#[fsdp_unit]
+impl BertEmbeddings {
+    /// `[batch, length]` word pieces and segments to `[batch, length, hidden]`.
+    pub fn forward(&self, ids: Tensor<2, Int>, types: Tensor<2, Int>) -> Tensor<3> {
+        let [_, length] = ids.dims();
+        let positions = Tensor::arange(0..length as i64, &ids.device()).unsqueeze();
+        let sum = self.word.forward(ids)
+            + self.position.forward(positions)
+            + self.token_type.forward(types);
+        self.dropout.forward(self.norm.forward(sum))
+    }
+}
+
+impl BertEncoder {
+    /// `[batch, length, hidden]` to the same.
+    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
+        let layers = self.layers.iter();
+        layers.fold(hidden, |hidden, layer| layer.forward(hidden, padding.clone()))
+    }
+}
+
+#[fsdp_unit]
+impl BertLayer {
+    /// `[batch, length, hidden]` to the same.
+    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
+        let hidden = self.attention.forward(hidden, padding);
+        let wide = self.activation.forward(self.up.forward(hidden.clone()));
+        let narrow = self.dropout.forward(self.down.forward(wide));
+        self.norm.forward(hidden + narrow)
+    }
+}
+
+impl BertAttention {
+    /// `[batch, length, hidden]` to the same.
+    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
+        let [batch, length, width] = hidden.dims();
+        let head_width = width / self.heads;
+        let split = |linear: &Linear| {
+            let projected = linear.forward(hidden.clone());
+            projected.reshape([batch, length, self.heads, head_width]).swap_dims(1, 2)
+        };
+        let (query, key, value) = (split(&self.query), split(&self.key), split(&self.value));
+
+        // Dividing the query takes fewer operations than dividing the scores: [batch, heads, length,
+        // head_width] against [batch, heads, length, length].
+        let query = query.div_scalar((head_width as f64).sqrt());
+        let mut scores = query.matmul(key.transpose());
+        if let Some(padding) = padding {
+            scores = scores.mask_fill(padding, MASKED);
+        }
+        let attention = self.attention_dropout.forward(softmax(scores, 3));
+        let context = attention.matmul(value).swap_dims(1, 2).reshape([batch, length, width]);
+        let context = self.dropout.forward(self.output.forward(context));
+        self.norm.forward(hidden + context)
+    }
+}
+
+impl HiddenAct {
+    fn forward<const D: usize>(self, x: Tensor<D>) -> Tensor<D> {
+        match self {
+            Self::Gelu => gelu(x),
+            Self::GeluTanh => gelu_approximate(x),
+            Self::Relu => relu(x),
+        }
+    }
+}
+
+/// Where the initial weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weights {
+    /// Drawn as BERT's were: matrices from a normal distribution, biases 0.
+    Drawn,
+    /// All matrices 0, for a rank whose weights are about to be replaced by rank 0's.
+    Zero,
+}
+
+impl BertConfig {
+    /// Builds the model.
+    ///
+    /// The device's generator is one for the whole process, so only one rank at a time may draw.
+    pub fn init(
+        &self,
+        classes: usize,
+        weights: Weights,
+        device: &Device,
+    ) -> BertForSequenceClassification {
+        let init = Init { config: self, weights, device };
+        BertForSequenceClassification {
+            embeddings: BertEmbeddings {
+                word: init.embedding(self.vocab_size),
+                position: init.embedding(self.max_position_embeddings),
+                token_type: init.embedding(self.type_vocab_size),
+                norm: init.norm(),
+                dropout: init.dropout(),
+            },
+            encoder: BertEncoder {
+                layers: (0..self.num_hidden_layers).map(|_| init.layer()).collect(),
+            },
+            pooler: init.linear(self.hidden_size, self.hidden_size),
+            dropout: init.dropout(),
+            classifier: init.linear(self.hidden_size, classes),
+        }
+    }
+}
+
+/// Builds the parts of one model.
+struct Init<'a> {
+    config: &'a BertConfig,
+    weights: Weights,
+    device: &'a Device,
+}
+
+impl Init<'_> {
+    fn layer(&self) -> BertLayer {
+        let BertConfig { hidden_size: hidden, intermediate_size: wide, hidden_act, .. } =
+            *self.config;
+        BertLayer {
+            attention: BertAttention {
+                query: self.linear(hidden, hidden),
+                key: self.linear(hidden, hidden),
+                value: self.linear(hidden, hidden),
+                output: self.linear(hidden, hidden),
+                norm: self.norm(),
+                attention_dropout: DropoutConfig::new(self.config.attention_probs_dropout_prob)
+                    .init(),
+                dropout: self.dropout(),
+                heads: self.config.num_attention_heads,
+            },
+            up: self.linear(hidden, wide),
+            activation: hidden_act,
+            down: self.linear(wide, hidden),
+            norm: self.norm(),
+            dropout: self.dropout(),
+        }
+    }
+
+    fn embedding(&self, rows: usize) -> Embedding {
+        EmbeddingConfig::new(rows, self.config.hidden_size)
+            .with_initializer(self.matrix())
+            .init(self.device)
+    }
+
+    fn linear(&self, from: usize, to: usize) -> Linear {
+        let linear = LinearConfig::new(from, to).with_initializer(self.matrix()).init(self.device);
+        Linear { bias: Some(Initializer::Zeros.init([to], self.device)), ..linear }
+    }
+
+    fn norm(&self) -> LayerNorm {
+        LayerNormConfig::new(self.config.hidden_size)
+            .with_epsilon(self.config.layer_norm_eps)
+            .init(self.device)
+    }
+
+    fn dropout(&self) -> Dropout {
+        DropoutConfig::new(self.config.hidden_dropout_prob).init()
+    }
+
+    fn matrix(&self) -> Initializer {
+        match self.weights {
+            Weights::Drawn => Initializer::Normal { mean: 0.0, std: self.config.initializer_range },
+            Weights::Zero => Initializer::Zeros,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_runtime::{Child, Kind, Node};
+
+    use super::*;
+    use crate::device::DeviceName;
+    use crate::tokenize::Encoded;
+
+    fn model(weights: Weights) -> (BertForSequenceClassification, Device) {
+        let device = DeviceName::Auto.resolve().unwrap();
+        let config = BertConfig {
+            hidden_size: 16,
+            num_attention_heads: 4,
+            intermediate_size: 32,
+            initializer_range: 0.5,
+            ..BertConfig::small(20, 12)
+        };
+        (config.init(3, weights, &device), device)
+    }
+
+    fn logits(model: &BertForSequenceClassification, device: &Device, rows: &[usize]) -> Vec<f32> {
+        let example =
+            |ids: &[u32]| Encoded { ids: ids.to_vec(), types: vec![0; ids.len()], label: 0 };
+        let examples = [example(&[2, 7, 8, 3]), example(&[2, 9, 4, 11, 12, 13, 14, 15, 3])];
+        let input = BertInput::new(Padded::new(&examples, rows, 0), device);
+        let logits = model.forward(input.ids, input.types, input.padding);
+        assert_eq!(logits.dims(), [rows.len(), 3]);
+        logits.into_data().try_into_vec_as().unwrap()
+    }
+
+    #[test]
+    fn filling_changes_no_score() {
+        let (model, device) = model(Weights::Drawn);
+        let (alone, together) = (logits(&model, &device, &[0]), logits(&model, &device, &[0, 1]));
+        for (one, other) in alone.iter().zip(&together) {
+            assert!((one - other).abs() < 1e-4, "{alone:?} {together:?}");
+        }
+        assert!(alone.iter().any(|score| score.abs() > 1e-3), "{alone:?}");
+    }
+
+    /// The checkpoint key of every parameter below `node`, with `{}` for the index in a list.
+    fn keys(node: &Node, prefix: &str) -> Vec<String> {
+        if matches!(node.kind, Kind::Param { .. }) {
+            return vec![prefix.to_string()];
+        }
+        let below = |child: &Child| {
+            let segment = if node.kind == Kind::List { "{}" } else { child.key_or_name() };
+            let segments = [prefix, segment].into_iter().filter(|segment| !segment.is_empty());
+            keys(child.node, &segments.collect::<Vec<_>>().join("."))
+        };
+        node.children.iter().flat_map(below).collect()
+    }
+
+    #[test]
+    fn parameters_have_their_hugging_face_names() {
+        let embeddings = ["word_embeddings", "position_embeddings", "token_type_embeddings"];
+        let sublayers = [
+            "attention.self.query",
+            "attention.self.key",
+            "attention.self.value",
+            "attention.output.dense",
+            "attention.output.LayerNorm",
+            "intermediate.dense",
+            "output.dense",
+            "output.LayerNorm",
+        ];
+        let both = |module: String| ["weight", "bias"].map(|name| format!("{module}.{name}"));
+        let mut expected: Vec<_> =
+            embeddings.map(|name| format!("bert.embeddings.{name}.weight")).into();
+        expected.extend(both("bert.embeddings.LayerNorm".into()));
+        expected.extend(
+            sublayers.into_iter().flat_map(|name| both(format!("bert.encoder.layer.{{}}.{name}"))),
+        );
+        expected.extend(both("bert.pooler.dense".into()));
+        expected.extend(both("classifier".into()));
+        let layout = &<BertForSequenceClassification as FsdpModule>::LAYOUT;
+        assert_eq!(keys(layout, ""), expected);
+    }
+
+    #[test]
+    fn zero_weights_score_zero() {
+        let (model, device) = model(Weights::Zero);
+        assert_eq!(logits(&model, &device, &[1]), [0.0; 3]);
+    }
+}

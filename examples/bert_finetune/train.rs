@@ -1,0 +1,236 @@
+//! One rank's run: build the model, shard it, train it, evaluate it.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use burn::lr_scheduler::LrSchedulerConfig;
+use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
+use burn::module::ParamGroup;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use fsdp_runtime::LoadOptions;
+use fsdp_runtime::prelude::*;
+
+use crate::batch::{Dealer, Padded};
+use crate::cli::Recipe;
+use crate::config::BertConfig;
+use crate::metrics::{Counts, Scores, argmax, mean, median};
+use crate::model::{BertForSequenceClassification, BertInput, Weights};
+use crate::report::{Progress, Step, Summary};
+use crate::tokenize::Encoded;
+
+/// Everything a run needs; the same for every rank.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The model's shape.
+    pub config: BertConfig,
+    /// `model.safetensors` to start from, if any.
+    pub weights: Option<PathBuf>,
+    /// Number of classes.
+    pub classes: usize,
+    /// The piece that fills a batch up.
+    pub pad: u32,
+    /// Trained on.
+    pub train: Vec<Encoded>,
+    /// Evaluated on.
+    pub test: Vec<Encoded>,
+    /// What is sharded.
+    pub strategy: ShardingStrategy,
+    /// How to train.
+    pub recipe: Recipe,
+    /// No progress.
+    pub quiet: bool,
+}
+
+type Bert = Fsdp<BertForSequenceClassification>;
+
+/// Trains and evaluates; what one rank of [`launch`] runs. Every rank gets the same summary but for
+/// the times and the bytes, which are its own.
+///
+/// # Errors
+///
+/// If the recipe does not fit the data, the weights do not fit the model, a peer fails, or the loss
+/// is no longer a number.
+pub fn train(job: &Job, worker: &Worker) -> Result<Summary> {
+    let Job { recipe, .. } = job;
+    let rank = worker.rank().index();
+    let dealer = Dealer { world_size: worker.world().size(), batch_size: recipe.batch_size };
+    let per_epoch = dealer.steps_per_epoch(job.train.len())?;
+    let total = recipe.total_steps(per_epoch);
+    let progress = Progress::new(total, job.quiet || rank != 0);
+
+    let mut model = load(job, worker, &progress)?;
+    let mut optimizer = optimizer(recipe);
+    let mut schedule = schedule(recipe, total)?;
+    let loss_of = CrossEntropyLossConfig::new().init(worker.device());
+
+    let lengths: Vec<usize> = job.train.iter().map(|example| example.ids.len()).collect();
+    let mut losses = Vec::with_capacity(total);
+    let mut seconds = Vec::with_capacity(total);
+    let mut tokens = 0;
+    let mut scores = Scores { accuracy: 0.0, f1: 0.0 };
+    let mut epoch_loss = 0.0;
+
+    for epoch in 0..total.div_ceil(per_epoch) {
+        let begin = Instant::now();
+        let first = losses.len();
+        for batch in dealer.epoch(&lengths, recipe.seed, epoch).iter().take(total - first) {
+            let begin = Instant::now();
+            let rows = dealer.share(batch, rank);
+            let input = BertInput::new(Padded::new(&job.train, rows, job.pad), worker.device());
+            let logits = model.forward(input.ids, input.types, input.padding);
+            let loss = loss_of.forward(logits, input.labels);
+
+            let value = loss.clone().inner();
+            let mut grads = model.backward(loss)?;
+            model.clip_grad_norm(&mut grads, recipe.max_norm)?;
+            let rate = schedule.step();
+            model = optimizer.step(rate.clone(), model, grads);
+
+            let value = f64::from(value.try_into_scalar::<f32>()?);
+            ensure!(
+                value.is_finite(),
+                "the loss of step {} is {value}; a lower --learning-rate may help",
+                losses.len() + 1
+            );
+            losses.push(value);
+            seconds.push(begin.elapsed().as_secs_f64());
+            tokens += batch.iter().map(|row| lengths[*row]).sum::<usize>();
+            progress.step(Step {
+                number: losses.len(),
+                loss: value,
+                learning_rate: rate.base(),
+                tokens_per_second: tokens as f64 / seconds.iter().sum::<f64>(),
+            });
+        }
+        mean_over_ranks(&mut losses[first..], worker)?;
+        epoch_loss = mean(&losses[first..]);
+        scores = evaluate(job, &model, worker, dealer)?;
+        progress.epoch(epoch + 1, epoch_loss, scores, begin.elapsed());
+    }
+    progress.finish();
+
+    Ok(Summary {
+        world_size: dealer.world_size,
+        strategy: job.strategy.to_string(),
+        num_params: model.num_params(),
+        sharded_bytes_per_rank: model.sharded_bytes(),
+        peak_unsharded_bytes: model.peak_unsharded_bytes(),
+        steps: losses.len(),
+        tokens_per_second: tokens as f64 / seconds.iter().sum::<f64>(),
+        train_loss: epoch_loss,
+        accuracy: scores.accuracy,
+        f1: scores.f1,
+        step_seconds_median: median(&seconds),
+        losses,
+    })
+}
+
+/// Builds the model and shards it; then, where there are weights to start from, loads them.
+fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
+    let device = worker.device();
+    // Rank 0's weights replace all others', and a generator that ranks share must have one user.
+    let weights = if worker.rank().index() == 0 {
+        device.seed(job.recipe.seed);
+        Weights::Drawn
+    } else {
+        Weights::Zero
+    };
+    let model = job.config.init(job.classes, weights, device);
+    let options = FsdpOptions::new().strategy(job.strategy).seed(job.recipe.seed);
+    let model = fully_shard(model, worker, options)?;
+    let Some(path) = &job.weights else {
+        return Ok(model);
+    };
+    // A file of the bare encoder has no classifier and no `bert.` before its names.
+    let options = LoadOptions::new().base_prefix("bert").allow_missing("classifier.");
+    let (model, report) = model
+        .load_safetensors(path, options)
+        .with_context(|| format!("cannot start from {}", path.display()))?;
+    for (what, names) in [("newly drawn", &report.missing), ("not used", &report.unexpected)] {
+        if !names.is_empty() {
+            progress.note(&format!("{}: {what}: {}", path.display(), names.join(", ")));
+        }
+    }
+    Ok(model)
+}
+
+/// AdamW without weight decay on biases and norms.
+fn optimizer(recipe: &Recipe) -> ModuleOptimizer {
+    let adam = AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(recipe.weight_decay);
+    let not_decayed = ParamGroup::from_any_predicates(vec![".bias", ".gamma", ".beta"]);
+    adam.init().with_group(not_decayed, adam.with_weight_decay(0.0).build(), None)
+}
+
+/// A learning rate that rises in a straight line to its peak, and falls in one towards 0.
+fn schedule(recipe: &Recipe, total: usize) -> Result<ModuleLrScheduler> {
+    let peak = recipe.learning_rate;
+    let warmup = ((total as f64 * recipe.warmup).ceil() as usize).max(1);
+    let rise = match warmup {
+        1 => LrSchedulerConfig::Constant(peak),
+        _ => LinearLrSchedulerConfig::new(peak / warmup as f64, peak, warmup - 1).into(),
+    };
+    let fall = LinearLrSchedulerConfig::new(peak, 0.0, total.saturating_sub(warmup).max(1));
+    SequentialLrSchedulerConfig::new(vec![rise, fall.into()], vec![warmup])
+        .init()
+        .map_err(|error| anyhow!("learning rate schedule: {error}"))
+}
+
+/// Replaces each rank's own losses by the mean over ranks: one collective for a whole epoch.
+fn mean_over_ranks(losses: &mut [f64], worker: &Worker) -> Result<()> {
+    worker.all_reduce_sum(losses)?;
+    losses.iter_mut().for_each(|loss| *loss /= worker.world().size() as f64);
+    Ok(())
+}
+
+/// Scores the held-out split, every rank its share of it.
+fn evaluate(job: &Job, model: &Bert, worker: &Worker, dealer: Dealer) -> Result<Scores> {
+    let device = worker.device().clone().inner();
+    let model = model.valid();
+    let lengths: Vec<usize> = job.test.iter().map(|example| example.ids.len()).collect();
+    let mut counts = Counts::new(job.classes);
+    for share in dealer.evaluation(&lengths, worker.rank().index()) {
+        let input = BertInput::new(Padded::new(&job.test, &share.rows, job.pad), &device);
+        let logits = model.forward(input.ids, input.types, input.padding);
+        let logits = logits.try_into_data()?.try_into_vec_as::<f32>()?;
+        let guesses = logits.chunks_exact(job.classes).map(argmax);
+        for (guess, row) in guesses.zip(&share.rows).take(share.counted) {
+            counts.add(guess, job.test[*row].label);
+        }
+    }
+    worker.all_reduce_sum(counts.as_mut_slice())?;
+    Ok(counts.scores())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::Cli;
+
+    fn rates(total: usize) -> Vec<f64> {
+        let recipe = Cli::parse_from(["bert_finetune", "--learning-rate", "1e-3"]).recipe();
+        let mut schedule = schedule(&recipe, total).unwrap();
+        (0..total).map(|_| schedule.step().base()).collect()
+    }
+
+    #[test]
+    fn the_rate_rises_for_a_tenth_and_falls_for_the_rest() {
+        let rates = rates(100);
+        let close = |rate: f64, expected: f64| (rate - expected).abs() < 1e-12;
+        assert!(close(rates[0], 1e-4) && close(rates[9], 1e-3) && close(rates[10], 1e-3));
+        assert!(rates[..10].is_sorted() && rates[10..].is_sorted_by(|a, b| a > b));
+        assert!(close(rates[99], 1e-3 / 90.0));
+    }
+
+    #[test]
+    fn a_run_of_any_length_has_a_rate_for_every_step() {
+        for total in [1, 2, 3, 10, 11, 20, 21] {
+            assert!(rates(total).iter().all(|rate| *rate > 0.0 && *rate <= 1e-3), "{total}");
+        }
+    }
+}

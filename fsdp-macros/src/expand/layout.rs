@@ -1,0 +1,47 @@
+//! `LAYOUT`: the static layout tree of a struct.
+
+use proc_macro2::TokenStream;
+use quote::{quote, quote_spanned};
+
+use crate::ast::{Content, Field, Module, Root};
+use crate::attr::Tie;
+
+/// `const LAYOUT: Node = ..;`
+pub fn constant(module: &Module<'_>) -> TokenStream {
+    let name = module.original.ident.to_string();
+    let kind = match module.unit {
+        Some(Root(root)) => quote!(__fsdp::Kind::Unit { root: #root }),
+        None => quote!(__fsdp::Kind::Module),
+    };
+    let children = module.layout_fields().map(child);
+    let ties = module.ties.iter().map(tie);
+    quote! {
+        const LAYOUT: __fsdp::Node = __fsdp::Node {
+            ty: #name,
+            kind: #kind,
+            children: &[#(#children),*],
+            ties: &[#(#ties),*],
+        };
+    }
+}
+
+fn child(field: &Field<'_>) -> TokenStream {
+    let name = field.name();
+    let key = match field.key() {
+        Some(key) => quote!(::core::option::Option::Some(#key)),
+        None => quote!(::core::option::Option::None),
+    };
+    let ty = &field.original.ty;
+    let node = match field.content {
+        Content::Leaf => quote!(__fsdp::LEAF),
+        _ => quote_spanned!(super::at(ty)=> <#ty as __fsdp::FsdpModule>::LAYOUT),
+    };
+    quote! {
+        __fsdp::Child { name: #name, key: #key, transposed: false, node: &#node }
+    }
+}
+
+fn tie(tie: &Tie) -> TokenStream {
+    let Tie { first, second } = tie;
+    quote!(__fsdp::Tie { first: #first, second: #second })
+}

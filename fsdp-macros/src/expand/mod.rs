@@ -1,0 +1,59 @@
+//! Tokens: data and calls into the runtime, never algorithms.
+//!
+//! All of it but the hooked methods themselves stands in `const _: () = { .. };`, where `__fsdp` is
+//! the runtime's `__private`. Tokens that a wrong use makes the compiler complain about carry the
+//! place of what the user wrote.
+
+mod forward;
+mod layout;
+mod unit;
+
+use proc_macro2::{Span, TokenStream};
+use quote::{ToTokens, quote};
+use syn::Data;
+use syn::spanned::Spanned;
+
+use crate::ast::{Hooked, Module};
+
+/// Everything generated for a struct. `sound`: no error was found, so the checks across types may
+/// run; without it only what other items rely on is generated.
+pub fn module(module: &Module<'_>, sound: bool) -> TokenStream {
+    let generated = match &module.original.data {
+        Data::Union(_) => return TokenStream::new(),
+        Data::Enum(_) => unit::opaque(module),
+        Data::Struct(_) if !module.original.generics.params.is_empty() => unit::opaque(module),
+        Data::Struct(_) => {
+            let layout = layout::constant(module);
+            let walks = unit::walks(module);
+            let implementation = unit::implementation(module, quote!(#layout #walks));
+            let checks = sound.then(|| unit::checks(module));
+            quote!(#implementation #checks)
+        }
+    };
+    hidden(generated)
+}
+
+/// An `impl` block with its hooks.
+pub fn hooks(hooked: &Hooked<'_>) -> TokenStream {
+    let block = hooked.original;
+    if !hooked.takes_hooks() {
+        return block.to_token_stream();
+    }
+    let block = forward::block(hooked);
+    let marker = hidden(forward::marker(hooked));
+    quote!(#block #marker)
+}
+
+fn hidden(generated: TokenStream) -> TokenStream {
+    quote! {
+        const _: () = {
+            use ::fsdp_runtime::__private as __fsdp;
+            #generated
+        };
+    }
+}
+
+/// The place of the user's tokens, with the names of generated code.
+fn at(tokens: &impl Spanned) -> Span {
+    Span::call_site().located_at(tokens.span())
+}

@@ -1,0 +1,156 @@
+//! The traits of a struct, the walks over its fields, and the calls to the runtime's `const` checks.
+
+use proc_macro2::TokenStream;
+use quote::{quote, quote_spanned};
+use syn::{GenericArgument, Index, PathArguments, Type};
+
+use super::at;
+use crate::ast::{Content, Field, Module, Root};
+
+/// `impl FsdpModule`, and for a unit `impl FsdpUnit`.
+///
+/// The bound is what makes a missing `#[derive(Module)]` one error with advice, not one for each
+/// supertrait.
+pub fn implementation(module: &Module<'_>, body: TokenStream) -> TokenStream {
+    let name = &module.original.ident;
+    let (generics, arguments, _) = module.original.generics.split_for_impl();
+    let derived = quote_spanned!(at(name)=> #name #arguments: __fsdp::DerivesModule);
+    let unit = module.unit.map(|_| {
+        quote!(impl #generics __fsdp::FsdpUnit for #name #arguments where #derived {})
+    });
+    quote! {
+        impl #generics __fsdp::FsdpModule for #name #arguments where #derived {
+            #body
+        }
+        #unit
+    }
+}
+
+/// An implementation that knows nothing of the fields, so that the error about the item is the only
+/// one.
+pub fn opaque(module: &Module<'_>) -> TokenStream {
+    let name = module.original.ident.to_string();
+    let kind = match module.unit {
+        Some(Root(root)) => quote!(__fsdp::Kind::Unit { root: #root }),
+        None => quote!(__fsdp::Kind::Leaf),
+    };
+    let body = quote! {
+        const LAYOUT: __fsdp::Node = __fsdp::Node::plain(#name, #kind);
+
+        fn walk<__W: __fsdp::Walk>(&self, _: &mut __W) {}
+
+        fn attach<__A: __fsdp::Attach>(self, _: &mut __A) -> Self {
+            self
+        }
+    };
+    implementation(module, body)
+}
+
+/// `walk` and `attach`, one call a field.
+pub fn walks(module: &Module<'_>) -> TokenStream {
+    let reads = module.layout_fields().enumerate().map(|(index, field)| {
+        let (member, index) = (&field.member, Index::from(index));
+        let call = match field.content {
+            Content::Leaf => quote!(walk_leaf),
+            _ => quote!(walk_field),
+        };
+        let value = quote_spanned!(at(&field.original.ty)=> &self.#member);
+        quote!(__fsdp::#call(#value, &__fsdp_children[#index], __fsdp_walk);)
+    });
+    let mut indices = (0..).map(Index::from);
+    let rebuilt = module.fields.iter().map(|field| {
+        let member = &field.member;
+        let call = match field.content {
+            Content::Skipped | Content::Constant => return quote!(#member: self.#member),
+            Content::Leaf => quote!(attach_leaf),
+            Content::Module => quote!(attach_field),
+        };
+        let value = quote_spanned!(at(&field.original.ty)=> self.#member);
+        let index = indices.next();
+        quote!(#member: __fsdp::#call(#value, &__fsdp_children[#index], __fsdp_attach))
+    });
+    quote! {
+        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+            let __fsdp_children = Self::LAYOUT.children;
+            #(#reads)*
+        }
+
+        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+            let __fsdp_children = Self::LAYOUT.children;
+            Self { #(#rebuilt),* }
+        }
+    }
+}
+
+/// The checks that need the layout of other types. Each is a constant of its own, so that all that
+/// fail are shown.
+pub fn checks(module: &Module<'_>) -> TokenStream {
+    let name = &module.original.ident;
+    let general = quote_spanned! {at(name)=>
+        const __FSDP_LAYOUT: &__fsdp::Node = &<#name as __fsdp::FsdpModule>::LAYOUT;
+        const _: () = __fsdp::check::keys::<{ __fsdp::check::num_keys(__FSDP_LAYOUT) }>(__FSDP_LAYOUT);
+    };
+    let unit = module.unit.map(|_| {
+        quote_spanned! {at(name)=>
+            const _: () = __fsdp::check::unit(__FSDP_LAYOUT);
+            const _: () = __fsdp::check::hooked::<#name>();
+        }
+    });
+    let ties = module.ties.iter().map(|tie| {
+        let (first, second) = (&tie.first, &tie.second);
+        let places = [first, second].map(|path| {
+            quote_spanned!(at(path)=> const _: () = __fsdp::check::tied(__FSDP_LAYOUT, #path);)
+        });
+        quote_spanned! {at(second)=>
+            #(#places)*
+            const _: () = __fsdp::check::tie(__FSDP_LAYOUT, #first, #second);
+        }
+    });
+    let unseen = module.fields.iter().filter_map(unseen_unit);
+    quote!(#general #unit #(#ties)* #(#unseen)*)
+}
+
+/// A field that FSDP does not look into must hold no unit.
+fn unseen_unit(field: &Field<'_>) -> Option<TokenStream> {
+    let check = match field.content {
+        Content::Skipped => quote!(skipped),
+        Content::Leaf => quote!(leaf),
+        Content::Module | Content::Constant => return None,
+    };
+    let ty = &field.original.ty;
+    let mut types = Vec::new();
+    named_types(ty, &mut types);
+    let name = field.name();
+    Some(quote_spanned! {at(ty)=>
+        const _: () = {
+            use __fsdp::check::NoLayout as _;
+            __fsdp::check::#check(#name, &[#(__fsdp::check::Probe::<#types>::LAYOUT),*])
+        };
+    })
+}
+
+/// A type and all types it is made of: `Box<Block>` is no FSDP module, but `Block` may be.
+fn named_types<'a>(ty: &'a Type, types: &mut Vec<&'a Type>) {
+    match ty {
+        Type::Path(path) => {
+            if path.path.is_ident("Self") {
+                return;
+            }
+            types.push(ty);
+            let arguments = path.path.segments.iter().map(|segment| &segment.arguments);
+            for arguments in arguments {
+                let PathArguments::AngleBracketed(arguments) = arguments else { continue };
+                for argument in &arguments.args {
+                    if let GenericArgument::Type(ty) = argument {
+                        named_types(ty, types);
+                    }
+                }
+            }
+        }
+        Type::Tuple(tuple) => tuple.elems.iter().for_each(|ty| named_types(ty, types)),
+        Type::Array(array) => named_types(&array.elem, types),
+        Type::Paren(paren) => named_types(&paren.elem, types),
+        Type::Reference(reference) => named_types(&reference.elem, types),
+        _ => {}
+    }
+}

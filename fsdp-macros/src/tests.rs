@@ -1,0 +1,89 @@
+//! What the macros expand to, compared with `tests/snapshots/<name>.expanded.rs`.
+//!
+//! `UPDATE_SNAPSHOTS=1 cargo test -p fsdp-macros` rewrites those files.
+
+use std::path::PathBuf;
+use std::{env, fs};
+
+use proc_macro2::TokenStream;
+use quote::ToTokens;
+use syn::{Attribute, Item, Meta};
+
+use crate::ast::Role;
+use crate::attr::{self, FSDP_UNIT};
+
+#[test]
+fn plain_unit() {
+    compare("plain_unit");
+}
+
+#[test]
+fn root_with_ties() {
+    compare("root_with_ties");
+}
+
+#[test]
+fn hooked_impl() {
+    compare("hooked_impl");
+}
+
+#[test]
+fn derived_module() {
+    compare("derived_module");
+}
+
+/// After an error the item is still there, and so are its traits.
+#[test]
+fn wrong_unit() {
+    compare("wrong_unit");
+}
+
+fn compare(name: &str) {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots");
+    let source = fs::read_to_string(folder.join(format!("{name}.rs"))).expect("a source");
+    let expanded = format(expand(syn::parse_file(&source).expect("Rust").items));
+    let path = folder.join(format!("{name}.expanded.rs"));
+    if env::var_os("UPDATE_SNAPSHOTS").is_some() {
+        fs::write(&path, &expanded).expect("a writable snapshot");
+    }
+    let snapshot = fs::read_to_string(&path).unwrap_or_default();
+    assert_eq!(expanded, snapshot, "{name} (UPDATE_SNAPSHOTS=1 accepts the new expansion)");
+}
+
+/// Expands the macros on each item as the compiler would, derives above them gone.
+fn expand(items: Vec<Item>) -> TokenStream {
+    items
+        .into_iter()
+        .map(|mut item| {
+            let attrs = attributes(&mut item);
+            if let Some(place) = attrs.iter().position(|attr| attr.path().is_ident(FSDP_UNIT)) {
+                let args = match attrs.remove(place).meta {
+                    Meta::List(list) => list.tokens,
+                    _ => TokenStream::new(),
+                };
+                attrs.drain(..place);
+                crate::unit(args, item.into_token_stream())
+            } else if attr::derives(attrs, "FsdpModule").is_some() {
+                let derive = syn::parse2(item.to_token_stream()).expect("a struct");
+                let code = crate::module(Role::Module, derive);
+                quote::quote!(#item #code)
+            } else {
+                item.into_token_stream()
+            }
+        })
+        .collect()
+}
+
+fn attributes(item: &mut Item) -> &mut Vec<Attribute> {
+    match item {
+        Item::Struct(item) => &mut item.attrs,
+        Item::Enum(item) => &mut item.attrs,
+        Item::Impl(item) => &mut item.attrs,
+        other => panic!("no snapshot of {}", other.to_token_stream()),
+    }
+}
+
+fn format(code: TokenStream) -> String {
+    let file = syn::parse2(code.clone()).unwrap_or_else(|error| panic!("{error}: {code}"));
+    prettyplease::unparse(&file)
+}

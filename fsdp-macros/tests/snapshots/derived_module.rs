@@ -1,0 +1,9 @@
+#[derive(Module, FsdpModule, Debug)]
+#[fsdp(tie("word.weight" = "position.weight"))]
+pub struct Embeddings {
+    #[fsdp(key = "word_embeddings")]
+    word: Embedding,
+    #[fsdp(key = "")]
+    position: Positions,
+    r#type: Option<Embedding>,
+}

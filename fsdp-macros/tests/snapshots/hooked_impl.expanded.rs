@@ -1,0 +1,77 @@
+impl Block {
+    /// Builds the block.
+    pub fn new(config: &BlockConfig) -> Self {
+        config.init()
+    }
+    /// Attends to `x`, then transforms it.
+    pub fn forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
+                (&::fsdp_runtime::__private::Input(&mask)).collect(__fsdp_inputs);
+            },
+        );
+        let __fsdp_output = self.__fsdp_forward(x, mask);
+        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
+        let x = self.attention.forward(x, mask);
+        self.down.forward(gelu(self.up.forward(x)))
+    }
+    /// One step of generation.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn forward_step<'a, const D: usize, T: Into<Tensor<D>>>(
+        &self,
+        __fsdp_0: (Tensor<3>, usize),
+        cache: Cache,
+        keys: &'a mut Keys,
+        other: T,
+    ) -> Result<&'a Tensor<3>, CacheError>
+    where
+        T: Clone,
+    {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                (&::fsdp_runtime::__private::Input(&__fsdp_0)).collect(__fsdp_inputs);
+                (&::fsdp_runtime::__private::Input(&cache)).collect(__fsdp_inputs);
+                (&::fsdp_runtime::__private::Input(&keys)).collect(__fsdp_inputs);
+                (&::fsdp_runtime::__private::Input(&other)).collect(__fsdp_inputs);
+            },
+        );
+        let __fsdp_output = self
+            .__fsdp_forward_step::<D, T>(__fsdp_0, cache, keys, other);
+        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+    }
+    #[expect(clippy::too_many_arguments)]
+    #[doc(hidden)]
+    fn __fsdp_forward_step<'a, const D: usize, T: Into<Tensor<D>>>(
+        &self,
+        (query, _): (Tensor<3>, usize),
+        mut cache: Cache,
+        keys: &'a mut Keys,
+        other: T,
+    ) -> Result<&'a Tensor<3>, CacheError>
+    where
+        T: Clone,
+    {
+        cache.check()?;
+        if cache.is_full() {
+            return Err(CacheError::Full);
+        }
+        keys.push(query, other.into())
+    }
+    fn project(&self, x: Tensor<3>) -> Tensor<3> {
+        self.down.forward(x)
+    }
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    impl __fsdp::HookedForward for Block {}
+};

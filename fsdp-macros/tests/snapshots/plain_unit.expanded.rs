@@ -1,0 +1,92 @@
+pub struct Block {
+    attention: Attention,
+    up: Linear,
+    down: Linear,
+    gate: vendor::Gate,
+    dropout: f64,
+    #[module(skip)]
+    cache: Cache,
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    impl __fsdp::FsdpModule for Block
+    where
+        Block: __fsdp::DerivesModule,
+    {
+        const LAYOUT: __fsdp::Node = __fsdp::Node {
+            ty: "Block",
+            kind: __fsdp::Kind::Unit { root: false },
+            children: &[
+                __fsdp::Child {
+                    name: "attention",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    node: &<Attention as __fsdp::FsdpModule>::LAYOUT,
+                },
+                __fsdp::Child {
+                    name: "up",
+                    key: ::core::option::Option::Some("intermediate.dense"),
+                    transposed: false,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
+                __fsdp::Child {
+                    name: "down",
+                    key: ::core::option::Option::Some("output.dense"),
+                    transposed: false,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
+                __fsdp::Child {
+                    name: "gate",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    node: &__fsdp::LEAF,
+                },
+            ],
+            ties: &[],
+        };
+        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+            let __fsdp_children = Self::LAYOUT.children;
+            __fsdp::walk_field(&self.attention, &__fsdp_children[0], __fsdp_walk);
+            __fsdp::walk_field(&self.up, &__fsdp_children[1], __fsdp_walk);
+            __fsdp::walk_field(&self.down, &__fsdp_children[2], __fsdp_walk);
+            __fsdp::walk_leaf(&self.gate, &__fsdp_children[3], __fsdp_walk);
+        }
+        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+            let __fsdp_children = Self::LAYOUT.children;
+            Self {
+                attention: __fsdp::attach_field(
+                    self.attention,
+                    &__fsdp_children[0],
+                    __fsdp_attach,
+                ),
+                up: __fsdp::attach_field(self.up, &__fsdp_children[1], __fsdp_attach),
+                down: __fsdp::attach_field(
+                    self.down,
+                    &__fsdp_children[2],
+                    __fsdp_attach,
+                ),
+                gate: __fsdp::attach_leaf(self.gate, &__fsdp_children[3], __fsdp_attach),
+                dropout: self.dropout,
+                cache: self.cache,
+            }
+        }
+    }
+    impl __fsdp::FsdpUnit for Block
+    where
+        Block: __fsdp::DerivesModule,
+    {}
+    const __FSDP_LAYOUT: &__fsdp::Node = &<Block as __fsdp::FsdpModule>::LAYOUT;
+    const _: () = __fsdp::check::keys::<
+        { __fsdp::check::num_keys(__FSDP_LAYOUT) },
+    >(__FSDP_LAYOUT);
+    const _: () = __fsdp::check::unit(__FSDP_LAYOUT);
+    const _: () = __fsdp::check::hooked::<Block>();
+    const _: () = {
+        use __fsdp::check::NoLayout as _;
+        __fsdp::check::leaf("gate", &[__fsdp::check::Probe::<vendor::Gate>::LAYOUT])
+    };
+    const _: () = {
+        use __fsdp::check::NoLayout as _;
+        __fsdp::check::skipped("cache", &[__fsdp::check::Probe::<Cache>::LAYOUT])
+    };
+};

@@ -1,0 +1,10 @@
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("embeddings.word" = "decoder"))]
+pub struct Model {
+    #[fsdp(key = "bert.embeddings")]
+    embeddings: Embeddings,
+    #[fsdp(key = "bert.encoder.layer")]
+    layers: Vec<Block>,
+    #[fsdp(key = "cls.predictions.decoder")]
+    decoder: Linear,
+}

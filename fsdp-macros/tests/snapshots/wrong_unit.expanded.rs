@@ -1,0 +1,69 @@
+pub struct Model {
+    embeddings: Embeddings,
+    decoder: Linear,
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    impl __fsdp::FsdpModule for Model
+    where
+        Model: __fsdp::DerivesModule,
+    {
+        const LAYOUT: __fsdp::Node = __fsdp::Node {
+            ty: "Model",
+            kind: __fsdp::Kind::Unit { root: false },
+            children: &[
+                __fsdp::Child {
+                    name: "embeddings",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    node: &<Embeddings as __fsdp::FsdpModule>::LAYOUT,
+                },
+                __fsdp::Child {
+                    name: "decoder",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
+            ],
+            ties: &[
+                __fsdp::Tie {
+                    first: "embedings",
+                    second: "decoder",
+                },
+            ],
+        };
+        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+            let __fsdp_children = Self::LAYOUT.children;
+            __fsdp::walk_field(&self.embeddings, &__fsdp_children[0], __fsdp_walk);
+            __fsdp::walk_field(&self.decoder, &__fsdp_children[1], __fsdp_walk);
+        }
+        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+            let __fsdp_children = Self::LAYOUT.children;
+            Self {
+                embeddings: __fsdp::attach_field(
+                    self.embeddings,
+                    &__fsdp_children[0],
+                    __fsdp_attach,
+                ),
+                decoder: __fsdp::attach_field(
+                    self.decoder,
+                    &__fsdp_children[1],
+                    __fsdp_attach,
+                ),
+            }
+        }
+    }
+    impl __fsdp::FsdpUnit for Model
+    where
+        Model: __fsdp::DerivesModule,
+    {}
+};
+::core::compile_error! {
+    "unknown argument `rot`; did you mean `root`?"
+}
+::core::compile_error! {
+    "a key is a string: write `key = \"name.in.checkpoint\"`"
+}
+::core::compile_error! {
+    "`Model` has no field `embedings`; did you mean `embeddings`?"
+}

@@ -1,0 +1,153 @@
+//! The autodiff ops that carry gradients back into fragments.
+//!
+//! *Gather* makes the full parameter from the fragment's leaf. Its backward stores the full gradient
+//! with the call it belongs to; the call's last one starts the unit's reduce-scatter. Its other
+//! parents are the unit's inputs, which set its place in the order: Burn runs backward by depth, a
+//! leaf's child has depth 1, and without them every unit would reduce at the very end.
+//!
+//! *PreBackward* is the identity on a unit's output. Its backward runs before that of any op of the
+//! unit, and unshards the unit.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::TensorMetadata;
+use burn::tensor::Shape;
+
+use crate::backend::{Float, ShardBackend, Tracked};
+use crate::error::Error;
+use crate::param::{CallId, raise};
+
+/// What the ops ask of the schedule, during backward.
+pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
+    /// The gradient of a unit's output arrived: none of the unit's ops has run backward yet.
+    fn pre_backward(&self, call: CallId) -> Result<(), Error>;
+    /// A parameter's full gradient arrived. Returns whether it was the call's last one.
+    fn arrived(&self, call: CallId, entry: usize, gradient: Float<B>) -> Result<bool, Error>;
+}
+
+/// A shared [`BackwardHooks`], and the call the op belongs to.
+pub(crate) struct State<B: ShardBackend> {
+    pub(crate) hooks: Arc<dyn BackwardHooks<B>>,
+    pub(crate) call: CallId,
+    /// Alive as long as some op of the call is: what tells a forward that no backward will follow.
+    pub(crate) alive: Arc<()>,
+}
+
+impl<B: ShardBackend> Clone for State<B> {
+    fn clone(&self) -> Self {
+        Self { hooks: self.hooks.clone(), call: self.call, alive: self.alive.clone() }
+    }
+}
+
+impl<B: ShardBackend> Debug for State<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "State({:?})", self.call)
+    }
+}
+
+/// The most inputs of a unit that a [`Gather`] is ordered after.
+pub(crate) const MAX_ANCHORS: usize = 3;
+
+#[derive(Debug)]
+struct Gather;
+
+#[derive(Debug)]
+struct GatherState<B: ShardBackend> {
+    state: State<B>,
+    entry: usize,
+    /// The inputs' shapes.
+    anchors: Vec<Shape>,
+}
+
+impl<B: ShardBackend> Clone for GatherState<B> {
+    fn clone(&self) -> Self {
+        Self { state: self.state.clone(), entry: self.entry, anchors: self.anchors.clone() }
+    }
+}
+
+impl<B: ShardBackend, const N: usize> Backward<B, N> for Gather {
+    type State = GatherState<B>;
+
+    fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let GatherState { state, entry, anchors } = ops.state;
+        let gradient = grads.consume::<B>(&ops.node);
+        let (device, dtype) = (gradient.device(), gradient.dtype());
+        match state.hooks.arrived(state.call, entry, gradient) {
+            // Burn expects a gradient at every parent. The inputs have one from the unit's own ops,
+            // unless the unit does not use an input at all; zeros, one element wide, serve both.
+            Ok(true) => {
+                for (node, shape) in ops.parents[1..].iter().zip(anchors) {
+                    if let Some(node) = node {
+                        let zero = vec![1; shape.num_dims()];
+                        let zero = B::float_zeros(Shape::from(zero), &device, dtype.into());
+                        grads.register::<B>(node.id, B::float_expand(zero, shape));
+                    }
+                }
+            }
+            Ok(false) => {}
+            Err(error) => raise(error),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct PreBackward;
+
+impl<B: ShardBackend> Backward<B, 1> for PreBackward {
+    type State = State<B>;
+
+    fn backward(self, ops: Ops<State<B>, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        if let Err(error) = ops.state.hooks.pre_backward(ops.state.call) {
+            raise(error);
+        }
+        unary::<B, _>(ops.parents, ops.node, grads, |gradient| gradient);
+    }
+}
+
+/// The full parameter `value` as the child of its fragment's leaf, ordered after `anchors`.
+pub(crate) fn gather<B: ShardBackend>(
+    state: State<B>,
+    entry: usize,
+    leaf: &Tracked<B>,
+    anchors: &[Tracked<B>],
+    value: Float<B>,
+) -> Tracked<B> {
+    let shapes = anchors.iter().map(TensorMetadata::shape).collect();
+    let state = GatherState { state, entry, anchors: shapes };
+    macro_rules! record {
+        ($n:literal, [$($anchor:ident),*]) => {{
+            let nodes = [leaf.node() $(, $anchor.node())*];
+            let op = Backward::<B, $n>::prepare::<NoCheckpointing>(Gather, nodes);
+            match op.compute_bound().stateful() {
+                OpsKind::Tracked(op) => op.finish(state, value),
+                OpsKind::UnTracked(op) => op.finish(value),
+            }
+        }};
+    }
+    match anchors {
+        [] => record!(1, []),
+        [a] => record!(2, [a]),
+        [a, b] => record!(3, [a, b]),
+        [a, b, c, ..] => record!(4, [a, b, c]),
+    }
+}
+
+/// A unit's output, whose gradient first unshards the unit. `detach` copies what looks into the
+/// unit's buffer.
+pub(crate) fn pre_backward<B: ShardBackend>(
+    state: State<B>,
+    output: Tracked<B>,
+    detach: impl FnOnce(Float<B>) -> Float<B>,
+) -> Tracked<B> {
+    let (value, guard) = output.into_parts();
+    let value = detach(value);
+    match PreBackward.prepare::<NoCheckpointing>([guard]).compute_bound().stateful() {
+        OpsKind::Tracked(op) => op.finish(state, value),
+        OpsKind::UnTracked(op) => op.finish(value),
+    }
+}

@@ -1,0 +1,263 @@
+//! Flex: a slot is host memory; a view of it is a tensor whose bytes begin and end where the
+//! parameter does, so that every kernel takes its fast path.
+
+use std::alloc::{Layout as Allocation, alloc_zeroed, dealloc, handle_alloc_error};
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use burn::backend::TensorMetadata;
+use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
+use burn::backend::Flex;
+use burn::tensor::{DType, Shape, TensorData};
+use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
+
+use super::{Float, ShardBackend, Value, dispatch};
+
+/// Bytes a slot is aligned to: a cache line, and the widest vector register.
+const ALIGN: usize = 64;
+
+/// Host memory that Flex tensors view while the runtime rewrites it between units.
+#[derive(Debug)]
+pub(crate) struct Block {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: the block is plain memory. Who may touch it when is settled by the schedule: one thread
+// writes it between a unit's reshard and the end of the next gather, and only then; views are read
+// between that end and the next reshard.
+unsafe impl Send for Block {}
+// SAFETY: as above; the methods that write take `&self` because views share the block.
+unsafe impl Sync for Block {}
+
+impl Block {
+    fn allocation(bytes: usize) -> Allocation {
+        Allocation::from_size_align(bytes.max(ALIGN), ALIGN).expect("a slot fits the address space")
+    }
+
+    fn new(bytes: usize) -> Self {
+        let allocation = Self::allocation(bytes);
+        // SAFETY: the allocation's size is not zero.
+        let start = unsafe { alloc_zeroed(allocation) };
+        let start = NonNull::new(start).unwrap_or_else(|| handle_alloc_error(allocation));
+        Self { start, bytes }
+    }
+
+    fn write(&self, at: usize, source: &[u8]) {
+        assert!(at + source.len() <= self.bytes, "a gather stays within its slot");
+        // SAFETY: the range lies within the block, `source` is other memory, and no view of the
+        // block is read while the schedule writes it.
+        unsafe { self.start.add(at).copy_from_nonoverlapping(NonNull::from(source).cast(), source.len()) }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this very allocation; views hold an `Arc` of the block.
+        unsafe { dealloc(self.start.as_ptr(), Self::allocation(self.bytes)) }
+    }
+}
+
+/// Part of a block as Burn's byte storage. It cannot be written through, nor unwrapped: every
+/// tensor over it shares its `Arc` with the slot, so Burn copies before it mutates.
+struct View {
+    block: Arc<Block>,
+    range: Range<usize>,
+}
+
+impl AllocationController for View {
+    fn alloc_align(&self) -> usize {
+        ALIGN
+    }
+
+    fn property(&self) -> AllocationProperty {
+        AllocationProperty::Native
+    }
+
+    unsafe fn memory_mut(&mut self, _: AccessPolicy) -> Result<&mut [MaybeUninit<u8>], AccessError> {
+        Err(AccessError::WouldCopy)
+    }
+
+    fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
+        // SAFETY: the range lies within the block (checked in `Memory::bytes`), which is
+        // initialised, lives as long as `self`, and is not written while a view is read.
+        Ok(unsafe {
+            std::slice::from_raw_parts(self.block.start.add(self.range.start).as_ptr().cast(), self.range.len())
+        })
+    }
+}
+
+/// A slot's memory, and the byte storages handed out for parts of it.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    block: Arc<Block>,
+    /// One storage a viewed range, kept so that no view is ever its storage's only owner.
+    views: std::sync::Mutex<std::collections::HashMap<(usize, usize), Arc<Bytes>>>,
+}
+
+impl Memory {
+    fn bytes(&self, range: Range<usize>) -> Arc<Bytes> {
+        assert!(range.end <= self.block.bytes, "a view stays within its slot");
+        let mut views = self.views.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let view = || {
+            let controller = View { block: self.block.clone(), range: range.clone() };
+            // SAFETY: the controller reports `range.len()` initialised bytes.
+            Arc::new(unsafe { Bytes::from_controller(Box::new(controller), range.len()) })
+        };
+        views.entry((range.start, range.end)).or_insert_with(view).clone()
+    }
+}
+
+/// The elements of `range` of a flattened tensor, without a copy where it is contiguous.
+fn with_slice<T>(tensor: &FlexTensor, range: Range<usize>, f: impl FnOnce(&[f32]) -> T) -> T {
+    match tensor.as_slice::<f32>() {
+        Some(slice) => f(&slice[range]),
+        None => {
+            let tensor = tensor.to_contiguous();
+            f(&tensor.as_slice::<f32>().expect("a copy is contiguous")[range])
+        }
+    }
+}
+
+fn owned(elements: Vec<f32>, shape: Shape) -> FlexTensor {
+    FlexTensor::from_data(TensorData::new(elements, shape))
+}
+
+impl ShardBackend for Flex {
+    type Memory = Memory;
+
+    dispatch!(Flex);
+
+    fn alloc(_: &FlexDevice, numel: usize) -> Memory {
+        Memory { block: Arc::new(Block::new(numel * size_of::<f32>())), views: Default::default() }
+    }
+
+    fn view(memory: &Memory, offset: usize, shape: Shape) -> FlexTensor {
+        let start = offset * size_of::<f32>();
+        let bytes = memory.bytes(start..start + shape.num_elements() * size_of::<f32>());
+        FlexTensor::from_arc(bytes, Layout::contiguous(shape), DType::F32)
+    }
+
+    fn write(memory: &Memory, offset: usize, source: FlexTensor) {
+        let numel = source.shape().num_elements();
+        with_slice(&source, 0..numel, |source| {
+            memory.block.write(offset * size_of::<f32>(), bytemuck::cast_slice(source));
+        });
+    }
+
+    fn poison(memory: &Memory, numel: usize) {
+        const NAN: [f32; 1024] = [f32::NAN; 1024];
+        for at in (0..numel).step_by(NAN.len()) {
+            let len = NAN.len().min(numel - at);
+            memory.block.write(at * size_of::<f32>(), bytemuck::cast_slice(&NAN[..len]));
+        }
+    }
+
+    /// Flex runs every op to its end before it returns.
+    fn release(_: &Memory) {}
+
+    fn complete(_: &FlexDevice) {}
+
+    fn detach(memory: &Memory, tensor: FlexTensor) -> FlexTensor {
+        let start = memory.block.start.as_ptr().addr();
+        let looks_in = (start..start + memory.block.bytes).contains(&tensor.bytes().as_ptr().addr());
+        if !looks_in {
+            return tensor;
+        }
+        let (numel, shape) = (tensor.shape().num_elements(), tensor.shape());
+        Self::fragment(tensor, 0..numel, shape)
+    }
+
+    fn fragment(tensor: FlexTensor, range: Range<usize>, shape: Shape) -> FlexTensor {
+        with_slice(&tensor, range, |slice| owned(slice.to_vec(), shape))
+    }
+
+    fn mean(parts: &[FlexTensor], range: Range<usize>, divisor: usize, shape: Shape) -> FlexTensor {
+        let (first, rest) = parts.split_first().expect("a group has at least one rank");
+        let mut sum = with_slice(first, range.clone(), <[f32]>::to_vec);
+        for part in rest {
+            with_slice(part, range.clone(), |part| {
+                sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+            });
+        }
+        if divisor > 1 {
+            let divisor = divisor as f32;
+            sum.iter_mut().for_each(|sum| *sum /= divisor);
+        }
+        owned(sum, shape)
+    }
+
+    fn sum_squares(parts: &[(FlexTensor, Range<usize>)]) -> Vec<f64> {
+        let sum = |(tensor, range): &(Float<Flex>, Range<usize>)| {
+            with_slice(tensor, range.clone(), sum_squares)
+        };
+        parts.iter().map(sum).collect()
+    }
+}
+
+/// Sixteen f32 lanes over blocks of 1,024, added up in f64: as fast as memory, and within 1e-6
+/// (relative) of the exact sum, as no lane adds more than 64 squares.
+fn sum_squares(slice: &[f32]) -> f64 {
+    const LANES: usize = 16;
+    let block = |block: &[f32]| -> f64 {
+        let mut lanes = [0f32; LANES];
+        let (chunks, rest) = block.as_chunks::<LANES>();
+        for chunk in chunks {
+            for (lane, x) in lanes.iter_mut().zip(chunk) {
+                *lane += x * x;
+            }
+        }
+        let rest: f64 = rest.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>() + rest
+    };
+    slice.chunks(1024).map(block).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_view_sees_what_is_written_later_and_is_never_written_through() {
+        let memory = Flex::alloc(&FlexDevice, 64);
+        let view = Flex::view(&memory, 2, Shape::from([2, 2]));
+        Flex::write(&memory, 2, owned(vec![1.0, 2.0, 3.0, 4.0], Shape::from([4])));
+        assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]));
+
+        let mut doubled = view.clone();
+        doubled.storage_mut::<f32>().iter_mut().for_each(|x| *x *= 2.0);
+        assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]), "copied on write");
+        assert_eq!(view.clone().into_data().num_elements(), 4);
+        assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]), "not taken out");
+    }
+
+    #[test]
+    fn detach_copies_views_of_the_slot_and_nothing_else() {
+        let memory = Flex::alloc(&FlexDevice, 64);
+        let view = Flex::detach(&memory, Flex::view(&memory, 0, Shape::from([3])));
+        let own = owned(vec![1.0], Shape::from([1]));
+        let start = own.bytes().as_ptr();
+        assert_eq!(Flex::detach(&memory, own).bytes().as_ptr(), start);
+        Flex::poison(&memory, 64);
+        assert_eq!(view.as_slice::<f32>(), Some(&[0.0; 3][..]));
+    }
+
+    #[test]
+    fn the_mean_of_a_part_is_that_part_of_the_mean() {
+        let parts: Vec<_> = (0..3)
+            .map(|rank| owned((0..101).map(|i| (i * (rank + 3)) as f32 * 0.37).collect(), Shape::from([101])))
+            .collect();
+        let whole = Flex::mean(&parts, 0..101, 3, Shape::from([101]));
+        let part = Flex::mean(&parts, 40..77, 3, Shape::from([37]));
+        assert_eq!(part.as_slice::<f32>(), Some(&whole.as_slice::<f32>().unwrap()[40..77]));
+    }
+
+    #[test]
+    fn the_sum_of_squares_is_that_of_f64() {
+        let elements: Vec<f32> = (0..10_007).map(|i| ((i * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
+        let exact: f64 = elements.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        assert!((sum_squares(&elements) - exact).abs() <= 1e-6 * exact);
+    }
+}

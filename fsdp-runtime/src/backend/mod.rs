@@ -1,0 +1,153 @@
+//! What sharding asks of a Burn backend: memory that tensors view while it is rewritten.
+//!
+//! Two backends have it: Flex ([`flex`]) and the CubeCL one ([`cube`]), which is every CubeCL
+//! device. Everything above is generic over [`ShardBackend`] and holds no unsafe code.
+
+use std::fmt::Debug;
+use std::ops::Range;
+
+use burn::backend::{Autodiff, Backend, TensorMetadata};
+use burn::tensor::{DispatchTensor, Shape};
+
+use crate::error::ShardError;
+
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
+#[cfg(feature = "flex")]
+pub(crate) mod flex;
+
+/// A float tensor of backend `B`.
+pub(crate) type Float<B> = <B as burn::backend::BackendTypes>::FloatTensorPrimitive;
+/// A float tensor of backend `B` with its autodiff node.
+pub(crate) type Tracked<B> = <Autodiff<B> as burn::backend::BackendTypes>::FloatTensorPrimitive;
+
+/// A Burn tensor taken apart for backend `B`.
+pub(crate) enum Value<B: Backend> {
+    /// Without autodiff.
+    Plain(Float<B>),
+    /// On an autodiff device, whether tracked or not.
+    Autodiff(Tracked<B>, Context),
+}
+
+/// The autodiff context a tensor came with, to give back: it names the checkpointing strategy.
+pub(crate) type Context = burn::backend::DispatchAutodiffContext;
+
+impl<B: ShardBackend> Value<B> {
+    /// The tensor without its node.
+    pub(crate) fn into_inner(self) -> Float<B> {
+        match self {
+            Self::Plain(tensor) => tensor,
+            Self::Autodiff(tensor, _) => tensor.into_primitive(),
+        }
+    }
+}
+
+/// A backend whose tensors can view the reusable buffers of [`slot`](crate::slot).
+///
+/// The methods on `Memory` never check whether a view is in use: that is the schedule's task, which
+/// writes a slot only between its owner's reshard and the next owner's first `val()`.
+pub(crate) trait ShardBackend: Backend {
+    /// One reusable buffer of f32 elements, viewed by tensors.
+    type Memory: Debug + Send + Sync + 'static;
+
+    /// Takes a Burn tensor apart; `None` when it lies on another backend.
+    fn from_dispatch(tensor: DispatchTensor) -> Option<Value<Self>>;
+    /// Puts a Burn tensor together.
+    fn into_dispatch(value: Value<Self>) -> DispatchTensor;
+
+    /// A zeroed buffer of `numel` elements.
+    fn alloc(device: &Self::Device, numel: usize) -> Self::Memory;
+    /// Elements `[offset, offset + shape's)` of the buffer, as a tensor that owns nothing.
+    fn view(memory: &Self::Memory, offset: usize, shape: Shape) -> Float<Self>;
+    /// Copies all of `source` to the buffer, from element `offset` on.
+    fn write(memory: &Self::Memory, offset: usize, source: Float<Self>);
+    /// Fills the first `numel` elements with NaN, so that a stale read shows.
+    fn poison(memory: &Self::Memory, numel: usize);
+    /// Orders every later [`write`](Self::write) after the reads issued by this thread until now.
+    fn release(memory: &Self::Memory);
+    /// Waits until this thread's writes can be seen by any thread's reads.
+    fn complete(device: &Self::Device);
+    /// A tensor that does not look into the buffer: `tensor` itself, or a copy.
+    fn detach(memory: &Self::Memory, tensor: Float<Self>) -> Float<Self>;
+
+    /// A copy of `range` of the flattened tensor, in memory of its own, of the given shape.
+    fn fragment(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
+    /// The mean over `parts` of `range` of each flattened part: sums in order, then divides by
+    /// `divisor`. An element's result depends on nothing but the parts' elements at that place.
+    fn mean(parts: &[Float<Self>], range: Range<usize>, divisor: usize, shape: Shape) -> Float<Self>;
+    /// The sum of squares over each range of its flattened tensor. The result depends on the
+    /// elements and their order alone, so that every strategy finds the same norm.
+    fn sum_squares(parts: &[(Float<Self>, Range<usize>)]) -> Vec<f64>;
+}
+
+/// Elements of a tensor.
+pub(crate) fn numel<B: ShardBackend>(tensor: &Float<B>) -> usize {
+    tensor.shape().num_elements()
+}
+
+/// Runs `$body` with `$backend` naming the backend of `$device`, or returns the error that says
+/// that none shards on it.
+macro_rules! with_backend {
+    ($device:expr, |$backend:ident, $inner:ident| $body:expr) => {{
+        use burn::backend::DispatchDevice;
+        let device = $device.clone().inner();
+        match device.as_dispatch() {
+            #[cfg(feature = "flex")]
+            DispatchDevice::Flex($inner) => {
+                type $backend = burn::backend::Flex;
+                $body
+            }
+            #[cfg(feature = "cube")]
+            DispatchDevice::Cube($inner) => {
+                type $backend = burn::backend::Cube;
+                $body
+            }
+            #[allow(unreachable_patterns)]
+            _ => Err($crate::backend::unsupported(&device).into()),
+        }
+    }};
+}
+pub(crate) use with_backend;
+
+pub(crate) fn unsupported(device: &burn::tensor::Device) -> ShardError {
+    ShardError::UnsupportedDevice { device: format!("{device:?}") }
+}
+
+/// `from_dispatch` and `into_dispatch`, the same words for each backend's own types.
+macro_rules! dispatch {
+    ($backend:ty) => {
+        fn from_dispatch(mut tensor: burn::tensor::DispatchTensor) -> Option<Value<Self>> {
+            use burn::tensor::DispatchTensor as Any;
+            use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchKindConversion as To};
+            let context = tensor.autodiff;
+            if context == DispatchAutodiffContext::Disabled {
+                match <Any as To<$backend>>::try_into_backend(tensor).ok()? {
+                    BackendTensor::Float(tensor) => return Some(Value::Plain(tensor)),
+                    _ => return None,
+                }
+            }
+            // The conversion is for one checkpointing strategy; the tensor is the same for all.
+            tensor.autodiff = DispatchAutodiffContext::Enabled(Default::default());
+            match <Any as To<burn::backend::Autodiff<$backend>>>::try_into_backend(tensor).ok()? {
+                BackendTensor::Float(tensor) => Some(Value::Autodiff(tensor, context)),
+                _ => None,
+            }
+        }
+
+        fn into_dispatch(value: Value<Self>) -> burn::tensor::DispatchTensor {
+            use burn::tensor::DispatchTensor as Any;
+            use burn::backend::{BackendTensor, DispatchKindConversion as To};
+            match value {
+                Value::Plain(tensor) => <Any as To<$backend>>::from_backend(BackendTensor::Float(tensor)),
+                Value::Autodiff(tensor, context) => {
+                    let tensor = BackendTensor::Float(tensor);
+                    let mut tensor =
+                        <Any as To<burn::backend::Autodiff<$backend>>>::from_backend(tensor);
+                    tensor.autodiff = context;
+                    tensor
+                }
+            }
+        }
+    };
+}
+pub(crate) use dispatch;

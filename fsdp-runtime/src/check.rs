@@ -1,0 +1,168 @@
+//! Rules over the static layout tree, as `const fn`s that generated code calls in constants.
+//!
+//! A rule that is broken fails the constant with a message that names the paths involved; each is
+//! `#[track_caller]`, so the compiler points at the caller, whose tokens lie where the user wrote.
+//! What one item can be checked for on its own is in `fsdp-macros`.
+
+mod keys;
+mod text;
+mod ties;
+
+use core::marker::PhantomData;
+
+use burn::module::Module;
+
+use crate::unit::{FsdpModule, HookedForward, Kind, Node};
+use text::Text;
+
+/// What generated code calls.
+pub mod api {
+    pub use super::keys::{keys, num_keys};
+    pub use super::ties::{tie, tied};
+    pub use super::{NoLayout, Probe, hooked, leaf, skipped, unit};
+}
+
+/// A type under `#[derive(Module)]`: the bound of every generated implementation, for its message.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a Burn module",
+    label = "no `#[derive(Module)]` on this type",
+    note = "write `#[derive(Module, Debug)]` on it, above `#[fsdp_unit]` where that is written"
+)]
+pub trait DerivesModule: Module {}
+
+#[diagnostic::do_not_recommend]
+impl<M: Module> DerivesModule for M {}
+
+/// A unit must have a hooked `forward`, or nothing gathers it.
+pub const fn hooked<U: HookedForward>() {}
+
+/// A unit must have parameters of its own, unless it is the root, and hold no root.
+#[track_caller]
+pub const fn unit(layout: &Node) {
+    let mut path = Text::new("");
+    if let Some(inner) = nested_root(layout, &mut path) {
+        Text::new("unit ")
+            .code(layout.ty)
+            .then(" holds the root ")
+            .code(inner.ty)
+            .then(" (")
+            .code(path.as_str())
+            .then("), but the root is the outermost unit of a model; write `#[fsdp_unit]` without `root` on ")
+            .code(inner.ty)
+            .fail();
+    }
+    if !matches!(layout.kind, Kind::Unit { root: true }) && !has_parameters(layout) {
+        Text::new("unit ")
+            .code(layout.ty)
+            .then(" has no parameters of its own, so there is nothing to gather for it; write `#[derive(FsdpModule)]` in place of `#[fsdp_unit]`, and no `#[fsdp_unit]` on its `impl` block")
+            .fail();
+    }
+}
+
+/// A field under `#[module(skip)]` must hold no unit. `types`: what it is made of.
+#[track_caller]
+pub const fn skipped(field: &str, types: &[Option<&Node>]) {
+    if let Some(unit) = first_unit(types) {
+        Text::new("field ")
+            .code(field)
+            .then(" is under `#[module(skip)]` and holds the unit ")
+            .code(unit.ty)
+            .then(", whose parameters Burn would not train and FSDP not shard; remove `#[module(skip)]`")
+            .fail();
+    }
+}
+
+/// A field under `#[fsdp(leaf)]` must hold no unit. `types`: what it is made of.
+#[track_caller]
+pub const fn leaf(field: &str, types: &[Option<&Node>]) {
+    if let Some(unit) = first_unit(types) {
+        Text::new("field ")
+            .code(field)
+            .then(" is under `#[fsdp(leaf)]` and holds the unit ")
+            .code(unit.ty)
+            .then(", which FSDP would not see there; remove `leaf`")
+            .fail();
+    }
+}
+
+/// Finds the layout of a type that may have none: `Probe::<T>::LAYOUT` is the constant here where
+/// `T` is an [`FsdpModule`], as an inherent one goes first, else that of [`NoLayout`].
+pub struct Probe<T: ?Sized>(PhantomData<T>);
+
+impl<T: FsdpModule> Probe<T> {
+    /// The type's layout.
+    pub const LAYOUT: Option<&'static Node> = Some(&T::LAYOUT);
+}
+
+/// What [`Probe`] finds for a type that is no [`FsdpModule`].
+pub trait NoLayout {
+    /// Nothing.
+    const LAYOUT: Option<&'static Node> = None;
+}
+
+impl<T: ?Sized> NoLayout for Probe<T> {}
+
+const fn first_unit<'a>(types: &[Option<&'a Node>]) -> Option<&'a Node> {
+    let mut i = 0;
+    while i < types.len() {
+        if let Some(node) = types[i]
+            && let Some(unit) = find_unit(node)
+        {
+            return Some(unit);
+        }
+        i += 1;
+    }
+    None
+}
+
+const fn find_unit(node: &Node) -> Option<&Node> {
+    if node.is_unit() {
+        return Some(node);
+    }
+    let mut i = 0;
+    while i < node.children.len() {
+        if let Some(unit) = find_unit(node.children[i].node) {
+            return Some(unit);
+        }
+        i += 1;
+    }
+    None
+}
+
+/// A root below `node` with no other unit between, and the path to it.
+const fn nested_root(node: &Node, path: &mut Text) -> Option<&'static Node> {
+    let mut i = 0;
+    while i < node.children.len() {
+        let child = &node.children[i];
+        let len = path.len();
+        path.push_segment(if matches!(node.kind, Kind::List) { "{}" } else { child.name });
+        match child.node.kind {
+            Kind::Unit { root: true } => return Some(child.node),
+            Kind::Unit { root: false } => {}
+            _ => {
+                if let Some(root) = nested_root(child.node, path) {
+                    return Some(root);
+                }
+            }
+        }
+        path.truncate(len);
+        i += 1;
+    }
+    None
+}
+
+/// Whether a module has parameters to gather, nested units aside.
+const fn has_parameters(node: &Node) -> bool {
+    if matches!(node.kind, Kind::Param { .. } | Kind::Leaf) {
+        return true;
+    }
+    let mut i = 0;
+    while i < node.children.len() {
+        let child = node.children[i].node;
+        if !child.is_unit() && has_parameters(child) {
+            return true;
+        }
+        i += 1;
+    }
+    false
+}

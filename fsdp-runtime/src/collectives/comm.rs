@@ -1,0 +1,73 @@
+//! A rank's communication thread: collectives run in issue order, beside the computation.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
+use std::sync::{Arc, Mutex};
+
+use super::local::LocalGroup;
+use crate::error::CollectiveError;
+use crate::launch::panic_message;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Issues a rank's collectives. Dropping the last handle ends the thread once its queue is empty.
+pub(crate) struct Communicator {
+    group: Arc<LocalGroup>,
+    jobs: Mutex<Sender<Job>>,
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Communicator").field("group", &self.group).finish_non_exhaustive()
+    }
+}
+
+impl Communicator {
+    /// Starts the communication thread of a rank.
+    pub(crate) fn start(group: Arc<LocalGroup>) -> std::io::Result<Arc<Self>> {
+        let (jobs, queue) = channel::<Job>();
+        std::thread::Builder::new()
+            .name(format!("fsdp-comm-{}", group.mesh().rank))
+            .spawn(move || queue.into_iter().for_each(|job| job()))?;
+        Ok(Arc::new(Self { group, jobs: Mutex::new(jobs) }))
+    }
+
+    /// Queues a collective.
+    pub(crate) fn issue<T: Send + 'static>(
+        &self,
+        collective: impl FnOnce(&LocalGroup) -> Result<T, CollectiveError> + Send + 'static,
+    ) -> Work<T> {
+        let (sender, result) = sync_channel(1);
+        let group = self.group.clone();
+        let rank = group.mesh().rank;
+        let job = move || {
+            let outcome = catch_unwind(AssertUnwindSafe(|| collective(&group)));
+            let outcome = outcome.unwrap_or_else(|panic| {
+                let failure = CollectiveError::PeerFailed { rank, reason: panic_message(&*panic) };
+                group.hub().fail(failure.clone());
+                Err(failure)
+            });
+            // Nobody waits for a collective whose unit was dropped meanwhile.
+            let _ = sender.send(outcome);
+        };
+        // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
+        let _ = self.jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).send(Box::new(job));
+        Work { result, rank }
+    }
+}
+
+/// A collective under way. Waiting consumes it.
+#[derive(Debug)]
+#[must_use = "a collective is complete only once it was waited for"]
+pub(crate) struct Work<T> {
+    result: Receiver<Result<T, CollectiveError>>,
+    rank: crate::mesh::Rank,
+}
+
+impl<T> Work<T> {
+    /// Blocks until the collective is complete.
+    pub(crate) fn wait(self) -> Result<T, CollectiveError> {
+        self.result.recv().unwrap_or(Err(CollectiveError::Closed { rank: self.rank }))
+    }
+}

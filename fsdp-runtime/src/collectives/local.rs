@@ -1,0 +1,263 @@
+//! The `local` engine: ranks are threads of one process, which exchange tensors by reference.
+//!
+//! Every collective is one *exchange*: a rank leaves its value at the round of its next sequence
+//! number and waits until all have. What is exchanged is never written again, so no second
+//! rendezvous is needed: a rank reads its peers' values for as long as it likes. Sums are taken in
+//! rank order on every rank, so results do not depend on who came first.
+//!
+//! The first failure (a time-out, ranks that issue different operations, a rank that panicked) is
+//! kept, and ends every exchange of the group from then on, under way or later.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use super::{Op, ProcessGroup, Reduce};
+use crate::backend::{Float, ShardBackend};
+use crate::error::CollectiveError;
+use crate::mesh::{Mesh, Rank, WorldSize};
+use crate::slot::Slot;
+
+type AnyValue = Arc<dyn Any + Send + Sync>;
+
+/// What the thread ranks of one process share.
+#[derive(Debug)]
+pub(crate) struct Hub {
+    world: WorldSize,
+    timeout: Duration,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    rounds: HashMap<u64, Round>,
+    failure: Option<CollectiveError>,
+}
+
+#[derive(Debug)]
+struct Round {
+    op: Op,
+    opened_by: Rank,
+    values: Vec<Option<AnyValue>>,
+    taken: usize,
+}
+
+impl Hub {
+    /// A meeting place for `world` ranks that wait for each other no longer than `timeout`.
+    pub(crate) fn new(world: WorldSize, timeout: Duration) -> Arc<Self> {
+        Arc::new(Self { world, timeout, state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Ends the group with `failure`, unless it has ended already.
+    pub(crate) fn fail(&self, failure: CollectiveError) {
+        self.lock().failure.get_or_insert(failure);
+        self.changed.notify_all();
+    }
+}
+
+/// One rank's end of a [`Hub`].
+#[derive(Debug)]
+pub(crate) struct LocalGroup {
+    hub: Arc<Hub>,
+    rank: Rank,
+    sequence: AtomicU64,
+}
+
+impl LocalGroup {
+    /// The end of `rank`.
+    pub(crate) fn new(hub: Arc<Hub>, rank: Rank) -> Self {
+        Self { hub, rank, sequence: AtomicU64::new(0) }
+    }
+
+    /// Where the ranks meet.
+    pub(crate) fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
+    /// This rank's place.
+    pub(crate) fn mesh(&self) -> Mesh {
+        Mesh { rank: self.rank, world: self.hub.world }
+    }
+
+    /// Every rank's value, in rank order.
+    ///
+    /// # Errors
+    ///
+    /// The group's first failure: here, if a rank issued another operation or does not come within
+    /// the time-out.
+    pub(crate) fn exchange<T: Any + Send + Sync>(
+        &self,
+        op: &Op,
+        value: T,
+    ) -> Result<Vec<Arc<T>>, CollectiveError> {
+        let hub = &*self.hub;
+        let world = hub.world.size();
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        let started = Instant::now();
+        let mut state = hub.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        let round = state.rounds.entry(sequence).or_insert_with(|| Round {
+            op: op.clone(),
+            opened_by: self.rank,
+            values: vec![None; world],
+            taken: 0,
+        });
+        if round.op != *op {
+            let failure = CollectiveError::Mismatch {
+                rank: self.rank,
+                found: op.to_string(),
+                peer: round.opened_by,
+                expected: round.op.to_string(),
+            };
+            drop(state);
+            hub.fail(failure.clone());
+            return Err(failure);
+        }
+        round.values[self.rank.index()] = Some(Arc::new(value));
+        hub.changed.notify_all();
+        loop {
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
+            }
+            let round = state.rounds.get_mut(&sequence).expect("a round lives until all took it");
+            if round.values.iter().all(Option::is_some) {
+                round.taken += 1;
+                let values: Vec<AnyValue> = if round.taken == world {
+                    let round = state.rounds.remove(&sequence).expect("found above");
+                    round.values.into_iter().flatten().collect()
+                } else {
+                    round.values.iter().flatten().cloned().collect()
+                };
+                drop(state);
+                return Ok(values
+                    .into_iter()
+                    .map(|value| value.downcast().expect("one operation exchanges one type"))
+                    .collect());
+            }
+            let Some(left) = hub.timeout.checked_sub(started.elapsed()) else {
+                let absent = |rank: &Rank| round.values[rank.index()].is_none();
+                let failure = CollectiveError::Timeout {
+                    op: op.name,
+                    unit: op.unit.to_string(),
+                    missing: hub.world.ranks().filter(absent).collect(),
+                    waited: hub.timeout,
+                };
+                drop(state);
+                hub.fail(failure.clone());
+                return Err(failure);
+            };
+            (state, _) = hub
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
+    }
+}
+
+impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
+    fn all_gather(
+        &self,
+        op: &Op,
+        fragments: Vec<(usize, Float<B>)>,
+        slot: &Slot<B>,
+    ) -> Result<(), CollectiveError> {
+        for peer in self.exchange(op, fragments)? {
+            for (offset, fragment) in peer.iter() {
+                slot.write(*offset, fragment.clone());
+            }
+        }
+        Ok(())
+    }
+
+    fn all_gather_one(
+        &self,
+        op: &Op,
+        fragment: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        Ok(self.exchange(op, fragment)?.iter().map(|peer| (**peer).clone()).collect())
+    }
+
+    fn reduce_scatter(
+        &self,
+        op: &Op,
+        gradients: Vec<Option<Float<B>>>,
+        keep: &[Reduce],
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let peers = self.exchange(op, gradients)?;
+        let mean = |(index, keep): (usize, &Reduce)| {
+            let parts: Vec<_> = peers.iter().filter_map(|peer| peer[index].clone()).collect();
+            if parts.is_empty() || keep.range.is_empty() {
+                return None;
+            }
+            Some(B::mean(&parts, keep.range.clone(), peers.len(), keep.shape.clone().into()))
+        };
+        Ok(keep.iter().enumerate().map(mean).collect())
+    }
+
+    fn broadcast(&self, op: &Op, tensor: Option<Float<B>>) -> Result<Float<B>, CollectiveError> {
+        let peers = self.exchange(op, tensor)?;
+        Ok(peers[0].as_ref().clone().expect("rank 0 gives the tensor"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn groups(world: usize, timeout: Duration) -> Vec<LocalGroup> {
+        let hub = Hub::new(WorldSize::new(world).unwrap(), timeout);
+        hub.world.ranks().map(|rank| LocalGroup::new(hub.clone(), rank)).collect()
+    }
+
+    fn op(unit: &'static str) -> Op {
+        Op::new("all_gather", unit)
+    }
+
+    fn on_all<T: Send>(groups: &[LocalGroup], f: impl Fn(&LocalGroup) -> T + Sync) -> Vec<T> {
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = groups.iter().map(|group| scope.spawn(|| f(group))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn every_rank_gets_every_value_in_rank_order() {
+        let groups = groups(5, Duration::from_secs(20));
+        for _ in 0..50 {
+            for values in on_all(&groups, |group| group.exchange(&op("a"), group.rank.index()).unwrap()) {
+                assert_eq!(values.iter().map(|value| **value).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+            }
+        }
+        assert!(groups[0].hub.lock().rounds.is_empty(), "rounds are dropped once taken");
+    }
+
+    #[test]
+    fn a_rank_that_does_not_come_is_named_on_every_rank() {
+        let groups = groups(3, Duration::from_millis(50));
+        let errors = on_all(&groups[..2], |group| group.exchange(&op("encoder.0"), ()).unwrap_err());
+        for error in errors.into_iter().chain([groups[2].exchange(&op("encoder.0"), ()).unwrap_err()]) {
+            let CollectiveError::Timeout { op, unit, missing, .. } = error else { panic!("{error}") };
+            assert_eq!((op, unit.as_str(), missing), ("all_gather", "encoder.0", vec![groups[2].rank]));
+        }
+    }
+
+    #[test]
+    fn different_operations_end_the_group() {
+        let groups = groups(2, Duration::from_secs(20));
+        let errors = on_all(&groups, |group| {
+            let unit = if group.rank == Rank::ZERO { "a" } else { "b" };
+            group.exchange(&op(unit), ()).unwrap_err()
+        });
+        assert_eq!(errors[0], errors[1]);
+        assert!(matches!(errors[0], CollectiveError::Mismatch { .. }));
+    }
+}

@@ -1,0 +1,306 @@
+//! One enum per concern; variants carry data, their text says what would be right.
+
+use std::time::Duration;
+
+use burn::tensor::DType;
+
+use crate::mesh::{Rank, WorldSize};
+
+/// Anything that can go wrong in sharded training.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A model that cannot be sharded.
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    /// A collective that did not complete.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    /// A unit used in a way the schedule cannot serve.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    /// A checkpoint that does not fit the model.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+}
+
+/// Why a model cannot be sharded. Paths are module paths, such as `encoder.layers.3.up.weight`.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ShardError {
+    /// A group without ranks.
+    #[error("a world size of 0 has no rank to train on; use at least 1")]
+    EmptyWorld,
+    /// A model without float parameters.
+    #[error("`{model}` has no float parameter to shard")]
+    EmptyModel {
+        /// The model's type.
+        model: &'static str,
+    },
+    /// One parameter at two places, undeclared.
+    #[error(
+        "`{first}` and `{second}` are clones of one parameter; declare them with \
+         `tie(\"{first}\" = \"{second}\")` on the unit that holds both, or initialise them apart"
+    )]
+    SharedParameter {
+        /// The place found first.
+        first: String,
+        /// The place found next.
+        second: String,
+    },
+    /// The two places of a tie hold matrices of different shapes.
+    #[error(
+        "tied weights must have one shape: `{first}` is {first_shape:?}, `{second}` is \
+         {second_shape:?}; hold the second in the first's orientation and transpose in `forward`"
+    )]
+    TieShape {
+        /// The place that owns the weight.
+        first: String,
+        /// Its shape.
+        first_shape: Vec<usize>,
+        /// The place that aliases it.
+        second: String,
+        /// Its shape.
+        second_shape: Vec<usize>,
+    },
+    /// `fully_shard` was called on this model, or on a clone of it, before.
+    #[error("`{path}` is sharded already; call `fully_shard` once, on the whole model")]
+    AlreadySharded {
+        /// The first sharded parameter.
+        path: String,
+    },
+    /// A parameter under another reparameterization, such as a LoRA adapter.
+    #[error(
+        "`{path}` carries the reparameterization `{name}`; shard the model first, or call \
+         `materialize()` to fold it in"
+    )]
+    Reparameterized {
+        /// The parameter.
+        path: String,
+        /// The reparameterization's name.
+        name: String,
+    },
+    /// A parameter of a dtype that cannot be sharded.
+    #[error("`{path}` is {dtype:?}; only f32 parameters can be sharded")]
+    UnsupportedDtype {
+        /// The parameter.
+        path: String,
+        /// Its dtype.
+        dtype: DType,
+    },
+    /// An integer or Boolean parameter.
+    #[error(
+        "`{path}` is an integer or Boolean parameter, which has no gradient to reduce; hold it as \
+         a plain tensor in a `#[module(skip)]` field"
+    )]
+    NotFloat {
+        /// The parameter.
+        path: String,
+    },
+    /// Parameters on several devices.
+    #[error("the parameters of one rank lie on {count} devices ({devices}); move them to one")]
+    SeveralDevices {
+        /// How many.
+        count: usize,
+        /// Their names.
+        devices: String,
+    },
+    /// A device no engine can shard on.
+    #[error("cannot shard on {device}: only Flex and CubeCL devices are supported")]
+    UnsupportedDevice {
+        /// The device's name.
+        device: String,
+    },
+    /// The ranks built different models.
+    #[error("rank {rank} built another model than rank 0: it has `{found}` where rank 0 has `{expected}`")]
+    ModelMismatch {
+        /// The rank that differs.
+        rank: Rank,
+        /// Rank 0's line of the layout.
+        expected: String,
+        /// That rank's line.
+        found: String,
+    },
+    /// The ranks initialised one parameter to different values.
+    #[error(
+        "rank {rank} initialised `{path}` to other values than rank 0; seed every rank alike, or \
+         set `sync_module_states` to broadcast rank 0's"
+    )]
+    ValueMismatch {
+        /// The rank that differs.
+        rank: Rank,
+        /// The parameter.
+        path: String,
+    },
+    /// An option out of its range.
+    #[error("option `{option}` is {value}; {expected}")]
+    InvalidOption {
+        /// The option's name.
+        option: &'static str,
+        /// What was given.
+        value: String,
+        /// What would be right.
+        expected: &'static str,
+    },
+}
+
+/// A collective that did not complete. Every rank of the group gets the same one.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CollectiveError {
+    /// Ranks that did not join in time.
+    #[error(
+        "{op} of {unit}: rank {missing} did not join within {waited:?}; it is slower than the \
+         time-out, or took another branch",
+        missing = join(missing)
+    )]
+    Timeout {
+        /// The operation.
+        op: &'static str,
+        /// The unit, or what else the collective was for.
+        unit: String,
+        /// The ranks that were waited for.
+        missing: Vec<Rank>,
+        /// How long.
+        waited: Duration,
+    },
+    /// Ranks that issued different collectives.
+    #[error(
+        "rank {rank} issued {found} where rank {peer} issued {expected}; ranks must run the same \
+         units in the same order"
+    )]
+    Mismatch {
+        /// The rank that came later.
+        rank: Rank,
+        /// What it issued.
+        found: String,
+        /// The rank that came first.
+        peer: Rank,
+        /// What that one issued.
+        expected: String,
+    },
+    /// Another rank failed.
+    #[error("rank {rank} failed: {reason}")]
+    PeerFailed {
+        /// The rank that failed first.
+        rank: Rank,
+        /// Its error, or its panic's message.
+        reason: String,
+    },
+    /// The rank's communication thread is gone.
+    #[error("the communication thread of rank {rank} has ended; the group cannot be used any more")]
+    Closed {
+        /// The rank.
+        rank: Rank,
+    },
+}
+
+fn join(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// A unit used in a way the schedule cannot serve.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ScheduleError {
+    /// Two units that are live at once share a buffer.
+    #[error(
+        "{unit} needs the buffer that {owner} still uses; raise the option `slots` above {slots}"
+    )]
+    SlotBusy {
+        /// The unit that needs the buffer.
+        unit: String,
+        /// The unit that uses it.
+        owner: String,
+        /// The ring's present size.
+        slots: usize,
+    },
+    /// A unit whose fragments no hooked forward has read.
+    #[error(
+        "{unit} is needed, but `{path}` was read by no forward; a tied weight can be used only \
+         within the `forward` of the unit that declares the tie"
+    )]
+    NotRead {
+        /// The unit.
+        unit: String,
+        /// The parameter.
+        path: String,
+    },
+    /// `Tensor::backward` instead of `Fsdp::backward`.
+    #[error(
+        "the gradients of the last backward pass were never collected; call `model.backward(loss)` \
+         on the sharded model in place of `loss.backward()`"
+    )]
+    GradientsNotCollected,
+    /// A loss of more than one element, or one without a graph.
+    #[error("the loss is {found}; `backward` takes one tracked element")]
+    InvalidLoss {
+        /// What was given.
+        found: String,
+    },
+}
+
+/// A checkpoint that does not fit the model.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// A file that cannot be read.
+    #[error("cannot read {file}: {reason}")]
+    Io {
+        /// The file.
+        file: String,
+        /// The system's reason.
+        reason: String,
+    },
+    /// A file that is not what its name says.
+    #[error("{file} is not a valid safetensors file: {reason}")]
+    Format {
+        /// The file.
+        file: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// Tensors that are missing, unexpected or misshapen: all of them.
+    #[error("{file} does not fit the model:{}", differences(missing, unexpected, misshapen))]
+    Mismatch {
+        /// The file.
+        file: String,
+        /// Keys the model needs and the file lacks.
+        missing: Vec<String>,
+        /// Keys in the file that the model has no place for.
+        unexpected: Vec<String>,
+        /// Keys with another shape or dtype, and how they differ.
+        misshapen: Vec<String>,
+    },
+}
+
+fn differences(missing: &[String], unexpected: &[String], misshapen: &[String]) -> String {
+    let mut text = String::new();
+    for (title, names) in [("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)] {
+        for name in names {
+            text.push_str(&format!("\n  {title}: {name}"));
+        }
+    }
+    text
+}
+
+/// A launch that ended in an error: the first rank that failed, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("rank {rank} of {world}: {source}")]
+pub struct LaunchError {
+    /// The rank that failed first.
+    pub rank: Rank,
+    /// The number of ranks.
+    pub world: WorldSize,
+    /// What that rank returned, or its panic's message.
+    #[source]
+    pub source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+/// A rank's panic, as the error [`launch`](crate::launch) returns for it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("panicked: {message}")]
+pub struct RankPanic {
+    /// The panic's message.
+    pub message: String,
+}

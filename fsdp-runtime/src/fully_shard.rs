@@ -1,0 +1,264 @@
+//! [`fully_shard`] and the sharded model it returns.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::ops::Deref;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, DispatchTensor, Tensor};
+
+use crate::attach::{Cutter, agree, same_on_all};
+use crate::backend::with_backend;
+use crate::error::{Error, ScheduleError};
+use crate::group::Held;
+use crate::launch::Worker;
+use crate::mesh::Mesh;
+use crate::nn::dropout::Stream;
+use crate::options::{BackwardPrefetch, FsdpOptions};
+use crate::param::{Place, Sharded};
+use crate::plan::{Key, Plan};
+use crate::schedule::{Counts, Engine, Prefetch, Schedule};
+use crate::unit::{FsdpModule, HookedForward, Walk};
+
+/// Shards `module` over the ranks of `worker`. Every rank calls it with the same model.
+///
+/// Parameters that are not initialised yet are initialised and cut one by one, so that no rank holds
+/// more than its fragments, one parameter and the gather buffers. Parameter ids stay as they are: an
+/// optimizer or parameter group built before or after works alike.
+///
+/// # Errors
+///
+/// [`ShardError`](crate::ShardError) for a model that cannot be sharded, the same on every rank, and
+/// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
+pub fn fully_shard<M: HookedForward>(
+    module: M,
+    worker: &Worker,
+    options: FsdpOptions,
+) -> Result<Fsdp<M>, Error> {
+    let plan = options.check().and_then(|()| Plan::new(&module, worker.mesh(), &options));
+    let plan = same_on_all(worker, plan)?;
+    agree(worker, &plan, &options)?;
+    let device = plan.device.clone();
+    with_backend!(device, |B, inner| {
+        let random = Stream::new(options.seed.unwrap_or(0), worker.rank().index());
+        let schedule = Schedule::<B>::new(
+            worker.mesh(),
+            inner.clone(),
+            worker.comm().clone(),
+            plan.units.clone(),
+            options.slots,
+            Prefetch {
+                forward: options.forward_prefetch && options.slots > 1,
+                backward: options.backward_prefetch == BackwardPrefetch::Pre && options.slots > 1,
+            },
+            random.clone(),
+        );
+        let mut cutter =
+            Cutter::<B>::new(&plan, schedule.clone(), worker, &options, &random, inner.clone());
+        let module = module.attach(&mut cutter);
+        cutter.finish()?;
+        Ok(Fsdp { module, engine: schedule, keys: Arc::new(plan.keys) })
+    })
+}
+
+/// A sharded model. It dereferences to the module, so that its `forward` and fields are used as
+/// ever, and is a Burn [`Module`] itself: `optimizer.step(lr, model, grads)` returns it updated.
+///
+/// Clones and [`valid`](Self::valid) snapshots share the gather buffers: use one at a time.
+#[derive(Clone, Debug)]
+pub struct Fsdp<M> {
+    pub(crate) module: M,
+    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) keys: Arc<HashMap<Place, Key>>,
+}
+
+impl<M> Deref for Fsdp<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.module
+    }
+}
+
+impl<M: FsdpModule> Fsdp<M> {
+    /// This rank's place.
+    pub fn mesh(&self) -> Mesh {
+        self.engine.mesh()
+    }
+
+    /// Backpropagates `loss`, a single element, and returns the gradients of what this rank holds:
+    /// of fragments and of replicated parameters, averaged over all ranks. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError`](crate::CollectiveError) when a rank does not come, and [`ScheduleError`]
+    /// when two units need one buffer, or when `loss` is not one tracked element.
+    pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
+        if loss.dims() != [1] || !loss.is_autodiff() {
+            let context = if loss.is_autodiff() { "with" } else { "without" };
+            let found = format!("a tensor of shape {:?} {context} autodiff", loss.dims());
+            return Err(ScheduleError::InvalidLoss { found }.into());
+        }
+        typed(|| drop(loss.backward()))?;
+        self.collect_gradients()
+    }
+
+    /// Ends a backward pass that another model's [`backward`](Self::backward) ran: for a loss that
+    /// goes through several sharded models.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward`](Self::backward).
+    pub fn collect_gradients(&self) -> Result<GradientsParams, Error> {
+        struct Take<'a> {
+            engine: &'a dyn Engine,
+            gradients: GradientsParams,
+        }
+        impl Walk for Take<'_> {
+            fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let Some(sharded) = Sharded::of(param) else { return };
+                if let Some(gradient) = self.engine.take_gradient(sharded.place) {
+                    self.gradients.register(param.id, Tensor::<D>::from_dispatch(gradient));
+                }
+            }
+        }
+        self.engine.finish_backward()?;
+        let mut take = Take { engine: &*self.engine, gradients: GradientsParams::new() };
+        self.module.walk(&mut take);
+        Ok(take.gradients)
+    }
+
+    /// Scales the gradients so that their 2-norm over all ranks and parameters is at most
+    /// `max_norm`, as `torch.nn.utils.clip_grad_norm_` does: by `max_norm / (norm + 1e-6)` where
+    /// that is below 1. Returns the norm before. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
+    pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64, Error> {
+        struct Read<'a> {
+            gradients: &'a GradientsParams,
+            found: Vec<(Place, DispatchTensor)>,
+        }
+        impl Walk for Read<'_> {
+            fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let Some(sharded) = Sharded::of(param) else { return };
+                if let Some(gradient) = self.gradients.get::<D>(param.id) {
+                    self.found.push((sharded.place, gradient.into_dispatch()));
+                }
+            }
+        }
+        struct Scale<'a> {
+            gradients: &'a mut GradientsParams,
+            factor: f64,
+        }
+        impl Walk for Scale<'_> {
+            fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if let Some(gradient) = self.gradients.remove::<D>(param.id) {
+                    self.gradients.register(param.id, gradient.mul_scalar(self.factor));
+                }
+            }
+        }
+        let mut read = Read { gradients, found: Vec::new() };
+        self.module.walk(&mut read);
+        let norm = self.engine.gradient_norm(read.found)?;
+        let factor = max_norm / (norm + 1e-6);
+        if factor < 1.0 {
+            self.module.walk(&mut Scale { gradients, factor });
+        }
+        Ok(norm)
+    }
+
+    /// Parameters of the whole model; tied ones count once.
+    pub fn num_params(&self) -> usize {
+        let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
+        let held = entries.filter(|entry| !matches!(entry.held, Held::TiedTo(_)));
+        held.map(crate::group::Entry::numel).sum()
+    }
+
+    /// Bytes of parameters this rank holds between steps: its fragments, and what is replicated.
+    pub fn sharded_bytes(&self) -> usize {
+        let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
+        entries.map(|entry| entry.range().len() * size_of::<f32>()).sum()
+    }
+
+    /// The most bytes of gathered parameters this rank held at once; 0 under `NO_SHARD`, which
+    /// gathers nothing.
+    pub fn peak_unsharded_bytes(&self) -> usize {
+        self.engine.peak_unsharded_bytes()
+    }
+
+    /// Bytes of the buffers that gathered parameters live in, allocated once.
+    pub fn slot_bytes(&self) -> usize {
+        self.engine.slot_bytes()
+    }
+
+    /// How often this rank gathered and reduced.
+    pub fn counts(&self) -> Counts {
+        self.engine.counts()
+    }
+
+    /// A snapshot without autodiff, sharded as well, for evaluation. Drop it before the next
+    /// optimizer step: while it lives, fragments are copied instead of updated in place.
+    #[must_use]
+    pub fn valid(&self) -> Self {
+        Module::valid(self)
+    }
+}
+
+/// Runs `f` and returns the typed error it unwound with.
+fn typed<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
+    catch_unwind(AssertUnwindSafe(f)).map_err(|panic: Box<dyn Any + Send>| {
+        match panic.downcast::<Error>() {
+            Ok(error) => *error,
+            Err(panic) => resume_unwind(panic),
+        }
+    })
+}
+
+impl<M: Module> Fsdp<M> {
+    fn with(&self, module: M) -> Self {
+        Self { module, engine: self.engine.clone(), keys: self.keys.clone() }
+    }
+
+    pub(crate) fn map_module(self, map: impl FnOnce(M) -> M) -> Self {
+        Self { module: map(self.module), ..self }
+    }
+}
+
+impl<M: Module> Module for Fsdp<M> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.module.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.map_module(|module| module.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.map_module(|module| module.to_device(device))
+    }
+
+    fn train(self) -> Self {
+        self.map_module(Module::train)
+    }
+
+    fn valid(&self) -> Self {
+        self.with(self.module.valid())
+    }
+
+    fn materialize(self) -> Self {
+        self.map_module(Module::materialize)
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        self.module.visit(visitor);
+    }
+
+    fn map<T: ModuleMapper>(self, mapper: &mut T) -> Self {
+        self.map_module(|module| module.map(mapper))
+    }
+}

@@ -1,0 +1,202 @@
+//! One unit: its parameters, where they lie, and its states `Sharded → Unsharding → Unsharded`.
+//!
+//! Transitions are idempotent. Which unit goes through which, and when, is the schedule's matter.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::backend::{Float, ShardBackend, Tracked};
+use crate::collectives::Reduce;
+use crate::collectives::comm::Work;
+use crate::layout::FlatLayout;
+use crate::mesh::Mesh;
+use crate::param::CallId;
+
+/// How a parameter is held between steps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Held {
+    /// As this rank's fragment, the given elements of the flattened parameter.
+    Fragment(Range<usize>),
+    /// Whole, on every rank: vectors, small matrices, and everything under `NO_SHARD`.
+    Whole,
+    /// Not at all: the entry it is tied to holds it.
+    TiedTo(usize),
+}
+
+/// One parameter of a unit.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    /// Its module path.
+    pub(crate) path: String,
+    /// Its full shape.
+    pub(crate) shape: Vec<usize>,
+    /// How it is held.
+    pub(crate) held: Held,
+    /// Its matrix's place in the unit's flat layout; also under `NO_SHARD`, where it says in which
+    /// order the gradient norm is summed.
+    pub(crate) segment: Option<usize>,
+}
+
+impl Entry {
+    /// Elements of the full parameter.
+    pub(crate) fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Elements this rank holds, in elements of the flattened parameter.
+    pub(crate) fn range(&self) -> Range<usize> {
+        match &self.held {
+            Held::Fragment(range) => range.clone(),
+            Held::Whole => 0..self.numel(),
+            Held::TiedTo(_) => 0..0,
+        }
+    }
+
+    /// The shape of the base: a fragment keeps the rank of its parameter, and an empty one is one
+    /// element that never gets a gradient.
+    pub(crate) fn base_shape(&self) -> Vec<usize> {
+        if self.held == Held::Whole {
+            return self.shape.clone();
+        }
+        let mut shape = vec![1; self.shape.len()];
+        shape[0] = self.range().len().max(1);
+        shape
+    }
+
+    /// What this rank keeps of the reduced gradient.
+    pub(crate) fn reduce(&self) -> Reduce {
+        Reduce { range: self.range(), shape: self.base_shape() }
+    }
+}
+
+/// A unit as construction left it.
+#[derive(Clone, Debug)]
+pub(crate) struct Unit {
+    /// Its module path, quoted for messages; `(root)` for the outermost.
+    pub(crate) name: Arc<str>,
+    /// How many units enclose it.
+    pub(crate) level: usize,
+    /// Its parameters, in layout order.
+    pub(crate) entries: Vec<Entry>,
+    /// Where its matrices lie.
+    pub(crate) layout: FlatLayout,
+    /// Its buffer; `None` when it gathers nothing.
+    pub(crate) slot: Option<usize>,
+}
+
+impl Unit {
+    /// Where the full parameter begins in the unit's buffer.
+    pub(crate) fn offset(&self, entry: usize) -> usize {
+        let segment = self.entries[entry].segment.expect("a sharded entry has a segment");
+        self.layout.segment(segment).start
+    }
+
+    /// Bytes of the unsharded unit, padding included.
+    pub(crate) fn unsharded_bytes(&self) -> usize {
+        self.slot.map_or(0, |_| self.layout.padded_len() * size_of::<f32>())
+    }
+
+    /// The entry that holds an entry's values: itself, unless tied.
+    pub(crate) fn holder(&self, entry: usize) -> usize {
+        match self.entries[entry].held {
+            Held::TiedTo(first) => first,
+            _ => entry,
+        }
+    }
+
+    /// The parts of an entry's gradient whose squares `mesh.rank` sums up for the norm, and the
+    /// rank each belongs to: one's own fragment, or, of a whole matrix, every rank's.
+    pub(crate) fn norm_ranges(&self, entry: usize, mesh: Mesh) -> Vec<(usize, Range<usize>)> {
+        let entry = &self.entries[entry];
+        match (&entry.held, entry.segment) {
+            (Held::Fragment(range), _) => vec![(mesh.rank.index(), 0..range.len())],
+            (Held::Whole, Some(segment)) => mesh
+                .world
+                .ranks()
+                .map(|rank| (rank.index(), self.layout.fragment(segment, rank)))
+                .collect(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Where a unit's matrices are.
+#[derive(Debug, Default)]
+pub(crate) enum Residency {
+    /// In fragments alone.
+    #[default]
+    Sharded,
+    /// On their way into the slot.
+    Unsharding(Work<()>),
+    /// In the slot.
+    Unsharded,
+}
+
+/// A fragment read from the module.
+#[derive(Debug)]
+pub(crate) struct Fragment<B: ShardBackend> {
+    /// Its elements.
+    pub(crate) value: Float<B>,
+    /// Its autodiff leaf, where it has one.
+    pub(crate) leaf: Option<Tracked<B>>,
+}
+
+/// A unit at run time.
+#[derive(Debug)]
+pub(crate) struct UnitState<B: ShardBackend> {
+    /// Where its matrices are.
+    pub(crate) residency: Residency,
+    /// What the module held when it was last read; gathered from in forward and backward alike.
+    pub(crate) fragments: Vec<Option<Fragment<B>>>,
+    /// The forwards under way, outermost first.
+    pub(crate) forwards: Vec<CallId>,
+    /// How many of its calls are between `pre_backward` and `post_backward`.
+    pub(crate) backwards: usize,
+    /// Whether it was unsharded ahead of use and has not been used yet.
+    pub(crate) prefetched: bool,
+    /// Reduced gradients, as they are handed to the optimizer.
+    pub(crate) reduced: Vec<Option<Float<B>>>,
+}
+
+impl<B: ShardBackend> UnitState<B> {
+    pub(crate) fn new(entries: usize) -> Self {
+        Self {
+            residency: Residency::Sharded,
+            fragments: std::iter::repeat_with(|| None).take(entries).collect(),
+            forwards: Vec::new(),
+            backwards: 0,
+            prefetched: false,
+            reduced: std::iter::repeat_with(|| None).take(entries).collect(),
+        }
+    }
+
+    /// Whether its buffer must not be given to another unit.
+    pub(crate) fn in_use(&self) -> bool {
+        !self.forwards.is_empty() || self.backwards > 0
+    }
+}
+
+/// One forward of a unit, until its gradients are reduced.
+#[derive(Debug)]
+pub(crate) struct Call<B: ShardBackend> {
+    /// The unit.
+    pub(crate) unit: usize,
+    /// Inputs that order its gathers; kept during forward only.
+    pub(crate) anchors: Vec<Tracked<B>>,
+    /// Gathers recorded whose gradient has not arrived.
+    pub(crate) pending: usize,
+    /// Full gradients that have arrived, an entry each.
+    pub(crate) gradients: Vec<Option<Float<B>>>,
+    /// Whether its `pre_backward` has run.
+    pub(crate) entered: bool,
+    /// Whether an output of it is tracked.
+    pub(crate) tracked: bool,
+    /// Held by the ops of its graph.
+    pub(crate) alive: std::sync::Weak<()>,
+    /// Kept until its forward ends.
+    pub(crate) open: Option<Arc<()>>,
+}
+
+/// A reduction under way, and the unit it is for.
+pub(crate) type Reductions<B> = VecDeque<(usize, Work<Vec<Option<Float<B>>>>)>;

@@ -1,0 +1,239 @@
+//! What `#[fsdp_unit]` puts around a `forward`: the hooks, and how they find the unit, the inputs
+//! that order its gathers and the outputs whose gradient unshards it.
+
+use std::sync::Arc;
+
+use burn::module::Param;
+use burn::tensor::{Bool, DispatchTensor, Int, Tensor};
+
+use crate::param::{CallId, Runtime, Sharded, raise};
+use crate::unit::{FsdpModule, FsdpUnit, Kind, Walk};
+
+/// The tracked tensors among a forward's inputs.
+#[derive(Debug, Default)]
+pub struct Inputs(Vec<DispatchTensor>);
+
+/// A forward under way; dropped without [`post_forward`], it was left by a panic.
+#[derive(Debug)]
+pub struct Call(Option<(Arc<dyn Runtime>, CallId)>);
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        if let Some((runtime, call)) = self.0.take() {
+            runtime.abandon(call);
+        }
+    }
+}
+
+/// Unshards the module's unit. Nothing happens to a model that is not sharded.
+///
+/// # Panics
+///
+/// Unwinds with the typed error where a collective fails.
+pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) -> Call {
+    let Some(unit) = find(module) else { return Call(None) };
+    if !unit.runtime.is_open() {
+        module.walk(&mut Collect(&*unit.runtime));
+    }
+    let mut tensors = Inputs::default();
+    inputs(&mut tensors);
+    match unit.runtime.pre_forward(unit.place.unit, tensors.0) {
+        Ok(call) => Call(call.map(|call| (unit.runtime.clone(), call))),
+        Err(error) => raise(error),
+    }
+}
+
+/// Reshards the unit, and makes its output's gradient unshard it again.
+///
+/// # Panics
+///
+/// Unwinds with the typed error where a collective fails.
+pub fn post_forward<O: UnitValue>(mut call: Call, output: O) -> O {
+    let Some((runtime, id)) = call.0.take() else { return output };
+    let output = output.map_tensors(&mut |tensor| runtime.clone().hook_output(id, tensor));
+    match runtime.post_forward(id) {
+        Ok(()) => output,
+        Err(error) => raise(error),
+    }
+}
+
+/// A unit found through its parameters.
+struct Found {
+    runtime: Arc<dyn Runtime>,
+    place: crate::param::Place,
+}
+
+/// The unit a module is, through its first parameter; a root that has only units below it is unit 0
+/// of the model they belong to.
+fn find<M: FsdpUnit>(module: &M) -> Option<Found> {
+    let mut own = Probe { nested: false, found: None };
+    module.walk(&mut own);
+    if own.found.is_some() {
+        return own.found;
+    }
+    if M::LAYOUT.kind != (Kind::Unit { root: true }) {
+        return None;
+    }
+    let mut below = Probe { nested: true, found: None };
+    module.walk(&mut below);
+    let mut found = below.found?;
+    found.place.unit = 0;
+    Some(found)
+}
+
+struct Probe {
+    nested: bool,
+    found: Option<Found>,
+}
+
+impl Walk for Probe {
+    fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
+        self.nested && self.found.is_none()
+    }
+
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.found.is_none() && let Some(sharded) = Sharded::of(param) {
+            self.found = Some(Found { runtime: sharded.runtime.clone(), place: sharded.place });
+        }
+    }
+}
+
+/// Copy-in, first half: reads the fragments of a module and of all units below it.
+struct Collect<'a>(&'a dyn Runtime);
+
+impl Walk for Collect<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(sharded) = Sharded::of(param) {
+            self.0.collect(sharded.place, param.base().into_dispatch());
+        }
+    }
+}
+
+/// A value that may hold tensors: what a unit's `forward` returns, and what it takes, as far as its
+/// gathers are to be ordered by it.
+///
+/// Derive it for a struct of such values with `#[derive(UnitValue)]`.
+#[diagnostic::on_unimplemented(
+    message = "a unit's `forward` cannot return `{Self}`",
+    label = "FSDP does not know which tensors this holds",
+    note = "return tensors, or `Option`, `Result`, `Vec`, arrays or tuples of them; for a struct of your own, write `#[derive(UnitValue)]` on it"
+)]
+pub trait UnitValue: Sized {
+    /// Passes every tensor through `map`.
+    fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self;
+    /// Shows every tensor to `visit`.
+    fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor));
+}
+
+impl<const D: usize> UnitValue for Tensor<D> {
+    fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+        Tensor::from_dispatch(map(self.into_dispatch()))
+    }
+
+    fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+        visit(self.clone().into_dispatch());
+    }
+}
+
+macro_rules! without_tensors {
+    ($([$($generics:tt)*] $ty:ty),+ $(,)?) => {$(
+        impl<$($generics)*> UnitValue for $ty {
+            fn map_tensors(self, _: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+                self
+            }
+
+            fn visit_tensors(&self, _: &mut dyn FnMut(DispatchTensor)) {}
+        }
+    )+};
+}
+without_tensors!(
+    [const D: usize] Tensor<D, Int>, [const D: usize] Tensor<D, Bool>,
+    [] (), [] bool, [] char, [] String, [] &'static str, [] f64, [] f32, [] usize, [] u64, [] u32,
+    [] u16, [] u8, [] isize, [] i64, [] i32, [] i16, [] i8,
+);
+
+macro_rules! container {
+    ($([$($generics:tt)*] $ty:ty, $map:ident;)+) => {$(
+        impl<$($generics)*> UnitValue for $ty {
+            fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+                self.$map(|value| value.map_tensors(map))
+            }
+
+            fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+                self.iter().for_each(|value| value.visit_tensors(visit));
+            }
+        }
+    )+};
+}
+container!(
+    [T: UnitValue] Option<T>, map;
+    [T: UnitValue, E] Result<T, E>, map;
+    [T: UnitValue, const N: usize] [T; N], map;
+);
+
+impl<T: UnitValue> UnitValue for Vec<T> {
+    fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+        self.into_iter().map(|value| value.map_tensors(map)).collect()
+    }
+
+    fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+        self.iter().for_each(|value| value.visit_tensors(visit));
+    }
+}
+
+impl<T: UnitValue> UnitValue for Box<T> {
+    fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+        Self::new((*self).map_tensors(map))
+    }
+
+    fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+        (**self).visit_tensors(visit);
+    }
+}
+
+macro_rules! tuples {
+    ($($name:ident $index:tt),+) => {
+        impl<$($name: UnitValue),+> UnitValue for ($($name,)+) {
+            fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+                ($(self.$index.map_tensors(map),)+)
+            }
+
+            fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+                $(self.$index.visit_tensors(visit);)+
+            }
+        }
+    };
+}
+tuples!(A 0);
+tuples!(A 0, B 1);
+tuples!(A 0, B 1, C 2);
+tuples!(A 0, B 1, C 2, D 3);
+tuples!(A 0, B 1, C 2, D 3, E 4);
+tuples!(A 0, B 1, C 2, D 3, E 4, F 5);
+
+/// One input of a forward. Generated code calls `collect` on a reference to it: for a [`UnitValue`]
+/// that finds [`CollectValue`], for any other type [`CollectOther`], one reference further away.
+#[derive(Debug)]
+pub struct Input<'a, T>(pub &'a T);
+
+/// Inputs that may hold tensors.
+pub trait CollectValue {
+    /// Adds the tensors.
+    fn collect(&self, inputs: &mut Inputs);
+}
+
+impl<T: UnitValue> CollectValue for Input<'_, T> {
+    fn collect(&self, inputs: &mut Inputs) {
+        self.0.visit_tensors(&mut |tensor| inputs.0.push(tensor));
+    }
+}
+
+/// Inputs of any other type.
+pub trait CollectOther {
+    /// Adds nothing.
+    fn collect(&self, inputs: &mut Inputs);
+}
+
+impl<T> CollectOther for &Input<'_, T> {
+    fn collect(&self, _: &mut Inputs) {}
+}

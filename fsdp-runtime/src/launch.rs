@@ -1,0 +1,253 @@
+//! Thread ranks: one process, one rayon pool and one communication thread a rank.
+
+use std::any::Any;
+use std::error::Error as StdError;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use burn::tensor::Device;
+
+use crate::collectives::Op;
+use crate::collectives::comm::Communicator;
+use crate::collectives::local::{Hub, LocalGroup};
+use crate::error::{CollectiveError, Error, LaunchError, RankPanic};
+use crate::mesh::{Mesh, Rank, WorldSize};
+
+/// How ranks are started.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct LaunchOptions {
+    world: usize,
+    device: Option<Device>,
+    timeout: Duration,
+    threads_per_rank: Option<usize>,
+}
+
+impl LaunchOptions {
+    /// `world` ranks on Burn's default device, which wait for each other for at most 10 minutes.
+    pub fn new(world: usize) -> Self {
+        Self { world, device: None, timeout: Duration::from_secs(600), threads_per_rank: None }
+    }
+
+    /// The device of every rank; autodiff is turned on.
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// How long a collective waits for the other ranks before it ends the run.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Threads of each rank's rayon pool. By default the cores are shared evenly, at least one each.
+    pub fn threads_per_rank(mut self, threads: usize) -> Self {
+        self.threads_per_rank = Some(threads.max(1));
+        self
+    }
+}
+
+/// One rank: its place, its device and its end of the process group. Clones are the same rank.
+#[derive(Clone, Debug)]
+pub struct Worker {
+    mesh: Mesh,
+    device: Device,
+    comm: Arc<Communicator>,
+}
+
+impl Worker {
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.mesh.rank
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> WorldSize {
+        self.mesh.world
+    }
+
+    /// The rank's device, with autodiff.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(crate) fn mesh(&self) -> Mesh {
+        self.mesh
+    }
+
+    pub(crate) fn comm(&self) -> &Arc<Communicator> {
+        &self.comm
+    }
+
+    /// Waits until every rank is here.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError`] when a rank does not come.
+    pub fn barrier(&self) -> Result<(), Error> {
+        self.exchange("barrier", "the worker", ()).map(|_| ())
+    }
+
+    /// Replaces each value by its sum over ranks, added in rank order.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError`] when a rank does not come.
+    pub fn all_reduce_sum(&self, values: &mut [f64]) -> Result<(), Error> {
+        let all = self.exchange("all_reduce", "the worker's values", values.to_vec())?;
+        for (index, value) in values.iter_mut().enumerate() {
+            *value = all.iter().map(|rank| rank.get(index).copied().unwrap_or(0.0)).sum();
+        }
+        Ok(())
+    }
+
+    /// Every rank's value, in rank order.
+    pub(crate) fn exchange<T: Any + Send + Sync>(
+        &self,
+        name: &'static str,
+        what: &str,
+        value: T,
+    ) -> Result<Vec<Arc<T>>, Error> {
+        let op = Op::new(name, what);
+        Ok(self.comm.issue(move |group| group.exchange(&op, value)).wait()?)
+    }
+}
+
+/// Runs `rank` once on each of `world` threads and returns what they returned, in rank order.
+///
+/// Each rank runs inside a rayon pool of its own, so that ranks do not wait for each other's work.
+/// The first rank that fails or panics ends the others at their next collective.
+///
+/// # Errors
+///
+/// [`LaunchError`] with the first failing rank and its own error; a panic becomes [`RankPanic`].
+/// A rank that neither ends nor reaches a collective within the time-out after a failure is left
+/// behind, so that the launch returns.
+pub fn launch<T, E, F>(options: LaunchOptions, rank: F) -> Result<Vec<T>, LaunchError>
+where
+    T: Send + 'static,
+    E: Into<Box<dyn StdError + Send + Sync>> + 'static,
+    F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
+{
+    let failed = |rank, world, source| LaunchError { rank, world, source };
+    let one = WorldSize::new(1).expect("one is not zero");
+    let world = WorldSize::new(options.world).map_err(|error| failed(Rank::ZERO, one, Box::new(error)))?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = options.threads_per_rank.unwrap_or((cores / world.size()).max(1));
+    let device = options.device.unwrap_or_default();
+    let device = if device.is_autodiff() { device } else { device.autodiff() };
+
+    let hub = Hub::new(world, options.timeout);
+    let rank = Arc::new(rank);
+    let (sender, outcomes) = channel();
+    for index in world.ranks() {
+        let start = || -> std::io::Result<()> {
+            let comm = Communicator::start(Arc::new(LocalGroup::new(hub.clone(), index)))?;
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .thread_name(move |thread| format!("fsdp-rank-{index}-{thread}"))
+                .build()
+                .map_err(std::io::Error::other)?;
+            let worker = Worker { mesh: Mesh { rank: index, world }, device: device.clone(), comm };
+            let (rank, sender, hub) = (rank.clone(), sender.clone(), hub.clone());
+            std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
+                let run = || pool.install(|| rank(worker).map_err(Into::into));
+                let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
+                if let Err(error) = &outcome {
+                    hub.fail(CollectiveError::PeerFailed { rank: index, reason: error.to_string() });
+                }
+                // The launch has returned already when this rank was left behind.
+                let _ = sender.send((index, outcome));
+            })?;
+            Ok(())
+        };
+        if let Err(error) = start() {
+            hub.fail(CollectiveError::PeerFailed { rank: index, reason: error.to_string() });
+            return Err(failed(index, world, Box::new(error)));
+        }
+    }
+    drop(sender);
+    collect(&outcomes, world, options.timeout)
+}
+
+type Outcome<T> = (Rank, Result<T, Box<dyn StdError + Send + Sync>>);
+
+fn collect<T>(
+    outcomes: &std::sync::mpsc::Receiver<Outcome<T>>,
+    world: WorldSize,
+    timeout: Duration,
+) -> Result<Vec<T>, LaunchError> {
+    let mut results: Vec<Option<T>> = world.ranks().map(|_| None).collect();
+    let mut first: Option<(Rank, Box<dyn StdError + Send + Sync>)> = None;
+    let mut deadline: Option<Instant> = None;
+    for _ in world.ranks() {
+        let outcome = match deadline {
+            None => outcomes.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(deadline) => {
+                outcomes.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+            }
+        };
+        match outcome {
+            Ok((rank, Ok(result))) => results[rank.index()] = Some(result),
+            Ok((rank, Err(error))) => {
+                deadline.get_or_insert_with(|| Instant::now() + timeout);
+                // What another rank's failure made of this one is not the cause.
+                let better = match &first {
+                    None => true,
+                    Some((_, first)) => is_echo(&**first) && !is_echo(&*error),
+                };
+                if better {
+                    first = Some((blamed(&*error).unwrap_or(rank), error));
+                }
+            }
+            Err(_) => break,
+        }
+    }
+    match first {
+        Some((rank, source)) => Err(LaunchError { rank, world, source }),
+        None => Ok(results.into_iter().flatten().collect()),
+    }
+}
+
+/// The collective's error that an error is or comes from.
+fn collective<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a CollectiveError> {
+    std::iter::successors(Some(error), |&error| error.source()).find_map(|error| {
+        match error.downcast_ref::<Error>() {
+            Some(Error::Collective(error)) => Some(error),
+            _ => error.downcast_ref::<CollectiveError>(),
+        }
+    })
+}
+
+/// Whether an error only says that another rank failed.
+fn is_echo(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
+    matches!(collective(error), Some(CollectiveError::PeerFailed { .. }))
+}
+
+/// The rank at fault, where that is not the one which noticed.
+fn blamed(error: &(dyn StdError + Send + Sync + 'static)) -> Option<Rank> {
+    match collective(error)? {
+        CollectiveError::Timeout { missing, .. } => missing.first().copied(),
+        CollectiveError::PeerFailed { rank, .. } => Some(*rank),
+        _ => None,
+    }
+}
+
+/// What a rank unwound with: a typed error, or a panic's message.
+fn unwound(panic: Box<dyn Any + Send>) -> Box<dyn StdError + Send + Sync> {
+    match panic.downcast::<Error>() {
+        Ok(error) => error,
+        Err(panic) => Box::new(RankPanic { message: panic_message(&*panic) }),
+    }
+}
+
+/// The message of a panic.
+pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
+        .or_else(|| panic.downcast_ref::<Error>().map(ToString::to_string))
+        .unwrap_or_else(|| "a value without a message".into())
+}

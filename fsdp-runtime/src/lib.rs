@@ -1,0 +1,67 @@
+//! Fully sharded data parallel training for Burn.
+//!
+//! Annotate a model's units with [`#[fsdp_unit]`](macro@fsdp_unit), start ranks with [`launch`], shard
+//! with [`fully_shard`], and train as ever: the sharded model is a Burn module, and Burn's own
+//! optimizers step it. The repository's README has the tour.
+#![deny(missing_docs)]
+
+#[allow(unused_extern_crates, reason = "the macros' expansion names the crate")]
+extern crate self as fsdp_runtime;
+
+mod attach;
+mod autodiff;
+mod backend;
+mod check;
+mod collectives;
+mod error;
+mod fully_shard;
+mod group;
+mod hooks;
+mod launch;
+mod layout;
+mod load;
+mod mesh;
+mod modules;
+pub mod nn;
+mod options;
+mod param;
+mod plan;
+mod schedule;
+mod slot;
+mod state_dict;
+mod unit;
+mod unit_type;
+
+pub use error::{
+    CollectiveError, Error, LaunchError, LoadError, RankPanic, ScheduleError, ShardError,
+};
+pub use fsdp_macros::{FsdpModule, fsdp_unit};
+pub use fully_shard::{Fsdp, fully_shard};
+pub use hooks::UnitValue;
+pub use launch::{LaunchOptions, Worker, launch};
+pub use layout::{ALIGNMENT, FlatLayout};
+pub use load::{LoadOptions, LoadReport};
+pub use mesh::{Mesh, Rank, WorldSize};
+pub use options::{BackwardPrefetch, FsdpOptions, ShardingStrategy};
+pub use param::{Place, Sharded};
+pub use schedule::Counts;
+pub use state_dict::{Recipient, UnshardedState};
+pub use unit::{Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Tie, Walk};
+pub use unit_type::UnitType;
+
+/// What a program that trains a sharded model needs.
+pub mod prelude {
+    pub use crate::{
+        BackwardPrefetch, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, LaunchOptions, Recipient,
+        ShardingStrategy, UnitValue, Worker, fsdp_unit, fully_shard, launch,
+    };
+}
+
+/// What generated code calls. Not a public interface.
+#[doc(hidden)]
+pub mod __private {
+    pub use crate::check::DerivesModule;
+    pub use crate::check::api as check;
+    pub use crate::hooks::*;
+    pub use crate::unit::*;
+}

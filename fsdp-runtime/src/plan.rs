@@ -1,0 +1,318 @@
+//! What a model holds: its units and parameters with their paths and keys, found by one walk over
+//! the module, and every reason not to shard it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{DType, Device, Tensor};
+
+use crate::error::ShardError;
+use crate::group::{Entry, Held, Unit};
+use crate::layout::FlatLayout;
+use crate::mesh::Mesh;
+use crate::options::{FsdpOptions, ShardingStrategy};
+use crate::param::{Place, Sharded};
+use crate::unit::{Child, FsdpModule, Kind, Node, Walk};
+
+/// A parameter's name in a checkpoint from elsewhere, and whether it lies transposed there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    pub(crate) name: String,
+    pub(crate) transposed: bool,
+}
+
+/// One parameter found.
+#[derive(Debug)]
+struct Item {
+    path: String,
+    key: Key,
+    id: ParamId,
+    shape: Vec<usize>,
+    unit: usize,
+    tied_to: Option<usize>,
+}
+
+#[derive(Debug)]
+struct FoundUnit {
+    path: String,
+    level: usize,
+}
+
+/// A model's units and parameters.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    /// The units, in layout order, without slots.
+    pub(crate) units: Vec<Unit>,
+    /// The parameters, in the order of the walk.
+    pub(crate) places: Vec<Place>,
+    /// The checkpoint key of each place.
+    pub(crate) keys: HashMap<Place, Key>,
+    /// The one device they lie on.
+    pub(crate) device: Device,
+}
+
+impl Plan {
+    /// Lays out `module` for a rank.
+    pub(crate) fn new<M: FsdpModule>(module: &M, mesh: Mesh, options: &FsdpOptions) -> Result<Self, ShardError> {
+        let mut inventory = Inventory::default();
+        inventory.units.push(FoundUnit { path: String::new(), level: 0 });
+        inventory.stack.push(0);
+        inventory.declare(&M::LAYOUT);
+        module.walk(&mut inventory);
+        if let Some(error) = inventory.error {
+            return Err(error);
+        }
+        let Inventory { mut items, units, ties, devices, .. } = inventory;
+        if items.is_empty() {
+            return Err(ShardError::EmptyModel { model: M::LAYOUT.ty });
+        }
+        tie(&mut items, &ties)?;
+        shared(&items)?;
+        let device = match devices.as_slice() {
+            [device] => device.clone(),
+            devices => {
+                return Err(ShardError::SeveralDevices {
+                    count: devices.len(),
+                    devices: devices.iter().map(|device| format!("{device:?}")).collect::<Vec<_>>().join(", "),
+                });
+            }
+        };
+        Ok(Self::lay_out(items, units, device, mesh, options))
+    }
+
+    fn lay_out(items: Vec<Item>, found: Vec<FoundUnit>, device: Device, mesh: Mesh, options: &FsdpOptions) -> Self {
+        // Each item's position within its unit, in the order of the walk.
+        let mut counts = vec![0; found.len()];
+        let places: Vec<Place> = items
+            .iter()
+            .map(|item| {
+                let entry = counts[item.unit];
+                counts[item.unit] += 1;
+                Place { unit: item.unit, entry }
+            })
+            .collect();
+        let keys = places.iter().copied().zip(items.iter().map(|item| item.key.clone())).collect();
+        let units = found.into_iter().enumerate().map(|(index, unit)| {
+            let own: Vec<&Item> = items.iter().filter(|item| item.unit == index).collect();
+            let is_matrix = |item: &&&Item| {
+                let numel: usize = item.shape.iter().product();
+                item.tied_to.is_none() && item.shape.len() >= 2 && numel >= options.persist_below.max(1)
+            };
+            let matrices = own.iter().filter(is_matrix).map(|item| item.shape.iter().product());
+            let layout = FlatLayout::new(matrices, mesh.world);
+            let mut segments = 0..layout.len();
+            let entries = own
+                .iter()
+                .map(|item| {
+                    let segment = if is_matrix(&item) { segments.next() } else { None };
+                    let held = match (item.tied_to, segment, options.strategy) {
+                        (Some(first), ..) => Held::TiedTo(places[first].entry),
+                        (None, Some(segment), ShardingStrategy::FullShard) => {
+                            Held::Fragment(layout.fragment(segment, mesh.rank))
+                        }
+                        _ => Held::Whole,
+                    };
+                    Entry { path: item.path.clone(), shape: item.shape.clone(), held, segment }
+                })
+                .collect();
+            let name = if unit.path.is_empty() { Arc::from("(root)") } else { Arc::from(format!("`{}`", unit.path)) };
+            Unit { name, level: unit.level, entries, layout, slot: None }
+        });
+        Self { units: units.collect(), keys, device, places }
+    }
+
+    /// The layout, line by line, as all ranks must have it.
+    pub(crate) fn fingerprint(&self, options: &FsdpOptions) -> Vec<String> {
+        let mut lines = vec![format!("{options:?}")];
+        for unit in &self.units {
+            lines.push(format!("unit {} (level {})", unit.name, unit.level));
+            for entry in &unit.entries {
+                let held = match &entry.held {
+                    Held::Fragment(_) => "sharded".to_string(),
+                    Held::Whole => "replicated".to_string(),
+                    Held::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),
+                };
+                lines.push(format!("{} {:?} {held}", entry.path, entry.shape));
+            }
+        }
+        lines
+    }
+}
+
+/// The walk that finds everything.
+#[derive(Debug, Default)]
+struct Inventory {
+    path: Vec<String>,
+    key: Vec<String>,
+    transposed: Vec<bool>,
+    units: Vec<FoundUnit>,
+    stack: Vec<usize>,
+    items: Vec<Item>,
+    /// Full paths of tied places.
+    ties: Vec<(String, String)>,
+    devices: Vec<Device>,
+    error: Option<ShardError>,
+}
+
+impl Inventory {
+    fn join(&self, below: &[String]) -> String {
+        let parts: Vec<&str> = self.path.iter().chain(below).map(String::as_str).collect();
+        parts.join(".")
+    }
+
+    fn declare(&mut self, node: &Node) {
+        let prefix = |path: &str| {
+            let here = self.join(&[]);
+            if here.is_empty() { path.to_string() } else { format!("{here}.{path}") }
+        };
+        let ties: Vec<_> = node.ties.iter().map(|tie| (prefix(tie.first), prefix(tie.second))).collect();
+        self.ties.extend(ties);
+    }
+
+    fn fail(&mut self, error: ShardError) {
+        self.error.get_or_insert(error);
+    }
+
+    fn found<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
+        let path = self.join(below);
+        if let Some(error) = unshardable(&path, param) {
+            return self.fail(error);
+        }
+        let device = param.lazy_device();
+        if !self.devices.contains(&device) {
+            self.devices.push(device);
+        }
+        let segments = self.key.iter().chain(below).filter(|segment| !segment.is_empty());
+        let key = Key {
+            name: segments.map(String::as_str).collect::<Vec<_>>().join("."),
+            transposed: self.transposed.last() == Some(&true) && below.is_empty(),
+        };
+        let unit = *self.stack.last().expect("the outermost unit is on the stack");
+        let shape = param.lazy_shape().as_slice().to_vec();
+        self.items.push(Item { path, key, id: param.id, shape, unit, tied_to: None });
+    }
+}
+
+impl Walk for Inventory {
+    fn enter(&mut self, child: &'static Child, index: Option<usize>) {
+        let name = index.map_or_else(|| child.name.to_string(), |index| index.to_string());
+        let key = match index {
+            Some(_) => name.clone(),
+            None => child.key_or_name().to_string(),
+        };
+        self.path.push(name);
+        self.key.push(key);
+        self.transposed.push(child.transposed);
+        let mut node = child.node;
+        while node.kind == Kind::Optional {
+            node = node.children[0].node;
+        }
+        self.declare(node);
+    }
+
+    fn exit(&mut self) {
+        self.path.pop();
+        self.key.pop();
+        self.transposed.pop();
+    }
+
+    fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
+        self.stack.push(self.units.len());
+        self.units.push(FoundUnit { path: self.join(&[]), level: self.stack.len() - 1 });
+        true
+    }
+
+    fn unit_end(&mut self) {
+        self.stack.pop();
+    }
+
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.found(&[], param);
+    }
+
+    fn leaf_param<const D: usize>(&mut self, path: &[String], param: &Param<Tensor<D>>) {
+        self.found(path, param);
+    }
+
+    fn fixed(&mut self) {
+        let path = self.join(&[]);
+        self.fail(ShardError::NotFloat { path });
+    }
+}
+
+fn unshardable<const D: usize>(path: &str, param: &Param<Tensor<D>>) -> Option<ShardError> {
+    let path = path.to_string();
+    if Sharded::of(param).is_some() {
+        return Some(ShardError::AlreadySharded { path });
+    }
+    let mut other = OtherReparameterization(None);
+    param.visit(&mut other);
+    if let Some(name) = other.0 {
+        return Some(ShardError::Reparameterized { path, name });
+    }
+    // One that is not initialised has no dtype yet; it is checked once it is.
+    let dtype = param.is_initialized().then(|| param.base().dtype())?;
+    (dtype != DType::F32).then_some(ShardError::UnsupportedDtype { path, dtype })
+}
+
+/// The name of any reparameterization on the parameter visited.
+struct OtherReparameterization(Option<String>);
+
+impl ModuleVisitor for OtherReparameterization {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if container == "Reparameterization" {
+            self.0 = Some(name.to_string());
+        }
+    }
+}
+
+/// Resolves declared ties: a path names a parameter, or a module with exactly one matrix.
+fn tie(items: &mut [Item], ties: &[(String, String)]) -> Result<(), ShardError> {
+    let resolve = |items: &[Item], path: &str| -> Option<usize> {
+        if let Some(exact) = items.iter().position(|item| item.path == path) {
+            return Some(exact);
+        }
+        let below = |item: &Item| {
+            item.shape.len() >= 2
+                && item.path.strip_prefix(path).is_some_and(|rest| rest.starts_with('.'))
+        };
+        items.iter().position(below)
+    };
+    for (first, second) in ties {
+        // Both exist in the static tree; an `Option` on the way may be empty in this model.
+        let (Some(first), Some(second)) = (resolve(items, first), resolve(items, second)) else { continue };
+        if items[first].shape != items[second].shape {
+            return Err(ShardError::TieShape {
+                first: items[first].path.clone(),
+                first_shape: items[first].shape.clone(),
+                second: items[second].path.clone(),
+                second_shape: items[second].shape.clone(),
+            });
+        }
+        // A chain of ties ends at one owner.
+        let owner = items[first].tied_to.unwrap_or(first);
+        items[second].tied_to = Some(owner);
+    }
+    Ok(())
+}
+
+/// One parameter at two places that no tie declares.
+fn shared(items: &[Item]) -> Result<(), ShardError> {
+    let mut seen: HashMap<ParamId, usize> = HashMap::new();
+    for (index, item) in items.iter().enumerate() {
+        match seen.get(&item.id) {
+            Some(&first) if item.tied_to != Some(first) => {
+                return Err(ShardError::SharedParameter {
+                    first: items[first].path.clone(),
+                    second: item.path.clone(),
+                });
+            }
+            Some(_) => {}
+            None => {
+                seen.insert(item.id, index);
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,282 @@
+//! The forward half: `pre_forward`, the values parameters take, `post_forward`.
+
+use std::sync::Arc;
+
+use burn::backend::{AutodiffBackend, Autodiff};
+use burn::tensor::{DispatchTensor, Shape};
+
+use super::{Schedule, State, count};
+use crate::autodiff::{self, MAX_ANCHORS, State as OpState};
+use crate::backend::{Context, Float, ShardBackend, Tracked, Value};
+use crate::collectives::{Op, ProcessGroup};
+use crate::error::{Error, ScheduleError};
+use crate::group::{Call, Fragment, Held, Residency};
+use crate::param::{CallId, Place, Runtime};
+
+impl<B: ShardBackend> Runtime for Schedule<B> {
+    fn is_open(&self) -> bool {
+        self.lock().open > 0
+    }
+
+    fn collect(&self, place: Place, base: DispatchTensor) {
+        let Some(value) = B::from_dispatch(base) else { return };
+        let fragment = match value {
+            Value::Plain(value) => Fragment { value, leaf: None },
+            Value::Autodiff(leaf, _) => {
+                let value = leaf.primitive().clone();
+                Fragment { value, leaf: leaf.is_tracked().then_some(leaf) }
+            }
+        };
+        self.lock().units[place.unit].fragments[place.entry] = Some(fragment);
+    }
+
+    fn pre_forward(&self, unit: usize, inputs: Vec<DispatchTensor>) -> Result<Option<CallId>, Error> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        if !state.units[unit].forwards.is_empty() {
+            return Ok(None);
+        }
+        let _span = tracing::trace_span!(target: "fsdp", "fsdp::pre_forward", unit = %self.units[unit].name).entered();
+        if state.open == 0 {
+            self.begin(state)?;
+        }
+        let at = state.order.len();
+        state.order.push(unit);
+        self.unshard(state, unit, false)?;
+        self.wait_for_unshard(state, unit)?;
+        if self.prefetch.forward && let Some(next) = self.next_forward(state, at, unit) {
+            self.unshard(state, next, true)?;
+        }
+        let call = self.open_call(state, unit, anchors::<B>(inputs));
+        state.units[unit].forwards.push(call);
+        state.open += 1;
+        Ok(Some(call))
+    }
+
+    fn hook_output(self: Arc<Self>, call: CallId, output: DispatchTensor) -> DispatchTensor {
+        let (unit, alive) = {
+            let mut state = self.lock();
+            let Some(call) = state.calls.get_mut(&call) else { return output };
+            (call.unit, call.open.clone())
+        };
+        let slot = self.units[unit].slot.map(|slot| self.slots[slot].clone());
+        let detach = |value: Float<B>| match &slot {
+            Some(slot) => slot.detach(value),
+            None => value,
+        };
+        // Outputs on another backend, or of another kind, cannot look into the slot.
+        match B::from_dispatch(output.clone()) {
+            None => output,
+            Some(Value::Plain(value)) => B::into_dispatch(Value::Plain(detach(value))),
+            Some(Value::Autodiff(value, context)) => {
+                let value = match alive.filter(|_| value.is_tracked()) {
+                    Some(alive) => {
+                        if let Some(call) = self.lock().calls.get_mut(&call) {
+                            call.tracked = true;
+                        }
+                        let state = OpState { hooks: self.clone(), call, alive };
+                        autodiff::pre_backward(state, value, detach)
+                    }
+                    None => Autodiff::<B>::from_inner(detach(value.into_primitive())),
+                };
+                B::into_dispatch(Value::Autodiff(value, context))
+            }
+        }
+    }
+
+    fn post_forward(&self, id: CallId) -> Result<(), Error> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
+        let unit = call.unit;
+        let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_forward", unit = %self.units[unit].name).entered();
+        call.anchors.clear();
+        call.open = None;
+        let tracked = call.tracked || call.pending > 0;
+        if !tracked {
+            state.calls.remove(&id);
+        }
+        self.close(state, unit);
+        // The backward of the outermost unit and of the last one comes before any other's.
+        let at = state.order.iter().rposition(|&index| index == unit).unwrap_or(0);
+        let next = self.units[unit].level == 0 || self.next_forward(state, at, unit).is_none();
+        if !(tracked && next) {
+            self.reshard(state, unit);
+        }
+        if state.open == 0 && state.calls.is_empty() {
+            self.forget_fragments(state);
+        }
+        Ok(())
+    }
+
+    fn abandon(&self, id: CallId) {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        if let Some(call) = state.calls.remove(&id) {
+            self.close(state, call.unit);
+            self.reshard(state, call.unit);
+        }
+    }
+
+    fn materialize(self: Arc<Self>, place: Place, base: DispatchTensor) -> Result<DispatchTensor, Error> {
+        let (unit, entry) = self.place(place);
+        let Some(value) = B::from_dispatch(base.clone()) else { return Ok(base) };
+        let context = match &value {
+            Value::Plain(_) => None,
+            Value::Autodiff(_, context) => Some(*context),
+        };
+        let (value, leaf) = match value {
+            Value::Plain(value) => (value, None),
+            Value::Autodiff(leaf, _) => {
+                (leaf.primitive().clone(), leaf.is_tracked().then_some(leaf))
+            }
+        };
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let holder = unit.holder(place.entry);
+        // A tied entry takes both from the place that owns the weight.
+        let (value, leaf) = match &entry.held {
+            Held::TiedTo(_) => match &state.units[place.unit].fragments[holder] {
+                Some(fragment) => (fragment.value.clone(), fragment.leaf.clone()),
+                None => {
+                    let unit = unit.name.to_string();
+                    return Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into());
+                }
+            },
+            _ => (value, leaf),
+        };
+        let call = state.units[place.unit].forwards.last().copied();
+        let value = match &unit.entries[holder].held {
+            Held::Fragment(_) if call.is_some() => {
+                debug_assert!(matches!(state.units[place.unit].residency, Residency::Unsharded));
+                let slot = &self.slots[unit.slot.expect("a unit with fragments has a slot")];
+                slot.view(unit.offset(holder), &entry.shape)
+            }
+            Held::Fragment(_) => self.gather_single(Place { entry: holder, ..place }, value)?,
+            _ => value,
+        };
+        let value = match (leaf, context) {
+            (_, None) => Value::Plain(value),
+            (None, Some(context)) => Value::Autodiff(Autodiff::<B>::from_inner(value), context),
+            (Some(leaf), Some(context)) => {
+                self.track(state, place, call, holder, &leaf, value, context)
+            }
+        };
+        Ok(B::into_dispatch(value))
+    }
+}
+
+impl<B: ShardBackend> Schedule<B> {
+    /// What comes before the outermost forward: what an earlier one left is out of date.
+    fn begin(&self, state: &mut State<B>) -> Result<(), Error> {
+        if !state.reductions.is_empty() || state.units.iter().any(|unit| unit.reduced.iter().any(Option::is_some)) {
+            return Err(ScheduleError::GradientsNotCollected.into());
+        }
+        state.calls.retain(|_, call| call.alive.strong_count() > 0);
+        for unit in 0..self.units.len() {
+            if !state.units[unit].in_use() {
+                self.evict(state, unit)?;
+            }
+        }
+        if !state.order.is_empty() {
+            state.last_order = std::mem::take(&mut state.order);
+        }
+        Ok(())
+    }
+
+    /// The unit whose forward came after that of `unit` the time before; `at` is its position now.
+    fn next_forward(&self, state: &State<B>, at: usize, unit: usize) -> Option<usize> {
+        let last = &state.last_order;
+        let at = match last.get(at) {
+            Some(&there) if there == unit => at,
+            _ => last.iter().position(|&index| index == unit)?,
+        };
+        self.following(last[at + 1..].iter(), unit)
+    }
+
+    fn open_call(&self, state: &mut State<B>, unit: usize, anchors: Vec<Tracked<B>>) -> CallId {
+        let id = CallId(state.next_call);
+        state.next_call += 1;
+        let open = Arc::new(());
+        let call = Call {
+            unit,
+            anchors,
+            pending: 0,
+            gradients: self.units[unit].entries.iter().map(|_| None).collect(),
+            entered: false,
+            tracked: false,
+            alive: Arc::downgrade(&open),
+            open: Some(open),
+        };
+        state.calls.insert(id, call);
+        id
+    }
+
+    fn close(&self, state: &mut State<B>, unit: usize) {
+        state.units[unit].forwards.pop();
+        state.open = state.open.saturating_sub(1);
+    }
+
+    /// Drops the references to the module's parameters, so that an optimizer can update in place.
+    pub(super) fn forget_fragments(&self, state: &mut State<B>) {
+        for unit in &mut state.units {
+            unit.fragments.iter_mut().for_each(|fragment| *fragment = None);
+        }
+    }
+
+    /// One parameter gathered into memory of its own: a `val()` outside its unit's forward.
+    pub(super) fn gather_single(&self, place: Place, fragment: Float<B>) -> Result<Float<B>, Error> {
+        let (_, entry) = self.place(place);
+        tracing::trace!(target: "fsdp", path = %entry.path, "fsdp::unshard_single");
+        count(&self.counters.single_gathers);
+        let op = Op::new("all_gather", entry.path.as_str());
+        let len = entry.range().len();
+        let mine = (len > 0).then(|| B::float_reshape(fragment, Shape::from([len])));
+        let parts = self.comm.issue(move |group| ProcessGroup::<B>::all_gather_one(group, &op, mine));
+        let flatten = |part: Float<B>| {
+            let numel = crate::backend::numel::<B>(&part);
+            B::float_reshape(part, Shape::from([numel]))
+        };
+        let parts: Vec<_> = parts.wait()?.into_iter().flatten().map(flatten).collect();
+        let full = B::float_cat(parts, 0);
+        Ok(B::float_reshape(full, Shape::from(entry.shape.clone())))
+    }
+
+    /// Records the gather of a tracked parameter, in its unit's call or in one of its own.
+    #[allow(clippy::too_many_arguments, reason = "one caller, which has just taken these apart")]
+    fn track(
+        &self,
+        state: &mut State<B>,
+        place: Place,
+        call: Option<CallId>,
+        holder: usize,
+        leaf: &Tracked<B>,
+        value: Float<B>,
+        context: Context,
+    ) -> Value<B> {
+        let alone = call.is_none();
+        let id = call.unwrap_or_else(|| self.open_call(state, place.unit, Vec::new()));
+        let call = state.calls.get_mut(&id).expect("opened above, or still open");
+        call.pending += 1;
+        let alive = call.open.clone().expect("a call stays open while its forward runs");
+        let op_state = OpState { hooks: self.this(), call: id, alive };
+        let value = autodiff::gather(op_state, holder, leaf, &call.anchors, value);
+        if alone {
+            call.open = None;
+        }
+        Value::Autodiff(value, context)
+    }
+}
+
+/// The tracked inputs recorded last: the deepest ones, as a rule.
+fn anchors<B: ShardBackend>(inputs: Vec<DispatchTensor>) -> Vec<Tracked<B>> {
+    let tracked = |input| match B::from_dispatch(input)? {
+        Value::Autodiff(tensor, _) => tensor.is_tracked().then_some(tensor),
+        Value::Plain(_) => None,
+    };
+    let mut anchors: Vec<Tracked<B>> = inputs.into_iter().filter_map(tracked).collect();
+    anchors.sort_by_key(|anchor| std::cmp::Reverse(anchor.id()));
+    anchors.dedup_by_key(|anchor| anchor.id());
+    anchors.truncate(MAX_ANCHORS);
+    anchors
+}

@@ -1,0 +1,150 @@
+//! A rank that fails, panics, sleeps or goes another way ends the run on every rank, with its error.
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use burn::tensor::Device;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{CollectiveError, Error, LaunchError, RankPanic};
+use support::{Net, batch, loss};
+
+fn options(world: usize) -> LaunchOptions {
+    LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(30))
+}
+
+/// Six steps; `disturb` is called before each.
+fn train(
+    options: LaunchOptions,
+    disturb: impl Fn(&Worker, usize) -> Result<(), Error> + Send + Sync + 'static,
+) -> Result<Vec<()>, LaunchError> {
+    launch(options, move |worker| {
+        let net = Net::new(3, 0.0, worker.device());
+        let net = fully_shard(net, &worker, FsdpOptions::new().seed(1))?;
+        for step in 0..6 {
+            disturb(&worker, step)?;
+            let (tokens, labels) = batch(step, 0..2, worker.device());
+            net.backward(loss(net.forward(tokens), labels))?;
+        }
+        Ok::<_, Error>(())
+    })
+}
+
+#[test]
+fn a_rank_that_panics_in_step_3_ends_the_run() {
+    let started = Instant::now();
+    let error = train(options(3), |worker, step| {
+        assert!(!(worker.rank().index() == 1 && step == 3), "the optimizer diverged");
+        Ok(())
+    })
+    .unwrap_err();
+    assert_eq!((error.rank.index(), error.world.size()), (1, 3));
+    let panic = error.source.downcast_ref::<RankPanic>().expect("a panic");
+    assert!(panic.message.contains("the optimizer diverged"), "{panic}");
+    assert!(started.elapsed() < Duration::from_secs(20), "nobody waits for the time-out");
+}
+
+#[test]
+fn a_rank_that_returns_an_error_ends_the_run() {
+    let failure = Error::from(CollectiveError::Closed { rank: fsdp_runtime::Rank::ZERO });
+    let expected = failure.clone();
+    let error = train(options(2), move |worker, step| match (worker.rank().index(), step) {
+        (1, 3) => Err(failure.clone()),
+        _ => Ok(()),
+    })
+    .unwrap_err();
+    assert_eq!(error.rank.index(), 1);
+    assert_eq!(error.source.downcast_ref::<Error>(), Some(&expected));
+}
+
+#[test]
+fn a_rank_that_sleeps_past_the_timeout_is_named_with_unit_and_operation() {
+    let timeout = Duration::from_millis(800);
+    let error = train(options(3).timeout(timeout), move |worker, step| {
+        if worker.rank().index() == 2 && step == 3 {
+            std::thread::sleep(3 * timeout);
+        }
+        Ok(())
+    })
+    .unwrap_err();
+    assert_eq!(error.rank.index(), 2, "the rank at fault: {error}");
+    let Some(Error::Collective(CollectiveError::Timeout { op, unit, missing, waited })) =
+        error.source.downcast_ref::<Error>()
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((*op, unit.as_str(), *waited), ("all_gather", "(root)", timeout));
+    assert_eq!(missing.iter().map(|rank| rank.index()).collect::<Vec<_>>(), [2]);
+}
+
+#[test]
+fn a_rank_that_never_comes_back_is_left_behind() {
+    let timeout = Duration::from_millis(500);
+    let started = Instant::now();
+    let error = train(options(2).timeout(timeout), |worker, step| {
+        if worker.rank().index() == 1 && step == 1 {
+            std::thread::sleep(Duration::from_secs(3600));
+        }
+        Ok(())
+    })
+    .unwrap_err();
+    assert_eq!(error.rank.index(), 1);
+    assert!(started.elapsed() < Duration::from_secs(30));
+}
+
+#[test]
+fn ranks_that_take_different_branches_are_told_so() {
+    let error = launch(options(2), |worker| {
+        let net = Net::new(3, 0.0, worker.device());
+        let net = fully_shard(net, &worker, FsdpOptions::new().seed(1).forward_prefetch(false))?;
+        let (tokens, _) = batch(0, 0..2, worker.device());
+        // A data-dependent branch: rank 1 skips the first block.
+        let x = net.embed.forward(tokens);
+        if worker.rank().index() == 0 {
+            net.blocks[0].forward(x);
+        } else {
+            net.blocks[1].forward(x);
+        }
+        Ok::<_, Error>(())
+    })
+    .unwrap_err();
+    let Some(Error::Collective(CollectiveError::Mismatch { found, expected, .. })) =
+        error.source.downcast_ref::<Error>()
+    else {
+        panic!("{error}")
+    };
+    assert!(found.contains("blocks.") && expected.contains("blocks."), "{error}");
+}
+
+#[test]
+fn a_loss_that_cannot_be_backpropagated_is_refused() {
+    let error = launch(options(1), |worker| {
+        let net = fully_shard(Net::new(1, 0.0, worker.device()), &worker, FsdpOptions::new())?;
+        let plain = burn::tensor::Tensor::<1>::zeros([1], &Device::flex());
+        let error = net.backward(plain).unwrap_err();
+        assert!(error.to_string().contains("without autodiff"), "{error}");
+        let several = burn::tensor::Tensor::<1>::zeros([3], worker.device());
+        net.backward(several).map(|_| ())
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("[3]"), "{error}");
+}
+
+#[test]
+fn gradients_that_were_not_collected_are_an_error() {
+    let error = launch(options(2), |worker| {
+        let net = fully_shard(Net::new(2, 0.0, worker.device()), &worker, FsdpOptions::new())?;
+        let (tokens, labels) = batch(0, 0..2, worker.device());
+        loss(net.forward(tokens.clone()), labels).backward();
+        net.forward(tokens);
+        Ok::<_, Error>(())
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("model.backward(loss)"), "{error}");
+}
+
+#[test]
+fn a_world_of_no_ranks_is_refused() {
+    let error = launch(options(0), |_| Ok::<_, Error>(())).unwrap_err();
+    assert!(error.to_string().contains("world size of 0"), "{error}");
+}

@@ -1,0 +1,241 @@
+//! Units of every signature: several inputs and outputs, options, tuples, early returns, `?`.
+
+mod support;
+
+use std::time::Duration;
+
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::{Bool, Device, Tensor, TensorData};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::Error;
+
+#[derive(Debug, PartialEq)]
+struct TooLong(usize);
+
+#[derive(UnitValue)]
+struct Scored {
+    hidden: Tensor<2>,
+    score: Option<Tensor<2>>,
+    passes: usize,
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Gate {
+    left: Linear,
+    right: Linear,
+}
+
+#[fsdp_unit]
+impl Gate {
+    fn forward(
+        &self,
+        (x, scale): (Tensor<2>, f64),
+        mask: Option<Tensor<2, Bool>>,
+        names: &[&str],
+    ) -> Result<(Tensor<2>, Option<Tensor<2>>), TooLong> {
+        if names.len() > 2 {
+            return Err(TooLong(names.len()));
+        }
+        let left = self.left.forward(x.clone()).mul_scalar(scale);
+        let Some(mask) = mask else { return Ok((left, None)) };
+        let left = checked(left, names)?;
+        Ok((left.mask_fill(mask, 0.0), Some(self.right.forward(x))))
+    }
+}
+
+fn checked(x: Tensor<2>, names: &[&str]) -> Result<Tensor<2>, TooLong> {
+    if names.is_empty() { Err(TooLong(0)) } else { Ok(x) }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Table {
+    rows: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Table {
+    /// Returns what looks into the parameter itself.
+    fn forward(&self, rows: std::ops::Range<usize>) -> Tensor<2> {
+        self.rows.val().slice([rows])
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("input" = "output"))]
+struct Model {
+    input: Param<Tensor<2>>,
+    gates: (Gate, Gate),
+    table: Table,
+    output: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Model {
+    fn forward(&self, x: Tensor<2>) -> Scored {
+        let rows = x.dims()[0];
+        let x = x.matmul(self.input.val()) + self.table.forward(1..1 + rows);
+        let mask = x.clone().lower_elem(0.0);
+        let (a, b) = self.gates.0.forward((x.clone(), 0.5), Some(mask), &["a"]).unwrap_or((x.clone(), None));
+        let b = b.unwrap_or(x);
+        let (c, none) = self.gates.1.forward((b, 2.0), None, &[]).expect("two names at most");
+        assert!(none.is_none());
+        assert_eq!(self.gates.1.forward((c.clone(), 1.0), None, &["", "", ""]).err(), Some(TooLong(3)));
+        // The input again, transposed: the tied weight at its other place.
+        let score = (a + c.clone()).matmul(self.output.val().transpose());
+        Scored { hidden: c, score: Some(score), passes: 3 }
+    }
+}
+
+const WIDTH: usize = 12;
+
+fn model(device: &Device) -> Model {
+    let linear = || LinearConfig::new(WIDTH, WIDTH).init(device);
+    let gate = || Gate { left: linear(), right: linear() };
+    let matrix = |rows: usize, by: f32| {
+        let data = (0..rows * WIDTH).map(|i| ((i * 37) % 19) as f32 * by).collect::<Vec<_>>();
+        Param::from_data(TensorData::new(data, [rows, WIDTH]), device)
+    };
+    let input = matrix(WIDTH, 0.03);
+    let output = input.clone();
+    Model { input, gates: (gate(), gate()), table: Table { rows: matrix(6, 0.01) }, output }
+}
+
+fn input(device: &Device) -> Tensor<2> {
+    let data = (0..3 * WIDTH).map(|i| ((i * 11) % 7) as f32 * 0.3 - 0.8).collect::<Vec<_>>();
+    Tensor::from_data(TensorData::new(data, [3, WIDTH]), device)
+}
+
+fn scalar(output: Scored) -> Tensor<1> {
+    assert_eq!(output.passes, 3);
+    output.score.expect("always scored").powf_scalar(2.0).mean() + output.hidden.mean()
+}
+
+/// Gradients of plain Burn, the tied weight's from both places.
+fn expected(model: &Model, device: &Device) -> (f32, Vec<Vec<f32>>) {
+    let loss = scalar(model.forward(input(device)));
+    let value = loss.clone().into_scalar::<f32>();
+    let grads = GradientsParams::from_grads(loss.backward(), model);
+    let get = |param: &Param<Tensor<2>>| {
+        grads.get::<2>(param.id).expect("every weight has a gradient").into_data().iter::<f32>().collect()
+    };
+    (value, vec![get(&model.input), get(&model.gates.0.left.weight), get(&model.table.rows)])
+}
+
+fn fragments(model: &Fsdp<Model>, grads: &GradientsParams) -> Vec<Vec<f32>> {
+    let get = |param: &Param<Tensor<2>>| {
+        grads.get::<2>(param.id).map(|grad| grad.into_data().iter::<f32>().collect()).unwrap_or_default()
+    };
+    vec![get(&model.input), get(&model.gates.0.left.weight), get(&model.table.rows)]
+}
+
+#[test]
+fn values_and_gradients_are_those_of_plain_burn() {
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+        for world in [1, 2, 3] {
+            let launched =
+                LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(20));
+            let ranks = launch(launched, move |worker| {
+                let device = worker.device();
+                let plain = model(device);
+                // The same values on every rank: initialise under one seed.
+                let options = FsdpOptions::new().strategy(strategy).seed(3);
+                let sharded = fully_shard(plain, &worker, options)?;
+                let state = sharded.unsharded_state(Recipient::All)?;
+                let plain = restore(&state, device);
+                let want = expected(&plain, device);
+                let loss = scalar(sharded.forward(input(device)));
+                let value = loss.clone().into_scalar::<f32>();
+                let grads = sharded.backward(loss)?;
+                // A second pass: whatever the first left behind does no harm.
+                sharded.backward(scalar(sharded.forward(input(device))))?;
+                Ok::<_, Error>((want, value, fragments(&sharded, &grads)))
+            })
+            .unwrap();
+            let (want, ..) = ranks[0].0.clone();
+            for (_, value, _) in &ranks {
+                assert!((value - want).abs() < 1e-5 * want.abs(), "{value} {want}");
+            }
+            for weight in 0..3 {
+                let want = &ranks[0].0.1[weight];
+                let parts = ranks.iter().map(|rank| rank.2[weight].clone());
+                let got: Vec<f32> = match strategy {
+                    ShardingStrategy::FullShard => parts.flatten().collect(),
+                    _ => parts.last().unwrap_or_default(),
+                };
+                assert_eq!(got.len(), want.len(), "weight {weight} at world {world}");
+                for (got, want) in got.iter().zip(want) {
+                    assert!((got - want).abs() < 1e-5, "weight {weight}: {got} {want}");
+                }
+            }
+        }
+    }
+}
+
+/// The model of a full state, unsharded.
+fn restore(state: &fsdp_runtime::UnshardedState, device: &Device) -> Model {
+    let plain = model(device);
+    let matrix = |path: &str| Param::from_data(state[path].clone(), device);
+    let linear = |gate: &str, side: &str| Linear {
+        weight: matrix(&format!("gates.{gate}.{side}.weight")),
+        bias: Some(Param::from_data(state[&format!("gates.{gate}.{side}.bias")].clone(), device)),
+    };
+    let gate = |index: &str| Gate { left: linear(index, "left"), right: linear(index, "right") };
+    assert!(!state.contains_key("output"), "a tied weight appears once");
+    let input = matrix("input");
+    let output = input.clone();
+    Model { input, output, gates: (gate("0"), gate("1")), table: Table { rows: matrix("table.rows") }, ..plain }
+}
+
+#[test]
+fn a_value_outside_any_forward_is_gathered_on_demand_and_trains() {
+    let launched = LaunchOptions::new(2).device(Device::flex());
+    let ranks = launch(launched, |worker| {
+        let device = worker.device();
+        let sharded = fully_shard(model(device), &worker, FsdpOptions::new().seed(3))?;
+        let table = sharded.table.rows.val();
+        assert_eq!(table.dims(), [6, WIDTH]);
+        let data = table.clone().into_data();
+        let grads = sharded.backward(table.powf_scalar(2.0).sum())?;
+        let mine = fragments(&sharded, &grads)[2].clone();
+        Ok::<_, Error>((data.iter::<f32>().collect::<Vec<_>>(), mine, sharded.counts().single_gathers))
+    })
+    .unwrap();
+    let got: Vec<f32> = ranks.iter().flat_map(|rank| rank.1.clone()).collect();
+    assert_eq!(got.len(), 6 * WIDTH);
+    for (grad, value) in got.iter().zip(&ranks[0].0) {
+        assert!((grad - 2.0 * value).abs() < 1e-6);
+    }
+    assert_eq!(ranks[0].2, 1);
+}
+
+#[test]
+fn evaluation_is_that_of_the_trained_model() {
+    let launched = LaunchOptions::new(2).device(Device::flex());
+    launch(launched, |worker| {
+        let device = worker.device();
+        let sharded = fully_shard(model(device), &worker, FsdpOptions::new().seed(3))?;
+        let train = sharded.forward(input(device)).hidden.into_data();
+        let valid = sharded.valid();
+        let plain = device.clone().inner();
+        let eval = valid.forward(input(&plain)).hidden;
+        assert!(!eval.is_autodiff());
+        assert_eq!(eval.into_data().as_bytes(), train.as_bytes());
+        drop(valid);
+        // Training goes on.
+        sharded.backward(scalar(sharded.forward(input(device))))?;
+        Ok::<_, Error>(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_annotated_model_trains_unsharded_with_the_same_code() {
+    let device = Device::flex().autodiff();
+    let model = model(&device);
+    let (value, grads) = expected(&model, &device);
+    assert!(value.is_finite() && grads.iter().all(|grad| grad.iter().any(|&g| g != 0.0)));
+}
