@@ -6,8 +6,8 @@
 use proc_macro2::TokenStream;
 use syn::ext::IdentExt;
 use syn::{
-    Data, DeriveInput, Fields, GenericArgument, ImplItem, ImplItemFn, ItemImpl, LitStr, Member,
-    PathArguments, Type,
+    Attribute, Data, DeriveInput, Fields, GenericArgument, ImplItem, ImplItemFn, ItemImpl, LitStr,
+    Member, PathArguments, Type,
 };
 
 use crate::attr::{self, FieldArgs, StructArgs, Tie};
@@ -58,12 +58,40 @@ impl<'a> Module<'a> {
             Data::Struct(data) => Field::parse_all(&data.fields, errors),
             Data::Enum(_) | Data::Union(_) => Vec::new(),
         };
-        Self { original, unit, fields, ties: args.ties }
+        Self {
+            original,
+            unit,
+            fields,
+            ties: args.ties,
+        }
+    }
+
+    /// Whether it is one type whose fields are all there.
+    pub fn has_known_fields(&self) -> bool {
+        let is_generic = !self.original.generics.params.is_empty();
+        !is_generic && self.fields.iter().all(|field| field.condition().is_none())
+    }
+
+    /// Whether `#[fsdp_unit]` stands on a struct under `#[derive(FsdpModule)]`, and generates all.
+    pub fn is_a_unit_elsewhere(&self) -> bool {
+        self.unit.is_none() && self.fsdp_unit().is_some()
+    }
+
+    /// The `#[fsdp_unit]` among the item's remaining attributes.
+    pub fn fsdp_unit(&self) -> Option<&'a Attribute> {
+        self.original.attrs.iter().find(|attr| {
+            attr.path()
+                .segments
+                .last()
+                .is_some_and(|last| last.ident == attr::FSDP_UNIT)
+        })
     }
 
     /// The fields that stand in the layout.
     pub fn layout_fields(&self) -> impl Iterator<Item = &Field<'a>> {
-        self.fields.iter().filter(|field| field.content.is_in_layout())
+        self.fields
+            .iter()
+            .filter(|field| field.content.is_in_layout())
     }
 }
 
@@ -104,7 +132,11 @@ impl Content {
 impl<'a> Field<'a> {
     fn parse_all(fields: &'a Fields, errors: &mut Errors) -> Vec<Self> {
         let members = fields.members();
-        fields.iter().zip(members).map(|(field, member)| Self::parse(field, member, errors)).collect()
+        fields
+            .iter()
+            .zip(members)
+            .map(|(field, member)| Self::parse(field, member, errors))
+            .collect()
     }
 
     fn parse(original: &'a syn::Field, member: Member, errors: &mut Errors) -> Self {
@@ -118,7 +150,13 @@ impl<'a> Field<'a> {
         } else {
             Content::Module
         };
-        Self { original, member, key, leaf, content }
+        Self {
+            original,
+            member,
+            key,
+            leaf,
+            content,
+        }
     }
 
     /// The field's segment of a module path, as Burn's traversal names it.
@@ -127,6 +165,14 @@ impl<'a> Field<'a> {
             Member::Named(name) => name.to_string(),
             Member::Unnamed(index) => index.index.to_string(),
         }
+    }
+
+    /// The `#[cfg]` it depends on.
+    pub fn condition(&self) -> Option<&'a Attribute> {
+        self.original
+            .attrs
+            .iter()
+            .find(|attr| attr.path().is_ident("cfg"))
     }
 
     /// Its segment of a checkpoint key, where that differs from its name.
@@ -174,8 +220,24 @@ const PRIMITIVES: &[&str] = &[
 ];
 
 const CONTAINERS: &[&str] = &[
-    "Option", "Result", "Vec", "Box", "Arc", "Weak", "HashMap", "BTreeMap", "HashSet", "BTreeSet",
-    "VecDeque", "LinkedList", "BinaryHeap", "PhantomData", "Cell", "RefCell", "Mutex", "RwLock",
+    "Option",
+    "Result",
+    "Vec",
+    "Box",
+    "Arc",
+    "Weak",
+    "HashMap",
+    "BTreeMap",
+    "HashSet",
+    "BTreeSet",
+    "VecDeque",
+    "LinkedList",
+    "BinaryHeap",
+    "PhantomData",
+    "Cell",
+    "RefCell",
+    "Mutex",
+    "RwLock",
 ];
 
 /// An `impl` block under `#[fsdp_unit]`.
@@ -218,9 +280,16 @@ impl<'a> Hooked<'a> {
         });
         let forwards = methods
             .filter(|method| is_forward(&method.sig.ident.to_string()))
-            .map(|method| Forward { original: method, receiver: Receiver::of(method) })
+            .map(|method| Forward {
+                original: method,
+                receiver: Receiver::of(method),
+            })
             .collect();
-        Self { original, args, forwards }
+        Self {
+            original,
+            args,
+            forwards,
+        }
     }
 
     /// Whether the block can carry hooks: it is inherent, and its type is no pattern of types.
@@ -230,7 +299,10 @@ impl<'a> Hooked<'a> {
 }
 
 fn is_forward(name: &str) -> bool {
-    name == FORWARD || name.strip_prefix(FORWARD).is_some_and(|rest| rest.starts_with('_'))
+    name == FORWARD
+        || name
+            .strip_prefix(FORWARD)
+            .is_some_and(|rest| rest.starts_with('_'))
 }
 
 /// The method that is always hooked.

@@ -20,7 +20,8 @@ const TIE: &str = "tie";
 const KEY: &str = "key";
 const LEAF: &str = "leaf";
 
-const TIE_FORM: &str = r#"write `tie("a.b" = "c.d")`, with the paths of the two places that hold the weight"#;
+const TIE_FORM: &str =
+    r#"write `tie("a.b" = "c.d")`, with the paths of the two places that hold the weight"#;
 const KEY_FORM: &str = r#"write `key = "name.in.checkpoint"`"#;
 
 /// What stands on a struct.
@@ -102,21 +103,35 @@ impl FieldArgs {
 
 /// Whether Burn is told to pass a field by.
 pub fn is_skipped(attrs: &[Attribute]) -> bool {
-    attrs.iter().filter(|attr| attr.path().is_ident("module")).any(|attr| {
-        let Meta::List(list) = &attr.meta else { return false };
-        list.tokens.clone().into_iter().any(|token| token.to_string() == "skip")
-    })
+    attrs
+        .iter()
+        .filter(|attr| attr.path().is_ident("module"))
+        .any(|attr| {
+            let Meta::List(list) = &attr.meta else {
+                return false;
+            };
+            list.tokens
+                .clone()
+                .into_iter()
+                .any(|token| token.to_string() == "skip")
+        })
 }
 
 /// The attribute that derives `trait_name`, if one does.
 pub fn derives<'a>(attrs: &'a [Attribute], trait_name: &str) -> Option<&'a Attribute> {
-    attrs.iter().filter(|attr| attr.path().is_ident("derive")).find(|attr| {
-        attr.parse_args_with(Punctuated::<Path, Token![,]>::parse_terminated).is_ok_and(|paths| {
-            paths
-                .iter()
-                .any(|path| path.segments.last().is_some_and(|last| last.ident == trait_name))
+    attrs
+        .iter()
+        .filter(|attr| attr.path().is_ident("derive"))
+        .find(|attr| {
+            attr.parse_args_with(Punctuated::<Path, Token![,]>::parse_terminated)
+                .is_ok_and(|paths| {
+                    paths.iter().any(|path| {
+                        path.segments
+                            .last()
+                            .is_some_and(|last| last.ident == trait_name)
+                    })
+                })
         })
-    })
 }
 
 /// The arguments of every `#[fsdp(..)]` among `attrs`.
@@ -142,7 +157,10 @@ fn list(args: TokenStream, errors: &mut Errors) -> Vec<Meta> {
 }
 
 fn name(meta: &Meta) -> String {
-    meta.path().get_ident().map(ToString::to_string).unwrap_or_default()
+    meta.path()
+        .get_ident()
+        .map(ToString::to_string)
+        .unwrap_or_default()
 }
 
 /// `name`, without a value.
@@ -158,7 +176,10 @@ fn key(meta: &Meta, errors: &mut Errors) -> Option<LitStr> {
         errors.push(meta, KEY_FORM);
         return None;
     };
-    let Expr::Lit(syn::ExprLit { lit: Lit::Str(key), .. }) = &pair.value else {
+    let Expr::Lit(syn::ExprLit {
+        lit: Lit::Str(key), ..
+    }) = &pair.value
+    else {
         errors.push(&pair.value, format!("a key is a string: {KEY_FORM}"));
         return None;
     };
@@ -202,7 +223,8 @@ fn tie(meta: &Meta, errors: &mut Errors) -> Option<Tie> {
 }
 
 fn is_dotted(path: &str) -> bool {
-    path.split('.').all(|segment| !segment.is_empty() && !segment.contains(char::is_whitespace))
+    path.split('.')
+        .all(|segment| !segment.is_empty() && !segment.contains(char::is_whitespace))
 }
 
 fn repeated(meta: &Meta, name: &str, errors: &mut Errors) {
@@ -217,12 +239,22 @@ fn unknown(meta: &Meta, valid: &[&'static str], errors: &mut Errors) {
         None if given == ROOT => "it belongs to a unit: `#[fsdp_unit(root)]`".to_string(),
         None if given == TIE => format!("it belongs on the struct: {TIE_FORM} there"),
         None if given == KEY || given == LEAF => {
-            format!("it belongs above a field: `#[fsdp({given}{})]`", ellipsis(&given))
+            format!(
+                "it belongs above a field: `#[fsdp({given}{})]`",
+                ellipsis(&given)
+            )
         }
         None => format!("expected {}", one_of(valid.iter().copied())),
     };
-    let given = if given.is_empty() { "this".to_string() } else { format!("`{given}`") };
-    errors.add(syn::Error::new(path.span(), format!("unknown argument {given}; {advice}")));
+    let given = if given.is_empty() {
+        "this".to_string()
+    } else {
+        format!("`{given}`")
+    };
+    errors.add(syn::Error::new(
+        path.span(),
+        format!("unknown argument {given}; {advice}"),
+    ));
 }
 
 fn ellipsis(name: &str) -> &'static str {

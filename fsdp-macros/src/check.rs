@@ -6,7 +6,7 @@ use quote::ToTokens;
 use syn::{Data, Type};
 
 use crate::ast::{Content, FORWARD, Field, Forward, Hooked, Module, Receiver};
-use crate::attr::{self, FSDP, FSDP_UNIT};
+use crate::attr::{self, FSDP};
 use crate::error::{Errors, did_you_mean, one_of};
 
 /// Checks a struct.
@@ -15,6 +15,7 @@ pub fn module(module: &Module<'_>, errors: &mut Errors) {
     is_not_generic(module, errors);
     stands_in_order(module, errors);
     for field in &module.fields {
+        is_always_there(field, errors);
         has_one_role(field, errors);
         has_a_use_for_its_arguments(field, errors);
     }
@@ -32,6 +33,14 @@ pub fn hooks(hooked: &Hooked<'_>, errors: &mut Errors) {
         is_plain(forward, errors);
     }
     has_a_forward(hooked, errors);
+}
+
+/// Checks a struct or an enum under `#[derive(UnitValue)]`.
+pub fn value(item: &syn::DeriveInput, errors: &mut Errors) {
+    if let Data::Union(_) = item.data {
+        let message = "`UnitValue` cannot be derived for a union; make it a struct or an enum";
+        errors.push(&item.ident, message);
+    }
 }
 
 /// Only a struct has fields that are all there at once, which is what a layout lists.
@@ -66,7 +75,9 @@ fn is_a_struct(module: &Module<'_>, errors: &mut Errors) {
 /// The layout is a constant of one type, checked where that type is declared.
 fn is_not_generic(module: &Module<'_>, errors: &mut Errors) {
     let generics = &module.original.generics;
-    let Some(first) = generics.params.first() else { return };
+    let Some(first) = generics.params.first() else {
+        return;
+    };
     let backend = generics.type_params().find(|param| {
         let bounds = param.bounds.to_token_stream().to_string();
         param.ident == "B" || bounds.contains("Backend")
@@ -84,10 +95,16 @@ fn is_not_generic(module: &Module<'_>, errors: &mut Errors) {
         ),
         (_, None) => format!("write one struct for each `{name}` that is used"),
     };
-    let what = if module.unit.is_some() { "a unit" } else { "an `FsdpModule`" };
+    let what = if module.unit.is_some() {
+        "a unit"
+    } else {
+        "an `FsdpModule`"
+    };
     errors.push(
         &generics.params,
-        format!("{what} cannot be generic, as its layout is settled where it is declared; {advice}"),
+        format!(
+            "{what} cannot be generic, as its layout is settled where it is declared; {advice}"
+        ),
     );
 }
 
@@ -105,16 +122,25 @@ fn stands_in_order(module: &Module<'_>, errors: &mut Errors) {
             errors.push(attr, message);
         }
     }
-    let again = |attr: &&syn::Attribute| {
-        attr.path().segments.last().is_some_and(|last| last.ident == FSDP_UNIT)
-    };
-    if let Some(attr) = attrs.iter().find(again) {
+    if let Some(attr) = module.fsdp_unit() {
         let message = if module.unit.is_some() {
             "`#[fsdp_unit]` is written twice; keep one, with the arguments of both"
         } else {
             "`#[fsdp_unit]` implements `FsdpModule` too; remove `FsdpModule` from the derive"
         };
         errors.push(attr, message);
+    }
+}
+
+/// An attribute macro sees a field before the compiler has decided whether it exists. (A derive sees
+/// what is left, so there no such field remains.)
+fn is_always_there(field: &Field<'_>, errors: &mut Errors) {
+    if let Some(condition) = field.condition() {
+        errors.push(
+            condition,
+            "a field of a unit cannot depend on a `#[cfg]`; move it into a struct under \
+             `#[derive(Module, FsdpModule)]`, where it can, and hold that",
+        );
     }
 }
 
@@ -137,7 +163,10 @@ fn has_a_use_for_its_arguments(field: &Field<'_>, errors: &mut Errors) {
         Content::Module | Content::Leaf => return,
     };
     if let Some(key) = &field.key {
-        errors.push(key, format!("{why} has no parameters to name; remove this key"));
+        errors.push(
+            key,
+            format!("{why} has no parameters to name; remove this key"),
+        );
     }
     if let (Some(leaf), Content::Constant) = (&field.leaf, field.content) {
         errors.push(leaf, format!("{why} has no parameters; remove `leaf`"));
@@ -156,7 +185,9 @@ fn has_distinct_keys(module: &Module<'_>, errors: &mut Errors) {
         let alike = |first: &&&Field<'_>| {
             first.key_or_name() == key && same_parameters(&first.original.ty, &second.original.ty)
         };
-        let Some(first) = fields[..i].iter().find(alike) else { continue };
+        let Some(first) = fields[..i].iter().find(alike) else {
+            continue;
+        };
         let message = format!(
             "fields `{}` and `{}` have one checkpoint key, `{key}`; give each its own",
             first.name(),
@@ -171,9 +202,7 @@ fn has_distinct_keys(module: &Module<'_>, errors: &mut Errors) {
 
 /// Whether two types have parameters of the same names, as far as their spelling tells.
 fn same_parameters(first: &Type, second: &Type) -> bool {
-    let is_param = |ty: &Type| {
-        matches!(ty, Type::Path(path) if path.path.segments.last().is_some_and(|s| s.ident == "Param"))
-    };
+    let is_param = |ty: &Type| matches!(ty, Type::Path(path) if path.path.segments.last().is_some_and(|s| s.ident == "Param"));
     is_param(first) && is_param(second)
         || first.to_token_stream().to_string() == second.to_token_stream().to_string()
 }
@@ -202,7 +231,10 @@ fn has_sound_ties(module: &Module<'_>, errors: &mut Errors) {
 fn starts_at_a_field(module: &Module<'_>, path: &syn::LitStr, errors: &mut Errors) {
     let value = path.value();
     let first = value.split('.').next().unwrap_or_default();
-    let field = module.fields.iter().find(|field| field.name() == first);
+    let field = module
+        .fields
+        .iter()
+        .find(|field| field.name().trim_start_matches("r#") == first);
     let name = &module.original.ident;
     match field.map(|field| field.content) {
         Some(Content::Module) => {}
@@ -218,11 +250,14 @@ fn starts_at_a_field(module: &Module<'_>, path: &syn::LitStr, errors: &mut Error
             format!("`{first}` is under `#[module(skip)]` and holds no parameters to tie"),
         ),
         Some(Content::Constant) => {
-            errors.push(path, format!("`{first}` is a plain value and holds no parameters to tie"));
+            errors.push(
+                path,
+                format!("`{first}` is a plain value and holds no parameters to tie"),
+            );
         }
         None => {
             let names: Vec<_> = module.layout_fields().map(Field::name).collect();
-            let names = || names.iter().map(String::as_str);
+            let names = || names.iter().map(|name| name.trim_start_matches("r#"));
             let advice = match did_you_mean(first, names()) {
                 Some(meant) => format!("did you mean `{meant}`?"),
                 None => format!("a path begins with {}", one_of(names())),
@@ -314,7 +349,9 @@ fn is_plain(forward: &Forward<'_>, errors: &mut Errors) {
     if let Some(keyword) = &sig.constness {
         errors.push(
             keyword,
-            format!("`{name}` of a unit cannot be `const`, as it gathers parameters; remove `const`"),
+            format!(
+                "`{name}` of a unit cannot be `const`, as it gathers parameters; remove `const`"
+            ),
         );
     }
 }

@@ -30,7 +30,9 @@ impl Errors {
 
     /// All errors, as `compile_error!` invocations.
     pub fn into_tokens(self) -> TokenStream {
-        self.0.map(syn::Error::into_compile_error).unwrap_or_default()
+        self.0
+            .map(syn::Error::into_compile_error)
+            .unwrap_or_default()
     }
 }
 
@@ -44,15 +46,13 @@ pub fn one_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     }
 }
 
-/// The one of `names` that was probably meant by `wrong`: at most a third of its letters differ.
-pub fn did_you_mean<'a>(
-    wrong: &str,
-    names: impl IntoIterator<Item = &'a str>,
-) -> Option<&'a str> {
+/// The one of `names` that was probably meant by `wrong`: at most two letters, and half of them,
+/// are wrong.
+pub fn did_you_mean<'a>(wrong: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     names
         .into_iter()
         .map(|name| (distance(wrong, name), name))
-        .filter(|(distance, name)| *distance * 3 <= name.len().max(3))
+        .filter(|(distance, name)| *distance <= 2 && distance * 2 <= name.len().max(4))
         .min_by_key(|(distance, _)| *distance)
         .map(|(_, name)| name)
 }

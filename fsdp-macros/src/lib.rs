@@ -1,6 +1,6 @@
 //! The compile-time half of `fsdp-runtime`, which re-exports everything here.
 //!
-//! One pipeline for both macros: parse ([`ast`], [`attr`]), check ([`check`]), expand ([`expand`]).
+//! One pipeline for all macros: parse (`ast`, `attr`), check (`check`), expand (`expand`).
 //! What needs other types than the annotated one (whether two tied weights lie in one unit, whether
 //! two checkpoint keys are equal) is left to `const` checks in the runtime, which the expansion
 //! calls. Nothing here depends on Burn.
@@ -98,6 +98,24 @@ pub fn derive_fsdp_module(item: proc_macro::TokenStream) -> proc_macro::TokenStr
     }
 }
 
+/// Implements `UnitValue` for a struct or an enum of such values, so that a unit's `forward` can
+/// return it.
+///
+/// ```ignore
+/// #[derive(UnitValue)]
+/// pub struct Output {
+///     pub hidden: Tensor<3>,
+///     pub pooled: Option<Tensor<2>>,
+/// }
+/// ```
+#[proc_macro_derive(UnitValue)]
+pub fn derive_unit_value(item: proc_macro::TokenStream) -> proc_macro::TokenStream {
+    match syn::parse(item) {
+        Ok(item) => value(item).into(),
+        Err(error) => error.into_compile_error().into(),
+    }
+}
+
 /// `#[fsdp_unit]`, on whatever it was written.
 fn unit(args: TokenStream, item: TokenStream) -> TokenStream {
     match syn::parse2(item.clone()) {
@@ -115,7 +133,9 @@ fn module(role: Role, item: DeriveInput) -> TokenStream {
     let module = Module::parse(&role, &item, &mut errors);
     check::module(&module, &mut errors);
     let code = expand::module(&module, errors.is_empty());
-    let item = role.is_unit().then(|| fallback::without_own_attributes(&item));
+    let item = role
+        .is_unit()
+        .then(|| fallback::without_own_attributes(&item));
     fallback::join(item, code, errors)
 }
 
@@ -125,4 +145,11 @@ fn hooks(args: TokenStream, block: ItemImpl) -> TokenStream {
     let hooked = Hooked::parse(&block, args);
     check::hooks(&hooked, &mut errors);
     fallback::join(None, expand::hooks(&hooked), errors)
+}
+
+/// A struct or an enum of tensors: the walks over the values in it.
+fn value(item: DeriveInput) -> TokenStream {
+    let mut errors = Errors::default();
+    check::value(&item, &mut errors);
+    fallback::join(None, expand::value(&item), errors)
 }

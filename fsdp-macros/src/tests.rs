@@ -32,6 +32,11 @@ fn derived_module() {
     compare("derived_module");
 }
 
+#[test]
+fn derived_value() {
+    compare("derived_value");
+}
+
 /// After an error the item is still there, and so are its traits.
 #[test]
 fn wrong_unit() {
@@ -47,7 +52,10 @@ fn compare(name: &str) {
         fs::write(&path, &expanded).expect("a writable snapshot");
     }
     let snapshot = fs::read_to_string(&path).unwrap_or_default();
-    assert_eq!(expanded, snapshot, "{name} (UPDATE_SNAPSHOTS=1 accepts the new expansion)");
+    assert_eq!(
+        expanded, snapshot,
+        "{name} (UPDATE_SNAPSHOTS=1 accepts the new expansion)"
+    );
 }
 
 /// Expands the macros on each item as the compiler would, derives above them gone.
@@ -56,7 +64,10 @@ fn expand(items: Vec<Item>) -> TokenStream {
         .into_iter()
         .map(|mut item| {
             let attrs = attributes(&mut item);
-            if let Some(place) = attrs.iter().position(|attr| attr.path().is_ident(FSDP_UNIT)) {
+            if let Some(place) = attrs
+                .iter()
+                .position(|attr| attr.path().is_ident(FSDP_UNIT))
+            {
                 let args = match attrs.remove(place).meta {
                     Meta::List(list) => list.tokens,
                     _ => TokenStream::new(),
@@ -66,6 +77,9 @@ fn expand(items: Vec<Item>) -> TokenStream {
             } else if attr::derives(attrs, "FsdpModule").is_some() {
                 let derive = syn::parse2(item.to_token_stream()).expect("a struct");
                 let code = crate::module(Role::Module, derive);
+                quote::quote!(#item #code)
+            } else if attr::derives(attrs, "UnitValue").is_some() {
+                let code = crate::value(syn::parse2(item.to_token_stream()).expect("a type"));
                 quote::quote!(#item #code)
             } else {
                 item.into_token_stream()

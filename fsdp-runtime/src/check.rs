@@ -10,35 +10,31 @@ mod ties;
 
 use core::marker::PhantomData;
 
-use burn::module::Module;
+pub use burn::module::Module as BurnModule;
 
 use crate::unit::{FsdpModule, HookedForward, Kind, Node};
 use text::Text;
 
-/// What generated code calls.
-pub mod api {
-    pub use super::keys::{keys, num_keys};
-    pub use super::ties::{tie, tied};
-    pub use super::{NoLayout, Probe, hooked, leaf, skipped, unit};
-}
+pub use keys::{have_distinct_keys, num_keys};
+pub use ties::{leads_to_a_weight, lie_in_one_unit};
 
-/// A type under `#[derive(Module)]`: the bound of every generated implementation, for its message.
+/// A type under `#[derive(Module)]`. Asked for before the traits that need it, for its message.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a Burn module",
     label = "no `#[derive(Module)]` on this type",
     note = "write `#[derive(Module, Debug)]` on it, above `#[fsdp_unit]` where that is written"
 )]
-pub trait DerivesModule: Module {}
+pub trait DerivesModule {}
 
 #[diagnostic::do_not_recommend]
-impl<M: Module> DerivesModule for M {}
+impl<M: BurnModule> DerivesModule for M {}
 
 /// A unit must have a hooked `forward`, or nothing gathers it.
-pub const fn hooked<U: HookedForward>() {}
+pub const fn has_hooks<U: HookedForward>() {}
 
 /// A unit must have parameters of its own, unless it is the root, and hold no root.
 #[track_caller]
-pub const fn unit(layout: &Node) {
+pub const fn is_a_sound_unit(layout: &Node) {
     let mut path = Text::new("");
     if let Some(inner) = nested_root(layout, &mut path) {
         Text::new("unit ")
@@ -61,7 +57,7 @@ pub const fn unit(layout: &Node) {
 
 /// A field under `#[module(skip)]` must hold no unit. `types`: what it is made of.
 #[track_caller]
-pub const fn skipped(field: &str, types: &[Option<&Node>]) {
+pub const fn skips_no_unit(field: &str, types: &[Option<&Node>]) {
     if let Some(unit) = first_unit(types) {
         Text::new("field ")
             .code(field)
@@ -74,7 +70,7 @@ pub const fn skipped(field: &str, types: &[Option<&Node>]) {
 
 /// A field under `#[fsdp(leaf)]` must hold no unit. `types`: what it is made of.
 #[track_caller]
-pub const fn leaf(field: &str, types: &[Option<&Node>]) {
+pub const fn hides_no_unit(field: &str, types: &[Option<&Node>]) {
     if let Some(unit) = first_unit(types) {
         Text::new("field ")
             .code(field)
@@ -135,7 +131,11 @@ const fn nested_root(node: &Node, path: &mut Text) -> Option<&'static Node> {
     while i < node.children.len() {
         let child = &node.children[i];
         let len = path.len();
-        path.push_segment(if matches!(node.kind, Kind::List) { "{}" } else { child.name });
+        path.push_segment(if matches!(node.kind, Kind::List) {
+            "{}"
+        } else {
+            child.name
+        });
         match child.node.kind {
             Kind::Unit { root: true } => return Some(child.node),
             Kind::Unit { root: false } => {}

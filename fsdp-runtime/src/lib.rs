@@ -35,7 +35,7 @@ mod unit_type;
 pub use error::{
     CollectiveError, Error, LaunchError, LoadError, RankPanic, ScheduleError, ShardError,
 };
-pub use fsdp_macros::{FsdpModule, fsdp_unit};
+pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use hooks::UnitValue;
 pub use launch::{LaunchOptions, Worker, launch};
@@ -43,7 +43,7 @@ pub use layout::{ALIGNMENT, FlatLayout};
 pub use load::{LoadOptions, LoadReport};
 pub use mesh::{Mesh, Rank, WorldSize};
 pub use options::{BackwardPrefetch, FsdpOptions, ShardingStrategy};
-pub use param::{Place, Sharded};
+pub use param::Sharded;
 pub use schedule::Counts;
 pub use state_dict::{Recipient, UnshardedState};
 pub use unit::{Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Tie, Walk};
@@ -60,8 +60,9 @@ pub mod prelude {
 /// What generated code calls. Not a public interface.
 #[doc(hidden)]
 pub mod __private {
-    pub use crate::check::DerivesModule;
-    pub use crate::check::api as check;
+    pub use burn::tensor::DispatchTensor;
+
+    pub use crate::check::*;
     pub use crate::hooks::*;
     pub use crate::unit::*;
 }

@@ -26,10 +26,7 @@ use burn::nn::{
 };
 use burn::tensor::{Tensor, bf16, f16};
 
-use crate::unit::{
-    Attach, Child, FsdpModule, Kind, Node, Walk, attach_field, constant, map_leaf, visit_leaf,
-    walk_field,
-};
+use crate::unit::{Attach, Child, FsdpModule, Kind, Node, Walk, constant, map_leaf, visit_leaf};
 
 type Matrix = Param<Tensor<2>>;
 type Vector = Param<Tensor<1>>;
@@ -57,14 +54,14 @@ macro_rules! module {
             fn walk<W: Walk>(&self, walk: &mut W) {
                 let mut children = Self::LAYOUT.children.iter();
                 $(if let Some(child) = children.next() {
-                    walk_field(&self.$field, child, walk);
+                    self.$field.walk_field(child, walk);
                 })+
             }
 
             fn attach<A: Attach>(mut self, attach: &mut A) -> Self {
                 let mut children = Self::LAYOUT.children.iter();
                 $(if let Some(child) = children.next() {
-                    self.$field = attach_field(self.$field, child, attach);
+                    self.$field = self.$field.attach_field(child, attach);
                 })+
                 self
             }
@@ -97,7 +94,7 @@ macro_rules! choice {
 
             fn walk<W: Walk>(&self, walk: &mut W) {
                 match self {
-                    $(Self::$variant(module) => walk_field(module, variant!($variant($inner)), walk),)+
+                    $(Self::$variant(module) => module.walk_field(variant!($variant($inner)), walk),)+
                     // A variant of a later Burn.
                     #[allow(unreachable_patterns)]
                     other => visit_leaf(other, walk),
@@ -107,7 +104,7 @@ macro_rules! choice {
             fn attach<A: Attach>(self, attach: &mut A) -> Self {
                 match self {
                     $(Self::$variant(module) => {
-                        Self::$variant(attach_field(module, variant!($variant($inner)), attach))
+                        Self::$variant(module.attach_field(variant!($variant($inner)), attach))
                     })+
                     #[allow(unreachable_patterns)]
                     other => map_leaf(other, attach),
@@ -156,8 +153,16 @@ choice!(Normalization {
 
 // Attention and transformers. PyTorch packs query, key and value into one matrix; the keys here
 // are Burn's.
-module!(MultiHeadAttention { query: Linear, key: Linear, value: Linear, output: Linear });
-module!(PositionWiseFeedForward { linear_inner: Linear, linear_outer: Linear });
+module!(MultiHeadAttention {
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    output: Linear
+});
+module!(PositionWiseFeedForward {
+    linear_inner: Linear,
+    linear_outer: Linear
+});
 module!(TransformerEncoder { layers: Vec<TransformerEncoderLayer> });
 module!(TransformerEncoderLayer {
     mha: MultiHeadAttention,
@@ -176,9 +181,18 @@ module!(TransformerDecoderLayer {
 });
 
 // Recurrent layers. PyTorch packs all gates into one matrix; the keys here are Burn's.
-module!(GateController { input_transform: Linear, hidden_transform: Linear });
-module!(Rnn { gate: GateController, hidden_activation: Activation });
-module!(BiRnn { forward: Rnn, reverse: Rnn });
+module!(GateController {
+    input_transform: Linear,
+    hidden_transform: Linear
+});
+module!(Rnn {
+    gate: GateController,
+    hidden_activation: Activation
+});
+module!(BiRnn {
+    forward: Rnn,
+    reverse: Rnn
+});
 module!(Lstm {
     input_gate: GateController,
     forget_gate: Option<GateController>,
@@ -188,7 +202,10 @@ module!(Lstm {
     cell_activation: Activation,
     hidden_activation: Activation,
 });
-module!(BiLstm { forward: Lstm, reverse: Lstm });
+module!(BiLstm {
+    forward: Lstm,
+    reverse: Lstm
+});
 module!(Gru {
     update_gate: GateController,
     reset_gate: GateController,
@@ -196,11 +213,17 @@ module!(Gru {
     gate_activation: Activation,
     hidden_activation: Activation,
 });
-module!(BiGru { forward: Gru, reverse: Gru });
+module!(BiGru {
+    forward: Gru,
+    reverse: Gru
+});
 
 // Activations with parameters.
 module!(PRelu { alpha: Vector as "weight" });
-module!(SwiGlu { linear_inner: Linear, linear_outer: Linear });
+module!(SwiGlu {
+    linear_inner: Linear,
+    linear_outer: Linear
+});
 choice!(Activation {
     Identity(Identity),
     Gelu(Gelu),
@@ -225,23 +248,75 @@ choice!(Activation {
 
 // Modules without parameters.
 constant!(
-    Celu, Elu, GLU, Gelu, HardShrink, HardSigmoid, HardSwish, Hardtanh, LeakyRelu, LogSigmoid,
-    Mish, RRelu, Relu, Relu6, Selu, Shrink, SiLU, Sigmoid, SoftShrink, Softplus, Softsign, Tanh,
-    Tanhshrink, Threshold, ThresholdedRelu
+    Celu,
+    Elu,
+    GLU,
+    Gelu,
+    HardShrink,
+    HardSigmoid,
+    HardSwish,
+    Hardtanh,
+    LeakyRelu,
+    LogSigmoid,
+    Mish,
+    RRelu,
+    Relu,
+    Relu6,
+    Selu,
+    Shrink,
+    SiLU,
+    Sigmoid,
+    SoftShrink,
+    Softplus,
+    Softsign,
+    Tanh,
+    Tanhshrink,
+    Threshold,
+    ThresholdedRelu
 );
 constant!(
-    BinaryCrossEntropyLoss, CTCLoss, CosineEmbeddingLoss, CrossEntropyLoss, GaussianNLLLoss,
-    HingeEmbeddingLoss, HuberLoss, KLDivLoss, LpLoss, MarginRankingLoss, MseLoss, MultiMarginLoss,
-    PoissonNllLoss, RNNTLoss, SmoothL1Loss, SoftMarginLoss, TripletMarginLoss
+    BinaryCrossEntropyLoss,
+    CTCLoss,
+    CosineEmbeddingLoss,
+    CrossEntropyLoss,
+    GaussianNLLLoss,
+    HingeEmbeddingLoss,
+    HuberLoss,
+    KLDivLoss,
+    LpLoss,
+    MarginRankingLoss,
+    MseLoss,
+    MultiMarginLoss,
+    PoissonNllLoss,
+    RNNTLoss,
+    SmoothL1Loss,
+    SoftMarginLoss,
+    TripletMarginLoss
 );
 constant!(
-    AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d, AvgPool1d, AvgPool2d, MaxPool1d,
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    MaxPool1d,
     MaxPool2d
 );
 constant!(
-    CosineSimilarity, Dropout, Fold4d, GaussianNoise, Identity, Interpolate1d, Interpolate2d,
-    LocalResponseNorm, PairwiseDistance, PixelShuffle, PixelUnshuffle, PositionalEncoding,
-    RotaryEncoding, Unfold4d
+    CosineSimilarity,
+    Dropout,
+    Fold4d,
+    GaussianNoise,
+    Identity,
+    Interpolate1d,
+    Interpolate2d,
+    LocalResponseNorm,
+    PairwiseDistance,
+    PixelShuffle,
+    PixelUnshuffle,
+    PositionalEncoding,
+    RotaryEncoding,
+    Unfold4d
 );
 constant!(bf16, f16, Param<Flag>);
 

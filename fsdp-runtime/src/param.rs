@@ -16,7 +16,7 @@ use crate::error::Error;
 
 /// A place in a sharded model: parameter `entry` of unit `unit`, both counted in layout order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Place {
+pub(crate) struct Place {
     pub(crate) unit: usize,
     pub(crate) entry: usize,
 }

@@ -115,6 +115,26 @@ pub trait FsdpModule: Module {
 
     /// Rebuilds the module with every parameter passed through `attach`, in layout order.
     fn attach<A: Attach>(self, attach: &mut A) -> Self;
+
+    /// Reads the module as a field of another: what [`walk`](Self::walk) calls once a field.
+    ///
+    /// A method, so that generated code reaches it as it reaches `LAYOUT` and a field of an unknown
+    /// type is one error.
+    #[doc(hidden)]
+    fn walk_field<W: Walk>(&self, child: &'static Child, walk: &mut W) {
+        walk.enter(child, None);
+        walk_module(self, walk);
+        walk.exit();
+    }
+
+    /// Rebuilds the module as a field of another: what [`attach`](Self::attach) calls once a field.
+    #[doc(hidden)]
+    fn attach_field<A: Attach>(self, child: &'static Child, attach: &mut A) -> Self {
+        attach.enter(child, None);
+        let module = self.attach(attach);
+        attach.exit();
+        module
+    }
 }
 
 /// A module under `#[fsdp_unit]`.
@@ -170,21 +190,6 @@ pub trait Attach {
     fn dropout(&mut self, dropout: crate::nn::Dropout) -> crate::nn::Dropout {
         dropout
     }
-}
-
-/// Reads a field: what generated code calls once a field, in [`FsdpModule::walk`].
-pub fn walk_field<M: FsdpModule, W: Walk>(module: &M, child: &'static Child, walk: &mut W) {
-    walk.enter(child, None);
-    walk_module(module, walk);
-    walk.exit();
-}
-
-/// Rebuilds a field: what generated code calls once a field, in [`FsdpModule::attach`].
-pub fn attach_field<M: FsdpModule, A: Attach>(module: M, child: &'static Child, attach: &mut A) -> M {
-    attach.enter(child, None);
-    let module = module.attach(attach);
-    attach.exit();
-    module
 }
 
 /// Reads a field under `#[fsdp(leaf)]`, through Burn's own traversal.
@@ -366,11 +371,11 @@ macro_rules! tuple {
             };
 
             fn walk<W_: Walk>(&self, walk: &mut W_) {
-                $(walk_field(&self.$index, &Self::LAYOUT.children[$index], walk);)+
+                $(self.$index.walk_field(&Self::LAYOUT.children[$index], walk);)+
             }
 
             fn attach<A_: Attach>(self, attach: &mut A_) -> Self {
-                ($(attach_field(self.$index, &Self::LAYOUT.children[$index], attach),)+)
+                ($(self.$index.attach_field(&Self::LAYOUT.children[$index], attach),)+)
             }
         }
     };

@@ -8,22 +8,28 @@ use super::at;
 use crate::ast::{Content, Field, Module, Root};
 
 /// `impl FsdpModule`, and for a unit `impl FsdpUnit`.
-///
-/// The bound is what makes a missing `#[derive(Module)]` one error with advice, not one for each
-/// supertrait.
 pub fn implementation(module: &Module<'_>, body: TokenStream) -> TokenStream {
     let name = &module.original.ident;
     let (generics, arguments, _) = module.original.generics.split_for_impl();
-    let derived = quote_spanned!(at(name)=> #name #arguments: __fsdp::DerivesModule);
-    let unit = module.unit.map(|_| {
-        quote!(impl #generics __fsdp::FsdpUnit for #name #arguments where #derived {})
-    });
+    // Only of an item with an error; its own bounds may not be enough for Burn.
+    let bound = (!module.original.generics.params.is_empty())
+        .then(|| quote!(where #name #arguments: __fsdp::BurnModule));
+    let unit = module
+        .unit
+        .map(|_| quote!(impl #generics __fsdp::FsdpUnit for #name #arguments #bound {}));
     quote! {
-        impl #generics __fsdp::FsdpModule for #name #arguments where #derived {
+        impl #generics __fsdp::FsdpModule for #name #arguments #bound {
             #body
         }
         #unit
     }
+}
+
+/// Asks for `#[derive(Module)]` where the compiler looks first, as a type without it has many
+/// errors and this is the one that says what to write.
+pub fn derives_module(module: &Module<'_>) -> TokenStream {
+    let name = &module.original.ident;
+    quote_spanned!(at(name)=> trait __FsdpDerived where #name: __fsdp::DerivesModule {})
 }
 
 /// An implementation that knows nothing of the fields, so that the error about the item is the only
@@ -50,24 +56,18 @@ pub fn opaque(module: &Module<'_>) -> TokenStream {
 pub fn walks(module: &Module<'_>) -> TokenStream {
     let reads = module.layout_fields().enumerate().map(|(index, field)| {
         let (member, index) = (&field.member, Index::from(index));
-        let call = match field.content {
-            Content::Leaf => quote!(walk_leaf),
-            _ => quote!(walk_field),
-        };
-        let value = quote_spanned!(at(&field.original.ty)=> &self.#member);
-        quote!(__fsdp::#call(#value, &__fsdp_children[#index], __fsdp_walk);)
+        let walk = function(field, quote!(walk_leaf), quote!(walk_field));
+        quote!(#walk(&self.#member, &__fsdp_children[#index], __fsdp_walk);)
     });
     let mut indices = (0..).map(Index::from);
     let rebuilt = module.fields.iter().map(|field| {
         let member = &field.member;
-        let call = match field.content {
-            Content::Skipped | Content::Constant => return quote!(#member: self.#member),
-            Content::Leaf => quote!(attach_leaf),
-            Content::Module => quote!(attach_field),
-        };
-        let value = quote_spanned!(at(&field.original.ty)=> self.#member);
+        if !field.content.is_in_layout() {
+            return quote!(#member: self.#member);
+        }
+        let attach = function(field, quote!(attach_leaf), quote!(attach_field));
         let index = indices.next();
-        quote!(#member: __fsdp::#call(#value, &__fsdp_children[#index], __fsdp_attach))
+        quote!(#member: #attach(self.#member, &__fsdp_children[#index], __fsdp_attach))
     });
     quote! {
         fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
@@ -82,28 +82,38 @@ pub fn walks(module: &Module<'_>) -> TokenStream {
     }
 }
 
+/// What handles a field: a function for a leaf, else a method of its type. The method is named like
+/// the field's `LAYOUT`, so that the compiler shows the error about an unknown type once.
+fn function(field: &Field<'_>, leaf: TokenStream, method: TokenStream) -> TokenStream {
+    let ty = &field.original.ty;
+    match field.content {
+        Content::Leaf => quote!(__fsdp::#leaf),
+        _ => quote_spanned!(at(ty)=> <#ty as __fsdp::FsdpModule>::#method),
+    }
+}
+
 /// The checks that need the layout of other types. Each is a constant of its own, so that all that
 /// fail are shown.
 pub fn checks(module: &Module<'_>) -> TokenStream {
     let name = &module.original.ident;
     let general = quote_spanned! {at(name)=>
         const __FSDP_LAYOUT: &__fsdp::Node = &<#name as __fsdp::FsdpModule>::LAYOUT;
-        const _: () = __fsdp::check::keys::<{ __fsdp::check::num_keys(__FSDP_LAYOUT) }>(__FSDP_LAYOUT);
+        const _: () = __fsdp::have_distinct_keys::<{ __fsdp::num_keys(__FSDP_LAYOUT) }>(__FSDP_LAYOUT);
     };
     let unit = module.unit.map(|_| {
         quote_spanned! {at(name)=>
-            const _: () = __fsdp::check::unit(__FSDP_LAYOUT);
-            const _: () = __fsdp::check::hooked::<#name>();
+            const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
+            const _: () = __fsdp::has_hooks::<#name>();
         }
     });
     let ties = module.ties.iter().map(|tie| {
         let (first, second) = (&tie.first, &tie.second);
         let places = [first, second].map(|path| {
-            quote_spanned!(at(path)=> const _: () = __fsdp::check::tied(__FSDP_LAYOUT, #path);)
+            quote_spanned!(at(path)=> const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, #path);)
         });
         quote_spanned! {at(second)=>
             #(#places)*
-            const _: () = __fsdp::check::tie(__FSDP_LAYOUT, #first, #second);
+            const _: () = __fsdp::lie_in_one_unit(__FSDP_LAYOUT, #first, #second);
         }
     });
     let unseen = module.fields.iter().filter_map(unseen_unit);
@@ -113,8 +123,8 @@ pub fn checks(module: &Module<'_>) -> TokenStream {
 /// A field that FSDP does not look into must hold no unit.
 fn unseen_unit(field: &Field<'_>) -> Option<TokenStream> {
     let check = match field.content {
-        Content::Skipped => quote!(skipped),
-        Content::Leaf => quote!(leaf),
+        Content::Skipped => quote!(skips_no_unit),
+        Content::Leaf => quote!(hides_no_unit),
         Content::Module | Content::Constant => return None,
     };
     let ty = &field.original.ty;
@@ -123,8 +133,8 @@ fn unseen_unit(field: &Field<'_>) -> Option<TokenStream> {
     let name = field.name();
     Some(quote_spanned! {at(ty)=>
         const _: () = {
-            use __fsdp::check::NoLayout as _;
-            __fsdp::check::#check(#name, &[#(__fsdp::check::Probe::<#types>::LAYOUT),*])
+            use __fsdp::NoLayout as _;
+            __fsdp::#check(#name, &[#(__fsdp::Probe::<#types>::LAYOUT),*])
         };
     })
 }
@@ -139,7 +149,9 @@ fn named_types<'a>(ty: &'a Type, types: &mut Vec<&'a Type>) {
             types.push(ty);
             let arguments = path.path.segments.iter().map(|segment| &segment.arguments);
             for arguments in arguments {
-                let PathArguments::AngleBracketed(arguments) = arguments else { continue };
+                let PathArguments::AngleBracketed(arguments) = arguments else {
+                    continue;
+                };
                 for argument in &arguments.args {
                     if let GenericArgument::Type(ty) = argument {
                         named_types(ty, types);

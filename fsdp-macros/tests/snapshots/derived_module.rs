@@ -7,3 +7,6 @@ pub struct Embeddings {
     position: Positions,
     r#type: Option<Embedding>,
 }
+
+#[derive(Module, FsdpModule, Debug)]
+pub struct Pair(Linear, usize, #[fsdp(key = "second")] Linear);

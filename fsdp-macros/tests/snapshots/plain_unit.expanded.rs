@@ -9,10 +9,11 @@ pub struct Block {
 }
 const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
-    impl __fsdp::FsdpModule for Block
+    trait __FsdpDerived
     where
         Block: __fsdp::DerivesModule,
-    {
+    {}
+    impl __fsdp::FsdpModule for Block {
         const LAYOUT: __fsdp::Node = __fsdp::Node {
             ty: "Block",
             kind: __fsdp::Kind::Unit { root: false },
@@ -46,21 +47,37 @@ const _: () = {
         };
         fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
             let __fsdp_children = Self::LAYOUT.children;
-            __fsdp::walk_field(&self.attention, &__fsdp_children[0], __fsdp_walk);
-            __fsdp::walk_field(&self.up, &__fsdp_children[1], __fsdp_walk);
-            __fsdp::walk_field(&self.down, &__fsdp_children[2], __fsdp_walk);
+            <Attention as __fsdp::FsdpModule>::walk_field(
+                &self.attention,
+                &__fsdp_children[0],
+                __fsdp_walk,
+            );
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.up,
+                &__fsdp_children[1],
+                __fsdp_walk,
+            );
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.down,
+                &__fsdp_children[2],
+                __fsdp_walk,
+            );
             __fsdp::walk_leaf(&self.gate, &__fsdp_children[3], __fsdp_walk);
         }
         fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                attention: __fsdp::attach_field(
+                attention: <Attention as __fsdp::FsdpModule>::attach_field(
                     self.attention,
                     &__fsdp_children[0],
                     __fsdp_attach,
                 ),
-                up: __fsdp::attach_field(self.up, &__fsdp_children[1], __fsdp_attach),
-                down: __fsdp::attach_field(
+                up: <Linear as __fsdp::FsdpModule>::attach_field(
+                    self.up,
+                    &__fsdp_children[1],
+                    __fsdp_attach,
+                ),
+                down: <Linear as __fsdp::FsdpModule>::attach_field(
                     self.down,
                     &__fsdp_children[2],
                     __fsdp_attach,
@@ -71,22 +88,19 @@ const _: () = {
             }
         }
     }
-    impl __fsdp::FsdpUnit for Block
-    where
-        Block: __fsdp::DerivesModule,
-    {}
+    impl __fsdp::FsdpUnit for Block {}
     const __FSDP_LAYOUT: &__fsdp::Node = &<Block as __fsdp::FsdpModule>::LAYOUT;
-    const _: () = __fsdp::check::keys::<
-        { __fsdp::check::num_keys(__FSDP_LAYOUT) },
+    const _: () = __fsdp::have_distinct_keys::<
+        { __fsdp::num_keys(__FSDP_LAYOUT) },
     >(__FSDP_LAYOUT);
-    const _: () = __fsdp::check::unit(__FSDP_LAYOUT);
-    const _: () = __fsdp::check::hooked::<Block>();
+    const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
+    const _: () = __fsdp::has_hooks::<Block>();
     const _: () = {
-        use __fsdp::check::NoLayout as _;
-        __fsdp::check::leaf("gate", &[__fsdp::check::Probe::<vendor::Gate>::LAYOUT])
+        use __fsdp::NoLayout as _;
+        __fsdp::hides_no_unit("gate", &[__fsdp::Probe::<vendor::Gate>::LAYOUT])
     };
     const _: () = {
-        use __fsdp::check::NoLayout as _;
-        __fsdp::check::skipped("cache", &[__fsdp::check::Probe::<Cache>::LAYOUT])
+        use __fsdp::NoLayout as _;
+        __fsdp::skips_no_unit("cache", &[__fsdp::Probe::<Cache>::LAYOUT])
     };
 };

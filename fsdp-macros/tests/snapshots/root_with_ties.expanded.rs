@@ -5,10 +5,11 @@ pub struct Model {
 }
 const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
-    impl __fsdp::FsdpModule for Model
+    trait __FsdpDerived
     where
         Model: __fsdp::DerivesModule,
-    {
+    {}
+    impl __fsdp::FsdpModule for Model {
         const LAYOUT: __fsdp::Node = __fsdp::Node {
             ty: "Model",
             kind: __fsdp::Kind::Unit { root: true },
@@ -41,24 +42,40 @@ const _: () = {
         };
         fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
             let __fsdp_children = Self::LAYOUT.children;
-            __fsdp::walk_field(&self.embeddings, &__fsdp_children[0], __fsdp_walk);
-            __fsdp::walk_field(&self.layers, &__fsdp_children[1], __fsdp_walk);
-            __fsdp::walk_field(&self.decoder, &__fsdp_children[2], __fsdp_walk);
+            <Embeddings as __fsdp::FsdpModule>::walk_field(
+                &self.embeddings,
+                &__fsdp_children[0],
+                __fsdp_walk,
+            );
+            <Vec<
+                Block,
+            > as __fsdp::FsdpModule>::walk_field(
+                &self.layers,
+                &__fsdp_children[1],
+                __fsdp_walk,
+            );
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.decoder,
+                &__fsdp_children[2],
+                __fsdp_walk,
+            );
         }
         fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                embeddings: __fsdp::attach_field(
+                embeddings: <Embeddings as __fsdp::FsdpModule>::attach_field(
                     self.embeddings,
                     &__fsdp_children[0],
                     __fsdp_attach,
                 ),
-                layers: __fsdp::attach_field(
+                layers: <Vec<
+                    Block,
+                > as __fsdp::FsdpModule>::attach_field(
                     self.layers,
                     &__fsdp_children[1],
                     __fsdp_attach,
                 ),
-                decoder: __fsdp::attach_field(
+                decoder: <Linear as __fsdp::FsdpModule>::attach_field(
                     self.decoder,
                     &__fsdp_children[2],
                     __fsdp_attach,
@@ -66,17 +83,14 @@ const _: () = {
             }
         }
     }
-    impl __fsdp::FsdpUnit for Model
-    where
-        Model: __fsdp::DerivesModule,
-    {}
+    impl __fsdp::FsdpUnit for Model {}
     const __FSDP_LAYOUT: &__fsdp::Node = &<Model as __fsdp::FsdpModule>::LAYOUT;
-    const _: () = __fsdp::check::keys::<
-        { __fsdp::check::num_keys(__FSDP_LAYOUT) },
+    const _: () = __fsdp::have_distinct_keys::<
+        { __fsdp::num_keys(__FSDP_LAYOUT) },
     >(__FSDP_LAYOUT);
-    const _: () = __fsdp::check::unit(__FSDP_LAYOUT);
-    const _: () = __fsdp::check::hooked::<Model>();
-    const _: () = __fsdp::check::tied(__FSDP_LAYOUT, "embeddings.word");
-    const _: () = __fsdp::check::tied(__FSDP_LAYOUT, "decoder");
-    const _: () = __fsdp::check::tie(__FSDP_LAYOUT, "embeddings.word", "decoder");
+    const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
+    const _: () = __fsdp::has_hooks::<Model>();
+    const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "embeddings.word");
+    const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "decoder");
+    const _: () = __fsdp::lie_in_one_unit(__FSDP_LAYOUT, "embeddings.word", "decoder");
 };

@@ -4,10 +4,7 @@ pub struct Model {
 }
 const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
-    impl __fsdp::FsdpModule for Model
-    where
-        Model: __fsdp::DerivesModule,
-    {
+    impl __fsdp::FsdpModule for Model {
         const LAYOUT: __fsdp::Node = __fsdp::Node {
             ty: "Model",
             kind: __fsdp::Kind::Unit { root: false },
@@ -34,18 +31,26 @@ const _: () = {
         };
         fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
             let __fsdp_children = Self::LAYOUT.children;
-            __fsdp::walk_field(&self.embeddings, &__fsdp_children[0], __fsdp_walk);
-            __fsdp::walk_field(&self.decoder, &__fsdp_children[1], __fsdp_walk);
+            <Embeddings as __fsdp::FsdpModule>::walk_field(
+                &self.embeddings,
+                &__fsdp_children[0],
+                __fsdp_walk,
+            );
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.decoder,
+                &__fsdp_children[1],
+                __fsdp_walk,
+            );
         }
         fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                embeddings: __fsdp::attach_field(
+                embeddings: <Embeddings as __fsdp::FsdpModule>::attach_field(
                     self.embeddings,
                     &__fsdp_children[0],
                     __fsdp_attach,
                 ),
-                decoder: __fsdp::attach_field(
+                decoder: <Linear as __fsdp::FsdpModule>::attach_field(
                     self.decoder,
                     &__fsdp_children[1],
                     __fsdp_attach,
@@ -53,10 +58,7 @@ const _: () = {
             }
         }
     }
-    impl __fsdp::FsdpUnit for Model
-    where
-        Model: __fsdp::DerivesModule,
-    {}
+    impl __fsdp::FsdpUnit for Model {}
 };
 ::core::compile_error! {
     "unknown argument `rot`; did you mean `root`?"

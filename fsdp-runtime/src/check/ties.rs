@@ -5,7 +5,7 @@ use crate::unit::{Kind, Node};
 
 /// A path of a tie must lead to a `Param`, or to a module that holds exactly one matrix.
 #[track_caller]
-pub const fn tied(layout: &'static Node, path: &str) {
+pub const fn leads_to_a_weight(layout: &'static Node, path: &str) {
     let start = Text::new("tie path ").code(path).then(": ");
     let node = match resolve(layout, path) {
         Ok(place) => place.node,
@@ -35,8 +35,10 @@ pub const fn tied(layout: &'static Node, path: &str) {
 
 /// Both places of a tie must lie in one unit: each unit gathers and frees buffers of its own.
 #[track_caller]
-pub const fn tie(layout: &'static Node, first: &str, second: &str) {
-    let (Ok(a), Ok(b)) = (resolve(layout, first), resolve(layout, second)) else { return };
+pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
+    let (Ok(a), Ok(b)) = (resolve(layout, first), resolve(layout, second)) else {
+        return;
+    };
     let (a_unit, b_unit) = (first.split_at(a.unit_len).0, second.split_at(b.unit_len).0);
     if same(a_unit, b_unit) {
         return;
@@ -51,7 +53,8 @@ pub const fn tie(layout: &'static Node, first: &str, second: &str) {
         (false, true) => text.code(a.unit.ty),
         (true, _) => text.code(b.unit.ty),
     };
-    text.then(", or hold the weight once, in a module that uses it for both").fail()
+    text.then(", or hold the weight once, in a module that uses it for both")
+        .fail()
 }
 
 /// Where a path leads.
@@ -87,13 +90,20 @@ struct Fault<'a> {
 }
 
 const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, Fault<'a>> {
-    let mut place = Place { node: layout, unit: layout, unit_len: 0 };
+    let mut place = Place {
+        node: layout,
+        unit: layout,
+        unit_len: 0,
+    };
     let mut start = 0;
     while start <= path.len() {
         let end = segment_end(path, start);
         let segment = path.split_at(end).0.split_at(start).1;
         let Some(node) = step(place.node, segment) else {
-            return Err(Fault { holder: place.node, segment });
+            return Err(Fault {
+                holder: place.node,
+                segment,
+            });
         };
         place.node = through_options(node);
         if place.node.is_unit() {
@@ -117,16 +127,28 @@ const fn segment_end(path: &str, start: usize) -> usize {
 /// The child of `node` that a segment names.
 const fn step(node: &'static Node, segment: &str) -> Option<&'static Node> {
     if matches!(node.kind, Kind::List) {
-        return if is_index(segment) { Some(node.children[0].node) } else { None };
+        return if is_index(segment) {
+            Some(node.children[0].node)
+        } else {
+            None
+        };
     }
     let mut i = 0;
     while i < node.children.len() {
-        if same(node.children[i].name, segment) {
+        if same(node.children[i].name, segment) || is_raw(node.children[i].name, segment) {
             return Some(node.children[i].node);
         }
         i += 1;
     }
     None
+}
+
+/// Whether `name` is `segment`, written as a raw identifier.
+const fn is_raw(name: &str, segment: &str) -> bool {
+    match name.split_at_checked(2) {
+        Some((prefix, rest)) => same(prefix, "r#") && same(rest, segment),
+        None => false,
+    }
 }
 
 const fn is_index(segment: &str) -> bool {
@@ -191,7 +213,11 @@ const fn num_matrices(node: &Node) -> usize {
         }
         i += 1;
     }
-    if matches!(node.kind, Kind::List) { total * 2 } else { total }
+    if matches!(node.kind, Kind::List) {
+        total * 2
+    } else {
+        total
+    }
 }
 
 /// Appends the path from `node` to its first matrix.
@@ -203,7 +229,11 @@ const fn first_matrix(node: &Node, path: &mut Text) -> bool {
     while i < node.children.len() {
         let child = &node.children[i];
         let len = path.len();
-        path.push_segment(if matches!(node.kind, Kind::List) { "0" } else { child.name });
+        path.push_segment(if matches!(node.kind, Kind::List) {
+            "0"
+        } else {
+            child.name
+        });
         if !child.node.is_unit() && first_matrix(child.node, path) {
             return true;
         }

@@ -1,0 +1,21 @@
+//! A hooked `impl` block without a method to hook.
+
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::Tensor;
+use fsdp_runtime::fsdp_unit;
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct Block {
+    up: Linear,
+}
+
+#[fsdp_unit]
+impl Block {
+    pub fn run(&self, x: Tensor<3>) -> Tensor<3> {
+        self.up.forward(x)
+    }
+}
+
+fn main() {}

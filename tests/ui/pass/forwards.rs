@@ -1,0 +1,125 @@
+//! Every form of `forward` that can be hooked.
+#![deny(warnings, missing_docs)]
+
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::{Bool, Tensor};
+use fsdp_runtime::fsdp_unit;
+
+/// An argument that FSDP knows nothing of.
+#[derive(Debug, Default)]
+pub struct Cache {
+    keys: Vec<Tensor<3>>,
+}
+
+/// What a step may return.
+#[derive(Debug)]
+pub struct Full;
+
+/// A block.
+#[derive(Module, Debug)]
+#[fsdp_unit(tie("up" = "down"))]
+pub struct Block {
+    up: Linear,
+    #[fsdp(key = "output.dense")]
+    down: Linear,
+}
+
+#[fsdp_unit]
+impl Block {
+    /// The width of every block.
+    pub const WIDTH: usize = 4;
+
+    /// Several inputs, some of them no tensors.
+    pub fn forward(
+        &self,
+        x: Tensor<3>,
+        _mask: Option<Tensor<4, Bool>>,
+        mut times: usize,
+    ) -> Tensor<3> {
+        let mut x = x;
+        while times > 0 {
+            x = self.up.forward(x);
+            times -= 1;
+        }
+        x
+    }
+
+    /// Patterns, early return and `?`.
+    pub fn forward_step(
+        &self,
+        (query, scale): (Tensor<3>, f32),
+        [first, ..]: [Tensor<3>; 2],
+        cache: &mut Cache,
+    ) -> Result<Tensor<3>, Full> {
+        if cache.keys.len() > Self::WIDTH {
+            return Err(Full);
+        }
+        cache.keys.push(query);
+        let last = cache.keys.pop().ok_or(Full)?;
+        Ok(self.down.forward(last * scale + first))
+    }
+
+    /// Generic over types, constants and lifetimes.
+    pub fn forward_any<'a, const D: usize, T>(
+        &self,
+        x: T,
+        names: &'a [&'a str],
+        f: impl Fn(Tensor<D>) -> Tensor<D>,
+    ) -> Option<Tensor<D>>
+    where
+        T: Into<Tensor<D>>,
+    {
+        names.first()?;
+        Some(f(x.into()))
+    }
+
+    /// A constant that appears in no argument.
+    pub fn forward_zeros<const D: usize>(&self) -> Vec<Tensor<D>> {
+        Vec::new()
+    }
+
+    /// An owned value that cannot be copied, a closure, an unused argument.
+    #[allow(clippy::type_complexity)]
+    pub fn forward_with(
+        &self,
+        cache: Cache,
+        f: Box<dyn Fn() -> Tensor<3>>,
+        _: usize,
+    ) -> (Tensor<3>, Vec<Tensor<3>>) {
+        (f(), cache.keys)
+    }
+
+    /// Nothing in, nothing out.
+    #[inline]
+    #[must_use = "or not"]
+    pub fn forward_nothing(self: &Self) {}
+
+    /// # Safety
+    ///
+    /// None needed.
+    pub unsafe fn forward_unchecked(&self, x: Tensor<3>) -> Tensor<3> {
+        x
+    }
+
+    /// Not hooked: it takes no `&self`.
+    pub fn forward_width() -> usize {
+        Self::WIDTH
+    }
+
+    /// Not hooked: it takes no `&self`.
+    pub fn forward_into(self) -> Self {
+        self
+    }
+
+    /// Not hooked: another name.
+    pub fn forwards(&self) -> usize {
+        1
+    }
+}
+
+fn main() {
+    let _: fn(&Block, Tensor<3>, Option<Tensor<4, Bool>>, usize) -> Tensor<3> = Block::forward;
+    let _: for<'a> unsafe fn(&'a Block, Tensor<3>) -> Tensor<3> = Block::forward_unchecked;
+    let _ = (Block::forward_width(), Block::forwards);
+}

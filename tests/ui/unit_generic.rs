@@ -1,0 +1,28 @@
+//! A generic unit.
+
+use burn::module::{Module, ModuleDisplay};
+use burn::nn::Linear;
+use fsdp_runtime::{FsdpModule, fsdp_unit};
+
+pub trait Backend {}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct Residual<M: Module + ModuleDisplay> {
+    inner: M,
+    up: Linear,
+}
+
+#[derive(Module, FsdpModule, Debug)]
+pub struct Wrapper<M: Module + ModuleDisplay> {
+    inner: M,
+}
+
+#[derive(Debug, Clone)]
+#[fsdp_unit]
+pub struct Old<B: Backend> {
+    up: Linear,
+    backend: core::marker::PhantomData<B>,
+}
+
+fn main() {}

@@ -1,0 +1,20 @@
+//! A unit whose `impl` block carries no hooks.
+
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::Tensor;
+use fsdp_runtime::fsdp_unit;
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct Block {
+    up: Linear,
+}
+
+impl Block {
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        self.up.forward(x)
+    }
+}
+
+fn main() {}
