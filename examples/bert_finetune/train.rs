@@ -141,14 +141,14 @@ fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
     };
     let model = job.config.init(job.classes, weights, device);
     let options = FsdpOptions::new().strategy(job.strategy).seed(job.recipe.seed);
-    let model = fully_shard(model, worker, options)?;
+    let mut model = fully_shard(model, worker, options)?;
     let Some(path) = &job.weights else {
         return Ok(model);
     };
     // A file of the bare encoder has no classifier and no `bert.` before its names.
     let options = LoadOptions::new().base_prefix("bert").allow_missing("classifier.");
-    let (model, report) = model
-        .load_safetensors(path, options)
+    let report = model
+        .load_safetensors(path, &options)
         .with_context(|| format!("cannot start from {}", path.display()))?;
     for (what, names) in [("newly drawn", &report.missing), ("not used", &report.unexpected)] {
         if !names.is_empty() {

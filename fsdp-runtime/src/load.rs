@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 use memmap2::Mmap;
 use safetensors::tensor::TensorView;
