@@ -44,12 +44,13 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         state.order.push(unit);
         self.unshard(state, unit, false)?;
         self.wait_for_unshard(state, unit)?;
-        if self.prefetch.forward && let Some(next) = self.next_forward(state, at, unit) {
-            self.unshard(state, next, true)?;
-        }
         let call = self.open_call(state, unit, anchors::<B>(inputs));
         state.units[unit].forwards.push(call);
         state.open += 1;
+        // From here on the unit's slot is in use, and no prefetch takes it.
+        if self.prefetch.forward && let Some(next) = self.next_forward(state, at, unit) {
+            self.unshard(state, next, true)?;
+        }
         Ok(Some(call))
     }
 
@@ -148,7 +149,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         let call = state.units[place.unit].forwards.last().copied();
         let value = match &unit.entries[holder].held {
             Held::Fragment(_) if call.is_some() => {
-                debug_assert!(matches!(state.units[place.unit].residency, Residency::Unsharded));
+                debug_assert!(matches!(state.units[place.unit].residency, Residency::Unsharded), "{}: {:?}", unit.name, state.units[place.unit].residency);
                 let slot = &self.slots[unit.slot.expect("a unit with fragments has a slot")];
                 slot.view(unit.offset(holder), &entry.shape)
             }
