@@ -2,10 +2,8 @@
 
 mod support;
 
-use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
-use support::{Net, Run, batch, loss};
+use support::{Run, parity};
 
 fn with(run: Run, dropout: f64, clip: Option<f64>) -> Run {
     Run { dropout, clip, ..run }
@@ -13,59 +11,22 @@ fn with(run: Run, dropout: f64, clip: Option<f64>) -> Run {
 
 #[test]
 fn full_shard_equals_no_shard_bit_for_bit() {
-    for world in [1, 2, 3, 4] {
-        let run = with(Run::new(world), 0.1, Some(0.5));
-        let full = run.clone().strategy(ShardingStrategy::FullShard).launch();
-        let none = run.strategy(ShardingStrategy::NoShard).launch();
-        full.assert_bitwise(&none);
-        assert!(full.norms.iter().any(|&norm| norm > 0.5), "clipping took part: {:?}", full.norms);
-        assert_eq!(full.num_params, none.num_params);
-        assert!(full.losses.iter().all(|loss| loss.is_finite()));
-    }
+    parity::full_shard_equals_no_shard(&Run::new(1), &[1, 2, 3, 4]);
 }
 
 #[test]
 fn a_run_repeats_bit_for_bit() {
-    for world in [2, 4] {
-        let run = with(Run::new(world), 0.2, Some(1.0));
-        run.launch().assert_bitwise(&run.launch());
-    }
+    parity::repeats(&Run::new(1), &[2, 4]);
 }
 
 #[test]
-fn two_ranks_equal_one_with_twice_the_batch() {
-    let one = Run { rows_per_rank: 16, steps: 20, learning_rate: 1e-3, ..Run::new(1) };
-    let two = Run { rows_per_rank: 8, steps: 20, learning_rate: 1e-3, ..Run::new(2) };
-    let four = Run { rows_per_rank: 4, steps: 20, learning_rate: 1e-3, ..Run::new(4) };
-    let one = one.launch();
-    two.launch().assert_close(&one, 1e-5);
-    four.launch().assert_close(&one, 1e-5);
+fn the_same_global_batch_gives_the_same_losses_on_any_number_of_ranks() {
+    parity::worlds_agree(&Run { steps: 20, ..Run::new(1) }, &[2, 4]);
 }
 
 #[test]
 fn training_sharded_equals_training_with_plain_burn() {
-    let sharded = Run { rows_per_rank: 4, ..Run::new(2) };
-    let steps = sharded.steps;
-    let expected = launch(LaunchOptions::new(1).device(Device::flex()), move |worker| {
-        let device = worker.device();
-        // The weights that the sharded run starts from.
-        let start = fully_shard(Net::new(4, 0.0, device), &worker, FsdpOptions::new().seed(7).strategy(ShardingStrategy::NoShard))?;
-        let mut net = burn::module::Module::materialize((*start).clone());
-        let mut optimizer = AdamWConfig::new().init();
-        let mut losses = Vec::new();
-        for step in 0..steps {
-            let (tokens, labels) = batch(step, 0..8, device);
-            let loss = loss(net.forward(tokens), labels);
-            losses.push(f64::from(loss.clone().into_scalar::<f32>()));
-            let grads = GradientsParams::from_grads(loss.backward(), &net);
-            net = optimizer.step(1e-2, net, grads);
-        }
-        Ok::<_, fsdp_runtime::Error>(losses)
-    })
-    .expect("plain training succeeds");
-    for (a, b) in sharded.launch().losses.iter().zip(&expected[0]) {
-        assert!((a - b).abs() <= 1e-5 * b.abs(), "{a} {b}");
-    }
+    parity::equals_plain_burn(&Run::new(2));
 }
 
 #[test]

@@ -101,7 +101,7 @@ pub struct Recipe {
 }
 
 /// Defaults of a small model from scratch.
-const SCRATCH: Defaults = Defaults { epochs: 4, batch_size: 16, learning_rate: 1e-3 };
+const SCRATCH: Defaults = Defaults { epochs: 5, batch_size: 8, learning_rate: 5e-4 };
 /// Defaults of a pretrained model.
 const FINE_TUNE: Defaults = Defaults { epochs: 3, batch_size: 8, learning_rate: 5e-5 };
 const MAX_LENGTH: usize = 128;
@@ -177,7 +177,7 @@ mod tests {
     fn a_pretrained_model_has_defaults_of_its_own() {
         let scratch = parse("").unwrap().recipe();
         let tuned = parse("--pretrained dir").unwrap().recipe();
-        assert_eq!((scratch.batch_size, tuned.batch_size), (16, 8));
+        assert_eq!((scratch.epochs, scratch.learning_rate), (Some(5), 5e-4));
         assert_eq!((tuned.epochs, tuned.learning_rate), (Some(3), 5e-5));
     }
 

@@ -20,6 +20,8 @@ mod model;
 mod report;
 mod tokenize;
 mod train;
+#[cfg(test)]
+mod transformers;
 
 use anyhow::{Context, Result};
 use clap::Parser;

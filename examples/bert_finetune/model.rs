@@ -209,26 +209,11 @@ impl HiddenAct {
     }
 }
 
-/// Where the initial weights come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Weights {
-    /// Drawn as BERT's were: matrices from a normal distribution, biases 0.
-    Drawn,
-    /// All matrices 0, for a rank whose weights are about to be replaced by rank 0's.
-    Zero,
-}
-
 impl BertConfig {
-    /// Builds the model.
-    ///
-    /// The device's generator is one for the whole process, so only one rank at a time may draw.
-    pub fn init(
-        &self,
-        classes: usize,
-        weights: Weights,
-        device: &Device,
-    ) -> BertForSequenceClassification {
-        let init = Init { config: self, weights, device };
+    /// Builds the model, its matrices drawn from a normal distribution as BERT's were. Nothing is
+    /// drawn before it is used: `fully_shard` does so, parameter by parameter.
+    pub fn init(&self, classes: usize, device: &Device) -> BertForSequenceClassification {
+        let init = Init { config: self, device };
         BertForSequenceClassification {
             embeddings: BertEmbeddings {
                 word: init.embedding(self.vocab_size),
@@ -250,7 +235,6 @@ impl BertConfig {
 /// Builds the parts of one model.
 struct Init<'a> {
     config: &'a BertConfig,
-    weights: Weights,
     device: &'a Device,
 }
 
@@ -300,10 +284,7 @@ impl Init<'_> {
     }
 
     fn matrix(&self) -> Initializer {
-        match self.weights {
-            Weights::Drawn => Initializer::Normal { mean: 0.0, std: self.config.initializer_range },
-            Weights::Zero => Initializer::Zeros,
-        }
+        Initializer::Normal { mean: 0.0, std: self.config.initializer_range }
     }
 }
 
@@ -315,7 +296,7 @@ mod tests {
     use crate::device::DeviceName;
     use crate::tokenize::Encoded;
 
-    fn model(weights: Weights) -> (BertForSequenceClassification, Device) {
+    fn model() -> (BertForSequenceClassification, Device) {
         let device = DeviceName::Auto.resolve().unwrap();
         let config = BertConfig {
             hidden_size: 16,
@@ -324,7 +305,7 @@ mod tests {
             initializer_range: 0.5,
             ..BertConfig::small(20, 12)
         };
-        (config.init(3, weights, &device), device)
+        (config.init(3, &device), device)
     }
 
     fn logits(model: &BertForSequenceClassification, device: &Device, rows: &[usize]) -> Vec<f32> {
@@ -339,7 +320,7 @@ mod tests {
 
     #[test]
     fn filling_changes_no_score() {
-        let (model, device) = model(Weights::Drawn);
+        let (model, device) = model();
         let (alone, together) = (logits(&model, &device, &[0]), logits(&model, &device, &[0, 1]));
         for (one, other) in alone.iter().zip(&together) {
             assert!((one - other).abs() < 1e-4, "{alone:?} {together:?}");
@@ -384,11 +365,5 @@ mod tests {
         expected.extend(both("classifier".into()));
         let layout = &<BertForSequenceClassification as FsdpModule>::LAYOUT;
         assert_eq!(keys(layout, ""), expected);
-    }
-
-    #[test]
-    fn zero_weights_score_zero() {
-        let (model, device) = model(Weights::Zero);
-        assert_eq!(logits(&model, &device, &[1]), [0.0; 3]);
     }
 }

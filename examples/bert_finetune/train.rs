@@ -18,7 +18,7 @@ use crate::batch::{Dealer, Padded};
 use crate::cli::Recipe;
 use crate::config::BertConfig;
 use crate::metrics::{Counts, Scores, argmax, mean, median};
-use crate::model::{BertForSequenceClassification, BertInput, Weights};
+use crate::model::{BertForSequenceClassification, BertInput};
 use crate::report::{Progress, Step, Summary};
 use crate::tokenize::Encoded;
 
@@ -131,22 +131,21 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Summary> {
 
 /// Builds the model and shards it; then, where there are weights to start from, loads them.
 fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
-    let device = worker.device();
-    // Rank 0's weights replace all others', and a generator that ranks share must have one user.
-    let weights = if worker.rank().index() == 0 {
-        device.seed(job.recipe.seed);
-        Weights::Drawn
-    } else {
-        Weights::Zero
-    };
-    let model = job.config.init(job.classes, weights, device);
+    let model = job.config.init(job.classes, worker.device());
     let options = FsdpOptions::new().strategy(job.strategy).seed(job.recipe.seed);
     let mut model = fully_shard(model, worker, options)?;
     let Some(path) = &job.weights else {
         return Ok(model);
     };
-    // A file of the bare encoder has no classifier and no `bert.` before its names.
-    let options = LoadOptions::new().base_prefix("bert").allow_missing("classifier.");
+    // A file of the bare encoder has no classifier and no `bert.` before its names; one that was
+    // pretrained has heads of its own, and old ones hold the positions' numbers.
+    let options = LoadOptions::new()
+        .base_prefix("bert")
+        .allow_missing("classifier.")
+        .allow_missing("bert.pooler.")
+        .allow_unexpected("cls.")
+        .allow_unexpected("embeddings.position_ids")
+        .allow_unexpected("bert.embeddings.position_ids");
     let report = model
         .load_safetensors(path, &options)
         .with_context(|| format!("cannot start from {}", path.display()))?;

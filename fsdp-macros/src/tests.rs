@@ -43,7 +43,19 @@ fn wrong_unit() {
     compare("wrong_unit");
 }
 
-fn compare(name: &str) {
+/// What the README shows is what the macros do.
+#[test]
+fn readme() {
+    let expanded = compare("readme");
+    let readme = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../README.md");
+    let readme = fs::read_to_string(readme).expect("the README");
+    assert!(
+        readme.contains(&expanded),
+        "README.md does not hold tests/snapshots/readme.expanded.rs as it is"
+    );
+}
+
+fn compare(name: &str) -> String {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots");
     let source = fs::read_to_string(folder.join(format!("{name}.rs"))).expect("a source");
     let expanded = format(expand(syn::parse_file(&source).expect("Rust").items));
@@ -56,6 +68,7 @@ fn compare(name: &str) {
         expanded, snapshot,
         "{name} (UPDATE_SNAPSHOTS=1 accepts the new expansion)"
     );
+    expanded
 }
 
 /// Expands the macros on each item as the compiler would, derives above them gone.

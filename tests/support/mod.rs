@@ -1,6 +1,8 @@
 //! A small transformer with every kind of parameter, and the runs that tests compare.
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub mod parity;
+
 use std::ops::Range;
 use std::time::Duration;
 
