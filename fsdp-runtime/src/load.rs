@@ -128,6 +128,10 @@ impl<M: FsdpModule> Fsdp<M> {
                 Ok(source) => sources.push((place, source)),
             }
         }
+        // Units come in layout order; names read better sorted.
+        for names in [&mut missing, &mut misshapen, &mut report.missing] {
+            names.sort();
+        }
         let (passed, unexpected): (Vec<&str>, Vec<&str>) =
             rest.into_iter().partition(|key| allowed(&options.unexpected, key));
         if !(missing.is_empty() && unexpected.is_empty() && misshapen.is_empty()) {
