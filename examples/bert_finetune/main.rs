@@ -34,6 +34,10 @@ use crate::report::Summary;
 use crate::tokenize::BertTokenizer;
 use crate::train::{Job, train};
 
+/// Activations of megabytes come and go every step; this allocator keeps their pages.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> Result<()> {
     let cli = Cli::parse();
     let summary = run(&cli)?;

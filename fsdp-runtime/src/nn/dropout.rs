@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use burn::config::Config;
 use burn::module::{Flag, Module, Param};
 use burn::tensor::{Tensor, TensorData};
+use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::philox::{LANES, blocks};
@@ -139,28 +140,39 @@ impl Dropout {
     }
 }
 
+/// Elements drawn from one call of [`blocks`].
+const BATCH: usize = LANES * 8;
+/// Elements a task draws.
+const TASK: usize = 256 * BATCH;
+
 /// Sixteen random bits an element: zero with probability `prob`, else `1 / (1 - prob)`.
 fn mask(key: [u32; 2], place: [u32; 2], len: usize, prob: f64) -> Vec<f32> {
-    /// Elements drawn from one call of [`blocks`].
-    const BATCH: usize = LANES * 8;
-    /// Elements a task draws.
-    const TASK: usize = 256 * BATCH;
     let keep = (1.0 / (1.0 - prob)) as f32;
     let threshold = (prob * 65536.0).round() as u32;
-    let element = |bits: u32| if bits < threshold { 0.0 } else { keep };
     let mut mask = vec![0f32; len];
     let draw = |(task, mask): (usize, &mut [f32])| {
-        for (batch, mask) in mask.chunks_mut(BATCH).enumerate() {
-            let first = (task * (TASK / BATCH) + batch) * LANES;
-            let words = blocks(key, first as u64, place);
-            let halves = words.iter().flat_map(|word| word.map(|word| [word & 0xFFFF, word >> 16]));
-            for (element_, bits) in mask.iter_mut().zip(halves.flatten()) {
-                *element_ = element(bits);
-            }
-        }
+        draw(mask, key, (task * TASK / BATCH * LANES) as u64, place, threshold, keep);
     };
     mask.par_chunks_mut(TASK).enumerate().for_each(draw);
     mask
+}
+
+/// Draws the elements from block `first` on.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
+fn draw(mask: &mut [f32], key: [u32; 2], first: u64, place: [u32; 2], threshold: u32, keep: f32) {
+    let element = |bits: u32| if bits < threshold { 0.0 } else { keep };
+    for (batch, mask) in mask.chunks_mut(BATCH).enumerate() {
+        let words = blocks(key, first + (batch * LANES) as u64, place);
+        let mut elements = [0f32; BATCH];
+        for (word, elements) in words.iter().zip(elements.as_chunks_mut::<{ 2 * LANES }>().0) {
+            let (low, high) = elements.split_at_mut(LANES);
+            for lane in 0..LANES {
+                low[lane] = element(word[lane] & 0xFFFF);
+                high[lane] = element(word[lane] >> 16);
+            }
+        }
+        mask.copy_from_slice(&elements[..mask.len()]);
+    }
 }
 
 impl FsdpModule for Dropout {

@@ -1,6 +1,8 @@
-//! Layers that behave alike on every engine.
+//! Layers that behave alike on every engine, or cost less than Burn's.
 
 pub(crate) mod dropout;
+mod gelu;
 mod philox;
 
 pub use dropout::{Dropout, DropoutConfig};
+pub use gelu::gelu;

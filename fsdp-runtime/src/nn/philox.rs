@@ -11,6 +11,7 @@ const ROUNDS: usize = 10;
 
 /// `LANES` consecutive blocks of four words, from block `first` on; word `w` of block `first + i`
 /// is `[w][i]`. A block's counter is its number (low, high) and `place`.
+#[inline(always)]
 pub(crate) fn blocks(key: [u32; 2], first: u64, place: [u32; 2]) -> [[u32; LANES]; 4] {
     let number = |i: usize| first.wrapping_add(i as u64);
     let mut words = [

@@ -1,0 +1,89 @@
+struct Block {
+    up: Linear,
+    down: Linear,
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    trait __FsdpDerived
+    where
+        Block: __fsdp::DerivesModule,
+    {}
+    impl __fsdp::FsdpModule for Block {
+        const LAYOUT: __fsdp::Node = __fsdp::Node {
+            ty: "Block",
+            kind: __fsdp::Kind::Unit { root: false },
+            children: &[
+                __fsdp::Child {
+                    name: "up",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
+                __fsdp::Child {
+                    name: "down",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
+            ],
+            ties: &[],
+        };
+        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+            let __fsdp_children = Self::LAYOUT.children;
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.up,
+                &__fsdp_children[0],
+                __fsdp_walk,
+            );
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.down,
+                &__fsdp_children[1],
+                __fsdp_walk,
+            );
+        }
+        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+            let __fsdp_children = Self::LAYOUT.children;
+            Self {
+                up: <Linear as __fsdp::FsdpModule>::attach_field(
+                    self.up,
+                    &__fsdp_children[0],
+                    __fsdp_attach,
+                ),
+                down: <Linear as __fsdp::FsdpModule>::attach_field(
+                    self.down,
+                    &__fsdp_children[1],
+                    __fsdp_attach,
+                ),
+            }
+        }
+    }
+    impl __fsdp::FsdpUnit for Block {}
+    const __FSDP_LAYOUT: &__fsdp::Node = &<Block as __fsdp::FsdpModule>::LAYOUT;
+    const _: () = __fsdp::have_distinct_keys::<
+        { __fsdp::num_keys(__FSDP_LAYOUT) },
+    >(__FSDP_LAYOUT);
+    const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
+    const _: () = __fsdp::has_hooks::<Block>();
+};
+impl Block {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
+            },
+        );
+        let __fsdp_output = self.__fsdp_forward(x);
+        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward(&self, x: Tensor<3>) -> Tensor<3> {
+        x.clone() + self.down.forward(gelu(self.up.forward(x)))
+    }
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    impl __fsdp::HookedForward for Block {}
+};

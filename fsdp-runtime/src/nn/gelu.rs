@@ -1,0 +1,186 @@
+//! The exact GELU, as one pass forward and one backward on Flex.
+//!
+//! Burn's own calls the C library's `erf` element by element; in a BERT on two cores that was a
+//! seventh of a training step.
+
+use burn::tensor::Tensor;
+
+/// Applies the Gaussian error linear unit `x · Φ(x)`, where Φ is the standard normal distribution.
+///
+/// On Flex in f32 the error is below 2e-7 · max(1, |x|); elsewhere this is
+/// [`burn::tensor::activation::gelu`].
+///
+/// # Shapes
+///
+/// - input and output: `[..]`
+pub fn gelu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    #[cfg(feature = "flex")]
+    let x = match flex::gelu(x) {
+        Ok(y) => return y,
+        Err(x) => x,
+    };
+    burn::tensor::activation::gelu(x)
+}
+
+#[cfg(feature = "flex")]
+mod flex {
+    use burn::backend::autodiff::checkpoint::base::Checkpointer;
+    use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
+    use burn::backend::autodiff::grads::Gradients;
+    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+    use burn::backend::flex::FlexTensor;
+    use burn::backend::{Flex, TensorMetadata};
+    use burn::tensor::{DType, Tensor, TensorData};
+    use multiversion::multiversion;
+    use rayon::prelude::*;
+
+    use crate::backend::{ShardBackend, Value};
+
+    /// Elements a task computes.
+    const TASK: usize = 1 << 14;
+
+    /// GELU of an f32 tensor on Flex; any other is given back.
+    pub(super) fn gelu<const D: usize>(x: Tensor<D>) -> Result<Tensor<D>, Tensor<D>> {
+        if x.dtype() != DType::F32 {
+            return Err(x);
+        }
+        let Some(value) = Flex::from_dispatch(x.clone().into_dispatch()) else { return Err(x) };
+        drop(x);
+        let value = match value {
+            Value::Plain(x) => Value::Plain(forward(&x)),
+            Value::Autodiff(x, context) => {
+                let (x, node) = x.into_parts();
+                let y = forward(&x);
+                let op = Backward::<Flex, 1>::prepare::<NoCheckpointing>(Gelu, [node]);
+                let y = match op.compute_bound().stateful() {
+                    OpsKind::Tracked(op) => op.finish(x, y),
+                    OpsKind::UnTracked(op) => op.finish(y),
+                };
+                Value::Autodiff(y, context)
+            }
+        };
+        Ok(Tensor::from_dispatch(Flex::into_dispatch(value)))
+    }
+
+    #[derive(Debug)]
+    struct Gelu;
+
+    impl Backward<Flex, 1> for Gelu {
+        type State = FlexTensor;
+
+        fn backward(self, ops: Ops<FlexTensor, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+            unary::<Flex, _>(ops.parents, ops.node, grads, |grad| backward(&ops.state, &grad));
+        }
+    }
+
+    fn forward(x: &FlexTensor) -> FlexTensor {
+        let x = x.to_contiguous();
+        let input = x.as_slice::<f32>().expect("a contiguous f32 tensor");
+        let mut output = vec![0f32; input.len()];
+        let tasks = output.par_chunks_mut(TASK).zip(input.par_chunks(TASK));
+        tasks.for_each(|(output, input)| forward_slice(output, input));
+        FlexTensor::from_data(TensorData::new(output, x.shape()))
+    }
+
+    fn backward(x: &FlexTensor, grad: &FlexTensor) -> FlexTensor {
+        let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
+        let input = x.as_slice::<f32>().expect("a contiguous f32 tensor");
+        let grad = grad.as_slice::<f32>().expect("a contiguous f32 tensor");
+        let mut output = vec![0f32; input.len()];
+        let inputs = input.par_chunks(TASK).zip(grad.par_chunks(TASK));
+        let tasks = output.par_chunks_mut(TASK).zip(inputs);
+        tasks.for_each(|(output, (input, grad))| backward_slice(output, input, grad));
+        FlexTensor::from_data(TensorData::new(output, x.shape()))
+    }
+
+    #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
+    fn forward_slice(output: &mut [f32], input: &[f32]) {
+        for (output, &x) in output.iter_mut().zip(input) {
+            *output = x * normal(x).0;
+        }
+    }
+
+    #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
+    fn backward_slice(output: &mut [f32], input: &[f32], grad: &[f32]) {
+        for ((output, &x), &grad) in output.iter_mut().zip(input).zip(grad) {
+            let (distribution, density) = normal(x);
+            *output = grad * (distribution + x * density);
+        }
+    }
+
+    /// Φ(x) and φ(x) of the standard normal distribution.
+    ///
+    /// Abramowitz and Stegun, *Handbook of Mathematical Functions*, 7.1.26: erf to 1.5e-7.
+    #[inline(always)]
+    fn normal(x: f32) -> (f32, f32) {
+        let bell = exp_of_negative(-0.5 * x * x);
+        let t = 1.0 / (1.0 + 0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2 * x.abs());
+        let polynomial = -1.453_152_027 + t * 1.061_405_429;
+        let polynomial = -0.284_496_736 + t * (1.421_413_741 + t * polynomial);
+        let tail = 0.5 * t * (0.254_829_592 + t * polynomial) * bell;
+        let distribution = if x < 0.0 { tail } else { 1.0 - tail };
+        (distribution, 0.398_942_28 * bell)
+    }
+
+    /// eˣ for x ≤ 0, to 2 units in the last place: 2ⁿ · eʳ with |r| ≤ ln 2 / 2, and the Taylor
+    /// polynomial of degree 7 for eʳ, whose remainder is below 6e-9. No branch, no call: the loops
+    /// around it are vectorised.
+    #[inline(always)]
+    fn exp_of_negative(x: f32) -> f32 {
+        /// Added and taken away, it rounds to a whole number, which its low bits then hold.
+        const ROUND: f32 = 12_582_912.0;
+        let x = x.max(-87.0);
+        let shifted = x * std::f32::consts::LOG2_E + ROUND;
+        let n = shifted - ROUND;
+        let r = (x - n * 0.693_359_4) - n * -2.121_944_4e-4;
+        let high = 1.0 / 24.0 + r * (1.0 / 120.0 + r * (1.0 / 720.0 + r * (1.0 / 5040.0)));
+        let power = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * high)));
+        let exponent = (shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127)) << 23;
+        power * f32::from_bits(exponent)
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use burn::tensor::Device;
+
+        use super::*;
+
+        fn points() -> Vec<f32> {
+            (-3000..=3000).map(|i| i as f32 * 0.005).chain([-1e3, -20.0, 0.0, 20.0, 1e3]).collect()
+        }
+
+        #[test]
+        fn values_and_gradients_are_those_of_burn() {
+            let device = Device::flex().autodiff();
+            let leaf = || {
+                let points = points();
+                let len = points.len();
+                Tensor::<1>::from_data(TensorData::new(points, [len]), &device).require_grad()
+            };
+            let (ours, theirs) = (leaf(), leaf());
+            let a = gelu(ours.clone()).expect("f32 on Flex");
+            let b = burn::tensor::activation::gelu(theirs.clone());
+            let close = |a: &Tensor<1>, b: &Tensor<1>, scale: f32| {
+                let (a, b) = (a.to_data(), b.to_data());
+                for ((a, b), x) in a.iter::<f32>().zip(b.iter::<f32>()).zip(points()) {
+                    assert!((a - b).abs() <= scale * x.abs().max(1.0), "{x}: {a} {b}");
+                }
+            };
+            close(&a, &b, 2e-7);
+            let (a, b) = (a.sum().backward(), b.sum().backward());
+            close(&ours.grad(&a).unwrap(), &theirs.grad(&b).unwrap(), 1e-6);
+        }
+
+        #[test]
+        fn an_element_does_not_depend_on_where_it_lies() {
+            let points = points();
+            let mut whole = vec![0.0; points.len()];
+            forward_slice(&mut whole, &points);
+            for (index, &x) in points.iter().enumerate() {
+                let mut one = [0.0];
+                forward_slice(&mut one, &[x]);
+                assert_eq!(one[0].to_bits(), whole[index].to_bits());
+            }
+        }
+    }
+}
