@@ -18,8 +18,7 @@ struct Ours {
 
 impl Walk for Ours {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
-        self.path
-            .push(index.map_or_else(|| child.name.to_string(), |index| index.to_string()));
+        self.path.push(index.map_or_else(|| child.name.to_string(), |index| index.to_string()));
     }
 
     fn exit(&mut self) {
@@ -53,11 +52,7 @@ impl ModuleVisitor for Burns {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         // Running statistics are shown as parameters, which they are not.
-        if !self
-            .path
-            .last()
-            .is_some_and(|name| name.starts_with("running_"))
-        {
+        if !self.path.last().is_some_and(|name| name.starts_with("running_")) {
             self.seen.push((self.path.join("."), param.id));
         }
     }
@@ -101,10 +96,7 @@ fn layers() {
     agrees(Conv3dConfig::new([2, 3], [1, 1, 1]).init(device), 2);
     agrees(ConvTranspose1dConfig::new([2, 3], 1).init(device), 2);
     agrees(ConvTranspose2dConfig::new([2, 3], [1, 1]).init(device), 2);
-    agrees(
-        ConvTranspose3dConfig::new([2, 3], [1, 1, 1]).init(device),
-        2,
-    );
+    agrees(ConvTranspose3dConfig::new([2, 3], [1, 1, 1]).init(device), 2);
     agrees(DeformConv2dConfig::new([2, 3], [1, 1]).init(device), 2);
 }
 
@@ -116,14 +108,8 @@ fn norms() {
     agrees(BatchNormConfig::new(2).init(device), 2);
     agrees(GroupNormConfig::new(1, 2).init(device), 2);
     agrees(InstanceNormConfig::new(2).init(device), 2);
-    agrees(
-        NormalizationConfig::Layer(LayerNormConfig::new(2)).init(device),
-        2,
-    );
-    agrees(
-        NormalizationConfig::Batch(BatchNormConfig::new(2)).init(device),
-        2,
-    );
+    agrees(NormalizationConfig::Layer(LayerNormConfig::new(2)).init(device), 2);
+    agrees(NormalizationConfig::Batch(BatchNormConfig::new(2)).init(device), 2);
 }
 
 #[test]
@@ -132,14 +118,8 @@ fn attention_and_transformers() {
     agrees(MultiHeadAttentionConfig::new(4, 2).init(device), 8);
     agrees(CrossAttentionConfig::new(4, 4, 2, 2, 2).init(device), 8);
     agrees(PositionWiseFeedForwardConfig::new(4, 8).init(device), 4);
-    agrees(
-        TransformerEncoderConfig::new(4, 8, 2, 2).init(device),
-        2 * 16,
-    );
-    agrees(
-        TransformerDecoderConfig::new(4, 8, 2, 2).init(device),
-        2 * 26,
-    );
+    agrees(TransformerEncoderConfig::new(4, 8, 2, 2).init(device), 2 * 16);
+    agrees(TransformerDecoderConfig::new(4, 8, 2, 2).init(device), 2 * 26);
     agrees(PositionalEncodingConfig::new(4).init(device), 0);
     agrees(RotaryEncodingConfig::new(8, 4).init(device), 0);
 }
@@ -159,9 +139,6 @@ fn activations() {
     agrees(PReluConfig::new().init(device), 1);
     agrees(SwiGluConfig::new(2, 3).init(device), 2);
     agrees(ActivationConfig::Gelu.init(device), 0);
-    agrees(
-        ActivationConfig::SwiGlu(SwiGluConfig::new(2, 3)).init(device),
-        2,
-    );
+    agrees(ActivationConfig::SwiGlu(SwiGluConfig::new(2, 3)).init(device), 2);
     agrees(DropoutConfig::new(0.1).init(), 0);
 }

@@ -130,13 +130,19 @@ fn other_floats_and_quantised_weights_are_refused() {
         let weight = model.second.weight.clone().map(|weight| weight.cast(DType::F16));
         Pair { second: Linear { weight, ..model.second }, ..model }
     });
-    assert_eq!(error, ShardError::UnsupportedDtype { path: "second.weight".into(), dtype: DType::F16 });
+    assert_eq!(
+        error,
+        ShardError::UnsupportedDtype { path: "second.weight".into(), dtype: DType::F16 }
+    );
 
     let error = refused(FsdpOptions::new(), |_, device| {
         let scheme = device.settings().quantization.scheme.with_value(QuantValue::Q8S);
-        pair(&device.clone().inner()).quantize_weights(&mut Quantizer::new(Calibration::MinMax, scheme))
+        pair(&device.clone().inner())
+            .quantize_weights(&mut Quantizer::new(Calibration::MinMax, scheme))
     });
-    let ShardError::UnsupportedDtype { path, dtype: DType::QFloat(_) } = error else { panic!("{error}") };
+    let ShardError::UnsupportedDtype { path, dtype: DType::QFloat(_) } = error else {
+        panic!("{error}")
+    };
     assert_eq!(path, "first.weight");
 }
 
@@ -190,7 +196,8 @@ fn rank_0s_weights_are_broadcast() {
     let states = launch(LaunchOptions::new(2).device(Device::flex()), |worker| {
         let model = pair(worker.device());
         let offset = worker.rank().index() as f32;
-        let weight = model.first.weight.clone().map(|weight| weight.zeros_like().add_scalar(offset));
+        let weight =
+            model.first.weight.clone().map(|weight| weight.zeros_like().add_scalar(offset));
         let model = Pair { first: Linear { weight, ..model.first }, ..model };
         fully_shard(model, &worker, FsdpOptions::new())?.unsharded_state(Recipient::All)
     })

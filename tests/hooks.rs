@@ -8,8 +8,8 @@ use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use fsdp_runtime::prelude::*;
 use fsdp_runtime::Error;
+use fsdp_runtime::prelude::*;
 
 #[derive(Debug, PartialEq)]
 struct TooLong(usize);
@@ -79,11 +79,15 @@ impl Model {
         let rows = x.dims()[0];
         let x = x.matmul(self.input.val()) + self.table.forward(1..1 + rows);
         let mask = x.clone().lower_elem(0.0);
-        let (a, b) = self.gates.0.forward((x.clone(), 0.5), Some(mask), &["a"]).unwrap_or((x.clone(), None));
+        let (a, b) =
+            self.gates.0.forward((x.clone(), 0.5), Some(mask), &["a"]).unwrap_or((x.clone(), None));
         let b = b.unwrap_or(x);
         let (c, none) = self.gates.1.forward((b, 2.0), None, &[]).expect("two names at most");
         assert!(none.is_none());
-        assert_eq!(self.gates.1.forward((c.clone(), 1.0), None, &["", "", ""]).err(), Some(TooLong(3)));
+        assert_eq!(
+            self.gates.1.forward((c.clone(), 1.0), None, &["", "", ""]).err(),
+            Some(TooLong(3))
+        );
         // The input again, transposed: the tied weight at its other place.
         let score = (a + c.clone()).matmul(self.output.val().transpose());
         Scored { hidden: c, score: Some(score), passes: 3 }
@@ -120,14 +124,22 @@ fn expected(model: &Model, device: &Device) -> (f32, Vec<Vec<f32>>) {
     let value = loss.clone().into_scalar::<f32>();
     let grads = GradientsParams::from_grads(loss.backward(), model);
     let get = |param: &Param<Tensor<2>>| {
-        grads.get::<2>(param.id).expect("every weight has a gradient").into_data().iter::<f32>().collect()
+        grads
+            .get::<2>(param.id)
+            .expect("every weight has a gradient")
+            .into_data()
+            .iter::<f32>()
+            .collect()
     };
     (value, vec![get(&model.input), get(&model.gates.0.left.weight), get(&model.table.rows)])
 }
 
 fn fragments(model: &Fsdp<Model>, grads: &GradientsParams) -> Vec<Vec<f32>> {
     let get = |param: &Param<Tensor<2>>| {
-        grads.get::<2>(param.id).map(|grad| grad.into_data().iter::<f32>().collect()).unwrap_or_default()
+        grads
+            .get::<2>(param.id)
+            .map(|grad| grad.into_data().iter::<f32>().collect())
+            .unwrap_or_default()
     };
     vec![get(&model.input), get(&model.gates.0.left.weight), get(&model.table.rows)]
 }
@@ -187,7 +199,13 @@ fn restore(state: &fsdp_runtime::UnshardedState, device: &Device) -> Model {
     assert!(!state.contains_key("output"), "a tied weight appears once");
     let input = matrix("input");
     let output = input.clone();
-    Model { input, output, gates: (gate("0"), gate("1")), table: Table { rows: matrix("table.rows") }, ..plain }
+    Model {
+        input,
+        output,
+        gates: (gate("0"), gate("1")),
+        table: Table { rows: matrix("table.rows") },
+        ..plain
+    }
 }
 
 #[test]
@@ -201,7 +219,11 @@ fn a_value_outside_any_forward_is_gathered_on_demand_and_trains() {
         let data = table.clone().into_data();
         let grads = sharded.backward(table.powf_scalar(2.0).sum())?;
         let mine = fragments(&sharded, &grads)[2].clone();
-        Ok::<_, Error>((data.iter::<f32>().collect::<Vec<_>>(), mine, sharded.counts().single_gathers))
+        Ok::<_, Error>((
+            data.iter::<f32>().collect::<Vec<_>>(),
+            mine,
+            sharded.counts().single_gathers,
+        ))
     })
     .unwrap();
     let got: Vec<f32> = ranks.iter().flat_map(|rank| rank.1.clone()).collect();

@@ -14,8 +14,13 @@ use support::Net;
 /// A checkpoint of [`Net`] as PyTorch would name and lay it out; each element is a function of its
 /// place in *this* layout.
 fn checkpoint(prefix: &str) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
-    let (v, l, w, h, c) =
-        (support::VOCABULARY, support::LENGTH, support::WIDTH, 3 * support::WIDTH + 5, support::CLASSES);
+    let (v, l, w, h, c) = (
+        support::VOCABULARY,
+        support::LENGTH,
+        support::WIDTH,
+        3 * support::WIDTH + 5,
+        support::CLASSES,
+    );
     let mut shapes = vec![
         ("embed.word.weight".to_string(), vec![v, w]),
         ("embed.position".into(), vec![l, w]),
@@ -44,7 +49,9 @@ fn checkpoint(prefix: &str) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
 fn write(path: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>) {
     let bytes: BTreeMap<_, Vec<u8>> = tensors
         .iter()
-        .map(|(name, (_, elements))| (name, elements.iter().flat_map(|x| x.to_le_bytes()).collect()))
+        .map(|(name, (_, elements))| {
+            (name, elements.iter().flat_map(|x| x.to_le_bytes()).collect())
+        })
         .collect();
     let views = tensors.iter().map(|(name, (shape, _))| {
         (name, TensorView::new(Dtype::F32, shape.clone(), &bytes[name]).expect("shapes fit"))
@@ -52,7 +59,11 @@ fn write(path: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>) {
     safetensors::serialize_to_file(views, None, path).expect("a writable folder");
 }
 
-fn load(world: usize, path: &Path, options: LoadOptions) -> Result<(UnshardedState, LoadReport), Error> {
+fn load(
+    world: usize,
+    path: &Path,
+    options: LoadOptions,
+) -> Result<(UnshardedState, LoadReport), Error> {
     let path = path.to_path_buf();
     let launched = LaunchOptions::new(world).device(Device::flex());
     let ranks = launch(launched, move |worker| {
@@ -64,7 +75,9 @@ fn load(world: usize, path: &Path, options: LoadOptions) -> Result<(UnshardedSta
         Ok::<_, Error>(match loaded {
             Ok(report) => Ok((after, report)),
             Err(error) => {
-                assert!(before.iter().all(|(path, data)| after[path].as_bytes() == data.as_bytes()));
+                assert!(
+                    before.iter().all(|(path, data)| after[path].as_bytes() == data.as_bytes())
+                );
                 Err(error)
             }
         })
@@ -93,8 +106,14 @@ fn every_world_size_loads_the_same_weights() {
         let path = if world == 2 { folder.path() } else { &file };
         let (state, report) = load(world, path, LoadOptions::new()).unwrap();
         assert_eq!(report.loaded, checkpoint.len());
-        assert_eq!(state["embed.word.weight"].iter::<f32>().collect::<Vec<_>>(), checkpoint["embed.word.weight"].1);
-        assert_eq!(state["embed.norm.gamma"].iter::<f32>().collect::<Vec<_>>(), checkpoint["embed.norm.weight"].1);
+        assert_eq!(
+            state["embed.word.weight"].iter::<f32>().collect::<Vec<_>>(),
+            checkpoint["embed.word.weight"].1
+        );
+        assert_eq!(
+            state["embed.norm.gamma"].iter::<f32>().collect::<Vec<_>>(),
+            checkpoint["embed.norm.weight"].1
+        );
         // Burn holds `[in, out]`, PyTorch `[out, in]`.
         let (shape, theirs) = &checkpoint["blocks.1.up.weight"];
         let ours: Vec<f32> = state["blocks.1.up.weight"].iter().collect();
@@ -115,14 +134,17 @@ fn half_precision_is_widened() {
     let half = |x: &f32| half::bf16::from_f32(x / 1e5);
     let bytes: BTreeMap<_, Vec<u8>> = checkpoint
         .iter()
-        .map(|(name, (_, elements))| (name, elements.iter().flat_map(|x| half(x).to_le_bytes()).collect()))
+        .map(|(name, (_, elements))| {
+            (name, elements.iter().flat_map(|x| half(x).to_le_bytes()).collect())
+        })
         .collect();
     let views = checkpoint.iter().map(|(name, (shape, _))| {
         (name, TensorView::new(Dtype::BF16, shape.clone(), &bytes[name]).unwrap())
     });
     safetensors::serialize_to_file(views, None, &file).unwrap();
     let (state, _) = load(2, &file, LoadOptions::new()).unwrap();
-    let expected: Vec<f32> = checkpoint["embed.position"].1.iter().map(|x| half(x).to_f32()).collect();
+    let expected: Vec<f32> =
+        checkpoint["embed.position"].1.iter().map(|x| half(x).to_f32()).collect();
     assert_eq!(state["embed.position"].iter::<f32>().collect::<Vec<_>>(), expected);
 }
 
@@ -141,7 +163,10 @@ fn all_differences_are_listed_by_name() {
     assert_eq!(unexpected, ["pooler.weight"]);
     assert_eq!(misshapen, ["head.bias: [9] in the file, [3] in the model"]);
 
-    let lenient = LoadOptions::new().allow_missing("head.").allow_missing("blocks.0.").allow_unexpected("pooler.");
+    let lenient = LoadOptions::new()
+        .allow_missing("head.")
+        .allow_missing("blocks.0.")
+        .allow_unexpected("pooler.");
     let (missing, unexpected, misshapen) = difference(&file, lenient.clone());
     assert!(missing.is_empty() && unexpected.is_empty());
     assert_eq!(misshapen.len(), 1, "a wrong shape is never let pass");
@@ -162,9 +187,15 @@ fn a_base_prefix_may_be_in_the_file_alone_or_in_the_model_alone() {
     assert_eq!(missing.len(), unexpected.len());
     assert!(load(2, &file, LoadOptions::new().base_prefix("net")).is_ok());
 
-    write(&file, &checkpoint("").into_iter().map(|(name, tensor)| {
-        (name.strip_prefix("embed.").map(String::from).unwrap_or(name), tensor)
-    }).collect());
+    write(
+        &file,
+        &checkpoint("")
+            .into_iter()
+            .map(|(name, tensor)| {
+                (name.strip_prefix("embed.").map(String::from).unwrap_or(name), tensor)
+            })
+            .collect(),
+    );
     assert!(load(2, &file, LoadOptions::new().base_prefix("embed")).is_ok());
 }
 
@@ -172,7 +203,10 @@ fn a_base_prefix_may_be_in_the_file_alone_or_in_the_model_alone() {
 fn a_file_that_is_not_there_or_torn_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let error = load(1, &folder.path().join("none.safetensors"), LoadOptions::new()).unwrap_err();
-    assert!(matches!(&error, Error::Load(LoadError::Io { file, .. }) if file.contains("none.safetensors")), "{error}");
+    assert!(
+        matches!(&error, Error::Load(LoadError::Io { file, .. }) if file.contains("none.safetensors")),
+        "{error}"
+    );
 
     let file = folder.path().join("model.safetensors");
     write(&file, &checkpoint(""));
@@ -180,7 +214,10 @@ fn a_file_that_is_not_there_or_torn_is_named() {
     for keep in [0, 5, 100, whole.len() / 2, whole.len() - 1] {
         std::fs::write(&file, &whole[..keep]).unwrap();
         let error = load(1, &file, LoadOptions::new()).unwrap_err();
-        assert!(matches!(&error, Error::Load(LoadError::Format { .. } | LoadError::Io { .. })), "{keep}: {error}");
+        assert!(
+            matches!(&error, Error::Load(LoadError::Format { .. } | LoadError::Io { .. })),
+            "{keep}: {error}"
+        );
         assert!(error.to_string().contains("model.safetensors"), "{error}");
     }
 }

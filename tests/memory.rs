@@ -9,8 +9,8 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor, activation::relu};
-use fsdp_runtime::prelude::*;
 use fsdp_runtime::Error;
+use fsdp_runtime::prelude::*;
 
 struct Counting;
 
@@ -145,7 +145,10 @@ fn steady_state_training_allocates_no_parameter_sized_buffer() {
     for step in &counts[2..] {
         let [forward, backward, optimizer] = step[..] else { panic!("{counts:?}") };
         assert_eq!(forward, 0, "forward gathers into its slots: {counts:?}, plain {plain:?}");
-        assert!(backward <= WORLD * plain[1], "only Burn's own gradients: {counts:?}, plain {plain:?}");
+        assert!(
+            backward <= WORLD * plain[1],
+            "only Burn's own gradients: {counts:?}, plain {plain:?}"
+        );
         assert_eq!(optimizer, 0, "the optimizer sees fragments: {counts:?}");
     }
     assert!(plain[1] >= 2 * LAYERS, "the counter sees the gradients: {plain:?}");

@@ -52,6 +52,22 @@ fn schedule_options_change_no_bit() {
 }
 
 #[test]
+fn only_the_named_units_are_wrapped() {
+    let run = with(Run::new(2), 0.1, None);
+    let wrap = WrapPolicy::TransformerBased(unit_types![support::Block]);
+    let named = Run { options: run.options.clone().wrap(wrap), ..run.clone() }.launch();
+    // The embeddings join the root: five units, two of them unsharded from forward to backward.
+    assert_eq!(named.counts.all_gathers, run.steps * (5 * 2 - 2));
+    let none =
+        Run { options: run.options.clone().wrap(WrapPolicy::TransformerBased(&[])), ..run.clone() };
+    let none = none.launch();
+    assert_eq!(none.counts.all_gathers, run.steps, "the root alone");
+    let all = run.launch();
+    named.assert_bitwise(&all);
+    none.assert_bitwise(&all);
+}
+
+#[test]
 fn a_step_gathers_each_unit_twice_and_reduces_it_once() {
     let run = Run { steps: 3, ..Run::new(2) };
     let outcome = run.launch();

@@ -26,7 +26,8 @@ fn pairs() -> Vec<Example> {
     let corpus = Corpus::embedded().expect("the embedded corpus is valid");
     let text = |index: usize| corpus.test[index].first.clone();
     // Of all lengths: some are cut, most are filled up.
-    let start = |text: String, words: usize| text.split(' ').take(words).collect::<Vec<_>>().join(" ");
+    let start =
+        |text: String, words: usize| text.split(' ').take(words).collect::<Vec<_>>().join(" ");
     (0..PAIRS)
         .map(|i| Example {
             label: 0,
@@ -39,9 +40,11 @@ fn pairs() -> Vec<Example> {
 /// What transformers makes of the pairs; its model is left in `folder`.
 fn reference(python: &str, bert: &Path, pairs: &[Example], folder: &Path) -> Vec<Vec<f64>> {
     let file = folder.join("pairs.tsv");
-    let line = |pair: &Example| format!("{}\t{}", pair.first, pair.second.as_deref().unwrap_or_default());
+    let line =
+        |pair: &Example| format!("{}\t{}", pair.first, pair.second.as_deref().unwrap_or_default());
     std::fs::write(&file, pairs.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/bert_finetune/transformers_logits.py");
+    let script =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/examples/bert_finetune/transformers_logits.py");
     let output = Command::new(python)
         .args([Path::new(script), bert, &file, folder])
         .arg(MAX_LENGTH.to_string())
@@ -76,7 +79,10 @@ fn untrained_logits_equal_those_of_transformers() {
     let ranks = launch(options, move |worker| {
         let model = config.init(2, worker.device());
         let mut model = fully_shard(model, &worker, FsdpOptions::new())?;
-        let report = model.load_safetensors(&weights, &LoadOptions::new().allow_unexpected("bert.embeddings.position_ids"))?;
+        let report = model.load_safetensors(
+            &weights,
+            &LoadOptions::new().allow_unexpected("bert.embeddings.position_ids"),
+        )?;
         assert!(report.missing.is_empty(), "{report:?}");
         let rows: Vec<usize> = (0..PAIRS).collect();
         let device = worker.device().clone().inner();

@@ -58,12 +58,7 @@ impl<'a> Module<'a> {
             Data::Struct(data) => Field::parse_all(&data.fields, errors),
             Data::Enum(_) | Data::Union(_) => Vec::new(),
         };
-        Self {
-            original,
-            unit,
-            fields,
-            ties: args.ties,
-        }
+        Self { original, unit, fields, ties: args.ties }
     }
 
     /// Whether it is one type whose fields are all there.
@@ -80,18 +75,13 @@ impl<'a> Module<'a> {
     /// The `#[fsdp_unit]` among the item's remaining attributes.
     pub fn fsdp_unit(&self) -> Option<&'a Attribute> {
         self.original.attrs.iter().find(|attr| {
-            attr.path()
-                .segments
-                .last()
-                .is_some_and(|last| last.ident == attr::FSDP_UNIT)
+            attr.path().segments.last().is_some_and(|last| last.ident == attr::FSDP_UNIT)
         })
     }
 
     /// The fields that stand in the layout.
     pub fn layout_fields(&self) -> impl Iterator<Item = &Field<'a>> {
-        self.fields
-            .iter()
-            .filter(|field| field.content.is_in_layout())
+        self.fields.iter().filter(|field| field.content.is_in_layout())
     }
 }
 
@@ -150,13 +140,7 @@ impl<'a> Field<'a> {
         } else {
             Content::Module
         };
-        Self {
-            original,
-            member,
-            key,
-            leaf,
-            content,
-        }
+        Self { original, member, key, leaf, content }
     }
 
     /// The field's segment of a module path, as Burn's traversal names it.
@@ -169,10 +153,7 @@ impl<'a> Field<'a> {
 
     /// The `#[cfg]` it depends on.
     pub fn condition(&self) -> Option<&'a Attribute> {
-        self.original
-            .attrs
-            .iter()
-            .find(|attr| attr.path().is_ident("cfg"))
+        self.original.attrs.iter().find(|attr| attr.path().is_ident("cfg"))
     }
 
     /// Its segment of a checkpoint key, where that differs from its name.
@@ -280,16 +261,9 @@ impl<'a> Hooked<'a> {
         });
         let forwards = methods
             .filter(|method| is_forward(&method.sig.ident.to_string()))
-            .map(|method| Forward {
-                original: method,
-                receiver: Receiver::of(method),
-            })
+            .map(|method| Forward { original: method, receiver: Receiver::of(method) })
             .collect();
-        Self {
-            original,
-            args,
-            forwards,
-        }
+        Self { original, args, forwards }
     }
 
     /// Whether the block can carry hooks: it is inherent, and its type is no pattern of types.
@@ -299,10 +273,7 @@ impl<'a> Hooked<'a> {
 }
 
 fn is_forward(name: &str) -> bool {
-    name == FORWARD
-        || name
-            .strip_prefix(FORWARD)
-            .is_some_and(|rest| rest.starts_with('_'))
+    name == FORWARD || name.strip_prefix(FORWARD).is_some_and(|rest| rest.starts_with('_'))
 }
 
 /// The method that is always hooked.

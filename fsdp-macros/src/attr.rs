@@ -103,35 +103,23 @@ impl FieldArgs {
 
 /// Whether Burn is told to pass a field by.
 pub fn is_skipped(attrs: &[Attribute]) -> bool {
-    attrs
-        .iter()
-        .filter(|attr| attr.path().is_ident("module"))
-        .any(|attr| {
-            let Meta::List(list) = &attr.meta else {
-                return false;
-            };
-            list.tokens
-                .clone()
-                .into_iter()
-                .any(|token| token.to_string() == "skip")
-        })
+    attrs.iter().filter(|attr| attr.path().is_ident("module")).any(|attr| {
+        let Meta::List(list) = &attr.meta else {
+            return false;
+        };
+        list.tokens.clone().into_iter().any(|token| token.to_string() == "skip")
+    })
 }
 
 /// The attribute that derives `trait_name`, if one does.
 pub fn derives<'a>(attrs: &'a [Attribute], trait_name: &str) -> Option<&'a Attribute> {
-    attrs
-        .iter()
-        .filter(|attr| attr.path().is_ident("derive"))
-        .find(|attr| {
-            attr.parse_args_with(Punctuated::<Path, Token![,]>::parse_terminated)
-                .is_ok_and(|paths| {
-                    paths.iter().any(|path| {
-                        path.segments
-                            .last()
-                            .is_some_and(|last| last.ident == trait_name)
-                    })
-                })
+    attrs.iter().filter(|attr| attr.path().is_ident("derive")).find(|attr| {
+        attr.parse_args_with(Punctuated::<Path, Token![,]>::parse_terminated).is_ok_and(|paths| {
+            paths
+                .iter()
+                .any(|path| path.segments.last().is_some_and(|last| last.ident == trait_name))
         })
+    })
 }
 
 /// The arguments of every `#[fsdp(..)]` among `attrs`.
@@ -157,10 +145,7 @@ fn list(args: TokenStream, errors: &mut Errors) -> Vec<Meta> {
 }
 
 fn name(meta: &Meta) -> String {
-    meta.path()
-        .get_ident()
-        .map(ToString::to_string)
-        .unwrap_or_default()
+    meta.path().get_ident().map(ToString::to_string).unwrap_or_default()
 }
 
 /// `name`, without a value.
@@ -176,10 +161,7 @@ fn key(meta: &Meta, errors: &mut Errors) -> Option<LitStr> {
         errors.push(meta, KEY_FORM);
         return None;
     };
-    let Expr::Lit(syn::ExprLit {
-        lit: Lit::Str(key), ..
-    }) = &pair.value
-    else {
+    let Expr::Lit(syn::ExprLit { lit: Lit::Str(key), .. }) = &pair.value else {
         errors.push(&pair.value, format!("a key is a string: {KEY_FORM}"));
         return None;
     };
@@ -223,8 +205,7 @@ fn tie(meta: &Meta, errors: &mut Errors) -> Option<Tie> {
 }
 
 fn is_dotted(path: &str) -> bool {
-    path.split('.')
-        .all(|segment| !segment.is_empty() && !segment.contains(char::is_whitespace))
+    path.split('.').all(|segment| !segment.is_empty() && !segment.contains(char::is_whitespace))
 }
 
 fn repeated(meta: &Meta, name: &str, errors: &mut Errors) {
@@ -239,22 +220,12 @@ fn unknown(meta: &Meta, valid: &[&'static str], errors: &mut Errors) {
         None if given == ROOT => "it belongs to a unit: `#[fsdp_unit(root)]`".to_string(),
         None if given == TIE => format!("it belongs on the struct: {TIE_FORM} there"),
         None if given == KEY || given == LEAF => {
-            format!(
-                "it belongs above a field: `#[fsdp({given}{})]`",
-                ellipsis(&given)
-            )
+            format!("it belongs above a field: `#[fsdp({given}{})]`", ellipsis(&given))
         }
         None => format!("expected {}", one_of(valid.iter().copied())),
     };
-    let given = if given.is_empty() {
-        "this".to_string()
-    } else {
-        format!("`{given}`")
-    };
-    errors.add(syn::Error::new(
-        path.span(),
-        format!("unknown argument {given}; {advice}"),
-    ));
+    let given = if given.is_empty() { "this".to_string() } else { format!("`{given}`") };
+    errors.add(syn::Error::new(path.span(), format!("unknown argument {given}; {advice}")));
 }
 
 fn ellipsis(name: &str) -> &'static str {

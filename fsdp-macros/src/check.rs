@@ -95,11 +95,7 @@ fn is_not_generic(module: &Module<'_>, errors: &mut Errors) {
         ),
         (_, None) => format!("write one struct for each `{name}` that is used"),
     };
-    let what = if module.unit.is_some() {
-        "a unit"
-    } else {
-        "an `FsdpModule`"
-    };
+    let what = if module.unit.is_some() { "a unit" } else { "an `FsdpModule`" };
     errors.push(
         &generics.params,
         format!(
@@ -163,10 +159,7 @@ fn has_a_use_for_its_arguments(field: &Field<'_>, errors: &mut Errors) {
         Content::Module | Content::Leaf => return,
     };
     if let Some(key) = &field.key {
-        errors.push(
-            key,
-            format!("{why} has no parameters to name; remove this key"),
-        );
+        errors.push(key, format!("{why} has no parameters to name; remove this key"));
     }
     if let (Some(leaf), Content::Constant) = (&field.leaf, field.content) {
         errors.push(leaf, format!("{why} has no parameters; remove `leaf`"));
@@ -231,10 +224,7 @@ fn has_sound_ties(module: &Module<'_>, errors: &mut Errors) {
 fn starts_at_a_field(module: &Module<'_>, path: &syn::LitStr, errors: &mut Errors) {
     let value = path.value();
     let first = value.split('.').next().unwrap_or_default();
-    let field = module
-        .fields
-        .iter()
-        .find(|field| field.name().trim_start_matches("r#") == first);
+    let field = module.fields.iter().find(|field| field.name().trim_start_matches("r#") == first);
     let name = &module.original.ident;
     match field.map(|field| field.content) {
         Some(Content::Module) => {}
@@ -250,10 +240,7 @@ fn starts_at_a_field(module: &Module<'_>, path: &syn::LitStr, errors: &mut Error
             format!("`{first}` is under `#[module(skip)]` and holds no parameters to tie"),
         ),
         Some(Content::Constant) => {
-            errors.push(
-                path,
-                format!("`{first}` is a plain value and holds no parameters to tie"),
-            );
+            errors.push(path, format!("`{first}` is a plain value and holds no parameters to tie"));
         }
         None => {
             let names: Vec<_> = module.layout_fields().map(Field::name).collect();

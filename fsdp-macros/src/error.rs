@@ -30,9 +30,7 @@ impl Errors {
 
     /// All errors, as `compile_error!` invocations.
     pub fn into_tokens(self) -> TokenStream {
-        self.0
-            .map(syn::Error::into_compile_error)
-            .unwrap_or_default()
+        self.0.map(syn::Error::into_compile_error).unwrap_or_default()
     }
 }
 

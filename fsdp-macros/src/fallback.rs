@@ -27,11 +27,7 @@ pub fn without_own_attributes(item: &DeriveInput) -> DeriveInput {
                 strip_fields(&mut variant.fields);
             }
         }
-        Data::Union(data) => data
-            .fields
-            .named
-            .iter_mut()
-            .for_each(|field| strip(&mut field.attrs)),
+        Data::Union(data) => data.fields.named.iter_mut().for_each(|field| strip(&mut field.attrs)),
     }
     item
 }

@@ -133,9 +133,7 @@ fn module(role: Role, item: DeriveInput) -> TokenStream {
     let module = Module::parse(&role, &item, &mut errors);
     check::module(&module, &mut errors);
     let code = expand::module(&module, errors.is_empty());
-    let item = role
-        .is_unit()
-        .then(|| fallback::without_own_attributes(&item));
+    let item = role.is_unit().then(|| fallback::without_own_attributes(&item));
     fallback::join(item, code, errors)
 }
 

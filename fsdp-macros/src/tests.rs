@@ -64,10 +64,7 @@ fn compare(name: &str) -> String {
         fs::write(&path, &expanded).expect("a writable snapshot");
     }
     let snapshot = fs::read_to_string(&path).unwrap_or_default();
-    assert_eq!(
-        expanded, snapshot,
-        "{name} (UPDATE_SNAPSHOTS=1 accepts the new expansion)"
-    );
+    assert_eq!(expanded, snapshot, "{name} (UPDATE_SNAPSHOTS=1 accepts the new expansion)");
     expanded
 }
 
@@ -77,10 +74,7 @@ fn expand(items: Vec<Item>) -> TokenStream {
         .into_iter()
         .map(|mut item| {
             let attrs = attributes(&mut item);
-            if let Some(place) = attrs
-                .iter()
-                .position(|attr| attr.path().is_ident(FSDP_UNIT))
-            {
+            if let Some(place) = attrs.iter().position(|attr| attr.path().is_ident(FSDP_UNIT)) {
                 let args = match attrs.remove(place).meta {
                     Meta::List(list) => list.tokens,
                     _ => TokenStream::new(),

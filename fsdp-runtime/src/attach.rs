@@ -67,7 +67,8 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         }
         let all = self.worker.exchange("all_gather", "the initial values", self.checksums)?;
         for (rank, checksums) in self.worker.world().ranks().zip(&all) {
-            let differs = checksums.iter().zip(all[0].iter()).position(|(found, expected)| found != expected);
+            let differs =
+                checksums.iter().zip(all[0].iter()).position(|(found, expected)| found != expected);
             if let Some(index) = differs {
                 let place = self.plan.places[index];
                 let path = self.plan.units[place.unit].entries[place.entry].path.clone();
@@ -84,7 +85,10 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         let full = if self.options.sync_module_states {
             let op = Op::new("broadcast", entry.path.as_str());
             let mine = (self.worker.rank().index() == 0).then_some(full);
-            self.worker.comm().issue(move |group| ProcessGroup::<B>::broadcast(group, &op, mine)).wait()?
+            self.worker
+                .comm()
+                .issue(move |group| ProcessGroup::<B>::broadcast(group, &op, mine))
+                .wait()?
         } else {
             self.checksums.push(checksum::<B>(&full));
             full
@@ -132,7 +136,8 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
             Ok(base) => base,
             Err(error) => {
                 self.error = Some(error);
-                let empty = B::float_zeros(Shape::from(vec![1; D]), &self.device, DType::F32.into());
+                let empty =
+                    B::float_zeros(Shape::from(vec![1; D]), &self.device, DType::F32.into());
                 let empty = Tensor::from_dispatch(B::into_dispatch(Value::Plain(empty)));
                 return Param::from_mapped_value(id, empty, mapper);
             }
@@ -198,8 +203,11 @@ pub(crate) fn agree(worker: &Worker, plan: &Plan, options: &FsdpOptions) -> Resu
         }
         let at = lines.iter().zip(first.iter()).position(|(a, b)| a != b);
         let at = at.unwrap_or(lines.len().min(first.len()));
-        let line = |lines: &[String]| lines.get(at).cloned().unwrap_or_else(|| "nothing more".into());
-        return Err(ShardError::ModelMismatch { rank, expected: line(first), found: line(lines) }.into());
+        let line =
+            |lines: &[String]| lines.get(at).cloned().unwrap_or_else(|| "nothing more".into());
+        return Err(
+            ShardError::ModelMismatch { rank, expected: line(first), found: line(lines) }.into()
+        );
     }
     Ok(())
 }

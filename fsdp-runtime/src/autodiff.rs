@@ -11,11 +11,11 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
-use burn::backend::TensorMetadata;
 use burn::tensor::Shape;
 
 use crate::backend::{Float, ShardBackend, Tracked};

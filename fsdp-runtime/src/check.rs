@@ -131,11 +131,7 @@ const fn nested_root(node: &Node, path: &mut Text) -> Option<&'static Node> {
     while i < node.children.len() {
         let child = &node.children[i];
         let len = path.len();
-        path.push_segment(if matches!(node.kind, Kind::List) {
-            "{}"
-        } else {
-            child.name
-        });
+        path.push_segment(if matches!(node.kind, Kind::List) { "{}" } else { child.name });
         match child.node.kind {
             Kind::Unit { root: true } => return Some(child.node),
             Kind::Unit { root: false } => {}

@@ -112,7 +112,9 @@ pub enum ShardError {
         device: String,
     },
     /// The ranks built different models.
-    #[error("rank {rank} built another model than rank 0: it has `{found}` where rank 0 has `{expected}`")]
+    #[error(
+        "rank {rank} built another model than rank 0: it has `{found}` where rank 0 has `{expected}`"
+    )]
     ModelMismatch {
         /// The rank that differs.
         rank: Rank,
@@ -276,7 +278,9 @@ pub enum LoadError {
 
 fn differences(missing: &[String], unexpected: &[String], misshapen: &[String]) -> String {
     let mut text = String::new();
-    for (title, names) in [("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)] {
+    for (title, names) in
+        [("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)]
+    {
         for name in names {
             text.push_str(&format!("\n  {title}: {name}"));
         }

@@ -138,7 +138,11 @@ impl<M: FsdpModule> Fsdp<M> {
     /// # Errors
     ///
     /// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
-    pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64, Error> {
+    pub fn clip_grad_norm(
+        &self,
+        gradients: &mut GradientsParams,
+        max_norm: f64,
+    ) -> Result<f64, Error> {
         struct Read<'a> {
             gradients: &'a GradientsParams,
             found: Vec<(Place, DispatchTensor)>,

@@ -92,7 +92,9 @@ impl Walk for Probe {
     }
 
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.found.is_none() && let Some(sharded) = Sharded::of(param) {
+        if self.found.is_none()
+            && let Some(sharded) = Sharded::of(param)
+        {
             self.found = Some(Found { runtime: sharded.runtime.clone(), place: sharded.place });
         }
     }

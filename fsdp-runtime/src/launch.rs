@@ -134,7 +134,8 @@ where
 {
     let failed = |rank, world, source| LaunchError { rank, world, source };
     let one = WorldSize::new(1).expect("one is not zero");
-    let world = WorldSize::new(options.world).map_err(|error| failed(Rank::ZERO, one, Box::new(error)))?;
+    let world =
+        WorldSize::new(options.world).map_err(|error| failed(Rank::ZERO, one, Box::new(error)))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = options.threads_per_rank.unwrap_or((cores / world.size()).max(1));
     let device = options.device.unwrap_or_default();
@@ -155,9 +156,13 @@ where
             let (rank, sender, hub) = (rank.clone(), sender.clone(), hub.clone());
             std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
                 let run = || pool.install(|| rank(worker).map_err(Into::into));
-                let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
+                let outcome =
+                    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
                 if let Err(error) = &outcome {
-                    hub.fail(CollectiveError::PeerFailed { rank: index, reason: error.to_string() });
+                    hub.fail(CollectiveError::PeerFailed {
+                        rank: index,
+                        reason: error.to_string(),
+                    });
                 }
                 // The launch has returned already when this rank was left behind.
                 let _ = sender.send((index, outcome));

@@ -93,7 +93,13 @@ mod tests {
     /// Sizes that have broken shardings elsewhere: 1, 3, 8, primes, below and above the world.
     fn numel() -> impl Strategy<Value = usize> {
         prop_oneof![
-            Just(1usize), Just(3), Just(8), Just(127), Just(7919), 1usize..200, 1usize..100_000,
+            Just(1usize),
+            Just(3),
+            Just(8),
+            Just(127),
+            Just(7919),
+            1usize..200,
+            1usize..100_000,
         ]
     }
 

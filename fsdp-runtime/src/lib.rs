@@ -42,7 +42,7 @@ pub use launch::{LaunchOptions, Worker, launch};
 pub use layout::{ALIGNMENT, FlatLayout};
 pub use load::{LoadOptions, LoadReport};
 pub use mesh::{Mesh, Rank, WorldSize};
-pub use options::{BackwardPrefetch, FsdpOptions, ShardingStrategy};
+pub use options::{BackwardPrefetch, FsdpOptions, ShardingStrategy, WrapPolicy};
 pub use param::Sharded;
 pub use schedule::Counts;
 pub use state_dict::{Recipient, UnshardedState};
@@ -53,7 +53,8 @@ pub use unit_type::UnitType;
 pub mod prelude {
     pub use crate::{
         BackwardPrefetch, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, LaunchOptions, Recipient,
-        ShardingStrategy, UnitValue, Worker, fsdp_unit, fully_shard, launch,
+        ShardingStrategy, UnitValue, Worker, WrapPolicy, fsdp_unit, fully_shard, launch,
+        unit_types,
     };
 }
 

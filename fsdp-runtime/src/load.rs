@@ -74,7 +74,11 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// [`LoadError`]: the file cannot be read, is no safetensors file, or does not fit, with all
     /// keys that are missing, unexpected or misshapen.
-    pub fn load_safetensors(&mut self, path: impl AsRef<Path>, options: &LoadOptions) -> Result<LoadReport, Error> {
+    pub fn load_safetensors(
+        &mut self,
+        path: impl AsRef<Path>,
+        options: &LoadOptions,
+    ) -> Result<LoadReport, Error> {
         let path = path.as_ref();
         let path = if path.is_dir() { path.join("model.safetensors") } else { path.to_path_buf() };
         let map = map(&path)?;
@@ -102,14 +106,19 @@ impl<M: FsdpModule> Fsdp<M> {
         file: &'a SafeTensors<'_>,
         options: &LoadOptions,
     ) -> Result<(Vec<(Place, Source<'a>)>, LoadReport), LoadError> {
-        let allowed = |prefixes: &[String], key: &str| prefixes.iter().any(|prefix| key.starts_with(prefix.as_str()));
+        let allowed = |prefixes: &[String], key: &str| {
+            prefixes.iter().any(|prefix| key.starts_with(prefix.as_str()))
+        };
         let mut rest: BTreeSet<&str> = file.names().into_iter().collect();
         let (mut sources, mut misshapen) = (Vec::new(), Vec::new());
         let (mut missing, mut report) = (Vec::new(), LoadReport::default());
-        let ordered: BTreeMap<Place, &Key> = self.keys.iter().map(|(place, key)| (*place, key)).collect();
+        let ordered: BTreeMap<Place, &Key> =
+            self.keys.iter().map(|(place, key)| (*place, key)).collect();
         for (place, key) in ordered {
             let entry = &self.engine.units()[place.unit].entries[place.entry];
-            let name = candidates(&key.name, options).into_iter().find(|name| rest.contains(name.as_str()));
+            let name = candidates(&key.name, options)
+                .into_iter()
+                .find(|name| rest.contains(name.as_str()));
             let tied = matches!(entry.held, Held::TiedTo(_));
             let Some(name) = name else {
                 if allowed(&options.missing, &key.name) || tied {
@@ -136,7 +145,12 @@ impl<M: FsdpModule> Fsdp<M> {
             rest.into_iter().partition(|key| allowed(&options.unexpected, key));
         if !(missing.is_empty() && unexpected.is_empty() && misshapen.is_empty()) {
             let unexpected = unexpected.into_iter().map(str::to_string).collect();
-            return Err(LoadError::Mismatch { file: path.display().to_string(), missing, unexpected, misshapen });
+            return Err(LoadError::Mismatch {
+                file: path.display().to_string(),
+                missing,
+                unexpected,
+                misshapen,
+            });
         }
         report.loaded = sources.len();
         report.unexpected = passed.into_iter().map(str::to_string).collect();
@@ -157,7 +171,10 @@ fn candidates(key: &str, options: &LoadOptions) -> Vec<String> {
 }
 
 fn map(path: &PathBuf) -> Result<Mmap, LoadError> {
-    let io = |error: std::io::Error| LoadError::Io { file: path.display().to_string(), reason: error.to_string() };
+    let io = |error: std::io::Error| LoadError::Io {
+        file: path.display().to_string(),
+        reason: error.to_string(),
+    };
     let file = File::open(path).map_err(io)?;
     // SAFETY: the map is read only while this function's caller loads. That nobody truncates the
     // file meanwhile is the user's part, as with every memory-mapped reader.
@@ -234,7 +251,8 @@ struct Fill {
 
 impl ModuleMapper for Fill {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(values) = self.ids.remove(&param.id).and_then(|place| self.values.remove(&place)) else {
+        let Some(values) = self.ids.remove(&param.id).and_then(|place| self.values.remove(&place))
+        else {
             return param;
         };
         let (id, base, mapper) = param.consume();

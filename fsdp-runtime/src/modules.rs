@@ -153,16 +153,8 @@ choice!(Normalization {
 
 // Attention and transformers. PyTorch packs query, key and value into one matrix; the keys here
 // are Burn's.
-module!(MultiHeadAttention {
-    query: Linear,
-    key: Linear,
-    value: Linear,
-    output: Linear
-});
-module!(PositionWiseFeedForward {
-    linear_inner: Linear,
-    linear_outer: Linear
-});
+module!(MultiHeadAttention { query: Linear, key: Linear, value: Linear, output: Linear });
+module!(PositionWiseFeedForward { linear_inner: Linear, linear_outer: Linear });
 module!(TransformerEncoder { layers: Vec<TransformerEncoderLayer> });
 module!(TransformerEncoderLayer {
     mha: MultiHeadAttention,
@@ -181,18 +173,9 @@ module!(TransformerDecoderLayer {
 });
 
 // Recurrent layers. PyTorch packs all gates into one matrix; the keys here are Burn's.
-module!(GateController {
-    input_transform: Linear,
-    hidden_transform: Linear
-});
-module!(Rnn {
-    gate: GateController,
-    hidden_activation: Activation
-});
-module!(BiRnn {
-    forward: Rnn,
-    reverse: Rnn
-});
+module!(GateController { input_transform: Linear, hidden_transform: Linear });
+module!(Rnn { gate: GateController, hidden_activation: Activation });
+module!(BiRnn { forward: Rnn, reverse: Rnn });
 module!(Lstm {
     input_gate: GateController,
     forget_gate: Option<GateController>,
@@ -202,10 +185,7 @@ module!(Lstm {
     cell_activation: Activation,
     hidden_activation: Activation,
 });
-module!(BiLstm {
-    forward: Lstm,
-    reverse: Lstm
-});
+module!(BiLstm { forward: Lstm, reverse: Lstm });
 module!(Gru {
     update_gate: GateController,
     reset_gate: GateController,
@@ -213,17 +193,11 @@ module!(Gru {
     gate_activation: Activation,
     hidden_activation: Activation,
 });
-module!(BiGru {
-    forward: Gru,
-    reverse: Gru
-});
+module!(BiGru { forward: Gru, reverse: Gru });
 
 // Activations with parameters.
 module!(PRelu { alpha: Vector as "weight" });
-module!(SwiGlu {
-    linear_inner: Linear,
-    linear_outer: Linear
-});
+module!(SwiGlu { linear_inner: Linear, linear_outer: Linear });
 choice!(Activation {
     Identity(Identity),
     Gelu(Gelu),

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::ShardError;
+use crate::unit_type::UnitType;
 
 /// What is sharded between steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -55,11 +56,31 @@ pub enum BackwardPrefetch {
     None,
 }
 
+/// Which of the annotated units are units of their own. The others join the unit around them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WrapPolicy {
+    /// All of them.
+    #[default]
+    Annotated,
+    /// The named types, and the outermost unit: `TransformerBased(unit_types![BertLayer])`.
+    TransformerBased(&'static [UnitType]),
+}
+
+impl WrapPolicy {
+    pub(crate) fn wraps(self, unit: UnitType) -> bool {
+        match self {
+            Self::Annotated => true,
+            Self::TransformerBased(units) => units.contains(&unit),
+        }
+    }
+}
+
 /// The options of [`fully_shard`](crate::fully_shard).
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 pub struct FsdpOptions {
     pub(crate) strategy: ShardingStrategy,
+    pub(crate) wrap: WrapPolicy,
     pub(crate) slots: usize,
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
@@ -79,6 +100,7 @@ impl FsdpOptions {
     pub const fn new() -> Self {
         Self {
             strategy: ShardingStrategy::FullShard,
+            wrap: WrapPolicy::Annotated,
             slots: 2,
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
@@ -91,6 +113,12 @@ impl FsdpOptions {
     /// What is sharded between steps.
     pub const fn strategy(mut self, strategy: ShardingStrategy) -> Self {
         self.strategy = strategy;
+        self
+    }
+
+    /// Which of the annotated units are gathered on their own.
+    pub const fn wrap(mut self, wrap: WrapPolicy) -> Self {
+        self.wrap = wrap;
         self
     }
 

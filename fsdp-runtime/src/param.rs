@@ -32,7 +32,11 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// A fragment read from the module, to gather from.
     fn collect(&self, place: Place, base: DispatchTensor);
     /// Starts a hooked forward; `None` within another one of the same unit.
-    fn pre_forward(&self, unit: usize, inputs: Vec<DispatchTensor>) -> Result<Option<CallId>, Error>;
+    fn pre_forward(
+        &self,
+        unit: usize,
+        inputs: Vec<DispatchTensor>,
+    ) -> Result<Option<CallId>, Error>;
     /// An output of the unit, made to unshard the unit before its gradient goes on.
     fn hook_output(self: Arc<Self>, call: CallId, output: DispatchTensor) -> DispatchTensor;
     /// Ends a hooked forward.
@@ -40,7 +44,11 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// Ends a hooked forward that panicked.
     fn abandon(&self, call: CallId);
     /// The effective value of a parameter, given its base.
-    fn materialize(self: Arc<Self>, place: Place, base: DispatchTensor) -> Result<DispatchTensor, Error>;
+    fn materialize(
+        self: Arc<Self>,
+        place: Place,
+        base: DispatchTensor,
+    ) -> Result<DispatchTensor, Error>;
 }
 
 /// The reparameterization of a sharded parameter.

@@ -11,9 +11,10 @@ use crate::error::ShardError;
 use crate::group::{Entry, Held, Unit};
 use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
-use crate::options::{FsdpOptions, ShardingStrategy};
+use crate::options::{FsdpOptions, ShardingStrategy, WrapPolicy};
 use crate::param::{Place, Sharded};
 use crate::unit::{Child, FsdpModule, Kind, Node, Walk};
+use crate::unit_type::UnitType;
 
 /// A parameter's name in a checkpoint from elsewhere, and whether it lies transposed there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,8 +55,12 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// Lays out `module` for a rank.
-    pub(crate) fn new<M: FsdpModule>(module: &M, mesh: Mesh, options: &FsdpOptions) -> Result<Self, ShardError> {
-        let mut inventory = Inventory::default();
+    pub(crate) fn new<M: FsdpModule>(
+        module: &M,
+        mesh: Mesh,
+        options: &FsdpOptions,
+    ) -> Result<Self, ShardError> {
+        let mut inventory = Inventory { wrap: options.wrap, ..Inventory::default() };
         inventory.units.push(FoundUnit { path: String::new(), level: 0 });
         inventory.stack.push(0);
         inventory.declare(&M::LAYOUT);
@@ -74,14 +79,24 @@ impl Plan {
             devices => {
                 return Err(ShardError::SeveralDevices {
                     count: devices.len(),
-                    devices: devices.iter().map(|device| format!("{device:?}")).collect::<Vec<_>>().join(", "),
+                    devices: devices
+                        .iter()
+                        .map(|device| format!("{device:?}"))
+                        .collect::<Vec<_>>()
+                        .join(", "),
                 });
             }
         };
         Ok(Self::lay_out(items, units, device, mesh, options))
     }
 
-    fn lay_out(items: Vec<Item>, found: Vec<FoundUnit>, device: Device, mesh: Mesh, options: &FsdpOptions) -> Self {
+    fn lay_out(
+        items: Vec<Item>,
+        found: Vec<FoundUnit>,
+        device: Device,
+        mesh: Mesh,
+        options: &FsdpOptions,
+    ) -> Self {
         // Each item's position within its unit, in the order of the walk.
         let mut counts = vec![0; found.len()];
         let places: Vec<Place> = items
@@ -97,7 +112,9 @@ impl Plan {
             let own: Vec<&Item> = items.iter().filter(|item| item.unit == index).collect();
             let is_matrix = |item: &&&Item| {
                 let numel: usize = item.shape.iter().product();
-                item.tied_to.is_none() && item.shape.len() >= 2 && numel >= options.persist_below.max(1)
+                item.tied_to.is_none()
+                    && item.shape.len() >= 2
+                    && numel >= options.persist_below.max(1)
             };
             let matrices = own.iter().filter(is_matrix).map(|item| item.shape.iter().product());
             let layout = FlatLayout::new(matrices, mesh.world);
@@ -116,7 +133,11 @@ impl Plan {
                     Entry { path: item.path.clone(), shape: item.shape.clone(), held, segment }
                 })
                 .collect();
-            let name = if unit.path.is_empty() { Arc::from("(root)") } else { Arc::from(format!("`{}`", unit.path)) };
+            let name = if unit.path.is_empty() {
+                Arc::from("(root)")
+            } else {
+                Arc::from(format!("`{}`", unit.path))
+            };
             Unit { name, level: unit.level, entries, layout, slot: None }
         });
         Self { units: units.collect(), keys, device, places }
@@ -143,6 +164,7 @@ impl Plan {
 /// The walk that finds everything.
 #[derive(Debug, Default)]
 struct Inventory {
+    wrap: WrapPolicy,
     path: Vec<String>,
     key: Vec<String>,
     transposed: Vec<bool>,
@@ -166,7 +188,8 @@ impl Inventory {
             let here = self.join(&[]);
             if here.is_empty() { path.to_string() } else { format!("{here}.{path}") }
         };
-        let ties: Vec<_> = node.ties.iter().map(|tie| (prefix(tie.first), prefix(tie.second))).collect();
+        let ties: Vec<_> =
+            node.ties.iter().map(|tie| (prefix(tie.first), prefix(tie.second))).collect();
         self.ties.extend(ties);
     }
 
@@ -218,8 +241,14 @@ impl Walk for Inventory {
     }
 
     fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
-        self.stack.push(self.units.len());
-        self.units.push(FoundUnit { path: self.join(&[]), level: self.stack.len() - 1 });
+        let around = *self.stack.last().expect("the outermost unit is on the stack");
+        if self.wrap.wraps(UnitType::of_module::<M>()) {
+            let level = self.units[around].level + 1;
+            self.stack.push(self.units.len());
+            self.units.push(FoundUnit { path: self.join(&[]), level });
+        } else {
+            self.stack.push(around);
+        }
         true
     }
 
@@ -281,7 +310,9 @@ fn tie(items: &mut [Item], ties: &[(String, String)]) -> Result<(), ShardError> 
     };
     for (first, second) in ties {
         // Both exist in the static tree; an `Option` on the way may be empty in this model.
-        let (Some(first), Some(second)) = (resolve(items, first), resolve(items, second)) else { continue };
+        let (Some(first), Some(second)) = (resolve(items, first), resolve(items, second)) else {
+            continue;
+        };
         if items[first].shape != items[second].shape {
             return Err(ShardError::TieShape {
                 first: items[first].path.clone(),

@@ -39,7 +39,9 @@ impl<M: FsdpModule> Fsdp<M> {
         }
         impl Walk for Gather<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                let (Some(sharded), Ok(state)) = (Sharded::of(param), &mut self.state) else { return };
+                let (Some(sharded), Ok(state)) = (Sharded::of(param), &mut self.state) else {
+                    return;
+                };
                 let base = param.base().into_dispatch();
                 match self.engine.full(sharded.place, base, self.keep) {
                     Ok(Some(data)) => {

@@ -1,17 +1,25 @@
 //! Units named by type, as wrap lists do.
 
-use crate::unit::FsdpUnit;
+use std::any::TypeId;
+
+use crate::unit::{FsdpModule, FsdpUnit};
 
 /// A type under `#[fsdp_unit]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnitType {
+    id: TypeId,
     ty: &'static str,
 }
 
 impl UnitType {
     /// The unit `T`.
     pub const fn of<T: FsdpUnit>() -> Self {
-        Self { ty: T::LAYOUT.ty }
+        Self::of_module::<T>()
+    }
+
+    /// The type of a module that is known to be a unit.
+    pub(crate) const fn of_module<T: FsdpModule>() -> Self {
+        Self { id: TypeId::of::<T>(), ty: T::LAYOUT.ty }
     }
 
     /// The type's name, without its path.

@@ -101,7 +101,8 @@ impl Net {
 
 /// Rows of tokens and their labels; a row is the same in whatever batch it comes.
 pub fn batch(step: usize, rows: Range<usize>, device: &Device) -> (Tensor<2, Int>, Tensor<1, Int>) {
-    let token = |row: usize, at: usize| ((row * 7919 + step * 104_729 + at * 31) % VOCABULARY) as i32;
+    let token =
+        |row: usize, at: usize| ((row * 7919 + step * 104_729 + at * 31) % VOCABULARY) as i32;
     let tokens: Vec<i32> =
         rows.clone().flat_map(|row| (0..LENGTH).map(move |at| token(row, at))).collect();
     let labels: Vec<i32> = rows.clone().map(|row| token(row, 3) % CLASSES as i32).collect();
@@ -154,8 +155,9 @@ impl Run {
 
     pub fn launch(&self) -> Outcome {
         let run = self.clone();
-        let mut options =
-            LaunchOptions::new(self.world).device(self.device.clone()).timeout(Duration::from_secs(60));
+        let mut options = LaunchOptions::new(self.world)
+            .device(self.device.clone())
+            .timeout(Duration::from_secs(60));
         if let Some(threads) = self.threads {
             options = options.threads_per_rank(threads);
         }

@@ -26,9 +26,7 @@ pub fn block(hooked: &Hooked<'_>) -> ItemImpl {
             .find(|method| matches!(item, ImplItem::Fn(other) if std::ptr::eq(other, *method)));
         match forward {
             Some(method) => {
-                block
-                    .items
-                    .push(ImplItem::Verbatim(wrapper(method).into_token_stream()));
+                block.items.push(ImplItem::Verbatim(wrapper(method).into_token_stream()));
                 block.items.push(ImplItem::Fn(body(method)));
             }
             None => block.items.push(item.clone()),
@@ -40,11 +38,7 @@ pub fn block(hooked: &Hooked<'_>) -> ItemImpl {
 /// `impl HookedForward`, which tells the struct that its block is there.
 pub fn marker(hooked: &Hooked<'_>) -> TokenStream {
     let ty = &hooked.original.self_ty;
-    let conditions = hooked
-        .original
-        .attrs
-        .iter()
-        .filter(|attr| is(attr, &["cfg"]));
+    let conditions = hooked.original.attrs.iter().filter(|attr| is(attr, &["cfg"]));
     quote_spanned! {at(ty)=>
         #(#conditions)*
         impl __fsdp::HookedForward for #ty {}
@@ -92,8 +86,7 @@ fn body(method: &ImplItemFn) -> ImplItemFn {
     let mut body = method.clone();
     body.vis = Visibility::Inherited;
     body.sig.ident = hidden_name(&method.sig.ident);
-    body.attrs
-        .retain(|attr| is(attr, LINTS) || is(attr, &["cfg"]));
+    body.attrs.retain(|attr| is(attr, LINTS) || is(attr, &["cfg"]));
     body.attrs.push(syn::parse_quote!(#[doc(hidden)]));
     body
 }

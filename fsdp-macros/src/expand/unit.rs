@@ -14,9 +14,8 @@ pub fn implementation(module: &Module<'_>, body: TokenStream) -> TokenStream {
     // Only of an item with an error; its own bounds may not be enough for Burn.
     let bound = (!module.original.generics.params.is_empty())
         .then(|| quote!(where #name #arguments: __fsdp::BurnModule));
-    let unit = module
-        .unit
-        .map(|_| quote!(impl #generics __fsdp::FsdpUnit for #name #arguments #bound {}));
+    let unit =
+        module.unit.map(|_| quote!(impl #generics __fsdp::FsdpUnit for #name #arguments #bound {}));
     quote! {
         impl #generics __fsdp::FsdpModule for #name #arguments #bound {
             #body

@@ -12,10 +12,7 @@ pub fn implementation(item: &DeriveInput) -> TokenStream {
     let mut generics = item.generics.clone();
     for param in item.generics.type_params() {
         let param = &param.ident;
-        generics
-            .make_where_clause()
-            .predicates
-            .push(parse_quote!(#param: __fsdp::UnitValue));
+        generics.make_where_clause().predicates.push(parse_quote!(#param: __fsdp::UnitValue));
     }
     let (parameters, arguments, bounds) = generics.split_for_impl();
     let variants: Vec<_> = match &item.data {
@@ -58,9 +55,7 @@ pub fn implementation(item: &DeriveInput) -> TokenStream {
 fn map(path: &TokenStream, fields: &Fields) -> TokenStream {
     let bindings = (0..).map(|index| format_ident!("__fsdp_{index}"));
     let (members, bindings): (Vec<_>, Vec<_>) = fields.members().zip(bindings).unzip();
-    let types = fields
-        .iter()
-        .map(|field| method(&field.ty, quote!(map_tensors)));
+    let types = fields.iter().map(|field| method(&field.ty, quote!(map_tensors)));
     quote! {
         #path { #(#members: #bindings),* } => #path {
             #(#members: #types(#bindings, __fsdp_map)),*
@@ -71,9 +66,7 @@ fn map(path: &TokenStream, fields: &Fields) -> TokenStream {
 fn visit(path: &TokenStream, fields: &Fields) -> TokenStream {
     let bindings = (0..).map(|index| format_ident!("__fsdp_{index}"));
     let (members, bindings): (Vec<_>, Vec<_>) = fields.members().zip(bindings).unzip();
-    let types = fields
-        .iter()
-        .map(|field| method(&field.ty, quote!(visit_tensors)));
+    let types = fields.iter().map(|field| method(&field.ty, quote!(visit_tensors)));
     quote! {
         #path { #(#members: ref #bindings),* } => {
             #(#types(#bindings, __fsdp_visit);)*

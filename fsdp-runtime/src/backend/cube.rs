@@ -66,7 +66,13 @@ fn fill(client: &cubecl::client::Client, target: Handle, numel: usize, value: f3
     let (count, dim) = grid(client, numel);
     // SAFETY: the kernel stays within `target`, which holds `numel` elements.
     unsafe {
-        fill_kernel::launch_unchecked(client, count, dim, BufferArg::from_raw_parts(target, numel), value);
+        fill_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            BufferArg::from_raw_parts(target, numel),
+            value,
+        );
     }
 }
 
@@ -184,7 +190,8 @@ impl ShardBackend for Cube {
             Cube::float_sum(Cube::float_mul(part.clone(), part))
         };
         let sums = Cube::float_cat(parts.iter().map(sum).collect(), 0);
-        let data = burn::tensor::Tensor::<1>::from_dispatch(Self::into_dispatch(Value::Plain(sums)));
+        let data =
+            burn::tensor::Tensor::<1>::from_dispatch(Self::into_dispatch(Value::Plain(sums)));
         data.into_data().iter::<f64>().collect()
     }
 }

@@ -7,9 +7,9 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use burn::backend::Flex;
 use burn::backend::TensorMetadata;
 use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
-use burn::backend::Flex;
 use burn::tensor::{DType, Shape, TensorData};
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 
@@ -49,7 +49,9 @@ impl Block {
         assert!(at + source.len() <= self.bytes, "a gather stays within its slot");
         // SAFETY: the range lies within the block, `source` is other memory, and no view of the
         // block is read while the schedule writes it.
-        unsafe { self.start.add(at).copy_from_nonoverlapping(NonNull::from(source).cast(), source.len()) }
+        unsafe {
+            self.start.add(at).copy_from_nonoverlapping(NonNull::from(source).cast(), source.len())
+        }
     }
 }
 
@@ -77,7 +79,10 @@ impl AllocationController for View {
         AllocationProperty::Native
     }
 
-    unsafe fn memory_mut(&mut self, _: AccessPolicy) -> Result<&mut [MaybeUninit<u8>], AccessError> {
+    unsafe fn memory_mut(
+        &mut self,
+        _: AccessPolicy,
+    ) -> Result<&mut [MaybeUninit<u8>], AccessError> {
         Err(AccessError::WouldCopy)
     }
 
@@ -85,7 +90,10 @@ impl AllocationController for View {
         // SAFETY: the range lies within the block (checked in `Memory::bytes`), which is
         // initialised, lives as long as `self`, and is not written while a view is read.
         Ok(unsafe {
-            std::slice::from_raw_parts(self.block.start.add(self.range.start).as_ptr().cast(), self.range.len())
+            std::slice::from_raw_parts(
+                self.block.start.add(self.range.start).as_ptr().cast(),
+                self.range.len(),
+            )
         })
     }
 }
@@ -163,7 +171,8 @@ impl ShardBackend for Flex {
 
     fn detach(memory: &Memory, tensor: FlexTensor) -> FlexTensor {
         let start = memory.block.start.as_ptr().addr();
-        let looks_in = (start..start + memory.block.bytes).contains(&tensor.bytes().as_ptr().addr());
+        let looks_in =
+            (start..start + memory.block.bytes).contains(&tensor.bytes().as_ptr().addr());
         if !looks_in {
             return tensor;
         }
@@ -248,7 +257,12 @@ mod tests {
     #[test]
     fn the_mean_of_a_part_is_that_part_of_the_mean() {
         let parts: Vec<_> = (0..3)
-            .map(|rank| owned((0..101).map(|i| (i * (rank + 3)) as f32 * 0.37).collect(), Shape::from([101])))
+            .map(|rank| {
+                owned(
+                    (0..101).map(|i| (i * (rank + 3)) as f32 * 0.37).collect(),
+                    Shape::from([101]),
+                )
+            })
             .collect();
         let whole = Flex::mean(&parts, 0..101, 3, Shape::from([101]));
         let part = Flex::mean(&parts, 40..77, 3, Shape::from([37]));
@@ -257,7 +271,8 @@ mod tests {
 
     #[test]
     fn the_sum_of_squares_is_that_of_f64() {
-        let elements: Vec<f32> = (0..10_007).map(|i| ((i * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
+        let elements: Vec<f32> =
+            (0..10_007).map(|i| ((i * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
         let exact: f64 = elements.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
         assert!((sum_squares(&elements) - exact).abs() <= 1e-6 * exact);
     }

@@ -74,7 +74,12 @@ pub(crate) trait ShardBackend: Backend {
     fn fragment(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
     /// The mean over `parts` of `range` of each flattened part: sums in order, then divides by
     /// `divisor`. An element's result depends on nothing but the parts' elements at that place.
-    fn mean(parts: &[Float<Self>], range: Range<usize>, divisor: usize, shape: Shape) -> Float<Self>;
+    fn mean(
+        parts: &[Float<Self>],
+        range: Range<usize>,
+        divisor: usize,
+        shape: Shape,
+    ) -> Float<Self>;
     /// The sum of squares over each range of its flattened tensor. The result depends on the
     /// elements and their order alone, so that every strategy finds the same norm.
     fn sum_squares(parts: &[(Float<Self>, Range<usize>)]) -> Vec<f64>;
@@ -117,8 +122,10 @@ pub(crate) fn unsupported(device: &burn::tensor::Device) -> ShardError {
 macro_rules! dispatch {
     ($backend:ty) => {
         fn from_dispatch(mut tensor: burn::tensor::DispatchTensor) -> Option<Value<Self>> {
+            use burn::backend::{
+                BackendTensor, DispatchAutodiffContext, DispatchKindConversion as To,
+            };
             use burn::tensor::DispatchTensor as Any;
-            use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchKindConversion as To};
             let context = tensor.autodiff;
             if context == DispatchAutodiffContext::Disabled {
                 match <Any as To<$backend>>::try_into_backend(tensor).ok()? {
@@ -135,10 +142,12 @@ macro_rules! dispatch {
         }
 
         fn into_dispatch(value: Value<Self>) -> burn::tensor::DispatchTensor {
-            use burn::tensor::DispatchTensor as Any;
             use burn::backend::{BackendTensor, DispatchKindConversion as To};
+            use burn::tensor::DispatchTensor as Any;
             match value {
-                Value::Plain(tensor) => <Any as To<$backend>>::from_backend(BackendTensor::Float(tensor)),
+                Value::Plain(tensor) => {
+                    <Any as To<$backend>>::from_backend(BackendTensor::Float(tensor))
+                }
                 Value::Autodiff(tensor, context) => {
                     let tensor = BackendTensor::Float(tensor);
                     let mut tensor =

@@ -24,22 +24,11 @@ pub const fn num_keys(node: &Node) -> usize {
 /// Checks one type; `N` is its [`num_keys`].
 #[track_caller]
 pub const fn have_distinct_keys<const N: usize>(layout: &Node) {
-    let mut all = Collected {
-        keys: [Key {
-            hash: 0,
-            field: 0,
-            index: 0,
-        }; N],
-        len: 0,
-    };
+    let mut all = Collected { keys: [Key { hash: 0, field: 0, index: 0 }; N], len: 0 };
     let mut field = 0;
     while field < layout.children.len() {
         let child = &layout.children[field];
-        all.collect(
-            child.node,
-            field,
-            Hash::EMPTY.segment(segment(layout, child)),
-        );
+        all.collect(child.node, field, Hash::EMPTY.segment(segment(layout, child)));
         field += 1;
     }
     sort(&mut all.keys);
@@ -98,11 +87,7 @@ struct Collected<const N: usize> {
 impl<const N: usize> Collected<N> {
     const fn collect(&mut self, node: &Node, field: usize, hash: Hash) {
         if is_key(node) {
-            self.keys[self.len] = Key {
-                hash: hash.0,
-                field,
-                index: self.len,
-            };
+            self.keys[self.len] = Key { hash: hash.0, field, index: self.len };
             self.len += 1;
             return;
         }
@@ -181,11 +166,7 @@ const fn find(node: &Node, left: &mut usize, key: &mut Text, path: &mut Text) ->
         let child = &node.children[i];
         let (key_len, path_len) = (key.len(), path.len());
         key.push_segment(segment(node, child));
-        path.push_segment(if matches!(node.kind, Kind::List) {
-            "{}"
-        } else {
-            child.name
-        });
+        path.push_segment(if matches!(node.kind, Kind::List) { "{}" } else { child.name });
         if find(child.node, left, key, path) {
             return true;
         }

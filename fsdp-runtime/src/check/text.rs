@@ -13,11 +13,7 @@ pub struct Text {
 impl Text {
     /// A text that begins with `start`.
     pub const fn new(start: &str) -> Self {
-        Self {
-            bytes: [0; CAPACITY],
-            len: 0,
-        }
-        .then(start)
+        Self { bytes: [0; CAPACITY], len: 0 }.then(start)
     }
 
     /// The text with `more` after it.

@@ -53,8 +53,7 @@ pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
         (false, true) => text.code(a.unit.ty),
         (true, _) => text.code(b.unit.ty),
     };
-    text.then(", or hold the weight once, in a module that uses it for both")
-        .fail()
+    text.then(", or hold the weight once, in a module that uses it for both").fail()
 }
 
 /// Where a path leads.
@@ -70,12 +69,9 @@ struct Place {
 impl Place {
     const fn describe(&self, text: Text, layout: &Node, unit_path: &str) -> Text {
         match (unit_path.is_empty(), layout.is_unit()) {
-            (false, _) => text
-                .then(" lies in unit ")
-                .code(self.unit.ty)
-                .then(" (")
-                .code(unit_path)
-                .then(")"),
+            (false, _) => {
+                text.then(" lies in unit ").code(self.unit.ty).then(" (").code(unit_path).then(")")
+            }
             (true, true) => text.then(" lies in unit ").code(layout.ty).then(" itself"),
             (true, false) => text.then(" lies in the unit around ").code(layout.ty),
         }
@@ -90,20 +86,13 @@ struct Fault<'a> {
 }
 
 const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, Fault<'a>> {
-    let mut place = Place {
-        node: layout,
-        unit: layout,
-        unit_len: 0,
-    };
+    let mut place = Place { node: layout, unit: layout, unit_len: 0 };
     let mut start = 0;
     while start <= path.len() {
         let end = segment_end(path, start);
         let segment = path.split_at(end).0.split_at(start).1;
         let Some(node) = step(place.node, segment) else {
-            return Err(Fault {
-                holder: place.node,
-                segment,
-            });
+            return Err(Fault { holder: place.node, segment });
         };
         place.node = through_options(node);
         if place.node.is_unit() {
@@ -127,11 +116,7 @@ const fn segment_end(path: &str, start: usize) -> usize {
 /// The child of `node` that a segment names.
 const fn step(node: &'static Node, segment: &str) -> Option<&'static Node> {
     if matches!(node.kind, Kind::List) {
-        return if is_index(segment) {
-            Some(node.children[0].node)
-        } else {
-            None
-        };
+        return if is_index(segment) { Some(node.children[0].node) } else { None };
     }
     let mut i = 0;
     while i < node.children.len() {
@@ -213,11 +198,7 @@ const fn num_matrices(node: &Node) -> usize {
         }
         i += 1;
     }
-    if matches!(node.kind, Kind::List) {
-        total * 2
-    } else {
-        total
-    }
+    if matches!(node.kind, Kind::List) { total * 2 } else { total }
 }
 
 /// Appends the path from `node` to its first matrix.
@@ -229,11 +210,7 @@ const fn first_matrix(node: &Node, path: &mut Text) -> bool {
     while i < node.children.len() {
         let child = &node.children[i];
         let len = path.len();
-        path.push_segment(if matches!(node.kind, Kind::List) {
-            "0"
-        } else {
-            child.name
-        });
+        path.push_segment(if matches!(node.kind, Kind::List) { "0" } else { child.name });
         if !child.node.is_unit() && first_matrix(child.node, path) {
             return true;
         }

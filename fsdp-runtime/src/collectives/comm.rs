@@ -52,7 +52,8 @@ impl Communicator {
             let _ = sender.send(outcome);
         };
         // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
-        let _ = self.jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).send(Box::new(job));
+        let _ =
+            self.jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).send(Box::new(job));
         Work { result, rank }
     }
 }

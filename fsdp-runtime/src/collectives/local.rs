@@ -233,7 +233,9 @@ mod tests {
     fn every_rank_gets_every_value_in_rank_order() {
         let groups = groups(5, Duration::from_secs(20));
         for _ in 0..50 {
-            for values in on_all(&groups, |group| group.exchange(&op("a"), group.rank.index()).unwrap()) {
+            for values in
+                on_all(&groups, |group| group.exchange(&op("a"), group.rank.index()).unwrap())
+            {
                 assert_eq!(values.iter().map(|value| **value).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
             }
         }
@@ -243,10 +245,18 @@ mod tests {
     #[test]
     fn a_rank_that_does_not_come_is_named_on_every_rank() {
         let groups = groups(3, Duration::from_millis(50));
-        let errors = on_all(&groups[..2], |group| group.exchange(&op("encoder.0"), ()).unwrap_err());
-        for error in errors.into_iter().chain([groups[2].exchange(&op("encoder.0"), ()).unwrap_err()]) {
-            let CollectiveError::Timeout { op, unit, missing, .. } = error else { panic!("{error}") };
-            assert_eq!((op, unit.as_str(), missing), ("all_gather", "encoder.0", vec![groups[2].rank]));
+        let errors =
+            on_all(&groups[..2], |group| group.exchange(&op("encoder.0"), ()).unwrap_err());
+        for error in
+            errors.into_iter().chain([groups[2].exchange(&op("encoder.0"), ()).unwrap_err()])
+        {
+            let CollectiveError::Timeout { op, unit, missing, .. } = error else {
+                panic!("{error}")
+            };
+            assert_eq!(
+                (op, unit.as_str(), missing),
+                ("all_gather", "encoder.0", vec![groups[2].rank])
+            );
         }
     }
 

@@ -91,7 +91,11 @@ impl DropoutConfig {
     ///
     /// When `prob` is not in `[0, 1)`, as Burn's own does.
     pub fn init(&self) -> Dropout {
-        assert!((0.0..1.0).contains(&self.prob), "dropout probability {} is not in [0, 1)", self.prob);
+        assert!(
+            (0.0..1.0).contains(&self.prob),
+            "dropout probability {} is not in [0, 1)",
+            self.prob
+        );
         // Until the model is sharded every layer has a stream of its own.
         let source = Source::new(Stream::new(0, 0), crate::schedule::next_identity());
         Dropout { prob: self.prob, training: Param::from_bool(true), source }
@@ -209,7 +213,8 @@ mod tests {
     fn masks_differ_by_seed_rank_layer_step_and_call() {
         let source = |seed, rank, layer| Source::new(Stream::new(seed, rank), layer);
         let first = source(1, 0, 5);
-        let drawn = [source(1, 0, 5), source(2, 0, 5), source(1, 1, 5), source(1, 0, 6)].map(|source| source.next());
+        let drawn = [source(1, 0, 5), source(2, 0, 5), source(1, 1, 5), source(1, 0, 6)]
+            .map(|source| source.next());
         assert_eq!(first.next(), drawn[0], "the same everywhere gives the same mask");
         let call = first.next();
         first.stream.next_step();

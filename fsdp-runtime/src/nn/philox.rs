@@ -46,10 +46,7 @@ mod tests {
     #[test]
     fn known_answers() {
         let first = |key, first, place| blocks(key, first, place).map(|word| word[0]);
-        assert_eq!(
-            first([0, 0], 0, [0, 0]),
-            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
-        );
+        assert_eq!(first([0, 0], 0, [0, 0]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(
             first([u32::MAX; 2], u64::MAX, [u32::MAX; 2]),
             [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]

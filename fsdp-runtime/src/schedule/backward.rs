@@ -56,7 +56,8 @@ impl<B: ShardBackend> Schedule<B> {
     fn post_backward(&self, state: &mut State<B>, call: Call<B>) -> Result<(), Error> {
         let index = call.unit;
         let unit = &self.units[index];
-        let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_backward", unit = %unit.name).entered();
+        let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_backward", unit = %unit.name)
+            .entered();
         self.collect_reductions(state)?;
         count(&self.counters.reduce_scatters);
         let op = Op::new("reduce_scatter", unit.name.clone());

@@ -31,7 +31,12 @@ pub(crate) trait Engine: Runtime {
     /// The 2-norm over all ranks of reduced gradients.
     fn gradient_norm(&self, gradients: Vec<(Place, DispatchTensor)>) -> Result<f64, Error>;
     /// A full parameter, given its base; every rank calls, `keep` says who wants the result.
-    fn full(&self, place: Place, base: DispatchTensor, keep: bool) -> Result<Option<TensorData>, Error>;
+    fn full(
+        &self,
+        place: Place,
+        base: DispatchTensor,
+        keep: bool,
+    ) -> Result<Option<TensorData>, Error>;
 }
 
 impl<B: ShardBackend> Engine for Schedule<B> {
@@ -78,7 +83,9 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         let mut whole = Vec::new();
         for (place, gradient) in gradients {
             let (unit, entry) = self.place(place);
-            let Some(gradient) = B::from_dispatch(gradient).map(Value::into_inner) else { continue };
+            let Some(gradient) = B::from_dispatch(gradient).map(Value::into_inner) else {
+                continue;
+            };
             if entry.segment.is_none() {
                 whole.push((gradient, 0..entry.numel()));
                 continue;
@@ -103,7 +110,12 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         Ok(squares.sqrt())
     }
 
-    fn full(&self, place: Place, base: DispatchTensor, keep: bool) -> Result<Option<TensorData>, Error> {
+    fn full(
+        &self,
+        place: Place,
+        base: DispatchTensor,
+        keep: bool,
+    ) -> Result<Option<TensorData>, Error> {
         let (_, entry) = self.place(place);
         let Some(base) = B::from_dispatch(base).map(Value::into_inner) else { return Ok(None) };
         let full = match &entry.held {

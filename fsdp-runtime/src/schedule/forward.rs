@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use burn::backend::{AutodiffBackend, Autodiff};
+use burn::backend::{Autodiff, AutodiffBackend};
 use burn::tensor::{DispatchTensor, Shape};
 
 use super::{Schedule, State, count};
@@ -30,7 +30,11 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         self.lock().units[place.unit].fragments[place.entry] = Some(fragment);
     }
 
-    fn pre_forward(&self, unit: usize, inputs: Vec<DispatchTensor>) -> Result<Option<CallId>, Error> {
+    fn pre_forward(
+        &self,
+        unit: usize,
+        inputs: Vec<DispatchTensor>,
+    ) -> Result<Option<CallId>, Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
         if !state.units[unit].forwards.is_empty() {
@@ -48,7 +52,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         state.units[unit].forwards.push(call);
         state.open += 1;
         // From here on the unit's slot is in use, and no prefetch takes it.
-        if self.prefetch.forward && let Some(next) = self.next_forward(state, at, unit) {
+        if self.prefetch.forward
+            && let Some(next) = self.next_forward(state, at, unit)
+        {
             self.unshard(state, next, true)?;
         }
         Ok(Some(call))
@@ -119,7 +125,11 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         }
     }
 
-    fn materialize(self: Arc<Self>, place: Place, base: DispatchTensor) -> Result<DispatchTensor, Error> {
+    fn materialize(
+        self: Arc<Self>,
+        place: Place,
+        base: DispatchTensor,
+    ) -> Result<DispatchTensor, Error> {
         let (unit, entry) = self.place(place);
         let Some(value) = B::from_dispatch(base.clone()) else { return Ok(base) };
         let context = match &value {
@@ -149,7 +159,12 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         let call = state.units[place.unit].forwards.last().copied();
         let value = match &unit.entries[holder].held {
             Held::Fragment(_) if call.is_some() => {
-                debug_assert!(matches!(state.units[place.unit].residency, Residency::Unsharded), "{}: {:?}", unit.name, state.units[place.unit].residency);
+                debug_assert!(
+                    matches!(state.units[place.unit].residency, Residency::Unsharded),
+                    "{}: {:?}",
+                    unit.name,
+                    state.units[place.unit].residency
+                );
                 let slot = &self.slots[unit.slot.expect("a unit with fragments has a slot")];
                 slot.view(unit.offset(holder), &entry.shape)
             }
@@ -170,7 +185,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
 impl<B: ShardBackend> Schedule<B> {
     /// What comes before the outermost forward: what an earlier one left is out of date.
     fn begin(&self, state: &mut State<B>) -> Result<(), Error> {
-        if !state.reductions.is_empty() || state.units.iter().any(|unit| unit.reduced.iter().any(Option::is_some)) {
+        if !state.reductions.is_empty()
+            || state.units.iter().any(|unit| unit.reduced.iter().any(Option::is_some))
+        {
             return Err(ScheduleError::GradientsNotCollected.into());
         }
         state.calls.retain(|_, call| call.alive.strong_count() > 0);
@@ -226,14 +243,19 @@ impl<B: ShardBackend> Schedule<B> {
     }
 
     /// One parameter gathered into memory of its own: a `val()` outside its unit's forward.
-    pub(super) fn gather_single(&self, place: Place, fragment: Float<B>) -> Result<Float<B>, Error> {
+    pub(super) fn gather_single(
+        &self,
+        place: Place,
+        fragment: Float<B>,
+    ) -> Result<Float<B>, Error> {
         let (_, entry) = self.place(place);
         tracing::trace!(target: "fsdp", path = %entry.path, "fsdp::unshard_single");
         count(&self.counters.single_gathers);
         let op = Op::new("all_gather", entry.path.as_str());
         let len = entry.range().len();
         let mine = (len > 0).then(|| B::float_reshape(fragment, Shape::from([len])));
-        let parts = self.comm.issue(move |group| ProcessGroup::<B>::all_gather_one(group, &op, mine));
+        let parts =
+            self.comm.issue(move |group| ProcessGroup::<B>::all_gather_one(group, &op, mine));
         let flatten = |part: Float<B>| {
             let numel = crate::backend::numel::<B>(&part);
             B::float_reshape(part, Shape::from([numel]))

@@ -211,7 +211,8 @@ impl<B: ShardBackend> Schedule<B> {
         state.owners[slot] = Some(index);
         state.units[index].residency = Residency::Unsharding(work);
         state.units[index].prefetched = ahead;
-        let now = self.counters.unsharded_bytes.fetch_add(unit.unsharded_bytes(), Ordering::Relaxed);
+        let now =
+            self.counters.unsharded_bytes.fetch_add(unit.unsharded_bytes(), Ordering::Relaxed);
         let now = now + unit.unsharded_bytes();
         self.counters.peak_unsharded_bytes.fetch_max(now, Ordering::Relaxed);
         Ok(())
