@@ -7,6 +7,7 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Backend, Cube, TensorMetadata};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeDevice;
@@ -146,7 +147,9 @@ impl ShardBackend for Cube {
     }
 
     fn detach(memory: &Memory, tensor: CubeTensor) -> CubeTensor {
-        if tensor.handle.memory != memory.handle.memory {
+        // Clones of a handle share its descriptor.
+        let (theirs, ours) = (&tensor.handle.memory, &memory.handle.memory);
+        if !std::ptr::eq(theirs.descriptor(), ours.descriptor()) {
             return tensor;
         }
         let (numel, shape) = (numel::<Cube>(&tensor), tensor.shape());
