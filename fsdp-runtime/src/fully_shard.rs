@@ -11,7 +11,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, DispatchTensor, Tensor};
 
 use crate::attach::{Cutter, agree, same_on_all};
-use crate::backend::with_backend;
+use crate::backend::{owned, with_backend};
 use crate::error::{Error, ScheduleError};
 use crate::group::Held;
 use crate::launch::Worker;
@@ -46,7 +46,7 @@ pub fn fully_shard<M: HookedForward>(
         let random = Stream::new(options.seed.unwrap_or(0), worker.rank().index());
         let schedule = Schedule::<B>::new(
             worker.mesh(),
-            inner.clone(),
+            owned(&inner),
             worker.comm().clone(),
             plan.units.clone(),
             options.slots,
@@ -57,7 +57,7 @@ pub fn fully_shard<M: HookedForward>(
             random.clone(),
         );
         let mut cutter =
-            Cutter::<B>::new(&plan, schedule.clone(), worker, &options, &random, inner.clone());
+            Cutter::<B>::new(&plan, schedule.clone(), worker, &options, &random, inner);
         let module = module.attach(&mut cutter);
         cutter.finish()?;
         Ok(Fsdp { module, engine: schedule, keys: Arc::new(plan.keys) })

@@ -106,7 +106,7 @@ pub const LEAF: Node = Node::plain("leaf", Kind::Leaf);
     note = "if `{Self}` is your own module, write `#[derive(Module, FsdpModule)]` on it (or `#[fsdp_unit]` below `#[derive(Module)]`, to make it a unit of its own)",
     note = "if it is a module of another crate, write `#[fsdp(leaf)]` on the field; if it is no module at all, `#[module(skip)]`"
 )]
-pub trait FsdpModule: Module + 'static {
+pub trait FsdpModule: Module {
     /// The type's static layout tree.
     const LAYOUT: Node;
 

@@ -1,14 +1,30 @@
 //! Units named by type, as wrap lists do.
 
-use std::any::TypeId;
+use std::any::type_name;
+use std::fmt;
 
 use crate::unit::{FsdpModule, FsdpUnit};
 
 /// A type under `#[fsdp_unit]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub struct UnitType {
-    id: TypeId,
+    /// The type's full path; a function, as the path is not known in constants.
+    path: fn() -> &'static str,
     ty: &'static str,
+}
+
+impl PartialEq for UnitType {
+    fn eq(&self, other: &Self) -> bool {
+        (self.path)() == (other.path)()
+    }
+}
+
+impl Eq for UnitType {}
+
+impl fmt::Debug for UnitType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str((self.path)())
+    }
 }
 
 impl UnitType {
@@ -19,7 +35,7 @@ impl UnitType {
 
     /// The type of a module that is known to be a unit.
     pub(crate) const fn of_module<T: FsdpModule>() -> Self {
-        Self { id: TypeId::of::<T>(), ty: T::LAYOUT.ty }
+        Self { path: type_name::<T>, ty: T::LAYOUT.ty }
     }
 
     /// The type's name, without its path.

@@ -100,11 +100,13 @@ macro_rules! with_backend {
             #[cfg(feature = "flex")]
             DispatchDevice::Flex($inner) => {
                 type $backend = burn::backend::Flex;
+                let $inner = $crate::backend::owned($inner);
                 $body
             }
             #[cfg(feature = "cube")]
             DispatchDevice::Cube($inner) => {
                 type $backend = burn::backend::Cube;
+                let $inner = $crate::backend::owned($inner);
                 $body
             }
             #[allow(unreachable_patterns)]
@@ -113,6 +115,11 @@ macro_rules! with_backend {
     }};
 }
 pub(crate) use with_backend;
+
+/// A device of one's own; some are `Copy`, some are not.
+pub(crate) fn owned<T: Clone>(device: &T) -> T {
+    device.clone()
+}
 
 pub(crate) fn unsupported(device: &burn::tensor::Device) -> ShardError {
     ShardError::UnsupportedDevice { device: format!("{device:?}") }

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 /// Applies the Gaussian error linear unit `x · Φ(x)`, where Φ is the standard normal distribution.
 ///
-/// On Flex in f32 the error is below 2e-7 · max(1, |x|); elsewhere this is
+/// On Flex in f32 the error is below 3e-7 · max(1, |x|); elsewhere this is
 /// [`burn::tensor::activation::gelu`].
 ///
 /// # Shapes
@@ -15,10 +15,9 @@ use burn::tensor::Tensor;
 /// - input and output: `[..]`
 pub fn gelu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     #[cfg(feature = "flex")]
-    let x = match flex::gelu(x) {
-        Ok(y) => return y,
-        Err(x) => x,
-    };
+    if let Some(y) = flex::gelu(&x) {
+        return y;
+    }
     burn::tensor::activation::gelu(x)
 }
 
@@ -39,14 +38,12 @@ mod flex {
     /// Elements a task computes.
     const TASK: usize = 1 << 14;
 
-    /// GELU of an f32 tensor on Flex; any other is given back.
-    pub(super) fn gelu<const D: usize>(x: Tensor<D>) -> Result<Tensor<D>, Tensor<D>> {
+    /// GELU of an f32 tensor on Flex.
+    pub(super) fn gelu<const D: usize>(x: &Tensor<D>) -> Option<Tensor<D>> {
         if x.dtype() != DType::F32 {
-            return Err(x);
+            return None;
         }
-        let Some(value) = Flex::from_dispatch(x.clone().into_dispatch()) else { return Err(x) };
-        drop(x);
-        let value = match value {
+        let value = match Flex::from_dispatch(x.clone().into_dispatch())? {
             Value::Plain(x) => Value::Plain(forward(&x)),
             Value::Autodiff(x, context) => {
                 let (x, node) = x.into_parts();
@@ -59,7 +56,7 @@ mod flex {
                 Value::Autodiff(y, context)
             }
         };
-        Ok(Tensor::from_dispatch(Flex::into_dispatch(value)))
+        Some(Tensor::from_dispatch(Flex::into_dispatch(value)))
     }
 
     #[derive(Debug)]
@@ -115,11 +112,11 @@ mod flex {
     fn normal(x: f32) -> (f32, f32) {
         let bell = exp_of_negative(-0.5 * x * x);
         let t = 1.0 / (1.0 + 0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2 * x.abs());
-        let polynomial = -1.453_152_027 + t * 1.061_405_429;
-        let polynomial = -0.284_496_736 + t * (1.421_413_741 + t * polynomial);
-        let tail = 0.5 * t * (0.254_829_592 + t * polynomial) * bell;
+        let polynomial = -1.453_152 + t * 1.061_405_4;
+        let polynomial = -0.284_496_74 + t * (1.421_413_8 + t * polynomial);
+        let tail = 0.5 * t * (0.254_829_6 + t * polynomial) * bell;
         let distribution = if x < 0.0 { tail } else { 1.0 - tail };
-        (distribution, 0.398_942_28 * bell)
+        (distribution, 0.398_942_3 * bell)
     }
 
     /// eˣ for x ≤ 0, to 2 units in the last place: 2ⁿ · eʳ with |r| ≤ ln 2 / 2, and the Taylor
@@ -158,7 +155,7 @@ mod flex {
                 Tensor::<1>::from_data(TensorData::new(points, [len]), &device).require_grad()
             };
             let (ours, theirs) = (leaf(), leaf());
-            let a = gelu(ours.clone()).expect("f32 on Flex");
+            let a = gelu(&ours).expect("f32 on Flex");
             let b = burn::tensor::activation::gelu(theirs.clone());
             let close = |a: &Tensor<1>, b: &Tensor<1>, scale: f32| {
                 let (a, b) = (a.to_data(), b.to_data());
@@ -166,7 +163,8 @@ mod flex {
                     assert!((a - b).abs() <= scale * x.abs().max(1.0), "{x}: {a} {b}");
                 }
             };
-            close(&a, &b, 2e-7);
+            // Both round: half of it each.
+            close(&a, &b, 6e-7);
             let (a, b) = (a.sum().backward(), b.sum().backward());
             close(&ours.grad(&a).unwrap(), &theirs.grad(&b).unwrap(), 1e-6);
         }
