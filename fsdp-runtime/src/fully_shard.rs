@@ -1,7 +1,7 @@
 //! [`fully_shard`] and the sharded model it returns.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -72,7 +72,7 @@ pub fn fully_shard<M: HookedForward>(
 pub struct Fsdp<M> {
     pub(crate) module: M,
     pub(crate) engine: Arc<dyn Engine>,
-    pub(crate) keys: Arc<HashMap<Place, Key>>,
+    pub(crate) keys: Arc<BTreeMap<Place, Key>>,
 }
 
 impl<M> Deref for Fsdp<M> {

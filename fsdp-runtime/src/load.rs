@@ -3,7 +3,7 @@
 //! The file is memory-mapped, and each rank copies only the elements of its fragments. Everything is
 //! checked before anything is changed.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,6 @@ use crate::error::{Error, LoadError};
 use crate::fully_shard::Fsdp;
 use crate::group::{Entry, Held};
 use crate::param::{Place, Sharded};
-use crate::plan::Key;
 use crate::unit::{FsdpModule, Walk};
 
 /// What may differ between a file and the model.
@@ -112,9 +111,7 @@ impl<M: FsdpModule> Fsdp<M> {
         let mut rest: BTreeSet<&str> = file.names().into_iter().collect();
         let (mut sources, mut misshapen) = (Vec::new(), Vec::new());
         let (mut missing, mut report) = (Vec::new(), LoadReport::default());
-        let ordered: BTreeMap<Place, &Key> =
-            self.keys.iter().map(|(place, key)| (*place, key)).collect();
-        for (place, key) in ordered {
+        for (&place, key) in self.keys.iter() {
             let entry = &self.engine.units()[place.unit].entries[place.entry];
             let name = candidates(&key.name, options)
                 .into_iter()

@@ -1,7 +1,7 @@
 //! What a model holds: its units and parameters with their paths and keys, found by one walk over
 //! the module, and every reason not to shard it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
@@ -48,7 +48,7 @@ pub(crate) struct Plan {
     /// The parameters, in the order of the walk.
     pub(crate) places: Vec<Place>,
     /// The checkpoint key of each place.
-    pub(crate) keys: HashMap<Place, Key>,
+    pub(crate) keys: BTreeMap<Place, Key>,
     /// The one device they lie on.
     pub(crate) device: Device,
 }

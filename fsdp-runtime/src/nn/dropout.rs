@@ -96,8 +96,10 @@ impl DropoutConfig {
             "dropout probability {} is not in [0, 1)",
             self.prob
         );
-        // Until the model is sharded every layer has a stream of its own.
-        let source = Source::new(Stream::new(0, 0), crate::schedule::next_identity());
+        // Until the model is sharded every layer has a number of its own.
+        static LAYERS: AtomicU64 = AtomicU64::new(1);
+        let layer = LAYERS.fetch_add(1, Ordering::Relaxed);
+        let source = Source::new(Stream::new(0, 0), layer);
         Dropout { prob: self.prob, training: Param::from_bool(true), source }
     }
 }

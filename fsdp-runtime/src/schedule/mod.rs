@@ -17,7 +17,7 @@ mod engine;
 mod forward;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 pub(crate) use engine::Engine;
@@ -262,10 +262,4 @@ impl<B: ShardBackend> Schedule<B> {
         };
         order.into_iter().find(fits).copied()
     }
-}
-
-/// A fresh identity of a random stream, for models whose ranks draw apart.
-pub(crate) fn next_identity() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }
