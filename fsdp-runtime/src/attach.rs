@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
-use burn::module::{Module, Param, Reparameterizer};
+use burn::module::Param;
 use burn::tensor::{DType, Shape, Tensor};
 
 use crate::backend::{Float, ShardBackend, Value};
@@ -31,6 +31,7 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
     next: usize,
     /// A checksum of each parameter, where every rank initialised its own.
     checksums: Vec<u64>,
+    checked: Vec<Place>,
     error: Option<Error>,
 }
 
@@ -53,6 +54,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             path: Vec::new(),
             next: 0,
             checksums: Vec::new(),
+            checked: Vec::new(),
             error: None,
         }
     }
@@ -70,7 +72,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             let differs =
                 checksums.iter().zip(all[0].iter()).position(|(found, expected)| found != expected);
             if let Some(index) = differs {
-                let place = self.plan.places[index];
+                let place = self.checked[index];
                 let path = self.plan.units[place.unit].entries[place.entry].path.clone();
                 return Err(ShardError::ValueMismatch { rank, path }.into());
             }
@@ -91,6 +93,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
                 .wait()?
         } else {
             self.checksums.push(checksum::<B>(&full));
+            self.checked.push(place);
             full
         };
         let range = entry.range();
@@ -116,7 +119,7 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         }
         let index = self.next;
         self.next += 1;
-        let place = self.plan.places[index];
+        let Some(place) = self.plan.places[index] else { return param };
         let (id, tensor, mapper) = initialise(param, self.options.seed, index);
         let (tracked, dtype) = (tensor.is_require_grad(), tensor.dtype());
         let path = || self.plan.units[place.unit].entries[place.entry].path.clone();
@@ -147,8 +150,8 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
             Some(context) => Value::Autodiff(Autodiff::<B>::from_inner(base), context),
         };
         let base = Tensor::<D>::from_dispatch(B::into_dispatch(base)).set_require_grad(tracked);
-        let sharded = Sharded { runtime: self.runtime.clone(), place };
-        Param::from_mapped_value(id, base, mapper).apply_reparameterization(Put(sharded))
+        let sharded = Sharded::new(self.runtime.clone(), place);
+        sharded.put_on(Param::from_mapped_value(id, base, mapper))
     }
 
     fn dropout(&mut self, dropout: Dropout) -> Dropout {
@@ -168,21 +171,6 @@ fn initialise<const D: usize>(
     let _drawing = DRAWING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     param.lazy_device().seed(mix(seed ^ mix(index as u64)));
     param.consume()
-}
-
-/// Attaches one reparameterization to one parameter.
-struct Put(Sharded);
-
-impl Reparameterizer for Put {
-    type Reparam = Sharded;
-
-    fn reparameterize<const D: usize>(
-        &mut self,
-        _: &str,
-        param: Param<Tensor<D>>,
-    ) -> (Param<Tensor<D>>, Option<Sharded>) {
-        (param, Some(self.0.clone()))
-    }
 }
 
 /// A checksum of a tensor's elements in order.

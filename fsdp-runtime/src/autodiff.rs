@@ -6,17 +6,20 @@
 //! leaf's child has depth 1, and without them every unit would reduce at the very end.
 //!
 //! *PreBackward* is the identity on a unit's output. Its backward runs before that of any op of the
-//! unit, and unshards the unit.
+//! unit, and unshards the unit. Where the unit used parameters without a gradient, nothing tells
+//! when the last op that reads them has run: its inputs are then parents as well, whose depth says
+//! below which depth of the backward pass that is so.
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
+use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
-use burn::tensor::Shape;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::tensor::{DType, Shape};
 
 use crate::backend::{Float, ShardBackend, Tracked};
 use crate::error::Error;
@@ -25,9 +28,18 @@ use crate::param::{CallId, raise};
 /// What the ops ask of the schedule, during backward.
 pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
     /// The gradient of a unit's output arrived: none of the unit's ops has run backward yet.
-    fn pre_backward(&self, call: CallId) -> Result<(), Error>;
+    fn pre_backward(&self, call: CallId, depth: Depth) -> Result<(), Error>;
     /// A parameter's full gradient arrived. Returns whether it was the call's last one.
     fn arrived(&self, call: CallId, entry: usize, gradient: Float<B>) -> Result<bool, Error>;
+}
+
+/// Where in a backward pass a unit's ops run: Burn runs ops by depth, the deepest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Depth {
+    /// The depth that the pass has reached: every op below it has run.
+    pub(crate) reached: usize,
+    /// All ops of the unit that are to run lie below this depth.
+    pub(crate) inputs: usize,
 }
 
 /// A shared [`BackwardHooks`], and the call the op belongs to.
@@ -77,18 +89,10 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Gather {
         let GatherState { state, entry, anchors } = ops.state;
         let gradient = grads.consume::<B>(&ops.node);
         let (device, dtype) = (gradient.device(), gradient.dtype());
+        let inputs = ops.parents[1..].iter().map(|parent| parent.as_ref().map(|node| node.id));
+        let inputs = inputs.collect();
         match state.hooks.arrived(state.call, entry, gradient) {
-            // Burn expects a gradient at every parent. The inputs have one from the unit's own ops,
-            // unless the unit does not use an input at all; zeros, one element wide, serve both.
-            Ok(true) => {
-                for (node, shape) in ops.parents[1..].iter().zip(anchors) {
-                    if let Some(node) = node {
-                        let zero = vec![1; shape.num_dims()];
-                        let zero = B::float_zeros(Shape::from(zero), &device, dtype.into());
-                        grads.register::<B>(node.id, B::float_expand(zero, shape));
-                    }
-                }
-            }
+            Ok(true) => zeros::<B>(grads, inputs, anchors, &device, dtype),
             Ok(false) => {}
             Err(error) => raise(error),
         }
@@ -98,14 +102,56 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Gather {
 #[derive(Debug)]
 struct PreBackward;
 
-impl<B: ShardBackend> Backward<B, 1> for PreBackward {
-    type State = State<B>;
+#[derive(Debug)]
+struct OutputState<B: ShardBackend> {
+    state: State<B>,
+    /// The inputs' shapes.
+    anchors: Vec<Shape>,
+}
 
-    fn backward(self, ops: Ops<State<B>, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        if let Err(error) = ops.state.hooks.pre_backward(ops.state.call) {
+impl<B: ShardBackend> Clone for OutputState<B> {
+    fn clone(&self) -> Self {
+        Self { state: self.state.clone(), anchors: self.anchors.clone() }
+    }
+}
+
+impl<B: ShardBackend, const N: usize> Backward<B, N> for PreBackward {
+    type State = OutputState<B>;
+
+    fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let OutputState { state, anchors } = ops.state;
+        // There may be more inputs than parents: then the least depth is not known.
+        let least = ops.parents[1..].iter().flatten().map(|parent| parent.order).min();
+        let least = least.filter(|_| N <= MAX_ANCHORS).unwrap_or(0);
+        let depth = Depth { reached: ops.node.order, inputs: least };
+        let inputs = ops.parents[1..].iter().map(|parent| parent.as_ref().map(|node| node.id));
+        let inputs = inputs.collect();
+        if let Err(error) = state.hooks.pre_backward(state.call, depth) {
             raise(error);
         }
-        unary::<B, _>(ops.parents, ops.node, grads, |gradient| gradient);
+        let gradient = grads.consume::<B>(&ops.node);
+        let (device, dtype) = (gradient.device(), gradient.dtype());
+        zeros::<B>(grads, inputs, anchors, &device, dtype);
+        if let Some(parent) = &ops.parents[0] {
+            grads.register::<B>(parent.id, gradient);
+        }
+    }
+}
+
+/// Burn expects a gradient at every parent. A unit's inputs have one from the unit's own ops, unless
+/// the unit does not use an input at all; zeros, one element wide, serve both.
+fn zeros<B: ShardBackend>(
+    grads: &mut Gradients,
+    inputs: Vec<Option<NodeId>>,
+    shapes: Vec<Shape>,
+    device: &B::Device,
+    dtype: DType,
+) {
+    for (input, shape) in inputs.into_iter().zip(shapes) {
+        let Some(input) = input else { continue };
+        let zero = Shape::from(vec![1; shape.num_dims()]);
+        let zero = B::float_zeros(zero, device, dtype.into());
+        grads.register::<B>(input, B::float_expand(zero, shape));
     }
 }
 
@@ -138,16 +184,31 @@ pub(crate) fn gather<B: ShardBackend>(
 }
 
 /// A unit's output, whose gradient first unshards the unit. `detach` copies what looks into the
-/// unit's buffer.
+/// unit's buffer; `anchors` are the unit's inputs, where their depth is asked for.
 pub(crate) fn pre_backward<B: ShardBackend>(
     state: State<B>,
     output: Tracked<B>,
+    anchors: &[Tracked<B>],
     detach: impl FnOnce(Float<B>) -> Float<B>,
 ) -> Tracked<B> {
-    let (value, guard) = output.into_parts();
+    let (value, output) = output.into_parts();
     let value = detach(value);
-    match PreBackward.prepare::<NoCheckpointing>([guard]).compute_bound().stateful() {
-        OpsKind::Tracked(op) => op.finish(state, value),
-        OpsKind::UnTracked(op) => op.finish(value),
+    let shapes = anchors.iter().map(TensorMetadata::shape).collect();
+    let state = OutputState { state, anchors: shapes };
+    macro_rules! record {
+        ($n:literal, [$($anchor:ident),*]) => {{
+            let nodes = [output $(, $anchor.node())*];
+            let op = Backward::<B, $n>::prepare::<NoCheckpointing>(PreBackward, nodes);
+            match op.compute_bound().stateful() {
+                OpsKind::Tracked(op) => op.finish(state, value),
+                OpsKind::UnTracked(op) => op.finish(value),
+            }
+        }};
+    }
+    match anchors {
+        [] => record!(1, []),
+        [a] => record!(2, [a]),
+        [a, b] => record!(3, [a, b]),
+        [a, b, c, ..] => record!(4, [a, b, c]),
     }
 }

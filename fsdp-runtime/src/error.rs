@@ -31,6 +31,14 @@ pub enum ShardError {
     /// A group without ranks.
     #[error("a world size of 0 has no rank to train on; use at least 1")]
     EmptyWorld,
+    /// Groups that do not fill the world.
+    #[error("{world} ranks cannot be split into groups of {shard}; use a divisor of {world}")]
+    UnevenMesh {
+        /// The number of ranks.
+        world: WorldSize,
+        /// The size asked for.
+        shard: usize,
+    },
     /// A model without float parameters.
     #[error("`{model}` has no float parameter to shard")]
     EmptyModel {
@@ -142,7 +150,7 @@ pub enum ShardError {
         /// What was given.
         value: String,
         /// What would be right.
-        expected: &'static str,
+        expected: String,
     },
 }
 

@@ -7,21 +7,26 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param};
-use burn::optim::GradientsParams;
-use burn::tensor::{Device, DispatchTensor, Tensor};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::store::RecordError;
+use burn::tensor::{Device, DispatchTensor, Gradients, Tensor};
 
 use crate::attach::{Cutter, agree, same_on_all};
 use crate::backend::{owned, with_backend};
+use crate::collectives::group::{Group, MeshGroups, blocks};
 use crate::error::{Error, ScheduleError};
 use crate::group::Held;
 use crate::launch::Worker;
-use crate::mesh::Mesh;
+use crate::memory::Memory;
+use crate::mesh::{Mesh, WorldSize};
 use crate::nn::dropout::Stream;
-use crate::options::{BackwardPrefetch, FsdpOptions};
+use crate::norm::Norm;
+use crate::options::{BackwardPrefetch, FsdpOptions, ReshardAfterForward};
 use crate::param::{Place, Sharded};
 use crate::plan::{Key, Plan};
-use crate::schedule::{Counts, Engine, Prefetch, Schedule};
+use crate::schedule::{Counts, Engine, Reshard, Schedule, Settings};
 use crate::unit::{FsdpModule, HookedForward, Walk};
+use crate::wrapping::Wrapping;
 
 /// Shards `module` over the ranks of `worker`. Every rank calls it with the same model.
 ///
@@ -38,22 +43,23 @@ pub fn fully_shard<M: HookedForward>(
     worker: &Worker,
     options: FsdpOptions,
 ) -> Result<Fsdp<M>, Error> {
-    let plan = options.check().and_then(|()| Plan::new(&module, worker.mesh(), &options));
-    let plan = same_on_all(worker, plan)?;
+    let plan = || {
+        options.check()?;
+        let mesh = options.mesh(worker.mesh(), worker.local_size())?;
+        let reshard = options.reshard(mesh)?;
+        Ok((mesh, reshard, Plan::new(&module, mesh, &options)?))
+    };
+    let (mesh, reshard, plan) = same_on_all(worker, plan())?;
     agree(worker, &plan, &options)?;
+    let settings = settings(worker, &options, mesh, reshard)?;
     let device = plan.device.clone();
     with_backend!(device, |B, inner| {
         let random = Stream::new(options.seed.unwrap_or(0), worker.rank().index());
         let schedule = Schedule::<B>::new(
-            worker.mesh(),
+            settings,
             owned(&inner),
             worker.comm().clone(),
             plan.units.clone(),
-            options.slots,
-            Prefetch {
-                forward: options.forward_prefetch && options.slots > 1,
-                backward: options.backward_prefetch == BackwardPrefetch::Pre && options.slots > 1,
-            },
             random.clone(),
         );
         let mut cutter =
@@ -61,6 +67,40 @@ pub fn fully_shard<M: HookedForward>(
         let module = module.attach(&mut cutter);
         cutter.finish()?;
         Ok(Fsdp { module, engine: schedule, keys: Arc::new(plan.keys) })
+    })
+}
+
+/// How the schedule runs. Every rank calls it: the mesh's groups are made here.
+fn settings(
+    worker: &Worker,
+    options: &FsdpOptions,
+    mesh: Mesh,
+    reshard: ReshardAfterForward,
+) -> Result<Settings, Error> {
+    // On the communication thread, as every collective.
+    let world = worker.comm().world().clone();
+    let groups = worker.comm().issue(move |_| MeshGroups::new(&world, mesh)).wait()?;
+    let reshard = match reshard {
+        ReshardAfterForward::Never => Reshard::Never,
+        ReshardAfterForward::Always => Reshard::Always,
+        ReshardAfterForward::To(size) => {
+            let size = WorldSize::new(size)?;
+            let split = move |group: &Group| blocks(group, mesh, size);
+            Reshard::To(Arc::new(worker.comm().issue_on(&groups.shard, split).wait()?))
+        }
+    };
+    let ahead = options.slots > 1 || matches!(reshard, Reshard::Never);
+    Ok(Settings {
+        mesh,
+        groups,
+        reshard,
+        slots: options.slots,
+        forward_prefetch: options.forward_prefetch && ahead,
+        backward_prefetch: match options.backward_prefetch {
+            BackwardPrefetch::Pre if !ahead => BackwardPrefetch::None,
+            prefetch => prefetch,
+        },
+        accumulation: options.gradient_accumulation,
     })
 }
 
@@ -97,13 +137,34 @@ impl<M: FsdpModule> Fsdp<M> {
     /// [`CollectiveError`](crate::CollectiveError) when a rank does not come, and [`ScheduleError`]
     /// when two units need one buffer, or when `loss` is not one tracked element.
     pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
+        let ignored = self.run_backward(loss, false)?;
+        let mut gradients = self.collect_gradients()?;
+        self.module.walk(&mut Ignored { from: &ignored, gradients: &mut gradients });
+        Ok(gradients)
+    }
+
+    /// Backpropagates the loss of a micro-batch whose gradients are to be added to the next ones':
+    /// the [`backward`](Self::backward) that ends the step returns their sum. Scale each loss by 1
+    /// over their number for the mean. What it costs is said at
+    /// [`GradientAccumulation`](crate::GradientAccumulation). Gradients of ignored parameters are
+    /// not added up.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward`](Self::backward).
+    pub fn accumulate(&self, loss: Tensor<1>) -> Result<(), Error> {
+        self.run_backward(loss, true)?;
+        self.engine.finish_backward()
+    }
+
+    fn run_backward(&self, loss: Tensor<1>, accumulate: bool) -> Result<Gradients, Error> {
         if loss.dims() != [1] || !loss.is_autodiff() {
             let context = if loss.is_autodiff() { "with" } else { "without" };
             let found = format!("a tensor of shape {:?} {context} autodiff", loss.dims());
             return Err(ScheduleError::InvalidLoss { found }.into());
         }
-        typed(|| drop(loss.backward()))?;
-        self.collect_gradients()
+        self.engine.begin_backward(accumulate);
+        typed(|| loss.backward())
     }
 
     /// Ends a backward pass that another model's [`backward`](Self::backward) ran: for a loss that
@@ -132,8 +193,7 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Scales the gradients so that their 2-norm over all ranks and parameters is at most
-    /// `max_norm`, as `torch.nn.utils.clip_grad_norm_` does: by `max_norm / (norm + 1e-6)` where
-    /// that is below 1. Returns the norm before. Every rank calls it.
+    /// `max_norm`. Returns the norm before. Every rank calls it.
     ///
     /// # Errors
     ///
@@ -142,6 +202,21 @@ impl<M: FsdpModule> Fsdp<M> {
         &self,
         gradients: &mut GradientsParams,
         max_norm: f64,
+    ) -> Result<f64, Error> {
+        self.clip_grad_norm_by(gradients, max_norm, Norm::Two)
+    }
+
+    /// [`clip_grad_norm`](Self::clip_grad_norm) for any norm, as `torch.nn.utils.clip_grad_norm_`:
+    /// scales by `max_norm / (norm + 1e-6)` where that is below 1. One all-reduce, of one number.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
+    pub fn clip_grad_norm_by(
+        &self,
+        gradients: &mut GradientsParams,
+        max_norm: f64,
+        norm: Norm,
     ) -> Result<f64, Error> {
         struct Read<'a> {
             gradients: &'a GradientsParams,
@@ -168,7 +243,7 @@ impl<M: FsdpModule> Fsdp<M> {
         }
         let mut read = Read { gradients, found: Vec::new() };
         self.module.walk(&mut read);
-        let norm = self.engine.gradient_norm(read.found)?;
+        let norm = self.engine.gradient_norm(read.found, norm)?;
         let factor = max_norm / (norm + 1e-6);
         if factor < 1.0 {
             self.module.walk(&mut Scale { gradients, factor });
@@ -200,6 +275,28 @@ impl<M: FsdpModule> Fsdp<M> {
         self.engine.slot_bytes()
     }
 
+    /// What this rank holds of the model, by kind: now, and the most at once.
+    pub fn memory(&self) -> Memory {
+        self.engine.memory()
+    }
+
+    /// Counts the state of `optimizer` in [`memory`](Self::memory): the bytes of its record, which
+    /// is made for it. The state has its size after the first step.
+    ///
+    /// # Errors
+    ///
+    /// Burn's own, where it cannot make the record.
+    pub fn record_optimizer(&self, optimizer: &ModuleOptimizer) -> Result<(), RecordError> {
+        let record = optimizer.to_record().into_bytes()?;
+        self.engine.record_optimizer(record.len());
+        Ok(())
+    }
+
+    /// The units as they were wrapped.
+    pub fn wrapping(&self) -> Wrapping {
+        Wrapping::new(self.engine.units())
+    }
+
     /// How often this rank gathered and reduced.
     pub fn counts(&self) -> Counts {
         self.engine.counts()
@@ -210,6 +307,23 @@ impl<M: FsdpModule> Fsdp<M> {
     #[must_use]
     pub fn valid(&self) -> Self {
         Module::valid(self)
+    }
+}
+
+/// Reads the gradients of parameters that are not managed.
+struct Ignored<'a> {
+    from: &'a Gradients,
+    gradients: &'a mut GradientsParams,
+}
+
+impl Walk for Ignored<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if Sharded::of(param).is_none()
+            && param.is_initialized()
+            && let Some(gradient) = param.base().grad(self.from)
+        {
+            self.gradients.register(param.id, gradient);
+        }
     }
 }
 

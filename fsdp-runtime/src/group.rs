@@ -2,7 +2,6 @@
 //!
 //! Transitions are idempotent. Which unit goes through which, and when, is the schedule's matter.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -75,14 +74,18 @@ impl Entry {
 pub(crate) struct Unit {
     /// Its module path, quoted for messages; `(root)` for the outermost.
     pub(crate) name: Arc<str>,
+    /// Its module path; empty for the outermost.
+    pub(crate) path: String,
+    /// Its type's name.
+    pub(crate) ty: &'static str,
     /// How many units enclose it.
     pub(crate) level: usize,
     /// Its parameters, in layout order.
     pub(crate) entries: Vec<Entry>,
     /// Where its matrices lie.
     pub(crate) layout: FlatLayout,
-    /// Its buffer; `None` when it gathers nothing.
-    pub(crate) slot: Option<usize>,
+    /// Whether it holds fragments, and so needs a buffer to gather them in.
+    pub(crate) gathers: bool,
 }
 
 impl Unit {
@@ -94,7 +97,26 @@ impl Unit {
 
     /// Bytes of the unsharded unit, padding included.
     pub(crate) fn unsharded_bytes(&self) -> usize {
-        self.slot.map_or(0, |_| self.layout.padded_len() * size_of::<f32>())
+        if self.gathers { self.layout.padded_len() * size_of::<f32>() } else { 0 }
+    }
+
+    /// Elements of its full parameters; tied ones belong to the place that owns them.
+    pub(crate) fn num_params(&self) -> usize {
+        let owned = self.entries.iter().filter(|entry| !matches!(entry.held, Held::TiedTo(_)));
+        owned.map(Entry::numel).sum()
+    }
+
+    /// Bytes that this rank holds of it between steps: fragments, and what is replicated.
+    pub(crate) fn held_bytes(&self) -> (usize, usize) {
+        let bytes = |entry: &Entry| entry.range().len() * size_of::<f32>();
+        let (mut fragments, mut replicated) = (0, 0);
+        for entry in &self.entries {
+            match entry.held {
+                Held::Fragment(_) => fragments += bytes(entry),
+                _ => replicated += bytes(entry),
+            }
+        }
+        (fragments, replicated)
     }
 
     /// The entry that holds an entry's values: itself, unless tied.
@@ -106,13 +128,13 @@ impl Unit {
     }
 
     /// The parts of an entry's gradient whose squares `mesh.rank` sums up for the norm, and the
-    /// rank each belongs to: one's own fragment, or, of a whole matrix, every rank's.
+    /// shard's rank each belongs to: one's own fragment, or, of a whole matrix, every rank's.
     pub(crate) fn norm_ranges(&self, entry: usize, mesh: Mesh) -> Vec<(usize, Range<usize>)> {
         let entry = &self.entries[entry];
         match (&entry.held, entry.segment) {
-            (Held::Fragment(range), _) => vec![(mesh.rank.index(), 0..range.len())],
+            (Held::Fragment(range), _) => vec![(mesh.shard_rank().index(), 0..range.len())],
             (Held::Whole, Some(segment)) => mesh
-                .world
+                .shard_size()
                 .ranks()
                 .map(|rank| (rank.index(), self.layout.fragment(segment, rank)))
                 .collect(),
@@ -142,6 +164,10 @@ pub(crate) struct Fragment<B: ShardBackend> {
     pub(crate) leaf: Option<Tracked<B>>,
 }
 
+fn none<T>(len: usize) -> Vec<Option<T>> {
+    std::iter::repeat_with(|| None).take(len).collect()
+}
+
 /// A unit at run time.
 #[derive(Debug)]
 pub(crate) struct UnitState<B: ShardBackend> {
@@ -157,17 +183,23 @@ pub(crate) struct UnitState<B: ShardBackend> {
     pub(crate) prefetched: bool,
     /// Reduced gradients, as they are handed to the optimizer.
     pub(crate) reduced: Vec<Option<Float<B>>>,
+    /// Full gradients of earlier micro-batches, where they are held unsharded.
+    pub(crate) held: Vec<Option<Float<B>>>,
+    /// Whether this rank keeps a part of its gathered parameters, for the backward to gather from.
+    pub(crate) kept_part: bool,
 }
 
 impl<B: ShardBackend> UnitState<B> {
     pub(crate) fn new(entries: usize) -> Self {
         Self {
             residency: Residency::Sharded,
-            fragments: std::iter::repeat_with(|| None).take(entries).collect(),
+            fragments: none(entries),
             forwards: Vec::new(),
             backwards: 0,
             prefetched: false,
-            reduced: std::iter::repeat_with(|| None).take(entries).collect(),
+            reduced: none(entries),
+            held: none(entries),
+            kept_part: false,
         }
     }
 
@@ -184,6 +216,8 @@ pub(crate) struct Call<B: ShardBackend> {
     pub(crate) unit: usize,
     /// Inputs that order its gathers; kept during forward only.
     pub(crate) anchors: Vec<Tracked<B>>,
+    /// The id of the input recorded last, and of the output: ids are given in order of recording.
+    pub(crate) span: (Option<u64>, Option<u64>),
     /// Gathers recorded whose gradient has not arrived.
     pub(crate) pending: usize,
     /// Full gradients that have arrived, an entry each.
@@ -192,11 +226,56 @@ pub(crate) struct Call<B: ShardBackend> {
     pub(crate) entered: bool,
     /// Whether an output of it is tracked.
     pub(crate) tracked: bool,
+    /// Whether it used a gathered parameter that has no gradient: ops that read it may run backward
+    /// after the last gradient has arrived.
+    pub(crate) reads_frozen: bool,
     /// Held by the ops of its graph.
     pub(crate) alive: std::sync::Weak<()>,
     /// Kept until its forward ends.
     pub(crate) open: Option<Arc<()>>,
 }
 
-/// A reduction under way, and the unit it is for.
-pub(crate) type Reductions<B> = VecDeque<(usize, Work<Vec<Option<Float<B>>>>)>;
+impl<B: ShardBackend> Call<B> {
+    /// A forward of `unit` that begins.
+    pub(crate) fn new(unit: usize, entries: usize, anchors: Vec<Tracked<B>>) -> Self {
+        let open = Arc::new(());
+        Self {
+            unit,
+            span: (anchors.iter().map(|anchor| anchor.id().value).max(), None),
+            anchors,
+            pending: 0,
+            gradients: none(entries),
+            entered: false,
+            tracked: false,
+            reads_frozen: false,
+            alive: Arc::downgrade(&open),
+            open: Some(open),
+        }
+    }
+
+    /// Whether a gradient has arrived.
+    pub(crate) fn has_gradients(&self) -> bool {
+        self.gradients.iter().any(Option::is_some)
+    }
+}
+
+/// Adds gradients up, entry by entry, the earlier ones first.
+pub(crate) fn add_up<B: ShardBackend>(
+    sums: &mut [Option<Float<B>>],
+    gradients: impl IntoIterator<Item = Option<Float<B>>>,
+) {
+    for (sum, gradient) in sums.iter_mut().zip(gradients) {
+        *sum = match (sum.take(), gradient) {
+            (Some(sum), Some(gradient)) => Some(B::float_add(sum, gradient)),
+            (sum, gradient) => sum.or(gradient),
+        };
+    }
+}
+
+/// A reduction under way: its unit, and the bytes of full gradients that it ends.
+#[derive(Debug)]
+pub(crate) struct Reduction<B: ShardBackend> {
+    pub(crate) unit: usize,
+    pub(crate) bytes: usize,
+    pub(crate) work: Work<Vec<Option<Float<B>>>>,
+}

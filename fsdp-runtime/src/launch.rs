@@ -11,6 +11,7 @@ use burn::tensor::Device;
 
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
+use crate::collectives::group::{Group, Message};
 use crate::collectives::local::{Hub, LocalGroup};
 use crate::error::{CollectiveError, Error, LaunchError, RankPanic};
 use crate::mesh::{Mesh, Rank, WorldSize};
@@ -78,6 +79,11 @@ impl Worker {
         self.mesh
     }
 
+    /// The number of ranks on this machine.
+    pub(crate) fn local_size(&self) -> usize {
+        self.mesh.world.size()
+    }
+
     pub(crate) fn comm(&self) -> &Arc<Communicator> {
         &self.comm
     }
@@ -105,7 +111,7 @@ impl Worker {
     }
 
     /// Every rank's value, in rank order.
-    pub(crate) fn exchange<T: Any + Send + Sync>(
+    pub(crate) fn exchange<T: Message>(
         &self,
         name: &'static str,
         what: &str,
@@ -146,13 +152,14 @@ where
     let (sender, outcomes) = channel();
     for index in world.ranks() {
         let start = || -> std::io::Result<()> {
-            let comm = Communicator::start(Arc::new(LocalGroup::new(hub.clone(), index)))?;
+            let comm =
+                Communicator::start(Arc::new(Group::Local(LocalGroup::new(hub.clone(), index))))?;
             let pool = rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
                 .thread_name(move |thread| format!("fsdp-rank-{index}-{thread}"))
                 .build()
                 .map_err(std::io::Error::other)?;
-            let worker = Worker { mesh: Mesh { rank: index, world }, device: device.clone(), comm };
+            let worker = Worker { mesh: Mesh::new(index, world), device: device.clone(), comm };
             let (rank, sender, hub) = (rank.clone(), sender.clone(), hub.clone());
             std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
                 let run = || pool.install(|| rank(worker).map_err(Into::into));

@@ -20,9 +20,11 @@ mod hooks;
 mod launch;
 mod layout;
 mod load;
+mod memory;
 mod mesh;
 mod modules;
 pub mod nn;
+mod norm;
 mod options;
 mod param;
 mod plan;
@@ -31,6 +33,7 @@ mod slot;
 mod state_dict;
 mod unit;
 mod unit_type;
+mod wrapping;
 
 pub use error::{
     CollectiveError, Error, LaunchError, LoadError, RankPanic, ScheduleError, ShardError,
@@ -41,20 +44,26 @@ pub use hooks::UnitValue;
 pub use launch::{LaunchOptions, Worker, launch};
 pub use layout::{ALIGNMENT, FlatLayout};
 pub use load::{LoadOptions, LoadReport};
+pub use memory::{Memory, Usage};
 pub use mesh::{Mesh, Rank, WorldSize};
-pub use options::{BackwardPrefetch, FsdpOptions, ShardingStrategy, WrapPolicy};
+pub use norm::Norm;
+pub use options::{
+    BackwardPrefetch, FsdpOptions, GradientAccumulation, ReshardAfterForward, ShardingStrategy,
+    WrapPolicy,
+};
 pub use param::Sharded;
 pub use schedule::Counts;
 pub use state_dict::{Recipient, UnshardedState};
 pub use unit::{Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Tie, Walk};
 pub use unit_type::UnitType;
+pub use wrapping::{WrappedUnit, Wrapping};
 
 /// What a program that trains a sharded model needs.
 pub mod prelude {
     pub use crate::{
-        BackwardPrefetch, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, LaunchOptions, Recipient,
-        ShardingStrategy, UnitValue, Worker, WrapPolicy, fsdp_unit, fully_shard, launch,
-        unit_types,
+        BackwardPrefetch, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradientAccumulation,
+        LaunchOptions, Norm, Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Worker,
+        WrapPolicy, fsdp_unit, fully_shard, launch, unit_types,
     };
 }
 

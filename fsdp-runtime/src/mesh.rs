@@ -58,11 +58,81 @@ impl fmt::Display for Rank {
     }
 }
 
-/// A 1-D mesh: every rank of `world` holds one shard.
+/// How ranks are laid out: in `replicas` groups of `shard_size` ranks each, row by row, as PyTorch's
+/// device mesh `("replicate", "shard")` is. Parameters are sharded within a group, and every group
+/// holds all of them. A 1-D mesh has one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {
-    /// This process's place.
+    /// This process's place among all.
     pub rank: Rank,
-    /// The number of shards.
+    /// The number of ranks.
     pub world: WorldSize,
+    shard: WorldSize,
+}
+
+impl Mesh {
+    /// Every rank holds one shard.
+    pub const fn new(rank: Rank, world: WorldSize) -> Self {
+        Self { rank, world, shard: world }
+    }
+
+    /// Groups of `shard_size` ranks.
+    ///
+    /// # Errors
+    ///
+    /// [`ShardError::UnevenMesh`] where groups of that size do not fill the world, and
+    /// [`ShardError::EmptyWorld`] for a size of 0.
+    pub fn grouped(self, shard_size: usize) -> Result<Self, ShardError> {
+        let shard = WorldSize::new(shard_size)?;
+        if !self.world.size().is_multiple_of(shard_size) {
+            return Err(ShardError::UnevenMesh { world: self.world, shard: shard_size });
+        }
+        Ok(Self { shard, ..self })
+    }
+
+    /// The number of ranks that share one copy of the parameters.
+    pub const fn shard_size(self) -> WorldSize {
+        self.shard
+    }
+
+    /// This rank's place in its group: which shard it holds.
+    pub const fn shard_rank(self) -> Rank {
+        Rank(self.rank.0 % self.shard.0)
+    }
+
+    /// The number of copies of the parameters.
+    pub const fn replicas(self) -> WorldSize {
+        WorldSize(self.world.0 / self.shard.0)
+    }
+
+    /// Which copy this rank holds a shard of.
+    pub const fn replica(self) -> Rank {
+        Rank(self.rank.0 / self.shard.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_fill_one_group_after_the_other() {
+        let world = WorldSize::new(6).unwrap();
+        let place = |rank| {
+            let mesh = Mesh::new(Rank(rank), world).grouped(3).unwrap();
+            (mesh.replica().index(), mesh.shard_rank().index())
+        };
+        let places: Vec<_> = (0..6).map(place).collect();
+        assert_eq!(places, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]);
+        let mesh = Mesh::new(Rank(4), world);
+        assert_eq!((mesh.replicas().size(), mesh.shard_rank()), (1, Rank(4)));
+    }
+
+    #[test]
+    fn a_group_size_that_leaves_ranks_over_is_an_error() {
+        let mesh = Mesh::new(Rank(0), WorldSize::new(6).unwrap());
+        let error = mesh.grouped(4).unwrap_err();
+        assert!(matches!(error, ShardError::UnevenMesh { shard: 4, .. }), "{error}");
+        assert_eq!(mesh.grouped(0), Err(ShardError::EmptyWorld));
+    }
 }

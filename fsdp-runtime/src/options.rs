@@ -3,47 +3,101 @@
 use std::fmt;
 use std::str::FromStr;
 
+use burn::module::ParamId;
+
 use crate::error::ShardError;
+use crate::mesh::Mesh;
 use crate::unit_type::UnitType;
 
-/// What is sharded between steps.
+/// What is sharded between steps, by PyTorch's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ShardingStrategy {
     /// Parameters, gradients and optimizer state (ZeRO stage 3); resharded after forward.
     #[default]
     FullShard,
+    /// Gradients and optimizer state (ZeRO stage 2): parameters are sharded between steps, and stay
+    /// unsharded from forward to backward.
+    ShardGradOp,
     /// Nothing: every rank holds the whole model, gradients are all-reduced (PyTorch's DDP).
     NoShard,
+    /// [`FullShard`](Self::FullShard) within groups of ranks; gradients are all-reduced across them.
+    HybridShard,
+    /// [`ShardGradOp`](Self::ShardGradOp) within groups of ranks; gradients are all-reduced across
+    /// them.
+    HybridShardZero2,
 }
 
 impl ShardingStrategy {
-    /// Every strategy, with its name in Accelerate's configuration files.
-    pub const ALL: [(Self, &'static str); 2] =
-        [(Self::FullShard, "FULL_SHARD"), (Self::NoShard, "NO_SHARD")];
+    /// Every strategy, with its name in Accelerate's configuration files, in the order of its
+    /// numbers there: `FULL_SHARD` is 1.
+    pub const ALL: [(Self, &'static str); 5] = [
+        (Self::FullShard, "FULL_SHARD"),
+        (Self::ShardGradOp, "SHARD_GRAD_OP"),
+        (Self::NoShard, "NO_SHARD"),
+        (Self::HybridShard, "HYBRID_SHARD"),
+        (Self::HybridShardZero2, "HYBRID_SHARD_ZERO2"),
+    ];
+
+    /// Its number in Accelerate's configuration files, 1 to 5.
+    pub const fn number(self) -> usize {
+        self as usize + 1
+    }
+
+    /// Whether ranks form groups that each hold the whole model.
+    pub const fn is_hybrid(self) -> bool {
+        matches!(self, Self::HybridShard | Self::HybridShardZero2)
+    }
+
+    /// Whether parameters are sharded between steps.
+    pub const fn shards(self) -> bool {
+        !matches!(self, Self::NoShard)
+    }
+
+    const fn reshard_after_forward(self) -> ReshardAfterForward {
+        match self {
+            Self::FullShard | Self::HybridShard => ReshardAfterForward::Always,
+            _ => ReshardAfterForward::Never,
+        }
+    }
 }
 
 impl fmt::Display for ShardingStrategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::FullShard => "FULL_SHARD",
-            Self::NoShard => "NO_SHARD",
-        })
+        f.write_str(Self::ALL[*self as usize].1)
     }
 }
 
 impl FromStr for ShardingStrategy {
     type Err = ShardError;
 
+    /// By name, in any case, or by number.
     fn from_str(name: &str) -> Result<Self, ShardError> {
-        let known = |(_, known): &&(Self, &str)| known.eq_ignore_ascii_case(name);
+        let known = |(strategy, known): &&(Self, &str)| {
+            known.eq_ignore_ascii_case(name) || strategy.number().to_string() == name
+        };
         Self::ALL.iter().find(known).map(|(strategy, _)| *strategy).ok_or_else(|| {
             ShardError::InvalidOption {
                 option: "strategy",
                 value: name.to_string(),
-                expected: "use FULL_SHARD or NO_SHARD",
+                expected: "use FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, \
+                           HYBRID_SHARD_ZERO2, or its number from 1 to 5"
+                    .into(),
             }
         })
     }
+}
+
+/// What becomes of a unit's gathered parameters between its forward and its backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ReshardAfterForward {
+    /// They stay: one all-gather a step, and a buffer for every unit.
+    Never,
+    /// They go, but for the outermost unit's and the last one's, whose backward comes first.
+    Always,
+    /// Each rank keeps a part of them, 1 over this number of ranks, so that the backward's
+    /// all-gather is among that many neighbours (ZeRO++'s hpZ). It divides the number of ranks that
+    /// share the parameters; 1 is [`Never`](Self::Never), all of them [`Always`](Self::Always).
+    To(usize),
 }
 
 /// When a unit's parameters are gathered again for its backward.
@@ -52,6 +106,9 @@ pub enum BackwardPrefetch {
     /// Before the backward of the unit after it runs: most overlap, one more buffer in use.
     #[default]
     Pre,
+    /// When the backward of the unit after it has ended, before its gradients are reduced: less
+    /// overlap, and no buffer beside the one in use.
+    Post,
     /// When its own backward begins.
     None,
 }
@@ -64,15 +121,27 @@ pub enum WrapPolicy {
     Annotated,
     /// The named types, and the outermost unit: `TransformerBased(unit_types![BertLayer])`.
     TransformerBased(&'static [UnitType]),
+    /// Those with at least so many parameters, not counting those of units within them that are
+    /// wrapped themselves; and the outermost unit.
+    SizeBased {
+        /// The least number of parameters.
+        min_num_params: usize,
+    },
+    /// None but the outermost unit.
+    NoWrap,
 }
 
-impl WrapPolicy {
-    pub(crate) fn wraps(self, unit: UnitType) -> bool {
-        match self {
-            Self::Annotated => true,
-            Self::TransformerBased(units) => units.contains(&unit),
-        }
-    }
+/// How gradients of several micro-batches become one: what
+/// [`Fsdp::accumulate`](crate::Fsdp::accumulate) does with each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum GradientAccumulation {
+    /// Each is reduced, and its fragments are added up: a reduce-scatter a unit and micro-batch,
+    /// and no memory beyond the fragments' gradients.
+    #[default]
+    ReduceEach,
+    /// They are added up unsharded and reduced once, with the last (PyTorch's `no_sync`): costs the
+    /// bytes of the whole model's gradients on every rank.
+    HoldUnsharded,
 }
 
 /// The options of [`fully_shard`](crate::fully_shard).
@@ -80,10 +149,14 @@ impl WrapPolicy {
 #[must_use]
 pub struct FsdpOptions {
     pub(crate) strategy: ShardingStrategy,
+    pub(crate) shard_size: Option<usize>,
+    pub(crate) reshard_after_forward: Option<ReshardAfterForward>,
     pub(crate) wrap: WrapPolicy,
     pub(crate) slots: usize,
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
+    pub(crate) gradient_accumulation: GradientAccumulation,
+    pub(crate) ignored: Vec<ParamId>,
     pub(crate) persist_below: usize,
     pub(crate) sync_module_states: bool,
     pub(crate) seed: Option<u64>,
@@ -100,10 +173,14 @@ impl FsdpOptions {
     pub const fn new() -> Self {
         Self {
             strategy: ShardingStrategy::FullShard,
+            shard_size: None,
+            reshard_after_forward: None,
             wrap: WrapPolicy::Annotated,
             slots: 2,
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
+            gradient_accumulation: GradientAccumulation::ReduceEach,
+            ignored: Vec::new(),
             persist_below: 0,
             sync_module_states: true,
             seed: None,
@@ -113,6 +190,21 @@ impl FsdpOptions {
     /// What is sharded between steps.
     pub const fn strategy(mut self, strategy: ShardingStrategy) -> Self {
         self.strategy = strategy;
+        self
+    }
+
+    /// How many ranks share one copy of the parameters under `HYBRID_SHARD` and
+    /// `HYBRID_SHARD_ZERO2`; a divisor of the world size. By default those of one machine. The
+    /// other strategies take no notice.
+    pub const fn shard_size(mut self, ranks: usize) -> Self {
+        self.shard_size = Some(ranks);
+        self
+    }
+
+    /// What becomes of gathered parameters between forward and backward, where that is not the
+    /// strategy's own: under `FULL_SHARD` and `HYBRID_SHARD` they go, under the others they stay.
+    pub const fn reshard_after_forward(mut self, reshard: ReshardAfterForward) -> Self {
+        self.reshard_after_forward = Some(reshard);
         self
     }
 
@@ -138,6 +230,19 @@ impl FsdpOptions {
     /// When to gather a unit for its backward.
     pub const fn backward_prefetch(mut self, prefetch: BackwardPrefetch) -> Self {
         self.backward_prefetch = prefetch;
+        self
+    }
+
+    /// What [`Fsdp::accumulate`](crate::Fsdp::accumulate) does with the gradients of a micro-batch.
+    pub const fn gradient_accumulation(mut self, accumulation: GradientAccumulation) -> Self {
+        self.gradient_accumulation = accumulation;
+        self
+    }
+
+    /// Parameters to leave alone, by their ids: they stay whole, each rank's own, and their
+    /// gradients are not reduced.
+    pub fn ignored_params(mut self, params: impl IntoIterator<Item = ParamId>) -> Self {
+        self.ignored.extend(params);
         self
     }
 
@@ -167,10 +272,35 @@ impl FsdpOptions {
             return Err(ShardError::InvalidOption {
                 option: "slots",
                 value: "0".into(),
-                expected: "use at least 1",
+                expected: "use at least 1".into(),
             });
         }
         Ok(())
+    }
+
+    /// How `mesh` is grouped under the strategy; `local` ranks are on this machine.
+    pub(crate) fn mesh(&self, mesh: Mesh, local: usize) -> Result<Mesh, ShardError> {
+        if !self.strategy.is_hybrid() {
+            return Ok(mesh);
+        }
+        mesh.grouped(self.shard_size.unwrap_or(local))
+    }
+
+    /// What becomes of gathered parameters, in simplest terms.
+    pub(crate) fn reshard(&self, mesh: Mesh) -> Result<ReshardAfterForward, ShardError> {
+        let size = mesh.shard_size().size();
+        match self.reshard_after_forward.unwrap_or(self.strategy.reshard_after_forward()) {
+            ReshardAfterForward::To(1) => Ok(ReshardAfterForward::Never),
+            ReshardAfterForward::To(to) if to == size => Ok(ReshardAfterForward::Always),
+            ReshardAfterForward::To(to) if to == 0 || !size.is_multiple_of(to) => {
+                Err(ShardError::InvalidOption {
+                    option: "reshard_after_forward",
+                    value: format!("To({to})"),
+                    expected: format!("use a divisor of {size}, the ranks that share parameters"),
+                })
+            }
+            reshard => Ok(reshard),
+        }
     }
 }
 
@@ -180,11 +310,31 @@ mod tests {
 
     #[test]
     fn strategies_are_known_by_accelerates_names() {
-        for (strategy, name) in ShardingStrategy::ALL {
+        for (index, (strategy, name)) in ShardingStrategy::ALL.into_iter().enumerate() {
             assert_eq!(name.parse(), Ok(strategy));
             assert_eq!(strategy.to_string(), name);
+            assert_eq!((index + 1).to_string().parse(), Ok(strategy));
         }
+        assert!(
+            "0".parse::<ShardingStrategy>().is_err() && "6".parse::<ShardingStrategy>().is_err()
+        );
         let error = "FULL_SHRAD".parse::<ShardingStrategy>().unwrap_err();
         assert!(error.to_string().contains("FULL_SHRAD"), "{error}");
+    }
+
+    #[test]
+    fn a_part_to_reshard_to_divides_the_group() {
+        use crate::mesh::{Rank, WorldSize};
+        let mesh = Mesh::new(Rank::ZERO, WorldSize::new(4).unwrap());
+        let to = |to| {
+            let reshard = ReshardAfterForward::To(to);
+            FsdpOptions::new().reshard_after_forward(reshard).reshard(mesh)
+        };
+        assert_eq!(to(1), Ok(ReshardAfterForward::Never));
+        assert_eq!(to(2), Ok(ReshardAfterForward::To(2)));
+        assert_eq!(to(4), Ok(ReshardAfterForward::Always));
+        for wrong in [0, 3, 8] {
+            assert!(to(wrong).unwrap_err().to_string().contains("divisor of 4"));
+        }
     }
 }

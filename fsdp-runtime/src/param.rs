@@ -6,11 +6,15 @@
 //! the value. All run-time state hangs on this: a unit's hooks find it through its own parameters,
 //! without any global.
 
+use std::cell::RefCell;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use burn::module::{Module, Param, Reparameterization};
-use burn::tensor::{DispatchTensor, Tensor};
+use burn::module::{
+    Content, Devices, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
+    ModuleVisitor, Param, Reparameterization, Reparameterizer,
+};
+use burn::tensor::{Device, DispatchTensor, Tensor};
 
 use crate::error::Error;
 
@@ -58,6 +62,9 @@ pub struct Sharded {
     pub(crate) runtime: Arc<dyn Runtime>,
     #[module(skip)]
     pub(crate) place: Place,
+    /// The adapter of a parameter under LoRA, whose factors are sharded parameters themselves.
+    pub(crate) lora: Option<LoraAdapter>,
+    trace: Trace,
 }
 
 impl Reparameterization for Sharded {
@@ -67,17 +74,49 @@ impl Reparameterization for Sharded {
     ///
     /// Unwinds with the [`Error`] where a collective fails; `launch` returns it.
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        match self.runtime.clone().materialize(self.place, base.into_dispatch()) {
+        let full = match self.runtime.clone().materialize(self.place, base.into_dispatch()) {
             Ok(value) => Tensor::from_dispatch(value),
             Err(error) => raise(error),
+        };
+        match &self.lora {
+            Some(lora) => lora.apply(full),
+            None => full,
         }
     }
 }
 
 impl Sharded {
+    pub(crate) fn new(runtime: Arc<dyn Runtime>, place: Place) -> Self {
+        let trace = Trace { runtime: runtime.clone(), place };
+        Self { runtime, place, lora: None, trace }
+    }
+
+    /// With the adapter of a parameter under LoRA, its factors sharded already.
+    pub(crate) fn with_lora(self, lora: LoraAdapter) -> Self {
+        Self { lora: Some(lora), ..self }
+    }
+
+    /// The one whose parameter Burn's own traversal has just visited. Burn shows visitors the bare
+    /// parameter, and what is attached to it as a module after it.
+    pub(crate) fn visited() -> Option<Self> {
+        let (runtime, place) = VISITED.take()?;
+        Some(Self::new(runtime, place))
+    }
+
     /// The place of a parameter, where it is sharded.
     pub(crate) fn of<const D: usize>(param: &Param<Tensor<D>>) -> Option<&Self> {
         param.reparameterization::<Self>()
+    }
+
+    /// The LoRA adapter of a parameter, sharded or not.
+    pub(crate) fn lora_of<const D: usize>(param: &Param<Tensor<D>>) -> Option<&LoraAdapter> {
+        Self::of(param).and_then(|sharded| sharded.lora.as_ref()).or_else(|| param.adapter())
+    }
+
+    /// Attaches it to a parameter, in place of what the parameter has.
+    pub(crate) fn put_on<const D: usize>(self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, base, mapper) = param.consume();
+        Param::from_mapped_value(id, base, mapper).apply_reparameterization(Put(self))
     }
 }
 
@@ -87,3 +126,71 @@ impl Sharded {
 pub(crate) fn raise(error: Error) -> ! {
     std::panic::resume_unwind(Box::new(error))
 }
+
+/// Attaches one reparameterization to one parameter.
+struct Put(Sharded);
+
+impl Reparameterizer for Put {
+    type Reparam = Sharded;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Sharded>) {
+        (param, Some(self.0.clone()))
+    }
+}
+
+thread_local! {
+    static VISITED: RefCell<Option<(Arc<dyn Runtime>, Place)>> = const { RefCell::new(None) };
+}
+
+/// A module without parameters that says when it is visited.
+#[derive(Clone, Debug)]
+struct Trace {
+    runtime: Arc<dyn Runtime>,
+    place: Place,
+}
+
+impl Module for Trace {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        devices
+    }
+
+    fn fork(self, _: &Device) -> Self {
+        self
+    }
+
+    fn to_device(self, _: &Device) -> Self {
+        self
+    }
+
+    fn train(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        self.clone()
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn visit<V: ModuleVisitor>(&self, _: &mut V) {
+        VISITED.set(Some((self.runtime.clone(), self.place)));
+    }
+
+    fn map<M: ModuleMapper>(self, _: &mut M) -> Self {
+        self
+    }
+}
+
+impl ModuleDisplayDefault for Trace {
+    fn content(&self, _: Content) -> Option<Content> {
+        None
+    }
+}
+
+impl ModuleDisplay for Trace {}

@@ -11,7 +11,7 @@ use crate::error::ShardError;
 use crate::group::{Entry, Held, Unit};
 use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
-use crate::options::{FsdpOptions, ShardingStrategy, WrapPolicy};
+use crate::options::{FsdpOptions, WrapPolicy};
 use crate::param::{Place, Sharded};
 use crate::unit::{Child, FsdpModule, Kind, Node, Walk};
 use crate::unit_type::UnitType;
@@ -37,6 +37,7 @@ struct Item {
 #[derive(Debug)]
 struct FoundUnit {
     path: String,
+    ty: &'static str,
     level: usize,
 }
 
@@ -45,8 +46,8 @@ struct FoundUnit {
 pub(crate) struct Plan {
     /// The units, in layout order, without slots.
     pub(crate) units: Vec<Unit>,
-    /// The parameters, in the order of the walk.
-    pub(crate) places: Vec<Place>,
+    /// The parameters, in the order of the walk; `None` for one that is ignored.
+    pub(crate) places: Vec<Option<Place>>,
     /// The checkpoint key of each place.
     pub(crate) keys: BTreeMap<Place, Key>,
     /// The one device they lie on.
@@ -60,15 +61,26 @@ impl Plan {
         mesh: Mesh,
         options: &FsdpOptions,
     ) -> Result<Self, ShardError> {
-        let mut inventory = Inventory { wrap: options.wrap, ..Inventory::default() };
-        inventory.units.push(FoundUnit { path: String::new(), level: 0 });
+        let mut inventory = Inventory {
+            wrap: options.wrap,
+            ignored: options.ignored.clone(),
+            ..Inventory::default()
+        };
+        inventory.units.push(FoundUnit { path: String::new(), ty: M::LAYOUT.ty, level: 0 });
         inventory.stack.push(0);
         inventory.declare(&M::LAYOUT);
         module.walk(&mut inventory);
         if let Some(error) = inventory.error {
             return Err(error);
         }
-        let Inventory { mut items, units, ties, devices, .. } = inventory;
+        let Inventory { mut items, order, units, ties, devices, ignored, .. } = inventory;
+        if let Some(id) = ignored.first() {
+            return Err(ShardError::InvalidOption {
+                option: "ignored_params",
+                value: id.to_string(),
+                expected: "use the ids of parameters of this model".into(),
+            });
+        }
         if items.is_empty() {
             return Err(ShardError::EmptyModel { model: M::LAYOUT.ty });
         }
@@ -87,7 +99,13 @@ impl Plan {
                 });
             }
         };
-        Ok(Self::lay_out(items, units, device, mesh, options))
+        let mut plan = Self::lay_out(items, units, device, mesh, options);
+        let mut places = plan.places.into_iter();
+        plan.places = order
+            .into_iter()
+            .map(|found| if found { places.next().flatten() } else { None })
+            .collect();
+        Ok(plan)
     }
 
     fn lay_out(
@@ -108,43 +126,52 @@ impl Plan {
             })
             .collect();
         let keys = places.iter().copied().zip(items.iter().map(|item| item.key.clone())).collect();
-        let units = found.into_iter().enumerate().map(|(index, unit)| {
-            let own: Vec<&Item> = items.iter().filter(|item| item.unit == index).collect();
-            let is_matrix = |item: &&&Item| {
-                let numel: usize = item.shape.iter().product();
-                item.tied_to.is_none()
-                    && item.shape.len() >= 2
-                    && numel >= options.persist_below.max(1)
-            };
-            let matrices = own.iter().filter(is_matrix).map(|item| item.shape.iter().product());
-            let layout = FlatLayout::new(matrices, mesh.world);
-            let mut segments = 0..layout.len();
-            let entries = own
-                .iter()
-                .map(|item| {
-                    let segment = if is_matrix(&item) { segments.next() } else { None };
-                    let held = match (item.tied_to, segment, options.strategy) {
-                        (Some(first), ..) => Held::TiedTo(places[first].entry),
-                        (None, Some(segment), ShardingStrategy::FullShard) => {
-                            Held::Fragment(layout.fragment(segment, mesh.rank))
-                        }
-                        _ => Held::Whole,
-                    };
-                    Entry { path: item.path.clone(), shape: item.shape.clone(), held, segment }
-                })
-                .collect();
-            let name = if unit.path.is_empty() {
-                Arc::from("(root)")
-            } else {
-                Arc::from(format!("`{}`", unit.path))
-            };
-            Unit { name, level: unit.level, entries, layout, slot: None }
-        });
-        Self { units: units.collect(), keys, device, places }
+        let units: Vec<Unit> = found
+            .into_iter()
+            .enumerate()
+            .map(|(index, unit)| {
+                let own: Vec<&Item> = items.iter().filter(|item| item.unit == index).collect();
+                let is_matrix = |item: &&&Item| {
+                    let numel: usize = item.shape.iter().product();
+                    item.tied_to.is_none()
+                        && item.shape.len() >= 2
+                        && numel >= options.persist_below.max(1)
+                };
+                let matrices = own.iter().filter(is_matrix).map(|item| item.shape.iter().product());
+                let layout = FlatLayout::new(matrices, mesh.shard_size());
+                let mut segments = 0..layout.len();
+                let entries: Vec<Entry> = own
+                    .iter()
+                    .map(|item| {
+                        let segment = if is_matrix(&item) { segments.next() } else { None };
+                        let held = match (item.tied_to, segment, options.strategy) {
+                            (Some(first), ..) => Held::TiedTo(places[first].entry),
+                            (None, Some(segment), strategy) if strategy.shards() => {
+                                Held::Fragment(layout.fragment(segment, mesh.shard_rank()))
+                            }
+                            _ => Held::Whole,
+                        };
+                        Entry { path: item.path.clone(), shape: item.shape.clone(), held, segment }
+                    })
+                    .collect();
+                let name = if unit.path.is_empty() {
+                    Arc::from("(root)")
+                } else {
+                    Arc::from(format!("`{}`", unit.path))
+                };
+                let gathers = entries.iter().any(|entry| matches!(entry.held, Held::Fragment(_)));
+                let FoundUnit { path, ty, level } = unit;
+                Unit { name, path, ty, level, entries, layout, gathers }
+            })
+            .collect();
+        let places = places.iter().copied().map(Some).collect();
+        Self { units, keys, device, places }
     }
 
     /// The layout, line by line, as all ranks must have it.
     pub(crate) fn fingerprint(&self, options: &FsdpOptions) -> Vec<String> {
+        // Ids are each process's own.
+        let options = FsdpOptions { ignored: Vec::new(), ..options.clone() };
         let mut lines = vec![format!("{options:?}")];
         for unit in &self.units {
             lines.push(format!("unit {} (level {})", unit.name, unit.level));
@@ -165,6 +192,10 @@ impl Plan {
 #[derive(Debug, Default)]
 struct Inventory {
     wrap: WrapPolicy,
+    /// Parameters to leave alone that have not been found yet.
+    ignored: Vec<ParamId>,
+    /// Whether each parameter found is managed.
+    order: Vec<bool>,
     path: Vec<String>,
     key: Vec<String>,
     transposed: Vec<bool>,
@@ -199,6 +230,12 @@ impl Inventory {
 
     fn found<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
         let path = self.join(below);
+        let managed = !self.ignored.contains(&param.id);
+        self.order.push(managed);
+        if !managed {
+            self.ignored.retain(|id| *id != param.id);
+            return;
+        }
         if let Some(error) = unshardable(&path, param) {
             return self.fail(error);
         }
@@ -240,12 +277,12 @@ impl Walk for Inventory {
         self.transposed.pop();
     }
 
-    fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
+    fn unit<M: FsdpModule>(&mut self, module: &M) -> bool {
         let around = *self.stack.last().expect("the outermost unit is on the stack");
-        if self.wrap.wraps(UnitType::of_module::<M>()) {
+        if wraps(self.wrap, module) {
             let level = self.units[around].level + 1;
             self.stack.push(self.units.len());
-            self.units.push(FoundUnit { path: self.join(&[]), level });
+            self.units.push(FoundUnit { path: self.join(&[]), ty: M::LAYOUT.ty, level });
         } else {
             self.stack.push(around);
         }
@@ -264,9 +301,57 @@ impl Walk for Inventory {
         self.found(path, param);
     }
 
+    fn leaf_reparameterized(&mut self, path: &[String], name: &str) {
+        let (path, name) = (self.join(path), name.to_string());
+        self.fail(ShardError::Reparameterized { path, name });
+    }
+
     fn fixed(&mut self) {
         let path = self.join(&[]);
         self.fail(ShardError::NotFloat { path });
+    }
+}
+
+/// Whether a policy makes a unit of a module that is a candidate.
+fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
+    match policy {
+        WrapPolicy::Annotated => true,
+        WrapPolicy::TransformerBased(units) => units.contains(&UnitType::of_module::<M>()),
+        WrapPolicy::SizeBased { min_num_params } => {
+            let mut size = Size { min: min_num_params, sums: vec![0] };
+            module.walk(&mut size);
+            size.sums[0] >= min_num_params
+        }
+        WrapPolicy::NoWrap => false,
+    }
+}
+
+/// Counts the parameters of a module, but for those of units within it that reach `min` themselves.
+struct Size {
+    min: usize,
+    /// A sum a unit gone into, the outermost first.
+    sums: Vec<usize>,
+}
+
+impl Walk for Size {
+    fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
+        self.sums.push(0);
+        true
+    }
+
+    fn unit_end(&mut self) {
+        let own = self.sums.pop().unwrap_or_default();
+        if own < self.min
+            && let Some(around) = self.sums.last_mut()
+        {
+            *around += own;
+        }
+    }
+
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(sum) = self.sums.last_mut() {
+            *sum += param.lazy_shape().num_elements();
+        }
     }
 }
 
@@ -277,7 +362,10 @@ fn unshardable<const D: usize>(path: &str, param: &Param<Tensor<D>>) -> Option<S
     }
     let mut other = OtherReparameterization(None);
     param.visit(&mut other);
-    if let Some(name) = other.0 {
+    // A LoRA adapter goes along.
+    if let Some(name) = other.0
+        && param.adapter().is_none()
+    {
         return Some(ShardError::Reparameterized { path, name });
     }
     // One that is not initialised has no dtype yet; it is checked once it is.

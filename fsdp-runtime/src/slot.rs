@@ -22,6 +22,11 @@ impl<B: ShardBackend> Slot<B> {
         Self { memory: B::alloc(device, numel), numel }
     }
 
+    /// The buffer's size in elements.
+    pub(crate) fn numel(&self) -> usize {
+        self.numel
+    }
+
     /// The buffer's size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.numel * size_of::<f32>()

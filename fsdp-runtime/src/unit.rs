@@ -4,8 +4,10 @@
 //! runtime implements it for [`Param`], for containers and (in `modules.rs`) for `burn::nn`. Rules
 //! over the tree are in `check.rs`; what a unit *does* is in `group.rs`.
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::{Bool, Int, Tensor};
+
+use crate::param::Sharded;
 
 /// What a [`Node`] of the layout tree is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,6 +174,8 @@ pub trait Walk {
     fn fixed(&mut self) {}
     /// A dropout layer of this crate.
     fn dropout(&mut self, _dropout: &crate::nn::Dropout) {}
+    /// A parameter in a module that FSDP does not look into carries the reparameterization `name`.
+    fn leaf_reparameterized(&mut self, _path: &[String], _name: &str) {}
     /// A float parameter in a module that FSDP does not look into; `path` is below the field.
     fn leaf_param<const D: usize>(&mut self, _path: &[String], param: &Param<Tensor<D>>) {
         self.param(param);
@@ -209,22 +213,56 @@ pub fn attach_leaf<M: Module, A: Attach>(module: M, child: &'static Child, attac
 
 /// Reads a module whose type tells nothing of its structure.
 pub(crate) fn visit_leaf<M: Module, W: Walk>(module: &M, walk: &mut W) {
-    struct Visitor<'a, W> {
-        walk: &'a mut W,
-        path: Vec<String>,
+    let mut visitor = LeafVisitor { walk, path: Vec::new(), pending: None };
+    module.visit(&mut visitor);
+    visitor.flush(None);
+}
+
+/// What is left to do with the parameter visited last, once it is known whether it is sharded: Burn
+/// shows visitors the bare parameter first.
+type Pending<W> = Box<dyn FnOnce(&mut W, Option<Sharded>)>;
+
+struct LeafVisitor<'a, W> {
+    walk: &'a mut W,
+    path: Vec<String>,
+    pending: Option<Pending<W>>,
+}
+
+impl<W: Walk> LeafVisitor<'_, W> {
+    fn flush(&mut self, sharded: Option<Sharded>) {
+        if let Some(pending) = self.pending.take() {
+            pending(self.walk, sharded);
+        }
     }
-    impl<W: Walk> ModuleVisitor for Visitor<'_, W> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.walk.leaf_param(&self.path, param);
-        }
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.path.push(name.to_string());
-        }
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.path.pop();
-        }
+}
+
+impl<W: Walk> ModuleVisitor for LeafVisitor<'_, W> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.flush(None);
+        let (path, param) = (self.path.clone(), param.clone());
+        self.pending =
+            Some(Box::new(move |walk: &mut W, sharded: Option<Sharded>| match sharded {
+                Some(sharded) => walk.leaf_param(&path, &sharded.put_on(param)),
+                None => walk.leaf_param(&path, &param),
+            }));
     }
-    module.visit(&mut Visitor { walk, path: Vec::new() });
+
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if container != "Reparameterization" {
+            self.flush(None);
+        } else if name != <Sharded as Reparameterization>::NAME {
+            self.walk.leaf_reparameterized(&self.path, name);
+        }
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, name: &str, container: &str) {
+        self.path.pop();
+        let sharded =
+            container == "Reparameterization" && name == <Sharded as Reparameterization>::NAME;
+        let sharded = if sharded { Sharded::visited() } else { None };
+        self.flush(sharded);
+    }
 }
 
 /// Rebuilds a module whose type tells nothing of its structure.
@@ -252,12 +290,39 @@ impl<const D: usize> FsdpModule for Param<Tensor<D>> {
 
     fn walk<W: Walk>(&self, walk: &mut W) {
         walk.param(self);
+        if let Some(lora) = Sharded::lora_of(self) {
+            walk.enter(&LORA, None);
+            lora.a.walk_field(&FACTORS[0], walk);
+            lora.b.walk_field(&FACTORS[1], walk);
+            walk.exit();
+        }
     }
 
     fn attach<A: Attach>(self, attach: &mut A) -> Self {
-        attach.param(self)
+        let Some(LoraAdapter { a, b, scale }) = self.adapter().cloned() else {
+            return attach.param(self);
+        };
+        let base = attach.param(self);
+        attach.enter(&LORA, None);
+        let a = a.attach_field(&FACTORS[0], attach);
+        let b = b.attach_field(&FACTORS[1], attach);
+        attach.exit();
+        match Sharded::of(&base).cloned() {
+            Some(sharded) => sharded.with_lora(LoraAdapter { a, b, scale }).put_on(base),
+            None => base,
+        }
     }
 }
+
+/// A parameter's LoRA adapter, which the static tree knows nothing of, and its two factors.
+static LORA: Child = Child { name: "lora", key: None, transposed: false, node: &LEAF };
+static FACTORS: [Child; 2] = {
+    const FACTOR: Node = Node::plain("Param", Kind::Param { rank: 2 });
+    [
+        Child { name: "a", key: None, transposed: false, node: &FACTOR },
+        Child { name: "b", key: None, transposed: false, node: &FACTOR },
+    ]
+};
 
 macro_rules! fixed {
     ($kind:ty) => {

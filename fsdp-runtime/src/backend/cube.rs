@@ -16,6 +16,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::{ShardBackend, Value, dispatch, numel};
+use crate::norm::Norm;
 
 /// A slot's device buffer.
 #[derive(Debug)]
@@ -184,13 +185,21 @@ impl ShardBackend for Cube {
         Cube::float_reshape(mean, shape)
     }
 
-    fn sum_squares(parts: &[(CubeTensor, Range<usize>)]) -> Vec<f64> {
+    fn norm_sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<f64> {
         if parts.is_empty() {
             return Vec::new();
         }
         let sum = |(tensor, range): &(CubeTensor, Range<usize>)| {
             let part = flat(tensor.clone(), range.clone());
-            Cube::float_sum(Cube::float_mul(part.clone(), part))
+            match norm {
+                Norm::One => Cube::float_sum(Cube::float_abs(part)),
+                Norm::Two => Cube::float_sum(Cube::float_mul(part.clone(), part)),
+                Norm::Inf if range.is_empty() => Cube::float_sum(part),
+                Norm::Inf => Cube::float_max(Cube::float_abs(part)),
+                Norm::P(p) => {
+                    Cube::float_sum(Cube::float_powf_scalar(Cube::float_abs(part), p.into()))
+                }
+            }
         };
         let sums = Cube::float_cat(parts.iter().map(sum).collect(), 0);
         let data =

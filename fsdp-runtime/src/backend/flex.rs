@@ -14,6 +14,7 @@ use burn::tensor::{DType, Shape, TensorData};
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 
 use super::{Float, ShardBackend, Value, dispatch};
+use crate::norm::Norm;
 
 /// Bytes a slot is aligned to: a cache line, and the widest vector register.
 const ALIGN: usize = 64;
@@ -199,9 +200,12 @@ impl ShardBackend for Flex {
         owned(sum, shape)
     }
 
-    fn sum_squares(parts: &[(FlexTensor, Range<usize>)]) -> Vec<f64> {
+    fn norm_sums(parts: &[(FlexTensor, Range<usize>)], norm: Norm) -> Vec<f64> {
         let sum = |(tensor, range): &(Float<Flex>, Range<usize>)| {
-            with_slice(tensor, range.clone(), sum_squares)
+            with_slice(tensor, range.clone(), |slice| match norm {
+                Norm::Two => sum_squares(slice),
+                _ => slice.iter().fold(0.0, |sum, &x| norm.add(sum, norm.term(f64::from(x)))),
+            })
         };
         parts.iter().map(sum).collect()
     }

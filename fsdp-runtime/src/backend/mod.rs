@@ -10,6 +10,7 @@ use burn::backend::{Autodiff, Backend, TensorMetadata};
 use burn::tensor::{DispatchTensor, Shape};
 
 use crate::error::ShardError;
+use crate::norm::Norm;
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
@@ -80,9 +81,9 @@ pub(crate) trait ShardBackend: Backend {
         divisor: usize,
         shape: Shape,
     ) -> Float<Self>;
-    /// The sum of squares over each range of its flattened tensor. The result depends on the
-    /// elements and their order alone, so that every strategy finds the same norm.
-    fn sum_squares(parts: &[(Float<Self>, Range<usize>)]) -> Vec<f64>;
+    /// What each range of its flattened tensor adds to a norm. The result depends on the elements
+    /// and their order alone, so that every strategy finds the same norm.
+    fn norm_sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<f64>;
 }
 
 /// Elements of a tensor.

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 
-use super::local::LocalGroup;
+use super::group::Group;
 use crate::error::CollectiveError;
 use crate::launch::panic_message;
 
@@ -13,7 +13,7 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// Issues a rank's collectives. Dropping the last handle ends the thread once its queue is empty.
 pub(crate) struct Communicator {
-    group: Arc<LocalGroup>,
+    group: Arc<Group>,
     jobs: Mutex<Sender<Job>>,
 }
 
@@ -25,27 +25,41 @@ impl fmt::Debug for Communicator {
 
 impl Communicator {
     /// Starts the communication thread of a rank.
-    pub(crate) fn start(group: Arc<LocalGroup>) -> std::io::Result<Arc<Self>> {
+    pub(crate) fn start(group: Arc<Group>) -> std::io::Result<Arc<Self>> {
         let (jobs, queue) = channel::<Job>();
         std::thread::Builder::new()
-            .name(format!("fsdp-comm-{}", group.mesh().rank))
+            .name(format!("fsdp-comm-{}", group.rank()))
             .spawn(move || queue.into_iter().for_each(|job| job()))?;
         Ok(Arc::new(Self { group, jobs: Mutex::new(jobs) }))
     }
 
-    /// Queues a collective.
+    /// The group of all ranks.
+    pub(crate) fn world(&self) -> &Arc<Group> {
+        &self.group
+    }
+
+    /// Queues a collective of all ranks.
     pub(crate) fn issue<T: Send + 'static>(
         &self,
-        collective: impl FnOnce(&LocalGroup) -> Result<T, CollectiveError> + Send + 'static,
+        collective: impl FnOnce(&Group) -> Result<T, CollectiveError> + Send + 'static,
+    ) -> Work<T> {
+        self.issue_on(&self.group, collective)
+    }
+
+    /// Queues a collective of a part of the ranks.
+    pub(crate) fn issue_on<T: Send + 'static>(
+        &self,
+        group: &Arc<Group>,
+        collective: impl FnOnce(&Group) -> Result<T, CollectiveError> + Send + 'static,
     ) -> Work<T> {
         let (sender, result) = sync_channel(1);
-        let group = self.group.clone();
-        let rank = group.mesh().rank;
+        let group = group.clone();
+        let rank = group.rank();
         let job = move || {
             let outcome = catch_unwind(AssertUnwindSafe(|| collective(&group)));
             let outcome = outcome.unwrap_or_else(|panic| {
                 let failure = CollectiveError::PeerFailed { rank, reason: panic_message(&*panic) };
-                group.hub().fail(failure.clone());
+                group.fail(failure.clone());
                 Err(failure)
             });
             // Nobody waits for a collective whose unit was dropped meanwhile.

@@ -6,7 +6,7 @@
 //! rank order on every rank, so results do not depend on who came first.
 //!
 //! The first failure (a time-out, ranks that issue different operations, a rank that panicked) is
-//! kept, and ends every exchange of the group from then on, under way or later.
+//! kept, and ends every exchange of all groups from then on, under way or later.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
-use crate::mesh::{Mesh, Rank, WorldSize};
+use crate::mesh::{Rank, WorldSize};
 use crate::slot::Slot;
 
 type AnyValue = Arc<dyn Any + Send + Sync>;
@@ -33,7 +33,9 @@ pub(crate) struct Hub {
 
 #[derive(Debug, Default)]
 struct State {
-    rounds: HashMap<u64, Round>,
+    /// By group and sequence number.
+    rounds: HashMap<(u64, u64), Round>,
+    groups: u64,
     failure: Option<CollectiveError>,
 }
 
@@ -62,18 +64,50 @@ impl Hub {
     }
 }
 
-/// One rank's end of a [`Hub`].
+/// One rank's end of a group that meets at a [`Hub`].
 #[derive(Debug)]
 pub(crate) struct LocalGroup {
     hub: Arc<Hub>,
-    rank: Rank,
+    id: u64,
+    members: Vec<Rank>,
+    /// This rank's position among the members.
+    index: usize,
     sequence: AtomicU64,
 }
 
 impl LocalGroup {
-    /// The end of `rank`.
+    /// The end of `rank` in the group of all ranks.
     pub(crate) fn new(hub: Arc<Hub>, rank: Rank) -> Self {
-        Self { hub, rank, sequence: AtomicU64::new(0) }
+        let members = hub.world.ranks().collect();
+        Self { hub, id: 0, members, index: rank.index(), sequence: AtomicU64::new(0) }
+    }
+
+    /// The members that give the same `color`, as a group.
+    pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+        let op = Op::new("split", "the mesh");
+        let colors = self.exchange(&op, color)?;
+        let same = |&index: &usize| *colors[index] == color;
+        let positions: Vec<usize> = (0..self.members.len()).filter(same).collect();
+        // The first member of each group numbers it.
+        let first = positions[0];
+        let id = (first == self.index).then(|| {
+            let mut state = self.hub.lock();
+            state.groups += 1;
+            state.groups
+        });
+        let ids = self.exchange(&op, id)?;
+        Ok(Self {
+            hub: self.hub.clone(),
+            id: ids[first].expect("its first member numbers a group"),
+            members: positions.iter().map(|&index| self.members[index]).collect(),
+            index: positions.iter().position(|&index| index == self.index).expect("own color"),
+            sequence: AtomicU64::new(0),
+        })
+    }
+
+    /// Its members, by their ranks in the world.
+    pub(crate) fn members(&self) -> &[Rank] {
+        &self.members
     }
 
     /// Where the ranks meet.
@@ -81,9 +115,9 @@ impl LocalGroup {
         &self.hub
     }
 
-    /// This rank's place.
-    pub(crate) fn mesh(&self) -> Mesh {
-        Mesh { rank: self.rank, world: self.hub.world }
+    /// This rank.
+    pub(crate) fn rank(&self) -> Rank {
+        self.members[self.index]
     }
 
     /// Every rank's value, in rank order.
@@ -98,8 +132,8 @@ impl LocalGroup {
         value: T,
     ) -> Result<Vec<Arc<T>>, CollectiveError> {
         let hub = &*self.hub;
-        let world = hub.world.size();
-        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        let (size, rank) = (self.members.len(), self.rank());
+        let sequence = (self.id, self.sequence.fetch_add(1, Ordering::Relaxed));
         let started = Instant::now();
         let mut state = hub.lock();
         if let Some(failure) = &state.failure {
@@ -107,13 +141,13 @@ impl LocalGroup {
         }
         let round = state.rounds.entry(sequence).or_insert_with(|| Round {
             op: op.clone(),
-            opened_by: self.rank,
-            values: vec![None; world],
+            opened_by: rank,
+            values: vec![None; size],
             taken: 0,
         });
         if round.op != *op {
             let failure = CollectiveError::Mismatch {
-                rank: self.rank,
+                rank,
                 found: op.to_string(),
                 peer: round.opened_by,
                 expected: round.op.to_string(),
@@ -122,7 +156,7 @@ impl LocalGroup {
             hub.fail(failure.clone());
             return Err(failure);
         }
-        round.values[self.rank.index()] = Some(Arc::new(value));
+        round.values[self.index] = Some(Arc::new(value));
         hub.changed.notify_all();
         loop {
             if let Some(failure) = &state.failure {
@@ -131,7 +165,7 @@ impl LocalGroup {
             let round = state.rounds.get_mut(&sequence).expect("a round lives until all took it");
             if round.values.iter().all(Option::is_some) {
                 round.taken += 1;
-                let values: Vec<AnyValue> = if round.taken == world {
+                let values: Vec<AnyValue> = if round.taken == size {
                     let round = state.rounds.remove(&sequence).expect("found above");
                     round.values.into_iter().flatten().collect()
                 } else {
@@ -144,11 +178,12 @@ impl LocalGroup {
                     .collect());
             }
             let Some(left) = hub.timeout.checked_sub(started.elapsed()) else {
-                let absent = |rank: &Rank| round.values[rank.index()].is_none();
+                let absent = round.values.iter().zip(&self.members);
+                let absent = absent.filter(|(value, _)| value.is_none());
                 let failure = CollectiveError::Timeout {
                     op: op.name,
                     unit: op.unit.to_string(),
-                    missing: hub.world.ranks().filter(absent).collect(),
+                    missing: absent.map(|(_, rank)| *rank).collect(),
                     waited: hub.timeout,
                 };
                 drop(state);
@@ -191,6 +226,7 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         op: &Op,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
+        divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let peers = self.exchange(op, gradients)?;
         let mean = |(index, keep): (usize, &Reduce)| {
@@ -198,14 +234,14 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
             if parts.is_empty() || keep.range.is_empty() {
                 return None;
             }
-            Some(B::mean(&parts, keep.range.clone(), peers.len(), keep.shape.clone().into()))
+            Some(B::mean(&parts, keep.range.clone(), divisor, keep.shape.clone().into()))
         };
         Ok(keep.iter().enumerate().map(mean).collect())
     }
 
     fn broadcast(&self, op: &Op, tensor: Option<Float<B>>) -> Result<Float<B>, CollectiveError> {
         let peers = self.exchange(op, tensor)?;
-        Ok(peers[0].as_ref().clone().expect("rank 0 gives the tensor"))
+        Ok(peers[0].as_ref().clone().expect("the first rank gives the tensor"))
     }
 }
 
@@ -233,9 +269,7 @@ mod tests {
     fn every_rank_gets_every_value_in_rank_order() {
         let groups = groups(5, Duration::from_secs(20));
         for _ in 0..50 {
-            for values in
-                on_all(&groups, |group| group.exchange(&op("a"), group.rank.index()).unwrap())
-            {
+            for values in on_all(&groups, |group| group.exchange(&op("a"), group.index).unwrap()) {
                 assert_eq!(values.iter().map(|value| **value).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
             }
         }
@@ -255,8 +289,45 @@ mod tests {
             };
             assert_eq!(
                 (op, unit.as_str(), missing),
-                ("all_gather", "encoder.0", vec![groups[2].rank])
+                ("all_gather", "encoder.0", vec![groups[2].rank()])
             );
+        }
+    }
+
+    #[test]
+    fn parts_of_a_group_exchange_among_themselves() {
+        let groups = groups(6, Duration::from_secs(20));
+        let sums = on_all(&groups, |group| {
+            let rows = group.split(group.index / 3).unwrap();
+            let columns = group.split(group.index % 3).unwrap();
+            let sum = |part: &LocalGroup| -> usize {
+                let values = part.exchange(&op("a"), group.index).unwrap();
+                values.iter().map(|value| **value).sum()
+            };
+            (sum(&rows), sum(&columns), rows.rank() == group.rank())
+        });
+        let expected =
+            [(3, 3, true), (3, 5, true), (3, 7, true), (12, 3, true), (12, 5, true), (12, 7, true)];
+        assert_eq!(sums, expected);
+    }
+
+    #[test]
+    fn a_part_of_a_group_names_who_is_missing_by_rank_and_ends_all() {
+        let groups = groups(4, Duration::from_millis(50));
+        let errors = on_all(&groups, |group| {
+            let part = group.split(group.index / 2).unwrap();
+            match group.index {
+                3 => None,
+                index if index < 2 => {
+                    std::thread::sleep(Duration::from_millis(200));
+                    part.exchange(&op("a"), ()).err()
+                }
+                _ => part.exchange(&op("a"), ()).err(),
+            }
+        });
+        for error in errors.into_iter().flatten() {
+            let CollectiveError::Timeout { missing, .. } = error else { panic!("{error}") };
+            assert_eq!(missing, [groups[3].rank()]);
         }
     }
 
@@ -264,7 +335,7 @@ mod tests {
     fn different_operations_end_the_group() {
         let groups = groups(2, Duration::from_secs(20));
         let errors = on_all(&groups, |group| {
-            let unit = if group.rank == Rank::ZERO { "a" } else { "b" };
+            let unit = if group.rank() == Rank::ZERO { "a" } else { "b" };
             group.exchange(&op(unit), ()).unwrap_err()
         });
         assert_eq!(errors[0], errors[1]);

@@ -1,9 +1,10 @@
 //! Process groups: the collectives that units need, over one of several engines.
 //!
-//! [`local`] is the engine of thread ranks. [`comm`] runs a rank's collectives in issue order on a
-//! thread of its own and hands over results that are waited for.
+//! [`local`] is the engine of thread ranks. [`group`] is any engine's group; [`comm`] runs a rank's
+//! collectives in issue order on a thread of its own and hands over results that are waited for.
 
 pub(crate) mod comm;
+pub(crate) mod group;
 pub(crate) mod local;
 
 use std::fmt;
@@ -63,14 +64,15 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
         fragment: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
-    /// The mean over ranks of each gradient, in the range this rank keeps.
+    /// The sum over ranks of each gradient over `divisor`, in the range this rank keeps.
     fn reduce_scatter(
         &self,
         op: &Op,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
+        divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
-    /// Rank 0's tensor, given by rank 0 alone.
+    /// The first rank's tensor, given by that rank alone.
     fn broadcast(&self, op: &Op, tensor: Option<Float<B>>) -> Result<Float<B>, CollectiveError>;
 }

@@ -1,31 +1,34 @@
 //! The backward half: `pre_backward`, arriving gradients, `post_backward`.
 
-use super::{Schedule, State, count};
-use crate::autodiff::BackwardHooks;
-use crate::backend::{Float, ShardBackend};
-use crate::collectives::{Op, ProcessGroup};
+use super::{Pass, Schedule, State, When, count};
+use crate::autodiff::{BackwardHooks, Depth};
+use crate::backend::{Float, ShardBackend, numel};
+use crate::collectives::{Op, ProcessGroup, Reduce};
 use crate::error::Error;
-use crate::group::Call;
+use crate::group::{Call, Entry, Reduction, add_up};
+use crate::memory::Use;
+use crate::options::{BackwardPrefetch, GradientAccumulation};
 use crate::param::CallId;
 
 impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
-    fn pre_backward(&self, id: CallId) -> Result<(), Error> {
+    fn pre_backward(&self, id: CallId, depth: Depth) -> Result<(), Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
+        self.release_lingering(state, depth.reached);
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
         let unit = call.unit;
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::pre_backward", unit = %self.units[unit].name).entered();
         // A unit with several outputs comes here once for each.
         if !std::mem::replace(&mut call.entered, true) {
             state.units[unit].backwards += 1;
+            if call.reads_frozen {
+                state.lingering.push((unit, depth.inputs));
+            }
         }
-        self.unshard(state, unit, false)?;
+        self.unshard(state, unit, Pass::Backward, When::Now)?;
         self.wait_for_unshard(state, unit)?;
-        if self.prefetch.backward
-            && let Some(at) = state.order.iter().rposition(|&index| index == unit)
-            && let Some(previous) = self.following(state.order[..at].iter().rev(), unit)
-        {
-            self.unshard(state, previous, true)?;
+        if self.settings.backward_prefetch == BackwardPrefetch::Pre {
+            self.prefetch_previous(state, unit)?;
         }
         Ok(())
     }
@@ -33,11 +36,17 @@ impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
     fn arrived(&self, id: CallId, entry: usize, gradient: Float<B>) -> Result<bool, Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
+        if state.calls.get(&id).is_some_and(|call| !call.has_gradients()) {
+            self.collect_reductions(state)?;
+        }
         let Some(call) = state.calls.get_mut(&id) else { return Ok(false) };
         let sum = match call.gradients[entry].take() {
             // In the order in which Burn adds up the gradients of one leaf.
             Some(earlier) => B::float_add(gradient, earlier),
-            None => gradient,
+            None => {
+                self.ledger.take(Use::Gradients, bytes::<B>(&gradient));
+                gradient
+            }
         };
         call.gradients[entry] = Some(sum);
         call.pending -= 1;
@@ -51,45 +60,135 @@ impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
     }
 }
 
+fn bytes<B: ShardBackend>(tensor: &Float<B>) -> usize {
+    numel::<B>(tensor) * size_of::<f32>()
+}
+
+fn total_bytes<B: ShardBackend>(tensors: &[Option<Float<B>>]) -> usize {
+    tensors.iter().flatten().map(bytes::<B>).sum()
+}
+
 impl<B: ShardBackend> Schedule<B> {
-    /// Issues the reduction of a call's gradients and gives its unit's slot back.
+    /// Unshards the unit whose forward came before that of `unit`.
+    fn prefetch_previous(&self, state: &mut State<B>, unit: usize) -> Result<(), Error> {
+        if let Some(at) = state.order.iter().rposition(|&index| index == unit)
+            && let Some(previous) = self.following(state.order[..at].iter().rev(), unit)
+        {
+            self.unshard(state, previous, Pass::Backward, When::Ahead)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the slots back of units whose ops have all run, now that all below `depth` have.
+    fn release_lingering(&self, state: &mut State<B>, depth: usize) {
+        let (done, rest) =
+            std::mem::take(&mut state.lingering).into_iter().partition(|&(_, at)| depth <= at);
+        state.lingering = rest;
+        let done: Vec<(usize, usize)> = done;
+        for (unit, _) in done {
+            self.leave(state, unit);
+        }
+    }
+
+    /// One call of a unit has run backward.
+    fn leave(&self, state: &mut State<B>, unit: usize) {
+        state.units[unit].backwards -= 1;
+        if !state.units[unit].in_use() && self.units[unit].level > 0 {
+            self.reshard(state, unit);
+        }
+    }
+
+    /// Gives a call's slot back and issues the reduction of its gradients.
     fn post_backward(&self, state: &mut State<B>, call: Call<B>) -> Result<(), Error> {
         let index = call.unit;
-        let unit = &self.units[index];
-        let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_backward", unit = %unit.name)
-            .entered();
+        let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_backward", unit = %self.units[index].name).entered();
+        if call.entered && !call.reads_frozen {
+            self.leave(state, index);
+        }
+        if self.settings.backward_prefetch == BackwardPrefetch::Post {
+            self.prefetch_previous(state, index)?;
+        }
+        let before = total_bytes::<B>(&state.units[index].held) + total_bytes::<B>(&call.gradients);
+        add_up::<B>(&mut state.units[index].held, call.gradients);
+        let after = total_bytes::<B>(&state.units[index].held);
+        self.ledger.give_back(Use::Gradients, before - after);
+        let holds = self.settings.accumulation == GradientAccumulation::HoldUnsharded;
+        if state.accumulating && holds {
+            return Ok(());
+        }
+        self.reduce(state, index)
+    }
+
+    /// Issues the reduction of a unit's gradients.
+    fn reduce(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
         self.collect_reductions(state)?;
+        let unit = &self.units[index];
+        let entries = unit.entries.len();
+        let gradients: Vec<_> = std::mem::replace(
+            &mut state.units[index].held,
+            std::iter::repeat_with(|| None).take(entries).collect(),
+        );
+        let bytes = total_bytes::<B>(&gradients);
+        let name = if unit.gathers { "reduce_scatter" } else { "all_reduce" };
+        tracing::trace!(target: "fsdp", unit = %unit.name, op = name, "fsdp::reduce");
         count(&self.counters.reduce_scatters);
-        let op = Op::new("reduce_scatter", unit.name.clone());
-        let keep: Vec<_> = unit.entries.iter().map(crate::group::Entry::reduce).collect();
+        let op = Op::new(name, unit.name.clone());
+        let keep: Vec<Reduce> = unit.entries.iter().map(Entry::reduce).collect();
+        let world = self.settings.mesh.world.size();
         let device = self.device.clone();
-        let work = self.comm.issue(move |group| {
-            let reduced = ProcessGroup::<B>::reduce_scatter(group, &op, call.gradients, &keep)?;
+        let replicate = self.settings.groups.replicate.clone();
+        if replicate.is_some() {
+            count(&self.counters.all_reduces);
+        }
+        let work = self.comm.issue_on(&self.settings.groups.shard, move |group| {
+            let divisor = if replicate.is_some() { 1 } else { world };
+            let mut reduced =
+                ProcessGroup::<B>::reduce_scatter(group, &op, gradients, &keep, divisor)?;
+            if let Some(replicate) = replicate {
+                let op = Op { name: "all_reduce", unit: op.unit };
+                let whole = |keep: Reduce| Reduce { range: 0..keep.range.len(), ..keep };
+                let keep: Vec<Reduce> = keep.into_iter().map(whole).collect();
+                reduced =
+                    ProcessGroup::<B>::reduce_scatter(&*replicate, &op, reduced, &keep, world)?;
+            }
             B::complete(&device);
             Ok(reduced)
         });
-        state.reductions.push_back((index, work));
-        if call.entered {
-            state.units[index].backwards -= 1;
-        }
-        if !state.units[index].in_use() && unit.level > 0 {
-            self.reshard(state, index);
-        }
+        state.reductions.push_back(Reduction { unit: index, bytes, work });
         Ok(())
     }
 
     /// Waits for the reductions under way and adds their results up.
     fn collect_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
-        while let Some((unit, work)) = state.reductions.pop_front() {
+        while let Some(Reduction { unit, bytes, work }) = state.reductions.pop_front() {
+            tracing::trace!(target: "fsdp", unit = %self.units[unit].name, "fsdp::wait_for_reduce");
             let reduced = work.wait()?;
-            for (sum, gradient) in state.units[unit].reduced.iter_mut().zip(reduced) {
-                *sum = match (sum.take(), gradient) {
-                    (Some(sum), Some(gradient)) => Some(B::float_add(sum, gradient)),
-                    (sum, gradient) => sum.or(gradient),
-                };
-            }
+            self.ledger.give_back(Use::Gradients, bytes);
+            let sums = &mut state.units[unit].reduced;
+            let before = total_bytes::<B>(sums);
+            add_up::<B>(sums, reduced);
+            let more = total_bytes::<B>(sums) - before;
+            self.ledger.take(Use::Gradients, more);
+            state.reduced_bytes += more;
         }
         Ok(())
+    }
+
+    /// What comes before a backward pass; `accumulate` says that another of the step follows.
+    pub(super) fn pre_backward_first(&self, accumulate: bool) {
+        let mut state = self.lock();
+        if accumulate
+            && !state.accumulating
+            && self.settings.accumulation == GradientAccumulation::HoldUnsharded
+        {
+            let params: usize = self.units.iter().map(crate::group::Unit::num_params).sum();
+            let bytes = params * size_of::<f32>();
+            tracing::info!(
+                target: "fsdp",
+                "gradients of micro-batches are held unsharded: up to {bytes} bytes on every rank"
+            );
+        }
+        state.accumulating = accumulate;
     }
 
     /// What comes after a backward pass: units whose graph it reached only in part are reduced too,
@@ -97,15 +196,24 @@ impl<B: ShardBackend> Schedule<B> {
     pub(super) fn post_backward_final(&self) -> Result<(), Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
-        let reached = |call: &Call<B>| call.entered || call.gradients.iter().any(Option::is_some);
+        self.release_lingering(state, 0);
+        let reached = |call: &Call<B>| call.entered || call.has_gradients();
         let ids: Vec<CallId> =
             state.calls.iter().filter(|(_, call)| reached(call)).map(|(id, _)| *id).collect();
         for id in ids {
             let Some(call) = state.calls.remove(&id) else { continue };
-            if call.gradients.iter().any(Option::is_some) {
+            if call.has_gradients() {
                 self.post_backward(state, call)?;
-            } else {
+            } else if !call.reads_frozen {
                 state.units[call.unit].backwards -= 1;
+            }
+        }
+        if !state.accumulating {
+            // Held by earlier micro-batches for units that the last one did not use.
+            for unit in (0..self.units.len()).rev() {
+                if state.units[unit].held.iter().any(Option::is_some) {
+                    self.reduce(state, unit)?;
+                }
             }
         }
         self.collect_reductions(state)?;

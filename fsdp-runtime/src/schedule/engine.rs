@@ -9,7 +9,9 @@ use crate::backend::{ShardBackend, Value};
 use crate::collectives::Op;
 use crate::error::Error;
 use crate::group::{Held, Unit};
+use crate::memory::{Memory, Use};
 use crate::mesh::Mesh;
+use crate::norm::Norm;
 use crate::param::{Place, Runtime};
 
 /// The erased schedule of a sharded model.
@@ -24,12 +26,22 @@ pub(crate) trait Engine: Runtime {
     fn peak_unsharded_bytes(&self) -> usize;
     /// Bytes of the buffers that gathered parameters live in.
     fn slot_bytes(&self) -> usize;
+    /// What this rank holds.
+    fn memory(&self) -> Memory;
+    /// The bytes of an optimizer's state.
+    fn record_optimizer(&self, bytes: usize);
+    /// Begins a backward pass; `accumulate` says that another one of the same step follows.
+    fn begin_backward(&self, accumulate: bool);
     /// Ends a backward pass.
     fn finish_backward(&self) -> Result<(), Error>;
     /// The reduced gradient of a parameter, once.
     fn take_gradient(&self, place: Place) -> Option<DispatchTensor>;
-    /// The 2-norm over all ranks of reduced gradients.
-    fn gradient_norm(&self, gradients: Vec<(Place, DispatchTensor)>) -> Result<f64, Error>;
+    /// The norm over all ranks of reduced gradients.
+    fn gradient_norm(
+        &self,
+        gradients: Vec<(Place, DispatchTensor)>,
+        norm: Norm,
+    ) -> Result<f64, Error>;
     /// A full parameter, given its base; every rank calls, `keep` says who wants the result.
     fn full(
         &self,
@@ -41,7 +53,7 @@ pub(crate) trait Engine: Runtime {
 
 impl<B: ShardBackend> Engine for Schedule<B> {
     fn mesh(&self) -> Mesh {
-        self.mesh
+        self.settings.mesh
     }
 
     fn units(&self) -> &[Unit] {
@@ -54,7 +66,9 @@ impl<B: ShardBackend> Engine for Schedule<B> {
             all_gathers: read(&self.counters.all_gathers),
             single_gathers: read(&self.counters.single_gathers),
             reduce_scatters: read(&self.counters.reduce_scatters),
+            all_reduces: read(&self.counters.all_reduces),
             mis_prefetches: read(&self.counters.mis_prefetches),
+            added_slots: read(&self.counters.added_slots),
         }
     }
 
@@ -63,7 +77,21 @@ impl<B: ShardBackend> Engine for Schedule<B> {
     }
 
     fn slot_bytes(&self) -> usize {
-        self.slots.iter().map(|slot| slot.bytes()).sum()
+        let state = self.lock();
+        let parts = state.parts.iter().flatten();
+        state.slots.iter().chain(parts).map(|slot| slot.bytes()).sum()
+    }
+
+    fn memory(&self) -> Memory {
+        self.ledger.read()
+    }
+
+    fn record_optimizer(&self, bytes: usize) {
+        self.ledger.set(Use::Optimizer, bytes);
+    }
+
+    fn begin_backward(&self, accumulate: bool) {
+        self.pre_backward_first(accumulate);
     }
 
     fn finish_backward(&self) -> Result<(), Error> {
@@ -75,10 +103,15 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         Some(B::into_dispatch(Value::Plain(gradient)))
     }
 
-    /// Each rank sums the squares of its own fragments, in layout order; the partial sums are added
-    /// in rank order, then those of replicated parameters. A rank that holds a matrix whole sums
-    /// up every rank's part by itself, so that all strategies find the same bits.
-    fn gradient_norm(&self, gradients: Vec<(Place, DispatchTensor)>) -> Result<f64, Error> {
+    /// Each rank sums up its own fragments, in layout order; the partial sums are added in rank
+    /// order, then those of replicated parameters. A rank that holds a matrix whole sums up every
+    /// rank's part by itself, so that all strategies find the same bits.
+    fn gradient_norm(
+        &self,
+        gradients: Vec<(Place, DispatchTensor)>,
+        norm: Norm,
+    ) -> Result<f64, Error> {
+        let mesh = self.settings.mesh;
         let (mut parts, mut ranks) = (Vec::new(), Vec::new());
         let mut whole = Vec::new();
         for (place, gradient) in gradients {
@@ -90,24 +123,27 @@ impl<B: ShardBackend> Engine for Schedule<B> {
                 whole.push((gradient, 0..entry.numel()));
                 continue;
             }
-            for (rank, range) in unit.norm_ranges(place.entry, self.mesh) {
+            for (rank, range) in unit.norm_ranges(place.entry, mesh) {
                 ranks.push(rank);
                 parts.push((gradient.clone(), range));
             }
         }
-        let mut partial = vec![0f64; self.mesh.world.size()];
-        for (rank, sum) in ranks.into_iter().zip(B::sum_squares(&parts)) {
-            partial[rank] += sum;
+        let mut partial = vec![0f64; mesh.shard_size().size()];
+        for (rank, sum) in ranks.into_iter().zip(B::norm_sums(&parts, norm)) {
+            partial[rank] = norm.add(partial[rank], sum);
         }
         // Whether there are fragments is the same on all ranks; one whose own are empty takes part.
-        if !self.slots.is_empty() {
-            let mine = partial[self.mesh.rank.index()];
-            let op = Op::new("all_gather", "the gradient norm");
-            let all = self.comm.issue(move |group| group.exchange(&op, mine)).wait()?;
+        if self.units.iter().any(|unit| unit.gathers) {
+            let mine = partial[mesh.shard_rank().index()];
+            let op = Op::new("all_reduce", "the gradient norm");
+            let group = &self.settings.groups.shard;
+            tracing::trace!(target: "fsdp", "fsdp::reduce_norm");
+            let all = self.comm.issue_on(group, move |group| group.exchange(&op, mine)).wait()?;
             partial = all.iter().map(|sum| **sum).collect();
         }
-        let squares = partial.iter().sum::<f64>() + B::sum_squares(&whole).iter().sum::<f64>();
-        Ok(squares.sqrt())
+        // `-0.0` is what a sum of floats begins with.
+        let sum = partial.into_iter().chain(B::norm_sums(&whole, norm));
+        Ok(norm.root(sum.fold(-0.0, |sum, part| norm.add(sum, part))))
     }
 
     fn full(

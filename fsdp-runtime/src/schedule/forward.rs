@@ -5,12 +5,13 @@ use std::sync::Arc;
 use burn::backend::{Autodiff, AutodiffBackend};
 use burn::tensor::{DispatchTensor, Shape};
 
-use super::{Schedule, State, count};
+use super::{Pass, Reshard, Schedule, State, When, count};
 use crate::autodiff::{self, MAX_ANCHORS, State as OpState};
 use crate::backend::{Context, Float, ShardBackend, Tracked, Value};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError};
 use crate::group::{Call, Fragment, Held, Residency};
+use crate::memory::Use;
 use crate::param::{CallId, Place, Runtime};
 
 impl<B: ShardBackend> Runtime for Schedule<B> {
@@ -46,27 +47,31 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         }
         let at = state.order.len();
         state.order.push(unit);
-        self.unshard(state, unit, false)?;
-        self.wait_for_unshard(state, unit)?;
         let call = self.open_call(state, unit, anchors::<B>(inputs));
+        if let Some(other) = self.beside(state, call) {
+            self.add_slot(state, unit, other)?;
+        }
+        self.unshard(state, unit, Pass::Forward, When::Now)?;
+        self.wait_for_unshard(state, unit)?;
         state.units[unit].forwards.push(call);
         state.open += 1;
         // From here on the unit's slot is in use, and no prefetch takes it.
-        if self.prefetch.forward
+        if self.settings.forward_prefetch
             && let Some(next) = self.next_forward(state, at, unit)
         {
-            self.unshard(state, next, true)?;
+            self.unshard(state, next, Pass::Forward, When::Ahead)?;
         }
         Ok(Some(call))
     }
 
-    fn hook_output(self: Arc<Self>, call: CallId, output: DispatchTensor) -> DispatchTensor {
-        let (unit, alive) = {
-            let mut state = self.lock();
-            let Some(call) = state.calls.get_mut(&call) else { return output };
-            (call.unit, call.open.clone())
+    fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
+        let (slot, alive, anchors) = {
+            let state = self.lock();
+            let Some(call) = state.calls.get(&id) else { return output };
+            let slot = state.slot_of[call.unit].map(|slot| state.slots[slot].clone());
+            let anchors = if call.reads_frozen { call.anchors.clone() } else { Vec::new() };
+            (slot, call.open.clone(), anchors)
         };
-        let slot = self.units[unit].slot.map(|slot| self.slots[slot].clone());
         let detach = |value: Float<B>| match &slot {
             Some(slot) => slot.detach(value),
             None => value,
@@ -78,11 +83,14 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             Some(Value::Autodiff(value, context)) => {
                 let value = match alive.filter(|_| value.is_tracked()) {
                     Some(alive) => {
-                        if let Some(call) = self.lock().calls.get_mut(&call) {
+                        let state = OpState { hooks: self.clone(), call: id, alive };
+                        let value = autodiff::pre_backward(state, value, &anchors, detach);
+                        if let Some(call) = self.lock().calls.get_mut(&id) {
                             call.tracked = true;
+                            let first = call.span.1.unwrap_or(u64::MAX);
+                            call.span.1 = Some(first.min(value.id().value));
                         }
-                        let state = OpState { hooks: self.clone(), call, alive };
-                        autodiff::pre_backward(state, value, detach)
+                        value
                     }
                     None => Autodiff::<B>::from_inner(detach(value.into_primitive())),
                 };
@@ -107,7 +115,11 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         // The backward of the outermost unit and of the last one comes before any other's.
         let at = state.order.iter().rposition(|&index| index == unit).unwrap_or(0);
         let next = self.units[unit].level == 0 || self.next_forward(state, at, unit).is_none();
-        if !(tracked && next) {
+        let stays = next || matches!(self.settings.reshard, Reshard::Never);
+        if !(tracked && stays) {
+            if tracked {
+                self.keep_part(state, unit);
+            }
             self.reshard(state, unit);
         }
         if state.open == 0 && state.calls.is_empty() {
@@ -157,6 +169,11 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             _ => (value, leaf),
         };
         let call = state.units[place.unit].forwards.last().copied();
+        if leaf.is_none()
+            && let Some(call) = call.and_then(|call| state.calls.get_mut(&call))
+        {
+            call.reads_frozen |= unit.gathers && context.is_some();
+        }
         let value = match &unit.entries[holder].held {
             Held::Fragment(_) if call.is_some() => {
                 debug_assert!(
@@ -165,8 +182,8 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
                     unit.name,
                     state.units[place.unit].residency
                 );
-                let slot = &self.slots[unit.slot.expect("a unit with fragments has a slot")];
-                slot.view(unit.offset(holder), &entry.shape)
+                let slot = state.slot_of[place.unit].expect("a unit with fragments has a slot");
+                state.slots[slot].view(unit.offset(holder), &entry.shape)
             }
             Held::Fragment(_) => self.gather_single(Place { entry: holder, ..place }, value)?,
             _ => value,
@@ -185,21 +202,43 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
 impl<B: ShardBackend> Schedule<B> {
     /// What comes before the outermost forward: what an earlier one left is out of date.
     fn begin(&self, state: &mut State<B>) -> Result<(), Error> {
-        if !state.reductions.is_empty()
-            || state.units.iter().any(|unit| unit.reduced.iter().any(Option::is_some))
-        {
-            return Err(ScheduleError::GradientsNotCollected.into());
+        let reduced = || state.units.iter().any(|unit| unit.reduced.iter().any(Option::is_some));
+        if !state.accumulating {
+            if !state.reductions.is_empty() || reduced() {
+                return Err(ScheduleError::GradientsNotCollected.into());
+            }
+            self.ledger.give_back(Use::Gradients, std::mem::take(&mut state.reduced_bytes));
         }
         state.calls.retain(|_, call| call.alive.strong_count() > 0);
         for unit in 0..self.units.len() {
             if !state.units[unit].in_use() {
                 self.evict(state, unit)?;
+                state.units[unit].kept_part = false;
             }
         }
         if !state.order.is_empty() {
             state.last_order = std::mem::take(&mut state.order);
         }
         Ok(())
+    }
+
+    /// A unit in the same buffer whose graph is there and whose output no input of `call` can come
+    /// from: the backward of both may run at once. Only for a unit without a graph of its own.
+    fn beside(&self, state: &State<B>, call: CallId) -> Option<usize> {
+        let new = &state.calls[&call];
+        let slot = state.slot_of[new.unit]?;
+        let live = |id: &CallId, other: &Call<B>| {
+            *id != call && other.open.is_none() && other.alive.strong_count() > 0
+        };
+        let mut others = state.calls.iter().filter(|(id, other)| live(id, other));
+        if others.clone().any(|(_, other)| other.unit == new.unit) {
+            return None;
+        }
+        let conflicts = |other: &Call<B>| {
+            state.slot_of[other.unit] == Some(slot)
+                && other.span.1.is_some_and(|output| new.span.0.is_none_or(|input| input < output))
+        };
+        others.find(|(_, other)| conflicts(other)).map(|(_, other)| other.unit)
     }
 
     /// The unit whose forward came after that of `unit` the time before; `at` is its position now.
@@ -215,17 +254,7 @@ impl<B: ShardBackend> Schedule<B> {
     fn open_call(&self, state: &mut State<B>, unit: usize, anchors: Vec<Tracked<B>>) -> CallId {
         let id = CallId(state.next_call);
         state.next_call += 1;
-        let open = Arc::new(());
-        let call = Call {
-            unit,
-            anchors,
-            pending: 0,
-            gradients: self.units[unit].entries.iter().map(|_| None).collect(),
-            entered: false,
-            tracked: false,
-            alive: Arc::downgrade(&open),
-            open: Some(open),
-        };
+        let call = Call::new(unit, self.units[unit].entries.len(), anchors);
         state.calls.insert(id, call);
         id
     }
@@ -254,8 +283,10 @@ impl<B: ShardBackend> Schedule<B> {
         let op = Op::new("all_gather", entry.path.as_str());
         let len = entry.range().len();
         let mine = (len > 0).then(|| B::float_reshape(fragment, Shape::from([len])));
-        let parts =
-            self.comm.issue(move |group| ProcessGroup::<B>::all_gather_one(group, &op, mine));
+        let group = &self.settings.groups.shard;
+        let parts = self
+            .comm
+            .issue_on(group, move |group| ProcessGroup::<B>::all_gather_one(group, &op, mine));
         let flatten = |part: Float<B>| {
             let numel = crate::backend::numel::<B>(&part);
             B::float_reshape(part, Shape::from([numel]))

@@ -4,19 +4,22 @@
 //! next in the last forward (forward prefetch); `post_forward` reshards, but for the outermost unit
 //! and the last one, whose backward is next. *Backward*: `pre_backward` of k waits for its unshard
 //! and issues that of the unit that came before it (`BACKWARD_PRE`); `post_backward`, when the last
-//! gradient of a call has arrived, issues the reduce-scatter and reshards. One reduce-scatter is
-//! under way at a time, so gradients of no more than two units exist at once.
+//! gradient of a call has arrived, reshards and issues the reduce-scatter. The next unit's first
+//! gradient waits for it, so that full gradients of one unit exist at a time.
 //!
 //! Everything runs on the rank's own thread, but for the collectives, which its communication
 //! thread runs in the order in which they were issued here: the static layout and the order of
 //! forwards fix it, so all ranks issue the same sequence. A prefetch is made only into a buffer that
 //! nobody uses, and one that turns out wrong costs a gather and nothing else.
+//!
+//! Every step is told to `tracing`, target `fsdp`, in the order in which it is taken.
 
 mod backward;
 mod engine;
 mod forward;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
@@ -24,11 +27,14 @@ pub(crate) use engine::Engine;
 
 use crate::backend::ShardBackend;
 use crate::collectives::comm::Communicator;
+use crate::collectives::group::{Group, MeshGroups};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError};
-use crate::group::{Call, Held, Reductions, Residency, Unit, UnitState};
+use crate::group::{Call, Held, Reduction, Residency, Unit, UnitState};
+use crate::memory::{Ledger, Use};
 use crate::mesh::Mesh;
 use crate::nn::dropout::Stream;
+use crate::options::{BackwardPrefetch, GradientAccumulation};
 use crate::param::{CallId, Place};
 use crate::slot::{Slot, SlotPlan};
 
@@ -39,10 +45,15 @@ pub struct Counts {
     pub all_gathers: usize,
     /// All-gathers of one parameter, for a `val()` outside its unit's forward.
     pub single_gathers: usize,
-    /// Reduce-scatters of a unit, its replicated parameters included.
+    /// Reductions of a unit's gradients, its replicated parameters included: reduce-scatters, or
+    /// all-reduces where nothing is sharded.
     pub reduce_scatters: usize,
+    /// All-reduces of a unit's gradient fragments across the copies of a hybrid strategy.
+    pub all_reduces: usize,
     /// Units unsharded ahead of use that were not used next.
     pub mis_prefetches: usize,
+    /// Buffers added because two units of one ring were live at once.
+    pub added_slots: usize,
 }
 
 #[derive(Debug, Default)]
@@ -50,7 +61,9 @@ struct Counters {
     all_gathers: AtomicUsize,
     single_gathers: AtomicUsize,
     reduce_scatters: AtomicUsize,
+    all_reduces: AtomicUsize,
     mis_prefetches: AtomicUsize,
+    added_slots: AtomicUsize,
     unsharded_bytes: AtomicUsize,
     peak_unsharded_bytes: AtomicUsize,
 }
@@ -59,34 +72,78 @@ fn count(counter: &AtomicUsize) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
+/// How a schedule runs, as the options and the mesh have it.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    /// This rank's place.
+    pub(crate) mesh: Mesh,
+    /// Its groups.
+    pub(crate) groups: MeshGroups,
+    /// What becomes of gathered parameters after forward.
+    pub(crate) reshard: Reshard,
+    /// How many slots the units of an inner nesting level share.
+    pub(crate) slots: usize,
+    /// Whether to unshard the next unit in forward.
+    pub(crate) forward_prefetch: bool,
+    /// When to unshard the previous unit in backward.
+    pub(crate) backward_prefetch: BackwardPrefetch,
+    /// What becomes of the gradients of a micro-batch.
+    pub(crate) accumulation: GradientAccumulation,
+}
+
+/// What becomes of gathered parameters after forward.
+#[derive(Clone, Debug)]
+pub(crate) enum Reshard {
+    /// They stay.
+    Never,
+    /// They go.
+    Always,
+    /// Each rank keeps a part, to gather from among these neighbours.
+    To(Arc<Group>),
+}
+
+/// What an all-gather is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pass {
+    Forward,
+    Backward,
+}
+
+/// Whether a unit is unsharded for use now, or ahead of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
+    Now,
+    Ahead,
+}
+
 /// The schedule of one sharded model on one rank.
-#[derive(Debug)]
 pub(crate) struct Schedule<B: ShardBackend> {
-    mesh: Mesh,
+    settings: Settings,
     device: B::Device,
     comm: Arc<Communicator>,
     units: Vec<Unit>,
-    slots: Vec<Arc<Slot<B>>>,
-    ring: usize,
-    prefetch: Prefetch,
     random: Arc<Stream>,
     counters: Counters,
+    ledger: Ledger,
     state: Mutex<State<B>>,
     this: Weak<Self>,
 }
 
-/// What is unsharded ahead of use.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Prefetch {
-    pub(crate) forward: bool,
-    pub(crate) backward: bool,
+impl<B: ShardBackend> fmt::Debug for Schedule<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = self.units.len();
+        f.debug_struct("Schedule").field("units", &units).finish_non_exhaustive()
+    }
 }
 
-#[derive(Debug)]
 struct State<B: ShardBackend> {
     units: Vec<UnitState<B>>,
-    /// The unit in each slot.
+    /// The buffers, the unit in each, and the one that each unit uses.
+    slots: Vec<Arc<Slot<B>>>,
     owners: Vec<Option<usize>>,
+    slot_of: Vec<Option<usize>>,
+    /// What this rank keeps of each unit after forward, under `To`.
+    parts: Vec<Option<Arc<Slot<B>>>>,
     calls: BTreeMap<CallId, Call<B>>,
     next_call: u64,
     /// Hooked forwards under way.
@@ -94,51 +151,73 @@ struct State<B: ShardBackend> {
     /// Units in the order of their forwards: this time, and the time before.
     order: Vec<usize>,
     last_order: Vec<usize>,
-    reductions: Reductions<B>,
+    /// Units whose gradients have all arrived, but whose ops have not all run, and the depth at
+    /// which they have.
+    lingering: Vec<(usize, usize)>,
+    reductions: VecDeque<Reduction<B>>,
+    /// Whether this backward pass is one of several whose gradients are added up, and not the last.
+    accumulating: bool,
+    /// Bytes of reduced gradients handed out and counted until the next forward.
+    reduced_bytes: usize,
 }
 
 impl<B: ShardBackend> Schedule<B> {
-    /// A schedule over `units`, in layout order, with `ring` slots for each inner nesting level.
+    /// A schedule over `units`, in layout order.
     pub(crate) fn new(
-        mesh: Mesh,
+        settings: Settings,
         device: B::Device,
         comm: Arc<Communicator>,
-        mut units: Vec<Unit>,
-        ring: usize,
-        prefetch: Prefetch,
+        units: Vec<Unit>,
         random: Arc<Stream>,
     ) -> Arc<Self> {
-        let gathered = |unit: &Unit| {
-            let sharded = unit.entries.iter().any(|entry| matches!(entry.held, Held::Fragment(_)));
-            if sharded { unit.layout.padded_len() } else { 0 }
-        };
+        let gathered = |unit: &Unit| if unit.gathers { unit.layout.padded_len() } else { 0 };
         let lens: Vec<_> = units.iter().map(|unit| (unit.level, gathered(unit))).collect();
+        let ring = match settings.reshard {
+            Reshard::Never => units.len(),
+            _ => settings.slots,
+        };
         let plan = SlotPlan::new(&lens, ring);
-        for (unit, slot) in units.iter_mut().zip(plan.slot_of) {
-            unit.slot = slot;
-        }
         let slots: Vec<_> =
-            plan.numels.into_iter().map(|numel| Arc::new(Slot::new(&device, numel))).collect();
+            plan.numels.iter().map(|&numel| Arc::new(Slot::<B>::new(&device, numel))).collect();
+        let part = |unit: &Unit| match &settings.reshard {
+            Reshard::To(group) if unit.gathers && unit.level > 0 => {
+                Some(Arc::new(Slot::<B>::new(&device, unit.layout.padded_len() / group.size())))
+            }
+            _ => None,
+        };
+        let parts: Vec<_> = units.iter().map(part).collect();
+        let ledger = Ledger::default();
+        for (fragments, replicated) in units.iter().map(Unit::held_bytes) {
+            ledger.take(Use::Fragments, fragments);
+            ledger.take(Use::Replicated, replicated);
+        }
+        for slot in slots.iter().chain(parts.iter().flatten()) {
+            ledger.take(Use::Gathered, slot.bytes());
+        }
         let state = State {
             units: units.iter().map(|unit| UnitState::new(unit.entries.len())).collect(),
             owners: vec![None; slots.len()],
+            slots,
+            slot_of: plan.slot_of,
+            parts,
             calls: BTreeMap::new(),
             next_call: 0,
             open: 0,
             order: Vec::new(),
             last_order: (0..units.len()).collect(),
+            lingering: Vec::new(),
             reductions: VecDeque::new(),
+            accumulating: false,
+            reduced_bytes: 0,
         };
         Arc::new_cyclic(|this| Self {
-            mesh,
+            settings,
             device,
             comm,
             units,
-            slots,
-            ring,
-            prefetch,
             random,
             counters: Counters::default(),
+            ledger,
             state: Mutex::new(state),
             this: this.clone(),
         })
@@ -158,23 +237,83 @@ impl<B: ShardBackend> Schedule<B> {
         (unit, &unit.entries[place.entry])
     }
 
-    /// Issues the all-gather of a unit that is sharded. `ahead` of use, it gives way to a unit that
+    /// Issues the all-gather of a unit that is sharded. `Ahead` of use, it gives way to a unit that
     /// uses the slot; otherwise that is an error.
-    fn unshard(&self, state: &mut State<B>, index: usize, ahead: bool) -> Result<(), Error> {
+    fn unshard(
+        &self,
+        state: &mut State<B>,
+        index: usize,
+        pass: Pass,
+        when: When,
+    ) -> Result<(), Error> {
         let unit = &self.units[index];
-        let Some(slot) = unit.slot else { return Ok(()) };
-        if !ahead {
+        let Some(slot) = state.slot_of[index] else { return Ok(()) };
+        if when == When::Now {
             state.units[index].prefetched = false;
         }
         if !matches!(state.units[index].residency, Residency::Sharded) {
             return Ok(());
         }
+        let Some((fragments, group)) = self.copy_in(state, index, pass, when)? else {
+            return Ok(());
+        };
+        if let Some(owner) = state.owners[slot].filter(|&owner| owner != index) {
+            if state.units[owner].in_use() {
+                if when == When::Ahead {
+                    return Ok(());
+                }
+                return Err(ScheduleError::SlotBusy {
+                    unit: unit.name.to_string(),
+                    owner: self.units[owner].name.to_string(),
+                    slots: self.settings.slots,
+                }
+                .into());
+            }
+            self.evict(state, owner)?;
+        }
+        tracing::trace!(target: "fsdp", unit = %unit.name, ahead = when == When::Ahead, "fsdp::unshard");
+        count(&self.counters.all_gathers);
+        let op = Op::new("all_gather", unit.name.clone());
+        let (memory, device) = (state.slots[slot].clone(), self.device.clone());
+        let work = self.comm.issue_on(&group, move |group| {
+            ProcessGroup::<B>::all_gather(group, &op, fragments, &memory)?;
+            B::complete(&device);
+            Ok(())
+        });
+        state.owners[slot] = Some(index);
+        state.units[index].residency = Residency::Unsharding(work);
+        state.units[index].prefetched = when == When::Ahead;
+        let now =
+            self.counters.unsharded_bytes.fetch_add(unit.unsharded_bytes(), Ordering::Relaxed);
+        let now = now + unit.unsharded_bytes();
+        self.counters.peak_unsharded_bytes.fetch_max(now, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// What this rank gives to a unit's all-gather, each piece with its offset in the flat range,
+    /// and the group it is among. `None` when a prefetch finds that nobody has read the fragments.
+    #[allow(clippy::type_complexity, reason = "read by one caller, at once")]
+    fn copy_in(
+        &self,
+        state: &State<B>,
+        index: usize,
+        pass: Pass,
+        when: When,
+    ) -> Result<Option<(Vec<(usize, crate::backend::Float<B>)>, Arc<Group>)>, Error> {
+        let unit = &self.units[index];
+        if let (Pass::Backward, true, Reshard::To(group), Some(part)) =
+            (pass, state.units[index].kept_part, &self.settings.reshard, &state.parts[index])
+        {
+            let len = part.numel();
+            let offset = self.part_of(group) * len;
+            return Ok(Some((vec![(offset, part.view(0, &[len]))], group.clone())));
+        }
         let mut fragments = Vec::new();
         for (entry, fragment) in unit.entries.iter().zip(&state.units[index].fragments) {
             let Held::Fragment(range) = &entry.held else { continue };
             let Some(fragment) = fragment else {
-                if ahead {
-                    return Ok(());
+                if when == When::Ahead {
+                    return Ok(None);
                 }
                 let unit = unit.name.to_string();
                 return Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into());
@@ -185,43 +324,19 @@ impl<B: ShardBackend> Schedule<B> {
                 fragments.push((at, fragment.value.clone()));
             }
         }
-        if let Some(owner) = state.owners[slot].filter(|&owner| owner != index) {
-            if state.units[owner].in_use() {
-                if ahead {
-                    return Ok(());
-                }
-                return Err(ScheduleError::SlotBusy {
-                    unit: unit.name.to_string(),
-                    owner: self.units[owner].name.to_string(),
-                    slots: self.ring,
-                }
-                .into());
-            }
-            self.evict(state, owner)?;
-        }
-        tracing::trace!(target: "fsdp", unit = %unit.name, ahead, "fsdp::unshard");
-        count(&self.counters.all_gathers);
-        let op = Op::new("all_gather", unit.name.clone());
-        let (slot_memory, device) = (self.slots[slot].clone(), self.device.clone());
-        let work = self.comm.issue(move |group| {
-            ProcessGroup::<B>::all_gather(group, &op, fragments, &slot_memory)?;
-            B::complete(&device);
-            Ok(())
-        });
-        state.owners[slot] = Some(index);
-        state.units[index].residency = Residency::Unsharding(work);
-        state.units[index].prefetched = ahead;
-        let now =
-            self.counters.unsharded_bytes.fetch_add(unit.unsharded_bytes(), Ordering::Relaxed);
-        let now = now + unit.unsharded_bytes();
-        self.counters.peak_unsharded_bytes.fetch_max(now, Ordering::Relaxed);
-        Ok(())
+        Ok(Some((fragments, self.settings.groups.shard.clone())))
+    }
+
+    /// Which part of a gathered unit this rank keeps, under `To`.
+    fn part_of(&self, group: &Group) -> usize {
+        self.settings.mesh.shard_rank().index() % group.size()
     }
 
     /// Waits until a unit that is being unsharded is.
     fn wait_for_unshard(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
         let residency = &mut state.units[index].residency;
         if matches!(residency, Residency::Unsharding(_)) {
+            tracing::trace!(target: "fsdp", unit = %self.units[index].name, "fsdp::wait_for_unshard");
             let Residency::Unsharding(work) = std::mem::take(residency) else { unreachable!() };
             work.wait()?;
             *residency = Residency::Unsharded;
@@ -237,11 +352,27 @@ impl<B: ShardBackend> Schedule<B> {
         let unit = &self.units[index];
         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::reshard");
         state.units[index].residency = Residency::Sharded;
-        if let Some(slot) = unit.slot {
+        if let Some(slot) = state.slot_of[index] {
             state.owners[slot] = None;
-            self.slots[slot].release();
+            state.slots[slot].release();
             self.counters.unsharded_bytes.fetch_sub(unit.unsharded_bytes(), Ordering::Relaxed);
         }
+    }
+
+    /// Copies the part of a gathered unit that this rank keeps for the backward, under `To`.
+    fn keep_part(&self, state: &mut State<B>, index: usize) {
+        let (Reshard::To(group), Some(part), Some(slot), Residency::Unsharded) = (
+            &self.settings.reshard,
+            &state.parts[index],
+            state.slot_of[index],
+            &state.units[index].residency,
+        ) else {
+            return;
+        };
+        let len = part.numel();
+        part.write(0, state.slots[slot].view(self.part_of(group) * len, &[len]));
+        B::complete(&self.device);
+        state.units[index].kept_part = true;
     }
 
     /// Reshards a unit that nothing uses, whatever state it is in.
@@ -254,11 +385,33 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// The next unit in `order` after position `at` with a slot on the same level.
+    /// Gives a unit a slot of its own, when the one it shares is needed by a unit whose backward may
+    /// run beside its own. The unit has no graph yet that looks into its present slot.
+    fn add_slot(&self, state: &mut State<B>, index: usize, other: usize) -> Result<(), Error> {
+        self.evict(state, index)?;
+        let slot = Arc::new(Slot::<B>::new(&self.device, self.units[index].layout.padded_len()));
+        tracing::warn!(
+            target: "fsdp",
+            "{} and {} are live at once and share a buffer: one of {} bytes was added; set the \
+             option `slots` above {} to have it from the start",
+            self.units[index].name,
+            self.units[other].name,
+            slot.bytes(),
+            self.settings.slots,
+        );
+        count(&self.counters.added_slots);
+        self.ledger.take(Use::Gathered, slot.bytes());
+        state.slot_of[index] = Some(state.slots.len());
+        state.slots.push(slot);
+        state.owners.push(None);
+        Ok(())
+    }
+
+    /// The next unit in `order` with a slot on the same level.
     fn following<'a>(&self, order: impl Iterator<Item = &'a usize>, unit: usize) -> Option<usize> {
         let level = self.units[unit].level;
         let fits = |&&index: &&usize| {
-            index != unit && self.units[index].level == level && self.units[index].slot.is_some()
+            index != unit && self.units[index].level == level && self.units[index].gathers
         };
         order.into_iter().find(fits).copied()
     }

@@ -1,0 +1,132 @@
+//! What a sharded model holds in memory, counted as it is taken and given back.
+
+use std::fmt;
+use std::sync::{Mutex, MutexGuard};
+
+/// Bytes of one kind on one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Held at present.
+    pub now: usize,
+    /// The most held at once since the model was sharded.
+    pub peak: usize,
+}
+
+/// What one rank holds of a sharded model, by kind. Activations are Burn's, and not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// Fragments of sharded parameters.
+    pub fragments: Usage,
+    /// Parameters that every rank holds whole.
+    pub replicated: Usage,
+    /// The buffers that parameters are gathered in.
+    pub gathered: Usage,
+    /// Gradients: full ones until they are reduced, and reduced ones from then until the next
+    /// forward.
+    pub gradients: Usage,
+    /// The optimizer's state, as [`Fsdp::record_optimizer`](crate::Fsdp::record_optimizer) found it.
+    pub optimizer: Usage,
+    /// All of these together.
+    pub total: Usage,
+}
+
+impl Memory {
+    /// Every kind with its name, the total last.
+    pub const fn kinds(&self) -> [(&'static str, Usage); 6] {
+        [
+            ("fragments", self.fragments),
+            ("replicated", self.replicated),
+            ("gathered", self.gathered),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("total", self.total),
+        ]
+    }
+}
+
+impl fmt::Display for Memory {
+    /// A table in MiB.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+        write!(f, "{:<12}{:>12}{:>12}", "MiB a rank", "now", "peak")?;
+        for (name, usage) in self.kinds() {
+            write!(f, "\n{name:<12}{:>12.2}{:>12.2}", mib(usage.now), mib(usage.peak))?;
+        }
+        Ok(())
+    }
+}
+
+/// A kind of [`Memory`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    Fragments,
+    Replicated,
+    Gathered,
+    Gradients,
+    Optimizer,
+}
+
+/// The running count.
+#[derive(Debug, Default)]
+pub(crate) struct Ledger(Mutex<Memory>);
+
+impl Ledger {
+    fn lock(&self) -> MutexGuard<'_, Memory> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// The count as it stands.
+    pub(crate) fn read(&self) -> Memory {
+        *self.lock()
+    }
+
+    /// `bytes` more.
+    pub(crate) fn take(&self, kind: Use, bytes: usize) {
+        self.change(kind, |now| now + bytes);
+    }
+
+    /// `bytes` less.
+    pub(crate) fn give_back(&self, kind: Use, bytes: usize) {
+        self.change(kind, |now| now.saturating_sub(bytes));
+    }
+
+    /// `bytes` in all.
+    pub(crate) fn set(&self, kind: Use, bytes: usize) {
+        self.change(kind, |_| bytes);
+    }
+
+    fn change(&self, kind: Use, change: impl FnOnce(usize) -> usize) {
+        let mut memory = self.lock();
+        let usage = match kind {
+            Use::Fragments => &mut memory.fragments,
+            Use::Replicated => &mut memory.replicated,
+            Use::Gathered => &mut memory.gathered,
+            Use::Gradients => &mut memory.gradients,
+            Use::Optimizer => &mut memory.optimizer,
+        };
+        usage.now = change(usage.now);
+        usage.peak = usage.peak.max(usage.now);
+        let [kinds @ .., (_, total)] = memory.kinds();
+        let now = kinds.iter().map(|(_, usage)| usage.now).sum();
+        memory.total = Usage { now, peak: total.peak.max(now) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_peak_of_the_total_is_of_one_moment() {
+        let ledger = Ledger::default();
+        ledger.take(Use::Gathered, 10);
+        ledger.give_back(Use::Gathered, 10);
+        ledger.take(Use::Gradients, 7);
+        let memory = ledger.read();
+        assert_eq!(memory.gathered, Usage { now: 0, peak: 10 });
+        assert_eq!(memory.total, Usage { now: 7, peak: 10 });
+        ledger.set(Use::Optimizer, 20);
+        assert_eq!(ledger.read().total, Usage { now: 27, peak: 27 });
+        assert!(ledger.read().to_string().contains("gradients"));
+    }
+}
