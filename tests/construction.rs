@@ -4,7 +4,7 @@ mod support;
 
 use std::time::Duration;
 
-use burn::module::{Lora, Module, Param};
+use burn::module::{Module, Param, Reparameterization, Reparameterizer};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::prelude::*;
@@ -104,10 +104,38 @@ fn a_model_is_sharded_once() {
     }
 }
 
+#[derive(Module, Debug)]
+struct Half {
+    scale: f64,
+}
+
+impl Reparameterization for Half {
+    const NAME: &'static str = "half";
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        base * self.scale
+    }
+}
+
+struct Halving;
+
+impl Reparameterizer for Halving {
+    type Reparam = Half;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Half>) {
+        (param, Some(Half { scale: 0.5 }))
+    }
+}
+
 #[test]
 fn another_reparameterization_is_named() {
-    let error = refused(FsdpOptions::new(), |_, device| pair(device).apply_lora(Lora::new(2, 1.0)));
-    let (path, name) = ("first.weight".to_string(), "lora".to_string());
+    let error =
+        refused(FsdpOptions::new(), |_, device| pair(device).apply_reparameterization(Halving));
+    let (path, name) = ("first.weight".to_string(), "half".to_string());
     assert_eq!(error, ShardError::Reparameterized { path, name });
 }
 

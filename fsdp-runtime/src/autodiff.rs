@@ -6,9 +6,8 @@
 //! leaf's child has depth 1, and without them every unit would reduce at the very end.
 //!
 //! *PreBackward* is the identity on a unit's output. Its backward runs before that of any op of the
-//! unit, and unshards the unit. Where the unit used parameters without a gradient, nothing tells
-//! when the last op that reads them has run: its inputs are then parents as well, whose depth says
-//! below which depth of the backward pass that is so.
+//! unit, and unshards the unit. The unit's inputs are its parents as well: once the pass has come
+//! down to their depth, all ops of the unit have run, whatever gradients have not arrived.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -27,10 +26,11 @@ use crate::param::{CallId, raise};
 
 /// What the ops ask of the schedule, during backward.
 pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
-    /// The gradient of a unit's output arrived: none of the unit's ops has run backward yet.
-    fn pre_backward(&self, call: CallId, depth: Depth) -> Result<(), Error>;
-    /// A parameter's full gradient arrived. Returns whether it was the call's last one.
-    fn arrived(&self, call: CallId, entry: usize, gradient: Float<B>) -> Result<bool, Error>;
+    /// The gradient of a unit's output arrived: none of the unit's ops has run backward yet. Returns
+    /// whether it is the call's first one.
+    fn pre_backward(&self, call: CallId, depth: Depth) -> Result<bool, Error>;
+    /// A parameter's full gradient arrived.
+    fn arrived(&self, call: CallId, entry: usize, gradient: Float<B>) -> Result<(), Error>;
 }
 
 /// Where in a backward pass a unit's ops run: Burn runs ops by depth, the deepest first.
@@ -72,13 +72,11 @@ struct Gather;
 struct GatherState<B: ShardBackend> {
     state: State<B>,
     entry: usize,
-    /// The inputs' shapes.
-    anchors: Vec<Shape>,
 }
 
 impl<B: ShardBackend> Clone for GatherState<B> {
     fn clone(&self) -> Self {
-        Self { state: self.state.clone(), entry: self.entry, anchors: self.anchors.clone() }
+        Self { state: self.state.clone(), entry: self.entry }
     }
 }
 
@@ -86,15 +84,10 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Gather {
     type State = GatherState<B>;
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let GatherState { state, entry, anchors } = ops.state;
+        let GatherState { state, entry } = ops.state;
         let gradient = grads.consume::<B>(&ops.node);
-        let (device, dtype) = (gradient.device(), gradient.dtype());
-        let inputs = ops.parents[1..].iter().map(|parent| parent.as_ref().map(|node| node.id));
-        let inputs = inputs.collect();
-        match state.hooks.arrived(state.call, entry, gradient) {
-            Ok(true) => zeros::<B>(grads, inputs, anchors, &device, dtype),
-            Ok(false) => {}
-            Err(error) => raise(error),
+        if let Err(error) = state.hooks.arrived(state.call, entry, gradient) {
+            raise(error);
         }
     }
 }
@@ -126,12 +119,14 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for PreBackward {
         let depth = Depth { reached: ops.node.order, inputs: least };
         let inputs = ops.parents[1..].iter().map(|parent| parent.as_ref().map(|node| node.id));
         let inputs = inputs.collect();
-        if let Err(error) = state.hooks.pre_backward(state.call, depth) {
-            raise(error);
-        }
         let gradient = grads.consume::<B>(&ops.node);
-        let (device, dtype) = (gradient.device(), gradient.dtype());
-        zeros::<B>(grads, inputs, anchors, &device, dtype);
+        match state.hooks.pre_backward(state.call, depth) {
+            Ok(true) => {
+                zeros::<B>(grads, inputs, anchors, &gradient.device(), gradient.dtype());
+            }
+            Ok(false) => {}
+            Err(error) => raise(error),
+        }
         if let Some(parent) = &ops.parents[0] {
             grads.register::<B>(parent.id, gradient);
         }
@@ -163,8 +158,7 @@ pub(crate) fn gather<B: ShardBackend>(
     anchors: &[Tracked<B>],
     value: Float<B>,
 ) -> Tracked<B> {
-    let shapes = anchors.iter().map(TensorMetadata::shape).collect();
-    let state = GatherState { state, entry, anchors: shapes };
+    let state = GatherState { state, entry };
     macro_rules! record {
         ($n:literal, [$($anchor:ident),*]) => {{
             let nodes = [leaf.node() $(, $anchor.node())*];
@@ -184,7 +178,7 @@ pub(crate) fn gather<B: ShardBackend>(
 }
 
 /// A unit's output, whose gradient first unshards the unit. `detach` copies what looks into the
-/// unit's buffer; `anchors` are the unit's inputs, where their depth is asked for.
+/// unit's buffer; `anchors` are the unit's inputs.
 pub(crate) fn pre_backward<B: ShardBackend>(
     state: State<B>,
     output: Tracked<B>,

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 pub mod parity;
+pub mod trace;
 
 use std::ops::Range;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! The backward half: `pre_backward`, arriving gradients, `post_backward`.
 
-use super::{Pass, Schedule, State, When, count};
+use super::{Pass, Running, Schedule, State, When, count};
 use crate::autodiff::{BackwardHooks, Depth};
 use crate::backend::{Float, ShardBackend, numel};
 use crate::collectives::{Op, ProcessGroup, Reduce};
@@ -11,35 +11,35 @@ use crate::options::{BackwardPrefetch, GradientAccumulation};
 use crate::param::CallId;
 
 impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
-    fn pre_backward(&self, id: CallId, depth: Depth) -> Result<(), Error> {
+    fn pre_backward(&self, id: CallId, depth: Depth) -> Result<bool, Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
-        self.release_lingering(state, depth.reached);
-        let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
+        self.end_calls(state, depth.reached)?;
+        let Some(call) = state.calls.get_mut(&id) else { return Ok(false) };
         let unit = call.unit;
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::pre_backward", unit = %self.units[unit].name).entered();
         // A unit with several outputs comes here once for each.
-        if !std::mem::replace(&mut call.entered, true) {
+        let first = !std::mem::replace(&mut call.entered, true);
+        if first {
+            let reads_frozen = call.reads_frozen;
             state.units[unit].backwards += 1;
-            if call.reads_frozen {
-                state.lingering.push((unit, depth.inputs));
-            }
+            state.running.push(Running { call: id, unit, inputs: depth.inputs, reads_frozen });
         }
         self.unshard(state, unit, Pass::Backward, When::Now)?;
         self.wait_for_unshard(state, unit)?;
         if self.settings.backward_prefetch == BackwardPrefetch::Pre {
             self.prefetch_previous(state, unit)?;
         }
-        Ok(())
+        Ok(first)
     }
 
-    fn arrived(&self, id: CallId, entry: usize, gradient: Float<B>) -> Result<bool, Error> {
+    fn arrived(&self, id: CallId, entry: usize, gradient: Float<B>) -> Result<(), Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
         if state.calls.get(&id).is_some_and(|call| !call.has_gradients()) {
             self.collect_reductions(state)?;
         }
-        let Some(call) = state.calls.get_mut(&id) else { return Ok(false) };
+        let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
         let sum = match call.gradients[entry].take() {
             // In the order in which Burn adds up the gradients of one leaf.
             Some(earlier) => B::float_add(gradient, earlier),
@@ -50,13 +50,12 @@ impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
         };
         call.gradients[entry] = Some(sum);
         call.pending -= 1;
-        if call.pending > 0 {
-            return Ok(false);
-        }
-        if let Some(call) = state.calls.remove(&id) {
+        if call.pending == 0
+            && let Some(call) = state.calls.remove(&id)
+        {
             self.post_backward(state, call)?;
         }
-        Ok(true)
+        Ok(())
     }
 }
 
@@ -79,15 +78,26 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Gives the slots back of units whose ops have all run, now that all below `depth` have.
-    fn release_lingering(&self, state: &mut State<B>, depth: usize) {
-        let (done, rest) =
-            std::mem::take(&mut state.lingering).into_iter().partition(|&(_, at)| depth <= at);
-        state.lingering = rest;
-        let done: Vec<(usize, usize)> = done;
-        for (unit, _) in done {
-            self.leave(state, unit);
+    /// Ends the calls whose ops have all run, now that all below `depth` have: those with gradients
+    /// that never arrive, as of an unused output, and those that read frozen parameters.
+    fn end_calls(&self, state: &mut State<B>, depth: usize) -> Result<(), Error> {
+        let (done, rest): (Vec<Running>, Vec<Running>) =
+            std::mem::take(&mut state.running).into_iter().partition(|call| depth <= call.inputs);
+        state.running = rest;
+        for Running { call, unit, reads_frozen, .. } in done {
+            match state.calls.remove(&call) {
+                Some(call) if call.has_gradients() => {
+                    self.post_backward(state, call)?;
+                    if reads_frozen {
+                        self.leave(state, unit);
+                    }
+                }
+                Some(_) => self.leave(state, unit),
+                None if reads_frozen => self.leave(state, unit),
+                None => {}
+            }
         }
+        Ok(())
     }
 
     /// One call of a unit has run backward.
@@ -196,16 +206,13 @@ impl<B: ShardBackend> Schedule<B> {
     pub(super) fn post_backward_final(&self) -> Result<(), Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
-        self.release_lingering(state, 0);
-        let reached = |call: &Call<B>| call.entered || call.has_gradients();
-        let ids: Vec<CallId> =
-            state.calls.iter().filter(|(_, call)| reached(call)).map(|(id, _)| *id).collect();
+        self.end_calls(state, 0)?;
+        // Gathers outside their unit's forward have no output to enter by.
+        let arrived = state.calls.iter().filter(|(_, call)| call.has_gradients());
+        let ids: Vec<CallId> = arrived.map(|(id, _)| *id).collect();
         for id in ids {
-            let Some(call) = state.calls.remove(&id) else { continue };
-            if call.has_gradients() {
+            if let Some(call) = state.calls.remove(&id) {
                 self.post_backward(state, call)?;
-            } else if !call.reads_frozen {
-                state.units[call.unit].backwards -= 1;
             }
         }
         if !state.accumulating {

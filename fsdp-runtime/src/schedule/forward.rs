@@ -69,8 +69,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             let state = self.lock();
             let Some(call) = state.calls.get(&id) else { return output };
             let slot = state.slot_of[call.unit].map(|slot| state.slots[slot].clone());
-            let anchors = if call.reads_frozen { call.anchors.clone() } else { Vec::new() };
-            (slot, call.open.clone(), anchors)
+            (slot, call.open.clone(), call.anchors.clone())
         };
         let detach = |value: Float<B>| match &slot {
             Some(slot) => slot.detach(value),

@@ -151,14 +151,23 @@ struct State<B: ShardBackend> {
     /// Units in the order of their forwards: this time, and the time before.
     order: Vec<usize>,
     last_order: Vec<usize>,
-    /// Units whose gradients have all arrived, but whose ops have not all run, and the depth at
-    /// which they have.
-    lingering: Vec<(usize, usize)>,
+    /// Calls that run backward, and the depth down to which all their ops have run.
+    running: Vec<Running>,
     reductions: VecDeque<Reduction<B>>,
     /// Whether this backward pass is one of several whose gradients are added up, and not the last.
     accumulating: bool,
     /// Bytes of reduced gradients handed out and counted until the next forward.
     reduced_bytes: usize,
+}
+
+/// A call between its `pre_backward` and the depth of its inputs.
+#[derive(Clone, Copy, Debug)]
+struct Running {
+    call: CallId,
+    unit: usize,
+    inputs: usize,
+    /// Whether its slot is needed down to there, though all gradients have arrived.
+    reads_frozen: bool,
 }
 
 impl<B: ShardBackend> Schedule<B> {
@@ -205,7 +214,7 @@ impl<B: ShardBackend> Schedule<B> {
             open: 0,
             order: Vec::new(),
             last_order: (0..units.len()).collect(),
-            lingering: Vec::new(),
+            running: Vec::new(),
             reductions: VecDeque::new(),
             accumulating: false,
             reduced_bytes: 0,

@@ -1,0 +1,70 @@
+//! `test_fully_shard_clip_grad_norm_`: any norm, over all ranks, with one all-reduce.
+
+use fsdp_runtime::Norm;
+use fsdp_runtime::prelude::*;
+
+use super::mlp::{input, loss, on, sharded};
+use super::support::trace::{only, record};
+
+/// The norm of the gradients as one vector, and of what clipping left.
+fn clipped(strategy: ShardingStrategy, norm: Norm, max: f64) -> (f64, f64, usize) {
+    let ranks = on(4, move |worker| {
+        let model = sharded(2, worker, FsdpOptions::new().strategy(strategy).shard_size(2))?;
+        let x = input(worker.rank().index(), 0, 4, worker.device());
+        let mut gradients = model.backward(loss(model.forward(x)))?;
+        let (found, trace) = record(|| model.clip_grad_norm_by(&mut gradients, max, norm));
+        let found = found?;
+        let after = model.clip_grad_norm_by(&mut gradients, f64::MAX, norm)?;
+        Ok((found, after, only(&trace, &["reduce_norm"]).len()))
+    });
+    assert!(ranks.iter().all(|rank| *rank == ranks[0]), "every rank finds the same: {ranks:?}");
+    ranks[0]
+}
+
+/// The same, of gradients that every rank holds whole, by the definition.
+fn expected(p: f64) -> f64 {
+    on(4, move |worker| {
+        let options = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+        let model = sharded(2, worker, options)?;
+        let x = input(worker.rank().index(), 0, 4, worker.device());
+        let gradients = model.backward(loss(model.forward(x)))?;
+        let mut all: Vec<f64> = Vec::new();
+        let mut take = |data: Option<burn::tensor::TensorData>| {
+            all.extend(data.expect("a gradient").iter::<f32>().map(|x| f64::from(x.abs())));
+        };
+        let linears = model.blocks.iter().flat_map(|block| [&block.up, &block.down]);
+        for linear in linears.chain([&model.head]) {
+            take(gradients.get::<2>(linear.weight.id).map(|x| x.into_data()));
+            let bias = linear.bias.as_ref().expect("a bias").id;
+            take(gradients.get::<1>(bias).map(|x| x.into_data()));
+        }
+        Ok(if p.is_infinite() {
+            all.into_iter().fold(0.0, f64::max)
+        } else {
+            all.into_iter().map(|x| x.powf(p)).sum::<f64>().powf(1.0 / p)
+        })
+    })[0]
+}
+
+#[test]
+fn clip_grad_norm_equals_the_unsharded_norm() {
+    for p in [1.0, 2.0, f64::INFINITY, 3.5] {
+        let norm = Norm::new(p).unwrap();
+        let want = expected(p);
+        for strategy in
+            [ShardingStrategy::FullShard, ShardingStrategy::NoShard, ShardingStrategy::HybridShard]
+        {
+            let max = want / 2.0;
+            let (found, after, reductions) = clipped(strategy, norm, max);
+            assert!((found - want).abs() <= 1e-6 * want, "{strategy} {norm:?}: {found} {want}");
+            assert!((after - max).abs() <= 1e-5 * max, "{strategy} {norm:?}: {after} {max}");
+            assert_eq!(reductions, usize::from(strategy.shards()), "one all-reduce");
+        }
+    }
+}
+
+#[test]
+fn a_norm_below_the_bound_scales_nothing() {
+    let (before, after, _) = clipped(ShardingStrategy::FullShard, Norm::Two, 1e6);
+    assert_eq!(before.to_bits(), after.to_bits());
+}

@@ -1,0 +1,125 @@
+//! `test_fully_shard_init`: what is managed, how it is cut, what it is called.
+
+use burn::module::{Module, Param};
+use burn::nn::LinearConfig;
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::prelude::*;
+
+use super::mlp::{HIDDEN, Mlp, WIDTH, input, on, sharded};
+
+/// Every parameter is in one unit, under its own path.
+#[test]
+fn managed_parameters_and_names() {
+    let state = on(2, |worker| {
+        let model = sharded(2, worker, FsdpOptions::new())?;
+        assert_eq!(model.num_params(), Mlp::new(2, worker.device()).num_params());
+        model.unsharded_state(Recipient::All)
+    });
+    let names: Vec<&str> = state[0].keys().map(String::as_str).collect();
+    let expected = [
+        "blocks.0.down.bias",
+        "blocks.0.down.weight",
+        "blocks.0.up.bias",
+        "blocks.0.up.weight",
+        "blocks.1.down.bias",
+        "blocks.1.down.weight",
+        "blocks.1.up.bias",
+        "blocks.1.up.weight",
+        "head.bias",
+        "head.weight",
+    ];
+    assert_eq!(names, expected, "no wrapper's prefix");
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("first" = "second"))]
+struct Shared {
+    first: Param<Tensor<2>>,
+    second: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Shared {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        x.matmul(self.first.val()).matmul(self.second.val())
+    }
+}
+
+#[test]
+fn shared_parameters_are_managed_once() {
+    let ranks = on(2, |worker| {
+        let first = LinearConfig::new(WIDTH, WIDTH).init(worker.device()).weight;
+        let model = Shared { second: first.clone(), first };
+        let model = fully_shard(model, worker, FsdpOptions::new())?;
+        Ok((model.num_params(), model.sharded_bytes()))
+    });
+    assert_eq!(ranks, [(WIDTH * WIDTH, WIDTH * WIDTH * 2); 2]);
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Uneven {
+    eight: Param<Tensor<2>>,
+    three: Param<Tensor<2>>,
+    one: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Uneven {
+    fn forward(&self) -> Tensor<1> {
+        self.eight.val().sum() + self.three.val().sum() * 2.0 + self.one.val().sum() * 3.0
+    }
+}
+
+/// Sizes below, at and above the world's: some ranks hold nothing of a matrix.
+#[test]
+fn uneven_sizes_8_3_1() {
+    for world in 1..=6 {
+        let ranks = on(world, |worker| {
+            let device: &Device = worker.device();
+            let row = |n: usize| Param::from_tensor(Tensor::<2>::ones([1, n], device));
+            let model = Uneven { eight: row(8), three: row(3), one: row(1) };
+            let model = fully_shard(model, worker, FsdpOptions::new())?;
+            let output = model.forward();
+            let value = output.clone().into_scalar::<f32>();
+            let gradients = model.backward(output)?;
+            let sum = |param: &Param<Tensor<2>>| {
+                let gradient = gradients.get::<2>(param.id);
+                gradient.map_or(0.0, |gradient| gradient.sum().into_scalar::<f32>())
+            };
+            Ok((value, sum(&model.eight), sum(&model.three), sum(&model.one)))
+        });
+        assert!(ranks.iter().all(|rank| rank.0 == 8.0 + 6.0 + 3.0));
+        let sums = ranks.iter().fold((0.0, 0.0, 0.0), |s, r| (s.0 + r.1, s.1 + r.2, s.2 + r.3));
+        assert_eq!(sums, (8.0, 6.0, 3.0), "world {world}");
+    }
+}
+
+/// Ranks that drew other values hold rank 0's afterwards.
+#[test]
+fn rank_0_broadcast() {
+    let ranks = on(3, |worker| {
+        let rank = worker.rank().index();
+        let values = Tensor::full([WIDTH, HIDDEN], rank as f64 + 1.0, worker.device());
+        let mut model = Mlp::new(1, worker.device());
+        model.blocks[0].up.weight = Param::from_tensor(values);
+        let model = fully_shard(model, worker, FsdpOptions::new())?;
+        let state = model.unsharded_state(Recipient::All)?;
+        Ok(state["blocks.0.up.weight"].iter::<f32>().all(|x| x == 1.0))
+    });
+    assert_eq!(ranks, [true; 3]);
+}
+
+/// The chosen wrapping, as a tree.
+#[test]
+fn wrapping_is_printed_as_a_tree() {
+    let text = on(2, |worker| {
+        let model = sharded(2, worker, FsdpOptions::new())?;
+        model.forward(input(0, 0, 1, worker.device()));
+        Ok(model.wrapping().to_string())
+    });
+    let lines: Vec<&str> = text[0].lines().collect();
+    assert_eq!(lines[0], "(root): Mlp (51 params, 108 bytes sharded, 192 unsharded)");
+    assert!(lines[1].starts_with("  blocks.0: Block (1336 params, "), "{}", lines[1]);
+    assert_eq!(lines.len(), 3);
+}

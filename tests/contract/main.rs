@@ -1,0 +1,16 @@
+//! What PyTorch's FSDP2 promises in `test_fully_shard_*`, a file for each, kept here under the same
+//! names. What is about checkpoints, precision and offload is elsewhere.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod autograd;
+mod clip_grad_norm;
+mod comm;
+mod frozen;
+mod ignored_params;
+mod init;
+mod memory;
+mod mlp;
+mod state;
+mod training;

@@ -1,0 +1,28 @@
+//! `test_fully_shard_state`: a model is sharded once, and in one way. Containers and types that
+//! cannot be units do not compile: `tests/ui`.
+
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, ShardError};
+
+use super::mlp::{on, sharded};
+
+#[test]
+fn fully_shard_applied_twice() {
+    let errors = on(2, |worker| {
+        let model = sharded(1, worker, FsdpOptions::new())?;
+        Ok(fully_shard((*model).clone(), worker, FsdpOptions::new()).map(|_| ()).unwrap_err())
+    });
+    for error in errors {
+        let Error::Shard(ShardError::AlreadySharded { path }) = error else { panic!("{error}") };
+        assert_eq!(path, "blocks.0.up.weight");
+    }
+}
+
+#[test]
+fn ranks_with_other_options_are_told_apart() {
+    let errors = on(2, |worker| {
+        let slots = 2 + worker.rank().index();
+        Ok(sharded(1, worker, FsdpOptions::new().slots(slots)).map(|_| ()).unwrap_err())
+    });
+    assert!(errors.iter().all(|error| error.to_string().contains("slots: 3")), "{errors:?}");
+}

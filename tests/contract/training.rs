@@ -1,0 +1,330 @@
+//! `test_fully_shard_training`: parity with data-parallel training, however it is done.
+
+use std::time::Duration;
+
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::prelude::*;
+
+use super::mlp::{Block, Mlp, WIDTH, gradient, input, loss, on, sharded};
+
+/// Ten iterations with every rank late at other places.
+#[test]
+fn train_parity_with_ddp_under_delays() {
+    let run = |strategy, delays: bool| {
+        on(3, move |worker| {
+            let mut model = sharded(3, worker, FsdpOptions::new().strategy(strategy))?;
+            let mut optimizer = AdamWConfig::new().init();
+            let rank = worker.rank().index();
+            let mut losses = Vec::new();
+            for step in 0..10 {
+                let delay = |at: usize| {
+                    if delays && (step + at + rank) % 4 == 0 {
+                        std::thread::sleep(Duration::from_millis(3 * (rank as u64 + 1)));
+                    }
+                };
+                delay(0);
+                let output = loss(model.forward(input(rank, step, 4, worker.device())));
+                delay(1);
+                losses.push(output.clone().into_scalar::<f32>().to_bits());
+                let gradients = model.backward(output)?;
+                delay(2);
+                model = optimizer.step(1e-2, model, gradients);
+            }
+            Ok(losses)
+        })
+    };
+    let expected = run(ShardingStrategy::NoShard, false);
+    assert_eq!(run(ShardingStrategy::FullShard, true), expected);
+    assert_eq!(run(ShardingStrategy::ShardGradOp, true), expected);
+}
+
+#[test]
+fn several_forwards_before_backward() {
+    let run = |strategy| {
+        on(2, move |worker| {
+            let model = sharded(3, worker, FsdpOptions::new().strategy(strategy))?;
+            let rank = worker.rank().index();
+            let x = |step| input(rank, step, 4, worker.device());
+            let output = loss(model.forward(x(0))) + loss(model.forward(x(1)));
+            let mut both = model.backward(output)?;
+            let both = model.clip_grad_norm(&mut both, 1e9)?;
+            // One after the other, their graphs alive at once.
+            let (first, second) = (loss(model.forward(x(0))), loss(model.forward(x(1))));
+            model.accumulate(second)?;
+            let mut apart = model.backward(first)?;
+            let apart = model.clip_grad_norm(&mut apart, 1e9)?;
+            Ok((both.to_bits(), apart.to_bits(), model.counts().reduce_scatters))
+        })
+        .swap_remove(0)
+    };
+    let none = run(ShardingStrategy::NoShard);
+    let full = run(ShardingStrategy::FullShard);
+    assert_eq!(full, none);
+    let (both, apart) = (f64::from_bits(full.0), f64::from_bits(full.1));
+    assert!((both - apart).abs() < 1e-6 * both, "{both} {apart}");
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Gated {
+    blocks: Vec<Block>,
+    head: Linear,
+}
+
+#[fsdp_unit]
+impl Gated {
+    fn forward(&self, x: Tensor<2>, used: &[bool]) -> Tensor<2> {
+        let blocks = self.blocks.iter().zip(used).filter(|(_, used)| **used);
+        self.head.forward(blocks.fold(x, |x, (block, _)| block.forward(x)))
+    }
+}
+
+/// A unit that a step leaves out has no gradient in it, and one the next time.
+#[test]
+fn unused_unit() {
+    let ranks = on(2, |worker| {
+        let device = worker.device();
+        let model = Gated {
+            blocks: (0..3).map(|_| Block::new(device)).collect(),
+            head: LinearConfig::new(WIDTH, 3).init(device),
+        };
+        let mut model = fully_shard(model, worker, FsdpOptions::new().seed(5))?;
+        let mut optimizer = SgdConfig::new().init();
+        let mut found = Vec::new();
+        for used in [[true, false, true], [true, true, true], [false, false, false]] {
+            let x = input(worker.rank().index(), 0, 4, device);
+            let gradients = model.backward(loss(model.forward(x, &used)))?;
+            let has = |block: &Block| gradients.get::<2>(block.up.weight.id).is_some();
+            found.push((used, model.blocks.iter().map(has).collect::<Vec<_>>()));
+            model = optimizer.step(1e-2, model, gradients);
+        }
+        Ok(found)
+    });
+    for (used, found) in &ranks[0] {
+        assert_eq!(used.as_slice(), found);
+    }
+}
+
+fn accumulated(
+    accumulation: GradientAccumulation,
+    strategy: ShardingStrategy,
+) -> (Vec<u8>, fsdp_runtime::Counts, usize) {
+    on(2, move |worker| {
+        let options = FsdpOptions::new().strategy(strategy).gradient_accumulation(accumulation);
+        let mut model = sharded(3, worker, options)?;
+        let mut optimizer = SgdConfig::new().init();
+        for step in 0..2 {
+            let micro = |at: usize| {
+                let rank = worker.rank().index();
+                loss(model.forward(input(rank, 3 * step + at, 4, worker.device()))) / 3.0
+            };
+            model.accumulate(micro(0))?;
+            model.accumulate(micro(1))?;
+            let gradients = model.backward(micro(2))?;
+            model = optimizer.step(1e-1, model, gradients);
+        }
+        let state = model.unsharded_state(Recipient::All)?;
+        let bytes = state.values().flat_map(|data| data.as_bytes().to_vec()).collect();
+        Ok((bytes, model.counts(), model.memory().gradients.peak))
+    })
+    .swap_remove(0)
+}
+
+/// Exact numbers of collectives: a reduction a micro-batch, or one a step.
+#[test]
+fn gradient_accumulation() {
+    let floats = |bytes: &[u8]| {
+        let (words, _) = bytes.as_chunks::<4>();
+        words.iter().map(|word| f32::from_le_bytes(*word)).collect::<Vec<_>>()
+    };
+    let units = 4;
+    let each = GradientAccumulation::ReduceEach;
+    let held = GradientAccumulation::HoldUnsharded;
+    let (expected, counts, small) = accumulated(each, ShardingStrategy::FullShard);
+    assert_eq!(counts.reduce_scatters, 2 * 3 * units);
+    let (bytes, counts, large) = accumulated(held, ShardingStrategy::FullShard);
+    assert_eq!(counts.reduce_scatters, 2 * units);
+    assert!(large > small, "held gradients cost memory: {large} {small}");
+    for (a, b) in floats(&expected).into_iter().zip(floats(&bytes)) {
+        assert!((a - b).abs() < 1e-6, "{a} {b}");
+    }
+    for accumulation in [each, held] {
+        let full = accumulated(accumulation, ShardingStrategy::FullShard);
+        let none = accumulated(accumulation, ShardingStrategy::NoShard);
+        assert_eq!(full.0, none.0, "{accumulation:?}");
+        assert_eq!(full.1.reduce_scatters, none.1.reduce_scatters);
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("input" = "output"))]
+struct Tied {
+    input: Param<Tensor<2>>,
+    blocks: Vec<Block>,
+    output: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Tied {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let x = x.matmul(self.input.val());
+        let x = self.blocks.iter().fold(x, |x, block| block.forward(x));
+        x.matmul(self.output.val().transpose())
+    }
+}
+
+/// A tied weight of a size that no world divides, against plain Burn.
+#[test]
+fn tied_and_uneven() {
+    for world in [2, 3, 5] {
+        let ranks = on(world, |worker| {
+            let device = worker.device();
+            let input_weight = LinearConfig::new(WIDTH, WIDTH).init(device).weight;
+            let output = input_weight.clone();
+            let blocks = vec![Block::new(device)];
+            let model = Tied { input: input_weight, blocks, output };
+            let model = fully_shard(model, worker, FsdpOptions::new())?;
+            let state = model.unsharded_state(Recipient::All)?;
+            let param = |path: &str| Param::from_data(state[path].clone(), device);
+            let linear = |path: &str| Linear {
+                weight: Param::from_data(state[&format!("{path}.weight")].clone(), device),
+                bias: Some(Param::from_data(state[&format!("{path}.bias")].clone(), device)),
+            };
+            let block = Block { up: linear("blocks.0.up"), down: linear("blocks.0.down") };
+            let weight = param("input");
+            let plain = Tied { output: weight.clone(), input: weight, blocks: vec![block] };
+            let x = || input(0, 0, 3, device);
+            let expected = GradientsParams::from_grads(loss(plain.forward(x())).backward(), &plain);
+            let gradients = model.backward(loss(model.forward(x())))?;
+            Ok((
+                gradient(&gradients, &model.input).unwrap_or_default(),
+                gradient(&expected, &plain.input).unwrap_or_default(),
+            ))
+        });
+        let got: Vec<f32> = ranks.iter().flat_map(|(got, _)| got.clone()).collect();
+        let want = &ranks[0].1;
+        assert_eq!(got.len(), WIDTH * WIDTH);
+        for (got, want) in got.iter().zip(want) {
+            assert!((got - want).abs() < 1e-5, "{got} {want}");
+        }
+    }
+}
+
+#[test]
+fn hybrid_mesh() {
+    let run = |strategy: ShardingStrategy| {
+        on(4, move |worker| {
+            let options = FsdpOptions::new().strategy(strategy).shard_size(2);
+            let mut model = sharded(2, worker, options)?;
+            let mut optimizer = AdamWConfig::new().init();
+            let mut losses = Vec::new();
+            for step in 0..5 {
+                let x = input(worker.rank().index(), step, 4, worker.device());
+                let output = loss(model.forward(x));
+                losses.push(output.clone().into_scalar::<f32>());
+                let gradients = model.backward(output)?;
+                model = optimizer.step(1e-2, model, gradients);
+            }
+            let mesh = model.mesh();
+            Ok((losses, mesh.replicas().size(), mesh.shard_rank().index()))
+        })
+    };
+    let hybrid = run(ShardingStrategy::HybridShard);
+    let full = run(ShardingStrategy::FullShard);
+    for (rank, ((a, replicas, shard), (b, ..))) in hybrid.iter().zip(&full).enumerate() {
+        assert_eq!((*replicas, *shard), (2, rank % 2));
+        for (a, b) in a.iter().zip(b) {
+            assert!((a - b).abs() <= 1e-6 * b.abs().max(1.0), "{a} {b}");
+        }
+    }
+}
+
+/// A loss through two sharded models, each with an optimizer of its own.
+#[test]
+fn several_models() {
+    let run = |strategy| {
+        on(2, move |worker| {
+            let options = FsdpOptions::new().strategy(strategy);
+            let mut first = sharded(2, worker, options.clone())?;
+            let mut second = sharded(1, worker, options)?;
+            let (mut adam, mut sgd) = (AdamWConfig::new().init(), SgdConfig::new().init());
+            let mut losses = Vec::new();
+            for step in 0..4 {
+                let x = input(worker.rank().index(), step, 4, worker.device());
+                let hidden = first.blocks[0].forward(x.clone());
+                let output = loss(second.forward(hidden)) + loss(first.forward(x));
+                losses.push(output.clone().into_scalar::<f32>().to_bits());
+                let of_first = first.backward(output)?;
+                let of_second = second.collect_gradients()?;
+                assert!(!of_first.is_empty() && !of_second.is_empty());
+                first = adam.step(1e-2, first, of_first);
+                second = sgd.step(1e-2, second, of_second);
+            }
+            Ok(losses)
+        })
+    };
+    assert_eq!(run(ShardingStrategy::FullShard), run(ShardingStrategy::NoShard));
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Branches {
+    blocks: Vec<Block>,
+}
+
+#[fsdp_unit]
+impl Branches {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let x = self.blocks[0].forward(x);
+        let branches = self.blocks[1..].iter().map(|block| block.forward(x.clone()));
+        branches.reduce(|a, b| a + b).expect("three branches")
+    }
+}
+
+/// Branches are live at once in backward: the ring grows once, and only then.
+#[test]
+fn parallel_branches() {
+    let run = |options: FsdpOptions| {
+        on(2, move |worker| {
+            let device = worker.device();
+            let model = Branches { blocks: (0..4).map(|_| Block::new(device)).collect() };
+            let mut model = fully_shard(model, worker, options.clone().seed(2))?;
+            let mut optimizer = SgdConfig::new().init();
+            let (mut losses, mut added) = (Vec::new(), Vec::new());
+            for step in 0..3 {
+                let x = input(worker.rank().index(), step, 4, device);
+                let output = loss(model.forward(x));
+                losses.push(output.clone().into_scalar::<f32>().to_bits());
+                let gradients = model.backward(output)?;
+                model = optimizer.step(1e-2, model, gradients);
+                added.push(model.counts().added_slots);
+            }
+            Ok((losses, added))
+        })
+        .swap_remove(0)
+    };
+    let (expected, _) = run(FsdpOptions::new().strategy(ShardingStrategy::NoShard));
+    let (losses, added) = run(FsdpOptions::new());
+    assert_eq!(losses, expected);
+    assert!(added[0] > 0 && added[2] == added[0], "once: {added:?}");
+    let (losses, added) = run(FsdpOptions::new().slots(4));
+    assert_eq!(losses, expected);
+    assert_eq!(added, [0, 0, 0]);
+}
+
+/// The annotated model in a chain needs no buffer beyond its ring.
+#[test]
+fn a_chain_adds_no_buffer() {
+    let added = on(2, |worker| {
+        let model: Fsdp<Mlp> = sharded(6, worker, FsdpOptions::new())?;
+        let device: &Device = worker.device();
+        for step in 0..2 {
+            model.backward(loss(model.forward(input(0, step, 4, device))))?;
+        }
+        Ok(model.counts().added_slots)
+    });
+    assert_eq!(added, [0, 0]);
+}

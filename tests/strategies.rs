@@ -1,0 +1,129 @@
+//! One model under every strategy, wrapping and schedule: the same losses, norms and parameters.
+
+mod support;
+
+use fsdp_runtime::prelude::*;
+use support::Run;
+
+const UNITS: usize = 6;
+
+fn run(world: usize) -> Run {
+    Run { dropout: 0.1, clip: Some(0.5), ..Run::new(world) }
+}
+
+fn with(run: &Run, options: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Run {
+    Run { options: options(run.options.clone()), ..run.clone() }
+}
+
+#[test]
+fn strategies_of_one_group_agree_bit_for_bit() {
+    for world in [1, 3, 4] {
+        let full = run(world).launch();
+        for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
+            run(world).strategy(strategy).launch().assert_bitwise(&full);
+        }
+    }
+}
+
+/// Two groups of two add up gradients in pairs first, which rounds differently.
+#[test]
+fn hybrid_strategies_agree_with_the_others_up_to_rounding_and_among_themselves_bit_for_bit() {
+    let full = run(4).launch();
+    let hybrid = |strategy, size| {
+        with(&run(4).strategy(strategy), |options| options.shard_size(size)).launch()
+    };
+    for size in [1, 2] {
+        let outcome = hybrid(ShardingStrategy::HybridShard, size);
+        outcome.assert_close(&full, 1e-6);
+        outcome.assert_bitwise(&hybrid(ShardingStrategy::HybridShardZero2, size));
+        assert_eq!(outcome.counts.all_reduces, outcome.counts.reduce_scatters);
+    }
+    let one_group = hybrid(ShardingStrategy::HybridShard, 4);
+    one_group.assert_bitwise(&full);
+    assert_eq!(one_group.counts.all_reduces, 0);
+}
+
+#[test]
+fn a_hybrid_group_holds_twice_the_shards_of_a_world_twice_as_large() {
+    let full = run(4).launch();
+    let options = |options: FsdpOptions| options.shard_size(2);
+    let hybrid = with(&run(4).strategy(ShardingStrategy::HybridShard), options).launch();
+    let whole = run(4).strategy(ShardingStrategy::NoShard).launch().sharded_bytes;
+    assert!(full.sharded_bytes < hybrid.sharded_bytes && hybrid.sharded_bytes < whole);
+}
+
+#[test]
+fn shard_grad_op_gathers_once_a_step_into_a_buffer_for_each_unit() {
+    let outcome = run(2).strategy(ShardingStrategy::ShardGradOp).launch();
+    let full = run(2).launch();
+    assert_eq!(outcome.counts.all_gathers, run(2).steps * UNITS);
+    assert_eq!(outcome.sharded_bytes, full.sharded_bytes);
+    assert!(outcome.slot_bytes > full.slot_bytes);
+    assert_eq!(outcome.peak_unsharded_bytes, outcome.slot_bytes, "all units at once");
+}
+
+#[test]
+fn resharding_to_a_part_changes_no_bit() {
+    let full = run(4).launch();
+    let to = |ranks| {
+        let reshard = ReshardAfterForward::To(ranks);
+        with(&run(4), |options| options.reshard_after_forward(reshard)).launch()
+    };
+    let part = to(2);
+    part.assert_bitwise(&full);
+    assert_eq!(part.counts.all_gathers, full.counts.all_gathers);
+    assert!(part.slot_bytes > full.slot_bytes, "the parts are kept");
+    let never = to(1);
+    never.assert_bitwise(&full);
+    assert_eq!(never.counts.all_gathers, run(4).steps * UNITS);
+}
+
+#[test]
+fn every_prefetch_policy_gives_the_same_bits() {
+    let expected = run(2).launch();
+    for prefetch in [BackwardPrefetch::Pre, BackwardPrefetch::Post, BackwardPrefetch::None] {
+        for slots in [1, 2, 3] {
+            for forward in [true, false] {
+                let options = |options: FsdpOptions| {
+                    options.backward_prefetch(prefetch).slots(slots).forward_prefetch(forward)
+                };
+                let outcome = with(&run(2), options).launch();
+                outcome.assert_bitwise(&expected);
+                assert_eq!(outcome.counts.mis_prefetches, 0, "{prefetch:?} {slots}");
+            }
+        }
+    }
+}
+
+#[test]
+fn units_are_wrapped_by_size() {
+    // Without clipping: the norm is summed up along the units.
+    let run = Run { clip: None, ..run(2) };
+    let all = run.launch();
+    let sized = |min_num_params| {
+        let wrap = WrapPolicy::SizeBased { min_num_params };
+        with(&run, |options| options.wrap(wrap)).launch()
+    };
+    let gathers = |units: usize| run.steps * (units * 2 - 2);
+    let (small, large, none) = (sized(1), sized(3000), sized(1_000_000));
+    assert_eq!(small.counts.all_gathers, gathers(UNITS));
+    assert_eq!(large.counts.all_gathers, gathers(UNITS - 1), "the embeddings join the root");
+    assert_eq!(none.counts.all_gathers, run.steps, "the root alone");
+    let no_wrap = with(&run, |options| options.wrap(WrapPolicy::NoWrap)).launch();
+    assert_eq!(no_wrap.counts, none.counts);
+    for outcome in [small, large, none, no_wrap] {
+        outcome.assert_bitwise(&all);
+    }
+}
+
+#[test]
+fn a_hybrid_world_that_does_not_divide_is_refused() {
+    let options = FsdpOptions::new().strategy(ShardingStrategy::HybridShard).shard_size(2);
+    let launched = LaunchOptions::new(3).device(burn::tensor::Device::flex());
+    let error = launch(launched, move |worker| {
+        let net = support::Net::new(1, 0.0, worker.device());
+        fully_shard(net, &worker, options.clone()).map(|_| ())
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("3 ranks cannot be split into groups of 2"), "{error}");
+}
