@@ -72,7 +72,6 @@ pub struct AdamWConfig {
 /// parameter.
 #[derive(Clone)]
 pub struct AdamW {
-    #[cfg_attr(not(feature = "flex"), allow(dead_code))]
     pub(super) rule: Moments,
     elsewhere: optim::AdamW,
 }
@@ -165,7 +164,6 @@ pub struct AdamConfig {
 /// parameter.
 #[derive(Clone)]
 pub struct Adam {
-    #[cfg_attr(not(feature = "flex"), allow(dead_code))]
     pub(super) rule: Moments,
     elsewhere: optim::Adam,
 }

@@ -15,6 +15,7 @@
 //! number of threads or on the processor's vector width. Training a model sharded therefore gives the
 //! bits of training it whole.
 
+#[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "only the fused step reads the rules"))]
 mod adam;
 #[cfg(feature = "flex")]
 mod flex;
