@@ -8,12 +8,12 @@
 //!
 //! On Flex in f32 a step reads the parameter, its gradient and its state once and writes them once,
 //! in vector registers and on all threads of the current rayon pool. It writes in place wherever no
-//! other tensor shares the memory, and then allocates nothing. Elsewhere the same formula runs as
-//! tensor operations.
+//! other tensor shares the memory, and then allocates nothing. Elsewhere, and for other number types,
+//! the same formula runs as tensor operations.
 //!
-//! An element's result depends on its own numbers alone, not on where it lies in its tensor, on the
-//! number of threads or on the processor's vector width. Training a model sharded therefore gives the
-//! bits of training it whole.
+//! On Flex an element's result depends on its own numbers alone, not on where it lies in its tensor,
+//! on the number of threads or on the processor's vector width: sharding a parameter changes no bit of
+//! its update.
 
 #[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "only the fused step reads the rules"))]
 mod adam;

@@ -146,3 +146,34 @@ impl Optimizer for Sgd {
         SgdState { velocity: state.velocity.map(|velocity| velocity.to_device(device)) }
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::tensor::TensorData;
+
+    use super::*;
+
+    #[test]
+    fn tensor_operations_and_the_fused_step_give_the_same_numbers() {
+        let device = Device::flex();
+        let wave = |scale: f32| {
+            let elements: Vec<f32> = (0..101).map(|i| (i as f32 * scale).sin()).collect();
+            Tensor::<1>::from_data(TensorData::new(elements, [101]), &device)
+        };
+        let plain = SgdConfig::new().with_weight_decay(0.1);
+        let momentum = plain.clone().with_momentum(0.9).with_dampening(0.2);
+        let nesterov = momentum.clone().with_nesterov(true);
+        for sgd in [plain, momentum, nesterov].map(|config| config.build()) {
+            let (mut a, mut b) = (wave(0.7), wave(0.7));
+            let (mut state, mut velocity) = (None, None);
+            for step in 1..10 {
+                let grad = wave(0.3 * step as f32);
+                (a, state) = sgd.step(1e-2, a, grad.clone(), state);
+                (b, velocity) = sgd.step_elsewhere(1e-2, b, grad, velocity);
+            }
+            let difference = (a - b).abs().max().into_scalar::<f32>();
+            assert!(difference < 1e-6, "{sgd:?}: {difference}");
+            assert_eq!(velocity.is_some(), sgd.has_momentum());
+        }
+    }
+}
