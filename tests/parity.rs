@@ -30,6 +30,14 @@ fn training_sharded_equals_training_with_plain_burn() {
 }
 
 #[test]
+fn the_fused_optimizer_keeps_parity() {
+    let optimizer = || fsdp_runtime::optim::AdamWConfig::new().with_weight_decay(0.1).init();
+    let run = Run { optimizer, ..Run::new(2) };
+    parity::full_shard_equals_no_shard(&run, &[1, 2, 3]);
+    parity::equals_plain_burn(&run);
+}
+
+#[test]
 fn schedule_options_change_no_bit() {
     let run = with(Run::new(2), 0.1, Some(1.0));
     let expected = run.launch();

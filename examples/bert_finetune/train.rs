@@ -10,8 +10,9 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 use burn::module::ParamGroup;
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use fsdp_runtime::LoadOptions;
+use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 
 use crate::batch::{Dealer, Padded};
@@ -159,7 +160,7 @@ fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
 
 /// AdamW without weight decay on biases and norms.
 fn optimizer(recipe: &Recipe) -> ModuleOptimizer {
-    let adam = AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(recipe.weight_decay);
+    let adam = AdamWConfig::new().with_weight_decay(recipe.weight_decay);
     let not_decayed = ParamGroup::from_any_predicates(vec![".bias", ".gamma", ".beta"]);
     adam.init().with_group(not_decayed, adam.with_weight_decay(0.0).build(), None)
 }

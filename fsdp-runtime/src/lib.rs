@@ -25,6 +25,7 @@ mod mesh;
 mod modules;
 pub mod nn;
 mod norm;
+pub mod optim;
 mod options;
 mod param;
 mod plan;

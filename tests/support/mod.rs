@@ -13,7 +13,7 @@ use burn::nn::{
     Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm,
     RmsNormConfig,
 };
-use burn::optim::{AdamWConfig, GradientsParams};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{Dropout, DropoutConfig};
@@ -128,6 +128,7 @@ pub struct Run {
     pub dropout: f64,
     pub clip: Option<f64>,
     pub learning_rate: f64,
+    pub optimizer: fn() -> ModuleOptimizer,
     pub options: FsdpOptions,
     pub device: Device,
     pub threads: Option<usize>,
@@ -143,6 +144,7 @@ impl Run {
             dropout: 0.0,
             clip: None,
             learning_rate: 1e-2,
+            optimizer: || AdamWConfig::new().init(),
             options: FsdpOptions::new().seed(7),
             device: Device::flex(),
             threads: None,
@@ -174,7 +176,7 @@ impl Run {
         let device = worker.device();
         let net = Net::new(self.blocks, self.dropout, device);
         let mut net = fully_shard(net, worker, self.options.clone())?;
-        let mut optimizer = AdamWConfig::new().init();
+        let mut optimizer = (self.optimizer)();
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
         let first = worker.rank().index() * self.rows_per_rank;
         for step in 0..self.steps {

@@ -1,7 +1,7 @@
 //! The checks of parity, for any device: `parity.rs` runs them on Flex, `cube.rs` on CubeCL.
 
 use burn::module::Module;
-use burn::optim::{AdamWConfig, GradientsParams};
+use burn::optim::GradientsParams;
 use fsdp_runtime::prelude::*;
 
 use super::{Net, Run, batch, loss};
@@ -47,7 +47,7 @@ pub fn equals_plain_burn(run: &Run) {
         let options = plain.options.clone().strategy(ShardingStrategy::NoShard);
         let start = fully_shard(Net::new(plain.blocks, 0.0, device), &worker, options)?;
         let mut net = (*start).clone().materialize();
-        let mut optimizer = AdamWConfig::new().init();
+        let mut optimizer = (plain.optimizer)();
         let mut losses = Vec::new();
         for step in 0..plain.steps {
             let (tokens, labels) = batch(step, 0..plain.world * plain.rows_per_rank, device);

@@ -1,0 +1,27 @@
+//! Optimizers that update a parameter in one pass over memory.
+//!
+//! [`AdamW`], [`Adam`] and [`Sgd`] are Burn [`Optimizer`](burn::optim::Optimizer)s: their configs'
+//! `init()` gives Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer), and parameter groups,
+//! learning-rate schedules, gradient clipping and records work as with Burn's own. Records are
+//! interchangeable with those of the optimizer of the same name in [`burn::optim`]. They need no
+//! sharding; an unsharded model gains as much.
+//!
+//! On Flex in f32 a step reads the parameter, its gradient and its state once and writes them once,
+//! in vector registers and on all threads of the current rayon pool. It writes in place wherever no
+//! other tensor shares the memory, and then allocates nothing. Elsewhere, and for other number types,
+//! the same formula runs as tensor operations.
+//!
+//! On Flex an element's result depends on its own numbers alone, not on where it lies in its tensor,
+//! on the number of threads or on the processor's vector width: sharding a parameter changes no bit of
+//! its update.
+
+#[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "only the fused step reads the rules"))]
+mod adam;
+#[cfg(feature = "flex")]
+mod flex;
+#[cfg(feature = "flex")]
+mod kernel;
+mod sgd;
+
+pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
+pub use sgd::{Sgd, SgdConfig, SgdState};

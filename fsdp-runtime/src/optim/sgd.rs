@@ -1,0 +1,179 @@
+//! Stochastic gradient descent with momentum: the config, the state, and the step as tensor
+//! operations where the fused one does not run.
+
+use burn::config::Config;
+use burn::grad_clipping::GradientClippingConfig;
+use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
+use burn::tensor::{Device, Tensor};
+
+use super::adam::with_clipping;
+
+/// Configuration of [`Sgd`], with PyTorch's defaults: no momentum, no decay.
+#[derive(Config, Debug)]
+pub struct SgdConfig {
+    /// μ: what the velocity keeps of itself each step; 0 for none.
+    #[config(default = 0.0)]
+    momentum: f64,
+    /// τ: what of the gradient the velocity leaves out, from its second step on.
+    #[config(default = 0.0)]
+    dampening: f64,
+    /// Whether to look ahead along the velocity.
+    #[config(default = false)]
+    nesterov: bool,
+    /// λ: `λ · θ` is added to the gradient (an L2 penalty).
+    #[config(default = 0.0)]
+    weight_decay: f32,
+    /// Clipping of each parameter's gradient by itself. For all gradients together, and for a sharded
+    /// model, use [`Fsdp::clip_grad_norm`](crate::Fsdp::clip_grad_norm).
+    grad_clipping: Option<GradientClippingConfig>,
+}
+
+/// Stochastic gradient descent.
+///
+/// With gradient `g` and learning rate `η`, for each element:
+///
+/// ```text
+/// g ← g + λ·θ
+/// b ← μ·b + (1 - τ)·g        (b ← g in the first step)
+/// θ ← θ - η·b                (Nesterov: θ ← θ - η·(g + μ·b); without momentum: θ ← θ - η·g)
+/// ```
+///
+/// Sutskever et al.,
+/// [*On the importance of initialization and momentum in deep learning*](http://www.cs.toronto.edu/~hinton/absps/momentum.pdf),
+/// 2013, in the form of
+/// [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html), which Burn shares.
+///
+/// It panics where a loaded state has not the shape of its parameter.
+#[derive(Clone, Debug)]
+pub struct Sgd {
+    pub(super) momentum: f64,
+    pub(super) dampening: f64,
+    pub(super) nesterov: bool,
+    pub(super) weight_decay: f32,
+}
+
+/// State of [`Sgd`], named in records as [`burn::optim::SgdState`] is.
+#[derive(Clone, Debug)]
+pub struct SgdState<const D: usize> {
+    /// `b`, with momentum. Of the parameter's shape.
+    pub velocity: Option<Tensor<D>>,
+}
+
+/// The velocity's name in a record.
+const VELOCITY: &str = "momentum.velocity";
+
+impl<const D: usize> RecordState for SgdState<D> {
+    fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        if let Some(velocity) = &self.velocity {
+            out.push_tensor(prefix, VELOCITY, velocity.clone().into_data());
+        }
+    }
+
+    fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
+        let velocity = src.take_tensor(prefix, VELOCITY);
+        Some(Self { velocity: velocity.map(|velocity| Tensor::from_data(velocity, device)) })
+    }
+}
+
+impl SgdConfig {
+    /// The optimizer of one parameter group, for
+    /// [`ModuleOptimizer::with_group`](burn::optim::ModuleOptimizer::with_group); it does not clip.
+    pub fn build(&self) -> Sgd {
+        Sgd {
+            momentum: self.momentum,
+            dampening: self.dampening,
+            nesterov: self.nesterov,
+            weight_decay: self.weight_decay,
+        }
+    }
+
+    /// The optimizer of a module.
+    pub fn init(&self) -> ModuleOptimizer {
+        with_clipping(self.build().into(), self.grad_clipping.as_ref())
+    }
+}
+
+impl Sgd {
+    pub(super) fn has_momentum(&self) -> bool {
+        self.momentum != 0.0
+    }
+
+    /// The step as tensor operations, with the velocity it leaves.
+    fn step_elsewhere<const D: usize>(
+        &self,
+        lr: LearningRate,
+        param: Tensor<D>,
+        mut grad: Tensor<D>,
+        velocity: Option<Tensor<D>>,
+    ) -> (Tensor<D>, Option<Tensor<D>>) {
+        if self.weight_decay != 0.0 {
+            grad = grad + param.clone() * self.weight_decay;
+        }
+        if !self.has_momentum() {
+            return (param - grad * lr, None);
+        }
+        let velocity = match velocity {
+            Some(velocity) => velocity * self.momentum + grad.clone() * (1.0 - self.dampening),
+            None => grad.clone(),
+        };
+        let along =
+            if self.nesterov { grad + velocity.clone() * self.momentum } else { velocity.clone() };
+        (param - along * lr, Some(velocity))
+    }
+}
+
+impl Optimizer for Sgd {
+    type State<const D: usize> = SgdState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<Self::State<D>>,
+    ) -> (Tensor<D>, Option<Self::State<D>>) {
+        let velocity = state.and_then(|state| state.velocity);
+        #[cfg(feature = "flex")]
+        if super::flex::takes([&tensor, &grad].into_iter().chain(&velocity)) {
+            let (tensor, velocity) = super::flex::sgd(self, lr, tensor, grad, velocity);
+            return (tensor, Some(SgdState { velocity }));
+        }
+        let (tensor, velocity) = self.step_elsewhere(lr, tensor, grad, velocity);
+        (tensor, Some(SgdState { velocity }))
+    }
+
+    fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
+        SgdState { velocity: state.velocity.map(|velocity| velocity.to_device(device)) }
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::tensor::TensorData;
+
+    use super::*;
+
+    #[test]
+    fn tensor_operations_and_the_fused_step_give_the_same_numbers() {
+        let device = Device::flex();
+        let wave = |scale: f32| {
+            let elements: Vec<f32> = (0..101).map(|i| (i as f32 * scale).sin()).collect();
+            Tensor::<1>::from_data(TensorData::new(elements, [101]), &device)
+        };
+        let plain = SgdConfig::new().with_weight_decay(0.1);
+        let momentum = plain.clone().with_momentum(0.9).with_dampening(0.2);
+        let nesterov = momentum.clone().with_nesterov(true);
+        for sgd in [plain, momentum, nesterov].map(|config| config.build()) {
+            let (mut a, mut b) = (wave(0.7), wave(0.7));
+            let (mut state, mut velocity) = (None, None);
+            for step in 1..10 {
+                let grad = wave(0.3 * step as f32);
+                (a, state) = sgd.step(1e-2, a, grad.clone(), state);
+                (b, velocity) = sgd.step_elsewhere(1e-2, b, grad, velocity);
+            }
+            let difference = (a - b).abs().max().into_scalar::<f32>();
+            assert!(difference < 1e-6, "{sgd:?}: {difference}");
+            assert_eq!(velocity.is_some(), sgd.has_momentum());
+        }
+    }
+}
