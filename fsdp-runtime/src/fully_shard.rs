@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer};
@@ -295,6 +296,12 @@ impl<M: FsdpModule> Fsdp<M> {
     /// The units as they were wrapped.
     pub fn wrapping(&self) -> Wrapping {
         Wrapping::new(self.engine.units())
+    }
+
+    /// How long this rank's collectives have taken since its launch, other ranks' delays included,
+    /// and how much of that it stood still for. The difference ran beside its own work.
+    pub fn communication_time(&self) -> (Duration, Duration) {
+        self.engine.communication_time()
     }
 
     /// How often this rank gathered and reduced.

@@ -2,8 +2,10 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use super::group::Group;
 use crate::error::CollectiveError;
@@ -15,6 +17,10 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(crate) struct Communicator {
     group: Arc<Group>,
     jobs: Mutex<Sender<Job>>,
+    /// Nanoseconds that the thread has spent in collectives, waiting for other ranks included, and
+    /// that others have waited for their results.
+    busy: Arc<AtomicU64>,
+    waited: Arc<AtomicU64>,
 }
 
 impl fmt::Debug for Communicator {
@@ -30,7 +36,7 @@ impl Communicator {
         std::thread::Builder::new()
             .name(format!("fsdp-comm-{}", group.rank()))
             .spawn(move || queue.into_iter().for_each(|job| job()))?;
-        Ok(Arc::new(Self { group, jobs: Mutex::new(jobs) }))
+        Ok(Arc::new(Self { group, jobs: Mutex::new(jobs), busy: Arc::default(), waited: Arc::default() }))
     }
 
     /// The group of all ranks.
@@ -55,8 +61,11 @@ impl Communicator {
         let (sender, result) = sync_channel(1);
         let group = group.clone();
         let rank = group.rank();
+        let (busy, waited) = (self.busy.clone(), self.waited.clone());
         let job = move || {
+            let begin = Instant::now();
             let outcome = catch_unwind(AssertUnwindSafe(|| collective(&group)));
+            add(&busy, begin);
             let outcome = outcome.unwrap_or_else(|panic| {
                 let failure = CollectiveError::PeerFailed { rank, reason: panic_message(&*panic) };
                 group.fail(failure.clone());
@@ -68,7 +77,13 @@ impl Communicator {
         // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
         let _ =
             self.jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).send(Box::new(job));
-        Work { result, rank }
+        Work { result, rank, waited }
+    }
+
+    /// How long this rank has spent in collectives, and how much of that it has waited for.
+    pub(crate) fn times(&self) -> (Duration, Duration) {
+        let read = |time: &AtomicU64| Duration::from_nanos(time.load(Ordering::Relaxed));
+        (read(&self.busy), read(&self.waited))
     }
 }
 
@@ -78,11 +93,21 @@ impl Communicator {
 pub(crate) struct Work<T> {
     result: Receiver<Result<T, CollectiveError>>,
     rank: crate::mesh::Rank,
+    waited: Arc<AtomicU64>,
+}
+
+/// Adds the time since `begin`, in nanoseconds.
+fn add(time: &AtomicU64, begin: Instant) {
+    let nanos = u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    time.fetch_add(nanos, Ordering::Relaxed);
 }
 
 impl<T> Work<T> {
     /// Blocks until the collective is complete.
     pub(crate) fn wait(self) -> Result<T, CollectiveError> {
-        self.result.recv().unwrap_or(Err(CollectiveError::Closed { rank: self.rank }))
+        let begin = Instant::now();
+        let outcome = self.result.recv();
+        add(&self.waited, begin);
+        outcome.unwrap_or(Err(CollectiveError::Closed { rank: self.rank }))
     }
 }

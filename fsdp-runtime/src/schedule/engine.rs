@@ -1,6 +1,7 @@
 //! What [`Fsdp`](crate::Fsdp) asks of a schedule between passes, whatever its backend.
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use burn::tensor::{DispatchTensor, Tensor, TensorData};
 
@@ -26,6 +27,8 @@ pub(crate) trait Engine: Runtime {
     fn peak_unsharded_bytes(&self) -> usize;
     /// Bytes of the buffers that gathered parameters live in.
     fn slot_bytes(&self) -> usize;
+    /// How long collectives have taken, and how long this rank has waited for them.
+    fn communication_time(&self) -> (Duration, Duration);
     /// What this rank holds.
     fn memory(&self) -> Memory;
     /// The bytes of an optimizer's state.
@@ -80,6 +83,10 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         let state = self.lock();
         let parts = state.parts.iter().flatten();
         state.slots.iter().chain(parts).map(|slot| slot.bytes()).sum()
+    }
+
+    fn communication_time(&self) -> (Duration, Duration) {
+        self.comm.times()
     }
 
     fn memory(&self) -> Memory {

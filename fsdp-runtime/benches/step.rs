@@ -1,0 +1,339 @@
+//! Time of one training step of a BERT, sharded in every way and not at all.
+//!
+//! `cargo bench -p fsdp-runtime --bench step -- --world 1,2,4`
+//!
+//! Every way takes its turn in each round, so that what else the machine does falls on all alike;
+//! figures are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,
+//! and `vs_torch.sh` runs the two side by side.
+
+use std::time::{Duration, Instant};
+
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::activation::softmax;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use clap::Parser;
+use fsdp_runtime::Error;
+use fsdp_runtime::nn::gelu;
+use fsdp_runtime::optim::AdamWConfig;
+use fsdp_runtime::prelude::*;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// The step of a BERT, sharded in every way.
+#[derive(Clone, Debug, Parser)]
+struct Cli {
+    /// Numbers of ranks.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
+    world: Vec<usize>,
+    /// Only the ways whose name contains this.
+    #[arg(long, default_value = "")]
+    only: String,
+    /// Rows on each rank.
+    #[arg(long, default_value_t = 4)]
+    batch: usize,
+    /// Tokens a row.
+    #[arg(long, default_value_t = 128)]
+    length: usize,
+    /// Width of the model.
+    #[arg(long, default_value_t = 384)]
+    hidden: usize,
+    /// Number of layers.
+    #[arg(long, default_value_t = 6)]
+    layers: usize,
+    /// Attention heads.
+    #[arg(long, default_value_t = 12)]
+    heads: usize,
+    /// Width of the feed-forward part.
+    #[arg(long, default_value_t = 1536)]
+    inner: usize,
+    /// Steps a round; the first two of each are not counted.
+    #[arg(long, default_value_t = 6)]
+    steps: usize,
+    /// Rounds.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// Only the median step of each way in seconds, a line each.
+    #[arg(long)]
+    brief: bool,
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+const VOCABULARY: usize = 30_522;
+const POSITIONS: usize = 512;
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Layer {
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    output: Linear,
+    up: Linear,
+    down: Linear,
+    norm1: LayerNorm,
+    norm2: LayerNorm,
+    heads: usize,
+}
+
+#[fsdp_unit]
+impl Layer {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let [batch, length, hidden] = x.dims();
+        let width = hidden / self.heads;
+        let heads = |x: Tensor<3>| x.reshape([batch, length, self.heads, width]).swap_dims(1, 2);
+        let query = heads(self.query.forward(x.clone())) / (width as f64).sqrt();
+        let scores = query.matmul(heads(self.key.forward(x.clone())).transpose());
+        let context = softmax(scores, 3).matmul(heads(self.value.forward(x.clone())));
+        let context = context.swap_dims(1, 2).reshape([batch, length, hidden]);
+        let x = self.norm1.forward(x + self.output.forward(context));
+        let inner = self.down.forward(gelu(self.up.forward(x.clone())));
+        self.norm2.forward(x + inner)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Bert {
+    tokens: Embedding,
+    positions: Embedding,
+    norm: LayerNorm,
+    layers: Vec<Layer>,
+    classifier: Linear,
+}
+
+#[fsdp_unit]
+impl Bert {
+    fn forward(&self, ids: Tensor<2, Int>, positions: Tensor<2, Int>) -> Tensor<2> {
+        let x = self.tokens.forward(ids) + self.positions.forward(positions);
+        let x = self.norm.forward(x);
+        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x));
+        self.classifier.forward(x.narrow(1, 0, 1).squeeze_dim(1))
+    }
+}
+
+impl Bert {
+    fn new(cli: &Cli, device: &Device) -> Self {
+        let linear = |from, to| LinearConfig::new(from, to).init(device);
+        let norm = || LayerNormConfig::new(cli.hidden).init(device);
+        let layer = |_| Layer {
+            query: linear(cli.hidden, cli.hidden),
+            key: linear(cli.hidden, cli.hidden),
+            value: linear(cli.hidden, cli.hidden),
+            output: linear(cli.hidden, cli.hidden),
+            up: linear(cli.hidden, cli.inner),
+            down: linear(cli.inner, cli.hidden),
+            norm1: norm(),
+            norm2: norm(),
+            heads: cli.heads,
+        };
+        Self {
+            tokens: EmbeddingConfig::new(VOCABULARY, cli.hidden).init(device),
+            positions: EmbeddingConfig::new(POSITIONS, cli.hidden).init(device),
+            norm: norm(),
+            layers: (0..cli.layers).map(layer).collect(),
+            classifier: linear(cli.hidden, 2),
+        }
+    }
+}
+
+/// Seconds of the parts of one step.
+#[derive(Clone, Copy, Debug, Default)]
+struct Times {
+    forward: f64,
+    backward: f64,
+    optimizer: f64,
+    /// In collectives, on the communication thread.
+    collectives: f64,
+    /// Stood still for them.
+    waited: f64,
+}
+
+impl Times {
+    fn passes(&self) -> f64 {
+        self.forward + self.backward
+    }
+
+    fn step(&self) -> f64 {
+        self.passes() + self.optimizer
+    }
+}
+
+/// A way to train.
+#[derive(Clone, Debug)]
+struct Way {
+    name: &'static str,
+    /// `None`: each rank trains a model of its own.
+    options: Option<FsdpOptions>,
+}
+
+fn ways() -> Vec<Way> {
+    let full = FsdpOptions::new;
+    let way = |name, options| Way { name, options };
+    vec![
+        way("unsharded", None),
+        way("NO_SHARD", Some(full().strategy(ShardingStrategy::NoShard))),
+        way("FULL_SHARD", Some(full())),
+        way("SHARD_GRAD_OP", Some(full().strategy(ShardingStrategy::ShardGradOp))),
+        way("FULL_SHARD prefetch after", Some(full().backward_prefetch(BackwardPrefetch::Post))),
+        way(
+            "FULL_SHARD no prefetch",
+            Some(full().backward_prefetch(BackwardPrefetch::None).forward_prefetch(false)),
+        ),
+    ]
+}
+
+struct Data {
+    ids: Tensor<2, Int>,
+    positions: Tensor<2, Int>,
+    labels: Tensor<1, Int>,
+}
+
+impl Data {
+    fn new(cli: &Cli, rank: usize, device: &Device) -> Self {
+        let shape = [cli.batch, cli.length];
+        let id = |at: usize| ((at * 7919 + rank * 104_729) % 30_000) as i32;
+        let ids: Vec<i32> = (0..cli.batch * cli.length).map(id).collect();
+        let positions: Vec<i32> = (0..cli.length as i32).collect();
+        Self {
+            ids: Tensor::from_data(TensorData::new(ids, shape), device),
+            positions: Tensor::from_data(TensorData::new(positions, [1, cli.length]), device),
+            labels: Tensor::zeros([cli.batch], device),
+        }
+    }
+
+    fn loss(&self, model: &Bert) -> Tensor<1> {
+        let logits = model.forward(self.ids.clone(), self.positions.clone());
+        let device = logits.device();
+        CrossEntropyLossConfig::new().init(&device).forward(logits, self.labels.clone())
+    }
+}
+
+/// Times `cli.steps` steps and drops the first two. `backward` ends what `forward` began.
+fn time<M: Module>(
+    cli: &Cli,
+    mut model: M,
+    forward: impl Fn(&M) -> Tensor<1>,
+    backward: impl Fn(&M, Tensor<1>) -> Result<GradientsParams, Error>,
+    communication: impl Fn(&M) -> (Duration, Duration),
+) -> Result<Vec<Times>, Error> {
+    let mut optimizer = AdamWConfig::new().init();
+    let mut times = Vec::new();
+    for _ in 0..cli.steps.max(3) {
+        let (before, waited) = communication(&model);
+        let start = Instant::now();
+        let loss = forward(&model);
+        // Read on the host, as a training loop does.
+        loss.clone().into_scalar::<f32>();
+        let forwarded = Instant::now();
+        let gradients = backward(&model, loss)?;
+        let backwarded = Instant::now();
+        model = optimizer.step(1e-5, model, gradients);
+        let (after, waited_after) = communication(&model);
+        times.push(Times {
+            forward: (forwarded - start).as_secs_f64(),
+            backward: (backwarded - forwarded).as_secs_f64(),
+            optimizer: backwarded.elapsed().as_secs_f64(),
+            collectives: (after - before).as_secs_f64(),
+            waited: (waited_after - waited).as_secs_f64(),
+        });
+    }
+    Ok(times.split_off(2))
+}
+
+/// The steps of one round, each of the rank that took longest.
+fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
+    let (job, options) = (cli.clone(), way.options.clone());
+    let launched = LaunchOptions::new(world).device(Device::flex());
+    let ranks = launch(launched, move |worker| {
+        let device = worker.device();
+        let data = Data::new(&job, worker.rank().index(), device);
+        let model = Bert::new(&job, device);
+        match &options {
+            None => time(
+                &job,
+                model,
+                |model| data.loss(model),
+                |model, loss| Ok(GradientsParams::from_grads(loss.backward(), model)),
+                |_| Default::default(),
+            ),
+            Some(options) => time(
+                &job,
+                fully_shard(model, &worker, options.clone().seed(0))?,
+                |model| data.loss(model),
+                Fsdp::backward,
+                Fsdp::communication_time,
+            ),
+        }
+    })
+    .unwrap_or_else(|error| panic!("{}: {error}", way.name));
+    let steps = 0..ranks[0].len();
+    let slowest = |step: usize| {
+        let times = ranks.iter().map(|rank| rank[step]);
+        times.max_by(|a, b| a.step().total_cmp(&b.step())).expect("at least one rank")
+    };
+    steps.map(slowest).collect()
+}
+
+fn median(times: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
+    let mut values: Vec<f64> = times.iter().map(of).collect();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn main() {
+    let cli = Cli::parse();
+    let ways: Vec<Way> = ways().into_iter().filter(|way| way.name.contains(&cli.only)).collect();
+    for &world in &cli.world {
+        let mut times: Vec<Vec<Times>> = vec![Vec::new(); ways.len()];
+        for _ in 0..cli.rounds {
+            for (way, times) in ways.iter().zip(&mut times) {
+                times.extend(round(&cli, world, way));
+            }
+        }
+        if cli.brief {
+            for (way, times) in ways.iter().zip(&times) {
+                println!("{:.4}", median(times, Times::step));
+                eprintln!("{} on {world} ranks", way.name);
+            }
+            continue;
+        }
+        println!(
+            "\n{world} ranks, batch {} each; ratios to NO_SHARD of steps and of passes, seconds\n\
+             {:<28}{:>7}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}",
+            cli.batch,
+            "",
+            "steps",
+            "passes",
+            "step",
+            "forward",
+            "backward",
+            "adamw",
+            "collect.",
+            "waited",
+        );
+        let no_shard = ways.iter().position(|way| way.name == "NO_SHARD").unwrap_or(0);
+        let base = |of: fn(&Times) -> f64| median(&times[no_shard], of);
+        let base = (base(Times::step), base(Times::passes));
+        for (way, times) in ways.iter().zip(&times) {
+            let of = |part: fn(&Times) -> f64| median(times, part);
+            println!(
+                "{:<28}{:>7.3}{:>7.3}{:>9.4}{:>9.4}{:>9.4}{:>9.4}{:>9.4}{:>9.4}",
+                way.name,
+                of(Times::step) / base.0,
+                of(Times::passes) / base.1,
+                of(Times::step),
+                of(|times| times.forward),
+                of(|times| times.backward),
+                of(|times| times.optimizer),
+                of(|times| times.collectives),
+                of(|times| times.waited),
+            );
+        }
+    }
+}
