@@ -12,5 +12,6 @@ mod ignored_params;
 mod init;
 mod memory;
 mod mlp;
+mod overlap;
 mod state;
 mod training;

@@ -1,0 +1,98 @@
+//! `test_fully_shard_overlap`: the next unit is gathered while this one computes. No clock is read:
+//! one rank stays within a unit until another is in the next, which only an all-gather that runs
+//! beside the computation allows.
+
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::prelude::*;
+
+use super::mlp::{WIDTH, input};
+
+/// Opened once by one rank, waited for by another.
+#[derive(Clone, Default)]
+struct Gate(Arc<(Mutex<bool>, Condvar)>);
+
+impl Gate {
+    fn open(&self) {
+        *self.0.0.lock().unwrap() = true;
+        self.0.1.notify_all();
+    }
+
+    /// Whether it was opened in time.
+    fn wait(&self) -> bool {
+        let guard = self.0.0.lock().unwrap();
+        let wait = self.0.1.wait_timeout_while(guard, Duration::from_secs(2), |open| !*open);
+        *wait.unwrap().0
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Unit {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Unit {
+    fn forward(&self, x: Tensor<2>, body: &dyn Fn()) -> Tensor<2> {
+        body();
+        self.linear.forward(x)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Chain {
+    units: Vec<Unit>,
+}
+
+#[fsdp_unit]
+impl Chain {
+    fn forward(&self, x: Tensor<2>, bodies: &[&dyn Fn()]) -> Tensor<2> {
+        self.units.iter().zip(bodies).fold(x, |x, (unit, body)| unit.forward(x, *body))
+    }
+}
+
+fn chain(device: &Device) -> Chain {
+    let unit = |_| Unit { linear: LinearConfig::new(WIDTH, WIDTH).init(device) };
+    Chain { units: (0..3).map(unit).collect() }
+}
+
+/// Whether rank 0 comes to the second unit while rank 1 is in the first.
+fn overlaps(options: FsdpOptions) -> bool {
+    let gate = Gate::default();
+    let launched = LaunchOptions::new(2).device(Device::flex()).timeout(Duration::from_secs(20));
+    let ranks = launch(launched, move |worker| {
+        let rank = worker.rank().index();
+        let model = fully_shard(chain(worker.device()), &worker, options.clone().seed(1))?;
+        let x = input(rank, 0, 2, worker.device());
+        let met = std::cell::Cell::new(true);
+        let first = || {
+            if rank == 1 {
+                met.set(gate.wait());
+            }
+        };
+        let second = || {
+            if rank == 0 {
+                gate.open();
+            }
+        };
+        model.forward(x, &[&first, &second, &|| ()]);
+        Ok::<_, fsdp_runtime::Error>(met.get())
+    });
+    ranks.expect("the ranks succeed")[1]
+}
+
+#[test]
+fn the_next_unit_is_gathered_while_one_computes() {
+    assert!(overlaps(FsdpOptions::new()));
+}
+
+#[test]
+fn without_prefetch_it_is_gathered_when_needed() {
+    assert!(!overlaps(FsdpOptions::new().forward_prefetch(false)));
+}
