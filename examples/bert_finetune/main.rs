@@ -10,6 +10,7 @@
 //! such program needs: text (`data.rs`), word pieces (`tokenize.rs`), batches (`batch.rs`), scores
 //! (`metrics.rs`) and a report (`report.rs`).
 
+mod allocator;
 mod batch;
 mod cli;
 mod config;
@@ -34,11 +35,8 @@ use crate::report::Summary;
 use crate::tokenize::BertTokenizer;
 use crate::train::{Job, train};
 
-/// Activations of megabytes come and go every step; this allocator keeps their pages.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 fn main() -> Result<()> {
+    allocator::keep_pages();
     let cli = Cli::parse();
     let summary = run(&cli)?;
     if !(cli.json && cli.quiet) {

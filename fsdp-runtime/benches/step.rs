@@ -20,8 +20,8 @@ use fsdp_runtime::nn::gelu;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+#[path = "../../examples/bert_finetune/allocator.rs"]
+mod allocator;
 
 /// The step of a BERT, sharded in every way.
 #[derive(Clone, Debug, Parser)]
@@ -287,6 +287,7 @@ fn median(times: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
 }
 
 fn main() {
+    allocator::keep_pages();
     let cli = Cli::parse();
     let ways: Vec<Way> = ways().into_iter().filter(|way| way.name.contains(&cli.only)).collect();
     for &world in &cli.world {
