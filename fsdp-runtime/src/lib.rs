@@ -14,6 +14,7 @@ mod backend;
 mod check;
 mod collectives;
 mod error;
+mod field_call;
 mod fully_shard;
 mod group;
 mod hooks;
@@ -74,6 +75,7 @@ pub mod __private {
     pub use burn::tensor::DispatchTensor;
 
     pub use crate::check::*;
+    pub use crate::field_call::*;
     pub use crate::hooks::*;
     pub use crate::unit::*;
 }

@@ -46,6 +46,7 @@ macro_rules! module {
                     name: stringify!($field),
                     key: key!($($key)?),
                     transposed: transposed!($($transposed)?),
+                    unit: false,
                     node: &<$field_ty as FsdpModule>::LAYOUT,
                 }),+],
                 ties: &[],
@@ -119,6 +120,7 @@ macro_rules! variant {
             name: stringify!($variant),
             key: Some(""),
             transposed: false,
+            unit: false,
             node: &<$inner as FsdpModule>::LAYOUT,
         };
         CHILD

@@ -61,6 +61,9 @@ pub struct Child {
     pub key: Option<&'static str>,
     /// The checkpoint holds this matrix transposed, as PyTorch's `nn.Linear` does.
     pub transposed: bool,
+    /// The field is under `#[fsdp(unit)]`: the module in it, or each one in its containers, is a
+    /// unit.
+    pub unit: bool,
     /// What the field holds.
     pub node: &'static Node,
 }
@@ -106,13 +109,14 @@ pub const LEAF: Node = Node::plain("leaf", Kind::Leaf);
     message = "FSDP does not know what `{Self}` holds",
     label = "not a unit, a `FsdpModule`, a `burn::nn` module, a `Param`, or a container of those",
     note = "if `{Self}` is your own module, write `#[derive(Module, FsdpModule)]` on it (or `#[fsdp_unit]` below `#[derive(Module)]`, to make it a unit of its own)",
-    note = "if it is a module of another crate, write `#[fsdp(leaf)]` on the field; if it is no module at all, `#[module(skip)]`"
+    note = "if it is a module of another crate, write `#[fsdp(leaf)]` on the field (`#[fsdp(unit, leaf)]` where it is to be a unit); if it is no module at all, `#[module(skip)]`"
 )]
 pub trait FsdpModule: Module {
     /// The type's static layout tree.
     const LAYOUT: Node;
 
-    /// Reads every field in layout order. Nested units are announced with [`Walk::unit`] first.
+    /// Reads every field in layout order. Nested units are announced first, with [`Walk::unit`] or
+    /// [`Walk::field_unit`].
     fn walk<W: Walk>(&self, walk: &mut W);
 
     /// Rebuilds the module with every parameter passed through `attach`, in layout order.
@@ -125,8 +129,22 @@ pub trait FsdpModule: Module {
     #[doc(hidden)]
     fn walk_field<W: Walk>(&self, child: &'static Child, walk: &mut W) {
         walk.enter(child, None);
-        walk_module(self, walk);
+        if child.unit {
+            self.walk_units(walk);
+        } else {
+            walk_module(self, walk);
+        }
         walk.exit();
+    }
+
+    /// Reads the module as a unit: what a field under `#[fsdp(unit)]` holds. A container has one for
+    /// each module in it.
+    #[doc(hidden)]
+    fn walk_units<W: Walk>(&self, walk: &mut W) {
+        if walk.field_unit(self) {
+            self.walk(walk);
+            walk.unit_end();
+        }
     }
 
     /// Rebuilds the module as a field of another: what [`attach`](Self::attach) calls once a field.
@@ -154,7 +172,11 @@ pub trait FsdpUnit: FsdpModule {}
     label = "this unit would never be gathered as one",
     note = "write `#[fsdp_unit]` above the `impl {Self}` block that holds `pub fn forward(&self, ..)`"
 )]
-pub trait HookedForward: FsdpUnit {}
+pub trait HookedForward: FsdpUnit {
+    /// Whether the block says `#[fsdp_unit(field_units)]`: calls of field units in it are hooked.
+    #[doc(hidden)]
+    const HOOKS_FIELD_UNITS: bool = false;
+}
 
 /// A read over the parameters of a module, in layout order.
 pub trait Walk {
@@ -164,6 +186,11 @@ pub trait Walk {
     fn exit(&mut self) {}
     /// A nested unit comes next; `false` passes it by.
     fn unit<M: FsdpModule>(&mut self, _module: &M) -> bool {
+        true
+    }
+    /// A unit comes next that is one through the field it lies in, under `#[fsdp(unit)]`; `false`
+    /// passes it by.
+    fn field_unit<M: Module>(&mut self, _module: &M) -> bool {
         true
     }
     /// A nested unit that was gone into ends.
@@ -203,6 +230,33 @@ pub fn walk_leaf<M: Module, W: Walk>(module: &M, child: &'static Child, walk: &m
     walk.exit();
 }
 
+/// Reads a field under `#[fsdp(unit, leaf)]`.
+pub fn walk_leaf_unit<M: Module, W: Walk>(module: &M, child: &'static Child, walk: &mut W) {
+    walk.enter(child, None);
+    leaf_unit(module, walk);
+    walk.exit();
+}
+
+/// Reads a list under `#[fsdp(unit, leaf)]`, each element a unit.
+pub fn walk_leaf_units<M: Module, W: Walk>(list: &[M], child: &'static Child, walk: &mut W) {
+    const ELEMENT: &Child =
+        &Child { name: "", key: None, transposed: false, unit: true, node: &LEAF };
+    walk.enter(child, None);
+    for (index, module) in list.iter().enumerate() {
+        walk.enter(ELEMENT, Some(index));
+        leaf_unit(module, walk);
+        walk.exit();
+    }
+    walk.exit();
+}
+
+fn leaf_unit<M: Module, W: Walk>(module: &M, walk: &mut W) {
+    if walk.field_unit(module) {
+        visit_leaf(module, walk);
+        walk.unit_end();
+    }
+}
+
 /// Rebuilds a field under `#[fsdp(leaf)]`, through Burn's own traversal.
 pub fn attach_leaf<M: Module, A: Attach>(module: M, child: &'static Child, attach: &mut A) -> M {
     attach.enter(child, None);
@@ -213,7 +267,7 @@ pub fn attach_leaf<M: Module, A: Attach>(module: M, child: &'static Child, attac
 
 /// Reads a module whose type tells nothing of its structure.
 pub(crate) fn visit_leaf<M: Module, W: Walk>(module: &M, walk: &mut W) {
-    let mut visitor = LeafVisitor { walk, path: Vec::new(), pending: None };
+    let mut visitor = LeafVisitor { walk, path: Vec::new(), pending: None, within: false };
     module.visit(&mut visitor);
     visitor.flush(None);
 }
@@ -226,6 +280,8 @@ struct LeafVisitor<'a, W> {
     walk: &'a mut W,
     path: Vec<String>,
     pending: Option<Pending<W>>,
+    /// Whether what is visited is a [`Sharded`], which has parts of its own.
+    within: bool,
 }
 
 impl<W: Walk> LeafVisitor<'_, W> {
@@ -248,21 +304,29 @@ impl<W: Walk> ModuleVisitor for LeafVisitor<'_, W> {
     }
 
     fn enter_module(&mut self, name: &str, container: &str) {
-        if container != "Reparameterization" {
+        let is_sharded = is_sharded(name, container);
+        if container != "Reparameterization" && !self.within {
             self.flush(None);
-        } else if name != <Sharded as Reparameterization>::NAME {
+        } else if container == "Reparameterization" && !is_sharded {
             self.walk.leaf_reparameterized(&self.path, name);
         }
+        self.within |= is_sharded;
         self.path.push(name.to_string());
     }
 
     fn exit_module(&mut self, name: &str, container: &str) {
         self.path.pop();
-        let sharded =
-            container == "Reparameterization" && name == <Sharded as Reparameterization>::NAME;
-        let sharded = if sharded { Sharded::visited() } else { None };
-        self.flush(sharded);
+        if is_sharded(name, container) {
+            self.within = false;
+            self.flush(Sharded::visited());
+        } else if !self.within {
+            self.flush(None);
+        }
     }
+}
+
+fn is_sharded(name: &str, container: &str) -> bool {
+    container == "Reparameterization" && name == <Sharded as Reparameterization>::NAME
 }
 
 /// Rebuilds a module whose type tells nothing of its structure.
@@ -315,12 +379,12 @@ impl<const D: usize> FsdpModule for Param<Tensor<D>> {
 }
 
 /// A parameter's LoRA adapter, which the static tree knows nothing of, and its two factors.
-static LORA: Child = Child { name: "lora", key: None, transposed: false, node: &LEAF };
+static LORA: Child = Child { name: "lora", key: None, transposed: false, unit: false, node: &LEAF };
 static FACTORS: [Child; 2] = {
     const FACTOR: Node = Node::plain("Param", Kind::Param { rank: 2 });
     [
-        Child { name: "a", key: None, transposed: false, node: &FACTOR },
-        Child { name: "b", key: None, transposed: false, node: &FACTOR },
+        Child { name: "a", key: None, transposed: false, unit: false, node: &FACTOR },
+        Child { name: "b", key: None, transposed: false, unit: false, node: &FACTOR },
     ]
 };
 
@@ -346,13 +410,25 @@ impl<M: FsdpModule> FsdpModule for Option<M> {
     const LAYOUT: Node = Node {
         ty: "Option",
         kind: Kind::Optional,
-        children: &[Child { name: "", key: None, transposed: false, node: &M::LAYOUT }],
+        children: &[Child {
+            name: "",
+            key: None,
+            transposed: false,
+            unit: false,
+            node: &M::LAYOUT,
+        }],
         ties: &[],
     };
 
     fn walk<W: Walk>(&self, walk: &mut W) {
         if let Some(module) = self {
             walk_module(module, walk);
+        }
+    }
+
+    fn walk_units<W: Walk>(&self, walk: &mut W) {
+        if let Some(module) = self {
+            module.walk_units(walk);
         }
     }
 
@@ -366,15 +442,20 @@ const fn list<M: FsdpModule>(ty: &'static str) -> Node {
     struct Element<M>(M);
     impl<M: FsdpModule> Element<M> {
         const CHILDREN: &'static [Child] =
-            &[Child { name: "", key: None, transposed: false, node: &M::LAYOUT }];
+            &[Child { name: "", key: None, transposed: false, unit: false, node: &M::LAYOUT }];
     }
     Node { ty, kind: Kind::List, children: Element::<M>::CHILDREN, ties: &[] }
 }
 
-fn walk_list<M: FsdpModule, W: Walk>(list: &[M], child: &'static Child, walk: &mut W) {
+fn walk_list<M: FsdpModule, W: Walk>(
+    list: &[M],
+    child: &'static Child,
+    walk: &mut W,
+    each: fn(&M, &mut W),
+) {
     for (index, module) in list.iter().enumerate() {
         walk.enter(child, Some(index));
-        walk_module(module, walk);
+        each(module, walk);
         walk.exit();
     }
 }
@@ -383,7 +464,11 @@ impl<M: FsdpModule> FsdpModule for Vec<M> {
     const LAYOUT: Node = list::<M>("Vec");
 
     fn walk<W: Walk>(&self, walk: &mut W) {
-        walk_list(self, &Self::LAYOUT.children[0], walk);
+        walk_list(self, &Self::LAYOUT.children[0], walk, walk_module);
+    }
+
+    fn walk_units<W: Walk>(&self, walk: &mut W) {
+        walk_list(self, &Self::LAYOUT.children[0], walk, M::walk_units);
     }
 
     fn attach<A: Attach>(self, attach: &mut A) -> Self {
@@ -404,7 +489,11 @@ impl<M: FsdpModule, const N: usize> FsdpModule for [M; N] {
     const LAYOUT: Node = list::<M>("array");
 
     fn walk<W: Walk>(&self, walk: &mut W) {
-        walk_list(self, &Self::LAYOUT.children[0], walk);
+        walk_list(self, &Self::LAYOUT.children[0], walk, walk_module);
+    }
+
+    fn walk_units<W: Walk>(&self, walk: &mut W) {
+        walk_list(self, &Self::LAYOUT.children[0], walk, M::walk_units);
     }
 
     fn attach<A: Attach>(self, attach: &mut A) -> Self {
@@ -430,6 +519,7 @@ macro_rules! tuple {
                     name: stringify!($index),
                     key: None,
                     transposed: false,
+                    unit: false,
                     node: &$name::LAYOUT,
                 }),+],
                 ties: &[],
@@ -437,6 +527,14 @@ macro_rules! tuple {
 
             fn walk<W_: Walk>(&self, walk: &mut W_) {
                 $(self.$index.walk_field(&Self::LAYOUT.children[$index], walk);)+
+            }
+
+            fn walk_units<W_: Walk>(&self, walk: &mut W_) {
+                $(
+                    walk.enter(&Self::LAYOUT.children[$index], None);
+                    self.$index.walk_units(walk);
+                    walk.exit();
+                )+
             }
 
             fn attach<A_: Attach>(self, attach: &mut A_) -> Self {
