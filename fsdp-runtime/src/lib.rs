@@ -20,6 +20,7 @@ mod group;
 mod hooks;
 mod launch;
 mod layout;
+mod leaf;
 mod load;
 mod memory;
 mod mesh;
@@ -77,5 +78,6 @@ pub mod __private {
     pub use crate::check::*;
     pub use crate::field_call::*;
     pub use crate::hooks::*;
+    pub use crate::leaf::*;
     pub use crate::unit::*;
 }

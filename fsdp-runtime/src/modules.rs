@@ -26,7 +26,8 @@ use burn::nn::{
 };
 use burn::tensor::{Tensor, bf16, f16};
 
-use crate::unit::{Attach, Child, FsdpModule, Kind, Node, Walk, constant, map_leaf, visit_leaf};
+use crate::leaf::{map_leaf, visit_leaf};
+use crate::unit::{Attach, Child, FsdpModule, Kind, Node, Walk, constant};
 
 type Matrix = Param<Tensor<2>>;
 type Vector = Param<Tensor<1>>;

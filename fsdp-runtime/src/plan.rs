@@ -11,10 +11,11 @@ use burn::tensor::{DType, Device, Tensor};
 use crate::error::ShardError;
 use crate::group::{Entry, Held, Unit};
 use crate::layout::FlatLayout;
+use crate::leaf::visit_leaf;
 use crate::mesh::Mesh;
 use crate::options::{FsdpOptions, WrapPolicy};
 use crate::param::{Place, Sharded};
-use crate::unit::{Child, FsdpModule, Kind, Node, Walk, visit_leaf};
+use crate::unit::{Child, FsdpModule, Kind, Node, Walk};
 use crate::unit_type::UnitType;
 
 /// A parameter's name in a checkpoint from elsewhere, and whether it lies transposed there.
