@@ -10,7 +10,7 @@ use syn::{
     Member, PathArguments, Type,
 };
 
-use crate::attr::{self, FieldArgs, StructArgs, Tie};
+use crate::attr::{self, BlockArgs, FieldArgs, StructArgs, Tie};
 use crate::error::Errors;
 
 /// Which macro was written.
@@ -95,6 +95,8 @@ pub struct Field<'a> {
     pub key: Option<LitStr>,
     /// `#[fsdp(leaf)]`
     pub leaf: Option<syn::Path>,
+    /// `#[fsdp(unit)]`
+    pub unit: Option<syn::Path>,
     /// What it holds.
     pub content: Content,
 }
@@ -130,7 +132,7 @@ impl<'a> Field<'a> {
     }
 
     fn parse(original: &'a syn::Field, member: Member, errors: &mut Errors) -> Self {
-        let FieldArgs { key, leaf } = FieldArgs::parse(&original.attrs, errors);
+        let FieldArgs { key, leaf, unit } = FieldArgs::parse(&original.attrs, errors);
         let content = if attr::is_skipped(&original.attrs) {
             Content::Skipped
         } else if is_constant(&original.ty) {
@@ -140,7 +142,7 @@ impl<'a> Field<'a> {
         } else {
             Content::Module
         };
-        Self { original, member, key, leaf, content }
+        Self { original, member, key, leaf, unit, content }
     }
 
     /// The field's segment of a module path, as Burn's traversal names it.
@@ -225,8 +227,8 @@ const CONTAINERS: &[&str] = &[
 pub struct Hooked<'a> {
     /// The block as written.
     pub original: &'a ItemImpl,
-    /// What was written in the attribute's parentheses, where nothing belongs.
-    pub args: TokenStream,
+    /// Whether the calls in it of modules in fields under `#[fsdp(unit)]` are hooked.
+    pub field_units: bool,
     /// Its methods named `forward` or `forward_..`.
     pub forwards: Vec<Forward<'a>>,
 }
@@ -254,7 +256,8 @@ pub enum Receiver {
 
 impl<'a> Hooked<'a> {
     /// Reads the block.
-    pub fn parse(original: &'a ItemImpl, args: TokenStream) -> Self {
+    pub fn parse(original: &'a ItemImpl, args: TokenStream, errors: &mut Errors) -> Self {
+        let BlockArgs { field_units } = BlockArgs::parse(args, errors);
         let methods = original.items.iter().filter_map(|item| match item {
             ImplItem::Fn(method) => Some(method),
             _ => None,
@@ -263,7 +266,7 @@ impl<'a> Hooked<'a> {
             .filter(|method| is_forward(&method.sig.ident.to_string()))
             .map(|method| Forward { original: method, receiver: Receiver::of(method) })
             .collect();
-        Self { original, args, forwards }
+        Self { original, field_units, forwards }
     }
 
     /// Whether the block can carry hooks: it is inherent, and its type is no pattern of types.
@@ -272,7 +275,8 @@ impl<'a> Hooked<'a> {
     }
 }
 
-fn is_forward(name: &str) -> bool {
+/// Whether a method of this name is hooked, or a call of it.
+pub fn is_forward(name: &str) -> bool {
     name == FORWARD || name.strip_prefix(FORWARD).is_some_and(|rest| rest.starts_with('_'))
 }
 

@@ -19,6 +19,8 @@ const ROOT: &str = "root";
 const TIE: &str = "tie";
 const KEY: &str = "key";
 const LEAF: &str = "leaf";
+const UNIT: &str = "unit";
+const FIELD_UNITS: &str = "field_units";
 
 const TIE_FORM: &str =
     r#"write `tie("a.b" = "c.d")`, with the paths of the two places that hold the weight"#;
@@ -48,6 +50,15 @@ pub struct FieldArgs {
     pub key: Option<LitStr>,
     /// `leaf`
     pub leaf: Option<Path>,
+    /// `unit`
+    pub unit: Option<Path>,
+}
+
+/// What stands on an `impl` block.
+#[derive(Default)]
+pub struct BlockArgs {
+    /// `field_units`
+    pub field_units: bool,
 }
 
 impl StructArgs {
@@ -94,7 +105,37 @@ impl FieldArgs {
                     flag(&meta, LEAF, errors);
                     parsed.leaf = Some(meta.path().clone());
                 }
-                _ => unknown(&meta, &[KEY, LEAF], errors),
+                UNIT if parsed.unit.is_some() => repeated(&meta, UNIT, errors),
+                UNIT => {
+                    flag(&meta, UNIT, errors);
+                    parsed.unit = Some(meta.path().clone());
+                }
+                _ => unknown(&meta, &[KEY, LEAF, UNIT], errors),
+            }
+        }
+        parsed
+    }
+}
+
+impl BlockArgs {
+    /// Reads what stands in `#[fsdp_unit(..)]` on an `impl` block.
+    pub fn parse(args: TokenStream, errors: &mut Errors) -> Self {
+        let mut parsed = Self::default();
+        for meta in list(args, errors) {
+            match name(&meta).as_str() {
+                FIELD_UNITS if parsed.field_units => repeated(&meta, FIELD_UNITS, errors),
+                FIELD_UNITS => {
+                    flag(&meta, FIELD_UNITS, errors);
+                    parsed.field_units = true;
+                }
+                given @ (ROOT | TIE) => errors.push(
+                    &meta,
+                    format!(
+                        "`{given}` belongs on the struct, in the `#[fsdp_unit(..)]` there; on an \
+                         `impl` block the attribute takes `{FIELD_UNITS}` or nothing"
+                    ),
+                ),
+                _ => unknown(&meta, &[FIELD_UNITS], errors),
             }
         }
         parsed
@@ -219,7 +260,10 @@ fn unknown(meta: &Meta, valid: &[&'static str], errors: &mut Errors) {
         Some(name) => format!("did you mean `{name}`?"),
         None if given == ROOT => "it belongs to a unit: `#[fsdp_unit(root)]`".to_string(),
         None if given == TIE => format!("it belongs on the struct: {TIE_FORM} there"),
-        None if given == KEY || given == LEAF => {
+        None if given == FIELD_UNITS => {
+            format!("it belongs on the `impl` block: `#[fsdp_unit({FIELD_UNITS})]`")
+        }
+        None if given == KEY || given == LEAF || given == UNIT => {
             format!("it belongs above a field: `#[fsdp({given}{})]`", ellipsis(&given))
         }
         None => format!("expected {}", one_of(valid.iter().copied())),

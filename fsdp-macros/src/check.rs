@@ -25,7 +25,6 @@ pub fn module(module: &Module<'_>, errors: &mut Errors) {
 
 /// Checks an `impl` block.
 pub fn hooks(hooked: &Hooked<'_>, errors: &mut Errors) {
-    takes_no_arguments(hooked, errors);
     is_inherent(hooked, errors);
     is_of_one_type(hooked, errors);
     for forward in &hooked.forwards {
@@ -149,6 +148,13 @@ fn has_one_role(field: &Field<'_>, errors: &mut Errors) {
              keep `leaf` if it holds parameters, else `#[module(skip)]`",
         );
     }
+    if let (Some(unit), Content::Skipped) = (&field.unit, field.content) {
+        errors.push(
+            unit,
+            "`unit` and `#[module(skip)]` exclude each other: Burn never visits a skipped field; \
+             keep `unit` if it holds parameters, else `#[module(skip)]`",
+        );
+    }
 }
 
 /// What is not in the layout has no key and no parameters.
@@ -163,6 +169,9 @@ fn has_a_use_for_its_arguments(field: &Field<'_>, errors: &mut Errors) {
     }
     if let (Some(leaf), Content::Constant) = (&field.leaf, field.content) {
         errors.push(leaf, format!("{why} has no parameters; remove `leaf`"));
+    }
+    if let (Some(unit), Content::Constant) = (&field.unit, field.content) {
+        errors.push(unit, format!("{why} has no parameters to gather; remove `unit`"));
     }
 }
 
@@ -251,17 +260,6 @@ fn starts_at_a_field(module: &Module<'_>, path: &syn::LitStr, errors: &mut Error
             };
             errors.push(path, format!("`{name}` has no field `{first}`; {advice}"));
         }
-    }
-}
-
-/// What describes the unit stands on its struct.
-fn takes_no_arguments(hooked: &Hooked<'_>, errors: &mut Errors) {
-    if !hooked.args.is_empty() {
-        errors.push(
-            &hooked.args,
-            "`#[fsdp_unit]` takes no arguments on an `impl` block; write them in the \
-             `#[fsdp_unit(..)]` on the struct",
-        );
     }
 }
 

@@ -59,6 +59,9 @@ use error::Errors;
 ///   the key, as a transparent wrapper asks for.
 /// - `#[fsdp(leaf)]`: FSDP does not look into the field's type when compiling; its parameters are
 ///   found when the model is sharded.
+/// - `#[fsdp(unit)]`: the module in the field is a unit, as `burn::nn::Linear` or one of another
+///   crate may have to be; of an `Option`, `Vec`, array or tuple, each module in it. One that FSDP
+///   does not look into is marked `#[fsdp(unit, leaf)]`.
 ///
 /// Fields under Burn's `#[module(skip)]` are no part of the layout, nor are values such as `usize`.
 ///
@@ -66,7 +69,18 @@ use error::Errors;
 ///
 /// Every method named `forward`, or whose name begins with `forward_`, that takes `&self` is hooked.
 /// Its body moves to a hidden method, so early returns and `?` work. One `impl` block of a unit
-/// carries the attribute, and it takes no arguments there.
+/// carries the attribute.
+///
+/// - `field_units`: the calls in this block are hooked, too, for the fields under `#[fsdp(unit)]` at
+///   or below this struct, which is asked for where there are any. These are the calls of a method
+///   named `forward` or `forward_..`, in any method of the block, on a variable, a field, an element by
+///   index, or a reference made with `as_ref`, `get`, `first`, `last`, `iter`, `next`, `nth`,
+///   `unwrap`, `expect` or `?`. At run time only those of a field unit do anything.
+///
+/// The rest of the call stays as written, but temporaries in its arguments live until it returns, not
+/// until the end of the statement, and the type of an argument that is itself a call must be known
+/// without the method's signature. Written as `Linear::forward(&self.head, x)`, a call is left alone;
+/// the parameters are then gathered one by one, with the same result and more memory.
 #[proc_macro_attribute]
 pub fn fsdp_unit(
     args: proc_macro::TokenStream,
@@ -140,7 +154,7 @@ fn module(role: Role, item: DeriveInput) -> TokenStream {
 /// An `impl` block: the hooks around every `forward`.
 fn hooks(args: TokenStream, block: ItemImpl) -> TokenStream {
     let mut errors = Errors::default();
-    let hooked = Hooked::parse(&block, args);
+    let hooked = Hooked::parse(&block, args, &mut errors);
     check::hooks(&hooked, &mut errors);
     fallback::join(None, expand::hooks(&hooked), errors)
 }

@@ -27,6 +27,12 @@ fn hooked_impl() {
     compare("hooked_impl");
 }
 
+/// Only a block that says so has hooks around its calls.
+#[test]
+fn field_units() {
+    compare("field_units");
+}
+
 #[test]
 fn derived_module() {
     compare("derived_module");

@@ -29,8 +29,61 @@ pub trait DerivesModule {}
 #[diagnostic::do_not_recommend]
 impl<M: BurnModule> DerivesModule for M {}
 
-/// A unit must have a hooked `forward`, or nothing gathers it.
-pub const fn has_hooks<U: HookedForward>() {}
+/// A unit must have a hooked `forward`, or nothing gathers it; and the calls of the field units below
+/// it are hooked in the same block.
+#[track_caller]
+pub const fn has_hooks<U: HookedForward>() {
+    let (unit, mut path) = (U::LAYOUT.ty, Text::new(""));
+    match (first_field_unit(&U::LAYOUT, &mut path), U::HOOKS_FIELD_UNITS) {
+        (true, true) | (false, false) => {}
+        (true, false) => Text::new("")
+            .code(path.as_str())
+            .then(" is under `#[fsdp(unit)]`, so the hooks of that unit stand around the calls of its `forward`; write `#[fsdp_unit(field_units)]` above `impl ")
+            .then(unit)
+            .then("`, with these calls in it")
+            .fail(),
+        (false, true) => Text::new("`field_units` above `impl ")
+            .then(unit)
+            .then("` has nothing to do, as no field below ")
+            .code(unit)
+            .then(" is under `#[fsdp(unit)]`; remove it")
+            .fail(),
+    }
+}
+
+/// A field under `#[fsdp(unit)]` must hold a module with parameters that is no unit and holds none.
+#[track_caller]
+pub const fn can_be_a_unit(field: &str, layout: Option<&Node>) {
+    let Some(layout) = layout else { return };
+    let node = element(layout);
+    let text = Text::new("field ").code(field);
+    if node.is_unit() {
+        text.then(" is under `#[fsdp(unit)]`, but ")
+            .code(node.ty)
+            .then(" is a unit already; remove `unit`")
+            .fail();
+    }
+    if let Some(inner) = find_unit(node) {
+        text.then(" is under `#[fsdp(unit)]`, but ")
+            .code(node.ty)
+            .then(" holds the unit ")
+            .code(inner.ty)
+            .then("; to gather what is around that one on its own, write `#[fsdp_unit]` on ")
+            .code(node.ty)
+            .then(" and on the `impl` block that holds its `forward`, and remove `unit` here")
+            .fail();
+    }
+    if matches!(node.kind, Kind::Param { .. }) {
+        text.then(" is under `#[fsdp(unit)]`, but a parameter has no `forward` to gather it for; hold it in a module, or remove `unit`")
+            .fail();
+    }
+    if !has_parameters(node) {
+        text.then(" is under `#[fsdp(unit)]`, but ")
+            .code(node.ty)
+            .then(" has no parameters to gather; remove `unit`")
+            .fail();
+    }
+}
 
 /// A unit must have parameters of its own, unless it is the root, and hold no root.
 #[track_caller]
@@ -117,6 +170,9 @@ const fn find_unit(node: &Node) -> Option<&Node> {
     }
     let mut i = 0;
     while i < node.children.len() {
+        if node.children[i].unit {
+            return Some(element(node.children[i].node));
+        }
         if let Some(unit) = find_unit(node.children[i].node) {
             return Some(unit);
         }
@@ -147,6 +203,30 @@ const fn nested_root(node: &Node, path: &mut Text) -> Option<&'static Node> {
     None
 }
 
+/// What a node holds, or each element of it where it is an `Option` or a list.
+const fn element(mut node: &Node) -> &Node {
+    while matches!(node.kind, Kind::Optional | Kind::List) {
+        node = node.children[0].node;
+    }
+    node
+}
+
+/// Whether there is a field unit below `node` with no unit between, and the path to it.
+const fn first_field_unit(node: &Node, path: &mut Text) -> bool {
+    let mut i = 0;
+    while i < node.children.len() {
+        let child = &node.children[i];
+        let len = path.len();
+        path.push_segment(if matches!(node.kind, Kind::List) { "{}" } else { child.name });
+        if child.unit || !child.node.is_unit() && first_field_unit(child.node, path) {
+            return true;
+        }
+        path.truncate(len);
+        i += 1;
+    }
+    false
+}
+
 /// Whether a module has parameters to gather, nested units aside.
 const fn has_parameters(node: &Node) -> bool {
     if matches!(node.kind, Kind::Param { .. } | Kind::Leaf) {
@@ -154,8 +234,8 @@ const fn has_parameters(node: &Node) -> bool {
     }
     let mut i = 0;
     while i < node.children.len() {
-        let child = node.children[i].node;
-        if !child.is_unit() && has_parameters(child) {
+        let child = &node.children[i];
+        if !child.unit && !child.node.is_unit() && has_parameters(child.node) {
             return true;
         }
         i += 1;

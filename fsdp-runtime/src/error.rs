@@ -236,6 +236,18 @@ pub enum ScheduleError {
         /// The parameter.
         path: String,
     },
+    /// A field unit whose output may hold tensors that FSDP cannot reach.
+    #[error(
+        "`{module}` is a unit through `#[fsdp(unit)]` and returned `{output}`, which FSDP does not \
+         know the tensors of; hold it in a struct of your own under `#[fsdp_unit]`, whose `forward` \
+         takes the tensors out, in place of `#[fsdp(unit)]`"
+    )]
+    OpaqueOutput {
+        /// The type of the unit's module.
+        module: &'static str,
+        /// The type it returned.
+        output: &'static str,
+    },
     /// `Tensor::backward` instead of `Fsdp::backward`.
     #[error(
         "the gradients of the last backward pass were never collected; call `model.backward(loss)` \

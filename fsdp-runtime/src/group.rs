@@ -80,6 +80,8 @@ pub(crate) struct Unit {
     pub(crate) ty: &'static str,
     /// How many units enclose it.
     pub(crate) level: usize,
+    /// Whether a field makes it a unit, not its type.
+    pub(crate) field: bool,
     /// Its parameters, in layout order.
     pub(crate) entries: Vec<Entry>,
     /// Where its matrices lie.

@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use burn::module::Param;
+use burn::module::{Module, Param};
+use burn::nn::LstmState;
+use burn::nn::attention::MhaOutput;
 use burn::tensor::{Bool, DispatchTensor, Int, Tensor};
 
 use crate::param::{CallId, Runtime, Sharded, raise};
@@ -11,11 +13,11 @@ use crate::unit::{FsdpModule, FsdpUnit, Kind, Walk};
 
 /// The tracked tensors among a forward's inputs.
 #[derive(Debug, Default)]
-pub struct Inputs(Vec<DispatchTensor>);
+pub struct Inputs(pub(crate) Vec<DispatchTensor>);
 
 /// A forward under way; dropped without [`post_forward`], it was left by a panic.
 #[derive(Debug)]
-pub struct Call(Option<(Arc<dyn Runtime>, CallId)>);
+pub struct Call(pub(crate) Option<(Arc<dyn Runtime>, CallId)>);
 
 impl Drop for Call {
     fn drop(&mut self) {
@@ -91,6 +93,10 @@ impl Walk for Probe {
         self.nested && self.found.is_none()
     }
 
+    fn field_unit<M: Module>(&mut self, _: &M) -> bool {
+        self.nested && self.found.is_none()
+    }
+
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if self.found.is_none()
             && let Some(sharded) = Sharded::of(param)
@@ -150,7 +156,7 @@ macro_rules! without_tensors {
 }
 without_tensors!(
     [const D: usize] Tensor<D, Int>, [const D: usize] Tensor<D, Bool>,
-    [] (), [] bool, [] char, [] String, [] &'static str, [] f64, [] f32, [] usize, [] u64, [] u32,
+    [] (), [] bool, [] char, [] String, ['a] &'a str, [] f64, [] f32, [] usize, [] u64, [] u32,
     [] u16, [] u8, [] isize, [] i64, [] i32, [] i16, [] i8,
 );
 
@@ -192,6 +198,26 @@ impl<T: UnitValue> UnitValue for Box<T> {
         (**self).visit_tensors(visit);
     }
 }
+
+/// What modules of `burn::nn` return in place of tensors.
+macro_rules! burn_outputs {
+    ($([$($generics:tt)*] $ty:ty { $($field:ident),+ };)+) => {$(
+        impl<$($generics)*> UnitValue for $ty {
+            fn map_tensors(mut self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+                $(self.$field = self.$field.map_tensors(map);)+
+                self
+            }
+
+            fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+                $(self.$field.visit_tensors(visit);)+
+            }
+        }
+    )+};
+}
+burn_outputs!(
+    [] MhaOutput { weights, context };
+    [const D: usize] LstmState<D> { cell, hidden };
+);
 
 macro_rules! tuples {
     ($($name:ident $index:tt),+) => {

@@ -14,11 +14,13 @@ mod backend;
 mod check;
 mod collectives;
 mod error;
+mod field_call;
 mod fully_shard;
 mod group;
 mod hooks;
 mod launch;
 mod layout;
+mod leaf;
 mod load;
 mod memory;
 mod mesh;
@@ -74,6 +76,8 @@ pub mod __private {
     pub use burn::tensor::DispatchTensor;
 
     pub use crate::check::*;
+    pub use crate::field_call::*;
     pub use crate::hooks::*;
+    pub use crate::leaf::*;
     pub use crate::unit::*;
 }

@@ -26,7 +26,8 @@ use burn::nn::{
 };
 use burn::tensor::{Tensor, bf16, f16};
 
-use crate::unit::{Attach, Child, FsdpModule, Kind, Node, Walk, constant, map_leaf, visit_leaf};
+use crate::leaf::{map_leaf, visit_leaf};
+use crate::unit::{Attach, Child, FsdpModule, Kind, Node, Walk, constant};
 
 type Matrix = Param<Tensor<2>>;
 type Vector = Param<Tensor<1>>;
@@ -46,6 +47,7 @@ macro_rules! module {
                     name: stringify!($field),
                     key: key!($($key)?),
                     transposed: transposed!($($transposed)?),
+                    unit: false,
                     node: &<$field_ty as FsdpModule>::LAYOUT,
                 }),+],
                 ties: &[],
@@ -119,6 +121,7 @@ macro_rules! variant {
             name: stringify!($variant),
             key: Some(""),
             transposed: false,
+            unit: false,
             node: &<$inner as FsdpModule>::LAYOUT,
         };
         CHILD

@@ -116,7 +116,7 @@ pub enum BackwardPrefetch {
 /// Which of the annotated units are units of their own. The others join the unit around them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WrapPolicy {
-    /// All of them.
+    /// All of them, and the modules in fields under `#[fsdp(unit)]`.
     #[default]
     Annotated,
     /// The named types, and the outermost unit: `TransformerBased(unit_types![BertLayer])`.

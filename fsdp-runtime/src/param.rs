@@ -33,6 +33,8 @@ pub(crate) struct CallId(pub(crate) u64);
 pub(crate) trait Runtime: Debug + Send + Sync {
     /// Whether a hooked forward is under way: the first one reads the fragments of all below it.
     fn is_open(&self) -> bool;
+    /// Whether a field makes it a unit, so that its hooks stand around calls.
+    fn is_field_unit(&self, unit: usize) -> bool;
     /// A fragment read from the module, to gather from.
     fn collect(&self, place: Place, base: DispatchTensor);
     /// Starts a hooked forward; `None` within another one of the same unit.

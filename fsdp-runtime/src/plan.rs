@@ -1,6 +1,7 @@
 //! What a model holds: its units and parameters with their paths and keys, found by one walk over
 //! the module, and every reason not to shard it.
 
+use std::any::type_name;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -10,6 +11,7 @@ use burn::tensor::{DType, Device, Tensor};
 use crate::error::ShardError;
 use crate::group::{Entry, Held, Unit};
 use crate::layout::FlatLayout;
+use crate::leaf::visit_leaf;
 use crate::mesh::Mesh;
 use crate::options::{FsdpOptions, WrapPolicy};
 use crate::param::{Place, Sharded};
@@ -39,6 +41,7 @@ struct FoundUnit {
     path: String,
     ty: &'static str,
     level: usize,
+    field: bool,
 }
 
 /// A model's units and parameters.
@@ -66,7 +69,12 @@ impl Plan {
             ignored: options.ignored.clone(),
             ..Inventory::default()
         };
-        inventory.units.push(FoundUnit { path: String::new(), ty: M::LAYOUT.ty, level: 0 });
+        inventory.units.push(FoundUnit {
+            path: String::new(),
+            ty: M::LAYOUT.ty,
+            level: 0,
+            field: false,
+        });
         inventory.stack.push(0);
         inventory.declare(&M::LAYOUT);
         module.walk(&mut inventory);
@@ -160,8 +168,8 @@ impl Plan {
                     Arc::from(format!("`{}`", unit.path))
                 };
                 let gathers = entries.iter().any(|entry| matches!(entry.held, Held::Fragment(_)));
-                let FoundUnit { path, ty, level } = unit;
-                Unit { name, path, ty, level, entries, layout, gathers }
+                let FoundUnit { path, ty, level, field } = unit;
+                Unit { name, path, ty, level, field, entries, layout, gathers }
             })
             .collect();
         let places = places.iter().copied().map(Some).collect();
@@ -224,6 +232,18 @@ impl Inventory {
         self.ties.extend(ties);
     }
 
+    /// Goes into a module that is a unit, or joins the unit around it.
+    fn open(&mut self, wraps: bool, ty: &'static str, field: bool) {
+        let around = *self.stack.last().expect("the outermost unit is on the stack");
+        if wraps {
+            let level = self.units[around].level + 1;
+            self.stack.push(self.units.len());
+            self.units.push(FoundUnit { path: self.join(&[]), ty, level, field });
+        } else {
+            self.stack.push(around);
+        }
+    }
+
     fn fail(&mut self, error: ShardError) {
         self.error.get_or_insert(error);
     }
@@ -278,14 +298,14 @@ impl Walk for Inventory {
     }
 
     fn unit<M: FsdpModule>(&mut self, module: &M) -> bool {
-        let around = *self.stack.last().expect("the outermost unit is on the stack");
-        if wraps(self.wrap, module) {
-            let level = self.units[around].level + 1;
-            self.stack.push(self.units.len());
-            self.units.push(FoundUnit { path: self.join(&[]), ty: M::LAYOUT.ty, level });
-        } else {
-            self.stack.push(around);
-        }
+        self.open(wraps(self.wrap, module), M::LAYOUT.ty, false);
+        true
+    }
+
+    fn field_unit<M: Module>(&mut self, module: &M) -> bool {
+        let ty = type_name::<M>().split('<').next().unwrap_or_default();
+        let ty = ty.rsplit("::").next().unwrap_or_default();
+        self.open(wraps_field(self.wrap, module), ty, true);
         true
     }
 
@@ -326,6 +346,20 @@ fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
     }
 }
 
+/// Whether a policy makes a unit of a module in a field under `#[fsdp(unit)]`. Its type is not under
+/// `#[fsdp_unit]`, so no list can name it.
+fn wraps_field<M: Module>(policy: WrapPolicy, module: &M) -> bool {
+    match policy {
+        WrapPolicy::Annotated => true,
+        WrapPolicy::TransformerBased(_) | WrapPolicy::NoWrap => false,
+        WrapPolicy::SizeBased { min_num_params } => {
+            let mut size = Size { min: 0, sums: vec![0] };
+            visit_leaf(module, &mut size);
+            size.sums[0] >= min_num_params
+        }
+    }
+}
+
 /// Counts the parameters of a module, but for those of units within it that reach `min` themselves.
 struct Size {
     min: usize,
@@ -335,6 +369,11 @@ struct Size {
 
 impl Walk for Size {
     fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
+        self.sums.push(0);
+        true
+    }
+
+    fn field_unit<M: Module>(&mut self, _: &M) -> bool {
         self.sums.push(0);
         true
     }

@@ -4,7 +4,7 @@
 //! runtime implements it for [`Param`], for containers and (in `modules.rs`) for `burn::nn`. Rules
 //! over the tree are in `check.rs`; what a unit *does* is in `group.rs`.
 
-use burn::module::{LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
+use burn::module::{LoraAdapter, Module, Param};
 use burn::tensor::{Bool, Int, Tensor};
 
 use crate::param::Sharded;
@@ -61,6 +61,9 @@ pub struct Child {
     pub key: Option<&'static str>,
     /// The checkpoint holds this matrix transposed, as PyTorch's `nn.Linear` does.
     pub transposed: bool,
+    /// The field is under `#[fsdp(unit)]`: the module in it, or each one in its containers, is a
+    /// unit.
+    pub unit: bool,
     /// What the field holds.
     pub node: &'static Node,
 }
@@ -106,13 +109,14 @@ pub const LEAF: Node = Node::plain("leaf", Kind::Leaf);
     message = "FSDP does not know what `{Self}` holds",
     label = "not a unit, a `FsdpModule`, a `burn::nn` module, a `Param`, or a container of those",
     note = "if `{Self}` is your own module, write `#[derive(Module, FsdpModule)]` on it (or `#[fsdp_unit]` below `#[derive(Module)]`, to make it a unit of its own)",
-    note = "if it is a module of another crate, write `#[fsdp(leaf)]` on the field; if it is no module at all, `#[module(skip)]`"
+    note = "if it is a module of another crate, write `#[fsdp(leaf)]` on the field (`#[fsdp(unit, leaf)]` where it is to be a unit); if it is no module at all, `#[module(skip)]`"
 )]
 pub trait FsdpModule: Module {
     /// The type's static layout tree.
     const LAYOUT: Node;
 
-    /// Reads every field in layout order. Nested units are announced with [`Walk::unit`] first.
+    /// Reads every field in layout order. Nested units are announced first, with [`Walk::unit`] or
+    /// [`Walk::field_unit`].
     fn walk<W: Walk>(&self, walk: &mut W);
 
     /// Rebuilds the module with every parameter passed through `attach`, in layout order.
@@ -125,8 +129,22 @@ pub trait FsdpModule: Module {
     #[doc(hidden)]
     fn walk_field<W: Walk>(&self, child: &'static Child, walk: &mut W) {
         walk.enter(child, None);
-        walk_module(self, walk);
+        if child.unit {
+            self.walk_units(walk);
+        } else {
+            walk_module(self, walk);
+        }
         walk.exit();
+    }
+
+    /// Reads the module as a unit: what a field under `#[fsdp(unit)]` holds. A container has one for
+    /// each module in it.
+    #[doc(hidden)]
+    fn walk_units<W: Walk>(&self, walk: &mut W) {
+        if walk.field_unit(self) {
+            self.walk(walk);
+            walk.unit_end();
+        }
     }
 
     /// Rebuilds the module as a field of another: what [`attach`](Self::attach) calls once a field.
@@ -154,7 +172,11 @@ pub trait FsdpUnit: FsdpModule {}
     label = "this unit would never be gathered as one",
     note = "write `#[fsdp_unit]` above the `impl {Self}` block that holds `pub fn forward(&self, ..)`"
 )]
-pub trait HookedForward: FsdpUnit {}
+pub trait HookedForward: FsdpUnit {
+    /// Whether the block says `#[fsdp_unit(field_units)]`: calls of field units in it are hooked.
+    #[doc(hidden)]
+    const HOOKS_FIELD_UNITS: bool = false;
+}
 
 /// A read over the parameters of a module, in layout order.
 pub trait Walk {
@@ -164,6 +186,11 @@ pub trait Walk {
     fn exit(&mut self) {}
     /// A nested unit comes next; `false` passes it by.
     fn unit<M: FsdpModule>(&mut self, _module: &M) -> bool {
+        true
+    }
+    /// A unit comes next that is one through the field it lies in, under `#[fsdp(unit)]`; `false`
+    /// passes it by.
+    fn field_unit<M: Module>(&mut self, _module: &M) -> bool {
         true
     }
     /// A nested unit that was gone into ends.
@@ -194,86 +221,6 @@ pub trait Attach {
     fn dropout(&mut self, dropout: crate::nn::Dropout) -> crate::nn::Dropout {
         dropout
     }
-}
-
-/// Reads a field under `#[fsdp(leaf)]`, through Burn's own traversal.
-pub fn walk_leaf<M: Module, W: Walk>(module: &M, child: &'static Child, walk: &mut W) {
-    walk.enter(child, None);
-    visit_leaf(module, walk);
-    walk.exit();
-}
-
-/// Rebuilds a field under `#[fsdp(leaf)]`, through Burn's own traversal.
-pub fn attach_leaf<M: Module, A: Attach>(module: M, child: &'static Child, attach: &mut A) -> M {
-    attach.enter(child, None);
-    let module = map_leaf(module, attach);
-    attach.exit();
-    module
-}
-
-/// Reads a module whose type tells nothing of its structure.
-pub(crate) fn visit_leaf<M: Module, W: Walk>(module: &M, walk: &mut W) {
-    let mut visitor = LeafVisitor { walk, path: Vec::new(), pending: None };
-    module.visit(&mut visitor);
-    visitor.flush(None);
-}
-
-/// What is left to do with the parameter visited last, once it is known whether it is sharded: Burn
-/// shows visitors the bare parameter first.
-type Pending<W> = Box<dyn FnOnce(&mut W, Option<Sharded>)>;
-
-struct LeafVisitor<'a, W> {
-    walk: &'a mut W,
-    path: Vec<String>,
-    pending: Option<Pending<W>>,
-}
-
-impl<W: Walk> LeafVisitor<'_, W> {
-    fn flush(&mut self, sharded: Option<Sharded>) {
-        if let Some(pending) = self.pending.take() {
-            pending(self.walk, sharded);
-        }
-    }
-}
-
-impl<W: Walk> ModuleVisitor for LeafVisitor<'_, W> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.flush(None);
-        let (path, param) = (self.path.clone(), param.clone());
-        self.pending =
-            Some(Box::new(move |walk: &mut W, sharded: Option<Sharded>| match sharded {
-                Some(sharded) => walk.leaf_param(&path, &sharded.put_on(param)),
-                None => walk.leaf_param(&path, &param),
-            }));
-    }
-
-    fn enter_module(&mut self, name: &str, container: &str) {
-        if container != "Reparameterization" {
-            self.flush(None);
-        } else if name != <Sharded as Reparameterization>::NAME {
-            self.walk.leaf_reparameterized(&self.path, name);
-        }
-        self.path.push(name.to_string());
-    }
-
-    fn exit_module(&mut self, name: &str, container: &str) {
-        self.path.pop();
-        let sharded =
-            container == "Reparameterization" && name == <Sharded as Reparameterization>::NAME;
-        let sharded = if sharded { Sharded::visited() } else { None };
-        self.flush(sharded);
-    }
-}
-
-/// Rebuilds a module whose type tells nothing of its structure.
-pub(crate) fn map_leaf<M: Module, A: Attach>(module: M, attach: &mut A) -> M {
-    struct Mapper<'a, A>(&'a mut A);
-    impl<A: Attach> ModuleMapper for Mapper<'_, A> {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            self.0.param(param)
-        }
-    }
-    module.map(&mut Mapper(attach))
 }
 
 fn walk_module<M: FsdpModule, W: Walk>(module: &M, walk: &mut W) {
@@ -315,12 +262,12 @@ impl<const D: usize> FsdpModule for Param<Tensor<D>> {
 }
 
 /// A parameter's LoRA adapter, which the static tree knows nothing of, and its two factors.
-static LORA: Child = Child { name: "lora", key: None, transposed: false, node: &LEAF };
+static LORA: Child = Child { name: "lora", key: None, transposed: false, unit: false, node: &LEAF };
 static FACTORS: [Child; 2] = {
     const FACTOR: Node = Node::plain("Param", Kind::Param { rank: 2 });
     [
-        Child { name: "a", key: None, transposed: false, node: &FACTOR },
-        Child { name: "b", key: None, transposed: false, node: &FACTOR },
+        Child { name: "a", key: None, transposed: false, unit: false, node: &FACTOR },
+        Child { name: "b", key: None, transposed: false, unit: false, node: &FACTOR },
     ]
 };
 
@@ -346,13 +293,25 @@ impl<M: FsdpModule> FsdpModule for Option<M> {
     const LAYOUT: Node = Node {
         ty: "Option",
         kind: Kind::Optional,
-        children: &[Child { name: "", key: None, transposed: false, node: &M::LAYOUT }],
+        children: &[Child {
+            name: "",
+            key: None,
+            transposed: false,
+            unit: false,
+            node: &M::LAYOUT,
+        }],
         ties: &[],
     };
 
     fn walk<W: Walk>(&self, walk: &mut W) {
         if let Some(module) = self {
             walk_module(module, walk);
+        }
+    }
+
+    fn walk_units<W: Walk>(&self, walk: &mut W) {
+        if let Some(module) = self {
+            module.walk_units(walk);
         }
     }
 
@@ -366,15 +325,20 @@ const fn list<M: FsdpModule>(ty: &'static str) -> Node {
     struct Element<M>(M);
     impl<M: FsdpModule> Element<M> {
         const CHILDREN: &'static [Child] =
-            &[Child { name: "", key: None, transposed: false, node: &M::LAYOUT }];
+            &[Child { name: "", key: None, transposed: false, unit: false, node: &M::LAYOUT }];
     }
     Node { ty, kind: Kind::List, children: Element::<M>::CHILDREN, ties: &[] }
 }
 
-fn walk_list<M: FsdpModule, W: Walk>(list: &[M], child: &'static Child, walk: &mut W) {
+fn walk_list<M: FsdpModule, W: Walk>(
+    list: &[M],
+    child: &'static Child,
+    walk: &mut W,
+    each: fn(&M, &mut W),
+) {
     for (index, module) in list.iter().enumerate() {
         walk.enter(child, Some(index));
-        walk_module(module, walk);
+        each(module, walk);
         walk.exit();
     }
 }
@@ -383,7 +347,11 @@ impl<M: FsdpModule> FsdpModule for Vec<M> {
     const LAYOUT: Node = list::<M>("Vec");
 
     fn walk<W: Walk>(&self, walk: &mut W) {
-        walk_list(self, &Self::LAYOUT.children[0], walk);
+        walk_list(self, &Self::LAYOUT.children[0], walk, walk_module);
+    }
+
+    fn walk_units<W: Walk>(&self, walk: &mut W) {
+        walk_list(self, &Self::LAYOUT.children[0], walk, M::walk_units);
     }
 
     fn attach<A: Attach>(self, attach: &mut A) -> Self {
@@ -404,7 +372,11 @@ impl<M: FsdpModule, const N: usize> FsdpModule for [M; N] {
     const LAYOUT: Node = list::<M>("array");
 
     fn walk<W: Walk>(&self, walk: &mut W) {
-        walk_list(self, &Self::LAYOUT.children[0], walk);
+        walk_list(self, &Self::LAYOUT.children[0], walk, walk_module);
+    }
+
+    fn walk_units<W: Walk>(&self, walk: &mut W) {
+        walk_list(self, &Self::LAYOUT.children[0], walk, M::walk_units);
     }
 
     fn attach<A: Attach>(self, attach: &mut A) -> Self {
@@ -430,6 +402,7 @@ macro_rules! tuple {
                     name: stringify!($index),
                     key: None,
                     transposed: false,
+                    unit: false,
                     node: &$name::LAYOUT,
                 }),+],
                 ties: &[],
@@ -437,6 +410,14 @@ macro_rules! tuple {
 
             fn walk<W_: Walk>(&self, walk: &mut W_) {
                 $(self.$index.walk_field(&Self::LAYOUT.children[$index], walk);)+
+            }
+
+            fn walk_units<W_: Walk>(&self, walk: &mut W_) {
+                $(
+                    walk.enter(&Self::LAYOUT.children[$index], None);
+                    self.$index.walk_units(walk);
+                    walk.exit();
+                )+
             }
 
             fn attach<A_: Attach>(self, attach: &mut A_) -> Self {

@@ -11,7 +11,7 @@ pub struct Block {
     up: Linear,
 }
 
-#[fsdp_unit(root)]
+#[fsdp_unit(root, field_unit)]
 impl Block {
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         self.up.forward(x)

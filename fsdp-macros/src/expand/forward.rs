@@ -10,7 +10,7 @@ use syn::{
     Visibility,
 };
 
-use super::at;
+use super::{at, calls};
 use crate::ast::Hooked;
 
 /// The block, with every hooked method split in two.
@@ -32,6 +32,13 @@ pub fn block(hooked: &Hooked<'_>) -> ItemImpl {
             None => block.items.push(item.clone()),
         }
     }
+    if hooked.field_units {
+        let methods = block.items.iter_mut().filter_map(|item| match item {
+            ImplItem::Fn(method) => Some(method),
+            _ => None,
+        });
+        methods.for_each(calls::hook);
+    }
     block
 }
 
@@ -39,9 +46,14 @@ pub fn block(hooked: &Hooked<'_>) -> ItemImpl {
 pub fn marker(hooked: &Hooked<'_>) -> TokenStream {
     let ty = &hooked.original.self_ty;
     let conditions = hooked.original.attrs.iter().filter(|attr| is(attr, &["cfg"]));
+    let field_units = hooked.field_units.then(|| {
+        quote!(
+            const HOOKS_FIELD_UNITS: ::core::primitive::bool = true;
+        )
+    });
     quote_spanned! {at(ty)=>
         #(#conditions)*
-        impl __fsdp::HookedForward for #ty {}
+        impl __fsdp::HookedForward for #ty { #field_units }
     }
 }
 

@@ -36,8 +36,9 @@ fn child(field: &Field<'_>) -> TokenStream {
         Content::Leaf => quote!(__fsdp::LEAF),
         _ => quote_spanned!(super::at(ty)=> <#ty as __fsdp::FsdpModule>::LAYOUT),
     };
+    let unit = field.unit.is_some();
     quote! {
-        __fsdp::Child { name: #name, key: #key, transposed: false, node: &#node }
+        __fsdp::Child { name: #name, key: #key, transposed: false, unit: #unit, node: &#node }
     }
 }
 

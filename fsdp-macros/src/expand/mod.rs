@@ -4,6 +4,7 @@
 //! the runtime's `__private`. Tokens that a wrong use makes the compiler complain about carry the
 //! place of what the user wrote.
 
+mod calls;
 mod forward;
 mod layout;
 mod unit;

@@ -55,7 +55,7 @@ pub fn opaque(module: &Module<'_>) -> TokenStream {
 pub fn walks(module: &Module<'_>) -> TokenStream {
     let reads = module.layout_fields().enumerate().map(|(index, field)| {
         let (member, index) = (&field.member, Index::from(index));
-        let walk = function(field, quote!(walk_leaf), quote!(walk_field));
+        let walk = function(field, walk_leaf(field), quote!(walk_field));
         quote!(#walk(&self.#member, &__fsdp_children[#index], __fsdp_walk);)
     });
     let mut indices = (0..).map(Index::from);
@@ -81,6 +81,19 @@ pub fn walks(module: &Module<'_>) -> TokenStream {
     }
 }
 
+/// What reads a leaf. One under `unit` is a unit; of a list, each element is.
+fn walk_leaf(field: &Field<'_>) -> TokenStream {
+    let is_list = match &field.original.ty {
+        Type::Path(path) => path.path.segments.last().is_some_and(|last| last.ident == "Vec"),
+        ty => matches!(ty, Type::Array(_)),
+    };
+    match (&field.unit, is_list) {
+        (None, _) => quote!(walk_leaf),
+        (Some(_), false) => quote!(walk_leaf_unit),
+        (Some(_), true) => quote!(walk_leaf_units),
+    }
+}
+
 /// What handles a field: a function for a leaf, else a method of its type. The method is named like
 /// the field's `LAYOUT`, so that the compiler shows the error about an unknown type once.
 fn function(field: &Field<'_>, leaf: TokenStream, method: TokenStream) -> TokenStream {
@@ -99,12 +112,17 @@ pub fn checks(module: &Module<'_>) -> TokenStream {
         const __FSDP_LAYOUT: &__fsdp::Node = &<#name as __fsdp::FsdpModule>::LAYOUT;
         const _: () = __fsdp::have_distinct_keys::<{ __fsdp::num_keys(__FSDP_LAYOUT) }>(__FSDP_LAYOUT);
     };
+    let units: Vec<_> = module.layout_fields().filter(|field| field.unit.is_some()).collect();
     let unit = module.unit.map(|_| {
+        // What is wrong with its hooks may be that they miss a unit in a field.
+        let hooks = units.first().and_then(|field| field.unit.as_ref()).map_or(at(name), at);
+        let hooks = quote_spanned!(hooks=> const _: () = __fsdp::has_hooks::<#name>(););
         quote_spanned! {at(name)=>
             const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
-            const _: () = __fsdp::has_hooks::<#name>();
+            #hooks
         }
     });
+    let units = units.into_iter().filter_map(field_unit);
     let ties = module.ties.iter().map(|tie| {
         let (first, second) = (&tie.first, &tie.second);
         let places = [first, second].map(|path| {
@@ -116,7 +134,19 @@ pub fn checks(module: &Module<'_>) -> TokenStream {
         }
     });
     let unseen = module.fields.iter().filter_map(unseen_unit);
-    quote!(#general #unit #(#ties)* #(#unseen)*)
+    quote!(#general #unit #(#units)* #(#ties)* #(#unseen)*)
+}
+
+/// A field under `unit` must hold what can be one, as far as FSDP looks into it.
+fn field_unit(field: &Field<'_>) -> Option<TokenStream> {
+    let (unit, ty, name) = (field.unit.as_ref()?, &field.original.ty, field.name());
+    let check = quote_spanned! {at(unit)=>
+        const _: () = {
+            use __fsdp::NoLayout as _;
+            __fsdp::can_be_a_unit(#name, __fsdp::Probe::<#ty>::LAYOUT)
+        };
+    };
+    (field.content == Content::Module).then_some(check)
 }
 
 /// A field that FSDP does not look into must hold no unit.

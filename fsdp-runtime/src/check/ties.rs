@@ -1,7 +1,7 @@
 //! Rules: a tie path leads to one weight, and the two places of a tie lie in one unit.
 
 use super::text::{Text, same};
-use crate::unit::{Kind, Node};
+use crate::unit::{Child, Kind, Node};
 
 /// A path of a tie must lead to a `Param`, or to a module that holds exactly one matrix.
 #[track_caller]
@@ -46,14 +46,31 @@ pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
     let text = Text::new("a tied weight must lie in one unit, but ");
     let text = a.describe(text.code(first), layout, a_unit).then(" and ");
     let text = b.describe(text.code(second), layout, b_unit);
-    let text = text.then("; write `#[derive(FsdpModule)]` in place of `#[fsdp_unit]` on ");
-    let text = match (a_unit.is_empty(), b_unit.is_empty()) {
-        (false, false) if same(a.unit.ty, b.unit.ty) => text.code(a.unit.ty),
-        (false, false) => text.code(a.unit.ty).then(" and ").code(b.unit.ty),
-        (false, true) => text.code(a.unit.ty),
-        (true, _) => text.code(b.unit.ty),
+    let (a_type, b_type) = (!a_unit.is_empty() && !a.field, !b_unit.is_empty() && !b.field);
+    let text = text.then("; ");
+    let text = if a_type || b_type {
+        text.then("write `#[derive(FsdpModule)]` in place of `#[fsdp_unit]` on ")
+    } else {
+        text
     };
-    text.then(", or hold the weight once, in a module that uses it for both").fail()
+    let text = match (a_type, b_type) {
+        (true, true) if same(a.unit.ty, b.unit.ty) => text.code(a.unit.ty).then(", "),
+        (true, true) => text.code(a.unit.ty).then(" and ").code(b.unit.ty).then(", "),
+        (true, false) => text.code(a.unit.ty).then(", "),
+        (false, true) => text.code(b.unit.ty).then(", "),
+        (false, false) => text,
+    };
+    let text = if a.field {
+        text.then("remove `#[fsdp(unit)]` at ").code(a_unit).then(", ")
+    } else {
+        text
+    };
+    let text = if b.field {
+        text.then("remove `#[fsdp(unit)]` at ").code(b_unit).then(", ")
+    } else {
+        text
+    };
+    text.then("or hold the weight once, in a module that uses it for both").fail()
 }
 
 /// Where a path leads.
@@ -64,6 +81,8 @@ struct Place {
     unit: &'static Node,
     /// How much of the path leads to that unit.
     unit_len: usize,
+    /// Whether a field makes it a unit, not its type.
+    field: bool,
 }
 
 impl Place {
@@ -86,18 +105,22 @@ struct Fault<'a> {
 }
 
 const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, Fault<'a>> {
-    let mut place = Place { node: layout, unit: layout, unit_len: 0 };
+    let mut place = Place { node: layout, unit: layout, unit_len: 0, field: false };
+    // Whether what comes next in a container is a unit.
+    let mut each = false;
     let mut start = 0;
     while start <= path.len() {
         let end = segment_end(path, start);
         let segment = path.split_at(end).0.split_at(start).1;
-        let Some(node) = step(place.node, segment) else {
+        let Some(child) = step(place.node, segment) else {
             return Err(Fault { holder: place.node, segment });
         };
-        place.node = through_options(node);
-        if place.node.is_unit() {
-            place.unit = place.node;
-            place.unit_len = end;
+        place.node = through_options(child.node);
+        each |= child.unit;
+        let is_container = matches!(place.node.kind, Kind::List | Kind::Tuple);
+        if place.node.is_unit() || each && !is_container {
+            place = Place { unit: place.node, unit_len: end, field: each, ..place };
+            each = false;
         }
         start = end + 1;
     }
@@ -114,14 +137,14 @@ const fn segment_end(path: &str, start: usize) -> usize {
 }
 
 /// The child of `node` that a segment names.
-const fn step(node: &'static Node, segment: &str) -> Option<&'static Node> {
+const fn step(node: &'static Node, segment: &str) -> Option<&'static Child> {
     if matches!(node.kind, Kind::List) {
-        return if is_index(segment) { Some(node.children[0].node) } else { None };
+        return if is_index(segment) { Some(&node.children[0]) } else { None };
     }
     let mut i = 0;
     while i < node.children.len() {
         if same(node.children[i].name, segment) || is_raw(node.children[i].name, segment) {
-            return Some(node.children[i].node);
+            return Some(&node.children[i]);
         }
         i += 1;
     }
@@ -192,9 +215,9 @@ const fn num_matrices(node: &Node) -> usize {
     let mut total = is_matrix(node) as usize;
     let mut i = 0;
     while i < node.children.len() {
-        let child = node.children[i].node;
-        if !child.is_unit() {
-            total += num_matrices(child);
+        let child = &node.children[i];
+        if !child.unit && !child.node.is_unit() {
+            total += num_matrices(child.node);
         }
         i += 1;
     }
@@ -211,7 +234,7 @@ const fn first_matrix(node: &Node, path: &mut Text) -> bool {
         let child = &node.children[i];
         let len = path.len();
         path.push_segment(if matches!(node.kind, Kind::List) { "0" } else { child.name });
-        if !child.node.is_unit() && first_matrix(child.node, path) {
+        if !child.unit && !child.node.is_unit() && first_matrix(child.node, path) {
             return true;
         }
         path.truncate(len);

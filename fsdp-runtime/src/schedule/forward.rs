@@ -19,6 +19,10 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         self.lock().open > 0
     }
 
+    fn is_field_unit(&self, unit: usize) -> bool {
+        self.units[unit].field
+    }
+
     fn collect(&self, place: Place, base: DispatchTensor) {
         let Some(value) = B::from_dispatch(base) else { return };
         let fragment = match value {

@@ -1,0 +1,199 @@
+pub struct Block {
+    up: Linear,
+    down: Linear,
+    gates: Vec<Gate>,
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    trait __FsdpDerived
+    where
+        Block: __fsdp::DerivesModule,
+    {}
+    impl __fsdp::FsdpModule for Block {
+        const LAYOUT: __fsdp::Node = __fsdp::Node {
+            ty: "Block",
+            kind: __fsdp::Kind::Unit { root: false },
+            children: &[
+                __fsdp::Child {
+                    name: "up",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    unit: false,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
+                __fsdp::Child {
+                    name: "down",
+                    key: ::core::option::Option::Some("output.dense"),
+                    transposed: false,
+                    unit: true,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
+                __fsdp::Child {
+                    name: "gates",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    unit: true,
+                    node: &__fsdp::LEAF,
+                },
+            ],
+            ties: &[],
+        };
+        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+            let __fsdp_children = Self::LAYOUT.children;
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.up,
+                &__fsdp_children[0],
+                __fsdp_walk,
+            );
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.down,
+                &__fsdp_children[1],
+                __fsdp_walk,
+            );
+            __fsdp::walk_leaf_units(&self.gates, &__fsdp_children[2], __fsdp_walk);
+        }
+        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+            let __fsdp_children = Self::LAYOUT.children;
+            Self {
+                up: <Linear as __fsdp::FsdpModule>::attach_field(
+                    self.up,
+                    &__fsdp_children[0],
+                    __fsdp_attach,
+                ),
+                down: <Linear as __fsdp::FsdpModule>::attach_field(
+                    self.down,
+                    &__fsdp_children[1],
+                    __fsdp_attach,
+                ),
+                gates: __fsdp::attach_leaf(
+                    self.gates,
+                    &__fsdp_children[2],
+                    __fsdp_attach,
+                ),
+            }
+        }
+    }
+    impl __fsdp::FsdpUnit for Block {}
+    const __FSDP_LAYOUT: &__fsdp::Node = &<Block as __fsdp::FsdpModule>::LAYOUT;
+    const _: () = __fsdp::have_distinct_keys::<
+        { __fsdp::num_keys(__FSDP_LAYOUT) },
+    >(__FSDP_LAYOUT);
+    const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
+    const _: () = __fsdp::has_hooks::<Block>();
+    const _: () = {
+        use __fsdp::NoLayout as _;
+        __fsdp::can_be_a_unit("down", __fsdp::Probe::<Linear>::LAYOUT)
+    };
+    const _: () = {
+        use __fsdp::NoLayout as _;
+        __fsdp::hides_no_unit(
+            "gates",
+            &[__fsdp::Probe::<Vec<Gate>>::LAYOUT, __fsdp::Probe::<Gate>::LAYOUT],
+        )
+    };
+};
+impl Block {
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
+            },
+        );
+        let __fsdp_output = self.__fsdp_forward(x);
+        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward(&self, x: Tensor<3>) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, CallElement as _, CallModule as _, CallOther as _,
+            CallReference as _, CollectOther as _, CollectValue as _, ReturnsOther as _,
+            ReturnsValue as _,
+        };
+        x.clone()
+            + (match (&&&&__fsdp::Receiver(&self.down)).field_call() {
+                mut __fsdp_call => {
+                    match self
+                        .down
+                        .forward(
+                            match gelu(
+                                (match (&&&&__fsdp::Receiver(&self.up)).field_call() {
+                                    mut __fsdp_call => {
+                                        __fsdp_call
+                                            .input(|__fsdp_inputs| {
+                                                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                                            });
+                                        __fsdp_call.pre_forward();
+                                        match self.up.forward(x) {
+                                            __fsdp_output => {
+                                                (&__fsdp::Output(&__fsdp_output))
+                                                    .kind()
+                                                    .post_forward(__fsdp_call, __fsdp_output)
+                                            }
+                                        }
+                                    }
+                                }),
+                            ) {
+                                __fsdp_argument => {
+                                    __fsdp_call
+                                        .input(|__fsdp_inputs| {
+                                            (&__fsdp::Input(&__fsdp_argument)).collect(__fsdp_inputs);
+                                        });
+                                    __fsdp_call.pre_forward();
+                                    __fsdp_argument
+                                }
+                            },
+                        )
+                    {
+                        __fsdp_output => {
+                            (&__fsdp::Output(&__fsdp_output))
+                                .kind()
+                                .post_forward(__fsdp_call, __fsdp_output)
+                        }
+                    }
+                }
+            })
+    }
+    fn gate(&self, x: Tensor<3>) -> Option<Tensor<3>> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, CallElement as _, CallModule as _, CallOther as _,
+            CallReference as _, CollectOther as _, CollectValue as _, ReturnsOther as _,
+            ReturnsValue as _,
+        };
+        Some(
+            (match self.gates.first()? {
+                __fsdp_receiver => {
+                    match (&&&&__fsdp::Receiver(&__fsdp_receiver)).field_call() {
+                        mut __fsdp_call => {
+                            __fsdp_call
+                                .input(|__fsdp_inputs| {
+                                    (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                                });
+                            __fsdp_call.pre_forward();
+                            match __fsdp_receiver.forward(x, None) {
+                                __fsdp_output => {
+                                    (&__fsdp::Output(&__fsdp_output))
+                                        .kind()
+                                        .post_forward(__fsdp_call, __fsdp_output)
+                                }
+                            }
+                        }
+                    }
+                }
+            }),
+        )
+    }
+    fn width(&self) -> usize {
+        self.width
+    }
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    impl __fsdp::HookedForward for Block {
+        const HOOKS_FIELD_UNITS: ::core::primitive::bool = true;
+    }
+};

@@ -1,0 +1,394 @@
+//! Modules of other crates as units, through `#[fsdp(unit)]` on the field: they compute, train and
+//! are gathered as units under `#[fsdp_unit]` are.
+
+use std::time::Duration;
+
+use burn::module::Module;
+use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
+use burn::nn::{Linear, LinearConfig, Lstm, LstmConfig};
+use burn::optim::{AdamWConfig, GradientsParams};
+use burn::tensor::activation::gelu;
+use burn::tensor::{Device, Tensor, TensorData, Tolerance};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Counts, Error, HookedForward, ScheduleError, UnshardedState};
+
+const WIDTH: usize = 16;
+/// A multiple of 32: Burn's `linear` then saves a reshaped view of its weight for backward.
+const LENGTH: usize = 32;
+
+/// Stands for a module of another crate: FSDP does not know what it holds.
+#[derive(Module, Debug)]
+struct Foreign {
+    gate: Linear,
+    value: Linear,
+}
+
+impl Foreign {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        gelu(self.gate.forward(x.clone())) * self.value.forward(x)
+    }
+
+    fn forward_opaque(&self, x: Tensor<3>) -> Opaque {
+        Opaque(self.value.forward(x))
+    }
+}
+
+/// What FSDP does not know the tensors of.
+struct Opaque(Tensor<3>);
+
+/// A unit with a unit in a field.
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Block {
+    up: Linear,
+    #[fsdp(unit)]
+    down: Linear,
+}
+
+#[fsdp_unit(field_units)]
+impl Block {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        x.clone() + self.down.forward(gelu(self.up.forward(x)))
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Net {
+    #[fsdp(unit)]
+    first: Linear,
+    #[fsdp(unit)]
+    attention: MultiHeadAttention,
+    blocks: Vec<Block>,
+    #[fsdp(unit)]
+    layers: Vec<Linear>,
+    #[fsdp(unit)]
+    pair: (Linear, Option<Linear>),
+    #[fsdp(unit)]
+    none: Option<Linear>,
+    #[fsdp(unit, leaf)]
+    foreign: Vec<Foreign>,
+    #[fsdp(unit)]
+    lstm: Lstm,
+    head: Linear,
+}
+
+#[fsdp_unit(field_units)]
+impl Net {
+    fn forward(&self, x: Tensor<3>) -> Tensor<2> {
+        let x = self.first.forward(x);
+        let mut x = self.attention.forward(MhaInput::self_attn(x.clone())).context + x;
+        for block in &self.blocks {
+            x = block.forward(x);
+        }
+        // One inside the other, and more of them than there are buffers.
+        let x = self.layers[2].forward(gelu(self.layers[1].forward(self.layers[0].forward(x))));
+        let x = self.layers.iter().skip(3).fold(x, |x, layer| layer.forward(x).tanh());
+        let x = self.rest(x.clone()).unwrap_or(x);
+        let x = match &self.none {
+            Some(none) => none.forward(x),
+            None => x,
+        };
+        let parts = vec![self.foreign[0].forward(x.clone()), self.foreign[1].forward(x)];
+        let x = parts.into_iter().reduce(|sum, part| sum + part).expect("two parts");
+        let (x, _) = self.lstm.forward(x, None);
+        self.head.forward(x.mean_dim(1).squeeze_dim(1))
+    }
+
+    /// Not hooked itself; the calls in it are.
+    fn rest(&self, x: Tensor<3>) -> Option<Tensor<3>> {
+        let y = self.pair.0.forward(x);
+        Some(self.pair.1.as_ref()?.forward(y.clone()) + y)
+    }
+}
+
+fn linear(device: &Device) -> Linear {
+    LinearConfig::new(WIDTH, WIDTH).init(device)
+}
+
+fn foreign(device: &Device) -> Foreign {
+    Foreign { gate: linear(device), value: linear(device) }
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let block = |_| Block { up: linear(device), down: linear(device) };
+        Self {
+            first: linear(device),
+            attention: MultiHeadAttentionConfig::new(WIDTH, 2).with_dropout(0.0).init(device),
+            blocks: (0..2).map(block).collect(),
+            layers: (0..5).map(|_| linear(device)).collect(),
+            pair: (linear(device), Some(linear(device))),
+            none: None,
+            foreign: (0..2).map(|_| foreign(device)).collect(),
+            lstm: LstmConfig::new(WIDTH, WIDTH, true).init(device),
+            head: LinearConfig::new(WIDTH, 3).init(device),
+        }
+    }
+}
+
+fn input(step: usize, rank: usize, device: &Device) -> Tensor<3> {
+    let value = |i: usize| ((i * 37 + step * 11 + rank * 5) % 23) as f32 * 0.1 - 1.0;
+    let data = (0..2 * LENGTH * WIDTH).map(value).collect::<Vec<_>>();
+    Tensor::from_data(TensorData::new(data, [2, LENGTH, WIDTH]), device)
+}
+
+fn loss(logits: Tensor<2>) -> Tensor<1> {
+    (logits - 0.5).powf_scalar(2.0).mean()
+}
+
+/// What a training run ended with, on rank 0.
+struct Outcome {
+    losses: Vec<u32>,
+    state: UnshardedState,
+    counts: Counts,
+}
+
+const STEPS: usize = 3;
+
+fn train<M: HookedForward + 'static>(
+    world: usize,
+    options: FsdpOptions,
+    model: fn(&Device) -> M,
+    forward: fn(&M, Tensor<3>) -> Tensor<2>,
+) -> Outcome {
+    let launched =
+        LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
+    let mut ranks = launch(launched, move |worker| {
+        let device = worker.device();
+        let mut net = fully_shard(model(device), &worker, options.clone().seed(5))?;
+        let mut optimizer = AdamWConfig::new().init();
+        let mut losses = Vec::new();
+        for step in 0..STEPS {
+            let loss = loss(forward(&net, input(step, worker.rank().index(), device)));
+            losses.push(loss.clone().into_scalar::<f32>().to_bits());
+            let grads = net.backward(loss)?;
+            net = optimizer.step(1e-2, net, grads);
+        }
+        let counts = net.counts();
+        let state = net.unsharded_state(Recipient::All)?;
+        Ok::<_, Error>(Outcome { losses, state, counts })
+    })
+    .expect("the run succeeds");
+    ranks.swap_remove(0)
+}
+
+fn assert_same_bits(a: &Outcome, b: &Outcome) {
+    let floats = |bits: &[u32]| bits.iter().map(|&bits| f32::from_bits(bits)).collect::<Vec<_>>();
+    let (left, right) = (floats(&a.losses), floats(&b.losses));
+    assert!(left.iter().all(|loss| loss.is_finite()), "{left:?}");
+    assert_eq!(a.losses, b.losses, "{left:?} {right:?}");
+    assert_eq!(a.state.len(), b.state.len());
+    for (path, data) in &a.state {
+        assert!(data.as_bytes() == b.state[path].as_bytes(), "`{path}` differs");
+    }
+}
+
+#[test]
+fn full_shard_equals_no_shard_in_every_bit() {
+    for world in [1, 2, 3] {
+        let run =
+            |strategy| train(world, FsdpOptions::new().strategy(strategy), Net::new, Net::forward);
+        let (full, none) = (run(ShardingStrategy::FullShard), run(ShardingStrategy::NoShard));
+        assert_same_bits(&full, &none);
+        assert_eq!(full.counts.single_gathers, 0, "every field unit was gathered as one");
+        // The root, 5 of a module each, the second of the pair, 2 blocks with a unit each, 5 layers,
+        // 2 of another crate; an empty `Option` is none.
+        let units = 1 + 3 + 2 + 4 + 5 + 2;
+        assert_eq!(full.counts.reduce_scatters, STEPS * units);
+        assert_eq!(none.counts.reduce_scatters, STEPS * units);
+    }
+}
+
+#[test]
+fn losses_are_those_of_plain_burn() {
+    let launched = LaunchOptions::new(1).device(Device::flex());
+    let plain = launch(launched, |worker| {
+        let device = worker.device();
+        // The weights that the sharded run starts from.
+        let options = FsdpOptions::new().strategy(ShardingStrategy::NoShard).seed(5);
+        let start = fully_shard(Net::new(device), &worker, options)?;
+        let mut net = (*start).clone().materialize();
+        let mut optimizer = AdamWConfig::new().init();
+        let mut losses = Vec::new();
+        for step in 0..STEPS {
+            let loss = loss(net.forward(input(step, 0, device)));
+            losses.push(loss.clone().into_scalar::<f32>());
+            let grads = GradientsParams::from_grads(loss.backward(), &net);
+            net = optimizer.step(1e-2, net, grads);
+        }
+        Ok::<_, Error>(losses)
+    })
+    .expect("plain training succeeds");
+    let sharded = train(1, FsdpOptions::new(), Net::new, Net::forward);
+    let sharded = sharded.losses.iter().map(|&bits| f32::from_bits(bits));
+    for (sharded, plain) in sharded.zip(&plain[0]) {
+        assert!((sharded - plain).abs() <= 1e-5 * plain.abs(), "{sharded} {plain}");
+    }
+}
+
+/// A unit around one linear layer, as one writes it without `#[fsdp(unit)]`.
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Wrapped {
+    inner: Linear,
+}
+
+#[fsdp_unit]
+impl Wrapped {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        self.inner.forward(x)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Annotated {
+    layers: Vec<Wrapped>,
+    head: Linear,
+}
+
+#[fsdp_unit]
+impl Annotated {
+    fn forward(&self, x: Tensor<3>) -> Tensor<2> {
+        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x).tanh());
+        self.head.forward(x.mean_dim(1).squeeze_dim(1))
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Fields {
+    #[fsdp(unit)]
+    layers: Vec<Linear>,
+    head: Linear,
+}
+
+#[fsdp_unit(field_units)]
+impl Fields {
+    fn forward(&self, x: Tensor<3>) -> Tensor<2> {
+        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x).tanh());
+        self.head.forward(x.mean_dim(1).squeeze_dim(1))
+    }
+
+    /// As `forward`, with calls that carry no hooks.
+    fn forward_unhooked(&self, x: Tensor<3>) -> Tensor<2> {
+        let x = self.layers.iter().fold(x, |x, layer| Linear::forward(layer, x).tanh());
+        self.head.forward(x.mean_dim(1).squeeze_dim(1))
+    }
+}
+
+fn annotated(device: &Device) -> Annotated {
+    let layers = (0..6).map(|_| Wrapped { inner: linear(device) }).collect();
+    Annotated { layers, head: LinearConfig::new(WIDTH, 3).init(device) }
+}
+
+fn fields(device: &Device) -> Fields {
+    let layers = (0..6).map(|_| linear(device)).collect();
+    Fields { layers, head: LinearConfig::new(WIDTH, 3).init(device) }
+}
+
+#[test]
+fn a_field_unit_is_gathered_as_an_annotated_one_is() {
+    let annotated = train(2, FsdpOptions::new(), annotated, Annotated::forward);
+    let fields = train(2, FsdpOptions::new(), fields, Fields::forward);
+    assert_eq!(fields.losses, annotated.losses);
+    assert_eq!(fields.counts, annotated.counts);
+    assert_eq!(fields.counts.reduce_scatters, STEPS * 7);
+    let weights = |outcome: &Outcome| {
+        outcome.state.values().map(|data| data.as_bytes().to_vec()).collect::<Vec<_>>()
+    };
+    assert!(weights(&fields) == weights(&annotated));
+}
+
+#[test]
+fn a_call_without_hooks_gathers_on_demand_and_trains_alike() {
+    let hooked = train(2, FsdpOptions::new(), fields, Fields::forward);
+    let unhooked = train(2, FsdpOptions::new(), fields, Fields::forward_unhooked);
+    assert_same_bits(&hooked, &unhooked);
+    assert_eq!(unhooked.counts.single_gathers, STEPS * 6, "one weight each");
+}
+
+#[test]
+fn a_list_of_types_wraps_no_field() {
+    let options = FsdpOptions::new().wrap(WrapPolicy::TransformerBased(unit_types![Block]));
+    let full = train(2, options.clone(), Net::new, Net::forward);
+    let none = options.strategy(ShardingStrategy::NoShard);
+    assert_same_bits(&full, &train(2, none, Net::new, Net::forward));
+    assert_eq!(full.counts.reduce_scatters, STEPS * 3, "the root and two blocks");
+    assert_eq!(full.counts.single_gathers, 0);
+}
+
+#[test]
+fn a_least_size_wraps_fields_of_that_size() {
+    let weights = WIDTH * WIDTH + WIDTH;
+    for (min_num_params, units) in [(weights, 1 + 6), (weights + 1, 1)] {
+        let options = FsdpOptions::new().wrap(WrapPolicy::SizeBased { min_num_params });
+        let sized = train(2, options, fields, Fields::forward);
+        assert_eq!(sized.counts.reduce_scatters, STEPS * units);
+        assert_eq!(sized.counts.single_gathers, 0);
+    }
+}
+
+#[test]
+fn the_wrapping_names_the_types_of_fields() {
+    let launched = LaunchOptions::new(1).device(Device::flex());
+    let units = launch(launched, |worker| {
+        let net = fully_shard(Net::new(worker.device()), &worker, FsdpOptions::new())?;
+        let units = net.wrapping().units;
+        Ok::<_, Error>(units.into_iter().map(|unit| (unit.path, unit.ty)).collect::<Vec<_>>())
+    })
+    .expect("the run succeeds");
+    for unit in [("blocks.1.down", "Linear"), ("pair.1", "Linear"), ("foreign.0", "Foreign")] {
+        assert!(units[0].iter().any(|(path, ty)| (path.as_str(), *ty) == unit), "{units:?}");
+    }
+}
+
+#[test]
+fn evaluation_is_that_of_the_trained_model() {
+    let launched = LaunchOptions::new(2).device(Device::flex());
+    launch(launched, |worker| {
+        let device = worker.device();
+        let net = fully_shard(Net::new(device), &worker, FsdpOptions::new().seed(5))?;
+        let train = net.forward(input(0, 0, device)).into_data();
+        let valid = net.valid().forward(input(0, 0, &device.clone().inner()));
+        assert!(!valid.is_autodiff());
+        train.assert_approx_eq::<f32>(&valid.into_data(), Tolerance::relative(1e-5));
+        Ok::<_, Error>(())
+    })
+    .expect("the run succeeds");
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Hidden {
+    #[fsdp(unit, leaf)]
+    foreign: Foreign,
+    head: Linear,
+}
+
+#[fsdp_unit(field_units)]
+impl Hidden {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let Opaque(x) = self.foreign.forward_opaque(x);
+        self.head.forward(x)
+    }
+}
+
+#[test]
+fn an_output_of_an_unknown_type_is_an_error() {
+    let launched = LaunchOptions::new(2).device(Device::flex());
+    let error = launch(launched, |worker| {
+        let device = worker.device();
+        let model = Hidden { foreign: foreign(device), head: linear(device) };
+        let net = fully_shard(model, &worker, FsdpOptions::new())?;
+        net.forward(input(0, 0, device));
+        Ok::<_, Error>(())
+    })
+    .expect_err("the tensors of `Opaque` are not known");
+    let error = error.source.downcast::<Error>().expect("a typed error");
+    let Error::Schedule(ScheduleError::OpaqueOutput { module, output }) = &*error else {
+        panic!("{error}");
+    };
+    assert!(module.ends_with("Foreign") && output.ends_with("Opaque"), "{module} {output}");
+}
