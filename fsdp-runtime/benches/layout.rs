@@ -100,7 +100,10 @@ fn main() {
         println!("{units:>8}{unsharded:>12.2}{sharded:>12.2}{:>12.2}", sharded - unsharded);
     }
     println!("\nlayout, microseconds a unit");
-    println!("{:>8}{:>12}{:>12}{:>12}{:>12}", "units", "world 1", "world 8", "world 128", "world 1024");
+    println!(
+        "{:>8}{:>12}{:>12}{:>12}{:>12}",
+        "units", "world 1", "world 8", "world 128", "world 1024"
+    );
     for units in [1, 10, 100, 1000] {
         let [a, b, c, d] = [1, 8, 128, 1024].map(|world| layout(units, world));
         println!("{units:>8}{a:>12.3}{b:>12.3}{c:>12.3}{d:>12.3}");

@@ -8,7 +8,7 @@
 
 use std::cell::RefCell;
 use std::fmt::Debug;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use burn::module::{
     Content, Devices, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
@@ -102,7 +102,7 @@ impl Sharded {
     /// parameter, and what is attached to it as a module after it.
     pub(crate) fn visited() -> Option<Self> {
         let (runtime, place) = VISITED.take()?;
-        Some(Self::new(runtime, place))
+        Some(Self::new(runtime.upgrade()?, place))
     }
 
     /// The place of a parameter, where it is sharded.
@@ -145,7 +145,7 @@ impl Reparameterizer for Put {
 }
 
 thread_local! {
-    static VISITED: RefCell<Option<(Arc<dyn Runtime>, Place)>> = const { RefCell::new(None) };
+    static VISITED: RefCell<Option<(Weak<dyn Runtime>, Place)>> = const { RefCell::new(None) };
 }
 
 /// A module without parameters that says when it is visited.
@@ -181,7 +181,7 @@ impl Module for Trace {
     }
 
     fn visit<V: ModuleVisitor>(&self, _: &mut V) {
-        VISITED.set(Some((self.runtime.clone(), self.place)));
+        VISITED.set(Some((Arc::downgrade(&self.runtime), self.place)));
     }
 
     fn map<M: ModuleMapper>(self, _: &mut M) -> Self {

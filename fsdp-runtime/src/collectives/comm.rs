@@ -36,7 +36,12 @@ impl Communicator {
         std::thread::Builder::new()
             .name(format!("fsdp-comm-{}", group.rank()))
             .spawn(move || queue.into_iter().for_each(|job| job()))?;
-        Ok(Arc::new(Self { group, jobs: Mutex::new(jobs), busy: Arc::default(), waited: Arc::default() }))
+        Ok(Arc::new(Self {
+            group,
+            jobs: Mutex::new(jobs),
+            busy: Arc::default(),
+            waited: Arc::default(),
+        }))
     }
 
     /// The group of all ranks.
