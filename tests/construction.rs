@@ -5,7 +5,7 @@ mod support;
 use std::time::Duration;
 
 use burn::module::{Module, Param, Reparameterization, Reparameterizer};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, HookedForward, ShardError};
@@ -172,6 +172,20 @@ fn other_floats_and_quantised_weights_are_refused() {
         panic!("{error}")
     };
     assert_eq!(path, "first.weight");
+}
+
+#[test]
+fn a_weight_initialised_to_another_shape_than_it_declares_is_refused() {
+    let error = refused(FsdpOptions::new(), |_, device| Pair {
+        first: LinearConfig::new(6, 4).with_layout(LinearLayout::Col).init(device),
+        second: LinearConfig::new(4, 6).init(device),
+    });
+    let path = "first.weight".to_string();
+    assert_eq!(
+        error,
+        ShardError::InitShape { path, declared: vec![4, 6], found: vec![6, 4] },
+        "rank 0 finds it, and no rank waits for its values"
+    );
 }
 
 #[test]

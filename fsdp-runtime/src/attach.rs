@@ -1,16 +1,18 @@
 //! Cutting a model into fragments: each parameter is initialised, agreed on between ranks, and
-//! replaced by what this rank holds of it, one after the other.
+//! replaced by what this rank holds of it, one after the other. One that is to be received or loaded
+//! is never initialised here.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
-use burn::module::Param;
+use burn::module::{Param, ParamId, ParamMapper};
 use burn::tensor::{DType, Shape, Tensor};
 
-use crate::backend::{Float, ShardBackend, Value};
+use crate::backend::{Context, Float, ShardBackend, Value};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ShardError};
-use crate::group::Held;
+use crate::group::{Entry, Held};
 use crate::launch::Worker;
 use crate::nn::Dropout;
 use crate::nn::dropout::{Stream, mix};
@@ -22,39 +24,54 @@ use crate::unit::{Attach, Child};
 /// The rebuild of a module's parameters into fragments.
 pub(crate) struct Cutter<'a, B: ShardBackend> {
     plan: &'a Plan,
+    /// Parameters that are loaded once the model is cut.
+    later: HashSet<Place>,
     runtime: Arc<dyn Runtime>,
     worker: &'a Worker,
     options: &'a FsdpOptions,
     random: &'a Arc<Stream>,
     device: B::Device,
+    context: Option<Context>,
     path: Vec<String>,
     next: usize,
     /// A checksum of each parameter, where every rank initialised its own.
     checksums: Vec<u64>,
     checked: Vec<Place>,
+    /// What this rank alone found wrong. It still takes part until all are through.
+    found: Option<ShardError>,
+    /// What ended the group.
     error: Option<Error>,
 }
 
 impl<'a, B: ShardBackend> Cutter<'a, B> {
     pub(crate) fn new(
         plan: &'a Plan,
+        later: &[Place],
         runtime: Arc<dyn Runtime>,
         worker: &'a Worker,
         options: &'a FsdpOptions,
         random: &'a Arc<Stream>,
         device: B::Device,
     ) -> Self {
+        let probe = Tensor::<1>::zeros([1], &plan.device).into_dispatch();
+        let context = match B::from_dispatch(probe) {
+            Some(Value::Autodiff(_, context)) => Some(context),
+            _ => None,
+        };
         Self {
             plan,
+            later: later.iter().copied().collect(),
             runtime,
             worker,
             options,
             random,
             device,
+            context,
             path: Vec::new(),
             next: 0,
             checksums: Vec::new(),
             checked: Vec::new(),
+            found: None,
             error: None,
         }
     }
@@ -64,6 +81,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         if let Some(error) = self.error {
             return Err(error);
         }
+        same_on_all(self.worker, self.found.map_or(Ok(()), Err))?;
         if self.options.sync_module_states {
             return Ok(());
         }
@@ -80,28 +98,87 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         Ok(())
     }
 
-    /// The base that `place` holds, from the full parameter.
-    fn base(&mut self, place: Place, full: Float<B>) -> Result<Float<B>, Error> {
-        let entry = &self.plan.units[place.unit].entries[place.entry];
-        let shape = Shape::from(entry.base_shape());
+    fn entry(&self, place: Place) -> &'a Entry {
+        &self.plan.units[place.unit].entries[place.entry]
+    }
+
+    /// The base that `place` holds, from the full parameter; `None` where this rank receives it.
+    fn base(&mut self, place: Place, full: Option<Float<B>>) -> Result<Float<B>, Error> {
+        let entry = self.entry(place);
         let full = if self.options.sync_module_states {
             let op = Op::new("broadcast", entry.path.as_str());
-            let mine = (self.worker.rank().index() == 0).then_some(full);
-            self.worker
+            let mine = full.filter(|_| self.worker.rank().index() == 0);
+            let work = self
+                .worker
                 .comm()
-                .issue(move |group| ProcessGroup::<B>::broadcast(group, &op, mine))
-                .wait()?
+                .issue(move |group| ProcessGroup::<B>::broadcast(group, &op, mine));
+            work.wait()?
         } else {
+            let full = full.unwrap_or_else(|| self.filled(&entry.shape, 0.0));
             self.checksums.push(checksum::<B>(&full));
             self.checked.push(place);
             full
         };
-        let range = entry.range();
-        Ok(match entry.held {
-            Held::Fragment(_) | Held::Whole if !range.is_empty() => B::fragment(full, range, shape),
-            _ => B::float_zeros(shape, &self.device, DType::F32.into()),
-        })
+        let (range, shape) = (entry.range(), entry.base_shape());
+        if range.is_empty() {
+            return Ok(self.filled(&shape, 0.0));
+        }
+        Ok(B::fragment(full, range, shape.into()))
     }
+
+    /// A tensor of one value.
+    fn filled(&self, shape: &[usize], value: f32) -> Float<B> {
+        let shape = Shape::from(shape.to_vec());
+        B::float_full(shape, value.into(), &self.device, DType::F32.into())
+    }
+
+    /// The full parameter, initialised if need be. What is wrong with it is kept, and zeros go on
+    /// in its place, so that no rank waits for this one.
+    fn full<const D: usize>(&mut self, place: Place, tensor: Tensor<D>) -> Float<B> {
+        let Entry { path, shape, .. } = self.entry(place);
+        let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
+        let dtype = tensor.dtype();
+        let wrong = match B::from_dispatch(tensor.into_dispatch()) {
+            Some(value) if dtype == DType::F32 && found == declared => return value.into_inner(),
+            Some(_) if dtype == DType::F32 => ShardError::InitShape { path, declared, found },
+            _ => ShardError::UnsupportedDtype { path, dtype },
+        };
+        self.found.get_or_insert(wrong);
+        self.filled(shape, 0.0)
+    }
+
+    /// Whether rank 0's values are to be received, without initialising any here.
+    fn receives<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
+        self.options.sync_module_states
+            && self.options.cpu_ram_efficient_loading
+            && self.worker.rank().index() != 0
+            && !param.is_initialized()
+    }
+
+    /// A Burn tensor on the model's device.
+    fn tensor<const D: usize>(&self, value: Float<B>) -> Tensor<D> {
+        let value = match self.context {
+            None => Value::Plain(value),
+            Some(context) => Value::Autodiff(Autodiff::<B>::from_inner(value), context),
+        };
+        Tensor::from_dispatch(B::into_dispatch(value))
+    }
+
+    /// The parts of a parameter but for its value, which is not initialised.
+    fn shell<const D: usize>(&self, param: Param<Tensor<D>>) -> Shell<D> {
+        let id = param.id;
+        // What a parameter is loaded with takes over its settings.
+        let stand_in = self.tensor(self.filled(&[1; D], 0.0));
+        let (id, stand_in, mapper) = param.transform_for_load(stand_in, id).consume();
+        Shell { id, tracked: stand_in.is_require_grad(), mapper }
+    }
+}
+
+/// A parameter without its value.
+struct Shell<const D: usize> {
+    id: ParamId,
+    tracked: bool,
+    mapper: ParamMapper<Tensor<D>>,
 }
 
 impl<B: ShardBackend> Attach for Cutter<'_, B> {
@@ -120,38 +197,27 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         let index = self.next;
         self.next += 1;
         let Some(place) = self.plan.places[index] else { return param };
-        let (id, tensor, mapper) = initialise(param, self.options.seed, index);
-        let (tracked, dtype) = (tensor.is_require_grad(), tensor.dtype());
-        let path = || self.plan.units[place.unit].entries[place.entry].path.clone();
-        let value = match B::from_dispatch(tensor.clone().into_dispatch()) {
-            Some(value) if dtype == DType::F32 => value,
-            _ => {
-                self.error = Some(ShardError::UnsupportedDtype { path: path(), dtype }.into());
-                return Param::from_mapped_value(id, tensor, mapper);
-            }
+        let entry = self.entry(place);
+        let (shell, base) = if matches!(entry.held, Held::TiedTo(_)) {
+            (self.shell(param), Ok(self.filled(&entry.base_shape(), 0.0)))
+        } else if self.later.contains(&place) {
+            // Never a plausible number.
+            (self.shell(param), Ok(self.filled(&entry.base_shape(), f32::NAN)))
+        } else if self.receives(&param) {
+            (self.shell(param), self.base(place, None))
+        } else {
+            let (id, tensor, mapper) = initialise(param, self.options.seed, index);
+            let tracked = tensor.is_require_grad();
+            let full = self.full(place, tensor);
+            (Shell { id, tracked, mapper }, self.base(place, Some(full)))
         };
-        drop(tensor);
-        let context = match &value {
-            Value::Plain(_) => None,
-            Value::Autodiff(_, context) => Some(*context),
-        };
-        let base = match self.base(place, value.into_inner()) {
-            Ok(base) => base,
-            Err(error) => {
-                self.error = Some(error);
-                let empty =
-                    B::float_zeros(Shape::from(vec![1; D]), &self.device, DType::F32.into());
-                let empty = Tensor::from_dispatch(B::into_dispatch(Value::Plain(empty)));
-                return Param::from_mapped_value(id, empty, mapper);
-            }
-        };
-        let base = match context {
-            None => Value::Plain(base),
-            Some(context) => Value::Autodiff(Autodiff::<B>::from_inner(base), context),
-        };
-        let base = Tensor::<D>::from_dispatch(B::into_dispatch(base)).set_require_grad(tracked);
+        let base = base.unwrap_or_else(|error| {
+            self.error = Some(error);
+            self.filled(&[1; D], 0.0)
+        });
+        let base = self.tensor::<D>(base).set_require_grad(shell.tracked);
         let sharded = Sharded::new(self.runtime.clone(), place);
-        sharded.put_on(Param::from_mapped_value(id, base, mapper))
+        sharded.put_on(Param::from_mapped_value(shell.id, base, shell.mapper))
     }
 
     fn dropout(&mut self, dropout: Dropout) -> Dropout {
@@ -164,7 +230,7 @@ fn initialise<const D: usize>(
     param: Param<Tensor<D>>,
     seed: Option<u64>,
     index: usize,
-) -> (burn::module::ParamId, Tensor<D>, burn::module::ParamMapper<Tensor<D>>) {
+) -> (ParamId, Tensor<D>, ParamMapper<Tensor<D>>) {
     /// Burn's generator is one a process: no other rank may draw between seeding and drawing.
     static DRAWING: Mutex<()> = Mutex::new(());
     let Some(seed) = seed.filter(|_| !param.is_initialized()) else { return param.consume() };
@@ -201,7 +267,10 @@ pub(crate) fn agree(worker: &Worker, plan: &Plan, options: &FsdpOptions) -> Resu
 }
 
 /// An error every rank finds by itself, so that none waits for the others.
-pub(crate) fn same_on_all<T>(worker: &Worker, found: Result<T, ShardError>) -> Result<T, Error> {
+pub(crate) fn same_on_all<T, E>(worker: &Worker, found: Result<T, E>) -> Result<T, Error>
+where
+    E: Into<Error> + ToString,
+{
     let message = found.as_ref().err().map(ToString::to_string);
     let all = worker.exchange("all_gather", "errors of construction", message)?;
     match found {

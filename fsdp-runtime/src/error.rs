@@ -5,6 +5,7 @@ use std::time::Duration;
 use burn::tensor::DType;
 
 use crate::mesh::{Rank, WorldSize};
+use crate::pretrained::{LoadError, SaveError};
 
 /// Anything that can go wrong in sharded training.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -19,9 +20,12 @@ pub enum Error {
     /// A unit used in a way the schedule cannot serve.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// A checkpoint that does not fit the model.
+    /// Weights that cannot be loaded, or do not fit the model.
     #[error(transparent)]
     Load(#[from] LoadError),
+    /// Weights that cannot be written.
+    #[error(transparent)]
+    Save(#[from] SaveError),
 }
 
 /// Why a model cannot be sharded. Paths are module paths, such as `encoder.layers.3.up.weight`.
@@ -95,6 +99,19 @@ pub enum ShardError {
         path: String,
         /// Its dtype.
         dtype: DType,
+    },
+    /// A parameter that is initialised to another shape than it declares.
+    #[error(
+        "`{path}` declares the shape {declared:?} and is initialised to {found:?}; build a `Linear` \
+         with `LinearLayout::Row`"
+    )]
+    InitShape {
+        /// The parameter.
+        path: String,
+        /// What `Param::lazy_shape` says.
+        declared: Vec<usize>,
+        /// What it is initialised to.
+        found: Vec<usize>,
     },
     /// An integer or Boolean parameter.
     #[error(
@@ -248,6 +265,15 @@ pub enum ScheduleError {
         /// The type it returned.
         output: &'static str,
     },
+    /// A parameter that `deferred_init` left without values.
+    #[error(
+        "`{path}` has no values yet: the model was built with `deferred_init`; load it first, or \
+         leave the option off"
+    )]
+    NotLoaded {
+        /// The first such parameter.
+        path: String,
+    },
     /// `Tensor::backward` instead of `Fsdp::backward`.
     #[error(
         "the gradients of the last backward pass were never collected; call `model.backward(loss)` \
@@ -260,52 +286,6 @@ pub enum ScheduleError {
         /// What was given.
         found: String,
     },
-}
-
-/// A checkpoint that does not fit the model.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum LoadError {
-    /// A file that cannot be read.
-    #[error("cannot read {file}: {reason}")]
-    Io {
-        /// The file.
-        file: String,
-        /// The system's reason.
-        reason: String,
-    },
-    /// A file that is not what its name says.
-    #[error("{file} is not a valid safetensors file: {reason}")]
-    Format {
-        /// The file.
-        file: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// Tensors that are missing, unexpected or misshapen: all of them.
-    #[error("{file} does not fit the model:{}", differences(missing, unexpected, misshapen))]
-    Mismatch {
-        /// The file.
-        file: String,
-        /// Keys the model needs and the file lacks.
-        missing: Vec<String>,
-        /// Keys in the file that the model has no place for.
-        unexpected: Vec<String>,
-        /// Keys with another shape or dtype, and how they differ.
-        misshapen: Vec<String>,
-    },
-}
-
-fn differences(missing: &[String], unexpected: &[String], misshapen: &[String]) -> String {
-    let mut text = String::new();
-    for (title, names) in
-        [("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)]
-    {
-        for name in names {
-            text.push_str(&format!("\n  {title}: {name}"));
-        }
-    }
-    text
 }
 
 /// A launch that ended in an error: the first rank that failed, and why.

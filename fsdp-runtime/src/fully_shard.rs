@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::store::RecordError;
+use burn::store::{ModuleRecord, RecordError};
 use burn::tensor::{Device, DispatchTensor, Gradients, Tensor};
 
 use crate::attach::{Cutter, agree, same_on_all};
 use crate::backend::{owned, with_backend};
 use crate::collectives::group::{Group, MeshGroups, blocks};
-use crate::error::{Error, ScheduleError};
+use crate::error::{CollectiveError, Error, ScheduleError};
 use crate::group::Held;
 use crate::launch::Worker;
 use crate::memory::Memory;
@@ -31,9 +31,13 @@ use crate::wrapping::Wrapping;
 
 /// Shards `module` over the ranks of `worker`. Every rank calls it with the same model.
 ///
-/// Parameters that are not initialised yet are initialised and cut one by one, so that no rank holds
-/// more than its fragments, one parameter and the gather buffers. Parameter ids stay as they are: an
-/// optimizer or parameter group built before or after works alike.
+/// Parameters that are not initialised yet are initialised and cut one by one, by rank 0 alone where
+/// its weights are broadcast, so that no rank holds more than its fragments, one parameter and the
+/// gather buffers ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so).
+/// Parameter ids stay as they are: an optimizer or parameter group built before or after works alike.
+///
+/// The second of two tied weights is never initialised, unless it is a clone of the first: those
+/// share one initialised value, which rank 0 holds until it has come to both.
 ///
 /// # Errors
 ///
@@ -44,6 +48,16 @@ pub fn fully_shard<M: HookedForward>(
     worker: &Worker,
     options: FsdpOptions,
 ) -> Result<Fsdp<M>, Error> {
+    shard(module, worker, options, |_| Ok(Vec::new()))
+}
+
+/// [`fully_shard`], without initialising the parameters that `later` names: they are loaded next.
+pub(crate) fn shard<M: HookedForward>(
+    module: M,
+    worker: &Worker,
+    options: FsdpOptions,
+    later: impl FnOnce(&Plan) -> Result<Vec<Place>, Error>,
+) -> Result<Fsdp<M>, Error> {
     let plan = || {
         options.check()?;
         let mesh = options.mesh(worker.mesh(), worker.local_size())?;
@@ -53,6 +67,10 @@ pub fn fully_shard<M: HookedForward>(
     let (mesh, reshard, plan) = same_on_all(worker, plan())?;
     agree(worker, &plan, &options)?;
     let settings = settings(worker, &options, mesh, reshard)?;
+    let mut later = later(&plan)?;
+    if options.deferred_init {
+        later = plan.places.iter().flatten().copied().collect();
+    }
     let device = plan.device.clone();
     with_backend!(device, |B, inner| {
         let random = Stream::new(options.seed.unwrap_or(0), worker.rank().index());
@@ -63,8 +81,9 @@ pub fn fully_shard<M: HookedForward>(
             plan.units.clone(),
             random.clone(),
         );
+        schedule.set_unloaded(&later);
         let mut cutter =
-            Cutter::<B>::new(&plan, schedule.clone(), worker, &options, &random, inner);
+            Cutter::<B>::new(&plan, &later, schedule.clone(), worker, &options, &random, inner);
         let module = module.attach(&mut cutter);
         cutter.finish()?;
         Ok(Fsdp { module, engine: schedule, keys: Arc::new(plan.keys) })
@@ -252,6 +271,18 @@ impl<M: FsdpModule> Fsdp<M> {
         Ok(norm)
     }
 
+    /// What this rank found, if no rank found an error; every rank calls it. The others' errors are
+    /// told as [`CollectiveError::PeerFailed`].
+    pub(crate) fn same_on_all<T>(&self, what: &str, found: Result<T, Error>) -> Result<T, Error> {
+        let all = self.engine.exchange(what, found.as_ref().err().map(ToString::to_string))?;
+        let value = found?;
+        let failed = self.mesh().world.ranks().zip(all).find_map(|(rank, e)| Some((rank, e?)));
+        match failed {
+            None => Ok(value),
+            Some((rank, reason)) => Err(CollectiveError::PeerFailed { rank, reason }.into()),
+        }
+    }
+
     /// Parameters of the whole model; tied ones count once.
     pub fn num_params(&self) -> usize {
         let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
@@ -385,5 +416,15 @@ impl<M: Module> Module for Fsdp<M> {
 
     fn map<T: ModuleMapper>(self, mapper: &mut T) -> Self {
         self.map_module(|module| module.map(mapper))
+    }
+
+    /// The full state, as of the unsharded model, gathered to each rank: every rank calls it.
+    /// [`save_burnpack`](Fsdp::save_burnpack) writes the same without holding it.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with the [`Error`] where a collective fails; `launch` returns it.
+    fn into_record(self) -> ModuleRecord {
+        self.module.materialize().into_record()
     }
 }

@@ -21,7 +21,6 @@ mod hooks;
 mod launch;
 mod layout;
 mod leaf;
-mod load;
 mod memory;
 mod mesh;
 mod modules;
@@ -31,6 +30,7 @@ pub mod optim;
 mod options;
 mod param;
 mod plan;
+mod pretrained;
 mod schedule;
 mod slot;
 mod state_dict;
@@ -38,15 +38,12 @@ mod unit;
 mod unit_type;
 mod wrapping;
 
-pub use error::{
-    CollectiveError, Error, LaunchError, LoadError, RankPanic, ScheduleError, ShardError,
-};
+pub use error::{CollectiveError, Error, LaunchError, RankPanic, ScheduleError, ShardError};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use hooks::UnitValue;
 pub use launch::{LaunchOptions, Worker, launch};
 pub use layout::{ALIGNMENT, FlatLayout};
-pub use load::{LoadOptions, LoadReport};
 pub use memory::{Memory, Usage};
 pub use mesh::{Mesh, Rank, WorldSize};
 pub use norm::Norm;
@@ -55,6 +52,10 @@ pub use options::{
     WrapPolicy,
 };
 pub use param::Sharded;
+pub use pretrained::{
+    LoadError, LoadOptions, LoadReport, SaveDtype, SaveError, SavePretrained, from_pretrained,
+    merge_safetensors,
+};
 pub use schedule::Counts;
 pub use state_dict::{Recipient, UnshardedState};
 pub use unit::{Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Tie, Walk};

@@ -159,6 +159,8 @@ pub struct FsdpOptions {
     pub(crate) ignored: Vec<ParamId>,
     pub(crate) persist_below: usize,
     pub(crate) sync_module_states: bool,
+    pub(crate) cpu_ram_efficient_loading: bool,
+    pub(crate) deferred_init: bool,
     pub(crate) seed: Option<u64>,
 }
 
@@ -183,6 +185,8 @@ impl FsdpOptions {
             ignored: Vec::new(),
             persist_below: 0,
             sync_module_states: true,
+            cpu_ram_efficient_loading: true,
+            deferred_init: false,
             seed: None,
         }
     }
@@ -256,6 +260,30 @@ impl FsdpOptions {
     /// ones, which is checked.
     pub const fn sync_module_states(mut self, sync: bool) -> Self {
         self.sync_module_states = sync;
+        self
+    }
+
+    /// Whether rank 0 alone initialises parameters that are not yet, where its weights are
+    /// broadcast: the other ranks never allocate more than their fragments. On by default. Without
+    /// [`sync_module_states`](Self::sync_module_states) every rank initialises all of them, one by
+    /// one.
+    ///
+    /// The modules of `burn::nn` are built without initialising their parameters
+    /// (`Initializer::init` returns a [lazy](burn::module::Param::uninitialized) one), and so is a
+    /// model of them. `Param::from_tensor`, `Param::from_data` and a module that was trained or
+    /// loaded hold their values in full on each rank until [`fully_shard`](crate::fully_shard)
+    /// takes them.
+    pub const fn cpu_ram_efficient_loading(mut self, efficient: bool) -> Self {
+        self.cpu_ram_efficient_loading = efficient;
+        self
+    }
+
+    /// Whether no rank initialises any parameter, because all are loaded next: fragments are made
+    /// from shapes alone, and what a parameter already holds is dropped. Until it is loaded, using
+    /// it is the error [`ScheduleError::NotLoaded`](crate::ScheduleError::NotLoaded). PyTorch's
+    /// start on the meta device.
+    pub const fn deferred_init(mut self, deferred: bool) -> Self {
+        self.deferred_init = deferred;
         self
     }
 

@@ -52,6 +52,12 @@ pub(crate) trait Engine: Runtime {
         base: DispatchTensor,
         keep: bool,
     ) -> Result<Option<TensorData>, Error>;
+    /// Says which parameters are to be loaded before they are used.
+    fn set_unloaded(&self, places: &[Place]);
+    /// Says which parameters hold loaded values.
+    fn set_loaded(&self, places: &[Place]);
+    /// Every rank's message to all, in rank order.
+    fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error>;
 }
 
 impl<B: ShardBackend> Engine for Schedule<B> {
@@ -160,19 +166,42 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         keep: bool,
     ) -> Result<Option<TensorData>, Error> {
         let (_, entry) = self.place(place);
+        if self.lock().unloaded.contains(&place) {
+            return Err(self.not_loaded(place));
+        }
         let Some(base) = B::from_dispatch(base).map(Value::into_inner) else { return Ok(None) };
         let full = match &entry.held {
-            Held::Fragment(_) => self.gather_single(place, base)?,
-            Held::Whole => base,
-            Held::TiedTo(_) => return Ok(None),
+            Held::Fragment(_) if keep => self.gather_single(place, base)?,
+            Held::Fragment(_) => {
+                // Whoever does not keep it does not put it together either.
+                self.gather_parts(place, base)?;
+                return Ok(None);
+            }
+            Held::Whole if keep => base,
+            Held::Whole | Held::TiedTo(_) => return Ok(None),
         };
-        if !keep {
-            return Ok(None);
-        }
         let numel = crate::backend::numel::<B>(&full);
         let flat = B::float_reshape(full, burn::tensor::Shape::from([numel]));
         let flat = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat)));
         let (bytes, _, dtype) = flat.into_data().into_parts();
         Ok(Some(TensorData::from_bytes(bytes, entry.shape.clone(), dtype)))
+    }
+
+    fn set_unloaded(&self, places: &[Place]) {
+        let owned = |place: &&Place| !matches!(self.place(**place).1.held, Held::TiedTo(_));
+        self.lock().unloaded = places.iter().filter(owned).copied().collect();
+    }
+
+    fn set_loaded(&self, places: &[Place]) {
+        let mut state = self.lock();
+        for place in places {
+            state.unloaded.remove(place);
+        }
+    }
+
+    fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error> {
+        let op = Op::new("all_gather", what);
+        let all = self.comm.issue(move |group| group.exchange(&op, mine)).wait()?;
+        Ok(all.iter().map(|message| (**message).clone()).collect())
     }
 }

@@ -160,6 +160,10 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         let mut guard = self.lock();
         let state = &mut *guard;
         let holder = unit.holder(place.entry);
+        let held_at = Place { entry: holder, ..place };
+        if state.unloaded.contains(&held_at) {
+            return Err(self.not_loaded(held_at));
+        }
         // A tied entry takes both from the place that owns the weight.
         let (value, leaf) = match &entry.held {
             Held::TiedTo(_) => match &state.units[place.unit].fragments[holder] {
@@ -188,7 +192,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
                 let slot = state.slot_of[place.unit].expect("a unit with fragments has a slot");
                 state.slots[slot].view(unit.offset(holder), &entry.shape)
             }
-            Held::Fragment(_) => self.gather_single(Place { entry: holder, ..place }, value)?,
+            Held::Fragment(_) => self.gather_single(held_at, value)?,
             _ => value,
         };
         let value = match (leaf, context) {
@@ -205,6 +209,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
 impl<B: ShardBackend> Schedule<B> {
     /// What comes before the outermost forward: what an earlier one left is out of date.
     fn begin(&self, state: &mut State<B>) -> Result<(), Error> {
+        if let Some(&place) = state.unloaded.first() {
+            return Err(self.not_loaded(place));
+        }
         let reduced = || state.units.iter().any(|unit| unit.reduced.iter().any(Option::is_some));
         if !state.accumulating {
             if !state.reductions.is_empty() || reduced() {
@@ -281,6 +288,17 @@ impl<B: ShardBackend> Schedule<B> {
         fragment: Float<B>,
     ) -> Result<Float<B>, Error> {
         let (_, entry) = self.place(place);
+        let full = B::float_cat(self.gather_parts(place, fragment)?, 0);
+        Ok(B::float_reshape(full, Shape::from(entry.shape.clone())))
+    }
+
+    /// Every rank's part of one parameter, flattened, in order.
+    pub(super) fn gather_parts(
+        &self,
+        place: Place,
+        fragment: Float<B>,
+    ) -> Result<Vec<Float<B>>, Error> {
+        let (_, entry) = self.place(place);
         tracing::trace!(target: "fsdp", path = %entry.path, "fsdp::unshard_single");
         count(&self.counters.single_gathers);
         let op = Op::new("all_gather", entry.path.as_str());
@@ -294,9 +312,7 @@ impl<B: ShardBackend> Schedule<B> {
             let numel = crate::backend::numel::<B>(&part);
             B::float_reshape(part, Shape::from([numel]))
         };
-        let parts: Vec<_> = parts.wait()?.into_iter().flatten().map(flatten).collect();
-        let full = B::float_cat(parts, 0);
-        Ok(B::float_reshape(full, Shape::from(entry.shape.clone())))
+        Ok(parts.wait()?.into_iter().flatten().map(flatten).collect())
     }
 
     /// Records the gather of a tracked parameter, in its unit's call or in one of its own.

@@ -18,7 +18,7 @@ mod backward;
 mod engine;
 mod forward;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -158,6 +158,8 @@ struct State<B: ShardBackend> {
     accumulating: bool,
     /// Bytes of reduced gradients handed out and counted until the next forward.
     reduced_bytes: usize,
+    /// Parameters that were not initialised, as they are to be loaded.
+    unloaded: BTreeSet<Place>,
 }
 
 /// A call between its `pre_backward` and the depth of its inputs.
@@ -218,6 +220,7 @@ impl<B: ShardBackend> Schedule<B> {
             reductions: VecDeque::new(),
             accumulating: false,
             reduced_bytes: 0,
+            unloaded: BTreeSet::new(),
         };
         Arc::new_cyclic(|this| Self {
             settings,
@@ -244,6 +247,11 @@ impl<B: ShardBackend> Schedule<B> {
     fn place(&self, place: Place) -> (&Unit, &crate::group::Entry) {
         let unit = &self.units[place.unit];
         (unit, &unit.entries[place.entry])
+    }
+
+    /// The error of using a parameter that was to be loaded, and is not yet.
+    fn not_loaded(&self, place: Place) -> Error {
+        ScheduleError::NotLoaded { path: self.place(place).1.path.clone() }.into()
     }
 
     /// Issues the all-gather of a unit that is sharded. `Ahead` of use, it gives way to a unit that

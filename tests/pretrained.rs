@@ -1,0 +1,651 @@
+//! Weights out of a sharded model and back: safetensors in another framework's names, and Burn's own
+//! records.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use burn::module::{Module, Param, ParamId};
+use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Int, Tensor};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{
+    CollectiveError, Error, LoadError, LoadOptions, SaveDtype, SaveError, SavePretrained,
+    ScheduleError, UnshardedState, from_pretrained, merge_safetensors,
+};
+use safetensors::{Dtype, SafeTensors};
+use support::Net;
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn run<T: Send + 'static>(
+    world: usize,
+    f: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    let launched = LaunchOptions::new(world)
+        .device(Device::flex())
+        .timeout(std::time::Duration::from_secs(30));
+    launch(launched, move |worker| f(&worker)).expect("the ranks themselves succeed")
+}
+
+fn sharded(worker: &Worker, strategy: ShardingStrategy) -> Result<Fsdp<Net>, Error> {
+    let net = Net::new(2, 0.0, worker.device());
+    fully_shard(net, worker, FsdpOptions::new().seed(3).strategy(strategy))
+}
+
+/// Saves the model of one seed and returns its full state.
+fn save(world: usize, folder: &Path, options: &SavePretrained) -> UnshardedState {
+    let (folder, options) = (folder.to_path_buf(), options.clone());
+    let ranks = run(world, move |worker| {
+        let net = sharded(worker, ShardingStrategy::FullShard)?;
+        net.save_pretrained(&folder, &options)?;
+        net.unsharded_state(Recipient::All)
+    });
+    ranks.into_iter().next().expect("rank 0")
+}
+
+fn load(world: usize, path: &Path) -> Result<UnshardedState, Error> {
+    let path = path.to_path_buf();
+    run(world, move |worker| {
+        let net = Net::new(2, 0.0, worker.device());
+        let mut net = fully_shard(net, worker, FsdpOptions::new().seed(99))?;
+        let loaded = net.load_safetensors(&path, &LoadOptions::new());
+        let state = net.unsharded_state(Recipient::All)?;
+        Ok(loaded.map(|_| state))
+    })
+    .swap_remove(0)
+}
+
+fn read(path: &Path) -> Tensors {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    file.tensors()
+        .into_iter()
+        .map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())))
+        .collect()
+}
+
+fn files(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn assert_same(a: &UnshardedState, b: &UnshardedState) {
+    assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
+    for (path, data) in a {
+        assert!(data.as_bytes() == b[path].as_bytes(), "`{path}` differs");
+    }
+}
+
+#[test]
+fn a_saved_file_has_the_frameworks_names_and_layouts() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = save(2, folder.path(), &SavePretrained::new());
+    let tensors = read(&folder.path().join("model.safetensors"));
+    assert_eq!(tensors.len(), state.len());
+    assert_eq!(files(folder.path()), ["model.safetensors"]);
+
+    // Burn's `gamma` is PyTorch's `weight`, and PyTorch's `Linear` is `[out, in]`.
+    let (dtype, shape, bytes) = &tensors["embed.norm.weight"];
+    assert_eq!((*dtype, &shape[..]), (Dtype::F32, &[support::WIDTH][..]));
+    assert_eq!(bytes, state["embed.norm.gamma"].as_bytes());
+    let (_, shape, bytes) = &tensors["blocks.1.up.weight"];
+    let hidden = 3 * support::WIDTH + 5;
+    assert_eq!(shape[..], [hidden, support::WIDTH]);
+    let ours: Vec<f32> = state["blocks.1.up.weight"].iter().collect();
+    for out in 0..hidden {
+        for input in 0..support::WIDTH {
+            let at = (out * support::WIDTH + input) * 4;
+            let theirs = f32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+            assert_eq!(theirs, ours[input * hidden + out]);
+        }
+    }
+    let text = std::fs::read(folder.path().join("model.safetensors")).unwrap();
+    let (_, metadata) = SafeTensors::read_metadata(&text).unwrap();
+    assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+}
+
+#[test]
+fn every_world_size_and_strategy_saves_the_same_bytes_and_loads_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |world: usize| folder.path().join(format!("{world}/model.safetensors"));
+    let state = save(1, file(1).parent().unwrap(), &SavePretrained::new());
+    let bytes = std::fs::read(file(1)).unwrap();
+    for world in [2, 3] {
+        save(world, file(world).parent().unwrap(), &SavePretrained::new());
+        assert!(std::fs::read(file(world)).unwrap() == bytes, "{world}");
+        assert_same(&load(world, file(1).parent().unwrap()).unwrap(), &state);
+    }
+    let whole = folder.path().join("whole");
+    let path = whole.clone();
+    run(2, move |worker| {
+        let net = sharded(worker, ShardingStrategy::NoShard)?;
+        net.save_pretrained(&path, &SavePretrained::new())
+    });
+    assert!(std::fs::read(whole.join("model.safetensors")).unwrap() == bytes);
+}
+
+#[test]
+fn half_precision_is_rounded_to_nearest() {
+    let folder = tempfile::tempdir().unwrap();
+    for (dtype, expected) in [(SaveDtype::Bf16, Dtype::BF16), (SaveDtype::F16, Dtype::F16)] {
+        let state = save(2, folder.path(), &SavePretrained::new().dtype(dtype));
+        let tensors = read(&folder.path().join("model.safetensors"));
+        let (dtype, shape, bytes) = &tensors["head.weight"];
+        assert_eq!((*dtype, &shape[..]), (expected, &[support::CLASSES, support::WIDTH][..]));
+        let ours: Vec<f32> = state["head.weight"].iter().collect();
+        for (index, theirs) in bytes.chunks(2).enumerate() {
+            let (row, column) = (index / support::WIDTH, index % support::WIDTH);
+            let ours = ours[column * support::CLASSES + row];
+            let bits = u16::from_le_bytes([theirs[0], theirs[1]]);
+            let nearest = match expected {
+                Dtype::BF16 => half::bf16::from_f32(ours).to_bits(),
+                _ => half::f16::from_f32(ours).to_bits(),
+            };
+            assert_eq!(bits, nearest);
+        }
+        assert!(load(3, folder.path()).is_ok());
+    }
+}
+
+#[test]
+fn above_a_size_there_are_several_files_and_an_index() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = save(2, folder.path(), &SavePretrained::new().max_shard_size(8_000));
+    let names = files(folder.path());
+    let shards: Vec<_> = names.iter().filter(|name| name.ends_with(".safetensors")).collect();
+    assert!(shards.len() > 2 && names.contains(&"model.safetensors.index.json".to_string()));
+    assert_eq!(*shards[0], format!("model-00001-of-{:05}.safetensors", shards.len()));
+    for name in &shards {
+        let tensors = read(&folder.path().join(name));
+        let bytes: usize = tensors.values().map(|(_, _, bytes)| bytes.len()).sum();
+        assert!(bytes <= 8_000 || tensors.len() == 1, "{name}: {bytes}");
+    }
+    let index = std::fs::read(folder.path().join("model.safetensors.index.json")).unwrap();
+    let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+    let total: usize = state.values().map(|data| data.as_bytes().len()).sum();
+    assert_eq!(index["metadata"]["total_size"], total);
+    assert_eq!(index["weight_map"].as_object().unwrap().len(), state.len());
+    assert_same(&load(3, folder.path()).unwrap(), &state);
+    let by_index = folder.path().join("model.safetensors.index.json");
+    assert_same(&load(1, &by_index).unwrap(), &state);
+
+    // One file again, without the model.
+    let merged = folder.path().join("one/model.safetensors");
+    std::fs::create_dir(merged.parent().unwrap()).unwrap();
+    merge_safetensors(folder.path(), &merged).unwrap();
+    assert_eq!(files(merged.parent().unwrap()), ["model.safetensors"]);
+    assert_same(&load(2, &merged).unwrap(), &state);
+}
+
+#[test]
+fn a_save_replaces_all_weights_of_the_one_before_and_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = SavePretrained::new().config("{}").file("vocab.txt", "[PAD]\n");
+    let state = save(1, folder.path(), &options.clone().max_shard_size(8_000));
+    let many = files(folder.path());
+    assert!(many.len() > 5, "{many:?}");
+    std::fs::write(folder.path().join("notes.md"), "mine").unwrap();
+    // The same files over themselves, one file over several, several over one.
+    for max in [8_000, 20_000, u64::MAX, 8_000] {
+        save(2, folder.path(), &options.clone().max_shard_size(max));
+        let names = files(folder.path());
+        for kept in ["config.json", "vocab.txt", "notes.md"] {
+            assert!(names.contains(&kept.to_string()), "{names:?}");
+        }
+        let single = names.contains(&"model.safetensors".to_string());
+        let index = names.contains(&"model.safetensors.index.json".to_string());
+        assert_eq!((single, index), (max == u64::MAX, max != u64::MAX), "{names:?}");
+        assert!(!names.iter().any(|name| name.ends_with(".tmp")), "{names:?}");
+        assert_same(&load(2, folder.path()).unwrap(), &state);
+    }
+    let mut last = files(folder.path());
+    last.retain(|name| name != "notes.md");
+    assert_eq!(last, many);
+}
+
+#[test]
+fn every_difference_of_an_index_is_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    save(1, folder.path(), &SavePretrained::new().max_shard_size(8_000));
+    let path = folder.path().join("model.safetensors.index.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let good: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let write = |index: &serde_json::Value| {
+        std::fs::write(&path, index.to_string()).unwrap();
+    };
+    let problems = || match load(2, folder.path()).unwrap_err() {
+        Error::Load(LoadError::Index { file, problems }) => {
+            assert!(file.ends_with("model.safetensors.index.json"));
+            problems
+        }
+        error => panic!("{error}"),
+    };
+
+    let mut index = good.clone();
+    let map = index["weight_map"].as_object_mut().unwrap();
+    let home = map["head.weight"].clone();
+    map["embed.position"] = "model-00099-of-00099.safetensors".into();
+    map["head.bias"] = "../elsewhere.safetensors".into();
+    map.remove("head.weight");
+    map.insert("ghost".into(), home.clone());
+    write(&index);
+    let problems_found = problems();
+    let one = |text: &str| problems_found.iter().any(|problem| problem.contains(text));
+    assert!(one("model-00099-of-00099.safetensors") && one("../elsewhere"), "{problems_found:?}");
+    assert!(one(&format!("`ghost`: not in {}", home.as_str().unwrap())), "{problems_found:?}");
+    assert!(one("`head.weight`"), "{problems_found:?}");
+
+    write(&good);
+    let shard = folder.path().join(good["weight_map"]["head.bias"].as_str().unwrap());
+    std::fs::write(&shard, b"torn").unwrap();
+    assert!(problems().iter().any(|problem| problem.contains("not a valid safetensors file")));
+    std::fs::remove_file(&shard).unwrap();
+    assert!(problems().iter().any(|problem| problem.contains("cannot read")));
+
+    for wrong in ["", "[]", "{\"weight_map\": 3}", "\u{0}"] {
+        std::fs::write(&path, wrong).unwrap();
+        let error = load(1, folder.path()).unwrap_err();
+        assert!(matches!(&error, Error::Load(LoadError::Format { .. })), "{error}");
+    }
+    let empty = tempfile::tempdir().unwrap();
+    let error = load(1, empty.path()).unwrap_err();
+    assert!(error.to_string().contains("neither model.safetensors nor"), "{error}");
+}
+
+/// What each rank of two gets when rank 0 cannot write.
+fn refused(folder: &Path, options: SavePretrained) -> Vec<Error> {
+    let folder = folder.to_path_buf();
+    run(2, move |worker| {
+        let net = sharded(worker, ShardingStrategy::FullShard)?;
+        let error = net.save_pretrained(&folder, &options).unwrap_err();
+        // The group is whole: the model can be used, and saved elsewhere.
+        net.unsharded_state(Recipient::All)?;
+        Ok(error)
+    })
+}
+
+#[test]
+fn a_failed_save_is_an_error_on_every_rank_and_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = save(1, folder.path(), &SavePretrained::new());
+    let untouched = || {
+        assert_eq!(files(folder.path()), ["model.safetensors"]);
+        assert_same(&load(1, folder.path()).unwrap(), &state);
+    };
+    let ranks = |errors: Vec<Error>, text: &str| {
+        assert!(matches!(&errors[0], Error::Save(_)) && errors[0].to_string().contains(text));
+        let Error::Collective(CollectiveError::PeerFailed { rank, reason }) = &errors[1] else {
+            panic!("{}", errors[1])
+        };
+        assert!(rank.index() == 0 && reason.contains(text), "{reason}");
+    };
+
+    // A file where the folder should be, found before the first gather.
+    let file = folder.path().join("model.safetensors");
+    ranks(refused(&file, SavePretrained::new()), "model.safetensors");
+    untouched();
+
+    // A folder where the file should be, found when all is written.
+    let other = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(other.path().join("model.safetensors/full")).unwrap();
+    ranks(refused(other.path(), SavePretrained::new()), "model.safetensors");
+    assert_eq!(files(other.path()), ["model.safetensors"]);
+
+    for name in ["../config.json", "a/b", "", "..", "x.safetensors", "model.safetensors.index.json"]
+    {
+        let errors = refused(folder.path(), SavePretrained::new().file(name, "x"));
+        for error in errors {
+            assert!(matches!(&error, Error::Save(SaveError::FileName { .. })), "{error}");
+        }
+        untouched();
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("embed" = "out.weight"))]
+struct Tied {
+    #[fsdp(key = "wte")]
+    embed: Embedding,
+    out: Projection,
+    norm: BatchNorm,
+}
+
+#[derive(Module, FsdpModule, Debug)]
+struct Projection {
+    weight: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Tied {
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let hidden = self.norm.forward(self.embed.forward(tokens).swap_dims(1, 2)).swap_dims(1, 2);
+        hidden.matmul(self.out.weight.val().transpose().unsqueeze())
+    }
+}
+
+fn tied(device: &Device) -> Tied {
+    let embed = EmbeddingConfig::new(13, 8).init(device);
+    let out = Projection { weight: embed.weight.clone() };
+    Tied { embed, out, norm: BatchNormConfig::new(8).init(device) }
+}
+
+fn tokens(device: &Device) -> Tensor<2, Int> {
+    Tensor::from_data([[1, 5, 9, 12], [3, 3, 0, 7]], device)
+}
+
+#[test]
+fn a_tied_weight_is_saved_once_under_its_owners_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let ranks = run(3, move |worker| {
+        let options = FsdpOptions::new().seed(1);
+        let model = fully_shard(tied(worker.device()), worker, options.clone())?;
+        model.save_pretrained(&path, &SavePretrained::new())?;
+        let mut other = fully_shard(tied(worker.device()), worker, options.seed(2))?;
+        let logits = |model: &Fsdp<Tied>| {
+            let device = worker.device().clone().inner();
+            model.valid().forward(tokens(&device)).into_data()
+        };
+        let before = logits(&other);
+        // The alias is not in the file, and need not be.
+        let report = other.load_safetensors(&path, &LoadOptions::new())?;
+        Ok((logits(&model), before, logits(&other), report))
+    });
+    let names: Vec<_> = read(&folder.path().join("model.safetensors")).into_keys().collect();
+    assert_eq!(names, ["norm.bias", "norm.weight", "wte.weight"]);
+    for (saved, before, loaded, report) in ranks {
+        assert_ne!(saved, before);
+        assert_eq!(saved, loaded);
+        assert_eq!(report.missing, ["out.weight"]);
+    }
+}
+
+#[test]
+fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("net");
+    let device = Device::flex();
+    let data = |model: &Net| {
+        let input = support::batch(0, 0..4, &device).0;
+        model.forward(input).into_data()
+    };
+    let file = path.clone();
+    let sharded = run(2, move |worker| {
+        let net = sharded(worker, ShardingStrategy::FullShard)?;
+        net.save_burnpack(&file)?;
+        let device = worker.device().clone().inner();
+        Ok((net.valid().forward(support::batch(0, 0..4, &device).0).into_data(), net.into_record()))
+    });
+    assert_eq!(files(folder.path()), ["net.bpk"]);
+    let plain = Net::new(2, 0.0, &device).try_load_file(&path).unwrap();
+    assert_eq!(data(&plain), sharded[0].0);
+    for (_, record) in sharded {
+        let plain = Net::new(2, 0.0, &device).try_load_record(record).unwrap();
+        assert_eq!(data(&plain), data(&Net::new(2, 0.0, &device).try_load_file(&path).unwrap()));
+    }
+
+    // Plain to sharded.
+    let plain = Net::new(2, 0.0, &device);
+    let expected = data(&plain);
+    plain.save_file(folder.path().join("plain.bpk")).unwrap();
+    for world in [1, 3] {
+        let file = folder.path().join("plain");
+        let ranks = run(world, move |worker| {
+            let mut net = sharded_by(worker)?;
+            let report = net.load_burnpack(&file, &LoadOptions::new())?;
+            assert_eq!((report.missing.len(), report.unexpected.len()), (0, 0));
+            let device = worker.device().clone().inner();
+            Ok(net.valid().forward(support::batch(0, 0..4, &device).0).into_data())
+        });
+        assert!(ranks.iter().all(|logits| *logits == expected));
+    }
+}
+
+fn sharded_by(worker: &Worker) -> Result<Fsdp<Net>, Error> {
+    sharded(worker, ShardingStrategy::FullShard)
+}
+
+#[test]
+fn a_record_holds_running_statistics_and_tied_places() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tied.bpk");
+    let file = path.clone();
+    let device = Device::flex();
+    let ranks = run(2, move |worker| {
+        let model = fully_shard(tied(worker.device()), worker, FsdpOptions::new().seed(1))?;
+        // In training, `BatchNorm` updates its running mean.
+        for _ in 0..3 {
+            model.forward(tokens(worker.device()));
+        }
+        model.save_burnpack(&file)?;
+        let mut other = fully_shard(tied(worker.device()), worker, FsdpOptions::new().seed(2))?;
+        other.load_burnpack(&file, &LoadOptions::new())?;
+        let device = worker.device().clone().inner();
+        let logits = |model: &Fsdp<Tied>| model.valid().forward(tokens(&device)).into_data();
+        Ok((logits(&model), logits(&other)))
+    });
+    let plain = tied(&device).try_load_file(&path).unwrap();
+    let expected = plain.valid().forward(tokens(&device)).into_data();
+    let fresh = tied(&device).valid().forward(tokens(&device)).into_data();
+    assert_ne!(expected, fresh);
+    for (saved, loaded) in ranks {
+        assert_eq!(saved, expected);
+        assert_eq!(loaded, expected);
+    }
+}
+
+#[test]
+fn a_record_that_does_not_fit_or_is_torn_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("net.bpk");
+    Net::new(3, 0.0, &Device::flex()).save_file(&path).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    let load = |path: &Path| {
+        let path = path.to_path_buf();
+        run(2, move |worker| {
+            let mut net = sharded_by(worker)?;
+            Ok(net.load_burnpack(&path, &LoadOptions::new()).map(|_| ()))
+        })
+        .swap_remove(0)
+        .unwrap_err()
+    };
+    let Error::Load(LoadError::Mismatch { unexpected, missing, .. }) = load(&path) else {
+        panic!()
+    };
+    assert!(missing.is_empty() && unexpected.contains(&"blocks.2.up.weight".to_string()));
+    for keep in [0, 9, 300, whole.len() - 1] {
+        std::fs::write(&path, &whole[..keep]).unwrap();
+        let error = load(&path);
+        assert!(
+            matches!(&error, Error::Load(LoadError::Format { .. } | LoadError::Io { .. })),
+            "{keep}: {error}"
+        );
+        assert!(error.to_string().contains("net.bpk"), "{error}");
+    }
+    let error = load(&folder.path().join("none"));
+    assert!(matches!(&error, Error::Load(LoadError::Io { .. })), "{error}");
+}
+
+#[test]
+fn names_of_old_checkpoints_load_where_they_are_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = save(1, folder.path(), &SavePretrained::new());
+    let path = folder.path().join("model.safetensors");
+    let tensors = read(&path);
+    let renamed = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        let name = match name.as_str() {
+            "embed.norm.weight" => "embed.norm.gamma",
+            "embed.norm.bias" => "embed.norm.beta",
+            name => name,
+        };
+        let view = safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes).unwrap();
+        (name.to_string(), view)
+    });
+    let renamed: Vec<_> = renamed.collect();
+    safetensors::serialize_to_file(renamed, None, &path).unwrap();
+    let Error::Load(LoadError::Mismatch { missing, unexpected, .. }) =
+        load(1, folder.path()).unwrap_err()
+    else {
+        panic!()
+    };
+    assert_eq!(missing, ["embed.norm.bias", "embed.norm.weight"]);
+    assert_eq!(unexpected, ["embed.norm.beta", "embed.norm.gamma"]);
+
+    let loaded = run(2, move |worker| {
+        let mut net = sharded_by(worker)?;
+        let options = LoadOptions::new()
+            .rename_suffix("norm.gamma", "norm.weight")
+            .rename_suffix("norm.beta", "norm.bias");
+        net.load_safetensors(&path, &options)?;
+        net.unsharded_state(Recipient::All)
+    });
+    assert_same(&loaded[0], &state);
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Counted {
+    body: Linear,
+    head: Linear,
+}
+
+#[fsdp_unit]
+impl Counted {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.head.forward(x.clone()) + self.body.forward(x)
+    }
+}
+
+/// A model that counts how often its weights are initialised.
+fn counted(device: &Device, count: &Arc<AtomicUsize>) -> Counted {
+    let linear = |count: Arc<AtomicUsize>| {
+        let weight = Param::uninitialized(
+            ParamId::new(),
+            move |device: &Device, tracked| {
+                count.fetch_add(1, SeqCst);
+                Tensor::<2>::full([16, 24], 0.5, device).set_require_grad(tracked)
+            },
+            device.clone(),
+            true,
+            [16, 24].into(),
+        );
+        Linear { weight, ..LinearConfig::new(16, 24).init(device) }
+    };
+    Counted { body: linear(count.clone()), head: linear(count.clone()) }
+}
+
+#[test]
+fn rank_0_alone_initialises_where_its_weights_are_broadcast() {
+    for (options, expected) in [
+        (FsdpOptions::new(), [2, 0, 0]),
+        (FsdpOptions::new().cpu_ram_efficient_loading(false), [2, 2, 2]),
+        (FsdpOptions::new().seed(1).sync_module_states(false), [2, 2, 2]),
+        (FsdpOptions::new().deferred_init(true), [0, 0, 0]),
+    ] {
+        let described = format!("{options:?}");
+        let counts = run(3, move |worker| {
+            let count = Arc::new(AtomicUsize::new(0));
+            let model = fully_shard(counted(worker.device(), &count), worker, options.clone())?;
+            // All parameters are trained, whoever initialised them.
+            if described.contains("deferred_init: false") {
+                let state = model.unsharded_state(Recipient::All)?;
+                assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
+                let input = Tensor::ones([2, 16], worker.device());
+                let loss = model.forward(input).powf_scalar(2.0).mean();
+                let gradients = model.backward(loss)?;
+                assert!(gradients.len() >= 3, "a rank may hold none of a matrix");
+            }
+            Ok(count.load(SeqCst))
+        });
+        assert_eq!(counts, expected);
+    }
+}
+
+#[test]
+fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let states = run(2, move |worker| {
+        let count = Arc::new(AtomicUsize::new(0));
+        let model = fully_shard(counted(worker.device(), &count), worker, FsdpOptions::new())?;
+        model.save_pretrained(&path, &SavePretrained::new())?;
+
+        count.store(0, SeqCst);
+        let options = FsdpOptions::new;
+        let fresh = counted(worker.device(), &count);
+        let (loaded, report) =
+            from_pretrained(fresh, worker, options(), &path, &LoadOptions::new())?;
+        assert_eq!((count.load(SeqCst), report.loaded), (0, 4));
+        let (a, b) =
+            (model.unsharded_state(Recipient::All)?, loaded.unsharded_state(Recipient::All)?);
+        assert_same(&a, &b);
+        // It trains as any other.
+        let loss = loaded.forward(Tensor::ones([2, 16], worker.device())).mean();
+        assert!(loaded.backward(loss)?.len() >= 3, "a rank may hold none of a matrix");
+
+        // A file of the body alone: the head is drawn, by rank 0.
+        let file = path.join("model.safetensors");
+        if worker.rank().index() == 0 {
+            let mut tensors = read(&file);
+            tensors.retain(|name, _| name.starts_with("body."));
+            let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+                let view = safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes);
+                (name, view.unwrap())
+            });
+            safetensors::serialize_to_file(views, None, &file).unwrap();
+        }
+        worker.barrier()?;
+        let fresh = counted(worker.device(), &count);
+        let error = from_pretrained(fresh, worker, options(), &path, &LoadOptions::new());
+        assert!(matches!(error, Err(Error::Load(LoadError::Mismatch { .. }))));
+        let lenient = LoadOptions::new().allow_missing("head.");
+        let fresh = counted(worker.device(), &count);
+        let (loaded, report) = from_pretrained(fresh, worker, options(), &path, &lenient)?;
+        assert_eq!(report.missing, ["head.bias", "head.weight"]);
+        assert_eq!(count.load(SeqCst), usize::from(worker.rank().index() == 0));
+        loaded.unsharded_state(Recipient::All)
+    });
+    for state in states {
+        assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
+    }
+}
+
+#[test]
+fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = save(2, folder.path(), &SavePretrained::new());
+    let path = folder.path().to_path_buf();
+    let ranks = run(2, move |worker| {
+        let device = worker.device();
+        let options = FsdpOptions::new().deferred_init(true);
+        let mut net = fully_shard(Net::new(2, 0.0, device), worker, options)?;
+        let not_loaded = |error: Error| {
+            let Error::Schedule(ScheduleError::NotLoaded { path }) = error else {
+                panic!("{error}")
+            };
+            path
+        };
+        let out = path.join("out");
+        let options = SavePretrained::new();
+        assert_eq!(not_loaded(net.save_pretrained(&out, &options).unwrap_err()), "head.weight");
+        not_loaded(net.save_burnpack(out.join("x")).unwrap_err());
+        not_loaded(net.unsharded_state(Recipient::All).unwrap_err());
+        let input = || support::batch(0, 0..2, device).0;
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            net.forward(input());
+        }));
+        not_loaded(*panic.unwrap_err().downcast::<Error>().unwrap());
+
+        net.load_safetensors(&path, &LoadOptions::new())?;
+        net.forward(input());
+        net.unsharded_state(Recipient::All)
+    });
+    assert_same(&ranks[0], &state);
+}
