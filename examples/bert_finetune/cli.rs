@@ -60,9 +60,14 @@ pub struct Cli {
     #[arg(long, value_name = "DIR|FILE")]
     pub data: Option<PathBuf>,
 
-    /// Model to start from: `config.json`, `model.safetensors`, and `tokenizer.json` or `vocab.txt`
+    /// Model to start from: `config.json`, `model.safetensors` (or several files and their index), and
+    /// `tokenizer.json` or `vocab.txt`
     #[arg(long, value_name = "DIR")]
     pub pretrained: Option<PathBuf>,
+
+    /// Where to write the trained model, as transformers loads it
+    #[arg(long, value_name = "DIR")]
+    pub save_pretrained: Option<PathBuf>,
 
     /// Where to compute: auto, flex, cpu, wgpu, cuda or cuda:N
     #[arg(long, value_name = "NAME", default_value = "auto")]

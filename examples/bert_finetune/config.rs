@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// What `config.json` says of a BERT model. Fields that do not concern the classifier are ignored.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct BertConfig {
     /// The architecture: `bert`.
     #[serde(default = "bert")]
@@ -47,7 +47,7 @@ pub struct BertConfig {
 }
 
 /// The activation between the two matrices of the feed-forward part.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub enum HiddenAct {
     /// The exact form, by the error function.
     #[default]

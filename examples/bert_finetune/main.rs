@@ -8,7 +8,7 @@
 //!
 //! `model.rs` is the model and its annotations, `train.rs` what each rank runs. The rest is what any
 //! such program needs: text (`data.rs`), word pieces (`tokenize.rs`), batches (`batch.rs`), scores
-//! (`metrics.rs`) and a report (`report.rs`).
+//! (`metrics.rs`), a report (`report.rs`) and what goes with saved weights (`export.rs`).
 
 mod allocator;
 mod batch;
@@ -16,6 +16,7 @@ mod cli;
 mod config;
 mod data;
 mod device;
+mod export;
 mod metrics;
 mod model;
 mod report;
@@ -24,6 +25,8 @@ mod train;
 #[cfg(test)]
 mod transformers;
 
+use std::path::PathBuf;
+
 use anyhow::{Context, Result};
 use clap::Parser;
 use fsdp_runtime::prelude::*;
@@ -31,6 +34,7 @@ use fsdp_runtime::prelude::*;
 use crate::cli::Cli;
 use crate::config::BertConfig;
 use crate::data::Corpus;
+use crate::export::Export;
 use crate::report::Summary;
 use crate::tokenize::BertTokenizer;
 use crate::train::{Job, train};
@@ -89,9 +93,13 @@ fn prepare(cli: &Cli) -> Result<Job> {
             tokenizer.vocab_size()
         );
     }
+    let pretrained = cli.pretrained.as_deref();
+    let export =
+        |folder: &PathBuf| Export::new(folder, &config, corpus.classes, &tokenizer, pretrained);
     Ok(Job {
+        export: cli.save_pretrained.as_ref().map(export).transpose()?,
         config: config.with_dropout(cli.dropout),
-        weights: cli.pretrained.as_ref().map(|directory| directory.join("model.safetensors")),
+        weights: cli.pretrained.clone(),
         classes: corpus.classes,
         pad: tokenizer.pad(),
         train: tokenizer.encode(&corpus.train)?,

@@ -102,6 +102,25 @@ impl BertTokenizer {
         self.pad
     }
 
+    /// `tokenizer.json`, without the length that a run cuts to.
+    ///
+    /// # Errors
+    ///
+    /// If the library cannot write it.
+    pub fn to_json(&self) -> Result<String> {
+        let mut inner = self.inner.clone();
+        inner.with_truncation(None).map_err(library)?;
+        inner.to_string(true).map_err(library)
+    }
+
+    /// `vocab.txt`: a piece a line, in the order of their numbers.
+    pub fn vocabulary(&self) -> String {
+        let mut pieces: Vec<(u32, String)> =
+            self.inner.get_vocab(true).into_iter().map(|(piece, id)| (id, piece)).collect();
+        pieces.sort();
+        pieces.into_iter().map(|(_, piece)| piece + "\n").collect()
+    }
+
     /// Encodes examples, in their order.
     ///
     /// # Errors

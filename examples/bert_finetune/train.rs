@@ -11,13 +11,14 @@ use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 use burn::module::ParamGroup;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::ModuleOptimizer;
-use fsdp_runtime::LoadOptions;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::{LoadOptions, from_pretrained};
 
 use crate::batch::{Dealer, Padded};
 use crate::cli::Recipe;
 use crate::config::BertConfig;
+use crate::export::Export;
 use crate::metrics::{Counts, Scores, argmax, mean, median};
 use crate::model::{BertForSequenceClassification, BertInput};
 use crate::report::{Progress, Step, Summary};
@@ -28,8 +29,10 @@ use crate::tokenize::Encoded;
 pub struct Job {
     /// The model's shape.
     pub config: BertConfig,
-    /// `model.safetensors` to start from, if any.
+    /// Folder of the weights to start from, if any.
     pub weights: Option<PathBuf>,
+    /// Where the trained model goes, if anywhere.
+    pub export: Option<Export>,
     /// Number of classes.
     pub classes: usize,
     /// The piece that fills a batch up.
@@ -113,6 +116,9 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Summary> {
         progress.epoch(epoch + 1, epoch_loss, scores, begin.elapsed());
     }
     progress.finish();
+    if let Some(export) = &job.export {
+        model.save_pretrained(&export.folder, &export.options())?;
+    }
 
     Ok(Summary {
         world_size: dealer.world_size,
@@ -130,25 +136,24 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Summary> {
     })
 }
 
-/// Builds the model and shards it; then, where there are weights to start from, loads them.
+/// Builds the model, sharded; what there are weights for is loaded and never drawn.
 fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
     let model = job.config.init(job.classes, worker.device());
     let options = FsdpOptions::new().strategy(job.strategy).seed(job.recipe.seed);
-    let mut model = fully_shard(model, worker, options)?;
     let Some(path) = &job.weights else {
-        return Ok(model);
+        return Ok(fully_shard(model, worker, options)?);
     };
     // A file of the bare encoder has no classifier and no `bert.` before its names; one that was
     // pretrained has heads of its own, and old ones hold the positions' numbers.
-    let options = LoadOptions::new()
+    let load = LoadOptions::new()
         .base_prefix("bert")
+        .legacy_layer_norm()
         .allow_missing("classifier.")
         .allow_missing("bert.pooler.")
         .allow_unexpected("cls.")
         .allow_unexpected("embeddings.position_ids")
         .allow_unexpected("bert.embeddings.position_ids");
-    let report = model
-        .load_safetensors(path, &options)
+    let (model, report) = from_pretrained(model, worker, options, path, &load)
         .with_context(|| format!("cannot start from {}", path.display()))?;
     for (what, names) in [("newly drawn", &report.missing), ("not used", &report.unexpected)] {
         if !names.is_empty() {

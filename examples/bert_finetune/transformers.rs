@@ -1,19 +1,24 @@
-//! The loaded model's logits against those of PyTorch/transformers.
+//! The model's logits against those of PyTorch/transformers: of weights that come from there, and of
+//! weights that go there after training.
 //!
-//! Runs where a BERT lies in the folder `BERT_DIR` and `PYTHON` (`python3`) has transformers:
+//! Runs where `PYTHON` (`python3`) has transformers, and, for what starts from a pretrained BERT,
+//! where one lies in the folder `BERT_DIR`:
 //!
 //! ```text
 //! BERT_DIR=MiniLM-L6/ cargo test --release --example bert_finetune transformers
 //! ```
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use burn::tensor::Device;
-use fsdp_runtime::LoadOptions;
+use clap::Parser;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::{LoadOptions, from_pretrained};
 
 use crate::batch::Padded;
+use crate::cli::Cli;
 use crate::config::BertConfig;
 use crate::data::{Corpus, Example};
 use crate::model::BertInput;
@@ -37,37 +42,58 @@ fn pairs() -> Vec<Example> {
         .collect()
 }
 
-/// What transformers makes of the pairs; its model is left in `folder`.
-fn reference(python: &str, bert: &Path, pairs: &[Example], folder: &Path) -> Vec<Vec<f64>> {
-    let file = folder.join("pairs.tsv");
+/// A folder with a pretrained BERT.
+fn bert_dir() -> Option<PathBuf> {
+    let bert = std::env::var_os("BERT_DIR").map(PathBuf::from);
+    if bert.is_none() {
+        eprintln!("skipped: BERT_DIR names no folder with a pretrained BERT");
+    }
+    bert
+}
+
+/// A Python that has transformers.
+fn python() -> Option<String> {
+    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
+    let imports = Command::new(&python).args(["-c", "import torch, transformers"]).output();
+    if !imports.is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: {python} cannot import torch and transformers");
+        return None;
+    }
+    Some(python)
+}
+
+fn write_pairs(file: &Path, pairs: &[Example]) {
     let line =
         |pair: &Example| format!("{}\t{}", pair.first, pair.second.as_deref().unwrap_or_default());
-    std::fs::write(&file, pairs.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
-    let script =
-        concat!(env!("CARGO_MANIFEST_DIR"), "/examples/bert_finetune/transformers_logits.py");
+    std::fs::write(file, pairs.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
+}
+
+/// The output of a script beside this file.
+fn script(python: &str, name: &str, arguments: &[&OsStr]) -> Vec<u8> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/bert_finetune").join(name);
     let output = Command::new(python)
-        .args([Path::new(script), bert, &file, folder])
-        .arg(MAX_LENGTH.to_string())
+        .arg(script)
+        .args(arguments)
         .env("HF_HUB_OFFLINE", "1")
         .output()
         .expect("python was found before");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).expect("the script prints JSON")
+    output.stdout
+}
+
+/// What transformers makes of the pairs; its model is left in `folder`.
+fn reference(python: &str, bert: &Path, pairs: &[Example], folder: &Path) -> Vec<Vec<f64>> {
+    let file = folder.join("pairs.tsv");
+    write_pairs(&file, pairs);
+    let length = MAX_LENGTH.to_string();
+    let arguments = [bert.as_os_str(), file.as_os_str(), folder.as_os_str(), length.as_ref()];
+    let output = script(python, "transformers_logits.py", &arguments);
+    serde_json::from_slice(&output).expect("the script prints JSON")
 }
 
 #[test]
 fn untrained_logits_equal_those_of_transformers() {
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let Some(bert) = std::env::var_os("BERT_DIR").map(PathBuf::from) else {
-        eprintln!("skipped: BERT_DIR names no folder with a pretrained BERT");
-        return;
-    };
-    let imports = Command::new(&python).args(["-c", "import torch, transformers"]).output();
-    if !imports.is_ok_and(|output| output.status.success()) {
-        eprintln!("skipped: {python} cannot import torch and transformers");
-        return;
-    }
-
+    let (Some(bert), Some(python)) = (bert_dir(), python()) else { return };
     let folder = tempfile::tempdir().unwrap();
     let pairs = pairs();
     let expected = reference(&python, &bert, &pairs, folder.path());
@@ -91,12 +117,79 @@ fn untrained_logits_equal_those_of_transformers() {
         Ok::<_, fsdp_runtime::Error>(logits.into_data().iter::<f64>().collect::<Vec<_>>())
     })
     .unwrap();
+    assert_close(&ranks, expected);
+}
+
+/// Every rank's logits against those of transformers.
+fn assert_close(ranks: &[Vec<f64>], expected: Vec<Vec<f64>>) {
     let expected: Vec<f64> = expected.into_iter().flatten().collect();
     assert!(expected.iter().any(|logit| logit.abs() > 0.05), "{expected:?}");
-    for logits in &ranks {
+    for logits in ranks {
         assert_eq!(logits.len(), 2 * PAIRS);
         let furthest = logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         println!("largest difference of a logit: {furthest:.1e}");
         assert!(furthest <= 1e-4, "{furthest}");
     }
+}
+
+/// What transformers says of a saved model.
+#[derive(serde::Deserialize)]
+struct Reloaded {
+    missing: Vec<String>,
+    unexpected: Vec<String>,
+    mismatched: Vec<String>,
+    ids: Vec<Vec<u32>>,
+    logits: Vec<Vec<f64>>,
+}
+
+/// Trains a few steps with `--save-pretrained`, and compares the folder with transformers'.
+fn save_and_compare(python: &str, flags: &[&str]) {
+    let saved = tempfile::tempdir().unwrap();
+    let folder = saved.path().join("model");
+    let mut arguments = vec!["bert_finetune", "--steps", "6", "--quiet", "--seed", "3"];
+    arguments.extend(["--save-pretrained", folder.to_str().unwrap()]);
+    arguments.extend(flags);
+    crate::run(&Cli::parse_from(arguments)).unwrap();
+
+    let (pairs, file) = (pairs(), saved.path().join("pairs.tsv"));
+    write_pairs(&file, &pairs);
+    let length = MAX_LENGTH.to_string();
+    let arguments = [folder.as_os_str(), file.as_os_str(), length.as_ref()];
+    let output = script(python, "transformers_reload.py", &arguments);
+    let theirs: Reloaded = serde_json::from_slice(&output).expect("the script prints JSON");
+    assert!(theirs.missing.is_empty(), "missing: {:?}", theirs.missing);
+    assert!(theirs.unexpected.is_empty(), "unexpected: {:?}", theirs.unexpected);
+    assert!(theirs.mismatched.is_empty(), "mismatched: {:?}", theirs.mismatched);
+
+    let tokenizer = BertTokenizer::read(&folder, MAX_LENGTH).unwrap();
+    let encoded = tokenizer.encode(&pairs).unwrap();
+    for (ours, theirs) in encoded.iter().zip(&theirs.ids) {
+        assert_eq!(ours.ids, theirs[..ours.ids.len()], "one tokenizer");
+    }
+    let config = BertConfig::read(&folder.join("config.json")).unwrap();
+    let pad = tokenizer.pad();
+    let ranks = launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
+        let model = config.init(2, worker.device());
+        let (options, load) = (FsdpOptions::new(), LoadOptions::new());
+        let (model, _) = from_pretrained(model, &worker, options, &folder, &load)?;
+        let rows: Vec<usize> = (0..PAIRS).collect();
+        let device = worker.device().clone().inner();
+        let input = BertInput::new(Padded::new(&encoded, &rows, pad), &device);
+        let logits = model.valid().forward(input.ids, input.types, input.padding);
+        Ok::<_, fsdp_runtime::Error>(logits.into_data().iter::<f64>().collect::<Vec<_>>())
+    })
+    .unwrap();
+    assert_close(&ranks, theirs.logits);
+}
+
+#[test]
+fn a_model_trained_from_scratch_and_saved_loads_in_transformers() {
+    let Some(python) = python() else { return };
+    save_and_compare(&python, &[]);
+}
+
+#[test]
+fn a_pretrained_model_fine_tuned_and_saved_loads_in_transformers() {
+    let (Some(bert), Some(python)) = (bert_dir(), python()) else { return };
+    save_and_compare(&python, &["--pretrained", bert.to_str().unwrap()]);
 }
