@@ -24,7 +24,7 @@ use crate::nn::dropout::Stream;
 use crate::norm::Norm;
 use crate::options::{BackwardPrefetch, FsdpOptions, ReshardAfterForward};
 use crate::param::{Place, Sharded};
-use crate::plan::{Key, Plan};
+use crate::plan::{Ignored, Key, Plan};
 use crate::schedule::{Counts, Engine, Reshard, Schedule, Settings};
 use crate::unit::{FsdpModule, HookedForward, Walk};
 use crate::wrapping::Wrapping;
@@ -86,7 +86,12 @@ pub(crate) fn shard<M: HookedForward>(
             Cutter::<B>::new(&plan, &later, schedule.clone(), worker, &options, &random, inner);
         let module = module.attach(&mut cutter);
         cutter.finish()?;
-        Ok(Fsdp { module, engine: schedule, keys: Arc::new(plan.keys) })
+        Ok(Fsdp {
+            module,
+            engine: schedule,
+            keys: Arc::new(plan.keys),
+            ignored: Arc::new(plan.ignored),
+        })
     })
 }
 
@@ -133,6 +138,7 @@ pub struct Fsdp<M> {
     pub(crate) module: M,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) keys: Arc<BTreeMap<Place, Key>>,
+    pub(crate) ignored: Arc<Vec<Ignored>>,
 }
 
 impl<M> Deref for Fsdp<M> {
@@ -377,7 +383,12 @@ fn typed<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
 
 impl<M: Module> Fsdp<M> {
     fn with(&self, module: M) -> Self {
-        Self { module, engine: self.engine.clone(), keys: self.keys.clone() }
+        Self {
+            module,
+            engine: self.engine.clone(),
+            keys: self.keys.clone(),
+            ignored: self.ignored.clone(),
+        }
     }
 
     pub(crate) fn map_module(self, map: impl FnOnce(M) -> M) -> Self {

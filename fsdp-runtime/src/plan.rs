@@ -36,6 +36,15 @@ struct Item {
     tied_to: Option<usize>,
 }
 
+/// A parameter that is left alone: whole, and each rank's own.
+#[derive(Clone, Debug)]
+pub(crate) struct Ignored {
+    pub(crate) id: ParamId,
+    pub(crate) path: String,
+    pub(crate) key: Key,
+    pub(crate) shape: Vec<usize>,
+}
+
 #[derive(Debug)]
 struct FoundUnit {
     path: String,
@@ -53,6 +62,8 @@ pub(crate) struct Plan {
     pub(crate) places: Vec<Option<Place>>,
     /// The checkpoint key of each place.
     pub(crate) keys: BTreeMap<Place, Key>,
+    /// What is not sharded.
+    pub(crate) ignored: Vec<Ignored>,
     /// The one device they lie on.
     pub(crate) device: Device,
 }
@@ -81,7 +92,7 @@ impl Plan {
         if let Some(error) = inventory.error {
             return Err(error);
         }
-        let Inventory { mut items, order, units, ties, devices, ignored, .. } = inventory;
+        let Inventory { mut items, order, units, ties, devices, ignored, left_alone, .. } = inventory;
         if let Some(id) = ignored.first() {
             return Err(ShardError::InvalidOption {
                 option: "ignored_params",
@@ -108,6 +119,7 @@ impl Plan {
             }
         };
         let mut plan = Self::lay_out(items, units, device, mesh, options);
+        plan.ignored = left_alone;
         let mut places = plan.places.into_iter();
         plan.places = order
             .into_iter()
@@ -173,7 +185,7 @@ impl Plan {
             })
             .collect();
         let places = places.iter().copied().map(Some).collect();
-        Self { units, keys, device, places }
+        Self { units, keys, device, places, ignored: Vec::new() }
     }
 
     /// The layout, line by line, as all ranks must have it.
@@ -202,6 +214,7 @@ struct Inventory {
     wrap: WrapPolicy,
     /// Parameters to leave alone that have not been found yet.
     ignored: Vec<ParamId>,
+    left_alone: Vec<Ignored>,
     /// Whether each parameter found is managed.
     order: Vec<bool>,
     path: Vec<String>,
@@ -250,10 +263,17 @@ impl Inventory {
 
     fn found<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
         let path = self.join(below);
+        let segments = self.key.iter().chain(below).filter(|segment| !segment.is_empty());
+        let key = Key {
+            name: segments.map(String::as_str).collect::<Vec<_>>().join("."),
+            transposed: self.transposed.last() == Some(&true) && below.is_empty(),
+        };
+        let shape = param.lazy_shape().as_slice().to_vec();
         let managed = !self.ignored.contains(&param.id);
         self.order.push(managed);
         if !managed {
             self.ignored.retain(|id| *id != param.id);
+            self.left_alone.push(Ignored { id: param.id, path, key, shape });
             return;
         }
         if let Some(error) = unshardable(&path, param) {
@@ -263,13 +283,7 @@ impl Inventory {
         if !self.devices.contains(&device) {
             self.devices.push(device);
         }
-        let segments = self.key.iter().chain(below).filter(|segment| !segment.is_empty());
-        let key = Key {
-            name: segments.map(String::as_str).collect::<Vec<_>>().join("."),
-            transposed: self.transposed.last() == Some(&true) && below.is_empty(),
-        };
         let unit = *self.stack.last().expect("the outermost unit is on the stack");
-        let shape = param.lazy_shape().as_slice().to_vec();
         self.items.push(Item { path, key, id: param.id, shape, unit, tied_to: None });
     }
 }

@@ -1,9 +1,9 @@
 //! Burn's own records of the full state: what `Module::save_file` writes of the same model unsharded,
 //! and what `Module::load_file` reads.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::tensor::{DispatchTensor, Tensor, TensorData};
@@ -16,9 +16,9 @@ use super::{LoadError, LoadOptions, LoadReport, SaveError};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::mesh::Rank;
-use crate::param::Place;
+use crate::param::{Place, Sharded};
 use crate::schedule::Engine;
-use crate::unit::FsdpModule;
+use crate::unit::{FsdpModule, Walk};
 
 impl<M: FsdpModule> Fsdp<M> {
     /// Writes the full state as a Burn record, which plain Burn loads into the unsharded model
@@ -33,14 +33,14 @@ impl<M: FsdpModule> Fsdp<M> {
     /// [`SaveError`] on rank 0, [`CollectiveError`](crate::CollectiveError) on the others.
     pub fn save_burnpack(&self, path: impl AsRef<Path>) -> Result<(), Error> {
         let label = path.as_ref().display().to_string();
-        let bases = self.bases();
-        let (buffers, ids) = self.buffers();
+        let bases = self.held().bases;
+        let (ids, buffers) = (self.ids(), self.buffers());
         let mut queue = Vec::new();
         for (unit, of) in self.engine.units().iter().enumerate() {
             for (entry, parameter) in of.entries.iter().enumerate() {
                 // Plain Burn has a tied weight at each of its places, under one id.
+                let id = ids.get(&Place { unit, entry }).copied();
                 let place = Place { unit, entry: of.holder(entry) };
-                let id = ids.get(&parameter.path).copied();
                 queue.push((parameter.path.clone(), id, place, bases[&place].clone()));
             }
         }
@@ -54,7 +54,7 @@ impl<M: FsdpModule> Fsdp<M> {
         let shape = |place: &Place| units[place.unit].entries[place.entry].shape.clone();
         let named: Vec<_> =
             queue.iter().map(|(path, id, place, _)| (path.clone(), *id, shape(place))).collect();
-        let gather = std::sync::Arc::new(Gather {
+        let gather = Arc::new(Gather {
             engine: self.engine.clone(),
             queue: Mutex::new(queue.into_iter().map(|(.., place, base)| (place, base)).collect()),
             failed: Mutex::new(None),
@@ -108,43 +108,46 @@ impl<M: FsdpModule> Fsdp<M> {
                 wanted.push((target, Wanted::of(parameter, &parameter.path, false)));
             }
         }
-        for (name, buffer) in self.buffers().0 {
+        for (name, buffer) in self.buffers() {
             let shape = buffer.data.shape().to_vec();
-            wanted.push((
-                Target::Buffer(buffer.id),
-                Wanted {
-                    name,
-                    transposed: false,
-                    range: 0..shape.iter().product(),
-                    base_shape: shape.clone(),
-                    shape,
-                    tied: false,
-                },
-            ));
+            wanted.push((Target::Local(buffer.id), Wanted::whole(&name, &shape, false)));
         }
         fit(&source, wanted, options)
     }
 
-    /// What Burn's traversal shows as parameters and is none, such as a running mean, by path; and
-    /// the id at each path.
-    fn buffers(&self) -> (BTreeMap<String, Buffer>, BTreeMap<String, ParamId>) {
-        let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
+    /// What Burn's traversal shows and is not sharded, by path: ignored parameters, and what is no
+    /// parameter, such as a running mean.
+    fn buffers(&self) -> BTreeMap<String, Buffer> {
         let mut visit = Buffers {
-            known: entries.map(|entry| entry.path.as_str()).collect(),
+            sharded: self.ids().into_values().collect(),
             path: Vec::new(),
             found: BTreeMap::new(),
-            ids: BTreeMap::new(),
         };
         // A running mean takes over its last update when a snapshot is made.
         self.module.valid().visit(&mut visit);
-        (visit.found, visit.ids)
+        visit.found
+    }
+
+    /// The id of the parameter at each place.
+    fn ids(&self) -> HashMap<Place, ParamId> {
+        struct Ids(HashMap<Place, ParamId>);
+        impl Walk for Ids {
+            fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if let Some(sharded) = Sharded::of(param) {
+                    self.0.insert(sharded.place, param.id);
+                }
+            }
+        }
+        let mut ids = Ids(HashMap::new());
+        self.module.walk(&mut ids);
+        ids.0
     }
 }
 
 /// The parameters still to be gathered, in the order in which all ranks give them.
 struct Gather {
-    engine: std::sync::Arc<dyn Engine>,
-    queue: Mutex<std::collections::VecDeque<(Place, DispatchTensor)>>,
+    engine: Arc<dyn Engine>,
+    queue: Mutex<VecDeque<(Place, DispatchTensor)>>,
     failed: Mutex<Option<Error>>,
 }
 
@@ -189,14 +192,13 @@ struct Buffer {
     data: TensorData,
 }
 
-struct Buffers<'a> {
-    known: HashSet<&'a str>,
+struct Buffers {
+    sharded: HashSet<ParamId>,
     path: Vec<String>,
     found: BTreeMap<String, Buffer>,
-    ids: BTreeMap<String, ParamId>,
 }
 
-impl ModuleVisitor for Buffers<'_> {
+impl ModuleVisitor for Buffers {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.push(name.to_string());
     }
@@ -206,11 +208,9 @@ impl ModuleVisitor for Buffers<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.join(".");
-        if self.known.contains(path.as_str()) {
-            self.ids.insert(path, param.id);
-        } else {
-            self.found.insert(path, Buffer { id: param.id, data: param.base().into_data() });
+        if !self.sharded.contains(&param.id) {
+            let buffer = Buffer { id: param.id, data: param.base().into_data() };
+            self.found.insert(self.path.join("."), buffer);
         }
     }
 }

@@ -11,11 +11,13 @@ use crate::group::Held;
 use crate::param::{Place, Sharded};
 use crate::unit::{FsdpModule, Walk};
 
-/// A parameter, or a buffer of a module such as a running mean, which has no place.
+/// Where values go, or come from.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Target {
+    /// A sharded parameter.
     Parameter(Place),
-    Buffer(ParamId),
+    /// What each rank has whole for itself: an ignored parameter, or a running mean.
+    Local(ParamId),
 }
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -35,7 +37,7 @@ impl<M: FsdpModule> Fsdp<M> {
                         values.insert(*id, part);
                     }
                 }
-                Target::Buffer(id) => {
+                Target::Local(id) => {
                     values.insert(id, part);
                 }
             }

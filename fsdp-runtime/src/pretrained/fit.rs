@@ -39,6 +39,18 @@ impl Wanted {
             tied: matches!(entry.held, Held::TiedTo(_)),
         }
     }
+
+    /// All of something, under a name.
+    pub(super) fn whole(name: &str, shape: &[usize], transposed: bool) -> Self {
+        Self {
+            name: name.to_string(),
+            transposed,
+            shape: shape.to_vec(),
+            range: 0..shape.iter().product(),
+            base_shape: shape.to_vec(),
+            tied: false,
+        }
+    }
 }
 
 /// A tensor that fits, and the part of it that this rank holds.

@@ -1,5 +1,6 @@
 //! Loading a safetensors file, or a folder of them, by the model's keys.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::fill::Target;
@@ -13,7 +14,7 @@ use crate::group::Unit;
 use crate::launch::Worker;
 use crate::options::FsdpOptions;
 use crate::param::Place;
-use crate::plan::Key;
+use crate::plan::{Ignored, Key};
 use crate::unit::{FsdpModule, HookedForward};
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -32,11 +33,9 @@ impl<M: FsdpModule> Fsdp<M> {
         path: impl AsRef<Path>,
         options: &LoadOptions,
     ) -> Result<LoadReport, Error> {
-        let fitted = open(path.as_ref(), self.engine.units(), &*self.keys, options);
+        let fitted = open(path.as_ref(), self.engine.units(), &self.keys, &self.ignored, options);
         let (parts, report) = self.same_on_all("the load", fitted.map_err(Error::from))?;
-        self.fill(
-            parts.into_iter().map(|(place, part)| (Target::Parameter(place), part)).collect(),
-        );
+        self.fill(parts);
         Ok(report)
     }
 }
@@ -58,28 +57,36 @@ pub fn from_pretrained<M: HookedForward>(
 ) -> Result<(Fsdp<M>, LoadReport), Error> {
     let mut fitted = None;
     let mut fsdp = shard(module, worker, options, |plan| {
-        let found = open(path.as_ref(), &plan.units, &plan.keys, load).map_err(Error::from);
-        let (parts, report) = same_on_all(worker, found)?;
-        let places = parts.iter().map(|(place, _)| *place).collect();
+        let found = open(path.as_ref(), &plan.units, &plan.keys, &plan.ignored, load);
+        let (parts, report) = same_on_all(worker, found.map_err(Error::from))?;
+        let place = |(target, _): &(Target, Part)| match target {
+            Target::Parameter(place) => Some(*place),
+            Target::Local(_) => None,
+        };
+        let places = parts.iter().filter_map(place).collect();
         fitted = Some((parts, report));
         Ok(places)
     })?;
     let (parts, report) = fitted.unwrap_or_default();
-    fsdp.fill(parts.into_iter().map(|(place, part)| (Target::Parameter(place), part)).collect());
+    fsdp.fill(parts);
     Ok((fsdp, report))
 }
 
 /// The parts of a file that go to each place.
-fn open<'a>(
+fn open(
     path: &Path,
     units: &[Unit],
-    keys: impl IntoIterator<Item = (&'a Place, &'a Key)>,
+    keys: &BTreeMap<Place, Key>,
+    ignored: &[Ignored],
     options: &LoadOptions,
-) -> Result<(Vec<(Place, Part)>, LoadReport), LoadError> {
+) -> Result<(Vec<(Target, Part)>, LoadReport), LoadError> {
     let source = Source::safetensors(path)?;
-    let wanted = keys.into_iter().map(|(&place, key)| {
+    let sharded = keys.iter().map(|(&place, key)| {
         let entry = &units[place.unit].entries[place.entry];
-        (place, Wanted::of(entry, &key.name, key.transposed))
+        (Target::Parameter(place), Wanted::of(entry, &key.name, key.transposed))
     });
-    fit(&source, wanted, options)
+    let local = ignored.iter().map(|Ignored { id, key, shape, .. }| {
+        (Target::Local(*id), Wanted::whole(&key.name, shape, key.transposed))
+    });
+    fit(&source, sharded.chain(local), options)
 }

@@ -3,18 +3,20 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use burn::module::Param;
+use burn::module::{Param, ParamId};
 use burn::tensor::{DispatchTensor, Tensor, TensorData};
 use serde_json::json;
 
+use super::fill::Target;
 use super::source::is_plain;
 use super::write::{Complete, Header, NewFile, failed, whole};
 use super::{INDEX, SINGLE, SaveError, SavePretrained};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
-use crate::group::Held;
+use crate::group::Held as EntryHeld;
 use crate::mesh::Rank;
 use crate::param::{Place, Sharded};
+use crate::plan::Ignored;
 use crate::unit::{FsdpModule, Walk};
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -26,10 +28,11 @@ impl<M: FsdpModule> Fsdp<M> {
     /// Every rank calls it. Parameters are gathered one at a time to rank 0, which writes them as
     /// they come, so that no rank holds more than its fragments and one parameter. Files are
     /// written beside and take their names when all are complete and flushed to disk: one killed
-    /// before leaves what was there. Only where several files replace several of the same names
+    /// before leaves what was there, and perhaps files that end in `.tmp`. Only where several files replace several of the same names
     /// can a kill between renames leave the folder without an index, which a load then reports.
     ///
-    /// Running statistics, such as those of `BatchNorm`, are not among the parameters.
+    /// Running statistics, such as those of `BatchNorm`, are not among the parameters;
+    /// [`save_burnpack`](Self::save_burnpack) writes them.
     ///
     /// # Errors
     ///
@@ -43,7 +46,7 @@ impl<M: FsdpModule> Fsdp<M> {
         let folder = folder.as_ref();
         let plan = self.plan_save(folder, options).map_err(Error::from);
         let shards = self.same_on_all("the plan of a save", plan)?;
-        let bases = self.bases();
+        let Held { bases, locals } = self.held();
         let first = self.mesh().rank == Rank::ZERO;
         let mut written: Result<Vec<Complete>, SaveError> = Ok(Vec::new());
         for shard in &shards {
@@ -52,8 +55,12 @@ impl<M: FsdpModule> Fsdp<M> {
             for tensor in &shard.tensors {
                 // After a failure of its own rank 0 still takes part: the others wait for it.
                 let writes = matches!(file, Some(Ok(_)));
-                let base = bases[&tensor.place].clone();
-                let full = self.engine.full(tensor.place, base, writes)?;
+                let full = match tensor.from {
+                    Target::Parameter(place) => {
+                        self.engine.full(place, bases[&place].clone(), writes)?
+                    }
+                    Target::Local(id) => locals.get(&id).cloned(),
+                };
                 if let (Some(full), Some(Ok(out))) = (full, &mut file)
                     && let Err(error) = tensor.write(out, &full, options)
                 {
@@ -87,30 +94,35 @@ impl<M: FsdpModule> Fsdp<M> {
         }
         let mut tensors = Vec::new();
         let mut named = BTreeMap::new();
-        for (&place, key) in self.keys.iter() {
+        let sharded = self.keys.iter().filter_map(|(&place, key)| {
             let entry = &self.engine.units()[place.unit].entries[place.entry];
-            if matches!(entry.held, Held::TiedTo(_)) {
-                continue;
-            }
-            if let Some(first) = named.insert(&key.name, &entry.path) {
+            let owns = !matches!(entry.held, EntryHeld::TiedTo(_));
+            owns.then_some((Target::Parameter(place), key, &entry.path, &entry.shape))
+        });
+        let local = self.ignored.iter().map(|Ignored { id, path, key, shape }| {
+            (Target::Local(*id), key, path, shape)
+        });
+        for (from, key, path, shape) in sharded.chain(local) {
+            if let Some(first) = named.insert(&key.name, path) {
+                let (first, second): (&String, &String) = (first, path);
                 return Err(SaveError::DuplicateKey {
                     key: key.name.clone(),
                     first: first.clone(),
-                    second: entry.path.clone(),
+                    second: second.clone(),
                 });
             }
-            let transpose = match entry.shape[..] {
+            let transpose = match shape[..] {
                 [rows, columns] if key.transposed => Some([rows, columns]),
                 _ => None,
             };
-            let mut shape = entry.shape.clone();
+            let mut shape = shape.clone();
             if transpose.is_some() {
                 shape.reverse();
             }
             let dtype = options.dtype.stored();
-            let bytes = (entry.numel() * dtype.bitsize() / 8) as u64;
+            let bytes = (shape.iter().product::<usize>() * dtype.bitsize() / 8) as u64;
             let header = Header { name: key.name.clone(), shape, dtype, bytes };
-            tensors.push(ToWrite { place, header, transpose });
+            tensors.push(ToWrite { from, header, transpose });
         }
         if self.mesh().rank == Rank::ZERO {
             std::fs::create_dir_all(folder)
@@ -119,20 +131,36 @@ impl<M: FsdpModule> Fsdp<M> {
         Ok(cut(tensors, options.max_shard_size))
     }
 
-    /// What this rank holds at each place.
-    pub(super) fn bases(&self) -> HashMap<Place, DispatchTensor> {
-        struct Read(HashMap<Place, DispatchTensor>);
-        impl Walk for Read {
+    /// What this rank holds.
+    pub(super) fn held(&self) -> Held {
+        struct Read<'a> {
+            held: Held,
+            ignored: &'a [Ignored],
+            first: bool,
+        }
+        impl Walk for Read<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 if let Some(sharded) = Sharded::of(param) {
-                    self.0.insert(sharded.place, param.base().into_dispatch());
+                    self.held.bases.insert(sharded.place, param.base().into_dispatch());
+                } else if self.first && self.ignored.iter().any(|ignored| ignored.id == param.id) {
+                    let data = param.base().into_data().convert::<f32>();
+                    self.held.locals.insert(param.id, data);
                 }
             }
         }
-        let mut read = Read(HashMap::new());
+        let first = self.mesh().rank == Rank::ZERO;
+        let mut read = Read { held: Held::default(), ignored: &self.ignored, first };
         self.module.walk(&mut read);
-        read.0
+        read.held
     }
+}
+
+/// What a rank holds of each parameter.
+#[derive(Default)]
+pub(super) struct Held {
+    pub(super) bases: HashMap<Place, DispatchTensor>,
+    /// Ignored parameters, on rank 0 alone: its own are written.
+    locals: HashMap<ParamId, TensorData>,
 }
 
 /// One file to write.
@@ -150,7 +178,7 @@ impl Shard {
 
 #[derive(Debug)]
 struct ToWrite {
-    place: Place,
+    from: Target,
     header: Header,
     /// Rows and columns of the parameter, where the file holds it transposed.
     transpose: Option<[usize; 2]>,
@@ -255,4 +283,50 @@ fn index_of(shards: &[Shard]) -> Vec<u8> {
         .collect();
     let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
     format!("{index:#}\n").into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(entry: usize, bytes: u64) -> ToWrite {
+        let header = Header {
+            name: entry.to_string(),
+            shape: vec![],
+            dtype: safetensors::Dtype::F32,
+            bytes,
+        };
+        ToWrite { from: Target::Parameter(Place { unit: 0, entry }), header, transpose: None }
+    }
+
+    fn sizes(bytes: &[u64], max: u64) -> Vec<Vec<u64>> {
+        let tensors = bytes.iter().enumerate().map(|(entry, &bytes)| tensor(entry, bytes));
+        let of = |shard: &Shard| shard.tensors.iter().map(|tensor| tensor.header.bytes).collect();
+        cut(tensors.collect(), max).iter().map(of).collect()
+    }
+
+    #[test]
+    fn tensors_are_cut_in_order_and_one_too_large_is_alone() {
+        assert_eq!(sizes(&[4, 4, 4], 12), [vec![4, 4, 4]]);
+        assert_eq!(sizes(&[4, 4, 4], 11), [vec![4, 4], vec![4]]);
+        assert_eq!(sizes(&[20, 4, 20, 4], 8), [vec![20], vec![4], vec![20], vec![4]]);
+        assert_eq!(sizes(&[4, 4], 0), [vec![4], vec![4]]);
+        let names = cut(vec![tensor(0, 9), tensor(1, 9)], 10);
+        let names: Vec<_> = names.iter().map(|shard| shard.file.as_str()).collect();
+        assert_eq!(names, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]);
+    }
+
+    #[test]
+    fn only_numbered_files_of_weights_are_an_earlier_saves() {
+        assert!(is_numbered("model-00002-of-00010.safetensors"));
+        for other in [
+            "model.safetensors",
+            "model-00002-of-00010.bin",
+            "model-2-of-10.safetensors",
+            "model-adapter-of-00010.safetensors",
+            "model-000a2-of-00010.safetensors",
+        ] {
+            assert!(!is_numbered(other), "{other}");
+        }
+    }
 }

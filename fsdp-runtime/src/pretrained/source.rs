@@ -188,8 +188,8 @@ impl Source {
                 // Of no float parameter; named as such where one meets it.
                 _ => Dtype::U8,
             };
-            // What the reader hands out are windows of the map.
-            let at = bytes.as_ptr().addr().wrapping_sub(start);
+            // What the reader hands out are windows of the map; an empty one may be anywhere.
+            let at = if bytes.is_empty() { 0 } else { bytes.as_ptr().addr().wrapping_sub(start) };
             let range = at..at.wrapping_add(bytes.len());
             if file.as_ref().get(range.clone()).is_none() {
                 return Err(wrong(format!("`{name}` does not lie in it")));
