@@ -8,9 +8,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-use burn::module::{Module, Param, ParamId};
+use burn::module::{Lora, Module, Param, ParamId};
 use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::tensor::{Device, Int, Tensor};
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Int, Tensor, Tolerance};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{
     CollectiveError, Error, LoadError, LoadOptions, SaveDtype, SaveError, SavePretrained,
@@ -648,4 +649,69 @@ fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
         net.unsharded_state(Recipient::All)
     });
     assert_same(&ranks[0], &state);
+}
+
+#[test]
+fn ignored_parameters_go_with_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let ranks = run(2, move |worker| {
+        let build = || {
+            let linear = || LinearConfig::new(16, 24).init(worker.device());
+            let model = Counted { body: linear(), head: linear() };
+            let ignored = [model.head.weight.id, model.head.bias.as_ref().unwrap().id];
+            (model, FsdpOptions::new().ignored_params(ignored))
+        };
+        let (model, options) = build();
+        let saved = fully_shard(model, worker, options)?;
+        saved.save_pretrained(&path, &SavePretrained::new())?;
+        saved.save_burnpack(path.join("model"))?;
+        let head = |model: &Fsdp<Counted>| model.head.weight.val().into_data();
+
+        let (model, options) = build();
+        let (by_key, _) = from_pretrained(model, worker, options, &path, &LoadOptions::new())?;
+        let (model, options) = build();
+        let mut by_path = fully_shard(model, worker, options)?;
+        by_path.load_burnpack(path.join("model"), &LoadOptions::new())?;
+        for loaded in [&by_key, &by_path] {
+            let all = Recipient::All;
+            assert_same(&saved.unsharded_state(all)?, &loaded.unsharded_state(all)?);
+        }
+        Ok([head(&saved), head(&by_key), head(&by_path)])
+    });
+    let names: Vec<_> = read(&folder.path().join("model.safetensors")).into_keys().collect();
+    assert_eq!(names, ["body.bias", "body.weight", "head.bias", "head.weight"]);
+    // Each rank has its own, and rank 0's are saved.
+    assert_ne!(ranks[0][0], ranks[1][0]);
+    for [_, by_key, by_path] in &ranks {
+        assert_eq!((by_key, by_path), (&ranks[0][0], &ranks[0][0]));
+    }
+}
+
+#[test]
+fn plain_burn_loads_a_record_with_lora_adapters() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("adapted.bpk");
+    let build = |device: &Device| {
+        let linear = || LinearConfig::new(16, 24).init(device);
+        Counted { body: linear(), head: linear() }.apply_lora(Lora::new(2, 4.0))
+    };
+    let file = path.clone();
+    let ranks = run(2, move |worker| {
+        let device = worker.device();
+        let mut model = fully_shard(build(device), worker, FsdpOptions::new())?;
+        let mut optimizer = AdamWConfig::new().init();
+        // An adapter starts at zero.
+        for _ in 0..3 {
+            let loss = model.forward(Tensor::ones([2, 16], device)).powf_scalar(2.0).mean();
+            let gradients = model.backward(loss)?;
+            model = optimizer.step(1e-1, model, gradients);
+        }
+        model.save_burnpack(&file)?;
+        Ok(model.forward(Tensor::ones([2, 16], device)).into_data())
+    });
+    let device = Device::flex();
+    let plain = build(&device).try_load_file(&path).unwrap();
+    let logits = plain.forward(Tensor::ones([2, 16], &device)).into_data();
+    logits.assert_approx_eq::<f32>(&ranks[0], Tolerance::default());
 }

@@ -15,7 +15,7 @@ use burn::tensor::{Device, DispatchTensor, Gradients, Tensor};
 use crate::attach::{Cutter, agree, same_on_all};
 use crate::backend::{owned, with_backend};
 use crate::collectives::group::{Group, MeshGroups, blocks};
-use crate::error::{CollectiveError, Error, ScheduleError};
+use crate::error::{CollectiveError, Error, ScheduleError, ShardError};
 use crate::group::Held;
 use crate::launch::Worker;
 use crate::memory::Memory;
@@ -24,7 +24,7 @@ use crate::nn::dropout::Stream;
 use crate::norm::Norm;
 use crate::options::{BackwardPrefetch, FsdpOptions, ReshardAfterForward};
 use crate::param::{Place, Sharded};
-use crate::plan::{Ignored, Key, Plan};
+use crate::plan::{IgnoredParam, Key, Plan};
 use crate::schedule::{Counts, Engine, Reshard, Schedule, Settings};
 use crate::unit::{FsdpModule, HookedForward, Walk};
 use crate::wrapping::Wrapping;
@@ -58,7 +58,7 @@ pub(crate) fn shard<M: HookedForward>(
     options: FsdpOptions,
     later: impl FnOnce(&Plan) -> Result<Vec<Place>, Error>,
 ) -> Result<Fsdp<M>, Error> {
-    let plan = || {
+    let plan = || -> Result<_, ShardError> {
         options.check()?;
         let mesh = options.mesh(worker.mesh(), worker.local_size())?;
         let reshard = options.reshard(mesh)?;
@@ -138,7 +138,7 @@ pub struct Fsdp<M> {
     pub(crate) module: M,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) keys: Arc<BTreeMap<Place, Key>>,
-    pub(crate) ignored: Arc<Vec<Ignored>>,
+    pub(crate) ignored: Arc<Vec<IgnoredParam>>,
 }
 
 impl<M> Deref for Fsdp<M> {

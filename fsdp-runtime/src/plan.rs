@@ -38,7 +38,7 @@ struct Item {
 
 /// A parameter that is left alone: whole, and each rank's own.
 #[derive(Clone, Debug)]
-pub(crate) struct Ignored {
+pub(crate) struct IgnoredParam {
     pub(crate) id: ParamId,
     pub(crate) path: String,
     pub(crate) key: Key,
@@ -63,7 +63,7 @@ pub(crate) struct Plan {
     /// The checkpoint key of each place.
     pub(crate) keys: BTreeMap<Place, Key>,
     /// What is not sharded.
-    pub(crate) ignored: Vec<Ignored>,
+    pub(crate) ignored: Vec<IgnoredParam>,
     /// The one device they lie on.
     pub(crate) device: Device,
 }
@@ -92,7 +92,8 @@ impl Plan {
         if let Some(error) = inventory.error {
             return Err(error);
         }
-        let Inventory { mut items, order, units, ties, devices, ignored, left_alone, .. } = inventory;
+        let Inventory { mut items, order, units, ties, devices, ignored, left_alone, .. } =
+            inventory;
         if let Some(id) = ignored.first() {
             return Err(ShardError::InvalidOption {
                 option: "ignored_params",
@@ -214,7 +215,7 @@ struct Inventory {
     wrap: WrapPolicy,
     /// Parameters to leave alone that have not been found yet.
     ignored: Vec<ParamId>,
-    left_alone: Vec<Ignored>,
+    left_alone: Vec<IgnoredParam>,
     /// Whether each parameter found is managed.
     order: Vec<bool>,
     path: Vec<String>,
@@ -273,7 +274,7 @@ impl Inventory {
         self.order.push(managed);
         if !managed {
             self.ignored.retain(|id| *id != param.id);
-            self.left_alone.push(Ignored { id: param.id, path, key, shape });
+            self.left_alone.push(IgnoredParam { id: param.id, path, key, shape });
             return;
         }
         if let Some(error) = unshardable(&path, param) {

@@ -14,7 +14,7 @@ use crate::group::Unit;
 use crate::launch::Worker;
 use crate::options::FsdpOptions;
 use crate::param::Place;
-use crate::plan::{Ignored, Key};
+use crate::plan::{IgnoredParam, Key};
 use crate::unit::{FsdpModule, HookedForward};
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -77,7 +77,7 @@ fn open(
     path: &Path,
     units: &[Unit],
     keys: &BTreeMap<Place, Key>,
-    ignored: &[Ignored],
+    ignored: &[IgnoredParam],
     options: &LoadOptions,
 ) -> Result<(Vec<(Target, Part)>, LoadReport), LoadError> {
     let source = Source::safetensors(path)?;
@@ -85,7 +85,7 @@ fn open(
         let entry = &units[place.unit].entries[place.entry];
         (Target::Parameter(place), Wanted::of(entry, &key.name, key.transposed))
     });
-    let local = ignored.iter().map(|Ignored { id, key, shape, .. }| {
+    let local = ignored.iter().map(|IgnoredParam { id, key, shape, .. }| {
         (Target::Local(*id), Wanted::whole(&key.name, shape, key.transposed))
     });
     fit(&source, sharded.chain(local), options)

@@ -16,7 +16,7 @@ use crate::fully_shard::Fsdp;
 use crate::group::Held as EntryHeld;
 use crate::mesh::Rank;
 use crate::param::{Place, Sharded};
-use crate::plan::Ignored;
+use crate::plan::IgnoredParam;
 use crate::unit::{FsdpModule, Walk};
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -99,9 +99,10 @@ impl<M: FsdpModule> Fsdp<M> {
             let owns = !matches!(entry.held, EntryHeld::TiedTo(_));
             owns.then_some((Target::Parameter(place), key, &entry.path, &entry.shape))
         });
-        let local = self.ignored.iter().map(|Ignored { id, path, key, shape }| {
-            (Target::Local(*id), key, path, shape)
-        });
+        let local = self
+            .ignored
+            .iter()
+            .map(|IgnoredParam { id, path, key, shape }| (Target::Local(*id), key, path, shape));
         for (from, key, path, shape) in sharded.chain(local) {
             if let Some(first) = named.insert(&key.name, path) {
                 let (first, second): (&String, &String) = (first, path);
@@ -135,7 +136,7 @@ impl<M: FsdpModule> Fsdp<M> {
     pub(super) fn held(&self) -> Held {
         struct Read<'a> {
             held: Held,
-            ignored: &'a [Ignored],
+            ignored: &'a [IgnoredParam],
             first: bool,
         }
         impl Walk for Read<'_> {
@@ -159,7 +160,7 @@ impl<M: FsdpModule> Fsdp<M> {
 #[derive(Default)]
 pub(super) struct Held {
     pub(super) bases: HashMap<Place, DispatchTensor>,
-    /// Ignored parameters, on rank 0 alone: its own are written.
+    /// IgnoredParam parameters, on rank 0 alone: its own are written.
     locals: HashMap<ParamId, TensorData>,
 }
 
