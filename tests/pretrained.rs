@@ -32,16 +32,15 @@ fn run<T: Send + 'static>(
     launch(launched, move |worker| f(&worker)).expect("the ranks themselves succeed")
 }
 
-fn sharded(worker: &Worker, strategy: ShardingStrategy) -> Result<Fsdp<Net>, Error> {
-    let net = Net::new(2, 0.0, worker.device());
-    fully_shard(net, worker, FsdpOptions::new().seed(3).strategy(strategy))
+fn sharded(worker: &Worker) -> Result<Fsdp<Net>, Error> {
+    fully_shard(Net::new(2, 0.0, worker.device()), worker, FsdpOptions::new().seed(3))
 }
 
 /// Saves the model of one seed and returns its full state.
 fn save(world: usize, folder: &Path, options: &SavePretrained) -> UnshardedState {
     let (folder, options) = (folder.to_path_buf(), options.clone());
     let ranks = run(world, move |worker| {
-        let net = sharded(worker, ShardingStrategy::FullShard)?;
+        let net = sharded(worker)?;
         net.save_pretrained(&folder, &options)?;
         net.unsharded_state(Recipient::All)
     });
@@ -123,13 +122,26 @@ fn every_world_size_and_strategy_saves_the_same_bytes_and_loads_the_others() {
         assert!(std::fs::read(file(world)).unwrap() == bytes, "{world}");
         assert_same(&load(world, file(1).parent().unwrap()).unwrap(), &state);
     }
-    let whole = folder.path().join("whole");
-    let path = whole.clone();
-    run(2, move |worker| {
-        let net = sharded(worker, ShardingStrategy::NoShard)?;
-        net.save_pretrained(&path, &SavePretrained::new())
-    });
-    assert!(std::fs::read(whole.join("model.safetensors")).unwrap() == bytes);
+    for (world, strategy) in [
+        (2, ShardingStrategy::NoShard),
+        (2, ShardingStrategy::ShardGradOp),
+        (4, ShardingStrategy::HybridShard),
+    ] {
+        let folder = folder.path().join(strategy.to_string());
+        let path = folder.clone();
+        let states = run(world, move |worker| {
+            let build = |seed| {
+                let options = FsdpOptions::new().seed(seed).strategy(strategy).shard_size(2);
+                fully_shard(Net::new(2, 0.0, worker.device()), worker, options)
+            };
+            build(3)?.save_pretrained(&path, &SavePretrained::new())?;
+            let mut net = build(99)?;
+            net.load_safetensors(&path, &LoadOptions::new())?;
+            net.unsharded_state(Recipient::All)
+        });
+        assert!(std::fs::read(folder.join("model.safetensors")).unwrap() == bytes, "{strategy}");
+        states.iter().for_each(|loaded| assert_same(loaded, &state));
+    }
 }
 
 #[test]
@@ -264,7 +276,7 @@ fn every_difference_of_an_index_is_listed() {
 fn refused(folder: &Path, options: SavePretrained) -> Vec<Error> {
     let folder = folder.to_path_buf();
     run(2, move |worker| {
-        let net = sharded(worker, ShardingStrategy::FullShard)?;
+        let net = sharded(worker)?;
         let error = net.save_pretrained(&folder, &options).unwrap_err();
         // The group is whole: the model can be used, and saved elsewhere.
         net.unsharded_state(Recipient::All)?;
@@ -378,16 +390,16 @@ fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
         model.forward(input).into_data()
     };
     let file = path.clone();
-    let sharded = run(2, move |worker| {
-        let net = sharded(worker, ShardingStrategy::FullShard)?;
+    let ranks = run(2, move |worker| {
+        let net = sharded(worker)?;
         net.save_burnpack(&file)?;
         let device = worker.device().clone().inner();
         Ok((net.valid().forward(support::batch(0, 0..4, &device).0).into_data(), net.into_record()))
     });
     assert_eq!(files(folder.path()), ["net.bpk"]);
     let plain = Net::new(2, 0.0, &device).try_load_file(&path).unwrap();
-    assert_eq!(data(&plain), sharded[0].0);
-    for (_, record) in sharded {
+    assert_eq!(data(&plain), ranks[0].0);
+    for (_, record) in ranks {
         let plain = Net::new(2, 0.0, &device).try_load_record(record).unwrap();
         assert_eq!(data(&plain), data(&Net::new(2, 0.0, &device).try_load_file(&path).unwrap()));
     }
@@ -399,7 +411,7 @@ fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
     for world in [1, 3] {
         let file = folder.path().join("plain");
         let ranks = run(world, move |worker| {
-            let mut net = sharded_by(worker)?;
+            let mut net = sharded(worker)?;
             let report = net.load_burnpack(&file, &LoadOptions::new())?;
             assert_eq!((report.missing.len(), report.unexpected.len()), (0, 0));
             let device = worker.device().clone().inner();
@@ -407,10 +419,6 @@ fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
         });
         assert!(ranks.iter().all(|logits| *logits == expected));
     }
-}
-
-fn sharded_by(worker: &Worker) -> Result<Fsdp<Net>, Error> {
-    sharded(worker, ShardingStrategy::FullShard)
 }
 
 #[test]
@@ -451,7 +459,7 @@ fn a_record_that_does_not_fit_or_is_torn_is_refused() {
     let load = |path: &Path| {
         let path = path.to_path_buf();
         run(2, move |worker| {
-            let mut net = sharded_by(worker)?;
+            let mut net = sharded(worker)?;
             Ok(net.load_burnpack(&path, &LoadOptions::new()).map(|_| ()))
         })
         .swap_remove(0)
@@ -500,7 +508,7 @@ fn names_of_old_checkpoints_load_where_they_are_allowed() {
     assert_eq!(unexpected, ["embed.norm.beta", "embed.norm.gamma"]);
 
     let loaded = run(2, move |worker| {
-        let mut net = sharded_by(worker)?;
+        let mut net = sharded(worker)?;
         let options = LoadOptions::new()
             .rename_suffix("norm.gamma", "norm.weight")
             .rename_suffix("norm.beta", "norm.bias");
