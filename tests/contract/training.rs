@@ -21,7 +21,7 @@ fn train_parity_with_ddp_under_delays() {
             let mut losses = Vec::new();
             for step in 0..10 {
                 let delay = |at: usize| {
-                    if delays && (step + at + rank) % 4 == 0 {
+                    if delays && (step + at + rank).is_multiple_of(4) {
                         std::thread::sleep(Duration::from_millis(3 * (rank as u64 + 1)));
                     }
                 };
