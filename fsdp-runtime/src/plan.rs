@@ -337,6 +337,7 @@ fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
     match policy {
         WrapPolicy::Annotated => true,
         WrapPolicy::TransformerBased(units) => units.contains(&UnitType::of_module::<M>()),
+        WrapPolicy::Named(names) => names.contains(&M::LAYOUT.ty),
         WrapPolicy::SizeBased { min_num_params } => {
             let mut size = Size { min: min_num_params, sums: vec![0] };
             module.walk(&mut size);

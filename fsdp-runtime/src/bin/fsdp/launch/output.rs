@@ -1,0 +1,95 @@
+//! What ranks print: relayed line by line with the rank in front, and the last lines kept.
+
+use std::collections::VecDeque;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Lines of a rank that are kept for the report of its failure.
+const KEPT: usize = 20;
+
+/// A longer line is relayed in pieces.
+const LONGEST: u64 = 64 * 1024;
+
+/// The last lines of a rank, of both streams together.
+#[derive(Clone, Debug, Default)]
+pub struct Tail(Arc<Mutex<VecDeque<String>>>);
+
+impl Tail {
+    fn push(&self, line: &[u8]) {
+        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if lines.len() == KEPT {
+            lines.pop_front();
+        }
+        lines.push_back(String::from_utf8_lossy(line).into_owned());
+    }
+
+    /// The lines, oldest first.
+    pub fn lines(&self) -> Vec<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+    }
+}
+
+/// Reads `source` to its end, and writes each line with `prefix` to `sink`. That nobody reads the
+/// sink does not stop the rank.
+pub fn relay(source: impl Read, mut sink: impl Write, prefix: &str, tail: &Tail) {
+    let mut source = BufReader::new(source);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match source.by_ref().take(LONGEST).read_until(b'\n', &mut line) {
+            Ok(0) => return,
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_) => return,
+        }
+        let shown = shown(&line);
+        tail.push(shown);
+        // In one write, so that lines of several ranks do not mix.
+        let mut whole = Vec::with_capacity(prefix.len() + shown.len() + 1);
+        whole.extend_from_slice(prefix.as_bytes());
+        whole.extend_from_slice(shown);
+        whole.push(b'\n');
+        let _ = sink.write_all(&whole).and_then(|()| sink.flush());
+    }
+}
+
+/// A line as a terminal would leave it: without its end, and from the last carriage return on.
+fn shown(line: &[u8]) -> &[u8] {
+    let line = line.strip_suffix(b"\n").unwrap_or(line);
+    let line = line.strip_suffix(b"\r").unwrap_or(line);
+    line.rsplit(|byte| *byte == b'\r').next().unwrap_or(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn relayed(text: &[u8]) -> (String, Vec<String>) {
+        let (mut sink, tail) = (Vec::new(), Tail::default());
+        relay(text, &mut sink, "[rank 1] ", &tail);
+        (String::from_utf8_lossy(&sink).into_owned(), tail.lines())
+    }
+
+    #[test]
+    fn lines_get_their_rank() {
+        let (text, _) = relayed(b"one\r\ntwo\n\n10%\r20%\r30%\nlast");
+        assert_eq!(text, "[rank 1] one\n[rank 1] two\n[rank 1] \n[rank 1] 30%\n[rank 1] last\n");
+    }
+
+    #[test]
+    fn the_last_lines_are_kept() {
+        let text: String = (0..100).map(|line| format!("{line}\n")).collect();
+        let (_, kept) = relayed(text.as_bytes());
+        assert_eq!(kept.len(), KEPT);
+        assert_eq!((kept[0].as_str(), kept[KEPT - 1].as_str()), ("80", "99"));
+    }
+
+    #[test]
+    fn a_line_without_end_is_cut_and_wrong_bytes_pass() {
+        let long = vec![b'x'; 3 * LONGEST as usize];
+        let (text, _) = relayed(&long);
+        assert_eq!(text.lines().count(), 3);
+        let (_, kept) = relayed(b"a\xffb\n");
+        assert_eq!(kept, ["a\u{fffd}b"]);
+    }
+}
