@@ -1,58 +1,70 @@
 //! A process beside the launcher that outlives it: when the launcher is killed, its ranks, and what
 //! they have started, are ended all the same.
 //!
-//! The launcher holds the only writing end of the guard's standard input and names each rank's
-//! process group on it, `+1234` when it starts and `-1234` when it has ended. The end of that input
-//! is the end of the launcher, however it came about.
+//! The guard reads a pipe whose writing end the launcher alone keeps. Each rank names its process
+//! group on it, `+1234`, before it becomes the program, and the launcher takes the name back,
+//! `-1234`, when the rank has ended. The end of the pipe is the end of the launcher, however it came
+//! about.
 
-use std::io::{self, BufRead, Write};
+use std::io::{self, BufRead, PipeReader, PipeWriter, Write};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, getpid, kill_process_group};
 
 /// The guard of this launcher.
 #[derive(Debug)]
 pub struct Guard {
     process: Child,
-    groups: Option<ChildStdin>,
+    names: Option<PipeWriter>,
+    /// Kept open, so that writing to a guard that was killed is no error.
+    _reader: PipeReader,
 }
 
 impl Guard {
     /// Starts the guard, in a process group of its own so that no Ctrl-C reaches it.
     pub fn start() -> io::Result<Self> {
-        let mut process = Command::new(std::env::current_exe()?)
+        let (reader, names) = io::pipe()?;
+        let process = Command::new(std::env::current_exe()?)
             .arg("guard")
-            .stdin(Stdio::piped())
+            .stdin(reader.try_clone()?)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .process_group(0)
             .spawn()?;
-        let groups = process.stdin.take();
-        Ok(Self { process, groups })
+        Ok(Self { process, names: Some(names), _reader: reader })
     }
 
-    /// A process group to end with the launcher.
-    pub fn add(&mut self, group: Pid) {
-        self.tell('+', group);
+    /// Has the command's process name its group. By the time it runs, the guard knows it.
+    pub fn adopt(&self, command: &mut Command) {
+        let Some(names) = self.names.as_ref().map(AsRawFd::as_raw_fd) else { return };
+        let name_group = move || {
+            let mut line = [0; 16];
+            let mut rest = line.as_mut_slice();
+            writeln!(rest, "+{}", getpid().as_raw_nonzero())?;
+            let unused = rest.len();
+            // SAFETY: the descriptor is the launcher's, which this process has inherited.
+            let names = unsafe { BorrowedFd::borrow_raw(names) };
+            rustix::io::write(names, &line[..line.len() - unused])?;
+            Ok(())
+        };
+        // SAFETY: between fork and exec, `name_group` formats a number into an array and makes two
+        // system calls; it allocates nothing.
+        unsafe { command.pre_exec(name_group) };
     }
 
     /// A process group that has ended.
     pub fn remove(&mut self, group: Pid) {
-        self.tell('-', group);
-    }
-
-    fn tell(&mut self, sign: char, group: Pid) {
-        // A guard that was killed leaves the launcher on its own, no worse than without one.
-        if let Some(groups) = &mut self.groups {
-            let _ = writeln!(groups, "{sign}{}", group.as_raw_nonzero());
+        if let Some(names) = &mut self.names {
+            let _ = writeln!(names, "-{}", group.as_raw_nonzero());
         }
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        drop(self.groups.take());
+        drop(self.names.take());
         let _ = self.process.wait();
     }
 }

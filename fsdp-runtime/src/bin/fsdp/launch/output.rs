@@ -4,34 +4,54 @@ use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Lines of a rank that are kept for the report of its failure.
+/// Lines of each stream that are kept for the report of a failure.
 const KEPT: usize = 20;
 
 /// A longer line is relayed in pieces.
 const LONGEST: u64 = 64 * 1024;
 
-/// The last lines of a rank, of both streams together.
+/// One of a rank's streams.
+#[derive(Clone, Copy, Debug)]
+pub enum Stream {
+    Output,
+    Error,
+}
+
+/// The last lines of a rank.
 #[derive(Clone, Debug, Default)]
-pub struct Tail(Arc<Mutex<VecDeque<String>>>);
+pub struct Tail(Arc<Mutex<Kept>>);
+
+/// By stream, so that much output leaves the errors, which may arrive first, in place.
+#[derive(Debug, Default)]
+struct Kept {
+    arrived: usize,
+    streams: [VecDeque<(usize, String)>; 2],
+}
 
 impl Tail {
-    fn push(&self, line: &[u8]) {
-        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    fn push(&self, stream: Stream, line: &[u8]) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.arrived += 1;
+        let line = (kept.arrived, String::from_utf8_lossy(line).into_owned());
+        let lines = &mut kept.streams[stream as usize];
         if lines.len() == KEPT {
             lines.pop_front();
         }
-        lines.push_back(String::from_utf8_lossy(line).into_owned());
+        lines.push_back(line);
     }
 
-    /// The lines, oldest first.
+    /// The lines, in the order of their arrival.
     pub fn lines(&self) -> Vec<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines: Vec<_> = kept.streams.iter().flatten().cloned().collect();
+        lines.sort_unstable_by_key(|(arrived, _)| *arrived);
+        lines.into_iter().map(|(_, line)| line).collect()
     }
 }
 
 /// Reads `source` to its end, and writes each line with `prefix` to `sink`. That nobody reads the
 /// sink does not stop the rank.
-pub fn relay(source: impl Read, mut sink: impl Write, prefix: &str, tail: &Tail) {
+pub fn relay(source: impl Read, stream: Stream, mut sink: impl Write, prefix: &str, tail: &Tail) {
     let mut source = BufReader::new(source);
     let mut line = Vec::new();
     loop {
@@ -43,7 +63,7 @@ pub fn relay(source: impl Read, mut sink: impl Write, prefix: &str, tail: &Tail)
             Err(_) => return,
         }
         let shown = shown(&line);
-        tail.push(shown);
+        tail.push(stream, shown);
         // In one write, so that lines of several ranks do not mix.
         let mut whole = Vec::with_capacity(prefix.len() + shown.len() + 1);
         whole.extend_from_slice(prefix.as_bytes());
@@ -66,7 +86,7 @@ mod tests {
 
     fn relayed(text: &[u8]) -> (String, Vec<String>) {
         let (mut sink, tail) = (Vec::new(), Tail::default());
-        relay(text, &mut sink, "[rank 1] ", &tail);
+        relay(text, Stream::Output, &mut sink, "[rank 1] ", &tail);
         (String::from_utf8_lossy(&sink).into_owned(), tail.lines())
     }
 
@@ -82,6 +102,16 @@ mod tests {
         let (_, kept) = relayed(text.as_bytes());
         assert_eq!(kept.len(), KEPT);
         assert_eq!((kept[0].as_str(), kept[KEPT - 1].as_str()), ("80", "99"));
+    }
+
+    #[test]
+    fn much_output_leaves_the_errors() {
+        let tail = Tail::default();
+        relay("disk full\n".as_bytes(), Stream::Error, Vec::new(), "", &tail);
+        let text: String = (0..100).map(|line| format!("{line}\n")).collect();
+        relay(text.as_bytes(), Stream::Output, Vec::new(), "", &tail);
+        let kept = tail.lines();
+        assert_eq!((kept.len(), kept[0].as_str()), (KEPT + 1, "disk full"));
     }
 
     #[test]

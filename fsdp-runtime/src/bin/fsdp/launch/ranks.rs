@@ -12,7 +12,8 @@ use std::thread;
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
-use super::output::{Tail, relay};
+use super::guard::Guard;
+use super::output::{Stream, Tail, relay};
 use super::plan::{LaunchError, Plan};
 use super::supervise::Event;
 
@@ -87,6 +88,7 @@ impl Rank {
         plan: &Plan,
         local: usize,
         program: &[String],
+        guard: &Guard,
         events: &Sender<Event>,
     ) -> Result<Self, LaunchError> {
         let rank = plan.first + local;
@@ -109,6 +111,7 @@ impl Rank {
             .process_group(0);
         #[cfg(target_os = "linux")]
         die_with_launcher(&mut command);
+        guard.adopt(&mut command);
         let mut process = command.spawn().map_err(|source| match source.kind() {
             io::ErrorKind::NotFound => LaunchError::NotFound { program: name.clone() },
             _ => LaunchError::CannotStart { program: name.clone(), source },
@@ -121,14 +124,14 @@ impl Rank {
         if let Some(stdout) = process.stdout.take() {
             let (prefix, tail, events) = (prefix.clone(), tail.clone(), events.clone());
             thread::spawn(move || {
-                relay(stdout, io::stdout(), &prefix, &tail);
+                relay(stdout, Stream::Output, io::stdout(), &prefix, &tail);
                 let _ = events.send(Event::StreamEnded);
             });
         }
         if let Some(stderr) = process.stderr.take() {
             let (tail, events) = (tail.clone(), events.clone());
             thread::spawn(move || {
-                relay(stderr, io::stderr(), &prefix, &tail);
+                relay(stderr, Stream::Error, io::stderr(), &prefix, &tail);
                 let _ = events.send(Event::StreamEnded);
             });
         }

@@ -42,8 +42,7 @@ pub fn run(plan: &Plan, program: &[String], grace: Duration) -> Result<u8, Launc
     let guard = Guard::start().map_err(system("its guard"))?;
     let mut launch = Launch::new(plan, grace, guard, events);
     for local in 0..plan.local {
-        let rank = Rank::start(plan, local, program, &sender)?;
-        launch.guard.add(rank.group());
+        let rank = Rank::start(plan, local, program, &launch.guard, &sender)?;
         launch.ranks.push(rank);
     }
     launch.wait()?;
