@@ -9,6 +9,11 @@ use std::fmt;
 use crate::config::Config;
 use crate::mesh::{Rank, WorldSize};
 
+/// The exit code by which a rank says that it ended only because another had failed: `fsdp launch`
+/// then looks for the cause among the others. Any other code is right too, where the order in which
+/// ranks ended tells.
+pub const EXIT_PEER_FAILED: i32 = 75;
+
 /// What started this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Starter {

@@ -141,6 +141,32 @@ fn the_guard_may_be_killed() {
     assert_eq!(run.code, Some(128 + 9), "{run:#?}");
 }
 
+/// Ranks that end the moment another is gone, which may be before the launcher hears of it.
+#[test]
+fn a_reaction_is_not_taken_for_the_cause() {
+    let directory = tempfile::tempdir().unwrap();
+    for rank in 1..4 {
+        let path = directory.path().join(format!("{rank}"));
+        let made = std::process::Command::new("mkfifo").arg(path).status().unwrap();
+        assert!(made.success());
+    }
+    let script = "cd \"$DIRECTORY\"; case $RANK in \
+                  0) exec 3>1 4>2 5>3; sleep 0.2; kill -KILL $$;; \
+                  *) read line <$RANK; exit $CODE;; esac";
+    for code in ["1", "75"] {
+        for _ in 0..10 {
+            let fsdp = Fsdp::script(&["-n", "4"], script).env("DIRECTORY", directory.path());
+            let run = fsdp.env("CODE", code).run();
+            assert_eq!(run.code, Some(128 + 9), "{run:#?}");
+            assert!(run.stderr.contains("rank 0 of 4 failed first: killed"), "{run:#?}");
+        }
+    }
+    // Of two exit codes, the one that says it is a reaction is none.
+    let script = "[ $RANK = 0 ] && exit 75; sleep 0.1; exit 3";
+    let run = Fsdp::script(&["-n", "2"], script).run();
+    assert_eq!(run.code, Some(3), "{run:#?}");
+}
+
 #[test]
 fn ten_kills_of_a_random_rank_at_a_random_moment() {
     let mut random = rand::rng();

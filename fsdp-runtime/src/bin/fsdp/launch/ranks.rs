@@ -10,12 +10,16 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::Sender;
 use std::thread;
 
+use fsdp_runtime::env::EXIT_PEER_FAILED;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use super::guard::Guard;
 use super::output::{Stream, Tail, relay};
 use super::plan::{LaunchError, Plan};
 use super::supervise::Event;
+
+/// The exit code of a Rust program that panicked.
+const PANIC: i32 = 101;
 
 /// A process on this machine.
 #[derive(Debug)]
@@ -52,6 +56,17 @@ impl Ended {
     /// Whether it ended well.
     pub fn is_success(self) -> bool {
         self == Self::Code(0)
+    }
+
+    /// How likely it is that the process ended so because another had: one that loses its peers
+    /// returns an error, and neither panics nor is killed.
+    pub fn likely_reaction(self) -> u8 {
+        match self {
+            Self::Signal(signal) if signal != Signal::ABORT.as_raw() => 0,
+            Self::Signal(_) | Self::Code(PANIC) => 1,
+            Self::Code(EXIT_PEER_FAILED) => 3,
+            Self::Code(_) => 2,
+        }
     }
 
     /// The exit code as `sh` has it: 128 + the signal.

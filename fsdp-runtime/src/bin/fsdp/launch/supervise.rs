@@ -3,6 +3,10 @@
 //! Until a rank fails or a signal arrives, the launcher only waits. When one fails, the others are
 //! asked to end (SIGTERM) and after the grace killed. A first SIGINT or SIGTERM to the launcher is
 //! passed on, and ranks may take the time they need, to save a checkpoint say; the second kills.
+//!
+//! Which rank failed first is not simply which ended first: the kernel closes the connections of a
+//! killed process before it reports its end, and a peer that sees them close may be gone sooner. So
+//! the launcher lets failures settle for a moment, and then looks for the one that is no reaction.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
@@ -16,6 +20,9 @@ use super::guard::Guard;
 use super::plan::{LaunchError, Plan};
 use super::ranks::{Ended, Rank, signal_name};
 use crate::say;
+
+/// How long after the first failure the cause may still show.
+const SETTLING: Duration = Duration::from_millis(300);
 
 /// How long killed processes and their streams are waited for.
 const AFTERMATH: Duration = Duration::from_secs(2);
@@ -61,21 +68,43 @@ fn forward_signals(events: &Sender<Event>) -> std::io::Result<()> {
     Ok(())
 }
 
+/// How far a run has come, and until when it stays so.
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    /// Ranks run.
+    Running,
+    /// One has failed; others that fail may have done so before it.
+    Settling(Instant),
+    /// Ranks were asked to end.
+    Ending(Instant),
+    /// They were killed.
+    Killed(Instant),
+}
+
+impl Phase {
+    fn deadline(self) -> Option<Instant> {
+        match self {
+            Self::Running => None,
+            Self::Settling(deadline) | Self::Ending(deadline) | Self::Killed(deadline) => {
+                Some(deadline)
+            }
+        }
+    }
+}
+
 struct Launch {
     world: usize,
     grace: Duration,
     guard: Guard,
     events: Receiver<Event>,
     ranks: Vec<Rank>,
-    /// The rank that failed first, by its number on this machine.
-    failed: Option<usize>,
-    /// Ranks that were stopped when it did.
+    phase: Phase,
+    /// Ranks that failed before any was asked to end, in that order, by their number here.
+    failed: Vec<usize>,
+    /// Ranks that were stopped then.
     stopped: Vec<usize>,
     /// The signal that asked the launcher to end.
     interrupted: Option<i32>,
-    /// When to kill what has not ended.
-    deadline: Option<Instant>,
-    killed: bool,
     streams_ended: usize,
 }
 
@@ -87,11 +116,10 @@ impl Launch {
             guard,
             events,
             ranks: Vec::new(),
-            failed: None,
+            phase: Phase::Running,
+            failed: Vec::new(),
             stopped: Vec::new(),
             interrupted: None,
-            deadline: None,
-            killed: false,
             streams_ended: 0,
         }
     }
@@ -103,7 +131,7 @@ impl Launch {
     /// Waits until every rank has ended.
     fn wait(&mut self) -> Result<(), LaunchError> {
         while self.running() > 0 {
-            let event = match self.deadline {
+            let event = match self.phase.deadline() {
                 None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(deadline) => {
                     self.events.recv_timeout(deadline.saturating_duration_since(Instant::now()))
@@ -113,9 +141,12 @@ impl Launch {
                 Ok(Event::RankEnded { local }) => self.rank_ended(local)?,
                 Ok(Event::StreamEnded) => self.streams_ended += 1,
                 Ok(Event::Signal(signal)) => self.signalled(signal),
-                Err(RecvTimeoutError::Timeout) if !self.killed => self.kill(),
-                // Killed, and not gone: the kernel holds them, and the launcher need not wait.
-                Err(_) => break,
+                Err(_) => match self.phase {
+                    Phase::Settling(_) => self.end(),
+                    Phase::Running | Phase::Ending(_) => self.kill(),
+                    // Killed, and not gone: the kernel holds them, and the launcher need not wait.
+                    Phase::Killed(_) => return Ok(()),
+                },
             }
         }
         Ok(())
@@ -125,24 +156,42 @@ impl Launch {
         let rank = &mut self.ranks[local];
         let what = "waiting for a rank";
         let ended = rank.reap().map_err(|source| LaunchError::System { what, source })?;
-        let (number, group) = (rank.rank, rank.group());
+        let group = rank.group();
         self.guard.remove(group);
-        if ended.is_success() || self.failed.is_some() {
+        if ended.is_success() {
             return Ok(());
         }
-        if self.interrupted.is_some() {
+        match (self.interrupted, self.phase) {
             // It has ended as it was asked to; those that wait for it in a collective may not.
-            self.deadline.get_or_insert_with(|| Instant::now() + self.grace);
-            return Ok(());
+            (Some(_), Phase::Running) => self.phase = Phase::Ending(Instant::now() + self.grace),
+            (None, Phase::Running) => {
+                self.failed.push(local);
+                self.phase = Phase::Settling(Instant::now() + SETTLING);
+            }
+            (None, Phase::Settling(_)) => self.failed.push(local),
+            _ => {}
         }
-        self.failed = Some(local);
-        self.stopped =
-            self.ranks.iter().filter(|rank| rank.is_stopped()).map(|rank| rank.rank).collect();
-        let rest = if self.running() == 0 { "" } else { "; ending the other ranks" };
-        say(format_args!("rank {number} of {} failed: {ended}{rest}", self.world));
-        self.ranks.iter().for_each(Rank::terminate);
-        self.deadline = Some(Instant::now() + self.grace);
         Ok(())
+    }
+
+    /// Asks the ranks to end, as one has failed.
+    fn end(&mut self) {
+        let stopped = self.ranks.iter().filter(|rank| rank.is_stopped());
+        self.stopped = stopped.map(|rank| rank.rank).collect();
+        if let Some((rank, ended)) = self.cause() {
+            let (rank, world) = (rank.rank, self.world);
+            say(format_args!("rank {rank} of {world} failed: {ended}; ending the other ranks"));
+        }
+        self.ranks.iter().for_each(Rank::terminate);
+        self.phase = Phase::Ending(Instant::now() + self.grace);
+    }
+
+    /// The rank that failed first, and how: the earliest of those that are least likely to have
+    /// failed because another did.
+    fn cause(&self) -> Option<(&Rank, Ended)> {
+        let failed = self.failed.iter().map(|local| &self.ranks[*local]);
+        let ended = failed.filter_map(|rank| Some((rank, rank.ended?)));
+        ended.min_by_key(|(_, ended)| ended.likely_reaction())
     }
 
     fn signalled(&mut self, number: i32) {
@@ -166,9 +215,8 @@ impl Launch {
     }
 
     fn kill(&mut self) {
-        self.killed = true;
         self.ranks.iter().for_each(|rank| rank.signal(Signal::KILL));
-        self.deadline = Some(Instant::now() + AFTERMATH);
+        self.phase = Phase::Killed(Instant::now() + AFTERMATH);
     }
 
     /// Waits for the last lines. A process that has left its rank's group may hold a stream open.
@@ -185,8 +233,7 @@ impl Launch {
 
     /// Says how the run ended; returns the launcher's exit code.
     fn report(&self) -> u8 {
-        if let Some(rank) = self.failed.map(|local| &self.ranks[local]) {
-            let ended = rank.ended.unwrap_or(Ended::Code(1));
+        if let Some((rank, ended)) = self.cause() {
             self.report_failure(rank, ended);
             return ended.exit_code();
         }
