@@ -22,9 +22,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 pub use error::{ConfigError, Note, Problem, ProblemKind};
-pub use values::{
-    AutoWrapPolicy, BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType,
-};
+pub use values::{AutoWrapPolicy, MixedPrecision, StateDictType};
+
+use crate::options::{BackwardPrefetch, ShardingStrategy};
 
 /// The variable in which `fsdp launch` tells a program which configuration file to read.
 pub const CONFIG_VARIABLE: &str = "FSDP_CONFIG";

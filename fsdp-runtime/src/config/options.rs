@@ -2,9 +2,9 @@
 
 use super::error::{ConfigError, Problem, ProblemKind};
 use super::nearest::nearest;
-use super::{AutoWrapPolicy, BackwardPrefetch, Config, MixedPrecision, ShardingStrategy};
+use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, MixedPrecision};
 use crate::launch::LaunchOptions;
-use crate::options::{self, FsdpOptions, WrapPolicy};
+use crate::options::{FsdpOptions, WrapPolicy};
 use crate::unit::{FsdpModule, Node};
 
 impl Config {
@@ -32,30 +32,13 @@ impl Config {
     pub(super) fn options_for(&self, layout: Option<&Node>) -> Result<FsdpOptions, ConfigError> {
         let mut problems = Vec::new();
         let fsdp = &self.fsdp;
-        let mut made = FsdpOptions::new();
+        let mut made = FsdpOptions::new().strategy(fsdp.sharding_strategy);
         made = made.wrap(self.wrap(layout, &mut problems));
-        match fsdp.sharding_strategy {
-            ShardingStrategy::FullShard => {
-                made = made.strategy(options::ShardingStrategy::FullShard);
-            }
-            ShardingStrategy::NoShard => made = made.strategy(options::ShardingStrategy::NoShard),
-            other => {
-                let instead = "use `FULL_SHARD` or `NO_SHARD`";
-                problems.push(self.unsupported("fsdp_sharding_strategy", other.name(), instead));
-            }
+        if let Some(ranks) = self.shard_size() {
+            made = made.shard_size(ranks);
         }
-        match fsdp.backward_prefetch {
-            Some(BackwardPrefetch::Pre) => {
-                made = made.backward_prefetch(options::BackwardPrefetch::Pre);
-            }
-            Some(BackwardPrefetch::NoPrefetch) => {
-                made = made.backward_prefetch(options::BackwardPrefetch::None);
-            }
-            Some(BackwardPrefetch::Post) => {
-                let instead = "use `BACKWARD_PRE` or `NO_PREFETCH`";
-                problems.push(self.unsupported("fsdp_backward_prefetch", "BACKWARD_POST", instead));
-            }
-            None => {}
+        if let Some(prefetch) = fsdp.backward_prefetch {
+            made = made.backward_prefetch(prefetch);
         }
         if let Some(prefetch) = fsdp.forward_prefetch {
             made = made.forward_prefetch(prefetch);
@@ -100,6 +83,12 @@ impl Config {
         self.valid(LaunchOptions::new(world), problems)
     }
 
+    /// Ranks of a group that holds the whole model, if the file says so in either way.
+    fn shard_size(&self) -> Option<usize> {
+        let groups = self.fsdp.replicate.filter(|groups| *groups > 1);
+        self.fsdp.shard.or_else(|| Some(self.num_processes? / groups?))
+    }
+
     fn wrap(&self, layout: Option<&Node>, problems: &mut Vec<Problem>) -> WrapPolicy {
         let names = &self.fsdp.transformer_layer_cls_to_wrap;
         match self.fsdp.auto_wrap_policy {
@@ -127,11 +116,10 @@ impl Config {
                 // Options are constants elsewhere, so they hold a list for good.
                 WrapPolicy::Named(Vec::leak(wrapped))
             }
-            Some(policy) => {
-                let instead = "use `TRANSFORMER_BASED_WRAP`";
-                problems.push(self.unsupported("fsdp_auto_wrap_policy", policy.name(), instead));
-                WrapPolicy::Annotated
-            }
+            Some(AutoWrapPolicy::SizeBased) => WrapPolicy::SizeBased {
+                min_num_params: self.fsdp.min_num_params.unwrap_or(DEFAULT_MIN_NUM_PARAMS),
+            },
+            Some(AutoWrapPolicy::NoWrap) => WrapPolicy::NoWrap,
         }
     }
 

@@ -6,9 +6,10 @@ use std::path::Path;
 use super::error::{ConfigError, Note, Problem, ProblemKind};
 use super::keys::{Role, Section};
 use super::nearest::{list, nearest};
-use super::values::{FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES, ShardingStrategy};
+use super::values::{FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES};
 use super::yaml::{self, Entry, Value};
 use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, Source};
+use crate::options::ShardingStrategy;
 
 /// Reads `text`; `path` names it in errors.
 pub(super) fn read(text: &str, path: &Path) -> Result<(Config, Vec<Note>), ConfigError> {
@@ -43,6 +44,8 @@ pub(super) fn read(text: &str, path: &Path) -> Result<(Config, Vec<Note>), Confi
     problems.sort_by_key(|problem| problem.line);
     Err(ConfigError::Invalid { path: path.into(), problems })
 }
+
+const REPLICATE: &str = "parallelism_config_dp_replicate_size";
 
 #[derive(Default)]
 struct Reader {
@@ -359,7 +362,10 @@ impl Reader {
     fn degree(&mut self, entry: &Entry) {
         const PREFIX: &str = "parallelism_config_";
         match entry.key.strip_prefix(PREFIX) {
-            Some("dp_replicate_size") => self.config.fsdp.replicate = self.count(entry, 1),
+            Some("dp_replicate_size") => {
+                self.config.source.lines.insert(REPLICATE, entry.line);
+                self.config.fsdp.replicate = self.count(entry, 1);
+            }
             Some("dp_shard_size") => self.config.fsdp.shard = self.count(entry, 1),
             Some("tp_size" | "cp_size" | "sp_size") => {
                 if self.count(entry, 1).is_some_and(|size| size > 1) {
@@ -441,7 +447,7 @@ impl Reader {
             (None, Some(Reshard::After(false))) => ShardGradOp,
             (Some(strategy), Some(reshard)) => {
                 let (agree, value) = match reshard {
-                    Reshard::Strategy(other) => (other == strategy, other.name()),
+                    Reshard::Strategy(other) => (other == strategy, other.name_in_file()),
                     Reshard::After(true) => (matches!(strategy, FullShard | HybridShard), "true"),
                     Reshard::After(false) => {
                         let kept = matches!(strategy, ShardGradOp | HybridShardZero2 | NoShard);
@@ -451,7 +457,7 @@ impl Reader {
                 if !agree {
                     let problem = self.contradiction(
                         ("fsdp_reshard_after_forward", value),
-                        ("fsdp_sharding_strategy", strategy.name()),
+                        ("fsdp_sharding_strategy", strategy.name_in_file()),
                         "remove one of them",
                     );
                     self.problems.extend(problem);
@@ -460,6 +466,32 @@ impl Reader {
             }
         };
         self.config.fsdp.sharding_strategy = strategy;
+        self.settle_mesh(strategy);
+    }
+
+    /// Groups of ranks that hold the whole model each make a strategy a hybrid one.
+    fn settle_mesh(&mut self, strategy: ShardingStrategy) {
+        let (replicate, shard) = (self.config.fsdp.replicate, self.config.fsdp.shard);
+        let groups = replicate.unwrap_or(1);
+        if groups > 1 && strategy.shards() && !strategy.is_hybrid() {
+            let problem = self.contradiction(
+                (REPLICATE, &groups.to_string()),
+                ("fsdp_sharding_strategy", strategy.name_in_file()),
+                "write `HYBRID_SHARD` or `HYBRID_SHARD_ZERO2` there",
+            );
+            self.problems.extend(problem);
+        }
+        let (Some(shard), Some(world)) = (shard, self.config.num_processes) else { return };
+        if groups * shard != world {
+            let kind = ProblemKind::WrongValue {
+                key: "num_processes".into(),
+                value: world.to_string(),
+                expected: format!(
+                    "dp_replicate_size x dp_shard_size of `parallelism_config`, {groups} x {shard}"
+                ),
+            };
+            self.problems.push(Problem { line: self.config.source.line("num_processes"), kind });
+        }
     }
 
     /// Keys that only one wrapping policy reads are noted under the others.

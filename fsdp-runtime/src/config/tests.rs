@@ -1,7 +1,7 @@
 //! Files as Accelerate writes them, files with mistakes, and what is said about each.
 
 use super::*;
-use crate::options::{FsdpOptions, WrapPolicy};
+use crate::options::{BackwardPrefetch, FsdpOptions, ShardingStrategy, WrapPolicy};
 use crate::unit::{Child, Kind, Node};
 
 /// As `accelerate config` writes it for FSDP.
@@ -339,6 +339,31 @@ fn a_file_becomes_options() {
         .sync_module_states(true);
     assert_eq!(options, expected);
     assert_eq!(Config::default().options_for(Some(&BERT_MODEL)).unwrap(), FsdpOptions::new());
+
+    let text = OLDER.replace("fsdp_offload_params: 'true'", "fsdp_offload_params: 'false'");
+    let expected = FsdpOptions::new()
+        .strategy(ShardingStrategy::ShardGradOp)
+        .wrap(WrapPolicy::SizeBased { min_num_params: 100_000_000 })
+        .backward_prefetch(BackwardPrefetch::Post);
+    assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
+
+    let text = FSDP2.replace("bf16", "'no'");
+    let expected = FsdpOptions::new()
+        .strategy(ShardingStrategy::HybridShardZero2)
+        .wrap(WrapPolicy::Named(&["BertLayer", "BertEmbeddings"]))
+        .shard_size(4);
+    assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
+    let text = text.replace("  parallelism_config_dp_shard_size: 4\n", "");
+    assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
+}
+
+#[test]
+fn groups_of_ranks_agree_with_the_rest() {
+    let text = FSDP2.replace("dp_shard_size: 4", "dp_shard_size: 3");
+    assert!(bad(&text)[0].starts_with("line 14: `num_processes` is `8`; expected"), "{text}");
+    let text = FSDP2.replace("reshard_after_forward: false", "sharding_strategy: FULL_SHARD");
+    let problem = &bad(&text)[0];
+    assert!(problem.contains("line 8") && problem.contains("`HYBRID_SHARD`"), "{problem}");
 }
 
 #[test]

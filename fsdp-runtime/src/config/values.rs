@@ -2,26 +2,51 @@
 
 use std::fmt;
 
+use crate::options::{BackwardPrefetch, ShardingStrategy};
+
 /// An enumeration that the file spells by name, and in some places by number, counted from 1.
-pub(super) trait Named: Copy + 'static {
+pub(super) trait Named: Copy + PartialEq + 'static {
     /// Every value, in Accelerate's order.
-    const ALL: &'static [Self];
+    const VALUES: &'static [Self];
     /// Their names, in the same order.
     const NAMES: &'static [&'static str];
 
     /// The value of this name, in either case.
     fn named(text: &str) -> Option<Self> {
         let position = Self::NAMES.iter().position(|name| name.eq_ignore_ascii_case(text))?;
-        Self::ALL.get(position).copied()
+        Self::VALUES.get(position).copied()
     }
 
     /// The value of this name or number.
     fn named_or_numbered(text: &str) -> Option<Self> {
         match text.parse::<usize>() {
-            Ok(number) => Self::ALL.get(number.checked_sub(1)?).copied(),
+            Ok(number) => Self::VALUES.get(number.checked_sub(1)?).copied(),
             Err(_) => Self::named(text),
         }
     }
+
+    /// The value's name in the file.
+    fn name_in_file(self) -> &'static str {
+        let position = Self::VALUES.iter().position(|value| *value == self);
+        position.and_then(|position| Self::NAMES.get(position)).copied().unwrap_or_default()
+    }
+}
+
+impl Named for ShardingStrategy {
+    const VALUES: &'static [Self] = &[
+        Self::FullShard,
+        Self::ShardGradOp,
+        Self::NoShard,
+        Self::HybridShard,
+        Self::HybridShardZero2,
+    ];
+    const NAMES: &'static [&'static str] =
+        &["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"];
+}
+
+impl Named for BackwardPrefetch {
+    const VALUES: &'static [Self] = &[Self::Pre, Self::Post, Self::None];
+    const NAMES: &'static [&'static str] = &["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"];
 }
 
 macro_rules! named {
@@ -33,13 +58,13 @@ macro_rules! named {
         }
 
         impl Named for $name {
-            const ALL: &'static [Self] = &[$(Self::$variant),+];
+            const VALUES: &'static [Self] = &[$(Self::$variant),+];
             const NAMES: &'static [&'static str] = &[$($text),+];
         }
 
         impl $name {
             /// Every value, in Accelerate's order.
-            pub const ALL: &'static [Self] = <Self as Named>::ALL;
+            pub const ALL: &'static [Self] = <Self as Named>::VALUES;
 
             /// The value's name in the file.
             pub const fn name(self) -> &'static str {
@@ -58,22 +83,6 @@ macro_rules! named {
 }
 
 named! {
-    /// `fsdp_sharding_strategy`: what is sharded between steps.
-    ShardingStrategy {
-        /// Parameters, gradients and optimizer state (ZeRO stage 3).
-        FullShard = "FULL_SHARD",
-        /// Gradients and optimizer state; parameters stay gathered from forward to backward (stage 2).
-        ShardGradOp = "SHARD_GRAD_OP",
-        /// Nothing.
-        NoShard = "NO_SHARD",
-        /// `FULL_SHARD` within a group of ranks, replicated across groups.
-        HybridShard = "HYBRID_SHARD",
-        /// `SHARD_GRAD_OP` within a group of ranks, replicated across groups.
-        HybridShardZero2 = "HYBRID_SHARD_ZERO2",
-    }
-}
-
-named! {
     /// `fsdp_auto_wrap_policy`: which of the annotated units are gathered on their own.
     AutoWrapPolicy {
         /// Those that `fsdp_transformer_layer_cls_to_wrap` names; all of them where it names none.
@@ -82,18 +91,6 @@ named! {
         SizeBased = "SIZE_BASED_WRAP",
         /// None: the whole model is one unit.
         NoWrap = "NO_WRAP",
-    }
-}
-
-named! {
-    /// `fsdp_backward_prefetch`: when a unit is gathered for its backward.
-    BackwardPrefetch {
-        /// Before the backward of the unit after it.
-        Pre = "BACKWARD_PRE",
-        /// After the backward of the unit after it, before its gradients are reduced.
-        Post = "BACKWARD_POST",
-        /// When its own backward begins.
-        NoPrefetch = "NO_PREFETCH",
     }
 }
 
@@ -149,10 +146,11 @@ mod tests {
 
     #[test]
     fn values_are_known_by_name_and_number() {
-        for (index, strategy) in ShardingStrategy::ALL.iter().enumerate() {
-            let number = (index + 1).to_string();
-            assert_eq!(ShardingStrategy::named_or_numbered(&number), Some(*strategy));
-            assert_eq!(ShardingStrategy::named_or_numbered(strategy.name()), Some(*strategy));
+        for (strategy, name) in ShardingStrategy::ALL {
+            let number = strategy.number().to_string();
+            assert_eq!(ShardingStrategy::named_or_numbered(&number), Some(strategy));
+            assert_eq!(ShardingStrategy::named_or_numbered(name), Some(strategy));
+            assert_eq!(strategy.name_in_file(), name);
         }
         assert_eq!(ShardingStrategy::named("full_shard"), Some(ShardingStrategy::FullShard));
         for wrong in ["0", "6", "", "SHARD", "-1"] {

@@ -1,7 +1,7 @@
 //! From a [`Config`] to YAML, with the keys in the order of Accelerate's files.
 
 use super::Config;
-use super::values::FSDP;
+use super::values::{FSDP, Named};
 
 /// Lines of `key: value`, without those that have none.
 struct Lines {
@@ -32,7 +32,7 @@ pub(super) fn to_yaml(config: &Config) -> String {
     lines.indent = "  ";
     lines.put("fsdp_activation_checkpointing", fsdp.activation_checkpointing);
     lines.put_some("fsdp_auto_wrap_policy", fsdp.auto_wrap_policy);
-    lines.put_some("fsdp_backward_prefetch", fsdp.backward_prefetch);
+    lines.put_some("fsdp_backward_prefetch", fsdp.backward_prefetch.map(Named::name_in_file));
     lines.put_some("fsdp_cpu_ram_efficient_loading", fsdp.cpu_ram_efficient_loading);
     lines.put_some("fsdp_forward_prefetch", fsdp.forward_prefetch);
     lines.put_some("fsdp_min_num_params", fsdp.min_num_params);

@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use fsdp_runtime::config::{
-    AutoWrapPolicy, BackwardPrefetch, Config, DEFAULT_MIN_NUM_PARAMS, MixedPrecision,
-    ShardingStrategy, StateDictType,
+    AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, MixedPrecision, StateDictType,
 };
+use fsdp_runtime::{BackwardPrefetch, ShardingStrategy};
 
 use self::ask::{Answers, Ask, Terminal};
 use crate::{print, probe, say};
@@ -133,19 +133,15 @@ fn machines(ask: &mut impl Ask, config: &mut Config) -> Answers<()> {
 
 fn sharding(ask: &mut impl Ask, config: &mut Config) -> Answers<()> {
     let fsdp = &mut config.fsdp;
-    fsdp.sharding_strategy = choose(
-        ask,
-        "What is sharded?",
-        ShardingStrategy::ALL,
-        &[
-            "parameters, gradients and optimizer state: least memory",
-            "gradients and optimizer state: fewer gathers",
-            "nothing: plain data parallel training",
-            "everything, within groups of ranks",
-            "gradients and optimizer state, within groups of ranks",
-        ],
-        0,
-    )?;
+    let strategies = ShardingStrategy::ALL.map(|(strategy, _)| strategy);
+    let about = [
+        "parameters, gradients and optimizer state: least memory",
+        "gradients and optimizer state: fewer gathers",
+        "nothing: plain data parallel training",
+        "everything, within groups of ranks",
+        "gradients and optimizer state, within groups of ranks",
+    ];
+    fsdp.sharding_strategy = choose(ask, "What is sharded?", &strategies, &about, 0)?;
     fsdp.offload_params = ask.confirm("Rest parameters and gradients on the host?", false)?;
     let policy = choose(
         ask,
@@ -170,13 +166,20 @@ fn sharding(ask: &mut impl Ask, config: &mut Config) -> Answers<()> {
         }
         AutoWrapPolicy::NoWrap => {}
     }
-    let about = [
-        "before the backward of the unit after it: most overlap",
-        "after that backward: one buffer less in use",
-        "when its own backward begins",
-    ];
-    let question = "When is a unit gathered for its backward?";
-    fsdp.backward_prefetch = Some(choose(ask, question, BackwardPrefetch::ALL, &about, 0)?);
+    let prefetch = ask.select(
+        "When is a unit gathered for its backward?",
+        &[
+            ("BACKWARD_PRE", "before the backward of the unit after it: most overlap"),
+            ("BACKWARD_POST", "after that backward: one buffer less in use"),
+            ("NO_PREFETCH", "when its own backward begins"),
+        ],
+        0,
+    )?;
+    fsdp.backward_prefetch = Some(match prefetch {
+        0 => BackwardPrefetch::Pre,
+        1 => BackwardPrefetch::Post,
+        _ => BackwardPrefetch::None,
+    });
     let question = "Gather a unit while the one before it computes, in forward?";
     fsdp.forward_prefetch = Some(ask.confirm(question, true)?);
     fsdp.activation_checkpointing =
