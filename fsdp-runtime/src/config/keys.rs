@@ -93,7 +93,7 @@ const TOP: &[Key] = &[
     unused("main_training_function", "a program has one `main`", &["main"]),
     unused("megatron_lm_config", "for Megatron-LM", EMPTY),
     used("mixed_precision"),
-    unused("mpirun_config", "start `mpirun` yourself; its variables are understood", EMPTY),
+    used("mpirun_config"),
     used("num_machines"),
     used("num_processes"),
     used("parallelism_config"),

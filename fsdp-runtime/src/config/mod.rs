@@ -48,6 +48,8 @@ pub struct Config {
     /// `gpu_ids`: the GPUs of this machine to use, as `CUDA_VISIBLE_DEVICES` takes them; `None` for
     /// all.
     pub gpu_ids: Option<String>,
+    /// `mpirun_config`: ranks are started by `mpirun`.
+    pub mpirun: Option<MpirunConfig>,
     /// `use_cpu`: no GPU, even where there is one.
     pub use_cpu: bool,
     /// `debug`: every collective is compared across ranks before it runs.
@@ -57,6 +59,14 @@ pub struct Config {
     /// `fsdp_config`.
     pub fsdp: FsdpConfig,
     source: Source,
+}
+
+/// How `mpirun` is called: the keys under `mpirun_config`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpirunConfig {
+    /// `mpirun_hostfile`: the machines and their places; `None` for this machine, or those of the
+    /// batch system.
+    pub hostfile: Option<PathBuf>,
 }
 
 /// How the model is sharded: the keys under `fsdp_config`. `None` leaves the choice to the runtime.
@@ -100,6 +110,7 @@ impl Default for Config {
             main_process_ip: None,
             main_process_port: None,
             gpu_ids: None,
+            mpirun: None,
             use_cpu: false,
             debug: false,
             mixed_precision: MixedPrecision::No,

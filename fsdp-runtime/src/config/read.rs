@@ -1,14 +1,14 @@
 //! From YAML to a [`Config`]: every key is read, noted as without effect, or a problem.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::error::{ConfigError, Note, Problem, ProblemKind};
 use super::keys::{Role, Section};
 use super::nearest::{list, nearest};
 use super::values::{FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES};
 use super::yaml::{self, Entry, Value};
-use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, Source};
+use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, MpirunConfig, Source};
 use crate::options::ShardingStrategy;
 
 /// Reads `text`; `path` names it in errors.
@@ -155,6 +155,7 @@ impl Reader {
             "main_process_ip" => self.config.main_process_ip = self.text(entry),
             "main_process_port" => self.port(entry),
             "mixed_precision" => self.mixed_precision(entry),
+            "mpirun_config" => self.map(entry, |reader, map| reader.mpirun(map)),
             "num_machines" => self.config.num_machines = self.count(entry, 1).unwrap_or(1),
             // Accelerate's -1: as many as there are GPUs.
             "num_processes" if entry.value.text() == Some("-1") => {}
@@ -356,6 +357,27 @@ impl Reader {
             }
             None => self.wrong(entry, "names of unit types, such as `BertLayer,BertEmbeddings`"),
         }
+    }
+
+    /// The lines of `mpirun_config`. Accelerate writes none where `mpirun` is not used.
+    fn mpirun(&mut self, entries: &[Entry]) {
+        if entries.is_empty() {
+            return;
+        }
+        let mut mpirun = MpirunConfig::default();
+        for entry in entries {
+            match entry.key.as_str() {
+                "mpirun_hostfile" if entry.value.is_null() => {}
+                "mpirun_hostfile" => mpirun.hostfile = self.text(entry).map(PathBuf::from),
+                "mpirun_ccl" => self.note(entry, "for Intel's oneCCL", true),
+                _ => {
+                    let nearest = nearest(&entry.key, ["mpirun_hostfile", "mpirun_ccl"]);
+                    let key = entry.key.clone();
+                    self.problem(entry.line, ProblemKind::UnknownKey { key, nearest });
+                }
+            }
+        }
+        self.config.mpirun = Some(mpirun);
     }
 
     /// One line of `parallelism_config`.

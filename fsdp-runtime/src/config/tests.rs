@@ -246,6 +246,19 @@ fsdp_config:
 }
 
 #[test]
+fn mpirun_is_asked_for_by_its_keys() {
+    let text = "mpirun_config:\n  mpirun_hostfile: /etc/hosts.mpi\n  mpirun_ccl: 1\n";
+    let (config, notes) = good(text);
+    assert_eq!(config.mpirun.unwrap().hostfile, Some("/etc/hosts.mpi".into()));
+    assert_eq!((notes[0].line, notes[0].off), (3, true));
+    assert_eq!(good("mpirun_config: {}\n").0.mpirun, None);
+    assert_eq!(
+        bad("mpirun_config:\n  mpirun_hostfle: x\n"),
+        ["line 2: unknown key `mpirun_hostfle`; did you mean `mpirun_hostfile`?"]
+    );
+}
+
+#[test]
 fn what_is_no_mapping_is_refused() {
     for text in ["- a\n- b\n", "just words\n", "a: [1\n", "a: *b\n"] {
         let error = Config::parse(text, "config.yaml").unwrap_err();
@@ -300,6 +313,10 @@ fn what_is_written_is_read_back() {
         assert!(notes.iter().all(|note| note.off), "{notes:#?}");
     }
     let mut config = Config::default();
+    for hostfile in [None, Some("~/hosts".into())] {
+        config.mpirun = Some(MpirunConfig { hostfile });
+        assert_eq!(good(&config.to_yaml()).0, config);
+    }
     for host in ["no", "it's", "a: b", "10.0.0.1", "# x", "\t\"tab\\", "fe80::1"] {
         config.main_process_ip = Some(host.into());
         let again = Config::parse(&config.to_yaml(), "written").map(|(config, _)| config);

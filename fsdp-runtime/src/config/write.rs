@@ -53,6 +53,11 @@ pub(super) fn to_yaml(config: &Config) -> String {
     lines.put_some("main_process_ip", config.main_process_ip.as_deref().map(quoted));
     lines.put_some("main_process_port", config.main_process_port);
     lines.put("mixed_precision", quoted(config.mixed_precision.name()));
+    if let Some(mpirun) = &config.mpirun {
+        let hostfile = mpirun.hostfile.as_ref().map(|path| quoted(&path.to_string_lossy()));
+        lines.text.push_str("mpirun_config:\n");
+        lines.put("  mpirun_hostfile", hostfile.unwrap_or_else(|| "null".into()));
+    }
     lines.put("num_machines", config.num_machines);
     lines.put_some("num_processes", config.num_processes);
     if fsdp.replicate.is_some() || fsdp.shard.is_some() {

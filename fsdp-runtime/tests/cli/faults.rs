@@ -154,7 +154,7 @@ fn a_reaction_is_not_taken_for_the_cause() {
                   0) exec 3>1 4>2 5>3; sleep 0.2; kill -KILL $$;; \
                   *) read line <$RANK; exit $CODE;; esac";
     for code in ["1", "75"] {
-        for _ in 0..10 {
+        for _ in 0..4 {
             let fsdp = Fsdp::script(&["-n", "4"], script).env("DIRECTORY", directory.path());
             let run = fsdp.env("CODE", code).run();
             assert_eq!(run.code, Some(128 + 9), "{run:#?}");

@@ -4,5 +4,6 @@
 mod faults;
 mod files;
 mod launch;
+mod mpi;
 mod questions;
 mod support;

@@ -1,14 +1,19 @@
 //! `fsdp launch`: starts the ranks of this machine, and answers for how they end.
 //!
 //! `plan.rs` settles how many and with which variables, from the flags and the file; `ranks.rs`
-//! starts and ends processes; `supervise.rs` decides when; `output.rs` relays what they print;
-//! `guard.rs` ends them if the launcher itself is killed.
+//! makes processes of them, or one of `mpirun`, whose output `mpi.rs` reads; `process.rs` starts and
+//! ends a process, and `supervise.rs` decides when; `output.rs` relays what they print; `guard.rs`
+//! ends them if the launcher itself is killed.
 
 #[cfg(unix)]
 mod guard;
 #[cfg(unix)]
+mod mpi;
+#[cfg(unix)]
 mod output;
 mod plan;
+#[cfg(unix)]
+mod process;
 #[cfg(unix)]
 mod ranks;
 #[cfg(unix)]
@@ -49,6 +54,10 @@ pub struct Args {
     #[arg(long, value_name = "PORT", alias = "main_process_port")]
     main_process_port: Option<u16>,
 
+    /// Start the ranks, of all machines, by Open MPI's `mpirun`
+    #[arg(long)]
+    mpi: bool,
+
     /// Seconds between asking ranks to end and killing them, once one has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 3)]
     grace: u64,
@@ -84,6 +93,7 @@ fn start(args: &Args) -> Result<u8, LaunchError> {
         machine_rank: args.machine_rank,
         main_process_ip: args.main_process_ip.clone(),
         main_process_port: args.main_process_port,
+        mpi: args.mpi,
     };
     let config = config.map(|(config, _)| config).unwrap_or_default();
     if let (Some(flag), Some(file)) = (flags.num_processes, config.num_processes)
@@ -111,4 +121,16 @@ pub fn guard() -> ExitCode {
     #[cfg(unix)]
     guard::run();
     ExitCode::SUCCESS
+}
+
+/// `fsdp rank`, which `mpirun` starts for each rank.
+#[cfg(unix)]
+pub fn become_rank(program: &[std::ffi::OsString]) -> ExitCode {
+    mpi::become_rank(program)
+}
+
+/// `fsdp rank`, which nothing starts here.
+#[cfg(not(unix))]
+pub fn become_rank(_: &[std::ffi::OsString]) -> ExitCode {
+    ExitCode::FAILURE
 }

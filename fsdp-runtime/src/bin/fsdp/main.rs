@@ -6,6 +6,7 @@ mod launch;
 mod probe;
 mod validate;
 
+use std::ffi::OsString;
 use std::fmt;
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -33,6 +34,12 @@ enum Command {
     /// Ends the process groups named on standard input once that closes
     #[command(hide = true)]
     Guard,
+    /// Becomes the program, to end with the process that started it
+    #[command(hide = true)]
+    Rank {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        program: Vec<OsString>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -42,6 +49,7 @@ fn main() -> ExitCode {
         Command::Env => env::run(),
         Command::Validate(args) => validate::run(&args),
         Command::Guard => launch::guard(),
+        Command::Rank { program } => launch::become_rank(&program),
     }
 }
 

@@ -49,25 +49,34 @@ impl Tail {
     }
 }
 
-/// Reads `source` to its end, and writes each line with `prefix` to `sink`. That nobody reads the
-/// sink does not stop the rank.
-pub fn relay(source: impl Read, stream: Stream, mut sink: impl Write, prefix: &str, tail: &Tail) {
+/// Hands each line of `source`, as a terminal would leave it, to `line`.
+pub fn lines(source: impl Read, mut line: impl FnMut(&[u8])) {
     let mut source = BufReader::new(source);
-    let mut line = Vec::new();
+    let mut bytes = Vec::new();
     loop {
-        line.clear();
-        match source.by_ref().take(LONGEST).read_until(b'\n', &mut line) {
+        bytes.clear();
+        match source.by_ref().take(LONGEST).read_until(b'\n', &mut bytes) {
             Ok(0) => return,
-            Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Ok(_) => line(shown(&bytes)),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(_) => return,
         }
-        let shown = shown(&line);
-        tail.push(stream, shown);
+    }
+}
+
+/// Writes lines with a prefix, and keeps the last. That nobody reads them does not stop the rank.
+pub fn relay(
+    stream: Stream,
+    mut sink: impl Write,
+    prefix: String,
+    tail: Tail,
+) -> impl FnMut(&[u8]) {
+    move |line| {
+        tail.push(stream, line);
         // In one write, so that lines of several ranks do not mix.
-        let mut whole = Vec::with_capacity(prefix.len() + shown.len() + 1);
+        let mut whole = Vec::with_capacity(prefix.len() + line.len() + 1);
         whole.extend_from_slice(prefix.as_bytes());
-        whole.extend_from_slice(shown);
+        whole.extend_from_slice(line);
         whole.push(b'\n');
         let _ = sink.write_all(&whole).and_then(|()| sink.flush());
     }
@@ -86,7 +95,7 @@ mod tests {
 
     fn relayed(text: &[u8]) -> (String, Vec<String>) {
         let (mut sink, tail) = (Vec::new(), Tail::default());
-        relay(text, Stream::Output, &mut sink, "[rank 1] ", &tail);
+        lines(text, relay(Stream::Output, &mut sink, "[rank 1] ".into(), tail.clone()));
         (String::from_utf8_lossy(&sink).into_owned(), tail.lines())
     }
 
@@ -107,9 +116,12 @@ mod tests {
     #[test]
     fn much_output_leaves_the_errors() {
         let tail = Tail::default();
-        relay("disk full\n".as_bytes(), Stream::Error, Vec::new(), "", &tail);
+        lines(
+            "disk full\n".as_bytes(),
+            relay(Stream::Error, Vec::new(), String::new(), tail.clone()),
+        );
         let text: String = (0..100).map(|line| format!("{line}\n")).collect();
-        relay(text.as_bytes(), Stream::Output, Vec::new(), "", &tail);
+        lines(text.as_bytes(), relay(Stream::Output, Vec::new(), String::new(), tail.clone()));
         let kept = tail.lines();
         assert_eq!((kept.len(), kept[0].as_str()), (KEPT + 1, "disk full"));
     }

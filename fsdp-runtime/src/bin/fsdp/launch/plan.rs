@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener, ToSocketAddrs};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use fsdp_runtime::config::{CONFIG_VARIABLE, Config, ConfigError};
@@ -54,6 +54,11 @@ pub enum LaunchError {
          {starter}; start the program with one of the two"
     )]
     StartedTwice { rank: usize, world: usize, starter: Starter },
+    #[error(
+        "--machine-rank is {rank}, but `mpirun` starts the ranks of all machines; run this on \
+         machine 0 only"
+    )]
+    MpirunOnce { rank: usize },
     #[error("`{program}` was not found; give a path, or a program on PATH")]
     NotFound { program: String },
     #[error("`{program}` cannot be started: {source}")]
@@ -84,6 +89,8 @@ pub struct Flags {
     pub machine_rank: Option<usize>,
     pub main_process_ip: Option<String>,
     pub main_process_port: Option<u16>,
+    /// Start ranks by `mpirun`.
+    pub mpi: bool,
 }
 
 /// The ranks of this machine, and what they are told.
@@ -97,6 +104,15 @@ pub struct Plan {
     pub first: usize,
     /// Variables that are the same for all ranks.
     pub variables: Vec<(&'static str, OsString)>,
+    /// Start all of them by `mpirun`.
+    pub mpirun: Option<Mpirun>,
+}
+
+/// How to call `mpirun`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mpirun {
+    /// The file of hosts, if not this one alone or a batch system's.
+    pub hostfile: Option<PathBuf>,
 }
 
 impl Plan {
@@ -124,25 +140,33 @@ impl Plan {
             return Err(LaunchError::MachineRank { rank: machine, machines });
         }
         once(machines, &variable)?;
-
-        let host = flags.main_process_ip.as_deref().or(config.main_process_ip.as_deref());
-        let host = match host {
-            Some(host) => host,
-            None if machines == 1 => "127.0.0.1",
-            None => return Err(LaunchError::NoMainProcess { machines }),
-        };
-        let port = flags.main_process_port.filter(|port| *port != 0).or(config.main_process_port);
-        let port = meeting_port(port, machines, machine)?;
-        resolve(host, port)?;
+        let mpirun = mpirun(flags, config);
+        if mpirun.is_some() && machine > 0 {
+            return Err(LaunchError::MpirunOnce { rank: machine });
+        }
 
         let local = world / machines;
-        let mut variables: Vec<(&'static str, OsString)> = vec![
-            ("WORLD_SIZE", world.to_string().into()),
-            ("LOCAL_WORLD_SIZE", local.to_string().into()),
-            ("MASTER_ADDR", host.into()),
-            ("MASTER_PORT", port.to_string().into()),
-            ("FSDP_RUN_ID", run_id().into()),
-        ];
+        let mut variables: Vec<(&'static str, OsString)> = vec![("FSDP_RUN_ID", run_id().into())];
+        let host = flags.main_process_ip.as_deref().or(config.main_process_ip.as_deref());
+        let host = match host {
+            Some(host) => Some(host),
+            None if machines == 1 => Some("127.0.0.1"),
+            // Its ranks find each other by themselves.
+            None if mpirun.is_some() => None,
+            None => return Err(LaunchError::NoMainProcess { machines }),
+        };
+        if let Some(host) = host {
+            let port = flags.main_process_port.filter(|port| *port != 0);
+            let port = meeting_port(port.or(config.main_process_port), machines, machine)?;
+            resolve(host, port)?;
+            variables.push(("MASTER_ADDR", host.into()));
+            variables.push(("MASTER_PORT", port.to_string().into()));
+        }
+        // `mpirun` has variables of its own for these, and without `RANK` they would be half a place.
+        if mpirun.is_none() {
+            variables.push(("WORLD_SIZE", world.to_string().into()));
+            variables.push(("LOCAL_WORLD_SIZE", local.to_string().into()));
+        }
         if let Some(path) = path {
             let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
             variables.push((CONFIG_VARIABLE, absolute.into()));
@@ -152,8 +176,19 @@ impl Plan {
         } else if let Some(ids) = &config.gpu_ids {
             variables.push(("CUDA_VISIBLE_DEVICES", ids.into()));
         }
-        Ok(Self { world, local, first: machine * local, variables })
+        Ok(Self { world, local, first: machine * local, variables, mpirun })
     }
+
+    /// How many processes the launcher starts itself.
+    pub fn processes(&self) -> usize {
+        if self.mpirun.is_some() { 1 } else { self.local }
+    }
+}
+
+/// `mpirun` is asked for by a flag, or by the file's `mpirun_config`.
+fn mpirun(flags: &Flags, config: &Config) -> Option<Mpirun> {
+    let of_file = config.mpirun.as_ref().map(|file| Mpirun { hostfile: file.hostfile.clone() });
+    of_file.or_else(|| flags.mpi.then(Mpirun::default))
 }
 
 /// A launcher that was itself started as one of several ranks would start them several times. One
@@ -300,6 +335,19 @@ mod tests {
             ..flags
         };
         assert!(plan(&second, "", &[]).is_ok());
+    }
+
+    #[test]
+    fn mpirun_needs_no_meeting_point_and_starts_once() {
+        let mut flags = Flags { num_processes: Some(4), mpi: true, ..Flags::default() };
+        let file = "num_machines: 2\nmpirun_config:\n  mpirun_hostfile: /tmp/hosts\n";
+        let of_file = plan(&flags, file, &[]).unwrap();
+        let hostfile = Some(PathBuf::from("/tmp/hosts"));
+        assert_eq!((of_file.mpirun.as_ref(), of_file.processes()), (Some(&Mpirun { hostfile }), 1));
+        assert_eq!(variable(&of_file, "WORLD_SIZE"), None);
+        assert_eq!(variable(&of_file, "MASTER_ADDR"), None);
+        flags.machine_rank = Some(1);
+        assert!(matches!(plan(&flags, file, &[]), Err(LaunchError::MpirunOnce { rank: 1 })));
     }
 
     #[test]

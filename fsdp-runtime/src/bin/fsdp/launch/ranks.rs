@@ -1,214 +1,79 @@
-//! Rank processes: how each is started, told to end, and how it ended.
-//!
-//! Each is the leader of a process group, so that what it starts ends with it, and on Linux the
-//! kernel kills it when the launcher dies.
+//! What the launcher starts: each rank of this machine, or one `mpirun` for all ranks of all.
 
-use std::fmt;
 use std::io;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::sync::mpsc::Sender;
-use std::thread;
-
-use fsdp_runtime::env::EXIT_PEER_FAILED;
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use std::time::Duration;
 
 use super::guard::Guard;
+use super::mpi::{self, Job};
 use super::output::{Stream, Tail, relay};
 use super::plan::{LaunchError, Plan};
+use super::process::Process;
 use super::supervise::Event;
 
-/// The exit code of a Rust program that panicked.
-const PANIC: i32 = 101;
-
-/// A process on this machine.
+/// One of the processes the launcher answers for.
 #[derive(Debug)]
-pub struct Rank {
-    /// Its rank among those of all machines.
-    pub rank: usize,
-    /// Its last lines.
-    pub tail: Tail,
-    /// How it ended.
-    pub ended: Option<Ended>,
-    group: Pid,
-    process: Child,
+pub struct Member {
+    /// `rank 2`, or `mpirun`.
+    pub name: String,
+    pub process: Process,
+    pub started: Started,
 }
 
-/// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// With an exit code.
-    Code(i32),
-    /// By a signal.
-    Signal(i32),
+/// What it is, with what it has printed.
+#[derive(Debug)]
+pub enum Started {
+    Rank { rank: usize, tail: Tail },
+    Mpirun(Job),
 }
 
-impl Ended {
-    fn of(status: ExitStatus) -> Self {
-        match (status.code(), status.signal()) {
-            (Some(code), _) => Self::Code(code),
-            (None, Some(signal)) => Self::Signal(signal),
-            // `wait` reports neither for a process that is stopped, and is not asked for those.
-            (None, None) => Self::Code(1),
-        }
-    }
-
-    /// Whether it ended well.
-    pub fn is_success(self) -> bool {
-        self == Self::Code(0)
-    }
-
-    /// How likely it is that the process ended so because another had: one that loses its peers
-    /// returns an error, and neither panics nor is killed.
-    pub fn likely_reaction(self) -> u8 {
-        match self {
-            Self::Signal(signal) if signal != Signal::ABORT.as_raw() => 0,
-            Self::Signal(_) | Self::Code(PANIC) => 1,
-            Self::Code(EXIT_PEER_FAILED) => 3,
-            Self::Code(_) => 2,
-        }
-    }
-
-    /// The exit code as `sh` has it: 128 + the signal.
-    pub fn exit_code(self) -> u8 {
-        let code = match self {
-            Self::Code(code) => code,
-            Self::Signal(signal) => 128 + signal,
-        };
-        u8::try_from(code).unwrap_or(1)
-    }
-}
-
-impl fmt::Display for Ended {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Code(code) => write!(f, "exit code {code}"),
-            Self::Signal(signal) => write!(f, "killed by {}", signal_name(*signal)),
-        }
-    }
-}
-
-/// `SIGTERM`, or a number.
-pub fn signal_name(signal: i32) -> String {
-    match signal_hook::low_level::signal_name(signal) {
-        Some(name) => name.to_string(),
-        None => format!("signal {signal}"),
-    }
-}
-
-impl Rank {
-    /// Starts local rank `local` of the plan. Its end, and the ends of its two streams, arrive as
-    /// events. To be called from the main thread, whose end the kernel takes for the launcher's.
+impl Member {
+    /// Starts the process of this number on this machine.
     pub fn start(
         plan: &Plan,
-        local: usize,
+        index: usize,
         program: &[String],
+        grace: Duration,
         guard: &Guard,
         events: &Sender<Event>,
     ) -> Result<Self, LaunchError> {
-        let rank = plan.first + local;
-        let (name, args) = program
-            .split_first()
-            .ok_or_else(|| LaunchError::NotFound { program: String::new() })?;
-        let mut command = Command::new(name);
-        command
-            .args(args)
-            .envs(plan.variables.iter().map(|(key, value)| (key, value)))
-            .env("RANK", rank.to_string())
-            .env("LOCAL_RANK", local.to_string())
-            // One launcher a machine may be started by `mpirun`; its ranks are not.
-            .env_remove("OMPI_COMM_WORLD_RANK")
-            .env_remove("OMPI_COMM_WORLD_SIZE")
-            .env_remove("OMPI_COMM_WORLD_LOCAL_RANK")
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .process_group(0);
-        #[cfg(target_os = "linux")]
-        die_with_launcher(&mut command);
-        guard.adopt(&mut command);
-        let mut process = command.spawn().map_err(|source| match source.kind() {
-            io::ErrorKind::NotFound => LaunchError::NotFound { program: name.clone() },
-            _ => LaunchError::CannotStart { program: name.clone(), source },
-        })?;
-        let group = Pid::from_child(&process);
-
-        let tail = Tail::default();
         let width = (plan.world - 1).to_string().len();
+        if let Some(mpirun) = &plan.mpirun {
+            let job = Job::new(width);
+            let command = mpi::command(plan, mpirun, program, grace)?;
+            let (output, error) = (job.relay(Stream::Output), job.relay(Stream::Error));
+            let process = Process::start(command, index, output, error, guard, events)?;
+            return Ok(Self { name: "mpirun".into(), process, started: Started::Mpirun(job) });
+        }
+        let rank = plan.first + index;
+        let tail = Tail::default();
         let prefix = format!("[rank {rank:width$}] ");
-        if let Some(stdout) = process.stdout.take() {
-            let (prefix, tail, events) = (prefix.clone(), tail.clone(), events.clone());
-            thread::spawn(move || {
-                relay(stdout, Stream::Output, io::stdout(), &prefix, &tail);
-                let _ = events.send(Event::StreamEnded);
-            });
-        }
-        if let Some(stderr) = process.stderr.take() {
-            let (tail, events) = (tail.clone(), events.clone());
-            thread::spawn(move || {
-                relay(stderr, Stream::Error, io::stderr(), &prefix, &tail);
-                let _ = events.send(Event::StreamEnded);
-            });
-        }
-        let events = events.clone();
-        thread::spawn(move || {
-            // Left a zombie, so that its number stays its own until the main thread has noted it.
-            let ended = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-            while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(group), ended) {}
-            let _ = events.send(Event::RankEnded { local });
-        });
-        Ok(Self { rank, tail, ended: None, group, process })
-    }
-
-    /// The process group.
-    pub fn group(&self) -> Pid {
-        self.group
-    }
-
-    /// Sends a signal to the process and what it has started, if it has not ended.
-    pub fn signal(&self, signal: Signal) {
-        if self.ended.is_none() {
-            let _ = kill_process_group(self.group, signal);
-        }
-    }
-
-    /// Asks the process to end; one that is stopped continues to hear it.
-    pub fn terminate(&self) {
-        self.signal(Signal::TERM);
-        self.signal(Signal::CONT);
-    }
-
-    /// Takes note of the end of the process, and ends what it has left behind.
-    pub fn reap(&mut self) -> io::Result<Ended> {
-        self.signal(Signal::KILL);
-        let ended = Ended::of(self.process.wait()?);
-        self.ended = Some(ended);
-        Ok(ended)
-    }
-
-    /// Whether the process is stopped, as by SIGSTOP; Linux only.
-    pub fn is_stopped(&self) -> bool {
-        let number = self.group.as_raw_nonzero();
-        let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).unwrap_or_default();
-        // The state follows the program's name, which is in parentheses and may hold any of them.
-        let state = stat.rsplit_once(')').map_or("", |(_, rest)| rest.trim_start());
-        self.ended.is_none() && state.starts_with('T')
+        let process = Process::start(
+            rank_command(plan, index, program)?,
+            index,
+            relay(Stream::Output, io::stdout(), prefix.clone(), tail.clone()),
+            relay(Stream::Error, io::stderr(), prefix, tail.clone()),
+            guard,
+            events,
+        )?;
+        let name = format!("rank {rank}");
+        Ok(Self { name, process, started: Started::Rank { rank, tail } })
     }
 }
 
-#[cfg(target_os = "linux")]
-fn die_with_launcher(command: &mut Command) {
-    let launcher = rustix::process::getpid();
-    let ask = move || {
-        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The launcher may have died before the kernel was asked.
-        if rustix::process::getppid() == Some(launcher) {
-            Ok(())
-        } else {
-            Err(io::Error::other("the launcher has died"))
-        }
-    };
-    // SAFETY: between fork and exec, `ask` makes two system calls and allocates nothing unless it
-    // fails, when this process ends without running the program.
-    unsafe { command.pre_exec(ask) };
+fn rank_command(plan: &Plan, local: usize, program: &[String]) -> Result<Command, LaunchError> {
+    let (name, args) =
+        program.split_first().ok_or_else(|| LaunchError::NotFound { program: String::new() })?;
+    let mut command = Command::new(name);
+    command
+        .args(args)
+        .envs(plan.variables.iter().map(|(key, value)| (key, value)))
+        .env("RANK", (plan.first + local).to_string())
+        .env("LOCAL_RANK", local.to_string())
+        // One launcher a machine may be started by `mpirun`; its ranks are not.
+        .env_remove("OMPI_COMM_WORLD_RANK")
+        .env_remove("OMPI_COMM_WORLD_SIZE")
+        .env_remove("OMPI_COMM_WORLD_LOCAL_RANK");
+    Ok(command)
 }

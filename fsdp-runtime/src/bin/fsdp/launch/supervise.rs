@@ -18,7 +18,8 @@ use signal_hook::iterator::Signals;
 
 use super::guard::Guard;
 use super::plan::{LaunchError, Plan};
-use super::ranks::{Ended, Rank, signal_name};
+use super::process::{Ended, signal_name};
+use super::ranks::{Member, Started};
 use crate::say;
 
 /// How long after the first failure the cause may still show.
@@ -30,12 +31,12 @@ const AFTERMATH: Duration = Duration::from_secs(2);
 /// What the launcher waits for.
 #[derive(Clone, Copy, Debug)]
 pub enum Event {
-    /// A rank's process has ended.
-    RankEnded {
-        /// Its number on this machine.
-        local: usize,
+    /// A process has ended.
+    Ended {
+        /// Its number among the launcher's.
+        index: usize,
     },
-    /// A rank's output or error stream has ended.
+    /// A process's output or error stream has ended.
     StreamEnded,
     /// A signal has reached the launcher.
     Signal(i32),
@@ -48,9 +49,9 @@ pub fn run(plan: &Plan, program: &[String], grace: Duration) -> Result<u8, Launc
     forward_signals(&sender).map_err(system("signals"))?;
     let guard = Guard::start().map_err(system("its guard"))?;
     let mut launch = Launch::new(plan, grace, guard, events);
-    for local in 0..plan.local {
-        let rank = Rank::start(plan, local, program, &launch.guard, &sender)?;
-        launch.ranks.push(rank);
+    for index in 0..plan.processes() {
+        let member = Member::start(plan, index, program, grace, &launch.guard, &sender)?;
+        launch.members.push(member);
     }
     launch.wait()?;
     launch.drain();
@@ -97,12 +98,13 @@ struct Launch {
     grace: Duration,
     guard: Guard,
     events: Receiver<Event>,
-    ranks: Vec<Rank>,
+    /// The ranks, or `mpirun` alone.
+    members: Vec<Member>,
     phase: Phase,
-    /// Ranks that failed before any was asked to end, in that order, by their number here.
+    /// Processes that failed before any was asked to end, in that order, by their number here.
     failed: Vec<usize>,
-    /// Ranks that were stopped then.
-    stopped: Vec<usize>,
+    /// Names of those that were stopped then.
+    stopped: Vec<String>,
     /// The signal that asked the launcher to end.
     interrupted: Option<i32>,
     streams_ended: usize,
@@ -115,7 +117,7 @@ impl Launch {
             grace,
             guard,
             events,
-            ranks: Vec::new(),
+            members: Vec::new(),
             phase: Phase::Running,
             failed: Vec::new(),
             stopped: Vec::new(),
@@ -125,7 +127,7 @@ impl Launch {
     }
 
     fn running(&self) -> usize {
-        self.ranks.iter().filter(|rank| rank.ended.is_none()).count()
+        self.members.iter().filter(|member| member.process.ended.is_none()).count()
     }
 
     /// Waits until every rank has ended.
@@ -138,7 +140,7 @@ impl Launch {
                 }
             };
             match event {
-                Ok(Event::RankEnded { local }) => self.rank_ended(local)?,
+                Ok(Event::Ended { index }) => self.ended(index)?,
                 Ok(Event::StreamEnded) => self.streams_ended += 1,
                 Ok(Event::Signal(signal)) => self.signalled(signal),
                 Err(_) => match self.phase {
@@ -152,12 +154,11 @@ impl Launch {
         Ok(())
     }
 
-    fn rank_ended(&mut self, local: usize) -> Result<(), LaunchError> {
-        let rank = &mut self.ranks[local];
+    fn ended(&mut self, index: usize) -> Result<(), LaunchError> {
+        let process = &mut self.members[index].process;
         let what = "waiting for a rank";
-        let ended = rank.reap().map_err(|source| LaunchError::System { what, source })?;
-        let group = rank.group();
-        self.guard.remove(group);
+        let ended = process.reap().map_err(|source| LaunchError::System { what, source })?;
+        self.guard.remove(process.group());
         if ended.is_success() {
             return Ok(());
         }
@@ -165,10 +166,10 @@ impl Launch {
             // It has ended as it was asked to; those that wait for it in a collective may not.
             (Some(_), Phase::Running) => self.phase = Phase::Ending(Instant::now() + self.grace),
             (None, Phase::Running) => {
-                self.failed.push(local);
+                self.failed.push(index);
                 self.phase = Phase::Settling(Instant::now() + SETTLING);
             }
-            (None, Phase::Settling(_)) => self.failed.push(local),
+            (None, Phase::Settling(_)) => self.failed.push(index),
             _ => {}
         }
         Ok(())
@@ -176,28 +177,28 @@ impl Launch {
 
     /// Asks the ranks to end, as one has failed.
     fn end(&mut self) {
-        let stopped = self.ranks.iter().filter(|rank| rank.is_stopped());
-        self.stopped = stopped.map(|rank| rank.rank).collect();
-        if let Some((rank, ended)) = self.cause() {
-            let (rank, world) = (rank.rank, self.world);
-            say(format_args!("rank {rank} of {world} failed: {ended}; ending the other ranks"));
+        let stopped = self.members.iter().filter(|member| member.process.is_stopped());
+        self.stopped = stopped.map(|member| member.name.clone()).collect();
+        if let Some((member, ended)) = self.cause() {
+            let (name, world) = (&member.name, self.world);
+            say(format_args!("{name} of {world} failed: {ended}; ending the other ranks"));
         }
-        self.ranks.iter().for_each(Rank::terminate);
+        self.members.iter().for_each(|member| member.process.terminate());
         self.phase = Phase::Ending(Instant::now() + self.grace);
     }
 
-    /// The rank that failed first, and how: the earliest of those that are least likely to have
+    /// The process that failed first, and how: the earliest of those that are least likely to have
     /// failed because another did.
-    fn cause(&self) -> Option<(&Rank, Ended)> {
-        let failed = self.failed.iter().map(|local| &self.ranks[*local]);
-        let ended = failed.filter_map(|rank| Some((rank, rank.ended?)));
+    fn cause(&self) -> Option<(&Member, Ended)> {
+        let failed = self.failed.iter().map(|index| &self.members[*index]);
+        let ended = failed.filter_map(|member| Some((member, member.process.ended?)));
         ended.min_by_key(|(_, ended)| ended.likely_reaction())
     }
 
     fn signalled(&mut self, number: i32) {
         let Some(signal) = Signal::from_named_raw(number) else { return };
         if number == SIGUSR1 || number == SIGUSR2 {
-            return self.ranks.iter().for_each(|rank| rank.signal(signal));
+            return self.members.iter().for_each(|member| member.process.signal(signal));
         }
         if self.interrupted.is_some() {
             say(format_args!("{} again; killing the ranks", signal_name(number)));
@@ -208,21 +209,21 @@ impl Launch {
             "{} is passed on to the ranks; once more kills them",
             signal_name(number)
         ));
-        for rank in &self.ranks {
-            rank.signal(signal);
-            rank.signal(Signal::CONT);
+        for member in &self.members {
+            member.process.signal(signal);
+            member.process.signal(Signal::CONT);
         }
     }
 
     fn kill(&mut self) {
-        self.ranks.iter().for_each(|rank| rank.signal(Signal::KILL));
+        self.members.iter().for_each(|member| member.process.signal(Signal::KILL));
         self.phase = Phase::Killed(Instant::now() + AFTERMATH);
     }
 
     /// Waits for the last lines. A process that has left its rank's group may hold a stream open.
     fn drain(&mut self) {
         let deadline = Instant::now() + AFTERMATH;
-        while self.streams_ended < 2 * self.ranks.len() {
+        while self.streams_ended < 2 * self.members.len() {
             match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(Event::StreamEnded) => self.streams_ended += 1,
                 Ok(_) => {}
@@ -233,13 +234,13 @@ impl Launch {
 
     /// Says how the run ended; returns the launcher's exit code.
     fn report(&self) -> u8 {
-        if let Some((rank, ended)) = self.cause() {
-            self.report_failure(rank, ended);
+        if let Some((member, ended)) = self.cause() {
+            self.report_failure(&member.started, ended);
             return ended.exit_code();
         }
-        let well = self.ranks.iter().all(|rank| rank.ended.is_some_and(Ended::is_success));
+        let ended_well = |member: &Member| member.process.ended.is_some_and(Ended::is_success);
         match self.interrupted {
-            _ if well => 0,
+            _ if self.members.iter().all(ended_well) => 0,
             Some(signal) => {
                 self.report_interrupted(signal);
                 Ended::Signal(signal).exit_code()
@@ -248,35 +249,43 @@ impl Launch {
         }
     }
 
-    fn report_failure(&self, rank: &Rank, ended: Ended) {
-        let number = rank.rank;
+    fn report_failure(&self, started: &Started, ended: Ended) {
+        let world = self.world;
+        let (name, ended, lines) = match started {
+            Started::Rank { rank, tail } => (format!("rank {rank}"), ended, tail.lines()),
+            Started::Mpirun(job) => match job.failed() {
+                Some((rank, ended)) => (format!("rank {rank}"), ended, job.lines(rank)),
+                // It says itself, in its own lines, what kept it from starting ranks.
+                None => return say(format_args!("`mpirun` failed: {ended}")),
+            },
+        };
         let hint = match ended {
             Ended::Signal(signal) if signal == Signal::KILL.as_raw() => {
                 " (by the kernel, if the machine ran out of memory)"
             }
             _ => "",
         };
-        say(format_args!("rank {number} of {} failed first: {ended}{hint}", self.world));
+        say(format_args!("{name} of {world} failed first: {ended}{hint}"));
         for stopped in &self.stopped {
-            say(format_args!("rank {stopped} was stopped at that time (SIGSTOP or SIGTSTP)"));
+            say(format_args!("{stopped} was stopped at that time (SIGSTOP or SIGTSTP)"));
         }
-        let lines = rank.tail.lines();
         if lines.is_empty() {
-            say(format_args!("rank {number} had printed nothing"));
+            say(format_args!("{name} had printed nothing"));
         } else {
-            say(format_args!("the last lines of rank {number}:"));
+            say(format_args!("the last lines of {name}:"));
             lines.iter().for_each(|line| say(format_args!("  {line}")));
         }
     }
 
-    /// Ranks that did not end as the signal asked.
+    /// Processes that did not end as the signal asked.
     fn report_interrupted(&self, signal: i32) {
         say(format_args!("ended by {}", signal_name(signal)));
-        for rank in &self.ranks {
-            match rank.ended {
+        for member in &self.members {
+            let name = &member.name;
+            match member.process.ended {
                 Some(ended) if ended.is_success() || ended == Ended::Signal(signal) => {}
-                Some(ended) => say(format_args!("rank {}: {ended}", rank.rank)),
-                None => say(format_args!("rank {} has not ended", rank.rank)),
+                Some(ended) => say(format_args!("{name}: {ended}")),
+                None => say(format_args!("{name} has not ended")),
             }
         }
     }
@@ -285,10 +294,6 @@ impl Launch {
 impl Drop for Launch {
     /// Ranks that were started before one could not be.
     fn drop(&mut self) {
-        for rank in &mut self.ranks {
-            if rank.ended.is_none() {
-                rank.signal(Signal::KILL);
-            }
-        }
+        self.members.iter().for_each(|member| member.process.signal(Signal::KILL));
     }
 }
