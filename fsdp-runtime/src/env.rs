@@ -42,6 +42,7 @@ struct Names {
     /// The first that is set counts.
     world: &'static [&'static str],
     local_rank: &'static str,
+    local_world: &'static str,
 }
 
 const TORCHRUN: Names = Names {
@@ -49,12 +50,14 @@ const TORCHRUN: Names = Names {
     rank: "RANK",
     world: &["WORLD_SIZE"],
     local_rank: "LOCAL_RANK",
+    local_world: "LOCAL_WORLD_SIZE",
 };
 const OPEN_MPI: Names = Names {
     starter: Starter::OpenMpi,
     rank: "OMPI_COMM_WORLD_RANK",
     world: &["OMPI_COMM_WORLD_SIZE"],
     local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    local_world: "OMPI_COMM_WORLD_LOCAL_SIZE",
 };
 // SLURM_NTASKS is the job's, the other the step's, which may be smaller.
 const SLURM: Names = Names {
@@ -62,6 +65,7 @@ const SLURM: Names = Names {
     rank: "SLURM_PROCID",
     world: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
     local_rank: "SLURM_LOCALID",
+    local_world: "SLURM_STEP_TASKS_PER_NODE",
 };
 
 /// This process's place among the ranks.
@@ -73,6 +77,8 @@ pub struct RankEnv {
     pub world: WorldSize,
     /// This rank's number on its machine, counted from 0.
     pub local_rank: usize,
+    /// The number of ranks on its machine, where the starter says it.
+    pub local_world: Option<usize>,
     /// What said so.
     pub starter: Starter,
     /// `MASTER_ADDR` and `MASTER_PORT`, where ranks can meet; MPI does without.
@@ -274,7 +280,15 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
         };
         let world_size = WorldSize::new(world).map_err(|_| outside.clone())?;
         let rank = world_size.ranks().nth(rank).ok_or(outside)?;
-        Ok(Some(RankEnv { rank, world: world_size, local_rank, starter, main_process: None }))
+        let local_world = self.get(names.local_world).as_deref().and_then(tasks);
+        Ok(Some(RankEnv {
+            rank,
+            world: world_size,
+            local_rank,
+            local_world,
+            starter,
+            main_process: None,
+        }))
     }
 
     fn main_process(&self) -> Result<Option<MainProcess>, EnvError> {
@@ -295,6 +309,16 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
             },
         }
     }
+}
+
+/// `4`, or Slurm's `4(x2)` for two machines of four tasks. Machines that differ are written with
+/// commas; which of them this one is, the text does not say.
+fn tasks(text: &str) -> Option<usize> {
+    let (tasks, machines) = text.split_once('(').unwrap_or((text, ""));
+    if machines.contains(',') {
+        return None;
+    }
+    tasks.parse().ok().filter(|tasks| *tasks > 0)
 }
 
 #[cfg(test)]
@@ -334,10 +358,15 @@ mod tests {
             ("SLURM_NTASKS", "64"),
             ("SLURM_STEP_NUM_TASKS", "8"),
             ("SLURM_LOCALID", "1"),
+            ("SLURM_STEP_TASKS_PER_NODE", "4(x2)"),
         ]);
         let slurm = slurm.unwrap().unwrap();
         assert_eq!((slurm.rank.index(), slurm.world.size()), (5, 8));
-        assert_eq!(slurm.starter, Starter::Slurm);
+        assert_eq!((slurm.starter, slurm.local_world), (Starter::Slurm, Some(4)));
+        assert_eq!(
+            (tasks("2"), tasks("4(x2),1"), tasks("2,1"), tasks("0")),
+            (Some(2), None, None, None)
+        );
 
         assert_eq!(read(&[]), Ok(None));
         assert_eq!(read(&[("SLURM_NTASKS", "8")]), Ok(None), "a batch script is no rank");

@@ -19,11 +19,13 @@ mod write;
 mod yaml;
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 pub use error::{ConfigError, Note, Problem, ProblemKind};
 pub use values::{AutoWrapPolicy, MixedPrecision, StateDictType};
 
+use crate::env::RankEnv;
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
 /// The variable in which `fsdp launch` tells a program which configuration file to read.
@@ -183,15 +185,27 @@ impl Config {
     }
 
     /// Reads the file that `fsdp launch` names in [`CONFIG_VARIABLE`]; `None` if it names none.
+    /// `num_processes` is the number that the launcher has started, as its flags override the file.
     ///
     /// # Errors
     ///
     /// As [`read`](Self::read).
     pub fn from_env() -> Result<Option<(Self, Vec<Note>)>, ConfigError> {
-        match std::env::var_os(CONFIG_VARIABLE) {
-            Some(path) if !path.is_empty() => Self::read(PathBuf::from(path)).map(Some),
-            _ => Ok(None),
+        Self::from_variables(|name| std::env::var_os(name))
+    }
+
+    fn from_variables(
+        variable: impl Fn(&str) -> Option<OsString>,
+    ) -> Result<Option<(Self, Vec<Note>)>, ConfigError> {
+        let Some(path) = variable(CONFIG_VARIABLE).filter(|path| !path.is_empty()) else {
+            return Ok(None);
+        };
+        let (mut config, notes) = Self::read(PathBuf::from(path))?;
+        // Variables that make no sense are for whoever asks for the rank to report.
+        if let Ok(Some(place)) = RankEnv::from_variables(variable) {
+            config.num_processes = Some(place.world.size());
         }
+        Ok(Some((config, notes)))
     }
 
     /// Writes a file that Accelerate reads as well. Its directory is made if need be.

@@ -202,16 +202,14 @@ impl Reader {
             "fsdp_sync_module_states" => self.config.fsdp.sync_module_states = self.bool(entry),
             "fsdp_transformer_layer_cls_to_wrap" => self.units(entry),
             "fsdp_use_orig_params" => {
-                if let Some(value) = self.bool(entry) {
+                if self.bool(entry) == Some(false) {
                     let reason = "parameters always keep their own shapes, names and ids";
-                    self.note(entry, reason, value);
+                    self.note(entry, reason, false);
                 }
             }
             "fsdp_version" => {
                 if self.count(entry, 1).is_some_and(|version| version > 2) {
                     self.wrong(entry, "1 or 2");
-                } else {
-                    self.note(entry, "files of version 1 and 2 are read alike", true);
                 }
             }
             _ => self.unknown(Section::Fsdp, entry),
@@ -267,7 +265,7 @@ impl Reader {
 
     fn compute_environment(&mut self, entry: &Entry) {
         match entry.value.text() {
-            Some("LOCAL_MACHINE") => self.note(entry, "it is always so", true),
+            Some("LOCAL_MACHINE") => {}
             Some("AMAZON_SAGEMAKER") => {
                 let (key, value) = ("compute_environment", entry.value.shown());
                 let instead = "write `LOCAL_MACHINE`";
@@ -285,7 +283,7 @@ impl Reader {
     fn distributed_type(&mut self, entry: &Entry) {
         let text = entry.value.text().unwrap_or_default();
         if text == FSDP {
-            return self.note(entry, "it is always so", true);
+            return;
         }
         let value = entry.value.shown();
         let kind = if OTHER_DISTRIBUTED_TYPES.contains(&text) {

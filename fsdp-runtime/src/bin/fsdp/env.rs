@@ -8,7 +8,7 @@ use fsdp_runtime::env::RankEnv;
 use crate::{config, print, probe};
 
 pub fn run() -> ExitCode {
-    let row = |name: &str, value: String| print(format_args!("{name:<10}{value}"));
+    let row = |name: &str, value: String| print(format_args!("{name:<12}{value}"));
     row("fsdp", env!("CARGO_PKG_VERSION").to_string());
     row("system", system());
     row("cores", std::thread::available_parallelism().map_or("unknown".into(), |n| n.to_string()));

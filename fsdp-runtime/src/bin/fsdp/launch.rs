@@ -125,12 +125,12 @@ pub fn guard() -> ExitCode {
 
 /// `fsdp rank`, which `mpirun` starts for each rank.
 #[cfg(unix)]
-pub fn become_rank(program: &[std::ffi::OsString]) -> ExitCode {
-    mpi::become_rank(program)
+pub fn run_rank(program: &[std::ffi::OsString]) -> ExitCode {
+    mpi::run_rank(program)
 }
 
 /// `fsdp rank`, which nothing starts here.
 #[cfg(not(unix))]
-pub fn become_rank(_: &[std::ffi::OsString]) -> ExitCode {
+pub fn run_rank(_: &[std::ffi::OsString]) -> ExitCode {
     ExitCode::FAILURE
 }

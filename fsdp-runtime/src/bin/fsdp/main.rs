@@ -34,7 +34,7 @@ enum Command {
     /// Ends the process groups named on standard input once that closes
     #[command(hide = true)]
     Guard,
-    /// Becomes the program, to end with the process that started it
+    /// Runs the program as a rank of `mpirun`'s
     #[command(hide = true)]
     Rank {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
@@ -49,7 +49,7 @@ fn main() -> ExitCode {
         Command::Env => env::run(),
         Command::Validate(args) => validate::run(&args),
         Command::Guard => launch::guard(),
-        Command::Rank { program } => launch::become_rank(&program),
+        Command::Rank { program } => launch::run_rank(&program),
     }
 }
 

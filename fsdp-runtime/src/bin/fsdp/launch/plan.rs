@@ -12,6 +12,9 @@ use fsdp_runtime::env::{EnvError, RankEnv, Starter};
 /// Where ranks of several machines meet if nothing says so: Accelerate's port.
 const DEFAULT_PORT: u16 = 29500;
 
+/// The variable that names a run.
+pub const RUN_ID: &str = "FSDP_RUN_ID";
+
 /// Why ranks cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
@@ -71,6 +74,14 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
+    /// The error of a program that the system would not run.
+    pub fn not_started(program: String, source: io::Error) -> Self {
+        match source.kind() {
+            io::ErrorKind::NotFound => Self::NotFound { program },
+            _ => Self::CannotStart { program, source },
+        }
+    }
+
     /// The launcher's exit code; those of `sh` for a program that cannot be started.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -146,7 +157,7 @@ impl Plan {
         }
 
         let local = world / machines;
-        let mut variables: Vec<(&'static str, OsString)> = vec![("FSDP_RUN_ID", run_id().into())];
+        let mut variables: Vec<(&'static str, OsString)> = vec![(RUN_ID, run_id().into())];
         let host = flags.main_process_ip.as_deref().or(config.main_process_ip.as_deref());
         let host = match host {
             Some(host) => Some(host),
@@ -177,6 +188,11 @@ impl Plan {
             variables.push(("CUDA_VISIBLE_DEVICES", ids.into()));
         }
         Ok(Self { world, local, first: machine * local, variables, mpirun })
+    }
+
+    /// The value of a variable.
+    pub fn variable(&self, name: &str) -> Option<&str> {
+        self.variables.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
     }
 
     /// How many processes the launcher starts itself.
@@ -254,10 +270,6 @@ mod tests {
         })
     }
 
-    fn variable<'a>(plan: &'a Plan, name: &str) -> Option<&'a str> {
-        plan.variables.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
-    }
-
     #[test]
     fn flags_override_the_file() {
         let file = "num_processes: 4\nnum_machines: 2\nmain_process_ip: 127.0.0.1\n";
@@ -273,19 +285,19 @@ mod tests {
         };
         let overridden = plan(&flags, file, &[]).unwrap();
         assert_eq!((overridden.world, overridden.local, overridden.first), (6, 3, 3));
-        assert_eq!(variable(&overridden, "MASTER_ADDR"), Some("localhost"));
-        assert_eq!(variable(&overridden, "MASTER_PORT"), Some("4321"));
-        assert_eq!(variable(&overridden, "WORLD_SIZE"), Some("6"));
-        assert!(variable(&overridden, "FSDP_CONFIG").unwrap().ends_with("/config.yaml"));
+        assert_eq!(overridden.variable("MASTER_ADDR"), Some("localhost"));
+        assert_eq!(overridden.variable("MASTER_PORT"), Some("4321"));
+        assert_eq!(overridden.variable("WORLD_SIZE"), Some("6"));
+        assert!(overridden.variable("FSDP_CONFIG").unwrap().ends_with("/config.yaml"));
     }
 
     #[test]
     fn one_machine_needs_a_number_only() {
         let flags = Flags { num_processes: Some(2), ..Flags::default() };
         let plan = plan(&flags, "use_cpu: true\n", &[]).unwrap();
-        assert_eq!(variable(&plan, "MASTER_ADDR"), Some("127.0.0.1"));
-        assert_ne!(variable(&plan, "MASTER_PORT"), Some("0"));
-        assert_eq!(variable(&plan, "CUDA_VISIBLE_DEVICES"), Some(""));
+        assert_eq!(plan.variable("MASTER_ADDR"), Some("127.0.0.1"));
+        assert_ne!(plan.variable("MASTER_PORT"), Some("0"));
+        assert_eq!(plan.variable("CUDA_VISIBLE_DEVICES"), Some(""));
     }
 
     #[test]
@@ -344,8 +356,8 @@ mod tests {
         let of_file = plan(&flags, file, &[]).unwrap();
         let hostfile = Some(PathBuf::from("/tmp/hosts"));
         assert_eq!((of_file.mpirun.as_ref(), of_file.processes()), (Some(&Mpirun { hostfile }), 1));
-        assert_eq!(variable(&of_file, "WORLD_SIZE"), None);
-        assert_eq!(variable(&of_file, "MASTER_ADDR"), None);
+        assert_eq!(of_file.variable("WORLD_SIZE"), None);
+        assert_eq!(of_file.variable("MASTER_ADDR"), None);
         flags.machine_rank = Some(1);
         assert!(matches!(plan(&flags, file, &[]), Err(LaunchError::MpirunOnce { rank: 1 })));
     }

@@ -41,7 +41,7 @@ pub enum Ended {
 }
 
 impl Ended {
-    fn of(status: ExitStatus) -> Self {
+    pub fn of(status: ExitStatus) -> Self {
         match (status.code(), status.signal()) {
             (Some(code), _) => Self::Code(code),
             (None, Some(signal)) => Self::Signal(signal),
@@ -110,11 +110,7 @@ impl Process {
         die_with_launcher(&mut command);
         guard.adopt(&mut command);
         let mut child = command.spawn().map_err(|source| {
-            let program = command.get_program().to_string_lossy().into_owned();
-            match source.kind() {
-                io::ErrorKind::NotFound => LaunchError::NotFound { program },
-                _ => LaunchError::CannotStart { program, source },
-            }
+            LaunchError::not_started(command.get_program().to_string_lossy().into_owned(), source)
         })?;
         let group = Pid::from_child(&child);
         if let Some(stdout) = child.stdout.take() {
@@ -181,8 +177,9 @@ fn read(
     });
 }
 
+/// Has the kernel kill the command's process when this one dies.
 #[cfg(target_os = "linux")]
-fn die_with_launcher(command: &mut Command) {
+pub fn die_with_launcher(command: &mut Command) {
     let launcher = rustix::process::getpid();
     let ask = move || {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;

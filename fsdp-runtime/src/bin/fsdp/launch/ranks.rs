@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::guard::Guard;
 use super::mpi::{self, Job};
 use super::output::{Stream, Tail, relay};
-use super::plan::{LaunchError, Plan};
+use super::plan::{LaunchError, Plan, RUN_ID};
 use super::process::Process;
 use super::supervise::Event;
 
@@ -40,7 +40,7 @@ impl Member {
     ) -> Result<Self, LaunchError> {
         let width = (plan.world - 1).to_string().len();
         if let Some(mpirun) = &plan.mpirun {
-            let job = Job::new(width);
+            let job = Job::new(width, plan.variable(RUN_ID).unwrap_or_default());
             let command = mpi::command(plan, mpirun, program, grace)?;
             let (output, error) = (job.relay(Stream::Output), job.relay(Stream::Error));
             let process = Process::start(command, index, output, error, guard, events)?;

@@ -23,7 +23,7 @@ use super::ranks::{Member, Started};
 use crate::say;
 
 /// How long after the first failure the cause may still show.
-const SETTLING: Duration = Duration::from_millis(300);
+pub const SETTLING: Duration = Duration::from_millis(300);
 
 /// How long killed processes and their streams are waited for.
 const AFTERMATH: Duration = Duration::from_secs(2);
@@ -235,8 +235,7 @@ impl Launch {
     /// Says how the run ended; returns the launcher's exit code.
     fn report(&self) -> u8 {
         if let Some((member, ended)) = self.cause() {
-            self.report_failure(&member.started, ended);
-            return ended.exit_code();
+            return self.report_failure(&member.started, ended);
         }
         let ended_well = |member: &Member| member.process.ended.is_some_and(Ended::is_success);
         match self.interrupted {
@@ -249,14 +248,17 @@ impl Launch {
         }
     }
 
-    fn report_failure(&self, started: &Started, ended: Ended) {
+    fn report_failure(&self, started: &Started, ended: Ended) -> u8 {
         let world = self.world;
         let (name, ended, lines) = match started {
             Started::Rank { rank, tail } => (format!("rank {rank}"), ended, tail.lines()),
             Started::Mpirun(job) => match job.failed() {
                 Some((rank, ended)) => (format!("rank {rank}"), ended, job.lines(rank)),
                 // It says itself, in its own lines, what kept it from starting ranks.
-                None => return say(format_args!("`mpirun` failed: {ended}")),
+                None => {
+                    say(format_args!("`mpirun` failed: {ended}"));
+                    return ended.exit_code();
+                }
             },
         };
         let hint = match ended {
@@ -275,6 +277,7 @@ impl Launch {
             say(format_args!("the last lines of {name}:"));
             lines.iter().for_each(|line| say(format_args!("  {line}")));
         }
+        ended.exit_code()
     }
 
     /// Processes that did not end as the signal asked.
