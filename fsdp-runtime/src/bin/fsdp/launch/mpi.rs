@@ -2,28 +2,32 @@
 //! output which rank printed what and how each ended.
 //!
 //! `mpirun` starts `fsdp rank PROGRAM` for each. That runs the program, ends it with `mpirun`, and
-//! says how it ended in a last line of its own, since what `mpirun` says differs between versions and
-//! is at times left out.
+//! passes its lines on whole, in the form `<run> <rank> :<text>`, with `<run> <rank> !code 7` as the
+//! last of one that failed: `mpirun` tags whatever pieces of a line it happens to read, and what it
+//! says about a failure differs between versions and is at times left out.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
+use fsdp_runtime::env::RankEnv;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
-use super::output::{Stream, Tail, relay};
+use super::output::{Stream, Tail, lines, relay};
 use super::plan::{LaunchError, Mpirun, Plan, RUN_ID};
 use super::process::Ended;
 #[cfg(target_os = "linux")]
 use super::process::die_with_launcher;
-use super::supervise::SETTLING;
+use super::supervise::{AFTERMATH, SETTLING};
 use crate::say;
 
-/// The first word of the line in which `fsdp rank` says how its program ended.
-const MARK: &str = "fsdp-rank-ended";
+/// How long `mpirun` may take to read the last lines of a rank that failed.
+const READING: Duration = Duration::from_millis(200);
 
 /// Puts `mpirun` in front of the program.
 pub fn command(
@@ -36,7 +40,7 @@ pub fn command(
     let this = std::env::current_exe().map_err(|source| LaunchError::System { what, source })?;
     let mut command = Command::new("mpirun");
     command
-        .args(["-n", &plan.world.to_string(), "--tag-output", "--bind-to", "none"])
+        .args(["-n", &plan.world.to_string(), "--bind-to", "none"])
         // How long `mpirun` waits between SIGTERM and SIGKILL.
         .args(["--mca", "odls_base_sigkill_timeout", &grace.as_secs().max(1).to_string()]);
     if let Some(hostfile) = &mpirun.hostfile {
@@ -71,8 +75,21 @@ pub fn run_rank(program: &[OsString]) -> ExitCode {
         }
         die_with_launcher(&mut command);
     }
-    let ended = match command.status() {
-        Ok(status) => Ended::of(status),
+    let run = std::env::var(RUN_ID).unwrap_or_default();
+    let rank = match RankEnv::read() {
+        Ok(Some(place)) => place.rank,
+        Ok(None) => {
+            say("not started by `mpirun`");
+            return ExitCode::FAILURE;
+        }
+        Err(error) => {
+            say(error);
+            return ExitCode::FAILURE;
+        }
+    };
+    let tag = format!("{run} {rank} ");
+    let ended = match relayed(command, &tag) {
+        Ok(ended) => ended,
         Err(source) => {
             let program = name.to_string_lossy().into_owned();
             let error = LaunchError::not_started(program, source);
@@ -80,15 +97,44 @@ pub fn run_rank(program: &[OsString]) -> ExitCode {
             Ended::Code(i32::from(error.exit_code()))
         }
     };
-    if !ended.is_success() {
-        let run = std::env::var(RUN_ID).unwrap_or_default();
-        let (kind, number) = match ended {
-            Ended::Code(code) => ("code", code),
-            Ended::Signal(signal) => ("signal", signal),
-        };
-        let _ = writeln!(io::stderr(), "{MARK} {run} {kind} {number}");
-    }
+    let line = match ended {
+        Ended::Code(0) => return ExitCode::SUCCESS,
+        Ended::Code(code) => format!("{tag}!code {code}\n"),
+        Ended::Signal(signal) => format!("{tag}!signal {signal}\n"),
+    };
+    let _ = io::stderr().write_all(line.as_bytes());
+    // At a rank's failure `mpirun` drops what it has not read.
+    thread::sleep(READING);
     ExitCode::from(ended.exit_code())
+}
+
+/// Runs the command, passes its lines on with a tag, and waits for both.
+fn relayed(mut command: Command, tag: &str) -> io::Result<Ended> {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let (sender, ended) = channel();
+    if let Some(stdout) = child.stdout.take() {
+        let (mut line, sender) = (tagging(io::stdout(), tag), sender.clone());
+        thread::spawn(move || {
+            lines(stdout, &mut line);
+            let _ = sender.send(());
+        });
+    }
+    if let Some(stderr) = child.stderr.take() {
+        let mut line = tagging(io::stderr(), tag);
+        thread::spawn(move || {
+            lines(stderr, &mut line);
+            let _ = sender.send(());
+        });
+    }
+    let status = child.wait()?;
+    // A process that the program has left behind may hold a stream open.
+    let deadline = Instant::now() + AFTERMATH;
+    while ended.recv_timeout(deadline.saturating_duration_since(Instant::now())).is_ok() {}
+    Ok(Ended::of(status))
+}
+
+fn tagging<W: Write>(sink: W, tag: &str) -> impl FnMut(&[u8]) + use<W> {
+    relay(Stream::Output, sink, format!("{tag}:"), Tail::default())
 }
 
 /// What `mpirun` has printed: its ranks' lines, and how those ended that failed.
@@ -96,8 +142,8 @@ pub fn run_rank(program: &[OsString]) -> ExitCode {
 pub struct Job {
     /// Digits of the last rank.
     width: usize,
-    /// What the last line of a rank that failed begins with; no program knows it.
-    mark: String,
+    /// What the lines of ranks begin with.
+    tag: String,
     seen: Arc<Mutex<Seen>>,
 }
 
@@ -107,13 +153,17 @@ struct Seen {
     tails: Vec<Tail>,
     /// When the first failed.
     first: Option<Instant>,
-    /// Those that failed before `mpirun` can have ended them.
+    /// Those that failed before `mpirun` can have killed them.
     failed: Vec<(usize, Ended)>,
+    /// The one that `mpirun` is about to say more of.
+    named: Option<usize>,
+    /// The one that `mpirun` says failed first.
+    said: Option<(usize, Ended)>,
 }
 
 impl Job {
     pub fn new(width: usize, run: &str) -> Self {
-        Self { width, mark: format!("{MARK} {run} "), seen: Arc::default() }
+        Self { width, tag: format!("{run} "), seen: Arc::default() }
     }
 
     /// Reads one of `mpirun`'s streams.
@@ -126,22 +176,16 @@ impl Job {
     }
 
     fn line(&self, stream: Stream, sink: impl Write, line: &[u8]) {
-        let Some((rank, text)) = tagged(line) else {
-            self.said(&String::from_utf8_lossy(line));
-            return relay(stream, sink, "[mpirun] ".into(), Tail::default())(line);
-        };
-        let mark = self.mark.as_bytes();
-        // The program's last line may have no end.
-        let marked = text.windows(mark.len()).position(|part| part == mark);
-        if let Some(at) = marked
-            && let Some(ended) = ended(&text[at + mark.len()..])
-        {
-            self.failure(rank, ended);
-        }
-        let text = &text[..marked.unwrap_or(text.len())];
-        if marked.is_none() || !text.is_empty() {
-            let prefix = format!("[rank {rank:width$}] ", width = self.width);
-            relay(stream, sink, prefix, self.tail(rank))(text);
+        match tagged(line, self.tag.as_bytes()) {
+            Some((rank, Tagged::Text(text))) => {
+                let prefix = format!("[rank {rank:width$}] ", width = self.width);
+                relay(stream, sink, prefix, self.tail(rank))(text);
+            }
+            Some((rank, Tagged::Ended(ended))) => self.failure(rank, ended),
+            None => {
+                self.said(&String::from_utf8_lossy(line));
+                relay(stream, sink, "[mpirun] ".into(), Tail::default())(line);
+            }
         }
     }
 
@@ -161,26 +205,38 @@ impl Job {
     fn failure(&self, rank: usize, ended: Ended) {
         let mut seen = self.seen();
         let first = *seen.first.get_or_insert_with(Instant::now);
-        let asked = !seen.failed.is_empty() && ended == Ended::Signal(SIGTERM);
-        if !asked && first.elapsed() <= SETTLING {
+        if first.elapsed() <= SETTLING {
             seen.failed.push((rank, ended));
         }
     }
 
-    /// A line of `mpirun`'s own: it names a rank whose `fsdp rank` was killed.
+    /// A line of `mpirun`'s own: those that name a rank that failed, in versions 4 and 5.
     fn said(&self, line: &str) {
-        let Some((_, rest)) = line.split_once("noticed that process rank ") else { return };
-        let signal = rest.split_once("exited on signal ").and_then(|(_, rest)| number(rest));
-        if let (Some(rank), Some(signal)) = (number(rest), signal)
-            && self.failed().is_none()
-        {
-            self.failure(rank, Ended::Signal(signal as i32));
+        let mut seen = self.seen();
+        if let Some((_, rest)) = line.split_once("noticed that process rank ") {
+            let signal = rest.split_once("exited on signal ").and_then(|(_, rest)| number(rest));
+            let said = number(rest).zip(signal.map(Ended::Signal));
+            seen.said = seen.said.or(said.map(|(rank, ended)| (rank as usize, ended)));
+        } else if let Some((_, name)) = line.split_once("Process name:") {
+            let rank = name.rsplit_once(',').and_then(|(_, rest)| number(rest));
+            seen.named = rank.map(|rank| rank as usize);
+        } else if let Some((_, rest)) = line.split_once("Exit code:") {
+            let ended = number(rest.trim_start()).map(|code| match code {
+                // `fsdp rank` exits so for a program that was killed.
+                129..160 => Ended::Signal(code - 128),
+                code => Ended::Code(code),
+            });
+            seen.said = seen.said.or(seen.named.zip(ended));
         }
     }
 
-    /// The rank that failed first, and how.
+    /// The rank that failed first, and how. One that was asked to end is none, unless all were.
     pub fn failed(&self) -> Option<(usize, Ended)> {
-        self.seen().failed.iter().copied().min_by_key(|(_, ended)| ended.likely_reaction())
+        let seen = self.seen();
+        let asked = |ended: &Ended| *ended == Ended::Signal(SIGTERM);
+        let failed = seen.failed.iter().filter(|(_, ended)| !asked(ended));
+        let cause = failed.min_by_key(|(_, ended)| ended.likely_reaction());
+        cause.or(seen.said.as_ref()).or(seen.failed.first()).copied()
     }
 
     /// The last lines of a rank.
@@ -189,46 +245,43 @@ impl Job {
     }
 }
 
-/// `code 7` or `signal 9`.
-fn ended(text: &[u8]) -> Option<Ended> {
-    let (kind, number) = std::str::from_utf8(text).ok()?.trim().split_once(' ')?;
+/// The number that a text begins with; none has more digits than a process number.
+fn number(text: &str) -> Option<i32> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    text.get(..digits)?.parse().ok()
+}
+
+/// What `fsdp rank` passes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tagged<'a> {
+    /// A line of the program's.
+    Text(&'a [u8]),
+    /// How it failed.
+    Ended(Ended),
+}
+
+/// A line of `fsdp rank`'s, and its rank.
+fn tagged<'a>(line: &'a [u8], tag: &[u8]) -> Option<(usize, Tagged<'a>)> {
+    let line = line.strip_prefix(tag)?;
+    let end = line.iter().position(|byte| *byte == b' ')?;
+    // A rank is below the world's size, and no `mpirun` starts more.
+    let rank = usize::from(std::str::from_utf8(&line[..end]).ok()?.parse::<u16>().ok()?);
+    let (kind, text) = line[end + 1..].split_first()?;
+    if *kind == b':' {
+        return Some((rank, Tagged::Text(text)));
+    }
+    let (kind, number) = std::str::from_utf8(text).ok()?.split_once(' ')?;
     let number = number.parse().ok()?;
     match kind {
-        "code" => Some(Ended::Code(number)),
-        "signal" => Some(Ended::Signal(number)),
+        "code" => Some((rank, Tagged::Ended(Ended::Code(number)))),
+        "signal" => Some((rank, Tagged::Ended(Ended::Signal(number)))),
         _ => None,
     }
-}
-
-/// The number that a text begins with; none has more digits than a process number.
-fn number(text: &str) -> Option<usize> {
-    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
-    text.get(..digits)?.parse::<u32>().ok().map(|number| number as usize)
-}
-
-/// `[1,2]<stdout>:text`, a line of rank 2.
-fn tagged(line: &[u8]) -> Option<(usize, &[u8])> {
-    const LONGEST_TAG: usize = 64;
-    let end = line.iter().take(LONGEST_TAG).position(|byte| *byte == b':')?;
-    let (tag, text) = (std::str::from_utf8(&line[..end]).ok()?, &line[end + 1..]);
-    let tag = tag.strip_suffix("<stdout>").or_else(|| tag.strip_suffix("<stderr>"))?;
-    let (_, rank) = tag.strip_prefix('[')?.strip_suffix(']')?.split_once(',')?;
-    // A rank is below the world's size, and that is a number the ranks were started by.
-    rank.parse::<u16>().ok().map(|rank| (usize::from(rank), text))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tags_name_the_rank() {
-        assert_eq!(tagged(b"[1,12]<stdout>:a: b"), Some((12, &b"a: b"[..])));
-        assert_eq!(tagged(b"[1,0]<stderr>:"), Some((0, &b""[..])));
-        for own in ["", "-----", "[vm:123] message: x", "[1,x]<stdout>:", "Exit code:    7"] {
-            assert_eq!(tagged(own.as_bytes()), None, "{own}");
-        }
-    }
 
     fn job(lines: &[&str]) -> (Job, String) {
         let (job, mut shown) = (Job::new(1, "run-1"), Vec::new());
@@ -237,15 +290,22 @@ mod tests {
     }
 
     #[test]
+    fn lines_are_told_apart_and_kept_by_rank() {
+        let (job, shown) = job(&["run-1 3 :a :b", "-----", "run-1 0 :", "run-1 x :", "run-2 0 :c"]);
+        assert_eq!(
+            shown,
+            "[rank 3] a :b\n[mpirun] -----\n[rank 0] \n[mpirun] run-1 x :\n[mpirun] run-2 0 :c\n"
+        );
+        assert_eq!((job.lines(3), job.lines(0)), (vec!["a :b".into()], vec![String::new()]));
+        assert!(job.lines(1).is_empty());
+    }
+
+    #[test]
     fn the_rank_that_failed_first_is_found() {
-        let (job, shown) = job(&[
-            "[1,0]<stderr>:fsdp-rank-ended run-1 code 1",
-            "[1,1]<stderr>:disk fullfsdp-rank-ended run-1 signal 9",
-            "[1,2]<stderr>:fsdp-rank-ended run-1 signal 15",
-        ]);
+        let lines = ["run-1 0 !code 1", "run-1 1 !signal 9", "run-1 2 !signal 15"];
+        let (job, shown) = job(&lines);
         assert_eq!(job.failed(), Some((1, Ended::Signal(9))));
-        assert_eq!(shown, "[rank 1] disk full\n");
-        assert_eq!(job.lines(1), ["disk full"]);
+        assert_eq!(shown, "");
     }
 
     #[test]
@@ -253,15 +313,13 @@ mod tests {
         let said = "mpirun noticed that process rank 2 with PID 0 on node vm exited on signal 9 \
                     (Killed).";
         assert_eq!(job(&[said]).0.failed(), Some((2, Ended::Signal(9))));
-        let marked = "[1,0]<stderr>:fsdp-rank-ended run-1 code 7";
-        assert_eq!(job(&[marked, said]).0.failed(), Some((0, Ended::Code(7))));
-        assert_eq!(job(&["mpirun was unable to launch"]).0.failed(), None);
-    }
-
-    #[test]
-    fn ranks_say_what_they_like() {
-        let (job, shown) = job(&["[1,0]<stderr>:fsdp-rank-ended run-2 code 7", "[1,0]<stdout>:"]);
-        assert_eq!(job.failed(), None);
-        assert_eq!(shown, "[rank 0] fsdp-rank-ended run-2 code 7\n[rank 0] \n");
+        assert_eq!(job(&["run-1 0 !code 7", said]).0.failed(), Some((0, Ended::Code(7))));
+        let named = ["run-1 0 !signal 15", "  Process name: [[6716,1],1]", "  Exit code:    137"];
+        assert_eq!(job(&named).0.failed(), Some((1, Ended::Signal(9))));
+        let newer = ["   Process name: [prterun-vm-12@1,3]", "   Exit code:    101"];
+        assert_eq!(job(&newer).0.failed(), Some((3, Ended::Code(101))));
+        assert_eq!(job(&["mpirun was unable to launch", "Exit code: 3"]).0.failed(), None);
+        assert_eq!(job(&["run-1 1 !signal 15"]).0.failed(), Some((1, Ended::Signal(15))));
+        assert_eq!(job(&["run-1 0 :run-1 1 !code 7"]).0.failed(), None, "the program's own words");
     }
 }

@@ -26,7 +26,7 @@ use crate::say;
 pub const SETTLING: Duration = Duration::from_millis(300);
 
 /// How long killed processes and their streams are waited for.
-const AFTERMATH: Duration = Duration::from_secs(2);
+pub const AFTERMATH: Duration = Duration::from_secs(2);
 
 /// What the launcher waits for.
 #[derive(Clone, Copy, Debug)]
