@@ -13,6 +13,8 @@ mod autodiff;
 mod backend;
 mod check;
 mod collectives;
+pub mod config;
+pub mod env;
 mod error;
 mod field_call;
 mod fully_shard;

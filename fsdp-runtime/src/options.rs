@@ -121,6 +121,8 @@ pub enum WrapPolicy {
     Annotated,
     /// The named types, and the outermost unit: `TransformerBased(unit_types![BertLayer])`.
     TransformerBased(&'static [UnitType]),
+    /// As `TransformerBased`, by the types' names: what a configuration file can say.
+    Named(&'static [&'static str]),
     /// Those with at least so many parameters, not counting those of units within them that are
     /// wrapped themselves; and the outermost unit.
     SizeBased {

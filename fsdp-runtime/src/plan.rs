@@ -352,6 +352,7 @@ fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
     match policy {
         WrapPolicy::Annotated => true,
         WrapPolicy::TransformerBased(units) => units.contains(&UnitType::of_module::<M>()),
+        WrapPolicy::Named(names) => names.contains(&M::LAYOUT.ty),
         WrapPolicy::SizeBased { min_num_params } => {
             let mut size = Size { min: min_num_params, sums: vec![0] };
             module.walk(&mut size);
@@ -366,7 +367,7 @@ fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
 fn wraps_field<M: Module>(policy: WrapPolicy, module: &M) -> bool {
     match policy {
         WrapPolicy::Annotated => true,
-        WrapPolicy::TransformerBased(_) | WrapPolicy::NoWrap => false,
+        WrapPolicy::TransformerBased(_) | WrapPolicy::Named(_) | WrapPolicy::NoWrap => false,
         WrapPolicy::SizeBased { min_num_params } => {
             let mut size = Size { min: 0, sums: vec![0] };
             visit_leaf(module, &mut size);

@@ -1,0 +1,108 @@
+//! `fsdp env`: what a report of a problem should say about the machine.
+
+use std::fs;
+use std::process::{Command, ExitCode, Stdio};
+
+use fsdp_runtime::env::RankEnv;
+
+use crate::{config, print, probe};
+
+pub fn run() -> ExitCode {
+    let row = |name: &str, value: String| print(format_args!("{name:<12}{value}"));
+    row("fsdp", env!("CARGO_PKG_VERSION").to_string());
+    row("system", system());
+    row("cores", std::thread::available_parallelism().map_or("unknown".into(), |n| n.to_string()));
+    row("memory", memory());
+    row("devices", devices());
+    row("CUDA", cuda());
+    row("NCCL", probe::nccl().unwrap_or_else(|reason| reason));
+    row("MPI", mpi());
+    row("started by", started());
+    row("config", config_file());
+    ExitCode::SUCCESS
+}
+
+fn system() -> String {
+    let (os, arch) = (std::env::consts::OS, std::env::consts::ARCH);
+    match fs::read_to_string("/proc/sys/kernel/osrelease") {
+        Ok(release) => format!("{os} {} {arch}", release.trim()),
+        Err(_) => format!("{os} {arch}"),
+    }
+}
+
+/// Bytes as GiB.
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+fn memory() -> String {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib = |name: &str| -> Option<u64> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.trim().strip_suffix("kB")?.trim().parse().ok()
+    };
+    let (Some(total), Some(free)) = (kib("MemTotal"), kib("MemAvailable")) else {
+        return "unknown".into();
+    };
+    let limit = fs::read_to_string("/sys/fs/cgroup/memory.max")
+        .ok()
+        .and_then(|limit| limit.trim().parse().ok())
+        .map_or(String::new(), |limit| format!(", limited to {} by the control group", gib(limit)));
+    format!("{}, {} available{limit}", gib(total * 1024), gib(free * 1024))
+}
+
+/// The devices that this build of the crate has.
+fn devices() -> String {
+    let compiled = [
+        ("flex", cfg!(feature = "flex")),
+        ("cpu", cfg!(feature = "cpu")),
+        ("wgpu", cfg!(feature = "wgpu")),
+        ("cuda", cfg!(feature = "cuda")),
+    ];
+    let names: Vec<&str> =
+        compiled.iter().filter(|(_, compiled)| *compiled).map(|(name, _)| *name).collect();
+    if names.is_empty() { "none compiled in".into() } else { names.join(", ") }
+}
+
+fn cuda() -> String {
+    match probe::cuda() {
+        Err(reason) => reason,
+        Ok(cuda) if cuda.devices.is_empty() => format!("{}, no GPU", cuda.version),
+        Ok(cuda) => {
+            let gpus = cuda.devices.iter().enumerate();
+            let gpus = gpus
+                .map(|(index, (name, bytes))| format!("{index}: {name}, {}", gib(*bytes as u64)));
+            format!("{}; GPU {}", cuda.version, gpus.collect::<Vec<_>>().join("; GPU "))
+        }
+    }
+}
+
+fn mpi() -> String {
+    let output = Command::new("mpirun").arg("--version").stdin(Stdio::null()).output();
+    match output {
+        Ok(output) => {
+            let text = String::from_utf8_lossy(&output.stdout);
+            let line = text.lines().find(|line| !line.trim().is_empty());
+            line.map_or("`mpirun --version` said nothing".into(), |line| line.trim().to_string())
+        }
+        Err(_) => "`mpirun` was not found".into(),
+    }
+}
+
+fn started() -> String {
+    match RankEnv::read() {
+        Ok(None) => "nothing that starts ranks".into(),
+        Ok(Some(place)) => {
+            format!("{}, as rank {} of {}", place.starter, place.rank, place.world)
+        }
+        Err(error) => error.to_string(),
+    }
+}
+
+fn config_file() -> String {
+    match config::default_path() {
+        Some(path) if path.is_file() => path.display().to_string(),
+        Some(path) => format!("none at {}", path.display()),
+        None => "none: neither XDG_CACHE_HOME nor HOME is set".into(),
+    }
+}

@@ -1,0 +1,128 @@
+//! Every key of Accelerate's FSDP files, and what it is here.
+
+/// What a key is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// It is read.
+    Used,
+    /// It means nothing here.
+    Unused {
+        /// Why, and what does its work here if something does.
+        because: &'static str,
+        /// The values that Accelerate writes when the option is off.
+        off: &'static [&'static str],
+    },
+}
+
+/// A key and its role.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Key {
+    pub(super) name: &'static str,
+    pub(super) role: Role,
+}
+
+/// The part of the file a key stands in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Section {
+    Top,
+    Fsdp,
+}
+
+impl Section {
+    /// The keys of this part.
+    pub(super) const fn keys(self) -> &'static [Key] {
+        match self {
+            Self::Top => TOP,
+            Self::Fsdp => FSDP,
+        }
+    }
+
+    /// The other part.
+    pub(super) const fn other(self) -> Self {
+        match self {
+            Self::Top => Self::Fsdp,
+            Self::Fsdp => Self::Top,
+        }
+    }
+
+    /// Where this part is, for a message.
+    pub(super) const fn place(self) -> &'static str {
+        match self {
+            Self::Top => "at the top level",
+            Self::Fsdp => "under `fsdp_config`",
+        }
+    }
+
+    /// The key of this name.
+    pub(super) fn find(self, name: &str) -> Option<&'static Key> {
+        self.keys().iter().find(|key| key.name == name)
+    }
+}
+
+const fn used(name: &'static str) -> Key {
+    Key { name, role: Role::Used }
+}
+
+const fn unused(name: &'static str, because: &'static str, off: &'static [&'static str]) -> Key {
+    Key { name, role: Role::Unused { because, off } }
+}
+
+const TPU: &str = "for TPUs";
+const NO: &[&str] = &["no", "false"];
+const EMPTY: &[&str] = &["[]", "{}"];
+
+const TOP: &[Key] = &[
+    unused("command_file", TPU, &[]),
+    unused("commands", TPU, EMPTY),
+    used("compute_environment"),
+    used("debug"),
+    unused("deepspeed_config", "for DeepSpeed", EMPTY),
+    used("distributed_type"),
+    unused("downcast_bf16", TPU, NO),
+    unused("dynamo_backend", "for torch.compile; Burn fuses operations by itself", NO),
+    unused("dynamo_config", "for torch.compile; Burn fuses operations by itself", EMPTY),
+    unused("enable_cpu_affinity", "the operating system places processes", NO),
+    used("fp16"),
+    unused("fp8_config", "8-bit floats are not supported", EMPTY),
+    used("fsdp_config"),
+    used("gpu_ids"),
+    unused("ipex_config", "for Intel's extension of PyTorch", EMPTY),
+    used("machine_rank"),
+    used("main_process_ip"),
+    used("main_process_port"),
+    unused("main_training_function", "a program has one `main`", &["main"]),
+    unused("megatron_lm_config", "for Megatron-LM", EMPTY),
+    used("mixed_precision"),
+    used("mpirun_config"),
+    used("num_machines"),
+    used("num_processes"),
+    used("parallelism_config"),
+    unused("rdzv_backend", "ranks meet at `main_process_ip`", &["static"]),
+    unused("same_network", "ranks meet at `main_process_ip`", &["true", "false"]),
+    unused("tp_config", "for tensor parallelism", EMPTY),
+    unused("tpu_env", TPU, EMPTY),
+    unused("tpu_name", TPU, &[]),
+    unused("tpu_use_cluster", TPU, NO),
+    unused("tpu_use_sudo", TPU, NO),
+    unused("tpu_vm", TPU, EMPTY),
+    unused("tpu_zone", TPU, &[]),
+    used("use_cpu"),
+];
+
+const FSDP: &[Key] = &[
+    used("fsdp_activation_checkpointing"),
+    used("fsdp_auto_wrap_policy"),
+    used("fsdp_backward_prefetch"),
+    used("fsdp_backward_prefetch_policy"),
+    used("fsdp_cpu_ram_efficient_loading"),
+    used("fsdp_forward_prefetch"),
+    used("fsdp_min_num_params"),
+    used("fsdp_offload_params"),
+    used("fsdp_reshard_after_forward"),
+    used("fsdp_sharding_strategy"),
+    used("fsdp_state_dict_type"),
+    used("fsdp_sync_module_states"),
+    used("fsdp_transformer_layer_cls_to_wrap"),
+    used("fsdp_use_orig_params"),
+    used("fsdp_version"),
+];

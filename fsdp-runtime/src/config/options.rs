@@ -1,0 +1,156 @@
+//! From a [`Config`] to the runtime's options. What the runtime cannot do yet is an error here.
+
+use super::error::{ConfigError, Problem, ProblemKind};
+use super::nearest::nearest;
+use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, MixedPrecision};
+use crate::launch::LaunchOptions;
+use crate::options::{FsdpOptions, WrapPolicy};
+use crate::unit::{FsdpModule, Node};
+
+impl Config {
+    /// The options to shard a model of type `M` with. Keys the file leaves out keep the defaults of
+    /// [`FsdpOptions`].
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Invalid`] with every name in `fsdp_transformer_layer_cls_to_wrap` that is no
+    /// unit of `M`, and every option that the runtime does not have.
+    pub fn options<M: FsdpModule>(&self) -> Result<FsdpOptions, ConfigError> {
+        self.options_for(Some(&M::LAYOUT))
+    }
+
+    /// Whether the runtime has every option that the file asks for. Names of units are left to
+    /// [`options`](Self::options), which knows the model.
+    ///
+    /// # Errors
+    ///
+    /// As [`options`](Self::options).
+    pub fn check(&self) -> Result<(), ConfigError> {
+        self.options_for(None).map(drop)
+    }
+
+    pub(super) fn options_for(&self, layout: Option<&Node>) -> Result<FsdpOptions, ConfigError> {
+        let mut problems = Vec::new();
+        let fsdp = &self.fsdp;
+        let mut made = FsdpOptions::new().strategy(fsdp.sharding_strategy);
+        made = made.wrap(self.wrap(layout, &mut problems));
+        if let Some(ranks) = self.shard_size() {
+            made = made.shard_size(ranks);
+        }
+        if let Some(prefetch) = fsdp.backward_prefetch {
+            made = made.backward_prefetch(prefetch);
+        }
+        if let Some(prefetch) = fsdp.forward_prefetch {
+            made = made.forward_prefetch(prefetch);
+        }
+        if let Some(sync) = fsdp.sync_module_states {
+            made = made.sync_module_states(sync);
+        }
+        if fsdp.offload_params {
+            problems.push(self.unsupported("fsdp_offload_params", "true", "write `false`"));
+        }
+        if fsdp.activation_checkpointing {
+            let key = "fsdp_activation_checkpointing";
+            problems.push(self.unsupported(key, "true", "write `false`"));
+        }
+        if self.mixed_precision != MixedPrecision::No {
+            let value = self.mixed_precision.name();
+            problems.push(self.unsupported("mixed_precision", value, "write `'no'`"));
+        }
+        self.valid(made, problems)
+    }
+
+    /// The options to start thread ranks of one process with.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Invalid`] if the file says no number of ranks, or more than one machine.
+    pub fn launch_options(&self) -> Result<LaunchOptions, ConfigError> {
+        let mut problems = Vec::new();
+        let Some(world) = self.num_processes else {
+            let kind = ProblemKind::Missing {
+                key: "num_processes",
+                instead: "write the number of ranks, such as `num_processes: 2`",
+            };
+            problems.push(Problem { line: None, kind });
+            return self.valid(LaunchOptions::new(1), problems);
+        };
+        if self.num_machines > 1 {
+            let value = self.num_machines.to_string();
+            let instead = "thread ranks share one process; start one with `fsdp launch`";
+            problems.push(self.unsupported("num_machines", value, instead));
+        }
+        self.valid(LaunchOptions::new(world), problems)
+    }
+
+    /// Ranks of a group that holds the whole model, if the file says so in either way.
+    fn shard_size(&self) -> Option<usize> {
+        let groups = self.fsdp.replicate.filter(|groups| *groups > 1);
+        self.fsdp.shard.or_else(|| Some(self.num_processes? / groups?))
+    }
+
+    fn wrap(&self, layout: Option<&Node>, problems: &mut Vec<Problem>) -> WrapPolicy {
+        let names = &self.fsdp.transformer_layer_cls_to_wrap;
+        match self.fsdp.auto_wrap_policy {
+            None | Some(AutoWrapPolicy::TransformerBased) if names.is_empty() => {
+                WrapPolicy::Annotated
+            }
+            None | Some(AutoWrapPolicy::TransformerBased) => {
+                let Some(layout) = layout else { return WrapPolicy::Annotated };
+                let units = unit_names(layout);
+                let mut wrapped = Vec::new();
+                for name in names {
+                    match units.iter().find(|unit| *unit == name) {
+                        Some(unit) => wrapped.push(*unit),
+                        None => problems.push(Problem {
+                            line: self.source.line("fsdp_transformer_layer_cls_to_wrap"),
+                            kind: ProblemKind::UnknownUnit {
+                                name: name.clone(),
+                                model: layout.ty,
+                                nearest: nearest(name, units.iter().copied()),
+                                units: units.clone(),
+                            },
+                        }),
+                    }
+                }
+                // Options are constants elsewhere, so they hold a list for good.
+                WrapPolicy::Named(Vec::leak(wrapped))
+            }
+            Some(AutoWrapPolicy::SizeBased) => WrapPolicy::SizeBased {
+                min_num_params: self.fsdp.min_num_params.unwrap_or(DEFAULT_MIN_NUM_PARAMS),
+            },
+            Some(AutoWrapPolicy::NoWrap) => WrapPolicy::NoWrap,
+        }
+    }
+
+    fn unsupported(
+        &self,
+        key: &'static str,
+        value: impl Into<String>,
+        instead: &'static str,
+    ) -> Problem {
+        let kind = ProblemKind::Unsupported { key, value: value.into(), instead };
+        Problem { line: self.source.line(key), kind }
+    }
+
+    fn valid<T>(&self, value: T, mut problems: Vec<Problem>) -> Result<T, ConfigError> {
+        if problems.is_empty() {
+            return Ok(value);
+        }
+        problems.sort_by_key(|problem| problem.line);
+        Err(ConfigError::Invalid { path: self.source.path.clone(), problems })
+    }
+}
+
+/// The names of the units in a layout, each once, in its order.
+fn unit_names(node: &Node) -> Vec<&'static str> {
+    fn visit(node: &Node, names: &mut Vec<&'static str>) {
+        if node.is_unit() && !names.contains(&node.ty) {
+            names.push(node.ty);
+        }
+        node.children.iter().for_each(|child| visit(child.node, names));
+    }
+    let mut names = Vec::new();
+    visit(node, &mut names);
+    names
+}

@@ -1,0 +1,442 @@
+//! Files as Accelerate writes them, files with mistakes, and what is said about each.
+
+use super::*;
+use crate::options::{BackwardPrefetch, FsdpOptions, ShardingStrategy, WrapPolicy};
+use crate::unit::{Child, Kind, Node};
+
+/// As `accelerate config` writes it for FSDP.
+const BERT: &str = "\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+";
+
+/// An older file, as in the guides: numbers for strategies, nulls, the older prefetch key.
+const OLDER: &str = "\
+compute_environment: LOCAL_MACHINE
+deepspeed_config: {}
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: SIZE_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_POST
+  fsdp_min_num_params: 1e8
+  fsdp_offload_params: 'true'
+  fsdp_sharding_strategy: 2
+  fsdp_state_dict_type: FULL_STATE_DICT
+machine_rank: 1
+main_process_ip: 10.0.0.1
+main_process_port: 29501
+main_training_function: main
+mixed_precision: no
+num_machines: 2
+num_processes: 8
+use_cpu: false
+tpu_name: null
+";
+
+/// Version 2.
+const FSDP2: &str = "\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_activation_checkpointing: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: [BertLayer, BertEmbeddings]
+  fsdp_version: 2
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+parallelism_config:
+  parallelism_config_cp_size: 1
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+  parallelism_config_tp_size: 1
+";
+
+fn good(text: &str) -> (Config, Vec<Note>) {
+    Config::parse(text, "config.yaml").unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn bad(text: &str) -> Vec<String> {
+    match Config::parse(text, "config.yaml") {
+        Err(ConfigError::Invalid { problems, .. }) => {
+            problems.iter().map(Problem::to_string).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_file_of_accelerates_is_read_as_it_is() {
+    let (config, notes) = good(BERT);
+    assert_eq!(config.num_processes, Some(2));
+    assert_eq!(config.mixed_precision, MixedPrecision::No);
+    let fsdp = &config.fsdp;
+    assert_eq!(fsdp.sharding_strategy, ShardingStrategy::FullShard);
+    assert_eq!(fsdp.auto_wrap_policy, Some(AutoWrapPolicy::TransformerBased));
+    assert_eq!(fsdp.transformer_layer_cls_to_wrap, ["BertLayer"]);
+    assert_eq!(fsdp.backward_prefetch, Some(BackwardPrefetch::Pre));
+    assert_eq!(fsdp.forward_prefetch, Some(false));
+    assert_eq!(fsdp.state_dict_type, Some(StateDictType::Sharded));
+    assert_eq!(fsdp.cpu_ram_efficient_loading, Some(true));
+    assert_eq!(fsdp.sync_module_states, Some(true));
+    assert!(notes.iter().all(|note| note.off), "{notes:#?}");
+    let keys: Vec<&str> = notes.iter().map(|note| note.key.as_str()).collect();
+    assert_eq!(
+        keys,
+        [
+            "downcast_bf16",
+            "enable_cpu_affinity",
+            "main_training_function",
+            "rdzv_backend",
+            "same_network",
+            "tpu_env",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+        ]
+    );
+    assert_eq!(notes[0].to_string(), "line 4: `downcast_bf16: no` has no effect here: for TPUs");
+}
+
+#[test]
+fn older_files_are_read() {
+    let (config, notes) = good(OLDER);
+    assert_eq!((config.num_machines, config.machine_rank), (2, 1));
+    assert_eq!(config.main_process_ip.as_deref(), Some("10.0.0.1"));
+    assert_eq!(config.main_process_port, Some(29501));
+    assert_eq!(config.mixed_precision, MixedPrecision::No);
+    assert_eq!(config.fsdp.sharding_strategy, ShardingStrategy::ShardGradOp);
+    assert_eq!(config.fsdp.auto_wrap_policy, Some(AutoWrapPolicy::SizeBased));
+    assert_eq!(config.fsdp.min_num_params, Some(100_000_000));
+    assert_eq!(config.fsdp.backward_prefetch, Some(BackwardPrefetch::Post));
+    assert!(config.fsdp.offload_params);
+    assert!(notes.iter().all(|note| note.off), "{notes:#?}");
+}
+
+#[test]
+fn files_of_version_2_are_read() {
+    let (config, _) = good(FSDP2);
+    assert_eq!(config.mixed_precision, MixedPrecision::Bf16);
+    assert_eq!(config.fsdp.sharding_strategy, ShardingStrategy::HybridShardZero2);
+    assert_eq!((config.fsdp.replicate, config.fsdp.shard), (Some(2), Some(4)));
+    assert_eq!(config.fsdp.transformer_layer_cls_to_wrap, ["BertLayer", "BertEmbeddings"]);
+    let strategy = |lines: &str| {
+        good(&format!("fsdp_config:\n  fsdp_version: 2\n{lines}")).0.fsdp.sharding_strategy
+    };
+    assert_eq!(strategy(""), ShardingStrategy::FullShard);
+    assert_eq!(strategy("  fsdp_reshard_after_forward: true\n"), ShardingStrategy::FullShard);
+    assert_eq!(strategy("  fsdp_reshard_after_forward: no\n"), ShardingStrategy::ShardGradOp);
+    assert_eq!(strategy("  fsdp_reshard_after_forward: NO_SHARD\n"), ShardingStrategy::NoShard);
+}
+
+#[test]
+fn every_mistake_is_reported_at_once_with_its_line() {
+    let text = "\
+distributed_type: FSPD
+fsdp_config:
+  fsdp_sharding_strategy: FULL_SHRAD
+  fsdp_forward_prefech: true
+  fsdp_state_dict_type: SHARDED
+  fsdp_offload_params: maybe
+  fsdp_min_num_params: many
+  num_processes: 2
+fsdp_version: 2
+num_procesess: 4
+num_machines: 0
+machine_rank: 2
+mixed_precision: int8
+mixed_precision: bf16
+main_process_port: 70000
+completely_different: 1
+";
+    let expected = [
+        "line 1: unknown value `FSPD` for `distributed_type`; did you mean `FSDP`?",
+        "line 3: unknown value `FULL_SHRAD` for `fsdp_sharding_strategy`; did you mean `FULL_SHARD`?",
+        "line 4: unknown key `fsdp_forward_prefech`; did you mean `fsdp_forward_prefetch`?",
+        "line 5: unknown value `SHARDED` for `fsdp_state_dict_type`; expected `FULL_STATE_DICT`, \
+         `LOCAL_STATE_DICT` or `SHARDED_STATE_DICT`",
+        "line 6: `fsdp_offload_params` is `maybe`; expected true or false",
+        "line 7: `fsdp_min_num_params` is `many`; expected a whole number of at least 0",
+        "line 8: `num_processes` belongs at the top level",
+        "line 9: `fsdp_version` belongs under `fsdp_config`",
+        "line 10: unknown key `num_procesess`; did you mean `num_processes`?",
+        "line 11: `num_machines` is `0`; expected a whole number of at least 1",
+        "line 12: `machine_rank` is `2`; expected less than `num_machines`, which is 1",
+        "line 13: unknown value `int8` for `mixed_precision`; expected `no`, `fp16`, `bf16` or `fp8`",
+        "line 14: `mixed_precision` stands on line 13 already",
+        "line 15: `main_process_port` is `70000`; expected a port, 1 to 65535",
+        "line 16: unknown key `completely_different`",
+    ];
+    assert_eq!(bad(text), expected);
+    let error = Config::parse(text, "config.yaml").unwrap_err().to_string();
+    assert!(error.starts_with("config.yaml: 15 problems\n  line 1: "), "{error}");
+}
+
+#[test]
+fn contradictions_name_both_lines() {
+    assert_eq!(
+        bad("fsdp_config:\n  fsdp_sharding_strategy: 1\n  fsdp_reshard_after_forward: false\n"),
+        ["line 3: `fsdp_reshard_after_forward` is `false`, but `fsdp_sharding_strategy` on line \
+             2 is `FULL_SHARD`; remove one of them"]
+    );
+    let text = "fsdp_config:\n  fsdp_cpu_ram_efficient_loading: true\n  \
+                fsdp_sync_module_states: 'false'\n";
+    assert!(bad(text)[0].contains("must be broadcast"));
+    assert!(bad("num_processes: 3\nnum_machines: 2\n")[0].contains("a multiple of"));
+}
+
+#[test]
+fn what_other_systems_do_is_refused_with_a_way_out() {
+    let text = bad("distributed_type: MULTI_GPU\n");
+    assert!(text[0].contains("is not supported") && text[0].contains("NO_SHARD"), "{text:?}");
+    assert!(bad("compute_environment: AMAZON_SAGEMAKER\n")[0].contains("LOCAL_MACHINE"));
+    let text = bad("parallelism_config:\n  parallelism_config_tp_size: 2\n");
+    assert!(text[0].starts_with("line 2:") && text[0].contains("only data parallel"), "{text:?}");
+}
+
+#[test]
+fn keys_in_use_elsewhere_are_noted_as_such() {
+    let text = "\
+dynamo_config: {dynamo_backend: INDUCTOR}
+main_training_function: train
+fsdp_config:
+  fsdp_auto_wrap_policy: NO_WRAP
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: false
+";
+    let (_, notes) = good(text);
+    let (lines, off): (Vec<usize>, Vec<bool>) =
+        notes.iter().map(|note| (note.line, note.off)).unzip();
+    assert_eq!(lines, [1, 2, 5, 6]);
+    assert_eq!(off, [false; 4]);
+    assert!(notes[2].to_string().contains("is not `TRANSFORMER_BASED_WRAP`"), "{}", notes[2]);
+}
+
+#[test]
+fn mpirun_is_asked_for_by_its_keys() {
+    let text = "mpirun_config:\n  mpirun_hostfile: /etc/hosts.mpi\n  mpirun_ccl: 1\n";
+    let (config, notes) = good(text);
+    assert_eq!(config.mpirun.unwrap().hostfile, Some("/etc/hosts.mpi".into()));
+    assert_eq!((notes[0].line, notes[0].off), (3, true));
+    assert_eq!(good("mpirun_config: {}\n").0.mpirun, None);
+    assert_eq!(
+        bad("mpirun_config:\n  mpirun_hostfle: x\n"),
+        ["line 2: unknown key `mpirun_hostfle`; did you mean `mpirun_hostfile`?"]
+    );
+}
+
+#[test]
+fn what_is_no_mapping_is_refused() {
+    for text in ["- a\n- b\n", "just words\n", "a: [1\n", "a: *b\n"] {
+        let error = Config::parse(text, "config.yaml").unwrap_err();
+        assert!(matches!(error, ConfigError::Syntax { .. }), "{text:?}: {error}");
+    }
+    assert!(bad("fsdp_config: yes\n")[0].contains("indented lines"));
+    assert_eq!(good("").0, Config::default());
+    let missing = Config::read("/no/such/config.yaml").unwrap_err();
+    assert!(missing.to_string().contains("/no/such/config.yaml"), "{missing}");
+}
+
+/// A key that is listed as used but not read would be reported as unknown.
+#[test]
+fn every_listed_key_is_read() {
+    for section in [keys::Section::Top, keys::Section::Fsdp] {
+        for key in section.keys() {
+            let text = match section {
+                keys::Section::Top => format!("{}: 1\n", key.name),
+                keys::Section::Fsdp => format!("fsdp_config:\n  {}: 1\n", key.name),
+            };
+            let problems = match Config::parse(&text, "config.yaml") {
+                Err(ConfigError::Invalid { problems, .. }) => problems,
+                _ => Vec::new(),
+            };
+            let unknown = |problem: &Problem| {
+                matches!(
+                    problem.kind,
+                    ProblemKind::UnknownKey { .. } | ProblemKind::Misplaced { .. }
+                )
+            };
+            assert!(!problems.iter().any(unknown), "{}: {problems:?}", key.name);
+        }
+    }
+}
+
+#[test]
+fn every_key_is_documented() {
+    let text = include_str!("../../docs/config.md");
+    for section in [keys::Section::Top, keys::Section::Fsdp] {
+        for key in section.keys() {
+            assert!(text.contains(&format!("`{}`", key.name)), "{} is missing", key.name);
+        }
+    }
+}
+
+#[test]
+fn what_is_written_is_read_back() {
+    for text in [BERT, OLDER, FSDP2, ""] {
+        let (config, _) = good(text);
+        let (again, notes) = good(&config.to_yaml());
+        assert_eq!(again, config, "{}", config.to_yaml());
+        assert_eq!(notes, [], "{}", config.to_yaml());
+    }
+    let mut config = Config::default();
+    for hostfile in [None, Some("~/hosts".into())] {
+        config.mpirun = Some(MpirunConfig { hostfile });
+        assert_eq!(good(&config.to_yaml()).0, config);
+    }
+    for host in ["no", "it's", "a: b", "10.0.0.1", "# x", "\t\"tab\\", "fe80::1"] {
+        config.main_process_ip = Some(host.into());
+        let again = Config::parse(&config.to_yaml(), "written").map(|(config, _)| config);
+        let again = again.unwrap_or_else(|error| panic!("{host}: {error}")).main_process_ip;
+        assert_eq!(again.as_deref(), Some(host.trim()));
+    }
+}
+
+proptest::proptest! {
+    /// No text makes the reader panic.
+    #[test]
+    fn any_text_is_read_or_refused(text in "[ a-z_:0-9\\[\\]{}'\"#&*|>,\n-]{0,80}") {
+        let _ = Config::parse(&text, "any");
+        let _ = Config::parse(&format!("fsdp_config:\n  fsdp_version: {text}"), "any");
+    }
+}
+
+const fn unit(ty: &'static str, children: &'static [Child]) -> Node {
+    Node { ty, kind: Kind::Unit { root: false }, children, ties: &[] }
+}
+
+const fn field(node: &'static Node) -> Child {
+    Child { name: "field", key: None, transposed: false, unit: false, node }
+}
+
+const LAYER: Node = unit("BertLayer", &[]);
+const LAYERS: Node = Node { ty: "Vec", kind: Kind::List, children: &[field(&LAYER)], ties: &[] };
+const EMBEDDINGS: Node = unit("BertEmbeddings", &[]);
+const BERT_MODEL: Node = unit("Bert", &[field(&EMBEDDINGS), field(&LAYERS), field(&LAYERS)]);
+
+#[test]
+fn a_file_becomes_options() {
+    let options = good(BERT).0.options_for(Some(&BERT_MODEL)).unwrap();
+    let expected = FsdpOptions::new()
+        .wrap(WrapPolicy::Named(&["BertLayer"]))
+        .forward_prefetch(false)
+        .sync_module_states(true);
+    assert_eq!(options, expected);
+    assert_eq!(Config::default().options_for(Some(&BERT_MODEL)).unwrap(), FsdpOptions::new());
+
+    let text = OLDER.replace("fsdp_offload_params: 'true'", "fsdp_offload_params: 'false'");
+    let expected = FsdpOptions::new()
+        .strategy(ShardingStrategy::ShardGradOp)
+        .wrap(WrapPolicy::SizeBased { min_num_params: 100_000_000 })
+        .backward_prefetch(BackwardPrefetch::Post);
+    assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
+
+    let text = FSDP2.replace("bf16", "'no'");
+    let expected = FsdpOptions::new()
+        .strategy(ShardingStrategy::HybridShardZero2)
+        .wrap(WrapPolicy::Named(&["BertLayer", "BertEmbeddings"]))
+        .shard_size(4);
+    assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
+    let text = text.replace("  parallelism_config_dp_shard_size: 4\n", "");
+    assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
+}
+
+#[test]
+fn groups_of_ranks_agree_with_the_rest() {
+    let text = FSDP2.replace("dp_shard_size: 4", "dp_shard_size: 3");
+    assert!(bad(&text)[0].starts_with("line 14: `num_processes` is `8`; expected"), "{text}");
+    let text = FSDP2.replace("reshard_after_forward: false", "sharding_strategy: FULL_SHARD");
+    let problem = &bad(&text)[0];
+    assert!(problem.contains("line 8") && problem.contains("`HYBRID_SHARD`"), "{problem}");
+}
+
+#[test]
+fn names_of_units_are_checked_against_the_model() {
+    let (mut config, _) = good(BERT);
+    config.fsdp.transformer_layer_cls_to_wrap =
+        ["BertLayr", "BertEmbeddings", "GPT2Block"].map(String::from).to_vec();
+    assert_eq!(
+        config.options_for(Some(&BERT_MODEL)).unwrap_err().to_string(),
+        "config.yaml: 2 problems\n  \
+         line 16: `fsdp_transformer_layer_cls_to_wrap` names `BertLayr`, which is no unit of \
+         `Bert`; did you mean `BertLayer`?\n  \
+         line 16: `fsdp_transformer_layer_cls_to_wrap` names `GPT2Block`, which is no unit of \
+         `Bert`; expected `Bert`, `BertEmbeddings` or `BertLayer`"
+    );
+}
+
+#[test]
+fn what_the_runtime_lacks_is_an_error_with_its_line() {
+    let text = BERT
+        .replace("fsdp_offload_params: false", "fsdp_offload_params: true")
+        .replace("fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true")
+        .replace("mixed_precision: 'no'", "mixed_precision: bf16");
+    let error = good(&text).0.options_for(Some(&BERT_MODEL)).unwrap_err().to_string();
+    for part in [
+        "line 7: `fsdp_activation_checkpointing: true` is not supported",
+        "line 12: `fsdp_offload_params: true` is not supported",
+        "line 20: `mixed_precision: bf16` is not supported; write `'no'`",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(good(&text).0.check().unwrap_err().to_string(), error);
+    assert!(good(BERT).0.check().is_ok());
+}
+
+#[test]
+fn the_launcher_names_the_file_and_has_the_last_word_on_the_world() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("config.yaml");
+    std::fs::write(&path, "num_processes: 4\n").unwrap();
+    let path = path.to_str().unwrap();
+    let read = |variables: &[(&str, &str)]| {
+        Config::from_variables(|name| {
+            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())
+        })
+    };
+    assert!(read(&[]).unwrap().is_none());
+    let world = |variables: &[(&str, &str)]| read(variables).unwrap().unwrap().0.num_processes;
+    assert_eq!(world(&[(CONFIG_VARIABLE, path)]), Some(4));
+    let two = [(CONFIG_VARIABLE, path), ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")];
+    assert_eq!(world(&two), Some(2));
+    assert!(read(&[(CONFIG_VARIABLE, "/no/such.yaml")]).is_err());
+}
+
+#[test]
+fn ranks_as_threads_need_their_number() {
+    assert!(good(BERT).0.launch_options().is_ok());
+    let error = good("num_machines: 2\nnum_processes: 8\n").0.launch_options().unwrap_err();
+    assert!(error.to_string().contains("line 1: `num_machines: 2`"), "{error}");
+    let error = Config::default().launch_options().unwrap_err();
+    assert!(error.to_string().contains("`num_processes` is missing"), "{error}");
+}

@@ -1,0 +1,161 @@
+//! The values that keys of the file name, under Accelerate's spellings.
+
+use std::fmt;
+
+use crate::options::{BackwardPrefetch, ShardingStrategy};
+
+/// An enumeration that the file spells by name, and in some places by number, counted from 1.
+pub(super) trait Named: Copy + PartialEq + 'static {
+    /// Every value, in Accelerate's order.
+    const VALUES: &'static [Self];
+    /// Their names, in the same order.
+    const NAMES: &'static [&'static str];
+
+    /// The value of this name, in either case.
+    fn named(text: &str) -> Option<Self> {
+        let position = Self::NAMES.iter().position(|name| name.eq_ignore_ascii_case(text))?;
+        Self::VALUES.get(position).copied()
+    }
+
+    /// The value of this name or number.
+    fn named_or_numbered(text: &str) -> Option<Self> {
+        match text.parse::<usize>() {
+            Ok(number) => Self::VALUES.get(number.checked_sub(1)?).copied(),
+            Err(_) => Self::named(text),
+        }
+    }
+
+    /// The value's name in the file.
+    fn name_in_file(self) -> &'static str {
+        let position = Self::VALUES.iter().position(|value| *value == self);
+        position.and_then(|position| Self::NAMES.get(position)).copied().unwrap_or_default()
+    }
+}
+
+impl Named for ShardingStrategy {
+    const VALUES: &'static [Self] = &[
+        Self::FullShard,
+        Self::ShardGradOp,
+        Self::NoShard,
+        Self::HybridShard,
+        Self::HybridShardZero2,
+    ];
+    const NAMES: &'static [&'static str] =
+        &["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"];
+}
+
+impl Named for BackwardPrefetch {
+    const VALUES: &'static [Self] = &[Self::Pre, Self::Post, Self::None];
+    const NAMES: &'static [&'static str] = &["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"];
+}
+
+macro_rules! named {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum $name {
+            $($(#[$variant_doc])* $variant),+
+        }
+
+        impl Named for $name {
+            const VALUES: &'static [Self] = &[$(Self::$variant),+];
+            const NAMES: &'static [&'static str] = &[$($text),+];
+        }
+
+        impl $name {
+            /// Every value, in Accelerate's order.
+            pub const ALL: &'static [Self] = <Self as Named>::VALUES;
+
+            /// The value's name in the file.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $text),+
+                }
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+    };
+}
+
+named! {
+    /// `fsdp_auto_wrap_policy`: which of the annotated units are gathered on their own.
+    AutoWrapPolicy {
+        /// Those that `fsdp_transformer_layer_cls_to_wrap` names; all of them where it names none.
+        TransformerBased = "TRANSFORMER_BASED_WRAP",
+        /// Those of at least `fsdp_min_num_params` parameters.
+        SizeBased = "SIZE_BASED_WRAP",
+        /// None: the whole model is one unit.
+        NoWrap = "NO_WRAP",
+    }
+}
+
+named! {
+    /// `fsdp_state_dict_type`: the form in which a checkpoint is saved.
+    StateDictType {
+        /// The whole state, collected on rank 0.
+        Full = "FULL_STATE_DICT",
+        /// Each rank's fragments, for the same layout only.
+        Local = "LOCAL_STATE_DICT",
+        /// Each rank's fragments with their global shapes, for any layout.
+        Sharded = "SHARDED_STATE_DICT",
+    }
+}
+
+named! {
+    /// `mixed_precision`: the type that parameters are gathered and computed in.
+    MixedPrecision {
+        /// `f32`.
+        No = "no",
+        /// `f16`, with a loss scale.
+        Fp16 = "fp16",
+        /// `bf16`.
+        Bf16 = "bf16",
+        /// 8-bit floats.
+        Fp8 = "fp8",
+    }
+}
+
+/// The one `distributed_type` that this crate implements.
+pub(super) const FSDP: &str = "FSDP";
+
+/// The other `distributed_type`s of Accelerate.
+pub(super) const OTHER_DISTRIBUTED_TYPES: &[&str] = &[
+    "NO",
+    "MULTI_CPU",
+    "MULTI_GPU",
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_SDAA",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_HPU",
+    "DEEPSPEED",
+    "XLA",
+    "MEGATRON_LM",
+    "TP",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_known_by_name_and_number() {
+        for (strategy, name) in ShardingStrategy::ALL {
+            let number = strategy.number().to_string();
+            assert_eq!(ShardingStrategy::named_or_numbered(&number), Some(strategy));
+            assert_eq!(ShardingStrategy::named_or_numbered(name), Some(strategy));
+            assert_eq!(strategy.name_in_file(), name);
+        }
+        assert_eq!(ShardingStrategy::named("full_shard"), Some(ShardingStrategy::FullShard));
+        for wrong in ["0", "6", "", "SHARD", "-1"] {
+            assert_eq!(ShardingStrategy::named_or_numbered(wrong), None, "{wrong}");
+        }
+        assert_eq!(MixedPrecision::named("1"), None);
+    }
+}

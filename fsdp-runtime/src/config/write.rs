@@ -1,0 +1,93 @@
+//! From a [`Config`] to YAML, with the keys in the order of Accelerate's files.
+
+use super::Config;
+use super::values::{FSDP, Named};
+
+/// Lines of `key: value`, without those that have none.
+struct Lines {
+    text: String,
+    indent: &'static str,
+}
+
+impl Lines {
+    fn put(&mut self, key: &str, value: impl ToString) {
+        self.text.push_str(&format!("{}{key}: {}\n", self.indent, value.to_string()));
+    }
+
+    fn put_some(&mut self, key: &str, value: Option<impl ToString>) {
+        if let Some(value) = value {
+            self.put(key, value);
+        }
+    }
+}
+
+pub(super) fn to_yaml(config: &Config) -> String {
+    let fsdp = &config.fsdp;
+    let mut lines = Lines { text: String::new(), indent: "" };
+    lines.put("compute_environment", "LOCAL_MACHINE");
+    lines.put("debug", config.debug);
+    lines.put("distributed_type", FSDP);
+
+    lines.text.push_str("fsdp_config:\n");
+    lines.indent = "  ";
+    lines.put("fsdp_activation_checkpointing", fsdp.activation_checkpointing);
+    lines.put_some("fsdp_auto_wrap_policy", fsdp.auto_wrap_policy);
+    lines.put_some("fsdp_backward_prefetch", fsdp.backward_prefetch.map(Named::name_in_file));
+    lines.put_some("fsdp_cpu_ram_efficient_loading", fsdp.cpu_ram_efficient_loading);
+    lines.put_some("fsdp_forward_prefetch", fsdp.forward_prefetch);
+    lines.put_some("fsdp_min_num_params", fsdp.min_num_params);
+    lines.put("fsdp_offload_params", fsdp.offload_params);
+    lines.put("fsdp_sharding_strategy", fsdp.sharding_strategy);
+    lines.put_some("fsdp_state_dict_type", fsdp.state_dict_type);
+    lines.put_some("fsdp_sync_module_states", fsdp.sync_module_states);
+    let units = fsdp.transformer_layer_cls_to_wrap.join(",");
+    lines.put_some(
+        "fsdp_transformer_layer_cls_to_wrap",
+        (!units.is_empty()).then(|| quoted(&units)),
+    );
+    lines.put("fsdp_use_orig_params", true);
+    lines.indent = "";
+
+    lines.put_some("gpu_ids", config.gpu_ids.as_deref().map(quoted));
+    lines.put("machine_rank", config.machine_rank);
+    lines.put_some("main_process_ip", config.main_process_ip.as_deref().map(quoted));
+    lines.put_some("main_process_port", config.main_process_port);
+    lines.put("mixed_precision", quoted(config.mixed_precision.name()));
+    if let Some(mpirun) = &config.mpirun {
+        let hostfile = mpirun.hostfile.as_ref().map(|path| quoted(&path.to_string_lossy()));
+        lines.text.push_str("mpirun_config:\n");
+        lines.put("  mpirun_hostfile", hostfile.unwrap_or_else(|| "null".into()));
+    }
+    lines.put("num_machines", config.num_machines);
+    lines.put_some("num_processes", config.num_processes);
+    if fsdp.replicate.is_some() || fsdp.shard.is_some() {
+        lines.text.push_str("parallelism_config:\n");
+        lines.indent = "  ";
+        lines.put_some("parallelism_config_dp_replicate_size", fsdp.replicate);
+        lines.put_some("parallelism_config_dp_shard_size", fsdp.shard);
+        lines.indent = "";
+    }
+    lines.put("use_cpu", config.use_cpu);
+    lines.text
+}
+
+/// A string that YAML reads as this string: in quotes unless it is plainly a word.
+fn quoted(text: &str) -> String {
+    let word = text.starts_with(|first: char| first.is_ascii_alphabetic())
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | ','));
+    let reserved = ["no", "yes", "on", "off", "true", "false", "null", "y", "n"]
+        .iter()
+        .any(|reserved| text.eq_ignore_ascii_case(reserved));
+    if word && !reserved {
+        text.to_string()
+    } else if text.chars().any(char::is_control) {
+        let escaped = text.chars().map(|c| match c {
+            '"' | '\\' => format!("\\{c}"),
+            c if c.is_control() => format!("\\u{:04X}", u32::from(c)),
+            c => c.to_string(),
+        });
+        format!("\"{}\"", escaped.collect::<String>())
+    } else {
+        format!("'{}'", text.replace('\'', "''"))
+    }
+}

@@ -1,0 +1,85 @@
+//! `fsdp launch --mpi`, where Open MPI is installed.
+
+use std::process::Command;
+
+use rustix::process::{Signal, kill_process};
+
+use crate::support::{Fsdp, SOON};
+
+/// `fsdp launch --mpi` of a shell script; nothing, with a word why, where there is no `mpirun`.
+fn script(args: &[&str], script: &str) -> Option<Fsdp> {
+    let version = Command::new("mpirun").arg("--version").output();
+    if !version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI")) {
+        eprintln!("skipped: Open MPI's `mpirun` was not found");
+        return None;
+    }
+    let fsdp = Fsdp::script(&[&["--mpi"], args].concat(), script);
+    // It refuses to run as root, as in a container, without both.
+    Some(fsdp.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
+}
+
+#[test]
+fn mpirun_starts_the_ranks_and_their_lines_are_told_apart() {
+    let Some(fsdp) = script(&["-n", "3"], "echo $OMPI_COMM_WORLD_RANK $OMPI_COMM_WORLD_SIZE")
+    else {
+        return;
+    };
+    let run = fsdp.run();
+    assert_eq!(run.code, Some(0), "{run:#?}");
+    let mut lines: Vec<&str> = run.stdout.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["[rank 0] 0 3", "[rank 1] 1 3", "[rank 2] 2 3"], "{run:#?}");
+}
+
+#[test]
+fn the_rank_that_failed_first_is_named() {
+    let text = "[ $OMPI_COMM_WORLD_RANK = 1 ] || sleep 30; echo disk full >&2; exit 7";
+    let Some(fsdp) = script(&["-n", "3"], text) else { return };
+    let run = fsdp.run();
+    assert_eq!(run.code, Some(7), "{run:#?}");
+    assert!(run.stderr.contains("rank 1 of 3 failed first: exit code 7"), "{run:#?}");
+    let report = run.stderr.split("the last lines of rank 1:").nth(1).unwrap();
+    assert!(report.contains("disk full"), "{report}");
+    assert!(run.took < SOON, "{run:#?}");
+}
+
+#[test]
+fn a_killed_rank_is_named() {
+    let Some(fsdp) = script(&["-n", "2"], "echo pid $$; while :; do sleep 0.1; done") else {
+        return;
+    };
+    let mut running = fsdp.start();
+    let pids = running.pids("pid", 2);
+    kill_process(pids[1].1, Signal::KILL).unwrap();
+    let run = running.wait();
+    assert_eq!(run.code, Some(128 + 9), "{run:#?}");
+    assert!(run.stderr.contains("rank 1 of 2 failed first: killed by SIGKILL"), "{run:#?}");
+}
+
+#[test]
+fn nothing_is_left_when_the_launcher_is_killed() {
+    let text = "trap '' TERM HUP INT; echo pid $$; while :; do sleep 0.1; done";
+    let Some(fsdp) = script(&["-n", "2"], text) else { return };
+    let mut running = fsdp.start();
+    running.pids("pid", 2);
+    running.signal(Signal::KILL);
+    running.nothing_left();
+}
+
+#[test]
+fn a_program_that_is_missing_is_named() {
+    let Some(mut fsdp) = script(&["-n", "2"], "true") else { return };
+    let command = &mut fsdp.command;
+    let mut missing = Command::new(command.get_program());
+    missing.args(["launch", "--mpi", "-n", "2", "./no/such/program"]);
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => missing.env(name, value),
+            None => missing.env_remove(name),
+        };
+    }
+    fsdp.command = missing;
+    let run = fsdp.run();
+    assert_eq!(run.code, Some(127), "{run:#?}");
+    assert!(run.stderr.contains("`./no/such/program` was not found"), "{run:#?}");
+}

@@ -1,0 +1,200 @@
+//! Running `fsdp`, and finding every process it has brought about.
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Within this time every run must have ended.
+pub const SOON: Duration = Duration::from_secs(10);
+
+/// The variable by which a test knows its processes.
+const MARK: &str = "FSDP_TEST_MARK";
+
+/// Variables of whatever runs the tests that would make them ranks.
+const STARTERS: [&str; 9] = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+];
+
+/// `fsdp` with a mark of its own and an empty cache directory.
+pub struct Fsdp {
+    pub command: Command,
+    pub cache: tempfile::TempDir,
+    mark: String,
+}
+
+/// What a run left.
+#[derive(Debug)]
+pub struct Run {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+    pub took: Duration,
+}
+
+/// A launcher that runs.
+pub struct Running {
+    pub launcher: Child,
+    mark: String,
+    started: Instant,
+    _cache: tempfile::TempDir,
+}
+
+impl Fsdp {
+    pub fn new(args: &[&str]) -> Self {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let next = NEXT.fetch_add(1, Ordering::Relaxed);
+        let mark = format!("{}-{next}", std::process::id());
+        let cache = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_fsdp"));
+        command.args(args).env(MARK, &mark).env("XDG_CACHE_HOME", cache.path());
+        STARTERS.iter().for_each(|name| {
+            command.env_remove(name);
+        });
+        Self { command, cache, mark }
+    }
+
+    /// `fsdp launch` of a shell script.
+    pub fn script(args: &[&str], script: &str) -> Self {
+        let mut fsdp = Self::new(&["launch"]);
+        fsdp.command.args(args).args(["sh", "-c", script]);
+        fsdp
+    }
+
+    pub fn env(mut self, name: &str, value: impl AsRef<std::ffi::OsStr>) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    pub fn start(mut self) -> Running {
+        let started = Instant::now();
+        let launcher = self
+            .command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Running { launcher, mark: self.mark, started, _cache: self.cache }
+    }
+
+    pub fn run(self) -> Run {
+        self.start().wait()
+    }
+}
+
+impl Running {
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.launcher), signal).unwrap();
+    }
+
+    /// Reads standard output until each of `ranks` ranks has printed `word` and a process number.
+    pub fn pids(&mut self, word: &str, ranks: usize) -> Vec<(usize, Pid)> {
+        let stdout = self.launcher.stdout.as_mut().unwrap();
+        let mut found = Vec::new();
+        // The pipe is read byte by byte, so that what follows stays for `wait`.
+        while found.len() < ranks {
+            let line = line(stdout);
+            assert!(!line.is_empty(), "the output ended after {found:?}");
+            let Some(rest) = line.strip_prefix("[rank ") else { continue };
+            let (rank, rest) = rest.split_once("] ").unwrap();
+            if let Some(pid) = rest.trim().strip_prefix(word) {
+                let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+                found.push((rank.trim().parse().unwrap(), pid));
+            }
+        }
+        found.sort_unstable_by_key(|(rank, _)| *rank);
+        found
+    }
+
+    /// Waits for the launcher, and asserts that nothing it started is left.
+    pub fn wait(mut self) -> Run {
+        let status = self.ended();
+        let took = self.started.elapsed();
+        let (mut stdout, mut stderr) = (String::new(), String::new());
+        self.launcher.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+        self.launcher.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+        let code = status.code();
+        let left = self.left();
+        assert!(left.is_empty(), "left behind: {left:?}\n{stdout}\n{stderr}");
+        Run { code, stdout, stderr, took }
+    }
+
+    /// Waits until nothing that was started is left; panics if something still is after a while.
+    pub fn nothing_left(&mut self) {
+        let deadline = Instant::now() + SOON;
+        self.ended();
+        loop {
+            let left = self.left();
+            if left.is_empty() {
+                return;
+            }
+            assert!(Instant::now() < deadline, "left behind: {left:?}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn ended(&mut self) -> ExitStatus {
+        // Outputs are small enough for the pipes, but for the test that says otherwise.
+        let deadline = Instant::now() + 3 * SOON;
+        loop {
+            if let Some(status) = self.launcher.try_wait().unwrap() {
+                return status;
+            }
+            if Instant::now() > deadline {
+                let _ = self.launcher.kill();
+                panic!("the launcher does not end; left: {:?}", self.left());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Command lines of processes that carry the mark.
+    fn left(&self) -> Vec<String> {
+        let mark = format!("{MARK}={}", self.mark);
+        let launcher = self.launcher.id().to_string();
+        let mut left = Vec::new();
+        for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name == launcher || !name.bytes().all(|byte| byte.is_ascii_digit()) {
+                continue;
+            }
+            let environ = read(&entry.path().join("environ"));
+            if environ.split('\0').any(|variable| variable == mark) {
+                left.push(format!("{name}: {}", read(&entry.path().join("cmdline"))));
+            }
+        }
+        left
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.launcher.kill();
+        let _ = self.launcher.wait();
+    }
+}
+
+fn line(source: &mut impl Read) -> String {
+    let mut bytes = Vec::new();
+    // A buffer of one byte reads no further than the line.
+    let mut reader = BufReader::with_capacity(1, source);
+    reader.read_until(b'\n', &mut bytes).unwrap();
+    String::from_utf8(bytes).unwrap()
+}
+
+/// A file of `/proc`; one whose process has just ended is empty.
+fn read(path: &Path) -> String {
+    std::fs::read(path).map_or(String::new(), |bytes| String::from_utf8_lossy(&bytes).into_owned())
+}
