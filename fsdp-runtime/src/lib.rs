@@ -12,6 +12,7 @@ mod attach;
 mod autodiff;
 mod backend;
 mod check;
+pub mod checkpoint;
 mod collectives;
 mod error;
 mod field_call;
@@ -28,6 +29,7 @@ mod modules;
 pub mod nn;
 mod norm;
 pub mod optim;
+mod optimizer_state;
 mod options;
 mod param;
 mod plan;
@@ -39,7 +41,8 @@ mod unit_type;
 mod wrapping;
 
 pub use error::{
-    CollectiveError, Error, LaunchError, LoadError, RankPanic, ScheduleError, ShardError,
+    CheckpointError, CollectiveError, Error, LaunchError, LoadError, RankPanic, ScheduleError,
+    ShardError,
 };
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
@@ -50,13 +53,16 @@ pub use load::{LoadOptions, LoadReport};
 pub use memory::{Memory, Usage};
 pub use mesh::{Mesh, Rank, WorldSize};
 pub use norm::Norm;
+pub use optimizer_state::{LocalTensor, OptimizerState, ParameterState};
 pub use options::{
     BackwardPrefetch, FsdpOptions, GradientAccumulation, ReshardAfterForward, ShardingStrategy,
     WrapPolicy,
 };
 pub use param::Sharded;
 pub use schedule::Counts;
-pub use state_dict::{Recipient, UnshardedState};
+pub use state_dict::{
+    FullState, LocalState, Recipient, ShardedState, ShardedTensor, UnshardedState,
+};
 pub use unit::{Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Tie, Walk};
 pub use unit_type::UnitType;
 pub use wrapping::{WrappedUnit, Wrapping};

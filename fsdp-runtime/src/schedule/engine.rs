@@ -1,5 +1,6 @@
 //! What [`Fsdp`](crate::Fsdp) asks of a schedule between passes, whatever its backend.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -8,11 +9,14 @@ use burn::tensor::{DispatchTensor, Tensor, TensorData};
 use super::{Counts, Schedule};
 use crate::backend::{ShardBackend, Value};
 use crate::collectives::Op;
+use crate::collectives::comm::Communicator;
 use crate::error::Error;
 use crate::group::{Held, Unit};
 use crate::memory::{Memory, Use};
 use crate::mesh::Mesh;
+use crate::nn::dropout::Stream;
 use crate::norm::Norm;
+use crate::options::ShardingStrategy;
 use crate::param::{Place, Runtime};
 
 /// The erased schedule of a sharded model.
@@ -21,6 +25,12 @@ pub(crate) trait Engine: Runtime {
     fn mesh(&self) -> Mesh;
     /// The model's units, in layout order.
     fn units(&self) -> &[Unit];
+    /// What is sharded.
+    fn strategy(&self) -> ShardingStrategy;
+    /// What issues this rank's collectives.
+    fn comm(&self) -> &Arc<Communicator>;
+    /// The model's randomness on this rank.
+    fn random(&self) -> &Arc<Stream>;
     /// How often this rank did what.
     fn counts(&self) -> Counts;
     /// The most bytes of gathered parameters there were at once.
@@ -52,6 +62,8 @@ pub(crate) trait Engine: Runtime {
         base: DispatchTensor,
         keep: bool,
     ) -> Result<Option<TensorData>, Error>;
+    /// Shows a tensor's elements in order, as bytes of the host, without a copy where it can.
+    fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8]));
 }
 
 impl<B: ShardBackend> Engine for Schedule<B> {
@@ -61,6 +73,18 @@ impl<B: ShardBackend> Engine for Schedule<B> {
 
     fn units(&self) -> &[Unit] {
         &self.units
+    }
+
+    fn strategy(&self) -> ShardingStrategy {
+        self.settings.strategy
+    }
+
+    fn comm(&self) -> &Arc<Communicator> {
+        &self.comm
+    }
+
+    fn random(&self) -> &Arc<Stream> {
+        &self.random
     }
 
     fn counts(&self) -> Counts {
@@ -174,5 +198,11 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         let flat = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat)));
         let (bytes, _, dtype) = flat.into_data().into_parts();
         Ok(Some(TensorData::from_bytes(bytes, entry.shape.clone(), dtype)))
+    }
+
+    fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
+        if let Some(tensor) = B::from_dispatch(tensor).map(Value::into_inner) {
+            B::with_bytes(tensor, f);
+        }
     }
 }
