@@ -7,7 +7,7 @@ use std::path::Path;
 
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LoadError, LoadOptions, LoadReport, UnshardedState};
+use fsdp_runtime::{Error, FullState, LoadError, LoadOptions, LoadReport};
 use safetensors::tensor::{Dtype, TensorView};
 use support::Net;
 
@@ -59,11 +59,7 @@ fn write(path: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>) {
     safetensors::serialize_to_file(views, None, path).expect("a writable folder");
 }
 
-fn load(
-    world: usize,
-    path: &Path,
-    options: LoadOptions,
-) -> Result<(UnshardedState, LoadReport), Error> {
+fn load(world: usize, path: &Path, options: LoadOptions) -> Result<(FullState, LoadReport), Error> {
     let path = path.to_path_buf();
     let launched = LaunchOptions::new(world).device(Device::flex());
     let ranks = launch(launched, move |worker| {

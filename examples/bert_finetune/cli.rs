@@ -9,6 +9,7 @@ use clap::Parser;
 use fsdp_runtime::prelude::ShardingStrategy;
 
 use crate::device::DeviceName;
+use crate::saving::SavePlan;
 
 /// Trains a BERT sentence classifier whose weights, gradients and optimizer state are sharded over
 /// ranks.
@@ -16,6 +17,7 @@ use crate::device::DeviceName;
 /// Without flags: a small BERT, from scratch, tells spam from mail on two ranks.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "bert_finetune")]
+#[command(group = clap::ArgGroup::new("saving").multiple(true))]
 pub struct Cli {
     /// How many ranks share the model
     #[arg(long, value_name = "N", default_value = "2", value_parser = positive)]
@@ -69,6 +71,28 @@ pub struct Cli {
     #[arg(long, value_name = "DIR")]
     pub save_pretrained: Option<PathBuf>,
 
+    /// Folder to save checkpoints in: at the end, on Ctrl-C, and as --save-every says
+    #[arg(long, value_name = "DIR", group = "saving")]
+    pub save_dir: Option<PathBuf>,
+
+    /// Steps between two checkpoints
+    #[arg(long, value_name = "N", value_parser = positive, requires = "saving")]
+    pub save_every: Option<usize>,
+
+    /// Checkpoints to keep, the newest ones; by default all
+    #[arg(long, value_name = "N", value_parser = positive, requires = "saving")]
+    pub keep_last: Option<usize>,
+
+    /// Goes on from the newest complete checkpoint in a folder, at any --world-size and --strategy
+    ///
+    /// Without --save-dir, new checkpoints go to the same folder.
+    #[arg(long, value_name = "DIR", group = "saving")]
+    pub resume: Option<PathBuf>,
+
+    /// Step after which to end early, with the learning rates of the whole run
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub stop_after: Option<usize>,
+
     /// Where to compute: auto, flex, cpu, wgpu, cuda or cuda:N
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub device: DeviceName,
@@ -89,6 +113,8 @@ pub struct Recipe {
     pub epochs: Option<usize>,
     /// Steps after which to stop, where given.
     pub steps: Option<usize>,
+    /// Step after which to end early, where given.
+    pub stop_after: Option<usize>,
     /// Examples in a batch, per rank.
     pub batch_size: usize,
     /// Longest example, in word pieces.
@@ -127,6 +153,7 @@ impl Cli {
         Recipe {
             epochs: self.epochs.or(self.steps.is_none().then_some(defaults.epochs)),
             steps: self.steps,
+            stop_after: self.stop_after,
             batch_size: self.batch_size.unwrap_or(defaults.batch_size),
             max_length: self.max_length.unwrap_or(MAX_LENGTH),
             learning_rate: self.learning_rate.unwrap_or(defaults.learning_rate),
@@ -134,6 +161,16 @@ impl Cli {
             warmup: WARMUP,
             max_norm: MAX_NORM,
             seed: self.seed,
+        }
+    }
+
+    /// When to save and from where to resume.
+    pub fn save_plan(&self) -> SavePlan {
+        SavePlan {
+            directory: self.save_dir.clone().or_else(|| self.resume.clone()),
+            every: self.save_every,
+            keep_last: self.keep_last,
+            resume: self.resume.clone(),
         }
     }
 }
@@ -199,6 +236,7 @@ mod tests {
             ("--batch-size 0", "a whole number from 1"),
             ("--learning-rate nan", "a number above 0"),
             ("--dropout 1", "from 0 to below 1"),
+            ("--save-every 3", "--save-dir"),
             ("--device tpu", "auto, flex, cpu, wgpu, cuda or cuda:N"),
         ] {
             let message = parse(flags).unwrap_err().to_string();

@@ -8,7 +8,8 @@
 //!
 //! `model.rs` is the model and its annotations, `train.rs` what each rank runs. The rest is what any
 //! such program needs: text (`data.rs`), word pieces (`tokenize.rs`), batches (`batch.rs`), scores
-//! (`metrics.rs`), a report (`report.rs`) and what goes with saved weights (`export.rs`).
+//! (`metrics.rs`), checkpoints (`saving.rs`), a report (`report.rs`) and what goes with saved weights
+//! (`export.rs`).
 
 mod allocator;
 mod batch;
@@ -20,6 +21,7 @@ mod export;
 mod metrics;
 mod model;
 mod report;
+mod saving;
 mod tokenize;
 mod train;
 #[cfg(test)]
@@ -36,13 +38,17 @@ use crate::config::BertConfig;
 use crate::data::Corpus;
 use crate::export::Export;
 use crate::report::Summary;
+use crate::saving::handle_interrupts;
 use crate::tokenize::BertTokenizer;
 use crate::train::{Job, train};
 
 fn main() -> Result<()> {
     allocator::keep_pages();
     let cli = Cli::parse();
-    let summary = run(&cli)?;
+    let Some(summary) = run(&cli)? else {
+        // What a shell calls a program that Ctrl-C ended.
+        std::process::exit(130);
+    };
     if !(cli.json && cli.quiet) {
         println!("{summary}");
     }
@@ -52,16 +58,24 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn run(cli: &Cli) -> Result<Summary> {
+/// The run's summary; `None` where Ctrl-C ended it.
+fn run(cli: &Cli) -> Result<Option<Summary>> {
     let device = cli.device.resolve()?;
     let job = prepare(cli)?;
+    if job.saving.directory.is_some() {
+        handle_interrupts()?;
+    }
     let options = LaunchOptions::new(cli.world_size).device(device);
     let of_ranks = launch(options, move |worker: Worker| train(&job, &worker))?;
+    // All ranks end after the same step.
+    let Some(of_ranks) = of_ranks.into_iter().collect::<Option<Vec<Summary>>>() else {
+        return Ok(None);
+    };
     let largest = |bytes: fn(&Summary) -> usize| of_ranks.iter().map(bytes).max().unwrap_or(0);
     let (sharded, peak) =
         (largest(|of| of.sharded_bytes_per_rank), largest(|of| of.peak_unsharded_bytes));
     let first = of_ranks.into_iter().next().context("no rank returned a result")?;
-    Ok(Summary { sharded_bytes_per_rank: sharded, peak_unsharded_bytes: peak, ..first })
+    Ok(Some(Summary { sharded_bytes_per_rank: sharded, peak_unsharded_bytes: peak, ..first }))
 }
 
 /// Reads text, tokenizer and model configuration: all that can be wrong before a rank starts.
@@ -105,6 +119,7 @@ fn prepare(cli: &Cli) -> Result<Job> {
         train: tokenizer.encode(&corpus.train)?,
         test: tokenizer.encode(&corpus.test)?,
         strategy: cli.strategy,
+        saving: cli.save_plan(),
         recipe,
         quiet: cli.quiet,
     })

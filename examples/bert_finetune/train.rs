@@ -22,6 +22,7 @@ use crate::export::Export;
 use crate::metrics::{Counts, Scores, argmax, mean, median};
 use crate::model::{BertForSequenceClassification, BertInput};
 use crate::report::{Progress, Step, Summary};
+use crate::saving::{Position, SavePlan, Saver, Training, resume};
 use crate::tokenize::Encoded;
 
 /// Everything a run needs; the same for every rank.
@@ -43,6 +44,8 @@ pub struct Job {
     pub test: Vec<Encoded>,
     /// What is sharded.
     pub strategy: ShardingStrategy,
+    /// When to save and from where to resume.
+    pub saving: SavePlan,
     /// How to train.
     pub recipe: Recipe,
     /// No progress.
@@ -52,13 +55,13 @@ pub struct Job {
 type Bert = Fsdp<BertForSequenceClassification>;
 
 /// Trains and evaluates; what one rank of [`launch`] runs. Every rank gets the same summary but for
-/// the times and the bytes, which are its own.
+/// the times and the bytes, which are its own; `None` where Ctrl-C ended the run.
 ///
 /// # Errors
 ///
-/// If the recipe does not fit the data, the weights do not fit the model, a peer fails, or the loss
-/// is no longer a number.
-pub fn train(job: &Job, worker: &Worker) -> Result<Summary> {
+/// If the recipe does not fit the data, the weights or the checkpoint do not fit the model, a
+/// checkpoint cannot be written, a peer fails, or the loss is no longer a number.
+pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
     let Job { recipe, .. } = job;
     let rank = worker.rank().index();
     let dealer = Dealer { world_size: worker.world().size(), batch_size: recipe.batch_size };
@@ -70,18 +73,35 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Summary> {
     let mut optimizer = optimizer(recipe);
     let mut schedule = schedule(recipe, total)?;
     let loss_of = CrossEntropyLossConfig::new().init(worker.device());
+    let mut saver = Saver::new(&job.saving, worker);
+    macro_rules! training {
+        () => {
+            Training { model: &mut model, optimizer: &mut optimizer, schedule: &mut schedule }
+        };
+    }
+    let mut at = match &job.saving.resume {
+        Some(folder) => {
+            let at = resume(worker, folder, training!())?;
+            progress.note(&format!("resumed after step {}", at.step));
+            at
+        }
+        None => Position::default(),
+    };
+    let end = recipe.stop_after.map_or(total, |step| step.min(total));
 
     let lengths: Vec<usize> = job.train.iter().map(|example| example.ids.len()).collect();
-    let mut losses = Vec::with_capacity(total);
-    let mut seconds = Vec::with_capacity(total);
+    let mut losses = Vec::new();
+    let mut seconds = Vec::new();
     let mut tokens = 0;
-    let mut scores = Scores { accuracy: 0.0, f1: 0.0 };
+    let mut scores = None;
     let mut epoch_loss = 0.0;
 
-    for epoch in 0..total.div_ceil(per_epoch) {
+    while at.step < end {
         let begin = Instant::now();
         let first = losses.len();
-        for batch in dealer.epoch(&lengths, recipe.seed, epoch).iter().take(total - first) {
+        let taken = at.examples / dealer.global_batch();
+        let batches = dealer.epoch(&lengths, recipe.seed, at.epoch);
+        for batch in batches.iter().skip(taken).take(end - at.step) {
             let begin = Instant::now();
             let rows = dealer.share(batch, rank);
             let input = BertInput::new(Padded::new(&job.train, rows, job.pad), worker.device());
@@ -95,52 +115,68 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Summary> {
             model = optimizer.step(rate.clone(), model, grads);
 
             let value = f64::from(value.try_into_scalar::<f32>()?);
+            at = Position { step: at.step + 1, examples: at.examples + batch.len(), ..at };
             ensure!(
                 value.is_finite(),
                 "the loss of step {} is {value}; a lower --learning-rate may help",
-                losses.len() + 1
+                at.step
             );
             losses.push(value);
             seconds.push(begin.elapsed().as_secs_f64());
             tokens += batch.iter().map(|row| lengths[*row]).sum::<usize>();
             progress.step(Step {
-                number: losses.len(),
+                number: at.step,
                 loss: value,
                 learning_rate: rate.base(),
                 tokens_per_second: tokens as f64 / seconds.iter().sum::<f64>(),
             });
+            if saver.after_step(worker, at, &training!())? {
+                saver.finish(at, &training!())?;
+                progress.note(&format!("saved after step {}", at.step));
+                return Ok(None);
+            }
         }
         mean_over_ranks(&mut losses[first..], worker)?;
         epoch_loss = mean(&losses[first..]);
-        scores = evaluate(job, &model, worker, dealer)?;
-        progress.epoch(epoch + 1, epoch_loss, scores, begin.elapsed());
+        let found = evaluate(job, &model, worker, dealer)?;
+        progress.epoch(at.epoch + 1, epoch_loss, found, begin.elapsed());
+        scores = Some(found);
+        if at.examples / dealer.global_batch() >= per_epoch {
+            at = Position { epoch: at.epoch + 1, examples: 0, ..at };
+        }
     }
+    saver.finish(at, &training!())?;
+    let scores = match scores {
+        Some(scores) => scores,
+        // Resumed where the run had ended.
+        None => evaluate(job, &model, worker, dealer)?,
+    };
     progress.finish();
     if let Some(export) = &job.export {
         model.save_pretrained(&export.folder, &export.options())?;
     }
 
-    Ok(Summary {
+    Ok(Some(Summary {
         world_size: dealer.world_size,
         strategy: job.strategy.to_string(),
         num_params: model.num_params(),
         sharded_bytes_per_rank: model.sharded_bytes(),
         peak_unsharded_bytes: model.peak_unsharded_bytes(),
         steps: losses.len(),
-        tokens_per_second: tokens as f64 / seconds.iter().sum::<f64>(),
+        tokens_per_second: tokens as f64 / seconds.iter().sum::<f64>().max(f64::MIN_POSITIVE),
         train_loss: epoch_loss,
         accuracy: scores.accuracy,
         f1: scores.f1,
         step_seconds_median: median(&seconds),
         losses,
-    })
+    }))
 }
 
 /// Builds the model, sharded; what there are weights for is loaded and never drawn.
 fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
     let model = job.config.init(job.classes, worker.device());
     let options = FsdpOptions::new().strategy(job.strategy).seed(job.recipe.seed);
-    let Some(path) = &job.weights else {
+    let Some(path) = job.weights.as_ref().filter(|_| job.saving.resume.is_none()) else {
         return Ok(fully_shard(model, worker, options)?);
     };
     // A file of the bare encoder has no classifier and no `bert.` before its names; one that was

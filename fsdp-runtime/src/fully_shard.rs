@@ -116,6 +116,7 @@ fn settings(
     };
     let ahead = options.slots > 1 || matches!(reshard, Reshard::Never);
     Ok(Settings {
+        strategy: options.strategy,
         mesh,
         groups,
         reshard,

@@ -12,6 +12,7 @@ mod attach;
 mod autodiff;
 mod backend;
 mod check;
+pub mod checkpoint;
 mod collectives;
 pub mod config;
 pub mod env;
@@ -29,6 +30,7 @@ mod modules;
 pub mod nn;
 mod norm;
 pub mod optim;
+mod optimizer_state;
 mod options;
 mod param;
 mod plan;
@@ -40,7 +42,9 @@ mod unit;
 mod unit_type;
 mod wrapping;
 
-pub use error::{CollectiveError, Error, LaunchError, RankPanic, ScheduleError, ShardError};
+pub use error::{
+    CheckpointError, CollectiveError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
+};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use hooks::UnitValue;
@@ -49,6 +53,7 @@ pub use layout::{ALIGNMENT, FlatLayout};
 pub use memory::{Memory, Usage};
 pub use mesh::{Mesh, Rank, WorldSize};
 pub use norm::Norm;
+pub use optimizer_state::{LocalTensor, OptimizerState, ParameterState};
 pub use options::{
     BackwardPrefetch, FsdpOptions, GradientAccumulation, ReshardAfterForward, ShardingStrategy,
     WrapPolicy,
@@ -59,7 +64,9 @@ pub use pretrained::{
     merge_safetensors,
 };
 pub use schedule::Counts;
-pub use state_dict::{Recipient, UnshardedState};
+pub use state_dict::{
+    FullState, LocalState, Recipient, ShardedState, ShardedTensor, UnshardedState,
+};
 pub use unit::{Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Tie, Walk};
 pub use unit_type::UnitType;
 pub use wrapping::{WrappedUnit, Wrapping};

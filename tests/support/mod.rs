@@ -1,6 +1,7 @@
 //! A small transformer with every kind of parameter, and the runs that tests compare.
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub mod checkpoint;
 pub mod parity;
 pub mod trace;
 
@@ -18,7 +19,7 @@ use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, UnshardedState};
+use fsdp_runtime::{Counts, FullState};
 
 pub const VOCABULARY: usize = 67;
 /// A multiple of 32: Burn's `linear` then saves a reshaped view of its weight for backward.
@@ -214,7 +215,7 @@ pub struct Outcome {
     pub sharded_bytes: usize,
     pub slot_bytes: usize,
     pub peak_unsharded_bytes: usize,
-    pub state: UnshardedState,
+    pub state: FullState,
 }
 
 impl Outcome {

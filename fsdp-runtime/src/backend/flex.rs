@@ -209,6 +209,11 @@ impl ShardBackend for Flex {
         };
         parts.iter().map(sum).collect()
     }
+
+    fn with_bytes(tensor: FlexTensor, f: &mut dyn FnMut(&[u8])) {
+        let numel = tensor.shape().num_elements();
+        with_slice(&tensor, 0..numel, |slice| f(bytemuck::cast_slice(slice)));
+    }
 }
 
 /// Sixteen f32 lanes over blocks of 1,024, added up in f64: as fast as memory, and within 1e-6

@@ -7,7 +7,7 @@ use std::fmt::Debug;
 use std::ops::Range;
 
 use burn::backend::{Autodiff, Backend, TensorMetadata};
-use burn::tensor::{DispatchTensor, Shape};
+use burn::tensor::{DispatchTensor, Shape, Tensor};
 
 use crate::error::ShardError;
 use crate::norm::Norm;
@@ -84,6 +84,14 @@ pub(crate) trait ShardBackend: Backend {
     /// What each range of its flattened tensor adds to a norm. The result depends on the elements
     /// and their order alone, so that every strategy finds the same norm.
     fn norm_sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<f64>;
+
+    /// Shows the elements in order, as bytes of the host.
+    fn with_bytes(tensor: Float<Self>, f: &mut dyn FnMut(&[u8])) {
+        let flat = Self::float_reshape(tensor.clone(), Shape::from([numel::<Self>(&tensor)]));
+        drop(tensor);
+        let data = Tensor::<1>::from_dispatch(Self::into_dispatch(Value::Plain(flat))).into_data();
+        f(data.as_bytes());
+    }
 }
 
 /// Elements of a tensor.

@@ -19,14 +19,15 @@ use crate::unit::{Attach, FsdpModule, Kind, Node, Walk};
 /// The randomness of one model on one rank.
 #[derive(Debug)]
 pub(crate) struct Stream {
-    seed: u64,
+    seed: AtomicU64,
     rank: u64,
     step: AtomicU64,
 }
 
 impl Stream {
     pub(crate) fn new(seed: u64, rank: usize) -> Arc<Self> {
-        Arc::new(Self { seed, rank: rank as u64, step: AtomicU64::new(0) })
+        let (seed, step) = (AtomicU64::new(seed), AtomicU64::new(0));
+        Arc::new(Self { seed, rank: rank as u64, step })
     }
 
     /// Moves on, once every backward pass.
@@ -34,8 +35,20 @@ impl Stream {
         self.step.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn step(&self) -> u64 {
+    /// The seed all masks come from.
+    pub(crate) fn seed(&self) -> u64 {
+        self.seed.load(Ordering::Relaxed)
+    }
+
+    /// Backward passes until now.
+    pub(crate) fn step(&self) -> u64 {
         self.step.load(Ordering::Relaxed)
+    }
+
+    /// Goes on where another run's stream was.
+    pub(crate) fn restore(&self, seed: u64, step: u64) {
+        self.seed.store(seed, Ordering::Relaxed);
+        self.step.store(step, Ordering::Relaxed);
     }
 }
 
@@ -63,7 +76,7 @@ impl Source {
         let call = calls.1;
         calls.1 = call.wrapping_add(1);
         // Steps beyond 2^32 change the key.
-        let words = [self.stream.seed, self.stream.rank, self.layer, step >> 32];
+        let words = [self.stream.seed(), self.stream.rank, self.layer, step >> 32];
         let key = words.into_iter().fold(0, |key, word| mix(key ^ word));
         ([key as u32, (key >> 32) as u32], [step as u32, call])
     }

@@ -1,5 +1,6 @@
 //! What [`Fsdp`](crate::Fsdp) asks of a schedule between passes, whatever its backend.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -8,11 +9,14 @@ use burn::tensor::{DispatchTensor, Tensor, TensorData};
 use super::{Counts, Schedule};
 use crate::backend::{ShardBackend, Value};
 use crate::collectives::Op;
+use crate::collectives::comm::Communicator;
 use crate::error::Error;
 use crate::group::{Held, Unit};
 use crate::memory::{Memory, Use};
 use crate::mesh::Mesh;
+use crate::nn::dropout::Stream;
 use crate::norm::Norm;
+use crate::options::ShardingStrategy;
 use crate::param::{Place, Runtime};
 
 /// The erased schedule of a sharded model.
@@ -21,6 +25,12 @@ pub(crate) trait Engine: Runtime {
     fn mesh(&self) -> Mesh;
     /// The model's units, in layout order.
     fn units(&self) -> &[Unit];
+    /// What is sharded.
+    fn strategy(&self) -> ShardingStrategy;
+    /// What issues this rank's collectives.
+    fn comm(&self) -> &Arc<Communicator>;
+    /// The model's randomness on this rank.
+    fn random(&self) -> &Arc<Stream>;
     /// How often this rank did what.
     fn counts(&self) -> Counts;
     /// The most bytes of gathered parameters there were at once.
@@ -58,6 +68,8 @@ pub(crate) trait Engine: Runtime {
     fn set_loaded(&self, places: &[Place]);
     /// Every rank's message to all, in rank order.
     fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error>;
+    /// Shows a tensor's elements in order, as bytes of the host, without a copy where it can.
+    fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8]));
 }
 
 impl<B: ShardBackend> Engine for Schedule<B> {
@@ -67,6 +79,18 @@ impl<B: ShardBackend> Engine for Schedule<B> {
 
     fn units(&self) -> &[Unit] {
         &self.units
+    }
+
+    fn strategy(&self) -> ShardingStrategy {
+        self.settings.strategy
+    }
+
+    fn comm(&self) -> &Arc<Communicator> {
+        &self.comm
+    }
+
+    fn random(&self) -> &Arc<Stream> {
+        &self.random
     }
 
     fn counts(&self) -> Counts {
@@ -203,5 +227,11 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         let op = Op::new("all_gather", what);
         let all = self.comm.issue(move |group| group.exchange(&op, mine)).wait()?;
         Ok(all.iter().map(|message| (**message).clone()).collect())
+    }
+
+    fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
+        if let Some(tensor) = B::from_dispatch(tensor).map(Value::into_inner) {
+            B::with_bytes(tensor, f);
+        }
     }
 }

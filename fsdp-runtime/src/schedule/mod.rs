@@ -34,7 +34,7 @@ use crate::group::{Call, Held, Reduction, Residency, Unit, UnitState};
 use crate::memory::{Ledger, Use};
 use crate::mesh::Mesh;
 use crate::nn::dropout::Stream;
-use crate::options::{BackwardPrefetch, GradientAccumulation};
+use crate::options::{BackwardPrefetch, GradientAccumulation, ShardingStrategy};
 use crate::param::{CallId, Place};
 use crate::slot::{Slot, SlotPlan};
 
@@ -75,6 +75,8 @@ fn count(counter: &AtomicUsize) {
 /// How a schedule runs, as the options and the mesh have it.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
+    /// What is sharded.
+    pub(crate) strategy: ShardingStrategy,
     /// This rank's place.
     pub(crate) mesh: Mesh,
     /// Its groups.

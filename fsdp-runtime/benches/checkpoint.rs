@@ -1,0 +1,202 @@
+//! What a sharded save of a 100 M-parameter model costs beside a plain `cp` of the same bytes, with
+//! both on the disk in the end; how long a background save holds training up; what a load takes.
+//!
+//! ```text
+//! cargo bench -p fsdp-runtime --bench checkpoint [-- FOLDER]
+//! ```
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::Error;
+use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
+use fsdp_runtime::prelude::*;
+
+const WIDTH: usize = 1024;
+const LAYERS: usize = 96;
+const WORLD: usize = 2;
+const ROUNDS: usize = 5;
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Block {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Block {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        x.clone() + self.linear.forward(x)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Net {
+    blocks: Vec<Block>,
+}
+
+#[fsdp_unit]
+impl Net {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.blocks.iter().fold(x, |x, block| block.forward(x))
+    }
+}
+
+fn model(worker: &Worker) -> Result<Fsdp<Net>, Error> {
+    let linear = || LinearConfig::new(WIDTH, WIDTH).init(worker.device());
+    let blocks = (0..LAYERS).map(|_| Block { linear: linear() }).collect();
+    fully_shard(Net { blocks }, worker, FsdpOptions::new().seed(1))
+}
+
+/// The model and its optimizer after a step, so that there are moments.
+fn trained(worker: &Worker) -> Result<(Fsdp<Net>, ModuleOptimizer), Error> {
+    let (mut net, mut optimizer) = (model(worker)?, AdamWConfig::new().init());
+    let x = Tensor::<2>::ones([2, WIDTH], worker.device()) * 1e-3;
+    let grads = net.backward(net.forward(x).mean())?;
+    net = optimizer.step(1e-4, net, grads);
+    Ok((net, optimizer))
+}
+
+fn main() {
+    // Cargo adds flags of its own.
+    let folder = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
+    let home = match folder {
+        Some(folder) => tempfile::tempdir_in(folder),
+        None => tempfile::tempdir(),
+    }
+    .expect("a folder to write in");
+    let root = home.path().to_path_buf();
+    let options = LaunchOptions::new(WORLD).device(Device::flex());
+    let run = root.clone();
+    launch(options, move |worker| measure(&worker, &run)).expect("the ranks succeed");
+    for world in [1, 4] {
+        let run = root.clone();
+        let options = LaunchOptions::new(world).device(Device::flex());
+        launch(options, move |worker| load(&worker, &run)).expect("the ranks succeed");
+    }
+}
+
+fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
+    let (net, optimizer) = trained(worker)?;
+    let leads = worker.rank().index() == 0;
+    for moments in [false, true] {
+        let mut checkpoint = Checkpoint::new(1).model("net", &net);
+        if moments {
+            checkpoint = checkpoint.optimizer("adamw", &optimizer);
+        }
+        let folder = root.join(if moments { "with-moments" } else { "model" });
+        let (mut saves, mut copies, mut stalls) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            worker.barrier()?;
+            let begin = Instant::now();
+            checkpoint.save(worker, &folder)?;
+            saves.push(begin.elapsed());
+            if leads {
+                copies.push(copy(&folder, &root.join("copied")));
+            }
+            worker.barrier()?;
+            let mut manager =
+                CheckpointManager::new(root.join("background"), worker).background(true);
+            stalls.push(manager.save(&checkpoint)?.stall);
+            manager.finish()?;
+            worker.barrier()?;
+            if leads {
+                remove(&root.join("background"));
+            }
+        }
+        if leads {
+            let (bytes, save, copy) = (size(&folder), median(&mut saves), median(&mut copies));
+            println!(
+                "{}: {:.0} MB; save {save:.2?}, cp with fsync {copy:.2?}, ratio {:.2}; a background \
+                 save holds training up for {:.2?}",
+                if moments { "model and AdamW moments" } else { "model" },
+                bytes as f64 / 1e6,
+                save.as_secs_f64() / copy.as_secs_f64(),
+                median(&mut stalls),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Loads the model, and then model and optimizer, and tells how far memory rose meanwhile.
+fn load(worker: &Worker, root: &Path) -> Result<(), Error> {
+    let mut net = model(worker)?;
+    let mut optimizer = AdamWConfig::new().init();
+    let leads = worker.rank().index() == 0;
+    for moments in [false, true] {
+        worker.barrier()?;
+        let before = leads.then(reset_peak).unwrap_or_default();
+        worker.barrier()?;
+        let begin = Instant::now();
+        let mut restore = Restore::new().model("net", &mut net);
+        if moments {
+            restore = restore.optimizer("adamw", &mut optimizer);
+        }
+        restore.load(worker, root.join("with-moments"))?;
+        worker.barrier()?;
+        if leads {
+            println!(
+                "load of {} at world size {}: {:.2?}; {before} MB before, at most {} MB meanwhile",
+                if moments { "model and moments" } else { "model" },
+                worker.world(),
+                begin.elapsed(),
+                status("VmHWM"),
+            );
+        }
+        worker.barrier()?;
+    }
+    Ok(())
+}
+
+/// Copies a folder's files with `cp` and waits until they are on the disk.
+fn copy(from: &Path, to: &Path) -> Duration {
+    remove(to);
+    fs::create_dir_all(to).expect("a folder to copy to");
+    let files: Vec<PathBuf> = fs::read_dir(from).unwrap().flatten().map(|e| e.path()).collect();
+    let begin = Instant::now();
+    let copied = Command::new("cp").arg("--reflink=never").args(&files).arg(to).status();
+    assert!(copied.expect("`cp` runs").success());
+    for file in fs::read_dir(to).unwrap().flatten() {
+        File::open(file.path()).unwrap().sync_all().unwrap();
+    }
+    File::open(to).unwrap().sync_all().unwrap();
+    begin.elapsed()
+}
+
+fn remove(folder: &Path) {
+    if folder.exists() {
+        fs::remove_dir_all(folder).unwrap();
+    }
+}
+
+fn size(folder: &Path) -> u64 {
+    let files = fs::read_dir(folder).unwrap().flatten();
+    files.map(|file| file.metadata().unwrap().len()).sum()
+}
+
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort();
+    times[times.len() / 2]
+}
+
+/// Forgets the peak until now (Linux); the resident size, in MB.
+fn reset_peak() -> u64 {
+    let _ = fs::write("/proc/self/clear_refs", "5");
+    status("VmRSS")
+}
+
+/// A line of the process's status, in MB; 0 where there is none.
+fn status(name: &str) -> u64 {
+    let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    let kilobytes = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kilobytes.unwrap_or(0) / 1024
+}

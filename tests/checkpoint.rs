@@ -1,0 +1,445 @@
+//! Checkpoints: a run that stops and goes on in a new launch is the run that did not stop.
+
+mod support;
+
+use std::path::Path;
+
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::tensor::Device;
+use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Manifest, Restore, list};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{CheckpointError, Error, unit_types};
+use support::checkpoint::{Part, optimizer, same_bits, schedule, sharded, train_step};
+
+fn bits(losses: &[f64]) -> Vec<u64> {
+    losses.iter().map(|loss| loss.to_bits()).collect()
+}
+
+/// Trains `first`, saves, and goes on as `second`; the losses of both and the last parameters.
+fn resumed(first: Part, second: Part) -> (Vec<f64>, fsdp_runtime::FullState) {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().join("checkpoint");
+    let (mut losses, _) = first.save(&folder).launch();
+    let (rest, state) = second.from(&folder).launch();
+    losses.extend(rest);
+    (losses, state)
+}
+
+#[test]
+fn the_same_world_resumes_bit_for_bit_with_dropout() {
+    for world in [1, 2, 3] {
+        for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+            let part = Part::new(world).dropout(0.1).strategy(strategy);
+            let (losses, state) = part.clone().until(20).launch();
+            let (found, found_state) = resumed(part.clone().until(10), part.until(20));
+            assert_eq!(bits(&found), bits(&losses), "{world} {strategy}");
+            assert!(same_bits(&found_state, &state), "{world} {strategy}");
+        }
+    }
+}
+
+#[test]
+fn another_world_goes_on_where_the_first_stopped() {
+    for (from, to) in [(4, 2), (2, 3), (3, 1), (1, 4)] {
+        let (losses, _) = Part::new(from).until(20).launch();
+        let (found, _) = resumed(Part::new(from).until(10), Part::new(to).until(20));
+        assert_eq!(found.len(), losses.len());
+        for (a, b) in found.iter().zip(&losses) {
+            assert!((a - b).abs() <= 1e-6, "{from} to {to}: {found:?} {losses:?}");
+        }
+    }
+}
+
+#[test]
+fn full_shard_goes_to_hybrid_and_to_no_shard() {
+    use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, NoShard, ShardGradOp};
+    let part = |world: usize, strategy| {
+        let options = FsdpOptions::new().seed(7).strategy(strategy);
+        let grouped = if strategy.is_hybrid() { options.shard_size(2) } else { options };
+        Part::new(world).options(grouped)
+    };
+    let (losses, _) = part(4, FullShard).until(12).launch();
+    for (first, second) in [
+        (part(4, FullShard), part(4, HybridShard)),
+        (part(4, HybridShard), part(4, NoShard)),
+        (part(4, HybridShardZero2), part(2, FullShard)),
+        (part(2, NoShard), part(4, HybridShard)),
+        (part(3, ShardGradOp), part(4, HybridShard)),
+    ] {
+        let (found, _) = resumed(first.clone().until(6), second.clone().until(12));
+        for (a, b) in found.iter().zip(&losses) {
+            assert!((a - b).abs() <= 1e-6, "{first:?} {second:?}: {found:?} {losses:?}");
+        }
+    }
+    // Copies of one group hold the same, and each writes a part of it.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("hybrid");
+    part(4, HybridShard).until(1).save(&path).launch();
+    let text = std::fs::read(path.join("manifest.json")).unwrap();
+    let manifest = Manifest::parse(&text, "manifest.json").unwrap();
+    assert_eq!((manifest.models["net"].mesh.replicate, manifest.models["net"].mesh.shard), (2, 2));
+    let largest = manifest.files.iter().max().unwrap();
+    let smallest = manifest.files.iter().min().unwrap();
+    assert!(*smallest * 2 > *largest, "{:?}", manifest.files);
+}
+
+#[test]
+fn strategies_and_wrappings_load_each_others() {
+    let full = FsdpOptions::new();
+    let variants = [
+        full.clone(),
+        full.clone().strategy(ShardingStrategy::NoShard),
+        full.clone().wrap(WrapPolicy::TransformerBased(unit_types![support::Block])),
+        full.clone().strategy(ShardingStrategy::HybridShard).shard_size(1),
+        full.clone().strategy(ShardingStrategy::ShardGradOp),
+        full.clone().persist_below(1000),
+        full.slots(1),
+    ];
+    let part = |options: &FsdpOptions| Part::new(2).dropout(0.1).options(options.clone().seed(7));
+    let (losses, state) = part(&variants[0]).until(12).launch();
+    for first in &variants {
+        for second in &variants {
+            let (found, found_state) = resumed(part(first).until(6), part(second).until(12));
+            // Dropout's layers keep their paths, so all but the sums' order is the same.
+            for (a, b) in found.iter().zip(&losses) {
+                assert!((a - b).abs() <= 1e-6, "{first:?} {second:?}: {found:?} {losses:?}");
+            }
+            assert_eq!(found_state.len(), state.len());
+        }
+    }
+    // These agree in every bit.
+    let (found, found_state) = resumed(part(&variants[0]).until(6), part(&variants[1]).until(12));
+    assert_eq!(bits(&found), bits(&losses));
+    assert!(same_bits(&found_state, &state));
+}
+
+/// Runs `f` on `world` ranks.
+fn on_ranks<T: Send + 'static>(
+    world: usize,
+    f: impl Fn(Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    launch(LaunchOptions::new(world).device(Device::flex()), f).expect("the ranks succeed")
+}
+
+#[test]
+fn several_models_and_optimizers_lie_in_one_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("both");
+    let saved = path.clone();
+    let run = |worker: &Worker, steps: usize, from: Option<&Path>, to: Option<&Path>| {
+        let mut a = sharded(worker, 0.1, FsdpOptions::new().seed(1))?;
+        let mut b = sharded(worker, 0.0, FsdpOptions::new().seed(2))?;
+        let momentum = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
+        let (mut first, mut second): (_, ModuleOptimizer) = (optimizer(), momentum.init());
+        let (mut rate_a, mut rate_b) = (schedule(), schedule());
+        let mut values = Default::default();
+        if let Some(path) = from {
+            let restored = Restore::new()
+                .optimizer("first", &mut first)
+                .optimizer("second", &mut second)
+                .model("a", &mut a)
+                .model("b", &mut b)
+                .scheduler("a", &mut rate_a)
+                .scheduler("b", &mut rate_b)
+                .load(worker, path)?;
+            assert_eq!(restored.progress.loss_scale, Some(65536.0));
+            assert_eq!((restored.progress.epoch, restored.progress.position), (3, 17));
+            values = restored.values;
+        }
+        let mut losses = Vec::new();
+        for step in 0..steps {
+            losses.push(train_step(worker, &mut a, &mut first, &mut rate_a, step)?);
+            losses.push(train_step(worker, &mut b, &mut second, &mut rate_b, step)?);
+        }
+        if let Some(path) = to {
+            Checkpoint::new(steps as u64)
+                .data(3, 17)
+                .loss_scale(65536.0)
+                .value("note", "kept")
+                .model("a", &a)
+                .model("b", &b)
+                .optimizer("first", &first)
+                .optimizer("second", &second)
+                .scheduler("a", &rate_a)
+                .scheduler("b", &rate_b)
+                .save(worker, path)?;
+            for step in 0..3 {
+                losses.push(train_step(worker, &mut a, &mut first, &mut rate_a, step)?);
+                losses.push(train_step(worker, &mut b, &mut second, &mut rate_b, step)?);
+            }
+        }
+        Ok::<_, Error>((losses, values))
+    };
+    let (losses, _) = on_ranks(2, move |worker| run(&worker, 4, None, Some(&saved))).swap_remove(0);
+    let (found, values) =
+        on_ranks(2, move |worker| run(&worker, 3, Some(&path), None)).swap_remove(0);
+    assert_eq!(bits(&found), bits(&losses[8..]));
+    assert_eq!(values["note"], "kept");
+}
+
+#[test]
+fn a_model_alone_is_saved_and_loaded_by_its_own_methods() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model");
+    let saved = path.clone();
+    let state = on_ranks(3, move |worker| {
+        let net = sharded(&worker, 0.0, FsdpOptions::new().seed(5))?;
+        net.save_state(&saved)?;
+        net.full_state(Recipient::All)
+    });
+    let loaded = on_ranks(2, move |worker| {
+        let mut net = sharded(&worker, 0.0, FsdpOptions::new().seed(6))?;
+        assert_eq!(net.load_state(&path)?.world_size, 3);
+        net.full_state(Recipient::All)
+    });
+    assert!(same_bits(&state[0], &loaded[1]));
+}
+
+#[test]
+fn the_newest_are_kept_and_the_torn_are_cleaned_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().to_path_buf();
+    for background in [false, true] {
+        let at = root.join(format!("{background}"));
+        std::fs::create_dir_all(at.join("step-00000001.tmp-dead")).unwrap();
+        let manager_root = at.clone();
+        on_ranks(2, move |worker| {
+            let net = sharded(&worker, 0.0, FsdpOptions::new())?;
+            let mut manager =
+                CheckpointManager::new(&manager_root, &worker).keep_last(2).background(background);
+            assert_eq!(manager.latest()?, None);
+            for step in [3, 6, 9, 12, 12] {
+                let saved = manager.save(&Checkpoint::new(step).model("net", &net))?;
+                assert!(saved.folder.ends_with(format!("step-{step:08}")));
+            }
+            manager.finish()?;
+            let latest = manager.latest()?.expect("some are complete");
+            assert!(latest.ends_with("step-00000012"), "{latest:?}");
+            Ok(())
+        });
+        let listing = list(&at).unwrap();
+        let steps: Vec<u64> = listing.complete.iter().map(|(step, _)| *step).collect();
+        assert_eq!((steps, listing.torn.len()), (vec![9, 12], 0), "background: {background}");
+        assert_eq!(std::fs::read_dir(&at).unwrap().count(), 2);
+    }
+}
+
+#[test]
+fn a_background_save_holds_what_was_at_its_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().to_path_buf();
+    let part = Part::new(2).dropout(0.1);
+    let (losses, state) = part.clone().until(12).launch();
+    let manager_root = root.clone();
+    on_ranks(2, move |worker| {
+        let mut net = sharded(&worker, 0.1, FsdpOptions::new().seed(7))?;
+        let (mut optimizer, mut schedule) = (optimizer(), schedule());
+        let mut manager = CheckpointManager::new(&manager_root, &worker).background(true);
+        for step in 0..8 {
+            train_step(&worker, &mut net, &mut optimizer, &mut schedule, step)?;
+            if step % 2 == 1 {
+                let checkpoint = Checkpoint::new(step as u64 + 1)
+                    .model("net", &net)
+                    .optimizer("adamw", &optimizer)
+                    .scheduler("rate", &schedule);
+                manager.save(&checkpoint)?;
+            }
+        }
+        manager.finish()
+    });
+    assert_eq!(list(&root).unwrap().complete.len(), 4);
+    for step in [2, 4, 6, 8] {
+        let from = root.join(format!("step-{step:08}"));
+        let (found, found_state) = part.clone().from(&from).until(12).launch();
+        assert_eq!(bits(&found), bits(&losses[step..]));
+        assert!(same_bits(&found_state, &state));
+    }
+}
+
+#[test]
+fn an_error_on_one_rank_is_one_on_every_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().to_path_buf();
+    for background in [false, true] {
+        let root = root.clone();
+        let errors = on_ranks(3, move |worker| {
+            let net = sharded(&worker, 0.0, FsdpOptions::new())?;
+            let mut manager = CheckpointManager::new(&root, &worker).background(background);
+            // An optimizer that stepped another model, on one rank.
+            let mut other = sharded(&worker, 0.0, FsdpOptions::new())?;
+            let (mut optimizer, mut schedule) = (optimizer(), schedule());
+            train_step(&worker, &mut other, &mut optimizer, &mut schedule, 0)?;
+            let fresh = support::checkpoint::optimizer();
+            let used = if worker.rank().index() == 1 { &optimizer } else { &fresh };
+            let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("adamw", used);
+            let error = manager.save(&checkpoint).and_then(|_| manager.finish()).unwrap_err();
+            // The group is still good.
+            manager.save(&Checkpoint::new(2).model("net", &net))?;
+            manager.finish()?;
+            Ok(error)
+        });
+        assert!(
+            matches!(&errors[1], Error::Checkpoint(CheckpointError::ForeignState { count, .. }) if *count > 5),
+            "{:?}",
+            errors[1]
+        );
+        for rank in [0, 2] {
+            assert!(errors[rank].to_string().starts_with("rank 1 failed: "), "{}", errors[rank]);
+        }
+        assert!(list(folder.path()).unwrap().torn.is_empty());
+    }
+}
+
+#[test]
+fn ranks_must_save_the_same_things() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().to_path_buf();
+    let errors = on_ranks(2, move |worker| {
+        let net = sharded(&worker, 0.0, FsdpOptions::new())?;
+        let step = 5 + worker.rank().index() as u64;
+        Ok(Checkpoint::new(step).model("net", &net).save(&worker, root.join("a")).unwrap_err())
+    });
+    for error in errors {
+        let Error::Checkpoint(CheckpointError::RanksDiffer { rank, expected, found }) = error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(rank.index(), 1);
+        assert!(expected.contains("step 5") && found.contains("step 6"));
+    }
+}
+
+#[test]
+fn every_difference_is_listed_and_nothing_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    Part::new(2).until(2).save(&path).launch();
+    on_ranks(2, move |worker| {
+        let device = worker.device();
+        let wider = support::Net::new(3, 0.0, device);
+        let mut net = fully_shard(wider, &worker, FsdpOptions::new().seed(3))?;
+        let before = net.full_state(Recipient::All)?;
+        let mut sgd = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+        let mut rate = burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler::new(0.1);
+        let error = Restore::new()
+            .model("net", &mut net)
+            .optimizer("adamw", &mut sgd)
+            .scheduler("rate", &mut rate)
+            .load(&worker, &path)
+            .unwrap_err();
+        let Error::Checkpoint(CheckpointError::Mismatch { differences, .. }) = &error else {
+            panic!("{error}")
+        };
+        let has = |text: &str| differences.iter().any(|line| line.contains(text));
+        assert!(has("missing: `blocks.2.up.weight`") && has("missing: `blocks.2.norm.gamma`"));
+        assert!(
+            has("optimizer `adamw`: it has no `momentum.moment_1` for `head.weight`"),
+            "{error}"
+        );
+        assert!(has("scheduler `rate`"), "{error}");
+        assert!(same_bits(&before, &net.full_state(Recipient::All)?));
+        // The other way round: AdamW needs what this one has not.
+        let mut small = sharded(&worker, 0.0, FsdpOptions::new())?;
+        train_step(&worker, &mut small, &mut sgd, &mut schedule(), 0)?;
+        let of_sgd = path.with_file_name("sgd");
+        Checkpoint::new(1).model("net", &small).optimizer("adamw", &sgd).save(&worker, &of_sgd)?;
+        let error = Restore::new()
+            .model("net", &mut small)
+            .optimizer("adamw", &mut optimizer())
+            .load(&worker, &of_sgd)
+            .unwrap_err();
+        let expected = "optimizer `adamw`: its state of `head.weight` is of another kind";
+        assert!(error.to_string().contains(expected), "{error}");
+        // A name that the checkpoint does not have.
+        let error = Restore::new().model("other", &mut net).load(&worker, &path).unwrap_err();
+        assert!(error.to_string().contains("missing: model `other`"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn optimizers_of_other_kinds_keep_their_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_path_buf();
+    fn kinds() -> Vec<(&'static str, ModuleOptimizer, ShardingStrategy)> {
+        let full = ShardingStrategy::FullShard;
+        vec![
+            ("sgd", SgdConfig::new().init(), full),
+            ("amsgrad", AdamWConfig::new().with_amsgrad(true).init(), full),
+            ("adafactor", AdafactorConfig::new().init(), ShardingStrategy::NoShard),
+        ]
+    }
+    for index in 0..kinds().len() {
+        let folder = folder.clone();
+        on_ranks(2, move |worker| {
+            let (name, mut own, strategy) = kinds().swap_remove(index);
+            let options = FsdpOptions::new().seed(4).strategy(strategy);
+            let mut net = sharded(&worker, 0.0, options.clone())?;
+            let mut rate = schedule();
+            train_step(&worker, &mut net, &mut own, &mut rate, 0)?;
+            train_step(&worker, &mut net, &mut own, &mut rate, 1)?;
+            let path = folder.join(name);
+            Checkpoint::new(2).model("net", &net).optimizer("own", &own).save(&worker, &path)?;
+            let mut again = sharded(&worker, 0.0, options)?;
+            let mut loaded = kinds().swap_remove(index).1;
+            Restore::new()
+                .model("net", &mut again)
+                .optimizer("own", &mut loaded)
+                .load(&worker, &path)?;
+            let mut other_rate = schedule();
+            other_rate.step();
+            other_rate.step();
+            for step in 2..5 {
+                let expected = train_step(&worker, &mut net, &mut own, &mut rate, step)?;
+                let found = train_step(&worker, &mut again, &mut loaded, &mut other_rate, step)?;
+                assert_eq!(found.to_bits(), expected.to_bits(), "{name}, step {step}");
+            }
+            Ok(())
+        });
+    }
+    // Factored moments of a fragment mean nothing elsewhere.
+    on_ranks(2, move |worker| {
+        let mut net = sharded(&worker, 0.0, FsdpOptions::new())?;
+        let mut own = AdafactorConfig::new().init();
+        train_step(&worker, &mut net, &mut own, &mut schedule(), 0)?;
+        let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("own", &own);
+        let error = checkpoint.save(&worker, folder.join("factored")).unwrap_err();
+        assert!(
+            matches!(&error, Error::Checkpoint(CheckpointError::NotElementwise { .. })),
+            "{error}"
+        );
+        assert!(!folder.join("factored").exists());
+        Ok(())
+    });
+}
+
+#[test]
+fn the_manifest_says_what_lies_where() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    Part::new(3).until(2).save(&path).launch();
+    let text = std::fs::read(path.join("manifest.json")).unwrap();
+    let manifest = Manifest::parse(&text, "manifest.json").unwrap();
+    let net = &manifest.models["net"];
+    assert_eq!((manifest.world_size, net.mesh.shard, manifest.progress.step), (3, 3, 2));
+    assert_eq!(net.strategy, "FULL_SHARD");
+    assert_eq!(
+        net.units.iter().map(|unit| unit.path.as_str()).collect::<Vec<_>>(),
+        ["", "embed", "blocks.0", "blocks.1"]
+    );
+    assert_eq!(net.random.len(), 3);
+    let word = &net.tensors["embed.word.weight"];
+    assert_eq!(word.shape, [support::VOCABULARY, support::WIDTH]);
+    assert!(word.pieces.len() > 1);
+    let state = &manifest.optimizers["adamw"].models["net"]["embed.word.weight"];
+    assert_eq!(state.scalars["momentum.time"], fsdp_runtime::checkpoint::Scalar::UInt(2));
+    assert_eq!(state.tensors["momentum.moment_1"].shape, word.shape);
+    // Every rank's file is a safetensors file.
+    for rank in 0..3 {
+        let bytes = std::fs::read(path.join(format!("rank-{rank:05}.safetensors"))).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert!(file.names().iter().any(|name| name.starts_with("model/net/")));
+    }
+    assert_eq!(std::fs::read_dir(&path).unwrap().count(), 4);
+}

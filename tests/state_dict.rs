@@ -1,0 +1,173 @@
+//! State dicts in memory: sharded, local and full, of models and of optimizers.
+
+mod support;
+
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Device;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{CheckpointError, Error, FullState, OptimizerState};
+use support::Net;
+use support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
+
+fn on_ranks<T: Send + 'static>(
+    world: usize,
+    f: impl Fn(Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    launch(LaunchOptions::new(world).device(Device::flex()), f).expect("the ranks succeed")
+}
+
+/// A model and its optimizer after two steps.
+fn trained(worker: &Worker, options: FsdpOptions) -> Result<(Fsdp<Net>, ModuleOptimizer), Error> {
+    let (mut net, mut own) = (sharded(worker, 0.0, options)?, optimizer());
+    let mut rate = schedule();
+    for step in 0..2 {
+        train_step(worker, &mut net, &mut own, &mut rate, step)?;
+    }
+    Ok((net, own))
+}
+
+fn options(seed: u64) -> FsdpOptions {
+    FsdpOptions::new().seed(seed)
+}
+
+#[test]
+fn fragments_of_all_ranks_are_the_full_state() {
+    let ranks = on_ranks(3, |worker| {
+        let (net, own) = trained(&worker, options(1))?;
+        let full = net.full_state(Recipient::All)?;
+        let moments = net.full_optimizer_state(&own, Recipient::All)?;
+        Ok((net.sharded_state(), full, net.sharded_optimizer_state(&own)?, moments))
+    });
+    let (_, full, _, moments) = &ranks[0];
+    for (path, data) in full {
+        let mut elements = vec![f32::NAN; data.num_elements()];
+        for (sharded, ..) in &ranks {
+            let part = &sharded[path];
+            assert_eq!(part.shape, data.shape().as_slice());
+            let values: Vec<f32> = part.data.iter().collect();
+            elements[part.range.clone()].copy_from_slice(&values);
+        }
+        assert_eq!(elements, data.iter::<f32>().collect::<Vec<_>>(), "{path}");
+
+        let state = &moments.parameters[path];
+        assert_eq!(state.tensors.len(), 2);
+        let expected: Vec<f32> = state.tensors["momentum.moment_2"].iter().collect();
+        let mut elements = vec![f32::NAN; expected.len()];
+        for (_, _, sharded, _) in &ranks {
+            let Some(part) = sharded.parameters.get(path) else { continue };
+            let part = &part.tensors["momentum.moment_2"];
+            let values: Vec<f32> = part.data.iter().collect();
+            elements[part.range.clone()].copy_from_slice(&values);
+        }
+        assert_eq!(elements, expected, "{path}");
+    }
+}
+
+#[test]
+fn every_kind_of_state_brings_a_run_back() {
+    for kind in ["sharded", "local", "full", "full of rank 1"] {
+        on_ranks(2, move |worker| {
+            let (mut net, mut own) = trained(&worker, options(1))?;
+            let mut again = sharded(&worker, 0.0, options(2))?;
+            let mut fresh = optimizer();
+            match kind {
+                "sharded" => {
+                    again.load_sharded_state(&net.sharded_state())?;
+                    let state = net.sharded_optimizer_state(&own)?;
+                    again.load_sharded_optimizer_state(&mut fresh, &state)?;
+                }
+                "local" => {
+                    again.load_local_state(&net.local_state())?;
+                    let state = net.local_optimizer_state(&own)?;
+                    again.load_local_optimizer_state(&mut fresh, &state)?;
+                }
+                _ => {
+                    let one = worker.world().ranks().nth(1).unwrap();
+                    let who = if kind == "full" { Recipient::All } else { Recipient::Only(one) };
+                    let state = net.full_state(who)?;
+                    assert_eq!(state.is_empty(), kind != "full" && worker.rank() != one);
+                    again.load_full_state(&state, who)?;
+                    let state = net.full_optimizer_state(&own, Recipient::All)?;
+                    again.load_full_optimizer_state(&mut fresh, &state)?;
+                }
+            }
+            let (mut rate, mut other) = (schedule(), schedule());
+            for step in 2..5 {
+                let expected = train_step(&worker, &mut net, &mut own, &mut rate, step)?;
+                let found = train_step(&worker, &mut again, &mut fresh, &mut other, step)?;
+                assert_eq!(found.to_bits(), expected.to_bits(), "{kind}, step {step}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_full_state_goes_to_another_world_and_strategy() {
+    let (full, moments) = on_ranks(3, |worker| {
+        let (net, own) = trained(&worker, options(1))?;
+        let moments = net.full_optimizer_state(&own, Recipient::Only(fsdp_runtime::Rank::ZERO))?;
+        Ok((net.full_state(Recipient::Only(fsdp_runtime::Rank::ZERO))?, moments))
+    })
+    .swap_remove(0);
+    assert!(!full.is_empty() && !moments.parameters.is_empty());
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+        let (full, moments) = (full.clone(), moments.clone());
+        on_ranks(2, move |worker| {
+            let mut net = sharded(&worker, 0.0, options(2).strategy(strategy))?;
+            let mut own = optimizer();
+            net.load_full_state(&full, Recipient::All)?;
+            net.load_full_optimizer_state(&mut own, &moments)?;
+            assert!(same_bits(&net.full_state(Recipient::All)?, &full));
+            assert_eq!(net.full_optimizer_state(&own, Recipient::All)?, moments);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_state_of_another_layout_is_refused_with_every_difference() {
+    let other = on_ranks(3, |worker| {
+        let (net, own) = trained(&worker, options(1))?;
+        let optimizer = (net.sharded_optimizer_state(&own)?, net.local_optimizer_state(&own)?);
+        Ok((net.sharded_state(), net.local_state(), optimizer))
+    });
+    on_ranks(2, move |worker| {
+        let mut net = sharded(&worker, 0.0, options(2))?;
+        let before = net.full_state(Recipient::All)?;
+        let mut own = optimizer();
+        let (sharded, local, (moments, local_moments)) = &other[worker.rank().index()];
+        let refused = |outcome: Result<(), CheckpointError>, least: usize| {
+            let Err(CheckpointError::StateMismatch { differences }) = outcome else {
+                panic!("{outcome:?}")
+            };
+            assert!(differences.len() >= least, "{differences:?}");
+        };
+        refused(net.load_sharded_state(sharded), 2);
+        refused(net.load_local_state(local), 2);
+        refused(net.load_sharded_optimizer_state(&mut own, moments), 2);
+        refused(net.load_local_optimizer_state(&mut own, local_moments), 2);
+
+        let mut full = before.clone().into_iter().collect::<Vec<_>>();
+        full[0].0.push('x');
+        let full: FullState = full.into_iter().collect();
+        let error = net.load_full_state(&full, Recipient::All).unwrap_err();
+        let Error::Checkpoint(CheckpointError::StateMismatch { differences }) = error else {
+            panic!("{error}")
+        };
+        assert_eq!(differences.len(), 2, "one missing, one unexpected");
+        let mut unknown = OptimizerState::default();
+        let state = net.full_optimizer_state(&own, Recipient::All)?;
+        assert!(state.parameters.is_empty(), "nothing was put into the optimizer");
+        unknown.parameters.insert(
+            "nowhere".into(),
+            fsdp_runtime::ParameterState {
+                scalars: Default::default(),
+                tensors: Default::default(),
+            },
+        );
+        refused(net.load_full_optimizer_state(&mut own, &unknown), 1);
+        assert!(same_bits(&net.full_state(Recipient::All)?, &before));
+        Ok(())
+    });
+}

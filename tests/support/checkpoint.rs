@@ -1,0 +1,140 @@
+//! Training that can stop, save, and go on in a new launch.
+
+use std::path::{Path, PathBuf};
+
+use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::Device;
+use fsdp_runtime::checkpoint::{Checkpoint, Restore};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, FullState};
+
+use super::{Net, batch, loss};
+
+/// Rows of a global batch: divisible by every world size the tests use.
+pub const ROWS: usize = 12;
+pub const BLOCKS: usize = 2;
+
+/// A part of a training run, in a launch of its own.
+#[derive(Clone, Debug)]
+pub struct Part {
+    pub world: usize,
+    pub dropout: f64,
+    pub options: FsdpOptions,
+    pub from: Option<PathBuf>,
+    pub until: usize,
+    pub save: Option<PathBuf>,
+}
+
+impl Part {
+    pub fn new(world: usize) -> Self {
+        let options = FsdpOptions::new().seed(7);
+        Self { world, dropout: 0.0, options, from: None, until: 10, save: None }
+    }
+
+    pub fn until(self, until: usize) -> Self {
+        Self { until, ..self }
+    }
+
+    pub fn dropout(self, dropout: f64) -> Self {
+        Self { dropout, ..self }
+    }
+
+    pub fn options(self, options: FsdpOptions) -> Self {
+        Self { options, ..self }
+    }
+
+    pub fn strategy(self, strategy: ShardingStrategy) -> Self {
+        let options = self.options.clone().strategy(strategy);
+        Self { options, ..self }
+    }
+
+    pub fn from(self, folder: &Path) -> Self {
+        Self { from: Some(folder.into()), ..self }
+    }
+
+    pub fn save(self, folder: &Path) -> Self {
+        Self { save: Some(folder.into()), ..self }
+    }
+
+    /// Every rank's mean losses, which are the same, and the full parameters.
+    pub fn launch(&self) -> (Vec<f64>, FullState) {
+        let part = self.clone();
+        let options = LaunchOptions::new(self.world).device(Device::flex());
+        let mut ranks = launch(options, move |worker| part.rank(&worker)).expect("the part runs");
+        ranks.swap_remove(0)
+    }
+
+    fn rank(&self, worker: &Worker) -> Result<(Vec<f64>, FullState), Error> {
+        // What a resumed run starts from must not matter: it has other weights at first.
+        let seed = if self.from.is_some() { 99 } else { 7 };
+        let mut net = sharded(worker, self.dropout, self.options.clone().seed(seed))?;
+        let mut optimizer = optimizer();
+        let mut schedule = schedule();
+        let mut step = 0;
+        if let Some(folder) = &self.from {
+            let restored = Restore::new()
+                .model("net", &mut net)
+                .optimizer("adamw", &mut optimizer)
+                .scheduler("rate", &mut schedule)
+                .load(worker, folder)?;
+            step = restored.progress.step as usize;
+        }
+        let mut losses = Vec::new();
+        while step < self.until {
+            losses.push(train_step(worker, &mut net, &mut optimizer, &mut schedule, step)?);
+            step += 1;
+        }
+        if let Some(folder) = &self.save {
+            Checkpoint::new(step as u64)
+                .model("net", &net)
+                .optimizer("adamw", &optimizer)
+                .scheduler("rate", &schedule)
+                .save(worker, folder)?;
+        }
+        Ok((losses, net.full_state(Recipient::All)?))
+    }
+}
+
+pub fn sharded(worker: &Worker, dropout: f64, options: FsdpOptions) -> Result<Fsdp<Net>, Error> {
+    fully_shard(Net::new(BLOCKS, dropout, worker.device()), worker, options)
+}
+
+pub fn optimizer() -> ModuleOptimizer {
+    AdamWConfig::new().with_weight_decay(0.01).init()
+}
+
+pub fn schedule() -> ModuleLrScheduler {
+    LinearLrSchedulerConfig::new(1e-3, 1e-4, 30).init().expect("a sound schedule")
+}
+
+/// One step on the rank's rows; the mean loss over ranks.
+pub fn train_step(
+    worker: &Worker,
+    net: &mut Fsdp<Net>,
+    optimizer: &mut ModuleOptimizer,
+    schedule: &mut ModuleLrScheduler,
+    step: usize,
+) -> Result<f64, Error> {
+    let (rank, world) = (worker.rank().index(), worker.world().size());
+    let rows = ROWS / world;
+    let (tokens, labels) = batch(step, rank * rows..(rank + 1) * rows, worker.device());
+    let loss = loss(net.forward(tokens), labels);
+    let mut value = [f64::from(loss.clone().into_scalar::<f32>())];
+    let mut grads = net.backward(loss)?;
+    net.clip_grad_norm(&mut grads, 1.0)?;
+    *net = optimizer.step(schedule.step(), net.clone(), grads);
+    worker.all_reduce_sum(&mut value)?;
+    Ok(value[0] / world as f64)
+}
+
+/// Whether two states have the same bits.
+pub fn same_bits(a: &FullState, b: &FullState) -> bool {
+    a.len() == b.len()
+        && a.iter().all(|(path, data)| {
+            b.get(path).is_some_and(|other| {
+                other.shape() == data.shape() && other.as_bytes() == data.as_bytes()
+            })
+        })
+}
