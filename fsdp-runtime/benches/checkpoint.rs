@@ -2,7 +2,7 @@
 //! both on the disk in the end; how long a background save holds training up; what a load takes.
 //!
 //! ```text
-//! cargo bench -p fsdp-runtime --bench checkpoint [-- FOLDER]
+//! cargo bench --bench checkpoint [-- FOLDER]
 //! ```
 
 use std::fs::{self, File};

@@ -1,7 +1,7 @@
 //! Host time that sharding adds to a unit, and that its layout takes: it must not grow with the
 //! number of units, nor the schedule's part with the number of ranks.
 //!
-//! `cargo bench -p fsdp-runtime --bench layout`
+//! `cargo bench --bench layout`
 
 use std::hint::black_box;
 use std::time::Instant;

@@ -1,7 +1,7 @@
 //! Time of one AdamW step on Flex: the fused one, Burn's own, and the memory's floor, which reads and
 //! writes the same bytes and adds once. `torch_adamw.py` prints the same table for PyTorch.
 //!
-//! `cargo bench -p fsdp-runtime --bench optim`
+//! `cargo bench --bench optim`
 
 use std::time::Instant;
 

@@ -1,6 +1,6 @@
 //! Time of one training step of a BERT, sharded in every way and not at all.
 //!
-//! `cargo bench -p fsdp-runtime --bench step -- --world 1,2,4`
+//! `cargo bench --bench step -- --world 1,2,4`
 //!
 //! Every way takes its turn in each round, so that what else the machine does falls on all alike;
 //! figures are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,

@@ -18,7 +18,7 @@ fi
 shape=(128 384 6 12 1536)
 
 ours() {
-  cargo bench -q -p fsdp-runtime --bench step ${features:+--features "$features"} -- \
+  cargo bench -q --bench step ${features:+--features "$features"} -- \
     --world 2 --rounds 1 --steps "$STEPS" --brief --only "$1" 2>/dev/null | head -n 1
 }
 features=${1:-}
@@ -36,7 +36,7 @@ seconds() { sed -n 's/.* step \([0-9.]*\) s.*/\1/p' | sort -g | tail -n 1; }
 
 results=$(mktemp)
 trap 'rm -f "$results"' EXIT
-cargo bench -q -p fsdp-runtime --bench step ${features:+--features "$features"} --no-run 2>/dev/null
+cargo bench -q --bench step ${features:+--features "$features"} --no-run 2>/dev/null
 for ((round = 1; round <= rounds; round++)); do
   echo "round $round of $rounds" >&2
   echo "single $("$python" torch_bert.py single 8 "${shape[@]}" 2>/dev/null | seconds)" >>"$results"
