@@ -499,9 +499,7 @@ pub enum EngineError {
         starter: Starter,
     },
     /// An engine between processes, and one process.
-    #[error(
-        "the engine `mpi` runs one process a rank; start the program with `mpirun -n {world}`"
-    )]
+    #[error("the engine `mpi` runs one process a rank; start the program with `mpirun -n {world}`")]
     NotStarted {
         /// The ranks asked for.
         world: usize,

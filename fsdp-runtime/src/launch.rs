@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 
+use self::process::Place;
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, Message};
 use crate::collectives::local::{Hub, LocalGroup};
-use self::process::Place;
 use crate::env::RankEnv;
 use crate::error::{CollectiveError, Error, LaunchError, RankPanic, ShardError};
 use crate::mesh::{Mesh, Rank, WorldSize};

@@ -43,8 +43,8 @@ mod unit_type;
 mod wrapping;
 
 pub use error::{
-    CheckpointError, CollectiveError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
-    CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
+    CheckpointError, CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError,
+    ShardError,
 };
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};

@@ -208,9 +208,8 @@ fn all_reduce(group: &Group) {
 fn broadcast(group: &Group) {
     for numel in SIZES {
         let root = index(group) == 0;
-        let mine = root.then(|| {
-            FlexTensor::from_data(TensorData::new(values(3, 0..2 * numel), [2, numel]))
-        });
+        let mine = root
+            .then(|| FlexTensor::from_data(TensorData::new(values(3, 0..2 * numel), [2, numel])));
         let all: FlexTensor =
             on_flex(group).broadcast(&op("broadcast", "weight"), &DEVICE, mine).unwrap();
         assert_eq!(all.shape(), Shape::from([2, numel]));
@@ -303,6 +302,8 @@ fn failure(group: &Group) {
     let failed = CollectiveError::PeerFailed { rank: group.members()[0], reason: "why".into() };
     group.exchange(&op("barrier", "the start"), ()).unwrap();
     if group.rank() == Rank::ZERO {
+        // The others are at the end by now.
+        std::thread::sleep(Duration::from_millis(200));
         group.fail(failed.clone());
     }
     // At once, not after the time-out.
@@ -334,9 +335,10 @@ mod local {
 #[cfg(feature = "mpi")]
 mod mpi {
     use std::process::Command;
+    use std::sync::atomic::Ordering;
 
     use super::*;
-    use crate::collectives::mpi::{MpiGroup, sys};
+    use crate::collectives::mpi::{ALWAYS_STAGED, MpiGroup, sys};
 
     /// The path of [`as_a_process`] in this test program.
     const RANK: &str = "collectives::conformance::mpi::as_a_process";
@@ -365,10 +367,13 @@ mod mpi {
     #[test]
     #[ignore = "one rank of `processes_conform`, for `mpirun` to start"]
     fn as_a_process() {
-        for check in &CHECKS {
-            let group = Group::Mpi(MpiGroup::world(check.timeout, check.debug).unwrap());
-            println!("{}: {}", group.rank(), check.name);
-            (check.run)(&group);
+        for staged in [false, true] {
+            ALWAYS_STAGED.store(staged, Ordering::Relaxed);
+            for check in &CHECKS {
+                let group = Group::Mpi(MpiGroup::world(check.timeout, check.debug).unwrap());
+                println!("{}: {}, staged: {staged}", group.rank(), check.name);
+                (check.run)(&group);
+            }
         }
         println!("all checks passed");
         sys::finalise();

@@ -248,7 +248,10 @@ mod tests {
         assert!(matches!(error, EngineError::SeveralProcesses { .. }), "{error}");
         let place = Place::new(Engine::Auto, Ranks::StartedOr(4), started(2));
         if cfg!(feature = "mpi") {
-            assert!(matches!(&place, Ok(Place::Process(env)) if env.world.size() == 2), "{place:?}");
+            assert!(
+                matches!(&place, Ok(Place::Process(env)) if env.world.size() == 2),
+                "{place:?}"
+            );
         } else {
             assert!(matches!(place, Err(EngineError::NotCompiled)), "{place:?}");
         }

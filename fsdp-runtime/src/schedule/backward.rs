@@ -163,7 +163,13 @@ impl<B: ShardBackend> Schedule<B> {
                     |keep: Reduce| Reduce { range: 0..keep.range.len(), segment: None, ..keep };
                 let keep: Vec<Reduce> = keep.into_iter().map(whole).collect();
                 reduced = ProcessGroup::<B>::reduce_scatter(
-                    &*replicate, &op, &device, reduced, &keep, &layout, world,
+                    &*replicate,
+                    &op,
+                    &device,
+                    reduced,
+                    &keep,
+                    &layout,
+                    world,
                 )?;
             }
             B::complete(&device);

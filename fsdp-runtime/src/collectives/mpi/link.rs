@@ -96,10 +96,6 @@ impl Link {
         self.world
     }
 
-    pub(super) fn comm(&self) -> Comm {
-        self.comm
-    }
-
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -294,7 +290,12 @@ impl Link {
 
     /// A failure of this rank's transport.
     pub(super) fn transport(&self, op: &Op, reason: String) -> CollectiveError {
-        CollectiveError::Transport { rank: self.rank, op: op.name, unit: op.unit.to_string(), reason }
+        CollectiveError::Transport {
+            rank: self.rank,
+            op: op.name,
+            unit: op.unit.to_string(),
+            reason,
+        }
     }
 
     fn sent(&self, failure: &CollectiveError) -> Failure {
@@ -327,12 +328,9 @@ impl Link {
                 missing: missing.into_iter().map(rank).collect(),
                 waited,
             },
-            Failure::Mismatch { rank: later, found, peer, expected } => CollectiveError::Mismatch {
-                rank: rank(later),
-                found,
-                peer: rank(peer),
-                expected,
-            },
+            Failure::Mismatch { rank: later, found, peer, expected } => {
+                CollectiveError::Mismatch { rank: rank(later), found, peer: rank(peer), expected }
+            }
             Failure::Other { rank: failed, reason } => {
                 CollectiveError::PeerFailed { rank: rank(failed), reason }
             }

@@ -200,12 +200,7 @@ impl MpiGroup {
     }
 
     /// Waits for transfers. On an error they may go on: what they touch, `kept`, is never freed.
-    fn complete<K>(
-        &self,
-        op: &Op,
-        transfers: Transfers,
-        kept: K,
-    ) -> Result<K, CollectiveError> {
+    fn complete<K>(&self, op: &Op, transfers: Transfers, kept: K) -> Result<K, CollectiveError> {
         let outcome = self.link.check(op, transfers.refused.map_or(Ok(()), Err));
         match outcome.and_then(|()| self.link.complete(op, transfers.requests)) {
             Ok(()) => Ok(kept),
@@ -246,7 +241,7 @@ impl MpiGroup {
         send: impl FnOnce(&K, &mut Transfers),
     ) -> Result<K, CollectiveError> {
         let mut transfers = Transfers::default();
-        let Some(start) = slot.host_memory() else {
+        let Some(start) = slot.host_memory().filter(|_| !always_staged()) else {
             return self.land_staged(op, slot, device, expected, kept, send);
         };
         for Expected { from, tag, range } in expected {
@@ -362,9 +357,8 @@ impl MpiGroup {
                     let own = gradients[entry].clone()?;
                     Some(B::fragment(own, range.clone(), Shape::from([range.len()])))
                 }
-                false => present[from][entry].then(|| {
-                    slot.view(regions.segment(entry * size + from).start, &[range.len()])
-                }),
+                false => present[from][entry]
+                    .then(|| slot.view(regions.segment(entry * size + from).start, &[range.len()])),
             };
             let parts: Vec<_> = (0..size).filter_map(part).collect();
             let whole = size == 1 || keep.segment.is_some();
@@ -392,7 +386,8 @@ impl MpiGroup {
         if entries.is_empty() {
             return Ok(());
         }
-        let regions = FlatLayout::new(entries.iter().map(|&entry| keep[entry].range.len()), WorldSize::ONE);
+        let regions =
+            FlatLayout::new(entries.iter().map(|&entry| keep[entry].range.len()), WorldSize::ONE);
         let slot = self.scratch::<B>(&self.whole, device, regions.padded_len());
         let mut expected = Vec::new();
         let mut own = Vec::new();
@@ -569,6 +564,18 @@ struct Reduction<'a> {
     divisor: usize,
     /// Which member has which gradient.
     present: Vec<Arc<Vec<bool>>>,
+}
+
+/// Tests of what devices need, where there is none, stage on Flex too.
+#[cfg(test)]
+pub(crate) static ALWAYS_STAGED: std::sync::atomic::AtomicBool =
+    std::sync::atomic::AtomicBool::new(false);
+
+fn always_staged() -> bool {
+    #[cfg(test)]
+    return ALWAYS_STAGED.load(Ordering::Relaxed);
+    #[cfg(not(test))]
+    false
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
