@@ -279,11 +279,13 @@ where
         Err(error) => Err(error.into()),
         Ok(value) => match worker.world().ranks().zip(&all).find(|(_, error)| error.is_some()) {
             None => Ok(value),
-            Some((rank, reason)) => Err(CollectiveError::PeerFailed {
-                rank,
-                reason: reason.as_deref().unwrap_or_default().to_string(),
+            Some((rank, reason)) => {
+                let reason = reason.as_deref().unwrap_or_default().to_string();
+                let failure = CollectiveError::PeerFailed { rank, reason };
+                // Whatever this rank makes of it, that one is at fault.
+                worker.comm().world().fail(failure.clone());
+                Err(failure.into())
             }
-            .into()),
         },
     }
 }

@@ -240,6 +240,17 @@ pub enum CollectiveError {
     },
 }
 
+impl CollectiveError {
+    /// The rank at fault, where one is.
+    pub(crate) fn blames(&self) -> Option<Rank> {
+        match self {
+            Self::Timeout { missing, .. } => missing.first().copied(),
+            Self::PeerFailed { rank, .. } | Self::Transport { rank, .. } => Some(*rank),
+            Self::Mismatch { .. } | Self::Closed { .. } => None,
+        }
+    }
+}
+
 fn join(ranks: &[Rank]) -> String {
     ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -302,7 +302,7 @@ where
         }
     }
     drop(sender);
-    collect(&outcomes, world, options.timeout)
+    collect(&outcomes, &hub, world, options.timeout)
 }
 
 /// Runs one rank on a thread of its own, inside its rayon pool. A failure ends the others.
@@ -341,11 +341,12 @@ type Outcome<T> = (Rank, Result<T, Box<dyn StdError + Send + Sync>>);
 
 fn collect<T>(
     outcomes: &std::sync::mpsc::Receiver<Outcome<T>>,
+    hub: &Hub,
     world: WorldSize,
     timeout: Duration,
 ) -> Result<Vec<T>, LaunchError> {
     let mut results: Vec<Option<T>> = world.ranks().map(|_| None).collect();
-    let mut first: Option<(Rank, Box<dyn StdError + Send + Sync>)> = None;
+    let mut errors: Vec<(Rank, Box<dyn StdError + Send + Sync>)> = Vec::new();
     let mut deadline: Option<Instant> = None;
     for _ in world.ranks() {
         let outcome = match deadline {
@@ -358,46 +359,19 @@ fn collect<T>(
             Ok((rank, Ok(result))) => results[rank.index()] = Some(result),
             Ok((rank, Err(error))) => {
                 deadline.get_or_insert_with(|| Instant::now() + timeout);
-                // What another rank's failure made of this one is not the cause.
-                let better = match &first {
-                    None => true,
-                    Some((_, first)) => is_echo(&**first) && !is_echo(&*error),
-                };
-                if better {
-                    first = Some((blamed(&*error).unwrap_or(rank), error));
-                }
+                errors.push((rank, error));
             }
             Err(_) => break,
         }
     }
-    match first {
-        Some((rank, source)) => Err(LaunchError { rank, world, source }),
-        None => Ok(results.into_iter().flatten().collect()),
+    if errors.is_empty() {
+        return Ok(results.into_iter().flatten().collect());
     }
-}
-
-/// The collective's error that an error is or comes from.
-fn collective<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a CollectiveError> {
-    std::iter::successors(Some(error), |&error| error.source()).find_map(|error| {
-        match error.downcast_ref::<Error>() {
-            Some(Error::Collective(error)) => Some(error),
-            _ => error.downcast_ref::<CollectiveError>(),
-        }
-    })
-}
-
-/// Whether an error only says that another rank failed.
-fn is_echo(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
-    matches!(collective(error), Some(CollectiveError::PeerFailed { .. }))
-}
-
-/// The rank at fault, where that is not the one which noticed.
-fn blamed(error: &(dyn StdError + Send + Sync + 'static)) -> Option<Rank> {
-    match collective(error)? {
-        CollectiveError::Timeout { missing, .. } => missing.first().copied(),
-        CollectiveError::PeerFailed { rank, .. } => Some(*rank),
-        _ => None,
-    }
+    // What a rank's failure made of the others is not the cause.
+    let blamed = hub.failure().and_then(|failure| failure.blames());
+    let cause = errors.iter().position(|(rank, _)| Some(*rank) == blamed).unwrap_or(0);
+    let (rank, source) = errors.swap_remove(cause);
+    Err(LaunchError { rank: blamed.unwrap_or(rank), world, source })
 }
 
 /// What a rank unwound with: a typed error, or a panic's message.

@@ -85,6 +85,12 @@ impl Group {
         }
     }
 
+    /// What has ended the world, if anything has.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        on_engine!(self, |group| group.failure())
+    }
+
     /// Ends the whole world with `failure`, unless it has ended already.
     pub(crate) fn fail(&self, failure: CollectiveError) {
         on_engine!(self, |group| group.fail(failure));

@@ -61,6 +61,11 @@ impl Hub {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
+    /// What has ended the group, if anything has.
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        self.lock().failure.clone()
+    }
+
     /// Ends the group with `failure`, unless it has ended already.
     pub(crate) fn fail(&self, failure: CollectiveError) {
         self.lock().failure.get_or_insert(failure);
@@ -112,6 +117,12 @@ impl LocalGroup {
     /// Its members, by their ranks in the world.
     pub(crate) fn members(&self) -> &[Rank] {
         &self.members
+    }
+
+    /// What has ended the world, if anything has.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        self.hub.failure()
     }
 
     /// Ends the world with `failure`, unless it has ended already.

@@ -67,7 +67,7 @@ mod on_mpi {
     use burn::tensor::Device;
     use serde::{Deserialize, Serialize};
 
-    use super::super::{LaunchOptions, Worker, blamed, start_rank};
+    use super::super::{LaunchOptions, Worker, start_rank};
     use crate::collectives::Op;
     use crate::collectives::comm::Communicator;
     use crate::collectives::group::Group;
@@ -158,25 +158,30 @@ mod on_mpi {
         F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
     {
         RUNNING.fetch_add(1, Ordering::SeqCst);
-        let outcome = run_rank(place, options, device, debug, rank);
-        if let Err(error) = &outcome {
+        let failed = |rank, source| LaunchError { rank, world: place.world, source };
+        let outcome = match join(place, options, debug) {
+            Err(error) => Err(failed(place.rank, Box::new(error))),
+            Ok(group) => {
+                let group = Arc::new(group);
+                run_rank(&group, place, options, device, rank).map_err(|source| {
+                    let blamed = group.failure().and_then(|failure| failure.blames());
+                    failed(blamed.unwrap_or(place.rank), source)
+                })
+            }
+        };
+        if outcome.is_err() {
             FAILED.store(true, Ordering::SeqCst);
-            tracing::debug!(target: "fsdp", "rank {}: {error}", place.rank);
             std::thread::sleep(LAST_WORDS);
         }
         RUNNING.fetch_sub(1, Ordering::SeqCst);
-        outcome.map(|result| vec![result]).map_err(|source| LaunchError {
-            rank: blamed(&*source).unwrap_or(place.rank),
-            world: place.world,
-            source,
-        })
+        outcome.map(|result| vec![result])
     }
 
     fn run_rank<T, E, F>(
+        group: &Arc<Group>,
         place: &RankEnv,
         options: &LaunchOptions,
         device: Device,
-        debug: bool,
         rank: F,
     ) -> Result<T, Box<dyn StdError + Send + Sync>>
     where
@@ -184,7 +189,6 @@ mod on_mpi {
         E: Into<Box<dyn StdError + Send + Sync>> + 'static,
         F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
     {
-        let group = Arc::new(join(place, options, debug)?);
         let seat = Seat::own();
         let seats = group.exchange(&Op::new("all_gather", "the machines"), seat.clone())?;
         let local_size = seats.iter().filter(|other| other.machine == seat.machine).count();

@@ -251,6 +251,11 @@ impl Link {
         Ok(())
     }
 
+    /// What has ended the world, if anything has.
+    pub(super) fn failure(&self) -> Option<CollectiveError> {
+        self.lock().failure.clone()
+    }
+
     /// Ends the world with `failure`, unless it has ended already; returns what it ended with.
     pub(super) fn fail(&self, failure: CollectiveError) -> CollectiveError {
         self.fail_locked(&mut self.lock(), failure)

@@ -109,6 +109,11 @@ impl MpiGroup {
         self.members[self.index]
     }
 
+    /// What has ended the world, if anything has.
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        self.link.failure()
+    }
+
     /// Ends the world with `failure`, unless it has ended already.
     pub(crate) fn fail(&self, failure: CollectiveError) {
         self.link.fail(failure);
