@@ -197,8 +197,8 @@ fn an_empty_model_is_refused() {
 #[test]
 fn ranks_that_built_different_models_are_told_what_differs() {
     let error = refused(FsdpOptions::new(), |rank, device| Net::new(2 + rank, 0.0, device));
-    let ShardError::ModelMismatch { rank, expected, found } = &error else { panic!("{error}") };
-    assert_eq!(rank.index(), 1);
+    let ShardError::ModelMismatch { ranks, expected, found } = &error else { panic!("{error}") };
+    assert_eq!(ranks.iter().map(|rank| rank.index()).collect::<Vec<_>>(), [1]);
     assert!(found.contains("blocks.2") || expected.contains("nothing"), "{error}");
 
     let error = refused(FsdpOptions::new(), |rank, device| {

@@ -29,8 +29,9 @@ mod transformers;
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Parser;
+use fsdp_runtime::Rank;
 use fsdp_runtime::prelude::*;
 
 use crate::cli::Cli;
@@ -45,9 +46,11 @@ use crate::train::{Job, train};
 fn main() -> Result<()> {
     allocator::keep_pages();
     let cli = Cli::parse();
-    let Some(summary) = run(&cli)? else {
+    let summary = match run(&cli)? {
+        Ended::With(summary) => summary,
+        Ended::Elsewhere => return Ok(()),
         // What a shell calls a program that Ctrl-C ended.
-        std::process::exit(130);
+        Ended::Interrupted => std::process::exit(130),
     };
     if !(cli.json && cli.quiet) {
         println!("{summary}");
@@ -58,24 +61,33 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The run's summary; `None` where Ctrl-C ended it.
-fn run(cli: &Cli) -> Result<Option<Summary>> {
+/// How a run ended.
+enum Ended {
+    /// With a summary, in the process that has rank 0.
+    With(Box<Summary>),
+    /// Well, in a process of another rank.
+    Elsewhere,
+    /// By Ctrl-C.
+    Interrupted,
+}
+
+fn run(cli: &Cli) -> Result<Ended> {
     let device = cli.device.resolve()?;
     let job = prepare(cli)?;
     if job.saving.directory.is_some() {
         handle_interrupts()?;
     }
-    let options = LaunchOptions::new(cli.world_size).device(device);
-    let of_ranks = launch(options, move |worker: Worker| train(&job, &worker))?;
+    let options = cli.launch_options().device(device);
+    let of_ranks = launch(options, move |worker: Worker| {
+        let summary = train(&job, &worker)?;
+        Ok::<_, anyhow::Error>((worker.rank(), summary))
+    })?;
     // All ranks end after the same step.
-    let Some(of_ranks) = of_ranks.into_iter().collect::<Option<Vec<Summary>>>() else {
-        return Ok(None);
-    };
-    let largest = |bytes: fn(&Summary) -> usize| of_ranks.iter().map(bytes).max().unwrap_or(0);
-    let (sharded, peak) =
-        (largest(|of| of.sharded_bytes_per_rank), largest(|of| of.peak_unsharded_bytes));
-    let first = of_ranks.into_iter().next().context("no rank returned a result")?;
-    Ok(Some(Summary { sharded_bytes_per_rank: sharded, peak_unsharded_bytes: peak, ..first }))
+    Ok(match of_ranks.into_iter().next() {
+        Some((_, None)) => Ended::Interrupted,
+        Some((Rank::ZERO, Some(summary))) => Ended::With(Box::new(summary)),
+        _ => Ended::Elsewhere,
+    })
 }
 
 /// Reads text, tokenizer and model configuration: all that can be wrong before a rank starts.
@@ -97,20 +109,19 @@ fn prepare(cli: &Cli) -> Result<Job> {
         }
     };
     config.check_input(tokenizer.vocab_size(), recipe.max_length)?;
-    if !cli.quiet {
-        eprintln!(
-            "{}: {} examples to train on, {} held out, {} classes, {} word pieces",
-            corpus.name,
-            corpus.train.len(),
-            corpus.test.len(),
-            corpus.classes,
-            tokenizer.vocab_size()
-        );
-    }
+    let about = format!(
+        "{}: {} examples to train on, {} held out, {} classes, {} word pieces",
+        corpus.name,
+        corpus.train.len(),
+        corpus.test.len(),
+        corpus.classes,
+        tokenizer.vocab_size()
+    );
     let pretrained = cli.pretrained.as_deref();
     let export =
         |folder: &PathBuf| Export::new(folder, &config, corpus.classes, &tokenizer, pretrained);
     Ok(Job {
+        about,
         export: cli.save_pretrained.as_ref().map(export).transpose()?,
         config: config.with_dropout(cli.dropout),
         weights: cli.pretrained.clone(),

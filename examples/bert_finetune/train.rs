@@ -28,6 +28,8 @@ use crate::tokenize::Encoded;
 /// Everything a run needs; the same for every rank.
 #[derive(Clone, Debug)]
 pub struct Job {
+    /// A line on the data.
+    pub about: String,
     /// The model's shape.
     pub config: BertConfig,
     /// Folder of the weights to start from, if any.
@@ -55,7 +57,7 @@ pub struct Job {
 type Bert = Fsdp<BertForSequenceClassification>;
 
 /// Trains and evaluates; what one rank of [`launch`] runs. Every rank gets the same summary but for
-/// the times and the bytes, which are its own; `None` where Ctrl-C ended the run.
+/// the times, which are its own; `None` where Ctrl-C ended the run.
 ///
 /// # Errors
 ///
@@ -69,6 +71,7 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
     let total = recipe.total_steps(per_epoch);
     let progress = Progress::new(total, job.quiet || rank != 0);
 
+    progress.note(&job.about);
     let mut model = load(job, worker, &progress)?;
     let mut optimizer = optimizer(recipe);
     let mut schedule = schedule(recipe, total)?;
@@ -156,12 +159,13 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
         model.save_pretrained(&export.folder, &export.options())?;
     }
 
+    let [sharded, peak] = most([model.sharded_bytes(), model.peak_unsharded_bytes()], worker)?;
     Ok(Some(Summary {
         world_size: dealer.world_size,
         strategy: job.strategy.to_string(),
         num_params: model.num_params(),
-        sharded_bytes_per_rank: model.sharded_bytes(),
-        peak_unsharded_bytes: model.peak_unsharded_bytes(),
+        sharded_bytes_per_rank: sharded,
+        peak_unsharded_bytes: peak,
         steps: losses.len(),
         tokens_per_second: tokens as f64 / seconds.iter().sum::<f64>().max(f64::MIN_POSITIVE),
         train_loss: epoch_loss,
@@ -225,6 +229,18 @@ fn mean_over_ranks(losses: &mut [f64], worker: &Worker) -> Result<()> {
     worker.all_reduce_sum(losses)?;
     losses.iter_mut().for_each(|loss| *loss /= worker.world().size() as f64);
     Ok(())
+}
+
+/// The largest of each number over ranks.
+fn most<const N: usize>(own: [usize; N], worker: &Worker) -> Result<[usize; N]> {
+    let (world, rank) = (worker.world().size(), worker.rank().index());
+    let mut all = vec![0.0; N * world];
+    for (index, own) in own.into_iter().enumerate() {
+        all[index * world + rank] = own as f64;
+    }
+    worker.all_reduce_sum(&mut all)?;
+    let of_ranks = |index: usize| all[index * world..(index + 1) * world].iter();
+    Ok(std::array::from_fn(|index| of_ranks(index).fold(0.0, |a, &b| f64::max(a, b)) as usize))
 }
 
 /// Scores the held-out split, every rank its share of it.

@@ -106,12 +106,13 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
     fn base(&mut self, place: Place, full: Option<Float<B>>) -> Result<Float<B>, Error> {
         let entry = self.entry(place);
         let full = if self.options.sync_module_states {
-            let op = Op::new("broadcast", entry.path.as_str());
+            let op = Op::new("broadcast", entry.path.as_str()).of(entry.numel());
             let mine = full.filter(|_| self.worker.rank().index() == 0);
+            let device = self.device.clone();
             let work = self
                 .worker
                 .comm()
-                .issue(move |group| ProcessGroup::<B>::broadcast(group, &op, mine));
+                .issue(move |group| ProcessGroup::<B>::broadcast(group, &op, &device, mine));
             work.wait()?
         } else {
             let full = full.unwrap_or_else(|| self.filled(&entry.shape, 0.0));
@@ -247,23 +248,24 @@ fn checksum<B: ShardBackend>(tensor: &Float<B>) -> u64 {
     data.iter::<f32>().fold(0, |hash, element| mix(hash ^ u64::from(element.to_bits())))
 }
 
-/// All ranks must have built one model.
+/// All ranks must have built one model, to be trained in one way by one version of this crate.
 pub(crate) fn agree(worker: &Worker, plan: &Plan, options: &FsdpOptions) -> Result<(), Error> {
-    let all = worker.exchange("all_gather", "the model's layout", plan.fingerprint(options))?;
+    let mut mine = vec![
+        format!("{} {}", env!("CARGO_PKG_NAME"), env!("CARGO_PKG_VERSION")),
+        format!("engine {}", worker.comm().world().engine()),
+    ];
+    mine.extend(plan.fingerprint(options));
+    let all = worker.exchange("all_gather", "the model's layout", mine)?;
     let first = &all[0];
-    for (rank, lines) in worker.world().ranks().zip(&all) {
-        if lines == first {
-            continue;
-        }
-        let at = lines.iter().zip(first.iter()).position(|(a, b)| a != b);
-        let at = at.unwrap_or(lines.len().min(first.len()));
-        let line =
-            |lines: &[String]| lines.get(at).cloned().unwrap_or_else(|| "nothing more".into());
-        return Err(
-            ShardError::ModelMismatch { rank, expected: line(first), found: line(lines) }.into()
-        );
-    }
-    Ok(())
+    // The first line that differs, and every rank that has what the first such rank has there.
+    let Some(other) = all.iter().find(|lines| *lines != first) else { return Ok(()) };
+    let at = other.iter().zip(first.iter()).position(|(a, b)| a != b);
+    let at = at.unwrap_or(other.len().min(first.len()));
+    let line = |lines: &[String]| lines.get(at).cloned().unwrap_or_else(|| "nothing more".into());
+    let found = line(other);
+    let ranks = worker.world().ranks().zip(&all);
+    let ranks = ranks.filter(|(_, lines)| line(lines) == found).map(|(rank, _)| rank).collect();
+    Err(ShardError::ModelMismatch { ranks, expected: line(first), found }.into())
 }
 
 /// An error every rank finds by itself, so that none waits for the others.
@@ -277,11 +279,13 @@ where
         Err(error) => Err(error.into()),
         Ok(value) => match worker.world().ranks().zip(&all).find(|(_, error)| error.is_some()) {
             None => Ok(value),
-            Some((rank, reason)) => Err(CollectiveError::PeerFailed {
-                rank,
-                reason: reason.as_deref().unwrap_or_default().to_string(),
+            Some((rank, reason)) => {
+                let reason = reason.as_deref().unwrap_or_default().to_string();
+                let failure = CollectiveError::PeerFailed { rank, reason };
+                // Whatever this rank makes of it, that one is at fault.
+                worker.comm().world().fail(failure.clone());
+                Err(failure.into())
             }
-            .into()),
         },
     }
 }

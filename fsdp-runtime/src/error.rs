@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use burn::tensor::DType;
 
+use crate::env::{EnvError, Starter};
 use crate::mesh::{Rank, WorldSize};
 use crate::pretrained::{LoadError, SaveError};
 
@@ -139,16 +140,18 @@ pub enum ShardError {
         /// The device's name.
         device: String,
     },
-    /// The ranks built different models.
+    /// The ranks do not agree on the model or on how to train it.
     #[error(
-        "rank {rank} built another model than rank 0: it has `{found}` where rank 0 has `{expected}`"
+        "the ranks differ: rank 0 has `{expected}`, rank {ranks} has `{found}`; start all with one \
+         program, one model and one set of options",
+        ranks = join(ranks)
     )]
     ModelMismatch {
-        /// The rank that differs.
-        rank: Rank,
-        /// Rank 0's line of the layout.
+        /// The ranks that have `found`.
+        ranks: Vec<Rank>,
+        /// Rank 0's line of the fingerprint.
         expected: String,
-        /// That rank's line.
+        /// Theirs, the first that differs.
         found: String,
     },
     /// The ranks initialised one parameter to different values.
@@ -217,12 +220,35 @@ pub enum CollectiveError {
         /// Its error, or its panic's message.
         reason: String,
     },
+    /// The engine refused a call, or delivered what cannot be read.
+    #[error("rank {rank}, {op} of {unit}: {reason}")]
+    Transport {
+        /// The rank whose call it was.
+        rank: Rank,
+        /// The operation.
+        op: &'static str,
+        /// The unit, or what else the collective was for.
+        unit: String,
+        /// The engine's reason.
+        reason: String,
+    },
     /// The rank's communication thread is gone.
     #[error("the communication thread of rank {rank} has ended; the group cannot be used any more")]
     Closed {
         /// The rank.
         rank: Rank,
     },
+}
+
+impl CollectiveError {
+    /// The rank at fault, where one is.
+    pub(crate) fn blames(&self) -> Option<Rank> {
+        match self {
+            Self::Timeout { missing, .. } => missing.first().copied(),
+            Self::PeerFailed { rank, .. } | Self::Transport { rank, .. } => Some(*rank),
+            Self::Mismatch { .. } | Self::Closed { .. } => None,
+        }
+    }
 }
 
 fn join(ranks: &[Rank]) -> String {
@@ -450,6 +476,74 @@ fn lines(lines: &[String]) -> String {
 
 fn listed(title: &str, names: &[String]) -> String {
     if names.is_empty() { String::new() } else { format!("{title}: {}", names.join(", ")) }
+}
+
+/// Ranks that cannot be started as asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// Variables of the environment that do not say which rank this process is.
+    #[error(transparent)]
+    Env(#[from] EnvError),
+    /// The program asks for another number of ranks than were started.
+    #[error(
+        "the program asks for {asked} ranks, but {starter} has started {started} processes; start \
+         {asked}, or ask for {started}"
+    )]
+    WorldMismatch {
+        /// What the program asks for.
+        asked: usize,
+        /// What was started.
+        started: WorldSize,
+        /// By what.
+        starter: Starter,
+    },
+    /// Thread ranks in several processes.
+    #[error(
+        "the engine `local` runs all ranks as threads of one process, but {starter} has started \
+         {started}; start the program by itself, or use the engine `mpi`"
+    )]
+    SeveralProcesses {
+        /// How many there are.
+        started: WorldSize,
+        /// What has started them.
+        starter: Starter,
+    },
+    /// An engine between processes, and one process.
+    #[error("the engine `mpi` runs one process a rank; start the program with `mpirun -n {world}`")]
+    NotStarted {
+        /// The ranks asked for.
+        world: usize,
+    },
+    /// An engine that is not part of this build.
+    #[error(
+        "the engine `mpi`, which ranks in several processes need, is not part of this build; add \
+         `--features mpi` to the cargo command"
+    )]
+    NotCompiled,
+    /// Processes that were started as ranks, but not by MPI.
+    #[error(
+        "{starter} has started this process as rank {rank} of {world}, but to MPI it is rank \
+         {mpi_rank} of {mpi_world}; MPI's ranks are started with `mpirun -n {world}`"
+    )]
+    NotJoined {
+        /// What has started the process.
+        starter: Starter,
+        /// The rank it was given.
+        rank: Rank,
+        /// Of how many.
+        world: WorldSize,
+        /// Its rank among the processes that MPI has joined.
+        mpi_rank: Rank,
+        /// How many these are.
+        mpi_world: usize,
+    },
+    /// MPI cannot be used.
+    #[error("MPI cannot be used: {reason}")]
+    Mpi {
+        /// The library's reason.
+        reason: String,
+    },
 }
 
 /// A launch that ended in an error: the first rank that failed, and why.

@@ -65,7 +65,8 @@ impl Entry {
 
     /// What this rank keeps of the reduced gradient.
     pub(crate) fn reduce(&self) -> Reduce {
-        Reduce { range: self.range(), shape: self.base_shape() }
+        let segment = self.segment.filter(|_| matches!(self.held, Held::Fragment(_)));
+        Reduce { range: self.range(), shape: self.base_shape(), segment }
     }
 }
 

@@ -1,35 +1,121 @@
-//! Thread ranks: one process, one rayon pool and one communication thread a rank.
+//! Starting ranks, each with a rayon pool and a communication thread of its own: all as threads of
+//! this process, or this process as one of several (`launch/process.rs`).
+
+mod process;
 
 use std::any::Any;
 use std::error::Error as StdError;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 
+use self::process::Place;
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, Message};
 use crate::collectives::local::{Hub, LocalGroup};
-use crate::error::{CollectiveError, Error, LaunchError, RankPanic};
+use crate::env::RankEnv;
+use crate::error::{CollectiveError, Error, LaunchError, RankPanic, ShardError};
 use crate::mesh::{Mesh, Rank, WorldSize};
+
+/// What ranks are, and how they communicate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Engine {
+    /// `Mpi` where the program was started as one of several processes, `Local` otherwise.
+    #[default]
+    Auto,
+    /// Threads of one process.
+    Local,
+    /// Processes that Open MPI's `mpirun` has started; the feature `mpi`.
+    Mpi,
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Local => "local",
+            Self::Mpi => "mpi",
+        })
+    }
+}
+
+impl FromStr for Engine {
+    type Err = ShardError;
+
+    fn from_str(text: &str) -> Result<Self, ShardError> {
+        let known = [Self::Auto, Self::Local, Self::Mpi];
+        known.into_iter().find(|engine| engine.to_string() == text).ok_or_else(|| {
+            ShardError::InvalidOption {
+                option: "engine",
+                value: text.into(),
+                expected: "use auto, local or mpi".into(),
+            }
+        })
+    }
+}
+
+/// How many ranks there are to be.
+#[derive(Clone, Copy, Debug)]
+enum Ranks {
+    Exactly(usize),
+    StartedOr(usize),
+}
 
 /// How ranks are started.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct LaunchOptions {
-    world: usize,
+    ranks: Ranks,
+    engine: Engine,
     device: Option<Device>,
     timeout: Duration,
     threads_per_rank: Option<usize>,
+    debug: Option<bool>,
 }
 
 impl LaunchOptions {
     /// `world` ranks on Burn's default device, which wait for each other for at most 10 minutes.
-    pub fn new(world: usize) -> Self {
-        Self { world, device: None, timeout: Duration::from_secs(600), threads_per_rank: None }
+    /// A program that was started as one of several processes must be one of `world`.
+    pub const fn new(world: usize) -> Self {
+        Self::with_ranks(Ranks::Exactly(world))
+    }
+
+    /// As many ranks as processes of this program were started, by `mpirun` for one; `world` ranks
+    /// where it was started by itself.
+    pub const fn started_or(world: usize) -> Self {
+        Self::with_ranks(Ranks::StartedOr(world))
+    }
+
+    const fn with_ranks(ranks: Ranks) -> Self {
+        Self {
+            ranks,
+            engine: Engine::Auto,
+            device: None,
+            timeout: Duration::from_secs(600),
+            threads_per_rank: None,
+            debug: None,
+        }
+    }
+
+    /// What ranks are: by default threads, or processes where several were started.
+    pub fn engine(mut self, engine: Engine) -> Self {
+        self.engine = engine;
+        self
+    }
+
+    /// Whether the number of elements of each collective is compared across ranks before it runs,
+    /// beside its operation, unit and sequence number, and each is told to `tracing`. By default
+    /// where the environment has `FSDP_DEBUG=1`.
+    pub fn debug(mut self, debug: bool) -> Self {
+        self.debug = Some(debug);
+        self
     }
 
     /// The device of every rank; autodiff is turned on.
@@ -56,6 +142,7 @@ impl LaunchOptions {
 pub struct Worker {
     mesh: Mesh,
     device: Device,
+    local_size: usize,
     comm: Arc<Communicator>,
 }
 
@@ -81,7 +168,7 @@ impl Worker {
 
     /// The number of ranks on this machine.
     pub(crate) fn local_size(&self) -> usize {
-        self.mesh.world.size()
+        self.local_size
     }
 
     pub(crate) fn comm(&self) -> &Arc<Communicator> {
@@ -122,78 +209,144 @@ impl Worker {
     }
 }
 
-/// Runs `rank` once on each of `world` threads and returns what they returned, in rank order.
+/// Runs `rank` once on each rank and returns what they returned, in rank order. Where ranks are
+/// processes, each runs it once, as its own rank, and has its own result alone.
 ///
 /// Each rank runs inside a rayon pool of its own, so that ranks do not wait for each other's work.
 /// The first rank that fails or panics ends the others at their next collective.
 ///
 /// # Errors
 ///
-/// [`LaunchError`] with the first failing rank and its own error; a panic becomes [`RankPanic`].
-/// A rank that neither ends nor reaches a collective within the time-out after a failure is left
-/// behind, so that the launch returns.
+/// [`LaunchError`] with the first failing rank and its own error; a panic becomes [`RankPanic`], and
+/// ranks that cannot be started as asked an [`EngineError`](crate::EngineError). A thread rank that
+/// neither ends nor reaches a collective within the time-out after a failure is left behind, so that
+/// the launch returns. A process that has had a failed launch ends all processes when it exits.
 pub fn launch<T, E, F>(options: LaunchOptions, rank: F) -> Result<Vec<T>, LaunchError>
 where
     T: Send + 'static,
     E: Into<Box<dyn StdError + Send + Sync>> + 'static,
     F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
 {
-    let failed = |rank, world, source| LaunchError { rank, world, source };
-    let one = WorldSize::new(1).expect("one is not zero");
-    let world =
-        WorldSize::new(options.world).map_err(|error| failed(Rank::ZERO, one, Box::new(error)))?;
+    let place = RankEnv::read().map_err(Into::into);
+    let place = place.and_then(|started| Place::new(options.engine, options.ranks, started));
+    let place = place.map_err(|error| refused(Box::new(error)))?;
+    let debug = match options.debug {
+        Some(debug) => debug,
+        None => debug_variable().map_err(|error| refused(Box::new(error)))?,
+    };
+    let device = options.device.clone().unwrap_or_default();
+    let device = if device.is_autodiff() { device } else { device.autodiff() };
+    match place {
+        Place::Threads(world) => threads(world, &options, &device, debug, rank),
+        #[cfg(feature = "mpi")]
+        Place::Process(place) => process::run(&place, &options, device, debug, rank),
+        #[cfg(not(feature = "mpi"))]
+        Place::Process(_) => unreachable!("there is no engine between processes"),
+    }
+}
+
+/// What ends a launch before there are ranks.
+fn refused(source: Box<dyn StdError + Send + Sync>) -> LaunchError {
+    LaunchError { rank: Rank::ZERO, world: WorldSize::ONE, source }
+}
+
+fn debug_variable() -> Result<bool, ShardError> {
+    match std::env::var("FSDP_DEBUG").as_deref() {
+        Err(_) | Ok("" | "0") => Ok(false),
+        Ok("1") => Ok(true),
+        Ok(value) => Err(ShardError::InvalidOption {
+            option: "FSDP_DEBUG",
+            value: value.into(),
+            expected: "use 0 or 1".into(),
+        }),
+    }
+}
+
+/// Runs every rank as a thread.
+fn threads<T, E, F>(
+    world: usize,
+    options: &LaunchOptions,
+    device: &Device,
+    debug: bool,
+    rank: F,
+) -> Result<Vec<T>, LaunchError>
+where
+    T: Send + 'static,
+    E: Into<Box<dyn StdError + Send + Sync>> + 'static,
+    F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
+{
+    let world = WorldSize::new(world).map_err(|error| refused(Box::new(error)))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = options.threads_per_rank.unwrap_or((cores / world.size()).max(1));
-    let device = options.device.unwrap_or_default();
-    let device = if device.is_autodiff() { device } else { device.autodiff() };
-
-    let hub = Hub::new(world, options.timeout);
+    let hub = Hub::new(world, options.timeout, debug);
     let rank = Arc::new(rank);
     let (sender, outcomes) = channel();
     for index in world.ranks() {
         let start = || -> std::io::Result<()> {
-            let comm =
-                Communicator::start(Arc::new(Group::Local(LocalGroup::new(hub.clone(), index))))?;
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .thread_name(move |thread| format!("fsdp-rank-{index}-{thread}"))
-                .build()
-                .map_err(std::io::Error::other)?;
-            let worker = Worker { mesh: Mesh::new(index, world), device: device.clone(), comm };
-            let (rank, sender, hub) = (rank.clone(), sender.clone(), hub.clone());
-            std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
-                let run = || pool.install(|| rank(worker).map_err(Into::into));
-                let outcome =
-                    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
-                if let Err(error) = &outcome {
-                    hub.fail(CollectiveError::PeerFailed {
-                        rank: index,
-                        reason: error.to_string(),
-                    });
-                }
+            let group = Group::Local(LocalGroup::new(hub.clone(), index));
+            let worker = Worker {
+                mesh: Mesh::new(index, world),
+                device: device.clone(),
+                local_size: world.size(),
+                comm: Communicator::start(Arc::new(group))?,
+            };
+            let sender = sender.clone();
+            start_rank(worker, threads, rank.clone(), move |outcome| {
                 // The launch has returned already when this rank was left behind.
                 let _ = sender.send((index, outcome));
-            })?;
-            Ok(())
+            })
         };
         if let Err(error) = start() {
             hub.fail(CollectiveError::PeerFailed { rank: index, reason: error.to_string() });
-            return Err(failed(index, world, Box::new(error)));
+            return Err(LaunchError { rank: index, world, source: Box::new(error) });
         }
     }
     drop(sender);
-    collect(&outcomes, world, options.timeout)
+    collect(&outcomes, &hub, world, options.timeout)
+}
+
+/// Runs one rank on a thread of its own, inside its rayon pool. A failure ends the others.
+fn start_rank<T, E, F>(
+    worker: Worker,
+    threads: usize,
+    rank: Arc<F>,
+    ended: impl FnOnce(Result<T, Box<dyn StdError + Send + Sync>>) + Send + 'static,
+) -> std::io::Result<()>
+where
+    T: Send + 'static,
+    E: Into<Box<dyn StdError + Send + Sync>> + 'static,
+    F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
+{
+    let index = worker.rank();
+    let group = worker.comm.world().clone();
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(move |thread| format!("fsdp-rank-{index}-{thread}"))
+        .build()
+        .map_err(std::io::Error::other)?;
+    std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
+        let run = || pool.install(|| rank(worker).map_err(Into::into));
+        let outcome =
+            catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
+        if let Err(error) = &outcome {
+            let reason = error.to_string();
+            group.fail(CollectiveError::PeerFailed { rank: index, reason });
+        }
+        ended(outcome);
+    })?;
+    Ok(())
 }
 
 type Outcome<T> = (Rank, Result<T, Box<dyn StdError + Send + Sync>>);
 
 fn collect<T>(
     outcomes: &std::sync::mpsc::Receiver<Outcome<T>>,
+    hub: &Hub,
     world: WorldSize,
     timeout: Duration,
 ) -> Result<Vec<T>, LaunchError> {
     let mut results: Vec<Option<T>> = world.ranks().map(|_| None).collect();
-    let mut first: Option<(Rank, Box<dyn StdError + Send + Sync>)> = None;
+    let mut errors: Vec<(Rank, Box<dyn StdError + Send + Sync>)> = Vec::new();
     let mut deadline: Option<Instant> = None;
     for _ in world.ranks() {
         let outcome = match deadline {
@@ -206,46 +359,19 @@ fn collect<T>(
             Ok((rank, Ok(result))) => results[rank.index()] = Some(result),
             Ok((rank, Err(error))) => {
                 deadline.get_or_insert_with(|| Instant::now() + timeout);
-                // What another rank's failure made of this one is not the cause.
-                let better = match &first {
-                    None => true,
-                    Some((_, first)) => is_echo(&**first) && !is_echo(&*error),
-                };
-                if better {
-                    first = Some((blamed(&*error).unwrap_or(rank), error));
-                }
+                errors.push((rank, error));
             }
             Err(_) => break,
         }
     }
-    match first {
-        Some((rank, source)) => Err(LaunchError { rank, world, source }),
-        None => Ok(results.into_iter().flatten().collect()),
+    if errors.is_empty() {
+        return Ok(results.into_iter().flatten().collect());
     }
-}
-
-/// The collective's error that an error is or comes from.
-fn collective<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a CollectiveError> {
-    std::iter::successors(Some(error), |&error| error.source()).find_map(|error| {
-        match error.downcast_ref::<Error>() {
-            Some(Error::Collective(error)) => Some(error),
-            _ => error.downcast_ref::<CollectiveError>(),
-        }
-    })
-}
-
-/// Whether an error only says that another rank failed.
-fn is_echo(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
-    matches!(collective(error), Some(CollectiveError::PeerFailed { .. }))
-}
-
-/// The rank at fault, where that is not the one which noticed.
-fn blamed(error: &(dyn StdError + Send + Sync + 'static)) -> Option<Rank> {
-    match collective(error)? {
-        CollectiveError::Timeout { missing, .. } => missing.first().copied(),
-        CollectiveError::PeerFailed { rank, .. } => Some(*rank),
-        _ => None,
-    }
+    // What a rank's failure made of the others is not the cause.
+    let blamed = hub.failure().and_then(|failure| failure.blames());
+    let cause = errors.iter().position(|(rank, _)| Some(*rank) == blamed).unwrap_or(0);
+    let (rank, source) = errors.swap_remove(cause);
+    Err(LaunchError { rank: blamed.unwrap_or(rank), world, source })
 }
 
 /// What a rank unwound with: a typed error, or a panic's message.

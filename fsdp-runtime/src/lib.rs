@@ -43,12 +43,13 @@ mod unit_type;
 mod wrapping;
 
 pub use error::{
-    CheckpointError, CollectiveError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
+    CheckpointError, CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError,
+    ShardError,
 };
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use hooks::UnitValue;
-pub use launch::{LaunchOptions, Worker, launch};
+pub use launch::{Engine, LaunchOptions, Worker, launch};
 pub use layout::{ALIGNMENT, FlatLayout};
 pub use memory::{Memory, Usage};
 pub use mesh::{Mesh, Rank, WorldSize};
@@ -74,7 +75,7 @@ pub use wrapping::{WrappedUnit, Wrapping};
 /// What a program that trains a sharded model needs.
 pub mod prelude {
     pub use crate::{
-        BackwardPrefetch, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradientAccumulation,
+        BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradientAccumulation,
         LaunchOptions, Norm, Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Worker,
         WrapPolicy, fsdp_unit, fully_shard, launch, unit_types,
     };

@@ -9,6 +9,9 @@ use crate::error::ShardError;
 pub struct WorldSize(usize);
 
 impl WorldSize {
+    /// A group of one.
+    pub(crate) const ONE: Self = Self(1);
+
     /// A group of `size` ranks.
     ///
     /// # Errors

@@ -193,7 +193,13 @@ impl Plan {
     pub(crate) fn fingerprint(&self, options: &FsdpOptions) -> Vec<String> {
         // Ids are each process's own.
         let options = FsdpOptions { ignored: Vec::new(), ..options.clone() };
-        let mut lines = vec![format!("{options:?}")];
+        let seed = options.seed.map_or("none".into(), |seed| seed.to_string());
+        let mut lines = vec![
+            format!("strategy {}", options.strategy),
+            format!("seed {seed}"),
+            "dtype F32".into(),
+            format!("{options:?}"),
+        ];
         for unit in &self.units {
             lines.push(format!("unit {} (level {})", unit.name, unit.level));
             for entry in &unit.entries {

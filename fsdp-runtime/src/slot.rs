@@ -42,6 +42,12 @@ impl<B: ShardBackend> Slot<B> {
         B::write(&self.memory, offset, fragment);
     }
 
+    /// Its first element, where the host can write it without a copy.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn host_memory(&self) -> Option<std::ptr::NonNull<f32>> {
+        B::host_memory(&self.memory)
+    }
+
     /// Called on reshard: later writes come after the reads issued until now, and in debug builds
     /// a read in between finds NaN.
     pub(crate) fn release(&self) {

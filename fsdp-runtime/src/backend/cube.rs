@@ -5,6 +5,8 @@
 //! a one-element kernel on the reader's stream, and the next copy into the slot reads its output.
 
 use std::ops::Range;
+#[cfg(feature = "mpi")]
+use std::ptr::NonNull;
 use std::sync::Mutex;
 
 use burn::backend::ops::FloatTensorOps;
@@ -89,6 +91,8 @@ fn flat(tensor: CubeTensor, range: Range<usize>) -> CubeTensor {
 
 impl ShardBackend for Cube {
     type Memory = Memory;
+    #[cfg(feature = "mpi")]
+    type Host = Vec<f32>;
 
     dispatch!(Cube);
 
@@ -155,6 +159,18 @@ impl ShardBackend for Cube {
         }
         let (numel, shape) = (numel::<Cube>(&tensor), tensor.shape());
         Self::fragment(tensor, 0..numel, shape)
+    }
+
+    #[cfg(feature = "mpi")]
+    fn host_memory(_: &Memory) -> Option<NonNull<f32>> {
+        None
+    }
+
+    #[cfg(feature = "mpi")]
+    fn host(tensor: CubeTensor) -> Vec<f32> {
+        let numel = numel::<Cube>(&tensor);
+        let tensor = Self::into_dispatch(Value::Plain(flat(tensor, 0..numel)));
+        burn::tensor::Tensor::<1>::from_dispatch(tensor).into_data().iter::<f32>().collect()
     }
 
     fn fragment(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {

@@ -135,8 +135,21 @@ fn owned(elements: Vec<f32>, shape: Shape) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(elements, shape))
 }
 
+/// A contiguous tensor.
+#[cfg(feature = "mpi")]
+pub(crate) struct Contiguous(FlexTensor);
+
+#[cfg(feature = "mpi")]
+impl AsRef<[f32]> for Contiguous {
+    fn as_ref(&self) -> &[f32] {
+        self.0.as_slice().expect("made contiguous by `host`")
+    }
+}
+
 impl ShardBackend for Flex {
     type Memory = Memory;
+    #[cfg(feature = "mpi")]
+    type Host = Contiguous;
 
     dispatch!(Flex);
 
@@ -179,6 +192,16 @@ impl ShardBackend for Flex {
         }
         let (numel, shape) = (tensor.shape().num_elements(), tensor.shape());
         Self::fragment(tensor, 0..numel, shape)
+    }
+
+    #[cfg(feature = "mpi")]
+    fn host_memory(memory: &Memory) -> Option<NonNull<f32>> {
+        Some(memory.block.start.cast())
+    }
+
+    #[cfg(feature = "mpi")]
+    fn host(tensor: FlexTensor) -> Contiguous {
+        Contiguous(tensor.to_contiguous())
     }
 
     fn fragment(tensor: FlexTensor, range: Range<usize>, shape: Shape) -> FlexTensor {

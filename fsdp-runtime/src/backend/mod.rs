@@ -5,6 +5,8 @@
 
 use std::fmt::Debug;
 use std::ops::Range;
+#[cfg(feature = "mpi")]
+use std::ptr::NonNull;
 
 use burn::backend::{Autodiff, Backend, TensorMetadata};
 use burn::tensor::{DispatchTensor, Shape, Tensor};
@@ -50,6 +52,9 @@ impl<B: ShardBackend> Value<B> {
 pub(crate) trait ShardBackend: Backend {
     /// One reusable buffer of f32 elements, viewed by tensors.
     type Memory: Debug + Send + Sync + 'static;
+    /// A tensor's elements where the host can read them; moving it does not move them.
+    #[cfg(feature = "mpi")]
+    type Host: AsRef<[f32]> + Send;
 
     /// Takes a Burn tensor apart; `None` when it lies on another backend.
     fn from_dispatch(tensor: DispatchTensor) -> Option<Value<Self>>;
@@ -70,6 +75,13 @@ pub(crate) trait ShardBackend: Backend {
     fn complete(device: &Self::Device);
     /// A tensor that does not look into the buffer: `tensor` itself, or a copy.
     fn detach(memory: &Self::Memory, tensor: Float<Self>) -> Float<Self>;
+
+    /// The buffer's first element, where the host can write it without a copy.
+    #[cfg(feature = "mpi")]
+    fn host_memory(memory: &Self::Memory) -> Option<NonNull<f32>>;
+    /// The tensor's elements in order: itself, where it lies so in the host's memory, or a copy.
+    #[cfg(feature = "mpi")]
+    fn host(tensor: Float<Self>) -> Self::Host;
 
     /// A copy of `range` of the flattened tensor, in memory of its own, of the given shape.
     fn fragment(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;

@@ -7,9 +7,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::local::LocalGroup;
+#[cfg(feature = "mpi")]
+use super::mpi::MpiGroup;
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
+use crate::layout::FlatLayout;
 use crate::mesh::{Mesh, Rank, WorldSize};
 use crate::slot::Slot;
 
@@ -23,14 +26,35 @@ impl<T: Any + Send + Sync + Serialize + DeserializeOwned> Message for T {}
 pub(crate) enum Group {
     /// Of threads.
     Local(LocalGroup),
+    /// Of processes.
+    #[cfg(feature = "mpi")]
+    Mpi(MpiGroup),
+}
+
+/// Runs `$body` on the group of whatever engine.
+macro_rules! on_engine {
+    ($self:expr, |$group:ident| $body:expr) => {
+        match $self {
+            Group::Local($group) => $body,
+            #[cfg(feature = "mpi")]
+            Group::Mpi($group) => $body,
+        }
+    };
 }
 
 impl Group {
+    /// The engine's name.
+    pub(crate) fn engine(&self) -> &'static str {
+        match self {
+            Self::Local(_) => "local",
+            #[cfg(feature = "mpi")]
+            Self::Mpi(_) => "mpi",
+        }
+    }
+
     /// Its members, by their ranks in the world.
     pub(crate) fn members(&self) -> &[Rank] {
-        match self {
-            Self::Local(group) => group.members(),
-        }
+        on_engine!(self, |group| group.members())
     }
 
     /// The number of its members.
@@ -40,9 +64,7 @@ impl Group {
 
     /// This process's rank in the world.
     pub(crate) fn rank(&self) -> Rank {
-        match self {
-            Self::Local(group) => group.rank(),
-        }
+        on_engine!(self, |group| group.rank())
     }
 
     /// Every member's value, in rank order.
@@ -51,23 +73,27 @@ impl Group {
         op: &Op,
         value: T,
     ) -> Result<Vec<Arc<T>>, CollectiveError> {
-        match self {
-            Self::Local(group) => group.exchange(op, value),
-        }
+        on_engine!(self, |group| group.exchange(op, value))
     }
 
     /// The members that give the same `color`, as a group. Every member calls it.
     pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         match self {
             Self::Local(group) => group.split(color).map(Self::Local),
+            #[cfg(feature = "mpi")]
+            Self::Mpi(group) => group.split(color).map(Self::Mpi),
         }
+    }
+
+    /// What has ended the world, if anything has.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        on_engine!(self, |group| group.failure())
     }
 
     /// Ends the whole world with `failure`, unless it has ended already.
     pub(crate) fn fail(&self, failure: CollectiveError) {
-        match self {
-            Self::Local(group) => group.hub().fail(failure),
-        }
+        on_engine!(self, |group| group.fail(failure));
     }
 }
 
@@ -101,41 +127,43 @@ impl<B: ShardBackend> ProcessGroup<B> for Group {
     fn all_gather(
         &self,
         op: &Op,
+        device: &B::Device,
         fragments: Vec<(usize, Float<B>)>,
-        slot: &Slot<B>,
+        shard_len: usize,
+        slot: &Arc<Slot<B>>,
     ) -> Result<(), CollectiveError> {
-        match self {
-            Self::Local(group) => group.all_gather(op, fragments, slot),
-        }
+        on_engine!(self, |group| group.all_gather(op, device, fragments, shard_len, slot))
     }
 
     fn all_gather_one(
         &self,
         op: &Op,
+        device: &B::Device,
         fragment: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        match self {
-            Self::Local(group) => ProcessGroup::<B>::all_gather_one(group, op, fragment),
-        }
+        on_engine!(self, |group| ProcessGroup::<B>::all_gather_one(group, op, device, fragment))
     }
 
     fn reduce_scatter(
         &self,
         op: &Op,
+        device: &B::Device,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
+        layout: &FlatLayout,
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        match self {
-            Self::Local(group) => {
-                ProcessGroup::<B>::reduce_scatter(group, op, gradients, keep, divisor)
-            }
-        }
+        on_engine!(self, |group| ProcessGroup::<B>::reduce_scatter(
+            group, op, device, gradients, keep, layout, divisor
+        ))
     }
 
-    fn broadcast(&self, op: &Op, tensor: Option<Float<B>>) -> Result<Float<B>, CollectiveError> {
-        match self {
-            Self::Local(group) => ProcessGroup::<B>::broadcast(group, op, tensor),
-        }
+    fn broadcast(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Option<Float<B>>,
+    ) -> Result<Float<B>, CollectiveError> {
+        on_engine!(self, |group| ProcessGroup::<B>::broadcast(group, op, device, tensor))
     }
 }

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
+use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
 use crate::slot::Slot;
 
@@ -27,6 +28,8 @@ type AnyValue = Arc<dyn Any + Send + Sync>;
 pub(crate) struct Hub {
     world: WorldSize,
     timeout: Duration,
+    /// Whether sizes are compared too.
+    debug: bool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -48,13 +51,19 @@ struct Round {
 }
 
 impl Hub {
-    /// A meeting place for `world` ranks that wait for each other no longer than `timeout`.
-    pub(crate) fn new(world: WorldSize, timeout: Duration) -> Arc<Self> {
-        Arc::new(Self { world, timeout, state: Mutex::default(), changed: Condvar::new() })
+    /// A meeting place for `world` ranks that wait for each other no longer than `timeout`; `debug`
+    /// compares sizes before each collective.
+    pub(crate) fn new(world: WorldSize, timeout: Duration, debug: bool) -> Arc<Self> {
+        Arc::new(Self { world, timeout, debug, state: Mutex::default(), changed: Condvar::new() })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// What has ended the group, if anything has.
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        self.lock().failure.clone()
     }
 
     /// Ends the group with `failure`, unless it has ended already.
@@ -110,9 +119,15 @@ impl LocalGroup {
         &self.members
     }
 
-    /// Where the ranks meet.
-    pub(crate) fn hub(&self) -> &Arc<Hub> {
-        &self.hub
+    /// What has ended the world, if anything has.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        self.hub.failure()
+    }
+
+    /// Ends the world with `failure`, unless it has ended already.
+    pub(crate) fn fail(&self, failure: CollectiveError) {
+        self.hub.fail(failure);
     }
 
     /// This rank.
@@ -145,12 +160,16 @@ impl LocalGroup {
             values: vec![None; size],
             taken: 0,
         });
-        if round.op != *op {
+        if hub.debug {
+            tracing::debug!(target: "fsdp", "#{} {op}, {} elements", sequence.1, op.size);
+        }
+        if !round.op.is(op, hub.debug) {
+            let describe = |op: &Op| Op::describe(op.name, &op.unit, op.size as u64, hub.debug);
             let failure = CollectiveError::Mismatch {
                 rank,
-                found: op.to_string(),
+                found: describe(op),
                 peer: round.opened_by,
-                expected: round.op.to_string(),
+                expected: describe(&round.op),
             };
             drop(state);
             hub.fail(failure.clone());
@@ -202,8 +221,10 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     fn all_gather(
         &self,
         op: &Op,
+        _: &B::Device,
         fragments: Vec<(usize, Float<B>)>,
-        slot: &Slot<B>,
+        _: usize,
+        slot: &Arc<Slot<B>>,
     ) -> Result<(), CollectiveError> {
         for peer in self.exchange(op, fragments)? {
             for (offset, fragment) in peer.iter() {
@@ -216,6 +237,7 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     fn all_gather_one(
         &self,
         op: &Op,
+        _: &B::Device,
         fragment: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         Ok(self.exchange(op, fragment)?.iter().map(|peer| (**peer).clone()).collect())
@@ -224,8 +246,10 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     fn reduce_scatter(
         &self,
         op: &Op,
+        _: &B::Device,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
+        _: &FlatLayout,
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let peers = self.exchange(op, gradients)?;
@@ -239,7 +263,12 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         Ok(keep.iter().enumerate().map(mean).collect())
     }
 
-    fn broadcast(&self, op: &Op, tensor: Option<Float<B>>) -> Result<Float<B>, CollectiveError> {
+    fn broadcast(
+        &self,
+        op: &Op,
+        _: &B::Device,
+        tensor: Option<Float<B>>,
+    ) -> Result<Float<B>, CollectiveError> {
         let peers = self.exchange(op, tensor)?;
         Ok(peers[0].as_ref().clone().expect("the first rank gives the tensor"))
     }
@@ -250,7 +279,7 @@ mod tests {
     use super::*;
 
     fn groups(world: usize, timeout: Duration) -> Vec<LocalGroup> {
-        let hub = Hub::new(WorldSize::new(world).unwrap(), timeout);
+        let hub = Hub::new(WorldSize::new(world).unwrap(), timeout, false);
         hub.world.ranks().map(|rank| LocalGroup::new(hub.clone(), rank)).collect()
     }
 

@@ -1,11 +1,16 @@
 //! Process groups: the collectives that units need, over one of several engines.
 //!
-//! [`local`] is the engine of thread ranks. [`group`] is any engine's group; [`comm`] runs a rank's
+//! [`local`] is the engine of thread ranks, `mpi` that of processes. [`group`] is any engine's group; [`comm`] runs a rank's
 //! collectives in issue order on a thread of its own and hands over results that are waited for.
 
 pub(crate) mod comm;
 pub(crate) mod group;
 pub(crate) mod local;
+#[cfg(feature = "mpi")]
+pub(crate) mod mpi;
+
+#[cfg(test)]
+mod conformance;
 
 use std::fmt;
 use std::ops::Range;
@@ -13,6 +18,7 @@ use std::sync::Arc;
 
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
+use crate::layout::FlatLayout;
 use crate::slot::Slot;
 
 /// What a collective does and for which unit: every rank issues the same ones in the same order.
@@ -22,11 +28,32 @@ pub(crate) struct Op {
     pub(crate) name: &'static str,
     /// The unit's path, or what else the collective is for.
     pub(crate) unit: Arc<str>,
+    /// Elements of the whole, the same on every rank; 0 for what is no tensor. Compared where the
+    /// launch is told to `debug`.
+    pub(crate) size: usize,
 }
 
 impl Op {
     pub(crate) fn new(name: &'static str, unit: impl Into<Arc<str>>) -> Self {
-        Self { name, unit: unit.into() }
+        Self { name, unit: unit.into(), size: 0 }
+    }
+
+    /// With the number of elements.
+    pub(crate) fn of(self, size: usize) -> Self {
+        Self { size, ..self }
+    }
+
+    /// Whether two ranks do the same.
+    pub(crate) fn is(&self, other: &Self, debug: bool) -> bool {
+        self.name == other.name && self.unit == other.unit && (!debug || self.size == other.size)
+    }
+
+    /// For a message that says how two ranks differ.
+    pub(crate) fn describe(name: &str, unit: &str, size: u64, debug: bool) -> String {
+        match debug {
+            true => format!("{name} of {unit} ({size} elements)"),
+            false => format!("{name} of {unit}"),
+        }
     }
 }
 
@@ -43,36 +70,51 @@ pub(crate) struct Reduce {
     pub(crate) range: Range<usize>,
     /// The shape it keeps them in.
     pub(crate) shape: Vec<usize>,
+    /// The segment of the unit's layout that `range` is this rank's fragment of; `None` where every
+    /// rank keeps the same.
+    pub(crate) segment: Option<usize>,
 }
 
 /// Collectives on tensors. All block: the communication thread calls them.
 ///
 /// `None` in place of a tensor stands for zeros, and a result is `None` where no rank has one.
 pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
-    /// Fills `slot` with every rank's fragments, given this rank's and their offsets (in elements).
+    /// Fills `slot` with every rank's shard, of `shard_len` elements each, in rank order; given this
+    /// rank's fragments and their offsets (in elements).
     fn all_gather(
         &self,
         op: &Op,
+        device: &B::Device,
         fragments: Vec<(usize, Float<B>)>,
-        slot: &Slot<B>,
+        shard_len: usize,
+        slot: &Arc<Slot<B>>,
     ) -> Result<(), CollectiveError>;
 
     /// Every rank's fragment of one parameter, in rank order.
     fn all_gather_one(
         &self,
         op: &Op,
+        device: &B::Device,
         fragment: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
-    /// The sum over ranks of each gradient over `divisor`, in the range this rank keeps.
+    /// The sum over ranks of each gradient over `divisor`, in the range this rank keeps. `layout` is
+    /// that of the gradients' unit, over the ranks of this group.
     fn reduce_scatter(
         &self,
         op: &Op,
+        device: &B::Device,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
+        layout: &FlatLayout,
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
     /// The first rank's tensor, given by that rank alone.
-    fn broadcast(&self, op: &Op, tensor: Option<Float<B>>) -> Result<Float<B>, CollectiveError>;
+    fn broadcast(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Option<Float<B>>,
+    ) -> Result<Float<B>, CollectiveError>;
 }

@@ -142,7 +142,8 @@ impl<B: ShardBackend> Schedule<B> {
         let name = if unit.gathers { "reduce_scatter" } else { "all_reduce" };
         tracing::trace!(target: "fsdp", unit = %unit.name, op = name, "fsdp::reduce");
         count(&self.counters.reduce_scatters);
-        let op = Op::new(name, unit.name.clone());
+        let op = Op::new(name, unit.name.clone()).of(unit.num_params());
+        let layout = unit.layout.clone();
         let keep: Vec<Reduce> = unit.entries.iter().map(Entry::reduce).collect();
         let world = self.settings.mesh.world.size();
         let device = self.device.clone();
@@ -152,14 +153,24 @@ impl<B: ShardBackend> Schedule<B> {
         }
         let work = self.comm.issue_on(&self.settings.groups.shard, move |group| {
             let divisor = if replicate.is_some() { 1 } else { world };
-            let mut reduced =
-                ProcessGroup::<B>::reduce_scatter(group, &op, gradients, &keep, divisor)?;
+            let mut reduced = ProcessGroup::<B>::reduce_scatter(
+                group, &op, &device, gradients, &keep, &layout, divisor,
+            )?;
             if let Some(replicate) = replicate {
-                let op = Op { name: "all_reduce", unit: op.unit };
-                let whole = |keep: Reduce| Reduce { range: 0..keep.range.len(), ..keep };
+                let size = keep.iter().map(|keep| keep.range.len()).sum();
+                let op = Op { name: "all_reduce", unit: op.unit, size };
+                let whole =
+                    |keep: Reduce| Reduce { range: 0..keep.range.len(), segment: None, ..keep };
                 let keep: Vec<Reduce> = keep.into_iter().map(whole).collect();
-                reduced =
-                    ProcessGroup::<B>::reduce_scatter(&*replicate, &op, reduced, &keep, world)?;
+                reduced = ProcessGroup::<B>::reduce_scatter(
+                    &*replicate,
+                    &op,
+                    &device,
+                    reduced,
+                    &keep,
+                    &layout,
+                    world,
+                )?;
             }
             B::complete(&device);
             Ok(reduced)

@@ -301,13 +301,13 @@ impl<B: ShardBackend> Schedule<B> {
         let (_, entry) = self.place(place);
         tracing::trace!(target: "fsdp", path = %entry.path, "fsdp::unshard_single");
         count(&self.counters.single_gathers);
-        let op = Op::new("all_gather", entry.path.as_str());
+        let op = Op::new("all_gather", entry.path.as_str()).of(entry.numel());
         let len = entry.range().len();
         let mine = (len > 0).then(|| B::float_reshape(fragment, Shape::from([len])));
-        let group = &self.settings.groups.shard;
-        let parts = self
-            .comm
-            .issue_on(group, move |group| ProcessGroup::<B>::all_gather_one(group, &op, mine));
+        let (group, device) = (&self.settings.groups.shard, self.device.clone());
+        let parts = self.comm.issue_on(group, move |group| {
+            ProcessGroup::<B>::all_gather_one(group, &op, &device, mine)
+        });
         let flatten = |part: Float<B>| {
             let numel = crate::backend::numel::<B>(&part);
             B::float_reshape(part, Shape::from([numel]))

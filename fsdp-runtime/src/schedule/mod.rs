@@ -292,10 +292,12 @@ impl<B: ShardBackend> Schedule<B> {
         }
         tracing::trace!(target: "fsdp", unit = %unit.name, ahead = when == When::Ahead, "fsdp::unshard");
         count(&self.counters.all_gathers);
-        let op = Op::new("all_gather", unit.name.clone());
+        let len = unit.layout.padded_len();
+        let op = Op::new("all_gather", unit.name.clone()).of(len);
         let (memory, device) = (state.slots[slot].clone(), self.device.clone());
         let work = self.comm.issue_on(&group, move |group| {
-            ProcessGroup::<B>::all_gather(group, &op, fragments, &memory)?;
+            let shard_len = len / group.size();
+            ProcessGroup::<B>::all_gather(group, &op, &device, fragments, shard_len, &memory)?;
             B::complete(&device);
             Ok(())
         });

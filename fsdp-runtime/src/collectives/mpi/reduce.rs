@@ -1,0 +1,155 @@
+//! Reductions: every rank gets every rank's gradient of what it keeps, and sums them in rank order.
+//! Of what all ranks keep whole, each sums a part and sends it to the others.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::Shape;
+
+use super::MpiGroup;
+use super::transfer::Expected;
+use crate::backend::{Float, ShardBackend};
+use crate::collectives::{Op, Reduce};
+use crate::error::CollectiveError;
+use crate::layout::FlatLayout;
+use crate::mesh::{Rank, WorldSize};
+
+/// What all ranks know of a reduction.
+pub(super) struct Reduction<'a> {
+    pub(super) keep: &'a [Reduce],
+    pub(super) layout: &'a FlatLayout,
+    pub(super) divisor: usize,
+    /// Which member has which gradient.
+    pub(super) present: Vec<Arc<Vec<bool>>>,
+}
+
+impl MpiGroup {
+    /// What member `index` keeps of a gradient, in elements: its fragment, or, where all keep all,
+    /// the part that it sums for everybody.
+    fn part(&self, keep: &Reduce, layout: &FlatLayout, index: usize) -> Range<usize> {
+        match keep.segment {
+            Some(segment) => layout.fragment(segment, self.position(index)),
+            None => {
+                let len = keep.range.len().div_ceil(self.members.len());
+                let start = (index * len).min(keep.range.len());
+                start..(start + len).min(keep.range.len())
+            }
+        }
+    }
+
+    /// A member's position, as a rank of the group.
+    fn position(&self, index: usize) -> Rank {
+        let size = WorldSize::new(self.members.len()).expect("a group has this process");
+        size.ranks().nth(index).expect("an index is below the size")
+    }
+
+    /// The sums of this rank's parts, over `divisor`; `None` where no rank has the gradient.
+    pub(super) fn sum_parts<B: ShardBackend>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        gradients: Vec<Option<Float<B>>>,
+        reduction: &Reduction<'_>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let Reduction { keep, layout, divisor, present } = reduction;
+        let size = self.members.len();
+        // Where each member's part of each gradient arrives.
+        let mut lens = Vec::with_capacity(keep.len() * size);
+        for keep in *keep {
+            let len = self.part(keep, layout, self.index).len();
+            lens.extend((0..size).map(|from| if from == self.index { 0 } else { len }));
+        }
+        let regions = FlatLayout::new(lens, WorldSize::ONE);
+        let slot = self.scratch::<B>(&self.parts, device, regions.padded_len());
+        let mut expected = Vec::new();
+        for entry in 0..keep.len() {
+            for from in self.others().filter(|&from| present[from][entry]) {
+                let range = regions.segment(entry * size + from);
+                expected.push(Expected { from, tag: entry, range });
+            }
+        }
+        let sent: Vec<_> = gradients.iter().map(|gradient| gradient.clone().map(B::host)).collect();
+        self.land(op, &slot, device, &expected, sent, |sent, transfers| {
+            for (entry, elements) in sent.iter().enumerate() {
+                let Some(elements) = elements else { continue };
+                for to in self.others() {
+                    let part = self.part(&keep[entry], layout, to);
+                    // SAFETY: `land` keeps `sent`, and with it the elements' place in memory.
+                    unsafe { self.send(transfers, to, entry, &elements.as_ref()[part]) };
+                }
+            }
+        })?;
+        let mean = |(entry, keep): (usize, &Reduce)| {
+            let range = self.part(keep, layout, self.index);
+            if range.is_empty() {
+                return None;
+            }
+            let part = |from: usize| match from == self.index {
+                true => {
+                    let own = gradients[entry].clone()?;
+                    Some(B::fragment(own, range.clone(), Shape::from([range.len()])))
+                }
+                false => present[from][entry]
+                    .then(|| slot.view(regions.segment(entry * size + from).start, &[range.len()])),
+            };
+            let parts: Vec<_> = (0..size).filter_map(part).collect();
+            let whole = size == 1 || keep.segment.is_some();
+            let shape = if whole { keep.shape.clone() } else { vec![range.len()] };
+            (!parts.is_empty()).then(|| B::mean(&parts, 0..range.len(), *divisor, shape.into()))
+        };
+        Ok(keep.iter().enumerate().map(mean).collect())
+    }
+
+    /// The gradients that every rank keeps whole, from the parts of them that each has summed.
+    pub(super) fn join_parts<B: ShardBackend>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        sums: &mut [Option<Float<B>>],
+        reduction: &Reduction<'_>,
+    ) -> Result<(), CollectiveError> {
+        let Reduction { keep, layout, present, .. } = reduction;
+        let whole = |&entry: &usize| {
+            keep[entry].segment.is_none()
+                && !keep[entry].range.is_empty()
+                && present.iter().any(|present| present[entry])
+        };
+        let entries: Vec<usize> = (0..keep.len()).filter(whole).collect();
+        if entries.is_empty() {
+            return Ok(());
+        }
+        let regions =
+            FlatLayout::new(entries.iter().map(|&entry| keep[entry].range.len()), WorldSize::ONE);
+        let slot = self.scratch::<B>(&self.whole, device, regions.padded_len());
+        let mut expected = Vec::new();
+        let mut own = Vec::new();
+        for (at, &entry) in entries.iter().enumerate() {
+            let start = regions.segment(at).start;
+            let place = |index| {
+                let part = self.part(&keep[entry], layout, index);
+                start + part.start..start + part.end
+            };
+            for from in self.others() {
+                expected.push(Expected { from, tag: keep.len() + entry, range: place(from) });
+            }
+            if let Some(sum) = sums[entry].take() {
+                slot.write(place(self.index).start, sum.clone());
+                own.push((entry, B::host(sum)));
+            }
+        }
+        self.land(op, &slot, device, &expected, own, |own, transfers| {
+            for (entry, sum) in own {
+                for to in self.others() {
+                    // SAFETY: `land` keeps `own`, and with it the elements' place in memory.
+                    unsafe { self.send(transfers, to, keep.len() + entry, sum.as_ref()) };
+                }
+            }
+        })?;
+        for (at, &entry) in entries.iter().enumerate() {
+            let numel = keep[entry].range.len();
+            let view = slot.view(regions.segment(at).start, &[numel]);
+            sums[entry] = Some(B::fragment(view, 0..numel, keep[entry].shape.clone().into()));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,273 @@
+//! Ranks as processes: the test starts this program again under `mpirun`, with one of the ignored
+//! tests at the end of the file as the program of each rank. Skipped where there is no `mpirun`.
+
+mod support;
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{CollectiveError, EngineError, Error, LaunchError, ShardError};
+use support::{Net, Outcome, Run, batch, loss};
+
+const TIMEOUT: Duration = Duration::from_secs(3);
+
+/// `mpirun` with this program, one of whose tests is what every rank runs.
+fn mpirun(ranks: usize, program: &str) -> Option<Command> {
+    if Command::new("mpirun").arg("--version").output().is_err() {
+        eprintln!("skipped: there is no `mpirun`");
+        return None;
+    }
+    let mut command = Command::new("mpirun");
+    command
+        .args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", program, "--ignored", "--nocapture"]);
+    Some(command)
+}
+
+/// What a run under `mpirun` ended with.
+struct Ended {
+    text: String,
+    success: bool,
+    took: Duration,
+}
+
+impl Ended {
+    fn of(mut command: Command) -> Self {
+        let started = Instant::now();
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        let text = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+        Self { text: text.concat(), success: output.status.success(), took: started.elapsed() }
+    }
+}
+
+/// The fingerprint of an outcome: bits of losses and norms, and of all parameters.
+fn bits(outcome: &Outcome) -> String {
+    let bits: Vec<u64> =
+        outcome.losses.iter().chain(&outcome.norms).map(|value| value.to_bits()).collect();
+    let mut hash = 0u64;
+    for (path, data) in &outcome.state {
+        for byte in path.bytes().chain(data.as_bytes().iter().copied()) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3);
+        }
+    }
+    format!("{bits:x?} {hash:x}")
+}
+
+fn runs() -> Vec<Run> {
+    let run = Run { dropout: 0.1, clip: Some(0.5), threads: Some(1), ..Run::new(4) };
+    let with = |options: FsdpOptions| Run { options, ..run.clone() };
+    let options = || FsdpOptions::new().seed(7);
+    let strategy = |strategy| with(options().strategy(strategy));
+    let hybrid = |strategy| with(options().strategy(strategy).shard_size(2).persist_below(200));
+    vec![
+        run.clone(),
+        strategy(ShardingStrategy::ShardGradOp),
+        strategy(ShardingStrategy::NoShard),
+        hybrid(ShardingStrategy::HybridShard),
+        hybrid(ShardingStrategy::HybridShardZero2),
+        with(options().reshard_after_forward(ReshardAfterForward::To(2))),
+        with(options().sync_module_states(false)),
+    ]
+}
+
+#[test]
+fn processes_train_with_the_bits_of_threads() {
+    let Some(command) = mpirun(4, "rank_of_every_strategy") else { return };
+    let ended = Ended::of(command);
+    assert!(ended.success, "{}", ended.text);
+    for (index, run) in runs().iter().enumerate() {
+        let expected = format!("run {index}: {}", bits(&run.launch()));
+        assert!(ended.text.contains(&expected), "{expected}\n{}", ended.text);
+    }
+}
+
+#[test]
+fn a_slow_rank_is_named_with_unit_and_operation() {
+    let Some(mut command) = mpirun(3, "rank_of_a_long_run") else { return };
+    command.env("SLOW", "1");
+    let ended = Ended::of(command);
+    assert!(!ended.success && ended.took < 4 * TIMEOUT, "{:?}\n{}", ended.took, ended.text);
+    let expected = "rank 1 of 3: all_gather of (root): rank 1 did not join within 3s";
+    assert!(ended.text.contains(expected), "{}", ended.text);
+}
+
+#[test]
+fn a_rank_that_panics_ends_all_at_once() {
+    let Some(mut command) = mpirun(3, "rank_of_a_long_run") else { return };
+    command.env("PANIC", "2");
+    let ended = Ended::of(command);
+    assert!(!ended.success && ended.took < 2 * TIMEOUT, "{:?}\n{}", ended.took, ended.text);
+    assert!(ended.text.contains("rank 2 of 3: panicked: diverged"), "{}", ended.text);
+    assert!(ended.text.contains("rank 2 of 3: rank 2 failed: panicked"), "{}", ended.text);
+}
+
+/// A long run, and the processes of its ranks once all have taken three steps.
+fn under_way(flags: &[&str]) -> Option<(Child, Vec<u32>)> {
+    let mut command = Command::new("mpirun");
+    command.args(flags);
+    command.args(mpirun(3, "rank_of_a_long_run")?.get_args());
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = child.spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let (mut processes, mut steps) = ([0; 3], 0);
+    while steps < 3 {
+        let line = lines.next().expect("the run goes on").unwrap();
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words.as_slice() {
+            ["rank", rank, "is", "process", process] => {
+                processes[rank.parse::<usize>().unwrap()] = process.parse().unwrap();
+            }
+            ["rank", _, "took", "step", "3"] => steps += 1,
+            _ => {}
+        }
+    }
+    // Nobody may block on a pipe that nobody reads.
+    std::thread::spawn(move || lines.for_each(drop));
+    Some((child, processes.to_vec()))
+}
+
+fn signal(name: &str, process: u32) {
+    assert!(Command::new("kill").args([name, &process.to_string()]).status().unwrap().success());
+}
+
+/// Waits for the end: its errors, and that no process is left.
+fn end_of(mut child: Child, processes: &[u32], within: Duration) -> String {
+    let started = Instant::now();
+    let mut text = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+    let status = child.wait().unwrap();
+    assert!(!status.success(), "{text}");
+    assert!(started.elapsed() < within, "{:?}\n{text}", started.elapsed());
+    for process in processes {
+        let status = std::fs::read_to_string(format!("/proc/{process}/status"));
+        let left = status.is_ok_and(|status| !status.contains("State:\tZ"));
+        assert!(!left, "process {process} is left: {text}");
+    }
+    text
+}
+
+#[test]
+fn a_stopped_rank_is_named_and_leaves_no_process() {
+    let Some((child, processes)) = under_way(&[]) else { return };
+    signal("-STOP", processes[1]);
+    let text = end_of(child, &processes, TIMEOUT + Duration::from_secs(10));
+    assert!(text.contains("rank 1 of 3: ") && text.contains("rank 1 did not join"), "{text}");
+}
+
+#[test]
+fn a_killed_rank_is_named_by_mpirun_at_once() {
+    let Some((child, processes)) = under_way(&[]) else { return };
+    signal("-KILL", processes[1]);
+    let text = end_of(child, &processes, Duration::from_secs(10));
+    assert!(text.contains("process rank 1") && text.contains("signal 9"), "{text}");
+}
+
+#[test]
+fn a_killed_rank_is_named_by_the_others_where_mpirun_lets_them_live() {
+    let lives = ["--mca", "orte_abort_on_non_zero_status", "0"];
+    let Some((child, processes)) = under_way(&lives) else { return };
+    signal("-KILL", processes[2]);
+    let text = end_of(child, &processes, TIMEOUT + Duration::from_secs(10));
+    assert!(text.contains("rank 2 of 3: ") && text.contains("rank 2 did not join"), "{text}");
+}
+
+#[test]
+fn another_number_of_processes_than_asked_for_is_refused() {
+    let Some(command) = mpirun(2, "rank_of_a_long_run") else { return };
+    let ended = Ended::of(command);
+    assert!(!ended.success, "{}", ended.text);
+    let expected = "the program asks for 3 ranks, but Open MPI's `mpirun` has started 2 processes";
+    assert!(ended.text.contains(expected), "{}", ended.text);
+}
+
+#[test]
+fn processes_that_mpi_has_not_joined_are_refused() {
+    if mpirun(1, "").is_none() {
+        return;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "rank_of_a_long_run", "--ignored", "--nocapture"]);
+    command.envs([("RANK", "1"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "1")]);
+    let ended = Ended::of(command);
+    assert!(!ended.success, "{}", ended.text);
+    let expected = "as rank 1 of 3, but to MPI it is rank 0 of 1";
+    assert!(ended.text.contains(expected), "{}", ended.text);
+}
+
+#[test]
+fn ranks_that_are_seeded_apart_all_learn_it() {
+    let Some(command) = mpirun(3, "rank_with_a_seed_of_its_own") else { return };
+    let ended = Ended::of(command);
+    assert!(ended.success, "{}", ended.text);
+    let told = "rank 0 has `seed 0`, rank 1, 2 has `seed 1`";
+    assert_eq!(ended.text.matches(told).count(), 3, "{}", ended.text);
+}
+
+#[test]
+#[ignore = "the program of a rank"]
+fn rank_of_every_strategy() {
+    for (index, run) in runs().iter().enumerate() {
+        let outcome = run.launch();
+        let place = fsdp_runtime::env::RankEnv::read().unwrap().expect("started by mpirun");
+        if place.rank == fsdp_runtime::Rank::ZERO {
+            println!("\nrun {index}: {}", bits(&outcome));
+        }
+    }
+}
+
+#[test]
+#[ignore = "the program of a rank"]
+fn rank_of_a_long_run() {
+    let fault = |name| std::env::var(name).ok().and_then(|rank| rank.parse::<usize>().ok());
+    let (slow, panics) = (fault("SLOW"), fault("PANIC"));
+    let options = LaunchOptions::new(3).timeout(TIMEOUT).threads_per_rank(1);
+    let outcome: Result<Vec<()>, LaunchError> = launch(options, move |worker| {
+        let rank = worker.rank().index();
+        println!("\nrank {rank} is process {}", std::process::id());
+        let mut net = fully_shard(Net::new(3, 0.0, worker.device()), &worker, FsdpOptions::new())?;
+        let mut optimizer = burn::optim::AdamWConfig::new().init();
+        for step in 0.. {
+            if step == 3 {
+                if slow == Some(rank) {
+                    std::thread::sleep(3 * TIMEOUT);
+                }
+                assert!(panics != Some(rank), "diverged");
+            }
+            let (tokens, labels) = batch(step, 0..2, worker.device());
+            let gradients = net.backward(loss(net.forward(tokens), labels))?;
+            net = optimizer.step(1e-4, net, gradients);
+            println!("\nrank {rank} took step {step}");
+        }
+        Ok::<_, Error>(())
+    });
+    let error = outcome.unwrap_err();
+    eprintln!("\n{error}");
+    let source = error.source.downcast_ref::<Error>();
+    let typed = match source {
+        Some(Error::Collective(CollectiveError::Timeout { missing, .. })) => {
+            missing.contains(&error.rank)
+        }
+        Some(Error::Collective(CollectiveError::PeerFailed { rank, .. })) => *rank == error.rank,
+        Some(_) => false,
+        None => true,
+    };
+    assert!(typed && error.source.downcast_ref::<EngineError>().is_none(), "{error}");
+    // What a program does that returns its error.
+    std::process::exit(1);
+}
+
+#[test]
+#[ignore = "the program of a rank"]
+fn rank_with_a_seed_of_its_own() {
+    let outcome = launch(LaunchOptions::new(3).timeout(TIMEOUT), |worker| {
+        let options = FsdpOptions::new().seed(u64::from(worker.rank().index() > 0));
+        let error = fully_shard(Net::new(1, 0.0, worker.device()), &worker, options).unwrap_err();
+        assert!(matches!(error, Error::Shard(ShardError::ModelMismatch { .. })), "{error}");
+        println!("\n{error}");
+        Ok::<_, Error>(())
+    });
+    outcome.unwrap();
+}
