@@ -18,6 +18,10 @@ use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
 use fsdp_runtime::prelude::*;
 
+/// Keeps its pages, as the README advises for training.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 const WIDTH: usize = 1024;
 const LAYERS: usize = 96;
 const WORLD: usize = 2;

@@ -11,7 +11,7 @@ use burn::tensor::{Bytes, DType, Tensor, TensorData};
 
 use crate::checkpoint::Scalars;
 use crate::checkpoint::model::{Holding, Model};
-use crate::checkpoint::optimizer::{self, Kind, NewState, StateTensor};
+use crate::checkpoint::optimizer::{self, Kind, Names, NewState, StateTensor};
 use crate::checkpoint::ranks::Ranks;
 use crate::error::{CheckpointError, Error};
 use crate::fully_shard::Fsdp;
@@ -104,14 +104,15 @@ impl<M: FsdpModule> Fsdp<M> {
     ) -> Result<OptimizerState<TensorData>, Error> {
         let (ranks, keep) = (Ranks::from(self), recipient.is(self.mesh().rank));
         let mut full = OptimizerState::default();
+        let mut names = Names::default();
         let mut held = Vec::new();
         self.visit(&mut |holding| held.push(holding));
         for holding in held {
             let entry = self.entry(holding.place);
-            let state = optimizer::read(NAME, optimizer, &[holding.id])
+            let state = optimizer::read(NAME, optimizer, &[holding.id], &mut names)
                 .map(|mut states| states.remove(&holding.id));
             // A rank with no elements of the parameter has no state of it, and learns its kind.
-            let names = state.as_ref().ok().and_then(Option::as_ref).map(|state| {
+            let kinds = state.as_ref().ok().and_then(Option::as_ref).map(|state| {
                 let kind = |tensor: &StateTensor| {
                     (tensor.name.clone(), tensor.dtype, tensor.shape == entry.base_shape())
                 };
@@ -119,7 +120,7 @@ impl<M: FsdpModule> Fsdp<M> {
             });
             let what = format!("optimizer state of `{}`", entry.path);
             let mut state = ranks.settle(&what, state)?;
-            let all = ranks.exchange(&what, names)?;
+            let all = ranks.exchange(&what, kinds)?;
             let Some((scalars, kinds)) = all.iter().find_map(|kind| kind.as_ref().as_ref()) else {
                 continue;
             };
@@ -219,8 +220,12 @@ impl<M: FsdpModule> Fsdp<M> {
         let mut places: Vec<(ParamId, Place)> = Vec::new();
         self.visit(&mut |held| places.push((held.id, held.place)));
         let mut state = OptimizerState::default();
+        let mut names = Names::default();
         for (id, place) in places {
-            let Some(read) = optimizer::read(NAME, optimizer, &[id])?.remove(&id) else { continue };
+            let Some(read) = optimizer::read(NAME, optimizer, &[id], &mut names)?.remove(&id)
+            else {
+                continue;
+            };
             let entry = self.entry(place);
             let tensors = read.tensors.into_iter().map(|tensor| {
                 let name = tensor.name.clone();

@@ -2,13 +2,19 @@
 //!
 //! Burn keeps it by parameter id, and gives it out as a record whose bytes are a burnpack: tensors
 //! `{id}.{name}`, numbers `{id}.{name}`, and each parameter's path, which settles its group. The
-//! record is taken in parts, so that no more than a part is ever held twice.
+//! record is taken in parts, so that no more than a part is ever held twice; and once the names in
+//! it are known, out of the record itself, by handing it to an optimizer that keeps what it is given.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, Mutex};
 
 use burn::module::{ParamGroup, ParamId};
-use burn::optim::{ModuleOptimizer, OptimizerRecord, SgdConfig};
-use burn::tensor::{Bytes, DType};
+use burn::optim::{
+    DynOptimizer, DynState, LearningRate, ModuleOptimizer, OptimizerRecord, SgdConfig, StateSink,
+    StateSource,
+};
+use burn::tensor::kind::BridgeTensor;
+use burn::tensor::{Bytes, DType, Device};
 use burn_pack::{Reader, Tensor, Writer};
 
 use super::scalar::{Scalar, Scalars};
@@ -52,15 +58,106 @@ pub(crate) struct Kind {
     pub(crate) tensors: Vec<(String, DType)>,
 }
 
+/// The names of tensors and numbers that an optimizer has for its parameters, as far as seen.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Names {
+    tensors: BTreeSet<String>,
+    scalars: BTreeSet<String>,
+}
+
 /// The state of the given parameters, where they have any.
 pub(crate) fn read(
     name: &str,
     optimizer: &ModuleOptimizer,
     ids: &[ParamId],
+    names: &mut Names,
 ) -> Result<HashMap<ParamId, State>, CheckpointError> {
-    let failed = failed(name);
     let others = ParamGroup::all().exclude(ParamGroup::from_ids(ids.to_vec()));
-    let record = without(optimizer, others).to_record();
+    let part = without(optimizer, others);
+    if let Some(states) = take(part.to_record(), names) {
+        return Ok(states);
+    }
+    let states = unpack(name, part.to_record())?;
+    for state in states.values() {
+        names.tensors.extend(state.tensors.iter().map(|tensor| tensor.name.clone()));
+        names.scalars.extend(state.scalars.keys().cloned());
+    }
+    Ok(states)
+}
+
+/// A record's state without a copy; `None` where it has more than the names known.
+fn take(record: OptimizerRecord, names: &Names) -> Option<HashMap<ParamId, State>> {
+    // The record tells how many numbers it has in no other way.
+    let text = format!("{record:?}");
+    let scalars = text.split("num_scalars: ").nth(1)?.trim_end_matches(" }").parse::<usize>();
+    let (tensors, scalars) = (record.len(), scalars.ok()?);
+    if tensors + scalars > 0 && names.tensors.is_empty() && names.scalars.is_empty() {
+        return None;
+    }
+    let keep = Keep { names: names.clone(), kept: Arc::default() };
+    let kept = keep.kept.clone();
+    SgdConfig::new().init().with_group(ParamGroup::all(), keep, None).load_record(record);
+    let states = std::mem::take(&mut *kept.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+    let taken = |count: fn(&State) -> usize| states.values().map(count).sum::<usize>();
+    // Each parameter has its number of dimensions besides.
+    let all = taken(|state| state.tensors.len()) == tensors
+        && taken(|state| state.scalars.len() + 1) == scalars;
+    all.then_some(states)
+}
+
+/// Keeps the state that a record gives it, and never steps.
+struct Keep {
+    names: Names,
+    kept: Arc<Mutex<HashMap<ParamId, State>>>,
+}
+
+impl DynOptimizer for Keep {
+    fn step_dyn(
+        &self,
+        _: usize,
+        _: LearningRate,
+        tensor: BridgeTensor,
+        _: BridgeTensor,
+        state: Option<DynState>,
+    ) -> (BridgeTensor, Option<DynState>) {
+        (tensor, state)
+    }
+
+    fn to_device_dyn(&self, state: DynState, _: &Device) -> DynState {
+        state
+    }
+
+    fn state_flatten(&self, _: &str, _: &DynState, _: &mut StateSink) {}
+
+    fn state_unflatten(
+        &self,
+        _: usize,
+        prefix: &str,
+        source: &mut StateSource,
+        _: &Device,
+    ) -> Option<DynState> {
+        let id = ParamId::from(prefix.parse::<u64>().ok()?);
+        let mut state = State::default();
+        for name in &self.names.tensors {
+            if let Some(data) = source.take_tensor(prefix, name) {
+                let (bytes, shape, dtype) = data.into_parts();
+                let (name, shape) = (name.clone(), shape.as_slice().to_vec());
+                state.tensors.push(StateTensor { name, dtype, shape, bytes });
+            }
+        }
+        for name in &self.names.scalars {
+            if let Some(scalar) = source.take_scalar(prefix, name) {
+                state.scalars.insert(name.clone(), scalar.into());
+            }
+        }
+        self.kept.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(id, state);
+        None
+    }
+}
+
+/// A record's state by way of its bytes, whatever its names.
+fn unpack(name: &str, record: OptimizerRecord) -> Result<HashMap<ParamId, State>, CheckpointError> {
+    let failed = failed(name);
     let bytes = record.into_bytes().map_err(|error| failed(error.to_string()))?;
     let reader = Reader::from_bytes(bytes).map_err(|error| failed(error.to_string()))?;
     let mut states: HashMap<ParamId, State> = HashMap::new();
@@ -127,7 +224,7 @@ pub(crate) fn differences(
     };
     let taken = with_state(name, optimizer, kinds.iter().map(new).collect())?;
     let ids: Vec<_> = kinds.iter().map(|kind| kind.id).collect();
-    let mut taken = read(name, &taken, &ids)?;
+    let mut taken = read(name, &taken, &ids, &mut Names::default())?;
     let mut differences = Vec::new();
     for Kind { id, path, scalars, tensors, .. } in kinds {
         let Some(state) = taken.remove(id) else {

@@ -225,6 +225,7 @@ pub(crate) fn parts(
     let ids: Vec<ParamId> = parameters.iter().map(|(id, ..)| *id).collect();
     for (name, optimizer) in &checkpoint.optimizers {
         optimizer::check_known(name, optimizer, &ids)?;
+        let mut names = optimizer::Names::default();
         let mut rest = parameters.as_slice();
         while !rest.is_empty() {
             let mut bytes = 0;
@@ -236,7 +237,7 @@ pub(crate) fn parts(
             let (batch, after) = rest.split_at(count.count());
             rest = after;
             let ids: Vec<ParamId> = batch.iter().map(|(id, ..)| *id).collect();
-            let mut states = optimizer::read(name, optimizer, &ids)?;
+            let mut states = optimizer::read(name, optimizer, &ids, &mut names)?;
             for (id, model, engine, place) in batch {
                 if let Some(state) = states.remove(id) {
                     let entry = model::entry(*engine, *place);
