@@ -119,6 +119,17 @@ impl<B: ShardBackend> ProcessGroup<B> for Group {
         }
     }
 
+    fn gather(
+        &self,
+        op: &Op,
+        to: usize,
+        fragment: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        match self {
+            Self::Local(group) => ProcessGroup::<B>::gather(group, op, to, fragment),
+        }
+    }
+
     fn reduce_scatter(
         &self,
         op: &Op,
