@@ -16,12 +16,15 @@ struct Training<'a> {
     model: Fsdp<Mlp>,
     optimizer: burn::optim::ModuleOptimizer,
     scaler: GradScaler,
+    /// Makes losses larger.
+    factor: f32,
 }
 
 impl<'a> Training<'a> {
     fn new(worker: &'a Worker, options: FsdpOptions, scaler: GradScaler) -> Result<Self, Error> {
         let optimizer = AdamWConfig::new().init();
-        Ok(Self { worker, model: sharded(2, worker, options)?, optimizer, scaler })
+        let model = sharded(2, worker, options)?;
+        Ok(Self { worker, model, optimizer, scaler, factor: 1.0 })
     }
 
     /// One step, with gradients as `change` leaves them; whether it was taken.
@@ -31,8 +34,8 @@ impl<'a> Training<'a> {
         change: impl FnOnce(&Fsdp<Mlp>, &mut GradientsParams),
     ) -> Result<bool, Error> {
         let x = input(self.worker.rank().index(), step, 4, self.worker.device());
-        let loss = self.scaler.scale(loss(self.model.forward(x)));
-        let mut gradients = self.model.backward(loss)?;
+        let loss = loss(self.model.forward(x)).mul_scalar(self.factor);
+        let mut gradients = self.model.backward(self.scaler.scale(loss))?;
         change(&self.model, &mut gradients);
         match self.scaler.unscale(&self.model, gradients)? {
             Unscaled::Finite(mut gradients) => {
@@ -152,6 +155,7 @@ fn the_scale_backs_off_until_gradients_are_finite_and_grows_again() {
         let config = GradScalerConfig::new().with_init_scale(f32::MAX / 2.0);
         let scaler = config.with_growth_interval(3).with_backoff_factor(2f32.powi(-10)).init()?;
         let mut training = Training::new(worker, FsdpOptions::new(), scaler)?;
+        training.factor = 1e4;
         let mut before = training.state()?;
         let mut taken = Vec::new();
         for step in 0..12 {
