@@ -309,6 +309,34 @@ pub enum ScheduleError {
          on the sharded model in place of `loss.backward()`"
     )]
     GradientsNotCollected,
+    /// A parameter with a gradient on some of the ranks that hold it.
+    #[error(
+        "`{path}` has a gradient on other ranks, but rank {rank} has {found} for its \
+         {expected} elements; give every rank's optimizer what its own `backward` returned"
+    )]
+    GradientMismatch {
+        /// The parameter.
+        path: String,
+        /// The rank that differs.
+        rank: Rank,
+        /// Elements of that rank's fragment.
+        expected: usize,
+        /// What that rank has.
+        found: String,
+    },
+    /// Ranks that scale their losses by different numbers.
+    #[error(
+        "rank {rank} scales its loss by {found}, rank 0 by {expected}; make the `GradScaler` alike \
+         on every rank, and call its `unscale` on every rank each step"
+    )]
+    LossScaleMismatch {
+        /// The rank that differs.
+        rank: Rank,
+        /// Its loss scale.
+        found: f32,
+        /// Rank 0's.
+        expected: f32,
+    },
     /// A loss of more than one element, or one without a graph.
     #[error("the loss is {found}; `backward` takes one tracked element")]
     InvalidLoss {

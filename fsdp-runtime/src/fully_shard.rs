@@ -21,7 +21,7 @@ use crate::launch::Worker;
 use crate::memory::Memory;
 use crate::mesh::{Mesh, WorldSize};
 use crate::nn::dropout::Stream;
-use crate::norm::Norm;
+use crate::norm::{Norm, scale_gradients};
 use crate::options::{BackwardPrefetch, FsdpOptions, ReshardAfterForward};
 use crate::param::{Place, Sharded};
 use crate::plan::{IgnoredParam, Key, Plan};
@@ -257,23 +257,12 @@ impl<M: FsdpModule> Fsdp<M> {
                 }
             }
         }
-        struct Scale<'a> {
-            gradients: &'a mut GradientsParams,
-            factor: f64,
-        }
-        impl Walk for Scale<'_> {
-            fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                if let Some(gradient) = self.gradients.remove::<D>(param.id) {
-                    self.gradients.register(param.id, gradient.mul_scalar(self.factor));
-                }
-            }
-        }
         let mut read = Read { gradients, found: Vec::new() };
         self.module.walk(&mut read);
         let norm = self.engine.gradient_norm(read.found, norm)?;
         let factor = max_norm / (norm + 1e-6);
         if factor < 1.0 {
-            self.module.walk(&mut Scale { gradients, factor });
+            scale_gradients(&self.module, gradients, factor);
         }
         Ok(norm)
     }

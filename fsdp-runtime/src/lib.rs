@@ -19,6 +19,7 @@ pub mod env;
 mod error;
 mod field_call;
 mod fully_shard;
+mod grad_scaler;
 mod group;
 mod hooks;
 mod launch;
@@ -48,6 +49,7 @@ pub use error::{
 };
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
+pub use grad_scaler::{GradScaler, GradScalerConfig, Unscaled};
 pub use hooks::UnitValue;
 pub use launch::{Engine, LaunchOptions, Worker, launch};
 pub use layout::{ALIGNMENT, FlatLayout};
@@ -75,9 +77,10 @@ pub use wrapping::{WrappedUnit, Wrapping};
 /// What a program that trains a sharded model needs.
 pub mod prelude {
     pub use crate::{
-        BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradientAccumulation,
-        LaunchOptions, Norm, Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Worker,
-        WrapPolicy, fsdp_unit, fully_shard, launch, unit_types,
+        BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradScaler,
+        GradientAccumulation, LaunchOptions, Norm, Recipient, ReshardAfterForward,
+        ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit, fully_shard, launch,
+        unit_types,
     };
 }
 

@@ -1,6 +1,13 @@
-//! Norms of gradients.
+//! Norms of gradients, and what scales them.
+
+use std::collections::HashSet;
+
+use burn::module::{Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
 
 use crate::error::ShardError;
+use crate::unit::{FsdpModule, Walk};
 
 /// A vector norm, as `torch.nn.utils.clip_grad_norm_` takes it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -63,6 +70,30 @@ impl Norm {
             Self::P(p) => sum.powf(p.recip()),
         }
     }
+}
+
+/// Multiplies the gradients of a module's parameters by `factor`.
+pub(crate) fn scale_gradients<M: FsdpModule>(
+    module: &M,
+    gradients: &mut GradientsParams,
+    factor: f64,
+) {
+    struct Scale<'a> {
+        gradients: &'a mut GradientsParams,
+        factor: f64,
+        /// A tied parameter stands at several places.
+        done: HashSet<ParamId>,
+    }
+    impl Walk for Scale<'_> {
+        fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if self.done.insert(param.id)
+                && let Some(gradient) = self.gradients.remove::<D>(param.id)
+            {
+                self.gradients.register(param.id, gradient.mul_scalar(self.factor));
+            }
+        }
+    }
+    module.walk(&mut Scale { gradients, factor, done: HashSet::new() });
 }
 
 #[cfg(test)]

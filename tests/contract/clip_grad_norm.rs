@@ -1,9 +1,12 @@
 //! `test_fully_shard_clip_grad_norm_`: any norm, over all ranks, with one all-reduce.
 
+use burn::module::{Module, Param};
+use burn::nn::LinearConfig;
+use burn::tensor::Tensor;
 use fsdp_runtime::Norm;
 use fsdp_runtime::prelude::*;
 
-use super::mlp::{input, loss, on, sharded};
+use super::mlp::{WIDTH, input, loss, on, sharded};
 use super::support::trace::{only, record};
 
 /// The norm of the gradients as one vector, and of what clipping left.
@@ -67,4 +70,46 @@ fn clip_grad_norm_equals_the_unsharded_norm() {
 fn a_norm_below_the_bound_scales_nothing() {
     let (before, after, _) = clipped(ShardingStrategy::FullShard, Norm::Two, 1e6);
     assert_eq!(before.to_bits(), after.to_bits());
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("input" = "output"))]
+struct Tied {
+    input: Param<Tensor<2>>,
+    output: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Tied {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        x.matmul(self.input.val()).matmul(self.output.val().transpose())
+    }
+}
+
+/// One weight at two places, under one id: its gradient counts once, and is scaled once.
+#[test]
+fn a_tied_weight_counts_once() {
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+        let ranks = on(3, move |worker| {
+            let input_weight = LinearConfig::new(WIDTH, WIDTH).init(worker.device()).weight;
+            let model = Tied { output: input_weight.clone(), input: input_weight };
+            let options = FsdpOptions::new().strategy(strategy);
+            let model = fully_shard(model, worker, options)?;
+            let x = input(worker.rank().index(), 0, 4, worker.device());
+            let mut gradients = model.backward(loss(model.forward(x)))?;
+            let gradient = gradients.get::<2>(model.input.id);
+            let squares = gradient.map_or(0.0, |it| it.square().sum().into_scalar::<f32>());
+            let mut all = [f64::from(squares)];
+            worker.all_reduce_sum(&mut all)?;
+            let copies = if strategy.shards() { 1.0 } else { 3.0 };
+            let want = (all[0] / copies).sqrt();
+            let found = model.clip_grad_norm(&mut gradients, want / 4.0)?;
+            let after = model.clip_grad_norm(&mut gradients, f64::MAX)?;
+            Ok((want, found, after))
+        });
+        for (want, found, after) in ranks {
+            assert!((found - want).abs() <= 1e-5 * want, "{strategy}: {found} {want}");
+            assert!((after - want / 4.0).abs() <= 1e-4 * want, "{strategy}: {after} {want}");
+        }
+    }
 }

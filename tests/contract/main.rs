@@ -8,6 +8,7 @@ mod autograd;
 mod clip_grad_norm;
 mod comm;
 mod frozen;
+mod grad_scaler;
 mod ignored_params;
 mod init;
 mod memory;

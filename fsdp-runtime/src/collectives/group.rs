@@ -144,6 +144,16 @@ impl<B: ShardBackend> ProcessGroup<B> for Group {
         on_engine!(self, |group| ProcessGroup::<B>::all_gather_one(group, op, device, fragment))
     }
 
+    fn gather(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        to: usize,
+        fragment: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        on_engine!(self, |group| ProcessGroup::<B>::gather(group, op, device, to, fragment))
+    }
+
     fn reduce_scatter(
         &self,
         op: &Op,

@@ -243,6 +243,18 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         Ok(self.exchange(op, fragment)?.iter().map(|peer| (**peer).clone()).collect())
     }
 
+    fn gather(
+        &self,
+        op: &Op,
+        _: &B::Device,
+        to: usize,
+        fragment: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let peers = self.exchange(op, fragment)?;
+        let peers = if self.index == to { &*peers } else { &[] };
+        Ok(peers.iter().map(|peer| (**peer).clone()).collect())
+    }
+
     fn reduce_scatter(
         &self,
         op: &Op,

@@ -98,6 +98,19 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
         fragment: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
+    /// As [`all_gather_one`](Self::all_gather_one), for the member at position `to` alone. What the
+    /// others get is not to be used.
+    fn gather(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        to: usize,
+        fragment: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let _ = to;
+        self.all_gather_one(op, device, fragment)
+    }
+
     /// The sum over ranks of each gradient over `divisor`, in the range this rank keeps. `layout` is
     /// that of the gradients' unit, over the ranks of this group.
     fn reduce_scatter(

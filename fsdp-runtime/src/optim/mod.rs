@@ -11,6 +11,8 @@
 //! other tensor shares the memory, and then allocates nothing. Elsewhere, and for other number types,
 //! the same formula runs as tensor operations.
 //!
+//! [`WholeParam`] steps a sharded model with an optimizer that needs whole matrices.
+//!
 //! On Flex an element's result depends on its own numbers alone, not on where it lies in its tensor,
 //! on the number of threads or on the processor's vector width: sharding a parameter changes no bit of
 //! its update.
@@ -22,6 +24,8 @@ mod flex;
 #[cfg(feature = "flex")]
 mod kernel;
 mod sgd;
+mod whole;
 
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use sgd::{Sgd, SgdConfig, SgdState};
+pub use whole::WholeParam;

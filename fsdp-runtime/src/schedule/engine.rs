@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::tensor::{DispatchTensor, Tensor, TensorData};
 
-use super::{Counts, Schedule};
+use super::{Counts, Schedule, Step, Whole};
 use crate::backend::{ShardBackend, Value};
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
@@ -70,6 +70,23 @@ pub(crate) trait Engine: Runtime {
     fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error>;
     /// Shows a tensor's elements in order, as bytes of the host, without a copy where it can.
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8]));
+    /// Whether gradients are finite, on each rank of the world, beside what it scales its loss by.
+    fn exchange_finite(
+        &self,
+        gradients: Vec<DispatchTensor>,
+        scale: f32,
+    ) -> Result<Vec<Arc<(bool, f32)>>, Error>;
+    /// Each rank's gradients, as their numbers of elements, in the order of the shard group.
+    fn exchange_gradients(
+        &self,
+        gradients: Vec<Option<usize>>,
+    ) -> Result<Vec<Arc<Vec<Option<usize>>>>, Error>;
+    /// Updates matrices whole, each on its owner, of which each has one; returns the new fragments.
+    fn step_whole(
+        &self,
+        round: Vec<Whole>,
+        step: &mut Step<'_>,
+    ) -> Result<Vec<Option<DispatchTensor>>, Error>;
 }
 
 impl<B: ShardBackend> Engine for Schedule<B> {
@@ -233,5 +250,34 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         if let Some(tensor) = B::from_dispatch(tensor).map(Value::into_inner) {
             B::with_bytes(tensor, f);
         }
+    }
+
+    fn exchange_finite(
+        &self,
+        gradients: Vec<DispatchTensor>,
+        scale: f32,
+    ) -> Result<Vec<Arc<(bool, f32)>>, Error> {
+        let gradients = gradients.into_iter().filter_map(B::from_dispatch).map(Value::into_inner);
+        let mine = (B::all_finite(gradients.collect()), scale);
+        let op = Op::new("all_reduce", "the overflow check");
+        tracing::trace!(target: "fsdp", finite = mine.0, "fsdp::reduce_finite");
+        Ok(self.comm.issue(move |group| group.exchange(&op, mine)).wait()?)
+    }
+
+    fn exchange_gradients(
+        &self,
+        gradients: Vec<Option<usize>>,
+    ) -> Result<Vec<Arc<Vec<Option<usize>>>>, Error> {
+        let op = Op::new("all_gather", "what has gradients");
+        let group = &self.settings.groups.shard;
+        Ok(self.comm.issue_on(group, move |group| group.exchange(&op, gradients)).wait()?)
+    }
+
+    fn step_whole(
+        &self,
+        round: Vec<Whole>,
+        step: &mut Step<'_>,
+    ) -> Result<Vec<Option<DispatchTensor>>, Error> {
+        self.step_round(round, step)
     }
 }

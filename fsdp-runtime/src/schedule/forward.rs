@@ -287,17 +287,15 @@ impl<B: ShardBackend> Schedule<B> {
         place: Place,
         fragment: Float<B>,
     ) -> Result<Float<B>, Error> {
-        let (_, entry) = self.place(place);
-        let full = B::float_cat(self.gather_parts(place, fragment)?, 0);
-        Ok(B::float_reshape(full, Shape::from(entry.shape.clone())))
+        Ok(self.join(place, self.gather_parts(place, fragment)?))
     }
 
-    /// Every rank's part of one parameter, flattened, in order.
+    /// Every rank's part of one parameter, in order.
     pub(super) fn gather_parts(
         &self,
         place: Place,
         fragment: Float<B>,
-    ) -> Result<Vec<Float<B>>, Error> {
+    ) -> Result<Vec<Option<Float<B>>>, Error> {
         let (_, entry) = self.place(place);
         tracing::trace!(target: "fsdp", path = %entry.path, "fsdp::unshard_single");
         count(&self.counters.single_gathers);
@@ -308,11 +306,7 @@ impl<B: ShardBackend> Schedule<B> {
         let parts = self.comm.issue_on(group, move |group| {
             ProcessGroup::<B>::all_gather_one(group, &op, &device, mine)
         });
-        let flatten = |part: Float<B>| {
-            let numel = crate::backend::numel::<B>(&part);
-            B::float_reshape(part, Shape::from([numel]))
-        };
-        Ok(parts.wait()?.into_iter().flatten().map(flatten).collect())
+        Ok(parts.wait()?)
     }
 
     /// Records the gather of a tracked parameter, in its unit's call or in one of its own.

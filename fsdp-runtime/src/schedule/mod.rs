@@ -17,6 +17,7 @@
 mod backward;
 mod engine;
 mod forward;
+mod whole;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -24,6 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 pub(crate) use engine::Engine;
+pub(crate) use whole::{Step, Whole};
 
 use crate::backend::ShardBackend;
 use crate::collectives::comm::Communicator;

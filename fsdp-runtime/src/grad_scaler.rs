@@ -1,0 +1,235 @@
+//! Dynamic loss scaling, as `torch.amp.GradScaler`: for gradients that underflow in half precision.
+
+use burn::config::Config;
+use burn::module::Param;
+use burn::optim::GradientsParams;
+use burn::tensor::{DispatchTensor, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, ScheduleError, ShardError};
+use crate::fully_shard::Fsdp;
+use crate::norm::scale_gradients;
+use crate::unit::{FsdpModule, Walk};
+
+/// Configuration of [`GradScaler`], with PyTorch's defaults.
+#[derive(Config, Debug, PartialEq)]
+pub struct GradScalerConfig {
+    /// The scale of the first step, above 0.
+    #[config(default = 65536.0)]
+    init_scale: f32,
+    /// What the scale is multiplied by after `growth_interval` steps without an overflow, above 1.
+    #[config(default = 2.0)]
+    growth_factor: f32,
+    /// What the scale is multiplied by after an overflow, between 0 and 1.
+    #[config(default = 0.5)]
+    backoff_factor: f32,
+    /// Steps in a row without an overflow until the scale grows, at least 1.
+    #[config(default = 2000)]
+    growth_interval: u32,
+}
+
+impl GradScalerConfig {
+    /// A scaler at its first step.
+    ///
+    /// # Errors
+    ///
+    /// [`ShardError::InvalidOption`] for a number out of its range.
+    pub fn init(&self) -> Result<GradScaler, ShardError> {
+        let wrong = |option, value: String, expected: &str| {
+            Err(ShardError::InvalidOption { option, value, expected: expected.into() })
+        };
+        let Self { init_scale, growth_factor, backoff_factor, growth_interval } = *self;
+        if !(init_scale.is_finite() && init_scale > 0.0) {
+            return wrong("init_scale", init_scale.to_string(), "use a finite number above 0");
+        }
+        if !(growth_factor.is_finite() && growth_factor > 1.0) {
+            return wrong("growth_factor", growth_factor.to_string(), "use a number above 1");
+        }
+        if !(backoff_factor > 0.0 && backoff_factor < 1.0) {
+            let value = backoff_factor.to_string();
+            return wrong("backoff_factor", value, "use a number between 0 and 1");
+        }
+        if growth_interval == 0 {
+            return wrong("growth_interval", "0".into(), "use at least one step");
+        }
+        Ok(GradScaler { config: self.clone(), scale: init_scale, growth_tracker: 0 })
+    }
+}
+
+/// Scales the loss up, so that gradients do not underflow in half precision, and the gradients down
+/// again. Where they overflowed, on whatever rank, no rank steps, and the scale shrinks; after enough
+/// steps without, it grows.
+///
+/// Every rank has one of its own, made alike: they stay alike. It is its own state, and is saved and
+/// loaded through serde.
+///
+/// ```no_run
+/// # use burn::{optim::{AdamWConfig, GradientsParams, ModuleOptimizer}, tensor::Tensor};
+/// # use fsdp_runtime::{Error, Fsdp, FsdpModule, GradScaler, Unscaled};
+/// # fn step<M: FsdpModule>(
+/// #     mut model: Fsdp<M>, loss: Tensor<1>, scaler: &mut GradScaler, optimizer: &mut ModuleOptimizer,
+/// # ) -> Result<Fsdp<M>, Error> {
+/// let gradients = model.backward(scaler.scale(loss))?;
+/// match scaler.unscale(&model, gradients)? {
+///     Unscaled::Finite(mut gradients) => {
+///         model.clip_grad_norm(&mut gradients, 1.0)?;
+///         model = optimizer.step(1e-3, model, gradients);
+///     }
+///     Unscaled::Overflow => println!("skipped a step; the scale is {}", scaler.loss_scale()),
+/// }
+/// # Ok(model)
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Unchecked")]
+pub struct GradScaler {
+    config: GradScalerConfig,
+    scale: f32,
+    /// Steps since the scale last changed.
+    growth_tracker: u32,
+}
+
+/// What a step's gradients turned out to be, the same on every rank.
+#[derive(Debug)]
+#[must_use = "the optimizer steps with finite gradients, and skips the step after an overflow"]
+pub enum Unscaled {
+    /// The gradients of the loss as it was before it was scaled.
+    Finite(GradientsParams),
+    /// A gradient was infinite or NaN on some rank. There is nothing to step with.
+    Overflow,
+}
+
+impl Default for GradScaler {
+    fn default() -> Self {
+        let config = GradScalerConfig::new();
+        Self { scale: config.init_scale, config, growth_tracker: 0 }
+    }
+}
+
+impl GradScaler {
+    /// A scaler with PyTorch's defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// What losses are multiplied by at present.
+    pub fn loss_scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// The loss to call `backward` or `accumulate` with, in place of `loss`. The scale stays the same
+    /// until [`unscale`](Self::unscale).
+    pub fn scale(&self, loss: Tensor<1>) -> Tensor<1> {
+        loss.mul_scalar(self.scale)
+    }
+
+    /// Divides a step's gradients by the scale, checks that they are finite on every rank, and
+    /// updates the scale. Every rank calls it, once a step. One all-reduce, of one flag.
+    ///
+    /// # Errors
+    ///
+    /// [`ScheduleError::LossScaleMismatch`] where ranks have different scales, and
+    /// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
+    pub fn unscale<M: FsdpModule>(
+        &mut self,
+        model: &Fsdp<M>,
+        mut gradients: GradientsParams,
+    ) -> Result<Unscaled, Error> {
+        let mut read = Read { gradients: &gradients, found: Vec::new() };
+        model.walk(&mut read);
+        let all = model.engine.exchange_finite(read.found, self.scale)?;
+        for (rank, told) in model.mesh().world.ranks().zip(&all) {
+            let (found, expected) = (told.1, all[0].1);
+            if found != expected {
+                return Err(ScheduleError::LossScaleMismatch { rank, found, expected }.into());
+            }
+        }
+        let finite = all.iter().all(|told| told.0);
+        let factor = f64::from(self.scale).recip();
+        self.update(finite);
+        if !finite {
+            return Ok(Unscaled::Overflow);
+        }
+        scale_gradients(&**model, &mut gradients, factor);
+        Ok(Unscaled::Finite(gradients))
+    }
+
+    /// The scale of the next step.
+    fn update(&mut self, finite: bool) {
+        if !finite {
+            self.scale *= self.config.backoff_factor;
+            self.growth_tracker = 0;
+            return;
+        }
+        self.growth_tracker += 1;
+        if self.growth_tracker >= self.config.growth_interval {
+            self.growth_tracker = 0;
+            let grown = self.scale * self.config.growth_factor;
+            if grown.is_finite() {
+                self.scale = grown;
+            }
+        }
+    }
+}
+
+/// A saved scaler, before its numbers are checked.
+#[derive(Deserialize)]
+struct Unchecked {
+    config: GradScalerConfig,
+    scale: f32,
+    growth_tracker: u32,
+}
+
+impl TryFrom<Unchecked> for GradScaler {
+    type Error = ShardError;
+
+    fn try_from(saved: Unchecked) -> Result<Self, ShardError> {
+        let Unchecked { config, scale, growth_tracker } = saved;
+        config.init()?;
+        // A saved scale is held to what a first one is.
+        let Self { scale, .. } = config.clone().with_init_scale(scale).init()?;
+        Ok(Self { config, scale, growth_tracker })
+    }
+}
+
+/// Reads every gradient, of ignored parameters too.
+struct Read<'a> {
+    gradients: &'a GradientsParams,
+    found: Vec<DispatchTensor>,
+}
+
+impl Walk for Read<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let gradient = self.gradients.get::<D>(param.id);
+        self.found.extend(gradient.map(Tensor::into_dispatch));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The scales that `torch.amp.GradScaler(init_scale=1024, growth_interval=3)` goes through, worked
+    /// out by hand from `torch._amp_update_scale_`.
+    #[test]
+    fn the_scale_moves_as_pytorchs() {
+        let config = GradScalerConfig::new().with_init_scale(1024.0).with_growth_interval(3);
+        let mut scaler = config.init().unwrap();
+        let steps = [true, true, true, true, true, false, true, true, true, false, false];
+        let scales = steps.map(|finite| {
+            scaler.update(finite);
+            scaler.loss_scale()
+        });
+        let expected =
+            [1024.0, 1024.0, 2048.0, 2048.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0, 1024.0, 512.0];
+        assert_eq!(scales, expected);
+    }
+
+    #[test]
+    fn the_scale_does_not_grow_beyond_what_is_finite() {
+        let config = GradScalerConfig::new().with_init_scale(f32::MAX).with_growth_interval(1);
+        let mut scaler = config.init().unwrap();
+        scaler.update(true);
+        assert_eq!(scaler.loss_scale(), f32::MAX);
+    }
+}
