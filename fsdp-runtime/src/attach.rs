@@ -10,7 +10,7 @@ use burn::tensor::{DType, Shape, Tensor};
 use crate::backend::{Float, ShardBackend, Value};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ShardError};
-use crate::group::Held;
+use crate::group::{Held, Unit};
 use crate::launch::Worker;
 use crate::nn::Dropout;
 use crate::nn::dropout::{Stream, mix};
@@ -29,6 +29,9 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
     device: B::Device,
     path: Vec<String>,
     next: usize,
+    /// Elements of the parameters cut so far, and of all.
+    done: usize,
+    all: usize,
     /// A checksum of each parameter, where every rank initialised its own.
     checksums: Vec<u64>,
     checked: Vec<Place>,
@@ -53,6 +56,8 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             device,
             path: Vec::new(),
             next: 0,
+            done: 0,
+            all: plan.units.iter().map(Unit::num_params).sum(),
             checksums: Vec::new(),
             checked: Vec::new(),
             error: None,
@@ -84,6 +89,18 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
     fn base(&mut self, place: Place, full: Float<B>) -> Result<Float<B>, Error> {
         let entry = &self.plan.units[place.unit].entries[place.entry];
         let shape = Shape::from(entry.base_shape());
+        if matches!(entry.held, Held::TiedTo(_)) {
+            return Ok(B::float_zeros(shape, &self.device, DType::F32.into()));
+        }
+        self.done += entry.numel();
+        tracing::trace!(
+            target: "fsdp::init",
+            rank = self.worker.rank().index(),
+            path = entry.path.as_str(),
+            done = self.done,
+            all = self.all,
+            "fsdp::shard"
+        );
         let full = if self.options.sync_module_states {
             let op = Op::new("broadcast", entry.path.as_str());
             let mine = (self.worker.rank().index() == 0).then_some(full);
@@ -98,7 +115,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         };
         let range = entry.range();
         Ok(match entry.held {
-            Held::Fragment(_) | Held::Whole if !range.is_empty() => B::fragment(full, range, shape),
+            _ if !range.is_empty() => B::fragment(full, range, shape),
             _ => B::float_zeros(shape, &self.device, DType::F32.into()),
         })
     }

@@ -15,6 +15,7 @@ mod check;
 mod collectives;
 mod error;
 mod field_call;
+mod forecast;
 mod fully_shard;
 mod group;
 mod hooks;
@@ -41,6 +42,7 @@ mod wrapping;
 pub use error::{
     CollectiveError, Error, LaunchError, LoadError, RankPanic, ScheduleError, ShardError,
 };
+pub use forecast::{MemoryError, MemoryForecast};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use hooks::UnitValue;
