@@ -24,7 +24,10 @@ impl Bpe {
     ///
     /// If the text cannot be processed.
     pub fn train(text: &str, vocabulary: usize) -> Result<Self> {
-        ensure!(vocabulary > BYTES, "a vocabulary of {vocabulary} has no room beside {BYTES} bytes");
+        ensure!(
+            vocabulary > BYTES,
+            "a vocabulary of {vocabulary} has no room beside {BYTES} bytes"
+        );
         let mut trainer: TrainerWrapper = BpeTrainer::builder()
             .vocab_size(vocabulary)
             .min_frequency(MIN_COUNT)

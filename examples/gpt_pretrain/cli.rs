@@ -255,7 +255,8 @@ fn bytes(text: &str) -> Result<usize, String> {
     let known = UNITS.iter().find_map(|(unit, size)| Some((text.strip_suffix(unit)?, *size)));
     let (digits, size) = known.unwrap_or((text, 1.0));
     let fits = |number: f64| number > 0.0 && number.is_finite();
-    Ok((number(digits.trim(), fits, "a size above 0 such as 4GiB, 500MB or 1000000")? * size) as usize)
+    Ok((number(digits.trim(), fits, "a size above 0 such as 4GiB, 500MB or 1000000")? * size)
+        as usize)
 }
 
 #[cfg(test)]

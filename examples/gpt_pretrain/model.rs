@@ -115,9 +115,8 @@ impl GptConfig {
     pub fn init(&self, device: &Device) -> Gpt {
         let Arch { layers, width, vocabulary, .. } = self.arch;
         let matrix = normal(INIT_STD);
-        let embedding = |rows| {
-            EmbeddingConfig::new(rows, width).with_initializer(matrix.clone()).init(device)
-        };
+        let embedding =
+            |rows| EmbeddingConfig::new(rows, width).with_initializer(matrix.clone()).init(device);
         let tokens: Embedding = embedding(vocabulary);
         Gpt {
             output: tokens.weight.clone(),

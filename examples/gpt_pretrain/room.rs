@@ -1,11 +1,10 @@
 //! What memory the run will need, and what there is.
 
-use std::fmt;
+use std::{fmt, fs};
 
 use anyhow::{Context, Result};
 use burn::tensor::Device;
 use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, WorldSize};
-use sysinfo::System;
 
 use crate::cli::Cli;
 use crate::device::DeviceName;
@@ -44,7 +43,7 @@ pub enum Room {
         /// How many share them.
         ranks: usize,
     },
-    /// Not known: a device of its own memory, without a limit.
+    /// Not known: a device with memory of its own, or a system that does not tell.
     Unknown,
 }
 
@@ -56,10 +55,10 @@ impl Room {
             DeviceName::Auto => !cfg!(feature = "cuda"),
             DeviceName::Wgpu | DeviceName::Cuda(_) => false,
         };
-        match cli.memory_limit {
-            Some(limit) => Self::Limit(limit),
-            None if on_host => Self::OnHost { free: free_bytes(), ranks: cli.world_size },
-            None => Self::Unknown,
+        match (cli.memory_limit, free_bytes()) {
+            (Some(limit), _) => Self::Limit(limit),
+            (None, Some(free)) if on_host => Self::OnHost { free, ranks: cli.world_size },
+            _ => Self::Unknown,
         }
     }
 
@@ -90,18 +89,26 @@ impl fmt::Display for Room {
             Self::OnHost { free, ranks } => {
                 write!(f, "{:.2} GiB free on the host for {ranks} ranks", gib(free))
             }
-            Self::Unknown => f.write_str("the device's memory is not known"),
+            Self::Unknown => f.write_str("what there is is not known"),
         }
     }
 }
 
-/// Memory of the machine that is free, or of the control group the process is in where that is less.
-pub fn free_bytes() -> usize {
-    let mut system = System::new();
-    system.refresh_memory();
-    let free = system.available_memory();
-    let free = system.cgroup_limits().map_or(free, |group| free.min(group.free_memory));
-    usize::try_from(free).unwrap_or(usize::MAX)
+/// Memory of the machine that is free, or of the control group the process is in where that is less;
+/// `None` on systems that are not Linux.
+pub fn free_bytes() -> Option<usize> {
+    let free = from_meminfo(&fs::read_to_string("/proc/meminfo").ok()?)?;
+    let of_group = |name: &str| -> Option<usize> {
+        fs::read_to_string(format!("/sys/fs/cgroup/memory.{name}")).ok()?.trim().parse().ok()
+    };
+    let in_group = of_group("max").zip(of_group("current"));
+    Some(in_group.map_or(free, |(max, used)| free.min(max.saturating_sub(used))))
+}
+
+/// The bytes that Linux says a program can have without swapping.
+fn from_meminfo(text: &str) -> Option<usize> {
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()? * 1024)
 }
 
 #[cfg(test)]
@@ -119,8 +126,19 @@ mod tests {
         assert_eq!(room("--device flex --memory-limit 4GiB").bytes(), Some(four));
         assert_eq!(room("--device cuda --memory-limit 4GiB").bytes(), Some(four));
         assert_eq!(room("--device cuda").bytes(), None);
-        let (one, four) = (room("--device flex --world-size 1"), room("--device flex --world-size 4"));
-        let (one, four) = (one.bytes().unwrap(), four.bytes().unwrap());
-        assert!(one > 2 * four && four > 1 << 20, "{one} {four}");
+        if let Room::OnHost { ranks, .. } = room("--device flex --world-size 4") {
+            assert_eq!(ranks, 4);
+        }
+        assert_eq!(Room::OnHost { free: 1 << 20, ranks: 4 }.bytes(), Some(1 << 18));
+    }
+
+    #[test]
+    fn linux_says_what_is_free() {
+        let text = "MemTotal: 8000 kB\nMemFree: 10 kB\nMemAvailable:     7000 kB\nBuffers: 1 kB\n";
+        assert_eq!(from_meminfo(text), Some(7000 * 1024));
+        assert_eq!(from_meminfo("MemTotal: 8000 kB\n"), None);
+        if cfg!(target_os = "linux") {
+            assert!(free_bytes().unwrap() > 1 << 20);
+        }
     }
 }

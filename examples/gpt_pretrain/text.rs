@@ -1,14 +1,16 @@
 //! The text: the embedded book or the user's files, and what of it is held out.
 
 use std::fs;
-use std::io::Read;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
-use flate2::read::GzDecoder;
+use anyhow::{Context, Result, anyhow};
+use miniz_oxide::inflate::decompress_to_vec;
 
 /// Its origin and licence stand in `data/README.md`.
 const BOOK: &[u8] = include_bytes!("data/moby_dick.txt.gz");
+/// gzip's header without a name, and its checksum and length (RFC 1952).
+const GZIP_HEADER: usize = 10;
+const GZIP_TRAILER: usize = 8;
 /// The last part, 1 over this, is held out.
 const HELD_OUT: usize = 10;
 
@@ -30,8 +32,10 @@ impl Text {
     ///
     /// If the embedded book is broken.
     pub fn embedded() -> Result<Self> {
-        let mut text = String::new();
-        GzDecoder::new(BOOK).read_to_string(&mut text).context("the embedded book is broken")?;
+        let deflated = &BOOK[GZIP_HEADER..BOOK.len() - GZIP_TRAILER];
+        let text = decompress_to_vec(deflated)
+            .map_err(|error| anyhow!("the embedded book is broken: {error}"))?;
+        let text = String::from_utf8(text).context("the embedded book is broken")?;
         Ok(Self::split("Moby-Dick".into(), text))
     }
 
@@ -84,7 +88,10 @@ mod tests {
         };
         let files = [file("a", &"one — line\n".repeat(50)), file("b", &"x".repeat(200))];
         let text = Text::read(&files).unwrap();
-        assert_eq!(text.train.clone() + &text.held_out, fs::read_to_string(&files[0]).unwrap() + &"x".repeat(200));
+        assert_eq!(
+            text.train.clone() + &text.held_out,
+            fs::read_to_string(&files[0]).unwrap() + &"x".repeat(200)
+        );
         assert!(!text.held_out.is_empty());
         fs::write(&files[1], [0xff, 0xfe]).unwrap();
         assert!(format!("{:#}", Text::read(&files).unwrap_err()).contains("cannot read"));

@@ -161,9 +161,7 @@ fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize
     let ring = if reshard == ReshardAfterForward::Never { units.len() } else { slots };
     let buffers: usize = slot_plan(units, ring).numels.iter().sum();
     let parts: usize = match reshard {
-        ReshardAfterForward::To(size) => {
-            units.iter().filter_map(|unit| unit.part_len(size)).sum()
-        }
+        ReshardAfterForward::To(size) => units.iter().filter_map(|unit| unit.part_len(size)).sum(),
         _ => 0,
     };
     (buffers + parts) * size_of::<f32>()
