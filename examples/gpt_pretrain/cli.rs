@@ -304,7 +304,7 @@ mod tests {
             ("--adam-betas 0.9,1", "two numbers"),
             ("--arch 7B", "6.7B"),
             ("--lr-scheduler linear", "polynomial_decay"),
-            ("--clip-norm -1", "a number from 0"),
+            ("--clip-norm=-1", "a number from 0"),
         ] {
             let message = parse(flags).unwrap_err().to_string();
             assert!(message.contains(expected), "{flags}: {message}");

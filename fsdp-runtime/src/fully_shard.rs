@@ -221,11 +221,15 @@ impl<M: FsdpModule> Fsdp<M> {
     ) -> Result<f64, Error> {
         struct Read<'a> {
             gradients: &'a GradientsParams,
+            engine: &'a dyn Engine,
             found: Vec<(Place, DispatchTensor)>,
         }
         impl Walk for Read<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 let Some(sharded) = Sharded::of(param) else { return };
+                if is_tied(self.engine, sharded) {
+                    return;
+                }
                 if let Some(gradient) = self.gradients.get::<D>(param.id) {
                     self.found.push((sharded.place, gradient.into_dispatch()));
                 }
@@ -233,21 +237,26 @@ impl<M: FsdpModule> Fsdp<M> {
         }
         struct Scale<'a> {
             gradients: &'a mut GradientsParams,
+            engine: &'a dyn Engine,
             factor: f64,
         }
         impl Walk for Scale<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if Sharded::of(param).is_some_and(|sharded| is_tied(self.engine, sharded)) {
+                    return;
+                }
                 if let Some(gradient) = self.gradients.remove::<D>(param.id) {
                     self.gradients.register(param.id, gradient.mul_scalar(self.factor));
                 }
             }
         }
-        let mut read = Read { gradients, found: Vec::new() };
+        let engine = &*self.engine;
+        let mut read = Read { gradients, engine, found: Vec::new() };
         self.module.walk(&mut read);
         let norm = self.engine.gradient_norm(read.found, norm)?;
         let factor = max_norm / (norm + 1e-6);
         if factor < 1.0 {
-            self.module.walk(&mut Scale { gradients, factor });
+            self.module.walk(&mut Scale { gradients, engine, factor });
         }
         Ok(norm)
     }
@@ -315,6 +324,12 @@ impl<M: FsdpModule> Fsdp<M> {
     pub fn valid(&self) -> Self {
         Module::valid(self)
     }
+}
+
+/// Whether another place holds the parameter: the two may have one id, and so one gradient.
+fn is_tied(engine: &dyn Engine, sharded: &Sharded) -> bool {
+    let Place { unit, entry } = sharded.place;
+    matches!(engine.units()[unit].entries[entry].held, Held::TiedTo(_))
 }
 
 /// Reads the gradients of parameters that are not managed.
