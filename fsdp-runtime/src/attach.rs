@@ -12,7 +12,7 @@ use burn::tensor::{DType, Shape, Tensor};
 use crate::backend::{Context, Float, ShardBackend, Value};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ShardError};
-use crate::group::{Entry, Held};
+use crate::group::{Entry, Held, Unit};
 use crate::launch::Worker;
 use crate::nn::Dropout;
 use crate::nn::dropout::{Stream, mix};
@@ -34,6 +34,9 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
     context: Option<Context>,
     path: Vec<String>,
     next: usize,
+    /// Elements of the parameters cut so far, and of all.
+    done: usize,
+    all: usize,
     /// A checksum of each parameter, where every rank initialised its own.
     checksums: Vec<u64>,
     checked: Vec<Place>,
@@ -69,6 +72,8 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             context,
             path: Vec::new(),
             next: 0,
+            done: 0,
+            all: plan.units.iter().map(Unit::num_params).sum(),
             checksums: Vec::new(),
             checked: Vec::new(),
             found: None,
@@ -105,6 +110,17 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
     /// The base that `place` holds, from the full parameter; `None` where this rank receives it.
     fn base(&mut self, place: Place, full: Option<Float<B>>) -> Result<Float<B>, Error> {
         let entry = self.entry(place);
+        if !matches!(entry.held, Held::TiedTo(_)) {
+            self.done += entry.numel();
+            tracing::trace!(
+                target: "fsdp::init",
+                rank = self.worker.rank().index(),
+                path = entry.path.as_str(),
+                done = self.done,
+                all = self.all,
+                "fsdp::shard"
+            );
+        }
         let full = if self.options.sync_module_states {
             let op = Op::new("broadcast", entry.path.as_str()).of(entry.numel());
             let mine = full.filter(|_| self.worker.rank().index() == 0);

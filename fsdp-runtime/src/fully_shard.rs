@@ -247,17 +247,21 @@ impl<M: FsdpModule> Fsdp<M> {
     ) -> Result<f64, Error> {
         struct Read<'a> {
             gradients: &'a GradientsParams,
+            engine: &'a dyn Engine,
             found: Vec<(Place, DispatchTensor)>,
         }
         impl Walk for Read<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 let Some(sharded) = Sharded::of(param) else { return };
+                if is_tied(self.engine, sharded) {
+                    return;
+                }
                 if let Some(gradient) = self.gradients.get::<D>(param.id) {
                     self.found.push((sharded.place, gradient.into_dispatch()));
                 }
             }
         }
-        let mut read = Read { gradients, found: Vec::new() };
+        let mut read = Read { gradients, engine: &*self.engine, found: Vec::new() };
         self.module.walk(&mut read);
         let norm = self.engine.gradient_norm(read.found, norm)?;
         let factor = max_norm / (norm + 1e-6);
@@ -342,6 +346,12 @@ impl<M: FsdpModule> Fsdp<M> {
     pub fn valid(&self) -> Self {
         Module::valid(self)
     }
+}
+
+/// Whether another place holds the parameter: the two may have one id, and so one gradient.
+fn is_tied(engine: &dyn Engine, sharded: &Sharded) -> bool {
+    let Place { unit, entry } = sharded.place;
+    matches!(engine.units()[unit].entries[entry].held, Held::TiedTo(_))
 }
 
 /// Reads the gradients of parameters that are not managed.

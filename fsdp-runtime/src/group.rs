@@ -11,6 +11,7 @@ use crate::collectives::comm::Work;
 use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
 use crate::param::CallId;
+use crate::slot::SlotPlan;
 
 /// How a parameter is held between steps.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,6 +104,12 @@ impl Unit {
         if self.gathers { self.layout.padded_len() * size_of::<f32>() } else { 0 }
     }
 
+    /// Elements that a rank keeps of the gathered unit after forward, as one of `size` neighbours;
+    /// `None` where it keeps nothing.
+    pub(crate) fn part_len(&self, size: usize) -> Option<usize> {
+        (self.gathers && self.level > 0).then(|| self.layout.padded_len() / size)
+    }
+
     /// Elements of its full parameters; tied ones belong to the place that owns them.
     pub(crate) fn num_params(&self) -> usize {
         let owned = self.entries.iter().filter(|entry| !matches!(entry.held, Held::TiedTo(_)));
@@ -144,6 +151,13 @@ impl Unit {
             _ => Vec::new(),
         }
     }
+}
+
+/// The buffers of a model, `ring` to a nesting level.
+pub(crate) fn slot_plan(units: &[Unit], ring: usize) -> SlotPlan {
+    let gathered = |unit: &Unit| if unit.gathers { unit.layout.padded_len() } else { 0 };
+    let lens: Vec<_> = units.iter().map(|unit| (unit.level, gathered(unit))).collect();
+    SlotPlan::new(&lens, ring)
 }
 
 /// Where a unit's matrices are.

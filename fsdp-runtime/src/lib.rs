@@ -18,6 +18,7 @@ pub mod config;
 pub mod env;
 mod error;
 mod field_call;
+mod forecast;
 mod fully_shard;
 mod grad_scaler;
 mod group;
@@ -47,6 +48,7 @@ pub use error::{
     CheckpointError, CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError,
     ShardError,
 };
+pub use forecast::{MemoryError, MemoryForecast};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use grad_scaler::{GradScaler, GradScalerConfig, Unscaled};

@@ -7,6 +7,7 @@ mod support;
 mod autograd;
 mod clip_grad_norm;
 mod comm;
+mod forecast;
 mod frozen;
 mod grad_scaler;
 mod ignored_params;

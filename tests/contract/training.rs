@@ -213,6 +213,58 @@ fn tied_and_uneven() {
     }
 }
 
+/// A tied weight has one gradient, which counts once in the norm and is scaled once.
+#[test]
+fn tied_weights_are_clipped_once() {
+    let run = |strategy| {
+        on(2, move |worker| {
+            let device = worker.device();
+            let input_weight = LinearConfig::new(WIDTH, WIDTH).init(device).weight;
+            let output = input_weight.clone();
+            let model = Tied { input: input_weight, blocks: vec![Block::new(device)], output };
+            let options = FsdpOptions::new().strategy(strategy).seed(4);
+            let model = fully_shard(model, worker, options)?;
+            let mut gradients = model.backward(loss(model.forward(input(0, 0, 3, device))))?;
+            let of = |gradients: &GradientsParams| {
+                let squares = |values: Vec<f32>| values.iter().map(|x| f64::from(x * x)).sum();
+                let mut sum: f64 = [
+                    gradient(gradients, &model.input),
+                    gradient(gradients, &model.blocks[0].up.weight),
+                    gradient(gradients, &model.blocks[0].down.weight),
+                ]
+                .into_iter()
+                .flatten()
+                .map(squares)
+                .sum();
+                let shards = worker.world().size() as f64;
+                let biases = [&model.blocks[0].up.bias, &model.blocks[0].down.bias];
+                let whole: f64 = biases
+                    .into_iter()
+                    .flatten()
+                    .filter_map(|bias| gradient(gradients, bias))
+                    .map(squares)
+                    .sum();
+                // Every rank holds the biases, and under `NO_SHARD` all.
+                let split = if strategy.shards() { 1.0 } else { shards };
+                sum = sum / split + whole / shards;
+                sum
+            };
+            let mut found = [of(&gradients)];
+            worker.all_reduce_sum(&mut found)?;
+            let norm = model.clip_grad_norm(&mut gradients, 1e-3)?;
+            let mut clipped = [of(&gradients)];
+            worker.all_reduce_sum(&mut clipped)?;
+            Ok((norm, found[0].sqrt(), clipped[0].sqrt()))
+        })
+    };
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+        for (norm, expected, clipped) in run(strategy) {
+            assert!((norm / expected - 1.0).abs() < 1e-5, "{norm} {expected}");
+            assert!((clipped / 1e-3 - 1.0).abs() < 1e-2, "{norm} {clipped}");
+        }
+    }
+}
+
 #[test]
 fn hybrid_mesh() {
     let run = |strategy: ShardingStrategy| {

@@ -32,13 +32,13 @@ use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, MeshGroups};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError};
-use crate::group::{Call, Held, Reduction, Residency, Unit, UnitState};
+use crate::group::{Call, Held, Reduction, Residency, Unit, UnitState, slot_plan};
 use crate::memory::{Ledger, Use};
 use crate::mesh::Mesh;
 use crate::nn::dropout::Stream;
 use crate::options::{BackwardPrefetch, GradientAccumulation, ShardingStrategy};
 use crate::param::{CallId, Place};
-use crate::slot::{Slot, SlotPlan};
+use crate::slot::Slot;
 
 /// How often a rank did what, since its model was sharded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -185,18 +185,16 @@ impl<B: ShardBackend> Schedule<B> {
         units: Vec<Unit>,
         random: Arc<Stream>,
     ) -> Arc<Self> {
-        let gathered = |unit: &Unit| if unit.gathers { unit.layout.padded_len() } else { 0 };
-        let lens: Vec<_> = units.iter().map(|unit| (unit.level, gathered(unit))).collect();
         let ring = match settings.reshard {
             Reshard::Never => units.len(),
             _ => settings.slots,
         };
-        let plan = SlotPlan::new(&lens, ring);
+        let plan = slot_plan(&units, ring);
         let slots: Vec<_> =
             plan.numels.iter().map(|&numel| Arc::new(Slot::<B>::new(&device, numel))).collect();
         let part = |unit: &Unit| match &settings.reshard {
-            Reshard::To(group) if unit.gathers && unit.level > 0 => {
-                Some(Arc::new(Slot::<B>::new(&device, unit.layout.padded_len() / group.size())))
+            Reshard::To(group) => {
+                unit.part_len(group.size()).map(|len| Arc::new(Slot::<B>::new(&device, len)))
             }
             _ => None,
         };

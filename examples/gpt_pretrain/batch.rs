@@ -1,0 +1,214 @@
+//! Which samples make up each update, and which rank holds which of them.
+//!
+//! A sample is a block of the text; the blocks follow one another without a gap. An update's blocks are
+//! drawn for all ranks together and then dealt in order, so two ranks with batches of 8 see in each
+//! update what one rank with 16 would. Blocks that do not fill an update sit out an epoch, others each
+//! time. Evaluation covers every word piece once; a rank with nothing left repeats a block that does
+//! not count, since its peers need it for the collectives of the forward.
+
+use anyhow::{Result, ensure};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+
+/// A text in blocks, each of which is predicted one word piece ahead.
+#[derive(Clone, Debug)]
+pub struct Blocks {
+    pieces: Vec<u32>,
+    length: usize,
+}
+
+impl Blocks {
+    /// Blocks of `length` word pieces.
+    ///
+    /// # Errors
+    ///
+    /// If there are too few for one.
+    pub fn new(pieces: Vec<u32>, length: usize) -> Result<Self> {
+        ensure!(
+            pieces.len() > length,
+            "{} word pieces hold no sample of {length} and one to predict; lower \
+             --tokens-per-sample",
+            pieces.len()
+        );
+        Ok(Self { pieces, length })
+    }
+
+    /// Number of whole blocks.
+    pub fn len(&self) -> usize {
+        self.predicted() / self.length
+    }
+
+    /// Word pieces that are predicted: all but the first.
+    pub fn predicted(&self) -> usize {
+        self.pieces.len() - 1
+    }
+
+    /// Blocks on a device, `[rows, length]`, and the word pieces to predict, `[rows * length]`. The
+    /// block behind the last whole one is shorter, and stands alone.
+    pub fn batch(&self, rows: &[usize], device: &Device) -> (Tensor<2, Int>, Tensor<1, Int>) {
+        let start = |row: usize| row * self.length;
+        let end = |row: usize| (start(row) + self.length).min(self.predicted());
+        let collect = |ahead: usize| -> Vec<i32> {
+            let pieces = |row: &usize| &self.pieces[start(*row) + ahead..end(*row) + ahead];
+            rows.iter().flat_map(pieces).map(|piece| *piece as i32).collect()
+        };
+        let (input, target) = (collect(0), collect(1));
+        let (length, all) = (input.len() / rows.len().max(1), target.len());
+        (
+            Tensor::from_data(TensorData::new(input, [rows.len(), length]), device),
+            Tensor::from_data(TensorData::new(target, [all]), device),
+        )
+    }
+}
+
+/// How blocks are dealt to ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Dealer {
+    /// Number of ranks.
+    pub world_size: usize,
+    /// Blocks in a batch, per rank.
+    pub batch_size: usize,
+    /// Batches to an update.
+    pub update_freq: usize,
+}
+
+impl Dealer {
+    /// Blocks in an update, over all ranks.
+    pub fn per_update(&self) -> usize {
+        self.world_size * self.batch_size * self.update_freq
+    }
+
+    /// Updates in an epoch over `blocks`.
+    ///
+    /// # Errors
+    ///
+    /// If they do not fill a single update.
+    pub fn updates_per_epoch(&self, blocks: usize) -> Result<usize> {
+        ensure!(
+            blocks >= self.per_update(),
+            "the text has {blocks} samples, fewer than one update takes: {} ranks x {} x {}; lower \
+             --tokens-per-sample, --batch-size or --update-freq",
+            self.world_size,
+            self.batch_size,
+            self.update_freq
+        );
+        Ok(blocks / self.per_update())
+    }
+
+    /// The blocks of an epoch in order: the same on every rank.
+    pub fn epoch(&self, blocks: usize, seed: u64, epoch: usize) -> Vec<usize> {
+        // The odd factor keeps seeds and epochs apart: seed 1 in epoch 0 is not seed 0 in epoch 1.
+        let epoch = (epoch as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mut order: Vec<usize> = (0..blocks).collect();
+        order.shuffle(&mut StdRng::seed_from_u64(seed ^ epoch));
+        order
+    }
+
+    /// The blocks of one rank's batch: number `batch` of an update, which is number `update` of an
+    /// epoch.
+    pub fn share<'a>(
+        &self,
+        order: &'a [usize],
+        update: usize,
+        batch: usize,
+        rank: usize,
+    ) -> &'a [usize] {
+        let before = (update * self.update_freq + batch) * self.world_size + rank;
+        &order[before * self.batch_size..(before + 1) * self.batch_size]
+    }
+
+    /// A rank's batches of an evaluation, and whether each counts: the same number on every rank, and
+    /// over all of them each block once. The last block may be the shorter one.
+    pub fn evaluation(&self, blocks: &Blocks, rank: usize) -> Vec<(Vec<usize>, bool)> {
+        let whole: Vec<usize> = (0..blocks.len()).collect();
+        let mut batches: Vec<Vec<usize>> =
+            whole.chunks(self.batch_size).map(<[usize]>::to_vec).collect();
+        if !blocks.predicted().is_multiple_of(blocks.length) {
+            batches.push(vec![blocks.len()]);
+        }
+        let rounds = batches.chunks(self.world_size);
+        let share = |round: &[Vec<usize>]| match round.get(rank) {
+            Some(batch) => (batch.clone(), true),
+            None => (round[0].clone(), false),
+        };
+        rounds.map(share).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dealer(world_size: usize, batch_size: usize, update_freq: usize) -> Dealer {
+        Dealer { world_size, batch_size, update_freq }
+    }
+
+    fn blocks(pieces: u32, length: usize) -> Blocks {
+        Blocks::new((0..pieces).collect(), length).unwrap()
+    }
+
+    fn ints<const D: usize>(tensor: Tensor<D, Int>) -> Vec<i64> {
+        tensor.into_data().iter::<i64>().collect()
+    }
+
+    #[test]
+    fn targets_are_one_ahead() {
+        let device = crate::device::DeviceName::Flex.resolve().unwrap();
+        let blocks = blocks(12, 4);
+        assert_eq!(blocks.len(), 2);
+        let (input, target) = blocks.batch(&[1, 0], &device);
+        assert_eq!(input.dims(), [2, 4]);
+        assert_eq!(ints(input), [4, 5, 6, 7, 0, 1, 2, 3]);
+        assert_eq!(ints(target), [5, 6, 7, 8, 1, 2, 3, 4]);
+        let (input, target) = blocks.batch(&[2], &device);
+        assert_eq!((ints(input), ints(target)), (vec![8, 9, 10], vec![9, 10, 11]));
+        assert!(Blocks::new((0..4).collect(), 4).is_err());
+    }
+
+    #[test]
+    fn an_update_is_the_same_however_it_is_dealt() {
+        let order = dealer(1, 12, 1).epoch(50, 3, 1);
+        let all = |dealer: Dealer, update| -> Vec<usize> {
+            let batches = (0..dealer.update_freq)
+                .flat_map(|batch| (0..dealer.world_size).map(move |rank| (batch, rank)));
+            batches
+                .flat_map(|(batch, rank)| dealer.share(&order, update, batch, rank).to_vec())
+                .collect()
+        };
+        for update in 0..4 {
+            let expected = all(dealer(1, 12, 1), update);
+            assert_eq!(all(dealer(2, 6, 1), update), expected);
+            assert_eq!(all(dealer(2, 3, 2), update), expected);
+            assert_eq!(all(dealer(3, 1, 4), update), expected);
+        }
+        assert_eq!(dealer(2, 3, 2).updates_per_epoch(50).unwrap(), 4);
+        assert!(dealer(2, 3, 10).updates_per_epoch(50).is_err());
+    }
+
+    #[test]
+    fn epochs_and_seeds_are_shuffled_apart() {
+        let order = |seed, epoch| dealer(1, 1, 1).epoch(40, seed, epoch);
+        let mut sorted = order(1, 0);
+        assert_eq!(order(1, 0), sorted);
+        assert!(order(1, 0) != order(1, 1) && order(1, 0) != order(2, 0));
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..40).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn evaluation_covers_every_block_once() {
+        for (pieces, world, batch) in [(101, 2, 3), (99, 3, 4), (17, 4, 2), (9, 3, 1)] {
+            let blocks = blocks(pieces, 8);
+            let dealer = dealer(world, batch, 1);
+            let of_ranks: Vec<_> =
+                (0..world).map(|rank| dealer.evaluation(&blocks, rank)).collect();
+            assert!(of_ranks.iter().all(|batches| batches.len() == of_ranks[0].len()));
+            let counted = of_ranks.iter().flatten().filter(|(_, counts)| *counts);
+            let mut rows: Vec<usize> = counted.flat_map(|(rows, _)| rows.clone()).collect();
+            rows.sort_unstable();
+            assert_eq!(rows, (0..blocks.predicted().div_ceil(8)).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Byte-pair encoding as GPT-2's: over bytes, so that any text can be written in it, and learnt from
+//! the training text when the program starts.
+
+use anyhow::{Result, anyhow, ensure};
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{EncodeInput, Tokenizer};
+
+/// Every byte has a piece.
+const BYTES: usize = 256;
+/// A pair seen less often becomes no piece.
+const MIN_COUNT: u64 = 2;
+
+/// Cuts text into word pieces.
+pub struct Bpe {
+    inner: Tokenizer,
+}
+
+impl Bpe {
+    /// Learns at most `vocabulary` pieces from a text. The same text gives the same pieces.
+    ///
+    /// # Errors
+    ///
+    /// If the text cannot be processed.
+    pub fn train(text: &str, vocabulary: usize) -> Result<Self> {
+        ensure!(
+            vocabulary > BYTES,
+            "a vocabulary of {vocabulary} has no room beside {BYTES} bytes"
+        );
+        let mut trainer: TrainerWrapper = BpeTrainer::builder()
+            .vocab_size(vocabulary)
+            .min_frequency(MIN_COUNT)
+            .show_progress(false)
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .build()
+            .into();
+        let mut inner = Tokenizer::new(BPE::default());
+        inner.with_pre_tokenizer(Some(ByteLevel::default().add_prefix_space(false)));
+        inner.train(&mut trainer, lines(text)).map_err(library)?;
+        Ok(Self { inner })
+    }
+
+    /// Number of pieces.
+    pub fn vocabulary(&self) -> usize {
+        self.inner.get_vocab_size(false)
+    }
+
+    /// A text in pieces.
+    ///
+    /// # Errors
+    ///
+    /// If the tokenizer refuses it.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let inputs: Vec<EncodeInput<'_>> = lines(text).map(EncodeInput::from).collect();
+        let encodings = self.inner.encode_batch_fast(inputs, false).map_err(library)?;
+        Ok(encodings.iter().flat_map(|encoding| encoding.get_ids().iter().copied()).collect())
+    }
+}
+
+fn lines(text: &str) -> impl Iterator<Item = &str> + Send {
+    text.split_inclusive('\n')
+}
+
+fn library(error: tokenizers::Error) -> anyhow::Error {
+    anyhow!("tokenizer: {error}")
+}
+
+#[cfg(test)]
+mod tests {
+    use tokenizers::decoders::byte_level::ByteLevel as Decoder;
+
+    use super::*;
+
+    const TEXT: &str = "the white whale, the white squall\n\nthe whale’s way — the white way\n";
+
+    #[test]
+    fn any_text_comes_back() {
+        let mut bpe = Bpe::train(TEXT, 300).unwrap();
+        bpe.inner.with_decoder(Some(Decoder::default()));
+        for text in [TEXT, "Unseen: 鯨 \u{7f}\t\0  “quoted”\r\n"] {
+            let ids = bpe.encode(text).unwrap();
+            assert!(ids.iter().all(|id| (*id as usize) < bpe.vocabulary()));
+            assert_eq!(bpe.inner.decode(&ids, false).unwrap(), text);
+        }
+        assert!(bpe.encode(TEXT).unwrap().len() < TEXT.len() / 2, "frequent words are one piece");
+    }
+
+    #[test]
+    fn the_same_text_gives_the_same_pieces() {
+        let text = crate::text::Text::embedded().unwrap().held_out;
+        let ids = || Bpe::train(&text, 1000).unwrap().encode(&text).unwrap();
+        assert_eq!(ids(), ids());
+    }
+
+    #[test]
+    fn bytes_are_there_before_any_pair() {
+        assert_eq!(Bpe::train("a", 300).unwrap().vocabulary(), BYTES);
+        assert!(Bpe::train("a", 256).is_err());
+    }
+}

@@ -1,0 +1,186 @@
+//! GPT pretraining with FSDP for Burn, after fairseq's example of fully sharded training.
+//!
+//! ```text
+//! cargo run --release --example gpt_pretrain             # a tiny GPT on Moby-Dick, two ranks
+//! cargo run --release --example gpt_pretrain -- --help
+//! cargo run --release --example gpt_pretrain -- --arch 1.3B --data wiki.txt --world-size 8
+//! ```
+//!
+//! `arch.rs` has the sizes, `model.rs` the model and its annotations, `train.rs` what each rank runs.
+//! The rest is what any such program needs: text (`text.rs`), word pieces (`bpe.rs`), blocks of them
+//! (`batch.rs`), a learning rate (`schedule.rs`), a forecast of memory (`room.rs`), a model to be
+//! better than (`bigram.rs`), log lines (`log.rs`) and a report (`report.rs`).
+
+#[path = "../bert_finetune/allocator.rs"]
+mod allocator;
+mod arch;
+mod batch;
+mod bigram;
+mod bpe;
+mod cli;
+#[path = "../bert_finetune/device.rs"]
+mod device;
+mod log;
+mod model;
+mod report;
+mod room;
+mod schedule;
+mod text;
+mod train;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use fsdp_runtime::prelude::*;
+
+use crate::batch::Blocks;
+use crate::bigram::Bigram;
+use crate::bpe::Bpe;
+use crate::cli::Cli;
+use crate::report::{InitBar, Summary};
+use crate::room::Room;
+use crate::text::Text;
+use crate::train::{Job, train};
+
+fn main() -> Result<()> {
+    allocator::keep_pages();
+    let cli = Cli::parse();
+    if !cli.quiet {
+        InitBar::show();
+    }
+    let summary = run(&cli)?;
+    if !(cli.json && cli.quiet) {
+        println!("{summary}");
+    }
+    if cli.json {
+        println!("{}", serde_json::to_string(&summary)?);
+    }
+    Ok(())
+}
+
+fn run(cli: &Cli) -> Result<Summary> {
+    let device = cli.device.resolve()?;
+    let job = prepare(cli)?;
+    let forecast = room::forecast(&job, cli.world_size, &device)?;
+    let room = Room::of(cli);
+    if !cli.quiet {
+        eprintln!("forecast, {room}\n{forecast}");
+    }
+    room.check(&forecast)?;
+    let options = LaunchOptions::new(cli.world_size).device(device);
+    let of_ranks = launch(options, move |worker: Worker| train(&job, &forecast, &worker))?;
+    let largest = of_ranks.into_iter().max_by_key(|of| of.memory.total.peak);
+    largest.context("no rank returned a result")
+}
+
+/// Reads the text and cuts it into word pieces: all that can be wrong before a rank starts.
+fn prepare(cli: &Cli) -> Result<Job> {
+    let recipe = cli.recipe();
+    let text = match cli.data.as_slice() {
+        [] => Text::embedded()?,
+        files => Text::read(files)?,
+    };
+    let bpe = Bpe::train(&text.train, cli.arch.vocabulary)?;
+    let (train, held_out) = (bpe.encode(&text.train)?, bpe.encode(&text.held_out)?);
+    if !cli.quiet {
+        eprintln!(
+            "{}: {} word pieces to train on, {} held out, {} kinds",
+            text.name,
+            train.len(),
+            held_out.len(),
+            bpe.vocabulary()
+        );
+    }
+    let bigram = Bigram::train(&train, bpe.vocabulary()).perplexity(&held_out);
+    let blocks = |pieces, what: &str| {
+        Blocks::new(pieces, recipe.tokens_per_sample)
+            .with_context(|| format!("{} is too short to {what}", text.name))
+    };
+    Ok(Job {
+        arch: cli.arch,
+        train: blocks(train, "train on")?,
+        held_out: blocks(held_out, "hold a tenth of it out")?,
+        bigram,
+        strategy: cli.strategy,
+        reshard_after_forward: !cli.no_reshard_after_forward,
+        recipe,
+        log: !cli.quiet,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_runtime::MemoryError;
+
+    use super::*;
+
+    /// A run short enough for a test, of the same steps at every world size.
+    fn run_with(flags: &str) -> Result<Summary> {
+        let shape = "--quiet --tokens-per-sample 32 --max-update 3 --dropout 0 --warmup-updates 0 --lr 1e-3";
+        run(&Cli::parse_from(
+            std::iter::once("gpt_pretrain").chain(shape.split(' ')).chain(flags.split(' ')),
+        ))
+    }
+
+    #[test]
+    fn the_losses_do_not_depend_on_the_number_of_ranks() {
+        let one = run_with("--world-size 1 --batch-size 4").unwrap();
+        let two = run_with("--world-size 2 --batch-size 2").unwrap();
+        let accumulated = run_with("--world-size 2 --batch-size 1 --update-freq 2").unwrap();
+        assert_eq!((one.updates, one.losses.len()), (3, 3));
+        assert!(one.losses[0] > one.losses[2], "{:?}", one.losses);
+        for other in [&two, &accumulated] {
+            for (a, b) in one.losses.iter().zip(&other.losses) {
+                assert!((a - b).abs() < 1e-5, "{:?} {:?}", one.losses, other.losses);
+            }
+            let (a, b) = (one.held_out_perplexity, other.held_out_perplexity);
+            assert!((a / b - 1.0).abs() < 1e-4, "{a} {b}");
+        }
+        assert!(one.held_out_perplexity < 2048.0 && one.bigram_perplexity < 500.0, "{one}");
+    }
+
+    /// Every kind but activations, which nobody counts.
+    #[test]
+    fn the_forecast_is_what_the_run_then_holds() {
+        for flags in [
+            "--world-size 2 --batch-size 1",
+            "--world-size 1 --batch-size 1 --strategy NO_SHARD",
+            "--world-size 2 --batch-size 1 --no-reshard-after-forward",
+            "--world-size 2 --batch-size 1 --update-freq 2",
+        ] {
+            let Summary { memory, forecast, .. } = run_with(flags).unwrap();
+            let exact = [
+                (memory.fragments.peak, forecast.fragments),
+                (memory.replicated.peak, forecast.replicated),
+                (memory.gathered.peak, forecast.gathered),
+                (memory.gradients.peak, forecast.gradients),
+            ];
+            for (found, expected) in exact {
+                assert_eq!(found, expected, "{flags}\n{memory}\n{forecast}");
+            }
+            let (found, expected) = (memory.optimizer.now as f64, forecast.optimizer as f64);
+            assert!((found / expected - 1.0).abs() < 0.02, "{flags}\n{memory}\n{forecast}");
+        }
+    }
+
+    #[test]
+    fn a_run_that_does_not_fit_is_refused_with_the_table() {
+        let error = run_with("--memory-limit 1MiB").unwrap_err();
+        let MemoryError::DoesNotFit { available, forecast } =
+            error.downcast_ref().expect("a typed error")
+        else {
+            panic!("{error}");
+        };
+        assert_eq!(*available, 1 << 20);
+        assert!(forecast.total() > 1 << 20);
+        let message = format!("{error:?}");
+        assert!(message.contains("activations") && message.contains("more ranks"), "{message}");
+    }
+
+    #[test]
+    fn a_text_without_a_block_is_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "too short\nfor anything\n").unwrap();
+        let error = run_with(&format!("--data {}", file.path().display())).unwrap_err();
+        assert!(format!("{error:#}").contains("--tokens-per-sample"), "{error:#}");
+    }
+}

@@ -1,0 +1,233 @@
+//! GPT-2's decoder, in plain Burn.
+//!
+//! Only the annotations know of FSDP: each block is gathered as one (`#[fsdp_unit]`), the rest belongs
+//! to the outermost unit, which also says that the embedding's weight is the output's (`tie`). Without
+//! them the model trains unsharded with the same code.
+
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::tensor::module::attention;
+use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::{Device, Int, Tensor};
+use fsdp_runtime::nn::{Dropout, DropoutConfig, gelu};
+use fsdp_runtime::prelude::*;
+
+use crate::arch::Arch;
+
+/// Standard deviation of GPT-2's initial weights.
+const INIT_STD: f64 = 0.02;
+
+/// A decoder that predicts each next word piece.
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("tokens" = "output"))]
+pub struct Gpt {
+    tokens: Embedding,
+    /// The embedding's weight, `[vocabulary, width]`.
+    output: Param<Tensor<2>>,
+    positions: Embedding,
+    dropout: Dropout,
+    blocks: Vec<Block>,
+    norm: LayerNorm,
+}
+
+/// Causal self-attention, then a feed-forward part, each of the normalized input and added to it.
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct Block {
+    attention_norm: LayerNorm,
+    attention: Attention,
+    norm: LayerNorm,
+    up: Linear,
+    down: Linear,
+    dropout: Dropout,
+}
+
+/// Multi-head causal self-attention.
+#[derive(Module, FsdpModule, Debug)]
+pub struct Attention {
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    output: Linear,
+    heads: usize,
+}
+
+#[fsdp_unit]
+impl Gpt {
+    /// Scores every word piece as the next one, at every place.
+    ///
+    /// # Shapes
+    ///
+    /// - `ids`: `[rows, length]`
+    /// - output: `[rows * length, vocabulary]`, not normalized
+    pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+        let [rows, length] = ids.dims();
+        let positions = Tensor::arange(0..length as i64, &ids.device()).unsqueeze();
+        let x = self.tokens.forward(ids) + self.positions.forward(positions);
+        let x = self.blocks.iter().fold(self.dropout.forward(x), |x, block| block.forward(x));
+        let x = self.norm.forward(x);
+        let [.., width] = x.dims();
+        x.reshape([rows * length, width]).matmul(self.output.val().transpose())
+    }
+}
+
+#[fsdp_unit]
+impl Block {
+    /// `[rows, length, width]` to the same.
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let attended = self.attention.forward(self.attention_norm.forward(x.clone()));
+        let x = x + self.dropout.forward(attended);
+        let wide = gelu(self.up.forward(self.norm.forward(x.clone())));
+        x + self.dropout.forward(self.down.forward(wide))
+    }
+}
+
+impl Attention {
+    /// `[rows, length, width]` to the same.
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let [rows, length, width] = x.dims();
+        let split = |linear: &Linear| {
+            let projected = linear.forward(x.clone());
+            projected.reshape([rows, length, self.heads, width / self.heads]).swap_dims(1, 2)
+        };
+        let causal = AttentionModuleOptions { is_causal: true, ..Default::default() };
+        let (query, key, value) = (split(&self.query), split(&self.key), split(&self.value));
+        let context = attention(query, key, value, None, None, causal);
+        self.output.forward(context.swap_dims(1, 2).reshape([rows, length, width]))
+    }
+}
+
+/// What a model is built from.
+#[derive(Clone, Copy, Debug)]
+pub struct GptConfig {
+    /// Its sizes.
+    pub arch: Arch,
+    /// The longest sample, in word pieces.
+    pub positions: usize,
+    /// Dropout probability, of the embeddings and of what each part adds.
+    pub dropout: f64,
+}
+
+impl GptConfig {
+    /// Builds the model with GPT-2's initial weights: normal, and smaller the deeper the model where
+    /// a block adds to the residual stream. Nothing is drawn before it is used: `fully_shard` does so,
+    /// parameter by parameter.
+    pub fn init(&self, device: &Device) -> Gpt {
+        let Arch { layers, width, vocabulary, .. } = self.arch;
+        let matrix = normal(INIT_STD);
+        let embedding =
+            |rows| EmbeddingConfig::new(rows, width).with_initializer(matrix.clone()).init(device);
+        let tokens: Embedding = embedding(vocabulary);
+        Gpt {
+            output: tokens.weight.clone(),
+            tokens,
+            positions: embedding(self.positions),
+            dropout: DropoutConfig::new(self.dropout).init(),
+            blocks: (0..layers).map(|_| self.block(device)).collect(),
+            norm: LayerNormConfig::new(width).init(device),
+        }
+    }
+
+    fn block(&self, device: &Device) -> Block {
+        let Arch { layers, width, heads, .. } = self.arch;
+        let wide = self.arch.wide();
+        let linear = |from, to, std| {
+            let linear = LinearConfig::new(from, to).with_initializer(normal(std)).init(device);
+            Linear { bias: Some(Initializer::Zeros.init([to], device)), ..linear }
+        };
+        let residual = INIT_STD / ((2 * layers) as f64).sqrt();
+        Block {
+            attention_norm: LayerNormConfig::new(width).init(device),
+            attention: Attention {
+                query: linear(width, width, INIT_STD),
+                key: linear(width, width, INIT_STD),
+                value: linear(width, width, INIT_STD),
+                output: linear(width, width, residual),
+                heads,
+            },
+            norm: LayerNormConfig::new(width).init(device),
+            up: linear(width, wide, INIT_STD),
+            down: linear(wide, width, residual),
+            dropout: DropoutConfig::new(self.dropout).init(),
+        }
+    }
+}
+
+fn normal(std: f64) -> Initializer {
+    Initializer::Normal { mean: 0.0, std }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::TensorData;
+
+    use super::*;
+    use crate::device::DeviceName;
+
+    const SMALL: Arch =
+        Arch { name: "test", fairseq: None, layers: 8, width: 32, heads: 4, vocabulary: 50 };
+
+    fn logits(model: &Gpt, ids: &[i32], device: &Device) -> Vec<f32> {
+        let input = TensorData::new(ids.to_vec(), [1, ids.len()]);
+        model.forward(Tensor::from_data(input, device)).into_data().try_into_vec_as().unwrap()
+    }
+
+    /// On the device as it is, whose attention may be one kernel, and under autodiff, where it is not.
+    #[test]
+    fn a_later_word_changes_no_earlier_score() {
+        let device = DeviceName::Auto.resolve().unwrap();
+        for device in [device.clone(), device.autodiff()] {
+            device.seed(3);
+            let model = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 }.init(&device);
+            let ids: Vec<i32> = (0..40).map(|at| at * 7 % 50).collect();
+            let before = logits(&model, &ids, &device);
+            for changed in [1, 17, 39] {
+                let mut ids = ids.clone();
+                ids[changed] = (ids[changed] + 1) % 50;
+                let after = logits(&model, &ids, &device);
+                let (same, other) = before.split_at(changed * 50);
+                let close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-6;
+                assert!(same.iter().zip(&after).all(close), "{changed}");
+                assert!(!other.iter().zip(&after[changed * 50..]).all(close), "{changed}");
+            }
+        }
+    }
+
+    #[test]
+    fn initial_weights_are_gpt_2s() {
+        let device = DeviceName::Auto.resolve().unwrap();
+        device.seed(1);
+        let model = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 }.init(&device);
+        let std = |tensor: Tensor<2>| {
+            let data = tensor.into_data().try_into_vec_as::<f32>().unwrap();
+            (data.iter().map(|x| f64::from(x * x)).sum::<f64>() / data.len() as f64).sqrt()
+        };
+        let block = &model.blocks[3];
+        for (found, expected) in [
+            (std(model.tokens.weight.val()), 0.02),
+            (std(block.attention.query.weight.val()), 0.02),
+            (std(block.up.weight.val()), 0.02),
+            (std(block.attention.output.weight.val()), 0.02 / 4.0),
+            (std(block.down.weight.val()), 0.02 / 4.0),
+        ] {
+            assert!((found / expected - 1.0).abs() < 0.1, "{found} {expected}");
+        }
+        let (tokens, output) = (model.tokens.weight.val(), model.output.val());
+        assert_eq!(tokens.into_data(), output.into_data(), "one weight");
+    }
+
+    /// What is tied is held, gathered and counted once.
+    #[test]
+    fn the_tied_weight_counts_once() {
+        let config = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 };
+        let device = DeviceName::Auto.resolve().unwrap();
+        let counted = launch(LaunchOptions::new(2).device(device), move |worker| {
+            let model = fully_shard(config.init(worker.device()), &worker, FsdpOptions::new())?;
+            Ok::<_, fsdp_runtime::Error>((model.num_params(), model.wrapping().units.len()))
+        })
+        .unwrap();
+        let of_block = 12 * 32 * 32 + 13 * 32;
+        let expected = 50 * 32 + 40 * 32 + 8 * of_block + 2 * 32;
+        assert_eq!(counted, [(expected, 9), (expected, 9)]);
+    }
+}

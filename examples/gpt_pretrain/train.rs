@@ -1,0 +1,207 @@
+//! One rank's run: build the model, shard it, train it, evaluate it.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use burn::module::ParamGroup;
+use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::MemoryForecast;
+use fsdp_runtime::optim::AdamWConfig;
+use fsdp_runtime::prelude::*;
+
+use crate::arch::Arch;
+use crate::batch::{Blocks, Dealer};
+use crate::cli::Recipe;
+use crate::log::{Log, Place, Update};
+use crate::model::{Gpt, GptConfig};
+use crate::report::Summary;
+
+/// Floats of state that AdamW holds for each parameter.
+pub const ADAM_MOMENTS: usize = 2;
+
+/// Everything a run needs; the same for every rank.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The model's size.
+    pub arch: Arch,
+    /// Trained on.
+    pub train: Blocks,
+    /// Evaluated on.
+    pub held_out: Blocks,
+    /// A bigram model's perplexity of the held-out text.
+    pub bigram: f64,
+    /// What is sharded.
+    pub strategy: ShardingStrategy,
+    /// Whether gathered parameters go between forward and backward, where the strategy lets them.
+    pub reshard_after_forward: bool,
+    /// How to train.
+    pub recipe: Recipe,
+    /// Whether log lines are printed.
+    pub log: bool,
+}
+
+impl Job {
+    /// The model, of which no value is drawn yet.
+    pub fn model(&self, device: &Device) -> Gpt {
+        let Recipe { tokens_per_sample: positions, dropout, .. } = self.recipe;
+        GptConfig { arch: self.arch, positions, dropout }.init(device)
+    }
+
+    /// How the model is sharded.
+    pub fn options(&self) -> FsdpOptions {
+        let options = FsdpOptions::new().strategy(self.strategy).seed(self.recipe.seed);
+        match self.reshard_after_forward {
+            true => options,
+            false => options.reshard_after_forward(ReshardAfterForward::Never),
+        }
+    }
+}
+
+/// Trains and evaluates; what one rank of [`launch`] runs. Every rank gets the same summary but for
+/// the times and the bytes, which are its own.
+///
+/// # Errors
+///
+/// If the recipe does not fit the text, a peer fails, or the loss is no longer a number.
+pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Summary> {
+    let Job { recipe, .. } = job;
+    let rank = worker.rank().index();
+    let dealer = Dealer {
+        world_size: worker.world().size(),
+        batch_size: recipe.batch_size,
+        update_freq: recipe.update_freq,
+    };
+    let per_epoch = dealer.updates_per_epoch(job.train.len())?;
+    let total = recipe.updates(per_epoch);
+    let schedule = recipe.schedule(total);
+    let max_norm = if recipe.clip_norm > 0.0 { recipe.clip_norm } else { f64::INFINITY };
+
+    let mut model = fully_shard(job.model(worker.device()), worker, job.options())?;
+    let mut optimizer = optimizer(recipe);
+    let loss_of = CrossEntropyLossConfig::new().init(worker.device());
+    let mut log = Log::new(dealer.per_update(), recipe.tokens_per_sample, recipe.clip_norm);
+    let mut losses = Vec::with_capacity(total);
+    let (mut logged, mut seconds, mut train_loss) = (0, 0.0, 0.0);
+    let mut order = Vec::new();
+
+    for update in 0..total {
+        let (epoch, at) = (update / per_epoch, update % per_epoch);
+        if at == 0 {
+            order = dealer.epoch(job.train.len(), recipe.seed, epoch);
+        }
+        let begin = Instant::now();
+        let mut value = 0.0;
+        for batch in 1..recipe.update_freq {
+            let rows = dealer.share(&order, at, batch - 1, rank);
+            let (loss, found) = forward(&model, &loss_of, job, rows, worker.device());
+            model.accumulate(loss)?;
+            value += number(found)?;
+        }
+        let rows = dealer.share(&order, at, recipe.update_freq - 1, rank);
+        let (loss, found) = forward(&model, &loss_of, job, rows, worker.device());
+        let mut gradients = model.backward(loss)?;
+        let norm = model.clip_grad_norm(&mut gradients, max_norm)?;
+        model = optimizer.step(schedule.rate(update), model, gradients);
+        value += number(found)?;
+        ensure!(
+            value.is_finite(),
+            "the loss of update {} is {value}; a lower --lr may help",
+            update + 1
+        );
+        losses.push(value / std::f64::consts::LN_2);
+
+        let took = begin.elapsed().as_secs_f64();
+        seconds += took;
+        log.update(Update { norm, seconds: took });
+        let updates = update + 1;
+        if updates.is_multiple_of(recipe.log_interval) || updates == total {
+            let since = &mut losses[logged..];
+            mean_over_ranks(since, worker)?;
+            train_loss = since.iter().sum::<f64>() / since.len() as f64;
+            logged = updates;
+            if job.log && rank == 0 {
+                let place = Place { updates, per_epoch, lr: schedule.rate(updates) };
+                println!("{}", serde_json::to_string(&log.line(place, train_loss))?);
+            }
+        }
+    }
+    // Making the record takes as much memory again as the state.
+    model.record_optimizer(&optimizer)?;
+    let words = total * dealer.per_update() * recipe.tokens_per_sample;
+    Ok(Summary {
+        arch: job.arch.name,
+        world_size: dealer.world_size,
+        strategy: job.strategy.to_string(),
+        num_params: model.num_params(),
+        updates: total,
+        words,
+        words_per_second: words as f64 / seconds,
+        train_loss,
+        held_out_perplexity: evaluate(job, &model, &loss_of, worker, dealer)?,
+        bigram_perplexity: job.bigram,
+        forecast: *forecast,
+        memory: model.memory(),
+        losses,
+    })
+}
+
+/// The loss of a batch, in parts of an update, and the same without its graph.
+fn forward(
+    model: &Gpt,
+    loss_of: &CrossEntropyLoss,
+    job: &Job,
+    rows: &[usize],
+    device: &Device,
+) -> (Tensor<1>, Tensor<1>) {
+    let (input, target) = job.train.batch(rows, device);
+    let loss = loss_of.forward(model.forward(input), target) / job.recipe.update_freq as f64;
+    (loss.clone(), loss.inner())
+}
+
+fn number(loss: Tensor<1>) -> Result<f64> {
+    Ok(f64::from(loss.try_into_scalar::<f32>()?))
+}
+
+/// AdamW without weight decay on biases and norms.
+fn optimizer(recipe: &Recipe) -> ModuleOptimizer {
+    let (beta_1, beta_2) = recipe.adam_betas;
+    let adam = AdamWConfig::new()
+        .with_beta_1(beta_1)
+        .with_beta_2(beta_2)
+        .with_weight_decay(recipe.weight_decay);
+    let not_decayed = ParamGroup::from_any_predicates(vec![".bias", ".gamma", ".beta"]);
+    adam.init().with_group(not_decayed, adam.with_weight_decay(0.0).build(), None)
+}
+
+/// Replaces each rank's own losses by the mean over ranks.
+fn mean_over_ranks(losses: &mut [f64], worker: &Worker) -> Result<()> {
+    worker.all_reduce_sum(losses)?;
+    losses.iter_mut().for_each(|loss| *loss /= worker.world().size() as f64);
+    Ok(())
+}
+
+/// Perplexity a word piece of the held-out text, every rank its share of the blocks.
+fn evaluate(
+    job: &Job,
+    model: &Fsdp<Gpt>,
+    loss_of: &CrossEntropyLoss,
+    worker: &Worker,
+    dealer: Dealer,
+) -> Result<f64> {
+    let device = worker.device().clone().inner();
+    let model = model.valid();
+    let mut sums = [0.0, 0.0];
+    for (rows, counts) in dealer.evaluation(&job.held_out, worker.rank().index()) {
+        let (input, target) = job.held_out.batch(&rows, &device);
+        let pieces = target.dims()[0] as f64;
+        let loss = number(loss_of.forward(model.forward(input), target))?;
+        if counts {
+            sums[0] += loss * pieces;
+            sums[1] += pieces;
+        }
+    }
+    worker.all_reduce_sum(&mut sums)?;
+    Ok((sums[0] / sums[1]).exp())
+}

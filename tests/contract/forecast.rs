@@ -1,0 +1,133 @@
+//! What is forecast for a model is what it then holds, kind by kind, to the byte.
+
+use burn::module::{Module, Param};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig};
+use burn::tensor::{Int, Tensor};
+use fsdp_runtime::optim::AdamWConfig;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, Rank, WorldSize};
+
+use super::mlp::{Block, Mlp, WIDTH, loss, on};
+
+/// A tied weight at both ends of the outermost unit.
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("tokens" = "output"))]
+struct Tied {
+    tokens: Embedding,
+    output: Param<Tensor<2>>,
+    blocks: Vec<Block>,
+    norm: LayerNorm,
+}
+
+#[fsdp_unit]
+impl Tied {
+    fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+        let [rows, length] = ids.dims();
+        let x = self.tokens.forward(ids).reshape([rows * length, WIDTH]);
+        let x = self.blocks.iter().fold(x, |x, block| block.forward(x));
+        self.norm.forward(x).matmul(self.output.val().transpose())
+    }
+}
+
+impl Tied {
+    fn new(blocks: usize, device: &burn::tensor::Device) -> Self {
+        let tokens = EmbeddingConfig::new(37, WIDTH).init(device);
+        Self {
+            output: tokens.weight.clone(),
+            tokens,
+            blocks: (0..blocks).map(|_| Block::new(device)).collect(),
+            norm: LayerNormConfig::new(WIDTH).init(device),
+        }
+    }
+}
+
+/// Two steps of `batches` micro-batches each, against the forecast.
+fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
+    let told = format!("{world} ranks, {batches} batches, {options:?}");
+    on(world, move |worker| {
+        let device = worker.device();
+        let mesh = Mesh::new(worker.rank(), worker.world());
+        let model = Tied::new(4, device);
+        let forecast = MemoryForecast::new(&model, mesh, &options)?.with_optimizer(2);
+        let forecast = if batches > 1 { forecast.with_accumulation() } else { forecast };
+        assert!(!model.tokens.weight.is_initialized(), "nothing is drawn for it");
+
+        let mut model = fully_shard(model, worker, options.clone().seed(3))?;
+        let mut adam = AdamWConfig::new().init();
+        for _ in 0..2 {
+            let ids = || Tensor::from_data([[1, 5, 36], [7, 0, 2]], device);
+            for _ in 1..batches {
+                model.accumulate(loss(model.forward(ids())))?;
+            }
+            let gradients = model.backward(loss(model.forward(ids())))?;
+            model = adam.step(1e-3, model, gradients);
+        }
+        let memory = model.memory();
+        let found = [memory.fragments, memory.replicated, memory.gathered, memory.gradients];
+        let expected =
+            [forecast.fragments, forecast.replicated, forecast.gathered, forecast.gradients];
+        assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{memory}\n{forecast}");
+        assert_eq!(forecast.optimizer, 2 * (memory.fragments.now + memory.replicated.now));
+        Ok(())
+    });
+}
+
+#[test]
+fn strategies_and_worlds() {
+    for (strategy, _) in ShardingStrategy::ALL {
+        for world in [1, 2, 4] {
+            let shard_size = if world == 4 { 2 } else { world };
+            let options = FsdpOptions::new().strategy(strategy).shard_size(shard_size);
+            held_as_forecast(world, options, 1);
+        }
+    }
+}
+
+#[test]
+fn options_that_cost_memory() {
+    let options = FsdpOptions::new();
+    held_as_forecast(2, options.clone().slots(1), 1);
+    held_as_forecast(2, options.clone().slots(3), 1);
+    held_as_forecast(2, options.clone().persist_below(WIDTH * 37 + 1), 1);
+    held_as_forecast(2, options.clone().wrap(WrapPolicy::NoWrap), 1);
+    held_as_forecast(4, options.reshard_after_forward(ReshardAfterForward::To(2)), 1);
+}
+
+#[test]
+fn accumulation() {
+    for accumulation in [GradientAccumulation::ReduceEach, GradientAccumulation::HoldUnsharded] {
+        for batches in [2, 3] {
+            let options = FsdpOptions::new().gradient_accumulation(accumulation);
+            held_as_forecast(2, options, batches);
+        }
+    }
+}
+
+/// A model far too large for any machine costs nothing to forecast, and is refused with the table.
+#[test]
+fn what_does_not_fit_is_refused() {
+    let device = burn::tensor::Device::flex();
+    let tokens = EmbeddingConfig::new(1 << 30, WIDTH).init(&device);
+    let model = Tied { output: tokens.weight.clone(), tokens, ..Tied::new(1, &device) };
+    let world = WorldSize::new(2).expect("two ranks");
+    let forecast =
+        MemoryForecast::new(&model, Mesh::new(Rank::ZERO, world), &FsdpOptions::new()).unwrap();
+    let forecast = forecast.with_optimizer(2).with_activations(1 << 20);
+    assert!(forecast.fragments > (WIDTH * 4) << 29);
+    let kinds = forecast.kinds();
+    assert_eq!(kinds[..6].iter().map(|(_, bytes)| bytes).sum::<usize>(), forecast.total());
+    let error = forecast.check(64 << 30).unwrap_err();
+    assert_eq!(error, MemoryError::DoesNotFit { available: 64 << 30, forecast });
+    for part in ["65536.00 MiB", "activations          1.00", "more ranks"] {
+        assert!(error.to_string().contains(part), "{error}");
+    }
+    assert!(forecast.check(forecast.total()).is_ok());
+}
+
+#[test]
+fn a_wrong_option_is_an_error_here_too() {
+    let model = Mlp::new(1, &burn::tensor::Device::flex());
+    let mesh = Mesh::new(Rank::ZERO, WorldSize::new(2).expect("two ranks"));
+    let error = MemoryForecast::new(&model, mesh, &FsdpOptions::new().slots(0)).unwrap_err();
+    assert!(error.to_string().contains("slots"), "{error}");
+}
