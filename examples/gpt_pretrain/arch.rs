@@ -59,11 +59,11 @@ impl Arch {
     /// An estimate, counted from the operations: each block keeps about 27 vectors of the model's
     /// width a token (norms, projections, the feed-forward part at four times the width, residuals and
     /// masks) and 3 numbers a head and pair of tokens; the logits are there three times at the
-    /// loss.
+    /// loss. The gradient of the output's weight comes first and stays until the embedding's joins it.
     pub fn activation_bytes(&self, rows: usize, length: usize) -> usize {
         let of_block = 27 * self.width + 3 * self.heads * length;
         let of_token = self.layers * of_block + 3 * self.width + 3 * self.vocabulary;
-        rows * length * of_token * size_of::<f32>()
+        (rows * length * of_token + self.vocabulary * self.width) * size_of::<f32>()
     }
 }
 

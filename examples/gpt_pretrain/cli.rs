@@ -78,8 +78,8 @@ pub struct Cli {
     pub adam_betas: (f32, f32),
 
     /// Dropout probability, of the embeddings and of what each half of a block adds
-    #[arg(long, value_name = "P", value_parser = probability)]
-    pub dropout: Option<f64>,
+    #[arg(long, value_name = "P", default_value = "0", value_parser = probability)]
+    pub dropout: f64,
 
     /// Seed of the initial weights, of dropout and of the order of the samples
     #[arg(long, value_name = "SEED", default_value_t = 1)]
@@ -149,17 +149,15 @@ struct Defaults {
     lr: f64,
     warmup_updates: usize,
     max_update: Option<usize>,
-    dropout: f64,
 }
 
 /// Of the tiny model: two minutes on two cores.
 const TINY: Defaults = Defaults {
     tokens_per_sample: 128,
-    batch_size: 8,
+    batch_size: 4,
     lr: 2e-3,
-    warmup_updates: 50,
-    max_update: Some(600),
-    dropout: 0.1,
+    warmup_updates: 100,
+    max_update: Some(1200),
 };
 /// Of the GPT-3 sizes: those of fairseq's example.
 const GPT3: Defaults = Defaults {
@@ -168,7 +166,6 @@ const GPT3: Defaults = Defaults {
     lr: 1e-4,
     warmup_updates: 5,
     max_update: None,
-    dropout: 0.0,
 };
 
 impl Cli {
@@ -187,7 +184,7 @@ impl Cli {
             clip_norm: self.clip_norm,
             weight_decay: self.weight_decay as f32,
             adam_betas: self.adam_betas,
-            dropout: self.dropout.unwrap_or(defaults.dropout),
+            dropout: self.dropout,
             seed: self.seed,
             log_interval: self.log_interval,
         }

@@ -169,7 +169,9 @@ fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize
 
 /// The gradients of each unit in bytes, in layout order.
 struct Gradients {
-    /// Full ones of the unit and of the units around it, which begin before it and end after it.
+    /// Full ones of the unit and of the units around it, which begin before it and end after it. Those
+    /// of the outermost unit all arrive at the end: nothing that it takes is tracked, as a rule, and
+    /// until then they are Burn's.
     full: Vec<usize>,
     /// What is left of the unit's own once they are reduced.
     reduced: Vec<usize>,
@@ -184,7 +186,7 @@ impl Gradients {
         let full = units.iter().map(|unit| {
             around.truncate(unit.level);
             around.push(own(unit));
-            around.iter().sum()
+            around.iter().skip(usize::from(unit.level > 0)).sum()
         });
         let full = full.collect();
         let reduced = units.iter().map(Unit::held_bytes).map(|(a, b)| a + b).collect();
