@@ -118,7 +118,7 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(kinds[..6].iter().map(|(_, bytes)| bytes).sum::<usize>(), forecast.total());
     let error = forecast.check(64 << 30).unwrap_err();
     assert_eq!(error, MemoryError::DoesNotFit { available: 64 << 30, forecast });
-    for part in ["65536.00 MiB", "activations          1.00", "more ranks"] {
+    for part in ["65536.00 MiB", "activations         1.00", "more ranks"] {
         assert!(error.to_string().contains(part), "{error}");
     }
     assert!(forecast.check(forecast.total()).is_ok());

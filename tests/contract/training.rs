@@ -226,7 +226,8 @@ fn tied_weights_are_clipped_once() {
             let model = fully_shard(model, worker, options)?;
             let mut gradients = model.backward(loss(model.forward(input(0, 0, 3, device))))?;
             let of = |gradients: &GradientsParams| {
-                let squares = |values: Vec<f32>| values.iter().map(|x| f64::from(x * x)).sum();
+                let squares =
+                    |values: Vec<f32>| values.iter().map(|x| f64::from(x * x)).sum::<f64>();
                 let mut sum: f64 = [
                     gradient(gradients, &model.input),
                     gradient(gradients, &model.blocks[0].up.weight),

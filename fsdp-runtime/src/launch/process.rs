@@ -227,7 +227,7 @@ mod tests {
         let world = WorldSize::new(world).unwrap();
         let rank = world.ranks().next().unwrap();
         let starter = Starter::OpenMpi;
-        Some(RankEnv { rank, world, local_rank: 0, starter, main_process: None })
+        Some(RankEnv { rank, world, local_rank: 0, local_world: None, starter, main_process: None })
     }
 
     #[test]
