@@ -39,8 +39,9 @@ fn muon() -> ModuleOptimizer {
     AdamWConfig::new().init().with_group(blocks, muon, None)
 }
 
-const OPTIMIZERS: [(&str, fn() -> ModuleOptimizer); 3] =
-    [("LAMB", lamb), ("Adafactor", adafactor), ("Muon", muon)];
+type Named = (&'static str, fn() -> ModuleOptimizer);
+
+const OPTIMIZERS: [Named; 3] = [("LAMB", lamb), ("Adafactor", adafactor), ("Muon", muon)];
 
 /// What a rank trains with.
 enum Stepper {

@@ -174,8 +174,10 @@ mod tests {
     use crate::device::DeviceName;
     use crate::model::GptConfig;
 
+    type Line = (u64, u64, u64, String);
+
     #[derive(Clone, Default)]
-    struct Seen(Arc<Mutex<Vec<(u64, u64, u64, String)>>>);
+    struct Seen(Arc<Mutex<Vec<Line>>>);
 
     impl<S: Subscriber> Layer<S> for Seen {
         fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {

@@ -144,7 +144,7 @@ fn overflow(model: &Mlp, gradients: &mut GradientsParams, value: f32, matrix: bo
     } else {
         let id = model.head.bias.as_ref().expect("a bias").id;
         let gradient = gradients.remove::<1>(id).expect("a gradient");
-        gradients.register(id, gradient.slice_fill([1..2], value));
+        gradients.register(id, gradient.slice_fill(1..2, value));
     }
 }
 
