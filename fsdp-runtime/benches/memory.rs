@@ -1,7 +1,7 @@
 //! Peak resident memory of loading and saving a model of 100 M parameters on four thread ranks.
 //!
 //! ```text
-//! cargo bench -p fsdp-runtime --bench memory
+//! cargo bench --bench memory
 //! ```
 //!
 //! Each phase runs in a process of its own, which reads its peak from Linux's `/proc`. Nothing is

@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::backend::{Float, ShardBackend, Tracked};
+use crate::backend::{Float, ShardBackend, Tracked, Value};
 use crate::collectives::Reduce;
 use crate::collectives::comm::Work;
 use crate::layout::FlatLayout;
@@ -179,6 +179,24 @@ pub(crate) struct Fragment<B: ShardBackend> {
     pub(crate) value: Float<B>,
     /// Its autodiff leaf, where it has one.
     pub(crate) leaf: Option<Tracked<B>>,
+}
+
+impl<B: ShardBackend> From<Value<B>> for Fragment<B> {
+    fn from(value: Value<B>) -> Self {
+        match value {
+            Value::Plain(value) => Self { value, leaf: None },
+            Value::Autodiff(leaf, _) => {
+                let value = leaf.primitive().clone();
+                Self { value, leaf: leaf.is_tracked().then_some(leaf) }
+            }
+        }
+    }
+}
+
+impl<B: ShardBackend> Clone for Fragment<B> {
+    fn clone(&self) -> Self {
+        Self { value: self.value.clone(), leaf: self.leaf.clone() }
+    }
 }
 
 fn none<T>(len: usize) -> Vec<Option<T>> {

@@ -44,9 +44,9 @@ mod unit;
 mod unit_type;
 mod wrapping;
 
+pub use checkpoint::CheckpointError;
 pub use error::{
-    CheckpointError, CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError,
-    ShardError,
+    CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
 };
 pub use forecast::{MemoryError, MemoryForecast};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};

@@ -9,11 +9,12 @@ use burn::module::ParamId;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType, Tensor, TensorData};
 
+use crate::checkpoint::CheckpointError;
 use crate::checkpoint::Scalars;
 use crate::checkpoint::model::{Holding, Model};
 use crate::checkpoint::optimizer::{self, Kind, Names, NewState, StateTensor};
 use crate::checkpoint::ranks::Ranks;
-use crate::error::{CheckpointError, Error};
+use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::group::{Entry, Held};
 use crate::param::Place;

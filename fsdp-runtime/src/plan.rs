@@ -119,23 +119,19 @@ impl Plan {
                 });
             }
         };
-        let mut plan = Self::lay_out(items, units, device, mesh, options);
-        plan.ignored = left_alone;
-        let mut places = plan.places.into_iter();
-        plan.places = order
-            .into_iter()
-            .map(|found| if found { places.next().flatten() } else { None })
-            .collect();
-        Ok(plan)
+        let (units, places) = Self::lay_out(&items, units, mesh, options);
+        let keys = items.into_iter().zip(&places).map(|(item, place)| (*place, item.key)).collect();
+        let places = order.into_iter().map(|item| item.map(|item| places[item])).collect();
+        Ok(Self { units, places, keys, ignored: left_alone, device })
     }
 
+    /// The units, and the place of each item.
     fn lay_out(
-        items: Vec<Item>,
+        items: &[Item],
         found: Vec<FoundUnit>,
-        device: Device,
         mesh: Mesh,
         options: &FsdpOptions,
-    ) -> Self {
+    ) -> (Vec<Unit>, Vec<Place>) {
         // Each item's position within its unit, in the order of the walk.
         let mut counts = vec![0; found.len()];
         let places: Vec<Place> = items
@@ -146,8 +142,7 @@ impl Plan {
                 Place { unit: item.unit, entry }
             })
             .collect();
-        let keys = places.iter().copied().zip(items.iter().map(|item| item.key.clone())).collect();
-        let units: Vec<Unit> = found
+        let units = found
             .into_iter()
             .enumerate()
             .map(|(index, unit)| {
@@ -185,8 +180,7 @@ impl Plan {
                 Unit { name, path, ty, level, field, entries, layout, gathers }
             })
             .collect();
-        let places = places.iter().copied().map(Some).collect();
-        Self { units, keys, device, places, ignored: Vec::new() }
+        (units, places)
     }
 
     /// The layout, line by line, as all ranks must have it.
@@ -222,8 +216,8 @@ struct Inventory {
     /// Parameters to leave alone that have not been found yet.
     ignored: Vec<ParamId>,
     left_alone: Vec<IgnoredParam>,
-    /// Whether each parameter found is managed.
-    order: Vec<bool>,
+    /// The item of each parameter found; `None` for one that is left alone.
+    order: Vec<Option<usize>>,
     path: Vec<String>,
     key: Vec<String>,
     transposed: Vec<bool>,
@@ -277,7 +271,7 @@ impl Inventory {
         };
         let shape = param.lazy_shape().as_slice().to_vec();
         let managed = !self.ignored.contains(&param.id);
-        self.order.push(managed);
+        self.order.push(managed.then_some(self.items.len()));
         if !managed {
             self.ignored.retain(|id| *id != param.id);
             self.left_alone.push(IgnoredParam { id: param.id, path, key, shape });

@@ -10,9 +10,10 @@ use std::ops::{Deref, Range};
 
 use burn::tensor::{DType, TensorData};
 
+use crate::checkpoint::CheckpointError;
 use crate::checkpoint::model::{self, Holding, Model};
 use crate::checkpoint::ranks::Ranks;
-use crate::error::{CheckpointError, Error};
+use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::group::Entry;
 use crate::mesh::Rank;

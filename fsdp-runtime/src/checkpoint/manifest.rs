@@ -9,8 +9,8 @@ use std::ops::Range;
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
+use super::CheckpointError;
 use super::scalar::Scalars;
-use crate::error::CheckpointError;
 use crate::mesh::WorldSize;
 
 /// The manifest's name in its folder.

@@ -19,6 +19,7 @@
 //! Imports point one way: scalar ← manifest ← rank file ← reading (`read`, `restore`) and writing
 //! (`write`, `save`); `model`, `optimizer` and `scheduler` are what is read from and put back into.
 
+mod error;
 mod folder;
 mod manifest;
 pub(crate) mod model;
@@ -34,6 +35,7 @@ mod write;
 
 use std::path::Path;
 
+pub use error::CheckpointError;
 pub use folder::{Listing, list};
 #[doc(hidden)]
 pub use manifest::seal;
@@ -44,8 +46,6 @@ pub use manifest::{
 pub use restore::{Restore, Restored};
 pub use save::{Checkpoint, CheckpointManager, Saved};
 pub use scalar::{Scalar, Scalars};
-
-use crate::error::CheckpointError;
 
 /// Names the file, and what was done to it, in an error of the system's.
 fn io(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> CheckpointError + use<> {

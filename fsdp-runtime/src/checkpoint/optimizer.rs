@@ -17,8 +17,8 @@ use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{Bytes, DType, Device};
 use burn_pack::{Reader, Tensor, Writer};
 
+use super::CheckpointError;
 use super::scalar::{Scalar, Scalars};
-use crate::error::CheckpointError;
 
 /// The number that Burn adds to each parameter's: its number of dimensions.
 const RANK: &str = "__rank";

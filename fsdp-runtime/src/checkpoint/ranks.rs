@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::CheckpointError;
 use super::manifest::MeshShape;
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::Message;
-use crate::error::{CheckpointError, CollectiveError, Error};
+use crate::error::{CollectiveError, Error};
 use crate::fully_shard::Fsdp;
 use crate::group::{Entry, Held};
 use crate::launch::Worker;

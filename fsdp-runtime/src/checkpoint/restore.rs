@@ -15,6 +15,7 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType};
 use serde_json::Value;
 
+use super::CheckpointError;
 use super::manifest::{
     Dtype, Manifest, ParameterEntry, Progress, TensorEntry, model_key, optimizer_key,
 };
@@ -24,7 +25,7 @@ use super::ranks::Ranks;
 use super::read::Folder;
 use super::save::CheckpointManager;
 use super::{folder, scheduler};
-use crate::error::{CheckpointError, Error};
+use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::group::{Entry, Held};
 use crate::launch::Worker;

@@ -20,6 +20,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::optim::ModuleOptimizer;
 use serde_json::Value;
 
+use super::CheckpointError;
 use super::manifest::{MANIFEST, Manifest, Progress};
 use super::model::Model;
 use super::ranks::Ranks;
@@ -28,7 +29,7 @@ use super::write::{
     FileSink, MemorySink, gather_parts, leave_part, missing_part, outline, part_file, parts,
 };
 use super::{folder, io, scheduler};
-use crate::error::{CheckpointError, Error};
+use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
 use crate::unit::FsdpModule;

@@ -6,6 +6,7 @@ use std::path::Path;
 use burn::module::ParamId;
 use burn::tensor::{Bytes, DType};
 
+use super::CheckpointError;
 use super::manifest::{
     Dtype, Manifest, ModelEntry, ParameterEntry, Piece, RandomState, TensorEntry, UnitEntry,
     model_key, optimizer_key, rank_file,
@@ -14,7 +15,6 @@ use super::ranks::{Ranks, arrangement, written, written_whole};
 use super::save::Checkpoint;
 use super::scalar::Scalars;
 use super::{io, model, optimizer, rank_file};
-use crate::error::CheckpointError;
 use crate::group::{Entry, Held};
 use crate::mesh::Mesh;
 use crate::param::Place;

@@ -133,11 +133,7 @@ impl<B: ShardBackend> Schedule<B> {
     fn reduce(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
         self.collect_reductions(state)?;
         let unit = &self.units[index];
-        let entries = unit.entries.len();
-        let gradients: Vec<_> = std::mem::replace(
-            &mut state.units[index].held,
-            std::iter::repeat_with(|| None).take(entries).collect(),
-        );
+        let gradients: Vec<_> = state.units[index].held.iter_mut().map(Option::take).collect();
         let bytes = total_bytes::<B>(&gradients);
         let name = if unit.gathers { "reduce_scatter" } else { "all_reduce" };
         tracing::trace!(target: "fsdp", unit = %unit.name, op = name, "fsdp::reduce");

@@ -25,14 +25,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
 
     fn collect(&self, place: Place, base: DispatchTensor) {
         let Some(value) = B::from_dispatch(base) else { return };
-        let fragment = match value {
-            Value::Plain(value) => Fragment { value, leaf: None },
-            Value::Autodiff(leaf, _) => {
-                let value = leaf.primitive().clone();
-                Fragment { value, leaf: leaf.is_tracked().then_some(leaf) }
-            }
-        };
-        self.lock().units[place.unit].fragments[place.entry] = Some(fragment);
+        self.lock().units[place.unit].fragments[place.entry] = Some(value.into());
     }
 
     fn pre_forward(
@@ -151,12 +144,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             Value::Plain(_) => None,
             Value::Autodiff(_, context) => Some(*context),
         };
-        let (value, leaf) = match value {
-            Value::Plain(value) => (value, None),
-            Value::Autodiff(leaf, _) => {
-                (leaf.primitive().clone(), leaf.is_tracked().then_some(leaf))
-            }
-        };
+        let base = Fragment::from(value);
         let mut guard = self.lock();
         let state = &mut *guard;
         let holder = unit.holder(place.entry);
@@ -165,15 +153,15 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             return Err(self.not_loaded(held_at));
         }
         // A tied entry takes both from the place that owns the weight.
-        let (value, leaf) = match &entry.held {
+        let Fragment { value, leaf } = match &entry.held {
             Held::TiedTo(_) => match &state.units[place.unit].fragments[holder] {
-                Some(fragment) => (fragment.value.clone(), fragment.leaf.clone()),
+                Some(fragment) => fragment.clone(),
                 None => {
                     let unit = unit.name.to_string();
                     return Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into());
                 }
             },
-            _ => (value, leaf),
+            _ => base,
         };
         let call = state.units[place.unit].forwards.last().copied();
         if leaf.is_none()
