@@ -70,7 +70,7 @@ fn write_pairs(file: &Path, pairs: &[Example]) {
 
 /// The output of a script beside this file.
 fn script(python: &str, name: &str, arguments: &[&OsStr]) -> Vec<u8> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/bert_finetune").join(name);
+    let script = Path::new("examples/bert_finetune").join(name);
     let output = Command::new(python)
         .arg(script)
         .args(arguments)

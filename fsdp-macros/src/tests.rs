@@ -2,7 +2,7 @@
 //!
 //! `UPDATE_SNAPSHOTS=1 cargo test -p fsdp-macros` rewrites those files.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::{env, fs};
 
 use proc_macro2::TokenStream;
@@ -53,8 +53,7 @@ fn wrong_unit() {
 #[test]
 fn readme() {
     let expanded = compare("readme");
-    let readme = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../README.md");
-    let readme = fs::read_to_string(readme).expect("the README");
+    let readme = fs::read_to_string("../README.md").expect("the README");
     assert!(
         readme.contains(&expanded),
         "README.md does not hold tests/snapshots/readme.expanded.rs as it is"
@@ -62,7 +61,7 @@ fn readme() {
 }
 
 fn compare(name: &str) -> String {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots");
+    let folder = Path::new("tests/snapshots");
     let source = fs::read_to_string(folder.join(format!("{name}.rs"))).expect("a source");
     let expanded = format(expand(syn::parse_file(&source).expect("Rust").items));
     let path = folder.join(format!("{name}.expanded.rs"));
