@@ -82,8 +82,8 @@ fn write<F: Float, N: Size>(
     let low = word & Vector::new(0xFFFFu32);
     let high = word >> Vector::new(16u32);
     mask[to] = select_many(low.less_than(&threshold), zero, keep);
-    mask[to + comptime!(LANES / N::value())] =
-        select_many(high.less_than(&threshold), zero, keep);
+    let width = N::value();
+    mask[to + comptime!(LANES / width)] = select_many(high.less_than(&threshold), zero, keep);
 }
 
 /// A mask of the given shape.
