@@ -5,12 +5,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use burn::tensor::DType;
+
 use crate::backend::{Float, ShardBackend, Tracked, Value};
 use crate::collectives::Reduce;
 use crate::collectives::comm::Work;
 use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
 use crate::param::CallId;
+use crate::precision::Precision;
 use crate::slot::SlotPlan;
 
 /// How a parameter is held between steps.
@@ -64,10 +67,10 @@ impl Entry {
         shape
     }
 
-    /// What this rank keeps of the reduced gradient.
-    pub(crate) fn reduce(&self) -> Reduce {
+    /// What this rank keeps of the reduced gradient, which travels as `dtype`.
+    pub(crate) fn reduce(&self, dtype: DType) -> Reduce {
         let segment = self.segment.filter(|_| matches!(self.held, Held::Fragment(_)));
-        Reduce { range: self.range(), shape: self.base_shape(), segment }
+        Reduce { range: self.range(), shape: self.base_shape(), segment, dtype }
     }
 }
 
@@ -90,6 +93,8 @@ pub(crate) struct Unit {
     pub(crate) layout: FlatLayout,
     /// Whether it holds fragments, and so needs a buffer to gather them in.
     pub(crate) gathers: bool,
+    /// In which types it computes and communicates.
+    pub(crate) precision: Precision,
 }
 
 impl Unit {
@@ -101,7 +106,7 @@ impl Unit {
 
     /// Bytes of the unsharded unit, padding included.
     pub(crate) fn unsharded_bytes(&self) -> usize {
-        if self.gathers { self.layout.padded_len() * size_of::<f32>() } else { 0 }
+        if self.gathers { self.layout.padded_len() * self.precision.param.size() } else { 0 }
     }
 
     /// Elements that a rank keeps of the gathered unit after forward, as one of `size` neighbours;
@@ -156,7 +161,8 @@ impl Unit {
 /// The buffers of a model, `ring` to a nesting level.
 pub(crate) fn slot_plan(units: &[Unit], ring: usize) -> SlotPlan {
     let gathered = |unit: &Unit| if unit.gathers { unit.layout.padded_len() } else { 0 };
-    let lens: Vec<_> = units.iter().map(|unit| (unit.level, gathered(unit))).collect();
+    let lens: Vec<_> =
+        units.iter().map(|unit| (unit.level, gathered(unit), unit.precision.param)).collect();
     SlotPlan::new(&lens, ring)
 }
 
@@ -175,7 +181,7 @@ pub(crate) enum Residency {
 /// A fragment read from the module.
 #[derive(Debug)]
 pub(crate) struct Fragment<B: ShardBackend> {
-    /// Its elements.
+    /// Its elements, in f32.
     pub(crate) value: Float<B>,
     /// Its autodiff leaf, where it has one.
     pub(crate) leaf: Option<Tracked<B>>,

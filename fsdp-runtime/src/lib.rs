@@ -36,6 +36,7 @@ mod optimizer_state;
 mod options;
 mod param;
 mod plan;
+mod precision;
 mod pretrained;
 mod schedule;
 mod slot;
@@ -64,6 +65,7 @@ pub use options::{
     WrapPolicy,
 };
 pub use param::Sharded;
+pub use precision::MixedPrecisionPolicy;
 pub use pretrained::{
     LoadError, LoadOptions, LoadReport, SaveDtype, SaveError, SavePretrained, from_pretrained,
     merge_safetensors,
@@ -80,9 +82,9 @@ pub use wrapping::{WrappedUnit, Wrapping};
 pub mod prelude {
     pub use crate::{
         BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradScaler,
-        GradientAccumulation, LaunchOptions, Norm, Recipient, ReshardAfterForward,
-        ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit, fully_shard, launch,
-        unit_types,
+        GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, Recipient,
+        ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit,
+        fully_shard, launch, unit_types,
     };
 }
 

@@ -7,6 +7,7 @@ use burn::module::ParamId;
 
 use crate::error::ShardError;
 use crate::mesh::Mesh;
+use crate::precision::{MixedPrecisionPolicy, Precision};
 use crate::unit_type::UnitType;
 
 /// What is sharded between steps, by PyTorch's names.
@@ -158,6 +159,8 @@ pub struct FsdpOptions {
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
     pub(crate) gradient_accumulation: GradientAccumulation,
+    pub(crate) mixed_precision: MixedPrecisionPolicy,
+    pub(crate) unit_precision: Vec<(UnitType, MixedPrecisionPolicy)>,
     pub(crate) ignored: Vec<ParamId>,
     pub(crate) persist_below: usize,
     pub(crate) sync_module_states: bool,
@@ -184,6 +187,8 @@ impl FsdpOptions {
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
             gradient_accumulation: GradientAccumulation::ReduceEach,
+            mixed_precision: MixedPrecisionPolicy::new(),
+            unit_precision: Vec::new(),
             ignored: Vec::new(),
             persist_below: 0,
             sync_module_states: true,
@@ -245,6 +250,24 @@ impl FsdpOptions {
         self
     }
 
+    /// In which types units compute and communicate.
+    pub const fn mixed_precision(mut self, policy: MixedPrecisionPolicy) -> Self {
+        self.mixed_precision = policy;
+        self
+    }
+
+    /// In which types units of certain types compute and communicate, in place of what
+    /// [`mixed_precision`](Self::mixed_precision) says: `unit_types![LmHead]`. A unit that the wrap
+    /// policy makes part of another follows that one. Of two policies for one type the later counts.
+    pub fn mixed_precision_for(
+        mut self,
+        units: &'static [UnitType],
+        policy: MixedPrecisionPolicy,
+    ) -> Self {
+        self.unit_precision.extend(units.iter().map(|unit| (*unit, policy)));
+        self
+    }
+
     /// Parameters to leave alone, by their ids: they stay whole, each rank's own, and their
     /// gradients are not reduced.
     pub fn ignored_params(mut self, params: impl IntoIterator<Item = ParamId>) -> Self {
@@ -295,6 +318,21 @@ impl FsdpOptions {
     pub const fn seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self
+    }
+
+    /// Every policy of mixed precision.
+    pub(crate) fn policies(&self) -> impl Iterator<Item = &MixedPrecisionPolicy> {
+        let of_units = self.unit_precision.iter().map(|(_, policy)| policy);
+        std::iter::once(&self.mixed_precision).chain(of_units)
+    }
+
+    /// In which types a unit computes and communicates; `level` units enclose it.
+    pub(crate) fn precision(&self, unit: Option<UnitType>, level: usize) -> Precision {
+        let own = |(of, _): &&(UnitType, MixedPrecisionPolicy)| Some(*of) == unit;
+        match self.unit_precision.iter().rev().find(own) {
+            Some((_, policy)) => policy.resolve(true),
+            None => self.mixed_precision.resolve(level == 0),
+        }
     }
 
     pub(crate) fn check(&self) -> Result<(), ShardError> {

@@ -7,7 +7,7 @@ use burn::tensor::{DispatchTensor, Shape};
 
 use super::{Pass, Reshard, Schedule, State, When, count};
 use crate::autodiff::{self, MAX_ANCHORS, State as OpState};
-use crate::backend::{Context, Float, ShardBackend, Tracked, Value};
+use crate::backend::{Context, Float, ShardBackend, Tracked, Value, cast};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError};
 use crate::group::{Call, Fragment, Held, Residency};
@@ -62,18 +62,19 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
     }
 
     fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
-        let (slot, alive, anchors) = {
+        let (slot, alive, anchors, dtype) = {
             let state = self.lock();
             let Some(call) = state.calls.get(&id) else { return output };
             let slot = state.slot_of[call.unit].map(|slot| state.slots[slot].clone());
-            (slot, call.open.clone(), call.anchors.clone())
+            let dtype = self.units[call.unit].precision.output;
+            (slot, call.open.clone(), call.anchors.clone(), dtype)
         };
         let detach = |value: Float<B>| match &slot {
             Some(slot) => slot.detach(value),
             None => value,
         };
         // Outputs on another backend, or of another kind, cannot look into the slot.
-        match B::from_dispatch(output.clone()) {
+        match B::from_dispatch(output.clone()).map(|value| value.cast(dtype)) {
             None => output,
             Some(Value::Plain(value)) => B::into_dispatch(Value::Plain(detach(value))),
             Some(Value::Autodiff(value, context)) => {
@@ -183,6 +184,8 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             Held::Fragment(_) => self.gather_single(held_at, value)?,
             _ => value,
         };
+        // What reads a parameter outside any forward sees it as the optimizer does.
+        let value = if state.open > 0 { cast::<B>(value, unit.precision.param) } else { value };
         let value = match (leaf, context) {
             (_, None) => Value::Plain(value),
             (None, Some(context)) => Value::Autodiff(Autodiff::<B>::from_inner(value), context),

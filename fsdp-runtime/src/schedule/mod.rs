@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 pub(crate) use engine::Engine;
 pub(crate) use whole::{Step, Whole};
 
-use crate::backend::ShardBackend;
+use crate::backend::{ShardBackend, cast};
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, MeshGroups};
 use crate::collectives::{Op, ProcessGroup};
@@ -190,11 +190,11 @@ impl<B: ShardBackend> Schedule<B> {
             _ => settings.slots,
         };
         let plan = slot_plan(&units, ring);
-        let slots: Vec<_> =
-            plan.numels.iter().map(|&numel| Arc::new(Slot::<B>::new(&device, numel))).collect();
+        let new = |numel, dtype| Arc::new(Slot::<B>::new(&device, numel, dtype));
+        let slots: Vec<_> = plan.slots.iter().map(|&(numel, dtype)| new(numel, dtype)).collect();
         let part = |unit: &Unit| match &settings.reshard {
             Reshard::To(group) => {
-                unit.part_len(group.size()).map(|len| Arc::new(Slot::<B>::new(&device, len)))
+                unit.part_len(group.size()).map(|len| new(len, unit.precision.param))
             }
             _ => None,
         };
@@ -342,7 +342,7 @@ impl<B: ShardBackend> Schedule<B> {
             if !range.is_empty() {
                 let segment = entry.segment.expect("a sharded entry has a segment");
                 let at = unit.layout.segment(segment).start + range.start;
-                fragments.push((at, fragment.value.clone()));
+                fragments.push((at, cast::<B>(fragment.value.clone(), unit.precision.param)));
             }
         }
         Ok(Some((fragments, self.settings.groups.shard.clone())))
@@ -410,7 +410,9 @@ impl<B: ShardBackend> Schedule<B> {
     /// run beside its own. The unit has no graph yet that looks into its present slot.
     fn add_slot(&self, state: &mut State<B>, index: usize, other: usize) -> Result<(), Error> {
         self.evict(state, index)?;
-        let slot = Arc::new(Slot::<B>::new(&self.device, self.units[index].layout.padded_len()));
+        let unit = &self.units[index];
+        let (numel, dtype) = (unit.layout.padded_len(), unit.precision.param);
+        let slot = Arc::new(Slot::<B>::new(&self.device, numel, dtype));
         tracing::warn!(
             target: "fsdp",
             "{} and {} are live at once and share a buffer: one of {} bytes was added; set the \

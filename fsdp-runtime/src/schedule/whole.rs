@@ -1,6 +1,6 @@
 //! Whole matrices on one rank: gathered there from the fragments of all, changed, and cut up again.
 
-use burn::tensor::{DispatchTensor, Shape};
+use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::Schedule;
 use crate::backend::{Float, ShardBackend, Value};
@@ -93,7 +93,7 @@ impl<B: ShardBackend> Schedule<B> {
     /// zeros of the others.
     fn scatter_from(&self, place: Place, matrix: Option<Float<B>>) -> Gather<B> {
         let (unit, entry) = self.place(place);
-        let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce()]);
+        let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce(DType::F32)]);
         let (layout, device) = (unit.layout.clone(), self.device.clone());
         self.comm.issue_on(&self.settings.groups.shard, move |group| {
             let matrix = vec![matrix];
