@@ -20,7 +20,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape};
 
-use crate::backend::{Float, ShardBackend, Tracked};
+use crate::backend::{Float, Leaf, ShardBackend, Tracked};
 use crate::error::Error;
 use crate::param::{CallId, raise};
 
@@ -153,7 +153,7 @@ fn zeros<B: ShardBackend>(
 pub(crate) fn gather<B: ShardBackend>(
     state: State<B>,
     entry: usize,
-    leaf: &Tracked<B>,
+    leaf: &Leaf<B>,
     anchors: &[Tracked<B>],
     value: Float<B>,
 ) -> Tracked<B> {

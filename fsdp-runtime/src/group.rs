@@ -3,11 +3,11 @@
 //! Transitions are idempotent. Which unit goes through which, and when, is the schedule's matter.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use burn::tensor::DType;
 
-use crate::backend::{Float, ShardBackend, Tracked, Value};
+use crate::backend::{Float, Leaf, ShardBackend, Stored, Tracked};
 use crate::collectives::Reduce;
 use crate::collectives::comm::Work;
 use crate::layout::FlatLayout;
@@ -182,26 +182,22 @@ pub(crate) enum Residency {
 #[derive(Debug)]
 pub(crate) struct Fragment<B: ShardBackend> {
     /// Its elements, in f32.
-    pub(crate) value: Float<B>,
+    pub(crate) value: Stored<B>,
     /// Its autodiff leaf, where it has one.
-    pub(crate) leaf: Option<Tracked<B>>,
+    pub(crate) leaf: Option<Leaf<B>>,
+    /// What it is sent as, once it was, where that is kept from forward to backward.
+    pub(crate) sent: Arc<OnceLock<Float<B>>>,
 }
 
-impl<B: ShardBackend> From<Value<B>> for Fragment<B> {
-    fn from(value: Value<B>) -> Self {
-        match value {
-            Value::Plain(value) => Self { value, leaf: None },
-            Value::Autodiff(leaf, _) => {
-                let value = leaf.primitive().clone();
-                Self { value, leaf: leaf.is_tracked().then_some(leaf) }
-            }
-        }
+impl<B: ShardBackend> Fragment<B> {
+    pub(crate) fn new(value: Stored<B>, leaf: Option<Leaf<B>>) -> Self {
+        Self { value, leaf, sent: Arc::default() }
     }
 }
 
 impl<B: ShardBackend> Clone for Fragment<B> {
     fn clone(&self) -> Self {
-        Self { value: self.value.clone(), leaf: self.leaf.clone() }
+        Self { value: self.value.clone(), leaf: self.leaf.clone(), sent: self.sent.clone() }
     }
 }
 
@@ -223,7 +219,7 @@ pub(crate) struct UnitState<B: ShardBackend> {
     /// Whether it was unsharded ahead of use and has not been used yet.
     pub(crate) prefetched: bool,
     /// Reduced gradients, as they are handed to the optimizer.
-    pub(crate) reduced: Vec<Option<Float<B>>>,
+    pub(crate) reduced: Vec<Option<Stored<B>>>,
     /// Full gradients of earlier micro-batches, where they are held unsharded.
     pub(crate) held: Vec<Option<Float<B>>>,
     /// Whether this rank keeps a part of its gathered parameters, for the backward to gather from.
@@ -301,13 +297,14 @@ impl<B: ShardBackend> Call<B> {
 }
 
 /// Adds gradients up, entry by entry, the earlier ones first.
-pub(crate) fn add_up<B: ShardBackend>(
-    sums: &mut [Option<Float<B>>],
-    gradients: impl IntoIterator<Item = Option<Float<B>>>,
+pub(crate) fn add_up<T>(
+    sums: &mut [Option<T>],
+    gradients: impl IntoIterator<Item = Option<T>>,
+    add: impl Fn(T, T) -> T,
 ) {
     for (sum, gradient) in sums.iter_mut().zip(gradients) {
         *sum = match (sum.take(), gradient) {
-            (Some(sum), Some(gradient)) => Some(B::float_add(sum, gradient)),
+            (Some(sum), Some(gradient)) => Some(add(sum, gradient)),
             (sum, gradient) => sum.or(gradient),
         };
     }
@@ -318,5 +315,5 @@ pub(crate) fn add_up<B: ShardBackend>(
 pub(crate) struct Reduction<B: ShardBackend> {
     pub(crate) unit: usize,
     pub(crate) bytes: usize,
-    pub(crate) work: Work<Vec<Option<Float<B>>>>,
+    pub(crate) work: Work<Vec<Option<Stored<B>>>>,
 }

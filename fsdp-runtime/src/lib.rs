@@ -61,8 +61,8 @@ pub use mesh::{Mesh, Rank, WorldSize};
 pub use norm::Norm;
 pub use optimizer_state::{LocalTensor, OptimizerState, ParameterState};
 pub use options::{
-    BackwardPrefetch, FsdpOptions, GradientAccumulation, ReshardAfterForward, ShardingStrategy,
-    WrapPolicy,
+    BackwardPrefetch, FsdpOptions, GradientAccumulation, OffloadPolicy, ReshardAfterForward,
+    ShardingStrategy, WrapPolicy,
 };
 pub use param::Sharded;
 pub use precision::MixedPrecisionPolicy;
@@ -82,7 +82,7 @@ pub use wrapping::{WrappedUnit, Wrapping};
 pub mod prelude {
     pub use crate::{
         BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradScaler,
-        GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, Recipient,
+        GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, OffloadPolicy, Recipient,
         ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit,
         fully_shard, launch, unit_types,
     };

@@ -10,6 +10,8 @@ use std::ptr::NonNull;
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
+#[cfg(feature = "flex")]
+use burn::tensor::TensorData;
 use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 
 use crate::error::ShardError;
@@ -19,6 +21,9 @@ use crate::norm::Norm;
 pub(crate) mod cube;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
+mod stored;
+
+pub(crate) use stored::{Leaf, Rest, Stored};
 
 /// A float tensor of backend `B`.
 pub(crate) type Float<B> = <B as burn::backend::BackendTypes>::FloatTensorPrimitive;
@@ -139,6 +144,30 @@ pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> 
         return tensor;
     }
     B::float_cast(tensor, dtype.into())
+}
+
+/// The tensor on Flex.
+#[cfg(feature = "flex")]
+pub(crate) fn to_host<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
+    let (shape, numel) = (tensor.shape().to_vec(), numel::<B>(&tensor));
+    let flat = B::float_reshape(tensor, Shape::from([numel]));
+    let flat = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat)));
+    let (bytes, _, dtype) = flat.into_data().into_parts();
+    burn::backend::flex::FlexTensor::from_data(TensorData::from_bytes(bytes, shape, dtype))
+}
+
+/// A tensor of Flex on a device; `pinned` asks for a copy through pages that stay in place.
+#[cfg(feature = "flex")]
+pub(crate) fn from_host<B: ShardBackend>(
+    tensor: Float<burn::backend::Flex>,
+    device: &B::Device,
+    pinned: bool,
+) -> Float<B> {
+    let mut data = tensor.into_data();
+    if pinned {
+        B::staging(std::iter::once(&mut data), device);
+    }
+    B::float_from_data(data, device)
 }
 
 /// Bytes of a tensor's elements.

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 
 use super::{Pass, Running, Schedule, State, When, count};
 use crate::autodiff::{BackwardHooks, Depth};
-use crate::backend::{Float, ShardBackend, bytes, cast};
+use crate::backend::{Float, ShardBackend, Stored, bytes, cast};
 use crate::collectives::{Op, ProcessGroup, Reduce};
 use crate::error::Error;
 use crate::group::{Call, Reduction, Unit, add_up};
@@ -120,7 +120,7 @@ impl<B: ShardBackend> Schedule<B> {
         let dtype = self.units[index].precision.reduce;
         let gradients = call.gradients.into_iter();
         let gradients = gradients.map(|gradient| Some(cast::<B>(gradient?, dtype)));
-        add_up::<B>(&mut state.units[index].held, gradients);
+        add_up(&mut state.units[index].held, gradients, B::float_add);
         let after = total_bytes::<B>(&state.units[index].held);
         self.ledger.give_back(Use::Gradients, before);
         self.ledger.take(Use::Gradients, after);
@@ -145,7 +145,7 @@ impl<B: ShardBackend> Schedule<B> {
         let dtype = unit.precision.reduce;
         let keep: Vec<Reduce> = unit.entries.iter().map(|entry| entry.reduce(dtype)).collect();
         let world = self.settings.mesh.world.size();
-        let device = self.device.clone();
+        let (device, rest) = (self.device.clone(), self.settings.rest);
         let replicate = self.settings.groups.replicate.clone();
         if replicate.is_some() {
             count(&self.counters.all_reduces);
@@ -176,7 +176,8 @@ impl<B: ShardBackend> Schedule<B> {
                 )?;
             }
             B::complete(&device);
-            Ok(reduced)
+            let laid = |gradient: Option<Float<B>>| Some(Stored::rest(gradient?, rest));
+            Ok(reduced.into_iter().map(laid).collect())
         });
         state.reductions.push_back(Reduction { unit: index, bytes, work });
         Ok(())
@@ -189,10 +190,13 @@ impl<B: ShardBackend> Schedule<B> {
             let reduced = work.wait()?;
             self.ledger.give_back(Use::Gradients, bytes);
             let sums = &mut state.units[unit].reduced;
-            let before = total_bytes::<B>(sums);
-            add_up::<B>(sums, reduced);
-            let more = total_bytes::<B>(sums) - before;
-            self.ledger.take(Use::Gradients, more);
+            let bytes = |sums: &[Option<Stored<B>>]| -> usize {
+                sums.iter().flatten().map(Stored::bytes).sum()
+            };
+            let before = bytes(sums);
+            add_up(sums, reduced, Stored::add);
+            let more = bytes(sums) - before;
+            self.ledger.take(Use::Reduced, more);
             state.reduced_bytes += more;
         }
         Ok(())
