@@ -2,8 +2,12 @@
 
 mod support;
 
+use std::sync::Mutex;
+
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, SgdConfig};
-use burn::tensor::{DType, Device, FloatDType};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{FullState, GradScalerConfig};
 use support::{Block, Net, Run, batch, loss};
@@ -97,6 +101,88 @@ fn gradients_parameters_and_optimizer_state_are_f32() {
         assert!(dtypes(&state).iter().all(|dtype| *dtype == DType::F32));
         Ok(())
     });
+}
+
+/// What a unit's forward saw: its input's type and its parameters'.
+static SEEN: Mutex<Vec<(&'static str, DType, DType, DType)>> = Mutex::new(Vec::new());
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Spy {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Spy {
+    fn new(device: &Device) -> Self {
+        Self { linear: LinearConfig::new(6, 6).init(device) }
+    }
+
+    pub fn forward(&self, name: &'static str, x: Tensor<2>, scale: &Tensor<1>) -> Tensor<2> {
+        let (weight, bias) = (self.linear.weight.val(), self.linear.bias.as_ref().map(Param::val));
+        let bias = bias.expect("a bias").dtype();
+        SEEN.lock().unwrap().push((name, x.dtype(), weight.dtype(), bias));
+        self.linear.forward(x.cast(weight.dtype())).mul_scalar(scale.dims()[0] as f32)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Precise {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Precise {
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        assert_eq!(x.dtype(), DType::F32, "cast to the type of this unit's parameters");
+        self.linear.forward(x)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Pair {
+    first: Spy,
+    second: Spy,
+    precise: Precise,
+}
+
+#[fsdp_unit]
+impl Pair {
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let scale = Tensor::ones([1], &x.device());
+        let x = self.first.forward("first", x, &scale);
+        self.precise.forward(self.second.forward("second", x, &scale))
+    }
+}
+
+#[test]
+fn inputs_are_cast_to_each_units_own_type() {
+    on_two_ranks(|worker| {
+        let device = worker.device();
+        let pair = Pair {
+            first: Spy::new(device),
+            second: Spy::new(device),
+            precise: Precise { linear: LinearConfig::new(6, 6).init(device) },
+        };
+        let options = FsdpOptions::new()
+            .seed(1)
+            .mixed_precision(BF16)
+            .mixed_precision_for(unit_types![Precise], MixedPrecisionPolicy::new());
+        let pair = fully_shard(pair, worker, options)?;
+        let x = Tensor::<2>::ones([3, 6], device).require_grad();
+        let y = pair.forward(x.clone());
+        assert_eq!(y.dtype(), DType::F32);
+        let grads = pair.backward(y.sum())?;
+        assert!(grads.get::<2>(pair.first.linear.weight.id).is_some());
+        Ok(())
+    });
+    let half = DType::BF16;
+    for (name, x, weight, bias) in SEEN.lock().unwrap().iter() {
+        assert_eq!((*x, *weight, *bias), (half, half, half), "{name}");
+    }
+    assert_eq!(SEEN.lock().unwrap().len(), 4);
 }
 
 #[test]

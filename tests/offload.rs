@@ -117,11 +117,8 @@ fn the_optimizer_and_the_state_are_on_the_host() {
         let net = fully_shard(Net::new(1, 0.0, worker.device()), &worker, options)?;
         assert_eq!(net.devices(), vec![Device::flex().autodiff()]);
         let state = net.full_state(Recipient::All)?;
-        let without = fully_shard(
-            Net::new(1, 0.0, worker.device()),
-            &worker,
-            FsdpOptions::new().seed(1),
-        )?;
+        let without =
+            fully_shard(Net::new(1, 0.0, worker.device()), &worker, FsdpOptions::new().seed(1))?;
         let expected = without.full_state(Recipient::All)?;
         assert!(support::checkpoint::same_bits(&state, &expected));
         // Outside any forward, and without autodiff.

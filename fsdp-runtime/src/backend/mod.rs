@@ -42,6 +42,14 @@ pub(crate) enum Value<B: Backend> {
 pub(crate) type Context = burn::backend::DispatchAutodiffContext;
 
 impl<B: ShardBackend> Value<B> {
+    /// The type of its elements.
+    pub(crate) fn dtype(&self) -> DType {
+        match self {
+            Self::Plain(tensor) => tensor.dtype(),
+            Self::Autodiff(tensor, _) => tensor.dtype(),
+        }
+    }
+
     /// The tensor in another type, where one is asked for.
     pub(crate) fn cast(self, dtype: Option<DType>) -> Self {
         match (self, dtype) {

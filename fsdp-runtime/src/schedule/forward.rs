@@ -62,8 +62,17 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         Ok(Some(call))
     }
 
-    fn map_input(&self, _: usize, input: DispatchTensor) -> DispatchTensor {
-        input
+    fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
+        let precision = self.units[unit].precision;
+        if !precision.cast_inputs {
+            return input;
+        }
+        match B::from_dispatch(input.clone()) {
+            Some(value) if value.dtype() != precision.param => {
+                B::into_dispatch(value.cast(Some(precision.param)))
+            }
+            _ => input,
+        }
     }
 
     fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
