@@ -159,12 +159,16 @@ fn mib(bytes: usize) -> f64 {
 /// Bytes of the buffers, as the schedule allocates them.
 fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
     let ring = if reshard == ReshardAfterForward::Never { units.len() } else { slots };
-    let buffers: usize = slot_plan(units, ring).numels.iter().sum();
+    let slots = slot_plan(units, ring).slots;
+    let buffers: usize = slots.iter().map(|(numel, dtype)| numel * dtype.size()).sum();
     let parts: usize = match reshard {
-        ReshardAfterForward::To(size) => units.iter().filter_map(|unit| unit.part_len(size)).sum(),
+        ReshardAfterForward::To(size) => {
+            let part = |unit: &Unit| Some(unit.part_len(size)? * unit.precision.param.size());
+            units.iter().filter_map(part).sum()
+        }
         _ => 0,
     };
-    (buffers + parts) * size_of::<f32>()
+    buffers + parts
 }
 
 /// The gradients of each unit in bytes, in layout order.
@@ -181,7 +185,7 @@ struct Gradients {
 
 impl Gradients {
     fn of(units: &[Unit]) -> Self {
-        let own = |unit: &Unit| unit.num_params() * size_of::<f32>();
+        let own = |unit: &Unit| unit.num_params() * unit.precision.param.size();
         let mut around: Vec<usize> = Vec::new();
         let full = units.iter().map(|unit| {
             around.truncate(unit.level);

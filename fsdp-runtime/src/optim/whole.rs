@@ -414,6 +414,7 @@ mod tests {
             entries,
             layout,
             gathers: true,
+            precision: crate::precision::Precision::FULL,
         }
     }
 
