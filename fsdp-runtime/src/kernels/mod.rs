@@ -29,7 +29,7 @@ use crate::optim::{AdamStep, SgdStep};
 
 /// The kernels of one backend. Launchers check lengths and panic where a caller inside this crate
 /// has miscounted; dtypes are f32, bf16 and f16.
-pub(crate) trait Kernels: ShardBackend {
+pub(crate) trait Kernels: Backend {
     /// The tensors' elements, each from its offset in the buffer on, rounded to the buffer's dtype.
     /// The rest of the buffer stays as it is. In the buffer's own memory where nothing shares it.
     fn pack(parts: Vec<(Float<Self>, usize)>, buffer: Float<Self>) -> Float<Self>;

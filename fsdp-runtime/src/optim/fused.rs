@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device, Shape, Tensor};
 use super::adam::Moments;
 use super::kernel::{AdamStep, SgdStep};
 use super::sgd::Sgd;
-use crate::backend::{Float, Value, with_backend};
+use crate::backend::{Float, ShardBackend, Value, with_backend};
 use crate::error::ShardError;
 use crate::kernels::{AdamTensors, Kernels};
 
@@ -100,7 +100,7 @@ pub(super) fn sgd<const D: usize>(
     stepped.expect("`takes` has asked for the device")
 }
 
-fn take<B: Kernels, const D: usize>(tensor: Tensor<D>) -> Float<B> {
+fn take<B: ShardBackend, const D: usize>(tensor: Tensor<D>) -> Float<B> {
     let value = B::from_dispatch(tensor.into_dispatch());
     value.expect("`takes` has asked for the device").into_inner()
 }
@@ -110,7 +110,7 @@ fn take<B: Kernels, const D: usize>(tensor: Tensor<D>) -> Float<B> {
 /// # Panics
 ///
 /// If its shape is not the parameter's.
-fn take_state<B: Kernels, const D: usize>(tensor: Tensor<D>, shape: &Shape) -> Float<B> {
+fn take_state<B: ShardBackend, const D: usize>(tensor: Tensor<D>, shape: &Shape) -> Float<B> {
     let tensor = take::<B, D>(tensor);
     assert_eq!(
         &tensor.shape(),
@@ -121,7 +121,7 @@ fn take_state<B: Kernels, const D: usize>(tensor: Tensor<D>, shape: &Shape) -> F
     tensor
 }
 
-fn give<B: Kernels, const D: usize>(tensor: Float<B>) -> Tensor<D> {
+fn give<B: ShardBackend, const D: usize>(tensor: Float<B>) -> Tensor<D> {
     Tensor::from_dispatch(B::into_dispatch(Value::Plain(tensor)))
 }
 
@@ -131,10 +131,9 @@ mod tests {
     use burn::module::Module;
     use burn::nn::{Linear, LinearConfig};
     use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
-    use burn::tensor::Device;
+    use burn::tensor::TensorData;
 
     use super::*;
-    use crate::backend::ShardBackend;
     use crate::optim::{AdamConfig, AdamWConfig, SgdConfig};
 
     fn address<const D: usize>(tensor: &Tensor<D>) -> usize {

@@ -77,6 +77,43 @@ pub(crate) fn copy(
     }
 }
 
+#[cube(launch_unchecked)]
+fn fill_kernel<F: Float, N: Size>(
+    target: &mut [Vector<F, N>],
+    to: usize,
+    count: usize,
+    value: InputScalar,
+    #[define(F)] _dtype: ElemType,
+) {
+    if ABSOLUTE_POS < count {
+        target[to + ABSOLUTE_POS] = Vector::new(value.get::<F>());
+    }
+}
+
+/// Sets `numel` elements to `value`.
+pub(crate) fn fill(client: &Client, target: &Run, numel: usize, value: f32) {
+    for span in spans(client, &[target], numel) {
+        let (count, dim) = span.grid(client);
+        let (write, to) = span.argument(target);
+        let dtype = element(target.dtype);
+        // SAFETY: `spans` has checked that the buffer holds the elements, of which the kernel
+        // touches `count` vectors.
+        unsafe {
+            fill_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                span.width,
+                write,
+                to,
+                span.count,
+                InputScalar::new(value, dtype),
+                dtype,
+            );
+        }
+    }
+}
+
 /// Copies several tensors to their places in one buffer: one unit a vector, those of all in a row.
 #[cube(launch_unchecked)]
 fn pack_kernel<I: Float, O: Float, N: Size>(
