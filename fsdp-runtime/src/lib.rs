@@ -50,7 +50,7 @@ pub use checkpoint::CheckpointError;
 pub use error::{
     CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
 };
-pub use forecast::{MemoryError, MemoryForecast};
+pub use forecast::{HostForecast, MemoryError, MemoryForecast};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use grad_scaler::{GradScaler, GradScalerConfig, Unscaled};

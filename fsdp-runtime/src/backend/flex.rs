@@ -284,7 +284,7 @@ mod tests {
     fn a_view_sees_what_is_written_later_and_is_never_written_through() {
         let memory = Flex::alloc(&FlexDevice, 64, DType::F32);
         let view = Flex::view(&memory, 2, Shape::from([2, 2]));
-        Flex::write(&memory, 2, owned(vec![1.0f32, 2.0, 3.0, 4.0], Shape::from([4])));
+        Flex::write(&memory, 2, owned(vec![1f32, 2.0, 3.0, 4.0], Shape::from([4])));
         assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]));
 
         let mut doubled = view.clone();
@@ -298,7 +298,7 @@ mod tests {
     fn detach_copies_views_of_the_slot_and_nothing_else() {
         let memory = Flex::alloc(&FlexDevice, 64, DType::F32);
         let view = Flex::detach(&memory, Flex::view(&memory, 0, Shape::from([3])));
-        let own = owned(vec![1.0f32], Shape::from([1]));
+        let own = owned(vec![1f32], Shape::from([1]));
         let start = own.bytes().as_ptr();
         assert_eq!(Flex::detach(&memory, own).bytes().as_ptr(), start);
         Flex::poison(&memory, 64);
