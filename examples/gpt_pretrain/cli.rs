@@ -77,6 +77,10 @@ pub struct Cli {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_update: Option<usize>,
 
+    /// Batches of held-out text to evaluate; by default all
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub max_valid_steps: Option<usize>,
+
     /// Update at which the learning rate has fallen to 0; by default the last one
     #[arg(long, value_name = "N", value_parser = positive)]
     pub total_num_update: Option<usize>,
@@ -159,6 +163,8 @@ pub struct Recipe {
     pub log_interval: usize,
     /// What is gathered and computed in.
     pub precision: Precision,
+    /// Batches to evaluate.
+    pub max_valid_steps: usize,
 }
 
 /// The type in which parameters are gathered and computed with.
@@ -219,6 +225,7 @@ impl Cli {
             dropout: self.dropout,
             seed: self.seed,
             log_interval: self.log_interval,
+            max_valid_steps: self.max_valid_steps.unwrap_or(usize::MAX),
             precision: match (self.bf16, self.fp16) {
                 (true, _) => Precision::Bf16,
                 (_, true) => Precision::Fp16 { init_scale: self.fp16_init_scale },

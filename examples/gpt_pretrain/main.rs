@@ -143,15 +143,16 @@ mod tests {
     #[test]
     fn the_forecast_is_what_the_run_then_holds() {
         for flags in [
-            "--world-size 2 --batch-size 1",
-            "--world-size 1 --batch-size 1 --strategy NO_SHARD",
-            "--world-size 2 --batch-size 1 --no-reshard-after-forward",
-            "--world-size 2 --batch-size 1 --update-freq 2",
-            "--world-size 2 --batch-size 1 --bf16",
-            "--world-size 2 --batch-size 1 --cpu-offload",
-            "--world-size 2 --batch-size 1 --cpu-offload --bf16 --update-freq 2",
+            "--world-size 2",
+            "--world-size 1 --strategy NO_SHARD",
+            "--world-size 2 --no-reshard-after-forward",
+            "--world-size 2 --update-freq 2",
+            "--world-size 2 --bf16",
+            "--world-size 2 --cpu-offload",
+            "--world-size 2 --cpu-offload --bf16 --update-freq 2",
         ] {
-            let Summary { memory, host_memory, forecast, .. } = run_with(flags).unwrap();
+            let flags = format!("{flags} --batch-size 1 --max-valid-steps 1");
+            let Summary { memory, host_memory, forecast, .. } = run_with(&flags).unwrap();
             let exact = [
                 (memory.fragments.peak, forecast.fragments),
                 (memory.replicated.peak, forecast.replicated),
@@ -171,7 +172,7 @@ mod tests {
 
     #[test]
     fn half_precision_follows_f32_and_offload_is_the_same() {
-        let shape = "--world-size 2 --batch-size 2";
+        let shape = "--world-size 2 --batch-size 2 --max-valid-steps 1";
         let full = run_with(shape).unwrap();
         let offloaded = run_with(&format!("{shape} --cpu-offload")).unwrap();
         assert_eq!(offloaded.losses, full.losses);

@@ -247,7 +247,8 @@ fn evaluate(
     let device = worker.device().clone().inner();
     let model = model.valid();
     let mut sums = [0.0, 0.0];
-    for (rows, counts) in dealer.evaluation(&job.held_out, worker.rank().index()) {
+    let batches = dealer.evaluation(&job.held_out, worker.rank().index());
+    for (rows, counts) in batches.into_iter().take(job.recipe.max_valid_steps) {
         let (input, target) = job.held_out.batch(&rows, &device);
         let pieces = target.dims()[0] as f64;
         let loss = number(loss_of.forward(model.forward(input), target))?;
