@@ -17,13 +17,15 @@
 //! ```
 //!
 //! Imports point one way: scalar ← manifest ← rank file ← reading (`read`, `restore`) and writing
-//! (`write`, `save`); `model`, `optimizer` and `scheduler` are what is read from and put back into.
+//! (`write`, `save`); `model`, `optimizer`, `own` and `scheduler` are what is read from and put back
+//! into.
 
 mod error;
 mod folder;
 mod manifest;
 pub(crate) mod model;
 pub(crate) mod optimizer;
+pub(crate) mod own;
 mod rank_file;
 pub(crate) mod ranks;
 pub(crate) mod read;
@@ -40,7 +42,7 @@ pub use folder::{Listing, list};
 #[doc(hidden)]
 pub use manifest::seal;
 pub use manifest::{
-    BLOCK, Dtype, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry, ParameterEntry, Piece,
+    BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry, ParameterEntry, Piece,
     Progress, RandomState, TensorEntry, UnitEntry, VERSION,
 };
 pub use restore::{Restore, Restored};

@@ -99,10 +99,9 @@ impl<M: FsdpModule> Fsdp<M> {
             let owns = !matches!(entry.held, EntryHeld::TiedTo(_));
             owns.then_some((Target::Parameter(place), key, &entry.path, &entry.shape))
         });
-        let local = self
-            .ignored
-            .iter()
-            .map(|IgnoredParam { id, path, key, shape }| (Target::Local(*id), key, path, shape));
+        let local = self.ignored.iter().map(|IgnoredParam { id, key, entry }| {
+            (Target::Local(*id), key, &entry.path, &entry.shape)
+        });
         for (from, key, path, shape) in sharded.chain(local) {
             if let Some(first) = named.insert(&key.name, path) {
                 let (first, second): (&String, &String) = (first, path);
