@@ -277,7 +277,8 @@ fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
                 net = whole.step(LEARNING_RATE, net, grads)?;
             }
             let state = net.full_state(Recipient::All)?;
-            let of = |(path, data): (String, burn::tensor::TensorData)| (path, data.iter().collect());
+            let of =
+                |(path, data): (String, burn::tensor::TensorData)| (path, data.iter().collect());
             Ok(state.into_iter().map(of).collect::<Parameters>())
         })
         .swap_remove(0)

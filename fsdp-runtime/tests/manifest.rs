@@ -133,7 +133,7 @@ proptest! {
 #[test]
 fn the_valid_one_is_read() {
     let manifest = Manifest::parse_body(VALID.as_bytes(), "valid").unwrap();
-    assert_eq!(manifest.tensors().count(), 5);
+    assert_eq!(manifest.tensors().count(), 6);
     assert_eq!(manifest.to_body(), VALID.trim_end());
     holds(&manifest).unwrap();
 }

@@ -42,8 +42,8 @@ pub use folder::{Listing, list};
 #[doc(hidden)]
 pub use manifest::seal;
 pub use manifest::{
-    BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry, ParameterEntry, Piece,
-    Progress, RandomState, TensorEntry, UnitEntry, VERSION,
+    BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,
+    ParameterEntry, Piece, Progress, RandomState, TensorEntry, UnitEntry, VERSION,
 };
 pub use restore::{Restore, Restored};
 pub use save::{Checkpoint, CheckpointManager, Saved};

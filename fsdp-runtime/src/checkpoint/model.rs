@@ -158,13 +158,8 @@ impl<M: FsdpModule> Model for Fsdp<M> {
         let (engine, ignored) = (self.engine.clone(), self.ignored.clone());
         let mut places = HashMap::new();
         self.visit(&mut |held| _ = places.entry(held.id).or_insert(held.place));
-        let mut mapper = Mapper {
-            engine: &*engine,
-            ignored: &ignored,
-            fill,
-            places,
-            loaded: Vec::new(),
-        };
+        let mut mapper =
+            Mapper { engine: &*engine, ignored: &ignored, fill, places, loaded: Vec::new() };
         // In place, so that each old fragment is freed before the next new one is made.
         replace_with::replace_with_or_abort(&mut self.module, |module| module.map(&mut mapper));
         engine.set_loaded(&mapper.loaded);

@@ -159,7 +159,8 @@ impl CheckpointManager {
 }
 
 fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Error> {
-    let prepared = Folder::open(path).and_then(|folder| prepare(&restore, Arc::new(folder), ranks.index()));
+    let prepared =
+        Folder::open(path).and_then(|folder| prepare(&restore, Arc::new(folder), ranks.index()));
     let Prepared { folder, mut wants, optimizers, schedulers, values } =
         ranks.settle("a checkpoint's checks", prepared)?;
     let manifest = folder.manifest();

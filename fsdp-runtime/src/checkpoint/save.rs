@@ -263,6 +263,7 @@ pub struct CheckpointManager {
 /// A save in the background.
 #[derive(Debug)]
 struct Pending {
+    tmp: PathBuf,
     written: Receiver<Result<(), CheckpointError>>,
     thread: JoinHandle<Result<(), CheckpointError>>,
     cancel: Arc<AtomicBool>,
@@ -334,6 +335,10 @@ impl CheckpointManager {
             pending.cancel.store(true, Ordering::Relaxed);
         }
         let committed = pending.thread.join().unwrap_or_else(|_| Err(ended(&self.home.root)));
+        if self.ranks.leads() && (written.is_err() || committed.is_err()) {
+            // On a full disk, room for the next. What this leaves is recognised as torn.
+            let _ = fs::remove_dir_all(&pending.tmp);
+        }
         written?;
         self.ranks.settle("the manifest of a checkpoint", committed)
     }
@@ -347,6 +352,7 @@ impl CheckpointManager {
         let copied = parts(checkpoint, &differing, &mut copy).map(|()| copy);
         let cancel = Arc::new(AtomicBool::new(false));
         let (sender, written) = sync_channel(1);
+        let pending_tmp = tmp.clone();
         let (target, home, cancelled) = (target.to_path_buf(), self.home.clone(), cancel.clone());
         let work = move || {
             let write = || {
@@ -372,7 +378,7 @@ impl CheckpointManager {
             .name(format!("fsdp-save-{rank}"))
             .spawn(work)
             .map_err(io("start a thread to write", &self.home.root))?;
-        Ok(Pending { written, thread, cancel })
+        Ok(Pending { tmp: pending_tmp, written, thread, cancel })
     }
 }
 

@@ -9,12 +9,12 @@ use burn::tensor::{Bytes, DType};
 
 use super::CheckpointError;
 use super::manifest::{
-    Dtype, KeyEntry, Manifest, ModelEntry, ParameterEntry, Piece, RandomState, TensorEntry, UnitEntry,
-    model_key, optimizer_key, rank_file,
+    Dtype, KeyEntry, Manifest, ModelEntry, ParameterEntry, Piece, RandomState, TensorEntry,
+    UnitEntry, model_key, optimizer_key, rank_file,
 };
+use super::model::Model;
 use super::own::Differing;
 use super::ranks::{Ranks, arrangement, written, written_owned, written_whole};
-use super::model::Model;
 use super::save::{Checkpoint, SavedOptimizer};
 use super::scalar::Scalars;
 use super::{io, model, optimizer, rank_file};
@@ -119,12 +119,8 @@ impl Sink for FileSink {
         let Some(dtype) = Dtype::of(part.dtype) else {
             return Err(CheckpointError::UnsupportedDtype { tensor: key, dtype: part.dtype });
         };
-        let mut tensor = TensorEntry {
-            dtype,
-            shape: part.shape,
-            copies: part.copies,
-            pieces: Vec::new(),
-        };
+        let mut tensor =
+            TensorEntry { dtype, shape: part.shape, copies: part.copies, pieces: Vec::new() };
         if !part.range.is_empty() {
             let checksums = self.file.write(&key, dtype, part.bytes.as_slice())?;
             let (start, end) = (part.range.start, part.range.end);
