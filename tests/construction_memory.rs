@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, activation::relu};
+use fsdp_runtime::checkpoint::{MergeOptions, merge};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LoadOptions, SavePretrained, from_pretrained};
 
@@ -163,6 +164,18 @@ fn load_checkpoint(folder: &Path) {
     within("load_state after deferred_init", (loading, ranks.iter().sum()), 1);
 }
 
+/// Without ranks: one tensor, and the writer's buffer.
+fn merge_checkpoint(folder: &Path) {
+    let before = LIVE.load(SeqCst);
+    PEAK.store(before, SeqCst);
+    let output = folder.join("merged");
+    let merged = merge(folder.join("checkpoint"), &output, &MergeOptions::new()).unwrap();
+    assert!(merged.bytes as usize > BLOCKS * UNIT);
+    let peak = PEAK.load(SeqCst) - before;
+    println!("merging: {:.1} MiB at most", peak as f64 / (1 << 20) as f64);
+    assert!((MATRIX..=MATRIX + SMALL).contains(&peak), "merging: {peak} bytes");
+}
+
 #[test]
 fn construction_holds_fragments_and_one_unit() {
     let all = (BLOCKS * UNIT) as f64 / (1 << 20) as f64;
@@ -176,4 +189,5 @@ fn construction_holds_fragments_and_one_unit() {
     let folder = tempfile::tempdir().unwrap();
     save_and_load(folder.path());
     load_checkpoint(folder.path());
+    merge_checkpoint(folder.path());
 }

@@ -93,6 +93,16 @@ pub enum CheckpointError {
         /// What differs, a line each.
         differences: Vec<String>,
     },
+    /// A model that is not in a checkpoint, or none named where there are several.
+    #[error("{}; it holds {}", no_model(folder, asked), names(models))]
+    NoSuchModel {
+        /// The checkpoint.
+        folder: String,
+        /// The model asked for.
+        asked: Option<String>,
+        /// Those there are.
+        models: Vec<String>,
+    },
     /// Optimizer state of another shape than its parameter's.
     #[error(
         "the optimizer's `{tensor}` is {found:?}, its parameter's fragment {expected:?}; only \
@@ -173,6 +183,18 @@ pub enum CheckpointError {
         /// How long.
         waited: Duration,
     },
+}
+
+fn no_model(folder: &str, asked: &Option<String>) -> String {
+    match asked {
+        Some(name) => format!("{folder} holds no model `{name}`"),
+        None => format!("name the model of {folder} that is meant"),
+    }
+}
+
+fn names(models: &[String]) -> String {
+    let names: Vec<_> = models.iter().map(|name| format!("`{name}`")).collect();
+    if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
 fn lines(lines: &[String]) -> String {

@@ -18,11 +18,12 @@
 //!
 //! Imports point one way: scalar ← manifest ← rank file ← reading (`read`, `restore`) and writing
 //! (`write`, `save`); `model`, `optimizer`, `own` and `scheduler` are what is read from and put back
-//! into.
+//! into. `merge` needs neither model nor ranks.
 
 mod error;
 mod folder;
 mod manifest;
+mod merge;
 pub(crate) mod model;
 pub(crate) mod optimizer;
 pub(crate) mod own;
@@ -45,6 +46,7 @@ pub use manifest::{
     BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,
     ParameterEntry, Piece, Progress, RandomState, TensorEntry, UnitEntry, VERSION,
 };
+pub use merge::{MergeOptions, Merged, merge};
 pub use restore::{Restore, Restored};
 pub use save::{Checkpoint, CheckpointManager, Saved};
 pub use scalar::{Scalar, Scalars};

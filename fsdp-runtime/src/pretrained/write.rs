@@ -120,6 +120,25 @@ impl NewFile {
         Ok(())
     }
 
+    /// Writes the transpose of a matrix of `[rows, columns]` whose elements have `size` bytes each.
+    pub(crate) fn transposed(
+        &mut self,
+        bytes: &[u8],
+        [rows, columns]: [usize; 2],
+        size: usize,
+    ) -> Result<(), SaveError> {
+        let mut column = Vec::with_capacity(rows * size);
+        for at in 0..columns {
+            column.clear();
+            for row in 0..rows {
+                let start = (row * columns + at) * size;
+                column.extend_from_slice(&bytes[start..start + size]);
+            }
+            self.write(&column)?;
+        }
+        Ok(())
+    }
+
     /// Flushes the file to disk.
     pub(crate) fn complete(self) -> Result<Complete, SaveError> {
         let Self { label, scratch, out } = self;
