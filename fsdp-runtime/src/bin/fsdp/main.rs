@@ -3,7 +3,6 @@
 mod config;
 mod env;
 mod launch;
-mod probe;
 mod validate;
 
 use std::ffi::OsString;
