@@ -23,6 +23,8 @@ pub(crate) enum Held {
     Fragment(Range<usize>),
     /// Whole, on every rank: vectors, small matrices, and everything under `NO_SHARD`.
     Whole,
+    /// Whole, and each rank's own: an ignored parameter, which is of no unit.
+    Own,
     /// Not at all: the entry it is tied to holds it.
     TiedTo(usize),
 }
@@ -51,7 +53,7 @@ impl Entry {
     pub(crate) fn range(&self) -> Range<usize> {
         match &self.held {
             Held::Fragment(range) => range.clone(),
-            Held::Whole => 0..self.numel(),
+            Held::Whole | Held::Own => 0..self.numel(),
             Held::TiedTo(_) => 0..0,
         }
     }
@@ -59,7 +61,7 @@ impl Entry {
     /// The shape of the base: a fragment keeps the rank of its parameter, and an empty one is one
     /// element that never gets a gradient.
     pub(crate) fn base_shape(&self) -> Vec<usize> {
-        if self.held == Held::Whole {
+        if matches!(self.held, Held::Whole | Held::Own) {
             return self.shape.clone();
         }
         let mut shape = vec![1; self.shape.len()];

@@ -15,6 +15,8 @@ mod check;
 pub mod checkpoint;
 mod collectives;
 pub mod config;
+#[cfg(any(feature = "cli", feature = "nccl"))]
+pub mod cuda;
 pub mod env;
 mod error;
 mod field_call;
@@ -47,6 +49,8 @@ mod unit_type;
 mod wrapping;
 
 pub use checkpoint::CheckpointError;
+#[cfg(feature = "nccl")]
+pub use collectives::store::StoreError;
 pub use error::{
     CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
 };

@@ -40,9 +40,8 @@ struct Item {
 #[derive(Clone, Debug)]
 pub(crate) struct IgnoredParam {
     pub(crate) id: ParamId,
-    pub(crate) path: String,
     pub(crate) key: Key,
-    pub(crate) shape: Vec<usize>,
+    pub(crate) entry: Entry,
 }
 
 #[derive(Debug)]
@@ -202,7 +201,7 @@ impl Plan {
             for entry in &unit.entries {
                 let held = match &entry.held {
                     Held::Fragment(_) => "sharded".to_string(),
-                    Held::Whole => "replicated".to_string(),
+                    Held::Whole | Held::Own => "replicated".to_string(),
                     Held::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),
                 };
                 lines.push(format!("{} {:?} {held}", entry.path, entry.shape));
@@ -278,7 +277,8 @@ impl Inventory {
         self.order.push(managed.then_some(self.items.len()));
         if !managed {
             self.ignored.retain(|id| *id != param.id);
-            self.left_alone.push(IgnoredParam { id: param.id, path, key, shape });
+            let entry = Entry { path, shape, held: Held::Own, segment: None };
+            self.left_alone.push(IgnoredParam { id: param.id, key, entry });
             return;
         }
         if let Some(error) = unshardable(&path, param) {

@@ -59,6 +59,12 @@ impl<B: ShardBackend> Slot<B> {
         B::host_memory(&self.memory)
     }
 
+    /// The buffer, for code outside Burn, once this thread's stream is done.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn device_memory(&self) -> Result<crate::backend::DeviceMemory, String> {
+        B::device_memory(&self.memory)
+    }
+
     /// Called on reshard: later writes come after the reads issued until now, and in debug builds
     /// a read in between finds NaN.
     pub(crate) fn release(&self) {

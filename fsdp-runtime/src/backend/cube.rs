@@ -15,6 +15,8 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
+#[cfg(feature = "nccl")]
+use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
 use super::{ShardBackend, Value, dispatch, numel};
@@ -135,6 +137,24 @@ impl ShardBackend for Cube {
         let numel = numel::<Cube>(&tensor);
         let tensor = Self::into_dispatch(Value::Plain(flat(tensor, 0..numel)));
         burn::tensor::Tensor::<1>::from_dispatch(tensor).into_data().as_bytes().to_vec()
+    }
+
+    #[cfg(feature = "nccl")]
+    fn device_memory(memory: &Memory) -> Result<super::DeviceMemory, String> {
+        type Server = <CudaRuntime as cubecl_runtime::runtime::Runtime>::Server;
+        let CubeDevice::Cuda(_) = &memory.device else {
+            return Err(format!("NCCL needs CUDA devices, and {:?} is none", memory.device));
+        };
+        let client = memory.device.client();
+        let resource = |handle: Handle| {
+            let resource = client.get_resource::<Server>(handle);
+            resource.map_err(|error| format!("CubeCL: {error}"))
+        };
+        // To ask for a buffer makes this thread's stream wait for the one that wrote it: the token's
+        // has read the slot, the slot's has written it.
+        let token = resource(memory.token().clone())?;
+        let held = resource(memory.handle.clone())?;
+        Ok(super::DeviceMemory { start: held.resource().ptr, _held: Box::new((token, held)) })
     }
 
     fn fragment(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {

@@ -247,6 +247,16 @@ impl ShardBackend for Flex {
         Contiguous(tensor.to_contiguous())
     }
 
+    /// Tests have a NCCL of their own, on the host.
+    #[cfg(feature = "nccl")]
+    fn device_memory(memory: &Memory) -> Result<super::DeviceMemory, String> {
+        if cfg!(test) {
+            let start = memory.block.start.as_ptr().expose_provenance() as u64;
+            return Ok(super::DeviceMemory { start, _held: Box::new(memory.block.clone()) });
+        }
+        Err("a tensor on Flex lies in the host's memory, and NCCL needs CUDA devices".into())
+    }
+
     fn fragment(tensor: FlexTensor, range: Range<usize>, shape: Shape) -> FlexTensor {
         with_float!(tensor.dtype(), E, {
             with_elements::<E, _>(&tensor, range, |elements| owned(elements.to_vec(), shape))

@@ -39,6 +39,15 @@ pub(crate) enum Value<B: Backend> {
     Autodiff(Tracked<B>, Context),
 }
 
+/// Where a buffer lies on a CUDA device. It stays there as long as this lives.
+#[cfg(feature = "nccl")]
+pub(crate) struct DeviceMemory {
+    /// The address of its first element.
+    pub(crate) start: u64,
+    /// What keeps it in its place.
+    pub(crate) _held: Box<dyn std::any::Any + Send>,
+}
+
 /// The autodiff context a tensor came with, to give back: it names the checkpointing strategy.
 pub(crate) type Context = burn::backend::DispatchAutodiffContext;
 
@@ -109,6 +118,11 @@ pub(crate) trait ShardBackend: Kernels {
     /// The tensor's elements in order: itself, where it lies so in the host's memory, or a copy.
     #[cfg(feature = "mpi")]
     fn host(tensor: Float<Self>) -> Self::Host;
+
+    /// The buffer, for code outside Burn, or why it has none: this thread's stream comes after all
+    /// that was issued on the buffer, by whatever thread, until now.
+    #[cfg(feature = "nccl")]
+    fn device_memory(memory: &Self::Memory) -> Result<DeviceMemory, String>;
 
     /// A copy of `range` of the flattened tensor, in memory of its own, of the given shape.
     fn fragment(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;

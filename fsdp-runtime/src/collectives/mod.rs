@@ -1,13 +1,20 @@
 //! Process groups: the collectives that units need, over one of several engines.
 //!
-//! [`local`] is the engine of thread ranks, `mpi` that of processes. [`group`] is any engine's group; [`comm`] runs a rank's
+//! [`local`] is the engine of thread ranks, `mpi` that of processes, and `nccl` that of either on GPUs
+//! of their own, which exchange values at the hub of `local` or over `store`. [`group`] is any engine's group; [`comm`] runs a rank's
 //! collectives in issue order on a thread of its own and hands over results that are waited for.
 
 pub(crate) mod comm;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod failure;
 pub(crate) mod group;
 pub(crate) mod local;
 #[cfg(feature = "mpi")]
 pub(crate) mod mpi;
+#[cfg(feature = "nccl")]
+pub(crate) mod nccl;
+#[cfg(feature = "nccl")]
+pub(crate) mod store;
 
 #[cfg(test)]
 mod conformance;

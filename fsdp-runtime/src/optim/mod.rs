@@ -28,3 +28,4 @@ pub(crate) use self::kernel::{AdamStep, SgdStep};
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use sgd::{Sgd, SgdConfig, SgdState};
 pub use whole::WholeParam;
+pub(crate) use whole::owners;

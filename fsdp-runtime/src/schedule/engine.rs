@@ -227,8 +227,8 @@ impl<B: ShardBackend> Engine for Schedule<B> {
                 self.gather_parts(place, base)?;
                 return Ok(None);
             }
-            Held::Whole if keep => base,
-            Held::Whole | Held::TiedTo(_) => return Ok(None),
+            Held::Whole | Held::Own if keep => base,
+            Held::Whole | Held::Own | Held::TiedTo(_) => return Ok(None),
         };
         let numel = crate::backend::numel::<B>(&full);
         let flat = B::float_reshape(full, burn::tensor::Shape::from([numel]));
