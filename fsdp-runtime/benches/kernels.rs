@@ -146,8 +146,7 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
 
     let pack = |pieces: usize, to: FloatDType| -> Box<dyn FnMut()> {
         let piece = len / pieces;
-        let parts: Vec<_> =
-            (0..pieces).map(|i| (noise(piece, device, F32), i * piece)).collect();
+        let parts: Vec<_> = (0..pieces).map(|i| (noise(piece, device, F32), i * piece)).collect();
         let buffer = noise(len, device, to);
         Box::new(in_place(buffer, move |buffer| expect(kernels::pack(parts.clone(), buffer))))
     };
@@ -191,7 +190,12 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
     }
 
     case("AdamW", 28, false, step(AdamWConfig::new().build(), len, device));
-    case("SGD with momentum", 20, false, step(SgdConfig::new().with_momentum(0.9).build(), len, device));
+    case(
+        "SGD with momentum",
+        20,
+        false,
+        step(SgdConfig::new().with_momentum(0.9).build(), len, device),
+    );
     cases
 }
 

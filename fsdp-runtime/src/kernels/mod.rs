@@ -19,7 +19,7 @@ pub(crate) mod flex;
 
 use std::ops::Range;
 
-use burn::backend::Backend;
+use burn::backend::{Backend, DispatchDevice};
 use burn::tensor::{DType, Device, FloatDType, Shape, Tensor, TensorData};
 
 pub use self::error::KernelError;
@@ -54,11 +54,8 @@ pub(crate) trait Kernels: Backend {
 
     /// Multiplies the tensors by `factor`, in their own memory where nothing shares it, and tells what
     /// each adds to a norm then.
-    fn unscale(
-        tensors: Vec<Float<Self>>,
-        factor: f32,
-        norm: Norm,
-    ) -> (Vec<Float<Self>>, Vec<Sums>);
+    fn unscale(tensors: Vec<Float<Self>>, factor: f32, norm: Norm)
+    -> (Vec<Float<Self>>, Vec<Sums>);
 
     /// A dropout mask.
     fn mask(device: &Self::Device, source: &MaskSource, shape: Shape, dtype: DType) -> Float<Self>;
@@ -149,6 +146,18 @@ impl MaskSource {
     }
 }
 
+/// Whether the device has kernels.
+pub(crate) fn has_kernels(device: &Device) -> bool {
+    match device.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => true,
+        #[allow(unreachable_patterns)]
+        _ => false,
+    }
+}
+
 /// A flat tensor taken apart for backend `B`, without autodiff.
 fn take<B: ShardBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {
     let device = format!("{:?}", tensor.device());
@@ -189,10 +198,7 @@ fn check_range(range: &Range<usize>, len: usize) -> Result<(), KernelError> {
 ///
 /// [`KernelError`] for parts that overlap or reach beyond the buffer, on another device, or of a dtype
 /// other than f32, bf16 and f16.
-pub fn pack(
-    parts: Vec<(Tensor<1>, usize)>,
-    buffer: Tensor<1>,
-) -> Result<Tensor<1>, KernelError> {
+pub fn pack(parts: Vec<(Tensor<1>, usize)>, buffer: Tensor<1>) -> Result<Tensor<1>, KernelError> {
     let len = buffer.shape().num_elements();
     let mut ranges = Vec::new();
     for (tensor, at) in &parts {

@@ -34,15 +34,15 @@ fn a_cast_on_flex_is_burns() {
 fn a_cast_is_its_twins_to_the_bit() {
     let Some(device) = device() else { return };
     let flex = burn::tensor::Device::flex();
-    for (from, to) in
-        dtypes(&device).flat_map(|from| dtypes(&device).map(move |to| (from, to))).collect::<Vec<_>>()
+    for (from, to) in dtypes(&device)
+        .flat_map(|from| dtypes(&device).map(move |to| (from, to)))
+        .collect::<Vec<_>>()
     {
         for len in LENGTHS {
             let values = with_ends(len as u64, len);
             for divisor in [None, Some(3.0)] {
-                let cast = |device| {
-                    kernels::cast(tensor(&values, device, from), to, divisor).unwrap()
-                };
+                let cast =
+                    |device| kernels::cast(tensor(&values, device, from), to, divisor).unwrap();
                 let what = format!("{from:?} to {to:?}, {len} elements, divided by {divisor:?}");
                 assert_eq!(bits(&cast(&device)), bits(&cast(&flex)), "{what}");
             }
@@ -65,7 +65,8 @@ const PARTS: [(usize, usize); 9] = [
 const BUFFER: usize = 137_500;
 
 fn parts(device: &burn::tensor::Device, dtype: FloatDType) -> Vec<(Tensor<1>, usize)> {
-    let part = |(at, len): (usize, usize)| (tensor(&numbers(at as u64, len, 10.0), device, dtype), at);
+    let part =
+        |(at, len): (usize, usize)| (tensor(&numbers(at as u64, len, 10.0), device, dtype), at);
     PARTS.map(part).into()
 }
 
@@ -120,7 +121,8 @@ fn many_small_parts_are_packed_in_one_buffer_and_come_out_again() {
         let mut at = 0;
         let parts: Vec<_> = lens
             .map(|len| {
-                let part = (tensor(&numbers(at as u64 + 1, len, 1.0), &device, FloatDType::F32), at);
+                let part =
+                    (tensor(&numbers(at as u64 + 1, len, 1.0), &device, FloatDType::F32), at);
                 at += len;
                 part
             })

@@ -57,7 +57,10 @@ pub fn numbers(seed: u64, len: usize, largest: f32) -> Vec<f32> {
 }
 
 pub fn tensor(values: &[f32], device: &Device, dtype: FloatDType) -> Tensor<1> {
-    Tensor::from_data(TensorData::new(values.to_vec(), [values.len()]), (device, DType::from(dtype)))
+    Tensor::from_data(
+        TensorData::new(values.to_vec(), [values.len()]),
+        (device, DType::from(dtype)),
+    )
 }
 
 /// The elements' bits, with one NaN for all, and 0 for bf16's subnormals: instructions that round to

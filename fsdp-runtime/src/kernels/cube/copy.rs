@@ -265,10 +265,8 @@ pub(crate) fn unpack(
     let buffer = contiguous(buffer);
     let client = buffer.client.clone();
     let source = Run::of(&buffer);
-    let tensors: Vec<(CubeTensor, usize)> = parts
-        .into_iter()
-        .map(|(at, shape)| (empty(&buffer.device, shape, dtype), at))
-        .collect();
+    let tensors: Vec<(CubeTensor, usize)> =
+        parts.into_iter().map(|(at, shape)| (empty(&buffer.device, shape, dtype), at)).collect();
     let part = |(tensor, at): &(CubeTensor, usize)| {
         let numel = tensor.shape().num_elements();
         Part { own: Run::of(tensor), shared: source.clone().from(*at), numel }

@@ -38,11 +38,7 @@ impl Kernels for Cube {
         sums::sums(parts, norm)
     }
 
-    fn unscale(
-        tensors: Vec<CubeTensor>,
-        factor: f32,
-        norm: Norm,
-    ) -> (Vec<CubeTensor>, Vec<Sums>) {
+    fn unscale(tensors: Vec<CubeTensor>, factor: f32, norm: Norm) -> (Vec<CubeTensor>, Vec<Sums>) {
         sums::unscale(tensors, factor, norm)
     }
 

@@ -96,10 +96,7 @@ fn sums_kernel<F: Float, N: Size>(
                     sum += rounded(x * x, zero);
                 }
                 if comptime!(term == Term::Power) {
-                    sum += Vector::powf(
-                        Vector::<f32, N>::reinterpret(bits),
-                        Vector::new(exponent),
-                    );
+                    sum += Vector::powf(Vector::<f32, N>::reinterpret(bits), Vector::new(exponent));
                 }
             }
             index += step;

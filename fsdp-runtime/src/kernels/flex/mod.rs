@@ -132,19 +132,12 @@ impl Kernels for Flex {
     fn sums(parts: &[(FlexTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {
         let sums = |(tensor, range): &(FlexTensor, Range<usize>)| {
             let tensor = contiguous(tensor.clone());
-            with_number!(tensor.dtype(), |E| sums::sums(
-                &slice::<E>(&tensor)[range.clone()],
-                norm
-            ))
+            with_number!(tensor.dtype(), |E| sums::sums(&slice::<E>(&tensor)[range.clone()], norm))
         };
         parts.iter().map(sums).collect()
     }
 
-    fn unscale(
-        tensors: Vec<FlexTensor>,
-        factor: f32,
-        norm: Norm,
-    ) -> (Vec<FlexTensor>, Vec<Sums>) {
+    fn unscale(tensors: Vec<FlexTensor>, factor: f32, norm: Norm) -> (Vec<FlexTensor>, Vec<Sums>) {
         let unscale = |tensor: FlexTensor| {
             let mut tensor = exclusive(tensor);
             let sums = with_number!(tensor.dtype(), |E| {
