@@ -61,6 +61,10 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         Ok(Some(call))
     }
 
+    fn map_input(&self, _: usize, input: DispatchTensor) -> DispatchTensor {
+        input
+    }
+
     fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
         let (slot, alive, anchors) = {
             let state = self.lock();
