@@ -127,6 +127,7 @@ fn settings(
             prefetch => prefetch,
         },
         accumulation: options.gradient_accumulation,
+        offload_activations: options.offload_activations,
     })
 }
 

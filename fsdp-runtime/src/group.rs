@@ -11,6 +11,7 @@ use crate::collectives::comm::Work;
 use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
 use crate::param::CallId;
+use crate::recompute::{Kept, KeptInput};
 use crate::slot::SlotPlan;
 
 /// How a parameter is held between steps.
@@ -90,6 +91,10 @@ pub(crate) struct Unit {
     pub(crate) layout: FlatLayout,
     /// Whether it holds fragments, and so needs a buffer to gather them in.
     pub(crate) gathers: bool,
+    /// Whether its forward is run again in backward, from its inputs alone.
+    pub(crate) checkpointed: bool,
+    /// The checkpointed unit that it lies in: it is run again as part of that one.
+    pub(crate) within: Option<usize>,
 }
 
 impl Unit {
@@ -268,6 +273,31 @@ pub(crate) struct Call<B: ShardBackend> {
     pub(crate) alive: std::sync::Weak<()>,
     /// Kept until its forward ends.
     pub(crate) open: Option<Arc<()>>,
+    /// The call whose recomputation it is part of.
+    pub(crate) part_of: Option<CallId>,
+    /// What its forward takes along to be run again, where it is checkpointed.
+    pub(crate) checkpoint: Option<Checkpoint<B>>,
+}
+
+/// A checkpointed forward under way.
+#[derive(Debug)]
+pub(crate) struct Checkpoint<B: ShardBackend> {
+    /// Its inputs, in the order in which they were detached.
+    pub(crate) inputs: Vec<KeptInput>,
+    /// How many of them are stowed until backward.
+    pub(crate) stowed: usize,
+    /// The tracked ones, or a leaf in their place.
+    pub(crate) parents: Vec<Tracked<B>>,
+    /// What is kept, once it has run.
+    pub(crate) kept: Option<Arc<Kept<B>>>,
+    /// The parent of its outputs, once there is one.
+    pub(crate) parent: Option<Tracked<B>>,
+}
+
+impl<B: ShardBackend> Checkpoint<B> {
+    pub(crate) fn new(parents: Vec<Tracked<B>>) -> Self {
+        Self { inputs: Vec::new(), stowed: 0, parents, kept: None, parent: None }
+    }
 }
 
 impl<B: ShardBackend> Call<B> {
@@ -285,6 +315,8 @@ impl<B: ShardBackend> Call<B> {
             reads_frozen: false,
             alive: Arc::downgrade(&open),
             open: Some(open),
+            part_of: None,
+            checkpoint: None,
         }
     }
 

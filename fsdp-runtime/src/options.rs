@@ -146,6 +146,26 @@ pub enum GradientAccumulation {
     HoldUnsharded,
 }
 
+/// Which units keep their inputs alone in forward, and run their forward again in backward.
+///
+/// A unit within such a unit belongs to its recomputation, and is not checkpointed on its own; one
+/// that the [`WrapPolicy`] joins to the unit around it is none. What a unit's forward draws from
+/// [`nn::Dropout`](crate::nn::Dropout) is the same both times; that it depends on nothing but its
+/// inputs, its parameters and those draws is the model's promise, kept as far as construction can
+/// see.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ActivationCheckpointing {
+    /// None.
+    None,
+    /// Those under `#[fsdp_unit(checkpoint)]`.
+    #[default]
+    Annotated,
+    /// All units of the named types: `Units(unit_types![BertLayer])`.
+    Units(&'static [UnitType]),
+    /// All but the outermost, whose recomputation would hold every activation again.
+    All,
+}
+
 /// The options of [`fully_shard`](crate::fully_shard).
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
@@ -158,6 +178,8 @@ pub struct FsdpOptions {
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
     pub(crate) gradient_accumulation: GradientAccumulation,
+    pub(crate) activation_checkpointing: ActivationCheckpointing,
+    pub(crate) offload_activations: bool,
     pub(crate) ignored: Vec<ParamId>,
     pub(crate) persist_below: usize,
     pub(crate) sync_module_states: bool,
@@ -184,6 +206,8 @@ impl FsdpOptions {
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
             gradient_accumulation: GradientAccumulation::ReduceEach,
+            activation_checkpointing: ActivationCheckpointing::Annotated,
+            offload_activations: false,
             ignored: Vec::new(),
             persist_below: 0,
             sync_module_states: true,
@@ -242,6 +266,21 @@ impl FsdpOptions {
     /// What [`Fsdp::accumulate`](crate::Fsdp::accumulate) does with the gradients of a micro-batch.
     pub const fn gradient_accumulation(mut self, accumulation: GradientAccumulation) -> Self {
         self.gradient_accumulation = accumulation;
+        self
+    }
+
+    /// Which units keep their inputs alone in forward, and run their forward again in backward, under
+    /// the all-gather that the backward needs anyway.
+    pub const fn activation_checkpointing(mut self, which: ActivationCheckpointing) -> Self {
+        self.activation_checkpointing = which;
+        self
+    }
+
+    /// Whether the inputs that checkpointed units keep rest in the host's memory until backward. On
+    /// Flex, whose tensors lie there, it changes nothing; on other devices float inputs are copied,
+    /// and integer and Boolean ones stay.
+    pub const fn offload_activations(mut self, offload: bool) -> Self {
+        self.offload_activations = offload;
         self
     }
 

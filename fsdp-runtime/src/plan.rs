@@ -1,6 +1,8 @@
 //! What a model holds: its units and parameters with their paths and keys, found by one walk over
 //! the module, and every reason not to shard it.
 
+mod checkpointed;
+
 use std::any::type_name;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,7 +15,7 @@ use crate::group::{Entry, Held, Unit};
 use crate::layout::FlatLayout;
 use crate::leaf::visit_leaf;
 use crate::mesh::Mesh;
-use crate::options::{FsdpOptions, WrapPolicy};
+use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 use crate::param::{Place, Sharded};
 use crate::unit::{Child, FsdpModule, Kind, Node, Walk};
 use crate::unit_type::UnitType;
@@ -51,6 +53,15 @@ struct FoundUnit {
     ty: &'static str,
     level: usize,
     field: bool,
+    checkpointed: bool,
+    within: Option<usize>,
+}
+
+impl FoundUnit {
+    /// Its path, quoted for messages.
+    fn name(&self) -> String {
+        if self.path.is_empty() { "(root)".to_string() } else { format!("`{}`", self.path) }
+    }
 }
 
 /// A model's units and parameters.
@@ -77,18 +88,27 @@ impl Plan {
     ) -> Result<Self, ShardError> {
         let mut inventory = Inventory {
             wrap: options.wrap,
+            checkpointing: options.activation_checkpointing,
             ignored: options.ignored.clone(),
             ..Inventory::default()
+        };
+        let checkpointed = match options.activation_checkpointing {
+            ActivationCheckpointing::All => false,
+            _ => inventory.checkpoints::<M>(),
         };
         inventory.units.push(FoundUnit {
             path: String::new(),
             ty: M::LAYOUT.ty,
             level: 0,
             field: false,
+            checkpointed,
+            within: None,
         });
         inventory.stack.push(0);
+        inventory.can_be_replayed::<M>(0);
         inventory.declare(&M::LAYOUT);
         module.walk(&mut inventory);
+        inventory.found_all_checkpointed();
         if let Some(error) = inventory.error {
             return Err(error);
         }
@@ -170,14 +190,21 @@ impl Plan {
                         Entry { path: item.path.clone(), shape: item.shape.clone(), held, segment }
                     })
                     .collect();
-                let name = if unit.path.is_empty() {
-                    Arc::from("(root)")
-                } else {
-                    Arc::from(format!("`{}`", unit.path))
-                };
+                let name = Arc::from(unit.name());
                 let gathers = entries.iter().any(|entry| matches!(entry.held, Held::Fragment(_)));
-                let FoundUnit { path, ty, level, field } = unit;
-                Unit { name, path, ty, level, field, entries, layout, gathers }
+                let FoundUnit { path, ty, level, field, checkpointed, within } = unit;
+                Unit {
+                    name,
+                    path,
+                    ty,
+                    level,
+                    field,
+                    entries,
+                    layout,
+                    gathers,
+                    checkpointed,
+                    within,
+                }
             })
             .collect();
         (units, places)
@@ -213,6 +240,9 @@ impl Plan {
 #[derive(Debug, Default)]
 struct Inventory {
     wrap: WrapPolicy,
+    checkpointing: ActivationCheckpointing,
+    /// The types of units found.
+    types: Vec<UnitType>,
     /// Parameters to leave alone that have not been found yet.
     ignored: Vec<ParamId>,
     left_alone: Vec<IgnoredParam>,
@@ -247,15 +277,23 @@ impl Inventory {
     }
 
     /// Goes into a module that is a unit, or joins the unit around it.
-    fn open(&mut self, wraps: bool, ty: &'static str, field: bool) {
-        let around = *self.stack.last().expect("the outermost unit is on the stack");
+    fn open(&mut self, wraps: bool, ty: &'static str, field: bool, checkpoints: bool) {
+        let around = self.current();
         if wraps {
             let level = self.units[around].level + 1;
+            let within = self.checkpointed();
+            let checkpointed = checkpoints && within.is_none();
             self.stack.push(self.units.len());
-            self.units.push(FoundUnit { path: self.join(&[]), ty, level, field });
+            let path = self.join(&[]);
+            self.units.push(FoundUnit { path, ty, level, field, checkpointed, within });
         } else {
             self.stack.push(around);
         }
+    }
+
+    /// The unit that the walk is in.
+    fn current(&self) -> usize {
+        *self.stack.last().expect("the outermost unit is on the stack")
     }
 
     fn fail(&mut self, error: ShardError) {
@@ -274,6 +312,11 @@ impl Inventory {
         self.order.push(managed.then_some(self.items.len()));
         if !managed {
             self.ignored.retain(|id| *id != param.id);
+            let trains = !param.is_initialized() || param.base().is_require_grad();
+            if let Some(unit) = self.checkpointed().filter(|_| trains) {
+                let (unit, path) = (self.units[unit].name(), path.clone());
+                self.fail(ShardError::IgnoredInCheckpoint { unit, path });
+            }
             self.left_alone.push(IgnoredParam { id: param.id, path, key, shape });
             return;
         }
@@ -284,7 +327,7 @@ impl Inventory {
         if !self.devices.contains(&device) {
             self.devices.push(device);
         }
-        let unit = *self.stack.last().expect("the outermost unit is on the stack");
+        let unit = self.current();
         self.items.push(Item { path, key, id: param.id, shape, unit, tied_to: None });
     }
 }
@@ -313,14 +356,19 @@ impl Walk for Inventory {
     }
 
     fn unit<M: FsdpModule>(&mut self, module: &M) -> bool {
-        self.open(wraps(self.wrap, module), M::LAYOUT.ty, false);
+        let wraps = wraps(self.wrap, module);
+        let checkpoints = wraps && self.checkpoints::<M>();
+        self.open(wraps, M::LAYOUT.ty, false, checkpoints);
+        if wraps {
+            self.can_be_replayed::<M>(self.current());
+        }
         true
     }
 
     fn field_unit<M: Module>(&mut self, module: &M) -> bool {
         let ty = type_name::<M>().split('<').next().unwrap_or_default();
         let ty = ty.rsplit("::").next().unwrap_or_default();
-        self.open(wraps_field(self.wrap, module), ty, true);
+        self.open(wraps_field(self.wrap, module), ty, true, false);
         true
     }
 
@@ -344,6 +392,13 @@ impl Walk for Inventory {
     fn fixed(&mut self) {
         let path = self.join(&[]);
         self.fail(ShardError::NotFloat { path });
+    }
+
+    fn unrepeatable(&mut self, ty: &'static str, instead: &'static str) {
+        if let Some(unit) = self.checkpointed() {
+            let (unit, path) = (self.units[unit].name(), self.join(&[]));
+            self.fail(ShardError::Unrepeatable { unit, path, ty, instead });
+        }
     }
 }
 

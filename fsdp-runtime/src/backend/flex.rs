@@ -233,6 +233,10 @@ impl ShardBackend for Flex {
         parts.iter().map(sum).collect()
     }
 
+    fn to_host(_: FlexTensor) -> Option<TensorData> {
+        None
+    }
+
     fn with_bytes(tensor: FlexTensor, f: &mut dyn FnMut(&[u8])) {
         let numel = tensor.shape().num_elements();
         with_slice(&tensor, 0..numel, |slice| f(bytemuck::cast_slice(slice)));

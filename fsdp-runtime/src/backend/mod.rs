@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use burn::backend::{Autodiff, Backend, TensorMetadata};
-use burn::tensor::{DispatchTensor, Shape, Tensor};
+use burn::tensor::{DispatchTensor, Shape, Tensor, TensorData};
 
 use crate::error::ShardError;
 use crate::norm::Norm;
@@ -96,6 +96,9 @@ pub(crate) trait ShardBackend: Backend {
     /// What each range of its flattened tensor adds to a norm. The result depends on the elements
     /// and their order alone, so that every strategy finds the same norm.
     fn norm_sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<f64>;
+
+    /// A copy of the tensor in the host's memory; `None` where it lies there already.
+    fn to_host(tensor: Float<Self>) -> Option<TensorData>;
 
     /// Shows the elements in order, as bytes of the host.
     fn with_bytes(tensor: Float<Self>, f: &mut dyn FnMut(&[u8])) {

@@ -414,6 +414,8 @@ mod tests {
             entries,
             layout,
             gathers: true,
+            checkpointed: false,
+            within: None,
         }
     }
 
