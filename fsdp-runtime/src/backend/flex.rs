@@ -297,6 +297,10 @@ impl ShardBackend for Flex {
         parts.iter().map(sum).collect()
     }
 
+    fn to_host(_: FlexTensor) -> Option<TensorData> {
+        None
+    }
+
     fn with_bytes(tensor: FlexTensor, f: &mut dyn FnMut(&[u8])) {
         let numel = tensor.shape().num_elements();
         with_raw(&tensor, 0..numel, f);
