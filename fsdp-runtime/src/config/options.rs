@@ -4,7 +4,7 @@ use super::error::{ConfigError, Problem, ProblemKind};
 use super::nearest::nearest;
 use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, MixedPrecision};
 use crate::launch::LaunchOptions;
-use crate::options::{FsdpOptions, WrapPolicy};
+use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 use crate::unit::{FsdpModule, Node};
 
 impl Config {
@@ -50,8 +50,7 @@ impl Config {
             problems.push(self.unsupported("fsdp_offload_params", "true", "write `false`"));
         }
         if fsdp.activation_checkpointing {
-            let key = "fsdp_activation_checkpointing";
-            problems.push(self.unsupported(key, "true", "write `false`"));
+            made = made.activation_checkpointing(ActivationCheckpointing::All);
         }
         if self.mixed_precision != MixedPrecision::No {
             let value = self.mixed_precision.name();

@@ -399,11 +399,9 @@ fn names_of_units_are_checked_against_the_model() {
 fn what_the_runtime_lacks_is_an_error_with_its_line() {
     let text = BERT
         .replace("fsdp_offload_params: false", "fsdp_offload_params: true")
-        .replace("fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true")
         .replace("mixed_precision: 'no'", "mixed_precision: bf16");
     let error = good(&text).0.options_for(Some(&BERT_MODEL)).unwrap_err().to_string();
     for part in [
-        "line 7: `fsdp_activation_checkpointing: true` is not supported",
         "line 12: `fsdp_offload_params: true` is not supported",
         "line 20: `mixed_precision: bf16` is not supported; write `'no'`",
     ] {
@@ -411,6 +409,15 @@ fn what_the_runtime_lacks_is_an_error_with_its_line() {
     }
     assert_eq!(good(&text).0.check().unwrap_err().to_string(), error);
     assert!(good(BERT).0.check().is_ok());
+}
+
+#[test]
+fn activation_checkpointing_is_that_of_all_units() {
+    use crate::options::ActivationCheckpointing;
+    let made = |text: &str| good(text).0.options_for(Some(&BERT_MODEL)).unwrap();
+    let on = BERT.replace("activation_checkpointing: false", "activation_checkpointing: true");
+    assert_eq!(made(&on), made(BERT).activation_checkpointing(ActivationCheckpointing::All));
+    assert_eq!(made(BERT).activation_checkpointing, ActivationCheckpointing::Annotated);
 }
 
 #[test]

@@ -134,7 +134,7 @@ pub(crate) struct Schedule<B: ShardBackend> {
     units: Vec<Unit>,
     random: Arc<Stream>,
     counters: Counters,
-    ledger: Ledger,
+    ledger: Arc<Ledger>,
     state: Mutex<State<B>>,
     this: Weak<Self>,
 }
@@ -209,7 +209,7 @@ impl<B: ShardBackend> Schedule<B> {
             _ => None,
         };
         let parts: Vec<_> = units.iter().map(part).collect();
-        let ledger = Ledger::default();
+        let ledger = Arc::new(Ledger::default());
         for (fragments, replicated) in units.iter().map(Unit::held_bytes) {
             ledger.take(Use::Fragments, fragments);
             ledger.take(Use::Replicated, replicated);
