@@ -292,6 +292,8 @@ pub(crate) struct Checkpoint<B: ShardBackend> {
     pub(crate) inputs: Vec<KeptInput>,
     /// How many of them are stowed until backward.
     pub(crate) stowed: usize,
+    /// Their bytes.
+    pub(crate) bytes: usize,
     /// The tracked ones, or a leaf in their place.
     pub(crate) parents: Vec<Tracked<B>>,
     /// What is kept, once it has run.
@@ -302,7 +304,7 @@ pub(crate) struct Checkpoint<B: ShardBackend> {
 
 impl<B: ShardBackend> Checkpoint<B> {
     pub(crate) fn new(parents: Vec<Tracked<B>>) -> Self {
-        Self { inputs: Vec::new(), stowed: 0, parents, kept: None, parent: None }
+        Self { inputs: Vec::new(), stowed: 0, bytes: 0, parents, kept: None, parent: None }
     }
 }
 

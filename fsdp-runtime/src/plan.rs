@@ -339,8 +339,7 @@ impl Inventory {
         self.order.push(managed.then_some(self.items.len()));
         if !managed {
             self.ignored.retain(|id| *id != param.id);
-            let trains = !param.is_initialized() || param.base().is_require_grad();
-            if let Some(unit) = self.checkpointed().filter(|_| trains) {
+            if let Some(unit) = self.checkpointed().filter(|_| trains(param)) {
                 let (unit, path) = (self.units[unit].name(), path.clone());
                 self.fail(ShardError::IgnoredInCheckpoint { unit, path });
             }
@@ -511,6 +510,12 @@ impl Walk for Size {
             *sum += param.lazy_shape().num_elements();
         }
     }
+}
+
+/// Whether a parameter has a gradient, told without initialising it.
+fn trains<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    let stand_in = Tensor::zeros([1; D], &param.lazy_device());
+    param.clone().transform_for_load(stand_in, param.id).base().is_require_grad()
 }
 
 fn unshardable<const D: usize>(path: &str, param: &Param<Tensor<D>>) -> Option<ShardError> {

@@ -25,6 +25,7 @@ use burn::tensor::{DType, Shape, TensorData};
 
 use crate::autodiff::State;
 use crate::backend::{Float, Leaf, ShardBackend, Tracked};
+use crate::memory::Counted;
 use crate::param::raise;
 use crate::replay::KeptForward;
 
@@ -48,16 +49,26 @@ struct Parts<B: ShardBackend> {
     /// In the order in which the forward is given them.
     inputs: Vec<KeptInput>,
     /// The shape of each output, and its gradient once that has arrived.
-    outputs: Vec<(Shape, Option<Float<B>>)>,
+    outputs: Vec<Arrived<B>>,
+    counted: Option<Counted>,
+}
+
+/// What a recomputation begins with.
+pub(crate) struct Taken<B: ShardBackend> {
+    pub(crate) forward: KeptForward,
+    pub(crate) inputs: Vec<KeptInput>,
+    pub(crate) outputs: Vec<Arrived<B>>,
+    /// Held as long as the inputs.
+    pub(crate) counted: Option<Counted>,
 }
 
 /// An output's shape and its gradient.
 pub(crate) type Arrived<B> = (Shape, Option<Float<B>>);
 
 impl<B: ShardBackend> Kept<B> {
-    pub(crate) fn new(inputs: Vec<KeptInput>, forward: KeptForward) -> Arc<Self> {
-        let parts = Parts { forward: Some(forward), inputs, outputs: Vec::new() };
-        Arc::new(Self(Mutex::new(parts)))
+    pub(crate) fn new(inputs: Vec<KeptInput>, forward: KeptForward, counted: Counted) -> Arc<Self> {
+        let (forward, counted) = (Some(forward), Some(counted));
+        Arc::new(Self(Mutex::new(Parts { forward, inputs, outputs: Vec::new(), counted })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Parts<B>> {
@@ -65,9 +76,14 @@ impl<B: ShardBackend> Kept<B> {
     }
 
     /// The forward, once, its inputs, and what has arrived for each of its outputs.
-    pub(crate) fn take(&self) -> Option<(KeptForward, Vec<KeptInput>, Vec<Arrived<B>>)> {
-        let Parts { forward, inputs, outputs } = &mut *self.lock();
-        Some((forward.take()?, std::mem::take(inputs), std::mem::take(outputs)))
+    pub(crate) fn take(&self) -> Option<Taken<B>> {
+        let mut parts = self.lock();
+        Some(Taken {
+            forward: parts.forward.take()?,
+            inputs: std::mem::take(&mut parts.inputs),
+            outputs: std::mem::take(&mut parts.outputs),
+            counted: parts.counted.take(),
+        })
     }
 }
 

@@ -11,7 +11,6 @@ use burn::tensor::DispatchTensor;
 
 use crate::hooks::{Call, Input, Open, UnitValue, finish};
 use crate::nn::tape::{Draw, Recording};
-use crate::unit::FsdpUnit;
 
 /// Passes each tensor of kept inputs through a map, runs the forward, and returns its tensors.
 type Run<O> = Box<dyn FnOnce(&mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> O + Send>;
@@ -80,7 +79,7 @@ impl Kept {
         forward: fn(&M, I) -> O,
     ) -> (I, Option<Replay<O>>)
     where
-        M: FsdpUnit + 'static,
+        M: Clone + Send + 'static,
         I: UnitValue + Clone + Send + 'static,
         O: 'static,
     {

@@ -3,7 +3,7 @@
 //! The body moves to a hidden sibling, so `return` and `?` in it end the body, not the hooks. The
 //! method keeps its signature and hands over its arguments, each through the unit's map of inputs.
 
-use proc_macro2::{Ident, TokenStream};
+use proc_macro2::{Ident, Span, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::{
     Attribute, FnArg, GenericParam, ImplItem, ImplItemFn, ItemImpl, Pat, ReturnType, Signature,
@@ -80,9 +80,9 @@ fn wrapper(method: &ImplItemFn) -> TokenStream {
 
     // What is wrong with the unit's type or the return type is shown there.
     let this = quote_spanned!(at(&method.sig.ident)=> self);
-    let output = match &method.sig.output {
-        ReturnType::Default => quote!(__fsdp_output),
-        ReturnType::Type(_, ty) => quote_spanned!(at(ty)=> __fsdp_output),
+    let returned = match &method.sig.output {
+        ReturnType::Default => Span::call_site(),
+        ReturnType::Type(_, ty) => at(ty),
     };
     let call = |receiver: TokenStream| {
         let call = quote!(#receiver.#body #turbofish (#(#arguments),*));
@@ -96,15 +96,19 @@ fn wrapper(method: &ImplItemFn) -> TokenStream {
     let end = if replay::is_replayed(method) {
         let inputs = replay::nested(&arguments);
         let again = call(quote!(__fsdp_self));
+        let end = quote_spanned! {returned=>
+            ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+        };
         quote! {
             let __fsdp_inputs = #inputs;
             let (#inputs, __fsdp_replay) = (&::fsdp_runtime::__private::Input(&__fsdp_inputs))
                 .replays()
                 .keep(&__fsdp_call, #this, __fsdp_inputs, |__fsdp_self: &Self, #inputs| #again);
             let __fsdp_output = #here;
-            ::fsdp_runtime::__private::post_replay(__fsdp_call, #output, __fsdp_replay)
+            #end
         }
     } else {
+        let output = quote_spanned!(returned=> __fsdp_output);
         quote! {
             let __fsdp_output = #here;
             ::fsdp_runtime::__private::post_forward(__fsdp_call, #output)

@@ -140,7 +140,7 @@ pub(crate) struct Schedule<B: ShardBackend> {
     units: Vec<Unit>,
     random: Arc<Stream>,
     counters: Counters,
-    ledger: Ledger,
+    ledger: Arc<Ledger>,
     state: Mutex<State<B>>,
     this: Weak<Self>,
 }
@@ -224,7 +224,7 @@ impl<B: ShardBackend> Schedule<B> {
             _ => None,
         };
         let parts: Vec<_> = units.iter().map(part).collect();
-        let ledger = Ledger::new(settings.rest != Rest::Device);
+        let ledger = Arc::new(Ledger::new(settings.rest != Rest::Device));
         for unit in &units {
             let (fragments, replicated) = unit.held_bytes();
             ledger.take(Use::Fragments, fragments);

@@ -21,10 +21,11 @@ use crate::autodiff::{State as OpState, zero};
 use crate::backend::{Float, ShardBackend, Tracked, Value, cast, new_leaf};
 use crate::error::{Error, ScheduleError};
 use crate::group::Checkpoint;
+use crate::memory::{Counted, Use};
 use crate::nn::tape::Playing;
 use crate::options::BackwardPrefetch;
 use crate::param::CallId;
-use crate::recompute::{Arrived, Kept, KeptInput, descend, recompute, seed};
+use crate::recompute::{Arrived, Kept, KeptInput, Taken, descend, recompute, seed};
 use crate::replay::KeptForward;
 
 impl<B: ShardBackend> Schedule<B> {
@@ -68,6 +69,7 @@ impl<B: ShardBackend> Schedule<B> {
             Some(Value::Autodiff(tensor, context)) => {
                 let value = Autodiff::<B>::from_inner(tensor.primitive().clone());
                 let node = tensor.is_tracked().then(|| tensor.id());
+                checkpoint.bytes += tensor.shape().num_elements() * tensor.dtype().size();
                 checkpoint.inputs.push(KeptInput { node, host: None });
                 checkpoint.parents.extend(node.map(|_| tensor));
                 B::into_dispatch(Value::Autodiff(value, context))
@@ -104,7 +106,8 @@ impl<B: ShardBackend> Schedule<B> {
         let mut state = self.lock();
         if let Some(checkpoint) = checkpoint(&mut state, id) {
             let inputs = std::mem::take(&mut checkpoint.inputs);
-            checkpoint.kept = Some(Kept::new(inputs, forward));
+            let counted = Counted::new(&self.ledger, Use::Activations, checkpoint.bytes);
+            checkpoint.kept = Some(Kept::new(inputs, forward, counted));
         }
     }
 
@@ -131,7 +134,8 @@ impl<B: ShardBackend> Schedule<B> {
         reached: usize,
         kept: &Kept<B>,
     ) -> Result<Vec<(NodeId, Float<B>)>, Error> {
-        let Some((forward, inputs, outputs)) = kept.take() else { return Ok(Vec::new()) };
+        let Some(taken) = kept.take() else { return Ok(Vec::new()) };
+        let Taken { forward, inputs, outputs, counted: _counted } = taken;
         let mut again = Again::begin(self, op, reached)?;
         let mut inputs = inputs.into_iter();
         let mut leaves = Vec::new();
