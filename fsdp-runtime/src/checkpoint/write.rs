@@ -24,8 +24,11 @@ use crate::optim::owners;
 use crate::param::Place;
 use crate::plan::Key;
 
-/// About how many bytes of parameters have their optimizer state read at once.
-const BATCH: usize = 32 << 20;
+/// About how many bytes of parameters have their optimizer state read at once, at least: few, so that
+/// the next copies use the memory of the last, which is in the cache still.
+const BATCH: usize = 4 << 20;
+/// About how often an optimizer's state is read, at most: each time looks at all of its parameters.
+const BATCHES: usize = 256;
 
 /// Where a tensor belongs in a manifest.
 #[derive(Clone, Debug)]
@@ -257,7 +260,11 @@ pub(crate) fn parts(
             true => checkpoint.models.iter().map(|(name, model)| (name, owners(*model))).collect(),
             false => BTreeMap::new(),
         };
+        // The names in a state are learnt from the smallest, which costs copies of it.
         let mut names = optimizer::Names::default();
+        if let Some(smallest) = parameters.iter().min_by_key(|parameter| parameter.held()) {
+            optimizer::read(name, optimizer, &[smallest.id], &mut names)?;
+        }
         for batch in batches(&parameters) {
             let ids: Vec<ParamId> = batch.iter().map(|parameter| parameter.id).collect();
             let mut states = optimizer::read(name, optimizer, &ids, &mut names)?;
@@ -282,15 +289,25 @@ struct Parameter<'a> {
     place: Place,
 }
 
-/// The parameters in groups of about [`BATCH`] bytes.
+impl Parameter<'_> {
+    /// Elements that this rank holds of it; the most where it holds none.
+    fn held(&self) -> usize {
+        self.model.entry(self.place).range().len().wrapping_sub(1)
+    }
+}
+
+/// The parameters in groups of about [`BATCH`] bytes or more.
 fn batches<'a, 'b>(mut rest: &'b [Parameter<'a>]) -> impl Iterator<Item = &'b [Parameter<'a>]> {
+    let bytes_of = |parameter: &Parameter<'_>| {
+        parameter.model.entry(parameter.place).range().len() * size_of::<f32>()
+    };
+    let enough = BATCH.max(rest.iter().map(bytes_of).sum::<usize>() / BATCHES);
     std::iter::from_fn(move || {
         let mut bytes = 0;
         let count = rest.iter().take_while(|parameter| {
             let before = bytes;
-            let entry = parameter.model.entry(parameter.place);
-            bytes += entry.range().len() * size_of::<f32>();
-            before < BATCH
+            bytes += bytes_of(parameter);
+            before < enough
         });
         let (batch, after) = rest.split_at(count.count());
         rest = after;
