@@ -1,11 +1,13 @@
 //! One enum per concern; variants carry data, their text says what would be right.
 
+mod engine;
+
 use std::time::Duration;
 
 use burn::tensor::DType;
 
+pub use self::engine::EngineError;
 use crate::checkpoint::CheckpointError;
-use crate::env::{EnvError, Starter};
 use crate::mesh::{Rank, WorldSize};
 use crate::pretrained::{LoadError, SaveError};
 
@@ -343,74 +345,6 @@ pub enum ScheduleError {
     InvalidLoss {
         /// What was given.
         found: String,
-    },
-}
-
-/// Ranks that cannot be started as asked.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum EngineError {
-    /// Variables of the environment that do not say which rank this process is.
-    #[error(transparent)]
-    Env(#[from] EnvError),
-    /// The program asks for another number of ranks than were started.
-    #[error(
-        "the program asks for {asked} ranks, but {starter} has started {started} processes; start \
-         {asked}, or ask for {started}"
-    )]
-    WorldMismatch {
-        /// What the program asks for.
-        asked: usize,
-        /// What was started.
-        started: WorldSize,
-        /// By what.
-        starter: Starter,
-    },
-    /// Thread ranks in several processes.
-    #[error(
-        "the engine `local` runs all ranks as threads of one process, but {starter} has started \
-         {started}; start the program by itself, or use the engine `mpi`"
-    )]
-    SeveralProcesses {
-        /// How many there are.
-        started: WorldSize,
-        /// What has started them.
-        starter: Starter,
-    },
-    /// An engine between processes, and one process.
-    #[error("the engine `mpi` runs one process a rank; start the program with `mpirun -n {world}`")]
-    NotStarted {
-        /// The ranks asked for.
-        world: usize,
-    },
-    /// An engine that is not part of this build.
-    #[error(
-        "the engine `mpi`, which ranks in several processes need, is not part of this build; add \
-         `--features mpi` to the cargo command"
-    )]
-    NotCompiled,
-    /// Processes that were started as ranks, but not by MPI.
-    #[error(
-        "{starter} has started this process as rank {rank} of {world}, but to MPI it is rank \
-         {mpi_rank} of {mpi_world}; MPI's ranks are started with `mpirun -n {world}`"
-    )]
-    NotJoined {
-        /// What has started the process.
-        starter: Starter,
-        /// The rank it was given.
-        rank: Rank,
-        /// Of how many.
-        world: WorldSize,
-        /// Its rank among the processes that MPI has joined.
-        mpi_rank: Rank,
-        /// How many these are.
-        mpi_world: usize,
-    },
-    /// MPI cannot be used.
-    #[error("MPI cannot be used: {reason}")]
-    Mpi {
-        /// The library's reason.
-        reason: String,
     },
 }
 

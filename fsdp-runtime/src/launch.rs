@@ -1,6 +1,10 @@
 //! Starting ranks, each with a rayon pool and a communication thread of its own: all as threads of
-//! this process, or this process as one of several (`launch/process.rs`).
+//! this process, or this process as one of several (`launch/process.rs`, `on_mpi.rs`, `on_gpus.rs`).
 
+#[cfg(feature = "nccl")]
+mod on_gpus;
+#[cfg(feature = "mpi")]
+mod on_mpi;
 mod process;
 
 use std::any::Any;
@@ -14,26 +18,29 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 
-use self::process::Place;
+use self::process::{Gpus, Place};
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, Message};
 use crate::collectives::local::{Hub, LocalGroup};
 use crate::env::RankEnv;
-use crate::error::{CollectiveError, Error, LaunchError, RankPanic, ShardError};
+use crate::error::{CollectiveError, EngineError, Error, LaunchError, RankPanic, ShardError};
 use crate::mesh::{Mesh, Rank, WorldSize};
 
 /// What ranks are, and how they communicate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Engine {
-    /// `Mpi` where the program was started as one of several processes, `Local` otherwise.
+    /// On CUDA devices `Nccl`, where there is a GPU for each of several ranks; otherwise `Mpi` where
+    /// the program was started as one of several processes, and `Local` where it was not.
     #[default]
     Auto,
     /// Threads of one process.
     Local,
     /// Processes that Open MPI's `mpirun` has started; the feature `mpi`.
     Mpi,
+    /// Threads or processes with a GPU each, over NCCL; the feature `cuda`.
+    Nccl,
 }
 
 impl fmt::Display for Engine {
@@ -42,6 +49,7 @@ impl fmt::Display for Engine {
             Self::Auto => "auto",
             Self::Local => "local",
             Self::Mpi => "mpi",
+            Self::Nccl => "nccl",
         })
     }
 }
@@ -50,12 +58,12 @@ impl FromStr for Engine {
     type Err = ShardError;
 
     fn from_str(text: &str) -> Result<Self, ShardError> {
-        let known = [Self::Auto, Self::Local, Self::Mpi];
+        let known = [Self::Auto, Self::Local, Self::Mpi, Self::Nccl];
         known.into_iter().find(|engine| engine.to_string() == text).ok_or_else(|| {
             ShardError::InvalidOption {
                 option: "engine",
                 value: text.into(),
-                expected: "use auto, local or mpi".into(),
+                expected: "use auto, local, mpi or nccl".into(),
             }
         })
     }
@@ -118,7 +126,8 @@ impl LaunchOptions {
         self
     }
 
-    /// The device of every rank; autodiff is turned on.
+    /// The device of every rank; autodiff is turned on. With the engine `nccl`, the GPU of a machine's
+    /// first rank, after which the others have one each.
     pub fn device(mut self, device: Device) -> Self {
         self.device = Some(device);
         self
@@ -228,21 +237,44 @@ where
     F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
 {
     let place = RankEnv::read().map_err(Into::into);
-    let place = place.and_then(|started| Place::new(options.engine, options.ranks, started));
+    let device = options.device.clone().unwrap_or_default();
+    let device = if device.is_autodiff() { device } else { device.autodiff() };
+    let place = place
+        .and_then(|started| Place::new(options.engine, options.ranks, started, &gpus_of(&device)?));
     let place = place.map_err(|error| refused(Box::new(error)))?;
     let debug = match options.debug {
         Some(debug) => debug,
         None => debug_variable().map_err(|error| refused(Box::new(error)))?,
     };
-    let device = options.device.clone().unwrap_or_default();
-    let device = if device.is_autodiff() { device } else { device.autodiff() };
     match place {
-        Place::Threads(world) => threads(world, &options, &device, debug, rank),
+        Place::Threads(world) => {
+            let world = WorldSize::new(world).map_err(|error| refused(Box::new(error)))?;
+            let hub = Hub::new(world, options.timeout, debug);
+            let seat = |rank| (Group::Local(LocalGroup::new(hub.clone(), rank)), device.clone());
+            let seats = world.ranks().map(seat).collect();
+            threads(&hub, world, seats, &options, rank)
+        }
+        #[cfg(feature = "nccl")]
+        Place::ThreadsOnGpus(world) => on_gpus::threads(world, &options, &device, debug, rank),
+        #[cfg(feature = "nccl")]
+        Place::ProcessOnGpu(place) => on_gpus::run(&place, &options, &device, debug, rank),
         #[cfg(feature = "mpi")]
-        Place::Process(place) => process::run(&place, &options, device, debug, rank),
-        #[cfg(not(feature = "mpi"))]
-        Place::Process(_) => unreachable!("there is no engine between processes"),
+        Place::Process(place) => on_mpi::run(&place, &options, device, debug, rank),
+        #[allow(unreachable_patterns, reason = "reached without the engines only")]
+        _ => unreachable!("a place for an engine that is not compiled in"),
     }
+}
+
+/// The GPUs that ranks on `device` can have.
+fn gpus_of(device: &Device) -> Result<Gpus, EngineError> {
+    let name = format!("{:?}", device.clone().inner());
+    #[cfg(feature = "nccl")]
+    if let Some(first) = crate::collectives::nccl::gpu_of(device) {
+        let count = crate::cuda::device_count()?;
+        crate::cuda::require_device(first)?;
+        return Ok(Gpus { device: name, from_here: Some(count - first), first });
+    }
+    Ok(Gpus { device: name, from_here: None, first: 0 })
 }
 
 /// What ends a launch before there are ranks.
@@ -262,12 +294,12 @@ fn debug_variable() -> Result<bool, ShardError> {
     }
 }
 
-/// Runs every rank as a thread.
+/// Runs every rank as a thread, each with its end of the group and its device.
 fn threads<T, E, F>(
-    world: usize,
+    hub: &Hub,
+    world: WorldSize,
+    seats: Vec<(Group, Device)>,
     options: &LaunchOptions,
-    device: &Device,
-    debug: bool,
     rank: F,
 ) -> Result<Vec<T>, LaunchError>
 where
@@ -275,18 +307,15 @@ where
     E: Into<Box<dyn StdError + Send + Sync>> + 'static,
     F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
 {
-    let world = WorldSize::new(world).map_err(|error| refused(Box::new(error)))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = options.threads_per_rank.unwrap_or((cores / world.size()).max(1));
-    let hub = Hub::new(world, options.timeout, debug);
     let rank = Arc::new(rank);
     let (sender, outcomes) = channel();
-    for index in world.ranks() {
+    for (index, (group, device)) in world.ranks().zip(seats) {
         let start = || -> std::io::Result<()> {
-            let group = Group::Local(LocalGroup::new(hub.clone(), index));
             let worker = Worker {
                 mesh: Mesh::new(index, world),
-                device: device.clone(),
+                device,
                 local_size: world.size(),
                 comm: Communicator::start(Arc::new(group))?,
             };
@@ -302,7 +331,7 @@ where
         }
     }
     drop(sender);
-    collect(&outcomes, &hub, world, options.timeout)
+    collect(&outcomes, hub, world, options.timeout)
 }
 
 /// Runs one rank on a thread of its own, inside its rayon pool. A failure ends the others.

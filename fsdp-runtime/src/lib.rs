@@ -15,6 +15,8 @@ mod check;
 pub mod checkpoint;
 mod collectives;
 pub mod config;
+#[cfg(any(feature = "cli", feature = "nccl"))]
+pub mod cuda;
 pub mod env;
 mod error;
 mod field_call;
@@ -36,6 +38,7 @@ mod optimizer_state;
 mod options;
 mod param;
 mod plan;
+mod precision;
 mod pretrained;
 mod schedule;
 mod slot;
@@ -45,10 +48,12 @@ mod unit_type;
 mod wrapping;
 
 pub use checkpoint::CheckpointError;
+#[cfg(feature = "nccl")]
+pub use collectives::store::StoreError;
 pub use error::{
     CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
 };
-pub use forecast::{MemoryError, MemoryForecast};
+pub use forecast::{HostForecast, MemoryError, MemoryForecast};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use grad_scaler::{GradScaler, GradScalerConfig, Unscaled};
@@ -60,10 +65,11 @@ pub use mesh::{Mesh, Rank, WorldSize};
 pub use norm::Norm;
 pub use optimizer_state::{LocalTensor, OptimizerState, ParameterState};
 pub use options::{
-    BackwardPrefetch, FsdpOptions, GradientAccumulation, ReshardAfterForward, ShardingStrategy,
-    WrapPolicy,
+    BackwardPrefetch, FsdpOptions, GradientAccumulation, OffloadPolicy, ReshardAfterForward,
+    ShardingStrategy, WrapPolicy,
 };
 pub use param::Sharded;
+pub use precision::MixedPrecisionPolicy;
 pub use pretrained::{
     LoadError, LoadOptions, LoadReport, SaveDtype, SaveError, SavePretrained, from_pretrained,
     merge_safetensors,
@@ -80,9 +86,9 @@ pub use wrapping::{WrappedUnit, Wrapping};
 pub mod prelude {
     pub use crate::{
         BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradScaler,
-        GradientAccumulation, LaunchOptions, Norm, Recipient, ReshardAfterForward,
-        ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit, fully_shard, launch,
-        unit_types,
+        GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, OffloadPolicy, Recipient,
+        ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit,
+        fully_shard, launch, unit_types,
     };
 }
 

@@ -11,10 +11,11 @@ use std::time::Duration;
 use burn::backend::Flex;
 use burn::backend::TensorMetadata;
 use burn::backend::flex::{FlexDevice, FlexTensor};
-use burn::tensor::{Shape, TensorData};
+use burn::tensor::{DType, Shape, TensorData};
 
 use super::group::Group;
 use super::{Op, ProcessGroup, Reduce};
+use crate::backend::cast;
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
@@ -66,9 +67,23 @@ fn tensor(elements: Vec<f32>) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(elements, shape))
 }
 
+/// A tensor of another type, and the elements as it has them.
+fn tensor_as(elements: Vec<f32>, dtype: DType) -> FlexTensor {
+    cast::<Flex>(tensor(elements), dtype)
+}
+
 fn elements(tensor: &FlexTensor) -> Vec<f32> {
+    let tensor = cast::<Flex>(tensor.clone(), DType::F32);
     tensor.to_contiguous().as_slice::<f32>().unwrap().to_vec()
 }
+
+/// What is left of elements in another type.
+fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
+    elements(&tensor_as(values, dtype))
+}
+
+/// The types that parameters and gradients travel in.
+const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// An element of a rank's tensor, of a size for which the order of a sum matters.
 fn value(rank: usize, index: usize) -> f32 {
@@ -79,10 +94,12 @@ fn values(rank: usize, range: Range<usize>) -> Vec<f32> {
     range.map(|index| value(rank, index)).collect()
 }
 
-/// The sum in rank order over a divisor.
-fn mean(ranks: &[usize], range: Range<usize>, divisor: usize) -> Vec<f32> {
-    let sum = |index| ranks.iter().map(|&rank| value(rank, index)).reduce(|a, b| a + b).unwrap();
-    range.map(|index| sum(index) / divisor as f32).collect()
+/// The sum in rank order, in f32, over a divisor.
+fn mean(ranks: &[usize], range: Range<usize>, divisor: usize, dtype: DType) -> Vec<f32> {
+    let add = |sum: Vec<f32>, part: Vec<f32>| sum.iter().zip(part).map(|(a, b)| a + b).collect();
+    let parts = ranks.iter().map(|&rank| rounded(values(rank, range.clone()), dtype));
+    let sum: Vec<f32> = parts.reduce(add).unwrap();
+    sum.iter().map(|sum| sum / divisor as f32).collect()
 }
 
 fn index(group: &Group) -> usize {
@@ -114,7 +131,7 @@ fn gather(group: &Group, numels: &[usize], slot: &Arc<Slot<Flex>>) {
         let range = layout.fragment(matrix, rank);
         if !range.is_empty() {
             let at = layout.segment(matrix).start + range.start;
-            fragments.push((at, tensor(values(matrix, range))));
+            fragments.push((at, tensor_as(values(matrix, range), slot.dtype())));
         }
     }
     slot.release();
@@ -122,15 +139,18 @@ fn gather(group: &Group, numels: &[usize], slot: &Arc<Slot<Flex>>) {
     group.all_gather(&op, &DEVICE, fragments, layout.shard_len(), slot).unwrap();
     for (matrix, &numel) in numels.iter().enumerate() {
         let full = slot.view(layout.segment(matrix).start, &[numel]);
-        assert!(elements(&full) == values(matrix, 0..numel), "{numel} elements");
+        let expected = rounded(values(matrix, 0..numel), slot.dtype());
+        assert!(elements(&full) == expected, "{numel} elements of {:?}", slot.dtype());
     }
 }
 
 fn all_gather(group: &Group) {
-    let slot = Arc::new(Slot::<Flex>::new(&DEVICE, 3 * (1 << 20) + 1000));
-    for numel in SIZES {
-        for numels in [vec![numel], vec![numel, 5, numel / 2 + 1]] {
-            gather(group, &numels, &slot);
+    for dtype in DTYPES {
+        let slot = Arc::new(Slot::<Flex>::new(&DEVICE, 3 * (1 << 20) + 1000, dtype));
+        for numel in SIZES {
+            for numels in [vec![numel], vec![numel, 5, numel / 2 + 1]] {
+                gather(group, &numels, &slot);
+            }
         }
     }
 }
@@ -156,15 +176,21 @@ fn all_gather_one(group: &Group) {
 /// Reduces `numels.len()` sharded matrices and as many replicated ones; rank r has the gradients
 /// that `has(r, entry)` says. Sums must have the bits of sums in rank order.
 fn reduce(group: &Group, numels: &[usize], has: impl Fn(usize, usize) -> bool) {
+    DTYPES.iter().for_each(|dtype| reduce_as(group, numels, &has, *dtype));
+}
+
+fn reduce_as(group: &Group, numels: &[usize], has: impl Fn(usize, usize) -> bool, dtype: DType) {
     let (layout, at) = (layout(group, numels), index(group));
     let rank = WorldSize::new(group.size()).unwrap().ranks().nth(at).unwrap();
     let mut keep = Vec::new();
     for (matrix, &numel) in numels.iter().enumerate() {
         let range = layout.fragment(matrix, rank);
-        keep.push(Reduce { shape: vec![range.len().max(1), 1], range, segment: Some(matrix) });
-        keep.push(Reduce { shape: vec![1, numel], range: 0..numel, segment: None });
+        let shape = vec![range.len().max(1), 1];
+        keep.push(Reduce { shape, range, segment: Some(matrix), dtype });
+        keep.push(Reduce { shape: vec![1, numel], range: 0..numel, segment: None, dtype });
     }
-    let gradient = |entry: usize| has(at, entry).then(|| tensor(values(at, 0..numels[entry / 2])));
+    let gradient =
+        |entry: usize| has(at, entry).then(|| tensor_as(values(at, 0..numels[entry / 2]), dtype));
     let gradients: Vec<_> = (0..keep.len()).map(gradient).collect();
     let divisor = group.size();
     let op = op("reduce_scatter", "unit").of(layout.padded_len());
@@ -178,8 +204,9 @@ fn reduce(group: &Group, numels: &[usize], has: impl Fn(usize, usize) -> bool) {
         }
         let reduced: &FlexTensor = reduced.as_ref().unwrap();
         assert_eq!(reduced.shape(), Shape::from(keep.shape.clone()));
-        let expected = mean(&ranks, keep.range.clone(), divisor);
-        assert!(elements(reduced) == expected, "{numels:?}, entry {entry}");
+        let expected = mean(&ranks, keep.range.clone(), divisor, dtype);
+        assert_eq!(reduced.dtype(), DType::F32);
+        assert!(elements(reduced) == expected, "{numels:?} of {dtype:?}, entry {entry}");
     }
 }
 
@@ -219,7 +246,7 @@ fn broadcast(group: &Group) {
 
 fn ten_million(group: &Group) {
     let numel = 10_000_019;
-    let slot = Arc::new(Slot::<Flex>::new(&DEVICE, numel + 64));
+    let slot = Arc::new(Slot::<Flex>::new(&DEVICE, numel + 64, DType::F32));
     gather(group, &[numel], &slot);
     reduce(group, &[numel / 8], |_, _| true);
 }
@@ -230,18 +257,18 @@ fn split(group: &Group) {
     let members: Vec<usize> = part.members().iter().map(|rank| rank.index()).collect();
     assert_eq!(members, (0..group.size()).filter(|rank| rank % 2 == at % 2).collect::<Vec<_>>());
     assert_eq!(part.rank(), group.rank());
-    gather(&part, &[7919, 5], &Arc::new(Slot::<Flex>::new(&DEVICE, 20_000)));
+    gather(&part, &[7919, 5], &Arc::new(Slot::<Flex>::new(&DEVICE, 20_000, DType::F32)));
     reduce(&part, &[7919, 5], |rank, entry| rank != 1 || entry < 2);
     let alone = part.split(at).unwrap();
     assert_eq!(alone.size(), 1);
     reduce(&alone, &[10], |_, _| true);
     // The parts and the whole do not mix up.
-    gather(group, &[1000], &Arc::new(Slot::<Flex>::new(&DEVICE, 2000)));
+    gather(group, &[1000], &Arc::new(Slot::<Flex>::new(&DEVICE, 2000, DType::F32)));
 }
 
 /// Collectives of groups that overlap, in one order on all ranks, with ranks in a hurry or late.
 fn issue_order(group: &Group) {
-    let (at, slot) = (index(group), Arc::new(Slot::<Flex>::new(&DEVICE, 200_000)));
+    let (at, slot) = (index(group), Arc::new(Slot::<Flex>::new(&DEVICE, 200_000, DType::F32)));
     let part = group.split(at / 2).unwrap();
     for round in 0..30 {
         if (round + at) % 5 == 0 {

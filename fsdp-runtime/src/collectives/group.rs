@@ -9,6 +9,8 @@ use serde::de::DeserializeOwned;
 use super::local::LocalGroup;
 #[cfg(feature = "mpi")]
 use super::mpi::MpiGroup;
+#[cfg(feature = "nccl")]
+use super::nccl::NcclGroup;
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
@@ -29,6 +31,9 @@ pub(crate) enum Group {
     /// Of processes.
     #[cfg(feature = "mpi")]
     Mpi(MpiGroup),
+    /// Of either, with a GPU each.
+    #[cfg(feature = "nccl")]
+    Nccl(NcclGroup),
 }
 
 /// Runs `$body` on the group of whatever engine.
@@ -38,6 +43,8 @@ macro_rules! on_engine {
             Group::Local($group) => $body,
             #[cfg(feature = "mpi")]
             Group::Mpi($group) => $body,
+            #[cfg(feature = "nccl")]
+            Group::Nccl($group) => $body,
         }
     };
 }
@@ -49,6 +56,8 @@ impl Group {
             Self::Local(_) => "local",
             #[cfg(feature = "mpi")]
             Self::Mpi(_) => "mpi",
+            #[cfg(feature = "nccl")]
+            Self::Nccl(_) => "nccl",
         }
     }
 
@@ -82,11 +91,13 @@ impl Group {
             Self::Local(group) => group.split(color).map(Self::Local),
             #[cfg(feature = "mpi")]
             Self::Mpi(group) => group.split(color).map(Self::Mpi),
+            #[cfg(feature = "nccl")]
+            Self::Nccl(group) => group.split(color).map(Self::Nccl),
         }
     }
 
     /// What has ended the world, if anything has.
-    #[cfg(feature = "mpi")]
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(crate) fn failure(&self) -> Option<CollectiveError> {
         on_engine!(self, |group| group.failure())
     }

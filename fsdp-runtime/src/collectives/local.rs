@@ -57,6 +57,18 @@ impl Hub {
         Arc::new(Self { world, timeout, debug, state: Mutex::default(), changed: Condvar::new() })
     }
 
+    /// The number of ranks.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn world(&self) -> WorldSize {
+        self.world
+    }
+
+    /// How long a rank waits for the others.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -119,8 +131,26 @@ impl LocalGroup {
         &self.members
     }
 
+    /// This rank's position among the members.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn index(&self) -> usize {
+        self.index
+    }
+
+    /// The group's number at its hub.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Where its ranks meet.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
     /// What has ended the world, if anything has.
-    #[cfg(feature = "mpi")]
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(crate) fn failure(&self) -> Option<CollectiveError> {
         self.hub.failure()
     }

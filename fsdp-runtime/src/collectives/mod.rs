@@ -1,13 +1,20 @@
 //! Process groups: the collectives that units need, over one of several engines.
 //!
-//! [`local`] is the engine of thread ranks, `mpi` that of processes. [`group`] is any engine's group; [`comm`] runs a rank's
+//! [`local`] is the engine of thread ranks, `mpi` that of processes, and `nccl` that of either on GPUs
+//! of their own, which exchange values at the hub of `local` or over `store`. [`group`] is any engine's group; [`comm`] runs a rank's
 //! collectives in issue order on a thread of its own and hands over results that are waited for.
 
 pub(crate) mod comm;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod failure;
 pub(crate) mod group;
 pub(crate) mod local;
 #[cfg(feature = "mpi")]
 pub(crate) mod mpi;
+#[cfg(feature = "nccl")]
+pub(crate) mod nccl;
+#[cfg(feature = "nccl")]
+pub(crate) mod store;
 
 #[cfg(test)]
 mod conformance;
@@ -15,6 +22,8 @@ mod conformance;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+
+use burn::tensor::DType;
 
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
@@ -73,6 +82,8 @@ pub(crate) struct Reduce {
     /// The segment of the unit's layout that `range` is this rank's fragment of; `None` where every
     /// rank keeps the same.
     pub(crate) segment: Option<usize>,
+    /// The type in which the gradient travels, whatever rank it comes from. Its sum is in f32.
+    pub(crate) dtype: DType,
 }
 
 /// Collectives on tensors. All block: the communication thread calls them.
@@ -111,7 +122,7 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
         self.all_gather_one(op, device, fragment)
     }
 
-    /// The sum over ranks of each gradient over `divisor`, in the range this rank keeps. `layout` is
+    /// The sum over ranks of each gradient over `divisor`, in f32, in the range this rank keeps. `layout` is
     /// that of the gradients' unit, over the ranks of this group.
     fn reduce_scatter(
         &self,

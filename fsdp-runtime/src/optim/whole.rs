@@ -421,6 +421,7 @@ mod tests {
             entries,
             layout,
             gathers: true,
+            precision: crate::precision::Precision::FULL,
         }
     }
 

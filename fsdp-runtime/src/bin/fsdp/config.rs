@@ -9,10 +9,10 @@ use std::process::ExitCode;
 use fsdp_runtime::config::{
     AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, MixedPrecision, StateDictType,
 };
-use fsdp_runtime::{BackwardPrefetch, ShardingStrategy};
+use fsdp_runtime::{BackwardPrefetch, ShardingStrategy, cuda};
 
 use self::ask::{Answers, Ask, Terminal};
-use crate::{print, probe, say};
+use crate::{print, say};
 
 /// The ranks of a file on a machine without GPUs.
 const DEFAULT_PROCESSES: usize = 2;
@@ -66,7 +66,7 @@ pub fn default_path() -> Option<PathBuf> {
 }
 
 fn defaults() -> Config {
-    let gpus = probe::cuda().map_or(0, |cuda| cuda.devices.len());
+    let gpus = cuda::driver().map_or(0, |driver| driver.gpus.len());
     let mut config = Config::default();
     config.num_processes = Some(if gpus > 0 { gpus } else { DEFAULT_PROCESSES });
     config.use_cpu = gpus == 0;

@@ -3,9 +3,10 @@
 use std::fs;
 use std::process::{Command, ExitCode, Stdio};
 
+use fsdp_runtime::cuda;
 use fsdp_runtime::env::RankEnv;
 
-use crate::{config, print, probe};
+use crate::{config, print};
 
 pub fn run() -> ExitCode {
     let row = |name: &str, value: String| print(format_args!("{name:<12}{value}"));
@@ -14,8 +15,8 @@ pub fn run() -> ExitCode {
     row("cores", std::thread::available_parallelism().map_or("unknown".into(), |n| n.to_string()));
     row("memory", memory());
     row("devices", devices());
-    row("CUDA", cuda());
-    row("NCCL", probe::nccl().unwrap_or_else(|reason| reason));
+    row("CUDA", gpus());
+    row("NCCL", nccl());
     row("MPI", mpi());
     row("started by", started());
     row("config", config_file());
@@ -64,16 +65,26 @@ fn devices() -> String {
     if names.is_empty() { "none compiled in".into() } else { names.join(", ") }
 }
 
-fn cuda() -> String {
-    match probe::cuda() {
-        Err(reason) => reason,
-        Ok(cuda) if cuda.devices.is_empty() => format!("{}, no GPU", cuda.version),
-        Ok(cuda) => {
-            let gpus = cuda.devices.iter().enumerate();
+fn gpus() -> String {
+    match cuda::driver() {
+        Err(error) => error.to_string(),
+        Ok(driver) if driver.gpus.is_empty() => format!("{}, no GPU", driver.version),
+        Ok(driver) => {
+            let gpus = driver.gpus.iter().enumerate();
             let gpus = gpus
-                .map(|(index, (name, bytes))| format!("{index}: {name}, {}", gib(*bytes as u64)));
-            format!("{}; GPU {}", cuda.version, gpus.collect::<Vec<_>>().join("; GPU "))
+                .map(|(index, gpu)| format!("{index}: {}, {}", gpu.name, gib(gpu.memory as u64)));
+            format!("{}; GPU {}", driver.version, gpus.collect::<Vec<_>>().join("; GPU "))
         }
+    }
+}
+
+fn nccl() -> String {
+    match cuda::nccl_version() {
+        Err(error) => error.to_string(),
+        Ok(version) if version < cuda::OLDEST_NCCL => {
+            format!("{version}, too old: {} or later is needed", cuda::OLDEST_NCCL)
+        }
+        Ok(version) => version.to_string(),
     }
 }
 

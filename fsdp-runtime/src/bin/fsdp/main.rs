@@ -5,7 +5,6 @@ mod config;
 mod env;
 mod launch;
 mod merge;
-mod probe;
 mod validate;
 
 use std::ffi::OsString;

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::sys::{Comm, MpiError, Request};
 use crate::collectives::Op;
+use crate::collectives::failure::Failure;
 use crate::error::CollectiveError;
 use crate::mesh::{Rank, WorldSize};
 
@@ -61,14 +62,6 @@ struct Notice {
     unit: String,
     size: u64,
     payload: Vec<u8>,
-}
-
-/// A [`CollectiveError`] as it is sent.
-#[derive(Debug, Serialize, Deserialize)]
-enum Failure {
-    Timeout { op: String, unit: String, missing: Vec<usize>, waited: Duration },
-    Mismatch { rank: usize, found: String, peer: usize, expected: String },
-    Other { rank: usize, reason: String },
 }
 
 /// One member's view of a group: which it is, who is in it, and the collective it is at.
@@ -220,7 +213,7 @@ impl Link {
                     state.inbox.entry((group, from)).or_default().push_back(notice);
                 }
                 Ok((Head::Failure(failure), _)) => {
-                    let failure = self.received(failure);
+                    let failure = failure.received(self.world);
                     state.failure.get_or_insert(failure);
                 }
                 Err(error) => {
@@ -266,7 +259,7 @@ impl Link {
             return first.clone();
         }
         state.failure = Some(failure.clone());
-        let message = Arc::new(encode(&Head::Failure(self.sent(&failure)), &[]));
+        let message = Arc::new(encode(&Head::Failure(Failure::sent(&failure, self.rank)), &[]));
         for peer in self.world.ranks().filter(|&peer| peer != self.rank) {
             // One that cannot be told learns it from the time-out.
             let _ = self.send(state, peer.index(), &message);
@@ -302,45 +295,6 @@ impl Link {
             reason,
         }
     }
-
-    fn sent(&self, failure: &CollectiveError) -> Failure {
-        match failure {
-            CollectiveError::Timeout { op, unit, missing, waited } => Failure::Timeout {
-                op: (*op).to_string(),
-                unit: unit.clone(),
-                missing: missing.iter().map(|rank| rank.index()).collect(),
-                waited: *waited,
-            },
-            CollectiveError::Mismatch { rank, found, peer, expected } => Failure::Mismatch {
-                rank: rank.index(),
-                found: found.clone(),
-                peer: peer.index(),
-                expected: expected.clone(),
-            },
-            CollectiveError::PeerFailed { rank, reason } => {
-                Failure::Other { rank: rank.index(), reason: reason.clone() }
-            }
-            other => Failure::Other { rank: self.rank.index(), reason: other.to_string() },
-        }
-    }
-
-    fn received(&self, failure: Failure) -> CollectiveError {
-        let rank = |index: usize| self.world.ranks().nth(index).unwrap_or(Rank::ZERO);
-        match failure {
-            Failure::Timeout { op, unit, missing, waited } => CollectiveError::Timeout {
-                op: known(&op),
-                unit,
-                missing: missing.into_iter().map(rank).collect(),
-                waited,
-            },
-            Failure::Mismatch { rank: later, found, peer, expected } => {
-                CollectiveError::Mismatch { rank: rank(later), found, peer: rank(peer), expected }
-            }
-            Failure::Other { rank: failed, reason } => {
-                CollectiveError::PeerFailed { rank: rank(failed), reason }
-            }
-        }
-    }
 }
 
 impl Drop for Link {
@@ -349,13 +303,6 @@ impl Drop for Link {
         let state = self.state.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
         std::mem::forget(std::mem::take(&mut state.sending));
     }
-}
-
-/// The name of an operation, as the program has it.
-fn known(op: &str) -> &'static str {
-    const NAMES: [&str; 6] =
-        ["all_gather", "all_reduce", "barrier", "broadcast", "reduce_scatter", "split"];
-    NAMES.into_iter().find(|&name| name == op).unwrap_or("a collective")
 }
 
 fn encode(head: &Head, payload: &[u8]) -> Vec<u8> {

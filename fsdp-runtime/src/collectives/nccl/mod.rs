@@ -1,0 +1,418 @@
+//! The `nccl` engine: each rank has a GPU of its own, as a thread or as a process.
+//!
+//! NCCL moves the data and takes the sums, on a CUDA stream of the rank's. Before each collective the
+//! ranks *meet* over the host ([`Host`]): so ranks that issue different ones, come late or do not
+//! come are named before any data moves, and what else must be told is told (which rank has which
+//! gradient). Then CubeCL's stream is made to come after all that was issued on the buffers and is
+//! waited for, NCCL runs on the buffers' addresses, and its end is waited for before anyone reads
+//! them: so no stream needs to know of another.
+//!
+//! The layers are cudarc's: [`sys`] finds the functions, [`result`] reads their codes,
+//! [`communicator`] makes them safe. [`lane`] is the GPU and its stream. Sums of more than two ranks
+//! are taken in NCCL's order, which is not the ranks': they agree with the other engines' to
+//! rounding.
+
+mod communicator;
+#[cfg(test)]
+pub(crate) mod fake;
+mod lane;
+mod result;
+mod sys;
+mod world;
+
+use std::any::Any;
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use burn::backend::TensorMetadata;
+use burn::tensor::{FloatDType, Shape};
+
+use self::communicator::{Collectives, Communicator, Trouble, Watch};
+use self::sys::ncclDataType_t;
+pub(crate) use self::world::gpu_of;
+use super::group::Message;
+use super::store::Host;
+use super::{Op, ProcessGroup, Reduce};
+use crate::backend::{DeviceMemory, Float, ShardBackend, numel};
+use crate::cuda::NcclError;
+use crate::error::CollectiveError;
+use crate::layout::FlatLayout;
+use crate::mesh::{Rank, WorldSize};
+use crate::slot::Slot;
+
+/// Slots hold f32.
+const DTYPE: ncclDataType_t = ncclDataType_t::ncclFloat32;
+const SIZE: usize = size_of::<f32>();
+
+/// How long the news that a rank has ended may take, after NCCL has seen it.
+const NEWS: Duration = Duration::from_millis(500);
+
+/// A slot of whatever backend.
+type Scratch = Option<Box<dyn Any + Send>>;
+
+/// This rank's end of a group.
+#[derive(Debug)]
+pub(crate) struct NcclGroup {
+    host: Host,
+    communicator: Communicator,
+    /// Where gradients are summed: kept, so that training allocates nothing.
+    scratch: Mutex<Scratch>,
+}
+
+impl NcclGroup {
+    fn new(host: Host, communicator: Communicator) -> Self {
+        Self { host, communicator, scratch: Mutex::default() }
+    }
+
+    /// Its members, by their ranks in the world.
+    pub(crate) fn members(&self) -> &[Rank] {
+        self.host.members()
+    }
+
+    /// This rank.
+    pub(crate) fn rank(&self) -> Rank {
+        self.host.rank()
+    }
+
+    /// What has ended the world, if anything has.
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        self.host.failure()
+    }
+
+    /// Ends the world with `failure`, unless it has ended already.
+    pub(crate) fn fail(&self, failure: CollectiveError) {
+        self.host.fail(failure);
+    }
+
+    /// Ends this rank's part, after its last collective.
+    pub(crate) fn leave(&self) {
+        if self.failure().is_some() {
+            self.communicator.abort();
+        }
+        self.host.leave();
+    }
+
+    /// Every member's value, in rank order.
+    pub(crate) fn exchange<T: Message>(
+        &self,
+        op: &Op,
+        value: T,
+    ) -> Result<Vec<Arc<T>>, CollectiveError> {
+        self.host.exchange(op, value)
+    }
+
+    /// The members that give the same `color`, as a group.
+    pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+        let host = self.host.split(color)?;
+        let mut watch = Watch::new(&self.host);
+        let communicator = self.communicator.split(color, self.host.index(), &mut watch);
+        let op = Op::new("split", "the mesh");
+        let communicator = communicator.map_err(|trouble| blame(&self.host, &op, trouble))?;
+        Ok(Self::new(host, communicator))
+    }
+
+    fn size(&self) -> usize {
+        self.members().len()
+    }
+
+    /// This rank's position among the members, as a rank.
+    fn position(&self) -> Rank {
+        let size = WorldSize::new(self.size()).expect("a group has this rank");
+        size.ranks().nth(self.host.index()).expect("a position is below the size")
+    }
+
+    /// Runs the collectives that `queue` queues on `slot`, given its address.
+    ///
+    /// # Safety
+    ///
+    /// They stay within the slot, which nobody else reads or writes meanwhile.
+    unsafe fn run<B: ShardBackend>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        slot: &Arc<Slot<B>>,
+        queue: impl FnOnce(&Collectives<'_>, u64) -> Result<(), NcclError>,
+    ) -> Result<(), CollectiveError> {
+        let refused = |reason: String| {
+            self.host.fail(CollectiveError::Transport {
+                rank: self.rank(),
+                op: op.name,
+                unit: op.unit.to_string(),
+                reason,
+            })
+        };
+        // This thread's stream comes after all that was issued on the slot, and is waited for.
+        let memory = slot.device_memory().map_err(refused)?;
+        B::sync(device).map_err(|error| refused(error.to_string()))?;
+        let start = memory.start;
+        // On an error, or a panic, NCCL may go on: what it touches is never freed.
+        let kept = ManuallyDrop::new((memory, slot.clone()));
+        let mut watch = Watch::new(&self.host);
+        // SAFETY: `kept` holds the memory in its place, and the caller answers for the rest.
+        let outcome = unsafe {
+            self.communicator.run(DTYPE, &mut watch, |collectives| queue(collectives, start))
+        };
+        outcome.map_err(|trouble| blame(&self.host, op, trouble))?;
+        drop::<(DeviceMemory, _)>(ManuallyDrop::into_inner(kept));
+        Ok(())
+    }
+
+    /// The buffer for sums, of at least `numel` elements.
+    fn scratch<B: ShardBackend>(&self, device: &B::Device, numel: usize) -> Arc<Slot<B>> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(slot) = scratch.as_ref().and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>())
+            && slot.numel() >= numel
+        {
+            return slot.clone();
+        }
+        let slot = Arc::new(Slot::<B>::new(device, numel));
+        *scratch = Some(Box::new(slot.clone()));
+        slot
+    }
+}
+
+/// What a collective's trouble is to the world, which it ends: the cause, where another rank has told
+/// it.
+fn blame(host: &Host, op: &Op, trouble: Trouble) -> CollectiveError {
+    let reason = match trouble {
+        Trouble::Ended(failure) => return failure,
+        Trouble::TimedOut => {
+            let others = || host.members().iter().filter(|&&member| member != host.rank());
+            // Whoever is in the collective is heard of all the time.
+            let mut missing = host.silent(host.timeout() / 2);
+            if missing.is_empty() {
+                missing = others().copied().collect();
+            }
+            return host.fail(CollectiveError::Timeout {
+                op: op.name,
+                unit: op.unit.to_string(),
+                missing,
+                waited: host.timeout(),
+            });
+        }
+        Trouble::Nccl(error) => format!("NCCL: {error}"),
+        Trouble::Cuda(error) => error.to_string(),
+    };
+    let seen = Instant::now();
+    while seen.elapsed() < NEWS {
+        if let Some(failure) = host.here() {
+            return failure;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let (rank, unit) = (host.rank(), op.unit.to_string());
+    host.fail(CollectiveError::Transport { rank, op: op.name, unit, reason })
+}
+
+impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
+    fn all_gather(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        fragments: Vec<(usize, Float<B>)>,
+        shard_len: usize,
+        slot: &Arc<Slot<B>>,
+    ) -> Result<(), CollectiveError> {
+        for (offset, fragment) in fragments {
+            slot.write(offset, fragment);
+        }
+        self.exchange(op, ())?;
+        if shard_len == 0 {
+            return Ok(());
+        }
+        assert!(self.size() * shard_len <= slot.numel(), "a gather stays within its slot");
+        let index = self.host.index();
+        // SAFETY: within the slot, as checked, which the schedule has nobody read while it is
+        // gathered.
+        unsafe {
+            self.run::<B>(op, device, slot, |collectives, at| {
+                collectives.all_gather(at, index, shard_len, SIZE)
+            })
+        }
+    }
+
+    fn all_gather_one(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        fragment: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let lens = self.exchange(op, fragment.as_ref().map(numel::<B>))?;
+        let regions = FlatLayout::new(lens.iter().map(|len| len.unwrap_or(0)), WorldSize::ONE);
+        if regions.padded_len() == 0 {
+            return Ok(lens.iter().map(|_| None).collect());
+        }
+        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len()));
+        if let Some(fragment) = &fragment {
+            slot.write(regions.segment(self.host.index()).start, fragment.clone());
+        }
+        // SAFETY: each member's region lies within the slot, which is this function's.
+        unsafe {
+            self.run::<B>(op, device, &slot, |collectives, at| {
+                for member in 0..lens.len() {
+                    let region = regions.segment(member);
+                    if !region.is_empty() {
+                        let at = at + (region.start * SIZE) as u64;
+                        collectives.broadcast(at, region.len(), member)?;
+                    }
+                }
+                Ok(())
+            })
+        }?;
+        let of = |(member, len): (usize, &Arc<Option<usize>>)| {
+            if member == self.host.index() {
+                return fragment.clone();
+            }
+            let len = (**len)?;
+            let view = slot.view(regions.segment(member).start, &[len]);
+            Some(B::fragment(view, 0..len, Shape::from([len])))
+        };
+        Ok(lens.iter().enumerate().map(of).collect())
+    }
+
+    fn gather(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        to: usize,
+        fragment: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let lens = self.exchange(op, fragment.as_ref().map(numel::<B>))?;
+        let (own, receives) = (self.host.index(), self.host.index() == to);
+        // The receiver's own fragment stays where it is; the others need room for theirs alone.
+        let here = |member: usize| if receives { member != own } else { member == own };
+        let room = lens.iter().enumerate();
+        let room = room.map(|(member, len)| if here(member) { len.unwrap_or(0) } else { 0 });
+        let regions = FlatLayout::new(room, WorldSize::ONE);
+        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len()));
+        if let Some(fragment) = fragment.as_ref().filter(|_| !receives) {
+            slot.write(regions.segment(own).start, fragment.clone());
+        }
+        let moved = || (0..lens.len()).filter(|&member| !regions.segment(member).is_empty());
+        if moved().next().is_some() {
+            // SAFETY: each region lies within the slot, which is this function's.
+            unsafe {
+                self.run::<B>(op, device, &slot, |collectives, at| {
+                    for member in moved() {
+                        let region = regions.segment(member);
+                        let at = at + (region.start * SIZE) as u64;
+                        match receives {
+                            true => collectives.receive(at, region.len(), member)?,
+                            false => collectives.send(at, region.len(), to)?,
+                        }
+                    }
+                    Ok(())
+                })
+            }?;
+        }
+        if !receives {
+            return Ok(Vec::new());
+        }
+        let of = |(member, len): (usize, &Arc<Option<usize>>)| {
+            if member == own {
+                return fragment.clone();
+            }
+            let len = (**len)?;
+            let view = slot.view(regions.segment(member).start, &[len]);
+            Some(B::fragment(view, 0..len, Shape::from([len])))
+        };
+        Ok(lens.iter().enumerate().map(of).collect())
+    }
+
+    fn reduce_scatter(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        gradients: Vec<Option<Float<B>>>,
+        keep: &[Reduce],
+        layout: &FlatLayout,
+        divisor: usize,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let present: Vec<bool> = gradients.iter().map(Option::is_some).collect();
+        let present = self.exchange(op, present)?;
+        let summed: Vec<bool> =
+            (0..keep.len()).map(|entry| present.iter().any(|present| present[entry])).collect();
+        // What all keep whole comes after what is scattered.
+        let whole = keep.iter().zip(&summed).map(|(keep, summed)| match keep.segment {
+            None if *summed => keep.range.len(),
+            _ => 0,
+        });
+        let whole = FlatLayout::new(whole, WorldSize::ONE);
+        let scattered = keep.iter().zip(&summed).any(|(keep, sum)| *sum && keep.segment.is_some());
+        let base = if scattered { layout.padded_len() } else { 0 };
+        if base + whole.padded_len() == 0 {
+            return Ok(keep.iter().map(|_| None).collect());
+        }
+        let slot = self.scratch::<B>(device, base + whole.padded_len());
+        let start = |entry: usize| match keep[entry].segment {
+            Some(segment) => layout.segment(segment).start,
+            None => base + whole.segment(entry).start,
+        };
+        for (entry, gradient) in gradients.into_iter().enumerate().filter(|(e, _)| summed[*e]) {
+            let len = match keep[entry].segment {
+                Some(segment) => layout.segment(segment).len(),
+                None => keep[entry].range.len(),
+            };
+            let zeros = || B::float_zeros(Shape::from([len]), device, FloatDType::F32);
+            slot.write(start(entry), gradient.unwrap_or_else(zeros));
+        }
+        let index = self.host.index();
+        // SAFETY: the flat range of the layout and what comes after it lie within the slot, which is
+        // this group's for sums, of which one is under way at a time.
+        unsafe {
+            self.run::<B>(op, device, &slot, |collectives, at| {
+                if scattered {
+                    collectives.reduce_scatter(at, index, layout.shard_len(), SIZE)?;
+                }
+                if whole.padded_len() > 0 {
+                    collectives.all_reduce(at + (base * SIZE) as u64, whole.padded_len())?;
+                }
+                Ok(())
+            })
+        }?;
+        let mean = |(entry, keep): (usize, &Reduce)| {
+            if !summed[entry] || keep.range.is_empty() {
+                return None;
+            }
+            let within = match keep.segment {
+                Some(segment) => {
+                    debug_assert_eq!(keep.range, layout.fragment(segment, self.position()));
+                    keep.range.start
+                }
+                None => 0,
+            };
+            let len = keep.range.len();
+            let sum = slot.view(start(entry) + within, &[len]);
+            Some(B::mean(&[sum], 0..len, divisor, keep.shape.clone().into()))
+        };
+        Ok(keep.iter().enumerate().map(mean).collect())
+    }
+
+    fn broadcast(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Option<Float<B>>,
+    ) -> Result<Float<B>, CollectiveError> {
+        let shape: Vec<usize> =
+            tensor.as_ref().map_or(Vec::new(), |tensor| tensor.shape().iter().copied().collect());
+        let shapes = self.exchange(op, shape)?;
+        let shape = Shape::from((*shapes[0]).clone());
+        let len = shape.num_elements();
+        let tensor = tensor.filter(|_| self.host.index() == 0);
+        let slot = Arc::new(Slot::<B>::new(device, len));
+        if let Some(tensor) = &tensor {
+            slot.write(0, tensor.clone());
+        }
+        if len > 0 {
+            // SAFETY: within the slot, which is this function's.
+            unsafe {
+                self.run::<B>(op, device, &slot, |collectives, at| {
+                    collectives.broadcast(at, len, 0)
+                })
+            }?;
+        }
+        Ok(tensor.unwrap_or_else(|| B::fragment(slot.view(0, &[len]), 0..len, shape)))
+    }
+}
