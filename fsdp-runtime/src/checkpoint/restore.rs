@@ -364,7 +364,8 @@ fn compare_optimizer(
             for (tensor, stored) in &state.tensors {
                 if part(target, stored, own.whole).is_none() {
                     differences.push(format!(
-                        "optimizer `{name}`: `{tensor}` of `{}` is {:?}, which cannot be sharded",
+                        "optimizer `{name}`: `{tensor}` of `{}` is {:?}, which cannot be \
+                         sharded; wrap the optimizer in `WholeParam` and use `whole_optimizer`",
                         target.entry.path, stored.shape
                     ));
                 }
