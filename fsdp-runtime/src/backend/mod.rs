@@ -13,6 +13,7 @@ use burn::backend::{Autodiff, Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape, Tensor, TensorData};
 
 use crate::error::ShardError;
+use crate::kernels::Kernels;
 use crate::norm::Norm;
 
 #[cfg(feature = "cube")]
@@ -82,7 +83,7 @@ impl<B: ShardBackend> Value<B> {
 ///
 /// The methods on `Memory` never check whether a view is in use: that is the schedule's task, which
 /// writes a slot only between its owner's reshard and the next owner's first `val()`.
-pub(crate) trait ShardBackend: Backend {
+pub(crate) trait ShardBackend: Kernels {
     /// One reusable buffer of elements of one type, viewed by tensors.
     type Memory: Debug + Send + Sync + 'static;
     /// A tensor's elements as bytes that the host can read; moving it does not move them.
@@ -163,10 +164,12 @@ pub(crate) trait ShardBackend: Backend {
 
 /// The tensor in another type: itself, where it has that one.
 pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> {
-    if tensor.dtype() == dtype {
-        return tensor;
+    let kernel = |dtype| matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    match tensor.dtype() {
+        found if found == dtype => tensor,
+        found if kernel(found) && kernel(dtype) => B::cast(tensor, dtype, None),
+        _ => B::float_cast(tensor, dtype.into()),
     }
-    B::float_cast(tensor, dtype.into())
 }
 
 /// The tensor on Flex.
