@@ -11,7 +11,7 @@ use std::sync::Mutex;
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Backend, Cube, TensorMetadata};
-use burn::tensor::{DType, Shape};
+use burn::tensor::{DType, Shape, TensorData};
 use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
@@ -125,6 +125,14 @@ impl ShardBackend for Cube {
         }
         let (numel, shape) = (numel::<Cube>(&tensor), tensor.shape());
         Self::fragment(tensor, 0..numel, shape)
+    }
+
+    fn to_host(tensor: CubeTensor) -> Option<TensorData> {
+        let (shape, numel) = (tensor.shape(), numel::<Cube>(&tensor));
+        let flat = Self::into_dispatch(Value::Plain(flat(tensor, 0..numel)));
+        let data = burn::tensor::Tensor::<1>::from_dispatch(flat).into_data();
+        let (bytes, _, dtype) = data.into_parts();
+        Some(TensorData::from_bytes(bytes, shape, dtype))
     }
 
     #[cfg(feature = "mpi")]

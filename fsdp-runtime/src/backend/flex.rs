@@ -266,6 +266,10 @@ impl ShardBackend for Flex {
         Self::sums(parts, norm).iter().map(|sums| sums.term(norm)).collect()
     }
 
+    fn to_host(_: FlexTensor) -> Option<TensorData> {
+        None
+    }
+
     fn with_bytes(tensor: FlexTensor, f: &mut dyn FnMut(&[u8])) {
         let numel = tensor.shape().num_elements();
         with_raw(&tensor, 0..numel, f);

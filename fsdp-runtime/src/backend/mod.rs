@@ -10,9 +10,7 @@ use std::ptr::NonNull;
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
-#[cfg(feature = "flex")]
-use burn::tensor::TensorData;
-use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
+use burn::tensor::{DType, DispatchTensor, Shape, Tensor, TensorData};
 
 use crate::error::ShardError;
 use crate::kernels::Kernels;
@@ -24,7 +22,7 @@ pub(crate) mod cube;
 pub(crate) mod flex;
 mod stored;
 
-pub(crate) use stored::{Leaf, Rest, Stored};
+pub(crate) use stored::{Leaf, Rest, Stored, new_leaf};
 
 /// A float tensor of backend `B`.
 pub(crate) type Float<B> = <B as burn::backend::BackendTypes>::FloatTensorPrimitive;
@@ -138,6 +136,9 @@ pub(crate) trait ShardBackend: Kernels {
     /// What each range of its flattened tensor adds to a norm. The result depends on the elements
     /// and their order alone, so that every strategy finds the same norm.
     fn norm_sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<f64>;
+
+    /// A copy of the tensor in the host's memory; `None` where it lies there already.
+    fn to_host(tensor: Float<Self>) -> Option<TensorData>;
 
     /// Shows the elements in order, as bytes of the host.
     fn with_bytes(tensor: Float<Self>, f: &mut dyn FnMut(&[u8])) {

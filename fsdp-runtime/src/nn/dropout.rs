@@ -14,6 +14,7 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::philox::{LANES, blocks};
+use super::tape::{self, Draw};
 use crate::kernels::{self, MaskSource};
 use crate::unit::{Attach, FsdpModule, Kind, Node, Walk};
 
@@ -69,6 +70,11 @@ impl Source {
 
     /// The key and the place of the next mask.
     fn next(&self) -> ([u32; 2], [u32; 2]) {
+        let Draw { key, place, .. } = tape::draw(self.layer, || self.draw());
+        (key, place)
+    }
+
+    fn draw(&self) -> Draw {
         let step = self.stream.step();
         let mut calls = self.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if calls.0 != step {
@@ -79,7 +85,8 @@ impl Source {
         // Steps beyond 2^32 change the key.
         let words = [self.stream.seed(), self.stream.rank, self.layer, step >> 32];
         let key = words.into_iter().fold(0, |key, word| mix(key ^ word));
-        ([key as u32, (key >> 32) as u32], [step as u32, call])
+        let (key, place) = ([key as u32, (key >> 32) as u32], [step as u32, call]);
+        Draw { layer: self.layer, key, place }
     }
 }
 

@@ -3,6 +3,7 @@
 pub(crate) mod dropout;
 mod gelu;
 pub(crate) mod philox;
+pub(crate) mod tape;
 
 pub use dropout::{Dropout, DropoutConfig};
 pub use gelu::gelu;
