@@ -46,6 +46,8 @@ pub struct Job {
     pub test: Vec<Encoded>,
     /// What is sharded.
     pub strategy: ShardingStrategy,
+    /// How: of the configuration file, where there is one.
+    pub options: FsdpOptions,
     /// When to save and from where to resume.
     pub saving: SavePlan,
     /// How to train.
@@ -179,7 +181,7 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
 /// Builds the model, sharded; what there are weights for is loaded and never drawn.
 fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
     let model = job.config.init(job.classes, worker.device());
-    let options = FsdpOptions::new().strategy(job.strategy).seed(job.recipe.seed);
+    let options = job.options.clone().strategy(job.strategy).seed(job.recipe.seed);
     let Some(path) = job.weights.as_ref().filter(|_| job.saving.resume.is_none()) else {
         return Ok(fully_shard(model, worker, options)?);
     };

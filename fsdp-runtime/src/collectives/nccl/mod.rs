@@ -29,6 +29,8 @@ use burn::backend::TensorMetadata;
 use burn::tensor::{FloatDType, Shape};
 
 use self::communicator::{Collectives, Communicator, Trouble, Watch};
+#[cfg(test)]
+pub(crate) use self::sys::library;
 use self::sys::ncclDataType_t;
 pub(crate) use self::world::gpu_of;
 use super::group::Message;
@@ -105,7 +107,7 @@ impl NcclGroup {
     /// The members that give the same `color`, as a group.
     pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let host = self.host.split(color)?;
-        let mut watch = Watch::new(&self.host);
+        let mut watch = Watch::of_setup(&self.host);
         let communicator = self.communicator.split(color, self.host.index(), &mut watch);
         let op = Op::new("split", "the mesh");
         let communicator = communicator.map_err(|trouble| blame(&self.host, &op, trouble))?;
