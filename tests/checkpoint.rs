@@ -196,6 +196,47 @@ fn a_model_alone_is_saved_and_loaded_by_its_own_methods() {
     assert!(same_bits(&state[0], &loaded[1]));
 }
 
+/// No rank initialises what a checkpoint brings.
+#[test]
+fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    let part = Part::new(2);
+    let (losses, state) = part.clone().until(8).launch();
+    part.clone().until(4).save(&path).launch();
+    let deferred = part.options(FsdpOptions::new().deferred_init(true));
+    let (found, found_state) = deferred.clone().from(&path).until(8).launch();
+    assert_eq!(bits(&found), bits(&losses[4..]));
+    assert!(same_bits(&found_state, &state));
+    // Ranks that hold nothing of some matrices.
+    let many = Part { world: 12, ..deferred };
+    let (found, _) = many.from(&path).until(8).launch();
+    for (a, b) in found.iter().zip(&losses[4..]) {
+        assert!((a - b).abs() <= 1e-6, "{found:?} {losses:?}");
+    }
+    // States in memory count as loaded as well, and one that does not fit does not.
+    on_ranks(2, move |worker| {
+        let deferred = || FsdpOptions::new().deferred_init(true);
+        let saved = sharded(&worker, 0.0, FsdpOptions::new().seed(7))?;
+        let full = saved.full_state(Recipient::All)?;
+        let mut nets = Vec::new();
+        for _ in 0..3 {
+            nets.push(sharded(&worker, 0.0, deferred())?);
+        }
+        nets[0].load_sharded_state(&saved.sharded_state())?;
+        nets[1].load_local_state(&saved.local_state())?;
+        nets[2].load_full_state(&full, Recipient::All)?;
+        for net in &nets {
+            assert!(same_bits(&net.full_state(Recipient::All)?, &full));
+        }
+        let mut net = sharded(&worker, 0.0, deferred())?;
+        net.load_full_state(&Default::default(), Recipient::All).unwrap_err();
+        let error = net.full_state(Recipient::All).unwrap_err();
+        assert!(error.to_string().contains("load"), "{error}");
+        Ok(())
+    });
+}
+
 #[test]
 fn the_newest_are_kept_and_the_torn_are_cleaned_up() {
     let folder = tempfile::tempdir().unwrap();

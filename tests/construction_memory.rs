@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, activation::relu};
+use fsdp_runtime::checkpoint::{MergeOptions, merge};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LoadOptions, SavePretrained, from_pretrained};
 
@@ -145,6 +146,36 @@ fn save_and_load(folder: &Path) {
     within("from_pretrained", (loading, ranks.iter().sum()), 1);
 }
 
+/// A checkpoint of two ranks goes into a model on four that none of them initialised.
+fn load_checkpoint(folder: &Path) {
+    let path = folder.join("checkpoint");
+    let saved = path.clone();
+    launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
+        let net = fully_shard(net(worker.device()), &worker, FsdpOptions::new().seed(1))?;
+        net.save_state(&saved)
+    })
+    .expect("the ranks succeed");
+    let (loading, ranks) = peak(move |worker| {
+        let options = FsdpOptions::new().deferred_init(true);
+        let mut net = fully_shard(net(worker.device()), worker, options)?;
+        net.load_state(&path)?;
+        Ok(held(&net))
+    });
+    within("load_state after deferred_init", (loading, ranks.iter().sum()), 1);
+}
+
+/// Without ranks: one tensor, and the writer's buffer.
+fn merge_checkpoint(folder: &Path) {
+    let before = LIVE.load(SeqCst);
+    PEAK.store(before, SeqCst);
+    let output = folder.join("merged");
+    let merged = merge(folder.join("checkpoint"), &output, &MergeOptions::new()).unwrap();
+    assert!(merged.bytes as usize > BLOCKS * UNIT);
+    let peak = PEAK.load(SeqCst) - before;
+    println!("merging: {:.1} MiB at most", peak as f64 / (1 << 20) as f64);
+    assert!((MATRIX..=MATRIX + SMALL).contains(&peak), "merging: {peak} bytes");
+}
+
 #[test]
 fn construction_holds_fragments_and_one_unit() {
     let all = (BLOCKS * UNIT) as f64 / (1 << 20) as f64;
@@ -157,4 +188,6 @@ fn construction_holds_fragments_and_one_unit() {
     within("every rank initialises", construct(every), WORLD);
     let folder = tempfile::tempdir().unwrap();
     save_and_load(folder.path());
+    load_checkpoint(folder.path());
+    merge_checkpoint(folder.path());
 }

@@ -33,6 +33,22 @@ pub struct Cli {
     #[arg(long)]
     pub no_reshard_after_forward: bool,
 
+    /// Gather parameters and compute in bfloat16, half the bytes of f32; the optimizer stays in f32
+    #[arg(long, conflicts_with = "fp16")]
+    pub bf16: bool,
+
+    /// The same in float16, with a loss scale that adapts itself
+    #[arg(long)]
+    pub fp16: bool,
+
+    /// Loss scale to begin with under --fp16
+    #[arg(long, value_name = "SCALE", default_value = "128", value_parser = scale)]
+    pub fp16_init_scale: f32,
+
+    /// Keep parameters, gradients and optimizer state in the host's memory, and step there
+    #[arg(long)]
+    pub cpu_offload: bool,
+
     /// Batches whose gradients are added up to one update
     #[arg(long, value_name = "N", default_value = "1", value_parser = positive)]
     pub update_freq: usize,
@@ -60,6 +76,10 @@ pub struct Cli {
     /// Updates after which to stop; by default one pass over the text, and two minutes of the tiny model
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_update: Option<usize>,
+
+    /// Batches of held-out text to evaluate; by default all
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub max_valid_steps: Option<usize>,
 
     /// Update at which the learning rate has fallen to 0; by default the last one
     #[arg(long, value_name = "N", value_parser = positive)]
@@ -141,6 +161,24 @@ pub struct Recipe {
     pub seed: u64,
     /// Updates to a log line.
     pub log_interval: usize,
+    /// What is gathered and computed in.
+    pub precision: Precision,
+    /// Batches to evaluate.
+    pub max_valid_steps: usize,
+}
+
+/// The type in which parameters are gathered and computed with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Precision {
+    /// `f32`.
+    Full,
+    /// `bf16`.
+    Bf16,
+    /// `f16`, with a loss scale that begins so.
+    Fp16 {
+        /// The first scale.
+        init_scale: f32,
+    },
 }
 
 struct Defaults {
@@ -192,6 +230,12 @@ impl Cli {
             dropout: self.dropout,
             seed: self.seed,
             log_interval: self.log_interval,
+            max_valid_steps: self.max_valid_steps.unwrap_or(usize::MAX),
+            precision: match (self.bf16, self.fp16) {
+                (true, _) => Precision::Bf16,
+                (_, true) => Precision::Fp16 { init_scale: self.fp16_init_scale },
+                _ => Precision::Full,
+            },
         }
     }
 }
@@ -226,6 +270,11 @@ fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64,
 
 fn rate(text: &str) -> Result<f64, String> {
     number(text, |rate| rate > 0.0 && rate <= 1.0, "a number above 0 and at most 1, such as 1e-4")
+}
+
+fn scale(text: &str) -> Result<f32, String> {
+    let fits = |scale| scale > 0.0 && scale <= f64::from(f32::MAX);
+    Ok(number(text, fits, "a number above 0, such as 128")? as f32)
 }
 
 fn from_zero(text: &str) -> Result<f64, String> {
@@ -275,13 +324,16 @@ mod tests {
         let cli = parse(
             "--tokens-per-sample 2048 --batch-size 8 --arch transformer_lm_gpt3_13 \
              --adam-betas (0.9,0.98) --lr 0.0001 --lr-scheduler polynomial_decay \
-             --warmup-updates 5 --total-num-update 10 --max-update 10 --log-interval 1",
+             --warmup-updates 5 --total-num-update 10 --max-update 10 --log-interval 1 \
+             --fp16 --fp16-init-scale 4 --cpu-offload",
         )
         .unwrap();
         let recipe = cli.recipe();
         assert_eq!((cli.arch.name, recipe.adam_betas), ("13B", (0.9, 0.98)));
         assert_eq!((recipe.updates(1000), recipe.schedule(10).total), (10, 10));
         assert_eq!(recipe.dropout, 0.0, "as fairseq's GPT-3");
+        assert_eq!(recipe.precision, Precision::Fp16 { init_scale: 4.0 });
+        assert!(cli.cpu_offload);
     }
 
     #[test]
@@ -307,6 +359,8 @@ mod tests {
             ("--arch 7B", "6.7B"),
             ("--lr-scheduler linear", "polynomial_decay"),
             ("--clip-norm=-1", "a number from 0"),
+            ("--fp16-init-scale 0", "a number above 0"),
+            ("--fp16 --bf16", "cannot be used with"),
         ] {
             let message = parse(flags).unwrap_err().to_string();
             assert!(message.contains(expected), "{flags}: {message}");

@@ -4,9 +4,9 @@
 //! `update`, which counts epochs in parts; `loss` is a word piece's in base 2 and `ppl` is 2 to its
 //! power; `wpb` and `bsz` are the word pieces and the samples of an update over all ranks, `wps` and
 //! `ups` word pieces and updates a second; `lr` is the next update's; `clip` is how many updates in a
-//! hundred were clipped, and not there without a bound; `train_wall` are the seconds spent in updates,
-//! `wall` those since the start. What fairseq averages over a window of its own is of the updates since
-//! the line before. `gb_free` is the machine's memory, where fairseq's is the device's, and not there
+//! hundred were clipped, and not there without a bound; `loss_scale` is there in float16;
+//! `train_wall` are the seconds spent in updates, `wall` those since the start. What fairseq averages
+//! over a window of its own is of the updates since the line before. `gb_free` is the machine's memory, where fairseq's is the device's, and not there
 //! where the system does not tell.
 
 use std::time::Instant;
@@ -31,6 +31,8 @@ pub struct LogLine {
     gnorm: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     clip: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<String>,
     train_wall: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     gb_free: Option<String>,
@@ -40,8 +42,8 @@ pub struct LogLine {
 /// What an update was like.
 #[derive(Clone, Copy, Debug)]
 pub struct Update {
-    /// Norm of all gradients before clipping.
-    pub norm: f64,
+    /// Norm of all gradients before clipping; `None` of one that was skipped.
+    pub norm: Option<f64>,
     /// Seconds it took.
     pub seconds: f64,
 }
@@ -81,12 +83,14 @@ impl Log {
     }
 
     /// The line of the updates since the last one, whose mean loss over all ranks is `loss`.
-    pub fn line(&mut self, place: Place, loss: f64) -> LogLine {
+    pub fn line(&mut self, place: Place, loss: f64, loss_scale: Option<f32>) -> LogLine {
         let Place { updates, per_epoch, lr } = place;
         let count = self.since.len().max(1) as f64;
         let rate = count / self.last.elapsed().as_secs_f64().max(1e-9);
         let words = (self.samples * self.tokens_per_sample) as f64;
-        let clipped = self.since.iter().filter(|update| update.norm > self.clip_norm).count();
+        let norms: Vec<f64> = self.since.iter().filter_map(|update| update.norm).collect();
+        let norm = norms.iter().sum::<f64>() / norms.len().max(1) as f64;
+        let clipped = norms.iter().filter(|norm| **norm > self.clip_norm).count();
         let clip = (self.clip_norm > 0.0).then(|| rounded(100.0 * clipped as f64 / count, 1));
         let line = LogLine {
             epoch: updates.saturating_sub(1) / per_epoch + 1,
@@ -99,8 +103,9 @@ impl Log {
             bsz: rounded(self.samples as f64, 1),
             num_updates: updates.to_string(),
             lr: general(lr),
-            gnorm: rounded(self.since.iter().map(|update| update.norm).sum::<f64>() / count, 3),
+            gnorm: rounded(norm, 3),
             clip,
+            loss_scale: loss_scale.map(|scale| general(f64::from(scale))),
             train_wall: rounded(self.since.iter().map(|update| update.seconds).sum(), 0),
             gb_free: free_bytes().map(|free| rounded(free as f64 / f64::from(1 << 30), 1)),
             wall: rounded(self.start.elapsed().as_secs_f64(), 0),
@@ -168,10 +173,10 @@ mod tests {
     fn a_line_has_fairseqs_keys_in_order() {
         let mut log = Log::new(16, 128, 1.0);
         for norm in [0.5, 2.5] {
-            log.update(Update { norm, seconds: 2.0 });
+            log.update(Update { norm: Some(norm), seconds: 2.0 });
         }
         let place = Place { updates: 12, per_epoch: 8, lr: 2e-5 };
-        let line = log.line(place, 10.0);
+        let line = log.line(place, 10.0, Some(128.0));
         let json = serde_json::to_string(&line).unwrap();
         let names = [
             "epoch",
@@ -186,6 +191,7 @@ mod tests {
             "lr",
             "gnorm",
             "clip",
+            "loss_scale",
             "train_wall",
             "gb_free",
             "wall",
@@ -202,8 +208,12 @@ mod tests {
             assert!(json.contains(part), "{json}");
         }
         log.clip_norm = 0.0;
-        log.update(Update { norm: 1.0, seconds: 0.0 });
-        let json = serde_json::to_string(&log.line(place, 1.0)).unwrap();
-        assert!(!json.contains("clip") && json.contains(r#""gnorm":"1","#), "{json}");
+        log.update(Update { norm: Some(1.0), seconds: 0.0 });
+        log.update(Update { norm: None, seconds: 0.0 });
+        let json = serde_json::to_string(&log.line(place, 1.0, None)).unwrap();
+        assert!(
+            !json.contains("clip") && !json.contains("scale") && json.contains(r#""gnorm":"1","#),
+            "{json}"
+        );
     }
 }

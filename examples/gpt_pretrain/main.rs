@@ -106,6 +106,7 @@ fn prepare(cli: &Cli) -> Result<Job> {
         bigram,
         strategy: cli.strategy,
         reshard_after_forward: !cli.no_reshard_after_forward,
+        cpu_offload: cli.cpu_offload,
         recipe,
         log: !cli.quiet,
     })
@@ -146,24 +147,50 @@ mod tests {
     #[test]
     fn the_forecast_is_what_the_run_then_holds() {
         for flags in [
-            "--world-size 2 --batch-size 1",
-            "--world-size 1 --batch-size 1 --strategy NO_SHARD",
-            "--world-size 2 --batch-size 1 --no-reshard-after-forward",
-            "--world-size 2 --batch-size 1 --update-freq 2",
+            "--world-size 2",
+            "--world-size 1 --strategy NO_SHARD",
+            "--world-size 2 --no-reshard-after-forward",
+            "--world-size 2 --update-freq 2",
+            "--world-size 2 --bf16",
+            "--world-size 2 --cpu-offload",
+            "--world-size 2 --cpu-offload --bf16 --update-freq 2",
         ] {
-            let Summary { memory, forecast, .. } = run_with(flags).unwrap();
+            let flags = format!("{flags} --batch-size 1 --max-valid-steps 1");
+            let Summary { memory, host_memory, forecast, .. } = run_with(&flags).unwrap();
             let exact = [
                 (memory.fragments.peak, forecast.fragments),
                 (memory.replicated.peak, forecast.replicated),
                 (memory.gathered.peak, forecast.gathered),
                 (memory.gradients.peak, forecast.gradients),
+                (host_memory.fragments.peak, forecast.host.fragments),
+                (host_memory.gradients.peak, forecast.host.gradients),
             ];
             for (found, expected) in exact {
-                assert_eq!(found, expected, "{flags}\n{memory}\n{forecast}");
+                assert_eq!(found, expected, "{flags}\n{memory}\n{host_memory}\n{forecast}");
             }
-            let (found, expected) = (memory.optimizer.now as f64, forecast.optimizer as f64);
+            let found = (memory.optimizer.now + host_memory.optimizer.now) as f64;
+            let expected = (forecast.optimizer + forecast.host.optimizer) as f64;
             assert!((found / expected - 1.0).abs() < 0.02, "{flags}\n{memory}\n{forecast}");
         }
+    }
+
+    #[test]
+    fn half_precision_follows_f32_and_offload_is_the_same() {
+        let shape = "--world-size 2 --batch-size 2 --max-valid-steps 1";
+        let full = run_with(shape).unwrap();
+        let offloaded = run_with(&format!("{shape} --cpu-offload")).unwrap();
+        assert_eq!(offloaded.losses, full.losses);
+        for flag in ["--bf16", "--fp16"] {
+            let half = run_with(&format!("{shape} {flag}")).unwrap();
+            assert_eq!((half.skipped_updates, half.losses.len()), (0, 3), "{flag}");
+            assert_ne!(half.losses, full.losses, "{flag}");
+            for (a, b) in half.losses.iter().zip(&full.losses) {
+                assert!((a / b - 1.0).abs() < 0.02, "{flag}: {:?} {:?}", half.losses, full.losses);
+            }
+        }
+        let overflow = run_with(&format!("{shape} --fp16 --fp16-init-scale 1e30")).unwrap();
+        assert_eq!(overflow.skipped_updates, 3);
+        assert!(overflow.losses.iter().all(|loss| loss.is_finite()));
     }
 
     #[test]

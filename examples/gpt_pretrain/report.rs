@@ -93,6 +93,8 @@ pub struct Summary {
     pub num_params: usize,
     /// Updates made.
     pub updates: usize,
+    /// Updates that an overflow in half precision left out.
+    pub skipped_updates: usize,
     /// Word pieces trained on.
     pub words: usize,
     /// Word pieces trained on a second, over all ranks.
@@ -109,6 +111,9 @@ pub struct Summary {
     /// Bytes it held at most, by kind; activations are not counted.
     #[serde(serialize_with = "memory_kinds")]
     pub memory: Memory,
+    /// Bytes it held at most in the host's memory in the device's place, by kind.
+    #[serde(serialize_with = "memory_kinds")]
+    pub host_memory: Memory,
     /// Training loss of every update in base 2, mean over ranks.
     pub losses: Vec<f64>,
 }
@@ -130,6 +135,7 @@ impl fmt::Display for Summary {
             ("strategy", self.strategy.clone()),
             ("parameters", grouped(self.num_params)),
             ("updates", grouped(self.updates)),
+            ("skipped updates", grouped(self.skipped_updates)),
             ("word pieces", grouped(self.words)),
             ("word pieces per second", grouped(self.words_per_second.round() as usize)),
             ("final train loss, base 2", format!("{:.4}", self.train_loss)),

@@ -6,14 +6,14 @@ use anyhow::{Result, ensure};
 use burn::module::ParamGroup;
 use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{Device, Tensor};
-use fsdp_runtime::MemoryForecast;
+use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::{GradScalerConfig, MemoryForecast};
 
 use crate::arch::Arch;
 use crate::batch::{Blocks, Dealer};
-use crate::cli::Recipe;
+use crate::cli::{Precision, Recipe};
 use crate::log::{Log, Place, Update};
 use crate::model::{Gpt, GptConfig};
 use crate::report::Summary;
@@ -36,6 +36,8 @@ pub struct Job {
     pub strategy: ShardingStrategy,
     /// Whether gathered parameters go between forward and backward, where the strategy lets them.
     pub reshard_after_forward: bool,
+    /// Whether parameters, gradients and optimizer state rest on the host.
+    pub cpu_offload: bool,
     /// How to train.
     pub recipe: Recipe,
     /// Whether log lines are printed.
@@ -52,9 +54,20 @@ impl Job {
     /// How the model is sharded.
     pub fn options(&self) -> FsdpOptions {
         let options = FsdpOptions::new().strategy(self.strategy).seed(self.recipe.seed);
-        match self.reshard_after_forward {
+        let options = match self.reshard_after_forward {
             true => options,
             false => options.reshard_after_forward(ReshardAfterForward::Never),
+        };
+        let options = match self.recipe.precision.dtype() {
+            FloatDType::F32 => options,
+            dtype => {
+                let policy = MixedPrecisionPolicy::new().param_dtype(dtype);
+                options.mixed_precision(policy.output_dtype(FloatDType::F32))
+            }
+        };
+        match self.cpu_offload {
+            true => options.offload(OffloadPolicy::Params { pin_memory: true }),
+            false => options,
         }
     }
 }
@@ -81,9 +94,10 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
     let mut model = fully_shard(job.model(worker.device()), worker, job.options())?;
     let mut optimizer = optimizer(recipe);
     let loss_of = CrossEntropyLossConfig::new().init(worker.device());
+    let mut scaler = recipe.precision.scaler()?;
     let mut log = Log::new(dealer.per_update(), recipe.tokens_per_sample, recipe.clip_norm);
     let mut losses = Vec::with_capacity(total);
-    let (mut logged, mut seconds, mut train_loss) = (0, 0.0, 0.0);
+    let (mut logged, mut skipped, mut seconds, mut train_loss) = (0, 0, 0.0, 0.0);
     let mut order = Vec::new();
 
     for update in 0..total {
@@ -96,14 +110,26 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
         for batch in 1..recipe.update_freq {
             let rows = dealer.share(&order, at, batch - 1, rank);
             let (loss, found) = forward(&model, &loss_of, job, rows, worker.device());
-            model.accumulate(loss)?;
+            model.accumulate(scaled(loss, scaler.as_ref()))?;
             value += number(found)?;
         }
         let rows = dealer.share(&order, at, recipe.update_freq - 1, rank);
         let (loss, found) = forward(&model, &loss_of, job, rows, worker.device());
-        let mut gradients = model.backward(loss)?;
-        let norm = model.clip_grad_norm(&mut gradients, max_norm)?;
-        model = optimizer.step(schedule.rate(update), model, gradients);
+        let gradients = model.backward(scaled(loss, scaler.as_ref()))?;
+        let gradients = match &mut scaler {
+            Some(scaler) => scaler.unscale(&model, gradients)?,
+            None => Unscaled::Finite(gradients),
+        };
+        // An overflow skips the update, on every rank; the schedule goes on.
+        let norm = match gradients {
+            Unscaled::Finite(mut gradients) => {
+                let norm = model.clip_grad_norm(&mut gradients, max_norm)?;
+                model = optimizer.step(schedule.rate(update), model, gradients);
+                Some(norm)
+            }
+            Unscaled::Overflow => None,
+        };
+        skipped += usize::from(norm.is_none());
         value += number(found)?;
         ensure!(
             value.is_finite(),
@@ -123,7 +149,8 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             logged = updates;
             if job.log && rank == 0 {
                 let place = Place { updates, per_epoch, lr: schedule.rate(updates) };
-                println!("{}", serde_json::to_string(&log.line(place, train_loss))?);
+                let scale = scaler.as_ref().map(GradScaler::loss_scale);
+                println!("{}", serde_json::to_string(&log.line(place, train_loss, scale))?);
             }
         }
     }
@@ -136,6 +163,7 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
         strategy: job.strategy.to_string(),
         num_params: model.num_params(),
         updates: total,
+        skipped_updates: skipped,
         words,
         words_per_second: words as f64 / seconds,
         train_loss,
@@ -143,6 +171,7 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
         bigram_perplexity: job.bigram,
         forecast: *forecast,
         memory: model.memory(),
+        host_memory: model.host_memory(),
         losses,
     })
 }
@@ -158,6 +187,31 @@ fn forward(
     let (input, target) = job.train.batch(rows, device);
     let loss = loss_of.forward(model.forward(input), target) / job.recipe.update_freq as f64;
     (loss.clone(), loss.inner())
+}
+
+/// The loss to go backward from.
+fn scaled(loss: Tensor<1>, scaler: Option<&GradScaler>) -> Tensor<1> {
+    match scaler {
+        Some(scaler) => scaler.scale(loss),
+        None => loss,
+    }
+}
+
+impl Precision {
+    /// The type that parameters are gathered in.
+    pub const fn dtype(self) -> FloatDType {
+        match self {
+            Self::Full => FloatDType::F32,
+            Self::Bf16 => FloatDType::BF16,
+            Self::Fp16 { .. } => FloatDType::F16,
+        }
+    }
+
+    /// What keeps gradients from underflowing, where they may.
+    fn scaler(self) -> Result<Option<GradScaler>> {
+        let Self::Fp16 { init_scale } = self else { return Ok(None) };
+        Ok(Some(GradScalerConfig::new().with_init_scale(init_scale).init()?))
+    }
 }
 
 fn number(loss: Tensor<1>) -> Result<f64> {
@@ -193,7 +247,8 @@ fn evaluate(
     let device = worker.device().clone().inner();
     let model = model.valid();
     let mut sums = [0.0, 0.0];
-    for (rows, counts) in dealer.evaluation(&job.held_out, worker.rank().index()) {
+    let batches = dealer.evaluation(&job.held_out, worker.rank().index());
+    for (rows, counts) in batches.into_iter().take(job.recipe.max_valid_steps) {
         let (input, target) = job.held_out.batch(&rows, &device);
         let pieces = target.dims()[0] as f64;
         let loss = number(loss_of.forward(model.forward(input), target))?;

@@ -5,11 +5,11 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
-use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
+use burn::backend::TensorMetadata;
 use burn::module::{Param, ParamId, ParamMapper};
-use burn::tensor::{DType, Shape, Tensor};
+use burn::tensor::{DType, Device, Shape, Tensor};
 
-use crate::backend::{Context, Float, ShardBackend, Value};
+use crate::backend::{Context, Float, ShardBackend, Stored, Value};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ShardError};
 use crate::group::{Entry, Held, Unit};
@@ -54,9 +54,9 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         worker: &'a Worker,
         options: &'a FsdpOptions,
         random: &'a Arc<Stream>,
-        device: B::Device,
+        (compute, device): (&Device, B::Device),
     ) -> Self {
-        let probe = Tensor::<1>::zeros([1], &plan.device).into_dispatch();
+        let probe = Tensor::<1>::zeros([1], compute).into_dispatch();
         let context = match B::from_dispatch(probe) {
             Some(Value::Autodiff(_, context)) => Some(context),
             _ => None,
@@ -155,8 +155,11 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         let Entry { path, shape, .. } = self.entry(place);
         let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
         let dtype = tensor.dtype();
-        let wrong = match B::from_dispatch(tensor.into_dispatch()) {
-            Some(value) if dtype == DType::F32 && found == declared => return value.into_inner(),
+        let rest = self.options.offload.rest();
+        let wrong = match Stored::<B>::read(tensor.into_dispatch(), rest) {
+            Some((value, ..)) if dtype == DType::F32 && found == declared => {
+                return value.on_device(&self.device, dtype, rest);
+            }
             Some(_) if dtype == DType::F32 => ShardError::InitShape { path, declared, found },
             _ => ShardError::UnsupportedDtype { path, dtype },
         };
@@ -172,13 +175,10 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             && !param.is_initialized()
     }
 
-    /// A Burn tensor on the model's device.
+    /// A Burn tensor where the model's parameters rest.
     fn tensor<const D: usize>(&self, value: Float<B>) -> Tensor<D> {
-        let value = match self.context {
-            None => Value::Plain(value),
-            Some(context) => Value::Autodiff(Autodiff::<B>::from_inner(value), context),
-        };
-        Tensor::from_dispatch(B::into_dispatch(value))
+        let value = Stored::<B>::rest(value, self.options.offload.rest());
+        Tensor::from_dispatch(value.with_context(self.context))
     }
 
     /// The parts of a parameter but for its value, which is not initialised.

@@ -20,7 +20,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape};
 
-use crate::backend::{Float, ShardBackend, Tracked};
+use crate::backend::{Float, Leaf, ShardBackend, Tracked};
 use crate::error::Error;
 use crate::param::{CallId, raise};
 
@@ -98,8 +98,8 @@ struct PreBackward;
 #[derive(Debug)]
 struct OutputState<B: ShardBackend> {
     state: State<B>,
-    /// The inputs' shapes.
-    anchors: Vec<Shape>,
+    /// The inputs' shapes and types.
+    anchors: Vec<(Shape, DType)>,
 }
 
 impl<B: ShardBackend> Clone for OutputState<B> {
@@ -122,7 +122,7 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for PreBackward {
         let gradient = grads.consume::<B>(&ops.node);
         match state.hooks.pre_backward(state.call, depth) {
             Ok(true) => {
-                zeros::<B>(grads, inputs, anchors, &gradient.device(), gradient.dtype());
+                zeros::<B>(grads, inputs, anchors, &gradient.device());
             }
             Ok(false) => {}
             Err(error) => raise(error),
@@ -138,11 +138,10 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for PreBackward {
 fn zeros<B: ShardBackend>(
     grads: &mut Gradients,
     inputs: Vec<Option<NodeId>>,
-    shapes: Vec<Shape>,
+    anchors: Vec<(Shape, DType)>,
     device: &B::Device,
-    dtype: DType,
 ) {
-    for (input, shape) in inputs.into_iter().zip(shapes) {
+    for (input, (shape, dtype)) in inputs.into_iter().zip(anchors) {
         let Some(input) = input else { continue };
         let zero = Shape::from(vec![1; shape.num_dims()]);
         let zero = B::float_zeros(zero, device, dtype.into());
@@ -154,7 +153,7 @@ fn zeros<B: ShardBackend>(
 pub(crate) fn gather<B: ShardBackend>(
     state: State<B>,
     entry: usize,
-    leaf: &Tracked<B>,
+    leaf: &Leaf<B>,
     anchors: &[Tracked<B>],
     value: Float<B>,
 ) -> Tracked<B> {
@@ -187,7 +186,7 @@ pub(crate) fn pre_backward<B: ShardBackend>(
 ) -> Tracked<B> {
     let (value, output) = output.into_parts();
     let value = detach(value);
-    let shapes = anchors.iter().map(TensorMetadata::shape).collect();
+    let shapes = anchors.iter().map(|anchor| (anchor.shape(), anchor.dtype())).collect();
     let state = OutputState { state, anchors: shapes };
     macro_rules! record {
         ($n:literal, [$($anchor:ident),*]) => {{

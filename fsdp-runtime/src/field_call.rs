@@ -13,7 +13,7 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleVisitor, Reparameterization};
 
 use crate::error::ScheduleError;
-use crate::hooks::{Call, Inputs, UnitValue, post_forward};
+use crate::hooks::{Call, Inputs, MapInputs, Open, UnitValue, map_input, post_forward};
 use crate::param::{Runtime, Sharded, raise};
 
 /// One call of a method in a block under `#[fsdp_unit(field_units)]`.
@@ -59,8 +59,21 @@ impl FieldCall {
     pub fn pre_forward(&mut self) {
         let Some((runtime, unit)) = &self.unit else { return };
         match runtime.pre_forward(*unit, std::mem::take(&mut self.inputs.0)) {
-            Ok(call) => self.call = Call(call.map(|call| (runtime.clone(), call))),
+            Ok(id) => {
+                let (runtime, unit) = (runtime.clone(), *unit);
+                self.call = Call(id.map(|id| Open { runtime, unit, id }));
+            }
             Err(error) => raise(error),
+        }
+    }
+}
+
+/// An input is mapped where it is evaluated, which may be before `pre_forward`.
+impl MapInputs for FieldCall {
+    fn map_input<T: UnitValue>(&self, input: T) -> T {
+        match &self.unit {
+            Some((runtime, unit)) => map_input(&**runtime, *unit, input),
+            None => input,
         }
     }
 }

@@ -9,7 +9,7 @@ use std::fmt;
 use crate::error::ShardError;
 use crate::group::{Unit, slot_plan};
 use crate::mesh::Mesh;
-use crate::options::{FsdpOptions, GradientAccumulation, ReshardAfterForward};
+use crate::options::{FsdpOptions, GradientAccumulation, OffloadPolicy, ReshardAfterForward};
 use crate::plan::Plan;
 use crate::unit::FsdpModule;
 
@@ -31,8 +31,46 @@ pub struct MemoryForecast {
     pub optimizer: usize,
     /// Activations; 0 until [`with_activations`](Self::with_activations) says how many.
     pub activations: usize,
-    /// Gradients where those of several backward passes are added up.
-    accumulated: usize,
+    /// What rests in the host's memory in place of the device's.
+    pub host: HostForecast,
+    /// Gradients where those of several backward passes are added up: on the device, on the host.
+    accumulated: (usize, usize),
+    /// Bytes of the parameters that this rank steps.
+    stepped: usize,
+    offloaded: bool,
+}
+
+/// The host's part of a [`MemoryForecast`], in bytes: nothing without an
+/// [`OffloadPolicy`](crate::OffloadPolicy).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct HostForecast {
+    /// Fragments of sharded parameters.
+    pub fragments: usize,
+    /// Parameters that every rank holds whole.
+    pub replicated: usize,
+    /// Reduced gradients.
+    pub gradients: usize,
+    /// The optimizer's state.
+    pub optimizer: usize,
+}
+
+impl HostForecast {
+    /// Every kind with its name, the total last.
+    pub const fn kinds(&self) -> [(&'static str, usize); 5] {
+        [
+            ("fragments", self.fragments),
+            ("replicated", self.replicated),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("total", self.total()),
+        ]
+    }
+
+    /// All of them together.
+    pub const fn total(&self) -> usize {
+        self.fragments + self.replicated + self.gradients + self.optimizer
+    }
 }
 
 impl MemoryForecast {
@@ -55,28 +93,48 @@ impl MemoryForecast {
         let held = units.iter().map(Unit::held_bytes);
         let (fragments, replicated) =
             held.fold((0, 0), |(a, b), (fragments, replicated)| (a + fragments, b + replicated));
+        let offloaded = options.offload != OffloadPolicy::None;
+        let gradients = Gradients::of(&units, offloaded);
+        let (on_device, on_host) = gradients.once();
+        let on_device_alone = |bytes| if offloaded { 0 } else { bytes };
+        let sent =
+            |unit: &Unit| unit.held_bytes().0 / size_of::<f32>() * unit.precision.param.size();
         Ok(Self {
-            fragments,
-            replicated,
+            fragments: match options.offload {
+                OffloadPolicy::OptimizerOnly => units.iter().map(sent).sum(),
+                _ => on_device_alone(fragments),
+            },
+            replicated: on_device_alone(replicated),
             gathered: gathered(&units, reshard, options.slots),
-            gradients: Gradients::of(&units).once(),
-            accumulated: Gradients::of(&units).accumulated(options.gradient_accumulation),
+            gradients: on_device,
             optimizer: 0,
             activations: 0,
+            host: match offloaded {
+                true => HostForecast { fragments, replicated, gradients: on_host, optimizer: 0 },
+                false => HostForecast::default(),
+            },
+            accumulated: gradients.accumulated(options.gradient_accumulation),
+            stepped: fragments + replicated,
+            offloaded,
         })
     }
 
     /// With an optimizer that holds `moments` floats for each parameter: two for Adam and AdamW
     /// (three with `amsgrad`), one for SGD with momentum.
     pub const fn with_optimizer(mut self, moments: usize) -> Self {
-        self.optimizer = moments * (self.fragments + self.replicated);
+        let bytes = moments * self.stepped;
+        if self.offloaded {
+            self.host.optimizer = bytes;
+        } else {
+            self.optimizer = bytes;
+        }
         self
     }
 
     /// With gradients of several micro-batches added up by
     /// [`Fsdp::accumulate`](crate::Fsdp::accumulate).
     pub const fn with_accumulation(mut self) -> Self {
-        self.gradients = self.accumulated;
+        (self.gradients, self.host.gradients) = self.accumulated;
         self
     }
 
@@ -86,7 +144,7 @@ impl MemoryForecast {
         self
     }
 
-    /// Every kind with its name, the total last.
+    /// Every kind with its name, the total last, of the device alone.
     pub const fn kinds(&self) -> [(&'static str, usize); 7] {
         [
             ("fragments", self.fragments),
@@ -99,7 +157,7 @@ impl MemoryForecast {
         ]
     }
 
-    /// All of them together.
+    /// All of them together, of the device alone.
     pub const fn total(&self) -> usize {
         self.fragments
             + self.replicated
@@ -109,7 +167,7 @@ impl MemoryForecast {
             + self.activations
     }
 
-    /// Whether a rank that may hold `available` bytes can train.
+    /// Whether a rank that may hold `available` bytes on its device can train.
     ///
     /// # Errors
     ///
@@ -126,8 +184,17 @@ impl fmt::Display for MemoryForecast {
     /// A table in MiB.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:<12}{:>12}", "MiB a rank", "at most")?;
+        if self.offloaded {
+            write!(f, "{:>12}", "on the host")?;
+        }
+        let host = self.host.kinds();
         for (name, bytes) in self.kinds() {
             write!(f, "\n{name:<12}{:>12.2}", mib(bytes))?;
+            if let (true, Some((_, bytes))) =
+                (self.offloaded, host.iter().find(|(kind, _)| *kind == name))
+            {
+                write!(f, "{:>12.2}", mib(*bytes))?;
+            }
         }
         Ok(())
     }
@@ -139,8 +206,8 @@ impl fmt::Display for MemoryForecast {
 pub enum MemoryError {
     /// A rank needs more than there is.
     #[error(
-        "a rank needs {:.2} MiB and has {:.2} MiB; use more ranks, a smaller batch or shorter \
-         samples\n{forecast}",
+        "a rank needs {:.2} MiB and has {:.2} MiB; use more ranks, a smaller batch, shorter \
+         samples, half precision, offload or activation checkpointing\n{forecast}",
         mib(forecast.total()),
         mib(*available)
     )]
@@ -159,12 +226,16 @@ fn mib(bytes: usize) -> f64 {
 /// Bytes of the buffers, as the schedule allocates them.
 fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
     let ring = if reshard == ReshardAfterForward::Never { units.len() } else { slots };
-    let buffers: usize = slot_plan(units, ring).numels.iter().sum();
+    let slots = slot_plan(units, ring).slots;
+    let buffers: usize = slots.iter().map(|(numel, dtype)| numel * dtype.size()).sum();
     let parts: usize = match reshard {
-        ReshardAfterForward::To(size) => units.iter().filter_map(|unit| unit.part_len(size)).sum(),
+        ReshardAfterForward::To(size) => {
+            let part = |unit: &Unit| Some(unit.part_len(size)? * unit.precision.param.size());
+            units.iter().filter_map(part).sum()
+        }
         _ => 0,
     };
-    (buffers + parts) * size_of::<f32>()
+    buffers + parts
 }
 
 /// The gradients of each unit in bytes, in layout order.
@@ -173,44 +244,81 @@ struct Gradients {
     /// of the outermost unit all arrive at the end: nothing that it takes is tracked, as a rule, and
     /// until then they are Burn's.
     full: Vec<usize>,
+    /// As `full`, in the type in which they arrive.
+    arriving: Vec<usize>,
     /// What is left of the unit's own once they are reduced.
     reduced: Vec<usize>,
-    /// Full ones of the whole model.
-    all: usize,
+    /// The unit's own, full, as they are held from one pass to the next.
+    held: Vec<usize>,
+    /// Whether the reduced ones rest on the host.
+    offloaded: bool,
 }
 
 impl Gradients {
-    fn of(units: &[Unit]) -> Self {
-        let own = |unit: &Unit| unit.num_params() * size_of::<f32>();
-        let mut around: Vec<usize> = Vec::new();
-        let full = units.iter().map(|unit| {
-            around.truncate(unit.level);
-            around.push(own(unit));
-            around.iter().skip(usize::from(unit.level > 0)).sum()
-        });
-        let full = full.collect();
+    fn of(units: &[Unit], offloaded: bool) -> Self {
+        // They arrive in one type, and are in the other when all have.
+        let arrive = |unit: &Unit| unit.num_params() * unit.precision.param.size();
+        let held = |unit: &Unit| unit.num_params() * unit.precision.reduce.size();
+        let nested = |own: &dyn Fn(&Unit) -> usize| {
+            let mut around: Vec<usize> = Vec::new();
+            let full = units.iter().map(|unit| {
+                around.truncate(unit.level);
+                around.push(own(unit));
+                around.iter().skip(usize::from(unit.level > 0)).sum()
+            });
+            full.collect()
+        };
+        let full = nested(&|unit| arrive(unit).max(held(unit)));
+        let arriving = nested(&arrive);
         let reduced = units.iter().map(Unit::held_bytes).map(|(a, b)| a + b).collect();
-        Self { full, reduced, all: units.iter().map(own).sum() }
+        Self { full, reduced, arriving, held: units.iter().map(held).collect(), offloaded }
     }
 
     /// The most that one backward pass has at once. It goes through the layout from its end, and a
-    /// reduction is awaited before the next unit's gradients arrive.
-    fn once(&self) -> usize {
+    /// reduction is awaited before the next unit's gradients arrive. On the device, on the host.
+    fn once(&self) -> (usize, usize) {
+        if self.offloaded {
+            return (self.largest(), self.reduced.iter().sum());
+        }
         let mut done = 0;
         let mut peak = 0;
         for (full, reduced) in self.full.iter().zip(&self.reduced).rev() {
             peak = peak.max(done + full);
             done += reduced;
         }
-        peak
+        (peak.max(done), 0)
+    }
+
+    /// The most while full gradients of all units are held.
+    fn all_held(&self) -> usize {
+        self.held.iter().sum::<usize>() + self.arriving.iter().max().copied().unwrap_or(0)
+    }
+
+    /// The same, or, where more, what the last pass has while it reduces one unit after the other:
+    /// fragments in f32 may be larger than full gradients in half precision.
+    fn held_and_reduced(&self) -> usize {
+        let mut now: usize = self.held.iter().sum();
+        let mut peak = self.all_held();
+        let units = self.arriving.iter().zip(&self.held).zip(&self.reduced);
+        for ((arriving, held), reduced) in units.rev() {
+            peak = peak.max(now + arriving);
+            now = now - held + reduced;
+        }
+        peak.max(now)
+    }
+
+    fn largest(&self) -> usize {
+        self.full.iter().max().copied().unwrap_or(0)
     }
 
     /// The most where other passes of the same step came before.
-    fn accumulated(&self, accumulation: GradientAccumulation) -> usize {
-        let kept = match accumulation {
-            GradientAccumulation::ReduceEach => self.reduced.iter().sum(),
-            GradientAccumulation::HoldUnsharded => self.all,
-        };
-        kept + self.full.iter().max().copied().unwrap_or(0)
+    fn accumulated(&self, accumulation: GradientAccumulation) -> (usize, usize) {
+        let reduced = self.reduced.iter().sum();
+        match (accumulation, self.offloaded) {
+            (GradientAccumulation::ReduceEach, false) => (reduced + self.largest(), 0),
+            (GradientAccumulation::ReduceEach, true) => (self.largest(), reduced),
+            (GradientAccumulation::HoldUnsharded, false) => (self.held_and_reduced(), 0),
+            (GradientAccumulation::HoldUnsharded, true) => (self.all_held(), reduced),
+        }
     }
 }

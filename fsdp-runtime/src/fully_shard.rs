@@ -22,7 +22,7 @@ use crate::memory::Memory;
 use crate::mesh::{Mesh, WorldSize};
 use crate::nn::dropout::Stream;
 use crate::norm::{Norm, scale_gradients};
-use crate::options::{BackwardPrefetch, FsdpOptions, ReshardAfterForward};
+use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
 use crate::param::{Place, Sharded};
 use crate::plan::{IgnoredParam, Key, Plan};
 use crate::schedule::{Counts, Engine, Reshard, Schedule, Settings};
@@ -62,16 +62,18 @@ pub(crate) fn shard<M: HookedForward>(
         options.check()?;
         let mesh = options.mesh(worker.mesh(), worker.local_size())?;
         let reshard = options.reshard(mesh)?;
-        Ok((mesh, reshard, Plan::new(&module, mesh, &options)?))
+        let plan = Plan::new(&module, mesh, &options)?;
+        let device = options.compute_device(&plan.device, worker.device());
+        options.policies().try_for_each(|policy| policy.check(&device))?;
+        Ok((mesh, reshard, plan, device))
     };
-    let (mesh, reshard, plan) = same_on_all(worker, plan())?;
+    let (mesh, reshard, plan, device) = same_on_all(worker, plan())?;
     agree(worker, &plan, &options)?;
     let settings = settings(worker, &options, mesh, reshard)?;
     let mut later = later(&plan)?;
     if options.deferred_init {
         later = plan.places.iter().flatten().copied().collect();
     }
-    let device = plan.device.clone();
     with_backend!(device, |B, inner| {
         let random = Stream::new(options.seed.unwrap_or(0), worker.rank().index());
         let schedule = Schedule::<B>::new(
@@ -82,8 +84,9 @@ pub(crate) fn shard<M: HookedForward>(
             random.clone(),
         );
         schedule.set_unloaded(&later);
+        let runtime = schedule.clone();
         let mut cutter =
-            Cutter::<B>::new(&plan, &later, schedule.clone(), worker, &options, &random, inner);
+            Cutter::<B>::new(&plan, &later, runtime, worker, &options, &random, (&device, inner));
         let module = module.attach(&mut cutter);
         cutter.finish()?;
         Ok(Fsdp {
@@ -127,6 +130,8 @@ fn settings(
             prefetch => prefetch,
         },
         accumulation: options.gradient_accumulation,
+        rest: options.offload.rest(),
+        keep_sent: options.offload == OffloadPolicy::OptimizerOnly,
     })
 }
 
@@ -307,9 +312,14 @@ impl<M: FsdpModule> Fsdp<M> {
         self.engine.slot_bytes()
     }
 
-    /// What this rank holds of the model, by kind: now, and the most at once.
+    /// What this rank holds of the model on its device, by kind: now, and the most at once.
     pub fn memory(&self) -> Memory {
         self.engine.memory()
+    }
+
+    /// What rests in the host's memory in its place, under an [`OffloadPolicy`].
+    pub fn host_memory(&self) -> Memory {
+        self.engine.host_memory()
     }
 
     /// Counts the state of `optimizer` in [`memory`](Self::memory): the bytes of its record, which

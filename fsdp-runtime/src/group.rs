@@ -3,14 +3,17 @@
 //! Transitions are idempotent. Which unit goes through which, and when, is the schedule's matter.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use crate::backend::{Float, ShardBackend, Tracked, Value};
+use burn::tensor::DType;
+
+use crate::backend::{Float, Leaf, ShardBackend, Stored, Tracked};
 use crate::collectives::Reduce;
 use crate::collectives::comm::Work;
 use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
 use crate::param::CallId;
+use crate::precision::Precision;
 use crate::slot::SlotPlan;
 
 /// How a parameter is held between steps.
@@ -20,6 +23,8 @@ pub(crate) enum Held {
     Fragment(Range<usize>),
     /// Whole, on every rank: vectors, small matrices, and everything under `NO_SHARD`.
     Whole,
+    /// Whole, and each rank's own: an ignored parameter, which is of no unit.
+    Own,
     /// Not at all: the entry it is tied to holds it.
     TiedTo(usize),
 }
@@ -48,7 +53,7 @@ impl Entry {
     pub(crate) fn range(&self) -> Range<usize> {
         match &self.held {
             Held::Fragment(range) => range.clone(),
-            Held::Whole => 0..self.numel(),
+            Held::Whole | Held::Own => 0..self.numel(),
             Held::TiedTo(_) => 0..0,
         }
     }
@@ -56,7 +61,7 @@ impl Entry {
     /// The shape of the base: a fragment keeps the rank of its parameter, and an empty one is one
     /// element that never gets a gradient.
     pub(crate) fn base_shape(&self) -> Vec<usize> {
-        if self.held == Held::Whole {
+        if matches!(self.held, Held::Whole | Held::Own) {
             return self.shape.clone();
         }
         let mut shape = vec![1; self.shape.len()];
@@ -64,10 +69,10 @@ impl Entry {
         shape
     }
 
-    /// What this rank keeps of the reduced gradient.
-    pub(crate) fn reduce(&self) -> Reduce {
+    /// What this rank keeps of the reduced gradient, which travels as `dtype`.
+    pub(crate) fn reduce(&self, dtype: DType) -> Reduce {
         let segment = self.segment.filter(|_| matches!(self.held, Held::Fragment(_)));
-        Reduce { range: self.range(), shape: self.base_shape(), segment }
+        Reduce { range: self.range(), shape: self.base_shape(), segment, dtype }
     }
 }
 
@@ -90,6 +95,8 @@ pub(crate) struct Unit {
     pub(crate) layout: FlatLayout,
     /// Whether it holds fragments, and so needs a buffer to gather them in.
     pub(crate) gathers: bool,
+    /// In which types it computes and communicates.
+    pub(crate) precision: Precision,
 }
 
 impl Unit {
@@ -101,7 +108,7 @@ impl Unit {
 
     /// Bytes of the unsharded unit, padding included.
     pub(crate) fn unsharded_bytes(&self) -> usize {
-        if self.gathers { self.layout.padded_len() * size_of::<f32>() } else { 0 }
+        if self.gathers { self.layout.padded_len() * self.precision.param.size() } else { 0 }
     }
 
     /// Elements that a rank keeps of the gathered unit after forward, as one of `size` neighbours;
@@ -156,7 +163,8 @@ impl Unit {
 /// The buffers of a model, `ring` to a nesting level.
 pub(crate) fn slot_plan(units: &[Unit], ring: usize) -> SlotPlan {
     let gathered = |unit: &Unit| if unit.gathers { unit.layout.padded_len() } else { 0 };
-    let lens: Vec<_> = units.iter().map(|unit| (unit.level, gathered(unit))).collect();
+    let lens: Vec<_> =
+        units.iter().map(|unit| (unit.level, gathered(unit), unit.precision.param)).collect();
     SlotPlan::new(&lens, ring)
 }
 
@@ -175,27 +183,23 @@ pub(crate) enum Residency {
 /// A fragment read from the module.
 #[derive(Debug)]
 pub(crate) struct Fragment<B: ShardBackend> {
-    /// Its elements.
-    pub(crate) value: Float<B>,
+    /// Its elements, in f32.
+    pub(crate) value: Stored<B>,
     /// Its autodiff leaf, where it has one.
-    pub(crate) leaf: Option<Tracked<B>>,
+    pub(crate) leaf: Option<Leaf<B>>,
+    /// What it is sent as, once it was, where that is kept from forward to backward.
+    pub(crate) sent: Arc<OnceLock<Float<B>>>,
 }
 
-impl<B: ShardBackend> From<Value<B>> for Fragment<B> {
-    fn from(value: Value<B>) -> Self {
-        match value {
-            Value::Plain(value) => Self { value, leaf: None },
-            Value::Autodiff(leaf, _) => {
-                let value = leaf.primitive().clone();
-                Self { value, leaf: leaf.is_tracked().then_some(leaf) }
-            }
-        }
+impl<B: ShardBackend> Fragment<B> {
+    pub(crate) fn new(value: Stored<B>, leaf: Option<Leaf<B>>) -> Self {
+        Self { value, leaf, sent: Arc::default() }
     }
 }
 
 impl<B: ShardBackend> Clone for Fragment<B> {
     fn clone(&self) -> Self {
-        Self { value: self.value.clone(), leaf: self.leaf.clone() }
+        Self { value: self.value.clone(), leaf: self.leaf.clone(), sent: self.sent.clone() }
     }
 }
 
@@ -217,7 +221,7 @@ pub(crate) struct UnitState<B: ShardBackend> {
     /// Whether it was unsharded ahead of use and has not been used yet.
     pub(crate) prefetched: bool,
     /// Reduced gradients, as they are handed to the optimizer.
-    pub(crate) reduced: Vec<Option<Float<B>>>,
+    pub(crate) reduced: Vec<Option<Stored<B>>>,
     /// Full gradients of earlier micro-batches, where they are held unsharded.
     pub(crate) held: Vec<Option<Float<B>>>,
     /// Whether this rank keeps a part of its gathered parameters, for the backward to gather from.
@@ -295,13 +299,14 @@ impl<B: ShardBackend> Call<B> {
 }
 
 /// Adds gradients up, entry by entry, the earlier ones first.
-pub(crate) fn add_up<B: ShardBackend>(
-    sums: &mut [Option<Float<B>>],
-    gradients: impl IntoIterator<Item = Option<Float<B>>>,
+pub(crate) fn add_up<T>(
+    sums: &mut [Option<T>],
+    gradients: impl IntoIterator<Item = Option<T>>,
+    add: impl Fn(T, T) -> T,
 ) {
     for (sum, gradient) in sums.iter_mut().zip(gradients) {
         *sum = match (sum.take(), gradient) {
-            (Some(sum), Some(gradient)) => Some(B::float_add(sum, gradient)),
+            (Some(sum), Some(gradient)) => Some(add(sum, gradient)),
             (sum, gradient) => sum.or(gradient),
         };
     }
@@ -312,5 +317,5 @@ pub(crate) fn add_up<B: ShardBackend>(
 pub(crate) struct Reduction<B: ShardBackend> {
     pub(crate) unit: usize,
     pub(crate) bytes: usize,
-    pub(crate) work: Work<Vec<Option<Float<B>>>>,
+    pub(crate) work: Work<Vec<Option<Stored<B>>>>,
 }

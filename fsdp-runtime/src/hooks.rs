@@ -17,12 +17,20 @@ pub struct Inputs(pub(crate) Vec<DispatchTensor>);
 
 /// A forward under way; dropped without [`post_forward`], it was left by a panic.
 #[derive(Debug)]
-pub struct Call(pub(crate) Option<(Arc<dyn Runtime>, CallId)>);
+pub struct Call(pub(crate) Option<Open>);
+
+/// The forward of a sharded unit.
+#[derive(Debug)]
+pub(crate) struct Open {
+    pub(crate) runtime: Arc<dyn Runtime>,
+    pub(crate) unit: usize,
+    pub(crate) id: CallId,
+}
 
 impl Drop for Call {
     fn drop(&mut self) {
-        if let Some((runtime, call)) = self.0.take() {
-            runtime.abandon(call);
+        if let Some(Open { runtime, id, .. }) = self.0.take() {
+            runtime.abandon(id);
         }
     }
 }
@@ -39,8 +47,9 @@ pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) ->
     }
     let mut tensors = Inputs::default();
     inputs(&mut tensors);
-    match unit.runtime.pre_forward(unit.place.unit, tensors.0) {
-        Ok(call) => Call(call.map(|call| (unit.runtime.clone(), call))),
+    let Found { runtime, place } = unit;
+    match runtime.pre_forward(place.unit, tensors.0) {
+        Ok(id) => Call(id.map(|id| Open { runtime, unit: place.unit, id })),
         Err(error) => raise(error),
     }
 }
@@ -51,7 +60,7 @@ pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) ->
 ///
 /// Unwinds with the typed error where a collective fails.
 pub fn post_forward<O: UnitValue>(mut call: Call, output: O) -> O {
-    let Some((runtime, id)) = call.0.take() else { return output };
+    let Some(Open { runtime, id, .. }) = call.0.take() else { return output };
     let output = output.map_tensors(&mut |tensor| runtime.clone().hook_output(id, tensor));
     match runtime.post_forward(id) {
         Ok(()) => output,
@@ -239,8 +248,9 @@ tuples!(A 0, B 1, C 2, D 3);
 tuples!(A 0, B 1, C 2, D 3, E 4);
 tuples!(A 0, B 1, C 2, D 3, E 4, F 5);
 
-/// One input of a forward. Generated code calls `collect` on a reference to it: for a [`UnitValue`]
-/// that finds [`CollectValue`], for any other type [`CollectOther`], one reference further away.
+/// One input of a forward. Generated code calls `collect` and `kind` on a reference to it: for a
+/// [`UnitValue`] that finds [`CollectValue`], for any other type [`CollectOther`], one reference
+/// further away.
 #[derive(Debug)]
 pub struct Input<'a, T>(pub &'a T);
 
@@ -248,11 +258,17 @@ pub struct Input<'a, T>(pub &'a T);
 pub trait CollectValue {
     /// Adds the tensors.
     fn collect(&self, inputs: &mut Inputs);
+    /// How the forward takes it.
+    fn kind(&self) -> Tensors;
 }
 
 impl<T: UnitValue> CollectValue for Input<'_, T> {
     fn collect(&self, inputs: &mut Inputs) {
         self.0.visit_tensors(&mut |tensor| inputs.0.push(tensor));
+    }
+
+    fn kind(&self) -> Tensors {
+        Tensors
     }
 }
 
@@ -260,8 +276,56 @@ impl<T: UnitValue> CollectValue for Input<'_, T> {
 pub trait CollectOther {
     /// Adds nothing.
     fn collect(&self, inputs: &mut Inputs);
+    /// How the forward takes it.
+    fn kind(&self) -> NoTensors;
 }
 
 impl<T> CollectOther for &Input<'_, T> {
     fn collect(&self, _: &mut Inputs) {}
+
+    fn kind(&self) -> NoTensors {
+        NoTensors
+    }
+}
+
+/// A call whose inputs may be mapped.
+pub trait MapInputs {
+    /// Passes an input through the map of the unit that is called, if one is.
+    fn map_input<T: UnitValue>(&self, input: T) -> T;
+}
+
+impl MapInputs for Call {
+    fn map_input<T: UnitValue>(&self, input: T) -> T {
+        match &self.0 {
+            Some(Open { runtime, unit, .. }) => map_input(&**runtime, *unit, input),
+            None => input,
+        }
+    }
+}
+
+/// An input as the unit's own code is to have it.
+pub(crate) fn map_input<T: UnitValue>(runtime: &dyn Runtime, unit: usize, input: T) -> T {
+    input.map_tensors(&mut |tensor| runtime.map_input(unit, tensor))
+}
+
+/// An input that may hold tensors.
+#[derive(Debug)]
+pub struct Tensors;
+
+impl Tensors {
+    /// The input, its tensors as the unit's own code is to have them.
+    pub fn map<T: UnitValue>(self, call: &impl MapInputs, input: T) -> T {
+        call.map_input(input)
+    }
+}
+
+/// An input of any other type.
+#[derive(Debug)]
+pub struct NoTensors;
+
+impl NoTensors {
+    /// The input.
+    pub fn map<T>(self, _: &impl MapInputs, input: T) -> T {
+        input
+    }
 }

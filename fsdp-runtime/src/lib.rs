@@ -38,6 +38,7 @@ mod optimizer_state;
 mod options;
 mod param;
 mod plan;
+mod precision;
 mod pretrained;
 mod schedule;
 mod slot;
@@ -52,7 +53,7 @@ pub use collectives::store::StoreError;
 pub use error::{
     CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
 };
-pub use forecast::{MemoryError, MemoryForecast};
+pub use forecast::{HostForecast, MemoryError, MemoryForecast};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
 pub use grad_scaler::{GradScaler, GradScalerConfig, Unscaled};
@@ -64,10 +65,11 @@ pub use mesh::{Mesh, Rank, WorldSize};
 pub use norm::Norm;
 pub use optimizer_state::{LocalTensor, OptimizerState, ParameterState};
 pub use options::{
-    BackwardPrefetch, FsdpOptions, GradientAccumulation, ReshardAfterForward, ShardingStrategy,
-    WrapPolicy,
+    BackwardPrefetch, FsdpOptions, GradientAccumulation, OffloadPolicy, ReshardAfterForward,
+    ShardingStrategy, WrapPolicy,
 };
 pub use param::Sharded;
+pub use precision::MixedPrecisionPolicy;
 pub use pretrained::{
     LoadError, LoadOptions, LoadReport, SaveDtype, SaveError, SavePretrained, from_pretrained,
     merge_safetensors,
@@ -84,9 +86,9 @@ pub use wrapping::{WrappedUnit, Wrapping};
 pub mod prelude {
     pub use crate::{
         BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradScaler,
-        GradientAccumulation, LaunchOptions, Norm, Recipient, ReshardAfterForward,
-        ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit, fully_shard, launch,
-        unit_types,
+        GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, OffloadPolicy, Recipient,
+        ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit,
+        fully_shard, launch, unit_types,
     };
 }
 

@@ -61,23 +61,43 @@ impl fmt::Display for Memory {
 pub(crate) enum Use {
     Fragments,
     Replicated,
+    /// Copies of fragments that the device keeps for backward.
+    Sent,
     Gathered,
+    /// Full gradients.
     Gradients,
+    /// Reduced gradients.
+    Reduced,
     Optimizer,
 }
 
-/// The running count.
+/// The running counts of the device and of the host.
 #[derive(Debug, Default)]
-pub(crate) struct Ledger(Mutex<Memory>);
+pub(crate) struct Ledger {
+    device: Mutex<Memory>,
+    host: Mutex<Memory>,
+    /// What rests between uses is on the host.
+    offloaded: bool,
+}
+
+fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
+    memory.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
 
 impl Ledger {
-    fn lock(&self) -> MutexGuard<'_, Memory> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    /// Empty counts; `offloaded` says that what rests between uses is on the host.
+    pub(crate) fn new(offloaded: bool) -> Self {
+        Self { offloaded, ..Self::default() }
     }
 
-    /// The count as it stands.
-    pub(crate) fn read(&self) -> Memory {
-        *self.lock()
+    /// The count of the device as it stands.
+    pub(crate) fn device(&self) -> Memory {
+        *lock(&self.device)
+    }
+
+    /// The count of what rests in the host's memory.
+    pub(crate) fn host(&self) -> Memory {
+        *lock(&self.host)
     }
 
     /// `bytes` more.
@@ -96,12 +116,14 @@ impl Ledger {
     }
 
     fn change(&self, kind: Use, change: impl FnOnce(usize) -> usize) {
-        let mut memory = self.lock();
+        let rests = !matches!(kind, Use::Sent | Use::Gathered | Use::Gradients);
+        let on_host = self.offloaded && rests;
+        let mut memory = lock(if on_host { &self.host } else { &self.device });
         let usage = match kind {
-            Use::Fragments => &mut memory.fragments,
+            Use::Fragments | Use::Sent => &mut memory.fragments,
             Use::Replicated => &mut memory.replicated,
             Use::Gathered => &mut memory.gathered,
-            Use::Gradients => &mut memory.gradients,
+            Use::Gradients | Use::Reduced => &mut memory.gradients,
             Use::Optimizer => &mut memory.optimizer,
         };
         usage.now = change(usage.now);
@@ -122,11 +144,24 @@ mod tests {
         ledger.take(Use::Gathered, 10);
         ledger.give_back(Use::Gathered, 10);
         ledger.take(Use::Gradients, 7);
-        let memory = ledger.read();
+        let memory = ledger.device();
         assert_eq!(memory.gathered, Usage { now: 0, peak: 10 });
         assert_eq!(memory.total, Usage { now: 7, peak: 10 });
         ledger.set(Use::Optimizer, 20);
-        assert_eq!(ledger.read().total, Usage { now: 27, peak: 27 });
-        assert!(ledger.read().to_string().contains("gradients"));
+        assert_eq!(ledger.device().total, Usage { now: 27, peak: 27 });
+        assert!(ledger.device().to_string().contains("gradients"));
+        assert_eq!(ledger.host(), Memory::default());
+    }
+
+    #[test]
+    fn what_rests_is_counted_where_it_rests() {
+        let ledger = Ledger::new(true);
+        for kind in [Use::Fragments, Use::Replicated, Use::Reduced, Use::Optimizer] {
+            ledger.take(kind, 1);
+        }
+        for kind in [Use::Sent, Use::Gathered, Use::Gradients] {
+            ledger.take(kind, 100);
+        }
+        assert_eq!((ledger.host().total.now, ledger.device().total.now), (4, 300));
     }
 }

@@ -157,7 +157,7 @@ impl<M: FsdpModule> Fsdp<M> {
         self.write_optimizer(optimizer, state, |entry, tensor| {
             let (shape, expected) = match tensor.shape == entry.shape {
                 true => (entry.base_shape(), entry.range()),
-                false if entry.held == Held::Whole => {
+                false if !matches!(entry.held, Held::Fragment(_)) => {
                     (tensor.shape.clone(), 0..tensor.shape.iter().product())
                 }
                 false => return Err(format!("shape {:?} cannot be sharded", tensor.shape)),
@@ -206,7 +206,7 @@ impl<M: FsdpModule> Fsdp<M> {
                 return Ok(tensor_data(&bytes[part], entry.base_shape(), data.dtype()));
             }
             match entry.held {
-                Held::Whole => Ok(data.clone()),
+                Held::Whole | Held::Own => Ok(data.clone()),
                 _ => Err(format!("shape {:?} cannot be sharded", data.shape())),
             }
         })
@@ -301,8 +301,14 @@ impl<M: FsdpModule> Fsdp<M> {
         own: Option<StateTensor>,
         keep: bool,
     ) -> Result<Option<TensorData>, Error> {
+        let data = |own: StateTensor| TensorData::from_bytes(own.bytes, own.shape, own.dtype);
+        if entry.held == Held::Own {
+            // Of what each rank has for itself, the first one's.
+            let what = format!("optimizer state of `{}`", entry.path);
+            let all = Ranks::from(self).exchange(&what, own.map(data))?;
+            return Ok(all.iter().find_map(|data| (**data).clone()).filter(|_| keep));
+        }
         if entry.held == Held::Whole {
-            let data = |own: StateTensor| TensorData::from_bytes(own.bytes, own.shape, own.dtype);
             return Ok(own.filter(|_| keep).map(data));
         }
         if !elementwise {
@@ -327,7 +333,7 @@ fn full_shape(
     if tensor.shape == entry.base_shape() {
         return Ok((entry.shape.clone(), entry.range()));
     }
-    if entry.held == Held::Whole {
+    if !matches!(entry.held, Held::Fragment(_)) {
         return Ok((tensor.shape.clone(), 0..tensor.shape.iter().product()));
     }
     Err(CheckpointError::NotElementwise {

@@ -4,9 +4,12 @@ use std::fmt;
 use std::str::FromStr;
 
 use burn::module::ParamId;
+use burn::tensor::Device;
 
+use crate::backend::Rest;
 use crate::error::ShardError;
 use crate::mesh::Mesh;
+use crate::precision::{MixedPrecisionPolicy, Precision};
 use crate::unit_type::UnitType;
 
 /// What is sharded between steps, by PyTorch's names.
@@ -146,6 +149,38 @@ pub enum GradientAccumulation {
     HoldUnsharded,
 }
 
+/// What rests in the host's memory instead of the device's, to fit models that do not fit there.
+///
+/// The optimizer then steps on the host, on [Flex](burn::backend::Flex): its parameters and gradients
+/// are Flex tensors. The device that computes is the rank's ([`Worker::device`](crate::Worker::device)),
+/// and the model may be built on either. Needs the feature `flex`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OffloadPolicy {
+    /// Nothing.
+    #[default]
+    None,
+    /// Parameters, reduced gradients and optimizer state (PyTorch's `CPUOffloadPolicy`). A unit's
+    /// fragments are copied to the device for every all-gather, in the parameters' type.
+    Params {
+        /// Whether copies go through pages that stay in place, which devices read faster.
+        pin_memory: bool,
+    },
+    /// The same, but a copy of this rank's fragments stays on the device from forward to backward:
+    /// they cross over once a step (ZeRO-Offload of the optimizer's state and the f32 parameters).
+    OptimizerOnly,
+}
+
+impl OffloadPolicy {
+    /// Where parameters rest.
+    pub(crate) const fn rest(self) -> Rest {
+        match self {
+            Self::None => Rest::Device,
+            Self::Params { pin_memory } => Rest::Host { pinned: pin_memory },
+            Self::OptimizerOnly => Rest::Host { pinned: true },
+        }
+    }
+}
+
 /// The options of [`fully_shard`](crate::fully_shard).
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
@@ -158,6 +193,9 @@ pub struct FsdpOptions {
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
     pub(crate) gradient_accumulation: GradientAccumulation,
+    pub(crate) mixed_precision: MixedPrecisionPolicy,
+    pub(crate) unit_precision: Vec<(UnitType, MixedPrecisionPolicy)>,
+    pub(crate) offload: OffloadPolicy,
     pub(crate) ignored: Vec<ParamId>,
     pub(crate) persist_below: usize,
     pub(crate) sync_module_states: bool,
@@ -184,6 +222,9 @@ impl FsdpOptions {
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
             gradient_accumulation: GradientAccumulation::ReduceEach,
+            mixed_precision: MixedPrecisionPolicy::new(),
+            unit_precision: Vec::new(),
+            offload: OffloadPolicy::None,
             ignored: Vec::new(),
             persist_below: 0,
             sync_module_states: true,
@@ -245,6 +286,30 @@ impl FsdpOptions {
         self
     }
 
+    /// In which types units compute and communicate.
+    pub const fn mixed_precision(mut self, policy: MixedPrecisionPolicy) -> Self {
+        self.mixed_precision = policy;
+        self
+    }
+
+    /// In which types units of certain types compute and communicate, in place of what
+    /// [`mixed_precision`](Self::mixed_precision) says: `unit_types![LmHead]`. A unit that the wrap
+    /// policy makes part of another follows that one. Of two policies for one type the later counts.
+    pub fn mixed_precision_for(
+        mut self,
+        units: &'static [UnitType],
+        policy: MixedPrecisionPolicy,
+    ) -> Self {
+        self.unit_precision.extend(units.iter().map(|unit| (*unit, policy)));
+        self
+    }
+
+    /// What rests in the host's memory.
+    pub const fn offload(mut self, policy: OffloadPolicy) -> Self {
+        self.offload = policy;
+        self
+    }
+
     /// Parameters to leave alone, by their ids: they stay whole, each rank's own, and their
     /// gradients are not reduced.
     pub fn ignored_params(mut self, params: impl IntoIterator<Item = ParamId>) -> Self {
@@ -297,12 +362,41 @@ impl FsdpOptions {
         self
     }
 
+    /// Every policy of mixed precision.
+    pub(crate) fn policies(&self) -> impl Iterator<Item = &MixedPrecisionPolicy> {
+        let of_units = self.unit_precision.iter().map(|(_, policy)| policy);
+        std::iter::once(&self.mixed_precision).chain(of_units)
+    }
+
+    /// In which types a unit computes and communicates; `level` units enclose it.
+    pub(crate) fn precision(&self, unit: Option<UnitType>, level: usize) -> Precision {
+        let own = |(of, _): &&(UnitType, MixedPrecisionPolicy)| Some(*of) == unit;
+        match self.unit_precision.iter().rev().find(own) {
+            Some((_, policy)) => policy.resolve(true),
+            None => self.mixed_precision.resolve(level == 0),
+        }
+    }
+
+    /// The device that computes: the model's, unless that is where parameters rest and the rank has
+    /// another.
+    pub(crate) fn compute_device(&self, model: &Device, rank: &Device) -> Device {
+        let device = if self.offload == OffloadPolicy::None { model } else { rank };
+        device.clone()
+    }
+
     pub(crate) fn check(&self) -> Result<(), ShardError> {
         if self.slots == 0 {
             return Err(ShardError::InvalidOption {
                 option: "slots",
                 value: "0".into(),
                 expected: "use at least 1".into(),
+            });
+        }
+        if self.offload != OffloadPolicy::None && cfg!(not(feature = "flex")) {
+            return Err(ShardError::InvalidOption {
+                option: "offload",
+                value: format!("{:?}", self.offload),
+                expected: "build with the feature `flex`, which steps on the host".into(),
             });
         }
         Ok(())

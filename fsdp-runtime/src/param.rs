@@ -43,6 +43,8 @@ pub(crate) trait Runtime: Debug + Send + Sync {
         unit: usize,
         inputs: Vec<DispatchTensor>,
     ) -> Result<Option<CallId>, Error>;
+    /// An input of a unit's forward, as the unit's own code is to have it.
+    fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor;
     /// An output of the unit, made to unshard the unit before its gradient goes on.
     fn hook_output(self: Arc<Self>, call: CallId, output: DispatchTensor) -> DispatchTensor;
     /// Ends a hooked forward.

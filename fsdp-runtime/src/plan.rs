@@ -40,9 +40,8 @@ struct Item {
 #[derive(Clone, Debug)]
 pub(crate) struct IgnoredParam {
     pub(crate) id: ParamId,
-    pub(crate) path: String,
     pub(crate) key: Key,
-    pub(crate) shape: Vec<usize>,
+    pub(crate) entry: Entry,
 }
 
 #[derive(Debug)]
@@ -51,6 +50,8 @@ struct FoundUnit {
     ty: &'static str,
     level: usize,
     field: bool,
+    /// The type of a unit that is one by its annotation.
+    unit_type: Option<UnitType>,
 }
 
 /// A model's units and parameters.
@@ -85,6 +86,7 @@ impl Plan {
             ty: M::LAYOUT.ty,
             level: 0,
             field: false,
+            unit_type: Some(UnitType::of_module::<M>()),
         });
         inventory.stack.push(0);
         inventory.declare(&M::LAYOUT);
@@ -176,8 +178,9 @@ impl Plan {
                     Arc::from(format!("`{}`", unit.path))
                 };
                 let gathers = entries.iter().any(|entry| matches!(entry.held, Held::Fragment(_)));
-                let FoundUnit { path, ty, level, field } = unit;
-                Unit { name, path, ty, level, field, entries, layout, gathers }
+                let precision = options.precision(unit.unit_type, unit.level);
+                let FoundUnit { path, ty, level, field, .. } = unit;
+                Unit { name, path, ty, level, field, entries, layout, gathers, precision }
             })
             .collect();
         (units, places)
@@ -191,7 +194,6 @@ impl Plan {
         let mut lines = vec![
             format!("strategy {}", options.strategy),
             format!("seed {seed}"),
-            "dtype F32".into(),
             format!("{options:?}"),
         ];
         for unit in &self.units {
@@ -199,7 +201,7 @@ impl Plan {
             for entry in &unit.entries {
                 let held = match &entry.held {
                     Held::Fragment(_) => "sharded".to_string(),
-                    Held::Whole => "replicated".to_string(),
+                    Held::Whole | Held::Own => "replicated".to_string(),
                     Held::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),
                 };
                 lines.push(format!("{} {:?} {held}", entry.path, entry.shape));
@@ -247,12 +249,13 @@ impl Inventory {
     }
 
     /// Goes into a module that is a unit, or joins the unit around it.
-    fn open(&mut self, wraps: bool, ty: &'static str, field: bool) {
+    fn open(&mut self, wraps: bool, ty: &'static str, unit_type: Option<UnitType>) {
         let around = *self.stack.last().expect("the outermost unit is on the stack");
         if wraps {
             let level = self.units[around].level + 1;
             self.stack.push(self.units.len());
-            self.units.push(FoundUnit { path: self.join(&[]), ty, level, field });
+            let field = unit_type.is_none();
+            self.units.push(FoundUnit { path: self.join(&[]), ty, level, field, unit_type });
         } else {
             self.stack.push(around);
         }
@@ -274,7 +277,8 @@ impl Inventory {
         self.order.push(managed.then_some(self.items.len()));
         if !managed {
             self.ignored.retain(|id| *id != param.id);
-            self.left_alone.push(IgnoredParam { id: param.id, path, key, shape });
+            let entry = Entry { path, shape, held: Held::Own, segment: None };
+            self.left_alone.push(IgnoredParam { id: param.id, key, entry });
             return;
         }
         if let Some(error) = unshardable(&path, param) {
@@ -313,14 +317,14 @@ impl Walk for Inventory {
     }
 
     fn unit<M: FsdpModule>(&mut self, module: &M) -> bool {
-        self.open(wraps(self.wrap, module), M::LAYOUT.ty, false);
+        self.open(wraps(self.wrap, module), M::LAYOUT.ty, Some(UnitType::of_module::<M>()));
         true
     }
 
     fn field_unit<M: Module>(&mut self, module: &M) -> bool {
         let ty = type_name::<M>().split('<').next().unwrap_or_default();
         let ty = ty.rsplit("::").next().unwrap_or_default();
-        self.open(wraps_field(self.wrap, module), ty, true);
+        self.open(wraps_field(self.wrap, module), ty, None);
         true
     }
 

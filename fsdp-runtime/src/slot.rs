@@ -1,11 +1,14 @@
 //! The reusable buffers that unsharded parameters live in, and which unit uses which.
 //!
-//! Units of one nesting level share a ring of `slots` buffers, assigned in turn in layout order, so
+//! Units of one nesting level and one type of elements share a ring of `slots` buffers, assigned in turn in layout order, so
 //! that a unit always unshards into the *same* buffer: the autodiff graph may keep views of it from
 //! forward, and they hold this unit's parameters again before its backward runs. A buffer is as
 //! large as the largest unit assigned to it, so that one huge embedding enlarges one buffer.
 
-use burn::tensor::Shape;
+use std::collections::HashMap;
+
+use burn::backend::TensorMetadata;
+use burn::tensor::{DType, Shape};
 
 use crate::backend::{Float, ShardBackend};
 
@@ -14,12 +17,19 @@ use crate::backend::{Float, ShardBackend};
 pub(crate) struct Slot<B: ShardBackend> {
     memory: B::Memory,
     numel: usize,
+    dtype: DType,
 }
 
 impl<B: ShardBackend> Slot<B> {
-    /// A buffer of `numel` elements.
-    pub(crate) fn new(device: &B::Device, numel: usize) -> Self {
-        Self { memory: B::alloc(device, numel), numel }
+    /// A buffer of `numel` elements of one type.
+    pub(crate) fn new(device: &B::Device, numel: usize, dtype: DType) -> Self {
+        Self { memory: B::alloc(device, numel, dtype), numel, dtype }
+    }
+
+    /// The type of its elements.
+    #[cfg(any(test, feature = "mpi", feature = "nccl"))]
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// The buffer's size in elements.
@@ -29,7 +39,7 @@ impl<B: ShardBackend> Slot<B> {
 
     /// The buffer's size in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        self.numel * size_of::<f32>()
+        self.numel * self.dtype.size()
     }
 
     /// A parameter at `offset` (in elements) of the flat range.
@@ -37,14 +47,15 @@ impl<B: ShardBackend> Slot<B> {
         B::view(&self.memory, offset, Shape::from(shape.to_vec()))
     }
 
-    /// Copies a fragment to its place in the flat range. Called by the communication thread alone.
+    /// Copies a fragment, of the buffer's type, to its place in the flat range. Called by the communication thread alone.
     pub(crate) fn write(&self, offset: usize, fragment: Float<B>) {
+        debug_assert_eq!(fragment.dtype(), self.dtype, "a fragment is cast before it is sent");
         B::write(&self.memory, offset, fragment);
     }
 
-    /// Its first element, where the host can write it without a copy.
+    /// Its first byte, where the host can write it without a copy.
     #[cfg(feature = "mpi")]
-    pub(crate) fn host_memory(&self) -> Option<std::ptr::NonNull<f32>> {
+    pub(crate) fn host_memory(&self) -> Option<std::ptr::NonNull<u8>> {
         B::host_memory(&self.memory)
     }
 
@@ -74,34 +85,31 @@ impl<B: ShardBackend> Slot<B> {
 pub(crate) struct SlotPlan {
     /// The buffer of each unit, in layout order; `None` for a unit without matrices.
     pub(crate) slot_of: Vec<Option<usize>>,
-    /// Elements of each buffer.
-    pub(crate) numels: Vec<usize>,
+    /// Elements of each buffer, and their type.
+    pub(crate) slots: Vec<(usize, DType)>,
 }
 
 impl SlotPlan {
-    /// Assigns buffers to units, given each one's nesting level and padded length in elements.
-    /// The outermost level has one buffer, every other `slots`.
-    pub(crate) fn new(units: &[(usize, usize)], slots: usize) -> Self {
-        let mut plan = Self { slot_of: Vec::with_capacity(units.len()), numels: Vec::new() };
-        // The buffers of each level, and how many units of it were assigned.
-        let mut rings: Vec<(Vec<usize>, usize)> = Vec::new();
-        for &(level, numel) in units {
+    /// Assigns buffers to units, given each one's nesting level, padded length in elements and
+    /// their type. The outermost level has one buffer, every other `slots`.
+    pub(crate) fn new(units: &[(usize, usize, DType)], slots: usize) -> Self {
+        let mut plan = Self { slot_of: Vec::with_capacity(units.len()), slots: Vec::new() };
+        // The buffers of each ring, and how many units of it were assigned.
+        let mut rings: HashMap<(usize, DType), (Vec<usize>, usize)> = HashMap::new();
+        for &(level, numel, dtype) in units {
             if numel == 0 {
                 plan.slot_of.push(None);
                 continue;
             }
-            while rings.len() <= level {
-                rings.push((Vec::new(), 0));
-            }
             let size = if level == 0 { 1 } else { slots };
-            let (ring, turn) = &mut rings[level];
+            let (ring, turn) = rings.entry((level, dtype)).or_default();
             if ring.len() < size {
-                ring.push(plan.numels.len());
-                plan.numels.push(0);
+                ring.push(plan.slots.len());
+                plan.slots.push((0, dtype));
             }
             let slot = ring[*turn % size];
             *turn += 1;
-            plan.numels[slot] = plan.numels[slot].max(numel);
+            plan.slots[slot].0 = plan.slots[slot].0.max(numel);
             plan.slot_of.push(Some(slot));
         }
         plan
@@ -114,14 +122,25 @@ mod tests {
 
     #[test]
     fn units_take_the_buffers_of_their_level_in_turn() {
-        let plan = SlotPlan::new(&[(0, 10), (1, 100), (1, 7), (1, 9), (1, 8), (2, 3)], 2);
+        let units = [(0, 10), (1, 100), (1, 7), (1, 9), (1, 8), (2, 3)];
+        let plan = SlotPlan::new(&units.map(|(level, numel)| (level, numel, DType::F32)), 2);
         assert_eq!(plan.slot_of, [Some(0), Some(1), Some(2), Some(1), Some(2), Some(3)]);
-        assert_eq!(plan.numels, [10, 100, 8, 3], "a huge unit enlarges one buffer");
+        let numels: Vec<usize> = plan.slots.iter().map(|(numel, _)| *numel).collect();
+        assert_eq!(numels, [10, 100, 8, 3], "a huge unit enlarges one buffer");
     }
 
     #[test]
     fn a_unit_without_matrices_takes_none() {
-        let plan = SlotPlan::new(&[(0, 0), (1, 5), (1, 0), (1, 6)], 2);
+        let units = [(0, 0), (1, 5), (1, 0), (1, 6)];
+        let plan = SlotPlan::new(&units.map(|(level, numel)| (level, numel, DType::F32)), 2);
         assert_eq!(plan.slot_of, [None, Some(0), None, Some(1)]);
+    }
+
+    #[test]
+    fn units_of_different_types_share_no_buffer() {
+        let (half, full) = (DType::BF16, DType::F32);
+        let plan = SlotPlan::new(&[(1, 4, half), (1, 5, full), (1, 6, half), (1, 7, full)], 1);
+        assert_eq!(plan.slot_of, [Some(0), Some(1), Some(0), Some(1)]);
+        assert_eq!(plan.slots, [(6, half), (7, full)]);
     }
 }

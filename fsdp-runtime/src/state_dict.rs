@@ -8,14 +8,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::{Deref, Range};
 
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{DType, DispatchTensor, TensorData};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::model::{self, Holding, Model};
 use crate::checkpoint::ranks::Ranks;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
-use crate::group::Entry;
+use crate::group::{Entry, Held};
 use crate::mesh::Rank;
 use crate::param::Place;
 use crate::unit::FsdpModule;
@@ -143,7 +143,8 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Gathers the full parameters for one rank or for all. Every rank calls it; those that do not
-    /// receive hold one parameter more than their fragments at a time.
+    /// receive hold one parameter more than their fragments at a time. Of an ignored parameter, which
+    /// each rank has for itself, rank 0's is the one.
     ///
     /// # Errors
     ///
@@ -155,13 +156,32 @@ impl<M: FsdpModule> Fsdp<M> {
             if outcome.is_err() {
                 return;
             }
-            match self.engine.full(place, base, keep) {
-                Ok(Some(data)) => _ = state.insert(self.entry(place).path.clone(), data),
+            let entry = self.entry(place);
+            let full = match entry.held {
+                Held::Own => self.rank_zeros(entry, base, keep),
+                _ => self.engine.full(place, base, keep),
+            };
+            match full {
+                Ok(Some(data)) => _ = state.insert(entry.path.clone(), data),
                 Ok(None) => {}
                 Err(error) => outcome = Err(error),
             }
         });
         outcome.map(|()| FullState(state))
+    }
+
+    /// Rank 0's values of an ignored parameter, for who keeps them.
+    fn rank_zeros(
+        &self,
+        entry: &Entry,
+        base: DispatchTensor,
+        keep: bool,
+    ) -> Result<Option<TensorData>, Error> {
+        let ranks = Ranks::from(self);
+        let what = format!("`{}` of a full state", entry.path);
+        let own = ranks.leads().then(|| reshaped(model::own(base), entry.shape.clone()));
+        let all = ranks.exchange(&what, own)?;
+        Ok((*all[0]).clone().filter(|_| keep))
     }
 
     /// The same as [`full_state`](Self::full_state).
@@ -179,16 +199,18 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// [`CheckpointError::StateMismatch`] with everything that differs; the model is unchanged.
     pub fn load_sharded_state(&mut self, state: &ShardedState) -> Result<(), CheckpointError> {
-        let compare = |entry: &Entry, tensor: &ShardedTensor| {
+        let compare = |entry: &Entry, dtype: DType, tensor: &ShardedTensor| {
             different("shape", &tensor.shape, &entry.shape)
                 .or_else(|| different("elements", &tensor.range, &entry.range()))
                 .or_else(|| {
                     let len = vec![tensor.range.len()];
                     different("data", &tensor.data.shape().as_slice().to_vec(), &len)
                 })
-                .or_else(|| different("dtype", &tensor.data.dtype(), &DType::F32))
+                .or_else(|| different("dtype", &tensor.data.dtype(), &dtype))
         };
-        self.compare(state.keys(), |entry| Some(compare(entry, state.get(&entry.path)?)))?;
+        self.compare(state.keys(), |entry, dtype| {
+            Some(compare(entry, dtype, state.get(&entry.path)?))
+        })?;
         self.fill(&mut |_, entry, dtype| {
             Some(tensor_data(state.get(&entry.path)?.data.as_bytes(), entry.base_shape(), dtype))
         });
@@ -216,14 +238,14 @@ impl<M: FsdpModule> Fsdp<M> {
     pub fn load_full_state(&mut self, state: &FullState, from: Recipient) -> Result<(), Error> {
         let ranks = Ranks::from(&*self);
         let gives = from.is(self.mesh().rank);
-        let compare = |entry: &Entry, data: &TensorData| {
+        let compare = |entry: &Entry, dtype: DType, data: &TensorData| {
             different("shape", &data.shape().as_slice().to_vec(), &entry.shape)
-                .or_else(|| different("dtype", &data.dtype(), &DType::F32))
+                .or_else(|| different("dtype", &data.dtype(), &dtype))
         };
         let compared = match gives {
-            true => {
-                self.compare(state.keys(), |entry| Some(compare(entry, state.get(&entry.path)?)))
-            }
+            true => self.compare(state.keys(), |entry, dtype| {
+                Some(compare(entry, dtype, state.get(&entry.path)?))
+            }),
             false => Ok(()),
         };
         ranks.settle("a full state", compared)?;
@@ -255,18 +277,21 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     pub(crate) fn entry(&self, place: Place) -> &Entry {
-        model::entry(&*self.engine, place)
+        model::entry(&*self.engine, &self.ignored, place)
     }
 
     fn visit_bytes(&self, f: &mut dyn FnMut(&Entry, DType, &[u8])) {
         self.visit(&mut |held| {
             let (entry, dtype) = (self.entry(held.place), held.dtype);
-            self.engine.with_bytes(held.base, &mut |bytes| f(entry, dtype, bytes));
+            model::with_bytes(&*self.engine, entry, held.base, &mut |bytes| {
+                f(entry, dtype, bytes);
+            });
         });
     }
 
     pub(crate) fn layout(&self) -> Layout {
         let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
+        let entries = entries.chain(self.ignored.iter().map(|ignored| &ignored.entry));
         let held = entries.map(|entry| (entry.path.clone(), entry.shape.clone(), entry.range()));
         let mesh = self.mesh();
         Layout { rank: mesh.rank.index(), world: mesh.world.size(), held: held.collect() }
@@ -277,14 +302,14 @@ impl<M: FsdpModule> Fsdp<M> {
     fn compare<'a>(
         &self,
         names: impl Iterator<Item = &'a String>,
-        compare: impl Fn(&Entry) -> Option<Option<String>>,
+        compare: impl Fn(&Entry, DType) -> Option<Option<String>>,
     ) -> Result<(), CheckpointError> {
         let mut differences = Vec::new();
         let mut known = Vec::new();
         self.visit(&mut |held| {
             let entry = self.entry(held.place);
             known.push(entry.path.as_str());
-            match compare(entry) {
+            match compare(entry, held.dtype) {
                 None => differences.push(format!("missing: `{}`", entry.path)),
                 Some(Some(difference)) => {
                     differences.push(format!("`{}`: {difference}", entry.path))
@@ -323,6 +348,12 @@ pub(crate) fn same_layout(found: &Layout, expected: &Layout) -> Result<(), Check
         return Ok(());
     }
     Err(CheckpointError::StateMismatch { differences })
+}
+
+/// The same elements in another shape.
+pub(crate) fn reshaped(data: TensorData, shape: Vec<usize>) -> TensorData {
+    let (bytes, _, dtype) = data.into_parts();
+    TensorData::from_bytes(bytes, shape, dtype)
 }
 
 /// A copy of a tensor's bytes.

@@ -11,7 +11,8 @@ const VALID: &str = include_str!("../fuzz/seeds/two_ranks.json");
 fn holds(manifest: &Manifest) -> Result<(), TestCaseError> {
     prop_assert_eq!(manifest.files.len(), manifest.world_size);
     for (name, tensor) in manifest.tensors() {
-        let numel: usize = tensor.shape.iter().product();
+        let numel = tensor.shape.iter().product::<usize>() * tensor.copies;
+        prop_assert!(tensor.copies == 1 || tensor.copies == manifest.world_size, "{}", name);
         let mut covered = 0;
         for piece in &tensor.pieces {
             prop_assert!(piece.start == covered && piece.end > covered, "{}", name);
@@ -132,7 +133,7 @@ proptest! {
 #[test]
 fn the_valid_one_is_read() {
     let manifest = Manifest::parse_body(VALID.as_bytes(), "valid").unwrap();
-    assert_eq!(manifest.tensors().count(), 5);
+    assert_eq!(manifest.tensors().count(), 6);
     assert_eq!(manifest.to_body(), VALID.trim_end());
     holds(&manifest).unwrap();
 }

@@ -2,7 +2,7 @@
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, Rank, WorldSize};
@@ -67,7 +67,13 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
         let expected =
             [forecast.fragments, forecast.replicated, forecast.gathered, forecast.gradients];
         assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{memory}\n{forecast}");
-        assert_eq!(forecast.optimizer, 2 * (memory.fragments.now + memory.replicated.now));
+        let host = model.host_memory();
+        let found = [host.fragments, host.replicated, host.gradients];
+        let expected = [forecast.host.fragments, forecast.host.replicated, forecast.host.gradients];
+        assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{host}\n{forecast}");
+        let rests = if forecast.host.total() > 0 { host } else { memory };
+        let expected = 2 * (rests.fragments.now + rests.replicated.now);
+        assert_eq!(forecast.optimizer + forecast.host.optimizer, expected);
         Ok(())
     });
 }
@@ -91,6 +97,23 @@ fn options_that_cost_memory() {
     held_as_forecast(2, options.clone().persist_below(WIDTH * 37 + 1), 1);
     held_as_forecast(2, options.clone().wrap(WrapPolicy::NoWrap), 1);
     held_as_forecast(4, options.reshard_after_forward(ReshardAfterForward::To(2)), 1);
+}
+
+#[test]
+fn precision_and_offload() {
+    let half = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+    let precise = half.reduce_dtype(FloatDType::F32).output_dtype(FloatDType::F32);
+    let params = OffloadPolicy::Params { pin_memory: false };
+    for policy in [MixedPrecisionPolicy::new(), half, precise] {
+        for offload in [OffloadPolicy::None, params, OffloadPolicy::OptimizerOnly] {
+            let options = FsdpOptions::new().mixed_precision(policy).offload(offload);
+            for batches in [1, 2] {
+                held_as_forecast(2, options.clone(), batches);
+            }
+            let hold = GradientAccumulation::HoldUnsharded;
+            held_as_forecast(2, options.gradient_accumulation(hold), 2);
+        }
+    }
 }
 
 #[test]

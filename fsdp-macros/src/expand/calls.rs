@@ -113,21 +113,25 @@ fn around(call: ExprMethodCall) -> TokenStream {
 }
 
 /// Shows an argument to the hooks: a place before anything is evaluated, in `places`, and what runs
-/// code where it is evaluated, followed by `then`.
+/// code where it is evaluated, followed by `then`. Where it stands, it passes through the unit's map
+/// of inputs.
 fn input(argument: &mut Expr, then: Option<TokenStream>, places: &mut TokenStream) {
     if let Some(place) = value(argument) {
         places.extend(collect(quote!(#place)));
+        let mapped = mapped(quote!(#place));
+        *argument = parse_quote_spanned!(at(&*argument)=> #mapped);
     } else if runs_code(argument) {
         if let Some(parts) = parts(argument) {
             parts.into_iter().for_each(|part| input(part, None, places));
         }
         let collect = collect(quote!(__fsdp_argument));
+        let mapped = mapped(quote!(__fsdp_argument));
         *argument = parse_quote_spanned! {at(&*argument)=>
             match #argument {
                 __fsdp_argument => {
                     #collect
                     #then
-                    __fsdp_argument
+                    #mapped
                 }
             }
         };
@@ -160,6 +164,11 @@ fn collect(value: TokenStream) -> TokenStream {
             (&__fsdp::Input(&#value)).collect(__fsdp_inputs);
         });
     }
+}
+
+/// A value as the unit that is called is to have it.
+fn mapped(value: TokenStream) -> TokenStream {
+    quote!((&__fsdp::Input(&#value)).kind().map(&__fsdp_call, #value))
 }
 
 /// A variable or field that an argument is, as far as it may hold tensors. Names of constants and

@@ -1,7 +1,7 @@
 //! The hooks around a unit's `forward`.
 //!
 //! The body moves to a hidden sibling, so `return` and `?` in it end the body, not the hooks. The
-//! method keeps its signature and hands over its arguments.
+//! method keeps its signature and hands over its arguments, each through the unit's map of inputs.
 
 use proc_macro2::{Ident, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
@@ -87,6 +87,11 @@ fn wrapper(method: &ImplItemFn) -> TokenStream {
             let __fsdp_call = ::fsdp_runtime::__private::pre_forward(#this, |__fsdp_inputs| {
                 #((&::fsdp_runtime::__private::Input(&#arguments)).collect(__fsdp_inputs);)*
             });
+            #(
+                let #arguments = (&::fsdp_runtime::__private::Input(&#arguments))
+                    .kind()
+                    .map(&__fsdp_call, #arguments);
+            )*
             let __fsdp_output = #call;
             ::fsdp_runtime::__private::post_forward(__fsdp_call, #output)
         }

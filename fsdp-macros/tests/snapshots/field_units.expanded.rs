@@ -102,6 +102,7 @@ impl Block {
                 (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
             },
         );
+        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_output = self.__fsdp_forward(x);
         ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
     }
@@ -127,7 +128,10 @@ impl Block {
                                                 (&__fsdp::Input(&x)).collect(__fsdp_inputs);
                                             });
                                         __fsdp_call.pre_forward();
-                                        match self.up.forward(x) {
+                                        match self
+                                            .up
+                                            .forward((&__fsdp::Input(&x)).kind().map(&__fsdp_call, x))
+                                        {
                                             __fsdp_output => {
                                                 (&__fsdp::Output(&__fsdp_output))
                                                     .kind()
@@ -143,7 +147,9 @@ impl Block {
                                             (&__fsdp::Input(&__fsdp_argument)).collect(__fsdp_inputs);
                                         });
                                     __fsdp_call.pre_forward();
-                                    __fsdp_argument
+                                    (&__fsdp::Input(&__fsdp_argument))
+                                        .kind()
+                                        .map(&__fsdp_call, __fsdp_argument)
                                 }
                             },
                         )
@@ -174,7 +180,12 @@ impl Block {
                                     (&__fsdp::Input(&x)).collect(__fsdp_inputs);
                                 });
                             __fsdp_call.pre_forward();
-                            match __fsdp_receiver.forward(x, None) {
+                            match __fsdp_receiver
+                                .forward(
+                                    (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x),
+                                    None,
+                                )
+                            {
                                 __fsdp_output => {
                                     (&__fsdp::Output(&__fsdp_output))
                                         .kind()

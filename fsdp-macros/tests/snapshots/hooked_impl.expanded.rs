@@ -14,6 +14,10 @@ impl Block {
                 (&::fsdp_runtime::__private::Input(&mask)).collect(__fsdp_inputs);
             },
         );
+        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
+        let mask = (&::fsdp_runtime::__private::Input(&mask))
+            .kind()
+            .map(&__fsdp_call, mask);
         let __fsdp_output = self.__fsdp_forward(x, mask);
         ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
     }
@@ -45,6 +49,18 @@ impl Block {
                 (&::fsdp_runtime::__private::Input(&other)).collect(__fsdp_inputs);
             },
         );
+        let __fsdp_0 = (&::fsdp_runtime::__private::Input(&__fsdp_0))
+            .kind()
+            .map(&__fsdp_call, __fsdp_0);
+        let cache = (&::fsdp_runtime::__private::Input(&cache))
+            .kind()
+            .map(&__fsdp_call, cache);
+        let keys = (&::fsdp_runtime::__private::Input(&keys))
+            .kind()
+            .map(&__fsdp_call, keys);
+        let other = (&::fsdp_runtime::__private::Input(&other))
+            .kind()
+            .map(&__fsdp_call, other);
         let __fsdp_output = self
             .__fsdp_forward_step::<D, T>(__fsdp_0, cache, keys, other);
         ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)

@@ -77,6 +77,7 @@ impl Block {
                 (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
             },
         );
+        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_output = self.__fsdp_forward(x);
         ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
     }

@@ -19,7 +19,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{ShardBackend, Value, dispatch, numel};
+use super::{ShardBackend, Value, cast, dispatch, numel};
 use crate::norm::Norm;
 
 /// A slot's device buffer.
@@ -28,6 +28,7 @@ pub(crate) struct Memory {
     device: CubeDevice,
     handle: Handle,
     numel: usize,
+    dtype: DType,
     /// Written by the last reader's stream; the next writer reads it.
     token: Mutex<Handle>,
 }
@@ -39,21 +40,21 @@ impl Memory {
 
     /// Elements `[offset, offset + numel)` as a handle.
     fn part(&self, offset: usize, numel: usize) -> Handle {
-        let bytes = |elements: usize| (elements * size_of::<f32>()) as u64;
+        let bytes = |elements: usize| (elements * self.dtype.size()) as u64;
         let end = self.handle.size_in_used() - bytes(offset + numel);
         self.handle.clone().offset_start(bytes(offset)).offset_end(end)
     }
 }
 
 #[cube(launch_unchecked)]
-fn copy_kernel(source: &[f32], target: &mut [f32], _after: &[f32]) {
+fn copy_kernel<E: Int>(source: &[E], target: &mut [E], _after: &[f32]) {
     if ABSOLUTE_POS < source.len() {
         target[ABSOLUTE_POS] = source[ABSOLUTE_POS];
     }
 }
 
 #[cube(launch_unchecked)]
-fn fill_kernel(target: &mut [f32], value: f32) {
+fn fill_kernel<E: Int>(target: &mut [E], value: E) {
     if ABSOLUTE_POS < target.len() {
         target[ABSOLUTE_POS] = value;
     }
@@ -65,20 +66,25 @@ fn grid(client: &cubecl::client::Client, numel: usize) -> (CubeCount, CubeDim) {
     (cubecl::calculate_cube_count_elemwise(client, numel, dim), dim)
 }
 
-fn fill(client: &cubecl::client::Client, target: Handle, numel: usize, value: f32) {
+/// Sets every bit, or none, of `numel` elements of the given size in bytes.
+fn fill(client: &cubecl::client::Client, target: Handle, numel: usize, size: usize, bits: bool) {
     if numel == 0 {
         return;
     }
     let (count, dim) = grid(client, numel);
-    // SAFETY: the kernel stays within `target`, which holds `numel` elements.
+    macro_rules! launch {
+        ($int:ty) => {{
+            let value = if bits { <$int>::MAX } else { 0 };
+            let target = BufferArg::from_raw_parts(target, numel);
+            fill_kernel::launch_unchecked::<$int>(client, count, dim, target, value);
+        }};
+    }
+    // SAFETY: the kernel stays within `target`, which holds `numel` elements of this size.
     unsafe {
-        fill_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            BufferArg::from_raw_parts(target, numel),
-            value,
-        );
+        match size {
+            2 => launch!(u16),
+            _ => launch!(u32),
+        }
     }
 }
 
@@ -94,24 +100,24 @@ fn flat(tensor: CubeTensor, range: Range<usize>) -> CubeTensor {
 impl ShardBackend for Cube {
     type Memory = Memory;
     #[cfg(feature = "mpi")]
-    type Host = Vec<f32>;
+    type Host = Vec<u8>;
 
     dispatch!(Cube);
 
-    fn alloc(device: &CubeDevice, numel: usize) -> Memory {
+    fn alloc(device: &CubeDevice, numel: usize, dtype: DType) -> Memory {
         let client = device.client();
         let numel = numel.max(1);
-        let handle = client.empty(numel * size_of::<f32>());
-        fill(&client, handle.clone(), numel, 0.0);
+        let handle = client.empty(numel * dtype.size());
+        fill(&client, handle.clone(), numel, dtype.size(), false);
         let token = client.empty(size_of::<f32>());
-        fill(&client, token.clone(), 1, 0.0);
-        Memory { device: device.clone(), handle, numel, token: Mutex::new(token) }
+        fill(&client, token.clone(), 1, size_of::<f32>(), false);
+        Memory { device: device.clone(), handle, numel, dtype, token: Mutex::new(token) }
     }
 
     fn view(memory: &Memory, offset: usize, shape: Shape) -> CubeTensor {
         let handle = memory.part(offset, shape.num_elements());
         let client = memory.device.client();
-        CubeTensor::new_contiguous(client, memory.device.clone(), shape, handle, DType::F32)
+        CubeTensor::new_contiguous(client, memory.device.clone(), shape, handle, memory.dtype)
     }
 
     fn write(memory: &Memory, offset: usize, source: CubeTensor) {
@@ -124,27 +130,33 @@ impl ShardBackend for Cube {
         let client = memory.device.client();
         let (count, dim) = grid(&client, numel);
         let after = memory.token().clone();
-        // SAFETY: both buffers hold `numel` elements, and the kernel stays within them.
+        macro_rules! launch {
+            ($int:ty) => {{
+                let source = BufferArg::from_raw_parts(source.handle, numel);
+                let target = BufferArg::from_raw_parts(memory.part(offset, numel), numel);
+                let after = BufferArg::from_raw_parts(after, 1);
+                copy_kernel::launch_unchecked::<$int>(&client, count, dim, source, target, after);
+            }};
+        }
+        // SAFETY: both buffers hold `numel` elements of this size, and the kernel stays within them.
         unsafe {
-            copy_kernel::launch_unchecked(
-                &client,
-                count,
-                dim,
-                BufferArg::from_raw_parts(source.handle, numel),
-                BufferArg::from_raw_parts(memory.part(offset, numel), numel),
-                BufferArg::from_raw_parts(after, 1),
-            );
+            match memory.dtype.size() {
+                2 => launch!(u16),
+                _ => launch!(u32),
+            }
         }
     }
 
     fn poison(memory: &Memory, numel: usize) {
-        fill(&memory.device.client(), memory.part(0, numel), numel, f32::NAN);
+        // All bits set is NaN in every float type.
+        let size = memory.dtype.size();
+        fill(&memory.device.client(), memory.part(0, numel), numel, size, true);
     }
 
     fn release(memory: &Memory) {
         let client = memory.device.client();
         let token = client.empty(size_of::<f32>());
-        fill(&client, token.clone(), 1, 0.0);
+        fill(&client, token.clone(), 1, size_of::<f32>(), false);
         *memory.token() = token;
     }
 
@@ -164,15 +176,15 @@ impl ShardBackend for Cube {
     }
 
     #[cfg(feature = "mpi")]
-    fn host_memory(_: &Memory) -> Option<NonNull<f32>> {
+    fn host_memory(_: &Memory) -> Option<NonNull<u8>> {
         None
     }
 
     #[cfg(feature = "mpi")]
-    fn host(tensor: CubeTensor) -> Vec<f32> {
+    fn host(tensor: CubeTensor) -> Vec<u8> {
         let numel = numel::<Cube>(&tensor);
         let tensor = Self::into_dispatch(Value::Plain(flat(tensor, 0..numel)));
-        burn::tensor::Tensor::<1>::from_dispatch(tensor).into_data().iter::<f32>().collect()
+        burn::tensor::Tensor::<1>::from_dispatch(tensor).into_data().as_bytes().to_vec()
     }
 
     #[cfg(feature = "nccl")]
@@ -196,21 +208,22 @@ impl ShardBackend for Cube {
     fn fragment(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {
         let part = burn_cubecl::kernel::into_contiguous(flat(tensor, range));
         let (client, device) = (part.client.clone(), part.device.clone());
-        let numel = shape.num_elements();
+        let (numel, dtype) = (shape.num_elements(), part.dtype);
         let copy = Memory {
-            handle: client.empty(numel.max(1) * size_of::<f32>()),
+            handle: client.empty(numel.max(1) * dtype.size()),
+            dtype,
             token: Mutex::new(part.handle.clone()),
             device,
             numel: numel.max(1),
         };
         Self::write(&copy, 0, part);
-        CubeTensor::new_contiguous(client, copy.device.clone(), shape, copy.handle, DType::F32)
+        CubeTensor::new_contiguous(client, copy.device.clone(), shape, copy.handle, dtype)
     }
 
     fn mean(parts: &[CubeTensor], range: Range<usize>, divisor: usize, shape: Shape) -> CubeTensor {
         let sum = parts
             .iter()
-            .map(|part| flat(part.clone(), range.clone()))
+            .map(|part| cast::<Cube>(flat(part.clone(), range.clone()), DType::F32))
             .reduce(Cube::float_add)
             .expect("a group has at least one rank");
         let mean = match divisor {

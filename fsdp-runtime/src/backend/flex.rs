@@ -10,8 +10,9 @@ use std::sync::Arc;
 use burn::backend::Flex;
 use burn::backend::TensorMetadata;
 use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
-use burn::tensor::{DType, Shape, TensorData};
+use burn::tensor::{DType, Element, Shape, TensorData};
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
+use bytemuck::Pod;
 
 use super::{Float, ShardBackend, Value, dispatch};
 use crate::norm::Norm;
@@ -103,6 +104,7 @@ impl AllocationController for View {
 #[derive(Debug)]
 pub(crate) struct Memory {
     block: Arc<Block>,
+    dtype: DType,
     /// One storage a viewed range, kept so that no view is ever its storage's only owner.
     views: std::sync::Mutex<std::collections::HashMap<(usize, usize), Arc<Bytes>>>,
 }
@@ -121,17 +123,59 @@ impl Memory {
 }
 
 /// The elements of `range` of a flattened tensor, without a copy where it is contiguous.
-fn with_slice<T>(tensor: &FlexTensor, range: Range<usize>, f: impl FnOnce(&[f32]) -> T) -> T {
-    match tensor.as_slice::<f32>() {
+fn with_elements<E: Element + Pod, T>(
+    tensor: &FlexTensor,
+    range: Range<usize>,
+    f: impl FnOnce(&[E]) -> T,
+) -> T {
+    match tensor.as_slice::<E>() {
         Some(slice) => f(&slice[range]),
         None => {
             let tensor = tensor.to_contiguous();
-            f(&tensor.as_slice::<f32>().expect("a copy is contiguous")[range])
+            f(&tensor.as_slice::<E>().expect("a copy is contiguous")[range])
         }
     }
 }
 
-fn owned(elements: Vec<f32>, shape: Shape) -> FlexTensor {
+/// As [`with_elements`], of an f32 tensor.
+fn with_slice<T>(tensor: &FlexTensor, range: Range<usize>, f: impl FnOnce(&[f32]) -> T) -> T {
+    with_elements(tensor, range, f)
+}
+
+/// An element in f32.
+fn widen<E: Copy + Into<f32>>(element: &E) -> f32 {
+    (*element).into()
+}
+
+/// Runs `$body` with `$elem` naming the element of a float `$dtype`.
+macro_rules! with_float {
+    ($dtype:expr, $elem:ident, $body:expr) => {
+        match $dtype {
+            DType::F32 => {
+                type $elem = f32;
+                $body
+            }
+            DType::BF16 => {
+                type $elem = half::bf16;
+                $body
+            }
+            DType::F16 => {
+                type $elem = half::f16;
+                $body
+            }
+            other => unreachable!("{other:?} is refused when a model is sharded"),
+        }
+    };
+}
+
+/// The bytes of `range` (in elements) of a flattened tensor, without a copy where it is contiguous.
+fn with_raw<T>(tensor: &FlexTensor, range: Range<usize>, f: impl FnOnce(&[u8]) -> T) -> T {
+    with_float!(tensor.dtype(), E, {
+        with_elements::<E, _>(tensor, range, |elements| f(bytemuck::cast_slice(elements)))
+    })
+}
+
+fn owned<E: Element>(elements: Vec<E>, shape: Shape) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(elements, shape))
 }
 
@@ -140,9 +184,11 @@ fn owned(elements: Vec<f32>, shape: Shape) -> FlexTensor {
 pub(crate) struct Contiguous(FlexTensor);
 
 #[cfg(feature = "mpi")]
-impl AsRef<[f32]> for Contiguous {
-    fn as_ref(&self) -> &[f32] {
-        self.0.as_slice().expect("made contiguous by `host`")
+impl AsRef<[u8]> for Contiguous {
+    fn as_ref(&self) -> &[u8] {
+        with_float!(self.0.dtype(), E, {
+            bytemuck::cast_slice(self.0.as_slice::<E>().expect("made contiguous by `host`"))
+        })
     }
 }
 
@@ -153,28 +199,29 @@ impl ShardBackend for Flex {
 
     dispatch!(Flex);
 
-    fn alloc(_: &FlexDevice, numel: usize) -> Memory {
-        Memory { block: Arc::new(Block::new(numel * size_of::<f32>())), views: Default::default() }
+    fn alloc(_: &FlexDevice, numel: usize, dtype: DType) -> Memory {
+        let block = Arc::new(Block::new(numel * dtype.size()));
+        Memory { block, dtype, views: Default::default() }
     }
 
     fn view(memory: &Memory, offset: usize, shape: Shape) -> FlexTensor {
-        let start = offset * size_of::<f32>();
-        let bytes = memory.bytes(start..start + shape.num_elements() * size_of::<f32>());
-        FlexTensor::from_arc(bytes, Layout::contiguous(shape), DType::F32)
+        let size = memory.dtype.size();
+        let bytes = memory.bytes(offset * size..(offset + shape.num_elements()) * size);
+        FlexTensor::from_arc(bytes, Layout::contiguous(shape), memory.dtype)
     }
 
     fn write(memory: &Memory, offset: usize, source: FlexTensor) {
         let numel = source.shape().num_elements();
-        with_slice(&source, 0..numel, |source| {
-            memory.block.write(offset * size_of::<f32>(), bytemuck::cast_slice(source));
-        });
+        let at = offset * memory.dtype.size();
+        with_raw(&source, 0..numel, |source| memory.block.write(at, source));
     }
 
     fn poison(memory: &Memory, numel: usize) {
-        const NAN: [f32; 1024] = [f32::NAN; 1024];
-        for at in (0..numel).step_by(NAN.len()) {
-            let len = NAN.len().min(numel - at);
-            memory.block.write(at * size_of::<f32>(), bytemuck::cast_slice(&NAN[..len]));
+        // All bits set is NaN in every float type.
+        const NAN: [u8; 4096] = [u8::MAX; 4096];
+        let bytes = numel * memory.dtype.size();
+        for at in (0..bytes).step_by(NAN.len()) {
+            memory.block.write(at, &NAN[..NAN.len().min(bytes - at)]);
         }
     }
 
@@ -195,8 +242,8 @@ impl ShardBackend for Flex {
     }
 
     #[cfg(feature = "mpi")]
-    fn host_memory(memory: &Memory) -> Option<NonNull<f32>> {
-        Some(memory.block.start.cast())
+    fn host_memory(memory: &Memory) -> Option<NonNull<u8>> {
+        Some(memory.block.start)
     }
 
     #[cfg(feature = "mpi")]
@@ -215,17 +262,24 @@ impl ShardBackend for Flex {
     }
 
     fn fragment(tensor: FlexTensor, range: Range<usize>, shape: Shape) -> FlexTensor {
-        with_slice(&tensor, range, |slice| owned(slice.to_vec(), shape))
+        with_float!(tensor.dtype(), E, {
+            with_elements::<E, _>(&tensor, range, |elements| owned(elements.to_vec(), shape))
+        })
     }
 
     fn mean(parts: &[FlexTensor], range: Range<usize>, divisor: usize, shape: Shape) -> FlexTensor {
         let (first, rest) = parts.split_first().expect("a group has at least one rank");
-        let mut sum = with_slice(first, range.clone(), <[f32]>::to_vec);
-        for part in rest {
-            with_slice(part, range.clone(), |part| {
-                sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+        let mut sum = with_float!(first.dtype(), E, {
+            let sum: Vec<f32> = with_elements::<E, _>(first, range.clone(), |part| {
+                part.iter().map(widen).collect()
             });
-        }
+            rest.iter().fold(sum, |mut sum, part| {
+                with_elements::<E, _>(part, range.clone(), |part| {
+                    sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += widen(part));
+                });
+                sum
+            })
+        });
         if divisor > 1 {
             let divisor = divisor as f32;
             sum.iter_mut().for_each(|sum| *sum /= divisor);
@@ -245,7 +299,7 @@ impl ShardBackend for Flex {
 
     fn with_bytes(tensor: FlexTensor, f: &mut dyn FnMut(&[u8])) {
         let numel = tensor.shape().num_elements();
-        with_slice(&tensor, 0..numel, |slice| f(bytemuck::cast_slice(slice)));
+        with_raw(&tensor, 0..numel, f);
     }
 
     fn all_finite(tensors: Vec<FlexTensor>) -> bool {
@@ -282,9 +336,9 @@ mod tests {
 
     #[test]
     fn a_view_sees_what_is_written_later_and_is_never_written_through() {
-        let memory = Flex::alloc(&FlexDevice, 64);
+        let memory = Flex::alloc(&FlexDevice, 64, DType::F32);
         let view = Flex::view(&memory, 2, Shape::from([2, 2]));
-        Flex::write(&memory, 2, owned(vec![1.0, 2.0, 3.0, 4.0], Shape::from([4])));
+        Flex::write(&memory, 2, owned(vec![1f32, 2.0, 3.0, 4.0], Shape::from([4])));
         assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]));
 
         let mut doubled = view.clone();
@@ -296,9 +350,9 @@ mod tests {
 
     #[test]
     fn detach_copies_views_of_the_slot_and_nothing_else() {
-        let memory = Flex::alloc(&FlexDevice, 64);
+        let memory = Flex::alloc(&FlexDevice, 64, DType::F32);
         let view = Flex::detach(&memory, Flex::view(&memory, 0, Shape::from([3])));
-        let own = owned(vec![1.0], Shape::from([1]));
+        let own = owned(vec![1f32], Shape::from([1]));
         let start = own.bytes().as_ptr();
         assert_eq!(Flex::detach(&memory, own).bytes().as_ptr(), start);
         Flex::poison(&memory, 64);

@@ -8,8 +8,11 @@ use std::ops::Range;
 #[cfg(feature = "mpi")]
 use std::ptr::NonNull;
 
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
-use burn::tensor::{DispatchTensor, Shape, Tensor};
+#[cfg(feature = "flex")]
+use burn::tensor::TensorData;
+use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 
 use crate::error::ShardError;
 use crate::norm::Norm;
@@ -18,6 +21,9 @@ use crate::norm::Norm;
 pub(crate) mod cube;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
+mod stored;
+
+pub(crate) use stored::{Leaf, Rest, Stored};
 
 /// A float tensor of backend `B`.
 pub(crate) type Float<B> = <B as burn::backend::BackendTypes>::FloatTensorPrimitive;
@@ -45,6 +51,26 @@ pub(crate) struct DeviceMemory {
 pub(crate) type Context = burn::backend::DispatchAutodiffContext;
 
 impl<B: ShardBackend> Value<B> {
+    /// The type of its elements.
+    pub(crate) fn dtype(&self) -> DType {
+        match self {
+            Self::Plain(tensor) => tensor.dtype(),
+            Self::Autodiff(tensor, _) => tensor.dtype(),
+        }
+    }
+
+    /// The tensor in another type, where one is asked for.
+    pub(crate) fn cast(self, dtype: Option<DType>) -> Self {
+        match (self, dtype) {
+            (Self::Plain(tensor), Some(dtype)) => Self::Plain(cast::<B>(tensor, dtype)),
+            (Self::Autodiff(tensor, context), Some(dtype)) if tensor.dtype() != dtype => {
+                let tensor = Autodiff::<B>::float_cast(tensor, dtype.into());
+                Self::Autodiff(tensor, context)
+            }
+            (value, _) => value,
+        }
+    }
+
     /// The tensor without its node.
     pub(crate) fn into_inner(self) -> Float<B> {
         match self {
@@ -59,11 +85,11 @@ impl<B: ShardBackend> Value<B> {
 /// The methods on `Memory` never check whether a view is in use: that is the schedule's task, which
 /// writes a slot only between its owner's reshard and the next owner's first `val()`.
 pub(crate) trait ShardBackend: Backend {
-    /// One reusable buffer of f32 elements, viewed by tensors.
+    /// One reusable buffer of elements of one type, viewed by tensors.
     type Memory: Debug + Send + Sync + 'static;
-    /// A tensor's elements where the host can read them; moving it does not move them.
+    /// A tensor's elements as bytes that the host can read; moving it does not move them.
     #[cfg(feature = "mpi")]
-    type Host: AsRef<[f32]> + Send;
+    type Host: AsRef<[u8]> + Send;
 
     /// Takes a Burn tensor apart; `None` when it lies on another backend.
     fn from_dispatch(tensor: DispatchTensor) -> Option<Value<Self>>;
@@ -71,10 +97,10 @@ pub(crate) trait ShardBackend: Backend {
     fn into_dispatch(value: Value<Self>) -> DispatchTensor;
 
     /// A zeroed buffer of `numel` elements.
-    fn alloc(device: &Self::Device, numel: usize) -> Self::Memory;
+    fn alloc(device: &Self::Device, numel: usize, dtype: DType) -> Self::Memory;
     /// Elements `[offset, offset + shape's)` of the buffer, as a tensor that owns nothing.
     fn view(memory: &Self::Memory, offset: usize, shape: Shape) -> Float<Self>;
-    /// Copies all of `source` to the buffer, from element `offset` on.
+    /// Copies all of `source`, of the buffer's type, to it, from element `offset` on.
     fn write(memory: &Self::Memory, offset: usize, source: Float<Self>);
     /// Fills the first `numel` elements with NaN, so that a stale read shows.
     fn poison(memory: &Self::Memory, numel: usize);
@@ -85,9 +111,9 @@ pub(crate) trait ShardBackend: Backend {
     /// A tensor that does not look into the buffer: `tensor` itself, or a copy.
     fn detach(memory: &Self::Memory, tensor: Float<Self>) -> Float<Self>;
 
-    /// The buffer's first element, where the host can write it without a copy.
+    /// The buffer's first byte, where the host can write it without a copy.
     #[cfg(feature = "mpi")]
-    fn host_memory(memory: &Self::Memory) -> Option<NonNull<f32>>;
+    fn host_memory(memory: &Self::Memory) -> Option<NonNull<u8>>;
     /// The tensor's elements in order: itself, where it lies so in the host's memory, or a copy.
     #[cfg(feature = "mpi")]
     fn host(tensor: Float<Self>) -> Self::Host;
@@ -99,8 +125,9 @@ pub(crate) trait ShardBackend: Backend {
 
     /// A copy of `range` of the flattened tensor, in memory of its own, of the given shape.
     fn fragment(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
-    /// The mean over `parts` of `range` of each flattened part: sums in order, then divides by
-    /// `divisor`. An element's result depends on nothing but the parts' elements at that place.
+    /// The mean over `parts`, of one type, of `range` of each flattened part: sums in order, in f32,
+    /// then divides by `divisor`. An element's result, in f32, depends on nothing but the parts'
+    /// elements at that place.
     fn mean(
         parts: &[Float<Self>],
         range: Range<usize>,
@@ -131,6 +158,43 @@ pub(crate) trait ShardBackend: Backend {
         let finite: Vec<_> = tensors.into_iter().map(finite).collect();
         finite.is_empty() || Tensor::cat(finite, 0).all().into_scalar::<bool>()
     }
+}
+
+/// The tensor in another type: itself, where it has that one.
+pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> {
+    if tensor.dtype() == dtype {
+        return tensor;
+    }
+    B::float_cast(tensor, dtype.into())
+}
+
+/// The tensor on Flex.
+#[cfg(feature = "flex")]
+pub(crate) fn to_host<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
+    let (shape, numel) = (tensor.shape().to_vec(), numel::<B>(&tensor));
+    let flat = B::float_reshape(tensor, Shape::from([numel]));
+    let flat = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat)));
+    let (bytes, _, dtype) = flat.into_data().into_parts();
+    burn::backend::flex::FlexTensor::from_data(TensorData::from_bytes(bytes, shape, dtype))
+}
+
+/// A tensor of Flex on a device; `pinned` asks for a copy through pages that stay in place.
+#[cfg(feature = "flex")]
+pub(crate) fn from_host<B: ShardBackend>(
+    tensor: Float<burn::backend::Flex>,
+    device: &B::Device,
+    pinned: bool,
+) -> Float<B> {
+    let mut data = tensor.into_data();
+    if pinned {
+        B::staging(std::iter::once(&mut data), device);
+    }
+    B::float_from_data(data, device)
+}
+
+/// Bytes of a tensor's elements.
+pub(crate) fn bytes<B: ShardBackend>(tensor: &Float<B>) -> usize {
+    numel::<B>(tensor) * tensor.dtype().size()
 }
 
 /// Elements of a tensor.

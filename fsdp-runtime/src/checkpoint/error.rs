@@ -93,10 +93,21 @@ pub enum CheckpointError {
         /// What differs, a line each.
         differences: Vec<String>,
     },
+    /// A model that is not in a checkpoint, or none named where there are several.
+    #[error("{}; it holds {}", no_model(folder, asked), names(models))]
+    NoSuchModel {
+        /// The checkpoint.
+        folder: String,
+        /// The model asked for.
+        asked: Option<String>,
+        /// Those there are.
+        models: Vec<String>,
+    },
     /// Optimizer state of another shape than its parameter's.
     #[error(
         "the optimizer's `{tensor}` is {found:?}, its parameter's fragment {expected:?}; only \
-         state of the parameter's shape can be sharded, use NO_SHARD with this optimizer"
+         state of the parameter's shape can be sharded; wrap this optimizer in `WholeParam` and \
+         name it with `whole_optimizer`, or use NO_SHARD"
     )]
     NotElementwise {
         /// The parameter's name and the state's.
@@ -105,6 +116,21 @@ pub enum CheckpointError {
         expected: Vec<usize>,
         /// The state's shape.
         found: Vec<usize>,
+    },
+    /// State of a whole matrix on another rank than its owner: it was loaded from a record of
+    /// another layout.
+    #[error(
+        "the optimizer's `{tensor}` lies on rank {rank} of those that share the model, and rank \
+         {owner} steps this matrix; load such state with `Restore::whole_optimizer`, which gives \
+         it to the owner"
+    )]
+    MisplacedState {
+        /// The parameter's name and the state's.
+        tensor: String,
+        /// The rank within its shard group.
+        rank: usize,
+        /// The owner within the shard group.
+        owner: usize,
     },
     /// A tensor of a dtype that checkpoints do not hold.
     #[error(
@@ -157,6 +183,18 @@ pub enum CheckpointError {
         /// How long.
         waited: Duration,
     },
+}
+
+fn no_model(folder: &str, asked: &Option<String>) -> String {
+    match asked {
+        Some(name) => format!("{folder} holds no model `{name}`"),
+        None => format!("name the model of {folder} that is meant"),
+    }
+}
+
+fn names(models: &[String]) -> String {
+    let names: Vec<_> = models.iter().map(|name| format!("`{name}`")).collect();
+    if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
 fn lines(lines: &[String]) -> String {

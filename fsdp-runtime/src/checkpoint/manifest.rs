@@ -18,7 +18,7 @@ pub const MANIFEST: &str = "manifest.json";
 /// What every manifest calls itself.
 const FORMAT: &str = "fsdp-burn checkpoint";
 /// The version this crate writes, and the latest it reads.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 /// Bytes of a piece that one checksum covers: a reader checks the blocks it touches.
 pub const BLOCK: usize = 1 << 20;
 
@@ -104,6 +104,19 @@ pub struct ModelEntry {
     pub tensors: BTreeMap<String, TensorEntry>,
     /// Its randomness, by rank.
     pub random: BTreeMap<usize, RandomState>,
+    /// The names that tensors have in the framework they come from, where they have others.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub keys: BTreeMap<String, KeyEntry>,
+}
+
+/// A tensor's name and layout in the framework it comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KeyEntry {
+    /// Its name there.
+    pub name: String,
+    /// Whether it lies transposed there.
+    pub transposed: bool,
 }
 
 /// One unit of a model.
@@ -154,8 +167,21 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// Its full shape.
     pub shape: Vec<usize>,
+    /// How many copies there are, one after the other: 1, or each rank's own of an ignored
+    /// parameter that differs between them.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub copies: usize,
     /// Where its elements lie, in order.
     pub pieces: Vec<Piece>,
+}
+
+fn one() -> usize {
+    1
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_one(copies: &usize) -> bool {
+    *copies == 1
 }
 
 /// A range of a flattened tensor's elements, in one rank's file.
@@ -237,10 +263,14 @@ impl TensorEntry {
 
     /// What is wrong with it.
     fn problem(&self, files: &[u64], block: u64) -> Option<String> {
-        let bytes = self.numel().and_then(|numel| numel.checked_mul(self.dtype.size()));
-        let (Some(numel), Some(_)) = (self.numel(), bytes) else {
+        let numel = self.numel().and_then(|numel| numel.checked_mul(self.copies));
+        let bytes = numel.and_then(|numel| numel.checked_mul(self.dtype.size()));
+        let (Some(numel), Some(_)) = (numel, bytes) else {
             return Some(format!("the shape {:?} overflows", self.shape));
         };
+        if self.copies != 1 && self.copies != files.len() {
+            return Some(format!("{} copies of {} ranks", self.copies, files.len()));
+        }
         let mut covered = 0;
         let mut seen = BTreeSet::new();
         for piece in &self.pieces {
@@ -361,7 +391,7 @@ impl Manifest {
 
     fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
-        if self.format != FORMAT || self.version != VERSION {
+        if self.format != FORMAT || self.version == 0 || self.version > VERSION {
             problems.push(format!("format `{}`, version {}", self.format, self.version));
         }
         if self.world_size == 0 || self.files.len() != self.world_size {

@@ -17,13 +17,16 @@
 //! ```
 //!
 //! Imports point one way: scalar ← manifest ← rank file ← reading (`read`, `restore`) and writing
-//! (`write`, `save`); `model`, `optimizer` and `scheduler` are what is read from and put back into.
+//! (`write`, `save`); `model`, `optimizer`, `own` and `scheduler` are what is read from and put back
+//! into. `merge` needs neither model nor ranks.
 
 mod error;
 mod folder;
 mod manifest;
+mod merge;
 pub(crate) mod model;
 pub(crate) mod optimizer;
+pub(crate) mod own;
 mod rank_file;
 pub(crate) mod ranks;
 pub(crate) mod read;
@@ -40,9 +43,10 @@ pub use folder::{Listing, list};
 #[doc(hidden)]
 pub use manifest::seal;
 pub use manifest::{
-    BLOCK, Dtype, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry, ParameterEntry, Piece,
-    Progress, RandomState, TensorEntry, UnitEntry, VERSION,
+    BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,
+    ParameterEntry, Piece, Progress, RandomState, TensorEntry, UnitEntry, VERSION,
 };
+pub use merge::{MergeOptions, Merged, merge};
 pub use restore::{Restore, Restored};
 pub use save::{Checkpoint, CheckpointManager, Saved};
 pub use scalar::{Scalar, Scalars};

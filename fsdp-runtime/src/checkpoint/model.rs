@@ -1,6 +1,6 @@
 //! A sharded model as saving and loading see it: what this rank holds of each parameter.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use burn::module::{ModuleMapper, Param, ParamId};
@@ -9,6 +9,7 @@ use burn::tensor::{DType, Device, DispatchTensor, Tensor, TensorData};
 use crate::fully_shard::Fsdp;
 use crate::group::{Entry, Held};
 use crate::param::{Place, Sharded};
+use crate::plan::{IgnoredParam, Key};
 use crate::schedule::Engine;
 use crate::unit::{FsdpModule, Walk};
 
@@ -30,15 +31,53 @@ pub(crate) type Fill<'a> = dyn FnMut(Place, &Entry, DType) -> Option<TensorData>
 pub(crate) trait Model {
     /// Its schedule.
     fn engine(&self) -> &Arc<dyn Engine>;
+    /// What each rank has whole for itself. Their places are those of a unit beyond the last.
+    fn ignored(&self) -> &[IgnoredParam];
+    /// The names of parameters in the framework they come from.
+    fn keys(&self) -> &BTreeMap<Place, Key>;
     /// Shows every parameter once, at the place that holds it.
     fn visit(&self, f: &mut dyn FnMut(Holding));
-    /// Replaces what this rank holds, one parameter after the other.
+    /// Replaces what this rank holds, one parameter after the other. What `fill` gave, and what this
+    /// rank holds nothing of, counts as loaded from then on.
     fn fill(&mut self, fill: &mut Fill<'_>);
 }
 
+impl dyn Model + '_ {
+    /// The entry of a place.
+    pub(crate) fn entry(&self, place: Place) -> &Entry {
+        entry(&**self.engine(), self.ignored(), place)
+    }
+}
+
 /// The entry of a place.
-pub(crate) fn entry(engine: &dyn Engine, place: Place) -> &Entry {
-    &engine.units()[place.unit].entries[place.entry]
+pub(crate) fn entry<'a>(
+    engine: &'a dyn Engine,
+    ignored: &'a [IgnoredParam],
+    place: Place,
+) -> &'a Entry {
+    match engine.units().get(place.unit) {
+        Some(unit) => &unit.entries[place.entry],
+        None => &ignored[place.entry].entry,
+    }
+}
+
+/// Shows the elements of what a rank holds, in order, as bytes of the host.
+pub(crate) fn with_bytes(
+    engine: &dyn Engine,
+    entry: &Entry,
+    base: DispatchTensor,
+    f: &mut dyn FnMut(&[u8]),
+) {
+    if entry.held == Held::Own {
+        // It may be of another device or dtype than the model's.
+        return f(own(base).as_bytes());
+    }
+    engine.with_bytes(base, f);
+}
+
+/// The elements of an ignored parameter, which is shown flat.
+pub(crate) fn own(base: DispatchTensor) -> TensorData {
+    Tensor::<1>::from_dispatch(base).into_data()
 }
 
 impl<M: FsdpModule> Model for Fsdp<M> {
@@ -46,39 +85,62 @@ impl<M: FsdpModule> Model for Fsdp<M> {
         &self.engine
     }
 
+    fn ignored(&self) -> &[IgnoredParam] {
+        &self.ignored
+    }
+
+    fn keys(&self) -> &BTreeMap<Place, Key> {
+        &self.keys
+    }
+
     fn visit(&self, f: &mut dyn FnMut(Holding)) {
         struct Visit<'a> {
             engine: &'a dyn Engine,
+            ignored: &'a [IgnoredParam],
             f: &'a mut dyn FnMut(Holding),
         }
         impl Walk for Visit<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                let Some(place) = Sharded::of(param).map(|sharded| sharded.place) else { return };
-                if matches!(entry(self.engine, place).held, Held::TiedTo(_)) {
+                let place = match Sharded::of(param) {
+                    Some(sharded) => sharded.place,
+                    None => {
+                        let is = |ignored: &IgnoredParam| ignored.id == param.id;
+                        let Some(entry) = self.ignored.iter().position(is) else { return };
+                        Place { unit: self.engine.units().len(), entry }
+                    }
+                };
+                let entry = entry(self.engine, self.ignored, place);
+                if matches!(entry.held, Held::TiedTo(_)) {
                     return;
                 }
                 let base = param.base();
                 let (dtype, device) = (base.dtype(), base.device());
-                let base = base.into_dispatch();
+                let base = match entry.held {
+                    Held::Own => base.detach().reshape([entry.numel()]).into_dispatch(),
+                    _ => base.into_dispatch(),
+                };
                 (self.f)(Holding { id: param.id, place, dtype, device, base });
             }
         }
-        self.module.walk(&mut Visit { engine: &*self.engine, f });
+        self.module.walk(&mut Visit { engine: &*self.engine, ignored: &self.ignored, f });
     }
 
     fn fill(&mut self, fill: &mut Fill<'_>) {
         struct Mapper<'a, 'b> {
             engine: &'a dyn Engine,
+            ignored: &'a [IgnoredParam],
             fill: &'a mut Fill<'b>,
             places: HashMap<ParamId, Place>,
+            loaded: Vec<Place>,
         }
         impl ModuleMapper for Mapper<'_, '_> {
             fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
                 // A tied clone comes after its owner, with the same id.
                 let Some(place) = self.places.remove(&param.id) else { return param };
-                let entry = entry(self.engine, place);
+                let entry = entry(self.engine, self.ignored, place);
                 // The placeholder of an empty fragment stays.
                 if entry.range().is_empty() {
+                    self.loaded.push(place);
                     return param;
                 }
                 let (id, base, mapper) = param.consume();
@@ -87,16 +149,19 @@ impl<M: FsdpModule> Model for Fsdp<M> {
                 let Some(data) = (self.fill)(place, entry, dtype) else {
                     return Param::from_mapped_value(id, base, mapper);
                 };
+                self.loaded.push(place);
                 drop(base);
                 let base = Tensor::from_data(data, (&device, dtype)).set_require_grad(tracked);
                 Param::from_mapped_value(id, base, mapper)
             }
         }
-        let engine = self.engine.clone();
+        let (engine, ignored) = (self.engine.clone(), self.ignored.clone());
         let mut places = HashMap::new();
         self.visit(&mut |held| _ = places.entry(held.id).or_insert(held.place));
-        let mut mapper = Mapper { engine: &*engine, fill, places };
+        let mut mapper =
+            Mapper { engine: &*engine, ignored: &ignored, fill, places, loaded: Vec::new() };
         // In place, so that each old fragment is freed before the next new one is made.
         replace_with::replace_with_or_abort(&mut self.module, |module| module.map(&mut mapper));
+        engine.set_loaded(&mapper.loaded);
     }
 }

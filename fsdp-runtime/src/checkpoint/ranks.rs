@@ -88,7 +88,7 @@ pub(crate) fn written(mesh: Mesh, place: Place, entry: &Entry) -> Range<usize> {
             // Every copy holds it; each writes a part.
             share(range.clone(), mesh.replica().index(), mesh.replicas().size())
         }
-        Held::Whole => written_whole(mesh, place, entry.numel()),
+        Held::Whole | Held::Own => written_whole(mesh, place, entry.numel()),
         Held::TiedTo(_) => 0..0,
     }
 }
@@ -101,6 +101,12 @@ pub(crate) fn written_whole(mesh: Mesh, place: Place, numel: usize) -> Range<usi
     }
     // One writes it all; in turn, as these are many.
     if (place.unit + place.entry) % world == rank { 0..numel } else { 0..0 }
+}
+
+/// The elements that this rank writes of a tensor that one rank of each copy of the model owns, for
+/// such a rank.
+pub(crate) fn written_owned(mesh: Mesh, numel: usize) -> Range<usize> {
+    share(0..numel, mesh.replica().index(), mesh.replicas().size())
 }
 
 /// Part `index` of `count` about equal parts.

@@ -24,11 +24,12 @@ use super::optimizer::{self, Kind, NewState};
 use super::ranks::Ranks;
 use super::read::Folder;
 use super::save::CheckpointManager;
-use super::{folder, scheduler};
+use super::{folder, own, scheduler};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::group::{Entry, Held};
 use crate::launch::Worker;
+use crate::optim::{WholeParam, owners};
 use crate::param::Place;
 use crate::unit::FsdpModule;
 
@@ -40,8 +41,15 @@ use crate::unit::FsdpModule;
 #[must_use]
 pub struct Restore<'a> {
     models: BTreeMap<String, &'a mut dyn Model>,
-    optimizers: BTreeMap<String, &'a mut ModuleOptimizer>,
+    optimizers: BTreeMap<String, LoadedOptimizer<'a>>,
     schedulers: BTreeMap<String, &'a mut ModuleLrScheduler>,
+}
+
+/// An optimizer to load into.
+struct LoadedOptimizer<'a> {
+    optimizer: &'a mut ModuleOptimizer,
+    /// Whether it steps matrices whole, each on its owner.
+    whole: bool,
 }
 
 impl std::fmt::Debug for Restore<'_> {
@@ -80,7 +88,19 @@ impl<'a> Restore<'a> {
         name: impl Into<String>,
         optimizer: &'a mut ModuleOptimizer,
     ) -> Self {
-        self.optimizers.insert(name.into(), optimizer);
+        self.optimizers.insert(name.into(), LoadedOptimizer { optimizer, whole: false });
+        self
+    }
+
+    /// An optimizer of whole matrices, of any of the models added: each owner reads the state of its
+    /// own, whichever rank of whatever world wrote it, and under whatever strategy.
+    pub fn whole_optimizer(
+        mut self,
+        name: impl Into<String>,
+        optimizer: &'a mut WholeParam,
+    ) -> Self {
+        let optimizer = optimizer.inner_mut();
+        self.optimizers.insert(name.into(), LoadedOptimizer { optimizer, whole: true });
         self
     }
 
@@ -139,7 +159,8 @@ impl CheckpointManager {
 }
 
 fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Error> {
-    let prepared = Folder::open(path).and_then(|folder| prepare(&restore, Arc::new(folder)));
+    let prepared =
+        Folder::open(path).and_then(|folder| prepare(&restore, Arc::new(folder), ranks.index()));
     let Prepared { folder, mut wants, optimizers, schedulers, values } =
         ranks.settle("a checkpoint's checks", prepared)?;
     let manifest = folder.manifest();
@@ -155,13 +176,14 @@ fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Er
         model.fill(&mut |place, held, _| {
             let want = wants.remove(&place)?;
             let tensor = entry.tensors.get(&held.path)?;
-            let data = folder.data(&want, tensor, held.range(), held.base_shape());
+            let range = stored_range(held, tensor, ranks.index());
+            let data = folder.data(&want, tensor, range, held.base_shape());
             data.map_err(|error| outcome = Err(error)).ok()
         });
     }
     for (name, optimizer) in restore.optimizers {
         if let Some(loaded) = optimizers.get(&name) {
-            *optimizer = loaded.clone();
+            *optimizer.optimizer = loaded.clone();
         }
     }
     for (name, scheduler) in restore.schedulers {
@@ -191,9 +213,17 @@ struct Target<'a> {
     place: Place,
     entry: &'a Entry,
     dtype: DType,
+    /// The rank that loads.
+    rank: usize,
+    /// Whether that rank owns a sharded matrix, for optimizers that step it whole.
+    owned: bool,
 }
 
-fn prepare(restore: &Restore<'_>, folder: Arc<Folder>) -> Result<Prepared, CheckpointError> {
+fn prepare(
+    restore: &Restore<'_>,
+    folder: Arc<Folder>,
+    rank: usize,
+) -> Result<Prepared, CheckpointError> {
     let manifest = folder.manifest();
     let value = |(name, text): (&String, &String)| {
         let value = serde_json::from_str(text).map_err(|error| CheckpointError::NotAManifest {
@@ -206,11 +236,12 @@ fn prepare(restore: &Restore<'_>, folder: Arc<Folder>) -> Result<Prepared, Check
     let mut differences = Vec::new();
     let mut targets: BTreeMap<&str, Vec<Target<'_>>> = BTreeMap::new();
     for (name, model) in &restore.models {
-        let engine = &**model.engine();
+        let (units, mesh) = (model.engine().units(), model.engine().mesh());
+        let owners = owners(units, mesh);
         let of_model = targets.entry(name).or_default();
-        model.visit(&mut |held| {
-            let entry = model::entry(engine, held.place);
-            of_model.push(Target { id: held.id, place: held.place, entry, dtype: held.dtype });
+        model.visit(&mut |model::Holding { id, place, dtype, .. }| {
+            let owned = owners.get(&place) == Some(&mesh.shard_rank().index());
+            of_model.push(Target { id, place, entry: model.entry(place), dtype, rank, owned });
         });
         compare_model(name, of_model, manifest, &mut differences);
     }
@@ -239,14 +270,15 @@ fn prepare(restore: &Restore<'_>, folder: Arc<Folder>) -> Result<Prepared, Check
         for target in targets.iter().filter(|target| !target.entry.range().is_empty()) {
             let path = &target.entry.path;
             let key = model_key(model, path);
-            folder.verify(&key, &manifest.models[*model].tensors[path], target.entry.range())?;
+            let tensor = &manifest.models[*model].tensors[path];
+            folder.verify(&key, tensor, stored_range(target.entry, tensor, rank))?;
             wants.insert(target.place, key);
         }
     }
     let mut optimizers = BTreeMap::new();
     for (name, own) in &restore.optimizers {
-        let states = states(name, &targets, &folder)?;
-        optimizers.insert(name.clone(), optimizer::with_state(name, own, states)?);
+        let states = states(name, own.whole, &targets, &folder)?;
+        optimizers.insert(name.clone(), optimizer::with_state(name, own.optimizer, states)?);
     }
     Ok(Prepared { wants, optimizers, schedulers, values, folder: folder.clone() })
 }
@@ -289,7 +321,7 @@ fn compare_model(
 
 fn compare_optimizer(
     name: &str,
-    own: &ModuleOptimizer,
+    own: &LoadedOptimizer<'_>,
     targets: &BTreeMap<&str, Vec<Target<'_>>>,
     manifest: &Manifest,
     differences: &mut Vec<String>,
@@ -308,7 +340,7 @@ fn compare_optimizer(
         for target in targets {
             let Some(state) = parameters.get(&target.entry.path) else { continue };
             for (tensor, stored) in &state.tensors {
-                if part(target.entry, stored).is_none() {
+                if part(target, stored, own.whole).is_none() {
                     differences.push(format!(
                         "optimizer `{name}`: `{tensor}` of `{}` is {:?}, which cannot be sharded",
                         target.entry.path, stored.shape
@@ -325,23 +357,48 @@ fn compare_optimizer(
             });
         }
     }
-    differences.extend(optimizer::differences(name, own, &kinds)?);
+    differences.extend(optimizer::differences(name, own.optimizer, &kinds)?);
     Ok(())
 }
 
-/// The elements that a rank needs of an optimizer's tensor for a parameter, and their shape: the
-/// parameter's own, or all of a tensor of another shape, where the parameter is whole.
-fn part(entry: &Entry, stored: &TensorEntry) -> Option<(Range<usize>, Vec<usize>)> {
-    if stored.shape == entry.shape {
-        return Some((entry.range(), entry.base_shape()));
-    }
-    let whole = entry.held == Held::Whole && stored.shape.len() == entry.shape.len();
-    stored.numel().filter(|_| whole).map(|numel| (0..numel, stored.shape.clone()))
+/// Where the elements that a rank holds of a parameter lie among those of the checkpoint.
+fn stored_range(entry: &Entry, stored: &TensorEntry, rank: usize) -> Range<usize> {
+    let first = own::first_element(entry, stored, rank);
+    first + entry.range().start..first + entry.range().end
 }
 
-/// An optimizer's state for what this rank holds, verified, to be read when it is taken.
+/// The elements that a rank needs of an optimizer's tensor for a parameter, and their shape: the
+/// parameter's own, or all of a tensor, where the parameter is whole or is stepped `whole`.
+fn part(
+    target: &Target<'_>,
+    stored: &TensorEntry,
+    whole: bool,
+) -> Option<(Range<usize>, Vec<usize>)> {
+    let entry = target.entry;
+    let sharded = matches!(entry.held, Held::Fragment(_)) && !whole;
+    if sharded {
+        let range = stored_range(entry, stored, target.rank);
+        return (stored.shape == entry.shape).then(|| (range, entry.base_shape()));
+    }
+    let first = own::first_element(entry, stored, target.rank);
+    let fits = stored.shape.len() == entry.shape.len();
+    let numel = stored.numel().filter(|_| fits)?;
+    Some((first..first + numel, stored.shape.clone()))
+}
+
+/// Whether this rank has state of a parameter.
+fn steps(target: &Target<'_>, whole: bool) -> bool {
+    match target.entry.held {
+        Held::Fragment(_) if whole => target.owned,
+        // A rank that holds nothing of a parameter never steps it.
+        _ => !target.entry.range().is_empty(),
+    }
+}
+
+/// An optimizer's state for what this rank steps, verified, to be read when it is taken.
 fn states(
     name: &str,
+    whole: bool,
     targets: &BTreeMap<&str, Vec<Target<'_>>>,
     folder: &Arc<Folder>,
 ) -> Result<Vec<NewState>, CheckpointError> {
@@ -350,8 +407,7 @@ fn states(
         for target in targets.get(model.as_str()).into_iter().flatten() {
             let path = &target.entry.path;
             let Some(state) = parameters.get(path) else { continue };
-            // A rank that holds nothing of a parameter never steps it.
-            if target.entry.range().is_empty() {
+            if !steps(target, whole) {
                 continue;
             }
             let ParameterEntry { scalars, tensors } = state;
@@ -364,7 +420,7 @@ fn states(
             };
             for (tensor, stored) in tensors {
                 let key = optimizer_key(name, model, path, tensor);
-                let Some((range, shape)) = part(target.entry, stored) else { continue };
+                let Some((range, shape)) = part(target, stored, whole) else { continue };
                 folder.verify(&key, stored, range.clone())?;
                 new.tensors.push(deferred(tensor, key, stored, range, shape, folder));
             }

@@ -23,6 +23,7 @@ use serde_json::Value;
 use super::CheckpointError;
 use super::manifest::{MANIFEST, Manifest, Progress};
 use super::model::Model;
+use super::own::Differing;
 use super::ranks::Ranks;
 use super::scalar::Scalars;
 use super::write::{
@@ -32,6 +33,7 @@ use super::{folder, io, scheduler};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
+use crate::optim::WholeParam;
 use crate::unit::FsdpModule;
 
 /// How long a background save waits for the other ranks' files, its own being written.
@@ -43,9 +45,17 @@ const PATIENCE: Duration = Duration::from_secs(600);
 pub struct Checkpoint<'a> {
     pub(crate) progress: Progress,
     pub(crate) models: BTreeMap<String, &'a dyn Model>,
-    pub(crate) optimizers: BTreeMap<String, &'a ModuleOptimizer>,
+    pub(crate) optimizers: BTreeMap<String, SavedOptimizer<'a>>,
     pub(crate) schedulers: BTreeMap<String, Scalars>,
     pub(crate) values: BTreeMap<String, String>,
+}
+
+/// An optimizer to save.
+#[derive(Clone, Copy)]
+pub(crate) struct SavedOptimizer<'a> {
+    pub(crate) optimizer: &'a ModuleOptimizer,
+    /// Whether it steps matrices whole, each on its owner.
+    pub(crate) whole: bool,
 }
 
 impl std::fmt::Debug for Checkpoint<'_> {
@@ -80,7 +90,15 @@ impl<'a> Checkpoint<'a> {
 
     /// An optimizer of any of the models added, before or after.
     pub fn optimizer(mut self, name: impl Into<String>, optimizer: &'a ModuleOptimizer) -> Self {
-        self.optimizers.insert(name.into(), optimizer);
+        self.optimizers.insert(name.into(), SavedOptimizer { optimizer, whole: false });
+        self
+    }
+
+    /// An optimizer of whole matrices, of any of the models added. The state of each is written by
+    /// its owner, and goes to the new owner wherever it is loaded.
+    pub fn whole_optimizer(mut self, name: impl Into<String>, optimizer: &'a WholeParam) -> Self {
+        let optimizer = optimizer.inner();
+        self.optimizers.insert(name.into(), SavedOptimizer { optimizer, whole: true });
         self
     }
 
@@ -148,9 +166,9 @@ fn save(
     target: &Path,
     home: Option<&Home>,
 ) -> Result<(), Error> {
-    let tmp = begin(checkpoint, ranks, target, home)?;
+    let (tmp, differing) = begin(checkpoint, ranks, target, home)?;
     let write = |mut sink: FileSink| {
-        parts(checkpoint, &mut sink)?;
+        parts(checkpoint, &differing, &mut sink)?;
         leave_part(&tmp, ranks.index(), &sink.finish()?)
     };
     let written = FileSink::create(&tmp, ranks.index(), outline(checkpoint, ranks)).and_then(write);
@@ -167,13 +185,14 @@ fn save(
     ranks.settle("the manifest of a checkpoint", committed)
 }
 
-/// Agrees on what is saved, and makes the folder to write in.
+/// Agrees on what is saved, finds what of it differs between ranks that could be alike, and makes the
+/// folder to write in.
 fn begin(
     checkpoint: &Checkpoint<'_>,
     ranks: &Ranks,
     target: &Path,
     home: Option<&Home>,
-) -> Result<PathBuf, Error> {
+) -> Result<(PathBuf, Differing), Error> {
     let all = ranks.exchange("what is saved", checkpoint.summary())?;
     for (rank, found) in ranks.mesh.world.ranks().zip(&all) {
         if *found != all[0] {
@@ -181,9 +200,11 @@ fn begin(
             return Err(CheckpointError::RanksDiffer { rank, expected, found }.into());
         }
     }
+    let differing = Differing::find(checkpoint, ranks)?;
     let made = if ranks.leads() { make(target, home) } else { Ok(PathBuf::new()) };
     let made = ranks.settle("a checkpoint's folder", made)?;
-    Ok(ranks.exchange("a checkpoint's folder", made)?[0].to_path_buf())
+    let tmp = ranks.exchange("a checkpoint's folder", made)?[0].to_path_buf();
+    Ok((tmp, differing))
 }
 
 fn make(target: &Path, home: Option<&Home>) -> Result<PathBuf, CheckpointError> {
@@ -242,6 +263,7 @@ pub struct CheckpointManager {
 /// A save in the background.
 #[derive(Debug)]
 struct Pending {
+    tmp: PathBuf,
     written: Receiver<Result<(), CheckpointError>>,
     thread: JoinHandle<Result<(), CheckpointError>>,
     cancel: Arc<AtomicBool>,
@@ -313,19 +335,24 @@ impl CheckpointManager {
             pending.cancel.store(true, Ordering::Relaxed);
         }
         let committed = pending.thread.join().unwrap_or_else(|_| Err(ended(&self.home.root)));
+        if self.ranks.leads() && (written.is_err() || committed.is_err()) {
+            // On a full disk, room for the next. What this leaves is recognised as torn.
+            let _ = fs::remove_dir_all(&pending.tmp);
+        }
         written?;
         self.ranks.settle("the manifest of a checkpoint", committed)
     }
 
     fn start(&self, checkpoint: &Checkpoint<'_>, target: &Path) -> Result<Pending, Error> {
         let ranks = &self.ranks;
-        let tmp = begin(checkpoint, ranks, target, Some(&self.home))?;
+        let (tmp, differing) = begin(checkpoint, ranks, target, Some(&self.home))?;
         let (rank, world, leads) = (ranks.index(), ranks.mesh.world.size(), ranks.leads());
         let outline = outline(checkpoint, ranks);
         let mut copy = MemorySink::default();
-        let copied = parts(checkpoint, &mut copy).map(|()| copy);
+        let copied = parts(checkpoint, &differing, &mut copy).map(|()| copy);
         let cancel = Arc::new(AtomicBool::new(false));
         let (sender, written) = sync_channel(1);
+        let pending_tmp = tmp.clone();
         let (target, home, cancelled) = (target.to_path_buf(), self.home.clone(), cancel.clone());
         let work = move || {
             let write = || {
@@ -351,7 +378,7 @@ impl CheckpointManager {
             .name(format!("fsdp-save-{rank}"))
             .spawn(work)
             .map_err(io("start a thread to write", &self.home.root))?;
-        Ok(Pending { written, thread, cancel })
+        Ok(Pending { tmp: pending_tmp, written, thread, cancel })
     }
 }
 

@@ -1,5 +1,6 @@
 //! One rank's part of a save: its pieces, to a file at once or to memory first.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
@@ -8,17 +9,20 @@ use burn::tensor::{Bytes, DType};
 
 use super::CheckpointError;
 use super::manifest::{
-    Dtype, Manifest, ModelEntry, ParameterEntry, Piece, RandomState, TensorEntry, UnitEntry,
-    model_key, optimizer_key, rank_file,
+    Dtype, KeyEntry, Manifest, ModelEntry, ParameterEntry, Piece, RandomState, TensorEntry,
+    UnitEntry, model_key, optimizer_key, rank_file,
 };
-use super::ranks::{Ranks, arrangement, written, written_whole};
-use super::save::Checkpoint;
+use super::model::Model;
+use super::own::Differing;
+use super::ranks::{Ranks, arrangement, written, written_owned, written_whole};
+use super::save::{Checkpoint, SavedOptimizer};
 use super::scalar::Scalars;
 use super::{io, model, optimizer, rank_file};
 use crate::group::{Entry, Held};
 use crate::mesh::Mesh;
+use crate::optim::owners;
 use crate::param::Place;
-use crate::schedule::Engine;
+use crate::plan::Key;
 
 /// About how many bytes of parameters have their optimizer state read at once.
 const BATCH: usize = 32 << 20;
@@ -30,11 +34,25 @@ pub(crate) enum Owner {
     Optimizer { optimizer: String, model: String, path: String, name: String },
 }
 
+impl Owner {
+    /// Its name in a rank's file.
+    fn key(&self) -> String {
+        match self {
+            Self::Model { model, path } => model_key(model, path),
+            Self::Optimizer { optimizer, model, path, name } => {
+                optimizer_key(optimizer, model, path, name)
+            }
+        }
+    }
+}
+
 /// Elements that this rank writes.
 pub(crate) struct Part<'a> {
     pub(crate) owner: Owner,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
+    /// How many copies of the tensor there are; `range` goes over all of them.
+    pub(crate) copies: usize,
     pub(crate) range: Range<usize>,
     pub(crate) bytes: Elements<'a>,
 }
@@ -97,16 +115,12 @@ impl FileSink {
 
 impl Sink for FileSink {
     fn part(&mut self, part: Part<'_>) -> Result<(), CheckpointError> {
-        let key = match &part.owner {
-            Owner::Model { model, path } => model_key(model, path),
-            Owner::Optimizer { optimizer, model, path, name } => {
-                optimizer_key(optimizer, model, path, name)
-            }
-        };
+        let key = part.owner.key();
         let Some(dtype) = Dtype::of(part.dtype) else {
             return Err(CheckpointError::UnsupportedDtype { tensor: key, dtype: part.dtype });
         };
-        let mut tensor = TensorEntry { dtype, shape: part.shape, pieces: Vec::new() };
+        let mut tensor =
+            TensorEntry { dtype, shape: part.shape, copies: part.copies, pieces: Vec::new() };
         if !part.range.is_empty() {
             let checksums = self.file.write(&key, dtype, part.bytes.as_slice())?;
             let (start, end) = (part.range.start, part.range.end);
@@ -153,8 +167,8 @@ impl Sink for MemorySink {
             }
             Elements::Copied(bytes, range) => Elements::Copied(bytes, range),
         };
-        let Part { owner, dtype, shape, range, .. } = part;
-        self.parts.push(Part { owner, dtype, shape, range, bytes });
+        let Part { owner, dtype, shape, copies, range, .. } = part;
+        self.parts.push(Part { owner, dtype, shape, copies, range, bytes });
         Ok(())
     }
 
@@ -192,6 +206,7 @@ pub(crate) fn outline(checkpoint: &Checkpoint<'_>, ranks: &Ranks) -> Manifest {
                 units: units.collect(),
                 tensors: Default::default(),
                 random: [(ranks.index(), random)].into(),
+                keys: keys(*model),
             },
         );
     }
@@ -203,45 +218,54 @@ pub(crate) fn outline(checkpoint: &Checkpoint<'_>, ranks: &Ranks) -> Manifest {
     manifest
 }
 
+/// The names that differ from the module's paths.
+fn keys(model: &dyn Model) -> BTreeMap<String, KeyEntry> {
+    let sharded = model.keys().iter().map(|(place, key)| (model.entry(*place), key));
+    let ignored = model.ignored().iter().map(|ignored| (&ignored.entry, &ignored.key));
+    let of = |(entry, key): (&Entry, &Key)| {
+        let other = key.transposed || key.name != entry.path;
+        let owns = !matches!(entry.held, Held::TiedTo(_));
+        let Key { name, transposed } = key.clone();
+        (other && owns).then(|| (entry.path.clone(), KeyEntry { name, transposed }))
+    };
+    sharded.chain(ignored).filter_map(of).collect()
+}
+
 /// Gives `sink` all that this rank writes: the models' parameters, then the optimizers' state.
 pub(crate) fn parts(
     checkpoint: &Checkpoint<'_>,
+    differing: &Differing,
     sink: &mut dyn Sink,
 ) -> Result<(), CheckpointError> {
     let mut parameters = Vec::new();
     for (name, model) in &checkpoint.models {
-        let engine = &**model.engine();
         let mut outcome = Ok(());
         model.visit(&mut |held| {
             if outcome.is_err() {
                 return;
             }
-            let entry = model::entry(engine, held.place);
-            parameters.push((held.id, name, engine, held.place));
-            outcome = parameter(name, engine, held, entry, sink);
+            parameters.push(Parameter { id: held.id, name, model: *model, place: held.place });
+            outcome = parameter(name, *model, held, differing, sink);
         });
         outcome?;
     }
-    let ids: Vec<ParamId> = parameters.iter().map(|(id, ..)| *id).collect();
-    for (name, optimizer) in &checkpoint.optimizers {
+    let ids: Vec<ParamId> = parameters.iter().map(|parameter| parameter.id).collect();
+    for (name, SavedOptimizer { optimizer, whole }) in &checkpoint.optimizers {
         optimizer::check_known(name, optimizer, &ids)?;
+        let owners = |model: &dyn Model| owners(model.engine().units(), model.engine().mesh());
+        let owners: BTreeMap<&String, _> = match whole {
+            true => checkpoint.models.iter().map(|(name, model)| (name, owners(*model))).collect(),
+            false => BTreeMap::new(),
+        };
         let mut names = optimizer::Names::default();
-        let mut rest = parameters.as_slice();
-        while !rest.is_empty() {
-            let mut bytes = 0;
-            let count = rest.iter().take_while(|(_, _, engine, place)| {
-                let before = bytes;
-                bytes += model::entry(*engine, *place).range().len() * size_of::<f32>();
-                before < BATCH
-            });
-            let (batch, after) = rest.split_at(count.count());
-            rest = after;
-            let ids: Vec<ParamId> = batch.iter().map(|(id, ..)| *id).collect();
+        for batch in batches(&parameters) {
+            let ids: Vec<ParamId> = batch.iter().map(|parameter| parameter.id).collect();
             let mut states = optimizer::read(name, optimizer, &ids, &mut names)?;
-            for (id, model, engine, place) in batch {
-                if let Some(state) = states.remove(id) {
-                    let entry = model::entry(*engine, *place);
-                    self::state(name, model, engine.mesh(), *place, entry, state, sink)?;
+            for parameter in batch {
+                if let Some(state) = states.remove(&parameter.id) {
+                    let owners = owners.get(parameter.name);
+                    let owner = owners.and_then(|owners| owners.get(&parameter.place));
+                    self::state(name, parameter, owner.copied(), state, differing, sink)?;
                 }
             }
         }
@@ -249,68 +273,151 @@ pub(crate) fn parts(
     Ok(())
 }
 
+/// A parameter of a model that is saved.
+struct Parameter<'a> {
+    id: ParamId,
+    /// The model's name.
+    name: &'a String,
+    model: &'a dyn Model,
+    place: Place,
+}
+
+/// The parameters in groups of about [`BATCH`] bytes.
+fn batches<'a, 'b>(mut rest: &'b [Parameter<'a>]) -> impl Iterator<Item = &'b [Parameter<'a>]> {
+    std::iter::from_fn(move || {
+        let mut bytes = 0;
+        let count = rest.iter().take_while(|parameter| {
+            let before = bytes;
+            let entry = parameter.model.entry(parameter.place);
+            bytes += entry.range().len() * size_of::<f32>();
+            before < BATCH
+        });
+        let (batch, after) = rest.split_at(count.count());
+        rest = after;
+        (!batch.is_empty()).then_some(batch)
+    })
+}
+
 /// The part of a parameter that this rank writes.
 fn parameter(
-    model: &str,
-    engine: &dyn Engine,
+    name: &str,
+    model: &dyn Model,
     held: model::Holding,
-    entry: &Entry,
+    differing: &Differing,
     sink: &mut dyn Sink,
 ) -> Result<(), CheckpointError> {
-    let range = written(engine.mesh(), held.place, entry);
-    let from = range.start.saturating_sub(entry.range().start);
+    let (engine, entry) = (&**model.engine(), model.entry(held.place));
+    let owner = Owner::Model { model: name.into(), path: entry.path.clone() };
+    let written = match own_copy(&owner, entry, entry.numel(), engine.mesh(), differing) {
+        Some(written) => written,
+        None => {
+            let range = written(engine.mesh(), held.place, entry);
+            let from = range.start.saturating_sub(entry.range().start);
+            Written { copies: 1, range, from }
+        }
+    };
     let mut outcome = Ok(());
     let (dtype, size) = (held.dtype, held.dtype.size());
-    engine.with_bytes(held.base, &mut |bytes| {
+    model::with_bytes(engine, entry, held.base, &mut |bytes| {
+        let Written { copies, range, from } = written.clone();
         outcome = sink.part(Part {
-            owner: Owner::Model { model: model.into(), path: entry.path.clone() },
+            owner: owner.clone(),
             dtype,
             shape: entry.shape.clone(),
-            range: range.clone(),
+            copies,
             bytes: Elements::Borrowed(&bytes[from * size..(from + range.len()) * size]),
+            range,
         });
     });
     outcome
 }
 
-/// The part of a parameter's optimizer state that this rank writes.
+/// What a rank writes of a tensor.
+#[derive(Clone, Debug)]
+struct Written {
+    copies: usize,
+    /// The elements, counted over all copies.
+    range: Range<usize>,
+    /// The first of them, counted in what this rank holds.
+    from: usize,
+}
+
+/// All of this rank's own, where every rank writes its own.
+fn own_copy(
+    owner: &Owner,
+    entry: &Entry,
+    numel: usize,
+    mesh: Mesh,
+    differing: &Differing,
+) -> Option<Written> {
+    let own = entry.held == Held::Own && differing.contains(&owner.key());
+    let first = mesh.rank.index() * numel;
+    own.then(|| Written { copies: mesh.world.size(), range: first..first + numel, from: 0 })
+}
+
+/// The part of a parameter's optimizer state that this rank writes. `owner` is who has all state of
+/// a sharded matrix, where it is not sharded itself.
 fn state(
     optimizer: &str,
-    model: &str,
-    mesh: Mesh,
-    place: Place,
-    entry: &Entry,
+    parameter: &Parameter<'_>,
+    owner: Option<usize>,
     state: optimizer::State,
+    differing: &Differing,
     sink: &mut dyn Sink,
 ) -> Result<(), CheckpointError> {
+    let Parameter { name: model, place, .. } = *parameter;
+    let (mesh, entry) = (parameter.model.engine().mesh(), parameter.model.entry(place));
     sink.scalars(optimizer, model, &entry.path, state.scalars);
     for tensor in state.tensors {
-        let (shape, range, from) = if tensor.shape == entry.base_shape() {
-            let range = written(mesh, place, entry);
-            let from = range.start.saturating_sub(entry.range().start);
-            (entry.shape.clone(), range, from)
-        } else if entry.held == Held::Whole {
-            let range = written_whole(mesh, place, tensor.shape.iter().product());
-            let from = range.start;
-            (tensor.shape.clone(), range, from)
-        } else {
-            return Err(CheckpointError::NotElementwise {
-                tensor: format!("{}: {}", entry.path, tensor.name),
-                expected: entry.base_shape(),
-                found: tensor.shape,
-            });
+        let numel = tensor.shape.iter().product();
+        let belongs = Owner::Optimizer {
+            optimizer: optimizer.into(),
+            model: model.into(),
+            path: entry.path.clone(),
+            name: tensor.name,
+        };
+        let named = || format!("{}: {}", entry.path, belongs.key());
+        let written = match (&entry.held, owner) {
+            (Held::Fragment(_), Some(owner)) => {
+                let rank = mesh.shard_rank().index();
+                if rank != owner {
+                    let tensor = named();
+                    return Err(CheckpointError::MisplacedState { tensor, rank, owner });
+                }
+                let range = written_owned(mesh, numel);
+                Written { copies: 1, from: range.start, range }
+            }
+            (Held::Fragment(held), None) => {
+                // A rank that holds nothing of a parameter never steps it.
+                if tensor.shape != entry.base_shape() || held.is_empty() {
+                    return Err(CheckpointError::NotElementwise {
+                        tensor: named(),
+                        expected: entry.base_shape(),
+                        found: tensor.shape,
+                    });
+                }
+                let range = written(mesh, place, entry);
+                let from = range.start.saturating_sub(held.start);
+                Written { copies: 1, range, from }
+            }
+            _ => own_copy(&belongs, entry, numel, mesh, differing).unwrap_or_else(|| {
+                let range = written_whole(mesh, place, numel);
+                Written { copies: 1, from: range.start, range }
+            }),
+        };
+        let Written { copies, range, from } = written;
+        // A fragment's state has the full parameter's shape.
+        let shape = match owner {
+            None if tensor.shape == entry.base_shape() => entry.shape.clone(),
+            _ => tensor.shape,
         };
         let size = tensor.dtype.size();
         let bytes = from * size..(from + range.len()) * size;
         sink.part(Part {
-            owner: Owner::Optimizer {
-                optimizer: optimizer.into(),
-                model: model.into(),
-                path: entry.path.clone(),
-                name: tensor.name,
-            },
+            owner: belongs,
             dtype: tensor.dtype,
             shape,
+            copies,
             range,
             bytes: Elements::Copied(tensor.bytes, bytes),
         })?;

@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use burn::backend::flex::FlexDevice;
 use burn::backend::{Flex, TensorMetadata};
-use burn::tensor::{Shape, TensorData};
+use burn::tensor::{DType, Shape, TensorData};
 
 use super::group::Group;
 use super::{Op, ProcessGroup, Reduce};
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{Float, ShardBackend, cast};
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
@@ -81,15 +81,29 @@ fn tensor<B: Tested>(elements: Vec<f32>) -> Float<B> {
     B::float_from_data(TensorData::new(elements, shape), &B::device())
 }
 
+/// A tensor of another type.
+fn tensor_as<B: Tested>(elements: Vec<f32>, dtype: DType) -> Float<B> {
+    cast::<B>(tensor::<B>(elements), dtype)
+}
+
 fn slot<B: Tested>(numel: usize) -> Arc<Slot<B>> {
-    Arc::new(Slot::new(&B::device(), numel))
+    Arc::new(Slot::new(&B::device(), numel, DType::F32))
 }
 
 fn elements<B: Tested>(tensor: &Float<B>) -> Vec<f32> {
     let mut elements = Vec::new();
-    B::with_bytes(tensor.clone(), &mut |bytes| elements = bytemuck::pod_collect_to_vec(bytes));
+    let tensor = cast::<B>(tensor.clone(), DType::F32);
+    B::with_bytes(tensor, &mut |bytes| elements = bytemuck::pod_collect_to_vec(bytes));
     elements
 }
+
+/// What is left of elements in another type.
+fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
+    elements::<Flex>(&tensor_as::<Flex>(values, dtype))
+}
+
+/// The types that parameters and gradients travel in.
+const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// An element of a rank's tensor, of a size for which the order of a sum matters.
 fn value(rank: usize, index: usize) -> f32 {
@@ -100,10 +114,12 @@ fn values(rank: usize, range: Range<usize>) -> Vec<f32> {
     range.map(|index| value(rank, index)).collect()
 }
 
-/// The sum in rank order over a divisor.
-fn mean(ranks: &[usize], range: Range<usize>, divisor: usize) -> Vec<f32> {
-    let sum = |index| ranks.iter().map(|&rank| value(rank, index)).reduce(|a, b| a + b).unwrap();
-    range.map(|index| sum(index) / divisor as f32).collect()
+/// The sum in rank order, in f32, over a divisor.
+fn mean(ranks: &[usize], range: Range<usize>, divisor: usize, dtype: DType) -> Vec<f32> {
+    let add = |sum: Vec<f32>, part: Vec<f32>| sum.iter().zip(part).map(|(a, b)| a + b).collect();
+    let parts = ranks.iter().map(|&rank| rounded(values(rank, range.clone()), dtype));
+    let sum: Vec<f32> = parts.reduce(add).unwrap();
+    sum.iter().map(|sum| sum / divisor as f32).collect()
 }
 
 fn index(group: &Group) -> usize {
@@ -135,7 +151,7 @@ fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<Slot<B>>) {
         let range = layout.fragment(matrix, rank);
         if !range.is_empty() {
             let at = layout.segment(matrix).start + range.start;
-            fragments.push((at, tensor::<B>(values(matrix, range))));
+            fragments.push((at, tensor_as::<B>(values(matrix, range), slot.dtype())));
         }
     }
     slot.release();
@@ -143,15 +159,18 @@ fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<Slot<B>>) {
     group.all_gather(&op, &B::device(), fragments, layout.shard_len(), slot).unwrap();
     for (matrix, &numel) in numels.iter().enumerate() {
         let full = slot.view(layout.segment(matrix).start, &[numel]);
-        assert!(elements::<B>(&full) == values(matrix, 0..numel), "{numel} elements");
+        let expected = rounded(values(matrix, 0..numel), slot.dtype());
+        assert!(elements::<B>(&full) == expected, "{numel} elements of {:?}", slot.dtype());
     }
 }
 
 fn all_gather<B: Tested>(group: &Group) {
-    let slot = slot::<B>(3 * (1 << 20) + 1000);
-    for numel in SIZES {
-        for numels in [vec![numel], vec![numel, 5, numel / 2 + 1]] {
-            gather::<B>(group, &numels, &slot);
+    for dtype in DTYPES {
+        let slot = Arc::new(Slot::<B>::new(&B::device(), 3 * (1 << 20) + 1000, dtype));
+        for numel in SIZES {
+            for numels in [vec![numel], vec![numel, 5, numel / 2 + 1]] {
+                gather::<B>(group, &numels, &slot);
+            }
         }
     }
 }
@@ -198,16 +217,26 @@ fn gather_to_one<B: Tested>(group: &Group) {
 /// Reduces `numels.len()` sharded matrices and as many replicated ones; rank r has the gradients
 /// that `has(r, entry)` says. Sums must have the bits of sums in rank order.
 fn reduce<B: Tested>(group: &Group, numels: &[usize], has: impl Fn(usize, usize) -> bool) {
+    DTYPES.iter().for_each(|dtype| reduce_as::<B>(group, numels, &has, *dtype));
+}
+
+fn reduce_as<B: Tested>(
+    group: &Group,
+    numels: &[usize],
+    has: impl Fn(usize, usize) -> bool,
+    dtype: DType,
+) {
     let (layout, at) = (layout(group, numels), index(group));
     let rank = WorldSize::new(group.size()).unwrap().ranks().nth(at).unwrap();
     let mut keep = Vec::new();
     for (matrix, &numel) in numels.iter().enumerate() {
         let range = layout.fragment(matrix, rank);
-        keep.push(Reduce { shape: vec![range.len().max(1), 1], range, segment: Some(matrix) });
-        keep.push(Reduce { shape: vec![1, numel], range: 0..numel, segment: None });
+        let shape = vec![range.len().max(1), 1];
+        keep.push(Reduce { shape, range, segment: Some(matrix), dtype });
+        keep.push(Reduce { shape: vec![1, numel], range: 0..numel, segment: None, dtype });
     }
-    let gradient =
-        |entry: usize| has(at, entry).then(|| tensor::<B>(values(at, 0..numels[entry / 2])));
+    let mine = |entry: usize| tensor_as::<B>(values(at, 0..numels[entry / 2]), dtype);
+    let gradient = |entry: usize| has(at, entry).then(|| mine(entry));
     let gradients: Vec<_> = (0..keep.len()).map(gradient).collect();
     let divisor = group.size();
     let op = op("reduce_scatter", "unit").of(layout.padded_len());
@@ -222,9 +251,10 @@ fn reduce<B: Tested>(group: &Group, numels: &[usize], has: impl Fn(usize, usize)
         }
         let reduced = reduced.as_ref().unwrap();
         assert_eq!(reduced.shape(), Shape::from(keep.shape.clone()));
-        let expected = mean(&ranks, keep.range.clone(), divisor);
+        let expected = mean(&ranks, keep.range.clone(), divisor, dtype);
+        assert_eq!(reduced.dtype(), DType::F32);
         let reduced = elements::<B>(reduced);
-        assert!(is_sum(group, &reduced, &expected), "{numels:?}, entry {entry}");
+        assert!(is_sum(group, &reduced, &expected), "{numels:?} of {dtype:?}, entry {entry}");
     }
 }
 

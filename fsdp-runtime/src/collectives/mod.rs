@@ -23,6 +23,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use burn::tensor::DType;
+
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
@@ -80,6 +82,8 @@ pub(crate) struct Reduce {
     /// The segment of the unit's layout that `range` is this rank's fragment of; `None` where every
     /// rank keeps the same.
     pub(crate) segment: Option<usize>,
+    /// The type in which the gradient travels, whatever rank it comes from. Its sum is in f32.
+    pub(crate) dtype: DType,
 }
 
 /// Collectives on tensors. All block: the communication thread calls them.
@@ -118,7 +122,7 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
         self.all_gather_one(op, device, fragment)
     }
 
-    /// The sum over ranks of each gradient over `divisor`, in the range this rank keeps. `layout` is
+    /// The sum over ranks of each gradient over `divisor`, in f32, in the range this rank keeps. `layout` is
     /// that of the gradients' unit, over the ranks of this group.
     fn reduce_scatter(
         &self,

@@ -1,10 +1,13 @@
 //! From a [`Config`] to the runtime's options. What the runtime cannot do yet is an error here.
 
+use burn::tensor::FloatDType;
+
 use super::error::{ConfigError, Problem, ProblemKind};
 use super::nearest::nearest;
-use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, MixedPrecision};
+use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS};
 use crate::launch::LaunchOptions;
-use crate::options::{FsdpOptions, WrapPolicy};
+use crate::options::{FsdpOptions, OffloadPolicy, WrapPolicy};
+use crate::precision::MixedPrecisionPolicy;
 use crate::unit::{FsdpModule, Node};
 
 impl Config {
@@ -47,15 +50,24 @@ impl Config {
             made = made.sync_module_states(sync);
         }
         if fsdp.offload_params {
-            problems.push(self.unsupported("fsdp_offload_params", "true", "write `false`"));
+            made = made.offload(OffloadPolicy::Params { pin_memory: true });
         }
         if fsdp.activation_checkpointing {
             let key = "fsdp_activation_checkpointing";
             problems.push(self.unsupported(key, "true", "write `false`"));
         }
-        if self.mixed_precision != MixedPrecision::No {
-            let value = self.mixed_precision.name();
-            problems.push(self.unsupported("mixed_precision", value, "write `'no'`"));
+        match self.mixed_precision.param_dtype() {
+            Some(FloatDType::F32) => {}
+            // As Accelerate sets it: outputs come back in f32.
+            Some(dtype) => {
+                let policy = MixedPrecisionPolicy::new().param_dtype(dtype);
+                made = made.mixed_precision(policy.output_dtype(FloatDType::F32));
+            }
+            None => {
+                let value = self.mixed_precision.name();
+                let instead = "write `bf16`, `fp16` or `'no'`";
+                problems.push(self.unsupported("mixed_precision", value, instead));
+            }
         }
         self.valid(made, problems)
     }

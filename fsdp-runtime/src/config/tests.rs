@@ -1,7 +1,10 @@
 //! Files as Accelerate writes them, files with mistakes, and what is said about each.
 
+use burn::tensor::FloatDType;
+
 use super::*;
-use crate::options::{BackwardPrefetch, FsdpOptions, ShardingStrategy, WrapPolicy};
+use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ShardingStrategy, WrapPolicy};
+use crate::precision::MixedPrecisionPolicy;
 use crate::unit::{Child, Kind, Node};
 
 /// As `accelerate config` writes it for FSDP.
@@ -398,19 +401,31 @@ fn names_of_units_are_checked_against_the_model() {
 #[test]
 fn what_the_runtime_lacks_is_an_error_with_its_line() {
     let text = BERT
-        .replace("fsdp_offload_params: false", "fsdp_offload_params: true")
         .replace("fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true")
-        .replace("mixed_precision: 'no'", "mixed_precision: bf16");
+        .replace("mixed_precision: 'no'", "mixed_precision: fp8");
     let error = good(&text).0.options_for(Some(&BERT_MODEL)).unwrap_err().to_string();
     for part in [
         "line 7: `fsdp_activation_checkpointing: true` is not supported",
-        "line 12: `fsdp_offload_params: true` is not supported",
-        "line 20: `mixed_precision: bf16` is not supported; write `'no'`",
+        "line 20: `mixed_precision: fp8` is not supported; write `bf16`, `fp16` or `'no'`",
     ] {
         assert!(error.contains(part), "{error}");
     }
     assert_eq!(good(&text).0.check().unwrap_err().to_string(), error);
     assert!(good(BERT).0.check().is_ok());
+}
+
+#[test]
+fn precision_and_offload_reach_the_options() {
+    let text = BERT
+        .replace("fsdp_offload_params: false", "fsdp_offload_params: true")
+        .replace("mixed_precision: 'no'", "mixed_precision: bf16");
+    let options = good(&text).0.options_for(Some(&BERT_MODEL)).unwrap();
+    let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+    let expected = good(BERT).0.options_for(Some(&BERT_MODEL)).unwrap();
+    let expected = expected
+        .mixed_precision(policy.output_dtype(FloatDType::F32))
+        .offload(OffloadPolicy::Params { pin_memory: true });
+    assert_eq!(options, expected);
 }
 
 #[test]

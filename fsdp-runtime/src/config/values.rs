@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use burn::tensor::FloatDType;
+
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
 /// An enumeration that the file spells by name, and in some places by number, counted from 1.
@@ -117,6 +119,18 @@ named! {
         Bf16 = "bf16",
         /// 8-bit floats.
         Fp8 = "fp8",
+    }
+}
+
+impl MixedPrecision {
+    /// The type of gathered parameters; `None` for one that no policy has.
+    pub const fn param_dtype(self) -> Option<FloatDType> {
+        match self {
+            Self::No => Some(FloatDType::F32),
+            Self::Fp16 => Some(FloatDType::F16),
+            Self::Bf16 => Some(FloatDType::BF16),
+            Self::Fp8 => None,
+        }
     }
 }
 

@@ -29,3 +29,4 @@ mod whole;
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use sgd::{Sgd, SgdConfig, SgdState};
 pub use whole::WholeParam;
+pub(crate) use whole::owners;

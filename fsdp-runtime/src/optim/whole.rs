@@ -29,8 +29,10 @@ use crate::unit::{FsdpModule, Walk};
 /// Parameter groups, learning rates and gradient clipping of the optimizer work as unsharded:
 /// clipping by norm sees the norm of the whole gradient.
 ///
-/// The state of a matrix is whole and lies on its owner alone, so that ranks share it out. A record
-/// is this rank's; it fits again on the same number of ranks, under the same strategy and wrapping.
+/// The state of a matrix is whole and lies on its owner alone, so that ranks share it out. A
+/// [checkpoint](crate::checkpoint::Checkpoint::whole_optimizer) holds it by name, and gives it to the
+/// owners of whatever world and strategy loads it. A record is this rank's; it fits again on the same
+/// number of ranks, under the same strategy and wrapping.
 ///
 /// ```no_run
 /// # use burn::optim::{GradientsParams, MuonConfig, AdamWConfig};
@@ -116,6 +118,11 @@ impl WholeParam {
         &self.inner
     }
 
+    /// The optimizer, to put this rank's state into.
+    pub(crate) fn inner_mut(&mut self) -> &mut ModuleOptimizer {
+        &mut self.inner
+    }
+
     /// The optimizer, with this rank's state.
     pub fn into_inner(self) -> ModuleOptimizer {
         self.inner
@@ -183,7 +190,7 @@ fn sharded_with_gradient<M: FsdpModule>(
 
 /// The owner of each sharded matrix, as a position in its shard group: the largest first, each to
 /// who has the fewest elements so far.
-fn owners(units: &[Unit], mesh: Mesh) -> HashMap<Place, usize> {
+pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<Place, usize> {
     let mut matrices = Vec::new();
     for (index, unit) in units.iter().enumerate() {
         for (entry, held) in unit.entries.iter().enumerate() {
@@ -414,6 +421,7 @@ mod tests {
             entries,
             layout,
             gathers: true,
+            precision: crate::precision::Precision::FULL,
         }
     }
 

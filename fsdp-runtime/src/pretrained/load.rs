@@ -85,8 +85,8 @@ fn open(
         let entry = &units[place.unit].entries[place.entry];
         (Target::Parameter(place), Wanted::of(entry, &key.name, key.transposed))
     });
-    let local = ignored.iter().map(|IgnoredParam { id, key, shape, .. }| {
-        (Target::Local(*id), Wanted::whole(&key.name, shape, key.transposed))
+    let local = ignored.iter().map(|IgnoredParam { id, key, entry }| {
+        (Target::Local(*id), Wanted::whole(&key.name, &entry.shape, key.transposed))
     });
     fit(&source, sharded.chain(local), options)
 }

@@ -3,7 +3,8 @@
 //!
 //! Out: parameters are gathered one by one to rank 0, which streams them to the file ([`save`],
 //! [`burn`]). In: files are memory-mapped ([`source`]), everything is checked ([`fit`]), then each
-//! rank copies the elements of its fragments ([`load`]). [`merge`] needs no model. Checkpoints to
+//! rank copies the elements of its fragments ([`load`]). [`merge`] needs no model. [`shards`] and
+//! [`write`] serve checkpoints too. Checkpoints to
 //! resume a training run from are not here.
 
 mod burn;
@@ -14,8 +15,9 @@ mod load;
 mod merge;
 mod options;
 mod save;
+pub(crate) mod shards;
 mod source;
-mod write;
+pub(crate) mod write;
 
 pub use error::{LoadError, SaveError};
 pub use load::from_pretrained;

@@ -16,17 +16,17 @@ const CHUNK: usize = 1 << 14;
 
 /// A tensor to come.
 #[derive(Clone, Debug)]
-pub(super) struct Header {
-    pub(super) name: String,
-    pub(super) shape: Vec<usize>,
-    pub(super) dtype: Dtype,
+pub(crate) struct Header {
+    pub(crate) name: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: Dtype,
     /// Its length in bytes.
-    pub(super) bytes: u64,
+    pub(crate) bytes: u64,
 }
 
 impl SaveDtype {
     /// As safetensors names it.
-    pub(super) fn stored(self) -> Dtype {
+    pub(crate) fn stored(self) -> Dtype {
         match self {
             Self::F32 => Dtype::F32,
             Self::Bf16 => Dtype::BF16,
@@ -36,21 +36,21 @@ impl SaveDtype {
 }
 
 /// A file that takes its name once it is complete. Dropped before, it leaves nothing.
-pub(super) struct NewFile {
+pub(crate) struct NewFile {
     label: String,
     scratch: AtomicFile,
     out: BufWriter<File>,
 }
 
 /// A file written and flushed to disk, still without its name.
-pub(super) struct Complete {
+pub(crate) struct Complete {
     label: String,
     scratch: AtomicFile,
 }
 
 impl NewFile {
     /// Begins a file.
-    pub(super) fn create(path: &Path) -> Result<Self, SaveError> {
+    pub(crate) fn create(path: &Path) -> Result<Self, SaveError> {
         let label = path.display().to_string();
         match AtomicFile::create(path) {
             Ok((scratch, file)) => {
@@ -61,7 +61,7 @@ impl NewFile {
     }
 
     /// Begins a safetensors file with its header.
-    pub(super) fn safetensors(path: &Path, tensors: &[Header]) -> Result<Self, SaveError> {
+    pub(crate) fn safetensors(path: &Path, tensors: &[Header]) -> Result<Self, SaveError> {
         let mut header = Map::new();
         // As transformers writes it, and asks for.
         header.insert("__metadata__".into(), json!({ "format": "pt" }));
@@ -83,12 +83,12 @@ impl NewFile {
         Ok(file)
     }
 
-    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), SaveError> {
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), SaveError> {
         self.out.write_all(bytes).map_err(|error| failed(&self.label, &error))
     }
 
     /// Writes a tensor's elements, `[rows, columns]` of which the transpose goes to the file.
-    pub(super) fn tensor(
+    pub(crate) fn tensor(
         &mut self,
         elements: &[f32],
         transpose: Option<[usize; 2]>,
@@ -120,8 +120,27 @@ impl NewFile {
         Ok(())
     }
 
+    /// Writes the transpose of a matrix of `[rows, columns]` whose elements have `size` bytes each.
+    pub(crate) fn transposed(
+        &mut self,
+        bytes: &[u8],
+        [rows, columns]: [usize; 2],
+        size: usize,
+    ) -> Result<(), SaveError> {
+        let mut column = Vec::with_capacity(rows * size);
+        for at in 0..columns {
+            column.clear();
+            for row in 0..rows {
+                let start = (row * columns + at) * size;
+                column.extend_from_slice(&bytes[start..start + size]);
+            }
+            self.write(&column)?;
+        }
+        Ok(())
+    }
+
     /// Flushes the file to disk.
-    pub(super) fn complete(self) -> Result<Complete, SaveError> {
+    pub(crate) fn complete(self) -> Result<Complete, SaveError> {
         let Self { label, scratch, out } = self;
         let file = out.into_inner().map_err(|error| failed(&label, error.error()))?;
         // What a file system has put off it reports here, to the handle that wrote.
@@ -132,19 +151,19 @@ impl NewFile {
 
 impl Complete {
     /// Gives the file its name, in place of one that has it.
-    pub(super) fn publish(self) -> Result<(), SaveError> {
+    pub(crate) fn publish(self) -> Result<(), SaveError> {
         let Self { label, scratch } = self;
         scratch.commit().map_err(|error| SaveError::Io { file: label, reason: error.to_string() })
     }
 }
 
 /// Writes a small file in the same way.
-pub(super) fn whole(path: &Path, contents: &[u8]) -> Result<Complete, SaveError> {
+pub(crate) fn whole(path: &Path, contents: &[u8]) -> Result<Complete, SaveError> {
     let mut file = NewFile::create(path)?;
     file.write(contents)?;
     file.complete()
 }
 
-pub(super) fn failed(file: &str, error: &std::io::Error) -> SaveError {
+pub(crate) fn failed(file: &str, error: &std::io::Error) -> SaveError {
     SaveError::Io { file: file.to_string(), reason: error.to_string() }
 }

@@ -1,11 +1,13 @@
 //! The backward half: `pre_backward`, arriving gradients, `post_backward`.
 
+use burn::tensor::DType;
+
 use super::{Pass, Running, Schedule, State, When, count};
 use crate::autodiff::{BackwardHooks, Depth};
-use crate::backend::{Float, ShardBackend, numel};
+use crate::backend::{Float, ShardBackend, Stored, bytes, cast};
 use crate::collectives::{Op, ProcessGroup, Reduce};
 use crate::error::Error;
-use crate::group::{Call, Entry, Reduction, add_up};
+use crate::group::{Call, Reduction, Unit, add_up};
 use crate::memory::Use;
 use crate::options::{BackwardPrefetch, GradientAccumulation};
 use crate::param::CallId;
@@ -57,10 +59,6 @@ impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
         }
         Ok(())
     }
-}
-
-fn bytes<B: ShardBackend>(tensor: &Float<B>) -> usize {
-    numel::<B>(tensor) * size_of::<f32>()
 }
 
 fn total_bytes<B: ShardBackend>(tensors: &[Option<Float<B>>]) -> usize {
@@ -119,9 +117,13 @@ impl<B: ShardBackend> Schedule<B> {
             self.prefetch_previous(state, index)?;
         }
         let before = total_bytes::<B>(&state.units[index].held) + total_bytes::<B>(&call.gradients);
-        add_up::<B>(&mut state.units[index].held, call.gradients);
+        let dtype = self.units[index].precision.reduce;
+        let gradients = call.gradients.into_iter();
+        let gradients = gradients.map(|gradient| Some(cast::<B>(gradient?, dtype)));
+        add_up(&mut state.units[index].held, gradients, B::float_add);
         let after = total_bytes::<B>(&state.units[index].held);
-        self.ledger.give_back(Use::Gradients, before - after);
+        self.ledger.give_back(Use::Gradients, before);
+        self.ledger.take(Use::Gradients, after);
         let holds = self.settings.accumulation == GradientAccumulation::HoldUnsharded;
         if state.accumulating && holds {
             return Ok(());
@@ -140,9 +142,10 @@ impl<B: ShardBackend> Schedule<B> {
         count(&self.counters.reduce_scatters);
         let op = Op::new(name, unit.name.clone()).of(unit.num_params());
         let layout = unit.layout.clone();
-        let keep: Vec<Reduce> = unit.entries.iter().map(Entry::reduce).collect();
+        let dtype = unit.precision.reduce;
+        let keep: Vec<Reduce> = unit.entries.iter().map(|entry| entry.reduce(dtype)).collect();
         let world = self.settings.mesh.world.size();
-        let device = self.device.clone();
+        let (device, rest) = (self.device.clone(), self.settings.rest);
         let replicate = self.settings.groups.replicate.clone();
         if replicate.is_some() {
             count(&self.counters.all_reduces);
@@ -155,8 +158,12 @@ impl<B: ShardBackend> Schedule<B> {
             if let Some(replicate) = replicate {
                 let size = keep.iter().map(|keep| keep.range.len()).sum();
                 let op = Op { name: "all_reduce", unit: op.unit, size };
-                let whole =
-                    |keep: Reduce| Reduce { range: 0..keep.range.len(), segment: None, ..keep };
+                let whole = |keep: Reduce| Reduce {
+                    range: 0..keep.range.len(),
+                    segment: None,
+                    dtype: DType::F32,
+                    ..keep
+                };
                 let keep: Vec<Reduce> = keep.into_iter().map(whole).collect();
                 reduced = ProcessGroup::<B>::reduce_scatter(
                     &*replicate,
@@ -169,7 +176,8 @@ impl<B: ShardBackend> Schedule<B> {
                 )?;
             }
             B::complete(&device);
-            Ok(reduced)
+            let laid = |gradient: Option<Float<B>>| Some(Stored::rest(gradient?, rest));
+            Ok(reduced.into_iter().map(laid).collect())
         });
         state.reductions.push_back(Reduction { unit: index, bytes, work });
         Ok(())
@@ -182,10 +190,13 @@ impl<B: ShardBackend> Schedule<B> {
             let reduced = work.wait()?;
             self.ledger.give_back(Use::Gradients, bytes);
             let sums = &mut state.units[unit].reduced;
-            let before = total_bytes::<B>(sums);
-            add_up::<B>(sums, reduced);
-            let more = total_bytes::<B>(sums) - before;
-            self.ledger.take(Use::Gradients, more);
+            let bytes = |sums: &[Option<Stored<B>>]| -> usize {
+                sums.iter().flatten().map(Stored::bytes).sum()
+            };
+            let before = bytes(sums);
+            add_up(sums, reduced, Stored::add);
+            let more = bytes(sums) - before;
+            self.ledger.take(Use::Reduced, more);
             state.reduced_bytes += more;
         }
         Ok(())
@@ -198,8 +209,8 @@ impl<B: ShardBackend> Schedule<B> {
             && !state.accumulating
             && self.settings.accumulation == GradientAccumulation::HoldUnsharded
         {
-            let params: usize = self.units.iter().map(crate::group::Unit::num_params).sum();
-            let bytes = params * size_of::<f32>();
+            let held = |unit: &Unit| unit.num_params() * unit.precision.reduce.size();
+            let bytes: usize = self.units.iter().map(held).sum();
             tracing::info!(
                 target: "fsdp",
                 "gradients of micro-batches are held unsharded: up to {bytes} bytes on every rank"

@@ -7,7 +7,7 @@ use std::time::Duration;
 use burn::tensor::{DispatchTensor, Tensor, TensorData};
 
 use super::{Counts, Schedule, Step, Whole};
-use crate::backend::{ShardBackend, Value};
+use crate::backend::{ShardBackend, Stored, Value};
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::error::Error;
@@ -39,8 +39,10 @@ pub(crate) trait Engine: Runtime {
     fn slot_bytes(&self) -> usize;
     /// How long collectives have taken, and how long this rank has waited for them.
     fn communication_time(&self) -> (Duration, Duration);
-    /// What this rank holds.
+    /// What this rank holds on its device.
     fn memory(&self) -> Memory;
+    /// What this rank holds in the host's memory in its place.
+    fn host_memory(&self) -> Memory;
     /// The bytes of an optimizer's state.
     fn record_optimizer(&self, bytes: usize);
     /// Begins a backward pass; `accumulate` says that another one of the same step follows.
@@ -137,7 +139,11 @@ impl<B: ShardBackend> Engine for Schedule<B> {
     }
 
     fn memory(&self) -> Memory {
-        self.ledger.read()
+        self.ledger.device()
+    }
+
+    fn host_memory(&self) -> Memory {
+        self.ledger.host()
     }
 
     fn record_optimizer(&self, bytes: usize) {
@@ -154,7 +160,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
 
     fn take_gradient(&self, place: Place) -> Option<DispatchTensor> {
         let gradient = self.lock().units[place.unit].reduced[place.entry].take()?;
-        Some(B::into_dispatch(Value::Plain(gradient)))
+        Some(gradient.into_dispatch())
     }
 
     /// Each rank sums up its own fragments, in layout order; the partial sums are added in rank
@@ -170,7 +176,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         let mut whole = Vec::new();
         for (place, gradient) in gradients {
             let (unit, entry) = self.place(place);
-            let Some(gradient) = B::from_dispatch(gradient).map(Value::into_inner) else {
+            let Some((gradient, ..)) = Stored::<B>::read(gradient, self.settings.rest) else {
                 continue;
             };
             if entry.segment.is_none() {
@@ -183,7 +189,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
             }
         }
         let mut partial = vec![0f64; mesh.shard_size().size()];
-        for (rank, sum) in ranks.into_iter().zip(B::norm_sums(&parts, norm)) {
+        for (rank, sum) in ranks.into_iter().zip(Stored::norm_sums(parts, norm)) {
             partial[rank] = norm.add(partial[rank], sum);
         }
         // Whether there are fragments is the same on all ranks; one whose own are empty takes part.
@@ -196,7 +202,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
             partial = all.iter().map(|sum| **sum).collect();
         }
         // `-0.0` is what a sum of floats begins with.
-        let sum = partial.into_iter().chain(B::norm_sums(&whole, norm));
+        let sum = partial.into_iter().chain(Stored::norm_sums(whole, norm));
         Ok(norm.root(sum.fold(-0.0, |sum, part| norm.add(sum, part))))
     }
 
@@ -210,7 +216,10 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         if self.lock().unloaded.contains(&place) {
             return Err(self.not_loaded(place));
         }
-        let Some(base) = B::from_dispatch(base).map(Value::into_inner) else { return Ok(None) };
+        let Some((base, ..)) = Stored::<B>::read(base, self.settings.rest) else {
+            return Ok(None);
+        };
+        let base = self.on_device(base);
         let full = match &entry.held {
             Held::Fragment(_) if keep => self.gather_single(place, base)?,
             Held::Fragment(_) => {
@@ -218,8 +227,8 @@ impl<B: ShardBackend> Engine for Schedule<B> {
                 self.gather_parts(place, base)?;
                 return Ok(None);
             }
-            Held::Whole if keep => base,
-            Held::Whole | Held::TiedTo(_) => return Ok(None),
+            Held::Whole | Held::Own if keep => base,
+            Held::Whole | Held::Own | Held::TiedTo(_) => return Ok(None),
         };
         let numel = crate::backend::numel::<B>(&full);
         let flat = B::float_reshape(full, burn::tensor::Shape::from([numel]));
@@ -247,8 +256,8 @@ impl<B: ShardBackend> Engine for Schedule<B> {
     }
 
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
-        if let Some(tensor) = B::from_dispatch(tensor).map(Value::into_inner) {
-            B::with_bytes(tensor, f);
+        if let Some((tensor, ..)) = Stored::<B>::read(tensor, self.settings.rest) {
+            tensor.with_bytes(f);
         }
     }
 
@@ -257,8 +266,8 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         gradients: Vec<DispatchTensor>,
         scale: f32,
     ) -> Result<Vec<Arc<(bool, f32)>>, Error> {
-        let gradients = gradients.into_iter().filter_map(B::from_dispatch).map(Value::into_inner);
-        let mine = (B::all_finite(gradients.collect()), scale);
+        let read = |gradient| Some(Stored::<B>::read(gradient, self.settings.rest)?.0);
+        let mine = (Stored::all_finite(gradients.into_iter().filter_map(read).collect()), scale);
         let op = Op::new("all_reduce", "the overflow check");
         tracing::trace!(target: "fsdp", finite = mine.0, "fsdp::reduce_finite");
         Ok(self.comm.issue(move |group| group.exchange(&op, mine)).wait()?)

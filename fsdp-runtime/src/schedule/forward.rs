@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use burn::backend::{Autodiff, AutodiffBackend};
-use burn::tensor::{DispatchTensor, Shape};
+use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::{Pass, Reshard, Schedule, State, When, count};
 use crate::autodiff::{self, MAX_ANCHORS, State as OpState};
-use crate::backend::{Context, Float, ShardBackend, Tracked, Value};
+use crate::backend::{Context, Float, Leaf, ShardBackend, Stored, Tracked, Value, cast};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError};
 use crate::group::{Call, Fragment, Held, Residency};
@@ -24,8 +24,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
     }
 
     fn collect(&self, place: Place, base: DispatchTensor) {
-        let Some(value) = B::from_dispatch(base) else { return };
-        self.lock().units[place.unit].fragments[place.entry] = Some(value.into());
+        let Some((value, leaf, _)) = Stored::read(base, self.settings.rest) else { return };
+        let fragment = Fragment::new(value, leaf);
+        self.lock().units[place.unit].fragments[place.entry] = Some(fragment);
     }
 
     fn pre_forward(
@@ -61,19 +62,33 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         Ok(Some(call))
     }
 
+    fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
+        let precision = self.units[unit].precision;
+        if !precision.cast_inputs {
+            return input;
+        }
+        match B::from_dispatch(input.clone()) {
+            Some(value) if value.dtype() != precision.param => {
+                B::into_dispatch(value.cast(Some(precision.param)))
+            }
+            _ => input,
+        }
+    }
+
     fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
-        let (slot, alive, anchors) = {
+        let (slot, alive, anchors, dtype) = {
             let state = self.lock();
             let Some(call) = state.calls.get(&id) else { return output };
             let slot = state.slot_of[call.unit].map(|slot| state.slots[slot].clone());
-            (slot, call.open.clone(), call.anchors.clone())
+            let dtype = self.units[call.unit].precision.output;
+            (slot, call.open.clone(), call.anchors.clone(), dtype)
         };
         let detach = |value: Float<B>| match &slot {
             Some(slot) => slot.detach(value),
             None => value,
         };
         // Outputs on another backend, or of another kind, cannot look into the slot.
-        match B::from_dispatch(output.clone()) {
+        match B::from_dispatch(output.clone()).map(|value| value.cast(dtype)) {
             None => output,
             Some(Value::Plain(value)) => B::into_dispatch(Value::Plain(detach(value))),
             Some(Value::Autodiff(value, context)) => {
@@ -139,12 +154,10 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         base: DispatchTensor,
     ) -> Result<DispatchTensor, Error> {
         let (unit, entry) = self.place(place);
-        let Some(value) = B::from_dispatch(base.clone()) else { return Ok(base) };
-        let context = match &value {
-            Value::Plain(_) => None,
-            Value::Autodiff(_, context) => Some(*context),
+        let Some((value, leaf, context)) = Stored::read(base.clone(), self.settings.rest) else {
+            return Ok(base);
         };
-        let base = Fragment::from(value);
+        let base = Fragment::new(value, leaf);
         let mut guard = self.lock();
         let state = &mut *guard;
         let holder = unit.holder(place.entry);
@@ -153,7 +166,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             return Err(self.not_loaded(held_at));
         }
         // A tied entry takes both from the place that owns the weight.
-        let Fragment { value, leaf } = match &entry.held {
+        let Fragment { value, leaf, .. } = match &entry.held {
             Held::TiedTo(_) => match &state.units[place.unit].fragments[holder] {
                 Some(fragment) => fragment.clone(),
                 None => {
@@ -169,6 +182,8 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         {
             call.reads_frozen |= unit.gathers && context.is_some();
         }
+        // What reads a parameter outside any forward sees it as the optimizer does.
+        let dtype = if state.open > 0 { unit.precision.param } else { DType::F32 };
         let value = match &unit.entries[holder].held {
             Held::Fragment(_) if call.is_some() => {
                 debug_assert!(
@@ -180,8 +195,10 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
                 let slot = state.slot_of[place.unit].expect("a unit with fragments has a slot");
                 state.slots[slot].view(unit.offset(holder), &entry.shape)
             }
-            Held::Fragment(_) => self.gather_single(held_at, value)?,
-            _ => value,
+            Held::Fragment(_) => {
+                cast::<B>(self.gather_single(held_at, self.on_device(value))?, dtype)
+            }
+            _ => value.on_device(&self.device, dtype, self.settings.rest),
         };
         let value = match (leaf, context) {
             (_, None) => Value::Plain(value),
@@ -205,7 +222,7 @@ impl<B: ShardBackend> Schedule<B> {
             if !state.reductions.is_empty() || reduced() {
                 return Err(ScheduleError::GradientsNotCollected.into());
             }
-            self.ledger.give_back(Use::Gradients, std::mem::take(&mut state.reduced_bytes));
+            self.ledger.give_back(Use::Reduced, std::mem::take(&mut state.reduced_bytes));
         }
         state.calls.retain(|_, call| call.alive.strong_count() > 0);
         for unit in 0..self.units.len() {
@@ -305,7 +322,7 @@ impl<B: ShardBackend> Schedule<B> {
         place: Place,
         call: Option<CallId>,
         holder: usize,
-        leaf: &Tracked<B>,
+        leaf: &Leaf<B>,
         value: Float<B>,
         context: Context,
     ) -> Value<B> {

@@ -22,12 +22,14 @@ mod whole;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 pub(crate) use engine::Engine;
 pub(crate) use whole::{Step, Whole};
 
-use crate::backend::ShardBackend;
+use burn::tensor::DType;
+
+use crate::backend::{Float, Rest, ShardBackend, Stored};
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, MeshGroups};
 use crate::collectives::{Op, ProcessGroup};
@@ -93,6 +95,10 @@ pub(crate) struct Settings {
     pub(crate) backward_prefetch: BackwardPrefetch,
     /// What becomes of the gradients of a micro-batch.
     pub(crate) accumulation: GradientAccumulation,
+    /// Where parameters, reduced gradients and optimizer state rest.
+    pub(crate) rest: Rest,
+    /// Whether what was sent to an all-gather is kept from forward to backward.
+    pub(crate) keep_sent: bool,
 }
 
 /// What becomes of gathered parameters after forward.
@@ -166,6 +172,15 @@ struct State<B: ShardBackend> {
     unloaded: BTreeSet<Place>,
 }
 
+/// What a rank gives to an all-gather.
+struct Piece<B: ShardBackend> {
+    /// Its place in the flat range, in elements.
+    at: usize,
+    value: Stored<B>,
+    /// Where it is kept as it was sent.
+    sent: Option<Arc<OnceLock<Float<B>>>>,
+}
+
 /// A call between its `pre_backward` and the depth of its inputs.
 #[derive(Clone, Copy, Debug)]
 struct Running {
@@ -190,19 +205,23 @@ impl<B: ShardBackend> Schedule<B> {
             _ => settings.slots,
         };
         let plan = slot_plan(&units, ring);
-        let slots: Vec<_> =
-            plan.numels.iter().map(|&numel| Arc::new(Slot::<B>::new(&device, numel))).collect();
+        let new = |numel, dtype| Arc::new(Slot::<B>::new(&device, numel, dtype));
+        let slots: Vec<_> = plan.slots.iter().map(|&(numel, dtype)| new(numel, dtype)).collect();
         let part = |unit: &Unit| match &settings.reshard {
             Reshard::To(group) => {
-                unit.part_len(group.size()).map(|len| Arc::new(Slot::<B>::new(&device, len)))
+                unit.part_len(group.size()).map(|len| new(len, unit.precision.param))
             }
             _ => None,
         };
         let parts: Vec<_> = units.iter().map(part).collect();
-        let ledger = Ledger::default();
-        for (fragments, replicated) in units.iter().map(Unit::held_bytes) {
+        let ledger = Ledger::new(settings.rest != Rest::Device);
+        for unit in &units {
+            let (fragments, replicated) = unit.held_bytes();
             ledger.take(Use::Fragments, fragments);
             ledger.take(Use::Replicated, replicated);
+            if settings.keep_sent {
+                ledger.take(Use::Sent, fragments / size_of::<f32>() * unit.precision.param.size());
+            }
         }
         for slot in slots.iter().chain(parts.iter().flatten()) {
             ledger.take(Use::Gathered, slot.bytes());
@@ -251,6 +270,11 @@ impl<B: ShardBackend> Schedule<B> {
         (unit, &unit.entries[place.entry])
     }
 
+    /// A tensor at rest, in f32 on the device.
+    fn on_device(&self, tensor: Stored<B>) -> Float<B> {
+        tensor.on_device(&self.device, DType::F32, self.settings.rest)
+    }
+
     /// The error of using a parameter that was to be loaded, and is not yet.
     fn not_loaded(&self, place: Place) -> Error {
         ScheduleError::NotLoaded { path: self.place(place).1.path.clone() }.into()
@@ -295,8 +319,18 @@ impl<B: ShardBackend> Schedule<B> {
         let len = unit.layout.padded_len();
         let op = Op::new("all_gather", unit.name.clone()).of(len);
         let (memory, device) = (state.slots[slot].clone(), self.device.clone());
+        let (dtype, rest) = (unit.precision.param, self.settings.rest);
         let work = self.comm.issue_on(&group, move |group| {
             let shard_len = len / group.size();
+            let send = |Piece { at, value, sent }: Piece<B>| {
+                let cross = || value.on_device(&device, dtype, rest);
+                let value = match sent {
+                    Some(sent) => sent.get_or_init(cross).clone(),
+                    None => cross(),
+                };
+                (at, value)
+            };
+            let fragments = fragments.into_iter().map(send).collect();
             ProcessGroup::<B>::all_gather(group, &op, &device, fragments, shard_len, &memory)?;
             B::complete(&device);
             Ok(())
@@ -311,23 +345,23 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// What this rank gives to a unit's all-gather, each piece with its offset in the flat range,
-    /// and the group it is among. `None` when a prefetch finds that nobody has read the fragments.
-    #[allow(clippy::type_complexity, reason = "read by one caller, at once")]
+    /// What this rank gives to a unit's all-gather and the group it is among. `None` when a prefetch
+    /// finds that nobody has read the fragments.
     fn copy_in(
         &self,
         state: &State<B>,
         index: usize,
         pass: Pass,
         when: When,
-    ) -> Result<Option<(Vec<(usize, crate::backend::Float<B>)>, Arc<Group>)>, Error> {
+    ) -> Result<Option<(Vec<Piece<B>>, Arc<Group>)>, Error> {
         let unit = &self.units[index];
         if let (Pass::Backward, true, Reshard::To(group), Some(part)) =
             (pass, state.units[index].kept_part, &self.settings.reshard, &state.parts[index])
         {
             let len = part.numel();
-            let offset = self.part_of(group) * len;
-            return Ok(Some((vec![(offset, part.view(0, &[len]))], group.clone())));
+            let at = self.part_of(group) * len;
+            let value = Stored::Device(part.view(0, &[len]));
+            return Ok(Some((vec![Piece { at, value, sent: None }], group.clone())));
         }
         let mut fragments = Vec::new();
         for (entry, fragment) in unit.entries.iter().zip(&state.units[index].fragments) {
@@ -342,7 +376,8 @@ impl<B: ShardBackend> Schedule<B> {
             if !range.is_empty() {
                 let segment = entry.segment.expect("a sharded entry has a segment");
                 let at = unit.layout.segment(segment).start + range.start;
-                fragments.push((at, fragment.value.clone()));
+                let sent = self.settings.keep_sent.then(|| fragment.sent.clone());
+                fragments.push(Piece { at, value: fragment.value.clone(), sent });
             }
         }
         Ok(Some((fragments, self.settings.groups.shard.clone())))
@@ -410,7 +445,9 @@ impl<B: ShardBackend> Schedule<B> {
     /// run beside its own. The unit has no graph yet that looks into its present slot.
     fn add_slot(&self, state: &mut State<B>, index: usize, other: usize) -> Result<(), Error> {
         self.evict(state, index)?;
-        let slot = Arc::new(Slot::<B>::new(&self.device, self.units[index].layout.padded_len()));
+        let unit = &self.units[index];
+        let (numel, dtype) = (unit.layout.padded_len(), unit.precision.param);
+        let slot = Arc::new(Slot::<B>::new(&self.device, numel, dtype));
         tracing::warn!(
             target: "fsdp",
             "{} and {} are live at once and share a buffer: one of {} bytes was added; set the \

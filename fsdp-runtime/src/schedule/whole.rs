@@ -1,9 +1,9 @@
 //! Whole matrices on one rank: gathered there from the fragments of all, changed, and cut up again.
 
-use burn::tensor::{DispatchTensor, Shape};
+use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::Schedule;
-use crate::backend::{Float, ShardBackend, Value};
+use crate::backend::{Float, ShardBackend, Stored, Value};
 use crate::collectives::comm::Work;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::Error;
@@ -65,7 +65,7 @@ impl<B: ShardBackend> Schedule<B> {
         let scatters: Vec<_> = scatters.into_iter().map(scatter).collect();
         let fragments = scatters.into_iter().map(|scatter| {
             let fragment = scatter.wait()?.pop().flatten();
-            Ok(fragment.map(|fragment| B::into_dispatch(Value::Plain(fragment))))
+            Ok(fragment.map(|it| Stored::<B>::rest(it, self.settings.rest).into_dispatch()))
         });
         let fragments = fragments.collect();
         self.ledger.give_back(Use::Gathered, bytes);
@@ -81,8 +81,10 @@ impl<B: ShardBackend> Schedule<B> {
         what: String,
     ) -> Gather<B> {
         let len = self.place(place).1.range().len();
-        let fragment = fragment.filter(|_| len > 0).and_then(B::from_dispatch);
-        let flat = fragment.map(|it| B::float_reshape(it.into_inner(), Shape::from([len])));
+        let fragment = fragment.filter(|_| len > 0);
+        let fragment = fragment.and_then(|it| Stored::<B>::read(it, self.settings.rest));
+        let flat =
+            fragment.map(|(it, ..)| B::float_reshape(self.on_device(it), Shape::from([len])));
         let op = Op::new("gather", what);
         let device = self.device.clone();
         let gather = move |group: &_| ProcessGroup::<B>::gather(group, &op, &device, owner, flat);
@@ -93,7 +95,7 @@ impl<B: ShardBackend> Schedule<B> {
     /// zeros of the others.
     fn scatter_from(&self, place: Place, matrix: Option<Float<B>>) -> Gather<B> {
         let (unit, entry) = self.place(place);
-        let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce()]);
+        let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce(DType::F32)]);
         let (layout, device) = (unit.layout.clone(), self.device.clone());
         self.comm.issue_on(&self.settings.groups.shard, move |group| {
             let matrix = vec![matrix];

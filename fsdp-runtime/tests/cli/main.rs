@@ -4,6 +4,7 @@
 mod faults;
 mod files;
 mod launch;
+mod merge;
 mod mpi;
 mod questions;
 mod support;

@@ -1,8 +1,10 @@
-//! `fsdp`: writes and checks configuration files, starts ranks, and says what a machine has.
+//! `fsdp`: writes and checks configuration files, starts ranks, merges checkpoints, and says what a
+//! machine has.
 
 mod config;
 mod env;
 mod launch;
+mod merge;
 mod validate;
 
 use std::ffi::OsString;
@@ -28,6 +30,8 @@ enum Command {
     Launch(launch::Args),
     /// Says what was found on this machine
     Env,
+    /// Writes the model of a checkpoint as what transformers loads
+    Merge(merge::Args),
     /// Reads a configuration file and says what is wrong with it
     Validate(validate::Args),
     /// Ends the process groups named on standard input once that closes
@@ -46,6 +50,7 @@ fn main() -> ExitCode {
         Command::Config(args) => config::run(&args),
         Command::Launch(args) => launch::run(&args),
         Command::Env => env::run(),
+        Command::Merge(args) => merge::run(&args),
         Command::Validate(args) => validate::run(&args),
         Command::Guard => launch::guard(),
         Command::Rank { program } => launch::run_rank(&program),

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use burn::backend::TensorMetadata;
-use burn::tensor::Shape;
+use burn::tensor::{DType, Shape};
 
 use self::link::{Link, Meeting};
 use self::reduce::Reduction;
@@ -54,7 +54,7 @@ pub(crate) struct MpiGroup {
     /// Where a replicated gradient is put together.
     whole: Mutex<Scratch>,
     /// Where a device's gather arrives.
-    staging: Mutex<Vec<f32>>,
+    staging: Mutex<Vec<u8>>,
 }
 
 impl MpiGroup {
@@ -195,7 +195,7 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
             false => len.unwrap_or(0),
         });
         let regions = FlatLayout::new(regions, WorldSize::ONE);
-        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len()));
+        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len(), DType::F32));
         let expected: Vec<_> = self
             .others()
             .map(|from| Expected { from, tag: 0, range: regions.segment(from) })
@@ -251,7 +251,7 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         let shape = Shape::from((*shapes[0]).clone());
         let numel = shape.num_elements();
         let root = self.index == 0;
-        let slot = Arc::new(Slot::<B>::new(device, if root { 0 } else { numel }));
+        let slot = Arc::new(Slot::<B>::new(device, if root { 0 } else { numel }, DType::F32));
         let expected: Vec<_> =
             (!root).then_some(Expected { from: 0, tag: 0, range: 0..numel }).into_iter().collect();
         let sent = tensor.clone().filter(|_| root).map(B::host);

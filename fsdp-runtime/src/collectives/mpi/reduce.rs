@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::Shape;
+use burn::tensor::{DType, Shape};
 
 use super::MpiGroup;
 use super::transfer::Expected;
@@ -60,7 +60,8 @@ impl MpiGroup {
             lens.extend((0..size).map(|from| if from == self.index { 0 } else { len }));
         }
         let regions = FlatLayout::new(lens, WorldSize::ONE);
-        let slot = self.scratch::<B>(&self.parts, device, regions.padded_len());
+        let Some(dtype) = keep.first().map(|keep| keep.dtype) else { return Ok(Vec::new()) };
+        let slot = self.scratch::<B>(&self.parts, device, regions.padded_len(), dtype);
         let mut expected = Vec::new();
         for entry in 0..keep.len() {
             for from in self.others().filter(|&from| present[from][entry]) {
@@ -74,6 +75,7 @@ impl MpiGroup {
                 let Some(elements) = elements else { continue };
                 for to in self.others() {
                     let part = self.part(&keep[entry], layout, to);
+                    let part = part.start * dtype.size()..part.end * dtype.size();
                     // SAFETY: `land` keeps `sent`, and with it the elements' place in memory.
                     unsafe { self.send(transfers, to, entry, &elements.as_ref()[part]) };
                 }
@@ -120,7 +122,7 @@ impl MpiGroup {
         }
         let regions =
             FlatLayout::new(entries.iter().map(|&entry| keep[entry].range.len()), WorldSize::ONE);
-        let slot = self.scratch::<B>(&self.whole, device, regions.padded_len());
+        let slot = self.scratch::<B>(&self.whole, device, regions.padded_len(), DType::F32);
         let mut expected = Vec::new();
         let mut own = Vec::new();
         for (at, &entry) in entries.iter().enumerate() {

@@ -7,7 +7,8 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
-use burn::tensor::TensorData;
+use burn::tensor::{DType, TensorData};
+use burn_std::Bytes;
 
 use super::sys::{MpiError, Request};
 use super::{MpiGroup, lock};
@@ -50,7 +51,7 @@ pub(super) struct Expected {
 }
 
 impl MpiGroup {
-    /// Starts to send elements to a member.
+    /// Starts to send elements, as bytes, to a member.
     ///
     /// # Safety
     ///
@@ -60,16 +61,16 @@ impl MpiGroup {
         transfers: &mut Transfers,
         to: usize,
         tag: usize,
-        elements: &[f32],
+        elements: &[u8],
     ) {
-        for piece in bytemuck::cast_slice::<f32, u8>(elements).chunks(PIECE) {
+        for piece in elements.chunks(PIECE) {
             // SAFETY: the caller keeps the elements.
             let request = unsafe { self.comm.send(piece.as_ptr(), piece.len(), to, tag) };
             transfers.add(self.members[to], request);
         }
     }
 
-    /// Starts to receive `numel` elements from a member.
+    /// Starts to receive `bytes` bytes from a member.
     ///
     /// # Safety
     ///
@@ -80,15 +81,14 @@ impl MpiGroup {
         transfers: &mut Transfers,
         from: usize,
         tag: usize,
-        at: NonNull<f32>,
-        numel: usize,
+        at: NonNull<u8>,
+        bytes: usize,
     ) {
-        let bytes = numel * size_of::<f32>();
         for start in (0..bytes).step_by(PIECE) {
             let len = PIECE.min(bytes - start);
             // SAFETY: the caller keeps the place, which has `bytes` bytes.
             let request = unsafe {
-                let at = at.cast::<u8>().add(start).as_ptr();
+                let at = at.add(start).as_ptr();
                 self.comm.receive(at, len, from, tag)
             };
             transfers.add(self.members[from], request);
@@ -101,20 +101,22 @@ impl MpiGroup {
         self.link.complete(op, transfers.requests)
     }
 
-    /// A buffer of at least `numel` elements that is kept from one collective to the next.
+    /// A buffer of at least `numel` elements of a type that is kept from one collective to the next.
     pub(super) fn scratch<B: ShardBackend>(
         &self,
         scratch: &Mutex<Scratch>,
         device: &B::Device,
         numel: usize,
+        dtype: DType,
     ) -> Arc<Slot<B>> {
         let mut scratch = lock(scratch);
         if let Some(slot) = scratch.as_ref().and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>())
             && slot.numel() >= numel
+            && slot.dtype() == dtype
         {
             return slot.clone();
         }
-        let slot = Arc::new(Slot::<B>::new(device, numel));
+        let slot = Arc::new(Slot::<B>::new(device, numel, dtype));
         *scratch = Some(Box::new(slot.clone()));
         slot
     }
@@ -136,12 +138,14 @@ impl MpiGroup {
         // On an error, or a panic, transfers may go on: what they touch is never freed.
         let kept = ManuallyDrop::new((kept, slot.clone()));
         let mut transfers = Transfers::default();
+        let size = slot.dtype().size();
         for Expected { from, tag, range } in expected {
             assert!(range.end <= slot.numel(), "what arrives stays within its slot");
             // SAFETY: the range lies within the slot, which nobody reads while it is filled, and
             // which `kept` holds.
             unsafe {
-                self.receive(&mut transfers, *from, *tag, start.add(range.start), range.len());
+                let at = start.add(range.start * size);
+                self.receive(&mut transfers, *from, *tag, at, range.len() * size);
             }
         }
         send(&kept.0, &mut transfers);
@@ -160,28 +164,29 @@ impl MpiGroup {
         send: impl FnOnce(&K, &mut Transfers),
     ) -> Result<K, CollectiveError> {
         let mut staging = std::mem::take(&mut *lock(&self.staging));
-        let total: usize = expected.iter().map(|expected| expected.range.len()).sum();
+        let size = slot.dtype().size();
+        let total: usize = expected.iter().map(|expected| expected.range.len() * size).sum();
         if staging.len() < total {
-            staging.resize(total, 0.0);
+            staging.resize(total, 0);
         }
         // As above.
         let mut kept = ManuallyDrop::new((kept, staging));
         let mut transfers = Transfers::default();
-        let start = NonNull::from(kept.1.as_mut_slice()).cast::<f32>();
+        let start = NonNull::from(kept.1.as_mut_slice()).cast::<u8>();
         let mut at = 0;
         for Expected { from, tag, range } in expected {
             // SAFETY: the ranges lie one after the other in the staging buffer, which `kept` holds.
-            unsafe { self.receive(&mut transfers, *from, *tag, start.add(at), range.len()) };
-            at += range.len();
+            unsafe { self.receive(&mut transfers, *from, *tag, start.add(at), range.len() * size) };
+            at += range.len() * size;
         }
         send(&kept.0, &mut transfers);
         self.complete(op, transfers)?;
         let (kept, staging) = ManuallyDrop::into_inner(kept);
         let mut at = 0;
         for Expected { range, .. } in expected {
-            let elements = staging[at..at + range.len()].to_vec();
-            slot.write(range.start, from_host::<B>(device, elements, &[range.len()]));
-            at += range.len();
+            let elements = staging[at..at + range.len() * size].to_vec();
+            slot.write(range.start, from_host::<B>(device, elements, range.len(), slot.dtype()));
+            at += range.len() * size;
         }
         *lock(&self.staging) = staging;
         Ok(kept)
@@ -200,6 +205,12 @@ fn always_staged() -> bool {
     false
 }
 
-fn from_host<B: ShardBackend>(device: &B::Device, elements: Vec<f32>, shape: &[usize]) -> Float<B> {
-    B::float_from_data(TensorData::new(elements, shape.to_vec()), device)
+fn from_host<B: ShardBackend>(
+    device: &B::Device,
+    elements: Vec<u8>,
+    numel: usize,
+    dtype: DType,
+) -> Float<B> {
+    let bytes = Bytes::from_bytes_vec(elements);
+    B::float_from_data(TensorData::from_bytes(bytes, [numel], dtype), device)
 }

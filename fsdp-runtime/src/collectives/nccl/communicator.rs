@@ -263,13 +263,12 @@ impl Drop for Communicator {
             return;
         }
         let mut watch = Watch::with(None, END);
-        let end = || -> Result<(), Trouble> {
+        let mut end = || -> Result<(), Trouble> {
             self.lane.bind()?;
             // SAFETY: nothing is queued any more, as nobody else has this value.
             unsafe { self.library.finalize(comm) }?;
             self.settle(comm, &mut watch)
         };
-        let mut end = end;
         if end().is_err() {
             return self.abort();
         }

@@ -40,6 +40,8 @@ struct Post {
     from: usize,
     to: usize,
     count: usize,
+    /// Bytes of an element.
+    size: usize,
 }
 
 #[derive(Default)]
@@ -49,7 +51,7 @@ struct State {
     rounds: HashMap<usize, Vec<Option<Post>>>,
     /// How many are complete.
     complete: usize,
-    mail: HashMap<(usize, usize), Vec<Vec<f32>>>,
+    mail: HashMap<(usize, usize), Vec<Vec<u8>>>,
 }
 
 struct World {
@@ -215,8 +217,20 @@ unsafe extern "C" fn async_error(handle: ncclComm_t, code: *mut Code) -> Code {
     SUCCESS
 }
 
-fn post(comm: ncclComm_t, kind: Kind, from: *const c_void, to: *mut c_void, count: usize) -> Code {
-    let post = Post { kind, from: from.addr(), to: to.addr(), count };
+fn post(
+    comm: ncclComm_t,
+    kind: Kind,
+    (from, to): (*const c_void, *mut c_void),
+    count: usize,
+    dtype: ncclDataType_t,
+) -> Code {
+    let sums = matches!(kind, Kind::ReduceScatter | Kind::AllReduce);
+    let size = match dtype {
+        ncclDataType_t::ncclFloat32 => 4,
+        ncclDataType_t::ncclFloat16 | ncclDataType_t::ncclBfloat16 if !sums => 2,
+        _ => return INVALID,
+    };
+    let post = Post { kind, from: from.addr(), to: to.addr(), count, size };
     QUEUE.with_borrow_mut(|queue| queue.push((comm, post)));
     SUCCESS
 }
@@ -259,8 +273,8 @@ unsafe extern "C" fn split(
         comm(parent)
     };
     comm.code.store(IN_PROGRESS, Ordering::SeqCst);
-    let post =
-        Post { kind: Kind::Split { color, key }, from: 0, to: made.expose_provenance(), count: 0 };
+    let to = made.expose_provenance();
+    let post = Post { kind: Kind::Split { color, key }, from: 0, to, count: 0, size: 0 };
     std::thread::spawn(move || work(&comm, vec![post]));
     IN_PROGRESS
 }
@@ -276,10 +290,10 @@ macro_rules! posts {
             comm: ncclComm_t,
             _: cudaStream_t,
         ) -> Code {
-            if dtype != ncclDataType_t::ncclFloat32 $(|| !fits(&$last))* {
+            if $(!fits(&$last) ||)* false {
                 return INVALID;
             }
-            post(comm, $kind, from, to, count)
+            post(comm, $kind, (from, to), count, dtype)
         })*
     };
 }
@@ -315,43 +329,43 @@ posts! {
 unsafe extern "C" fn send(
     from: *const c_void,
     count: usize,
-    _: ncclDataType_t,
+    dtype: ncclDataType_t,
     peer: c_int,
     comm: ncclComm_t,
     _: cudaStream_t,
 ) -> Code {
-    post(comm, Kind::Send(peer as usize), from, std::ptr::null_mut(), count)
+    post(comm, Kind::Send(peer as usize), (from, std::ptr::null_mut()), count, dtype)
 }
 
 unsafe extern "C" fn receive(
     to: *mut c_void,
     count: usize,
-    _: ncclDataType_t,
+    dtype: ncclDataType_t,
     peer: c_int,
     comm: ncclComm_t,
     _: cudaStream_t,
 ) -> Code {
-    post(comm, Kind::Receive(peer as usize), std::ptr::null(), to, count)
+    post(comm, Kind::Receive(peer as usize), (std::ptr::null(), to), count, dtype)
 }
 
-/// The elements at an address.
+/// The bytes at an address.
 ///
 /// # Safety
 ///
-/// There are `count` of them, which stay until the engine has asked for the end, and nobody writes
-/// them meanwhile.
-unsafe fn read(at: usize, count: usize) -> Vec<f32> {
+/// There are so many, which stay until the engine has asked for the end, and nobody writes them
+/// meanwhile.
+unsafe fn read(at: usize, bytes: usize) -> Vec<u8> {
     // SAFETY: as the caller promises.
-    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(at), count) }.to_vec()
+    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(at), bytes) }.to_vec()
 }
 
 /// # Safety
 ///
-/// As [`read`], with room for the elements, which nobody reads meanwhile.
-unsafe fn write(at: usize, elements: &[f32]) {
-    let to: *mut f32 = std::ptr::with_exposed_provenance_mut(at);
+/// As [`read`], with room for the bytes, which nobody reads meanwhile.
+unsafe fn write(at: usize, bytes: &[u8]) {
+    let to: *mut u8 = std::ptr::with_exposed_provenance_mut(at);
     // SAFETY: as the caller promises.
-    unsafe { std::ptr::copy_nonoverlapping(elements.as_ptr(), to, elements.len()) };
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
 }
 
 /// Does what a rank has queued, and says that it is done.
@@ -363,7 +377,7 @@ fn work(comm: &Comm, posts: Vec<Post>) {
         let done = match post.kind {
             Kind::Send(to) => {
                 // SAFETY: the engine's own elements, which stay until it has asked for the end.
-                let elements = unsafe { read(post.from, post.count) };
+                let elements = unsafe { read(post.from, post.count * post.size) };
                 let mut state = comm.world.state.lock().unwrap();
                 state.mail.entry((comm.rank, to)).or_default().push(elements);
                 true
@@ -387,7 +401,7 @@ fn receive_from(comm: &Comm, from: usize, post: Post) -> bool {
         }
         if let Some(mail) = state.mail.get_mut(&(from, comm.rank)).filter(|mail| !mail.is_empty()) {
             let elements = mail.remove(0);
-            assert_eq!(elements.len(), post.count, "both sides count alike");
+            assert_eq!(elements.len(), post.count * post.size, "both sides count alike");
             // SAFETY: the engine's own room, which stays until it has asked for the end.
             unsafe { write(post.to, &elements) };
             return true;
@@ -429,22 +443,22 @@ fn complete(posts: &[Post]) {
         return split_all(posts);
     }
     assert!(posts.iter().all(|post| post.kind == kind), "all do the same: {posts:?}");
-    let all = |numel| -> Vec<Vec<f32>> {
+    let size = posts[0].size;
+    let all = |numel: usize| -> Vec<Vec<u8>> {
         // SAFETY: every rank waits in the collective, so its elements stay.
-        posts.iter().map(|post| unsafe { read(post.from, numel) }).collect()
+        posts.iter().map(|post| unsafe { read(post.from, numel * size) }).collect()
     };
-    let sum = |numel| {
-        let parts = all(numel);
-        let mut sum = parts[0].clone();
-        for part in &parts[1..] {
-            sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
-        }
-        sum
+    let sum = |numel| -> Vec<u8> {
+        let add =
+            |sum: Vec<f32>, part: Vec<f32>| sum.iter().zip(part).map(|(a, b)| a + b).collect();
+        let parts = all(numel).into_iter().map(|part| bytemuck::pod_collect_to_vec(&part));
+        let sum: Vec<f32> = parts.reduce(add).expect("a world has a rank");
+        bytemuck::cast_slice(&sum).to_vec()
     };
-    let results: Vec<Vec<f32>> = match kind {
+    let results: Vec<Vec<u8>> = match kind {
         Kind::AllGather => vec![all(count).concat(); posts.len()],
         Kind::ReduceScatter => {
-            sum(count * posts.len()).chunks(count).map(<[f32]>::to_vec).collect()
+            sum(count * posts.len()).chunks(count * size).map(<[u8]>::to_vec).collect()
         }
         Kind::AllReduce => vec![sum(count); posts.len()],
         Kind::Broadcast(root) => vec![all(count).swap_remove(root); posts.len()],

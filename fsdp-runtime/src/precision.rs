@@ -1,0 +1,158 @@
+//! Mixed precision: the types in which parameters are gathered and computed with, gradients are
+//! reduced, and outputs leave.
+//!
+//! Fragments, gradients as the optimizer sees them and its state stay in f32 whatever the policy:
+//! what is cast is this rank's fragment, before it is sent, so that half the bytes travel and half
+//! the bytes lie in the gather buffers.
+
+use burn::tensor::{DType, Device, FloatDType};
+
+use crate::error::ShardError;
+
+/// In which types a unit computes and communicates: PyTorch's `MixedPrecisionPolicy`.
+///
+/// ```
+/// use burn::tensor::FloatDType;
+/// use fsdp_runtime::{FsdpOptions, MixedPrecisionPolicy};
+///
+/// let policy = MixedPrecisionPolicy::new()
+///     .param_dtype(FloatDType::BF16)
+///     .reduce_dtype(FloatDType::F32)
+///     .output_dtype(FloatDType::F32);
+/// let options = FsdpOptions::new().mixed_precision(policy);
+/// ```
+///
+/// The types are `F32`, `BF16` and `F16`. Under `F16` gradients underflow without a
+/// [`GradScaler`](crate::GradScaler).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[must_use]
+pub struct MixedPrecisionPolicy {
+    param_dtype: FloatDType,
+    reduce_dtype: Option<FloatDType>,
+    output_dtype: Option<FloatDType>,
+    cast_forward_inputs: bool,
+}
+
+impl Default for MixedPrecisionPolicy {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl MixedPrecisionPolicy {
+    /// Everything in `F32`.
+    pub const fn new() -> Self {
+        Self {
+            param_dtype: FloatDType::F32,
+            reduce_dtype: None,
+            output_dtype: None,
+            cast_forward_inputs: true,
+        }
+    }
+
+    /// The type that parameters are gathered in, and have in `forward` and `backward`.
+    pub const fn param_dtype(mut self, dtype: FloatDType) -> Self {
+        self.param_dtype = dtype;
+        self
+    }
+
+    /// The type that gradients travel in when they are reduced; by default the parameters'. The sum
+    /// over ranks is taken in `F32` all the same.
+    pub const fn reduce_dtype(mut self, dtype: FloatDType) -> Self {
+        self.reduce_dtype = Some(dtype);
+        self
+    }
+
+    /// The type that float outputs are cast to as they leave the outermost unit, or, in a policy for
+    /// certain units, as they leave those. By default they stay as they are.
+    pub const fn output_dtype(mut self, dtype: FloatDType) -> Self {
+        self.output_dtype = Some(dtype);
+        self
+    }
+
+    /// Whether float inputs of a unit's `forward` are cast to the parameters' type. On by default.
+    pub const fn cast_forward_inputs(mut self, cast: bool) -> Self {
+        self.cast_forward_inputs = cast;
+        self
+    }
+
+    /// Whether the device can compute so.
+    pub(crate) fn check(&self, device: &Device) -> Result<(), ShardError> {
+        const KNOWN: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
+        let dtypes = [
+            ("param_dtype", Some(self.param_dtype)),
+            ("reduce_dtype", self.reduce_dtype),
+            ("output_dtype", self.output_dtype),
+        ];
+        for (option, dtype) in dtypes {
+            let Some(dtype) = dtype else { continue };
+            if KNOWN.contains(&dtype) && device.supports_dtype(dtype) {
+                continue;
+            }
+            let works = KNOWN.iter().filter(|dtype| device.supports_dtype(**dtype));
+            let works: Vec<String> = works.map(|dtype| format!("{dtype:?}")).collect();
+            return Err(ShardError::InvalidOption {
+                option,
+                value: format!("{dtype:?}"),
+                expected: format!("{device:?} computes in {}: use one of these", works.join(", ")),
+            });
+        }
+        Ok(())
+    }
+
+    /// The policy of a unit; `returns` says whether the output type is meant for it.
+    pub(crate) fn resolve(&self, returns: bool) -> Precision {
+        Precision {
+            param: self.param_dtype.into(),
+            reduce: self.reduce_dtype.unwrap_or(self.param_dtype).into(),
+            output: self.output_dtype.filter(|_| returns).map(DType::from),
+            cast_inputs: self.cast_forward_inputs,
+        }
+    }
+}
+
+/// In which types one unit computes and communicates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Precision {
+    /// Gathered parameters.
+    pub(crate) param: DType,
+    /// Gradients on their way.
+    pub(crate) reduce: DType,
+    /// Outputs; `None` leaves them as they are.
+    pub(crate) output: Option<DType>,
+    /// Whether inputs take the type of the parameters.
+    pub(crate) cast_inputs: bool,
+}
+
+#[cfg(test)]
+impl Precision {
+    /// Everything in f32.
+    pub(crate) const FULL: Self =
+        Self { param: DType::F32, reduce: DType::F32, output: None, cast_inputs: true };
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_type_the_device_cannot_compute_names_those_it_can() {
+        let device = Device::flex();
+        let good = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+        assert_eq!(good.check(&device), Ok(()));
+        let error = good.reduce_dtype(FloatDType::F64).check(&device).unwrap_err().to_string();
+        for part in ["reduce_dtype", "F64", "F32, BF16, F16"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn gradients_travel_in_the_parameters_type_by_default() {
+        let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::F16);
+        assert_eq!(policy.resolve(true).reduce, DType::F16);
+        let policy = policy.reduce_dtype(FloatDType::F32).output_dtype(FloatDType::F32);
+        assert_eq!(policy.resolve(true).reduce, DType::F32);
+        assert_eq!(policy.resolve(true).output, Some(DType::F32));
+        assert_eq!(policy.resolve(false).output, None);
+    }
+}

@@ -1,0 +1,226 @@
+//! Ignored parameters go into checkpoints and state dicts with the others: one copy where all ranks
+//! have the same, every rank's own where they differ.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Tensor, TensorData};
+use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore, TensorEntry};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{CheckpointError, Error};
+use support::checkpoint::{BLOCKS, optimizer, same_bits};
+use support::{Net, batch, loss};
+
+const PATH: &str = "blocks.0.up.weight";
+
+fn on<T: Send + 'static>(
+    world: usize,
+    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    let options = LaunchOptions::new(world).device(Device::flex());
+    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
+}
+
+/// A net one matrix of which is left alone. It is `own` times one: the same on all ranks, or not.
+fn ignoring(worker: &Worker, seed: u64, own: f32) -> Result<Fsdp<Net>, Error> {
+    let mut net = Net::new(BLOCKS, 0.0, worker.device());
+    let weight = net.blocks[0].up.weight.clone();
+    net.blocks[0].up.weight = weight.map(|it| (it.ones_like() * own).detach().require_grad());
+    let ignored = [net.blocks[0].up.weight.id];
+    fully_shard(net, worker, FsdpOptions::new().seed(seed).ignored_params(ignored))
+}
+
+/// Every rank's gradients of one batch, so that what is alike stays alike, or of its own.
+fn step(
+    worker: &Worker,
+    net: Fsdp<Net>,
+    optimizer: &mut ModuleOptimizer,
+    at: usize,
+    alike: bool,
+) -> Result<Fsdp<Net>, Error> {
+    let first = if alike { 0 } else { worker.rank().index() * 4 };
+    let (tokens, labels) = batch(at, first..first + 4, worker.device());
+    let grads: GradientsParams = net.backward(loss(net.forward(tokens), labels))?;
+    Ok(optimizer.step(1e-2, net, grads))
+}
+
+fn own(net: &Fsdp<Net>) -> TensorData {
+    net.blocks[0].up.weight.val().into_data()
+}
+
+fn save(worker: &Worker, path: &Path, net: &Fsdp<Net>, own: &ModuleOptimizer) -> Result<(), Error> {
+    Checkpoint::new(2).model("net", net).optimizer("adamw", own).save(worker, path)
+}
+
+/// Trains two steps, saves, and trains two more; each rank's own parameter then.
+fn first_run(path: PathBuf, alike: bool) -> Vec<TensorData> {
+    on(2, move |worker| {
+        let scale = if alike { 0.1 } else { 0.1 + 0.1 * worker.rank().index() as f32 };
+        let (mut net, mut optimizer) = (ignoring(worker, 7, scale)?, optimizer());
+        for at in 0..4 {
+            if at == 2 {
+                save(worker, &path, &net, &optimizer)?;
+            }
+            net = step(worker, net, &mut optimizer, at, alike)?;
+        }
+        Ok(own(&net))
+    })
+}
+
+fn second_run(world: usize, path: PathBuf, alike: bool) -> Vec<TensorData> {
+    on(world, move |worker| {
+        let (mut net, mut optimizer) = (ignoring(worker, 99, 9.0)?, optimizer());
+        Restore::new()
+            .model("net", &mut net)
+            .optimizer("adamw", &mut optimizer)
+            .load(worker, &path)?;
+        for at in 2..4 {
+            net = step(worker, net, &mut optimizer, at, alike)?;
+        }
+        Ok(own(&net))
+    })
+}
+
+fn entries(path: &Path) -> [TensorEntry; 2] {
+    let text = std::fs::read(path.join("manifest.json")).unwrap();
+    let manifest = Manifest::parse(&text, "manifest.json").unwrap();
+    let state = &manifest.optimizers["adamw"].models["net"][PATH];
+    let moment = state.tensors["momentum.moment_1"].clone();
+    [manifest.models["net"].tensors[PATH].clone(), moment]
+}
+
+#[test]
+fn a_parameter_that_is_the_same_on_all_ranks_is_saved_once_for_any_world() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("alike");
+    let expected = first_run(path.clone(), true);
+    assert_eq!(expected[0].as_bytes(), expected[1].as_bytes());
+    assert!(entries(&path).iter().all(|tensor| tensor.copies == 1));
+    let found = second_run(2, path.clone(), true);
+    assert!(found.iter().all(|found| found.as_bytes() == expected[0].as_bytes()));
+    for found in second_run(3, path, true) {
+        let close = |(a, b): (f32, f32)| (a - b).abs() <= 1e-6;
+        assert!(found.iter::<f32>().zip(expected[0].iter::<f32>()).all(close));
+    }
+}
+
+#[test]
+fn a_parameter_that_differs_is_saved_by_every_rank_and_each_gets_its_own_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("differing");
+    let expected = first_run(path.clone(), false);
+    assert_ne!(expected[0].as_bytes(), expected[1].as_bytes());
+    assert!(entries(&path).iter().all(|tensor| tensor.copies == 2));
+    let found = second_run(2, path.clone(), false);
+    for (found, expected) in found.iter().zip(&expected) {
+        assert_eq!(found.as_bytes(), expected.as_bytes());
+    }
+    // A rank that the saving world did not have goes on with rank 0's.
+    let scales = |world: usize| {
+        let path = path.clone();
+        on(world, move |worker| {
+            let mut net = ignoring(worker, 99, 9.0)?;
+            Restore::new().model("net", &mut net).load(worker, &path)?;
+            Ok(own(&net).iter::<f32>().next().unwrap())
+        })
+    };
+    let (two, three) = (scales(2), scales(3));
+    assert_ne!(two[0], two[1]);
+    assert_eq!(three, [two[0], two[1], two[0]]);
+    // So does a model that does not ignore it.
+    let loaded = path.clone();
+    let sharded = on(2, move |worker| {
+        let options = FsdpOptions::new().seed(1);
+        let mut net = fully_shard(Net::new(BLOCKS, 0.0, worker.device()), worker, options)?;
+        let mut optimizer = optimizer();
+        Restore::new()
+            .model("net", &mut net)
+            .optimizer("adamw", &mut optimizer)
+            .load(worker, &loaded)?;
+        Ok(net.full_state(Recipient::All)?[PATH].iter::<f32>().next().unwrap())
+    });
+    assert_eq!(sharded, [two[0]; 2]);
+}
+
+#[test]
+fn a_background_save_holds_ignored_parameters_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().to_path_buf();
+    let ranks = on(2, move |worker| {
+        let mut net = ignoring(worker, 7, worker.rank().index() as f32)?;
+        let mut manager = fsdp_runtime::checkpoint::CheckpointManager::new(&root, worker);
+        manager = manager.background(true);
+        let saved = manager.save(&Checkpoint::new(1).model("net", &net))?.folder;
+        net = step(worker, net, &mut optimizer(), 0, true)?;
+        manager.finish()?;
+        let moved = own(&net).iter::<f32>().next().unwrap();
+        Restore::new().model("net", &mut net).load(worker, &saved)?;
+        Ok((moved, own(&net).iter::<f32>().next().unwrap()))
+    });
+    assert_eq!((ranks[0].1, ranks[1].1), (0.0, 1.0));
+    assert!(ranks[0].0 != 0.0 && ranks[1].0 != 1.0);
+}
+
+#[test]
+fn state_dicts_of_all_kinds_have_them() {
+    let ranks = on(2, |worker| {
+        let rank = worker.rank().index() as f32;
+        let (net, mut adamw) = (ignoring(worker, 7, rank)?, optimizer());
+        let net = step(worker, net, &mut adamw, 0, true)?;
+        let full = net.full_state(Recipient::All)?;
+        let moments = net.full_optimizer_state(&adamw, Recipient::All)?;
+        assert!(moments.parameters[PATH].tensors.contains_key("momentum.moment_1"));
+        let only = net.full_state(Recipient::Only(fsdp_runtime::Rank::ZERO))?;
+        assert_eq!(only.len(), if rank == 0.0 { full.len() } else { 0 });
+        let (sharded, local) = (net.sharded_state(), net.local_state());
+        assert_eq!(sharded[PATH].range, 0..full[PATH].num_elements());
+        let all = |net: &Fsdp<Net>| (own(net), net.full_state(Recipient::All));
+        let before = own(&net);
+
+        let mut other = ignoring(worker, 99, 9.0)?;
+        other.load_sharded_state(&sharded)?;
+        assert_eq!(all(&other).0.as_bytes(), before.as_bytes(), "its own");
+        let mut other = ignoring(worker, 99, 9.0)?;
+        other.load_local_state(&local)?;
+        assert_eq!(all(&other).0.as_bytes(), before.as_bytes(), "its own");
+        let mut other = ignoring(worker, 99, 9.0)?;
+        other.load_full_state(&only, Recipient::Only(fsdp_runtime::Rank::ZERO))?;
+        assert_eq!(all(&other).0.as_bytes(), full[PATH].as_bytes(), "rank 0's");
+        assert!(same_bits(&all(&other).1?, &full));
+        let mut fresh = optimizer();
+        other.load_full_optimizer_state(&mut fresh, &moments)?;
+        assert_eq!(other.full_optimizer_state(&fresh, Recipient::All)?, moments);
+        Ok((full, before))
+    });
+    assert!(same_bits(&ranks[0].0, &ranks[1].0));
+    assert_eq!(ranks[0].0[PATH].as_bytes(), ranks[0].1.as_bytes(), "rank 0's is the full one");
+    assert_ne!(ranks[0].1.as_bytes(), ranks[1].1.as_bytes());
+}
+
+#[test]
+fn state_that_only_some_ranks_have_is_an_error_on_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("some");
+    let errors = on(2, move |worker| {
+        let (net, mut adamw) = (ignoring(worker, 7, 1.0)?, optimizer());
+        let (tokens, labels) = batch(0, 0..4, worker.device());
+        let mut grads = net.backward(loss(net.forward(tokens), labels))?;
+        if worker.rank().index() == 1 {
+            let left_out: Option<Tensor<2>> = grads.remove(net.blocks[0].up.weight.id);
+            assert!(left_out.is_some());
+        }
+        let net = adamw.step(1e-2, net, grads);
+        let error = save(worker, &path, &net, &adamw).unwrap_err();
+        assert!(!path.exists());
+        Ok(error)
+    });
+    for error in errors {
+        let Error::Checkpoint(CheckpointError::RanksDiffer { rank, found, .. }) = &error else {
+            panic!("{error}")
+        };
+        assert_eq!(rank.index(), 1);
+        assert!(found.contains(PATH), "{found}");
+    }
+}

@@ -1,0 +1,295 @@
+//! Checkpoints of optimizers that step whole matrices: state is on one rank each, and goes to the
+//! owners of whatever world loads it.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use burn::module::ParamGroup;
+use burn::optim::{AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig};
+use burn::tensor::Device;
+use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore};
+use fsdp_runtime::optim::WholeParam;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{CheckpointError, Error, Rank};
+use support::checkpoint::sharded;
+use support::{Net, batch, loss};
+
+const SAVED: usize = 4;
+const STEPS: usize = 8;
+const LEARNING_RATE: f64 = 1e-3;
+
+fn lamb() -> ModuleOptimizer {
+    LambConfig::new().with_weight_decay(0.1).init()
+}
+
+fn adafactor() -> ModuleOptimizer {
+    AdafactorConfig::new().with_weight_decay(0.1).init()
+}
+
+fn muon() -> ModuleOptimizer {
+    let blocks = ParamGroup::from_regex(r"^blocks\.\d+\.(up|down)\.weight$").unwrap();
+    AdamWConfig::new().init().with_group(blocks, MuonConfig::new().build(), None)
+}
+
+type Named = (&'static str, fn() -> ModuleOptimizer);
+
+const OPTIMIZERS: [Named; 3] = [("LAMB", lamb), ("Adafactor", adafactor), ("Muon", muon)];
+
+type Parameters = BTreeMap<String, Vec<f32>>;
+
+fn on<T: Send + 'static>(
+    world: usize,
+    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    let options = LaunchOptions::new(world).device(Device::flex());
+    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
+}
+
+/// A part of a run: each rank has the same rows, so that the gradient is the same in any world.
+#[derive(Clone)]
+struct Part {
+    world: usize,
+    options: FsdpOptions,
+    optimizer: fn() -> ModuleOptimizer,
+    /// Whether matrices are stepped whole, or by Burn's optimizer as it is.
+    whole: bool,
+    from: Option<PathBuf>,
+    save: Option<PathBuf>,
+}
+
+impl Part {
+    fn new(world: usize, optimizer: fn() -> ModuleOptimizer) -> Self {
+        let options = FsdpOptions::new();
+        Self { world, options, optimizer, whole: true, from: None, save: None }
+    }
+
+    fn strategy(mut self, strategy: ShardingStrategy) -> Self {
+        self.options = self.options.strategy(strategy);
+        if strategy.is_hybrid() {
+            self.options = self.options.shard_size(2);
+        }
+        self
+    }
+
+    fn plain(self) -> Self {
+        Self { whole: false, ..self }
+    }
+
+    fn save(self, path: &Path) -> Self {
+        Self { save: Some(path.into()), ..self }
+    }
+
+    fn from(self, path: &Path) -> Self {
+        Self { from: Some(path.into()), ..self }
+    }
+
+    /// Runs to [`SAVED`] where it saves, else to the end.
+    fn run(self) -> Parameters {
+        let ranks = on(self.world, move |worker| {
+            let seed = if self.from.is_some() { 99 } else { 7 };
+            let mut net = sharded(worker, 0.0, self.options.clone().seed(seed))?;
+            let (mut whole, mut plain) = (WholeParam::new((self.optimizer)()), (self.optimizer)());
+            let mut first = 0;
+            if let Some(path) = &self.from {
+                let restore = Restore::new().model("net", &mut net);
+                let restore = match self.whole {
+                    true => restore.whole_optimizer("own", &mut whole),
+                    false => restore.optimizer("own", &mut plain),
+                };
+                first = restore.load(worker, path)?.progress.step as usize;
+            }
+            for step in first..if self.save.is_some() { SAVED } else { STEPS } {
+                let (tokens, labels) = batch(step, 0..4, worker.device());
+                let grads = net.backward(loss(net.forward(tokens), labels))?;
+                net = match self.whole {
+                    true => whole.step(LEARNING_RATE, net, grads)?,
+                    false => plain.step(LEARNING_RATE, net, grads),
+                };
+            }
+            if let Some(path) = &self.save {
+                let checkpoint = Checkpoint::new(SAVED as u64).model("net", &net);
+                let checkpoint = match self.whole {
+                    true => checkpoint.whole_optimizer("own", &whole),
+                    false => checkpoint.optimizer("own", &plain),
+                };
+                checkpoint.save(worker, path)?;
+            }
+            let state = net.full_state(Recipient::All)?;
+            Ok(state.into_iter().map(|(path, data)| (path, data.iter().collect())).collect())
+        });
+        ranks.into_iter().next().unwrap()
+    }
+}
+
+/// Elements equal to 1e-6, absolute or of the larger one.
+fn assert_close(found: &Parameters, expected: &Parameters, what: &str) {
+    assert!(found.keys().eq(expected.keys()));
+    for (path, expected) in expected {
+        for (a, b) in found[path].iter().zip(expected) {
+            let scale = a.abs().max(b.abs()).max(1.0);
+            assert!((a - b).abs() <= 1e-6 * scale, "{what}, `{path}`: {a} {b}");
+        }
+    }
+}
+
+#[test]
+fn state_of_whole_matrices_goes_to_the_owners_of_another_world() {
+    use ShardingStrategy::{HybridShard, NoShard};
+    for (name, optimizer) in OPTIMIZERS {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("whole");
+        let part = |world| Part::new(world, optimizer);
+        let expected = part(2).run();
+        part(2).save(&path).run();
+        assert_eq!(part(2).from(&path).run(), expected, "{name}, the same world");
+        for (next, what) in [
+            (part(3), "3 ranks"),
+            (part(1), "1 rank"),
+            (part(2).strategy(NoShard), "NO_SHARD"),
+            (part(2).strategy(NoShard).plain(), "NO_SHARD, without the wrapper"),
+            (part(4).strategy(HybridShard), "HYBRID_SHARD"),
+        ] {
+            assert_close(&next.from(&path).run(), &expected, &format!("{name}, {what}"));
+        }
+        // And from there into fragments.
+        for (first, what) in [
+            (part(2).strategy(NoShard).plain(), "from NO_SHARD"),
+            (part(4).strategy(HybridShard), "from HYBRID_SHARD"),
+        ] {
+            let path = folder.path().join(what);
+            first.save(&path).run();
+            assert_close(&part(3).from(&path).run(), &expected, &format!("{name}, {what}"));
+        }
+    }
+}
+
+#[test]
+fn each_owner_writes_its_matrices_state_and_no_one_elses() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("adafactor");
+    Part::new(2, adafactor).save(&path).run();
+    let owners = on(2, |worker| Ok(WholeParam::owners(&sharded(worker, 0.0, FsdpOptions::new())?)));
+    let text = std::fs::read(path.join("manifest.json")).unwrap();
+    let manifest = Manifest::parse(&text, "manifest.json").unwrap();
+    let state = &manifest.optimizers["own"].models["net"];
+    for (name, owner) in &owners[0] {
+        let shape = &manifest.models["net"].tensors[name].shape;
+        let mut factored = 0;
+        for tensor in state[name].tensors.values() {
+            let files: Vec<usize> = tensor.pieces.iter().map(|piece| piece.file).collect();
+            assert_eq!(files, [owner.index()], "`{name}`");
+            factored += usize::from(tensor.shape != *shape);
+        }
+        assert!(factored > 0, "`{name}` has factors, not moments of its shape");
+    }
+    assert!(owners[0].values().any(|owner| *owner == Rank::ZERO));
+    assert!(owners[0].values().any(|owner| *owner != Rank::ZERO));
+}
+
+/// The moments of LAMB have their parameter's shape, so that fragments of them can be cut.
+#[test]
+fn moments_of_whole_matrices_are_loaded_as_fragments_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, cut) = (folder.path().join("whole"), folder.path().join("cut"));
+    Part::new(2, lamb).save(&whole).run();
+    let again = cut.clone();
+    on(3, move |worker| {
+        let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
+        let mut plain = lamb();
+        Restore::new().model("net", &mut net).optimizer("own", &mut plain).load(worker, &whole)?;
+        Checkpoint::new(SAVED as u64)
+            .model("net", &net)
+            .optimizer("own", &plain)
+            .save(worker, &again)
+    });
+    let expected = Part::new(2, lamb).run();
+    assert_close(&Part::new(2, lamb).from(&cut).run(), &expected, "by way of fragments");
+}
+
+/// What is whole and given as fragments, or the other way round, is never cut at the wrong places.
+#[test]
+fn state_that_is_not_what_it_is_said_to_be_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    let errors = on(2, move |worker| {
+        let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
+        let mut whole = WholeParam::new(lamb());
+        let (tokens, labels) = batch(0, 0..4, worker.device());
+        let grads = net.backward(loss(net.forward(tokens), labels))?;
+        net = whole.step(LEARNING_RATE, net, grads)?;
+        let plain = Checkpoint::new(1).model("net", &net).optimizer("own", whole.inner());
+        let as_fragments = plain.save(worker, &path).unwrap_err();
+
+        let mut plain = lamb();
+        let (tokens, labels) = batch(0, 0..4, worker.device());
+        let grads = net.backward(loss(net.forward(tokens), labels))?;
+        net = plain.step(LEARNING_RATE, net, grads);
+        let wrapped = WholeParam::new(plain);
+        let checkpoint = Checkpoint::new(1).model("net", &net).whole_optimizer("own", &wrapped);
+        let as_whole = checkpoint.save(worker, &path).unwrap_err();
+        assert!(!path.exists());
+        Ok((as_fragments, as_whole))
+    });
+    let typed = |error: &Error| match error {
+        Error::Checkpoint(error) => error.clone(),
+        error => panic!("{error}"),
+    };
+    for (as_fragments, as_whole) in &errors {
+        let error = typed(as_fragments);
+        assert!(matches!(error, CheckpointError::NotElementwise { .. }), "{error}");
+        assert!(error.to_string().contains("`whole_optimizer`"), "{error}");
+        let error = typed(as_whole);
+        assert!(matches!(error, CheckpointError::MisplacedState { .. }), "{error}");
+    }
+}
+
+/// Matrices as wide as there are ranks: a factor `[rows, 1]` is as long as a fragment.
+#[test]
+fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("narrow");
+    let net = |worker: &Worker| {
+        let mut net = Net::new(1, 0.0, worker.device());
+        let wide = burn::nn::LinearConfig::new(support::WIDTH, 2).init(worker.device());
+        net.head = wide;
+        fully_shard(net, worker, FsdpOptions::new().seed(1))
+    };
+    let saved = path.clone();
+    let run = move |world: usize, from: bool| {
+        let saved = saved.clone();
+        on(world, move |worker| {
+            let (mut net, mut whole) = (net(worker)?, WholeParam::new(adafactor()));
+            if from {
+                Restore::new()
+                    .model("net", &mut net)
+                    .whole_optimizer("own", &mut whole)
+                    .load(worker, &saved)?;
+            }
+            for step in if from { 2..4 } else { 0..4 } {
+                if step == 2 && !from {
+                    let checkpoint = Checkpoint::new(2).model("net", &net);
+                    checkpoint.whole_optimizer("own", &whole).save(worker, &saved)?;
+                }
+                let (tokens, labels) = batch(step, 0..4, worker.device());
+                let grads = net.backward(loss(net.forward(tokens), labels % 2))?;
+                net = whole.step(LEARNING_RATE, net, grads)?;
+            }
+            let state = net.full_state(Recipient::All)?;
+            let of =
+                |(path, data): (String, burn::tensor::TensorData)| (path, data.iter().collect());
+            Ok(state.into_iter().map(of).collect::<Parameters>())
+        })
+        .swap_remove(0)
+    };
+    let expected = run(2, false);
+    let text = std::fs::read(path.join("manifest.json")).unwrap();
+    let manifest = Manifest::parse(&text, "manifest.json").unwrap();
+    let state = &manifest.optimizers["own"].models["net"]["head.weight"];
+    let rows = support::WIDTH;
+    assert!(state.tensors.values().any(|tensor| tensor.shape == [rows, 1]), "{state:?}");
+    assert_eq!(run(2, true), expected);
+    assert_close(&run(1, true), &expected, "1 rank");
+    assert_close(&run(3, true), &expected, "3 ranks");
+}

@@ -1,0 +1,166 @@
+//! A checkpoint merged into what transformers loads, without the model's code.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use burn::tensor::Device;
+use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, MergeOptions, merge};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{CheckpointError, Error, LoadOptions, SavePretrained};
+use support::checkpoint::{BLOCKS, optimizer, same_bits, schedule, sharded, train_step};
+use support::{Net, batch};
+
+fn on<T: Send + 'static>(
+    world: usize,
+    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    let options = LaunchOptions::new(world).device(Device::flex());
+    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
+}
+
+fn ignoring(worker: &Worker) -> Result<Fsdp<Net>, Error> {
+    let net = Net::new(BLOCKS, 0.0, worker.device());
+    let ignored = [net.blocks[1].down.weight.id];
+    fully_shard(net, worker, FsdpOptions::new().seed(3).ignored_params(ignored))
+}
+
+/// The files of a folder by name.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(folder).unwrap().flatten();
+    let file = |entry: fs::DirEntry| {
+        (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap())
+    };
+    entries.map(file).collect()
+}
+
+#[test]
+fn a_merged_checkpoint_is_what_save_pretrained_writes() {
+    let home = tempfile::tempdir().unwrap();
+    for (world, ignore) in [(1, false), (3, false), (2, true)] {
+        let folder = home.path().join(format!("{world}-{ignore}"));
+        let saved = folder.clone();
+        on(world, move |worker| {
+            let mut net = match ignore {
+                true => ignoring(worker)?,
+                false => sharded(worker, 0.0, FsdpOptions::new().seed(3))?,
+            };
+            let mut own = optimizer();
+            train_step(worker, &mut net, &mut own, &mut schedule(), 0)?;
+            let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("adamw", &own);
+            checkpoint.save(worker, saved.join("checkpoint"))?;
+            net.save_pretrained(saved.join("one"), &SavePretrained::new())?;
+            let small = SavePretrained::new().max_shard_size(10_000);
+            net.save_pretrained(saved.join("several"), &small)
+        });
+        let merge = |to: &str, options: &MergeOptions| {
+            merge(folder.join("checkpoint"), folder.join(to), options).unwrap()
+        };
+        let merged = merge("merged", &MergeOptions::new());
+        assert_eq!((merged.model.as_str(), merged.files.len()), ("net", 1));
+        assert_eq!(files(&folder.join("merged")), files(&folder.join("one")));
+        // In its place, and in the place of the several that were there before.
+        let merged = merge("merged", &MergeOptions::new().max_shard_size(10_000));
+        assert!(merged.files.len() > 3, "{merged:?}");
+        assert_eq!(files(&folder.join("merged")), files(&folder.join("several")));
+        merge("merged", &MergeOptions::new());
+        assert_eq!(files(&folder.join("merged")), files(&folder.join("one")));
+
+        let merged = merge("paths", &MergeOptions::new().module_paths(true));
+        let bytes = fs::read(&merged.files[0]).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let up = file.tensor("blocks.0.up.weight").unwrap();
+        assert_eq!(up.shape(), [support::WIDTH, 3 * support::WIDTH + 5]);
+        assert_eq!(file.len(), merged.tensors);
+        let loaded = loaded_bytes(&folder.join("merged"), ignore);
+        assert_eq!(loaded, merged.bytes);
+    }
+}
+
+/// What was merged loads into the model; its bytes.
+fn loaded_bytes(folder: &Path, ignore: bool) -> u64 {
+    let folder = folder.to_path_buf();
+    let bytes = on(2, move |worker| {
+        let mut net = match ignore {
+            true => ignoring(worker)?,
+            false => sharded(worker, 0.0, FsdpOptions::new().seed(9))?,
+        };
+        net.load_safetensors(&folder, &LoadOptions::new())?;
+        let (tokens, _) = batch(0, 0..2, worker.device());
+        assert!(net.forward(tokens).into_data().iter::<f32>().all(f32::is_finite));
+        let state = net.full_state(Recipient::All)?;
+        Ok(state.values().map(|data| data.as_bytes().len() as u64).sum::<u64>())
+    });
+    bytes[0]
+}
+
+#[test]
+fn the_newest_complete_checkpoint_of_a_folder_is_merged() {
+    let home = tempfile::tempdir().unwrap();
+    let root = home.path().join("run");
+    let saved = root.clone();
+    let states = on(2, move |worker| {
+        let mut net = sharded(worker, 0.0, FsdpOptions::new().seed(3))?;
+        let (mut own, mut rate) = (optimizer(), schedule());
+        let mut manager = CheckpointManager::new(&saved, worker);
+        for step in 1..4 {
+            train_step(worker, &mut net, &mut own, &mut rate, step)?;
+            manager.save(&Checkpoint::new(step as u64).model("net", &net))?;
+        }
+        net.full_state(Recipient::All)
+    });
+    fs::create_dir_all(root.join("step-00000009.tmp-dead")).unwrap();
+    let output = home.path().join("merged");
+    let merged = merge(&root, &output, &MergeOptions::new()).unwrap();
+    assert!(merged.checkpoint.ends_with("step-00000003"), "{merged:?}");
+    let loaded = on(1, move |worker| {
+        let mut net = sharded(worker, 0.0, FsdpOptions::new().seed(9))?;
+        net.load_safetensors(&output, &LoadOptions::new())?;
+        net.full_state(Recipient::All)
+    });
+    assert!(same_bits(&loaded[0], &states[0]));
+}
+
+#[test]
+fn what_cannot_be_merged_is_a_typed_error_and_writes_nothing() {
+    let home = tempfile::tempdir().unwrap();
+    let folder = home.path().join("two");
+    let saved = folder.clone();
+    on(2, move |worker| {
+        let a = sharded(worker, 0.0, FsdpOptions::new().seed(3))?;
+        let b = sharded(worker, 0.0, FsdpOptions::new().seed(4))?;
+        Checkpoint::new(1).model("a", &a).model("b", &b).save(worker, &saved)
+    });
+    let output = home.path().join("merged");
+    let refused = |folder: &Path, options: &MergeOptions| {
+        let Error::Checkpoint(error) = merge(folder, &output, options).unwrap_err() else {
+            panic!("an error of the checkpoint")
+        };
+        assert!(!output.exists() || files(&output).is_empty());
+        error
+    };
+    for (options, asked) in
+        [(MergeOptions::new(), None), (MergeOptions::new().model("c"), Some("c".to_string()))]
+    {
+        let error = refused(&folder, &options);
+        assert!(error.to_string().ends_with("it holds `a`, `b`"), "{error}");
+        let CheckpointError::NoSuchModel { asked: found, .. } = error else { panic!("{error}") };
+        assert_eq!(found, asked);
+    }
+    let absent = refused(&home.path().join("absent"), &MergeOptions::new());
+    assert!(matches!(absent, CheckpointError::Io { .. }), "{absent}");
+    let torn = home.path().join("torn");
+    fs::create_dir_all(torn.join("step-00000001.tmp-1")).unwrap();
+    let error = refused(&torn, &MergeOptions::new());
+    assert!(matches!(error, CheckpointError::NoCheckpoint { .. }), "{error}");
+
+    let file = folder.join("rank-00001.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let error = refused(&folder, &MergeOptions::new().model("b"));
+    assert!(matches!(error, CheckpointError::Damaged { .. }), "{error}");
+    assert!(error.to_string().contains("rank-00001.safetensors"), "{error}");
+}

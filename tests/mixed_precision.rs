@@ -1,0 +1,243 @@
+//! Parameters gathered and computed with in half precision, over fragments in f32.
+
+mod support;
+
+use std::sync::Mutex;
+
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, SgdConfig};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{FullState, GradScalerConfig};
+use support::{Block, Net, Run, batch, loss};
+
+const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
+    .param_dtype(FloatDType::BF16)
+    .reduce_dtype(FloatDType::F32)
+    .output_dtype(FloatDType::F32);
+
+const F16: MixedPrecisionPolicy =
+    MixedPrecisionPolicy::new().param_dtype(FloatDType::F16).output_dtype(FloatDType::F32);
+
+fn run(world: usize, policy: MixedPrecisionPolicy) -> Run {
+    let run = Run { dropout: 0.1, clip: Some(0.5), ..Run::new(world) };
+    Run { options: run.options.clone().mixed_precision(policy), ..run }
+}
+
+#[test]
+fn strategies_agree_bit_for_bit_in_half_precision() {
+    for policy in [BF16, BF16.reduce_dtype(FloatDType::BF16), F16] {
+        for world in [1, 2, 3] {
+            let full = run(world, policy).launch();
+            for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
+                run(world, policy).strategy(strategy).launch().assert_bitwise(&full);
+            }
+            assert!(full.losses.iter().all(|loss| loss.is_finite()));
+        }
+    }
+}
+
+#[test]
+fn losses_follow_those_of_f32() {
+    let full = run(2, MixedPrecisionPolicy::new()).launch();
+    for policy in [BF16, F16] {
+        let half = run(2, policy).launch();
+        assert_ne!(half.losses, full.losses, "half precision took part");
+        half.assert_close(&full, 0.02);
+    }
+}
+
+#[test]
+fn half_the_bytes_are_gathered_and_fragments_stay_in_f32() {
+    let full = run(2, MixedPrecisionPolicy::new()).launch();
+    let half = run(2, BF16).launch();
+    assert_eq!(2 * half.slot_bytes, full.slot_bytes);
+    assert_eq!(2 * half.peak_unsharded_bytes, full.peak_unsharded_bytes);
+    assert_eq!(half.sharded_bytes, full.sharded_bytes);
+    assert_eq!(half.counts, full.counts);
+}
+
+#[test]
+fn a_part_that_is_kept_after_forward_changes_no_bit() {
+    let whole = run(4, BF16).launch();
+    let to = ReshardAfterForward::To(2);
+    let part = run(4, BF16);
+    let part = Run { options: part.options.clone().reshard_after_forward(to), ..part }.launch();
+    part.assert_bitwise(&whole);
+}
+
+/// Runs on two ranks and returns what rank 0 found.
+fn on_two_ranks<T: Send + 'static>(
+    f: impl Fn(&Worker) -> Result<T, fsdp_runtime::Error> + Clone + Send + Sync + 'static,
+) -> T {
+    let options = LaunchOptions::new(2).device(Device::flex());
+    launch(options, move |worker| f(&worker)).expect("the run succeeds").swap_remove(0)
+}
+
+fn dtypes(state: &FullState) -> Vec<DType> {
+    state.iter().map(|(_, data)| data.dtype()).collect()
+}
+
+#[test]
+fn gradients_parameters_and_optimizer_state_are_f32() {
+    on_two_ranks(|worker| {
+        let options = FsdpOptions::new().seed(1).mixed_precision(BF16);
+        let mut net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
+        let (tokens, labels) = batch(0, 0..4, worker.device());
+        let logits = net.forward(tokens);
+        assert_eq!(logits.dtype(), DType::F32, "the output's type");
+        let grads = net.backward(loss(logits, labels))?;
+        let weight = &net.blocks[0].up.weight;
+        if let Some(gradient) = grads.get::<2>(weight.id) {
+            assert_eq!(gradient.dtype(), DType::F32);
+        }
+        assert!(grads.len() > 0);
+        assert_eq!(weight.base().dtype(), DType::F32);
+        assert_eq!(weight.val().dtype(), DType::F32, "outside any forward");
+        let mut optimizer = AdamWConfig::new().init();
+        net = optimizer.step(1e-2, net, grads);
+        let state = net.full_state(Recipient::All)?;
+        assert!(dtypes(&state).iter().all(|dtype| *dtype == DType::F32));
+        Ok(())
+    });
+}
+
+/// What a unit's forward saw: its input's type and its parameters'.
+static SEEN: Mutex<Vec<(&'static str, DType, DType, DType)>> = Mutex::new(Vec::new());
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Spy {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Spy {
+    fn new(device: &Device) -> Self {
+        Self { linear: LinearConfig::new(6, 6).init(device) }
+    }
+
+    pub fn forward(&self, name: &'static str, x: Tensor<2>, scale: &Tensor<1>) -> Tensor<2> {
+        let (weight, bias) = (self.linear.weight.val(), self.linear.bias.as_ref().map(Param::val));
+        let bias = bias.expect("a bias").dtype();
+        SEEN.lock().unwrap().push((name, x.dtype(), weight.dtype(), bias));
+        self.linear.forward(x.cast(weight.dtype())).mul_scalar(scale.dims()[0] as f32)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Precise {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Precise {
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        assert_eq!(x.dtype(), DType::F32, "cast to the type of this unit's parameters");
+        self.linear.forward(x)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Pair {
+    first: Spy,
+    second: Spy,
+    precise: Precise,
+}
+
+#[fsdp_unit]
+impl Pair {
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let scale = Tensor::ones([1], &x.device());
+        let x = self.first.forward("first", x, &scale);
+        self.precise.forward(self.second.forward("second", x, &scale))
+    }
+}
+
+#[test]
+fn inputs_are_cast_to_each_units_own_type() {
+    on_two_ranks(|worker| {
+        let device = worker.device();
+        let pair = Pair {
+            first: Spy::new(device),
+            second: Spy::new(device),
+            precise: Precise { linear: LinearConfig::new(6, 6).init(device) },
+        };
+        let options = FsdpOptions::new()
+            .seed(1)
+            .mixed_precision(BF16)
+            .mixed_precision_for(unit_types![Precise], MixedPrecisionPolicy::new());
+        let pair = fully_shard(pair, worker, options)?;
+        let x = Tensor::<2>::ones([3, 6], device).require_grad();
+        let y = pair.forward(x.clone());
+        assert_eq!(y.dtype(), DType::F32);
+        let grads = pair.backward(y.sum())?;
+        assert!(grads.get::<2>(pair.first.linear.weight.id).is_some());
+        Ok(())
+    });
+    let half = DType::BF16;
+    for (name, x, weight, bias) in SEEN.lock().unwrap().iter() {
+        assert_eq!((*x, *weight, *bias), (half, half, half), "{name}");
+    }
+    assert_eq!(SEEN.lock().unwrap().len(), 4);
+}
+
+#[test]
+fn a_unit_of_its_own_precision_has_buffers_of_its_own() {
+    let bytes = |options: FsdpOptions| {
+        on_two_ranks(move |worker| {
+            let net = Net::new(4, 0.0, worker.device());
+            Ok(fully_shard(net, worker, options.clone())?.slot_bytes())
+        })
+    };
+    let half = FsdpOptions::new().mixed_precision(BF16);
+    let blocks = half.clone().mixed_precision_for(unit_types![Block], MixedPrecisionPolicy::new());
+    assert!(bytes(half.clone()) < bytes(blocks.clone()));
+    let full = FsdpOptions::new();
+    assert!(bytes(blocks) < bytes(full) + bytes(half));
+}
+
+#[test]
+fn a_type_the_device_cannot_compute_is_refused_when_the_model_is_sharded() {
+    let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::F64);
+    let error = on_two_ranks(move |worker| {
+        let options = FsdpOptions::new().mixed_precision(policy);
+        Ok(fully_shard(Net::new(1, 0.0, worker.device()), worker, options).err())
+    });
+    let error = error.expect("f64 is refused").to_string();
+    assert!(error.contains("param_dtype") && error.contains("BF16"), "{error}");
+}
+
+/// An overflow that only one rank sees skips the step on all of them, and shrinks the scale.
+#[test]
+fn an_overflow_in_f16_on_one_rank_skips_the_step_on_all() {
+    let (scales, skipped, change) = on_two_ranks(|worker| {
+        let options = FsdpOptions::new().seed(1).mixed_precision(F16);
+        let mut net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
+        let mut optimizer = SgdConfig::new().init();
+        let mut scaler = GradScalerConfig::new().with_init_scale(1024.0).init()?;
+        let (mut scales, mut skipped, mut change) = (Vec::new(), 0, Vec::new());
+        for step in 0..4 {
+            let (tokens, labels) = batch(step, 0..4, worker.device());
+            let mut loss = scaler.scale(loss(net.forward(tokens), labels));
+            if step == 1 && worker.rank().index() == 1 {
+                // Beyond what f16 can hold on its way.
+                loss = loss.mul_scalar(1e8);
+            }
+            let before = net.full_state(Recipient::All)?;
+            match scaler.unscale(&net, net.backward(loss)?)? {
+                Unscaled::Finite(grads) => net = optimizer.step(0.1, net, grads),
+                Unscaled::Overflow => skipped += 1,
+            }
+            let after = net.full_state(Recipient::All)?;
+            change.push(!support::checkpoint::same_bits(&before, &after));
+            scales.push(scaler.loss_scale());
+        }
+        Ok((scales, skipped, change))
+    });
+    assert_eq!(scales, [1024.0, 512.0, 512.0, 512.0]);
+    assert_eq!((skipped, change), (1, vec![true, false, true, true]));
+}

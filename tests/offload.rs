@@ -1,0 +1,133 @@
+//! Parameters, gradients and optimizer state in the host's memory. On Flex the "device" is the host
+//! too, but everything crosses over as to any other device.
+
+mod support;
+
+use burn::module::Module;
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, FloatDType};
+use fsdp_runtime::Memory;
+use fsdp_runtime::prelude::*;
+use support::{Net, Run, batch, loss};
+
+const POLICIES: [OffloadPolicy; 3] = [
+    OffloadPolicy::Params { pin_memory: false },
+    OffloadPolicy::Params { pin_memory: true },
+    OffloadPolicy::OptimizerOnly,
+];
+
+fn run(world: usize, policy: OffloadPolicy) -> Run {
+    let run = Run { dropout: 0.1, clip: Some(0.5), ..Run::new(world) };
+    Run { options: run.options.clone().offload(policy), ..run }
+}
+
+#[test]
+fn offload_changes_no_bit() {
+    for world in [1, 2, 3] {
+        for strategy in
+            [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard]
+        {
+            let without = run(world, OffloadPolicy::None).strategy(strategy).launch();
+            for policy in POLICIES {
+                let with = run(world, policy).strategy(strategy).launch();
+                with.assert_bitwise(&without);
+                assert_eq!(with.counts, without.counts);
+            }
+        }
+    }
+}
+
+#[test]
+fn hybrid_strategies_and_parts_kept_after_forward_change_no_bit() {
+    let hybrid = |policy| {
+        let run = run(4, policy).strategy(ShardingStrategy::HybridShard);
+        Run { options: run.options.clone().shard_size(2), ..run }.launch()
+    };
+    let part = |policy| {
+        let (run, to) = (run(4, policy), ReshardAfterForward::To(2));
+        Run { options: run.options.clone().reshard_after_forward(to), ..run }.launch()
+    };
+    for policy in POLICIES {
+        hybrid(policy).assert_bitwise(&hybrid(OffloadPolicy::None));
+        part(policy).assert_bitwise(&part(OffloadPolicy::None));
+    }
+}
+
+#[test]
+fn half_precision_crosses_over_in_half_the_bytes_and_the_same_bits() {
+    let half = MixedPrecisionPolicy::new()
+        .param_dtype(FloatDType::BF16)
+        .reduce_dtype(FloatDType::F32)
+        .output_dtype(FloatDType::F32);
+    let with = |policy| {
+        let run = run(2, policy);
+        Run { options: run.options.clone().mixed_precision(half), ..run }.launch()
+    };
+    for policy in POLICIES {
+        with(policy).assert_bitwise(&with(OffloadPolicy::None));
+    }
+}
+
+/// Device and host, after two steps on rank 0 of two.
+fn memory(policy: OffloadPolicy) -> (Memory, Memory) {
+    let options = LaunchOptions::new(2).device(Device::flex());
+    let ranks = launch(options, move |worker| {
+        let options = FsdpOptions::new().seed(1).offload(policy);
+        let mut net = fully_shard(Net::new(4, 0.0, worker.device()), &worker, options)?;
+        let mut optimizer = AdamWConfig::new().init();
+        for step in 0..2 {
+            let (tokens, labels) = batch(step, 0..4, worker.device());
+            let grads = net.backward(loss(net.forward(tokens), labels))?;
+            net = optimizer.step(1e-2, net, grads);
+        }
+        net.record_optimizer(&optimizer)?;
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>((net.memory(), net.host_memory()))
+    });
+    ranks.expect("the run succeeds").swap_remove(0)
+}
+
+#[test]
+fn what_rests_on_the_host_takes_no_room_on_the_device() {
+    let (all, none) = memory(OffloadPolicy::None);
+    assert_eq!(none, Memory::default());
+    let (device, host) = memory(OffloadPolicy::Params { pin_memory: false });
+    for (name, usage) in [
+        ("fragments", device.fragments),
+        ("replicated", device.replicated),
+        ("optimizer", device.optimizer),
+    ] {
+        assert_eq!(usage.peak, 0, "{name}");
+    }
+    assert_eq!(host.fragments, all.fragments);
+    assert_eq!(host.replicated, all.replicated);
+    // Its record names the device.
+    assert!(host.optimizer.peak.abs_diff(all.optimizer.peak) < 1000);
+    assert_eq!((device.gathered, host.gathered.peak), (all.gathered, 0));
+    assert!(device.gradients.peak < all.gradients.peak && host.gradients.peak > 0);
+    let (kept, _) = memory(OffloadPolicy::OptimizerOnly);
+    assert_eq!(kept.fragments, all.fragments, "the copies that are kept for backward");
+}
+
+#[test]
+fn the_optimizer_and_the_state_are_on_the_host() {
+    let options = LaunchOptions::new(2).device(Device::flex());
+    launch(options, |worker| {
+        let policy = OffloadPolicy::Params { pin_memory: false };
+        let options = FsdpOptions::new().seed(1).offload(policy);
+        let net = fully_shard(Net::new(1, 0.0, worker.device()), &worker, options)?;
+        assert_eq!(net.devices(), vec![Device::flex().autodiff()]);
+        let state = net.full_state(Recipient::All)?;
+        let without =
+            fully_shard(Net::new(1, 0.0, worker.device()), &worker, FsdpOptions::new().seed(1))?;
+        let expected = without.full_state(Recipient::All)?;
+        assert!(support::checkpoint::same_bits(&state, &expected));
+        // Outside any forward, and without autodiff.
+        let weight = net.blocks[0].up.weight.val().into_data();
+        assert_eq!(weight, without.blocks[0].up.weight.val().into_data());
+        let (tokens, _) = batch(0, 0..4, &worker.device().clone().inner());
+        let logits = net.valid().forward(tokens.clone()).into_data();
+        assert_eq!(logits, without.valid().forward(tokens).into_data());
+        Ok::<_, fsdp_runtime::Error>(())
+    })
+    .expect("the run succeeds");
+}
