@@ -9,7 +9,8 @@ use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Manifest, Restore, list};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, Error, unit_types};
+use fsdp_runtime::{CheckpointError, Error, GradScalerConfig, unit_types};
+use support::batch;
 use support::checkpoint::{Part, optimizer, same_bits, schedule, sharded, train_step};
 
 fn bits(losses: &[f64]) -> Vec<u64> {
@@ -134,6 +135,12 @@ fn several_models_and_optimizers_lie_in_one_folder() {
         let (mut first, mut second): (_, ModuleOptimizer) = (optimizer(), momentum.init());
         let (mut rate_a, mut rate_b) = (schedule(), schedule());
         let mut values = Default::default();
+        // One that has stepped, with a scale that JSON would not hold to the last bit.
+        let config = GradScalerConfig::new().with_init_scale(1e30 / 3.0).with_growth_interval(7);
+        let mut used = config.init().expect("a sound scaler");
+        let grads = a.backward(a.forward(batch(0, 0..2, worker.device()).0).mean())?;
+        let Unscaled::Finite(_) = used.unscale(&a, grads)? else { panic!("no overflow") };
+        let mut scaler = GradScaler::new();
         if let Some(path) = from {
             let restored = Restore::new()
                 .optimizer("first", &mut first)
@@ -142,8 +149,10 @@ fn several_models_and_optimizers_lie_in_one_folder() {
                 .model("b", &mut b)
                 .scheduler("a", &mut rate_a)
                 .scheduler("b", &mut rate_b)
+                .grad_scaler("scaler", &mut scaler)
                 .load(worker, path)?;
-            assert_eq!(restored.progress.loss_scale, Some(65536.0));
+            assert_eq!(restored.progress.loss_scale, Some(scaler.loss_scale()));
+            assert_eq!(scaler, used);
             assert_eq!((restored.progress.epoch, restored.progress.position), (3, 17));
             values = restored.values;
         }
@@ -155,7 +164,6 @@ fn several_models_and_optimizers_lie_in_one_folder() {
         if let Some(path) = to {
             Checkpoint::new(steps as u64)
                 .data(3, 17)
-                .loss_scale(65536.0)
                 .value("note", "kept")
                 .model("a", &a)
                 .model("b", &b)
@@ -163,6 +171,7 @@ fn several_models_and_optimizers_lie_in_one_folder() {
                 .optimizer("second", &second)
                 .scheduler("a", &rate_a)
                 .scheduler("b", &rate_b)
+                .grad_scaler("scaler", &used)
                 .save(worker, path)?;
             for step in 0..3 {
                 losses.push(train_step(worker, &mut a, &mut first, &mut rate_a, step)?);
@@ -367,6 +376,7 @@ fn every_difference_is_listed_and_nothing_changes() {
             .model("net", &mut net)
             .optimizer("adamw", &mut sgd)
             .scheduler("rate", &mut rate)
+            .grad_scaler("scaler", &mut GradScaler::new())
             .load(&worker, &path)
             .unwrap_err();
         let Error::Checkpoint(CheckpointError::Mismatch { differences, .. }) = &error else {
@@ -379,6 +389,7 @@ fn every_difference_is_listed_and_nothing_changes() {
             "{error}"
         );
         assert!(has("scheduler `rate`"), "{error}");
+        assert!(has("loss scaler `scaler`: it is missing"), "{error}");
         assert!(same_bits(&before, &net.full_state(Recipient::All)?));
         // The other way round: AdamW needs what this one has not.
         let mut small = sharded(&worker, 0.0, FsdpOptions::new())?;

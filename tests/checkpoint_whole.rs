@@ -208,6 +208,48 @@ fn moments_of_whole_matrices_are_loaded_as_fragments_and_back() {
     assert_close(&Part::new(2, lamb).from(&cut).run(), &expected, "by way of fragments");
 }
 
+/// In memory, by name: gathered from the owners, and taken by those of another world.
+#[test]
+fn full_states_of_whole_matrices_go_to_another_world() {
+    fn run(
+        worker: &Worker,
+        net: Fsdp<Net>,
+        own: &mut WholeParam,
+        steps: std::ops::Range<usize>,
+    ) -> Result<Fsdp<Net>, Error> {
+        steps.into_iter().try_fold(net, |net, step| {
+            let (tokens, labels) = batch(step, 0..4, worker.device());
+            let grads = net.backward(loss(net.forward(tokens), labels))?;
+            own.step(LEARNING_RATE, net, grads)
+        })
+    }
+    for (name, optimizer) in OPTIMIZERS {
+        let expected = Part::new(2, optimizer).run();
+        let states = on(2, move |worker| {
+            let mut own = WholeParam::new(optimizer());
+            let net = sharded(worker, 0.0, FsdpOptions::new().seed(7))?;
+            let net = run(worker, net, &mut own, 0..SAVED)?;
+            let only = own.full_state(&net, Recipient::Only(Rank::ZERO))?;
+            assert_eq!(only.parameters.is_empty(), worker.rank() != Rank::ZERO);
+            Ok((net.full_state(Recipient::All)?, own.full_state(&net, Recipient::All)?))
+        });
+        assert_eq!(states[0], states[1], "{name}");
+        for world in [1, 3] {
+            let (model, state) = states[0].clone();
+            let found = on(world, move |worker| {
+                let mut own = WholeParam::new(optimizer());
+                let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
+                net.load_full_state(&model, Recipient::All)?;
+                own.load_full_state(&net, &state)?;
+                assert_eq!(own.full_state(&net, Recipient::All)?, state, "{name} {world}");
+                let state = run(worker, net, &mut own, SAVED..STEPS)?.full_state(Recipient::All)?;
+                Ok(state.into_iter().map(|(path, data)| (path, data.iter().collect())).collect())
+            });
+            assert_close(&found[0], &expected, &format!("{name}, {world} ranks"));
+        }
+    }
+}
+
 /// What is whole and given as fragments, or the other way round, is never cut at the wrong places.
 #[test]
 fn state_that_is_not_what_it_is_said_to_be_is_an_error() {

@@ -155,12 +155,12 @@ fn other_floats_and_quantised_weights_are_refused() {
     use burn::tensor::quantization::{Calibration, QuantValue};
     let error = refused(FsdpOptions::new(), |_, device| {
         let model = pair(device);
-        let weight = model.second.weight.clone().map(|weight| weight.cast(DType::F16));
+        let weight = model.second.weight.clone().map(|weight| weight.cast(DType::F64));
         Pair { second: Linear { weight, ..model.second }, ..model }
     });
     assert_eq!(
         error,
-        ShardError::UnsupportedDtype { path: "second.weight".into(), dtype: DType::F16 }
+        ShardError::UnsupportedDtype { path: "second.weight".into(), dtype: DType::F64 }
     );
 
     let error = refused(FsdpOptions::new(), |_, device| {

@@ -11,7 +11,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, activation::relu};
 use fsdp_runtime::checkpoint::{MergeOptions, merge};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LoadOptions, SavePretrained, from_pretrained};
+use fsdp_runtime::{Error, LoadOptions, Rank, SavePretrained, from_pretrained};
 
 struct Counting;
 
@@ -126,6 +126,16 @@ fn save_and_load(folder: &Path) {
     });
     // One parameter, its gather, and the writer's buffer; all ranks take part.
     within("saving", (saving, ranks.iter().sum()), 1);
+
+    let (full, ranks) = peak(|worker| {
+        let net = fully_shard(net(worker.device()), worker, FsdpOptions::new().seed(1))?;
+        let state = net.full_state(Recipient::Only(Rank::ZERO))?;
+        let result: usize = state.values().map(|data| data.as_bytes().len()).sum();
+        // All ranks hold theirs to the end.
+        worker.barrier()?;
+        Ok(held(&net) + result)
+    });
+    within("the full state on rank 0", (full, ranks.iter().sum()), 1);
 
     let path = folder.to_path_buf();
     let (loading, ranks) = peak(move |worker| {

@@ -200,6 +200,70 @@ fn a_unit_of_its_own_precision_has_buffers_of_its_own() {
     assert!(bytes(blocks) < bytes(full) + bytes(half));
 }
 
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Scaled {
+    first: Linear,
+    second: Linear,
+    scale: Param<Tensor<1>>,
+}
+
+#[fsdp_unit]
+impl Scaled {
+    fn new(first: DType, second: DType, device: &Device) -> Self {
+        let linear = |dtype| {
+            let linear = LinearConfig::new(6, 6).with_bias(false).init(device);
+            Linear { weight: linear.weight.map(|weight: Tensor<2>| weight.cast(dtype)), ..linear }
+        };
+        let scale = Param::from_tensor(Tensor::ones([6], device));
+        Self { first: linear(first), second: linear(second), scale }
+    }
+
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        assert_eq!(x.dtype(), DType::BF16);
+        let x = self.second.forward(self.first.forward(x));
+        x.cast(DType::F32) * self.scale.val().unsqueeze()
+    }
+}
+
+/// Without a policy: matrices in half precision beside a vector in f32, as a checkpoint may have them.
+#[test]
+fn parameters_are_computed_with_in_the_type_they_come_in_and_rest_in_f32() {
+    on_two_ranks(|worker| {
+        let device = worker.device();
+        let model = Scaled::new(DType::BF16, DType::BF16, device);
+        let expected = model.first.weight.val().cast(DType::F32).into_data();
+        let mut model = fully_shard(model, worker, FsdpOptions::new())?;
+        let state = model.full_state(Recipient::All)?;
+        assert!(dtypes(&state).iter().all(|dtype| *dtype == DType::F32));
+        if worker.rank().index() == 0 {
+            assert_eq!(state.get("first.weight"), Some(&expected), "rank 0's values, exactly");
+        }
+        let grads = model.backward(model.forward(Tensor::ones([2, 6], device)).sum())?;
+        model = AdamWConfig::new().init().step(1e-3, model, grads);
+        let after = model.full_state(Recipient::All)?;
+        assert!(!support::checkpoint::same_bits(&state, &after));
+        // Two matrices of 36 elements, each from a multiple of 64 on.
+        assert_eq!(model.slot_bytes(), (64 + 36) * DType::BF16.size());
+        Ok(())
+    });
+}
+
+#[test]
+fn matrices_of_several_types_in_one_unit_need_a_policy() {
+    let shard = |options: FsdpOptions| {
+        on_two_ranks(move |worker| {
+            let model = Scaled::new(DType::BF16, DType::F16, worker.device());
+            Ok(fully_shard(model, worker, options.clone()).err().map(|error| error.to_string()))
+        })
+    };
+    let error = shard(FsdpOptions::new()).expect("two types are refused");
+    for part in ["first.weight", "BF16", "second.weight", "F16", "param_dtype"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(shard(FsdpOptions::new().mixed_precision(BF16)), None);
+}
+
 #[test]
 fn a_type_the_device_cannot_compute_is_refused_when_the_model_is_sharded() {
     let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::F64);

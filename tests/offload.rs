@@ -8,7 +8,7 @@ use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
 use fsdp_runtime::Memory;
 use fsdp_runtime::prelude::*;
-use support::{Net, Run, batch, loss};
+use support::{Block, Net, Run, batch, loss};
 
 const POLICIES: [OffloadPolicy; 3] = [
     OffloadPolicy::Params { pin_memory: false },
@@ -65,6 +65,27 @@ fn half_precision_crosses_over_in_half_the_bytes_and_the_same_bits() {
     };
     for policy in POLICIES {
         with(policy).assert_bitwise(&with(OffloadPolicy::None));
+    }
+}
+
+#[test]
+fn recomputation_under_offload_and_in_half_precision_changes_no_bit() {
+    let half = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+    for precision in [MixedPrecisionPolicy::new(), half.output_dtype(FloatDType::F32)] {
+        let with = |policy, which, stow| {
+            let run = run(2, policy);
+            let options = run.options.clone().mixed_precision(precision);
+            let options = options.activation_checkpointing(which).offload_activations(stow);
+            Run { options, ..run }.launch()
+        };
+        let expected = with(OffloadPolicy::None, ActivationCheckpointing::None, false);
+        for policy in POLICIES.into_iter().chain([OffloadPolicy::None]) {
+            let blocks = ActivationCheckpointing::Units(unit_types![Block]);
+            for which in [blocks, ActivationCheckpointing::All] {
+                with(policy, which, false).assert_bitwise(&expected);
+            }
+            with(policy, blocks, true).assert_bitwise(&expected);
+        }
     }
 }
 

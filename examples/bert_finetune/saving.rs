@@ -161,3 +161,85 @@ pub fn resume(worker: &Worker, folder: &Path, training: Training<'_>) -> Result<
         examples: usize::try_from(progress.position)?,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::Cli;
+    use crate::config::BertConfig;
+    use crate::report::Summary;
+    use crate::tokenize::Encoded;
+    use crate::train::{Job, train};
+
+    /// Examples in a step, over all ranks.
+    const GLOBAL: usize = 12;
+
+    /// Sentences of made-up words.
+    fn examples(count: usize) -> Vec<Encoded> {
+        let example = |row: usize| {
+            let ids = (0..6 + row % 9).map(|at| ((row * 31 + at * 7) % 60) as u32 + 4).collect();
+            Encoded { ids, types: vec![0; 6 + row % 9], label: row % 2 }
+        };
+        (0..count).map(example).collect()
+    }
+
+    fn job(world: usize, strategy: ShardingStrategy, flags: &[&str]) -> Job {
+        let batch = (GLOBAL / world).to_string();
+        let flags = [&["bert_finetune", "--steps", "9", "--batch-size", &batch], flags].concat();
+        let cli = Cli::parse_from(flags);
+        let config = BertConfig {
+            hidden_size: 24,
+            num_hidden_layers: 2,
+            num_attention_heads: 2,
+            intermediate_size: 32,
+            ..BertConfig::small(64, 16)
+        };
+        Job {
+            about: String::new(),
+            config: config.with_dropout(Some(0.0)),
+            weights: None,
+            export: None,
+            classes: 2,
+            pad: 0,
+            // Nine steps end in the third epoch.
+            train: examples(4 * GLOBAL + 5),
+            test: examples(7),
+            strategy,
+            saving: cli.save_plan(),
+            recipe: cli.recipe(),
+            quiet: true,
+        }
+    }
+
+    fn run(world: usize, job: Job) -> Summary {
+        let options = LaunchOptions::new(world).device(Device::flex());
+        let mut ranks = launch(options, move |worker| train(&job, &worker)).unwrap();
+        ranks.swap_remove(0).expect("nobody pressed Ctrl-C")
+    }
+
+    #[test]
+    fn a_run_goes_on_at_another_world_size_and_strategy() {
+        use ShardingStrategy::{FullShard, NoShard, ShardGradOp};
+        let all = run(2, job(2, FullShard, &[])).losses;
+        assert_eq!(all.len(), 9);
+        for (world, strategy) in
+            [(2, FullShard), (3, FullShard), (1, FullShard), (4, ShardGradOp), (2, NoShard)]
+        {
+            let home = tempfile::tempdir().unwrap();
+            let folder = home.path().to_str().unwrap();
+            let first = ["--save-dir", folder, "--save-every", "2", "--stop-after", "5"];
+            let first = run(2, job(2, FullShard, &first)).losses;
+            assert_eq!(first, all[..5]);
+            // The folder of checkpoints, of which the newest is taken.
+            let rest = run(world, job(world, strategy, &["--resume", folder])).losses;
+            assert_eq!(rest.len(), 4, "{world} {strategy}");
+            for (found, expected) in rest.iter().zip(&all[5..]) {
+                let what = format!("{world} {strategy}: {rest:?} {all:?}");
+                assert!((found - expected).abs() <= 1e-6, "{what}");
+            }
+        }
+    }
+}

@@ -178,12 +178,13 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
     }))
 }
 
-/// Builds the model, sharded; what there are weights for is loaded and never drawn.
+/// Builds the model, sharded; what there are weights for, or a checkpoint, is loaded and never drawn.
 fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
     let model = job.config.init(job.classes, worker.device());
+    let resumes = job.saving.resume.is_some();
     let options = job.options.clone().strategy(job.strategy).seed(job.recipe.seed);
-    let Some(path) = job.weights.as_ref().filter(|_| job.saving.resume.is_none()) else {
-        return Ok(fully_shard(model, worker, options)?);
+    let Some(path) = job.weights.as_ref().filter(|_| !resumes) else {
+        return Ok(fully_shard(model, worker, options.deferred_init(resumes))?);
     };
     // A file of the bare encoder has no classifier and no `bert.` before its names; one that was
     // pretrained has heads of its own, and old ones hold the positions' numbers.

@@ -54,17 +54,44 @@ impl Arch {
         4 * self.width
     }
 
-    /// Bytes of what a forward over `rows` samples of `length` keeps for its backward, in f32.
+    /// Bytes of what a forward over `rows` samples of `length` keeps on the device for its backward.
     ///
     /// An estimate, counted from the operations: each block keeps about 27 vectors of the model's
     /// width a token (norms, projections, the feed-forward part at four times the width, residuals and
     /// masks) and 3 numbers a head and pair of tokens; the logits are there three times at the
-    /// loss. The gradient of the output's weight comes first and stays until the embedding's joins it.
-    pub fn activation_bytes(&self, rows: usize, length: usize) -> usize {
+    /// loss, in f32. The gradient of the output's weight comes first and stays until the embedding's
+    /// joins it. A checkpointed block keeps its input alone, and one of them at a time all the rest.
+    pub fn activation_bytes(&self, rows: usize, length: usize, kept: Kept) -> usize {
         let of_block = 27 * self.width + 3 * self.heads * length;
-        let of_token = self.layers * of_block + 3 * self.width + 3 * self.vocabulary;
-        (rows * length * of_token + self.vocabulary * self.width) * size_of::<f32>()
+        let of_blocks = match kept.blocks {
+            KeptBlocks::Whole => self.layers * of_block,
+            KeptBlocks::Inputs => self.layers * self.width + of_block,
+            KeptBlocks::OnHost => of_block,
+        };
+        let numbers = rows * length * (of_blocks + 3 * self.width) + self.vocabulary * self.width;
+        let logits = rows * length * 3 * self.vocabulary;
+        numbers * kept.element_size + logits * size_of::<f32>()
     }
+}
+
+/// What a forward keeps for its backward.
+#[derive(Clone, Copy, Debug)]
+pub struct Kept {
+    /// Bytes of a number.
+    pub element_size: usize,
+    /// What is kept of the blocks.
+    pub blocks: KeptBlocks,
+}
+
+/// What is kept of the blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeptBlocks {
+    /// Whatever their operations keep.
+    Whole,
+    /// Their inputs, on the device.
+    Inputs,
+    /// Their inputs, in the host's memory.
+    OnHost,
 }
 
 impl FromStr for Arch {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use clap::Parser;
 use fsdp_runtime::prelude::ShardingStrategy;
 
-use crate::arch::Arch;
+use crate::arch::{Arch, KeptBlocks};
 use crate::device::DeviceName;
 use crate::schedule::{LrScheduler, Schedule};
 
@@ -48,6 +48,14 @@ pub struct Cli {
     /// Keep parameters, gradients and optimizer state in the host's memory, and step there
     #[arg(long)]
     pub cpu_offload: bool,
+
+    /// Keep a block's input alone for its backward, and run its forward again there
+    #[arg(long)]
+    pub checkpoint_activations: bool,
+
+    /// The same, with those inputs in the host's memory
+    #[arg(long)]
+    pub offload_activations: bool,
 
     /// Batches whose gradients are added up to one update
     #[arg(long, value_name = "N", default_value = "1", value_parser = positive)]
@@ -165,6 +173,8 @@ pub struct Recipe {
     pub precision: Precision,
     /// Batches to evaluate.
     pub max_valid_steps: usize,
+    /// What blocks keep for their backward.
+    pub kept_blocks: KeptBlocks,
 }
 
 /// The type in which parameters are gathered and computed with.
@@ -231,6 +241,11 @@ impl Cli {
             seed: self.seed,
             log_interval: self.log_interval,
             max_valid_steps: self.max_valid_steps.unwrap_or(usize::MAX),
+            kept_blocks: match (self.checkpoint_activations, self.offload_activations) {
+                (_, true) => KeptBlocks::OnHost,
+                (true, false) => KeptBlocks::Inputs,
+                (false, false) => KeptBlocks::Whole,
+            },
             precision: match (self.bf16, self.fp16) {
                 (true, _) => Precision::Bf16,
                 (_, true) => Precision::Fp16 { init_scale: self.fp16_init_scale },
@@ -325,7 +340,7 @@ mod tests {
             "--tokens-per-sample 2048 --batch-size 8 --arch transformer_lm_gpt3_13 \
              --adam-betas (0.9,0.98) --lr 0.0001 --lr-scheduler polynomial_decay \
              --warmup-updates 5 --total-num-update 10 --max-update 10 --log-interval 1 \
-             --fp16 --fp16-init-scale 4 --cpu-offload",
+             --fp16 --fp16-init-scale 4 --cpu-offload --checkpoint-activations",
         )
         .unwrap();
         let recipe = cli.recipe();
@@ -334,6 +349,7 @@ mod tests {
         assert_eq!(recipe.dropout, 0.0, "as fairseq's GPT-3");
         assert_eq!(recipe.precision, Precision::Fp16 { init_scale: 4.0 });
         assert!(cli.cpu_offload);
+        assert_eq!(recipe.kept_blocks, KeptBlocks::Inputs);
     }
 
     #[test]

@@ -117,6 +117,7 @@ mod tests {
     use fsdp_runtime::MemoryError;
 
     use super::*;
+    use crate::arch::Arch;
 
     /// A run short enough for a test, of the same steps at every world size.
     fn run_with(flags: &str) -> Result<Summary> {
@@ -191,6 +192,40 @@ mod tests {
         let overflow = run_with(&format!("{shape} --fp16 --fp16-init-scale 1e30")).unwrap();
         assert_eq!(overflow.skipped_updates, 3);
         assert!(overflow.losses.iter().all(|loss| loss.is_finite()));
+    }
+
+    #[test]
+    fn recomputation_changes_no_loss() {
+        let shape = "--world-size 2 --batch-size 2 --max-valid-steps 1 --dropout 0.1";
+        let losses = |flags: &str| run_with(&format!("{shape} {flags}")).unwrap().losses;
+        let kept = losses("--bf16");
+        assert_eq!(losses("--bf16 --checkpoint-activations"), kept);
+        assert_eq!(losses("--bf16 --offload-activations --cpu-offload"), kept);
+    }
+
+    /// A quarter of what the unsharded model and its Adam state take is enough with offload and
+    /// recomputation, and not enough without.
+    #[test]
+    fn a_model_trains_in_a_quarter_of_its_own_size() {
+        let arch =
+            Arch { name: "deep", fairseq: None, layers: 24, width: 64, heads: 2, vocabulary: 512 };
+        let shape = "gpt_pretrain --quiet --tokens-per-sample 32 --max-update 2 --batch-size 1 \
+                     --max-valid-steps 1";
+        let with = |flags: &str| {
+            let cli = Cli::parse_from(shape.split_whitespace().chain(flags.split_whitespace()));
+            run(&Cli { arch, ..cli })
+        };
+        let whole = with("--world-size 1 --strategy NO_SHARD").unwrap().forecast;
+        let limit = (whole.replicated + whole.optimizer) / 4;
+        let limited = |flags: &str| with(&format!("--memory-limit {limit} {flags}"));
+        for world in ["--world-size 1", "--world-size 2"] {
+            let error = limited(world).unwrap_err();
+            assert!(error.downcast_ref::<MemoryError>().is_some(), "{error}");
+            let fits = limited(&format!("{world} --cpu-offload --checkpoint-activations")).unwrap();
+            assert!(fits.forecast.total() <= limit, "{limit}\n{}", fits.forecast);
+            assert!(fits.memory.total.peak <= fits.forecast.total(), "{}", fits.memory);
+            assert!(fits.losses.iter().all(|loss| loss.is_finite()));
+        }
     }
 
     #[test]

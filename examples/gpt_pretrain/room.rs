@@ -3,9 +3,10 @@
 use std::{fmt, fs};
 
 use anyhow::{Context, Result};
-use burn::tensor::Device;
+use burn::tensor::{DType, Device};
 use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, WorldSize};
 
+use crate::arch::Kept;
 use crate::cli::Cli;
 use crate::device::DeviceName;
 use crate::train::{ADAM_MOMENTS, Job};
@@ -25,7 +26,10 @@ pub fn forecast(job: &Job, world_size: usize, device: &Device) -> Result<MemoryF
         largest = if larger { Some(of_rank) } else { largest };
     }
     let recipe = &job.recipe;
-    let activations = job.arch.activation_bytes(recipe.batch_size, recipe.tokens_per_sample);
+    let element_size = DType::from(recipe.precision.dtype()).size();
+    let kept = Kept { element_size, blocks: recipe.kept_blocks };
+    let (rows, length) = (recipe.batch_size, recipe.tokens_per_sample);
+    let activations = job.arch.activation_bytes(rows, length, kept);
     let forecast = largest.context("no rank")?.with_optimizer(ADAM_MOMENTS);
     let forecast = if recipe.update_freq > 1 { forecast.with_accumulation() } else { forecast };
     Ok(forecast.with_activations(activations))

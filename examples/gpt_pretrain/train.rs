@@ -11,11 +11,11 @@ use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{GradScalerConfig, MemoryForecast};
 
-use crate::arch::Arch;
+use crate::arch::{Arch, KeptBlocks};
 use crate::batch::{Blocks, Dealer};
 use crate::cli::{Precision, Recipe};
 use crate::log::{Log, Place, Update};
-use crate::model::{Gpt, GptConfig};
+use crate::model::{Block, Gpt, GptConfig};
 use crate::report::Summary;
 
 /// Floats of state that AdamW holds for each parameter.
@@ -64,6 +64,12 @@ impl Job {
                 let policy = MixedPrecisionPolicy::new().param_dtype(dtype);
                 options.mixed_precision(policy.output_dtype(FloatDType::F32))
             }
+        };
+        let options = match self.recipe.kept_blocks {
+            KeptBlocks::Whole => options,
+            kept => options
+                .activation_checkpointing(ActivationCheckpointing::Units(unit_types![Block]))
+                .offload_activations(kept == KeptBlocks::OnHost),
         };
         match self.cpu_offload {
             true => options.offload(OffloadPolicy::Params { pin_memory: true }),

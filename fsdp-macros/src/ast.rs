@@ -34,6 +34,8 @@ pub struct Module<'a> {
     pub original: &'a DeriveInput,
     /// Whether it is a unit, and then whether it is the root.
     pub unit: Option<Root>,
+    /// Whether it is a unit whose forward is run again in backward.
+    pub checkpoint: bool,
     /// Its fields, in declaration order.
     pub fields: Vec<Field<'a>>,
     /// The weights declared as one.
@@ -58,7 +60,7 @@ impl<'a> Module<'a> {
             Data::Struct(data) => Field::parse_all(&data.fields, errors),
             Data::Enum(_) | Data::Union(_) => Vec::new(),
         };
-        Self { original, unit, fields, ties: args.ties }
+        Self { original, unit, checkpoint: args.checkpoint, fields, ties: args.ties }
     }
 
     /// Whether it is one type whose fields are all there.

@@ -16,6 +16,7 @@ pub const FSDP: &str = "fsdp";
 pub const FSDP_UNIT: &str = "fsdp_unit";
 
 const ROOT: &str = "root";
+const CHECKPOINT: &str = "checkpoint";
 const TIE: &str = "tie";
 const KEY: &str = "key";
 const LEAF: &str = "leaf";
@@ -31,6 +32,8 @@ const KEY_FORM: &str = r#"write `key = "name.in.checkpoint"`"#;
 pub struct StructArgs {
     /// `root`
     pub root: bool,
+    /// `checkpoint`
+    pub checkpoint: bool,
     /// `tie(..)`, in the order written.
     pub ties: Vec<Tie>,
 }
@@ -72,8 +75,13 @@ impl StructArgs {
                     flag(&meta, ROOT, errors);
                     parsed.root = true;
                 }
+                CHECKPOINT if parsed.checkpoint => repeated(&meta, CHECKPOINT, errors),
+                CHECKPOINT => {
+                    flag(&meta, CHECKPOINT, errors);
+                    parsed.checkpoint = true;
+                }
                 TIE => parsed.ties.extend(tie(&meta, errors)),
-                _ => unknown(&meta, &[ROOT, TIE], errors),
+                _ => unknown(&meta, &[ROOT, CHECKPOINT, TIE], errors),
             }
         }
         parsed
@@ -128,7 +136,7 @@ impl BlockArgs {
                     flag(&meta, FIELD_UNITS, errors);
                     parsed.field_units = true;
                 }
-                given @ (ROOT | TIE) => errors.push(
+                given @ (ROOT | CHECKPOINT | TIE) => errors.push(
                     &meta,
                     format!(
                         "`{given}` belongs on the struct, in the `#[fsdp_unit(..)]` there; on an \
@@ -258,7 +266,9 @@ fn unknown(meta: &Meta, valid: &[&'static str], errors: &mut Errors) {
     let given = name(meta);
     let advice = match did_you_mean(&given, valid.iter().copied()) {
         Some(name) => format!("did you mean `{name}`?"),
-        None if given == ROOT => "it belongs to a unit: `#[fsdp_unit(root)]`".to_string(),
+        None if given == ROOT || given == CHECKPOINT => {
+            format!("it belongs to a unit: `#[fsdp_unit({given})]`")
+        }
         None if given == TIE => format!("it belongs on the struct: {TIE_FORM} there"),
         None if given == FIELD_UNITS => {
             format!("it belongs on the `impl` block: `#[fsdp_unit({FIELD_UNITS})]`")

@@ -49,6 +49,11 @@ use error::Errors;
 /// # On a struct
 ///
 /// - `root`: the outermost unit of a model.
+/// - `checkpoint`: in training, only the inputs of the unit's `forward` are kept, and it is run again
+///   in backward, under the all-gather that the backward needs anyway. So each hooked method takes
+///   its inputs by value, of types that are `UnitValue + Clone + Send + 'static`, and depends on
+///   nothing but them, the parameters and `fsdp_runtime::nn::Dropout`. `ActivationCheckpointing` in
+///   the options chooses units without this.
 /// - `tie("a.b" = "c.d")`, any number of times: two places below this struct that hold one weight.
 ///   Both must lie in the same unit. A path is made of field names; it names a `Param`, or a module
 ///   with exactly one matrix.

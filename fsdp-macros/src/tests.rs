@@ -34,6 +34,11 @@ fn field_units() {
 }
 
 #[test]
+fn checkpointed_unit() {
+    compare("checkpointed_unit");
+}
+
+#[test]
 fn derived_module() {
     compare("derived_module");
 }

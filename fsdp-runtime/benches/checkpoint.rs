@@ -96,14 +96,20 @@ fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
             checkpoint = checkpoint.optimizer("adamw", &optimizer);
         }
         let folder = root.join(if moments { "with-moments" } else { "model" });
+        let copied = root.join("copied");
         let (mut saves, mut copies, mut stalls) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..ROUNDS {
+            // Both write to a folder that is not there yet.
+            if leads {
+                remove(&folder);
+                remove(&copied);
+            }
             worker.barrier()?;
             let begin = Instant::now();
             checkpoint.save(worker, &folder)?;
             saves.push(begin.elapsed());
             if leads {
-                copies.push(copy(&folder, &root.join("copied")));
+                copies.push(copy(&folder, &copied));
             }
             worker.barrier()?;
             let mut manager =
@@ -162,7 +168,6 @@ fn load(worker: &Worker, root: &Path) -> Result<(), Error> {
 
 /// Copies a folder's files with `cp` and waits until they are on the disk.
 fn copy(from: &Path, to: &Path) -> Duration {
-    remove(to);
     fs::create_dir_all(to).expect("a folder to copy to");
     let files: Vec<PathBuf> = fs::read_dir(from).unwrap().flatten().map(|e| e.path()).collect();
     let begin = Instant::now();

@@ -1,6 +1,6 @@
 //! Time of one training step of a BERT, sharded in every way and not at all.
 //!
-//! `cargo bench --bench step -- --world 1,2,4`
+//! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation
 //!
 //! Every way takes its turn in each round, so that what else the machine does falls on all alike;
 //! figures are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,
@@ -62,6 +62,9 @@ struct Cli {
     /// Parameters and products in bf16; gradients are reduced in f32.
     #[arg(long)]
     bf16: bool,
+    /// Also FULL_SHARD with every layer checkpointed.
+    #[arg(long)]
+    checkpoint: bool,
     /// Only the median step of each way in seconds, a line each.
     #[arg(long)]
     brief: bool,
@@ -178,10 +181,10 @@ struct Way {
     options: Option<FsdpOptions>,
 }
 
-fn ways() -> Vec<Way> {
+fn ways(cli: &Cli) -> Vec<Way> {
     let full = FsdpOptions::new;
     let way = |name, options| Way { name, options };
-    vec![
+    let mut ways = vec![
         way("unsharded", None),
         way("NO_SHARD", Some(full().strategy(ShardingStrategy::NoShard))),
         way("FULL_SHARD", Some(full())),
@@ -191,7 +194,12 @@ fn ways() -> Vec<Way> {
             "FULL_SHARD no prefetch",
             Some(full().backward_prefetch(BackwardPrefetch::None).forward_prefetch(false)),
         ),
-    ]
+    ];
+    if cli.checkpoint {
+        let layers = ActivationCheckpointing::Units(unit_types![Layer]);
+        ways.push(way("FULL_SHARD checkpoint", Some(full().activation_checkpointing(layers))));
+    }
+    ways
 }
 
 struct Data {
@@ -316,7 +324,8 @@ fn median(times: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
 fn main() {
     allocator::keep_pages();
     let cli = Cli::parse();
-    let ways: Vec<Way> = ways().into_iter().filter(|way| way.name.contains(&cli.only)).collect();
+    let ways: Vec<Way> =
+        ways(&cli).into_iter().filter(|way| way.name.contains(&cli.only)).collect();
     for &world in &cli.world {
         let mut times: Vec<Vec<Times>> = vec![Vec::new(); ways.len()];
         for _ in 0..cli.rounds {

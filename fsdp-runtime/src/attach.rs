@@ -18,7 +18,7 @@ use crate::nn::Dropout;
 use crate::nn::dropout::{Stream, mix};
 use crate::options::FsdpOptions;
 use crate::param::{Place, Runtime, Sharded};
-use crate::plan::Plan;
+use crate::plan::{Plan, SHARDED};
 use crate::unit::{Attach, Child};
 
 /// The rebuild of a module's parameters into fragments.
@@ -157,10 +157,10 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         let dtype = tensor.dtype();
         let rest = self.options.offload.rest();
         let wrong = match Stored::<B>::read(tensor.into_dispatch(), rest) {
-            Some((value, ..)) if dtype == DType::F32 && found == declared => {
-                return value.on_device(&self.device, dtype, rest);
+            Some((value, ..)) if SHARDED.contains(&dtype) && found == declared => {
+                return value.on_device(&self.device, DType::F32, rest);
             }
-            Some(_) if dtype == DType::F32 => ShardError::InitShape { path, declared, found },
+            Some(_) if SHARDED.contains(&dtype) => ShardError::InitShape { path, declared, found },
             _ => ShardError::UnsupportedDtype { path, dtype },
         };
         self.found.get_or_insert(wrong);

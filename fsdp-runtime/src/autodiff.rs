@@ -23,6 +23,7 @@ use burn::tensor::{DType, Shape};
 use crate::backend::{Float, Leaf, ShardBackend, Tracked};
 use crate::error::Error;
 use crate::param::{CallId, raise};
+use crate::recompute::Kept;
 
 /// What the ops ask of the schedule, during backward.
 pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
@@ -31,6 +32,15 @@ pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
     fn pre_backward(&self, call: CallId, depth: Depth) -> Result<bool, Error>;
     /// A parameter's full gradient arrived.
     fn arrived(&self, call: CallId, entry: usize, gradient: Float<B>) -> Result<(), Error>;
+    /// The gradients of a checkpointed unit's outputs arrived, those that do, and every op above the
+    /// depth `reached` has run. Runs the unit's forward again and then its backward; returns what to
+    /// register for its inputs.
+    fn recompute(
+        &self,
+        state: &State<B>,
+        reached: usize,
+        kept: &Kept<B>,
+    ) -> Result<Vec<(NodeId, Float<B>)>, Error>;
 }
 
 /// Where in a backward pass a unit's ops run: Burn runs ops by depth, the deepest first.
@@ -143,10 +153,14 @@ fn zeros<B: ShardBackend>(
 ) {
     for (input, (shape, dtype)) in inputs.into_iter().zip(anchors) {
         let Some(input) = input else { continue };
-        let zero = Shape::from(vec![1; shape.num_dims()]);
-        let zero = B::float_zeros(zero, device, dtype.into());
-        grads.register::<B>(input, B::float_expand(zero, shape));
+        grads.register::<B>(input, zero::<B>(shape, device, dtype));
     }
+}
+
+/// Zeros of `shape`, in the memory of one.
+pub(crate) fn zero<B: ShardBackend>(shape: Shape, device: &B::Device, dtype: DType) -> Float<B> {
+    let zero = Shape::from(vec![1; shape.num_dims()]);
+    B::float_expand(B::float_zeros(zero, device, dtype.into()), shape)
 }
 
 /// The full parameter `value` as the child of its fragment's leaf, ordered after `anchors`.

@@ -5,6 +5,7 @@
 //! What one item can be checked for on its own is in `fsdp-macros`.
 
 mod keys;
+mod replay;
 mod text;
 mod ties;
 
@@ -16,6 +17,7 @@ use crate::unit::{FsdpModule, HookedForward, Kind, Node};
 use text::Text;
 
 pub use keys::{have_distinct_keys, num_keys};
+pub use replay::{NotHooked, NotReplayed, can_be_replayed};
 pub use ties::{leads_to_a_weight, lie_in_one_unit};
 
 /// A type under `#[derive(Module)]`. Asked for before the traits that need it, for its message.

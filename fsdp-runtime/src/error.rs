@@ -10,6 +10,7 @@ pub use self::engine::EngineError;
 use crate::checkpoint::CheckpointError;
 use crate::mesh::{Rank, WorldSize};
 use crate::pretrained::{LoadError, SaveError};
+use crate::unit::Obstacle;
 
 /// Anything that can go wrong in sharded training.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -100,12 +101,29 @@ pub enum ShardError {
         name: String,
     },
     /// A parameter of a dtype that cannot be sharded.
-    #[error("`{path}` is {dtype:?}; only f32 parameters can be sharded")]
+    #[error("`{path}` is {dtype:?}; only f32, bf16 and f16 parameters can be sharded")]
     UnsupportedDtype {
         /// The parameter.
         path: String,
         /// Its dtype.
         dtype: DType,
+    },
+    /// Matrices of several dtypes in one unit, which is gathered in one.
+    #[error(
+        "{unit} holds matrices of several types, `{first}` ({first_dtype:?}) and `{second}` \
+         ({second_dtype:?}); set `param_dtype`, or make a unit of one of their modules"
+    )]
+    MixedDtypes {
+        /// The unit, as its path is quoted.
+        unit: String,
+        /// Its first matrix.
+        first: String,
+        /// The dtype of that.
+        first_dtype: DType,
+        /// A matrix of another dtype.
+        second: String,
+        /// The dtype of that.
+        second_dtype: DType,
     },
     /// A parameter that is initialised to another shape than it declares.
     #[error(
@@ -165,6 +183,47 @@ pub enum ShardError {
     ValueMismatch {
         /// The rank that differs.
         rank: Rank,
+        /// The parameter.
+        path: String,
+    },
+    /// A checkpointed unit that cannot be run again from its inputs.
+    #[error("{unit} is checkpointed, but `{input}` of `{ty}::{forward}` {}", obstacle.advice())]
+    NotReplayable {
+        /// The unit.
+        unit: String,
+        /// Its type.
+        ty: &'static str,
+        /// The method.
+        forward: &'static str,
+        /// The input, or what else of the method.
+        input: &'static str,
+        /// What stands in the way.
+        obstacle: Obstacle,
+    },
+    /// A checkpointed unit that holds a module which does not do the same twice.
+    #[error(
+        "{unit} is checkpointed, but `{path}` is a `{ty}`, which does not do the same when the \
+         forward is run again in backward; {instead}"
+    )]
+    Unrepeatable {
+        /// The unit.
+        unit: String,
+        /// The module.
+        path: String,
+        /// Its type.
+        ty: &'static str,
+        /// What to write in its place.
+        instead: &'static str,
+    },
+    /// A checkpointed unit that holds a trainable parameter which is not managed.
+    #[error(
+        "{unit} is checkpointed, but `{path}` in it is under `ignored_params`, and would get no \
+         gradient from the recomputed forward; let it be sharded, freeze it, or leave the unit out \
+         of `activation_checkpointing`"
+    )]
+    IgnoredInCheckpoint {
+        /// The unit.
+        unit: String,
         /// The parameter.
         path: String,
     },
@@ -339,6 +398,27 @@ pub enum ScheduleError {
         found: f32,
         /// Rank 0's.
         expected: f32,
+    },
+    /// A checkpointed unit whose forward drew from other dropout layers when it was run again.
+    #[error(
+        "the forward of a checkpointed unit did not call the same dropout layers in the same order \
+         when it was run again; make it depend on its inputs and parameters alone, or leave the unit \
+         out of `activation_checkpointing`"
+    )]
+    OtherDraws,
+    /// A checkpointed unit whose forward returned other tensors when it was run again.
+    #[error(
+        "the forward of the checkpointed unit {unit} returned tensors of the shapes {found:?} when it \
+         was run again, and of {expected:?} before; make it depend on its inputs and parameters \
+         alone, or leave the unit out of `activation_checkpointing`"
+    )]
+    OtherOutputs {
+        /// The unit.
+        unit: String,
+        /// The shapes the first time.
+        expected: Vec<Vec<usize>>,
+        /// The shapes now.
+        found: Vec<Vec<usize>>,
     },
     /// A loss of more than one element, or one without a graph.
     #[error("the loss is {found}; `backward` takes one tracked element")]

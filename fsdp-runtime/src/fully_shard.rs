@@ -132,6 +132,7 @@ fn settings(
         accumulation: options.gradient_accumulation,
         rest: options.offload.rest(),
         keep_sent: options.offload == OffloadPolicy::OptimizerOnly,
+        offload_activations: options.offload_activations,
     })
 }
 

@@ -6,6 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DispatchTensor, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::{Scalar, Scalars};
 use crate::error::{Error, ScheduleError, ShardError};
 use crate::fully_shard::Fsdp;
 use crate::norm::scale_gradients;
@@ -61,7 +62,7 @@ impl GradScalerConfig {
 /// steps without, it grows.
 ///
 /// Every rank has one of its own, made alike: they stay alike. It is its own state, and is saved and
-/// loaded through serde.
+/// loaded with a [checkpoint](crate::checkpoint::Checkpoint::grad_scaler), or through serde.
 ///
 /// ```no_run
 /// # use burn::{optim::{AdamWConfig, GradientsParams, ModuleOptimizer}, tensor::Tensor};
@@ -152,6 +153,49 @@ impl GradScaler {
         }
         scale_gradients(&**model, &mut gradients, factor);
         Ok(Unscaled::Finite(gradients))
+    }
+
+    /// Its state by name, as checkpoints hold it.
+    pub(crate) fn scalars(&self) -> Scalars {
+        let Self { config, scale, growth_tracker } = self;
+        let float = |x: f32| Scalar::Float(f64::from(x));
+        let count = |n: u32| Scalar::UInt(n.into());
+        let named = [
+            ("init_scale", float(config.init_scale)),
+            ("growth_factor", float(config.growth_factor)),
+            ("backoff_factor", float(config.backoff_factor)),
+            ("growth_interval", count(config.growth_interval)),
+            ("scale", float(*scale)),
+            ("growth_tracker", count(*growth_tracker)),
+        ];
+        named.map(|(name, scalar)| (name.to_string(), scalar)).into()
+    }
+
+    /// A scaler of that state.
+    ///
+    /// # Errors
+    ///
+    /// The first number that is missing or out of its range.
+    pub(crate) fn from_scalars(scalars: &Scalars) -> Result<Self, String> {
+        let number =
+            |name: &str| scalars.get(name).copied().ok_or_else(|| format!("`{name}` is missing"));
+        let float = |name| match number(name)? {
+            Scalar::Float(x) => Ok(x as f32),
+            other => Err(format!("`{name}` is {other}, not a float")),
+        };
+        let count = |name| match number(name)? {
+            Scalar::UInt(n) => u32::try_from(n).map_err(|_| format!("`{name}` is {n}")),
+            other => Err(format!("`{name}` is {other}, not a uint")),
+        };
+        let config = GradScalerConfig::new()
+            .with_init_scale(float("init_scale")?)
+            .with_growth_factor(float("growth_factor")?)
+            .with_backoff_factor(float("backoff_factor")?)
+            .with_growth_interval(count("growth_interval")?);
+        let (scale, growth_tracker) = (float("scale")?, count("growth_tracker")?);
+        Unchecked { config, scale, growth_tracker }
+            .try_into()
+            .map_err(|error: ShardError| error.to_string())
     }
 
     /// The scale of the next step.

@@ -14,6 +14,7 @@ use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
 use crate::param::CallId;
 use crate::precision::Precision;
+use crate::recompute::{Kept, KeptInput};
 use crate::slot::SlotPlan;
 
 /// How a parameter is held between steps.
@@ -36,6 +37,8 @@ pub(crate) struct Entry {
     pub(crate) path: String,
     /// Its full shape.
     pub(crate) shape: Vec<usize>,
+    /// The type it is computed with.
+    pub(crate) dtype: DType,
     /// How it is held.
     pub(crate) held: Held,
     /// Its matrix's place in the unit's flat layout; also under `NO_SHARD`, where it says in which
@@ -97,6 +100,10 @@ pub(crate) struct Unit {
     pub(crate) gathers: bool,
     /// In which types it computes and communicates.
     pub(crate) precision: Precision,
+    /// Whether its forward is run again in backward, from its inputs alone.
+    pub(crate) checkpointed: bool,
+    /// The checkpointed unit that it lies in: it is run again as part of that one.
+    pub(crate) within: Option<usize>,
 }
 
 impl Unit {
@@ -272,6 +279,33 @@ pub(crate) struct Call<B: ShardBackend> {
     pub(crate) alive: std::sync::Weak<()>,
     /// Kept until its forward ends.
     pub(crate) open: Option<Arc<()>>,
+    /// The call whose recomputation it is part of.
+    pub(crate) part_of: Option<CallId>,
+    /// What its forward takes along to be run again, where it is checkpointed.
+    pub(crate) checkpoint: Option<Checkpoint<B>>,
+}
+
+/// A checkpointed forward under way.
+#[derive(Debug)]
+pub(crate) struct Checkpoint<B: ShardBackend> {
+    /// Its inputs, in the order in which they were detached.
+    pub(crate) inputs: Vec<KeptInput>,
+    /// How many of them are stowed until backward.
+    pub(crate) stowed: usize,
+    /// Their bytes.
+    pub(crate) bytes: usize,
+    /// The tracked ones, or a leaf in their place.
+    pub(crate) parents: Vec<Tracked<B>>,
+    /// What is kept, once it has run.
+    pub(crate) kept: Option<Arc<Kept<B>>>,
+    /// The parent of its outputs, once there is one.
+    pub(crate) parent: Option<Tracked<B>>,
+}
+
+impl<B: ShardBackend> Checkpoint<B> {
+    pub(crate) fn new(parents: Vec<Tracked<B>>) -> Self {
+        Self { inputs: Vec::new(), stowed: 0, bytes: 0, parents, kept: None, parent: None }
+    }
 }
 
 impl<B: ShardBackend> Call<B> {
@@ -289,6 +323,8 @@ impl<B: ShardBackend> Call<B> {
             reads_frozen: false,
             alive: Arc::downgrade(&open),
             open: Some(open),
+            part_of: None,
+            checkpoint: None,
         }
     }
 

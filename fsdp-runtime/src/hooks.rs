@@ -59,7 +59,11 @@ pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) ->
 /// # Panics
 ///
 /// Unwinds with the typed error where a collective fails.
-pub fn post_forward<O: UnitValue>(mut call: Call, output: O) -> O {
+pub fn post_forward<O: UnitValue>(call: Call, output: O) -> O {
+    finish(call, output)
+}
+
+pub(crate) fn finish<O: UnitValue>(mut call: Call, output: O) -> O {
     let Some(Open { runtime, id, .. }) = call.0.take() else { return output };
     let output = output.map_tensors(&mut |tensor| runtime.clone().hook_output(id, tensor));
     match runtime.post_forward(id) {

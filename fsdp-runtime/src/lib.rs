@@ -25,6 +25,7 @@ mod fully_shard;
 mod grad_scaler;
 mod group;
 mod hooks;
+pub mod kernels;
 mod launch;
 mod layout;
 mod leaf;
@@ -40,6 +41,8 @@ mod param;
 mod plan;
 mod precision;
 mod pretrained;
+mod recompute;
+mod replay;
 mod schedule;
 mod slot;
 mod state_dict;
@@ -65,8 +68,8 @@ pub use mesh::{Mesh, Rank, WorldSize};
 pub use norm::Norm;
 pub use optimizer_state::{LocalTensor, OptimizerState, ParameterState};
 pub use options::{
-    BackwardPrefetch, FsdpOptions, GradientAccumulation, OffloadPolicy, ReshardAfterForward,
-    ShardingStrategy, WrapPolicy,
+    ActivationCheckpointing, BackwardPrefetch, FsdpOptions, GradientAccumulation, OffloadPolicy,
+    ReshardAfterForward, ShardingStrategy, WrapPolicy,
 };
 pub use param::Sharded;
 pub use precision::MixedPrecisionPolicy;
@@ -78,17 +81,19 @@ pub use schedule::Counts;
 pub use state_dict::{
     FullState, LocalState, Recipient, ShardedState, ShardedTensor, UnshardedState,
 };
-pub use unit::{Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Tie, Walk};
+pub use unit::{
+    Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Obstacle, Tie, Walk,
+};
 pub use unit_type::UnitType;
 pub use wrapping::{WrappedUnit, Wrapping};
 
 /// What a program that trains a sharded model needs.
 pub mod prelude {
     pub use crate::{
-        BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, GradScaler,
-        GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, OffloadPolicy, Recipient,
-        ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit,
-        fully_shard, launch, unit_types,
+        ActivationCheckpointing, BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit,
+        GradScaler, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, OffloadPolicy,
+        Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy,
+        fsdp_unit, fully_shard, launch, unit_types,
     };
 }
 
@@ -101,5 +106,6 @@ pub mod __private {
     pub use crate::field_call::*;
     pub use crate::hooks::*;
     pub use crate::leaf::*;
+    pub use crate::replay::*;
     pub use crate::unit::*;
 }

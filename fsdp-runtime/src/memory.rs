@@ -1,7 +1,7 @@
 //! What a sharded model holds in memory, counted as it is taken and given back.
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Bytes of one kind on one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -12,7 +12,8 @@ pub struct Usage {
     pub peak: usize,
 }
 
-/// What one rank holds of a sharded model, by kind. Activations are Burn's, and not counted.
+/// What one rank holds of a sharded model, by kind. Activations other than the inputs of checkpointed
+/// units are Burn's, and not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
     /// Fragments of sharded parameters.
@@ -24,6 +25,8 @@ pub struct Memory {
     /// Gradients: full ones until they are reduced, and reduced ones from then until the next
     /// forward.
     pub gradients: Usage,
+    /// The inputs that checkpointed units keep until backward.
+    pub activations: Usage,
     /// The optimizer's state, as [`Fsdp::record_optimizer`](crate::Fsdp::record_optimizer) found it.
     pub optimizer: Usage,
     /// All of these together.
@@ -32,12 +35,13 @@ pub struct Memory {
 
 impl Memory {
     /// Every kind with its name, the total last.
-    pub const fn kinds(&self) -> [(&'static str, Usage); 6] {
+    pub const fn kinds(&self) -> [(&'static str, Usage); 7] {
         [
             ("fragments", self.fragments),
             ("replicated", self.replicated),
             ("gathered", self.gathered),
             ("gradients", self.gradients),
+            ("activations", self.activations),
             ("optimizer", self.optimizer),
             ("total", self.total),
         ]
@@ -68,6 +72,7 @@ pub(crate) enum Use {
     Gradients,
     /// Reduced gradients.
     Reduced,
+    Activations,
     Optimizer,
 }
 
@@ -82,6 +87,27 @@ pub(crate) struct Ledger {
 
 fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
     memory.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Bytes counted until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Counted {
+    ledger: Arc<Ledger>,
+    kind: Use,
+    bytes: usize,
+}
+
+impl Counted {
+    pub(crate) fn new(ledger: &Arc<Ledger>, kind: Use, bytes: usize) -> Self {
+        ledger.take(kind, bytes);
+        Self { ledger: ledger.clone(), kind, bytes }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.ledger.give_back(self.kind, self.bytes);
+    }
 }
 
 impl Ledger {
@@ -116,7 +142,7 @@ impl Ledger {
     }
 
     fn change(&self, kind: Use, change: impl FnOnce(usize) -> usize) {
-        let rests = !matches!(kind, Use::Sent | Use::Gathered | Use::Gradients);
+        let rests = !matches!(kind, Use::Sent | Use::Gathered | Use::Gradients | Use::Activations);
         let on_host = self.offloaded && rests;
         let mut memory = lock(if on_host { &self.host } else { &self.device });
         let usage = match kind {
@@ -124,6 +150,7 @@ impl Ledger {
             Use::Replicated => &mut memory.replicated,
             Use::Gathered => &mut memory.gathered,
             Use::Gradients | Use::Reduced => &mut memory.gradients,
+            Use::Activations => &mut memory.activations,
             Use::Optimizer => &mut memory.optimizer,
         };
         usage.now = change(usage.now);
@@ -163,5 +190,14 @@ mod tests {
             ledger.take(kind, 100);
         }
         assert_eq!((ledger.host().total.now, ledger.device().total.now), (4, 300));
+    }
+
+    #[test]
+    fn what_is_dropped_is_given_back() {
+        let ledger = Arc::new(Ledger::default());
+        let kept = [3, 4].map(|bytes| Counted::new(&ledger, Use::Activations, bytes));
+        assert_eq!(ledger.device().activations, Usage { now: 7, peak: 7 });
+        drop(kept);
+        assert_eq!(ledger.device().activations, Usage { now: 0, peak: 7 });
     }
 }

@@ -34,11 +34,11 @@ type Vector = Param<Tensor<1>>;
 
 /// A module with public fields: `field: Type`, then `as "key"` where a checkpoint calls it
 /// otherwise and `where transposed` where it holds the matrix so. Fields without parameters are
-/// left out.
+/// left out; `draws` names one among them that does not do the same twice.
 macro_rules! module {
     ($ty:ident {
         $($field:ident: $field_ty:ty $(as $key:literal)? $(where $transposed:ident)?),+ $(,)?
-    }) => {
+    } $(draws $dropout:ident)?) => {
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node {
                 ty: stringify!($ty),
@@ -58,6 +58,7 @@ macro_rules! module {
                 $(if let Some(child) = children.next() {
                     self.$field.walk_field(child, walk);
                 })+
+                $(self.$dropout.walk(walk);)?
             }
 
             fn attach<A: Attach>(mut self, attach: &mut A) -> Self {
@@ -142,7 +143,7 @@ module!(DeformConv2d { weight: Param<Tensor<4>>, bias: Option<Vector> });
 // Norms. The running statistics of a `BatchNorm` are no parameters.
 module!(LayerNorm { gamma: Vector as "weight", beta: Option<Vector> as "bias" });
 module!(RmsNorm { gamma: Vector as "weight" });
-module!(BatchNorm { gamma: Vector as "weight", beta: Vector as "bias" });
+module!(BatchNorm { gamma: Vector as "weight", beta: Vector as "bias" } draws running_mean);
 module!(GroupNorm { gamma: Option<Vector> as "weight", beta: Option<Vector> as "bias" });
 module!(InstanceNorm { gamma: Option<Vector> as "weight", beta: Option<Vector> as "bias" });
 choice!(Normalization {
@@ -156,15 +157,15 @@ choice!(Normalization {
 
 // Attention and transformers. PyTorch packs query, key and value into one matrix; the keys here
 // are Burn's.
-module!(MultiHeadAttention { query: Linear, key: Linear, value: Linear, output: Linear });
-module!(PositionWiseFeedForward { linear_inner: Linear, linear_outer: Linear });
+module!(MultiHeadAttention { query: Linear, key: Linear, value: Linear, output: Linear } draws dropout);
+module!(PositionWiseFeedForward { linear_inner: Linear, linear_outer: Linear } draws dropout);
 module!(TransformerEncoder { layers: Vec<TransformerEncoderLayer> });
 module!(TransformerEncoderLayer {
     mha: MultiHeadAttention,
     pwff: PositionWiseFeedForward,
     norm_1: LayerNorm,
     norm_2: LayerNorm,
-});
+} draws dropout);
 module!(TransformerDecoder { layers: Vec<TransformerDecoderLayer> });
 module!(TransformerDecoderLayer {
     cross_attn: MultiHeadAttention,
@@ -173,7 +174,7 @@ module!(TransformerDecoderLayer {
     norm_1: LayerNorm,
     norm_2: LayerNorm,
     norm_3: LayerNorm,
-});
+} draws dropout);
 
 // Recurrent layers. PyTorch packs all gates into one matrix; the keys here are Burn's.
 module!(GateController { input_transform: Linear, hidden_transform: Linear });
@@ -236,7 +237,6 @@ constant!(
     LeakyRelu,
     LogSigmoid,
     Mish,
-    RRelu,
     Relu,
     Relu6,
     Selu,
@@ -281,9 +281,7 @@ constant!(
 );
 constant!(
     CosineSimilarity,
-    Dropout,
     Fold4d,
-    GaussianNoise,
     Identity,
     Interpolate1d,
     Interpolate2d,
@@ -296,6 +294,32 @@ constant!(
     Unfold4d
 );
 constant!(bf16, f16, Param<Flag>);
+
+/// A module without parameters that draws from Burn's generator, under a condition.
+macro_rules! random {
+    ($($ty:ident, $draws:expr, $instead:literal;)+) => {$(
+        impl FsdpModule for $ty {
+            const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
+
+            fn walk<W: Walk>(&self, walk: &mut W) {
+                let draws: fn(&Self) -> bool = $draws;
+                if draws(self) {
+                    walk.unrepeatable(stringify!($ty), $instead);
+                }
+            }
+
+            fn attach<A: Attach>(self, _: &mut A) -> Self {
+                self
+            }
+        }
+    )+};
+}
+random!(
+    Dropout, |module| module.prob > 0.0,
+        "use `fsdp_runtime::nn::Dropout`, or probability 0 where it lies in a module of Burn";
+    GaussianNoise, |module| module.std > 0.0, "draw the noise outside, and make it an input";
+    RRelu, |_| true, "use `LeakyRelu` or `PRelu`";
+);
 
 /// A field of a plain tensor type, which Burn neither trains nor saves.
 macro_rules! buffer {
@@ -314,9 +338,22 @@ macro_rules! buffer {
 buffer!(
     Tensor<D>,
     Tensor<D, burn::tensor::Int>,
-    Tensor<D, burn::tensor::Bool>,
-    RunningState<Tensor<D>>
+    Tensor<D, burn::tensor::Bool>
 );
+
+/// Each forward in training moves them on.
+impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
+    const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
+
+    fn walk<W: Walk>(&self, walk: &mut W) {
+        let instead = "leave the unit out of `activation_checkpointing`, or use a `GroupNorm`";
+        walk.unrepeatable("RunningState", instead);
+    }
+
+    fn attach<A: Attach>(self, _: &mut A) -> Self {
+        self
+    }
+}
 
 /// Its fields are private, so they are reached through Burn's own traversal.
 impl FsdpModule for CrossAttention {

@@ -17,6 +17,7 @@ use crate::checkpoint::ranks::Ranks;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::group::{Entry, Held};
+use crate::optim::{WholeParam, owners};
 use crate::param::Place;
 use crate::state_dict::{Layout, Recipient, ShardedTensor, different, same_layout, tensor_data};
 use crate::unit::FsdpModule;
@@ -103,6 +104,17 @@ impl<M: FsdpModule> Fsdp<M> {
         optimizer: &ModuleOptimizer,
         recipient: Recipient,
     ) -> Result<OptimizerState<TensorData>, Error> {
+        self.full_of(optimizer, recipient, false)
+    }
+
+    /// The full state of an optimizer, which may have the state of sharded matrices `whole`, on one
+    /// rank each.
+    fn full_of(
+        &self,
+        optimizer: &ModuleOptimizer,
+        recipient: Recipient,
+        whole: bool,
+    ) -> Result<OptimizerState<TensorData>, Error> {
         let (ranks, keep) = (Ranks::from(self), recipient.is(self.mesh().rank));
         let mut full = OptimizerState::default();
         let mut names = Names::default();
@@ -131,8 +143,12 @@ impl<M: FsdpModule> Fsdp<M> {
                     let at = state.tensors.iter().position(|tensor| tensor.name == *name)?;
                     Some(state.tensors.swap_remove(at))
                 });
-                let data = self.gather(&holding, entry, *dtype, *elementwise, own, keep);
-                if let Some(data) = data? {
+                let data = match entry.held {
+                    Held::Own => self.first(entry, own, keep)?,
+                    Held::Fragment(_) if whole => self.first(entry, own, keep)?,
+                    _ => self.gather(&holding, entry, *dtype, *elementwise, own, keep)?,
+                };
+                if let Some(data) = data {
                     tensors.insert(name.clone(), data);
                 }
             }
@@ -154,7 +170,7 @@ impl<M: FsdpModule> Fsdp<M> {
         optimizer: &mut ModuleOptimizer,
         state: &OptimizerState<ShardedTensor>,
     ) -> Result<(), CheckpointError> {
-        self.write_optimizer(optimizer, state, |entry, tensor| {
+        self.write_optimizer(optimizer, state, holds, |entry, tensor| {
             let (shape, expected) = match tensor.shape == entry.shape {
                 true => (entry.base_shape(), entry.range()),
                 false if !matches!(entry.held, Held::Fragment(_)) => {
@@ -186,7 +202,7 @@ impl<M: FsdpModule> Fsdp<M> {
         if let Some(layout) = &state.layout {
             same_layout(layout, &self.layout())?;
         }
-        self.write_optimizer(optimizer, state, |_, tensor| Ok(tensor.0.clone()))
+        self.write_optimizer(optimizer, state, holds, |_, tensor| Ok(tensor.0.clone()))
     }
 
     /// Loads an optimizer's full state, which every rank gives.
@@ -199,7 +215,7 @@ impl<M: FsdpModule> Fsdp<M> {
         optimizer: &mut ModuleOptimizer,
         state: &OptimizerState<TensorData>,
     ) -> Result<(), CheckpointError> {
-        self.write_optimizer(optimizer, state, |entry, data| {
+        self.write_optimizer(optimizer, state, holds, |entry, data| {
             let (bytes, size) = (data.as_bytes(), data.dtype().size());
             if data.shape().as_slice() == entry.shape {
                 let part = entry.range().start * size..entry.range().end * size;
@@ -238,11 +254,13 @@ impl<M: FsdpModule> Fsdp<M> {
         Ok(state)
     }
 
-    /// Puts state into an optimizer, each tensor through `map`, which says what differs.
+    /// Puts state of what this rank `steps` into an optimizer, each tensor through `map`, which says
+    /// what differs.
     fn write_optimizer<T>(
         &self,
         optimizer: &mut ModuleOptimizer,
         state: &OptimizerState<T>,
+        steps: impl Fn(Place, &Entry) -> bool,
         map: impl Fn(&Entry, &T) -> Result<TensorData, String>,
     ) -> Result<(), CheckpointError> {
         let (mut states, mut kinds, mut differences) = (Vec::new(), Vec::new(), Vec::new());
@@ -251,7 +269,7 @@ impl<M: FsdpModule> Fsdp<M> {
             let entry = self.entry(held.place);
             known.push(entry.path.as_str());
             let Some(found) = state.parameters.get(&entry.path) else { return };
-            if entry.range().is_empty() {
+            if !steps(held.place, entry) {
                 return;
             }
             let (path, rank) = (entry.path.clone(), entry.shape.len());
@@ -291,6 +309,19 @@ impl<M: FsdpModule> Fsdp<M> {
         Ok(())
     }
 
+    /// The first rank's of a tensor of an optimizer's state that one rank has, or each for itself;
+    /// every rank calls.
+    fn first(
+        &self,
+        entry: &Entry,
+        own: Option<StateTensor>,
+        keep: bool,
+    ) -> Result<Option<TensorData>, Error> {
+        let what = format!("optimizer state of `{}`", entry.path);
+        let all = Ranks::from(self).exchange(&what, own.map(StateTensor::into_data))?;
+        Ok(all.iter().find_map(|data| (**data).clone()).filter(|_| keep))
+    }
+
     /// One full tensor of an optimizer's state; every rank calls.
     fn gather(
         &self,
@@ -301,15 +332,8 @@ impl<M: FsdpModule> Fsdp<M> {
         own: Option<StateTensor>,
         keep: bool,
     ) -> Result<Option<TensorData>, Error> {
-        let data = |own: StateTensor| TensorData::from_bytes(own.bytes, own.shape, own.dtype);
-        if entry.held == Held::Own {
-            // Of what each rank has for itself, the first one's.
-            let what = format!("optimizer state of `{}`", entry.path);
-            let all = Ranks::from(self).exchange(&what, own.map(data))?;
-            return Ok(all.iter().find_map(|data| (**data).clone()).filter(|_| keep));
-        }
         if entry.held == Held::Whole {
-            return Ok(own.filter(|_| keep).map(data));
+            return Ok(own.filter(|_| keep).map(StateTensor::into_data));
         }
         if !elementwise {
             let found = own.map(|own| own.shape).unwrap_or_default();
@@ -325,12 +349,54 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 }
 
+impl WholeParam {
+    /// Gathers the full state for one rank or for all, each matrix's from its owner. Every rank calls
+    /// it; those that do not receive hold one tensor more at a time.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Record`] for a record that Burn cannot write, and
+    /// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
+    pub fn full_state<M: FsdpModule>(
+        &self,
+        model: &Fsdp<M>,
+        recipient: Recipient,
+    ) -> Result<OptimizerState<TensorData>, Error> {
+        model.full_of(self.inner(), recipient, true)
+    }
+
+    /// Loads a full state, which every rank gives; each owner takes that of its matrices.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::StateMismatch`] with everything that differs; the optimizer is unchanged.
+    pub fn load_full_state<M: FsdpModule>(
+        &mut self,
+        model: &Fsdp<M>,
+        state: &OptimizerState<TensorData>,
+    ) -> Result<(), CheckpointError> {
+        let mesh = model.mesh();
+        let owners = owners(model.engine.units(), mesh);
+        let steps = |place: Place, entry: &Entry| match entry.held {
+            Held::Fragment(_) => owners.get(&place) == Some(&mesh.shard_rank().index()),
+            _ => holds(place, entry),
+        };
+        model.write_optimizer(self.inner_mut(), state, steps, |_, data| Ok(data.clone()))
+    }
+}
+
+/// Whether a rank has state of a parameter that is stepped in fragments.
+fn holds(_: Place, entry: &Entry) -> bool {
+    !entry.range().is_empty()
+}
+
 /// The full shape of an optimizer's tensor, and the elements of it that the rank holds.
 fn full_shape(
     entry: &Entry,
     tensor: &StateTensor,
 ) -> Result<(Vec<usize>, Range<usize>), CheckpointError> {
-    if tensor.shape == entry.base_shape() {
+    // A rank that holds nothing of a parameter never steps it.
+    if tensor.shape == entry.base_shape() && !entry.range().is_empty() {
         return Ok((entry.shape.clone(), entry.range()));
     }
     if !matches!(entry.held, Held::Fragment(_)) {

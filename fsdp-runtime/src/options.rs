@@ -9,7 +9,7 @@ use burn::tensor::Device;
 use crate::backend::Rest;
 use crate::error::ShardError;
 use crate::mesh::Mesh;
-use crate::precision::{MixedPrecisionPolicy, Precision};
+use crate::precision::MixedPrecisionPolicy;
 use crate::unit_type::UnitType;
 
 /// What is sharded between steps, by PyTorch's names.
@@ -181,6 +181,26 @@ impl OffloadPolicy {
     }
 }
 
+/// Which units keep their inputs alone in forward, and run their forward again in backward.
+///
+/// A unit within such a unit belongs to its recomputation, and is not checkpointed on its own; one
+/// that the [`WrapPolicy`] joins to the unit around it is none. What a unit's forward draws from
+/// [`nn::Dropout`](crate::nn::Dropout) is the same both times; that it depends on nothing but its
+/// inputs, its parameters and those draws is the model's promise, kept as far as construction can
+/// see.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ActivationCheckpointing {
+    /// None.
+    None,
+    /// Those under `#[fsdp_unit(checkpoint)]`.
+    #[default]
+    Annotated,
+    /// All units of the named types: `Units(unit_types![BertLayer])`.
+    Units(&'static [UnitType]),
+    /// All but the outermost, whose recomputation would hold every activation again.
+    All,
+}
+
 /// The options of [`fully_shard`](crate::fully_shard).
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
@@ -196,6 +216,8 @@ pub struct FsdpOptions {
     pub(crate) mixed_precision: MixedPrecisionPolicy,
     pub(crate) unit_precision: Vec<(UnitType, MixedPrecisionPolicy)>,
     pub(crate) offload: OffloadPolicy,
+    pub(crate) activation_checkpointing: ActivationCheckpointing,
+    pub(crate) offload_activations: bool,
     pub(crate) ignored: Vec<ParamId>,
     pub(crate) persist_below: usize,
     pub(crate) sync_module_states: bool,
@@ -225,6 +247,8 @@ impl FsdpOptions {
             mixed_precision: MixedPrecisionPolicy::new(),
             unit_precision: Vec::new(),
             offload: OffloadPolicy::None,
+            activation_checkpointing: ActivationCheckpointing::Annotated,
+            offload_activations: false,
             ignored: Vec::new(),
             persist_below: 0,
             sync_module_states: true,
@@ -310,6 +334,21 @@ impl FsdpOptions {
         self
     }
 
+    /// Which units keep their inputs alone in forward, and run their forward again in backward, under
+    /// the all-gather that the backward needs anyway.
+    pub const fn activation_checkpointing(mut self, which: ActivationCheckpointing) -> Self {
+        self.activation_checkpointing = which;
+        self
+    }
+
+    /// Whether the inputs that checkpointed units keep rest in the host's memory until backward. On
+    /// Flex, whose tensors lie there, it changes nothing; on other devices float inputs are copied,
+    /// and integer and Boolean ones stay.
+    pub const fn offload_activations(mut self, offload: bool) -> Self {
+        self.offload_activations = offload;
+        self
+    }
+
     /// Parameters to leave alone, by their ids: they stay whole, each rank's own, and their
     /// gradients are not reduced.
     pub fn ignored_params(mut self, params: impl IntoIterator<Item = ParamId>) -> Self {
@@ -368,13 +407,20 @@ impl FsdpOptions {
         std::iter::once(&self.mixed_precision).chain(of_units)
     }
 
-    /// In which types a unit computes and communicates; `level` units enclose it.
-    pub(crate) fn precision(&self, unit: Option<UnitType>, level: usize) -> Precision {
+    /// The policy for units of a type alone.
+    fn own_policy(&self, unit: Option<UnitType>) -> Option<MixedPrecisionPolicy> {
         let own = |(of, _): &&(UnitType, MixedPrecisionPolicy)| Some(*of) == unit;
-        match self.unit_precision.iter().rev().find(own) {
-            Some((_, policy)) => policy.resolve(true),
-            None => self.mixed_precision.resolve(level == 0),
-        }
+        self.unit_precision.iter().rev().find(own).map(|(_, policy)| *policy)
+    }
+
+    /// Whether units of a type have a policy of their own.
+    pub(crate) fn has_own_policy(&self, unit: Option<UnitType>) -> bool {
+        self.own_policy(unit).is_some()
+    }
+
+    /// In which types a unit computes and communicates.
+    pub(crate) fn policy(&self, unit: Option<UnitType>) -> MixedPrecisionPolicy {
+        self.own_policy(unit).unwrap_or(self.mixed_precision)
     }
 
     /// The device that computes: the model's, unless that is where parameters rest and the rank has

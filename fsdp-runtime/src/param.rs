@@ -17,6 +17,7 @@ use burn::module::{
 use burn::tensor::{Device, DispatchTensor, Tensor};
 
 use crate::error::Error;
+use crate::replay::KeptForward;
 
 /// A place in a sharded model: parameter `entry` of unit `unit`, both counted in layout order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -45,6 +46,15 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     ) -> Result<Option<CallId>, Error>;
     /// An input of a unit's forward, as the unit's own code is to have it.
     fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor;
+    /// Whether a call is to record nothing, and run again in backward; it records nothing from here
+    /// on. `inputs`: all that its forward takes.
+    fn checkpoint(&self, call: CallId, inputs: Vec<DispatchTensor>) -> bool;
+    /// An input of a checkpointed call, without its graph.
+    fn detach_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;
+    /// What stands in for a detached input until backward: itself, unless it rests on the host.
+    fn keep_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;
+    /// The forward of a checkpointed call has run; this runs it again.
+    fn keep_forward(&self, call: CallId, forward: KeptForward);
     /// An output of the unit, made to unshard the unit before its gradient goes on.
     fn hook_output(self: Arc<Self>, call: CallId, output: DispatchTensor) -> DispatchTensor;
     /// Ends a hooked forward.

@@ -1,6 +1,8 @@
 //! What a model holds: its units and parameters with their paths and keys, found by one walk over
 //! the module, and every reason not to shard it.
 
+mod checkpointed;
+
 use std::any::type_name;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,7 +15,7 @@ use crate::group::{Entry, Held, Unit};
 use crate::layout::FlatLayout;
 use crate::leaf::visit_leaf;
 use crate::mesh::Mesh;
-use crate::options::{FsdpOptions, WrapPolicy};
+use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 use crate::param::{Place, Sharded};
 use crate::unit::{Child, FsdpModule, Kind, Node, Walk};
 use crate::unit_type::UnitType;
@@ -25,6 +27,9 @@ pub(crate) struct Key {
     pub(crate) transposed: bool,
 }
 
+/// The types that parameters may have; whatever it is, they rest in f32.
+pub(crate) const SHARDED: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
 /// One parameter found.
 #[derive(Debug)]
 struct Item {
@@ -32,6 +37,7 @@ struct Item {
     key: Key,
     id: ParamId,
     shape: Vec<usize>,
+    dtype: DType,
     unit: usize,
     tied_to: Option<usize>,
 }
@@ -52,6 +58,15 @@ struct FoundUnit {
     field: bool,
     /// The type of a unit that is one by its annotation.
     unit_type: Option<UnitType>,
+    checkpointed: bool,
+    within: Option<usize>,
+}
+
+impl FoundUnit {
+    /// Its path, quoted for messages.
+    fn name(&self) -> String {
+        if self.path.is_empty() { "(root)".to_string() } else { format!("`{}`", self.path) }
+    }
 }
 
 /// A model's units and parameters.
@@ -78,8 +93,13 @@ impl Plan {
     ) -> Result<Self, ShardError> {
         let mut inventory = Inventory {
             wrap: options.wrap,
+            checkpointing: options.activation_checkpointing,
             ignored: options.ignored.clone(),
             ..Inventory::default()
+        };
+        let checkpointed = match options.activation_checkpointing {
+            ActivationCheckpointing::All => false,
+            _ => inventory.checkpoints::<M>(),
         };
         inventory.units.push(FoundUnit {
             path: String::new(),
@@ -87,10 +107,14 @@ impl Plan {
             level: 0,
             field: false,
             unit_type: Some(UnitType::of_module::<M>()),
+            checkpointed,
+            within: None,
         });
         inventory.stack.push(0);
+        inventory.can_be_replayed::<M>(0);
         inventory.declare(&M::LAYOUT);
         module.walk(&mut inventory);
+        inventory.found_all_checkpointed();
         if let Some(error) = inventory.error {
             return Err(error);
         }
@@ -121,7 +145,7 @@ impl Plan {
                 });
             }
         };
-        let (units, places) = Self::lay_out(&items, units, mesh, options);
+        let (units, places) = Self::lay_out(&items, units, mesh, options)?;
         let keys = items.into_iter().zip(&places).map(|(item, place)| (*place, item.key)).collect();
         let places = order.into_iter().map(|item| item.map(|item| places[item])).collect();
         Ok(Self { units, places, keys, ignored: left_alone, device })
@@ -133,7 +157,7 @@ impl Plan {
         found: Vec<FoundUnit>,
         mesh: Mesh,
         options: &FsdpOptions,
-    ) -> (Vec<Unit>, Vec<Place>) {
+    ) -> Result<(Vec<Unit>, Vec<Place>), ShardError> {
         // Each item's position within its unit, in the order of the walk.
         let mut counts = vec![0; found.len()];
         let places: Vec<Place> = items
@@ -158,6 +182,13 @@ impl Plan {
                 let matrices = own.iter().filter(is_matrix).map(|item| item.shape.iter().product());
                 let layout = FlatLayout::new(matrices, mesh.shard_size());
                 let mut segments = 0..layout.len();
+                let policy = options.policy(unit.unit_type);
+                let gathered = match policy.param() {
+                    Some(dtype) => dtype,
+                    None => {
+                        common_dtype(&unit, own.iter().copied().filter(|item| is_matrix(&item)))?
+                    }
+                };
                 let entries: Vec<Entry> = own
                     .iter()
                     .map(|item| {
@@ -169,21 +200,35 @@ impl Plan {
                             }
                             _ => Held::Whole,
                         };
-                        Entry { path: item.path.clone(), shape: item.shape.clone(), held, segment }
+                        let dtype = match segment {
+                            Some(_) => gathered,
+                            None => policy.param().unwrap_or(item.dtype),
+                        };
+                        let (path, shape) = (item.path.clone(), item.shape.clone());
+                        Entry { path, shape, dtype, held, segment }
                     })
                     .collect();
-                let name = if unit.path.is_empty() {
-                    Arc::from("(root)")
-                } else {
-                    Arc::from(format!("`{}`", unit.path))
-                };
+                let name = Arc::from(unit.name());
                 let gathers = entries.iter().any(|entry| matches!(entry.held, Held::Fragment(_)));
-                let precision = options.precision(unit.unit_type, unit.level);
-                let FoundUnit { path, ty, level, field, .. } = unit;
-                Unit { name, path, ty, level, field, entries, layout, gathers, precision }
+                let returns = unit.level == 0 || options.has_own_policy(unit.unit_type);
+                let precision = policy.resolve(gathered, returns);
+                let FoundUnit { path, ty, level, field, checkpointed, within, .. } = unit;
+                Ok(Unit {
+                    name,
+                    path,
+                    ty,
+                    level,
+                    field,
+                    entries,
+                    layout,
+                    gathers,
+                    precision,
+                    checkpointed,
+                    within,
+                })
             })
-            .collect();
-        (units, places)
+            .collect::<Result<_, ShardError>>()?;
+        Ok((units, places))
     }
 
     /// The layout, line by line, as all ranks must have it.
@@ -204,7 +249,7 @@ impl Plan {
                     Held::Whole | Held::Own => "replicated".to_string(),
                     Held::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),
                 };
-                lines.push(format!("{} {:?} {held}", entry.path, entry.shape));
+                lines.push(format!("{} {:?} {:?} {held}", entry.path, entry.shape, entry.dtype));
             }
         }
         lines
@@ -215,6 +260,9 @@ impl Plan {
 #[derive(Debug, Default)]
 struct Inventory {
     wrap: WrapPolicy,
+    checkpointing: ActivationCheckpointing,
+    /// The types of units found.
+    types: Vec<UnitType>,
     /// Parameters to leave alone that have not been found yet.
     ignored: Vec<ParamId>,
     left_alone: Vec<IgnoredParam>,
@@ -249,16 +297,30 @@ impl Inventory {
     }
 
     /// Goes into a module that is a unit, or joins the unit around it.
-    fn open(&mut self, wraps: bool, ty: &'static str, unit_type: Option<UnitType>) {
-        let around = *self.stack.last().expect("the outermost unit is on the stack");
+    fn open(
+        &mut self,
+        wraps: bool,
+        ty: &'static str,
+        unit_type: Option<UnitType>,
+        checkpoints: bool,
+    ) {
+        let around = self.current();
         if wraps {
             let level = self.units[around].level + 1;
+            let within = self.checkpointed();
+            let checkpointed = checkpoints && within.is_none();
             self.stack.push(self.units.len());
-            let field = unit_type.is_none();
-            self.units.push(FoundUnit { path: self.join(&[]), ty, level, field, unit_type });
+            let (path, field) = (self.join(&[]), unit_type.is_none());
+            let found = FoundUnit { path, ty, level, field, unit_type, checkpointed, within };
+            self.units.push(found);
         } else {
             self.stack.push(around);
         }
+    }
+
+    /// The unit that the walk is in.
+    fn current(&self) -> usize {
+        *self.stack.last().expect("the outermost unit is on the stack")
     }
 
     fn fail(&mut self, error: ShardError) {
@@ -277,7 +339,11 @@ impl Inventory {
         self.order.push(managed.then_some(self.items.len()));
         if !managed {
             self.ignored.retain(|id| *id != param.id);
-            let entry = Entry { path, shape, held: Held::Own, segment: None };
+            if let Some(unit) = self.checkpointed().filter(|_| trains(param)) {
+                let (unit, path) = (self.units[unit].name(), path.clone());
+                self.fail(ShardError::IgnoredInCheckpoint { unit, path });
+            }
+            let entry = Entry { path, shape, dtype: DType::F32, held: Held::Own, segment: None };
             self.left_alone.push(IgnoredParam { id: param.id, key, entry });
             return;
         }
@@ -288,8 +354,10 @@ impl Inventory {
         if !self.devices.contains(&device) {
             self.devices.push(device);
         }
-        let unit = *self.stack.last().expect("the outermost unit is on the stack");
-        self.items.push(Item { path, key, id: param.id, shape, unit, tied_to: None });
+        let unit = self.current();
+        // One that is not initialised takes the type it is drawn in to f32.
+        let dtype = if param.is_initialized() { param.base().dtype() } else { DType::F32 };
+        self.items.push(Item { path, key, id: param.id, shape, dtype, unit, tied_to: None });
     }
 }
 
@@ -317,14 +385,19 @@ impl Walk for Inventory {
     }
 
     fn unit<M: FsdpModule>(&mut self, module: &M) -> bool {
-        self.open(wraps(self.wrap, module), M::LAYOUT.ty, Some(UnitType::of_module::<M>()));
+        let wraps = wraps(self.wrap, module);
+        let checkpoints = wraps && self.checkpoints::<M>();
+        self.open(wraps, M::LAYOUT.ty, Some(UnitType::of_module::<M>()), checkpoints);
+        if wraps {
+            self.can_be_replayed::<M>(self.current());
+        }
         true
     }
 
     fn field_unit<M: Module>(&mut self, module: &M) -> bool {
         let ty = type_name::<M>().split('<').next().unwrap_or_default();
         let ty = ty.rsplit("::").next().unwrap_or_default();
-        self.open(wraps_field(self.wrap, module), ty, None);
+        self.open(wraps_field(self.wrap, module), ty, None, false);
         true
     }
 
@@ -348,6 +421,31 @@ impl Walk for Inventory {
     fn fixed(&mut self) {
         let path = self.join(&[]);
         self.fail(ShardError::NotFloat { path });
+    }
+
+    fn unrepeatable(&mut self, ty: &'static str, instead: &'static str) {
+        if let Some(unit) = self.checkpointed() {
+            let (unit, path) = (self.units[unit].name(), self.join(&[]));
+            self.fail(ShardError::Unrepeatable { unit, path, ty, instead });
+        }
+    }
+}
+
+/// The one type of a unit's matrices.
+fn common_dtype<'a>(
+    unit: &FoundUnit,
+    mut matrices: impl Iterator<Item = &'a Item>,
+) -> Result<DType, ShardError> {
+    let Some(first) = matrices.next() else { return Ok(DType::F32) };
+    match matrices.find(|item| item.dtype != first.dtype) {
+        None => Ok(first.dtype),
+        Some(second) => Err(ShardError::MixedDtypes {
+            unit: unit.name(),
+            first: first.path.clone(),
+            first_dtype: first.dtype,
+            second: second.path.clone(),
+            second_dtype: second.dtype,
+        }),
     }
 }
 
@@ -414,6 +512,12 @@ impl Walk for Size {
     }
 }
 
+/// Whether a parameter has a gradient, told without initialising it.
+fn trains<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    let stand_in = Tensor::zeros([1; D], &param.lazy_device());
+    param.clone().transform_for_load(stand_in, param.id).base().is_require_grad()
+}
+
 fn unshardable<const D: usize>(path: &str, param: &Param<Tensor<D>>) -> Option<ShardError> {
     let path = path.to_string();
     if Sharded::of(param).is_some() {
@@ -429,7 +533,7 @@ fn unshardable<const D: usize>(path: &str, param: &Param<Tensor<D>>) -> Option<S
     }
     // One that is not initialised has no dtype yet; it is checked once it is.
     let dtype = param.is_initialized().then(|| param.base().dtype())?;
-    (dtype != DType::F32).then_some(ShardError::UnsupportedDtype { path, dtype })
+    (!SHARDED.contains(&dtype)).then_some(ShardError::UnsupportedDtype { path, dtype })
 }
 
 /// The name of any reparameterization on the parameter visited.

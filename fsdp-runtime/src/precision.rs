@@ -27,7 +27,7 @@ use crate::error::ShardError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[must_use]
 pub struct MixedPrecisionPolicy {
-    param_dtype: FloatDType,
+    param_dtype: Option<FloatDType>,
     reduce_dtype: Option<FloatDType>,
     output_dtype: Option<FloatDType>,
     cast_forward_inputs: bool,
@@ -40,19 +40,22 @@ impl Default for MixedPrecisionPolicy {
 }
 
 impl MixedPrecisionPolicy {
-    /// Everything in `F32`.
+    /// Parameters are gathered in the type they are initialised in, `F32` as a rule, and gradients
+    /// reduced in that of the gathered parameters.
     pub const fn new() -> Self {
         Self {
-            param_dtype: FloatDType::F32,
+            param_dtype: None,
             reduce_dtype: None,
             output_dtype: None,
             cast_forward_inputs: true,
         }
     }
 
-    /// The type that parameters are gathered in, and have in `forward` and `backward`.
+    /// The type that parameters are gathered in, and have in `forward` and `backward`; by default that
+    /// in which they are initialised. Without it, all matrices of a unit must have one type; vectors,
+    /// which stay whole, may have another.
     pub const fn param_dtype(mut self, dtype: FloatDType) -> Self {
-        self.param_dtype = dtype;
+        self.param_dtype = Some(dtype);
         self
     }
 
@@ -80,7 +83,7 @@ impl MixedPrecisionPolicy {
     pub(crate) fn check(&self, device: &Device) -> Result<(), ShardError> {
         const KNOWN: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
         let dtypes = [
-            ("param_dtype", Some(self.param_dtype)),
+            ("param_dtype", self.param_dtype),
             ("reduce_dtype", self.reduce_dtype),
             ("output_dtype", self.output_dtype),
         ];
@@ -100,11 +103,17 @@ impl MixedPrecisionPolicy {
         Ok(())
     }
 
-    /// The policy of a unit; `returns` says whether the output type is meant for it.
-    pub(crate) fn resolve(&self, returns: bool) -> Precision {
+    /// The type that all parameters take, if it sets one.
+    pub(crate) fn param(&self) -> Option<DType> {
+        self.param_dtype.map(DType::from)
+    }
+
+    /// The policy of a unit whose matrices are gathered in `param`; `returns` says whether the output
+    /// type is meant for it.
+    pub(crate) fn resolve(&self, param: DType, returns: bool) -> Precision {
         Precision {
-            param: self.param_dtype.into(),
-            reduce: self.reduce_dtype.unwrap_or(self.param_dtype).into(),
+            param,
+            reduce: self.reduce_dtype.map_or(param, DType::from),
             output: self.output_dtype.filter(|_| returns).map(DType::from),
             cast_inputs: self.cast_forward_inputs,
         }
@@ -149,10 +158,10 @@ mod tests {
     #[test]
     fn gradients_travel_in_the_parameters_type_by_default() {
         let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::F16);
-        assert_eq!(policy.resolve(true).reduce, DType::F16);
+        assert_eq!(policy.resolve(DType::F16, true).reduce, DType::F16);
         let policy = policy.reduce_dtype(FloatDType::F32).output_dtype(FloatDType::F32);
-        assert_eq!(policy.resolve(true).reduce, DType::F32);
-        assert_eq!(policy.resolve(true).output, Some(DType::F32));
-        assert_eq!(policy.resolve(false).output, None);
+        assert_eq!(policy.resolve(DType::F16, true).reduce, DType::F32);
+        assert_eq!(policy.resolve(DType::F16, true).output, Some(DType::F32));
+        assert_eq!(policy.resolve(DType::F16, false).output, None);
     }
 }

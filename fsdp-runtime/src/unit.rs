@@ -115,6 +115,14 @@ pub trait FsdpModule: Module {
     /// The type's static layout tree.
     const LAYOUT: Node;
 
+    /// Whether it is a unit under `#[fsdp_unit(checkpoint)]`.
+    #[doc(hidden)]
+    const CHECKPOINT: bool = false;
+
+    /// Its hooked methods, where it is a unit.
+    #[doc(hidden)]
+    const FORWARDS: &'static [Forward] = &[];
+
     /// Reads every field in layout order. Nested units are announced first, with [`Walk::unit`] or
     /// [`Walk::field_unit`].
     fn walk<W: Walk>(&self, walk: &mut W);
@@ -176,6 +184,57 @@ pub trait HookedForward: FsdpUnit {
     /// Whether the block says `#[fsdp_unit(field_units)]`: calls of field units in it are hooked.
     #[doc(hidden)]
     const HOOKS_FIELD_UNITS: bool = false;
+
+    /// The hooked methods of the block.
+    #[doc(hidden)]
+    const HOOKED: &'static [Forward] = &[];
+}
+
+/// A hooked method, and whether it can be run again from what it was called with.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct Forward {
+    /// The method's name.
+    pub name: &'static str,
+    /// Its inputs by name, and for some of them, why they cannot be kept.
+    pub inputs: &'static [(&'static str, Option<Obstacle>)],
+}
+
+/// Why a forward cannot be run again in backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Obstacle {
+    /// An input is a reference, or holds one: what it refers to may have changed by then.
+    Borrowed,
+    /// An input's type is each caller's own.
+    Generic,
+    /// An input's type is not `UnitValue + Clone + Send + 'static`.
+    Unknown,
+    /// What it returns is a reference, holds one, or is each caller's own.
+    Output,
+}
+
+impl Obstacle {
+    /// What stands in the way, and what to write instead.
+    pub(crate) const fn advice(self) -> &'static str {
+        match self {
+            Self::Borrowed => {
+                "is borrowed, and may have changed when the forward is run again in backward; take \
+                 it by value, and return what the forward changes"
+            }
+            Self::Generic => {
+                "is of a type that each caller chooses, so nothing can keep it until backward; \
+                 write the type out"
+            }
+            Self::Unknown => {
+                "cannot be kept until backward; its type must be `Clone` and `Send`, and FSDP must \
+                 know its tensors: write `#[derive(Clone, UnitValue)]` on it"
+            }
+            Self::Output => {
+                "borrows from the call, or is of a type that each caller chooses; return tensors, \
+                 or a struct of them under `#[derive(UnitValue)]`"
+            }
+        }
+    }
 }
 
 /// A read over the parameters of a module, in layout order.
@@ -201,6 +260,10 @@ pub trait Walk {
     fn fixed(&mut self) {}
     /// A dropout layer of this crate.
     fn dropout(&mut self, _dropout: &crate::nn::Dropout) {}
+    /// A module of the type `ty` that does something else, or something more, when it runs again on
+    /// the same input; `instead` says what to use.
+    #[doc(hidden)]
+    fn unrepeatable(&mut self, _ty: &'static str, _instead: &'static str) {}
     /// A parameter in a module that FSDP does not look into carries the reparameterization `name`.
     fn leaf_reparameterized(&mut self, _path: &[String], _name: &str) {}
     /// A float parameter in a module that FSDP does not look into; `path` is below the field.

@@ -139,6 +139,22 @@ fn the_valid_one_is_read() {
 }
 
 #[test]
+fn a_manifest_of_version_1_is_read() {
+    let mut value: serde_json::Value = serde_json::from_str(VALID).unwrap();
+    value["version"] = 1.into();
+    let net = value["models"]["net"].as_object_mut().unwrap();
+    net.remove("keys").unwrap();
+    net["tensors"].as_object_mut().unwrap().remove("scale").unwrap();
+    let manifest = Manifest::parse(seal(&value.to_string()).as_bytes(), "m.json").unwrap();
+    assert!(manifest.models["net"].keys.is_empty() && manifest.scalers.is_empty());
+    assert!(manifest.tensors().all(|(_, tensor)| tensor.copies == 1));
+    // Another number of copies than of ranks.
+    let text = VALID.replace("\"copies\":2", "\"copies\":3");
+    let error = Manifest::parse(seal(&text).as_bytes(), "m.json").unwrap_err();
+    assert!(error.to_string().contains("3 copies of 2 ranks"), "{error}");
+}
+
+#[test]
 fn every_contradiction_is_listed() {
     let text = VALID
         .replace("\"world_size\":2", "\"world_size\":3")

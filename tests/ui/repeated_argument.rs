@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use fsdp_runtime::fsdp_unit;
 
 #[derive(Module, Debug)]
-#[fsdp_unit(root, root)]
+#[fsdp_unit(root, root, checkpoint, checkpoint)]
 pub struct Model {
     #[fsdp(key = "a", key = "b")]
     up: Linear,

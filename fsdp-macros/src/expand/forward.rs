@@ -3,14 +3,14 @@
 //! The body moves to a hidden sibling, so `return` and `?` in it end the body, not the hooks. The
 //! method keeps its signature and hands over its arguments, each through the unit's map of inputs.
 
-use proc_macro2::{Ident, TokenStream};
+use proc_macro2::{Ident, Span, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::{
     Attribute, FnArg, GenericParam, ImplItem, ImplItemFn, ItemImpl, Pat, ReturnType, Signature,
     Visibility,
 };
 
-use super::{at, calls};
+use super::{at, calls, replay};
 use crate::ast::Hooked;
 
 /// The block, with every hooked method split in two.
@@ -51,9 +51,20 @@ pub fn marker(hooked: &Hooked<'_>) -> TokenStream {
             const HOOKS_FIELD_UNITS: ::core::primitive::bool = true;
         )
     });
+    let conditions = quote!(#(#conditions)*);
+    let hooked = || hooked.forwards.iter().filter(|forward| forward.is_hooked());
+    let forwards = hooked().map(|forward| replay::description(forward.original));
+    let checks = hooked().flat_map(|forward| replay::checks(forward.original, ty));
     quote_spanned! {at(ty)=>
-        #(#conditions)*
-        impl __fsdp::HookedForward for #ty { #field_units }
+        #conditions
+        impl __fsdp::HookedForward for #ty {
+            #field_units
+            const HOOKED: &'static [__fsdp::Forward] = {
+                use __fsdp::NotReplayed as _;
+                &[#(#forwards),*]
+            };
+        }
+        #(#conditions #checks)*
     }
 }
 
@@ -69,21 +80,46 @@ fn wrapper(method: &ImplItemFn) -> TokenStream {
 
     // What is wrong with the unit's type or the return type is shown there.
     let this = quote_spanned!(at(&method.sig.ident)=> self);
-    let output = match &method.sig.output {
-        ReturnType::Default => quote!(__fsdp_output),
-        ReturnType::Type(_, ty) => quote_spanned!(at(ty)=> __fsdp_output),
+    let returned = match &method.sig.output {
+        ReturnType::Default => Span::call_site(),
+        ReturnType::Type(_, ty) => at(ty),
     };
-    let call = quote!(self.#body #turbofish (#(#arguments),*));
-    let call = match method.sig.unsafety {
-        // The body asks of the caller what the method itself does.
-        Some(_) => quote!(unsafe { #call }),
-        None => call,
+    let call = |receiver: TokenStream| {
+        let call = quote!(#receiver.#body #turbofish (#(#arguments),*));
+        match method.sig.unsafety {
+            // The body asks of the caller what the method itself does.
+            Some(_) => quote!(unsafe { #call }),
+            None => call,
+        }
     };
+    let here = call(quote!(self));
+    let end = if replay::is_replayed(method) {
+        let inputs = replay::nested(&arguments);
+        let again = call(quote!(__fsdp_self));
+        let end = quote_spanned! {returned=>
+            ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+        };
+        quote! {
+            let __fsdp_inputs = #inputs;
+            let (#inputs, __fsdp_replay) = (&::fsdp_runtime::__private::Input(&__fsdp_inputs))
+                .replays()
+                .keep(&__fsdp_call, #this, __fsdp_inputs, |__fsdp_self: &Self, #inputs| #again);
+            let __fsdp_output = #here;
+            #end
+        }
+    } else {
+        let output = quote_spanned!(returned=> __fsdp_output);
+        quote! {
+            let __fsdp_output = #here;
+            ::fsdp_runtime::__private::post_forward(__fsdp_call, #output)
+        }
+    };
+    let replayed = replay::is_replayed(method).then(|| quote!(, KeepOther as _, KeepValue as _));
     quote! {
         #(#attrs)*
         #visibility #defaultness #signature {
             #[allow(unused_imports)]
-            use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+            use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _ #replayed};
             let __fsdp_call = ::fsdp_runtime::__private::pre_forward(#this, |__fsdp_inputs| {
                 #((&::fsdp_runtime::__private::Input(&#arguments)).collect(__fsdp_inputs);)*
             });
@@ -92,8 +128,7 @@ fn wrapper(method: &ImplItemFn) -> TokenStream {
                     .kind()
                     .map(&__fsdp_call, #arguments);
             )*
-            let __fsdp_output = #call;
-            ::fsdp_runtime::__private::post_forward(__fsdp_call, #output)
+            #end
         }
     }
 }
@@ -110,7 +145,7 @@ fn body(method: &ImplItemFn) -> ImplItemFn {
 
 const LINTS: &[&str] = &["allow", "expect", "warn", "deny", "forbid"];
 
-fn is(attr: &Attribute, names: &[&str]) -> bool {
+pub fn is(attr: &Attribute, names: &[&str]) -> bool {
     names.iter().any(|name| attr.path().is_ident(name))
 }
 
@@ -119,7 +154,7 @@ fn hidden_name(name: &Ident) -> Ident {
 }
 
 /// The user's own names, which documentation and editors show; patterns get one by index.
-fn argument_names(sig: &Signature) -> Vec<Ident> {
+pub fn argument_names(sig: &Signature) -> Vec<Ident> {
     let typed = sig.inputs.iter().filter_map(|input| match input {
         FnArg::Typed(input) => Some(&*input.pat),
         FnArg::Receiver(_) => None,

@@ -7,6 +7,7 @@
 mod calls;
 mod forward;
 mod layout;
+mod replay;
 mod unit;
 mod value;
 

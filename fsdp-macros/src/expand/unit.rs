@@ -16,9 +16,25 @@ pub fn implementation(module: &Module<'_>, body: TokenStream) -> TokenStream {
         .then(|| quote!(where #name #arguments: __fsdp::BurnModule));
     let unit =
         module.unit.map(|_| quote!(impl #generics __fsdp::FsdpUnit for #name #arguments #bound {}));
+    let checkpoint = module.checkpoint.then(|| {
+        quote!(
+            const CHECKPOINT: ::core::primitive::bool = true;
+        )
+    });
+    let is_one_type = module.original.generics.params.is_empty();
+    let forwards = module.unit.filter(|_| is_one_type).map(|_| {
+        quote!(
+            const FORWARDS: &'static [__fsdp::Forward] = {
+                use __fsdp::NotHooked as _;
+                __fsdp::Probe::<#name>::HOOKED
+            };
+        )
+    });
     quote! {
         impl #generics __fsdp::FsdpModule for #name #arguments #bound {
             #body
+            #checkpoint
+            #forwards
         }
         #unit
     }

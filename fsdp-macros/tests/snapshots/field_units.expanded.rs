@@ -72,6 +72,10 @@ const _: () = {
                 ),
             }
         }
+        const FORWARDS: &'static [__fsdp::Forward] = {
+            use __fsdp::NotHooked as _;
+            __fsdp::Probe::<Block>::HOOKED
+        };
     }
     impl __fsdp::FsdpUnit for Block {}
     const __FSDP_LAYOUT: &__fsdp::Node = &<Block as __fsdp::FsdpModule>::LAYOUT;
@@ -95,7 +99,9 @@ const _: () = {
 impl Block {
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         #[allow(unused_imports)]
-        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+        use ::fsdp_runtime::__private::{
+            CollectOther as _, CollectValue as _, KeepOther as _, KeepValue as _,
+        };
         let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
             self,
             |__fsdp_inputs| {
@@ -103,8 +109,19 @@ impl Block {
             },
         );
         let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
+        let __fsdp_inputs = (x, ());
+        let ((x, ()), __fsdp_replay) = (&::fsdp_runtime::__private::Input(
+            &__fsdp_inputs,
+        ))
+            .replays()
+            .keep(
+                &__fsdp_call,
+                self,
+                __fsdp_inputs,
+                |__fsdp_self: &Self, (x, ())| __fsdp_self.__fsdp_forward(x),
+            );
         let __fsdp_output = self.__fsdp_forward(x);
-        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+        ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
     }
     #[doc(hidden)]
     fn __fsdp_forward(&self, x: Tensor<3>) -> Tensor<3> {
@@ -206,5 +223,15 @@ const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
     impl __fsdp::HookedForward for Block {
         const HOOKS_FIELD_UNITS: ::core::primitive::bool = true;
+        const HOOKED: &'static [__fsdp::Forward] = {
+            use __fsdp::NotReplayed as _;
+            &[
+                __fsdp::Forward {
+                    name: "forward",
+                    inputs: &[("x", __fsdp::Probe::<Tensor<3>>::OBSTACLE)],
+                },
+            ]
+        };
     }
+    const _: () = __fsdp::can_be_replayed::<Block>("forward", "x");
 };

@@ -6,7 +6,9 @@ impl Block {
     /// Attends to `x`, then transforms it.
     pub fn forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
         #[allow(unused_imports)]
-        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+        use ::fsdp_runtime::__private::{
+            CollectOther as _, CollectValue as _, KeepOther as _, KeepValue as _,
+        };
         let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
             self,
             |__fsdp_inputs| {
@@ -18,8 +20,19 @@ impl Block {
         let mask = (&::fsdp_runtime::__private::Input(&mask))
             .kind()
             .map(&__fsdp_call, mask);
+        let __fsdp_inputs = (x, (mask, ()));
+        let ((x, (mask, ())), __fsdp_replay) = (&::fsdp_runtime::__private::Input(
+            &__fsdp_inputs,
+        ))
+            .replays()
+            .keep(
+                &__fsdp_call,
+                self,
+                __fsdp_inputs,
+                |__fsdp_self: &Self, (x, (mask, ()))| __fsdp_self.__fsdp_forward(x, mask),
+            );
         let __fsdp_output = self.__fsdp_forward(x, mask);
-        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+        ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
     }
     #[doc(hidden)]
     fn __fsdp_forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
@@ -89,5 +102,44 @@ impl Block {
 }
 const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
-    impl __fsdp::HookedForward for Block {}
+    impl __fsdp::HookedForward for Block {
+        const HOOKED: &'static [__fsdp::Forward] = {
+            use __fsdp::NotReplayed as _;
+            &[
+                __fsdp::Forward {
+                    name: "forward",
+                    inputs: &[
+                        ("x", __fsdp::Probe::<Tensor<3>>::OBSTACLE),
+                        ("mask", __fsdp::Probe::<Option<Tensor<4, Bool>>>::OBSTACLE),
+                    ],
+                },
+                __fsdp::Forward {
+                    name: "forward_step",
+                    inputs: &[
+                        ("input 1", __fsdp::Probe::<(Tensor<3>, usize)>::OBSTACLE),
+                        ("cache", __fsdp::Probe::<Cache>::OBSTACLE),
+                        (
+                            "keys",
+                            ::core::option::Option::Some(__fsdp::Obstacle::Borrowed),
+                        ),
+                        (
+                            "other",
+                            ::core::option::Option::Some(__fsdp::Obstacle::Generic),
+                        ),
+                        (
+                            "the return value",
+                            ::core::option::Option::Some(__fsdp::Obstacle::Output),
+                        ),
+                    ],
+                },
+            ]
+        };
+    }
+    const _: () = __fsdp::can_be_replayed::<Block>("forward", "x");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward", "mask");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "input 1");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "cache");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "keys");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "other");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "the return value");
 };

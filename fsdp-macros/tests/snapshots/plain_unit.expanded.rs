@@ -91,6 +91,10 @@ const _: () = {
                 cache: self.cache,
             }
         }
+        const FORWARDS: &'static [__fsdp::Forward] = {
+            use __fsdp::NotHooked as _;
+            __fsdp::Probe::<Block>::HOOKED
+        };
     }
     impl __fsdp::FsdpUnit for Block {}
     const __FSDP_LAYOUT: &__fsdp::Node = &<Block as __fsdp::FsdpModule>::LAYOUT;

@@ -85,6 +85,10 @@ const _: () = {
                 ),
             }
         }
+        const FORWARDS: &'static [__fsdp::Forward] = {
+            use __fsdp::NotHooked as _;
+            __fsdp::Probe::<Model>::HOOKED
+        };
     }
     impl __fsdp::FsdpUnit for Model {}
     const __FSDP_LAYOUT: &__fsdp::Node = &<Model as __fsdp::FsdpModule>::LAYOUT;

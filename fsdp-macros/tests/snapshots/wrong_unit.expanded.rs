@@ -59,6 +59,10 @@ const _: () = {
                 ),
             }
         }
+        const FORWARDS: &'static [__fsdp::Forward] = {
+            use __fsdp::NotHooked as _;
+            __fsdp::Probe::<Model>::HOOKED
+        };
     }
     impl __fsdp::FsdpUnit for Model {}
 };

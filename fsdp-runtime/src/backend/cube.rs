@@ -11,15 +11,17 @@ use std::sync::Mutex;
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Backend, Cube, TensorMetadata};
-use burn::tensor::{DType, Shape};
+use burn::tensor::{DType, Shape, TensorData};
 use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
+use cubecl::client::Client;
 #[cfg(feature = "nccl")]
 use cubecl::cuda::CudaRuntime;
-use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{ShardBackend, Value, cast, dispatch, numel};
+use super::{ShardBackend, Value, dispatch, numel};
+use crate::kernels::cube::{Run, contiguous, copy, empty};
+use crate::kernels::{Kernels, Sums};
 use crate::norm::Norm;
 
 /// A slot's device buffer.
@@ -38,6 +40,11 @@ impl Memory {
         self.token.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
+    /// The elements from `offset` on.
+    fn run(&self, offset: usize) -> Run {
+        Run { handle: self.handle.clone(), at: offset, dtype: self.dtype }
+    }
+
     /// Elements `[offset, offset + numel)` as a handle.
     fn part(&self, offset: usize, numel: usize) -> Handle {
         let bytes = |elements: usize| (elements * self.dtype.size()) as u64;
@@ -46,46 +53,11 @@ impl Memory {
     }
 }
 
-#[cube(launch_unchecked)]
-fn copy_kernel<E: Int>(source: &[E], target: &mut [E], _after: &[f32]) {
-    if ABSOLUTE_POS < source.len() {
-        target[ABSOLUTE_POS] = source[ABSOLUTE_POS];
-    }
-}
-
-#[cube(launch_unchecked)]
-fn fill_kernel<E: Int>(target: &mut [E], value: E) {
-    if ABSOLUTE_POS < target.len() {
-        target[ABSOLUTE_POS] = value;
-    }
-}
-
-/// Cubes of 256 units, enough for one unit an element.
-fn grid(client: &cubecl::client::Client, numel: usize) -> (CubeCount, CubeDim) {
-    let dim = CubeDim::new(client, numel);
-    (cubecl::calculate_cube_count_elemwise(client, numel, dim), dim)
-}
-
-/// Sets every bit, or none, of `numel` elements of the given size in bytes.
-fn fill(client: &cubecl::client::Client, target: Handle, numel: usize, size: usize, bits: bool) {
-    if numel == 0 {
-        return;
-    }
-    let (count, dim) = grid(client, numel);
-    macro_rules! launch {
-        ($int:ty) => {{
-            let value = if bits { <$int>::MAX } else { 0 };
-            let target = BufferArg::from_raw_parts(target, numel);
-            fill_kernel::launch_unchecked::<$int>(client, count, dim, target, value);
-        }};
-    }
-    // SAFETY: the kernel stays within `target`, which holds `numel` elements of this size.
-    unsafe {
-        match size {
-            2 => launch!(u16),
-            _ => launch!(u32),
-        }
-    }
+/// One element, written by whoever calls.
+fn token(client: &Client) -> Handle {
+    let handle = client.empty(size_of::<f32>());
+    copy::fill(client, &Run { handle: handle.clone(), at: 0, dtype: DType::F32 }, 1, 0.0);
+    handle
 }
 
 fn flat(tensor: CubeTensor, range: Range<usize>) -> CubeTensor {
@@ -108,10 +80,9 @@ impl ShardBackend for Cube {
         let client = device.client();
         let numel = numel.max(1);
         let handle = client.empty(numel * dtype.size());
-        fill(&client, handle.clone(), numel, dtype.size(), false);
-        let token = client.empty(size_of::<f32>());
-        fill(&client, token.clone(), 1, size_of::<f32>(), false);
-        Memory { device: device.clone(), handle, numel, dtype, token: Mutex::new(token) }
+        copy::fill(&client, &Run { handle: handle.clone(), at: 0, dtype }, numel, 0.0);
+        let token = Mutex::new(token(&client));
+        Memory { device: device.clone(), handle, numel, dtype, token }
     }
 
     fn view(memory: &Memory, offset: usize, shape: Shape) -> CubeTensor {
@@ -126,38 +97,19 @@ impl ShardBackend for Cube {
             return;
         }
         assert!(offset + numel <= memory.numel, "a gather stays within its slot");
-        let source = burn_cubecl::kernel::into_contiguous(source);
-        let client = memory.device.client();
-        let (count, dim) = grid(&client, numel);
+        let source = contiguous(source);
         let after = memory.token().clone();
-        macro_rules! launch {
-            ($int:ty) => {{
-                let source = BufferArg::from_raw_parts(source.handle, numel);
-                let target = BufferArg::from_raw_parts(memory.part(offset, numel), numel);
-                let after = BufferArg::from_raw_parts(after, 1);
-                copy_kernel::launch_unchecked::<$int>(&client, count, dim, source, target, after);
-            }};
-        }
-        // SAFETY: both buffers hold `numel` elements of this size, and the kernel stays within them.
-        unsafe {
-            match memory.dtype.size() {
-                2 => launch!(u16),
-                _ => launch!(u32),
-            }
-        }
+        let client = memory.device.client();
+        let target = memory.run(offset);
+        copy::copy(&client, &Run::of(&source), &target, numel, None, Some(after));
     }
 
     fn poison(memory: &Memory, numel: usize) {
-        // All bits set is NaN in every float type.
-        let size = memory.dtype.size();
-        fill(&memory.device.client(), memory.part(0, numel), numel, size, true);
+        copy::fill(&memory.device.client(), &memory.run(0), numel, f32::NAN);
     }
 
     fn release(memory: &Memory) {
-        let client = memory.device.client();
-        let token = client.empty(size_of::<f32>());
-        fill(&client, token.clone(), 1, size_of::<f32>(), false);
-        *memory.token() = token;
+        *memory.token() = token(&memory.device.client());
     }
 
     fn complete(device: &CubeDevice) {
@@ -173,6 +125,14 @@ impl ShardBackend for Cube {
         }
         let (numel, shape) = (numel::<Cube>(&tensor), tensor.shape());
         Self::fragment(tensor, 0..numel, shape)
+    }
+
+    fn to_host(tensor: CubeTensor) -> Option<TensorData> {
+        let (shape, numel) = (tensor.shape(), numel::<Cube>(&tensor));
+        let flat = Self::into_dispatch(Value::Plain(flat(tensor, 0..numel)));
+        let data = burn::tensor::Tensor::<1>::from_dispatch(flat).into_data();
+        let (bytes, _, dtype) = data.into_parts();
+        Some(TensorData::from_bytes(bytes, shape, dtype))
     }
 
     #[cfg(feature = "mpi")]
@@ -206,53 +166,25 @@ impl ShardBackend for Cube {
     }
 
     fn fragment(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {
-        let part = burn_cubecl::kernel::into_contiguous(flat(tensor, range));
-        let (client, device) = (part.client.clone(), part.device.clone());
-        let (numel, dtype) = (shape.num_elements(), part.dtype);
-        let copy = Memory {
-            handle: client.empty(numel.max(1) * dtype.size()),
-            dtype,
-            token: Mutex::new(part.handle.clone()),
-            device,
-            numel: numel.max(1),
-        };
-        Self::write(&copy, 0, part);
-        CubeTensor::new_contiguous(client, copy.device.clone(), shape, copy.handle, dtype)
+        let part = contiguous(flat(tensor, range));
+        let copy = empty(&part.device, shape, part.dtype);
+        let numel = numel::<Cube>(&part);
+        copy::copy(&part.client, &Run::of(&part), &Run::of(&copy), numel, None, None);
+        copy
     }
 
     fn mean(parts: &[CubeTensor], range: Range<usize>, divisor: usize, shape: Shape) -> CubeTensor {
-        let sum = parts
-            .iter()
-            .map(|part| cast::<Cube>(flat(part.clone(), range.clone()), DType::F32))
-            .reduce(Cube::float_add)
-            .expect("a group has at least one rank");
-        let mean = match divisor {
-            1 if parts.len() == 1 => return Self::fragment(sum, 0..range.len(), shape),
-            1 => sum,
-            _ => Cube::float_div_scalar(sum, (divisor as f32).into()),
-        };
-        Cube::float_reshape(mean, shape)
+        Self::rank_mean(parts, range, divisor, shape)
     }
 
     fn norm_sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<f64> {
-        if parts.is_empty() {
-            return Vec::new();
-        }
-        let sum = |(tensor, range): &(CubeTensor, Range<usize>)| {
-            let part = flat(tensor.clone(), range.clone());
-            match norm {
-                Norm::One => Cube::float_sum(Cube::float_abs(part)),
-                Norm::Two => Cube::float_sum(Cube::float_mul(part.clone(), part)),
-                Norm::Inf if range.is_empty() => Cube::float_sum(part),
-                Norm::Inf => Cube::float_max(Cube::float_abs(part)),
-                Norm::P(p) => {
-                    Cube::float_sum(Cube::float_powf_scalar(Cube::float_abs(part), p.into()))
-                }
-            }
-        };
-        let sums = Cube::float_cat(parts.iter().map(sum).collect(), 0);
-        let data =
-            burn::tensor::Tensor::<1>::from_dispatch(Self::into_dispatch(Value::Plain(sums)));
-        data.into_data().iter::<f64>().collect()
+        Self::sums(parts, norm).iter().map(|sums| sums.term(norm)).collect()
+    }
+
+    fn all_finite(tensors: Vec<CubeTensor>) -> bool {
+        let whole = |tensor: CubeTensor| (numel::<Cube>(&tensor), tensor);
+        let parts: Vec<_> =
+            tensors.into_iter().map(whole).map(|(numel, tensor)| (tensor, 0..numel)).collect();
+        Self::sums(&parts, Norm::Inf).iter().all(Sums::is_finite)
     }
 }

@@ -10,11 +10,10 @@ use std::ptr::NonNull;
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
-#[cfg(feature = "flex")]
-use burn::tensor::TensorData;
-use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
+use burn::tensor::{DType, DispatchTensor, Shape, Tensor, TensorData};
 
 use crate::error::ShardError;
+use crate::kernels::Kernels;
 use crate::norm::Norm;
 
 #[cfg(feature = "cube")]
@@ -23,7 +22,7 @@ pub(crate) mod cube;
 pub(crate) mod flex;
 mod stored;
 
-pub(crate) use stored::{Leaf, Rest, Stored};
+pub(crate) use stored::{Leaf, Rest, Stored, new_leaf};
 
 /// A float tensor of backend `B`.
 pub(crate) type Float<B> = <B as burn::backend::BackendTypes>::FloatTensorPrimitive;
@@ -84,7 +83,7 @@ impl<B: ShardBackend> Value<B> {
 ///
 /// The methods on `Memory` never check whether a view is in use: that is the schedule's task, which
 /// writes a slot only between its owner's reshard and the next owner's first `val()`.
-pub(crate) trait ShardBackend: Backend {
+pub(crate) trait ShardBackend: Kernels {
     /// One reusable buffer of elements of one type, viewed by tensors.
     type Memory: Debug + Send + Sync + 'static;
     /// A tensor's elements as bytes that the host can read; moving it does not move them.
@@ -138,6 +137,9 @@ pub(crate) trait ShardBackend: Backend {
     /// and their order alone, so that every strategy finds the same norm.
     fn norm_sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<f64>;
 
+    /// A copy of the tensor in the host's memory; `None` where it lies there already.
+    fn to_host(tensor: Float<Self>) -> Option<TensorData>;
+
     /// Shows the elements in order, as bytes of the host.
     fn with_bytes(tensor: Float<Self>, f: &mut dyn FnMut(&[u8])) {
         let flat = Self::float_reshape(tensor.clone(), Shape::from([numel::<Self>(&tensor)]));
@@ -162,10 +164,12 @@ pub(crate) trait ShardBackend: Backend {
 
 /// The tensor in another type: itself, where it has that one.
 pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> {
-    if tensor.dtype() == dtype {
-        return tensor;
+    let kernel = |dtype| matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    match tensor.dtype() {
+        found if found == dtype => tensor,
+        found if kernel(found) && kernel(dtype) => B::cast(tensor, dtype, None),
+        _ => B::float_cast(tensor, dtype.into()),
     }
-    B::float_cast(tensor, dtype.into())
 }
 
 /// The tensor on Flex.

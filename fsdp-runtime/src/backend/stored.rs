@@ -52,6 +52,15 @@ impl<B: ShardBackend> Clone for Leaf<B> {
 }
 
 impl<B: ShardBackend> Leaf<B> {
+    /// A leaf of the same elements in a graph of its own.
+    pub(crate) fn anew(&self) -> Self {
+        match self {
+            Self::Device(leaf) => Self::Device(new_leaf::<B>(leaf.primitive().clone())),
+            #[cfg(feature = "flex")]
+            Self::Host(leaf) => Self::Host(new_leaf::<Flex>(leaf.primitive().clone())),
+        }
+    }
+
     /// The node of its graph.
     pub(crate) fn node(&self) -> NodeGuard {
         match self {
@@ -60,6 +69,11 @@ impl<B: ShardBackend> Leaf<B> {
             Self::Host(leaf) => leaf.node(),
         }
     }
+}
+
+/// A tracked tensor without parents.
+pub(crate) fn new_leaf<B: ShardBackend>(value: Float<B>) -> Tracked<B> {
+    Tracked::<B>::new(value).require_grad()
 }
 
 /// What a Burn tensor at rest was taken apart into: the elements, the leaf where it is tracked, and

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
 use super::scalar::Scalars;
+use super::seal::{seal, unseal};
 use crate::mesh::WorldSize;
 
 /// The manifest's name in its folder.
@@ -21,8 +22,6 @@ const FORMAT: &str = "fsdp-burn checkpoint";
 pub const VERSION: u64 = 2;
 /// Bytes of a piece that one checksum covers: a reader checks the blocks it touches.
 pub const BLOCK: usize = 1 << 20;
-
-const SEAL: &str = ",\"checksum_of_the_above\":\"";
 
 /// All of a checkpoint but the elements themselves.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -44,6 +43,9 @@ pub struct Manifest {
     pub optimizers: BTreeMap<String, OptimizerEntry>,
     /// The learning-rate schedulers' state, by name.
     pub schedulers: BTreeMap<String, Scalars>,
+    /// The loss scalers' state, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub scalers: BTreeMap<String, Scalars>,
     /// What the user added, as JSON.
     pub values: BTreeMap<String, String>,
 }
@@ -316,6 +318,7 @@ impl Manifest {
             models: BTreeMap::new(),
             optimizers: BTreeMap::new(),
             schedulers: BTreeMap::new(),
+            scalers: BTreeMap::new(),
             values: BTreeMap::new(),
         }
     }
@@ -494,25 +497,4 @@ pub(crate) fn optimizer_key(optimizer: &str, model: &str, path: &str, name: &str
 /// The name of a rank's file.
 pub(crate) fn rank_file(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
-}
-
-/// A JSON object with the checksum of its text as its last field.
-#[doc(hidden)]
-pub fn seal(body: &str) -> String {
-    let open = body.trim_end().strip_suffix('}').unwrap_or(body);
-    format!("{open}{SEAL}{:08x}\"}}\n", crc32c::crc32c(open.as_bytes()))
-}
-
-/// The object without its checksum.
-fn unseal(text: &[u8]) -> Result<Vec<u8>, String> {
-    let len = SEAL.len() + 8 + "\"}\n".len();
-    let found = text.len().checked_sub(len).map(|at| text.split_at(at));
-    let Some((open, tail)) = found.filter(|(_, tail)| tail.starts_with(SEAL.as_bytes())) else {
-        return Err("it does not end with its checksum; it was edited or cut".into());
-    };
-    let expected = format!("{SEAL}{:08x}\"}}\n", crc32c::crc32c(open));
-    if tail != expected.as_bytes() {
-        return Err("its checksum is not that of its text; it was edited or damaged".into());
-    }
-    Ok([open, b"}"].concat())
 }

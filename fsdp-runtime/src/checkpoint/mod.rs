@@ -34,14 +34,14 @@ mod restore;
 mod save;
 mod scalar;
 mod scheduler;
+mod seal;
+mod sink;
 mod write;
 
 use std::path::Path;
 
 pub use error::CheckpointError;
 pub use folder::{Listing, list};
-#[doc(hidden)]
-pub use manifest::seal;
 pub use manifest::{
     BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,
     ParameterEntry, Piece, Progress, RandomState, TensorEntry, UnitEntry, VERSION,
@@ -50,6 +50,8 @@ pub use merge::{MergeOptions, Merged, merge};
 pub use restore::{Restore, Restored};
 pub use save::{Checkpoint, CheckpointManager, Saved};
 pub use scalar::{Scalar, Scalars};
+#[doc(hidden)]
+pub use seal::seal;
 
 /// Names the file, and what was done to it, in an error of the system's.
 fn io(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> CheckpointError + use<> {

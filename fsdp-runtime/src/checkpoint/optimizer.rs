@@ -14,7 +14,7 @@ use burn::optim::{
     StateSource,
 };
 use burn::tensor::kind::BridgeTensor;
-use burn::tensor::{Bytes, DType, Device};
+use burn::tensor::{Bytes, DType, Device, TensorData};
 use burn_pack::{Reader, Tensor, Writer};
 
 use super::CheckpointError;
@@ -30,6 +30,13 @@ pub(crate) struct StateTensor {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
     pub(crate) bytes: Bytes,
+}
+
+impl StateTensor {
+    /// Its elements in its shape.
+    pub(crate) fn into_data(self) -> TensorData {
+        TensorData::from_bytes(self.bytes, self.shape, self.dtype)
+    }
 }
 
 /// An optimizer's state of one parameter.

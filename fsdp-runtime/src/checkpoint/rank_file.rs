@@ -2,12 +2,15 @@
 //!
 //! safetensors puts the names first, but an optimizer's are known only once its state was read. So
 //! room for them is left, filled with spaces as the format allows, and the header is written last.
+//! A large file is on its way to the disk while it is written: a thread beside flushes what there is.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread::JoinHandle;
 
 use memmap2::{Mmap, MmapOptions};
 use serde::Deserialize;
@@ -20,6 +23,8 @@ use super::manifest::{BLOCK, Dtype, Piece};
 const LENGTH: usize = 8;
 /// Data begin at a multiple of this many bytes.
 const ALIGN: u64 = 64;
+/// Bytes after which what was written is flushed to the disk.
+const FLUSH: u64 = 32 << 20;
 
 /// A rank's file while it is written.
 #[derive(Debug)]
@@ -29,6 +34,33 @@ pub(crate) struct Writer {
     room: u64,
     written: u64,
     header: String,
+    /// Bytes written when the last flush was asked for.
+    flushed: u64,
+    flusher: Option<Flusher>,
+}
+
+/// A thread that flushes a file while it is written.
+#[derive(Debug)]
+struct Flusher {
+    ask: SyncSender<()>,
+    thread: JoinHandle<std::io::Result<()>>,
+}
+
+impl Flusher {
+    fn start(file: &File) -> std::io::Result<Self> {
+        let file = file.try_clone()?;
+        let (ask, asked) = sync_channel(1);
+        let flush = move || asked.iter().try_for_each(|()| file.sync_data());
+        let thread = std::thread::Builder::new().name("fsdp-flush".into()).spawn(flush)?;
+        Ok(Self { ask, thread })
+    }
+
+    /// Waits for the flushes asked for. The system tells each error once: here those of theirs.
+    fn finish(self) -> std::io::Result<()> {
+        drop(self.ask);
+        let panicked = |_| Err(std::io::Error::other("the thread that flushed it panicked"));
+        self.thread.join().unwrap_or_else(panicked)
+    }
 }
 
 impl Writer {
@@ -38,7 +70,7 @@ impl Writer {
         let room = ((LENGTH + names + 64) as u64).next_multiple_of(ALIGN);
         file.seek(SeekFrom::Start(room)).map_err(io("write", &path))?;
         let header = String::from("{\"__metadata__\":{\"format\":\"fsdp-burn\"}");
-        Ok(Self { path, file, room, written: 0, header })
+        Ok(Self { path, file, room, written: 0, header, flushed: 0, flusher: None })
     }
 
     /// Appends a piece and returns its checksums.
@@ -54,6 +86,7 @@ impl Writer {
             checksums.push(crc32c::crc32c(block));
             self.file.write_all(block).map_err(io("write", &self.path))?;
         }
+        self.flush(bytes.len() as u64).map_err(io("write", &self.path))?;
         let end = self.written + bytes.len() as u64;
         let name = serde_json::to_string(name).expect("a string serialises");
         self.header.push_str(&format!(
@@ -63,6 +96,23 @@ impl Writer {
         ));
         self.written = end;
         Ok(checksums)
+    }
+
+    /// Asks for a flush once enough was written after the last; `more` bytes are not counted yet.
+    fn flush(&mut self, more: u64) -> std::io::Result<()> {
+        let written = self.written + more;
+        if written - self.flushed < FLUSH {
+            return Ok(());
+        }
+        self.flushed = written;
+        let flusher = match self.flusher.take() {
+            Some(flusher) => flusher,
+            None => Flusher::start(&self.file)?,
+        };
+        // One that is still at it flushes this too, or the end does. One that failed says so there.
+        let _ = flusher.ask.try_send(());
+        self.flusher = Some(flusher);
+        Ok(())
     }
 
     /// Writes the header, waits until all is on the disk, and returns the file's length.
@@ -77,6 +127,9 @@ impl Writer {
         head.extend_from_slice(self.header.as_bytes());
         head.resize(self.room as usize, b' ');
         let failed = io("write", &self.path);
+        if let Some(flusher) = self.flusher.take() {
+            flusher.finish().map_err(&failed)?;
+        }
         self.file.seek(SeekFrom::Start(0)).map_err(&failed)?;
         self.file.write_all(&head).map_err(&failed)?;
         self.file.sync_all().map_err(&failed)?;
@@ -296,6 +349,26 @@ mod tests {
             let mut read = vec![0; 16];
             reader.read("model/a/\"quoted\"", range.clone(), &mut read).unwrap();
             assert_eq!(read, large[range]);
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_flushed_while_it_is_written_holds_everything() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("large.safetensors");
+        let mut writer = Writer::create(path.clone(), 100).unwrap();
+        let part: Vec<u8> = (0..FLUSH as usize / 2 + 5).map(|i| (i % 251) as u8).collect();
+        let sums: Vec<_> =
+            ["a", "b", "c"].map(|name| writer.write(name, Dtype::U8, &part).unwrap()).into();
+        assert!(writer.flusher.is_some() && writer.flushed > 0);
+        let len = writer.finish().unwrap();
+        let reader = Reader::open(path, len).unwrap();
+        for (name, sums) in ["a", "b", "c"].into_iter().zip(sums) {
+            let piece = piece(part.len(), sums);
+            reader.verify(name, &piece, 0..part.len(), BLOCK as u64).unwrap();
+            let mut read = vec![0; part.len()];
+            reader.read(name, 0..part.len(), &mut read).unwrap();
+            assert!(read == part, "`{name}`");
         }
     }
 

@@ -27,6 +27,7 @@ use super::save::CheckpointManager;
 use super::{folder, own, scheduler};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
+use crate::grad_scaler::GradScaler;
 use crate::group::{Entry, Held};
 use crate::launch::Worker;
 use crate::optim::{WholeParam, owners};
@@ -43,6 +44,7 @@ pub struct Restore<'a> {
     models: BTreeMap<String, &'a mut dyn Model>,
     optimizers: BTreeMap<String, LoadedOptimizer<'a>>,
     schedulers: BTreeMap<String, &'a mut ModuleLrScheduler>,
+    scalers: BTreeMap<String, &'a mut GradScaler>,
 }
 
 /// An optimizer to load into.
@@ -114,6 +116,12 @@ impl<'a> Restore<'a> {
         self
     }
 
+    /// A loss scaler: it goes on as the one that was saved, whatever its configuration was.
+    pub fn grad_scaler(mut self, name: impl Into<String>, scaler: &'a mut GradScaler) -> Self {
+        self.scalers.insert(name.into(), scaler);
+        self
+    }
+
     /// Loads a checkpoint's folder. Every rank calls it; on an error nothing has changed.
     ///
     /// # Errors
@@ -161,7 +169,7 @@ impl CheckpointManager {
 fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Error> {
     let prepared =
         Folder::open(path).and_then(|folder| prepare(&restore, Arc::new(folder), ranks.index()));
-    let Prepared { folder, mut wants, optimizers, schedulers, values } =
+    let Prepared { folder, mut wants, optimizers, schedulers, scalers, values } =
         ranks.settle("a checkpoint's checks", prepared)?;
     let manifest = folder.manifest();
     // Nothing was changed until here, and nothing from here on can be found wrong.
@@ -191,6 +199,11 @@ fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Er
             *scheduler = loaded.clone();
         }
     }
+    for (name, scaler) in restore.scalers {
+        if let Some(loaded) = scalers.get(&name) {
+            *scaler = loaded.clone();
+        }
+    }
     // A file that was sound a moment ago and cannot be mapped now; every rank must hear of it.
     ranks.settle("a checkpoint's elements", outcome)?;
     Ok(Restored { progress: manifest.progress, world_size: manifest.world_size, values })
@@ -203,6 +216,7 @@ struct Prepared {
     wants: BTreeMap<String, HashMap<Place, String>>,
     optimizers: BTreeMap<String, ModuleOptimizer>,
     schedulers: BTreeMap<String, ModuleLrScheduler>,
+    scalers: BTreeMap<String, GradScaler>,
     values: BTreeMap<String, Value>,
 }
 
@@ -260,6 +274,14 @@ fn prepare(
                 .extend(found.into_iter().map(|text| format!("scheduler `{name}`: {text}"))),
         }
     }
+    let mut scalers = BTreeMap::new();
+    for name in restore.scalers.keys() {
+        let loaded = manifest.scalers.get(name).map(GradScaler::from_scalars);
+        match loaded.unwrap_or(Err("it is missing".into())) {
+            Ok(loaded) => _ = scalers.insert(name.clone(), loaded),
+            Err(found) => differences.push(format!("loss scaler `{name}`: {found}")),
+        }
+    }
     if !differences.is_empty() {
         return Err(CheckpointError::Mismatch { folder: folder.name(), differences });
     }
@@ -280,7 +302,7 @@ fn prepare(
         let states = states(name, own.whole, &targets, &folder)?;
         optimizers.insert(name.clone(), optimizer::with_state(name, own.optimizer, states)?);
     }
-    Ok(Prepared { wants, optimizers, schedulers, values, folder: folder.clone() })
+    Ok(Prepared { wants, optimizers, schedulers, scalers, values, folder: folder.clone() })
 }
 
 fn compare_model(
@@ -342,7 +364,8 @@ fn compare_optimizer(
             for (tensor, stored) in &state.tensors {
                 if part(target, stored, own.whole).is_none() {
                     differences.push(format!(
-                        "optimizer `{name}`: `{tensor}` of `{}` is {:?}, which cannot be sharded",
+                        "optimizer `{name}`: `{tensor}` of `{}` is {:?}, which cannot be \
+                         sharded; wrap the optimizer in `WholeParam` and use `whole_optimizer`",
                         target.entry.path, stored.shape
                     ));
                 }

@@ -26,12 +26,12 @@ use super::model::Model;
 use super::own::Differing;
 use super::ranks::Ranks;
 use super::scalar::Scalars;
-use super::write::{
-    FileSink, MemorySink, gather_parts, leave_part, missing_part, outline, part_file, parts,
-};
+use super::sink::{FileSink, MemorySink};
+use super::write::{gather_parts, leave_part, missing_part, outline, part_file, parts};
 use super::{folder, io, scheduler};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
+use crate::grad_scaler::GradScaler;
 use crate::launch::Worker;
 use crate::optim::WholeParam;
 use crate::unit::FsdpModule;
@@ -47,6 +47,7 @@ pub struct Checkpoint<'a> {
     pub(crate) models: BTreeMap<String, &'a dyn Model>,
     pub(crate) optimizers: BTreeMap<String, SavedOptimizer<'a>>,
     pub(crate) schedulers: BTreeMap<String, Scalars>,
+    pub(crate) scalers: BTreeMap<String, Scalars>,
     pub(crate) values: BTreeMap<String, String>,
 }
 
@@ -76,7 +77,7 @@ impl<'a> Checkpoint<'a> {
         self
     }
 
-    /// The scale of the loss.
+    /// The scale of the loss, where no [`GradScaler`] keeps it.
     pub fn loss_scale(mut self, scale: f32) -> Self {
         self.progress.loss_scale = Some(scale);
         self
@@ -108,6 +109,13 @@ impl<'a> Checkpoint<'a> {
         self
     }
 
+    /// A loss scaler, with all of its state. Its scale is the checkpoint's
+    /// [`loss_scale`](Progress::loss_scale) too.
+    pub fn grad_scaler(mut self, name: impl Into<String>, scaler: &GradScaler) -> Self {
+        self.scalers.insert(name.into(), scaler.scalars());
+        self.loss_scale(scaler.loss_scale())
+    }
+
     /// Anything else, as JSON; rank 0's is kept. A float may come back with another last bit, unless
     /// the program turns on serde_json's `float_roundtrip`.
     pub fn value(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
@@ -131,11 +139,12 @@ impl<'a> Checkpoint<'a> {
             map.keys().map(String::as_str).collect::<Vec<_>>().join(", ")
         }
         format!(
-            "step {}, models [{}], optimizers [{}], schedulers [{}]",
+            "step {}, models [{}], optimizers [{}], schedulers [{}], scalers [{}]",
             self.progress.step,
             names(&self.models),
             names(&self.optimizers),
-            names(&self.schedulers)
+            names(&self.schedulers),
+            names(&self.scalers)
         )
     }
 }

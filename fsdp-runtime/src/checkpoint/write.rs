@@ -1,191 +1,30 @@
-//! One rank's part of a save: its pieces, to a file at once or to memory first.
+//! One rank's part of a save: which elements of what it writes, and its part of the manifest.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
 use burn::module::ParamId;
-use burn::tensor::{Bytes, DType};
 
 use super::CheckpointError;
-use super::manifest::{
-    Dtype, KeyEntry, Manifest, ModelEntry, ParameterEntry, Piece, RandomState, TensorEntry,
-    UnitEntry, model_key, optimizer_key, rank_file,
-};
+use super::manifest::{KeyEntry, Manifest, ModelEntry, RandomState, UnitEntry};
 use super::model::Model;
 use super::own::Differing;
 use super::ranks::{Ranks, arrangement, written, written_owned, written_whole};
 use super::save::{Checkpoint, SavedOptimizer};
-use super::scalar::Scalars;
-use super::{io, model, optimizer, rank_file};
+use super::sink::{Elements, Owner, Part, Sink};
+use super::{io, model, optimizer};
 use crate::group::{Entry, Held};
 use crate::mesh::Mesh;
 use crate::optim::owners;
 use crate::param::Place;
 use crate::plan::Key;
 
-/// About how many bytes of parameters have their optimizer state read at once.
-const BATCH: usize = 32 << 20;
-
-/// Where a tensor belongs in a manifest.
-#[derive(Clone, Debug)]
-pub(crate) enum Owner {
-    Model { model: String, path: String },
-    Optimizer { optimizer: String, model: String, path: String, name: String },
-}
-
-impl Owner {
-    /// Its name in a rank's file.
-    fn key(&self) -> String {
-        match self {
-            Self::Model { model, path } => model_key(model, path),
-            Self::Optimizer { optimizer, model, path, name } => {
-                optimizer_key(optimizer, model, path, name)
-            }
-        }
-    }
-}
-
-/// Elements that this rank writes.
-pub(crate) struct Part<'a> {
-    pub(crate) owner: Owner,
-    pub(crate) dtype: DType,
-    pub(crate) shape: Vec<usize>,
-    /// How many copies of the tensor there are; `range` goes over all of them.
-    pub(crate) copies: usize,
-    pub(crate) range: Range<usize>,
-    pub(crate) bytes: Elements<'a>,
-}
-
-/// Their bytes.
-pub(crate) enum Elements<'a> {
-    /// The tensor's own memory.
-    Borrowed(&'a [u8]),
-    /// A copy that was made already, and the bytes of it that are meant.
-    Copied(Bytes, Range<usize>),
-}
-
-impl Elements<'_> {
-    fn as_slice(&self) -> &[u8] {
-        match self {
-            Self::Borrowed(bytes) => bytes,
-            Self::Copied(bytes, range) => &bytes[range.clone()],
-        }
-    }
-}
-
-/// What takes the parts of a save.
-pub(crate) trait Sink {
-    /// Takes a part.
-    fn part(&mut self, part: Part<'_>) -> Result<(), CheckpointError>;
-    /// Takes an optimizer's numbers for a parameter.
-    fn scalars(&mut self, optimizer: &str, model: &str, path: &str, scalars: Scalars);
-}
-
-/// A rank's file and its part of the manifest, as they are written.
-pub(crate) struct FileSink {
-    file: rank_file::Writer,
-    manifest: Manifest,
-    rank: usize,
-}
-
-impl FileSink {
-    /// Creates the file of a rank in `folder`. `manifest` has all but the tensors.
-    pub(crate) fn create(
-        folder: &Path,
-        rank: usize,
-        manifest: Manifest,
-    ) -> Result<Self, CheckpointError> {
-        // The path, and the numbers around it; optimizers keep two or three tensors a parameter.
-        let paths = manifest.models.values().flat_map(|model| &model.units);
-        let paths = paths.flat_map(|unit| &unit.parameters);
-        let names: usize = paths.map(|path| path.len() + 160).sum();
-        let names = names * (1 + 4 * manifest.optimizers.len());
-        let file = rank_file::Writer::create(folder.join(rank_file(rank)), names)?;
-        Ok(Self { file, manifest, rank })
-    }
-
-    /// Ends the file; returns this rank's part of the manifest.
-    pub(crate) fn finish(self) -> Result<Manifest, CheckpointError> {
-        let Self { file, mut manifest, rank } = self;
-        manifest.files[rank] = file.finish()?;
-        Ok(manifest)
-    }
-}
-
-impl Sink for FileSink {
-    fn part(&mut self, part: Part<'_>) -> Result<(), CheckpointError> {
-        let key = part.owner.key();
-        let Some(dtype) = Dtype::of(part.dtype) else {
-            return Err(CheckpointError::UnsupportedDtype { tensor: key, dtype: part.dtype });
-        };
-        let mut tensor =
-            TensorEntry { dtype, shape: part.shape, copies: part.copies, pieces: Vec::new() };
-        if !part.range.is_empty() {
-            let checksums = self.file.write(&key, dtype, part.bytes.as_slice())?;
-            let (start, end) = (part.range.start, part.range.end);
-            tensor.pieces.push(Piece { file: self.rank, start, end, checksums });
-        }
-        match part.owner {
-            Owner::Model { model, path } => {
-                if let Some(entry) = self.manifest.models.get_mut(&model) {
-                    entry.tensors.insert(path, tensor);
-                }
-            }
-            Owner::Optimizer { optimizer, model, path, name } => {
-                self.parameter(&optimizer, &model, &path).tensors.insert(name, tensor);
-            }
-        }
-        Ok(())
-    }
-
-    fn scalars(&mut self, optimizer: &str, model: &str, path: &str, scalars: Scalars) {
-        self.parameter(optimizer, model, path).scalars = scalars;
-    }
-}
-
-impl FileSink {
-    fn parameter(&mut self, optimizer: &str, model: &str, path: &str) -> &mut ParameterEntry {
-        let optimizer = self.manifest.optimizers.entry(optimizer.to_string()).or_default();
-        let model = optimizer.models.entry(model.to_string()).or_default();
-        model.entry(path.to_string()).or_default()
-    }
-}
-
-/// A copy of this rank's parts, to be written while training goes on.
-#[derive(Default)]
-pub(crate) struct MemorySink {
-    parts: Vec<Part<'static>>,
-    scalars: Vec<(String, String, String, Scalars)>,
-}
-
-impl Sink for MemorySink {
-    fn part(&mut self, part: Part<'_>) -> Result<(), CheckpointError> {
-        let bytes = match part.bytes {
-            Elements::Borrowed(bytes) => {
-                Elements::Copied(Bytes::from_bytes_vec(bytes.to_vec()), 0..bytes.len())
-            }
-            Elements::Copied(bytes, range) => Elements::Copied(bytes, range),
-        };
-        let Part { owner, dtype, shape, copies, range, .. } = part;
-        self.parts.push(Part { owner, dtype, shape, copies, range, bytes });
-        Ok(())
-    }
-
-    fn scalars(&mut self, optimizer: &str, model: &str, path: &str, scalars: Scalars) {
-        self.scalars.push((optimizer.into(), model.into(), path.into(), scalars));
-    }
-}
-
-impl MemorySink {
-    /// Hands everything on, freeing each part once it was taken.
-    pub(crate) fn drain(self, sink: &mut dyn Sink) -> Result<(), CheckpointError> {
-        for (optimizer, model, path, scalars) in self.scalars {
-            sink.scalars(&optimizer, &model, &path, scalars);
-        }
-        self.parts.into_iter().try_for_each(|part| sink.part(part))
-    }
-}
+/// About how many bytes of parameters have their optimizer state read at once, at least: few, so that
+/// the next copies use the memory of the last, which is in the cache still.
+const BATCH: usize = 4 << 20;
+/// About how often an optimizer's state is read, at most: each time looks at all of its parameters.
+const BATCHES: usize = 256;
 
 /// This rank's part of the manifest, without tensors.
 pub(crate) fn outline(checkpoint: &Checkpoint<'_>, ranks: &Ranks) -> Manifest {
@@ -214,6 +53,7 @@ pub(crate) fn outline(checkpoint: &Checkpoint<'_>, ranks: &Ranks) -> Manifest {
         manifest.optimizers.insert(name.clone(), Default::default());
     }
     manifest.schedulers = checkpoint.schedulers.clone();
+    manifest.scalers = checkpoint.scalers.clone();
     manifest.values = checkpoint.values.clone();
     manifest
 }
@@ -257,7 +97,11 @@ pub(crate) fn parts(
             true => checkpoint.models.iter().map(|(name, model)| (name, owners(*model))).collect(),
             false => BTreeMap::new(),
         };
+        // The names in a state are learnt from the smallest, which costs copies of it.
         let mut names = optimizer::Names::default();
+        if let Some(smallest) = parameters.iter().min_by_key(|parameter| parameter.held()) {
+            optimizer::read(name, optimizer, &[smallest.id], &mut names)?;
+        }
         for batch in batches(&parameters) {
             let ids: Vec<ParamId> = batch.iter().map(|parameter| parameter.id).collect();
             let mut states = optimizer::read(name, optimizer, &ids, &mut names)?;
@@ -282,15 +126,25 @@ struct Parameter<'a> {
     place: Place,
 }
 
-/// The parameters in groups of about [`BATCH`] bytes.
+impl Parameter<'_> {
+    /// Elements that this rank holds of it; the most where it holds none.
+    fn held(&self) -> usize {
+        self.model.entry(self.place).range().len().wrapping_sub(1)
+    }
+}
+
+/// The parameters in groups of about [`BATCH`] bytes or more.
 fn batches<'a, 'b>(mut rest: &'b [Parameter<'a>]) -> impl Iterator<Item = &'b [Parameter<'a>]> {
+    let bytes_of = |parameter: &Parameter<'_>| {
+        parameter.model.entry(parameter.place).range().len() * size_of::<f32>()
+    };
+    let enough = BATCH.max(rest.iter().map(bytes_of).sum::<usize>() / BATCHES);
     std::iter::from_fn(move || {
         let mut bytes = 0;
         let count = rest.iter().take_while(|parameter| {
             let before = bytes;
-            let entry = parameter.model.entry(parameter.place);
-            bytes += entry.range().len() * size_of::<f32>();
-            before < BATCH
+            bytes += bytes_of(parameter);
+            before < enough
         });
         let (batch, after) = rest.split_at(count.count());
         rest = after;

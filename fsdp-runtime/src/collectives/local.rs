@@ -208,10 +208,8 @@ impl LocalGroup {
         round.values[self.index] = Some(Arc::new(value));
         hub.changed.notify_all();
         loop {
-            if let Some(failure) = &state.failure {
-                return Err(failure.clone());
-            }
             let round = state.rounds.get_mut(&sequence).expect("a round lives until all took it");
+            // One that is complete stays so, whatever a rank that took it already has found.
             if round.values.iter().all(Option::is_some) {
                 round.taken += 1;
                 let values: Vec<AnyValue> = if round.taken == size {
@@ -226,8 +224,11 @@ impl LocalGroup {
                     .map(|value| value.downcast().expect("one operation exchanges one type"))
                     .collect());
             }
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
+            }
             let Some(left) = hub.timeout.checked_sub(started.elapsed()) else {
-                let absent = round.values.iter().zip(&self.members);
+                let absent = state.rounds[&sequence].values.iter().zip(&self.members);
                 let absent = absent.filter(|(value, _)| value.is_none());
                 let failure = CollectiveError::Timeout {
                     op: op.name,

@@ -89,7 +89,8 @@ pub struct FsdpConfig {
     pub forward_prefetch: Option<bool>,
     /// `fsdp_offload_params`: fragments rest on the host.
     pub offload_params: bool,
-    /// `fsdp_activation_checkpointing`: units recompute their activations in backward.
+    /// `fsdp_activation_checkpointing`: all units but the outermost recompute their activations in
+    /// backward; otherwise those under `#[fsdp_unit(checkpoint)]`.
     pub activation_checkpointing: bool,
     /// `fsdp_state_dict_type`.
     pub state_dict_type: Option<StateDictType>,

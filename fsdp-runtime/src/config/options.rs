@@ -6,7 +6,7 @@ use super::error::{ConfigError, Problem, ProblemKind};
 use super::nearest::nearest;
 use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS};
 use crate::launch::LaunchOptions;
-use crate::options::{FsdpOptions, OffloadPolicy, WrapPolicy};
+use crate::options::{ActivationCheckpointing, FsdpOptions, OffloadPolicy, WrapPolicy};
 use crate::precision::MixedPrecisionPolicy;
 use crate::unit::{FsdpModule, Node};
 
@@ -53,8 +53,7 @@ impl Config {
             made = made.offload(OffloadPolicy::Params { pin_memory: true });
         }
         if fsdp.activation_checkpointing {
-            let key = "fsdp_activation_checkpointing";
-            problems.push(self.unsupported(key, "true", "write `false`"));
+            made = made.activation_checkpointing(ActivationCheckpointing::All);
         }
         match self.mixed_precision.param_dtype() {
             Some(FloatDType::F32) => {}

@@ -400,14 +400,10 @@ fn names_of_units_are_checked_against_the_model() {
 
 #[test]
 fn what_the_runtime_lacks_is_an_error_with_its_line() {
-    let text = BERT
-        .replace("fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true")
-        .replace("mixed_precision: 'no'", "mixed_precision: fp8");
+    let text = BERT.replace("mixed_precision: 'no'", "mixed_precision: fp8");
     let error = good(&text).0.options_for(Some(&BERT_MODEL)).unwrap_err().to_string();
-    for part in [
-        "line 7: `fsdp_activation_checkpointing: true` is not supported",
-        "line 20: `mixed_precision: fp8` is not supported; write `bf16`, `fp16` or `'no'`",
-    ] {
+    for part in ["line 20: `mixed_precision: fp8` is not supported; write `bf16`, `fp16` or `'no'`"]
+    {
         assert!(error.contains(part), "{error}");
     }
     assert_eq!(good(&text).0.check().unwrap_err().to_string(), error);
@@ -426,6 +422,15 @@ fn precision_and_offload_reach_the_options() {
         .mixed_precision(policy.output_dtype(FloatDType::F32))
         .offload(OffloadPolicy::Params { pin_memory: true });
     assert_eq!(options, expected);
+}
+
+#[test]
+fn activation_checkpointing_is_that_of_all_units() {
+    use crate::options::ActivationCheckpointing;
+    let made = |text: &str| good(text).0.options_for(Some(&BERT_MODEL)).unwrap();
+    let on = BERT.replace("activation_checkpointing: false", "activation_checkpointing: true");
+    assert_eq!(made(&on), made(BERT).activation_checkpointing(ActivationCheckpointing::All));
+    assert_eq!(made(BERT).activation_checkpointing, ActivationCheckpointing::Annotated);
 }
 
 #[test]

@@ -9,11 +9,13 @@ use std::sync::{Arc, Mutex};
 
 use burn::config::Config;
 use burn::module::{Flag, Module, Param};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::Tensor;
 use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::philox::{LANES, blocks};
+use super::tape::{self, Draw};
+use crate::kernels::{self, MaskSource};
 use crate::unit::{Attach, FsdpModule, Kind, Node, Walk};
 
 /// The randomness of one model on one rank.
@@ -68,6 +70,11 @@ impl Source {
 
     /// The key and the place of the next mask.
     fn next(&self) -> ([u32; 2], [u32; 2]) {
+        let Draw { key, place, .. } = tape::draw(self.layer, || self.draw());
+        (key, place)
+    }
+
+    fn draw(&self) -> Draw {
         let step = self.stream.step();
         let mut calls = self.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if calls.0 != step {
@@ -78,7 +85,8 @@ impl Source {
         // Steps beyond 2^32 change the key.
         let words = [self.stream.seed(), self.stream.rank, self.layer, step >> 32];
         let key = words.into_iter().fold(0, |key, word| mix(key ^ word));
-        ([key as u32, (key >> 32) as u32], [step as u32, call])
+        let (key, place) = ([key as u32, (key >> 32) as u32], [step as u32, call]);
+        Draw { layer: self.layer, key, place }
     }
 }
 
@@ -144,10 +152,8 @@ impl Dropout {
             return input;
         }
         let (key, place) = self.source.next();
-        let shape = input.shape();
-        let mask = mask(key, place, shape.num_elements(), self.prob);
-        let dtype = input.dtype();
-        let mask = Tensor::<D>::from_data(TensorData::new(mask, shape), (&device, dtype));
+        let source = MaskSource { key, place, prob: self.prob };
+        let mask = kernels::mask_like(&source, &input);
         input * mask
     }
 
@@ -165,12 +171,12 @@ const BATCH: usize = LANES * 8;
 const TASK: usize = 256 * BATCH;
 
 /// Sixteen random bits an element: zero with probability `prob`, else `1 / (1 - prob)`.
-fn mask(key: [u32; 2], place: [u32; 2], len: usize, prob: f64) -> Vec<f32> {
-    let keep = (1.0 / (1.0 - prob)) as f32;
-    let threshold = (prob * 65536.0).round() as u32;
+pub(crate) fn mask(source: &MaskSource, len: usize) -> Vec<f32> {
+    let (threshold, keep) = (source.threshold(), source.keep());
     let mut mask = vec![0f32; len];
     let draw = |(task, mask): (usize, &mut [f32])| {
-        draw(mask, key, (task * TASK / BATCH * LANES) as u64, place, threshold, keep);
+        let first = (task * TASK / BATCH * LANES) as u64;
+        draw(mask, source.key, first, source.place, threshold, keep);
     };
     mask.par_chunks_mut(TASK).enumerate().for_each(draw);
     mask
@@ -210,9 +216,13 @@ impl FsdpModule for Dropout {
 mod tests {
     use super::*;
 
+    fn source(prob: f64) -> MaskSource {
+        MaskSource { key: [1, 2], place: [3, 4], prob }
+    }
+
     #[test]
     fn a_mask_keeps_the_share_and_the_mean() {
-        let mask = mask([1, 2], [3, 4], 200_000, 0.1);
+        let mask = mask(&source(0.1), 200_000);
         let zeros = mask.iter().filter(|&&x| x == 0.0).count() as f64 / mask.len() as f64;
         assert!((zeros - 0.1).abs() < 0.003, "{zeros}");
         let mean = mask.iter().map(|&x| f64::from(x)).sum::<f64>() / mask.len() as f64;
@@ -221,7 +231,7 @@ mod tests {
 
     #[test]
     fn a_longer_mask_begins_as_the_shorter_one() {
-        assert_eq!(mask([1, 2], [3, 4], 20_000, 0.5)[..777], mask([1, 2], [3, 4], 777, 0.5));
+        assert_eq!(mask(&source(0.5), 20_000)[..777], mask(&source(0.5), 777));
     }
 
     #[test]

@@ -2,7 +2,8 @@
 
 pub(crate) mod dropout;
 mod gelu;
-mod philox;
+pub(crate) mod philox;
+pub(crate) mod tape;
 
 pub use dropout::{Dropout, DropoutConfig};
 pub use gelu::gelu;

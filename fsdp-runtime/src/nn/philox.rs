@@ -5,9 +5,9 @@
 /// Blocks computed side by side, for the compiler to vectorise.
 pub(crate) const LANES: usize = 8;
 
-const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
-const ROUNDS: usize = 10;
+pub(crate) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+pub(crate) const ROUNDS: usize = 10;
 
 /// `LANES` consecutive blocks of four words, from block `first` on; word `w` of block `first + i`
 /// is `[w][i]`. A block's counter is its number (low, high) and `place`.

@@ -116,10 +116,9 @@ impl Optimizer for AdamW {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
-        #[cfg(feature = "flex")]
-        if super::flex::takes_adam(&tensor, &grad, state.as_ref().map(|state| &state.momentum)) {
+        if super::fused::takes_adam(&tensor, &grad, state.as_ref().map(|state| &state.momentum)) {
             let state = state.map(|state| state.momentum);
-            let (tensor, state) = super::flex::adam(&self.rule, lr, tensor, grad, state);
+            let (tensor, state) = super::fused::adam(&self.rule, lr, tensor, grad, state);
             return (tensor, Some(AdamWState::new(state)));
         }
         self.elsewhere.step(lr, tensor, grad, state)
@@ -205,10 +204,9 @@ impl Optimizer for Adam {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
-        #[cfg(feature = "flex")]
-        if super::flex::takes_adam(&tensor, &grad, state.as_ref().map(|state| &state.momentum)) {
+        if super::fused::takes_adam(&tensor, &grad, state.as_ref().map(|state| &state.momentum)) {
             let state = state.map(|state| state.momentum);
-            let (tensor, state) = super::flex::adam(&self.rule, lr, tensor, grad, state);
+            let (tensor, state) = super::fused::adam(&self.rule, lr, tensor, grad, state);
             return (tensor, Some(AdamState::new(state)));
         }
         self.elsewhere.step(lr, tensor, grad, state)

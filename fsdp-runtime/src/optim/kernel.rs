@@ -16,23 +16,23 @@ const TASK: usize = 1 << 14;
 
 /// The numbers of one Adam step that are the same for all elements.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct AdamStep {
-    beta_1: f32,
-    rest_1: f32,
-    beta_2: f32,
-    rest_2: f32,
-    epsilon: f32,
+pub(crate) struct AdamStep {
+    pub(crate) beta_1: f32,
+    pub(crate) rest_1: f32,
+    pub(crate) beta_2: f32,
+    pub(crate) rest_2: f32,
+    pub(crate) epsilon: f32,
     /// `1 / √(1 - β₂ᵗ)`.
-    root_scale: f32,
+    pub(crate) root_scale: f32,
     /// `lr / (1 - β₁ᵗ)`.
-    step_size: f32,
+    pub(crate) step_size: f32,
     /// What of the parameter is added to its gradient.
-    penalty: f32,
+    pub(crate) penalty: f32,
     /// What the parameter is multiplied by: `1 - rate`, rounded.
-    keep: f32,
+    pub(crate) keep: f32,
     /// What of the parameter is taken from it under cautious decay.
-    rate: f32,
-    cautious: bool,
+    pub(crate) rate: f32,
+    pub(crate) cautious: bool,
 }
 
 impl AdamStep {
@@ -83,7 +83,7 @@ impl AdamStep {
 }
 
 /// One step of Adam or AdamW over slices of one length. `max` holds AMSGrad's largest second moments.
-pub(super) fn adam(
+pub(crate) fn adam(
     step: &AdamStep,
     param: &mut [f32],
     grad: &[f32],
@@ -131,13 +131,13 @@ fn amsgrad_slice(
 
 /// The numbers of one SGD step that are the same for all elements.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct SgdStep {
-    lr: f32,
-    penalty: f32,
-    momentum: f32,
+pub(crate) struct SgdStep {
+    pub(crate) lr: f32,
+    pub(crate) penalty: f32,
+    pub(crate) momentum: f32,
     /// `1 - dampening`; 1 in the first step.
-    rest: f32,
-    nesterov: bool,
+    pub(crate) rest: f32,
+    pub(crate) nesterov: bool,
 }
 
 impl SgdStep {
@@ -153,7 +153,7 @@ impl SgdStep {
 }
 
 /// One step of SGD over slices of one length.
-pub(super) fn sgd(step: &SgdStep, param: &mut [f32], grad: &[f32], velocity: Option<&mut [f32]>) {
+pub(crate) fn sgd(step: &SgdStep, param: &mut [f32], grad: &[f32], velocity: Option<&mut [f32]>) {
     let tasks = param.par_chunks_mut(TASK).zip(grad.par_chunks(TASK));
     match velocity {
         None => tasks.for_each(|(p, g)| sgd_slice(step, p, g)),

@@ -6,10 +6,10 @@
 //! interchangeable with those of the optimizer of the same name in [`burn::optim`]. They need no
 //! sharding; an unsharded model gains as much.
 //!
-//! On Flex in f32 a step reads the parameter, its gradient and its state once and writes them once,
-//! in vector registers and on all threads of the current rayon pool. It writes in place wherever no
-//! other tensor shares the memory, and then allocates nothing. Elsewhere, and for other number types,
-//! the same formula runs as tensor operations.
+//! In f32 on Flex and on CubeCL devices a step reads the parameter, its gradient and its state once and
+//! writes them once: in vector registers and on all threads of the current rayon pool, or in one launch
+//! of the device. It writes in place wherever no other tensor shares the memory, and then allocates
+//! nothing. Elsewhere, and for other number types, the same formula runs as tensor operations.
 //!
 //! [`WholeParam`] steps a sharded model with an optimizer that needs whole matrices.
 //!
@@ -17,15 +17,14 @@
 //! on the number of threads or on the processor's vector width: sharding a parameter changes no bit of
 //! its update.
 
-#[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "only the fused step reads the rules"))]
 mod adam;
-#[cfg(feature = "flex")]
-mod flex;
-#[cfg(feature = "flex")]
-mod kernel;
+mod fused;
+#[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "the loops are those of Flex"))]
+pub(crate) mod kernel;
 mod sgd;
 mod whole;
 
+pub(crate) use self::kernel::{AdamStep, SgdStep};
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use sgd::{Sgd, SgdConfig, SgdState};
 pub use whole::WholeParam;

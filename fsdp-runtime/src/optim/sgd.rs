@@ -133,9 +133,8 @@ impl Optimizer for Sgd {
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         let velocity = state.and_then(|state| state.velocity);
-        #[cfg(feature = "flex")]
-        if super::flex::takes([&tensor, &grad].into_iter().chain(&velocity)) {
-            let (tensor, velocity) = super::flex::sgd(self, lr, tensor, grad, velocity);
+        if super::fused::takes([&tensor, &grad].into_iter().chain(&velocity)) {
+            let (tensor, velocity) = super::fused::sgd(self, lr, tensor, grad, velocity);
             return (tensor, Some(SgdState { velocity }));
         }
         let (tensor, velocity) = self.step_elsewhere(lr, tensor, grad, velocity);

@@ -408,6 +408,7 @@ mod tests {
         let entry = |(segment, &numel): (usize, &usize)| Entry {
             path: format!("weights.{segment}"),
             shape: vec![numel, 1],
+            dtype: burn::tensor::DType::F32,
             held: Held::Fragment(layout.fragment(segment, mesh.shard_rank())),
             segment: Some(segment),
         };
@@ -422,6 +423,8 @@ mod tests {
             layout,
             gathers: true,
             precision: crate::precision::Precision::FULL,
+            checkpointed: false,
+            within: None,
         }
     }
 

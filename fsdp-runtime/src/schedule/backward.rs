@@ -1,9 +1,10 @@
 //! The backward half: `pre_backward`, arriving gradients, `post_backward`.
 
+use burn::backend::autodiff::NodeId;
 use burn::tensor::DType;
 
 use super::{Pass, Running, Schedule, State, When, count};
-use crate::autodiff::{BackwardHooks, Depth};
+use crate::autodiff::{BackwardHooks, Depth, State as OpState};
 use crate::backend::{Float, ShardBackend, Stored, bytes, cast};
 use crate::collectives::{Op, ProcessGroup, Reduce};
 use crate::error::Error;
@@ -11,8 +12,18 @@ use crate::group::{Call, Reduction, Unit, add_up};
 use crate::memory::Use;
 use crate::options::{BackwardPrefetch, GradientAccumulation};
 use crate::param::CallId;
+use crate::recompute::Kept;
 
 impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
+    fn recompute(
+        &self,
+        state: &OpState<B>,
+        reached: usize,
+        kept: &Kept<B>,
+    ) -> Result<Vec<(NodeId, Float<B>)>, Error> {
+        self.run_again(state, reached, kept)
+    }
+
     fn pre_backward(&self, id: CallId, depth: Depth) -> Result<bool, Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -66,10 +77,12 @@ fn total_bytes<B: ShardBackend>(tensors: &[Option<Float<B>>]) -> usize {
 }
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Unshards the unit whose forward came before that of `unit`.
-    fn prefetch_previous(&self, state: &mut State<B>, unit: usize) -> Result<(), Error> {
+    /// Unshards the unit whose forward came before that of `unit`, but for one that lies in another
+    /// checkpointed unit: the recomputation of that one begins with its first.
+    pub(super) fn prefetch_previous(&self, state: &mut State<B>, unit: usize) -> Result<(), Error> {
         if let Some(at) = state.order.iter().rposition(|&index| index == unit)
             && let Some(previous) = self.following(state.order[..at].iter().rev(), unit)
+            && self.units[previous].within == self.units[unit].within
         {
             self.unshard(state, previous, Pass::Backward, When::Ahead)?;
         }
@@ -78,7 +91,7 @@ impl<B: ShardBackend> Schedule<B> {
 
     /// Ends the calls whose ops have all run, now that all below `depth` have: those with gradients
     /// that never arrive, as of an unused output, and those that read frozen parameters.
-    fn end_calls(&self, state: &mut State<B>, depth: usize) -> Result<(), Error> {
+    pub(super) fn end_calls(&self, state: &mut State<B>, depth: usize) -> Result<(), Error> {
         let (done, rest): (Vec<Running>, Vec<Running>) =
             std::mem::take(&mut state.running).into_iter().partition(|call| depth <= call.inputs);
         state.running = rest;
@@ -93,6 +106,23 @@ impl<B: ShardBackend> Schedule<B> {
                 Some(_) => self.leave(state, unit),
                 None if reads_frozen => self.leave(state, unit),
                 None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the calls of a kind that have gradients and have not entered: gathers outside their unit's
+    /// forward have no output to enter by.
+    pub(super) fn end_arrived(
+        &self,
+        state: &mut State<B>,
+        of: impl Fn(&Call<B>) -> bool,
+    ) -> Result<(), Error> {
+        let arrived = state.calls.iter().filter(|(_, call)| call.has_gradients() && of(call));
+        let ids: Vec<CallId> = arrived.map(|(id, _)| *id).collect();
+        for id in ids {
+            if let Some(call) = state.calls.remove(&id) {
+                self.post_backward(state, call)?;
             }
         }
         Ok(())
@@ -225,14 +255,7 @@ impl<B: ShardBackend> Schedule<B> {
         let mut guard = self.lock();
         let state = &mut *guard;
         self.end_calls(state, 0)?;
-        // Gathers outside their unit's forward have no output to enter by.
-        let arrived = state.calls.iter().filter(|(_, call)| call.has_gradients());
-        let ids: Vec<CallId> = arrived.map(|(id, _)| *id).collect();
-        for id in ids {
-            if let Some(call) = state.calls.remove(&id) {
-                self.post_backward(state, call)?;
-            }
-        }
+        self.end_arrived(state, |_| true)?;
         if !state.accumulating {
             // Held by earlier micro-batches for units that the last one did not use.
             for unit in (0..self.units.len()).rev() {

@@ -13,6 +13,8 @@ use crate::error::{Error, ScheduleError};
 use crate::group::{Call, Fragment, Held, Residency};
 use crate::memory::Use;
 use crate::param::{CallId, Place, Runtime};
+use crate::recompute;
+use crate::replay::KeptForward;
 
 impl<B: ShardBackend> Runtime for Schedule<B> {
     fn is_open(&self) -> bool {
@@ -44,7 +46,10 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             self.begin(state)?;
         }
         let at = state.order.len();
-        state.order.push(unit);
+        // A recomputation repeats part of the order.
+        if state.recomputing.is_none() {
+            state.order.push(unit);
+        }
         let call = self.open_call(state, unit, anchors::<B>(inputs));
         if let Some(other) = self.beside(state, call) {
             self.add_slot(state, unit, other)?;
@@ -75,7 +80,24 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         }
     }
 
+    fn checkpoint(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
+        self.begin_checkpoint(id, inputs)
+    }
+
+    fn detach_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
+        self.without_graph(id, input)
+    }
+
+    fn keep_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
+        self.stow(id, input)
+    }
+
+    fn keep_forward(&self, id: CallId, forward: KeptForward) {
+        self.end_checkpoint(id, forward);
+    }
+
     fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
+        let kept = self.kept(id);
         let (slot, alive, anchors, dtype) = {
             let state = self.lock();
             let Some(call) = state.calls.get(&id) else { return output };
@@ -92,19 +114,23 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             None => output,
             Some(Value::Plain(value)) => B::into_dispatch(Value::Plain(detach(value))),
             Some(Value::Autodiff(value, context)) => {
-                let value = match alive.filter(|_| value.is_tracked()) {
-                    Some(alive) => {
-                        let state = OpState { hooks: self.clone(), call: id, alive };
-                        let value = autodiff::pre_backward(state, value, &anchors, detach);
-                        if let Some(call) = self.lock().calls.get_mut(&id) {
-                            call.tracked = true;
-                            let first = call.span.1.unwrap_or(u64::MAX);
-                            call.span.1 = Some(first.min(value.id().value));
-                        }
-                        value
+                let value = match (kept, alive.filter(|_| value.is_tracked())) {
+                    (Some((kept, parent)), _) => {
+                        recompute::output(&kept, &parent, detach(value.into_primitive()))
                     }
-                    None => Autodiff::<B>::from_inner(detach(value.into_primitive())),
+                    (None, Some(alive)) => {
+                        let state = OpState { hooks: self.clone(), call: id, alive };
+                        autodiff::pre_backward(state, value, &anchors, detach)
+                    }
+                    (None, None) => Autodiff::<B>::from_inner(detach(value.into_primitive())),
                 };
+                if value.is_tracked()
+                    && let Some(call) = self.lock().calls.get_mut(&id)
+                {
+                    call.tracked = true;
+                    let first = call.span.1.unwrap_or(u64::MAX);
+                    call.span.1 = Some(first.min(value.id().value));
+                }
                 B::into_dispatch(Value::Autodiff(value, context))
             }
         }
@@ -118,11 +144,13 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_forward", unit = %self.units[unit].name).entered();
         call.anchors.clear();
         call.open = None;
+        call.checkpoint = None;
         let tracked = call.tracked || call.pending > 0;
         if !tracked {
             state.calls.remove(&id);
         }
         self.close(state, unit);
+        state.unrecorded.take_if(|checkpointed| *checkpointed == id);
         // The backward of the outermost unit and of the last one comes before any other's.
         let at = state.order.iter().rposition(|&index| index == unit).unwrap_or(0);
         let next = self.units[unit].level == 0 || self.next_forward(state, at, unit).is_none();
@@ -146,6 +174,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             self.close(state, call.unit);
             self.reshard(state, call.unit);
         }
+        state.unrecorded.take_if(|checkpointed| *checkpointed == id);
     }
 
     fn materialize(
@@ -177,13 +206,20 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             _ => base,
         };
         let call = state.units[place.unit].forwards.last().copied();
+        // A recomputed graph has leaves of its own.
+        let leaf = match (leaf, state.unrecorded, state.recomputing) {
+            (Some(_), Some(_), _) => None,
+            (Some(leaf), None, Some(_)) => Some(leaf.anew()),
+            (leaf, ..) => leaf,
+        };
         if leaf.is_none()
+            && state.unrecorded.is_none()
             && let Some(call) = call.and_then(|call| state.calls.get_mut(&call))
         {
             call.reads_frozen |= unit.gathers && context.is_some();
         }
         // What reads a parameter outside any forward sees it as the optimizer does.
-        let dtype = if state.open > 0 { unit.precision.param } else { DType::F32 };
+        let dtype = if state.open > 0 { unit.entries[holder].dtype } else { DType::F32 };
         let value = match &unit.entries[holder].held {
             Held::Fragment(_) if call.is_some() => {
                 debug_assert!(
@@ -239,9 +275,12 @@ impl<B: ShardBackend> Schedule<B> {
 
     /// A unit in the same buffer whose graph is there and whose output no input of `call` can come
     /// from: the backward of both may run at once. Only for a unit without a graph of its own.
+    ///
+    /// What is not recorded has no graph. A recomputation runs from end to end between two ops of
+    /// the outer graph: of the units there, only one that runs backward just now is in its way.
     fn beside(&self, state: &State<B>, call: CallId) -> Option<usize> {
         let new = &state.calls[&call];
-        let slot = state.slot_of[new.unit]?;
+        let slot = state.slot_of[new.unit].filter(|_| state.unrecorded.is_none())?;
         let live = |id: &CallId, other: &Call<B>| {
             *id != call && other.open.is_none() && other.alive.strong_count() > 0
         };
@@ -250,14 +289,25 @@ impl<B: ShardBackend> Schedule<B> {
             return None;
         }
         let conflicts = |other: &Call<B>| {
-            state.slot_of[other.unit] == Some(slot)
-                && other.span.1.is_some_and(|output| new.span.0.is_none_or(|input| input < output))
+            if state.slot_of[other.unit] != Some(slot) {
+                return false;
+            }
+            if other.part_of != new.part_of {
+                return state.units[other.unit].backwards > 0;
+            }
+            other.span.1.is_some_and(|output| new.span.0.is_none_or(|input| input < output))
         };
         others.find(|(_, other)| conflicts(other)).map(|(_, other)| other.unit)
     }
 
     /// The unit whose forward came after that of `unit` the time before; `at` is its position now.
+    /// In a recomputation, that of the same checkpointed unit.
     fn next_forward(&self, state: &State<B>, at: usize, unit: usize) -> Option<usize> {
+        if state.recomputing.is_some() {
+            let at = state.order.iter().rposition(|&index| index == unit)?;
+            let next = self.following(state.order[at + 1..].iter(), unit);
+            return next.filter(|&next| self.units[next].within == self.units[unit].within);
+        }
         let last = &state.last_order;
         let at = match last.get(at) {
             Some(&there) if there == unit => at,
@@ -269,12 +319,13 @@ impl<B: ShardBackend> Schedule<B> {
     fn open_call(&self, state: &mut State<B>, unit: usize, anchors: Vec<Tracked<B>>) -> CallId {
         let id = CallId(state.next_call);
         state.next_call += 1;
-        let call = Call::new(unit, self.units[unit].entries.len(), anchors);
+        let mut call = Call::new(unit, self.units[unit].entries.len(), anchors);
+        call.part_of = state.recomputing;
         state.calls.insert(id, call);
         id
     }
 
-    fn close(&self, state: &mut State<B>, unit: usize) {
+    pub(super) fn close(&self, state: &mut State<B>, unit: usize) {
         state.units[unit].forwards.pop();
         state.open = state.open.saturating_sub(1);
     }

@@ -12,11 +12,15 @@
 //! forwards fix it, so all ranks issue the same sequence. A prefetch is made only into a buffer that
 //! nobody uses, and one that turns out wrong costs a gather and nothing else.
 //!
+//! *Checkpointed units*: forward records nothing in them; their backward is one op, which unshards,
+//! runs the forward again and then its backward (`recompute.rs`).
+//!
 //! Every step is told to `tracing`, target `fsdp`, in the order in which it is taken.
 
 mod backward;
 mod engine;
 mod forward;
+mod recompute;
 mod whole;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -99,6 +103,8 @@ pub(crate) struct Settings {
     pub(crate) rest: Rest,
     /// Whether what was sent to an all-gather is kept from forward to backward.
     pub(crate) keep_sent: bool,
+    /// Whether the inputs of checkpointed units rest on the host.
+    pub(crate) offload_activations: bool,
 }
 
 /// What becomes of gathered parameters after forward.
@@ -134,7 +140,7 @@ pub(crate) struct Schedule<B: ShardBackend> {
     units: Vec<Unit>,
     random: Arc<Stream>,
     counters: Counters,
-    ledger: Ledger,
+    ledger: Arc<Ledger>,
     state: Mutex<State<B>>,
     this: Weak<Self>,
 }
@@ -163,6 +169,10 @@ struct State<B: ShardBackend> {
     last_order: Vec<usize>,
     /// Calls that run backward, and the depth down to which all their ops have run.
     running: Vec<Running>,
+    /// The checkpointed forward under way: nothing is recorded until it ends.
+    unrecorded: Option<CallId>,
+    /// The call whose forward is run again, or whose backward then runs.
+    recomputing: Option<CallId>,
     reductions: VecDeque<Reduction<B>>,
     /// Whether this backward pass is one of several whose gradients are added up, and not the last.
     accumulating: bool,
@@ -214,7 +224,7 @@ impl<B: ShardBackend> Schedule<B> {
             _ => None,
         };
         let parts: Vec<_> = units.iter().map(part).collect();
-        let ledger = Ledger::new(settings.rest != Rest::Device);
+        let ledger = Arc::new(Ledger::new(settings.rest != Rest::Device));
         for unit in &units {
             let (fragments, replicated) = unit.held_bytes();
             ledger.take(Use::Fragments, fragments);
@@ -238,6 +248,8 @@ impl<B: ShardBackend> Schedule<B> {
             order: Vec::new(),
             last_order: (0..units.len()).collect(),
             running: Vec::new(),
+            unrecorded: None,
+            recomputing: None,
             reductions: VecDeque::new(),
             accumulating: false,
             reduced_bytes: 0,

@@ -1,21 +1,37 @@
-//! A step on Flex: the tensors' own memory, written in place.
+//! A step in one pass over memory, on the backends that have the kernels: in the tensors' own memory.
 
-use burn::backend::flex::FlexTensor;
-use burn::backend::{DispatchDevice, Flex, TensorMetadata};
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{DispatchDevice, TensorMetadata};
 use burn::optim::{AdaptiveMomentumState, LearningRate};
-use burn::tensor::{DType, Shape, Tensor, TensorData};
+use burn::tensor::{DType, Device, Shape, Tensor};
 
 use super::adam::Moments;
-use super::kernel::{self, AdamStep, SgdStep};
+use super::kernel::{AdamStep, SgdStep};
 use super::sgd::Sgd;
-use crate::backend::ShardBackend;
+use crate::backend::{Float, ShardBackend, Value, with_backend};
+use crate::error::ShardError;
+use crate::kernels::{AdamTensors, Kernels};
 
-/// Whether all of these are f32 on Flex.
+/// Whether all of these are f32 on one device with kernels.
 pub(super) fn takes<'a, const D: usize>(tensors: impl IntoIterator<Item = &'a Tensor<D>>) -> bool {
+    let mut first: Option<Device> = None;
     tensors.into_iter().all(|tensor| {
+        let device = tensor.device().inner();
         tensor.dtype() == DType::F32
-            && matches!(tensor.device().inner().as_dispatch(), DispatchDevice::Flex(_))
+            && has_kernels(&device)
+            && *first.get_or_insert_with(|| device.clone()) == device
     })
+}
+
+fn has_kernels(device: &Device) -> bool {
+    match device.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => true,
+        #[allow(unreachable_patterns)]
+        _ => false,
+    }
 }
 
 /// Whether [`adam`] takes these.
@@ -24,14 +40,13 @@ pub(super) fn takes_adam<const D: usize>(
     grad: &Tensor<D>,
     state: Option<&AdaptiveMomentumState<D>>,
 ) -> bool {
-    let moments = |state: &'_ AdaptiveMomentumState<D>| {
-        let max = state.max_moment_2.as_ref();
-        takes([&state.moment_1, &state.moment_2].into_iter().chain(max))
-    };
-    takes([param, grad]) && state.is_none_or(moments)
+    let state = state.into_iter().flat_map(|state| {
+        [&state.moment_1, &state.moment_2].into_iter().chain(state.max_moment_2.as_ref())
+    });
+    takes([param, grad].into_iter().chain(state))
 }
 
-/// One step of Adam or AdamW.
+/// One step of Adam or AdamW on tensors that [`takes_adam`].
 pub(super) fn adam<const D: usize>(
     rule: &Moments,
     lr: LearningRate,
@@ -39,33 +54,31 @@ pub(super) fn adam<const D: usize>(
     grad: Tensor<D>,
     state: Option<AdaptiveMomentumState<D>>,
 ) -> (Tensor<D>, AdaptiveMomentumState<D>) {
-    let (mut param, grad) = (Elements::of(param), Elements::of(grad));
-    let shape = param.shape();
-    let (time, mut moment_1, mut moment_2, max) = match state {
-        Some(AdaptiveMomentumState { time, moment_1, moment_2, max_moment_2 }) => {
-            let state = |tensor| Elements::of_state(tensor, &shape);
-            (time + 1, state(moment_1), state(moment_2), max_moment_2.map(state))
-        }
-        None => (1, Elements::zeros(&shape), Elements::zeros(&shape), None),
-    };
-    let mut max = rule.amsgrad.then(|| max.unwrap_or_else(|| Elements::zeros(&shape)));
+    let stepped = with_backend!(param.device(), |B, device| {
+        let (param, grad) = (take::<B, D>(param), take::<B, D>(grad));
+        let shape = param.shape();
+        let zeros = || B::float_zeros(shape.clone(), &device, DType::F32.into());
+        let (time, moment_1, moment_2, max) = match state {
+            Some(AdaptiveMomentumState { time, moment_1, moment_2, max_moment_2 }) => {
+                let state = |tensor| take_state::<B, D>(tensor, &shape);
+                (time + 1, state(moment_1), state(moment_2), max_moment_2.map(state))
+            }
+            None => (1, zeros(), zeros(), None),
+        };
+        let max = rule.amsgrad.then(|| max.unwrap_or_else(zeros));
+        let tensors = AdamTensors { param, moment_1, moment_2, max };
 
-    kernel::adam(
-        &AdamStep::new(rule, lr, time),
-        param.as_mut_slice(),
-        grad.as_slice(),
-        moment_1.as_mut_slice(),
-        moment_2.as_mut_slice(),
-        max.as_mut().map(Elements::as_mut_slice),
-    );
+        let tensors = B::adam(&AdamStep::new(rule, lr, time), grad, tensors);
 
-    let mut state =
-        AdaptiveMomentumState::new(time, moment_1.into_tensor(), moment_2.into_tensor());
-    state.max_moment_2 = max.map(Elements::into_tensor);
-    (param.into_tensor(), state)
+        let AdamTensors { param, moment_1, moment_2, max } = tensors.map(give::<B, D>);
+        let mut state = AdaptiveMomentumState::new(time, moment_1, moment_2);
+        state.max_moment_2 = max;
+        Ok::<_, ShardError>((param, state))
+    });
+    stepped.expect("`takes_adam` has asked for the device")
 }
 
-/// One step of SGD, with the velocity it leaves.
+/// One step of SGD on tensors that it [`takes`], with the velocity it leaves.
 pub(super) fn sgd<const D: usize>(
     rule: &Sgd,
     lr: LearningRate,
@@ -73,84 +86,52 @@ pub(super) fn sgd<const D: usize>(
     grad: Tensor<D>,
     velocity: Option<Tensor<D>>,
 ) -> (Tensor<D>, Option<Tensor<D>>) {
-    let (mut param, grad) = (Elements::of(param), Elements::of(grad));
-    let shape = param.shape();
-    let first = velocity.is_none();
-    let mut velocity = rule.has_momentum().then(|| match velocity {
-        Some(velocity) => Elements::of_state(velocity, &shape),
-        None => Elements::zeros(&shape),
+    let stepped = with_backend!(param.device(), |B, device| {
+        let (param, grad) = (take::<B, D>(param), take::<B, D>(grad));
+        let shape = param.shape();
+        let first = velocity.is_none();
+        let velocity = rule.has_momentum().then(|| match velocity {
+            Some(velocity) => take_state::<B, D>(velocity, &shape),
+            None => B::float_zeros(shape, &device, DType::F32.into()),
+        });
+        let (param, velocity) = B::sgd(&SgdStep::new(rule, lr, first), grad, param, velocity);
+        Ok::<_, ShardError>((give::<B, D>(param), velocity.map(give::<B, D>)))
     });
+    stepped.expect("`takes` has asked for the device")
+}
 
-    kernel::sgd(
-        &SgdStep::new(rule, lr, first),
-        param.as_mut_slice(),
-        grad.as_slice(),
-        velocity.as_mut().map(Elements::as_mut_slice),
+fn take<B: ShardBackend, const D: usize>(tensor: Tensor<D>) -> Float<B> {
+    let value = B::from_dispatch(tensor.into_dispatch());
+    value.expect("`takes` has asked for the device").into_inner()
+}
+
+/// As [`take`], for part of an optimizer's state.
+///
+/// # Panics
+///
+/// If its shape is not the parameter's.
+fn take_state<B: ShardBackend, const D: usize>(tensor: Tensor<D>, shape: &Shape) -> Float<B> {
+    let tensor = take::<B, D>(tensor);
+    assert_eq!(
+        &tensor.shape(),
+        shape,
+        "the optimizer state of a parameter has another shape (left) than the parameter (right); \
+         load a record that was saved for this model, sharded as it is now"
     );
-    (param.into_tensor(), velocity.map(Elements::into_tensor))
+    tensor
 }
 
-/// The elements of an f32 tensor on Flex, side by side.
-struct Elements(FlexTensor);
-
-impl Elements {
-    /// The tensor itself, or a copy where it is not contiguous.
-    fn of<const D: usize>(tensor: Tensor<D>) -> Self {
-        let value = Flex::from_dispatch(tensor.into_dispatch()).expect("a tensor on Flex");
-        let tensor = value.into_inner();
-        Self(if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() })
-    }
-
-    /// As [`of`](Self::of), for part of an optimizer's state.
-    ///
-    /// # Panics
-    ///
-    /// If its shape is not the parameter's.
-    fn of_state<const D: usize>(tensor: Tensor<D>, shape: &Shape) -> Self {
-        let elements = Self::of(tensor);
-        assert_eq!(
-            &elements.shape(),
-            shape,
-            "the optimizer state of a parameter has another shape (left) than the parameter (right); \
-             load a record that was saved for this model, sharded as it is now"
-        );
-        elements
-    }
-
-    fn zeros(shape: &Shape) -> Self {
-        let zeros = vec![0f32; shape.num_elements()];
-        Self(FlexTensor::from_data(TensorData::new(zeros, shape.clone())))
-    }
-
-    fn shape(&self) -> Shape {
-        self.0.shape()
-    }
-
-    fn as_slice(&self) -> &[f32] {
-        self.0.as_slice().expect("a contiguous f32 tensor")
-    }
-
-    /// The tensor's own memory where nothing shares it, else that of a copy, which replaces it.
-    fn as_mut_slice(&mut self) -> &mut [f32] {
-        if !self.0.is_unique() {
-            let copy = self.as_slice().to_vec();
-            self.0 = FlexTensor::from_data(TensorData::new(copy, self.shape()));
-        }
-        let (start, end) = self.0.layout().contiguous_offsets().expect("a contiguous tensor");
-        &mut self.0.storage_mut::<f32>()[start..end]
-    }
-
-    fn into_tensor<const D: usize>(self) -> Tensor<D> {
-        Tensor::from_dispatch(Flex::into_dispatch(crate::backend::Value::Plain(self.0)))
-    }
+fn give<B: ShardBackend, const D: usize>(tensor: Float<B>) -> Tensor<D> {
+    Tensor::from_dispatch(B::into_dispatch(Value::Plain(tensor)))
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "flex"))]
 mod tests {
+    use burn::backend::Flex;
     use burn::module::Module;
     use burn::nn::{Linear, LinearConfig};
     use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
-    use burn::tensor::Device;
+    use burn::tensor::TensorData;
 
     use super::*;
     use crate::optim::{AdamConfig, AdamWConfig, SgdConfig};

@@ -1,0 +1,214 @@
+pub struct Block {
+    up: Linear,
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    trait __FsdpDerived
+    where
+        Block: __fsdp::DerivesModule,
+    {}
+    impl __fsdp::FsdpModule for Block {
+        const LAYOUT: __fsdp::Node = __fsdp::Node {
+            ty: "Block",
+            kind: __fsdp::Kind::Unit { root: false },
+            children: &[
+                __fsdp::Child {
+                    name: "up",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    unit: false,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
+            ],
+            ties: &[],
+        };
+        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+            let __fsdp_children = Self::LAYOUT.children;
+            <Linear as __fsdp::FsdpModule>::walk_field(
+                &self.up,
+                &__fsdp_children[0],
+                __fsdp_walk,
+            );
+        }
+        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+            let __fsdp_children = Self::LAYOUT.children;
+            Self {
+                up: <Linear as __fsdp::FsdpModule>::attach_field(
+                    self.up,
+                    &__fsdp_children[0],
+                    __fsdp_attach,
+                ),
+            }
+        }
+        const CHECKPOINT: ::core::primitive::bool = true;
+        const FORWARDS: &'static [__fsdp::Forward] = {
+            use __fsdp::NotHooked as _;
+            __fsdp::Probe::<Block>::HOOKED
+        };
+    }
+    impl __fsdp::FsdpUnit for Block {}
+    const __FSDP_LAYOUT: &__fsdp::Node = &<Block as __fsdp::FsdpModule>::LAYOUT;
+    const _: () = __fsdp::have_distinct_keys::<
+        { __fsdp::num_keys(__FSDP_LAYOUT) },
+    >(__FSDP_LAYOUT);
+    const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
+    const _: () = __fsdp::has_hooks::<Block>();
+};
+impl Block {
+    pub fn forward(
+        &self,
+        __fsdp_0: (Tensor<3>, f64),
+        mask: Option<Tensor<3>>,
+    ) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            CollectOther as _, CollectValue as _, KeepOther as _, KeepValue as _,
+        };
+        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                (&::fsdp_runtime::__private::Input(&__fsdp_0)).collect(__fsdp_inputs);
+                (&::fsdp_runtime::__private::Input(&mask)).collect(__fsdp_inputs);
+            },
+        );
+        let __fsdp_0 = (&::fsdp_runtime::__private::Input(&__fsdp_0))
+            .kind()
+            .map(&__fsdp_call, __fsdp_0);
+        let mask = (&::fsdp_runtime::__private::Input(&mask))
+            .kind()
+            .map(&__fsdp_call, mask);
+        let __fsdp_inputs = (__fsdp_0, (mask, ()));
+        let ((__fsdp_0, (mask, ())), __fsdp_replay) = (&::fsdp_runtime::__private::Input(
+            &__fsdp_inputs,
+        ))
+            .replays()
+            .keep(
+                &__fsdp_call,
+                self,
+                __fsdp_inputs,
+                |__fsdp_self: &Self, (__fsdp_0, (mask, ()))| {
+                    __fsdp_self.__fsdp_forward(__fsdp_0, mask)
+                },
+            );
+        let __fsdp_output = self.__fsdp_forward(__fsdp_0, mask);
+        ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward(
+        &self,
+        (x, scale): (Tensor<3>, f64),
+        mask: Option<Tensor<3>>,
+    ) -> Tensor<3> {
+        self.up.forward(x) * scale + mask.unwrap_or_default()
+    }
+    #[cfg(feature = "generation")]
+    pub unsafe fn forward_step(&self) -> Output {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            CollectOther as _, CollectValue as _, KeepOther as _, KeepValue as _,
+        };
+        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+            self,
+            |__fsdp_inputs| {},
+        );
+        let __fsdp_inputs = ();
+        let ((), __fsdp_replay) = (&::fsdp_runtime::__private::Input(&__fsdp_inputs))
+            .replays()
+            .keep(
+                &__fsdp_call,
+                self,
+                __fsdp_inputs,
+                |__fsdp_self: &Self, ()| unsafe { __fsdp_self.__fsdp_forward_step() },
+            );
+        let __fsdp_output = unsafe { self.__fsdp_forward_step() };
+        ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+    }
+    #[cfg(feature = "generation")]
+    #[doc(hidden)]
+    unsafe fn __fsdp_forward_step(&self) -> Output {
+        Output
+    }
+    pub fn forward_cached(&self, x: Tensor<3>, cache: &mut Cache<'_>) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
+                (&::fsdp_runtime::__private::Input(&cache)).collect(__fsdp_inputs);
+            },
+        );
+        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
+        let cache = (&::fsdp_runtime::__private::Input(&cache))
+            .kind()
+            .map(&__fsdp_call, cache);
+        let __fsdp_output = self.__fsdp_forward_cached(x, cache);
+        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward_cached(&self, x: Tensor<3>, cache: &mut Cache<'_>) -> Tensor<3> {
+        cache.push(self.up.forward(x))
+    }
+    pub fn forward_any<const N: usize>(&self, x: Tensor<3>) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
+        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
+            },
+        );
+        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
+        let __fsdp_output = self.__fsdp_forward_any::<N>(x);
+        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward_any<const N: usize>(&self, x: Tensor<3>) -> Tensor<3> {
+        self.up.forward(x)
+    }
+}
+const _: () = {
+    use ::fsdp_runtime::__private as __fsdp;
+    impl __fsdp::HookedForward for Block {
+        const HOOKED: &'static [__fsdp::Forward] = {
+            use __fsdp::NotReplayed as _;
+            &[
+                __fsdp::Forward {
+                    name: "forward",
+                    inputs: &[
+                        ("input 1", __fsdp::Probe::<(Tensor<3>, f64)>::OBSTACLE),
+                        ("mask", __fsdp::Probe::<Option<Tensor<3>>>::OBSTACLE),
+                    ],
+                },
+                #[cfg(feature = "generation")]
+                __fsdp::Forward {
+                    name: "forward_step",
+                    inputs: &[],
+                },
+                __fsdp::Forward {
+                    name: "forward_cached",
+                    inputs: &[
+                        ("x", __fsdp::Probe::<Tensor<3>>::OBSTACLE),
+                        (
+                            "cache",
+                            ::core::option::Option::Some(__fsdp::Obstacle::Borrowed),
+                        ),
+                    ],
+                },
+                __fsdp::Forward {
+                    name: "forward_any",
+                    inputs: &[
+                        ("x", __fsdp::Probe::<Tensor<3>>::OBSTACLE),
+                        ("N", ::core::option::Option::Some(__fsdp::Obstacle::Generic)),
+                    ],
+                },
+            ]
+        };
+    }
+    const _: () = __fsdp::can_be_replayed::<Block>("forward", "input 1");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward", "mask");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_cached", "x");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_cached", "cache");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_any", "x");
+    const _: () = __fsdp::can_be_replayed::<Block>("forward_any", "N");
+};

@@ -1,0 +1,251 @@
+//! Bytes per second of each kernel, and what share that is of a plain copy's on the same device.
+//!
+//!     cargo bench --bench kernels [--features cpu|cuda|wgpu] -- [--device flex|cpu|cuda|wgpu] [--runs N]
+//!
+//! Bytes are those that a kernel must read and write. The copy moves as many, half read and half
+//! written: on Flex on all threads, on CubeCL devices as one of Burn's own elementwise kernels. A
+//! kernel whose result is new memory is held against a copy to new memory, the others against one in
+//! place. Kernels and copies take turns; times are medians.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use burn::optim::Optimizer;
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use clap::{Parser, ValueEnum};
+use fsdp_runtime::Norm;
+use fsdp_runtime::kernels::{self, MaskSource};
+use fsdp_runtime::optim::{AdamWConfig, SgdConfig};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+const MEGABYTES: [usize; 3] = [1, 16, 64];
+const WARM_UP: usize = 2;
+/// Elements of a small tensor, such as a bias.
+const SMALL: usize = 1536;
+
+#[derive(Parser)]
+struct Options {
+    /// The device; its Cargo feature must be on.
+    #[arg(long, value_enum, default_value = "flex")]
+    device: Which,
+    /// Timed runs of each kernel.
+    #[arg(long, default_value_t = 11)]
+    runs: usize,
+    /// Set by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Which {
+    Flex,
+    Cpu,
+    Cuda,
+    Wgpu,
+}
+
+impl Which {
+    fn device(self) -> Option<Device> {
+        match self {
+            #[cfg(feature = "flex")]
+            Self::Flex => Some(Device::flex()),
+            #[cfg(feature = "cpu")]
+            Self::Cpu => Some(Device::cpu()),
+            #[cfg(feature = "cuda")]
+            Self::Cuda => Some(Device::cuda(0)),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu => Some(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
+            #[allow(unreachable_patterns)]
+            _ => None,
+        }
+    }
+}
+
+/// What is measured: a name, the bytes it must move, and a run of it.
+struct Case<'a> {
+    name: &'static str,
+    bytes: usize,
+    /// Whether the result is new memory.
+    new: bool,
+    run: Box<dyn FnMut() + 'a>,
+}
+
+fn noise(len: usize, device: &Device, dtype: FloatDType) -> Tensor<1> {
+    let values: Vec<f32> = (0..len).map(|i| ((i % 1021) as f32 - 510.0) / 1021.0).collect();
+    Tensor::<1>::from_data(TensorData::new(values, [len]), device).cast(dtype)
+}
+
+/// A tensor that each run updates in its own memory.
+fn in_place(tensor: Tensor<1>, mut f: impl FnMut(Tensor<1>) -> Tensor<1>) -> impl FnMut() {
+    let mut held = Some(tensor);
+    move || held = held.take().map(&mut f)
+}
+
+fn expect<T>(result: Result<T, kernels::KernelError>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Copies: to new memory, and in place.
+fn copies(len: usize, device: &Device, flex: bool) -> [Case<'static>; 2] {
+    let bytes = len * 8;
+    if flex {
+        use rayon::prelude::*;
+        const TASK: usize = 1 << 15;
+        let source = vec![1f32; len];
+        let (from, mut target) = (source.clone(), source.clone());
+        let copy = |from: &[f32], to: &mut [f32]| {
+            let tasks = from.par_chunks(TASK).zip(to.par_chunks_mut(TASK));
+            tasks.for_each(|(from, to)| to.copy_from_slice(from));
+        };
+        let new = move || {
+            let mut target = vec![0f32; source.len()];
+            copy(&source, &mut target);
+            black_box(target);
+        };
+        let same = move || {
+            copy(&from, &mut target);
+            black_box(&target);
+        };
+        return [
+            Case { name: "copy to new memory", bytes, new: true, run: Box::new(new) },
+            Case { name: "copy in place", bytes, new: false, run: Box::new(same) },
+        ];
+    }
+    let source = noise(len, device, FloatDType::F32);
+    let same = in_place(source.clone() + 0.0, Tensor::neg);
+    let new = move || drop(source.clone().neg());
+    [
+        Case { name: "copy to new memory", bytes, new: true, run: Box::new(new) },
+        Case { name: "copy in place", bytes, new: false, run: Box::new(same) },
+    ]
+}
+
+fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
+    use FloatDType::{BF16, F32};
+    let wide = noise(len, device, F32);
+    let mut cases = Vec::new();
+    let mut case = |name, per_element: usize, new, run: Box<dyn FnMut()>| {
+        cases.push(Case { name, bytes: len * per_element, new, run });
+    };
+
+    let bf16 = device.supports_dtype(BF16);
+    let cast = |tensor: &Tensor<1>, to, divisor| -> Box<dyn FnMut()> {
+        let tensor = tensor.clone();
+        Box::new(move || drop(expect(kernels::cast(tensor.clone(), to, divisor))))
+    };
+    case("cast f32 -> f32", 8, true, cast(&wide, F32, None));
+    case("divide f32 -> f32", 8, true, cast(&wide, F32, Some(3.0)));
+    if bf16 {
+        let half = noise(len, device, BF16);
+        case("cast f32 -> bf16", 6, true, cast(&wide, BF16, None));
+        case("divide f32 -> bf16", 6, true, cast(&wide, BF16, Some(3.0)));
+        case("widen bf16 -> f32", 6, true, cast(&half, F32, None));
+    }
+
+    let pack = |pieces: usize, to: FloatDType| -> Box<dyn FnMut()> {
+        let piece = len / pieces;
+        let parts: Vec<_> = (0..pieces).map(|i| (noise(piece, device, F32), i * piece)).collect();
+        let buffer = noise(len, device, to);
+        Box::new(in_place(buffer, move |buffer| expect(kernels::pack(parts.clone(), buffer))))
+    };
+    case("pack 8 fragments, f32", 8, false, pack(8, F32));
+    if bf16 {
+        case("pack 8 fragments, bf16", 6, false, pack(8, BF16));
+    }
+    let small = len / SMALL;
+    case("pack tensors of 1,536", 8, false, pack(small, F32));
+    let ranges: Vec<_> = (0..small).map(|i| i * SMALL..(i + 1) * SMALL).collect();
+    let buffer = wide.clone();
+    let unpack = move || drop(expect(kernels::unpack(buffer.clone(), &ranges, F32)));
+    case("unpack tensors of 1,536", 8, true, Box::new(unpack));
+
+    let mean = |dtype| -> Box<dyn FnMut()> {
+        let parts: Vec<_> = (0..4).map(|_| noise(len, device, dtype)).collect();
+        Box::new(move || drop(expect(kernels::mean(&parts, 0..len, 4))))
+    };
+    case("mean of 4 ranks, f32", 20, true, mean(F32));
+    if bf16 {
+        case("mean of 4 ranks, bf16", 12, true, mean(BF16));
+    }
+
+    let tensors = [wide.clone()];
+    let sums = move || drop(expect(kernels::norm_sums(&tensors, Norm::Two)));
+    case("norm and finite check", 4, false, Box::new(sums));
+    let unscale = in_place(noise(len, device, F32), |tensor| {
+        let (mut tensors, _) = expect(kernels::unscale(vec![tensor], 1.0, Norm::Two));
+        tensors.remove(0)
+    });
+    case("unscale, norm and check", 8, false, Box::new(unscale));
+
+    let mask = |dtype| -> Box<dyn FnMut()> {
+        let device = device.clone();
+        let source = MaskSource { key: [1, 2], place: [3, 4], prob: 0.1 };
+        Box::new(move || drop(expect(kernels::dropout_mask(&device, &source, len, dtype))))
+    };
+    case("dropout mask, f32", 4, true, mask(F32));
+    if bf16 {
+        case("dropout mask, bf16", 2, true, mask(BF16));
+    }
+
+    case("AdamW", 28, false, step(AdamWConfig::new().build(), len, device));
+    case(
+        "SGD with momentum",
+        20,
+        false,
+        step(SgdConfig::new().with_momentum(0.9).build(), len, device),
+    );
+    cases
+}
+
+fn step<O: Optimizer>(optimizer: O, len: usize, device: &Device) -> Box<dyn FnMut()> {
+    let gradient = noise(len, device, FloatDType::F32) * 0.01;
+    let mut state = None;
+    Box::new(in_place(noise(len, device, FloatDType::F32), move |param| {
+        let (param, left) = optimizer.step(1e-3, param, gradient.clone(), state.take());
+        state = left;
+        param
+    }))
+}
+
+fn main() {
+    let options = Options::parse();
+    let Some(device) = options.device.device() else {
+        eprintln!("the device is not compiled in: add `--features cpu`, `cuda` or `wgpu`");
+        std::process::exit(2);
+    };
+    let flex = matches!(options.device, Which::Flex);
+    let sync = || device.sync().unwrap_or_else(|error| panic!("{error:?}"));
+    println!("{:>3}  {:<24}  {:>8}  {:>9}", "MB", "kernel", "GB/s", "of a copy");
+    for megabytes in MEGABYTES {
+        let len = megabytes * (1 << 20) / size_of::<f32>();
+        let mut all: Vec<_> = copies(len, &device, flex).into_iter().collect();
+        all.extend(cases(len, &device));
+        let mut times = vec![Vec::new(); all.len()];
+        for run in 0..WARM_UP + options.runs {
+            for (case, times) in all.iter_mut().zip(&mut times) {
+                sync();
+                let begin = Instant::now();
+                (case.run)();
+                sync();
+                if run >= WARM_UP {
+                    times.push(begin.elapsed().as_secs_f64());
+                }
+            }
+        }
+        let median = |times: &mut Vec<f64>| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        let rates: Vec<f64> = all
+            .iter()
+            .zip(&mut times)
+            .map(|(case, times)| case.bytes as f64 / median(times) / 1e9)
+            .collect();
+        for (case, rate) in all.iter().zip(&rates) {
+            let copy = if case.new { rates[0] } else { rates[1] };
+            println!("{megabytes:>3}  {:<24}  {rate:>8.2}  {:>9.2}", case.name, rate / copy);
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! The launchers behind the signature they share with their twins.
+
+use std::ops::Range;
+
+use burn::backend::Cube;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeDevice;
+use burn_cubecl::tensor::CubeTensor;
+
+use super::{contiguous, copy, dropout, exclusive, mean, optim, sums};
+use crate::kernels::{AdamTensors, Kernels, MaskSource, Sums};
+use crate::norm::Norm;
+use crate::optim::{AdamStep, SgdStep};
+
+impl Kernels for Cube {
+    fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
+        copy::pack(parts, buffer)
+    }
+
+    fn unpack(buffer: CubeTensor, parts: Vec<(usize, Shape)>, dtype: DType) -> Vec<CubeTensor> {
+        copy::unpack(buffer, parts, dtype)
+    }
+
+    fn cast(tensor: CubeTensor, dtype: DType, divisor: Option<f32>) -> CubeTensor {
+        copy::cast(tensor, dtype, divisor)
+    }
+
+    fn rank_mean(
+        parts: &[CubeTensor],
+        range: Range<usize>,
+        divisor: usize,
+        shape: Shape,
+    ) -> CubeTensor {
+        mean::mean(parts, range, divisor, shape)
+    }
+
+    fn sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {
+        sums::sums(parts, norm)
+    }
+
+    fn unscale(tensors: Vec<CubeTensor>, factor: f32, norm: Norm) -> (Vec<CubeTensor>, Vec<Sums>) {
+        sums::unscale(tensors, factor, norm)
+    }
+
+    fn mask(device: &CubeDevice, source: &MaskSource, shape: Shape, dtype: DType) -> CubeTensor {
+        dropout::mask(device, source, shape, dtype)
+    }
+
+    fn adam(
+        step: &AdamStep,
+        grad: CubeTensor,
+        tensors: AdamTensors<CubeTensor>,
+    ) -> AdamTensors<CubeTensor> {
+        let tensors = tensors.map(exclusive);
+        optim::adam(step, &contiguous(grad), &tensors);
+        tensors
+    }
+
+    fn sgd(
+        step: &SgdStep,
+        grad: CubeTensor,
+        param: CubeTensor,
+        velocity: Option<CubeTensor>,
+    ) -> (CubeTensor, Option<CubeTensor>) {
+        let (param, velocity) = (exclusive(param), velocity.map(exclusive));
+        optim::sgd(step, &param, &contiguous(grad), velocity.as_ref());
+        (param, velocity)
+    }
+}

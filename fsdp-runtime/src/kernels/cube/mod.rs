@@ -1,0 +1,177 @@
+//! The kernels on CubeCL devices, one `#[cube]` kernel a file, and what their launchers share.
+//!
+//! A launcher cuts its elements into at most two [`Span`]s: one of the widest vectors the device
+//! loads at once, one of the single elements that remain. Where a buffer's offset is not a multiple
+//! of the vector, and the device asks for that, the vectors are narrower.
+//!
+//! CubeCL joins a product and a sum into one operation of one rounding. Where that must not be,
+//! because the twin on Flex rounds twice, the product passes through [`rounded`].
+
+pub(crate) mod copy;
+mod dropout;
+mod kernels;
+mod mean;
+mod optim;
+mod sums;
+
+use burn::backend::TensorMetadata;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeDevice;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::client::Client;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+/// Elements of one buffer, from element `at` on.
+#[derive(Clone)]
+pub(crate) struct Run {
+    pub(crate) handle: Handle,
+    pub(crate) at: usize,
+    pub(crate) dtype: DType,
+}
+
+impl Run {
+    /// A contiguous tensor's elements.
+    pub(crate) fn of(tensor: &CubeTensor) -> Self {
+        Self { handle: tensor.handle.clone(), at: 0, dtype: tensor.dtype }
+    }
+
+    /// The elements from `at` on, counted from the run's first.
+    pub(crate) fn from(mut self, at: usize) -> Self {
+        self.at += at;
+        self
+    }
+
+    /// Bytes from the start of the allocation to element `index`.
+    fn bytes_before(&self, index: usize) -> u64 {
+        let inside = (self.at + index) * self.dtype.size();
+        self.handle.offset_start.unwrap_or(0) + inside as u64
+    }
+
+    /// Elements there are.
+    fn capacity(&self) -> usize {
+        (self.handle.size_in_used() as usize / self.dtype.size()).saturating_sub(self.at)
+    }
+}
+
+/// Vectors of one width, side by side.
+pub(crate) struct Span {
+    /// The first element.
+    pub(crate) start: usize,
+    /// Elements of a vector.
+    pub(crate) width: usize,
+    /// Vectors.
+    pub(crate) count: usize,
+    /// Whether a vector may begin anywhere.
+    anywhere: bool,
+}
+
+impl Span {
+    /// A run's buffer as a kernel's argument, and the vector of it that the span begins with.
+    pub(crate) fn argument(&self, run: &Run) -> (BufferArg, usize) {
+        let first = run.at + self.start;
+        let (handle, index) = if self.anywhere {
+            (run.handle.clone().offset_start((first * run.dtype.size()) as u64), 0)
+        } else {
+            (run.handle.clone(), first / self.width)
+        };
+        let length = handle.size_in_used() as usize / run.dtype.size();
+        // SAFETY: the length is that of the handle.
+        (unsafe { BufferArg::from_raw_parts(handle, length) }, index)
+    }
+
+    /// One unit a vector.
+    pub(crate) fn grid(&self, client: &Client) -> (CubeCount, CubeDim) {
+        grid(client, self.count)
+    }
+}
+
+/// Cubes enough for `units`.
+pub(crate) fn grid(client: &Client, units: usize) -> (CubeCount, CubeDim) {
+    let dim = CubeDim::new(client, units);
+    (cubecl::calculate_cube_count_elemwise(client, units, dim), dim)
+}
+
+/// The widest vectors that all runs can be cut into, and these numbers of elements.
+fn widest(client: &Client, runs: &[&Run], numbers: &[usize]) -> usize {
+    let anywhere = client.features().unaligned_io;
+    let size = runs.iter().map(|run| run.dtype.size()).max().unwrap_or(size_of::<f32>());
+    let begins = |run: &&Run, width: usize| {
+        let vector = (width * run.dtype.size()) as u64;
+        run.bytes_before(0).is_multiple_of(vector) && run.at.is_multiple_of(width)
+    };
+    let fits = |&width: &usize| {
+        (anywhere || runs.iter().all(|run| begins(run, width)))
+            && numbers.iter().all(|number| number.is_multiple_of(width))
+    };
+    client.io_optimized_vector_sizes(size).find(fits).unwrap_or(1)
+}
+
+/// The spans that `numel` elements of all runs are cut into: vectors, then single elements.
+///
+/// # Panics
+///
+/// Where a run has fewer elements.
+pub(crate) fn spans(client: &Client, runs: &[&Run], numel: usize) -> Vec<Span> {
+    for run in runs {
+        assert!(
+            numel <= run.capacity(),
+            "a kernel stays within its buffers: {numel} elements of {}",
+            run.capacity()
+        );
+    }
+    let anywhere = client.features().unaligned_io;
+    let width = widest(client, runs, &[]);
+    let body = numel / width * width;
+    let vectors = Span { start: 0, width, count: body / width, anywhere };
+    let rest = Span { start: body, width: 1, count: numel - body, anywhere };
+    [vectors, rest].into_iter().filter(|span| span.count > 0).collect()
+}
+
+/// CubeCL's name of a float dtype.
+///
+/// # Panics
+///
+/// For anything but f32, bf16 and f16.
+pub(crate) fn element(dtype: DType) -> ElemType {
+    ElemType::Float(match dtype {
+        DType::F32 => FloatKind::F32,
+        DType::BF16 => FloatKind::BF16,
+        DType::F16 => FloatKind::F16,
+        other => panic!("kernels take f32, bf16 and f16, not {other:?}"),
+    })
+}
+
+/// A new tensor whose elements are not set.
+pub(crate) fn empty(device: &CubeDevice, shape: Shape, dtype: DType) -> CubeTensor {
+    let client = device.client();
+    let handle = client.empty(shape.num_elements().max(1) * dtype.size());
+    CubeTensor::new_contiguous(client, device.clone(), shape, handle, dtype)
+}
+
+/// The tensor with its elements side by side.
+pub(crate) fn contiguous(tensor: CubeTensor) -> CubeTensor {
+    burn_cubecl::kernel::into_contiguous(tensor)
+}
+
+/// The tensor itself where its elements lie side by side and nothing shares them, else a copy.
+pub(crate) fn exclusive(tensor: CubeTensor) -> CubeTensor {
+    if tensor.is_contiguous() {
+        if tensor.can_mut() {
+            return tensor;
+        }
+        let target = empty(&tensor.device, tensor.shape(), tensor.dtype);
+        let numel = tensor.shape().num_elements();
+        copy::copy(&tensor.client, &Run::of(&tensor), &Run::of(&target), numel, None, None);
+        return target;
+    }
+    contiguous(tensor)
+}
+
+/// A product that no compiler joins with the sum it goes into: `zero` is 0, which they do not know.
+#[cube]
+pub(crate) fn rounded<N: Size>(product: Vector<f32, N>, zero: u32) -> Vector<f32, N> {
+    let bits = Vector::<u32, N>::reinterpret(product);
+    Vector::<f32, N>::reinterpret(bits | Vector::new(zero))
+}

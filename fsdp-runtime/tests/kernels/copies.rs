@@ -1,0 +1,138 @@
+use burn::tensor::{FloatDType, Tensor};
+use fsdp_runtime::kernels;
+
+use super::support::{DTYPES, LENGTHS, bits, device, dtypes, numbers, tensor};
+
+/// Numbers, and what is beyond all.
+fn with_ends(seed: u64, len: usize) -> Vec<f32> {
+    let mut values = numbers(seed, len, 7e4);
+    let ends = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, -0.0];
+    for (value, end) in values.iter_mut().step_by(97).skip(1).zip(ends) {
+        *value = end;
+    }
+    values
+}
+
+#[test]
+fn a_cast_on_flex_is_burns() {
+    let flex = burn::tensor::Device::flex();
+    for len in LENGTHS {
+        let values = with_ends(len as u64, len);
+        for (from, to) in DTYPES.into_iter().flat_map(|from| DTYPES.map(|to| (from, to))) {
+            let source = tensor(&values, &flex, from);
+            let ours = kernels::cast(source.clone(), to, None).unwrap();
+            assert_eq!(ours.dtype(), to.into());
+            assert_eq!(bits(&ours), bits(&source.clone().cast(to)), "{from:?} to {to:?}, {len}");
+            let ours = kernels::cast(source.clone(), to, Some(3.0)).unwrap();
+            let theirs = source.cast(FloatDType::F32).div_scalar(3.0).cast(to);
+            assert_eq!(bits(&ours), bits(&theirs), "{from:?} to {to:?}, divided, {len}");
+        }
+    }
+}
+
+#[test]
+fn a_cast_is_its_twins_to_the_bit() {
+    let Some(device) = device() else { return };
+    let flex = burn::tensor::Device::flex();
+    for (from, to) in dtypes(&device)
+        .flat_map(|from| dtypes(&device).map(move |to| (from, to)))
+        .collect::<Vec<_>>()
+    {
+        for len in LENGTHS {
+            let values = with_ends(len as u64, len);
+            for divisor in [None, Some(3.0)] {
+                let cast =
+                    |device| kernels::cast(tensor(&values, device, from), to, divisor).unwrap();
+                let what = format!("{from:?} to {to:?}, {len} elements, divided by {divisor:?}");
+                assert_eq!(bits(&cast(&device)), bits(&cast(&flex)), "{what}");
+            }
+        }
+    }
+}
+
+/// Lengths and places of parts: at vector boundaries and not, small and large, one empty, with gaps.
+const PARTS: [(usize, usize); 9] = [
+    (0, 64),
+    (64, 128),
+    (195, 1),
+    (196, 0),
+    (197, 31),
+    (256, 1000),
+    (1300, 70_000),
+    (71_303, 66_001),
+    (137_400, 48),
+];
+const BUFFER: usize = 137_500;
+
+fn parts(device: &burn::tensor::Device, dtype: FloatDType) -> Vec<(Tensor<1>, usize)> {
+    let part =
+        |(at, len): (usize, usize)| (tensor(&numbers(at as u64, len, 10.0), device, dtype), at);
+    PARTS.map(part).into()
+}
+
+/// With tensor operations: slices assigned in turn.
+fn packed_by_burn(parts: &[(Tensor<1>, usize)], buffer: Tensor<1>) -> Tensor<1> {
+    let dtype = buffer.dtype();
+    parts.iter().filter(|(part, _)| part.dims()[0] > 0).fold(buffer, |buffer, (part, at)| {
+        let range = *at..at + part.dims()[0];
+        buffer.slice_assign([range], part.clone().cast(dtype))
+    })
+}
+
+fn assert_packs(device: &burn::tensor::Device) {
+    for from in dtypes(device) {
+        for to in dtypes(device) {
+            let what = format!("{from:?} to {to:?}");
+            let parts = parts(device, from);
+            let buffer = tensor(&numbers(5, BUFFER, 1.0), device, to);
+            let kept = bits(&buffer);
+            let ours = kernels::pack(parts.clone(), buffer.clone()).unwrap();
+            let theirs = packed_by_burn(&parts, buffer.clone());
+            assert_eq!(bits(&ours), bits(&theirs), "{what}");
+            assert_eq!(bits(&buffer), kept, "{what}: a buffer that is shared is copied");
+
+            let ranges = PARTS.map(|(at, len)| at..at + len);
+            let unpacked = kernels::unpack(ours, &ranges, from).unwrap();
+            for (unpacked, (part, at)) in unpacked.iter().zip(&parts) {
+                let expected = part.clone().cast(to).cast(from);
+                assert_eq!(unpacked.dtype(), from.into());
+                assert_eq!(bits(unpacked), bits(&expected), "{what}: the part at {at}");
+            }
+        }
+    }
+}
+
+#[test]
+fn parts_are_packed_and_unpacked_on_flex() {
+    assert_packs(&burn::tensor::Device::flex());
+}
+
+#[test]
+fn parts_are_packed_and_unpacked_on_the_device() {
+    if let Some(device) = device() {
+        assert_packs(&device);
+    }
+}
+
+#[test]
+fn many_small_parts_are_packed_in_one_buffer_and_come_out_again() {
+    for device in [Some(burn::tensor::Device::flex()), device()].into_iter().flatten() {
+        let lens = (0..50).map(|i| [384, 1536, 1, 30][i % 4]);
+        let mut at = 0;
+        let parts: Vec<_> = lens
+            .map(|len| {
+                let part =
+                    (tensor(&numbers(at as u64 + 1, len, 1.0), &device, FloatDType::F32), at);
+                at += len;
+                part
+            })
+            .collect();
+        let buffer = Tensor::zeros([at], &device);
+        let buffer = kernels::pack(parts.clone(), buffer).unwrap();
+        let ranges: Vec<_> = parts.iter().map(|(part, at)| *at..at + part.dims()[0]).collect();
+        let unpacked = kernels::unpack(buffer, &ranges, FloatDType::F32).unwrap();
+        for (unpacked, (part, at)) in unpacked.iter().zip(&parts) {
+            assert_eq!(bits(unpacked), bits(part), "at {at} on {device:?}");
+        }
+    }
+}

@@ -1,0 +1,59 @@
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::kernels::{self, MaskSource};
+use fsdp_runtime::nn::DropoutConfig;
+
+use super::support::{LENGTHS, bits, device, dtypes};
+
+fn sources() -> impl Iterator<Item = MaskSource> {
+    let keys = [[1, 2], [0xFFFF_FFFF, 0x8000_0001]];
+    let places = [[0, 0], [77, 0xFFFF_FFF0]];
+    keys.into_iter().zip(places).zip([0.1, 0.731]).map(|((key, place), prob)| MaskSource {
+        key,
+        place,
+        prob,
+    })
+}
+
+#[test]
+fn a_mask_has_the_same_bits_on_the_device_as_on_flex() {
+    let Some(device) = device() else { return };
+    for source in sources() {
+        for dtype in dtypes(&device) {
+            for len in LENGTHS {
+                let mask = |device| kernels::dropout_mask(device, &source, len, dtype).unwrap();
+                let (ours, twin) = (mask(&device), mask(&Device::flex()));
+                assert_eq!((ours.dims(), ours.dtype()), ([len], dtype.into()));
+                assert_eq!(bits(&ours), bits(&twin), "{source:?}, {len} {dtype:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_mask_is_of_two_numbers_in_the_shares_asked_for() {
+    for source in sources() {
+        for dtype in super::support::DTYPES {
+            let mask = kernels::dropout_mask(&Device::flex(), &source, 100_000, dtype).unwrap();
+            let keep = Tensor::<1>::full([1], 1.0 / (1.0 - source.prob), &Device::flex());
+            let keep = bits(&keep.cast(dtype))[0];
+            let bits = bits(&mask);
+            assert!(bits.iter().all(|&bits| bits == 0 || bits == keep));
+            let zeros = bits.iter().filter(|&&bits| bits == 0).count() as f64 / 1e5;
+            assert!((zeros - source.prob).abs() < 0.005, "{zeros} {}", source.prob);
+        }
+    }
+}
+
+#[test]
+fn dropout_on_an_autodiff_device_scales_gradients_by_its_mask() {
+    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+        let dropout = DropoutConfig::new(0.5).init();
+        let input = Tensor::<2>::ones([9, 11], &device.autodiff()).require_grad();
+        let output = dropout.forward(input.clone());
+        let gradients = output.clone().sum().backward();
+        let gradient = input.grad(&gradients).unwrap().flatten::<1>(0, 1);
+        let output = bits(&output.inner().flatten(0, 1));
+        assert_eq!(bits(&gradient), output);
+        assert!(output.contains(&0) && output.contains(&2f32.to_bits()));
+    }
+}

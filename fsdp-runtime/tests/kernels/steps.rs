@@ -1,0 +1,86 @@
+use burn::optim::Optimizer;
+use burn::tensor::{Device, FloatDType, Tensor};
+use fsdp_runtime::optim::{AdamConfig, AdamWConfig, SgdConfig};
+
+use super::support::{assert_close, bits, device, numbers, rounds_correctly, tensor};
+
+/// Steps on the device and on Flex from the same start along the same gradients.
+fn assert_same_steps(device: &Device, optimizer: &impl Optimizer, what: &str) {
+    for len in [1, 1031, 70_001] {
+        let start = numbers(1, len, 1.0);
+        let on = |device: &Device| {
+            let mut param = tensor(&start, device, FloatDType::F32);
+            let mut state = None;
+            for step in 0..3 {
+                let gradient = numbers(100 + step, len, 10.0);
+                let gradient = tensor(&gradient, device, FloatDType::F32);
+                (param, state) = optimizer.step(1e-2, param, gradient, state);
+            }
+            param
+        };
+        let (ours, twin) = (on(device), on(&Device::flex()));
+        assert_ne!(bits(&ours), bits(&tensor(&start, device, FloatDType::F32)), "{what}: moved");
+        if rounds_correctly(device) {
+            assert_eq!(bits(&ours), bits(&twin), "{what}, {len} elements");
+        } else {
+            assert_close(&ours, &twin, 1e-5, what);
+        }
+    }
+}
+
+#[test]
+fn adam_on_the_device_has_the_bits_of_adam_on_flex() {
+    let Some(device) = device() else { return };
+    let adamw = AdamWConfig::new().with_weight_decay(0.1);
+    assert_same_steps(&device, &adamw.build(), "AdamW");
+    let cautious = adamw.clone().with_cautious_weight_decay(true);
+    assert_same_steps(&device, &cautious.build(), "cautious AdamW");
+    let amsgrad = adamw.with_amsgrad(true);
+    assert_same_steps(&device, &amsgrad.build(), "AMSGrad");
+    let adam = AdamConfig::new().with_weight_decay(0.1);
+    assert_same_steps(&device, &adam.build(), "Adam");
+}
+
+#[test]
+fn sgd_on_the_device_has_the_bits_of_sgd_on_flex() {
+    let Some(device) = device() else { return };
+    let plain = SgdConfig::new().with_weight_decay(0.1);
+    assert_same_steps(&device, &plain.build(), "SGD");
+    let momentum = plain.with_momentum(0.9).with_dampening(0.3);
+    assert_same_steps(&device, &momentum.build(), "momentum");
+    assert_same_steps(&device, &momentum.with_nesterov(true).build(), "Nesterov");
+}
+
+/// Burn's own, as tensor operations: the same formulas, other roundings.
+#[test]
+fn adamw_on_the_device_gives_burns_numbers() {
+    let Some(device) = device() else { return };
+    let ours = AdamWConfig::new().with_weight_decay(0.1).build();
+    let theirs = burn::optim::AdamWConfig::new().with_weight_decay(0.1).with_epsilon(1e-8).build();
+    let start = tensor(&numbers(1, 777, 1.0), &device, FloatDType::F32);
+    let (mut a, mut b) = (start.clone(), start);
+    let (mut state_a, mut state_b) = (None, None);
+    for step in 0..4 {
+        let gradient = tensor(&numbers(50 + step, 777, 1.0), &device, FloatDType::F32);
+        (a, state_a) = ours.step(1e-3, a, gradient.clone(), state_a);
+        (b, state_b) = theirs.step(1e-3, b, gradient, state_b);
+        assert_close(&a, &b, 1e-4, "AdamW");
+    }
+}
+
+#[test]
+fn a_parameter_that_is_shared_or_transposed_is_stepped_all_the_same() {
+    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+        let flat = tensor(&numbers(3, 35 * 40, 1.0), &device, FloatDType::F32);
+        let view = flat.reshape([35, 40]).transpose();
+        let copy = Tensor::<2>::from_data(view.to_data(), &device);
+        let kept = copy.clone();
+        let before = kept.to_data();
+        let adam = AdamWConfig::new().build();
+        let gradient = view.clone() * 0.5;
+        let [a, b] = [view, copy].map(|param| adam.step(1e-2, param, gradient.clone(), None).0);
+        assert_eq!(a.to_data(), b.to_data(), "{device:?}");
+        assert_eq!(kept.to_data(), before, "{device:?}: the clone keeps its values");
+        assert_ne!(b.to_data(), before, "{device:?}");
+    }
+}

@@ -1,0 +1,92 @@
+//! Devices, numbers and comparisons.
+
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+
+pub const DTYPES: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
+
+/// Empty, single elements, less than a vector, odd, more than a block, of several tasks.
+pub const LENGTHS: [usize; 6] = [0, 1, 7, 64, 1031, 70_001];
+
+/// The CubeCL device to test, if one is compiled in.
+#[allow(clippy::needless_return, reason = "which device is a matter of features")]
+pub fn device() -> Option<Device> {
+    #[cfg(feature = "cube")]
+    if std::env::var_os("BURN_DEVICE").is_some() {
+        return Some(Device::default());
+    }
+    #[cfg(feature = "cpu")]
+    return Some(Device::cpu());
+    #[cfg(all(feature = "cube", not(feature = "cpu")))]
+    return Some(Device::default());
+    #[cfg(not(feature = "cube"))]
+    {
+        eprintln!("skipped: no CubeCL device is compiled in; use `--features cpu`");
+        return None;
+    }
+}
+
+/// Dtypes the device computes.
+pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + '_ {
+    DTYPES.into_iter().filter(|&dtype| device.supports_dtype(dtype))
+}
+
+/// Numbers of every size from a seed: zero, subnormal, and up to `largest`.
+pub fn numbers(seed: u64, len: usize, largest: f32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let number = |_| {
+        let bits = next();
+        let sign = if bits & 1 == 0 { 1.0 } else { -1.0 };
+        let share = (bits >> 40) as f32 / (1u32 << 24) as f32;
+        let size = match bits >> 1 & 15 {
+            0 => 0.0,
+            1 => 1e-39,
+            2 => 1e-6,
+            3..8 => 1e-2,
+            8..12 => 0.1,
+            _ => 1.0,
+        };
+        sign * share * size * largest
+    };
+    (0..len).map(number).collect()
+}
+
+pub fn tensor(values: &[f32], device: &Device, dtype: FloatDType) -> Tensor<1> {
+    Tensor::from_data(
+        TensorData::new(values.to_vec(), [values.len()]),
+        (device, DType::from(dtype)),
+    )
+}
+
+/// The elements' bits, with one NaN for all, and 0 for bf16's subnormals: instructions that round to
+/// bf16 leave those out.
+pub fn bits(tensor: &Tensor<1>) -> Vec<u32> {
+    let flush = tensor.dtype() == DType::BF16;
+    let canonical = |x: f32| match x {
+        x if x.is_nan() => f32::NAN.to_bits(),
+        x if flush && x.is_subnormal() => 0f32.copysign(x).to_bits(),
+        x => x.to_bits(),
+    };
+    tensor.to_data().iter::<f32>().map(canonical).collect()
+}
+
+/// Elements equal to `tolerance`, relative to the larger or to 1e-3 where both are below.
+pub fn assert_close(ours: &Tensor<1>, theirs: &Tensor<1>, tolerance: f32, what: &str) {
+    let pairs = ours.to_data();
+    let pairs = pairs.iter::<f32>().zip(theirs.to_data().iter::<f32>().collect::<Vec<_>>());
+    for (index, (a, b)) in pairs.enumerate() {
+        let scale = a.abs().max(b.abs()).max(1e-3);
+        assert!((a - b).abs() <= tolerance * scale, "{what}, element {index}: {a:e} {b:e}");
+    }
+}
+
+/// Whether the device's division and square root round correctly, as IEEE 754 asks: then a kernel
+/// has the bits of its twin. WebGPU allows them an error.
+pub fn rounds_correctly(device: &Device) -> bool {
+    !format!("{device:?}").to_lowercase().contains("wgpu")
+}

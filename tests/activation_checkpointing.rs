@@ -1,0 +1,170 @@
+//! Checkpointed units: the same losses, gradients and parameters as without, in every bit.
+
+mod support;
+
+#[path = "activation_checkpointing/errors.rs"]
+mod errors;
+#[path = "activation_checkpointing/nested.rs"]
+mod nested;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use burn::optim::AdamWConfig;
+use burn::tensor::Device;
+use fsdp_runtime::Error;
+use fsdp_runtime::prelude::*;
+use support::trace::{only, record};
+use support::{Block, Embed, Net, Run, batch, loss};
+
+const ALL: ActivationCheckpointing = ActivationCheckpointing::All;
+
+/// Runs `rank` on `world` thread ranks and returns what the first returned.
+fn on<T: Send + 'static>(
+    world: usize,
+    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> T {
+    let options = LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
+    launch(options, move |worker| rank(&worker)).expect("the ranks succeed").swap_remove(0)
+}
+
+fn run(world: usize, strategy: ShardingStrategy) -> Run {
+    Run { dropout: 0.1, clip: Some(0.5), ..Run::new(world) }.strategy(strategy)
+}
+
+fn with(run: &Run, options: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Run {
+    Run { options: options(run.options.clone()), ..run.clone() }
+}
+
+#[test]
+fn losses_and_parameters_are_those_without_in_every_bit() {
+    let cases = [
+        (ShardingStrategy::FullShard, [1, 2]),
+        (ShardingStrategy::ShardGradOp, [1, 2]),
+        (ShardingStrategy::NoShard, [1, 2]),
+        (ShardingStrategy::HybridShard, [2, 4]),
+        (ShardingStrategy::HybridShardZero2, [2, 4]),
+    ];
+    for (strategy, worlds) in cases {
+        for world in worlds {
+            let run = with(&run(world, strategy), |options| options.shard_size(world.div_ceil(2)));
+            let plain = run.launch();
+            let all = with(&run, |options| options.activation_checkpointing(ALL)).launch();
+            all.assert_bitwise(&plain);
+            assert_eq!(all.counts, plain.counts, "{strategy} on {world} ranks");
+            assert!(plain.norms.iter().any(|&norm| norm > 0.5), "clipping took part");
+        }
+    }
+}
+
+#[test]
+fn options_of_the_schedule_change_no_bit_and_no_count() {
+    let run = run(2, ShardingStrategy::FullShard);
+    let variants: [fn(FsdpOptions) -> FsdpOptions; 6] = [
+        |options| options.slots(1),
+        |options| options.slots(3),
+        |options| options.backward_prefetch(BackwardPrefetch::Post),
+        |options| options.backward_prefetch(BackwardPrefetch::None).forward_prefetch(false),
+        |options| options.reshard_after_forward(ReshardAfterForward::Never),
+        |options| options.offload_activations(true),
+    ];
+    let expected = run.launch();
+    for variant in variants {
+        let plain = with(&run, variant).launch();
+        let all = with(&run, |options| variant(options).activation_checkpointing(ALL)).launch();
+        all.assert_bitwise(&expected);
+        assert_eq!(all.counts, plain.counts);
+    }
+}
+
+/// The schedule's account of one step.
+fn steps_of(which: ActivationCheckpointing) -> Vec<String> {
+    on(2, move |worker| {
+        let options = FsdpOptions::new().seed(1).activation_checkpointing(which);
+        let net = fully_shard(Net::new(2, 0.1, worker.device()), worker, options)?;
+        let (tokens, labels) = batch(0, 0..2, worker.device());
+        net.backward(loss(net.forward(tokens.clone()), labels.clone()))?;
+        let (result, lines) = record(|| net.backward(loss(net.forward(tokens), labels)));
+        result?;
+        Ok(only(&lines, &["unshard", "pre_backward", "recompute", "reduce"]))
+    })
+}
+
+#[test]
+fn what_is_chosen_is_recomputed_under_the_unshard_of_its_backward() {
+    // What is reduced at the same depth comes in any order.
+    let gathered = |lines: &[String]| only(lines, &["unshard", "pre_backward"]);
+    let reduced = |lines: &[String]| only(lines, &["reduce"]).into_iter().collect::<BTreeSet<_>>();
+    let recomputed = |lines: &[String]| only(lines, &["recompute"]);
+    let plain = steps_of(ActivationCheckpointing::Annotated);
+    assert_eq!(plain, steps_of(ActivationCheckpointing::None));
+    assert!(recomputed(&plain).is_empty(), "no unit here is annotated: {plain:?}");
+    for (which, expected) in [
+        (ALL, vec!["recompute blocks.1", "recompute blocks.0", "recompute embed"]),
+        (
+            ActivationCheckpointing::Units(unit_types![Block]),
+            vec!["recompute blocks.1", "recompute blocks.0"],
+        ),
+        (ActivationCheckpointing::Units(unit_types![Embed]), vec!["recompute embed"]),
+    ] {
+        let lines = steps_of(which);
+        assert_eq!(recomputed(&lines), expected);
+        assert_eq!(gathered(&lines), gathered(&plain), "{which:?}");
+        assert_eq!(reduced(&lines), reduced(&plain), "{which:?}");
+    }
+}
+
+/// Micro-batches whose graphs live at once, so that a forward is run again after later ones of the
+/// same unit, and in a later step of the random streams.
+#[test]
+fn dropout_is_the_same_after_later_forwards_and_in_later_passes() {
+    let run = |which, accumulation| {
+        on(2, move |worker| {
+            let options = FsdpOptions::new().seed(3).gradient_accumulation(accumulation);
+            let options = options.activation_checkpointing(which);
+            let mut net = fully_shard(Net::new(2, 0.3, worker.device()), worker, options)?;
+            let mut optimizer = AdamWConfig::new().init();
+            let mut bits = Vec::new();
+            for step in 0..2 {
+                let forward = |at: usize| {
+                    let rows = 4 * worker.rank().index();
+                    let (tokens, labels) = batch(3 * step + at, rows..rows + 4, worker.device());
+                    loss(net.forward(tokens), labels)
+                };
+                let (first, second, third) = (forward(0), forward(1), forward(2));
+                net.accumulate(second)?;
+                let mut gradients = net.backward(first + third)?;
+                bits.push(net.clip_grad_norm(&mut gradients, 1e9)?.to_bits());
+                net = optimizer.step(1e-2, net, gradients);
+            }
+            Ok((bits, net.unsharded_state(Recipient::All)?))
+        })
+    };
+    for accumulation in [GradientAccumulation::ReduceEach, GradientAccumulation::HoldUnsharded] {
+        let plain = run(ActivationCheckpointing::None, accumulation);
+        let all = run(ALL, accumulation);
+        assert_eq!(all.0, plain.0, "gradient norms under {accumulation:?}");
+        assert!(all.1.iter().all(|(path, data)| data.as_bytes() == plain.1[path].as_bytes()));
+    }
+}
+
+#[test]
+fn evaluation_and_a_forward_without_backward_leave_training_as_it_is() {
+    let run = |which| {
+        on(2, move |worker| {
+            let options = FsdpOptions::new().seed(3).activation_checkpointing(which);
+            let net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
+            let (tokens, labels) = batch(0, 0..4, worker.device());
+            let plain = worker.device().clone().inner();
+            let (evaluated, lines) = record(|| net.valid().forward(batch(0, 0..4, &plain).0));
+            assert!(only(&lines, &["recompute"]).is_empty());
+            drop(net.forward(tokens.clone()));
+            let loss = loss(net.forward(tokens), labels);
+            let value = loss.clone().into_scalar::<f32>().to_bits();
+            let mut gradients = net.backward(loss)?;
+            let norm = net.clip_grad_norm(&mut gradients, 1e9)?.to_bits();
+            Ok((evaluated.into_data().iter::<f32>().collect::<Vec<_>>(), value, norm))
+        })
+    };
+    assert_eq!(run(ALL), run(ActivationCheckpointing::None));
+}

@@ -1,0 +1,285 @@
+//! What cannot be run again is an error at construction, or a typed error of the backward.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use burn::module::Module;
+use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::nn::{Dropout, DropoutConfig};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, LaunchError, Obstacle, RankPanic, ScheduleError, ShardError};
+
+use super::{ALL, on};
+
+const WIDTH: usize = 8;
+
+/// Takes its scale by reference.
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Borrowing {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Borrowing {
+    fn forward(&self, x: Tensor<2>, scale: &f64) -> Tensor<2> {
+        self.linear.forward(x).mul_scalar(*scale)
+    }
+}
+
+/// Takes what FSDP knows nothing of.
+#[derive(Clone, Debug)]
+struct Mode;
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Moded {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Moded {
+    fn forward(&self, x: Tensor<2>, _mode: Mode) -> Tensor<2> {
+        self.linear.forward(x)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Attending {
+    attention: MultiHeadAttention,
+}
+
+#[fsdp_unit]
+impl Attending {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.attention.forward(MhaInput::self_attn(x.unsqueeze())).context.squeeze_dim(0)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Normed {
+    norm: BatchNorm,
+}
+
+#[fsdp_unit]
+impl Normed {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.norm.forward(x)
+    }
+}
+
+thread_local! {
+    /// Forwards of [`Fickle`] on this rank, and what the next ones do.
+    static FICKLE: Cell<(usize, &'static str)> = const { Cell::new((0, "")) };
+}
+
+/// Does something else the second time.
+#[derive(Module, Debug)]
+#[fsdp_unit(checkpoint)]
+struct Fickle {
+    linear: Linear,
+    dropout: Dropout,
+}
+
+#[fsdp_unit]
+impl Fickle {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let (forwards, what) = FICKLE.get();
+        FICKLE.set((forwards + 1, what));
+        let x = self.dropout.forward(self.linear.forward(x));
+        match (forwards, what) {
+            (1, "rows") => x.slice([0..1]),
+            (1, "draws") => self.dropout.forward(x),
+            (1, "panics") => panic!("the second time is one too many"),
+            _ => x,
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Model {
+    borrowing: Option<Borrowing>,
+    moded: Option<Moded>,
+    attending: Option<Attending>,
+    normed: Option<Normed>,
+    fickle: Option<Fickle>,
+    head: Linear,
+}
+
+#[fsdp_unit]
+impl Model {
+    fn forward(&self, x: Tensor<2>) -> Tensor<1> {
+        let x = match &self.borrowing {
+            Some(borrowing) => borrowing.forward(x, &2.0),
+            None => x,
+        };
+        let x = self.moded.iter().fold(x, |x, moded| moded.forward(x, Mode));
+        let x = self.attending.iter().fold(x, |x, attending| attending.forward(x));
+        let x = self.normed.iter().fold(x, |x, normed| normed.forward(x));
+        let x = self.fickle.iter().fold(x, |x, fickle| fickle.forward(x));
+        self.head.forward(x).powf_scalar(2.0).mean()
+    }
+}
+
+fn linear(device: &Device) -> Linear {
+    LinearConfig::new(WIDTH, WIDTH).init(device)
+}
+
+fn model(device: &Device) -> Model {
+    Model {
+        borrowing: None,
+        moded: None,
+        attending: None,
+        normed: None,
+        fickle: None,
+        head: linear(device),
+    }
+}
+
+fn fickle(device: &Device) -> Option<Fickle> {
+    Some(Fickle { linear: linear(device), dropout: DropoutConfig::new(0.1).init() })
+}
+
+/// The error of sharding what `build` returns, on one rank.
+fn refused(
+    which: ActivationCheckpointing,
+    build: impl Fn(&Device) -> Model + Send + Sync + 'static,
+) -> ShardError {
+    on(1, move |worker| {
+        let options = FsdpOptions::new().activation_checkpointing(which);
+        let model = build(worker.device());
+        match fully_shard(model, worker, options) {
+            Err(Error::Shard(error)) => Ok(error),
+            other => panic!("{:?}", other.map(|_| ())),
+        }
+    })
+}
+
+#[test]
+fn a_forward_whose_inputs_cannot_be_kept_is_an_error_at_construction() {
+    let borrowing = |device: &Device| Model {
+        borrowing: Some(Borrowing { linear: linear(device) }),
+        ..model(device)
+    };
+    let error = refused(ALL, borrowing);
+    let expected = ShardError::NotReplayable {
+        unit: "`borrowing`".into(),
+        ty: "Borrowing",
+        forward: "forward",
+        input: "scale",
+        obstacle: Obstacle::Borrowed,
+    };
+    assert_eq!(error, expected);
+    assert!(error.to_string().contains("take it by value"), "{error}");
+
+    let moded =
+        |device: &Device| Model { moded: Some(Moded { linear: linear(device) }), ..model(device) };
+    let error = refused(ActivationCheckpointing::Units(unit_types![Moded]), moded).to_string();
+    assert!(error.contains("`_mode` of `Moded::forward` cannot be kept"), "{error}");
+    assert!(error.contains("#[derive(Clone, UnitValue)]"), "{error}");
+
+    // Not chosen, they train as ever.
+    on(1, move |worker| {
+        let model =
+            Model { borrowing: borrowing(worker.device()).borrowing, ..moded(worker.device()) };
+        let model = fully_shard(model, worker, FsdpOptions::new())?;
+        model.backward(model.forward(Tensor::ones([2, WIDTH], worker.device())))
+    });
+}
+
+#[test]
+fn what_does_not_do_the_same_twice_is_an_error_at_construction() {
+    let attending = |dropout: f64| {
+        move |device: &Device| {
+            let attention = MultiHeadAttentionConfig::new(WIDTH, 2).with_dropout(dropout);
+            let attending = Some(Attending { attention: attention.init(device) });
+            Model { attending, ..model(device) }
+        }
+    };
+    let error = refused(ALL, attending(0.1)).to_string();
+    assert!(error.contains("`attending` is checkpointed, but `attending.attention`"), "{error}");
+    assert!(error.contains("fsdp_runtime::nn::Dropout"), "{error}");
+    on(1, move |worker| {
+        let model = attending(0.0)(worker.device());
+        let model = fully_shard(model, worker, FsdpOptions::new().activation_checkpointing(ALL))?;
+        model.backward(model.forward(Tensor::ones([2, WIDTH], worker.device())))
+    });
+
+    let error = refused(ALL, |device| Model {
+        normed: Some(Normed { norm: BatchNormConfig::new(WIDTH).init(device) }),
+        ..model(device)
+    });
+    assert!(matches!(&error, ShardError::Unrepeatable { path, .. } if path == "normed.norm"));
+    assert!(error.to_string().contains("GroupNorm"), "{error}");
+}
+
+#[test]
+fn a_type_that_is_not_there_is_an_error_at_construction() {
+    let error = refused(ActivationCheckpointing::Units(unit_types![Fickle, Moded]), |device| {
+        Model { fickle: fickle(device), ..model(device) }
+    });
+    assert!(error.to_string().contains("`activation_checkpointing` is Units, with `Moded`"));
+}
+
+#[test]
+fn an_ignored_parameter_that_trains_is_an_error_at_construction() {
+    let error = on(1, |worker| {
+        let shard = |frozen: bool, options: FsdpOptions| {
+            let fickle = fickle(worker.device());
+            let fickle = fickle.map(|it| if frozen { it.freeze() } else { it });
+            let id = fickle.as_ref().map(|fickle| fickle.linear.weight.id);
+            let model = Model { fickle, ..model(worker.device()) };
+            fully_shard(model, worker, options.ignored_params(id)).map(|_| ())
+        };
+        let none = ActivationCheckpointing::None;
+        shard(true, FsdpOptions::new())?;
+        shard(false, FsdpOptions::new().activation_checkpointing(none))?;
+        Ok(shard(false, FsdpOptions::new()).unwrap_err())
+    });
+    let expected = ShardError::IgnoredInCheckpoint {
+        unit: "`fickle`".into(),
+        path: "fickle.linear.weight".into(),
+    };
+    assert_eq!(error, expected.into());
+}
+
+/// Trains a step that is to fail, ends it, and trains another.
+fn fail(what: &'static str) -> Result<Vec<(Error, bool)>, LaunchError> {
+    let options = LaunchOptions::new(2).device(Device::flex()).timeout(Duration::from_secs(30));
+    launch(options, move |worker| {
+        let device = worker.device();
+        let model = Model { fickle: fickle(device), ..model(device) };
+        let model = fully_shard(model, &worker, FsdpOptions::new().seed(1))?;
+        let step = || model.backward(model.forward(Tensor::ones([2, WIDTH], device)));
+        FICKLE.set((0, what));
+        let error = step().map(|_| ()).unwrap_err();
+        FICKLE.set((0, ""));
+        model.collect_gradients()?;
+        Ok::<_, Error>((error, step().is_ok()))
+    })
+}
+
+#[test]
+fn a_forward_that_does_something_else_the_second_time_is_an_error_of_the_backward() {
+    for (error, goes_on) in fail("rows").unwrap() {
+        let expected = ScheduleError::OtherOutputs {
+            unit: "`fickle`".into(),
+            expected: vec![vec![2, WIDTH]],
+            found: vec![vec![1, WIDTH]],
+        };
+        assert_eq!(error, expected.into());
+        assert!(goes_on, "a step that failed leaves nothing behind");
+    }
+    for (error, goes_on) in fail("draws").unwrap() {
+        assert_eq!(error, ScheduleError::OtherDraws.into());
+        assert!(goes_on);
+    }
+    let error = fail("panics").unwrap_err();
+    let panic = error.source.downcast_ref::<RankPanic>().expect("a panic");
+    assert!(panic.message.contains("one too many"), "{panic}");
+}
