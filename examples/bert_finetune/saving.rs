@@ -208,6 +208,7 @@ mod tests {
             train: examples(4 * GLOBAL + 5),
             test: examples(7),
             strategy,
+            options: FsdpOptions::new(),
             saving: cli.save_plan(),
             recipe: cli.recipe(),
             quiet: true,
