@@ -31,6 +31,7 @@ mod mesh;
 mod modules;
 pub mod nn;
 mod norm;
+mod obstacle;
 pub mod optim;
 mod optimizer_state;
 mod options;
