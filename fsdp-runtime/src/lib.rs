@@ -49,6 +49,7 @@ mod slot;
 mod state_dict;
 mod unit;
 mod unit_type;
+mod unscale;
 mod wrapping;
 
 pub use checkpoint::CheckpointError;
