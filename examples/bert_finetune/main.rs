@@ -51,8 +51,9 @@ fn main() -> Result<()> {
 
 fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
-    Settings::of(cli)?.device.resolve_or_exit();
-    let summary = match run(cli)? {
+    let settings = Settings::of(cli)?;
+    settings.device.resolve_or_exit();
+    let summary = match run(cli, settings)? {
         Ended::With(summary) => summary,
         Ended::Elsewhere => return Ok(()),
         // What a shell calls a program that Ctrl-C ended.
@@ -77,9 +78,7 @@ enum Ended {
     Interrupted,
 }
 
-fn run(cli: &Cli) -> Result<Ended> {
-    let settings = Settings::of(cli)?;
-    settings.notes.iter().for_each(|note| eprintln!("{note}"));
+fn run(cli: &Cli, settings: Settings) -> Result<Ended> {
     let device = settings.device.resolve()?;
     let job = prepare(cli, &settings)?;
     if job.saving.directory.is_some() {

@@ -207,8 +207,8 @@ mod tests {
             // Nine steps end in the third epoch.
             train: examples(4 * GLOBAL + 5),
             test: examples(7),
-            strategy,
             options: FsdpOptions::new(),
+            strategy,
             saving: cli.save_plan(),
             recipe: cli.recipe(),
             quiet: true,

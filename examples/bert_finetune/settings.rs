@@ -6,7 +6,6 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use fsdp_runtime::Rank;
 use fsdp_runtime::config::{Config, Note};
 use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
@@ -18,8 +17,6 @@ use crate::model::BertForSequenceClassification;
 /// How a run is started and its model sharded.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// What in the file has no effect, to be told.
-    pub notes: Vec<String>,
     /// Where to compute.
     pub device: DeviceName,
     /// How ranks are started.
@@ -52,9 +49,9 @@ impl Settings {
         started: Option<&RankEnv>,
     ) -> Result<Self> {
         let (config, notes) = file.unzip();
-        // One rank of several tells them.
-        let tells = !cli.quiet && started.is_none_or(|place| place.rank == Rank::ZERO);
-        let notes = notes.into_iter().flatten().filter(|_| tells).map(|note| note.to_string());
+        if !cli.quiet && started.is_none_or(|place| place.rank == fsdp_runtime::Rank::ZERO) {
+            notes.iter().flatten().for_each(|note| eprintln!("{note}"));
+        }
         let on_cpu = config.as_ref().is_some_and(|config| config.use_cpu);
         let device = match cli.device {
             DeviceName::Auto if on_cpu => DeviceName::Flex,
@@ -79,7 +76,6 @@ impl Settings {
         let of_file = config.as_ref().map(|config| config.fsdp.sharding_strategy);
         let options = config.as_ref().map(Config::options::<BertForSequenceClassification>);
         Ok(Self {
-            notes: notes.collect(),
             device,
             launch,
             strategy: cli.strategy.or(of_file).unwrap_or(ShardingStrategy::FullShard),

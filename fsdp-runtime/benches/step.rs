@@ -56,15 +56,15 @@ struct Cli {
     /// Rounds.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
+    /// Also FULL_SHARD with every layer checkpointed.
+    #[arg(long)]
+    checkpoint: bool,
     /// The CUDA device with this index, and over NCCL, in place of Flex.
     #[arg(long, value_name = "INDEX")]
     cuda: Option<usize>,
     /// Parameters and products in bf16; gradients are reduced in f32.
     #[arg(long)]
     bf16: bool,
-    /// Also FULL_SHARD with every layer checkpointed.
-    #[arg(long)]
-    checkpoint: bool,
     /// Only the median step of each way in seconds, a line each.
     #[arg(long)]
     brief: bool,

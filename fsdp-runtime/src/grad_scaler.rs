@@ -1,16 +1,15 @@
 //! Dynamic loss scaling, as `torch.amp.GradScaler`: for gradients that underflow in half precision.
 
 use burn::config::Config;
-use burn::module::Param;
 use burn::optim::GradientsParams;
-use burn::tensor::{DispatchTensor, Tensor};
+use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{Scalar, Scalars};
 use crate::error::{Error, ScheduleError, ShardError};
 use crate::fully_shard::Fsdp;
-use crate::norm::scale_gradients;
-use crate::unit::{FsdpModule, Walk};
+use crate::unit::FsdpModule;
+use crate::unscale::unscale_gradients;
 
 /// Configuration of [`GradScaler`], with PyTorch's defaults.
 #[derive(Config, Debug, PartialEq)]
@@ -136,9 +135,8 @@ impl GradScaler {
         model: &Fsdp<M>,
         mut gradients: GradientsParams,
     ) -> Result<Unscaled, Error> {
-        let mut read = Read { gradients: &gradients, found: Vec::new() };
-        model.walk(&mut read);
-        let all = model.engine.exchange_finite(read.found, self.scale)?;
+        let finite = unscale_gradients(&**model, &mut gradients, self.scale.recip());
+        let all = model.engine.exchange_finite(finite, self.scale)?;
         for (rank, told) in model.mesh().world.ranks().zip(&all) {
             let (found, expected) = (told.1, all[0].1);
             if found != expected {
@@ -146,13 +144,8 @@ impl GradScaler {
             }
         }
         let finite = all.iter().all(|told| told.0);
-        let factor = f64::from(self.scale).recip();
         self.update(finite);
-        if !finite {
-            return Ok(Unscaled::Overflow);
-        }
-        scale_gradients(&**model, &mut gradients, factor);
-        Ok(Unscaled::Finite(gradients))
+        Ok(if finite { Unscaled::Finite(gradients) } else { Unscaled::Overflow })
     }
 
     /// Its state by name, as checkpoints hold it.
@@ -233,19 +226,6 @@ impl TryFrom<Unchecked> for GradScaler {
         // A saved scale is held to what a first one is.
         let Self { scale, .. } = config.clone().with_init_scale(scale).init()?;
         Ok(Self { config, scale, growth_tracker })
-    }
-}
-
-/// Reads every gradient, of ignored parameters too.
-struct Read<'a> {
-    gradients: &'a GradientsParams,
-    found: Vec<DispatchTensor>,
-}
-
-impl Walk for Read<'_> {
-    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let gradient = self.gradients.get::<D>(param.id);
-        self.found.extend(gradient.map(Tensor::into_dispatch));
     }
 }
 

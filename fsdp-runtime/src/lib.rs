@@ -34,6 +34,7 @@ mod mesh;
 mod modules;
 pub mod nn;
 mod norm;
+mod obstacle;
 pub mod optim;
 mod optimizer_state;
 mod options;
@@ -48,6 +49,7 @@ mod slot;
 mod state_dict;
 mod unit;
 mod unit_type;
+mod unscale;
 mod wrapping;
 
 pub use checkpoint::CheckpointError;

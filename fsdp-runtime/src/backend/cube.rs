@@ -20,8 +20,8 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
 use super::{ShardBackend, Value, dispatch, numel};
+use crate::kernels::Kernels;
 use crate::kernels::cube::{Run, contiguous, copy, empty};
-use crate::kernels::{Kernels, Sums};
 use crate::norm::Norm;
 
 /// A slot's device buffer.
@@ -179,12 +179,5 @@ impl ShardBackend for Cube {
 
     fn norm_sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<f64> {
         Self::sums(parts, norm).iter().map(|sums| sums.term(norm)).collect()
-    }
-
-    fn all_finite(tensors: Vec<CubeTensor>) -> bool {
-        let whole = |tensor: CubeTensor| (numel::<Cube>(&tensor), tensor);
-        let parts: Vec<_> =
-            tensors.into_iter().map(whole).map(|(numel, tensor)| (tensor, 0..numel)).collect();
-        Self::sums(&parts, Norm::Inf).iter().all(Sums::is_finite)
     }
 }

@@ -138,11 +138,6 @@ fn with_elements<E: Element + Pod, T>(
     }
 }
 
-/// As [`with_elements`], of an f32 tensor.
-fn with_slice<T>(tensor: &FlexTensor, range: Range<usize>, f: impl FnOnce(&[f32]) -> T) -> T {
-    with_elements(tensor, range, f)
-}
-
 /// Runs `$body` with `$elem` naming the element of a float `$dtype`.
 macro_rules! with_float {
     ($dtype:expr, $elem:ident, $body:expr) => {
@@ -279,15 +274,6 @@ impl ShardBackend for Flex {
         let numel = tensor.shape().num_elements();
         with_raw(&tensor, 0..numel, f);
     }
-
-    fn all_finite(tensors: Vec<FlexTensor>) -> bool {
-        tensors.into_iter().all(|tensor| {
-            let numel = tensor.shape().num_elements();
-            // Without a branch an element, so that the loop is vectorised; in blocks, to end early.
-            let block = |block: &[f32]| block.iter().fold(true, |all, x| all & x.is_finite());
-            with_slice(&tensor, 0..numel, |slice| slice.chunks(4096).all(block))
-        })
-    }
 }
 
 #[cfg(test)]
@@ -332,22 +318,5 @@ mod tests {
         let whole = Flex::mean(&parts, 0..101, 3, Shape::from([101]));
         let part = Flex::mean(&parts, 40..77, 3, Shape::from([37]));
         assert_eq!(part.as_slice::<f32>(), Some(&whole.as_slice::<f32>().unwrap()[40..77]));
-    }
-
-    #[test]
-    fn every_element_counts_for_being_finite() {
-        let len = 10_007;
-        let with = |at: usize, value: f32| {
-            let mut elements = vec![f32::MAX; len];
-            elements[at] = value;
-            owned(elements, Shape::from([len]))
-        };
-        assert!(Flex::all_finite(vec![with(0, f32::MIN), with(1, f32::MIN_POSITIVE / 2.0)]));
-        assert!(Flex::all_finite(Vec::new()));
-        for at in [0, 1, 4095, 4096, len - 1] {
-            for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
-                assert!(!Flex::all_finite(vec![with(0, 0.0), with(at, value)]), "{value} at {at}");
-            }
-        }
     }
 }

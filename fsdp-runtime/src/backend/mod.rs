@@ -147,19 +147,6 @@ pub(crate) trait ShardBackend: Kernels {
         let data = Tensor::<1>::from_dispatch(Self::into_dispatch(Value::Plain(flat))).into_data();
         f(data.as_bytes());
     }
-
-    /// Whether no element is infinite or NaN. (No norm can tell: squares overflow sooner.)
-    fn all_finite(tensors: Vec<Float<Self>>) -> bool {
-        let flat = |tensor: Float<Self>| {
-            let numel = numel::<Self>(&tensor);
-            let flat = Self::float_reshape(tensor, Shape::from([numel]));
-            Tensor::<1>::from_dispatch(Self::into_dispatch(Value::Plain(flat)))
-        };
-        // NaN is not below anything.
-        let finite = |tensor| flat(tensor).abs().lower_equal_elem(f32::MAX).all();
-        let finite: Vec<_> = tensors.into_iter().map(finite).collect();
-        finite.is_empty() || Tensor::cat(finite, 0).all().into_scalar::<bool>()
-    }
 }
 
 /// The tensor in another type: itself, where it has that one.

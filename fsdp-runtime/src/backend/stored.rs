@@ -218,23 +218,4 @@ impl<B: ShardBackend> Stored<B> {
         }
         B::norm_sums(&device, norm)
     }
-
-    /// Whether no element is infinite or NaN.
-    pub(crate) fn all_finite(tensors: Vec<Self>) -> bool {
-        let mut device = Vec::new();
-        #[cfg(feature = "flex")]
-        let mut host = Vec::new();
-        for tensor in tensors {
-            match tensor {
-                Self::Device(tensor) => device.push(tensor),
-                #[cfg(feature = "flex")]
-                Self::Host(tensor) => host.push(tensor),
-            }
-        }
-        #[cfg(feature = "flex")]
-        if !Flex::all_finite(host) {
-            return false;
-        }
-        B::all_finite(device)
-    }
 }

@@ -19,7 +19,7 @@ pub(crate) mod flex;
 
 use std::ops::Range;
 
-use burn::backend::Backend;
+use burn::backend::{Backend, DispatchDevice};
 use burn::tensor::{DType, Device, FloatDType, Shape, Tensor, TensorData};
 
 pub use self::error::KernelError;
@@ -143,6 +143,18 @@ impl MaskSource {
     /// What the other elements are.
     pub(crate) fn keep(&self) -> f32 {
         (1.0 / (1.0 - self.prob)) as f32
+    }
+}
+
+/// Whether the device has kernels.
+pub(crate) fn has_kernels(device: &Device) -> bool {
+    match device.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => true,
+        #[allow(unreachable_patterns)]
+        _ => false,
     }
 }
 

@@ -1,7 +1,7 @@
 //! A step in one pass over memory, on the backends that have the kernels: in the tensors' own memory.
 
+use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{DispatchDevice, TensorMetadata};
 use burn::optim::{AdaptiveMomentumState, LearningRate};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
@@ -10,7 +10,7 @@ use super::kernel::{AdamStep, SgdStep};
 use super::sgd::Sgd;
 use crate::backend::{Float, ShardBackend, Value, with_backend};
 use crate::error::ShardError;
-use crate::kernels::{AdamTensors, Kernels};
+use crate::kernels::{AdamTensors, Kernels, has_kernels};
 
 /// Whether all of these are f32 on one device with kernels.
 pub(super) fn takes<'a, const D: usize>(tensors: impl IntoIterator<Item = &'a Tensor<D>>) -> bool {
@@ -21,17 +21,6 @@ pub(super) fn takes<'a, const D: usize>(tensors: impl IntoIterator<Item = &'a Te
             && has_kernels(&device)
             && *first.get_or_insert_with(|| device.clone()) == device
     })
-}
-
-fn has_kernels(device: &Device) -> bool {
-    match device.as_dispatch() {
-        #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => true,
-        #[cfg(feature = "cube")]
-        DispatchDevice::Cube(_) => true,
-        #[allow(unreachable_patterns)]
-        _ => false,
-    }
 }
 
 /// Whether [`adam`] takes these.

@@ -73,11 +73,7 @@ pub(crate) trait Engine: Runtime {
     /// Shows a tensor's elements in order, as bytes of the host, without a copy where it can.
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8]));
     /// Whether gradients are finite, on each rank of the world, beside what it scales its loss by.
-    fn exchange_finite(
-        &self,
-        gradients: Vec<DispatchTensor>,
-        scale: f32,
-    ) -> Result<Vec<Arc<(bool, f32)>>, Error>;
+    fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error>;
     /// Each rank's gradients, as their numbers of elements, in the order of the shard group.
     fn exchange_gradients(
         &self,
@@ -261,16 +257,10 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         }
     }
 
-    fn exchange_finite(
-        &self,
-        gradients: Vec<DispatchTensor>,
-        scale: f32,
-    ) -> Result<Vec<Arc<(bool, f32)>>, Error> {
-        let read = |gradient| Some(Stored::<B>::read(gradient, self.settings.rest)?.0);
-        let mine = (Stored::all_finite(gradients.into_iter().filter_map(read).collect()), scale);
+    fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error> {
         let op = Op::new("all_reduce", "the overflow check");
-        tracing::trace!(target: "fsdp", finite = mine.0, "fsdp::reduce_finite");
-        Ok(self.comm.issue(move |group| group.exchange(&op, mine)).wait()?)
+        tracing::trace!(target: "fsdp", finite, "fsdp::reduce_finite");
+        Ok(self.comm.issue(move |group| group.exchange(&op, (finite, scale))).wait()?)
     }
 
     fn exchange_gradients(

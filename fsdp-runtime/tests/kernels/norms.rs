@@ -65,7 +65,7 @@ fn a_sum_does_not_depend_on_where_the_tensor_lies() {
         let values = numbers(9, 9001, 1.0);
         let whole = tensor(&values, &device, FloatDType::F32);
         let own = tensor(&values[5..8008], &device, FloatDType::F32);
-        let part = whole.slice([5..8008]);
+        let part = whole.slice(5..8008);
         for norm in NORMS {
             let sums = kernels::norm_sums(&[own.clone(), part.clone()], norm).unwrap();
             assert_eq!(sums[0], sums[1], "{norm:?} on {device:?}");
