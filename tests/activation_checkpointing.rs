@@ -77,6 +77,17 @@ fn options_of_the_schedule_change_no_bit_and_no_count() {
     }
 }
 
+#[test]
+fn a_part_that_is_kept_for_the_backward_serves_the_recomputation() {
+    let run = with(&run(4, ShardingStrategy::FullShard), |options| {
+        options.reshard_after_forward(ReshardAfterForward::To(2))
+    });
+    let all = with(&run, |options| options.activation_checkpointing(ALL)).launch();
+    let plain = run.launch();
+    all.assert_bitwise(&plain);
+    assert_eq!(all.counts, plain.counts);
+}
+
 /// The schedule's account of one step.
 fn steps_of(which: ActivationCheckpointing) -> Vec<String> {
     on(2, move |worker| {

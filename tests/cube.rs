@@ -28,3 +28,16 @@ fn full_shard_equals_no_shard_bit_for_bit_on_a_cubecl_device() {
 fn sharded_training_equals_plain_burn_on_a_cubecl_device() {
     parity::equals_plain_burn(&Run { dropout: 0.0, clip: None, ..small(Device::cpu()) });
 }
+
+/// The inputs of checkpointed units go to the host and come back.
+#[test]
+fn checkpointed_units_have_the_same_bits_on_a_cubecl_device() {
+    let plain = small(Device::cpu());
+    let options = plain.options.clone().activation_checkpointing(ActivationCheckpointing::All);
+    let kept = Run { options: options.clone(), ..plain.clone() }.launch();
+    let offloaded = Run { options: options.offload_activations(true), ..plain.clone() }.launch();
+    let plain = plain.launch();
+    kept.assert_bitwise(&plain);
+    offloaded.assert_bitwise(&plain);
+    assert_eq!(offloaded.counts, plain.counts);
+}

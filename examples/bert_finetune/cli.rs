@@ -4,10 +4,9 @@
 //! `device.rs`.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::Parser;
-use fsdp_runtime::prelude::{Engine, LaunchOptions, ShardingStrategy};
+use fsdp_runtime::prelude::{Engine, ShardingStrategy};
 
 use crate::device::DeviceName;
 use crate::saving::SavePlan;
@@ -20,11 +19,16 @@ use crate::saving::SavePlan;
 #[command(name = "bert_finetune")]
 #[command(group = clap::ArgGroup::new("saving").multiple(true))]
 pub struct Cli {
-    /// How many ranks share the model [default: as many as were started, or 2 threads]
+    /// Configuration file of `fsdp config` or Accelerate; flags override it [default: the one of `fsdp
+    /// launch`]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// How many ranks share the model [default: as many as were started, or 2 threads, or one a GPU]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub world_size: Option<usize>,
 
-    /// What ranks are: local (threads), mpi (processes, started by `mpirun`) or auto
+    /// What ranks are: local (threads), mpi (processes, started by `mpirun`), nccl (a GPU each) or auto
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub engine: Engine,
 
@@ -33,8 +37,9 @@ pub struct Cli {
     pub timeout: u64,
 
     /// What is sharded: FULL_SHARD (all of it) or NO_SHARD (every rank holds the whole model)
-    #[arg(long, value_name = "NAME", default_value = "FULL_SHARD")]
-    pub strategy: ShardingStrategy,
+    /// [default: FULL_SHARD]
+    #[arg(long, value_name = "NAME")]
+    pub strategy: Option<ShardingStrategy>,
 
     /// Passes over the training split
     #[arg(long, value_name = "N", value_parser = positive)]
@@ -155,19 +160,7 @@ struct Defaults {
     learning_rate: f64,
 }
 
-/// Thread ranks where nothing has started the program as one of several processes.
-const THREAD_RANKS: usize = 2;
-
 impl Cli {
-    /// How ranks are started.
-    pub fn launch_options(&self) -> LaunchOptions {
-        let options = match self.world_size {
-            Some(world) => LaunchOptions::new(world),
-            None => LaunchOptions::started_or(THREAD_RANKS),
-        };
-        options.engine(self.engine).timeout(Duration::from_secs(self.timeout))
-    }
-
     /// The recipe these flags ask for.
     pub fn recipe(&self) -> Recipe {
         let defaults = if self.pretrained.is_some() { FINE_TUNE } else { SCRATCH };

@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+#[cfg(feature = "cuda")]
+use anyhow::anyhow;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 
@@ -44,7 +46,8 @@ impl DeviceName {
     ///
     /// # Errors
     ///
-    /// If the feature that brings the device is not compiled in.
+    /// If the feature that brings the device is not compiled in, or there is no such GPU. The latter
+    /// is found before Burn is asked for it, which panics.
     pub fn resolve(self) -> Result<Device> {
         match self {
             Self::Auto if cfg!(feature = "cuda") => Self::Cuda(0).resolve(),
@@ -56,7 +59,11 @@ impl DeviceName {
             #[cfg(feature = "wgpu")]
             Self::Wgpu => Ok(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
             #[cfg(feature = "cuda")]
-            Self::Cuda(index) => Ok(Device::cuda(index)),
+            Self::Cuda(index) => {
+                let found = fsdp_runtime::cuda::require_device(index);
+                found.map_err(|error| anyhow!("--device cuda: {error} (`--device flex`)"))?;
+                Ok(Device::cuda(index))
+            }
             #[allow(unreachable_patterns)]
             missing => {
                 let feature = missing.feature();
@@ -66,6 +73,26 @@ impl DeviceName {
                 )
             }
         }
+    }
+
+    /// As [`resolve`](Self::resolve); ends the program with one line where it fails: what is missing
+    /// is not to be found in the program.
+    pub fn resolve_or_exit(self) -> Device {
+        self.resolve().unwrap_or_else(|error| {
+            eprintln!("Error: {error}");
+            std::process::exit(1);
+        })
+    }
+
+    /// Thread ranks where nothing says how many: one for each GPU, two on other devices.
+    pub fn ranks(self) -> usize {
+        #[cfg(feature = "cuda")]
+        if let Self::Auto | Self::Cuda(_) = self {
+            let first = if let Self::Cuda(first) = self { first } else { 0 };
+            return fsdp_runtime::cuda::device_count()
+                .map_or(1, |count| count - first.min(count - 1));
+        }
+        2
     }
 
     fn feature(self) -> &'static str {
@@ -88,5 +115,30 @@ mod tests {
         assert_eq!("auto".parse(), Ok(DeviceName::Auto));
         assert!("cuda:".parse::<DeviceName>().is_err());
         assert!("gpu".parse::<DeviceName>().is_err());
+    }
+
+    /// This test program stands for the example: it runs [`as_a_program`] alone.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn without_a_gpu_the_program_ends_with_one_line() {
+        if fsdp_runtime::cuda::device_count().is_ok() {
+            return eprintln!("skipped: this machine has a GPU");
+        }
+        let mut program = std::process::Command::new(std::env::current_exe().unwrap());
+        program.args(["--exact", "device::tests::as_a_program", "--ignored", "--nocapture"]);
+        let output = program.env("RUST_BACKTRACE", "1").output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert_eq!(text.lines().count(), 1, "{text}");
+        assert!(text.starts_with("Error: --device cuda: no CUDA device was found: "), "{text}");
+        assert!(text.contains("--device flex"), "{text}");
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    #[ignore = "what `without_a_gpu_the_program_ends_with_one_line` starts"]
+    fn as_a_program() {
+        use clap::Parser;
+        crate::start(&crate::cli::Cli::parse_from(["program", "--device", "cuda"])).unwrap();
     }
 }

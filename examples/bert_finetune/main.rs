@@ -8,8 +8,8 @@
 //!
 //! `model.rs` is the model and its annotations, `train.rs` what each rank runs. The rest is what any
 //! such program needs: text (`data.rs`), word pieces (`tokenize.rs`), batches (`batch.rs`), scores
-//! (`metrics.rs`), checkpoints (`saving.rs`), a report (`report.rs`) and what goes with saved weights
-//! (`export.rs`).
+//! (`metrics.rs`), checkpoints (`saving.rs`), a report (`report.rs`), what goes with saved weights
+//! (`export.rs`), and the file that `fsdp launch` passes on (`settings.rs`).
 
 mod allocator;
 mod batch;
@@ -22,6 +22,7 @@ mod metrics;
 mod model;
 mod report;
 mod saving;
+mod settings;
 mod tokenize;
 mod train;
 #[cfg(test)]
@@ -40,13 +41,19 @@ use crate::data::Corpus;
 use crate::export::Export;
 use crate::report::Summary;
 use crate::saving::handle_interrupts;
+use crate::settings::Settings;
 use crate::tokenize::BertTokenizer;
 use crate::train::{Job, train};
 
 fn main() -> Result<()> {
+    start(&Cli::parse())
+}
+
+fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
-    let cli = Cli::parse();
-    let summary = match run(&cli)? {
+    let settings = Settings::of(cli)?;
+    settings.device.resolve_or_exit();
+    let summary = match run(cli, settings)? {
         Ended::With(summary) => summary,
         Ended::Elsewhere => return Ok(()),
         // What a shell calls a program that Ctrl-C ended.
@@ -71,14 +78,13 @@ enum Ended {
     Interrupted,
 }
 
-fn run(cli: &Cli) -> Result<Ended> {
-    let device = cli.device.resolve()?;
-    let job = prepare(cli)?;
+fn run(cli: &Cli, settings: Settings) -> Result<Ended> {
+    let device = settings.device.resolve()?;
+    let job = prepare(cli, &settings)?;
     if job.saving.directory.is_some() {
         handle_interrupts()?;
     }
-    let options = cli.launch_options().device(device);
-    let of_ranks = launch(options, move |worker: Worker| {
+    let of_ranks = launch(settings.launch.device(device), move |worker: Worker| {
         let summary = train(&job, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))
     })?;
@@ -91,7 +97,7 @@ fn run(cli: &Cli) -> Result<Ended> {
 }
 
 /// Reads text, tokenizer and model configuration: all that can be wrong before a rank starts.
-fn prepare(cli: &Cli) -> Result<Job> {
+fn prepare(cli: &Cli, settings: &Settings) -> Result<Job> {
     let recipe = cli.recipe();
     let corpus = match &cli.data {
         Some(path) => Corpus::read(path)?,
@@ -129,7 +135,8 @@ fn prepare(cli: &Cli) -> Result<Job> {
         pad: tokenizer.pad(),
         train: tokenizer.encode(&corpus.train)?,
         test: tokenizer.encode(&corpus.test)?,
-        strategy: cli.strategy,
+        strategy: settings.strategy,
+        options: settings.options.clone(),
         saving: cli.save_plan(),
         recipe,
         quiet: cli.quiet,

@@ -207,6 +207,7 @@ mod tests {
             // Nine steps end in the third epoch.
             train: examples(4 * GLOBAL + 5),
             test: examples(7),
+            options: FsdpOptions::new(),
             strategy,
             saving: cli.save_plan(),
             recipe: cli.recipe(),

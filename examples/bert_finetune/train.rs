@@ -46,6 +46,8 @@ pub struct Job {
     pub test: Vec<Encoded>,
     /// What is sharded.
     pub strategy: ShardingStrategy,
+    /// How: of the configuration file, where there is one.
+    pub options: FsdpOptions,
     /// When to save and from where to resume.
     pub saving: SavePlan,
     /// How to train.
@@ -180,7 +182,7 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
 fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
     let model = job.config.init(job.classes, worker.device());
     let resumes = job.saving.resume.is_some();
-    let options = FsdpOptions::new().strategy(job.strategy).seed(job.recipe.seed);
+    let options = job.options.clone().strategy(job.strategy).seed(job.recipe.seed);
     let Some(path) = job.weights.as_ref().filter(|_| !resumes) else {
         return Ok(fully_shard(model, worker, options.deferred_init(resumes))?);
     };

@@ -22,6 +22,7 @@ use crate::cli::Cli;
 use crate::config::BertConfig;
 use crate::data::{Corpus, Example};
 use crate::model::BertInput;
+use crate::settings::Settings;
 use crate::tokenize::BertTokenizer;
 
 const PAIRS: usize = 32;
@@ -149,7 +150,8 @@ fn save_and_compare(python: &str, flags: &[&str]) {
     let mut arguments = vec!["bert_finetune", "--steps", "6", "--quiet", "--seed", "3"];
     arguments.extend(["--save-pretrained", folder.to_str().unwrap()]);
     arguments.extend(flags);
-    crate::run(&Cli::parse_from(arguments)).unwrap();
+    let cli = Cli::parse_from(arguments);
+    crate::run(&cli, Settings::of(&cli).unwrap()).unwrap();
 
     let (pairs, file) = (pairs(), saved.path().join("pairs.tsv"));
     write_pairs(&file, &pairs);

@@ -21,9 +21,9 @@ pub struct Cli {
     #[arg(long, value_name = "NAME", default_value = "tiny")]
     pub arch: Arch,
 
-    /// How many ranks share the model
-    #[arg(long, value_name = "N", default_value = "2", value_parser = positive)]
-    pub world_size: usize,
+    /// How many ranks share the model [default: 2 threads, or one a GPU]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub world_size: Option<usize>,
 
     /// What is sharded: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2
     #[arg(long, value_name = "NAME", default_value = "FULL_SHARD")]
@@ -217,6 +217,11 @@ const GPT3: Defaults = Defaults {
 };
 
 impl Cli {
+    /// How many ranks there are.
+    pub fn world_size(&self) -> usize {
+        self.world_size.unwrap_or_else(|| self.device.ranks())
+    }
+
     /// The recipe these flags ask for.
     pub fn recipe(&self) -> Recipe {
         let defaults = if self.arch.is_tiny() { TINY } else { GPT3 };

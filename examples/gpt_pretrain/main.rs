@@ -42,12 +42,16 @@ use crate::text::Text;
 use crate::train::{Job, train};
 
 fn main() -> Result<()> {
+    start(&Cli::parse())
+}
+
+fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
-    let cli = Cli::parse();
+    cli.device.resolve_or_exit();
     if !cli.quiet {
         InitBar::show();
     }
-    let summary = run(&cli)?;
+    let summary = run(cli)?;
     if !(cli.json && cli.quiet) {
         println!("{summary}");
     }
@@ -60,13 +64,13 @@ fn main() -> Result<()> {
 fn run(cli: &Cli) -> Result<Summary> {
     let device = cli.device.resolve()?;
     let job = prepare(cli)?;
-    let forecast = room::forecast(&job, cli.world_size, &device)?;
+    let forecast = room::forecast(&job, cli.world_size(), &device)?;
     let room = Room::of(cli);
     if !cli.quiet {
         eprintln!("forecast, {room}\n{forecast}");
     }
     room.check(&forecast)?;
-    let options = LaunchOptions::new(cli.world_size).device(device);
+    let options = LaunchOptions::new(cli.world_size()).device(device);
     let of_ranks = launch(options, move |worker: Worker| train(&job, &forecast, &worker))?;
     let largest = of_ranks.into_iter().max_by_key(|of| of.memory.total.peak);
     largest.context("no rank returned a result")

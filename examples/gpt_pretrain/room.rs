@@ -61,7 +61,7 @@ impl Room {
         };
         match (cli.memory_limit, free_bytes()) {
             (Some(limit), _) => Self::Limit(limit),
-            (None, Some(free)) if on_host => Self::OnHost { free, ranks: cli.world_size },
+            (None, Some(free)) if on_host => Self::OnHost { free, ranks: cli.world_size() },
             _ => Self::Unknown,
         }
     }

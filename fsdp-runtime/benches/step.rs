@@ -13,12 +13,12 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::softmax;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use clap::Parser;
-use fsdp_runtime::Error;
 use fsdp_runtime::nn::gelu;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, MixedPrecisionPolicy};
 
 #[path = "../../examples/bert_finetune/allocator.rs"]
 mod allocator;
@@ -59,6 +59,12 @@ struct Cli {
     /// Also FULL_SHARD with every layer checkpointed.
     #[arg(long)]
     checkpoint: bool,
+    /// The CUDA device with this index, and over NCCL, in place of Flex.
+    #[arg(long, value_name = "INDEX")]
+    cuda: Option<usize>,
+    /// Parameters and products in bf16; gradients are reduced in f32.
+    #[arg(long)]
+    bf16: bool,
     /// Only the median step of each way in seconds, a line each.
     #[arg(long)]
     brief: bool,
@@ -254,11 +260,32 @@ fn time<M: Module>(
     Ok(times.split_off(2))
 }
 
+/// As PyTorch's peer has it: products in bf16, reductions and the loss in f32.
+const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
+    .param_dtype(FloatDType::BF16)
+    .reduce_dtype(FloatDType::F32)
+    .output_dtype(FloatDType::F32);
+
+fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
+    let options = LaunchOptions::new(world);
+    match cli.cuda {
+        None => options.device(Device::flex()),
+        #[cfg(feature = "cuda")]
+        Some(index) => {
+            fsdp_runtime::cuda::require_device(index).unwrap_or_else(|error| panic!("{error}"));
+            options.device(Device::cuda(index)).engine(Engine::Nccl)
+        }
+        #[cfg(not(feature = "cuda"))]
+        Some(_) => panic!("--cuda needs `--features cuda`"),
+    }
+}
+
 /// The steps of one round, each of the rank that took longest.
 fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
     let (job, options) = (cli.clone(), way.options.clone());
-    let launched = LaunchOptions::new(world).device(Device::flex());
-    let ranks = launch(launched, move |worker| {
+    let options =
+        options.map(|options| if cli.bf16 { options.mixed_precision(BF16) } else { options });
+    let ranks = launch(launch_options(cli, world), move |worker| {
         let device = worker.device();
         let data = Data::new(&job, worker.rank().index(), device);
         let model = Bert::new(&job, device);

@@ -34,6 +34,7 @@ mod mesh;
 mod modules;
 pub mod nn;
 mod norm;
+mod obstacle;
 pub mod optim;
 mod optimizer_state;
 mod options;

@@ -114,7 +114,7 @@ impl NotKept {
     }
 }
 
-/// Ends a forward as [`post_forward`](crate::hooks::post_forward) does; where it is checkpointed, its
+/// Ends a forward as `post_forward` does; where it is checkpointed, its
 /// output's gradient runs it again.
 ///
 /// # Panics

@@ -27,7 +27,7 @@ impl<B: ShardBackend> Slot<B> {
     }
 
     /// The type of its elements.
-    #[cfg(any(test, feature = "mpi"))]
+    #[cfg(any(test, feature = "mpi", feature = "nccl"))]
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }

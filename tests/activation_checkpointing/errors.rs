@@ -92,7 +92,7 @@ impl Fickle {
         FICKLE.set((forwards + 1, what));
         let x = self.dropout.forward(self.linear.forward(x));
         match (forwards, what) {
-            (1, "rows") => x.slice([0..1]),
+            (1, "rows") => x.narrow(0, 0, 1),
             (1, "draws") => self.dropout.forward(x),
             (1, "panics") => panic!("the second time is one too many"),
             _ => x,

@@ -15,7 +15,7 @@ use crate::collectives::nccl::{NcclGroup, gpu_of};
 use crate::collectives::store::{Host, Meeting, Roll};
 use crate::cuda::device_count;
 use crate::env::RankEnv;
-use crate::error::{EngineError, LaunchError};
+use crate::error::{CollectiveError, EngineError, LaunchError};
 use crate::mesh::{Rank, WorldSize};
 
 type Boxed = Box<dyn StdError + Send + Sync>;
@@ -90,7 +90,10 @@ where
         let blamed = group.failure().and_then(|failure| failure.blames());
         failed(blamed.unwrap_or(place.rank), source)
     });
-    if outcome.is_err() {
+    if let Err(error) = &outcome {
+        // Unless the others know of it already.
+        let (rank, reason) = (place.rank, error.source.to_string());
+        group.fail(CollectiveError::PeerFailed { rank, reason });
         std::thread::sleep(LAST_WORDS);
     }
     if let Group::Nccl(group) = &*group {

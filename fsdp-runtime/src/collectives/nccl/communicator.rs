@@ -20,6 +20,8 @@ use crate::error::CollectiveError;
 const END: Duration = Duration::from_secs(5);
 /// Between two questions to the other ranks.
 const NEWS: Duration = Duration::from_millis(50);
+/// How long it may take to make a communicator.
+const SETUP: Duration = Duration::from_secs(60);
 /// Polls that yield; a sleep takes some 60 µs at least.
 const YIELDS: u32 = 200;
 
@@ -61,6 +63,11 @@ pub(super) struct Watch<'a> {
 impl<'a> Watch<'a> {
     pub(super) fn new(host: &'a Host) -> Self {
         Self::with(Some(host), host.timeout())
+    }
+
+    /// For what takes NCCL seconds, even where every rank is there.
+    pub(super) fn of_setup(host: &'a Host) -> Self {
+        Self::with(Some(host), host.timeout().max(SETUP))
     }
 
     fn with(host: Option<&'a Host>, timeout: Duration) -> Self {
@@ -256,13 +263,12 @@ impl Drop for Communicator {
             return;
         }
         let mut watch = Watch::with(None, END);
-        let end = || -> Result<(), Trouble> {
+        let mut end = || -> Result<(), Trouble> {
             self.lane.bind()?;
             // SAFETY: nothing is queued any more, as nobody else has this value.
             unsafe { self.library.finalize(comm) }?;
             self.settle(comm, &mut watch)
         };
-        let mut end = end;
         if end().is_err() {
             return self.abort();
         }

@@ -1,1 +1,488 @@
+//! A NCCL for tests: the same functions, on the host's memory, between threads of one process.
+//!
+//! As NVIDIA's with `blocking = 0`, it returns at once and is asked for the rest. So the engine's
+//! addresses, counts, order and ends are tested where there is no GPU. What it cannot test is
+//! NVIDIA's NCCL, the driver, and CubeCL's streams.
 
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::time::Duration;
+
+use super::sys::{
+    Code, Library, cudaStream_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t,
+    ncclUniqueId,
+};
+
+const SUCCESS: Code = 0;
+const INVALID: Code = 4;
+const REMOTE: Code = 6;
+const IN_PROGRESS: Code = 7;
+
+/// What a rank asks for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    AllGather,
+    ReduceScatter,
+    AllReduce,
+    Broadcast(usize),
+    Send(usize),
+    Receive(usize),
+    Split { color: c_int, key: c_int },
+}
+
+/// One call. Addresses are numbers, so that they go to other threads.
+#[derive(Clone, Copy, Debug)]
+struct Post {
+    kind: Kind,
+    from: usize,
+    to: usize,
+    count: usize,
+    /// Bytes of an element.
+    size: usize,
+}
+
+#[derive(Default)]
+struct State {
+    joined: usize,
+    /// Collectives by sequence number: what each rank has asked for.
+    rounds: HashMap<usize, Vec<Option<Post>>>,
+    /// How many are complete.
+    complete: usize,
+    mail: HashMap<(usize, usize), Vec<Vec<u8>>>,
+}
+
+struct World {
+    size: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct Comm {
+    world: Arc<World>,
+    rank: usize,
+    sequence: AtomicUsize,
+    aborted: AtomicBool,
+    /// What `ncclCommGetAsyncError` says.
+    code: AtomicU32,
+}
+
+thread_local! {
+    static QUEUE: RefCell<Vec<(ncclComm_t, Post)>> = const { RefCell::new(Vec::new()) };
+    static FAIL: Cell<bool> = const { Cell::new(false) };
+    static HANG: Cell<bool> = const { Cell::new(false) };
+}
+
+static ABORTS: AtomicUsize = AtomicUsize::new(0);
+
+/// This thread's next collective fails.
+pub(crate) fn fail_next() {
+    FAIL.set(true);
+}
+
+/// This thread's next collective never ends.
+pub(crate) fn hang_next() {
+    HANG.set(true);
+}
+
+/// Communicators that were aborted until now.
+pub(crate) fn aborts() -> usize {
+    ABORTS.load(Ordering::SeqCst)
+}
+
+/// The functions.
+pub(crate) fn library() -> Arc<Library> {
+    Arc::new(Library {
+        ncclGetErrorString: error_string,
+        ncclGetLastError: last_error,
+        ncclGetUniqueId: unique_id,
+        ncclCommInitRankConfig: init_rank,
+        ncclCommSplit: split,
+        ncclCommFinalize: finalize,
+        ncclCommDestroy: destroy,
+        ncclCommAbort: abort,
+        ncclCommGetAsyncError: async_error,
+        ncclGroupStart: group_start,
+        ncclGroupEnd: group_end,
+        ncclAllGather: all_gather,
+        ncclReduceScatter: reduce_scatter,
+        ncclAllReduce: all_reduce,
+        ncclBroadcast: broadcast,
+        ncclSend: send,
+        ncclRecv: receive,
+    })
+}
+
+fn worlds() -> &'static Mutex<HashMap<ncclUniqueId, Arc<World>>> {
+    static WORLDS: OnceLock<Mutex<HashMap<ncclUniqueId, Arc<World>>>> = OnceLock::new();
+    WORLDS.get_or_init(Mutex::default)
+}
+
+fn world(size: usize) -> Arc<World> {
+    Arc::new(World { size, state: Mutex::default(), changed: Condvar::new() })
+}
+
+/// A new end of a world, as a handle that owns it.
+fn handle(world: Arc<World>, rank: usize) -> ncclComm_t {
+    world.state.lock().unwrap().joined += 1;
+    let comm = Comm {
+        world,
+        rank,
+        sequence: AtomicUsize::new(0),
+        aborted: AtomicBool::new(false),
+        code: AtomicU32::new(SUCCESS),
+    };
+    Arc::into_raw(Arc::new(comm)).cast_mut().cast()
+}
+
+/// # Safety
+///
+/// A handle that is still owned.
+unsafe fn comm(handle: ncclComm_t) -> Arc<Comm> {
+    let handle = handle.cast::<Comm>().cast_const();
+    // SAFETY: made by `handle`, and one count more is taken before it is taken over.
+    unsafe {
+        Arc::increment_strong_count(handle);
+        Arc::from_raw(handle)
+    }
+}
+
+unsafe extern "C" fn error_string(_: Code) -> *const c_char {
+    c"an error of the fake".as_ptr()
+}
+
+unsafe extern "C" fn last_error(_: ncclComm_t) -> *const c_char {
+    std::ptr::null()
+}
+
+unsafe extern "C" fn unique_id(id: *mut ncclUniqueId) -> Code {
+    static IDS: AtomicUsize = AtomicUsize::new(1);
+    let mut internal = [0; 128];
+    let number = IDS.fetch_add(1, Ordering::SeqCst).to_le_bytes();
+    internal.iter_mut().zip(number).for_each(|(to, byte)| *to = byte as c_char);
+    // SAFETY: the caller gives a place for it.
+    unsafe { *id = ncclUniqueId { internal } };
+    SUCCESS
+}
+
+unsafe extern "C" fn init_rank(
+    made: *mut ncclComm_t,
+    size: c_int,
+    id: ncclUniqueId,
+    rank: c_int,
+    config: *mut ncclConfig_t,
+) -> Code {
+    // SAFETY: the caller gives a configuration, and a place for the handle.
+    unsafe {
+        if (*config).magic != 0xcafe_beef || (*config).blocking != 0 {
+            return INVALID;
+        }
+        let mut worlds = worlds().lock().unwrap();
+        let world = worlds.entry(id).or_insert_with(|| world(size as usize)).clone();
+        *made = handle(world, rank as usize);
+    }
+    IN_PROGRESS
+}
+
+unsafe extern "C" fn finalize(_: ncclComm_t) -> Code {
+    SUCCESS
+}
+
+unsafe extern "C" fn destroy(handle: ncclComm_t) -> Code {
+    // SAFETY: the caller's own count.
+    drop(unsafe { Arc::from_raw(handle.cast::<Comm>().cast_const()) });
+    SUCCESS
+}
+
+unsafe extern "C" fn abort(handle: ncclComm_t) -> Code {
+    // SAFETY: the caller's own count.
+    let comm = unsafe { Arc::from_raw(handle.cast::<Comm>().cast_const()) };
+    let state = comm.world.state.lock().unwrap();
+    comm.aborted.store(true, Ordering::SeqCst);
+    drop(state);
+    comm.world.changed.notify_all();
+    ABORTS.fetch_add(1, Ordering::SeqCst);
+    SUCCESS
+}
+
+unsafe extern "C" fn async_error(handle: ncclComm_t, code: *mut Code) -> Code {
+    // SAFETY: the caller's own handle, and a place for the code.
+    unsafe {
+        let comm = comm(handle);
+        let joined = comm.world.state.lock().unwrap().joined == comm.world.size;
+        *code = if joined { comm.code.load(Ordering::SeqCst) } else { IN_PROGRESS };
+    }
+    SUCCESS
+}
+
+fn post(
+    comm: ncclComm_t,
+    kind: Kind,
+    (from, to): (*const c_void, *mut c_void),
+    count: usize,
+    dtype: ncclDataType_t,
+) -> Code {
+    let sums = matches!(kind, Kind::ReduceScatter | Kind::AllReduce);
+    let size = match dtype {
+        ncclDataType_t::ncclFloat32 => 4,
+        ncclDataType_t::ncclFloat16 | ncclDataType_t::ncclBfloat16 if !sums => 2,
+        _ => return INVALID,
+    };
+    let post = Post { kind, from: from.addr(), to: to.addr(), count, size };
+    QUEUE.with_borrow_mut(|queue| queue.push((comm, post)));
+    SUCCESS
+}
+
+unsafe extern "C" fn group_start() -> Code {
+    QUEUE.with_borrow_mut(Vec::clear);
+    SUCCESS
+}
+
+unsafe extern "C" fn group_end() -> Code {
+    let queue = QUEUE.take();
+    let Some((handle, _)) = queue.first() else { return SUCCESS };
+    // SAFETY: the caller's own handle.
+    let comm = unsafe { comm(*handle) };
+    if FAIL.take() {
+        comm.code.store(REMOTE, Ordering::SeqCst);
+        return SUCCESS;
+    }
+    comm.code.store(IN_PROGRESS, Ordering::SeqCst);
+    if HANG.take() {
+        return IN_PROGRESS;
+    }
+    let posts = queue.into_iter().map(|(_, post)| post).collect();
+    std::thread::spawn(move || work(&comm, posts));
+    IN_PROGRESS
+}
+
+unsafe extern "C" fn split(
+    parent: ncclComm_t,
+    color: c_int,
+    key: c_int,
+    made: *mut ncclComm_t,
+    config: *mut ncclConfig_t,
+) -> Code {
+    // SAFETY: the caller gives a configuration, and its own handle.
+    let comm = unsafe {
+        if (*config).magic != 0xcafe_beef || (*config).blocking != 0 {
+            return INVALID;
+        }
+        comm(parent)
+    };
+    comm.code.store(IN_PROGRESS, Ordering::SeqCst);
+    let to = made.expose_provenance();
+    let post = Post { kind: Kind::Split { color, key }, from: 0, to, count: 0, size: 0 };
+    std::thread::spawn(move || work(&comm, vec![post]));
+    IN_PROGRESS
+}
+
+macro_rules! posts {
+    ($($name:ident($kind:expr $(, $last:ident: $type:ty)*);)*) => {
+        $(unsafe extern "C" fn $name(
+            from: *const c_void,
+            to: *mut c_void,
+            count: usize,
+            dtype: ncclDataType_t,
+            $($last: $type,)*
+            comm: ncclComm_t,
+            _: cudaStream_t,
+        ) -> Code {
+            if $(!fits(&$last) ||)* false {
+                return INVALID;
+            }
+            post(comm, $kind, (from, to), count, dtype)
+        })*
+    };
+}
+
+/// Whether an argument is one that the engine gives.
+trait Fits {
+    fn fits(&self) -> bool;
+}
+
+impl Fits for ncclRedOp_t {
+    fn fits(&self) -> bool {
+        *self == Self::ncclSum
+    }
+}
+
+impl Fits for c_int {
+    fn fits(&self) -> bool {
+        *self >= 0
+    }
+}
+
+fn fits(argument: &impl Fits) -> bool {
+    argument.fits()
+}
+
+posts! {
+    all_gather(Kind::AllGather);
+    reduce_scatter(Kind::ReduceScatter, op: ncclRedOp_t);
+    all_reduce(Kind::AllReduce, op: ncclRedOp_t);
+    broadcast(Kind::Broadcast(root as usize), root: c_int);
+}
+
+unsafe extern "C" fn send(
+    from: *const c_void,
+    count: usize,
+    dtype: ncclDataType_t,
+    peer: c_int,
+    comm: ncclComm_t,
+    _: cudaStream_t,
+) -> Code {
+    post(comm, Kind::Send(peer as usize), (from, std::ptr::null_mut()), count, dtype)
+}
+
+unsafe extern "C" fn receive(
+    to: *mut c_void,
+    count: usize,
+    dtype: ncclDataType_t,
+    peer: c_int,
+    comm: ncclComm_t,
+    _: cudaStream_t,
+) -> Code {
+    post(comm, Kind::Receive(peer as usize), (std::ptr::null(), to), count, dtype)
+}
+
+/// The bytes at an address.
+///
+/// # Safety
+///
+/// There are so many, which stay until the engine has asked for the end, and nobody writes them
+/// meanwhile.
+unsafe fn read(at: usize, bytes: usize) -> Vec<u8> {
+    // SAFETY: as the caller promises.
+    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(at), bytes) }.to_vec()
+}
+
+/// # Safety
+///
+/// As [`read`], with room for the bytes, which nobody reads meanwhile.
+unsafe fn write(at: usize, bytes: &[u8]) {
+    let to: *mut u8 = std::ptr::with_exposed_provenance_mut(at);
+    // SAFETY: as the caller promises.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+}
+
+/// Does what a rank has queued, and says that it is done.
+fn work(comm: &Comm, posts: Vec<Post>) {
+    // Sends first: they wait for nobody.
+    let (sends, others): (Vec<_>, Vec<_>) =
+        posts.into_iter().partition(|post| matches!(post.kind, Kind::Send(_)));
+    for post in sends.into_iter().chain(others) {
+        let done = match post.kind {
+            Kind::Send(to) => {
+                // SAFETY: the engine's own elements, which stay until it has asked for the end.
+                let elements = unsafe { read(post.from, post.count * post.size) };
+                let mut state = comm.world.state.lock().unwrap();
+                state.mail.entry((comm.rank, to)).or_default().push(elements);
+                true
+            }
+            Kind::Receive(from) => receive_from(comm, from, post),
+            _ => meet(comm, post),
+        };
+        comm.world.changed.notify_all();
+        if !done {
+            return;
+        }
+    }
+    let _ = comm.code.compare_exchange(IN_PROGRESS, SUCCESS, Ordering::SeqCst, Ordering::SeqCst);
+}
+
+fn receive_from(comm: &Comm, from: usize, post: Post) -> bool {
+    let mut state = comm.world.state.lock().unwrap();
+    loop {
+        if comm.aborted.load(Ordering::SeqCst) {
+            return false;
+        }
+        if let Some(mail) = state.mail.get_mut(&(from, comm.rank)).filter(|mail| !mail.is_empty()) {
+            let elements = mail.remove(0);
+            assert_eq!(elements.len(), post.count * post.size, "both sides count alike");
+            // SAFETY: the engine's own room, which stays until it has asked for the end.
+            unsafe { write(post.to, &elements) };
+            return true;
+        }
+        (state, _) = comm.world.changed.wait_timeout(state, Duration::from_millis(20)).unwrap();
+    }
+}
+
+/// Waits for every rank's call of the same number; the last to come does the work of all.
+fn meet(comm: &Comm, post: Post) -> bool {
+    let world = &comm.world;
+    let sequence = comm.sequence.fetch_add(1, Ordering::SeqCst);
+    let mut state = world.state.lock().unwrap();
+    let round = state.rounds.entry(sequence).or_insert_with(|| vec![None; world.size]);
+    round[comm.rank] = Some(post);
+    if round.iter().all(Option::is_some) {
+        let posts: Vec<Post> =
+            state.rounds.remove(&sequence).unwrap().into_iter().flatten().collect();
+        if comm.aborted.load(Ordering::SeqCst) {
+            return false;
+        }
+        complete(&posts);
+        state.complete = sequence + 1;
+        return true;
+    }
+    while state.complete <= sequence {
+        if comm.aborted.load(Ordering::SeqCst) {
+            return false;
+        }
+        (state, _) = world.changed.wait_timeout(state, Duration::from_millis(20)).unwrap();
+    }
+    true
+}
+
+fn complete(posts: &[Post]) {
+    let (kind, count) = (posts[0].kind, posts[0].count);
+    assert!(posts.iter().all(|post| post.count == count), "all count alike: {posts:?}");
+    if let Kind::Split { .. } = kind {
+        return split_all(posts);
+    }
+    assert!(posts.iter().all(|post| post.kind == kind), "all do the same: {posts:?}");
+    let size = posts[0].size;
+    let all = |numel: usize| -> Vec<Vec<u8>> {
+        // SAFETY: every rank waits in the collective, so its elements stay.
+        posts.iter().map(|post| unsafe { read(post.from, numel * size) }).collect()
+    };
+    let sum = |numel| -> Vec<u8> {
+        let add =
+            |sum: Vec<f32>, part: Vec<f32>| sum.iter().zip(part).map(|(a, b)| a + b).collect();
+        let parts = all(numel).into_iter().map(|part| bytemuck::pod_collect_to_vec(&part));
+        let sum: Vec<f32> = parts.reduce(add).expect("a world has a rank");
+        bytemuck::cast_slice(&sum).to_vec()
+    };
+    let results: Vec<Vec<u8>> = match kind {
+        Kind::AllGather => vec![all(count).concat(); posts.len()],
+        Kind::ReduceScatter => {
+            sum(count * posts.len()).chunks(count * size).map(<[u8]>::to_vec).collect()
+        }
+        Kind::AllReduce => vec![sum(count); posts.len()],
+        Kind::Broadcast(root) => vec![all(count).swap_remove(root); posts.len()],
+        Kind::Send(_) | Kind::Receive(_) | Kind::Split { .. } => unreachable!("not met for"),
+    };
+    for (post, result) in posts.iter().zip(results) {
+        // SAFETY: as above, with room for the result.
+        unsafe { write(post.to, &result) };
+    }
+}
+
+fn split_all(posts: &[Post]) {
+    let mut ranks: Vec<(c_int, c_int, usize)> = Vec::new();
+    for (rank, post) in posts.iter().enumerate() {
+        let Kind::Split { color, key } = post.kind else { panic!("all split") };
+        ranks.push((color, key, rank));
+    }
+    ranks.sort_unstable();
+    for group in ranks.chunk_by(|a, b| a.0 == b.0) {
+        let world = world(group.len());
+        for (position, &(_, _, rank)) in group.iter().enumerate() {
+            let made: *mut ncclComm_t = std::ptr::with_exposed_provenance_mut(posts[rank].to);
+            // SAFETY: every rank waits for its handle, in a place that stays.
+            unsafe { *made = handle(world.clone(), position) };
+        }
+    }
+}

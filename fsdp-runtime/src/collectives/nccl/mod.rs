@@ -8,14 +8,15 @@
 //! them: so no stream needs to know of another.
 //!
 //! The layers are cudarc's: [`sys`] finds the functions, [`result`] reads their codes,
-//! [`communicator`] makes them safe. [`lane`] is the GPU and its stream. Sums of more than two ranks
-//! are taken in NCCL's order, which is not the ranks': they agree with the other engines' to
-//! rounding.
+//! [`communicator`] makes them safe. [`lane`] is the GPU and its stream, [`world`] how ranks begin.
+//! Sums in f32 of more than two ranks are taken in NCCL's order, which is not the ranks': they agree
+//! with the other engines' to rounding ([`reduce`]).
 
 mod communicator;
 #[cfg(test)]
 pub(crate) mod fake;
 mod lane;
+mod reduce;
 mod result;
 mod sys;
 mod world;
@@ -26,9 +27,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use burn::backend::TensorMetadata;
-use burn::tensor::{FloatDType, Shape};
+use burn::tensor::{DType, Shape};
 
 use self::communicator::{Collectives, Communicator, Trouble, Watch};
+use self::reduce::Reduction;
+#[cfg(test)]
+pub(crate) use self::sys::library;
 use self::sys::ncclDataType_t;
 pub(crate) use self::world::gpu_of;
 use super::group::Message;
@@ -40,10 +44,6 @@ use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
 use crate::slot::Slot;
-
-/// Slots hold f32.
-const DTYPE: ncclDataType_t = ncclDataType_t::ncclFloat32;
-const SIZE: usize = size_of::<f32>();
 
 /// How long the news that a rank has ended may take, after NCCL has seen it.
 const NEWS: Duration = Duration::from_millis(500);
@@ -57,12 +57,14 @@ pub(crate) struct NcclGroup {
     host: Host,
     communicator: Communicator,
     /// Where gradients are summed: kept, so that training allocates nothing.
-    scratch: Mutex<Scratch>,
+    sums: Mutex<Scratch>,
+    /// Where parts of them arrive that are summed here.
+    parts: Mutex<Scratch>,
 }
 
 impl NcclGroup {
     fn new(host: Host, communicator: Communicator) -> Self {
-        Self { host, communicator, scratch: Mutex::default() }
+        Self { host, communicator, sums: Mutex::default(), parts: Mutex::default() }
     }
 
     /// Its members, by their ranks in the world.
@@ -105,7 +107,7 @@ impl NcclGroup {
     /// The members that give the same `color`, as a group.
     pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let host = self.host.split(color)?;
-        let mut watch = Watch::new(&self.host);
+        let mut watch = Watch::of_setup(&self.host);
         let communicator = self.communicator.split(color, self.host.index(), &mut watch);
         let op = Op::new("split", "the mesh");
         let communicator = communicator.map_err(|trouble| blame(&self.host, &op, trouble))?;
@@ -114,12 +116,6 @@ impl NcclGroup {
 
     fn size(&self) -> usize {
         self.members().len()
-    }
-
-    /// This rank's position among the members, as a rank.
-    fn position(&self) -> Rank {
-        let size = WorldSize::new(self.size()).expect("a group has this rank");
-        size.ranks().nth(self.host.index()).expect("a position is below the size")
     }
 
     /// Runs the collectives that `queue` queues on `slot`, given its address.
@@ -143,6 +139,7 @@ impl NcclGroup {
             })
         };
         // This thread's stream comes after all that was issued on the slot, and is waited for.
+        let dtype = nccl_type(slot.dtype()).map_err(refused)?;
         let memory = slot.device_memory().map_err(refused)?;
         B::sync(device).map_err(|error| refused(error.to_string()))?;
         let start = memory.start;
@@ -151,24 +148,41 @@ impl NcclGroup {
         let mut watch = Watch::new(&self.host);
         // SAFETY: `kept` holds the memory in its place, and the caller answers for the rest.
         let outcome = unsafe {
-            self.communicator.run(DTYPE, &mut watch, |collectives| queue(collectives, start))
+            self.communicator.run(dtype, &mut watch, |collectives| queue(collectives, start))
         };
         outcome.map_err(|trouble| blame(&self.host, op, trouble))?;
         drop::<(DeviceMemory, _)>(ManuallyDrop::into_inner(kept));
         Ok(())
     }
 
-    /// The buffer for sums, of at least `numel` elements.
-    fn scratch<B: ShardBackend>(&self, device: &B::Device, numel: usize) -> Arc<Slot<B>> {
-        let mut scratch = self.scratch.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    /// A buffer of at least `numel` elements of a type that is kept from one collective to the next.
+    fn scratch<B: ShardBackend>(
+        &self,
+        scratch: &Mutex<Scratch>,
+        device: &B::Device,
+        numel: usize,
+        dtype: DType,
+    ) -> Arc<Slot<B>> {
+        let mut scratch = scratch.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(slot) = scratch.as_ref().and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>())
             && slot.numel() >= numel
+            && slot.dtype() == dtype
         {
             return slot.clone();
         }
-        let slot = Arc::new(Slot::<B>::new(device, numel));
+        let slot = Arc::new(Slot::<B>::new(device, numel, dtype));
         *scratch = Some(Box::new(slot.clone()));
         slot
+    }
+}
+
+/// NCCL's name for a type of elements.
+fn nccl_type(dtype: DType) -> Result<ncclDataType_t, String> {
+    match dtype {
+        DType::F32 => Ok(ncclDataType_t::ncclFloat32),
+        DType::BF16 => Ok(ncclDataType_t::ncclBfloat16),
+        DType::F16 => Ok(ncclDataType_t::ncclFloat16),
+        other => Err(format!("NCCL is not asked to move elements of {other:?}")),
     }
 }
 
@@ -222,12 +236,12 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
             return Ok(());
         }
         assert!(self.size() * shard_len <= slot.numel(), "a gather stays within its slot");
-        let index = self.host.index();
+        let (index, size) = (self.host.index(), slot.dtype().size());
         // SAFETY: within the slot, as checked, which the schedule has nobody read while it is
         // gathered.
         unsafe {
             self.run::<B>(op, device, slot, |collectives, at| {
-                collectives.all_gather(at, index, shard_len, SIZE)
+                collectives.all_gather(at, index, shard_len, size)
             })
         }
     }
@@ -243,7 +257,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         if regions.padded_len() == 0 {
             return Ok(lens.iter().map(|_| None).collect());
         }
-        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len()));
+        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len(), DType::F32));
         if let Some(fragment) = &fragment {
             slot.write(regions.segment(self.host.index()).start, fragment.clone());
         }
@@ -253,7 +267,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
                 for member in 0..lens.len() {
                     let region = regions.segment(member);
                     if !region.is_empty() {
-                        let at = at + (region.start * SIZE) as u64;
+                        let at = at + (region.start * DType::F32.size()) as u64;
                         collectives.broadcast(at, region.len(), member)?;
                     }
                 }
@@ -285,7 +299,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         let room = lens.iter().enumerate();
         let room = room.map(|(member, len)| if here(member) { len.unwrap_or(0) } else { 0 });
         let regions = FlatLayout::new(room, WorldSize::ONE);
-        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len()));
+        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len(), DType::F32));
         if let Some(fragment) = fragment.as_ref().filter(|_| !receives) {
             slot.write(regions.segment(own).start, fragment.clone());
         }
@@ -296,7 +310,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
                 self.run::<B>(op, device, &slot, |collectives, at| {
                     for member in moved() {
                         let region = regions.segment(member);
-                        let at = at + (region.start * SIZE) as u64;
+                        let at = at + (region.start * DType::F32.size()) as u64;
                         match receives {
                             true => collectives.receive(at, region.len(), member)?,
                             false => collectives.send(at, region.len(), to)?,
@@ -331,62 +345,8 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let present: Vec<bool> = gradients.iter().map(Option::is_some).collect();
         let present = self.exchange(op, present)?;
-        let summed: Vec<bool> =
-            (0..keep.len()).map(|entry| present.iter().any(|present| present[entry])).collect();
-        // What all keep whole comes after what is scattered.
-        let whole = keep.iter().zip(&summed).map(|(keep, summed)| match keep.segment {
-            None if *summed => keep.range.len(),
-            _ => 0,
-        });
-        let whole = FlatLayout::new(whole, WorldSize::ONE);
-        let scattered = keep.iter().zip(&summed).any(|(keep, sum)| *sum && keep.segment.is_some());
-        let base = if scattered { layout.padded_len() } else { 0 };
-        if base + whole.padded_len() == 0 {
-            return Ok(keep.iter().map(|_| None).collect());
-        }
-        let slot = self.scratch::<B>(device, base + whole.padded_len());
-        let start = |entry: usize| match keep[entry].segment {
-            Some(segment) => layout.segment(segment).start,
-            None => base + whole.segment(entry).start,
-        };
-        for (entry, gradient) in gradients.into_iter().enumerate().filter(|(e, _)| summed[*e]) {
-            let len = match keep[entry].segment {
-                Some(segment) => layout.segment(segment).len(),
-                None => keep[entry].range.len(),
-            };
-            let zeros = || B::float_zeros(Shape::from([len]), device, FloatDType::F32);
-            slot.write(start(entry), gradient.unwrap_or_else(zeros));
-        }
-        let index = self.host.index();
-        // SAFETY: the flat range of the layout and what comes after it lie within the slot, which is
-        // this group's for sums, of which one is under way at a time.
-        unsafe {
-            self.run::<B>(op, device, &slot, |collectives, at| {
-                if scattered {
-                    collectives.reduce_scatter(at, index, layout.shard_len(), SIZE)?;
-                }
-                if whole.padded_len() > 0 {
-                    collectives.all_reduce(at + (base * SIZE) as u64, whole.padded_len())?;
-                }
-                Ok(())
-            })
-        }?;
-        let mean = |(entry, keep): (usize, &Reduce)| {
-            if !summed[entry] || keep.range.is_empty() {
-                return None;
-            }
-            let within = match keep.segment {
-                Some(segment) => {
-                    debug_assert_eq!(keep.range, layout.fragment(segment, self.position()));
-                    keep.range.start
-                }
-                None => 0,
-            };
-            let len = keep.range.len();
-            let sum = slot.view(start(entry) + within, &[len]);
-            Some(B::mean(&[sum], 0..len, divisor, keep.shape.clone().into()))
-        };
-        Ok(keep.iter().enumerate().map(mean).collect())
+        let reduction = Reduction { keep, layout, divisor, present };
+        self.reduce::<B>(op, device, &gradients, &reduction)
     }
 
     fn broadcast(
@@ -401,7 +361,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         let shape = Shape::from((*shapes[0]).clone());
         let len = shape.num_elements();
         let tensor = tensor.filter(|_| self.host.index() == 0);
-        let slot = Arc::new(Slot::<B>::new(device, len));
+        let slot = Arc::new(Slot::<B>::new(device, len, DType::F32));
         if let Some(tensor) = &tensor {
             slot.write(0, tensor.clone());
         }

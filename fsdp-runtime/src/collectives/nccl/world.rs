@@ -102,7 +102,7 @@ fn communicator(host: &Host, library: Arc<Library>, lane: Lane) -> Result<Commun
     let id = ncclUniqueId { internal: id.try_into().map_err(other_length)? };
     let (size, index) = (host.members().len(), host.index());
     let op = Op::new("all_gather", "the communicator of NCCL");
-    let mut watch = Watch::new(host);
+    let mut watch = Watch::of_setup(host);
     let made = Communicator::new(library, Arc::new(lane), id, size, index, &mut watch);
     let made = made.map_err(|trouble| blame(host, &op, trouble))?;
     // Nobody begins while others cannot yet be reached.

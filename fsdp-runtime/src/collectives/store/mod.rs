@@ -56,7 +56,10 @@ impl<'a> Meeting<'a> {
             "True" => main.port.checked_add(1).unwrap_or(main.port - 1),
             _ => main.port,
         };
-        let run = ["FSDP_RUN_ID", "TORCHELASTIC_RUN_ID"].map(variable).join("");
+        // Each machine's `fsdp launch` names a run of its own; torchrun's name is the same on all.
+        let one_machine = place.local_world == Some(place.world.size());
+        let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
+        let run = launcher + &variable("TORCHELASTIC_RUN_ID");
         let (rank, world, host) = (place.rank, place.world, main.host.as_str());
         Some(Self { rank, world, host, port, run, timeout, debug })
     }

@@ -113,17 +113,17 @@ fn a_rank_that_is_never_started_is_named() {
 
 #[test]
 fn silent_ranks_are_told_from_those_that_go_on() {
+    let asked = std::sync::Barrier::new(3);
     let silent = on_all(3, LONG, |host| {
         host.exchange(&op("a"), ()).unwrap();
-        if host.index() < 2 {
+        let silent = (host.index() < 2).then(|| {
             for _ in 0..30 {
                 assert_eq!(host.here(), None);
-                std::thread::sleep(Duration::from_millis(10));
+                std::thread::sleep(Duration::from_millis(20));
             }
-        } else {
-            std::thread::sleep(Duration::from_millis(350));
-        }
-        let silent = (host.index() < 2).then(|| host.silent(Duration::from_millis(200)));
+            host.silent(Duration::from_millis(500))
+        });
+        asked.wait();
         host.exchange(&op("b"), ()).unwrap();
         host.leave();
         silent
