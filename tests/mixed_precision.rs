@@ -92,7 +92,7 @@ fn gradients_parameters_and_optimizer_state_are_f32() {
         if let Some(gradient) = grads.get::<2>(weight.id) {
             assert_eq!(gradient.dtype(), DType::F32);
         }
-        assert!(grads.len() > 0);
+        assert!(!grads.is_empty());
         assert_eq!(weight.base().dtype(), DType::F32);
         assert_eq!(weight.val().dtype(), DType::F32, "outside any forward");
         let mut optimizer = AdamWConfig::new().init();

@@ -121,7 +121,7 @@ mod tests {
 
     /// A run short enough for a test, of the same steps at every world size.
     fn run_with(flags: &str) -> Result<Summary> {
-        let shape = "--quiet --tokens-per-sample 32 --max-update 3 --dropout 0 --warmup-updates 0 --lr 1e-3";
+        let shape = "--quiet --tokens-per-sample 32 --max-update 3 --warmup-updates 0 --lr 1e-3";
         run(&Cli::parse_from(
             std::iter::once("gpt_pretrain").chain(shape.split(' ')).chain(flags.split(' ')),
         ))

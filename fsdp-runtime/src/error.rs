@@ -4,7 +4,7 @@ mod engine;
 
 use std::time::Duration;
 
-use burn::tensor::DType;
+use burn::tensor::{DType, FloatDType};
 
 pub use self::engine::EngineError;
 use crate::checkpoint::CheckpointError;
@@ -119,11 +119,11 @@ pub enum ShardError {
         /// Its first matrix.
         first: String,
         /// The dtype of that.
-        first_dtype: DType,
+        first_dtype: FloatDType,
         /// A matrix of another dtype.
         second: String,
         /// The dtype of that.
-        second_dtype: DType,
+        second_dtype: FloatDType,
     },
     /// A parameter that is initialised to another shape than it declares.
     #[error(

@@ -442,9 +442,9 @@ fn common_dtype<'a>(
         Some(second) => Err(ShardError::MixedDtypes {
             unit: unit.name(),
             first: first.path.clone(),
-            first_dtype: first.dtype,
+            first_dtype: first.dtype.into(),
             second: second.path.clone(),
-            second_dtype: second.dtype,
+            second_dtype: second.dtype.into(),
         }),
     }
 }

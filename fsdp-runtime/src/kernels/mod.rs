@@ -60,6 +60,11 @@ pub(crate) trait Kernels: Backend {
     /// A dropout mask.
     fn mask(device: &Self::Device, source: &MaskSource, shape: Shape, dtype: DType) -> Float<Self>;
 
+    /// Zeros in f32, in memory of their own.
+    fn zeros(device: &Self::Device, shape: Shape) -> Float<Self> {
+        Self::float_zeros(shape, device, DType::F32.into())
+    }
+
     /// One step of Adam or AdamW on f32 tensors of one shape, each updated in its own memory where
     /// nothing shares it.
     fn adam(
@@ -231,7 +236,8 @@ pub fn unpack(
 ) -> Result<Vec<Tensor<1>>, KernelError> {
     let len = buffer.shape().num_elements();
     ranges.iter().try_for_each(|range| check_range(range, len))?;
-    let parts = ranges.iter().map(|range| (range.start, Shape::from([range.len()]))).collect();
+    let part = |range: &Range<usize>| (range.start, Shape::from([range.len()]));
+    let parts: Vec<(usize, Shape)> = ranges.iter().map(part).collect();
     with_backend!(buffer.device(), |B, device| {
         check_dtype::<B>(&device, dtype.into())?;
         let parts = B::unpack(take::<B>(buffer)?, parts, dtype.into());
@@ -338,7 +344,7 @@ pub fn dropout_mask(
 /// A mask for `input`: on its device without autodiff, of its shape and dtype.
 pub(crate) fn mask_like<const D: usize>(source: &MaskSource, input: &Tensor<D>) -> Tensor<D> {
     let (device, shape, dtype) = (input.device(), input.shape(), input.dtype());
-    let on_device = with_backend!(device, |B, inner| {
+    let on_device: Result<Tensor<D>, KernelError> = with_backend!(device, |B, inner| {
         check_dtype::<B>(&inner, dtype).map(|()| {
             let mask = B::mask(&inner, source, shape.clone(), dtype);
             Tensor::from_dispatch(B::into_dispatch(Value::Plain(mask)))

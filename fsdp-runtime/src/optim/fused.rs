@@ -43,10 +43,10 @@ pub(super) fn adam<const D: usize>(
     grad: Tensor<D>,
     state: Option<AdaptiveMomentumState<D>>,
 ) -> (Tensor<D>, AdaptiveMomentumState<D>) {
-    let stepped = with_backend!(param.device(), |B, device| {
+    let stepped: Result<_, ShardError> = with_backend!(param.device(), |B, device| {
         let (param, grad) = (take::<B, D>(param), take::<B, D>(grad));
         let shape = param.shape();
-        let zeros = || B::float_zeros(shape.clone(), &device, DType::F32.into());
+        let zeros = || B::zeros(&device, shape.clone());
         let (time, moment_1, moment_2, max) = match state {
             Some(AdaptiveMomentumState { time, moment_1, moment_2, max_moment_2 }) => {
                 let state = |tensor| take_state::<B, D>(tensor, &shape);
@@ -62,7 +62,7 @@ pub(super) fn adam<const D: usize>(
         let AdamTensors { param, moment_1, moment_2, max } = tensors.map(give::<B, D>);
         let mut state = AdaptiveMomentumState::new(time, moment_1, moment_2);
         state.max_moment_2 = max;
-        Ok::<_, ShardError>((param, state))
+        Ok((param, state))
     });
     stepped.expect("`takes_adam` has asked for the device")
 }
@@ -75,16 +75,16 @@ pub(super) fn sgd<const D: usize>(
     grad: Tensor<D>,
     velocity: Option<Tensor<D>>,
 ) -> (Tensor<D>, Option<Tensor<D>>) {
-    let stepped = with_backend!(param.device(), |B, device| {
+    let stepped: Result<_, ShardError> = with_backend!(param.device(), |B, device| {
         let (param, grad) = (take::<B, D>(param), take::<B, D>(grad));
         let shape = param.shape();
         let first = velocity.is_none();
         let velocity = rule.has_momentum().then(|| match velocity {
             Some(velocity) => take_state::<B, D>(velocity, &shape),
-            None => B::float_zeros(shape, &device, DType::F32.into()),
+            None => B::zeros(&device, shape),
         });
         let (param, velocity) = B::sgd(&SgdStep::new(rule, lr, first), grad, param, velocity);
-        Ok::<_, ShardError>((give::<B, D>(param), velocity.map(give::<B, D>)))
+        Ok((give::<B, D>(param), velocity.map(give::<B, D>)))
     });
     stepped.expect("`takes` has asked for the device")
 }

@@ -191,6 +191,9 @@ struct Piece<B: ShardBackend> {
     sent: Option<Arc<OnceLock<Float<B>>>>,
 }
 
+/// What a rank gives to an all-gather, and the group it is among.
+type CopyIn<B> = (Vec<Piece<B>>, Arc<Group>);
+
 /// A call between its `pre_backward` and the depth of its inputs.
 #[derive(Clone, Copy, Debug)]
 struct Running {
@@ -365,7 +368,7 @@ impl<B: ShardBackend> Schedule<B> {
         index: usize,
         pass: Pass,
         when: When,
-    ) -> Result<Option<(Vec<Piece<B>>, Arc<Group>)>, Error> {
+    ) -> Result<Option<CopyIn<B>>, Error> {
         let unit = &self.units[index];
         if let (Pass::Backward, true, Reshard::To(group), Some(part)) =
             (pass, state.units[index].kept_part, &self.settings.reshard, &state.parts[index])

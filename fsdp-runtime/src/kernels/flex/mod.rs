@@ -71,6 +71,11 @@ fn convert_any(source: &FlexTensor, range: Range<usize>, target: &mut FlexTensor
 }
 
 impl Kernels for Flex {
+    fn zeros(_: &FlexDevice, shape: Shape) -> FlexTensor {
+        let zeros = vec![0f32; shape.num_elements()];
+        FlexTensor::from_data(TensorData::new(zeros, shape))
+    }
+
     fn pack(parts: Vec<(FlexTensor, usize)>, buffer: FlexTensor) -> FlexTensor {
         let mut buffer = exclusive(buffer);
         for (tensor, at) in parts {
