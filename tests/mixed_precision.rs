@@ -76,7 +76,7 @@ fn on_two_ranks<T: Send + 'static>(
 }
 
 fn dtypes(state: &FullState) -> Vec<DType> {
-    state.iter().map(|(_, data)| data.dtype()).collect()
+    state.values().map(|data| data.dtype()).collect()
 }
 
 #[test]

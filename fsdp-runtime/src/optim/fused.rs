@@ -1,7 +1,6 @@
 //! A step in one pass over memory, on the backends that have the kernels: in the tensors' own memory.
 
 use burn::backend::TensorMetadata;
-use burn::backend::ops::FloatTensorOps;
 use burn::optim::{AdaptiveMomentumState, LearningRate};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
