@@ -2,9 +2,11 @@
 //!
 //! One test in a binary of its own: the counter is the process's, and ranks are its threads.
 
-use std::alloc::{GlobalAlloc, Layout, System};
+#[path = "support/peak.rs"]
+mod peak;
+
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -12,30 +14,7 @@ use burn::tensor::{Device, Tensor, activation::relu};
 use fsdp_runtime::checkpoint::{MergeOptions, merge};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LoadOptions, Rank, SavePretrained, from_pretrained};
-
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is handed on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let live = LIVE.fetch_add(layout.size(), SeqCst) + layout.size();
-        PEAK.fetch_max(live, SeqCst);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), SeqCst);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+use peak::{LIVE, PEAK};
 
 const WIDTH: usize = 256;
 const HIDDEN: usize = 1024;

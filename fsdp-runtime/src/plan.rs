@@ -2,18 +2,21 @@
 //! the module, and every reason not to shard it.
 
 mod checkpointed;
+mod ties;
+mod wraps;
 
 use std::any::type_name;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, Tensor};
 
+use self::ties::{shared, tie};
+use self::wraps::{wraps, wraps_field};
 use crate::error::ShardError;
 use crate::group::{Entry, Held, Unit};
 use crate::layout::FlatLayout;
-use crate::leaf::visit_leaf;
 use crate::mesh::Mesh;
 use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 use crate::param::{Place, Sharded};
@@ -449,69 +452,6 @@ fn common_dtype<'a>(
     }
 }
 
-/// Whether a policy makes a unit of a module that is a candidate.
-fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
-    match policy {
-        WrapPolicy::Annotated => true,
-        WrapPolicy::TransformerBased(units) => units.contains(&UnitType::of_module::<M>()),
-        WrapPolicy::Named(names) => names.contains(&M::LAYOUT.ty),
-        WrapPolicy::SizeBased { min_num_params } => {
-            let mut size = Size { min: min_num_params, sums: vec![0] };
-            module.walk(&mut size);
-            size.sums[0] >= min_num_params
-        }
-        WrapPolicy::NoWrap => false,
-    }
-}
-
-/// Whether a policy makes a unit of a module in a field under `#[fsdp(unit)]`. Its type is not under
-/// `#[fsdp_unit]`, so no list can name it.
-fn wraps_field<M: Module>(policy: WrapPolicy, module: &M) -> bool {
-    match policy {
-        WrapPolicy::Annotated => true,
-        WrapPolicy::TransformerBased(_) | WrapPolicy::Named(_) | WrapPolicy::NoWrap => false,
-        WrapPolicy::SizeBased { min_num_params } => {
-            let mut size = Size { min: 0, sums: vec![0] };
-            visit_leaf(module, &mut size);
-            size.sums[0] >= min_num_params
-        }
-    }
-}
-
-/// Counts the parameters of a module, but for those of units within it that reach `min` themselves.
-struct Size {
-    min: usize,
-    /// A sum a unit gone into, the outermost first.
-    sums: Vec<usize>,
-}
-
-impl Walk for Size {
-    fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
-        self.sums.push(0);
-        true
-    }
-
-    fn field_unit<M: Module>(&mut self, _: &M) -> bool {
-        self.sums.push(0);
-        true
-    }
-
-    fn unit_end(&mut self) {
-        let own = self.sums.pop().unwrap_or_default();
-        if own < self.min
-            && let Some(around) = self.sums.last_mut()
-        {
-            *around += own;
-        }
-    }
-
-    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(sum) = self.sums.last_mut() {
-            *sum += param.lazy_shape().num_elements();
-        }
-    }
-}
-
 /// Whether a parameter has a gradient, told without initialising it.
 fn trains<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     let stand_in = Tensor::zeros([1; D], &param.lazy_device());
@@ -545,56 +485,4 @@ impl ModuleVisitor for OtherReparameterization {
             self.0 = Some(name.to_string());
         }
     }
-}
-
-/// Resolves declared ties: a path names a parameter, or a module with exactly one matrix.
-fn tie(items: &mut [Item], ties: &[(String, String)]) -> Result<(), ShardError> {
-    let resolve = |items: &[Item], path: &str| -> Option<usize> {
-        if let Some(exact) = items.iter().position(|item| item.path == path) {
-            return Some(exact);
-        }
-        let below = |item: &Item| {
-            item.shape.len() >= 2
-                && item.path.strip_prefix(path).is_some_and(|rest| rest.starts_with('.'))
-        };
-        items.iter().position(below)
-    };
-    for (first, second) in ties {
-        // Both exist in the static tree; an `Option` on the way may be empty in this model.
-        let (Some(first), Some(second)) = (resolve(items, first), resolve(items, second)) else {
-            continue;
-        };
-        if items[first].shape != items[second].shape {
-            return Err(ShardError::TieShape {
-                first: items[first].path.clone(),
-                first_shape: items[first].shape.clone(),
-                second: items[second].path.clone(),
-                second_shape: items[second].shape.clone(),
-            });
-        }
-        // A chain of ties ends at one owner.
-        let owner = items[first].tied_to.unwrap_or(first);
-        items[second].tied_to = Some(owner);
-    }
-    Ok(())
-}
-
-/// One parameter at two places that no tie declares.
-fn shared(items: &[Item]) -> Result<(), ShardError> {
-    let mut seen: HashMap<ParamId, usize> = HashMap::new();
-    for (index, item) in items.iter().enumerate() {
-        match seen.get(&item.id) {
-            Some(&first) if item.tied_to != Some(first) => {
-                return Err(ShardError::SharedParameter {
-                    first: items[first].path.clone(),
-                    second: item.path.clone(),
-                });
-            }
-            Some(_) => {}
-            None => {
-                seen.insert(item.id, index);
-            }
-        }
-    }
-    Ok(())
 }

@@ -19,7 +19,7 @@ use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
-use super::{ShardBackend, Value, dispatch, numel};
+use super::{ShardBackend, Value, dispatch, numel, to_data};
 use crate::kernels::Kernels;
 use crate::kernels::cube::{Run, contiguous, copy, empty};
 use crate::norm::Norm;
@@ -128,11 +128,7 @@ impl ShardBackend for Cube {
     }
 
     fn to_host(tensor: CubeTensor) -> Option<TensorData> {
-        let (shape, numel) = (tensor.shape(), numel::<Cube>(&tensor));
-        let flat = Self::into_dispatch(Value::Plain(flat(tensor, 0..numel)));
-        let data = burn::tensor::Tensor::<1>::from_dispatch(flat).into_data();
-        let (bytes, _, dtype) = data.into_parts();
-        Some(TensorData::from_bytes(bytes, shape, dtype))
+        Some(to_data::<Cube>(tensor))
     }
 
     #[cfg(feature = "mpi")]
@@ -142,9 +138,7 @@ impl ShardBackend for Cube {
 
     #[cfg(feature = "mpi")]
     fn host(tensor: CubeTensor) -> Vec<u8> {
-        let numel = numel::<Cube>(&tensor);
-        let tensor = Self::into_dispatch(Value::Plain(flat(tensor, 0..numel)));
-        burn::tensor::Tensor::<1>::from_dispatch(tensor).into_data().as_bytes().to_vec()
+        to_data::<Cube>(tensor).as_bytes().to_vec()
     }
 
     #[cfg(feature = "nccl")]

@@ -142,10 +142,7 @@ pub(crate) trait ShardBackend: Kernels {
 
     /// Shows the elements in order, as bytes of the host.
     fn with_bytes(tensor: Float<Self>, f: &mut dyn FnMut(&[u8])) {
-        let flat = Self::float_reshape(tensor.clone(), Shape::from([numel::<Self>(&tensor)]));
-        drop(tensor);
-        let data = Tensor::<1>::from_dispatch(Self::into_dispatch(Value::Plain(flat))).into_data();
-        f(data.as_bytes());
+        f(to_data::<Self>(tensor).as_bytes());
     }
 }
 
@@ -159,14 +156,19 @@ pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> 
     }
 }
 
-/// The tensor on Flex.
-#[cfg(feature = "flex")]
-pub(crate) fn to_host<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
-    let (shape, numel) = (tensor.shape().to_vec(), numel::<B>(&tensor));
+/// The tensor's elements in the host's memory, in order.
+pub(crate) fn to_data<B: ShardBackend>(tensor: Float<B>) -> TensorData {
+    let (shape, numel) = (tensor.shape(), numel::<B>(&tensor));
     let flat = B::float_reshape(tensor, Shape::from([numel]));
     let flat = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat)));
     let (bytes, _, dtype) = flat.into_data().into_parts();
-    burn::backend::flex::FlexTensor::from_data(TensorData::from_bytes(bytes, shape, dtype))
+    TensorData::from_bytes(bytes, shape, dtype)
+}
+
+/// The tensor on Flex.
+#[cfg(feature = "flex")]
+pub(crate) fn to_host<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
+    burn::backend::flex::FlexTensor::from_data(to_data::<B>(tensor))
 }
 
 /// A tensor of Flex on a device; `pinned` asks for a copy through pages that stay in place.

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use burn::tensor::{DispatchTensor, Tensor, TensorData};
+use burn::tensor::{DispatchTensor, TensorData};
 
 use super::{Counts, Schedule, Step, Whole};
-use crate::backend::{ShardBackend, Stored, Value};
+use crate::backend::{ShardBackend, Stored, to_data};
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::error::Error;
@@ -226,11 +226,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
             Held::Whole | Held::Own if keep => base,
             Held::Whole | Held::Own | Held::TiedTo(_) => return Ok(None),
         };
-        let numel = crate::backend::numel::<B>(&full);
-        let flat = B::float_reshape(full, burn::tensor::Shape::from([numel]));
-        let flat = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat)));
-        let (bytes, _, dtype) = flat.into_data().into_parts();
-        Ok(Some(TensorData::from_bytes(bytes, entry.shape.clone(), dtype)))
+        Ok(Some(to_data::<B>(full)))
     }
 
     fn set_unloaded(&self, places: &[Place]) {
