@@ -20,8 +20,24 @@ fn full_shard_equals_no_shard_bit_for_bit_on_a_cubecl_device() {
     let none = small(Device::cpu()).strategy(ShardingStrategy::NoShard).launch();
     full.assert_bitwise(&none);
     assert!(full.norms.iter().any(|&norm| norm > 0.5), "clipping took part: {:?}", full.norms);
-
     assert!(full.losses.iter().all(|loss| loss.is_finite()));
+    small(Device::cpu()).launch().assert_bitwise(&full);
+}
+
+#[test]
+fn the_same_global_batch_gives_the_same_losses_on_any_number_of_cubecl_ranks() {
+    let run = Run { blocks: 1, steps: 2, dropout: 0.0, clip: None, ..small(Device::cpu()) };
+    parity::worlds_agree(&run, &[2]);
+}
+
+/// Fragments, gradients and optimizer state rest on the host, where Flex steps them.
+#[test]
+fn offload_from_a_cubecl_device_changes_no_loss() {
+    let plain = small(Device::cpu());
+    let policy = OffloadPolicy::Params { pin_memory: true };
+    let options = plain.options.clone().offload(policy);
+    let offloaded = Run { options, ..plain.clone() }.launch();
+    offloaded.assert_close(&plain.launch(), 1e-6);
 }
 
 #[test]
