@@ -13,16 +13,21 @@
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+mod dropout;
 mod error;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
+mod mask;
 
 use std::ops::Range;
 
 use burn::backend::{Backend, DispatchDevice};
-use burn::tensor::{DType, Device, FloatDType, Shape, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Shape, Tensor};
 
+pub use self::dropout::dropout;
+pub(crate) use self::dropout::dropout_tracked;
 pub use self::error::KernelError;
+pub use self::mask::MaskSource;
 use crate::backend::{Float, ShardBackend, Value, with_backend};
 use crate::norm::Norm;
 use crate::optim::{AdamStep, SgdStep};
@@ -57,8 +62,8 @@ pub(crate) trait Kernels: Backend {
     fn unscale(tensors: Vec<Float<Self>>, factor: f32, norm: Norm)
     -> (Vec<Float<Self>>, Vec<Sums>);
 
-    /// A dropout mask.
-    fn mask(device: &Self::Device, source: &MaskSource, shape: Shape, dtype: DType) -> Float<Self>;
+    /// The tensor's elements times those of a dropout mask, which is in no memory.
+    fn dropout(tensor: Float<Self>, source: &MaskSource) -> Float<Self>;
 
     /// Zeros in f32, in memory of their own.
     fn zeros(device: &Self::Device, shape: Shape) -> Float<Self> {
@@ -128,29 +133,6 @@ impl Sums {
     }
 }
 
-/// Where in the counter-based generator a dropout mask comes from.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct MaskSource {
-    /// The generator's key.
-    pub key: [u32; 2],
-    /// The half of its counter that does not count the mask's blocks.
-    pub place: [u32; 2],
-    /// The probability of an element to be zero, in `[0, 1)`.
-    pub prob: f64,
-}
-
-impl MaskSource {
-    /// Sixteen random bits below this make an element zero.
-    pub(crate) fn threshold(&self) -> u32 {
-        (self.prob * 65536.0).round() as u32
-    }
-
-    /// What the other elements are.
-    pub(crate) fn keep(&self) -> f32 {
-        (1.0 / (1.0 - self.prob)) as f32
-    }
-}
-
 /// Whether the device has kernels.
 pub(crate) fn has_kernels(device: &Device) -> bool {
     match device.as_dispatch() {
@@ -165,13 +147,14 @@ pub(crate) fn has_kernels(device: &Device) -> bool {
 
 /// A flat tensor taken apart for backend `B`, without autodiff.
 fn take<B: ShardBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {
-    let device = format!("{:?}", tensor.device());
     let dtype = tensor.dtype();
     if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
-        return Err(KernelError::Dtype { dtype, device });
+        return Err(KernelError::Dtype { dtype, device: format!("{:?}", tensor.device()) });
     }
+    let device = tensor.device();
     let value = B::from_dispatch(tensor.into_dispatch());
-    Ok(value.ok_or(KernelError::OtherDevice { device })?.into_inner())
+    let other = || KernelError::OtherDevice { device: format!("{device:?}") };
+    Ok(value.ok_or_else(other)?.into_inner())
 }
 
 fn give<B: ShardBackend>(tensor: Float<B>) -> Tensor<1> {
@@ -320,39 +303,5 @@ pub fn unscale(
         let tensors = tensors.into_iter().map(take::<B>).collect::<Result<Vec<_>, _>>()?;
         let (tensors, sums) = B::unscale(tensors, factor, norm);
         Ok((tensors.into_iter().map(give::<B>).collect(), sums))
-    })
-}
-
-/// A dropout mask of `len` elements: zero with the source's probability, else its inverse's share.
-/// The same bits on every device.
-///
-/// # Errors
-///
-/// [`KernelError`] for dtypes the device does not compute.
-pub fn dropout_mask(
-    device: &Device,
-    source: &MaskSource,
-    len: usize,
-    dtype: FloatDType,
-) -> Result<Tensor<1>, KernelError> {
-    with_backend!(device, |B, device| {
-        check_dtype::<B>(&device, dtype.into())?;
-        Ok(give::<B>(B::mask(&device, source, Shape::from([len]), dtype.into())))
-    })
-}
-
-/// A mask for `input`: on its device without autodiff, of its shape and dtype.
-pub(crate) fn mask_like<const D: usize>(source: &MaskSource, input: &Tensor<D>) -> Tensor<D> {
-    let (device, shape, dtype) = (input.device(), input.shape(), input.dtype());
-    let on_device: Result<Tensor<D>, KernelError> = with_backend!(device, |B, inner| {
-        check_dtype::<B>(&inner, dtype).map(|()| {
-            let mask = B::mask(&inner, source, shape.clone(), dtype);
-            Tensor::from_dispatch(B::into_dispatch(Value::Plain(mask)))
-        })
-    });
-    // Other backends and dtypes take the mask from the host.
-    on_device.unwrap_or_else(|_| {
-        let mask = TensorData::new(crate::nn::dropout::mask(source, shape.num_elements()), shape);
-        Tensor::from_data(mask, (&device.inner(), dtype))
     })
 }

@@ -10,10 +10,7 @@ use std::sync::{Arc, Mutex};
 use burn::config::Config;
 use burn::module::{Flag, Module, Param};
 use burn::tensor::Tensor;
-use multiversion::multiversion;
-use rayon::prelude::*;
 
-use super::philox::{LANES, blocks};
 use super::tape::{self, Draw};
 use crate::kernels::{self, MaskSource};
 use crate::unit::{Attach, FsdpModule, Kind, Node, Walk};
@@ -153,8 +150,7 @@ impl Dropout {
         }
         let (key, place) = self.source.next();
         let source = MaskSource { key, place, prob: self.prob };
-        let mask = kernels::mask_like(&source, &input);
-        input * mask
+        kernels::dropout_tracked(&source, input)
     }
 
     /// The layer with its place in a sharded model's stream.
@@ -162,41 +158,6 @@ impl Dropout {
         let layer = path.bytes().fold(0, |hash, byte| mix(hash ^ u64::from(byte)));
         self.source = Source::new(stream.clone(), layer);
         self
-    }
-}
-
-/// Elements drawn from one call of [`blocks`].
-const BATCH: usize = LANES * 8;
-/// Elements a task draws.
-const TASK: usize = 256 * BATCH;
-
-/// Sixteen random bits an element: zero with probability `prob`, else `1 / (1 - prob)`.
-pub(crate) fn mask(source: &MaskSource, len: usize) -> Vec<f32> {
-    let (threshold, keep) = (source.threshold(), source.keep());
-    let mut mask = vec![0f32; len];
-    let draw = |(task, mask): (usize, &mut [f32])| {
-        let first = (task * TASK / BATCH * LANES) as u64;
-        draw(mask, source.key, first, source.place, threshold, keep);
-    };
-    mask.par_chunks_mut(TASK).enumerate().for_each(draw);
-    mask
-}
-
-/// Draws the elements from block `first` on.
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-fn draw(mask: &mut [f32], key: [u32; 2], first: u64, place: [u32; 2], threshold: u32, keep: f32) {
-    let element = |bits: u32| if bits < threshold { 0.0 } else { keep };
-    for (batch, mask) in mask.chunks_mut(BATCH).enumerate() {
-        let words = blocks(key, first + (batch * LANES) as u64, place);
-        let mut elements = [0f32; BATCH];
-        for (word, elements) in words.iter().zip(elements.as_chunks_mut::<{ 2 * LANES }>().0) {
-            let (low, high) = elements.split_at_mut(LANES);
-            for lane in 0..LANES {
-                low[lane] = element(word[lane] & 0xFFFF);
-                high[lane] = element(word[lane] >> 16);
-            }
-        }
-        mask.copy_from_slice(&elements[..mask.len()]);
     }
 }
 
@@ -215,24 +176,6 @@ impl FsdpModule for Dropout {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn source(prob: f64) -> MaskSource {
-        MaskSource { key: [1, 2], place: [3, 4], prob }
-    }
-
-    #[test]
-    fn a_mask_keeps_the_share_and_the_mean() {
-        let mask = mask(&source(0.1), 200_000);
-        let zeros = mask.iter().filter(|&&x| x == 0.0).count() as f64 / mask.len() as f64;
-        assert!((zeros - 0.1).abs() < 0.003, "{zeros}");
-        let mean = mask.iter().map(|&x| f64::from(x)).sum::<f64>() / mask.len() as f64;
-        assert!((mean - 1.0).abs() < 0.004, "{mean}");
-    }
-
-    #[test]
-    fn a_longer_mask_begins_as_the_shorter_one() {
-        assert_eq!(mask(&source(0.5), 20_000)[..777], mask(&source(0.5), 777));
-    }
 
     #[test]
     fn masks_differ_by_seed_rank_layer_step_and_call() {

@@ -29,14 +29,12 @@ mod flex {
     use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
     use burn::backend::flex::FlexTensor;
     use burn::backend::{Flex, TensorMetadata};
-    use burn::tensor::{DType, Tensor, TensorData};
+    use burn::tensor::{DType, Tensor};
     use multiversion::multiversion;
-    use rayon::prelude::*;
 
     use crate::backend::{ShardBackend, Value};
-
-    /// Elements a task computes.
-    const TASK: usize = 1 << 14;
+    use crate::kernels::flex::made::made;
+    use crate::kernels::flex::number::{Room, each, indexed};
 
     /// GELU of an f32 tensor on Flex.
     pub(super) fn gelu<const D: usize>(x: &Tensor<D>) -> Option<Tensor<D>> {
@@ -73,36 +71,31 @@ mod flex {
     fn forward(x: &FlexTensor) -> FlexTensor {
         let x = x.to_contiguous();
         let input = x.as_slice::<f32>().expect("a contiguous f32 tensor");
-        let mut output = vec![0f32; input.len()];
-        let tasks = output.par_chunks_mut(TASK).zip(input.par_chunks(TASK));
-        tasks.for_each(|(output, input)| forward_slice(output, input));
-        FlexTensor::from_data(TensorData::new(output, x.shape()))
+        made(x.shape(), |at, output| forward_slice(&input[at..][..output.len()], output))
     }
 
     fn backward(x: &FlexTensor, grad: &FlexTensor) -> FlexTensor {
         let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
         let input = x.as_slice::<f32>().expect("a contiguous f32 tensor");
         let grad = grad.as_slice::<f32>().expect("a contiguous f32 tensor");
-        let mut output = vec![0f32; input.len()];
-        let inputs = input.par_chunks(TASK).zip(grad.par_chunks(TASK));
-        let tasks = output.par_chunks_mut(TASK).zip(inputs);
-        tasks.for_each(|(output, (input, grad))| backward_slice(output, input, grad));
-        FlexTensor::from_data(TensorData::new(output, x.shape()))
+        made(x.shape(), |at, output| {
+            let range = at..at + output.len();
+            backward_slice(&input[range.clone()], &grad[range], output)
+        })
     }
 
     #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-    fn forward_slice(output: &mut [f32], input: &[f32]) {
-        for (output, &x) in output.iter_mut().zip(input) {
-            *output = x * normal(x).0;
-        }
+    fn forward_slice<'a>(input: &[f32], output: &'a mut Room<f32>) -> &'a mut [f32] {
+        each(input, output, |x| x * normal(x).0)
     }
 
     #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-    fn backward_slice(output: &mut [f32], input: &[f32], grad: &[f32]) {
-        for ((output, &x), &grad) in output.iter_mut().zip(input).zip(grad) {
+    fn backward_slice<'a>(input: &[f32], grad: &[f32], output: &'a mut Room<f32>) -> &'a mut [f32] {
+        let grad = &grad[..input.len()];
+        indexed(input, output, |at, x| {
             let (distribution, density) = normal(x);
-            *output = grad * (distribution + x * density);
-        }
+            grad[at] * (distribution + x * density)
+        })
     }
 
     /// Φ(x) and φ(x) of the standard normal distribution.
@@ -138,9 +131,10 @@ mod flex {
 
     #[cfg(test)]
     mod tests {
-        use burn::tensor::Device;
+        use burn::tensor::{Device, TensorData};
 
         use super::*;
+        use crate::kernels::flex::number::room;
 
         fn points() -> Vec<f32> {
             (-3000..=3000).map(|i| i as f32 * 0.005).chain([-1e3, -20.0, 0.0, 20.0, 1e3]).collect()
@@ -173,10 +167,10 @@ mod flex {
         fn an_element_does_not_depend_on_where_it_lies() {
             let points = points();
             let mut whole = vec![0.0; points.len()];
-            forward_slice(&mut whole, &points);
+            forward_slice(&points, room(&mut whole));
             for (index, &x) in points.iter().enumerate() {
                 let mut one = [0.0];
-                forward_slice(&mut one, &[x]);
+                forward_slice(&[x], room(&mut one));
                 assert_eq!(one[0].to_bits(), whole[index].to_bits());
             }
         }

@@ -2,8 +2,8 @@
 //!
 //! Salmon, Moraes, Dror and Shaw: *Parallel random numbers: as easy as 1, 2, 3* (SC 2011).
 
-/// Blocks computed side by side, for the compiler to vectorise.
-pub(crate) const LANES: usize = 8;
+/// Blocks computed side by side, for the compiler to vectorise: two of the widest registers.
+pub(crate) const LANES: usize = 32;
 
 pub(crate) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
@@ -13,26 +13,23 @@ pub(crate) const ROUNDS: usize = 10;
 /// is `[w][i]`. A block's counter is its number (low, high) and `place`.
 #[inline(always)]
 pub(crate) fn blocks(key: [u32; 2], first: u64, place: [u32; 2]) -> [[u32; LANES]; 4] {
-    let number = |i: usize| first.wrapping_add(i as u64);
-    let mut words = [
-        std::array::from_fn(|i| number(i) as u32),
-        std::array::from_fn(|i| (number(i) >> 32) as u32),
-        [place[0]; LANES],
-        [place[1]; LANES],
-    ];
+    let mut words = [[0; LANES], [0; LANES], [place[0]; LANES], [place[1]; LANES]];
+    for lane in 0..LANES {
+        let number = first.wrapping_add(lane as u64);
+        words[0][lane] = number as u32;
+        words[1][lane] = (number >> 32) as u32;
+    }
     let mut key = key;
     for _ in 0..ROUNDS {
         let [a, b, c, d] = words;
-        let product = |lanes: [u32; LANES], multiplier: u32| {
-            lanes.map(|lane| u64::from(lane) * u64::from(multiplier))
-        };
-        let (p, q) = (product(a, MULTIPLIERS[0]), product(c, MULTIPLIERS[1]));
-        words = [
-            std::array::from_fn(|i| (q[i] >> 32) as u32 ^ b[i] ^ key[0]),
-            q.map(|q| q as u32),
-            std::array::from_fn(|i| (p[i] >> 32) as u32 ^ d[i] ^ key[1]),
-            p.map(|p| p as u32),
-        ];
+        for lane in 0..LANES {
+            let high =
+                |word: u32, factor: u32| ((u64::from(word) * u64::from(factor)) >> 32) as u32;
+            words[0][lane] = high(c[lane], MULTIPLIERS[1]) ^ b[lane] ^ key[0];
+            words[1][lane] = c[lane].wrapping_mul(MULTIPLIERS[1]);
+            words[2][lane] = high(a[lane], MULTIPLIERS[0]) ^ d[lane] ^ key[1];
+            words[3][lane] = a[lane].wrapping_mul(MULTIPLIERS[0]);
+        }
         key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
     }
     words

@@ -1,8 +1,13 @@
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 use fsdp_runtime::kernels::{self, MaskSource};
 use fsdp_runtime::nn::DropoutConfig;
 
 use super::support::{LENGTHS, bits, device, dtypes};
+
+/// What dropout makes of ones.
+fn mask(device: &Device, source: &MaskSource, len: usize, dtype: FloatDType) -> Tensor<1> {
+    kernels::dropout(Tensor::<1>::ones([len], device).cast(dtype), source).unwrap()
+}
 
 fn sources() -> impl Iterator<Item = MaskSource> {
     let keys = [[1, 2], [0xFFFF_FFFF, 0x8000_0001]];
@@ -20,7 +25,7 @@ fn a_mask_has_the_same_bits_on_the_device_as_on_flex() {
     for source in sources() {
         for dtype in dtypes(&device) {
             for len in LENGTHS {
-                let mask = |device| kernels::dropout_mask(device, &source, len, dtype).unwrap();
+                let mask = |device| mask(device, &source, len, dtype);
                 let (ours, twin) = (mask(&device), mask(&Device::flex()));
                 assert_eq!((ours.dims(), ours.dtype()), ([len], dtype.into()));
                 assert_eq!(bits(&ours), bits(&twin), "{source:?}, {len} {dtype:?}");
@@ -33,13 +38,29 @@ fn a_mask_has_the_same_bits_on_the_device_as_on_flex() {
 fn a_mask_is_of_two_numbers_in_the_shares_asked_for() {
     for source in sources() {
         for dtype in super::support::DTYPES {
-            let mask = kernels::dropout_mask(&Device::flex(), &source, 100_000, dtype).unwrap();
+            let mask = mask(&Device::flex(), &source, 100_000, dtype);
             let keep = Tensor::<1>::full([1], 1.0 / (1.0 - source.prob), &Device::flex());
             let keep = bits(&keep.cast(dtype))[0];
             let bits = bits(&mask);
             assert!(bits.iter().all(|&bits| bits == 0 || bits == keep));
             let zeros = bits.iter().filter(|&&bits| bits == 0).count() as f64 / 1e5;
             assert!((zeros - source.prob).abs() < 0.005, "{zeros} {}", source.prob);
+        }
+    }
+}
+
+#[test]
+fn dropout_multiplies_by_the_mask() {
+    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+        for (source, dtype) in sources().flat_map(|s| dtypes(&device).map(move |d| (s, d))) {
+            let whole = Tensor::<1>::random([5000], Distribution::Normal(0.0, 1.0), &device);
+            let whole = whole.cast(dtype);
+            // One that begins inside another's memory, too.
+            for input in [whole.clone(), whole.slice(37..4321)] {
+                let mask = mask(&device, &source, input.dims()[0], dtype);
+                let dropped = kernels::dropout(input.clone(), &source).unwrap();
+                assert_eq!(bits(&dropped), bits(&(input * mask)), "{source:?} {dtype:?}");
+            }
         }
     }
 }

@@ -1,22 +1,25 @@
-//! Dropout masks: Philox4x32-10 in integers, the same bits as on Flex.
+//! Dropout: Philox4x32-10 in integers, the same bits as on Flex.
 
-use burn::tensor::{DType, Shape};
-use burn_cubecl::CubeDevice;
+use burn::backend::TensorMetadata;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use super::{element, grid};
+use super::{Run, contiguous, element, empty, grid, spans_within};
 use crate::kernels::MaskSource;
+use crate::kernels::mask::BATCH;
 use crate::nn::philox::{LANES, MULTIPLIERS, ROUNDS, WEYL};
 
-/// Elements drawn from `LANES` blocks, as on Flex: word by word, low halves before high ones.
-const BATCH: usize = LANES * 8;
-
-/// A unit draws `N` neighbouring blocks of a batch: eight vectors of elements, `LANES` apart.
+/// A unit draws `N` neighbouring blocks of a batch: eight vectors of elements, `LANES` apart. Of the
+/// elements those from `start` on are in the span, `count` vectors of them.
 #[cube(launch_unchecked)]
-fn mask_kernel<F: Float, N: Size>(
-    mask: &mut [Vector<F, N>],
+fn dropout_kernel<F: Float, N: Size>(
+    source: &[Vector<F, N>],
+    target: &mut [Vector<F, N>],
+    from: usize,
+    to: usize,
+    start: usize,
+    count: usize,
     units: usize,
     key_0: u32,
     key_1: u32,
@@ -29,7 +32,7 @@ fn mask_kernel<F: Float, N: Size>(
     if ABSOLUTE_POS < units {
         let width = N::value();
         let groups = comptime!(LANES / width);
-        let batch = ABSOLUTE_POS / groups;
+        let batch = start / comptime!(BATCH) + ABSOLUTE_POS / groups;
         let group = ABSOLUTE_POS % groups;
 
         let mut lanes = Vector::<u32, N>::empty();
@@ -59,73 +62,87 @@ fn mask_kernel<F: Float, N: Size>(
             key_b += WEYL[1];
         }
 
-        let to = batch * comptime!(BATCH / width) + group;
+        // The first element of each vector. One before the span wraps, beyond its end.
+        let at = batch * comptime!(BATCH) + group * width - start;
         let keep = Vector::<F, N>::new(keep.get::<F>());
-        write::<F, N>(mask, to, a, threshold, keep);
-        write::<F, N>(mask, to + comptime!(2 * groups), b, threshold, keep);
-        write::<F, N>(mask, to + comptime!(4 * groups), c, threshold, keep);
-        write::<F, N>(mask, to + comptime!(6 * groups), d, threshold, keep);
+        let mut words = Sequence::<Vector<u32, N>>::new();
+        words.push(a);
+        words.push(b);
+        words.push(c);
+        words.push(d);
+        #[unroll]
+        for word in 0..4usize {
+            let low = (at + comptime!(word * 2 * LANES)) / width;
+            let high = (at + comptime!((word * 2 + 1) * LANES)) / width;
+            let bits = words[word];
+            if low < count {
+                let factor = factors::<F, N>(bits & Vector::new(0xFFFFu32), threshold, keep);
+                target[to + low] = source[from + low] * factor;
+            }
+            if high < count {
+                let factor = factors::<F, N>(bits >> Vector::new(16u32), threshold, keep);
+                target[to + high] = source[from + high] * factor;
+            }
+        }
     }
 }
 
-/// The elements of one word: its low half, and `LANES` elements on its high half.
+/// 0 where the bits are below the threshold, else `keep`.
 #[cube]
-fn write<F: Float, N: Size>(
-    mask: &mut [Vector<F, N>],
-    to: usize,
-    word: Vector<u32, N>,
+fn factors<F: Float, N: Size>(
+    bits: Vector<u32, N>,
     threshold: u32,
     keep: Vector<F, N>,
-) {
+) -> Vector<F, N> {
     let zero = Vector::<F, N>::new(F::from_int(0));
-    let threshold = Vector::<u32, N>::new(threshold);
-    let low = word & Vector::new(0xFFFFu32);
-    let high = word >> Vector::new(16u32);
-    mask[to] = select_many(low.less_than(&threshold), zero, keep);
-    let width = N::value();
-    mask[to + comptime!(LANES / width)] = select_many(high.less_than(&threshold), zero, keep);
+    select_many(bits.less_than(&Vector::<u32, N>::new(threshold)), zero, keep)
 }
 
-/// A mask of the given shape.
+/// The tensor's elements times those of a mask.
 ///
 /// # Panics
 ///
 /// For 2^34 elements and more.
-pub(crate) fn mask(
-    device: &CubeDevice,
-    source: &MaskSource,
-    shape: Shape,
-    dtype: DType,
-) -> CubeTensor {
-    let client = device.client();
-    let numel = shape.num_elements();
-    // Whole batches, so that a unit writes whole vectors; the tensor ends where its shape does.
-    let batches = numel.div_ceil(BATCH).max(1);
-    assert!(batches <= u32::MAX as usize / LANES, "a dropout mask has fewer than 2^34 elements");
-    let handle = client.empty(batches * BATCH * dtype.size());
-    let sizes = client.io_optimized_vector_sizes(dtype.size());
-    let width = sizes.into_iter().find(|&width| width <= LANES).unwrap_or(1);
-    let units = batches * LANES / width;
-    let (count, dim) = grid(&client, units);
-    // SAFETY: the buffer holds the elements that `units` units write.
-    unsafe {
-        mask_kernel::launch_unchecked(
-            &client,
-            count,
-            dim,
-            width,
-            BufferArg::from_raw_parts(handle.clone(), batches * BATCH),
-            units,
-            source.key[0],
-            source.key[1],
-            source.place[0],
-            source.place[1],
-            source.threshold(),
-            InputScalar::new(source.keep(), element(dtype)),
-            element(dtype),
-        );
+pub(crate) fn dropout(tensor: CubeTensor, mask: &MaskSource) -> CubeTensor {
+    let tensor = contiguous(tensor);
+    let target = empty(&tensor.device, tensor.shape(), tensor.dtype);
+    let (client, dtype) = (tensor.client.clone(), element(tensor.dtype));
+    let numel = tensor.shape().num_elements();
+    assert!(
+        numel.div_ceil(BATCH) <= u32::MAX as usize / LANES,
+        "dropout takes fewer than 2^34 elements"
+    );
+    let runs = [&Run::of(&tensor), &Run::of(&target)];
+    for span in spans_within(&client, &runs, numel, LANES) {
+        let batches = (span.start + span.count * span.width).div_ceil(BATCH) - span.start / BATCH;
+        let units = batches * LANES / span.width;
+        let (count, dim) = grid(&client, units);
+        let (read, from) = span.argument(runs[0]);
+        let (write, to) = span.argument(runs[1]);
+        // SAFETY: `spans_within` has checked that both buffers hold the elements; the kernel touches
+        // `count` vectors of each.
+        unsafe {
+            dropout_kernel::launch_unchecked(
+                &client,
+                count,
+                dim,
+                span.width,
+                read,
+                write,
+                from,
+                to,
+                span.start,
+                span.count,
+                units,
+                mask.key[0],
+                mask.key[1],
+                mask.place[0],
+                mask.place[1],
+                mask.threshold(),
+                InputScalar::new(mask.keep(), dtype),
+                dtype,
+            );
+        }
     }
-    let beyond = handle.size_in_used() - (numel * dtype.size()) as u64;
-    let handle = if beyond > 0 { handle.offset_end(beyond) } else { handle };
-    CubeTensor::new_contiguous(client, device.clone(), shape, handle, dtype)
+    target
 }

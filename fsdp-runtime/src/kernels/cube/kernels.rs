@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use burn::backend::Cube;
 use burn::tensor::{DType, Shape};
-use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
 
 use super::{contiguous, copy, dropout, exclusive, mean, optim, sums};
@@ -42,8 +41,8 @@ impl Kernels for Cube {
         sums::unscale(tensors, factor, norm)
     }
 
-    fn mask(device: &CubeDevice, source: &MaskSource, shape: Shape, dtype: DType) -> CubeTensor {
-        dropout::mask(device, source, shape, dtype)
+    fn dropout(tensor: CubeTensor, source: &MaskSource) -> CubeTensor {
+        dropout::dropout(tensor, source)
     }
 
     fn adam(

@@ -114,6 +114,16 @@ fn widest(client: &Client, runs: &[&Run], numbers: &[usize]) -> usize {
 ///
 /// Where a run has fewer elements.
 pub(crate) fn spans(client: &Client, runs: &[&Run], numel: usize) -> Vec<Span> {
+    spans_within(client, runs, numel, 0)
+}
+
+/// As [`spans`]; each block of so many elements is whole vectors.
+pub(crate) fn spans_within(
+    client: &Client,
+    runs: &[&Run],
+    numel: usize,
+    block: usize,
+) -> Vec<Span> {
     for run in runs {
         assert!(
             numel <= run.capacity(),
@@ -122,7 +132,7 @@ pub(crate) fn spans(client: &Client, runs: &[&Run], numel: usize) -> Vec<Span> {
         );
     }
     let anywhere = client.features().unaligned_io;
-    let width = widest(client, runs, &[]);
+    let width = widest(client, runs, &[block]);
     let body = numel / width * width;
     let vectors = Span { start: 0, width, count: body / width, anywhere };
     let rest = Span { start: body, width: 1, count: numel - body, anywhere };

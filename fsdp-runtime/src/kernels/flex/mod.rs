@@ -1,7 +1,9 @@
 //! The kernels' twins on Flex: vectorised loops over blocks that stay in the cache, on all threads
 //! of the current rayon pool.
 
-mod number;
+mod dropout;
+pub(crate) mod made;
+pub(crate) mod number;
 mod sums;
 
 use std::ops::Range;
@@ -11,7 +13,8 @@ use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
-use self::number::{BLOCK, Number, TASK, with_number};
+use self::made::{TASK, made};
+use self::number::{Number, Room, convert, divide, room, with_number};
 use super::{AdamTensors, Kernels, MaskSource, Sums};
 use crate::norm::Norm;
 use crate::optim::{AdamStep, SgdStep, kernel};
@@ -33,7 +36,8 @@ fn exclusive(tensor: FlexTensor) -> FlexTensor {
         return tensor;
     }
     with_number!(tensor.dtype(), |E| {
-        FlexTensor::from_data(TensorData::new(slice::<E>(&tensor).to_vec(), tensor.shape()))
+        let elements = slice::<E>(&tensor);
+        made(tensor.shape(), |at, copy: &mut Room<E>| convert(&elements[at..][..copy.len()], copy))
     })
 }
 
@@ -43,31 +47,34 @@ fn slice_mut<E: Number>(tensor: &mut FlexTensor) -> &mut [E] {
     &mut tensor.storage_mut::<E>()[start..end]
 }
 
-/// Copies, dividing in f32 if asked, and rounds.
-fn convert<I: Number, O: Number>(source: &[I], target: &mut [O], divisor: Option<f32>) {
-    let block = |(source, target): (&[I], &mut [O])| {
-        let (mut wide, mut divided) = ([0f32; BLOCK], [0f32; BLOCK]);
-        let wide = I::widened(source, &mut wide);
-        match divisor {
-            None => O::round(wide, target),
-            Some(divisor) => {
-                let divided = &mut divided[..wide.len()];
-                number::divide(wide, divided, divisor);
-                O::round(divided, target);
+/// The range of a tensor's elements in memory of their own.
+fn converted(
+    source: &FlexTensor,
+    range: Range<usize>,
+    shape: Shape,
+    dtype: DType,
+    divisor: Option<f32>,
+) -> FlexTensor {
+    with_number!(source.dtype(), |I| with_number!(dtype, |O| {
+        let source = &slice::<I>(source)[range];
+        made(shape, |at, target: &mut Room<O>| {
+            let source = &source[at..][..target.len()];
+            match divisor {
+                None => convert(source, target),
+                Some(divisor) => divide(source, target, divisor),
             }
-        }
-    };
-    let task = |(source, target): (&[I], &mut [O])| {
-        source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)).for_each(block);
-    };
-    source.par_chunks(TASK).zip(target.par_chunks_mut(TASK)).for_each(task);
+        })
+    }))
 }
 
-fn convert_any(source: &FlexTensor, range: Range<usize>, target: &mut FlexTensor, at: usize) {
-    let len = range.len();
-    with_number!(source.dtype(), |I| with_number!(target.dtype(), |O| {
-        convert(&slice::<I>(source)[range], &mut slice_mut::<O>(target)[at..at + len], None);
-    }));
+/// Copies a tensor's elements to their place.
+fn copy_in<O: Number>(source: &FlexTensor, target: &mut [O]) {
+    with_number!(source.dtype(), |I| {
+        let tasks = slice::<I>(source).par_chunks(TASK).zip(target.par_chunks_mut(TASK));
+        tasks.for_each(|(source, target)| {
+            convert(source, room(target));
+        });
+    });
 }
 
 impl Kernels for Flex {
@@ -76,34 +83,40 @@ impl Kernels for Flex {
         FlexTensor::from_data(TensorData::new(zeros, shape))
     }
 
-    fn pack(parts: Vec<(FlexTensor, usize)>, buffer: FlexTensor) -> FlexTensor {
+    fn pack(mut parts: Vec<(FlexTensor, usize)>, buffer: FlexTensor) -> FlexTensor {
         let mut buffer = exclusive(buffer);
-        for (tensor, at) in parts {
-            let tensor = contiguous(tensor);
-            let numel = tensor.shape().num_elements();
-            convert_any(&tensor, 0..numel, &mut buffer, at);
-        }
+        parts.sort_by_key(|(_, at)| *at);
+        with_number!(buffer.dtype(), |O| {
+            let (mut rest, mut begin) = (slice_mut::<O>(&mut buffer), 0);
+            let mut places = Vec::with_capacity(parts.len());
+            for (tensor, at) in parts {
+                let tensor = contiguous(tensor);
+                let after = std::mem::take(&mut rest).split_at_mut(at - begin).1;
+                let (place, after) = after.split_at_mut(tensor.shape().num_elements());
+                begin = at + place.len();
+                rest = after;
+                places.push((tensor, place));
+            }
+            places
+                .into_par_iter()
+                .with_min_len(8)
+                .for_each(|(tensor, place)| copy_in(&tensor, place));
+        });
         buffer
     }
 
     fn unpack(buffer: FlexTensor, parts: Vec<(usize, Shape)>, dtype: DType) -> Vec<FlexTensor> {
         let buffer = contiguous(buffer);
         let part = |(at, shape): (usize, Shape)| {
-            let range = at..at + shape.num_elements();
-            let mut target = FlexTensor::empty(shape, dtype);
-            convert_any(&buffer, range, &mut target, 0);
-            target
+            converted(&buffer, at..at + shape.num_elements(), shape, dtype, None)
         };
-        parts.into_iter().map(part).collect()
+        parts.into_par_iter().with_min_len(8).map(part).collect()
     }
 
     fn cast(tensor: FlexTensor, dtype: DType, divisor: Option<f32>) -> FlexTensor {
         let tensor = contiguous(tensor);
-        let mut target = FlexTensor::empty(tensor.shape(), dtype);
-        with_number!(tensor.dtype(), |I| with_number!(dtype, |O| {
-            convert(slice::<I>(&tensor), slice_mut::<O>(&mut target), divisor);
-        }));
-        target
+        let shape = tensor.shape();
+        converted(&tensor, 0..shape.num_elements(), shape, dtype, divisor)
     }
 
     fn rank_mean(
@@ -113,25 +126,15 @@ impl Kernels for Flex {
         shape: Shape,
     ) -> FlexTensor {
         let parts: Vec<_> = parts.iter().cloned().map(contiguous).collect();
-        let mut target = FlexTensor::empty(shape, DType::F32);
         with_number!(parts[0].dtype(), |I| {
             let parts: Vec<&[I]> =
                 parts.iter().map(|part| &slice::<I>(part)[range.clone()]).collect();
-            let block = |(index, sum): (usize, &mut [f32])| {
-                let mut wide = [0f32; BLOCK];
-                let at = index * BLOCK..index * BLOCK + sum.len();
-                sum.copy_from_slice(I::widened(&parts[0][at.clone()], &mut wide));
-                for part in &parts[1..] {
-                    number::add(sum, I::widened(&part[at.clone()], &mut wide));
-                }
-                if divisor > 1 {
-                    number::divide_by(sum, divisor as f32);
-                }
-            };
-            let sums = slice_mut::<f32>(&mut target);
-            sums.par_chunks_mut(BLOCK).enumerate().with_min_len(TASK / BLOCK).for_each(block);
-        });
-        target
+            made(shape, |at, sums| {
+                let range = at..at + sums.len();
+                let parts: Vec<&[I]> = parts.iter().map(|part| &part[range.clone()]).collect();
+                number::mean(&parts, sums, divisor as f32)
+            })
+        })
     }
 
     fn sums(parts: &[(FlexTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {
@@ -153,10 +156,14 @@ impl Kernels for Flex {
         tensors.into_iter().map(unscale).unzip()
     }
 
-    fn mask(_: &FlexDevice, source: &MaskSource, shape: Shape, dtype: DType) -> FlexTensor {
-        let mask = crate::nn::dropout::mask(source, shape.num_elements());
-        let mask = FlexTensor::from_data(TensorData::new(mask, shape));
-        if dtype == DType::F32 { mask } else { Self::cast(mask, dtype, None) }
+    fn dropout(tensor: FlexTensor, source: &MaskSource) -> FlexTensor {
+        let tensor = contiguous(tensor);
+        with_number!(tensor.dtype(), |E| {
+            let elements = slice::<E>(&tensor);
+            made(tensor.shape(), |at, dropped| {
+                dropout::dropout(&elements[at..][..dropped.len()], dropped, source, at)
+            })
+        })
     }
 
     fn adam(

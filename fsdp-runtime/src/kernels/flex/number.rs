@@ -1,101 +1,212 @@
-//! Elements of f32, bf16 and f16, read and written as f32 in blocks.
+//! Elements of f32, bf16 and f16, read and written as f32.
+//!
+//! The conversions are branch-free arithmetic on bits, which the compiler makes vector code of in the
+//! loops around them.
+
+use std::mem::MaybeUninit;
 
 use burn::tensor::Element;
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use multiversion::multiversion;
 
-/// Elements that are widened at a time: they stay in the first cache.
-pub(super) const BLOCK: usize = 1024;
-/// Elements of a task.
-pub(super) const TASK: usize = 1 << 15;
-
 /// A float that kernels take.
-pub(super) trait Number: Element + bytemuck::Pod + Send + Sync {
-    /// The elements as f32: themselves, or in `wide`, which is at least as long.
-    fn widened<'a>(source: &'a [Self], wide: &'a mut [f32]) -> &'a [f32];
-    /// Rounds to the nearest, ties to even.
-    fn round(wide: &[f32], target: &mut [Self]);
+pub(crate) trait Number: Element + bytemuck::Pod + Send + Sync {
+    /// As f32, exactly.
+    fn wide(self) -> f32;
+
+    /// Rounded to the nearest, ties to even.
+    fn narrow(wide: f32) -> Self;
+
+    /// The elements as f32: themselves, or in `room`, which is at least as long.
+    fn widened<'a>(source: &'a [Self], room: &'a mut [f32]) -> &'a [f32] {
+        let room = &mut room[..source.len()];
+        widen(source, room);
+        room
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+fn widen<N: Number>(source: &[N], target: &mut [f32]) {
+    for (target, source) in target.iter_mut().zip(source) {
+        *target = source.wide();
+    }
 }
 
 impl Number for f32 {
-    fn widened<'a>(source: &'a [Self], _: &'a mut [f32]) -> &'a [f32] {
-        source
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        self
     }
 
-    fn round(wide: &[f32], target: &mut [Self]) {
-        target.copy_from_slice(wide);
+    #[inline(always)]
+    fn narrow(wide: f32) -> Self {
+        wide
+    }
+
+    fn widened<'a>(source: &'a [Self], _: &'a mut [f32]) -> &'a [f32] {
+        source
     }
 }
 
 impl Number for bf16 {
-    fn widened<'a>(source: &'a [Self], wide: &'a mut [f32]) -> &'a [f32] {
-        let wide = &mut wide[..source.len()];
-        widen_bf16(source.reinterpret_cast(), wide);
-        wide
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 
-    fn round(wide: &[f32], target: &mut [Self]) {
-        round_bf16(wide, target.reinterpret_cast_mut());
-    }
-}
-
-impl Number for f16 {
-    fn widened<'a>(source: &'a [Self], wide: &'a mut [f32]) -> &'a [f32] {
-        let wide = &mut wide[..source.len()];
-        source.convert_to_f32_slice(wide);
-        wide
-    }
-
-    fn round(wide: &[f32], target: &mut [Self]) {
-        target.convert_from_f32_slice(wide);
-    }
-}
-
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-fn widen_bf16(source: &[u16], wide: &mut [f32]) {
-    for (wide, &bits) in wide.iter_mut().zip(source) {
-        *wide = f32::from_bits(u32::from(bits) << 16);
-    }
-}
-
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-fn round_bf16(wide: &[f32], target: &mut [u16]) {
-    for (target, wide) in target.iter_mut().zip(wide) {
+    #[inline(always)]
+    fn narrow(wide: f32) -> Self {
         let bits = wide.to_bits();
         // Half of the last place kept, less one where that is even already.
         let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
         // Rounding could take a NaN to infinity.
         let nan = (bits >> 16) | 0x40;
-        *target = if bits & 0x7FFF_FFFF > 0x7F80_0000 { nan as u16 } else { rounded as u16 };
+        Self::from_bits(if bits & 0x7FFF_FFFF > INFINITY { nan as u16 } else { rounded as u16 })
     }
 }
 
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-pub(super) fn divide(wide: &[f32], target: &mut [f32], divisor: f32) {
-    for (target, wide) in target.iter_mut().zip(wide) {
-        *target = wide / divisor;
+/// The bits of infinity in f32.
+const INFINITY: u32 = 0x7F80_0000;
+/// What an exponent in f16 lacks to one in f32, in its place there.
+const REBIAS: u32 = (127 - 15) << 23;
+
+impl Number for f16 {
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        let bits = u32::from(self.to_bits());
+        let shifted = (bits & 0x7FFF) << 13;
+        let number = f32::from_bits(shifted + REBIAS);
+        // Without the implicit one, which a subnormal does not have.
+        let least = f32::from_bits(REBIAS + (1 << 23));
+        let subnormal = f32::from_bits(shifted + REBIAS + (1 << 23)) - least;
+        let infinite = f32::from_bits(shifted + 2 * REBIAS);
+        let magnitude = match shifted >> 23 {
+            0 => subnormal,
+            31 => infinite,
+            _ => number,
+        };
+        f32::from_bits(magnitude.to_bits() | (bits & 0x8000) << 16)
+    }
+
+    #[inline(always)]
+    fn narrow(wide: f32) -> Self {
+        let bits = wide.to_bits() & 0x7FFF_FFFF;
+        // As for bf16; what is too large becomes infinity by itself, up to twice the largest.
+        let rounded = bits.wrapping_sub(REBIAS).wrapping_add(0xFFF + ((bits >> 13) & 1)) >> 13;
+        // An addition rounds a subnormal: the sum's last place is that of f16's subnormals.
+        let magic = ((127 - 15) + (23 - 10) + 1) << 23;
+        let sum = f32::from_bits(bits) + f32::from_bits(magic);
+        let subnormal = sum.to_bits().wrapping_sub(magic);
+        let special = if bits > INFINITY { 0x7E00 } else { 0x7C00 };
+        let magnitude = match bits {
+            0..0x3880_0000 => subnormal,
+            0x3880_0000..0x4780_0000 => rounded,
+            _ => special,
+        };
+        Self::from_bits((magnitude | (wide.to_bits() & 0x8000_0000) >> 16) as u16)
     }
 }
 
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-pub(super) fn divide_by(sum: &mut [f32], divisor: f32) {
-    for sum in sum {
-        *sum /= divisor;
+/// Memory that may be written, whatever is in it.
+pub(crate) type Room<N> = [MaybeUninit<N>];
+
+/// Initialised elements as room for others.
+pub(crate) fn room<N: Number>(elements: &mut [N]) -> &mut Room<N> {
+    // SAFETY: the same elements in the same layout; the functions of this folder, which alone see
+    // them so, write nothing that is not initialised.
+    unsafe { &mut *(std::ptr::from_mut(elements) as *mut Room<N>) }
+}
+
+/// Sets each element from its source.
+#[inline(always)]
+pub(crate) fn each<'a, I: Copy, O>(
+    source: &[I],
+    target: &'a mut Room<O>,
+    f: impl Fn(I) -> O,
+) -> &'a mut [O] {
+    assert_eq!(source.len(), target.len());
+    for (target, &source) in target.iter_mut().zip(source) {
+        target.write(f(source));
     }
+    // SAFETY: each element has been written.
+    unsafe { target.assume_init_mut() }
+}
+
+/// Copies and rounds.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+pub(super) fn convert<'a, I: Number, O: Number>(
+    source: &[I],
+    target: &'a mut Room<O>,
+) -> &'a mut [O] {
+    each(source, target, |source| O::narrow(source.wide()))
+}
+
+/// Divides in f32, and rounds.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+pub(super) fn divide<'a, I: Number, O: Number>(
+    source: &[I],
+    target: &'a mut Room<O>,
+    divisor: f32,
+) -> &'a mut [O] {
+    each(source, target, |source| O::narrow(source.wide() / divisor))
+}
+
+/// The sums of the parts' elements, in their order, divided.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+pub(super) fn mean<'a, I: Number>(
+    parts: &[&[I]],
+    target: &'a mut Room<f32>,
+    divisor: f32,
+) -> &'a mut [f32] {
+    let len = target.len();
+    let (first, more) = parts.split_at(parts.len().min(4));
+    let last = if more.is_empty() { divisor } else { 1.0 };
+    let sums = match first {
+        [a] => each(a, target, |a| a.wide() / last),
+        [a, b] => {
+            let b = &b[..len];
+            indexed(a, target, |at, a| (a.wide() + b[at].wide()) / last)
+        }
+        [a, b, c] => {
+            let (b, c) = (&b[..len], &c[..len]);
+            indexed(a, target, |at, a| (a.wide() + b[at].wide() + c[at].wide()) / last)
+        }
+        [a, b, c, d] => {
+            let (b, c, d) = (&b[..len], &c[..len], &d[..len]);
+            indexed(a, target, |at, a| {
+                (a.wide() + b[at].wide() + c[at].wide() + d[at].wide()) / last
+            })
+        }
+        _ => unreachable!("a mean has parts, of which these are at most four"),
+    };
+    for (at, part) in more.iter().enumerate() {
+        let divisor = if at + 1 == more.len() { divisor } else { 1.0 };
+        for (sum, part) in sums.iter_mut().zip(*part) {
+            *sum = (*sum + part.wide()) / divisor;
+        }
+    }
+    sums
+}
+
+/// As [`each`], which is told the element's place.
+#[inline(always)]
+pub(crate) fn indexed<'a, I: Copy, O>(
+    source: &[I],
+    target: &'a mut Room<O>,
+    f: impl Fn(usize, I) -> O,
+) -> &'a mut [O] {
+    assert_eq!(source.len(), target.len());
+    for at in 0..source.len() {
+        target[at].write(f(at, source[at]));
+    }
+    // SAFETY: each element has been written.
+    unsafe { target.assume_init_mut() }
 }
 
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
 pub(super) fn multiply(wide: &[f32], target: &mut [f32], factor: f32) {
     for (target, wide) in target.iter_mut().zip(wide) {
         *target = wide * factor;
-    }
-}
-
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-pub(super) fn add(sum: &mut [f32], wide: &[f32]) {
-    for (sum, wide) in sum.iter_mut().zip(wide) {
-        *sum += wide;
     }
 }
 
@@ -125,31 +236,61 @@ pub(super) use with_number;
 mod tests {
     use super::*;
 
+    /// Every upper half of an f32, with lower halves around the ties of both types.
+    fn floats() -> Vec<f32> {
+        let lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF];
+        let bits =
+            (0..=u16::MAX).flat_map(|high| lower.map(|low: u32| u32::from(high) << 16 | low));
+        bits.map(f32::from_bits).collect()
+    }
+
+    fn narrowed<N: Number>(wide: &[f32]) -> Vec<N> {
+        let mut narrow = vec![N::zeroed(); wide.len()];
+        convert(wide, room(&mut narrow));
+        narrow
+    }
+
     #[test]
-    fn rounding_to_bf16_is_that_of_the_half_crate() {
-        let bits = (0..=u16::MAX).flat_map(|high| {
-            [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF].map(|low| u32::from(high) << 16 | low)
-        });
-        let wide: Vec<f32> = bits.map(f32::from_bits).collect();
-        let mut rounded = vec![bf16::ZERO; wide.len()];
-        Number::round(&wide, &mut rounded);
-        for (wide, rounded) in wide.iter().zip(&rounded) {
-            assert_eq!(rounded.to_bits(), bf16::from_f32(*wide).to_bits(), "{wide:e}");
+    fn rounding_is_that_of_the_half_crate() {
+        let wide = floats();
+        for (wide, ours) in wide.iter().zip(narrowed::<bf16>(&wide)) {
+            assert_eq!(ours.to_bits(), bf16::from_f32(*wide).to_bits(), "{wide:e}");
+        }
+        for (wide, ours) in wide.iter().zip(narrowed::<f16>(&wide)) {
+            let theirs = f16::from_f32(*wide);
+            let same = ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan();
+            assert!(same, "{wide:e}: {ours} {theirs}");
         }
     }
 
     #[test]
-    fn what_is_widened_rounds_to_itself() {
-        fn check<N: Number + PartialEq + std::fmt::Debug>(all: Vec<N>) {
-            let mut wide = vec![0.0; all.len()];
-            let wide = N::widened(&all, &mut wide).to_vec();
-            let mut back = vec![N::zeroed(); all.len()];
-            N::round(&wide, &mut back);
-            let same = all.iter().zip(&back).filter(|(a, b)| a == b).count();
-            let numbers = wide.iter().filter(|wide| !wide.is_nan()).count();
-            assert_eq!(same, numbers);
+    fn widening_is_that_of_the_half_crate() {
+        for bits in 0..=u16::MAX {
+            let same = |ours: f32, theirs: f32| {
+                assert!(
+                    ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(),
+                    "{bits:x}"
+                );
+            };
+            same(Number::wide(f16::from_bits(bits)), f16::from_bits(bits).to_f32());
+            same(Number::wide(bf16::from_bits(bits)), bf16::from_bits(bits).to_f32());
         }
-        check((0..=u16::MAX).map(bf16::from_bits).collect());
-        check((0..=u16::MAX).map(f16::from_bits).collect());
+    }
+
+    #[test]
+    fn a_mean_is_the_sum_in_order_divided() {
+        let part = |rank: usize| -> Vec<f32> {
+            (0..100).map(|i| ((i * 37 + rank * 101) % 59) as f32 * 0.37 - 9.1).collect()
+        };
+        for ranks in 1..=9 {
+            let parts: Vec<Vec<f32>> = (0..ranks).map(part).collect();
+            let slices: Vec<&[f32]> = parts.iter().map(Vec::as_slice).collect();
+            let mut ours = vec![0f32; 100];
+            mean(&slices, room(&mut ours), ranks as f32);
+            for (at, ours) in ours.iter().enumerate() {
+                let sum = parts[1..].iter().fold(parts[0][at], |sum, part| sum + part[at]);
+                assert_eq!(ours.to_bits(), (sum / ranks as f32).to_bits(), "{ranks} ranks");
+            }
+        }
     }
 }

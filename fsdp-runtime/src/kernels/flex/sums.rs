@@ -6,9 +6,13 @@
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::number::{BLOCK, Number, TASK, multiply};
+use super::made::TASK;
+use super::number::{Number, convert, multiply, room};
 use crate::kernels::Sums;
 use crate::norm::Norm;
+
+/// Elements that are widened and summed at a time: they stay in the first cache.
+const BLOCK: usize = 1024;
 
 /// What the elements add to a norm.
 pub(super) fn sums<E: Number>(elements: &[E], norm: Norm) -> Sums {
@@ -26,7 +30,7 @@ pub(super) fn unscale<E: Number>(elements: &mut [E], factor: f32, norm: Norm) ->
         let (mut wide, mut scaled) = ([0f32; BLOCK], [0f32; BLOCK]);
         let scaled = &mut scaled[..block.len()];
         multiply(E::widened(block, &mut wide), scaled, factor);
-        E::round(scaled, block);
+        convert(scaled, room(block));
         term(E::widened(block, &mut wide), norm)
     };
     let task = |task: &mut [E]| task.chunks_mut(BLOCK).map(block).collect();
