@@ -420,6 +420,28 @@ pub enum ScheduleError {
         /// The shapes now.
         found: Vec<Vec<usize>>,
     },
+    /// A checkpointed unit whose forward computed other values when it was run again. Looked for in
+    /// debug builds alone.
+    #[error(
+        "the forward of the checkpointed unit {unit} computed other values when it was run again, so \
+         its gradients would be wrong; make it depend on its inputs and parameters alone (random \
+         numbers through `fsdp_runtime::nn::Dropout` or as an input, not `Tensor::random`), or leave \
+         the unit out of `activation_checkpointing`"
+    )]
+    OtherValues {
+        /// The unit.
+        unit: String,
+    },
+    /// A checkpointed unit whose forward used a tracked tensor from elsewhere.
+    #[error(
+        "the forward of the checkpointed unit {unit} used a tracked tensor that is neither one of its \
+         inputs nor a parameter; hand it to the forward as an input, `detach` it, or leave the unit \
+         out of `activation_checkpointing`"
+    )]
+    TrackedFromElsewhere {
+        /// The unit.
+        unit: String,
+    },
     /// A loss of more than one element, or one without a graph.
     #[error("the loss is {found}; `backward` takes one tracked element")]
     InvalidLoss {

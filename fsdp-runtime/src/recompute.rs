@@ -24,7 +24,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, TensorData};
 
 use crate::autodiff::State;
-use crate::backend::{Float, Leaf, ShardBackend, Tracked};
+use crate::backend::{Float, Leaf, ShardBackend, Tracked, numel, to_data};
 use crate::memory::Counted;
 use crate::param::raise;
 use crate::replay::KeptForward;
@@ -48,7 +48,6 @@ struct Parts<B: ShardBackend> {
     forward: Option<KeptForward>,
     /// In the order in which the forward is given them.
     inputs: Vec<KeptInput>,
-    /// The shape of each output, and its gradient once that has arrived.
     outputs: Vec<Arrived<B>>,
     counted: Option<Counted>,
 }
@@ -62,8 +61,44 @@ pub(crate) struct Taken<B: ShardBackend> {
     pub(crate) counted: Option<Counted>,
 }
 
-/// An output's shape and its gradient.
-pub(crate) type Arrived<B> = (Shape, Option<Float<B>>);
+/// An output, as it left the first time, and what came back.
+#[derive(Debug)]
+pub(crate) struct Arrived<B: ShardBackend> {
+    pub(crate) shape: Shape,
+    /// In debug builds, some of its elements.
+    sample: Option<Vec<f32>>,
+    /// Its gradient, once that has arrived.
+    pub(crate) gradient: Option<Float<B>>,
+}
+
+/// Elements of a sample.
+const SAMPLE: usize = 64;
+
+fn sample<B: ShardBackend>(value: &Float<B>) -> Option<Vec<f32>> {
+    if !cfg!(debug_assertions) {
+        return None;
+    }
+    let len = numel::<B>(value).min(SAMPLE);
+    let elements = B::fragment(value.clone(), 0..len, Shape::from([len]));
+    Some(to_data::<B>(elements).iter::<f32>().collect())
+}
+
+impl<B: ShardBackend> Arrived<B> {
+    fn new(value: &Float<B>) -> Self {
+        Self { shape: value.shape(), sample: sample::<B>(value), gradient: None }
+    }
+
+    /// Whether a second run computed the same, to 1/64: devices may add in another order, and the
+    /// output may have been rounded to another type when it left.
+    pub(crate) fn is_again(&self, value: &Float<B>) -> bool {
+        let (Some(first), Some(second)) = (&self.sample, sample::<B>(value)) else { return true };
+        let square = |x: f32| f64::from(x) * f64::from(x);
+        let length: f64 = first.iter().map(|&x| square(x)).sum();
+        let apart: f64 = first.iter().zip(&second).map(|(&a, &b)| square(a - b)).sum();
+        // What is infinite or not a number was so for reasons that are told elsewhere.
+        !(apart.sqrt() > length.sqrt() / 64.0) || !length.is_finite()
+    }
+}
 
 impl<B: ShardBackend> Kept<B> {
     pub(crate) fn new(inputs: Vec<KeptInput>, forward: KeptForward, counted: Counted) -> Arc<Self> {
@@ -185,7 +220,7 @@ impl<B: ShardBackend> Backward<B, 1> for Output {
         let OutputState { kept, index } = ops.state;
         let gradient = grads.consume::<B>(&ops.node);
         if let Some(output) = kept.lock().outputs.get_mut(index) {
-            output.1 = Some(gradient);
+            output.gradient = Some(gradient);
         }
     }
 }
@@ -198,7 +233,7 @@ pub(crate) fn output<B: ShardBackend>(
 ) -> Tracked<B> {
     let index = {
         let outputs = &mut kept.lock().outputs;
-        outputs.push((value.shape(), None));
+        outputs.push(Arrived::new(&value));
         outputs.len() - 1
     };
     let op = Backward::<B, 1>::prepare::<NoCheckpointing>(Output, [parent.node()]);

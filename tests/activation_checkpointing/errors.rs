@@ -1,12 +1,12 @@
 //! What cannot be run again is an error at construction, or a typed error of the backward.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::time::Duration;
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Distribution, Tensor};
 use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LaunchError, Obstacle, RankPanic, ScheduleError, ShardError};
@@ -77,6 +77,11 @@ thread_local! {
     static FICKLE: Cell<(usize, &'static str)> = const { Cell::new((0, "")) };
 }
 
+thread_local! {
+    /// A tracked tensor that [`Fickle`] has from neither its inputs nor its parameters.
+    static ELSEWHERE: RefCell<Option<Tensor<2>>> = const { RefCell::new(None) };
+}
+
 /// Does something else the second time.
 #[derive(Module, Debug)]
 #[fsdp_unit(checkpoint)]
@@ -95,6 +100,11 @@ impl Fickle {
             (1, "rows") => x.narrow(0, 0, 1),
             (1, "draws") => self.dropout.forward(x),
             (1, "panics") => panic!("the second time is one too many"),
+            (_, "random") => {
+                let noise = Tensor::random(x.shape(), Distribution::Normal(0.0, 1.0), &x.device());
+                x + noise
+            }
+            (_, "elsewhere") => x * ELSEWHERE.with_borrow(|it| it.clone().expect("set before")),
             _ => x,
         }
     }
@@ -279,7 +289,31 @@ fn a_forward_that_does_something_else_the_second_time_is_an_error_of_the_backwar
         assert_eq!(error, ScheduleError::OtherDraws.into());
         assert!(goes_on);
     }
+    for (error, goes_on) in fail("random").unwrap() {
+        assert_eq!(error, ScheduleError::OtherValues { unit: "`fickle`".into() }.into());
+        assert!(goes_on);
+    }
     let error = fail("panics").unwrap_err();
     let panic = error.source.downcast_ref::<RankPanic>().expect("a panic");
     assert!(panic.message.contains("one too many"), "{panic}");
+}
+
+#[test]
+fn a_tracked_tensor_from_elsewhere_is_an_error_of_the_forward() {
+    let error = launch(LaunchOptions::new(1).device(Device::flex()), |worker| {
+        let device = worker.device();
+        let model = Model { fickle: fickle(device), ..model(device) };
+        let model = fully_shard(model, &worker, FsdpOptions::new().seed(1))?;
+        FICKLE.set((0, "elsewhere"));
+        let scale = Tensor::<2>::ones([1, WIDTH], &device.clone().autodiff());
+        let forward = || model.forward(Tensor::ones([2, WIDTH], device));
+        // Untracked, it is a constant like any other.
+        ELSEWHERE.set(Some(scale.clone()));
+        model.backward(forward())?;
+        ELSEWHERE.set(Some(scale.require_grad()));
+        model.backward(forward()).map(|_| ())
+    });
+    let error = error.unwrap_err();
+    let expected = ScheduleError::TrackedFromElsewhere { unit: "`fickle`".into() };
+    assert_eq!(error.source.downcast_ref::<Error>(), Some(&expected.into()), "{error}");
 }

@@ -12,7 +12,7 @@ use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError};
 use crate::group::{Call, Fragment, Held, Residency};
 use crate::memory::Use;
-use crate::param::{CallId, Place, Runtime};
+use crate::param::{CallId, Place, Runtime, raise};
 use crate::recompute;
 use crate::replay::KeptForward;
 
@@ -115,7 +115,11 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             Some(Value::Plain(value)) => B::into_dispatch(Value::Plain(detach(value))),
             Some(Value::Autodiff(value, context)) => {
                 let value = match (kept, alive.filter(|_| value.is_tracked())) {
-                    (Some((kept, parent)), _) => {
+                    (Some(_), Some(_)) => {
+                        let unit = self.name_of(id);
+                        raise(ScheduleError::TrackedFromElsewhere { unit }.into())
+                    }
+                    (Some((kept, parent)), None) => {
                         recompute::output(&kept, &parent, detach(value.into_primitive()))
                     }
                     (None, Some(alive)) => {

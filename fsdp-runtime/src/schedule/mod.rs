@@ -285,6 +285,12 @@ impl<B: ShardBackend> Schedule<B> {
         (unit, &unit.entries[place.entry])
     }
 
+    /// The name of a call's unit.
+    fn name_of(&self, id: CallId) -> String {
+        let unit = self.lock().calls.get(&id).map(|call| call.unit);
+        unit.map_or_else(String::new, |unit| self.units[unit].name.to_string())
+    }
+
     /// A tensor at rest, in f32 on the device.
     fn on_device(&self, tensor: Stored<B>) -> Float<B> {
         tensor.on_device(&self.device, DType::F32, self.settings.rest)

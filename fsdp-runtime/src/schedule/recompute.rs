@@ -189,18 +189,23 @@ impl<B: ShardBackend> Schedule<B> {
         };
         let found: Vec<Tracked<B>> = found.into_iter().filter_map(tensor).collect();
         let shapes = found.iter().map(TensorMetadata::shape);
-        if !shapes.clone().eq(expected.iter().map(|(shape, _)| shape.clone())) {
+        let name = || self.units[unit].name.to_string();
+        if !shapes.clone().eq(expected.iter().map(|arrived| arrived.shape.clone())) {
             return Err(ScheduleError::OtherOutputs {
-                unit: self.units[unit].name.to_string(),
-                expected: expected.iter().map(|(shape, _)| shape.to_vec()).collect(),
+                unit: name(),
+                expected: expected.iter().map(|arrived| arrived.shape.to_vec()).collect(),
                 found: shapes.map(|shape| shape.to_vec()).collect(),
             }
             .into());
         }
+        let mut pairs = found.iter().zip(&expected);
+        if !pairs.all(|(found, arrived)| arrived.is_again(found.primitive())) {
+            return Err(ScheduleError::OtherValues { unit: name() }.into());
+        }
         let outputs = found.into_iter().zip(expected).filter(|(output, _)| output.is_tracked());
         // It may have been cast when it left.
-        let gradient = |(output, (_, gradient)): (Tracked<B>, Arrived<B>)| {
-            let gradient = cast::<B>(gradient?, output.dtype());
+        let gradient = |(output, arrived): (Tracked<B>, Arrived<B>)| {
+            let gradient = cast::<B>(arrived.gradient?, output.dtype());
             Some((output, gradient))
         };
         Ok(seed(outputs.filter_map(gradient)))
