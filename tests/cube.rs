@@ -6,7 +6,7 @@ mod support;
 
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
-use support::{Run, parity};
+use support::{Outcome, Run, parity};
 
 /// Three inner units in two buffers, so that a gather overwrites what an earlier unit read.
 fn small(device: Device) -> Run {
@@ -14,14 +14,23 @@ fn small(device: Device) -> Run {
     Run { device, blocks: 2, steps: 2, rows_per_rank: 1, dropout: 0.1, clip, ..Run::new(2) }
 }
 
+/// The same bits. With autotune, which matrix product runs depends on how long each has taken, so that
+/// runs add up in another order.
+fn assert_same(one: &Outcome, other: &Outcome) {
+    match cfg!(feature = "autotune") {
+        true => one.assert_close(other, 1e-6),
+        false => one.assert_bitwise(other),
+    }
+}
+
 #[test]
-fn full_shard_equals_no_shard_bit_for_bit_on_a_cubecl_device() {
+fn full_shard_equals_no_shard_on_a_cubecl_device() {
     let full = small(Device::cpu()).launch();
     let none = small(Device::cpu()).strategy(ShardingStrategy::NoShard).launch();
-    full.assert_bitwise(&none);
+    assert_same(&full, &none);
     assert!(full.norms.iter().any(|&norm| norm > 0.5), "clipping took part: {:?}", full.norms);
     assert!(full.losses.iter().all(|loss| loss.is_finite()));
-    small(Device::cpu()).launch().assert_bitwise(&full);
+    assert_same(&small(Device::cpu()).launch(), &full);
 }
 
 #[test]
@@ -47,13 +56,13 @@ fn sharded_training_equals_plain_burn_on_a_cubecl_device() {
 
 /// The inputs of checkpointed units go to the host and come back.
 #[test]
-fn checkpointed_units_have_the_same_bits_on_a_cubecl_device() {
+fn checkpointed_units_train_alike_on_a_cubecl_device() {
     let plain = small(Device::cpu());
     let options = plain.options.clone().activation_checkpointing(ActivationCheckpointing::All);
     let kept = Run { options: options.clone(), ..plain.clone() }.launch();
     let offloaded = Run { options: options.offload_activations(true), ..plain.clone() }.launch();
     let plain = plain.launch();
-    kept.assert_bitwise(&plain);
-    offloaded.assert_bitwise(&plain);
+    assert_same(&kept, &plain);
+    assert_same(&offloaded, &plain);
     assert_eq!(offloaded.counts, plain.counts);
 }

@@ -20,6 +20,8 @@ import time
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n"]
 TIMEOUT = 4
+# Whatever devices the build has.
+DEVICE = ["--device", "flex"]
 
 
 def result(command):
@@ -31,7 +33,7 @@ def result(command):
 
 
 def losses(example):
-    run = [example, "--json", "--quiet", "--steps", "20", "--batch-size", "2"]
+    run = [example, *DEVICE, "--json", "--quiet", "--steps", "20", "--batch-size", "2"]
     threads = result(run + ["--engine", "local", "--world-size", "4"])["losses"]
     processes = result(MPIRUN + ["4"] + run + ["--engine", "mpi"])["losses"]
     apart = max(abs(a - b) / abs(a) for a, b in zip(threads, processes, strict=True))
@@ -64,7 +66,7 @@ def ranks_of(mpirun):
 
 def disturb(example, world, how, log):
     """One run, one of whose ranks is killed or stopped at a random moment of its training."""
-    command = MPIRUN + [str(world), example, "--timeout", str(TIMEOUT), "--steps", "100000"]
+    command = MPIRUN + [str(world), example, *DEVICE, "--timeout", str(TIMEOUT), "--steps", "100000"]
     with open(log, "w+") as output:
         run = subprocess.Popen(command, stdout=output, stderr=output)
         while "step 20/" not in open(log).read():
@@ -101,7 +103,7 @@ def kills(example, count):
 
 
 def throughput(example):
-    run = [example, "--json", "--quiet", "--steps", "60", "--seed", "1"]
+    run = [example, *DEVICE, "--json", "--quiet", "--steps", "60", "--seed", "1"]
     threads = run + ["--engine", "local", "--world-size", "2"]
     processes = MPIRUN + ["2"] + run + ["--engine", "mpi"]
     seconds = {"threads": [], "processes": []}

@@ -68,7 +68,19 @@ fn trained(worker: &Worker) -> Result<(Fsdp<Net>, ModuleOptimizer), Error> {
     Ok((net, optimizer))
 }
 
+/// Asks this program for a load alone: the number of ranks and the folder follow.
+const LOAD: &str = "--load";
+
 fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, first, world, root] = &arguments[..]
+        && first == LOAD
+    {
+        let (world, root) = (world.parse().expect("a number of ranks"), PathBuf::from(root));
+        let options = LaunchOptions::new(world).device(Device::flex());
+        launch(options, move |worker| load(&worker, &root)).expect("the ranks succeed");
+        return;
+    }
     // Cargo adds flags of its own.
     let folder = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
     let home = match folder {
@@ -80,10 +92,11 @@ fn main() {
     let options = LaunchOptions::new(WORLD).device(Device::flex());
     let run = root.clone();
     launch(options, move |worker| measure(&worker, &run)).expect("the ranks succeed");
-    for world in [1, 4] {
-        let run = root.clone();
-        let options = LaunchOptions::new(world).device(Device::flex());
-        launch(options, move |worker| load(&worker, &run)).expect("the ranks succeed");
+    // Each in a process of its own, whose memory nothing has used before.
+    for world in ["1", "4"] {
+        let program = std::env::current_exe().expect("this program has a path");
+        let status = Command::new(program).args([LOAD, world]).arg(&root).status();
+        assert!(status.expect("this program starts again").success(), "the load at world {world}");
     }
 }
 

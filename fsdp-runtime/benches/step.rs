@@ -1,6 +1,7 @@
 //! Time of one training step of a BERT, sharded in every way and not at all.
 //!
-//! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation
+//! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation and
+//! `--offload` for that of parameters and optimizer state on the host
 //!
 //! Every way takes its turn in each round, so that what else the machine does falls on all alike;
 //! figures are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,
@@ -59,6 +60,12 @@ struct Cli {
     /// Also FULL_SHARD with every layer checkpointed.
     #[arg(long)]
     checkpoint: bool,
+    /// Also FULL_SHARD with parameters and optimizer state on the host.
+    #[arg(long)]
+    offload: bool,
+    /// CubeCL's CPU runtime in place of Flex.
+    #[arg(long, conflicts_with = "cuda")]
+    cubecl_cpu: bool,
     /// The CUDA device with this index, and over NCCL, in place of Flex.
     #[arg(long, value_name = "INDEX")]
     cuda: Option<usize>,
@@ -199,6 +206,12 @@ fn ways(cli: &Cli) -> Vec<Way> {
         let layers = ActivationCheckpointing::Units(unit_types![Layer]);
         ways.push(way("FULL_SHARD checkpoint", Some(full().activation_checkpointing(layers))));
     }
+    if cli.offload {
+        let params = OffloadPolicy::Params { pin_memory: true };
+        ways.push(way("FULL_SHARD offload", Some(full().offload(params))));
+        let optimizer = OffloadPolicy::OptimizerOnly;
+        ways.push(way("FULL_SHARD offload optimizer", Some(full().offload(optimizer))));
+    }
     ways
 }
 
@@ -269,6 +282,10 @@ const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
 fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
     let options = LaunchOptions::new(world);
     match cli.cuda {
+        #[cfg(feature = "cpu")]
+        None if cli.cubecl_cpu => options.device(Device::cpu()),
+        #[cfg(not(feature = "cpu"))]
+        None if cli.cubecl_cpu => panic!("--cubecl-cpu needs `--features cpu`"),
         None => options.device(Device::flex()),
         #[cfg(feature = "cuda")]
         Some(index) => {
