@@ -282,12 +282,15 @@ fn refused(source: Box<dyn StdError + Send + Sync>) -> LaunchError {
     LaunchError { rank: Rank::ZERO, world: WorldSize::ONE, source }
 }
 
+/// Says, as 1, that collectives are compared across ranks.
+pub(crate) const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
+
 fn debug_variable() -> Result<bool, ShardError> {
-    match std::env::var("FSDP_DEBUG").as_deref() {
+    match std::env::var(DEBUG_VARIABLE).as_deref() {
         Err(_) | Ok("" | "0") => Ok(false),
         Ok("1") => Ok(true),
         Ok(value) => Err(ShardError::InvalidOption {
-            option: "FSDP_DEBUG",
+            option: DEBUG_VARIABLE,
             value: value.into(),
             expected: "use 0 or 1".into(),
         }),

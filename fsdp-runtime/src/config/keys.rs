@@ -78,7 +78,7 @@ const TOP: &[Key] = &[
     used("debug"),
     unused("deepspeed_config", "for DeepSpeed", EMPTY),
     used("distributed_type"),
-    unused("downcast_bf16", TPU, NO),
+    used("downcast_bf16"),
     unused("dynamo_backend", "for torch.compile; Burn fuses operations by itself", NO),
     unused("dynamo_config", "for torch.compile; Burn fuses operations by itself", EMPTY),
     unused("enable_cpu_affinity", "the operating system places processes", NO),

@@ -58,6 +58,8 @@ pub struct Config {
     pub debug: bool,
     /// `mixed_precision`.
     pub mixed_precision: MixedPrecision,
+    /// `downcast_bf16`: under `mixed_precision: bf16` outputs stay in bf16 as well.
+    pub downcast_bf16: bool,
     /// `fsdp_config`.
     pub fsdp: FsdpConfig,
     source: Source,
@@ -115,6 +117,7 @@ impl Default for Config {
             gpu_ids: None,
             mpirun: None,
             use_cpu: false,
+            downcast_bf16: false,
             debug: false,
             mixed_precision: MixedPrecision::No,
             fsdp: FsdpConfig::default(),

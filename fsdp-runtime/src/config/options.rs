@@ -57,10 +57,14 @@ impl Config {
         }
         match self.mixed_precision.param_dtype() {
             Some(FloatDType::F32) => {}
-            // As Accelerate sets it: outputs come back in f32.
             Some(dtype) => {
                 let policy = MixedPrecisionPolicy::new().param_dtype(dtype);
-                made = made.mixed_precision(policy.output_dtype(FloatDType::F32));
+                // As Accelerate sets it: outputs come back in f32, unless all is to be bf16.
+                made =
+                    made.mixed_precision(match self.downcast_bf16 && dtype == FloatDType::BF16 {
+                        true => policy,
+                        false => policy.output_dtype(FloatDType::F32),
+                    });
             }
             None => {
                 let value = self.mixed_precision.name();
@@ -91,7 +95,10 @@ impl Config {
             let instead = "thread ranks share one process; start one with `fsdp launch`";
             problems.push(self.unsupported("num_machines", value, instead));
         }
-        self.valid(LaunchOptions::new(world), problems)
+        let options = LaunchOptions::new(world);
+        // Else the environment has the word.
+        let options = if self.debug { options.debug(true) } else { options };
+        self.valid(options, problems)
     }
 
     /// Ranks of a group that holds the whole model, if the file says so in either way.

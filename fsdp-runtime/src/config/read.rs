@@ -138,13 +138,9 @@ impl Reader {
     fn top(&mut self, entry: &Entry) {
         match entry.key.as_str() {
             "compute_environment" => self.compute_environment(entry),
-            "debug" => {
-                self.config.debug = self.bool(entry).unwrap_or_default();
-                if self.config.debug {
-                    self.note(entry, "collectives are not compared across ranks yet", false);
-                }
-            }
+            "debug" => self.config.debug = self.bool(entry).unwrap_or_default(),
             "distributed_type" => self.distributed_type(entry),
+            "downcast_bf16" => self.config.downcast_bf16 = self.bool(entry).unwrap_or_default(),
             "fp16" => self.fp16 = self.bool(entry).unwrap_or_default(),
             "fsdp_config" => self.map(entry, |reader, map| reader.section(Section::Fsdp, map)),
             "gpu_ids" => {

@@ -3,6 +3,7 @@
 use burn::tensor::FloatDType;
 
 use super::*;
+use crate::LaunchOptions;
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ShardingStrategy, WrapPolicy};
 use crate::precision::MixedPrecisionPolicy;
 use crate::unit::{Child, Kind, Node};
@@ -118,7 +119,6 @@ fn a_file_of_accelerates_is_read_as_it_is() {
     assert_eq!(
         keys,
         [
-            "downcast_bf16",
             "enable_cpu_affinity",
             "main_training_function",
             "rdzv_backend",
@@ -128,7 +128,9 @@ fn a_file_of_accelerates_is_read_as_it_is() {
             "tpu_use_sudo",
         ]
     );
-    assert_eq!(notes[0].to_string(), "line 4: `downcast_bf16: no` has no effect here: for TPUs");
+    let first = "line 5: `enable_cpu_affinity: false` has no effect here: the operating system places \
+                 processes";
+    assert_eq!(notes[0].to_string(), first);
 }
 
 #[test]
@@ -420,6 +422,19 @@ fn precision_and_offload_reach_the_options() {
         .mixed_precision(policy.output_dtype(FloatDType::F32))
         .offload(OffloadPolicy::Params { pin_memory: true });
     assert_eq!(options, expected);
+    let text = text.replace("downcast_bf16: 'no'", "downcast_bf16: 'yes'");
+    let options = good(&text).0.options_for(Some(&BERT_MODEL)).unwrap();
+    assert_eq!(options, expected.mixed_precision(policy), "outputs are bf16 as well");
+}
+
+#[test]
+fn debug_reaches_the_ranks() {
+    let launch = |debug: &str| {
+        let text = BERT.replace("debug: false", debug);
+        format!("{:?}", good(&text).0.launch_options().unwrap())
+    };
+    assert_eq!(launch("debug: true"), format!("{:?}", LaunchOptions::new(2).debug(true)));
+    assert_eq!(launch("debug: false"), format!("{:?}", LaunchOptions::new(2)));
 }
 
 #[test]

@@ -27,6 +27,7 @@ pub(super) fn to_yaml(config: &Config) -> String {
     lines.put("compute_environment", "LOCAL_MACHINE");
     lines.put("debug", config.debug);
     lines.put("distributed_type", FSDP);
+    lines.put("downcast_bf16", quoted(if config.downcast_bf16 { "yes" } else { "no" }));
 
     lines.text.push_str("fsdp_config:\n");
     lines.indent = "  ";

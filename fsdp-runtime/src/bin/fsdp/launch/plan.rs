@@ -182,6 +182,9 @@ impl Plan {
             let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
             variables.push((CONFIG_VARIABLE, absolute.into()));
         }
+        if config.debug {
+            variables.push(("FSDP_DEBUG", "1".into()));
+        }
         if config.use_cpu {
             variables.push(("CUDA_VISIBLE_DEVICES", OsString::new()));
         } else if let Some(ids) = &config.gpu_ids {
@@ -294,7 +297,8 @@ mod tests {
     #[test]
     fn one_machine_needs_a_number_only() {
         let flags = Flags { num_processes: Some(2), ..Flags::default() };
-        let plan = plan(&flags, "use_cpu: true\n", &[]).unwrap();
+        let plan = plan(&flags, "use_cpu: true\ndebug: true\n", &[]).unwrap();
+        assert_eq!(plan.variable("FSDP_DEBUG"), Some("1"));
         assert_eq!(plan.variable("MASTER_ADDR"), Some("127.0.0.1"));
         assert_ne!(plan.variable("MASTER_PORT"), Some("0"));
         assert_eq!(plan.variable("CUDA_VISIBLE_DEVICES"), Some(""));
