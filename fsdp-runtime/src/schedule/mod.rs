@@ -37,7 +37,7 @@ use crate::backend::{Float, Rest, ShardBackend, Stored};
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, MeshGroups};
 use crate::collectives::{Op, ProcessGroup};
-use crate::error::{Error, ScheduleError};
+use crate::error::{CollectiveError, Error, ScheduleError};
 use crate::group::{Call, Held, Reduction, Residency, Unit, UnitState, slot_plan};
 use crate::memory::{Ledger, Use};
 use crate::mesh::Mesh;
@@ -49,7 +49,7 @@ use crate::slot::Slot;
 /// How often a rank did what, since its model was sharded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// All-gathers of a unit.
+    /// All-gathers of a unit's matrices, one for each type that they have.
     pub all_gathers: usize,
     /// All-gathers of one parameter, for a `val()` outside its unit's forward.
     pub single_gathers: usize,
@@ -154,12 +154,12 @@ impl<B: ShardBackend> fmt::Debug for Schedule<B> {
 
 struct State<B: ShardBackend> {
     units: Vec<UnitState<B>>,
-    /// The buffers, the unit in each, and the one that each unit uses.
+    /// The buffers, the unit in each, and those that each unit uses, one for each of its flat ranges.
     slots: Vec<Arc<Slot<B>>>,
     owners: Vec<Option<usize>>,
-    slot_of: Vec<Option<usize>>,
-    /// What this rank keeps of each unit after forward, under `To`.
-    parts: Vec<Option<Arc<Slot<B>>>>,
+    slots_of: Vec<Vec<usize>>,
+    /// What this rank keeps of each flat range of each unit after forward, under `To`.
+    parts: Vec<Vec<Arc<Slot<B>>>>,
     calls: BTreeMap<CallId, Call<B>>,
     next_call: u64,
     /// Hooked forwards under way.
@@ -182,7 +182,7 @@ struct State<B: ShardBackend> {
     unloaded: BTreeSet<Place>,
 }
 
-/// What a rank gives to an all-gather.
+/// What a rank gives to an all-gather of one flat range.
 struct Piece<B: ShardBackend> {
     /// Its place in the flat range, in elements.
     at: usize,
@@ -191,8 +191,35 @@ struct Piece<B: ShardBackend> {
     sent: Option<Arc<OnceLock<Float<B>>>>,
 }
 
-/// What a rank gives to an all-gather, and the group it is among.
-type CopyIn<B> = (Vec<Piece<B>>, Arc<Group>);
+/// What a rank gives to the all-gather of each flat range of a unit, and the group they are among.
+type CopyIn<B> = (Vec<Vec<Piece<B>>>, Arc<Group>);
+
+/// The all-gather of one flat range: what this rank gives to it, and where it goes.
+struct Gather<B: ShardBackend> {
+    op: Op,
+    pieces: Vec<Piece<B>>,
+    numel: usize,
+    dtype: DType,
+    slot: Arc<Slot<B>>,
+}
+
+impl<B: ShardBackend> Gather<B> {
+    /// Runs it among `group`, on the communication thread.
+    fn run(self, group: &Group, device: &B::Device, rest: Rest) -> Result<(), CollectiveError> {
+        let Self { op, pieces, numel, dtype, slot } = self;
+        let send = |Piece { at, value, sent }: Piece<B>| {
+            let cross = || value.on_device(device, dtype, rest);
+            let value = match sent {
+                Some(sent) => sent.get_or_init(cross).clone(),
+                None => cross(),
+            };
+            (at, value)
+        };
+        let fragments = pieces.into_iter().map(send).collect();
+        let shard_len = numel / group.size();
+        ProcessGroup::<B>::all_gather(group, &op, device, fragments, shard_len, &slot)
+    }
+}
 
 /// A call between its `pre_backward` and the depth of its inputs.
 #[derive(Clone, Copy, Debug)]
@@ -218,22 +245,20 @@ impl<B: ShardBackend> Schedule<B> {
             _ => settings.slots,
         };
         let plan = slot_plan(&units, ring);
-        let new = |numel, dtype| Arc::new(Slot::<B>::new(&device, numel, dtype));
-        let slots: Vec<_> = plan.slots.iter().map(|&(numel, dtype)| new(numel, dtype)).collect();
-        let part = |unit: &Unit| match &settings.reshard {
-            Reshard::To(group) => {
-                unit.part_len(group.size()).map(|len| new(len, unit.precision.param))
-            }
-            _ => None,
+        let new = |(numel, dtype)| Arc::new(Slot::<B>::new(&device, numel, dtype));
+        let slots: Vec<_> = plan.slots.into_iter().map(new).collect();
+        let parts = |unit: &Unit| match &settings.reshard {
+            Reshard::To(group) => unit.parts(group.size()).into_iter().map(new).collect(),
+            _ => Vec::new(),
         };
-        let parts: Vec<_> = units.iter().map(part).collect();
+        let parts: Vec<Vec<_>> = units.iter().map(parts).collect();
         let ledger = Arc::new(Ledger::new(settings.rest != Rest::Device));
         for unit in &units {
             let (fragments, replicated) = unit.held_bytes();
             ledger.take(Use::Fragments, fragments);
             ledger.take(Use::Replicated, replicated);
             if settings.keep_sent {
-                ledger.take(Use::Sent, fragments / size_of::<f32>() * unit.precision.param.size());
+                ledger.take(Use::Sent, unit.sent_bytes());
             }
         }
         for slot in slots.iter().chain(parts.iter().flatten()) {
@@ -243,7 +268,7 @@ impl<B: ShardBackend> Schedule<B> {
             units: units.iter().map(|unit| UnitState::new(unit.entries.len())).collect(),
             owners: vec![None; slots.len()],
             slots,
-            slot_of: plan.slot_of,
+            slots_of: plan.slots_of,
             parts,
             calls: BTreeMap::new(),
             next_call: 0,
@@ -295,8 +320,8 @@ impl<B: ShardBackend> Schedule<B> {
         ScheduleError::NotLoaded { path: self.place(place).1.path.clone() }.into()
     }
 
-    /// Issues the all-gather of a unit that is sharded. `Ahead` of use, it gives way to a unit that
-    /// uses the slot; otherwise that is an error.
+    /// Issues the all-gathers of a unit that is sharded, as one. `Ahead` of use, it gives way to a unit
+    /// that uses one of the slots; otherwise that is an error.
     fn unshard(
         &self,
         state: &mut State<B>,
@@ -305,52 +330,38 @@ impl<B: ShardBackend> Schedule<B> {
         when: When,
     ) -> Result<(), Error> {
         let unit = &self.units[index];
-        let Some(slot) = state.slot_of[index] else { return Ok(()) };
+        let slots = state.slots_of[index].clone();
+        if slots.is_empty() {
+            return Ok(());
+        }
         if when == When::Now {
             state.units[index].prefetched = false;
         }
         if !matches!(state.units[index].residency, Residency::Sharded) {
             return Ok(());
         }
-        let Some((fragments, group)) = self.copy_in(state, index, pass, when)? else {
+        let Some((pieces, group)) = self.copy_in(state, index, pass, when)? else {
             return Ok(());
         };
-        if let Some(owner) = state.owners[slot].filter(|&owner| owner != index) {
-            if state.units[owner].in_use() {
-                if when == When::Ahead {
-                    return Ok(());
-                }
-                return Err(ScheduleError::SlotBusy {
-                    unit: unit.name.to_string(),
-                    owner: self.units[owner].name.to_string(),
-                    slots: self.settings.slots,
-                }
-                .into());
-            }
-            self.evict(state, owner)?;
+        if !self.take_slots(state, index, when)? {
+            return Ok(());
         }
         tracing::trace!(target: "fsdp", unit = %unit.name, ahead = when == When::Ahead, "fsdp::unshard");
-        count(&self.counters.all_gathers);
-        let len = unit.layout.padded_len();
-        let op = Op::new("all_gather", unit.name.clone()).of(len);
-        let (memory, device) = (state.slots[slot].clone(), self.device.clone());
-        let (dtype, rest) = (unit.precision.param, self.settings.rest);
+        let gather = |((pieces, (numel, dtype)), slot): ((_, (usize, DType)), &usize)| {
+            count(&self.counters.all_gathers);
+            let op = Op::new("all_gather", unit.name.clone()).of(numel);
+            Gather { op, pieces, numel, dtype, slot: state.slots[*slot].clone() }
+        };
+        let gathers: Vec<Gather<B>> =
+            pieces.into_iter().zip(unit.buffers()).zip(&slots).map(gather).collect();
+        let (device, rest) = (self.device.clone(), self.settings.rest);
         let work = self.comm.issue_on(&group, move |group| {
-            let shard_len = len / group.size();
-            let send = |Piece { at, value, sent }: Piece<B>| {
-                let cross = || value.on_device(&device, dtype, rest);
-                let value = match sent {
-                    Some(sent) => sent.get_or_init(cross).clone(),
-                    None => cross(),
-                };
-                (at, value)
-            };
-            let fragments = fragments.into_iter().map(send).collect();
-            ProcessGroup::<B>::all_gather(group, &op, &device, fragments, shard_len, &memory)?;
+            for gather in gathers {
+                gather.run(group, &device, rest)?;
+            }
             B::complete(&device);
             Ok(())
         });
-        state.owners[slot] = Some(index);
         state.units[index].residency = Residency::Unsharding(work);
         state.units[index].prefetched = when == When::Ahead;
         let now =
@@ -360,8 +371,34 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// What this rank gives to a unit's all-gather and the group it is among. `None` when a prefetch
-    /// finds that nobody has read the fragments.
+    /// Makes a unit the owner of its slots, all of them or none: `false` where another one uses one of
+    /// them and this one is not needed yet.
+    fn take_slots(&self, state: &mut State<B>, index: usize, when: When) -> Result<bool, Error> {
+        let slots = state.slots_of[index].clone();
+        let others = slots.iter().filter_map(|&slot| state.owners[slot]);
+        let owners: Vec<usize> = others.filter(|&owner| owner != index).collect();
+        if let Some(&owner) = owners.iter().find(|&&owner| state.units[owner].in_use()) {
+            if when == When::Ahead {
+                return Ok(false);
+            }
+            return Err(ScheduleError::SlotBusy {
+                unit: self.units[index].name.to_string(),
+                owner: self.units[owner].name.to_string(),
+                slots: self.settings.slots,
+            }
+            .into());
+        }
+        for owner in owners {
+            self.evict(state, owner)?;
+        }
+        for slot in slots {
+            state.owners[slot] = Some(index);
+        }
+        Ok(true)
+    }
+
+    /// What this rank gives to a unit's all-gathers and the group they are among. `None` when a
+    /// prefetch finds that nobody has read the fragments.
     fn copy_in(
         &self,
         state: &State<B>,
@@ -370,16 +407,22 @@ impl<B: ShardBackend> Schedule<B> {
         when: When,
     ) -> Result<Option<CopyIn<B>>, Error> {
         let unit = &self.units[index];
-        if let (Pass::Backward, true, Reshard::To(group), Some(part)) =
-            (pass, state.units[index].kept_part, &self.settings.reshard, &state.parts[index])
+        if let (Pass::Backward, true, Reshard::To(group)) =
+            (pass, state.units[index].kept_part, &self.settings.reshard)
         {
-            let len = part.numel();
-            let at = self.part_of(group) * len;
-            let value = Stored::Device(part.view(0, &[len]));
-            return Ok(Some((vec![Piece { at, value, sent: None }], group.clone())));
+            let kept = |part: &Arc<Slot<B>>| {
+                let len = part.numel();
+                let at = self.part_of(group) * len;
+                let value = Stored::Device(part.view(0, &[len]));
+                vec![Piece { at, value, sent: None }]
+            };
+            return Ok(Some((state.parts[index].iter().map(kept).collect(), group.clone())));
         }
-        let mut fragments = Vec::new();
-        for (entry, fragment) in unit.entries.iter().zip(&state.units[index].fragments) {
+        let mut pieces: Vec<Vec<Piece<B>>> = Vec::new();
+        pieces.resize_with(unit.layout.ranges().len(), Vec::new);
+        for (at, (entry, fragment)) in
+            unit.entries.iter().zip(&state.units[index].fragments).enumerate()
+        {
             let Held::Fragment(range) = &entry.held else { continue };
             let Some(fragment) = fragment else {
                 if when == When::Ahead {
@@ -389,13 +432,13 @@ impl<B: ShardBackend> Schedule<B> {
                 return Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into());
             };
             if !range.is_empty() {
-                let segment = entry.segment.expect("a sharded entry has a segment");
-                let at = unit.layout.segment(segment).start + range.start;
+                let (flat, start) = unit.gathered_at(at);
                 let sent = self.settings.keep_sent.then(|| fragment.sent.clone());
-                fragments.push(Piece { at, value: fragment.value.clone(), sent });
+                let value = fragment.value.clone();
+                pieces[flat].push(Piece { at: start + range.start, value, sent });
             }
         }
-        Ok(Some((fragments, self.settings.groups.shard.clone())))
+        Ok(Some((pieces, self.settings.groups.shard.clone())))
     }
 
     /// Which part of a gathered unit this rank keeps, under `To`.
@@ -415,7 +458,7 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Gives a unit's slot back.
+    /// Gives a unit's slots back.
     fn reshard(&self, state: &mut State<B>, index: usize) {
         if !matches!(state.units[index].residency, Residency::Unsharded) {
             return;
@@ -423,25 +466,27 @@ impl<B: ShardBackend> Schedule<B> {
         let unit = &self.units[index];
         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::reshard");
         state.units[index].residency = Residency::Sharded;
-        if let Some(slot) = state.slot_of[index] {
+        for &slot in &state.slots_of[index] {
             state.owners[slot] = None;
             state.slots[slot].release();
-            self.counters.unsharded_bytes.fetch_sub(unit.unsharded_bytes(), Ordering::Relaxed);
         }
+        self.counters.unsharded_bytes.fetch_sub(unit.unsharded_bytes(), Ordering::Relaxed);
     }
 
     /// Copies the part of a gathered unit that this rank keeps for the backward, under `To`.
     fn keep_part(&self, state: &mut State<B>, index: usize) {
-        let (Reshard::To(group), Some(part), Some(slot), Residency::Unsharded) = (
-            &self.settings.reshard,
-            &state.parts[index],
-            state.slot_of[index],
-            &state.units[index].residency,
-        ) else {
+        let (Reshard::To(group), Residency::Unsharded) =
+            (&self.settings.reshard, &state.units[index].residency)
+        else {
             return;
         };
-        let len = part.numel();
-        part.write(0, state.slots[slot].view(self.part_of(group) * len, &[len]));
+        if state.parts[index].is_empty() {
+            return;
+        }
+        for (part, &slot) in state.parts[index].iter().zip(&state.slots_of[index]) {
+            let len = part.numel();
+            part.write(0, state.slots[slot].view(self.part_of(group) * len, &[len]));
+        }
         B::complete(&self.device);
         state.units[index].kept_part = true;
     }
@@ -456,12 +501,26 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Gives a unit a slot of its own, when the one it shares is needed by a unit whose backward may
-    /// run beside its own. The unit has no graph yet that looks into its present slot.
-    fn add_slot(&self, state: &mut State<B>, index: usize, other: usize) -> Result<(), Error> {
+    /// Gives a unit slots of its own in place of those it shares with one whose backward may run beside
+    /// its own. The unit has no graph yet that looks into its present slots.
+    fn add_slots(&self, state: &mut State<B>, index: usize, other: usize) -> Result<(), Error> {
         self.evict(state, index)?;
-        let unit = &self.units[index];
-        let (numel, dtype) = (unit.layout.padded_len(), unit.precision.param);
+        for (range, buffer) in self.units[index].buffers().into_iter().enumerate() {
+            if state.slots_of[other].contains(&state.slots_of[index][range]) {
+                state.slots_of[index][range] = self.add_slot(state, index, other, buffer);
+            }
+        }
+        Ok(())
+    }
+
+    /// A new slot, which is needed as two units are live at once.
+    fn add_slot(
+        &self,
+        state: &mut State<B>,
+        index: usize,
+        other: usize,
+        (numel, dtype): (usize, DType),
+    ) -> usize {
         let slot = Arc::new(Slot::<B>::new(&self.device, numel, dtype));
         tracing::warn!(
             target: "fsdp",
@@ -474,10 +533,9 @@ impl<B: ShardBackend> Schedule<B> {
         );
         count(&self.counters.added_slots);
         self.ledger.take(Use::Gathered, slot.bytes());
-        state.slot_of[index] = Some(state.slots.len());
         state.slots.push(slot);
         state.owners.push(None);
-        Ok(())
+        state.slots.len() - 1
     }
 
     /// The next unit in `order` with a slot on the same level.
