@@ -263,6 +263,20 @@ fn memory_is_as_forecast() {
     }
 }
 
+/// What is kept on the device of offloaded fragments has the type in which each is gathered.
+#[test]
+fn copies_that_are_kept_on_the_device_have_the_types_they_are_sent_in() {
+    on(2, |worker| {
+        let options = options().offload(OffloadPolicy::OptimizerOnly);
+        let model = fully_shard(Net::new(worker.device()), worker, options)?;
+        let state = model.sharded_state();
+        let sharded = state.iter().filter(|(_, part)| part.shape.len() == 2);
+        let bytes = sharded.map(|(path, part)| part.range.len() * model::dtype(path).size());
+        assert_eq!(model.memory().fragments.now, bytes.sum::<usize>());
+        Ok(())
+    });
+}
+
 #[test]
 fn checkpoints_load_at_other_worlds_and_in_other_types() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -36,8 +36,13 @@ pub struct Inner {
 
 #[fsdp_unit]
 impl Inner {
-    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        apply(tanh(apply(x.clone(), self.gate.val())), self.mix.val()) + x.cast(FULL)
+    /// Returns a parameter too, as it lies in the buffer of the second type.
+    pub fn forward(&self, x: Tensor<2>) -> (Tensor<2>, Tensor<2>) {
+        let (gate, mix) = (self.gate.val(), self.mix.val());
+        let one = gate.dtype() == mix.dtype();
+        let expected = if one { gate.dtype() } else { HALF };
+        assert_eq!(x.dtype(), expected, "an input stays as it is, unless the unit has one type");
+        (apply(tanh(apply(x.clone(), gate)), mix.clone()) + x.cast(FULL), mix)
     }
 }
 
@@ -59,9 +64,10 @@ impl Block {
         let (up, middle, down) = (self.up.val(), self.middle.val(), self.down.val());
         let one = up.dtype() == middle.dtype() && middle.dtype() == down.dtype();
         let expected = if one { up.dtype() } else { FULL };
-        assert_eq!(x.dtype(), expected, "an input stays as it is, unless the unit has one type");
+        assert_eq!(x.dtype(), expected);
         let hidden = tanh(apply(x.clone(), up)) * self.gain.val().cast(FULL).unsqueeze();
-        let hidden = self.inner.forward(hidden);
+        let (hidden, mix) = self.inner.forward(hidden.cast(HALF));
+        let hidden = hidden + mix.cast(FULL).mean_dim(0);
         let shift = self.shift.val().cast(FULL).unsqueeze();
         let hidden = tanh(apply(hidden, middle) + shift);
         x.cast(FULL) + apply(tanh(apply(hidden, down)), self.last.val())
