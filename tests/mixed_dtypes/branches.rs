@@ -1,4 +1,5 @@
-//! Branches that are live at once: only the buffers that they share are added.
+//! Units that want each other's buffers: branches that are live at once, of which only the buffers
+//! that they share are added, and units whose order changes from step to step.
 
 use burn::module::{Module, Param};
 use burn::optim::SgdConfig;
@@ -32,12 +33,27 @@ struct Branches {
     branches: Vec<Branch>,
 }
 
+/// Which units run, one after the other or side by side.
+#[derive(Clone, Debug)]
+enum Order {
+    Chain(Vec<usize>),
+    /// The first one, and the others on what it returns.
+    Beside,
+}
+
 #[fsdp_unit]
 impl Branches {
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        let x = self.branches[0].forward(x);
-        let branches = self.branches[1..].iter().map(|branch| branch.forward(x.clone()));
-        branches.reduce(|a, b| a + b).expect("some branches")
+    fn forward(&self, x: Tensor<2>, order: Order) -> Tensor<2> {
+        match order {
+            Order::Chain(order) => {
+                order.into_iter().fold(x, |x, index| x.clone() + self.branches[index].forward(x))
+            }
+            Order::Beside => {
+                let x = self.branches[0].forward(x);
+                let branches = self.branches[1..].iter().map(|branch| branch.forward(x.clone()));
+                branches.reduce(|a, b| a + b).expect("some branches")
+            }
+        }
     }
 }
 
@@ -54,49 +70,93 @@ fn model(types: &[&[DType]], device: &Device) -> Branches {
     Branches { branches: types.iter().enumerate().map(branch).collect() }
 }
 
-/// The bits of the losses, how many buffers were added until the end of each step, and their bytes.
-fn train(types: &'static [&[DType]], options: FsdpOptions) -> (Vec<u32>, Vec<usize>, usize) {
+/// What a run of a few steps tells of its buffers, and the bits of its losses.
+struct Told {
+    losses: Vec<u32>,
+    /// How many buffers were added until the end of each step.
+    added: Vec<usize>,
+    added_bytes: usize,
+    mis_prefetches: usize,
+}
+
+fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -> Told {
     on(2, move |worker| {
         let device = worker.device();
         let mut model = fully_shard(model(types, device), worker, options.clone())?;
         let before = model.slot_bytes();
         let (mut losses, mut added) = (Vec::new(), Vec::new());
-        for step in 0..3 {
+        for (step, order) in orders.iter().enumerate() {
             let at = |i: usize| ((i * 7 + step + worker.rank().index()) % 13) as f32 * 0.1 - 0.6;
             let data: Vec<f32> = (0..4 * WIDTH).map(at).collect();
             let x = Tensor::from_data(TensorData::new(data, [4, WIDTH]), device);
-            let loss = model.forward(x).powf_scalar(2.0).mean();
+            let loss = model.forward(x, order.clone()).powf_scalar(2.0).mean();
             losses.push(loss.clone().into_scalar::<f32>().to_bits());
             let grads = model.backward(loss)?;
             model = SgdConfig::new().init().step(0.1, model, grads);
             added.push(model.counts().added_slots);
         }
-        Ok((losses, added, model.slot_bytes() - before))
+        let (added_bytes, mis_prefetches) =
+            (model.slot_bytes() - before, model.counts().mis_prefetches);
+        Ok(Told { losses, added, added_bytes, mis_prefetches })
     })
     .swap_remove(0)
 }
 
-/// Three branches, of which the first and the last share a ring of two in one type, and in another
-/// type have a buffer each.
+fn beside(types: &'static [&[DType]], options: FsdpOptions) -> Told {
+    train(types, vec![Order::Beside; 3], options)
+}
+
+fn no_shard() -> FsdpOptions {
+    FsdpOptions::new().strategy(ShardingStrategy::NoShard)
+}
+
+/// Three branches, of which the first and the last share a buffer of one type, and of another type
+/// have one each.
 #[test]
 fn only_the_buffers_that_two_branches_share_are_added() {
-    const TYPES: &[&[DType]] = &[&[OTHER], &[FULL, HALF], &[FULL], &[FULL, HALF]];
-    let (expected, ..) = train(TYPES, FsdpOptions::new().strategy(ShardingStrategy::NoShard));
-    let (losses, added, bytes) = train(TYPES, FsdpOptions::new());
-    assert_eq!(losses, expected);
-    assert_eq!(added, [1, 1, 1], "once");
-    assert_eq!(bytes, WIDTH * WIDTH * FULL.size());
-    let (losses, added, _) = train(TYPES, FsdpOptions::new().slots(3));
-    assert_eq!((losses, added), (expected, vec![0; 3]));
+    const TYPES: &[&[DType]] = &[&[OTHER], &[HALF, FULL], &[FULL], &[FULL, HALF]];
+    let expected = beside(TYPES, no_shard()).losses;
+    let told = beside(TYPES, FsdpOptions::new());
+    assert_eq!(told.losses, expected);
+    assert_eq!(told.added, [1, 1, 1], "once");
+    assert_eq!(told.added_bytes, WIDTH * WIDTH * FULL.size());
+    let told = beside(TYPES, FsdpOptions::new().slots(3));
+    assert_eq!((told.losses, told.added), (expected, vec![0; 3]));
 }
 
 /// A branch that shares one buffer with one branch and another with another one gives up both.
 #[test]
 fn a_branch_may_share_its_buffers_with_several() {
     const TYPES: &[&[DType]] = &[&[OTHER], &[FULL], &[FULL], &[HALF], &[HALF], &[FULL, HALF]];
-    let (expected, ..) = train(TYPES, FsdpOptions::new().strategy(ShardingStrategy::NoShard));
-    let (losses, added, bytes) = train(TYPES, FsdpOptions::new());
-    assert_eq!(losses, expected);
-    assert_eq!(added, [2, 2, 2], "one of each type, once");
-    assert_eq!(bytes, WIDTH * WIDTH * (FULL.size() + HALF.size()));
+    let told = beside(TYPES, FsdpOptions::new());
+    assert_eq!(told.losses, beside(TYPES, no_shard()).losses);
+    assert_eq!(told.added, [2, 2, 2], "one of each type, once");
+    assert_eq!(told.added_bytes, WIDTH * WIDTH * (FULL.size() + HALF.size()));
+}
+
+/// Some of the units in some order, another one in each step: prefetches turn out wrong, and buffers
+/// are taken from several units at once, or are in use and are not taken.
+#[test]
+fn an_order_that_changes_takes_no_buffer_in_use() {
+    const TYPES: &[&[DType]] =
+        &[&[FULL, HALF], &[FULL], &[HALF], &[HALF, FULL], &[OTHER, FULL], &[FULL, HALF, OTHER]];
+    let mut state = 1_u64;
+    let mut draw = |below: usize| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    let mut order = |_| {
+        let mut left: Vec<usize> = (0..TYPES.len()).collect();
+        let len = 3 + draw(TYPES.len() - 2);
+        Order::Chain((0..len).map(|_| left.swap_remove(draw(left.len()))).collect())
+    };
+    let orders: Vec<Order> = (0..24).map(&mut order).collect();
+    let expected = train(TYPES, orders.clone(), no_shard()).losses;
+    for slots in [1, 2, 3] {
+        let told = train(TYPES, orders.clone(), FsdpOptions::new().slots(slots));
+        assert_eq!(told.losses, expected, "{slots} buffers");
+        assert!(slots == 1 || told.mis_prefetches > 0);
+        assert_eq!(told.added.last(), Some(&0));
+    }
 }
