@@ -3,8 +3,8 @@
 
 mod support;
 
-#[path = "mixed_dtypes/branches.rs"]
-mod branches;
+#[path = "mixed_dtypes/buffers.rs"]
+mod buffers;
 #[path = "mixed_dtypes/model.rs"]
 mod model;
 

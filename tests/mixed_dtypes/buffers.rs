@@ -1,6 +1,8 @@
 //! Units that want each other's buffers: branches that are live at once, of which only the buffers
 //! that they share are added, and units whose order changes from step to step.
 
+use std::cell::RefCell;
+
 use burn::module::{Module, Param};
 use burn::optim::SgdConfig;
 use burn::tensor::activation::tanh;
@@ -159,4 +161,57 @@ fn an_order_that_changes_takes_no_buffer_in_use() {
         assert!(slots == 1 || told.mis_prefetches > 0);
         assert_eq!(told.added.last(), Some(&0));
     }
+}
+
+thread_local! {
+    /// Parameters that a forward on this rank's thread has kept from their buffers.
+    static KEPT: RefCell<Vec<Tensor<2>>> = const { RefCell::new(Vec::new()) };
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Keeps {
+    weights: Vec<Param<Tensor<2>>>,
+}
+
+#[fsdp_unit]
+impl Keeps {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let weights = self.weights.iter().map(Param::val);
+        KEPT.with_borrow_mut(|kept| kept.extend(weights));
+        x
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Two {
+    first: Keeps,
+    second: Keeps,
+}
+
+#[fsdp_unit]
+impl Two {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.second.forward(self.first.forward(x))
+    }
+}
+
+/// In debug builds every buffer of a unit is filled with NaN when the unit is resharded.
+#[test]
+fn all_buffers_of_a_unit_are_poisoned() {
+    on(2, |worker| {
+        let device = worker.device();
+        let Branches { branches } = model(&[&[FULL, HALF], &[FULL, HALF]], device);
+        let mut units = branches.into_iter().map(|branch| Keeps { weights: branch.weights });
+        let [first, second] = [units.next(), units.next()].map(|unit| unit.expect("two units"));
+        let model = fully_shard(Two { first, second }, worker, FsdpOptions::new())?;
+        model.forward(Tensor::ones([1, WIDTH], device));
+        // The second unit stays gathered, as its backward is next.
+        for kept in KEPT.take().into_iter().take(2) {
+            let elements: Vec<f32> = kept.into_data().iter().collect();
+            assert_eq!(elements.iter().all(|it| it.is_nan()), cfg!(debug_assertions));
+        }
+        Ok(())
+    });
 }
