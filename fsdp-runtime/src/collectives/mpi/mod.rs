@@ -234,6 +234,7 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         let present = self.exchange(op, present)?;
         let reduction = Reduction { keep, layout, divisor, present };
         let mut sums = self.sum_parts::<B>(op, device, &gradients, &reduction)?;
+        drop(gradients);
         if self.members.len() > 1 {
             self.join_parts::<B>(op, device, &mut sums, &reduction)?;
         }
