@@ -4,7 +4,7 @@ mod engine;
 
 use std::time::Duration;
 
-use burn::tensor::{DType, FloatDType};
+use burn::tensor::DType;
 
 pub use self::engine::EngineError;
 use crate::checkpoint::CheckpointError;
@@ -107,23 +107,6 @@ pub enum ShardError {
         path: String,
         /// Its dtype.
         dtype: DType,
-    },
-    /// Matrices of several dtypes in one unit, which is gathered in one.
-    #[error(
-        "{unit} holds matrices of several types, `{first}` ({first_dtype:?}) and `{second}` \
-         ({second_dtype:?}); set `param_dtype`, or make a unit of one of their modules"
-    )]
-    MixedDtypes {
-        /// The unit, as its path is quoted.
-        unit: String,
-        /// Its first matrix.
-        first: String,
-        /// The dtype of that.
-        first_dtype: FloatDType,
-        /// A matrix of another dtype.
-        second: String,
-        /// The dtype of that.
-        second_dtype: FloatDType,
     },
     /// A parameter that is initialised to another shape than it declares.
     #[error(

@@ -97,11 +97,9 @@ impl MemoryForecast {
         let gradients = Gradients::of(&units, offloaded);
         let (on_device, on_host) = gradients.once();
         let on_device_alone = |bytes| if offloaded { 0 } else { bytes };
-        let sent =
-            |unit: &Unit| unit.held_bytes().0 / size_of::<f32>() * unit.precision.param.size();
         Ok(Self {
             fragments: match options.offload {
-                OffloadPolicy::OptimizerOnly => units.iter().map(sent).sum(),
+                OffloadPolicy::OptimizerOnly => units.iter().map(Unit::sent_bytes).sum(),
                 _ => on_device_alone(fragments),
             },
             replicated: on_device_alone(replicated),
@@ -226,16 +224,11 @@ fn mib(bytes: usize) -> f64 {
 /// Bytes of the buffers, as the schedule allocates them.
 fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
     let ring = if reshard == ReshardAfterForward::Never { units.len() } else { slots };
-    let slots = slot_plan(units, ring).slots;
-    let buffers: usize = slots.iter().map(|(numel, dtype)| numel * dtype.size()).sum();
-    let parts: usize = match reshard {
-        ReshardAfterForward::To(size) => {
-            let part = |unit: &Unit| Some(unit.part_len(size)? * unit.precision.param.size());
-            units.iter().filter_map(part).sum()
-        }
-        _ => 0,
-    };
-    buffers + parts
+    let mut buffers = slot_plan(units, ring).slots;
+    if let ReshardAfterForward::To(size) = reshard {
+        buffers.extend(units.iter().flat_map(|unit| unit.parts(size)));
+    }
+    buffers.iter().map(|(numel, dtype)| numel * dtype.size()).sum()
 }
 
 /// The gradients of each unit in bytes, in layout order.
@@ -257,8 +250,8 @@ struct Gradients {
 impl Gradients {
     fn of(units: &[Unit], offloaded: bool) -> Self {
         // They arrive in one type, and are in the other when all have.
-        let arrive = |unit: &Unit| unit.num_params() * unit.precision.param.size();
-        let held = |unit: &Unit| unit.num_params() * unit.precision.reduce.size();
+        let arrive = |unit: &Unit| unit.gradient_bytes().0;
+        let held = |unit: &Unit| unit.gradient_bytes().1;
         let nested = |own: &dyn Fn(&Unit) -> usize| {
             let mut around: Vec<usize> = Vec::new();
             let full = units.iter().map(|unit| {

@@ -10,12 +10,12 @@ use burn::tensor::DType;
 use crate::backend::{Float, Leaf, ShardBackend, Stored, Tracked};
 use crate::collectives::Reduce;
 use crate::collectives::comm::Work;
-use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
 use crate::param::CallId;
 use crate::precision::Precision;
 use crate::recompute::{Kept, KeptInput};
 use crate::slot::SlotPlan;
+use crate::unit_layout::UnitLayout;
 
 /// How a parameter is held between steps.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,12 +37,14 @@ pub(crate) struct Entry {
     pub(crate) path: String,
     /// Its full shape.
     pub(crate) shape: Vec<usize>,
-    /// The type it is computed with.
+    /// The type it is computed with, and gathered in.
     pub(crate) dtype: DType,
+    /// The type that its gradient travels in when it is reduced.
+    pub(crate) reduce_dtype: DType,
     /// How it is held.
     pub(crate) held: Held,
-    /// Its matrix's place in the unit's flat layout; also under `NO_SHARD`, where it says in which
-    /// order the gradient norm is summed.
+    /// Its matrix's number in the unit's layout; also under `NO_SHARD`, where it says in which order
+    /// the gradient norm is summed.
     pub(crate) segment: Option<usize>,
 }
 
@@ -95,10 +97,10 @@ pub(crate) struct Unit {
     /// Its parameters, in layout order.
     pub(crate) entries: Vec<Entry>,
     /// Where its matrices lie.
-    pub(crate) layout: FlatLayout,
-    /// Whether it holds fragments, and so needs a buffer to gather them in.
+    pub(crate) layout: UnitLayout,
+    /// Whether it holds fragments, and so needs buffers to gather them in.
     pub(crate) gathers: bool,
-    /// In which types it computes and communicates.
+    /// What types its inputs and outputs take.
     pub(crate) precision: Precision,
     /// Whether its forward is run again in backward, from its inputs alone.
     pub(crate) checkpointed: bool,
@@ -107,27 +109,53 @@ pub(crate) struct Unit {
 }
 
 impl Unit {
-    /// Where the full parameter begins in the unit's buffer.
-    pub(crate) fn offset(&self, entry: usize) -> usize {
+    /// The flat range that a full parameter is gathered in, and where it begins there.
+    pub(crate) fn gathered_at(&self, entry: usize) -> (usize, usize) {
         let segment = self.entries[entry].segment.expect("a sharded entry has a segment");
-        self.layout.segment(segment).start
+        (self.layout.range_of(segment), self.layout.segment(segment).start)
+    }
+
+    /// The buffers that it is gathered in, one for each flat range: elements and their type.
+    pub(crate) fn buffers(&self) -> Vec<(usize, DType)> {
+        let ranges = if self.gathers { self.layout.ranges() } else { &[] };
+        ranges.iter().map(|range| (range.layout.padded_len(), range.dtype)).collect()
     }
 
     /// Bytes of the unsharded unit, padding included.
     pub(crate) fn unsharded_bytes(&self) -> usize {
-        if self.gathers { self.layout.padded_len() * self.precision.param.size() } else { 0 }
+        self.buffers().iter().map(|(numel, dtype)| numel * dtype.size()).sum()
     }
 
-    /// Elements that a rank keeps of the gathered unit after forward, as one of `size` neighbours;
-    /// `None` where it keeps nothing.
-    pub(crate) fn part_len(&self, size: usize) -> Option<usize> {
-        (self.gathers && self.level > 0).then(|| self.layout.padded_len() / size)
+    /// What a rank keeps of each gathered flat range after forward, as one of `size` neighbours:
+    /// nothing of the outermost unit, which stays gathered.
+    pub(crate) fn parts(&self, size: usize) -> Vec<(usize, DType)> {
+        let buffers = if self.level > 0 { self.buffers() } else { Vec::new() };
+        buffers.into_iter().map(|(numel, dtype)| (numel / size, dtype)).collect()
     }
 
     /// Elements of its full parameters; tied ones belong to the place that owns them.
     pub(crate) fn num_params(&self) -> usize {
-        let owned = self.entries.iter().filter(|entry| !matches!(entry.held, Held::TiedTo(_)));
-        owned.map(Entry::numel).sum()
+        self.owned().map(Entry::numel).sum()
+    }
+
+    /// Its entries but for those that another one holds.
+    fn owned(&self) -> impl Iterator<Item = &Entry> {
+        self.entries.iter().filter(|entry| !matches!(entry.held, Held::TiedTo(_)))
+    }
+
+    /// Bytes of its full gradients as they arrive, and as they are reduced or held until then.
+    pub(crate) fn gradient_bytes(&self) -> (usize, usize) {
+        let bytes = |of: fn(&Entry) -> DType| {
+            self.owned().map(|entry| entry.numel() * of(entry).size()).sum()
+        };
+        (bytes(|entry| entry.dtype), bytes(|entry| entry.reduce_dtype))
+    }
+
+    /// Bytes of this rank's fragments in the types in which they are sent.
+    pub(crate) fn sent_bytes(&self) -> usize {
+        let sharded = |entry: &&Entry| matches!(entry.held, Held::Fragment(_));
+        let sent = self.entries.iter().filter(sharded);
+        sent.map(|entry| entry.range().len() * entry.dtype.size()).sum()
     }
 
     /// Bytes that this rank holds of it between steps: fragments, and what is replicated.
@@ -169,10 +197,8 @@ impl Unit {
 
 /// The buffers of a model, `ring` to a nesting level.
 pub(crate) fn slot_plan(units: &[Unit], ring: usize) -> SlotPlan {
-    let gathered = |unit: &Unit| if unit.gathers { unit.layout.padded_len() } else { 0 };
-    let lens: Vec<_> =
-        units.iter().map(|unit| (unit.level, gathered(unit), unit.precision.param)).collect();
-    SlotPlan::new(&lens, ring)
+    let buffers: Vec<_> = units.iter().map(|unit| (unit.level, unit.buffers())).collect();
+    SlotPlan::new(&buffers, ring)
 }
 
 /// Where a unit's matrices are.
@@ -181,9 +207,9 @@ pub(crate) enum Residency {
     /// In fragments alone.
     #[default]
     Sharded,
-    /// On their way into the slot.
+    /// On their way into the unit's slots.
     Unsharding(Work<()>),
-    /// In the slot.
+    /// In the unit's slots.
     Unsharded,
 }
 
@@ -249,7 +275,7 @@ impl<B: ShardBackend> UnitState<B> {
         }
     }
 
-    /// Whether its buffer must not be given to another unit.
+    /// Whether its buffers must not be given to another unit.
     pub(crate) fn in_use(&self) -> bool {
         !self.forwards.is_empty() || self.backwards > 0
     }

@@ -1,9 +1,10 @@
 //! Flat ranges, padding and fragments: which elements of a unit's matrices lie on which rank.
 //!
-//! All matrices of a unit, in declaration order, form one flat range. Each begins at a multiple of
-//! [`ALIGNMENT`] elements; the whole is padded to a multiple of the world size. Rank `r` of `N`
-//! owns elements `[r·S, (r+1)·S)`, where `S` is the padded length over `N`. What a rank holds of one
-//! matrix, its *fragment*, is the intersection of the two ranges.
+//! All matrices of a unit, in declaration order, form one flat range; where they have several types
+//! of elements, one for each (`unit_layout`). Each matrix begins at a multiple of [`ALIGNMENT`]
+//! elements; the whole is padded to a multiple of the world size. Rank `r` of `N` owns elements
+//! `[r·S, (r+1)·S)`, where `S` is the padded length over `N`. What a rank holds of one matrix, its
+//! *fragment*, is the intersection of the two ranges.
 //!
 //! Pure arithmetic in elements: nothing here knows of tensors, devices or dtypes.
 

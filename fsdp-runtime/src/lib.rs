@@ -48,6 +48,7 @@ mod schedule;
 mod slot;
 mod state_dict;
 mod unit;
+mod unit_layout;
 mod unit_type;
 mod unscale;
 mod wrapping;

@@ -16,11 +16,11 @@ use self::ties::{shared, tie};
 use self::wraps::{wraps, wraps_field};
 use crate::error::ShardError;
 use crate::group::{Entry, Held, Unit};
-use crate::layout::FlatLayout;
 use crate::mesh::Mesh;
 use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 use crate::param::{Place, Sharded};
 use crate::unit::{Child, FsdpModule, Kind, Node, Walk};
+use crate::unit_layout::UnitLayout;
 use crate::unit_type::UnitType;
 
 /// A parameter's name in a checkpoint from elsewhere, and whether it lies transposed there.
@@ -148,7 +148,7 @@ impl Plan {
                 });
             }
         };
-        let (units, places) = Self::lay_out(&items, units, mesh, options)?;
+        let (units, places) = Self::lay_out(&items, units, mesh, options);
         let keys = items.into_iter().zip(&places).map(|(item, place)| (*place, item.key)).collect();
         let places = order.into_iter().map(|item| item.map(|item| places[item])).collect();
         Ok(Self { units, places, keys, ignored: left_alone, device })
@@ -160,7 +160,7 @@ impl Plan {
         found: Vec<FoundUnit>,
         mesh: Mesh,
         options: &FsdpOptions,
-    ) -> Result<(Vec<Unit>, Vec<Place>), ShardError> {
+    ) -> (Vec<Unit>, Vec<Place>) {
         // Each item's position within its unit, in the order of the walk.
         let mut counts = vec![0; found.len()];
         let places: Vec<Place> = items
@@ -182,15 +182,17 @@ impl Plan {
                         && item.shape.len() >= 2
                         && numel >= options.persist_below.max(1)
                 };
-                let matrices = own.iter().filter(is_matrix).map(|item| item.shape.iter().product());
-                let layout = FlatLayout::new(matrices, mesh.shard_size());
-                let mut segments = 0..layout.len();
                 let policy = options.policy(unit.unit_type);
-                let gathered = match policy.param() {
-                    Some(dtype) => dtype,
-                    None => {
-                        common_dtype(&unit, own.iter().copied().filter(|item| is_matrix(&item)))?
-                    }
+                let dtype_of = |item: &Item| policy.param().unwrap_or(item.dtype);
+                let matrices = own.iter().filter(is_matrix);
+                let matrices =
+                    matrices.map(|item| (dtype_of(item), item.shape.iter().product::<usize>()));
+                let layout = UnitLayout::new(matrices, mesh.shard_size());
+                let mut segments = 0..;
+                let common = match layout.ranges() {
+                    // Vectors alone.
+                    [] => Some(policy.param().unwrap_or(DType::F32)),
+                    _ => layout.dtype(),
                 };
                 let entries: Vec<Entry> = own
                     .iter()
@@ -203,20 +205,18 @@ impl Plan {
                             }
                             _ => Held::Whole,
                         };
-                        let dtype = match segment {
-                            Some(_) => gathered,
-                            None => policy.param().unwrap_or(item.dtype),
-                        };
                         let (path, shape) = (item.path.clone(), item.shape.clone());
-                        Entry { path, shape, dtype, held, segment }
+                        let dtype = dtype_of(item);
+                        let reduce_dtype = policy.reduce(common, dtype);
+                        Entry { path, shape, dtype, reduce_dtype, held, segment }
                     })
                     .collect();
                 let name = Arc::from(unit.name());
                 let gathers = entries.iter().any(|entry| matches!(entry.held, Held::Fragment(_)));
                 let returns = unit.level == 0 || options.has_own_policy(unit.unit_type);
-                let precision = policy.resolve(gathered, returns);
+                let precision = policy.resolve(common, returns);
                 let FoundUnit { path, ty, level, field, checkpointed, within, .. } = unit;
-                Ok(Unit {
+                Unit {
                     name,
                     path,
                     ty,
@@ -228,10 +228,10 @@ impl Plan {
                     precision,
                     checkpointed,
                     within,
-                })
+                }
             })
-            .collect::<Result<_, ShardError>>()?;
-        Ok((units, places))
+            .collect();
+        (units, places)
     }
 
     /// The layout, line by line, as all ranks must have it.
@@ -346,7 +346,8 @@ impl Inventory {
                 let (unit, path) = (self.units[unit].name(), path.clone());
                 self.fail(ShardError::IgnoredInCheckpoint { unit, path });
             }
-            let entry = Entry { path, shape, dtype: DType::F32, held: Held::Own, segment: None };
+            let (dtype, reduce_dtype) = (DType::F32, DType::F32);
+            let entry = Entry { path, shape, dtype, reduce_dtype, held: Held::Own, segment: None };
             self.left_alone.push(IgnoredParam { id: param.id, key, entry });
             return;
         }
@@ -431,24 +432,6 @@ impl Walk for Inventory {
             let (unit, path) = (self.units[unit].name(), self.join(&[]));
             self.fail(ShardError::Unrepeatable { unit, path, ty, instead });
         }
-    }
-}
-
-/// The one type of a unit's matrices.
-fn common_dtype<'a>(
-    unit: &FoundUnit,
-    mut matrices: impl Iterator<Item = &'a Item>,
-) -> Result<DType, ShardError> {
-    let Some(first) = matrices.next() else { return Ok(DType::F32) };
-    match matrices.find(|item| item.dtype != first.dtype) {
-        None => Ok(first.dtype),
-        Some(second) => Err(ShardError::MixedDtypes {
-            unit: unit.name(),
-            first: first.path.clone(),
-            first_dtype: first.dtype.into(),
-            second: second.path.clone(),
-            second_dtype: second.dtype.into(),
-        }),
     }
 }
 

@@ -41,7 +41,8 @@ impl Default for MixedPrecisionPolicy {
 
 impl MixedPrecisionPolicy {
     /// Parameters are gathered in the type they are initialised in, `F32` as a rule, and gradients
-    /// reduced in that of the gathered parameters.
+    /// reduced in that of the gathered parameters, each in its own where a unit's matrices have
+    /// several types.
     pub const fn new() -> Self {
         Self {
             param_dtype: None,
@@ -51,16 +52,18 @@ impl MixedPrecisionPolicy {
         }
     }
 
-    /// The type that parameters are gathered in, and have in `forward` and `backward`; by default that
-    /// in which they are initialised. Without it, all matrices of a unit must have one type; vectors,
-    /// which stay whole, may have another.
+    /// The type that parameters are gathered in, and have in `forward` and `backward`; by default each
+    /// has that in which it is initialised. A unit whose matrices then have several types is gathered
+    /// in segments: one all-gather and one buffer for each type. It is one unit in all else. Vectors,
+    /// which stay whole, may have any type.
     pub const fn param_dtype(mut self, dtype: FloatDType) -> Self {
         self.param_dtype = Some(dtype);
         self
     }
 
-    /// The type that gradients travel in when they are reduced; by default the parameters'. The sum
-    /// over ranks is taken in `F32` all the same.
+    /// The type that gradients travel in when they are reduced; by default that of the unit's
+    /// matrices, or, where these have several, each parameter's own. The sum over ranks is taken in
+    /// `F32` all the same.
     pub const fn reduce_dtype(mut self, dtype: FloatDType) -> Self {
         self.reduce_dtype = Some(dtype);
         self
@@ -73,7 +76,8 @@ impl MixedPrecisionPolicy {
         self
     }
 
-    /// Whether float inputs of a unit's `forward` are cast to the parameters' type. On by default.
+    /// Whether float inputs of a unit's `forward` are cast to the type of its matrices. On by default.
+    /// Where these have several types, inputs stay as they are.
     pub const fn cast_forward_inputs(mut self, cast: bool) -> Self {
         self.cast_forward_inputs = cast;
         self
@@ -108,36 +112,29 @@ impl MixedPrecisionPolicy {
         self.param_dtype.map(DType::from)
     }
 
-    /// The policy of a unit whose matrices are gathered in `param`; `returns` says whether the output
-    /// type is meant for it.
-    pub(crate) fn resolve(&self, param: DType, returns: bool) -> Precision {
+    /// The type that a gradient travels in, of a parameter of type `own` in a unit whose matrices are
+    /// all gathered in `unit`, if they have one type.
+    pub(crate) fn reduce(&self, unit: Option<DType>, own: DType) -> DType {
+        self.reduce_dtype.map_or(unit.unwrap_or(own), DType::from)
+    }
+
+    /// The policy of a unit whose matrices are all gathered in `unit`, if they have one type; `returns`
+    /// says whether the output type is meant for it.
+    pub(crate) fn resolve(&self, unit: Option<DType>, returns: bool) -> Precision {
         Precision {
-            param,
-            reduce: self.reduce_dtype.map_or(param, DType::from),
+            input: unit.filter(|_| self.cast_forward_inputs),
             output: self.output_dtype.filter(|_| returns).map(DType::from),
-            cast_inputs: self.cast_forward_inputs,
         }
     }
 }
 
-/// In which types one unit computes and communicates.
+/// What types the inputs and outputs of one unit take; `None` leaves them as they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Precision {
-    /// Gathered parameters.
-    pub(crate) param: DType,
-    /// Gradients on their way.
-    pub(crate) reduce: DType,
-    /// Outputs; `None` leaves them as they are.
+    /// Inputs, in the unit's own code.
+    pub(crate) input: Option<DType>,
+    /// Outputs.
     pub(crate) output: Option<DType>,
-    /// Whether inputs take the type of the parameters.
-    pub(crate) cast_inputs: bool,
-}
-
-#[cfg(test)]
-impl Precision {
-    /// Everything in f32.
-    pub(crate) const FULL: Self =
-        Self { param: DType::F32, reduce: DType::F32, output: None, cast_inputs: true };
 }
 
 #[cfg(all(test, feature = "flex"))]
@@ -158,10 +155,21 @@ mod tests {
     #[test]
     fn gradients_travel_in_the_parameters_type_by_default() {
         let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::F16);
-        assert_eq!(policy.resolve(DType::F16, true).reduce, DType::F16);
+        let half = Some(DType::F16);
+        assert_eq!(policy.reduce(half, DType::F32), DType::F16);
+        assert_eq!(policy.reduce(None, DType::BF16), DType::BF16, "each in its own");
         let policy = policy.reduce_dtype(FloatDType::F32).output_dtype(FloatDType::F32);
-        assert_eq!(policy.resolve(DType::F16, true).reduce, DType::F32);
-        assert_eq!(policy.resolve(DType::F16, true).output, Some(DType::F32));
-        assert_eq!(policy.resolve(DType::F16, false).output, None);
+        assert_eq!(policy.reduce(half, DType::F16), DType::F32);
+        assert_eq!(policy.resolve(half, true).output, Some(DType::F32));
+        assert_eq!(policy.resolve(half, false).output, None);
+    }
+
+    #[test]
+    fn inputs_take_the_type_of_the_units_matrices_where_there_is_one() {
+        let policy = MixedPrecisionPolicy::new();
+        assert_eq!(policy.resolve(Some(DType::BF16), true).input, Some(DType::BF16));
+        assert_eq!(policy.resolve(None, true).input, None);
+        let policy = policy.cast_forward_inputs(false);
+        assert_eq!(policy.resolve(Some(DType::BF16), true).input, None);
     }
 }

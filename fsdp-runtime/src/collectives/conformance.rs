@@ -17,9 +17,9 @@ use super::group::Group;
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{Float, ShardBackend, cast};
 use crate::error::CollectiveError;
-use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
 use crate::slot::Slot;
+use crate::unit_layout::{FlatRange, UnitLayout};
 
 /// What a rank does, and how long its group waits.
 struct Check {
@@ -43,7 +43,7 @@ impl Tested for Flex {
     }
 }
 
-fn checks<B: Tested>() -> [Check; 15] {
+fn checks<B: Tested>() -> [Check; 16] {
     let check = |name, run| Check { name, timeout: LONG, debug: false, run };
     let debug = |check| Check { debug: true, ..check };
     [
@@ -54,6 +54,7 @@ fn checks<B: Tested>() -> [Check; 15] {
         debug(check("reduce_scatter", reduce_scatter::<B>)),
         check("all_reduce", all_reduce),
         check("absent gradients", absent_gradients::<B>),
+        check("several types", several_types::<B>),
         check("broadcast", broadcast::<B>),
         debug(check("ten million elements", ten_million::<B>)),
         check("split", split::<B>),
@@ -126,8 +127,13 @@ fn index(group: &Group) -> usize {
     group.members().iter().position(|&rank| rank == group.rank()).unwrap()
 }
 
-fn layout(group: &Group, numels: &[usize]) -> FlatLayout {
-    FlatLayout::new(numels.iter().copied(), WorldSize::new(group.size()).unwrap())
+fn layout(group: &Group, matrices: &[(DType, usize)]) -> UnitLayout {
+    UnitLayout::new(matrices.iter().copied(), WorldSize::new(group.size()).unwrap())
+}
+
+/// Matrices of one type.
+fn of(dtype: DType, numels: &[usize]) -> Vec<(DType, usize)> {
+    numels.iter().map(|&numel| (dtype, numel)).collect()
 }
 
 fn exchange(group: &Group) {
@@ -144,7 +150,8 @@ fn exchange(group: &Group) {
 
 /// Gathers three matrices of a unit into a slot that is larger than it.
 fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<Slot<B>>) {
-    let layout = layout(group, numels);
+    let layout = layout(group, &of(slot.dtype(), numels));
+    let [FlatRange { layout: flat, .. }] = layout.ranges() else { panic!("one type") };
     let rank = WorldSize::new(group.size()).unwrap().ranks().nth(index(group)).unwrap();
     let mut fragments = Vec::new();
     for matrix in 0..numels.len() {
@@ -155,8 +162,8 @@ fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<Slot<B>>) {
         }
     }
     slot.release();
-    let op = op("all_gather", "unit").of(layout.padded_len());
-    group.all_gather(&op, &B::device(), fragments, layout.shard_len(), slot).unwrap();
+    let op = op("all_gather", "unit").of(flat.padded_len());
+    group.all_gather(&op, &B::device(), fragments, flat.shard_len(), slot).unwrap();
     for (matrix, &numel) in numels.iter().enumerate() {
         let full = slot.view(layout.segment(matrix).start, &[numel]);
         let expected = rounded(values(matrix, 0..numel), slot.dtype());
@@ -217,29 +224,34 @@ fn gather_to_one<B: Tested>(group: &Group) {
 /// Reduces `numels.len()` sharded matrices and as many replicated ones; rank r has the gradients
 /// that `has(r, entry)` says. Sums must have the bits of sums in rank order.
 fn reduce<B: Tested>(group: &Group, numels: &[usize], has: impl Fn(usize, usize) -> bool) {
-    DTYPES.iter().for_each(|dtype| reduce_as::<B>(group, numels, &has, *dtype));
+    for dtype in DTYPES {
+        reduce_as::<B>(group, &of(dtype, numels), &has, None);
+    }
 }
 
+/// As [`reduce`], of matrices of any types, whose gradients travel as `travels`, or in their own type.
 fn reduce_as<B: Tested>(
     group: &Group,
-    numels: &[usize],
+    matrices: &[(DType, usize)],
     has: impl Fn(usize, usize) -> bool,
-    dtype: DType,
+    travels: Option<DType>,
 ) {
-    let (layout, at) = (layout(group, numels), index(group));
+    let (layout, at) = (layout(group, matrices), index(group));
     let rank = WorldSize::new(group.size()).unwrap().ranks().nth(at).unwrap();
     let mut keep = Vec::new();
-    for (matrix, &numel) in numels.iter().enumerate() {
+    for (matrix, &(own, numel)) in matrices.iter().enumerate() {
         let range = layout.fragment(matrix, rank);
+        let dtype = travels.unwrap_or(own);
         let shape = vec![range.len().max(1), 1];
         keep.push(Reduce { shape, range, segment: Some(matrix), dtype });
         keep.push(Reduce { shape: vec![1, numel], range: 0..numel, segment: None, dtype });
     }
-    let mine = |entry: usize| tensor_as::<B>(values(at, 0..numels[entry / 2]), dtype);
+    let mine =
+        |entry: usize| tensor_as::<B>(values(at, 0..matrices[entry / 2].1), keep[entry].dtype);
     let gradient = |entry: usize| has(at, entry).then(|| mine(entry));
     let gradients: Vec<_> = (0..keep.len()).map(gradient).collect();
     let divisor = group.size();
-    let op = op("reduce_scatter", "unit").of(layout.padded_len());
+    let op = op("reduce_scatter", "unit").of(matrices.iter().map(|(_, numel)| numel).sum());
     let reduced =
         on::<B>(group).reduce_scatter(&op, &B::device(), gradients, &keep, &layout, divisor);
     let reduced = reduced.unwrap();
@@ -251,10 +263,10 @@ fn reduce_as<B: Tested>(
         }
         let reduced = reduced.as_ref().unwrap();
         assert_eq!(reduced.shape(), Shape::from(keep.shape.clone()));
-        let expected = mean(&ranks, keep.range.clone(), divisor, dtype);
+        let expected = mean(&ranks, keep.range.clone(), divisor, keep.dtype);
         assert_eq!(reduced.dtype(), DType::F32);
         let reduced = elements::<B>(reduced);
-        assert!(is_sum(group, &reduced, &expected), "{numels:?} of {dtype:?}, entry {entry}");
+        assert!(is_sum(group, &reduced, &expected), "{matrices:?} as {travels:?}, entry {entry}");
     }
 }
 
@@ -282,6 +294,23 @@ fn absent_gradients<B: Tested>(group: &Group) {
     reduce::<B>(group, &[100, 7], |_, entry| entry % 2 == 0);
     reduce::<B>(group, &[1000, 1001], |rank, entry| (rank + entry) % 2 == 0);
     reduce::<B>(group, &[1000, 1001], |rank, _| rank == 0);
+}
+
+/// Matrices of several types, whose gradients travel each in its own, or all in one.
+fn several_types<B: Tested>(group: &Group) {
+    let [full, half, other] = DTYPES;
+    let matrices = [(full, 1000), (half, 130), (other, 7919), (full, 5), (half, 77)];
+    for travels in [None, Some(full), Some(half)] {
+        let reduce = |has: fn(usize, usize) -> bool| {
+            reduce_as::<B>(group, &matrices, has, travels);
+        };
+        reduce(|_, _| true);
+        reduce(|rank, entry| (rank + entry) % 3 != 0);
+        // Of two types no gradient has arrived, or of all but what every rank keeps whole.
+        reduce(|_, entry| entry == 2 || entry == 8);
+        reduce(|_, entry| entry == 6);
+        reduce(|_, entry| entry % 2 == 1);
+    }
 }
 
 fn all_reduce(group: &Group) {

@@ -14,9 +14,9 @@ use super::nccl::NcclGroup;
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
-use crate::layout::FlatLayout;
 use crate::mesh::{Mesh, Rank, WorldSize};
 use crate::slot::Slot;
+use crate::unit_layout::UnitLayout;
 
 /// A value that ranks exchange: by reference between threads, as bytes between processes.
 pub(crate) trait Message: Any + Send + Sync + Serialize + DeserializeOwned {}
@@ -171,7 +171,7 @@ impl<B: ShardBackend> ProcessGroup<B> for Group {
         device: &B::Device,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
-        layout: &FlatLayout,
+        layout: &UnitLayout,
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         on_engine!(self, |group| ProcessGroup::<B>::reduce_scatter(

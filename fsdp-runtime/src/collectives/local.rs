@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
-use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
 use crate::slot::Slot;
+use crate::unit_layout::UnitLayout;
 
 type AnyValue = Arc<dyn Any + Send + Sync>;
 
@@ -292,7 +292,7 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         _: &B::Device,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
-        _: &FlatLayout,
+        _: &UnitLayout,
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let peers = self.exchange(op, gradients)?;

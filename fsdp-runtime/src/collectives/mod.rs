@@ -27,8 +27,8 @@ use burn::tensor::DType;
 
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
-use crate::layout::FlatLayout;
 use crate::slot::Slot;
+use crate::unit_layout::UnitLayout;
 
 /// What a collective does and for which unit: every rank issues the same ones in the same order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,10 +79,11 @@ pub(crate) struct Reduce {
     pub(crate) range: Range<usize>,
     /// The shape it keeps them in.
     pub(crate) shape: Vec<usize>,
-    /// The segment of the unit's layout that `range` is this rank's fragment of; `None` where every
-    /// rank keeps the same.
+    /// The matrix of the unit's layout that `range` is this rank's fragment of; `None` where every rank
+    /// keeps the same.
     pub(crate) segment: Option<usize>,
-    /// The type in which the gradient travels, whatever rank it comes from. Its sum is in f32.
+    /// The type in which the gradient travels, whatever rank it comes from. Its sum is in f32. It is
+    /// the same for all matrices of one flat range; others may have others.
     pub(crate) dtype: DType,
 }
 
@@ -122,15 +123,15 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
         self.all_gather_one(op, device, fragment)
     }
 
-    /// The sum over ranks of each gradient over `divisor`, in f32, in the range this rank keeps. `layout` is
-    /// that of the gradients' unit, over the ranks of this group.
+    /// The sum over ranks of each gradient over `divisor`, in f32, in the range this rank keeps.
+    /// `layout` is that of the gradients' unit, over the ranks of this group.
     fn reduce_scatter(
         &self,
         op: &Op,
         device: &B::Device,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
-        layout: &FlatLayout,
+        layout: &UnitLayout,
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 

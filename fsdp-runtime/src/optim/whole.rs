@@ -400,15 +400,17 @@ mod tests {
 
     use super::*;
     use crate::group::Entry;
-    use crate::layout::FlatLayout;
     use crate::mesh::WorldSize;
+    use crate::unit_layout::UnitLayout;
 
     fn unit(numels: &[usize], mesh: Mesh) -> Unit {
-        let layout = FlatLayout::new(numels.iter().copied(), mesh.shard_size());
+        let dtype = burn::tensor::DType::F32;
+        let layout = UnitLayout::new(numels.iter().map(|&numel| (dtype, numel)), mesh.shard_size());
         let entry = |(segment, &numel): (usize, &usize)| Entry {
             path: format!("weights.{segment}"),
             shape: vec![numel, 1],
-            dtype: burn::tensor::DType::F32,
+            dtype,
+            reduce_dtype: dtype,
             held: Held::Fragment(layout.fragment(segment, mesh.shard_rank())),
             segment: Some(segment),
         };
@@ -422,7 +424,7 @@ mod tests {
             entries,
             layout,
             gathers: true,
-            precision: crate::precision::Precision::FULL,
+            precision: crate::precision::Precision { input: None, output: None },
             checkpointed: false,
             within: None,
         }

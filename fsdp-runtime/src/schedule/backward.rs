@@ -147,9 +147,9 @@ impl<B: ShardBackend> Schedule<B> {
             self.prefetch_previous(state, index)?;
         }
         let before = total_bytes::<B>(&state.units[index].held) + total_bytes::<B>(&call.gradients);
-        let dtype = self.units[index].precision.reduce;
-        let gradients = call.gradients.into_iter();
-        let gradients = gradients.map(|gradient| Some(cast::<B>(gradient?, dtype)));
+        let gradients = call.gradients.into_iter().zip(&self.units[index].entries);
+        let gradients =
+            gradients.map(|(gradient, entry)| Some(cast::<B>(gradient?, entry.reduce_dtype)));
         add_up(&mut state.units[index].held, gradients, B::float_add);
         let after = total_bytes::<B>(&state.units[index].held);
         self.ledger.give_back(Use::Gradients, before);
@@ -172,8 +172,8 @@ impl<B: ShardBackend> Schedule<B> {
         count(&self.counters.reduce_scatters);
         let op = Op::new(name, unit.name.clone()).of(unit.num_params());
         let layout = unit.layout.clone();
-        let dtype = unit.precision.reduce;
-        let keep: Vec<Reduce> = unit.entries.iter().map(|entry| entry.reduce(dtype)).collect();
+        let keep = unit.entries.iter().map(|entry| entry.reduce(entry.reduce_dtype));
+        let keep: Vec<Reduce> = keep.collect();
         let world = self.settings.mesh.world.size();
         let (device, rest) = (self.device.clone(), self.settings.rest);
         let replicate = self.settings.groups.replicate.clone();
@@ -239,7 +239,7 @@ impl<B: ShardBackend> Schedule<B> {
             && !state.accumulating
             && self.settings.accumulation == GradientAccumulation::HoldUnsharded
         {
-            let held = |unit: &Unit| unit.num_params() * unit.precision.reduce.size();
+            let held = |unit: &Unit| unit.gradient_bytes().1;
             let bytes: usize = self.units.iter().map(held).sum();
             tracing::info!(
                 target: "fsdp",

@@ -51,8 +51,8 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             state.order.push(unit);
         }
         let call = self.open_call(state, unit, anchors::<B>(inputs));
-        if let Some(other) = self.beside(state, call) {
-            self.add_slot(state, unit, other)?;
+        while let Some(other) = self.beside(state, call) {
+            self.add_slots(state, unit, other)?;
         }
         self.unshard(state, unit, Pass::Forward, When::Now)?;
         self.wait_for_unshard(state, unit)?;
@@ -68,14 +68,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
     }
 
     fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
-        let precision = self.units[unit].precision;
-        if !precision.cast_inputs {
-            return input;
-        }
+        let Some(dtype) = self.units[unit].precision.input else { return input };
         match B::from_dispatch(input.clone()) {
-            Some(value) if value.dtype() != precision.param => {
-                B::into_dispatch(value.cast(Some(precision.param)))
-            }
+            Some(value) if value.dtype() != dtype => B::into_dispatch(value.cast(Some(dtype))),
             _ => input,
         }
     }
@@ -98,18 +93,16 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
 
     fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
         let kept = self.kept(id);
-        let (slot, alive, anchors, dtype) = {
+        let (slots, alive, anchors, dtype) = {
             let state = self.lock();
             let Some(call) = state.calls.get(&id) else { return output };
-            let slot = state.slot_of[call.unit].map(|slot| state.slots[slot].clone());
+            let slots = state.slots_of[call.unit].iter();
+            let slots: Vec<_> = slots.map(|&slot| state.slots[slot].clone()).collect();
             let dtype = self.units[call.unit].precision.output;
-            (slot, call.open.clone(), call.anchors.clone(), dtype)
+            (slots, call.open.clone(), call.anchors.clone(), dtype)
         };
-        let detach = |value: Float<B>| match &slot {
-            Some(slot) => slot.detach(value),
-            None => value,
-        };
-        // Outputs on another backend, or of another kind, cannot look into the slot.
+        let detach = |value: Float<B>| slots.iter().fold(value, |value, slot| slot.detach(value));
+        // Outputs on another backend, or of another kind, cannot look into the slots.
         match B::from_dispatch(output.clone()).map(|value| value.cast(dtype)) {
             None => output,
             Some(Value::Plain(value)) => B::into_dispatch(Value::Plain(detach(value))),
@@ -232,8 +225,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
                     unit.name,
                     state.units[place.unit].residency
                 );
-                let slot = state.slot_of[place.unit].expect("a unit with fragments has a slot");
-                state.slots[slot].view(unit.offset(holder), &entry.shape)
+                let (range, at) = unit.gathered_at(holder);
+                let slot = state.slots_of[place.unit][range];
+                state.slots[slot].view(at, &entry.shape)
             }
             Held::Fragment(_) => {
                 cast::<B>(self.gather_single(held_at, self.on_device(value))?, dtype)
@@ -277,14 +271,18 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// A unit in the same buffer whose graph is there and whose output no input of `call` can come
-    /// from: the backward of both may run at once. Only for a unit without a graph of its own.
+    /// A unit that shares a buffer with that of `call`, whose graph is there and whose output no input
+    /// of `call` can come from: the backward of both may run at once. Only for a unit without a graph
+    /// of its own.
     ///
     /// What is not recorded has no graph. A recomputation runs from end to end between two ops of
     /// the outer graph: of the units there, only one that runs backward just now is in its way.
     fn beside(&self, state: &State<B>, call: CallId) -> Option<usize> {
         let new = &state.calls[&call];
-        let slot = state.slot_of[new.unit].filter(|_| state.unrecorded.is_none())?;
+        if state.unrecorded.is_some() {
+            return None;
+        }
+        let slots = &state.slots_of[new.unit];
         let live = |id: &CallId, other: &Call<B>| {
             *id != call && other.open.is_none() && other.alive.strong_count() > 0
         };
@@ -293,7 +291,7 @@ impl<B: ShardBackend> Schedule<B> {
             return None;
         }
         let conflicts = |other: &Call<B>| {
-            if state.slot_of[other.unit] != Some(slot) {
+            if !state.slots_of[other.unit].iter().any(|slot| slots.contains(slot)) {
                 return false;
             }
             if other.part_of != new.part_of {

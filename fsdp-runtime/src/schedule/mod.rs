@@ -21,12 +21,13 @@ mod backward;
 mod engine;
 mod forward;
 mod recompute;
+mod unshard;
 mod whole;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 pub(crate) use engine::Engine;
 pub(crate) use whole::{Step, Whole};
@@ -36,9 +37,8 @@ use burn::tensor::DType;
 use crate::backend::{Float, Rest, ShardBackend, Stored};
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, MeshGroups};
-use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError};
-use crate::group::{Call, Held, Reduction, Residency, Unit, UnitState, slot_plan};
+use crate::group::{Call, Reduction, Unit, UnitState, slot_plan};
 use crate::memory::{Ledger, Use};
 use crate::mesh::Mesh;
 use crate::nn::dropout::Stream;
@@ -49,7 +49,7 @@ use crate::slot::Slot;
 /// How often a rank did what, since its model was sharded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// All-gathers of a unit.
+    /// All-gathers of a unit's matrices, one for each type that they have.
     pub all_gathers: usize,
     /// All-gathers of one parameter, for a `val()` outside its unit's forward.
     pub single_gathers: usize,
@@ -154,12 +154,12 @@ impl<B: ShardBackend> fmt::Debug for Schedule<B> {
 
 struct State<B: ShardBackend> {
     units: Vec<UnitState<B>>,
-    /// The buffers, the unit in each, and the one that each unit uses.
+    /// The buffers, the unit in each, and those that each unit uses, one for each of its flat ranges.
     slots: Vec<Arc<Slot<B>>>,
     owners: Vec<Option<usize>>,
-    slot_of: Vec<Option<usize>>,
-    /// What this rank keeps of each unit after forward, under `To`.
-    parts: Vec<Option<Arc<Slot<B>>>>,
+    slots_of: Vec<Vec<usize>>,
+    /// What this rank keeps of each flat range of each unit after forward, under `To`.
+    parts: Vec<Vec<Arc<Slot<B>>>>,
     calls: BTreeMap<CallId, Call<B>>,
     next_call: u64,
     /// Hooked forwards under way.
@@ -181,18 +181,6 @@ struct State<B: ShardBackend> {
     /// Parameters that were not initialised, as they are to be loaded.
     unloaded: BTreeSet<Place>,
 }
-
-/// What a rank gives to an all-gather.
-struct Piece<B: ShardBackend> {
-    /// Its place in the flat range, in elements.
-    at: usize,
-    value: Stored<B>,
-    /// Where it is kept as it was sent.
-    sent: Option<Arc<OnceLock<Float<B>>>>,
-}
-
-/// What a rank gives to an all-gather, and the group it is among.
-type CopyIn<B> = (Vec<Piece<B>>, Arc<Group>);
 
 /// A call between its `pre_backward` and the depth of its inputs.
 #[derive(Clone, Copy, Debug)]
@@ -218,22 +206,20 @@ impl<B: ShardBackend> Schedule<B> {
             _ => settings.slots,
         };
         let plan = slot_plan(&units, ring);
-        let new = |numel, dtype| Arc::new(Slot::<B>::new(&device, numel, dtype));
-        let slots: Vec<_> = plan.slots.iter().map(|&(numel, dtype)| new(numel, dtype)).collect();
-        let part = |unit: &Unit| match &settings.reshard {
-            Reshard::To(group) => {
-                unit.part_len(group.size()).map(|len| new(len, unit.precision.param))
-            }
-            _ => None,
+        let new = |(numel, dtype)| Arc::new(Slot::<B>::new(&device, numel, dtype));
+        let slots: Vec<_> = plan.slots.into_iter().map(new).collect();
+        let parts = |unit: &Unit| match &settings.reshard {
+            Reshard::To(group) => unit.parts(group.size()).into_iter().map(new).collect(),
+            _ => Vec::new(),
         };
-        let parts: Vec<_> = units.iter().map(part).collect();
+        let parts: Vec<Vec<_>> = units.iter().map(parts).collect();
         let ledger = Arc::new(Ledger::new(settings.rest != Rest::Device));
         for unit in &units {
             let (fragments, replicated) = unit.held_bytes();
             ledger.take(Use::Fragments, fragments);
             ledger.take(Use::Replicated, replicated);
             if settings.keep_sent {
-                ledger.take(Use::Sent, fragments / size_of::<f32>() * unit.precision.param.size());
+                ledger.take(Use::Sent, unit.sent_bytes());
             }
         }
         for slot in slots.iter().chain(parts.iter().flatten()) {
@@ -243,7 +229,7 @@ impl<B: ShardBackend> Schedule<B> {
             units: units.iter().map(|unit| UnitState::new(unit.entries.len())).collect(),
             owners: vec![None; slots.len()],
             slots,
-            slot_of: plan.slot_of,
+            slots_of: plan.slots_of,
             parts,
             calls: BTreeMap::new(),
             next_call: 0,
@@ -299,191 +285,6 @@ impl<B: ShardBackend> Schedule<B> {
     /// The error of using a parameter that was to be loaded, and is not yet.
     fn not_loaded(&self, place: Place) -> Error {
         ScheduleError::NotLoaded { path: self.place(place).1.path.clone() }.into()
-    }
-
-    /// Issues the all-gather of a unit that is sharded. `Ahead` of use, it gives way to a unit that
-    /// uses the slot; otherwise that is an error.
-    fn unshard(
-        &self,
-        state: &mut State<B>,
-        index: usize,
-        pass: Pass,
-        when: When,
-    ) -> Result<(), Error> {
-        let unit = &self.units[index];
-        let Some(slot) = state.slot_of[index] else { return Ok(()) };
-        if when == When::Now {
-            state.units[index].prefetched = false;
-        }
-        if !matches!(state.units[index].residency, Residency::Sharded) {
-            return Ok(());
-        }
-        let Some((fragments, group)) = self.copy_in(state, index, pass, when)? else {
-            return Ok(());
-        };
-        if let Some(owner) = state.owners[slot].filter(|&owner| owner != index) {
-            if state.units[owner].in_use() {
-                if when == When::Ahead {
-                    return Ok(());
-                }
-                return Err(ScheduleError::SlotBusy {
-                    unit: unit.name.to_string(),
-                    owner: self.units[owner].name.to_string(),
-                    slots: self.settings.slots,
-                }
-                .into());
-            }
-            self.evict(state, owner)?;
-        }
-        tracing::trace!(target: "fsdp", unit = %unit.name, ahead = when == When::Ahead, "fsdp::unshard");
-        count(&self.counters.all_gathers);
-        let len = unit.layout.padded_len();
-        let op = Op::new("all_gather", unit.name.clone()).of(len);
-        let (memory, device) = (state.slots[slot].clone(), self.device.clone());
-        let (dtype, rest) = (unit.precision.param, self.settings.rest);
-        let work = self.comm.issue_on(&group, move |group| {
-            let shard_len = len / group.size();
-            let send = |Piece { at, value, sent }: Piece<B>| {
-                let cross = || value.on_device(&device, dtype, rest);
-                let value = match sent {
-                    Some(sent) => sent.get_or_init(cross).clone(),
-                    None => cross(),
-                };
-                (at, value)
-            };
-            let fragments = fragments.into_iter().map(send).collect();
-            ProcessGroup::<B>::all_gather(group, &op, &device, fragments, shard_len, &memory)?;
-            B::complete(&device);
-            Ok(())
-        });
-        state.owners[slot] = Some(index);
-        state.units[index].residency = Residency::Unsharding(work);
-        state.units[index].prefetched = when == When::Ahead;
-        let now =
-            self.counters.unsharded_bytes.fetch_add(unit.unsharded_bytes(), Ordering::Relaxed);
-        let now = now + unit.unsharded_bytes();
-        self.counters.peak_unsharded_bytes.fetch_max(now, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// What this rank gives to a unit's all-gather and the group it is among. `None` when a prefetch
-    /// finds that nobody has read the fragments.
-    fn copy_in(
-        &self,
-        state: &State<B>,
-        index: usize,
-        pass: Pass,
-        when: When,
-    ) -> Result<Option<CopyIn<B>>, Error> {
-        let unit = &self.units[index];
-        if let (Pass::Backward, true, Reshard::To(group), Some(part)) =
-            (pass, state.units[index].kept_part, &self.settings.reshard, &state.parts[index])
-        {
-            let len = part.numel();
-            let at = self.part_of(group) * len;
-            let value = Stored::Device(part.view(0, &[len]));
-            return Ok(Some((vec![Piece { at, value, sent: None }], group.clone())));
-        }
-        let mut fragments = Vec::new();
-        for (entry, fragment) in unit.entries.iter().zip(&state.units[index].fragments) {
-            let Held::Fragment(range) = &entry.held else { continue };
-            let Some(fragment) = fragment else {
-                if when == When::Ahead {
-                    return Ok(None);
-                }
-                let unit = unit.name.to_string();
-                return Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into());
-            };
-            if !range.is_empty() {
-                let segment = entry.segment.expect("a sharded entry has a segment");
-                let at = unit.layout.segment(segment).start + range.start;
-                let sent = self.settings.keep_sent.then(|| fragment.sent.clone());
-                fragments.push(Piece { at, value: fragment.value.clone(), sent });
-            }
-        }
-        Ok(Some((fragments, self.settings.groups.shard.clone())))
-    }
-
-    /// Which part of a gathered unit this rank keeps, under `To`.
-    fn part_of(&self, group: &Group) -> usize {
-        self.settings.mesh.shard_rank().index() % group.size()
-    }
-
-    /// Waits until a unit that is being unsharded is.
-    fn wait_for_unshard(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
-        let residency = &mut state.units[index].residency;
-        if matches!(residency, Residency::Unsharding(_)) {
-            tracing::trace!(target: "fsdp", unit = %self.units[index].name, "fsdp::wait_for_unshard");
-            let Residency::Unsharding(work) = std::mem::take(residency) else { unreachable!() };
-            work.wait()?;
-            *residency = Residency::Unsharded;
-        }
-        Ok(())
-    }
-
-    /// Gives a unit's slot back.
-    fn reshard(&self, state: &mut State<B>, index: usize) {
-        if !matches!(state.units[index].residency, Residency::Unsharded) {
-            return;
-        }
-        let unit = &self.units[index];
-        tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::reshard");
-        state.units[index].residency = Residency::Sharded;
-        if let Some(slot) = state.slot_of[index] {
-            state.owners[slot] = None;
-            state.slots[slot].release();
-            self.counters.unsharded_bytes.fetch_sub(unit.unsharded_bytes(), Ordering::Relaxed);
-        }
-    }
-
-    /// Copies the part of a gathered unit that this rank keeps for the backward, under `To`.
-    fn keep_part(&self, state: &mut State<B>, index: usize) {
-        let (Reshard::To(group), Some(part), Some(slot), Residency::Unsharded) = (
-            &self.settings.reshard,
-            &state.parts[index],
-            state.slot_of[index],
-            &state.units[index].residency,
-        ) else {
-            return;
-        };
-        let len = part.numel();
-        part.write(0, state.slots[slot].view(self.part_of(group) * len, &[len]));
-        B::complete(&self.device);
-        state.units[index].kept_part = true;
-    }
-
-    /// Reshards a unit that nothing uses, whatever state it is in.
-    fn evict(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
-        if std::mem::take(&mut state.units[index].prefetched) {
-            count(&self.counters.mis_prefetches);
-        }
-        self.wait_for_unshard(state, index)?;
-        self.reshard(state, index);
-        Ok(())
-    }
-
-    /// Gives a unit a slot of its own, when the one it shares is needed by a unit whose backward may
-    /// run beside its own. The unit has no graph yet that looks into its present slot.
-    fn add_slot(&self, state: &mut State<B>, index: usize, other: usize) -> Result<(), Error> {
-        self.evict(state, index)?;
-        let unit = &self.units[index];
-        let (numel, dtype) = (unit.layout.padded_len(), unit.precision.param);
-        let slot = Arc::new(Slot::<B>::new(&self.device, numel, dtype));
-        tracing::warn!(
-            target: "fsdp",
-            "{} and {} are live at once and share a buffer: one of {} bytes was added; set the \
-             option `slots` above {} to have it from the start",
-            self.units[index].name,
-            self.units[other].name,
-            slot.bytes(),
-            self.settings.slots,
-        );
-        count(&self.counters.added_slots);
-        self.ledger.take(Use::Gathered, slot.bytes());
-        state.slot_of[index] = Some(state.slots.len());
-        state.slots.push(slot);
-        state.owners.push(None);
-        Ok(())
     }
 
     /// The next unit in `order` with a slot on the same level.

@@ -37,6 +37,7 @@ use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
 use crate::nn::dropout::mix;
 use crate::slot::Slot;
+use crate::unit_layout::UnitLayout;
 
 /// This process's end of a group.
 #[derive(Debug)]
@@ -49,7 +50,7 @@ pub(crate) struct MpiGroup {
     index: usize,
     sequence: AtomicU64,
     splits: AtomicU64,
-    /// Where parts arrive before they are summed: kept, so that training allocates nothing.
+    /// Where parts arrive before they are summed, by type: kept, so that training allocates nothing.
     parts: Mutex<Scratch>,
     /// Where a replicated gradient is put together.
     whole: Mutex<Scratch>,
@@ -226,13 +227,14 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         device: &B::Device,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
-        layout: &FlatLayout,
+        layout: &UnitLayout,
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let present: Vec<bool> = gradients.iter().map(Option::is_some).collect();
         let present = self.exchange(op, present)?;
         let reduction = Reduction { keep, layout, divisor, present };
-        let mut sums = self.sum_parts::<B>(op, device, gradients, &reduction)?;
+        let mut sums = self.sum_parts::<B>(op, device, &gradients, &reduction)?;
+        drop(gradients);
         if self.members.len() > 1 {
             self.join_parts::<B>(op, device, &mut sums, &reduction)?;
         }

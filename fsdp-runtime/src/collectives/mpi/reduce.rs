@@ -1,5 +1,6 @@
 //! Reductions: every rank gets every rank's gradient of what it keeps, and sums them in rank order.
-//! Of what all ranks keep whole, each sums a part and sends it to the others.
+//! Of what all ranks keep whole, each sums a part and sends it to the others. Gradients of several
+//! types arrive one type after the other, as a buffer has one.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,11 +14,12 @@ use crate::collectives::{Op, Reduce};
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
+use crate::unit_layout::UnitLayout;
 
 /// What all ranks know of a reduction.
 pub(super) struct Reduction<'a> {
     pub(super) keep: &'a [Reduce],
-    pub(super) layout: &'a FlatLayout,
+    pub(super) layout: &'a UnitLayout,
     pub(super) divisor: usize,
     /// Which member has which gradient.
     pub(super) present: Vec<Arc<Vec<bool>>>,
@@ -26,7 +28,7 @@ pub(super) struct Reduction<'a> {
 impl MpiGroup {
     /// What member `index` keeps of a gradient, in elements: its fragment, or, where all keep all,
     /// the part that it sums for everybody.
-    fn part(&self, keep: &Reduce, layout: &FlatLayout, index: usize) -> Range<usize> {
+    fn part(&self, keep: &Reduce, layout: &UnitLayout, index: usize) -> Range<usize> {
         match keep.segment {
             Some(segment) => layout.fragment(segment, self.position(index)),
             None => {
@@ -48,31 +50,56 @@ impl MpiGroup {
         &self,
         op: &Op,
         device: &B::Device,
-        gradients: Vec<Option<Float<B>>>,
+        gradients: &[Option<Float<B>>],
         reduction: &Reduction<'_>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let keep = reduction.keep;
+        let mut sums: Vec<Option<Float<B>>> = keep.iter().map(|_| None).collect();
+        // The same order on every rank, which knows the type of each gradient, its own or not.
+        let mut left: Vec<usize> = (0..keep.len()).collect();
+        while let Some(dtype) = left.first().map(|&entry| keep[entry].dtype) {
+            let entries: Vec<usize> =
+                left.extract_if(.., |entry| keep[*entry].dtype == dtype).collect();
+            let summed =
+                self.sum_parts_of::<B>(op, device, gradients, reduction, (&entries, dtype))?;
+            for (entry, sum) in entries.into_iter().zip(summed) {
+                sums[entry] = sum;
+            }
+        }
+        Ok(sums)
+    }
+
+    /// As [`sum_parts`](Self::sum_parts), of the entries whose gradients travel in one type.
+    fn sum_parts_of<B: ShardBackend>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        gradients: &[Option<Float<B>>],
+        reduction: &Reduction<'_>,
+        (entries, dtype): (&[usize], DType),
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let Reduction { keep, layout, divisor, present } = reduction;
         let size = self.members.len();
         // Where each member's part of each gradient arrives.
-        let mut lens = Vec::with_capacity(keep.len() * size);
-        for keep in *keep {
-            let len = self.part(keep, layout, self.index).len();
+        let mut lens = Vec::with_capacity(entries.len() * size);
+        for &entry in entries {
+            let len = self.part(&keep[entry], layout, self.index).len();
             lens.extend((0..size).map(|from| if from == self.index { 0 } else { len }));
         }
         let regions = FlatLayout::new(lens, WorldSize::ONE);
-        let Some(dtype) = keep.first().map(|keep| keep.dtype) else { return Ok(Vec::new()) };
         let slot = self.scratch::<B>(&self.parts, device, regions.padded_len(), dtype);
         let mut expected = Vec::new();
-        for entry in 0..keep.len() {
+        for (at, &entry) in entries.iter().enumerate() {
             for from in self.others().filter(|&from| present[from][entry]) {
-                let range = regions.segment(entry * size + from);
+                let range = regions.segment(at * size + from);
                 expected.push(Expected { from, tag: entry, range });
             }
         }
-        let sent: Vec<_> = gradients.iter().map(|gradient| gradient.clone().map(B::host)).collect();
+        let host = |&entry: &usize| Some((entry, B::host(gradients[entry].clone()?)));
+        let sent: Vec<_> = entries.iter().filter_map(host).collect();
         self.land(op, &slot, device, &expected, sent, |sent, transfers| {
-            for (entry, elements) in sent.iter().enumerate() {
-                let Some(elements) = elements else { continue };
+            for (entry, elements) in sent {
+                let entry = *entry;
                 for to in self.others() {
                     let part = self.part(&keep[entry], layout, to);
                     let part = part.start * dtype.size()..part.end * dtype.size();
@@ -81,7 +108,8 @@ impl MpiGroup {
                 }
             }
         })?;
-        let mean = |(entry, keep): (usize, &Reduce)| {
+        let mean = |(at, &entry): (usize, &usize)| {
+            let keep = &keep[entry];
             let range = self.part(keep, layout, self.index);
             if range.is_empty() {
                 return None;
@@ -92,14 +120,14 @@ impl MpiGroup {
                     Some(B::fragment(own, range.clone(), Shape::from([range.len()])))
                 }
                 false => present[from][entry]
-                    .then(|| slot.view(regions.segment(entry * size + from).start, &[range.len()])),
+                    .then(|| slot.view(regions.segment(at * size + from).start, &[range.len()])),
             };
             let parts: Vec<_> = (0..size).filter_map(part).collect();
             let whole = size == 1 || keep.segment.is_some();
             let shape = if whole { keep.shape.clone() } else { vec![range.len()] };
             (!parts.is_empty()).then(|| B::mean(&parts, 0..range.len(), *divisor, shape.into()))
         };
-        Ok(keep.iter().enumerate().map(mean).collect())
+        Ok(entries.iter().enumerate().map(mean).collect())
     }
 
     /// The gradients that every rank keeps whole, from the parts of them that each has summed.

@@ -2,6 +2,7 @@
 //! stays until they are complete.
 
 use std::any::Any;
+use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -21,8 +22,8 @@ use crate::slot::Slot;
 /// Bytes of the largest single message: a C int counts them.
 const PIECE: usize = 1 << 30;
 
-/// A slot of whatever backend.
-pub(super) type Scratch = Option<Box<dyn Any + Send>>;
+/// A slot of whatever backend for each type of elements.
+pub(super) type Scratch = HashMap<DType, Box<dyn Any + Send>>;
 
 /// Data on its way: what is sent, what is received, and with whom.
 #[derive(Default)]
@@ -110,14 +111,12 @@ impl MpiGroup {
         dtype: DType,
     ) -> Arc<Slot<B>> {
         let mut scratch = lock(scratch);
-        if let Some(slot) = scratch.as_ref().and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>())
-            && slot.numel() >= numel
-            && slot.dtype() == dtype
-        {
+        let kept = scratch.get(&dtype).and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>());
+        if let Some(slot) = kept.filter(|slot| slot.numel() >= numel) {
             return slot.clone();
         }
         let slot = Arc::new(Slot::<B>::new(device, numel, dtype));
-        *scratch = Some(Box::new(slot.clone()));
+        scratch.insert(dtype, Box::new(slot.clone()));
         slot
     }
 

@@ -22,6 +22,7 @@ mod sys;
 mod world;
 
 use std::any::Any;
+use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -44,12 +45,13 @@ use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
 use crate::slot::Slot;
+use crate::unit_layout::UnitLayout;
 
 /// How long the news that a rank has ended may take, after NCCL has seen it.
 const NEWS: Duration = Duration::from_millis(500);
 
-/// A slot of whatever backend.
-type Scratch = Option<Box<dyn Any + Send>>;
+/// A slot of whatever backend for each type of elements.
+type Scratch = HashMap<DType, Box<dyn Any + Send>>;
 
 /// This rank's end of a group.
 #[derive(Debug)]
@@ -164,14 +166,12 @@ impl NcclGroup {
         dtype: DType,
     ) -> Arc<Slot<B>> {
         let mut scratch = scratch.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(slot) = scratch.as_ref().and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>())
-            && slot.numel() >= numel
-            && slot.dtype() == dtype
-        {
+        let kept = scratch.get(&dtype).and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>());
+        if let Some(slot) = kept.filter(|slot| slot.numel() >= numel) {
             return slot.clone();
         }
         let slot = Arc::new(Slot::<B>::new(device, numel, dtype));
-        *scratch = Some(Box::new(slot.clone()));
+        scratch.insert(dtype, Box::new(slot.clone()));
         slot
     }
 }
@@ -340,7 +340,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         device: &B::Device,
         gradients: Vec<Option<Float<B>>>,
         keep: &[Reduce],
-        layout: &FlatLayout,
+        layout: &UnitLayout,
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let present: Vec<bool> = gradients.iter().map(Option::is_some).collect();

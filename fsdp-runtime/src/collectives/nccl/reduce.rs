@@ -1,6 +1,7 @@
 //! Reductions. What is in f32 NCCL sums, where it lies. Halves are not summed as halves: each rank
 //! gets every rank's part of what it keeps, and sums them in f32, in rank order, as the other engines
-//! do; that moves as many bytes. What all ranks keep whole is summed by NCCL, in f32.
+//! do; that moves as many bytes. What all ranks keep whole is summed by NCCL, in f32. What a rank
+//! keeps of a matrix follows from its flat range, so that each range is scattered on its own.
 
 use std::sync::Arc;
 
@@ -12,11 +13,12 @@ use crate::collectives::{Op, Reduce};
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
 use crate::mesh::{Rank, WorldSize};
+use crate::unit_layout::UnitLayout;
 
 /// What all ranks know of a reduction.
 pub(super) struct Reduction<'a> {
     pub(super) keep: &'a [Reduce],
-    pub(super) layout: &'a FlatLayout,
+    pub(super) layout: &'a UnitLayout,
     pub(super) divisor: usize,
     /// Which member has which gradient.
     pub(super) present: Vec<Arc<Vec<bool>>>,
@@ -26,6 +28,11 @@ impl Reduction<'_> {
     /// Whether any rank has this gradient.
     fn is_summed(&self, entry: usize) -> bool {
         self.present.iter().any(|present| present[entry])
+    }
+
+    /// The flat range that a gradient is scattered with, if it is.
+    fn range_of(&self, entry: usize) -> Option<usize> {
+        self.keep[entry].segment.map(|segment| self.layout.range_of(segment))
     }
 
     /// A member's position, as a rank of the group.
@@ -55,8 +62,14 @@ impl NcclGroup {
         for (entry, sum) in self.sum_in_place::<B>(op, device, gradients, reduction, &in_place)? {
             sums[entry] = Some(sum);
         }
-        for (entry, sum) in self.sum_parts::<B>(op, device, gradients, reduction, &exchanged)? {
-            sums[entry] = Some(sum);
+        for range in 0..reduction.layout.ranges().len() {
+            let lies = |entry: &usize| reduction.range_of(*entry) == Some(range);
+            let entries: Vec<usize> = exchanged.iter().copied().filter(lies).collect();
+            let summed =
+                self.sum_parts::<B>(op, device, gradients, reduction, (range, &entries))?;
+            for (entry, sum) in summed {
+                sums[entry] = Some(sum);
+            }
         }
         Ok(sums)
     }
@@ -71,9 +84,17 @@ impl NcclGroup {
         entries: &[usize],
     ) -> Result<Vec<(usize, Float<B>)>, CollectiveError> {
         let Reduction { keep, layout, divisor, .. } = reduction;
-        // What all keep whole comes after what is scattered.
-        let scattered = entries.iter().any(|&entry| keep[entry].segment.is_some());
-        let base = if scattered { layout.padded_len() } else { 0 };
+        // The flat ranges that are scattered come first, then what all keep whole.
+        let scatters =
+            |range: usize| entries.iter().any(|&entry| reduction.range_of(entry) == Some(range));
+        let scattered: Vec<usize> =
+            (0..layout.ranges().len()).filter(|&range| scatters(range)).collect();
+        let flat = |range: usize| &layout.ranges()[range].layout;
+        let ranges = FlatLayout::new(
+            scattered.iter().map(|&range| flat(range).padded_len()),
+            WorldSize::ONE,
+        );
+        let base = ranges.padded_len();
         let whole = entries.iter().map(|&entry| match keep[entry].segment {
             Some(_) => 0,
             None => keep[entry].range.len(),
@@ -83,9 +104,16 @@ impl NcclGroup {
             return Ok(Vec::new());
         }
         let slot = self.scratch::<B>(&self.sums, device, base + whole.padded_len(), DType::F32);
-        let region = |at: usize| match keep[entries[at]].segment {
-            Some(segment) => layout.segment(segment),
-            None => base + whole.segment(at).start..base + whole.segment(at).end,
+        let region = |at: usize| {
+            let (start, within) = match (reduction.range_of(entries[at]), keep[entries[at]].segment)
+            {
+                (Some(range), Some(segment)) => {
+                    let at = scattered.partition_point(|&other| other < range);
+                    (ranges.segment(at).start, layout.segment(segment))
+                }
+                _ => (base, whole.segment(at)),
+            };
+            start + within.start..start + within.end
         };
         for (at, &entry) in entries.iter().enumerate() {
             let zeros = || B::float_zeros(Shape::from([region(at).len()]), device, FloatDType::F32);
@@ -93,12 +121,13 @@ impl NcclGroup {
             slot.write(region(at).start, cast::<B>(gradient, DType::F32));
         }
         let (index, size) = (self.host.index(), DType::F32.size());
-        // SAFETY: the flat range of the layout and what comes after it lie within the slot, which is
-        // this group's for sums, of which one is under way at a time.
+        // SAFETY: the flat ranges of the layout and what comes after them lie within the slot, which
+        // is this group's for sums, of which one is under way at a time.
         unsafe {
             self.run::<B>(op, device, &slot, |collectives, at| {
-                if scattered {
-                    collectives.reduce_scatter(at, index, layout.shard_len(), size)?;
+                for (place, &range) in scattered.iter().enumerate() {
+                    let at = at + (ranges.segment(place).start * size) as u64;
+                    collectives.reduce_scatter(at, index, flat(range).shard_len(), size)?;
                 }
                 if whole.padded_len() > 0 {
                     collectives.all_reduce(at + (base * size) as u64, whole.padded_len())?;
@@ -118,20 +147,21 @@ impl NcclGroup {
         Ok(entries.iter().enumerate().filter_map(sum).collect())
     }
 
-    /// Sums here, of parts that the members send each other.
+    /// Sums here, of parts that the members send each other: gradients of matrices in one flat range.
     fn sum_parts<B: ShardBackend>(
         &self,
         op: &Op,
         device: &B::Device,
         gradients: &[Option<Float<B>>],
         reduction: &Reduction<'_>,
-        entries: &[usize],
+        (range, entries): (usize, &[usize]),
     ) -> Result<Vec<(usize, Float<B>)>, CollectiveError> {
         let Reduction { keep, layout, divisor, present } = reduction;
         let Some(&first) = entries.first() else { return Ok(Vec::new()) };
         let dtype = keep[first].dtype;
         let (index, size) = (self.host.index(), self.size());
-        let (shard, padded) = (layout.shard_len(), layout.padded_len());
+        let flat = &layout.ranges()[range].layout;
+        let (shard, padded) = (flat.shard_len(), flat.padded_len());
         // The flat range as this rank has it; then this rank's shard of it, as each member has it.
         let slot = self.scratch::<B>(&self.parts, device, 2 * padded, dtype);
         for &entry in entries {

@@ -1,0 +1,281 @@
+//! A model whose units hold matrices of several types, nested and tied, and the runs that are compared.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use burn::module::{Module, Param};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::activation::tanh;
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use fsdp_runtime::checkpoint::{Checkpoint, Restore};
+use fsdp_runtime::optim::WholeParam;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Counts, Error, FullState};
+
+pub const FULL: DType = DType::F32;
+pub const HALF: DType = DType::BF16;
+pub const OTHER: DType = DType::F16;
+
+pub const WIDTH: usize = 20;
+pub const HIDDEN: usize = 27;
+pub const BLOCKS: usize = 3;
+/// Rows of a global batch: divisible by every world size of the tests.
+pub const ROWS: usize = 12;
+
+/// In the weight's own type, as mixed models compute.
+fn apply(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    x.cast(weight.dtype()).matmul(weight).cast(FULL)
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct Inner {
+    pub gate: Param<Tensor<2>>,
+    pub mix: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Inner {
+    /// Returns a parameter too, as it lies in the buffer of the second type.
+    pub fn forward(&self, x: Tensor<2>) -> (Tensor<2>, Tensor<2>) {
+        let (gate, mix) = (self.gate.val(), self.mix.val());
+        let one = gate.dtype() == mix.dtype();
+        let expected = if one { gate.dtype() } else { HALF };
+        assert_eq!(x.dtype(), expected, "an input stays as it is, unless the unit has one type");
+        (apply(tanh(apply(x.clone(), gate)), mix.clone()) + x.cast(FULL), mix)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct Block {
+    pub up: Param<Tensor<2>>,
+    pub gain: Param<Tensor<1>>,
+    pub inner: Inner,
+    pub middle: Param<Tensor<2>>,
+    pub shift: Param<Tensor<1>>,
+    pub down: Param<Tensor<2>>,
+    pub last: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Block {
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let (up, middle, down) = (self.up.val(), self.middle.val(), self.down.val());
+        let one = up.dtype() == middle.dtype() && middle.dtype() == down.dtype();
+        let expected = if one { up.dtype() } else { FULL };
+        assert_eq!(x.dtype(), expected);
+        let hidden = tanh(apply(x.clone(), up)) * self.gain.val().cast(FULL).unsqueeze();
+        let (hidden, mix) = self.inner.forward(hidden.cast(HALF));
+        let hidden = hidden + mix.cast(FULL).mean_dim(0);
+        let shift = self.shift.val().cast(FULL).unsqueeze();
+        let hidden = tanh(apply(hidden, middle) + shift);
+        x.cast(FULL) + apply(tanh(apply(hidden, down)), self.last.val())
+    }
+}
+
+/// A unit of one type among the others.
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct Plain {
+    pub weight: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Plain {
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        apply(x, self.weight.val())
+    }
+}
+
+/// The tied weight has another type than the outermost unit's other matrix.
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("tokens" = "output"))]
+pub struct Net {
+    pub tokens: Param<Tensor<2>>,
+    pub scale: Param<Tensor<2>>,
+    pub blocks: Vec<Block>,
+    pub plain: Plain,
+    pub output: Param<Tensor<2>>,
+}
+
+#[fsdp_unit]
+impl Net {
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let x = apply(apply(x, self.tokens.val()), self.scale.val());
+        let x = self.blocks.iter().fold(x, |x, block| block.forward(x));
+        apply(self.plain.forward(x), self.output.val().transpose())
+    }
+}
+
+/// The type of each weight; vectors have others than the matrices beside them.
+pub fn dtype(path: &str) -> DType {
+    match path.rsplit('.').next().expect("a path has a last part") {
+        "tokens" | "gate" | "middle" | "shift" => HALF,
+        "down" => OTHER,
+        _ => FULL,
+    }
+}
+
+impl Net {
+    /// With every weight from `value`, which is given its path and its shape.
+    pub fn from(device: &Device, value: impl Fn(&str, &[usize]) -> TensorData) -> Self {
+        let tensor = |path: &str, shape: &[usize]| {
+            let tensor = Tensor::<1>::from_data(value(path, &[shape.iter().product()]), device);
+            tensor.cast(dtype(path))
+        };
+        let matrix =
+            |path: &str, shape: [usize; 2]| Param::from_tensor(tensor(path, &shape).reshape(shape));
+        let vector = |path: &str, len: usize| Param::from_tensor(tensor(path, &[len]));
+        let block = |index: usize| {
+            let at = |name: &str| format!("blocks.{index}.{name}");
+            Block {
+                up: matrix(&at("up"), [WIDTH, HIDDEN]),
+                gain: vector(&at("gain"), HIDDEN),
+                inner: Inner {
+                    gate: matrix(&at("inner.gate"), [HIDDEN, 9]),
+                    mix: matrix(&at("inner.mix"), [9, HIDDEN]),
+                },
+                middle: matrix(&at("middle"), [HIDDEN, HIDDEN]),
+                shift: vector(&at("shift"), HIDDEN),
+                down: matrix(&at("down"), [HIDDEN, 7]),
+                last: matrix(&at("last"), [7, WIDTH]),
+            }
+        };
+        let tokens = matrix("tokens", [5, WIDTH]);
+        Self {
+            output: tokens.clone(),
+            tokens,
+            scale: matrix("scale", [WIDTH, WIDTH]),
+            blocks: (0..BLOCKS).map(block).collect(),
+            plain: Plain { weight: matrix("plain.weight", [WIDTH, WIDTH]) },
+        }
+    }
+
+    /// The same on every rank.
+    pub fn new(device: &Device) -> Self {
+        Self::from(device, |path, shape| {
+            let seed: usize = path.bytes().map(usize::from).sum();
+            let at = |i: usize| (((i + seed) * 7919 % 1009) as f32 / 504.5 - 1.0) * 0.4;
+            TensorData::new((0..shape[0]).map(at).collect::<Vec<_>>(), shape.to_vec())
+        })
+    }
+
+    /// What plain Burn computes with, given what a sharded model holds.
+    pub fn of_state(state: &FullState, device: &Device) -> Self {
+        Self::from(device, |path, shape| {
+            TensorData::new(state[path].iter::<f32>().collect::<Vec<_>>(), shape.to_vec())
+        })
+    }
+}
+
+pub fn rows(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tensor<2> {
+    let at = |i: usize| ((i * 37 + step * 7919) % 101) as f32 / 50.0 - 1.0;
+    let data: Vec<f32> = (5 * rows.start..5 * rows.end).map(at).collect();
+    Tensor::from_data(TensorData::new(data, [rows.len(), 5]), device)
+}
+
+/// A sum over rows, so that a row's gradient does not depend on how many there are.
+pub fn loss(output: Tensor<2>) -> Tensor<1> {
+    output.powf_scalar(2.0).sum() * 0.5
+}
+
+pub fn on<T: Send + 'static>(
+    world: usize,
+    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    let options = LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
+    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
+}
+
+/// One training run of `steps` steps, of `batches` micro-batches each.
+#[derive(Clone, Debug)]
+pub struct Run {
+    pub world: usize,
+    pub options: FsdpOptions,
+    pub batches: usize,
+    pub steps: usize,
+    pub from: Option<PathBuf>,
+    pub save: Option<PathBuf>,
+    /// With an optimizer that needs whole matrices.
+    pub whole: Option<fn() -> ModuleOptimizer>,
+}
+
+/// What a run ended with, on rank 0.
+#[derive(Debug)]
+pub struct Outcome {
+    pub losses: Vec<u32>,
+    pub norms: Vec<u64>,
+    pub state: FullState,
+    pub counts: Counts,
+    pub slot_bytes: usize,
+    pub peak_unsharded_bytes: usize,
+}
+
+impl Run {
+    pub fn new(world: usize, options: FsdpOptions) -> Self {
+        Self { world, options, batches: 1, steps: 3, from: None, save: None, whole: None }
+    }
+
+    pub fn launch(&self) -> Outcome {
+        let run = self.clone();
+        on(self.world, move |worker| run.rank(worker)).swap_remove(0)
+    }
+
+    fn rank(&self, worker: &Worker) -> Result<Outcome, Error> {
+        let device = worker.device();
+        let mut net = fully_shard(Net::new(device), worker, self.options.clone().seed(3))?;
+        let mut optimizer = AdamWConfig::new().init();
+        let mut whole = self.whole.map(|whole| WholeParam::new(whole()));
+        if let Some(folder) = &self.from {
+            Restore::new()
+                .model("net", &mut net)
+                .optimizer("own", &mut optimizer)
+                .load(worker, folder)?;
+        }
+        let (mut losses, mut norms) = (Vec::new(), Vec::new());
+        for step in 0..self.steps {
+            let mut grads = gradients(&net, worker, step, self.batches, |loss| {
+                losses.push(loss.to_bits());
+            })?;
+            norms.push(net.clip_grad_norm(&mut grads, 0.5)?.to_bits());
+            net = match &mut whole {
+                Some(whole) => whole.step(1e-2, net, grads)?,
+                None => optimizer.step(1e-2, net, grads),
+            };
+        }
+        if let Some(folder) = &self.save {
+            let saved = Checkpoint::new(self.steps as u64);
+            saved.model("net", &net).optimizer("own", &optimizer).save(worker, folder)?;
+        }
+        Ok(Outcome {
+            losses,
+            norms,
+            state: net.full_state(Recipient::All)?,
+            counts: net.counts(),
+            slot_bytes: net.slot_bytes(),
+            peak_unsharded_bytes: net.peak_unsharded_bytes(),
+        })
+    }
+}
+
+/// The gradients of this rank's rows, in micro-batches.
+pub fn gradients(
+    net: &Fsdp<Net>,
+    worker: &Worker,
+    step: usize,
+    batches: usize,
+    mut told: impl FnMut(f32),
+) -> Result<GradientsParams, Error> {
+    let (rank, len) = (worker.rank().index(), ROWS / worker.world().size());
+    for batch in 0..batches {
+        let at = batch * ROWS + rank * len;
+        let loss = loss(net.forward(rows(step, at..at + len, worker.device())));
+        told(loss.clone().into_scalar::<f32>());
+        if batch + 1 == batches {
+            return net.backward(loss);
+        }
+        net.accumulate(loss)?;
+    }
+    unreachable!("a step has a batch")
+}
