@@ -19,7 +19,7 @@ use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
-use super::{ShardBackend, Value, dispatch, numel, to_data};
+use super::{ShardBackend, Value, cast, dispatch, has_kernels, numel, to_data};
 use crate::kernels::Kernels;
 use crate::kernels::cube::{Run, contiguous, copy, empty};
 use crate::norm::Norm;
@@ -91,17 +91,20 @@ impl ShardBackend for Cube {
         CubeTensor::new_contiguous(client, memory.device.clone(), shape, handle, memory.dtype)
     }
 
-    fn write(memory: &Memory, offset: usize, source: CubeTensor) {
-        let numel = numel::<Cube>(&source);
-        if numel == 0 {
-            return;
-        }
-        assert!(offset + numel <= memory.numel, "a gather stays within its slot");
-        let source = contiguous(source);
+    fn write(memory: &Memory, parts: Vec<(usize, CubeTensor)>) {
+        let part = |(offset, source): (usize, CubeTensor)| {
+            assert!(offset + numel::<Cube>(&source) <= memory.numel, "a write stays in its slot");
+            // What the kernels do not read, Burn casts.
+            let source = match has_kernels(source.dtype) {
+                true => source,
+                false => cast::<Cube>(source, memory.dtype),
+            };
+            (source, offset)
+        };
+        let parts: Vec<_> = parts.into_iter().map(part).collect();
+        // Each launch reads the token, and so comes after the last reader's stream.
         let after = memory.token().clone();
-        let client = memory.device.client();
-        let target = memory.run(offset);
-        copy::copy(&client, &Run::of(&source), &target, numel, None, Some(after));
+        copy::pack_into(&memory.device.client(), parts, &memory.run(0), Some(after));
     }
 
     fn poison(memory: &Memory, numel: usize) {

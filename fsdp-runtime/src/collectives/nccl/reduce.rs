@@ -2,38 +2,15 @@
 //! gets every rank's part of what it keeps, and sums them in f32, in rank order, as the other engines
 //! do; that moves as many bytes. What all ranks keep whole is summed by NCCL, in f32.
 
-use std::sync::Arc;
-
 use burn::tensor::{DType, FloatDType, Shape};
 
 use super::NcclGroup;
-use crate::backend::{Float, ShardBackend, cast};
+use crate::backend::{Float, ShardBackend};
+use crate::collectives::regions::Reduction;
 use crate::collectives::{Op, Reduce};
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
-use crate::mesh::{Rank, WorldSize};
-
-/// What all ranks know of a reduction.
-pub(super) struct Reduction<'a> {
-    pub(super) keep: &'a [Reduce],
-    pub(super) layout: &'a FlatLayout,
-    pub(super) divisor: usize,
-    /// Which member has which gradient.
-    pub(super) present: Vec<Arc<Vec<bool>>>,
-}
-
-impl Reduction<'_> {
-    /// Whether any rank has this gradient.
-    fn is_summed(&self, entry: usize) -> bool {
-        self.present.iter().any(|present| present[entry])
-    }
-
-    /// A member's position, as a rank of the group.
-    fn member(&self, index: usize) -> Rank {
-        let size = WorldSize::new(self.present.len()).expect("a group has this rank");
-        size.ranks().nth(index).expect("an index is below the size")
-    }
-}
+use crate::mesh::WorldSize;
 
 type Sums<B> = Result<Vec<Option<Float<B>>>, CollectiveError>;
 
@@ -82,16 +59,16 @@ impl NcclGroup {
         if base + whole.padded_len() == 0 {
             return Ok(Vec::new());
         }
-        let slot = self.scratch::<B>(&self.sums, device, base + whole.padded_len(), DType::F32);
+        let slot = self.sums.slot::<B>(device, base + whole.padded_len(), DType::F32);
         let region = |at: usize| match keep[entries[at]].segment {
             Some(segment) => layout.segment(segment),
             None => base + whole.segment(at).start..base + whole.segment(at).end,
         };
-        for (at, &entry) in entries.iter().enumerate() {
+        let own = |(at, &entry): (usize, &usize)| {
             let zeros = || B::float_zeros(Shape::from([region(at).len()]), device, FloatDType::F32);
-            let gradient = gradients[entry].clone().unwrap_or_else(zeros);
-            slot.write(region(at).start, cast::<B>(gradient, DType::F32));
-        }
+            (region(at).start, gradients[entry].clone().unwrap_or_else(zeros))
+        };
+        slot.write_all(entries.iter().enumerate().map(own).collect());
         let (index, size) = (self.host.index(), DType::F32.size());
         // SAFETY: the flat range of the layout and what comes after it lie within the slot, which is
         // this group's for sums, of which one is under way at a time.
@@ -106,16 +83,17 @@ impl NcclGroup {
                 Ok(())
             })
         }?;
-        let sum = |(at, &entry): (usize, &usize)| {
+        let kept = |(at, &entry): (usize, &usize)| {
             let Reduce { range, shape, segment, .. } = &keep[entry];
-            if range.is_empty() {
-                return None;
-            }
             let within = if segment.is_some() { range.start } else { 0 };
-            let sum = slot.view(region(at).start + within, &[range.len()]);
-            Some((entry, B::mean(&[sum], 0..range.len(), *divisor, shape.clone().into())))
+            let part = (region(at).start + within, Shape::from(shape.clone()));
+            (!range.is_empty()).then_some((entry, part))
         };
-        Ok(entries.iter().enumerate().filter_map(sum).collect())
+        let (entries, parts): (Vec<_>, Vec<_>) =
+            entries.iter().enumerate().filter_map(kept).unzip();
+        let all = slot.view(0, &[base + whole.padded_len()]);
+        let divisor = (*divisor > 1).then_some(*divisor as f32);
+        Ok(entries.into_iter().zip(B::unpack(all, parts, DType::F32, divisor)).collect())
     }
 
     /// Sums here, of parts that the members send each other.
@@ -133,12 +111,11 @@ impl NcclGroup {
         let (index, size) = (self.host.index(), self.size());
         let (shard, padded) = (layout.shard_len(), layout.padded_len());
         // The flat range as this rank has it; then this rank's shard of it, as each member has it.
-        let slot = self.scratch::<B>(&self.parts, device, 2 * padded, dtype);
-        for &entry in entries {
-            if let (Some(gradient), Some(segment)) = (&gradients[entry], keep[entry].segment) {
-                slot.write(layout.segment(segment).start, cast::<B>(gradient.clone(), dtype));
-            }
-        }
+        let slot = self.parts.slot::<B>(device, 2 * padded, dtype);
+        let own = |&entry: &usize| {
+            Some((layout.segment(keep[entry].segment?).start, gradients[entry].clone()?))
+        };
+        slot.write_all(entries.iter().filter_map(own).collect());
         // SAFETY: every shard, of every member, lies within the slot, which is this group's for
         // parts, of which one sum is under way at a time.
         unsafe {

@@ -63,10 +63,16 @@ fn convert<I: Number, O: Number>(source: &[I], target: &mut [O], divisor: Option
     source.par_chunks(TASK).zip(target.par_chunks_mut(TASK)).for_each(task);
 }
 
-fn convert_any(source: &FlexTensor, range: Range<usize>, target: &mut FlexTensor, at: usize) {
+fn convert_any(
+    source: &FlexTensor,
+    range: Range<usize>,
+    target: &mut FlexTensor,
+    at: usize,
+    divisor: Option<f32>,
+) {
     let len = range.len();
     with_number!(source.dtype(), |I| with_number!(target.dtype(), |O| {
-        convert(&slice::<I>(source)[range], &mut slice_mut::<O>(target)[at..at + len], None);
+        convert(&slice::<I>(source)[range], &mut slice_mut::<O>(target)[at..at + len], divisor);
     }));
 }
 
@@ -81,17 +87,22 @@ impl Kernels for Flex {
         for (tensor, at) in parts {
             let tensor = contiguous(tensor);
             let numel = tensor.shape().num_elements();
-            convert_any(&tensor, 0..numel, &mut buffer, at);
+            convert_any(&tensor, 0..numel, &mut buffer, at, None);
         }
         buffer
     }
 
-    fn unpack(buffer: FlexTensor, parts: Vec<(usize, Shape)>, dtype: DType) -> Vec<FlexTensor> {
+    fn unpack(
+        buffer: FlexTensor,
+        parts: Vec<(usize, Shape)>,
+        dtype: DType,
+        divisor: Option<f32>,
+    ) -> Vec<FlexTensor> {
         let buffer = contiguous(buffer);
         let part = |(at, shape): (usize, Shape)| {
             let range = at..at + shape.num_elements();
             let mut target = FlexTensor::empty(shape, dtype);
-            convert_any(&buffer, range, &mut target, 0);
+            convert_any(&buffer, range, &mut target, 0, divisor);
             target
         };
         parts.into_iter().map(part).collect()
