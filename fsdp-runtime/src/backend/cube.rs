@@ -178,3 +178,48 @@ impl ShardBackend for Cube {
         Self::sums(parts, norm).iter().map(|sums| sums.term(norm)).collect()
     }
 }
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use cubecl::device::CpuDevice;
+
+    use super::*;
+
+    fn numbers(seed: usize, len: usize) -> Vec<f32> {
+        (0..len).map(|at| ((at * 31 + seed * 7919) % 61) as f32 * 0.25).collect()
+    }
+
+    fn tensor(elements: Vec<f32>, dtype: DType) -> CubeTensor {
+        let shape = [elements.len()];
+        let device = CubeDevice::Cpu(CpuDevice);
+        cast::<Cube>(Cube::float_from_data(TensorData::new(elements, shape), &device), dtype)
+    }
+
+    /// More small pieces than share a launch, large ones and an empty one, of several types, into a
+    /// buffer that another thread's stream has released.
+    #[test]
+    fn pieces_are_written_together_each_to_its_place() {
+        const GAP: usize = 3;
+        let lens = [1, 64, 0, 70_000, 7].into_iter().cycle().take(40);
+        let (mut at, mut pieces, mut expected) = (GAP, Vec::new(), vec![-1.0; GAP]);
+        for (seed, len) in lens.enumerate() {
+            let dtype = [DType::F32, DType::BF16][seed % 2];
+            pieces.push((at, tensor(numbers(seed, len), dtype)));
+            expected.extend(numbers(seed, len));
+            expected.extend([-1.0; GAP]);
+            at += len + GAP;
+        }
+        let numel = expected.len();
+        for dtype in [DType::F32, DType::BF16] {
+            let memory = Cube::alloc(&CubeDevice::Cpu(CpuDevice), numel, dtype);
+            copy::fill(&memory.device.client(), &memory.run(0), numel, -1.0);
+            std::thread::scope(|scope| {
+                scope.spawn(|| Cube::release(&memory));
+            });
+            Cube::write(&memory, pieces.clone());
+            let view = Cube::view(&memory, 0, Shape::from([numel]));
+            let found = to_data::<Cube>(cast::<Cube>(view, DType::F32));
+            assert_eq!(found.as_slice::<f32>().unwrap(), expected, "{dtype:?}");
+        }
+    }
+}
