@@ -104,8 +104,8 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         }
         same_on_all(self.worker, self.found.map_or(Ok(()), Err))?;
         if self.options.sync_module_states {
-            let filled = self.received.is_empty();
-            return Ok(if filled { module } else { module.map(&mut Fill(self.received)) });
+            let whole = self.received.is_empty();
+            return Ok(if whole { module } else { module.map(&mut Fill(self.received)) });
         }
         let all = self.worker.exchange("all_gather", "the initial values", self.checksums)?;
         for (rank, checksums) in self.worker.world().ranks().zip(&all) {
@@ -175,18 +175,25 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         let shape = Shape::from(entry.shape.clone());
         let mine = mine.map(|full| B::fragment(full, entry.range(), shape.clone()));
         let base = mine.clone();
-        if let Some(mut pack) = self.packs[place.unit].add(id, shape, mine) {
-            let what = format!("the small parameters of {}", self.plan.units[place.unit].name);
-            let packed = base.is_some().then(|| pack.pack(&self.device));
-            let packed = self.broadcast(&what, pack.numel(), packed)?;
-            if base.is_none() {
-                let values = pack.unpack(packed);
-                let values = values.map(|(id, value)| (id, self.at_rest(value)));
-                let values: Vec<_> = values.collect();
-                self.received.extend(values);
-            }
+        if let Some(pack) = self.packs[place.unit].add(id, shape, mine) {
+            self.exchange_pack(&self.plan.units[place.unit].name, pack)?;
         }
         Ok(base.unwrap_or_else(|| self.filled(&vec![1; entry.shape.len()], 0.0)))
+    }
+
+    /// Sends the values of a complete pack, or receives them.
+    fn exchange_pack(&mut self, unit: &str, mut pack: Pack<B>) -> Result<(), Error> {
+        let sends = self.worker.rank().index() == 0;
+        let packed = sends.then(|| pack.pack(&self.device));
+        let what = format!("the small parameters of {unit}");
+        let packed = self.broadcast(&what, pack.numel(), packed)?;
+        if !sends {
+            for (id, value) in pack.unpack(packed) {
+                let value = self.at_rest(value);
+                self.received.insert(id, value);
+            }
+        }
+        Ok(())
     }
 
     /// Rank 0's tensor, given by that rank alone.
