@@ -4,12 +4,13 @@ mod support;
 
 use std::time::Duration;
 
-use burn::module::{Module, Param, Reparameterization, Reparameterizer};
+use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::nn::{Linear, LinearConfig, LinearLayout};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, HookedForward, ShardError};
+use fsdp_runtime::{Error, FullState, HookedForward, ShardError};
 use support::Net;
+use support::trace::{only, record};
 
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
@@ -247,4 +248,128 @@ fn rank_0s_weights_are_broadcast() {
     for state in states {
         assert_eq!(state["first.weight"].iter::<f32>().sum::<f32>(), 0.0);
     }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("first" = "second"))]
+struct Tied {
+    first: Linear,
+    second: Linear,
+}
+
+#[fsdp_unit]
+impl Tied {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.second.forward(self.first.forward(x))
+    }
+}
+
+/// Lets parameters be initialised to numbers of their own: the generator is one a process, and other
+/// tests draw from it too.
+struct Numbered(usize);
+
+impl ModuleMapper for Numbered {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.0 += 1;
+        let first = self.0 * 7919;
+        let (device, shape) = (param.lazy_device(), param.lazy_shape());
+        let declared = shape.clone();
+        let value = move |device: &Device, tracked| {
+            let number = |at: usize| ((first + at * 31) % 10_007) as f32 * 0.37 - 1e3;
+            let numbers: Vec<f32> = (0..declared.num_elements()).map(number).collect();
+            let data = TensorData::new(numbers, declared);
+            Tensor::from_data(data, device).set_require_grad(tracked)
+        };
+        Param::uninitialized(ParamId::new(), value, device, true, shape)
+    }
+}
+
+fn tied(device: &Device) -> Tied {
+    let Pair { first, second } = pair(device).map(&mut Numbered(0));
+    let weight = first.weight.clone();
+    Tied { first, second: Linear { weight, ..second } }
+}
+
+/// What is broadcast while a model is sharded over two ranks, and each rank's state of it then.
+fn broadcasts<M: FsdpModule + HookedForward + 'static>(
+    options: FsdpOptions,
+    build: fn(&Device) -> M,
+) -> (Vec<String>, Vec<FullState>) {
+    let ranks = launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
+        let model = build(worker.device());
+        let (model, lines) = record(|| fully_shard(model, &worker, options.clone()));
+        Ok::<_, Error>((only(&lines, &["broadcast"]), model?.full_state(Recipient::All)?))
+    });
+    let (lines, states): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();
+    assert_eq!(lines[0], lines[1], "every rank does the same");
+    (lines.into_iter().next().unwrap(), states)
+}
+
+/// Broadcast or not, every rank has the bits that each would have found for itself.
+fn assert_values<M: FsdpModule + HookedForward + 'static>(
+    options: FsdpOptions,
+    build: fn(&Device) -> M,
+) -> Vec<String> {
+    let (lines, states) = broadcasts(options.clone(), build);
+    let (none, own) = broadcasts(options.sync_module_states(false), build);
+    assert_eq!(none, [""; 0]);
+    for state in states {
+        assert_eq!(state, own[0]);
+    }
+    lines
+}
+
+fn net(device: &Device) -> Net {
+    Net::new(2, 0.0, device).map(&mut Numbered(0))
+}
+
+#[test]
+fn small_replicated_parameters_of_a_unit_are_broadcast_together() {
+    let expected = [
+        "broadcast embed.word.weight",
+        "broadcast embed.position",
+        "broadcast the small parameters of embed",
+        "broadcast blocks.0.up.weight",
+        "broadcast blocks.0.down.weight",
+        "broadcast the small parameters of blocks.0",
+        "broadcast blocks.1.up.weight",
+        "broadcast blocks.1.down.weight",
+        "broadcast the small parameters of blocks.1",
+        "broadcast head.weight",
+        "broadcast the small parameters of (root)",
+    ];
+    assert_eq!(assert_values(FsdpOptions::new(), net), expected);
+
+    // Matrices that stay whole go with them.
+    let whole = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+    assert_eq!(assert_values(whole.clone(), net).len(), 4, "one a unit");
+    assert_eq!(assert_values(whole, tied).len(), 1, "a tied weight is in it once");
+    let policy = OffloadPolicy::Params { pin_memory: false };
+    assert_eq!(assert_values(FsdpOptions::new().offload(policy), net).len(), expected.len());
+    assert_eq!(assert_values(FsdpOptions::new().persist_below(200), tied).len(), 1);
+}
+
+#[test]
+fn large_replicated_parameters_are_broadcast_alone() {
+    fn build(device: &Device) -> Pair {
+        let first = LinearConfig::new(256, 256).init(device);
+        let second = LinearConfig::new(256, 255).init(device);
+        Pair { first, second }.map(&mut Numbered(0))
+    }
+    let whole = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+    let lines = ["broadcast first.weight", "broadcast the small parameters of (root)"];
+    assert_eq!(assert_values(whole, build), lines);
+}
+
+#[test]
+fn a_frozen_bias_is_frozen_on_the_ranks_that_receive_it() {
+    let tracked = launch(LaunchOptions::new(2).device(Device::flex().autodiff()), |worker| {
+        let mut model = pair(worker.device());
+        model.second.bias = model.second.bias.map(|bias| bias.set_require_grad(false));
+        let model = fully_shard(model, &worker, FsdpOptions::new())?;
+        let tracked = |linear: &Linear| linear.bias.as_ref().unwrap().base().is_require_grad();
+        Ok::<_, Error>((tracked(&model.first), tracked(&model.second)))
+    })
+    .unwrap();
+    assert_eq!(tracked, [(true, false); 2]);
 }

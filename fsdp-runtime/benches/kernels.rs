@@ -164,7 +164,7 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
     case("pack tensors of 1,536", 8, false, pack(small, F32));
     let ranges: Vec<_> = (0..small).map(|i| i * SMALL..(i + 1) * SMALL).collect();
     let buffer = wide.clone();
-    let unpack = move || drop(expect(kernels::unpack(buffer.clone(), &ranges, F32)));
+    let unpack = move || drop(expect(kernels::unpack(buffer.clone(), &ranges, F32, None)));
     case("unpack tensors of 1,536", 8, true, Box::new(unpack));
 
     let mean = |dtype| -> Box<dyn FnMut()> {

@@ -2,14 +2,18 @@
 //! replaced by what this rank holds of it, one after the other. One that is to be received or loaded
 //! is never initialised here.
 
-use std::collections::HashSet;
+mod small;
+
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 
 use burn::backend::TensorMetadata;
-use burn::module::{Param, ParamId, ParamMapper};
-use burn::tensor::{DType, Device, Shape, Tensor};
+use burn::module::{Module, Param, ParamId, ParamMapper};
+use burn::tensor::{DType, Device, DispatchTensor, Shape, Tensor};
 
+use self::small::{Fill, Pack, is_small};
 use crate::backend::{Context, Float, ShardBackend, Stored, Value};
+use crate::collectives::group::Group;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ShardError};
 use crate::group::{Entry, Held, Unit};
@@ -37,6 +41,10 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
     /// Elements of the parameters cut so far, and of all.
     done: usize,
     all: usize,
+    /// What rank 0 broadcasts together, a unit each.
+    packs: Vec<Pack<B>>,
+    /// What has come in packs, for the stand-ins of these parameters.
+    received: HashMap<ParamId, DispatchTensor>,
     /// A checksum of each parameter, where every rank initialised its own.
     checksums: Vec<u64>,
     checked: Vec<Place>,
@@ -61,9 +69,16 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             Some(Value::Autodiff(_, context)) => Some(context),
             _ => None,
         };
+        let later: HashSet<Place> = later.iter().copied().collect();
+        let pack = |(index, unit): (usize, &Unit)| {
+            let later = |entry| later.contains(&Place { unit: index, entry });
+            Pack::new(unit, |entry| is_small(&unit.entries[entry]) && !later(entry))
+        };
         Self {
             plan,
-            later: later.iter().copied().collect(),
+            packs: plan.units.iter().enumerate().map(pack).collect(),
+            received: HashMap::new(),
+            later,
             runtime,
             worker,
             options,
@@ -81,14 +96,16 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         }
     }
 
-    /// Ends the rebuild: what went wrong, and whether the ranks had the same values.
-    pub(crate) fn finish(self) -> Result<(), Error> {
+    /// Ends the rebuild, which has made `module`: with what went wrong, whether the ranks had the same
+    /// values, and those values that have come in packs.
+    pub(crate) fn finish<M: Module>(self, module: M) -> Result<M, Error> {
         if let Some(error) = self.error {
             return Err(error);
         }
         same_on_all(self.worker, self.found.map_or(Ok(()), Err))?;
         if self.options.sync_module_states {
-            return Ok(());
+            let whole = self.received.is_empty();
+            return Ok(if whole { module } else { module.map(&mut Fill(self.received)) });
         }
         let all = self.worker.exchange("all_gather", "the initial values", self.checksums)?;
         for (rank, checksums) in self.worker.world().ranks().zip(&all) {
@@ -100,15 +117,21 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
                 return Err(ShardError::ValueMismatch { rank, path }.into());
             }
         }
-        Ok(())
+        Ok(module)
     }
 
     fn entry(&self, place: Place) -> &'a Entry {
         &self.plan.units[place.unit].entries[place.entry]
     }
 
-    /// The base that `place` holds, from the full parameter; `None` where this rank receives it.
-    fn base(&mut self, place: Place, full: Option<Float<B>>) -> Result<Float<B>, Error> {
+    /// The base that `place` holds, under the parameter's id, from the full parameter; `None` where
+    /// this rank receives it.
+    fn base(
+        &mut self,
+        place: Place,
+        id: ParamId,
+        full: Option<Float<B>>,
+    ) -> Result<Float<B>, Error> {
         let entry = self.entry(place);
         if !matches!(entry.held, Held::TiedTo(_)) {
             self.done += entry.numel();
@@ -122,14 +145,11 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             );
         }
         let full = if self.options.sync_module_states {
-            let op = Op::new("broadcast", entry.path.as_str()).of(entry.numel());
             let mine = full.filter(|_| self.worker.rank().index() == 0);
-            let device = self.device.clone();
-            let work = self
-                .worker
-                .comm()
-                .issue(move |group| ProcessGroup::<B>::broadcast(group, &op, &device, mine));
-            work.wait()?
+            if is_small(entry) {
+                return self.packed(place, id, mine);
+            }
+            self.broadcast(entry.path.as_str(), entry.numel(), mine)?
         } else {
             let full = full.unwrap_or_else(|| self.filled(&entry.shape, 0.0));
             self.checksums.push(checksum::<B>(&full));
@@ -141,6 +161,54 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             return Ok(self.filled(&shape, 0.0));
         }
         Ok(B::fragment(full, range, shape.into()))
+    }
+
+    /// The base of a small replicated parameter, whose value travels with its unit's others: on rank 0
+    /// the value, `mine`, elsewhere a stand-in of one element.
+    fn packed(
+        &mut self,
+        place: Place,
+        id: ParamId,
+        mine: Option<Float<B>>,
+    ) -> Result<Float<B>, Error> {
+        let entry = self.entry(place);
+        let shape = Shape::from(entry.shape.clone());
+        let mine = mine.map(|full| B::fragment(full, entry.range(), shape.clone()));
+        let base = mine.clone();
+        if let Some(pack) = self.packs[place.unit].add(id, shape, mine) {
+            self.exchange_pack(&self.plan.units[place.unit].name, pack)?;
+        }
+        Ok(base.unwrap_or_else(|| self.filled(&vec![1; entry.shape.len()], 0.0)))
+    }
+
+    /// Sends the values of a complete pack, or receives them.
+    fn exchange_pack(&mut self, unit: &str, mut pack: Pack<B>) -> Result<(), Error> {
+        let sends = self.worker.rank().index() == 0;
+        let packed = sends.then(|| pack.pack(&self.device));
+        let what = format!("the small parameters of {unit}");
+        let packed = self.broadcast(&what, pack.numel(), packed)?;
+        if !sends {
+            for (id, value) in pack.unpack(packed) {
+                let value = self.at_rest(value);
+                self.received.insert(id, value);
+            }
+        }
+        Ok(())
+    }
+
+    /// Rank 0's tensor, given by that rank alone.
+    fn broadcast(
+        &self,
+        what: &str,
+        numel: usize,
+        mine: Option<Float<B>>,
+    ) -> Result<Float<B>, Error> {
+        tracing::trace!(target: "fsdp", unit = %what, "fsdp::broadcast");
+        let op = Op::new("broadcast", what).of(numel);
+        let device = self.device.clone();
+        let broadcast =
+            move |group: &Group| ProcessGroup::<B>::broadcast(group, &op, &device, mine);
+        Ok(self.worker.comm().issue(broadcast).wait()?)
     }
 
     /// A tensor of one value.
@@ -177,8 +245,11 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 
     /// A Burn tensor where the model's parameters rest.
     fn tensor<const D: usize>(&self, value: Float<B>) -> Tensor<D> {
-        let value = Stored::<B>::rest(value, self.options.offload.rest());
-        Tensor::from_dispatch(value.with_context(self.context))
+        Tensor::from_dispatch(self.at_rest(value))
+    }
+
+    fn at_rest(&self, value: Float<B>) -> DispatchTensor {
+        Stored::<B>::rest(value, self.options.offload.rest()).with_context(self.context)
     }
 
     /// The parts of a parameter but for its value, which is not initialised.
@@ -221,12 +292,14 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
             // Never a plausible number.
             (self.shell(param), Ok(self.filled(&entry.base_shape(), f32::NAN)))
         } else if self.receives(&param) {
-            (self.shell(param), self.base(place, None))
+            let shell = self.shell(param);
+            let base = self.base(place, shell.id, None);
+            (shell, base)
         } else {
             let (id, tensor, mapper) = initialise(param, self.options.seed, index);
             let tracked = tensor.is_require_grad();
             let full = self.full(place, tensor);
-            (Shell { id, tracked, mapper }, self.base(place, Some(full)))
+            (Shell { id, tracked, mapper }, self.base(place, id, Some(full)))
         };
         let base = base.unwrap_or_else(|error| {
             self.error = Some(error);

@@ -33,7 +33,8 @@ use crate::wrapping::Wrapping;
 ///
 /// Parameters that are not initialised yet are initialised and cut one by one, by rank 0 alone where
 /// its weights are broadcast, so that no rank holds more than its fragments, one parameter and the
-/// gather buffers ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so).
+/// gather buffers ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so). The
+/// small ones of a unit that stay whole are broadcast together.
 /// Parameter ids stay as they are: an optimizer or parameter group built before or after works alike.
 ///
 /// The second of two tied weights is never initialised, unless it is a clone of the first: those
@@ -88,7 +89,7 @@ pub(crate) fn shard<M: HookedForward>(
         let mut cutter =
             Cutter::<B>::new(&plan, &later, runtime, worker, &options, &random, (&device, inner));
         let module = module.attach(&mut cutter);
-        cutter.finish()?;
+        let module = cutter.finish(module)?;
         Ok(Fsdp {
             module,
             engine: schedule,

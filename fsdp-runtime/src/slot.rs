@@ -9,7 +9,6 @@
 
 use std::collections::HashMap;
 
-use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Shape};
 
 use crate::backend::{Float, ShardBackend};
@@ -29,7 +28,6 @@ impl<B: ShardBackend> Slot<B> {
     }
 
     /// The type of its elements.
-    #[cfg(any(test, feature = "mpi", feature = "nccl"))]
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }
@@ -49,10 +47,16 @@ impl<B: ShardBackend> Slot<B> {
         B::view(&self.memory, offset, Shape::from(shape.to_vec()))
     }
 
-    /// Copies a fragment, of the buffer's type, to its place in the flat range. Called by the communication thread alone.
-    pub(crate) fn write(&self, offset: usize, fragment: Float<B>) {
-        debug_assert_eq!(fragment.dtype(), self.dtype, "a fragment is cast before it is sent");
-        B::write(&self.memory, offset, fragment);
+    /// Copies a tensor to its place in the buffer, rounded to the buffer's type. Called by the
+    /// communication thread alone.
+    pub(crate) fn write(&self, offset: usize, tensor: Float<B>) {
+        self.write_all(vec![(offset, tensor)]);
+    }
+
+    /// [`write`](Self::write) of several tensors, which do not overlap: on a device small ones share
+    /// launches.
+    pub(crate) fn write_all(&self, parts: Vec<(usize, Float<B>)>) {
+        B::write(&self.memory, parts);
     }
 
     /// Its first byte, where the host can write it without a copy.

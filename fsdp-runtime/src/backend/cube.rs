@@ -19,7 +19,7 @@ use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
-use super::{ShardBackend, Value, dispatch, numel, to_data};
+use super::{ShardBackend, Value, cast, dispatch, has_kernels, numel, to_data};
 use crate::kernels::Kernels;
 use crate::kernels::cube::{Run, contiguous, copy, empty};
 use crate::norm::Norm;
@@ -91,17 +91,20 @@ impl ShardBackend for Cube {
         CubeTensor::new_contiguous(client, memory.device.clone(), shape, handle, memory.dtype)
     }
 
-    fn write(memory: &Memory, offset: usize, source: CubeTensor) {
-        let numel = numel::<Cube>(&source);
-        if numel == 0 {
-            return;
-        }
-        assert!(offset + numel <= memory.numel, "a gather stays within its slot");
-        let source = contiguous(source);
+    fn write(memory: &Memory, parts: Vec<(usize, CubeTensor)>) {
+        let part = |(offset, source): (usize, CubeTensor)| {
+            assert!(offset + numel::<Cube>(&source) <= memory.numel, "a write stays in its slot");
+            // What the kernels do not read, Burn casts.
+            let source = match has_kernels(source.dtype) {
+                true => source,
+                false => cast::<Cube>(source, memory.dtype),
+            };
+            (source, offset)
+        };
+        let parts: Vec<_> = parts.into_iter().map(part).collect();
+        // Each launch reads the token, and so comes after the last reader's stream.
         let after = memory.token().clone();
-        let client = memory.device.client();
-        let target = memory.run(offset);
-        copy::copy(&client, &Run::of(&source), &target, numel, None, Some(after));
+        copy::pack_into(&memory.device.client(), parts, &memory.run(0), Some(after));
     }
 
     fn poison(memory: &Memory, numel: usize) {
@@ -173,5 +176,50 @@ impl ShardBackend for Cube {
 
     fn norm_sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<f64> {
         Self::sums(parts, norm).iter().map(|sums| sums.term(norm)).collect()
+    }
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use cubecl::device::CpuDevice;
+
+    use super::*;
+
+    fn numbers(seed: usize, len: usize) -> Vec<f32> {
+        (0..len).map(|at| ((at * 31 + seed * 7919) % 61) as f32 * 0.25).collect()
+    }
+
+    fn tensor(elements: Vec<f32>, dtype: DType) -> CubeTensor {
+        let shape = [elements.len()];
+        let device = CubeDevice::Cpu(CpuDevice);
+        cast::<Cube>(Cube::float_from_data(TensorData::new(elements, shape), &device), dtype)
+    }
+
+    /// More small pieces than share a launch, large ones and an empty one, of several types, into a
+    /// buffer that another thread's stream has released.
+    #[test]
+    fn pieces_are_written_together_each_to_its_place() {
+        const GAP: usize = 3;
+        let lens = [1, 64, 0, 70_000, 7].into_iter().cycle().take(40);
+        let (mut at, mut pieces, mut expected) = (GAP, Vec::new(), vec![-1.0; GAP]);
+        for (seed, len) in lens.enumerate() {
+            let dtype = [DType::F32, DType::BF16][seed % 2];
+            pieces.push((at, tensor(numbers(seed, len), dtype)));
+            expected.extend(numbers(seed, len));
+            expected.extend([-1.0; GAP]);
+            at += len + GAP;
+        }
+        let numel = expected.len();
+        for dtype in [DType::F32, DType::BF16] {
+            let memory = Cube::alloc(&CubeDevice::Cpu(CpuDevice), numel, dtype);
+            copy::fill(&memory.device.client(), &memory.run(0), numel, -1.0);
+            std::thread::scope(|scope| {
+                scope.spawn(|| Cube::release(&memory));
+            });
+            Cube::write(&memory, pieces.clone());
+            let view = Cube::view(&memory, 0, Shape::from([numel]));
+            let found = to_data::<Cube>(cast::<Cube>(view, DType::F32));
+            assert_eq!(found.as_slice::<f32>().unwrap(), expected, "{dtype:?}");
+        }
     }
 }

@@ -14,7 +14,7 @@ use burn::tensor::{DType, Element, Shape, TensorData};
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use bytemuck::Pod;
 
-use super::{ShardBackend, Value, dispatch};
+use super::{ShardBackend, Value, cast, dispatch};
 use crate::kernels::Kernels;
 use crate::norm::Norm;
 
@@ -201,10 +201,13 @@ impl ShardBackend for Flex {
         FlexTensor::from_arc(bytes, Layout::contiguous(shape), memory.dtype)
     }
 
-    fn write(memory: &Memory, offset: usize, source: FlexTensor) {
-        let numel = source.shape().num_elements();
-        let at = offset * memory.dtype.size();
-        with_raw(&source, 0..numel, |source| memory.block.write(at, source));
+    fn write(memory: &Memory, parts: Vec<(usize, FlexTensor)>) {
+        for (offset, source) in parts {
+            let source = cast::<Self>(source, memory.dtype);
+            let numel = source.shape().num_elements();
+            let at = offset * memory.dtype.size();
+            with_raw(&source, 0..numel, |source| memory.block.write(at, source));
+        }
     }
 
     fn poison(memory: &Memory, numel: usize) {
@@ -284,7 +287,8 @@ mod tests {
     fn a_view_sees_what_is_written_later_and_is_never_written_through() {
         let memory = Flex::alloc(&FlexDevice, 64, DType::F32);
         let view = Flex::view(&memory, 2, Shape::from([2, 2]));
-        Flex::write(&memory, 2, owned(vec![1f32, 2.0, 3.0, 4.0], Shape::from([4])));
+        let source = owned(vec![1f32, 2.0, 3.0, 4.0], Shape::from([4]));
+        Flex::write(&memory, vec![(2, source)]);
         assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]));
 
         let mut doubled = view.clone();

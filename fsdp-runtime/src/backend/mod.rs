@@ -99,8 +99,8 @@ pub(crate) trait ShardBackend: Kernels {
     fn alloc(device: &Self::Device, numel: usize, dtype: DType) -> Self::Memory;
     /// Elements `[offset, offset + shape's)` of the buffer, as a tensor that owns nothing.
     fn view(memory: &Self::Memory, offset: usize, shape: Shape) -> Float<Self>;
-    /// Copies all of `source`, of the buffer's type, to it, from element `offset` on.
-    fn write(memory: &Self::Memory, offset: usize, source: Float<Self>);
+    /// Copies all of each tensor to the buffer, from its element on, rounded to the buffer's type.
+    fn write(memory: &Self::Memory, parts: Vec<(usize, Float<Self>)>);
     /// Fills the first `numel` elements with NaN, so that a stale read shows.
     fn poison(memory: &Self::Memory, numel: usize);
     /// Orders every later [`write`](Self::write) after the reads issued by this thread until now.
@@ -146,12 +146,16 @@ pub(crate) trait ShardBackend: Kernels {
     }
 }
 
+/// Whether the kernels take elements of this type.
+pub(crate) fn has_kernels(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+}
+
 /// The tensor in another type: itself, where it has that one.
 pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> {
-    let kernel = |dtype| matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
     match tensor.dtype() {
         found if found == dtype => tensor,
-        found if kernel(found) && kernel(dtype) => B::cast(tensor, dtype, None),
+        found if has_kernels(found) && has_kernels(dtype) => B::cast(tensor, dtype, None),
         _ => B::float_cast(tensor, dtype.into()),
     }
 }

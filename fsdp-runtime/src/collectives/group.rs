@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use burn::backend::TensorMetadata;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -143,6 +144,10 @@ impl<B: ShardBackend> ProcessGroup<B> for Group {
         shard_len: usize,
         slot: &Arc<Slot<B>>,
     ) -> Result<(), CollectiveError> {
+        debug_assert!(
+            fragments.iter().all(|(_, fragment)| fragment.dtype() == slot.dtype()),
+            "a fragment is cast before it is sent"
+        );
         on_engine!(self, |group| group.all_gather(op, device, fragments, shard_len, slot))
     }
 

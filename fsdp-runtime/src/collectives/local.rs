@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::{Op, ProcessGroup, Reduce};
+use super::{Op, ProcessGroup, Reduce, of_color};
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
 use crate::mesh::{Rank, WorldSize};
@@ -107,8 +107,7 @@ impl LocalGroup {
     pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let op = Op::new("split", "the mesh");
         let colors = self.exchange(&op, color)?;
-        let same = |&index: &usize| *colors[index] == color;
-        let positions: Vec<usize> = (0..self.members.len()).filter(same).collect();
+        let (positions, index) = of_color(&colors, color, self.index);
         // The first member of each group numbers it.
         let first = positions[0];
         let id = (first == self.index).then(|| {
@@ -121,7 +120,7 @@ impl LocalGroup {
             hub: self.hub.clone(),
             id: ids[first].expect("its first member numbers a group"),
             members: positions.iter().map(|&index| self.members[index]).collect(),
-            index: positions.iter().position(|&index| index == self.index).expect("own color"),
+            index,
             sequence: AtomicU64::new(0),
         })
     }
@@ -257,11 +256,8 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         _: usize,
         slot: &Arc<Slot<B>>,
     ) -> Result<(), CollectiveError> {
-        for peer in self.exchange(op, fragments)? {
-            for (offset, fragment) in peer.iter() {
-                slot.write(*offset, fragment.clone());
-            }
-        }
+        let peers = self.exchange(op, fragments)?;
+        slot.write_all(peers.iter().flat_map(|peer| peer.iter().cloned()).collect());
         Ok(())
     }
 

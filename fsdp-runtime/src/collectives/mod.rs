@@ -13,6 +13,8 @@ pub(crate) mod local;
 pub(crate) mod mpi;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod regions;
 #[cfg(feature = "nccl")]
 pub(crate) mod store;
 
@@ -70,6 +72,15 @@ impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {}", self.name, self.unit)
     }
+}
+
+/// The positions of the members that gave `color`, and the place among them of the one at `own`, which
+/// did too.
+fn of_color(colors: &[Arc<usize>], color: usize, own: usize) -> (Vec<usize>, usize) {
+    let same = |&index: &usize| *colors[index] == color;
+    let positions: Vec<usize> = (0..colors.len()).filter(same).collect();
+    let index = positions.iter().position(|&index| index == own).expect("own color");
+    (positions, index)
 }
 
 /// How one gradient of a unit is reduced.

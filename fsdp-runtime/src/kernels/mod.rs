@@ -32,6 +32,9 @@ use crate::backend::{Float, ShardBackend, Value, with_backend};
 use crate::norm::Norm;
 use crate::optim::{AdamStep, SgdStep};
 
+/// Elements below which tensors are small: the kernels copy several of them at once.
+pub(crate) const SMALL: usize = 1 << 16;
+
 /// The kernels of one backend. Launchers check lengths and panic where a caller inside this crate
 /// has miscounted; dtypes are f32, bf16 and f16.
 pub(crate) trait Kernels: Backend {
@@ -39,8 +42,14 @@ pub(crate) trait Kernels: Backend {
     /// The rest of the buffer stays as it is. In the buffer's own memory where nothing shares it.
     fn pack(parts: Vec<(Float<Self>, usize)>, buffer: Float<Self>) -> Float<Self>;
 
-    /// Tensors of their own of the given shapes and dtype, each from its offset in the buffer on.
-    fn unpack(buffer: Float<Self>, parts: Vec<(usize, Shape)>, dtype: DType) -> Vec<Float<Self>>;
+    /// Tensors of their own of the given shapes, each from its offset in the buffer on: divided by
+    /// `divisor` in f32 if given, rounded to `dtype`.
+    fn unpack(
+        buffer: Float<Self>,
+        parts: Vec<(usize, Shape)>,
+        dtype: DType,
+        divisor: Option<f32>,
+    ) -> Vec<Float<Self>>;
 
     /// The tensor's elements, divided by `divisor` in f32 if given, rounded to `dtype`.
     fn cast(tensor: Float<Self>, dtype: DType, divisor: Option<f32>) -> Float<Self>;
@@ -206,8 +215,8 @@ pub fn pack(parts: Vec<(Tensor<1>, usize)>, buffer: Tensor<1>) -> Result<Tensor<
     })
 }
 
-/// Copies ranges of `buffer`, in elements, to tensors of their own, rounded to `dtype`. Large parts
-/// take a launch each, small ones share one.
+/// Copies ranges of `buffer`, in elements, to tensors of their own, divided by `divisor` in f32 if
+/// given, rounded to `dtype`. Large parts take a launch each, small ones share one.
 ///
 /// # Errors
 ///
@@ -216,6 +225,7 @@ pub fn unpack(
     buffer: Tensor<1>,
     ranges: &[Range<usize>],
     dtype: FloatDType,
+    divisor: Option<f32>,
 ) -> Result<Vec<Tensor<1>>, KernelError> {
     let len = buffer.shape().num_elements();
     ranges.iter().try_for_each(|range| check_range(range, len))?;
@@ -223,7 +233,7 @@ pub fn unpack(
     let parts: Vec<(usize, Shape)> = ranges.iter().map(part).collect();
     with_backend!(buffer.device(), |B, device| {
         check_dtype::<B>(&device, dtype.into())?;
-        let parts = B::unpack(take::<B>(buffer)?, parts, dtype.into());
+        let parts = B::unpack(take::<B>(buffer)?, parts, dtype.into(), divisor);
         Ok(parts.into_iter().map(give::<B>).collect())
     })
 }

@@ -92,11 +92,14 @@ fn assert_packs(device: &burn::tensor::Device) {
             assert_eq!(bits(&buffer), kept, "{what}: a buffer that is shared is copied");
 
             let ranges = PARTS.map(|(at, len)| at..at + len);
-            let unpacked = kernels::unpack(ours, &ranges, from).unwrap();
-            for (unpacked, (part, at)) in unpacked.iter().zip(&parts) {
-                let expected = part.clone().cast(to).cast(from);
-                assert_eq!(unpacked.dtype(), from.into());
-                assert_eq!(bits(unpacked), bits(&expected), "{what}: the part at {at}");
+            for divisor in [None, Some(3.0)] {
+                let unpacked = kernels::unpack(ours.clone(), &ranges, from, divisor).unwrap();
+                for (unpacked, (part, at)) in unpacked.iter().zip(&parts) {
+                    let expected = kernels::cast(part.clone().cast(to), from, divisor).unwrap();
+                    assert_eq!(unpacked.dtype(), from.into());
+                    let what = format!("{what}: the part at {at}, divided by {divisor:?}");
+                    assert_eq!(bits(unpacked), bits(&expected), "{what}");
+                }
             }
         }
     }
@@ -130,7 +133,7 @@ fn many_small_parts_are_packed_in_one_buffer_and_come_out_again() {
         let buffer = Tensor::zeros([at], &device);
         let buffer = kernels::pack(parts.clone(), buffer).unwrap();
         let ranges: Vec<_> = parts.iter().map(|(part, at)| *at..at + part.dims()[0]).collect();
-        let unpacked = kernels::unpack(buffer, &ranges, FloatDType::F32).unwrap();
+        let unpacked = kernels::unpack(buffer, &ranges, FloatDType::F32, None).unwrap();
         for (unpacked, (part, at)) in unpacked.iter().zip(&parts) {
             assert_eq!(bits(unpacked), bits(part), "at {at} on {device:?}");
         }

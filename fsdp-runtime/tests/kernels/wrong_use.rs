@@ -12,7 +12,7 @@ fn a_part_beyond_the_buffer_is_refused() {
     let error = kernels::pack(vec![(zeros(5), 6)], zeros(10)).unwrap_err();
     assert_eq!(error, KernelError::Range { range: 6..11, len: 10 });
     assert!(error.to_string().contains("end at 10"), "{error}");
-    let error = kernels::unpack(zeros(10), &[0..3, 8..12], FloatDType::F32).unwrap_err();
+    let error = kernels::unpack(zeros(10), &[0..3, 8..12], FloatDType::F32, None).unwrap_err();
     assert_eq!(error, KernelError::Range { range: 8..12, len: 10 });
     let error = kernels::mean(&[zeros(10), zeros(4)], 2..6, 2).unwrap_err();
     assert_eq!(error, KernelError::Range { range: 2..6, len: 4 });

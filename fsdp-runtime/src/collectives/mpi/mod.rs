@@ -21,20 +21,18 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use burn::backend::TensorMetadata;
-use burn::tensor::{DType, Shape};
 
 use self::link::{Link, Meeting};
-use self::reduce::Reduction;
 use self::sys::{Comm, MpiError};
 #[cfg(test)]
 pub(crate) use self::transfer::ALWAYS_STAGED;
-use self::transfer::{Expected, Scratch};
+use self::transfer::Expected;
 use super::group::Message;
-use super::{Op, ProcessGroup, Reduce};
+use super::regions::{Arrivals, Reduction, Scratch, from_the_first};
+use super::{Op, ProcessGroup, Reduce, of_color};
 use crate::backend::{Float, ShardBackend, numel};
 use crate::error::CollectiveError;
-use crate::layout::FlatLayout;
-use crate::mesh::{Rank, WorldSize};
+use crate::mesh::Rank;
 use crate::nn::dropout::mix;
 use crate::slot::Slot;
 use crate::unit_layout::UnitLayout;
@@ -50,10 +48,10 @@ pub(crate) struct MpiGroup {
     index: usize,
     sequence: AtomicU64,
     splits: AtomicU64,
-    /// Where parts arrive before they are summed, by type: kept, so that training allocates nothing.
-    parts: Mutex<Scratch>,
+    /// Where parts arrive before they are summed: kept, so that training allocates nothing.
+    parts: Scratch,
     /// Where a replicated gradient is put together.
-    whole: Mutex<Scratch>,
+    whole: Scratch,
     /// Where a device's gather arrives.
     staging: Mutex<Vec<u8>>,
 }
@@ -79,8 +77,8 @@ impl MpiGroup {
             index,
             sequence: AtomicU64::new(0),
             splits: AtomicU64::new(0),
-            parts: Mutex::default(),
-            whole: Mutex::default(),
+            parts: Scratch::default(),
+            whole: Scratch::default(),
             staging: Mutex::default(),
         }
     }
@@ -114,14 +112,12 @@ impl MpiGroup {
     pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let op = Op::new("split", "the mesh");
         let colors = self.exchange(&op, color)?;
-        let same = |&index: &usize| *colors[index] == color;
-        let positions: Vec<usize> = (0..self.members.len()).filter(same).collect();
+        let (positions, index) = of_color(&colors, color, self.index);
         let comm = self.link.check(&op, self.comm.split(color, self.index))?;
         // Every member finds the same number, and no other group of the launch has it.
         let split = self.splits.fetch_add(1, Ordering::Relaxed);
         let id = [split, color as u64].into_iter().fold(self.id, |id, part| mix(id ^ mix(part)));
         let members = positions.iter().map(|&index| self.members[index]).collect();
-        let index = positions.iter().position(|&index| index == self.index).expect("own color");
         Ok(Self::new(self.link.clone(), comm, id, members, index))
     }
 
@@ -150,6 +146,29 @@ impl MpiGroup {
         self.link.meet(meeting, op, payload)
     }
 
+    /// One tensor of each member, of these lengths, in rank order; `own` is this one's.
+    fn land_each<B: ShardBackend>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        lens: Vec<Option<usize>>,
+        own: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let arrivals = Arrivals::<B>::new(device, lens, |member| member != self.index);
+        let expected = |(from, range)| Expected { from, tag: 0, range };
+        let expected: Vec<_> = arrivals.regions().map(expected).collect();
+        let sent = own.clone().map(B::host);
+        self.land(op, &arrivals.slot, device, &expected, sent, |sent, transfers| {
+            for to in self.others() {
+                if let Some(sent) = sent {
+                    // SAFETY: `land` keeps `sent`.
+                    unsafe { self.send(transfers, to, 0, sent.as_ref()) };
+                }
+            }
+        })?;
+        Ok(arrivals.into_tensors(self.index, own))
+    }
+
     /// The positions of the other members, the next one first, so that not all begin with one.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (index, size) = (self.index, self.members.len());
@@ -166,9 +185,7 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         shard_len: usize,
         slot: &Arc<Slot<B>>,
     ) -> Result<(), CollectiveError> {
-        for (offset, fragment) in fragments {
-            slot.write(offset, fragment);
-        }
+        slot.write_all(fragments);
         self.meet(op, Vec::new())?;
         let shard = |index: usize| index * shard_len..(index + 1) * shard_len;
         let expected: Vec<_> =
@@ -189,36 +206,8 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         device: &B::Device,
         fragment: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let len = fragment.as_ref().map(numel::<B>);
-        let lens = self.exchange(op, len)?;
-        let regions = lens.iter().enumerate().map(|(from, len)| match from == self.index {
-            true => 0,
-            false => len.unwrap_or(0),
-        });
-        let regions = FlatLayout::new(regions, WorldSize::ONE);
-        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len(), DType::F32));
-        let expected: Vec<_> = self
-            .others()
-            .map(|from| Expected { from, tag: 0, range: regions.segment(from) })
-            .collect();
-        let sent = fragment.clone().map(B::host);
-        self.land(op, &slot, device, &expected, sent, |sent, transfers| {
-            for to in self.others() {
-                if let Some(sent) = sent {
-                    // SAFETY: `land` keeps `sent`.
-                    unsafe { self.send(transfers, to, 0, sent.as_ref()) };
-                }
-            }
-        })?;
-        let of = |(from, len): (usize, &Arc<Option<usize>>)| {
-            if from == self.index {
-                return fragment.clone();
-            }
-            let len = (**len)?;
-            let view = slot.view(regions.segment(from).start, &[len]);
-            Some(B::fragment(view, 0..len, Shape::from([len])))
-        };
-        Ok(lens.iter().enumerate().map(of).collect())
+        let lens = self.exchange(op, fragment.as_ref().map(numel::<B>))?;
+        self.land_each::<B>(op, device, lens.iter().map(|len| **len).collect(), fragment)
     }
 
     fn reduce_scatter(
@@ -249,29 +238,10 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
     ) -> Result<Float<B>, CollectiveError> {
         let shape: Vec<usize> =
             tensor.as_ref().map_or(Vec::new(), |tensor| tensor.shape().iter().copied().collect());
-        let shapes = self.exchange(op, shape)?;
-        let shape = Shape::from((*shapes[0]).clone());
-        let numel = shape.num_elements();
-        let root = self.index == 0;
-        let slot = Arc::new(Slot::<B>::new(device, if root { 0 } else { numel }, DType::F32));
-        let expected: Vec<_> =
-            (!root).then_some(Expected { from: 0, tag: 0, range: 0..numel }).into_iter().collect();
-        let sent = tensor.clone().filter(|_| root).map(B::host);
-        self.land(op, &slot, device, &expected, sent, |sent, transfers| {
-            for to in self.others() {
-                if let Some(sent) = sent {
-                    // SAFETY: `land` keeps `sent`.
-                    unsafe { self.send(transfers, to, 0, sent.as_ref()) };
-                }
-            }
-        })?;
-        match tensor.filter(|_| root) {
-            Some(tensor) => Ok(tensor),
-            None => {
-                let view = slot.view(0, &[numel]);
-                Ok(B::fragment(view, 0..numel, shape))
-            }
-        }
+        let (shape, lens) = from_the_first(&self.exchange(op, shape)?);
+        let own = tensor.filter(|_| self.index == 0);
+        let full = self.land_each::<B>(op, device, lens, own)?.swap_remove(0);
+        Ok(B::float_reshape(full.expect("the first rank gives the tensor"), shape))
     }
 }
 

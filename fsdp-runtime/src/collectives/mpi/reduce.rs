@@ -3,46 +3,31 @@
 //! types arrive one type after the other, as a buffer has one.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use burn::tensor::{DType, Shape};
 
 use super::MpiGroup;
 use super::transfer::Expected;
 use crate::backend::{Float, ShardBackend};
-use crate::collectives::{Op, Reduce};
+use crate::collectives::Op;
+use crate::collectives::regions::Reduction;
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
-use crate::mesh::{Rank, WorldSize};
-use crate::unit_layout::UnitLayout;
-
-/// What all ranks know of a reduction.
-pub(super) struct Reduction<'a> {
-    pub(super) keep: &'a [Reduce],
-    pub(super) layout: &'a UnitLayout,
-    pub(super) divisor: usize,
-    /// Which member has which gradient.
-    pub(super) present: Vec<Arc<Vec<bool>>>,
-}
+use crate::mesh::WorldSize;
 
 impl MpiGroup {
     /// What member `index` keeps of a gradient, in elements: its fragment, or, where all keep all,
     /// the part that it sums for everybody.
-    fn part(&self, keep: &Reduce, layout: &UnitLayout, index: usize) -> Range<usize> {
+    fn part(&self, reduction: &Reduction<'_>, entry: usize, index: usize) -> Range<usize> {
+        let keep = &reduction.keep[entry];
         match keep.segment {
-            Some(segment) => layout.fragment(segment, self.position(index)),
+            Some(segment) => reduction.layout.fragment(segment, reduction.member(index)),
             None => {
                 let len = keep.range.len().div_ceil(self.members.len());
                 let start = (index * len).min(keep.range.len());
                 start..(start + len).min(keep.range.len())
             }
         }
-    }
-
-    /// A member's position, as a rank of the group.
-    fn position(&self, index: usize) -> Rank {
-        let size = WorldSize::new(self.members.len()).expect("a group has this process");
-        size.ranks().nth(index).expect("an index is below the size")
     }
 
     /// The sums of this rank's parts, over `divisor`; `None` where no rank has the gradient.
@@ -78,16 +63,16 @@ impl MpiGroup {
         reduction: &Reduction<'_>,
         (entries, dtype): (&[usize], DType),
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let Reduction { keep, layout, divisor, present } = reduction;
+        let Reduction { keep, divisor, present, .. } = reduction;
         let size = self.members.len();
         // Where each member's part of each gradient arrives.
         let mut lens = Vec::with_capacity(entries.len() * size);
         for &entry in entries {
-            let len = self.part(&keep[entry], layout, self.index).len();
+            let len = self.part(reduction, entry, self.index).len();
             lens.extend((0..size).map(|from| if from == self.index { 0 } else { len }));
         }
         let regions = FlatLayout::new(lens, WorldSize::ONE);
-        let slot = self.scratch::<B>(&self.parts, device, regions.padded_len(), dtype);
+        let slot = self.parts.slot::<B>(device, regions.padded_len(), dtype);
         let mut expected = Vec::new();
         for (at, &entry) in entries.iter().enumerate() {
             for from in self.others().filter(|&from| present[from][entry]) {
@@ -101,7 +86,7 @@ impl MpiGroup {
             for (entry, elements) in sent {
                 let entry = *entry;
                 for to in self.others() {
-                    let part = self.part(&keep[entry], layout, to);
+                    let part = self.part(reduction, entry, to);
                     let part = part.start * dtype.size()..part.end * dtype.size();
                     // SAFETY: `land` keeps `sent`, and with it the elements' place in memory.
                     unsafe { self.send(transfers, to, entry, &elements.as_ref()[part]) };
@@ -109,8 +94,7 @@ impl MpiGroup {
             }
         })?;
         let mean = |(at, &entry): (usize, &usize)| {
-            let keep = &keep[entry];
-            let range = self.part(keep, layout, self.index);
+            let (keep, range) = (&keep[entry], self.part(reduction, entry, self.index));
             if range.is_empty() {
                 return None;
             }
@@ -138,11 +122,11 @@ impl MpiGroup {
         sums: &mut [Option<Float<B>>],
         reduction: &Reduction<'_>,
     ) -> Result<(), CollectiveError> {
-        let Reduction { keep, layout, present, .. } = reduction;
+        let keep = reduction.keep;
         let whole = |&entry: &usize| {
             keep[entry].segment.is_none()
                 && !keep[entry].range.is_empty()
-                && present.iter().any(|present| present[entry])
+                && reduction.is_summed(entry)
         };
         let entries: Vec<usize> = (0..keep.len()).filter(whole).collect();
         if entries.is_empty() {
@@ -150,23 +134,24 @@ impl MpiGroup {
         }
         let regions =
             FlatLayout::new(entries.iter().map(|&entry| keep[entry].range.len()), WorldSize::ONE);
-        let slot = self.scratch::<B>(&self.whole, device, regions.padded_len(), DType::F32);
+        let slot = self.whole.slot::<B>(device, regions.padded_len(), DType::F32);
         let mut expected = Vec::new();
-        let mut own = Vec::new();
+        let (mut mine, mut own) = (Vec::new(), Vec::new());
         for (at, &entry) in entries.iter().enumerate() {
             let start = regions.segment(at).start;
             let place = |index| {
-                let part = self.part(&keep[entry], layout, index);
+                let part = self.part(reduction, entry, index);
                 start + part.start..start + part.end
             };
             for from in self.others() {
                 expected.push(Expected { from, tag: keep.len() + entry, range: place(from) });
             }
             if let Some(sum) = sums[entry].take() {
-                slot.write(place(self.index).start, sum.clone());
+                mine.push((place(self.index).start, sum.clone()));
                 own.push((entry, B::host(sum)));
             }
         }
+        slot.write_all(mine);
         self.land(op, &slot, device, &expected, own, |own, transfers| {
             for (entry, sum) in own {
                 for to in self.others() {
@@ -175,10 +160,13 @@ impl MpiGroup {
                 }
             }
         })?;
-        for (at, &entry) in entries.iter().enumerate() {
-            let numel = keep[entry].range.len();
-            let view = slot.view(regions.segment(at).start, &[numel]);
-            sums[entry] = Some(B::fragment(view, 0..numel, keep[entry].shape.clone().into()));
+        let part = |(at, &entry): (usize, &usize)| {
+            (regions.segment(at).start, Shape::from(keep[entry].shape.clone()))
+        };
+        let parts = entries.iter().enumerate().map(part).collect();
+        let all = slot.view(0, &[regions.padded_len()]);
+        for (&entry, sum) in entries.iter().zip(B::unpack(all, parts, DType::F32, None)) {
+            sums[entry] = Some(sum);
         }
         Ok(())
     }

@@ -1,12 +1,10 @@
 //! Data on its way between processes: non-blocking sends and receives, from and into memory that
 //! stays until they are complete.
 
-use std::any::Any;
-use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
 use burn_std::Bytes;
@@ -21,9 +19,6 @@ use crate::slot::Slot;
 
 /// Bytes of the largest single message: a C int counts them.
 const PIECE: usize = 1 << 30;
-
-/// A slot of whatever backend for each type of elements.
-pub(super) type Scratch = HashMap<DType, Box<dyn Any + Send>>;
 
 /// Data on its way: what is sent, what is received, and with whom.
 #[derive(Default)]
@@ -100,24 +95,6 @@ impl MpiGroup {
     fn complete(&self, op: &Op, transfers: Transfers) -> Result<(), CollectiveError> {
         self.link.check(op, transfers.refused.map_or(Ok(()), Err))?;
         self.link.complete(op, transfers.requests)
-    }
-
-    /// A buffer of at least `numel` elements of a type that is kept from one collective to the next.
-    pub(super) fn scratch<B: ShardBackend>(
-        &self,
-        scratch: &Mutex<Scratch>,
-        device: &B::Device,
-        numel: usize,
-        dtype: DType,
-    ) -> Arc<Slot<B>> {
-        let mut scratch = lock(scratch);
-        let kept = scratch.get(&dtype).and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>());
-        if let Some(slot) = kept.filter(|slot| slot.numel() >= numel) {
-            return slot.clone();
-        }
-        let slot = Arc::new(Slot::<B>::new(device, numel, dtype));
-        scratch.insert(dtype, Box::new(slot.clone()));
-        slot
     }
 
     /// Receives, into `slot`, what `expected` says: from whom, under which tag and where; `send`

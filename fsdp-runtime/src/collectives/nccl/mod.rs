@@ -21,37 +21,31 @@ mod result;
 mod sys;
 mod world;
 
-use std::any::Any;
-use std::collections::HashMap;
 use std::mem::ManuallyDrop;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use burn::backend::TensorMetadata;
-use burn::tensor::{DType, Shape};
+use burn::tensor::DType;
 
 use self::communicator::{Collectives, Communicator, Trouble, Watch};
-use self::reduce::Reduction;
 #[cfg(test)]
 pub(crate) use self::sys::library;
 use self::sys::ncclDataType_t;
 pub(crate) use self::world::gpu_of;
 use super::group::Message;
+use super::regions::{Arrivals, Reduction, Scratch, from_the_first};
 use super::store::Host;
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{DeviceMemory, Float, ShardBackend, numel};
 use crate::cuda::NcclError;
 use crate::error::CollectiveError;
-use crate::layout::FlatLayout;
-use crate::mesh::{Rank, WorldSize};
+use crate::mesh::Rank;
 use crate::slot::Slot;
 use crate::unit_layout::UnitLayout;
 
 /// How long the news that a rank has ended may take, after NCCL has seen it.
 const NEWS: Duration = Duration::from_millis(500);
-
-/// A slot of whatever backend for each type of elements.
-type Scratch = HashMap<DType, Box<dyn Any + Send>>;
 
 /// This rank's end of a group.
 #[derive(Debug)]
@@ -59,14 +53,14 @@ pub(crate) struct NcclGroup {
     host: Host,
     communicator: Communicator,
     /// Where gradients are summed: kept, so that training allocates nothing.
-    sums: Mutex<Scratch>,
+    sums: Scratch,
     /// Where parts of them arrive that are summed here.
-    parts: Mutex<Scratch>,
+    parts: Scratch,
 }
 
 impl NcclGroup {
     fn new(host: Host, communicator: Communicator) -> Self {
-        Self { host, communicator, sums: Mutex::default(), parts: Mutex::default() }
+        Self { host, communicator, sums: Scratch::default(), parts: Scratch::default() }
     }
 
     /// Its members, by their ranks in the world.
@@ -157,22 +151,31 @@ impl NcclGroup {
         Ok(())
     }
 
-    /// A buffer of at least `numel` elements of a type that is kept from one collective to the next.
-    fn scratch<B: ShardBackend>(
+    /// One tensor of each member, of these lengths, in rank order; `own` is this one's.
+    fn broadcast_each<B: ShardBackend>(
         &self,
-        scratch: &Mutex<Scratch>,
+        op: &Op,
         device: &B::Device,
-        numel: usize,
-        dtype: DType,
-    ) -> Arc<Slot<B>> {
-        let mut scratch = scratch.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let kept = scratch.get(&dtype).and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>());
-        if let Some(slot) = kept.filter(|slot| slot.numel() >= numel) {
-            return slot.clone();
+        lens: Vec<Option<usize>>,
+        own: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let arrivals = Arrivals::<B>::new(device, lens, |_| true);
+        if let Some(own) = &own {
+            arrivals.slot.write(arrivals.region(self.host.index()).start, own.clone());
         }
-        let slot = Arc::new(Slot::<B>::new(device, numel, dtype));
-        scratch.insert(dtype, Box::new(slot.clone()));
-        slot
+        if arrivals.regions().next().is_some() {
+            // SAFETY: each member's region lies within the slot, which is this function's.
+            unsafe {
+                self.run::<B>(op, device, &arrivals.slot, |collectives, start| {
+                    for (member, region) in arrivals.regions() {
+                        let at = start + (region.start * DType::F32.size()) as u64;
+                        collectives.broadcast(at, region.len(), member)?;
+                    }
+                    Ok(())
+                })
+            }?;
+        }
+        Ok(arrivals.into_tensors(self.host.index(), own))
     }
 }
 
@@ -228,9 +231,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         shard_len: usize,
         slot: &Arc<Slot<B>>,
     ) -> Result<(), CollectiveError> {
-        for (offset, fragment) in fragments {
-            slot.write(offset, fragment);
-        }
+        slot.write_all(fragments);
         self.exchange(op, ())?;
         if shard_len == 0 {
             return Ok(());
@@ -253,36 +254,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         fragment: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let lens = self.exchange(op, fragment.as_ref().map(numel::<B>))?;
-        let regions = FlatLayout::new(lens.iter().map(|len| len.unwrap_or(0)), WorldSize::ONE);
-        if regions.padded_len() == 0 {
-            return Ok(lens.iter().map(|_| None).collect());
-        }
-        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len(), DType::F32));
-        if let Some(fragment) = &fragment {
-            slot.write(regions.segment(self.host.index()).start, fragment.clone());
-        }
-        // SAFETY: each member's region lies within the slot, which is this function's.
-        unsafe {
-            self.run::<B>(op, device, &slot, |collectives, at| {
-                for member in 0..lens.len() {
-                    let region = regions.segment(member);
-                    if !region.is_empty() {
-                        let at = at + (region.start * DType::F32.size()) as u64;
-                        collectives.broadcast(at, region.len(), member)?;
-                    }
-                }
-                Ok(())
-            })
-        }?;
-        let of = |(member, len): (usize, &Arc<Option<usize>>)| {
-            if member == self.host.index() {
-                return fragment.clone();
-            }
-            let len = (**len)?;
-            let view = slot.view(regions.segment(member).start, &[len]);
-            Some(B::fragment(view, 0..len, Shape::from([len])))
-        };
-        Ok(lens.iter().enumerate().map(of).collect())
+        self.broadcast_each::<B>(op, device, lens.iter().map(|len| **len).collect(), fragment)
     }
 
     fn gather(
@@ -296,21 +268,17 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         let (own, receives) = (self.host.index(), self.host.index() == to);
         // The receiver's own fragment stays where it is; the others need room for theirs alone.
         let here = |member: usize| if receives { member != own } else { member == own };
-        let room = lens.iter().enumerate();
-        let room = room.map(|(member, len)| if here(member) { len.unwrap_or(0) } else { 0 });
-        let regions = FlatLayout::new(room, WorldSize::ONE);
-        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len(), DType::F32));
+        let lens = lens.iter().map(|len| **len).collect();
+        let arrivals = Arrivals::<B>::new(device, lens, here);
         if let Some(fragment) = fragment.as_ref().filter(|_| !receives) {
-            slot.write(regions.segment(own).start, fragment.clone());
+            arrivals.slot.write(arrivals.region(own).start, fragment.clone());
         }
-        let moved = || (0..lens.len()).filter(|&member| !regions.segment(member).is_empty());
-        if moved().next().is_some() {
+        if arrivals.regions().next().is_some() {
             // SAFETY: each region lies within the slot, which is this function's.
             unsafe {
-                self.run::<B>(op, device, &slot, |collectives, at| {
-                    for member in moved() {
-                        let region = regions.segment(member);
-                        let at = at + (region.start * DType::F32.size()) as u64;
+                self.run::<B>(op, device, &arrivals.slot, |collectives, start| {
+                    for (member, region) in arrivals.regions() {
+                        let at = start + (region.start * DType::F32.size()) as u64;
                         match receives {
                             true => collectives.receive(at, region.len(), member)?,
                             false => collectives.send(at, region.len(), to)?,
@@ -320,18 +288,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
                 })
             }?;
         }
-        if !receives {
-            return Ok(Vec::new());
-        }
-        let of = |(member, len): (usize, &Arc<Option<usize>>)| {
-            if member == own {
-                return fragment.clone();
-            }
-            let len = (**len)?;
-            let view = slot.view(regions.segment(member).start, &[len]);
-            Some(B::fragment(view, 0..len, Shape::from([len])))
-        };
-        Ok(lens.iter().enumerate().map(of).collect())
+        Ok(if receives { arrivals.into_tensors(own, fragment) } else { Vec::new() })
     }
 
     fn reduce_scatter(
@@ -357,22 +314,9 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
     ) -> Result<Float<B>, CollectiveError> {
         let shape: Vec<usize> =
             tensor.as_ref().map_or(Vec::new(), |tensor| tensor.shape().iter().copied().collect());
-        let shapes = self.exchange(op, shape)?;
-        let shape = Shape::from((*shapes[0]).clone());
-        let len = shape.num_elements();
-        let tensor = tensor.filter(|_| self.host.index() == 0);
-        let slot = Arc::new(Slot::<B>::new(device, len, DType::F32));
-        if let Some(tensor) = &tensor {
-            slot.write(0, tensor.clone());
-        }
-        if len > 0 {
-            // SAFETY: within the slot, which is this function's.
-            unsafe {
-                self.run::<B>(op, device, &slot, |collectives, at| {
-                    collectives.broadcast(at, len, 0)
-                })
-            }?;
-        }
-        Ok(tensor.unwrap_or_else(|| B::fragment(slot.view(0, &[len]), 0..len, shape)))
+        let (shape, lens) = from_the_first(&self.exchange(op, shape)?);
+        let own = tensor.filter(|_| self.host.index() == 0);
+        let full = self.broadcast_each::<B>(op, device, lens, own)?.swap_remove(0);
+        Ok(B::float_reshape(full.expect("the first rank gives the tensor"), shape))
     }
 }

@@ -3,44 +3,15 @@
 //! do; that moves as many bytes. What all ranks keep whole is summed by NCCL, in f32. What a rank
 //! keeps of a matrix follows from its flat range, so that each range is scattered on its own.
 
-use std::sync::Arc;
-
 use burn::tensor::{DType, FloatDType, Shape};
 
 use super::NcclGroup;
-use crate::backend::{Float, ShardBackend, cast};
+use crate::backend::{Float, ShardBackend};
+use crate::collectives::regions::Reduction;
 use crate::collectives::{Op, Reduce};
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
-use crate::mesh::{Rank, WorldSize};
-use crate::unit_layout::UnitLayout;
-
-/// What all ranks know of a reduction.
-pub(super) struct Reduction<'a> {
-    pub(super) keep: &'a [Reduce],
-    pub(super) layout: &'a UnitLayout,
-    pub(super) divisor: usize,
-    /// Which member has which gradient.
-    pub(super) present: Vec<Arc<Vec<bool>>>,
-}
-
-impl Reduction<'_> {
-    /// Whether any rank has this gradient.
-    fn is_summed(&self, entry: usize) -> bool {
-        self.present.iter().any(|present| present[entry])
-    }
-
-    /// The flat range that a gradient is scattered with, if it is.
-    fn range_of(&self, entry: usize) -> Option<usize> {
-        self.keep[entry].segment.map(|segment| self.layout.range_of(segment))
-    }
-
-    /// A member's position, as a rank of the group.
-    fn member(&self, index: usize) -> Rank {
-        let size = WorldSize::new(self.present.len()).expect("a group has this rank");
-        size.ranks().nth(index).expect("an index is below the size")
-    }
-}
+use crate::mesh::WorldSize;
 
 type Sums<B> = Result<Vec<Option<Float<B>>>, CollectiveError>;
 
@@ -103,7 +74,7 @@ impl NcclGroup {
         if base + whole.padded_len() == 0 {
             return Ok(Vec::new());
         }
-        let slot = self.scratch::<B>(&self.sums, device, base + whole.padded_len(), DType::F32);
+        let slot = self.sums.slot::<B>(device, base + whole.padded_len(), DType::F32);
         let region = |at: usize| {
             let (start, within) = match (reduction.range_of(entries[at]), keep[entries[at]].segment)
             {
@@ -115,11 +86,11 @@ impl NcclGroup {
             };
             start + within.start..start + within.end
         };
-        for (at, &entry) in entries.iter().enumerate() {
+        let own = |(at, &entry): (usize, &usize)| {
             let zeros = || B::float_zeros(Shape::from([region(at).len()]), device, FloatDType::F32);
-            let gradient = gradients[entry].clone().unwrap_or_else(zeros);
-            slot.write(region(at).start, cast::<B>(gradient, DType::F32));
-        }
+            (region(at).start, gradients[entry].clone().unwrap_or_else(zeros))
+        };
+        slot.write_all(entries.iter().enumerate().map(own).collect());
         let (index, size) = (self.host.index(), DType::F32.size());
         // SAFETY: the flat ranges of the layout and what comes after them lie within the slot, which
         // is this group's for sums, of which one is under way at a time.
@@ -135,16 +106,17 @@ impl NcclGroup {
                 Ok(())
             })
         }?;
-        let sum = |(at, &entry): (usize, &usize)| {
+        let kept = |(at, &entry): (usize, &usize)| {
             let Reduce { range, shape, segment, .. } = &keep[entry];
-            if range.is_empty() {
-                return None;
-            }
             let within = if segment.is_some() { range.start } else { 0 };
-            let sum = slot.view(region(at).start + within, &[range.len()]);
-            Some((entry, B::mean(&[sum], 0..range.len(), *divisor, shape.clone().into())))
+            let part = (region(at).start + within, Shape::from(shape.clone()));
+            (!range.is_empty()).then_some((entry, part))
         };
-        Ok(entries.iter().enumerate().filter_map(sum).collect())
+        let (entries, parts): (Vec<_>, Vec<_>) =
+            entries.iter().enumerate().filter_map(kept).unzip();
+        let all = slot.view(0, &[base + whole.padded_len()]);
+        let divisor = (*divisor > 1).then_some(*divisor as f32);
+        Ok(entries.into_iter().zip(B::unpack(all, parts, DType::F32, divisor)).collect())
     }
 
     /// Sums here, of parts that the members send each other: gradients of matrices in one flat range.
@@ -163,12 +135,11 @@ impl NcclGroup {
         let flat = &layout.ranges()[range].layout;
         let (shard, padded) = (flat.shard_len(), flat.padded_len());
         // The flat range as this rank has it; then this rank's shard of it, as each member has it.
-        let slot = self.scratch::<B>(&self.parts, device, 2 * padded, dtype);
-        for &entry in entries {
-            if let (Some(gradient), Some(segment)) = (&gradients[entry], keep[entry].segment) {
-                slot.write(layout.segment(segment).start, cast::<B>(gradient.clone(), dtype));
-            }
-        }
+        let slot = self.parts.slot::<B>(device, 2 * padded, dtype);
+        let own = |&entry: &usize| {
+            Some((layout.segment(keep[entry].segment?).start, gradients[entry].clone()?))
+        };
+        slot.write_all(entries.iter().filter_map(own).collect());
         // SAFETY: every shard, of every member, lies within the slot, which is this group's for
         // parts, of which one sum is under way at a time.
         unsafe {

@@ -10,9 +10,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::{Run, contiguous, element, empty, exclusive, grid, spans, widest};
+use crate::kernels::SMALL;
 
-/// Elements from which a tensor has a launch of its own; smaller ones share one.
-const LARGE: usize = 1 << 16;
 /// Tensors that share a launch, at most.
 const GROUP: usize = 16;
 
@@ -115,10 +114,12 @@ pub(crate) fn fill(client: &Client, target: &Run, numel: usize, value: f32) {
 }
 
 /// Copies several tensors to their places in one buffer: one unit a vector, those of all in a row.
+/// `_after` is as above.
 #[cube(launch_unchecked)]
 fn pack_kernel<I: Float, O: Float, N: Size>(
     sources: &Sequence<Box<[Vector<I, N>]>>,
     target: &mut [Vector<O, N>],
+    _after: &[f32],
     places: &Sequence<usize>,
     counts: &Sequence<usize>,
     #[define(I, O)] _dtypes: [ElemType; 2],
@@ -135,13 +136,15 @@ fn pack_kernel<I: Float, O: Float, N: Size>(
     }
 }
 
-/// Copies several parts of one buffer to tensors of their own.
+/// Copies several parts of one buffer to tensors of their own, divided in f32 if asked.
 #[cube(launch_unchecked)]
 fn unpack_kernel<I: Float, O: Float, N: Size>(
     source: &[Vector<I, N>],
     targets: &mut Sequence<Box<[Vector<O, N>]>>,
     places: &Sequence<usize>,
     counts: &Sequence<usize>,
+    divisor: f32,
+    #[comptime] divide: bool,
     #[define(I, O)] _dtypes: [ElemType; 2],
 ) {
     let mut index = ABSOLUTE_POS;
@@ -149,7 +152,13 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
     for part in 0..targets.len() {
         let count = counts[part];
         if index < count {
-            targets.index_mut(part)[index] = Vector::cast_from(source[places[part] + index]);
+            let element = source[places[part] + index];
+            if comptime!(divide) {
+                let quotient = Vector::<f32, N>::cast_from(element) / Vector::new(divisor);
+                targets.index_mut(part)[index] = Vector::cast_from(quotient);
+            } else {
+                targets.index_mut(part)[index] = Vector::cast_from(element);
+            }
         }
         index -= count;
     }
@@ -190,7 +199,7 @@ impl Group {
 fn groups(client: &Client, parts: impl Iterator<Item = Part>) -> (Vec<Group>, Vec<Part>) {
     let (mut small, mut large) = (Vec::new(), Vec::new());
     for part in parts.filter(|part| part.numel > 0) {
-        if part.numel >= LARGE {
+        if part.numel >= SMALL {
             large.push(part);
             continue;
         }
@@ -224,43 +233,57 @@ fn groups(client: &Client, parts: impl Iterator<Item = Part>) -> (Vec<Group>, Ve
 /// rest of the buffer stays as it is. In the buffer's own memory where nothing shares it.
 pub(crate) fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
     let buffer = exclusive(buffer);
-    let client = buffer.client.clone();
-    let target = Run::of(&buffer);
+    pack_into(&buffer.client, parts, &Run::of(&buffer), None);
+    buffer
+}
+
+/// As [`pack`], whoever looks into the buffer. Ordered after the launch that last wrote `after`.
+pub(crate) fn pack_into(
+    client: &Client,
+    parts: Vec<(CubeTensor, usize)>,
+    target: &Run,
+    after: Option<Handle>,
+) {
     let part = |(tensor, at): (CubeTensor, usize)| {
         let tensor = contiguous(tensor);
         let numel = tensor.shape().num_elements();
         Part { own: Run::of(&tensor), shared: target.clone().from(at), numel }
     };
-    let (groups, large) = groups(&client, parts.into_iter().map(part));
+    let (groups, large) = groups(client, parts.into_iter().map(part));
     for Part { own, shared, numel } in &large {
-        copy(&client, own, shared, *numel, None, None);
+        copy(client, own, shared, *numel, None, after.clone());
     }
     for group in groups {
-        let (count, dim) = grid(&client, group.counts::<Vec<_>>().iter().sum());
-        let dtypes = [group.parts[0].own.dtype, target.dtype].map(element);
-        // SAFETY: `groups` has checked that each part lies within both its buffers.
+        let (count, dim) = grid(client, group.counts::<Vec<_>>().iter().sum());
+        let first = &group.parts[0].own;
+        let dtypes = [first.dtype, target.dtype].map(element);
+        let after = after.clone().unwrap_or_else(|| first.handle.clone());
+        // SAFETY: `groups` has checked that each part lies within both its buffers; the kernel
+        // touches nothing of `after`.
         unsafe {
             pack_kernel::launch_unchecked(
-                &client,
+                client,
                 count,
                 dim,
                 group.width,
                 group.tensors(),
                 BufferArg::from_raw_parts(target.handle.clone(), target.capacity()),
+                BufferArg::from_raw_parts(after, 1),
                 group.places(),
                 group.counts(),
                 dtypes,
             );
         }
     }
-    buffer
 }
 
-/// Tensors of their own of the given shapes and dtype, each from its offset in the buffer on.
+/// Tensors of their own of the given shapes, each from its offset in the buffer on: divided by
+/// `divisor` in f32 if given, rounded to `dtype`.
 pub(crate) fn unpack(
     buffer: CubeTensor,
     parts: Vec<(usize, Shape)>,
     dtype: DType,
+    divisor: Option<f32>,
 ) -> Vec<CubeTensor> {
     let buffer = contiguous(buffer);
     let client = buffer.client.clone();
@@ -273,7 +296,7 @@ pub(crate) fn unpack(
     };
     let (groups, large) = groups(&client, tensors.iter().map(part));
     for Part { own, shared, numel } in &large {
-        copy(&client, shared, own, *numel, None, None);
+        copy(&client, shared, own, *numel, divisor, None);
     }
     for group in groups {
         let (count, dim) = grid(&client, group.counts::<Vec<_>>().iter().sum());
@@ -288,6 +311,8 @@ pub(crate) fn unpack(
                 group.tensors(),
                 group.places(),
                 group.counts(),
+                divisor.unwrap_or(1.0),
+                divisor.is_some(),
                 [source.dtype, dtype].map(element),
             );
         }

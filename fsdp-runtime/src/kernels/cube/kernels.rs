@@ -16,8 +16,13 @@ impl Kernels for Cube {
         copy::pack(parts, buffer)
     }
 
-    fn unpack(buffer: CubeTensor, parts: Vec<(usize, Shape)>, dtype: DType) -> Vec<CubeTensor> {
-        copy::unpack(buffer, parts, dtype)
+    fn unpack(
+        buffer: CubeTensor,
+        parts: Vec<(usize, Shape)>,
+        dtype: DType,
+        divisor: Option<f32>,
+    ) -> Vec<CubeTensor> {
+        copy::unpack(buffer, parts, dtype, divisor)
     }
 
     fn cast(tensor: CubeTensor, dtype: DType, divisor: Option<f32>) -> CubeTensor {

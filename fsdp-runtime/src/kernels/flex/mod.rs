@@ -105,10 +105,15 @@ impl Kernels for Flex {
         buffer
     }
 
-    fn unpack(buffer: FlexTensor, parts: Vec<(usize, Shape)>, dtype: DType) -> Vec<FlexTensor> {
+    fn unpack(
+        buffer: FlexTensor,
+        parts: Vec<(usize, Shape)>,
+        dtype: DType,
+        divisor: Option<f32>,
+    ) -> Vec<FlexTensor> {
         let buffer = contiguous(buffer);
         let part = |(at, shape): (usize, Shape)| {
-            converted(&buffer, at..at + shape.num_elements(), shape, dtype, None)
+            converted(&buffer, at..at + shape.num_elements(), shape, dtype, divisor)
         };
         parts.into_par_iter().with_min_len(8).map(part).collect()
     }
