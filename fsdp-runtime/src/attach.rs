@@ -321,11 +321,16 @@ fn initialise<const D: usize>(
     seed: Option<u64>,
     index: usize,
 ) -> (ParamId, Tensor<D>, ParamMapper<Tensor<D>>) {
-    /// Burn's generator is one a process: no other rank may draw between seeding and drawing.
+    /// Burn's generator is one a process: no other rank, and no model without a seed that is sharded
+    /// beside this one, may draw between seeding and drawing.
     static DRAWING: Mutex<()> = Mutex::new(());
-    let Some(seed) = seed.filter(|_| !param.is_initialized()) else { return param.consume() };
+    if param.is_initialized() {
+        return param.consume();
+    }
     let _drawing = DRAWING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    param.lazy_device().seed(mix(seed ^ mix(index as u64)));
+    if let Some(seed) = seed {
+        param.lazy_device().seed(mix(seed ^ mix(index as u64)));
+    }
     param.consume()
 }
 

@@ -14,7 +14,7 @@ use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
 use self::made::{TASK, made};
-use self::number::{Number, Room, convert, divide, room, with_number};
+use self::number::{Number, Room, convert, convert_over, divide, with_number};
 use super::{AdamTensors, Kernels, MaskSource, Sums};
 use crate::norm::Norm;
 use crate::optim::{AdamStep, SgdStep, kernel};
@@ -71,9 +71,7 @@ fn converted(
 fn copy_in<O: Number>(source: &FlexTensor, target: &mut [O]) {
     with_number!(source.dtype(), |I| {
         let tasks = slice::<I>(source).par_chunks(TASK).zip(target.par_chunks_mut(TASK));
-        tasks.for_each(|(source, target)| {
-            convert(source, room(target));
-        });
+        tasks.for_each(|(source, target)| convert_over(source, target));
     });
 }
 

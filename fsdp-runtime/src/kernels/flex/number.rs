@@ -110,11 +110,11 @@ impl Number for f16 {
 /// Memory that may be written, whatever is in it.
 pub(crate) type Room<N> = [MaybeUninit<N>];
 
-/// Initialised elements as room for others.
-pub(crate) fn room<N: Number>(elements: &mut [N]) -> &mut Room<N> {
-    // SAFETY: the same elements in the same layout; the functions of this folder, which alone see
-    // them so, write nothing that is not initialised.
-    unsafe { &mut *(std::ptr::from_mut(elements) as *mut Room<N>) }
+/// As [`convert`], in the place of other elements.
+pub(super) fn convert_over<I: Number, O: Number>(source: &[I], target: &mut [O]) {
+    // SAFETY: the same elements in the same layout, and `convert` leaves all of them initialised.
+    let room = unsafe { &mut *(std::ptr::from_mut(target) as *mut Room<O>) };
+    convert(source, room);
 }
 
 /// Sets each element from its source.
@@ -246,7 +246,7 @@ mod tests {
 
     fn narrowed<N: Number>(wide: &[f32]) -> Vec<N> {
         let mut narrow = vec![N::zeroed(); wide.len()];
-        convert(wide, room(&mut narrow));
+        convert_over(wide, &mut narrow);
         narrow
     }
 
@@ -285,8 +285,8 @@ mod tests {
         for ranks in 1..=9 {
             let parts: Vec<Vec<f32>> = (0..ranks).map(part).collect();
             let slices: Vec<&[f32]> = parts.iter().map(Vec::as_slice).collect();
-            let mut ours = vec![0f32; 100];
-            mean(&slices, room(&mut ours), ranks as f32);
+            let mut ours = Vec::with_capacity(100);
+            let ours = mean(&slices, &mut ours.spare_capacity_mut()[..100], ranks as f32);
             for (at, ours) in ours.iter().enumerate() {
                 let sum = parts[1..].iter().fold(parts[0][at], |sum, part| sum + part[at]);
                 assert_eq!(ours.to_bits(), (sum / ranks as f32).to_bits(), "{ranks} ranks");

@@ -7,7 +7,7 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::made::TASK;
-use super::number::{Number, convert, multiply, room};
+use super::number::{Number, convert_over, multiply};
 use crate::kernels::Sums;
 use crate::norm::Norm;
 
@@ -30,7 +30,7 @@ pub(super) fn unscale<E: Number>(elements: &mut [E], factor: f32, norm: Norm) ->
         let (mut wide, mut scaled) = ([0f32; BLOCK], [0f32; BLOCK]);
         let scaled = &mut scaled[..block.len()];
         multiply(E::widened(block, &mut wide), scaled, factor);
-        convert(scaled, room(block));
+        convert_over(scaled, block);
         term(E::widened(block, &mut wide), norm)
     };
     let task = |task: &mut [E]| task.chunks_mut(BLOCK).map(block).collect();
