@@ -4,7 +4,7 @@
 
 mod support;
 
-use burn::tensor::Device;
+use burn::tensor::{Device, FloatDType};
 use fsdp_runtime::prelude::*;
 use support::{Outcome, Run, parity};
 
@@ -65,4 +65,20 @@ fn checkpointed_units_train_alike_on_a_cubecl_device() {
     assert_same(&kept, &plain);
     assert_same(&offloaded, &plain);
     assert_eq!(offloaded.counts, plain.counts);
+}
+
+/// Gathered and computed with in bf16, as on Flex; kernels round sums at other places.
+#[test]
+fn half_precision_trains_on_a_cubecl_device_as_on_flex() {
+    let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+    let policy = policy.output_dtype(FloatDType::F32);
+    let on = |device| {
+        let run = Run { dropout: 0.0, clip: None, ..small(device) };
+        Run { options: run.options.clone().mixed_precision(policy), ..run }.launch()
+    };
+    let (cube, flex) = (on(Device::cpu()), on(Device::flex()));
+    cube.assert_close(&flex, 1e-2);
+    assert_eq!(cube.slot_bytes, flex.slot_bytes);
+    let full = Run { dropout: 0.0, clip: None, ..small(Device::flex()) }.launch();
+    assert_eq!(2 * cube.slot_bytes, full.slot_bytes, "half the bytes");
 }
