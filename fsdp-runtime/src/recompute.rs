@@ -96,7 +96,7 @@ impl<B: ShardBackend> Arrived<B> {
         let length: f64 = first.iter().map(|&x| square(x)).sum();
         let apart: f64 = first.iter().zip(&second).map(|(&a, &b)| square(a - b)).sum();
         // What is infinite or not a number was so for reasons that are told elsewhere.
-        !(apart.sqrt() > length.sqrt() / 64.0) || !length.is_finite()
+        !length.is_finite() || apart.sqrt() <= length.sqrt() / 64.0
     }
 }
 

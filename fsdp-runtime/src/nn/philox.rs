@@ -13,22 +13,24 @@ pub(crate) const ROUNDS: usize = 10;
 /// is `[w][i]`. A block's counter is its number (low, high) and `place`.
 #[inline(always)]
 pub(crate) fn blocks(key: [u32; 2], first: u64, place: [u32; 2]) -> [[u32; LANES]; 4] {
-    let mut words = [[0; LANES], [0; LANES], [place[0]; LANES], [place[1]; LANES]];
-    for lane in 0..LANES {
-        let number = first.wrapping_add(lane as u64);
-        words[0][lane] = number as u32;
-        words[1][lane] = (number >> 32) as u32;
-    }
+    let number: [u64; LANES] = std::array::from_fn(|lane| first.wrapping_add(lane as u64));
+    let mut words = [
+        number.map(|number| number as u32),
+        number.map(|number| (number >> 32) as u32),
+        [place[0]; LANES],
+        [place[1]; LANES],
+    ];
     let mut key = key;
     for _ in 0..ROUNDS {
-        let [a, b, c, d] = words;
+        let [a, b, c, d] = &mut words;
         for lane in 0..LANES {
             let high =
                 |word: u32, factor: u32| ((u64::from(word) * u64::from(factor)) >> 32) as u32;
-            words[0][lane] = high(c[lane], MULTIPLIERS[1]) ^ b[lane] ^ key[0];
-            words[1][lane] = c[lane].wrapping_mul(MULTIPLIERS[1]);
-            words[2][lane] = high(a[lane], MULTIPLIERS[0]) ^ d[lane] ^ key[1];
-            words[3][lane] = a[lane].wrapping_mul(MULTIPLIERS[0]);
+            let (p, q) = (a[lane], c[lane]);
+            a[lane] = high(q, MULTIPLIERS[1]) ^ b[lane] ^ key[0];
+            b[lane] = q.wrapping_mul(MULTIPLIERS[1]);
+            c[lane] = high(p, MULTIPLIERS[0]) ^ d[lane] ^ key[1];
+            d[lane] = p.wrapping_mul(MULTIPLIERS[0]);
         }
         key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
     }

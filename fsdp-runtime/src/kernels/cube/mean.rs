@@ -35,7 +35,7 @@ fn mean_kernel<I: Float, N: Size>(
             sum += Vector::cast_from(parts[part][firsts[part] + ABSOLUTE_POS]);
         }
         if comptime!(divide) {
-            sum = sum / Vector::new(divisor);
+            sum /= Vector::new(divisor);
         }
         target[to + ABSOLUTE_POS] = sum;
     }
