@@ -8,10 +8,8 @@ mod errors;
 mod nested;
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use burn::optim::AdamWConfig;
-use burn::tensor::Device;
 use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
 use support::trace::{only, record};
@@ -19,13 +17,12 @@ use support::{Block, Embed, Net, Run, batch, loss};
 
 const ALL: ActivationCheckpointing = ActivationCheckpointing::All;
 
-/// Runs `rank` on `world` thread ranks and returns what the first returned.
+/// As [`support::on`], what rank 0 returned.
 fn on<T: Send + 'static>(
     world: usize,
     rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
 ) -> T {
-    let options = LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
-    launch(options, move |worker| rank(&worker)).expect("the ranks succeed").swap_remove(0)
+    support::on(world, rank).swap_remove(0)
 }
 
 fn run(world: usize, strategy: ShardingStrategy) -> Run {

@@ -6,22 +6,14 @@ mod support;
 use std::path::{Path, PathBuf};
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore, TensorEntry};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error};
 use support::checkpoint::{BLOCKS, optimizer, same_bits};
-use support::{Net, batch, loss};
+use support::{Net, batch, loss, on};
 
 const PATH: &str = "blocks.0.up.weight";
-
-fn on<T: Send + 'static>(
-    world: usize,
-    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    let options = LaunchOptions::new(world).device(Device::flex());
-    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
-}
 
 /// A net one matrix of which is left alone. It is `own` times one: the same on all ranks, or not.
 fn ignoring(worker: &Worker, seed: u64, own: f32) -> Result<Fsdp<Net>, Error> {

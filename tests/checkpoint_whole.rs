@@ -8,13 +8,12 @@ use std::path::{Path, PathBuf};
 
 use burn::module::ParamGroup;
 use burn::optim::{AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig};
-use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, Rank};
 use support::checkpoint::sharded;
-use support::{Net, batch, loss};
+use support::{Net, batch, loss, on};
 
 const SAVED: usize = 4;
 const STEPS: usize = 8;
@@ -38,14 +37,6 @@ type Named = (&'static str, fn() -> ModuleOptimizer);
 const OPTIMIZERS: [Named; 3] = [("LAMB", lamb), ("Adafactor", adafactor), ("Muon", muon)];
 
 type Parameters = BTreeMap<String, Vec<f32>>;
-
-fn on<T: Send + 'static>(
-    world: usize,
-    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    let options = LaunchOptions::new(world).device(Device::flex());
-    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
-}
 
 /// A part of a run: each rank has the same rows, so that the gradient is the same in any world.
 #[derive(Clone)]

@@ -6,20 +6,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, MergeOptions, merge};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, LoadOptions, SavePretrained};
 use support::checkpoint::{BLOCKS, optimizer, same_bits, schedule, sharded, train_step};
-use support::{Net, batch};
-
-fn on<T: Send + 'static>(
-    world: usize,
-    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    let options = LaunchOptions::new(world).device(Device::flex());
-    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
-}
+use support::{Net, batch, on};
 
 fn ignoring(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     let net = Net::new(BLOCKS, 0.0, worker.device());

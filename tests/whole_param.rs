@@ -17,7 +17,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, Rank};
-use support::{Net, batch, loss};
+use support::{Net, batch, loss, on};
 
 const STEPS: usize = 20;
 const BLOCKS: usize = 2;
@@ -60,14 +60,6 @@ impl Stepper {
 }
 
 type Parameters = BTreeMap<String, Vec<f32>>;
-
-fn on<T: Send + 'static>(
-    world: usize,
-    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    let options = LaunchOptions::new(world).device(Device::flex());
-    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
-}
 
 fn sharded(worker: &Worker, options: FsdpOptions) -> Result<Fsdp<Net>, Error> {
     fully_shard(Net::new(BLOCKS, 0.0, worker.device()), worker, options.seed(7))

@@ -23,6 +23,7 @@ use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, Message};
 use crate::collectives::local::{Hub, LocalGroup};
+use crate::config::DEBUG_VARIABLE;
 use crate::env::RankEnv;
 use crate::error::{CollectiveError, EngineError, Error, LaunchError, RankPanic, ShardError};
 use crate::mesh::{Mesh, Rank, WorldSize};
@@ -281,9 +282,6 @@ fn gpus_of(device: &Device) -> Result<Gpus, EngineError> {
 fn refused(source: Box<dyn StdError + Send + Sync>) -> LaunchError {
     LaunchError { rank: Rank::ZERO, world: WorldSize::ONE, source }
 }
-
-/// Says, as 1, that collectives are compared across ranks.
-pub(crate) const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
 
 fn debug_variable() -> Result<bool, ShardError> {
     match std::env::var(DEBUG_VARIABLE).as_deref() {

@@ -1,7 +1,5 @@
 //! A stack of blocks, and the means to train it on several ranks.
 
-use std::time::Duration;
-
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
@@ -9,6 +7,8 @@ use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, HookedForward};
+
+pub use crate::support::on;
 
 pub const WIDTH: usize = 16;
 pub const HIDDEN: usize = 40;
@@ -69,15 +69,6 @@ pub fn input(rank: usize, step: usize, rows: usize, device: &Device) -> Tensor<2
 
 pub fn loss(output: Tensor<2>) -> Tensor<1> {
     output.powf_scalar(2.0).mean()
-}
-
-/// Runs `rank` on `world` thread ranks and returns what each returned.
-pub fn on<T: Send + 'static>(
-    world: usize,
-    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    let options = LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
-    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
 }
 
 /// A sharded model of `blocks` blocks, from one seed.

@@ -1,7 +1,6 @@
 //! A model whose units hold matrices of several types, nested and tied, and the runs that are compared.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use burn::module::{Module, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
@@ -11,6 +10,8 @@ use fsdp_runtime::checkpoint::{Checkpoint, Restore};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Counts, Error, FullState};
+
+pub use crate::support::on;
 
 pub const FULL: DType = DType::F32;
 pub const HALF: DType = DType::BF16;
@@ -178,14 +179,6 @@ pub fn rows(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tenso
 /// A sum over rows, so that a row's gradient does not depend on how many there are.
 pub fn loss(output: Tensor<2>) -> Tensor<1> {
     output.powf_scalar(2.0).sum() * 0.5
-}
-
-pub fn on<T: Send + 'static>(
-    world: usize,
-    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    let options = LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
-    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
 }
 
 /// One training run of `steps` steps, of `batches` micro-batches each.

@@ -19,13 +19,22 @@ use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, FullState};
+use fsdp_runtime::{Counts, Error, FullState};
 
 pub const VOCABULARY: usize = 67;
 /// A multiple of 32: Burn's `linear` then saves a reshaped view of its weight for backward.
 pub const LENGTH: usize = 32;
 pub const WIDTH: usize = 24;
 pub const CLASSES: usize = 3;
+
+/// Runs `rank` on `world` thread ranks and returns what each returned.
+pub fn on<T: Send + 'static>(
+    world: usize,
+    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    let options = LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
+    launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
+}
 
 #[derive(Module, Debug)]
 #[fsdp_unit]

@@ -19,9 +19,9 @@ use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
-use super::{ShardBackend, Value, cast, dispatch, has_kernels, numel, to_data};
-use crate::kernels::Kernels;
+use super::{ShardBackend, Value, cast, dispatch, numel, to_data};
 use crate::kernels::cube::{Run, contiguous, copy, empty};
+use crate::kernels::{self, Kernels};
 use crate::norm::Norm;
 
 /// A slot's device buffer.
@@ -95,7 +95,7 @@ impl ShardBackend for Cube {
         let part = |(offset, source): (usize, CubeTensor)| {
             assert!(offset + numel::<Cube>(&source) <= memory.numel, "a write stays in its slot");
             // What the kernels do not read, Burn casts.
-            let source = match has_kernels(source.dtype) {
+            let source = match kernels::takes(source.dtype) {
                 true => source,
                 false => cast::<Cube>(source, memory.dtype),
             };

@@ -13,7 +13,7 @@ use burn::backend::{Autodiff, Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape, Tensor, TensorData};
 
 use crate::error::ShardError;
-use crate::kernels::Kernels;
+use crate::kernels::{self, Kernels};
 use crate::norm::Norm;
 
 #[cfg(feature = "cube")]
@@ -146,16 +146,11 @@ pub(crate) trait ShardBackend: Kernels {
     }
 }
 
-/// Whether the kernels take elements of this type.
-pub(crate) fn has_kernels(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
-}
-
 /// The tensor in another type: itself, where it has that one.
 pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> {
     match tensor.dtype() {
         found if found == dtype => tensor,
-        found if has_kernels(found) && has_kernels(dtype) => B::cast(tensor, dtype, None),
+        found if kernels::takes(found) && kernels::takes(dtype) => B::cast(tensor, dtype, None),
         _ => B::float_cast(tensor, dtype.into()),
     }
 }

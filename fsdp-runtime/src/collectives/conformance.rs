@@ -5,6 +5,8 @@
 //! is skipped where there is no `mpirun`. For `nccl`, threads run it on a NCCL of the tests' own
 //! everywhere, and on NVIDIA's where there are GPUs.
 
+mod faults;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,6 +15,7 @@ use burn::backend::flex::FlexDevice;
 use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 
+use self::faults::{failure, mismatch, mismatch_of_sizes, time_out};
 use super::group::Group;
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{Float, ShardBackend, cast};
@@ -367,65 +370,6 @@ fn issue_order<B: Tested>(group: &Group) {
         let told = group.exchange(&op("barrier", "the round"), round).unwrap();
         assert!(told.iter().all(|told| **told == round));
     }
-}
-
-fn time_out(group: &Group) {
-    if group.size() == 1 {
-        return;
-    }
-    let last = group.members()[group.size() - 1];
-    group.exchange(&op("barrier", "the start"), ()).unwrap();
-    if group.rank() == last {
-        std::thread::sleep(3 * SHORT);
-    }
-    let error = match group.exchange(&op("all_gather", "encoder.layers.3"), ()) {
-        // The news may reach the late rank after everybody's notices.
-        Ok(_) if group.rank() == last => group.exchange(&op("barrier", "later"), ()).unwrap_err(),
-        outcome => outcome.unwrap_err(),
-    };
-    let CollectiveError::Timeout { op, unit, missing, waited } = error else { panic!("{error}") };
-    assert_eq!((op, unit.as_str(), waited), ("all_gather", "encoder.layers.3", SHORT));
-    assert_eq!(missing, [last]);
-    assert!(group.exchange(&self::op("barrier", "later"), ()).is_err(), "the group has ended");
-}
-
-fn mismatch(group: &Group) {
-    if group.size() == 1 {
-        return;
-    }
-    let last = index(group) == group.size() - 1;
-    let unit = if last { "encoder.layers.1" } else { "encoder.layers.0" };
-    match group.exchange(&op("all_gather", unit), ()).unwrap_err() {
-        CollectiveError::Mismatch { rank, found, peer, expected } => {
-            assert!(found != expected && rank != peer);
-            assert!(found.starts_with("all_gather of encoder.layers."), "{found}");
-            assert!(expected.starts_with("all_gather of encoder.layers."), "{expected}");
-        }
-        error => panic!("{error}"),
-    }
-}
-
-fn mismatch_of_sizes(group: &Group) {
-    if group.size() == 1 {
-        return;
-    }
-    let size = if index(group) == 0 { 100 } else { 101 };
-    let error = group.exchange(&op("all_gather", "unit").of(size), ()).unwrap_err();
-    let text = error.to_string();
-    assert!(matches!(error, CollectiveError::Mismatch { .. }), "{text}");
-    assert!(text.contains("(100 elements)") && text.contains("(101 elements)"), "{text}");
-}
-
-fn failure(group: &Group) {
-    let failed = CollectiveError::PeerFailed { rank: group.members()[0], reason: "why".into() };
-    group.exchange(&op("barrier", "the start"), ()).unwrap();
-    if group.rank() == Rank::ZERO {
-        // The others are at the end by now.
-        std::thread::sleep(Duration::from_millis(200));
-        group.fail(failed.clone());
-    }
-    // At once, not after the time-out.
-    assert_eq!(group.exchange(&op("barrier", "the end"), ()).unwrap_err(), failed);
 }
 
 mod local {

@@ -112,11 +112,6 @@ impl Reduction<'_> {
         self.present.iter().any(|present| present[entry])
     }
 
-    /// The flat range that a gradient is scattered with, if it is.
-    pub(super) fn range_of(&self, entry: usize) -> Option<usize> {
-        self.keep[entry].segment.map(|segment| self.layout.range_of(segment))
-    }
-
     /// A member's position, as a rank of the group.
     pub(super) fn member(&self, index: usize) -> Rank {
         let size = WorldSize::new(self.present.len()).expect("a group has this rank");

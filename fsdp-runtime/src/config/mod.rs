@@ -31,6 +31,9 @@ use crate::options::{BackwardPrefetch, ShardingStrategy};
 /// The variable in which `fsdp launch` tells a program which configuration file to read.
 pub const CONFIG_VARIABLE: &str = "FSDP_CONFIG";
 
+/// The environment variable that tells ranks, as 1, to compare collectives before they run.
+pub const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
+
 /// `fsdp_min_num_params` where the file has none: Accelerate's default.
 pub const DEFAULT_MIN_NUM_PARAMS: usize = 100_000_000;
 

@@ -154,10 +154,15 @@ pub(crate) fn has_kernels(device: &Device) -> bool {
     }
 }
 
+/// Whether kernels take elements of this type.
+pub(crate) fn takes(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+}
+
 /// A flat tensor taken apart for backend `B`, without autodiff.
 fn take<B: ShardBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {
     let dtype = tensor.dtype();
-    if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+    if !takes(dtype) {
         return Err(KernelError::Dtype { dtype, device: format!("{:?}", tensor.device()) });
     }
     let device = tensor.device();
@@ -172,8 +177,7 @@ fn give<B: ShardBackend>(tensor: Float<B>) -> Tensor<1> {
 
 /// That the device stores and computes the dtype.
 fn check_dtype<B: Backend>(device: &B::Device, dtype: DType) -> Result<(), KernelError> {
-    let taken = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-    if taken && B::supports_dtype(device, dtype) {
+    if takes(dtype) && B::supports_dtype(device, dtype) {
         return Ok(());
     }
     Err(KernelError::Dtype { dtype, device: format!("{device:?}") })

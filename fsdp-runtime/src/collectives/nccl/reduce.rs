@@ -13,6 +13,13 @@ use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
 use crate::mesh::WorldSize;
 
+impl Reduction<'_> {
+    /// The flat range that a gradient is scattered with, if it is.
+    fn range_of(&self, entry: usize) -> Option<usize> {
+        self.keep[entry].segment.map(|segment| self.layout.range_of(segment))
+    }
+}
+
 type Sums<B> = Result<Vec<Option<Float<B>>>, CollectiveError>;
 
 impl NcclGroup {

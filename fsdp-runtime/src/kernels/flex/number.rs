@@ -124,12 +124,7 @@ pub(crate) fn each<'a, I: Copy, O>(
     target: &'a mut Room<O>,
     f: impl Fn(I) -> O,
 ) -> &'a mut [O] {
-    assert_eq!(source.len(), target.len());
-    for (target, &source) in target.iter_mut().zip(source) {
-        target.write(f(source));
-    }
-    // SAFETY: each element has been written.
-    unsafe { target.assume_init_mut() }
+    indexed(source, target, |_, source| f(source))
 }
 
 /// Copies and rounds.
@@ -196,8 +191,8 @@ pub(crate) fn indexed<'a, I: Copy, O>(
     f: impl Fn(usize, I) -> O,
 ) -> &'a mut [O] {
     assert_eq!(source.len(), target.len());
-    for at in 0..source.len() {
-        target[at].write(f(at, source[at]));
+    for (at, (target, &source)) in target.iter_mut().zip(source).enumerate() {
+        target.write(f(at, source));
     }
     // SAFETY: each element has been written.
     unsafe { target.assume_init_mut() }

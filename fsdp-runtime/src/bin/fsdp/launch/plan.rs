@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, TcpListener, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use fsdp_runtime::config::{CONFIG_VARIABLE, Config, ConfigError};
+use fsdp_runtime::config::{CONFIG_VARIABLE, Config, ConfigError, DEBUG_VARIABLE};
 use fsdp_runtime::env::{EnvError, RankEnv, Starter};
 
 /// Where ranks of several machines meet if nothing says so: Accelerate's port.
@@ -183,7 +183,7 @@ impl Plan {
             variables.push((CONFIG_VARIABLE, absolute.into()));
         }
         if config.debug {
-            variables.push(("FSDP_DEBUG", "1".into()));
+            variables.push((DEBUG_VARIABLE, "1".into()));
         }
         if config.use_cpu {
             variables.push(("CUDA_VISIBLE_DEVICES", OsString::new()));
