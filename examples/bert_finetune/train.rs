@@ -210,7 +210,9 @@ fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
 fn optimizer(recipe: &Recipe) -> ModuleOptimizer {
     let adam = AdamWConfig::new().with_weight_decay(recipe.weight_decay);
     let not_decayed = ParamGroup::from_any_predicates(vec![".bias", ".gamma", ".beta"]);
-    adam.init().with_group(not_decayed, adam.with_weight_decay(0.0).build(), None)
+    let optimizer = adam.init();
+    let adam = adam.with_weight_decay(0.0).build().with_foreach(true);
+    optimizer.with_group(not_decayed, adam, None)
 }
 
 /// A learning rate that rises in a straight line to its peak, and falls in one towards 0.

@@ -232,7 +232,9 @@ fn optimizer(recipe: &Recipe) -> ModuleOptimizer {
         .with_beta_2(beta_2)
         .with_weight_decay(recipe.weight_decay);
     let not_decayed = ParamGroup::from_any_predicates(vec![".bias", ".gamma", ".beta"]);
-    adam.init().with_group(not_decayed, adam.with_weight_decay(0.0).build(), None)
+    let optimizer = adam.init();
+    let adam = adam.with_weight_decay(0.0).build().with_foreach(true);
+    optimizer.with_group(not_decayed, adam, None)
 }
 
 /// Replaces each rank's own losses by the mean over ranks.

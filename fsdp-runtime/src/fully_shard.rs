@@ -22,6 +22,7 @@ use crate::memory::Memory;
 use crate::mesh::{Mesh, WorldSize};
 use crate::nn::dropout::Stream;
 use crate::norm::{Norm, scale_gradients};
+use crate::optim;
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
 use crate::param::{Place, Sharded};
 use crate::plan::{IgnoredParam, Key, Plan};
@@ -438,7 +439,8 @@ impl<M: Module> Module for Fsdp<M> {
     }
 
     fn map<T: ModuleMapper>(self, mapper: &mut T) -> Self {
-        self.map_module(|module| module.map(mapper))
+        // An optimizer is such a mapper: its steps may share launches.
+        optim::foreach::scope(|| self.map_module(|module| module.map(mapper)))
     }
 
     /// The full state, as of the unsharded model, gathered to each rank: every rank calls it.

@@ -10,11 +10,13 @@ use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 
 use crate::backend::{Float, ShardBackend};
 use crate::group::{Entry, Held, Unit};
-use crate::kernels::SMALL;
 use crate::layout::FlatLayout;
 use crate::mesh::WorldSize;
 
-/// Whether the parameter is replicated and as small as those that kernels copy several at once of.
+/// Elements below which a parameter is small: it costs more to broadcast it by itself than to copy it.
+const SMALL: usize = 1 << 16;
+
+/// Whether the parameter is replicated and small.
 pub(super) fn is_small(entry: &Entry) -> bool {
     matches!(entry.held, Held::Whole) && (1..SMALL).contains(&entry.numel())
 }

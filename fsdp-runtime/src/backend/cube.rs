@@ -166,7 +166,7 @@ impl ShardBackend for Cube {
         let part = contiguous(flat(tensor, range));
         let copy = empty(&part.device, shape, part.dtype);
         let numel = numel::<Cube>(&part);
-        copy::copy(&part.client, &Run::of(&part), &Run::of(&copy), numel, None, None);
+        copy::copy(&part.client, &Run::of(&part), &Run::of(&copy), numel, None);
         copy
     }
 

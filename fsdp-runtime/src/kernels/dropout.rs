@@ -41,7 +41,9 @@ pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor
     dropped.unwrap_or_else(|_| {
         let mask = source.mask(input.shape().num_elements());
         let mask = TensorData::new(mask, input.shape());
-        input * Tensor::from_data(mask, (&device.inner(), dtype))
+        let mask = Tensor::<D>::from_data(mask, (&device.inner(), dtype));
+        let zero = mask.clone().equal_elem(0.0);
+        (input * mask).mask_fill(zero, 0.0)
     })
 }
 

@@ -18,8 +18,8 @@ pub struct MaskSource {
 
 impl MaskSource {
     /// Sixteen random bits below this make an element zero.
-    pub(crate) fn threshold(&self) -> u32 {
-        (self.prob * 65536.0).round() as u32
+    pub(crate) fn threshold(&self) -> u16 {
+        (self.prob * 65536.0).round() as u16
     }
 
     /// What the other elements are.
@@ -30,25 +30,23 @@ impl MaskSource {
     /// The mask's first `len` elements.
     pub(crate) fn mask(&self, len: usize) -> Vec<f32> {
         let (threshold, keep) = (self.threshold(), self.keep());
-        let batch = |first| factors(blocks(self.key, first, self.place), threshold, keep);
+        let factor = |draw| if draw < threshold { 0.0 } else { keep };
+        let batch = |first| draws(blocks(self.key, first, self.place)).map(factor);
         (0..).step_by(LANES).flat_map(batch).take(len).collect()
     }
 }
 
-/// What a batch of elements is multiplied by: 0 where sixteen bits are below the threshold, else
-/// `keep`.
+/// Sixteen bits for each element of a batch: it becomes zero where they are below the threshold.
 #[inline(always)]
-pub(crate) fn factors(words: [[u32; LANES]; 4], threshold: u32, keep: f32) -> [f32; BATCH] {
-    let mut factors = [0f32; BATCH];
+pub(crate) fn draws(words: [[u32; LANES]; 4]) -> [u16; BATCH] {
+    let mut draws = [0; BATCH];
     for (word, bits) in words.iter().enumerate() {
         for (lane, &bits) in bits.iter().enumerate() {
-            let (low, high) = (bits & 0xFFFF, bits >> 16);
             let at = word * 2 * LANES + lane;
-            factors[at] = if low < threshold { 0.0 } else { keep };
-            factors[at + LANES] = if high < threshold { 0.0 } else { keep };
+            (draws[at], draws[at + LANES]) = (bits as u16, (bits >> 16) as u16);
         }
     }
-    factors
+    draws
 }
 
 #[cfg(test)]

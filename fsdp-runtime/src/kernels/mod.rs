@@ -32,9 +32,6 @@ use crate::backend::{Float, ShardBackend, Value, with_backend};
 use crate::norm::Norm;
 use crate::optim::{AdamStep, SgdStep};
 
-/// Elements below which tensors are small: the kernels copy several of them at once.
-pub(crate) const SMALL: usize = 1 << 16;
-
 /// The kernels of one backend. Launchers check lengths and panic where a caller inside this crate
 /// has miscounted; dtypes are f32, bf16 and f16.
 pub(crate) trait Kernels: Backend {
@@ -80,20 +77,23 @@ pub(crate) trait Kernels: Backend {
     }
 
     /// One step of Adam or AdamW on f32 tensors of one shape, each updated in its own memory where
-    /// nothing shares it.
+    /// nothing shares it: if `later`, possibly only when the [`foreach::scope`](crate::optim::foreach::scope)
+    /// around ends, until when nothing may look at them.
     fn adam(
         step: &AdamStep,
         grad: Float<Self>,
         tensors: AdamTensors<Float<Self>>,
+        later: bool,
     ) -> AdamTensors<Float<Self>>;
 
     /// One step of SGD on f32 tensors of one shape, with momentum where there is a velocity, each
-    /// updated in its own memory where nothing shares it.
+    /// updated in its own memory where nothing shares it; `later` as for [`adam`](Self::adam).
     fn sgd(
         step: &SgdStep,
         grad: Float<Self>,
         param: Float<Self>,
         velocity: Option<Float<Self>>,
+        later: bool,
     ) -> (Float<Self>, Option<Float<Self>>);
 }
 
@@ -193,7 +193,7 @@ fn check_range(range: &Range<usize>, len: usize) -> Result<(), KernelError> {
 
 /// Copies `parts` into `buffer`, each from its offset in elements on, rounded to the buffer's dtype.
 /// The rest of the buffer stays as it is. It is written in its own memory where no other tensor
-/// shares it. Large parts take a launch each, small ones share one.
+/// shares it. Parts share launches.
 ///
 /// # Errors
 ///
@@ -220,7 +220,7 @@ pub fn pack(parts: Vec<(Tensor<1>, usize)>, buffer: Tensor<1>) -> Result<Tensor<
 }
 
 /// Copies ranges of `buffer`, in elements, to tensors of their own, divided by `divisor` in f32 if
-/// given, rounded to `dtype`. Large parts take a launch each, small ones share one.
+/// given, rounded to `dtype`. Parts share launches.
 ///
 /// # Errors
 ///

@@ -74,6 +74,7 @@ pub struct AdamWConfig {
 pub struct AdamW {
     pub(super) rule: Moments,
     elsewhere: optim::AdamW,
+    foreach: bool,
 }
 
 impl AdamWConfig {
@@ -97,12 +98,23 @@ impl AdamWConfig {
                 cautious: self.cautious_weight_decay,
             },
         };
-        AdamW { rule, elsewhere: elsewhere.build() }
+        AdamW { rule, elsewhere: elsewhere.build(), foreach: false }
     }
 
     /// The optimizer of a module.
     pub fn init(&self) -> ModuleOptimizer {
-        with_clipping(self.build().into(), self.grad_clipping.as_ref())
+        with_clipping(self.build().with_foreach(true).into(), self.grad_clipping.as_ref())
+    }
+}
+
+impl AdamW {
+    /// Whether steps on the parameters of a sharded model share launches on CubeCL devices, eight at a
+    /// time, as with `foreach` in PyTorch; `init()` says so. For an optimizer that Burn's
+    /// `ModuleOptimizer` calls itself: one that another optimizer calls, which goes on with what it
+    /// returns, must not, as that may be computed only when all parameters have been stepped.
+    pub fn with_foreach(mut self, foreach: bool) -> Self {
+        self.foreach = foreach;
+        self
     }
 }
 
@@ -118,7 +130,8 @@ impl Optimizer for AdamW {
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         if super::fused::takes_adam(&tensor, &grad, state.as_ref().map(|state| &state.momentum)) {
             let state = state.map(|state| state.momentum);
-            let (tensor, state) = super::fused::adam(&self.rule, lr, tensor, grad, state);
+            let (tensor, state) =
+                super::fused::adam(&self.rule, lr, tensor, grad, state, self.foreach);
             return (tensor, Some(AdamWState::new(state)));
         }
         self.elsewhere.step(lr, tensor, grad, state)
@@ -165,6 +178,7 @@ pub struct AdamConfig {
 pub struct Adam {
     pub(super) rule: Moments,
     elsewhere: optim::Adam,
+    foreach: bool,
 }
 
 impl AdamConfig {
@@ -185,12 +199,20 @@ impl AdamConfig {
             amsgrad: self.amsgrad,
             decay: Decay::Coupled { penalty: self.weight_decay },
         };
-        Adam { rule, elsewhere: elsewhere.build() }
+        Adam { rule, elsewhere: elsewhere.build(), foreach: false }
     }
 
     /// The optimizer of a module.
     pub fn init(&self) -> ModuleOptimizer {
-        with_clipping(self.build().into(), self.grad_clipping.as_ref())
+        with_clipping(self.build().with_foreach(true).into(), self.grad_clipping.as_ref())
+    }
+}
+
+impl Adam {
+    /// As [`AdamW::with_foreach`].
+    pub fn with_foreach(mut self, foreach: bool) -> Self {
+        self.foreach = foreach;
+        self
     }
 }
 
@@ -206,7 +228,8 @@ impl Optimizer for Adam {
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         if super::fused::takes_adam(&tensor, &grad, state.as_ref().map(|state| &state.momentum)) {
             let state = state.map(|state| state.momentum);
-            let (tensor, state) = super::fused::adam(&self.rule, lr, tensor, grad, state);
+            let (tensor, state) =
+                super::fused::adam(&self.rule, lr, tensor, grad, state, self.foreach);
             return (tensor, Some(AdamState::new(state)));
         }
         self.elsewhere.step(lr, tensor, grad, state)

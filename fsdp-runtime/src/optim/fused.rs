@@ -5,6 +5,7 @@ use burn::optim::{AdaptiveMomentumState, LearningRate};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
 use super::adam::Moments;
+use super::foreach;
 use super::kernel::{AdamStep, SgdStep};
 use super::sgd::Sgd;
 use crate::backend::{Float, ShardBackend, Value, with_backend};
@@ -34,13 +35,15 @@ pub(super) fn takes_adam<const D: usize>(
     takes([param, grad].into_iter().chain(state))
 }
 
-/// One step of Adam or AdamW on tensors that [`takes_adam`].
+/// One step of Adam or AdamW on tensors that [`takes_adam`]; with `foreach`, possibly only at the end
+/// of the [`foreach::scope`] around.
 pub(super) fn adam<const D: usize>(
     rule: &Moments,
     lr: LearningRate,
     param: Tensor<D>,
     grad: Tensor<D>,
     state: Option<AdaptiveMomentumState<D>>,
+    foreach: bool,
 ) -> (Tensor<D>, AdaptiveMomentumState<D>) {
     let stepped: Result<_, ShardError> = with_backend!(param.device(), |B, device| {
         let (param, grad) = (take::<B, D>(param), take::<B, D>(grad));
@@ -56,7 +59,8 @@ pub(super) fn adam<const D: usize>(
         let max = rule.amsgrad.then(|| max.unwrap_or_else(zeros));
         let tensors = AdamTensors { param, moment_1, moment_2, max };
 
-        let tensors = B::adam(&AdamStep::new(rule, lr, time), grad, tensors);
+        let later = foreach && foreach::is_open();
+        let tensors = B::adam(&AdamStep::new(rule, lr, time), grad, tensors, later);
 
         let AdamTensors { param, moment_1, moment_2, max } = tensors.map(give::<B, D>);
         let mut state = AdaptiveMomentumState::new(time, moment_1, moment_2);
@@ -66,13 +70,14 @@ pub(super) fn adam<const D: usize>(
     stepped.expect("`takes_adam` has asked for the device")
 }
 
-/// One step of SGD on tensors that it [`takes`], with the velocity it leaves.
+/// One step of SGD on tensors that it [`takes`], with the velocity it leaves; `foreach` as for [`adam`].
 pub(super) fn sgd<const D: usize>(
     rule: &Sgd,
     lr: LearningRate,
     param: Tensor<D>,
     grad: Tensor<D>,
     velocity: Option<Tensor<D>>,
+    foreach: bool,
 ) -> (Tensor<D>, Option<Tensor<D>>) {
     let stepped: Result<_, ShardError> = with_backend!(param.device(), |B, device| {
         let (param, grad) = (take::<B, D>(param), take::<B, D>(grad));
@@ -82,7 +87,9 @@ pub(super) fn sgd<const D: usize>(
             Some(velocity) => take_state::<B, D>(velocity, &shape),
             None => B::zeros(&device, shape),
         });
-        let (param, velocity) = B::sgd(&SgdStep::new(rule, lr, first), grad, param, velocity);
+        let later = foreach && foreach::is_open();
+        let step = SgdStep::new(rule, lr, first);
+        let (param, velocity) = B::sgd(&step, grad, param, velocity, later);
         Ok((give::<B, D>(param), velocity.map(give::<B, D>)))
     });
     stepped.expect("`takes` has asked for the device")

@@ -15,7 +15,7 @@ use super::sgd::Sgd;
 const TASK: usize = 1 << 14;
 
 /// The numbers of one Adam step that are the same for all elements.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AdamStep {
     pub(crate) beta_1: f32,
     pub(crate) rest_1: f32,
@@ -130,7 +130,7 @@ fn amsgrad_slice(
 }
 
 /// The numbers of one SGD step that are the same for all elements.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct SgdStep {
     pub(crate) lr: f32,
     pub(crate) penalty: f32,

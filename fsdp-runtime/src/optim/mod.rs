@@ -8,7 +8,7 @@
 //!
 //! In f32 on Flex and on CubeCL devices a step reads the parameter, its gradient and its state once and
 //! writes them once: in vector registers and on all threads of the current rayon pool, or in one launch
-//! of the device. It writes in place wherever no other tensor shares the memory, and then allocates
+//! of the device, which takes several parameters of a sharded model. It writes in place wherever no other tensor shares the memory, and then allocates
 //! nothing. Elsewhere, and for other number types, the same formula runs as tensor operations.
 //!
 //! [`WholeParam`] steps a sharded model with an optimizer that needs whole matrices.
@@ -18,6 +18,7 @@
 //! its update.
 
 mod adam;
+pub(crate) mod foreach;
 mod fused;
 #[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "the loops are those of Flex"))]
 pub(crate) mod kernel;

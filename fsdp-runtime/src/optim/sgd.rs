@@ -50,6 +50,7 @@ pub struct Sgd {
     pub(super) dampening: f64,
     pub(super) nesterov: bool,
     pub(super) weight_decay: f32,
+    foreach: bool,
 }
 
 /// State of [`Sgd`], named in records as [`burn::optim::SgdState`] is.
@@ -84,16 +85,23 @@ impl SgdConfig {
             dampening: self.dampening,
             nesterov: self.nesterov,
             weight_decay: self.weight_decay,
+            foreach: false,
         }
     }
 
     /// The optimizer of a module.
     pub fn init(&self) -> ModuleOptimizer {
-        with_clipping(self.build().into(), self.grad_clipping.as_ref())
+        with_clipping(self.build().with_foreach(true).into(), self.grad_clipping.as_ref())
     }
 }
 
 impl Sgd {
+    /// As [`AdamW::with_foreach`](super::AdamW::with_foreach).
+    pub fn with_foreach(mut self, foreach: bool) -> Self {
+        self.foreach = foreach;
+        self
+    }
+
     pub(super) fn has_momentum(&self) -> bool {
         self.momentum != 0.0
     }
@@ -134,7 +142,8 @@ impl Optimizer for Sgd {
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         let velocity = state.and_then(|state| state.velocity);
         if super::fused::takes([&tensor, &grad].into_iter().chain(&velocity)) {
-            let (tensor, velocity) = super::fused::sgd(self, lr, tensor, grad, velocity);
+            let (tensor, velocity) =
+                super::fused::sgd(self, lr, tensor, grad, velocity, self.foreach);
             return (tensor, Some(SgdState { velocity }));
         }
         let (tensor, velocity) = self.step_elsewhere(lr, tensor, grad, velocity);

@@ -59,8 +59,27 @@ fn dropout_multiplies_by_the_mask() {
             for input in [whole.clone(), whole.slice(37..4321)] {
                 let mask = mask(&device, &source, input.dims()[0], dtype);
                 let dropped = kernels::dropout(input.clone(), &source).unwrap();
-                assert_eq!(bits(&dropped), bits(&(input * mask)), "{source:?} {dtype:?}");
+                let zero = mask.clone().equal_elem(0.0);
+                let expected = (input * mask).mask_fill(zero, 0.0);
+                assert_eq!(bits(&dropped), bits(&expected), "{source:?} {dtype:?}");
             }
+        }
+    }
+}
+
+#[test]
+fn what_is_dropped_is_zero_whatever_it_was() {
+    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+        let source = MaskSource { key: [5, 6], place: [7, 8], prob: 0.5 };
+        let kept = bits(&mask(&device, &source, 999, FloatDType::F32));
+        for value in [-1.0, f32::INFINITY, f32::NAN] {
+            let input = Tensor::<1>::full([999], value, &device);
+            let dropped = bits(&kernels::dropout(input, &source).unwrap());
+            let expected = kept.iter().map(|&kept| match kept {
+                0 => 0,
+                _ => (2.0 * value).to_bits(),
+            });
+            assert!(dropped.into_iter().eq(expected), "{value} on {device:?}");
         }
     }
 }

@@ -73,6 +73,24 @@ fn a_sum_does_not_depend_on_where_the_tensor_lies() {
     }
 }
 
+/// More than share a launch, whose last elements are no whole vectors.
+#[test]
+fn tensors_that_are_measured_together_have_the_sums_they_have_alone() {
+    for device in all_devices() {
+        let tensors: Vec<_> = (0..3)
+            .flat_map(|round| LENGTHS.map(|len| (round, len + round)))
+            .map(|(round, len)| tensor(&numbers(round as u64, len, 1.0), &device, FloatDType::F32))
+            .collect();
+        let together = kernels::norm_sums(&tensors, Norm::Two).unwrap();
+        let (_, unscaled) = kernels::unscale(tensors.clone(), 1.0, Norm::Two).unwrap();
+        assert_eq!(unscaled, together, "{device:?}");
+        for (tensor, sums) in tensors.into_iter().zip(together) {
+            let alone = kernels::norm_sums(std::slice::from_ref(&tensor), Norm::Two).unwrap();
+            assert_eq!(alone, [sums], "{} elements on {device:?}", tensor.dims()[0]);
+        }
+    }
+}
+
 #[test]
 fn every_element_counts_for_being_finite() {
     for device in all_devices() {

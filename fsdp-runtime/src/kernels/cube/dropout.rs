@@ -5,13 +5,14 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use super::{Run, contiguous, element, empty, grid, spans_within};
+use super::batch::Tile;
+use super::{Run, contiguous, element, empty, spans_within};
 use crate::kernels::MaskSource;
 use crate::kernels::mask::BATCH;
 use crate::nn::philox::{LANES, MULTIPLIERS, ROUNDS, WEYL};
 
-/// A unit draws `N` neighbouring blocks of a batch: eight vectors of elements, `LANES` apart. Of the
-/// elements those from `start` on are in the span, `count` vectors of them.
+/// Each of `units` draws `N` neighbouring blocks of a batch: eight vectors of elements, `LANES` apart.
+/// Of the elements those from `start` on are in the span, `count` vectors of them.
 #[cube(launch_unchecked)]
 fn dropout_kernel<F: Float, N: Size>(
     source: &[Vector<F, N>],
@@ -27,75 +28,84 @@ fn dropout_kernel<F: Float, N: Size>(
     place_1: u32,
     threshold: u32,
     keep: InputScalar,
+    #[comptime] tile: Tile,
     #[define(F)] _dtype: ElemType,
 ) {
-    if ABSOLUTE_POS < units {
-        let width = N::value();
-        let groups = comptime!(LANES / width);
-        let batch = start / comptime!(BATCH) + ABSOLUTE_POS / groups;
-        let group = ABSOLUTE_POS % groups;
+    let lanes = comptime!(tile.lanes);
+    let rows = comptime!(tile.rows);
+    let mut unit = ABSOLUTE_POS / lanes * (lanes * rows) + ABSOLUTE_POS % lanes;
+    for _ in 0..rows {
+        if unit < units {
+            let width = N::value();
+            let groups = comptime!(LANES / width);
+            let batch = start / comptime!(BATCH) + unit / groups;
+            let group = unit % groups;
 
-        let mut lanes = Vector::<u32, N>::empty();
-        #[unroll]
-        for lane in 0..width {
-            lanes.insert(lane, comptime!(lane as u32));
-        }
-        // Blocks are numbered in 64 bits; fewer than 2^32 are drawn, so the high half is 0.
-        let first = batch as u32 * comptime!(LANES as u32) + group as u32 * comptime!(width as u32);
-        let mut a = lanes + Vector::new(first);
-        let mut b = Vector::<u32, N>::new(0u32);
-        let mut c = Vector::<u32, N>::new(place_0);
-        let mut d = Vector::<u32, N>::new(place_1);
-        let mut key_a = key_0;
-        let mut key_b = key_1;
-        #[unroll]
-        for _ in 0..ROUNDS {
-            let high_p = a.mul_hi(Vector::new(MULTIPLIERS[0]));
-            let low_p = a * Vector::new(MULTIPLIERS[0]);
-            let high_q = c.mul_hi(Vector::new(MULTIPLIERS[1]));
-            let low_q = c * Vector::new(MULTIPLIERS[1]);
-            a = high_q ^ b ^ Vector::new(key_a);
-            b = low_q;
-            c = high_p ^ d ^ Vector::new(key_b);
-            d = low_p;
-            key_a += WEYL[0];
-            key_b += WEYL[1];
-        }
+            let mut iota = Vector::<u32, N>::empty();
+            #[unroll]
+            for lane in 0..width {
+                iota.insert(lane, comptime!(lane as u32));
+            }
+            // Blocks are numbered in 64 bits; fewer than 2^32 are drawn, so the high half is 0.
+            let first =
+                batch as u32 * comptime!(LANES as u32) + group as u32 * comptime!(width as u32);
+            let mut a = iota + Vector::new(first);
+            let mut b = Vector::<u32, N>::new(0u32);
+            let mut c = Vector::<u32, N>::new(place_0);
+            let mut d = Vector::<u32, N>::new(place_1);
+            let mut key_a = key_0;
+            let mut key_b = key_1;
+            #[unroll]
+            for _ in 0..ROUNDS {
+                let high_p = a.mul_hi(Vector::new(MULTIPLIERS[0]));
+                let low_p = a * Vector::new(MULTIPLIERS[0]);
+                let high_q = c.mul_hi(Vector::new(MULTIPLIERS[1]));
+                let low_q = c * Vector::new(MULTIPLIERS[1]);
+                a = high_q ^ b ^ Vector::new(key_a);
+                b = low_q;
+                c = high_p ^ d ^ Vector::new(key_b);
+                d = low_p;
+                key_a += WEYL[0];
+                key_b += WEYL[1];
+            }
 
-        // The first element of each vector. One before the span wraps, beyond its end.
-        let at = batch * comptime!(BATCH) + group * width - start;
-        let keep = Vector::<F, N>::new(keep.get::<F>());
-        let mut words = Sequence::<Vector<u32, N>>::new();
-        words.push(a);
-        words.push(b);
-        words.push(c);
-        words.push(d);
-        #[unroll]
-        for word in 0..4usize {
-            let low = (at + comptime!(word * 2 * LANES)) / width;
-            let high = (at + comptime!((word * 2 + 1) * LANES)) / width;
-            let bits = words[word];
-            if low < count {
-                let factor = factors::<F, N>(bits & Vector::new(0xFFFFu32), threshold, keep);
-                target[to + low] = source[from + low] * factor;
-            }
-            if high < count {
-                let factor = factors::<F, N>(bits >> Vector::new(16u32), threshold, keep);
-                target[to + high] = source[from + high] * factor;
+            // The first element of each vector. One before the span wraps, beyond its end.
+            let at = batch * comptime!(BATCH) + group * width - start;
+            let scale = Vector::<F, N>::new(keep.get::<F>());
+            let mut words = Sequence::<Vector<u32, N>>::new();
+            words.push(a);
+            words.push(b);
+            words.push(c);
+            words.push(d);
+            #[unroll]
+            for word in 0..4usize {
+                let low = (at + comptime!(word * 2 * LANES)) / width;
+                let high = (at + comptime!((word * 2 + 1) * LANES)) / width;
+                let bits = words[word];
+                if low < count {
+                    let draws = bits & Vector::new(0xFFFFu32);
+                    target[to + low] = dropped::<F, N>(source[from + low] * scale, draws, threshold);
+                }
+                if high < count {
+                    let draws = bits >> Vector::new(16u32);
+                    target[to + high] =
+                        dropped::<F, N>(source[from + high] * scale, draws, threshold);
+                }
             }
         }
+        unit += lanes;
     }
 }
 
-/// 0 where the bits are below the threshold, else `keep`.
+/// 0 where the bits drawn are below the threshold, else `scaled`.
 #[cube]
-fn factors<F: Float, N: Size>(
-    bits: Vector<u32, N>,
+fn dropped<F: Float, N: Size>(
+    scaled: Vector<F, N>,
+    draws: Vector<u32, N>,
     threshold: u32,
-    keep: Vector<F, N>,
 ) -> Vector<F, N> {
     let zero = Vector::<F, N>::new(F::from_int(0));
-    select_many(bits.less_than(&Vector::<u32, N>::new(threshold)), zero, keep)
+    select_many(draws.less_than(&Vector::<u32, N>::new(threshold)), zero, scaled)
 }
 
 /// The tensor's elements times those of a mask.
@@ -112,11 +122,12 @@ pub(crate) fn dropout(tensor: CubeTensor, mask: &MaskSource) -> CubeTensor {
         numel.div_ceil(BATCH) <= u32::MAX as usize / LANES,
         "dropout takes fewer than 2^34 elements"
     );
+    let tile = Tile::new(&client);
     let runs = [&Run::of(&tensor), &Run::of(&target)];
     for span in spans_within(&client, &runs, numel, LANES) {
         let batches = (span.start + span.count * span.width).div_ceil(BATCH) - span.start / BATCH;
         let units = batches * LANES / span.width;
-        let (count, dim) = grid(&client, units);
+        let (count, dim) = tile.grid(&client, units);
         let (read, from) = span.argument(runs[0]);
         let (write, to) = span.argument(runs[1]);
         // SAFETY: `spans_within` has checked that both buffers hold the elements; the kernel touches
@@ -138,8 +149,9 @@ pub(crate) fn dropout(tensor: CubeTensor, mask: &MaskSource) -> CubeTensor {
                 mask.key[1],
                 mask.place[0],
                 mask.place[1],
-                mask.threshold(),
+                u32::from(mask.threshold()),
                 InputScalar::new(mask.keep(), dtype),
+                tile,
                 dtype,
             );
         }

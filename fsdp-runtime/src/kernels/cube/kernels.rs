@@ -54,9 +54,10 @@ impl Kernels for Cube {
         step: &AdamStep,
         grad: CubeTensor,
         tensors: AdamTensors<CubeTensor>,
+        later: bool,
     ) -> AdamTensors<CubeTensor> {
         let tensors = tensors.map(exclusive);
-        optim::adam(step, &contiguous(grad), &tensors);
+        optim::adam(step, contiguous(grad), &tensors, later);
         tensors
     }
 
@@ -65,9 +66,10 @@ impl Kernels for Cube {
         grad: CubeTensor,
         param: CubeTensor,
         velocity: Option<CubeTensor>,
+        later: bool,
     ) -> (CubeTensor, Option<CubeTensor>) {
         let (param, velocity) = (exclusive(param), velocity.map(exclusive));
-        optim::sgd(step, &param, &contiguous(grad), velocity.as_ref());
+        optim::sgd(step, &param, contiguous(grad), velocity.as_ref(), later);
         (param, velocity)
     }
 }

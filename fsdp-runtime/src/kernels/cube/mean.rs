@@ -8,6 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
+use super::batch::Tile;
 use super::{Run, contiguous, element, empty, spans};
 
 /// Parts that a launch adds, at most; the next launch goes on from its sums.
@@ -23,21 +24,28 @@ fn mean_kernel<I: Float, N: Size>(
     divisor: f32,
     #[comptime] join: bool,
     #[comptime] divide: bool,
+    #[comptime] tile: Tile,
     #[define(I)] _dtype: ElemType,
 ) {
-    if ABSOLUTE_POS < count {
-        let mut sum = Vector::<f32, N>::cast_from(parts[0][firsts[0] + ABSOLUTE_POS]);
-        if comptime!(join) {
-            sum = target[to + ABSOLUTE_POS] + sum;
+    let lanes = comptime!(tile.lanes);
+    let rows = comptime!(tile.rows);
+    let mut index = ABSOLUTE_POS / lanes * (lanes * rows) + ABSOLUTE_POS % lanes;
+    for _ in 0..rows {
+        if index < count {
+            let mut sum = Vector::<f32, N>::cast_from(parts[0][firsts[0] + index]);
+            if comptime!(join) {
+                sum = target[to + index] + sum;
+            }
+            #[unroll]
+            for part in 1..parts.len() {
+                sum += Vector::cast_from(parts[part][firsts[part] + index]);
+            }
+            if comptime!(divide) {
+                sum /= Vector::new(divisor);
+            }
+            target[to + index] = sum;
         }
-        #[unroll]
-        for part in 1..parts.len() {
-            sum += Vector::cast_from(parts[part][firsts[part] + ABSOLUTE_POS]);
-        }
-        if comptime!(divide) {
-            sum /= Vector::new(divisor);
-        }
-        target[to + ABSOLUTE_POS] = sum;
+        index += lanes;
     }
 }
 
@@ -55,6 +63,7 @@ pub(crate) fn mean(
     let sums = Run::of(&target);
     assert_eq!(range.len(), target.shape().num_elements(), "a mean has the shape of its range");
     let dtype = parts[0].dtype;
+    let tile = Tile::new(&client);
     let groups = parts.chunks(TOGETHER);
     let last = groups.len() - 1;
     for (index, group) in groups.enumerate() {
@@ -62,7 +71,7 @@ pub(crate) fn mean(
         assert!(runs.iter().all(|run| run.dtype == dtype), "the parts of a mean have one dtype");
         let all: Vec<_> = runs.iter().chain([&sums]).collect();
         for span in spans(&client, &all, range.len()) {
-            let (count, dim) = span.grid(&client);
+            let (count, dim) = tile.grid(&client, span.count);
             let (read, firsts): (Vec<_>, Vec<_>) =
                 runs.iter().map(|run| span.argument(run)).unzip();
             let (write, to) = span.argument(&sums);
@@ -82,6 +91,7 @@ pub(crate) fn mean(
                     divisor as f32,
                     index > 0,
                     index == last && divisor > 1,
+                    tile,
                     element(dtype),
                 );
             }

@@ -7,11 +7,12 @@
 //! CubeCL joins a product and a sum into one operation of one rounding. Where that must not be,
 //! because the twin on Flex rounds twice, the product passes through [`rounded`].
 
+mod batch;
 pub(crate) mod copy;
 mod dropout;
 mod kernels;
 mod mean;
-mod optim;
+pub(crate) mod optim;
 mod sums;
 
 use burn::backend::TensorMetadata;
@@ -173,7 +174,7 @@ pub(crate) fn exclusive(tensor: CubeTensor) -> CubeTensor {
         }
         let target = empty(&tensor.device, tensor.shape(), tensor.dtype);
         let numel = tensor.shape().num_elements();
-        copy::copy(&tensor.client, &Run::of(&tensor), &Run::of(&target), numel, None, None);
+        copy::copy(&tensor.client, &Run::of(&tensor), &Run::of(&target), numel, None);
         return target;
     }
     contiguous(tensor)

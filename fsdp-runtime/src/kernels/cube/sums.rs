@@ -17,17 +17,22 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{Run, Span, contiguous, element, exclusive, grid, rounded, spans};
+use super::batch::{Batch, Job, batches};
+use super::{Run, contiguous, element, exclusive, grid, rounded};
 use crate::kernels::Sums;
 use crate::norm::Norm;
 
-/// Sums that are left of each tensor, for the host to add up.
-const LEFT: usize = 256;
-/// Elements that a sum is made of, and sums, on a device that runs units side by side.
+/// Sums of each tensor are a multiple of this.
+const LEAST: usize = 256;
+/// On a device that runs units side by side: elements that a sum is made of, and sums of a tensor, at
+/// least and at most. Those are added up again, to at most `LEFT`, before the host reads them.
 const ROWS: usize = 32;
 const MOST: usize = 1 << 17;
-/// Vectors that a unit adds up, one after the other, on a device that runs units in turn.
-const BLOCK: usize = 64;
+const LEFT: usize = 1 << 12;
+/// On a device that runs units in turn: vectors that a unit adds up, one after the other.
+const BLOCK: usize = 128;
+/// Tensors that share a launch, at most: the kernel's body is there once for each.
+const TOGETHER: usize = 8;
 
 /// What an element adds to the sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,19 +55,19 @@ impl Term {
     }
 }
 
-/// Unit `u` adds up vectors `u·each`, then on in strides of `step`, `rows` of them.
+/// Unit `u` of a part adds up vectors `u·each`, then on in strides of its `step`, `rows` of them.
 #[cube(launch_unchecked)]
 fn sums_kernel<F: Float, N: Size>(
-    data: &mut [Vector<F, N>],
+    data: &mut Sequence<Box<[Vector<F, N>]>>,
     sums: &mut [Vector<f32, N>],
     tops: &mut [Vector<u32, N>],
-    from: usize,
-    count: usize,
-    units: usize,
+    firsts: &Sequence<usize>,
+    counts: &Sequence<usize>,
+    places: &Sequence<usize>,
+    units: &Sequence<usize>,
+    steps: &Sequence<usize>,
+    rows: &Sequence<usize>,
     each: usize,
-    step: usize,
-    rows: usize,
-    to: usize,
     factor: f32,
     exponent: f32,
     zero: u32,
@@ -71,86 +76,107 @@ fn sums_kernel<F: Float, N: Size>(
     #[comptime] join: bool,
     #[define(F)] _dtype: ElemType,
 ) {
-    if ABSOLUTE_POS < units {
-        let mut sum = Vector::<f32, N>::new(0.0f32);
-        let mut top = Vector::<u32, N>::new(0u32);
-        if comptime!(join) {
-            sum = sums[to + ABSOLUTE_POS];
-            top = tops[to + ABSOLUTE_POS];
-        }
-        let mut index = ABSOLUTE_POS * each;
-        for _ in 0..rows {
-            if index < count {
-                let mut x = Vector::<f32, N>::cast_from(data[from + index]);
-                if comptime!(scale) {
-                    let scaled = Vector::<F, N>::cast_from(x * Vector::new(factor));
-                    data[from + index] = scaled;
-                    x = Vector::cast_from(scaled);
-                }
-                let bits = Vector::<u32, N>::reinterpret(x) & Vector::new(0x7FFF_FFFFu32);
-                top = max(top, bits);
-                if comptime!(term == Term::Magnitude) {
-                    sum += Vector::<f32, N>::reinterpret(bits);
-                }
-                if comptime!(term == Term::Square) {
-                    sum += rounded(x * x, zero);
-                }
-                if comptime!(term == Term::Power) {
-                    sum += Vector::powf(Vector::<f32, N>::reinterpret(bits), Vector::new(exponent));
-                }
+    let mut unit = ABSOLUTE_POS;
+    #[unroll]
+    for part in 0..counts.len() {
+        if unit < units[part] {
+            let place = places[part] + unit;
+            let mut sum = Vector::<f32, N>::new(0.0f32);
+            let mut top = Vector::<u32, N>::new(0u32);
+            if comptime!(join) {
+                sum = sums[place];
+                top = tops[place];
             }
-            index += step;
+            let mut index = unit * each;
+            for _ in 0..rows[part] {
+                if index < counts[part] {
+                    let at = firsts[part] + index;
+                    let mut x = Vector::<f32, N>::cast_from(data[part][at]);
+                    if comptime!(scale) {
+                        let scaled = Vector::<F, N>::cast_from(x * Vector::new(factor));
+                        data.index_mut(part)[at] = scaled;
+                        x = Vector::cast_from(scaled);
+                    }
+                    let bits = Vector::<u32, N>::reinterpret(x) & Vector::new(0x7FFF_FFFFu32);
+                    top = max(top, bits);
+                    if comptime!(term == Term::Magnitude) {
+                        sum += Vector::<f32, N>::reinterpret(bits);
+                    }
+                    if comptime!(term == Term::Square) {
+                        sum += rounded(x * x, zero);
+                    }
+                    if comptime!(term == Term::Power) {
+                        let magnitude = Vector::<f32, N>::reinterpret(bits);
+                        sum += Vector::powf(magnitude, Vector::new(exponent));
+                    }
+                }
+                index += steps[part];
+            }
+            sums[place] = sum;
+            tops[place] = top;
         }
-        sums[to + ABSOLUTE_POS] = sum;
-        tops[to + ABSOLUTE_POS] = top;
+        // Below 0 it wraps, beyond every count.
+        unit -= units[part];
     }
 }
 
-/// Adds up `count` vectors of sums, in strides of `units`.
+/// Adds up the sums of each part, `units` of them side by side, in strides of as many. `bounds` has
+/// where a part's begin and how many there are, where those left begin and their number, in vectors.
 #[cube(launch_unchecked)]
 fn fold_kernel<N: Size>(
     sums: &[Vector<f32, N>],
     tops: &[Vector<u32, N>],
     sums_left: &mut [Vector<f32, N>],
     tops_left: &mut [Vector<u32, N>],
-    count: usize,
+    bounds: &[u32],
+    parts: usize,
     units: usize,
-    to: usize,
 ) {
-    if ABSOLUTE_POS < units {
-        let mut sum = Vector::<f32, N>::new(0.0f32);
-        let mut top = Vector::<u32, N>::new(0u32);
-        let mut index = ABSOLUTE_POS;
-        while index < count {
-            sum += sums[index];
-            top = max(top, tops[index]);
-            index += units;
+    let part = ABSOLUTE_POS / units;
+    if part < parts {
+        let unit = ABSOLUTE_POS % units;
+        let from = bounds[part * 4] as usize;
+        let count = bounds[part * 4 + 1] as usize;
+        let to = bounds[part * 4 + 2] as usize;
+        let left = bounds[part * 4 + 3] as usize;
+        if unit < left {
+            let mut sum = Vector::<f32, N>::new(0.0f32);
+            let mut top = Vector::<u32, N>::new(0u32);
+            let mut index = unit;
+            while index < count {
+                sum += sums[from + index];
+                top = max(top, tops[from + index]);
+                index += left;
+            }
+            sums_left[to + unit] = sum;
+            tops_left[to + unit] = top;
         }
-        sums_left[to + ABSOLUTE_POS] = sum;
-        tops_left[to + ABSOLUTE_POS] = top;
     }
 }
 
-/// Which sum each element goes into.
+/// Which sum each element of a tensor goes into.
 struct Plan {
-    /// Sums there are: a multiple of `LEFT`.
+    /// Sums there are: a multiple of `LEAST`.
     sums: usize,
-    /// Vectors a unit goes on by from its first.
-    blocks: bool,
+    /// Those that the host reads.
+    left: usize,
 }
 
 impl Plan {
     /// Blocks of one unit on a CPU, whose cache they run through in order; elsewhere strides, so
     /// that neighbouring units read neighbouring vectors.
     fn new(client: &Client, numel: usize) -> Self {
-        let blocks = client.properties().hardware.num_cpu_cores.is_some();
-        let sums = if blocks {
-            numel.div_ceil(BLOCK).next_multiple_of(LEFT)
-        } else {
-            (numel / ROWS).next_power_of_two().clamp(LEFT, MOST)
-        };
-        Self { sums: sums.max(LEFT), blocks }
+        if on_cpu(client) {
+            let sums = numel.div_ceil(BLOCK).next_multiple_of(LEAST);
+            return Self { sums, left: sums };
+        }
+        let sums = (numel / ROWS).next_power_of_two().clamp(LEAST, MOST);
+        Self { sums, left: (sums / ROWS).clamp(LEAST, LEFT) }
     }
+}
+
+fn on_cpu(client: &Client) -> bool {
+    client.properties().hardware.num_cpu_cores.is_some()
 }
 
 /// Two buffers of sums.
@@ -167,14 +193,20 @@ impl Partial {
         };
         Self { sums: run(), tops: run() }
     }
+
+    fn arguments(&self) -> [BufferArg; 2] {
+        [&self.sums, &self.tops].map(|run| {
+            let length = run.handle.size_in_used() as usize / size_of::<f32>();
+            // SAFETY: the length is that of the handle.
+            unsafe { BufferArg::from_raw_parts(run.handle.clone(), length) }
+        })
+    }
 }
 
-/// What is asked of one tensor.
+/// What is asked of tensors.
 struct Request {
-    data: Run,
-    numel: usize,
     norm: Norm,
-    /// What its elements are multiplied by first.
+    /// What their elements are multiplied by first.
     factor: Option<f32>,
 }
 
@@ -187,110 +219,161 @@ impl Request {
     }
 }
 
-fn launch(client: &Client, request: &Request, left: &Partial, at: usize) {
-    let plan = Plan::new(client, request.numel);
-    let partial = Partial::new(client, plan.sums);
-    let spans = spans(client, &[&request.data], request.numel);
-    let width = spans.first().map_or(1, |span| span.width);
-    let nothing = Span { start: 0, width, count: 0, anywhere: false };
-    let body = spans.iter().find(|span| span.start == 0).unwrap_or(&nothing);
-    let rest = spans.iter().find(|span| span.start > 0);
+/// A tensor's sums among those of all.
+struct Share {
+    plan: Plan,
+    /// The first of them, and the first of those left.
+    at: usize,
+    left: usize,
+}
 
-    let units = plan.sums / width;
-    let (each, step) = if plan.blocks { (BLOCK, 1) } else { (1, units) };
-    let rows = if plan.blocks { BLOCK } else { body.count.div_ceil(units) };
-    let run = |span: &Span, to: usize, units: usize, [each, step, rows]: [usize; 3], join: bool| {
-        let (count, dim) = grid(client, units);
-        let (data, from) = span.argument(&request.data);
-        let whole = Span { start: 0, width: span.width, count: 0, anywhere: false };
-        // SAFETY: `spans` has checked that the buffer holds the elements, and there are as many sums
-        // as the units have lanes.
-        unsafe {
-            sums_kernel::launch_unchecked(
-                client,
-                count,
-                dim,
-                span.width,
-                data,
-                whole.argument(&partial.sums).0,
-                whole.argument(&partial.tops).0,
-                from,
-                span.count,
-                units,
-                each,
-                step,
-                rows,
-                to,
-                request.factor.unwrap_or(1.0),
-                request.exponent(),
-                0,
-                Term::of(request.norm),
-                request.factor.is_some(),
-                join,
-                element(request.data.dtype),
-            );
-        }
+/// Where each tensor's sums lie.
+fn shares(client: &Client, jobs: &[Job<1>]) -> Vec<Share> {
+    let (mut at, mut left) = (0, 0);
+    let share = |job: &Job<1>| {
+        let share = Share { plan: Plan::new(client, job.numel), at, left };
+        at += share.plan.sums;
+        left += share.plan.left;
+        share
     };
-    run(body, 0, units, [each, step, rows], false);
-    if let Some(rest) = rest {
-        // Each goes into the sum it would go into as part of one more vector.
-        let to = if plan.blocks { 0 } else { rest.start % plan.sums };
-        run(rest, to, rest.count, [1, rest.count, 1], true);
-    }
+    jobs.iter().map(share).collect()
+}
 
-    let width = client.io_optimized_vector_sizes(size_of::<f32>()).next().unwrap_or(1).min(LEFT);
-    let (count, dim) = grid(client, LEFT / width);
-    let whole = Span { start: 0, width, count: 0, anywhere: false };
-    // SAFETY: there are `plan.sums` sums, and `LEFT` places from `at` on.
+/// Adds up each tensor's elements to its sums.
+fn add_up(client: &Client, request: &Request, jobs: &[Job<1>], shares: &[Share], sums: &Partial) {
+    let blocks = on_cpu(client);
+    let batches = batches(client, jobs, None, TOGETHER);
+    // First spans make the sums, second ones add their few elements to them.
+    for join in [false, true] {
+        for Batch { width, parts, .. } in &batches {
+            let parts: Vec<_> = parts.iter().filter(|(_, span)| (span.start > 0) == join).collect();
+            if parts.is_empty() {
+                continue;
+            }
+            let (mut data, mut firsts, mut places) = (Vec::new(), Vec::new(), Vec::new());
+            let (mut units, mut steps, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+            for (index, span) in &parts {
+                let (buffer, first) = span.argument(&jobs[*index].runs[0]);
+                let Share { plan, at, .. } = &shares[*index];
+                let all = plan.sums / width;
+                // A second span's elements go into the sums they would go into as part of one more
+                // vector; on a CPU, where that is not needed, into the first.
+                let (place, unit, step, row) = match (join, blocks) {
+                    (false, true) => (0, all, 1, BLOCK),
+                    (false, false) => (0, all, all, span.count.div_ceil(all)),
+                    (true, true) => (0, span.count, span.count, 1),
+                    (true, false) => (span.start % plan.sums, span.count, span.count, 1),
+                };
+                data.push(buffer);
+                firsts.push(first);
+                places.push(at / width + place);
+                units.push(unit);
+                steps.push(step);
+                rows.push(row);
+            }
+            let (count, dim) = grid(client, units.iter().sum());
+            let [sums, tops] = sums.arguments();
+            // SAFETY: `batches` has checked that the buffers hold the jobs' elements, of which the
+            // kernel touches those of the spans; and each part has as many sums as its units have
+            // lanes.
+            unsafe {
+                sums_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    *width,
+                    data.into_iter().collect(),
+                    sums,
+                    tops,
+                    firsts.into_iter().collect(),
+                    parts.iter().map(|(_, span)| span.count).collect(),
+                    places.into_iter().collect(),
+                    units.into_iter().collect(),
+                    steps.into_iter().collect(),
+                    rows.into_iter().collect(),
+                    if blocks && !join { BLOCK } else { 1 },
+                    request.factor.unwrap_or(1.0),
+                    request.exponent(),
+                    0,
+                    Term::of(request.norm),
+                    request.factor.is_some(),
+                    join,
+                    element(jobs[parts[0].0].runs[0].dtype),
+                );
+            }
+        }
+    }
+}
+
+/// Adds up each tensor's sums to those that are left of them.
+fn fold(client: &Client, shares: &[Share], sums: &Partial) -> Partial {
+    let last = &shares[shares.len() - 1];
+    let left = Partial::new(client, last.left + last.plan.left);
+    let width = client.io_optimized_vector_sizes(size_of::<f32>()).next().unwrap_or(1).min(LEAST);
+    let vectors = |numbers: [usize; 4]| numbers.map(|number| (number / width) as u32);
+    let bounds = |share: &Share| vectors([share.at, share.plan.sums, share.left, share.plan.left]);
+    let bounds: Vec<u32> = shares.iter().flat_map(bounds).collect();
+    let units = shares.iter().map(|share| share.plan.left).max().unwrap_or(LEAST) / width;
+    let (count, dim) = grid(client, shares.len() * units);
+    let handle = client.create_from_slice(bytemuck::cast_slice(&bounds));
+    let ([sums, tops], [sums_left, tops_left]) = (sums.arguments(), left.arguments());
+    // SAFETY: the bounds are those of the shares, which the buffers were made for.
     unsafe {
         fold_kernel::launch_unchecked(
             client,
             count,
             dim,
             width,
-            whole.argument(&partial.sums).0,
-            whole.argument(&partial.tops).0,
-            whole.argument(&left.sums).0,
-            whole.argument(&left.tops).0,
-            plan.sums / width,
-            LEFT / width,
-            at / width,
+            sums,
+            tops,
+            sums_left,
+            tops_left,
+            BufferArg::from_raw_parts(handle, bounds.len()),
+            shares.len(),
+            units,
         );
     }
+    left
 }
 
-/// The sums of each request, read back in one transfer.
-fn read(client: &Client, requests: &[Request]) -> Vec<Sums> {
+/// The sums of each tensor, read back in one transfer.
+fn read(client: &Client, request: &Request, jobs: &[Job<1>]) -> Vec<Sums> {
     let nothing = Sums { sum: 0.0, largest: 0.0 };
-    if requests.iter().all(|request| request.numel == 0) {
-        return vec![nothing; requests.len()];
+    if jobs.iter().all(|job| job.numel == 0) {
+        return vec![nothing; jobs.len()];
     }
-    let full: Vec<_> = requests.iter().filter(|request| request.numel > 0).collect();
-    let left = Partial::new(client, full.len() * LEFT);
-    for (index, request) in full.into_iter().enumerate() {
-        launch(client, request, &left, index * LEFT);
-    }
+    let shares = shares(client, jobs);
+    let last = &shares[shares.len() - 1];
+    let all = Partial::new(client, last.at + last.plan.sums);
+    add_up(client, request, jobs, &shares, &all);
+    let left = if on_cpu(client) { all } else { fold(client, &shares, &all) };
     let bytes = client
         .read(vec![left.sums.handle, left.tops.handle])
         .unwrap_or_else(|error| panic!("cannot read the sums of a norm: {error}"));
     let sums: &[f32] = bytemuck::cast_slice(&bytes[0]);
     let tops: &[u32] = bytemuck::cast_slice(&bytes[1]);
-    let sums = sums.chunks_exact(LEFT).map(|sums| sums.iter().copied().map(f64::from).sum());
-    let tops = tops.chunks_exact(LEFT).map(|tops| tops.iter().copied().max().unwrap_or(0));
-    let mut full = sums.zip(tops).map(|(sum, top)| Sums { sum, largest: f32::from_bits(top) });
-    let of = |request: &Request| if request.numel == 0 { None } else { full.next() };
-    requests.iter().map(of).map(|sums| sums.unwrap_or(nothing)).collect()
+    let of = |(job, share): (&Job<1>, &Share)| {
+        if job.numel == 0 {
+            return nothing;
+        }
+        let range = share.left..share.left + share.plan.left;
+        let sum = sums[range.clone()].iter().copied().map(f64::from).sum();
+        let top = tops[range].iter().copied().max().unwrap_or(0);
+        Sums { sum, largest: f32::from_bits(top) }
+    };
+    jobs.iter().zip(&shares).map(of).collect()
 }
 
 /// What each range of its flattened tensor adds to a norm.
 pub(crate) fn sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {
     let Some((first, _)) = parts.first() else { return Vec::new() };
     let client = first.client.clone();
-    let part = |(tensor, range): &(CubeTensor, Range<usize>)| {
+    let job = |(tensor, range): &(CubeTensor, Range<usize>)| {
         let tensor = contiguous(tensor.clone());
-        Request { data: Run::of(&tensor).from(range.start), numel: range.len(), norm, factor: None }
+        Job { runs: [Run::of(&tensor).from(range.start)], numel: range.len() }
     };
-    read(&client, &parts.iter().map(part).collect::<Vec<_>>())
+    let jobs: Vec<_> = parts.iter().map(job).collect();
+    read(&client, &Request { norm, factor: None }, &jobs)
 }
 
 /// Multiplies the tensors by `factor`, in their own memory where nothing shares it, and tells what
@@ -304,10 +387,9 @@ pub(crate) fn unscale(
     let Some(client) = tensors.first().map(|tensor| tensor.client.clone()) else {
         return (tensors, Vec::new());
     };
-    let request = |tensor: &CubeTensor| {
-        let numel = tensor.shape().num_elements();
-        Request { data: Run::of(tensor), numel, norm, factor: Some(factor) }
-    };
-    let sums = read(&client, &tensors.iter().map(request).collect::<Vec<_>>());
+    let job =
+        |tensor: &CubeTensor| Job { runs: [Run::of(tensor)], numel: tensor.shape().num_elements() };
+    let jobs: Vec<_> = tensors.iter().map(job).collect();
+    let sums = read(&client, &Request { norm, factor: Some(factor) }, &jobs);
     (tensors, sums)
 }

@@ -1,10 +1,10 @@
-//! Dropout: a batch of the mask is drawn, and its elements are multiplied by it, before the next.
+//! Dropout: a batch of elements is drawn, zeroed and scaled before the next.
 
 use multiversion::multiversion;
 
 use super::number::{Number, Room};
 use crate::kernels::MaskSource;
-use crate::kernels::mask::{BATCH, factors};
+use crate::kernels::mask::{BATCH, draws};
 use crate::nn::philox::{LANES, blocks};
 
 /// The elements times those of the mask from element `at` on, a multiple of [`BATCH`].
@@ -20,21 +20,25 @@ pub(super) fn dropout<'a, E: Number>(
     multiply(source, target, (mask.key, mask.place), first, mask.threshold(), keep)
 }
 
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+#[multiversion(
+    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
+    dispatcher = "direct"
+)]
 fn multiply<'a, E: Number>(
     source: &[E],
     target: &'a mut Room<E>,
     (key, place): ([u32; 2], [u32; 2]),
     first: u64,
-    threshold: u32,
+    threshold: u16,
     keep: f32,
 ) -> &'a mut [E] {
     assert_eq!(source.len(), target.len());
     let mut first = first;
     for (source, target) in source.chunks(BATCH).zip(target.chunks_mut(BATCH)) {
-        let factors = factors(blocks(key, first, place), threshold, keep);
+        let draws = draws(blocks(key, first, place));
         for (at, (target, source)) in target.iter_mut().zip(source).enumerate() {
-            target.write(E::narrow(source.wide() * factors[at]));
+            let scaled = E::narrow(source.wide() * keep);
+            target.write(if draws[at] < threshold { E::zeroed() } else { scaled });
         }
         first += LANES as u64;
     }

@@ -25,11 +25,17 @@ pub(crate) fn made<E: Element>(
     let numel = shape.num_elements();
     let mut elements: Vec<E> = Vec::with_capacity(numel);
     let room = &mut elements.spare_capacity_mut()[..numel];
-    room.par_chunks_mut(TASK).enumerate().for_each(|(index, room)| {
+    let set = |at: usize, room: &mut [MaybeUninit<E>]| {
         let part = (room.as_ptr().addr(), room.len());
-        let set = task(index * TASK, room);
+        let set = task(at, room);
         assert_eq!((set.as_ptr().addr(), set.len()), part, "a task sets its own part");
-    });
+    };
+    if numel <= TASK {
+        set(0, room);
+    } else {
+        let tasks = room.par_chunks_mut(TASK).enumerate();
+        tasks.for_each(|(index, room)| set(index * TASK, room));
+    }
     // SAFETY: the capacity is at least `numel`. A task cannot have a reference to elements that are
     // not set, and all have returned one to each of theirs.
     unsafe { elements.set_len(numel) };

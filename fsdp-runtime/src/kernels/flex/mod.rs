@@ -67,12 +67,20 @@ fn converted(
     }))
 }
 
-/// Copies a tensor's elements to their place.
-fn copy_in<O: Number>(source: &FlexTensor, target: &mut [O]) {
-    with_number!(source.dtype(), |I| {
-        let tasks = slice::<I>(source).par_chunks(TASK).zip(target.par_chunks_mut(TASK));
-        tasks.for_each(|(source, target)| convert_over(source, target));
-    });
+/// Elements of a tensor, from one of them on, and the place that they go to.
+struct Copy<'a, O> {
+    source: &'a FlexTensor,
+    from: usize,
+    target: &'a mut [O],
+}
+
+impl<O: Number> Copy<'_, O> {
+    fn run(self) {
+        with_number!(self.source.dtype(), |I| {
+            let source = &slice::<I>(self.source)[self.from..][..self.target.len()];
+            convert_over(source, self.target);
+        });
+    }
 }
 
 impl Kernels for Flex {
@@ -83,22 +91,25 @@ impl Kernels for Flex {
 
     fn pack(mut parts: Vec<(FlexTensor, usize)>, buffer: FlexTensor) -> FlexTensor {
         let mut buffer = exclusive(buffer);
+        for (part, _) in &mut parts {
+            if !part.is_contiguous() {
+                *part = part.to_contiguous();
+            }
+        }
         parts.sort_by_key(|(_, at)| *at);
         with_number!(buffer.dtype(), |O| {
             let (mut rest, mut begin) = (slice_mut::<O>(&mut buffer), 0);
-            let mut places = Vec::with_capacity(parts.len());
-            for (tensor, at) in parts {
-                let tensor = contiguous(tensor);
+            let mut copies = Vec::with_capacity(parts.len());
+            for (source, at) in &parts {
                 let after = std::mem::take(&mut rest).split_at_mut(at - begin).1;
-                let (place, after) = after.split_at_mut(tensor.shape().num_elements());
+                let (place, after) = after.split_at_mut(source.shape().num_elements());
                 begin = at + place.len();
                 rest = after;
-                places.push((tensor, place));
+                for (task, target) in place.chunks_mut(TASK).enumerate() {
+                    copies.push(Copy { source, from: task * TASK, target });
+                }
             }
-            places
-                .into_par_iter()
-                .with_min_len(8)
-                .for_each(|(tensor, place)| copy_in(&tensor, place));
+            copies.into_par_iter().with_min_len(8).for_each(Copy::run);
         });
         buffer
     }
@@ -173,6 +184,7 @@ impl Kernels for Flex {
         step: &AdamStep,
         grad: FlexTensor,
         tensors: AdamTensors<FlexTensor>,
+        _: bool,
     ) -> AdamTensors<FlexTensor> {
         let grad = contiguous(grad);
         let mut tensors = tensors.map(exclusive);
@@ -192,6 +204,7 @@ impl Kernels for Flex {
         grad: FlexTensor,
         param: FlexTensor,
         velocity: Option<FlexTensor>,
+        _: bool,
     ) -> (FlexTensor, Option<FlexTensor>) {
         let grad = contiguous(grad);
         let (mut param, mut velocity) = (exclusive(param), velocity.map(exclusive));

@@ -25,7 +25,10 @@ pub(crate) trait Number: Element + bytemuck::Pod + Send + Sync {
     }
 }
 
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+#[multiversion(
+    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
+    dispatcher = "direct"
+)]
 fn widen<N: Number>(source: &[N], target: &mut [f32]) {
     for (target, source) in target.iter_mut().zip(source) {
         *target = source.wide();
@@ -58,10 +61,10 @@ impl Number for bf16 {
     fn narrow(wide: f32) -> Self {
         let bits = wide.to_bits();
         // Half of the last place kept, less one where that is even already.
-        let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
+        let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1));
         // Rounding could take a NaN to infinity.
-        let nan = (bits >> 16) | 0x40;
-        Self::from_bits(if bits & 0x7FFF_FFFF > INFINITY { nan as u16 } else { rounded as u16 })
+        let nan = bits | 0x40_0000;
+        Self::from_bits((if bits & 0x7FFF_FFFF > INFINITY { nan } else { rounded } >> 16) as u16)
     }
 }
 
@@ -128,7 +131,10 @@ pub(crate) fn each<'a, I: Copy, O>(
 }
 
 /// Copies and rounds.
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+#[multiversion(
+    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
+    dispatcher = "direct"
+)]
 pub(super) fn convert<'a, I: Number, O: Number>(
     source: &[I],
     target: &'a mut Room<O>,
@@ -137,7 +143,10 @@ pub(super) fn convert<'a, I: Number, O: Number>(
 }
 
 /// Divides in f32, and rounds.
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+#[multiversion(
+    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
+    dispatcher = "direct"
+)]
 pub(super) fn divide<'a, I: Number, O: Number>(
     source: &[I],
     target: &'a mut Room<O>,
@@ -147,7 +156,10 @@ pub(super) fn divide<'a, I: Number, O: Number>(
 }
 
 /// The sums of the parts' elements, in their order, divided.
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
+#[multiversion(
+    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
+    dispatcher = "direct"
+)]
 pub(super) fn mean<'a, I: Number>(
     parts: &[&[I]],
     target: &'a mut Room<f32>,
@@ -196,13 +208,6 @@ pub(crate) fn indexed<'a, I: Copy, O>(
     }
     // SAFETY: each element has been written.
     unsafe { target.assume_init_mut() }
-}
-
-#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-pub(super) fn multiply(wide: &[f32], target: &mut [f32], factor: f32) {
-    for (target, wide) in target.iter_mut().zip(wide) {
-        *target = wide * factor;
-    }
 }
 
 /// Runs `$body` with `$number` naming the type of a dtype.
