@@ -63,7 +63,10 @@ mod tests {
 
     impl Many {
         fn new() -> Self {
-            let param = |(seed, &len)| Param::from_tensor(numbers(seed, len));
+            let autodiff = Device::cpu().autodiff();
+            let param = |(seed, &len)| {
+                Param::from_tensor(Tensor::from_data(numbers(seed, len).into_data(), &autodiff))
+            };
             Self { params: LENGTHS.iter().enumerate().map(param).collect() }
         }
 

@@ -84,7 +84,8 @@ fn dropout_kernel<F: Float, N: Size>(
                 let bits = words[word];
                 if low < count {
                     let draws = bits & Vector::new(0xFFFFu32);
-                    target[to + low] = dropped::<F, N>(source[from + low] * scale, draws, threshold);
+                    target[to + low] =
+                        dropped::<F, N>(source[from + low] * scale, draws, threshold);
                 }
                 if high < count {
                     let draws = bits >> Vector::new(16u32);

@@ -74,6 +74,7 @@ fn sums_kernel<F: Float, N: Size>(
     #[comptime] term: Term,
     #[comptime] scale: bool,
     #[comptime] join: bool,
+    #[comptime] fours: bool,
     #[define(F)] _dtype: ElemType,
 ) {
     let mut unit = ABSOLUTE_POS;
@@ -88,29 +89,29 @@ fn sums_kernel<F: Float, N: Size>(
                 top = tops[place];
             }
             let mut index = unit * each;
-            for _ in 0..rows[part] {
-                if index < counts[part] {
+            let step = steps[part];
+            let mut row = 0usize;
+            if comptime!(fours) {
+                // Sums of four: the next ones need not wait for each of them.
+                while row + 4 <= rows[part] && index + 3 * step < counts[part] {
                     let at = firsts[part] + index;
-                    let mut x = Vector::<f32, N>::cast_from(data[part][at]);
-                    if comptime!(scale) {
-                        let scaled = Vector::<F, N>::cast_from(x * Vector::new(factor));
-                        data.index_mut(part)[at] = scaled;
-                        x = Vector::cast_from(scaled);
-                    }
-                    let bits = Vector::<u32, N>::reinterpret(x) & Vector::new(0x7FFF_FFFFu32);
-                    top = max(top, bits);
-                    if comptime!(term == Term::Magnitude) {
-                        sum += Vector::<f32, N>::reinterpret(bits);
-                    }
-                    if comptime!(term == Term::Square) {
-                        sum += rounded(x * x, zero);
-                    }
-                    if comptime!(term == Term::Power) {
-                        let magnitude = Vector::<f32, N>::reinterpret(bits);
-                        sum += Vector::powf(magnitude, Vector::new(exponent));
-                    }
+                    let a = magnitude(data, part, at, factor, scale);
+                    let b = magnitude(data, part, at + step, factor, scale);
+                    let c = magnitude(data, part, at + 2 * step, factor, scale);
+                    let d = magnitude(data, part, at + 3 * step, factor, scale);
+                    top = max(top, max(max(a, b), max(c, d)));
+                    sum += (addend(a, exponent, zero, term) + addend(b, exponent, zero, term))
+                        + (addend(c, exponent, zero, term) + addend(d, exponent, zero, term));
+                    index += 4 * step;
+                    row += 4;
                 }
-                index += steps[part];
+            }
+            while row < rows[part] && index < counts[part] {
+                let bits = magnitude(data, part, firsts[part] + index, factor, scale);
+                top = max(top, bits);
+                sum += addend(bits, exponent, zero, term);
+                index += step;
+                row += 1;
             }
             sums[place] = sum;
             tops[place] = top;
@@ -118,6 +119,46 @@ fn sums_kernel<F: Float, N: Size>(
         // Below 0 it wraps, beyond every count.
         unit -= units[part];
     }
+}
+
+/// The bits of an element's magnitude in f32, after it was multiplied if asked.
+#[cube]
+fn magnitude<F: Float, N: Size>(
+    data: &mut Sequence<Box<[Vector<F, N>]>>,
+    #[comptime] part: usize,
+    at: usize,
+    factor: f32,
+    #[comptime] scale: bool,
+) -> Vector<u32, N> {
+    let mut x = Vector::<f32, N>::cast_from(data[part][at]);
+    if comptime!(scale) {
+        let scaled = Vector::<F, N>::cast_from(x * Vector::new(factor));
+        data.index_mut(part)[at] = scaled;
+        x = Vector::cast_from(scaled);
+    }
+    Vector::<u32, N>::reinterpret(x) & Vector::new(0x7FFF_FFFFu32)
+}
+
+/// What an element of this magnitude adds to a sum.
+#[cube]
+fn addend<N: Size>(
+    bits: Vector<u32, N>,
+    exponent: f32,
+    zero: u32,
+    #[comptime] term: Term,
+) -> Vector<f32, N> {
+    let x = Vector::<f32, N>::reinterpret(bits);
+    let mut addend = Vector::<f32, N>::new(0.0f32);
+    if comptime!(term == Term::Magnitude) {
+        addend = x;
+    }
+    if comptime!(term == Term::Square) {
+        addend = rounded(x * x, zero);
+    }
+    if comptime!(term == Term::Power) {
+        addend = Vector::powf(x, Vector::new(exponent));
+    }
+    addend
 }
 
 /// Adds up the sums of each part, `units` of them side by side, in strides of as many. `bounds` has
@@ -298,6 +339,7 @@ fn add_up(client: &Client, request: &Request, jobs: &[Job<1>], shares: &[Share],
                     Term::of(request.norm),
                     request.factor.is_some(),
                     join,
+                    blocks,
                     element(jobs[parts[0].0].runs[0].dtype),
                 );
             }

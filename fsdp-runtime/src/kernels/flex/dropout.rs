@@ -1,10 +1,12 @@
 //! Dropout: a batch of elements is drawn, zeroed and scaled before the next.
 
+use std::mem::MaybeUninit;
+
 use multiversion::multiversion;
 
 use super::number::{Number, Room};
 use crate::kernels::MaskSource;
-use crate::kernels::mask::{BATCH, draws};
+use crate::kernels::mask::BATCH;
 use crate::nn::philox::{LANES, blocks};
 
 /// The elements times those of the mask from element `at` on, a multiple of [`BATCH`].
@@ -34,14 +36,42 @@ fn multiply<'a, E: Number>(
 ) -> &'a mut [E] {
     assert_eq!(source.len(), target.len());
     let mut first = first;
-    for (source, target) in source.chunks(BATCH).zip(target.chunks_mut(BATCH)) {
-        let draws = draws(blocks(key, first, place));
-        for (at, (target, source)) in target.iter_mut().zip(source).enumerate() {
-            let scaled = E::narrow(source.wide() * keep);
-            target.write(if draws[at] < threshold { E::zeroed() } else { scaled });
-        }
+    let (batches, rest) = source.as_chunks::<BATCH>();
+    let (rooms, room) = target.as_chunks_mut::<BATCH>();
+    for (source, target) in batches.iter().zip(rooms) {
+        batch(source, target, blocks(key, first, place), threshold, keep);
         first += LANES as u64;
     }
-    // SAFETY: each element has been written.
+    let (mut last, mut dropped) = ([E::zeroed(); BATCH], [MaybeUninit::uninit(); BATCH]);
+    last[..rest.len()].copy_from_slice(rest);
+    batch(&last, &mut dropped, blocks(key, first, place), threshold, keep);
+    room.copy_from_slice(&dropped[..rest.len()]);
+    // SAFETY: each element has been written, by `batch` or from what it has written.
     unsafe { target.assume_init_mut() }
+}
+
+/// The elements of one batch, in the order of [`draws`](crate::kernels::mask::draws): of constant
+/// length, for the compiler to make vector code of without a remainder.
+#[inline(always)]
+fn batch<E: Number>(
+    source: &[E; BATCH],
+    target: &mut [MaybeUninit<E>; BATCH],
+    words: [[u32; LANES]; 4],
+    threshold: u16,
+    keep: f32,
+) {
+    let threshold = u32::from(threshold);
+    let element = |source: E, draw: u32| {
+        MaybeUninit::new(E::narrow(if draw < threshold { 0.0 } else { source.wide() * keep }))
+    };
+    for (word, bits) in words.iter().enumerate() {
+        let low = word * 2 * LANES;
+        for lane in 0..LANES {
+            target[low + lane] = element(source[low + lane], bits[lane] & 0xFFFF);
+        }
+        let high = low + LANES;
+        for lane in 0..LANES {
+            target[high + lane] = element(source[high + lane], bits[lane] >> 16);
+        }
+    }
 }
