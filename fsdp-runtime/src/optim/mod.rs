@@ -8,8 +8,9 @@
 //!
 //! In f32 on Flex and on CubeCL devices a step reads the parameter, its gradient and its state once and
 //! writes them once: in vector registers and on all threads of the current rayon pool, or in one launch
-//! of the device, which takes several parameters of a sharded model. It writes in place wherever no other tensor shares the memory, and then allocates
-//! nothing. Elsewhere, and for other number types, the same formula runs as tensor operations.
+//! of the device, which takes several parameters of a sharded model. It writes in place wherever no other
+//! tensor shares the memory, and then allocates nothing. Elsewhere, and for other number types, the same
+//! formula runs as tensor operations.
 //!
 //! [`WholeParam`] steps a sharded model with an optimizer that needs whole matrices.
 //!
