@@ -7,7 +7,7 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::made::TASK;
-use super::number::Number;
+use super::number::{LINES, Number, prefetch};
 use crate::kernels::Sums;
 use crate::norm::Norm;
 
@@ -63,7 +63,7 @@ fn term(block: &[f32], norm: Norm) -> (f64, u32) {
     }
 }
 
-const LANES: usize = 32;
+const LANES: usize = LINES;
 
 /// The sum of the elements' terms, and the largest of their bits without the sign: magnitudes order
 /// as these do, infinity above all numbers and NaN above that.
@@ -76,6 +76,7 @@ fn summed(block: &[f32], term: impl Fn(f32) -> f32) -> (f64, u32) {
         tops[lane] = tops[lane].max(x.to_bits() & 0x7FFF_FFFF);
     };
     for chunk in chunks {
+        prefetch(chunk);
         for (lane, &x) in chunk.iter().enumerate() {
             add(lane, x);
         }
