@@ -77,8 +77,9 @@ pub(crate) trait Kernels: Backend {
     }
 
     /// One step of Adam or AdamW on f32 tensors of one shape, each updated in its own memory where
-    /// nothing shares it: if `later`, possibly only when the [`foreach::scope`](crate::optim::foreach::scope)
-    /// around ends, until when nothing may look at them.
+    /// nothing shares it: if `later`, possibly only when the
+    /// [`foreach::scope`](crate::optim::foreach::scope) around ends, until when nothing may look at
+    /// them.
     fn adam(
         step: &AdamStep,
         grad: Float<Self>,

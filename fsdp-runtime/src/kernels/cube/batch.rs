@@ -3,7 +3,7 @@
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
-use super::{Run, Span, grid, spans_within};
+use super::{Run, Span, grid, on_cpu, spans_within};
 
 /// How units share out the vectors of a launch: `lanes` neighbouring units go through a tile of
 /// `lanes · rows` vectors together, row by row. A tile is part of one tensor.
@@ -16,9 +16,9 @@ pub(super) struct Tile {
 impl Tile {
     /// A unit of a CPU runs through its own cache lines; elsewhere neighbours read neighbours.
     pub(super) fn new(client: &Client) -> Self {
-        match client.properties().hardware.num_cpu_cores {
-            Some(_) => Self { lanes: 1, rows: 64 },
-            None => Self { lanes: 32, rows: 4 },
+        match on_cpu(client) {
+            true => Self { lanes: 1, rows: 64 },
+            false => Self { lanes: 32, rows: 4 },
         }
     }
 
@@ -31,6 +31,24 @@ impl Tile {
     pub(super) fn grid(&self, client: &Client, vectors: usize) -> (CubeCount, CubeDim) {
         grid(client, self.count(vectors) * self.lanes)
     }
+}
+
+/// The tile of a launch that this unit has part in.
+#[cube]
+pub(super) fn own_tile(#[comptime] tile: Tile) -> usize {
+    ABSOLUTE_POS / comptime!(tile.lanes)
+}
+
+/// The first vector of this unit in a tile of its tensor. The next is `lanes` further.
+#[cube]
+pub(super) fn begin(at: usize, #[comptime] tile: Tile) -> usize {
+    at * comptime!(tile.lanes * tile.rows) + ABSOLUTE_POS % comptime!(tile.lanes)
+}
+
+/// Where a tile ends, in a tensor of `count` vectors.
+#[cube]
+pub(super) fn end(at: usize, count: usize, #[comptime] tile: Tile) -> usize {
+    min((at + 1) * comptime!(tile.lanes * tile.rows), count)
 }
 
 /// Runs of one length that a kernel goes through side by side.
@@ -68,10 +86,7 @@ impl<const K: usize> Batch<'_, K> {
 
     /// The buffer that a run of all jobs lies in.
     pub(super) fn shared(&self, run: usize) -> BufferArg {
-        let Run { handle, dtype, .. } = &self.first().runs[run];
-        let length = handle.size_in_used() as usize / dtype.size();
-        // SAFETY: the length is that of the handle.
-        unsafe { BufferArg::from_raw_parts(handle.clone(), length) }
+        self.first().runs[run].argument()
     }
 
     /// The vector of the shared buffer that each span begins with.

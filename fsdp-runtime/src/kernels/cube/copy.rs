@@ -9,11 +9,25 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::batch::{Job, Tile, batches};
+use super::batch::{Job, Tile, batches, begin, end, own_tile};
 use super::{Run, contiguous, element, empty, exclusive, spans};
 
 /// Tensors that share a launch, at most: the kernel's body is there once for each.
 const MOST: usize = 16;
+
+/// Elements divided in f32 if asked, in another dtype.
+#[cube]
+fn converted<I: Float, O: Float, N: Size>(
+    elements: Vector<I, N>,
+    divisor: f32,
+    #[comptime] divide: bool,
+) -> Vector<O, N> {
+    if comptime!(divide) {
+        Vector::cast_from(Vector::<f32, N>::cast_from(elements) / Vector::new(divisor))
+    } else {
+        Vector::cast_from(elements)
+    }
+}
 
 /// Copies several tensors to their places in one buffer, divided in f32 if asked. `_after` is read by
 /// nothing: it orders the launch after what last wrote it.
@@ -31,24 +45,16 @@ fn pack_kernel<I: Float, O: Float, N: Size>(
     #[comptime] tile: Tile,
     #[define(I, O)] _dtypes: [ElemType; 2],
 ) {
-    let lanes = comptime!(tile.lanes);
-    let rows = comptime!(tile.rows);
-    let mut at = ABSOLUTE_POS / lanes;
+    let mut at = own_tile(tile);
     #[unroll]
     for part in 0..counts.len() {
         if at < tiles[part] {
-            let mut index = at * (lanes * rows) + ABSOLUTE_POS % lanes;
-            for _ in 0..rows {
-                if index < counts[part] {
-                    let element = sources[part][firsts[part] + index];
-                    if comptime!(divide) {
-                        let quotient = Vector::<f32, N>::cast_from(element) / Vector::new(divisor);
-                        target[places[part] + index] = Vector::cast_from(quotient);
-                    } else {
-                        target[places[part] + index] = Vector::cast_from(element);
-                    }
-                }
-                index += lanes;
+            let end = end(at, counts[part], tile);
+            let mut index = begin(at, tile);
+            while index < end {
+                let element = sources[part][firsts[part] + index];
+                target[places[part] + index] = converted::<I, O, N>(element, divisor, divide);
+                index += comptime!(tile.lanes);
             }
         }
         // Below 0 it wraps, beyond every count.
@@ -70,25 +76,17 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
     #[comptime] tile: Tile,
     #[define(I, O)] _dtypes: [ElemType; 2],
 ) {
-    let lanes = comptime!(tile.lanes);
-    let rows = comptime!(tile.rows);
-    let mut at = ABSOLUTE_POS / lanes;
+    let mut at = own_tile(tile);
     #[unroll]
     for part in 0..counts.len() {
         if at < tiles[part] {
-            let mut index = at * (lanes * rows) + ABSOLUTE_POS % lanes;
-            for _ in 0..rows {
-                if index < counts[part] {
-                    let element = source[places[part] + index];
-                    let place = firsts[part] + index;
-                    if comptime!(divide) {
-                        let quotient = Vector::<f32, N>::cast_from(element) / Vector::new(divisor);
-                        targets.index_mut(part)[place] = Vector::cast_from(quotient);
-                    } else {
-                        targets.index_mut(part)[place] = Vector::cast_from(element);
-                    }
-                }
-                index += lanes;
+            let end = end(at, counts[part], tile);
+            let mut index = begin(at, tile);
+            while index < end {
+                let element = source[places[part] + index];
+                targets.index_mut(part)[firsts[part] + index] =
+                    converted::<I, O, N>(element, divisor, divide);
+                index += comptime!(tile.lanes);
             }
         }
         at -= tiles[part];

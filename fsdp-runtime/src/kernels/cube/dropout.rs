@@ -5,7 +5,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use super::batch::Tile;
+use super::batch::{Tile, begin, end, own_tile};
 use super::{Run, contiguous, element, empty, spans_within};
 use crate::kernels::MaskSource;
 use crate::kernels::mask::BATCH;
@@ -31,70 +31,65 @@ fn dropout_kernel<F: Float, N: Size>(
     #[comptime] tile: Tile,
     #[define(F)] _dtype: ElemType,
 ) {
-    let lanes = comptime!(tile.lanes);
-    let rows = comptime!(tile.rows);
-    let mut unit = ABSOLUTE_POS / lanes * (lanes * rows) + ABSOLUTE_POS % lanes;
-    for _ in 0..rows {
-        if unit < units {
-            let width = N::value();
-            let groups = comptime!(LANES / width);
-            let batch = start / comptime!(BATCH) + unit / groups;
-            let group = unit % groups;
+    let at = own_tile(tile);
+    let end = end(at, units, tile);
+    let mut unit = begin(at, tile);
+    while unit < end {
+        let width = N::value();
+        let groups = comptime!(LANES / width);
+        let batch = start / comptime!(BATCH) + unit / groups;
+        let group = unit % groups;
 
-            let mut iota = Vector::<u32, N>::empty();
-            #[unroll]
-            for lane in 0..width {
-                iota.insert(lane, comptime!(lane as u32));
-            }
-            // Blocks are numbered in 64 bits; fewer than 2^32 are drawn, so the high half is 0.
-            let first =
-                batch as u32 * comptime!(LANES as u32) + group as u32 * comptime!(width as u32);
-            let mut a = iota + Vector::new(first);
-            let mut b = Vector::<u32, N>::new(0u32);
-            let mut c = Vector::<u32, N>::new(place_0);
-            let mut d = Vector::<u32, N>::new(place_1);
-            let mut key_a = key_0;
-            let mut key_b = key_1;
-            #[unroll]
-            for _ in 0..ROUNDS {
-                let high_p = a.mul_hi(Vector::new(MULTIPLIERS[0]));
-                let low_p = a * Vector::new(MULTIPLIERS[0]);
-                let high_q = c.mul_hi(Vector::new(MULTIPLIERS[1]));
-                let low_q = c * Vector::new(MULTIPLIERS[1]);
-                a = high_q ^ b ^ Vector::new(key_a);
-                b = low_q;
-                c = high_p ^ d ^ Vector::new(key_b);
-                d = low_p;
-                key_a += WEYL[0];
-                key_b += WEYL[1];
-            }
+        let mut iota = Vector::<u32, N>::empty();
+        #[unroll]
+        for lane in 0..width {
+            iota.insert(lane, comptime!(lane as u32));
+        }
+        // Blocks are numbered in 64 bits; fewer than 2^32 are drawn, so the high half is 0.
+        let first = batch as u32 * comptime!(LANES as u32) + group as u32 * comptime!(width as u32);
+        let mut a = iota + Vector::new(first);
+        let mut b = Vector::<u32, N>::new(0u32);
+        let mut c = Vector::<u32, N>::new(place_0);
+        let mut d = Vector::<u32, N>::new(place_1);
+        let mut key_a = key_0;
+        let mut key_b = key_1;
+        #[unroll]
+        for _ in 0..ROUNDS {
+            let high_p = a.mul_hi(Vector::new(MULTIPLIERS[0]));
+            let low_p = a * Vector::new(MULTIPLIERS[0]);
+            let high_q = c.mul_hi(Vector::new(MULTIPLIERS[1]));
+            let low_q = c * Vector::new(MULTIPLIERS[1]);
+            a = high_q ^ b ^ Vector::new(key_a);
+            b = low_q;
+            c = high_p ^ d ^ Vector::new(key_b);
+            d = low_p;
+            key_a += WEYL[0];
+            key_b += WEYL[1];
+        }
 
-            // The first element of each vector. One before the span wraps, beyond its end.
-            let at = batch * comptime!(BATCH) + group * width - start;
-            let scale = Vector::<F, N>::new(keep.get::<F>());
-            let mut words = Sequence::<Vector<u32, N>>::new();
-            words.push(a);
-            words.push(b);
-            words.push(c);
-            words.push(d);
-            #[unroll]
-            for word in 0..4usize {
-                let low = (at + comptime!(word * 2 * LANES)) / width;
-                let high = (at + comptime!((word * 2 + 1) * LANES)) / width;
-                let bits = words[word];
-                if low < count {
-                    let draws = bits & Vector::new(0xFFFFu32);
-                    target[to + low] =
-                        dropped::<F, N>(source[from + low] * scale, draws, threshold);
-                }
-                if high < count {
-                    let draws = bits >> Vector::new(16u32);
-                    target[to + high] =
-                        dropped::<F, N>(source[from + high] * scale, draws, threshold);
-                }
+        // The first element of each vector. One before the span wraps, beyond its end.
+        let at = batch * comptime!(BATCH) + group * width - start;
+        let scale = Vector::<F, N>::new(keep.get::<F>());
+        let mut words = Sequence::<Vector<u32, N>>::new();
+        words.push(a);
+        words.push(b);
+        words.push(c);
+        words.push(d);
+        #[unroll]
+        for word in 0..4usize {
+            let low = (at + comptime!(word * 2 * LANES)) / width;
+            let high = (at + comptime!((word * 2 + 1) * LANES)) / width;
+            let bits = words[word];
+            if low < count {
+                let draws = bits & Vector::new(0xFFFFu32);
+                target[to + low] = dropped::<F, N>(source[from + low] * scale, draws, threshold);
+            }
+            if high < count {
+                let draws = bits >> Vector::new(16u32);
+                target[to + high] = dropped::<F, N>(source[from + high] * scale, draws, threshold);
             }
         }
-        unit += lanes;
+        unit += comptime!(tile.lanes);
     }
 }
 

@@ -8,7 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use super::batch::Tile;
+use super::batch::{Tile, begin, end, own_tile};
 use super::{Run, contiguous, element, empty, spans};
 
 /// Parts that a launch adds, at most; the next launch goes on from its sums.
@@ -27,25 +27,23 @@ fn mean_kernel<I: Float, N: Size>(
     #[comptime] tile: Tile,
     #[define(I)] _dtype: ElemType,
 ) {
-    let lanes = comptime!(tile.lanes);
-    let rows = comptime!(tile.rows);
-    let mut index = ABSOLUTE_POS / lanes * (lanes * rows) + ABSOLUTE_POS % lanes;
-    for _ in 0..rows {
-        if index < count {
-            let mut sum = Vector::<f32, N>::cast_from(parts[0][firsts[0] + index]);
-            if comptime!(join) {
-                sum = target[to + index] + sum;
-            }
-            #[unroll]
-            for part in 1..parts.len() {
-                sum += Vector::cast_from(parts[part][firsts[part] + index]);
-            }
-            if comptime!(divide) {
-                sum /= Vector::new(divisor);
-            }
-            target[to + index] = sum;
+    let at = own_tile(tile);
+    let end = end(at, count, tile);
+    let mut index = begin(at, tile);
+    while index < end {
+        let mut sum = Vector::<f32, N>::cast_from(parts[0][firsts[0] + index]);
+        if comptime!(join) {
+            sum = target[to + index] + sum;
         }
-        index += lanes;
+        #[unroll]
+        for part in 1..parts.len() {
+            sum += Vector::cast_from(parts[part][firsts[part] + index]);
+        }
+        if comptime!(divide) {
+            sum /= Vector::new(divisor);
+        }
+        target[to + index] = sum;
+        index += comptime!(tile.lanes);
     }
 }
 

@@ -52,7 +52,18 @@ impl Run {
 
     /// Elements there are.
     fn capacity(&self) -> usize {
-        (self.handle.size_in_used() as usize / self.dtype.size()).saturating_sub(self.at)
+        self.len().saturating_sub(self.at)
+    }
+
+    /// Elements of the buffer.
+    fn len(&self) -> usize {
+        self.handle.size_in_used() as usize / self.dtype.size()
+    }
+
+    /// The whole buffer as a kernel's argument.
+    fn argument(&self) -> BufferArg {
+        // SAFETY: the length is that of the handle.
+        unsafe { BufferArg::from_raw_parts(self.handle.clone(), self.len()) }
     }
 }
 
@@ -72,20 +83,22 @@ impl Span {
     /// A run's buffer as a kernel's argument, and the vector of it that the span begins with.
     pub(crate) fn argument(&self, run: &Run) -> (BufferArg, usize) {
         let first = run.at + self.start;
-        let (handle, index) = if self.anywhere {
-            (run.handle.clone().offset_start((first * run.dtype.size()) as u64), 0)
-        } else {
-            (run.handle.clone(), first / self.width)
-        };
-        let length = handle.size_in_used() as usize / run.dtype.size();
-        // SAFETY: the length is that of the handle.
-        (unsafe { BufferArg::from_raw_parts(handle, length) }, index)
+        if !self.anywhere {
+            return (run.argument(), first / self.width);
+        }
+        let handle = run.handle.clone().offset_start((first * run.dtype.size()) as u64);
+        (Run { handle, ..run.clone() }.argument(), 0)
     }
 
     /// One unit a vector.
     pub(crate) fn grid(&self, client: &Client) -> (CubeCount, CubeDim) {
         grid(client, self.count)
     }
+}
+
+/// Whether units run in turn, a few of them side by side.
+fn on_cpu(client: &Client) -> bool {
+    client.properties().hardware.num_cpu_cores.is_some()
 }
 
 /// Cubes enough for `units`.

@@ -11,7 +11,7 @@ use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::batch::{Job, Tile, batches};
+use super::batch::{Job, Tile, batches, begin, end, own_tile};
 use super::{Run, rounded};
 use crate::kernels::AdamTensors;
 use crate::optim::{AdamStep, SgdStep};
@@ -97,52 +97,49 @@ fn adam_kernel<N: Size>(
     #[comptime] cautious: bool,
     #[comptime] tile: Tile,
 ) {
-    let lanes = comptime!(tile.lanes);
-    let rows = comptime!(tile.rows);
-    let mut at = ABSOLUTE_POS / lanes;
+    let mut at = own_tile(tile);
     #[unroll]
     for part in 0..counts.len() {
         if at < tiles[part] {
-            let mut index = at * (lanes * rows) + ABSOLUTE_POS % lanes;
-            for _ in 0..rows {
-                if index < counts[part] {
-                    let p = params[part][param_firsts[part] + index];
-                    let g = grads[part][grad_firsts[part] + index];
-                    let m = moments_1[part][moment_1_firsts[part] + index];
-                    let v = moments_2[part][moment_2_firsts[part] + index];
+            let end = end(at, counts[part], tile);
+            let mut index = begin(at, tile);
+            while index < end {
+                let p = params[part][param_firsts[part] + index];
+                let g = grads[part][grad_firsts[part] + index];
+                let m = moments_1[part][moment_1_firsts[part] + index];
+                let v = moments_2[part][moment_2_firsts[part] + index];
 
-                    let g = g + rounded(p * Vector::new(step.penalty), zero);
-                    let m = rounded(m * Vector::new(step.beta_1), zero)
-                        + rounded(g * Vector::new(step.rest_1), zero);
-                    let square = rounded(g * g, zero);
-                    let v = rounded(v * Vector::new(step.beta_2), zero)
-                        + rounded(square * Vector::new(step.rest_2), zero);
-                    moments_1.index_mut(part)[moment_1_firsts[part] + index] = m;
-                    moments_2.index_mut(part)[moment_2_firsts[part] + index] = v;
+                let g = g + rounded(p * Vector::new(step.penalty), zero);
+                let m = rounded(m * Vector::new(step.beta_1), zero)
+                    + rounded(g * Vector::new(step.rest_1), zero);
+                let square = rounded(g * g, zero);
+                let v = rounded(v * Vector::new(step.beta_2), zero)
+                    + rounded(square * Vector::new(step.rest_2), zero);
+                moments_1.index_mut(part)[moment_1_firsts[part] + index] = m;
+                moments_2.index_mut(part)[moment_2_firsts[part] + index] = v;
 
-                    let mut largest = v;
-                    if comptime!(amsgrad) {
-                        let before = maxes[part][max_firsts[part] + index];
-                        // Not a number wins.
-                        largest = select_many(before.greater_equal(&v), before, v);
-                        maxes.index_mut(part)[max_firsts[part] + index] = largest;
-                    }
-                    let mut kept = rounded(p * Vector::new(step.keep), zero);
-                    if comptime!(cautious) {
-                        let nothing = Vector::new(0.0f32);
-                        let one = Vector::<u32, N>::new(1u32);
-                        let none = Vector::<u32, N>::new(0u32);
-                        let up = select_many(p.greater_equal(&nothing), one, none);
-                        let along = select_many(m.greater_equal(&nothing), one, none);
-                        let decayed = p - rounded(p * Vector::new(step.rate), zero);
-                        kept = select_many(up.equal(&along), decayed, p);
-                    }
-                    let root = rounded(Vector::sqrt(largest) * Vector::new(step.root_scale), zero);
-                    let update = rounded(Vector::new(step.step_size) * m, zero)
-                        / (root + Vector::new(step.epsilon));
-                    params.index_mut(part)[param_firsts[part] + index] = kept - update;
+                let mut largest = v;
+                if comptime!(amsgrad) {
+                    let before = maxes[part][max_firsts[part] + index];
+                    // Not a number wins.
+                    largest = select_many(before.greater_equal(&v), before, v);
+                    maxes.index_mut(part)[max_firsts[part] + index] = largest;
                 }
-                index += lanes;
+                let mut kept = rounded(p * Vector::new(step.keep), zero);
+                if comptime!(cautious) {
+                    let nothing = Vector::new(0.0f32);
+                    let one = Vector::<u32, N>::new(1u32);
+                    let none = Vector::<u32, N>::new(0u32);
+                    let up = select_many(p.greater_equal(&nothing), one, none);
+                    let along = select_many(m.greater_equal(&nothing), one, none);
+                    let decayed = p - rounded(p * Vector::new(step.rate), zero);
+                    kept = select_many(up.equal(&along), decayed, p);
+                }
+                let root = rounded(Vector::sqrt(largest) * Vector::new(step.root_scale), zero);
+                let update = rounded(Vector::new(step.step_size) * m, zero)
+                    / (root + Vector::new(step.epsilon));
+                params.index_mut(part)[param_firsts[part] + index] = kept - update;
+                index += comptime!(tile.lanes);
             }
         }
         // Below 0 it wraps, beyond every count.
@@ -273,34 +270,31 @@ fn sgd_kernel<N: Size>(
     #[comptime] nesterov: bool,
     #[comptime] tile: Tile,
 ) {
-    let lanes = comptime!(tile.lanes);
-    let rows = comptime!(tile.rows);
-    let mut at = ABSOLUTE_POS / lanes;
+    let mut at = own_tile(tile);
     #[unroll]
     for part in 0..counts.len() {
         if at < tiles[part] {
-            let mut index = at * (lanes * rows) + ABSOLUTE_POS % lanes;
-            for _ in 0..rows {
-                if index < counts[part] {
-                    let p = params[part][param_firsts[part] + index];
-                    let g = grads[part][grad_firsts[part] + index];
-                    let g = g + rounded(p * Vector::new(penalty), zero);
-                    let mut along = g;
-                    if comptime!(with_momentum) {
-                        let b = velocities[part][velocity_firsts[part] + index];
-                        let b = rounded(b * Vector::new(momentum), zero)
-                            + rounded(g * Vector::new(rest), zero);
-                        velocities.index_mut(part)[velocity_firsts[part] + index] = b;
-                        if comptime!(nesterov) {
-                            along = g + rounded(b * Vector::new(momentum), zero);
-                        } else {
-                            along = b;
-                        }
+            let end = end(at, counts[part], tile);
+            let mut index = begin(at, tile);
+            while index < end {
+                let p = params[part][param_firsts[part] + index];
+                let g = grads[part][grad_firsts[part] + index];
+                let g = g + rounded(p * Vector::new(penalty), zero);
+                let mut along = g;
+                if comptime!(with_momentum) {
+                    let b = velocities[part][velocity_firsts[part] + index];
+                    let b = rounded(b * Vector::new(momentum), zero)
+                        + rounded(g * Vector::new(rest), zero);
+                    velocities.index_mut(part)[velocity_firsts[part] + index] = b;
+                    if comptime!(nesterov) {
+                        along = g + rounded(b * Vector::new(momentum), zero);
+                    } else {
+                        along = b;
                     }
-                    params.index_mut(part)[param_firsts[part] + index] =
-                        p - rounded(along * Vector::new(lr), zero);
                 }
-                index += lanes;
+                params.index_mut(part)[param_firsts[part] + index] =
+                    p - rounded(along * Vector::new(lr), zero);
+                index += comptime!(tile.lanes);
             }
         }
         at -= tiles[part];

@@ -18,7 +18,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::batch::{Batch, Job, batches};
-use super::{Run, contiguous, element, exclusive, grid, rounded};
+use super::{Run, contiguous, element, exclusive, grid, on_cpu, rounded};
 use crate::kernels::Sums;
 use crate::norm::Norm;
 
@@ -216,10 +216,6 @@ impl Plan {
     }
 }
 
-fn on_cpu(client: &Client) -> bool {
-    client.properties().hardware.num_cpu_cores.is_some()
-}
-
 /// Two buffers of sums.
 struct Partial {
     sums: Run,
@@ -236,11 +232,7 @@ impl Partial {
     }
 
     fn arguments(&self) -> [BufferArg; 2] {
-        [&self.sums, &self.tops].map(|run| {
-            let length = run.handle.size_in_used() as usize / size_of::<f32>();
-            // SAFETY: the length is that of the handle.
-            unsafe { BufferArg::from_raw_parts(run.handle.clone(), length) }
-        })
+        [&self.sums, &self.tops].map(Run::argument)
     }
 }
 

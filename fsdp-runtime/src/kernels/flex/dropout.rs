@@ -22,10 +22,7 @@ pub(super) fn dropout<'a, E: Number>(
     multiply(source, target, (mask.key, mask.place), first, mask.threshold(), keep)
 }
 
-#[multiversion(
-    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
-    dispatcher = "direct"
-)]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
 fn multiply<'a, E: Number>(
     source: &[E],
     target: &'a mut Room<E>,

@@ -89,13 +89,10 @@ impl Kernels for Flex {
         FlexTensor::from_data(TensorData::new(zeros, shape))
     }
 
-    fn pack(mut parts: Vec<(FlexTensor, usize)>, buffer: FlexTensor) -> FlexTensor {
+    fn pack(parts: Vec<(FlexTensor, usize)>, buffer: FlexTensor) -> FlexTensor {
         let mut buffer = exclusive(buffer);
-        for (part, _) in &mut parts {
-            if !part.is_contiguous() {
-                *part = part.to_contiguous();
-            }
-        }
+        let parts = parts.into_iter().map(|(tensor, at)| (contiguous(tensor), at));
+        let mut parts: Vec<_> = parts.collect();
         parts.sort_by_key(|(_, at)| *at);
         with_number!(buffer.dtype(), |O| {
             let (mut rest, mut begin) = (slice_mut::<O>(&mut buffer), 0);

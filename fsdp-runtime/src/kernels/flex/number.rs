@@ -25,10 +25,7 @@ pub(crate) trait Number: Element + bytemuck::Pod + Send + Sync {
     }
 }
 
-#[multiversion(
-    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
-    dispatcher = "direct"
-)]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
 fn widen<N: Number>(source: &[N], target: &mut [f32]) {
     for (target, source) in target.chunks_mut(LINES).zip(source.chunks(LINES)) {
         prefetch(source);
@@ -156,10 +153,7 @@ pub(crate) fn each<'a, I: Copy, O>(
 }
 
 /// Copies and rounds.
-#[multiversion(
-    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
-    dispatcher = "direct"
-)]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
 pub(super) fn convert<'a, I: Number, O: Number>(
     source: &[I],
     target: &'a mut Room<O>,
@@ -168,10 +162,7 @@ pub(super) fn convert<'a, I: Number, O: Number>(
 }
 
 /// Divides in f32, and rounds.
-#[multiversion(
-    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
-    dispatcher = "direct"
-)]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
 pub(super) fn divide<'a, I: Number, O: Number>(
     source: &[I],
     target: &'a mut Room<O>,
@@ -181,10 +172,7 @@ pub(super) fn divide<'a, I: Number, O: Number>(
 }
 
 /// The sums of the parts' elements, in their order, divided.
-#[multiversion(
-    targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"),
-    dispatcher = "direct"
-)]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
 pub(super) fn mean<'a, I: Number>(
     parts: &[&[I]],
     target: &'a mut Room<f32>,

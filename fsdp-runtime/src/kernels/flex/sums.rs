@@ -45,7 +45,7 @@ fn join(tasks: Vec<Vec<(f64, u32)>>) -> Sums {
 }
 
 /// Multiplies the elements, and widens what they are then.
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
 fn scale<E: Number>(block: &mut [E], wide: &mut [f32], factor: f32) {
     for (element, wide) in block.iter_mut().zip(wide) {
         *element = E::narrow(element.wide() * factor);
@@ -87,17 +87,17 @@ fn summed(block: &[f32], term: impl Fn(f32) -> f32) -> (f64, u32) {
     (sums.into_iter().map(f64::from).sum(), tops.into_iter().fold(0, u32::max))
 }
 
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
 fn squares(block: &[f32]) -> (f64, u32) {
     summed(block, |x| x * x)
 }
 
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
 fn magnitudes(block: &[f32]) -> (f64, u32) {
     summed(block, f32::abs)
 }
 
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2"))]
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
 fn nothing(block: &[f32]) -> (f64, u32) {
     summed(block, |_| 0.0)
 }

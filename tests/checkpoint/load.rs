@@ -1,15 +1,14 @@
 //! Weights from a safetensors file in another framework's names and layouts.
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use crate::support;
+use crate::support::Net;
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, LoadError, LoadOptions, LoadReport};
 use safetensors::tensor::{Dtype, TensorView};
-use support::Net;
 
 /// A checkpoint of [`Net`] as PyTorch would name and lay it out; each element is a function of its
 /// place in *this* layout.

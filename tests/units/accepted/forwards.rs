@@ -118,7 +118,8 @@ impl Block {
     }
 }
 
-fn main() {
+#[test]
+fn every_form_of_forward() {
     let _: fn(&Block, Tensor<3>, Option<Tensor<4, Bool>>, usize) -> Tensor<3> = Block::forward;
     let _: for<'a> unsafe fn(&'a Block, Tensor<3>) -> Tensor<3> = Block::forward_unchecked;
     let _ = (Block::forward_width(), Block::forwards);

@@ -1,9 +1,8 @@
 //! One model under every strategy, wrapping and schedule: the same losses, norms and parameters.
 
-mod support;
-
+use crate::support;
+use crate::support::Run;
 use fsdp_runtime::prelude::*;
-use support::Run;
 
 const UNITS: usize = 6;
 

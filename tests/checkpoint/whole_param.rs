@@ -1,19 +1,18 @@
 //! Checkpoints of optimizers that step whole matrices: state is on one rank each, and goes to the
 //! owners of whatever world loads it.
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::support;
+use crate::support::checkpoint::sharded;
+use crate::support::{Net, batch, loss, on};
 use burn::module::ParamGroup;
 use burn::optim::{AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig};
 use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, Rank};
-use support::checkpoint::sharded;
-use support::{Net, batch, loss, on};
 
 const SAVED: usize = 4;
 const STEPS: usize = 8;

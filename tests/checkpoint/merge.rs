@@ -1,16 +1,15 @@
 //! A checkpoint merged into what transformers loads, without the model's code.
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use crate::support;
+use crate::support::checkpoint::{BLOCKS, optimizer, same_bits, schedule, sharded, train_step};
+use crate::support::{Net, batch, on};
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, MergeOptions, merge};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, LoadOptions, SavePretrained};
-use support::checkpoint::{BLOCKS, optimizer, same_bits, schedule, sharded, train_step};
-use support::{Net, batch, on};
 
 fn ignoring(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     let net = Net::new(BLOCKS, 0.0, worker.device());

@@ -77,8 +77,7 @@ pub struct Layer {
 #[fsdp_unit]
 impl Layer {
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        self.down
-            .forward(self.activation.forward(self.up.forward(x)))
+        self.down.forward(self.activation.forward(self.up.forward(x)))
     }
 }
 
@@ -111,44 +110,20 @@ impl Model {
 
 fn show(node: &Node, depth: usize) {
     for child in node.children {
-        println!(
-            "{:depth$}{} {:?}: {}",
-            "", child.name, child.key, child.node.ty
-        );
+        println!("{:depth$}{} {:?}: {}", "", child.name, child.key, child.node.ty);
         show(child.node, depth + 2);
     }
 }
 
-fn main() {
+#[test]
+fn every_form_of_struct() {
     const UNITS: &[UnitType] = unit_types![Layer, Model];
-    assert_eq!(
-        UNITS.iter().map(|unit| unit.name()).collect::<Vec<_>>(),
-        ["Layer", "Model"]
-    );
+    assert_eq!(UNITS.iter().map(|unit| unit.name()).collect::<Vec<_>>(), ["Layer", "Model"]);
     let layout = &Model::LAYOUT;
     assert_eq!(layout.kind, Kind::Unit { root: true });
-    let names: Vec<_> = Layer::LAYOUT
-        .children
-        .iter()
-        .map(|child| child.name)
-        .collect();
-    assert_eq!(
-        names,
-        [
-            "up",
-            "down",
-            "norm",
-            "scale",
-            "pair",
-            "activation",
-            "vendor"
-        ]
-    );
-    let names: Vec<_> = Pair::LAYOUT
-        .children
-        .iter()
-        .map(|child| child.key_or_name())
-        .collect();
+    let names: Vec<_> = Layer::LAYOUT.children.iter().map(|child| child.name).collect();
+    assert_eq!(names, ["up", "down", "norm", "scale", "pair", "activation", "vendor"]);
+    let names: Vec<_> = Pair::LAYOUT.children.iter().map(|child| child.key_or_name()).collect();
     assert_eq!(names, ["0", "second"]);
     assert_eq!(layout.ties.len(), 2);
     show(layout, 0);

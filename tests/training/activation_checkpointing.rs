@@ -1,19 +1,16 @@
 //! Checkpointed units: the same losses, gradients and parameters as without, in every bit.
 
-mod support;
-
-#[path = "activation_checkpointing/errors.rs"]
 mod errors;
-#[path = "activation_checkpointing/nested.rs"]
 mod nested;
 
 use std::collections::BTreeSet;
 
+use crate::support;
+use crate::support::trace::{only, record};
+use crate::support::{Block, Embed, Net, Run, batch, loss};
 use burn::optim::AdamWConfig;
 use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
-use support::trace::{only, record};
-use support::{Block, Embed, Net, Run, batch, loss};
 
 const ALL: ActivationCheckpointing = ActivationCheckpointing::All;
 

@@ -1,15 +1,12 @@
 //! Units whose matrices have several types: a flat range, a buffer and an all-gather for each type,
 //! and one unit in all else.
 
-mod support;
-
-#[path = "mixed_dtypes/buffers.rs"]
 mod buffers;
-#[path = "mixed_dtypes/model.rs"]
 mod model;
 
 use std::collections::BTreeMap;
 
+use crate::support::checkpoint::same_bits;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdafactorConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{DType, FloatDType, Tensor};
@@ -18,7 +15,6 @@ use fsdp_runtime::{Error, FlatLayout, FullState, MemoryForecast, Mesh, WorldSize
 use model::{
     BLOCKS, Block, FULL, HALF, HIDDEN, Net, OTHER, Plain, ROWS, Run, WIDTH, gradients, on, rows,
 };
-use support::checkpoint::same_bits;
 
 type Values = BTreeMap<String, Vec<f32>>;
 

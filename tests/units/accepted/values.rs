@@ -20,10 +20,7 @@ pub struct Pair(pub Tensor<3>, pub Vec<Tensor<2>>);
 pub enum Step {
     Done,
     Next(Pair),
-    Both {
-        output: Output<Tensor<2>>,
-        pair: Pair,
-    },
+    Both { output: Output<Tensor<2>>, pair: Pair },
 }
 
 #[derive(Module, Debug)]
@@ -39,15 +36,9 @@ impl Block {
             Step::Done => Err("done".to_string()),
             Step::Next(Pair(hidden, mut pooled)) => {
                 let hidden = self.up.forward(hidden);
-                Ok(Output {
-                    hidden,
-                    pooled: pooled.pop(),
-                    steps: 1,
-                })
+                Ok(Output { hidden, pooled: pooled.pop(), steps: 1 })
             }
             Step::Both { output, pair: _ } => Ok(output),
         }
     }
 }
-
-fn main() {}

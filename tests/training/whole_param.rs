@@ -1,9 +1,9 @@
 //! Optimizers that need whole matrices, on sharded models: what they give unsharded.
 
-mod support;
-
 use std::collections::BTreeMap;
 
+use crate::support;
+use crate::support::{Net, batch, loss, on};
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::constant::ConstantLr;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
@@ -17,7 +17,6 @@ use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, Rank};
-use support::{Net, batch, loss, on};
 
 const STEPS: usize = 20;
 const BLOCKS: usize = 2;

@@ -1,20 +1,18 @@
 //! A disk that is full: a typed error that names the file, and the checkpoint before stays the
 //! latest. The tests start this program again, on a small disk of its own or with a limit on the
 //! size of files.
-#![cfg(target_os = "linux")]
-
-mod support;
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use crate::support;
+use crate::support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
 use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore, list};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, CollectiveError, Error};
-use support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
 
 /// Where the program that is started again saves.
 const FOLDER: &str = "FSDP_TEST_DISK_FULL";
@@ -24,7 +22,7 @@ const PAGE: u64 = 4096;
 /// Runs one of the ignored tests below, after what a shell does first.
 fn again(test: &str, first: &str, folder: &Path) -> Output {
     let program = std::env::current_exe().unwrap();
-    let script = format!("{first}\nexec \"$0\" --exact {test} --ignored --nocapture");
+    let script = format!("{first}\nexec \"$0\" --exact disk_full::{test} --ignored --nocapture");
     let shell = if first.starts_with("mount") { "unshare" } else { "sh" };
     let mut command = Command::new(shell);
     if shell == "unshare" {

@@ -1,13 +1,11 @@
 //! A rank that fails, panics, sleeps or goes another way ends the run on every rank, with its error.
 
-mod support;
-
 use std::time::{Duration, Instant};
 
+use crate::support::{Net, batch, loss};
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CollectiveError, Error, LaunchError, RankPanic};
-use support::{Net, batch, loss};
 
 fn options(world: usize) -> LaunchOptions {
     LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(30))

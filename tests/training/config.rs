@@ -1,10 +1,8 @@
 //! A configuration file of Accelerate's, and the run it stands for.
 
-mod support;
-
+use crate::support::{Block, Net, Run};
 use fsdp_runtime::config::Config;
 use fsdp_runtime::prelude::*;
-use support::{Block, Net, Run};
 
 /// As Accelerate's guide has it, with this model's unit and `mixed_precision` set to no.
 const GUIDE: &str = "\

@@ -14,7 +14,13 @@ pub struct Foreign {
 }
 
 impl Foreign {
-    fn forward<T>(&self, x: Tensor<3>, scale: Option<f64>, f: impl Fn(&T) -> T, y: &T) -> Tensor<3> {
+    fn forward<T>(
+        &self,
+        x: Tensor<3>,
+        scale: Option<f64>,
+        f: impl Fn(&T) -> T,
+        y: &T,
+    ) -> Tensor<3> {
         f(y);
         self.inner.forward(x) * scale.unwrap_or(1.0)
     }
@@ -106,7 +112,12 @@ impl Model {
         x = self.attention.as_ref().expect("it is there").forward(MhaInput::self_attn(x)).context;
         // Arguments whose types the method's signature gives.
         x = self.foreign[0].forward(x, None, |y| y + 1, &1);
-        x = self.foreign.first().ok_or(())?.forward(x, Some(2.0), |y: &String| y.clone(), &"".into());
+        x = self.foreign.first().ok_or(())?.forward(
+            x,
+            Some(2.0),
+            |y: &String| y.clone(),
+            &"".into(),
+        );
         x = self.one.forward(x, self.scale().into(), usize::clone, &3);
         let names = ["a", &format!("b{}", self.width)];
         let name = self.one.forward_names(&names)?.len();
@@ -147,7 +158,8 @@ impl Model {
 
 fn is_unit<M: FsdpUnit>() {}
 
-fn main() {
+#[test]
+fn modules_of_other_crates_are_leaves_or_units() {
     is_unit::<Model>();
     let units: Vec<_> = Model::LAYOUT.children.iter().filter(|child| child.unit).collect();
     let names: Vec<_> = units.iter().map(|child| child.name).collect();

@@ -1,7 +1,5 @@
 //! Units of every signature: several inputs and outputs, options, tuples, early returns, `?`.
 
-mod support;
-
 use std::time::Duration;
 
 use burn::module::{Module, Param};

@@ -1,28 +1,23 @@
-//! Weights out of a sharded model and back: safetensors in another framework's names, and Burn's own
-//! records.
-
-mod support;
+//! Weights out of a sharded model and back: safetensors in another framework's names.
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-use burn::module::{Lora, Module, Param, ParamId};
-use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::AdamWConfig;
-use burn::tensor::{Device, Int, Tensor, Tolerance};
+use super::initialisation::Counted;
+use crate::support::{self, Net};
+use burn::module::{Module, Param};
+use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LinearConfig};
+use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{
     CollectiveError, Error, LoadError, LoadOptions, SaveDtype, SaveError, SavePretrained,
-    ScheduleError, UnshardedState, from_pretrained, merge_safetensors,
+    UnshardedState, from_pretrained, merge_safetensors,
 };
 use safetensors::{Dtype, SafeTensors};
-use support::Net;
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-fn run<T: Send + 'static>(
+pub(super) fn run<T: Send + 'static>(
     world: usize,
     f: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
 ) -> Vec<T> {
@@ -32,12 +27,12 @@ fn run<T: Send + 'static>(
     launch(launched, move |worker| f(&worker)).expect("the ranks themselves succeed")
 }
 
-fn sharded(worker: &Worker) -> Result<Fsdp<Net>, Error> {
+pub(super) fn sharded(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     fully_shard(Net::new(2, 0.0, worker.device()), worker, FsdpOptions::new().seed(3))
 }
 
 /// Saves the model of one seed and returns its full state.
-fn save(world: usize, folder: &Path, options: &SavePretrained) -> UnshardedState {
+pub(super) fn save(world: usize, folder: &Path, options: &SavePretrained) -> UnshardedState {
     let (folder, options) = (folder.to_path_buf(), options.clone());
     let ranks = run(world, move |worker| {
         let net = sharded(worker)?;
@@ -47,7 +42,7 @@ fn save(world: usize, folder: &Path, options: &SavePretrained) -> UnshardedState
     ranks.into_iter().next().expect("rank 0")
 }
 
-fn load(world: usize, path: &Path) -> Result<UnshardedState, Error> {
+pub(super) fn load(world: usize, path: &Path) -> Result<UnshardedState, Error> {
     let path = path.to_path_buf();
     run(world, move |worker| {
         let net = Net::new(2, 0.0, worker.device());
@@ -59,7 +54,7 @@ fn load(world: usize, path: &Path) -> Result<UnshardedState, Error> {
     .swap_remove(0)
 }
 
-fn read(path: &Path) -> Tensors {
+pub(super) fn read(path: &Path) -> Tensors {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     file.tensors()
@@ -68,7 +63,7 @@ fn read(path: &Path) -> Tensors {
         .collect()
 }
 
-fn files(folder: &Path) -> Vec<String> {
+pub(super) fn files(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     let mut names: Vec<_> =
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -76,7 +71,7 @@ fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-fn assert_same(a: &UnshardedState, b: &UnshardedState) {
+pub(super) fn assert_same(a: &UnshardedState, b: &UnshardedState) {
     assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
     for (path, data) in a {
         assert!(data.as_bytes() == b[path].as_bytes(), "`{path}` differs");
@@ -323,7 +318,7 @@ fn a_failed_save_is_an_error_on_every_rank_and_leaves_nothing() {
 
 #[derive(Module, Debug)]
 #[fsdp_unit(root, tie("embed" = "out.weight"))]
-struct Tied {
+pub(super) struct Tied {
     #[fsdp(key = "wte")]
     embed: Embedding,
     out: Projection,
@@ -337,19 +332,19 @@ struct Projection {
 
 #[fsdp_unit]
 impl Tied {
-    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+    pub(super) fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let hidden = self.norm.forward(self.embed.forward(tokens).swap_dims(1, 2)).swap_dims(1, 2);
         hidden.matmul(self.out.weight.val().transpose().unsqueeze())
     }
 }
 
-fn tied(device: &Device) -> Tied {
+pub(super) fn tied(device: &Device) -> Tied {
     let embed = EmbeddingConfig::new(13, 8).init(device);
     let out = Projection { weight: embed.weight.clone() };
     Tied { embed, out, norm: BatchNormConfig::new(8).init(device) }
 }
 
-fn tokens(device: &Device) -> Tensor<2, Int> {
+pub(super) fn tokens(device: &Device) -> Tensor<2, Int> {
     Tensor::from_data([[1, 5, 9, 12], [3, 3, 0, 7]], device)
 }
 
@@ -378,108 +373,6 @@ fn a_tied_weight_is_saved_once_under_its_owners_key() {
         assert_eq!(saved, loaded);
         assert_eq!(report.missing, ["out.weight"]);
     }
-}
-
-#[test]
-fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("net");
-    let device = Device::flex();
-    let data = |model: &Net| {
-        let input = support::batch(0, 0..4, &device).0;
-        model.forward(input).into_data()
-    };
-    let file = path.clone();
-    let ranks = run(2, move |worker| {
-        let net = sharded(worker)?;
-        net.save_burnpack(&file)?;
-        let device = worker.device().clone().inner();
-        Ok((net.valid().forward(support::batch(0, 0..4, &device).0).into_data(), net.into_record()))
-    });
-    assert_eq!(files(folder.path()), ["net.bpk"]);
-    let plain = Net::new(2, 0.0, &device).try_load_file(&path).unwrap();
-    assert_eq!(data(&plain), ranks[0].0);
-    for (_, record) in ranks {
-        let plain = Net::new(2, 0.0, &device).try_load_record(record).unwrap();
-        assert_eq!(data(&plain), data(&Net::new(2, 0.0, &device).try_load_file(&path).unwrap()));
-    }
-
-    // Plain to sharded.
-    let plain = Net::new(2, 0.0, &device);
-    let expected = data(&plain);
-    plain.save_file(folder.path().join("plain.bpk")).unwrap();
-    for world in [1, 3] {
-        let file = folder.path().join("plain");
-        let ranks = run(world, move |worker| {
-            let mut net = sharded(worker)?;
-            let report = net.load_burnpack(&file, &LoadOptions::new())?;
-            assert_eq!((report.missing.len(), report.unexpected.len()), (0, 0));
-            let device = worker.device().clone().inner();
-            Ok(net.valid().forward(support::batch(0, 0..4, &device).0).into_data())
-        });
-        assert!(ranks.iter().all(|logits| *logits == expected));
-    }
-}
-
-#[test]
-fn a_record_holds_running_statistics_and_tied_places() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("tied.bpk");
-    let file = path.clone();
-    let device = Device::flex();
-    let ranks = run(2, move |worker| {
-        let model = fully_shard(tied(worker.device()), worker, FsdpOptions::new().seed(1))?;
-        // In training, `BatchNorm` updates its running mean.
-        for _ in 0..3 {
-            model.forward(tokens(worker.device()));
-        }
-        model.save_burnpack(&file)?;
-        let mut other = fully_shard(tied(worker.device()), worker, FsdpOptions::new().seed(2))?;
-        other.load_burnpack(&file, &LoadOptions::new())?;
-        let device = worker.device().clone().inner();
-        let logits = |model: &Fsdp<Tied>| model.valid().forward(tokens(&device)).into_data();
-        Ok((logits(&model), logits(&other)))
-    });
-    let plain = tied(&device).try_load_file(&path).unwrap();
-    let expected = plain.valid().forward(tokens(&device)).into_data();
-    let fresh = tied(&device).valid().forward(tokens(&device)).into_data();
-    assert_ne!(expected, fresh);
-    for (saved, loaded) in ranks {
-        assert_eq!(saved, expected);
-        assert_eq!(loaded, expected);
-    }
-}
-
-#[test]
-fn a_record_that_does_not_fit_or_is_torn_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("net.bpk");
-    Net::new(3, 0.0, &Device::flex()).save_file(&path).unwrap();
-    let whole = std::fs::read(&path).unwrap();
-    let load = |path: &Path| {
-        let path = path.to_path_buf();
-        run(2, move |worker| {
-            let mut net = sharded(worker)?;
-            Ok(net.load_burnpack(&path, &LoadOptions::new()).map(|_| ()))
-        })
-        .swap_remove(0)
-        .unwrap_err()
-    };
-    let Error::Load(LoadError::Mismatch { unexpected, missing, .. }) = load(&path) else {
-        panic!()
-    };
-    assert!(missing.is_empty() && unexpected.contains(&"blocks.2.up.weight".to_string()));
-    for keep in [0, 9, 300, whole.len() - 1] {
-        std::fs::write(&path, &whole[..keep]).unwrap();
-        let error = load(&path);
-        assert!(
-            matches!(&error, Error::Load(LoadError::Format { .. } | LoadError::Io { .. })),
-            "{keep}: {error}"
-        );
-        assert!(error.to_string().contains("net.bpk"), "{error}");
-    }
-    let error = load(&folder.path().join("none"));
-    assert!(matches!(&error, Error::Load(LoadError::Io { .. })), "{error}");
 }
 
 #[test]
@@ -518,147 +411,6 @@ fn names_of_old_checkpoints_load_where_they_are_allowed() {
     assert_same(&loaded[0], &state);
 }
 
-#[derive(Module, Debug)]
-#[fsdp_unit(root)]
-struct Counted {
-    body: Linear,
-    head: Linear,
-}
-
-#[fsdp_unit]
-impl Counted {
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.head.forward(x.clone()) + self.body.forward(x)
-    }
-}
-
-/// A model that counts how often its weights are initialised.
-fn counted(device: &Device, count: &Arc<AtomicUsize>) -> Counted {
-    let linear = |count: Arc<AtomicUsize>| {
-        let weight = Param::uninitialized(
-            ParamId::new(),
-            move |device: &Device, tracked| {
-                count.fetch_add(1, SeqCst);
-                Tensor::<2>::full([16, 24], 0.5, device).set_require_grad(tracked)
-            },
-            device.clone(),
-            true,
-            [16, 24].into(),
-        );
-        Linear { weight, ..LinearConfig::new(16, 24).init(device) }
-    };
-    Counted { body: linear(count.clone()), head: linear(count.clone()) }
-}
-
-#[test]
-fn rank_0_alone_initialises_where_its_weights_are_broadcast() {
-    for (options, expected) in [
-        (FsdpOptions::new(), [2, 0, 0]),
-        (FsdpOptions::new().cpu_ram_efficient_loading(false), [2, 2, 2]),
-        (FsdpOptions::new().seed(1).sync_module_states(false), [2, 2, 2]),
-        (FsdpOptions::new().deferred_init(true), [0, 0, 0]),
-    ] {
-        let described = format!("{options:?}");
-        let counts = run(3, move |worker| {
-            let count = Arc::new(AtomicUsize::new(0));
-            let model = fully_shard(counted(worker.device(), &count), worker, options.clone())?;
-            // All parameters are trained, whoever initialised them.
-            if described.contains("deferred_init: false") {
-                let state = model.unsharded_state(Recipient::All)?;
-                assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
-                let input = Tensor::ones([2, 16], worker.device());
-                let loss = model.forward(input).powf_scalar(2.0).mean();
-                let gradients = model.backward(loss)?;
-                assert!(gradients.len() >= 3, "a rank may hold none of a matrix");
-            }
-            Ok(count.load(SeqCst))
-        });
-        assert_eq!(counts, expected);
-    }
-}
-
-#[test]
-fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().to_path_buf();
-    let states = run(2, move |worker| {
-        let count = Arc::new(AtomicUsize::new(0));
-        let model = fully_shard(counted(worker.device(), &count), worker, FsdpOptions::new())?;
-        model.save_pretrained(&path, &SavePretrained::new())?;
-
-        count.store(0, SeqCst);
-        let options = FsdpOptions::new;
-        let fresh = counted(worker.device(), &count);
-        let (loaded, report) =
-            from_pretrained(fresh, worker, options(), &path, &LoadOptions::new())?;
-        assert_eq!((count.load(SeqCst), report.loaded), (0, 4));
-        let (a, b) =
-            (model.unsharded_state(Recipient::All)?, loaded.unsharded_state(Recipient::All)?);
-        assert_same(&a, &b);
-        // It trains as any other.
-        let loss = loaded.forward(Tensor::ones([2, 16], worker.device())).mean();
-        assert!(loaded.backward(loss)?.len() >= 3, "a rank may hold none of a matrix");
-
-        // A file of the body alone: the head is drawn, by rank 0.
-        let file = path.join("model.safetensors");
-        if worker.rank().index() == 0 {
-            let mut tensors = read(&file);
-            tensors.retain(|name, _| name.starts_with("body."));
-            let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
-                let view = safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes);
-                (name, view.unwrap())
-            });
-            safetensors::serialize_to_file(views, None, &file).unwrap();
-        }
-        worker.barrier()?;
-        let fresh = counted(worker.device(), &count);
-        let error = from_pretrained(fresh, worker, options(), &path, &LoadOptions::new());
-        assert!(matches!(error, Err(Error::Load(LoadError::Mismatch { .. }))));
-        let lenient = LoadOptions::new().allow_missing("head.");
-        let fresh = counted(worker.device(), &count);
-        let (loaded, report) = from_pretrained(fresh, worker, options(), &path, &lenient)?;
-        assert_eq!(report.missing, ["head.bias", "head.weight"]);
-        assert_eq!(count.load(SeqCst), usize::from(worker.rank().index() == 0));
-        loaded.unsharded_state(Recipient::All)
-    });
-    for state in states {
-        assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
-    }
-}
-
-#[test]
-fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
-    let folder = tempfile::tempdir().unwrap();
-    let state = save(2, folder.path(), &SavePretrained::new());
-    let path = folder.path().to_path_buf();
-    let ranks = run(2, move |worker| {
-        let device = worker.device();
-        let options = FsdpOptions::new().deferred_init(true);
-        let mut net = fully_shard(Net::new(2, 0.0, device), worker, options)?;
-        let not_loaded = |error: Error| {
-            let Error::Schedule(ScheduleError::NotLoaded { path }) = error else {
-                panic!("{error}")
-            };
-            path
-        };
-        let out = path.join("out");
-        let options = SavePretrained::new();
-        assert_eq!(not_loaded(net.save_pretrained(&out, &options).unwrap_err()), "head.weight");
-        not_loaded(net.save_burnpack(out.join("x")).unwrap_err());
-        not_loaded(net.unsharded_state(Recipient::All).unwrap_err());
-        let input = || support::batch(0, 0..2, device).0;
-        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            net.forward(input());
-        }));
-        not_loaded(*panic.unwrap_err().downcast::<Error>().unwrap());
-
-        net.load_safetensors(&path, &LoadOptions::new())?;
-        net.forward(input());
-        net.unsharded_state(Recipient::All)
-    });
-    assert_same(&ranks[0], &state);
-}
-
 #[test]
 fn ignored_parameters_go_with_the_others() {
     let folder = tempfile::tempdir().unwrap();
@@ -694,32 +446,4 @@ fn ignored_parameters_go_with_the_others() {
     for [_, by_key, by_path] in &ranks {
         assert_eq!((by_key, by_path), (&ranks[0][0], &ranks[0][0]));
     }
-}
-
-#[test]
-fn plain_burn_loads_a_record_with_lora_adapters() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("adapted.bpk");
-    let build = |device: &Device| {
-        let linear = || LinearConfig::new(16, 24).init(device);
-        Counted { body: linear(), head: linear() }.apply_lora(Lora::new(2, 4.0))
-    };
-    let file = path.clone();
-    let ranks = run(2, move |worker| {
-        let device = worker.device();
-        let mut model = fully_shard(build(device), worker, FsdpOptions::new())?;
-        let mut optimizer = AdamWConfig::new().init();
-        // An adapter starts at zero.
-        for _ in 0..3 {
-            let loss = model.forward(Tensor::ones([2, 16], device)).powf_scalar(2.0).mean();
-            let gradients = model.backward(loss)?;
-            model = optimizer.step(1e-1, model, gradients);
-        }
-        model.save_burnpack(&file)?;
-        Ok(model.forward(Tensor::ones([2, 16], device)).into_data())
-    });
-    let device = Device::flex();
-    let plain = build(&device).try_load_file(&path).unwrap();
-    let logits = plain.forward(Tensor::ones([2, 16], &device)).into_data();
-    logits.assert_approx_eq::<f32>(&ranks[0], Tolerance::default());
 }

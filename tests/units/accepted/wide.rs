@@ -218,5 +218,3 @@ pub struct Model {
     wide_4: Wide,
     head: Linear,
 }
-
-fn main() {}

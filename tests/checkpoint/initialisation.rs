@@ -1,0 +1,154 @@
+//! What is initialised where weights come from a file.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use burn::module::{Module, Param, ParamId};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, LoadError, LoadOptions, SavePretrained, ScheduleError, from_pretrained};
+
+use super::pretrained::{assert_same, read, run, save};
+use crate::support::{self, Net};
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+pub(super) struct Counted {
+    pub(super) body: Linear,
+    pub(super) head: Linear,
+}
+
+#[fsdp_unit]
+impl Counted {
+    pub(super) fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.head.forward(x.clone()) + self.body.forward(x)
+    }
+}
+
+/// A model that counts how often its weights are initialised.
+fn counted(device: &Device, count: &Arc<AtomicUsize>) -> Counted {
+    let linear = |count: Arc<AtomicUsize>| {
+        let weight = Param::uninitialized(
+            ParamId::new(),
+            move |device: &Device, tracked| {
+                count.fetch_add(1, SeqCst);
+                Tensor::<2>::full([16, 24], 0.5, device).set_require_grad(tracked)
+            },
+            device.clone(),
+            true,
+            [16, 24].into(),
+        );
+        Linear { weight, ..LinearConfig::new(16, 24).init(device) }
+    };
+    Counted { body: linear(count.clone()), head: linear(count.clone()) }
+}
+
+#[test]
+fn rank_0_alone_initialises_where_its_weights_are_broadcast() {
+    for (options, expected) in [
+        (FsdpOptions::new(), [2, 0, 0]),
+        (FsdpOptions::new().cpu_ram_efficient_loading(false), [2, 2, 2]),
+        (FsdpOptions::new().seed(1).sync_module_states(false), [2, 2, 2]),
+        (FsdpOptions::new().deferred_init(true), [0, 0, 0]),
+    ] {
+        let described = format!("{options:?}");
+        let counts = run(3, move |worker| {
+            let count = Arc::new(AtomicUsize::new(0));
+            let model = fully_shard(counted(worker.device(), &count), worker, options.clone())?;
+            // All parameters are trained, whoever initialised them.
+            if described.contains("deferred_init: false") {
+                let state = model.unsharded_state(Recipient::All)?;
+                assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
+                let input = Tensor::ones([2, 16], worker.device());
+                let loss = model.forward(input).powf_scalar(2.0).mean();
+                let gradients = model.backward(loss)?;
+                assert!(gradients.len() >= 3, "a rank may hold none of a matrix");
+            }
+            Ok(count.load(SeqCst))
+        });
+        assert_eq!(counts, expected);
+    }
+}
+
+#[test]
+fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let states = run(2, move |worker| {
+        let count = Arc::new(AtomicUsize::new(0));
+        let model = fully_shard(counted(worker.device(), &count), worker, FsdpOptions::new())?;
+        model.save_pretrained(&path, &SavePretrained::new())?;
+
+        count.store(0, SeqCst);
+        let options = FsdpOptions::new;
+        let fresh = counted(worker.device(), &count);
+        let (loaded, report) =
+            from_pretrained(fresh, worker, options(), &path, &LoadOptions::new())?;
+        assert_eq!((count.load(SeqCst), report.loaded), (0, 4));
+        let (a, b) =
+            (model.unsharded_state(Recipient::All)?, loaded.unsharded_state(Recipient::All)?);
+        assert_same(&a, &b);
+        // It trains as any other.
+        let loss = loaded.forward(Tensor::ones([2, 16], worker.device())).mean();
+        assert!(loaded.backward(loss)?.len() >= 3, "a rank may hold none of a matrix");
+
+        // A file of the body alone: the head is drawn, by rank 0.
+        let file = path.join("model.safetensors");
+        if worker.rank().index() == 0 {
+            let mut tensors = read(&file);
+            tensors.retain(|name, _| name.starts_with("body."));
+            let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+                let view = safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes);
+                (name, view.unwrap())
+            });
+            safetensors::serialize_to_file(views, None, &file).unwrap();
+        }
+        worker.barrier()?;
+        let fresh = counted(worker.device(), &count);
+        let error = from_pretrained(fresh, worker, options(), &path, &LoadOptions::new());
+        assert!(matches!(error, Err(Error::Load(LoadError::Mismatch { .. }))));
+        let lenient = LoadOptions::new().allow_missing("head.");
+        let fresh = counted(worker.device(), &count);
+        let (loaded, report) = from_pretrained(fresh, worker, options(), &path, &lenient)?;
+        assert_eq!(report.missing, ["head.bias", "head.weight"]);
+        assert_eq!(count.load(SeqCst), usize::from(worker.rank().index() == 0));
+        loaded.unsharded_state(Recipient::All)
+    });
+    for state in states {
+        assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
+    }
+}
+
+#[test]
+fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = save(2, folder.path(), &SavePretrained::new());
+    let path = folder.path().to_path_buf();
+    let ranks = run(2, move |worker| {
+        let device = worker.device();
+        let options = FsdpOptions::new().deferred_init(true);
+        let mut net = fully_shard(Net::new(2, 0.0, device), worker, options)?;
+        let not_loaded = |error: Error| {
+            let Error::Schedule(ScheduleError::NotLoaded { path }) = error else {
+                panic!("{error}")
+            };
+            path
+        };
+        let out = path.join("out");
+        let options = SavePretrained::new();
+        assert_eq!(not_loaded(net.save_pretrained(&out, &options).unwrap_err()), "head.weight");
+        not_loaded(net.save_burnpack(out.join("x")).unwrap_err());
+        not_loaded(net.unsharded_state(Recipient::All).unwrap_err());
+        let input = || support::batch(0, 0..2, device).0;
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            net.forward(input());
+        }));
+        not_loaded(*panic.unwrap_err().downcast::<Error>().unwrap());
+
+        net.load_safetensors(&path, &LoadOptions::new())?;
+        net.forward(input());
+        net.unsharded_state(Recipient::All)
+    });
+    assert_same(&ranks[0], &state);
+}
