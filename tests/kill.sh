@@ -2,12 +2,12 @@
 # Kills a training run that saves every 3 steps, at random moments. Every restart must resume from a
 # complete checkpoint, and the run must end as one that nobody killed: the same losses, bit for bit.
 #
-#   tests/kill.sh [KILLS] [BINARY]     5 kills of the release build of `bert_finetune` by default
+#   tests/kill.sh [KILLS] [BINARY]     5 kills of the debug build of `bert_finetune` by default
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kills=${1:-5}
-binary=${2:-${CARGO_TARGET_DIR:-target}/release/examples/bert_finetune}
-[ -x "$binary" ] || { echo "no $binary; run: cargo build --release --example bert_finetune"; exit 2; }
+binary=${2:-${CARGO_TARGET_DIR:-target}/debug/examples/bert_finetune}
+[ -x "$binary" ] || { echo "no $binary; run: cargo build --example bert_finetune"; exit 2; }
 
 work=$(mktemp -d)
 process=

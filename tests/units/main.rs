@@ -4,7 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-#[allow(dead_code, reason = "most of it only has to compile")]
+#[allow(dead_code, clippy::all, reason = "most of it only has to compile, in every form there is")]
 pub mod accepted;
 mod burn_modules;
 mod construction;

@@ -1,13 +1,14 @@
-//! Philox4x32-10, a counter-based generator: what it draws is a function of a key and a position.
+//! Philox4x32-7, a counter-based generator: what it draws is a function of a key and a position.
 //!
-//! Salmon, Moraes, Dror and Shaw: *Parallel random numbers: as easy as 1, 2, 3* (SC 2011).
+//! Salmon, Moraes, Dror and Shaw: *Parallel random numbers: as easy as 1, 2, 3* (SC 2011). Seven rounds
+//! are the fewest that pass all of BigCrush (table 2 there).
 
 /// Blocks computed side by side, for the compiler to vectorise: two of the widest registers.
 pub(crate) const LANES: usize = 32;
 
 pub(crate) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
-pub(crate) const ROUNDS: usize = 10;
+pub(crate) const ROUNDS: usize = 7;
 
 /// `LANES` consecutive blocks of four words, from block `first` on; word `w` of block `first + i`
 /// is `[w][i]`. A block's counter is its number (low, high) and `place`.
@@ -45,14 +46,14 @@ mod tests {
     #[test]
     fn known_answers() {
         let first = |key, first, place| blocks(key, first, place).map(|word| word[0]);
-        assert_eq!(first([0, 0], 0, [0, 0]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(first([0, 0], 0, [0, 0]), [0x5f6f_b709, 0x0d89_3f64, 0x4f12_1f81, 0x4f73_0a48]);
         assert_eq!(
             first([u32::MAX; 2], u64::MAX, [u32::MAX; 2]),
-            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+            [0x5207_ddc2, 0x4516_5e59, 0x4d8e_e751, 0x8c52_f662]
         );
         assert_eq!(
             first([0xa409_3822, 0x299f_31d0], 0x85a3_08d3_243f_6a88, [0x1319_8a2e, 0x0370_7344]),
-            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+            [0x4dfc_caba, 0x190a_87f0, 0xc473_62ba, 0xb6b5_242a]
         );
     }
 

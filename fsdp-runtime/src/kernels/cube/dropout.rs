@@ -1,4 +1,4 @@
-//! Dropout: Philox4x32-10 in integers, the same bits as on Flex.
+//! Dropout: Philox4x32-7 in integers, the same bits as on Flex.
 
 use burn::backend::TensorMetadata;
 use burn_cubecl::tensor::CubeTensor;

@@ -29,8 +29,8 @@ const LEAST: usize = 256;
 const ROWS: usize = 32;
 const MOST: usize = 1 << 17;
 const LEFT: usize = 1 << 12;
-/// On a device that runs units in turn: vectors that a unit adds up, one after the other.
-const BLOCK: usize = 128;
+/// On a device that runs units in turn: neighbouring vectors that a unit adds up.
+const BLOCK: usize = 512;
 /// Tensors that share a launch, at most: the kernel's body is there once for each.
 const TOGETHER: usize = 8;
 
@@ -74,7 +74,7 @@ fn sums_kernel<F: Float, N: Size>(
     #[comptime] term: Term,
     #[comptime] scale: bool,
     #[comptime] join: bool,
-    #[comptime] fours: bool,
+    #[comptime] blocks: bool,
     #[define(F)] _dtype: ElemType,
 ) {
     let mut unit = ABSOLUTE_POS;
@@ -91,19 +91,23 @@ fn sums_kernel<F: Float, N: Size>(
             let mut index = unit * each;
             let step = steps[part];
             let mut row = 0usize;
-            if comptime!(fours) {
-                // Sums of four: the next ones need not wait for each of them.
-                while row + 4 <= rows[part] && index + 3 * step < counts[part] {
-                    let at = firsts[part] + index;
-                    let a = magnitude(data, part, at, factor, scale);
-                    let b = magnitude(data, part, at + step, factor, scale);
-                    let c = magnitude(data, part, at + 2 * step, factor, scale);
-                    let d = magnitude(data, part, at + 3 * step, factor, scale);
-                    top = max(top, max(max(a, b), max(c, d)));
-                    sum += (addend(a, exponent, zero, term) + addend(b, exponent, zero, term))
-                        + (addend(c, exponent, zero, term) + addend(d, exponent, zero, term));
-                    index += 4 * step;
-                    row += 4;
+            if comptime!(blocks) {
+                // Four streams: memory answers them side by side where each comes to a new page, and
+                // sums of four need not wait for each other.
+                let quarter = comptime!(BLOCK / 4);
+                if rows[part] == comptime!(BLOCK) && index + comptime!(BLOCK) <= counts[part] {
+                    while row < quarter {
+                        let at = firsts[part] + index + row;
+                        let a = magnitude(data, part, at, factor, scale);
+                        let b = magnitude(data, part, at + quarter, factor, scale);
+                        let c = magnitude(data, part, at + 2 * quarter, factor, scale);
+                        let d = magnitude(data, part, at + 3 * quarter, factor, scale);
+                        top = max(top, max(max(a, b), max(c, d)));
+                        sum += (addend(a, exponent, zero, term) + addend(b, exponent, zero, term))
+                            + (addend(c, exponent, zero, term) + addend(d, exponent, zero, term));
+                        row += 1;
+                    }
+                    row = rows[part];
                 }
             }
             while row < rows[part] && index < counts[part] {

@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 
 use multiversion::multiversion;
 
-use super::number::{Number, Room};
+use super::number::{Number, Room, prefetch};
 use crate::kernels::MaskSource;
 use crate::kernels::mask::BATCH;
 use crate::nn::philox::{LANES, blocks};
@@ -36,6 +36,9 @@ fn multiply<'a, E: Number>(
     let (batches, rest) = source.as_chunks::<BATCH>();
     let (rooms, room) = target.as_chunks_mut::<BATCH>();
     for (source, target) in batches.iter().zip(rooms) {
+        // The draws in between are too many instructions for a processor to look beyond.
+        prefetch(source);
+        prefetch(target);
         batch(source, target, blocks(key, first, place), threshold, keep);
         first += LANES as u64;
     }
