@@ -1,5 +1,8 @@
 //! Dropout masks on the host: sixteen random bits an element, in the order that the kernels share.
 
+use burn::tensor::DType;
+use half::{bf16, f16};
+
 use crate::nn::philox::{LANES, blocks};
 
 /// Elements drawn from one call of [`blocks`]: word by word, low halves before high ones.
@@ -25,6 +28,15 @@ impl MaskSource {
     /// What the other elements are.
     pub(crate) fn keep(&self) -> f32 {
         (1.0 / (1.0 - self.prob)) as f32
+    }
+
+    /// As a mask of this dtype has it.
+    pub(crate) fn keep_in(&self, dtype: DType) -> f32 {
+        match dtype {
+            DType::BF16 => bf16::from_f32(self.keep()).to_f32(),
+            DType::F16 => f16::from_f32(self.keep()).to_f32(),
+            _ => self.keep(),
+        }
     }
 
     /// The mask's first `len` elements.

@@ -14,13 +14,13 @@ pub(crate) const ROUNDS: usize = 7;
 /// is `[w][i]`. A block's counter is its number (low, high) and `place`.
 #[inline(always)]
 pub(crate) fn blocks(key: [u32; 2], first: u64, place: [u32; 2]) -> [[u32; LANES]; 4] {
-    let number: [u64; LANES] = std::array::from_fn(|lane| first.wrapping_add(lane as u64));
-    let mut words = [
-        number.map(|number| number as u32),
-        number.map(|number| (number >> 32) as u32),
-        [place[0]; LANES],
-        [place[1]; LANES],
-    ];
+    let (mut low, mut high) = ([0; LANES], [0; LANES]);
+    // Loops, since a closure that is not inlined would be compiled for the oldest processors.
+    for lane in 0..LANES {
+        let number = first.wrapping_add(lane as u64);
+        (low[lane], high[lane]) = (number as u32, (number >> 32) as u32);
+    }
+    let mut words = [low, high, [place[0]; LANES], [place[1]; LANES]];
     let mut key = key;
     for _ in 0..ROUNDS {
         let [a, b, c, d] = &mut words;

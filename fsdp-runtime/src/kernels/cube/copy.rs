@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::batch::{Job, Tile, batches, begin, end, own_tile};
-use super::{Run, contiguous, element, empty, exclusive, spans};
+use super::{Run, contiguous, element, empty, exclusive, in_integers, narrowed, spans};
 
 /// Tensors that share a launch, at most: the kernel's body is there once for each.
 const MOST: usize = 16;
@@ -21,9 +21,12 @@ fn converted<I: Float, O: Float, N: Size>(
     elements: Vector<I, N>,
     divisor: f32,
     #[comptime] divide: bool,
+    #[comptime] integers: bool,
 ) -> Vector<O, N> {
     if comptime!(divide) {
-        Vector::cast_from(Vector::<f32, N>::cast_from(elements) / Vector::new(divisor))
+        narrowed(Vector::<f32, N>::cast_from(elements) / Vector::new(divisor), integers)
+    } else if comptime!(integers) {
+        narrowed(Vector::<f32, N>::cast_from(elements), integers)
     } else {
         Vector::cast_from(elements)
     }
@@ -42,6 +45,7 @@ fn pack_kernel<I: Float, O: Float, N: Size>(
     tiles: &Sequence<usize>,
     divisor: f32,
     #[comptime] divide: bool,
+    #[comptime] integers: bool,
     #[comptime] tile: Tile,
     #[define(I, O)] _dtypes: [ElemType; 2],
 ) {
@@ -53,7 +57,8 @@ fn pack_kernel<I: Float, O: Float, N: Size>(
             let mut index = begin(at, tile);
             while index < end {
                 let element = sources[part][firsts[part] + index];
-                target[places[part] + index] = converted::<I, O, N>(element, divisor, divide);
+                target[places[part] + index] =
+                    converted::<I, O, N>(element, divisor, divide, integers);
                 index += comptime!(tile.lanes);
             }
         }
@@ -73,6 +78,7 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
     tiles: &Sequence<usize>,
     divisor: f32,
     #[comptime] divide: bool,
+    #[comptime] integers: bool,
     #[comptime] tile: Tile,
     #[define(I, O)] _dtypes: [ElemType; 2],
 ) {
@@ -85,7 +91,7 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
             while index < end {
                 let element = source[places[part] + index];
                 targets.index_mut(part)[firsts[part] + index] =
-                    converted::<I, O, N>(element, divisor, divide);
+                    converted::<I, O, N>(element, divisor, divide, integers);
                 index += comptime!(tile.lanes);
             }
         }
@@ -118,6 +124,7 @@ fn gather(client: &Client, jobs: &[Job<2>], divisor: Option<f32>, after: Option<
                 batch.tiles(),
                 divisor.unwrap_or(1.0),
                 divisor.is_some(),
+                in_integers(client, target.dtype),
                 batch.tile,
                 [source.dtype, target.dtype].map(element),
             );
@@ -233,6 +240,7 @@ pub(crate) fn unpack(
                 batch.tiles(),
                 divisor.unwrap_or(1.0),
                 divisor.is_some(),
+                in_integers(&client, dtype),
                 batch.tile,
                 [source.dtype, dtype].map(element),
             );

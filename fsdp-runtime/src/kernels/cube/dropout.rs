@@ -6,7 +6,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
 use super::batch::{Tile, begin, end, own_tile};
-use super::{Run, contiguous, element, empty, spans_within};
+use super::{Run, contiguous, element, empty, in_integers, narrowed, spans_within};
 use crate::kernels::MaskSource;
 use crate::kernels::mask::BATCH;
 use crate::nn::philox::{LANES, MULTIPLIERS, ROUNDS, WEYL};
@@ -27,7 +27,8 @@ fn dropout_kernel<F: Float, N: Size>(
     place_0: u32,
     place_1: u32,
     threshold: u32,
-    keep: InputScalar,
+    keep: f32,
+    #[comptime] integers: bool,
     #[comptime] tile: Tile,
     #[define(F)] _dtype: ElemType,
 ) {
@@ -69,7 +70,6 @@ fn dropout_kernel<F: Float, N: Size>(
 
         // The first element of each vector. One before the span wraps, beyond its end.
         let at = batch * comptime!(BATCH) + group * width - start;
-        let scale = Vector::<F, N>::new(keep.get::<F>());
         let mut words = Sequence::<Vector<u32, N>>::new();
         words.push(a);
         words.push(b);
@@ -82,26 +82,30 @@ fn dropout_kernel<F: Float, N: Size>(
             let bits = words[word];
             if low < count {
                 let draws = bits & Vector::new(0xFFFFu32);
-                target[to + low] = dropped::<F, N>(source[from + low] * scale, draws, threshold);
+                target[to + low] = dropped(source[from + low], keep, draws, threshold, integers);
             }
             if high < count {
                 let draws = bits >> Vector::new(16u32);
-                target[to + high] = dropped::<F, N>(source[from + high] * scale, draws, threshold);
+                target[to + high] = dropped(source[from + high], keep, draws, threshold, integers);
             }
         }
         unit += comptime!(tile.lanes);
     }
 }
 
-/// 0 where the bits drawn are below the threshold, else `scaled`.
+/// 0 where the bits drawn are below the threshold, else the element times `keep`.
 #[cube]
 fn dropped<F: Float, N: Size>(
-    scaled: Vector<F, N>,
+    element: Vector<F, N>,
+    keep: f32,
     draws: Vector<u32, N>,
     threshold: u32,
+    #[comptime] integers: bool,
 ) -> Vector<F, N> {
-    let zero = Vector::<F, N>::new(F::from_int(0));
-    select_many(draws.less_than(&Vector::<u32, N>::new(threshold)), zero, scaled)
+    let wide = Vector::<f32, N>::cast_from(element) * Vector::new(keep);
+    let zero = Vector::<f32, N>::new(0.0f32);
+    let drop = draws.less_than(&Vector::<u32, N>::new(threshold));
+    narrowed(select_many(drop, zero, wide), integers)
 }
 
 /// The tensor's elements times those of a mask.
@@ -146,7 +150,8 @@ pub(crate) fn dropout(tensor: CubeTensor, mask: &MaskSource) -> CubeTensor {
                 mask.place[0],
                 mask.place[1],
                 u32::from(mask.threshold()),
-                InputScalar::new(mask.keep(), dtype),
+                mask.keep_in(tensor.dtype),
+                in_integers(&client, tensor.dtype),
                 tile,
                 dtype,
             );

@@ -101,6 +101,30 @@ fn on_cpu(client: &Client) -> bool {
     client.properties().hardware.num_cpu_cores.is_some()
 }
 
+/// Whether a kernel rounds to this dtype in integers: compilers for CPUs call a function for bf16 that
+/// does not exist, where the processor has no instruction for it.
+fn in_integers(client: &Client, dtype: DType) -> bool {
+    on_cpu(client) && dtype == DType::BF16
+}
+
+/// Rounded to the nearest, ties to even. `integers` is what [`in_integers`] says.
+#[cube]
+fn narrowed<O: Float, N: Size>(wide: Vector<f32, N>, #[comptime] integers: bool) -> Vector<O, N> {
+    if comptime!(integers) {
+        let bits = Vector::<u32, N>::reinterpret(wide);
+        // Half of the last place kept, less one where that is even already.
+        let half =
+            Vector::<u32, N>::new(0x7FFFu32) + ((bits >> Vector::new(16u32)) & Vector::new(1u32));
+        // Rounding could take a NaN to infinity.
+        let magnitude = bits & Vector::new(0x7FFF_FFFFu32);
+        let number = magnitude.less_than(&Vector::<u32, N>::new(0x7F80_0001u32));
+        let rounded = select_many(number, bits + half, bits | Vector::new(0x40_0000u32));
+        Vector::<O, N>::reinterpret(Vector::<u16, N>::cast_from(rounded >> Vector::new(16u32)))
+    } else {
+        Vector::cast_from(wide)
+    }
+}
+
 /// Cubes enough for `units`.
 pub(crate) fn grid(client: &Client, units: usize) -> (CubeCount, CubeDim) {
     let dim = CubeDim::new(client, units);

@@ -18,7 +18,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::batch::{Batch, Job, batches};
-use super::{Run, contiguous, element, exclusive, grid, on_cpu, rounded};
+use super::{Run, contiguous, element, exclusive, grid, in_integers, narrowed, on_cpu, rounded};
 use crate::kernels::Sums;
 use crate::norm::Norm;
 
@@ -75,6 +75,7 @@ fn sums_kernel<F: Float, N: Size>(
     #[comptime] scale: bool,
     #[comptime] join: bool,
     #[comptime] blocks: bool,
+    #[comptime] integers: bool,
     #[define(F)] _dtype: ElemType,
 ) {
     let mut unit = ABSOLUTE_POS;
@@ -98,10 +99,10 @@ fn sums_kernel<F: Float, N: Size>(
                 if rows[part] == comptime!(BLOCK) && index + comptime!(BLOCK) <= counts[part] {
                     while row < quarter {
                         let at = firsts[part] + index + row;
-                        let a = magnitude(data, part, at, factor, scale);
-                        let b = magnitude(data, part, at + quarter, factor, scale);
-                        let c = magnitude(data, part, at + 2 * quarter, factor, scale);
-                        let d = magnitude(data, part, at + 3 * quarter, factor, scale);
+                        let a = magnitude(data, part, at, factor, scale, integers);
+                        let b = magnitude(data, part, at + quarter, factor, scale, integers);
+                        let c = magnitude(data, part, at + 2 * quarter, factor, scale, integers);
+                        let d = magnitude(data, part, at + 3 * quarter, factor, scale, integers);
                         top = max(top, max(max(a, b), max(c, d)));
                         sum += (addend(a, exponent, zero, term) + addend(b, exponent, zero, term))
                             + (addend(c, exponent, zero, term) + addend(d, exponent, zero, term));
@@ -111,7 +112,7 @@ fn sums_kernel<F: Float, N: Size>(
                 }
             }
             while row < rows[part] && index < counts[part] {
-                let bits = magnitude(data, part, firsts[part] + index, factor, scale);
+                let bits = magnitude(data, part, firsts[part] + index, factor, scale, integers);
                 top = max(top, bits);
                 sum += addend(bits, exponent, zero, term);
                 index += step;
@@ -133,10 +134,11 @@ fn magnitude<F: Float, N: Size>(
     at: usize,
     factor: f32,
     #[comptime] scale: bool,
+    #[comptime] integers: bool,
 ) -> Vector<u32, N> {
     let mut x = Vector::<f32, N>::cast_from(data[part][at]);
     if comptime!(scale) {
-        let scaled = Vector::<F, N>::cast_from(x * Vector::new(factor));
+        let scaled = narrowed::<F, N>(x * Vector::new(factor), integers);
         data.index_mut(part)[at] = scaled;
         x = Vector::cast_from(scaled);
     }
@@ -308,6 +310,7 @@ fn add_up(client: &Client, request: &Request, jobs: &[Job<1>], shares: &[Share],
                 steps.push(step);
                 rows.push(row);
             }
+            let dtype = jobs[parts[0].0].runs[0].dtype;
             let (count, dim) = grid(client, units.iter().sum());
             let [sums, tops] = sums.arguments();
             // SAFETY: `batches` has checked that the buffers hold the jobs' elements, of which the
@@ -336,7 +339,8 @@ fn add_up(client: &Client, request: &Request, jobs: &[Job<1>], shares: &[Share],
                     request.factor.is_some(),
                     join,
                     blocks,
-                    element(jobs[parts[0].0].runs[0].dtype),
+                    in_integers(client, dtype),
+                    element(dtype),
                 );
             }
         }

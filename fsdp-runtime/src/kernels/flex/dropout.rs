@@ -16,8 +16,7 @@ pub(super) fn dropout<'a, E: Number>(
     mask: &MaskSource,
     at: usize,
 ) -> &'a mut [E] {
-    // As a mask of this type would have it.
-    let keep = E::narrow(mask.keep()).wide();
+    let keep = mask.keep_in(E::dtype());
     let first = (at / BATCH * LANES) as u64;
     multiply(source, target, (mask.key, mask.place), first, mask.threshold(), keep)
 }
@@ -62,7 +61,8 @@ fn batch<E: Number>(
 ) {
     let threshold = u32::from(threshold);
     let element = |source: E, draw: u32| {
-        MaybeUninit::new(E::narrow(if draw < threshold { 0.0 } else { source.wide() * keep }))
+        let wide = if draw < threshold { 0.0 } else { source.wide() * keep };
+        MaybeUninit::new(E::narrow_product(wide))
     };
     for (word, bits) in words.iter().enumerate() {
         let low = word * 2 * LANES;

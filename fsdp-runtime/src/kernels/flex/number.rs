@@ -17,6 +17,12 @@ pub(crate) trait Number: Element + bytemuck::Pod + Send + Sync {
     /// Rounded to the nearest, ties to even.
     fn narrow(wide: f32) -> Self;
 
+    /// As [`narrow`](Self::narrow), for the product of an element and a finite factor.
+    #[inline(always)]
+    fn narrow_product(wide: f32) -> Self {
+        Self::narrow(wide)
+    }
+
     /// The elements as f32: themselves, or in `room`, which is at least as long.
     fn widened<'a>(source: &'a [Self], room: &'a mut [f32]) -> &'a [f32] {
         let room = &mut room[..source.len()];
@@ -82,12 +88,23 @@ impl Number for bf16 {
     #[inline(always)]
     fn narrow(wide: f32) -> Self {
         let bits = wide.to_bits();
-        // Half of the last place kept, less one where that is even already.
-        let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1));
         // Rounding could take a NaN to infinity.
         let nan = bits | 0x40_0000;
-        Self::from_bits((if bits & 0x7FFF_FFFF > INFINITY { nan } else { rounded } >> 16) as u16)
+        let bits = if bits & 0x7FFF_FFFF > INFINITY { nan } else { half_added(bits) };
+        Self::from_bits((bits >> 16) as u16)
     }
+
+    #[inline(always)]
+    fn narrow_product(wide: f32) -> Self {
+        // The lower half of a NaN that comes from bf16 is zero, so that rounding leaves it as it is.
+        Self::from_bits((half_added(wide.to_bits()) >> 16) as u16)
+    }
+}
+
+/// Half of the last place that bf16 keeps, less one where that is even already.
+#[inline(always)]
+fn half_added(bits: u32) -> u32 {
+    bits.wrapping_add(0x7FFF + ((bits >> 16) & 1))
 }
 
 /// The bits of infinity in f32.
@@ -209,6 +226,7 @@ pub(super) fn mean<'a, I: Number>(
 }
 
 /// As [`each`], which is told the element's place.
+#[allow(clippy::needless_range_loop, reason = "`enumerate` counts one by one in debug builds")]
 #[inline(always)]
 pub(crate) fn indexed<'a, I: Copy, O>(
     source: &[I],
@@ -216,8 +234,8 @@ pub(crate) fn indexed<'a, I: Copy, O>(
     f: impl Fn(usize, I) -> O,
 ) -> &'a mut [O] {
     assert_eq!(source.len(), target.len());
-    for (at, (target, &source)) in target.iter_mut().zip(source).enumerate() {
-        target.write(f(at, source));
+    for at in 0..source.len() {
+        target[at].write(f(at, source[at]));
     }
     // SAFETY: each element has been written.
     unsafe { target.assume_init_mut() }
@@ -287,6 +305,19 @@ mod tests {
             };
             same(Number::wide(f16::from_bits(bits)), f16::from_bits(bits).to_f32());
             same(Number::wide(bf16::from_bits(bits)), bf16::from_bits(bits).to_f32());
+        }
+    }
+
+    #[test]
+    fn products_are_rounded_as_all_numbers() {
+        for bits in 0..=u16::MAX {
+            let element = bf16::from_bits(bits);
+            for factor in [1.0, 1.109_375, 2.0, 3.1e38, 1e-30] {
+                let ours = bf16::narrow_product(element.wide() * factor);
+                let theirs = bf16::from_f32(element.to_f32() * factor);
+                let same = ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan();
+                assert!(same, "{bits:x} times {factor}: {ours} {theirs}");
+            }
         }
     }
 
