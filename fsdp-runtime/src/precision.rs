@@ -93,10 +93,10 @@ impl MixedPrecisionPolicy {
         ];
         for (option, dtype) in dtypes {
             let Some(dtype) = dtype else { continue };
-            if KNOWN.contains(&dtype) && device.supports_dtype(dtype) {
+            if KNOWN.contains(&dtype) && computes(device, dtype) {
                 continue;
             }
-            let works = KNOWN.iter().filter(|dtype| device.supports_dtype(**dtype));
+            let works = KNOWN.iter().filter(|dtype| computes(device, **dtype));
             let works: Vec<String> = works.map(|dtype| format!("{dtype:?}")).collect();
             return Err(ShardError::InvalidOption {
                 option,
@@ -126,6 +126,21 @@ impl MixedPrecisionPolicy {
             output: self.output_dtype.filter(|_| returns).map(DType::from),
         }
     }
+}
+
+/// Whether Burn computes the type on the device.
+fn computes(device: &Device, dtype: FloatDType) -> bool {
+    device.supports_dtype(dtype) && (dtype != FloatDType::BF16 || rounds_to_bf16(device))
+}
+
+/// Whether Burn's kernels can round to bf16 there, which a device that has it may say all the same.
+fn rounds_to_bf16(device: &Device) -> bool {
+    #[cfg(feature = "cpu")]
+    if [Device::cpu(), Device::cpu().autodiff()].contains(device) {
+        return crate::kernels::cube::cpu_rounds_to_bf16();
+    }
+    let _ = device;
+    true
 }
 
 /// What types the inputs and outputs of one unit take; `None` leaves them as they are.

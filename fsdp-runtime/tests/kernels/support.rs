@@ -25,9 +25,20 @@ pub fn device() -> Option<Device> {
     }
 }
 
-/// Dtypes the device computes.
+/// Dtypes that Burn computes on the device. To bf16, CubeCL's compiler for CPUs rounds by an
+/// instruction that not all have.
 pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + '_ {
-    DTYPES.into_iter().filter(|&dtype| device.supports_dtype(dtype))
+    let rounds = |dtype| dtype != FloatDType::BF16 || rounds_to_bf16(device);
+    DTYPES.into_iter().filter(move |&dtype| device.supports_dtype(dtype) && rounds(dtype))
+}
+
+fn rounds_to_bf16(device: &Device) -> bool {
+    #[cfg(all(feature = "cpu", target_arch = "x86_64"))]
+    if *device == Device::cpu() {
+        return is_x86_feature_detected!("avx512bf16");
+    }
+    let _ = device;
+    true
 }
 
 /// Numbers of every size from a seed: zero, subnormal, and up to `largest`.

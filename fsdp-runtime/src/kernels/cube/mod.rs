@@ -101,10 +101,18 @@ fn on_cpu(client: &Client) -> bool {
     client.properties().hardware.num_cpu_cores.is_some()
 }
 
-/// Whether a kernel rounds to this dtype in integers: compilers for CPUs call a function for bf16 that
-/// does not exist, where the processor has no instruction for it.
+/// Whether CubeCL's compiler for CPUs can round to bf16: by an instruction, or else it calls a function
+/// that does not exist.
+pub(crate) fn cpu_rounds_to_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    true
+}
+
+/// Whether a kernel must round to this dtype in integers.
 fn in_integers(client: &Client, dtype: DType) -> bool {
-    on_cpu(client) && dtype == DType::BF16
+    dtype == DType::BF16 && on_cpu(client) && !cpu_rounds_to_bf16()
 }
 
 /// Rounded to the nearest, ties to even. `integers` is what [`in_integers`] says.
