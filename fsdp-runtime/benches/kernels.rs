@@ -136,7 +136,7 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
         cases.push(Case { name, bytes: len * per_element, new, run });
     };
 
-    let bf16 = device.supports_dtype(BF16);
+    let bf16 = kernels::computes(device, BF16);
     let cast = |tensor: &Tensor<1>, to, divisor| -> Box<dyn FnMut()> {
         let tensor = tensor.clone();
         Box::new(move || drop(expect(kernels::cast(tensor.clone(), to, divisor))))

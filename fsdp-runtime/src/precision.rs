@@ -8,6 +8,7 @@
 use burn::tensor::{DType, Device, FloatDType};
 
 use crate::error::ShardError;
+use crate::kernels::computes;
 
 /// In which types a unit computes and communicates: PyTorch's `MixedPrecisionPolicy`.
 ///
@@ -126,21 +127,6 @@ impl MixedPrecisionPolicy {
             output: self.output_dtype.filter(|_| returns).map(DType::from),
         }
     }
-}
-
-/// Whether Burn computes the type on the device.
-fn computes(device: &Device, dtype: FloatDType) -> bool {
-    device.supports_dtype(dtype) && (dtype != FloatDType::BF16 || rounds_to_bf16(device))
-}
-
-/// Whether Burn's kernels can round to bf16 there, which a device that has it may say all the same.
-fn rounds_to_bf16(device: &Device) -> bool {
-    #[cfg(feature = "cpu")]
-    if [Device::cpu(), Device::cpu().autodiff()].contains(device) {
-        return crate::kernels::cube::cpu_rounds_to_bf16();
-    }
-    let _ = device;
-    true
 }
 
 /// What types the inputs and outputs of one unit take; `None` leaves them as they are.

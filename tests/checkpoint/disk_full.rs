@@ -7,12 +7,13 @@ use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use crate::support;
-use crate::support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
 use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore, list};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, CollectiveError, Error};
+
+use crate::support;
+use crate::support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
 
 /// Where the program that is started again saves.
 const FOLDER: &str = "FSDP_TEST_DISK_FULL";

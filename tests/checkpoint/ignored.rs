@@ -3,13 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::support::checkpoint::{BLOCKS, optimizer, same_bits};
-use crate::support::{Net, batch, loss, on};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Tensor, TensorData};
 use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore, TensorEntry};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error};
+
+use crate::support::checkpoint::{BLOCKS, optimizer, same_bits};
+use crate::support::{Net, batch, loss, on};
 
 const PATH: &str = "blocks.0.up.weight";
 

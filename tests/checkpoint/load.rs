@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::support;
-use crate::support::Net;
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, LoadError, LoadOptions, LoadReport};
 use safetensors::tensor::{Dtype, TensorView};
+
+use crate::support::{self, Net};
 
 /// A checkpoint of [`Net`] as PyTorch would name and lay it out; each element is a function of its
 /// place in *this* layout.

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use crate::support;
-use crate::support::checkpoint::{BLOCKS, optimizer, same_bits, schedule, sharded, train_step};
-use crate::support::{Net, batch, on};
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, MergeOptions, merge};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, LoadOptions, SavePretrained};
+
+use crate::support::checkpoint::{BLOCKS, optimizer, same_bits, schedule, sharded, train_step};
+use crate::support::{self, Net, batch, on};
 
 fn ignoring(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     let net = Net::new(BLOCKS, 0.0, worker.device());

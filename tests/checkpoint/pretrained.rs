@@ -3,8 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::initialisation::Counted;
-use crate::support::{self, Net};
 use burn::module::{Module, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LinearConfig};
 use burn::tensor::{Device, Int, Tensor};
@@ -14,6 +12,9 @@ use fsdp_runtime::{
     UnshardedState, from_pretrained, merge_safetensors,
 };
 use safetensors::{Dtype, SafeTensors};
+
+use super::initialisation::Counted;
+use crate::support::{self, Net};
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 

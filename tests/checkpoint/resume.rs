@@ -2,15 +2,15 @@
 
 use std::path::Path;
 
-use crate::support;
-use crate::support::batch;
-use crate::support::checkpoint::{Part, optimizer, same_bits, schedule, sharded, train_step};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Manifest, Restore, list};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, GradScalerConfig, unit_types};
+
+use crate::support::checkpoint::{Part, optimizer, same_bits, schedule, sharded, train_step};
+use crate::support::{self, batch};
 
 fn bits(losses: &[f64]) -> Vec<u64> {
     losses.iter().map(|loss| loss.to_bits()).collect()

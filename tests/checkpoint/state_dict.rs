@@ -1,11 +1,12 @@
 //! State dicts in memory: sharded, local and full, of models and of optimizers.
 
-use crate::support::Net;
-use crate::support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, FullState, OptimizerState};
+
+use crate::support::Net;
+use crate::support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
 
 fn on_ranks<T: Send + 'static>(
     world: usize,

@@ -1,41 +1,21 @@
 //! Checkpoints of optimizers that step whole matrices: state is on one rank each, and goes to the
 //! owners of whatever world loads it.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use crate::support;
-use crate::support::checkpoint::sharded;
-use crate::support::{Net, batch, loss, on};
-use burn::module::ParamGroup;
-use burn::optim::{AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig};
+use burn::optim::ModuleOptimizer;
 use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, Rank};
 
+use crate::support::checkpoint::sharded;
+use crate::support::whole_param::{OPTIMIZERS, Parameters, adafactor, assert_close, lamb};
+use crate::support::{self, Net, batch, loss, on};
+
 const SAVED: usize = 4;
 const STEPS: usize = 8;
 const LEARNING_RATE: f64 = 1e-3;
-
-fn lamb() -> ModuleOptimizer {
-    LambConfig::new().with_weight_decay(0.1).init()
-}
-
-fn adafactor() -> ModuleOptimizer {
-    AdafactorConfig::new().with_weight_decay(0.1).init()
-}
-
-fn muon() -> ModuleOptimizer {
-    let blocks = ParamGroup::from_regex(r"^blocks\.\d+\.(up|down)\.weight$").unwrap();
-    AdamWConfig::new().init().with_group(blocks, MuonConfig::new().build(), None)
-}
-
-type Named = (&'static str, fn() -> ModuleOptimizer);
-
-const OPTIMIZERS: [Named; 3] = [("LAMB", lamb), ("Adafactor", adafactor), ("Muon", muon)];
-
-type Parameters = BTreeMap<String, Vec<f32>>;
 
 /// A part of a run: each rank has the same rows, so that the gradient is the same in any world.
 #[derive(Clone)]
@@ -110,17 +90,6 @@ impl Part {
             Ok(state.into_iter().map(|(path, data)| (path, data.iter().collect())).collect())
         });
         ranks.into_iter().next().unwrap()
-    }
-}
-
-/// Elements equal to 1e-6, absolute or of the larger one.
-fn assert_close(found: &Parameters, expected: &Parameters, what: &str) {
-    assert!(found.keys().eq(expected.keys()));
-    for (path, expected) in expected {
-        for (a, b) in found[path].iter().zip(expected) {
-            let scale = a.abs().max(b.abs()).max(1.0);
-            assert!((a - b).abs() <= 1e-6 * scale, "{what}, `{path}`: {a} {b}");
-        }
     }
 }
 

@@ -4,6 +4,7 @@
 pub mod checkpoint;
 pub mod parity;
 pub mod trace;
+pub mod whole_param;
 
 use std::ops::Range;
 use std::time::Duration;

@@ -5,12 +5,12 @@ mod nested;
 
 use std::collections::BTreeSet;
 
-use crate::support;
-use crate::support::trace::{only, record};
-use crate::support::{Block, Embed, Net, Run, batch, loss};
 use burn::optim::AdamWConfig;
 use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
+
+use crate::support::trace::{only, record};
+use crate::support::{self, Block, Embed, Net, Run, batch, loss};
 
 const ALL: ActivationCheckpointing = ActivationCheckpointing::All;
 

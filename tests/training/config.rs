@@ -1,8 +1,9 @@
 //! A configuration file of Accelerate's, and the run it stands for.
 
-use crate::support::{Block, Net, Run};
 use fsdp_runtime::config::Config;
 use fsdp_runtime::prelude::*;
+
+use crate::support::{Block, Net, Run};
 
 /// As Accelerate's guide has it, with this model's unit and `mixed_precision` set to no.
 const GUIDE: &str = "\

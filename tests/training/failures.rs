@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::support::{Net, batch, loss};
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CollectiveError, Error, LaunchError, RankPanic};
+
+use crate::support::{Net, batch, loss};
 
 fn options(world: usize) -> LaunchOptions {
     LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(30))

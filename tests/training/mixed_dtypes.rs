@@ -6,7 +6,6 @@ mod model;
 
 use std::collections::BTreeMap;
 
-use crate::support::checkpoint::same_bits;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdafactorConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{DType, FloatDType, Tensor};
@@ -15,6 +14,8 @@ use fsdp_runtime::{Error, FlatLayout, FullState, MemoryForecast, Mesh, WorldSize
 use model::{
     BLOCKS, Block, FULL, HALF, HIDDEN, Net, OTHER, Plain, ROWS, Run, WIDTH, gradients, on, rows,
 };
+
+use crate::support::checkpoint::same_bits;
 
 type Values = BTreeMap<String, Vec<f32>>;
 

@@ -2,14 +2,14 @@
 
 use std::sync::Mutex;
 
-use crate::support;
-use crate::support::{Block, Net, Run, batch, loss};
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{FullState, GradScalerConfig};
+
+use crate::support::{self, Block, Net, Run, batch, loss};
 
 const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
     .param_dtype(FloatDType::BF16)

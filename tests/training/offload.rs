@@ -1,13 +1,13 @@
 //! Parameters, gradients and optimizer state in the host's memory. On Flex the "device" is the host
 //! too, but everything crosses over as to any other device.
 
-use crate::support;
-use crate::support::{Block, Net, Run, batch, loss};
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
 use fsdp_runtime::Memory;
 use fsdp_runtime::prelude::*;
+
+use crate::support::{self, Block, Net, Run, batch, loss};
 
 const POLICIES: [OffloadPolicy; 3] = [
     OffloadPolicy::Params { pin_memory: false },

@@ -1,8 +1,8 @@
 //! One model, sharded in every way: the same losses, norms and parameters.
 
-use crate::support;
-use crate::support::{Run, parity};
 use fsdp_runtime::prelude::*;
+
+use crate::support::{self, Run, parity};
 
 fn with(run: Run, dropout: f64, clip: Option<f64>) -> Run {
     Run { dropout, clip, ..run }

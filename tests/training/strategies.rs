@@ -1,8 +1,8 @@
 //! One model under every strategy, wrapping and schedule: the same losses, norms and parameters.
 
-use crate::support;
-use crate::support::Run;
 use fsdp_runtime::prelude::*;
+
+use crate::support::{self, Run};
 
 const UNITS: usize = 6;
 

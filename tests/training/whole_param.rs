@@ -2,45 +2,22 @@
 
 use std::collections::BTreeMap;
 
-use crate::support;
-use crate::support::{Net, batch, loss, on};
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::constant::ConstantLr;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, ModuleVisitor, Param, ParamGroup};
-use burn::optim::decay::WeightDecayConfig;
-use burn::optim::{
-    AdafactorConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, MuonConfig,
-    OptimizerRecord,
-};
+use burn::optim::{AdafactorConfig, GradientsParams, LambConfig, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, Rank};
 
+use crate::support::whole_param::{OPTIMIZERS, Parameters, adafactor, assert_close, lamb, muon};
+use crate::support::{self, Net, batch, loss, on};
+
 const STEPS: usize = 20;
 const BLOCKS: usize = 2;
 const LEARNING_RATE: f64 = 1e-3;
-
-fn lamb() -> ModuleOptimizer {
-    LambConfig::new().with_weight_decay(0.1).init()
-}
-
-fn adafactor() -> ModuleOptimizer {
-    AdafactorConfig::new().with_weight_decay(0.1).init()
-}
-
-/// Muon takes matrices alone, and is meant for those of the blocks; AdamW gets the rest.
-fn muon() -> ModuleOptimizer {
-    let decay = Some(WeightDecayConfig::new(0.1));
-    let blocks = ParamGroup::from_regex(r"^blocks\.\d+\.(up|down)\.weight$").unwrap();
-    let muon = MuonConfig::new().with_weight_decay(decay).build();
-    AdamWConfig::new().init().with_group(blocks, muon, None)
-}
-
-type Named = (&'static str, fn() -> ModuleOptimizer);
-
-const OPTIMIZERS: [Named; 3] = [("LAMB", lamb), ("Adafactor", adafactor), ("Muon", muon)];
 
 /// What a rank trains with.
 enum Stepper {
@@ -57,8 +34,6 @@ impl Stepper {
         }
     }
 }
-
-type Parameters = BTreeMap<String, Vec<f32>>;
 
 fn sharded(worker: &Worker, options: FsdpOptions) -> Result<Fsdp<Net>, Error> {
     fully_shard(Net::new(BLOCKS, 0.0, worker.device()), worker, options.seed(7))
@@ -141,17 +116,6 @@ fn plain(optimizer: fn() -> ModuleOptimizer) -> (Parameters, Parameters) {
         Ok((begin, read.found))
     });
     ranks.into_iter().next().unwrap()
-}
-
-/// Elements equal to 1e-6, absolute or of the larger one.
-fn assert_close(found: &Parameters, expected: &Parameters, what: &str) {
-    assert!(found.keys().eq(expected.keys()));
-    for (path, expected) in expected {
-        for (a, b) in found[path].iter().zip(expected) {
-            let scale = a.abs().max(b.abs()).max(1.0);
-            assert!((a - b).abs() <= 1e-6 * scale, "{what}, `{path}`: {a} {b}");
-        }
-    }
 }
 
 #[test]

@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use crate::support::Net;
-use crate::support::trace::{only, record};
 use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, HookedForward, ShardError};
+
+use crate::support::Net;
+use crate::support::trace::{only, record};
 
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]

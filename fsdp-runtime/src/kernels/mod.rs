@@ -176,6 +176,17 @@ fn give<B: ShardBackend>(tensor: Float<B>) -> Tensor<1> {
     Tensor::from_dispatch(B::into_dispatch(Value::Plain(tensor)))
 }
 
+/// Whether Burn computes the dtype on the device: what the device says, and for bf16 on CubeCL's CPU
+/// device whether the processor has AVX512-BF16, without which that compiler's rounding fails. These
+/// kernels take bf16 there all the same.
+pub fn computes(device: &Device, dtype: FloatDType) -> bool {
+    #[cfg(feature = "cpu")]
+    if dtype == FloatDType::BF16 && [Device::cpu(), Device::cpu().autodiff()].contains(device) {
+        return cube::cpu_rounds_to_bf16();
+    }
+    device.supports_dtype(dtype)
+}
+
 /// That the device stores and computes the dtype.
 fn check_dtype<B: Backend>(device: &B::Device, dtype: DType) -> Result<(), KernelError> {
     if takes(dtype) && B::supports_dtype(device, dtype) {

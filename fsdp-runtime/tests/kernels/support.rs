@@ -1,6 +1,7 @@
 //! Devices, numbers and comparisons.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use fsdp_runtime::kernels;
 
 pub const DTYPES: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
 
@@ -25,20 +26,9 @@ pub fn device() -> Option<Device> {
     }
 }
 
-/// Dtypes that Burn computes on the device. To bf16, CubeCL's compiler for CPUs rounds by an
-/// instruction that not all have.
+/// Dtypes that Burn computes on the device.
 pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + '_ {
-    let rounds = |dtype| dtype != FloatDType::BF16 || rounds_to_bf16(device);
-    DTYPES.into_iter().filter(move |&dtype| device.supports_dtype(dtype) && rounds(dtype))
-}
-
-fn rounds_to_bf16(device: &Device) -> bool {
-    #[cfg(all(feature = "cpu", target_arch = "x86_64"))]
-    if *device == Device::cpu() {
-        return is_x86_feature_detected!("avx512bf16");
-    }
-    let _ = device;
-    true
+    DTYPES.into_iter().filter(|&dtype| kernels::computes(device, dtype))
 }
 
 /// Numbers of every size from a seed: zero, subnormal, and up to `largest`.
