@@ -4,9 +4,14 @@
 
 mod support;
 
-use burn::tensor::{Device, FloatDType};
+use std::sync::Mutex;
+
+use burn::optim::{LearningRate, Optimizer, Sgd, SgdConfig, SgdState};
+use burn::tensor::{Device, FloatDType, Tensor};
+use fsdp_runtime::kernels;
+use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
-use support::{Outcome, Run, parity};
+use support::{Net, Outcome, Run, batch, loss, parity};
 
 /// Three inner units in two buffers, so that a gather overwrites what an earlier unit read.
 fn small(device: Device) -> Run {
@@ -49,6 +54,59 @@ fn offload_from_a_cubecl_device_changes_no_loss() {
     offloaded.assert_close(&plain.launch(), 1e-6);
 }
 
+/// Burn's SGD, which tells the device of all that it steps.
+#[derive(Clone)]
+struct Told(Sgd);
+
+static STEPPED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+
+impl Optimizer for Told {
+    type State<const D: usize> = SgdState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<SgdState<D>>,
+    ) -> (Tensor<D>, Option<SgdState<D>>) {
+        STEPPED.lock().unwrap().extend([tensor.device(), grad.device()]);
+        self.0.step(lr, tensor, grad, state)
+    }
+
+    fn to_device<const D: usize>(state: SgdState<D>, device: &Device) -> SgdState<D> {
+        Sgd::to_device(state, device)
+    }
+}
+
+/// Whole matrices are stepped where fragments rest, and the optimizer's state lies there with them.
+#[test]
+fn whole_matrices_of_an_offloaded_model_are_stepped_on_the_host() {
+    let after = |policy| {
+        let options = LaunchOptions::new(2).device(Device::cpu());
+        let ranks = launch(options, move |worker| {
+            let options = FsdpOptions::new().seed(7).offload(policy);
+            let mut net = fully_shard(Net::new(1, 0.0, worker.device()), &worker, options)?;
+            let mut sgd = WholeParam::new(Told(SgdConfig::new().build()));
+            let rows = worker.rank().index()..worker.rank().index() + 1;
+            let (tokens, labels) = batch(0, rows, worker.device());
+            let grads = net.backward(loss(net.forward(tokens), labels))?;
+            net = sgd.step(1e-1, net, grads)?;
+            net.full_state(Recipient::All)
+        });
+        (ranks.unwrap().swap_remove(0), std::mem::take(&mut *STEPPED.lock().unwrap()))
+    };
+    let (plain, devices) = after(OffloadPolicy::None);
+    assert!(!devices.is_empty() && devices.iter().all(|device| *device == Device::cpu()));
+    let (offloaded, devices) = after(OffloadPolicy::Params { pin_memory: true });
+    assert!(!devices.is_empty() && devices.iter().all(|device| *device == Device::flex()));
+    for (path, expected) in &plain {
+        for (a, b) in offloaded[path].iter::<f32>().zip(expected.iter::<f32>()) {
+            assert!((a - b).abs() <= 1e-6 * a.abs().max(1.0), "`{path}`: {a} {b}");
+        }
+    }
+}
+
 #[test]
 fn sharded_training_equals_plain_burn_on_a_cubecl_device() {
     parity::equals_plain_burn(&Run { dropout: 0.0, clip: None, ..small(Device::cpu()) });
@@ -67,15 +125,18 @@ fn checkpointed_units_train_alike_on_a_cubecl_device() {
     assert_eq!(offloaded.counts, plain.counts);
 }
 
-/// Gathered and computed with in bf16.
+/// Gathered and computed with in half precision.
 #[test]
 fn half_precision_trains_on_a_cubecl_device() {
     let full = Run { dropout: 0.0, clip: None, ..small(Device::cpu()) };
-    let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+    // What this processor rounds to.
+    let bf16 = kernels::computes(&Device::cpu(), FloatDType::BF16);
+    let dtype = if bf16 { FloatDType::BF16 } else { FloatDType::F16 };
+    let policy = MixedPrecisionPolicy::new().param_dtype(dtype);
     let options = full.options.clone().mixed_precision(policy.output_dtype(FloatDType::F32));
     let half = Run { options, ..full.clone() }.launch();
     let full = full.launch();
     half.assert_close(&full, 2e-2);
-    assert_ne!(half.losses, full.losses, "products were in bf16");
+    assert_ne!(half.losses, full.losses, "products were in half precision");
     assert_eq!(2 * half.slot_bytes, full.slot_bytes, "half the bytes");
 }

@@ -180,12 +180,8 @@ impl Cli {
 
     /// When to save and from where to resume.
     pub fn save_plan(&self) -> SavePlan {
-        SavePlan {
-            directory: self.save_dir.clone().or_else(|| self.resume.clone()),
-            every: self.save_every,
-            keep_last: self.keep_last,
-            resume: self.resume.clone(),
-        }
+        let plan = SavePlan::new(self.save_dir.clone(), self.resume.clone());
+        SavePlan { every: self.save_every, keep_last: self.keep_last, ..plan }
     }
 }
 

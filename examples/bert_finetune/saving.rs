@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::optim::ModuleOptimizer;
+use fsdp_runtime::GradScaler;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
 use fsdp_runtime::prelude::*;
 
@@ -22,6 +23,24 @@ pub struct SavePlan {
     pub keep_last: Option<usize>,
     /// Where to resume from: a folder of checkpoints, or one of them.
     pub resume: Option<PathBuf>,
+}
+
+impl SavePlan {
+    /// A plan that saves where it resumes from, unless told where: beside the checkpoint, where that
+    /// is one.
+    pub fn new(directory: Option<PathBuf>, resume: Option<PathBuf>) -> Self {
+        let beside = |folder: &PathBuf| match (is_checkpoint(folder), folder.canonicalize()) {
+            (true, Ok(checkpoint)) => checkpoint.parent().map_or(checkpoint.clone(), PathBuf::from),
+            _ => folder.clone(),
+        };
+        let directory = directory.or_else(|| resume.as_ref().map(beside));
+        Self { directory, resume, ..Self::default() }
+    }
+}
+
+/// Whether a folder is a checkpoint, and not one that holds some.
+fn is_checkpoint(folder: &Path) -> bool {
+    folder.join(fsdp_runtime::checkpoint::MANIFEST).is_file()
 }
 
 /// How far a run has come.
@@ -43,6 +62,8 @@ pub struct Training<'a> {
     pub optimizer: &'a mut ModuleOptimizer,
     /// Its learning rate.
     pub schedule: &'a mut ModuleLrScheduler,
+    /// Its loss scale, in float16.
+    pub scaler: Option<&'a mut GradScaler>,
 }
 
 /// The checkpoints of a run, on one rank.
@@ -129,6 +150,10 @@ impl Saver {
             .model("bert", training.model)
             .optimizer("adamw", training.optimizer)
             .scheduler("learning_rate", training.schedule);
+        let checkpoint = match &training.scaler {
+            Some(scaler) => checkpoint.grad_scaler("loss_scale", scaler),
+            None => checkpoint,
+        };
         manager.save(&checkpoint).context("cannot save")?;
         self.saved = Some(step);
         Ok(())
@@ -141,17 +166,22 @@ impl Saver {
 ///
 /// If there is none, or it does not fit the model.
 pub fn resume(worker: &Worker, folder: &Path, training: Training<'_>) -> Result<Position> {
-    let folder = match folder.join(fsdp_runtime::checkpoint::MANIFEST).is_file() {
+    let folder = match is_checkpoint(folder) {
         true => folder.to_path_buf(),
         false => match CheckpointManager::new(folder, worker).latest()? {
             Some(folder) => folder,
             None => bail!("--resume: {} holds no complete checkpoint", folder.display()),
         },
     };
-    let restored = Restore::new()
+    let restore = Restore::new()
         .model("bert", training.model)
         .optimizer("adamw", training.optimizer)
-        .scheduler("learning_rate", training.schedule)
+        .scheduler("learning_rate", training.schedule);
+    let restore = match training.scaler {
+        Some(scaler) => restore.grad_scaler("loss_scale", scaler),
+        None => restore,
+    };
+    let restored = restore
         .load(worker, &folder)
         .with_context(|| format!("cannot resume from {}", folder.display()))?;
     let progress = restored.progress;
@@ -208,6 +238,7 @@ mod tests {
             train: examples(4 * GLOBAL + 5),
             test: examples(7),
             options: FsdpOptions::new(),
+            scale_loss: false,
             strategy,
             saving: cli.save_plan(),
             recipe: cli.recipe(),
@@ -242,5 +273,40 @@ mod tests {
                 assert!((found - expected).abs() <= 1e-6, "{what}");
             }
         }
+    }
+
+    #[test]
+    fn a_run_that_resumes_from_one_checkpoint_saves_beside_it() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().to_str().unwrap();
+        run(1, job(1, ShardingStrategy::FullShard, &["--save-dir", folder, "--stop-after", "3"]));
+        let first = home.path().join("step-00000003");
+        let flags = ["--resume", first.to_str().unwrap(), "--save-every", "1", "--stop-after", "5"];
+        let flags = [&flags[..], &["--keep-last", "1"]].concat();
+        run(1, job(1, ShardingStrategy::FullShard, &flags));
+        let names = std::fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        assert_eq!(names, ["step-00000005"]);
+    }
+
+    /// The loss scale goes along; an overflow is a step without an update.
+    #[test]
+    fn a_run_in_float16_goes_on_with_its_loss_scale() {
+        let policy = MixedPrecisionPolicy::new().param_dtype(burn::tensor::FloatDType::F16);
+        let half = |flags: &[&str]| {
+            let job = job(2, ShardingStrategy::FullShard, flags);
+            let policy = policy.output_dtype(burn::tensor::FloatDType::F32);
+            Job { options: FsdpOptions::new().mixed_precision(policy), scale_loss: true, ..job }
+        };
+        let all = run(2, half(&[])).losses;
+        assert!(all.len() == 9 && all.iter().all(|loss| loss.is_finite()), "{all:?}");
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().to_str().unwrap();
+        run(2, half(&["--save-dir", folder, "--stop-after", "5"]));
+        let manifest = home.path().join("step-00000005").join("manifest.json");
+        let manifest = std::fs::read_to_string(manifest).unwrap();
+        assert!(manifest.contains("loss_scale"), "{manifest}");
+        assert_eq!(run(2, half(&["--resume", folder])).losses, all[5..]);
     }
 }

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use fsdp_runtime::config::{Config, Note};
+use fsdp_runtime::config::{Config, MixedPrecision, Note};
 use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
@@ -25,6 +25,8 @@ pub struct Settings {
     pub strategy: ShardingStrategy,
     /// How, but for the strategy.
     pub options: FsdpOptions,
+    /// Whether losses are scaled: gradients in float16 underflow otherwise.
+    pub scale_loss: bool,
 }
 
 impl Settings {
@@ -74,12 +76,15 @@ impl Settings {
             false => launch,
         };
         let of_file = config.as_ref().map(|config| config.fsdp.sharding_strategy);
+        let fp16 = |config: &Config| config.mixed_precision == MixedPrecision::Fp16;
+        let scale_loss = config.as_ref().is_some_and(fp16);
         let options = config.as_ref().map(Config::options::<BertForSequenceClassification>);
         Ok(Self {
             device,
             launch,
             strategy: cli.strategy.or(of_file).unwrap_or(ShardingStrategy::FullShard),
             options: options.transpose()?.unwrap_or_else(FsdpOptions::new),
+            scale_loss,
         })
     }
 }
@@ -126,6 +131,19 @@ use_cpu: true
         assert_eq!(of_file.device, DeviceName::Flex, "`use_cpu`");
         let launch = format!("{:?}", of_file.launch);
         assert!(launch.contains("Exactly(4)"), "{launch}");
+    }
+
+    #[test]
+    fn losses_are_scaled_in_float16() {
+        let scales = |precision: &str| {
+            let file = FILE.replace("mixed_precision: 'no'", precision);
+            let cli = Cli::parse_from(["bert_finetune", "--quiet"]);
+            Settings::with(&cli, Some(Config::parse(&file, "file.yaml").unwrap()), None)
+                .unwrap()
+                .scale_loss
+        };
+        assert!(scales("mixed_precision: fp16"));
+        assert!(!scales("mixed_precision: bf16") && !scales("mixed_precision: 'no'"));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::ModuleOptimizer;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LoadOptions, from_pretrained};
+use fsdp_runtime::{GradScaler, LoadOptions, Unscaled, from_pretrained};
 
 use crate::batch::{Dealer, Padded};
 use crate::cli::Recipe;
@@ -48,6 +48,8 @@ pub struct Job {
     pub strategy: ShardingStrategy,
     /// How: of the configuration file, where there is one.
     pub options: FsdpOptions,
+    /// Whether losses are scaled.
+    pub scale_loss: bool,
     /// When to save and from where to resume.
     pub saving: SavePlan,
     /// How to train.
@@ -78,10 +80,16 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
     let mut optimizer = optimizer(recipe);
     let mut schedule = schedule(recipe, total)?;
     let loss_of = CrossEntropyLossConfig::new().init(worker.device());
+    let mut scaler = job.scale_loss.then(GradScaler::new);
     let mut saver = Saver::new(&job.saving, worker);
     macro_rules! training {
         () => {
-            Training { model: &mut model, optimizer: &mut optimizer, schedule: &mut schedule }
+            Training {
+                model: &mut model,
+                optimizer: &mut optimizer,
+                schedule: &mut schedule,
+                scaler: scaler.as_mut(),
+            }
         };
     }
     let mut at = match &job.saving.resume {
@@ -114,10 +122,19 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
             let loss = loss_of.forward(logits, input.labels);
 
             let value = loss.clone().inner();
-            let mut grads = model.backward(loss)?;
-            model.clip_grad_norm(&mut grads, recipe.max_norm)?;
+            let grads = match &mut scaler {
+                Some(scaler) => {
+                    let grads = model.backward(scaler.scale(loss))?;
+                    scaler.unscale(&model, grads)?
+                }
+                None => Unscaled::Finite(model.backward(loss)?),
+            };
             let rate = schedule.step();
-            model = optimizer.step(rate.clone(), model, grads);
+            // An overflow leaves the step without an update.
+            if let Unscaled::Finite(mut grads) = grads {
+                model.clip_grad_norm(&mut grads, recipe.max_norm)?;
+                model = optimizer.step(rate.clone(), model, grads);
+            }
 
             let value = f64::from(value.try_into_scalar::<f32>()?);
             at = Position { step: at.step + 1, examples: at.examples + batch.len(), ..at };

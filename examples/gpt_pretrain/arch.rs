@@ -54,14 +54,15 @@ impl Arch {
         4 * self.width
     }
 
-    /// Bytes of what a forward over `rows` samples of `length` keeps on the device for its backward.
+    /// Bytes of what a forward over `rows` samples of `length` keeps for its backward: on the device,
+    /// and in the host's memory.
     ///
     /// An estimate, counted from the operations: each block keeps about 27 vectors of the model's
     /// width a token (norms, projections, the feed-forward part at four times the width, residuals and
     /// masks) and 3 numbers a head and pair of tokens; the logits are there three times at the
     /// loss, in f32. The gradient of the output's weight comes first and stays until the embedding's
     /// joins it. A checkpointed block keeps its input alone, and one of them at a time all the rest.
-    pub fn activation_bytes(&self, rows: usize, length: usize, kept: Kept) -> usize {
+    pub fn activation_bytes(&self, rows: usize, length: usize, kept: Kept) -> (usize, usize) {
         let of_block = 27 * self.width + 3 * self.heads * length;
         let of_blocks = match kept.blocks {
             KeptBlocks::Whole => self.layers * of_block,
@@ -70,7 +71,11 @@ impl Arch {
         };
         let numbers = rows * length * (of_blocks + 3 * self.width) + self.vocabulary * self.width;
         let logits = rows * length * 3 * self.vocabulary;
-        numbers * kept.element_size + logits * size_of::<f32>()
+        let on_host = match kept.blocks {
+            KeptBlocks::OnHost => rows * length * self.layers * self.width * kept.element_size,
+            _ => 0,
+        };
+        (numbers * kept.element_size + logits * size_of::<f32>(), on_host)
     }
 }
 

@@ -1,5 +1,9 @@
 //! Byte-pair encoding as GPT-2's: over bytes, so that any text can be written in it, and learnt from
-//! the training text when the program starts.
+//! the training text when the program first starts with it.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
+use std::path::Path;
 
 use anyhow::{Result, anyhow, ensure};
 use tokenizers::models::TrainerWrapper;
@@ -18,6 +22,37 @@ pub struct Bpe {
 }
 
 impl Bpe {
+    /// As [`train`](Self::train), or as an earlier start has learnt from the same text and kept in
+    /// `folder`. A folder that cannot be written to is told, and no error.
+    ///
+    /// # Errors
+    ///
+    /// As [`train`](Self::train).
+    pub fn cached(text: &str, vocabulary: usize, folder: Option<&Path>) -> Result<Self> {
+        let Some(folder) = folder else { return Self::train(text, vocabulary) };
+        let file = folder.join(format!("bpe-{}.json", fingerprint(text, vocabulary)));
+        // What cannot be read is learnt again, and written over.
+        if let Ok(inner) = Tokenizer::from_file(&file) {
+            return Ok(Self { inner });
+        }
+        let learnt = Self::train(text, vocabulary)?;
+        if let Err(error) = learnt.keep(&file) {
+            eprintln!("the word pieces are not kept in {}: {error:#}", file.display());
+        }
+        Ok(learnt)
+    }
+
+    /// Writes the pieces to a file, which is there as a whole or not at all.
+    fn keep(&self, file: &Path) -> Result<()> {
+        let text = self.inner.to_string(false).map_err(library)?;
+        let folder = file.parent().unwrap_or(Path::new("."));
+        std::fs::create_dir_all(folder)?;
+        let mut new = tempfile::NamedTempFile::new_in(folder)?;
+        new.write_all(text.as_bytes())?;
+        new.persist(file)?;
+        Ok(())
+    }
+
     /// Learns at most `vocabulary` pieces from a text. The same text gives the same pieces.
     ///
     /// # Errors
@@ -58,6 +93,16 @@ impl Bpe {
     }
 }
 
+/// What the pieces are a function of, in 128 bits.
+fn fingerprint(text: &str, vocabulary: usize) -> String {
+    let half = |seed: u64| {
+        let mut hasher = DefaultHasher::new();
+        (seed, MIN_COUNT, vocabulary, text).hash(&mut hasher);
+        hasher.finish()
+    };
+    format!("{:016x}{:016x}", half(0), half(1))
+}
+
 fn lines(text: &str) -> impl Iterator<Item = &str> + Send {
     text.split_inclusive('\n')
 }
@@ -91,6 +136,33 @@ mod tests {
         let text = crate::text::Text::embedded().unwrap().held_out;
         let ids = || Bpe::train(&text, 1000).unwrap().encode(&text).unwrap();
         assert_eq!(ids(), ids());
+    }
+
+    #[test]
+    fn the_pieces_of_a_text_are_kept() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().join("new");
+        let ids = |text: &str, size| {
+            Bpe::cached(text, size, Some(&folder)).unwrap().encode(TEXT).unwrap()
+        };
+        let first = ids(TEXT, 300);
+        let files = || {
+            let paths = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+            paths.collect::<Vec<_>>()
+        };
+        let [file] = &files()[..] else { panic!("{:?}", files()) };
+        // What is kept is what is used: here that of another text.
+        Bpe::train("a a", 300).unwrap().keep(file).unwrap();
+        assert_ne!(ids(TEXT, 300), first);
+        std::fs::write(file, "torn").unwrap();
+        assert_eq!(ids(TEXT, 300), first, "learnt again");
+        assert_eq!(ids(TEXT, 300), first, "and kept again");
+        ids("another text", 300);
+        ids(TEXT, 301);
+        assert_eq!(files().len(), 3);
+        // A file in the folder's place.
+        let learnt = Bpe::cached(TEXT, 300, Some(file)).unwrap();
+        assert_eq!(learnt.encode(TEXT).unwrap(), first);
     }
 
     #[test]

@@ -5,11 +5,13 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use fsdp_runtime::prelude::ShardingStrategy;
+use fsdp_runtime::env::{EnvError, RankEnv};
+use fsdp_runtime::prelude::{Engine, ShardingStrategy};
 
 use crate::arch::{Arch, KeptBlocks};
 use crate::device::DeviceName;
 use crate::schedule::{LrScheduler, Schedule};
+use crate::train::Setup;
 
 /// Pretrains a GPT whose weights, gradients and optimizer state are sharded over ranks.
 ///
@@ -44,6 +46,10 @@ pub struct Cli {
     /// Loss scale to begin with under --fp16
     #[arg(long, value_name = "SCALE", default_value = "128", value_parser = scale)]
     pub fp16_init_scale: f32,
+
+    /// Loss scale below which a run under --fp16 ends: its loss has exploded
+    #[arg(long, value_name = "SCALE", default_value = "1e-4", value_parser = scale)]
+    pub min_loss_scale: f32,
 
     /// Keep parameters, gradients and optimizer state in the host's memory, and step there
     #[arg(long)]
@@ -117,6 +123,15 @@ pub struct Cli {
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub data: Vec<PathBuf>,
 
+    /// Folder for the word pieces learnt from a text, so that the next start finds them; `none` to learn
+    /// them at every start [default: fsdp-burn in the user's cache]
+    #[arg(long, value_name = "FOLDER")]
+    pub bpe_cache: Option<PathBuf>,
+
+    /// How ranks communicate: auto, local, mpi or nccl
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub engine: Engine,
+
     /// Where to compute: auto, flex, cpu, wgpu, cuda or cuda:N
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub device: DeviceName,
@@ -125,7 +140,7 @@ pub struct Cli {
     #[arg(long, value_name = "N", default_value = "20", value_parser = positive)]
     pub log_interval: usize,
 
-    /// Memory a rank may use, such as 4GiB, in place of its part of what the machine has free
+    /// Memory of its device that a rank may use, such as 4GiB, in place of what is there
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub memory_limit: Option<usize>,
 
@@ -188,6 +203,8 @@ pub enum Precision {
     Fp16 {
         /// The first scale.
         init_scale: f32,
+        /// The least scale.
+        min_scale: f32,
     },
 }
 
@@ -217,9 +234,40 @@ const GPT3: Defaults = Defaults {
 };
 
 impl Cli {
-    /// How many ranks there are.
-    pub fn world_size(&self) -> usize {
-        self.world_size.unwrap_or_else(|| self.device.ranks())
+    /// How many ranks there are: as asked, or as many as processes were started.
+    ///
+    /// # Errors
+    ///
+    /// If the environment half says which of them this process is.
+    pub fn world_size(&self) -> Result<usize, EnvError> {
+        if let Some(asked) = self.world_size {
+            return Ok(asked);
+        }
+        Ok(RankEnv::read()?.map_or_else(|| self.device.ranks(), |place| place.world.size()))
+    }
+
+    /// The model and its training, as these flags ask for them.
+    pub fn setup(&self) -> Setup {
+        Setup {
+            arch: self.arch,
+            strategy: self.strategy,
+            reshard_after_forward: !self.no_reshard_after_forward,
+            cpu_offload: self.cpu_offload,
+            recipe: self.recipe(),
+        }
+    }
+
+    /// Where word pieces are kept, if anywhere.
+    pub fn bpe_cache(&self) -> Option<PathBuf> {
+        let home = || std::env::home_dir().map(|home| home.join(".cache"));
+        match &self.bpe_cache {
+            Some(none) if none.as_os_str() == "none" => None,
+            Some(folder) => Some(folder.clone()),
+            None => {
+                let cache = std::env::var_os("XDG_CACHE_HOME").filter(|folder| !folder.is_empty());
+                Some(cache.map(PathBuf::from).or_else(home)?.join("fsdp-burn"))
+            }
+        }
     }
 
     /// The recipe these flags ask for.
@@ -248,7 +296,10 @@ impl Cli {
             },
             precision: match (self.bf16, self.fp16) {
                 (true, _) => Precision::Bf16,
-                (_, true) => Precision::Fp16 { init_scale: self.fp16_init_scale },
+                (_, true) => Precision::Fp16 {
+                    init_scale: self.fp16_init_scale,
+                    min_scale: self.min_loss_scale,
+                },
                 _ => Precision::Full,
             },
         }
@@ -347,7 +398,7 @@ mod tests {
         assert_eq!((cli.arch.name, recipe.adam_betas), ("13B", (0.9, 0.98)));
         assert_eq!((recipe.updates(1000), recipe.schedule(10).total), (10, 10));
         assert_eq!(recipe.dropout, 0.0, "as fairseq's GPT-3");
-        assert_eq!(recipe.precision, Precision::Fp16 { init_scale: 4.0 });
+        assert_eq!(recipe.precision, Precision::Fp16 { init_scale: 4.0, min_scale: 1e-4 });
         assert!(cli.cpu_offload);
         assert_eq!(recipe.kept_blocks, KeptBlocks::Inputs);
     }

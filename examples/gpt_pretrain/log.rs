@@ -6,8 +6,9 @@
 //! `ups` word pieces and updates a second; `lr` is the next update's; `clip` is how many updates in a
 //! hundred were clipped, and not there without a bound; `loss_scale` is there in float16;
 //! `train_wall` are the seconds spent in updates, `wall` those since the start. What fairseq averages
-//! over a window of its own is of the updates since the line before. `gb_free` is the machine's memory, where fairseq's is the device's, and not there
-//! where the system does not tell.
+//! over a window of its own is of the updates since the line before. As there, a batch whose gradients
+//! overflow is no update and in no line. `gb_free` is the machine's memory, where fairseq's is the
+//! device's, and not there where the system does not tell.
 
 use std::time::Instant;
 
@@ -42,8 +43,8 @@ pub struct LogLine {
 /// What an update was like.
 #[derive(Clone, Copy, Debug)]
 pub struct Update {
-    /// Norm of all gradients before clipping; `None` of one that was skipped.
-    pub norm: Option<f64>,
+    /// Norm of all gradients before clipping.
+    pub norm: f64,
     /// Seconds it took.
     pub seconds: f64,
 }
@@ -88,9 +89,8 @@ impl Log {
         let count = self.since.len().max(1) as f64;
         let rate = count / self.last.elapsed().as_secs_f64().max(1e-9);
         let words = (self.samples * self.tokens_per_sample) as f64;
-        let norms: Vec<f64> = self.since.iter().filter_map(|update| update.norm).collect();
-        let norm = norms.iter().sum::<f64>() / norms.len().max(1) as f64;
-        let clipped = norms.iter().filter(|norm| **norm > self.clip_norm).count();
+        let norm = self.since.iter().map(|update| update.norm).sum::<f64>() / count;
+        let clipped = self.since.iter().filter(|update| update.norm > self.clip_norm).count();
         let clip = (self.clip_norm > 0.0).then(|| rounded(100.0 * clipped as f64 / count, 1));
         let line = LogLine {
             epoch: updates.saturating_sub(1) / per_epoch + 1,
@@ -173,7 +173,7 @@ mod tests {
     fn a_line_has_fairseqs_keys_in_order() {
         let mut log = Log::new(16, 128, 1.0);
         for norm in [0.5, 2.5] {
-            log.update(Update { norm: Some(norm), seconds: 2.0 });
+            log.update(Update { norm, seconds: 2.0 });
         }
         let place = Place { updates: 12, per_epoch: 8, lr: 2e-5 };
         let line = log.line(place, 10.0, Some(128.0));
@@ -208,8 +208,7 @@ mod tests {
             assert!(json.contains(part), "{json}");
         }
         log.clip_norm = 0.0;
-        log.update(Update { norm: Some(1.0), seconds: 0.0 });
-        log.update(Update { norm: None, seconds: 0.0 });
+        log.update(Update { norm: 1.0, seconds: 0.0 });
         let json = serde_json::to_string(&log.line(place, 1.0, None)).unwrap();
         assert!(
             !json.contains("clip") && !json.contains("scale") && json.contains(r#""gnorm":"1","#),

@@ -30,6 +30,8 @@ mod train;
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use fsdp_runtime::Rank;
+use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
 use crate::batch::Blocks;
@@ -39,7 +41,7 @@ use crate::cli::Cli;
 use crate::report::{InitBar, Summary};
 use crate::room::Room;
 use crate::text::Text;
-use crate::train::{Job, train};
+use crate::train::{Job, Setup, train};
 
 fn main() -> Result<()> {
     start(&Cli::parse())
@@ -51,7 +53,8 @@ fn start(cli: &Cli) -> Result<()> {
     if !cli.quiet {
         InitBar::show();
     }
-    let summary = run(cli)?;
+    // The process that has rank 0 tells.
+    let Some(summary) = run(cli)? else { return Ok(()) };
     if !(cli.json && cli.quiet) {
         println!("{summary}");
     }
@@ -61,31 +64,44 @@ fn start(cli: &Cli) -> Result<()> {
     Ok(())
 }
 
-fn run(cli: &Cli) -> Result<Summary> {
-    let device = cli.device.resolve()?;
-    let job = prepare(cli)?;
-    let forecast = room::forecast(&job, cli.world_size(), &device)?;
-    let room = Room::of(cli);
-    if !cli.quiet {
+/// Runs the ranks of this process. The summary is that of the rank that held the most, with rank 0.
+fn run(cli: &Cli) -> Result<Option<Summary>> {
+    let (device, setup) = (cli.device.resolve()?, cli.setup());
+    let started = RankEnv::read()?;
+    let world = cli.world_size()?;
+    let (first, here) = match &started {
+        Some(place) => (place.rank == Rank::ZERO, place.local_world.unwrap_or(world)),
+        None => (true, world),
+    };
+    // Before anything that takes time.
+    let forecast = room::forecast(&setup, world, &device)?;
+    let room = Room::of(cli, here);
+    if !cli.quiet && first {
         eprintln!("forecast, {room}\n{forecast}");
     }
     room.check(&forecast)?;
-    let options = LaunchOptions::new(cli.world_size()).device(device);
-    let of_ranks = launch(options, move |worker: Worker| train(&job, &forecast, &worker))?;
-    let largest = of_ranks.into_iter().max_by_key(|of| of.memory.total.peak);
-    largest.context("no rank returned a result")
+    let job = prepare(cli, setup, first)?;
+    let options = LaunchOptions::new(world).engine(cli.engine).device(device);
+    let of_ranks = launch(options, move |worker: Worker| {
+        let summary = train(&job, &forecast, &worker)?;
+        Ok::<_, anyhow::Error>((worker.rank(), summary))
+    })?;
+    if of_ranks.iter().all(|(rank, _)| *rank != Rank::ZERO) {
+        return Ok(None);
+    }
+    let summaries = of_ranks.into_iter().map(|(_, summary)| summary);
+    Ok(summaries.max_by_key(|of| of.memory.total.peak))
 }
 
 /// Reads the text and cuts it into word pieces: all that can be wrong before a rank starts.
-fn prepare(cli: &Cli) -> Result<Job> {
-    let recipe = cli.recipe();
+fn prepare(cli: &Cli, setup: Setup, first: bool) -> Result<Job> {
     let text = match cli.data.as_slice() {
         [] => Text::embedded()?,
         files => Text::read(files)?,
     };
-    let bpe = Bpe::train(&text.train, cli.arch.vocabulary)?;
+    let bpe = Bpe::cached(&text.train, cli.arch.vocabulary, cli.bpe_cache().as_deref())?;
     let (train, held_out) = (bpe.encode(&text.train)?, bpe.encode(&text.held_out)?);
-    if !cli.quiet {
+    if !cli.quiet && first {
         eprintln!(
             "{}: {} word pieces to train on, {} held out, {} kinds",
             text.name,
@@ -96,18 +112,14 @@ fn prepare(cli: &Cli) -> Result<Job> {
     }
     let bigram = Bigram::train(&train, bpe.vocabulary()).perplexity(&held_out);
     let blocks = |pieces, what: &str| {
-        Blocks::new(pieces, recipe.tokens_per_sample)
+        Blocks::new(pieces, setup.recipe.tokens_per_sample)
             .with_context(|| format!("{} is too short to {what}", text.name))
     };
     Ok(Job {
-        arch: cli.arch,
         train: blocks(train, "train on")?,
         held_out: blocks(held_out, "hold a tenth of it out")?,
         bigram,
-        strategy: cli.strategy,
-        reshard_after_forward: !cli.no_reshard_after_forward,
-        cpu_offload: cli.cpu_offload,
-        recipe,
+        setup,
         log: !cli.quiet,
     })
 }
@@ -121,10 +133,11 @@ mod tests {
 
     /// A run short enough for a test, of the same steps at every world size.
     fn run_with(flags: &str) -> Result<Summary> {
-        let shape = "--quiet --tokens-per-sample 32 --max-update 3 --warmup-updates 0 --lr 1e-3";
-        run(&Cli::parse_from(
-            std::iter::once("gpt_pretrain").chain(shape.split(' ')).chain(flags.split(' ')),
-        ))
+        let shape = "--quiet --bpe-cache none --tokens-per-sample 32 --max-update 3 \
+                     --warmup-updates 0 --lr 1e-3";
+        let flags = shape.split_whitespace().chain(flags.split(' '));
+        let summary = run(&Cli::parse_from(std::iter::once("gpt_pretrain").chain(flags)))?;
+        summary.context("rank 0 is here")
     }
 
     #[test]
@@ -183,15 +196,26 @@ mod tests {
         assert_eq!(offloaded.losses, full.losses);
         for flag in ["--bf16", "--fp16"] {
             let half = run_with(&format!("{shape} {flag}")).unwrap();
-            assert_eq!((half.skipped_updates, half.losses.len()), (0, 3), "{flag}");
+            assert_eq!(
+                (half.skipped_updates, half.updates, half.losses.len()),
+                (0, 3, 3),
+                "{flag}"
+            );
             assert_ne!(half.losses, full.losses, "{flag}");
             for (a, b) in half.losses.iter().zip(&full.losses) {
                 assert!((a / b - 1.0).abs() < 0.02, "{flag}: {:?} {:?}", half.losses, full.losses);
             }
         }
-        let overflow = run_with(&format!("{shape} --fp16 --fp16-init-scale 1e30")).unwrap();
-        assert_eq!(overflow.skipped_updates, 3);
-        assert!(overflow.losses.iter().all(|loss| loss.is_finite()));
+        // The same number of updates after overflows, of batches further on.
+        let overflow = run_with(&format!("{shape} --fp16 --fp16-init-scale 1e8")).unwrap();
+        assert!((1..20).contains(&overflow.skipped_updates), "{}", overflow.skipped_updates);
+        assert_eq!((overflow.updates, overflow.losses.len()), (3, 3));
+        for (a, b) in overflow.losses.iter().zip(&full.losses) {
+            assert!((a / b - 1.0).abs() < 0.1, "{:?} {:?}", overflow.losses, full.losses);
+        }
+        let endless =
+            run_with(&format!("{shape} --fp16 --fp16-init-scale 1e8 --min-loss-scale 9e7"));
+        assert!(format!("{:#}", endless.unwrap_err()).contains("--min-loss-scale"));
     }
 
     #[test]
@@ -209,11 +233,11 @@ mod tests {
     fn a_model_trains_in_a_quarter_of_its_own_size() {
         let arch =
             Arch { name: "deep", fairseq: None, layers: 24, width: 64, heads: 2, vocabulary: 512 };
-        let shape = "gpt_pretrain --quiet --tokens-per-sample 32 --max-update 2 --batch-size 1 \
-                     --max-valid-steps 1";
+        let shape = "gpt_pretrain --quiet --bpe-cache none --tokens-per-sample 32 --max-update 2 \
+                     --batch-size 1 --max-valid-steps 1";
         let with = |flags: &str| {
             let cli = Cli::parse_from(shape.split_whitespace().chain(flags.split_whitespace()));
-            run(&Cli { arch, ..cli })
+            run(&Cli { arch, ..cli }).map(|summary| summary.expect("rank 0 is here"))
         };
         let whole = with("--world-size 1 --strategy NO_SHARD").unwrap().forecast;
         let limit = (whole.replicated + whole.optimizer) / 4;

@@ -93,7 +93,7 @@ pub struct Summary {
     pub num_params: usize,
     /// Updates made.
     pub updates: usize,
-    /// Updates that an overflow in half precision left out.
+    /// Batches that an overflow in half precision left without an update.
     pub skipped_updates: usize,
     /// Word pieces trained on.
     pub words: usize,

@@ -6,72 +6,74 @@ use anyhow::{Context, Result};
 use burn::tensor::{DType, Device};
 use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, WorldSize};
 
-use crate::arch::Kept;
+use crate::arch::{Kept, KeptBlocks};
 use crate::cli::Cli;
 use crate::device::DeviceName;
-use crate::train::{ADAM_MOMENTS, Job};
+use crate::train::{ADAM_MOMENTS, Setup};
 
 /// What the rank that needs the most will hold, from the model's shapes alone.
 ///
 /// # Errors
 ///
-/// If the model cannot be sharded as the job asks.
-pub fn forecast(job: &Job, world_size: usize, device: &Device) -> Result<MemoryForecast> {
-    let model = job.model(device);
+/// If the model cannot be sharded as the setup asks.
+pub fn forecast(setup: &Setup, world_size: usize, device: &Device) -> Result<MemoryForecast> {
+    let model = setup.model(device);
     let world = WorldSize::new(world_size)?;
     let mut largest: Option<MemoryForecast> = None;
     for rank in world.ranks() {
-        let of_rank = MemoryForecast::new(&model, Mesh::new(rank, world), &job.options())?;
+        let of_rank = MemoryForecast::new(&model, Mesh::new(rank, world), &setup.options())?;
         let larger = largest.is_none_or(|largest| largest.total() < of_rank.total());
         largest = if larger { Some(of_rank) } else { largest };
     }
-    let recipe = &job.recipe;
+    let recipe = &setup.recipe;
     let element_size = DType::from(recipe.precision.dtype()).size();
-    let kept = Kept { element_size, blocks: recipe.kept_blocks };
+    let blocks = match recipe.kept_blocks {
+        // The host is the device, and nothing goes anywhere.
+        KeptBlocks::OnHost if is_flex(device) => KeptBlocks::Inputs,
+        blocks => blocks,
+    };
+    let kept = Kept { element_size, blocks };
     let (rows, length) = (recipe.batch_size, recipe.tokens_per_sample);
-    let activations = job.arch.activation_bytes(rows, length, kept);
+    let (on_device, on_host) = setup.arch.activation_bytes(rows, length, kept);
     let forecast = largest.context("no rank")?.with_optimizer(ADAM_MOMENTS);
     let forecast = if recipe.update_freq > 1 { forecast.with_accumulation() } else { forecast };
-    Ok(forecast.with_activations(activations))
+    Ok(forecast.with_activations(on_device).with_host_activations(on_host))
+}
+
+fn is_flex(device: &Device) -> bool {
+    #[cfg(feature = "flex")]
+    return *device == Device::flex();
+    #[cfg(not(feature = "flex"))]
+    {
+        let _ = device;
+        false
+    }
 }
 
 /// Bytes that a rank may use.
-#[derive(Clone, Copy, Debug)]
-pub enum Room {
-    /// What `--memory-limit` says.
-    Limit(usize),
-    /// Its part of what the machine has free: ranks are threads of one process.
-    OnHost {
-        /// Bytes that are free.
-        free: usize,
-        /// How many share them.
-        ranks: usize,
-    },
-    /// Not known: a device with memory of its own, or a system that does not tell.
-    Unknown,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Of its device: what `--memory-limit` says, or what the device has; `None` where that is not
+    /// known, or the device has no memory of its own.
+    device: Option<usize>,
+    /// Of the host: its part of what is free there; `None` on a system that does not tell.
+    host: Option<usize>,
+    /// Whether what the device holds lies in the host's part.
+    shared: bool,
 }
 
 impl Room {
-    /// The room of each rank of a run.
-    pub fn of(cli: &Cli) -> Self {
+    /// The room of each rank of a run, of which so many are on this machine.
+    pub fn of(cli: &Cli, ranks: usize) -> Self {
         let on_host = match cli.device {
             DeviceName::Flex | DeviceName::Cpu => true,
             DeviceName::Auto => !cfg!(feature = "cuda"),
             DeviceName::Wgpu | DeviceName::Cuda(_) => false,
         };
-        match (cli.memory_limit, free_bytes()) {
-            (Some(limit), _) => Self::Limit(limit),
-            (None, Some(free)) if on_host => Self::OnHost { free, ranks: cli.world_size() },
-            _ => Self::Unknown,
-        }
-    }
-
-    /// The bytes, where they are known.
-    pub fn bytes(self) -> Option<usize> {
-        match self {
-            Self::Limit(limit) => Some(limit),
-            Self::OnHost { free, ranks } => Some(free / ranks),
-            Self::Unknown => None,
+        Self {
+            device: cli.memory_limit.or_else(|| gpu_bytes(cli.device, ranks)),
+            host: free_bytes().map(|free| free / ranks),
+            shared: on_host && cli.memory_limit.is_none(),
         }
     }
 
@@ -81,21 +83,41 @@ impl Room {
     ///
     /// [`MemoryError`] with the table, where it does not.
     pub fn check(self, forecast: &MemoryForecast) -> Result<(), MemoryError> {
-        self.bytes().map_or(Ok(()), |bytes| forecast.check(bytes))
+        self.device.map_or(Ok(()), |bytes| forecast.check(bytes))?;
+        self.host.map_or(Ok(()), |bytes| forecast.check_host(bytes, self.shared))
     }
 }
 
 impl fmt::Display for Room {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
-        match *self {
-            Self::Limit(limit) => write!(f, "a rank may use {:.2} GiB", gib(limit)),
-            Self::OnHost { free, ranks } => {
-                write!(f, "{:.2} GiB free on the host for {ranks} ranks", gib(free))
-            }
-            Self::Unknown => f.write_str("what there is is not known"),
+        let gib = |bytes: usize| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
+        let parts = [(self.device, "of its device"), (self.host, "of the host")];
+        let known = parts.into_iter().filter_map(|(bytes, of)| Some((gib(bytes?), of)));
+        let known: Vec<String> = known.map(|(bytes, of)| format!("{bytes} {of}")).collect();
+        match known.as_slice() {
+            [] => f.write_str("what there is is not known"),
+            known => write!(f, "a rank may use {}", known.join(" and ")),
         }
     }
+}
+
+/// Memory of a GPU for each of so many ranks, which share the GPUs from the one named on.
+#[cfg(feature = "cuda")]
+fn gpu_bytes(device: DeviceName, ranks: usize) -> Option<usize> {
+    let first = match device {
+        DeviceName::Auto => 0,
+        DeviceName::Cuda(first) => first,
+        _ => return None,
+    };
+    let gpus = fsdp_runtime::cuda::driver().ok()?.gpus;
+    let gpus = gpus.get(first..)?;
+    let least = gpus.iter().take(ranks).map(|gpu| gpu.memory).min()?;
+    Some(least / ranks.div_ceil(gpus.len()))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu_bytes(_: DeviceName, _: usize) -> Option<usize> {
+    None
 }
 
 /// Memory of the machine that is free, or of the control group the process is in where that is less;
@@ -121,19 +143,44 @@ mod tests {
 
     use super::*;
 
+    fn room(flags: &str) -> Room {
+        Room::of(&Cli::parse_from(std::iter::once("gpt_pretrain").chain(flags.split(' '))), 4)
+    }
+
     #[test]
     fn a_limit_goes_before_what_is_free() {
-        let room = |flags: &str| {
-            Room::of(&Cli::parse_from(std::iter::once("gpt_pretrain").chain(flags.split(' '))))
-        };
         let four = 4 << 30;
-        assert_eq!(room("--device flex --memory-limit 4GiB").bytes(), Some(four));
-        assert_eq!(room("--device cuda --memory-limit 4GiB").bytes(), Some(four));
-        assert_eq!(room("--device cuda").bytes(), None);
-        if let Room::OnHost { ranks, .. } = room("--device flex --world-size 4") {
-            assert_eq!(ranks, 4);
+        for device in ["flex", "cuda", "wgpu"] {
+            let limited = room(&format!("--device {device} --memory-limit 4GiB"));
+            assert_eq!((limited.device, limited.shared), (Some(four), false));
         }
-        assert_eq!(Room::OnHost { free: 1 << 20, ranks: 4 }.bytes(), Some(1 << 18));
+        assert_eq!(room("--device wgpu").device, None);
+        let flex = room("--device flex");
+        assert_eq!((flex.device, flex.shared), (None, true));
+        if let (Some(host), Some(free)) = (flex.host, free_bytes()) {
+            assert!(host.abs_diff(free / 4) < free / 16, "a part of {free}: {host}");
+        }
+    }
+
+    #[test]
+    fn the_host_has_to_hold_what_rests_there() {
+        let cli =
+            |flags: &str| Cli::parse_from(["gpt_pretrain"].into_iter().chain(flags.split(' ')));
+        let device = DeviceName::Flex.resolve().unwrap();
+        let setup = cli("--cpu-offload --offload-activations").setup();
+        let offloaded = forecast(&setup, 2, &device).unwrap();
+        assert!(offloaded.host.total() > 0 && offloaded.host.activations == 0, "{offloaded}");
+        let [device, host] = [offloaded.total(), offloaded.host.total()];
+        let room = |host, shared| Room { device: None, host: Some(host), shared };
+        assert!(room(host, false).check(&offloaded).is_ok());
+        let error = room(host - 1, false).check(&offloaded).unwrap_err();
+        assert!(matches!(error, MemoryError::HostDoesNotFit { needed, .. } if needed == host));
+        assert!(error.to_string().contains("on the host"), "{error}");
+        // On Flex both parts are of one memory.
+        assert!(room(device + host, true).check(&offloaded).is_ok());
+        assert!(room(device + host - 1, true).check(&offloaded).is_err());
+        let unknown = Room { device: None, host: None, shared: true };
+        assert!(unknown.check(&offloaded).is_ok() && unknown.to_string().contains("not known"));
     }
 
     #[test]

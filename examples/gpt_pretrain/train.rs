@@ -21,17 +21,11 @@ use crate::report::Summary;
 /// Floats of state that AdamW holds for each parameter.
 pub const ADAM_MOMENTS: usize = 2;
 
-/// Everything a run needs; the same for every rank.
+/// The model and how it is trained, whatever the text; the same for every rank.
 #[derive(Clone, Debug)]
-pub struct Job {
+pub struct Setup {
     /// The model's size.
     pub arch: Arch,
-    /// Trained on.
-    pub train: Blocks,
-    /// Evaluated on.
-    pub held_out: Blocks,
-    /// A bigram model's perplexity of the held-out text.
-    pub bigram: f64,
     /// What is sharded.
     pub strategy: ShardingStrategy,
     /// Whether gathered parameters go between forward and backward, where the strategy lets them.
@@ -40,11 +34,24 @@ pub struct Job {
     pub cpu_offload: bool,
     /// How to train.
     pub recipe: Recipe,
+}
+
+/// Everything a run needs; the same for every rank.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The model, and how to train it.
+    pub setup: Setup,
+    /// Trained on.
+    pub train: Blocks,
+    /// Evaluated on.
+    pub held_out: Blocks,
+    /// A bigram model's perplexity of the held-out text.
+    pub bigram: f64,
     /// Whether log lines are printed.
     pub log: bool,
 }
 
-impl Job {
+impl Setup {
     /// The model, of which no value is drawn yet.
     pub fn model(&self, device: &Device) -> Gpt {
         let Recipe { tokens_per_sample: positions, dropout, .. } = self.recipe;
@@ -85,7 +92,7 @@ impl Job {
 ///
 /// If the recipe does not fit the text, a peer fails, or the loss is no longer a number.
 pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Summary> {
-    let Job { recipe, .. } = job;
+    let Setup { recipe, arch, strategy, .. } = &job.setup;
     let rank = worker.rank().index();
     let dealer = Dealer {
         world_size: worker.world().size(),
@@ -97,7 +104,7 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
     let schedule = recipe.schedule(total);
     let max_norm = if recipe.clip_norm > 0.0 { recipe.clip_norm } else { f64::INFINITY };
 
-    let mut model = fully_shard(job.model(worker.device()), worker, job.options())?;
+    let mut model = fully_shard(job.setup.model(worker.device()), worker, job.setup.options())?;
     let mut optimizer = optimizer(recipe);
     let loss_of = CrossEntropyLossConfig::new().init(worker.device());
     let mut scaler = recipe.precision.scaler()?;
@@ -106,8 +113,10 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
     let (mut logged, mut skipped, mut seconds, mut train_loss) = (0, 0, 0.0, 0.0);
     let mut order = Vec::new();
 
-    for update in 0..total {
-        let (epoch, at) = (update / per_epoch, update % per_epoch);
+    while losses.len() < total {
+        // An overflow uses its batch up, and is no update: on every rank.
+        let taken = losses.len() + skipped;
+        let (epoch, at) = (taken / per_epoch, taken % per_epoch);
         if at == 0 {
             order = dealer.epoch(job.train.len(), recipe.seed, epoch);
         }
@@ -126,28 +135,29 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             Some(scaler) => scaler.unscale(&model, gradients)?,
             None => Unscaled::Finite(gradients),
         };
-        // An overflow skips the update, on every rank; the schedule goes on.
-        let norm = match gradients {
-            Unscaled::Finite(mut gradients) => {
-                let norm = model.clip_grad_norm(&mut gradients, max_norm)?;
-                model = optimizer.step(schedule.rate(update), model, gradients);
-                Some(norm)
+        let mut gradients = match gradients {
+            Unscaled::Finite(gradients) => gradients,
+            Unscaled::Overflow => {
+                skipped += 1;
+                recipe.precision.check_scale(scaler.as_ref(), losses.len())?;
+                seconds += begin.elapsed().as_secs_f64();
+                continue;
             }
-            Unscaled::Overflow => None,
         };
-        skipped += usize::from(norm.is_none());
+        let norm = model.clip_grad_norm(&mut gradients, max_norm)?;
+        model = optimizer.step(schedule.rate(losses.len()), model, gradients);
         value += number(found)?;
         ensure!(
             value.is_finite(),
             "the loss of update {} is {value}; a lower --lr may help",
-            update + 1
+            losses.len() + 1
         );
         losses.push(value / std::f64::consts::LN_2);
 
         let took = begin.elapsed().as_secs_f64();
         seconds += took;
         log.update(Update { norm, seconds: took });
-        let updates = update + 1;
+        let updates = losses.len();
         if updates.is_multiple_of(recipe.log_interval) || updates == total {
             let since = &mut losses[logged..];
             mean_over_ranks(since, worker)?;
@@ -160,13 +170,12 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             }
         }
     }
-    // Making the record takes as much memory again as the state.
     model.record_optimizer(&optimizer)?;
-    let words = total * dealer.per_update() * recipe.tokens_per_sample;
+    let words = (total + skipped) * dealer.per_update() * recipe.tokens_per_sample;
     Ok(Summary {
-        arch: job.arch.name,
+        arch: arch.name,
         world_size: dealer.world_size,
-        strategy: job.strategy.to_string(),
+        strategy: strategy.to_string(),
         num_params: model.num_params(),
         updates: total,
         skipped_updates: skipped,
@@ -191,7 +200,7 @@ fn forward(
     device: &Device,
 ) -> (Tensor<1>, Tensor<1>) {
     let (input, target) = job.train.batch(rows, device);
-    let loss = loss_of.forward(model.forward(input), target) / job.recipe.update_freq as f64;
+    let loss = loss_of.forward(model.forward(input), target) / job.setup.recipe.update_freq as f64;
     (loss.clone(), loss.inner())
 }
 
@@ -215,8 +224,20 @@ impl Precision {
 
     /// What keeps gradients from underflowing, where they may.
     fn scaler(self) -> Result<Option<GradScaler>> {
-        let Self::Fp16 { init_scale } = self else { return Ok(None) };
+        let Self::Fp16 { init_scale, .. } = self else { return Ok(None) };
         Ok(Some(GradScalerConfig::new().with_init_scale(init_scale).init()?))
+    }
+
+    /// Ends a run whose gradients overflow at whatever scale.
+    fn check_scale(self, scaler: Option<&GradScaler>, updates: usize) -> Result<()> {
+        if let (Self::Fp16 { min_scale, .. }, Some(scaler)) = (self, scaler) {
+            ensure!(
+                scaler.loss_scale() >= min_scale,
+                "gradients overflow after {updates} updates even at a loss scale of {min_scale}, the \
+                 least that --min-loss-scale allows: the loss has exploded; a lower --lr may help"
+            );
+        }
+        Ok(())
     }
 }
 
@@ -256,7 +277,7 @@ fn evaluate(
     let model = model.valid();
     let mut sums = [0.0, 0.0];
     let batches = dealer.evaluation(&job.held_out, worker.rank().index());
-    for (rows, counts) in batches.into_iter().take(job.recipe.max_valid_steps) {
+    for (rows, counts) in batches.into_iter().take(job.setup.recipe.max_valid_steps) {
         let (input, target) = job.held_out.batch(&rows, &device);
         let pieces = target.dims()[0] as f64;
         let loss = number(loss_of.forward(model.forward(input), target))?;

@@ -3,9 +3,9 @@
 //!     cargo bench --bench kernels [--features cpu|cuda|wgpu] -- [--device flex|cpu|cuda|wgpu] [--runs N]
 //!
 //! Bytes are those that a kernel must read and write. The copy moves as many, half read and half
-//! written: on Flex on all threads, on CubeCL devices as one of Burn's own elementwise kernels. A
-//! kernel whose result is new memory is held against a copy to new memory, the others against one in
-//! place. Kernels and copies take turns; times are medians.
+//! written: on Flex on all threads, on CubeCL devices as one of Burn's own kernels. A kernel whose
+//! result is new memory is held against a copy to new memory, the others against one to memory that is
+//! there. Kernels and copies take turns; times are medians. A size is that of a tensor in f32.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,12 +16,15 @@ use clap::{Parser, ValueEnum};
 use fsdp_runtime::Norm;
 use fsdp_runtime::kernels::{self, MaskSource};
 use fsdp_runtime::optim::{AdamWConfig, SgdConfig};
+use rayon::prelude::*;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const MEGABYTES: [usize; 3] = [1, 16, 64];
 const WARM_UP: usize = 2;
+/// Elements that one task of a copy takes.
+const TASK: usize = 1 << 15;
 /// Elements of a small tensor, such as a bias.
 const SMALL: usize = 1536;
 
@@ -63,12 +66,20 @@ impl Which {
     }
 }
 
+/// Where a result goes.
+#[derive(Clone, Copy, PartialEq)]
+enum Target {
+    /// New memory.
+    New,
+    /// Memory that is there.
+    Old,
+}
+
 /// What is measured: a name, the bytes it must move, and a run of it.
 struct Case<'a> {
     name: &'static str,
     bytes: usize,
-    /// Whether the result is new memory.
-    new: bool,
+    into: Target,
     run: Box<dyn FnMut() + 'a>,
 }
 
@@ -87,53 +98,53 @@ fn expect<T>(result: Result<T, kernels::KernelError>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Copies: to new memory, and in place.
-fn copies(len: usize, device: &Device, flex: bool) -> [Case<'static>; 2] {
-    let bytes = len * 8;
-    if flex {
-        use rayon::prelude::*;
-        const TASK: usize = 1 << 15;
-        let source = vec![1f32; len];
-        let (from, mut target) = (source.clone(), source.clone());
-        let copy = |from: &[f32], to: &mut [f32]| {
-            let tasks = from.par_chunks(TASK).zip(to.par_chunks_mut(TASK));
-            tasks.for_each(|(from, to)| to.copy_from_slice(from));
-        };
-        let new = move || {
-            let mut target: Vec<f32> = Vec::with_capacity(source.len());
-            let room = &mut target.spare_capacity_mut()[..source.len()];
-            let tasks = source.par_chunks(TASK).zip(room.par_chunks_mut(TASK));
-            tasks.for_each(|(from, to)| {
-                to.write_copy_of_slice(from);
-            });
-            // SAFETY: the tasks have written every element.
-            unsafe { target.set_len(source.len()) };
-            black_box(target);
-        };
-        let same = move || {
-            copy(&from, &mut target);
-            black_box(&target);
-        };
-        return [
-            Case { name: "copy to new memory", bytes, new: true, run: Box::new(new) },
-            Case { name: "copy in place", bytes, new: false, run: Box::new(same) },
-        ];
-    }
-    let source = noise(len, device, FloatDType::F32);
-    let same = in_place(source.clone() + 0.0, Tensor::neg);
-    let new = move || drop(source.clone().neg());
-    [
-        Case { name: "copy to new memory", bytes, new: true, run: Box::new(new) },
-        Case { name: "copy in place", bytes, new: false, run: Box::new(same) },
-    ]
+/// A plain copy that moves so many bytes, half read and half written.
+fn copy(bytes: usize, into: Target, device: &Device, flex: bool) -> Case<'static> {
+    let len = bytes / 2 / size_of::<f32>();
+    let run: Box<dyn FnMut()> = match (flex, into) {
+        (true, Target::New) => {
+            let source = vec![1f32; len];
+            Box::new(move || {
+                let mut target: Vec<f32> = Vec::with_capacity(source.len());
+                let room = &mut target.spare_capacity_mut()[..source.len()];
+                let tasks = source.par_chunks(TASK).zip(room.par_chunks_mut(TASK));
+                tasks.for_each(|(from, to)| {
+                    to.write_copy_of_slice(from);
+                });
+                // SAFETY: the tasks have written every element.
+                unsafe { target.set_len(source.len()) };
+                black_box(target);
+            })
+        }
+        (true, Target::Old) => {
+            let (source, mut target) = (vec![1f32; len], vec![2f32; len]);
+            Box::new(move || {
+                let tasks = source.par_chunks(TASK).zip(target.par_chunks_mut(TASK));
+                tasks.for_each(|(from, to)| to.copy_from_slice(from));
+                black_box(&target);
+            })
+        }
+        (false, Target::New) => {
+            let source = noise(len, device, FloatDType::F32);
+            Box::new(move || drop(source.clone().neg()))
+        }
+        (false, Target::Old) => {
+            let source = noise(len, device, FloatDType::F32);
+            // Of all of a tensor Burn would make the source itself.
+            let target = noise(len + 64, device, FloatDType::F32);
+            Box::new(in_place(target, move |target| target.slice_assign(0..len, source.clone())))
+        }
+    };
+    Case { name: "", bytes, into, run }
 }
 
 fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
     use FloatDType::{BF16, F32};
+    use Target::{New, Old};
     let wide = noise(len, device, F32);
     let mut cases = Vec::new();
-    let mut case = |name, per_element: usize, new, run: Box<dyn FnMut()>| {
-        cases.push(Case { name, bytes: len * per_element, new, run });
+    let mut case = |name, per_element: usize, into, run: Box<dyn FnMut()>| {
+        cases.push(Case { name, bytes: len * per_element, into, run });
     };
 
     let bf16 = kernels::computes(device, BF16);
@@ -141,13 +152,13 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
         let tensor = tensor.clone();
         Box::new(move || drop(expect(kernels::cast(tensor.clone(), to, divisor))))
     };
-    case("cast f32 -> f32", 8, true, cast(&wide, F32, None));
-    case("divide f32 -> f32", 8, true, cast(&wide, F32, Some(3.0)));
+    case("cast f32 -> f32", 8, New, cast(&wide, F32, None));
+    case("divide f32 -> f32", 8, New, cast(&wide, F32, Some(3.0)));
     if bf16 {
         let half = noise(len, device, BF16);
-        case("cast f32 -> bf16", 6, true, cast(&wide, BF16, None));
-        case("divide f32 -> bf16", 6, true, cast(&wide, BF16, Some(3.0)));
-        case("widen bf16 -> f32", 6, true, cast(&half, F32, None));
+        case("cast f32 -> bf16", 6, New, cast(&wide, BF16, None));
+        case("divide f32 -> bf16", 6, New, cast(&wide, BF16, Some(3.0)));
+        case("widen bf16 -> f32", 6, New, cast(&half, F32, None));
     }
 
     let pack = |pieces: usize, to: FloatDType| -> Box<dyn FnMut()> {
@@ -156,50 +167,50 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
         let buffer = noise(len, device, to);
         Box::new(in_place(buffer, move |buffer| expect(kernels::pack(parts.clone(), buffer))))
     };
-    case("pack 8 fragments, f32", 8, false, pack(8, F32));
+    case("pack 8 fragments, f32", 8, Old, pack(8, F32));
     if bf16 {
-        case("pack 8 fragments, bf16", 6, false, pack(8, BF16));
+        case("pack 8 fragments, bf16", 6, Old, pack(8, BF16));
     }
     let small = len / SMALL;
-    case("pack tensors of 1,536", 8, false, pack(small, F32));
+    case("pack tensors of 1,536", 8, Old, pack(small, F32));
     let ranges: Vec<_> = (0..small).map(|i| i * SMALL..(i + 1) * SMALL).collect();
     let buffer = wide.clone();
     let unpack = move || drop(expect(kernels::unpack(buffer.clone(), &ranges, F32, None)));
-    case("unpack tensors of 1,536", 8, true, Box::new(unpack));
+    case("unpack tensors of 1,536", 8, New, Box::new(unpack));
 
     let mean = |dtype| -> Box<dyn FnMut()> {
         let parts: Vec<_> = (0..4).map(|_| noise(len, device, dtype)).collect();
         Box::new(move || drop(expect(kernels::mean(&parts, 0..len, 4))))
     };
-    case("mean of 4 ranks, f32", 20, true, mean(F32));
+    case("mean of 4 ranks, f32", 20, New, mean(F32));
     if bf16 {
-        case("mean of 4 ranks, bf16", 12, true, mean(BF16));
+        case("mean of 4 ranks, bf16", 12, New, mean(BF16));
     }
 
     let tensors = [wide.clone()];
     let sums = move || drop(expect(kernels::norm_sums(&tensors, Norm::Two)));
-    case("norm and finite check", 4, false, Box::new(sums));
+    case("norm and finite check", 4, Old, Box::new(sums));
     let unscale = in_place(noise(len, device, F32), |tensor| {
         let (mut tensors, _) = expect(kernels::unscale(vec![tensor], 1.0, Norm::Two));
         tensors.remove(0)
     });
-    case("unscale, norm and check", 8, false, Box::new(unscale));
+    case("unscale, norm and check", 8, Old, Box::new(unscale));
 
     let dropout = |dtype| -> Box<dyn FnMut()> {
         let input = noise(len, device, dtype);
         let source = MaskSource { key: [1, 2], place: [3, 4], prob: 0.1 };
         Box::new(move || drop(expect(kernels::dropout(input.clone(), &source))))
     };
-    case("dropout, f32", 8, true, dropout(F32));
+    case("dropout, f32", 8, New, dropout(F32));
     if bf16 {
-        case("dropout, bf16", 4, true, dropout(BF16));
+        case("dropout, bf16", 4, New, dropout(BF16));
     }
 
-    case("AdamW", 28, false, step(AdamWConfig::new().build(), len, device));
+    case("AdamW", 28, Old, step(AdamWConfig::new().build(), len, device));
     case(
         "SGD with momentum",
         20,
-        false,
+        Old,
         step(SgdConfig::new().with_momentum(0.9).build(), len, device),
     );
     cases
@@ -223,11 +234,22 @@ fn main() {
     };
     let flex = matches!(options.device, Which::Flex);
     let sync = || device.sync().unwrap_or_else(|error| panic!("{error:?}"));
-    println!("{:>3}  {:<24}  {:>8}  {:>9}", "MB", "kernel", "GB/s", "of a copy");
+    println!("{:>3}  {:<24}  {:>8}  {:>8}  {:>9}", "MB", "kernel", "GB/s", "copy", "of a copy");
     for megabytes in MEGABYTES {
         let len = megabytes * (1 << 20) / size_of::<f32>();
-        let mut all: Vec<_> = copies(len, &device, flex).into_iter().collect();
-        all.extend(cases(len, &device));
+        let mut all = cases(len, &device);
+        let kernels = all.len();
+        // The place of the copy that each kernel is held against.
+        let mut held_against = Vec::new();
+        for index in 0..kernels {
+            let (bytes, into) = (all[index].bytes, all[index].into);
+            let alike = |case: &Case<'_>| case.bytes == bytes && case.into == into;
+            let found = all[kernels..].iter().position(alike).map(|at| kernels + at);
+            held_against.push(found.unwrap_or(all.len()));
+            if found.is_none() {
+                all.push(copy(bytes, into, &device, flex));
+            }
+        }
         let mut times = vec![Vec::new(); all.len()];
         for run in 0..WARM_UP + options.runs {
             for (case, times) in all.iter_mut().zip(&mut times) {
@@ -244,14 +266,12 @@ fn main() {
             times.sort_by(f64::total_cmp);
             times[times.len() / 2]
         };
-        let rates: Vec<f64> = all
-            .iter()
-            .zip(&mut times)
-            .map(|(case, times)| case.bytes as f64 / median(times) / 1e9)
-            .collect();
-        for (case, rate) in all.iter().zip(&rates) {
-            let copy = if case.new { rates[0] } else { rates[1] };
-            println!("{megabytes:>3}  {:<24}  {rate:>8.2}  {:>9.2}", case.name, rate / copy);
+        let rates =
+            all.iter().zip(&mut times).map(|(case, times)| case.bytes as f64 / median(times) / 1e9);
+        let rates: Vec<f64> = rates.collect();
+        for (index, copy) in held_against.into_iter().enumerate() {
+            let (name, rate, copy) = (all[index].name, rates[index], rates[copy]);
+            println!("{megabytes:>3}  {name:<24}  {rate:>8.2}  {copy:>8.2}  {:>9.2}", rate / copy);
         }
     }
 }

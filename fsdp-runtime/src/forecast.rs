@@ -41,7 +41,7 @@ pub struct MemoryForecast {
 }
 
 /// The host's part of a [`MemoryForecast`], in bytes: nothing without an
-/// [`OffloadPolicy`](crate::OffloadPolicy).
+/// [`OffloadPolicy`](crate::OffloadPolicy) but activations that are offloaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub struct HostForecast {
@@ -53,23 +53,27 @@ pub struct HostForecast {
     pub gradients: usize,
     /// The optimizer's state.
     pub optimizer: usize,
+    /// The inputs of checkpointed units; 0 until
+    /// [`with_host_activations`](MemoryForecast::with_host_activations) says how many.
+    pub activations: usize,
 }
 
 impl HostForecast {
     /// Every kind with its name, the total last.
-    pub const fn kinds(&self) -> [(&'static str, usize); 5] {
+    pub const fn kinds(&self) -> [(&'static str, usize); 6] {
         [
             ("fragments", self.fragments),
             ("replicated", self.replicated),
             ("gradients", self.gradients),
             ("optimizer", self.optimizer),
+            ("activations", self.activations),
             ("total", self.total()),
         ]
     }
 
     /// All of them together.
     pub const fn total(&self) -> usize {
-        self.fragments + self.replicated + self.gradients + self.optimizer
+        self.fragments + self.replicated + self.gradients + self.optimizer + self.activations
     }
 }
 
@@ -108,7 +112,10 @@ impl MemoryForecast {
             optimizer: 0,
             activations: 0,
             host: match offloaded {
-                true => HostForecast { fragments, replicated, gradients: on_host, optimizer: 0 },
+                true => {
+                    let host = HostForecast::default();
+                    HostForecast { fragments, replicated, gradients: on_host, ..host }
+                }
                 false => HostForecast::default(),
             },
             accumulated: gradients.accumulated(options.gradient_accumulation),
@@ -139,6 +146,12 @@ impl MemoryForecast {
     /// With `bytes` of activations.
     pub const fn with_activations(mut self, bytes: usize) -> Self {
         self.activations = bytes;
+        self
+    }
+
+    /// With `bytes` of inputs of checkpointed units in the host's memory.
+    pub const fn with_host_activations(mut self, bytes: usize) -> Self {
+        self.host.activations = bytes;
         self
     }
 
@@ -176,20 +189,34 @@ impl MemoryForecast {
         }
         Ok(())
     }
+
+    /// Whether a rank that may hold `available` bytes in the host's memory can train. `with_device`
+    /// says that its device has no memory of its own, so that both parts lie there.
+    ///
+    /// # Errors
+    ///
+    /// [`MemoryError::HostDoesNotFit`], which prints this table.
+    pub const fn check_host(&self, available: usize, with_device: bool) -> Result<(), MemoryError> {
+        let needed = self.host.total() + if with_device { self.total() } else { 0 };
+        if needed > available {
+            return Err(MemoryError::HostDoesNotFit { needed, available, forecast: *self });
+        }
+        Ok(())
+    }
 }
 
 impl fmt::Display for MemoryForecast {
     /// A table in MiB.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:<12}{:>12}", "MiB a rank", "at most")?;
-        if self.offloaded {
+        let on_host = self.host.total() > 0;
+        if on_host {
             write!(f, "{:>12}", "on the host")?;
         }
         let host = self.host.kinds();
         for (name, bytes) in self.kinds() {
             write!(f, "\n{name:<12}{:>12.2}", mib(bytes))?;
-            if let (true, Some((_, bytes))) =
-                (self.offloaded, host.iter().find(|(kind, _)| *kind == name))
+            if let (true, Some((_, bytes))) = (on_host, host.iter().find(|(kind, _)| *kind == name))
             {
                 write!(f, "{:>12.2}", mib(*bytes))?;
             }
@@ -211,6 +238,21 @@ pub enum MemoryError {
     )]
     DoesNotFit {
         /// Bytes that a rank may hold.
+        available: usize,
+        /// What it needs.
+        forecast: MemoryForecast,
+    },
+    /// A rank needs more of the host's memory than there is.
+    #[error(
+        "a rank needs {:.2} MiB of the host's memory and has {:.2} MiB; use more ranks on other \
+         machines, or keep more on the device\n{forecast}",
+        mib(*needed),
+        mib(*available)
+    )]
+    HostDoesNotFit {
+        /// Bytes that it needs there, those of its device included where they lie there.
+        needed: usize,
+        /// Bytes that it may hold.
         available: usize,
         /// What it needs.
         forecast: MemoryForecast,

@@ -7,17 +7,21 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::store::{ModuleRecord, RecordError};
+use burn::store::ModuleRecord;
 use burn::tensor::{Device, DispatchTensor, Gradients, Tensor};
 
 use crate::attach::{Cutter, agree, same_on_all};
 use crate::backend::{owned, with_backend};
+use crate::checkpoint::model::Model;
+use crate::checkpoint::optimizer::{Names, read};
 use crate::collectives::group::{Group, MeshGroups, blocks};
 use crate::error::{CollectiveError, Error, ScheduleError, ShardError};
 use crate::group::Held;
+use crate::hooks::Collect;
 use crate::launch::Worker;
+use crate::leaf::visit_leaf;
 use crate::memory::Memory;
 use crate::mesh::{Mesh, WorldSize};
 use crate::nn::dropout::Stream;
@@ -325,15 +329,24 @@ impl<M: FsdpModule> Fsdp<M> {
         self.engine.host_memory()
     }
 
-    /// Counts the state of `optimizer` in [`memory`](Self::memory): the bytes of its record, which
-    /// is made for it. The state has its size after the first step.
+    /// Counts the tensors that `optimizer` holds for this model in [`memory`](Self::memory), one
+    /// parameter after the other: none is held twice for it but those of one parameter. The state has
+    /// its size after the first step.
     ///
     /// # Errors
     ///
-    /// Burn's own, where it cannot make the record.
-    pub fn record_optimizer(&self, optimizer: &ModuleOptimizer) -> Result<(), RecordError> {
-        let record = optimizer.to_record().into_bytes()?;
-        self.engine.record_optimizer(record.len());
+    /// [`CheckpointError::Record`](crate::CheckpointError::Record) where Burn cannot
+    /// tell what it holds.
+    pub fn record_optimizer(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+        let mut ids = Vec::new();
+        Model::visit(self, &mut |held| ids.push(held.id));
+        let (mut names, mut bytes) = (Names::default(), 0);
+        for id in ids {
+            let states = read("the optimizer", optimizer, &[id], &mut names)?;
+            let tensors = states.values().flat_map(|state| &state.tensors);
+            bytes += tensors.map(|tensor| tensor.bytes.len()).sum::<usize>();
+        }
+        self.engine.record_optimizer(bytes);
         Ok(())
     }
 
@@ -431,7 +444,12 @@ impl<M: Module> Module for Fsdp<M> {
     }
 
     fn materialize(self) -> Self {
-        self.map_module(Module::materialize)
+        let engine = self.engine.clone();
+        // A tied place asks for what the place that owns the weight holds.
+        visit_leaf(&self.module, &mut Collect(&*engine));
+        let materialized = self.map_module(Module::materialize);
+        engine.forget();
+        materialized
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
@@ -450,6 +468,11 @@ impl<M: Module> Module for Fsdp<M> {
     ///
     /// Unwinds with the [`Error`] where a collective fails; `launch` returns it.
     fn into_record(self) -> ModuleRecord {
-        self.module.materialize().into_record()
+        self.materialize().module.into_record()
+    }
+
+    /// As [`into_record`](Self::into_record), of the parameters in a group.
+    fn into_record_group(self, group: ParamGroup) -> ModuleRecord {
+        self.materialize().module.into_record_group(group)
     }
 }

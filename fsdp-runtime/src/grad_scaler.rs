@@ -194,7 +194,8 @@ impl GradScaler {
     /// The scale of the next step.
     fn update(&mut self, finite: bool) {
         if !finite {
-            self.scale *= self.config.backoff_factor;
+            // Never 0, which no loss comes back from.
+            self.scale = (self.scale * self.config.backoff_factor).max(f32::MIN_POSITIVE);
             self.growth_tracker = 0;
             return;
         }
@@ -255,5 +256,15 @@ mod tests {
         let mut scaler = config.init().unwrap();
         scaler.update(true);
         assert_eq!(scaler.loss_scale(), f32::MAX);
+    }
+
+    #[test]
+    fn the_scale_does_not_shrink_to_nothing() {
+        let mut scaler = GradScalerConfig::new().with_init_scale(1e-38).init().unwrap();
+        for _ in 0..9 {
+            scaler.update(false);
+        }
+        assert_eq!(scaler.loss_scale(), f32::MIN_POSITIVE);
+        assert_eq!(GradScaler::from_scalars(&scaler.scalars()), Ok(scaler));
     }
 }

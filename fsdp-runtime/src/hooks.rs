@@ -120,7 +120,7 @@ impl Walk for Probe {
 }
 
 /// Copy-in, first half: reads the fragments of a module and of all units below it.
-struct Collect<'a>(&'a dyn Runtime);
+pub(crate) struct Collect<'a>(pub(crate) &'a dyn Runtime);
 
 impl Walk for Collect<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {

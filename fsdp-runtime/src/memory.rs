@@ -73,6 +73,8 @@ pub(crate) enum Use {
     /// Reduced gradients.
     Reduced,
     Activations,
+    /// The same in the host's memory.
+    Stowed,
     Optimizer,
 }
 
@@ -143,14 +145,14 @@ impl Ledger {
 
     fn change(&self, kind: Use, change: impl FnOnce(usize) -> usize) {
         let rests = !matches!(kind, Use::Sent | Use::Gathered | Use::Gradients | Use::Activations);
-        let on_host = self.offloaded && rests;
+        let on_host = kind == Use::Stowed || self.offloaded && rests;
         let mut memory = lock(if on_host { &self.host } else { &self.device });
         let usage = match kind {
             Use::Fragments | Use::Sent => &mut memory.fragments,
             Use::Replicated => &mut memory.replicated,
             Use::Gathered => &mut memory.gathered,
             Use::Gradients | Use::Reduced => &mut memory.gradients,
-            Use::Activations => &mut memory.activations,
+            Use::Activations | Use::Stowed => &mut memory.activations,
             Use::Optimizer => &mut memory.optimizer,
         };
         usage.now = change(usage.now);
@@ -190,6 +192,9 @@ mod tests {
             ledger.take(kind, 100);
         }
         assert_eq!((ledger.host().total.now, ledger.device().total.now), (4, 300));
+        let ledger = Ledger::new(false);
+        ledger.take(Use::Stowed, 5);
+        assert_eq!((ledger.host().activations.now, ledger.device().total.now), (5, 0));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! that its checkpoints load without annotations: `gamma` is `weight`, `beta` is `bias`, and the
 //! weight of a `Linear` lies transposed in the file.
 
-use burn::module::{Flag, Param, RunningState};
+use burn::module::{Flag, Module, ModuleVisitor, Param, RunningState};
 use burn::nn::activation::*;
 use burn::nn::attention::{CrossAttention, MultiHeadAttention};
 use burn::nn::conv::{
@@ -140,10 +140,15 @@ module!(ConvTranspose2d { weight: Param<Tensor<4>>, bias: Option<Vector> });
 module!(ConvTranspose3d { weight: Param<Tensor<5>>, bias: Option<Vector> });
 module!(DeformConv2d { weight: Param<Tensor<4>>, bias: Option<Vector> });
 
-// Norms. The running statistics of a `BatchNorm` are no parameters.
+// Norms.
 module!(LayerNorm { gamma: Vector as "weight", beta: Option<Vector> as "bias" });
 module!(RmsNorm { gamma: Vector as "weight" });
-module!(BatchNorm { gamma: Vector as "weight", beta: Vector as "bias" } draws running_mean);
+module!(BatchNorm {
+    gamma: Vector as "weight",
+    beta: Vector as "bias",
+    running_mean: RunningState<Tensor<1>>,
+    running_var: RunningState<Tensor<1>>,
+});
 module!(GroupNorm { gamma: Option<Vector> as "weight", beta: Option<Vector> as "bias" });
 module!(InstanceNorm { gamma: Option<Vector> as "weight", beta: Option<Vector> as "bias" });
 choice!(Normalization {
@@ -341,13 +346,22 @@ buffer!(
     Tensor<D, burn::tensor::Bool>
 );
 
-/// Each forward in training moves them on.
+/// Each forward in training moves them on. They are each rank's own, and no parameters.
 impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
     const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
 
     fn walk<W: Walk>(&self, walk: &mut W) {
+        struct Shown<'a, W>(&'a mut W);
+        impl<W: Walk> ModuleVisitor for Shown<'_, W> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                self.0.buffer(param);
+            }
+        }
         let instead = "leave the unit out of `activation_checkpointing`, or use a `GroupNorm`";
         walk.unrepeatable("RunningState", instead);
+        // Burn shows what it was before this thread's last update, unless it is asked for it.
+        self.value_sync();
+        self.visit(&mut Shown(walk));
     }
 
     fn attach<A: Attach>(self, _: &mut A) -> Self {

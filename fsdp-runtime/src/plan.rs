@@ -45,7 +45,7 @@ struct Item {
     tied_to: Option<usize>,
 }
 
-/// A parameter that is left alone: whole, and each rank's own.
+/// What is left alone: whole, and each rank's own. A parameter that is ignored, or a running statistic.
 #[derive(Clone, Debug)]
 pub(crate) struct IgnoredParam {
     pub(crate) id: ParamId,
@@ -81,7 +81,7 @@ pub(crate) struct Plan {
     pub(crate) places: Vec<Option<Place>>,
     /// The checkpoint key of each place.
     pub(crate) keys: BTreeMap<Place, Key>,
-    /// What is not sharded.
+    /// What is not sharded, and each rank has for itself.
     pub(crate) ignored: Vec<IgnoredParam>,
     /// The one device they lie on.
     pub(crate) device: Device,
@@ -330,13 +330,23 @@ impl Inventory {
         self.error.get_or_insert(error);
     }
 
-    fn found<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
-        let path = self.join(below);
+    fn key_of(&self, below: &[String]) -> Key {
         let segments = self.key.iter().chain(below).filter(|segment| !segment.is_empty());
-        let key = Key {
+        Key {
             name: segments.map(String::as_str).collect::<Vec<_>>().join("."),
             transposed: self.transposed.last() == Some(&true) && below.is_empty(),
-        };
+        }
+    }
+
+    fn leave_alone(&mut self, id: ParamId, path: String, key: Key, shape: Vec<usize>) {
+        let (dtype, reduce_dtype) = (DType::F32, DType::F32);
+        let entry = Entry { path, shape, dtype, reduce_dtype, held: Held::Own, segment: None };
+        self.left_alone.push(IgnoredParam { id, key, entry });
+    }
+
+    fn found<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
+        let path = self.join(below);
+        let key = self.key_of(below);
         let shape = param.lazy_shape().as_slice().to_vec();
         let managed = !self.ignored.contains(&param.id);
         self.order.push(managed.then_some(self.items.len()));
@@ -346,10 +356,7 @@ impl Inventory {
                 let (unit, path) = (self.units[unit].name(), path.clone());
                 self.fail(ShardError::IgnoredInCheckpoint { unit, path });
             }
-            let (dtype, reduce_dtype) = (DType::F32, DType::F32);
-            let entry = Entry { path, shape, dtype, reduce_dtype, held: Held::Own, segment: None };
-            self.left_alone.push(IgnoredParam { id: param.id, key, entry });
-            return;
+            return self.leave_alone(param.id, path, key, shape);
         }
         if let Some(error) = unshardable(&path, param) {
             return self.fail(error);
@@ -415,6 +422,11 @@ impl Walk for Inventory {
 
     fn leaf_param<const D: usize>(&mut self, path: &[String], param: &Param<Tensor<D>>) {
         self.found(path, param);
+    }
+
+    fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
+        let (path, key) = (self.join(&[]), self.key_of(&[]));
+        self.leave_alone(buffer.id, path, key, buffer.lazy_shape().as_slice().to_vec());
     }
 
     fn leaf_reparameterized(&mut self, path: &[String], name: &str) {

@@ -49,7 +49,7 @@ struct Parts<B: ShardBackend> {
     /// In the order in which the forward is given them.
     inputs: Vec<KeptInput>,
     outputs: Vec<Arrived<B>>,
-    counted: Option<Counted>,
+    counted: Option<[Counted; 2]>,
 }
 
 /// What a recomputation begins with.
@@ -58,7 +58,7 @@ pub(crate) struct Taken<B: ShardBackend> {
     pub(crate) inputs: Vec<KeptInput>,
     pub(crate) outputs: Vec<Arrived<B>>,
     /// Held as long as the inputs.
-    pub(crate) counted: Option<Counted>,
+    pub(crate) counted: Option<[Counted; 2]>,
 }
 
 /// An output, as it left the first time, and what came back.
@@ -101,7 +101,11 @@ impl<B: ShardBackend> Arrived<B> {
 }
 
 impl<B: ShardBackend> Kept<B> {
-    pub(crate) fn new(inputs: Vec<KeptInput>, forward: KeptForward, counted: Counted) -> Arc<Self> {
+    pub(crate) fn new(
+        inputs: Vec<KeptInput>,
+        forward: KeptForward,
+        counted: [Counted; 2],
+    ) -> Arc<Self> {
         let (forward, counted) = (Some(forward), Some(counted));
         Arc::new(Self(Mutex::new(Parts { forward, inputs, outputs: Vec::new(), counted })))
     }

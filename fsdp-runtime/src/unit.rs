@@ -211,6 +211,8 @@ pub trait Walk {
     fn unit_end(&mut self) {}
     /// A float parameter.
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>);
+    /// A running statistic, shown as a parameter: whole, each rank's own, and without a gradient.
+    fn buffer<const D: usize>(&mut self, _buffer: &Param<Tensor<D>>) {}
     /// An integer or Boolean parameter.
     fn fixed(&mut self) {}
     /// A dropout layer of this crate.

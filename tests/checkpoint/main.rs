@@ -12,5 +12,6 @@ mod merge;
 mod pretrained;
 mod record;
 mod resume;
+mod running_statistics;
 mod state_dict;
 mod whole_param;

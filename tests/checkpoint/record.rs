@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use burn::module::{Lora, Module};
+use burn::module::{Lora, Module, ParamGroup};
 use burn::nn::LinearConfig;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor, Tolerance};
@@ -80,6 +80,32 @@ fn a_record_holds_running_statistics_and_tied_places() {
     for (saved, loaded) in ranks {
         assert_eq!(saved, expected);
         assert_eq!(loaded, expected);
+    }
+}
+
+/// What Burn's own methods give: a tied weight asks for that of the place that owns it.
+#[test]
+fn a_record_of_a_part_is_of_the_full_state_too() {
+    let ranks = run(2, move |worker| {
+        let options = FsdpOptions::new().seed(1);
+        let model = fully_shard(tied(worker.device()), worker, options)?;
+        let whole = model.clone().into_record();
+        model.forward(tokens(worker.device()));
+        let part = model.clone().into_record_group(ParamGroup::from_predicate("embed"));
+        let again = model.clone().into_record();
+        // Whatever was collected for a record, the next forward reads anew.
+        model.backward(model.forward(tokens(worker.device())).sum())?;
+        Ok((whole, part, again, model.full_state(Recipient::All)?))
+    });
+    let device = Device::flex();
+    for (whole, part, again, state) in ranks {
+        for record in [whole, again] {
+            let plain = tied(&device).try_load_record(record).unwrap();
+            let embedding = plain.embedding();
+            assert_eq!(embedding.as_bytes(), state["embed.weight"].as_bytes());
+        }
+        let plain = tied(&device).try_load_record(part.allow_partial(true)).unwrap();
+        assert_eq!(plain.embedding().as_bytes(), state["embed.weight"].as_bytes());
     }
 }
 

@@ -274,6 +274,28 @@ fn the_newest_are_kept_and_the_torn_are_cleaned_up() {
     }
 }
 
+/// A folder of checkpoints is no checkpoint: a save in its place would delete them.
+#[test]
+fn a_save_replaces_checkpoints_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().to_path_buf();
+    let errors = on_ranks(2, move |worker| {
+        let net = sharded(&worker, 0.0, FsdpOptions::new())?;
+        let mut manager = CheckpointManager::new(&root, &worker);
+        let saved = manager.save(&Checkpoint::new(3).model("net", &net))?.folder;
+        let error = net.save_state(&root).unwrap_err();
+        assert!(saved.join("manifest.json").is_file());
+        net.save_state(&saved)?;
+        Ok(error.to_string())
+    });
+    assert!(errors[0].contains("is no checkpoint"), "{}", errors[0]);
+    assert!(
+        errors[1].contains("rank 0") && errors[1].contains("is no checkpoint"),
+        "{}",
+        errors[1]
+    );
+}
+
 #[test]
 fn a_background_save_holds_what_was_at_its_step() {
     let folder = tempfile::tempdir().unwrap();

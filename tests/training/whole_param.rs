@@ -148,6 +148,19 @@ fn whole_matrices_on_their_owners_give_what_no_shard_gives() {
     }
 }
 
+/// On Flex the host's memory is the device's: the same bits.
+#[test]
+fn whole_matrices_are_stepped_where_fragments_rest() {
+    for (name, optimizer) in OPTIMIZERS {
+        let whole = move || Stepper::Whole(WholeParam::new(optimizer()));
+        let expected = train(2, FsdpOptions::new(), false, whole);
+        for policy in [OffloadPolicy::Params { pin_memory: true }, OffloadPolicy::OptimizerOnly] {
+            let found = train(2, FsdpOptions::new().offload(policy), false, whole);
+            assert_eq!(found, expected, "{name} {policy:?}");
+        }
+    }
+}
+
 /// What the wrapper is for: fragments by themselves have other norms.
 #[test]
 fn without_the_wrapper_lamb_gives_something_else() {

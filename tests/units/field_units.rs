@@ -309,6 +309,42 @@ fn a_call_without_hooks_gathers_on_demand_and_trains_alike() {
     assert_eq!(unhooked.counts.single_gathers, STEPS * 6, "one weight each");
 }
 
+/// Calls within an argument, whose field is taken out of what they return.
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Nested {
+    #[fsdp(unit)]
+    attention: MultiHeadAttention,
+    #[fsdp(unit)]
+    after: Linear,
+    head: Linear,
+}
+
+#[fsdp_unit(field_units)]
+impl Nested {
+    fn forward(&self, x: Tensor<3>) -> Tensor<2> {
+        let x = self.after.forward(self.attention.forward(MhaInput::self_attn(x)).context);
+        self.head.forward(x.mean_dim(1).squeeze_dim(1))
+    }
+}
+
+fn nested(device: &Device) -> Nested {
+    let attention = MultiHeadAttentionConfig::new(WIDTH, 2).with_dropout(0.0);
+    let head = LinearConfig::new(WIDTH, 3).init(device);
+    Nested { attention: attention.init(device), after: linear(device), head }
+}
+
+#[test]
+fn an_argument_that_is_a_field_of_a_call_runs_once() {
+    let full = train(2, FsdpOptions::new(), nested, Nested::forward);
+    let none = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+    assert_same_bits(&full, &train(2, none, nested, Nested::forward));
+    assert_eq!(full.counts.single_gathers, 0);
+    assert_eq!(full.counts.reduce_scatters, STEPS * 3);
+    // The root and the last unit stay gathered for their backward.
+    assert_eq!(full.counts.all_gathers, STEPS * (3 + 1));
+}
+
 #[test]
 fn a_list_of_types_wraps_no_field() {
     let options = FsdpOptions::new().wrap(WrapPolicy::TransformerBased(unit_types![Block]));

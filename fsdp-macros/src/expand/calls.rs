@@ -179,7 +179,7 @@ fn value(argument: &Expr) -> Option<&Expr> {
             let name = path.path.get_ident()?.to_string();
             name.starts_with(|first: char| first.is_lowercase() || first == '_').then_some(argument)
         }
-        Expr::Field(_) => Some(argument),
+        Expr::Field(field) if is_place(&field.base) => Some(argument),
         Expr::Paren(inner) => value(&inner.expr),
         _ => None,
     }

@@ -34,6 +34,12 @@ pub enum CheckpointError {
         /// The folder.
         folder: String,
     },
+    /// Something else where a checkpoint was to be saved.
+    #[error("{path} is there and is no checkpoint; a save would delete it: name another folder")]
+    NotACheckpoint {
+        /// What is there.
+        path: String,
+    },
     /// A folder with no complete checkpoint in it.
     #[error(
         "{folder} holds no complete checkpoint{}",

@@ -106,13 +106,27 @@ pub(crate) fn clean(root: &Path) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-/// Deletes all but the newest `keep` complete checkpoints.
-pub(crate) fn prune(root: &Path, keep: usize) -> Result<(), CheckpointError> {
-    let complete = list(root)?.complete;
-    for (_, path) in &complete[..complete.len().saturating_sub(keep)] {
+/// Deletes all but `keep` complete checkpoints: `saved`, whatever its step, and the newest others.
+pub(crate) fn prune(root: &Path, keep: usize, saved: &Path) -> Result<(), CheckpointError> {
+    let mut others = list(root)?.complete;
+    others.retain(|(_, path)| path.file_name() != saved.file_name());
+    for (_, path) in &others[..others.len().saturating_sub(keep.saturating_sub(1))] {
         remove(path)?;
     }
     Ok(())
+}
+
+/// Checks that a save may put a folder in the place of `target`: one that is there is a checkpoint.
+///
+/// # Errors
+///
+/// [`CheckpointError::NotACheckpoint`] for a file, and for a folder that holds anything else.
+pub(crate) fn check_target(target: &Path) -> Result<(), CheckpointError> {
+    let empty = || fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_none());
+    if !target.exists() || target.join(MANIFEST).is_file() || empty() {
+        return Ok(());
+    }
+    Err(CheckpointError::NotACheckpoint { path: target.display().to_string() })
 }
 
 /// Deletes a checkpoint. One that is cut short leaves no manifest, and so nothing to be loaded.
@@ -210,9 +224,32 @@ mod tests {
         for step in [5, 100, 20, 3] {
             complete(&folder.path().join(step_folder(step)));
         }
-        prune(folder.path(), 2).unwrap();
-        assert_eq!(names(folder.path()).0, [20, 100]);
-        prune(folder.path(), 9).unwrap();
-        assert_eq!(names(folder.path()).0, [20, 100]);
+        let prune = |keep, saved| {
+            prune(folder.path(), keep, &folder.path().join(step_folder(saved))).unwrap();
+            names(folder.path()).0
+        };
+        assert_eq!(prune(3, 100), [5, 20, 100]);
+        assert_eq!(prune(9, 100), [5, 20, 100]);
+        // What another run left is newer by its number alone.
+        assert_eq!(prune(2, 5), [5, 100]);
+        assert_eq!(prune(1, 5), [5]);
+    }
+
+    #[test]
+    fn only_checkpoints_are_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        check_target(&path("absent")).unwrap();
+        fs::create_dir(path("empty")).unwrap();
+        check_target(&path("empty")).unwrap();
+        complete(&path("complete"));
+        check_target(&path("complete")).unwrap();
+        fs::write(path("file"), "text").unwrap();
+        complete(&path("run").join(step_folder(3)));
+        for name in ["file", "run"] {
+            let error = check_target(&path(name)).unwrap_err();
+            assert!(matches!(&error, CheckpointError::NotACheckpoint { .. }), "{error}");
+            assert!(error.to_string().contains(name), "{error}");
+        }
     }
 }

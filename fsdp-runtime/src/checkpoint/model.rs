@@ -121,6 +121,10 @@ impl<M: FsdpModule> Model for Fsdp<M> {
                 };
                 (self.f)(Holding { id: param.id, place, dtype, device, base });
             }
+
+            fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
+                self.param(buffer);
+            }
         }
         self.module.walk(&mut Visit { engine: &*self.engine, ignored: &self.ignored, f });
     }

@@ -220,6 +220,7 @@ fn make(target: &Path, home: Option<&Home>) -> Result<PathBuf, CheckpointError> 
     if let Some(home) = home {
         folder::clean(&home.root)?;
     }
+    folder::check_target(target)?;
     let tmp = folder::beside(target);
     fs::create_dir_all(&tmp).map_err(io("create", &tmp))?;
     Ok(tmp)
@@ -243,7 +244,7 @@ fn commit(
     file.sync_all().map_err(io("write", &path))?;
     folder::publish(tmp, target)?;
     match home {
-        Some(Home { root, keep_last: Some(keep) }) => folder::prune(root, *keep),
+        Some(Home { root, keep_last: Some(keep) }) => folder::prune(root, *keep, target),
         _ => Ok(()),
     }
 }
@@ -285,8 +286,8 @@ impl CheckpointManager {
         Self { home, ranks: Ranks::from(worker), background: false, pending: None }
     }
 
-    /// Keeps the newest `count` checkpoints, at least one. Older ones are deleted once a new one is
-    /// complete.
+    /// Keeps `count` checkpoints, at least one: the one just saved, and those of the highest steps.
+    /// The others are deleted once a new one is complete.
     pub fn keep_last(mut self, count: usize) -> Self {
         self.home.keep_last = Some(count.max(1));
         self
@@ -376,12 +377,12 @@ impl CheckpointManager {
             if failed || !leads {
                 return Ok(());
             }
-            if await_parts(&tmp, world, &cancelled)? {
-                return commit(&tmp, &target, world, Some(&home));
+            let complete = await_parts(&tmp, world, &cancelled);
+            if complete.is_err() {
+                // What this leaves is recognised as torn.
+                let _ = fs::remove_dir_all(&tmp);
             }
-            // Another rank failed, and says so itself; what this leaves is recognised as torn.
-            let _ = fs::remove_dir_all(&tmp);
-            Ok(())
+            complete.and_then(|()| commit(&tmp, &target, world, Some(&home)))
         };
         let thread = std::thread::Builder::new()
             .name(format!("fsdp-save-{rank}"))
@@ -395,33 +396,29 @@ impl Drop for CheckpointManager {
     /// Ends a save in the background without a word to the other ranks.
     fn drop(&mut self) {
         let Some(pending) = self.pending.take() else { return };
-        let _ = pending.written.recv();
+        let written = pending.written.recv();
         let until = Instant::now() + Duration::from_secs(5);
         while !pending.thread.is_finished() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(5));
         }
         pending.cancel.store(true, Ordering::Relaxed);
-        if let Ok(Err(error)) = pending.thread.join() {
+        let committed = pending.thread.join();
+        if let (Ok(Err(error)), _) | (_, Ok(Err(error))) = (written, committed) {
             tracing::error!(target: "fsdp", %error, "the last checkpoint was not saved");
         }
     }
 }
 
-/// Waits until every rank has left its part; `false` when told not to wait any longer.
-fn await_parts(tmp: &Path, world: usize, cancel: &AtomicBool) -> Result<bool, CheckpointError> {
+/// Waits until every rank has left its part, or until told not to wait any longer.
+fn await_parts(tmp: &Path, world: usize, cancel: &AtomicBool) -> Result<(), CheckpointError> {
     let begun = Instant::now();
-    while let Some(missing) = missing_part(tmp, world) {
-        if cancel.load(Ordering::Relaxed) {
-            return Ok(false);
-        }
-        if begun.elapsed() > PATIENCE {
-            return Err(CheckpointError::Timeout {
-                rank: missing,
-                folder: tmp.display().to_string(),
-                waited: PATIENCE,
-            });
+    while let Some(rank) = missing_part(tmp, world) {
+        let waited = begun.elapsed();
+        if waited > PATIENCE || cancel.load(Ordering::Relaxed) {
+            let folder = tmp.display().to_string();
+            return Err(CheckpointError::Timeout { rank, folder, waited });
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    Ok(true)
+    Ok(())
 }

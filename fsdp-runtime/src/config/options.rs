@@ -37,6 +37,8 @@ impl Config {
         let fsdp = &self.fsdp;
         let mut made = FsdpOptions::new().strategy(fsdp.sharding_strategy);
         made = made.wrap(self.wrap(layout, &mut problems));
+        // The number of processes may not be the file's.
+        problems.extend(self.mesh_problem());
         if let Some(ranks) = self.shard_size() {
             made = made.shard_size(ranks);
         }
@@ -105,6 +107,23 @@ impl Config {
     fn shard_size(&self) -> Option<usize> {
         let groups = self.fsdp.replicate.filter(|groups| *groups > 1);
         self.fsdp.shard.or_else(|| Some(self.num_processes? / groups?))
+    }
+
+    /// Whether the ranks cannot be cut into the groups that the file asks for.
+    pub(super) fn mesh_problem(&self) -> Option<Problem> {
+        let (groups, world) = (self.fsdp.replicate.unwrap_or(1), self.num_processes?);
+        let expected = match self.fsdp.shard {
+            Some(shard) if groups * shard != world => format!(
+                "dp_replicate_size x dp_shard_size of `parallelism_config`, {groups} x {shard}"
+            ),
+            None if groups > 1 && !world.is_multiple_of(groups) => {
+                format!("a multiple of dp_replicate_size of `parallelism_config`, {groups}")
+            }
+            _ => return None,
+        };
+        let (key, value) = ("num_processes".into(), world.to_string());
+        let kind = ProblemKind::WrongValue { key, value, expected };
+        Some(Problem { line: self.source.line("num_processes"), kind })
     }
 
     fn wrap(&self, layout: Option<&Node>, problems: &mut Vec<Problem>) -> WrapPolicy {

@@ -466,6 +466,28 @@ fn the_launcher_names_the_file_and_has_the_last_word_on_the_world() {
 }
 
 #[test]
+fn ranks_that_cannot_be_cut_into_the_groups_are_an_error() {
+    let groups = |replicate: &str, world: &str| {
+        let text =
+            FSDP2.replace("dp_replicate_size: 2", &format!("dp_replicate_size: {replicate}"));
+        let text = text.replace("  parallelism_config_dp_shard_size: 4\n", "");
+        text.replace("num_processes: 8", &format!("num_processes: {world}"))
+    };
+    assert!(good(&groups("4", "8")).0.check().is_ok());
+    let problems = bad(&groups("4", "6"));
+    assert_eq!(problems.len(), 1, "{problems:?}");
+    for part in ["num_processes", "6", "a multiple of dp_replicate_size", "4"] {
+        assert!(problems[0].contains(part), "{problems:?}");
+    }
+    // As many as the file says, and then as many as the launcher started.
+    let (mut config, _) = good(FSDP2);
+    assert!(config.check().is_ok());
+    config.num_processes = Some(12);
+    let error = config.check().unwrap_err().to_string();
+    assert!(error.contains("12") && error.contains("2 x 4"), "{error}");
+}
+
+#[test]
 fn ranks_as_threads_need_their_number() {
     assert!(good(BERT).0.launch_options().is_ok());
     let error = good("num_machines: 2\nnum_processes: 8\n").0.launch_options().unwrap_err();

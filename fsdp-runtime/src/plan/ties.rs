@@ -32,11 +32,21 @@ pub(super) fn tie(items: &mut [Item], ties: &[(String, String)]) -> Result<(), S
                 second_shape: items[second].shape.clone(),
             });
         }
-        // A chain of ties ends at one owner.
-        let owner = items[first].tied_to.unwrap_or(first);
-        items[second].tied_to = Some(owner);
+        // Places that are tied, in whatever order, have one owner.
+        let (owner, other) = (owner(items, first), owner(items, second));
+        for item in items.iter_mut().filter(|item| item.tied_to == Some(other)) {
+            item.tied_to = Some(owner);
+        }
+        if other != owner {
+            items[other].tied_to = Some(owner);
+        }
     }
     Ok(())
+}
+
+/// The place that holds the weight of place `index`.
+fn owner(items: &[Item], index: usize) -> usize {
+    items[index].tied_to.unwrap_or(index)
 }
 
 /// One parameter at two places that no tie declares.
@@ -44,7 +54,7 @@ pub(super) fn shared(items: &[Item]) -> Result<(), ShardError> {
     let mut seen: HashMap<ParamId, usize> = HashMap::new();
     for (index, item) in items.iter().enumerate() {
         match seen.get(&item.id) {
-            Some(&first) if item.tied_to != Some(first) => {
+            Some(&first) if owner(items, index) != owner(items, first) => {
                 return Err(ShardError::SharedParameter {
                     first: items[first].path.clone(),
                     second: item.path.clone(),
@@ -57,4 +67,51 @@ pub(super) fn shared(items: &[Item]) -> Result<(), ShardError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::DType;
+
+    use super::*;
+    use crate::plan::Key;
+
+    /// Weights `a`, `b`, `c` and `d` of one shape, tied as told: who owns each.
+    fn owners(ties: &[(&str, &str)], id: impl Fn(usize) -> u64) -> Result<Vec<usize>, ShardError> {
+        let item = |(index, name): (usize, &str)| Item {
+            path: name.into(),
+            key: Key { name: name.into(), transposed: false },
+            id: ParamId::from(id(index)),
+            shape: vec![3, 2],
+            dtype: DType::F32,
+            unit: 0,
+            tied_to: None,
+        };
+        let mut items: Vec<Item> = ["a", "b", "c", "d"].into_iter().enumerate().map(item).collect();
+        let ties: Vec<_> = ties.iter().map(|(a, b)| (a.to_string(), b.to_string())).collect();
+        tie(&mut items, &ties)?;
+        shared(&items)?;
+        Ok((0..items.len()).map(|index| owner(&items, index)).collect())
+    }
+
+    #[test]
+    fn ties_in_any_order_have_one_owner() {
+        for (ties, expected) in [
+            (&[("a", "b")][..], [0, 0, 2, 3]),
+            (&[("a", "b"), ("b", "c")], [0, 0, 0, 3]),
+            (&[("a", "c"), ("b", "c")], [1, 1, 1, 3]),
+            (&[("a", "b"), ("c", "a")], [2, 2, 2, 3]),
+            (&[("a", "b"), ("c", "d"), ("d", "b")], [2, 2, 2, 2]),
+            (&[("a", "b"), ("b", "a")], [0, 0, 2, 3]),
+        ] {
+            let apart = owners(ties, |index| index as u64).unwrap();
+            assert_eq!(apart, expected, "{ties:?}");
+            // Clones of one parameter, where all of them are tied.
+            if expected.iter().all(|owner| *owner == expected[0]) {
+                assert_eq!(owners(ties, |_| 7).unwrap(), expected, "{ties:?}");
+            }
+        }
+        let error = owners(&[("a", "b")], |index| (index as u64).min(2)).unwrap_err();
+        assert!(matches!(error, ShardError::SharedParameter { .. }), "{error}");
+    }
 }

@@ -95,8 +95,9 @@ pub(super) fn fit<T>(
     for names in [&mut missing, &mut misshapen, &mut report.missing] {
         names.sort();
     }
-    let (passed, unexpected): (Vec<&str>, Vec<&str>) =
-        rest.into_iter().partition(|key| allowed(&options.unexpected, key));
+    let (passed, unexpected): (Vec<&str>, Vec<&str>) = rest
+        .into_iter()
+        .partition(|key| allowed(&options.unexpected, key) || counts_batches(source, key));
     if !(missing.is_empty() && unexpected.is_empty() && misshapen.is_empty()) {
         return Err(LoadError::Mismatch {
             file: source.label.clone(),
@@ -108,6 +109,12 @@ pub(super) fn fit<T>(
     report.loaded = parts.len();
     report.unexpected = passed.into_iter().map(str::to_string).collect();
     Ok((parts, report))
+}
+
+/// Whether it is how many batches PyTorch took a running mean of, which Burn does not count.
+fn counts_batches(source: &Source, key: &str) -> bool {
+    key.strip_suffix("num_batches_tracked")
+        .is_some_and(|norm| source.tensors.contains_key(&format!("{norm}running_mean")))
 }
 
 /// How a tensor of the file cannot be the one wanted.

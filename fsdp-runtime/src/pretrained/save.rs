@@ -151,6 +151,10 @@ impl<M: FsdpModule> Fsdp<M> {
                     self.held.locals.insert(param.id, data);
                 }
             }
+
+            fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
+                self.param(buffer);
+            }
         }
         let first = self.mesh().rank == Rank::ZERO;
         let mut read = Read { held: Held::default(), ignored: &self.ignored, first };
@@ -163,7 +167,7 @@ impl<M: FsdpModule> Fsdp<M> {
 #[derive(Default)]
 pub(super) struct Held {
     pub(super) bases: HashMap<Place, DispatchTensor>,
-    /// IgnoredParam parameters, on rank 0 alone: its own are written.
+    /// Ignored parameters and running statistics, on rank 0 alone: its own are written.
     locals: HashMap<ParamId, TensorData>,
 }
 

@@ -64,6 +64,8 @@ pub(crate) trait Engine: Runtime {
         base: DispatchTensor,
         keep: bool,
     ) -> Result<Option<TensorData>, Error>;
+    /// Lets go of the parameters that were collected, unless a pass still needs them.
+    fn forget(&self);
     /// Says which parameters are to be loaded before they are used.
     fn set_unloaded(&self, places: &[Place]);
     /// Says which parameters hold loaded values.
@@ -113,6 +115,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         Counts {
             all_gathers: read(&self.counters.all_gathers),
             single_gathers: read(&self.counters.single_gathers),
+            sent_bytes: read(&self.counters.sent_bytes),
             reduce_scatters: read(&self.counters.reduce_scatters),
             all_reduces: read(&self.counters.all_reduces),
             mis_prefetches: read(&self.counters.mis_prefetches),
@@ -227,6 +230,13 @@ impl<B: ShardBackend> Engine for Schedule<B> {
             Held::Whole | Held::Own | Held::TiedTo(_) => return Ok(None),
         };
         Ok(Some(to_data::<B>(full)))
+    }
+
+    fn forget(&self) {
+        let state = &mut *self.lock();
+        if state.open == 0 && state.calls.is_empty() {
+            self.forget_fragments(state);
+        }
     }
 
     fn set_unloaded(&self, places: &[Place]) {

@@ -53,6 +53,8 @@ pub struct Counts {
     pub all_gathers: usize,
     /// All-gathers of one parameter, for a `val()` outside its unit's forward.
     pub single_gathers: usize,
+    /// Bytes of its own that the rank has given to the all-gathers of units.
+    pub sent_bytes: usize,
     /// Reductions of a unit's gradients, its replicated parameters included: reduce-scatters, or
     /// all-reduces where nothing is sharded.
     pub reduce_scatters: usize,
@@ -68,6 +70,7 @@ pub struct Counts {
 struct Counters {
     all_gathers: AtomicUsize,
     single_gathers: AtomicUsize,
+    sent_bytes: Arc<AtomicUsize>,
     reduce_scatters: AtomicUsize,
     all_reduces: AtomicUsize,
     mis_prefetches: AtomicUsize,

@@ -95,8 +95,11 @@ impl<B: ShardBackend> Schedule<B> {
             return input;
         };
         let (rank, dtype) = (tensor.shape().num_dims(), tensor.dtype());
+        let bytes = tensor.shape().num_elements() * dtype.size();
         let Some(data) = B::to_host(tensor.into_primitive()) else { return input };
         checkpoint.inputs[at].host = Some(data);
+        checkpoint.bytes -= bytes;
+        checkpoint.stowed_bytes += bytes;
         let stand_in = B::float_zeros(Shape::from(vec![1; rank]), &self.device, dtype.into());
         B::into_dispatch(Value::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
     }
@@ -106,7 +109,9 @@ impl<B: ShardBackend> Schedule<B> {
         let mut state = self.lock();
         if let Some(checkpoint) = checkpoint(&mut state, id) {
             let inputs = std::mem::take(&mut checkpoint.inputs);
-            let counted = Counted::new(&self.ledger, Use::Activations, checkpoint.bytes);
+            let counted =
+                [(Use::Activations, checkpoint.bytes), (Use::Stowed, checkpoint.stowed_bytes)]
+                    .map(|(kind, bytes)| Counted::new(&self.ledger, kind, bytes));
             checkpoint.kept = Some(Kept::new(inputs, forward, counted));
         }
     }

@@ -1,12 +1,13 @@
 //! A unit's way into its buffers and out of them: the all-gathers, and who owns which buffer.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
 use super::{Pass, Reshard, Schedule, State, When, count};
-use crate::backend::{Float, Rest, ShardBackend, Stored};
+use crate::backend::{Float, Rest, ShardBackend, Stored, numel as numel_of};
 use crate::collectives::group::Group;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
@@ -33,12 +34,14 @@ struct Gather<B: ShardBackend> {
     numel: usize,
     dtype: DType,
     slot: Arc<Slot<B>>,
+    /// Bytes that this rank has given to all-gathers.
+    sent_bytes: Arc<AtomicUsize>,
 }
 
 impl<B: ShardBackend> Gather<B> {
     /// Runs it among `group`, on the communication thread.
     fn run(self, group: &Group, device: &B::Device, rest: Rest) -> Result<(), CollectiveError> {
-        let Self { op, pieces, numel, dtype, slot } = self;
+        let Self { op, pieces, numel, dtype, slot, sent_bytes } = self;
         let send = |Piece { at, value, sent }: Piece<B>| {
             let cross = || value.on_device(device, dtype, rest);
             let value = match sent {
@@ -47,7 +50,9 @@ impl<B: ShardBackend> Gather<B> {
             };
             (at, value)
         };
-        let fragments = pieces.into_iter().map(send).collect();
+        let fragments: Vec<_> = pieces.into_iter().map(send).collect();
+        let bytes = |(_, value): &(usize, Float<B>)| numel_of::<B>(value) * value.dtype().size();
+        sent_bytes.fetch_add(fragments.iter().map(bytes).sum(), Ordering::Relaxed);
         let shard_len = numel / group.size();
         ProcessGroup::<B>::all_gather(group, &op, device, fragments, shard_len, &slot)
     }
@@ -84,7 +89,8 @@ impl<B: ShardBackend> Schedule<B> {
         let gather = |((pieces, (numel, dtype)), slot): ((_, (usize, DType)), &usize)| {
             count(&self.counters.all_gathers);
             let op = Op::new("all_gather", unit.name.clone()).of(numel);
-            Gather { op, pieces, numel, dtype, slot: state.slots[*slot].clone() }
+            let (slot, sent_bytes) = (state.slots[*slot].clone(), self.counters.sent_bytes.clone());
+            Gather { op, pieces, numel, dtype, slot, sent_bytes }
         };
         let gathers: Vec<Gather<B>> =
             pieces.into_iter().zip(unit.buffers()).zip(&slots).map(gather).collect();

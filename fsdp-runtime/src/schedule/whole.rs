@@ -3,7 +3,7 @@
 use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::Schedule;
-use crate::backend::{Float, ShardBackend, Stored, Value};
+use crate::backend::{Float, ShardBackend, Stored};
 use crate::collectives::comm::Work;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::Error;
@@ -52,11 +52,13 @@ impl<B: ShardBackend> Schedule<B> {
                 bytes += self.place(place).1.numel() * size_of::<f32>();
                 self.ledger.take(Use::Gathered, bytes);
                 self.ledger.take(Use::Gradients, bytes);
+                // Stepped where fragments rest, and the optimizer's state with them.
+                let rest = self.settings.rest;
                 let [matrix, gradient] = [matrix, gradient]
-                    .map(|parts| B::into_dispatch(Value::Plain(self.join(place, parts))));
+                    .map(|parts| Stored::<B>::rest(self.join(place, parts), rest).into_dispatch());
                 let matrix = step(index, matrix, gradient);
                 self.ledger.give_back(Use::Gradients, bytes);
-                updated = B::from_dispatch(matrix).map(Value::into_inner);
+                updated = Stored::<B>::read(matrix, rest).map(|(it, ..)| self.on_device(it));
             }
             scatters.push((place, updated));
         }

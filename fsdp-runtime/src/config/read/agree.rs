@@ -98,8 +98,7 @@ impl Reader {
 
     /// Groups of ranks that hold the whole model each make a strategy a hybrid one.
     fn settle_mesh(&mut self, strategy: ShardingStrategy) {
-        let (replicate, shard) = (self.config.fsdp.replicate, self.config.fsdp.shard);
-        let groups = replicate.unwrap_or(1);
+        let groups = self.config.fsdp.replicate.unwrap_or(1);
         if groups > 1 && strategy.shards() && !strategy.is_hybrid() {
             let problem = self.contradiction(
                 (REPLICATE, &groups.to_string()),
@@ -108,17 +107,7 @@ impl Reader {
             );
             self.problems.extend(problem);
         }
-        let (Some(shard), Some(world)) = (shard, self.config.num_processes) else { return };
-        if groups * shard != world {
-            let kind = ProblemKind::WrongValue {
-                key: "num_processes".into(),
-                value: world.to_string(),
-                expected: format!(
-                    "dp_replicate_size x dp_shard_size of `parallelism_config`, {groups} x {shard}"
-                ),
-            };
-            self.problems.push(Problem { line: self.config.source.line("num_processes"), kind });
-        }
+        self.problems.extend(self.config.mesh_problem());
     }
 
     /// Keys that only one wrapping policy reads are noted under the others.

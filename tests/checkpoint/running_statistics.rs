@@ -1,0 +1,130 @@
+//! The running statistics of a `BatchNorm` are each rank's own; they go into checkpoints, state dicts and
+//! files of weights with the parameters.
+
+use std::path::Path;
+
+use burn::tensor::{Int, Tensor, TensorData};
+use fsdp_runtime::checkpoint::{Checkpoint, Restore};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, LoadOptions, SavePretrained};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+
+use super::pretrained::{Tied, run, tied};
+
+const MEAN: &str = "norm.running_mean";
+
+fn sharded(worker: &Worker, seed: u64) -> Result<Fsdp<Tied>, Error> {
+    fully_shard(tied(worker.device()), worker, FsdpOptions::new().seed(seed))
+}
+
+/// A model that has seen other batches on each rank.
+fn trained(worker: &Worker) -> Result<Fsdp<Tied>, Error> {
+    let model = sharded(worker, 1)?;
+    let first = worker.rank().index() as i32;
+    for at in 0..3 {
+        let tokens = Tensor::<2, Int>::from_data([[first + at, 5, 9, 12 - at]], worker.device());
+        model.forward(tokens);
+    }
+    Ok(model)
+}
+
+/// What this rank has of its own.
+fn own(model: &Fsdp<Tied>) -> TensorData {
+    model.sharded_state()[MEAN].data.clone()
+}
+
+#[test]
+fn a_checkpoint_gives_every_rank_its_own_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    let file = path.clone();
+    let saved = run(2, move |worker| {
+        let model = trained(worker)?;
+        Checkpoint::new(3).model("tied", &model).save(worker, &file)?;
+        let valid = model.valid().norm.running_mean.value().into_data();
+        assert_eq!(own(&model).as_bytes(), valid.as_bytes(), "with the last update");
+        Ok(own(&model))
+    });
+    assert_ne!(saved[0], saved[1]);
+    let restored = |world| {
+        let path = path.clone();
+        run(world, move |worker| {
+            let mut model = sharded(worker, 2)?;
+            // What a forward found before does not come back over what is loaded.
+            model.forward(super::pretrained::tokens(worker.device()));
+            Restore::new().model("tied", &mut model).load(worker, &path)?;
+            let valid = model.valid().norm.running_mean.value().into_data();
+            assert_eq!(own(&model).as_bytes(), valid.as_bytes());
+            Ok(own(&model))
+        })
+    };
+    assert_eq!(restored(2), saved);
+    let [first, second] = [&saved[0], &saved[1]].map(Clone::clone);
+    assert_eq!(restored(3), [first.clone(), second, first]);
+}
+
+#[test]
+fn the_full_state_and_the_file_have_rank_zeros() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let ranks = run(2, move |worker| {
+        let model = trained(worker)?;
+        model.save_pretrained(&path, &SavePretrained::new())?;
+        let full = model.full_state(Recipient::All)?;
+        let mut other = sharded(worker, 2)?;
+        other.load_full_state(&full, Recipient::All)?;
+        assert_eq!(own(&other).as_bytes(), full[MEAN].as_bytes());
+        let mut other = sharded(worker, 2)?;
+        other.load_safetensors(&path, &LoadOptions::new())?;
+        assert_eq!(own(&other).as_bytes(), full[MEAN].as_bytes());
+        Ok((own(&model), full[MEAN].clone()))
+    });
+    for (_, full) in &ranks {
+        assert_eq!(full.as_bytes(), ranks[0].0.as_bytes());
+    }
+}
+
+/// As PyTorch saves them, with the number of batches, which is not wanted.
+#[test]
+fn a_file_of_pytorchs_loads() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let floats = |len: usize, first: f32| -> Vec<u8> {
+        (0..len).flat_map(|at| (first + at as f32).to_le_bytes()).collect()
+    };
+    let write = |path: &Path, counter: &str| {
+        let tensors = [
+            ("norm.weight", floats(8, 1.0)),
+            ("norm.bias", floats(8, 0.5)),
+            (MEAN, floats(8, -3.0)),
+            ("norm.running_var", floats(8, 2.0)),
+            ("wte.weight", floats(13 * 8, 0.0)),
+        ];
+        let count = 7i64.to_le_bytes();
+        let counter = (counter, TensorView::new(Dtype::I64, vec![], &count).unwrap());
+        let views = tensors.iter().map(|(name, bytes)| {
+            let shape = if *name == "wte.weight" { vec![13, 8] } else { vec![8] };
+            (*name, TensorView::new(Dtype::F32, shape, bytes).unwrap())
+        });
+        safetensors::serialize_to_file(views.chain([counter]), None, path).unwrap();
+    };
+    write(&path, "norm.num_batches_tracked");
+    let file = path.clone();
+    let found = run(2, move |worker| {
+        let mut model = sharded(worker, 2)?;
+        let report = model.load_safetensors(&file, &LoadOptions::new())?;
+        assert_eq!(report.unexpected, ["norm.num_batches_tracked"]);
+        Ok(own(&model))
+    });
+    assert_eq!(found[1].as_bytes(), floats(8, -3.0));
+    // The count of a norm that there is not is as unexpected as anything.
+    write(&path, "other.num_batches_tracked");
+    let errors = run(2, move |worker| {
+        Ok(sharded(worker, 2)?
+            .load_safetensors(&path, &LoadOptions::new())
+            .unwrap_err()
+            .to_string())
+    });
+    assert!(errors[0].contains("other.num_batches_tracked"), "{}", errors[0]);
+}
