@@ -7,10 +7,10 @@ mod support;
 use std::sync::Mutex;
 
 use burn::optim::{LearningRate, Optimizer, Sgd, SgdConfig, SgdState};
-use burn::tensor::{Device, FloatDType, Tensor};
-use fsdp_runtime::kernels;
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, ShardError, kernels};
 use support::{Net, Outcome, Run, batch, loss, parity};
 
 /// Three inner units in two buffers, so that a gather overwrites what an earlier unit read.
@@ -123,6 +123,28 @@ fn checkpointed_units_train_alike_on_a_cubecl_device() {
     assert_same(&kept, &plain);
     assert_same(&offloaded, &plain);
     assert_eq!(offloaded.counts, plain.counts);
+}
+
+#[test]
+fn a_model_in_a_type_that_the_processor_does_not_round_to_is_refused() {
+    if kernels::computes(&Device::cpu(), FloatDType::BF16) {
+        return eprintln!("skipped: this processor rounds to bf16");
+    }
+    let options = LaunchOptions::new(1).device(Device::cpu());
+    let ranks = launch(options, |worker| {
+        let device = worker.device();
+        let mut net = Net::new(1, 0.0, device);
+        let half = |it: Tensor<2>| {
+            let data = it.to_data().convert::<burn::tensor::bf16>();
+            Tensor::from_data(data, (device, DType::BF16)).require_grad()
+        };
+        net.blocks[0].up.weight = net.blocks[0].up.weight.map(half);
+        Ok::<_, Error>(fully_shard(net, &worker, FsdpOptions::new()).map(drop).unwrap_err())
+    });
+    let error = ranks.unwrap().remove(0);
+    let Error::Shard(ShardError::DtypeNotComputed { path, .. }) = &error else { panic!("{error}") };
+    assert_eq!(path, "blocks.0.up.weight");
+    assert!(error.to_string().contains("it does in F32, F16"), "{error}");
 }
 
 /// Gathered and computed with in half precision.

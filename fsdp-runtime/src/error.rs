@@ -108,6 +108,21 @@ pub enum ShardError {
         /// Its dtype.
         dtype: DType,
     },
+    /// A parameter initialised in a dtype that its device does not compute.
+    #[error(
+        "`{path}` is {dtype:?}, in which {device} does not compute; it does in {computed}: initialise \
+         the model in one of these, or set a `param_dtype`"
+    )]
+    DtypeNotComputed {
+        /// The parameter.
+        path: String,
+        /// Its dtype.
+        dtype: DType,
+        /// The device.
+        device: String,
+        /// What works there.
+        computed: String,
+    },
     /// A parameter that is initialised to another shape than it declares.
     #[error(
         "`{path}` declares the shape {declared:?} and is initialised to {found:?}; build a `Linear` \

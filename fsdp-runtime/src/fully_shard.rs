@@ -71,6 +71,7 @@ pub(crate) fn shard<M: HookedForward>(
         let plan = Plan::new(&module, mesh, &options)?;
         let device = options.compute_device(&plan.device, worker.device());
         options.policies().try_for_each(|policy| policy.check(&device))?;
+        plan.check_dtypes(&device)?;
         Ok((mesh, reshard, plan, device))
     };
     let (mesh, reshard, plan, device) = same_on_all(worker, plan())?;

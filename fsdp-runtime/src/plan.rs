@@ -16,9 +16,11 @@ use self::ties::{shared, tie};
 use self::wraps::{wraps, wraps_field};
 use crate::error::ShardError;
 use crate::group::{Entry, Held, Unit};
+use crate::kernels::computes;
 use crate::mesh::Mesh;
 use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 use crate::param::{Place, Sharded};
+use crate::precision::computed;
 use crate::unit::{Child, FsdpModule, Kind, Node, Walk};
 use crate::unit_layout::UnitLayout;
 use crate::unit_type::UnitType;
@@ -152,6 +154,22 @@ impl Plan {
         let keys = items.into_iter().zip(&places).map(|(item, place)| (*place, item.key)).collect();
         let places = order.into_iter().map(|item| item.map(|item| places[item])).collect();
         Ok(Self { units, places, keys, ignored: left_alone, device })
+    }
+
+    /// That the device computes in the types that parameters are gathered in: those of a policy, or
+    /// those they were initialised in.
+    pub(crate) fn check_dtypes(&self, device: &Device) -> Result<(), ShardError> {
+        for entry in self.units.iter().flat_map(|unit| &unit.entries) {
+            if !computes(device, entry.dtype.into()) {
+                return Err(ShardError::DtypeNotComputed {
+                    path: entry.path.clone(),
+                    dtype: entry.dtype,
+                    device: format!("{device:?}"),
+                    computed: computed(device).join(", "),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// The units, and the place of each item.

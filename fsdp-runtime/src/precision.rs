@@ -10,6 +10,9 @@ use burn::tensor::{DType, Device, FloatDType};
 use crate::error::ShardError;
 use crate::kernels::computes;
 
+/// The types that a policy may set.
+const KNOWN: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
+
 /// In which types a unit computes and communicates: PyTorch's `MixedPrecisionPolicy`.
 ///
 /// ```
@@ -86,7 +89,6 @@ impl MixedPrecisionPolicy {
 
     /// Whether the device can compute so.
     pub(crate) fn check(&self, device: &Device) -> Result<(), ShardError> {
-        const KNOWN: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
         let dtypes = [
             ("param_dtype", self.param_dtype),
             ("reduce_dtype", self.reduce_dtype),
@@ -97,12 +99,13 @@ impl MixedPrecisionPolicy {
             if KNOWN.contains(&dtype) && computes(device, dtype) {
                 continue;
             }
-            let works = KNOWN.iter().filter(|dtype| computes(device, **dtype));
-            let works: Vec<String> = works.map(|dtype| format!("{dtype:?}")).collect();
             return Err(ShardError::InvalidOption {
                 option,
                 value: format!("{dtype:?}"),
-                expected: format!("{device:?} computes in {}: use one of these", works.join(", ")),
+                expected: format!(
+                    "{device:?} computes in {}: use one of these",
+                    computed(device).join(", ")
+                ),
             });
         }
         Ok(())
@@ -127,6 +130,12 @@ impl MixedPrecisionPolicy {
             output: self.output_dtype.filter(|_| returns).map(DType::from),
         }
     }
+}
+
+/// The types that a device computes in, by name.
+pub(crate) fn computed(device: &Device) -> Vec<String> {
+    let works = KNOWN.iter().filter(|dtype| computes(device, **dtype));
+    works.map(|dtype| format!("{dtype:?}")).collect()
 }
 
 /// What types the inputs and outputs of one unit take; `None` leaves them as they are.

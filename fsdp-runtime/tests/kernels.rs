@@ -11,6 +11,7 @@ mod kernels {
     mod masks;
     mod means;
     mod norms;
+    mod random;
     mod steps;
     mod wrong_use;
 }

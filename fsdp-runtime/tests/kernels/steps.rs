@@ -51,20 +51,41 @@ fn sgd_on_the_device_has_the_bits_of_sgd_on_flex() {
     assert_same_steps(&device, &momentum.with_nesterov(true).build(), "Nesterov");
 }
 
-/// Burn's own, as tensor operations: the same formulas, other roundings.
+/// Four steps of ours and of Burn's own, as tensor operations: the same formulas, other roundings.
+fn assert_gives_burns(ours: &impl Optimizer, theirs: &impl Optimizer, what: &str) {
+    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+        let start = tensor(&numbers(1, 777, 1.0), &device, FloatDType::F32);
+        let (mut a, mut b) = (start.clone(), start);
+        let (mut state_a, mut state_b) = (None, None);
+        for step in 0..4 {
+            let gradient = tensor(&numbers(50 + step, 777, 1.0), &device, FloatDType::F32);
+            (a, state_a) = ours.step(1e-3, a, gradient.clone(), state_a);
+            (b, state_b) = theirs.step(1e-3, b, gradient, state_b);
+            assert_close(&a, &b, 1e-4, &format!("{what} on {device:?}"));
+        }
+    }
+}
+
 #[test]
-fn adamw_on_the_device_gives_burns_numbers() {
-    let Some(device) = device() else { return };
-    let ours = AdamWConfig::new().with_weight_decay(0.1).build();
-    let theirs = burn::optim::AdamWConfig::new().with_weight_decay(0.1).with_epsilon(1e-8).build();
-    let start = tensor(&numbers(1, 777, 1.0), &device, FloatDType::F32);
-    let (mut a, mut b) = (start.clone(), start);
-    let (mut state_a, mut state_b) = (None, None);
-    for step in 0..4 {
-        let gradient = tensor(&numbers(50 + step, 777, 1.0), &device, FloatDType::F32);
-        (a, state_a) = ours.step(1e-3, a, gradient.clone(), state_a);
-        (b, state_b) = theirs.step(1e-3, b, gradient, state_b);
-        assert_close(&a, &b, 1e-4, "AdamW");
+fn steps_give_burns_numbers() {
+    use burn::optim::decay::WeightDecayConfig;
+    use burn::optim::momentum::MomentumConfig;
+    use burn::optim::{AdamConfig as BurnAdam, AdamWConfig as BurnAdamW, SgdConfig as BurnSgd};
+    let decay = || Some(WeightDecayConfig::new(0.1));
+    let ours = AdamWConfig::new().with_weight_decay(0.1);
+    let theirs = BurnAdamW::new().with_weight_decay(0.1).with_epsilon(1e-8);
+    assert_gives_burns(&ours.build(), &theirs.build(), "AdamW");
+    let ours = AdamConfig::new().with_weight_decay(0.1);
+    let theirs = BurnAdam::new().with_weight_decay(decay()).with_epsilon(1e-8);
+    assert_gives_burns(&ours.build(), &theirs.build(), "Adam");
+    let ours = SgdConfig::new().with_weight_decay(0.1);
+    let theirs = BurnSgd::new().with_weight_decay(decay());
+    assert_gives_burns(&ours.build(), &theirs.build(), "SGD");
+    for nesterov in [false, true] {
+        let momentum = MomentumConfig::new().with_momentum(0.9).with_dampening(0.3);
+        let theirs = theirs.clone().with_momentum(Some(momentum.with_nesterov(nesterov)));
+        let ours = ours.clone().with_momentum(0.9).with_dampening(0.3).with_nesterov(nesterov);
+        assert_gives_burns(&ours.build(), &theirs.build(), "SGD with momentum");
     }
 }
 
