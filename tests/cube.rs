@@ -138,7 +138,8 @@ fn a_model_in_a_type_that_the_processor_does_not_round_to_is_refused() {
             let data = it.to_data().convert::<burn::tensor::bf16>();
             Tensor::from_data(data, (device, DType::BF16)).require_grad()
         };
-        net.blocks[0].up.weight = net.blocks[0].up.weight.map(half);
+        let weight = net.blocks[0].up.weight.clone();
+        net.blocks[0].up.weight = weight.map(half);
         Ok::<_, Error>(fully_shard(net, &worker, FsdpOptions::new()).map(drop).unwrap_err())
     });
     let error = ranks.unwrap().remove(0);

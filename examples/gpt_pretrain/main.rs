@@ -219,6 +219,34 @@ mod tests {
     }
 
     #[test]
+    #[ignore = "minutes: cargo test --release --example gpt_pretrain -- --ignored"]
+    fn half_precision_ends_where_f32_does() {
+        let run = |flags: &str| {
+            let shape = "gpt_pretrain --quiet --max-update 200 --max-valid-steps 1";
+            let flags = shape.split(' ').chain(flags.split_whitespace());
+            run(&Cli::parse_from(flags)).unwrap().expect("rank 0 is here")
+        };
+        let mean = |summary: &Summary| summary.losses[180..].iter().sum::<f64>() / 20.0;
+        let full = mean(&run(""));
+        for (flags, skips) in
+            [("--bf16", 0..1), ("--fp16", 0..1), ("--fp16 --fp16-init-scale 1e8", 1..20)]
+        {
+            let half = run(flags);
+            let found = mean(&half);
+            eprintln!("{flags}: {found}, f32: {full}, {} skipped", half.skipped_updates);
+            assert!((found / full - 1.0).abs() < 0.02, "{flags}: {found} {full}");
+            assert!(skips.contains(&half.skipped_updates), "{flags}: {}", half.skipped_updates);
+        }
+    }
+
+    #[test]
+    #[ignore = "minutes: cargo test --release --example gpt_pretrain -- --ignored"]
+    fn the_main_run_ends_below_a_bigram_model() {
+        let summary = run(&Cli::parse_from(["gpt_pretrain"])).unwrap().expect("rank 0 is here");
+        assert!(summary.held_out_perplexity < summary.bigram_perplexity, "{summary}");
+    }
+
+    #[test]
     fn recomputation_changes_no_loss() {
         let shape = "--world-size 2 --batch-size 2 --max-valid-steps 1 --dropout 0.1";
         let losses = |flags: &str| run_with(&format!("{shape} {flags}")).unwrap().losses;

@@ -183,9 +183,9 @@ impl MemoryForecast {
     /// # Errors
     ///
     /// [`MemoryError::DoesNotFit`], which prints this table.
-    pub const fn check(&self, available: usize) -> Result<(), MemoryError> {
+    pub fn check(&self, available: usize) -> Result<(), MemoryError> {
         if self.total() > available {
-            return Err(MemoryError::DoesNotFit { available, forecast: *self });
+            return Err(MemoryError::DoesNotFit { available, forecast: Box::new(*self) });
         }
         Ok(())
     }
@@ -196,10 +196,14 @@ impl MemoryForecast {
     /// # Errors
     ///
     /// [`MemoryError::HostDoesNotFit`], which prints this table.
-    pub const fn check_host(&self, available: usize, with_device: bool) -> Result<(), MemoryError> {
+    pub fn check_host(&self, available: usize, with_device: bool) -> Result<(), MemoryError> {
         let needed = self.host.total() + if with_device { self.total() } else { 0 };
         if needed > available {
-            return Err(MemoryError::HostDoesNotFit { needed, available, forecast: *self });
+            return Err(MemoryError::HostDoesNotFit {
+                needed,
+                available,
+                forecast: Box::new(*self),
+            });
         }
         Ok(())
     }
@@ -226,7 +230,7 @@ impl fmt::Display for MemoryForecast {
 }
 
 /// A model that its ranks have no room for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
     /// A rank needs more than there is.
@@ -240,7 +244,7 @@ pub enum MemoryError {
         /// Bytes that a rank may hold.
         available: usize,
         /// What it needs.
-        forecast: MemoryForecast,
+        forecast: Box<MemoryForecast>,
     },
     /// A rank needs more of the host's memory than there is.
     #[error(
@@ -255,7 +259,7 @@ pub enum MemoryError {
         /// Bytes that it may hold.
         available: usize,
         /// What it needs.
-        forecast: MemoryForecast,
+        forecast: Box<MemoryForecast>,
     },
 }
 

@@ -140,7 +140,8 @@ fn what_does_not_fit_is_refused() {
     let kinds = forecast.kinds();
     assert_eq!(kinds[..6].iter().map(|(_, bytes)| bytes).sum::<usize>(), forecast.total());
     let error = forecast.check(64 << 30).unwrap_err();
-    assert_eq!(error, MemoryError::DoesNotFit { available: 64 << 30, forecast });
+    let expected = MemoryError::DoesNotFit { available: 64 << 30, forecast: Box::new(forecast) };
+    assert_eq!(error, expected);
     for part in ["65536.00 MiB", "activations         1.00", "more ranks"] {
         assert!(error.to_string().contains(part), "{error}");
     }

@@ -92,6 +92,16 @@ fn the_next_unit_is_gathered_while_one_computes() {
     assert!(overlaps(FsdpOptions::new()));
 }
 
+/// Copies from the host are part of the all-gather.
+#[test]
+fn the_next_unit_comes_from_the_host_while_one_computes() {
+    for policy in [OffloadPolicy::Params { pin_memory: true }, OffloadPolicy::OptimizerOnly] {
+        assert!(overlaps(FsdpOptions::new().offload(policy)), "{policy:?}");
+    }
+    let without = FsdpOptions::new().forward_prefetch(false);
+    assert!(!overlaps(without.offload(OffloadPolicy::Params { pin_memory: true })));
+}
+
 #[test]
 fn without_prefetch_it_is_gathered_when_needed() {
     assert!(!overlaps(FsdpOptions::new().forward_prefetch(false)));

@@ -157,7 +157,8 @@ pub enum OffloadPolicy {
     /// Parameters, reduced gradients and optimizer state (PyTorch's `CPUOffloadPolicy`). A unit's
     /// fragments are copied to the device for every all-gather, in the parameters' type.
     Params {
-        /// Whether copies go through pages that stay in place, which devices read faster.
+        /// Whether what is copied to the device is first put in pages that stay in place, which
+        /// devices read faster; copies back to the host are not.
         pin_memory: bool,
     },
     /// The same, but a copy of this rank's fragments stays on the device from forward to backward:
