@@ -137,7 +137,7 @@ fn prepare(cli: &Cli, settings: &Settings) -> Result<Job> {
         test: tokenizer.encode(&corpus.test)?,
         strategy: settings.strategy,
         options: settings.options.clone(),
-        scale_loss: settings.scale_loss,
+        loss_scale: settings.loss_scale,
         saving: cli.save_plan(),
         recipe,
         quiet: cli.quiet,

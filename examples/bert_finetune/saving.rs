@@ -196,6 +196,7 @@ pub fn resume(worker: &Worker, folder: &Path, training: Training<'_>) -> Result<
 mod tests {
     use burn::tensor::Device;
     use clap::Parser;
+    use fsdp_runtime::checkpoint::Manifest;
 
     use super::*;
     use crate::cli::Cli;
@@ -238,7 +239,7 @@ mod tests {
             train: examples(4 * GLOBAL + 5),
             test: examples(7),
             options: FsdpOptions::new(),
-            scale_loss: false,
+            loss_scale: None,
             strategy,
             saving: cli.save_plan(),
             recipe: cli.recipe(),
@@ -293,11 +294,14 @@ mod tests {
     /// The loss scale goes along; an overflow is a step without an update.
     #[test]
     fn a_run_in_float16_goes_on_with_its_loss_scale() {
+        // Gradients overflow for some steps, and then no more.
+        const LOSS_SCALE: f32 = 1e7;
         let policy = MixedPrecisionPolicy::new().param_dtype(burn::tensor::FloatDType::F16);
         let half = |flags: &[&str]| {
             let job = job(2, ShardingStrategy::FullShard, flags);
             let policy = policy.output_dtype(burn::tensor::FloatDType::F32);
-            Job { options: FsdpOptions::new().mixed_precision(policy), scale_loss: true, ..job }
+            let options = FsdpOptions::new().mixed_precision(policy);
+            Job { options, loss_scale: Some(LOSS_SCALE), ..job }
         };
         let all = run(2, half(&[])).losses;
         assert!(all.len() == 9 && all.iter().all(|loss| loss.is_finite()), "{all:?}");
@@ -305,8 +309,10 @@ mod tests {
         let folder = home.path().to_str().unwrap();
         run(2, half(&["--save-dir", folder, "--stop-after", "5"]));
         let manifest = home.path().join("step-00000005").join("manifest.json");
-        let manifest = std::fs::read_to_string(manifest).unwrap();
-        assert!(manifest.contains("loss_scale"), "{manifest}");
+        let manifest = std::fs::read(manifest).unwrap();
+        let manifest = Manifest::parse(&manifest, "manifest.json").unwrap();
+        let scale = manifest.progress.loss_scale.expect("a scale");
+        assert!(scale < LOSS_SCALE, "some steps overflowed: {scale}");
         assert_eq!(run(2, half(&["--resume", folder])).losses, all[5..]);
     }
 }

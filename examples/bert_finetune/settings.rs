@@ -25,9 +25,12 @@ pub struct Settings {
     pub strategy: ShardingStrategy,
     /// How, but for the strategy.
     pub options: FsdpOptions,
-    /// Whether losses are scaled: gradients in float16 underflow otherwise.
-    pub scale_loss: bool,
+    /// What losses are scaled by at first: gradients in float16 underflow otherwise.
+    pub loss_scale: Option<f32>,
 }
+
+/// PyTorch's.
+const LOSS_SCALE: f32 = 65536.0;
 
 impl Settings {
     /// What the flags and the file say.
@@ -77,14 +80,14 @@ impl Settings {
         };
         let of_file = config.as_ref().map(|config| config.fsdp.sharding_strategy);
         let fp16 = |config: &Config| config.mixed_precision == MixedPrecision::Fp16;
-        let scale_loss = config.as_ref().is_some_and(fp16);
+        let loss_scale = config.as_ref().is_some_and(fp16).then_some(LOSS_SCALE);
         let options = config.as_ref().map(Config::options::<BertForSequenceClassification>);
         Ok(Self {
             device,
             launch,
             strategy: cli.strategy.or(of_file).unwrap_or(ShardingStrategy::FullShard),
             options: options.transpose()?.unwrap_or_else(FsdpOptions::new),
-            scale_loss,
+            loss_scale,
         })
     }
 }
@@ -140,10 +143,12 @@ use_cpu: true
             let cli = Cli::parse_from(["bert_finetune", "--quiet"]);
             Settings::with(&cli, Some(Config::parse(&file, "file.yaml").unwrap()), None)
                 .unwrap()
-                .scale_loss
+                .loss_scale
         };
-        assert!(scales("mixed_precision: fp16"));
-        assert!(!scales("mixed_precision: bf16") && !scales("mixed_precision: 'no'"));
+        assert_eq!(scales("mixed_precision: fp16"), Some(LOSS_SCALE));
+        for other in ["mixed_precision: bf16", "mixed_precision: 'no'"] {
+            assert_eq!(scales(other), None);
+        }
     }
 
     #[test]

@@ -13,7 +13,7 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::ModuleOptimizer;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{GradScaler, LoadOptions, Unscaled, from_pretrained};
+use fsdp_runtime::{GradScalerConfig, LoadOptions, Unscaled, from_pretrained};
 
 use crate::batch::{Dealer, Padded};
 use crate::cli::Recipe;
@@ -48,8 +48,8 @@ pub struct Job {
     pub strategy: ShardingStrategy,
     /// How: of the configuration file, where there is one.
     pub options: FsdpOptions,
-    /// Whether losses are scaled.
-    pub scale_loss: bool,
+    /// What losses are scaled by at first, if they are.
+    pub loss_scale: Option<f32>,
     /// When to save and from where to resume.
     pub saving: SavePlan,
     /// How to train.
@@ -80,7 +80,8 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
     let mut optimizer = optimizer(recipe);
     let mut schedule = schedule(recipe, total)?;
     let loss_of = CrossEntropyLossConfig::new().init(worker.device());
-    let mut scaler = job.scale_loss.then(GradScaler::new);
+    let scaler = |scale| GradScalerConfig::new().with_init_scale(scale).init();
+    let mut scaler = job.loss_scale.map(scaler).transpose()?;
     let mut saver = Saver::new(&job.saving, worker);
     macro_rules! training {
         () => {

@@ -13,6 +13,8 @@ use tokenizers::{EncodeInput, Tokenizer};
 
 /// Every byte has a piece.
 const BYTES: usize = 256;
+/// Counted up when a text comes to have other pieces, by another tokenizer for one.
+const FORMAT: u32 = 1;
 /// A pair seen less often becomes no piece.
 const MIN_COUNT: u64 = 2;
 
@@ -97,7 +99,7 @@ impl Bpe {
 fn fingerprint(text: &str, vocabulary: usize) -> String {
     let half = |seed: u64| {
         let mut hasher = DefaultHasher::new();
-        (seed, MIN_COUNT, vocabulary, text).hash(&mut hasher);
+        (seed, FORMAT, MIN_COUNT, vocabulary, text).hash(&mut hasher);
         hasher.finish()
     };
     format!("{:016x}{:016x}", half(0), half(1))

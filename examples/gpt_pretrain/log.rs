@@ -54,6 +54,8 @@ pub struct Update {
 pub struct Place {
     /// Updates made.
     pub updates: usize,
+    /// What was taken for them of the text, in updates: overflows have used theirs up.
+    pub batches: usize,
     /// Updates in an epoch.
     pub per_epoch: usize,
     /// The next update's learning rate.
@@ -85,7 +87,7 @@ impl Log {
 
     /// The line of the updates since the last one, whose mean loss over all ranks is `loss`.
     pub fn line(&mut self, place: Place, loss: f64, loss_scale: Option<f32>) -> LogLine {
-        let Place { updates, per_epoch, lr } = place;
+        let Place { updates, batches, per_epoch, lr } = place;
         let count = self.since.len().max(1) as f64;
         let rate = count / self.last.elapsed().as_secs_f64().max(1e-9);
         let words = (self.samples * self.tokens_per_sample) as f64;
@@ -93,8 +95,8 @@ impl Log {
         let clipped = self.since.iter().filter(|update| update.norm > self.clip_norm).count();
         let clip = (self.clip_norm > 0.0).then(|| rounded(100.0 * clipped as f64 / count, 1));
         let line = LogLine {
-            epoch: updates.saturating_sub(1) / per_epoch + 1,
-            update: (updates as f64 / per_epoch as f64 * 1e3).round() / 1e3,
+            epoch: batches.saturating_sub(1) / per_epoch + 1,
+            update: (batches as f64 / per_epoch as f64 * 1e3).round() / 1e3,
             loss: rounded(loss, 3),
             ppl: rounded(loss.exp2(), 2),
             wps: rounded(rate * words, 1),
@@ -175,7 +177,7 @@ mod tests {
         for norm in [0.5, 2.5] {
             log.update(Update { norm, seconds: 2.0 });
         }
-        let place = Place { updates: 12, per_epoch: 8, lr: 2e-5 };
+        let place = Place { updates: 11, batches: 12, per_epoch: 8, lr: 2e-5 };
         let line = log.line(place, 10.0, Some(128.0));
         let json = serde_json::to_string(&line).unwrap();
         let names = [
@@ -202,7 +204,7 @@ mod tests {
         assert!(places.is_sorted(), "{json}");
         for part in [
             r#""epoch":2,"update":1.5,"loss":"10","ppl":"1024","#,
-            r#""wpb":"2048","bsz":"16","num_updates":"12","lr":"2e-05","gnorm":"1.5","clip":"50","#,
+            r#""wpb":"2048","bsz":"16","num_updates":"11","lr":"2e-05","gnorm":"1.5","clip":"50","#,
             r#""train_wall":"4","#,
         ] {
             assert!(json.contains(part), "{json}");

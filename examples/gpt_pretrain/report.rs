@@ -99,6 +99,8 @@ pub struct Summary {
     pub words: usize,
     /// Word pieces trained on a second, over all ranks.
     pub words_per_second: f64,
+    /// Median seconds of an update.
+    pub update_seconds_median: f64,
     /// Mean training loss since the last log line but one, in base 2.
     pub train_loss: f64,
     /// Perplexity a word piece of the held-out text.

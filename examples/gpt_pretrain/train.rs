@@ -110,7 +110,8 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
     let mut scaler = recipe.precision.scaler()?;
     let mut log = Log::new(dealer.per_update(), recipe.tokens_per_sample, recipe.clip_norm);
     let mut losses = Vec::with_capacity(total);
-    let (mut logged, mut skipped, mut seconds, mut train_loss) = (0, 0, 0.0, 0.0);
+    let (mut logged, mut skipped, mut train_loss) = (0, 0, 0.0);
+    let mut seconds = Vec::with_capacity(total);
     let mut order = Vec::new();
 
     while losses.len() < total {
@@ -140,7 +141,7 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             Unscaled::Overflow => {
                 skipped += 1;
                 recipe.precision.check_scale(scaler.as_ref(), losses.len())?;
-                seconds += begin.elapsed().as_secs_f64();
+                seconds.push(begin.elapsed().as_secs_f64());
                 continue;
             }
         };
@@ -155,7 +156,7 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
         losses.push(value / std::f64::consts::LN_2);
 
         let took = begin.elapsed().as_secs_f64();
-        seconds += took;
+        seconds.push(took);
         log.update(Update { norm, seconds: took });
         let updates = losses.len();
         if updates.is_multiple_of(recipe.log_interval) || updates == total {
@@ -164,7 +165,8 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             train_loss = since.iter().sum::<f64>() / since.len() as f64;
             logged = updates;
             if job.log && rank == 0 {
-                let place = Place { updates, per_epoch, lr: schedule.rate(updates) };
+                let (batches, lr) = (updates + skipped, schedule.rate(updates));
+                let place = Place { updates, batches, per_epoch, lr };
                 let scale = scaler.as_ref().map(GradScaler::loss_scale);
                 println!("{}", serde_json::to_string(&log.line(place, train_loss, scale))?);
             }
@@ -180,7 +182,8 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
         updates: total,
         skipped_updates: skipped,
         words,
-        words_per_second: words as f64 / seconds,
+        words_per_second: words as f64 / seconds.iter().sum::<f64>(),
+        update_seconds_median: median(seconds),
         train_loss,
         held_out_perplexity: evaluate(job, &model, &loss_of, worker, dealer)?,
         bigram_perplexity: job.bigram,
@@ -239,6 +242,11 @@ impl Precision {
         }
         Ok(())
     }
+}
+
+fn median(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    numbers[numbers.len() / 2]
 }
 
 fn number(loss: Tensor<1>) -> Result<f64> {

@@ -67,6 +67,12 @@ for file in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
     if not lines:
         print(f"{file.stem:12} no result; {memory:.0f} MiB in use")
         continue
-    words = statistics.median(json.loads(line)["words_per_second"] for line in lines)
+    def rate(run):
+        if "updates" not in run:
+            return run["words_per_second"]
+        # As PyTorch's: of the median update, of which the first compiles kernels.
+        batches = run["updates"] + run["skipped_updates"]
+        return run["words"] / batches / run["update_seconds_median"]
+    words = statistics.median(rate(json.loads(line)) for line in lines)
     print(f"{file.stem:12}{words:10.0f} word pieces/s{memory:8.0f} MiB in use")
 PY

@@ -325,7 +325,8 @@ impl<M: FsdpModule> Fsdp<M> {
         self.engine.memory()
     }
 
-    /// What rests in the host's memory in its place, under an [`OffloadPolicy`].
+    /// What rests in the host's memory in its place: under an [`OffloadPolicy`], and of activations that
+    /// are offloaded.
     pub fn host_memory(&self) -> Memory {
         self.engine.host_memory()
     }

@@ -24,7 +24,7 @@ pub(crate) enum Held {
     Fragment(Range<usize>),
     /// Whole, on every rank: vectors, small matrices, and everything under `NO_SHARD`.
     Whole,
-    /// Whole, and each rank's own: an ignored parameter, which is of no unit.
+    /// Whole, and each rank's own: an ignored parameter or a running statistic, which is of no unit.
     Own,
     /// Not at all: the entry it is tied to holds it.
     TiedTo(usize),

@@ -4,7 +4,7 @@
 //! that its checkpoints load without annotations: `gamma` is `weight`, `beta` is `bias`, and the
 //! weight of a `Linear` lies transposed in the file.
 
-use burn::module::{Flag, Module, ModuleVisitor, Param, RunningState};
+use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId, RunningState};
 use burn::nn::activation::*;
 use burn::nn::attention::{CrossAttention, MultiHeadAttention};
 use burn::nn::conv::{
@@ -351,17 +351,21 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
     const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
 
     fn walk<W: Walk>(&self, walk: &mut W) {
-        struct Shown<'a, W>(&'a mut W);
-        impl<W: Walk> ModuleVisitor for Shown<'_, W> {
+        struct Id(Option<ParamId>);
+        impl ModuleVisitor for Id {
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                self.0.buffer(param);
+                self.0 = Some(param.id);
             }
         }
         let instead = "leave the unit out of `activation_checkpointing`, or use a `GroupNorm`";
         walk.unrepeatable("RunningState", instead);
-        // Burn shows what it was before this thread's last update, unless it is asked for it.
-        self.value_sync();
-        self.visit(&mut Shown(walk));
+        // Burn holds the value's lock while it shows it, which a walk that communicates must not.
+        let mut id = Id(None);
+        self.visit(&mut id);
+        if let Id(Some(id)) = id {
+            // With this thread's last update.
+            walk.buffer(&Param::initialized(id, self.value_sync()));
+        }
     }
 
     fn attach<A: Attach>(self, _: &mut A) -> Self {

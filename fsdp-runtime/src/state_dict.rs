@@ -143,8 +143,8 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Gathers the full parameters for one rank or for all. Every rank calls it; those that do not
-    /// receive hold one parameter more than their fragments at a time. Of an ignored parameter, which
-    /// each rank has for itself, rank 0's is the one.
+    /// receive hold one parameter more than their fragments at a time. Of an ignored parameter
+    /// and of a running statistic, which each rank has for itself, rank 0's is the one.
     ///
     /// # Errors
     ///

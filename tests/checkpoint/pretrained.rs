@@ -383,6 +383,51 @@ fn a_tied_weight_is_saved_once_under_its_owners_key() {
     }
 }
 
+/// The place named first comes second, and both hold clones of one weight.
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("out.weight" = "embed"))]
+struct Reversed {
+    embed: Embedding,
+    out: Projection,
+}
+
+#[fsdp_unit]
+impl Reversed {
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let hidden = self.embed.forward(tokens);
+        hidden.matmul(self.out.weight.val().transpose().unsqueeze())
+    }
+}
+
+#[test]
+fn a_tie_of_clones_named_backwards_trains_and_loads() {
+    let trained = |strategy| {
+        run(2, move |worker| {
+            let device = worker.device();
+            let embed = EmbeddingConfig::new(13, 8).init(device);
+            let out = Projection { weight: embed.weight.clone() };
+            let options = FsdpOptions::new().seed(1).strategy(strategy);
+            let mut model = fully_shard(Reversed { embed, out }, worker, options)?;
+            let start = model.full_state(Recipient::All)?;
+            assert_eq!(start.keys().collect::<Vec<_>>(), ["embed.weight"]);
+            let mut sgd = burn::optim::SgdConfig::new().init();
+            for _ in 0..2 {
+                let gradients = model.backward(model.forward(tokens(device)).square().mean())?;
+                model = sgd.step(1.0, model, gradients);
+            }
+            let end = model.full_state(Recipient::All)?;
+            assert_ne!(start, end);
+            let after = model.forward(tokens(device)).into_data();
+            model.load_full_state(&start, Recipient::All)?;
+            assert_eq!(model.full_state(Recipient::All)?, start);
+            model.load_full_state(&end, Recipient::All)?;
+            assert_eq!(model.forward(tokens(device)).into_data(), after);
+            Ok(end)
+        })
+    };
+    assert_eq!(trained(ShardingStrategy::FullShard), trained(ShardingStrategy::NoShard));
+}
+
 #[test]
 fn names_of_old_checkpoints_load_where_they_are_allowed() {
     let folder = tempfile::tempdir().unwrap();

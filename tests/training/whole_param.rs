@@ -150,7 +150,7 @@ fn whole_matrices_on_their_owners_give_what_no_shard_gives() {
 
 /// On Flex the host's memory is the device's: the same bits.
 #[test]
-fn whole_matrices_are_stepped_where_fragments_rest() {
+fn whole_matrices_of_an_offloaded_model_have_the_same_bits() {
     for (name, optimizer) in OPTIMIZERS {
         let whole = move || Stepper::Whole(WholeParam::new(optimizer()));
         let expected = train(2, FsdpOptions::new(), false, whole);

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::CheckpointError;
 use super::io;
-use super::manifest::MANIFEST;
+use super::manifest::{MANIFEST, rank_file};
 
 const TMP: &str = ".tmp-";
 const OLD: &str = ".old-";
@@ -123,7 +123,9 @@ pub(crate) fn prune(root: &Path, keep: usize, saved: &Path) -> Result<(), Checkp
 /// [`CheckpointError::NotACheckpoint`] for a file, and for a folder that holds anything else.
 pub(crate) fn check_target(target: &Path) -> Result<(), CheckpointError> {
     let empty = || fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_none());
-    if !target.exists() || target.join(MANIFEST).is_file() || empty() {
+    // Others have files of that name, too.
+    let checkpoint = || target.join(MANIFEST).is_file() && target.join(rank_file(0)).is_file();
+    if !target.exists() || empty() || checkpoint() {
         return Ok(());
     }
     Err(CheckpointError::NotACheckpoint { path: target.display().to_string() })
@@ -243,10 +245,12 @@ mod tests {
         fs::create_dir(path("empty")).unwrap();
         check_target(&path("empty")).unwrap();
         complete(&path("complete"));
+        fs::write(path("complete").join(rank_file(0)), "").unwrap();
         check_target(&path("complete")).unwrap();
+        complete(&path("extension"));
         fs::write(path("file"), "text").unwrap();
         complete(&path("run").join(step_folder(3)));
-        for name in ["file", "run"] {
+        for name in ["file", "run", "extension"] {
             let error = check_target(&path(name)).unwrap_err();
             assert!(matches!(&error, CheckpointError::NotACheckpoint { .. }), "{error}");
             assert!(error.to_string().contains(name), "{error}");

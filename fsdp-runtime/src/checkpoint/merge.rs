@@ -81,7 +81,7 @@ pub struct Merged {
 /// Needs no rank, no device and none of the model's code. One tensor is in memory at a time, and its
 /// checksums are compared as it is read. Files take their names when all are complete.
 ///
-/// Of an ignored parameter that differs between ranks, rank 0's is written.
+/// Of an ignored parameter or a running statistic that differs between ranks, rank 0's is written.
 ///
 /// # Errors
 ///

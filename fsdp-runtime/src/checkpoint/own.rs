@@ -1,5 +1,5 @@
-//! Ignored parameters in a checkpoint. Each rank has one of its own: where all are alike, one copy
-//! is written, as of any other parameter; where they differ, every rank's.
+//! Ignored parameters and running statistics in a checkpoint. Each rank has one of its own: where all
+//! are alike, one copy is written, as of any other parameter; where they differ, every rank's.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};

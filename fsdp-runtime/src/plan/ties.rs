@@ -32,8 +32,12 @@ pub(super) fn tie(items: &mut [Item], ties: &[(String, String)]) -> Result<(), S
                 second_shape: items[second].shape.clone(),
             });
         }
-        // Places that are tied, in whatever order, have one owner.
-        let (owner, other) = (owner(items, first), owner(items, second));
+        // Places that are tied, in whatever order, have one owner; of clones, which have one id, it is
+        // the place that a walk comes to first.
+        let (mut owner, mut other) = (owner(items, first), owner(items, second));
+        if items[owner].id == items[other].id && other < owner {
+            (owner, other) = (other, owner);
+        }
         for item in items.iter_mut().filter(|item| item.tied_to == Some(other)) {
             item.tied_to = Some(owner);
         }
@@ -49,12 +53,19 @@ fn owner(items: &[Item], index: usize) -> usize {
     items[index].tied_to.unwrap_or(index)
 }
 
+/// Whether a tie holds for a parameter that is at two places: they have one owner, which is the first
+/// of them where it is one of them.
+fn share(items: &[Item], first: usize, second: usize) -> bool {
+    let held = owner(items, first);
+    held == owner(items, second) && (held == first || items[held].id != items[first].id)
+}
+
 /// One parameter at two places that no tie declares.
 pub(super) fn shared(items: &[Item]) -> Result<(), ShardError> {
     let mut seen: HashMap<ParamId, usize> = HashMap::new();
     for (index, item) in items.iter().enumerate() {
         match seen.get(&item.id) {
-            Some(&first) if owner(items, index) != owner(items, first) => {
+            Some(&first) if !share(items, first, index) => {
                 return Err(ShardError::SharedParameter {
                     first: items[first].path.clone(),
                     second: item.path.clone(),
@@ -106,11 +117,16 @@ mod tests {
         ] {
             let apart = owners(ties, |index| index as u64).unwrap();
             assert_eq!(apart, expected, "{ties:?}");
-            // Clones of one parameter, where all of them are tied.
+            // Clones of one parameter, where all of them are tied: the first place is the owner.
             if expected.iter().all(|owner| *owner == expected[0]) {
-                assert_eq!(owners(ties, |_| 7).unwrap(), expected, "{ties:?}");
+                assert_eq!(owners(ties, |_| 7).unwrap(), [0; 4], "{ties:?}");
             }
         }
+        // Clones among others.
+        let two = |index: usize| if index.is_multiple_of(2) { 7 } else { index as u64 };
+        assert_eq!(owners(&[("c", "a")], two).unwrap(), [0, 1, 0, 3]);
+        assert_eq!(owners(&[("c", "b"), ("b", "a")], two).unwrap(), [0, 0, 0, 3]);
+        assert_eq!(owners(&[("b", "a"), ("b", "c")], two).unwrap(), [1, 1, 1, 3]);
         let error = owners(&[("a", "b")], |index| (index as u64).min(2)).unwrap_err();
         assert!(matches!(error, ShardError::SharedParameter { .. }), "{error}");
     }

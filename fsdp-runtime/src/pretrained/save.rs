@@ -31,8 +31,8 @@ impl<M: FsdpModule> Fsdp<M> {
     /// before leaves what was there, and perhaps files that end in `.tmp`. Only where several files replace several of the same names
     /// can a kill between renames leave the folder without an index, which a load then reports.
     ///
-    /// Running statistics, such as those of `BatchNorm`, are not among the parameters;
-    /// [`save_burnpack`](Self::save_burnpack) writes them.
+    /// Of what each rank has for itself, ignored parameters and the running statistics of a
+    /// `BatchNorm`, rank 0's is written.
     ///
     /// # Errors
     ///

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::Schedule;
-use crate::backend::{Float, ShardBackend, Stored};
+use crate::backend::{Float, Rest, ShardBackend, Stored};
 use crate::collectives::comm::Work;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::Error;
@@ -56,7 +56,18 @@ impl<B: ShardBackend> Schedule<B> {
                 let rest = self.settings.rest;
                 let [matrix, gradient] = [matrix, gradient]
                     .map(|parts| Stored::<B>::rest(self.join(place, parts), rest).into_dispatch());
+                // There they are counted for as long.
+                let moved = [(Use::Gathered, Use::Fragments), (Use::Gradients, Use::Reduced)];
+                let moved = if rest == Rest::Device { &[][..] } else { &moved };
+                for &(from, to) in moved {
+                    self.ledger.give_back(from, bytes);
+                    self.ledger.take(to, bytes);
+                }
                 let matrix = step(index, matrix, gradient);
+                for &(from, to) in moved {
+                    self.ledger.give_back(to, bytes);
+                    self.ledger.take(from, bytes);
+                }
                 self.ledger.give_back(Use::Gradients, bytes);
                 updated = Stored::<B>::read(matrix, rest).map(|(it, ..)| self.on_device(it));
             }

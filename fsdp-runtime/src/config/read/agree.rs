@@ -107,7 +107,10 @@ impl Reader {
             );
             self.problems.extend(problem);
         }
-        self.problems.extend(self.config.mesh_problem());
+        // Groups alone are held against the number that is started, which flags may change.
+        if self.config.fsdp.shard.is_some() {
+            self.problems.extend(self.config.mesh_problem());
+        }
     }
 
     /// Keys that only one wrapping policy reads are noted under the others.
