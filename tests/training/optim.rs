@@ -109,14 +109,12 @@ struct Net {
 
 impl Net {
     fn new(device: &Device) -> Self {
-        // Drawn from nothing: other tests of this process seed Burn's generator.
-        let wave = |len: usize| -> Vec<f32> { (0..len).map(|i| (i as f32 * 1.7).sin() * 0.3).collect() };
-        let linear = |rows: usize, columns: usize| Linear {
-            weight: Param::from_data(TensorData::new(wave(rows * columns), [rows, columns]), device),
-            bias: Some(Param::from_data(TensorData::new(wave(columns), [columns]), device)),
-        };
-        let norm = LayerNormConfig::new(21).init(device);
-        Self { up: linear(9, 21), norm, down: linear(21, 3) }
+        device.seed(5);
+        Self {
+            up: LinearConfig::new(9, 21).init(device),
+            norm: LayerNormConfig::new(21).init(device),
+            down: LinearConfig::new(21, 3).init(device),
+        }
     }
 
     fn parameters(&self) -> Vec<f32> {
