@@ -137,7 +137,7 @@ fn prepare(cli: &Cli, settings: &Settings) -> Result<Job> {
         test: tokenizer.encode(&corpus.test)?,
         strategy: settings.strategy,
         options: settings.options.clone(),
-        loss_scale: settings.loss_scale,
+        scaler: settings.scaler.clone(),
         saving: cli.save_plan(),
         recipe,
         quiet: cli.quiet,

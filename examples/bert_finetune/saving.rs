@@ -196,6 +196,7 @@ pub fn resume(worker: &Worker, folder: &Path, training: Training<'_>) -> Result<
 mod tests {
     use burn::tensor::Device;
     use clap::Parser;
+    use fsdp_runtime::GradScalerConfig;
     use fsdp_runtime::checkpoint::Manifest;
 
     use super::*;
@@ -239,7 +240,7 @@ mod tests {
             train: examples(4 * GLOBAL + 5),
             test: examples(7),
             options: FsdpOptions::new(),
-            loss_scale: None,
+            scaler: None,
             strategy,
             saving: cli.save_plan(),
             recipe: cli.recipe(),
@@ -301,7 +302,8 @@ mod tests {
             let job = job(2, ShardingStrategy::FullShard, flags);
             let policy = policy.output_dtype(burn::tensor::FloatDType::F32);
             let options = FsdpOptions::new().mixed_precision(policy);
-            Job { options, loss_scale: Some(LOSS_SCALE), ..job }
+            let scaler = Some(GradScalerConfig::new().with_init_scale(LOSS_SCALE));
+            Job { options, scaler, ..job }
         };
         let all = run(2, half(&[])).losses;
         assert!(all.len() == 9 && all.iter().all(|loss| loss.is_finite()), "{all:?}");

@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use fsdp_runtime::GradScalerConfig;
 use fsdp_runtime::config::{Config, MixedPrecision, Note};
 use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
@@ -25,12 +26,9 @@ pub struct Settings {
     pub strategy: ShardingStrategy,
     /// How, but for the strategy.
     pub options: FsdpOptions,
-    /// What losses are scaled by at first: gradients in float16 underflow otherwise.
-    pub loss_scale: Option<f32>,
+    /// How losses are scaled, if they are: gradients in float16 underflow otherwise.
+    pub scaler: Option<GradScalerConfig>,
 }
-
-/// PyTorch's.
-const LOSS_SCALE: f32 = 65536.0;
 
 impl Settings {
     /// What the flags and the file say.
@@ -80,14 +78,14 @@ impl Settings {
         };
         let of_file = config.as_ref().map(|config| config.fsdp.sharding_strategy);
         let fp16 = |config: &Config| config.mixed_precision == MixedPrecision::Fp16;
-        let loss_scale = config.as_ref().is_some_and(fp16).then_some(LOSS_SCALE);
+        let scaler = config.as_ref().is_some_and(fp16).then(GradScalerConfig::new);
         let options = config.as_ref().map(Config::options::<BertForSequenceClassification>);
         Ok(Self {
             device,
             launch,
             strategy: cli.strategy.or(of_file).unwrap_or(ShardingStrategy::FullShard),
             options: options.transpose()?.unwrap_or_else(FsdpOptions::new),
-            loss_scale,
+            scaler,
         })
     }
 }
@@ -143,9 +141,9 @@ use_cpu: true
             let cli = Cli::parse_from(["bert_finetune", "--quiet"]);
             Settings::with(&cli, Some(Config::parse(&file, "file.yaml").unwrap()), None)
                 .unwrap()
-                .loss_scale
+                .scaler
         };
-        assert_eq!(scales("mixed_precision: fp16"), Some(LOSS_SCALE));
+        assert_eq!(scales("mixed_precision: fp16"), Some(GradScalerConfig::new()));
         for other in ["mixed_precision: bf16", "mixed_precision: 'no'"] {
             assert_eq!(scales(other), None);
         }

@@ -48,8 +48,8 @@ pub struct Job {
     pub strategy: ShardingStrategy,
     /// How: of the configuration file, where there is one.
     pub options: FsdpOptions,
-    /// What losses are scaled by at first, if they are.
-    pub loss_scale: Option<f32>,
+    /// How losses are scaled, if they are.
+    pub scaler: Option<GradScalerConfig>,
     /// When to save and from where to resume.
     pub saving: SavePlan,
     /// How to train.
@@ -80,8 +80,7 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
     let mut optimizer = optimizer(recipe);
     let mut schedule = schedule(recipe, total)?;
     let loss_of = CrossEntropyLossConfig::new().init(worker.device());
-    let scaler = |scale| GradScalerConfig::new().with_init_scale(scale).init();
-    let mut scaler = job.loss_scale.map(scaler).transpose()?;
+    let mut scaler = job.scaler.as_ref().map(GradScalerConfig::init).transpose()?;
     let mut saver = Saver::new(&job.saving, worker);
     macro_rules! training {
         () => {

@@ -318,10 +318,8 @@ pub(crate) struct Checkpoint<B: ShardBackend> {
     pub(crate) inputs: Vec<KeptInput>,
     /// How many of them are stowed until backward.
     pub(crate) stowed: usize,
-    /// Bytes of those that are not.
+    /// Their bytes.
     pub(crate) bytes: usize,
-    /// Bytes of those that are.
-    pub(crate) stowed_bytes: usize,
     /// The tracked ones, or a leaf in their place.
     pub(crate) parents: Vec<Tracked<B>>,
     /// What is kept, once it has run.
@@ -332,9 +330,7 @@ pub(crate) struct Checkpoint<B: ShardBackend> {
 
 impl<B: ShardBackend> Checkpoint<B> {
     pub(crate) fn new(parents: Vec<Tracked<B>>) -> Self {
-        let (bytes, stowed_bytes) = (0, 0);
-        let (inputs, kept, parent) = (Vec::new(), None, None);
-        Self { inputs, stowed: 0, bytes, stowed_bytes, parents, kept, parent }
+        Self { inputs: Vec::new(), stowed: 0, bytes: 0, parents, kept: None, parent: None }
     }
 }
 

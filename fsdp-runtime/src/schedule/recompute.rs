@@ -95,11 +95,8 @@ impl<B: ShardBackend> Schedule<B> {
             return input;
         };
         let (rank, dtype) = (tensor.shape().num_dims(), tensor.dtype());
-        let bytes = tensor.shape().num_elements() * dtype.size();
         let Some(data) = B::to_host(tensor.into_primitive()) else { return input };
         checkpoint.inputs[at].host = Some(data);
-        checkpoint.bytes -= bytes;
-        checkpoint.stowed_bytes += bytes;
         let stand_in = B::float_zeros(Shape::from(vec![1; rank]), &self.device, dtype.into());
         B::into_dispatch(Value::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
     }
@@ -109,9 +106,11 @@ impl<B: ShardBackend> Schedule<B> {
         let mut state = self.lock();
         if let Some(checkpoint) = checkpoint(&mut state, id) {
             let inputs = std::mem::take(&mut checkpoint.inputs);
-            let counted =
-                [(Use::Activations, checkpoint.bytes), (Use::Stowed, checkpoint.stowed_bytes)]
-                    .map(|(kind, bytes)| Counted::new(&self.ledger, kind, bytes));
+            let on_host = inputs.iter().filter_map(|input| input.host.as_ref());
+            let on_host = on_host.map(|data| data.num_elements() * data.dtype().size()).sum();
+            let here = checkpoint.bytes - on_host;
+            let counted = [(Use::Activations, here), (Use::Stowed, on_host)]
+                .map(|(kind, bytes)| Counted::new(&self.ledger, kind, bytes));
             checkpoint.kept = Some(Kept::new(inputs, forward, counted));
         }
     }

@@ -1,7 +1,7 @@
 use burn::tensor::{FloatDType, Tensor};
 use fsdp_runtime::kernels;
 
-use super::support::{DTYPES, LENGTHS, bits, device, dtypes, numbers, tensor};
+use super::support::{DTYPES, LENGTHS, bits, device, devices, dtypes, numbers, tensor};
 
 /// Numbers, and what is beyond all.
 fn with_ends(seed: u64, len: usize) -> Vec<f32> {
@@ -119,7 +119,7 @@ fn parts_are_packed_and_unpacked_on_the_device() {
 
 #[test]
 fn many_small_parts_are_packed_in_one_buffer_and_come_out_again() {
-    for device in [Some(burn::tensor::Device::flex()), device()].into_iter().flatten() {
+    for device in devices() {
         let lens = (0..50).map(|i| [384, 1536, 1, 30][i % 4]);
         let mut at = 0;
         let parts: Vec<_> = lens

@@ -2,7 +2,7 @@ use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 use fsdp_runtime::kernels::{self, MaskSource};
 use fsdp_runtime::nn::DropoutConfig;
 
-use super::support::{LENGTHS, bits, device, dtypes};
+use super::support::{LENGTHS, bits, device, devices, dtypes};
 
 /// What dropout makes of ones.
 fn mask(device: &Device, source: &MaskSource, len: usize, dtype: FloatDType) -> Tensor<1> {
@@ -51,7 +51,7 @@ fn a_mask_is_of_two_numbers_in_the_shares_asked_for() {
 
 #[test]
 fn dropout_multiplies_by_the_mask() {
-    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+    for device in devices() {
         for (source, dtype) in sources().flat_map(|s| dtypes(&device).map(move |d| (s, d))) {
             let whole = Tensor::<1>::random([5000], Distribution::Normal(0.0, 1.0), &device);
             let whole = whole.cast(dtype);
@@ -69,7 +69,7 @@ fn dropout_multiplies_by_the_mask() {
 
 #[test]
 fn what_is_dropped_is_zero_whatever_it_was() {
-    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+    for device in devices() {
         let source = MaskSource { key: [5, 6], place: [7, 8], prob: 0.5 };
         let kept = bits(&mask(&device, &source, 999, FloatDType::F32));
         for value in [-1.0, f32::INFINITY, f32::NAN] {
@@ -86,7 +86,7 @@ fn what_is_dropped_is_zero_whatever_it_was() {
 
 #[test]
 fn dropout_on_an_autodiff_device_scales_gradients_by_its_mask() {
-    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+    for device in devices() {
         let dropout = DropoutConfig::new(0.5).init();
         let input = Tensor::<2>::ones([9, 11], &device.autodiff()).require_grad();
         let output = dropout.forward(input.clone());

@@ -1,7 +1,7 @@
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::{Norm, kernels};
 
-use super::support::{LENGTHS, bits, device, dtypes, numbers, tensor};
+use super::support::{LENGTHS, bits, device, devices, dtypes, numbers, tensor};
 
 const NORMS: [Norm; 4] = [Norm::One, Norm::Two, Norm::Inf, Norm::P(3.0)];
 
@@ -55,13 +55,9 @@ fn sums_on_the_device_are_those_of_f64() {
     }
 }
 
-fn all_devices() -> impl Iterator<Item = Device> {
-    [Some(Device::flex()), device()].into_iter().flatten()
-}
-
 #[test]
 fn a_sum_does_not_depend_on_where_the_tensor_lies() {
-    for device in all_devices() {
+    for device in devices() {
         let values = numbers(9, 9001, 1.0);
         let whole = tensor(&values, &device, FloatDType::F32);
         let own = tensor(&values[5..8008], &device, FloatDType::F32);
@@ -76,7 +72,7 @@ fn a_sum_does_not_depend_on_where_the_tensor_lies() {
 /// More than share a launch, whose last elements are no whole vectors.
 #[test]
 fn tensors_that_are_measured_together_have_the_sums_they_have_alone() {
-    for device in all_devices() {
+    for device in devices() {
         let tensors: Vec<_> = (0..3)
             .flat_map(|round| LENGTHS.map(|len| (round, len + round)))
             .map(|(round, len)| tensor(&numbers(round as u64, len, 1.0), &device, FloatDType::F32))
@@ -93,7 +89,7 @@ fn tensors_that_are_measured_together_have_the_sums_they_have_alone() {
 
 #[test]
 fn every_element_counts_for_being_finite() {
-    for device in all_devices() {
+    for device in devices() {
         for dtype in dtypes(&device) {
             for at in [0, 1, 1023, 1024, 69_999, 70_000] {
                 for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
@@ -112,7 +108,7 @@ fn every_element_counts_for_being_finite() {
 /// The squares overflow, the elements do not.
 #[test]
 fn large_elements_are_finite_though_their_norm_is_not() {
-    for device in all_devices() {
+    for device in devices() {
         let tensor = tensor(&[1e38; 100], &device, FloatDType::F32);
         let sums = kernels::norm_sums(&[tensor], Norm::Two).unwrap();
         assert!(sums[0].is_finite() && !(sums[0].sum as f32).is_finite(), "{device:?}");
@@ -122,7 +118,7 @@ fn large_elements_are_finite_though_their_norm_is_not() {
 #[test]
 fn unscaling_multiplies_in_place_and_measures_what_it_leaves() {
     let factor = 1.0 / 3.0;
-    for device in all_devices() {
+    for device in devices() {
         for dtype in dtypes(&device) {
             for len in LENGTHS {
                 let values = numbers(len as u64 + 11, len, 100.0);

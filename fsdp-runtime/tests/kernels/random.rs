@@ -9,7 +9,9 @@ use fsdp_runtime::kernels::{self, MaskSource};
 use fsdp_runtime::optim::{AdamConfig, AdamWConfig, SgdConfig};
 use proptest::prelude::*;
 
-use super::support::{assert_close, bits, device, dtypes, numbers, rounds_correctly, tensor};
+use super::support::{
+    assert_close, bits, device, devices, dtypes, numbers, rounds_correctly, tensor,
+};
 
 /// Elements of a tensor at most: several blocks and tasks of what goes through them.
 const MOST: usize = 70_000;
@@ -24,10 +26,6 @@ fn within() -> impl Strategy<Value = Range<usize>> {
 /// Numbers that begin inside another tensor's memory.
 fn inside(seed: u64, at: &Range<usize>, device: &Device, dtype: FloatDType) -> Tensor<1> {
     tensor(&numbers(seed, at.end + 3, 10.0), device, dtype).slice(at.clone())
-}
-
-fn devices() -> impl Iterator<Item = Device> {
-    [Some(Device::flex()), device()].into_iter().flatten()
 }
 
 /// One of the dtypes that the device computes.

@@ -2,7 +2,7 @@ use burn::optim::Optimizer;
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::optim::{AdamConfig, AdamWConfig, SgdConfig};
 
-use super::support::{assert_close, bits, device, numbers, rounds_correctly, tensor};
+use super::support::{assert_close, bits, device, devices, numbers, rounds_correctly, tensor};
 
 /// Steps on the device and on Flex from the same start along the same gradients.
 fn assert_same_steps(device: &Device, optimizer: &impl Optimizer, what: &str) {
@@ -53,7 +53,7 @@ fn sgd_on_the_device_has_the_bits_of_sgd_on_flex() {
 
 /// Four steps of ours and of Burn's own, as tensor operations: the same formulas, other roundings.
 fn assert_gives_burns(ours: &impl Optimizer, theirs: &impl Optimizer, what: &str) {
-    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+    for device in devices() {
         let start = tensor(&numbers(1, 777, 1.0), &device, FloatDType::F32);
         let (mut a, mut b) = (start.clone(), start);
         let (mut state_a, mut state_b) = (None, None);
@@ -91,7 +91,7 @@ fn steps_give_burns_numbers() {
 
 #[test]
 fn a_parameter_that_is_shared_or_transposed_is_stepped_all_the_same() {
-    for device in [Some(Device::flex()), device()].into_iter().flatten() {
+    for device in devices() {
         let flat = tensor(&numbers(3, 35 * 40, 1.0), &device, FloatDType::F32);
         let view = flat.reshape([35, 40]).transpose();
         let copy = Tensor::<2>::from_data(view.to_data(), &device);

@@ -26,6 +26,11 @@ pub fn device() -> Option<Device> {
     }
 }
 
+/// Flex, and the CubeCL device where there is one.
+pub fn devices() -> impl Iterator<Item = Device> {
+    [Some(Device::flex()), device()].into_iter().flatten()
+}
+
 /// Dtypes that Burn computes on the device.
 pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + '_ {
     DTYPES.into_iter().filter(|&dtype| kernels::computes(device, dtype))
