@@ -8,10 +8,11 @@ use cubecl::prelude::*;
 use super::batch::{Tile, begin, end, own_tile};
 use super::{Run, contiguous, element, empty, in_integers, narrowed, spans_within};
 use crate::kernels::MaskSource;
-use crate::kernels::mask::BATCH;
+use crate::kernels::mask::{BATCH, LOW_BYTES, SIGN};
 use crate::nn::philox::{LANES, MULTIPLIERS, ROUNDS, WEYL};
 
-/// Each of `units` draws `N` neighbouring blocks of a batch: eight vectors of elements, `LANES` apart.
+/// Each of `units` draws `N` neighbouring blocks of a batch: eight times two neighbouring vectors of
+/// elements, `2 · LANES` apart.
 /// Of the elements those from `start` on are in the span, `count` vectors of them.
 #[cube(launch_unchecked)]
 fn dropout_kernel<F: Float, N: Size>(
@@ -68,8 +69,8 @@ fn dropout_kernel<F: Float, N: Size>(
             key_b += WEYL[1];
         }
 
-        // The first element of each vector. One before the span wraps, beyond its end.
-        let at = batch * comptime!(BATCH) + group * width - start;
+        // The first element of each two vectors. One before the span wraps, beyond its end.
+        let at = batch * comptime!(BATCH) + 2 * group * width - start;
         let mut words = Sequence::<Vector<u32, N>>::new();
         words.push(a);
         words.push(b);
@@ -77,23 +78,48 @@ fn dropout_kernel<F: Float, N: Size>(
         words.push(d);
         #[unroll]
         for word in 0..4usize {
-            let low = (at + comptime!(word * 2 * LANES)) / width;
-            let high = (at + comptime!((word * 2 + 1) * LANES)) / width;
-            let bits = words[word];
-            if low < count {
-                let draws = bits & Vector::new(0xFFFFu32);
-                target[to + low] = dropped(source[from + low], keep, draws, threshold, integers);
-            }
-            if high < count {
-                let draws = bits >> Vector::new(16u32);
-                target[to + high] = dropped(source[from + high], keep, draws, threshold, integers);
+            let upper = words[word];
+            let lower = words[comptime!((word + 1) % 4)] ^ words[comptime!((word + 2) % 4)];
+            let low = Vector::new(LOW_BYTES);
+            let high = Vector::new(comptime!(!LOW_BYTES));
+            let eight = Vector::new(8u32);
+            let mut pairs = Sequence::<Vector<u32, N>>::new();
+            pairs.push((upper & high) | (lower & low));
+            pairs.push(((upper & low) << eight) | ((lower & high) >> eight));
+            #[unroll]
+            for half in 0..2usize {
+                let pair = pairs[half];
+                let first = pair & Vector::new(0xFFFFu32);
+                let second = pair >> Vector::new(16u32);
+                let at = at + comptime!((word * 2 + half) * 2 * LANES);
+                #[unroll]
+                for vector in 0..2usize {
+                    let at = (at + vector * width) / width;
+                    if at < count {
+                        // First and second elements of the pairs in turns.
+                        let mut draws = Vector::<u32, N>::empty();
+                        #[unroll]
+                        for lane in 0..width {
+                            let element = comptime!(vector * width + lane);
+                            let draw = if comptime!(element.is_multiple_of(2)) {
+                                first.extract(comptime!(element / 2))
+                            } else {
+                                second.extract(comptime!(element / 2))
+                            };
+                            draws.insert(lane, draw);
+                        }
+                        let element = source[from + at];
+                        target[to + at] = dropped(element, keep, draws, threshold, integers);
+                    }
+                }
             }
         }
         unit += comptime!(tile.lanes);
     }
 }
 
-/// 0 where the bits drawn are below the threshold, else the element times `keep`.
+/// 0 where the bits drawn, their uppermost turned over, are below the threshold, else the element
+/// times `keep`.
 #[cube]
 fn dropped<F: Float, N: Size>(
     element: Vector<F, N>,
@@ -104,6 +130,7 @@ fn dropped<F: Float, N: Size>(
 ) -> Vector<F, N> {
     let wide = Vector::<f32, N>::cast_from(element) * Vector::new(keep);
     let zero = Vector::<f32, N>::new(0.0f32);
+    let draws = draws ^ Vector::new(SIGN);
     let drop = draws.less_than(&Vector::<u32, N>::new(threshold));
     narrowed(select_many(drop, zero, wide), integers)
 }

@@ -23,6 +23,26 @@ pub(crate) trait Number: Element + bytemuck::Pod + Send + Sync {
         Self::narrow(wide)
     }
 
+    /// The elements times a finite factor, but zero where sixteen bits are below the threshold: those of
+    /// a pair of elements in the lower and the upper half of a number, compared in the upper half, with
+    /// a sign.
+    #[inline(always)]
+    fn dropped<const PAIRS: usize>(
+        source: &[[Self; 2]; PAIRS],
+        draws: &[u32; PAIRS],
+        (threshold, factor): (i32, f32),
+        target: &mut [[MaybeUninit<Self>; 2]; PAIRS],
+    ) {
+        // In memory the lower half comes first, as on every processor that CubeCL knows.
+        let draws: &[[u16; 2]] = bytemuck::cast_slice(draws);
+        let (source, draws) = (source.as_flattened(), draws.as_flattened());
+        for (at, target) in target.as_flattened_mut().iter_mut().enumerate() {
+            let product = Self::narrow_product(source[at].wide() * factor);
+            let below = (u32::from(draws[at]) << 16).cast_signed() < threshold;
+            target.write(if below { Self::zeroed() } else { product });
+        }
+    }
+
     /// The elements as f32: themselves, or in `room`, which is at least as long.
     fn widened<'a>(source: &'a [Self], room: &'a mut [f32]) -> &'a [f32] {
         let room = &mut room[..source.len()];
@@ -48,10 +68,15 @@ pub(super) const LINES: usize = 32;
 /// processors look ahead within a page, and a loop that writes nothing waits for the next.
 #[inline(always)]
 pub(super) fn prefetch<N>(elements: &[N]) {
+    prefetch_beyond::<8192, N>(elements);
+}
+
+/// The same of what lies `AHEAD` bytes beyond.
+#[inline(always)]
+pub(super) fn prefetch_beyond<const AHEAD: usize, N>(elements: &[N]) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        const AHEAD: usize = 8192;
         const LINE: usize = 64;
         let start: *const i8 = elements.as_ptr().cast();
         for line in (0..size_of_val(elements)).step_by(LINE) {
@@ -99,6 +124,25 @@ impl Number for bf16 {
         // The lower half of a NaN that comes from bf16 is zero, so that rounding leaves it as it is.
         Self::from_bits((half_added(wide.to_bits()) >> 16) as u16)
     }
+
+    /// On each two as one number, so that none is moved from one lane of a register to another.
+    #[inline(always)]
+    fn dropped<const PAIRS: usize>(
+        source: &[[Self; 2]; PAIRS],
+        draws: &[u32; PAIRS],
+        (threshold, factor): (i32, f32),
+        target: &mut [[MaybeUninit<Self>; 2]; PAIRS],
+    ) {
+        let product = |upper: u32| half_added((f32::from_bits(upper) * factor).to_bits());
+        for at in 0..PAIRS {
+            let pair: u32 = bytemuck::cast(source[at]);
+            let (first, second) = (product(pair << 16) >> 16, product(pair & UPPER) & UPPER);
+            let kept_first = if (draws[at] << 16).cast_signed() < threshold { 0 } else { !UPPER };
+            let kept_second = if draws[at].cast_signed() < threshold { 0 } else { UPPER };
+            let kept = (first | second) & (kept_first | kept_second);
+            target[at] = bytemuck::cast::<u32, [Self; 2]>(kept).map(MaybeUninit::new);
+        }
+    }
 }
 
 /// Half of the last place that bf16 keeps, less one where that is even already.
@@ -107,6 +151,8 @@ fn half_added(bits: u32) -> u32 {
     bits.wrapping_add(0x7FFF + ((bits >> 16) & 1))
 }
 
+/// The half of an f32's bits that bf16 keeps.
+const UPPER: u32 = 0xFFFF_0000;
 /// The bits of infinity in f32.
 const INFINITY: u32 = 0x7F80_0000;
 /// What an exponent in f16 lacks to one in f32, in its place there.
