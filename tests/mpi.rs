@@ -3,10 +3,16 @@
 
 mod support;
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Distribution, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CollectiveError, EngineError, Error, LaunchError, ShardError};
 use support::{Net, Outcome, Run, batch, loss};
@@ -47,13 +53,18 @@ impl Ended {
 fn bits(outcome: &Outcome) -> String {
     let bits: Vec<u64> =
         outcome.losses.iter().chain(&outcome.norms).map(|value| value.to_bits()).collect();
+    format!("{bits:x?} {:x}", fingerprint(&outcome.state))
+}
+
+/// Of all values, by path.
+fn fingerprint(state: &BTreeMap<String, TensorData>) -> u64 {
     let mut hash = 0u64;
-    for (path, data) in &outcome.state {
+    for (path, data) in state {
         for byte in path.bytes().chain(data.as_bytes().iter().copied()) {
             hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3);
         }
     }
-    format!("{bits:x?} {hash:x}")
+    hash
 }
 
 fn runs() -> Vec<Run> {
@@ -207,6 +218,30 @@ fn ranks_that_are_seeded_apart_all_learn_it() {
 }
 
 #[test]
+fn processes_share_the_drawing_of_initial_values() {
+    let Some(command) = mpirun(3, "rank_that_counts_what_it_draws") else { return };
+    let ended = Ended::of(command);
+    assert!(ended.success, "{}", ended.text);
+    // Six matrices of one size; the biases, which travel together, come from rank 0.
+    for (what, counts) in
+        [("seeded", [8, 2, 2]), ("unseeded", [12, 0, 0]), ("rank 0 has one", [8, 2, 1])]
+    {
+        for (rank, count) in counts.iter().enumerate() {
+            let expected = format!("{what}: rank {rank} drew {count}");
+            assert!(ended.text.contains(&expected), "{expected}\n{}", ended.text);
+        }
+    }
+    // As many threads, of which one draws.
+    let options = LaunchOptions::new(3).engine(Engine::Local).device(Device::flex());
+    let states = launch(options, |worker| {
+        let model = Counted::new(worker.device(), &Arc::default());
+        fully_shard(model, &worker, FsdpOptions::new().seed(3))?.unsharded_state(Recipient::All)
+    });
+    let expected = format!("seeded: the values {:x}", fingerprint(&states.unwrap()[0]));
+    assert!(ended.text.contains(&expected), "{expected}\n{}", ended.text);
+}
+
+#[test]
 #[ignore = "the program of a rank"]
 fn rank_of_every_strategy() {
     for (index, run) in runs().iter().enumerate() {
@@ -270,4 +305,64 @@ fn rank_with_a_seed_of_its_own() {
         Ok::<_, Error>(())
     });
     outcome.unwrap();
+}
+
+/// Layers that count how often their parameters are drawn.
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Counted {
+    layers: Vec<Linear>,
+}
+
+#[fsdp_unit]
+impl Counted {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.layers.iter().fold(x, |x, layer| layer.forward(x))
+    }
+}
+
+impl Counted {
+    fn new(device: &Device, drawn: &Arc<AtomicUsize>) -> Self {
+        let layer = |_| {
+            let Linear { weight, bias } = LinearConfig::new(30, 30).init(device);
+            Linear { weight: counted(weight, drawn), bias: bias.map(|bias| counted(bias, drawn)) }
+        };
+        Self { layers: (0..6).map(layer).collect() }
+    }
+}
+
+fn counted<const D: usize>(param: Param<Tensor<D>>, drawn: &Arc<AtomicUsize>) -> Param<Tensor<D>> {
+    let (shape, device, drawn) = (param.lazy_shape(), param.lazy_device(), drawn.clone());
+    let draw = move |device: &Device, tracked| {
+        drawn.fetch_add(1, SeqCst);
+        let tensor = Tensor::random(shape.clone(), Distribution::Default, device);
+        tensor.set_require_grad(tracked)
+    };
+    Param::uninitialized(param.id, draw, device, true, param.lazy_shape())
+}
+
+#[test]
+#[ignore = "the program of a rank"]
+fn rank_that_counts_what_it_draws() {
+    launch(LaunchOptions::new(3).engine(Engine::Mpi).timeout(TIMEOUT), |worker| {
+        let seeded = FsdpOptions::new().seed(3);
+        for (what, options) in [
+            ("seeded", seeded.clone()),
+            ("unseeded", FsdpOptions::new()),
+            ("rank 0 has one", seeded),
+        ] {
+            let drawn = Arc::new(AtomicUsize::new(0));
+            let model = Counted::new(worker.device(), &drawn);
+            if what == "rank 0 has one" && worker.rank().index() == 0 {
+                model.layers[0].weight.val();
+                drawn.store(0, SeqCst);
+            }
+            let model = fully_shard(model, &worker, options)?;
+            println!("\n{what}: rank {} drew {}", worker.rank().index(), drawn.load(SeqCst));
+            let state = model.unsharded_state(Recipient::All)?;
+            println!("\n{what}: the values {:x}", fingerprint(&state));
+        }
+        Ok::<_, Error>(())
+    })
+    .unwrap();
 }

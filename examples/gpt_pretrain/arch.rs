@@ -25,7 +25,7 @@ const FAIRSEQ_VOCABULARY: usize = 50_272;
 impl Arch {
     /// All of them. The GPT-3 sizes are those of fairseq's `transformer_lm.py`.
     pub const ALL: [Self; 6] = [
-        Self { name: "tiny", fairseq: None, layers: 4, width: 192, heads: 6, vocabulary: 2048 },
+        Self { name: "tiny", fairseq: None, layers: 2, width: 128, heads: 4, vocabulary: 512 },
         Self::gpt3("small", "transformer_lm_gpt3_small", 12, 768, 12),
         Self::gpt3("1.3B", "transformer_lm_gpt3_xl", 24, 2048, 32),
         Self::gpt3("2.7B", "transformer_lm_gpt3_2_7", 32, 2560, 32),

@@ -220,9 +220,9 @@ struct Defaults {
 const TINY: Defaults = Defaults {
     tokens_per_sample: 128,
     batch_size: 4,
-    lr: 2e-3,
+    lr: 4e-3,
     warmup_updates: 100,
-    max_update: Some(1200),
+    max_update: Some(1500),
 };
 /// Of the GPT-3 sizes: those of fairseq's example.
 const GPT3: Defaults = Defaults {

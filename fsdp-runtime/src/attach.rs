@@ -1,18 +1,22 @@
 //! Cutting a model into fragments: each parameter is initialised, agreed on between ranks, and
 //! replaced by what this rank holds of it, one after the other. One that is to be received or loaded
-//! is never initialised here.
+//! is never initialised here. What the communication thread brings takes its place at the end.
 
+pub(crate) mod drawing;
 mod small;
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use burn::backend::TensorMetadata;
 use burn::module::{Module, Param, ParamId, ParamMapper};
 use burn::tensor::{DType, Device, DispatchTensor, Shape, Tensor};
 
+use self::drawing::{Arrival, Arrivals, Drawers};
 use self::small::{Fill, Pack, is_small};
 use crate::backend::{Context, Float, ShardBackend, Stored, Value};
+use crate::collectives::comm::Work;
 use crate::collectives::group::Group;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ShardError};
@@ -43,7 +47,10 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
     all: usize,
     /// What rank 0 broadcasts together, a unit each.
     packs: Vec<Pack<B>>,
-    /// What has come in packs, for the stand-ins of these parameters.
+    /// Who draws what, and what is on its way from there.
+    drawers: Drawers,
+    arrivals: Arrivals<B>,
+    /// What has come, for the stand-ins of these parameters.
     received: HashMap<ParamId, DispatchTensor>,
     /// A checksum of each parameter, where every rank initialised its own.
     checksums: Vec<u64>,
@@ -55,9 +62,11 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
 }
 
 impl<'a, B: ShardBackend> Cutter<'a, B> {
+    #[allow(clippy::too_many_arguments, reason = "what a model is cut with, from one place")]
     pub(crate) fn new(
         plan: &'a Plan,
         later: &[Place],
+        drawers: Drawers,
         runtime: Arc<dyn Runtime>,
         worker: &'a Worker,
         options: &'a FsdpOptions,
@@ -74,8 +83,11 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             let later = |entry| later.contains(&Place { unit: index, entry });
             Pack::new(unit, |entry| is_small(&unit.entries[entry]) && !later(entry))
         };
+        let largest = plan.units.iter().map(Unit::num_params).max().unwrap_or(0);
         Self {
             plan,
+            drawers,
+            arrivals: Arrivals::new(largest),
             packs: plan.units.iter().enumerate().map(pack).collect(),
             received: HashMap::new(),
             later,
@@ -97,8 +109,9 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
     }
 
     /// Ends the rebuild, which has made `module`: with what went wrong, whether the ranks had the same
-    /// values, and those values that have come in packs.
-    pub(crate) fn finish<M: Module>(self, module: M) -> Result<M, Error> {
+    /// values, and those values that have come.
+    pub(crate) fn finish<M: Module>(mut self, module: M) -> Result<M, Error> {
+        self.settle(None);
         if let Some(error) = self.error {
             return Err(error);
         }
@@ -124,97 +137,114 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         &self.plan.units[place.unit].entries[place.entry]
     }
 
-    /// The base that `place` holds, under the parameter's id, from the full parameter; `None` where
-    /// this rank receives it.
-    fn base(
-        &mut self,
-        place: Place,
-        id: ParamId,
-        full: Option<Float<B>>,
-    ) -> Result<Float<B>, Error> {
+    /// Tells that one more parameter has its value.
+    fn told(&mut self, place: Place) {
         let entry = self.entry(place);
-        if !matches!(entry.held, Held::TiedTo(_)) {
-            self.done += entry.numel();
-            tracing::trace!(
-                target: "fsdp::init",
-                rank = self.worker.rank().index(),
-                path = entry.path.as_str(),
-                done = self.done,
-                all = self.all,
-                "fsdp::shard"
-            );
-        }
-        let full = if self.options.sync_module_states {
-            let mine = full.filter(|_| self.worker.rank().index() == 0);
-            if is_small(entry) {
-                return self.packed(place, id, mine);
+        self.done += entry.numel();
+        tracing::trace!(
+            target: "fsdp::init",
+            rank = self.worker.rank().index(),
+            path = entry.path.as_str(),
+            done = self.done,
+            all = self.all,
+            "fsdp::shard"
+        );
+    }
+
+    /// Waits for values: all of them, or until so many elements more may be held for others.
+    fn settle(&mut self, room_for: Option<usize>) {
+        while let Some((place, values)) = self.arrivals.next(room_for) {
+            match values {
+                Ok(values) => {
+                    place.into_iter().for_each(|place| self.told(place));
+                    let context = self.context;
+                    let values = values.into_iter();
+                    self.received
+                        .extend(values.map(|(id, value)| (id, value.with_context(context))));
+                }
+                Err(error) => {
+                    self.error.get_or_insert(error.into());
+                }
             }
-            self.broadcast(entry.path.as_str(), entry.numel(), mine)?
-        } else {
+        }
+    }
+
+    /// The base that `place` holds, under the parameter's id, from the full parameter; `None` where
+    /// this rank receives it from rank `from`. Of what travels by itself it is a stand-in of one element.
+    fn base(&mut self, place: Place, id: ParamId, full: Option<Float<B>>, from: usize) -> Float<B> {
+        let entry = self.entry(place);
+        let (device, rest) = (self.device.clone(), self.options.offload.rest());
+        if !self.options.sync_module_states {
             let full = full.unwrap_or_else(|| self.filled(&entry.shape, 0.0));
+            self.told(place);
             self.checksums.push(checksum::<B>(&full));
             self.checked.push(place);
-            full
-        };
-        let (range, shape) = (entry.range(), entry.base_shape());
-        if range.is_empty() {
-            return Ok(self.filled(&shape, 0.0));
+            return part::<B>(full, entry.range(), entry.base_shape(), &device);
         }
-        Ok(B::fragment(full, range, shape.into()))
+        let mine = full.filter(|_| self.worker.rank().index() == from);
+        if is_small(entry) {
+            self.told(place);
+            return self.packed(place, id, mine);
+        }
+        let held = mine.as_ref().map_or(0, |_| entry.numel());
+        let (range, shape) = (entry.range(), entry.base_shape());
+        // The full parameter is gone before the next one comes.
+        let keep =
+            move |full| vec![(id, Stored::<B>::rest(part::<B>(full, range, shape, &device), rest))];
+        let values = self.broadcast(entry.path.as_str(), entry.numel(), mine, keep);
+        self.arrivals.push(Arrival { place: Some(place), held, values });
+        self.filled(&vec![1; entry.shape.len()], 0.0)
     }
 
     /// The base of a small replicated parameter, whose value travels with its unit's others: on rank 0
     /// the value, `mine`, elsewhere a stand-in of one element.
-    fn packed(
-        &mut self,
-        place: Place,
-        id: ParamId,
-        mine: Option<Float<B>>,
-    ) -> Result<Float<B>, Error> {
+    fn packed(&mut self, place: Place, id: ParamId, mine: Option<Float<B>>) -> Float<B> {
         let entry = self.entry(place);
         let shape = Shape::from(entry.shape.clone());
         let mine = mine.map(|full| B::fragment(full, entry.range(), shape.clone()));
         let base = mine.clone();
         if let Some(pack) = self.packs[place.unit].add(id, shape, mine) {
-            self.exchange_pack(&self.plan.units[place.unit].name, pack)?;
+            self.exchange_pack(&self.plan.units[place.unit].name, pack);
         }
-        Ok(base.unwrap_or_else(|| self.filled(&vec![1; entry.shape.len()], 0.0)))
+        base.unwrap_or_else(|| self.filled(&vec![1; entry.shape.len()], 0.0))
     }
 
     /// Sends the values of a complete pack, or receives them.
-    fn exchange_pack(&mut self, unit: &str, mut pack: Pack<B>) -> Result<(), Error> {
+    fn exchange_pack(&mut self, unit: &str, mut pack: Pack<B>) {
         let sends = self.worker.rank().index() == 0;
         let packed = sends.then(|| pack.pack(&self.device));
-        let what = format!("the small parameters of {unit}");
-        let packed = self.broadcast(&what, pack.numel(), packed)?;
-        if !sends {
-            for (id, value) in pack.unpack(packed) {
-                let value = self.at_rest(value);
-                self.received.insert(id, value);
+        let (numel, rest) = (pack.numel(), self.options.offload.rest());
+        let keep = move |packed| match sends {
+            true => Vec::new(),
+            false => {
+                let values = pack.unpack(packed);
+                values.map(|(id, value)| (id, Stored::<B>::rest(value, rest))).collect()
             }
-        }
-        Ok(())
+        };
+        let values =
+            self.broadcast(&format!("the small parameters of {unit}"), numel, packed, keep);
+        self.arrivals.push(Arrival { place: None, held: 0, values });
     }
 
-    /// Rank 0's tensor, given by that rank alone.
-    fn broadcast(
+    /// What `keep` makes of the tensor that one rank gives.
+    fn broadcast<T: Send + 'static>(
         &self,
         what: &str,
         numel: usize,
         mine: Option<Float<B>>,
-    ) -> Result<Float<B>, Error> {
+        keep: impl FnOnce(Float<B>) -> T + Send + 'static,
+    ) -> Work<T> {
         tracing::trace!(target: "fsdp", unit = %what, "fsdp::broadcast");
         let op = Op::new("broadcast", what).of(numel);
         let device = self.device.clone();
-        let broadcast =
-            move |group: &Group| ProcessGroup::<B>::broadcast(group, &op, &device, mine);
-        Ok(self.worker.comm().issue(broadcast).wait()?)
+        self.worker.comm().issue(move |group: &Group| {
+            ProcessGroup::<B>::broadcast(group, &op, &device, mine).map(keep)
+        })
     }
 
     /// A tensor of one value.
     fn filled(&self, shape: &[usize], value: f32) -> Float<B> {
-        let shape = Shape::from(shape.to_vec());
-        B::float_full(shape, value.into(), &self.device, DType::F32.into())
+        filled::<B>(shape, value, &self.device)
     }
 
     /// The full parameter, initialised if need be. What is wrong with it is kept, and zeros go on
@@ -235,11 +265,11 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         self.filled(shape, 0.0)
     }
 
-    /// Whether rank 0's values are to be received, without initialising any here.
-    fn receives<const D: usize>(&self, param: &Param<Tensor<D>>) -> bool {
+    /// Whether rank `from`'s value is to be received, without initialising any here.
+    fn receives<const D: usize>(&self, param: &Param<Tensor<D>>, from: usize) -> bool {
         self.options.sync_module_states
             && self.options.cpu_ram_efficient_loading
-            && self.worker.rank().index() != 0
+            && self.worker.rank().index() != from
             && !param.is_initialized()
     }
 
@@ -287,24 +317,27 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         let Some(place) = self.plan.places[index] else { return param };
         let entry = self.entry(place);
         let (shell, base) = if matches!(entry.held, Held::TiedTo(_)) {
-            (self.shell(param), Ok(self.filled(&entry.base_shape(), 0.0)))
+            (self.shell(param), self.filled(&entry.base_shape(), 0.0))
         } else if self.later.contains(&place) {
             // Never a plausible number.
-            (self.shell(param), Ok(self.filled(&entry.base_shape(), f32::NAN)))
-        } else if self.receives(&param) {
-            let shell = self.shell(param);
-            let base = self.base(place, shell.id, None);
-            (shell, base)
+            (self.shell(param), self.filled(&entry.base_shape(), f32::NAN))
         } else {
-            let (id, tensor, mapper) = initialise(param, self.options.seed, index);
-            let tracked = tensor.is_require_grad();
-            let full = self.full(place, tensor);
-            (Shell { id, tracked, mapper }, self.base(place, id, Some(full)))
+            let from = match is_small(entry) {
+                true => 0,
+                false => self.drawers.rank_for(index, entry.numel()),
+            };
+            if self.receives(&param, from) {
+                let shell = self.shell(param);
+                let base = self.base(place, shell.id, None, from);
+                (shell, base)
+            } else {
+                self.settle(Some(entry.numel()));
+                let (id, tensor, mapper) = initialise(param, self.options.seed, index);
+                let tracked = tensor.is_require_grad();
+                let full = self.full(place, tensor);
+                (Shell { id, tracked, mapper }, self.base(place, id, Some(full), from))
+            }
         };
-        let base = base.unwrap_or_else(|error| {
-            self.error = Some(error);
-            self.filled(&[1; D], 0.0)
-        });
         let base = self.tensor::<D>(base).set_require_grad(shell.tracked);
         let sharded = Sharded::new(self.runtime.clone(), place);
         sharded.put_on(Param::from_mapped_value(shell.id, base, shell.mapper))
@@ -312,6 +345,24 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
 
     fn dropout(&mut self, dropout: Dropout) -> Dropout {
         dropout.with_stream(self.random, &self.path.join("."))
+    }
+}
+
+/// A tensor of one value.
+fn filled<B: ShardBackend>(shape: &[usize], value: f32, device: &B::Device) -> Float<B> {
+    B::float_full(Shape::from(shape.to_vec()), value.into(), device, DType::F32.into())
+}
+
+/// The base of these elements of a full parameter, of this shape.
+fn part<B: ShardBackend>(
+    full: Float<B>,
+    range: Range<usize>,
+    shape: Vec<usize>,
+    device: &B::Device,
+) -> Float<B> {
+    match range.is_empty() {
+        true => filled::<B>(&shape, 0.0, device),
+        false => B::fragment(full, range, shape.into()),
     }
 }
 

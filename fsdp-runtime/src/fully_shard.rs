@@ -12,6 +12,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, DispatchTensor, Gradients, Tensor};
 
+use crate::attach::drawing::Drawers;
 use crate::attach::{Cutter, agree, same_on_all};
 use crate::backend::{owned, with_backend};
 use crate::checkpoint::model::Model;
@@ -36,10 +37,12 @@ use crate::wrapping::Wrapping;
 
 /// Shards `module` over the ranks of `worker`. Every rank calls it with the same model.
 ///
-/// Parameters that are not initialised yet are initialised and cut one by one, by rank 0 alone where
-/// its weights are broadcast, so that no rank holds more than its fragments, one parameter and the
-/// gather buffers ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so). The
-/// small ones of a unit that stay whole are broadcast together.
+/// Parameters that are not initialised yet are initialised and cut one by one, so that no rank holds
+/// more than its fragments, the gather buffers and parameters of a unit's size, and one that it receives
+/// ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so). Where weights are
+/// broadcast rank 0 draws them; under a [`seed`](FsdpOptions::seed), where they are the same whoever
+/// does, processes share the work. A value travels while the next is drawn. The small ones of a unit that
+/// stay whole are broadcast together.
 /// Parameter ids stay as they are: an optimizer or parameter group built before or after works alike.
 ///
 /// The second of two tied weights is never initialised, unless it is a clone of the first: those
@@ -92,8 +95,10 @@ pub(crate) fn shard<M: HookedForward>(
         );
         schedule.set_unloaded(&later);
         let runtime = schedule.clone();
+        let devices = (&device, inner);
+        let drawers = Drawers::agree(&module, worker, &options)?;
         let mut cutter =
-            Cutter::<B>::new(&plan, &later, runtime, worker, &options, &random, (&device, inner));
+            Cutter::<B>::new(&plan, &later, drawers, runtime, worker, &options, &random, devices);
         let module = module.attach(&mut cutter);
         let module = cutter.finish(module)?;
         Ok(Fsdp {

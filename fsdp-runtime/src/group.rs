@@ -220,7 +220,8 @@ pub(crate) struct Fragment<B: ShardBackend> {
     pub(crate) value: Stored<B>,
     /// Its autodiff leaf, where it has one.
     pub(crate) leaf: Option<Leaf<B>>,
-    /// What it is sent as, once it was, where that is kept from forward to backward.
+    /// What it is sent as, once it was, where that is kept from forward to backward; for one that is
+    /// whole on every rank and rests on the host, what it is on the device while its unit is unsharded.
     pub(crate) sent: Arc<OnceLock<Float<B>>>,
 }
 

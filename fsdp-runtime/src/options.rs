@@ -182,10 +182,11 @@ impl FsdpOptions {
         self
     }
 
-    /// Whether rank 0 alone initialises parameters that are not yet, where its weights are
-    /// broadcast: the other ranks never allocate more than their fragments. On by default. Without
-    /// [`sync_module_states`](Self::sync_module_states) every rank initialises all of them, one by
-    /// one.
+    /// Whether one rank alone initialises a parameter that is not yet, where weights are broadcast:
+    /// the other ranks never allocate more than their fragments and what is on its way. That rank is
+    /// rank 0; under a [`seed`](Self::seed) processes share the parameters out. On by default.
+    /// Without [`sync_module_states`](Self::sync_module_states) every rank initialises all of them,
+    /// one by one.
     ///
     /// The modules of `burn::nn` are built without initialising their parameters
     /// (`Initializer::init` returns a [lazy](burn::module::Param::uninitialized) one), and so is a

@@ -22,8 +22,11 @@ fn on<T: Send + 'static>(
     support::on(world, rank).swap_remove(0)
 }
 
+/// A norm of gradients that some steps are above.
+const CLIP: f64 = 0.3;
+
 fn run(world: usize, strategy: ShardingStrategy) -> Run {
-    Run { dropout: 0.1, clip: Some(0.5), ..Run::new(world) }.strategy(strategy)
+    Run { dropout: 0.1, clip: Some(CLIP), ..Run::new(world) }.strategy(strategy)
 }
 
 fn with(run: &Run, options: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Run {
@@ -46,7 +49,11 @@ fn losses_and_parameters_are_those_without_in_every_bit() {
             let all = with(&run, |options| options.activation_checkpointing(ALL)).launch();
             all.assert_bitwise(&plain);
             assert_eq!(all.counts, plain.counts, "{strategy} on {world} ranks");
-            assert!(plain.norms.iter().any(|&norm| norm > 0.5), "clipping took part");
+            assert!(
+                plain.norms.iter().any(|&norm| norm > CLIP),
+                "clipping took part: {:?}",
+                plain.norms
+            );
         }
     }
 }

@@ -1,12 +1,13 @@
 //! Parameters, gradients and optimizer state in the host's memory. On Flex the "device" is the host
 //! too, but everything crosses over as to any other device.
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
 use fsdp_runtime::Memory;
 use fsdp_runtime::prelude::*;
 
+use crate::support::trace::{only, record};
 use crate::support::{self, Block, Net, Run, batch, loss};
 
 const POLICIES: [OffloadPolicy; 3] = [
@@ -89,6 +90,28 @@ fn recomputation_under_offload_and_in_half_precision_changes_no_bit() {
 }
 
 /// Device and host, after two steps on rank 0 of two.
+/// Biases and norms, which every rank holds whole, cross over with the unit's all-gather.
+#[test]
+fn a_forward_copies_nothing_to_the_device_itself() {
+    let options = LaunchOptions::new(2).device(Device::flex());
+    launch(options, |worker| {
+        for policy in POLICIES {
+            let options = FsdpOptions::new().seed(1).offload(policy);
+            let net = fully_shard(Net::new(2, 0.0, worker.device()), &worker, options)?;
+            let (tokens, labels) = batch(0, 0..2, worker.device());
+            let (gradients, lines) = record(|| net.backward(loss(net.forward(tokens), labels)));
+            gradients?;
+            assert_eq!(only(&lines, &["copy_to_device"]), [""; 0]);
+            assert!(!only(&lines, &["unshard"]).is_empty());
+            // By itself it does.
+            let (_, lines) = record(|| net.head.bias.as_ref().map(Param::val));
+            assert_eq!(only(&lines, &["copy_to_device"]), ["copy_to_device (root)"]);
+        }
+        Ok::<_, fsdp_runtime::Error>(())
+    })
+    .unwrap();
+}
+
 fn memory(policy: OffloadPolicy) -> (Memory, Memory) {
     let options = LaunchOptions::new(2).device(Device::flex());
     let ranks = launch(options, move |worker| {

@@ -324,8 +324,8 @@ fn all_reduce(group: &Group) {
 }
 
 fn broadcast<B: Tested>(group: &Group) {
-    for numel in SIZES {
-        let root = index(group) == 0;
+    for (round, numel) in SIZES.into_iter().enumerate() {
+        let root = index(group) == round % group.size();
         let data = TensorData::new(values(3, 0..2 * numel), [2, numel]);
         let mine = root.then(|| B::float_from_data(data, &B::device()));
         let op = op("broadcast", "weight");

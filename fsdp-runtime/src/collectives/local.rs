@@ -309,7 +309,8 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
         let peers = self.exchange(op, tensor)?;
-        Ok(peers[0].as_ref().clone().expect("the first rank gives the tensor"))
+        let given = peers.iter().find_map(|tensor| tensor.as_ref().clone());
+        Ok(given.expect("a rank gives the tensor"))
     }
 }
 

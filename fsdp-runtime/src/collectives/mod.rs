@@ -146,7 +146,7 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
         divisor: usize,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
-    /// The first rank's tensor, given by that rank alone.
+    /// The tensor that one rank alone gives.
     fn broadcast(
         &self,
         op: &Op,

@@ -64,13 +64,20 @@ impl<B: ShardBackend> Arrivals<B> {
     }
 }
 
-/// The first member's shape, of the shapes that all have told, and how many elements arrive of each
-/// when that one alone sends.
-pub(super) fn from_the_first(shapes: &[Arc<Vec<usize>>]) -> (Shape, Vec<Option<usize>>) {
-    let shape = Shape::from((*shapes[0]).clone());
+/// The one member that has told a shape, that shape, and how many elements arrive of each member when
+/// that one alone sends.
+///
+/// # Panics
+///
+/// Where none has.
+pub(super) fn from_one(shapes: &[Arc<Option<Vec<usize>>>]) -> (usize, Shape, Vec<Option<usize>>) {
+    let mut told =
+        shapes.iter().enumerate().filter_map(|(at, shape)| Some((at, (**shape).clone()?)));
+    let (from, shape) = told.next().expect("a rank gives the tensor");
+    let shape = Shape::from(shape);
     let mut lens = vec![None; shapes.len()];
-    lens[0] = Some(shape.num_elements());
-    (shape, lens)
+    lens[from] = Some(shape.num_elements());
+    (from, shape, lens)
 }
 
 /// Buffers that are kept from one collective to the next, of whatever backend, one for each type of

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use burn::backend::{Autodiff, AutodiffBackend};
+use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::{Pass, Reshard, Schedule, State, When, count};
 use crate::autodiff::{self, MAX_ANCHORS, State as OpState};
-use crate::backend::{Context, Float, Leaf, ShardBackend, Stored, Tracked, Value, cast};
+use crate::backend::{Context, Float, Leaf, Rest, ShardBackend, Stored, Tracked, Value, cast};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError};
 use crate::group::{Call, Fragment, Held, Residency};
@@ -192,7 +192,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             return Err(self.not_loaded(held_at));
         }
         // A tied entry takes both from the place that owns the weight.
-        let Fragment { value, leaf, .. } = match &entry.held {
+        let Fragment { value, leaf, sent } = match &entry.held {
             Held::TiedTo(_) => match &state.units[place.unit].fragments[holder] {
                 Some(fragment) => fragment.clone(),
                 None => {
@@ -200,6 +200,13 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
                     return Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into());
                 }
             },
+            // Its unit has brought it to the device, for its own forward.
+            Held::Whole if !state.units[place.unit].forwards.is_empty() => {
+                match &state.units[place.unit].fragments[place.entry] {
+                    Some(fragment) => Fragment { sent: fragment.sent.clone(), ..base },
+                    None => base,
+                }
+            }
             _ => base,
         };
         let call = state.units[place.unit].forwards.last().copied();
@@ -232,7 +239,15 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             Held::Fragment(_) => {
                 cast::<B>(self.gather_single(held_at, self.on_device(value))?, dtype)
             }
-            _ => value.on_device(&self.device, dtype, self.settings.rest),
+            _ => match sent.get() {
+                Some(there) if there.dtype() == dtype => there.clone(),
+                _ => {
+                    if self.settings.rest != Rest::Device {
+                        tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::copy_to_device");
+                    }
+                    value.on_device(&self.device, dtype, self.settings.rest)
+                }
+            },
         };
         let value = match (leaf, context) {
             (_, None) => Value::Plain(value),

@@ -24,6 +24,13 @@ struct Piece<B: ShardBackend> {
     sent: Option<Arc<OnceLock<Float<B>>>>,
 }
 
+/// What is whole on every rank and rests on the host, on its way to the device.
+struct Crossing<B: ShardBackend> {
+    value: Stored<B>,
+    dtype: DType,
+    on_device: Arc<OnceLock<Float<B>>>,
+}
+
 /// What a rank gives to the all-gather of each flat range of a unit, and the group they are among.
 type CopyIn<B> = (Vec<Vec<Piece<B>>>, Arc<Group>);
 
@@ -92,12 +99,16 @@ impl<B: ShardBackend> Schedule<B> {
             let (slot, sent_bytes) = (state.slots[*slot].clone(), self.counters.sent_bytes.clone());
             Gather { op, pieces, numel, dtype, slot, sent_bytes }
         };
+        let crossings = self.crossings(state, index, pass);
         let gathers: Vec<Gather<B>> =
             pieces.into_iter().zip(unit.buffers()).zip(&slots).map(gather).collect();
         let (device, rest) = (self.device.clone(), self.settings.rest);
         let work = self.comm.issue_on(&group, move |group| {
             for gather in gathers {
                 gather.run(group, &device, rest)?;
+            }
+            for Crossing { value, dtype, on_device } in crossings {
+                on_device.get_or_init(|| value.on_device(&device, dtype, rest));
             }
             B::complete(&device);
             Ok(())
@@ -181,6 +192,25 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(Some((pieces, self.settings.groups.shard.clone())))
     }
 
+    /// What crosses over to the device beside a unit's all-gathers: what a forward will read of it. A
+    /// backward reads it where it runs the forward again.
+    fn crossings(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<Crossing<B>> {
+        let unit = &self.units[index];
+        let again = unit.checkpointed || unit.within.is_some();
+        if self.settings.rest == Rest::Device || (pass == Pass::Backward && !again) {
+            return Vec::new();
+        }
+        let fragments = unit.entries.iter().zip(&state.units[index].fragments);
+        let whole = fragments.filter(|(entry, _)| entry.held == Held::Whole);
+        whole
+            .filter_map(|(entry, fragment)| {
+                let fragment = fragment.as_ref()?;
+                let (value, on_device) = (fragment.value.clone(), fragment.sent.clone());
+                Some(Crossing { value, dtype: entry.dtype, on_device })
+            })
+            .collect()
+    }
+
     /// Which part of a gathered unit this rank keeps, under `To`.
     fn part_of(&self, group: &Group) -> usize {
         self.settings.mesh.shard_rank().index() % group.size()
@@ -209,6 +239,11 @@ impl<B: ShardBackend> Schedule<B> {
         for &slot in &state.slots_of[index] {
             state.owners[slot] = None;
             state.slots[slot].release();
+        }
+        if !self.settings.keep_sent {
+            for fragment in state.units[index].fragments.iter_mut().flatten() {
+                fragment.sent = Arc::default();
+            }
         }
         self.counters.unsharded_bytes.fetch_sub(unit.unsharded_bytes(), Ordering::Relaxed);
     }

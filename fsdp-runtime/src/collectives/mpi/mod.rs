@@ -28,7 +28,7 @@ use self::sys::{Comm, MpiError};
 pub(crate) use self::transfer::ALWAYS_STAGED;
 use self::transfer::Expected;
 use super::group::Message;
-use super::regions::{Arrivals, Reduction, Scratch, from_the_first};
+use super::regions::{Arrivals, Reduction, Scratch, from_one};
 use super::{Op, ProcessGroup, Reduce, of_color};
 use crate::backend::{Float, ShardBackend, numel};
 use crate::error::CollectiveError;
@@ -236,12 +236,11 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         device: &B::Device,
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
-        let shape: Vec<usize> =
-            tensor.as_ref().map_or(Vec::new(), |tensor| tensor.shape().iter().copied().collect());
-        let (shape, lens) = from_the_first(&self.exchange(op, shape)?);
-        let own = tensor.filter(|_| self.index == 0);
-        let full = self.land_each::<B>(op, device, lens, own)?.swap_remove(0);
-        Ok(B::float_reshape(full.expect("the first rank gives the tensor"), shape))
+        let shape = |tensor: &Float<B>| tensor.shape().iter().copied().collect::<Vec<usize>>();
+        let shapes = self.exchange(op, tensor.as_ref().map(shape))?;
+        let (from, shape, lens) = from_one(&shapes);
+        let full = self.land_each::<B>(op, device, lens, tensor)?.swap_remove(from);
+        Ok(B::float_reshape(full.expect("a rank gives the tensor"), shape))
     }
 }
 

@@ -34,7 +34,7 @@ pub(crate) use self::sys::library;
 use self::sys::ncclDataType_t;
 pub(crate) use self::world::gpu_of;
 use super::group::Message;
-use super::regions::{Arrivals, Reduction, Scratch, from_the_first};
+use super::regions::{Arrivals, Reduction, Scratch, from_one};
 use super::store::Host;
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{DeviceMemory, Float, ShardBackend, numel};
@@ -312,11 +312,10 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         device: &B::Device,
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
-        let shape: Vec<usize> =
-            tensor.as_ref().map_or(Vec::new(), |tensor| tensor.shape().iter().copied().collect());
-        let (shape, lens) = from_the_first(&self.exchange(op, shape)?);
-        let own = tensor.filter(|_| self.host.index() == 0);
-        let full = self.broadcast_each::<B>(op, device, lens, own)?.swap_remove(0);
-        Ok(B::float_reshape(full.expect("the first rank gives the tensor"), shape))
+        let shape = |tensor: &Float<B>| tensor.shape().iter().copied().collect::<Vec<usize>>();
+        let shapes = self.exchange(op, tensor.as_ref().map(shape))?;
+        let (from, shape, lens) = from_one(&shapes);
+        let full = self.broadcast_each::<B>(op, device, lens, tensor)?.swap_remove(from);
+        Ok(B::float_reshape(full.expect("a rank gives the tensor"), shape))
     }
 }

@@ -1,0 +1,129 @@
+//! Which rank draws a parameter's initial value, and values on their way from it.
+//!
+//! Under a seed a value is the same whichever rank draws it, so that processes share the work: one draws
+//! while others do, and while what was drawn before travels. Burn's generator is one a process, and
+//! thread ranks would only wait for it: of those the first draws.
+
+use std::collections::VecDeque;
+use std::sync::OnceLock;
+
+use burn::module::{Param, ParamId};
+use burn::tensor::Tensor;
+
+use crate::backend::{ShardBackend, Stored};
+use crate::collectives::comm::Work;
+use crate::error::{CollectiveError, Error};
+use crate::launch::Worker;
+use crate::nn::dropout::mix;
+use crate::options::FsdpOptions;
+use crate::param::Place;
+use crate::unit::{FsdpModule, Walk};
+
+/// Who draws what.
+pub(crate) struct Drawers {
+    /// Ranks, with the elements each has been given so far.
+    ranks: Vec<(usize, usize)>,
+    /// By parameter, in the order of the walk: whether no rank has its value yet.
+    to_draw: Vec<bool>,
+}
+
+impl Drawers {
+    /// Agreed on between the ranks; every rank calls it.
+    pub(crate) fn agree<M: FsdpModule>(
+        module: &M,
+        worker: &Worker,
+        options: &FsdpOptions,
+    ) -> Result<Self, Error> {
+        struct Lazy(Vec<bool>);
+        impl Walk for Lazy {
+            fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                self.0.push(!param.is_initialized());
+            }
+        }
+        let shared = options.seed.is_some()
+            && options.sync_module_states
+            && options.cpu_ram_efficient_loading;
+        if !shared {
+            return Ok(Self { ranks: vec![(0, 0)], to_draw: Vec::new() });
+        }
+        let mut lazy = Lazy(Vec::new());
+        module.walk(&mut lazy);
+        let all = worker.exchange("all_gather", "what is to be drawn", (process(), lazy.0))?;
+        let first = |rank: &usize| all.iter().position(|other| other.0 == all[*rank].0);
+        let ranks = (0..all.len()).filter(|rank| first(rank) == Some(*rank));
+        let on_all = |at: usize| all.iter().all(|rank| rank.1.get(at) == Some(&true));
+        Ok(Self {
+            ranks: ranks.map(|rank| (rank, 0)).collect(),
+            to_draw: (0..all[0].1.len()).map(on_all).collect(),
+        })
+    }
+
+    /// The rank whose value of the parameter at `index` is taken: the same on every rank, which ask for
+    /// one parameter after the other.
+    pub(super) fn rank_for(&mut self, index: usize, numel: usize) -> usize {
+        if !self.to_draw.get(index).copied().unwrap_or(false) {
+            return 0;
+        }
+        let least = self.ranks.iter_mut().min_by_key(|(_, given)| *given);
+        let (rank, given) = least.expect("a process has a first rank");
+        *given += numel;
+        *rank
+    }
+}
+
+/// A number that another process hardly has.
+fn process() -> u64 {
+    static OWN: OnceLock<u64> = OnceLock::new();
+    *OWN.get_or_init(|| {
+        use std::hash::{BuildHasher, RandomState};
+        mix(RandomState::new().hash_one(std::process::id()))
+    })
+}
+
+/// Values on their way to the fragments they become.
+pub(super) type Values<B> = Vec<(ParamId, Stored<B>)>;
+
+/// What one broadcast brings.
+pub(super) struct Arrival<B: ShardBackend> {
+    /// The parameter it is, unless it is several small ones.
+    pub(super) place: Option<Place>,
+    /// Elements of the whole that this rank holds until all have got it; 0 where another rank sends.
+    pub(super) held: usize,
+    /// What this rank keeps of it.
+    pub(super) values: Work<Values<B>>,
+}
+
+/// Those that no one has waited for yet, in the order in which they come.
+pub(super) struct Arrivals<B: ShardBackend> {
+    queue: VecDeque<Arrival<B>>,
+    /// Elements held, and how many there may be.
+    held: usize,
+    most: usize,
+}
+
+impl<B: ShardBackend> Arrivals<B> {
+    /// None yet. This rank may hold `most` elements for others, or one parameter.
+    pub(super) fn new(most: usize) -> Self {
+        Self { queue: VecDeque::new(), held: 0, most }
+    }
+
+    pub(super) fn push(&mut self, arrival: Arrival<B>) {
+        self.held += arrival.held;
+        self.queue.push_back(arrival);
+    }
+
+    /// Waits for the next one: for each in turn, or until there is room for so many elements more.
+    pub(super) fn next(
+        &mut self,
+        room_for: Option<usize>,
+    ) -> Option<(Option<Place>, Result<Values<B>, CollectiveError>)> {
+        let enough = room_for.is_some_and(|numel| self.held == 0 || self.held + numel <= self.most);
+        if enough {
+            return None;
+        }
+        let Arrival { place, held, values } = self.queue.pop_front()?;
+        let values = values.wait();
+        self.held -= held;
+        Some((place, values))
+    }
+}
