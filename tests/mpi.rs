@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{Device, Distribution, Tensor, TensorData};
+use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CollectiveError, EngineError, Error, LaunchError, ShardError};
 use support::{Net, Outcome, Run, batch, loss};
@@ -223,22 +223,45 @@ fn processes_share_the_drawing_of_initial_values() {
     let ended = Ended::of(command);
     assert!(ended.success, "{}", ended.text);
     // Six matrices of one size; the biases, which travel together, come from rank 0.
-    for (what, counts) in
-        [("seeded", [8, 2, 2]), ("unseeded", [12, 0, 0]), ("rank 0 has one", [8, 2, 1])]
-    {
+    for (what, counts) in [
+        ("seeded", [8, 2, 2]),
+        ("unseeded", [12, 0, 0]),
+        ("whole", [8, 2, 2]),
+        ("a layer of rank 0 alone", [8, 2, 2]),
+        ("a value of rank 0", [8, 2, 1]),
+    ] {
         for (rank, count) in counts.iter().enumerate() {
-            let expected = format!("{what}: rank {rank} drew {count}");
+            let expected = format!("{what}: rank {rank} drew {count}\n");
             assert!(ended.text.contains(&expected), "{expected}\n{}", ended.text);
         }
     }
     // As many threads, of which one draws.
     let options = LaunchOptions::new(3).engine(Engine::Local).device(Device::flex());
-    let states = launch(options, |worker| {
-        let model = Counted::new(worker.device(), &Arc::default());
-        fully_shard(model, &worker, FsdpOptions::new().seed(3))?.unsharded_state(Recipient::All)
+    let values = launch(options, |worker| {
+        let of = |width| {
+            let model = Counted::new(width, worker.device(), &Arc::default());
+            fully_shard(model, &worker, FsdpOptions::new().seed(3)).map(|model| model.values())
+        };
+        Ok::<_, Error>((of(30)?, of(300)?))
     });
-    let expected = format!("seeded: the values {:x}", fingerprint(&states.unwrap()[0]));
-    assert!(ended.text.contains(&expected), "{expected}\n{}", ended.text);
+    let (narrow, wide) = values.unwrap()[0];
+    for (what, values) in [("seeded", narrow), ("whole", wide), ("a layer of rank 0 alone", narrow)]
+    {
+        let expected = format!("{what}: the values {values:x}\n");
+        assert_eq!(ended.text.matches(&expected).count(), 3, "{expected}\n{}", ended.text);
+    }
+}
+
+#[test]
+fn what_a_rank_finds_when_it_draws_for_all_is_an_error_of_all() {
+    let Some(command) = mpirun(3, "rank_that_draws_another_shape") else { return };
+    let ended = Ended::of(command);
+    assert!(!ended.success, "{}", ended.text);
+    assert!(ended.text.contains("rank 1 found it itself: true"), "{}", ended.text);
+    for rank in [0, 2] {
+        let expected = format!("rank {rank} was told: rank 1 failed: `layers.1.weight` declares");
+        assert!(ended.text.contains(&expected), "{expected}\n{}", ended.text);
+    }
 }
 
 #[test]
@@ -311,6 +334,8 @@ fn rank_with_a_seed_of_its_own() {
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
 struct Counted {
+    /// Not trained.
+    other: Option<Linear>,
     layers: Vec<Linear>,
 }
 
@@ -322,47 +347,94 @@ impl Counted {
 }
 
 impl Counted {
-    fn new(device: &Device, drawn: &Arc<AtomicUsize>) -> Self {
+    fn new(width: usize, device: &Device, drawn: &Arc<AtomicUsize>) -> Self {
         let layer = |_| {
-            let Linear { weight, bias } = LinearConfig::new(30, 30).init(device);
-            Linear { weight: counted(weight, drawn), bias: bias.map(|bias| counted(bias, drawn)) }
+            let Linear { weight, bias } = LinearConfig::new(width, width).init(device);
+            let shape = weight.lazy_shape();
+            let bias = bias.map(|bias| counted(bias.lazy_shape(), bias, drawn));
+            Linear { weight: counted(shape, weight, drawn), bias }
         };
-        Self { layers: (0..6).map(layer).collect() }
+        Self { other: None, layers: (0..6).map(layer).collect() }
+    }
+
+    /// A fingerprint of all weights. Every rank calls it.
+    fn values(&self) -> u64 {
+        let weights = self.layers.iter().enumerate();
+        let weights = weights.map(|(at, layer)| (at.to_string(), layer.weight.val().into_data()));
+        fingerprint(&weights.collect())
     }
 }
 
-fn counted<const D: usize>(param: Param<Tensor<D>>, drawn: &Arc<AtomicUsize>) -> Param<Tensor<D>> {
-    let (shape, device, drawn) = (param.lazy_shape(), param.lazy_device(), drawn.clone());
+/// The parameter, drawn in a shape, and counted.
+fn counted<const D: usize>(
+    shape: Shape,
+    param: Param<Tensor<D>>,
+    drawn: &Arc<AtomicUsize>,
+) -> Param<Tensor<D>> {
+    let (declared, device, drawn) = (param.lazy_shape(), param.lazy_device(), drawn.clone());
     let draw = move |device: &Device, tracked| {
         drawn.fetch_add(1, SeqCst);
-        let tensor = Tensor::random(shape.clone(), Distribution::Default, device);
+        let tensor = Tensor::random(shape, Distribution::Default, device);
         tensor.set_require_grad(tracked)
     };
-    Param::uninitialized(param.id, draw, device, true, param.lazy_shape())
+    Param::uninitialized(param.id, draw, device, true, declared)
 }
 
 #[test]
 #[ignore = "the program of a rank"]
 fn rank_that_counts_what_it_draws() {
     launch(LaunchOptions::new(3).engine(Engine::Mpi).timeout(TIMEOUT), |worker| {
+        let (rank, device) = (worker.rank().index(), worker.device());
         let seeded = FsdpOptions::new().seed(3);
         for (what, options) in [
             ("seeded", seeded.clone()),
             ("unseeded", FsdpOptions::new()),
-            ("rank 0 has one", seeded),
+            ("whole", seeded.clone().strategy(ShardingStrategy::NoShard)),
+            ("a layer of rank 0 alone", seeded.clone()),
+            ("a value of rank 0", seeded.clone()),
         ] {
             let drawn = Arc::new(AtomicUsize::new(0));
-            let model = Counted::new(worker.device(), &drawn);
-            if what == "rank 0 has one" && worker.rank().index() == 0 {
-                model.layers[0].weight.val();
-                drawn.store(0, SeqCst);
+            let mut model = Counted::new(if what == "whole" { 300 } else { 30 }, device, &drawn);
+            let mut options = options;
+            match (what, rank) {
+                ("a layer of rank 0 alone", 0) => {
+                    let other = LinearConfig::new(5, 5).with_bias(false).init(device);
+                    options = options.ignored_params([other.weight.id]);
+                    model.other = Some(other);
+                }
+                ("a value of rank 0", 0) => {
+                    model.layers[0].weight.val();
+                    drawn.store(0, SeqCst);
+                }
+                _ => {}
             }
             let model = fully_shard(model, &worker, options)?;
-            println!("\n{what}: rank {} drew {}", worker.rank().index(), drawn.load(SeqCst));
-            let state = model.unsharded_state(Recipient::All)?;
-            println!("\n{what}: the values {:x}", fingerprint(&state));
+            println!("\n{what}: rank {rank} drew {}", drawn.load(SeqCst));
+            println!("\n{what}: the values {:x}", model.values());
         }
         Ok::<_, Error>(())
     })
     .unwrap();
+}
+
+#[test]
+#[ignore = "the program of a rank"]
+fn rank_that_draws_another_shape() {
+    let options = LaunchOptions::new(3).engine(Engine::Mpi).timeout(TIMEOUT);
+    let ended: Result<Vec<()>, LaunchError> = launch(options, |worker| {
+        let mut model = Counted::new(30, worker.device(), &Arc::default());
+        let weight = model.layers[1].weight.clone();
+        model.layers[1].weight = counted([30, 31].into(), weight, &Arc::default());
+        let error = fully_shard(model, &worker, FsdpOptions::new().seed(3)).unwrap_err();
+        match worker.rank().index() {
+            1 => {
+                let own = matches!(error, Error::Shard(ShardError::InitShape { .. }));
+                println!("\nrank 1 found it itself: {own}");
+            }
+            rank => println!("\nrank {rank} was told: {error}"),
+        }
+        Err(error)
+    });
+    assert!(ended.is_err());
+    std::process::exit(1);
 }

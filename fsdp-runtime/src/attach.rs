@@ -13,7 +13,7 @@ use burn::backend::TensorMetadata;
 use burn::module::{Module, Param, ParamId, ParamMapper};
 use burn::tensor::{DType, Device, DispatchTensor, Shape, Tensor};
 
-use self::drawing::{Arrival, Arrivals, Drawers};
+use self::drawing::{Broadcast, Broadcasts, Drawers};
 use self::small::{Fill, Pack, is_small};
 use crate::backend::{Context, Float, ShardBackend, Stored, Value};
 use crate::collectives::comm::Work;
@@ -42,14 +42,16 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
     context: Option<Context>,
     path: Vec<String>,
     next: usize,
-    /// Elements of the parameters cut so far, and of all.
+    /// Parameters cut so far.
+    cut: usize,
+    /// Elements of the parameters that have their value, and of all.
     done: usize,
     all: usize,
     /// What rank 0 broadcasts together, a unit each.
     packs: Vec<Pack<B>>,
     /// Who draws what, and what is on its way from there.
     drawers: Drawers,
-    arrivals: Arrivals<B>,
+    broadcasts: Broadcasts<B>,
     /// What has come, for the stand-ins of these parameters.
     received: HashMap<ParamId, DispatchTensor>,
     /// A checksum of each parameter, where every rank initialised its own.
@@ -87,7 +89,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         Self {
             plan,
             drawers,
-            arrivals: Arrivals::new(largest),
+            broadcasts: Broadcasts::new(largest),
             packs: plan.units.iter().enumerate().map(pack).collect(),
             received: HashMap::new(),
             later,
@@ -99,6 +101,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             context,
             path: Vec::new(),
             next: 0,
+            cut: 0,
             done: 0,
             all: plan.units.iter().map(Unit::num_params).sum(),
             checksums: Vec::new(),
@@ -117,8 +120,10 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         }
         same_on_all(self.worker, self.found.map_or(Ok(()), Err))?;
         if self.options.sync_module_states {
-            let whole = self.received.is_empty();
-            return Ok(if whole { module } else { module.map(&mut Fill(self.received)) });
+            let mut fill = Fill(self.received);
+            let module = if fill.0.is_empty() { module } else { module.map(&mut fill) };
+            assert!(fill.0.is_empty(), "every value that came has taken its place");
+            return Ok(module);
         }
         let all = self.worker.exchange("all_gather", "the initial values", self.checksums)?;
         for (rank, checksums) in self.worker.world().ranks().zip(&all) {
@@ -153,7 +158,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 
     /// Waits for values: all of them, or until so many elements more may be held for others.
     fn settle(&mut self, room_for: Option<usize>) {
-        while let Some((place, values)) = self.arrivals.next(room_for) {
+        while let Some((place, values)) = self.broadcasts.next(room_for) {
             match values {
                 Ok(values) => {
                     place.into_iter().for_each(|place| self.told(place));
@@ -170,8 +175,8 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
     }
 
     /// The base that `place` holds, under the parameter's id, from the full parameter; `None` where
-    /// this rank receives it from rank `from`. Of what travels by itself it is a stand-in of one element.
-    fn base(&mut self, place: Place, id: ParamId, full: Option<Float<B>>, from: usize) -> Float<B> {
+    /// this rank receives it from rank `root`. Of what travels by itself it is a stand-in of one element.
+    fn base(&mut self, place: Place, id: ParamId, full: Option<Float<B>>, root: usize) -> Float<B> {
         let entry = self.entry(place);
         let (device, rest) = (self.device.clone(), self.options.offload.rest());
         if !self.options.sync_module_states {
@@ -181,7 +186,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             self.checked.push(place);
             return part::<B>(full, entry.range(), entry.base_shape(), &device);
         }
-        let mine = full.filter(|_| self.worker.rank().index() == from);
+        let mine = full.filter(|_| self.worker.rank().index() == root);
         if is_small(entry) {
             self.told(place);
             return self.packed(place, id, mine);
@@ -192,7 +197,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         let keep =
             move |full| vec![(id, Stored::<B>::rest(part::<B>(full, range, shape, &device), rest))];
         let values = self.broadcast(entry.path.as_str(), entry.numel(), mine, keep);
-        self.arrivals.push(Arrival { place: Some(place), held, values });
+        self.broadcasts.push(Broadcast { place: Some(place), held, values });
         self.filled(&vec![1; entry.shape.len()], 0.0)
     }
 
@@ -223,7 +228,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         };
         let values =
             self.broadcast(&format!("the small parameters of {unit}"), numel, packed, keep);
-        self.arrivals.push(Arrival { place: None, held: 0, values });
+        self.broadcasts.push(Broadcast { place: None, held: 0, values });
     }
 
     /// What `keep` makes of the tensor that one rank gives.
@@ -265,11 +270,11 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         self.filled(shape, 0.0)
     }
 
-    /// Whether rank `from`'s value is to be received, without initialising any here.
-    fn receives<const D: usize>(&self, param: &Param<Tensor<D>>, from: usize) -> bool {
+    /// Whether rank `root`'s value is to be received, without initialising any here.
+    fn receives<const D: usize>(&self, param: &Param<Tensor<D>>, root: usize) -> bool {
         self.options.sync_module_states
             && self.options.cpu_ram_efficient_loading
-            && self.worker.rank().index() != from
+            && self.worker.rank().index() != root
             && !param.is_initialized()
     }
 
@@ -315,6 +320,9 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         let index = self.next;
         self.next += 1;
         let Some(place) = self.plan.places[index] else { return param };
+        // An ignored parameter may be there on some ranks alone.
+        let ordinal = self.cut;
+        self.cut += 1;
         let entry = self.entry(place);
         let (shell, base) = if matches!(entry.held, Held::TiedTo(_)) {
             (self.shell(param), self.filled(&entry.base_shape(), 0.0))
@@ -322,20 +330,20 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
             // Never a plausible number.
             (self.shell(param), self.filled(&entry.base_shape(), f32::NAN))
         } else {
-            let from = match is_small(entry) {
+            let root = match is_small(entry) {
                 true => 0,
-                false => self.drawers.rank_for(index, entry.numel()),
+                false => self.drawers.root(place, entry.numel()),
             };
-            if self.receives(&param, from) {
+            if self.receives(&param, root) {
                 let shell = self.shell(param);
-                let base = self.base(place, shell.id, None, from);
+                let base = self.base(place, shell.id, None, root);
                 (shell, base)
             } else {
                 self.settle(Some(entry.numel()));
-                let (id, tensor, mapper) = initialise(param, self.options.seed, index);
+                let (id, tensor, mapper) = initialise(param, self.options.seed, ordinal);
                 let tracked = tensor.is_require_grad();
                 let full = self.full(place, tensor);
-                (Shell { id, tracked, mapper }, self.base(place, id, Some(full), from))
+                (Shell { id, tracked, mapper }, self.base(place, id, Some(full), root))
             }
         };
         let base = self.tensor::<D>(base).set_require_grad(shell.tracked);
@@ -370,7 +378,7 @@ fn part<B: ShardBackend>(
 fn initialise<const D: usize>(
     param: Param<Tensor<D>>,
     seed: Option<u64>,
-    index: usize,
+    ordinal: usize,
 ) -> (ParamId, Tensor<D>, ParamMapper<Tensor<D>>) {
     /// Burn's generator is one a process: no other rank, and no model without a seed that is sharded
     /// beside this one, may draw between seeding and drawing.
@@ -380,7 +388,7 @@ fn initialise<const D: usize>(
     }
     let _drawing = DRAWING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     if let Some(seed) = seed {
-        param.lazy_device().seed(mix(seed ^ mix(index as u64)));
+        param.lazy_device().seed(mix(seed ^ mix(ordinal as u64)));
     }
     param.consume()
 }
@@ -419,10 +427,11 @@ where
     E: Into<Error> + ToString,
 {
     let message = found.as_ref().err().map(ToString::to_string);
-    let all = worker.exchange("all_gather", "errors of construction", message)?;
+    let all = worker.exchange("all_gather", "errors of construction", message);
     match found {
+        // Those who have heard of it may have ended the group by now.
         Err(error) => Err(error.into()),
-        Ok(value) => match worker.world().ranks().zip(&all).find(|(_, error)| error.is_some()) {
+        Ok(value) => match worker.world().ranks().zip(&all?).find(|(_, error)| error.is_some()) {
             None => Ok(value),
             Some((rank, reason)) => {
                 let reason = reason.as_deref().unwrap_or_default().to_string();

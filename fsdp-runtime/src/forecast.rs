@@ -4,6 +4,7 @@
 //! [`fully_shard`](crate::fully_shard) does and adds up what the schedule will count in
 //! [`Fsdp::memory`](crate::Fsdp::memory). A parameter that is not initialised stays so.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::error::ShardError;
@@ -106,7 +107,10 @@ impl MemoryForecast {
                 OffloadPolicy::OptimizerOnly => units.iter().map(Unit::sent_bytes).sum(),
                 _ => on_device_alone(fragments),
             },
-            replicated: on_device_alone(replicated),
+            replicated: match offloaded {
+                true => copied(&units, reshard, options.slots),
+                false => replicated,
+            },
             gathered: gathered(&units, reshard, options.slots),
             gradients: on_device,
             optimizer: 0,
@@ -265,6 +269,21 @@ pub enum MemoryError {
 
 fn mib(bytes: usize) -> f64 {
     bytes as f64 / f64::from(1 << 20)
+}
+
+/// Bytes of what every rank holds whole, copied to the device for units that are unsharded: of each
+/// nesting level as many as have buffers.
+fn copied(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
+    let ring = if reshard == ReshardAfterForward::Never { units.len() } else { slots };
+    let mut levels: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for unit in units {
+        levels.entry(unit.level).or_default().push(unit.whole_bytes());
+    }
+    let of_level = |mut bytes: Vec<usize>| {
+        bytes.sort_unstable_by_key(|bytes| std::cmp::Reverse(*bytes));
+        bytes.into_iter().take(ring).sum::<usize>()
+    };
+    levels.into_values().map(of_level).sum()
 }
 
 /// Bytes of the buffers, as the schedule allocates them.

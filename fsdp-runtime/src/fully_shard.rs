@@ -41,12 +41,12 @@ use crate::wrapping::Wrapping;
 /// more than its fragments, the gather buffers and parameters of a unit's size, and one that it receives
 /// ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so). Where weights are
 /// broadcast rank 0 draws them; under a [`seed`](FsdpOptions::seed), where they are the same whoever
-/// does, processes share the work. A value travels while the next is drawn. The small ones of a unit that
+/// does, processes share the work, so that an initialiser of your own must do the same on each. A value travels while the next is drawn. The small ones of a unit that
 /// stay whole are broadcast together.
 /// Parameter ids stay as they are: an optimizer or parameter group built before or after works alike.
 ///
 /// The second of two tied weights is never initialised, unless it is a clone of the first: those
-/// share one initialised value, which rank 0 holds until it has come to both.
+/// share one initialised value, which the rank that drew it holds until it has come to both.
 ///
 /// # Errors
 ///
@@ -96,7 +96,7 @@ pub(crate) fn shard<M: HookedForward>(
         schedule.set_unloaded(&later);
         let runtime = schedule.clone();
         let devices = (&device, inner);
-        let drawers = Drawers::agree(&module, worker, &options)?;
+        let drawers = Drawers::agree(&module, &plan, worker, &options)?;
         let mut cutter =
             Cutter::<B>::new(&plan, &later, drawers, runtime, worker, &options, &random, devices);
         let module = module.attach(&mut cutter);
@@ -292,9 +292,10 @@ impl<M: FsdpModule> Fsdp<M> {
     /// What this rank found, if no rank found an error; every rank calls it. The others' errors are
     /// told as [`CollectiveError::PeerFailed`].
     pub(crate) fn same_on_all<T>(&self, what: &str, found: Result<T, Error>) -> Result<T, Error> {
-        let all = self.engine.exchange(what, found.as_ref().err().map(ToString::to_string))?;
+        let all = self.engine.exchange(what, found.as_ref().err().map(ToString::to_string));
+        // Its own error first: those who have heard of it may have ended the group by now.
         let value = found?;
-        let failed = self.mesh().world.ranks().zip(all).find_map(|(rank, e)| Some((rank, e?)));
+        let failed = self.mesh().world.ranks().zip(all?).find_map(|(rank, e)| Some((rank, e?)));
         match failed {
             None => Ok(value),
             Some((rank, reason)) => Err(CollectiveError::PeerFailed { rank, reason }.into()),

@@ -158,6 +158,13 @@ impl Unit {
         sent.map(|entry| entry.range().len() * entry.dtype.size()).sum()
     }
 
+    /// Bytes of what every rank holds whole, in the types in which it is computed with: 0 for a unit
+    /// that is never gathered.
+    pub(crate) fn whole_bytes(&self) -> usize {
+        let whole = self.entries.iter().filter(|entry| self.gathers && entry.held == Held::Whole);
+        whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
+    }
+
     /// Bytes that this rank holds of it between steps: fragments, and what is replicated.
     pub(crate) fn held_bytes(&self) -> (usize, usize) {
         let bytes = |entry: &Entry| entry.range().len() * size_of::<f32>();
@@ -220,20 +227,21 @@ pub(crate) struct Fragment<B: ShardBackend> {
     pub(crate) value: Stored<B>,
     /// Its autodiff leaf, where it has one.
     pub(crate) leaf: Option<Leaf<B>>,
-    /// What it is sent as, once it was, where that is kept from forward to backward; for one that is
-    /// whole on every rank and rests on the host, what it is on the device while its unit is unsharded.
-    pub(crate) sent: Arc<OnceLock<Float<B>>>,
+    /// What it is on the device, where it rests on the host: what it was sent as, where that is kept
+    /// from forward to backward; whole, while its unit is unsharded.
+    pub(crate) on_device: Arc<OnceLock<Float<B>>>,
 }
 
 impl<B: ShardBackend> Fragment<B> {
     pub(crate) fn new(value: Stored<B>, leaf: Option<Leaf<B>>) -> Self {
-        Self { value, leaf, sent: Arc::default() }
+        Self { value, leaf, on_device: Arc::default() }
     }
 }
 
 impl<B: ShardBackend> Clone for Fragment<B> {
     fn clone(&self) -> Self {
-        Self { value: self.value.clone(), leaf: self.leaf.clone(), sent: self.sent.clone() }
+        let Self { value, leaf, on_device } = self;
+        Self { value: value.clone(), leaf: leaf.clone(), on_device: on_device.clone() }
     }
 }
 
@@ -254,6 +262,8 @@ pub(crate) struct UnitState<B: ShardBackend> {
     pub(crate) backwards: usize,
     /// Whether it was unsharded ahead of use and has not been used yet.
     pub(crate) prefetched: bool,
+    /// Bytes of what was copied to the device with it.
+    pub(crate) copied: usize,
     /// Reduced gradients, as they are handed to the optimizer.
     pub(crate) reduced: Vec<Option<Stored<B>>>,
     /// Full gradients of earlier micro-batches, where they are held unsharded.
@@ -270,6 +280,7 @@ impl<B: ShardBackend> UnitState<B> {
             forwards: Vec::new(),
             backwards: 0,
             prefetched: false,
+            copied: 0,
             reduced: none(entries),
             held: none(entries),
             kept_part: false,

@@ -18,7 +18,8 @@ pub struct Usage {
 pub struct Memory {
     /// Fragments of sharded parameters.
     pub fragments: Usage,
-    /// Parameters that every rank holds whole.
+    /// Parameters that every rank holds whole; where they rest on the host, copies for the units that
+    /// are unsharded.
     pub replicated: Usage,
     /// The buffers that parameters are gathered in.
     pub gathered: Usage,
@@ -65,6 +66,8 @@ impl fmt::Display for Memory {
 pub(crate) enum Use {
     Fragments,
     Replicated,
+    /// Copies of the same on the device, of units that are unsharded.
+    Copied,
     /// Copies of fragments that the device keeps for backward.
     Sent,
     Gathered,
@@ -144,12 +147,15 @@ impl Ledger {
     }
 
     fn change(&self, kind: Use, change: impl FnOnce(usize) -> usize) {
-        let rests = !matches!(kind, Use::Sent | Use::Gathered | Use::Gradients | Use::Activations);
+        let rests = !matches!(
+            kind,
+            Use::Copied | Use::Sent | Use::Gathered | Use::Gradients | Use::Activations
+        );
         let on_host = kind == Use::Stowed || self.offloaded && rests;
         let mut memory = lock(if on_host { &self.host } else { &self.device });
         let usage = match kind {
             Use::Fragments | Use::Sent => &mut memory.fragments,
-            Use::Replicated => &mut memory.replicated,
+            Use::Replicated | Use::Copied => &mut memory.replicated,
             Use::Gathered => &mut memory.gathered,
             Use::Gradients | Use::Reduced => &mut memory.gradients,
             Use::Activations | Use::Stowed => &mut memory.activations,
@@ -188,10 +194,10 @@ mod tests {
         for kind in [Use::Fragments, Use::Replicated, Use::Reduced, Use::Optimizer] {
             ledger.take(kind, 1);
         }
-        for kind in [Use::Sent, Use::Gathered, Use::Gradients] {
+        for kind in [Use::Copied, Use::Sent, Use::Gathered, Use::Gradients] {
             ledger.take(kind, 100);
         }
-        assert_eq!((ledger.host().total.now, ledger.device().total.now), (4, 300));
+        assert_eq!((ledger.host().total.now, ledger.device().total.now), (4, 400));
         let ledger = Ledger::new(false);
         ledger.take(Use::Stowed, 5);
         assert_eq!((ledger.host().activations.now, ledger.device().total.now), (5, 0));

@@ -184,7 +184,8 @@ impl FsdpOptions {
 
     /// Whether one rank alone initialises a parameter that is not yet, where weights are broadcast:
     /// the other ranks never allocate more than their fragments and what is on its way. That rank is
-    /// rank 0; under a [`seed`](Self::seed) processes share the parameters out. On by default.
+    /// rank 0; under a [`seed`](Self::seed) processes share the parameters out, each of which must then be
+    /// able to initialise any. On by default.
     /// Without [`sync_module_states`](Self::sync_module_states) every rank initialises all of them,
     /// one by one.
     ///

@@ -89,14 +89,19 @@ fn recomputation_under_offload_and_in_half_precision_changes_no_bit() {
     }
 }
 
-/// Device and host, after two steps on rank 0 of two.
 /// Biases and norms, which every rank holds whole, cross over with the unit's all-gather.
 #[test]
 fn a_forward_copies_nothing_to_the_device_itself() {
     let options = LaunchOptions::new(2).device(Device::flex());
     launch(options, |worker| {
-        for policy in POLICIES {
-            let options = FsdpOptions::new().seed(1).offload(policy);
+        let half = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+        let half = half.output_dtype(FloatDType::F32);
+        let all = ActivationCheckpointing::All;
+        for options in POLICIES.iter().flat_map(|&policy| {
+            let plain = FsdpOptions::new().seed(1).offload(policy);
+            let half = plain.clone().mixed_precision(half);
+            [plain.clone(), half, plain.activation_checkpointing(all.clone())]
+        }) {
             let net = fully_shard(Net::new(2, 0.0, worker.device()), &worker, options)?;
             let (tokens, labels) = batch(0, 0..2, worker.device());
             let (gradients, lines) = record(|| net.backward(loss(net.forward(tokens), labels)));
@@ -112,6 +117,7 @@ fn a_forward_copies_nothing_to_the_device_itself() {
     .unwrap();
 }
 
+/// Device and host, after two steps on rank 0 of two.
 fn memory(policy: OffloadPolicy) -> (Memory, Memory) {
     let options = LaunchOptions::new(2).device(Device::flex());
     let ranks = launch(options, move |worker| {
@@ -134,13 +140,12 @@ fn what_rests_on_the_host_takes_no_room_on_the_device() {
     let (all, none) = memory(OffloadPolicy::None);
     assert_eq!(none, Memory::default());
     let (device, host) = memory(OffloadPolicy::Params { pin_memory: false });
-    for (name, usage) in [
-        ("fragments", device.fragments),
-        ("replicated", device.replicated),
-        ("optimizer", device.optimizer),
-    ] {
+    for (name, usage) in [("fragments", device.fragments), ("optimizer", device.optimizer)] {
         assert_eq!(usage.peak, 0, "{name}");
     }
+    // Of the outermost unit and two blocks of four.
+    assert_eq!(device.replicated.now, 0);
+    assert!((1..all.replicated.peak).contains(&device.replicated.peak), "{device}");
     assert_eq!(host.fragments, all.fragments);
     assert_eq!(host.replicated, all.replicated);
     // Its record names the device.

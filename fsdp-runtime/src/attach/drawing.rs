@@ -4,7 +4,7 @@
 //! while others do, and while what was drawn before travels. Burn's generator is one a process, and
 //! thread ranks would only wait for it: of those the first draws.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::OnceLock;
 
 use burn::module::{Param, ParamId};
@@ -14,23 +14,24 @@ use crate::backend::{ShardBackend, Stored};
 use crate::collectives::comm::Work;
 use crate::error::{CollectiveError, Error};
 use crate::launch::Worker;
-use crate::nn::dropout::mix;
 use crate::options::FsdpOptions;
 use crate::param::Place;
+use crate::plan::Plan;
 use crate::unit::{FsdpModule, Walk};
 
 /// Who draws what.
 pub(crate) struct Drawers {
     /// Ranks, with the elements each has been given so far.
     ranks: Vec<(usize, usize)>,
-    /// By parameter, in the order of the walk: whether no rank has its value yet.
-    to_draw: Vec<bool>,
+    /// The parameters that no rank has a value of yet.
+    to_draw: HashSet<Place>,
 }
 
 impl Drawers {
     /// Agreed on between the ranks; every rank calls it.
     pub(crate) fn agree<M: FsdpModule>(
         module: &M,
+        plan: &Plan,
         worker: &Worker,
         options: &FsdpOptions,
     ) -> Result<Self, Error> {
@@ -44,24 +45,29 @@ impl Drawers {
             && options.sync_module_states
             && options.cpu_ram_efficient_loading;
         if !shared {
-            return Ok(Self { ranks: vec![(0, 0)], to_draw: Vec::new() });
+            return Ok(Self { ranks: vec![(0, 0)], to_draw: HashSet::new() });
         }
         let mut lazy = Lazy(Vec::new());
         module.walk(&mut lazy);
-        let all = worker.exchange("all_gather", "what is to be drawn", (process(), lazy.0))?;
+        // An ignored parameter may be there on some ranks alone.
+        let places = || plan.places.iter().copied();
+        let lazy = places().zip(lazy.0).filter_map(|(place, lazy)| place.map(|_| lazy)).collect();
+        let lazy: (u64, Vec<bool>) = (process(), lazy);
+        let all = worker.exchange("all_gather", "what is to be drawn", lazy)?;
         let first = |rank: &usize| all.iter().position(|other| other.0 == all[*rank].0);
         let ranks = (0..all.len()).filter(|rank| first(rank) == Some(*rank));
         let on_all = |at: usize| all.iter().all(|rank| rank.1.get(at) == Some(&true));
+        let to_draw = places().flatten().enumerate().filter(|(at, _)| on_all(*at));
         Ok(Self {
             ranks: ranks.map(|rank| (rank, 0)).collect(),
-            to_draw: (0..all[0].1.len()).map(on_all).collect(),
+            to_draw: to_draw.map(|(_, place)| place).collect(),
         })
     }
 
-    /// The rank whose value of the parameter at `index` is taken: the same on every rank, which ask for
-    /// one parameter after the other.
-    pub(super) fn rank_for(&mut self, index: usize, numel: usize) -> usize {
-        if !self.to_draw.get(index).copied().unwrap_or(false) {
+    /// The rank whose value of the parameter is broadcast: the same on every rank, which ask for one
+    /// parameter after the other.
+    pub(super) fn root(&mut self, place: Place, numel: usize) -> usize {
+        if !self.to_draw.contains(&place) {
             return 0;
         }
         let least = self.ranks.iter_mut().min_by_key(|(_, given)| *given);
@@ -76,15 +82,15 @@ fn process() -> u64 {
     static OWN: OnceLock<u64> = OnceLock::new();
     *OWN.get_or_init(|| {
         use std::hash::{BuildHasher, RandomState};
-        mix(RandomState::new().hash_one(std::process::id()))
+        RandomState::new().hash_one(std::process::id())
     })
 }
 
 /// Values on their way to the fragments they become.
 pub(super) type Values<B> = Vec<(ParamId, Stored<B>)>;
 
-/// What one broadcast brings.
-pub(super) struct Arrival<B: ShardBackend> {
+/// A broadcast under way.
+pub(super) struct Broadcast<B: ShardBackend> {
     /// The parameter it is, unless it is several small ones.
     pub(super) place: Option<Place>,
     /// Elements of the whole that this rank holds until all have got it; 0 where another rank sends.
@@ -94,22 +100,22 @@ pub(super) struct Arrival<B: ShardBackend> {
 }
 
 /// Those that no one has waited for yet, in the order in which they come.
-pub(super) struct Arrivals<B: ShardBackend> {
-    queue: VecDeque<Arrival<B>>,
+pub(super) struct Broadcasts<B: ShardBackend> {
+    queue: VecDeque<Broadcast<B>>,
     /// Elements held, and how many there may be.
     held: usize,
     most: usize,
 }
 
-impl<B: ShardBackend> Arrivals<B> {
+impl<B: ShardBackend> Broadcasts<B> {
     /// None yet. This rank may hold `most` elements for others, or one parameter.
     pub(super) fn new(most: usize) -> Self {
         Self { queue: VecDeque::new(), held: 0, most }
     }
 
-    pub(super) fn push(&mut self, arrival: Arrival<B>) {
-        self.held += arrival.held;
-        self.queue.push_back(arrival);
+    pub(super) fn push(&mut self, broadcast: Broadcast<B>) {
+        self.held += broadcast.held;
+        self.queue.push_back(broadcast);
     }
 
     /// Waits for the next one: for each in turn, or until there is room for so many elements more.
@@ -121,7 +127,7 @@ impl<B: ShardBackend> Arrivals<B> {
         if enough {
             return None;
         }
-        let Arrival { place, held, values } = self.queue.pop_front()?;
+        let Broadcast { place, held, values } = self.queue.pop_front()?;
         let values = values.wait();
         self.held -= held;
         Some((place, values))

@@ -309,8 +309,10 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
         let peers = self.exchange(op, tensor)?;
-        let given = peers.iter().find_map(|tensor| tensor.as_ref().clone());
-        Ok(given.expect("a rank gives the tensor"))
+        let mut given = peers.iter().filter_map(|tensor| tensor.as_ref().clone());
+        let tensor = given.next().expect("a rank gives the tensor");
+        assert!(given.next().is_none(), "one rank gives the tensor");
+        Ok(tensor)
     }
 }
 

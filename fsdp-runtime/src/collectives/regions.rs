@@ -64,20 +64,21 @@ impl<B: ShardBackend> Arrivals<B> {
     }
 }
 
-/// The one member that has told a shape, that shape, and how many elements arrive of each member when
+/// The root, which is the one member that has told a shape, that shape, and how many elements arrive of each member when
 /// that one alone sends.
 ///
 /// # Panics
 ///
-/// Where none has.
-pub(super) fn from_one(shapes: &[Arc<Option<Vec<usize>>>]) -> (usize, Shape, Vec<Option<usize>>) {
+/// Unless one has, on every rank alike.
+pub(super) fn root_of(shapes: &[Arc<Option<Vec<usize>>>]) -> (usize, Shape, Vec<Option<usize>>) {
     let mut told =
         shapes.iter().enumerate().filter_map(|(at, shape)| Some((at, (**shape).clone()?)));
-    let (from, shape) = told.next().expect("a rank gives the tensor");
+    let (root, shape) = told.next().expect("a rank gives the tensor");
+    assert!(told.next().is_none(), "one rank gives the tensor");
     let shape = Shape::from(shape);
     let mut lens = vec![None; shapes.len()];
-    lens[from] = Some(shape.num_elements());
-    (from, shape, lens)
+    lens[root] = Some(shape.num_elements());
+    (root, shape, lens)
 }
 
 /// Buffers that are kept from one collective to the next, of whatever backend, one for each type of

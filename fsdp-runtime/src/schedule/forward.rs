@@ -192,7 +192,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             return Err(self.not_loaded(held_at));
         }
         // A tied entry takes both from the place that owns the weight.
-        let Fragment { value, leaf, sent } = match &entry.held {
+        let Fragment { value, leaf, on_device } = match &entry.held {
             Held::TiedTo(_) => match &state.units[place.unit].fragments[holder] {
                 Some(fragment) => fragment.clone(),
                 None => {
@@ -203,7 +203,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             // Its unit has brought it to the device, for its own forward.
             Held::Whole if !state.units[place.unit].forwards.is_empty() => {
                 match &state.units[place.unit].fragments[place.entry] {
-                    Some(fragment) => Fragment { sent: fragment.sent.clone(), ..base },
+                    Some(fragment) => Fragment { on_device: fragment.on_device.clone(), ..base },
                     None => base,
                 }
             }
@@ -239,7 +239,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             Held::Fragment(_) => {
                 cast::<B>(self.gather_single(held_at, self.on_device(value))?, dtype)
             }
-            _ => match sent.get() {
+            _ => match on_device.get() {
                 Some(there) if there.dtype() == dtype => there.clone(),
                 _ => {
                     if self.settings.rest != Rest::Device {

@@ -24,8 +24,8 @@ struct Piece<B: ShardBackend> {
     sent: Option<Arc<OnceLock<Float<B>>>>,
 }
 
-/// What is whole on every rank and rests on the host, on its way to the device.
-struct Crossing<B: ShardBackend> {
+/// What is whole on every rank and rests on the host, to be copied to the device.
+struct CopyToDevice<B: ShardBackend> {
     value: Stored<B>,
     dtype: DType,
     on_device: Arc<OnceLock<Float<B>>>,
@@ -99,7 +99,11 @@ impl<B: ShardBackend> Schedule<B> {
             let (slot, sent_bytes) = (state.slots[*slot].clone(), self.counters.sent_bytes.clone());
             Gather { op, pieces, numel, dtype, slot, sent_bytes }
         };
-        let crossings = self.crossings(state, index, pass);
+        let copies = self.copies(state, index, pass);
+        if !copies.is_empty() {
+            state.units[index].copied = unit.whole_bytes();
+            self.ledger.take(Use::Copied, unit.whole_bytes());
+        }
         let gathers: Vec<Gather<B>> =
             pieces.into_iter().zip(unit.buffers()).zip(&slots).map(gather).collect();
         let (device, rest) = (self.device.clone(), self.settings.rest);
@@ -107,7 +111,7 @@ impl<B: ShardBackend> Schedule<B> {
             for gather in gathers {
                 gather.run(group, &device, rest)?;
             }
-            for Crossing { value, dtype, on_device } in crossings {
+            for CopyToDevice { value, dtype, on_device } in copies {
                 on_device.get_or_init(|| value.on_device(&device, dtype, rest));
             }
             B::complete(&device);
@@ -184,7 +188,7 @@ impl<B: ShardBackend> Schedule<B> {
             };
             if !range.is_empty() {
                 let (flat, start) = unit.gathered_at(at);
-                let sent = self.settings.keep_sent.then(|| fragment.sent.clone());
+                let sent = self.settings.keep_sent.then(|| fragment.on_device.clone());
                 let value = fragment.value.clone();
                 pieces[flat].push(Piece { at: start + range.start, value, sent });
             }
@@ -192,12 +196,11 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(Some((pieces, self.settings.groups.shard.clone())))
     }
 
-    /// What crosses over to the device beside a unit's all-gathers: what a forward will read of it. A
-    /// backward reads it where it runs the forward again.
-    fn crossings(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<Crossing<B>> {
+    /// What is copied to the device beside a unit's all-gathers: what its forward will read. A backward
+    /// reads it where it runs the forward again.
+    fn copies(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<CopyToDevice<B>> {
         let unit = &self.units[index];
-        let again = unit.checkpointed || unit.within.is_some();
-        if self.settings.rest == Rest::Device || (pass == Pass::Backward && !again) {
+        if self.settings.rest == Rest::Device || (pass == Pass::Backward && !unit.checkpointed) {
             return Vec::new();
         }
         let fragments = unit.entries.iter().zip(&state.units[index].fragments);
@@ -205,8 +208,8 @@ impl<B: ShardBackend> Schedule<B> {
         whole
             .filter_map(|(entry, fragment)| {
                 let fragment = fragment.as_ref()?;
-                let (value, on_device) = (fragment.value.clone(), fragment.sent.clone());
-                Some(Crossing { value, dtype: entry.dtype, on_device })
+                let (value, on_device) = (fragment.value.clone(), fragment.on_device.clone());
+                Some(CopyToDevice { value, dtype: entry.dtype, on_device })
             })
             .collect()
     }
@@ -240,9 +243,11 @@ impl<B: ShardBackend> Schedule<B> {
             state.owners[slot] = None;
             state.slots[slot].release();
         }
-        if !self.settings.keep_sent {
-            for fragment in state.units[index].fragments.iter_mut().flatten() {
-                fragment.sent = Arc::default();
+        let state = &mut state.units[index];
+        self.ledger.give_back(Use::Copied, std::mem::take(&mut state.copied));
+        for (entry, fragment) in unit.entries.iter().zip(&mut state.fragments) {
+            if let (Held::Whole, Some(fragment)) = (&entry.held, fragment) {
+                fragment.on_device = Arc::default();
             }
         }
         self.counters.unsharded_bytes.fetch_sub(unit.unsharded_bytes(), Ordering::Relaxed);

@@ -28,7 +28,7 @@ use self::sys::{Comm, MpiError};
 pub(crate) use self::transfer::ALWAYS_STAGED;
 use self::transfer::Expected;
 use super::group::Message;
-use super::regions::{Arrivals, Reduction, Scratch, from_one};
+use super::regions::{Arrivals, Reduction, Scratch, root_of};
 use super::{Op, ProcessGroup, Reduce, of_color};
 use crate::backend::{Float, ShardBackend, numel};
 use crate::error::CollectiveError;
@@ -238,8 +238,8 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
     ) -> Result<Float<B>, CollectiveError> {
         let shape = |tensor: &Float<B>| tensor.shape().iter().copied().collect::<Vec<usize>>();
         let shapes = self.exchange(op, tensor.as_ref().map(shape))?;
-        let (from, shape, lens) = from_one(&shapes);
-        let full = self.land_each::<B>(op, device, lens, tensor)?.swap_remove(from);
+        let (root, shape, lens) = root_of(&shapes);
+        let full = self.land_each::<B>(op, device, lens, tensor)?.swap_remove(root);
         Ok(B::float_reshape(full.expect("a rank gives the tensor"), shape))
     }
 }

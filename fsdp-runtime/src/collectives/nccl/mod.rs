@@ -34,7 +34,7 @@ pub(crate) use self::sys::library;
 use self::sys::ncclDataType_t;
 pub(crate) use self::world::gpu_of;
 use super::group::Message;
-use super::regions::{Arrivals, Reduction, Scratch, from_one};
+use super::regions::{Arrivals, Reduction, Scratch, root_of};
 use super::store::Host;
 use super::{Op, ProcessGroup, Reduce};
 use crate::backend::{DeviceMemory, Float, ShardBackend, numel};
@@ -314,8 +314,8 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
     ) -> Result<Float<B>, CollectiveError> {
         let shape = |tensor: &Float<B>| tensor.shape().iter().copied().collect::<Vec<usize>>();
         let shapes = self.exchange(op, tensor.as_ref().map(shape))?;
-        let (from, shape, lens) = from_one(&shapes);
-        let full = self.broadcast_each::<B>(op, device, lens, tensor)?.swap_remove(from);
+        let (root, shape, lens) = root_of(&shapes);
+        let full = self.broadcast_each::<B>(op, device, lens, tensor)?.swap_remove(root);
         Ok(B::float_reshape(full.expect("a rank gives the tensor"), shape))
     }
 }

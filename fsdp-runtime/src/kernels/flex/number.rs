@@ -9,6 +9,9 @@ use burn::tensor::Element;
 use half::{bf16, f16};
 use multiversion::multiversion;
 
+// Pairs of elements are taken as one number.
+const _: () = assert!(cfg!(target_endian = "little"), "kernels are for little-endian processors");
+
 /// A float that kernels take.
 pub(crate) trait Number: Element + bytemuck::Pod + Send + Sync {
     /// As f32, exactly.
@@ -33,7 +36,6 @@ pub(crate) trait Number: Element + bytemuck::Pod + Send + Sync {
         (threshold, factor): (i32, f32),
         target: &mut [[MaybeUninit<Self>; 2]; PAIRS],
     ) {
-        // In memory the lower half comes first, as on every processor that CubeCL knows.
         let draws: &[[u16; 2]] = bytemuck::cast_slice(draws);
         let (source, draws) = (source.as_flattened(), draws.as_flattened());
         for (at, target) in target.as_flattened_mut().iter_mut().enumerate() {
