@@ -158,9 +158,9 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 
     /// Waits for values: all of them, or until so many elements more may be held for others.
     fn settle(&mut self, room_for: Option<usize>) {
-        while let Some((place, values)) = self.broadcasts.next(room_for) {
-            match values {
-                Ok(values) => {
+        while let Some(come) = self.broadcasts.next(room_for) {
+            match come {
+                Ok((place, values)) => {
                     place.into_iter().for_each(|place| self.told(place));
                     let context = self.context;
                     let values = values.into_iter();

@@ -122,7 +122,7 @@ impl<B: ShardBackend> Broadcasts<B> {
     pub(super) fn next(
         &mut self,
         room_for: Option<usize>,
-    ) -> Option<(Option<Place>, Result<Values<B>, CollectiveError>)> {
+    ) -> Option<Result<(Option<Place>, Values<B>), CollectiveError>> {
         let enough = room_for.is_some_and(|numel| self.held == 0 || self.held + numel <= self.most);
         if enough {
             return None;
@@ -130,6 +130,6 @@ impl<B: ShardBackend> Broadcasts<B> {
         let Broadcast { place, held, values } = self.queue.pop_front()?;
         let values = values.wait();
         self.held -= held;
-        Some((place, values))
+        Some(values.map(|values| (place, values)))
     }
 }

@@ -14,6 +14,7 @@ pub(crate) const ROUNDS: usize = 7;
 /// one after `i` others is `[w][i]`. A block's counter is its number (low, high) and `place`.
 ///
 /// What is the same for all lanes in the first two rounds is computed once.
+#[allow(clippy::needless_range_loop, reason = "one lane of four arrays")]
 #[inline(always)]
 pub(crate) fn blocks(key: [u32; 2], batch: u64, place: [u32; 2]) -> [[u32; LANES]; 4] {
     let first = batch.wrapping_mul(LANES as u64);
