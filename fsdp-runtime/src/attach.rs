@@ -13,7 +13,7 @@ use burn::backend::TensorMetadata;
 use burn::module::{Module, Param, ParamId, ParamMapper};
 use burn::tensor::{DType, Device, DispatchTensor, Shape, Tensor};
 
-use self::drawing::{Broadcast, Broadcasts, Drawers};
+use self::drawing::{Broadcast, Broadcasts, Drawers, Received};
 use self::small::{Fill, Pack, is_small};
 use crate::backend::{Context, Float, ShardBackend, Stored, Value};
 use crate::collectives::comm::Work;
@@ -158,9 +158,9 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 
     /// Waits for values: all of them, or until so many elements more may be held for others.
     fn settle(&mut self, room_for: Option<usize>) {
-        while let Some(come) = self.broadcasts.next(room_for) {
-            match come {
-                Ok((place, values)) => {
+        while let Some(received) = self.broadcasts.next(room_for) {
+            match received {
+                Ok(Received { place, values }) => {
                     place.into_iter().for_each(|place| self.told(place));
                     let context = self.context;
                     let values = values.into_iter();

@@ -89,6 +89,12 @@ fn process() -> u64 {
 /// Values on their way to the fragments they become.
 pub(super) type Values<B> = Vec<(ParamId, Stored<B>)>;
 
+/// What a broadcast has brought.
+pub(super) struct Received<B: ShardBackend> {
+    pub(super) place: Option<Place>,
+    pub(super) values: Values<B>,
+}
+
 /// A broadcast under way.
 pub(super) struct Broadcast<B: ShardBackend> {
     /// The parameter it is, unless it is several small ones.
@@ -122,7 +128,7 @@ impl<B: ShardBackend> Broadcasts<B> {
     pub(super) fn next(
         &mut self,
         room_for: Option<usize>,
-    ) -> Option<Result<(Option<Place>, Values<B>), CollectiveError>> {
+    ) -> Option<Result<Received<B>, CollectiveError>> {
         let enough = room_for.is_some_and(|numel| self.held == 0 || self.held + numel <= self.most);
         if enough {
             return None;
@@ -130,6 +136,6 @@ impl<B: ShardBackend> Broadcasts<B> {
         let Broadcast { place, held, values } = self.queue.pop_front()?;
         let values = values.wait();
         self.held -= held;
-        Some(values.map(|values| (place, values)))
+        Some(values.map(|values| Received { place, values }))
     }
 }
