@@ -100,7 +100,7 @@ fn a_forward_copies_nothing_to_the_device_itself() {
         for options in POLICIES.iter().flat_map(|&policy| {
             let plain = FsdpOptions::new().seed(1).offload(policy);
             let half = plain.clone().mixed_precision(half);
-            [plain.clone(), half, plain.activation_checkpointing(all.clone())]
+            [plain.clone(), half, plain.activation_checkpointing(all)]
         }) {
             let net = fully_shard(Net::new(2, 0.0, worker.device()), &worker, options)?;
             let (tokens, labels) = batch(0, 0..2, worker.device());
