@@ -88,10 +88,11 @@ def disturb(example, world, how, log):
         left = [pid for pid in ranks.values() if alive(pid)]
         text = open(log).read()
     if how == signal.SIGKILL:
-        named = re.search(r"process rank (\d+) with PID \d+ on node \S+ exited on signal 9", text)
+        named = re.findall(r"process rank (\d+) with PID \d+ on node \S+ exited on signal 9", text)
     else:
-        named = re.search(r"rank (\d+) of \d+: \w+ of .*: rank \1 did not join", text)
-    assert named and int(named[1]) == victim, f"rank {victim} is not named:\n{text}"
+        # All others tell it, at once: what stands before it in the line may be another's.
+        named = re.findall(r"\w+ of .*: rank (\d+) did not join", text)
+    assert set(named) == {str(victim)}, f"rank {victim} is not named:\n{text}"
     assert code != 0 and not left, f"exit code {code}, left: {left}\n{text}"
     print(f"rank {victim} of {world}, {how.name}: {took:.1f} s, exit code {code}", flush=True)
 
