@@ -173,6 +173,7 @@ fn grouped(number: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::sync::{Arc, Mutex};
 
     use fsdp_runtime::prelude::*;
@@ -216,6 +217,9 @@ mod tests {
         assert!(of_first.is_sorted_by_key(|(_, done, ..)| *done));
         let (_, done, all, _) = of_first.last().unwrap();
         assert_eq!(done, all);
+        let paths: BTreeSet<_> = of_first.iter().map(|(.., path)| path.as_str()).collect();
+        assert_eq!(paths.len(), of_first.len(), "each once: {of_first:?}");
+        assert!(paths.contains("norm.beta") && paths.contains("blocks.1.down.weight"));
         assert!(!seen.iter().any(|(.., path)| path == "output"));
     }
 

@@ -13,7 +13,7 @@ use burn::backend::TensorMetadata;
 use burn::module::{Module, Param, ParamId, ParamMapper};
 use burn::tensor::{DType, Device, DispatchTensor, Shape, Tensor};
 
-use self::drawing::{Broadcast, Broadcasts, Drawers, Received};
+use self::drawing::{Broadcast, Broadcasts, Drawers, Received, Values};
 use self::small::{Fill, Pack, is_small};
 use crate::backend::{Context, Float, ShardBackend, Stored, Value};
 use crate::collectives::comm::Work;
@@ -232,13 +232,13 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
     }
 
     /// What `keep` makes of the tensor that one rank gives.
-    fn broadcast<T: Send + 'static>(
+    fn broadcast(
         &self,
         what: &str,
         numel: usize,
         mine: Option<Float<B>>,
-        keep: impl FnOnce(Float<B>) -> T + Send + 'static,
-    ) -> Work<T> {
+        keep: impl FnOnce(Float<B>) -> Values<B> + Send + 'static,
+    ) -> Work<Values<B>> {
         tracing::trace!(target: "fsdp", unit = %what, "fsdp::broadcast");
         let op = Op::new("broadcast", what).of(numel);
         let device = self.device.clone();

@@ -108,7 +108,7 @@ impl MemoryForecast {
                 _ => on_device_alone(fragments),
             },
             replicated: match offloaded {
-                true => copied(&units, reshard, options.slots),
+                true => copied(&units, ring(&units, reshard, options.slots)),
                 false => replicated,
             },
             gathered: gathered(&units, reshard, options.slots),
@@ -271,10 +271,14 @@ fn mib(bytes: usize) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
+/// Units of a nesting level that can be unsharded at once.
+fn ring(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
+    if reshard == ReshardAfterForward::Never { units.len() } else { slots }
+}
+
 /// Bytes of what every rank holds whole, copied to the device for units that are unsharded: of each
 /// nesting level as many as have buffers.
-fn copied(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
-    let ring = if reshard == ReshardAfterForward::Never { units.len() } else { slots };
+fn copied(units: &[Unit], ring: usize) -> usize {
     let mut levels: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for unit in units {
         levels.entry(unit.level).or_default().push(unit.whole_bytes());
@@ -288,8 +292,7 @@ fn copied(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
 
 /// Bytes of the buffers, as the schedule allocates them.
 fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
-    let ring = if reshard == ReshardAfterForward::Never { units.len() } else { slots };
-    let mut buffers = slot_plan(units, ring).slots;
+    let mut buffers = slot_plan(units, ring(units, reshard, slots)).slots;
     if let ReshardAfterForward::To(size) = reshard {
         buffers.extend(units.iter().flat_map(|unit| unit.parts(size)));
     }

@@ -41,8 +41,8 @@ use crate::wrapping::Wrapping;
 /// more than its fragments, the gather buffers and parameters of a unit's size, and one that it receives
 /// ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so). Where weights are
 /// broadcast rank 0 draws them; under a [`seed`](FsdpOptions::seed), where they are the same whoever
-/// does, processes share the work, so that an initialiser of your own must do the same on each. A value travels while the next is drawn. The small ones of a unit that
-/// stay whole are broadcast together.
+/// does, processes share the work, so that an initialiser of your own must do the same on each. A value
+/// travels while the next is drawn. The small ones of a unit that stay whole are broadcast together.
 /// Parameter ids stay as they are: an optimizer or parameter group built before or after works alike.
 ///
 /// The second of two tied weights is never initialised, unless it is a clone of the first: those

@@ -64,8 +64,8 @@ impl<B: ShardBackend> Arrivals<B> {
     }
 }
 
-/// The root, which is the one member that has told a shape, that shape, and how many elements arrive of each member when
-/// that one alone sends.
+/// The root, which is the one member that has told a shape, that shape, and how many elements arrive of
+/// each member when that one alone sends.
 ///
 /// # Panics
 ///

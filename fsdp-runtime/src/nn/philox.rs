@@ -85,4 +85,28 @@ mod tests {
             [0x4dfc_caba, 0x190a_87f0, 0xc473_62ba, 0xb6b5_242a]
         );
     }
+
+    /// As published, one block after the other.
+    #[test]
+    fn every_lane_is_the_block_of_its_number() {
+        let (key, place) = ([3, 4], [6, 7]);
+        for batch in [0, 5, u64::from(u32::MAX) / LANES as u64 + 1] {
+            let words = blocks(key, batch, place);
+            for lane in 0..LANES {
+                let number = batch * LANES as u64 + lane as u64;
+                let mut block = [number as u32, (number >> 32) as u32, place[0], place[1]];
+                let mut key: [u32; 2] = key;
+                for _ in 0..ROUNDS {
+                    let [a, b, c, d] = block;
+                    let product =
+                        |word: u32, at: usize| u64::from(word) * u64::from(MULTIPLIERS[at]);
+                    let (p, q) = (product(a, 0), product(c, 1));
+                    let (p_high, q_high) = ((p >> 32) as u32, (q >> 32) as u32);
+                    block = [q_high ^ b ^ key[0], q as u32, p_high ^ d ^ key[1], p as u32];
+                    key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+                }
+                assert_eq!(words.map(|word| word[lane]), block, "{batch} {lane}");
+            }
+        }
+    }
 }

@@ -244,10 +244,13 @@ impl<B: ShardBackend> Schedule<B> {
             state.slots[slot].release();
         }
         let state = &mut state.units[index];
-        self.ledger.give_back(Use::Copied, std::mem::take(&mut state.copied));
-        for (entry, fragment) in unit.entries.iter().zip(&mut state.fragments) {
-            if let (Held::Whole, Some(fragment)) = (&entry.held, fragment) {
-                fragment.on_device = Arc::default();
+        let copied = std::mem::take(&mut state.copied);
+        if copied > 0 {
+            self.ledger.give_back(Use::Copied, copied);
+            for (entry, fragment) in unit.entries.iter().zip(&mut state.fragments) {
+                if let (Held::Whole, Some(fragment)) = (&entry.held, fragment) {
+                    fragment.on_device = Arc::default();
+                }
             }
         }
         self.counters.unsharded_bytes.fetch_sub(unit.unsharded_bytes(), Ordering::Relaxed);

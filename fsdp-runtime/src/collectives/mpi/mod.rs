@@ -236,8 +236,7 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         device: &B::Device,
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
-        let shape = |tensor: &Float<B>| tensor.shape().iter().copied().collect::<Vec<usize>>();
-        let shapes = self.exchange(op, tensor.as_ref().map(shape))?;
+        let shapes = self.exchange(op, tensor.as_ref().map(|tensor| tensor.shape().to_vec()))?;
         let (root, shape, lens) = root_of(&shapes);
         let full = self.land_each::<B>(op, device, lens, tensor)?.swap_remove(root);
         Ok(B::float_reshape(full.expect("a rank gives the tensor"), shape))
