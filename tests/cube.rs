@@ -129,6 +129,31 @@ fn checkpointed_units_train_alike_on_a_cubecl_device() {
     assert_eq!(offloaded.counts, plain.counts);
 }
 
+/// The input of each of two blocks, in f32: the embeddings', which are integers, stay where they are.
+#[test]
+fn offloaded_activations_take_no_room_on_the_device() {
+    let bytes = 2 * support::LENGTH * support::WIDTH * 4;
+    launch(LaunchOptions::new(1).device(Device::cpu()), move |worker| {
+        for offload in [false, true] {
+            let all = ActivationCheckpointing::All;
+            let options = FsdpOptions::new().activation_checkpointing(all);
+            let options = options.offload_activations(offload);
+            let net = fully_shard(Net::new(2, 0.0, worker.device()), &worker, options)?;
+            let (tokens, labels) = batch(0, 0..1, worker.device());
+            let loss = loss(net.forward(tokens), labels);
+            let held = || (net.memory().activations, net.host_memory().activations);
+            let (here, there) = held();
+            assert_eq!((here.now, there.now), if offload { (0, bytes) } else { (bytes, 0) });
+            net.backward(loss)?;
+            let (here, there) = held();
+            assert_eq!((here.now, there.now), (0, 0));
+            assert_eq!((here.peak, there.peak), if offload { (0, bytes) } else { (bytes, 0) });
+        }
+        Ok::<_, Error>(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn a_model_in_a_type_that_the_processor_does_not_round_to_is_refused() {
     if kernels::computes(&Device::cpu(), FloatDType::BF16) {

@@ -219,16 +219,17 @@ fn ranks_that_are_seeded_apart_all_learn_it() {
 
 #[test]
 fn processes_share_the_drawing_of_initial_values() {
-    let Some(command) = mpirun(3, "rank_that_counts_what_it_draws") else { return };
+    let Some(command) = mpirun(4, "rank_that_counts_what_it_draws") else { return };
     let ended = Ended::of(command);
     assert!(ended.success, "{}", ended.text);
-    // Six matrices of one size; the biases, which travel together, come from rank 0.
+    // Six matrices of one size; the biases, which travel together, come from rank 0. Rank 3 has one
+    // thread and none to spare.
     for (what, counts) in [
-        ("seeded", [8, 2, 2]),
-        ("unseeded", [12, 0, 0]),
-        ("whole", [8, 2, 2]),
-        ("a layer of rank 0 alone", [8, 2, 2]),
-        ("a value of rank 0", [8, 2, 1]),
+        ("seeded", [8, 2, 2, 0]),
+        ("unseeded", [12, 0, 0, 0]),
+        ("whole", [8, 2, 2, 0]),
+        ("a layer of rank 0 alone", [8, 2, 2, 0]),
+        ("a value of rank 0", [8, 2, 1, 0]),
     ] {
         for (rank, count) in counts.iter().enumerate() {
             let expected = format!("{what}: rank {rank} drew {count}\n");
@@ -236,7 +237,7 @@ fn processes_share_the_drawing_of_initial_values() {
         }
     }
     // As many threads, of which one draws.
-    let options = LaunchOptions::new(3).engine(Engine::Local).device(Device::flex());
+    let options = LaunchOptions::new(4).engine(Engine::Local).device(Device::flex());
     let values = launch(options, |worker| {
         let of = |width| {
             let model = Counted::new(width, worker.device(), &Arc::default());
@@ -248,7 +249,7 @@ fn processes_share_the_drawing_of_initial_values() {
     for (what, values) in [("seeded", narrow), ("whole", wide), ("a layer of rank 0 alone", narrow)]
     {
         let expected = format!("{what}: the values {values:x}\n");
-        assert_eq!(ended.text.matches(&expected).count(), 3, "{expected}\n{}", ended.text);
+        assert_eq!(ended.text.matches(&expected).count(), 4, "{expected}\n{}", ended.text);
     }
 }
 
@@ -383,7 +384,10 @@ fn counted<const D: usize>(
 #[test]
 #[ignore = "the program of a rank"]
 fn rank_that_counts_what_it_draws() {
-    launch(LaunchOptions::new(3).engine(Engine::Mpi).timeout(TIMEOUT), |worker| {
+    let place = fsdp_runtime::env::RankEnv::read().unwrap().expect("started by mpirun");
+    let threads = if place.rank.index() == 3 { 1 } else { 2 };
+    let options = LaunchOptions::new(4).engine(Engine::Mpi).timeout(TIMEOUT);
+    launch(options.threads_per_rank(threads), |worker| {
         let (rank, device) = (worker.rank().index(), worker.device());
         let seeded = FsdpOptions::new().seed(3);
         for (what, options) in [
@@ -420,7 +424,7 @@ fn rank_that_counts_what_it_draws() {
 #[test]
 #[ignore = "the program of a rank"]
 fn rank_that_draws_another_shape() {
-    let options = LaunchOptions::new(3).engine(Engine::Mpi).timeout(TIMEOUT);
+    let options = LaunchOptions::new(3).engine(Engine::Mpi).timeout(TIMEOUT).threads_per_rank(2);
     let ended: Result<Vec<()>, LaunchError> = launch(options, |worker| {
         let mut model = Counted::new(30, worker.device(), &Arc::default());
         let weight = model.layers[1].weight.clone();

@@ -62,20 +62,25 @@ impl Arch {
     /// masks) and 3 numbers a head and pair of tokens; the logits are there three times at the
     /// loss, in f32. The gradient of the output's weight comes first and stays until the embedding's
     /// joins it. A checkpointed block keeps its input alone, and one of them at a time all the rest.
+    /// More than 2^60 bytes are told as so many.
     pub fn activation_bytes(&self, rows: usize, length: usize, kept: Kept) -> (usize, usize) {
-        let of_block = 27 * self.width + 3 * self.heads * length;
+        let [rows, length, element_size, width, heads, layers, vocabulary] =
+            [rows, length, kept.element_size, self.width, self.heads, self.layers, self.vocabulary]
+                .map(|number| number as u128);
+        let of_block = 27 * width + 3 * heads * length;
         let of_blocks = match kept.blocks {
-            KeptBlocks::Whole => self.layers * of_block,
-            KeptBlocks::Inputs => self.layers * self.width + of_block,
+            KeptBlocks::Whole => layers * of_block,
+            KeptBlocks::Inputs => layers * width + of_block,
             KeptBlocks::OnHost => of_block,
         };
-        let numbers = rows * length * (of_blocks + 3 * self.width) + self.vocabulary * self.width;
-        let logits = rows * length * 3 * self.vocabulary;
+        let numbers = rows * length * (of_blocks + 3 * width) + vocabulary * width;
+        let logits = rows * length * 3 * vocabulary;
         let on_host = match kept.blocks {
-            KeptBlocks::OnHost => rows * length * self.layers * self.width * kept.element_size,
+            KeptBlocks::OnHost => rows * length * layers * width * element_size,
             _ => 0,
         };
-        (numbers * kept.element_size + logits * size_of::<f32>(), on_host)
+        let bytes = |bytes: u128| bytes.min(1 << 60) as usize;
+        (bytes(numbers * element_size + logits * 4), bytes(on_host))
     }
 }
 

@@ -24,7 +24,7 @@ pub struct Cli {
     pub arch: Arch,
 
     /// How many ranks share the model [default: 2 threads, or one a GPU]
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = size)]
     pub world_size: Option<usize>,
 
     /// What is sharded: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2
@@ -64,15 +64,15 @@ pub struct Cli {
     pub offload_activations: bool,
 
     /// Batches whose gradients are added up to one update
-    #[arg(long, value_name = "N", default_value = "1", value_parser = positive)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = size)]
     pub update_freq: usize,
 
     /// Word pieces in a sample
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = size)]
     pub tokens_per_sample: Option<usize>,
 
     /// Samples in a batch, per rank
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = size)]
     pub batch_size: Option<usize>,
 
     /// Peak learning rate
@@ -328,6 +328,13 @@ fn positive(text: &str) -> Result<usize, String> {
         Ok(0) | Err(_) => Err("expected a whole number from 1".into()),
         Ok(number) => Ok(number),
     }
+}
+
+/// A number whose product with a few others is still one.
+fn size(text: &str) -> Result<usize, String> {
+    const MOST: usize = 1 << 20;
+    let expected = || format!("expected a whole number from 1 to {MOST}");
+    positive(text).ok().filter(|size| *size <= MOST).ok_or_else(expected)
 }
 
 fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64, String> {

@@ -5,16 +5,14 @@
 //! power; `wpb` and `bsz` are the word pieces and the samples of an update over all ranks, `wps` and
 //! `ups` word pieces and updates a second; `lr` is the next update's; `clip` is how many updates in a
 //! hundred were clipped, and not there without a bound; `loss_scale` is there in float16;
-//! `train_wall` are the seconds spent in updates, `wall` those since the start. What fairseq averages
+//! `train_wall` are the seconds spent in updates and overflows, `wall` those since the start. What fairseq averages
 //! over a window of its own is of the updates since the line before. As there, a batch whose gradients
-//! overflow is no update and in no line. `gb_free` is the machine's memory, where fairseq's is the
-//! device's, and not there where the system does not tell.
+//! overflow is no update and in no line. `gb_free` is the GPU's memory, or, of other devices, the
+//! machine's, and not there where the system does not tell.
 
 use std::time::Instant;
 
 use serde::Serialize;
-
-use crate::room::free_bytes;
 
 /// One line.
 #[derive(Clone, Debug, Serialize)]
@@ -60,6 +58,8 @@ pub struct Place {
     pub per_epoch: usize,
     /// The next update's learning rate.
     pub lr: f64,
+    /// Bytes that are free, where the system tells.
+    pub free: Option<usize>,
 }
 
 /// Makes the lines of a run.
@@ -71,13 +71,24 @@ pub struct Log {
     tokens_per_sample: usize,
     clip_norm: f64,
     since: Vec<Update>,
+    /// Seconds spent on batches that overflowed.
+    overflowed: f64,
 }
 
 impl Log {
     /// For updates of `samples` samples over all ranks, clipped to `clip_norm` unless that is 0.
     pub fn new(samples: usize, tokens_per_sample: usize, clip_norm: f64) -> Self {
         let now = Instant::now();
-        Self { start: now, last: now, samples, tokens_per_sample, clip_norm, since: Vec::new() }
+        let since = Vec::new();
+        Self {
+            start: now,
+            last: now,
+            samples,
+            tokens_per_sample,
+            clip_norm,
+            since,
+            overflowed: 0.0,
+        }
     }
 
     /// Takes note of an update.
@@ -85,15 +96,21 @@ impl Log {
         self.since.push(update);
     }
 
+    /// Takes note of a batch that overflowed, and the seconds it took.
+    pub fn overflow(&mut self, seconds: f64) {
+        self.overflowed += seconds;
+    }
+
     /// The line of the updates since the last one, whose mean loss over all ranks is `loss`.
     pub fn line(&mut self, place: Place, loss: f64, loss_scale: Option<f32>) -> LogLine {
-        let Place { updates, batches, per_epoch, lr } = place;
+        let Place { updates, batches, per_epoch, lr, free } = place;
         let count = self.since.len().max(1) as f64;
         let rate = count / self.last.elapsed().as_secs_f64().max(1e-9);
         let words = (self.samples * self.tokens_per_sample) as f64;
         let norm = self.since.iter().map(|update| update.norm).sum::<f64>() / count;
         let clipped = self.since.iter().filter(|update| update.norm > self.clip_norm).count();
         let clip = (self.clip_norm > 0.0).then(|| rounded(100.0 * clipped as f64 / count, 1));
+        let in_updates: f64 = self.since.iter().map(|update| update.seconds).sum();
         let line = LogLine {
             epoch: batches.saturating_sub(1) / per_epoch + 1,
             update: (batches as f64 / per_epoch as f64 * 1e3).round() / 1e3,
@@ -108,8 +125,8 @@ impl Log {
             gnorm: rounded(norm, 3),
             clip,
             loss_scale: loss_scale.map(|scale| general(f64::from(scale))),
-            train_wall: rounded(self.since.iter().map(|update| update.seconds).sum(), 0),
-            gb_free: free_bytes().map(|free| rounded(free as f64 / f64::from(1 << 30), 1)),
+            train_wall: rounded(std::mem::take(&mut self.overflowed) + in_updates, 0),
+            gb_free: free.map(|free| rounded(free as f64 / f64::from(1 << 30), 1)),
             wall: rounded(self.start.elapsed().as_secs_f64(), 0),
         };
         self.since.clear();
@@ -177,7 +194,9 @@ mod tests {
         for norm in [0.5, 2.5] {
             log.update(Update { norm, seconds: 2.0 });
         }
-        let place = Place { updates: 11, batches: 12, per_epoch: 8, lr: 2e-5 };
+        log.overflow(3.0);
+        let free = Some(3 << 29);
+        let place = Place { updates: 11, batches: 12, per_epoch: 8, lr: 2e-5, free };
         let line = log.line(place, 10.0, Some(128.0));
         let json = serde_json::to_string(&line).unwrap();
         let names = [
@@ -198,14 +217,13 @@ mod tests {
             "gb_free",
             "wall",
         ];
-        let told = |name: &&str| *name != "gb_free" || cfg!(target_os = "linux");
         let found = |name| json.find(&format!("\"{name}\":")).unwrap();
-        let places: Vec<_> = names.into_iter().filter(told).map(found).collect();
+        let places: Vec<_> = names.into_iter().map(found).collect();
         assert!(places.is_sorted(), "{json}");
         for part in [
             r#""epoch":2,"update":1.5,"loss":"10","ppl":"1024","#,
             r#""wpb":"2048","bsz":"16","num_updates":"11","lr":"2e-05","gnorm":"1.5","clip":"50","#,
-            r#""train_wall":"4","#,
+            r#""train_wall":"7","gb_free":"1.5","#,
         ] {
             assert!(json.contains(part), "{json}");
         }

@@ -74,8 +74,8 @@ fn run(cli: &Cli) -> Result<Option<Summary>> {
         None => (true, world),
     };
     // Before anything that takes time.
-    let forecast = room::forecast(&setup, world, &device)?;
-    let room = Room::of(cli, here);
+    let forecast = room::forecast(&setup, world, here, &device)?;
+    let room = Room::of(cli, here, started.is_none());
     if !cli.quiet && first {
         eprintln!("forecast, {room}\n{forecast}");
     }

@@ -11,17 +11,25 @@ use crate::cli::Cli;
 use crate::device::DeviceName;
 use crate::train::{ADAM_MOMENTS, Setup};
 
-/// What the rank that needs the most will hold, from the model's shapes alone.
+/// What the rank that needs the most will hold, from the model's shapes alone. Of the ranks `local`
+/// are on this machine.
 ///
 /// # Errors
 ///
 /// If the model cannot be sharded as the setup asks.
-pub fn forecast(setup: &Setup, world_size: usize, device: &Device) -> Result<MemoryForecast> {
+pub fn forecast(
+    setup: &Setup,
+    world_size: usize,
+    local: usize,
+    device: &Device,
+) -> Result<MemoryForecast> {
     let model = setup.model(device);
     let world = WorldSize::new(world_size)?;
+    // What the hybrid strategies take for the size of a group.
+    let options = setup.options().shard_size(local);
     let mut largest: Option<MemoryForecast> = None;
     for rank in world.ranks() {
-        let of_rank = MemoryForecast::new(&model, Mesh::new(rank, world), &setup.options())?;
+        let of_rank = MemoryForecast::new(&model, Mesh::new(rank, world), &options)?;
         let larger = largest.is_none_or(|largest| largest.total() < of_rank.total());
         largest = if larger { Some(of_rank) } else { largest };
     }
@@ -63,15 +71,18 @@ pub struct Room {
 }
 
 impl Room {
-    /// The room of each rank of a run, of which so many are on this machine.
-    pub fn of(cli: &Cli, ranks: usize) -> Self {
+    /// The room of each rank of a run, of which so many are on this machine: threads of this process, or
+    /// processes that each have a GPU, if there are any.
+    pub fn of(cli: &Cli, ranks: usize, threads: bool) -> Self {
         let on_host = match cli.device {
             DeviceName::Flex | DeviceName::Cpu => true,
             DeviceName::Auto => !cfg!(feature = "cuda"),
             DeviceName::Wgpu | DeviceName::Cuda(_) => false,
         };
         Self {
-            device: cli.memory_limit.or_else(|| gpu_bytes(cli.device, ranks)),
+            device: cli
+                .memory_limit
+                .or_else(|| gpu_bytes(cli.device, if threads { ranks } else { 1 })),
             host: free_bytes().map(|free| free / ranks),
             shared: on_host && cli.memory_limit.is_none(),
         }
@@ -120,9 +131,22 @@ fn gpu_bytes(_: DeviceName, _: usize) -> Option<usize> {
     None
 }
 
+/// Memory of a GPU that Burn has not reserved, as fairseq counts what is free there; of the machine for
+/// any other device.
+pub fn free_on(device: &Device) -> Option<usize> {
+    #[cfg(feature = "cuda")]
+    if let Some(index) = fsdp_runtime::cuda::index_of(device) {
+        let gpus = fsdp_runtime::cuda::driver().ok()?.gpus;
+        let reserved = fsdp_runtime::DeviceUsage::of(device)?.reserved;
+        return Some(gpus.get(index)?.memory.saturating_sub(reserved));
+    }
+    let _ = device;
+    free_bytes()
+}
+
 /// Memory of the machine that is free, or of the control group the process is in where that is less;
 /// `None` on systems that are not Linux.
-pub fn free_bytes() -> Option<usize> {
+fn free_bytes() -> Option<usize> {
     let free = from_meminfo(&fs::read_to_string("/proc/meminfo").ok()?)?;
     let of_group = |name: &str| -> Option<usize> {
         fs::read_to_string(format!("/sys/fs/cgroup/memory.{name}")).ok()?.trim().parse().ok()
@@ -144,7 +168,7 @@ mod tests {
     use super::*;
 
     fn room(flags: &str) -> Room {
-        Room::of(&Cli::parse_from(std::iter::once("gpt_pretrain").chain(flags.split(' '))), 4)
+        Room::of(&Cli::parse_from(std::iter::once("gpt_pretrain").chain(flags.split(' '))), 4, true)
     }
 
     #[test]
@@ -168,7 +192,7 @@ mod tests {
             |flags: &str| Cli::parse_from(["gpt_pretrain"].into_iter().chain(flags.split(' ')));
         let device = DeviceName::Flex.resolve().unwrap();
         let setup = cli("--cpu-offload --offload-activations").setup();
-        let offloaded = forecast(&setup, 2, &device).unwrap();
+        let offloaded = forecast(&setup, 2, 2, &device).unwrap();
         assert!(offloaded.host.total() > 0 && offloaded.host.activations == 0, "{offloaded}");
         let [device, host] = [offloaded.total(), offloaded.host.total()];
         let room = |host, shared| Room { device: None, host: Some(host), shared };
@@ -181,6 +205,18 @@ mod tests {
         assert!(room(device + host - 1, true).check(&offloaded).is_err());
         let unknown = Room { device: None, host: None, shared: true };
         assert!(unknown.check(&offloaded).is_ok() && unknown.to_string().contains("not known"));
+    }
+
+    /// Two machines of two ranks each: every machine holds the whole model.
+    #[test]
+    fn the_hybrid_strategies_shard_within_a_machine() {
+        let setup =
+            |strategy: &str| Cli::parse_from(["gpt_pretrain", "--strategy", strategy]).setup();
+        let device = DeviceName::Flex.resolve().unwrap();
+        let of = |strategy, world| forecast(&setup(strategy), world, 2, &device).unwrap();
+        assert_eq!(of("HYBRID_SHARD", 4).fragments, of("FULL_SHARD", 2).fragments);
+        assert_eq!(of("HYBRID_SHARD", 4).optimizer, of("FULL_SHARD", 2).optimizer);
+        assert!(of("FULL_SHARD", 4).fragments < of("FULL_SHARD", 2).fragments);
     }
 
     #[test]

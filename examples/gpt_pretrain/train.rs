@@ -17,6 +17,7 @@ use crate::cli::{Precision, Recipe};
 use crate::log::{Log, Place, Update};
 use crate::model::{Block, Gpt, GptConfig};
 use crate::report::Summary;
+use crate::room::free_on;
 
 /// Floats of state that AdamW holds for each parameter.
 pub const ADAM_MOMENTS: usize = 2;
@@ -141,7 +142,9 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             Unscaled::Overflow => {
                 skipped += 1;
                 recipe.precision.check_scale(scaler.as_ref(), losses.len())?;
-                seconds.push(begin.elapsed().as_secs_f64());
+                let took = begin.elapsed().as_secs_f64();
+                seconds.push(took);
+                log.overflow(took);
                 continue;
             }
         };
@@ -154,6 +157,10 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             losses.len() + 1
         );
         losses.push(value / std::f64::consts::LN_2);
+        if losses.len() == 1 {
+            // From here on the optimizer has its state.
+            model.record_optimizer(&optimizer)?;
+        }
 
         let took = begin.elapsed().as_secs_f64();
         seconds.push(took);
@@ -166,13 +173,13 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             logged = updates;
             if job.log && rank == 0 {
                 let (batches, lr) = (updates + skipped, schedule.rate(updates));
-                let place = Place { updates, batches, per_epoch, lr };
+                let free = free_on(worker.device());
+                let place = Place { updates, batches, per_epoch, lr, free };
                 let scale = scaler.as_ref().map(GradScaler::loss_scale);
                 println!("{}", serde_json::to_string(&log.line(place, train_loss, scale))?);
             }
         }
     }
-    model.record_optimizer(&optimizer)?;
     let words = (total + skipped) * dealer.per_update() * recipe.tokens_per_sample;
     Ok(Summary {
         arch: arch.name,

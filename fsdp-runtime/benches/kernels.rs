@@ -25,6 +25,8 @@ const MEGABYTES: [usize; 3] = [1, 16, 64];
 const WARM_UP: usize = 2;
 /// Elements that one task of a copy takes.
 const TASK: usize = 1 << 15;
+/// Elements that one of Burn's kernels copies: what a binding holds in wgpu is 128 MB by default.
+const PIECE: usize = 1 << 24;
 /// Elements of a small tensor, such as a bias.
 const SMALL: usize = 1536;
 
@@ -98,6 +100,19 @@ fn expect<T>(result: Result<T, kernels::KernelError>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// A plain copy of so many elements by one of Burn's kernels.
+fn copy_on_cube(len: usize, into: Target, device: &Device) -> Box<dyn FnMut()> {
+    let source = noise(len, device, FloatDType::F32);
+    match into {
+        Target::New => Box::new(move || drop(source.clone().neg())),
+        Target::Old => {
+            // Of all of a tensor Burn would make the source itself.
+            let target = noise(len + 64, device, FloatDType::F32);
+            Box::new(in_place(target, move |target| target.slice_assign(0..len, source.clone())))
+        }
+    }
+}
+
 /// A plain copy that moves so many bytes, half read and half written.
 fn copy(bytes: usize, into: Target, device: &Device, flex: bool) -> Case<'static> {
     let len = bytes / 2 / size_of::<f32>();
@@ -124,15 +139,10 @@ fn copy(bytes: usize, into: Target, device: &Device, flex: bool) -> Case<'static
                 black_box(&target);
             })
         }
-        (false, Target::New) => {
-            let source = noise(len, device, FloatDType::F32);
-            Box::new(move || drop(source.clone().neg()))
-        }
-        (false, Target::Old) => {
-            let source = noise(len, device, FloatDType::F32);
-            // Of all of a tensor Burn would make the source itself.
-            let target = noise(len + 64, device, FloatDType::F32);
-            Box::new(in_place(target, move |target| target.slice_assign(0..len, source.clone())))
+        (false, into) => {
+            let pieces = (0..len).step_by(PIECE).map(|at| PIECE.min(len - at));
+            let mut copies: Vec<_> = pieces.map(|len| copy_on_cube(len, into, device)).collect();
+            Box::new(move || copies.iter_mut().for_each(|copy| copy()))
         }
     };
     Case { name: "", bytes, into, run }

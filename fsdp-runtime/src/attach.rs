@@ -2,6 +2,7 @@
 //! replaced by what this rank holds of it, one after the other. One that is to be received or loaded
 //! is never initialised here. What the communication thread brings takes its place at the end.
 
+mod buffers;
 pub(crate) mod drawing;
 mod small;
 
@@ -22,12 +23,13 @@ use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ShardError};
 use crate::group::{Entry, Held, Unit};
 use crate::launch::Worker;
+use crate::mesh::Mesh;
 use crate::nn::Dropout;
 use crate::nn::dropout::{Stream, mix};
 use crate::options::FsdpOptions;
 use crate::param::{Place, Runtime, Sharded};
 use crate::plan::{Plan, SHARDED};
-use crate::unit::{Attach, Child};
+use crate::unit::{Attach, Child, FsdpModule};
 
 /// The rebuild of a module's parameters into fragments.
 pub(crate) struct Cutter<'a, B: ShardBackend> {
@@ -38,6 +40,7 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
     worker: &'a Worker,
     options: &'a FsdpOptions,
     random: &'a Arc<Stream>,
+    compute: Device,
     device: B::Device,
     context: Option<Context>,
     path: Vec<String>,
@@ -97,6 +100,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             worker,
             options,
             random,
+            compute: compute.clone(),
             device,
             context,
             path: Vec::new(),
@@ -113,7 +117,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 
     /// Ends the rebuild, which has made `module`: with what went wrong, whether the ranks had the same
     /// values, and those values that have come.
-    pub(crate) fn finish<M: Module>(mut self, module: M) -> Result<M, Error> {
+    pub(crate) fn finish<M: FsdpModule>(mut self, module: M) -> Result<M, Error> {
         self.settle(None);
         if let Some(error) = self.error {
             return Err(error);
@@ -123,7 +127,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             let mut fill = Fill(self.received);
             let module = if fill.0.is_empty() { module } else { module.map(&mut fill) };
             assert!(fill.0.is_empty(), "every value that came has taken its place");
-            return Ok(module);
+            return buffers::share(self.worker, module);
         }
         let all = self.worker.exchange("all_gather", "the initial values", self.checksums)?;
         for (rank, checksums) in self.worker.world().ranks().zip(&all) {
@@ -319,7 +323,12 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         }
         let index = self.next;
         self.next += 1;
-        let Some(place) = self.plan.places[index] else { return param };
+        let Some(place) = self.plan.places[index] else {
+            return match self.constants_device() {
+                Some(device) => param.to_device(&device),
+                None => param,
+            };
+        };
         // An ignored parameter may be there on some ranks alone.
         let ordinal = self.cut;
         self.cut += 1;
@@ -349,6 +358,10 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         let base = self.tensor::<D>(base).set_require_grad(shell.tracked);
         let sharded = Sharded::new(self.runtime.clone(), place);
         sharded.put_on(Param::from_mapped_value(shell.id, base, shell.mapper))
+    }
+
+    fn constants_device(&self) -> Option<Device> {
+        (self.plan.device != self.compute).then(|| self.compute.clone())
     }
 
     fn dropout(&mut self, dropout: Dropout) -> Dropout {
@@ -402,12 +415,17 @@ fn checksum<B: ShardBackend>(tensor: &Float<B>) -> u64 {
 }
 
 /// All ranks must have built one model, to be trained in one way by one version of this crate.
-pub(crate) fn agree(worker: &Worker, plan: &Plan, options: &FsdpOptions) -> Result<(), Error> {
+pub(crate) fn agree(
+    worker: &Worker,
+    plan: &Plan,
+    options: &FsdpOptions,
+    mesh: Mesh,
+) -> Result<(), Error> {
     let mut mine = vec![
         format!("{} {}", env!("CARGO_PKG_NAME"), env!("CARGO_PKG_VERSION")),
         format!("engine {}", worker.comm().world().engine()),
     ];
-    mine.extend(plan.fingerprint(options));
+    mine.extend(plan.fingerprint(options, mesh));
     let all = worker.exchange("all_gather", "the model's layout", mine)?;
     let first = &all[0];
     // The first line that differs, and every rank that has what the first such rank has there.

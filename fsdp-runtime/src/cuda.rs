@@ -198,6 +198,12 @@ pub fn driver() -> Result<Driver, CudaError> {
     }
 }
 
+/// The place of a CUDA device among the driver's GPUs; `None` for any other device.
+#[cfg(feature = "nccl")]
+pub fn index_of(device: &burn::tensor::Device) -> Option<usize> {
+    crate::collectives::nccl::gpu_of(device)
+}
+
 /// The number of GPUs; at least one.
 ///
 /// # Errors

@@ -44,7 +44,10 @@ pub enum ShardError {
     #[error("a world size of 0 has no rank to train on; use at least 1")]
     EmptyWorld,
     /// Groups that do not fill the world.
-    #[error("{world} ranks cannot be split into groups of {shard}; use a divisor of {world}")]
+    #[error(
+        "{world} ranks cannot be split into groups of {shard}; set `shard_size`, by default the ranks \
+         of one machine, to a divisor of {world}"
+    )]
     UnevenMesh {
         /// The number of ranks.
         world: WorldSize,
@@ -68,6 +71,17 @@ pub enum ShardError {
         /// The place found next.
         second: String,
     },
+    /// A parameter that is ignored, and tied to another or at two places.
+    #[error(
+        "`{ignored}` is under `ignored_params` and one weight with `{other}`, whose gradients it would \
+         lack; leave it out of `ignored_params`, or hold the two apart"
+    )]
+    IgnoredTie {
+        /// The ignored parameter.
+        ignored: String,
+        /// The other place.
+        other: String,
+    },
     /// The two places of a tie hold matrices of different shapes.
     #[error(
         "tied weights must have one shape: `{first}` is {first_shape:?}, `{second}` is \
@@ -89,7 +103,8 @@ pub enum ShardError {
         /// The first sharded parameter.
         path: String,
     },
-    /// A parameter under another reparameterization, such as a LoRA adapter.
+    /// A parameter under another reparameterization than a LoRA adapter, or under any in a module that
+    /// FSDP does not look into.
     #[error(
         "`{path}` carries the reparameterization `{name}`; shard the model first, or call \
          `materialize()` to fold it in"
@@ -123,6 +138,22 @@ pub enum ShardError {
         /// What works there.
         computed: String,
     },
+    /// A module that computes in f32, in a unit whose inputs are cast to another type.
+    #[error(
+        "`{path}` is a `{ty}`, whose f32 tensors do not mix with {dtype:?}, to which the inputs of \
+         {unit} are cast; hold it in a unit of its own that `mixed_precision_for` leaves in f32, such \
+         as `mixed_precision_for(unit_types![..], MixedPrecisionPolicy::new())`"
+    )]
+    FullPrecision {
+        /// The module.
+        path: String,
+        /// Its type.
+        ty: &'static str,
+        /// The unit it lies in.
+        unit: String,
+        /// The type of that unit's inputs.
+        dtype: DType,
+    },
     /// A parameter that is initialised to another shape than it declares.
     #[error(
         "`{path}` declares the shape {declared:?} and is initialised to {found:?}; build a `Linear` \
@@ -146,11 +177,9 @@ pub enum ShardError {
         path: String,
     },
     /// Parameters on several devices.
-    #[error("the parameters of one rank lie on {count} devices ({devices}); move them to one")]
+    #[error("the parameters of one rank lie on several devices ({devices}); move them to one")]
     SeveralDevices {
-        /// How many.
-        count: usize,
-        /// Their names.
+        /// Each of them, with the first parameter there.
         devices: String,
     },
     /// A device no engine can shard on.
@@ -257,6 +286,20 @@ pub enum CollectiveError {
         /// How long.
         waited: Duration,
     },
+    /// Ranks that have ended their run, as thread ranks do, while others go on.
+    #[error(
+        "{op} of {unit}: rank {ended} has ended its run; every rank must take as many steps, and so be \
+         given as many batches",
+        ended = join(ended)
+    )]
+    Ended {
+        /// The operation.
+        op: &'static str,
+        /// The unit, or what else the collective was for.
+        unit: String,
+        /// The ranks that are gone.
+        ended: Vec<Rank>,
+    },
     /// Ranks that issued different collectives.
     #[error(
         "rank {rank} issued {found} where rank {peer} issued {expected}; ranks must run the same \
@@ -306,7 +349,7 @@ impl CollectiveError {
         match self {
             Self::Timeout { missing, .. } => missing.first().copied(),
             Self::PeerFailed { rank, .. } | Self::Transport { rank, .. } => Some(*rank),
-            Self::Mismatch { .. } | Self::Closed { .. } => None,
+            Self::Mismatch { .. } | Self::Ended { .. } | Self::Closed { .. } => None,
         }
     }
 }
@@ -450,7 +493,7 @@ pub enum ScheduleError {
 
 /// A launch that ended in an error: the first rank that failed, and why.
 #[derive(Debug, thiserror::Error)]
-#[error("rank {rank} of {world}: {source}")]
+#[error("{}{source}", place(*rank, *world))]
 pub struct LaunchError {
     /// The rank that failed first.
     pub rank: Rank,
@@ -459,6 +502,11 @@ pub struct LaunchError {
     /// What that rank returned, or its panic's message.
     #[source]
     pub source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+/// Which rank it was, where there were several.
+fn place(rank: Rank, world: WorldSize) -> String {
+    if world == WorldSize::ONE { String::new() } else { format!("rank {rank} of {world}: ") }
 }
 
 /// A rank's panic, as the error [`launch`](crate::launch) returns for it.

@@ -24,7 +24,7 @@ pub struct MemoryForecast {
     pub fragments: usize,
     /// Parameters that every rank holds whole.
     pub replicated: usize,
-    /// The buffers that parameters are gathered in.
+    /// The buffers that parameters are gathered in, and what is cast or copied to be sent there.
     pub gathered: usize,
     /// Gradients at the height of a backward pass.
     pub gradients: usize,
@@ -111,7 +111,7 @@ impl MemoryForecast {
                 true => copied(&units, ring(&units, reshard, options.slots)),
                 false => replicated,
             },
-            gathered: gathered(&units, reshard, options.slots),
+            gathered: gathered(&units, reshard, options.slots) + sending(&units, options.offload),
             gradients: on_device,
             optimizer: 0,
             activations: 0,
@@ -299,6 +299,17 @@ fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize
     buffers.iter().map(|(numel, dtype)| numel * dtype.size()).sum()
 }
 
+/// Bytes of the fragments that are made to be sent, of the unit that has the most: one all-gather runs
+/// after the other.
+fn sending(units: &[Unit], offload: OffloadPolicy) -> usize {
+    let of = |unit: &Unit| unit.sending_bytes(offload != OffloadPolicy::None);
+    match offload {
+        // They stay.
+        OffloadPolicy::OptimizerOnly => 0,
+        _ => units.iter().map(of).max().unwrap_or(0),
+    }
+}
+
 /// The gradients of each unit in bytes, in layout order.
 struct Gradients {
     /// Full ones of the unit and of the units around it, which begin before it and end after it. Those
@@ -307,6 +318,9 @@ struct Gradients {
     full: Vec<usize>,
     /// As `full`, in the type in which they arrive.
     arriving: Vec<usize>,
+    /// As `full`, with the unit's own in the type in which they are reduced, and what they are reduced
+    /// to beside them.
+    reducing: Vec<usize>,
     /// What is left of the unit's own once they are reduced.
     reduced: Vec<usize>,
     /// The unit's own, full, as they are held from one pass to the next.
@@ -329,10 +343,20 @@ impl Gradients {
             });
             full.collect()
         };
-        let full = nested(&|unit| arrive(unit).max(held(unit)));
+        let most = |unit: &Unit| arrive(unit).max(held(unit));
+        let full: Vec<usize> = nested(&most);
         let arriving = nested(&arrive);
-        let reduced = units.iter().map(Unit::held_bytes).map(|(a, b)| a + b).collect();
-        Self { full, reduced, arriving, held: units.iter().map(held).collect(), offloaded }
+        let reduced = |unit: &Unit| unit.held_bytes().0 + unit.held_bytes().1;
+        let reducing = units.iter().zip(&full);
+        let reducing = reducing.map(|(unit, full)| full - most(unit) + held(unit) + reduced(unit));
+        Self {
+            reducing: reducing.collect(),
+            full,
+            arriving,
+            reduced: units.iter().map(reduced).collect(),
+            held: units.iter().map(held).collect(),
+            offloaded,
+        }
     }
 
     /// The most that one backward pass has at once. It goes through the layout from its end, and a
@@ -343,33 +367,33 @@ impl Gradients {
         }
         let mut done = 0;
         let mut peak = 0;
-        for (full, reduced) in self.full.iter().zip(&self.reduced).rev() {
-            peak = peak.max(done + full);
+        let units = self.full.iter().zip(&self.reducing).zip(&self.reduced);
+        for ((full, reducing), reduced) in units.rev() {
+            peak = peak.max(done + full.max(reducing));
             done += reduced;
         }
         (peak.max(done), 0)
     }
 
-    /// The most while full gradients of all units are held.
+    /// The most while full gradients of all units are held, or, where more, what the last pass has
+    /// while it reduces one unit after the other: fragments in f32 may be larger than full gradients in
+    /// half precision.
     fn all_held(&self) -> usize {
-        self.held.iter().sum::<usize>() + self.arriving.iter().max().copied().unwrap_or(0)
-    }
-
-    /// The same, or, where more, what the last pass has while it reduces one unit after the other:
-    /// fragments in f32 may be larger than full gradients in half precision.
-    fn held_and_reduced(&self) -> usize {
         let mut now: usize = self.held.iter().sum();
-        let mut peak = self.all_held();
+        let mut peak = now + self.arriving.iter().max().copied().unwrap_or(0);
         let units = self.arriving.iter().zip(&self.held).zip(&self.reduced);
         for ((arriving, held), reduced) in units.rev() {
-            peak = peak.max(now + arriving);
-            now = now - held + reduced;
+            peak = peak.max(now + arriving.max(reduced));
+            now -= held;
+            if !self.offloaded {
+                now += reduced;
+            }
         }
         peak.max(now)
     }
 
     fn largest(&self) -> usize {
-        self.full.iter().max().copied().unwrap_or(0)
+        self.full.iter().chain(&self.reducing).max().copied().unwrap_or(0)
     }
 
     /// The most where other passes of the same step came before.
@@ -378,7 +402,7 @@ impl Gradients {
         match (accumulation, self.offloaded) {
             (GradientAccumulation::ReduceEach, false) => (reduced + self.largest(), 0),
             (GradientAccumulation::ReduceEach, true) => (self.largest(), reduced),
-            (GradientAccumulation::HoldUnsharded, false) => (self.held_and_reduced(), 0),
+            (GradientAccumulation::HoldUnsharded, false) => (self.all_held(), 0),
             (GradientAccumulation::HoldUnsharded, true) => (self.all_held(), reduced),
         }
     }

@@ -2,9 +2,10 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
@@ -73,12 +74,13 @@ pub(crate) fn shard<M: HookedForward>(
         let reshard = options.reshard(mesh)?;
         let plan = Plan::new(&module, mesh, &options)?;
         let device = options.compute_device(&plan.device, worker.device());
+        options.check_offload(&plan.device, &device)?;
         options.policies().try_for_each(|policy| policy.check(&device))?;
         plan.check_dtypes(&device)?;
         Ok((mesh, reshard, plan, device))
     };
     let (mesh, reshard, plan, device) = same_on_all(worker, plan())?;
-    agree(worker, &plan, &options)?;
+    agree(worker, &plan, &options, mesh)?;
     let settings = settings(worker, &options, mesh, reshard)?;
     let mut later = later(&plan)?;
     if options.deferred_init {
@@ -106,6 +108,7 @@ pub(crate) fn shard<M: HookedForward>(
             engine: schedule,
             keys: Arc::new(plan.keys),
             ignored: Arc::new(plan.ignored),
+            own: OwnGradients::default(),
         })
     })
 }
@@ -158,6 +161,7 @@ pub struct Fsdp<M> {
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) keys: Arc<BTreeMap<Place, Key>>,
     pub(crate) ignored: Arc<Vec<IgnoredParam>>,
+    pub(crate) own: OwnGradients,
 }
 
 impl<M> Deref for Fsdp<M> {
@@ -182,24 +186,32 @@ impl<M: FsdpModule> Fsdp<M> {
     /// [`CollectiveError`](crate::CollectiveError) when a rank does not come, and [`ScheduleError`]
     /// when two units need one buffer, or when `loss` is not one tracked element.
     pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
-        let ignored = self.run_backward(loss, false)?;
+        let from = self.run_backward(loss, false)?;
         let mut gradients = self.collect_gradients()?;
-        self.module.walk(&mut Ignored { from: &ignored, gradients: &mut gradients });
+        self.add_ignored(&from, &mut gradients);
         Ok(gradients)
     }
 
     /// Backpropagates the loss of a micro-batch whose gradients are to be added to the next ones':
     /// the [`backward`](Self::backward) that ends the step returns their sum. Scale each loss by 1
     /// over their number for the mean. What it costs is said at
-    /// [`GradientAccumulation`](crate::GradientAccumulation). Gradients of ignored parameters are
-    /// not added up.
+    /// [`GradientAccumulation`](crate::GradientAccumulation).
     ///
     /// # Errors
     ///
     /// As [`backward`](Self::backward).
     pub fn accumulate(&self, loss: Tensor<1>) -> Result<(), Error> {
-        self.run_backward(loss, true)?;
+        let from = self.run_backward(loss, true)?;
+        let mut sums = GradientsParams::new();
+        self.add_ignored(&from, &mut sums);
+        self.own.put(sums);
         self.engine.finish_backward()
+    }
+
+    /// Adds up the gradients of ignored parameters, those of earlier micro-batches included.
+    fn add_ignored(&self, from: &Gradients, sums: &mut GradientsParams) {
+        let mut earlier = self.own.take();
+        self.module.walk(&mut Ignored { from, earlier: &mut earlier, sums });
     }
 
     fn run_backward(&self, loss: Tensor<1>, accumulate: bool) -> Result<Gradients, Error> {
@@ -238,7 +250,9 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Scales the gradients so that their 2-norm over all ranks and parameters is at most
-    /// `max_norm`. Returns the norm before. Every rank calls it.
+    /// `max_norm`. Returns the norm before, which [`f64::INFINITY`] leaves as it is. Every rank calls
+    /// it. Gradients of ignored parameters, of which each rank has its own, are not counted and stay as
+    /// they are.
     ///
     /// # Errors
     ///
@@ -388,19 +402,46 @@ fn is_tied(engine: &dyn Engine, sharded: &Sharded) -> bool {
     matches!(engine.units()[unit].entries[entry].held, Held::TiedTo(_))
 }
 
-/// Reads the gradients of parameters that are not managed.
+/// Gradients of ignored parameters that micro-batches have left, shared by clones of a model.
+#[derive(Clone, Default)]
+pub(crate) struct OwnGradients(Arc<Mutex<Option<GradientsParams>>>);
+
+impl fmt::Debug for OwnGradients {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OwnGradients")
+    }
+}
+
+impl OwnGradients {
+    fn put(&self, gradients: GradientsParams) {
+        *self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(gradients);
+    }
+
+    fn take(&self) -> GradientsParams {
+        let held = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        held.unwrap_or_default()
+    }
+}
+
+/// Adds the gradients of parameters that are not managed to earlier ones.
 struct Ignored<'a> {
     from: &'a Gradients,
-    gradients: &'a mut GradientsParams,
+    earlier: &'a mut GradientsParams,
+    sums: &'a mut GradientsParams,
 }
 
 impl Walk for Ignored<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if Sharded::of(param).is_none()
-            && param.is_initialized()
-            && let Some(gradient) = param.base().grad(self.from)
-        {
-            self.gradients.register(param.id, gradient);
+        if Sharded::of(param).is_some() || !param.is_initialized() {
+            return;
+        }
+        let gradient = param.base().grad(self.from);
+        let sum = match (self.earlier.remove::<D>(param.id), gradient) {
+            (Some(earlier), Some(gradient)) => Some(earlier + gradient),
+            (earlier, gradient) => earlier.or(gradient),
+        };
+        if let Some(sum) = sum {
+            self.sums.register(param.id, sum);
         }
     }
 }
@@ -422,6 +463,7 @@ impl<M: Module> Fsdp<M> {
             engine: self.engine.clone(),
             keys: self.keys.clone(),
             ignored: self.ignored.clone(),
+            own: self.own.clone(),
         }
     }
 

@@ -133,6 +133,23 @@ impl GradScaler {
     pub fn unscale<M: FsdpModule>(
         &mut self,
         model: &Fsdp<M>,
+        gradients: GradientsParams,
+    ) -> Result<Unscaled, Error> {
+        let unscaled = self.unscale_only(model, gradients)?;
+        self.update(matches!(unscaled, Unscaled::Finite(_)));
+        Ok(unscaled)
+    }
+
+    /// [`unscale`](Self::unscale) that leaves the scale as it is, for a loss that goes through several
+    /// sharded models: call it for each of them, then [`update`](Self::update) once, and step all of
+    /// them or none. PyTorch's `unscale_`.
+    ///
+    /// # Errors
+    ///
+    /// As [`unscale`](Self::unscale).
+    pub fn unscale_only<M: FsdpModule>(
+        &self,
+        model: &Fsdp<M>,
         mut gradients: GradientsParams,
     ) -> Result<Unscaled, Error> {
         let finite = unscale_gradients(&**model, &mut gradients, self.scale.recip());
@@ -144,7 +161,6 @@ impl GradScaler {
             }
         }
         let finite = all.iter().all(|told| told.0);
-        self.update(finite);
         Ok(if finite { Unscaled::Finite(gradients) } else { Unscaled::Overflow })
     }
 
@@ -191,8 +207,9 @@ impl GradScaler {
             .map_err(|error: ShardError| error.to_string())
     }
 
-    /// The scale of the next step.
-    fn update(&mut self, finite: bool) {
+    /// Moves on to the scale of the next step, after one whose gradients were all `finite`, on every
+    /// rank, or were not. [`unscale`](Self::unscale) has done so.
+    pub fn update(&mut self, finite: bool) {
         if !finite {
             // Never 0, which no loss comes back from.
             self.scale = (self.scale * self.config.backoff_factor).max(f32::MIN_POSITIVE);

@@ -10,8 +10,9 @@ use burn::tensor::DType;
 use crate::backend::{Float, Leaf, ShardBackend, Stored, Tracked};
 use crate::collectives::Reduce;
 use crate::collectives::comm::Work;
+use crate::memory::Counted;
 use crate::mesh::Mesh;
-use crate::param::CallId;
+use crate::param::{CallId, Place};
 use crate::precision::Precision;
 use crate::recompute::{Kept, KeptInput};
 use crate::slot::SlotPlan;
@@ -158,10 +159,22 @@ impl Unit {
         sent.map(|entry| entry.range().len() * entry.dtype.size()).sum()
     }
 
-    /// Bytes of what every rank holds whole, in the types in which it is computed with: 0 for a unit
-    /// that is never gathered.
+    /// Bytes of the fragments that are cast or copied to be sent, in the all-gather of this unit that
+    /// has the most; `offloaded` says that they rest on the host.
+    pub(crate) fn sending_bytes(&self, offloaded: bool) -> usize {
+        let mut bytes = vec![0; self.layout.ranges().len()];
+        for (at, entry) in self.entries.iter().enumerate() {
+            let made = offloaded || entry.dtype != DType::F32;
+            if made && matches!(entry.held, Held::Fragment(_)) {
+                bytes[self.gathered_at(at).0] += entry.range().len() * entry.dtype.size();
+            }
+        }
+        bytes.into_iter().max().unwrap_or(0)
+    }
+
+    /// Bytes of what every rank holds whole, in the types in which it is computed with.
     pub(crate) fn whole_bytes(&self) -> usize {
-        let whole = self.entries.iter().filter(|entry| self.gathers && entry.held == Held::Whole);
+        let whole = self.entries.iter().filter(|entry| entry.held == Held::Whole);
         whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
     }
 
@@ -321,6 +334,9 @@ pub(crate) struct Call<B: ShardBackend> {
     pub(crate) part_of: Option<CallId>,
     /// What its forward takes along to be run again, where it is checkpointed.
     pub(crate) checkpoint: Option<Checkpoint<B>>,
+    /// The leaves that its tied places took theirs from, for the second run of its forward: another
+    /// forward, without a graph, may have read the same parameters since.
+    pub(crate) tied: Vec<(Place, Leaf<B>)>,
 }
 
 /// A checkpointed forward under way.
@@ -363,6 +379,7 @@ impl<B: ShardBackend> Call<B> {
             open: Some(open),
             part_of: None,
             checkpoint: None,
+            tied: Vec::new(),
         }
     }
 
@@ -386,10 +403,13 @@ pub(crate) fn add_up<T>(
     }
 }
 
+/// What a reduction leaves of each parameter, and what counts it until it is at rest.
+pub(crate) type Reduced<B> = (Vec<Option<Stored<B>>>, Option<Counted>);
+
 /// A reduction under way: its unit, and the bytes of full gradients that it ends.
 #[derive(Debug)]
 pub(crate) struct Reduction<B: ShardBackend> {
     pub(crate) unit: usize,
     pub(crate) bytes: usize,
-    pub(crate) work: Work<Vec<Option<Stored<B>>>>,
+    pub(crate) work: Work<Reduced<B>>,
 }

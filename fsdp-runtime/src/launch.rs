@@ -198,13 +198,33 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`] when a rank does not come.
+    /// [`CollectiveError`] when a rank does not come, or gives another number of values.
     pub fn all_reduce_sum(&self, values: &mut [f64]) -> Result<(), Error> {
         let all = self.exchange("all_reduce", "the worker's values", values.to_vec())?;
+        let first = all[0].len();
+        if let Some((rank, other)) =
+            self.world().ranks().zip(&all).find(|(_, other)| other.len() != first)
+        {
+            let describe = |len| format!("all_reduce of {len} values");
+            let (found, expected) = (describe(other.len()), describe(first));
+            let failure = CollectiveError::Mismatch { rank, found, peer: Rank::ZERO, expected };
+            return Err(failure.into());
+        }
         for (index, value) in values.iter_mut().enumerate() {
             *value = all.iter().map(|rank| rank.get(index).copied().unwrap_or(0.0)).sum();
         }
         Ok(())
+    }
+
+    /// The fewest steps that any rank has batches for: as many as all can take, since every step is one
+    /// of all ranks. Every rank calls it, before an epoch.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError`] when a rank does not come.
+    pub fn agree_steps(&self, own: usize) -> Result<usize, Error> {
+        let all = self.exchange("all_gather", "the number of steps", own)?;
+        Ok(all.iter().map(|steps| **steps).min().unwrap_or(own))
     }
 
     /// Every rank's value, in rank order.
@@ -242,14 +262,14 @@ where
     let device = if device.is_autodiff() { device } else { device.autodiff() };
     let place = place
         .and_then(|started| Place::new(options.engine, options.ranks, started, &gpus_of(&device)?));
-    let place = place.map_err(|error| refused(Box::new(error)))?;
+    let place = place.map_err(|error| refused(error.into()))?;
     let debug = match options.debug {
         Some(debug) => debug,
-        None => debug_variable().map_err(|error| refused(Box::new(error)))?,
+        None => debug_variable().map_err(|error| refused(error.into()))?,
     };
     match place {
         Place::Threads(world) => {
-            let world = WorldSize::new(world).map_err(|error| refused(Box::new(error)))?;
+            let world = WorldSize::new(world).map_err(|error| refused(error.into()))?;
             let hub = Hub::new(world, options.timeout, debug);
             let seat = |rank| (Group::Local(LocalGroup::new(hub.clone(), rank)), device.clone());
             let seats = world.ranks().map(seat).collect();
@@ -278,9 +298,12 @@ fn gpus_of(device: &Device) -> Result<Gpus, EngineError> {
     Ok(Gpus { device: name, from_here: None, first: 0 })
 }
 
-/// What ends a launch before there are ranks.
+/// What ends a launch before there are ranks, on the rank that the environment says this is.
 fn refused(source: Box<dyn StdError + Send + Sync>) -> LaunchError {
-    LaunchError { rank: Rank::ZERO, world: WorldSize::ONE, source }
+    let started = RankEnv::read().ok().flatten();
+    let (rank, world) =
+        started.map_or((Rank::ZERO, WorldSize::ONE), |started| (started.rank, started.world));
+    LaunchError { rank, world, source }
 }
 
 fn debug_variable() -> Result<bool, ShardError> {
@@ -348,7 +371,8 @@ where
     F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
 {
     let index = worker.rank();
-    let group = worker.comm.world().clone();
+    // Lives on until the others know how this rank has ended.
+    let comm = worker.comm.clone();
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .thread_name(move |thread| format!("fsdp-rank-{index}-{thread}"))
@@ -360,8 +384,9 @@ where
             catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
         if let Err(error) = &outcome {
             let reason = error.to_string();
-            group.fail(CollectiveError::PeerFailed { rank: index, reason });
+            comm.world().fail(CollectiveError::PeerFailed { rank: index, reason });
         }
+        drop(comm);
         ended(outcome);
     })?;
     Ok(())

@@ -66,7 +66,7 @@ pub use grad_scaler::{GradScaler, GradScalerConfig, Unscaled};
 pub use hooks::UnitValue;
 pub use launch::{Engine, LaunchOptions, Worker, launch};
 pub use layout::{ALIGNMENT, FlatLayout};
-pub use memory::{Memory, Usage};
+pub use memory::{DeviceUsage, Memory, Usage};
 pub use mesh::{Mesh, Rank, WorldSize};
 pub use norm::Norm;
 pub use optimizer_state::{LocalTensor, OptimizerState, ParameterState};

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use burn::tensor::Device;
+
 /// Bytes of one kind on one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -21,10 +23,11 @@ pub struct Memory {
     /// Parameters that every rank holds whole; where they rest on the host, copies for the units that
     /// are unsharded.
     pub replicated: Usage,
-    /// The buffers that parameters are gathered in.
+    /// The buffers that parameters are gathered in, and what was cast or copied to the device to be
+    /// sent there.
     pub gathered: Usage,
     /// Gradients: full ones until they are reduced, and reduced ones from then until the next
-    /// forward.
+    /// forward; where they rest on the host, until they are there.
     pub gradients: Usage,
     /// The inputs that checkpointed units keep until backward.
     pub activations: Usage,
@@ -61,6 +64,36 @@ impl fmt::Display for Memory {
     }
 }
 
+/// Bytes that Burn's allocator has on a device, for all that this process does there: what
+/// `torch.cuda.memory_allocated` and `memory_reserved` tell, where [`Memory`] tells what a model holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceUsage {
+    /// Those of tensors.
+    pub in_use: usize,
+    /// Those taken from the device, for tensors to come as well.
+    pub reserved: usize,
+}
+
+impl DeviceUsage {
+    /// That of a CubeCL device; `None` for Flex, whose tensors are the process's own memory.
+    pub fn of(device: &Device) -> Option<Self> {
+        match device.clone().inner().as_dispatch() {
+            #[cfg(feature = "cube")]
+            burn::backend::DispatchDevice::Cube(device) => {
+                use cubecl::MemoryScope;
+                let usage = device.client().memory_report(MemoryScope::Device).usage();
+                let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
+                Some(Self {
+                    in_use: bytes(usage.bytes_in_use),
+                    reserved: bytes(usage.bytes_reserved),
+                })
+            }
+            #[allow(unreachable_patterns, reason = "without a CubeCL device there is no other")]
+            _ => None,
+        }
+    }
+}
+
 /// A kind of [`Memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Use {
@@ -71,8 +104,12 @@ pub(crate) enum Use {
     /// Copies of fragments that the device keeps for backward.
     Sent,
     Gathered,
+    /// Fragments in the type and on the device that they are sent in and from.
+    Sending,
     /// Full gradients.
     Gradients,
+    /// The results of a reduction under way, on the device.
+    Reducing,
     /// Reduced gradients.
     Reduced,
     Activations,
@@ -149,15 +186,21 @@ impl Ledger {
     fn change(&self, kind: Use, change: impl FnOnce(usize) -> usize) {
         let rests = !matches!(
             kind,
-            Use::Copied | Use::Sent | Use::Gathered | Use::Gradients | Use::Activations
+            Use::Copied
+                | Use::Sent
+                | Use::Gathered
+                | Use::Sending
+                | Use::Gradients
+                | Use::Reducing
+                | Use::Activations
         );
         let on_host = kind == Use::Stowed || self.offloaded && rests;
         let mut memory = lock(if on_host { &self.host } else { &self.device });
         let usage = match kind {
             Use::Fragments | Use::Sent => &mut memory.fragments,
             Use::Replicated | Use::Copied => &mut memory.replicated,
-            Use::Gathered => &mut memory.gathered,
-            Use::Gradients | Use::Reduced => &mut memory.gradients,
+            Use::Gathered | Use::Sending => &mut memory.gathered,
+            Use::Gradients | Use::Reducing | Use::Reduced => &mut memory.gradients,
             Use::Activations | Use::Stowed => &mut memory.activations,
             Use::Optimizer => &mut memory.optimizer,
         };
@@ -210,5 +253,18 @@ mod tests {
         assert_eq!(ledger.device().activations, Usage { now: 7, peak: 7 });
         drop(kept);
         assert_eq!(ledger.device().activations, Usage { now: 0, peak: 7 });
+    }
+
+    #[cfg(all(feature = "cpu", feature = "flex"))]
+    #[test]
+    fn a_devices_allocator_tells_what_it_has() {
+        let device = Device::cpu();
+        let before = DeviceUsage::of(&device).expect("a CubeCL device").in_use;
+        let tensor = burn::tensor::Tensor::<1>::zeros([1 << 20], &device);
+        device.sync().unwrap();
+        let DeviceUsage { in_use, reserved } = DeviceUsage::of(&device).expect("a CubeCL device");
+        assert!(in_use >= before + (4 << 20) && reserved >= in_use, "{before} {in_use} {reserved}");
+        drop(tensor);
+        assert_eq!(DeviceUsage::of(&Device::flex()), None);
     }
 }

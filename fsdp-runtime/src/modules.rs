@@ -294,11 +294,30 @@ constant!(
     PairwiseDistance,
     PixelShuffle,
     PixelUnshuffle,
-    PositionalEncoding,
-    RotaryEncoding,
     Unfold4d
 );
 constant!(bf16, f16, Param<Flag>);
+
+/// A module without parameters that holds tables in f32.
+macro_rules! table {
+    ($($ty:ident),+) => {$(
+        impl FsdpModule for $ty {
+            const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
+
+            fn walk<W: Walk>(&self, walk: &mut W) {
+                walk.full_precision(stringify!($ty));
+            }
+
+            fn attach<A: Attach>(self, attach: &mut A) -> Self {
+                match attach.constants_device() {
+                    Some(device) => self.to_device(&device),
+                    None => self,
+                }
+            }
+        }
+    )+};
+}
+table!(PositionalEncoding, RotaryEncoding);
 
 /// A module without parameters that draws from Burn's generator, under a condition.
 macro_rules! random {
@@ -334,8 +353,11 @@ macro_rules! buffer {
 
             fn walk<W: Walk>(&self, _: &mut W) {}
 
-            fn attach<A: Attach>(self, _: &mut A) -> Self {
-                self
+            fn attach<A: Attach>(self, attach: &mut A) -> Self {
+                match attach.constants_device() {
+                    Some(device) => self.to_device(&device),
+                    None => self,
+                }
             }
         }
     )+};
@@ -359,6 +381,7 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
         }
         let instead = "leave the unit out of `activation_checkpointing`, or use a `GroupNorm`";
         walk.unrepeatable("RunningState", instead);
+        walk.full_precision("RunningState");
         // Burn holds the value's lock while it shows it, which a walk that communicates must not.
         let mut id = Id(None);
         self.visit(&mut id);

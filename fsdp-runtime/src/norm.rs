@@ -7,6 +7,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use crate::error::ShardError;
+use crate::param::Sharded;
 use crate::unit::{FsdpModule, Walk};
 
 /// A vector norm, as `torch.nn.utils.clip_grad_norm_` takes it.
@@ -72,7 +73,7 @@ impl Norm {
     }
 }
 
-/// Multiplies the gradients of a module's parameters by `factor`.
+/// Multiplies the gradients of a module's sharded and replicated parameters by `factor`.
 pub(crate) fn scale_gradients<M: FsdpModule>(
     module: &M,
     gradients: &mut GradientsParams,
@@ -86,7 +87,8 @@ pub(crate) fn scale_gradients<M: FsdpModule>(
     }
     impl Walk for Scale<'_> {
         fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            if self.done.insert(param.id)
+            if Sharded::of(param).is_some()
+                && self.done.insert(param.id)
                 && let Some(gradient) = self.gradients.remove::<D>(param.id)
             {
                 self.gradients.register(param.id, gradient.mul_scalar(self.factor));

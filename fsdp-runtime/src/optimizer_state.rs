@@ -115,6 +115,7 @@ impl<M: FsdpModule> Fsdp<M> {
         recipient: Recipient,
         whole: bool,
     ) -> Result<OptimizerState<TensorData>, Error> {
+        recipient.check(self.mesh().world)?;
         let (ranks, keep) = (Ranks::from(self), recipient.is(self.mesh().rank));
         let mut full = OptimizerState::default();
         let mut names = Names::default();

@@ -2,6 +2,8 @@
 
 mod policies;
 
+use std::fmt::Debug;
+
 use burn::module::ParamId;
 use burn::tensor::Device;
 
@@ -9,6 +11,7 @@ pub use self::policies::{
     ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, OffloadPolicy,
     ReshardAfterForward, ShardingStrategy, WrapPolicy,
 };
+use crate::backend::is_flex;
 use crate::error::ShardError;
 use crate::mesh::Mesh;
 use crate::precision::MixedPrecisionPolicy;
@@ -175,8 +178,8 @@ impl FsdpOptions {
         self
     }
 
-    /// Whether rank 0's weights are broadcast. Otherwise every rank must have initialised the same
-    /// ones, which is checked.
+    /// Whether rank 0's weights and running statistics are broadcast; ignored parameters stay each rank's
+    /// own. Otherwise every rank must have initialised the same weights, which is checked.
     pub const fn sync_module_states(mut self, sync: bool) -> Self {
         self.sync_module_states = sync;
         self
@@ -184,8 +187,8 @@ impl FsdpOptions {
 
     /// Whether one rank alone initialises a parameter that is not yet, where weights are broadcast:
     /// the other ranks never allocate more than their fragments and what is on its way. That rank is
-    /// rank 0; under a [`seed`](Self::seed) processes share the parameters out, each of which must then be
-    /// able to initialise any. On by default.
+    /// rank 0; under a [`seed`](Self::seed) processes whose ranks have more than one thread share the
+    /// parameters out, each of which must then be able to initialise any. On by default.
     /// Without [`sync_module_states`](Self::sync_module_states) every rank initialises all of them,
     /// one by one.
     ///
@@ -214,6 +217,53 @@ impl FsdpOptions {
     pub const fn seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self
+    }
+
+    /// The options that all ranks must have alike, a line each.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        // The ids of ignored parameters are each process's own.
+        let Self {
+            strategy,
+            shard_size,
+            reshard_after_forward,
+            wrap,
+            slots,
+            forward_prefetch,
+            backward_prefetch,
+            gradient_accumulation,
+            mixed_precision,
+            unit_precision,
+            offload,
+            activation_checkpointing,
+            offload_activations,
+            ignored: _,
+            persist_below,
+            sync_module_states,
+            cpu_ram_efficient_loading,
+            deferred_init,
+            seed,
+        } = self;
+        let options: [(&str, &dyn Debug); 18] = [
+            ("strategy", strategy),
+            ("seed", seed),
+            ("shard_size", shard_size),
+            ("reshard_after_forward", reshard_after_forward),
+            ("wrap", wrap),
+            ("slots", slots),
+            ("forward_prefetch", forward_prefetch),
+            ("backward_prefetch", backward_prefetch),
+            ("gradient_accumulation", gradient_accumulation),
+            ("mixed_precision", mixed_precision),
+            ("mixed_precision_for", unit_precision),
+            ("offload", offload),
+            ("activation_checkpointing", activation_checkpointing),
+            ("offload_activations", offload_activations),
+            ("persist_below", persist_below),
+            ("sync_module_states", sync_module_states),
+            ("cpu_ram_efficient_loading", cpu_ram_efficient_loading),
+            ("deferred_init", deferred_init),
+        ];
+        options.iter().map(|(name, value)| format!("option {name}: {value:?}")).collect()
     }
 
     /// Every policy of mixed precision.
@@ -245,6 +295,20 @@ impl FsdpOptions {
         device.clone()
     }
 
+    /// That a model on `model` can be offloaded from `device`, where it computes.
+    pub(crate) fn check_offload(&self, model: &Device, device: &Device) -> Result<(), ShardError> {
+        if self.offload == OffloadPolicy::None || model == device || is_flex(model) {
+            return Ok(());
+        }
+        Err(ShardError::InvalidOption {
+            option: "offload",
+            value: format!("{:?} of a model on {model:?}", self.offload),
+            expected: format!(
+                "build the model on {device:?}, where this rank computes, or on Flex"
+            ),
+        })
+    }
+
     pub(crate) fn check(&self) -> Result<(), ShardError> {
         if self.slots == 0 {
             return Err(ShardError::InvalidOption {
@@ -267,6 +331,13 @@ impl FsdpOptions {
     pub(crate) fn mesh(&self, mesh: Mesh, local: usize) -> Result<Mesh, ShardError> {
         if !self.strategy.is_hybrid() {
             return Ok(mesh);
+        }
+        if self.shard_size == Some(0) {
+            return Err(ShardError::InvalidOption {
+                option: "shard_size",
+                value: "0".into(),
+                expected: format!("use a divisor of the {} ranks", mesh.world),
+            });
         }
         mesh.grouped(self.shard_size.unwrap_or(local))
     }

@@ -13,10 +13,10 @@ use burn::tensor::{DType, DispatchTensor, TensorData};
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::model::{self, Holding, Model};
 use crate::checkpoint::ranks::Ranks;
-use crate::error::Error;
+use crate::error::{Error, ShardError};
 use crate::fully_shard::Fsdp;
 use crate::group::{Entry, Held};
-use crate::mesh::Rank;
+use crate::mesh::{Rank, WorldSize};
 use crate::param::Place;
 use crate::unit::FsdpModule;
 
@@ -32,6 +32,18 @@ pub enum Recipient {
 impl Recipient {
     pub(crate) fn is(self, rank: Rank) -> bool {
         self == Self::All || self == Self::Only(rank)
+    }
+
+    /// That it is a rank of this world.
+    pub(crate) fn check(self, world: WorldSize) -> Result<(), ShardError> {
+        match self {
+            Self::Only(rank) if rank.index() >= world.size() => Err(ShardError::InvalidOption {
+                option: "Recipient::Only",
+                value: rank.to_string(),
+                expected: format!("use a rank of this world of {world}"),
+            }),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -148,8 +160,10 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
+    /// [`CollectiveError`](crate::CollectiveError) when a rank does not come, and
+    /// [`ShardError::InvalidOption`] for a recipient that is no rank of this world.
     pub fn full_state(&self, recipient: Recipient) -> Result<FullState, Error> {
+        recipient.check(self.mesh().world)?;
         let keep = recipient.is(self.mesh().rank);
         let (mut state, mut outcome) = (BTreeMap::new(), Ok(()));
         self.visit(&mut |Holding { place, base, .. }| {
@@ -236,6 +250,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// [`CheckpointError::StateMismatch`] with everything that differs, on every rank that gives,
     /// and [`CollectiveError`](crate::CollectiveError) on the others; the model is unchanged.
     pub fn load_full_state(&mut self, state: &FullState, from: Recipient) -> Result<(), Error> {
+        from.check(self.mesh().world)?;
         let ranks = Ranks::from(&*self);
         let gives = from.is(self.mesh().rank);
         let compare = |entry: &Entry, dtype: DType, data: &TensorData| {

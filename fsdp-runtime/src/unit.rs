@@ -5,7 +5,7 @@
 //! over the tree are in `check.rs`; what a unit *does* is in `group.rs`.
 
 use burn::module::{LoraAdapter, Module, Param};
-use burn::tensor::{Bool, Int, Tensor};
+use burn::tensor::{Bool, Device, Int, Tensor};
 
 use crate::param::Sharded;
 
@@ -98,6 +98,19 @@ impl Node {
     /// Whether this node is a unit.
     pub const fn is_unit(&self) -> bool {
         matches!(self.kind, Kind::Unit { .. })
+    }
+
+    /// The names of the units in it, each once, in its order.
+    pub(crate) fn unit_names(&self) -> Vec<&'static str> {
+        fn visit(node: &Node, names: &mut Vec<&'static str>) {
+            if node.is_unit() && !names.contains(&node.ty) {
+                names.push(node.ty);
+            }
+            node.children.iter().for_each(|child| visit(child.node, names));
+        }
+        let mut names = Vec::new();
+        visit(self, &mut names);
+        names
     }
 }
 
@@ -221,6 +234,9 @@ pub trait Walk {
     /// the same input; `instead` says what to use.
     #[doc(hidden)]
     fn unrepeatable(&mut self, _ty: &'static str, _instead: &'static str) {}
+    /// A module of the type `ty` that computes with f32 tensors which are no parameters.
+    #[doc(hidden)]
+    fn full_precision(&mut self, _ty: &'static str) {}
     /// A parameter in a module that FSDP does not look into carries the reparameterization `name`.
     fn leaf_reparameterized(&mut self, _path: &[String], _name: &str) {}
     /// A float parameter in a module that FSDP does not look into; `path` is below the field.
@@ -237,6 +253,10 @@ pub trait Attach {
     fn exit(&mut self) {}
     /// A float parameter: what to hold in its place.
     fn param<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
+    /// Where tensors that are no parameters go, unless they stay where they are.
+    fn constants_device(&self) -> Option<Device> {
+        None
+    }
     /// A dropout layer of this crate: what to hold in its place.
     fn dropout(&mut self, dropout: crate::nn::Dropout) -> crate::nn::Dropout {
         dropout

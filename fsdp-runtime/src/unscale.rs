@@ -65,9 +65,9 @@ impl Walk for Take<'_> {
             return;
         }
         let gradient = gradient.mul_scalar(self.factor);
-        // NaN is not below anything.
-        self.finite &=
-            gradient.clone().abs().lower_equal_elem(f32::MAX).all().into_scalar::<bool>();
+        // NaN is not below anything; in f16 the bound itself would be infinite.
+        let magnitude = gradient.clone().cast(DType::F32).abs();
+        self.finite &= magnitude.lower_equal_elem(f32::MAX).all().into_scalar::<bool>();
         self.gradients.register(param.id, gradient);
     }
 }

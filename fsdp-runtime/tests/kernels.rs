@@ -8,6 +8,7 @@ mod kernels {
     pub mod support;
 
     mod copies;
+    mod large;
     mod masks;
     mod means;
     mod norms;

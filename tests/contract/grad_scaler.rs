@@ -227,3 +227,35 @@ fn numbers_out_of_their_range_are_errors() {
     }
     assert_eq!(GradScalerConfig::new().init().unwrap(), GradScaler::new());
 }
+
+#[test]
+fn one_loss_through_several_models_moves_the_scale_once() {
+    on(2, |worker| {
+        let mut scaler =
+            GradScalerConfig::new().with_init_scale(8.0).with_growth_interval(1).init().unwrap();
+        let models =
+            [sharded(1, worker, FsdpOptions::new())?, sharded(2, worker, FsdpOptions::new())?];
+        let x = || input(worker.rank().index(), 0, 4, worker.device());
+        let loss = |scale: f32| {
+            let [a, b] = &models;
+            (loss(a.forward(x())) + loss(b.forward(x()))).mul_scalar(scale)
+        };
+        let gradients =
+            |loss| Ok::<_, Error>([models[0].backward(loss)?, models[1].collect_gradients()?]);
+        let expected = gradients(loss(1.0))?;
+        let scaled = gradients(loss(scaler.loss_scale()))?;
+        for ((model, scaled), expected) in models.iter().zip(scaled).zip(expected) {
+            let Unscaled::Finite(found) = scaler.unscale_only(model, scaled)? else {
+                panic!("an overflow")
+            };
+            let of = |gradients: &GradientsParams| {
+                gradients.get::<2>(model.head.weight.id).expect("a gradient").into_data()
+            };
+            assert_eq!(of(&found), of(&expected));
+        }
+        assert_eq!(scaler.loss_scale(), 8.0);
+        scaler.update(true);
+        assert_eq!(scaler.loss_scale(), 16.0);
+        Ok(())
+    });
+}

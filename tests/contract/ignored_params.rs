@@ -1,10 +1,13 @@
 //! `test_fully_shard_ignore_params`: parameters left alone.
 
-use burn::module::ParamId;
+use burn::module::{Module, Param, ParamId};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::SgdConfig;
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::ShardError;
 use fsdp_runtime::prelude::*;
 
-use super::mlp::{Mlp, input, loss, on};
+use super::mlp::{Mlp, WIDTH, input, loss, on};
 
 #[test]
 fn ddp_like_ignored_params_stay_whole_and_keep_their_own_gradients() {
@@ -38,4 +41,105 @@ fn an_id_of_no_parameter_is_an_error() {
         Ok(fully_shard(model, worker, options).map(|_| ()).unwrap_err().to_string())
     });
     assert!(errors[0].contains("ignored_params"), "{}", errors[0]);
+}
+
+/// Each rank has its own: what bounds the others must be the same number on all.
+#[test]
+fn clipping_neither_counts_nor_scales_their_gradients() {
+    let [without, with] = [1.0, 1e3].map(|factor| {
+        on(2, move |worker| {
+            let model = Mlp::new(2, worker.device());
+            let id = model.blocks[1].up.weight.id;
+            let options = FsdpOptions::new().seed(3).ignored_params([id]);
+            let model = fully_shard(model, worker, options)?;
+            let x = input(worker.rank().index(), 0, 4, worker.device());
+            let mut gradients = model.backward(loss(model.forward(x)))?;
+            let own = gradients.remove::<2>(id).expect("its own gradient") * factor;
+            gradients.register(id, own.clone());
+            let norm = model.clip_grad_norm(&mut gradients, 1e-3)?;
+            let after = gradients.get::<2>(id).expect("still there");
+            assert_eq!(own.into_data(), after.into_data());
+            // The others have the norm asked for.
+            let after = model.clip_grad_norm(&mut gradients, f64::INFINITY)?;
+            assert!((after / 1e-3 - 1.0).abs() < 1e-2, "{after}");
+            Ok(norm.to_bits())
+        })
+    });
+    assert_eq!(without, with);
+    assert_eq!(with[0], with[1]);
+}
+
+#[test]
+fn micro_batches_add_up_their_gradients() {
+    on(2, |worker| {
+        let model = Mlp::new(2, worker.device());
+        let id = model.blocks[1].up.weight.id;
+        let options = FsdpOptions::new().seed(3).ignored_params([id]);
+        let model = fully_shard(model, worker, options)?;
+        let batch =
+            |step| loss(model.forward(input(worker.rank().index(), step, 4, worker.device())));
+        let of =
+            |gradients: burn::optim::GradientsParams| gradients.get::<2>(id).expect("a gradient");
+        let expected = of(model.backward(batch(0))?) + of(model.backward(batch(1))?);
+        model.accumulate(batch(0))?;
+        let sum = of(model.backward(batch(1))?);
+        assert_eq!(sum.into_data(), expected.into_data());
+        let alone = of(model.backward(batch(1))?);
+        assert_ne!(
+            alone.into_data(),
+            of(model.backward(batch(0))?).into_data(),
+            "nothing is left over"
+        );
+        Ok(())
+    });
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root, tie("first" = "second"))]
+struct Tied {
+    first: Linear,
+    second: Param<Tensor<2>>,
+    third: Option<Linear>,
+}
+
+#[fsdp_unit]
+impl Tied {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.first.forward(x).matmul(self.second.val())
+    }
+}
+
+impl Tied {
+    fn new(device: &Device) -> Self {
+        let linear = || LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(device);
+        let (first, third) = (linear(), Some(linear()));
+        Self { second: first.weight.clone(), first, third }
+    }
+}
+
+#[test]
+fn one_weight_at_two_places_cannot_be_ignored() {
+    on(1, |worker| {
+        let refused = |model: Tied, id| {
+            let options = FsdpOptions::new().ignored_params([id]);
+            fully_shard(model, worker, options).map(|_| ()).unwrap_err()
+        };
+        let tie = |ignored: &str, other: &str| {
+            let (ignored, other) = (ignored.to_string(), other.to_string());
+            fsdp_runtime::Error::from(ShardError::IgnoredTie { ignored, other })
+        };
+        // Clones have one id.
+        let clones = Tied::new(worker.device());
+        let id = clones.second.id;
+        assert_eq!(refused(clones, id), tie("second", "first.weight"));
+        let apart = || {
+            let second = LinearConfig::new(WIDTH, WIDTH).init(worker.device()).weight;
+            Tied { second, ..Tied::new(worker.device()) }
+        };
+        let (one, other) = (apart(), apart());
+        let (first, second) = (one.first.weight.id, other.second.id);
+        assert_eq!(refused(one, first), tie("first.weight", "second"));
+        assert_eq!(refused(other, second), tie("second", "first"));
+        Ok(())
+    });
 }

@@ -1,7 +1,7 @@
 //! `test_fully_shard_init`: what is managed, how it is cut, what it is called.
 
 use burn::module::{Module, Param};
-use burn::nn::LinearConfig;
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_runtime::prelude::*;
 
@@ -122,4 +122,46 @@ fn wrapping_is_printed_as_a_tree() {
     assert_eq!(lines[0], "(root): Mlp (51 params, 108 bytes sharded, 192 unsharded)");
     assert!(lines[1].starts_with("  blocks.0: Block (1336 params, "), "{}", lines[1]);
     assert_eq!(lines.len(), 3);
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Normed {
+    linear: Linear,
+    norm: BatchNorm,
+}
+
+#[fsdp_unit]
+impl Normed {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.norm.forward(self.linear.forward(x))
+    }
+}
+
+/// PyTorch's option broadcasts buffers too.
+#[test]
+fn running_statistics_are_rank_zeros_where_states_are_synced() {
+    for sync in [true, false] {
+        let ranks = on(2, move |worker| {
+            let device = worker.device();
+            let linear = LinearConfig::new(WIDTH, WIDTH).init(device);
+            let model = Normed { linear, norm: BatchNormConfig::new(WIDTH).init(device) };
+            // Some training before, on inputs of its own.
+            model.forward(input(worker.rank().index(), 0, 4, device));
+            let mean = |norm: &BatchNorm| -> Vec<f32> {
+                norm.running_mean.value_sync().into_data().iter::<f32>().collect()
+            };
+            let before = mean(&model.norm);
+            // The other option wants the same weights on all.
+            let options = FsdpOptions::new().sync_module_states(sync);
+            let ids = [model.linear.weight.id, model.linear.bias.as_ref().expect("a bias").id];
+            let options = if sync { options } else { options.ignored_params(ids) };
+            let model = fully_shard(model, worker, options)?;
+            Ok((before, mean(&model.norm)))
+        });
+        let [(first, shared_first), (second, shared_second)] = &ranks[..] else { panic!("two") };
+        assert_ne!(first, second);
+        assert_eq!(first, shared_first);
+        assert_eq!(shared_second, if sync { first } else { second });
+    }
 }

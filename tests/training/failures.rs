@@ -57,6 +57,45 @@ fn a_rank_that_returns_an_error_ends_the_run() {
 }
 
 #[test]
+fn a_rank_that_ends_before_the_others_is_named_at_once() {
+    let started = Instant::now();
+    let error = launch(options(3), |worker| {
+        let net = fully_shard(Net::new(3, 0.0, worker.device()), &worker, FsdpOptions::new())?;
+        let steps = if worker.rank().index() == 1 { 2 } else { 3 };
+        for step in 0..steps {
+            let (tokens, labels) = batch(step, 0..2, worker.device());
+            net.backward(loss(net.forward(tokens), labels))?;
+        }
+        Ok::<_, Error>(())
+    })
+    .unwrap_err();
+    assert!(started.elapsed() < Duration::from_secs(20), "nobody waits for the time-out");
+    let Some(Error::Collective(CollectiveError::Ended { op, unit, ended })) =
+        error.source.downcast_ref::<Error>()
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((*op, unit.as_str()), ("all_gather", "(root)"));
+    assert_eq!(ended.iter().map(|rank| rank.index()).collect::<Vec<_>>(), [1]);
+}
+
+#[test]
+fn ranks_agree_on_as_many_steps_as_all_have_batches_for() {
+    let steps = launch(options(3), |worker| worker.agree_steps(5 - worker.rank().index()));
+    assert_eq!(steps.unwrap(), [3; 3]);
+}
+
+#[test]
+fn ranks_that_give_another_number_of_values_to_a_sum_are_told() {
+    let error = launch(options(2), |worker| {
+        worker.all_reduce_sum(&mut vec![1.0; 1 + worker.rank().index()])
+    })
+    .unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("2 values") && text.contains("1 values"), "{text}");
+}
+
+#[test]
 fn a_rank_that_sleeps_past_the_timeout_is_named_with_unit_and_operation() {
     let timeout = Duration::from_millis(800);
     let error = train(options(3).timeout(timeout), move |worker, step| {

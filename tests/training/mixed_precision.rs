@@ -3,7 +3,9 @@
 use std::sync::Mutex;
 
 use burn::module::{Module, Param};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{
+    BatchNorm, BatchNormConfig, Linear, LinearConfig, PositionalEncoding, PositionalEncodingConfig,
+};
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::prelude::*;
@@ -249,6 +251,99 @@ fn parameters_are_computed_with_in_the_type_they_come_in_and_rest_in_f32() {
         assert_eq!(model.slot_bytes(), (64 + 36) * DType::BF16.size());
         Ok(())
     });
+}
+
+/// Matrices that stay whole say what inputs become, as those that are gathered do.
+#[test]
+fn inputs_take_the_type_of_matrices_that_stay_whole() {
+    on_two_ranks(|worker| {
+        let device = worker.device();
+        let model =
+            fully_shard(Scaled::new(device), worker, FsdpOptions::new().persist_below(100))?;
+        assert_eq!(model.slot_bytes(), 0);
+        model.backward(model.forward(Tensor::ones([2, 6], device)).sum())?;
+        Ok(())
+    });
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Normed {
+    linear: Linear,
+    norm: BatchNorm,
+    position: Option<PositionalEncoding>,
+}
+
+#[fsdp_unit]
+impl Normed {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let x = self.norm.forward(self.linear.forward(x));
+        self.position.iter().fold(x, |x, position| position.forward(x))
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Outer {
+    linear: Linear,
+    normed: Normed,
+}
+
+#[fsdp_unit]
+impl Outer {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        self.normed.forward(self.linear.forward(x))
+    }
+}
+
+/// Their f32 tensors do not mix with activations in half precision.
+#[test]
+fn what_computes_in_f32_must_lie_in_a_unit_that_does() {
+    on_two_ranks(|worker| {
+        let device = worker.device();
+        let model = |position: bool| {
+            let linear = || LinearConfig::new(6, 6).init(device);
+            let position = position.then(|| PositionalEncodingConfig::new(6).init(device));
+            let norm = BatchNormConfig::new(4).init(device);
+            Outer { linear: linear(), normed: Normed { linear: linear(), norm, position } }
+        };
+        let half = FsdpOptions::new().mixed_precision(BF16);
+        let error = fully_shard(model(false), worker, half.clone()).unwrap_err().to_string();
+        for part in ["normed.norm.running_mean", "BF16", "`normed`", "mixed_precision_for"] {
+            assert!(error.contains(part), "{error}");
+        }
+        let f32 = MixedPrecisionPolicy::new();
+        let apart = half.mixed_precision_for(unit_types![Normed], f32);
+        for position in [false, true] {
+            let model = fully_shard(model(position), worker, apart.clone())?;
+            model.backward(model.forward(Tensor::ones([2, 4, 6], device)).sum())?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_type_that_is_no_unit_of_the_model_cannot_have_a_policy_or_be_wrapped() {
+    let error = on_two_ranks(|worker| {
+        let shard = |options| {
+            let net = Net::new(1, 0.0, worker.device());
+            fully_shard(net, worker, options).map(|_| ()).unwrap_err().to_string()
+        };
+        Ok([
+            shard(FsdpOptions::new().mixed_precision_for(unit_types![Block, Normed], BF16)),
+            shard(FsdpOptions::new().wrap(WrapPolicy::TransformerBased(unit_types![Normed]))),
+            shard(FsdpOptions::new().wrap(WrapPolicy::Named(&["Block", "Normd"]))),
+        ])
+    });
+    for (error, (option, name)) in error.iter().zip([
+        ("mixed_precision_for", "`Normed`"),
+        ("wrap", "`Normed`"),
+        ("wrap", "`Normd`"),
+    ]) {
+        for part in [option, name, "the units of this model are `Net`, `Embed`, `Block`"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
 }
 
 #[test]

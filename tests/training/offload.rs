@@ -8,7 +8,7 @@ use fsdp_runtime::Memory;
 use fsdp_runtime::prelude::*;
 
 use crate::support::trace::{only, record};
-use crate::support::{self, Block, Net, Run, batch, loss};
+use crate::support::{self, Block, LENGTH, Net, Run, VOCABULARY, WIDTH, batch, loss};
 
 const POLICIES: [OffloadPolicy; 3] = [
     OffloadPolicy::Params { pin_memory: false },
@@ -100,7 +100,8 @@ fn a_forward_copies_nothing_to_the_device_itself() {
         for options in POLICIES.iter().flat_map(|&policy| {
             let plain = FsdpOptions::new().seed(1).offload(policy);
             let half = plain.clone().mixed_precision(half);
-            [plain.clone(), half, plain.activation_checkpointing(all)]
+            let whole = plain.clone().strategy(ShardingStrategy::NoShard);
+            [plain.clone(), half, plain.activation_checkpointing(all), whole]
         }) {
             let net = fully_shard(Net::new(2, 0.0, worker.device()), &worker, options)?;
             let (tokens, labels) = batch(0, 0..2, worker.device());
@@ -108,6 +109,7 @@ fn a_forward_copies_nothing_to_the_device_itself() {
             gradients?;
             assert_eq!(only(&lines, &["copy_to_device"]), [""; 0]);
             assert!(!only(&lines, &["unshard"]).is_empty());
+            assert_eq!(net.memory().replicated.now, 0, "what was copied is gone");
             // By itself it does.
             let (_, lines) = record(|| net.head.bias.as_ref().map(Param::val));
             assert_eq!(only(&lines, &["copy_to_device"]), ["copy_to_device (root)"]);
@@ -150,7 +152,12 @@ fn what_rests_on_the_host_takes_no_room_on_the_device() {
     assert_eq!(host.replicated, all.replicated);
     // Its record names the device.
     assert!(host.optimizer.peak.abs_diff(all.optimizer.peak) < 1000);
-    assert_eq!((device.gathered, host.gathered.peak), (all.gathered, 0));
+    assert_eq!((device.gathered.now, host.gathered.peak), (all.gathered.now, 0));
+    // What half a block is sent from, or half the embeddings.
+    let sent = device.gathered.peak - device.gathered.now;
+    let block = 2 * WIDTH * (3 * WIDTH + 5) / 2 * 4;
+    let embeddings = (VOCABULARY + LENGTH) * WIDTH / 2 * 4;
+    assert_eq!(sent, block.max(embeddings));
     assert!(device.gradients.peak < all.gradients.peak && host.gradients.peak > 0);
     let (kept, _) = memory(OffloadPolicy::OptimizerOnly);
     assert_eq!(kept.fragments, all.fragments, "the copies that are kept for backward");

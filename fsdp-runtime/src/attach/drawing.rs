@@ -2,13 +2,15 @@
 //!
 //! Under a seed a value is the same whichever rank draws it, so that processes share the work: one draws
 //! while others do, and while what was drawn before travels. Burn's generator is one a process, and
-//! thread ranks would only wait for it: of those the first draws.
+//! thread ranks would only wait for it: of those the first draws. A rank with one thread has none beside
+//! the one that communicates; unless it is rank 0, it draws nothing.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::OnceLock;
 
 use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
 use crate::backend::{ShardBackend, Stored};
 use crate::collectives::comm::Work;
@@ -52,11 +54,14 @@ impl Drawers {
         // An ignored parameter may be there on some ranks alone.
         let places = || plan.places.iter().copied();
         let lazy = places().zip(lazy.0).filter_map(|(place, lazy)| place.map(|_| lazy)).collect();
-        let lazy: (u64, Vec<bool>) = (process(), lazy);
-        let all = worker.exchange("all_gather", "what is to be drawn", lazy)?;
-        let first = |rank: &usize| all.iter().position(|other| other.0 == all[*rank].0);
-        let ranks = (0..all.len()).filter(|rank| first(rank) == Some(*rank));
-        let on_all = |at: usize| all.iter().all(|rank| rank.1.get(at) == Some(&true));
+        let own = Own { process: process(), threads: rayon::current_num_threads(), lazy };
+        let all = worker.exchange("all_gather", "what is to be drawn", own)?;
+        let first = |own: &Own| all.iter().position(|other| other.process == own.process);
+        let draws = |rank: &usize| {
+            first(&all[*rank]) == Some(*rank) && (*rank == 0 || all[*rank].threads > 1)
+        };
+        let ranks = (0..all.len()).filter(draws);
+        let on_all = |at: usize| all.iter().all(|own| own.lazy.get(at) == Some(&true));
         let to_draw = places().flatten().enumerate().filter(|(at, _)| on_all(*at));
         Ok(Self {
             ranks: ranks.map(|rank| (rank, 0)).collect(),
@@ -75,6 +80,16 @@ impl Drawers {
         *given += numel;
         *rank
     }
+}
+
+/// What a rank tells the others before any draws.
+#[derive(Serialize, Deserialize)]
+struct Own {
+    process: u64,
+    /// Of its rayon pool.
+    threads: usize,
+    /// Whether it has yet to draw each of the sharded parameters.
+    lazy: Vec<bool>,
 }
 
 /// A number that another process hardly has.

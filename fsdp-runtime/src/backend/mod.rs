@@ -220,6 +220,20 @@ macro_rules! with_backend {
 }
 pub(crate) use with_backend;
 
+/// Whether a device is Burn's CPU backend, whose tensors lie in the host's memory.
+pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
+    #[cfg(feature = "flex")]
+    {
+        let device = device.clone().inner();
+        matches!(device.as_dispatch(), burn::backend::DispatchDevice::Flex(_))
+    }
+    #[cfg(not(feature = "flex"))]
+    {
+        let _ = device;
+        false
+    }
+}
+
 /// A device of one's own; some are `Copy`, some are not.
 pub(crate) fn owned<T: Clone>(device: &T) -> T {
     device.clone()

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 #[cfg(feature = "flex")]
 use burn::backend::Flex;
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::ops::NodeGuard;
 use burn::tensor::{DType, DispatchTensor};
 
@@ -178,6 +179,20 @@ impl<B: ShardBackend> Stored<B> {
             }
             #[cfg(feature = "flex")]
             _ => unreachable!("all of a model's gradients rest at one place"),
+        }
+    }
+
+    /// Whether it lies on the device that computes, in this type.
+    pub(crate) fn is_on_device(&self, dtype: DType) -> bool {
+        matches!(self, Self::Device(tensor) if tensor.dtype() == dtype)
+    }
+
+    /// Its number of elements.
+    pub(crate) fn numel(&self) -> usize {
+        match self {
+            Self::Device(tensor) => super::numel::<B>(tensor),
+            #[cfg(feature = "flex")]
+            Self::Host(tensor) => super::numel::<Flex>(tensor),
         }
     }
 

@@ -33,9 +33,14 @@ impl Communicator {
     /// Starts the communication thread of a rank.
     pub(crate) fn start(group: Arc<Group>) -> std::io::Result<Arc<Self>> {
         let (jobs, queue) = channel::<Job>();
-        std::thread::Builder::new()
-            .name(format!("fsdp-comm-{}", group.rank()))
-            .spawn(move || queue.into_iter().for_each(|job| job()))?;
+        let own = group.clone();
+        std::thread::Builder::new().name(format!("fsdp-comm-{}", group.rank())).spawn(
+            move || {
+                queue.into_iter().for_each(|job| job());
+                own.leave();
+            },
+        )?;
+        group.enter();
         Ok(Arc::new(Self {
             group,
             jobs: Mutex::new(jobs),

@@ -97,6 +97,26 @@ impl Group {
         }
     }
 
+    /// A communication thread of this rank starts. Processes tell each other when they end; threads are
+    /// counted.
+    pub(crate) fn enter(&self) {
+        self.local().into_iter().for_each(LocalGroup::enter);
+    }
+
+    /// One of them has ended.
+    pub(crate) fn leave(&self) {
+        self.local().into_iter().for_each(LocalGroup::leave);
+    }
+
+    /// The group of threads that it is, if it is one.
+    fn local(&self) -> Option<&LocalGroup> {
+        match self {
+            Self::Local(group) => Some(group),
+            #[cfg(any(feature = "mpi", feature = "nccl"))]
+            _ => None,
+        }
+    }
+
     /// What has ended the world, if anything has.
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(crate) fn failure(&self) -> Option<CollectiveError> {

@@ -39,7 +39,16 @@ struct State {
     /// By group and sequence number.
     rounds: HashMap<(u64, u64), Round>,
     groups: u64,
+    /// Communication threads that each rank has.
+    threads: HashMap<Rank, usize>,
     failure: Option<CollectiveError>,
+}
+
+impl State {
+    /// Whether a rank had a communication thread and has none any more.
+    fn has_ended(&self, rank: Rank) -> bool {
+        self.threads.get(&rank) == Some(&0)
+    }
 }
 
 #[derive(Debug)]
@@ -159,6 +168,17 @@ impl LocalGroup {
         self.hub.fail(failure);
     }
 
+    /// A communication thread of this rank starts.
+    pub(crate) fn enter(&self) {
+        *self.hub.lock().threads.entry(self.rank()).or_default() += 1;
+    }
+
+    /// One of them has ended: whoever waits for a rank without any waits in vain.
+    pub(crate) fn leave(&self) {
+        self.hub.lock().threads.entry(self.rank()).and_modify(|threads| *threads -= 1);
+        self.hub.changed.notify_all();
+    }
+
     /// This rank.
     pub(crate) fn rank(&self) -> Rank {
         self.members[self.index]
@@ -226,23 +246,30 @@ impl LocalGroup {
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }
-            let Some(left) = hub.timeout.checked_sub(started.elapsed()) else {
-                let absent = state.rounds[&sequence].values.iter().zip(&self.members);
-                let absent = absent.filter(|(value, _)| value.is_none());
-                let failure = CollectiveError::Timeout {
-                    op: op.name,
-                    unit: op.unit.to_string(),
-                    missing: absent.map(|(_, rank)| *rank).collect(),
-                    waited: hub.timeout,
-                };
-                drop(state);
-                hub.fail(failure.clone());
-                return Err(failure);
+            let absent = state.rounds[&sequence].values.iter().zip(&self.members);
+            let absent: Vec<Rank> =
+                absent.filter(|(value, _)| value.is_none()).map(|(_, rank)| *rank).collect();
+            let ended = absent.iter().copied().filter(|rank| state.has_ended(*rank));
+            let ended: Vec<Rank> = ended.collect();
+            let left = hub.timeout.checked_sub(started.elapsed());
+            let (name, unit) = (op.name, op.unit.to_string());
+            let failure = match left {
+                _ if !ended.is_empty() => CollectiveError::Ended { op: name, unit, ended },
+                None => {
+                    let waited = hub.timeout;
+                    CollectiveError::Timeout { op: name, unit, missing: absent, waited }
+                }
+                Some(left) => {
+                    (state, _) = hub
+                        .changed
+                        .wait_timeout(state, left)
+                        .unwrap_or_else(|poisoned| poisoned.into_inner());
+                    continue;
+                }
             };
-            (state, _) = hub
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(|poisoned| poisoned.into_inner());
+            drop(state);
+            hub.fail(failure.clone());
+            return Err(failure);
         }
     }
 }

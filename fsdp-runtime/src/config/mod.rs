@@ -99,7 +99,7 @@ pub struct FsdpConfig {
     pub activation_checkpointing: bool,
     /// `fsdp_state_dict_type`.
     pub state_dict_type: Option<StateDictType>,
-    /// `fsdp_cpu_ram_efficient_loading`: only rank 0 reads the weights to start from.
+    /// `fsdp_cpu_ram_efficient_loading`: one rank initialises a weight, the others receive it.
     pub cpu_ram_efficient_loading: Option<bool>,
     /// `fsdp_sync_module_states`: rank 0's weights are broadcast.
     pub sync_module_states: Option<bool>,

@@ -51,6 +51,9 @@ impl Config {
         if let Some(sync) = fsdp.sync_module_states {
             made = made.sync_module_states(sync);
         }
+        if let Some(efficient) = fsdp.cpu_ram_efficient_loading {
+            made = made.cpu_ram_efficient_loading(efficient);
+        }
         if fsdp.offload_params {
             made = made.offload(OffloadPolicy::Params { pin_memory: true });
         }
@@ -134,7 +137,7 @@ impl Config {
             }
             None | Some(AutoWrapPolicy::TransformerBased) => {
                 let Some(layout) = layout else { return WrapPolicy::Annotated };
-                let units = unit_names(layout);
+                let units = layout.unit_names();
                 let mut wrapped = Vec::new();
                 for name in names {
                     match units.iter().find(|unit| *unit == name) {
@@ -177,17 +180,4 @@ impl Config {
         problems.sort_by_key(|problem| problem.line);
         Err(ConfigError::Invalid { path: self.source.path.clone(), problems })
     }
-}
-
-/// The names of the units in a layout, each once, in its order.
-fn unit_names(node: &Node) -> Vec<&'static str> {
-    fn visit(node: &Node, names: &mut Vec<&'static str>) {
-        if node.is_unit() && !names.contains(&node.ty) {
-            names.push(node.ty);
-        }
-        node.children.iter().for_each(|child| visit(child.node, names));
-    }
-    let mut names = Vec::new();
-    visit(node, &mut names);
-    names
 }

@@ -370,6 +370,7 @@ fn a_file_becomes_options() {
     let expected = FsdpOptions::new()
         .strategy(ShardingStrategy::HybridShardZero2)
         .wrap(WrapPolicy::Named(&["BertLayer", "BertEmbeddings"]))
+        .cpu_ram_efficient_loading(false)
         .shard_size(4);
     assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
     let text = text.replace("  parallelism_config_dp_shard_size: 4\n", "");

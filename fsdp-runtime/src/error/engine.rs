@@ -55,7 +55,8 @@ pub enum EngineError {
     /// Processes that were started as ranks, but not by MPI.
     #[error(
         "{starter} has started this process as rank {rank} of {world}, but to MPI it is rank \
-         {mpi_rank} of {mpi_world}; MPI's ranks are started with `mpirun -n {world}`"
+         {mpi_rank} of {mpi_world}; MPI's ranks are started with `mpirun -n {world}`, or `fsdp launch \
+         --mpi`"
     )]
     NotJoined {
         /// What has started the process.

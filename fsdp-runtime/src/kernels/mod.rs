@@ -195,6 +195,15 @@ fn check_dtype<B: Backend>(device: &B::Device, dtype: DType) -> Result<(), Kerne
     Err(KernelError::Dtype { dtype, device: format!("{device:?}") })
 }
 
+/// That tensors lie on one device.
+fn check_device<'a>(
+    device: &Device,
+    tensors: impl IntoIterator<Item = &'a Tensor<1>>,
+) -> Result<(), KernelError> {
+    let other = tensors.into_iter().map(Tensor::device).find(|other| other != device);
+    other.map_or(Ok(()), |other| Err(KernelError::OtherDevice { device: format!("{other:?}") }))
+}
+
 /// That a range lies within a tensor.
 fn check_range(range: &Range<usize>, len: usize) -> Result<(), KernelError> {
     if range.start <= range.end && range.end <= len {
@@ -224,6 +233,7 @@ pub fn pack(parts: Vec<(Tensor<1>, usize)>, buffer: Tensor<1>) -> Result<Tensor<
     if let Some(pair) = ranges.windows(2).find(|pair| pair[0].end > pair[1].start) {
         return Err(KernelError::Overlap { first: pair[0].clone(), second: pair[1].clone() });
     }
+    check_device(&buffer.device(), parts.iter().map(|(tensor, _)| tensor))?;
     with_backend!(buffer.device(), |B, _device| {
         let parts = parts.into_iter().map(|(tensor, at)| Ok((take::<B>(tensor)?, at)));
         let parts = parts.collect::<Result<_, KernelError>>()?;
@@ -288,6 +298,7 @@ pub fn mean(
             return Err(KernelError::SeveralDtypes { first: first.dtype(), other: part.dtype() });
         }
     }
+    check_device(&first.device(), parts)?;
     with_backend!(first.device(), |B, _device| {
         let parts = parts.iter().cloned().map(take::<B>).collect::<Result<Vec<_>, _>>()?;
         let shape = Shape::from([range.len()]);
@@ -302,6 +313,7 @@ pub fn mean(
 /// [`KernelError`] for tensors on several devices.
 pub fn norm_sums(tensors: &[Tensor<1>], norm: Norm) -> Result<Vec<Sums>, KernelError> {
     let Some(first) = tensors.first() else { return Ok(Vec::new()) };
+    check_device(&first.device(), tensors)?;
     with_backend!(first.device(), |B, _device| {
         let part = |tensor: &Tensor<1>| {
             let range = 0..tensor.shape().num_elements();
@@ -325,6 +337,7 @@ pub fn unscale(
     norm: Norm,
 ) -> Result<(Vec<Tensor<1>>, Vec<Sums>), KernelError> {
     let Some(first) = tensors.first() else { return Ok((tensors, Vec::new())) };
+    check_device(&first.device(), &tensors)?;
     with_backend!(first.device(), |B, _device| {
         let tensors = tensors.into_iter().map(take::<B>).collect::<Result<Vec<_>, _>>()?;
         let (tensors, sums) = B::unscale(tensors, factor, norm);

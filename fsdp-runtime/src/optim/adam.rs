@@ -5,6 +5,8 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{self, AdamState, AdamWState, LearningRate, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor};
 
+use super::on_host::OnHost;
+
 /// What Adam and AdamW share.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moments {
@@ -119,7 +121,7 @@ impl AdamW {
 }
 
 impl Optimizer for AdamW {
-    type State<const D: usize> = AdamWState<D>;
+    type State<const D: usize> = OnHost<AdamWState<D>>;
 
     fn step<const D: usize>(
         &self,
@@ -128,17 +130,23 @@ impl Optimizer for AdamW {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
-        if super::fused::takes_adam(&tensor, &grad, state.as_ref().map(|state| &state.momentum)) {
-            let state = state.map(|state| state.momentum);
+        if super::fused::takes_adam(
+            &tensor,
+            &grad,
+            state.as_ref().map(|OnHost(state)| &state.momentum),
+        ) {
+            let state = state.map(|OnHost(state)| state.momentum);
             let (tensor, state) =
                 super::fused::adam(&self.rule, lr, tensor, grad, state, self.foreach);
-            return (tensor, Some(AdamWState::new(state)));
+            return (tensor, Some(OnHost(AdamWState::new(state))));
         }
-        self.elsewhere.step(lr, tensor, grad, state)
+        let state = state.map(|OnHost(state)| state);
+        let (tensor, state) = self.elsewhere.step(lr, tensor, grad, state);
+        (tensor, state.map(OnHost))
     }
 
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
-        optim::AdamW::to_device(state, device)
+        OnHost(optim::AdamW::to_device(state.0, device))
     }
 }
 
@@ -217,7 +225,7 @@ impl Adam {
 }
 
 impl Optimizer for Adam {
-    type State<const D: usize> = AdamState<D>;
+    type State<const D: usize> = OnHost<AdamState<D>>;
 
     fn step<const D: usize>(
         &self,
@@ -226,17 +234,23 @@ impl Optimizer for Adam {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
-        if super::fused::takes_adam(&tensor, &grad, state.as_ref().map(|state| &state.momentum)) {
-            let state = state.map(|state| state.momentum);
+        if super::fused::takes_adam(
+            &tensor,
+            &grad,
+            state.as_ref().map(|OnHost(state)| &state.momentum),
+        ) {
+            let state = state.map(|OnHost(state)| state.momentum);
             let (tensor, state) =
                 super::fused::adam(&self.rule, lr, tensor, grad, state, self.foreach);
-            return (tensor, Some(AdamState::new(state)));
+            return (tensor, Some(OnHost(AdamState::new(state))));
         }
-        self.elsewhere.step(lr, tensor, grad, state)
+        let state = state.map(|OnHost(state)| state);
+        let (tensor, state) = self.elsewhere.step(lr, tensor, grad, state);
+        (tensor, state.map(OnHost))
     }
 
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
-        optim::Adam::to_device(state, device)
+        OnHost(optim::Adam::to_device(state.0, device))
     }
 }
 

@@ -187,7 +187,7 @@ mod tests {
         for _ in 0..3 {
             let grad = param.clone() * 2.0;
             let (next, left) = adam.step(1e-3, param, grad, state);
-            let momentum = &left.as_ref().unwrap().momentum;
+            let momentum = &left.as_ref().unwrap().0.momentum;
             let max = momentum.max_moment_2.as_ref().unwrap();
             seen.push([&next, &momentum.moment_1, &momentum.moment_2, max].map(address));
             (param, state) = (next, left);

@@ -12,6 +12,9 @@
 //! tensor shares the memory, and then allocates nothing. Elsewhere, and for other number types, the same
 //! formula runs as tensor operations.
 //!
+//! State that is loaded comes into the host's memory, and goes to the parameter's device when that is
+//! stepped next; Burn's own optimizers load it on the default device.
+//!
 //! [`WholeParam`] steps a sharded model with an optimizer that needs whole matrices.
 //!
 //! On Flex an element's result depends on its own numbers alone, not on where it lies in its tensor,
@@ -23,11 +26,13 @@ pub(crate) mod foreach;
 mod fused;
 #[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "the loops are those of Flex"))]
 pub(crate) mod kernel;
+mod on_host;
 mod sgd;
 mod whole;
 
 pub(crate) use self::kernel::{AdamStep, SgdStep};
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
+pub use on_host::OnHost;
 pub use sgd::{Sgd, SgdConfig, SgdState};
 pub use whole::WholeParam;
 pub(crate) use whole::owners;

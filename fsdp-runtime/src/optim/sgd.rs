@@ -7,6 +7,7 @@ use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSi
 use burn::tensor::{Device, Tensor};
 
 use super::adam::with_clipping;
+use super::on_host::host;
 
 /// Configuration of [`Sgd`], with PyTorch's defaults: no momentum, no decay.
 #[derive(Config, Debug)]
@@ -72,7 +73,8 @@ impl<const D: usize> RecordState for SgdState<D> {
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let velocity = src.take_tensor(prefix, VELOCITY);
-        Some(Self { velocity: velocity.map(|velocity| Tensor::from_data(velocity, device)) })
+        let device = host(device);
+        Some(Self { velocity: velocity.map(|velocity| Tensor::from_data(velocity, &device)) })
     }
 }
 

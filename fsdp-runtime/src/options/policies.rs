@@ -135,8 +135,8 @@ pub enum WrapPolicy {
 /// [`Fsdp::accumulate`](crate::Fsdp::accumulate) does with each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum GradientAccumulation {
-    /// Each is reduced, and its fragments are added up: a reduce-scatter a unit and micro-batch,
-    /// and no memory beyond the fragments' gradients.
+    /// Each is reduced, and its fragments are added up: a reduce-scatter a unit and micro-batch, under
+    /// the hybrid strategies an all-reduce too, and no memory beyond the fragments' gradients.
     #[default]
     ReduceEach,
     /// They are added up unsharded and reduced once, with the last (PyTorch's `no_sync`): costs the
@@ -193,7 +193,8 @@ pub enum ActivationCheckpointing {
     Annotated,
     /// All units of the named types: `Units(unit_types![BertLayer])`.
     Units(&'static [UnitType]),
-    /// All but the outermost, whose recomputation would hold every activation again.
+    /// All but the outermost, whose recomputation would hold every activation again, and those that a
+    /// field under `#[fsdp(unit)]` makes, whose calls are not run again; construction warns of them.
     All,
 }
 

@@ -1,20 +1,18 @@
 //! Which units are checkpointed, and every reason why one cannot be.
 
-use super::Inventory;
+use super::inventory::Inventory;
 use crate::error::ShardError;
 use crate::options::ActivationCheckpointing;
 use crate::unit::{FsdpModule, Node};
 use crate::unit_type::UnitType;
 
-impl Inventory {
-    /// Whether the options have a unit checkpointed, which notes its type.
-    pub(super) fn checkpoints<M: FsdpModule>(&mut self) -> bool {
-        let ty = UnitType::of_module::<M>();
-        self.types.push(ty);
-        match self.checkpointing {
+impl Inventory<'_> {
+    /// Whether the options have a unit checkpointed.
+    pub(super) fn checkpoints<M: FsdpModule>(&self) -> bool {
+        match self.options.activation_checkpointing {
             ActivationCheckpointing::None => false,
             ActivationCheckpointing::Annotated => M::CHECKPOINT,
-            ActivationCheckpointing::Units(units) => units.contains(&ty),
+            ActivationCheckpointing::Units(units) => units.contains(&UnitType::of_module::<M>()),
             ActivationCheckpointing::All => true,
         }
     }
@@ -39,18 +37,6 @@ impl Inventory {
                 let unit = self.units[unit].name();
                 self.fail(ShardError::NotReplayable { unit, ty, forward, input, obstacle });
             }
-        }
-    }
-
-    /// A type that is named and not found would silently do nothing.
-    pub(super) fn found_all_checkpointed(&mut self) {
-        let ActivationCheckpointing::Units(units) = self.checkpointing else { return };
-        if let Some(unit) = units.iter().find(|unit| !self.types.contains(unit)) {
-            self.fail(ShardError::InvalidOption {
-                option: "activation_checkpointing",
-                value: format!("Units, with `{}`", unit.name()),
-                expected: "use types of units of this model, as the wrap policy leaves them".into(),
-            });
         }
     }
 }

@@ -4,26 +4,34 @@ use std::collections::HashMap;
 
 use burn::module::ParamId;
 
-use super::Item;
+use super::IgnoredParam;
+use super::inventory::Item;
 use crate::error::ShardError;
 
 /// Resolves declared ties: a path names a parameter, or a module with exactly one matrix.
-pub(super) fn tie(items: &mut [Item], ties: &[(String, String)]) -> Result<(), ShardError> {
-    let resolve = |items: &[Item], path: &str| -> Option<usize> {
-        if let Some(exact) = items.iter().position(|item| item.path == path) {
-            return Some(exact);
-        }
-        let below = |item: &Item| {
-            item.shape.len() >= 2
-                && item.path.strip_prefix(path).is_some_and(|rest| rest.starts_with('.'))
-        };
-        items.iter().position(below)
-    };
+/// None of them may be ignored.
+pub(super) fn tie(
+    items: &mut [Item],
+    ties: &[(String, String)],
+    ignored: &[IgnoredParam],
+) -> Result<(), ShardError> {
     for (first, second) in ties {
-        // Both exist in the static tree; an `Option` on the way may be empty in this model.
-        let (Some(first), Some(second)) = (resolve(items, first), resolve(items, second)) else {
-            continue;
+        let at = |path| resolve(items.iter().map(|item| (&*item.path, &*item.shape)), path);
+        let ignored_at = |path| {
+            let entries = ignored.iter().map(|param| &param.entry);
+            resolve(entries.map(|entry| (&*entry.path, &*entry.shape)), path)
         };
+        let (at_first, at_second) = (at(first), at(second));
+        for (own, path, other) in [(at_first, first, second), (at_second, second, first)] {
+            if own.is_none()
+                && let Some(place) = ignored_at(path)
+            {
+                let ignored = ignored[place].entry.path.clone();
+                return Err(ShardError::IgnoredTie { ignored, other: other.clone() });
+            }
+        }
+        // Both exist in the static tree; an `Option` on the way may be empty in this model.
+        let (Some(first), Some(second)) = (at_first, at_second) else { continue };
         if items[first].shape != items[second].shape {
             return Err(ShardError::TieShape {
                 first: items[first].path.clone(),
@@ -46,6 +54,16 @@ pub(super) fn tie(items: &mut [Item], ties: &[(String, String)]) -> Result<(), S
         }
     }
     Ok(())
+}
+
+/// Which of these parameters, of paths and shapes, a path names: itself, or the first matrix below it.
+fn resolve<'a>(
+    params: impl Iterator<Item = (&'a str, &'a [usize])> + Clone,
+    path: &str,
+) -> Option<usize> {
+    let below = |name: &str| name.strip_prefix(path).is_some_and(|rest| rest.starts_with('.'));
+    let exact = params.clone().position(|(name, _)| name == path);
+    exact.or_else(|| params.clone().position(|(name, shape)| shape.len() >= 2 && below(name)))
 }
 
 /// The place that holds the weight of place `index`.
@@ -100,7 +118,7 @@ mod tests {
         };
         let mut items: Vec<Item> = ["a", "b", "c", "d"].into_iter().enumerate().map(item).collect();
         let ties: Vec<_> = ties.iter().map(|(a, b)| (a.to_string(), b.to_string())).collect();
-        tie(&mut items, &ties)?;
+        tie(&mut items, &ties, &[])?;
         shared(&items)?;
         Ok((0..items.len()).map(|index| owner(&items, index)).collect())
     }

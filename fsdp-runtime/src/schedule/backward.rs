@@ -5,11 +5,11 @@ use burn::tensor::DType;
 
 use super::{Pass, Running, Schedule, State, When, count};
 use crate::autodiff::{BackwardHooks, Depth, State as OpState};
-use crate::backend::{Float, ShardBackend, Stored, bytes, cast};
+use crate::backend::{Float, Rest, ShardBackend, Stored, bytes, cast};
 use crate::collectives::{Op, ProcessGroup, Reduce};
 use crate::error::Error;
 use crate::group::{Call, Reduction, Unit, add_up};
-use crate::memory::Use;
+use crate::memory::{Counted, Use};
 use crate::options::{BackwardPrefetch, GradientAccumulation};
 use crate::param::CallId;
 use crate::recompute::Kept;
@@ -176,11 +176,15 @@ impl<B: ShardBackend> Schedule<B> {
         let keep: Vec<Reduce> = keep.collect();
         let world = self.settings.mesh.world.size();
         let (device, rest) = (self.device.clone(), self.settings.rest);
+        let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
+        let ledger = self.ledger.clone();
         let replicate = self.settings.groups.replicate.clone();
         if replicate.is_some() {
             count(&self.counters.all_reduces);
         }
         let work = self.comm.issue_on(&self.settings.groups.shard, move |group| {
+            // Beside the full ones, until these are no longer there or those rest on the host.
+            let counted = Counted::new(&ledger, Use::Reducing, results);
             let divisor = if replicate.is_some() { 1 } else { world };
             let mut reduced = ProcessGroup::<B>::reduce_scatter(
                 group, &op, &device, gradients, &keep, &layout, divisor,
@@ -207,7 +211,8 @@ impl<B: ShardBackend> Schedule<B> {
             }
             B::complete(&device);
             let laid = |gradient: Option<Float<B>>| Some(Stored::rest(gradient?, rest));
-            Ok(reduced.into_iter().map(laid).collect())
+            let reduced = reduced.into_iter().map(laid).collect();
+            Ok((reduced, (rest == Rest::Device).then_some(counted)))
         });
         state.reductions.push_back(Reduction { unit: index, bytes, work });
         Ok(())
@@ -217,8 +222,9 @@ impl<B: ShardBackend> Schedule<B> {
     fn collect_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
         while let Some(Reduction { unit, bytes, work }) = state.reductions.pop_front() {
             tracing::trace!(target: "fsdp", unit = %self.units[unit].name, "fsdp::wait_for_reduce");
-            let reduced = work.wait()?;
+            let (reduced, counted) = work.wait()?;
             self.ledger.give_back(Use::Gradients, bytes);
+            drop(counted);
             let sums = &mut state.units[unit].reduced;
             let bytes = |sums: &[Option<Stored<B>>]| -> usize {
                 sums.iter().flatten().map(Stored::bytes).sum()

@@ -10,6 +10,7 @@
 //! Depths count from each graph's own leaves, so the calls of the outer graph that run backward are
 //! set aside meanwhile.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
@@ -18,13 +19,13 @@ use burn::tensor::{DispatchTensor, Shape};
 
 use super::{Pass, Running, Schedule, State, When};
 use crate::autodiff::{State as OpState, zero};
-use crate::backend::{Float, ShardBackend, Tracked, Value, cast, new_leaf};
+use crate::backend::{Float, Leaf, ShardBackend, Tracked, Value, cast, new_leaf};
 use crate::error::{Error, ScheduleError};
-use crate::group::Checkpoint;
+use crate::group::{Checkpoint, Held};
 use crate::memory::{Counted, Use};
 use crate::nn::tape::Playing;
 use crate::options::BackwardPrefetch;
-use crate::param::CallId;
+use crate::param::{CallId, Place};
 use crate::recompute::{Arrived, Kept, KeptInput, Taken, descend, recompute, seed};
 use crate::replay::KeptForward;
 
@@ -51,11 +52,29 @@ impl<B: ShardBackend> Schedule<B> {
         true
     }
 
-    /// The leaf of a trainable parameter in a unit, or in one within it.
-    fn first_leaf(&self, state: &State<B>, unit: usize) -> Option<Tracked<B>> {
+    /// A unit and those within it.
+    fn subtree(&self, unit: usize) -> RangeInclusive<usize> {
         let level = self.units[unit].level;
         let within = self.units[unit + 1..].iter().take_while(|inner| inner.level > level).count();
-        let units = &state.units[unit..=unit + within];
+        unit..=unit + within
+    }
+
+    /// The leaves that tied places in a unit and in those within it take theirs from.
+    fn tied_leaves(&self, state: &State<B>, unit: usize) -> Vec<(Place, Leaf<B>)> {
+        let leaf = |unit: usize, held: &Held| {
+            let &Held::TiedTo(entry) = held else { return None };
+            let fragment = state.units[unit].fragments[entry].as_ref()?;
+            Some((Place { unit, entry }, fragment.leaf.clone()?))
+        };
+        let places = self.subtree(unit).flat_map(|unit| {
+            self.units[unit].entries.iter().filter_map(move |entry| leaf(unit, &entry.held))
+        });
+        places.collect()
+    }
+
+    /// The leaf of a trainable parameter in a unit, or in one within it.
+    fn first_leaf(&self, state: &State<B>, unit: usize) -> Option<Tracked<B>> {
+        let units = &state.units[self.subtree(unit)];
         let mut fragments = units.iter().flat_map(|unit| &unit.fragments).flatten();
         let leaf = fragments.find_map(|fragment| fragment.leaf.as_ref())?;
         Some(descend(leaf, &self.device))
@@ -103,8 +122,13 @@ impl<B: ShardBackend> Schedule<B> {
 
     /// The forward of a checkpointed call has run; it is kept with its inputs.
     pub(super) fn end_checkpoint(&self, id: CallId, forward: KeptForward) {
-        let mut state = self.lock();
-        if let Some(checkpoint) = checkpoint(&mut state, id) {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        if let Some(unit) = state.calls.get(&id).map(|call| call.unit) {
+            let tied = self.tied_leaves(state, unit);
+            state.calls.entry(id).and_modify(|call| call.tied = tied);
+        }
+        if let Some(checkpoint) = checkpoint(state, id) {
             let inputs = std::mem::take(&mut checkpoint.inputs);
             let on_host = inputs.iter().filter_map(|input| input.host.as_ref());
             let on_host = on_host.map(|data| data.num_elements() * data.dtype().size()).sum();
@@ -255,6 +279,11 @@ impl<'a, B: ShardBackend> Again<'a, B> {
             tracing::trace_span!(target: "fsdp", "fsdp::pre_backward", unit = %name).entered();
         call.entered = true;
         call.open = Some(op.alive.clone());
+        for (place, leaf) in std::mem::take(&mut call.tied) {
+            if let Some(fragment) = &mut state.units[place.unit].fragments[place.entry] {
+                fragment.leaf = Some(leaf);
+            }
+        }
         state.units[unit].backwards += 1;
         again.unit = unit;
         again.outer = std::mem::take(&mut state.running);

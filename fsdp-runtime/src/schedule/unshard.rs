@@ -12,7 +12,7 @@ use crate::collectives::group::Group;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
 use crate::group::{Held, Residency};
-use crate::memory::Use;
+use crate::memory::{Counted, Ledger, Use};
 use crate::slot::Slot;
 
 /// What a rank gives to an all-gather of one flat range.
@@ -43,12 +43,16 @@ struct Gather<B: ShardBackend> {
     slot: Arc<Slot<B>>,
     /// Bytes that this rank has given to all-gathers.
     sent_bytes: Arc<AtomicUsize>,
+    ledger: Arc<Ledger>,
 }
 
 impl<B: ShardBackend> Gather<B> {
     /// Runs it among `group`, on the communication thread.
     fn run(self, group: &Group, device: &B::Device, rest: Rest) -> Result<(), CollectiveError> {
-        let Self { op, pieces, numel, dtype, slot, sent_bytes } = self;
+        let Self { op, pieces, numel, dtype, slot, sent_bytes, ledger } = self;
+        let made = |piece: &&Piece<B>| piece.sent.is_none() && !piece.value.is_on_device(dtype);
+        let made = pieces.iter().filter(made).map(|piece| piece.value.numel() * dtype.size());
+        let _made = Counted::new(&ledger, Use::Sending, made.sum());
         let send = |Piece { at, value, sent }: Piece<B>| {
             let cross = || value.on_device(device, dtype, rest);
             let value = match sent {
@@ -77,7 +81,8 @@ impl<B: ShardBackend> Schedule<B> {
     ) -> Result<(), Error> {
         let unit = &self.units[index];
         let slots = state.slots_of[index].clone();
-        if slots.is_empty() {
+        let copies = self.copies(state, index, pass);
+        if slots.is_empty() && copies.is_empty() {
             return Ok(());
         }
         if when == When::Now {
@@ -97,9 +102,9 @@ impl<B: ShardBackend> Schedule<B> {
             count(&self.counters.all_gathers);
             let op = Op::new("all_gather", unit.name.clone()).of(numel);
             let (slot, sent_bytes) = (state.slots[*slot].clone(), self.counters.sent_bytes.clone());
-            Gather { op, pieces, numel, dtype, slot, sent_bytes }
+            let ledger = self.ledger.clone();
+            Gather { op, pieces, numel, dtype, slot, sent_bytes, ledger }
         };
-        let copies = self.copies(state, index, pass);
         if !copies.is_empty() {
             state.units[index].copied = unit.whole_bytes();
             self.ledger.take(Use::Copied, unit.whole_bytes());

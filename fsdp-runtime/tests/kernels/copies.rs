@@ -1,4 +1,4 @@
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::kernels;
 
 use super::support::{DTYPES, LENGTHS, bits, device, devices, dtypes, numbers, tensor};
@@ -137,5 +137,27 @@ fn many_small_parts_are_packed_in_one_buffer_and_come_out_again() {
         for (unpacked, (part, at)) in unpacked.iter().zip(&parts) {
             assert_eq!(bits(unpacked), bits(part), "at {at} on {device:?}");
         }
+    }
+}
+
+/// Halfway between two numbers, beside it, NaN, infinite, and so large that it becomes so: also where
+/// the processor cannot round and the kernel does in integers.
+#[test]
+fn every_kind_of_number_is_rounded_to_bf16_as_on_flex() {
+    let Some(device) = device() else { return };
+    if !device.supports_dtype(FloatDType::BF16) {
+        return eprintln!("skipped: {device:?} has no bf16");
+    }
+    let upper = [0x0000u32, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x477F, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC1];
+    let lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF];
+    let magnitudes = upper.iter().flat_map(|upper| lower.map(|lower| upper << 16 | lower));
+    let values: Vec<f32> =
+        magnitudes.flat_map(|bits| [bits, bits | 1 << 31]).map(f32::from_bits).collect();
+    for divisor in [None, Some(1.0), Some(2.0)] {
+        let on = |device: &Device| {
+            let values = tensor(&values, device, FloatDType::F32);
+            bits(&kernels::cast(values, FloatDType::BF16, divisor).unwrap())
+        };
+        assert_eq!(on(&device), on(&Device::flex()), "{divisor:?}");
     }
 }

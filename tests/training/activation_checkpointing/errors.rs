@@ -235,7 +235,9 @@ fn a_type_that_is_not_there_is_an_error_at_construction() {
     let error = refused(ActivationCheckpointing::Units(unit_types![Fickle, Moded]), |device| {
         Model { fickle: fickle(device), ..model(device) }
     });
-    assert!(error.to_string().contains("`activation_checkpointing` is Units, with `Moded`"));
+    let text = error.to_string();
+    assert!(text.contains("`activation_checkpointing` is a list with `Moded`"), "{text}");
+    assert!(text.contains("the units of this model are `Model`, "), "{text}");
 }
 
 #[test]

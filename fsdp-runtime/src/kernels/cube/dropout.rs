@@ -139,13 +139,13 @@ fn dropped<F: Float, N: Size>(
 ///
 /// # Panics
 ///
-/// For 2^34 elements and more.
+/// For 2^32 elements and more, which indices on a device do not count.
 pub(crate) fn dropout(tensor: CubeTensor, mask: &MaskSource) -> CubeTensor {
     let tensor = contiguous(tensor);
     let target = empty(&tensor.device, tensor.shape(), tensor.dtype);
     let (client, dtype) = (tensor.client.clone(), element(tensor.dtype));
     let numel = tensor.shape().num_elements();
-    assert!(numel < 1 << 34, "dropout takes fewer than 2^34 elements");
+    assert!(numel < 1 << 32, "dropout takes fewer than 2^32 elements, not {numel}");
     let tile = Tile::new(&client);
     let runs = [&Run::of(&tensor), &Run::of(&target)];
     for span in spans_within(&client, &runs, numel, LANES) {

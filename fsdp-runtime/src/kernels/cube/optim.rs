@@ -19,8 +19,8 @@ use crate::optim::{AdamStep, SgdStep};
 /// Tensors that share a launch, at most: the kernel's body is there once for each.
 const MOST: usize = 8;
 
-/// A step on some tensors, the parameter first: those a launch may be shared with are alike in `step`
-/// and in how many they are.
+/// A step on some tensors, the parameter first: those a launch may be shared with are alike in `step`,
+/// in how many they are and in their device.
 struct Pending<S> {
     step: S,
     tensors: Vec<CubeTensor>,
@@ -37,8 +37,10 @@ fn alike<S: PartialEq + Copy>(pending: &mut Vec<Pending<S>>) -> Option<(S, Vec<V
         return None;
     }
     let Pending { step, tensors } = pending.remove(0);
-    let count = tensors.len();
-    let like = |other: &mut Pending<S>| other.step == step && other.tensors.len() == count;
+    let (count, device) = (tensors.len(), tensors[0].device.clone());
+    let like = |other: &mut Pending<S>| {
+        other.step == step && other.tensors.len() == count && other.tensors[0].device == device
+    };
     let others = pending.extract_if(.., like).map(|other| other.tensors);
     Some((step, std::iter::once(tensors).chain(others).collect()))
 }

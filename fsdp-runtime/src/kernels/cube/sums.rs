@@ -24,12 +24,11 @@ use crate::norm::Norm;
 
 /// Sums of each tensor are a multiple of this.
 const LEAST: usize = 256;
-/// On a device that runs units side by side: elements that a sum is made of, and sums of a tensor, at
-/// least and at most. Those are added up again, to at most `LEFT`, before the host reads them.
+/// On a device that runs units side by side: elements that a sum is made of, at least, and sums of a
+/// tensor, at most. As many of those are added up again before the host reads them.
 const ROWS: usize = 32;
 const MOST: usize = 1 << 17;
-const LEFT: usize = 1 << 12;
-/// On a device that runs units in turn: neighbouring vectors that a unit adds up.
+/// On a device that runs units in turn: neighbouring vectors that a sum is made of.
 const BLOCK: usize = 512;
 /// Tensors that share a launch, at most: the kernel's body is there once for each.
 const TOGETHER: usize = 8;
@@ -55,7 +54,8 @@ impl Term {
     }
 }
 
-/// Unit `u` of a part adds up vectors `u·each`, then on in strides of its `step`, `rows` of them.
+/// Units go through a part in tiles: `lanes` neighbouring units go through `lanes · rows` vectors together,
+/// row by row.
 #[cube(launch_unchecked)]
 fn sums_kernel<F: Float, N: Size>(
     data: &mut Sequence<Box<[Vector<F, N>]>>,
@@ -65,16 +65,14 @@ fn sums_kernel<F: Float, N: Size>(
     counts: &Sequence<usize>,
     places: &Sequence<usize>,
     units: &Sequence<usize>,
-    steps: &Sequence<usize>,
     rows: &Sequence<usize>,
-    each: usize,
     factor: f32,
     exponent: f32,
     zero: u32,
     #[comptime] term: Term,
     #[comptime] scale: bool,
     #[comptime] join: bool,
-    #[comptime] blocks: bool,
+    #[comptime] lanes: usize,
     #[comptime] integers: bool,
     #[define(F)] _dtype: ElemType,
 ) {
@@ -89,16 +87,19 @@ fn sums_kernel<F: Float, N: Size>(
                 sum = sums[place];
                 top = tops[place];
             }
-            let mut index = unit * each;
-            let step = steps[part];
-            let mut row = 0usize;
-            if comptime!(blocks) {
+            let first = firsts[part];
+            let tile = rows[part] * comptime!(lanes);
+            let mut index = unit / comptime!(lanes) * tile;
+            let end = min(index + tile, counts[part]);
+            index += unit % comptime!(lanes);
+            if comptime!(lanes == 1) {
                 // Four streams: memory answers them side by side where each comes to a new page, and
                 // sums of four need not wait for each other.
                 let quarter = comptime!(BLOCK / 4);
-                if rows[part] == comptime!(BLOCK) && index + comptime!(BLOCK) <= counts[part] {
-                    while row < quarter {
-                        let at = firsts[part] + index + row;
+                if index + comptime!(BLOCK) == end {
+                    let mut at = first + index;
+                    let last = at + quarter;
+                    while at < last {
                         let a = magnitude(data, part, at, factor, scale, integers);
                         let b = magnitude(data, part, at + quarter, factor, scale, integers);
                         let c = magnitude(data, part, at + 2 * quarter, factor, scale, integers);
@@ -106,17 +107,16 @@ fn sums_kernel<F: Float, N: Size>(
                         top = max(top, max(max(a, b), max(c, d)));
                         sum += (addend(a, exponent, zero, term) + addend(b, exponent, zero, term))
                             + (addend(c, exponent, zero, term) + addend(d, exponent, zero, term));
-                        row += 1;
+                        at += 1;
                     }
-                    row = rows[part];
+                    index = end;
                 }
             }
-            while row < rows[part] && index < counts[part] {
-                let bits = magnitude(data, part, firsts[part] + index, factor, scale, integers);
+            while index < end {
+                let bits = magnitude(data, part, first + index, factor, scale, integers);
                 top = max(top, bits);
                 sum += addend(bits, exponent, zero, term);
-                index += step;
-                row += 1;
+                index += comptime!(lanes);
             }
             sums[place] = sum;
             tops[place] = top;
@@ -207,18 +207,21 @@ struct Plan {
     sums: usize,
     /// Those that the host reads.
     left: usize,
+    /// Rows of a tile.
+    rows: usize,
 }
 
 impl Plan {
-    /// Blocks of one unit on a CPU, whose cache they run through in order; elsewhere strides, so
-    /// that neighbouring units read neighbouring vectors.
+    /// Tiles of one unit on a CPU, whose cache it runs through in order; elsewhere of `LEAST` elements
+    /// a row, so that neighbouring units read neighbouring vectors.
     fn new(client: &Client, numel: usize) -> Self {
         if on_cpu(client) {
             let sums = numel.div_ceil(BLOCK).next_multiple_of(LEAST);
-            return Self { sums, left: sums };
+            return Self { sums, left: sums, rows: BLOCK };
         }
-        let sums = (numel / ROWS).next_power_of_two().clamp(LEAST, MOST);
-        Self { sums, left: (sums / ROWS).clamp(LEAST, LEFT) }
+        let rows = numel.div_ceil(MOST).max(ROWS);
+        let sums = numel.div_ceil(LEAST * rows).max(1) * LEAST;
+        Self { sums, left: (sums / ROWS).next_multiple_of(LEAST), rows }
     }
 }
 
@@ -290,24 +293,24 @@ fn add_up(client: &Client, request: &Request, jobs: &[Job<1>], shares: &[Share],
                 continue;
             }
             let (mut data, mut firsts, mut places) = (Vec::new(), Vec::new(), Vec::new());
-            let (mut units, mut steps, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+            let (mut units, mut rows) = (Vec::new(), Vec::new());
             for (index, span) in &parts {
                 let (buffer, first) = span.argument(&jobs[*index].runs[0]);
                 let Share { plan, at, .. } = &shares[*index];
-                let all = plan.sums / width;
                 // A second span's elements go into the sums they would go into as part of one more
                 // vector; on a CPU, where that is not needed, into the first.
-                let (place, unit, step, row) = match (join, blocks) {
-                    (false, true) => (0, all, 1, BLOCK),
-                    (false, false) => (0, all, all, span.count.div_ceil(all)),
-                    (true, true) => (0, span.count, span.count, 1),
-                    (true, false) => (span.start % plan.sums, span.count, span.count, 1),
+                let (place, unit, row) = match (join, blocks) {
+                    (false, _) => (0, plan.sums / width, plan.rows),
+                    (true, true) => (0, span.count, 1),
+                    (true, false) => {
+                        let tile = span.start / (LEAST * plan.rows);
+                        (tile * LEAST + span.start % LEAST, span.count, 1)
+                    }
                 };
                 data.push(buffer);
                 firsts.push(first);
                 places.push(at / width + place);
                 units.push(unit);
-                steps.push(step);
                 rows.push(row);
             }
             let dtype = jobs[parts[0].0].runs[0].dtype;
@@ -329,16 +332,14 @@ fn add_up(client: &Client, request: &Request, jobs: &[Job<1>], shares: &[Share],
                     parts.iter().map(|(_, span)| span.count).collect(),
                     places.into_iter().collect(),
                     units.into_iter().collect(),
-                    steps.into_iter().collect(),
                     rows.into_iter().collect(),
-                    if blocks && !join { BLOCK } else { 1 },
                     request.factor.unwrap_or(1.0),
                     request.exponent(),
                     0,
                     Term::of(request.norm),
                     request.factor.is_some(),
                     join,
-                    blocks,
+                    if blocks { 1 } else { LEAST / width },
                     in_integers(client, dtype),
                     element(dtype),
                 );
