@@ -213,7 +213,7 @@ fn ranks_that_are_seeded_apart_all_learn_it() {
     let Some(command) = mpirun(3, "rank_with_a_seed_of_its_own") else { return };
     let ended = Ended::of(command);
     assert!(ended.success, "{}", ended.text);
-    let told = "rank 0 has `seed 0`, rank 1, 2 has `seed 1`";
+    let told = "rank 0 has `option seed: Some(0)`, rank 1, 2 has `option seed: Some(1)`";
     assert_eq!(ended.text.matches(told).count(), 3, "{}", ended.text);
 }
 

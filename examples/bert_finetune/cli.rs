@@ -36,8 +36,9 @@ pub struct Cli {
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: u64,
 
-    /// What is sharded: FULL_SHARD (all of it) or NO_SHARD (every rank holds the whole model)
-    /// [default: FULL_SHARD]
+    /// What is sharded: FULL_SHARD (all of it), SHARD_GRAD_OP (weights stay gathered until backward),
+    /// NO_SHARD (every rank holds the whole model), HYBRID_SHARD or HYBRID_SHARD_ZERO2 (as the first two,
+    /// on each machine) [default: FULL_SHARD]
     #[arg(long, value_name = "NAME")]
     pub strategy: Option<ShardingStrategy>,
 

@@ -9,6 +9,7 @@ mod ignored;
 mod initialisation;
 mod load;
 mod merge;
+mod offload;
 mod pretrained;
 mod record;
 mod resume;

@@ -12,12 +12,12 @@ use fsdp_runtime::{CheckpointError, Error, GradScalerConfig, unit_types};
 use crate::support::checkpoint::{Part, optimizer, same_bits, schedule, sharded, train_step};
 use crate::support::{self, batch};
 
-fn bits(losses: &[f64]) -> Vec<u64> {
+pub fn bits(losses: &[f64]) -> Vec<u64> {
     losses.iter().map(|loss| loss.to_bits()).collect()
 }
 
 /// Trains `first`, saves, and goes on as `second`; the losses of both and the last parameters.
-fn resumed(first: Part, second: Part) -> (Vec<f64>, fsdp_runtime::FullState) {
+pub fn resumed(first: Part, second: Part) -> (Vec<f64>, fsdp_runtime::FullState) {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().join("checkpoint");
     let (mut losses, _) = first.save(&folder).launch();

@@ -22,6 +22,7 @@ pub struct Part {
     pub world: usize,
     pub dropout: f64,
     pub options: FsdpOptions,
+    pub optimizer: fn() -> ModuleOptimizer,
     pub from: Option<PathBuf>,
     pub until: usize,
     pub save: Option<PathBuf>,
@@ -30,7 +31,7 @@ pub struct Part {
 impl Part {
     pub fn new(world: usize) -> Self {
         let options = FsdpOptions::new().seed(7);
-        Self { world, dropout: 0.0, options, from: None, until: 10, save: None }
+        Self { world, dropout: 0.0, options, optimizer, from: None, until: 10, save: None }
     }
 
     pub fn until(self, until: usize) -> Self {
@@ -43,6 +44,10 @@ impl Part {
 
     pub fn options(self, options: FsdpOptions) -> Self {
         Self { options, ..self }
+    }
+
+    pub fn optimizer(self, optimizer: fn() -> ModuleOptimizer) -> Self {
+        Self { optimizer, ..self }
     }
 
     pub fn strategy(self, strategy: ShardingStrategy) -> Self {
@@ -70,7 +75,7 @@ impl Part {
         // What a resumed run starts from must not matter: it has other weights at first.
         let seed = if self.from.is_some() { 99 } else { 7 };
         let mut net = sharded(worker, self.dropout, self.options.clone().seed(seed))?;
-        let mut optimizer = optimizer();
+        let mut optimizer = (self.optimizer)();
         let mut schedule = schedule();
         let mut step = 0;
         if let Some(folder) = &self.from {

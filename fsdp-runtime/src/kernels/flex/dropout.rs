@@ -63,8 +63,9 @@ fn batch<E: Number>(
         for half in 0..2 {
             let (at, draws) = (word * 2 + half, draws.map(|draws| draws[half]));
             // Between two batches are too many instructions for a processor to look beyond, and in one
-            // go too many lines to wait for.
+            // go too many lines to wait for: those that are written too, which it reads first.
             prefetch_beyond::<2048, _>(&groups[at]);
+            prefetch_beyond::<2048, _>(&rooms[at]);
             E::dropped(&groups[at], &draws, limits, &mut rooms[at]);
         }
     }
