@@ -6,6 +6,8 @@ mod support;
 
 use std::sync::Mutex;
 
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{LearningRate, Optimizer, Sgd, SgdConfig, SgdState};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::optim::WholeParam;
@@ -57,6 +59,45 @@ fn offload_from_a_cubecl_device_changes_no_loss() {
         let options = plain.options.clone().offload(policy);
         Run { options, ..plain.clone() }.launch().assert_close(&expected, 1e-6);
     }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Shifted {
+    linear: Linear,
+    own: Linear,
+    table: Tensor<2>,
+}
+
+#[fsdp_unit]
+impl Shifted {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.own.forward(self.linear.forward(x)) + self.table.clone()
+    }
+}
+
+/// What is not managed goes to the device that computes: tables, and ignored parameters as leaves.
+#[test]
+fn a_model_that_is_offloaded_may_be_built_on_the_host() {
+    launch(LaunchOptions::new(1).device(Device::cpu()), |worker| {
+        let flex = Device::flex().autodiff();
+        let linear = || LinearConfig::new(4, 4).init(&flex);
+        let (own, table) = (linear(), Tensor::ones([2, 4], &flex));
+        // One that has its value already.
+        let own = Linear { weight: own.weight.map(|it| it.ones_like().require_grad()), ..own };
+        let ids = [own.weight.id, own.bias.as_ref().expect("a bias").id];
+        let options = FsdpOptions::new().offload(OffloadPolicy::Params { pin_memory: false });
+        let options = options.ignored_params(ids);
+        let model = fully_shard(Shifted { linear: linear(), own, table }, &worker, options)?;
+        let x = Tensor::ones([2, 4], worker.device());
+        let gradients = model.backward(model.forward(x).sum())?;
+        let own = gradients.get::<2>(ids[0]).expect("an ignored parameter has a gradient");
+        assert_eq!(own.device(), Device::cpu());
+        let sharded = gradients.get::<2>(model.linear.weight.id).expect("so has another");
+        assert_eq!(sharded.device(), Device::flex());
+        Ok::<_, Error>(())
+    })
+    .unwrap();
 }
 
 /// Burn's SGD, which tells the device of all that it steps.

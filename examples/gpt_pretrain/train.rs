@@ -157,14 +157,13 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
             losses.len() + 1
         );
         losses.push(value / std::f64::consts::LN_2);
+        let took = begin.elapsed().as_secs_f64();
+        seconds.push(took);
+        log.update(Update { norm, seconds: took });
         if losses.len() == 1 {
             // From here on the optimizer has its state.
             model.record_optimizer(&optimizer)?;
         }
-
-        let took = begin.elapsed().as_secs_f64();
-        seconds.push(took);
-        log.update(Update { norm, seconds: took });
         let updates = losses.len();
         if updates.is_multiple_of(recipe.log_interval) || updates == total {
             let since = &mut losses[logged..];

@@ -325,7 +325,8 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         self.next += 1;
         let Some(place) = self.plan.places[index] else {
             return match self.constants_device() {
-                Some(device) => param.to_device(&device),
+                // As a leaf of its own, which `to_device` would not leave it.
+                Some(device) => param.fork(&device),
                 None => param,
             };
         };

@@ -1,11 +1,12 @@
 //! One enum per concern; variants carry data, their text says what would be right.
 
+mod collective;
 mod engine;
-
-use std::time::Duration;
 
 use burn::tensor::DType;
 
+pub use self::collective::CollectiveError;
+use self::collective::join;
 pub use self::engine::EngineError;
 use crate::checkpoint::CheckpointError;
 use crate::mesh::{Rank, WorldSize};
@@ -138,11 +139,11 @@ pub enum ShardError {
         /// What works there.
         computed: String,
     },
-    /// A module that computes in f32, in a unit whose inputs are cast to another type.
+    /// A running statistic in f32, in a unit whose inputs are cast to another type.
     #[error(
-        "`{path}` is a `{ty}`, whose f32 tensors do not mix with {dtype:?}, to which the inputs of \
-         {unit} are cast; hold it in a unit of its own that `mixed_precision_for` leaves in f32, such \
-         as `mixed_precision_for(unit_types![..], MixedPrecisionPolicy::new())`"
+        "`{path}` is a `{ty}` in f32, which does not mix with {dtype:?}, to which the inputs of {unit} \
+         are cast; hold its module in a unit of its own that `mixed_precision_for` leaves in f32, as \
+         `mixed_precision_for(unit_types![..], MixedPrecisionPolicy::new())` does"
     )]
     FullPrecision {
         /// The module.
@@ -264,98 +265,6 @@ pub enum ShardError {
         /// What would be right.
         expected: String,
     },
-}
-
-/// A collective that did not complete. Every rank of the group gets the same one.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum CollectiveError {
-    /// Ranks that did not join in time.
-    #[error(
-        "{op} of {unit}: rank {missing} did not join within {waited:?}; it is slower than the \
-         time-out, or took another branch",
-        missing = join(missing)
-    )]
-    Timeout {
-        /// The operation.
-        op: &'static str,
-        /// The unit, or what else the collective was for.
-        unit: String,
-        /// The ranks that were waited for.
-        missing: Vec<Rank>,
-        /// How long.
-        waited: Duration,
-    },
-    /// Ranks that have ended their run, as thread ranks do, while others go on.
-    #[error(
-        "{op} of {unit}: rank {ended} has ended its run; every rank must take as many steps, and so be \
-         given as many batches",
-        ended = join(ended)
-    )]
-    Ended {
-        /// The operation.
-        op: &'static str,
-        /// The unit, or what else the collective was for.
-        unit: String,
-        /// The ranks that are gone.
-        ended: Vec<Rank>,
-    },
-    /// Ranks that issued different collectives.
-    #[error(
-        "rank {rank} issued {found} where rank {peer} issued {expected}; ranks must run the same \
-         units in the same order"
-    )]
-    Mismatch {
-        /// The rank that came later.
-        rank: Rank,
-        /// What it issued.
-        found: String,
-        /// The rank that came first.
-        peer: Rank,
-        /// What that one issued.
-        expected: String,
-    },
-    /// Another rank failed.
-    #[error("rank {rank} failed: {reason}")]
-    PeerFailed {
-        /// The rank that failed first.
-        rank: Rank,
-        /// Its error, or its panic's message.
-        reason: String,
-    },
-    /// The engine refused a call, or delivered what cannot be read.
-    #[error("rank {rank}, {op} of {unit}: {reason}")]
-    Transport {
-        /// The rank whose call it was.
-        rank: Rank,
-        /// The operation.
-        op: &'static str,
-        /// The unit, or what else the collective was for.
-        unit: String,
-        /// The engine's reason.
-        reason: String,
-    },
-    /// The rank's communication thread is gone.
-    #[error("the communication thread of rank {rank} has ended; the group cannot be used any more")]
-    Closed {
-        /// The rank.
-        rank: Rank,
-    },
-}
-
-impl CollectiveError {
-    /// The rank at fault, where one is.
-    pub(crate) fn blames(&self) -> Option<Rank> {
-        match self {
-            Self::Timeout { missing, .. } => missing.first().copied(),
-            Self::PeerFailed { rank, .. } | Self::Transport { rank, .. } => Some(*rank),
-            Self::Mismatch { .. } | Self::Ended { .. } | Self::Closed { .. } => None,
-        }
-    }
-}
-
-fn join(ranks: &[Rank]) -> String {
-    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// A unit used in a way the schedule cannot serve.

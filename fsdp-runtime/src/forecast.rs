@@ -277,17 +277,18 @@ fn ring(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
 }
 
 /// Bytes of what every rank holds whole, copied to the device for units that are unsharded: of each
-/// nesting level as many as have buffers.
+/// nesting level as many as have buffers, and all that need none, which stay until backward.
 fn copied(units: &[Unit], ring: usize) -> usize {
     let mut levels: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-    for unit in units {
+    for unit in units.iter().filter(|unit| unit.gathers) {
         levels.entry(unit.level).or_default().push(unit.whole_bytes());
     }
     let of_level = |mut bytes: Vec<usize>| {
         bytes.sort_unstable_by_key(|bytes| std::cmp::Reverse(*bytes));
         bytes.into_iter().take(ring).sum::<usize>()
     };
-    levels.into_values().map(of_level).sum()
+    let others = units.iter().filter(|unit| !unit.gathers).map(Unit::whole_bytes);
+    levels.into_values().map(of_level).chain(others).sum()
 }
 
 /// Bytes of the buffers, as the schedule allocates them.

@@ -2,10 +2,9 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
@@ -22,10 +21,11 @@ use crate::collectives::group::{Group, MeshGroups, blocks};
 use crate::error::{CollectiveError, Error, ScheduleError, ShardError};
 use crate::group::Held;
 use crate::hooks::Collect;
+use crate::ignored::OwnGradients;
 use crate::launch::Worker;
 use crate::leaf::visit_leaf;
 use crate::memory::Memory;
-use crate::mesh::{Mesh, WorldSize};
+use crate::mesh::{Mesh, Rank, WorldSize};
 use crate::nn::dropout::Stream;
 use crate::norm::{Norm, scale_gradients};
 use crate::optim;
@@ -81,6 +81,9 @@ pub(crate) fn shard<M: HookedForward>(
     };
     let (mesh, reshard, plan, device) = same_on_all(worker, plan())?;
     agree(worker, &plan, &options, mesh)?;
+    if worker.rank() == Rank::ZERO {
+        plan.warn_of_left_out(&options);
+    }
     let settings = settings(worker, &options, mesh, reshard)?;
     let mut later = later(&plan)?;
     if options.deferred_init {
@@ -188,7 +191,7 @@ impl<M: FsdpModule> Fsdp<M> {
     pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
         let from = self.run_backward(loss, false)?;
         let mut gradients = self.collect_gradients()?;
-        self.add_ignored(&from, &mut gradients);
+        self.own.add(&self.module, &from, &mut gradients);
         Ok(gradients)
     }
 
@@ -203,15 +206,9 @@ impl<M: FsdpModule> Fsdp<M> {
     pub fn accumulate(&self, loss: Tensor<1>) -> Result<(), Error> {
         let from = self.run_backward(loss, true)?;
         let mut sums = GradientsParams::new();
-        self.add_ignored(&from, &mut sums);
+        self.own.add(&self.module, &from, &mut sums);
         self.own.put(sums);
         self.engine.finish_backward()
-    }
-
-    /// Adds up the gradients of ignored parameters, those of earlier micro-batches included.
-    fn add_ignored(&self, from: &Gradients, sums: &mut GradientsParams) {
-        let mut earlier = self.own.take();
-        self.module.walk(&mut Ignored { from, earlier: &mut earlier, sums });
     }
 
     fn run_backward(&self, loss: Tensor<1>, accumulate: bool) -> Result<Gradients, Error> {
@@ -400,50 +397,6 @@ impl<M: FsdpModule> Fsdp<M> {
 fn is_tied(engine: &dyn Engine, sharded: &Sharded) -> bool {
     let Place { unit, entry } = sharded.place;
     matches!(engine.units()[unit].entries[entry].held, Held::TiedTo(_))
-}
-
-/// Gradients of ignored parameters that micro-batches have left, shared by clones of a model.
-#[derive(Clone, Default)]
-pub(crate) struct OwnGradients(Arc<Mutex<Option<GradientsParams>>>);
-
-impl fmt::Debug for OwnGradients {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("OwnGradients")
-    }
-}
-
-impl OwnGradients {
-    fn put(&self, gradients: GradientsParams) {
-        *self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(gradients);
-    }
-
-    fn take(&self) -> GradientsParams {
-        let held = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
-        held.unwrap_or_default()
-    }
-}
-
-/// Adds the gradients of parameters that are not managed to earlier ones.
-struct Ignored<'a> {
-    from: &'a Gradients,
-    earlier: &'a mut GradientsParams,
-    sums: &'a mut GradientsParams,
-}
-
-impl Walk for Ignored<'_> {
-    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if Sharded::of(param).is_some() || !param.is_initialized() {
-            return;
-        }
-        let gradient = param.base().grad(self.from);
-        let sum = match (self.earlier.remove::<D>(param.id), gradient) {
-            (Some(earlier), Some(gradient)) => Some(earlier + gradient),
-            (earlier, gradient) => earlier.or(gradient),
-        };
-        if let Some(sum) = sum {
-            self.sums.register(param.id, sum);
-        }
-    }
 }
 
 /// Runs `f` and returns the typed error it unwound with.

@@ -211,7 +211,7 @@ impl Worker {
             return Err(failure.into());
         }
         for (index, value) in values.iter_mut().enumerate() {
-            *value = all.iter().map(|rank| rank.get(index).copied().unwrap_or(0.0)).sum();
+            *value = all.iter().map(|rank| rank[index]).sum();
         }
         Ok(())
     }

@@ -25,6 +25,7 @@ mod fully_shard;
 mod grad_scaler;
 mod group;
 mod hooks;
+mod ignored;
 pub mod kernels;
 mod launch;
 mod layout;

@@ -298,15 +298,13 @@ constant!(
 );
 constant!(bf16, f16, Param<Flag>);
 
-/// A module without parameters that holds tables in f32.
+/// A module without parameters that holds a table.
 macro_rules! table {
     ($($ty:ident),+) => {$(
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
 
-            fn walk<W: Walk>(&self, walk: &mut W) {
-                walk.full_precision(stringify!($ty));
-            }
+            fn walk<W: Walk>(&self, _: &mut W) {}
 
             fn attach<A: Attach>(self, attach: &mut A) -> Self {
                 match attach.constants_device() {
@@ -391,8 +389,11 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
         }
     }
 
-    fn attach<A: Attach>(self, _: &mut A) -> Self {
-        self
+    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+        match attach.constants_device() {
+            Some(device) => self.to_device(&device),
+            None => self,
+        }
     }
 }
 

@@ -18,7 +18,7 @@ use self::ties::{shared, tie};
 use crate::error::ShardError;
 use crate::group::{Entry, Held, Unit};
 use crate::kernels::computes;
-use crate::mesh::{Mesh, Rank};
+use crate::mesh::Mesh;
 use crate::options::{ActivationCheckpointing, FsdpOptions};
 use crate::param::Place;
 use crate::precision::computed;
@@ -80,17 +80,6 @@ impl Plan {
         if items.is_empty() {
             return Err(ShardError::EmptyModel { model: M::LAYOUT.ty });
         }
-        let fields = units.iter().filter(|unit| unit.field).map(FoundUnit::name);
-        let fields: Vec<String> = fields.collect();
-        let all = options.activation_checkpointing == ActivationCheckpointing::All;
-        if all && !fields.is_empty() && mesh.rank == Rank::ZERO {
-            tracing::warn!(
-                target: "fsdp",
-                "{} is not checkpointed: the forward of a unit in a field under `#[fsdp(unit)]` is not \
-                 run again; put `#[fsdp_unit]` on its type",
-                fields.join(", "),
-            );
-        }
         tie(&mut items, &ties, &left_alone)?;
         shared(&items)?;
         let device = match devices.as_slice() {
@@ -112,6 +101,23 @@ impl Plan {
         let keys = items.into_iter().zip(&places).map(|(item, place)| (*place, item.key)).collect();
         let places = order.into_iter().map(|item| item.map(|item| places[item])).collect();
         Ok(Self { units, places, keys, ignored: left_alone, device })
+    }
+
+    /// Warns of units that `ActivationCheckpointing::All` leaves out, the outermost aside.
+    pub(crate) fn warn_of_left_out(&self, options: &FsdpOptions) {
+        if options.activation_checkpointing != ActivationCheckpointing::All {
+            return;
+        }
+        let fields = self.units.iter().filter(|unit| unit.field && unit.within.is_none());
+        let fields: Vec<&str> = fields.map(|unit| &*unit.name).collect();
+        if !fields.is_empty() {
+            tracing::warn!(
+                target: "fsdp",
+                "{} is not checkpointed: the forward of a unit in a field under `#[fsdp(unit)]` is not \
+                 run again; put `#[fsdp_unit]` on its type",
+                fields.join(", "),
+            );
+        }
     }
 
     /// That the device computes in the types that parameters are gathered in: those of a policy, or

@@ -59,9 +59,9 @@ impl MixedPrecisionPolicy {
     /// The type that parameters are gathered in, and have in `forward` and `backward`; by default each
     /// has that in which it is initialised. A unit whose matrices then have several types is gathered
     /// in segments: one all-gather and one buffer for each type. It is one unit in all else. Vectors,
-    /// which stay whole, may have any type. Plain tensor fields keep theirs: cast them where they are
-    /// used. A `BatchNorm`, `PositionalEncoding` or `RotaryEncoding`, which computes in f32, must lie in
-    /// a unit that does.
+    /// which stay whole, may have any type. Plain tensor fields keep theirs, and so do the tables of
+    /// `PositionalEncoding` and `RotaryEncoding`: cast where they are used. A `BatchNorm`, whose
+    /// statistics are f32, must lie in a unit that computes in f32.
     pub const fn param_dtype(mut self, dtype: FloatDType) -> Self {
         self.param_dtype = Some(dtype);
         self

@@ -234,7 +234,7 @@ pub trait Walk {
     /// the same input; `instead` says what to use.
     #[doc(hidden)]
     fn unrepeatable(&mut self, _ty: &'static str, _instead: &'static str) {}
-    /// A module of the type `ty` that computes with f32 tensors which are no parameters.
+    /// A module of the type `ty` that updates an f32 tensor from its input.
     #[doc(hidden)]
     fn full_precision(&mut self, _ty: &'static str) {}
     /// A parameter in a module that FSDP does not look into carries the reparameterization `name`.
@@ -253,7 +253,7 @@ pub trait Attach {
     fn exit(&mut self) {}
     /// A float parameter: what to hold in its place.
     fn param<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
-    /// Where tensors that are no parameters go, unless they stay where they are.
+    /// Where tensors that are not managed go, unless they stay where they are.
     fn constants_device(&self) -> Option<Device> {
         None
     }

@@ -107,6 +107,7 @@ fn precision_and_offload() {
     for policy in [MixedPrecisionPolicy::new(), half, precise] {
         for offload in [OffloadPolicy::None, params, OffloadPolicy::OptimizerOnly] {
             let options = FsdpOptions::new().mixed_precision(policy).offload(offload);
+            held_as_forecast(2, options.clone().persist_below(usize::MAX), 1);
             for batches in [1, 2] {
                 held_as_forecast(2, options.clone(), batches);
             }

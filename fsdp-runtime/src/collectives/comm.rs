@@ -40,7 +40,6 @@ impl Communicator {
                 own.leave();
             },
         )?;
-        group.enter();
         Ok(Arc::new(Self {
             group,
             jobs: Mutex::new(jobs),

@@ -97,23 +97,13 @@ impl Group {
         }
     }
 
-    /// A communication thread of this rank starts. Processes tell each other when they end; threads are
-    /// counted.
-    pub(crate) fn enter(&self) {
-        self.local().into_iter().for_each(LocalGroup::enter);
-    }
-
-    /// One of them has ended.
+    /// This rank exchanges nothing any more. Processes wait for each other at the end of a run; of
+    /// threads, those of the engine `local` are told.
     pub(crate) fn leave(&self) {
-        self.local().into_iter().for_each(LocalGroup::leave);
-    }
-
-    /// The group of threads that it is, if it is one.
-    fn local(&self) -> Option<&LocalGroup> {
         match self {
-            Self::Local(group) => Some(group),
+            Self::Local(group) => group.leave(),
             #[cfg(any(feature = "mpi", feature = "nccl"))]
-            _ => None,
+            _ => {}
         }
     }
 

@@ -5,8 +5,8 @@
 //! rendezvous is needed: a rank reads its peers' values for as long as it likes. Sums are taken in
 //! rank order on every rank, so results do not depend on who came first.
 //!
-//! The first failure (a time-out, ranks that issue different operations, a rank that panicked) is
-//! kept, and ends every exchange of all groups from then on, under way or later.
+//! The first failure (a time-out, ranks that issue different operations, a rank that panicked or ended
+//! before the others) is kept, and ends every exchange of all groups from then on, under way or later.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -39,16 +39,9 @@ struct State {
     /// By group and sequence number.
     rounds: HashMap<(u64, u64), Round>,
     groups: u64,
-    /// Communication threads that each rank has.
-    threads: HashMap<Rank, usize>,
+    /// Ranks that exchange nothing any more.
+    ended: Vec<Rank>,
     failure: Option<CollectiveError>,
-}
-
-impl State {
-    /// Whether a rank had a communication thread and has none any more.
-    fn has_ended(&self, rank: Rank) -> bool {
-        self.threads.get(&rank) == Some(&0)
-    }
 }
 
 #[derive(Debug)]
@@ -168,14 +161,9 @@ impl LocalGroup {
         self.hub.fail(failure);
     }
 
-    /// A communication thread of this rank starts.
-    pub(crate) fn enter(&self) {
-        *self.hub.lock().threads.entry(self.rank()).or_default() += 1;
-    }
-
-    /// One of them has ended: whoever waits for a rank without any waits in vain.
+    /// This rank exchanges nothing any more: who waits for it waits in vain.
     pub(crate) fn leave(&self) {
-        self.hub.lock().threads.entry(self.rank()).and_modify(|threads| *threads -= 1);
+        self.hub.lock().ended.push(self.rank());
         self.hub.changed.notify_all();
     }
 
@@ -247,24 +235,25 @@ impl LocalGroup {
                 return Err(failure.clone());
             }
             let absent = state.rounds[&sequence].values.iter().zip(&self.members);
-            let absent: Vec<Rank> =
-                absent.filter(|(value, _)| value.is_none()).map(|(_, rank)| *rank).collect();
-            let ended = absent.iter().copied().filter(|rank| state.has_ended(*rank));
-            let ended: Vec<Rank> = ended.collect();
+            let absent = absent.filter(|(value, _)| value.is_none()).map(|(_, rank)| *rank);
+            let ended = absent.clone().any(|rank| state.ended.contains(&rank));
             let left = hub.timeout.checked_sub(started.elapsed());
-            let (name, unit) = (op.name, op.unit.to_string());
-            let failure = match left {
-                _ if !ended.is_empty() => CollectiveError::Ended { op: name, unit, ended },
-                None => {
-                    let waited = hub.timeout;
-                    CollectiveError::Timeout { op: name, unit, missing: absent, waited }
+            if let (false, Some(left)) = (ended, left) {
+                (state, _) = hub
+                    .changed
+                    .wait_timeout(state, left)
+                    .unwrap_or_else(|poisoned| poisoned.into_inner());
+                continue;
+            }
+            let (op, unit) = (op.name, op.unit.to_string());
+            let failure = match ended {
+                true => {
+                    let ended = absent.filter(|rank| state.ended.contains(rank)).collect();
+                    CollectiveError::Ended { op, unit, ended }
                 }
-                Some(left) => {
-                    (state, _) = hub
-                        .changed
-                        .wait_timeout(state, left)
-                        .unwrap_or_else(|poisoned| poisoned.into_inner());
-                    continue;
+                false => {
+                    let (missing, waited) = (absent.collect(), hub.timeout);
+                    CollectiveError::Timeout { op, unit, missing, waited }
                 }
             };
             drop(state);

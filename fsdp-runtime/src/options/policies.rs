@@ -194,7 +194,8 @@ pub enum ActivationCheckpointing {
     /// All units of the named types: `Units(unit_types![BertLayer])`.
     Units(&'static [UnitType]),
     /// All but the outermost, whose recomputation would hold every activation again, and those that a
-    /// field under `#[fsdp(unit)]` makes, whose calls are not run again; construction warns of them.
+    /// field under `#[fsdp(unit)]` makes outside of the others, whose calls are not run again:
+    /// construction warns of them.
     All,
 }
 

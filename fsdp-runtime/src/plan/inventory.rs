@@ -50,6 +50,8 @@ impl FoundUnit {
 #[derive(Debug)]
 pub(super) struct Inventory<'a> {
     pub(super) options: &'a FsdpOptions,
+    /// The types under `#[fsdp_unit]` that were found, units under the wrap policy or not.
+    pub(super) types: Vec<UnitType>,
     pub(super) left_alone: Vec<IgnoredParam>,
     /// The item of each parameter found; `None` for one that is left alone.
     pub(super) order: Vec<Option<usize>>,
@@ -76,6 +78,7 @@ impl<'a> Inventory<'a> {
     ) -> Result<Self, ShardError> {
         let mut inventory = Self {
             options,
+            types: vec![UnitType::of_module::<M>()],
             left_alone: Vec::new(),
             order: Vec::new(),
             path: Vec::new(),
@@ -229,7 +232,9 @@ impl Walk for Inventory<'_> {
     fn unit<M: FsdpModule>(&mut self, module: &M) -> bool {
         let wraps = wraps(self.options.wrap, module);
         let checkpoints = wraps && self.checkpoints::<M>();
-        self.open(wraps, M::LAYOUT.ty, Some(UnitType::of_module::<M>()), checkpoints);
+        let unit_type = UnitType::of_module::<M>();
+        self.types.push(unit_type);
+        self.open(wraps, M::LAYOUT.ty, Some(unit_type), checkpoints);
         if wraps {
             self.can_be_replayed::<M>(self.current());
         }

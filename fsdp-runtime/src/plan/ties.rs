@@ -22,15 +22,19 @@ pub(super) fn tie(
             resolve(entries.map(|entry| (&*entry.path, &*entry.shape)), path)
         };
         let (at_first, at_second) = (at(first), at(second));
-        for (own, path, other) in [(at_first, first, second), (at_second, second, first)] {
+        // Both exist in the static tree; an `Option` on the way may be empty in this model.
+        let there = |own: Option<usize>, path| own.is_some() || ignored_at(path).is_some();
+        for (own, path, (at_other, other)) in
+            [(at_first, first, (at_second, second)), (at_second, second, (at_first, first))]
+        {
             if own.is_none()
+                && there(at_other, other)
                 && let Some(place) = ignored_at(path)
             {
                 let ignored = ignored[place].entry.path.clone();
                 return Err(ShardError::IgnoredTie { ignored, other: other.clone() });
             }
         }
-        // Both exist in the static tree; an `Option` on the way may be empty in this model.
         let (Some(first), Some(second)) = (at_first, at_second) else { continue };
         if items[first].shape != items[second].shape {
             return Err(ShardError::TieShape {

@@ -151,7 +151,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         // The backward of the outermost unit and of the last one comes before any other's.
         let at = state.order.iter().rposition(|&index| index == unit).unwrap_or(0);
         let next = self.units[unit].level == 0 || self.next_forward(state, at, unit).is_none();
-        let stays = next || matches!(self.settings.reshard, Reshard::Never);
+        // What is copied and not gathered is in no other unit's way, and in the graph until backward.
+        let copied = !self.units[unit].gathers;
+        let stays = next || copied || matches!(self.settings.reshard, Reshard::Never);
         if !(tracked && stays) {
             if tracked {
                 self.keep_part(state, unit);
