@@ -24,7 +24,7 @@ use burn::nn::{
     Lstm, PairwiseDistance, PixelShuffle, PixelUnshuffle, PositionalEncoding, RmsNorm, Rnn,
     RotaryEncoding, Unfold4d,
 };
-use burn::tensor::{Tensor, bf16, f16};
+use burn::tensor::{DType, Tensor, bf16, f16};
 
 use crate::leaf::{map_leaf, visit_leaf};
 use crate::unit::{Attach, Child, FsdpModule, Kind, Node, Walk, constant};
@@ -260,7 +260,6 @@ constant!(
     BinaryCrossEntropyLoss,
     CTCLoss,
     CosineEmbeddingLoss,
-    CrossEntropyLoss,
     GaussianNLLLoss,
     HingeEmbeddingLoss,
     HuberLoss,
@@ -298,7 +297,7 @@ constant!(
 );
 constant!(bf16, f16, Param<Flag>);
 
-/// A module without parameters that holds a table.
+/// A module without parameters that may hold tensors of its own.
 macro_rules! table {
     ($($ty:ident),+) => {$(
         impl FsdpModule for $ty {
@@ -315,7 +314,7 @@ macro_rules! table {
         }
     )+};
 }
-table!(PositionalEncoding, RotaryEncoding);
+table!(CrossEntropyLoss, PositionalEncoding, RotaryEncoding);
 
 /// A module without parameters that draws from Burn's generator, under a condition.
 macro_rules! random {
@@ -379,13 +378,16 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
         }
         let instead = "leave the unit out of `activation_checkpointing`, or use a `GroupNorm`";
         walk.unrepeatable("RunningState", instead);
-        walk.full_precision("RunningState");
         // Burn holds the value's lock while it shows it, which a walk that communicates must not.
         let mut id = Id(None);
         self.visit(&mut id);
         if let Id(Some(id)) = id {
             // With this thread's last update.
-            walk.buffer(&Param::initialized(id, self.value_sync()));
+            let value = self.value_sync();
+            if value.dtype() == DType::F32 {
+                walk.full_precision("RunningState");
+            }
+            walk.buffer(&Param::initialized(id, value));
         }
     }
 

@@ -12,6 +12,8 @@ use burn::tensor::{Device, Tensor, TensorData, Tolerance};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Counts, Error, HookedForward, ScheduleError, UnshardedState};
 
+use crate::support::trace::record;
+
 const WIDTH: usize = 16;
 /// A multiple of 32: Burn's `linear` then saves a reshaped view of its weight for backward.
 const LENGTH: usize = 32;
@@ -427,4 +429,24 @@ fn an_output_of_an_unknown_type_is_an_error() {
         panic!("{error}");
     };
     assert!(module.ends_with("Foreign") && output.ends_with("Opaque"), "{module} {output}");
+}
+
+/// Those within a unit that is checkpointed are run again with it.
+#[test]
+fn where_all_units_are_checkpointed_fields_are_left_out_with_a_warning() {
+    launch(LaunchOptions::new(1).device(Device::flex()), |worker| {
+        let options = FsdpOptions::new().activation_checkpointing(ActivationCheckpointing::All);
+        let net = Net::new(worker.device());
+        let (model, lines) = record(|| fully_shard(net, &worker, options));
+        model?;
+        let warned: Vec<_> =
+            lines.iter().filter(|line| line.contains("is not checkpointed")).collect();
+        let [warned] = &warned[..] else { panic!("{lines:?}") };
+        for unit in ["first", "attention", "layers.4", "pair.1", "foreign.0", "lstm"] {
+            assert!(warned.contains(unit), "{unit}: {warned}");
+        }
+        assert!(!warned.contains("blocks"), "{warned}");
+        Ok::<_, Error>(())
+    })
+    .unwrap();
 }
