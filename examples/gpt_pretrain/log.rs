@@ -5,9 +5,9 @@
 //! power; `wpb` and `bsz` are the word pieces and the samples of an update over all ranks, `wps` and
 //! `ups` word pieces and updates a second; `lr` is the next update's; `clip` is how many updates in a
 //! hundred were clipped, and not there without a bound; `loss_scale` is there in float16;
-//! `train_wall` are the seconds spent in updates and overflows, `wall` those since the start. What fairseq averages
-//! over a window of its own is of the updates since the line before. As there, a batch whose gradients
-//! overflow is no update and in no line. `gb_free` is the GPU's memory, or, of other devices, the
+//! `train_wall` are the seconds spent in updates and overflows, `wall` those since the start. What
+//! fairseq averages over a window of its own is of the updates since the line before. As there, a batch
+//! whose gradients overflow is no update and in no line. `gb_free` is the GPU's memory, or, of other devices, the
 //! machine's, and not there where the system does not tell.
 
 use std::time::Instant;

@@ -74,15 +74,14 @@ impl Room {
     /// The room of each rank of a run, of which so many are on this machine: threads of this process, or
     /// processes that each have a GPU, if there are any.
     pub fn of(cli: &Cli, ranks: usize, threads: bool) -> Self {
+        let sharing = if threads { ranks } else { 1 };
         let on_host = match cli.device {
             DeviceName::Flex | DeviceName::Cpu => true,
             DeviceName::Auto => !cfg!(feature = "cuda"),
             DeviceName::Wgpu | DeviceName::Cuda(_) => false,
         };
         Self {
-            device: cli
-                .memory_limit
-                .or_else(|| gpu_bytes(cli.device, if threads { ranks } else { 1 })),
+            device: cli.memory_limit.or_else(|| gpu_bytes(cli.device, sharing)),
             host: free_bytes().map(|free| free / ranks),
             shared: on_host && cli.memory_limit.is_none(),
         }

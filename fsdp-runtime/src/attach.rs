@@ -127,7 +127,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             let mut fill = Fill(self.received);
             let module = if fill.0.is_empty() { module } else { module.map(&mut fill) };
             assert!(fill.0.is_empty(), "every value that came has taken its place");
-            return buffers::share(self.worker, module);
+            return buffers::share(self.worker, &self.plan.ignored, module);
         }
         let all = self.worker.exchange("all_gather", "the initial values", self.checksums)?;
         for (rank, checksums) in self.worker.world().ranks().zip(&all) {
@@ -323,13 +323,7 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         }
         let index = self.next;
         self.next += 1;
-        let Some(place) = self.plan.places[index] else {
-            return match self.constants_device() {
-                // As a leaf of its own, which `to_device` would not leave it.
-                Some(device) => param.fork(&device),
-                None => param,
-            };
-        };
+        let Some(place) = self.plan.places[index] else { return self.unmanaged(param) };
         // An ignored parameter may be there on some ranks alone.
         let ordinal = self.cut;
         self.cut += 1;
@@ -361,8 +355,12 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         sharded.put_on(Param::from_mapped_value(shell.id, base, shell.mapper))
     }
 
-    fn constants_device(&self) -> Option<Device> {
-        (self.plan.device != self.compute).then(|| self.compute.clone())
+    fn unmanaged<M: Module>(&mut self, module: M) -> M {
+        match self.plan.device == self.compute {
+            true => module,
+            // A parameter stays a leaf, which `to_device` would not leave it.
+            false => module.fork(&self.compute),
+        }
     }
 
     fn dropout(&mut self, dropout: Dropout) -> Dropout {

@@ -306,10 +306,7 @@ macro_rules! table {
             fn walk<W: Walk>(&self, _: &mut W) {}
 
             fn attach<A: Attach>(self, attach: &mut A) -> Self {
-                match attach.constants_device() {
-                    Some(device) => self.to_device(&device),
-                    None => self,
-                }
+                attach.unmanaged(self)
             }
         }
     )+};
@@ -351,10 +348,7 @@ macro_rules! buffer {
             fn walk<W: Walk>(&self, _: &mut W) {}
 
             fn attach<A: Attach>(self, attach: &mut A) -> Self {
-                match attach.constants_device() {
-                    Some(device) => self.to_device(&device),
-                    None => self,
-                }
+                attach.unmanaged(self)
             }
         }
     )+};
@@ -392,10 +386,7 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
     }
 
     fn attach<A: Attach>(self, attach: &mut A) -> Self {
-        match attach.constants_device() {
-            Some(device) => self.to_device(&device),
-            None => self,
-        }
+        attach.unmanaged(self)
     }
 }
 

@@ -5,7 +5,7 @@
 //! over the tree are in `check.rs`; what a unit *does* is in `group.rs`.
 
 use burn::module::{LoraAdapter, Module, Param};
-use burn::tensor::{Bool, Device, Int, Tensor};
+use burn::tensor::{Bool, Int, Tensor};
 
 use crate::param::Sharded;
 
@@ -253,9 +253,9 @@ pub trait Attach {
     fn exit(&mut self) {}
     /// A float parameter: what to hold in its place.
     fn param<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
-    /// Where tensors that are not managed go, unless they stay where they are.
-    fn constants_device(&self) -> Option<Device> {
-        None
+    /// What is not managed, such as a plain tensor: what to hold in its place.
+    fn unmanaged<M: Module>(&mut self, module: M) -> M {
+        module
     }
     /// A dropout layer of this crate: what to hold in its place.
     fn dropout(&mut self, dropout: crate::nn::Dropout) -> crate::nn::Dropout {

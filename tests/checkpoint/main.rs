@@ -8,6 +8,7 @@ mod disk_full;
 mod ignored;
 mod initialisation;
 mod load;
+mod manager;
 mod merge;
 mod offload;
 mod pretrained;

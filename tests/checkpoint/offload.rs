@@ -3,8 +3,7 @@
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 
-use super::resume::{bits, resumed};
-use crate::support::checkpoint::{Part, same_bits};
+use crate::support::checkpoint::{Part, bits, resumed, same_bits};
 
 /// Where parameters and moments rest is no part of a checkpoint.
 #[test]

@@ -4,27 +4,14 @@ use std::path::Path;
 
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
-use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Manifest, Restore, list};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, GradScalerConfig, unit_types};
 
-use crate::support::checkpoint::{Part, optimizer, same_bits, schedule, sharded, train_step};
-use crate::support::{self, batch};
-
-pub fn bits(losses: &[f64]) -> Vec<u64> {
-    losses.iter().map(|loss| loss.to_bits()).collect()
-}
-
-/// Trains `first`, saves, and goes on as `second`; the losses of both and the last parameters.
-pub fn resumed(first: Part, second: Part) -> (Vec<f64>, fsdp_runtime::FullState) {
-    let folder = tempfile::tempdir().unwrap();
-    let folder = folder.path().join("checkpoint");
-    let (mut losses, _) = first.save(&folder).launch();
-    let (rest, state) = second.from(&folder).launch();
-    losses.extend(rest);
-    (losses, state)
-}
+use crate::support::checkpoint::{
+    Part, bits, optimizer, resumed, same_bits, schedule, sharded, train_step,
+};
+use crate::support::{self, batch, on};
 
 #[test]
 fn the_same_world_resumes_bit_for_bit_with_dropout() {
@@ -114,14 +101,6 @@ fn strategies_and_wrappings_load_each_others() {
     assert!(same_bits(&found_state, &state));
 }
 
-/// Runs `f` on `world` ranks.
-fn on_ranks<T: Send + 'static>(
-    world: usize,
-    f: impl Fn(Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    launch(LaunchOptions::new(world).device(Device::flex()), f).expect("the ranks succeed")
-}
-
 #[test]
 fn several_models_and_optimizers_lie_in_one_folder() {
     let folder = tempfile::tempdir().unwrap();
@@ -179,9 +158,8 @@ fn several_models_and_optimizers_lie_in_one_folder() {
         }
         Ok::<_, Error>((losses, values))
     };
-    let (losses, _) = on_ranks(2, move |worker| run(&worker, 4, None, Some(&saved))).swap_remove(0);
-    let (found, values) =
-        on_ranks(2, move |worker| run(&worker, 3, Some(&path), None)).swap_remove(0);
+    let (losses, _) = on(2, move |worker| run(worker, 4, None, Some(&saved))).swap_remove(0);
+    let (found, values) = on(2, move |worker| run(worker, 3, Some(&path), None)).swap_remove(0);
     assert_eq!(bits(&found), bits(&losses[8..]));
     assert_eq!(values["note"], "kept");
 }
@@ -191,13 +169,13 @@ fn a_model_alone_is_saved_and_loaded_by_its_own_methods() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model");
     let saved = path.clone();
-    let state = on_ranks(3, move |worker| {
-        let net = sharded(&worker, 0.0, FsdpOptions::new().seed(5))?;
+    let state = on(3, move |worker| {
+        let net = sharded(worker, 0.0, FsdpOptions::new().seed(5))?;
         net.save_state(&saved)?;
         net.full_state(Recipient::All)
     });
-    let loaded = on_ranks(2, move |worker| {
-        let mut net = sharded(&worker, 0.0, FsdpOptions::new().seed(6))?;
+    let loaded = on(2, move |worker| {
+        let mut net = sharded(worker, 0.0, FsdpOptions::new().seed(6))?;
         assert_eq!(net.load_state(&path)?.world_size, 3);
         net.full_state(Recipient::All)
     });
@@ -223,13 +201,13 @@ fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
         assert!((a - b).abs() <= 1e-6, "{found:?} {losses:?}");
     }
     // States in memory count as loaded as well, and one that does not fit does not.
-    on_ranks(2, move |worker| {
+    on(2, move |worker| {
         let deferred = || FsdpOptions::new().deferred_init(true);
-        let saved = sharded(&worker, 0.0, FsdpOptions::new().seed(7))?;
+        let saved = sharded(worker, 0.0, FsdpOptions::new().seed(7))?;
         let full = saved.full_state(Recipient::All)?;
         let mut nets = Vec::new();
         for _ in 0..3 {
-            nets.push(sharded(&worker, 0.0, deferred())?);
+            nets.push(sharded(worker, 0.0, deferred())?);
         }
         nets[0].load_sharded_state(&saved.sharded_state())?;
         nets[1].load_local_state(&saved.local_state())?;
@@ -237,7 +215,7 @@ fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
         for net in &nets {
             assert!(same_bits(&net.full_state(Recipient::All)?, &full));
         }
-        let mut net = sharded(&worker, 0.0, deferred())?;
+        let mut net = sharded(worker, 0.0, deferred())?;
         net.load_full_state(&Default::default(), Recipient::All).unwrap_err();
         let error = net.full_state(Recipient::All).unwrap_err();
         assert!(error.to_string().contains("load"), "{error}");
@@ -246,101 +224,18 @@ fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
 }
 
 #[test]
-fn the_newest_are_kept_and_the_torn_are_cleaned_up() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().to_path_buf();
-    for background in [false, true] {
-        let at = root.join(format!("{background}"));
-        std::fs::create_dir_all(at.join("step-00000001.tmp-dead")).unwrap();
-        let manager_root = at.clone();
-        on_ranks(2, move |worker| {
-            let net = sharded(&worker, 0.0, FsdpOptions::new())?;
-            let mut manager =
-                CheckpointManager::new(&manager_root, &worker).keep_last(2).background(background);
-            assert_eq!(manager.latest()?, None);
-            for step in [3, 6, 9, 12, 12] {
-                let saved = manager.save(&Checkpoint::new(step).model("net", &net))?;
-                assert!(saved.folder.ends_with(format!("step-{step:08}")));
-            }
-            manager.finish()?;
-            let latest = manager.latest()?.expect("some are complete");
-            assert!(latest.ends_with("step-00000012"), "{latest:?}");
-            Ok(())
-        });
-        let listing = list(&at).unwrap();
-        let steps: Vec<u64> = listing.complete.iter().map(|(step, _)| *step).collect();
-        assert_eq!((steps, listing.torn.len()), (vec![9, 12], 0), "background: {background}");
-        assert_eq!(std::fs::read_dir(&at).unwrap().count(), 2);
-    }
-}
-
-/// A folder of checkpoints is no checkpoint: a save in its place would delete them.
-#[test]
-fn a_save_replaces_checkpoints_alone() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().to_path_buf();
-    let errors = on_ranks(2, move |worker| {
-        let net = sharded(&worker, 0.0, FsdpOptions::new())?;
-        let mut manager = CheckpointManager::new(&root, &worker);
-        let saved = manager.save(&Checkpoint::new(3).model("net", &net))?.folder;
-        let error = net.save_state(&root).unwrap_err();
-        assert!(saved.join("manifest.json").is_file());
-        net.save_state(&saved)?;
-        Ok(error.to_string())
-    });
-    assert!(errors[0].contains("is no checkpoint"), "{}", errors[0]);
-    assert!(
-        errors[1].contains("rank 0") && errors[1].contains("is no checkpoint"),
-        "{}",
-        errors[1]
-    );
-}
-
-#[test]
-fn a_background_save_holds_what_was_at_its_step() {
-    let folder = tempfile::tempdir().unwrap();
-    let root = folder.path().to_path_buf();
-    let part = Part::new(2).dropout(0.1);
-    let (losses, state) = part.clone().until(12).launch();
-    let manager_root = root.clone();
-    on_ranks(2, move |worker| {
-        let mut net = sharded(&worker, 0.1, FsdpOptions::new().seed(7))?;
-        let (mut optimizer, mut schedule) = (optimizer(), schedule());
-        let mut manager = CheckpointManager::new(&manager_root, &worker).background(true);
-        for step in 0..8 {
-            train_step(&worker, &mut net, &mut optimizer, &mut schedule, step)?;
-            if step % 2 == 1 {
-                let checkpoint = Checkpoint::new(step as u64 + 1)
-                    .model("net", &net)
-                    .optimizer("adamw", &optimizer)
-                    .scheduler("rate", &schedule);
-                manager.save(&checkpoint)?;
-            }
-        }
-        manager.finish()
-    });
-    assert_eq!(list(&root).unwrap().complete.len(), 4);
-    for step in [2, 4, 6, 8] {
-        let from = root.join(format!("step-{step:08}"));
-        let (found, found_state) = part.clone().from(&from).until(12).launch();
-        assert_eq!(bits(&found), bits(&losses[step..]));
-        assert!(same_bits(&found_state, &state));
-    }
-}
-
-#[test]
 fn an_error_on_one_rank_is_one_on_every_rank() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().to_path_buf();
     for background in [false, true] {
         let root = root.clone();
-        let errors = on_ranks(3, move |worker| {
-            let net = sharded(&worker, 0.0, FsdpOptions::new())?;
-            let mut manager = CheckpointManager::new(&root, &worker).background(background);
+        let errors = on(3, move |worker| {
+            let net = sharded(worker, 0.0, FsdpOptions::new())?;
+            let mut manager = CheckpointManager::new(&root, worker).background(background);
             // An optimizer that stepped another model, on one rank.
-            let mut other = sharded(&worker, 0.0, FsdpOptions::new())?;
+            let mut other = sharded(worker, 0.0, FsdpOptions::new())?;
             let (mut optimizer, mut schedule) = (optimizer(), schedule());
-            train_step(&worker, &mut other, &mut optimizer, &mut schedule, 0)?;
+            train_step(worker, &mut other, &mut optimizer, &mut schedule, 0)?;
             let fresh = support::checkpoint::optimizer();
             let used = if worker.rank().index() == 1 { &optimizer } else { &fresh };
             let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("adamw", used);
@@ -366,10 +261,10 @@ fn an_error_on_one_rank_is_one_on_every_rank() {
 fn ranks_must_save_the_same_things() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().to_path_buf();
-    let errors = on_ranks(2, move |worker| {
-        let net = sharded(&worker, 0.0, FsdpOptions::new())?;
+    let errors = on(2, move |worker| {
+        let net = sharded(worker, 0.0, FsdpOptions::new())?;
         let step = 5 + worker.rank().index() as u64;
-        Ok(Checkpoint::new(step).model("net", &net).save(&worker, root.join("a")).unwrap_err())
+        Ok(Checkpoint::new(step).model("net", &net).save(worker, root.join("a")).unwrap_err())
     });
     for error in errors {
         let Error::Checkpoint(CheckpointError::RanksDiffer { rank, expected, found }) = error
@@ -386,10 +281,10 @@ fn every_difference_is_listed_and_nothing_changes() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a");
     Part::new(2).until(2).save(&path).launch();
-    on_ranks(2, move |worker| {
+    on(2, move |worker| {
         let device = worker.device();
         let wider = support::Net::new(3, 0.0, device);
-        let mut net = fully_shard(wider, &worker, FsdpOptions::new().seed(3))?;
+        let mut net = fully_shard(wider, worker, FsdpOptions::new().seed(3))?;
         let before = net.full_state(Recipient::All)?;
         let mut sgd = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
         let mut rate = burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler::new(0.1);
@@ -398,7 +293,7 @@ fn every_difference_is_listed_and_nothing_changes() {
             .optimizer("adamw", &mut sgd)
             .scheduler("rate", &mut rate)
             .grad_scaler("scaler", &mut GradScaler::new())
-            .load(&worker, &path)
+            .load(worker, &path)
             .unwrap_err();
         let Error::Checkpoint(CheckpointError::Mismatch { differences, .. }) = &error else {
             panic!("{error}")
@@ -413,19 +308,19 @@ fn every_difference_is_listed_and_nothing_changes() {
         assert!(has("loss scaler `scaler`: it is missing"), "{error}");
         assert!(same_bits(&before, &net.full_state(Recipient::All)?));
         // The other way round: AdamW needs what this one has not.
-        let mut small = sharded(&worker, 0.0, FsdpOptions::new())?;
-        train_step(&worker, &mut small, &mut sgd, &mut schedule(), 0)?;
+        let mut small = sharded(worker, 0.0, FsdpOptions::new())?;
+        train_step(worker, &mut small, &mut sgd, &mut schedule(), 0)?;
         let of_sgd = path.with_file_name("sgd");
-        Checkpoint::new(1).model("net", &small).optimizer("adamw", &sgd).save(&worker, &of_sgd)?;
+        Checkpoint::new(1).model("net", &small).optimizer("adamw", &sgd).save(worker, &of_sgd)?;
         let error = Restore::new()
             .model("net", &mut small)
             .optimizer("adamw", &mut optimizer())
-            .load(&worker, &of_sgd)
+            .load(worker, &of_sgd)
             .unwrap_err();
         let expected = "optimizer `adamw`: its state of `head.weight` is of another kind";
         assert!(error.to_string().contains(expected), "{error}");
         // A name that the checkpoint does not have.
-        let error = Restore::new().model("other", &mut net).load(&worker, &path).unwrap_err();
+        let error = Restore::new().model("other", &mut net).load(worker, &path).unwrap_err();
         assert!(error.to_string().contains("missing: model `other`"), "{error}");
         Ok(())
     });
@@ -445,39 +340,39 @@ fn optimizers_of_other_kinds_keep_their_state() {
     }
     for index in 0..kinds().len() {
         let folder = folder.clone();
-        on_ranks(2, move |worker| {
+        on(2, move |worker| {
             let (name, mut own, strategy) = kinds().swap_remove(index);
             let options = FsdpOptions::new().seed(4).strategy(strategy);
-            let mut net = sharded(&worker, 0.0, options.clone())?;
+            let mut net = sharded(worker, 0.0, options.clone())?;
             let mut rate = schedule();
-            train_step(&worker, &mut net, &mut own, &mut rate, 0)?;
-            train_step(&worker, &mut net, &mut own, &mut rate, 1)?;
+            train_step(worker, &mut net, &mut own, &mut rate, 0)?;
+            train_step(worker, &mut net, &mut own, &mut rate, 1)?;
             let path = folder.join(name);
-            Checkpoint::new(2).model("net", &net).optimizer("own", &own).save(&worker, &path)?;
-            let mut again = sharded(&worker, 0.0, options)?;
+            Checkpoint::new(2).model("net", &net).optimizer("own", &own).save(worker, &path)?;
+            let mut again = sharded(worker, 0.0, options)?;
             let mut loaded = kinds().swap_remove(index).1;
             Restore::new()
                 .model("net", &mut again)
                 .optimizer("own", &mut loaded)
-                .load(&worker, &path)?;
+                .load(worker, &path)?;
             let mut other_rate = schedule();
             other_rate.step();
             other_rate.step();
             for step in 2..5 {
-                let expected = train_step(&worker, &mut net, &mut own, &mut rate, step)?;
-                let found = train_step(&worker, &mut again, &mut loaded, &mut other_rate, step)?;
+                let expected = train_step(worker, &mut net, &mut own, &mut rate, step)?;
+                let found = train_step(worker, &mut again, &mut loaded, &mut other_rate, step)?;
                 assert_eq!(found.to_bits(), expected.to_bits(), "{name}, step {step}");
             }
             Ok(())
         });
     }
     // Factored moments of a fragment mean nothing elsewhere.
-    on_ranks(2, move |worker| {
-        let mut net = sharded(&worker, 0.0, FsdpOptions::new())?;
+    on(2, move |worker| {
+        let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut own = AdafactorConfig::new().init();
-        train_step(&worker, &mut net, &mut own, &mut schedule(), 0)?;
+        train_step(worker, &mut net, &mut own, &mut schedule(), 0)?;
         let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("own", &own);
-        let error = checkpoint.save(&worker, folder.join("factored")).unwrap_err();
+        let error = checkpoint.save(worker, folder.join("factored")).unwrap_err();
         assert!(
             matches!(&error, Error::Checkpoint(CheckpointError::NotElementwise { .. })),
             "{error}"

@@ -102,6 +102,21 @@ impl Part {
     }
 }
 
+/// The bits of losses.
+pub fn bits(losses: &[f64]) -> Vec<u64> {
+    losses.iter().map(|loss| loss.to_bits()).collect()
+}
+
+/// Trains `first`, saves, and goes on as `second`; the losses of both and the last parameters.
+pub fn resumed(first: Part, second: Part) -> (Vec<f64>, FullState) {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().join("checkpoint");
+    let (mut losses, _) = first.save(&folder).launch();
+    let (rest, state) = second.from(&folder).launch();
+    losses.extend(rest);
+    (losses, state)
+}
+
 pub fn sharded(worker: &Worker, dropout: f64, options: FsdpOptions) -> Result<Fsdp<Net>, Error> {
     fully_shard(Net::new(BLOCKS, dropout, worker.device()), worker, options)
 }

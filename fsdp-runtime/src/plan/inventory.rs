@@ -108,8 +108,7 @@ impl<'a> Inventory<'a> {
         inventory.can_be_replayed::<M>(0);
         inventory.declare(&M::LAYOUT);
         module.walk(&mut inventory);
-        inventory.found_all_named(&M::LAYOUT);
-        match inventory.error.take() {
+        match inventory.error.take().or_else(|| inventory.named_in_vain(&M::LAYOUT)) {
             Some(error) => Err(error),
             None => Ok(inventory),
         }

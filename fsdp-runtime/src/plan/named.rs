@@ -7,20 +7,17 @@ use crate::unit::Node;
 use crate::unit_type::UnitType;
 
 impl Inventory<'_> {
-    /// Every type that an option names is one of this model's, whose type is laid out as `layout`: a unit
-    /// that was found, or, but for those to checkpoint, one in a part that this model leaves empty.
-    pub(super) fn found_all_named(&mut self, layout: &Node) {
-        let options = self.options;
-        let units = layout.unit_names();
-        let found: Vec<UnitType> = self.types.clone();
+    /// The first type that an option names and that is none of this model's, whose type is laid out as
+    /// `layout`: no unit that was found, nor, but for those to checkpoint, one in a part that this model
+    /// leaves empty.
+    pub(super) fn named_in_vain(&self, layout: &Node) -> Option<ShardError> {
+        let (options, units) = (self.options, layout.unit_names());
         let wrapped: Vec<UnitType> = self.units.iter().filter_map(|unit| unit.unit_type).collect();
-        let names_of = |types: &[UnitType]| types.iter().map(|unit| unit.name()).collect();
-        let wrapped_names: Vec<&str> = names_of(&wrapped);
-        let found_names: Vec<&str> = names_of(&found);
-        // A type of that name that is there is another one.
+        let wrapped_names: Vec<&str> = wrapped.iter().map(|unit| unit.name()).collect();
         let known = |unit: &UnitType| {
-            found.contains(unit)
-                || units.contains(&unit.name()) && !found_names.contains(&unit.name())
+            // A type of that name that is there is another one.
+            let alike = self.types.iter().any(|found| found.name() == unit.name());
+            self.types.contains(unit) || units.contains(&unit.name()) && !alike
         };
         let unknown =
             |named: &[UnitType]| named.iter().find(|unit| !known(unit)).map(|unit| unit.name());
@@ -34,19 +31,16 @@ impl Inventory<'_> {
             ActivationCheckpointing::Units(named) => named.iter().find(|it| !wrapped.contains(it)),
             _ => None,
         };
-        for (option, absent, there) in [
+        let named = [
             ("wrap", wrap, &units),
             ("mixed_precision_for", unknown(&precise), &units),
             ("activation_checkpointing", checkpointed.map(|unit| unit.name()), &wrapped_names),
-        ] {
-            if let Some(absent) = absent {
-                self.fail(ShardError::InvalidOption {
-                    option,
-                    value: format!("a list with `{absent}`"),
-                    expected: format!("the units of this model are {}", names(there)),
-                });
-            }
-        }
+        ];
+        named.into_iter().find_map(|(option, absent, there)| {
+            let value = format!("a list with `{}`", absent?);
+            let expected = format!("the units of this model are {}", names(there));
+            Some(ShardError::InvalidOption { option, value, expected })
+        })
     }
 }
 
