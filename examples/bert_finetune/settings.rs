@@ -63,7 +63,7 @@ impl Settings {
         let launch = match (cli.world_size, &config, started) {
             (Some(world), _, _) => LaunchOptions::new(world),
             (None, Some(config), Some(place)) => {
-                place.check(config).context("--config")?;
+                place.check(config.num_processes).context("--config")?;
                 LaunchOptions::started_or(place.world.size())
             }
             (None, Some(config), None) if config.num_processes.is_some() => {

@@ -137,7 +137,7 @@ fn rank(worker: &Worker, name: &str, path: &Path, start: f64) -> Result<(), Erro
         _ => {
             let now = begin()?;
             let first = Recipient::Only(worker.world().ranks().next().expect("rank 0"));
-            let state = model.unsharded_state(first)?;
+            let state = model.full_state(first)?;
             worker.barrier()?;
             peak("the full state on rank 0, beyond what is held", now, all + unit);
             drop(state);
@@ -163,7 +163,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "load_safetensors",
         "save_pretrained",
         "save_burnpack",
-        "unsharded_state",
+        "full_state",
     ] {
         let status = Command::new(std::env::current_exe()?)
             .args([name.as_ref(), folder.path().as_os_str()])

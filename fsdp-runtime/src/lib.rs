@@ -8,88 +8,60 @@
 #[allow(unused_extern_crates, reason = "the macros' expansion names the crate")]
 extern crate self as fsdp_runtime;
 
-mod attach;
-mod autodiff;
 mod backend;
-mod check;
 pub mod checkpoint;
 mod collectives;
 pub mod config;
-#[cfg(any(feature = "cli", feature = "nccl"))]
-pub mod cuda;
-pub mod env;
 mod error;
-mod field_call;
-mod forecast;
 mod fully_shard;
-mod grad_scaler;
-mod group;
-mod hooks;
-mod ignored;
-pub mod kernels;
 mod launch;
 mod layout;
-mod leaf;
-mod memory;
-mod mesh;
-mod modules;
+mod module;
 pub mod nn;
-mod norm;
-mod obstacle;
 pub mod optim;
-mod optimizer_state;
 mod options;
-mod param;
-mod plan;
-mod precision;
-mod pretrained;
-mod recompute;
-mod replay;
-mod schedule;
-mod slot;
-mod state_dict;
-mod unit;
-mod unit_layout;
-mod unit_type;
-mod unscale;
-mod wrapping;
+mod param_group;
+mod runtime;
 
-pub use checkpoint::CheckpointError;
+pub use backend::Norm;
+pub use checkpoint::pretrained::{
+    LoadOptions, LoadReport, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
+};
+pub use checkpoint::state_dict::{
+    FullState, LocalState, LocalTensor, OptimizerState, ParameterState, Recipient, ShardedState,
+    ShardedTensor,
+};
+#[cfg(any(feature = "cli", feature = "nccl"))]
+pub use collectives::cuda;
 #[cfg(feature = "nccl")]
 pub use collectives::store::StoreError;
+pub use error::Obstacle;
 pub use error::{
-    CollectiveError, EngineError, Error, LaunchError, RankPanic, ScheduleError, ShardError,
+    CheckpointError, CollectiveError, Error, LaunchError, LoadError, RankPanic, SaveError,
+    ScheduleError, ShardError,
 };
-pub use forecast::{HostForecast, MemoryError, MemoryForecast};
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 pub use fully_shard::{Fsdp, fully_shard};
-pub use grad_scaler::{GradScaler, GradScalerConfig, Unscaled};
-pub use hooks::UnitValue;
-pub use launch::{Engine, LaunchOptions, Worker, launch};
-pub use layout::{ALIGNMENT, FlatLayout};
-pub use memory::{DeviceUsage, Memory, Usage};
-pub use mesh::{Mesh, Rank, WorldSize};
-pub use norm::Norm;
-pub use optimizer_state::{LocalTensor, OptimizerState, ParameterState};
+pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
+pub use layout::{ALIGNMENT, FlatLayout, Mesh, MeshError, Rank, WorldSize};
+pub use module::{
+    Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Sharded, Tie, UnitType,
+    UnitValue, Walk,
+};
+pub use optim::{GradScaler, GradScalerConfig, Unscaled};
 pub use options::{
-    ActivationCheckpointing, BackwardPrefetch, FsdpOptions, GradientAccumulation, OffloadPolicy,
-    ReshardAfterForward, ShardingStrategy, WrapPolicy,
+    ActivationCheckpointing, BackwardPrefetch, FsdpOptions, GradientAccumulation,
+    MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward, ShardingStrategy, WrapPolicy,
 };
-pub use param::Sharded;
-pub use precision::MixedPrecisionPolicy;
-pub use pretrained::{
-    LoadError, LoadOptions, LoadReport, SaveDtype, SaveError, SavePretrained, from_pretrained,
-    merge_safetensors,
-};
-pub use schedule::Counts;
-pub use state_dict::{
-    FullState, LocalState, Recipient, ShardedState, ShardedTensor, UnshardedState,
-};
-pub use unit::{
-    Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Obstacle, Tie, Walk,
-};
-pub use unit_type::UnitType;
-pub use wrapping::{WrappedUnit, Wrapping};
+pub use param_group::forecast::{HostForecast, MemoryError, MemoryForecast};
+pub use param_group::memory::{DeviceUsage, Memory, Usage};
+pub use param_group::wrapping::{WrappedUnit, Wrapping};
+pub use runtime::schedule::Counts;
+
+/// The kernels of sharded training, as functions of Burn tensors.
+pub mod kernels {
+    pub use crate::backend::ops::*;
+}
 
 /// What a program that trains a sharded model needs.
 pub mod prelude {
@@ -106,10 +78,11 @@ pub mod prelude {
 pub mod __private {
     pub use burn::tensor::DispatchTensor;
 
-    pub use crate::check::*;
-    pub use crate::field_call::*;
-    pub use crate::hooks::*;
-    pub use crate::leaf::*;
-    pub use crate::replay::*;
-    pub use crate::unit::*;
+    pub use crate::error::Obstacle;
+    pub use crate::module::const_check::*;
+    pub use crate::module::opaque::*;
+    pub use crate::module::*;
+    pub use crate::runtime::field_call::*;
+    pub use crate::runtime::hooks::*;
+    pub use crate::runtime::recompute::*;
 }

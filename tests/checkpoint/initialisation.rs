@@ -58,7 +58,7 @@ fn rank_0_alone_initialises_where_its_weights_are_broadcast() {
             let model = fully_shard(counted(worker.device(), &count), worker, options.clone())?;
             // All parameters are trained, whoever initialised them.
             if described.contains("deferred_init: false") {
-                let state = model.unsharded_state(Recipient::All)?;
+                let state = model.full_state(Recipient::All)?;
                 assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
                 let input = Tensor::ones([2, 16], worker.device());
                 let loss = model.forward(input).powf_scalar(2.0).mean();
@@ -87,7 +87,7 @@ fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
             from_pretrained(fresh, worker, options(), &path, &LoadOptions::new())?;
         assert_eq!((count.load(SeqCst), report.loaded), (0, 4));
         let (a, b) =
-            (model.unsharded_state(Recipient::All)?, loaded.unsharded_state(Recipient::All)?);
+            (model.full_state(Recipient::All)?, loaded.full_state(Recipient::All)?);
         assert_same(&a, &b);
         // It trains as any other.
         let loss = loaded.forward(Tensor::ones([2, 16], worker.device())).mean();
@@ -113,7 +113,7 @@ fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
         let (loaded, report) = from_pretrained(fresh, worker, options(), &path, &lenient)?;
         assert_eq!(report.missing, ["head.bias", "head.weight"]);
         assert_eq!(count.load(SeqCst), usize::from(worker.rank().index() == 0));
-        loaded.unsharded_state(Recipient::All)
+        loaded.full_state(Recipient::All)
     });
     for state in states {
         assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
@@ -139,7 +139,7 @@ fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
         let options = SavePretrained::new();
         assert_eq!(not_loaded(net.save_pretrained(&out, &options).unwrap_err()), "head.weight");
         not_loaded(net.save_burnpack(out.join("x")).unwrap_err());
-        not_loaded(net.unsharded_state(Recipient::All).unwrap_err());
+        not_loaded(net.full_state(Recipient::All).unwrap_err());
         let input = || support::batch(0, 0..2, device).0;
         let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             net.forward(input());
@@ -148,7 +148,7 @@ fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
 
         net.load_safetensors(&path, &LoadOptions::new())?;
         net.forward(input());
-        net.unsharded_state(Recipient::All)
+        net.full_state(Recipient::All)
     });
     assert_same(&ranks[0], &state);
 }

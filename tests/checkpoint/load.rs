@@ -64,9 +64,9 @@ fn load(world: usize, path: &Path, options: LoadOptions) -> Result<(FullState, L
     let ranks = launch(launched, move |worker| {
         let net = Net::new(2, 0.0, worker.device());
         let mut net = fully_shard(net, &worker, FsdpOptions::new().seed(1))?;
-        let before = net.unsharded_state(Recipient::All)?;
+        let before = net.full_state(Recipient::All)?;
         let loaded = net.load_safetensors(&path, &options);
-        let after = net.unsharded_state(Recipient::All)?;
+        let after = net.full_state(Recipient::All)?;
         Ok::<_, Error>(match loaded {
             Ok(report) => Ok((after, report)),
             Err(error) => {

@@ -9,7 +9,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{
     CollectiveError, Error, LoadError, LoadOptions, SaveDtype, SaveError, SavePretrained,
-    UnshardedState, from_pretrained, merge_safetensors,
+    FullState, from_pretrained, merge_safetensors,
 };
 use safetensors::{Dtype, SafeTensors};
 
@@ -33,23 +33,23 @@ pub(super) fn sharded(worker: &Worker) -> Result<Fsdp<Net>, Error> {
 }
 
 /// Saves the model of one seed and returns its full state.
-pub(super) fn save(world: usize, folder: &Path, options: &SavePretrained) -> UnshardedState {
+pub(super) fn save(world: usize, folder: &Path, options: &SavePretrained) -> FullState {
     let (folder, options) = (folder.to_path_buf(), options.clone());
     let ranks = run(world, move |worker| {
         let net = sharded(worker)?;
         net.save_pretrained(&folder, &options)?;
-        net.unsharded_state(Recipient::All)
+        net.full_state(Recipient::All)
     });
     ranks.into_iter().next().expect("rank 0")
 }
 
-pub(super) fn load(world: usize, path: &Path) -> Result<UnshardedState, Error> {
+pub(super) fn load(world: usize, path: &Path) -> Result<FullState, Error> {
     let path = path.to_path_buf();
     run(world, move |worker| {
         let net = Net::new(2, 0.0, worker.device());
         let mut net = fully_shard(net, worker, FsdpOptions::new().seed(99))?;
         let loaded = net.load_safetensors(&path, &LoadOptions::new());
-        let state = net.unsharded_state(Recipient::All)?;
+        let state = net.full_state(Recipient::All)?;
         Ok(loaded.map(|_| state))
     })
     .swap_remove(0)
@@ -72,7 +72,7 @@ pub(super) fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-pub(super) fn assert_same(a: &UnshardedState, b: &UnshardedState) {
+pub(super) fn assert_same(a: &FullState, b: &FullState) {
     assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
     for (path, data) in a {
         assert!(data.as_bytes() == b[path].as_bytes(), "`{path}` differs");
@@ -133,7 +133,7 @@ fn every_world_size_and_strategy_saves_the_same_bytes_and_loads_the_others() {
             build(3)?.save_pretrained(&path, &SavePretrained::new())?;
             let mut net = build(99)?;
             net.load_safetensors(&path, &LoadOptions::new())?;
-            net.unsharded_state(Recipient::All)
+            net.full_state(Recipient::All)
         });
         assert!(std::fs::read(folder.join("model.safetensors")).unwrap() == bytes, "{strategy}");
         states.iter().for_each(|loaded| assert_same(loaded, &state));
@@ -275,7 +275,7 @@ fn refused(folder: &Path, options: SavePretrained) -> Vec<Error> {
         let net = sharded(worker)?;
         let error = net.save_pretrained(&folder, &options).unwrap_err();
         // The group is whole: the model can be used, and saved elsewhere.
-        net.unsharded_state(Recipient::All)?;
+        net.full_state(Recipient::All)?;
         Ok(error)
     })
 }
@@ -459,7 +459,7 @@ fn names_of_old_checkpoints_load_where_they_are_allowed() {
             .rename_suffix("norm.gamma", "norm.weight")
             .rename_suffix("norm.beta", "norm.bias");
         net.load_safetensors(&path, &options)?;
-        net.unsharded_state(Recipient::All)
+        net.full_state(Recipient::All)
     });
     assert_same(&loaded[0], &state);
 }
@@ -488,7 +488,7 @@ fn ignored_parameters_go_with_the_others() {
         by_path.load_burnpack(path.join("model"), &LoadOptions::new())?;
         for loaded in [&by_key, &by_path] {
             let all = Recipient::All;
-            assert_same(&saved.unsharded_state(all)?, &loaded.unsharded_state(all)?);
+            assert_same(&saved.full_state(all)?, &loaded.full_state(all)?);
         }
         Ok([head(&saved), head(&by_key), head(&by_path)])
     });

@@ -156,7 +156,7 @@ fn lora() {
         device.seed(9 + worker.rank().index() as u64);
         let adapted = plain.apply_lora(Lora::new(2, 4.0));
         let mut model = fully_shard(adapted, worker, FsdpOptions::new().seed(4))?;
-        let state = model.unsharded_state(Recipient::All)?;
+        let state = model.full_state(Recipient::All)?;
         let factor = &state["blocks.0.up.weight.lora.a"];
         assert_eq!(factor.shape().as_slice(), [super::mlp::WIDTH, 2]);
         let before = state["blocks.0.up.weight"].clone();
@@ -168,7 +168,7 @@ fn lora() {
             assert!(gradients.get::<2>(model.blocks[0].up.weight.id).is_none(), "frozen");
             model = optimizer.step(3e-2, model, gradients);
         }
-        let after = model.unsharded_state(Recipient::All)?;
+        let after = model.full_state(Recipient::All)?;
         assert_eq!(after["blocks.0.up.weight"].as_bytes(), before.as_bytes());
         assert_ne!(
             after["blocks.0.up.weight.lora.b"].as_bytes(),

@@ -3,7 +3,7 @@
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::Tensor;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, GradScalerConfig, UnshardedState};
+use fsdp_runtime::{Error, GradScalerConfig, FullState};
 
 use super::mlp::{Mlp, input, loss, on, sharded};
 use super::support::trace::{only, record};
@@ -47,8 +47,8 @@ impl<'a> Training<'a> {
         }
     }
 
-    fn state(&self) -> Result<UnshardedState, Error> {
-        self.model.unsharded_state(Recipient::All)
+    fn state(&self) -> Result<FullState, Error> {
+        self.model.full_state(Recipient::All)
     }
 }
 
@@ -87,7 +87,7 @@ fn scaled_training_is_training() {
                         }
                         model = optimizer.step(1e-2, model, gradients);
                     }
-                    model.unsharded_state(Recipient::All)
+                    model.full_state(Recipient::All)
                 };
                 Ok::<_, Error>((train(None)?, train(Some(GradScaler::new()))?))
             });

@@ -19,7 +19,7 @@ fn ddp_like_ignored_params_stay_whole_and_keep_their_own_gradients() {
         let mut model = fully_shard(model, worker, options)?;
         assert_eq!(model.blocks[1].up.weight.base().dims(), whole);
         // PyTorch's state dict has them too.
-        let state = model.unsharded_state(Recipient::All)?;
+        let state = model.full_state(Recipient::All)?;
         assert_eq!(state["blocks.1.up.weight"].shape().as_slice(), whole);
         let x = input(worker.rank().index(), 0, 4, worker.device());
         let gradients = model.backward(loss(model.forward(x)))?;

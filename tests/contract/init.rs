@@ -13,7 +13,7 @@ fn managed_parameters_and_names() {
     let state = on(2, |worker| {
         let model = sharded(2, worker, FsdpOptions::new())?;
         assert_eq!(model.num_params(), Mlp::new(2, worker.device()).num_params());
-        model.unsharded_state(Recipient::All)
+        model.full_state(Recipient::All)
     });
     let names: Vec<&str> = state[0].keys().map(String::as_str).collect();
     let expected = [
@@ -104,7 +104,7 @@ fn rank_0_broadcast() {
         let mut model = Mlp::new(1, worker.device());
         model.blocks[0].up.weight = Param::from_tensor(values);
         let model = fully_shard(model, worker, FsdpOptions::new())?;
-        let state = model.unsharded_state(Recipient::All)?;
+        let state = model.full_state(Recipient::All)?;
         Ok(state["blocks.0.up.weight"].iter::<f32>().all(|x| x == 1.0))
     });
     assert_eq!(ranks, [true; 3]);

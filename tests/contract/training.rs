@@ -126,7 +126,7 @@ fn accumulated(
             let gradients = model.backward(micro(2))?;
             model = optimizer.step(1e-1, model, gradients);
         }
-        let state = model.unsharded_state(Recipient::All)?;
+        let state = model.full_state(Recipient::All)?;
         let bytes = state.values().flat_map(|data| data.as_bytes().to_vec()).collect();
         Ok((bytes, model.counts(), model.memory().gradients.peak))
     })
@@ -187,7 +187,7 @@ fn tied_and_uneven() {
             let blocks = vec![Block::new(device)];
             let model = Tied { input: input_weight, blocks, output };
             let model = fully_shard(model, worker, FsdpOptions::new())?;
-            let state = model.unsharded_state(Recipient::All)?;
+            let state = model.full_state(Recipient::All)?;
             let param = |path: &str| Param::from_data(state[path].clone(), device);
             let linear = |path: &str| Linear {
                 weight: Param::from_data(state[&format!("{path}.weight")].clone(), device),

@@ -210,7 +210,7 @@ impl Run {
             sharded_bytes: net.sharded_bytes(),
             slot_bytes: net.slot_bytes(),
             peak_unsharded_bytes: net.peak_unsharded_bytes(),
-            state: net.unsharded_state(Recipient::All)?,
+            state: net.full_state(Recipient::All)?,
         })
     }
 }

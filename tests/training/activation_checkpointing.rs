@@ -150,7 +150,7 @@ fn dropout_is_the_same_after_later_forwards_and_in_later_passes() {
                 bits.push(net.clip_grad_norm(&mut gradients, 1e9)?.to_bits());
                 net = optimizer.step(1e-2, net, gradients);
             }
-            Ok((bits, net.unsharded_state(Recipient::All)?))
+            Ok((bits, net.full_state(Recipient::All)?))
         })
     };
     for accumulation in [GradientAccumulation::ReduceEach, GradientAccumulation::HoldUnsharded] {

@@ -50,7 +50,7 @@ fn gradients(
 }
 
 fn parameters(net: &Fsdp<Net>) -> Result<Parameters, Error> {
-    let state = net.unsharded_state(Recipient::All)?;
+    let state = net.full_state(Recipient::All)?;
     Ok(state.into_iter().map(|(path, data)| (path, data.iter::<f32>().collect())).collect())
 }
 
@@ -201,7 +201,7 @@ fn state_lies_on_owners_alone_and_is_loaded_again() {
         let held = record.len();
         let record = OptimizerRecord::from_bytes(record).expect("and read");
         let numel: usize = {
-            let state = net.unsharded_state(Recipient::All)?;
+            let state = net.full_state(Recipient::All)?;
             let owners = WholeParam::owners(&net);
             let owned = |path: &str| owners.get(path).is_none_or(|rank| *rank == worker.rank());
             let own = state.iter().filter(|(path, _)| owned(path));

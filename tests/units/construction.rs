@@ -241,7 +241,7 @@ fn rank_0s_weights_are_broadcast() {
         let weight =
             model.first.weight.clone().map(|weight| weight.zeros_like().add_scalar(offset));
         let model = Pair { first: Linear { weight, ..model.first }, ..model };
-        fully_shard(model, &worker, FsdpOptions::new())?.unsharded_state(Recipient::All)
+        fully_shard(model, &worker, FsdpOptions::new())?.full_state(Recipient::All)
     })
     .unwrap();
     for state in states {

@@ -10,7 +10,7 @@ use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor, TensorData, Tolerance};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, Error, HookedForward, ScheduleError, UnshardedState};
+use fsdp_runtime::{Counts, Error, HookedForward, ScheduleError, FullState};
 
 use crate::support::trace::record;
 
@@ -142,7 +142,7 @@ fn loss(logits: Tensor<2>) -> Tensor<1> {
 /// What a training run ended with, on rank 0.
 struct Outcome {
     losses: Vec<u32>,
-    state: UnshardedState,
+    state: FullState,
     counts: Counts,
 }
 
@@ -168,7 +168,7 @@ fn train<M: HookedForward + 'static>(
             net = optimizer.step(1e-2, net, grads);
         }
         let counts = net.counts();
-        let state = net.unsharded_state(Recipient::All)?;
+        let state = net.full_state(Recipient::All)?;
         Ok::<_, Error>(Outcome { losses, state, counts })
     })
     .expect("the run succeeds");

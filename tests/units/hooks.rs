@@ -154,7 +154,7 @@ fn values_and_gradients_are_those_of_plain_burn() {
                 // The same values on every rank: initialise under one seed.
                 let options = FsdpOptions::new().strategy(strategy).seed(3);
                 let sharded = fully_shard(plain, &worker, options)?;
-                let state = sharded.unsharded_state(Recipient::All)?;
+                let state = sharded.full_state(Recipient::All)?;
                 let plain = restore(&state, device);
                 let want = expected(&plain, device);
                 let loss = scalar(sharded.forward(input(device)));
@@ -186,7 +186,7 @@ fn values_and_gradients_are_those_of_plain_burn() {
 }
 
 /// The model of a full state, unsharded.
-fn restore(state: &fsdp_runtime::UnshardedState, device: &Device) -> Model {
+fn restore(state: &fsdp_runtime::FullState, device: &Device) -> Model {
     let matrix = |path: &str| Param::from_data(state[path].clone(), device);
     let linear = |gate: &str, side: &str| Linear {
         weight: matrix(&format!("gates.{gate}.{side}.weight")),

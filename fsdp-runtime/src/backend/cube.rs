@@ -19,10 +19,10 @@ use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
-use super::{ShardBackend, Value, cast, dispatch, numel, to_data};
-use crate::kernels::cube::{Run, contiguous, copy, empty};
-use crate::kernels::{self, Kernels};
-use crate::norm::Norm;
+use super::shard_backend::{ShardBackend, Value, cast, dispatch, numel, to_data};
+use crate::backend::Norm;
+use crate::backend::kernels::cube::{Run, contiguous, copy, empty};
+use crate::backend::kernels::{self, Kernels};
 
 /// A slot's device buffer.
 #[derive(Debug)]
@@ -145,7 +145,7 @@ impl ShardBackend for Cube {
     }
 
     #[cfg(feature = "nccl")]
-    fn device_memory(memory: &Memory) -> Result<super::DeviceMemory, String> {
+    fn device_memory(memory: &Memory) -> Result<super::shard_backend::DeviceMemory, String> {
         type Server = <CudaRuntime as cubecl_runtime::runtime::Runtime>::Server;
         let CubeDevice::Cuda(_) = &memory.device else {
             return Err(format!("NCCL needs CUDA devices, and {:?} is none", memory.device));
@@ -159,7 +159,10 @@ impl ShardBackend for Cube {
         // has read the slot, the slot's has written it.
         let token = resource(memory.token().clone())?;
         let held = resource(memory.handle.clone())?;
-        Ok(super::DeviceMemory { start: held.resource().ptr, _held: Box::new((token, held)) })
+        Ok(super::shard_backend::DeviceMemory {
+            start: held.resource().ptr,
+            _held: Box::new((token, held)),
+        })
     }
 
     fn fragment(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {

@@ -14,9 +14,9 @@ use burn::tensor::{DType, Element, Shape, TensorData};
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use bytemuck::Pod;
 
-use super::{ShardBackend, Value, cast, dispatch};
-use crate::kernels::Kernels;
-use crate::norm::Norm;
+use super::shard_backend::{ShardBackend, Value, cast, dispatch};
+use crate::backend::Norm;
+use crate::backend::kernels::Kernels;
 
 /// Bytes a slot is aligned to: a cache line, and the widest vector register.
 const ALIGN: usize = 64;
@@ -247,10 +247,13 @@ impl ShardBackend for Flex {
 
     /// Tests have a NCCL of their own, on the host.
     #[cfg(feature = "nccl")]
-    fn device_memory(memory: &Memory) -> Result<super::DeviceMemory, String> {
+    fn device_memory(memory: &Memory) -> Result<super::shard_backend::DeviceMemory, String> {
         if cfg!(test) {
             let start = memory.block.start.as_ptr().expose_provenance() as u64;
-            return Ok(super::DeviceMemory { start, _held: Box::new(memory.block.clone()) });
+            return Ok(super::shard_backend::DeviceMemory {
+                start,
+                _held: Box::new(memory.block.clone()),
+            });
         }
         Err("a tensor on Flex lies in the host's memory, and NCCL needs CUDA devices".into())
     }

@@ -9,8 +9,9 @@ use burn::backend::TensorMetadata;
 use burn::backend::autodiff::ops::NodeGuard;
 use burn::tensor::{DType, DispatchTensor};
 
-use super::{Context, Float, ShardBackend, Tracked, Value, cast};
-use crate::norm::Norm;
+use super::shard_backend::{Context, ShardBackend, Value, cast};
+use super::tensor::{Float, Tracked};
+use crate::backend::Norm;
 
 /// A fragment or a gradient at rest.
 #[derive(Debug)]
@@ -124,7 +125,7 @@ impl<B: ShardBackend> Stored<B> {
         match rest {
             Rest::Device => Self::Device(tensor),
             #[cfg(feature = "flex")]
-            Rest::Host { .. } => Self::Host(super::to_host::<B>(tensor)),
+            Rest::Host { .. } => Self::Host(super::shard_backend::to_host::<B>(tensor)),
             #[cfg(not(feature = "flex"))]
             Rest::Host { .. } => unreachable!("offload without `flex` is refused"),
         }
@@ -139,7 +140,7 @@ impl<B: ShardBackend> Stored<B> {
             #[cfg(feature = "flex")]
             Self::Host(tensor) => {
                 let pinned = rest == Rest::Host { pinned: true };
-                super::from_host::<B>(cast::<Flex>(tensor, dtype), device, pinned)
+                super::shard_backend::from_host::<B>(cast::<Flex>(tensor, dtype), device, pinned)
             }
         }
     }
@@ -190,18 +191,18 @@ impl<B: ShardBackend> Stored<B> {
     /// Its number of elements.
     pub(crate) fn numel(&self) -> usize {
         match self {
-            Self::Device(tensor) => super::numel::<B>(tensor),
+            Self::Device(tensor) => super::shard_backend::numel::<B>(tensor),
             #[cfg(feature = "flex")]
-            Self::Host(tensor) => super::numel::<Flex>(tensor),
+            Self::Host(tensor) => super::shard_backend::numel::<Flex>(tensor),
         }
     }
 
     /// Bytes of its elements.
     pub(crate) fn bytes(&self) -> usize {
         match self {
-            Self::Device(tensor) => super::bytes::<B>(tensor),
+            Self::Device(tensor) => super::shard_backend::bytes::<B>(tensor),
             #[cfg(feature = "flex")]
-            Self::Host(tensor) => super::bytes::<Flex>(tensor),
+            Self::Host(tensor) => super::shard_backend::bytes::<Flex>(tensor),
         }
     }
 

@@ -10,9 +10,9 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::CheckpointError;
 use super::io;
 use super::manifest::{MANIFEST, rank_file};
+use crate::error::CheckpointError;
 
 const TMP: &str = ".tmp-";
 const OLD: &str = ".old-";

@@ -9,10 +9,10 @@ use std::ops::Range;
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use super::CheckpointError;
 use super::scalar::Scalars;
 use super::seal::{seal, unseal};
-use crate::mesh::WorldSize;
+use crate::error::CheckpointError;
+use crate::layout::WorldSize;
 
 /// The manifest's name in its folder.
 pub const MANIFEST: &str = "manifest.json";

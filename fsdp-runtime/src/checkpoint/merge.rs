@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::CheckpointError;
 use super::folder;
 use super::manifest::{Dtype, MANIFEST, ModelEntry, TensorEntry, model_key};
 use super::read::Folder;
+use crate::checkpoint::pretrained::shards::{Shard, ToWrite, cut, publish};
+use crate::checkpoint::pretrained::write::{Complete, Header, NewFile, failed};
+use crate::error::CheckpointError;
 use crate::error::Error;
-use crate::pretrained::SaveError;
-use crate::pretrained::shards::{Shard, ToWrite, cut, publish};
-use crate::pretrained::write::{Complete, Header, NewFile, failed};
+use crate::error::SaveError;
 
 /// About how many bytes are read at once of a tensor that is written as it lies.
 const CHUNK: usize = 16 << 20;

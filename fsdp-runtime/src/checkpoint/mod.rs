@@ -20,13 +20,14 @@
 //! (`write`, `save`); `model`, `optimizer`, `own` and `scheduler` are what is read from and put back
 //! into. `merge` needs neither model nor ranks.
 
-mod error;
 mod folder;
+mod grad_scaler;
 mod manifest;
 mod merge;
 pub(crate) mod model;
 pub(crate) mod optimizer;
 pub(crate) mod own;
+pub(crate) mod pretrained;
 mod rank_file;
 pub(crate) mod ranks;
 pub(crate) mod read;
@@ -36,11 +37,12 @@ mod scalar;
 mod scheduler;
 mod seal;
 mod sink;
+pub(crate) mod state_dict;
 mod write;
 
 use std::path::Path;
 
-pub use error::CheckpointError;
+pub use crate::error::CheckpointError;
 pub use folder::{Listing, list};
 pub use manifest::{
     BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,

@@ -7,11 +7,11 @@ use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, Device, DispatchTensor, Tensor, TensorData};
 
 use crate::fully_shard::Fsdp;
-use crate::group::{Entry, Held};
-use crate::param::{Place, Sharded};
-use crate::plan::{IgnoredParam, Key};
-use crate::schedule::Engine;
-use crate::unit::{FsdpModule, Walk};
+use crate::module::{FsdpModule, Walk};
+use crate::module::{Place, Sharded};
+use crate::param_group::plan::{IgnoredParam, Key};
+use crate::param_group::{Entry, Held};
+use crate::runtime::schedule::Engine;
 
 /// A parameter as a rank holds it.
 #[derive(Debug)]

@@ -6,14 +6,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use burn::tensor::DType;
 
-use super::CheckpointError;
 use super::manifest::{TensorEntry, model_key, optimizer_key};
 use super::model;
 use super::optimizer::{self, Names};
 use super::ranks::Ranks;
 use super::save::Checkpoint;
+use crate::error::CheckpointError;
 use crate::error::Error;
-use crate::group::{Entry, Held};
+use crate::param_group::{Entry, Held};
 
 /// The tensors of ignored parameters that differ between ranks, by their names in a rank's file.
 #[derive(Clone, Debug, Default)]

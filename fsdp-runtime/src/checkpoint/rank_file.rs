@@ -15,9 +15,9 @@ use std::thread::JoinHandle;
 use memmap2::{Mmap, MmapOptions};
 use serde::Deserialize;
 
-use super::CheckpointError;
 use super::io;
 use super::manifest::{BLOCK, Dtype, Piece};
+use crate::error::CheckpointError;
 
 /// The bytes before a safetensors header: its length.
 const LENGTH: usize = 8;

@@ -3,17 +3,17 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::CheckpointError;
 use super::manifest::MeshShape;
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::Message;
+use crate::error::CheckpointError;
 use crate::error::{CollectiveError, Error};
 use crate::fully_shard::Fsdp;
-use crate::group::{Entry, Held};
 use crate::launch::Worker;
-use crate::mesh::Mesh;
-use crate::param::Place;
+use crate::layout::Mesh;
+use crate::module::Place;
+use crate::param_group::{Entry, Held};
 
 /// Whole tensors of fewer elements are written by one rank: a piece costs a line of the manifest.
 const SPLIT_FROM: usize = 1 << 10;
@@ -121,7 +121,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::mesh::WorldSize;
+    use crate::layout::WorldSize;
 
     proptest! {
         #[test]

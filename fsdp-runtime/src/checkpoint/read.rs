@@ -8,10 +8,10 @@ use std::sync::OnceLock;
 
 use burn::tensor::TensorData;
 
-use super::CheckpointError;
 use super::io;
 use super::manifest::{Dtype, MANIFEST, Manifest, Piece, TensorEntry, rank_file};
 use super::rank_file::Reader;
+use crate::error::CheckpointError;
 
 /// A checkpoint whose manifest was read and found sound.
 #[derive(Debug)]

@@ -15,7 +15,6 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType};
 use serde_json::Value;
 
-use super::CheckpointError;
 use super::manifest::{
     Dtype, Manifest, ParameterEntry, Progress, TensorEntry, model_key, optimizer_key,
 };
@@ -25,14 +24,15 @@ use super::ranks::Ranks;
 use super::read::Folder;
 use super::save::CheckpointManager;
 use super::{folder, own, scheduler};
+use crate::error::CheckpointError;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
-use crate::grad_scaler::GradScaler;
-use crate::group::{Entry, Held};
 use crate::launch::Worker;
+use crate::module::FsdpModule;
+use crate::module::Place;
+use crate::optim::GradScaler;
 use crate::optim::{WholeParam, owners};
-use crate::param::Place;
-use crate::unit::FsdpModule;
+use crate::param_group::{Entry, Held};
 
 /// What to load a checkpoint into: a builder. Every rank names the same things.
 ///

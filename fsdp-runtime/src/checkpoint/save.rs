@@ -20,7 +20,6 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::optim::ModuleOptimizer;
 use serde_json::Value;
 
-use super::CheckpointError;
 use super::manifest::{MANIFEST, Manifest, Progress};
 use super::model::Model;
 use super::own::Differing;
@@ -29,12 +28,13 @@ use super::scalar::Scalars;
 use super::sink::{FileSink, MemorySink};
 use super::write::{gather_parts, leave_part, missing_part, outline, part_file, parts};
 use super::{folder, io, scheduler};
+use crate::error::CheckpointError;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
-use crate::grad_scaler::GradScaler;
 use crate::launch::Worker;
+use crate::module::FsdpModule;
+use crate::optim::GradScaler;
 use crate::optim::WholeParam;
-use crate::unit::FsdpModule;
 
 /// How long a background save waits for the other ranks' files, its own being written.
 const PATIENCE: Duration = Duration::from_secs(600);

@@ -5,12 +5,12 @@ use std::path::Path;
 
 use burn::tensor::{Bytes, DType};
 
-use super::CheckpointError;
 use super::manifest::{
     Dtype, Manifest, ParameterEntry, Piece, TensorEntry, model_key, optimizer_key, rank_file,
 };
 use super::rank_file;
 use super::scalar::Scalars;
+use crate::error::CheckpointError;
 
 /// Where a tensor belongs in a manifest.
 #[derive(Clone, Debug)]

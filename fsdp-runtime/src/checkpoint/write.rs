@@ -6,7 +6,6 @@ use std::path::Path;
 
 use burn::module::ParamId;
 
-use super::CheckpointError;
 use super::manifest::{KeyEntry, Manifest, ModelEntry, RandomState, UnitEntry};
 use super::model::Model;
 use super::own::Differing;
@@ -14,11 +13,12 @@ use super::ranks::{Ranks, arrangement, written, written_owned, written_whole};
 use super::save::{Checkpoint, SavedOptimizer};
 use super::sink::{Elements, Owner, Part, Sink};
 use super::{io, model, optimizer};
-use crate::group::{Entry, Held};
-use crate::mesh::Mesh;
+use crate::error::CheckpointError;
+use crate::layout::Mesh;
+use crate::module::Place;
 use crate::optim::owners;
-use crate::param::Place;
-use crate::plan::Key;
+use crate::param_group::plan::Key;
+use crate::param_group::{Entry, Held};
 
 /// About how many bytes of parameters have their optimizer state read at once, at least: few, so that
 /// the next copies use the memory of the last, which is in the cache still.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::group::Group;
 use crate::error::CollectiveError;
-use crate::launch::panic_message;
+use crate::error::panic_message;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -101,7 +101,7 @@ impl Communicator {
 #[must_use = "a collective is complete only once it was waited for"]
 pub(crate) struct Work<T> {
     result: Receiver<Result<T, CollectiveError>>,
-    rank: crate::mesh::Rank,
+    rank: crate::layout::Rank,
     waited: Arc<AtomicU64>,
 }
 

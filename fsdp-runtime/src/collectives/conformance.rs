@@ -18,11 +18,11 @@ use burn::tensor::{DType, Shape, TensorData};
 use self::faults::{failure, mismatch, mismatch_of_sizes, time_out};
 use super::group::Group;
 use super::{Op, ProcessGroup, Reduce};
+use crate::backend::gather_buffer::Slot;
 use crate::backend::{Float, ShardBackend, cast};
 use crate::error::CollectiveError;
-use crate::mesh::{Rank, WorldSize};
-use crate::slot::Slot;
-use crate::unit_layout::{FlatRange, UnitLayout};
+use crate::layout::{FlatRange, UnitLayout};
+use crate::layout::{Rank, WorldSize};
 
 /// What a rank does, and how long its group waits.
 struct Check {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::CollectiveError;
-use crate::mesh::{Rank, WorldSize};
+use crate::layout::{Rank, WorldSize};
 
 /// What has ended the world, with ranks as numbers and operations as text.
 #[derive(Clone, Debug, Serialize, Deserialize)]

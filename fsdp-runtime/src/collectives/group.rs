@@ -13,11 +13,11 @@ use super::mpi::MpiGroup;
 #[cfg(feature = "nccl")]
 use super::nccl::NcclGroup;
 use super::{Op, ProcessGroup, Reduce};
+use crate::backend::gather_buffer::Slot;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
-use crate::mesh::{Mesh, Rank, WorldSize};
-use crate::slot::Slot;
-use crate::unit_layout::UnitLayout;
+use crate::layout::UnitLayout;
+use crate::layout::{Mesh, Rank, WorldSize};
 
 /// A value that ranks exchange: by reference between threads, as bytes between processes.
 pub(crate) trait Message: Any + Send + Sync + Serialize + DeserializeOwned {}

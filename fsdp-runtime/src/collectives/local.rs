@@ -15,11 +15,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::{Op, ProcessGroup, Reduce, of_color};
+use crate::backend::gather_buffer::Slot;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
-use crate::mesh::{Rank, WorldSize};
-use crate::slot::Slot;
-use crate::unit_layout::UnitLayout;
+use crate::layout::UnitLayout;
+use crate::layout::{Rank, WorldSize};
 
 type AnyValue = Arc<dyn Any + Send + Sync>;
 

@@ -5,6 +5,8 @@
 //! collectives in issue order on a thread of its own and hands over results that are waited for.
 
 pub(crate) mod comm;
+#[cfg(any(feature = "cli", feature = "nccl"))]
+pub mod cuda;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod failure;
 pub(crate) mod group;
@@ -27,10 +29,10 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 
+use crate::backend::gather_buffer::Slot;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
-use crate::slot::Slot;
-use crate::unit_layout::UnitLayout;
+use crate::layout::UnitLayout;
 
 /// What a collective does and for which unit: every rank issues the same ones in the same order.
 #[derive(Clone, Debug, PartialEq, Eq)]

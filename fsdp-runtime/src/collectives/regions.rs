@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex};
 use burn::tensor::{DType, Shape};
 
 use super::Reduce;
+use crate::backend::gather_buffer::Slot;
 use crate::backend::{Float, ShardBackend};
 use crate::layout::FlatLayout;
-use crate::mesh::{Rank, WorldSize};
-use crate::slot::Slot;
-use crate::unit_layout::UnitLayout;
+use crate::layout::UnitLayout;
+use crate::layout::{Rank, WorldSize};
 
 /// Room for one tensor of each member, in f32, in a buffer of one collective's own.
 pub(super) struct Arrivals<B: ShardBackend> {

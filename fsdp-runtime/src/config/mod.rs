@@ -25,14 +25,13 @@ use std::path::{Path, PathBuf};
 pub use error::{ConfigError, Note, Problem, ProblemKind};
 pub use values::{AutoWrapPolicy, MixedPrecision, StateDictType};
 
-use crate::env::RankEnv;
+use crate::launch::env::RankEnv;
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
 /// The variable in which `fsdp launch` tells a program which configuration file to read.
 pub const CONFIG_VARIABLE: &str = "FSDP_CONFIG";
 
-/// The environment variable that tells ranks, as 1, to compare collectives before they run.
-pub const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
+pub use crate::launch::DEBUG_VARIABLE;
 
 /// `fsdp_min_num_params` where the file has none: Accelerate's default.
 pub const DEFAULT_MIN_NUM_PARAMS: usize = 100_000_000;

@@ -6,9 +6,9 @@ use super::error::{ConfigError, Problem, ProblemKind};
 use super::nearest::nearest;
 use super::{AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS};
 use crate::launch::LaunchOptions;
+use crate::module::{FsdpModule, Node};
+use crate::options::MixedPrecisionPolicy;
 use crate::options::{ActivationCheckpointing, FsdpOptions, OffloadPolicy, WrapPolicy};
-use crate::precision::MixedPrecisionPolicy;
-use crate::unit::{FsdpModule, Node};
 
 impl Config {
     /// The options to shard a model of type `M` with. Keys the file leaves out keep the defaults of

@@ -4,9 +4,9 @@ use burn::tensor::FloatDType;
 
 use super::*;
 use crate::LaunchOptions;
+use crate::module::{Child, Kind, Node};
+use crate::options::MixedPrecisionPolicy;
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ShardingStrategy, WrapPolicy};
-use crate::precision::MixedPrecisionPolicy;
-use crate::unit::{Child, Kind, Node};
 
 /// As `accelerate config` writes it for FSDP.
 const BERT: &str = "\

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::mesh::Rank;
+use crate::layout::Rank;
 
 /// A collective that did not complete. Every rank of the group gets the same one.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -9,14 +9,15 @@ use burn::tensor::Device;
 use super::process::{Seats, run_rank};
 use super::{LaunchOptions, Worker, refused};
 use crate::collectives::Op;
+use crate::collectives::cuda::{device_count, index_of};
 use crate::collectives::group::Group;
 use crate::collectives::local::Hub;
-use crate::collectives::nccl::{NcclGroup, gpu_of};
+use crate::collectives::nccl::NcclGroup;
 use crate::collectives::store::{Host, Meeting, Roll};
-use crate::cuda::device_count;
-use crate::env::RankEnv;
-use crate::error::{CollectiveError, EngineError, LaunchError};
-use crate::mesh::{Rank, WorldSize};
+use crate::error::{CollectiveError, LaunchError};
+use crate::launch::EngineError;
+use crate::launch::env::RankEnv;
+use crate::layout::{Rank, WorldSize};
 
 type Boxed = Box<dyn StdError + Send + Sync>;
 
@@ -42,7 +43,7 @@ where
     F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
 {
     let world = WorldSize::new(world).map_err(|error| refused(Box::new(error)))?;
-    let first = gpu_of(device).unwrap_or(0);
+    let first = index_of(device).unwrap_or(0);
     let hub = Hub::new(world, options.timeout, debug);
     let roll = Roll::new(world);
     let seat = |rank: Rank| -> Result<(Group, Device), Boxed> {
@@ -110,12 +111,30 @@ fn join(
     debug: bool,
 ) -> Result<(Arc<Group>, Device), Boxed> {
     let no_main = EngineError::NoMainProcess { starter: place.starter };
-    let meeting = Meeting::of(place, options.timeout, debug).ok_or(no_main)?;
+    let meeting = meeting(place, options.timeout, debug).ok_or(no_main)?;
     let index =
-        own_gpu(place, gpu_of(device).unwrap_or(0), device_count().map_err(EngineError::from)?);
+        own_gpu(place, index_of(device).unwrap_or(0), device_count().map_err(EngineError::from)?);
     let host = Host::process(&meeting).map_err(EngineError::from)?;
     let group = NcclGroup::world(host, index)?;
     Ok((Arc::new(Group::Nccl(group)), gpu(index)))
+}
+
+/// Returns where the processes of this launch meet, from the environment; `None` where it names no
+/// main process.
+fn meeting(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Meeting<'_>> {
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let main = place.main_process.as_ref()?;
+    // torchrun's agent may keep the port for a store of its own.
+    let port = match variable("TORCHELASTIC_USE_AGENT_STORE").as_str() {
+        "True" => main.port.checked_add(1).unwrap_or(main.port - 1),
+        _ => main.port,
+    };
+    // Each machine's `fsdp launch` names a run of its own; torchrun's name is the same on all.
+    let one_machine = place.local_world == Some(place.world.size());
+    let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
+    let run = launcher + &variable("TORCHELASTIC_RUN_ID");
+    let (rank, world, host) = (place.rank, place.world, main.host.as_str());
+    Some(Meeting { rank, world, host, port, run, timeout, debug })
 }
 
 /// The GPU of a process: the first one for the first process of a machine, and so on. Where a
@@ -138,7 +157,7 @@ fn seats(group: &Group, place: &RankEnv, options: &LaunchOptions) -> Result<Seat
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::env::Starter;
+    use crate::launch::env::Starter;
 
     #[test]
     fn a_process_has_the_gpu_of_its_place_on_its_machine() {

@@ -17,8 +17,9 @@ use super::{LaunchOptions, Worker};
 use crate::collectives::Op;
 use crate::collectives::group::Group;
 use crate::collectives::mpi::{MpiGroup, sys};
-use crate::env::RankEnv;
-use crate::error::{EngineError, LaunchError};
+use crate::error::LaunchError;
+use crate::launch::EngineError;
+use crate::launch::env::RankEnv;
 
 /// `mpirun` ends all ranks as soon as one has exited: what the others need to report as well.
 const LAST_WORDS: Duration = Duration::from_millis(300);

@@ -13,14 +13,16 @@ use super::{Engine, Ranks};
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::{Worker, start_rank};
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-use crate::collectives::{Op, comm::Communicator, group::Group};
-use crate::env::RankEnv;
+use crate::collectives::Op;
+use crate::collectives::comm::Communicator;
+use crate::collectives::group::Group;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use crate::error::CollectiveError;
-use crate::error::EngineError;
+use crate::launch::EngineError;
+use crate::launch::env::RankEnv;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-use crate::mesh::Mesh;
-use crate::mesh::WorldSize;
+use crate::layout::Mesh;
+use crate::layout::WorldSize;
 
 /// Where ranks are to run, and how they communicate.
 #[derive(Clone, Debug)]
@@ -156,7 +158,7 @@ pub(super) struct Seats {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::env::Starter;
+    use crate::launch::env::Starter;
 
     fn started(world: usize) -> Option<RankEnv> {
         let world = WorldSize::new(world).unwrap();

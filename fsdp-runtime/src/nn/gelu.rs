@@ -32,9 +32,9 @@ mod flex {
     use burn::tensor::{DType, Tensor};
     use multiversion::multiversion;
 
+    use crate::backend::kernels::flex::made::made;
+    use crate::backend::kernels::flex::number::{Room, each, indexed};
     use crate::backend::{ShardBackend, Value};
-    use crate::kernels::flex::made::made;
-    use crate::kernels::flex::number::{Room, each, indexed};
 
     /// GELU of an f32 tensor on Flex.
     pub(super) fn gelu<const D: usize>(x: &Tensor<D>) -> Option<Tensor<D>> {

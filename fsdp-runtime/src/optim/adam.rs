@@ -6,15 +6,42 @@ use burn::optim::{self, AdamState, AdamWState, LearningRate, ModuleOptimizer, Op
 use burn::tensor::{Device, Tensor};
 
 use super::on_host::OnHost;
+use crate::backend::kernels::AdamStep;
 
 /// What Adam and AdamW share.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Moments {
+pub(crate) struct Moments {
     pub(super) beta_1: f32,
     pub(super) beta_2: f32,
     pub(super) epsilon: f32,
-    pub(super) amsgrad: bool,
+    pub(crate) amsgrad: bool,
     pub(super) decay: Decay,
+}
+
+impl Moments {
+    /// Step number `time`, counted from 1. As in PyTorch, all is computed in f64 and rounded once.
+    pub(crate) fn step(&self, lr: f64, time: usize) -> AdamStep {
+        let [beta_1, beta_2] = [self.beta_1, self.beta_2].map(f64::from);
+        let time = i32::try_from(time).unwrap_or(i32::MAX);
+        let correction = |beta: f64| 1.0 - beta.powi(time);
+        let (penalty, rate, cautious) = match self.decay {
+            Decay::Coupled { penalty } => (penalty, 0.0, false),
+            Decay::Decoupled { rate, cautious } => (0.0, lr * f64::from(rate), cautious),
+        };
+        AdamStep {
+            beta_1: self.beta_1,
+            rest_1: (1.0 - beta_1) as f32,
+            beta_2: self.beta_2,
+            rest_2: (1.0 - beta_2) as f32,
+            epsilon: self.epsilon,
+            root_scale: correction(beta_2).sqrt().recip() as f32,
+            step_size: (lr / correction(beta_1)) as f32,
+            penalty,
+            keep: (1.0 - rate) as f32,
+            rate: rate as f32,
+            cautious,
+        }
+    }
 }
 
 /// How weights decay.
@@ -74,7 +101,7 @@ pub struct AdamWConfig {
 /// parameter.
 #[derive(Clone)]
 pub struct AdamW {
-    pub(super) rule: Moments,
+    pub(crate) rule: Moments,
     elsewhere: optim::AdamW,
     foreach: bool,
 }
@@ -184,7 +211,7 @@ pub struct AdamConfig {
 /// parameter.
 #[derive(Clone)]
 pub struct Adam {
-    pub(super) rule: Moments,
+    pub(crate) rule: Moments,
     elsewhere: optim::Adam,
     foreach: bool,
 }

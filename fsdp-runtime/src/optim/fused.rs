@@ -5,12 +5,10 @@ use burn::optim::{AdaptiveMomentumState, LearningRate};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
 use super::adam::Moments;
-use super::foreach;
-use super::kernel::{AdamStep, SgdStep};
 use super::sgd::Sgd;
+use crate::backend::kernels::{AdamTensors, Kernels, batched_steps, has_kernels};
 use crate::backend::{Float, ShardBackend, Value, with_backend};
 use crate::error::ShardError;
-use crate::kernels::{AdamTensors, Kernels, has_kernels};
 
 /// Whether all of these are f32 on one device with kernels.
 pub(super) fn takes<'a, const D: usize>(tensors: impl IntoIterator<Item = &'a Tensor<D>>) -> bool {
@@ -36,7 +34,7 @@ pub(super) fn takes_adam<const D: usize>(
 }
 
 /// One step of Adam or AdamW on tensors that [`takes_adam`]; with `foreach`, possibly only at the end
-/// of the [`foreach::scope`] around.
+/// of the [`batched_steps::scope`] around.
 pub(super) fn adam<const D: usize>(
     rule: &Moments,
     lr: LearningRate,
@@ -59,8 +57,8 @@ pub(super) fn adam<const D: usize>(
         let max = rule.amsgrad.then(|| max.unwrap_or_else(zeros));
         let tensors = AdamTensors { param, moment_1, moment_2, max };
 
-        let later = foreach && foreach::is_open();
-        let tensors = B::adam(&AdamStep::new(rule, lr, time), grad, tensors, later);
+        let later = foreach && batched_steps::is_open();
+        let tensors = B::adam(&rule.step(lr, time), grad, tensors, later);
 
         let AdamTensors { param, moment_1, moment_2, max } = tensors.map(give::<B, D>);
         let mut state = AdaptiveMomentumState::new(time, moment_1, moment_2);
@@ -87,8 +85,8 @@ pub(super) fn sgd<const D: usize>(
             Some(velocity) => take_state::<B, D>(velocity, &shape),
             None => B::zeros(&device, shape),
         });
-        let later = foreach && foreach::is_open();
-        let step = SgdStep::new(rule, lr, first);
+        let later = foreach && batched_steps::is_open();
+        let step = rule.numbers(lr, first);
         let (param, velocity) = B::sgd(&step, grad, param, velocity, later);
         Ok((give::<B, D>(param), velocity.map(give::<B, D>)))
     });

@@ -22,15 +22,16 @@
 //! its update.
 
 mod adam;
-pub(crate) mod foreach;
 mod fused;
-#[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "the loops are those of Flex"))]
-pub(crate) mod kernel;
+mod grad_scaler;
 mod on_host;
 mod sgd;
+#[cfg(all(test, feature = "cpu"))]
+mod tests;
+mod unscale;
 mod whole;
 
-pub(crate) use self::kernel::{AdamStep, SgdStep};
+pub use self::grad_scaler::{GradScaler, GradScalerConfig, Unscaled};
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use on_host::OnHost;
 pub use sgd::{Sgd, SgdConfig, SgdState};

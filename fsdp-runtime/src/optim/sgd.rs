@@ -8,6 +8,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::adam::with_clipping;
 use super::on_host::host;
+use crate::backend::kernels::SgdStep;
 
 /// Configuration of [`Sgd`], with PyTorch's defaults: no momentum, no decay.
 #[derive(Config, Debug)]
@@ -104,7 +105,18 @@ impl Sgd {
         self
     }
 
-    pub(super) fn has_momentum(&self) -> bool {
+    /// Returns the numbers of one step; `first` says that there is no velocity yet.
+    pub(crate) fn numbers(&self, lr: f64, first: bool) -> SgdStep {
+        SgdStep {
+            lr: lr as f32,
+            penalty: self.weight_decay,
+            momentum: self.momentum as f32,
+            rest: if first { 1.0 } else { (1.0 - self.dampening) as f32 },
+            nesterov: self.nesterov,
+        }
+    }
+
+    pub(crate) fn has_momentum(&self) -> bool {
         self.momentum != 0.0
     }
 

@@ -10,11 +10,11 @@ use burn::tensor::{Device, DispatchTensor, Tensor};
 
 use crate::error::{Error, ScheduleError};
 use crate::fully_shard::Fsdp;
-use crate::group::{Held, Unit};
-use crate::mesh::{Mesh, Rank};
-use crate::param::{Place, Sharded};
-use crate::schedule::{Engine, Whole};
-use crate::unit::{FsdpModule, Walk};
+use crate::layout::{Mesh, Rank};
+use crate::module::{FsdpModule, Walk};
+use crate::module::{Place, Sharded};
+use crate::param_group::{Held, Unit};
+use crate::runtime::schedule::{Engine, Whole};
 
 /// Steps a sharded model with an optimizer that looks at a matrix as a whole, such as Burn's LAMB,
 /// Adafactor and Muon: the result is the unsharded one. Element-wise optimizers (SGD, Adam and their
@@ -399,9 +399,9 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::group::Entry;
-    use crate::mesh::WorldSize;
-    use crate::unit_layout::UnitLayout;
+    use crate::layout::UnitLayout;
+    use crate::layout::WorldSize;
+    use crate::param_group::Entry;
 
     fn unit(numels: &[usize], mesh: Mesh) -> Unit {
         let dtype = burn::tensor::DType::F32;
@@ -424,7 +424,7 @@ mod tests {
             entries,
             layout,
             gathers: true,
-            precision: crate::precision::Precision { input: None, output: None },
+            precision: crate::options::Precision { input: None, output: None },
             checkpointed: false,
             within: None,
         }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::backend::Rest;
 use crate::error::ShardError;
-use crate::unit_type::UnitType;
+use crate::module::UnitType;
 
 /// What is sharded between steps, by PyTorch's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -153,7 +153,7 @@ fn train(world: usize, shape: Shape, options: FsdpOptions) -> (Vec<u64>, FullSta
             bits.push(model.clip_grad_norm(&mut gradients, 0.1)?.to_bits());
             model = optimizer.step(1e-2, model, gradients);
         }
-        Ok((bits, model.unsharded_state(Recipient::All)?, model.counts()))
+        Ok((bits, model.full_state(Recipient::All)?, model.counts()))
     })
 }
 

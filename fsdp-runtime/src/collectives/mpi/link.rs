@@ -19,7 +19,7 @@ use super::sys::{Comm, MpiError, Request};
 use crate::collectives::Op;
 use crate::collectives::failure::Failure;
 use crate::error::CollectiveError;
-use crate::mesh::{Rank, WorldSize};
+use crate::layout::{Rank, WorldSize};
 
 /// This process's end of a launch.
 #[derive(Debug)]

@@ -30,12 +30,12 @@ use self::transfer::Expected;
 use super::group::Message;
 use super::regions::{Arrivals, Reduction, Scratch, root_of};
 use super::{Op, ProcessGroup, Reduce, of_color};
+use crate::backend::gather_buffer::Slot;
 use crate::backend::{Float, ShardBackend, numel};
 use crate::error::CollectiveError;
-use crate::mesh::Rank;
-use crate::nn::dropout::mix;
-use crate::slot::Slot;
-use crate::unit_layout::UnitLayout;
+use crate::layout::Rank;
+use crate::layout::UnitLayout;
+use crate::layout::mix;
 
 /// This process's end of a group.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use crate::collectives::Op;
 use crate::collectives::regions::Reduction;
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
-use crate::mesh::WorldSize;
+use crate::layout::WorldSize;
 
 impl MpiGroup {
     /// What member `index` keeps of a gradient, in elements: its fragment, or, where all keep all,

@@ -11,11 +11,11 @@ use burn_std::Bytes;
 
 use super::sys::{MpiError, Request};
 use super::{MpiGroup, lock};
+use crate::backend::gather_buffer::Slot;
 use crate::backend::{Float, ShardBackend};
 use crate::collectives::Op;
 use crate::error::CollectiveError;
-use crate::mesh::Rank;
-use crate::slot::Slot;
+use crate::layout::Rank;
 
 /// Bytes of the largest single message: a C int counts them.
 const PIECE: usize = 1 << 30;

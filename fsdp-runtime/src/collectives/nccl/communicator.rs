@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use super::lane::Lane;
 use super::result::{Queue, Status};
 use super::sys::{Library, ncclComm_t, ncclDataType_t, ncclUniqueId};
+use crate::collectives::cuda::{CudaError, NcclError};
 use crate::collectives::store::Host;
-use crate::cuda::{CudaError, NcclError};
 use crate::error::CollectiveError;
 
 /// How long an abort, or the end of a communicator that is in order, may take.

@@ -87,11 +87,11 @@ fn ranks_conform_on_a_nccl_of_our_own() {
 
 #[test]
 fn ranks_conform_on_gpus() {
-    let count = match crate::cuda::device_count() {
+    let count = match crate::collectives::cuda::device_count() {
         Ok(count) => count,
         Err(error) => return eprintln!("skipped: {error}"),
     };
-    if let Err(error) = crate::cuda::nccl_version() {
+    if let Err(error) = crate::collectives::cuda::nccl_version() {
         return eprintln!("skipped: {error}");
     }
     for size in 1..=count.min(4) {
@@ -110,7 +110,7 @@ fn ranks_conform_on_gpus() {
 
 #[test]
 fn a_gpu_that_two_ranks_share_is_refused_by_both() {
-    if let Err(error) = crate::cuda::device_count() {
+    if let Err(error) = crate::collectives::cuda::device_count() {
         return eprintln!("skipped: {error}");
     }
     let world = WorldSize::new(2).unwrap();
@@ -190,7 +190,7 @@ fn nvidias_library_without_a_gpu_is_an_error_in_its_own_words() {
         Ok(library) => library,
         Err(error) => return eprintln!("skipped: {error}"),
     };
-    if crate::cuda::device_count().is_ok() {
+    if crate::collectives::cuda::device_count().is_ok() {
         return eprintln!("skipped: this machine has a GPU");
     }
     let world = WorldSize::new(1).unwrap();
@@ -202,7 +202,9 @@ fn nvidias_library_without_a_gpu_is_an_error_in_its_own_words() {
 
 #[test]
 fn a_rank_without_a_gpu_says_so_on_every_rank() {
-    if crate::cuda::device_count().is_ok() && crate::cuda::nccl_version().is_ok() {
+    if crate::collectives::cuda::device_count().is_ok()
+        && crate::collectives::cuda::nccl_version().is_ok()
+    {
         return eprintln!("skipped: this machine has a GPU and NCCL");
     }
     let (world, port) = (WorldSize::new(2).unwrap(), free_port());

@@ -9,7 +9,7 @@ use cudarc::driver::sys::{CUresult, cuStreamQuery};
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
 use super::sys::cudaStream_t;
-use crate::cuda::{CudaError, require_device};
+use crate::collectives::cuda::{CudaError, require_device};
 
 /// Where collectives run.
 #[derive(Debug)]

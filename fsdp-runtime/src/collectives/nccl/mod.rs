@@ -13,6 +13,7 @@
 //! with the other engines' to rounding ([`reduce`]).
 
 mod communicator;
+mod error;
 #[cfg(test)]
 pub(crate) mod fake;
 mod lane;
@@ -29,20 +30,20 @@ use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
 use self::communicator::{Collectives, Communicator, Trouble, Watch};
+pub use self::error::NcclJoinError;
 #[cfg(test)]
 pub(crate) use self::sys::library;
 use self::sys::ncclDataType_t;
-pub(crate) use self::world::gpu_of;
 use super::group::Message;
 use super::regions::{Arrivals, Reduction, Scratch, root_of};
 use super::store::Host;
 use super::{Op, ProcessGroup, Reduce};
+use crate::backend::gather_buffer::Slot;
 use crate::backend::{DeviceMemory, Float, ShardBackend, numel};
-use crate::cuda::NcclError;
+use crate::collectives::cuda::NcclError;
 use crate::error::CollectiveError;
-use crate::mesh::Rank;
-use crate::slot::Slot;
-use crate::unit_layout::UnitLayout;
+use crate::layout::Rank;
+use crate::layout::UnitLayout;
 
 /// How long the news that a rank has ended may take, after NCCL has seen it.
 const NEWS: Duration = Duration::from_millis(500);

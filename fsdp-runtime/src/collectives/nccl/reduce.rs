@@ -11,7 +11,7 @@ use crate::collectives::regions::Reduction;
 use crate::collectives::{Op, Reduce};
 use crate::error::CollectiveError;
 use crate::layout::FlatLayout;
-use crate::mesh::WorldSize;
+use crate::layout::WorldSize;
 
 impl Reduction<'_> {
     /// The flat range that a gradient is scattered with, if it is.

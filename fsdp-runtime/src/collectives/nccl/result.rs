@@ -7,7 +7,7 @@ use super::sys::{
     Code, Library, cudaStream_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t,
     ncclUniqueId,
 };
-use crate::cuda::NcclError;
+use crate::collectives::cuda::NcclError;
 
 /// `NCCL_CONFIG_UNDEF_INT` of nccl.h: NCCL chooses.
 const UNDEFINED: c_int = c_int::MIN;

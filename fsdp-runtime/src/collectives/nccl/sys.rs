@@ -11,7 +11,7 @@ pub(super) use cudarc::nccl::sys::{
     cudaStream_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId,
 };
 
-use crate::cuda::{NcclError, OLDEST_NCCL, open_nccl, version_of};
+use crate::collectives::cuda::{NcclError, OLDEST_NCCL, open_nccl, version_of};
 
 /// A `ncclResult_t`.
 pub(super) type Code = c_uint;

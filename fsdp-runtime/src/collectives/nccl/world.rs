@@ -5,18 +5,17 @@ use std::collections::HashMap;
 use std::error::Error as StdError;
 use std::sync::Arc;
 
-use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
 use super::NcclGroup;
 use super::communicator::{Communicator, Watch};
+use super::error::NcclJoinError;
 use super::lane::Lane;
 use super::sys::{Library, library, ncclUniqueId};
 use super::{Op, blame};
+use crate::collectives::cuda::{NcclVersion, nccl_version};
 use crate::collectives::store::Host;
-use crate::cuda::{NcclVersion, nccl_version};
-use crate::error::EngineError;
-use crate::mesh::Rank;
+use crate::layout::Rank;
 
 type Boxed = Box<dyn StdError + Send + Sync>;
 
@@ -37,7 +36,7 @@ struct Own {
 }
 
 impl Own {
-    fn find(gpu: usize) -> Result<Self, EngineError> {
+    fn find(gpu: usize) -> Result<Self, NcclJoinError> {
         let library = library()?;
         let nccl = nccl_version()?;
         let lane = Lane::new(gpu)?;
@@ -96,7 +95,7 @@ fn communicator(host: &Host, library: Arc<Library>, lane: Lane) -> Result<Commun
         _ => Ok(Vec::new()),
     };
     let told = host.exchange(&op, own)?;
-    let not_ready = |reason| EngineError::PeerNotReady { rank: host.members()[0], reason };
+    let not_ready = |reason| NcclJoinError::PeerNotReady { rank: host.members()[0], reason };
     let id = (*told[0]).clone().map_err(not_ready)?;
     let other_length = |_| not_ready("its identifier of NCCL has another length".into());
     let id = ncclUniqueId { internal: id.try_into().map_err(other_length)? };
@@ -111,21 +110,23 @@ fn communicator(host: &Host, library: Arc<Library>, lane: Lane) -> Result<Commun
 }
 
 /// Whether every rank has a GPU, each its own, and one NCCL.
-fn agree(members: &[Rank], all: &[Arc<Told>]) -> Result<(), EngineError> {
+fn agree(members: &[Rank], all: &[Arc<Told>]) -> Result<(), NcclJoinError> {
     let mut of_gpu = HashMap::new();
     for (&rank, told) in members.iter().zip(all) {
         match &told.gpu {
-            Err(reason) => return Err(EngineError::PeerNotReady { rank, reason: reason.clone() }),
+            Err(reason) => {
+                return Err(NcclJoinError::PeerNotReady { rank, reason: reason.clone() });
+            }
             Ok(gpu) => {
                 if let Some(first) = of_gpu.insert(*gpu, rank) {
-                    return Err(EngineError::GpuShared { first, second: rank });
+                    return Err(NcclJoinError::GpuShared { first, second: rank });
                 }
             }
         }
     }
     let text = |(major, minor, patch)| NcclVersion { major, minor, patch }.to_string();
     match members.iter().zip(all).find(|(_, told)| told.nccl != all[0].nccl) {
-        Some((&rank, told)) => Err(EngineError::NcclDiffers {
+        Some((&rank, told)) => Err(NcclJoinError::NcclDiffers {
             first: members[0],
             expected: text(all[0].nccl),
             rank,
@@ -135,25 +136,16 @@ fn agree(members: &[Rank], all: &[Arc<Told>]) -> Result<(), EngineError> {
     }
 }
 
-/// The index of a CUDA device; `None` for any other device.
-pub(crate) fn gpu_of(device: &Device) -> Option<usize> {
-    use burn::backend::DispatchDevice;
-    match device.clone().inner().as_dispatch() {
-        DispatchDevice::Cube(burn_cubecl::CubeDevice::Cuda(device)) => Some(device.index),
-        _ => None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::WorldSize;
+    use crate::layout::WorldSize;
 
     fn told(gpu: u8) -> Told {
         Told { gpu: Ok([gpu; 16]), nccl: (2, 18, 5) }
     }
 
-    fn agreed(all: Vec<Told>) -> Result<(), EngineError> {
+    fn agreed(all: Vec<Told>) -> Result<(), NcclJoinError> {
         let members: Vec<Rank> = WorldSize::new(all.len()).unwrap().ranks().collect();
         agree(&members, &all.into_iter().map(Arc::new).collect::<Vec<_>>())
     }

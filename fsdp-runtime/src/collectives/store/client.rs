@@ -13,7 +13,7 @@ use super::{Meeting, StoreError};
 use crate::collectives::Op;
 use crate::collectives::failure::Failure;
 use crate::error::CollectiveError;
-use crate::mesh::{Rank, WorldSize};
+use crate::layout::{Rank, WorldSize};
 
 /// How much longer than the other ranks' time-out a rank waits for rank 0's process.
 const GRACE: Duration = Duration::from_secs(2);

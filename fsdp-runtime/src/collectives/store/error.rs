@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::mesh::Rank;
+use crate::layout::Rank;
 
 /// Why the processes of a launch cannot reach each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

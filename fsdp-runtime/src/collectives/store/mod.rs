@@ -28,9 +28,8 @@ use self::server::Server;
 use super::Op;
 use super::group::Message;
 use super::local::{Hub, LocalGroup};
-use crate::env::RankEnv;
 use crate::error::CollectiveError;
-use crate::mesh::{Rank, WorldSize};
+use crate::layout::{Rank, WorldSize};
 
 /// Where the processes of a launch meet.
 #[derive(Debug)]
@@ -47,23 +46,6 @@ pub(crate) struct Meeting<'a> {
 }
 
 impl<'a> Meeting<'a> {
-    /// What the environment says; `None` where it names no main process.
-    pub(crate) fn of(place: &'a RankEnv, timeout: Duration, debug: bool) -> Option<Self> {
-        let variable = |name: &str| std::env::var(name).unwrap_or_default();
-        let main = place.main_process.as_ref()?;
-        // torchrun's agent may keep the port for a store of its own.
-        let port = match variable("TORCHELASTIC_USE_AGENT_STORE").as_str() {
-            "True" => main.port.checked_add(1).unwrap_or(main.port - 1),
-            _ => main.port,
-        };
-        // Each machine's `fsdp launch` names a run of its own; torchrun's name is the same on all.
-        let one_machine = place.local_world == Some(place.world.size());
-        let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
-        let run = launcher + &variable("TORCHELASTIC_RUN_ID");
-        let (rank, world, host) = (place.rank, place.world, main.host.as_str());
-        Some(Self { rank, world, host, port, run, timeout, debug })
-    }
-
     fn at(&self) -> (String, u16) {
         (self.host.to_string(), self.port)
     }

@@ -16,7 +16,7 @@ use crate::collectives::Op;
 use crate::collectives::failure::{Failure, known};
 use crate::collectives::local::{Hub, LocalGroup};
 use crate::error::CollectiveError;
-use crate::mesh::Rank;
+use crate::layout::Rank;
 
 /// How long a connection may take to say who it is.
 const HELLO: Duration = Duration::from_secs(10);

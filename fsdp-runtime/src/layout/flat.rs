@@ -1,0 +1,195 @@
+//! Flat ranges, padding and fragments: which elements of a unit's matrices lie on which rank.
+//!
+//! All matrices of a unit, in declaration order, form one flat range; where they have several types
+//! of elements, one for each (`unit_layout`). Each matrix begins at a multiple of [`ALIGNMENT`]
+//! elements; the whole is padded to a multiple of the world size. Rank `r` of `N` owns elements
+//! `[r·S, (r+1)·S)`, where `S` is the padded length over `N`. What a rank holds of one matrix, its
+//! *fragment*, is the intersection of the two ranges.
+//!
+//! Pure arithmetic in elements: nothing here knows of tensors, devices or dtypes.
+
+use std::ops::Range;
+
+use crate::layout::{Rank, WorldSize};
+
+/// Every matrix begins at a multiple of this many elements: 256 bytes in f32, what the strictest
+/// device asks of a buffer view (WebGPU's `minStorageBufferOffsetAlignment`).
+pub const ALIGNMENT: usize = 64;
+
+/// Where each matrix of one unit lies in the unit's flat range, and which part each rank owns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FlatLayout {
+    world: WorldSize,
+    segments: Vec<Range<usize>>,
+    shard_len: usize,
+}
+
+impl FlatLayout {
+    /// Lays out matrices of the given element counts, in order.
+    pub fn new(numels: impl IntoIterator<Item = usize>, world: WorldSize) -> Self {
+        let mut end = 0usize;
+        let segments = numels
+            .into_iter()
+            .map(|numel| {
+                let start = end.next_multiple_of(ALIGNMENT);
+                end = start + numel;
+                start..end
+            })
+            .collect();
+        Self { world, segments, shard_len: end.div_ceil(world.size()) }
+    }
+
+    /// Number of matrices.
+    pub fn len(&self) -> usize {
+        self.segments.len()
+    }
+
+    /// Whether the unit has no matrix.
+    pub fn is_empty(&self) -> bool {
+        self.segments.is_empty()
+    }
+
+    /// Elements each rank owns, padding included.
+    pub fn shard_len(&self) -> usize {
+        self.shard_len
+    }
+
+    /// Elements of the whole flat range, padding included: the size of an unsharded buffer.
+    pub fn padded_len(&self) -> usize {
+        self.shard_len * self.world.size()
+    }
+
+    /// Where matrix `index` lies in the flat range.
+    pub fn segment(&self, index: usize) -> Range<usize> {
+        self.segments[index].clone()
+    }
+
+    /// The part of the flat range that `rank` owns.
+    pub fn shard(&self, rank: Rank) -> Range<usize> {
+        let start = rank.index() * self.shard_len;
+        start..start + self.shard_len
+    }
+
+    /// What `rank` owns of matrix `index`, in elements of that matrix; empty where the ranges do
+    /// not meet.
+    pub fn fragment(&self, index: usize, rank: Rank) -> Range<usize> {
+        let segment = &self.segments[index];
+        let shard = self.shard(rank);
+        let start = shard.start.clamp(segment.start, segment.end);
+        let end = shard.end.clamp(start, segment.end);
+        start - segment.start..end - segment.start
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn world(size: usize) -> WorldSize {
+        WorldSize::new(size).expect("tests use worlds of at least one rank")
+    }
+
+    /// Sizes that have broken shardings elsewhere: 1, 3, 8, primes, below and above the world.
+    fn numel() -> impl Strategy<Value = usize> {
+        prop_oneof![
+            Just(1usize),
+            Just(3),
+            Just(8),
+            Just(127),
+            Just(7919),
+            1usize..200,
+            1usize..100_000,
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn fragments_of_all_ranks_tile_every_matrix(
+            numels in prop::collection::vec(numel(), 1..12),
+            size in prop_oneof![Just(1usize), Just(2), Just(3), Just(8), 1usize..=128],
+        ) {
+            let layout = FlatLayout::new(numels.iter().copied(), world(size));
+            for (index, &numel) in numels.iter().enumerate() {
+                let mut covered = 0;
+                for rank in world(size).ranks() {
+                    let fragment = layout.fragment(index, rank);
+                    if fragment.is_empty() {
+                        continue;
+                    }
+                    prop_assert_eq!(fragment.start, covered, "a gap or an overlap");
+                    covered = fragment.end;
+                }
+                prop_assert_eq!(covered, numel);
+            }
+        }
+
+        #[test]
+        fn shards_tile_the_padded_range(
+            numels in prop::collection::vec(numel(), 1..12),
+            size in 1usize..=128,
+        ) {
+            let layout = FlatLayout::new(numels.iter().copied(), world(size));
+            prop_assert_eq!(layout.padded_len() % size, 0);
+            let mut end = 0;
+            for rank in world(size).ranks() {
+                let shard = layout.shard(rank);
+                prop_assert_eq!(shard.start, end);
+                prop_assert_eq!(shard.len(), layout.shard_len());
+                end = shard.end;
+            }
+            prop_assert_eq!(end, layout.padded_len());
+            let last = layout.segment(numels.len() - 1).end;
+            prop_assert!(last <= end && end - last < size, "pads by less than one world");
+        }
+
+        #[test]
+        fn segments_are_aligned_and_in_order(numels in prop::collection::vec(numel(), 1..12)) {
+            let layout = FlatLayout::new(numels.iter().copied(), world(2));
+            let mut end = 0;
+            for (index, &numel) in numels.iter().enumerate() {
+                let segment = layout.segment(index);
+                prop_assert_eq!(segment.start % ALIGNMENT, 0);
+                prop_assert!(segment.start >= end && segment.start - end < ALIGNMENT);
+                prop_assert_eq!(segment.len(), numel);
+                end = segment.end;
+            }
+        }
+
+        #[test]
+        fn a_fragment_lies_where_its_rank_owns_the_flat_range(
+            numels in prop::collection::vec(numel(), 1..6),
+            size in 1usize..=128,
+        ) {
+            let layout = FlatLayout::new(numels.iter().copied(), world(size));
+            for rank in world(size).ranks() {
+                let shard = layout.shard(rank);
+                let held: usize = (0..numels.len()).map(|i| layout.fragment(i, rank).len()).sum();
+                prop_assert!(held <= layout.shard_len());
+                for index in 0..numels.len() {
+                    let fragment = layout.fragment(index, rank);
+                    if !fragment.is_empty() {
+                        let start = layout.segment(index).start;
+                        prop_assert!(shard.start <= start + fragment.start);
+                        prop_assert!(start + fragment.end <= shard.end);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_matrix_smaller_than_the_world_leaves_ranks_empty() {
+        let layout = FlatLayout::new([3], world(8));
+        let lens: Vec<_> = world(8).ranks().map(|rank| layout.fragment(0, rank).len()).collect();
+        assert_eq!(lens, [1, 1, 1, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn a_unit_without_matrices_has_empty_shards() {
+        let layout = FlatLayout::new([], world(4));
+        assert_eq!((layout.len(), layout.padded_len()), (0, 0));
+        assert!(layout.is_empty());
+    }
+}

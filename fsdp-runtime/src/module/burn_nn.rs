@@ -1,0 +1,404 @@
+//! [`FsdpModule`] for the modules of `burn::nn`.
+//!
+//! Fields are named as Burn names them; keys are PyTorch's where PyTorch has the same module, so
+//! that its checkpoints load without annotations: `gamma` is `weight`, `beta` is `bias`, and the
+//! weight of a `Linear` lies transposed in the file.
+
+use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId, RunningState};
+use burn::nn::activation::*;
+use burn::nn::attention::{CrossAttention, MultiHeadAttention};
+use burn::nn::conv::{
+    Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, DeformConv2d,
+};
+use burn::nn::interpolate::{Interpolate1d, Interpolate2d};
+use burn::nn::loss::*;
+use burn::nn::norm::Normalization;
+use burn::nn::pool::*;
+use burn::nn::transformer::{
+    PositionWiseFeedForward, TransformerDecoder, TransformerDecoderLayer, TransformerEncoder,
+    TransformerEncoderLayer,
+};
+use burn::nn::{
+    BatchNorm, BiGru, BiLstm, BiRnn, CosineSimilarity, Dropout, Embedding, Fold4d, GateController,
+    GaussianNoise, GroupNorm, Gru, Identity, InstanceNorm, LayerNorm, Linear, LocalResponseNorm,
+    Lstm, PairwiseDistance, PixelShuffle, PixelUnshuffle, PositionalEncoding, RmsNorm, Rnn,
+    RotaryEncoding, Unfold4d,
+};
+use burn::tensor::{DType, Tensor, bf16, f16};
+
+use crate::module::opaque::{map_leaf, visit_leaf};
+use crate::module::{Attach, Child, FsdpModule, Kind, Node, Walk, constant};
+
+type Matrix = Param<Tensor<2>>;
+type Vector = Param<Tensor<1>>;
+
+/// A module with public fields: `field: Type`, then `as "key"` where a checkpoint calls it
+/// otherwise and `where transposed` where it holds the matrix so. Fields without parameters are
+/// left out; `draws` names one among them that does not do the same twice.
+macro_rules! module {
+    ($ty:ident {
+        $($field:ident: $field_ty:ty $(as $key:literal)? $(where $transposed:ident)?),+ $(,)?
+    } $(draws $dropout:ident)?) => {
+        impl FsdpModule for $ty {
+            const LAYOUT: Node = Node {
+                ty: stringify!($ty),
+                kind: Kind::Module,
+                children: &[$(Child {
+                    name: stringify!($field),
+                    key: key!($($key)?),
+                    transposed: transposed!($($transposed)?),
+                    unit: false,
+                    node: &<$field_ty as FsdpModule>::LAYOUT,
+                }),+],
+                ties: &[],
+            };
+
+            fn walk<W: Walk>(&self, walk: &mut W) {
+                let mut children = Self::LAYOUT.children.iter();
+                $(if let Some(child) = children.next() {
+                    self.$field.walk_field(child, walk);
+                })+
+                $(self.$dropout.walk(walk);)?
+            }
+
+            fn attach<A: Attach>(mut self, attach: &mut A) -> Self {
+                let mut children = Self::LAYOUT.children.iter();
+                $(if let Some(child) = children.next() {
+                    self.$field = self.$field.attach_field(child, attach);
+                })+
+                self
+            }
+        }
+    };
+}
+macro_rules! key {
+    () => {
+        None
+    };
+    ($key:literal) => {
+        Some($key)
+    };
+}
+macro_rules! transposed {
+    () => {
+        false
+    };
+    (transposed) => {
+        true
+    };
+}
+
+/// An enum of modules. Which one it holds is known when the model is sharded; then its path has the
+/// variant's name, as in Burn's traversal, and its key has not.
+macro_rules! choice {
+    ($ty:ident { $($variant:ident($inner:ty)),+ $(,)? }) => {
+        impl FsdpModule for $ty {
+            const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Leaf);
+
+            fn walk<W: Walk>(&self, walk: &mut W) {
+                match self {
+                    $(Self::$variant(module) => module.walk_field(variant!($variant($inner)), walk),)+
+                    // A variant of a later Burn.
+                    #[allow(unreachable_patterns)]
+                    other => visit_leaf(other, walk),
+                }
+            }
+
+            fn attach<A: Attach>(self, attach: &mut A) -> Self {
+                match self {
+                    $(Self::$variant(module) => {
+                        Self::$variant(module.attach_field(variant!($variant($inner)), attach))
+                    })+
+                    #[allow(unreachable_patterns)]
+                    other => map_leaf(other, attach),
+                }
+            }
+        }
+    };
+}
+macro_rules! variant {
+    ($variant:ident($inner:ty)) => {{
+        const CHILD: &Child = &Child {
+            name: stringify!($variant),
+            key: Some(""),
+            transposed: false,
+            unit: false,
+            node: &<$inner as FsdpModule>::LAYOUT,
+        };
+        CHILD
+    }};
+}
+
+// Layers.
+module!(Linear { weight: Matrix where transposed, bias: Option<Vector> });
+module!(Embedding { weight: Matrix });
+module!(Conv1d { weight: Param<Tensor<3>>, bias: Option<Vector> });
+module!(Conv2d { weight: Param<Tensor<4>>, bias: Option<Vector> });
+module!(Conv3d { weight: Param<Tensor<5>>, bias: Option<Vector> });
+module!(ConvTranspose1d { weight: Param<Tensor<3>>, bias: Option<Vector> });
+module!(ConvTranspose2d { weight: Param<Tensor<4>>, bias: Option<Vector> });
+module!(ConvTranspose3d { weight: Param<Tensor<5>>, bias: Option<Vector> });
+module!(DeformConv2d { weight: Param<Tensor<4>>, bias: Option<Vector> });
+
+// Norms.
+module!(LayerNorm { gamma: Vector as "weight", beta: Option<Vector> as "bias" });
+module!(RmsNorm { gamma: Vector as "weight" });
+module!(BatchNorm {
+    gamma: Vector as "weight",
+    beta: Vector as "bias",
+    running_mean: RunningState<Tensor<1>>,
+    running_var: RunningState<Tensor<1>>,
+});
+module!(GroupNorm { gamma: Option<Vector> as "weight", beta: Option<Vector> as "bias" });
+module!(InstanceNorm { gamma: Option<Vector> as "weight", beta: Option<Vector> as "bias" });
+choice!(Normalization {
+    Identity(Identity),
+    Batch(BatchNorm),
+    Group(GroupNorm),
+    Instance(InstanceNorm),
+    Layer(LayerNorm),
+    Rms(RmsNorm),
+});
+
+// Attention and transformers. PyTorch packs query, key and value into one matrix; the keys here
+// are Burn's.
+module!(MultiHeadAttention { query: Linear, key: Linear, value: Linear, output: Linear } draws dropout);
+module!(PositionWiseFeedForward { linear_inner: Linear, linear_outer: Linear } draws dropout);
+module!(TransformerEncoder { layers: Vec<TransformerEncoderLayer> });
+module!(TransformerEncoderLayer {
+    mha: MultiHeadAttention,
+    pwff: PositionWiseFeedForward,
+    norm_1: LayerNorm,
+    norm_2: LayerNorm,
+} draws dropout);
+module!(TransformerDecoder { layers: Vec<TransformerDecoderLayer> });
+module!(TransformerDecoderLayer {
+    cross_attn: MultiHeadAttention,
+    self_attn: MultiHeadAttention,
+    pwff: PositionWiseFeedForward,
+    norm_1: LayerNorm,
+    norm_2: LayerNorm,
+    norm_3: LayerNorm,
+} draws dropout);
+
+// Recurrent layers. PyTorch packs all gates into one matrix; the keys here are Burn's.
+module!(GateController { input_transform: Linear, hidden_transform: Linear });
+module!(Rnn { gate: GateController, hidden_activation: Activation });
+module!(BiRnn { forward: Rnn, reverse: Rnn });
+module!(Lstm {
+    input_gate: GateController,
+    forget_gate: Option<GateController>,
+    output_gate: GateController,
+    cell_gate: GateController,
+    gate_activation: Activation,
+    cell_activation: Activation,
+    hidden_activation: Activation,
+});
+module!(BiLstm { forward: Lstm, reverse: Lstm });
+module!(Gru {
+    update_gate: GateController,
+    reset_gate: GateController,
+    new_gate: GateController,
+    gate_activation: Activation,
+    hidden_activation: Activation,
+});
+module!(BiGru { forward: Gru, reverse: Gru });
+
+// Activations with parameters.
+module!(PRelu { alpha: Vector as "weight" });
+module!(SwiGlu { linear_inner: Linear, linear_outer: Linear });
+choice!(Activation {
+    Identity(Identity),
+    Gelu(Gelu),
+    PRelu(PRelu),
+    Relu(Relu),
+    LeakyRelu(LeakyRelu),
+    SwiGlu(SwiGlu),
+    Selu(Selu),
+    Sigmoid(Sigmoid),
+    Tanh(Tanh),
+    HardSigmoid(HardSigmoid),
+    HardSwish(HardSwish),
+    Softplus(Softplus),
+    Softsign(Softsign),
+    Elu(Elu),
+    Celu(Celu),
+    ThresholdedRelu(ThresholdedRelu),
+    HardShrink(HardShrink),
+    SoftShrink(SoftShrink),
+    Shrink(Shrink),
+});
+
+// Modules without parameters.
+constant!(
+    Celu,
+    Elu,
+    GLU,
+    Gelu,
+    HardShrink,
+    HardSigmoid,
+    HardSwish,
+    Hardtanh,
+    LeakyRelu,
+    LogSigmoid,
+    Mish,
+    Relu,
+    Relu6,
+    Selu,
+    Shrink,
+    SiLU,
+    Sigmoid,
+    SoftShrink,
+    Softplus,
+    Softsign,
+    Tanh,
+    Tanhshrink,
+    Threshold,
+    ThresholdedRelu
+);
+constant!(
+    BinaryCrossEntropyLoss,
+    CTCLoss,
+    CosineEmbeddingLoss,
+    GaussianNLLLoss,
+    HingeEmbeddingLoss,
+    HuberLoss,
+    KLDivLoss,
+    LpLoss,
+    MarginRankingLoss,
+    MseLoss,
+    MultiMarginLoss,
+    PoissonNllLoss,
+    RNNTLoss,
+    SmoothL1Loss,
+    SoftMarginLoss,
+    TripletMarginLoss
+);
+constant!(
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    MaxPool1d,
+    MaxPool2d
+);
+constant!(
+    CosineSimilarity,
+    Fold4d,
+    Identity,
+    Interpolate1d,
+    Interpolate2d,
+    LocalResponseNorm,
+    PairwiseDistance,
+    PixelShuffle,
+    PixelUnshuffle,
+    Unfold4d
+);
+constant!(bf16, f16, Param<Flag>);
+
+/// A module without parameters that may hold tensors of its own.
+macro_rules! table {
+    ($($ty:ident),+) => {$(
+        impl FsdpModule for $ty {
+            const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
+
+            fn walk<W: Walk>(&self, _: &mut W) {}
+
+            fn attach<A: Attach>(self, attach: &mut A) -> Self {
+                attach.unmanaged(self)
+            }
+        }
+    )+};
+}
+table!(CrossEntropyLoss, PositionalEncoding, RotaryEncoding);
+
+/// A module without parameters that draws from Burn's generator, under a condition.
+macro_rules! random {
+    ($($ty:ident, $draws:expr, $instead:literal;)+) => {$(
+        impl FsdpModule for $ty {
+            const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
+
+            fn walk<W: Walk>(&self, walk: &mut W) {
+                let draws: fn(&Self) -> bool = $draws;
+                if draws(self) {
+                    walk.unrepeatable(stringify!($ty), $instead);
+                }
+            }
+
+            fn attach<A: Attach>(self, _: &mut A) -> Self {
+                self
+            }
+        }
+    )+};
+}
+random!(
+    Dropout, |module| module.prob > 0.0,
+        "use `fsdp_runtime::nn::Dropout`, or probability 0 where it lies in a module of Burn";
+    GaussianNoise, |module| module.std > 0.0, "draw the noise outside, and make it an input";
+    RRelu, |_| true, "use `LeakyRelu` or `PRelu`";
+);
+
+/// A field of a plain tensor type, which Burn neither trains nor saves.
+macro_rules! buffer {
+    ($($ty:ty),+) => {$(
+        impl<const D: usize> FsdpModule for $ty {
+            const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
+
+            fn walk<W: Walk>(&self, _: &mut W) {}
+
+            fn attach<A: Attach>(self, attach: &mut A) -> Self {
+                attach.unmanaged(self)
+            }
+        }
+    )+};
+}
+buffer!(
+    Tensor<D>,
+    Tensor<D, burn::tensor::Int>,
+    Tensor<D, burn::tensor::Bool>
+);
+
+/// Each forward in training moves them on. They are each rank's own, and no parameters.
+impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
+    const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
+
+    fn walk<W: Walk>(&self, walk: &mut W) {
+        struct Id(Option<ParamId>);
+        impl ModuleVisitor for Id {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                self.0 = Some(param.id);
+            }
+        }
+        let instead = "leave the unit out of `activation_checkpointing`, or use a `GroupNorm`";
+        walk.unrepeatable("RunningState", instead);
+        // Burn holds the value's lock while it shows it, which a walk that communicates must not.
+        let mut id = Id(None);
+        self.visit(&mut id);
+        if let Id(Some(id)) = id {
+            // With this thread's last update.
+            let value = self.value_sync();
+            if value.dtype() == DType::F32 {
+                walk.full_precision("RunningState");
+            }
+            walk.buffer(&Param::initialized(id, value));
+        }
+    }
+
+    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+        attach.unmanaged(self)
+    }
+}
+
+/// Its fields are private, so they are reached through Burn's own traversal.
+impl FsdpModule for CrossAttention {
+    const LAYOUT: Node = Node::plain("CrossAttention", Kind::Leaf);
+
+    fn walk<W: Walk>(&self, walk: &mut W) {
+        visit_leaf(self, walk);
+    }
+
+    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+        map_leaf(self, attach)
+    }
+}

@@ -1,0 +1,248 @@
+//! Rules: a tie path leads to one weight, and the two places of a tie lie in one unit.
+
+use super::text::{Text, same};
+use crate::module::{Child, Kind, Node};
+
+/// A path of a tie must lead to a `Param`, or to a module that holds exactly one matrix.
+#[track_caller]
+pub const fn leads_to_a_weight(layout: &'static Node, path: &str) {
+    let start = Text::new("tie path ").code(path).then(": ");
+    let node = match resolve(layout, path) {
+        Ok(place) => place.node,
+        Err(Fault { holder, segment }) => return lead_on(start, holder, segment),
+    };
+    match node.kind {
+        Kind::Param { .. } => {}
+        Kind::Leaf => start
+            .then("FSDP does not know what is under `#[fsdp(leaf)]` when compiling; tie weights of modules that derive `FsdpModule`")
+            .fail(),
+        Kind::Fixed => start.then("only float parameters can be tied; this one is not").fail(),
+        _ => match num_matrices(node) {
+            1 => {}
+            0 => start.code(node.ty).then(" holds no matrix; name the place of a weight").fail(),
+            _ => {
+                let mut one = Text::new(path);
+                first_matrix(node, &mut one);
+                start
+                    .code(node.ty)
+                    .then(" holds several matrices; name one of them, such as ")
+                    .code(one.as_str())
+                    .fail()
+            }
+        },
+    }
+}
+
+/// Both places of a tie must lie in one unit: each unit gathers and frees buffers of its own.
+#[track_caller]
+pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
+    let (Ok(a), Ok(b)) = (resolve(layout, first), resolve(layout, second)) else {
+        return;
+    };
+    let (a_unit, b_unit) = (first.split_at(a.unit_len).0, second.split_at(b.unit_len).0);
+    if same(a_unit, b_unit) {
+        return;
+    }
+    let text = Text::new("a tied weight must lie in one unit, but ");
+    let text = a.describe(text.code(first), layout, a_unit).then(" and ");
+    let text = b.describe(text.code(second), layout, b_unit);
+    let (a_type, b_type) = (!a_unit.is_empty() && !a.field, !b_unit.is_empty() && !b.field);
+    let text = text.then("; ");
+    let text = if a_type || b_type {
+        text.then("write `#[derive(FsdpModule)]` in place of `#[fsdp_unit]` on ")
+    } else {
+        text
+    };
+    let text = match (a_type, b_type) {
+        (true, true) if same(a.unit.ty, b.unit.ty) => text.code(a.unit.ty).then(", "),
+        (true, true) => text.code(a.unit.ty).then(" and ").code(b.unit.ty).then(", "),
+        (true, false) => text.code(a.unit.ty).then(", "),
+        (false, true) => text.code(b.unit.ty).then(", "),
+        (false, false) => text,
+    };
+    let text = if a.field {
+        text.then("remove `#[fsdp(unit)]` at ").code(a_unit).then(", ")
+    } else {
+        text
+    };
+    let text = if b.field {
+        text.then("remove `#[fsdp(unit)]` at ").code(b_unit).then(", ")
+    } else {
+        text
+    };
+    text.then("or hold the weight once, in a module that uses it for both").fail()
+}
+
+/// Where a path leads.
+#[derive(Clone, Copy)]
+struct Place {
+    node: &'static Node,
+    /// The innermost unit on the way, or the declaring type.
+    unit: &'static Node,
+    /// How much of the path leads to that unit.
+    unit_len: usize,
+    /// Whether a field makes it a unit, not its type.
+    field: bool,
+}
+
+impl Place {
+    const fn describe(&self, text: Text, layout: &Node, unit_path: &str) -> Text {
+        match (unit_path.is_empty(), layout.is_unit()) {
+            (false, _) => {
+                text.then(" lies in unit ").code(self.unit.ty).then(" (").code(unit_path).then(")")
+            }
+            (true, true) => text.then(" lies in unit ").code(layout.ty).then(" itself"),
+            (true, false) => text.then(" lies in the unit around ").code(layout.ty),
+        }
+    }
+}
+
+/// Where a path cannot go on: `holder` has nothing called `segment`.
+#[derive(Clone, Copy)]
+struct Fault<'a> {
+    holder: &'static Node,
+    segment: &'a str,
+}
+
+const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, Fault<'a>> {
+    let mut place = Place { node: layout, unit: layout, unit_len: 0, field: false };
+    // Whether what comes next in a container is a unit.
+    let mut each = false;
+    let mut start = 0;
+    while start <= path.len() {
+        let end = segment_end(path, start);
+        let segment = path.split_at(end).0.split_at(start).1;
+        let Some(child) = step(place.node, segment) else {
+            return Err(Fault { holder: place.node, segment });
+        };
+        place.node = through_options(child.node);
+        each |= child.unit;
+        let is_container = matches!(place.node.kind, Kind::List | Kind::Tuple);
+        if place.node.is_unit() || each && !is_container {
+            place = Place { unit: place.node, unit_len: end, field: each, ..place };
+            each = false;
+        }
+        start = end + 1;
+    }
+    Ok(place)
+}
+
+const fn segment_end(path: &str, start: usize) -> usize {
+    let bytes = path.as_bytes();
+    let mut end = start;
+    while end < bytes.len() && bytes[end] != b'.' {
+        end += 1;
+    }
+    end
+}
+
+/// The child of `node` that a segment names.
+const fn step(node: &'static Node, segment: &str) -> Option<&'static Child> {
+    if matches!(node.kind, Kind::List) {
+        return if is_index(segment) { Some(&node.children[0]) } else { None };
+    }
+    let mut i = 0;
+    while i < node.children.len() {
+        if same(node.children[i].name, segment) || is_raw(node.children[i].name, segment) {
+            return Some(&node.children[i]);
+        }
+        i += 1;
+    }
+    None
+}
+
+/// Whether `name` is `segment`, written as a raw identifier.
+const fn is_raw(name: &str, segment: &str) -> bool {
+    match name.split_at_checked(2) {
+        Some((prefix, rest)) => same(prefix, "r#") && same(rest, segment),
+        None => false,
+    }
+}
+
+const fn is_index(segment: &str) -> bool {
+    let bytes = segment.as_bytes();
+    let mut i = 0;
+    while i < bytes.len() && bytes[i].is_ascii_digit() {
+        i += 1;
+    }
+    i == bytes.len() && i > 0
+}
+
+const fn through_options(mut node: &'static Node) -> &'static Node {
+    while matches!(node.kind, Kind::Optional) {
+        node = node.children[0].node;
+    }
+    node
+}
+
+/// Fails with what `holder` has in place of `segment`.
+#[track_caller]
+const fn lead_on(start: Text, holder: &'static Node, segment: &str) {
+    let text = match holder.kind {
+        Kind::List => start
+            .then("a list has no field ")
+            .code(segment)
+            .then("; name one of its elements by index, such as `0`"),
+        Kind::Leaf => start
+            .code(segment)
+            .then(" is under `#[fsdp(leaf)]`, where FSDP does not look when compiling; tie weights of modules that derive `FsdpModule`"),
+        _ if holder.children.is_empty() => start
+            .code(holder.ty)
+            .then(" holds nothing called ")
+            .code(segment)
+            .then("; end the path before it"),
+        _ => {
+            let mut text = start
+                .code(holder.ty)
+                .then(" has no field ")
+                .code(segment)
+                .then("; it has ");
+            let mut i = 0;
+            while i < holder.children.len() {
+                let comma = if i > 0 { ", " } else { "" };
+                text = text.then(comma).code(holder.children[i].name);
+                i += 1;
+            }
+            text
+        }
+    };
+    text.fail()
+}
+
+/// How many parameters of two or more dimensions a module holds, nested units aside. The elements
+/// of a list count as two.
+const fn num_matrices(node: &Node) -> usize {
+    let mut total = is_matrix(node) as usize;
+    let mut i = 0;
+    while i < node.children.len() {
+        let child = &node.children[i];
+        if !child.unit && !child.node.is_unit() {
+            total += num_matrices(child.node);
+        }
+        i += 1;
+    }
+    if matches!(node.kind, Kind::List) { total * 2 } else { total }
+}
+
+/// Appends the path from `node` to its first matrix.
+const fn first_matrix(node: &Node, path: &mut Text) -> bool {
+    if is_matrix(node) {
+        return true;
+    }
+    let mut i = 0;
+    while i < node.children.len() {
+        let child = &node.children[i];
+        let len = path.len();
+        path.push_segment(if matches!(node.kind, Kind::List) { "0" } else { child.name });
+        if !child.unit && !child.node.is_unit() && first_matrix(child.node, path) {
+            return true;
+        }
+        path.truncate(len);
+        i += 1;
+    }
+    false
+}
+
+const fn is_matrix(node: &Node) -> bool {
+    matches!(node.kind, Kind::Param { rank } if rank >= 2)
+}

@@ -1,0 +1,125 @@
+//! Fields under `#[fsdp(leaf)]`, and other modules whose type tells nothing of their structure: read
+//! and rebuilt through Burn's own traversal.
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
+use burn::tensor::Tensor;
+
+use crate::module::Sharded;
+use crate::module::{Attach, Child, LEAF, Walk};
+
+/// Reads a field under `#[fsdp(leaf)]`, through Burn's own traversal.
+pub fn walk_leaf<M: Module, W: Walk>(module: &M, child: &'static Child, walk: &mut W) {
+    walk.enter(child, None);
+    visit_leaf(module, walk);
+    walk.exit();
+}
+
+/// Reads a field under `#[fsdp(unit, leaf)]`.
+pub fn walk_leaf_unit<M: Module, W: Walk>(module: &M, child: &'static Child, walk: &mut W) {
+    walk.enter(child, None);
+    leaf_unit(module, walk);
+    walk.exit();
+}
+
+/// Reads a list under `#[fsdp(unit, leaf)]`, each element a unit.
+pub fn walk_leaf_units<M: Module, W: Walk>(list: &[M], child: &'static Child, walk: &mut W) {
+    const ELEMENT: &Child =
+        &Child { name: "", key: None, transposed: false, unit: true, node: &LEAF };
+    walk.enter(child, None);
+    for (index, module) in list.iter().enumerate() {
+        walk.enter(ELEMENT, Some(index));
+        leaf_unit(module, walk);
+        walk.exit();
+    }
+    walk.exit();
+}
+
+fn leaf_unit<M: Module, W: Walk>(module: &M, walk: &mut W) {
+    if walk.field_unit(module) {
+        visit_leaf(module, walk);
+        walk.unit_end();
+    }
+}
+
+/// Rebuilds a field under `#[fsdp(leaf)]`, through Burn's own traversal.
+pub fn attach_leaf<M: Module, A: Attach>(module: M, child: &'static Child, attach: &mut A) -> M {
+    attach.enter(child, None);
+    let module = map_leaf(module, attach);
+    attach.exit();
+    module
+}
+
+/// Reads a module whose type tells nothing of its structure.
+pub(crate) fn visit_leaf<M: Module, W: Walk>(module: &M, walk: &mut W) {
+    let mut visitor = LeafVisitor { walk, path: Vec::new(), pending: None, within: false };
+    module.visit(&mut visitor);
+    visitor.flush(None);
+}
+
+/// What is left to do with the parameter visited last, once it is known whether it is sharded: Burn
+/// shows visitors the bare parameter first.
+type Pending<W> = Box<dyn FnOnce(&mut W, Option<Sharded>)>;
+
+struct LeafVisitor<'a, W> {
+    walk: &'a mut W,
+    path: Vec<String>,
+    pending: Option<Pending<W>>,
+    /// Whether what is visited is a [`Sharded`], which has parts of its own.
+    within: bool,
+}
+
+impl<W: Walk> LeafVisitor<'_, W> {
+    fn flush(&mut self, sharded: Option<Sharded>) {
+        if let Some(pending) = self.pending.take() {
+            pending(self.walk, sharded);
+        }
+    }
+}
+
+impl<W: Walk> ModuleVisitor for LeafVisitor<'_, W> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.flush(None);
+        let (path, param) = (self.path.clone(), param.clone());
+        self.pending =
+            Some(Box::new(move |walk: &mut W, sharded: Option<Sharded>| match sharded {
+                Some(sharded) => walk.leaf_param(&path, &sharded.put_on(param)),
+                None => walk.leaf_param(&path, &param),
+            }));
+    }
+
+    fn enter_module(&mut self, name: &str, container: &str) {
+        let is_sharded = is_sharded(name, container);
+        if container != "Reparameterization" && !self.within {
+            self.flush(None);
+        } else if container == "Reparameterization" && !is_sharded {
+            self.walk.leaf_reparameterized(&self.path, name);
+        }
+        self.within |= is_sharded;
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, name: &str, container: &str) {
+        self.path.pop();
+        if is_sharded(name, container) {
+            self.within = false;
+            self.flush(Sharded::visited());
+        } else if !self.within {
+            self.flush(None);
+        }
+    }
+}
+
+fn is_sharded(name: &str, container: &str) -> bool {
+    container == "Reparameterization" && name == <Sharded as Reparameterization>::NAME
+}
+
+/// Rebuilds a module whose type tells nothing of its structure.
+pub(crate) fn map_leaf<M: Module, A: Attach>(module: M, attach: &mut A) -> M {
+    struct Mapper<'a, A>(&'a mut A);
+    impl<A: Attach> ModuleMapper for Mapper<'_, A> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            self.0.param(param)
+        }
+    }
+    module.map(&mut Mapper(attach))
+}

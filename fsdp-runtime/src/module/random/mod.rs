@@ -1,0 +1,18 @@
+//! Random numbers of a model's layers, which repeat when a forward is recomputed.
+
+mod stream;
+mod tape;
+
+use std::sync::Arc;
+
+pub use self::stream::RandomStream;
+pub(crate) use self::stream::Source;
+pub(crate) use self::tape::{Draw, Playback, Recording};
+
+/// A layer that draws random numbers from the stream of its model.
+pub trait RandomSource: Sized {
+    /// Returns the layer with a place of its own in `stream`, which depends on the layer's module
+    /// path.
+    #[doc(hidden)]
+    fn with_stream(self, stream: &Arc<RandomStream>, path: &str) -> Self;
+}

@@ -1,0 +1,100 @@
+//! The stream of random numbers of one model on one rank.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::tape::{self, Draw};
+use crate::layout::mix;
+
+/// The randomness of one model on one rank.
+#[derive(Debug)]
+pub struct RandomStream {
+    seed: AtomicU64,
+    rank: u64,
+    step: AtomicU64,
+}
+
+impl RandomStream {
+    pub(crate) fn new(seed: u64, rank: usize) -> Arc<Self> {
+        let (seed, step) = (AtomicU64::new(seed), AtomicU64::new(0));
+        Arc::new(Self { seed, rank: rank as u64, step })
+    }
+
+    /// Moves on, once every backward pass.
+    pub(crate) fn next_step(&self) {
+        self.step.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The seed all masks come from.
+    pub(crate) fn seed(&self) -> u64 {
+        self.seed.load(Ordering::Relaxed)
+    }
+
+    /// Backward passes until now.
+    pub(crate) fn step(&self) -> u64 {
+        self.step.load(Ordering::Relaxed)
+    }
+
+    /// Goes on where another run's stream was.
+    pub(crate) fn restore(&self, seed: u64, step: u64) {
+        self.seed.store(seed, Ordering::Relaxed);
+        self.step.store(step, Ordering::Relaxed);
+    }
+}
+
+/// A layer's place in its stream.
+#[derive(Debug)]
+pub(crate) struct Source {
+    stream: Arc<RandomStream>,
+    layer: u64,
+    /// The step of the last call, and how many calls it has had.
+    calls: Mutex<(u64, u32)>,
+}
+
+impl Source {
+    pub(crate) fn new(stream: Arc<RandomStream>, layer: u64) -> Arc<Self> {
+        Arc::new(Self { stream, layer, calls: Mutex::default() })
+    }
+
+    /// The key and the place of the next mask.
+    pub(crate) fn next(&self) -> ([u32; 2], [u32; 2]) {
+        let Draw { key, place, .. } = tape::draw(self.layer, || self.draw());
+        (key, place)
+    }
+
+    fn draw(&self) -> Draw {
+        let step = self.stream.step();
+        let mut calls = self.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if calls.0 != step {
+            *calls = (step, 0);
+        }
+        let call = calls.1;
+        calls.1 = call.wrapping_add(1);
+        // Steps beyond 2^32 change the key.
+        let words = [self.stream.seed(), self.stream.rank, self.layer, step >> 32];
+        let key = words.into_iter().fold(0, |key, word| mix(key ^ word));
+        let (key, place) = ([key as u32, (key >> 32) as u32], [step as u32, call]);
+        Draw { layer: self.layer, key, place }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn masks_differ_by_seed_rank_layer_step_and_call() {
+        let source = |seed, rank, layer| Source::new(RandomStream::new(seed, rank), layer);
+        let first = source(1, 0, 5);
+        let drawn = [source(1, 0, 5), source(2, 0, 5), source(1, 1, 5), source(1, 0, 6)]
+            .map(|source| source.next());
+        assert_eq!(first.next(), drawn[0], "the same everywhere gives the same mask");
+        let call = first.next();
+        first.stream.next_step();
+        let step = first.next();
+        let all = [drawn[0], drawn[1], drawn[2], drawn[3], call, step];
+        for (i, a) in all.iter().enumerate() {
+            assert!(all[..i].iter().all(|b| a != b));
+        }
+    }
+}

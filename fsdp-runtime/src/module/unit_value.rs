@@ -1,0 +1,127 @@
+//! Values that hold tensors: what the forward of a unit takes and returns.
+
+use burn::nn::LstmState;
+use burn::nn::attention::MhaOutput;
+use burn::tensor::{Bool, DispatchTensor, Int, Tensor};
+
+/// A value that may hold tensors: what a unit's `forward` returns, and what it takes, as far as its
+/// gathers are to be ordered by it.
+///
+/// Derive it for a struct of such values with `#[derive(UnitValue)]`.
+#[diagnostic::on_unimplemented(
+    message = "a unit's `forward` cannot return `{Self}`",
+    label = "FSDP does not know which tensors this holds",
+    note = "return tensors, or `Option`, `Result`, `Vec`, arrays or tuples of them; for a struct of your own, write `#[derive(UnitValue)]` on it"
+)]
+pub trait UnitValue: Sized {
+    /// Passes every tensor through `map`.
+    fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self;
+    /// Shows every tensor to `visit`.
+    fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor));
+}
+
+impl<const D: usize> UnitValue for Tensor<D> {
+    fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+        Tensor::from_dispatch(map(self.into_dispatch()))
+    }
+
+    fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+        visit(self.clone().into_dispatch());
+    }
+}
+
+macro_rules! without_tensors {
+    ($([$($generics:tt)*] $ty:ty),+ $(,)?) => {$(
+        impl<$($generics)*> UnitValue for $ty {
+            fn map_tensors(self, _: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+                self
+            }
+
+            fn visit_tensors(&self, _: &mut dyn FnMut(DispatchTensor)) {}
+        }
+    )+};
+}
+without_tensors!(
+    [const D: usize] Tensor<D, Int>, [const D: usize] Tensor<D, Bool>,
+    [] (), [] bool, [] char, [] String, ['a] &'a str, [] f64, [] f32, [] usize, [] u64, [] u32,
+    [] u16, [] u8, [] isize, [] i64, [] i32, [] i16, [] i8,
+);
+
+macro_rules! container {
+    ($([$($generics:tt)*] $ty:ty, $map:ident;)+) => {$(
+        impl<$($generics)*> UnitValue for $ty {
+            fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+                self.$map(|value| value.map_tensors(map))
+            }
+
+            fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+                self.iter().for_each(|value| value.visit_tensors(visit));
+            }
+        }
+    )+};
+}
+container!(
+    [T: UnitValue] Option<T>, map;
+    [T: UnitValue, E] Result<T, E>, map;
+    [T: UnitValue, const N: usize] [T; N], map;
+);
+
+impl<T: UnitValue> UnitValue for Vec<T> {
+    fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+        self.into_iter().map(|value| value.map_tensors(map)).collect()
+    }
+
+    fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+        self.iter().for_each(|value| value.visit_tensors(visit));
+    }
+}
+
+impl<T: UnitValue> UnitValue for Box<T> {
+    fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+        Self::new((*self).map_tensors(map))
+    }
+
+    fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+        (**self).visit_tensors(visit);
+    }
+}
+
+/// What modules of `burn::nn` return in place of tensors.
+macro_rules! burn_outputs {
+    ($([$($generics:tt)*] $ty:ty { $($field:ident),+ };)+) => {$(
+        impl<$($generics)*> UnitValue for $ty {
+            fn map_tensors(mut self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+                $(self.$field = self.$field.map_tensors(map);)+
+                self
+            }
+
+            fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+                $(self.$field.visit_tensors(visit);)+
+            }
+        }
+    )+};
+}
+burn_outputs!(
+    [] MhaOutput { weights, context };
+    [const D: usize] LstmState<D> { cell, hidden };
+);
+
+macro_rules! tuples {
+    ($($name:ident $index:tt),+) => {
+        impl<$($name: UnitValue),+> UnitValue for ($($name,)+) {
+            fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self {
+                ($(self.$index.map_tensors(map),)+)
+            }
+
+            fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor)) {
+                $(self.$index.visit_tensors(visit);)+
+            }
+        }
+    };
+}
+tuples!(A 0);
+tuples!(A 0, B 1);
+tuples!(A 0, B 1, C 2);
+tuples!(A 0, B 1, C 2, D 3);
+tuples!(A 0, B 1, C 2, D 3, E 4);
+tuples!(A 0, B 1, C 2, D 3, E 4, F 5);

@@ -1,0 +1,9 @@
+//! The parameter group of a unit: its parameters, where they lie, and what it will need of memory.
+
+pub(crate) mod forecast;
+pub(crate) mod memory;
+pub(crate) mod plan;
+mod unit;
+pub(crate) mod wrapping;
+
+pub(crate) use self::unit::{Entry, Held, Unit, slot_plan};

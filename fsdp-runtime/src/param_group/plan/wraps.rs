@@ -1,0 +1,72 @@
+//! Which modules a policy makes units of.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+use crate::module::UnitType;
+use crate::module::opaque::visit_leaf;
+use crate::module::{FsdpModule, Walk};
+use crate::options::WrapPolicy;
+
+/// Whether a policy makes a unit of a module that is a candidate.
+pub(super) fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
+    match policy {
+        WrapPolicy::Annotated => true,
+        WrapPolicy::TransformerBased(units) => units.contains(&UnitType::of_module::<M>()),
+        WrapPolicy::Named(names) => names.contains(&M::LAYOUT.ty),
+        WrapPolicy::SizeBased { min_num_params } => {
+            let mut size = Size { min: min_num_params, sums: vec![0] };
+            module.walk(&mut size);
+            size.sums[0] >= min_num_params
+        }
+        WrapPolicy::NoWrap => false,
+    }
+}
+
+/// Whether a policy makes a unit of a module in a field under `#[fsdp(unit)]`. Its type is not under
+/// `#[fsdp_unit]`, so no list can name it.
+pub(super) fn wraps_field<M: Module>(policy: WrapPolicy, module: &M) -> bool {
+    match policy {
+        WrapPolicy::Annotated => true,
+        WrapPolicy::TransformerBased(_) | WrapPolicy::Named(_) | WrapPolicy::NoWrap => false,
+        WrapPolicy::SizeBased { min_num_params } => {
+            let mut size = Size { min: 0, sums: vec![0] };
+            visit_leaf(module, &mut size);
+            size.sums[0] >= min_num_params
+        }
+    }
+}
+
+/// Counts the parameters of a module, but for those of units within it that reach `min` themselves.
+struct Size {
+    min: usize,
+    /// A sum a unit gone into, the outermost first.
+    sums: Vec<usize>,
+}
+
+impl Walk for Size {
+    fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
+        self.sums.push(0);
+        true
+    }
+
+    fn field_unit<M: Module>(&mut self, _: &M) -> bool {
+        self.sums.push(0);
+        true
+    }
+
+    fn unit_end(&mut self) {
+        let own = self.sums.pop().unwrap_or_default();
+        if own < self.min
+            && let Some(around) = self.sums.last_mut()
+        {
+            *around += own;
+        }
+    }
+
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(sum) = self.sums.last_mut() {
+            *sum += param.lazy_shape().num_elements();
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! The autodiff operations that carry gradients back into shards.
+
+mod gather;
+mod hooks;
+
+pub(crate) use self::gather::{MAX_ANCHORS, gather, pre_backward};
+pub(crate) use self::hooks::{BackwardHooks, Depth, State, zero};

@@ -1,0 +1,128 @@
+//! Whole matrices on one rank: gathered there from the fragments of all, changed, and cut up again.
+
+use burn::tensor::{DType, DispatchTensor, Shape};
+
+use super::Schedule;
+use crate::backend::{Float, Rest, ShardBackend, Stored};
+use crate::collectives::comm::Work;
+use crate::collectives::{Op, ProcessGroup};
+use crate::error::Error;
+use crate::module::Place;
+use crate::param_group::memory::Use;
+
+/// A sharded matrix to be stepped whole.
+pub(crate) struct Whole {
+    pub(crate) place: Place,
+    /// Where it is put together: a position in the shard group.
+    pub(crate) owner: usize,
+    /// This rank's fragment; not read where that is empty.
+    pub(crate) fragment: DispatchTensor,
+    /// Its gradient.
+    pub(crate) gradient: Option<DispatchTensor>,
+}
+
+/// Updates matrix `index` of a round, given it and its gradient, both whole.
+pub(crate) type Step<'a> = dyn FnMut(usize, DispatchTensor, DispatchTensor) -> DispatchTensor + 'a;
+
+/// A gather under way: the parts, in rank order, on the owner.
+type Gather<B> = Work<Vec<Option<Float<B>>>>;
+
+impl<B: ShardBackend> Schedule<B> {
+    /// Gathers each matrix on its owner, updates it there, and returns this rank's new fragments.
+    /// No two matrices have one owner, so that all owners step at once and each holds one matrix.
+    pub(super) fn step_round(
+        &self,
+        round: Vec<Whole>,
+        step: &mut Step<'_>,
+    ) -> Result<Vec<Option<DispatchTensor>>, Error> {
+        let mine = self.settings.mesh.shard_rank().index();
+        let gather = |Whole { place, owner, fragment, gradient }: Whole| {
+            let path = &self.place(place).1.path;
+            tracing::trace!(target: "fsdp", path = %path, owner, "fsdp::gather_whole");
+            let gradient = self.gather_to(owner, place, gradient, format!("gradient of {path}"));
+            let matrix = self.gather_to(owner, place, Some(fragment), path.clone());
+            (place, owner, gradient, matrix)
+        };
+        let gathers: Vec<_> = round.into_iter().map(gather).collect();
+        let (mut scatters, mut bytes) = (Vec::new(), 0);
+        for (index, (place, owner, gradient, matrix)) in gathers.into_iter().enumerate() {
+            let (gradient, matrix) = (gradient.wait()?, matrix.wait()?);
+            let mut updated = None;
+            if owner == mine {
+                bytes += self.place(place).1.numel() * size_of::<f32>();
+                self.ledger.take(Use::Gathered, bytes);
+                self.ledger.take(Use::Gradients, bytes);
+                // Stepped where fragments rest, and the optimizer's state with them.
+                let rest = self.settings.rest;
+                let [matrix, gradient] = [matrix, gradient]
+                    .map(|parts| Stored::<B>::rest(self.join(place, parts), rest).into_dispatch());
+                // There they are counted for as long.
+                let moved = [(Use::Gathered, Use::Fragments), (Use::Gradients, Use::Reduced)];
+                let moved = if rest == Rest::Device { &[][..] } else { &moved };
+                for &(from, to) in moved {
+                    self.ledger.give_back(from, bytes);
+                    self.ledger.take(to, bytes);
+                }
+                let matrix = step(index, matrix, gradient);
+                for &(from, to) in moved {
+                    self.ledger.give_back(to, bytes);
+                    self.ledger.take(from, bytes);
+                }
+                self.ledger.give_back(Use::Gradients, bytes);
+                updated = Stored::<B>::read(matrix, rest).map(|(it, ..)| self.on_device(it));
+            }
+            scatters.push((place, updated));
+        }
+        // Only now: what an owner sends is ready, and every rank issues them in one order.
+        let scatter = |(place, updated)| self.scatter_from(place, updated);
+        let scatters: Vec<_> = scatters.into_iter().map(scatter).collect();
+        let fragments = scatters.into_iter().map(|scatter| {
+            let fragment = scatter.wait()?.pop().flatten();
+            Ok(fragment.map(|it| Stored::<B>::rest(it, self.settings.rest).into_dispatch()))
+        });
+        let fragments = fragments.collect();
+        self.ledger.give_back(Use::Gathered, bytes);
+        fragments
+    }
+
+    /// Issues the gather of a tensor that is sharded as the parameter at `place` is.
+    fn gather_to(
+        &self,
+        owner: usize,
+        place: Place,
+        fragment: Option<DispatchTensor>,
+        what: String,
+    ) -> Gather<B> {
+        let len = self.place(place).1.range().len();
+        let fragment = fragment.filter(|_| len > 0);
+        let fragment = fragment.and_then(|it| Stored::<B>::read(it, self.settings.rest));
+        let flat =
+            fragment.map(|(it, ..)| B::float_reshape(self.on_device(it), Shape::from([len])));
+        let op = Op::new("gather", what);
+        let device = self.device.clone();
+        let gather = move |group: &_| ProcessGroup::<B>::gather(group, &op, &device, owner, flat);
+        self.comm.issue_on(&self.settings.groups.shard, gather)
+    }
+
+    /// Issues what gives each rank its fragment of a matrix, which one rank has: the sum with the
+    /// zeros of the others.
+    fn scatter_from(&self, place: Place, matrix: Option<Float<B>>) -> Gather<B> {
+        let (unit, entry) = self.place(place);
+        let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce(DType::F32)]);
+        let (layout, device) = (unit.layout.clone(), self.device.clone());
+        self.comm.issue_on(&self.settings.groups.shard, move |group| {
+            let matrix = vec![matrix];
+            ProcessGroup::<B>::reduce_scatter(group, &op, &device, matrix, &keep, &layout, 1)
+        })
+    }
+
+    /// The full tensor from all ranks' parts of it.
+    pub(super) fn join(&self, place: Place, parts: Vec<Option<Float<B>>>) -> Float<B> {
+        let flatten = |part: Float<B>| {
+            let numel = crate::backend::numel::<B>(&part);
+            B::float_reshape(part, Shape::from([numel]))
+        };
+        let full = B::float_cat(parts.into_iter().flatten().map(flatten).collect(), 0);
+        B::float_reshape(full, Shape::from(self.place(place).1.shape.clone()))
+    }
+}
