@@ -74,7 +74,7 @@ fn peak<T: Send + 'static>(
 
 /// What four ranks hold of the model for good, their gather buffers included.
 fn held(net: &Fsdp<Net>) -> usize {
-    net.sharded_bytes() + net.slot_bytes()
+    net.sharded_bytes() + net.gather_buffer_bytes()
 }
 
 fn construct(options: FsdpOptions) -> (usize, usize) {
@@ -87,7 +87,7 @@ fn within(what: &str, (peak, held): (usize, usize), units: usize) {
     let bound = held + units * UNIT + SMALL;
     let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
     println!("{what}: {:.1} MiB at most, {:.1} MiB held", mib(peak), mib(held));
-    assert!(peak >= held, "{what}: the counter sees the fragments: {peak} {held}");
+    assert!(peak >= held, "{what}: the counter sees the shards: {peak} {held}");
     assert!(peak <= bound, "{what}: {:.1} MiB, at most {:.1}", mib(peak), mib(bound));
 }
 
@@ -131,7 +131,7 @@ fn save_and_load(folder: &Path) {
         let (net, _) = from_pretrained(net, worker, options, &path, &LoadOptions::new())?;
         Ok(held(&net))
     });
-    // A fragment a rank, and never a full parameter.
+    // A shard a rank, and never a full parameter.
     within("from_pretrained", (loading, ranks.iter().sum()), 1);
 }
 

@@ -50,7 +50,7 @@ fn the_same_global_batch_gives_the_same_losses_on_any_number_of_cubecl_ranks() {
     parity::worlds_agree(&run, &[2]);
 }
 
-/// Fragments, gradients and optimizer state rest on the host, where Flex steps them.
+/// Shards, gradients and optimizer state rest on the host, where Flex steps them.
 #[test]
 fn offload_from_a_cubecl_device_changes_no_loss() {
     let plain = small(Device::cpu());
@@ -125,7 +125,7 @@ impl Optimizer for Told {
     }
 }
 
-/// Whole matrices are stepped where fragments rest, and the optimizer's state lies there with them.
+/// Whole matrices are stepped where shards rest, and the optimizer's state lies there with them.
 #[test]
 fn whole_matrices_of_an_offloaded_model_are_stepped_on_the_host() {
     let after = |policy| {
@@ -232,5 +232,5 @@ fn half_precision_trains_on_a_cubecl_device() {
     let full = full.launch();
     half.assert_close(&full, 2e-2);
     assert_ne!(half.losses, full.losses, "products were in half precision");
-    assert_eq!(2 * half.slot_bytes, full.slot_bytes, "half the bytes");
+    assert_eq!(2 * half.gather_buffer_bytes, full.gather_buffer_bytes, "half the bytes");
 }

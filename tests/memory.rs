@@ -16,7 +16,7 @@ struct Counting;
 
 static LARGE: AtomicUsize = AtomicUsize::new(0);
 
-/// More than a rank's fragment of a matrix, and less than the matrix.
+/// More than a rank's shard of a matrix, and less than the matrix.
 const THRESHOLD: usize = MATRIX_BYTES * 3 / 4;
 const MATRIX_BYTES: usize = WIDTH * HIDDEN * 4;
 const WIDTH: usize = 512;
@@ -137,11 +137,11 @@ fn steady_state_training_allocates_no_parameter_sized_buffer() {
             meet(&mut step)?;
             counts.push(step);
         }
-        Ok::<_, Error>((counts, model.slot_bytes(), model.peak_unsharded_bytes()))
+        Ok::<_, Error>((counts, model.gather_buffer_bytes(), model.peak_unsharded_bytes()))
     })
     .expect("training succeeds");
 
-    let (counts, slot_bytes, peak) = &ranks[0];
+    let (counts, gather_buffer_bytes, peak) = &ranks[0];
     for step in &counts[2..] {
         let [forward, backward, optimizer] = step[..] else { panic!("{counts:?}") };
         assert_eq!(forward, 0, "forward gathers into its slots: {counts:?}, plain {plain:?}");
@@ -149,13 +149,16 @@ fn steady_state_training_allocates_no_parameter_sized_buffer() {
             backward <= WORLD * plain[1],
             "only Burn's own gradients: {counts:?}, plain {plain:?}"
         );
-        assert_eq!(optimizer, 0, "the optimizer sees fragments: {counts:?}");
+        assert_eq!(optimizer, 0, "the optimizer sees shards: {counts:?}");
     }
     assert!(plain[1] >= 2 * LAYERS, "the counter sees the gradients: {plain:?}");
 
     // Two slots, each as large as a block, and the root's. Padding is below one alignment a matrix.
     let block = 2 * MATRIX_BYTES;
     let root = WIDTH * 4 * 4;
-    assert!((2 * block + root..2 * block + root + 4096).contains(slot_bytes), "{slot_bytes}");
-    assert!(peak <= slot_bytes && *peak > block, "{peak} {slot_bytes}");
+    assert!(
+        (2 * block + root..2 * block + root + 4096).contains(gather_buffer_bytes),
+        "{gather_buffer_bytes}"
+    );
+    assert!(peak <= gather_buffer_bytes && *peak > block, "{peak} {gather_buffer_bytes}");
 }

@@ -1,4 +1,4 @@
-//! A step of a fused optimizer allocates nothing as large as a parameter, or as a fragment of one,
+//! A step of a fused optimizer allocates nothing as large as a parameter, or as a shard of one,
 //! counted by the allocator.
 //!
 //! One test in a binary of its own: the counter is the process's.

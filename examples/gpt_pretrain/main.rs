@@ -172,11 +172,11 @@ mod tests {
             let flags = format!("{flags} --batch-size 1 --max-valid-steps 1");
             let Summary { memory, host_memory, forecast, .. } = run_with(&flags).unwrap();
             let exact = [
-                (memory.fragments.peak, forecast.fragments),
+                (memory.shards.peak, forecast.shards),
                 (memory.replicated.peak, forecast.replicated),
                 (memory.gathered.peak, forecast.gathered),
                 (memory.gradients.peak, forecast.gradients),
-                (host_memory.fragments.peak, forecast.host.fragments),
+                (host_memory.shards.peak, forecast.host.shards),
                 (host_memory.gradients.peak, forecast.host.gradients),
             ];
             for (found, expected) in exact {

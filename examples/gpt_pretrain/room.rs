@@ -213,9 +213,9 @@ mod tests {
             |strategy: &str| Cli::parse_from(["gpt_pretrain", "--strategy", strategy]).setup();
         let device = DeviceName::Flex.resolve().unwrap();
         let of = |strategy, world| forecast(&setup(strategy), world, 2, &device).unwrap();
-        assert_eq!(of("HYBRID_SHARD", 4).fragments, of("FULL_SHARD", 2).fragments);
+        assert_eq!(of("HYBRID_SHARD", 4).shards, of("FULL_SHARD", 2).shards);
         assert_eq!(of("HYBRID_SHARD", 4).optimizer, of("FULL_SHARD", 2).optimizer);
-        assert!(of("FULL_SHARD", 4).fragments < of("FULL_SHARD", 2).fragments);
+        assert!(of("FULL_SHARD", 4).shards < of("FULL_SHARD", 2).shards);
     }
 
     #[test]

@@ -289,7 +289,7 @@ fn is_of_one_type(hooked: &Hooked<'_>, errors: &mut Errors) {
     }
 }
 
-/// The hooks read the unit's fragments, from outside and while other code may hold the unit too.
+/// The hooks read the unit's shards, from outside and while other code may hold the unit too.
 fn takes_shared_self(forward: &Forward<'_>, errors: &mut Errors) {
     let sig = &forward.original.sig;
     if sig.ident != FORWARD {

@@ -177,9 +177,9 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
         let buffer = noise(len, device, to);
         Box::new(in_place(buffer, move |buffer| expect(kernels::pack(parts.clone(), buffer))))
     };
-    case("pack 8 fragments, f32", 8, Old, pack(8, F32));
+    case("pack 8 shards, f32", 8, Old, pack(8, F32));
     if bf16 {
-        case("pack 8 fragments, bf16", 6, Old, pack(8, BF16));
+        case("pack 8 shards, bf16", 6, Old, pack(8, BF16));
     }
     let small = len / SMALL;
     case("pack tensors of 1,536", 8, Old, pack(small, F32));

@@ -86,7 +86,7 @@ fn layout(units: usize, world: usize) -> f64 {
         for _ in 0..units {
             let layout = FlatLayout::new(black_box(matrices), world);
             for matrix in 0..layout.len() {
-                black_box(layout.fragment(matrix, rank));
+                black_box(layout.shard_of(matrix, rank));
             }
         }
     })

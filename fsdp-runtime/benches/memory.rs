@@ -117,7 +117,7 @@ fn rank(worker: &Worker, name: &str, path: &Path, start: f64) -> Result<(), Erro
     let mb = |bytes: usize| bytes as f64 / 1e6;
     let unit = mb((2 * WIDTH * HIDDEN + WIDTH + HIDDEN) * 4);
     let all = mb(model.num_params() * 4);
-    // Fragments of all ranks, two units and 64 MB for each.
+    // Shards of all ranks, two units and 64 MB for each.
     let bound = all + WORLD as f64 * (2.0 * unit + 64.0);
     match name {
         "write" => model.save_pretrained(path, &SavePretrained::new())?,

@@ -35,7 +35,7 @@ pub use checkpoint::state_dict::{
 pub use collectives::cuda;
 #[cfg(feature = "nccl")]
 pub use collectives::store::StoreError;
-pub use error::Obstacle;
+pub use error::NotRecomputable;
 pub use error::{
     CheckpointError, CollectiveError, Error, LaunchError, LoadError, RankPanic, SaveError,
     ScheduleError, ShardError,
@@ -45,8 +45,8 @@ pub use fully_shard::{Fsdp, fully_shard};
 pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
 pub use layout::{ALIGNMENT, FlatLayout, Mesh, MeshError, Rank, WorldSize};
 pub use module::{
-    Attach, Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, Sharded, Tie, UnitType,
-    UnitValue, Walk,
+    Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, ParamMapper, ParamVisitor, Sharded,
+    Tie, UnitType, UnitValue,
 };
 pub use optim::{GradScaler, GradScalerConfig, Unscaled};
 pub use options::{
@@ -78,7 +78,7 @@ pub mod prelude {
 pub mod __private {
     pub use burn::tensor::DispatchTensor;
 
-    pub use crate::error::Obstacle;
+    pub use crate::error::NotRecomputable;
     pub use crate::module::const_check::*;
     pub use crate::module::opaque::*;
     pub use crate::module::*;

@@ -86,8 +86,7 @@ fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
         let (loaded, report) =
             from_pretrained(fresh, worker, options(), &path, &LoadOptions::new())?;
         assert_eq!((count.load(SeqCst), report.loaded), (0, 4));
-        let (a, b) =
-            (model.full_state(Recipient::All)?, loaded.full_state(Recipient::All)?);
+        let (a, b) = (model.full_state(Recipient::All)?, loaded.full_state(Recipient::All)?);
         assert_same(&a, &b);
         // It trains as any other.
         let loss = loaded.forward(Tensor::ones([2, 16], worker.device())).mean();

@@ -8,8 +8,8 @@ use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LinearCon
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{
-    CollectiveError, Error, LoadError, LoadOptions, SaveDtype, SaveError, SavePretrained,
-    FullState, from_pretrained, merge_safetensors,
+    CollectiveError, Error, FullState, LoadError, LoadOptions, SaveDtype, SaveError,
+    SavePretrained, from_pretrained, merge_safetensors,
 };
 use safetensors::{Dtype, SafeTensors};
 

@@ -366,7 +366,7 @@ fn optimizers_of_other_kinds_keep_their_state() {
             Ok(())
         });
     }
-    // Factored moments of a fragment mean nothing elsewhere.
+    // Factored moments of a shard mean nothing elsewhere.
     on(2, move |worker| {
         let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut own = AdafactorConfig::new().init();

@@ -112,7 +112,7 @@ fn state_of_whole_matrices_goes_to_the_owners_of_another_world() {
         ] {
             assert_close(&next.from(&path).run(), &expected, &format!("{name}, {what}"));
         }
-        // And from there into fragments.
+        // And from there into shards.
         for (first, what) in [
             (part(2).strategy(NoShard).plain(), "from NO_SHARD"),
             (part(4).strategy(HybridShard), "from HYBRID_SHARD"),
@@ -147,7 +147,7 @@ fn each_owner_writes_its_matrices_state_and_no_one_elses() {
     assert!(owners[0].values().any(|owner| *owner != Rank::ZERO));
 }
 
-/// The moments of LAMB have their parameter's shape, so that fragments of them can be cut.
+/// The moments of LAMB have their parameter's shape, so that shards of them can be cut.
 #[test]
 fn moments_of_whole_matrices_are_loaded_as_fragments_and_back() {
     let folder = tempfile::tempdir().unwrap();
@@ -164,7 +164,7 @@ fn moments_of_whole_matrices_are_loaded_as_fragments_and_back() {
             .save(worker, &again)
     });
     let expected = Part::new(2, lamb).run();
-    assert_close(&Part::new(2, lamb).from(&cut).run(), &expected, "by way of fragments");
+    assert_close(&Part::new(2, lamb).from(&cut).run(), &expected, "by way of shards");
 }
 
 /// In memory, by name: gathered from the owners, and taken by those of another world.
@@ -209,7 +209,7 @@ fn full_states_of_whole_matrices_go_to_another_world() {
     }
 }
 
-/// What is whole and given as fragments, or the other way round, is never cut at the wrong places.
+/// What is whole and given as shards, or the other way round, is never cut at the wrong places.
 #[test]
 fn state_that_is_not_what_it_is_said_to_be_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
@@ -246,7 +246,7 @@ fn state_that_is_not_what_it_is_said_to_be_is_an_error() {
     }
 }
 
-/// Matrices as wide as there are ranks: a factor `[rows, 1]` is as long as a fragment.
+/// Matrices as wide as there are ranks: a factor `[rows, 1]` is as long as a shard.
 #[test]
 fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
     let folder = tempfile::tempdir().unwrap();

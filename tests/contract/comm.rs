@@ -168,7 +168,7 @@ fn world_size_128() {
     let world = WorldSize::new(128).unwrap();
     let layout = FlatLayout::new([WIDTH * HIDDEN, HIDDEN * WIDTH, 3], world);
     for matrix in 0..layout.len() {
-        let held: usize = world.ranks().map(|rank| layout.fragment(matrix, rank).len()).sum();
+        let held: usize = world.ranks().map(|rank| layout.shard_of(matrix, rank).len()).sum();
         assert_eq!(held, layout.segment(matrix).len());
     }
 }

@@ -63,16 +63,16 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
             model = adam.step(1e-3, model, gradients);
         }
         let memory = model.memory();
-        let found = [memory.fragments, memory.replicated, memory.gathered, memory.gradients];
+        let found = [memory.shards, memory.replicated, memory.gathered, memory.gradients];
         let expected =
-            [forecast.fragments, forecast.replicated, forecast.gathered, forecast.gradients];
+            [forecast.shards, forecast.replicated, forecast.gathered, forecast.gradients];
         assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{memory}\n{forecast}");
         let host = model.host_memory();
-        let found = [host.fragments, host.replicated, host.gradients];
-        let expected = [forecast.host.fragments, forecast.host.replicated, forecast.host.gradients];
+        let found = [host.shards, host.replicated, host.gradients];
+        let expected = [forecast.host.shards, forecast.host.replicated, forecast.host.gradients];
         assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{host}\n{forecast}");
         let rests = if forecast.host.total() > 0 { host } else { memory };
-        let expected = 2 * (rests.fragments.now + rests.replicated.now);
+        let expected = 2 * (rests.shards.now + rests.replicated.now);
         assert_eq!(forecast.optimizer + forecast.host.optimizer, expected);
         Ok(())
     });
@@ -137,7 +137,7 @@ fn what_does_not_fit_is_refused() {
     let forecast =
         MemoryForecast::new(&model, Mesh::new(Rank::ZERO, world), &FsdpOptions::new()).unwrap();
     let forecast = forecast.with_optimizer(2).with_activations(1 << 20);
-    assert!(forecast.fragments > (WIDTH * 4) << 29);
+    assert!(forecast.shards > (WIDTH * 4) << 29);
     let kinds = forecast.kinds();
     assert_eq!(kinds[..6].iter().map(|(_, bytes)| bytes).sum::<usize>(), forecast.total());
     let error = forecast.check(64 << 30).unwrap_err();

@@ -175,7 +175,7 @@ fn lora() {
             state["blocks.0.up.weight.lora.b"].as_bytes()
         );
         let end = loss(model.forward(x(0))).into_scalar::<f32>();
-        Ok((start, end, model.memory().fragments.now))
+        Ok((start, end, model.memory().shards.now))
     });
     assert_eq!(ranks[0].2 + ranks[1].2, total_fragments(&ranks));
     for (start, end, _) in ranks {

@@ -3,7 +3,7 @@
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::Tensor;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, GradScalerConfig, FullState};
+use fsdp_runtime::{Error, FullState, GradScalerConfig};
 
 use super::mlp::{Mlp, input, loss, on, sharded};
 use super::support::trace::{only, record};
@@ -133,10 +133,10 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
 /// Makes one element of this rank's gradients `value`, of a matrix or of a vector.
 fn overflow(model: &Mlp, gradients: &mut GradientsParams, value: f32, matrix: bool) {
     if matrix {
-        // Whatever matrix this rank has a fragment of.
+        // Whatever matrix this rank has a shard of.
         let linears = model.blocks.iter().flat_map(|block| [&block.up, &block.down]);
         let mut ids = linears.chain([&model.head]).map(|linear| linear.weight.id);
-        let id = ids.find(|id| gradients.get::<2>(*id).is_some()).expect("a fragment");
+        let id = ids.find(|id| gradients.get::<2>(*id).is_some()).expect("a shard");
         let gradient = gradients.remove::<2>(id).expect("found above");
         let last = gradient.dims().map(|size| size - 1..size);
         let gradient = gradient.slice_fill(last, value);

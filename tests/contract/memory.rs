@@ -38,7 +38,7 @@ fn counted(options: FsdpOptions) -> Counted {
 }
 
 fn held(memory: &Memory) -> usize {
-    memory.fragments.now + memory.replicated.now
+    memory.shards.now + memory.replicated.now
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn after_construction_sharded_and_two_slots() {
     let Counted { start, .. } = counted(FsdpOptions::new());
     let whole = BLOCKS * BLOCK + (WIDTH * 3 + 3) * FLOAT;
     let matrices = BLOCKS * MATRICES + WIDTH * 3 * FLOAT;
-    assert_eq!(start.fragments.now, matrices / 2);
+    assert_eq!(start.shards.now, matrices / 2);
     assert_eq!(start.replicated.now, whole - matrices);
     assert!(start.total.peak <= held(&start) + 2 * BLOCK + NON_BLOCK);
 }
@@ -82,7 +82,7 @@ fn shard_grad_op_holds_every_unit() {
     let Counted { start, .. } = counted(options);
     assert!(start.gathered.now >= BLOCKS * MATRICES);
     let none = counted(FsdpOptions::new().strategy(ShardingStrategy::NoShard)).start;
-    assert_eq!((none.gathered.peak, none.fragments.now), (0, 0));
+    assert_eq!((none.gathered.peak, none.shards.now), (0, 0));
 }
 
 #[test]

@@ -76,7 +76,7 @@ pub fn sharded(blocks: usize, worker: &Worker, options: FsdpOptions) -> Result<F
     fully_shard(Mlp::new(blocks, worker.device()), worker, options.seed(11))
 }
 
-/// A full gradient from the fragments of all ranks: what `NO_SHARD` returns.
+/// A full gradient from the shards of all ranks: what `NO_SHARD` returns.
 pub fn gradient<const D: usize>(
     gradients: &GradientsParams,
     param: &Param<Tensor<D>>,

@@ -208,7 +208,7 @@ impl Run {
             counts: net.counts(),
             num_params: net.num_params(),
             sharded_bytes: net.sharded_bytes(),
-            slot_bytes: net.slot_bytes(),
+            gather_buffer_bytes: net.gather_buffer_bytes(),
             peak_unsharded_bytes: net.peak_unsharded_bytes(),
             state: net.full_state(Recipient::All)?,
         })
@@ -223,7 +223,7 @@ pub struct Outcome {
     pub counts: Counts,
     pub num_params: usize,
     pub sharded_bytes: usize,
-    pub slot_bytes: usize,
+    pub gather_buffer_bytes: usize,
     pub peak_unsharded_bytes: usize,
     pub state: FullState,
 }

@@ -188,7 +188,7 @@ fn each_type_has_a_gather_and_buffers_of_its_own() {
             + bytes(HALF, &[HIDDEN * HIDDEN])
             + bytes(OTHER, &[HIDDEN * 7]);
         let inner = bytes(HALF, &[HIDDEN * 9]) + bytes(FULL, &[9 * HIDDEN]);
-        assert_eq!(outcome.slot_bytes, root + 2 * block + 2 * inner);
+        assert_eq!(outcome.gather_buffer_bytes, root + 2 * block + 2 * inner);
         assert_eq!(outcome.peak_unsharded_bytes, root + 2 * block + 2 * inner);
     }
 }
@@ -221,17 +221,17 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
         }
         let (memory, host) = (model.memory(), model.host_memory());
         let told = format!("{told}\n{memory}\n{host}\n{forecast}");
-        let found = [memory.fragments, memory.replicated, memory.gathered];
-        let expected = [forecast.fragments, forecast.replicated, forecast.gathered];
+        let found = [memory.shards, memory.replicated, memory.gathered];
+        let expected = [forecast.shards, forecast.replicated, forecast.gathered];
         assert_eq!(found.map(|usage| usage.peak), expected, "{told}");
-        let found = [host.fragments, host.replicated, host.gradients];
-        let expected = [forecast.host.fragments, forecast.host.replicated, forecast.host.gradients];
+        let found = [host.shards, host.replicated, host.gradients];
+        let expected = [forecast.host.shards, forecast.host.replicated, forecast.host.gradients];
         assert_eq!(found.map(|usage| usage.peak), expected, "{told}");
         match options == options.clone().wrap(WrapPolicy::Annotated) {
             true => assert!(memory.gradients.peak <= forecast.gradients, "{told}"),
             false => assert_eq!(memory.gradients.peak, forecast.gradients, "{told}"),
         }
-        assert_eq!(memory.gathered.now, model.slot_bytes());
+        assert_eq!(memory.gathered.now, model.gather_buffer_bytes());
         Ok(())
     });
 }
@@ -260,7 +260,7 @@ fn memory_is_as_forecast() {
     }
 }
 
-/// What is kept on the device of offloaded fragments has the type in which each is gathered.
+/// What is kept on the device of offloaded shards has the type in which each is gathered.
 #[test]
 fn copies_that_are_kept_on_the_device_have_the_types_they_are_sent_in() {
     on(2, |worker| {
@@ -269,7 +269,7 @@ fn copies_that_are_kept_on_the_device_have_the_types_they_are_sent_in() {
         let state = model.sharded_state();
         let sharded = state.iter().filter(|(_, part)| part.shape.len() == 2);
         let bytes = sharded.map(|(path, part)| part.range.len() * model::dtype(path).size());
-        assert_eq!(model.memory().fragments.now, bytes.sum::<usize>());
+        assert_eq!(model.memory().shards.now, bytes.sum::<usize>());
         Ok(())
     });
 }

@@ -1,4 +1,4 @@
-//! Parameters gathered and computed with in half precision, over fragments in f32.
+//! Parameters gathered and computed with in half precision, over shards in f32.
 
 use std::sync::Mutex;
 
@@ -53,7 +53,7 @@ fn losses_follow_those_of_f32() {
 fn half_the_bytes_are_gathered_and_fragments_stay_in_f32() {
     let full = run(2, MixedPrecisionPolicy::new()).launch();
     let half = run(2, BF16).launch();
-    assert_eq!(2 * half.slot_bytes, full.slot_bytes);
+    assert_eq!(2 * half.gather_buffer_bytes, full.gather_buffer_bytes);
     assert_eq!(2 * half.peak_unsharded_bytes, full.peak_unsharded_bytes);
     assert_eq!(half.sharded_bytes, full.sharded_bytes);
     let counts = fsdp_runtime::Counts { sent_bytes: 2 * half.counts.sent_bytes, ..half.counts };
@@ -192,7 +192,7 @@ fn a_unit_of_its_own_precision_has_buffers_of_its_own() {
     let bytes = |options: FsdpOptions| {
         on_two_ranks(move |worker| {
             let net = Net::new(4, 0.0, worker.device());
-            Ok(fully_shard(net, worker, options.clone())?.slot_bytes())
+            Ok(fully_shard(net, worker, options.clone())?.gather_buffer_bytes())
         })
     };
     let half = FsdpOptions::new().mixed_precision(BF16);
@@ -248,7 +248,7 @@ fn parameters_are_computed_with_in_the_type_they_come_in_and_rest_in_f32() {
         let after = model.full_state(Recipient::All)?;
         assert!(!support::checkpoint::same_bits(&state, &after));
         // Two matrices of 36 elements, each from a multiple of 64 on.
-        assert_eq!(model.slot_bytes(), (64 + 36) * DType::BF16.size());
+        assert_eq!(model.gather_buffer_bytes(), (64 + 36) * DType::BF16.size());
         Ok(())
     });
 }
@@ -260,7 +260,7 @@ fn inputs_take_the_type_of_matrices_that_stay_whole() {
         let device = worker.device();
         let model =
             fully_shard(Scaled::new(device), worker, FsdpOptions::new().persist_below(100))?;
-        assert_eq!(model.slot_bytes(), 0);
+        assert_eq!(model.gather_buffer_bytes(), 0);
         model.backward(model.forward(Tensor::ones([2, 6], device)).sum())?;
         Ok(())
     });

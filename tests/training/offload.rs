@@ -142,13 +142,13 @@ fn what_rests_on_the_host_takes_no_room_on_the_device() {
     let (all, none) = memory(OffloadPolicy::None);
     assert_eq!(none, Memory::default());
     let (device, host) = memory(OffloadPolicy::Params { pin_memory: false });
-    for (name, usage) in [("fragments", device.fragments), ("optimizer", device.optimizer)] {
+    for (name, usage) in [("shards", device.shards), ("optimizer", device.optimizer)] {
         assert_eq!(usage.peak, 0, "{name}");
     }
     // Of the outermost unit and two blocks of four.
     assert_eq!(device.replicated.now, 0);
     assert!((1..all.replicated.peak).contains(&device.replicated.peak), "{device}");
-    assert_eq!(host.fragments, all.fragments);
+    assert_eq!(host.shards, all.shards);
     assert_eq!(host.replicated, all.replicated);
     // Its record names the device.
     assert!(host.optimizer.peak.abs_diff(all.optimizer.peak) < 1000);
@@ -160,7 +160,7 @@ fn what_rests_on_the_host_takes_no_room_on_the_device() {
     assert_eq!(sent, block.max(embeddings));
     assert!(device.gradients.peak < all.gradients.peak && host.gradients.peak > 0);
     let (kept, _) = memory(OffloadPolicy::OptimizerOnly);
-    assert_eq!(kept.fragments, all.fragments, "the copies that are kept for backward");
+    assert_eq!(kept.shards, all.shards, "the copies that are kept for backward");
 }
 
 #[test]

@@ -92,8 +92,11 @@ fn a_step_gathers_each_unit_twice_and_reduces_it_once() {
 fn no_more_is_unsharded_than_the_slots_hold() {
     let outcome = Run::new(2).launch();
     assert!(outcome.peak_unsharded_bytes > 0);
-    assert!(outcome.peak_unsharded_bytes <= outcome.slot_bytes);
+    assert!(outcome.peak_unsharded_bytes <= outcome.gather_buffer_bytes);
     let deeper = Run { blocks: 9, ..Run::new(2) }.launch();
-    assert_eq!(deeper.slot_bytes, outcome.slot_bytes, "two buffers and the root's, for any depth");
+    assert_eq!(
+        deeper.gather_buffer_bytes, outcome.gather_buffer_bytes,
+        "two buffers and the root's, for any depth"
+    );
     assert!(deeper.sharded_bytes > outcome.sharded_bytes);
 }

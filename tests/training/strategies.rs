@@ -57,8 +57,8 @@ fn shard_grad_op_gathers_once_a_step_into_a_buffer_for_each_unit() {
     let full = run(2).launch();
     assert_eq!(outcome.counts.all_gathers, run(2).steps * UNITS);
     assert_eq!(outcome.sharded_bytes, full.sharded_bytes);
-    assert!(outcome.slot_bytes > full.slot_bytes);
-    assert_eq!(outcome.peak_unsharded_bytes, outcome.slot_bytes, "all units at once");
+    assert!(outcome.gather_buffer_bytes > full.gather_buffer_bytes);
+    assert_eq!(outcome.peak_unsharded_bytes, outcome.gather_buffer_bytes, "all units at once");
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn resharding_to_a_part_changes_no_bit() {
     let part = to(2);
     part.assert_bitwise(&full);
     assert_eq!(part.counts.all_gathers, full.counts.all_gathers);
-    assert!(part.slot_bytes > full.slot_bytes, "the parts are kept");
+    assert!(part.gather_buffer_bytes > full.gather_buffer_bytes, "the parts are kept");
     let never = to(1);
     never.assert_bitwise(&full);
     assert_eq!(never.counts.all_gathers, run(4).steps * UNITS);

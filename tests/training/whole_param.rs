@@ -161,7 +161,7 @@ fn whole_matrices_of_an_offloaded_model_have_the_same_bits() {
     }
 }
 
-/// What the wrapper is for: fragments by themselves have other norms.
+/// What the wrapper is for: shards by themselves have other norms.
 #[test]
 fn without_the_wrapper_lamb_gives_something_else() {
     let expected = train(2, FsdpOptions::new(), true, || Stepper::Whole(WholeParam::new(lamb())));

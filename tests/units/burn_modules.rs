@@ -8,7 +8,7 @@ use burn::nn::norm::NormalizationConfig;
 use burn::nn::transformer::*;
 use burn::nn::*;
 use burn::tensor::{Device, Tensor};
-use fsdp_runtime::{Attach, Child, FsdpModule, Walk};
+use fsdp_runtime::{Child, FsdpModule, ParamMapper, ParamVisitor};
 
 #[derive(Default)]
 struct Ours {
@@ -16,7 +16,7 @@ struct Ours {
     seen: Vec<(String, ParamId)>,
 }
 
-impl Walk for Ours {
+impl ParamVisitor for Ours {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
         self.path.push(index.map_or_else(|| child.name.to_string(), |index| index.to_string()));
     }
@@ -61,7 +61,7 @@ impl ModuleVisitor for Burns {
 #[derive(Default)]
 struct Rebuild(Vec<ParamId>);
 
-impl Attach for Rebuild {
+impl ParamMapper for Rebuild {
     fn param<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         self.0.push(param.id);
         param
@@ -71,17 +71,17 @@ impl Attach for Rebuild {
 fn agrees<M: FsdpModule>(module: M, parameters: usize) {
     let ty = M::LAYOUT.ty;
     let (mut ours, mut burns) = (Ours::default(), Burns::default());
-    module.walk(&mut ours);
+    module.visit_params(&mut ours);
     module.visit(&mut burns);
     assert_eq!(ours.seen, burns.seen, "{ty}");
     assert_eq!(ours.seen.len(), parameters, "{ty}");
 
     let mut attach = Rebuild::default();
-    let rebuilt = module.attach(&mut attach);
+    let rebuilt = module.map_params(&mut attach);
     let ids: Vec<_> = ours.seen.iter().map(|(_, id)| *id).collect();
     assert_eq!(attach.0, ids, "{ty}, rebuilt");
     let mut again = Ours::default();
-    rebuilt.walk(&mut again);
+    rebuilt.visit_params(&mut again);
     assert_eq!(again.seen, ours.seen, "{ty}, rebuilt");
 }
 

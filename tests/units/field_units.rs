@@ -10,7 +10,7 @@ use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor, TensorData, Tolerance};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, Error, HookedForward, ScheduleError, FullState};
+use fsdp_runtime::{Counts, Error, FullState, HookedForward, ScheduleError};
 
 use crate::support::trace::record;
 

@@ -132,7 +132,7 @@ fn expected(model: &Model, device: &Device) -> (f32, Vec<Vec<f32>>) {
     (value, vec![get(&model.input), get(&model.gates.0.left.weight), get(&model.table.rows)])
 }
 
-fn fragments(model: &Fsdp<Model>, grads: &GradientsParams) -> Vec<Vec<f32>> {
+fn shards(model: &Fsdp<Model>, grads: &GradientsParams) -> Vec<Vec<f32>> {
     let get = |param: &Param<Tensor<2>>| {
         grads
             .get::<2>(param.id)
@@ -162,7 +162,7 @@ fn values_and_gradients_are_those_of_plain_burn() {
                 let grads = sharded.backward(loss)?;
                 // A second pass: whatever the first left behind does no harm.
                 sharded.backward(scalar(sharded.forward(input(device))))?;
-                Ok::<_, Error>((want, value, fragments(&sharded, &grads)))
+                Ok::<_, Error>((want, value, shards(&sharded, &grads)))
             })
             .unwrap();
             let (want, ..) = ranks[0].0.clone();
@@ -214,7 +214,7 @@ fn a_value_outside_any_forward_is_gathered_on_demand_and_trains() {
         assert_eq!(table.dims(), [6, WIDTH]);
         let data = table.clone().into_data();
         let grads = sharded.backward(table.powf_scalar(2.0).sum())?;
-        let mine = fragments(&sharded, &grads)[2].clone();
+        let mine = shards(&sharded, &grads)[2].clone();
         Ok::<_, Error>((
             data.iter::<f32>().collect::<Vec<_>>(),
             mine,

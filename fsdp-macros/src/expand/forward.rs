@@ -60,7 +60,7 @@ pub fn marker(hooked: &Hooked<'_>) -> TokenStream {
         impl __fsdp::HookedForward for #ty {
             #field_units
             const HOOKED: &'static [__fsdp::Forward] = {
-                use __fsdp::NotReplayed as _;
+                use __fsdp::MayNotRecompute as _;
                 &[#(#forwards),*]
             };
         }
@@ -97,11 +97,11 @@ fn wrapper(method: &ImplItemFn) -> TokenStream {
         let inputs = replay::nested(&arguments);
         let again = call(quote!(__fsdp_self));
         let end = quote_spanned! {returned=>
-            ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+            ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
         };
         quote! {
             let __fsdp_inputs = #inputs;
-            let (#inputs, __fsdp_replay) = (&::fsdp_runtime::__private::Input(&__fsdp_inputs))
+            let (#inputs, __fsdp_recompute) = (&::fsdp_runtime::__private::Input(&__fsdp_inputs))
                 .replays()
                 .keep(&__fsdp_call, #this, __fsdp_inputs, |__fsdp_self: &Self, #inputs| #again);
             let __fsdp_output = #here;

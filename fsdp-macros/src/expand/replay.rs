@@ -30,9 +30,9 @@ pub fn description(method: &ImplItemFn) -> TokenStream {
         let obstacle = match (obstacle, ty) {
             (Some(obstacle), _) => {
                 let obstacle = format_ident!("{obstacle}");
-                quote!(::core::option::Option::Some(__fsdp::Obstacle::#obstacle))
+                quote!(::core::option::Option::Some(__fsdp::NotRecomputable::#obstacle))
             }
-            (None, Some(ty)) => quote_spanned!(*span=> __fsdp::Probe::<#ty>::OBSTACLE),
+            (None, Some(ty)) => quote_spanned!(*span=> __fsdp::Probe::<#ty>::NOT_RECOMPUTABLE),
             (None, None) => quote!(::core::option::Option::None),
         };
         quote!((#name, #obstacle))
@@ -51,7 +51,7 @@ pub fn checks(method: &ImplItemFn, unit: &Type) -> Vec<TokenStream> {
     let check = |Part { name, span, .. }: Part<'_>| {
         quote_spanned! {span=>
             #(#conditions)*
-            const _: () = __fsdp::can_be_replayed::<#unit>(#method_name, #name);
+            const _: () = __fsdp::can_be_recomputed::<#unit>(#method_name, #name);
         }
     };
     parts(method).into_iter().map(check).collect()

@@ -58,9 +58,9 @@ pub fn opaque(module: &Module<'_>) -> TokenStream {
     let body = quote! {
         const LAYOUT: __fsdp::Node = __fsdp::Node::plain(#name, #kind);
 
-        fn walk<__W: __fsdp::Walk>(&self, _: &mut __W) {}
+        fn visit_params<__V: __fsdp::ParamVisitor>(&self, _: &mut __V) {}
 
-        fn attach<__A: __fsdp::Attach>(self, _: &mut __A) -> Self {
+        fn map_params<__M: __fsdp::ParamMapper>(self, _: &mut __M) -> Self {
             self
         }
     };
@@ -71,8 +71,8 @@ pub fn opaque(module: &Module<'_>) -> TokenStream {
 pub fn walks(module: &Module<'_>) -> TokenStream {
     let reads = module.layout_fields().enumerate().map(|(index, field)| {
         let (member, index) = (&field.member, Index::from(index));
-        let walk = function(field, walk_leaf(field), quote!(walk_field));
-        quote!(#walk(&self.#member, &__fsdp_children[#index], __fsdp_walk);)
+        let walk = function(field, visit_leaf_field(field), quote!(visit_field));
+        quote!(#walk(&self.#member, &__fsdp_children[#index], __fsdp_visitor);)
     });
     let mut indices = (0..).map(Index::from);
     let rebuilt = module.fields.iter().map(|field| {
@@ -80,17 +80,17 @@ pub fn walks(module: &Module<'_>) -> TokenStream {
         if !field.content.is_in_layout() {
             return quote!(#member: self.#member);
         }
-        let attach = function(field, quote!(attach_leaf), quote!(attach_field));
+        let attach = function(field, quote!(map_leaf_field), quote!(map_field));
         let index = indices.next();
-        quote!(#member: #attach(self.#member, &__fsdp_children[#index], __fsdp_attach))
+        quote!(#member: #attach(self.#member, &__fsdp_children[#index], __fsdp_mapper))
     });
     quote! {
-        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+        fn visit_params<__V: __fsdp::ParamVisitor>(&self, __fsdp_visitor: &mut __V) {
             let __fsdp_children = Self::LAYOUT.children;
             #(#reads)*
         }
 
-        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+        fn map_params<__M: __fsdp::ParamMapper>(self, __fsdp_mapper: &mut __M) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self { #(#rebuilt),* }
         }
@@ -98,15 +98,15 @@ pub fn walks(module: &Module<'_>) -> TokenStream {
 }
 
 /// What reads a leaf. One under `unit` is a unit; of a list, each element is.
-fn walk_leaf(field: &Field<'_>) -> TokenStream {
+fn visit_leaf_field(field: &Field<'_>) -> TokenStream {
     let is_list = match &field.original.ty {
         Type::Path(path) => path.path.segments.last().is_some_and(|last| last.ident == "Vec"),
         ty => matches!(ty, Type::Array(_)),
     };
     match (&field.unit, is_list) {
-        (None, _) => quote!(walk_leaf),
-        (Some(_), false) => quote!(walk_leaf_unit),
-        (Some(_), true) => quote!(walk_leaf_units),
+        (None, _) => quote!(visit_leaf_field),
+        (Some(_), false) => quote!(visit_leaf_unit),
+        (Some(_), true) => quote!(visit_leaf_units),
     }
 }
 

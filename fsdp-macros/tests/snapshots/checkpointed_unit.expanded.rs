@@ -22,21 +22,21 @@ const _: () = {
             ],
             ties: &[],
         };
-        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+        fn visit_params<__V: __fsdp::ParamVisitor>(&self, __fsdp_visitor: &mut __V) {
             let __fsdp_children = Self::LAYOUT.children;
-            <Linear as __fsdp::FsdpModule>::walk_field(
+            <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.up,
                 &__fsdp_children[0],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
         }
-        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+        fn map_params<__M: __fsdp::ParamMapper>(self, __fsdp_mapper: &mut __M) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                up: <Linear as __fsdp::FsdpModule>::attach_field(
+                up: <Linear as __fsdp::FsdpModule>::map_field(
                     self.up,
                     &__fsdp_children[0],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
             }
         }
@@ -78,7 +78,7 @@ impl Block {
             .kind()
             .map(&__fsdp_call, mask);
         let __fsdp_inputs = (__fsdp_0, (mask, ()));
-        let ((__fsdp_0, (mask, ())), __fsdp_replay) = (&::fsdp_runtime::__private::Input(
+        let ((__fsdp_0, (mask, ())), __fsdp_recompute) = (&::fsdp_runtime::__private::Input(
             &__fsdp_inputs,
         ))
             .replays()
@@ -91,7 +91,7 @@ impl Block {
                 },
             );
         let __fsdp_output = self.__fsdp_forward(__fsdp_0, mask);
-        ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+        ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]
     fn __fsdp_forward(
@@ -112,7 +112,7 @@ impl Block {
             |__fsdp_inputs| {},
         );
         let __fsdp_inputs = ();
-        let ((), __fsdp_replay) = (&::fsdp_runtime::__private::Input(&__fsdp_inputs))
+        let ((), __fsdp_recompute) = (&::fsdp_runtime::__private::Input(&__fsdp_inputs))
             .replays()
             .keep(
                 &__fsdp_call,
@@ -121,7 +121,7 @@ impl Block {
                 |__fsdp_self: &Self, ()| unsafe { __fsdp_self.__fsdp_forward_step() },
             );
         let __fsdp_output = unsafe { self.__fsdp_forward_step() };
-        ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+        ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[cfg(feature = "generation")]
     #[doc(hidden)]
@@ -171,13 +171,13 @@ const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
     impl __fsdp::HookedForward for Block {
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::NotReplayed as _;
+            use __fsdp::MayNotRecompute as _;
             &[
                 __fsdp::Forward {
                     name: "forward",
                     inputs: &[
-                        ("input 1", __fsdp::Probe::<(Tensor<3>, f64)>::OBSTACLE),
-                        ("mask", __fsdp::Probe::<Option<Tensor<3>>>::OBSTACLE),
+                        ("input 1", __fsdp::Probe::<(Tensor<3>, f64)>::NOT_RECOMPUTABLE),
+                        ("mask", __fsdp::Probe::<Option<Tensor<3>>>::NOT_RECOMPUTABLE),
                     ],
                 },
                 #[cfg(feature = "generation")]
@@ -188,27 +188,27 @@ const _: () = {
                 __fsdp::Forward {
                     name: "forward_cached",
                     inputs: &[
-                        ("x", __fsdp::Probe::<Tensor<3>>::OBSTACLE),
+                        ("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE),
                         (
                             "cache",
-                            ::core::option::Option::Some(__fsdp::Obstacle::Borrowed),
+                            ::core::option::Option::Some(__fsdp::NotRecomputable::Borrowed),
                         ),
                     ],
                 },
                 __fsdp::Forward {
                     name: "forward_any",
                     inputs: &[
-                        ("x", __fsdp::Probe::<Tensor<3>>::OBSTACLE),
-                        ("N", ::core::option::Option::Some(__fsdp::Obstacle::Generic)),
+                        ("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE),
+                        ("N", ::core::option::Option::Some(__fsdp::NotRecomputable::Generic)),
                     ],
                 },
             ]
         };
     }
-    const _: () = __fsdp::can_be_replayed::<Block>("forward", "input 1");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward", "mask");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_cached", "x");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_cached", "cache");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_any", "x");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_any", "N");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "input 1");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "mask");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_cached", "x");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_cached", "cache");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_any", "x");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_any", "N");
 };

@@ -47,45 +47,45 @@ const _: () = {
                 },
             ],
         };
-        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+        fn visit_params<__V: __fsdp::ParamVisitor>(&self, __fsdp_visitor: &mut __V) {
             let __fsdp_children = Self::LAYOUT.children;
-            <Embedding as __fsdp::FsdpModule>::walk_field(
+            <Embedding as __fsdp::FsdpModule>::visit_field(
                 &self.word,
                 &__fsdp_children[0],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
-            <Positions as __fsdp::FsdpModule>::walk_field(
+            <Positions as __fsdp::FsdpModule>::visit_field(
                 &self.position,
                 &__fsdp_children[1],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
             <Option<
                 Embedding,
-            > as __fsdp::FsdpModule>::walk_field(
+            > as __fsdp::FsdpModule>::visit_field(
                 &self.r#type,
                 &__fsdp_children[2],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
         }
-        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+        fn map_params<__M: __fsdp::ParamMapper>(self, __fsdp_mapper: &mut __M) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                word: <Embedding as __fsdp::FsdpModule>::attach_field(
+                word: <Embedding as __fsdp::FsdpModule>::map_field(
                     self.word,
                     &__fsdp_children[0],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
-                position: <Positions as __fsdp::FsdpModule>::attach_field(
+                position: <Positions as __fsdp::FsdpModule>::map_field(
                     self.position,
                     &__fsdp_children[1],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
                 r#type: <Option<
                     Embedding,
-                > as __fsdp::FsdpModule>::attach_field(
+                > as __fsdp::FsdpModule>::map_field(
                     self.r#type,
                     &__fsdp_children[2],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
             }
         }
@@ -132,32 +132,32 @@ const _: () = {
             ],
             ties: &[],
         };
-        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+        fn visit_params<__V: __fsdp::ParamVisitor>(&self, __fsdp_visitor: &mut __V) {
             let __fsdp_children = Self::LAYOUT.children;
-            <Linear as __fsdp::FsdpModule>::walk_field(
+            <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.0,
                 &__fsdp_children[0],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
-            <Linear as __fsdp::FsdpModule>::walk_field(
+            <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.2,
                 &__fsdp_children[1],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
         }
-        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+        fn map_params<__M: __fsdp::ParamMapper>(self, __fsdp_mapper: &mut __M) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                0: <Linear as __fsdp::FsdpModule>::attach_field(
+                0: <Linear as __fsdp::FsdpModule>::map_field(
                     self.0,
                     &__fsdp_children[0],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
                 1: self.1,
-                2: <Linear as __fsdp::FsdpModule>::attach_field(
+                2: <Linear as __fsdp::FsdpModule>::map_field(
                     self.2,
                     &__fsdp_children[1],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
             }
         }

@@ -38,37 +38,37 @@ const _: () = {
             ],
             ties: &[],
         };
-        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+        fn visit_params<__V: __fsdp::ParamVisitor>(&self, __fsdp_visitor: &mut __V) {
             let __fsdp_children = Self::LAYOUT.children;
-            <Linear as __fsdp::FsdpModule>::walk_field(
+            <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.up,
                 &__fsdp_children[0],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
-            <Linear as __fsdp::FsdpModule>::walk_field(
+            <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.down,
                 &__fsdp_children[1],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
-            __fsdp::walk_leaf_units(&self.gates, &__fsdp_children[2], __fsdp_walk);
+            __fsdp::visit_leaf_units(&self.gates, &__fsdp_children[2], __fsdp_visitor);
         }
-        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+        fn map_params<__M: __fsdp::ParamMapper>(self, __fsdp_mapper: &mut __M) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                up: <Linear as __fsdp::FsdpModule>::attach_field(
+                up: <Linear as __fsdp::FsdpModule>::map_field(
                     self.up,
                     &__fsdp_children[0],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
-                down: <Linear as __fsdp::FsdpModule>::attach_field(
+                down: <Linear as __fsdp::FsdpModule>::map_field(
                     self.down,
                     &__fsdp_children[1],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
-                gates: __fsdp::attach_leaf(
+                gates: __fsdp::map_leaf_field(
                     self.gates,
                     &__fsdp_children[2],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
             }
         }
@@ -110,7 +110,7 @@ impl Block {
         );
         let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_inputs = (x, ());
-        let ((x, ()), __fsdp_replay) = (&::fsdp_runtime::__private::Input(
+        let ((x, ()), __fsdp_recompute) = (&::fsdp_runtime::__private::Input(
             &__fsdp_inputs,
         ))
             .replays()
@@ -121,7 +121,7 @@ impl Block {
                 |__fsdp_self: &Self, (x, ())| __fsdp_self.__fsdp_forward(x),
             );
         let __fsdp_output = self.__fsdp_forward(x);
-        ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+        ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]
     fn __fsdp_forward(&self, x: Tensor<3>) -> Tensor<3> {
@@ -224,14 +224,14 @@ const _: () = {
     impl __fsdp::HookedForward for Block {
         const HOOKS_FIELD_UNITS: ::core::primitive::bool = true;
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::NotReplayed as _;
+            use __fsdp::MayNotRecompute as _;
             &[
                 __fsdp::Forward {
                     name: "forward",
-                    inputs: &[("x", __fsdp::Probe::<Tensor<3>>::OBSTACLE)],
+                    inputs: &[("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE)],
                 },
             ]
         };
     }
-    const _: () = __fsdp::can_be_replayed::<Block>("forward", "x");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "x");
 };

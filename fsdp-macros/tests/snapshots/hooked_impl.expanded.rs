@@ -21,7 +21,7 @@ impl Block {
             .kind()
             .map(&__fsdp_call, mask);
         let __fsdp_inputs = (x, (mask, ()));
-        let ((x, (mask, ())), __fsdp_replay) = (&::fsdp_runtime::__private::Input(
+        let ((x, (mask, ())), __fsdp_recompute) = (&::fsdp_runtime::__private::Input(
             &__fsdp_inputs,
         ))
             .replays()
@@ -32,7 +32,7 @@ impl Block {
                 |__fsdp_self: &Self, (x, (mask, ()))| __fsdp_self.__fsdp_forward(x, mask),
             );
         let __fsdp_output = self.__fsdp_forward(x, mask);
-        ::fsdp_runtime::__private::post_replay(__fsdp_call, __fsdp_output, __fsdp_replay)
+        ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]
     fn __fsdp_forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
@@ -104,42 +104,42 @@ const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
     impl __fsdp::HookedForward for Block {
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::NotReplayed as _;
+            use __fsdp::MayNotRecompute as _;
             &[
                 __fsdp::Forward {
                     name: "forward",
                     inputs: &[
-                        ("x", __fsdp::Probe::<Tensor<3>>::OBSTACLE),
-                        ("mask", __fsdp::Probe::<Option<Tensor<4, Bool>>>::OBSTACLE),
+                        ("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE),
+                        ("mask", __fsdp::Probe::<Option<Tensor<4, Bool>>>::NOT_RECOMPUTABLE),
                     ],
                 },
                 __fsdp::Forward {
                     name: "forward_step",
                     inputs: &[
-                        ("input 1", __fsdp::Probe::<(Tensor<3>, usize)>::OBSTACLE),
-                        ("cache", __fsdp::Probe::<Cache>::OBSTACLE),
+                        ("input 1", __fsdp::Probe::<(Tensor<3>, usize)>::NOT_RECOMPUTABLE),
+                        ("cache", __fsdp::Probe::<Cache>::NOT_RECOMPUTABLE),
                         (
                             "keys",
-                            ::core::option::Option::Some(__fsdp::Obstacle::Borrowed),
+                            ::core::option::Option::Some(__fsdp::NotRecomputable::Borrowed),
                         ),
                         (
                             "other",
-                            ::core::option::Option::Some(__fsdp::Obstacle::Generic),
+                            ::core::option::Option::Some(__fsdp::NotRecomputable::Generic),
                         ),
                         (
                             "the return value",
-                            ::core::option::Option::Some(__fsdp::Obstacle::Output),
+                            ::core::option::Option::Some(__fsdp::NotRecomputable::Output),
                         ),
                     ],
                 },
             ]
         };
     }
-    const _: () = __fsdp::can_be_replayed::<Block>("forward", "x");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward", "mask");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "input 1");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "cache");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "keys");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "other");
-    const _: () = __fsdp::can_be_replayed::<Block>("forward_step", "the return value");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "x");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "mask");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "input 1");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "cache");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "keys");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "other");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "the return value");
 };

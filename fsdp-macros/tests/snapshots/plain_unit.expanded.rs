@@ -49,44 +49,44 @@ const _: () = {
             ],
             ties: &[],
         };
-        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+        fn visit_params<__V: __fsdp::ParamVisitor>(&self, __fsdp_visitor: &mut __V) {
             let __fsdp_children = Self::LAYOUT.children;
-            <Attention as __fsdp::FsdpModule>::walk_field(
+            <Attention as __fsdp::FsdpModule>::visit_field(
                 &self.attention,
                 &__fsdp_children[0],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
-            <Linear as __fsdp::FsdpModule>::walk_field(
+            <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.up,
                 &__fsdp_children[1],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
-            <Linear as __fsdp::FsdpModule>::walk_field(
+            <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.down,
                 &__fsdp_children[2],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
-            __fsdp::walk_leaf(&self.gate, &__fsdp_children[3], __fsdp_walk);
+            __fsdp::visit_leaf_field(&self.gate, &__fsdp_children[3], __fsdp_visitor);
         }
-        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+        fn map_params<__M: __fsdp::ParamMapper>(self, __fsdp_mapper: &mut __M) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                attention: <Attention as __fsdp::FsdpModule>::attach_field(
+                attention: <Attention as __fsdp::FsdpModule>::map_field(
                     self.attention,
                     &__fsdp_children[0],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
-                up: <Linear as __fsdp::FsdpModule>::attach_field(
+                up: <Linear as __fsdp::FsdpModule>::map_field(
                     self.up,
                     &__fsdp_children[1],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
-                down: <Linear as __fsdp::FsdpModule>::attach_field(
+                down: <Linear as __fsdp::FsdpModule>::map_field(
                     self.down,
                     &__fsdp_children[2],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
-                gate: __fsdp::attach_leaf(self.gate, &__fsdp_children[3], __fsdp_attach),
+                gate: __fsdp::map_leaf_field(self.gate, &__fsdp_children[3], __fsdp_mapper),
                 dropout: self.dropout,
                 cache: self.cache,
             }

@@ -31,31 +31,31 @@ const _: () = {
                 },
             ],
         };
-        fn walk<__W: __fsdp::Walk>(&self, __fsdp_walk: &mut __W) {
+        fn visit_params<__V: __fsdp::ParamVisitor>(&self, __fsdp_visitor: &mut __V) {
             let __fsdp_children = Self::LAYOUT.children;
-            <Embeddings as __fsdp::FsdpModule>::walk_field(
+            <Embeddings as __fsdp::FsdpModule>::visit_field(
                 &self.embeddings,
                 &__fsdp_children[0],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
-            <Linear as __fsdp::FsdpModule>::walk_field(
+            <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.decoder,
                 &__fsdp_children[1],
-                __fsdp_walk,
+                __fsdp_visitor,
             );
         }
-        fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
+        fn map_params<__M: __fsdp::ParamMapper>(self, __fsdp_mapper: &mut __M) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
             Self {
-                embeddings: <Embeddings as __fsdp::FsdpModule>::attach_field(
+                embeddings: <Embeddings as __fsdp::FsdpModule>::map_field(
                     self.embeddings,
                     &__fsdp_children[0],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
-                decoder: <Linear as __fsdp::FsdpModule>::attach_field(
+                decoder: <Linear as __fsdp::FsdpModule>::map_field(
                     self.decoder,
                     &__fsdp_children[1],
-                    __fsdp_attach,
+                    __fsdp_mapper,
                 ),
             }
         }

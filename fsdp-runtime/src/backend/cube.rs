@@ -127,7 +127,7 @@ impl ShardBackend for Cube {
             return tensor;
         }
         let (numel, shape) = (numel::<Cube>(&tensor), tensor.shape());
-        Self::fragment(tensor, 0..numel, shape)
+        Self::copy_range(tensor, 0..numel, shape)
     }
 
     fn to_host(tensor: CubeTensor) -> Option<TensorData> {
@@ -165,7 +165,7 @@ impl ShardBackend for Cube {
         })
     }
 
-    fn fragment(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {
+    fn copy_range(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {
         let part = contiguous(flat(tensor, range));
         let copy = empty(&part.device, shape, part.dtype);
         let numel = numel::<Cube>(&part);

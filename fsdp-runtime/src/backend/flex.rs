@@ -232,7 +232,7 @@ impl ShardBackend for Flex {
             return tensor;
         }
         let (numel, shape) = (tensor.shape().num_elements(), tensor.shape());
-        Self::fragment(tensor, 0..numel, shape)
+        Self::copy_range(tensor, 0..numel, shape)
     }
 
     #[cfg(feature = "mpi")]
@@ -258,7 +258,7 @@ impl ShardBackend for Flex {
         Err("a tensor on Flex lies in the host's memory, and NCCL needs CUDA devices".into())
     }
 
-    fn fragment(tensor: FlexTensor, range: Range<usize>, shape: Shape) -> FlexTensor {
+    fn copy_range(tensor: FlexTensor, range: Range<usize>, shape: Shape) -> FlexTensor {
         with_float!(tensor.dtype(), E, {
             with_elements::<E, _>(&tensor, range, |elements| owned(elements.to_vec(), shape))
         })

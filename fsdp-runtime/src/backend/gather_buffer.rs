@@ -15,13 +15,13 @@ use crate::backend::{Float, ShardBackend};
 
 /// One buffer and the unit that uses it.
 #[derive(Debug)]
-pub(crate) struct Slot<B: ShardBackend> {
+pub(crate) struct GatherBuffer<B: ShardBackend> {
     memory: B::Memory,
     numel: usize,
     dtype: DType,
 }
 
-impl<B: ShardBackend> Slot<B> {
+impl<B: ShardBackend> GatherBuffer<B> {
     /// A buffer of `numel` elements of one type.
     pub(crate) fn new(device: &B::Device, numel: usize, dtype: DType) -> Self {
         Self { memory: B::alloc(device, numel, dtype), numel, dtype }
@@ -88,14 +88,14 @@ impl<B: ShardBackend> Slot<B> {
 
 /// Which buffer each unit uses, and how large each buffer is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct SlotPlan {
+pub(crate) struct GatherBufferPlan {
     /// The buffers of each unit, in layout order: one for each of its flat ranges.
     pub(crate) slots_of: Vec<Vec<usize>>,
     /// Elements of each buffer, and their type.
     pub(crate) slots: Vec<(usize, DType)>,
 }
 
-impl SlotPlan {
+impl GatherBufferPlan {
     /// Assigns buffers to units, given each one's nesting level and its flat ranges: the padded
     /// length of each in elements, and their type, which no other range of the unit has. The outermost
     /// level has one buffer of a type, every other `slots`.
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn units_take_the_buffers_of_their_level_in_turn() {
         let units = of_one_type([(0, 10), (1, 100), (1, 7), (1, 9), (1, 8), (2, 3)]);
-        let plan = SlotPlan::new(&units, 2);
+        let plan = GatherBufferPlan::new(&units, 2);
         assert_eq!(plan.slots_of, [[0], [1], [2], [1], [2], [3]]);
         let numels: Vec<usize> = plan.slots.iter().map(|(numel, _)| *numel).collect();
         assert_eq!(numels, [10, 100, 8, 3], "a huge unit enlarges one buffer");
@@ -150,14 +150,14 @@ mod tests {
         let none = (1, Vec::new());
         let mut units = of_one_type([(1, 5), (1, 6)]);
         units.insert(1, none);
-        let plan = SlotPlan::new(&units, 2);
+        let plan = GatherBufferPlan::new(&units, 2);
         assert_eq!(plan.slots_of, [vec![0], vec![], vec![1]]);
     }
 
     #[test]
     fn units_of_different_types_share_no_buffer() {
         let units = [(4, HALF), (5, FULL), (6, HALF), (7, FULL)].map(|range| (1, vec![range]));
-        let plan = SlotPlan::new(&units, 1);
+        let plan = GatherBufferPlan::new(&units, 1);
         assert_eq!(plan.slots_of, [[0], [1], [0], [1]]);
         assert_eq!(plan.slots, [(6, HALF), (7, FULL)]);
     }
@@ -166,7 +166,7 @@ mod tests {
     fn a_unit_of_several_types_takes_a_buffer_of_each() {
         let both = |full, half| (1, vec![(full, FULL), (half, HALF)]);
         let units = [both(4, 5), (1, vec![(6, FULL)]), both(7, 8), (1, vec![(9, HALF)])];
-        let plan = SlotPlan::new(&units, 2);
+        let plan = GatherBufferPlan::new(&units, 2);
         assert_eq!(plan.slots_of, [vec![0, 1], vec![2], vec![0, 3], vec![1]]);
         assert_eq!(plan.slots, [(7, FULL), (9, HALF), (6, FULL), (8, HALF)]);
         for pair in plan.slots_of.windows(2) {

@@ -21,5 +21,5 @@ pub(crate) use self::shard_backend::{
     Context, ShardBackend, Value, bytes, cast, is_flex, numel, owned, to_data, unsupported,
     with_backend,
 };
-pub(crate) use self::stored::{Leaf, Rest, Stored, new_leaf};
+pub(crate) use self::stored::{Leaf, StorageDevice, StoredTensor, new_leaf};
 pub(crate) use self::tensor::{Float, Tracked};

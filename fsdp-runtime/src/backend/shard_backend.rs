@@ -111,7 +111,7 @@ pub(crate) trait ShardBackend: Kernels {
     fn device_memory(memory: &Self::Memory) -> Result<DeviceMemory, String>;
 
     /// A copy of `range` of the flattened tensor, in memory of its own, of the given shape.
-    fn fragment(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
+    fn copy_range(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
     /// The mean over `parts`, of one type, of `range` of each flattened part: sums in order, in f32,
     /// then divides by `divisor`. An element's result, in f32, depends on nothing but the parts'
     /// elements at that place.

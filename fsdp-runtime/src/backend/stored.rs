@@ -13,9 +13,9 @@ use super::shard_backend::{Context, ShardBackend, Value, cast};
 use super::tensor::{Float, Tracked};
 use crate::backend::Norm;
 
-/// A fragment or a gradient at rest.
+/// A shard or a gradient at rest.
 #[derive(Debug)]
-pub(crate) enum Stored<B: ShardBackend> {
+pub(crate) enum StoredTensor<B: ShardBackend> {
     /// On the device that computes.
     Device(Float<B>),
     /// In the host's memory.
@@ -33,7 +33,7 @@ pub(crate) enum Leaf<B: ShardBackend> {
     Host(Tracked<Flex>),
 }
 
-impl<B: ShardBackend> Clone for Stored<B> {
+impl<B: ShardBackend> Clone for StoredTensor<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Device(tensor) => Self::Device(tensor.clone()),
@@ -80,11 +80,11 @@ pub(crate) fn new_leaf<B: ShardBackend>(value: Float<B>) -> Tracked<B> {
 
 /// What a Burn tensor at rest was taken apart into: the elements, the leaf where it is tracked, and
 /// the autodiff context where it has one.
-pub(crate) type Parts<B> = (Stored<B>, Option<Leaf<B>>, Option<Context>);
+pub(crate) type Parts<B> = (StoredTensor<B>, Option<Leaf<B>>, Option<Context>);
 
 /// Where tensors of a model rest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Rest {
+pub(crate) enum StorageDevice {
     /// On the device that computes.
     #[default]
     Device,
@@ -92,12 +92,12 @@ pub(crate) enum Rest {
     Host { pinned: bool },
 }
 
-impl<B: ShardBackend> Stored<B> {
+impl<B: ShardBackend> StoredTensor<B> {
     /// Takes a Burn tensor apart; `None` when it lies on neither the device nor, where tensors rest
     /// there, the host.
-    pub(crate) fn read(tensor: DispatchTensor, rest: Rest) -> Option<Parts<B>> {
+    pub(crate) fn read(tensor: DispatchTensor, rest: StorageDevice) -> Option<Parts<B>> {
         #[cfg(feature = "flex")]
-        if rest != Rest::Device
+        if rest != StorageDevice::Device
             && let Some(value) = Flex::from_dispatch(tensor.clone())
         {
             return Some(match value {
@@ -121,25 +121,30 @@ impl<B: ShardBackend> Stored<B> {
     }
 
     /// A tensor of the device, laid to rest.
-    pub(crate) fn rest(tensor: Float<B>, rest: Rest) -> Self {
+    pub(crate) fn rest(tensor: Float<B>, rest: StorageDevice) -> Self {
         match rest {
-            Rest::Device => Self::Device(tensor),
+            StorageDevice::Device => Self::Device(tensor),
             #[cfg(feature = "flex")]
-            Rest::Host { .. } => Self::Host(super::shard_backend::to_host::<B>(tensor)),
+            StorageDevice::Host { .. } => Self::Host(super::shard_backend::to_host::<B>(tensor)),
             #[cfg(not(feature = "flex"))]
-            Rest::Host { .. } => unreachable!("offload without `flex` is refused"),
+            StorageDevice::Host { .. } => unreachable!("offload without `flex` is refused"),
         }
     }
 
     /// The tensor on the device, in a type.
-    pub(crate) fn on_device(self, device: &B::Device, dtype: DType, rest: Rest) -> Float<B> {
+    pub(crate) fn on_device(
+        self,
+        device: &B::Device,
+        dtype: DType,
+        rest: StorageDevice,
+    ) -> Float<B> {
         let _ = (device, rest);
         match self {
             Self::Device(tensor) => cast::<B>(tensor, dtype),
             // Cast first: fewer bytes cross over.
             #[cfg(feature = "flex")]
             Self::Host(tensor) => {
-                let pinned = rest == Rest::Host { pinned: true };
+                let pinned = rest == StorageDevice::Host { pinned: true };
                 super::shard_backend::from_host::<B>(cast::<Flex>(tensor, dtype), device, pinned)
             }
         }

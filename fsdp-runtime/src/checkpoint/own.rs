@@ -13,7 +13,7 @@ use super::ranks::Ranks;
 use super::save::Checkpoint;
 use crate::error::CheckpointError;
 use crate::error::Error;
-use crate::param_group::{Entry, Held};
+use crate::param_group::{ParamSpec, Placement};
 
 /// The tensors of ignored parameters that differ between ranks, by their names in a rank's file.
 #[derive(Clone, Debug, Default)]
@@ -57,9 +57,9 @@ impl Differing {
 /// Where a rank's own copy begins among the elements that a checkpoint has of a tensor. A rank that
 /// the saving world did not have goes on with rank 0's, and so does a parameter that was ignored
 /// there and is not here.
-pub(crate) fn first_element(entry: &Entry, stored: &TensorEntry, rank: usize) -> usize {
+pub(crate) fn first_element(entry: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
     match entry.held {
-        Held::Own if rank < stored.copies => rank * stored.numel().unwrap_or(0),
+        Placement::PerRank if rank < stored.copies => rank * stored.numel().unwrap_or(0),
         _ => 0,
     }
 }
@@ -71,7 +71,7 @@ fn digests(checkpoint: &Checkpoint<'_>) -> Result<BTreeMap<String, u64>, Checkpo
         let mut own = Vec::new();
         model.visit(&mut |held| {
             let entry = model.entry(held.place);
-            if entry.held == Held::Own {
+            if entry.held == Placement::PerRank {
                 let data = model::own(held.base);
                 let key = model_key(name, &entry.path);
                 digests.insert(key, digest(held.dtype, &entry.shape, data.as_bytes()));

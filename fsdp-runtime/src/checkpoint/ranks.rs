@@ -12,8 +12,8 @@ use crate::error::{CollectiveError, Error};
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
 use crate::layout::Mesh;
-use crate::module::Place;
-use crate::param_group::{Entry, Held};
+use crate::module::ParamIndex;
+use crate::param_group::{ParamSpec, Placement};
 
 /// Whole tensors of fewer elements are written by one rank: a piece costs a line of the manifest.
 const SPLIT_FROM: usize = 1 << 10;
@@ -82,19 +82,19 @@ pub(crate) fn arrangement(mesh: Mesh) -> MeshShape {
 
 /// The elements of a parameter (or of state of its shape) that this rank writes. Every element is
 /// written by exactly one rank, and large whole tensors by all of them together.
-pub(crate) fn written(mesh: Mesh, place: Place, entry: &Entry) -> Range<usize> {
+pub(crate) fn written(mesh: Mesh, place: ParamIndex, entry: &ParamSpec) -> Range<usize> {
     match &entry.held {
-        Held::Fragment(range) => {
+        Placement::Shard(range) => {
             // Every copy holds it; each writes a part.
             share(range.clone(), mesh.replica().index(), mesh.replicas().size())
         }
-        Held::Whole | Held::Own => written_whole(mesh, place, entry.numel()),
-        Held::TiedTo(_) => 0..0,
+        Placement::Replicated | Placement::PerRank => written_whole(mesh, place, entry.numel()),
+        Placement::TiedTo(_) => 0..0,
     }
 }
 
 /// The elements that this rank writes of a tensor that every rank holds whole.
-pub(crate) fn written_whole(mesh: Mesh, place: Place, numel: usize) -> Range<usize> {
+pub(crate) fn written_whole(mesh: Mesh, place: ParamIndex, numel: usize) -> Range<usize> {
     let (rank, world) = (mesh.rank.index(), mesh.world.size());
     if numel >= SPLIT_FROM {
         return share(0..numel, rank, world);
@@ -134,7 +134,7 @@ mod tests {
             let world = WorldSize::new(world).unwrap();
             let mut covered = 0;
             for rank in world.ranks() {
-                let range = written_whole(Mesh::new(rank, world), Place { unit, entry }, numel);
+                let range = written_whole(Mesh::new(rank, world), ParamIndex { unit, entry }, numel);
                 if !range.is_empty() {
                     prop_assert_eq!(range.start, covered);
                     covered = range.end;

@@ -29,10 +29,10 @@ use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
 use crate::module::FsdpModule;
-use crate::module::Place;
+use crate::module::ParamIndex;
 use crate::optim::GradScaler;
 use crate::optim::{WholeParam, owners};
-use crate::param_group::{Entry, Held};
+use crate::param_group::{ParamSpec, Placement};
 
 /// What to load a checkpoint into: a builder. Every rank names the same things.
 ///
@@ -213,7 +213,7 @@ fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Er
 struct Prepared {
     folder: Arc<Folder>,
     /// The tensor of each parameter that this rank holds something of, by model.
-    wants: BTreeMap<String, HashMap<Place, String>>,
+    wants: BTreeMap<String, HashMap<ParamIndex, String>>,
     optimizers: BTreeMap<String, ModuleOptimizer>,
     schedulers: BTreeMap<String, ModuleLrScheduler>,
     scalers: BTreeMap<String, GradScaler>,
@@ -224,8 +224,8 @@ struct Prepared {
 #[derive(Clone)]
 struct Target<'a> {
     id: ParamId,
-    place: Place,
-    entry: &'a Entry,
+    place: ParamIndex,
+    entry: &'a ParamSpec,
     dtype: DType,
     /// The rank that loads.
     rank: usize,
@@ -286,7 +286,7 @@ fn prepare(
         return Err(CheckpointError::Mismatch { folder: folder.name(), differences });
     }
 
-    let mut wants: BTreeMap<String, HashMap<Place, String>> = BTreeMap::new();
+    let mut wants: BTreeMap<String, HashMap<ParamIndex, String>> = BTreeMap::new();
     for (model, targets) in &targets {
         let wants = wants.entry(model.to_string()).or_default();
         for target in targets.iter().filter(|target| !target.entry.range().is_empty()) {
@@ -385,7 +385,7 @@ fn compare_optimizer(
 }
 
 /// Where the elements that a rank holds of a parameter lie among those of the checkpoint.
-fn stored_range(entry: &Entry, stored: &TensorEntry, rank: usize) -> Range<usize> {
+fn stored_range(entry: &ParamSpec, stored: &TensorEntry, rank: usize) -> Range<usize> {
     let first = own::first_element(entry, stored, rank);
     first + entry.range().start..first + entry.range().end
 }
@@ -398,7 +398,7 @@ fn part(
     whole: bool,
 ) -> Option<(Range<usize>, Vec<usize>)> {
     let entry = target.entry;
-    let sharded = matches!(entry.held, Held::Fragment(_)) && !whole;
+    let sharded = matches!(entry.held, Placement::Shard(_)) && !whole;
     if sharded {
         let range = stored_range(entry, stored, target.rank);
         return (stored.shape == entry.shape).then(|| (range, entry.base_shape()));
@@ -412,7 +412,7 @@ fn part(
 /// Whether this rank has state of a parameter.
 fn steps(target: &Target<'_>, whole: bool) -> bool {
     match target.entry.held {
-        Held::Fragment(_) if whole => target.owned,
+        Placement::Shard(_) if whole => target.owned,
         // A rank that holds nothing of a parameter never steps it.
         _ => !target.entry.range().is_empty(),
     }

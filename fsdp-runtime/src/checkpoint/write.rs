@@ -15,10 +15,10 @@ use super::sink::{Elements, Owner, Part, Sink};
 use super::{io, model, optimizer};
 use crate::error::CheckpointError;
 use crate::layout::Mesh;
-use crate::module::Place;
+use crate::module::ParamIndex;
 use crate::optim::owners;
 use crate::param_group::plan::Key;
-use crate::param_group::{Entry, Held};
+use crate::param_group::{ParamSpec, Placement};
 
 /// About how many bytes of parameters have their optimizer state read at once, at least: few, so that
 /// the next copies use the memory of the last, which is in the cache still.
@@ -62,9 +62,9 @@ pub(crate) fn outline(checkpoint: &Checkpoint<'_>, ranks: &Ranks) -> Manifest {
 fn keys(model: &dyn Model) -> BTreeMap<String, KeyEntry> {
     let sharded = model.keys().iter().map(|(place, key)| (model.entry(*place), key));
     let ignored = model.ignored().iter().map(|ignored| (&ignored.entry, &ignored.key));
-    let of = |(entry, key): (&Entry, &Key)| {
+    let of = |(entry, key): (&ParamSpec, &Key)| {
         let other = key.transposed || key.name != entry.path;
-        let owns = !matches!(entry.held, Held::TiedTo(_));
+        let owns = !matches!(entry.held, Placement::TiedTo(_));
         let Key { name, transposed } = key.clone();
         (other && owns).then(|| (entry.path.clone(), KeyEntry { name, transposed }))
     };
@@ -123,7 +123,7 @@ struct Parameter<'a> {
     /// The model's name.
     name: &'a String,
     model: &'a dyn Model,
-    place: Place,
+    place: ParamIndex,
 }
 
 impl Parameter<'_> {
@@ -199,12 +199,12 @@ struct Written {
 /// All of this rank's own, where every rank writes its own.
 fn own_copy(
     owner: &Owner,
-    entry: &Entry,
+    entry: &ParamSpec,
     numel: usize,
     mesh: Mesh,
     differing: &Differing,
 ) -> Option<Written> {
-    let own = entry.held == Held::Own && differing.contains(&owner.key());
+    let own = entry.held == Placement::PerRank && differing.contains(&owner.key());
     let first = mesh.rank.index() * numel;
     own.then(|| Written { copies: mesh.world.size(), range: first..first + numel, from: 0 })
 }
@@ -232,7 +232,7 @@ fn state(
         };
         let named = || format!("{}: {}", entry.path, belongs.key());
         let written = match (&entry.held, owner) {
-            (Held::Fragment(_), Some(owner)) => {
+            (Placement::Shard(_), Some(owner)) => {
                 let rank = mesh.shard_rank().index();
                 if rank != owner {
                     let tensor = named();
@@ -241,7 +241,7 @@ fn state(
                 let range = written_owned(mesh, numel);
                 Written { copies: 1, from: range.start, range }
             }
-            (Held::Fragment(held), None) => {
+            (Placement::Shard(held), None) => {
                 // A rank that holds nothing of a parameter never steps it.
                 if tensor.shape != entry.base_shape() || held.is_empty() {
                     return Err(CheckpointError::NotElementwise {
@@ -260,7 +260,7 @@ fn state(
             }),
         };
         let Written { copies, range, from } = written;
-        // A fragment's state has the full parameter's shape.
+        // A shard's state has the full parameter's shape.
         let shape = match owner {
             None if tensor.shape == entry.base_shape() => entry.shape.clone(),
             _ => tensor.shape,

@@ -18,7 +18,7 @@ use burn::tensor::{DType, Shape, TensorData};
 use self::faults::{failure, mismatch, mismatch_of_sizes, time_out};
 use super::group::Group;
 use super::{Op, ProcessGroup, Reduce};
-use crate::backend::gather_buffer::Slot;
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend, cast};
 use crate::error::CollectiveError;
 use crate::layout::{FlatRange, UnitLayout};
@@ -90,8 +90,8 @@ fn tensor_as<B: Tested>(elements: Vec<f32>, dtype: DType) -> Float<B> {
     cast::<B>(tensor::<B>(elements), dtype)
 }
 
-fn slot<B: Tested>(numel: usize) -> Arc<Slot<B>> {
-    Arc::new(Slot::new(&B::device(), numel, DType::F32))
+fn slot<B: Tested>(numel: usize) -> Arc<GatherBuffer<B>> {
+    Arc::new(GatherBuffer::new(&B::device(), numel, DType::F32))
 }
 
 fn elements<B: Tested>(tensor: &Float<B>) -> Vec<f32> {
@@ -152,21 +152,21 @@ fn exchange(group: &Group) {
 }
 
 /// Gathers three matrices of a unit into a slot that is larger than it.
-fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<Slot<B>>) {
+fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<GatherBuffer<B>>) {
     let layout = layout(group, &of(slot.dtype(), numels));
     let [FlatRange { layout: flat, .. }] = layout.ranges() else { panic!("one type") };
     let rank = WorldSize::new(group.size()).unwrap().ranks().nth(index(group)).unwrap();
-    let mut fragments = Vec::new();
+    let mut shards = Vec::new();
     for matrix in 0..numels.len() {
-        let range = layout.fragment(matrix, rank);
+        let range = layout.shard_of(matrix, rank);
         if !range.is_empty() {
             let at = layout.segment(matrix).start + range.start;
-            fragments.push((at, tensor_as::<B>(values(matrix, range), slot.dtype())));
+            shards.push((at, tensor_as::<B>(values(matrix, range), slot.dtype())));
         }
     }
     slot.release();
     let op = op("all_gather", "unit").of(flat.padded_len());
-    group.all_gather(&op, &B::device(), fragments, flat.shard_len(), slot).unwrap();
+    group.all_gather(&op, &B::device(), shards, flat.shard_len(), slot).unwrap();
     for (matrix, &numel) in numels.iter().enumerate() {
         let full = slot.view(layout.segment(matrix).start, &[numel]);
         let expected = rounded(values(matrix, 0..numel), slot.dtype());
@@ -176,7 +176,7 @@ fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<Slot<B>>) {
 
 fn all_gather<B: Tested>(group: &Group) {
     for dtype in DTYPES {
-        let slot = Arc::new(Slot::<B>::new(&B::device(), 3 * (1 << 20) + 1000, dtype));
+        let slot = Arc::new(GatherBuffer::<B>::new(&B::device(), 3 * (1 << 20) + 1000, dtype));
         for numel in SIZES {
             for numels in [vec![numel], vec![numel, 5, numel / 2 + 1]] {
                 gather::<B>(group, &numels, &slot);
@@ -194,10 +194,10 @@ fn all_gather_one<B: Tested>(group: &Group) {
         let op = op("all_gather", "weight");
         let all = on::<B>(group).all_gather_one(&op, &B::device(), mine).unwrap();
         assert_eq!(all.len(), group.size());
-        for (rank, fragment) in all.iter().enumerate() {
-            match fragment {
-                Some(fragment) => {
-                    assert!(elements::<B>(fragment) == values(rank, 0..numel + rank));
+        for (rank, shard) in all.iter().enumerate() {
+            match shard {
+                Some(shard) => {
+                    assert!(elements::<B>(shard) == values(rank, 0..numel + rank));
                 }
                 None => assert!(rank >= holders),
             }
@@ -217,9 +217,9 @@ fn gather_to_one<B: Tested>(group: &Group) {
         }
         assert_eq!(all.len(), group.size());
         assert!(all[0].is_none());
-        for (rank, fragment) in all.iter().enumerate().skip(1) {
-            let fragment = fragment.as_ref().unwrap();
-            assert!(elements::<B>(fragment) == values(rank, 0..numel + rank));
+        for (rank, shard) in all.iter().enumerate().skip(1) {
+            let shard = shard.as_ref().unwrap();
+            assert!(elements::<B>(shard) == values(rank, 0..numel + rank));
         }
     }
 }
@@ -243,7 +243,7 @@ fn reduce_as<B: Tested>(
     let rank = WorldSize::new(group.size()).unwrap().ranks().nth(at).unwrap();
     let mut keep = Vec::new();
     for (matrix, &(own, numel)) in matrices.iter().enumerate() {
-        let range = layout.fragment(matrix, rank);
+        let range = layout.shard_of(matrix, rank);
         let dtype = travels.unwrap_or(own);
         let shape = vec![range.len().max(1), 1];
         keep.push(Reduce { shape, range, segment: Some(matrix), dtype });

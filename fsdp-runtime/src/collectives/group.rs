@@ -13,7 +13,7 @@ use super::mpi::MpiGroup;
 #[cfg(feature = "nccl")]
 use super::nccl::NcclGroup;
 use super::{Op, ProcessGroup, Reduce};
-use crate::backend::gather_buffer::Slot;
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
 use crate::layout::UnitLayout;
@@ -150,24 +150,24 @@ impl<B: ShardBackend> ProcessGroup<B> for Group {
         &self,
         op: &Op,
         device: &B::Device,
-        fragments: Vec<(usize, Float<B>)>,
+        shards: Vec<(usize, Float<B>)>,
         shard_len: usize,
-        slot: &Arc<Slot<B>>,
+        slot: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError> {
         debug_assert!(
-            fragments.iter().all(|(_, fragment)| fragment.dtype() == slot.dtype()),
-            "a fragment is cast before it is sent"
+            shards.iter().all(|(_, shard)| shard.dtype() == slot.dtype()),
+            "a shard is cast before it is sent"
         );
-        on_engine!(self, |group| group.all_gather(op, device, fragments, shard_len, slot))
+        on_engine!(self, |group| group.all_gather(op, device, shards, shard_len, slot))
     }
 
     fn all_gather_one(
         &self,
         op: &Op,
         device: &B::Device,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        on_engine!(self, |group| ProcessGroup::<B>::all_gather_one(group, op, device, fragment))
+        on_engine!(self, |group| ProcessGroup::<B>::all_gather_one(group, op, device, shard))
     }
 
     fn gather(
@@ -175,9 +175,9 @@ impl<B: ShardBackend> ProcessGroup<B> for Group {
         op: &Op,
         device: &B::Device,
         to: usize,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        on_engine!(self, |group| ProcessGroup::<B>::gather(group, op, device, to, fragment))
+        on_engine!(self, |group| ProcessGroup::<B>::gather(group, op, device, to, shard))
     }
 
     fn reduce_scatter(

@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::{Op, ProcessGroup, Reduce, of_color};
-use crate::backend::gather_buffer::Slot;
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
 use crate::layout::UnitLayout;
@@ -268,11 +268,11 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         &self,
         op: &Op,
         _: &B::Device,
-        fragments: Vec<(usize, Float<B>)>,
+        shards: Vec<(usize, Float<B>)>,
         _: usize,
-        slot: &Arc<Slot<B>>,
+        slot: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError> {
-        let peers = self.exchange(op, fragments)?;
+        let peers = self.exchange(op, shards)?;
         slot.write_all(peers.iter().flat_map(|peer| peer.iter().cloned()).collect());
         Ok(())
     }
@@ -281,9 +281,9 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         &self,
         op: &Op,
         _: &B::Device,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        Ok(self.exchange(op, fragment)?.iter().map(|peer| (**peer).clone()).collect())
+        Ok(self.exchange(op, shard)?.iter().map(|peer| (**peer).clone()).collect())
     }
 
     fn gather(
@@ -291,9 +291,9 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         op: &Op,
         _: &B::Device,
         to: usize,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let peers = self.exchange(op, fragment)?;
+        let peers = self.exchange(op, shard)?;
         let peers = if self.index == to { &*peers } else { &[] };
         Ok(peers.iter().map(|peer| (**peer).clone()).collect())
     }

@@ -29,7 +29,7 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 
-use crate::backend::gather_buffer::Slot;
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
 use crate::layout::UnitLayout;
@@ -88,11 +88,11 @@ fn of_color(colors: &[Arc<usize>], color: usize, own: usize) -> (Vec<usize>, usi
 /// How one gradient of a unit is reduced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reduce {
-    /// The elements this rank keeps: its fragment, or all of a replicated parameter's.
+    /// The elements this rank keeps: its shard, or all of a replicated parameter's.
     pub(crate) range: Range<usize>,
     /// The shape it keeps them in.
     pub(crate) shape: Vec<usize>,
-    /// The matrix of the unit's layout that `range` is this rank's fragment of; `None` where every rank
+    /// The matrix of the unit's layout that `range` is this rank's shard of; `None` where every rank
     /// keeps the same.
     pub(crate) segment: Option<usize>,
     /// The type in which the gradient travels, whatever rank it comes from. Its sum is in f32. It is
@@ -105,22 +105,22 @@ pub(crate) struct Reduce {
 /// `None` in place of a tensor stands for zeros, and a result is `None` where no rank has one.
 pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
     /// Fills `slot` with every rank's shard, of `shard_len` elements each, in rank order; given this
-    /// rank's fragments and their offsets (in elements).
+    /// rank's shards and their offsets (in elements).
     fn all_gather(
         &self,
         op: &Op,
         device: &B::Device,
-        fragments: Vec<(usize, Float<B>)>,
+        shards: Vec<(usize, Float<B>)>,
         shard_len: usize,
-        slot: &Arc<Slot<B>>,
+        slot: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError>;
 
-    /// Every rank's fragment of one parameter, in rank order.
+    /// Every rank's shard of one parameter, in rank order.
     fn all_gather_one(
         &self,
         op: &Op,
         device: &B::Device,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
     /// As [`all_gather_one`](Self::all_gather_one), for the member at position `to` alone. What the
@@ -130,10 +130,10 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
         op: &Op,
         device: &B::Device,
         to: usize,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let _ = to;
-        self.all_gather_one(op, device, fragment)
+        self.all_gather_one(op, device, shard)
     }
 
     /// The sum over ranks of each gradient over `divisor`, in f32, in the range this rank keeps.

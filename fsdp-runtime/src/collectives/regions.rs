@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use burn::tensor::{DType, Shape};
 
 use super::Reduce;
-use crate::backend::gather_buffer::Slot;
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
 use crate::layout::FlatLayout;
 use crate::layout::UnitLayout;
@@ -17,7 +17,7 @@ use crate::layout::{Rank, WorldSize};
 
 /// Room for one tensor of each member, in f32, in a buffer of one collective's own.
 pub(super) struct Arrivals<B: ShardBackend> {
-    pub(super) slot: Arc<Slot<B>>,
+    pub(super) slot: Arc<GatherBuffer<B>>,
     /// Elements of each member's tensor, where it has one.
     lens: Vec<Option<usize>>,
     regions: FlatLayout,
@@ -33,7 +33,7 @@ impl<B: ShardBackend> Arrivals<B> {
         let room = |(member, len): (usize, &Option<usize>)| len.filter(|_| here(member));
         let room = lens.iter().enumerate().map(|of| room(of).unwrap_or(0));
         let regions = FlatLayout::new(room, WorldSize::ONE);
-        let slot = Arc::new(Slot::<B>::new(device, regions.padded_len(), DType::F32));
+        let slot = Arc::new(GatherBuffer::<B>::new(device, regions.padded_len(), DType::F32));
         Self { slot, lens, regions }
     }
 
@@ -93,13 +93,13 @@ impl Scratch {
         device: &B::Device,
         numel: usize,
         dtype: DType,
-    ) -> Arc<Slot<B>> {
+    ) -> Arc<GatherBuffer<B>> {
         let mut kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let slot = kept.get(&dtype).and_then(|slot| slot.downcast_ref::<Arc<Slot<B>>>());
+        let slot = kept.get(&dtype).and_then(|slot| slot.downcast_ref::<Arc<GatherBuffer<B>>>());
         if let Some(slot) = slot.filter(|slot| slot.numel() >= numel) {
             return slot.clone();
         }
-        let slot = Arc::new(Slot::<B>::new(device, numel, dtype));
+        let slot = Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
         kept.insert(dtype, Box::new(slot.clone()));
         slot
     }

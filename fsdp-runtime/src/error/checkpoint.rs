@@ -111,14 +111,14 @@ pub enum CheckpointError {
     },
     /// Optimizer state of another shape than its parameter's.
     #[error(
-        "the optimizer's `{tensor}` is {found:?}, its parameter's fragment {expected:?}; only \
+        "the optimizer's `{tensor}` is {found:?}, its parameter's shard {expected:?}; only \
          state of the parameter's shape can be sharded; wrap this optimizer in `WholeParam` and \
          name it with `whole_optimizer`, or use NO_SHARD"
     )]
     NotElementwise {
         /// The parameter's name and the state's.
         tensor: String,
-        /// The fragment's shape.
+        /// The shard's shape.
         expected: Vec<usize>,
         /// The state's shape.
         found: Vec<usize>,

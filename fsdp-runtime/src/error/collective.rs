@@ -83,7 +83,7 @@ pub enum CollectiveError {
 
 impl CollectiveError {
     /// The rank at fault, where one is.
-    pub(crate) fn blames(&self) -> Option<Rank> {
+    pub(crate) fn failed_rank(&self) -> Option<Rank> {
         match self {
             Self::Timeout { missing, .. } => missing.first().copied(),
             Self::PeerFailed { rank, .. } | Self::Transport { rank, .. } => Some(*rank),

@@ -11,7 +11,7 @@ use burn::tensor::DType;
 pub use self::checkpoint::CheckpointError;
 pub use self::collective::CollectiveError;
 use self::collective::join;
-pub use self::not_recomputable::Obstacle;
+pub use self::not_recomputable::NotRecomputable;
 pub(crate) use self::panic::{panic_message, raise};
 pub use self::pretrained::{LoadError, SaveError};
 use crate::layout::{MeshError, Rank, WorldSize};
@@ -218,7 +218,7 @@ pub enum ShardError {
         /// The input, or what else of the method.
         input: &'static str,
         /// What stands in the way.
-        obstacle: Obstacle,
+        obstacle: NotRecomputable,
     },
     /// A checkpointed unit that holds a module which does not do the same twice.
     #[error(
@@ -267,7 +267,7 @@ pub enum ScheduleError {
     #[error(
         "{unit} needs the buffer that {owner} still uses; raise the option `slots` above {slots}"
     )]
-    SlotBusy {
+    GatherBufferBusy {
         /// The unit that needs the buffer.
         unit: String,
         /// The unit that uses it.
@@ -275,7 +275,7 @@ pub enum ScheduleError {
         /// The ring's present size.
         slots: usize,
     },
-    /// A unit whose fragments no hooked forward has read.
+    /// A unit whose shards no hooked forward has read.
     #[error(
         "{unit} is needed, but `{path}` was read by no forward; a tied weight can be used only \
          within the `forward` of the unit that declares the tie"
@@ -323,7 +323,7 @@ pub enum ScheduleError {
         path: String,
         /// The rank that differs.
         rank: Rank,
-        /// Elements of that rank's fragment.
+        /// Elements of that rank's shard.
         expected: usize,
         /// What that rank has.
         found: String,

@@ -2,7 +2,7 @@
 
 /// Why a forward cannot be run again in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Obstacle {
+pub enum NotRecomputable {
     /// An input is a reference, or holds one: what it refers to may have changed by then.
     Borrowed,
     /// An input's type is each caller's own.
@@ -13,7 +13,7 @@ pub enum Obstacle {
     Output,
 }
 
-impl Obstacle {
+impl NotRecomputable {
     /// What stands in the way, and what to write instead.
     pub(crate) const fn advice(self) -> &'static str {
         match self {

@@ -6,7 +6,7 @@ use burn::module::{Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use crate::module::{FsdpModule, Sharded, Walk};
+use crate::module::{FsdpModule, ParamVisitor, Sharded};
 
 /// Multiplies the gradients of a module's sharded and replicated parameters by `factor`.
 pub(crate) fn scale_gradients<M: FsdpModule>(
@@ -20,7 +20,7 @@ pub(crate) fn scale_gradients<M: FsdpModule>(
         /// A tied parameter stands at several places.
         done: HashSet<ParamId>,
     }
-    impl Walk for Scale<'_> {
+    impl ParamVisitor for Scale<'_> {
         fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             if Sharded::of(param).is_some()
                 && self.done.insert(param.id)
@@ -30,5 +30,5 @@ pub(crate) fn scale_gradients<M: FsdpModule>(
             }
         }
     }
-    module.walk(&mut Scale { gradients, factor, done: HashSet::new() });
+    module.visit_params(&mut Scale { gradients, factor, done: HashSet::new() });
 }

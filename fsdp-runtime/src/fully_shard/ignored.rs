@@ -8,7 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
 
 use crate::module::Sharded;
-use crate::module::{FsdpModule, Walk};
+use crate::module::{FsdpModule, ParamVisitor};
 
 /// Gradients of ignored parameters that micro-batches have left, shared by clones of a model.
 #[derive(Clone, Default)]
@@ -39,7 +39,7 @@ impl OwnGradients {
         sums: &mut GradientsParams,
     ) {
         let mut earlier = self.take();
-        module.walk(&mut Ignored { from, earlier: &mut earlier, sums });
+        module.visit_params(&mut Ignored { from, earlier: &mut earlier, sums });
     }
 }
 
@@ -50,7 +50,7 @@ struct Ignored<'a> {
     sums: &'a mut GradientsParams,
 }
 
-impl Walk for Ignored<'_> {
+impl ParamVisitor for Ignored<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if Sharded::of(param).is_some() || !param.is_initialized() {
             return;

@@ -23,16 +23,16 @@ use crate::backend::{owned, with_backend};
 use crate::collectives::group::{Group, MeshGroups, blocks};
 use crate::error::{CollectiveError, Error, ScheduleError, ShardError};
 use crate::fully_shard::ignored::OwnGradients;
-use crate::fully_shard::init::drawing::Drawers;
-use crate::fully_shard::init::{Cutter, agree, same_on_all};
+use crate::fully_shard::init::drawing::InitOwners;
+use crate::fully_shard::init::{ShardingInit, agree, same_on_all};
 use crate::launch::Worker;
 use crate::layout::{Mesh, Rank, WorldSize};
 use crate::module::RandomStream;
 use crate::module::opaque::visit_leaf;
-use crate::module::{FsdpModule, HookedForward, Walk};
-use crate::module::{Place, Sharded};
+use crate::module::{FsdpModule, HookedForward, ParamVisitor};
+use crate::module::{ParamIndex, Sharded};
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
-use crate::param_group::Held;
+use crate::param_group::Placement;
 use crate::param_group::memory::Memory;
 use crate::param_group::plan::{IgnoredParam, Key, Plan};
 use crate::param_group::wrapping::Wrapping;
@@ -42,7 +42,7 @@ use crate::runtime::schedule::{Counts, Engine, Reshard, Schedule, Settings};
 /// Shards `module` over the ranks of `worker`. Every rank calls it with the same model.
 ///
 /// Parameters that are not initialised yet are initialised and cut one by one, so that no rank holds
-/// more than its fragments, the gather buffers and parameters of a unit's size, and one that it receives
+/// more than its shards, the gather buffers and parameters of a unit's size, and one that it receives
 /// ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so). Where weights are
 /// broadcast rank 0 draws them; under a [`seed`](FsdpOptions::seed), where they are the same whoever
 /// does, processes share the work, so that an initialiser of your own must do the same on each. A value
@@ -69,7 +69,7 @@ pub(crate) fn shard<M: HookedForward>(
     module: M,
     worker: &Worker,
     options: FsdpOptions,
-    later: impl FnOnce(&Plan) -> Result<Vec<Place>, Error>,
+    later: impl FnOnce(&Plan) -> Result<Vec<ParamIndex>, Error>,
 ) -> Result<Fsdp<M>, Error> {
     let plan = || -> Result<_, ShardError> {
         options.check()?;
@@ -104,10 +104,11 @@ pub(crate) fn shard<M: HookedForward>(
         schedule.set_unloaded(&later);
         let runtime = schedule.clone();
         let devices = (&device, inner);
-        let drawers = Drawers::agree(&module, &plan, worker, &options)?;
-        let mut cutter =
-            Cutter::<B>::new(&plan, &later, drawers, runtime, worker, &options, &random, devices);
-        let module = module.attach(&mut cutter);
+        let owners = InitOwners::agree(&module, &plan, worker, &options)?;
+        let mut cutter = ShardingInit::<B>::new(
+            &plan, &later, owners, runtime, worker, &options, &random, devices,
+        );
+        let module = module.map_params(&mut cutter);
         let module = cutter.finish(module)?;
         Ok(Fsdp {
             module,
@@ -165,7 +166,7 @@ fn settings(
 pub struct Fsdp<M> {
     pub(crate) module: M,
     pub(crate) engine: Arc<dyn Engine>,
-    pub(crate) keys: Arc<BTreeMap<Place, Key>>,
+    pub(crate) keys: Arc<BTreeMap<ParamIndex, Key>>,
     pub(crate) ignored: Arc<Vec<IgnoredParam>>,
     pub(crate) own: OwnGradients,
 }
@@ -185,7 +186,7 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Backpropagates `loss`, a single element, and returns the gradients of what this rank holds:
-    /// of fragments and of replicated parameters, averaged over all ranks. Every rank calls it.
+    /// of shards and of replicated parameters, averaged over all ranks. Every rank calls it.
     ///
     /// # Errors
     ///
@@ -235,7 +236,7 @@ impl<M: FsdpModule> Fsdp<M> {
             engine: &'a dyn Engine,
             gradients: GradientsParams,
         }
-        impl Walk for Take<'_> {
+        impl ParamVisitor for Take<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 let Some(sharded) = Sharded::of(param) else { return };
                 if let Some(gradient) = self.engine.take_gradient(sharded.place) {
@@ -245,7 +246,7 @@ impl<M: FsdpModule> Fsdp<M> {
         }
         self.engine.finish_backward()?;
         let mut take = Take { engine: &*self.engine, gradients: GradientsParams::new() };
-        self.module.walk(&mut take);
+        self.module.visit_params(&mut take);
         Ok(take.gradients)
     }
 
@@ -280,9 +281,9 @@ impl<M: FsdpModule> Fsdp<M> {
         struct Read<'a> {
             gradients: &'a GradientsParams,
             engine: &'a dyn Engine,
-            found: Vec<(Place, DispatchTensor)>,
+            found: Vec<(ParamIndex, DispatchTensor)>,
         }
-        impl Walk for Read<'_> {
+        impl ParamVisitor for Read<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 let Some(sharded) = Sharded::of(param) else { return };
                 if is_tied(self.engine, sharded) {
@@ -294,7 +295,7 @@ impl<M: FsdpModule> Fsdp<M> {
             }
         }
         let mut read = Read { gradients, engine: &*self.engine, found: Vec::new() };
-        self.module.walk(&mut read);
+        self.module.visit_params(&mut read);
         let norm = self.engine.gradient_norm(read.found, norm)?;
         let factor = max_norm / (norm + 1e-6);
         if factor < 1.0 {
@@ -319,11 +320,11 @@ impl<M: FsdpModule> Fsdp<M> {
     /// Parameters of the whole model; tied ones count once.
     pub fn num_params(&self) -> usize {
         let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
-        let held = entries.filter(|entry| !matches!(entry.held, Held::TiedTo(_)));
-        held.map(crate::param_group::Entry::numel).sum()
+        let held = entries.filter(|entry| !matches!(entry.held, Placement::TiedTo(_)));
+        held.map(crate::param_group::ParamSpec::numel).sum()
     }
 
-    /// Bytes of parameters this rank holds between steps: its fragments, and what is replicated.
+    /// Bytes of parameters this rank holds between steps: its shards, and what is replicated.
     pub fn sharded_bytes(&self) -> usize {
         let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
         entries.map(|entry| entry.range().len() * size_of::<f32>()).sum()
@@ -336,8 +337,8 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Bytes of the buffers that gathered parameters live in, allocated once.
-    pub fn slot_bytes(&self) -> usize {
-        self.engine.slot_bytes()
+    pub fn gather_buffer_bytes(&self) -> usize {
+        self.engine.gather_buffer_bytes()
     }
 
     /// What this rank holds of the model on its device, by kind: now, and the most at once.
@@ -368,7 +369,7 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// A snapshot without autodiff, sharded as well, for evaluation. Drop it before the next
-    /// optimizer step: while it lives, fragments are copied instead of updated in place.
+    /// optimizer step: while it lives, shards are copied instead of updated in place.
     #[must_use]
     pub fn valid(&self) -> Self {
         Module::valid(self)
@@ -377,8 +378,8 @@ impl<M: FsdpModule> Fsdp<M> {
 
 /// Whether another place holds the parameter: the two may have one id, and so one gradient.
 fn is_tied(engine: &dyn Engine, sharded: &Sharded) -> bool {
-    let Place { unit, entry } = sharded.place;
-    matches!(engine.units()[unit].entries[entry].held, Held::TiedTo(_))
+    let ParamIndex { unit, entry } = sharded.place;
+    matches!(engine.units()[unit].entries[entry].held, Placement::TiedTo(_))
 }
 
 /// Runs `f` and returns the typed error it unwound with.

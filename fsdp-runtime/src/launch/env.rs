@@ -15,7 +15,7 @@ pub const EXIT_PEER_FAILED: i32 = 75;
 
 /// What started this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Starter {
+pub enum Launcher {
     /// `fsdp launch`, torchrun, or whatever else sets `RANK`.
     Torchrun,
     /// Open MPI's `mpirun`.
@@ -24,7 +24,7 @@ pub enum Starter {
     Slurm,
 }
 
-impl fmt::Display for Starter {
+impl fmt::Display for Launcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Torchrun => "`fsdp launch` or torchrun",
@@ -36,7 +36,7 @@ impl fmt::Display for Starter {
 
 /// The names under which a starter tells a process its place.
 struct Names {
-    starter: Starter,
+    starter: Launcher,
     rank: &'static str,
     /// The first that is set counts.
     world: &'static [&'static str],
@@ -45,14 +45,14 @@ struct Names {
 }
 
 const TORCHRUN: Names = Names {
-    starter: Starter::Torchrun,
+    starter: Launcher::Torchrun,
     rank: "RANK",
     world: &["WORLD_SIZE"],
     local_rank: "LOCAL_RANK",
     local_world: "LOCAL_WORLD_SIZE",
 };
 const OPEN_MPI: Names = Names {
-    starter: Starter::OpenMpi,
+    starter: Launcher::OpenMpi,
     rank: "OMPI_COMM_WORLD_RANK",
     world: &["OMPI_COMM_WORLD_SIZE"],
     local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -60,7 +60,7 @@ const OPEN_MPI: Names = Names {
 };
 // SLURM_NTASKS is the job's, the other the step's, which may be smaller.
 const SLURM: Names = Names {
-    starter: Starter::Slurm,
+    starter: Launcher::Slurm,
     rank: "SLURM_PROCID",
     world: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
     local_rank: "SLURM_LOCALID",
@@ -79,7 +79,7 @@ pub struct RankEnv {
     /// The number of ranks on its machine, where the starter says it.
     pub local_world: Option<usize>,
     /// What said so.
-    pub starter: Starter,
+    pub starter: Launcher,
     /// `MASTER_ADDR` and `MASTER_PORT`, where ranks can meet; MPI does without.
     pub main_process: Option<MainProcess>,
 }
@@ -107,7 +107,7 @@ pub enum EnvError {
         /// One that is.
         present: &'static str,
         /// What sets both.
-        starter: Starter,
+        starter: Launcher,
     },
     /// A variable that is no number.
     #[error("`{variable}` is `{value}`; expected {expected}")]
@@ -138,13 +138,13 @@ pub enum EnvError {
     )]
     StartedTwice {
         /// One starter.
-        first: Starter,
+        first: Launcher,
         /// The rank it names.
         first_rank: Rank,
         /// The ranks it has started.
         first_world: WorldSize,
         /// The other.
-        second: Starter,
+        second: Launcher,
         /// The rank it names.
         second_rank: Rank,
         /// The ranks it has started.
@@ -161,7 +161,7 @@ pub enum EnvError {
         /// What was started.
         started: usize,
         /// By what.
-        starter: Starter,
+        starter: Launcher,
     },
 }
 
@@ -265,7 +265,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
             (Some(rank), Some(world)) => (rank, world),
             (Some(_), None) => return Err(missing(world_name, names.rank)),
             // A batch script's job has a size as well, without being a rank of it.
-            (None, Some(_)) if starter != Starter::Slurm => {
+            (None, Some(_)) if starter != Launcher::Slurm => {
                 return Err(missing(names.rank, world_name));
             }
             (None, _) => return Ok(None),
@@ -293,7 +293,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
     fn main_process(&self) -> Result<Option<MainProcess>, EnvError> {
         const HOST: &str = "MASTER_ADDR";
         const PORT: &str = "MASTER_PORT";
-        let starter = Starter::Torchrun;
+        let starter = Launcher::Torchrun;
         match (self.get(HOST), self.get(PORT)) {
             (None, None) => Ok(None),
             (Some(_), None) => Err(EnvError::Missing { missing: PORT, present: HOST, starter }),
@@ -350,7 +350,7 @@ mod tests {
             ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
         ]);
         let mpi = mpi.unwrap().unwrap();
-        assert_eq!((mpi.rank.index(), mpi.starter, mpi.main_process), (1, Starter::OpenMpi, None));
+        assert_eq!((mpi.rank.index(), mpi.starter, mpi.main_process), (1, Launcher::OpenMpi, None));
 
         let slurm = read(&[
             ("SLURM_PROCID", "5"),
@@ -361,7 +361,7 @@ mod tests {
         ]);
         let slurm = slurm.unwrap().unwrap();
         assert_eq!((slurm.rank.index(), slurm.world.size()), (5, 8));
-        assert_eq!((slurm.starter, slurm.local_world), (Starter::Slurm, Some(4)));
+        assert_eq!((slurm.starter, slurm.local_world), (Launcher::Slurm, Some(4)));
         assert_eq!(
             (tasks("2"), tasks("4(x2),1"), tasks("2,1"), tasks("0")),
             (Some(2), None, None, None)

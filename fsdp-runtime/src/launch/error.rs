@@ -1,7 +1,7 @@
 //! Why ranks cannot be started.
 
 use crate::launch::Engine;
-use crate::launch::env::{EnvError, Starter};
+use crate::launch::env::{EnvError, Launcher};
 use crate::layout::{Rank, WorldSize};
 
 /// Ranks that cannot be started as asked.
@@ -22,7 +22,7 @@ pub enum EngineError {
         /// What was started.
         started: WorldSize,
         /// By what.
-        starter: Starter,
+        starter: Launcher,
     },
     /// Thread ranks in several processes.
     #[error(
@@ -33,7 +33,7 @@ pub enum EngineError {
         /// How many there are.
         started: WorldSize,
         /// What has started them.
-        starter: Starter,
+        starter: Launcher,
     },
     /// An engine between processes, and one process.
     #[error("the engine `mpi` runs one process a rank; start the program with `mpirun -n {world}`")]
@@ -60,7 +60,7 @@ pub enum EngineError {
     )]
     NotJoined {
         /// What has started the process.
-        starter: Starter,
+        starter: Launcher,
         /// The rank it was given.
         rank: Rank,
         /// Of how many.
@@ -106,7 +106,7 @@ pub enum EngineError {
     )]
     NoMainProcess {
         /// What has started the process.
-        starter: Starter,
+        starter: Launcher,
     },
     /// Ranks that cannot reach each other.
     #[cfg(feature = "nccl")]

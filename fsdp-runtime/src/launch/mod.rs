@@ -278,8 +278,8 @@ where
             let world = WorldSize::new(world).map_err(|error| refused(error.into()))?;
             let hub = Hub::new(world, options.timeout, debug);
             let seat = |rank| (Group::Local(LocalGroup::new(hub.clone(), rank)), device.clone());
-            let seats = world.ranks().map(seat).collect();
-            threads(&hub, world, seats, &options, rank)
+            let topology = world.ranks().map(seat).collect();
+            threads(&hub, world, topology, &options, rank)
         }
         #[cfg(feature = "nccl")]
         Place::ThreadsOnGpus(world) => on_gpus::threads(world, &options, &device, debug, rank),
@@ -328,7 +328,7 @@ fn debug_variable() -> Result<bool, ShardError> {
 fn threads<T, E, F>(
     hub: &Hub,
     world: WorldSize,
-    seats: Vec<(Group, Device)>,
+    topology: Vec<(Group, Device)>,
     options: &LaunchOptions,
     rank: F,
 ) -> Result<Vec<T>, LaunchError>
@@ -341,7 +341,7 @@ where
     let threads = options.threads_per_rank.unwrap_or((cores / world.size()).max(1));
     let rank = Arc::new(rank);
     let (sender, outcomes) = channel();
-    for (index, (group, device)) in world.ranks().zip(seats) {
+    for (index, (group, device)) in world.ranks().zip(topology) {
         let start = || -> std::io::Result<()> {
             let worker = Worker {
                 mesh: Mesh::new(index, world),
@@ -429,7 +429,7 @@ fn collect<T>(
         return Ok(results.into_iter().flatten().collect());
     }
     // What a rank's failure made of the others is not the cause.
-    let blamed = hub.failure().and_then(|failure| failure.blames());
+    let blamed = hub.failure().and_then(|failure| failure.failed_rank());
     let cause = errors.iter().position(|(rank, _)| Some(*rank) == blamed).unwrap_or(0);
     let (rank, source) = errors.swap_remove(cause);
     Err(LaunchError { rank: blamed.unwrap_or(rank), world, source })

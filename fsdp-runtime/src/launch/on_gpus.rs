@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 
-use super::process::{Seats, run_rank};
+use super::process::{LocalTopology, run_rank};
 use super::{LaunchOptions, Worker, refused};
 use crate::collectives::Op;
 use crate::collectives::cuda::{device_count, index_of};
 use crate::collectives::group::Group;
 use crate::collectives::local::Hub;
 use crate::collectives::nccl::NcclGroup;
-use crate::collectives::store::{Host, Meeting, Roll};
+use crate::collectives::store::{Host, Rendezvous, Roll};
 use crate::error::{CollectiveError, LaunchError};
 use crate::launch::EngineError;
 use crate::launch::env::RankEnv;
@@ -52,7 +52,7 @@ where
         Ok((Group::Nccl(NcclGroup::world(host, index)?), gpu(index)))
     };
     // Each joins on a thread of its own, as all must come.
-    let seats: Vec<_> = std::thread::scope(|scope| {
+    let topology: Vec<_> = std::thread::scope(|scope| {
         let joining: Vec<_> =
             world.ranks().map(|rank| (rank, scope.spawn(move || seat(rank)))).collect();
         let joined = joining.into_iter().map(|(rank, joining)| {
@@ -62,8 +62,8 @@ where
         joined.collect()
     });
     let mut joined = Vec::with_capacity(world.size());
-    for (rank, seat) in seats {
-        let blamed = hub.failure().and_then(|failure| failure.blames()).unwrap_or(rank);
+    for (rank, seat) in topology {
+        let blamed = hub.failure().and_then(|failure| failure.failed_rank()).unwrap_or(rank);
         joined.push(seat.map_err(|source| LaunchError { rank: blamed, world, source })?);
     }
     super::threads(&hub, world, joined, options, rank)
@@ -85,10 +85,10 @@ where
     let failed = |rank, source| LaunchError { rank, world: place.world, source };
     let (group, device) =
         join(place, options, device, debug).map_err(|source| failed(place.rank, source))?;
-    let seats = seats(&group, place, options);
-    let outcome = seats.and_then(|seats| run_rank(&group, place, device, seats, rank));
+    let topology = topology(&group, place, options);
+    let outcome = topology.and_then(|topology| run_rank(&group, place, device, topology, rank));
     let outcome = outcome.map_err(|source| {
-        let blamed = group.failure().and_then(|failure| failure.blames());
+        let blamed = group.failure().and_then(|failure| failure.failed_rank());
         failed(blamed.unwrap_or(place.rank), source)
     });
     if let Err(error) = &outcome {
@@ -121,7 +121,7 @@ fn join(
 
 /// Returns where the processes of this launch meet, from the environment; `None` where it names no
 /// main process.
-fn meeting(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Meeting<'_>> {
+fn meeting(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezvous<'_>> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let main = place.main_process.as_ref()?;
     // torchrun's agent may keep the port for a store of its own.
@@ -134,7 +134,7 @@ fn meeting(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Meeting<'_
     let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
     let run = launcher + &variable("TORCHELASTIC_RUN_ID");
     let (rank, world, host) = (place.rank, place.world, main.host.as_str());
-    Some(Meeting { rank, world, host, port, run, timeout, debug })
+    Some(Rendezvous { rank, world, host, port, run, timeout, debug })
 }
 
 /// The GPU of a process: the first one for the first process of a machine, and so on. Where a
@@ -144,20 +144,24 @@ fn own_gpu(place: &RankEnv, first: usize, count: usize) -> usize {
 }
 
 /// Who shares this machine.
-fn seats(group: &Group, place: &RankEnv, options: &LaunchOptions) -> Result<Seats, Boxed> {
+fn topology(
+    group: &Group,
+    place: &RankEnv,
+    options: &LaunchOptions,
+) -> Result<LocalTopology, Boxed> {
     let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let machines = group.exchange(&Op::new("all_gather", "the machines"), machine.clone())?;
     let named = machines.iter().filter(|other| ***other == machine).count();
     let local_size = place.local_world.unwrap_or(named).max(1);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = options.threads_per_rank.unwrap_or((cores / local_size).max(1));
-    Ok(Seats { local_size, threads })
+    Ok(LocalTopology { local_size, threads })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::launch::env::Starter;
+    use crate::launch::env::Launcher;
 
     #[test]
     fn a_process_has_the_gpu_of_its_place_on_its_machine() {
@@ -167,7 +171,7 @@ mod tests {
             world,
             local_rank,
             local_world: Some(4),
-            starter: Starter::Torchrun,
+            starter: Launcher::Torchrun,
             main_process: None,
         };
         assert_eq!((own_gpu(&place(0), 0, 4), own_gpu(&place(3), 0, 4)), (0, 3));

@@ -12,7 +12,7 @@ use std::time::Duration;
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
-use super::process::{Seats, run_rank};
+use super::process::{LocalTopology, run_rank};
 use super::{LaunchOptions, Worker};
 use crate::collectives::Op;
 use crate::collectives::group::Group;
@@ -108,10 +108,11 @@ where
         Err(error) => Err(failed(place.rank, Box::new(error))),
         Ok(group) => {
             let group = Arc::new(group);
-            let seats = seats(&group, options);
-            let ended = seats.and_then(|seats| run_rank(&group, place, device, seats, rank));
+            let topology = topology(&group, options);
+            let ended =
+                topology.and_then(|topology| run_rank(&group, place, device, topology, rank));
             ended.map_err(|source| {
-                let blamed = group.failure().and_then(|failure| failure.blames());
+                let blamed = group.failure().and_then(|failure| failure.failed_rank());
                 failed(blamed.unwrap_or(place.rank), source)
             })
         }
@@ -125,13 +126,16 @@ where
 }
 
 /// Who shares this machine.
-fn seats(group: &Group, options: &LaunchOptions) -> Result<Seats, Box<dyn StdError + Send + Sync>> {
+fn topology(
+    group: &Group,
+    options: &LaunchOptions,
+) -> Result<LocalTopology, Box<dyn StdError + Send + Sync>> {
     let seat = Seat::own();
-    let seats = group.exchange(&Op::new("all_gather", "the machines"), seat.clone())?;
-    let local_size = seats.iter().filter(|other| other.machine == seat.machine).count();
+    let topology = group.exchange(&Op::new("all_gather", "the machines"), seat.clone())?;
+    let local_size = topology.iter().filter(|other| other.machine == seat.machine).count();
     // `mpirun` binds processes to cores of their own, unless told otherwise.
-    let sharing = seats.iter().filter(|other| ***other == seat).count();
+    let sharing = topology.iter().filter(|other| ***other == seat).count();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = options.threads_per_rank.unwrap_or((cores / sharing.max(1)).max(1));
-    Ok(Seats { local_size, threads })
+    Ok(LocalTopology { local_size, threads })
 }

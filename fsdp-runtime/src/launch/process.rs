@@ -118,7 +118,7 @@ pub(super) fn run_rank<T, E, F>(
     group: &Arc<Group>,
     place: &RankEnv,
     device: Device,
-    seats: Seats,
+    topology: LocalTopology,
     rank: F,
 ) -> Result<T, Box<dyn StdError + Send + Sync>>
 where
@@ -129,12 +129,12 @@ where
     let worker = Worker {
         mesh: Mesh::new(place.rank, place.world),
         device,
-        local_size: seats.local_size,
+        local_size: topology.local_size,
         comm: Communicator::start(group.clone())?,
     };
     let (sender, result) = sync_channel(1);
     let ended = worker.comm.clone();
-    start_rank(worker, seats.threads, Arc::new(rank), move |outcome| {
+    start_rank(worker, topology.threads, Arc::new(rank), move |outcome| {
         // The receiver waits until it has this.
         let _ = sender.send(outcome);
     })?;
@@ -148,7 +148,7 @@ where
 
 /// How a machine is shared.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-pub(super) struct Seats {
+pub(super) struct LocalTopology {
     /// Ranks on this machine.
     pub(super) local_size: usize,
     /// Threads of this rank's pool.
@@ -158,12 +158,12 @@ pub(super) struct Seats {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::launch::env::Starter;
+    use crate::launch::env::Launcher;
 
     fn started(world: usize) -> Option<RankEnv> {
         let world = WorldSize::new(world).unwrap();
         let rank = world.ranks().next().unwrap();
-        let starter = Starter::OpenMpi;
+        let starter = Launcher::OpenMpi;
         Some(RankEnv { rank, world, local_rank: 0, local_world: None, starter, main_process: None })
     }
 

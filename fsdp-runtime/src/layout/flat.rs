@@ -1,10 +1,10 @@
-//! Flat ranges, padding and fragments: which elements of a unit's matrices lie on which rank.
+//! Flat ranges, padding and shards: which elements of a unit's matrices lie on which rank.
 //!
 //! All matrices of a unit, in declaration order, form one flat range; where they have several types
 //! of elements, one for each (`unit_layout`). Each matrix begins at a multiple of [`ALIGNMENT`]
 //! elements; the whole is padded to a multiple of the world size. Rank `r` of `N` owns elements
 //! `[r·S, (r+1)·S)`, where `S` is the padded length over `N`. What a rank holds of one matrix, its
-//! *fragment*, is the intersection of the two ranges.
+//! *shard*, is the intersection of the two ranges.
 //!
 //! Pure arithmetic in elements: nothing here knows of tensors, devices or dtypes.
 
@@ -72,7 +72,7 @@ impl FlatLayout {
 
     /// What `rank` owns of matrix `index`, in elements of that matrix; empty where the ranges do
     /// not meet.
-    pub fn fragment(&self, index: usize, rank: Rank) -> Range<usize> {
+    pub fn shard_of(&self, index: usize, rank: Rank) -> Range<usize> {
         let segment = &self.segments[index];
         let shard = self.shard(rank);
         let start = shard.start.clamp(segment.start, segment.end);
@@ -106,7 +106,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn fragments_of_all_ranks_tile_every_matrix(
+        fn shards_of_all_ranks_tile_every_matrix(
             numels in prop::collection::vec(numel(), 1..12),
             size in prop_oneof![Just(1usize), Just(2), Just(3), Just(8), 1usize..=128],
         ) {
@@ -114,12 +114,12 @@ mod tests {
             for (index, &numel) in numels.iter().enumerate() {
                 let mut covered = 0;
                 for rank in world(size).ranks() {
-                    let fragment = layout.fragment(index, rank);
-                    if fragment.is_empty() {
+                    let part = layout.shard_of(index, rank);
+                    if part.is_empty() {
                         continue;
                     }
-                    prop_assert_eq!(fragment.start, covered, "a gap or an overlap");
-                    covered = fragment.end;
+                    prop_assert_eq!(part.start, covered, "a gap or an overlap");
+                    covered = part.end;
                 }
                 prop_assert_eq!(covered, numel);
             }
@@ -158,21 +158,21 @@ mod tests {
         }
 
         #[test]
-        fn a_fragment_lies_where_its_rank_owns_the_flat_range(
+        fn a_shard_lies_where_its_rank_owns_the_flat_range(
             numels in prop::collection::vec(numel(), 1..6),
             size in 1usize..=128,
         ) {
             let layout = FlatLayout::new(numels.iter().copied(), world(size));
             for rank in world(size).ranks() {
                 let shard = layout.shard(rank);
-                let held: usize = (0..numels.len()).map(|i| layout.fragment(i, rank).len()).sum();
+                let held: usize = (0..numels.len()).map(|i| layout.shard_of(i, rank).len()).sum();
                 prop_assert!(held <= layout.shard_len());
                 for index in 0..numels.len() {
-                    let fragment = layout.fragment(index, rank);
-                    if !fragment.is_empty() {
+                    let part = layout.shard_of(index, rank);
+                    if !part.is_empty() {
                         let start = layout.segment(index).start;
-                        prop_assert!(shard.start <= start + fragment.start);
-                        prop_assert!(start + fragment.end <= shard.end);
+                        prop_assert!(shard.start <= start + part.start);
+                        prop_assert!(start + part.end <= shard.end);
                     }
                 }
             }
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn a_matrix_smaller_than_the_world_leaves_ranks_empty() {
         let layout = FlatLayout::new([3], world(8));
-        let lens: Vec<_> = world(8).ranks().map(|rank| layout.fragment(0, rank).len()).collect();
+        let lens: Vec<_> = world(8).ranks().map(|rank| layout.shard_of(0, rank).len()).collect();
         assert_eq!(lens, [1, 1, 1, 0, 0, 0, 0, 0]);
     }
 

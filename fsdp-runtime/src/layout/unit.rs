@@ -76,9 +76,9 @@ impl UnitLayout {
     }
 
     /// What `rank` owns of a matrix, in elements of that matrix.
-    pub(crate) fn fragment(&self, matrix: usize, rank: Rank) -> Range<usize> {
+    pub(crate) fn shard_of(&self, matrix: usize, rank: Rank) -> Range<usize> {
         let (range, index) = self.matrices[matrix];
-        self.ranges[range].layout.fragment(index, rank)
+        self.ranges[range].layout.shard_of(index, rank)
     }
 }
 
@@ -104,7 +104,7 @@ mod tests {
             for matrix in 0..numels.len() {
                 assert_eq!(unit.segment(matrix), flat.segment(matrix));
                 for rank in world(size).ranks() {
-                    assert_eq!(unit.fragment(matrix, rank), flat.fragment(matrix, rank));
+                    assert_eq!(unit.shard_of(matrix, rank), flat.shard_of(matrix, rank));
                 }
             }
             assert_eq!(unit.ranges(), [FlatRange { dtype: HALF, layout: flat }]);
@@ -126,7 +126,7 @@ mod tests {
         let lens: Vec<_> = unit.ranges().iter().map(|range| range.layout.padded_len()).collect();
         assert_eq!(lens, [387, 75, 42], "each is padded on its own");
         for (matrix, &(_, numel)) in matrices.iter().enumerate() {
-            let held = world(3).ranks().map(|rank| unit.fragment(matrix, rank).len());
+            let held = world(3).ranks().map(|rank| unit.shard_of(matrix, rank).len());
             assert_eq!(held.sum::<usize>(), numel, "all of matrix {matrix}");
         }
     }

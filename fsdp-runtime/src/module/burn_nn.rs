@@ -27,7 +27,7 @@ use burn::nn::{
 use burn::tensor::{DType, Tensor, bf16, f16};
 
 use crate::module::opaque::{map_leaf, visit_leaf};
-use crate::module::{Attach, Child, FsdpModule, Kind, Node, Walk, constant};
+use crate::module::{Child, FsdpModule, Kind, Node, ParamMapper, ParamVisitor, constant};
 
 type Matrix = Param<Tensor<2>>;
 type Vector = Param<Tensor<1>>;
@@ -53,18 +53,18 @@ macro_rules! module {
                 ties: &[],
             };
 
-            fn walk<W: Walk>(&self, walk: &mut W) {
+            fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
                 let mut children = Self::LAYOUT.children.iter();
                 $(if let Some(child) = children.next() {
-                    self.$field.walk_field(child, walk);
+                    self.$field.visit_field(child, walk);
                 })+
-                $(self.$dropout.walk(walk);)?
+                $(self.$dropout.visit_params(walk);)?
             }
 
-            fn attach<A: Attach>(mut self, attach: &mut A) -> Self {
+            fn map_params<A: ParamMapper>(mut self, attach: &mut A) -> Self {
                 let mut children = Self::LAYOUT.children.iter();
                 $(if let Some(child) = children.next() {
-                    self.$field = self.$field.attach_field(child, attach);
+                    self.$field = self.$field.map_field(child, attach);
                 })+
                 self
             }
@@ -95,19 +95,19 @@ macro_rules! choice {
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Leaf);
 
-            fn walk<W: Walk>(&self, walk: &mut W) {
+            fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
                 match self {
-                    $(Self::$variant(module) => module.walk_field(variant!($variant($inner)), walk),)+
+                    $(Self::$variant(module) => module.visit_field(variant!($variant($inner)), walk),)+
                     // A variant of a later Burn.
                     #[allow(unreachable_patterns)]
                     other => visit_leaf(other, walk),
                 }
             }
 
-            fn attach<A: Attach>(self, attach: &mut A) -> Self {
+            fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
                 match self {
                     $(Self::$variant(module) => {
-                        Self::$variant(module.attach_field(variant!($variant($inner)), attach))
+                        Self::$variant(module.map_field(variant!($variant($inner)), attach))
                     })+
                     #[allow(unreachable_patterns)]
                     other => map_leaf(other, attach),
@@ -303,9 +303,9 @@ macro_rules! table {
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
 
-            fn walk<W: Walk>(&self, _: &mut W) {}
+            fn visit_params<W: ParamVisitor>(&self, _: &mut W) {}
 
-            fn attach<A: Attach>(self, attach: &mut A) -> Self {
+            fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
                 attach.unmanaged(self)
             }
         }
@@ -319,14 +319,14 @@ macro_rules! random {
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
 
-            fn walk<W: Walk>(&self, walk: &mut W) {
+            fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
                 let draws: fn(&Self) -> bool = $draws;
                 if draws(self) {
                     walk.unrepeatable(stringify!($ty), $instead);
                 }
             }
 
-            fn attach<A: Attach>(self, _: &mut A) -> Self {
+            fn map_params<A: ParamMapper>(self, _: &mut A) -> Self {
                 self
             }
         }
@@ -345,9 +345,9 @@ macro_rules! buffer {
         impl<const D: usize> FsdpModule for $ty {
             const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
 
-            fn walk<W: Walk>(&self, _: &mut W) {}
+            fn visit_params<W: ParamVisitor>(&self, _: &mut W) {}
 
-            fn attach<A: Attach>(self, attach: &mut A) -> Self {
+            fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
                 attach.unmanaged(self)
             }
         }
@@ -363,7 +363,7 @@ buffer!(
 impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
     const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
 
-    fn walk<W: Walk>(&self, walk: &mut W) {
+    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
         struct Id(Option<ParamId>);
         impl ModuleVisitor for Id {
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -385,7 +385,7 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
         }
     }
 
-    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
         attach.unmanaged(self)
     }
 }
@@ -394,11 +394,11 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
 impl FsdpModule for CrossAttention {
     const LAYOUT: Node = Node::plain("CrossAttention", Kind::Leaf);
 
-    fn walk<W: Walk>(&self, walk: &mut W) {
+    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
         visit_leaf(self, walk);
     }
 
-    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
         map_leaf(self, attach)
     }
 }

@@ -9,7 +9,7 @@ use burn::tensor::{Bool, Int, Tensor};
 
 use super::param::Sharded;
 use super::random::RandomSource;
-use crate::error::Obstacle;
+use crate::error::NotRecomputable;
 
 /// A hooked method, and whether it can be run again from what it was called with.
 #[doc(hidden)]
@@ -18,7 +18,7 @@ pub struct Forward {
     /// The method's name.
     pub name: &'static str,
     /// Its inputs by name, and for some of them, why they cannot be kept.
-    pub inputs: &'static [(&'static str, Option<Obstacle>)],
+    pub inputs: &'static [(&'static str, Option<NotRecomputable>)],
 }
 
 /// What a [`Node`] of the layout tree is.
@@ -148,22 +148,22 @@ pub trait FsdpModule: Module {
     #[doc(hidden)]
     const FORWARDS: &'static [Forward] = &[];
 
-    /// Reads every field in layout order. Nested units are announced first, with [`Walk::unit`] or
-    /// [`Walk::field_unit`].
-    fn walk<W: Walk>(&self, walk: &mut W);
+    /// Reads every field in layout order. Nested units are announced first, with [`ParamVisitor::unit`] or
+    /// [`ParamVisitor::field_unit`].
+    fn visit_params<W: ParamVisitor>(&self, walk: &mut W);
 
     /// Rebuilds the module with every parameter passed through `attach`, in layout order.
-    fn attach<A: Attach>(self, attach: &mut A) -> Self;
+    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self;
 
     /// Reads the module as a field of another: what [`walk`](Self::walk) calls once a field.
     ///
     /// A method, so that generated code reaches it as it reaches `LAYOUT` and a field of an unknown
     /// type is one error.
     #[doc(hidden)]
-    fn walk_field<W: Walk>(&self, child: &'static Child, walk: &mut W) {
+    fn visit_field<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W) {
         walk.enter(child, None);
         if child.unit {
-            self.walk_units(walk);
+            self.visit_units(walk);
         } else {
             walk_module(self, walk);
         }
@@ -173,18 +173,18 @@ pub trait FsdpModule: Module {
     /// Reads the module as a unit: what a field under `#[fsdp(unit)]` holds. A container has one for
     /// each module in it.
     #[doc(hidden)]
-    fn walk_units<W: Walk>(&self, walk: &mut W) {
+    fn visit_units<W: ParamVisitor>(&self, walk: &mut W) {
         if walk.field_unit(self) {
-            self.walk(walk);
+            self.visit_params(walk);
             walk.unit_end();
         }
     }
 
     /// Rebuilds the module as a field of another: what [`attach`](Self::attach) calls once a field.
     #[doc(hidden)]
-    fn attach_field<A: Attach>(self, child: &'static Child, attach: &mut A) -> Self {
+    fn map_field<A: ParamMapper>(self, child: &'static Child, attach: &mut A) -> Self {
         attach.enter(child, None);
-        let module = self.attach(attach);
+        let module = self.map_params(attach);
         attach.exit();
         module
     }
@@ -216,7 +216,7 @@ pub trait HookedForward: FsdpUnit {
 }
 
 /// A read over the parameters of a module, in layout order.
-pub trait Walk {
+pub trait ParamVisitor {
     /// Goes into a field. `index` is set for the elements of a list.
     fn enter(&mut self, _child: &'static Child, _index: Option<usize>) {}
     /// Leaves the field entered last.
@@ -256,7 +256,7 @@ pub trait Walk {
 }
 
 /// A rebuild of a module's parameters, in layout order.
-pub trait Attach {
+pub trait ParamMapper {
     /// Goes into a field. `index` is set for the elements of a list.
     fn enter(&mut self, _child: &'static Child, _index: Option<usize>) {}
     /// Leaves the field entered last.
@@ -273,11 +273,11 @@ pub trait Attach {
     }
 }
 
-fn walk_module<M: FsdpModule, W: Walk>(module: &M, walk: &mut W) {
+fn walk_module<M: FsdpModule, W: ParamVisitor>(module: &M, walk: &mut W) {
     if !M::LAYOUT.is_unit() {
-        module.walk(walk);
+        module.visit_params(walk);
     } else if walk.unit(module) {
-        module.walk(walk);
+        module.visit_params(walk);
         walk.unit_end();
     }
 }
@@ -285,24 +285,24 @@ fn walk_module<M: FsdpModule, W: Walk>(module: &M, walk: &mut W) {
 impl<const D: usize> FsdpModule for Param<Tensor<D>> {
     const LAYOUT: Node = Node::plain("Param", Kind::Param { rank: D });
 
-    fn walk<W: Walk>(&self, walk: &mut W) {
+    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
         walk.param(self);
         if let Some(lora) = Sharded::lora_of(self) {
             walk.enter(&LORA, None);
-            lora.a.walk_field(&FACTORS[0], walk);
-            lora.b.walk_field(&FACTORS[1], walk);
+            lora.a.visit_field(&FACTORS[0], walk);
+            lora.b.visit_field(&FACTORS[1], walk);
             walk.exit();
         }
     }
 
-    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
         let Some(LoraAdapter { a, b, scale }) = self.adapter().cloned() else {
             return attach.param(self);
         };
         let base = attach.param(self);
         attach.enter(&LORA, None);
-        let a = a.attach_field(&FACTORS[0], attach);
-        let b = b.attach_field(&FACTORS[1], attach);
+        let a = a.map_field(&FACTORS[0], attach);
+        let b = b.map_field(&FACTORS[1], attach);
         attach.exit();
         match Sharded::of(&base).cloned() {
             Some(sharded) => sharded.with_lora(LoraAdapter { a, b, scale }).put_on(base),
@@ -326,11 +326,11 @@ macro_rules! fixed {
         impl<const D: usize> FsdpModule for Param<Tensor<D, $kind>> {
             const LAYOUT: Node = Node::plain("Param", Kind::Fixed);
 
-            fn walk<W: Walk>(&self, walk: &mut W) {
+            fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
                 walk.fixed();
             }
 
-            fn attach<A: Attach>(self, _: &mut A) -> Self {
+            fn map_params<A: ParamMapper>(self, _: &mut A) -> Self {
                 self
             }
         }
@@ -353,20 +353,20 @@ impl<M: FsdpModule> FsdpModule for Option<M> {
         ties: &[],
     };
 
-    fn walk<W: Walk>(&self, walk: &mut W) {
+    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
         if let Some(module) = self {
             walk_module(module, walk);
         }
     }
 
-    fn walk_units<W: Walk>(&self, walk: &mut W) {
+    fn visit_units<W: ParamVisitor>(&self, walk: &mut W) {
         if let Some(module) = self {
-            module.walk_units(walk);
+            module.visit_units(walk);
         }
     }
 
-    fn attach<A: Attach>(self, attach: &mut A) -> Self {
-        self.map(|module| module.attach(attach))
+    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
+        self.map(|module| module.map_params(attach))
     }
 }
 
@@ -380,7 +380,7 @@ const fn list<M: FsdpModule>(ty: &'static str) -> Node {
     Node { ty, kind: Kind::List, children: Element::<M>::CHILDREN, ties: &[] }
 }
 
-fn walk_list<M: FsdpModule, W: Walk>(
+fn walk_list<M: FsdpModule, W: ParamVisitor>(
     list: &[M],
     child: &'static Child,
     walk: &mut W,
@@ -396,20 +396,20 @@ fn walk_list<M: FsdpModule, W: Walk>(
 impl<M: FsdpModule> FsdpModule for Vec<M> {
     const LAYOUT: Node = list::<M>("Vec");
 
-    fn walk<W: Walk>(&self, walk: &mut W) {
+    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
         walk_list(self, &Self::LAYOUT.children[0], walk, walk_module);
     }
 
-    fn walk_units<W: Walk>(&self, walk: &mut W) {
-        walk_list(self, &Self::LAYOUT.children[0], walk, M::walk_units);
+    fn visit_units<W: ParamVisitor>(&self, walk: &mut W) {
+        walk_list(self, &Self::LAYOUT.children[0], walk, M::visit_units);
     }
 
-    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
         let child = &Self::LAYOUT.children[0];
         let mut index = 0;
         let each = |module: M| {
             attach.enter(child, Some(index));
-            let module = module.attach(attach);
+            let module = module.map_params(attach);
             attach.exit();
             index += 1;
             module
@@ -421,20 +421,20 @@ impl<M: FsdpModule> FsdpModule for Vec<M> {
 impl<M: FsdpModule, const N: usize> FsdpModule for [M; N] {
     const LAYOUT: Node = list::<M>("array");
 
-    fn walk<W: Walk>(&self, walk: &mut W) {
+    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
         walk_list(self, &Self::LAYOUT.children[0], walk, walk_module);
     }
 
-    fn walk_units<W: Walk>(&self, walk: &mut W) {
-        walk_list(self, &Self::LAYOUT.children[0], walk, M::walk_units);
+    fn visit_units<W: ParamVisitor>(&self, walk: &mut W) {
+        walk_list(self, &Self::LAYOUT.children[0], walk, M::visit_units);
     }
 
-    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
         let child = &Self::LAYOUT.children[0];
         let mut index = 0;
         self.map(|module| {
             attach.enter(child, Some(index));
-            let module = module.attach(attach);
+            let module = module.map_params(attach);
             attach.exit();
             index += 1;
             module
@@ -458,20 +458,20 @@ macro_rules! tuple {
                 ties: &[],
             };
 
-            fn walk<W_: Walk>(&self, walk: &mut W_) {
-                $(self.$index.walk_field(&Self::LAYOUT.children[$index], walk);)+
+            fn visit_params<W_: ParamVisitor>(&self, walk: &mut W_) {
+                $(self.$index.visit_field(&Self::LAYOUT.children[$index], walk);)+
             }
 
-            fn walk_units<W_: Walk>(&self, walk: &mut W_) {
+            fn visit_units<W_: ParamVisitor>(&self, walk: &mut W_) {
                 $(
                     walk.enter(&Self::LAYOUT.children[$index], None);
-                    self.$index.walk_units(walk);
+                    self.$index.visit_units(walk);
                     walk.exit();
                 )+
             }
 
-            fn attach<A_: Attach>(self, attach: &mut A_) -> Self {
-                ($(self.$index.attach_field(&Self::LAYOUT.children[$index], attach),)+)
+            fn map_params<A_: ParamMapper>(self, attach: &mut A_) -> Self {
+                ($(self.$index.map_field(&Self::LAYOUT.children[$index], attach),)+)
             }
         }
     };
@@ -484,8 +484,8 @@ macro_rules! constant {
     ($($ty:ty),+) => {$(
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
-            fn walk<W: Walk>(&self, _: &mut W) {}
-            fn attach<A: Attach>(self, _: &mut A) -> Self {
+            fn visit_params<W: ParamVisitor>(&self, _: &mut W) {}
+            fn map_params<A: ParamMapper>(self, _: &mut A) -> Self {
                 self
             }
         }

@@ -12,7 +12,7 @@ mod unit_value;
 
 pub use self::contract::*;
 pub use self::param::Sharded;
-pub(crate) use self::param::{CallId, KeptForward, Place, Run, Runtime};
+pub(crate) use self::param::{CallId, KeptForward, ParamIndex, Run, Runtime};
 pub use self::random::RandomSource;
 pub(crate) use self::random::{Draw, Playback, RandomStream, Recording, Source};
 pub use self::unit_type::UnitType;

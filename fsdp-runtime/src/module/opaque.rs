@@ -5,24 +5,36 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizatio
 use burn::tensor::Tensor;
 
 use crate::module::Sharded;
-use crate::module::{Attach, Child, LEAF, Walk};
+use crate::module::{Child, LEAF, ParamMapper, ParamVisitor};
 
 /// Reads a field under `#[fsdp(leaf)]`, through Burn's own traversal.
-pub fn walk_leaf<M: Module, W: Walk>(module: &M, child: &'static Child, walk: &mut W) {
+pub fn visit_leaf_field<M: Module, W: ParamVisitor>(
+    module: &M,
+    child: &'static Child,
+    walk: &mut W,
+) {
     walk.enter(child, None);
     visit_leaf(module, walk);
     walk.exit();
 }
 
 /// Reads a field under `#[fsdp(unit, leaf)]`.
-pub fn walk_leaf_unit<M: Module, W: Walk>(module: &M, child: &'static Child, walk: &mut W) {
+pub fn visit_leaf_unit<M: Module, W: ParamVisitor>(
+    module: &M,
+    child: &'static Child,
+    walk: &mut W,
+) {
     walk.enter(child, None);
     leaf_unit(module, walk);
     walk.exit();
 }
 
 /// Reads a list under `#[fsdp(unit, leaf)]`, each element a unit.
-pub fn walk_leaf_units<M: Module, W: Walk>(list: &[M], child: &'static Child, walk: &mut W) {
+pub fn visit_leaf_units<M: Module, W: ParamVisitor>(
+    list: &[M],
+    child: &'static Child,
+    walk: &mut W,
+) {
     const ELEMENT: &Child =
         &Child { name: "", key: None, transposed: false, unit: true, node: &LEAF };
     walk.enter(child, None);
@@ -34,7 +46,7 @@ pub fn walk_leaf_units<M: Module, W: Walk>(list: &[M], child: &'static Child, wa
     walk.exit();
 }
 
-fn leaf_unit<M: Module, W: Walk>(module: &M, walk: &mut W) {
+fn leaf_unit<M: Module, W: ParamVisitor>(module: &M, walk: &mut W) {
     if walk.field_unit(module) {
         visit_leaf(module, walk);
         walk.unit_end();
@@ -42,7 +54,11 @@ fn leaf_unit<M: Module, W: Walk>(module: &M, walk: &mut W) {
 }
 
 /// Rebuilds a field under `#[fsdp(leaf)]`, through Burn's own traversal.
-pub fn attach_leaf<M: Module, A: Attach>(module: M, child: &'static Child, attach: &mut A) -> M {
+pub fn map_leaf_field<M: Module, A: ParamMapper>(
+    module: M,
+    child: &'static Child,
+    attach: &mut A,
+) -> M {
     attach.enter(child, None);
     let module = map_leaf(module, attach);
     attach.exit();
@@ -50,7 +66,7 @@ pub fn attach_leaf<M: Module, A: Attach>(module: M, child: &'static Child, attac
 }
 
 /// Reads a module whose type tells nothing of its structure.
-pub(crate) fn visit_leaf<M: Module, W: Walk>(module: &M, walk: &mut W) {
+pub(crate) fn visit_leaf<M: Module, W: ParamVisitor>(module: &M, walk: &mut W) {
     let mut visitor = LeafVisitor { walk, path: Vec::new(), pending: None, within: false };
     module.visit(&mut visitor);
     visitor.flush(None);
@@ -68,7 +84,7 @@ struct LeafVisitor<'a, W> {
     within: bool,
 }
 
-impl<W: Walk> LeafVisitor<'_, W> {
+impl<W: ParamVisitor> LeafVisitor<'_, W> {
     fn flush(&mut self, sharded: Option<Sharded>) {
         if let Some(pending) = self.pending.take() {
             pending(self.walk, sharded);
@@ -76,7 +92,7 @@ impl<W: Walk> LeafVisitor<'_, W> {
     }
 }
 
-impl<W: Walk> ModuleVisitor for LeafVisitor<'_, W> {
+impl<W: ParamVisitor> ModuleVisitor for LeafVisitor<'_, W> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.flush(None);
         let (path, param) = (self.path.clone(), param.clone());
@@ -114,9 +130,9 @@ fn is_sharded(name: &str, container: &str) -> bool {
 }
 
 /// Rebuilds a module whose type tells nothing of its structure.
-pub(crate) fn map_leaf<M: Module, A: Attach>(module: M, attach: &mut A) -> M {
+pub(crate) fn map_leaf<M: Module, A: ParamMapper>(module: M, attach: &mut A) -> M {
     struct Mapper<'a, A>(&'a mut A);
-    impl<A: Attach> ModuleMapper for Mapper<'_, A> {
+    impl<A: ParamMapper> ModuleMapper for Mapper<'_, A> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             self.0.param(param)
         }

@@ -1,7 +1,7 @@
 //! The reparameterization through which `Param::val()` finds the full parameter.
 //!
 //! Burn stores a parameter's *base* and, where a reparameterization is attached, asks it for the
-//! *effective value* on every `val()`. A sharded parameter's base is this rank's fragment (or, for
+//! *effective value* on every `val()`. A sharded parameter's base is this rank's shard (or, for
 //! one that stays whole, the parameter itself), and [`Sharded`] asks the schedule of its model for
 //! the value. All run-time state hangs on this: a unit's hooks find it through its own parameters,
 //! without any global.
@@ -21,7 +21,7 @@ use crate::module::Draw;
 
 /// A place in a sharded model: parameter `entry` of unit `unit`, both counted in layout order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Place {
+pub(crate) struct ParamIndex {
     pub(crate) unit: usize,
     pub(crate) entry: usize,
 }
@@ -49,12 +49,12 @@ impl fmt::Debug for KeptForward {
 
 /// What hooks and parameters ask of a sharded model's schedule, whatever its backend.
 pub(crate) trait Runtime: Debug + Send + Sync {
-    /// Whether a hooked forward is under way: the first one reads the fragments of all below it.
+    /// Whether a hooked forward is under way: the first one reads the shards of all below it.
     fn is_open(&self) -> bool;
     /// Whether a field makes it a unit, so that its hooks stand around calls.
     fn is_field_unit(&self, unit: usize) -> bool;
-    /// A fragment read from the module, to gather from.
-    fn collect(&self, place: Place, base: DispatchTensor);
+    /// A shard read from the module, to gather from.
+    fn collect(&self, place: ParamIndex, base: DispatchTensor);
     /// Starts a hooked forward; `None` within another one of the same unit.
     fn pre_forward(
         &self,
@@ -81,7 +81,7 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// The effective value of a parameter, given its base.
     fn materialize(
         self: Arc<Self>,
-        place: Place,
+        place: ParamIndex,
         base: DispatchTensor,
     ) -> Result<DispatchTensor, Error>;
 }
@@ -92,7 +92,7 @@ pub struct Sharded {
     #[module(skip)]
     pub(crate) runtime: Arc<dyn Runtime>,
     #[module(skip)]
-    pub(crate) place: Place,
+    pub(crate) place: ParamIndex,
     /// The adapter of a parameter under LoRA, whose factors are sharded parameters themselves.
     pub(crate) lora: Option<LoraAdapter>,
     trace: Trace,
@@ -117,7 +117,7 @@ impl Reparameterization for Sharded {
 }
 
 impl Sharded {
-    pub(crate) fn new(runtime: Arc<dyn Runtime>, place: Place) -> Self {
+    pub(crate) fn new(runtime: Arc<dyn Runtime>, place: ParamIndex) -> Self {
         let trace = Trace { runtime: runtime.clone(), place };
         Self { runtime, place, lora: None, trace }
     }
@@ -167,14 +167,14 @@ impl Reparameterizer for Put {
 }
 
 thread_local! {
-    static VISITED: RefCell<Option<(Weak<dyn Runtime>, Place)>> = const { RefCell::new(None) };
+    static VISITED: RefCell<Option<(Weak<dyn Runtime>, ParamIndex)>> = const { RefCell::new(None) };
 }
 
 /// A module without parameters that says when it is visited.
 #[derive(Clone, Debug)]
 struct Trace {
     runtime: Arc<dyn Runtime>,
-    place: Place,
+    place: ParamIndex,
 }
 
 impl Module for Trace {

@@ -14,7 +14,9 @@ use burn::tensor::Tensor;
 use crate::backend::kernels::MaskSource;
 use crate::backend::ops::dropout_tracked;
 use crate::layout::mix;
-use crate::module::{Attach, FsdpModule, Kind, Node, RandomSource, RandomStream, Source, Walk};
+use crate::module::{
+    FsdpModule, Kind, Node, ParamMapper, ParamVisitor, RandomSource, RandomStream, Source,
+};
 
 /// Configuration of a [`Dropout`] layer.
 #[derive(Config, Debug)]
@@ -86,11 +88,11 @@ impl RandomSource for Dropout {
 impl FsdpModule for Dropout {
     const LAYOUT: Node = Node::plain("Dropout", Kind::Constant);
 
-    fn walk<W: Walk>(&self, walk: &mut W) {
+    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
         walk.random_source(self);
     }
 
-    fn attach<A: Attach>(self, attach: &mut A) -> Self {
+    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
         attach.random_source(self)
     }
 }

@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Shape, Tensor};
 use crate::backend::Norm;
 use crate::backend::kernels::has_kernels;
 use crate::backend::ops;
-use crate::module::{FsdpModule, Walk};
+use crate::module::{FsdpModule, ParamVisitor};
 
 /// Multiplies the gradients of a module's parameters, of ignored ones too, by `factor`, each in its
 /// own memory where there is a kernel for it, and tells whether all elements are finite then.
@@ -27,12 +27,12 @@ pub(crate) fn unscale_gradients<M: FsdpModule>(
         flat: Vec::new(),
         finite: true,
     };
-    module.walk(&mut take);
+    module.visit_params(&mut take);
     let Take { gradients, taken, flat, finite, .. } = take;
     let (flat, sums) = ops::unscale(flat, factor, Norm::Inf)
         .expect("`Take` has asked for the device and the dtype");
     let unscaled = taken.into_iter().zip(flat).map(|((id, shape), flat)| (id, (shape, flat)));
-    module.walk(&mut Give { gradients, unscaled: unscaled.collect() });
+    module.visit_params(&mut Give { gradients, unscaled: unscaled.collect() });
     finite && sums.iter().all(ops::Sums::is_finite)
 }
 
@@ -49,7 +49,7 @@ struct Take<'a> {
     finite: bool,
 }
 
-impl Walk for Take<'_> {
+impl ParamVisitor for Take<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if !self.done.insert(param.id) {
             return;
@@ -79,7 +79,7 @@ struct Give<'a> {
     unscaled: HashMap<ParamId, (Shape, Tensor<1>)>,
 }
 
-impl Walk for Give<'_> {
+impl ParamVisitor for Give<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some((shape, flat)) = self.unscaled.remove(&param.id) {
             self.gradients.register(param.id, flat.reshape::<D, _>(shape));

@@ -1,4 +1,4 @@
-//! Optimizers that need whole matrices, on models whose parameters are fragments.
+//! Optimizers that need whole matrices, on models whose parameters are shards.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -11,9 +11,9 @@ use burn::tensor::{Device, DispatchTensor, Tensor};
 use crate::error::{Error, ScheduleError};
 use crate::fully_shard::Fsdp;
 use crate::layout::{Mesh, Rank};
-use crate::module::{FsdpModule, Walk};
-use crate::module::{Place, Sharded};
-use crate::param_group::{Held, Unit};
+use crate::module::{FsdpModule, ParamVisitor};
+use crate::module::{ParamIndex, Sharded};
+use crate::param_group::{Placement, Unit};
 use crate::runtime::schedule::{Engine, Whole};
 
 /// Steps a sharded model with an optimizer that looks at a matrix as a whole, such as Burn's LAMB,
@@ -22,7 +22,7 @@ use crate::runtime::schedule::{Engine, Whole};
 ///
 /// Each sharded matrix has an owner, a rank of its shard group; owners are balanced by bytes, and
 /// follow from the layout alone. A step gathers a matrix and its gradient on the owner, updates it
-/// there with Burn's optimizer, and sends the fragments back. All owners step at once, each holding
+/// there with Burn's optimizer, and sends the shards back. All owners step at once, each holding
 /// one whole matrix and its gradient beside what it holds anyway. What every rank holds whole
 /// (vectors, and everything under `NO_SHARD`) is stepped by every rank alike.
 ///
@@ -94,9 +94,9 @@ impl WholeParam {
                 let MatrixStep { id, path, step, .. } = &steps[index];
                 step(&mut self.inner, &lr, *id, path, matrix, gradient)
             };
-            let fragments = engine.step_whole(wholes, &mut step)?;
-            for (MatrixStep { id, .. }, fragment) in steps.into_iter().zip(fragments) {
-                updated.extend(fragment.map(|fragment| (id, fragment)));
+            let shards = engine.step_whole(wholes, &mut step)?;
+            for (MatrixStep { id, .. }, shard) in steps.into_iter().zip(shards) {
+                updated.extend(shard.map(|shard| (id, shard)));
             }
         }
         Ok(model.map_module(|module| module.map(&mut Put { updated })))
@@ -108,7 +108,7 @@ impl WholeParam {
         let (units, mesh) = (model.engine.units(), model.mesh());
         let first = mesh.replica().index() * mesh.shard_size().size();
         let group: Vec<Rank> = mesh.world.ranks().skip(first).collect();
-        let path = |place: Place| units[place.unit].entries[place.entry].path.clone();
+        let path = |place: ParamIndex| units[place.unit].entries[place.entry].path.clone();
         let owners = owners(units, mesh).into_iter();
         owners.map(|(place, owner)| (path(place), group[owner])).collect()
     }
@@ -144,18 +144,18 @@ impl WholeParam {
 fn sharded_with_gradient<M: FsdpModule>(
     model: &Fsdp<M>,
     gradients: &GradientsParams,
-) -> Result<HashMap<ParamId, Place>, Error> {
+) -> Result<HashMap<ParamId, ParamIndex>, Error> {
     struct Find<'a> {
         units: &'a [Unit],
         gradients: &'a GradientsParams,
-        places: Vec<(ParamId, Place)>,
+        places: Vec<(ParamId, ParamIndex)>,
         lens: Vec<Option<usize>>,
     }
-    impl Walk for Find<'_> {
+    impl ParamVisitor for Find<'_> {
         fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             let Some(place) = Sharded::of(param).map(|sharded| sharded.place) else { return };
             let entry = &self.units[place.unit].entries[place.entry];
-            if matches!(entry.held, Held::Fragment(_)) {
+            if matches!(entry.held, Placement::Shard(_)) {
                 let gradient = self.gradients.get::<D>(param.id);
                 self.lens.push(gradient.map(|gradient| gradient.shape().num_elements()));
                 self.places.push((param.id, place));
@@ -164,7 +164,7 @@ fn sharded_with_gradient<M: FsdpModule>(
     }
     let (units, mesh) = (model.engine.units(), model.mesh());
     let mut find = Find { units, gradients, places: Vec::new(), lens: Vec::new() };
-    model.walk(&mut find);
+    model.visit_params(&mut find);
     let all = model.engine.exchange_gradients(find.lens)?;
     let mut found = HashMap::new();
     for (index, (id, place)) in find.places.into_iter().enumerate() {
@@ -175,7 +175,7 @@ fn sharded_with_gradient<M: FsdpModule>(
         let entry = &unit.entries[place.entry];
         let segment = entry.segment.expect("a sharded entry has a segment");
         for (rank, lens) in mesh.shard_size().ranks().zip(&all) {
-            let expected = unit.layout.fragment(segment, rank).len();
+            let expected = unit.layout.shard_of(segment, rank).len();
             if expected == 0 || lens[index] == Some(expected) {
                 continue;
             }
@@ -190,12 +190,12 @@ fn sharded_with_gradient<M: FsdpModule>(
 
 /// The owner of each sharded matrix, as a position in its shard group: the largest first, each to
 /// who has the fewest elements so far.
-pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<Place, usize> {
+pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<ParamIndex, usize> {
     let mut matrices = Vec::new();
     for (index, unit) in units.iter().enumerate() {
         for (entry, held) in unit.entries.iter().enumerate() {
-            if matches!(held.held, Held::Fragment(_)) {
-                matrices.push((Reverse(held.numel()), Place { unit: index, entry }));
+            if matches!(held.held, Placement::Shard(_)) {
+                matrices.push((Reverse(held.numel()), ParamIndex { unit: index, entry }));
             }
         }
     }
@@ -213,11 +213,11 @@ pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<Place, usize> {
 fn rounds(engine: &dyn Engine, matrices: Vec<Matrix>) -> Vec<Vec<(MatrixStep, Whole)>> {
     let (units, mesh) = (engine.units(), engine.mesh());
     let owners = owners(units, mesh);
-    let numel = |place: Place| units[place.unit].entries[place.entry].numel();
+    let numel = |place: ParamIndex| units[place.unit].entries[place.entry].numel();
     let mut queues: Vec<Vec<_>> = mesh.shard_size().ranks().map(|_| Vec::new()).collect();
-    for Matrix { place, step, fragment, gradient } in matrices {
+    for Matrix { place, step, shard, gradient } in matrices {
         let owner = owners[&place];
-        queues[owner].push((step, Whole { place, owner, fragment, gradient }));
+        queues[owner].push((step, Whole { place, owner, shard, gradient }));
     }
     let mut rounds: Vec<Vec<_>> = Vec::new();
     for mut queue in queues {
@@ -232,9 +232,9 @@ fn rounds(engine: &dyn Engine, matrices: Vec<Matrix>) -> Vec<Vec<(MatrixStep, Wh
 
 /// A matrix taken out of the model.
 struct Matrix {
-    place: Place,
+    place: ParamIndex,
     step: MatrixStep,
-    fragment: DispatchTensor,
+    shard: DispatchTensor,
     gradient: Option<DispatchTensor>,
 }
 
@@ -286,7 +286,7 @@ struct Take<'a> {
     optimizer: &'a mut ModuleOptimizer,
     lr: &'a ModuleLearningRate,
     gradients: &'a mut GradientsParams,
-    places: HashMap<ParamId, Place>,
+    places: HashMap<ParamId, ParamIndex>,
     path: Vec<String>,
     matrices: Vec<Matrix>,
 }
@@ -309,28 +309,28 @@ impl ModuleMapper for Take<'_> {
                 None => param,
             };
         };
-        let (id, fragment, mapper) = param.consume();
-        // What is gathered is not held twice: the model gets its new fragment at the end.
-        let empty = Tensor::<D>::zeros([1; D], &fragment.device().inner());
-        let empty = like(&fragment, empty);
+        let (id, shard, mapper) = param.consume();
+        // What is gathered is not held twice: the model gets its new shard at the end.
+        let empty = Tensor::<D>::zeros([1; D], &shard.device().inner());
+        let empty = like(&shard, empty);
         let step = MatrixStep { id, path: self.path.clone(), step: step_matrix::<D> };
-        let (fragment, gradient) = (fragment.into_dispatch(), gradient.map(Tensor::into_dispatch));
-        self.matrices.push(Matrix { place, step, fragment, gradient });
+        let (shard, gradient) = (shard.into_dispatch(), gradient.map(Tensor::into_dispatch));
+        self.matrices.push(Matrix { place, step, shard, gradient });
         Param::from_mapped_value(id, empty, mapper)
     }
 }
 
-/// Puts new fragments into a model.
+/// Puts new shards into a model.
 struct Put {
     updated: HashMap<ParamId, DispatchTensor>,
 }
 
 impl ModuleMapper for Put {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(fragment) = self.updated.remove(&param.id) else { return param };
+        let Some(shard) = self.updated.remove(&param.id) else { return param };
         let (id, old, mapper) = param.consume();
-        let fragment = like(&old, Tensor::from_dispatch(fragment));
-        Param::from_mapped_value(id, fragment, mapper)
+        let shard = like(&old, Tensor::from_dispatch(shard));
+        Param::from_mapped_value(id, shard, mapper)
     }
 }
 
@@ -401,17 +401,17 @@ mod tests {
     use super::*;
     use crate::layout::UnitLayout;
     use crate::layout::WorldSize;
-    use crate::param_group::Entry;
+    use crate::param_group::ParamSpec;
 
     fn unit(numels: &[usize], mesh: Mesh) -> Unit {
         let dtype = burn::tensor::DType::F32;
         let layout = UnitLayout::new(numels.iter().map(|&numel| (dtype, numel)), mesh.shard_size());
-        let entry = |(segment, &numel): (usize, &usize)| Entry {
+        let entry = |(segment, &numel): (usize, &usize)| ParamSpec {
             path: format!("weights.{segment}"),
             shape: vec![numel, 1],
             dtype,
             reduce_dtype: dtype,
-            held: Held::Fragment(layout.fragment(segment, mesh.shard_rank())),
+            held: Placement::Shard(layout.shard_of(segment, mesh.shard_rank())),
             segment: Some(segment),
         };
         let entries = numels.iter().enumerate().map(entry).collect();

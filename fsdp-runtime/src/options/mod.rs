@@ -188,7 +188,7 @@ impl FsdpOptions {
     }
 
     /// Whether one rank alone initialises a parameter that is not yet, where weights are broadcast:
-    /// the other ranks never allocate more than their fragments and what is on its way. That rank is
+    /// the other ranks never allocate more than their shards and what is on its way. That rank is
     /// rank 0; under a [`seed`](Self::seed) processes whose ranks have more than one thread share the
     /// parameters out, each of which must then be able to initialise any. On by default.
     /// Without [`sync_module_states`](Self::sync_module_states) every rank initialises all of them,
@@ -204,7 +204,7 @@ impl FsdpOptions {
         self
     }
 
-    /// Whether no rank initialises any parameter, because all are loaded next: fragments are made
+    /// Whether no rank initialises any parameter, because all are loaded next: shards are made
     /// from shapes alone, and what a parameter already holds is dropped. Until it is loaded, using
     /// it is the error [`ScheduleError::NotLoaded`](crate::ScheduleError::NotLoaded). PyTorch's
     /// start on the meta device.
@@ -222,7 +222,7 @@ impl FsdpOptions {
     }
 
     /// The options that all ranks must have alike, a line each.
-    pub(crate) fn lines(&self) -> Vec<String> {
+    pub(crate) fn fingerprint_lines(&self) -> Vec<String> {
         // The ids of ignored parameters are each process's own.
         let Self {
             strategy,

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::backend::Rest;
+use crate::backend::StorageDevice;
 use crate::error::ShardError;
 use crate::module::UnitType;
 
@@ -135,8 +135,8 @@ pub enum WrapPolicy {
 /// [`Fsdp::accumulate`](crate::Fsdp::accumulate) does with each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum GradientAccumulation {
-    /// Each is reduced, and its fragments are added up: a reduce-scatter a unit and micro-batch, under
-    /// the hybrid strategies an all-reduce too, and no memory beyond the fragments' gradients.
+    /// Each is reduced, and its shards are added up: a reduce-scatter a unit and micro-batch, under
+    /// the hybrid strategies an all-reduce too, and no memory beyond the shards' gradients.
     #[default]
     ReduceEach,
     /// They are added up unsharded and reduced once, with the last (PyTorch's `no_sync`): costs the
@@ -155,24 +155,24 @@ pub enum OffloadPolicy {
     #[default]
     None,
     /// Parameters, reduced gradients and optimizer state (PyTorch's `CPUOffloadPolicy`). A unit's
-    /// fragments are copied to the device for every all-gather, in the parameters' type.
+    /// shards are copied to the device for every all-gather, in the parameters' type.
     Params {
         /// Whether what is copied to the device is first put in pages that stay in place, which
         /// devices read faster; copies back to the host are not.
         pin_memory: bool,
     },
-    /// The same, but a copy of this rank's fragments stays on the device from forward to backward:
+    /// The same, but a copy of this rank's shards stays on the device from forward to backward:
     /// they cross over once a step (ZeRO-Offload of the optimizer's state and the f32 parameters).
     OptimizerOnly,
 }
 
 impl OffloadPolicy {
     /// Where parameters rest.
-    pub(crate) const fn rest(self) -> Rest {
+    pub(crate) const fn rest(self) -> StorageDevice {
         match self {
-            Self::None => Rest::Device,
-            Self::Params { pin_memory } => Rest::Host { pinned: pin_memory },
-            Self::OptimizerOnly => Rest::Host { pinned: true },
+            Self::None => StorageDevice::Device,
+            Self::Params { pin_memory } => StorageDevice::Host { pinned: pin_memory },
+            Self::OptimizerOnly => StorageDevice::Host { pinned: true },
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Mixed precision: the types in which parameters are gathered and computed with, gradients are
 //! reduced, and outputs leave.
 //!
-//! Fragments, gradients as the optimizer sees them and its state stay in f32 whatever the policy:
-//! what is cast is this rank's fragment, before it is sent, so that half the bytes travel and half
+//! Shards, gradients as the optimizer sees them and its state stay in f32 whatever the policy:
+//! what is cast is this rank's shard, before it is sent, so that half the bytes travel and half
 //! the bytes lie in the gather buffers.
 
 use burn::tensor::{DType, Device, FloatDType};

@@ -12,7 +12,7 @@ use crate::layout::Mesh;
 use crate::module::FsdpModule;
 use crate::options::{FsdpOptions, GradientAccumulation, OffloadPolicy, ReshardAfterForward};
 use crate::param_group::plan::Plan;
-use crate::param_group::{Unit, slot_plan};
+use crate::param_group::{Unit, gather_buffer_plan};
 
 /// Bytes that one rank will hold at most, by kind, while it trains. The kinds are those of
 /// [`Memory`](crate::Memory), and activations, which are Burn's and can only be estimated by who
@@ -20,8 +20,8 @@ use crate::param_group::{Unit, slot_plan};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct MemoryForecast {
-    /// Fragments of sharded parameters.
-    pub fragments: usize,
+    /// Shards of sharded parameters.
+    pub shards: usize,
     /// Parameters that every rank holds whole.
     pub replicated: usize,
     /// The buffers that parameters are gathered in, and what is cast or copied to be sent there.
@@ -46,8 +46,8 @@ pub struct MemoryForecast {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub struct HostForecast {
-    /// Fragments of sharded parameters.
-    pub fragments: usize,
+    /// Shards of sharded parameters.
+    pub shards: usize,
     /// Parameters that every rank holds whole.
     pub replicated: usize,
     /// Reduced gradients.
@@ -63,7 +63,7 @@ impl HostForecast {
     /// Every kind with its name, the total last.
     pub const fn kinds(&self) -> [(&'static str, usize); 6] {
         [
-            ("fragments", self.fragments),
+            ("shards", self.shards),
             ("replicated", self.replicated),
             ("gradients", self.gradients),
             ("optimizer", self.optimizer),
@@ -74,7 +74,7 @@ impl HostForecast {
 
     /// All of them together.
     pub const fn total(&self) -> usize {
-        self.fragments + self.replicated + self.gradients + self.optimizer + self.activations
+        self.shards + self.replicated + self.gradients + self.optimizer + self.activations
     }
 }
 
@@ -96,16 +96,16 @@ impl MemoryForecast {
         let reshard = options.reshard(mesh)?;
         let units = Plan::new(module, mesh, options)?.units;
         let held = units.iter().map(Unit::held_bytes);
-        let (fragments, replicated) =
-            held.fold((0, 0), |(a, b), (fragments, replicated)| (a + fragments, b + replicated));
+        let (shards, replicated) =
+            held.fold((0, 0), |(a, b), (shards, replicated)| (a + shards, b + replicated));
         let offloaded = options.offload != OffloadPolicy::None;
         let gradients = Gradients::of(&units, offloaded);
         let (on_device, on_host) = gradients.once();
         let on_device_alone = |bytes| if offloaded { 0 } else { bytes };
         Ok(Self {
-            fragments: match options.offload {
+            shards: match options.offload {
                 OffloadPolicy::OptimizerOnly => units.iter().map(Unit::sent_bytes).sum(),
-                _ => on_device_alone(fragments),
+                _ => on_device_alone(shards),
             },
             replicated: match offloaded {
                 true => copied(&units, ring(&units, reshard, options.slots)),
@@ -118,12 +118,12 @@ impl MemoryForecast {
             host: match offloaded {
                 true => {
                     let host = HostForecast::default();
-                    HostForecast { fragments, replicated, gradients: on_host, ..host }
+                    HostForecast { shards, replicated, gradients: on_host, ..host }
                 }
                 false => HostForecast::default(),
             },
             accumulated: gradients.accumulated(options.gradient_accumulation),
-            stepped: fragments + replicated,
+            stepped: shards + replicated,
             offloaded,
         })
     }
@@ -162,7 +162,7 @@ impl MemoryForecast {
     /// Every kind with its name, the total last, of the device alone.
     pub const fn kinds(&self) -> [(&'static str, usize); 7] {
         [
-            ("fragments", self.fragments),
+            ("shards", self.shards),
             ("replicated", self.replicated),
             ("gathered", self.gathered),
             ("gradients", self.gradients),
@@ -174,7 +174,7 @@ impl MemoryForecast {
 
     /// All of them together, of the device alone.
     pub const fn total(&self) -> usize {
-        self.fragments
+        self.shards
             + self.replicated
             + self.gathered
             + self.gradients
@@ -293,14 +293,14 @@ fn copied(units: &[Unit], ring: usize) -> usize {
 
 /// Bytes of the buffers, as the schedule allocates them.
 fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
-    let mut buffers = slot_plan(units, ring(units, reshard, slots)).slots;
+    let mut buffers = gather_buffer_plan(units, ring(units, reshard, slots)).slots;
     if let ReshardAfterForward::To(size) = reshard {
         buffers.extend(units.iter().flat_map(|unit| unit.parts(size)));
     }
     buffers.iter().map(|(numel, dtype)| numel * dtype.size()).sum()
 }
 
-/// Bytes of the fragments that are made to be sent, of the unit that has the most: one all-gather runs
+/// Bytes of the shards that are made to be sent, of the unit that has the most: one all-gather runs
 /// after the other.
 fn sending(units: &[Unit], offload: OffloadPolicy) -> usize {
     let of = |unit: &Unit| unit.sending_bytes(offload != OffloadPolicy::None);
@@ -377,7 +377,7 @@ impl Gradients {
     }
 
     /// The most while full gradients of all units are held, or, where more, what the last pass has
-    /// while it reduces one unit after the other: fragments in f32 may be larger than full gradients in
+    /// while it reduces one unit after the other: shards in f32 may be larger than full gradients in
     /// half precision.
     fn all_held(&self) -> usize {
         let mut now: usize = self.held.iter().sum();

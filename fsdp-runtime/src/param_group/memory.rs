@@ -8,7 +8,7 @@ use burn::tensor::Device;
 /// Bytes of one kind on one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Held at present.
+    /// Placement at present.
     pub now: usize,
     /// The most held at once since the model was sharded.
     pub peak: usize,
@@ -18,8 +18,8 @@ pub struct Usage {
 /// units are Burn's, and not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Fragments of sharded parameters.
-    pub fragments: Usage,
+    /// Shards of sharded parameters.
+    pub shards: Usage,
     /// Parameters that every rank holds whole; where they rest on the host, copies for the units that
     /// are unsharded.
     pub replicated: Usage,
@@ -41,7 +41,7 @@ impl Memory {
     /// Every kind with its name, the total last.
     pub const fn kinds(&self) -> [(&'static str, Usage); 7] {
         [
-            ("fragments", self.fragments),
+            ("shards", self.shards),
             ("replicated", self.replicated),
             ("gathered", self.gathered),
             ("gradients", self.gradients),
@@ -96,15 +96,15 @@ impl DeviceUsage {
 
 /// A kind of [`Memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
-    Fragments,
+pub(crate) enum MemoryKind {
+    Shards,
     Replicated,
     /// Copies of the same on the device, of units that are unsharded.
     Copied,
-    /// Copies of fragments that the device keeps for backward.
+    /// Copies of shards that the device keeps for backward.
     Sent,
     Gathered,
-    /// Fragments in the type and on the device that they are sent in and from.
+    /// Shards in the type and on the device that they are sent in and from.
     Sending,
     /// Full gradients.
     Gradients,
@@ -120,7 +120,7 @@ pub(crate) enum Use {
 
 /// The running counts of the device and of the host.
 #[derive(Debug, Default)]
-pub(crate) struct Ledger {
+pub(crate) struct MemoryTracker {
     device: Mutex<Memory>,
     host: Mutex<Memory>,
     /// What rests between uses is on the host.
@@ -134,25 +134,25 @@ fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
 /// Bytes counted until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Counted {
-    ledger: Arc<Ledger>,
-    kind: Use,
+    tracker: Arc<MemoryTracker>,
+    kind: MemoryKind,
     bytes: usize,
 }
 
 impl Counted {
-    pub(crate) fn new(ledger: &Arc<Ledger>, kind: Use, bytes: usize) -> Self {
-        ledger.take(kind, bytes);
-        Self { ledger: ledger.clone(), kind, bytes }
+    pub(crate) fn new(tracker: &Arc<MemoryTracker>, kind: MemoryKind, bytes: usize) -> Self {
+        tracker.take(kind, bytes);
+        Self { tracker: tracker.clone(), kind, bytes }
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.ledger.give_back(self.kind, self.bytes);
+        self.tracker.give_back(self.kind, self.bytes);
     }
 }
 
-impl Ledger {
+impl MemoryTracker {
     /// Empty counts; `offloaded` says that what rests between uses is on the host.
     pub(crate) fn new(offloaded: bool) -> Self {
         Self { offloaded, ..Self::default() }
@@ -169,40 +169,42 @@ impl Ledger {
     }
 
     /// `bytes` more.
-    pub(crate) fn take(&self, kind: Use, bytes: usize) {
+    pub(crate) fn take(&self, kind: MemoryKind, bytes: usize) {
         self.change(kind, |now| now + bytes);
     }
 
     /// `bytes` less.
-    pub(crate) fn give_back(&self, kind: Use, bytes: usize) {
+    pub(crate) fn give_back(&self, kind: MemoryKind, bytes: usize) {
         self.change(kind, |now| now.saturating_sub(bytes));
     }
 
     /// `bytes` in all.
-    pub(crate) fn set(&self, kind: Use, bytes: usize) {
+    pub(crate) fn set(&self, kind: MemoryKind, bytes: usize) {
         self.change(kind, |_| bytes);
     }
 
-    fn change(&self, kind: Use, change: impl FnOnce(usize) -> usize) {
+    fn change(&self, kind: MemoryKind, change: impl FnOnce(usize) -> usize) {
         let rests = !matches!(
             kind,
-            Use::Copied
-                | Use::Sent
-                | Use::Gathered
-                | Use::Sending
-                | Use::Gradients
-                | Use::Reducing
-                | Use::Activations
+            MemoryKind::Copied
+                | MemoryKind::Sent
+                | MemoryKind::Gathered
+                | MemoryKind::Sending
+                | MemoryKind::Gradients
+                | MemoryKind::Reducing
+                | MemoryKind::Activations
         );
-        let on_host = kind == Use::Stowed || self.offloaded && rests;
+        let on_host = kind == MemoryKind::Stowed || self.offloaded && rests;
         let mut memory = lock(if on_host { &self.host } else { &self.device });
         let usage = match kind {
-            Use::Fragments | Use::Sent => &mut memory.fragments,
-            Use::Replicated | Use::Copied => &mut memory.replicated,
-            Use::Gathered | Use::Sending => &mut memory.gathered,
-            Use::Gradients | Use::Reducing | Use::Reduced => &mut memory.gradients,
-            Use::Activations | Use::Stowed => &mut memory.activations,
-            Use::Optimizer => &mut memory.optimizer,
+            MemoryKind::Shards | MemoryKind::Sent => &mut memory.shards,
+            MemoryKind::Replicated | MemoryKind::Copied => &mut memory.replicated,
+            MemoryKind::Gathered | MemoryKind::Sending => &mut memory.gathered,
+            MemoryKind::Gradients | MemoryKind::Reducing | MemoryKind::Reduced => {
+                &mut memory.gradients
+            }
+            MemoryKind::Activations | MemoryKind::Stowed => &mut memory.activations,
+            MemoryKind::Optimizer => &mut memory.optimizer,
         };
         usage.now = change(usage.now);
         usage.peak = usage.peak.max(usage.now);
@@ -218,41 +220,45 @@ mod tests {
 
     #[test]
     fn the_peak_of_the_total_is_of_one_moment() {
-        let ledger = Ledger::default();
-        ledger.take(Use::Gathered, 10);
-        ledger.give_back(Use::Gathered, 10);
-        ledger.take(Use::Gradients, 7);
-        let memory = ledger.device();
+        let tracker = MemoryTracker::default();
+        tracker.take(MemoryKind::Gathered, 10);
+        tracker.give_back(MemoryKind::Gathered, 10);
+        tracker.take(MemoryKind::Gradients, 7);
+        let memory = tracker.device();
         assert_eq!(memory.gathered, Usage { now: 0, peak: 10 });
         assert_eq!(memory.total, Usage { now: 7, peak: 10 });
-        ledger.set(Use::Optimizer, 20);
-        assert_eq!(ledger.device().total, Usage { now: 27, peak: 27 });
-        assert!(ledger.device().to_string().contains("gradients"));
-        assert_eq!(ledger.host(), Memory::default());
+        tracker.set(MemoryKind::Optimizer, 20);
+        assert_eq!(tracker.device().total, Usage { now: 27, peak: 27 });
+        assert!(tracker.device().to_string().contains("gradients"));
+        assert_eq!(tracker.host(), Memory::default());
     }
 
     #[test]
     fn what_rests_is_counted_where_it_rests() {
-        let ledger = Ledger::new(true);
-        for kind in [Use::Fragments, Use::Replicated, Use::Reduced, Use::Optimizer] {
-            ledger.take(kind, 1);
+        let tracker = MemoryTracker::new(true);
+        for kind in
+            [MemoryKind::Shards, MemoryKind::Replicated, MemoryKind::Reduced, MemoryKind::Optimizer]
+        {
+            tracker.take(kind, 1);
         }
-        for kind in [Use::Copied, Use::Sent, Use::Gathered, Use::Gradients] {
-            ledger.take(kind, 100);
+        for kind in
+            [MemoryKind::Copied, MemoryKind::Sent, MemoryKind::Gathered, MemoryKind::Gradients]
+        {
+            tracker.take(kind, 100);
         }
-        assert_eq!((ledger.host().total.now, ledger.device().total.now), (4, 400));
-        let ledger = Ledger::new(false);
-        ledger.take(Use::Stowed, 5);
-        assert_eq!((ledger.host().activations.now, ledger.device().total.now), (5, 0));
+        assert_eq!((tracker.host().total.now, tracker.device().total.now), (4, 400));
+        let tracker = MemoryTracker::new(false);
+        tracker.take(MemoryKind::Stowed, 5);
+        assert_eq!((tracker.host().activations.now, tracker.device().total.now), (5, 0));
     }
 
     #[test]
     fn what_is_dropped_is_given_back() {
-        let ledger = Arc::new(Ledger::default());
-        let kept = [3, 4].map(|bytes| Counted::new(&ledger, Use::Activations, bytes));
-        assert_eq!(ledger.device().activations, Usage { now: 7, peak: 7 });
+        let tracker = Arc::new(MemoryTracker::default());
+        let kept = [3, 4].map(|bytes| Counted::new(&tracker, MemoryKind::Activations, bytes));
+        assert_eq!(tracker.device().activations, Usage { now: 7, peak: 7 });
         drop(kept);
-        assert_eq!(ledger.device().activations, Usage { now: 0, peak: 7 });
+        assert_eq!(tracker.device().activations, Usage { now: 0, peak: 7 });
     }
 
     #[cfg(all(feature = "cpu", feature = "flex"))]

@@ -6,4 +6,4 @@ pub(crate) mod plan;
 mod unit;
 pub(crate) mod wrapping;
 
-pub(crate) use self::unit::{Entry, Held, Unit, slot_plan};
+pub(crate) use self::unit::{ParamSpec, Placement, Unit, gather_buffer_plan};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 
-use crate::backend::gather_buffer::SlotPlan;
+use crate::backend::gather_buffer::GatherBufferPlan;
 use crate::collectives::Reduce;
 use crate::layout::Mesh;
 use crate::layout::UnitLayout;
@@ -15,20 +15,20 @@ use crate::options::Precision;
 
 /// How a parameter is held between steps.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Held {
-    /// As this rank's fragment, the given elements of the flattened parameter.
-    Fragment(Range<usize>),
+pub(crate) enum Placement {
+    /// As this rank's shard, the given elements of the flattened parameter.
+    Shard(Range<usize>),
     /// Whole, on every rank: vectors, small matrices, and everything under `NO_SHARD`.
-    Whole,
+    Replicated,
     /// Whole, and each rank's own: an ignored parameter or a running statistic, which is of no unit.
-    Own,
+    PerRank,
     /// Not at all: the entry it is tied to holds it.
     TiedTo(usize),
 }
 
 /// One parameter of a unit.
 #[derive(Clone, Debug)]
-pub(crate) struct Entry {
+pub(crate) struct ParamSpec {
     /// Its module path.
     pub(crate) path: String,
     /// Its full shape.
@@ -38,13 +38,13 @@ pub(crate) struct Entry {
     /// The type that its gradient travels in when it is reduced.
     pub(crate) reduce_dtype: DType,
     /// How it is held.
-    pub(crate) held: Held,
+    pub(crate) held: Placement,
     /// Its matrix's number in the unit's layout; also under `NO_SHARD`, where it says in which order
     /// the gradient norm is summed.
     pub(crate) segment: Option<usize>,
 }
 
-impl Entry {
+impl ParamSpec {
     /// Elements of the full parameter.
     pub(crate) fn numel(&self) -> usize {
         self.shape.iter().product()
@@ -53,16 +53,16 @@ impl Entry {
     /// Elements this rank holds, in elements of the flattened parameter.
     pub(crate) fn range(&self) -> Range<usize> {
         match &self.held {
-            Held::Fragment(range) => range.clone(),
-            Held::Whole | Held::Own => 0..self.numel(),
-            Held::TiedTo(_) => 0..0,
+            Placement::Shard(range) => range.clone(),
+            Placement::Replicated | Placement::PerRank => 0..self.numel(),
+            Placement::TiedTo(_) => 0..0,
         }
     }
 
-    /// The shape of the base: a fragment keeps the rank of its parameter, and an empty one is one
+    /// The shape of the base: a shard keeps the rank of its parameter, and an empty one is one
     /// element that never gets a gradient.
     pub(crate) fn base_shape(&self) -> Vec<usize> {
-        if matches!(self.held, Held::Whole | Held::Own) {
+        if matches!(self.held, Placement::Replicated | Placement::PerRank) {
             return self.shape.clone();
         }
         let mut shape = vec![1; self.shape.len()];
@@ -72,7 +72,7 @@ impl Entry {
 
     /// What this rank keeps of the reduced gradient, which travels as `dtype`.
     pub(crate) fn reduce(&self, dtype: DType) -> Reduce {
-        let segment = self.segment.filter(|_| matches!(self.held, Held::Fragment(_)));
+        let segment = self.segment.filter(|_| matches!(self.held, Placement::Shard(_)));
         Reduce { range: self.range(), shape: self.base_shape(), segment, dtype }
     }
 }
@@ -91,10 +91,10 @@ pub(crate) struct Unit {
     /// Whether a field makes it a unit, not its type.
     pub(crate) field: bool,
     /// Its parameters, in layout order.
-    pub(crate) entries: Vec<Entry>,
+    pub(crate) entries: Vec<ParamSpec>,
     /// Where its matrices lie.
     pub(crate) layout: UnitLayout,
-    /// Whether it holds fragments, and so needs buffers to gather them in.
+    /// Whether it holds shards, and so needs buffers to gather them in.
     pub(crate) gathers: bool,
     /// What types its inputs and outputs take.
     pub(crate) precision: Precision,
@@ -131,36 +131,36 @@ impl Unit {
 
     /// Elements of its full parameters; tied ones belong to the place that owns them.
     pub(crate) fn num_params(&self) -> usize {
-        self.owned().map(Entry::numel).sum()
+        self.owned().map(ParamSpec::numel).sum()
     }
 
     /// Its entries but for those that another one holds.
-    fn owned(&self) -> impl Iterator<Item = &Entry> {
-        self.entries.iter().filter(|entry| !matches!(entry.held, Held::TiedTo(_)))
+    fn owned(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.entries.iter().filter(|entry| !matches!(entry.held, Placement::TiedTo(_)))
     }
 
     /// Bytes of its full gradients as they arrive, and as they are reduced or held until then.
     pub(crate) fn gradient_bytes(&self) -> (usize, usize) {
-        let bytes = |of: fn(&Entry) -> DType| {
+        let bytes = |of: fn(&ParamSpec) -> DType| {
             self.owned().map(|entry| entry.numel() * of(entry).size()).sum()
         };
         (bytes(|entry| entry.dtype), bytes(|entry| entry.reduce_dtype))
     }
 
-    /// Bytes of this rank's fragments in the types in which they are sent.
+    /// Bytes of this rank's shards in the types in which they are sent.
     pub(crate) fn sent_bytes(&self) -> usize {
-        let sharded = |entry: &&Entry| matches!(entry.held, Held::Fragment(_));
+        let sharded = |entry: &&ParamSpec| matches!(entry.held, Placement::Shard(_));
         let sent = self.entries.iter().filter(sharded);
         sent.map(|entry| entry.range().len() * entry.dtype.size()).sum()
     }
 
-    /// Bytes of the fragments that are cast or copied to be sent, in the all-gather of this unit that
+    /// Bytes of the shards that are cast or copied to be sent, in the all-gather of this unit that
     /// has the most; `offloaded` says that they rest on the host.
     pub(crate) fn sending_bytes(&self, offloaded: bool) -> usize {
         let mut bytes = vec![0; self.layout.ranges().len()];
         for (at, entry) in self.entries.iter().enumerate() {
             let made = offloaded || entry.dtype != DType::F32;
-            if made && matches!(entry.held, Held::Fragment(_)) {
+            if made && matches!(entry.held, Placement::Shard(_)) {
                 bytes[self.gathered_at(at).0] += entry.range().len() * entry.dtype.size();
             }
         }
@@ -169,41 +169,41 @@ impl Unit {
 
     /// Bytes of what every rank holds whole, in the types in which it is computed with.
     pub(crate) fn whole_bytes(&self) -> usize {
-        let whole = self.entries.iter().filter(|entry| entry.held == Held::Whole);
+        let whole = self.entries.iter().filter(|entry| entry.held == Placement::Replicated);
         whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
     }
 
-    /// Bytes that this rank holds of it between steps: fragments, and what is replicated.
+    /// Bytes that this rank holds of it between steps: shards, and what is replicated.
     pub(crate) fn held_bytes(&self) -> (usize, usize) {
-        let bytes = |entry: &Entry| entry.range().len() * size_of::<f32>();
-        let (mut fragments, mut replicated) = (0, 0);
+        let bytes = |entry: &ParamSpec| entry.range().len() * size_of::<f32>();
+        let (mut shards, mut replicated) = (0, 0);
         for entry in &self.entries {
             match entry.held {
-                Held::Fragment(_) => fragments += bytes(entry),
+                Placement::Shard(_) => shards += bytes(entry),
                 _ => replicated += bytes(entry),
             }
         }
-        (fragments, replicated)
+        (shards, replicated)
     }
 
     /// The entry that holds an entry's values: itself, unless tied.
     pub(crate) fn holder(&self, entry: usize) -> usize {
         match self.entries[entry].held {
-            Held::TiedTo(first) => first,
+            Placement::TiedTo(first) => first,
             _ => entry,
         }
     }
 
     /// The parts of an entry's gradient whose squares `mesh.rank` sums up for the norm, and the
-    /// shard's rank each belongs to: one's own fragment, or, of a whole matrix, every rank's.
+    /// shard's rank each belongs to: one's own shard, or, of a whole matrix, every rank's.
     pub(crate) fn norm_ranges(&self, entry: usize, mesh: Mesh) -> Vec<(usize, Range<usize>)> {
         let entry = &self.entries[entry];
         match (&entry.held, entry.segment) {
-            (Held::Fragment(range), _) => vec![(mesh.shard_rank().index(), 0..range.len())],
-            (Held::Whole, Some(segment)) => mesh
+            (Placement::Shard(range), _) => vec![(mesh.shard_rank().index(), 0..range.len())],
+            (Placement::Replicated, Some(segment)) => mesh
                 .shard_size()
                 .ranks()
-                .map(|rank| (rank.index(), self.layout.fragment(segment, rank)))
+                .map(|rank| (rank.index(), self.layout.shard_of(segment, rank)))
                 .collect(),
             _ => Vec::new(),
         }
@@ -211,7 +211,7 @@ impl Unit {
 }
 
 /// The buffers of a model, `ring` to a nesting level.
-pub(crate) fn slot_plan(units: &[Unit], ring: usize) -> SlotPlan {
+pub(crate) fn gather_buffer_plan(units: &[Unit], ring: usize) -> GatherBufferPlan {
     let buffers: Vec<_> = units.iter().map(|unit| (unit.level, unit.buffers())).collect();
-    SlotPlan::new(&buffers, ring)
+    GatherBufferPlan::new(&buffers, ring)
 }

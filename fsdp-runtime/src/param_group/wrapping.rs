@@ -32,13 +32,13 @@ pub struct Wrapping {
 impl Wrapping {
     pub(crate) fn new(units: &[Unit]) -> Self {
         let wrapped = |unit: &Unit| {
-            let (fragments, replicated) = unit.held_bytes();
+            let (shards, replicated) = unit.held_bytes();
             WrappedUnit {
                 path: unit.path.clone(),
                 ty: unit.ty,
                 level: unit.level,
                 num_params: unit.num_params(),
-                sharded_bytes: fragments + replicated,
+                sharded_bytes: shards + replicated,
                 unsharded_bytes: unit.unsharded_bytes(),
             }
         };

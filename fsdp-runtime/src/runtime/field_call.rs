@@ -33,7 +33,7 @@ impl FieldCall {
         let mut owner = Owner::None;
         module.visit(&mut owner);
         let unit = match owner {
-            // Outside of any hooked forward nobody has read the fragments.
+            // Outside of any hooked forward nobody has read the shards.
             Owner::Unit(runtime, unit) if runtime.is_field_unit(unit) && runtime.is_open() => {
                 Some((runtime, unit))
             }

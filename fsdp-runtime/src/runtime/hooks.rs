@@ -7,7 +7,9 @@ use burn::module::{Module, Param};
 use burn::tensor::{DispatchTensor, Tensor};
 
 use crate::error::raise;
-use crate::module::{CallId, FsdpModule, FsdpUnit, Kind, Runtime, Sharded, UnitValue, Walk};
+use crate::module::{
+    CallId, FsdpModule, FsdpUnit, Kind, ParamVisitor, Runtime, Sharded, UnitValue,
+};
 
 /// The tracked tensors among a forward's inputs.
 #[derive(Debug, Default)]
@@ -41,7 +43,7 @@ impl Drop for Call {
 pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) -> Call {
     let Some(unit) = find(module) else { return Call(None) };
     if !unit.runtime.is_open() {
-        module.walk(&mut Collect(&*unit.runtime));
+        module.visit_params(&mut Collect(&*unit.runtime));
     }
     let mut tensors = Inputs::default();
     inputs(&mut tensors);
@@ -73,14 +75,14 @@ pub(crate) fn finish<O: UnitValue>(mut call: Call, output: O) -> O {
 /// A unit found through its parameters.
 struct Found {
     runtime: Arc<dyn Runtime>,
-    place: crate::module::Place,
+    place: crate::module::ParamIndex,
 }
 
 /// The unit a module is, through its first parameter; a root that has only units below it is unit 0
 /// of the model they belong to.
 fn find<M: FsdpUnit>(module: &M) -> Option<Found> {
     let mut own = Probe { nested: false, found: None };
-    module.walk(&mut own);
+    module.visit_params(&mut own);
     if own.found.is_some() {
         return own.found;
     }
@@ -88,7 +90,7 @@ fn find<M: FsdpUnit>(module: &M) -> Option<Found> {
         return None;
     }
     let mut below = Probe { nested: true, found: None };
-    module.walk(&mut below);
+    module.visit_params(&mut below);
     let mut found = below.found?;
     found.place.unit = 0;
     Some(found)
@@ -99,7 +101,7 @@ struct Probe {
     found: Option<Found>,
 }
 
-impl Walk for Probe {
+impl ParamVisitor for Probe {
     fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
         self.nested && self.found.is_none()
     }
@@ -117,10 +119,10 @@ impl Walk for Probe {
     }
 }
 
-/// Copy-in, first half: reads the fragments of a module and of all units below it.
+/// Copy-in, first half: reads the shards of a module and of all units below it.
 pub(crate) struct Collect<'a>(pub(crate) &'a dyn Runtime);
 
-impl Walk for Collect<'_> {
+impl ParamVisitor for Collect<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(sharded) = Sharded::of(param) {
             self.0.collect(sharded.place, param.base().into_dispatch());

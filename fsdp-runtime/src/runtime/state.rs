@@ -2,16 +2,16 @@
 
 use std::sync::{Arc, OnceLock};
 
-use crate::backend::{Float, Leaf, ShardBackend, Stored, Tracked};
+use crate::backend::{Float, Leaf, ShardBackend, StoredTensor, Tracked};
 use crate::collectives::comm::Work;
-use crate::module::{CallId, Place};
+use crate::module::{CallId, ParamIndex};
 use crate::param_group::memory::Counted;
 use crate::runtime::recompute::{KeptCall, KeptInput};
 
 /// Where a unit's matrices are.
 #[derive(Debug, Default)]
-pub(crate) enum Residency {
-    /// In fragments alone.
+pub(crate) enum ShardState {
+    /// In shards alone.
     #[default]
     Sharded,
     /// On their way into the unit's slots.
@@ -20,11 +20,11 @@ pub(crate) enum Residency {
     Unsharded,
 }
 
-/// A fragment read from the module.
+/// A shard read from the module.
 #[derive(Debug)]
-pub(crate) struct Fragment<B: ShardBackend> {
+pub(crate) struct LocalShard<B: ShardBackend> {
     /// Its elements, in f32.
-    pub(crate) value: Stored<B>,
+    pub(crate) value: StoredTensor<B>,
     /// Its autodiff leaf, where it has one.
     pub(crate) leaf: Option<Leaf<B>>,
     /// What it is on the device, where it rests on the host: what it was sent as, where that is kept
@@ -32,13 +32,13 @@ pub(crate) struct Fragment<B: ShardBackend> {
     pub(crate) on_device: Arc<OnceLock<Float<B>>>,
 }
 
-impl<B: ShardBackend> Fragment<B> {
-    pub(crate) fn new(value: Stored<B>, leaf: Option<Leaf<B>>) -> Self {
+impl<B: ShardBackend> LocalShard<B> {
+    pub(crate) fn new(value: StoredTensor<B>, leaf: Option<Leaf<B>>) -> Self {
         Self { value, leaf, on_device: Arc::default() }
     }
 }
 
-impl<B: ShardBackend> Clone for Fragment<B> {
+impl<B: ShardBackend> Clone for LocalShard<B> {
     fn clone(&self) -> Self {
         let Self { value, leaf, on_device } = self;
         Self { value: value.clone(), leaf: leaf.clone(), on_device: on_device.clone() }
@@ -53,9 +53,9 @@ fn none<T>(len: usize) -> Vec<Option<T>> {
 #[derive(Debug)]
 pub(crate) struct UnitState<B: ShardBackend> {
     /// Where its matrices are.
-    pub(crate) residency: Residency,
+    pub(crate) shard_state: ShardState,
     /// What the module held when it was last read; gathered from in forward and backward alike.
-    pub(crate) fragments: Vec<Option<Fragment<B>>>,
+    pub(crate) shards: Vec<Option<LocalShard<B>>>,
     /// The forwards under way, outermost first.
     pub(crate) forwards: Vec<CallId>,
     /// How many of its calls are between `pre_backward` and `post_backward`.
@@ -65,7 +65,7 @@ pub(crate) struct UnitState<B: ShardBackend> {
     /// Bytes of what was copied to the device with it.
     pub(crate) copied: usize,
     /// Reduced gradients, as they are handed to the optimizer.
-    pub(crate) reduced: Vec<Option<Stored<B>>>,
+    pub(crate) reduced: Vec<Option<StoredTensor<B>>>,
     /// Full gradients of earlier micro-batches, where they are held unsharded.
     pub(crate) held: Vec<Option<Float<B>>>,
     /// Whether this rank keeps a part of its gathered parameters, for the backward to gather from.
@@ -75,8 +75,8 @@ pub(crate) struct UnitState<B: ShardBackend> {
 impl<B: ShardBackend> UnitState<B> {
     pub(crate) fn new(entries: usize) -> Self {
         Self {
-            residency: Residency::Sharded,
-            fragments: none(entries),
+            shard_state: ShardState::Sharded,
+            shards: none(entries),
             forwards: Vec::new(),
             backwards: 0,
             prefetched: false,
@@ -99,7 +99,7 @@ pub(crate) struct Call<B: ShardBackend> {
     /// The unit.
     pub(crate) unit: usize,
     /// Inputs that order its gathers; kept during forward only.
-    pub(crate) anchors: Vec<Tracked<B>>,
+    pub(crate) ordering_inputs: Vec<Tracked<B>>,
     /// The id of the input recorded last, and of the output: ids are given in order of recording.
     pub(crate) span: (Option<u64>, Option<u64>),
     /// Gathers recorded whose gradient has not arrived.
@@ -113,7 +113,7 @@ pub(crate) struct Call<B: ShardBackend> {
     /// Whether it used a gathered parameter that has no gradient: ops that read it may run backward
     /// after the last gradient has arrived.
     pub(crate) reads_frozen: bool,
-    /// Held by the ops of its graph.
+    /// Placement by the ops of its graph.
     pub(crate) alive: std::sync::Weak<()>,
     /// Kept until its forward ends.
     pub(crate) open: Option<Arc<()>>,
@@ -123,7 +123,7 @@ pub(crate) struct Call<B: ShardBackend> {
     pub(crate) checkpoint: Option<Checkpoint<B>>,
     /// The leaves that its tied places took theirs from, for the second run of its forward: another
     /// forward, without a graph, may have read the same parameters since.
-    pub(crate) tied: Vec<(Place, Leaf<B>)>,
+    pub(crate) tied: Vec<(ParamIndex, Leaf<B>)>,
 }
 
 /// A checkpointed forward under way.
@@ -151,12 +151,15 @@ impl<B: ShardBackend> Checkpoint<B> {
 
 impl<B: ShardBackend> Call<B> {
     /// A forward of `unit` that begins.
-    pub(crate) fn new(unit: usize, entries: usize, anchors: Vec<Tracked<B>>) -> Self {
+    pub(crate) fn new(unit: usize, entries: usize, ordering_inputs: Vec<Tracked<B>>) -> Self {
         let open = Arc::new(());
         Self {
             unit,
-            span: (anchors.iter().map(|anchor| anchor.id().value).max(), None),
-            anchors,
+            span: (
+                ordering_inputs.iter().map(|ordering_input| ordering_input.id().value).max(),
+                None,
+            ),
+            ordering_inputs,
             pending: 0,
             gradients: none(entries),
             entered: false,
@@ -191,7 +194,7 @@ pub(crate) fn add_up<T>(
 }
 
 /// What a reduction leaves of each parameter, and what counts it until it is at rest.
-pub(crate) type Reduced<B> = (Vec<Option<Stored<B>>>, Option<Counted>);
+pub(crate) type Reduced<B> = (Vec<Option<StoredTensor<B>>>, Option<Counted>);
 
 /// A reduction under way: its unit, and the bytes of full gradients that it ends.
 #[derive(Debug)]

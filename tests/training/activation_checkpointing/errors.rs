@@ -9,7 +9,7 @@ use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Distribution, Tensor};
 use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LaunchError, Obstacle, RankPanic, ScheduleError, ShardError};
+use fsdp_runtime::{Error, LaunchError, NotRecomputable, RankPanic, ScheduleError, ShardError};
 
 use super::{ALL, on};
 
@@ -182,7 +182,7 @@ fn a_forward_whose_inputs_cannot_be_kept_is_an_error_at_construction() {
         ty: "Borrowing",
         forward: "forward",
         input: "scale",
-        obstacle: Obstacle::Borrowed,
+        obstacle: NotRecomputable::Borrowed,
     };
     assert_eq!(error, expected);
     assert!(error.to_string().contains("take it by value"), "{error}");

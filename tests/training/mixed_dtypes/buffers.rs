@@ -85,7 +85,7 @@ fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -
     on(2, move |worker| {
         let device = worker.device();
         let mut model = fully_shard(model(types, device), worker, options.clone())?;
-        let before = model.slot_bytes();
+        let before = model.gather_buffer_bytes();
         let (mut losses, mut added) = (Vec::new(), Vec::new());
         for (step, order) in orders.iter().enumerate() {
             let at = |i: usize| ((i * 7 + step + worker.rank().index()) % 13) as f32 * 0.1 - 0.6;
@@ -98,7 +98,7 @@ fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -
             added.push(model.counts().added_slots);
         }
         let (added_bytes, mis_prefetches) =
-            (model.slot_bytes() - before, model.counts().mis_prefetches);
+            (model.gather_buffer_bytes() - before, model.counts().mis_prefetches);
         Ok(Told { losses, added, added_bytes, mis_prefetches })
     })
     .swap_remove(0)

@@ -201,7 +201,7 @@ pub struct Outcome {
     pub norms: Vec<u64>,
     pub state: FullState,
     pub counts: Counts,
-    pub slot_bytes: usize,
+    pub gather_buffer_bytes: usize,
     pub peak_unsharded_bytes: usize,
 }
 
@@ -246,7 +246,7 @@ impl Run {
             norms,
             state: net.full_state(Recipient::All)?,
             counts: net.counts(),
-            slot_bytes: net.slot_bytes(),
+            gather_buffer_bytes: net.gather_buffer_bytes(),
             peak_unsharded_bytes: net.peak_unsharded_bytes(),
         })
     }

@@ -199,8 +199,8 @@ fn loading(ask: &mut impl Ask, config: &mut Config) -> Answers<()> {
     let fsdp = &mut config.fsdp;
     let about = [
         "the whole state, collected on rank 0",
-        "each rank's fragments, for this layout only",
-        "each rank's fragments, for any number of ranks",
+        "each rank's shards, for this layout only",
+        "each rank's shards, for any number of ranks",
     ];
     let question = "In which form are checkpoints saved?";
     fsdp.state_dict_type = Some(choose(ask, question, StateDictType::ALL, &about, 2)?);

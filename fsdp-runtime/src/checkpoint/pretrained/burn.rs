@@ -16,8 +16,8 @@ use super::{LoadError, LoadOptions, LoadReport, SaveError};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::layout::Rank;
-use crate::module::{FsdpModule, Walk};
-use crate::module::{Place, Sharded};
+use crate::module::{FsdpModule, ParamVisitor};
+use crate::module::{ParamIndex, Sharded};
 use crate::runtime::schedule::Engine;
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -39,8 +39,8 @@ impl<M: FsdpModule> Fsdp<M> {
         for (unit, of) in self.engine.units().iter().enumerate() {
             for (entry, parameter) in of.entries.iter().enumerate() {
                 // Plain Burn has a tied weight at each of its places, under one id.
-                let id = ids.get(&Place { unit, entry }).copied();
-                let place = Place { unit, entry: of.holder(entry) };
+                let id = ids.get(&ParamIndex { unit, entry }).copied();
+                let place = ParamIndex { unit, entry: of.holder(entry) };
                 queue.push((parameter.path.clone(), id, place, bases[&place].clone()));
             }
         }
@@ -51,7 +51,7 @@ impl<M: FsdpModule> Fsdp<M> {
             return self.same_on_all("the save of a Burn record", Ok(()));
         }
         let units = self.engine.units();
-        let shape = |place: &Place| units[place.unit].entries[place.entry].shape.clone();
+        let shape = |place: &ParamIndex| units[place.unit].entries[place.entry].shape.clone();
         let named: Vec<_> =
             queue.iter().map(|(path, id, place, _)| (path.clone(), *id, shape(place))).collect();
         let gather = Arc::new(Gather {
@@ -104,7 +104,7 @@ impl<M: FsdpModule> Fsdp<M> {
         let mut wanted = Vec::new();
         for (unit, of) in self.engine.units().iter().enumerate() {
             for (entry, parameter) in of.entries.iter().enumerate() {
-                let target = Target::Parameter(Place { unit, entry });
+                let target = Target::Parameter(ParamIndex { unit, entry });
                 wanted.push((target, Wanted::of(parameter, &parameter.path, false)));
             }
         }
@@ -129,9 +129,9 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// The id of the parameter at each place.
-    fn ids(&self) -> HashMap<Place, ParamId> {
-        struct Ids(HashMap<Place, ParamId>);
-        impl Walk for Ids {
+    fn ids(&self) -> HashMap<ParamIndex, ParamId> {
+        struct Ids(HashMap<ParamIndex, ParamId>);
+        impl ParamVisitor for Ids {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 if let Some(sharded) = Sharded::of(param) {
                     self.0.insert(sharded.place, param.id);
@@ -139,7 +139,7 @@ impl<M: FsdpModule> Fsdp<M> {
             }
         }
         let mut ids = Ids(HashMap::new());
-        self.module.walk(&mut ids);
+        self.module.visit_params(&mut ids);
         ids.0
     }
 }
@@ -147,12 +147,12 @@ impl<M: FsdpModule> Fsdp<M> {
 /// The parameters still to be gathered, in the order in which all ranks give them.
 struct Gather {
     engine: Arc<dyn Engine>,
-    queue: Mutex<VecDeque<(Place, DispatchTensor)>>,
+    queue: Mutex<VecDeque<(ParamIndex, DispatchTensor)>>,
     failed: Mutex<Option<Error>>,
 }
 
 impl Gather {
-    fn take(&self) -> Option<(Place, DispatchTensor)> {
+    fn take(&self) -> Option<(ParamIndex, DispatchTensor)> {
         self.queue.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).pop_front()
     }
 

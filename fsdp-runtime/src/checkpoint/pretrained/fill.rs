@@ -7,15 +7,15 @@ use burn::tensor::{Tensor, TensorData};
 
 use super::fit::Part;
 use crate::fully_shard::Fsdp;
-use crate::module::{FsdpModule, Walk};
-use crate::module::{Place, Sharded};
-use crate::param_group::Held;
+use crate::module::{FsdpModule, ParamVisitor};
+use crate::module::{ParamIndex, Sharded};
+use crate::param_group::Placement;
 
 /// Where values go, or come from.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Target {
     /// A sharded parameter.
-    Parameter(Place),
+    Parameter(ParamIndex),
     /// What each rank has whole for itself: an ignored parameter, or a running mean.
     Local(ParamId),
 }
@@ -25,7 +25,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// whole or not at all.
     pub(super) fn fill(&mut self, parts: Vec<(Target, Part)>) {
         let mut ids = Ids { fsdp: self, of: HashMap::new() };
-        self.module.walk(&mut ids);
+        self.module.visit_params(&mut ids);
         let ids = ids.of;
         let mut loaded = Vec::new();
         let mut values = HashMap::new();
@@ -53,14 +53,14 @@ impl<M: FsdpModule> Fsdp<M> {
 /// The id of the parameter at each place that holds values.
 struct Ids<'a, M> {
     fsdp: &'a Fsdp<M>,
-    of: HashMap<Place, ParamId>,
+    of: HashMap<ParamIndex, ParamId>,
 }
 
-impl<M> Walk for Ids<'_, M> {
+impl<M> ParamVisitor for Ids<'_, M> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(&Sharded { place, .. }) = Sharded::of(param) else { return };
         let entry = &self.fsdp.engine.units()[place.unit].entries[place.entry];
-        if !matches!(entry.held, Held::TiedTo(_)) {
+        if !matches!(entry.held, Placement::TiedTo(_)) {
             self.of.insert(place, param.id);
         }
     }

@@ -8,7 +8,7 @@ use safetensors::Dtype;
 
 use super::source::{Source, Stored};
 use super::{LoadError, LoadOptions, LoadReport};
-use crate::param_group::{Entry, Held};
+use crate::param_group::{ParamSpec, Placement};
 
 /// What the model wants of a file.
 #[derive(Clone, Debug)]
@@ -29,14 +29,14 @@ pub(super) struct Wanted {
 
 impl Wanted {
     /// The part of a parameter that this rank holds, under a name.
-    pub(super) fn of(entry: &Entry, name: &str, transposed: bool) -> Self {
+    pub(super) fn of(entry: &ParamSpec, name: &str, transposed: bool) -> Self {
         Self {
             name: name.to_string(),
             transposed,
             shape: entry.shape.clone(),
             range: entry.range(),
             base_shape: entry.base_shape(),
-            tied: matches!(entry.held, Held::TiedTo(_)),
+            tied: matches!(entry.held, Placement::TiedTo(_)),
         }
     }
 

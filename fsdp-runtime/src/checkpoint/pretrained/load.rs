@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::fully_shard::init::same_on_all;
 use crate::fully_shard::{Fsdp, shard};
 use crate::launch::Worker;
-use crate::module::Place;
+use crate::module::ParamIndex;
 use crate::module::{FsdpModule, HookedForward};
 use crate::options::FsdpOptions;
 use crate::param_group::Unit;
@@ -42,7 +42,7 @@ impl<M: FsdpModule> Fsdp<M> {
 
 /// Shards `module` and loads it as [`Fsdp::load_safetensors`] does: the inverse of
 /// [`Fsdp::save_pretrained`]. What the file holds is never initialised on any rank, so that the
-/// most a rank allocates is its fragments and the gather buffers; what it lacks, as `load` allows,
+/// most a rank allocates is its shards and the gather buffers; what it lacks, as `load` allows,
 /// is initialised as by [`fully_shard`](crate::fully_shard).
 ///
 /// # Errors
@@ -76,7 +76,7 @@ pub fn from_pretrained<M: HookedForward>(
 fn open(
     path: &Path,
     units: &[Unit],
-    keys: &BTreeMap<Place, Key>,
+    keys: &BTreeMap<ParamIndex, Key>,
     ignored: &[IgnoredParam],
     options: &LoadOptions,
 ) -> Result<(Vec<(Target, Part)>, LoadReport), LoadError> {

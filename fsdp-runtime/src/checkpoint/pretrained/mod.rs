@@ -3,7 +3,7 @@
 //!
 //! Out: parameters are gathered one by one to rank 0, which streams them to the file ([`save`],
 //! [`burn`]). In: files are memory-mapped ([`source`]), everything is checked ([`fit`]), then each
-//! rank copies the elements of its fragments ([`load`]). [`merge`] needs no model. [`shards`] and
+//! rank copies the elements of its shards ([`load`]). [`merge`] needs no model. [`shards`] and
 //! [`write`] serve checkpoints too. Checkpoints to
 //! resume a training run from are not here.
 

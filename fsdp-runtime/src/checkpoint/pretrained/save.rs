@@ -14,9 +14,9 @@ use super::{INDEX, SaveError, SavePretrained};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::layout::Rank;
-use crate::module::{FsdpModule, Walk};
-use crate::module::{Place, Sharded};
-use crate::param_group::Held as EntryHeld;
+use crate::module::{FsdpModule, ParamVisitor};
+use crate::module::{ParamIndex, Sharded};
+use crate::param_group::Placement as EntryHeld;
 use crate::param_group::plan::IgnoredParam;
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -26,7 +26,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// key, as transformers does.
     ///
     /// Every rank calls it. Parameters are gathered one at a time to rank 0, which writes them as
-    /// they come, so that no rank holds more than its fragments and one parameter. Files are
+    /// they come, so that no rank holds more than its shards and one parameter. Files are
     /// written beside and take their names when all are complete and flushed to disk: one killed
     /// before leaves what was there, and perhaps files that end in `.tmp`. Only where several files replace several of the same names
     /// can a kill between renames leave the folder without an index, which a load then reports.
@@ -46,7 +46,7 @@ impl<M: FsdpModule> Fsdp<M> {
         let folder = folder.as_ref();
         let plan = self.plan_save(folder, options).map_err(Error::from);
         let shards = self.same_on_all("the plan of a save", plan)?;
-        let Held { bases, locals } = self.held();
+        let Placement { bases, locals } = self.held();
         let first = self.mesh().rank == Rank::ZERO;
         let mut written: Result<Vec<Complete>, SaveError> = Ok(Vec::new());
         for shard in &shards {
@@ -136,13 +136,13 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// What this rank holds.
-    pub(super) fn held(&self) -> Held {
+    pub(super) fn held(&self) -> Placement {
         struct Read<'a> {
-            held: Held,
+            held: Placement,
             ignored: &'a [IgnoredParam],
             first: bool,
         }
-        impl Walk for Read<'_> {
+        impl ParamVisitor for Read<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 if let Some(sharded) = Sharded::of(param) {
                     self.held.bases.insert(sharded.place, param.base().into_dispatch());
@@ -157,16 +157,16 @@ impl<M: FsdpModule> Fsdp<M> {
             }
         }
         let first = self.mesh().rank == Rank::ZERO;
-        let mut read = Read { held: Held::default(), ignored: &self.ignored, first };
-        self.module.walk(&mut read);
+        let mut read = Read { held: Placement::default(), ignored: &self.ignored, first };
+        self.module.visit_params(&mut read);
         read.held
     }
 }
 
 /// What a rank holds of each parameter.
 #[derive(Default)]
-pub(super) struct Held {
-    pub(super) bases: HashMap<Place, DispatchTensor>,
+pub(super) struct Placement {
+    pub(super) bases: HashMap<ParamIndex, DispatchTensor>,
     /// Ignored parameters and running statistics, on rank 0 alone: its own are written.
     locals: HashMap<ParamId, TensorData>,
 }

@@ -20,8 +20,8 @@ use crate::error::{Error, ShardError};
 use crate::fully_shard::Fsdp;
 use crate::layout::{Rank, WorldSize};
 use crate::module::FsdpModule;
-use crate::module::Place;
-use crate::param_group::{Entry, Held};
+use crate::module::ParamIndex;
+use crate::param_group::{ParamSpec, Placement};
 
 /// Who gets, or gives, the full state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +58,7 @@ pub struct FullState(BTreeMap<String, TensorData>);
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ShardedState(BTreeMap<String, ShardedTensor>);
 
-/// What a rank holds, as it lies: fragments keep the shape they have between steps. It can be
+/// What a rank holds, as it lies: shards keep the shape they have between steps. It can be
 /// loaded at the same world size, rank, strategy and wrapping only.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LocalState {
@@ -155,7 +155,7 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Gathers the full parameters for one rank or for all. Every rank calls it; those that do not
-    /// receive hold one parameter more than their fragments at a time. Of an ignored parameter
+    /// receive hold one parameter more than their shards at a time. Of an ignored parameter
     /// and of a running statistic, which each rank has for itself, rank 0's is the one.
     ///
     /// # Errors
@@ -172,7 +172,7 @@ impl<M: FsdpModule> Fsdp<M> {
             }
             let entry = self.entry(place);
             let full = match entry.held {
-                Held::Own => self.rank_zeros(entry, base, keep),
+                Placement::PerRank => self.rank_zeros(entry, base, keep),
                 _ => self.engine.full(place, base, keep),
             };
             match full {
@@ -187,7 +187,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// Rank 0's values of an ignored parameter, for who keeps them.
     fn rank_zeros(
         &self,
-        entry: &Entry,
+        entry: &ParamSpec,
         base: DispatchTensor,
         keep: bool,
     ) -> Result<Option<TensorData>, Error> {
@@ -204,7 +204,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// [`CheckpointError::StateMismatch`] with everything that differs; the model is unchanged.
     pub fn load_sharded_state(&mut self, state: &ShardedState) -> Result<(), CheckpointError> {
-        let compare = |entry: &Entry, dtype: DType, tensor: &ShardedTensor| {
+        let compare = |entry: &ParamSpec, dtype: DType, tensor: &ShardedTensor| {
             different("shape", &tensor.shape, &entry.shape)
                 .or_else(|| different("elements", &tensor.range, &entry.range()))
                 .or_else(|| {
@@ -244,7 +244,7 @@ impl<M: FsdpModule> Fsdp<M> {
         from.check(self.mesh().world)?;
         let ranks = Ranks::from(&*self);
         let gives = from.is(self.mesh().rank);
-        let compare = |entry: &Entry, dtype: DType, data: &TensorData| {
+        let compare = |entry: &ParamSpec, dtype: DType, data: &TensorData| {
             different("shape", &data.shape().as_slice().to_vec(), &entry.shape)
                 .or_else(|| different("dtype", &data.dtype(), &dtype))
         };
@@ -257,7 +257,7 @@ impl<M: FsdpModule> Fsdp<M> {
         ranks.settle("a full state", compared)?;
         let mut places = Vec::new();
         self.visit(&mut |held| places.push(held.place));
-        let mut slices: HashMap<Place, TensorData> = HashMap::new();
+        let mut slices: HashMap<ParamIndex, TensorData> = HashMap::new();
         for place in places {
             let entry = self.entry(place);
             let mut keep = |data: &TensorData| {
@@ -282,11 +282,11 @@ impl<M: FsdpModule> Fsdp<M> {
         Ok(())
     }
 
-    pub(crate) fn entry(&self, place: Place) -> &Entry {
+    pub(crate) fn entry(&self, place: ParamIndex) -> &ParamSpec {
         model::entry(&*self.engine, &self.ignored, place)
     }
 
-    fn visit_bytes(&self, f: &mut dyn FnMut(&Entry, DType, &[u8])) {
+    fn visit_bytes(&self, f: &mut dyn FnMut(&ParamSpec, DType, &[u8])) {
         self.visit(&mut |held| {
             let (entry, dtype) = (self.entry(held.place), held.dtype);
             model::with_bytes(&*self.engine, entry, held.base, &mut |bytes| {
@@ -308,7 +308,7 @@ impl<M: FsdpModule> Fsdp<M> {
     fn compare<'a>(
         &self,
         names: impl Iterator<Item = &'a String>,
-        compare: impl Fn(&Entry, DType) -> Option<Option<String>>,
+        compare: impl Fn(&ParamSpec, DType) -> Option<Option<String>>,
     ) -> Result<(), CheckpointError> {
         let mut differences = Vec::new();
         let mut known = Vec::new();

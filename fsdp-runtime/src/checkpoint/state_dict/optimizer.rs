@@ -20,9 +20,9 @@ use crate::error::CheckpointError;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
-use crate::module::Place;
+use crate::module::ParamIndex;
 use crate::optim::{WholeParam, owners};
-use crate::param_group::{Entry, Held};
+use crate::param_group::{ParamSpec, Placement};
 
 /// An optimizer's state by the path of the parameter: of full tensors ([`TensorData`]), of a rank's
 /// elements ([`ShardedTensor`]), or of what it holds as it lies ([`LocalTensor`]).
@@ -95,7 +95,7 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Gathers an optimizer's full state for one rank or for all. Every rank calls it; those that
-    /// do not receive hold one tensor more than their fragments at a time.
+    /// do not receive hold one tensor more than their shards at a time.
     ///
     /// # Errors
     ///
@@ -147,8 +147,8 @@ impl<M: FsdpModule> Fsdp<M> {
                     Some(state.tensors.swap_remove(at))
                 });
                 let data = match entry.held {
-                    Held::Own => self.first(entry, own, keep)?,
-                    Held::Fragment(_) if whole => self.first(entry, own, keep)?,
+                    Placement::PerRank => self.first(entry, own, keep)?,
+                    Placement::Shard(_) if whole => self.first(entry, own, keep)?,
                     _ => self.gather(&holding, entry, *dtype, *elementwise, own, keep)?,
                 };
                 if let Some(data) = data {
@@ -176,7 +176,7 @@ impl<M: FsdpModule> Fsdp<M> {
         self.write_optimizer(optimizer, state, holds, |entry, tensor| {
             let (shape, expected) = match tensor.shape == entry.shape {
                 true => (entry.base_shape(), entry.range()),
-                false if !matches!(entry.held, Held::Fragment(_)) => {
+                false if !matches!(entry.held, Placement::Shard(_)) => {
                     (tensor.shape.clone(), 0..tensor.shape.iter().product())
                 }
                 false => return Err(format!("shape {:?} cannot be sharded", tensor.shape)),
@@ -225,7 +225,7 @@ impl<M: FsdpModule> Fsdp<M> {
                 return Ok(tensor_data(&bytes[part], entry.base_shape(), data.dtype()));
             }
             match entry.held {
-                Held::Whole | Held::Own => Ok(data.clone()),
+                Placement::Replicated | Placement::PerRank => Ok(data.clone()),
                 _ => Err(format!("shape {:?} cannot be sharded", data.shape())),
             }
         })
@@ -235,9 +235,9 @@ impl<M: FsdpModule> Fsdp<M> {
     fn read_optimizer<T>(
         &self,
         optimizer: &ModuleOptimizer,
-        map: impl Fn(&Entry, StateTensor) -> Result<T, CheckpointError>,
+        map: impl Fn(&ParamSpec, StateTensor) -> Result<T, CheckpointError>,
     ) -> Result<OptimizerState<T>, CheckpointError> {
-        let mut places: Vec<(ParamId, Place)> = Vec::new();
+        let mut places: Vec<(ParamId, ParamIndex)> = Vec::new();
         self.visit(&mut |held| places.push((held.id, held.place)));
         let mut state = OptimizerState::default();
         let mut names = Names::default();
@@ -263,8 +263,8 @@ impl<M: FsdpModule> Fsdp<M> {
         &self,
         optimizer: &mut ModuleOptimizer,
         state: &OptimizerState<T>,
-        steps: impl Fn(Place, &Entry) -> bool,
-        map: impl Fn(&Entry, &T) -> Result<TensorData, String>,
+        steps: impl Fn(ParamIndex, &ParamSpec) -> bool,
+        map: impl Fn(&ParamSpec, &T) -> Result<TensorData, String>,
     ) -> Result<(), CheckpointError> {
         let (mut states, mut kinds, mut differences) = (Vec::new(), Vec::new(), Vec::new());
         let mut known = Vec::new();
@@ -316,7 +316,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// every rank calls.
     fn first(
         &self,
-        entry: &Entry,
+        entry: &ParamSpec,
         own: Option<StateTensor>,
         keep: bool,
     ) -> Result<Option<TensorData>, Error> {
@@ -329,13 +329,13 @@ impl<M: FsdpModule> Fsdp<M> {
     fn gather(
         &self,
         holding: &Holding,
-        entry: &Entry,
+        entry: &ParamSpec,
         dtype: DType,
         elementwise: bool,
         own: Option<StateTensor>,
         keep: bool,
     ) -> Result<Option<TensorData>, Error> {
-        if entry.held == Held::Whole {
+        if entry.held == Placement::Replicated {
             return Ok(own.filter(|_| keep).map(StateTensor::into_data));
         }
         if !elementwise {
@@ -347,8 +347,8 @@ impl<M: FsdpModule> Fsdp<M> {
             own.map_or_else(|| Bytes::from_bytes_vec(vec![0; dtype.size()]), |own| own.bytes);
         let data = tensor_data(&bytes, vec![bytes.len() / dtype.size()], dtype);
         let device = holding.device.clone().inner();
-        let fragment = Tensor::<1>::from_data(data, (&device, dtype)).into_dispatch();
-        self.engine.full(holding.place, fragment, keep)
+        let shard = Tensor::<1>::from_data(data, (&device, dtype)).into_dispatch();
+        self.engine.full(holding.place, shard, keep)
     }
 }
 
@@ -380,29 +380,29 @@ impl WholeParam {
     ) -> Result<(), CheckpointError> {
         let mesh = model.mesh();
         let owners = owners(model.engine.units(), mesh);
-        let steps = |place: Place, entry: &Entry| match entry.held {
-            Held::Fragment(_) => owners.get(&place) == Some(&mesh.shard_rank().index()),
+        let steps = |place: ParamIndex, entry: &ParamSpec| match entry.held {
+            Placement::Shard(_) => owners.get(&place) == Some(&mesh.shard_rank().index()),
             _ => holds(place, entry),
         };
         model.write_optimizer(self.inner_mut(), state, steps, |_, data| Ok(data.clone()))
     }
 }
 
-/// Whether a rank has state of a parameter that is stepped in fragments.
-fn holds(_: Place, entry: &Entry) -> bool {
+/// Whether a rank has state of a parameter that is stepped in shards.
+fn holds(_: ParamIndex, entry: &ParamSpec) -> bool {
     !entry.range().is_empty()
 }
 
 /// The full shape of an optimizer's tensor, and the elements of it that the rank holds.
 fn full_shape(
-    entry: &Entry,
+    entry: &ParamSpec,
     tensor: &StateTensor,
 ) -> Result<(Vec<usize>, Range<usize>), CheckpointError> {
     // A rank that holds nothing of a parameter never steps it.
     if tensor.shape == entry.base_shape() && !entry.range().is_empty() {
         return Ok((entry.shape.clone(), entry.range()));
     }
-    if !matches!(entry.held, Held::Fragment(_)) {
+    if !matches!(entry.held, Placement::Shard(_)) {
         return Ok((tensor.shape.clone(), 0..tensor.shape.iter().product()));
     }
     Err(CheckpointError::NotElementwise {

@@ -66,7 +66,7 @@ struct Notice {
 
 /// One member's view of a group: which it is, who is in it, and the collective it is at.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Meeting<'a> {
+pub(super) struct Rendezvous<'a> {
     pub(super) group: u64,
     pub(super) sequence: u64,
     pub(super) members: &'a [Rank],
@@ -97,7 +97,7 @@ impl Link {
     /// the order of the members.
     pub(super) fn meet(
         &self,
-        meeting: Meeting<'_>,
+        meeting: Rendezvous<'_>,
         op: &Op,
         payload: Vec<u8>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use burn::backend::TensorMetadata;
 
-use self::link::{Link, Meeting};
+use self::link::{Link, Rendezvous};
 use self::sys::{Comm, MpiError};
 #[cfg(test)]
 pub(crate) use self::transfer::ALWAYS_STAGED;
@@ -30,7 +30,7 @@ use self::transfer::Expected;
 use super::group::Message;
 use super::regions::{Arrivals, Reduction, Scratch, root_of};
 use super::{Op, ProcessGroup, Reduce, of_color};
-use crate::backend::gather_buffer::Slot;
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend, numel};
 use crate::error::CollectiveError;
 use crate::layout::Rank;
@@ -142,7 +142,7 @@ impl MpiGroup {
 
     fn meet(&self, op: &Op, payload: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
-        let meeting = Meeting { group: self.id, sequence, members: &self.members };
+        let meeting = Rendezvous { group: self.id, sequence, members: &self.members };
         self.link.meet(meeting, op, payload)
     }
 
@@ -181,11 +181,11 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         &self,
         op: &Op,
         device: &B::Device,
-        fragments: Vec<(usize, Float<B>)>,
+        shards: Vec<(usize, Float<B>)>,
         shard_len: usize,
-        slot: &Arc<Slot<B>>,
+        slot: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError> {
-        slot.write_all(fragments);
+        slot.write_all(shards);
         self.meet(op, Vec::new())?;
         let shard = |index: usize| index * shard_len..(index + 1) * shard_len;
         let expected: Vec<_> =
@@ -204,10 +204,10 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         &self,
         op: &Op,
         device: &B::Device,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let lens = self.exchange(op, fragment.as_ref().map(numel::<B>))?;
-        self.land_each::<B>(op, device, lens.iter().map(|len| **len).collect(), fragment)
+        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
+        self.land_each::<B>(op, device, lens.iter().map(|len| **len).collect(), shard)
     }
 
     fn reduce_scatter(

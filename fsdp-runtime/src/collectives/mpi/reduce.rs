@@ -16,12 +16,12 @@ use crate::layout::FlatLayout;
 use crate::layout::WorldSize;
 
 impl MpiGroup {
-    /// What member `index` keeps of a gradient, in elements: its fragment, or, where all keep all,
+    /// What member `index` keeps of a gradient, in elements: its shard, or, where all keep all,
     /// the part that it sums for everybody.
     fn part(&self, reduction: &Reduction<'_>, entry: usize, index: usize) -> Range<usize> {
         let keep = &reduction.keep[entry];
         match keep.segment {
-            Some(segment) => reduction.layout.fragment(segment, reduction.member(index)),
+            Some(segment) => reduction.layout.shard_of(segment, reduction.member(index)),
             None => {
                 let len = keep.range.len().div_ceil(self.members.len());
                 let start = (index * len).min(keep.range.len());
@@ -101,7 +101,7 @@ impl MpiGroup {
             let part = |from: usize| match from == self.index {
                 true => {
                     let own = gradients[entry].clone()?;
-                    Some(B::fragment(own, range.clone(), Shape::from([range.len()])))
+                    Some(B::copy_range(own, range.clone(), Shape::from([range.len()])))
                 }
                 false => present[from][entry]
                     .then(|| slot.view(regions.segment(at * size + from).start, &[range.len()])),

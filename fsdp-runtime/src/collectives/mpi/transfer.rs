@@ -11,7 +11,7 @@ use burn_std::Bytes;
 
 use super::sys::{MpiError, Request};
 use super::{MpiGroup, lock};
-use crate::backend::gather_buffer::Slot;
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
 use crate::collectives::Op;
 use crate::error::CollectiveError;
@@ -102,7 +102,7 @@ impl MpiGroup {
     pub(super) fn land<B: ShardBackend, K>(
         &self,
         op: &Op,
-        slot: &Arc<Slot<B>>,
+        slot: &Arc<GatherBuffer<B>>,
         device: &B::Device,
         expected: &[Expected],
         kept: K,
@@ -133,7 +133,7 @@ impl MpiGroup {
     fn land_staged<B: ShardBackend, K>(
         &self,
         op: &Op,
-        slot: &Arc<Slot<B>>,
+        slot: &Arc<GatherBuffer<B>>,
         device: &B::Device,
         expected: &[Expected],
         kept: K,

@@ -12,7 +12,7 @@ use cubecl::device::CudaDevice;
 use super::*;
 use crate::collectives::local::Hub;
 use crate::collectives::nccl::{NcclGroup, fake};
-use crate::collectives::store::{Host, Meeting, Roll};
+use crate::collectives::store::{Host, Rendezvous, Roll};
 
 thread_local! {
     /// The GPU of this rank.
@@ -51,7 +51,7 @@ fn run(world: WorldSize, over: Over, check: &Check, join: impl Fn(Host) -> NcclG
                 GPU.with_borrow_mut(|gpu| *gpu = rank.index());
                 let host = match over {
                     Over::Threads => Host::thread(hub, roll, rank),
-                    Over::Store(port) => Host::process(&Meeting {
+                    Over::Store(port) => Host::process(&Rendezvous {
                         rank,
                         world,
                         host: "127.0.0.1",
@@ -158,7 +158,7 @@ fn an_error_of_nccl_ends_all_ranks_and_names_the_one_that_had_it() {
             fake::fail_next();
         }
         let error = gather_error(group);
-        assert_eq!(error.blames().unwrap().index(), 1, "{error}");
+        assert_eq!(error.failed_rank().unwrap().index(), 1, "{error}");
         let text = error.to_string();
         assert!(text.contains("all_gather of encoder.3") && text.contains("the fake"), "{text}");
         assert!(fake::aborts() > aborted, "the communicator is aborted");
@@ -212,7 +212,7 @@ fn a_rank_without_a_gpu_says_so_on_every_rank() {
         for rank in world.ranks() {
             scope.spawn(move || {
                 let run = String::new();
-                let meeting = Meeting {
+                let meeting = Rendezvous {
                     rank,
                     world,
                     host: "localhost",

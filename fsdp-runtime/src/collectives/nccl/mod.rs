@@ -38,7 +38,7 @@ use super::group::Message;
 use super::regions::{Arrivals, Reduction, Scratch, root_of};
 use super::store::Host;
 use super::{Op, ProcessGroup, Reduce};
-use crate::backend::gather_buffer::Slot;
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{DeviceMemory, Float, ShardBackend, numel};
 use crate::collectives::cuda::NcclError;
 use crate::error::CollectiveError;
@@ -124,7 +124,7 @@ impl NcclGroup {
         &self,
         op: &Op,
         device: &B::Device,
-        slot: &Arc<Slot<B>>,
+        slot: &Arc<GatherBuffer<B>>,
         queue: impl FnOnce(&Collectives<'_>, u64) -> Result<(), NcclError>,
     ) -> Result<(), CollectiveError> {
         let refused = |reason: String| {
@@ -228,11 +228,11 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         &self,
         op: &Op,
         device: &B::Device,
-        fragments: Vec<(usize, Float<B>)>,
+        shards: Vec<(usize, Float<B>)>,
         shard_len: usize,
-        slot: &Arc<Slot<B>>,
+        slot: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError> {
-        slot.write_all(fragments);
+        slot.write_all(shards);
         self.exchange(op, ())?;
         if shard_len == 0 {
             return Ok(());
@@ -252,10 +252,10 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         &self,
         op: &Op,
         device: &B::Device,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let lens = self.exchange(op, fragment.as_ref().map(numel::<B>))?;
-        self.broadcast_each::<B>(op, device, lens.iter().map(|len| **len).collect(), fragment)
+        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
+        self.broadcast_each::<B>(op, device, lens.iter().map(|len| **len).collect(), shard)
     }
 
     fn gather(
@@ -263,16 +263,16 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         op: &Op,
         device: &B::Device,
         to: usize,
-        fragment: Option<Float<B>>,
+        shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let lens = self.exchange(op, fragment.as_ref().map(numel::<B>))?;
+        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
         let (own, receives) = (self.host.index(), self.host.index() == to);
-        // The receiver's own fragment stays where it is; the others need room for theirs alone.
+        // The receiver's own shard stays where it is; the others need room for theirs alone.
         let here = |member: usize| if receives { member != own } else { member == own };
         let lens = lens.iter().map(|len| **len).collect();
         let arrivals = Arrivals::<B>::new(device, lens, here);
-        if let Some(fragment) = fragment.as_ref().filter(|_| !receives) {
-            arrivals.slot.write(arrivals.region(own).start, fragment.clone());
+        if let Some(shard) = shard.as_ref().filter(|_| !receives) {
+            arrivals.slot.write(arrivals.region(own).start, shard.clone());
         }
         if arrivals.regions().next().is_some() {
             // SAFETY: each region lies within the slot, which is this function's.
@@ -289,7 +289,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
                 })
             }?;
         }
-        Ok(if receives { arrivals.into_tensors(own, fragment) } else { Vec::new() })
+        Ok(if receives { arrivals.into_tensors(own, shard) } else { Vec::new() })
     }
 
     fn reduce_scatter(

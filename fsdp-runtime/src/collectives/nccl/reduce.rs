@@ -162,7 +162,7 @@ impl NcclGroup {
         let sum = |&entry: &usize| {
             let Reduce { range, shape, segment, .. } = &keep[entry];
             let segment = (*segment).filter(|_| !range.is_empty())?;
-            debug_assert_eq!(*range, layout.fragment(segment, reduction.member(index)));
+            debug_assert_eq!(*range, layout.shard_of(segment, reduction.member(index)));
             let start = layout.segment(segment).start + range.start;
             let part = |member: usize| {
                 let at = match member == index {

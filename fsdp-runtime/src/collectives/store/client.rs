@@ -9,7 +9,7 @@ use super::wire::{
     Answer, GREETING, Hello, LARGEST_HELLO, Line, Notice, Reply, Request, Welcome, receive,
     receive_up_to, send,
 };
-use super::{Meeting, StoreError};
+use super::{Rendezvous, StoreError};
 use crate::collectives::Op;
 use crate::collectives::failure::Failure;
 use crate::error::CollectiveError;
@@ -44,7 +44,7 @@ pub(crate) struct Remote {
 
 impl Remote {
     /// Connects to rank 0, which may not be there yet.
-    pub(super) fn connect(meeting: &Meeting<'_>) -> Result<Self, StoreError> {
+    pub(super) fn connect(meeting: &Rendezvous<'_>) -> Result<Self, StoreError> {
         let deadline = Instant::now() + meeting.timeout;
         let requests = join(meeting, Line::Requests, deadline)?;
         let notices = join(meeting, Line::Notices, deadline)?;
@@ -226,7 +226,7 @@ fn is_time_out(error: &io::Error) -> bool {
 }
 
 /// Opens one line.
-fn join(meeting: &Meeting<'_>, line: Line, deadline: Instant) -> Result<TcpStream, StoreError> {
+fn join(meeting: &Rendezvous<'_>, line: Line, deadline: Instant) -> Result<TcpStream, StoreError> {
     let (host, port) = meeting.at();
     let connected = connect(meeting, deadline)?;
     let hello = Hello {
@@ -250,7 +250,7 @@ fn join(meeting: &Meeting<'_>, line: Line, deadline: Instant) -> Result<TcpStrea
     }
 }
 
-fn connect(meeting: &Meeting<'_>, deadline: Instant) -> Result<TcpStream, StoreError> {
+fn connect(meeting: &Rendezvous<'_>, deadline: Instant) -> Result<TcpStream, StoreError> {
     let (host, port) = meeting.at();
     loop {
         let addresses: Vec<_> = (host.as_str(), port)

@@ -33,7 +33,7 @@ use crate::layout::{Rank, WorldSize};
 
 /// Where the processes of a launch meet.
 #[derive(Debug)]
-pub(crate) struct Meeting<'a> {
+pub(crate) struct Rendezvous<'a> {
     pub(crate) rank: Rank,
     pub(crate) world: WorldSize,
     /// The machine of rank 0.
@@ -45,7 +45,7 @@ pub(crate) struct Meeting<'a> {
     pub(crate) debug: bool,
 }
 
-impl<'a> Meeting<'a> {
+impl<'a> Rendezvous<'a> {
     fn at(&self) -> (String, u16) {
         (self.host.to_string(), self.port)
     }
@@ -136,7 +136,7 @@ impl Host {
     }
 
     /// Meets the other processes. Rank 0 does not wait for them here.
-    pub(crate) fn process(meeting: &Meeting<'_>) -> Result<Self, StoreError> {
+    pub(crate) fn process(meeting: &Rendezvous<'_>) -> Result<Self, StoreError> {
         if meeting.rank != Rank::ZERO {
             return Remote::connect(meeting).map(Self::Other);
         }

@@ -17,10 +17,10 @@ fn free_port() -> u16 {
     TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
-fn meeting(rank: usize, size: usize, port: u16, timeout: Duration) -> Meeting<'static> {
+fn meeting(rank: usize, size: usize, port: u16, timeout: Duration) -> Rendezvous<'static> {
     let rank = world(size).ranks().nth(rank).unwrap();
     let (world, run) = (world(size), "a run".to_string());
-    Meeting { rank, world, host: "127.0.0.1", port, run, timeout, debug: false }
+    Rendezvous { rank, world, host: "127.0.0.1", port, run, timeout, debug: false }
 }
 
 fn op(unit: &'static str) -> Op {
@@ -145,7 +145,7 @@ fn a_port_that_is_taken_is_named() {
 #[test]
 fn a_host_that_does_not_resolve_is_named() {
     for rank in [0, 1] {
-        let meeting = Meeting { host: "no-such-host.invalid", ..meeting(rank, 2, 1, LONG) };
+        let meeting = Rendezvous { host: "no-such-host.invalid", ..meeting(rank, 2, 1, LONG) };
         let error = Host::process(&meeting).unwrap_err();
         assert!(matches!(error, StoreError::Unresolved { .. }), "{error}");
         assert!(error.to_string().contains("no-such-host.invalid"), "{error}");
@@ -167,7 +167,7 @@ fn ranks_of_another_world_another_run_and_second_ones_are_refused() {
     let port = free_port();
     let _first = Host::process(&meeting(0, 3, port, LONG)).unwrap();
     let _second = Host::process(&meeting(1, 3, port, LONG)).unwrap();
-    let other_run = Meeting { run: "another".into(), ..meeting(2, 3, port, LONG) };
+    let other_run = Rendezvous { run: "another".into(), ..meeting(2, 3, port, LONG) };
     for (meeting, expected) in [
         (meeting(1, 3, port, LONG), "there is a rank 1 already"),
         (meeting(1, 2, port, LONG), "one of 3 ranks, this one of 2"),

@@ -7,7 +7,7 @@ use burn::tensor::{Tensor, TensorData};
 
 use crate::error::Error;
 use crate::launch::Worker;
-use crate::module::{FsdpModule, Walk};
+use crate::module::{FsdpModule, ParamVisitor};
 use crate::param_group::plan::IgnoredParam;
 
 /// The module with rank 0's running statistics on every rank, by their paths, which `known` has. Those
@@ -20,7 +20,7 @@ pub(super) fn share<M: FsdpModule>(
     let mut read = Read { known, values: Vec::new() };
     let gives = worker.rank().index() == 0;
     if gives {
-        module.walk(&mut read);
+        module.visit_params(&mut read);
     }
     let all = worker.exchange("broadcast", "the running statistics", read.values)?;
     let own = |(path, data): &'_ (String, TensorData)| {
@@ -39,7 +39,7 @@ struct Read<'a> {
     values: Vec<(String, TensorData)>,
 }
 
-impl Walk for Read<'_> {
+impl ParamVisitor for Read<'_> {
     fn param<const D: usize>(&mut self, _: &Param<Tensor<D>>) {}
 
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {

@@ -12,24 +12,24 @@ use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use crate::backend::{ShardBackend, Stored};
+use crate::backend::{ShardBackend, StoredTensor};
 use crate::collectives::comm::Work;
 use crate::error::{CollectiveError, Error};
 use crate::launch::Worker;
-use crate::module::Place;
-use crate::module::{FsdpModule, Walk};
+use crate::module::ParamIndex;
+use crate::module::{FsdpModule, ParamVisitor};
 use crate::options::FsdpOptions;
 use crate::param_group::plan::Plan;
 
 /// Who draws what.
-pub(crate) struct Drawers {
+pub(crate) struct InitOwners {
     /// Ranks, with the elements each has been given so far.
     ranks: Vec<(usize, usize)>,
     /// The parameters that no rank has a value of yet.
-    to_draw: HashSet<Place>,
+    to_draw: HashSet<ParamIndex>,
 }
 
-impl Drawers {
+impl InitOwners {
     /// Agreed on between the ranks; every rank calls it.
     pub(crate) fn agree<M: FsdpModule>(
         module: &M,
@@ -38,7 +38,7 @@ impl Drawers {
         options: &FsdpOptions,
     ) -> Result<Self, Error> {
         struct Lazy(Vec<bool>);
-        impl Walk for Lazy {
+        impl ParamVisitor for Lazy {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 self.0.push(!param.is_initialized());
             }
@@ -50,7 +50,7 @@ impl Drawers {
             return Ok(Self { ranks: vec![(0, 0)], to_draw: HashSet::new() });
         }
         let mut lazy = Lazy(Vec::new());
-        module.walk(&mut lazy);
+        module.visit_params(&mut lazy);
         // An ignored parameter may be there on some ranks alone.
         let places = || plan.places.iter().copied();
         let lazy = places().zip(lazy.0).filter_map(|(place, lazy)| place.map(|_| lazy)).collect();
@@ -71,7 +71,7 @@ impl Drawers {
 
     /// The rank whose value of the parameter is broadcast: the same on every rank, which ask for one
     /// parameter after the other.
-    pub(super) fn root(&mut self, place: Place, numel: usize) -> usize {
+    pub(super) fn root(&mut self, place: ParamIndex, numel: usize) -> usize {
         if !self.to_draw.contains(&place) {
             return 0;
         }
@@ -101,19 +101,19 @@ fn process() -> u64 {
     })
 }
 
-/// Values on their way to the fragments they become.
-pub(super) type Values<B> = Vec<(ParamId, Stored<B>)>;
+/// Values on their way to the shards they become.
+pub(super) type Values<B> = Vec<(ParamId, StoredTensor<B>)>;
 
 /// What a broadcast has brought.
 pub(super) struct Received<B: ShardBackend> {
-    pub(super) place: Option<Place>,
+    pub(super) place: Option<ParamIndex>,
     pub(super) values: Values<B>,
 }
 
 /// A broadcast under way.
 pub(super) struct Broadcast<B: ShardBackend> {
     /// The parameter it is, unless it is several small ones.
-    pub(super) place: Option<Place>,
+    pub(super) place: Option<ParamIndex>,
     /// Elements of the whole that this rank holds until all have got it; 0 where another rank sends.
     pub(super) held: usize,
     /// What this rank keeps of it.

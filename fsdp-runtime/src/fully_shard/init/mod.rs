@@ -1,4 +1,4 @@
-//! Cutting a model into fragments: each parameter is initialised, agreed on between ranks, and
+//! Cutting a model into shards: each parameter is initialised, agreed on between ranks, and
 //! replaced by what this rank holds of it, one after the other. One that is to be received or loaded
 //! is never initialised here. What the communication thread brings takes its place at the end.
 
@@ -11,12 +11,12 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use burn::backend::TensorMetadata;
-use burn::module::{Module, Param, ParamId, ParamMapper};
+use burn::module::{Module, Param, ParamId, ParamMapper as ValueMapper};
 use burn::tensor::{DType, Device, DispatchTensor, Shape, Tensor};
 
-use self::drawing::{Broadcast, Broadcasts, Drawers, Received, Values};
+use self::drawing::{Broadcast, Broadcasts, InitOwners, Received, Values};
 use self::small::{Fill, Pack, is_small};
-use crate::backend::{Context, Float, ShardBackend, Stored, Value};
+use crate::backend::{Context, Float, ShardBackend, StoredTensor, Value};
 use crate::collectives::comm::Work;
 use crate::collectives::group::Group;
 use crate::collectives::{Op, ProcessGroup};
@@ -24,17 +24,17 @@ use crate::error::{CollectiveError, Error, ShardError};
 use crate::launch::Worker;
 use crate::layout::Mesh;
 use crate::layout::mix;
-use crate::module::{Attach, Child, FsdpModule, RandomSource, RandomStream};
-use crate::module::{Place, Runtime, Sharded};
+use crate::module::{Child, FsdpModule, ParamMapper, RandomSource, RandomStream};
+use crate::module::{ParamIndex, Runtime, Sharded};
 use crate::options::FsdpOptions;
 use crate::param_group::plan::{Plan, SHARDED};
-use crate::param_group::{Entry, Held, Unit};
+use crate::param_group::{ParamSpec, Placement, Unit};
 
-/// The rebuild of a module's parameters into fragments.
-pub(crate) struct Cutter<'a, B: ShardBackend> {
+/// The rebuild of a module's parameters into shards.
+pub(crate) struct ShardingInit<'a, B: ShardBackend> {
     plan: &'a Plan,
     /// Parameters that are loaded once the model is cut.
-    later: HashSet<Place>,
+    later: HashSet<ParamIndex>,
     runtime: Arc<dyn Runtime>,
     worker: &'a Worker,
     options: &'a FsdpOptions,
@@ -52,25 +52,25 @@ pub(crate) struct Cutter<'a, B: ShardBackend> {
     /// What rank 0 broadcasts together, a unit each.
     packs: Vec<Pack<B>>,
     /// Who draws what, and what is on its way from there.
-    drawers: Drawers,
+    owners: InitOwners,
     broadcasts: Broadcasts<B>,
     /// What has come, for the stand-ins of these parameters.
     received: HashMap<ParamId, DispatchTensor>,
     /// A checksum of each parameter, where every rank initialised its own.
     checksums: Vec<u64>,
-    checked: Vec<Place>,
+    checked: Vec<ParamIndex>,
     /// What this rank alone found wrong. It still takes part until all are through.
     found: Option<ShardError>,
     /// What ended the group.
     error: Option<Error>,
 }
 
-impl<'a, B: ShardBackend> Cutter<'a, B> {
+impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     #[allow(clippy::too_many_arguments, reason = "what a model is cut with, from one place")]
     pub(crate) fn new(
         plan: &'a Plan,
-        later: &[Place],
-        drawers: Drawers,
+        later: &[ParamIndex],
+        owners: InitOwners,
         runtime: Arc<dyn Runtime>,
         worker: &'a Worker,
         options: &'a FsdpOptions,
@@ -82,15 +82,15 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             Some(Value::Autodiff(_, context)) => Some(context),
             _ => None,
         };
-        let later: HashSet<Place> = later.iter().copied().collect();
+        let later: HashSet<ParamIndex> = later.iter().copied().collect();
         let pack = |(index, unit): (usize, &Unit)| {
-            let later = |entry| later.contains(&Place { unit: index, entry });
+            let later = |entry| later.contains(&ParamIndex { unit: index, entry });
             Pack::new(unit, |entry| is_small(&unit.entries[entry]) && !later(entry))
         };
         let largest = plan.units.iter().map(Unit::num_params).max().unwrap_or(0);
         Self {
             plan,
-            drawers,
+            owners,
             broadcasts: Broadcasts::new(largest),
             packs: plan.units.iter().enumerate().map(pack).collect(),
             received: HashMap::new(),
@@ -141,12 +141,12 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         Ok(module)
     }
 
-    fn entry(&self, place: Place) -> &'a Entry {
+    fn entry(&self, place: ParamIndex) -> &'a ParamSpec {
         &self.plan.units[place.unit].entries[place.entry]
     }
 
     /// Tells that one more parameter has its value.
-    fn told(&mut self, place: Place) {
+    fn told(&mut self, place: ParamIndex) {
         let entry = self.entry(place);
         self.done += entry.numel();
         tracing::trace!(
@@ -179,7 +179,13 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 
     /// The base that `place` holds, under the parameter's id, from the full parameter; `None` where
     /// this rank receives it from rank `root`. Of what travels by itself it is a stand-in of one element.
-    fn base(&mut self, place: Place, id: ParamId, full: Option<Float<B>>, root: usize) -> Float<B> {
+    fn base(
+        &mut self,
+        place: ParamIndex,
+        id: ParamId,
+        full: Option<Float<B>>,
+        root: usize,
+    ) -> Float<B> {
         let entry = self.entry(place);
         let (device, rest) = (self.device.clone(), self.options.offload.rest());
         if !self.options.sync_module_states {
@@ -197,8 +203,9 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
         let held = mine.as_ref().map_or(0, |_| entry.numel());
         let (range, shape) = (entry.range(), entry.base_shape());
         // The full parameter is gone before the next one comes.
-        let keep =
-            move |full| vec![(id, Stored::<B>::rest(part::<B>(full, range, shape, &device), rest))];
+        let keep = move |full| {
+            vec![(id, StoredTensor::<B>::rest(part::<B>(full, range, shape, &device), rest))]
+        };
         let values = self.broadcast(entry.path.as_str(), entry.numel(), mine, keep);
         self.broadcasts.push(Broadcast { place: Some(place), held, values });
         self.filled(&vec![1; entry.shape.len()], 0.0)
@@ -206,10 +213,10 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 
     /// The base of a small replicated parameter, whose value travels with its unit's others: on rank 0
     /// the value, `mine`, elsewhere a stand-in of one element.
-    fn packed(&mut self, place: Place, id: ParamId, mine: Option<Float<B>>) -> Float<B> {
+    fn packed(&mut self, place: ParamIndex, id: ParamId, mine: Option<Float<B>>) -> Float<B> {
         let entry = self.entry(place);
         let shape = Shape::from(entry.shape.clone());
-        let mine = mine.map(|full| B::fragment(full, entry.range(), shape.clone()));
+        let mine = mine.map(|full| B::copy_range(full, entry.range(), shape.clone()));
         let base = mine.clone();
         if let Some(pack) = self.packs[place.unit].add(id, shape, mine) {
             self.exchange_pack(&self.plan.units[place.unit].name, pack);
@@ -226,7 +233,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
             true => Vec::new(),
             false => {
                 let values = pack.unpack(packed);
-                values.map(|(id, value)| (id, Stored::<B>::rest(value, rest))).collect()
+                values.map(|(id, value)| (id, StoredTensor::<B>::rest(value, rest))).collect()
             }
         };
         let values =
@@ -257,12 +264,12 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 
     /// The full parameter, initialised if need be. What is wrong with it is kept, and zeros go on
     /// in its place, so that no rank waits for this one.
-    fn full<const D: usize>(&mut self, place: Place, tensor: Tensor<D>) -> Float<B> {
-        let Entry { path, shape, .. } = self.entry(place);
+    fn full<const D: usize>(&mut self, place: ParamIndex, tensor: Tensor<D>) -> Float<B> {
+        let ParamSpec { path, shape, .. } = self.entry(place);
         let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
         let dtype = tensor.dtype();
         let rest = self.options.offload.rest();
-        let wrong = match Stored::<B>::read(tensor.into_dispatch(), rest) {
+        let wrong = match StoredTensor::<B>::read(tensor.into_dispatch(), rest) {
             Some((value, ..)) if SHARDED.contains(&dtype) && found == declared => {
                 return value.on_device(&self.device, DType::F32, rest);
             }
@@ -287,7 +294,7 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
     }
 
     fn at_rest(&self, value: Float<B>) -> DispatchTensor {
-        Stored::<B>::rest(value, self.options.offload.rest()).with_context(self.context)
+        StoredTensor::<B>::rest(value, self.options.offload.rest()).with_context(self.context)
     }
 
     /// The parts of a parameter but for its value, which is not initialised.
@@ -304,10 +311,10 @@ impl<'a, B: ShardBackend> Cutter<'a, B> {
 struct Shell<const D: usize> {
     id: ParamId,
     tracked: bool,
-    mapper: ParamMapper<Tensor<D>>,
+    mapper: ValueMapper<Tensor<D>>,
 }
 
-impl<B: ShardBackend> Attach for Cutter<'_, B> {
+impl<B: ShardBackend> ParamMapper for ShardingInit<'_, B> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
         self.path.push(index.map_or_else(|| child.name.to_string(), |index| index.to_string()));
     }
@@ -327,7 +334,7 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         let ordinal = self.cut;
         self.cut += 1;
         let entry = self.entry(place);
-        let (shell, base) = if matches!(entry.held, Held::TiedTo(_)) {
+        let (shell, base) = if matches!(entry.held, Placement::TiedTo(_)) {
             (self.shell(param), self.filled(&entry.base_shape(), 0.0))
         } else if self.later.contains(&place) {
             // Never a plausible number.
@@ -335,7 +342,7 @@ impl<B: ShardBackend> Attach for Cutter<'_, B> {
         } else {
             let root = match is_small(entry) {
                 true => 0,
-                false => self.drawers.root(place, entry.numel()),
+                false => self.owners.root(place, entry.numel()),
             };
             if self.receives(&param, root) {
                 let shell = self.shell(param);
@@ -381,7 +388,7 @@ fn part<B: ShardBackend>(
 ) -> Float<B> {
     match range.is_empty() {
         true => filled::<B>(&shape, 0.0, device),
-        false => B::fragment(full, range, shape.into()),
+        false => B::copy_range(full, range, shape.into()),
     }
 }
 
@@ -390,7 +397,7 @@ fn initialise<const D: usize>(
     param: Param<Tensor<D>>,
     seed: Option<u64>,
     ordinal: usize,
-) -> (ParamId, Tensor<D>, ParamMapper<Tensor<D>>) {
+) -> (ParamId, Tensor<D>, ValueMapper<Tensor<D>>) {
     /// Burn's generator is one a process: no other rank, and no model without a seed that is sharded
     /// beside this one, may draw between seeding and drawing.
     static DRAWING: Mutex<()> = Mutex::new(());

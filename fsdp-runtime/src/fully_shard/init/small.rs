@@ -11,14 +11,14 @@ use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 use crate::backend::{Float, ShardBackend};
 use crate::layout::FlatLayout;
 use crate::layout::WorldSize;
-use crate::param_group::{Entry, Held, Unit};
+use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// Elements below which a parameter is small: it costs more to broadcast it by itself than to copy it.
 const SMALL: usize = 1 << 16;
 
 /// Whether the parameter is replicated and small.
-pub(super) fn is_small(entry: &Entry) -> bool {
-    matches!(entry.held, Held::Whole) && (1..SMALL).contains(&entry.numel())
+pub(super) fn is_small(entry: &ParamSpec) -> bool {
+    matches!(entry.held, Placement::Replicated) && (1..SMALL).contains(&entry.numel())
 }
 
 /// The small replicated parameters of one unit.

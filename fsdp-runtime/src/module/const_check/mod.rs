@@ -17,7 +17,7 @@ use crate::module::{FsdpModule, HookedForward, Kind, Node};
 use text::Text;
 
 pub use keys::{have_distinct_keys, num_keys};
-pub use recompute::{NotHooked, NotReplayed, can_be_replayed};
+pub use recompute::{MayNotRecompute, NotHooked, can_be_recomputed};
 pub use ties::{leads_to_a_weight, lie_in_one_unit};
 
 /// A type under `#[derive(Module)]`. Asked for before the traits that need it, for its message.

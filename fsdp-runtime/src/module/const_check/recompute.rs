@@ -2,13 +2,13 @@
 
 use super::Probe;
 use super::text::{Text, same};
-use crate::error::Obstacle;
+use crate::error::NotRecomputable;
 use crate::module::UnitValue;
 use crate::module::{Forward, HookedForward};
 
 /// An input of a unit under `#[fsdp_unit(checkpoint)]` must be there again in backward.
 #[track_caller]
-pub const fn can_be_replayed<U: HookedForward>(forward: &str, input: &str) {
+pub const fn can_be_recomputed<U: HookedForward>(forward: &str, input: &str) {
     if !U::CHECKPOINT {
         return;
     }
@@ -25,7 +25,7 @@ pub const fn can_be_replayed<U: HookedForward>(forward: &str, input: &str) {
     }
 }
 
-const fn obstacle(forwards: &[Forward], forward: &str, input: &str) -> Option<Obstacle> {
+const fn obstacle(forwards: &[Forward], forward: &str, input: &str) -> Option<NotRecomputable> {
     let mut i = 0;
     while i < forwards.len() {
         let Forward { name, inputs } = forwards[i];
@@ -43,16 +43,16 @@ const fn obstacle(forwards: &[Forward], forward: &str, input: &str) -> Option<Ob
 
 impl<T: UnitValue + Clone + Send + 'static> Probe<T> {
     /// Nothing: a value of the type can be kept until backward.
-    pub const OBSTACLE: Option<Obstacle> = None;
+    pub const NOT_RECOMPUTABLE: Option<NotRecomputable> = None;
 }
 
 /// What [`Probe`] finds for a type whose values cannot be kept until backward.
-pub trait NotReplayed {
+pub trait MayNotRecompute {
     /// Why.
-    const OBSTACLE: Option<Obstacle> = Some(Obstacle::Unknown);
+    const NOT_RECOMPUTABLE: Option<NotRecomputable> = Some(NotRecomputable::Unknown);
 }
 
-impl<T: ?Sized> NotReplayed for Probe<T> {}
+impl<T: ?Sized> MayNotRecompute for Probe<T> {}
 
 /// What [`Probe`] finds for a struct without a block of hooks.
 pub trait NotHooked {

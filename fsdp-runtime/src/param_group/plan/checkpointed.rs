@@ -24,7 +24,7 @@ impl Inventory<'_> {
     }
 
     /// A checkpointed unit must have hooked methods that can be run again.
-    pub(super) fn can_be_replayed<M: FsdpModule>(&mut self, unit: usize) {
+    pub(super) fn can_be_recomputed<M: FsdpModule>(&mut self, unit: usize) {
         if !self.units[unit].checkpointed {
             return;
         }

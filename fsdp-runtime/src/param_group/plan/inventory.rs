@@ -10,9 +10,9 @@ use super::{IgnoredParam, Key, SHARDED};
 use crate::error::ShardError;
 use crate::module::Sharded;
 use crate::module::UnitType;
-use crate::module::{Child, FsdpModule, Kind, Node, Walk};
+use crate::module::{Child, FsdpModule, Kind, Node, ParamVisitor};
 use crate::options::{ActivationCheckpointing, FsdpOptions};
-use crate::param_group::{Entry, Held};
+use crate::param_group::{ParamSpec, Placement};
 
 /// One parameter found.
 #[derive(Debug)]
@@ -105,9 +105,9 @@ impl<'a> Inventory<'a> {
             checkpointed,
             within: None,
         });
-        inventory.can_be_replayed::<M>(0);
+        inventory.can_be_recomputed::<M>(0);
         inventory.declare(&M::LAYOUT);
-        module.walk(&mut inventory);
+        module.visit_params(&mut inventory);
         match inventory.error.take().or_else(|| inventory.named_in_vain(&M::LAYOUT)) {
             Some(error) => Err(error),
             None => Ok(inventory),
@@ -170,7 +170,8 @@ impl<'a> Inventory<'a> {
 
     fn leave_alone(&mut self, id: ParamId, path: String, key: Key, shape: Vec<usize>) {
         let (dtype, reduce_dtype) = (DType::F32, DType::F32);
-        let entry = Entry { path, shape, dtype, reduce_dtype, held: Held::Own, segment: None };
+        let entry =
+            ParamSpec { path, shape, dtype, reduce_dtype, held: Placement::PerRank, segment: None };
         self.left_alone.push(IgnoredParam { id, key, entry });
     }
 
@@ -205,7 +206,7 @@ impl<'a> Inventory<'a> {
     }
 }
 
-impl Walk for Inventory<'_> {
+impl ParamVisitor for Inventory<'_> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
         let name = index.map_or_else(|| child.name.to_string(), |index| index.to_string());
         let key = match index {
@@ -235,7 +236,7 @@ impl Walk for Inventory<'_> {
         self.types.push(unit_type);
         self.open(wraps, M::LAYOUT.ty, Some(unit_type), checkpoints);
         if wraps {
-            self.can_be_replayed::<M>(self.current());
+            self.can_be_recomputed::<M>(self.current());
         }
         true
     }

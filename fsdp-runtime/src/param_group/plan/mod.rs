@@ -20,10 +20,10 @@ use crate::error::ShardError;
 use crate::layout::Mesh;
 use crate::layout::UnitLayout;
 use crate::module::FsdpModule;
-use crate::module::Place;
+use crate::module::ParamIndex;
 use crate::options::computed;
 use crate::options::{ActivationCheckpointing, FsdpOptions};
-use crate::param_group::{Entry, Held, Unit};
+use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// A parameter's name in a checkpoint from elsewhere, and whether it lies transposed there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub(crate) const SHARDED: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 pub(crate) struct IgnoredParam {
     pub(crate) id: ParamId,
     pub(crate) key: Key,
-    pub(crate) entry: Entry,
+    pub(crate) entry: ParamSpec,
 }
 
 /// A model's units and parameters.
@@ -49,9 +49,9 @@ pub(crate) struct Plan {
     /// The units, in layout order, without slots.
     pub(crate) units: Vec<Unit>,
     /// The parameters, in the order of the walk; `None` for one that is ignored.
-    pub(crate) places: Vec<Option<Place>>,
+    pub(crate) places: Vec<Option<ParamIndex>>,
     /// The checkpoint key of each place.
-    pub(crate) keys: BTreeMap<Place, Key>,
+    pub(crate) keys: BTreeMap<ParamIndex, Key>,
     /// What is not sharded, and each rank has for itself.
     pub(crate) ignored: Vec<IgnoredParam>,
     /// The one device they lie on.
@@ -142,15 +142,15 @@ impl Plan {
         found: Vec<FoundUnit>,
         mesh: Mesh,
         options: &FsdpOptions,
-    ) -> (Vec<Unit>, Vec<Place>) {
+    ) -> (Vec<Unit>, Vec<ParamIndex>) {
         // Each item's position within its unit, in the order of the walk.
         let mut counts = vec![0; found.len()];
-        let places: Vec<Place> = items
+        let places: Vec<ParamIndex> = items
             .iter()
             .map(|item| {
                 let entry = counts[item.unit];
                 counts[item.unit] += 1;
-                Place { unit: item.unit, entry }
+                ParamIndex { unit: item.unit, entry }
             })
             .collect();
         let units = found
@@ -182,25 +182,25 @@ impl Plan {
                     }
                     _ => layout.dtype(),
                 };
-                let entries: Vec<Entry> = own
+                let entries: Vec<ParamSpec> = own
                     .iter()
                     .map(|item| {
                         let segment = if is_matrix(&item) { segments.next() } else { None };
                         let held = match (item.tied_to, segment, options.strategy) {
-                            (Some(first), ..) => Held::TiedTo(places[first].entry),
+                            (Some(first), ..) => Placement::TiedTo(places[first].entry),
                             (None, Some(segment), strategy) if strategy.shards() => {
-                                Held::Fragment(layout.fragment(segment, mesh.shard_rank()))
+                                Placement::Shard(layout.shard_of(segment, mesh.shard_rank()))
                             }
-                            _ => Held::Whole,
+                            _ => Placement::Replicated,
                         };
                         let (path, shape) = (item.path.clone(), item.shape.clone());
                         let dtype = dtype_of(item);
                         let reduce_dtype = policy.reduce(common, dtype);
-                        Entry { path, shape, dtype, reduce_dtype, held, segment }
+                        ParamSpec { path, shape, dtype, reduce_dtype, held, segment }
                     })
                     .collect();
                 let name = Arc::from(unit.name());
-                let gathers = entries.iter().any(|entry| matches!(entry.held, Held::Fragment(_)));
+                let gathers = entries.iter().any(|entry| matches!(entry.held, Placement::Shard(_)));
                 let returns = unit.level == 0 || options.has_own_policy(unit.unit_type);
                 let precision = policy.resolve(common, returns);
                 let FoundUnit { path, ty, level, field, checkpointed, within, .. } = unit;
@@ -224,15 +224,15 @@ impl Plan {
 
     /// The layout, line by line, as all ranks must have it.
     pub(crate) fn fingerprint(&self, options: &FsdpOptions, mesh: Mesh) -> Vec<String> {
-        let mut lines = options.lines();
+        let mut lines = options.fingerprint_lines();
         lines.push(format!("groups of {} that share parameters", mesh.shard_size()));
         for unit in &self.units {
             lines.push(format!("unit {} (level {})", unit.name, unit.level));
             for entry in &unit.entries {
                 let held = match &entry.held {
-                    Held::Fragment(_) => "sharded".to_string(),
-                    Held::Whole | Held::Own => "replicated".to_string(),
-                    Held::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),
+                    Placement::Shard(_) => "sharded".to_string(),
+                    Placement::Replicated | Placement::PerRank => "replicated".to_string(),
+                    Placement::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),
                 };
                 lines.push(format!("{} {:?} {:?} {held}", entry.path, entry.shape, entry.dtype));
             }

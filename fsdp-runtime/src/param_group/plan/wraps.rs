@@ -5,7 +5,7 @@ use burn::tensor::Tensor;
 
 use crate::module::UnitType;
 use crate::module::opaque::visit_leaf;
-use crate::module::{FsdpModule, Walk};
+use crate::module::{FsdpModule, ParamVisitor};
 use crate::options::WrapPolicy;
 
 /// Whether a policy makes a unit of a module that is a candidate.
@@ -16,7 +16,7 @@ pub(super) fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
         WrapPolicy::Named(names) => names.contains(&M::LAYOUT.ty),
         WrapPolicy::SizeBased { min_num_params } => {
             let mut size = Size { min: min_num_params, sums: vec![0] };
-            module.walk(&mut size);
+            module.visit_params(&mut size);
             size.sums[0] >= min_num_params
         }
         WrapPolicy::NoWrap => false,
@@ -44,7 +44,7 @@ struct Size {
     sums: Vec<usize>,
 }
 
-impl Walk for Size {
+impl ParamVisitor for Size {
     fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
         self.sums.push(0);
         true

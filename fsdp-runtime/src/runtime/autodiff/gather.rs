@@ -1,6 +1,6 @@
-//! The autodiff ops that carry gradients back into fragments.
+//! The autodiff ops that carry gradients back into shards.
 //!
-//! *Gather* makes the full parameter from the fragment's leaf. Its backward stores the full gradient
+//! *Gather* makes the full parameter from the shard's leaf. Its backward stores the full gradient
 //! with the call it belongs to; the call's last one starts the unit's reduce-scatter. Its other
 //! parents are the unit's inputs, which set its place in the order: Burn runs backward by depth, a
 //! leaf's child has depth 1, and without them every unit would reduce at the very end.
@@ -24,7 +24,7 @@ use crate::backend::{Float, Leaf, ShardBackend, Tracked};
 use crate::error::raise;
 
 /// The most inputs of a unit that a [`Gather`] is ordered after.
-pub(crate) const MAX_ANCHORS: usize = 3;
+pub(crate) const MAX_ORDERING_INPUTS: usize = 3;
 
 #[derive(Debug)]
 struct Gather;
@@ -60,12 +60,12 @@ struct PreBackward;
 struct OutputState<B: ShardBackend> {
     state: State<B>,
     /// The inputs' shapes and types.
-    anchors: Vec<(Shape, DType)>,
+    ordering_inputs: Vec<(Shape, DType)>,
 }
 
 impl<B: ShardBackend> Clone for OutputState<B> {
     fn clone(&self) -> Self {
-        Self { state: self.state.clone(), anchors: self.anchors.clone() }
+        Self { state: self.state.clone(), ordering_inputs: self.ordering_inputs.clone() }
     }
 }
 
@@ -73,17 +73,17 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for PreBackward {
     type State = OutputState<B>;
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let OutputState { state, anchors } = ops.state;
+        let OutputState { state, ordering_inputs } = ops.state;
         // There may be more inputs than parents: then the least depth is not known.
         let least = ops.parents[1..].iter().flatten().map(|parent| parent.order).min();
-        let least = least.filter(|_| N <= MAX_ANCHORS).unwrap_or(0);
+        let least = least.filter(|_| N <= MAX_ORDERING_INPUTS).unwrap_or(0);
         let depth = Depth { reached: ops.node.order, inputs: least };
         let inputs = ops.parents[1..].iter().map(|parent| parent.as_ref().map(|node| node.id));
         let inputs = inputs.collect();
         let gradient = grads.consume::<B>(&ops.node);
         match state.hooks.pre_backward(state.call, depth) {
             Ok(true) => {
-                zeros::<B>(grads, inputs, anchors, &gradient.device());
+                zeros::<B>(grads, inputs, ordering_inputs, &gradient.device());
             }
             Ok(false) => {}
             Err(error) => raise(error),
@@ -99,27 +99,27 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for PreBackward {
 fn zeros<B: ShardBackend>(
     grads: &mut Gradients,
     inputs: Vec<Option<NodeId>>,
-    anchors: Vec<(Shape, DType)>,
+    ordering_inputs: Vec<(Shape, DType)>,
     device: &B::Device,
 ) {
-    for (input, (shape, dtype)) in inputs.into_iter().zip(anchors) {
+    for (input, (shape, dtype)) in inputs.into_iter().zip(ordering_inputs) {
         let Some(input) = input else { continue };
         grads.register::<B>(input, zero::<B>(shape, device, dtype));
     }
 }
 
-/// The full parameter `value` as the child of its fragment's leaf, ordered after `anchors`.
+/// The full parameter `value` as the child of its shard's leaf, ordered after `ordering_inputs`.
 pub(crate) fn gather<B: ShardBackend>(
     state: State<B>,
     entry: usize,
     leaf: &Leaf<B>,
-    anchors: &[Tracked<B>],
+    ordering_inputs: &[Tracked<B>],
     value: Float<B>,
 ) -> Tracked<B> {
     let state = GatherState { state, entry };
     macro_rules! record {
-        ($n:literal, [$($anchor:ident),*]) => {{
-            let nodes = [leaf.node() $(, $anchor.node())*];
+        ($n:literal, [$($ordering_input:ident),*]) => {{
+            let nodes = [leaf.node() $(, $ordering_input.node())*];
             let op = Backward::<B, $n>::prepare::<NoCheckpointing>(Gather, nodes);
             match op.compute_bound().stateful() {
                 OpsKind::Tracked(op) => op.finish(state, value),
@@ -127,7 +127,7 @@ pub(crate) fn gather<B: ShardBackend>(
             }
         }};
     }
-    match anchors {
+    match ordering_inputs {
         [] => record!(1, []),
         [a] => record!(2, [a]),
         [a, b] => record!(3, [a, b]),
@@ -136,20 +136,23 @@ pub(crate) fn gather<B: ShardBackend>(
 }
 
 /// A unit's output, whose gradient first unshards the unit. `detach` copies what looks into the
-/// unit's buffer; `anchors` are the unit's inputs.
+/// unit's buffer; `ordering_inputs` are the unit's inputs.
 pub(crate) fn pre_backward<B: ShardBackend>(
     state: State<B>,
     output: Tracked<B>,
-    anchors: &[Tracked<B>],
+    ordering_inputs: &[Tracked<B>],
     detach: impl FnOnce(Float<B>) -> Float<B>,
 ) -> Tracked<B> {
     let (value, output) = output.into_parts();
     let value = detach(value);
-    let shapes = anchors.iter().map(|anchor| (anchor.shape(), anchor.dtype())).collect();
-    let state = OutputState { state, anchors: shapes };
+    let shapes = ordering_inputs
+        .iter()
+        .map(|ordering_input| (ordering_input.shape(), ordering_input.dtype()))
+        .collect();
+    let state = OutputState { state, ordering_inputs: shapes };
     macro_rules! record {
-        ($n:literal, [$($anchor:ident),*]) => {{
-            let nodes = [output $(, $anchor.node())*];
+        ($n:literal, [$($ordering_input:ident),*]) => {{
+            let nodes = [output $(, $ordering_input.node())*];
             let op = Backward::<B, $n>::prepare::<NoCheckpointing>(PreBackward, nodes);
             match op.compute_bound().stateful() {
                 OpsKind::Tracked(op) => op.finish(state, value),
@@ -157,7 +160,7 @@ pub(crate) fn pre_backward<B: ShardBackend>(
             }
         }};
     }
-    match anchors {
+    match ordering_inputs {
         [] => record!(1, []),
         [a] => record!(2, [a]),
         [a, b] => record!(3, [a, b]),

@@ -105,7 +105,11 @@ impl NotKept {
 /// # Panics
 ///
 /// Unwinds with the typed error where a collective fails.
-pub fn post_replay<O: UnitValue + 'static>(call: Call, output: O, replay: Option<Replay<O>>) -> O {
+pub fn post_forward_recompute<O: UnitValue + 'static>(
+    call: Call,
+    output: O,
+    replay: Option<Replay<O>>,
+) -> O {
     if let (Some(Open { runtime, id, .. }), Some(Replay { run, recording })) = (&call.0, replay) {
         let run: Run<Vec<DispatchTensor>> = Box::new(move |map| {
             let mut tensors = Vec::new();

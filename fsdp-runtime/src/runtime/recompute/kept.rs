@@ -38,7 +38,7 @@ pub(crate) struct Taken<B: ShardBackend> {
     pub(crate) forward: KeptForward,
     pub(crate) inputs: Vec<KeptInput>,
     pub(crate) outputs: Vec<Arrived<B>>,
-    /// Held as long as the inputs.
+    /// Placement as long as the inputs.
     pub(crate) counted: Option<[Counted; 2]>,
 }
 
@@ -60,7 +60,7 @@ fn sample<B: ShardBackend>(value: &Float<B>) -> Option<Vec<f32>> {
         return None;
     }
     let len = numel::<B>(value).min(SAMPLE);
-    let elements = B::fragment(value.clone(), 0..len, Shape::from([len]));
+    let elements = B::copy_range(value.clone(), 0..len, Shape::from([len]));
     Some(to_data::<B>(elements).iter::<f32>().collect())
 }
 

@@ -4,7 +4,7 @@
 //! *Recompute*, the parent of all outputs, which therefore runs when the last of their gradients has
 //! arrived. It has the schedule run the forward again, on a graph of its own, and gives the inputs
 //! their gradients. That graph shares no node with the outer one, whose lock is held meanwhile: its
-//! leaves are made anew from the inputs and fragments.
+//! leaves are made anew from the inputs and shards.
 //!
 //! The inputs are the ancestors of *Recompute*, so that it runs before anything above them, through
 //! as many *Join*s as it takes. A unit without a tracked input has the leaf of a parameter there.

@@ -4,13 +4,13 @@ use burn::backend::autodiff::NodeId;
 use burn::tensor::DType;
 
 use super::{Pass, Running, Schedule, State, When, count};
-use crate::backend::{Float, Rest, ShardBackend, Stored, bytes, cast};
+use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, bytes, cast};
 use crate::collectives::{Op, ProcessGroup, Reduce};
 use crate::error::Error;
 use crate::module::CallId;
 use crate::options::{BackwardPrefetch, GradientAccumulation};
 use crate::param_group::Unit;
-use crate::param_group::memory::{Counted, Use};
+use crate::param_group::memory::{Counted, MemoryKind};
 use crate::runtime::autodiff::{BackwardHooks, Depth, State as OpState};
 use crate::runtime::recompute::KeptCall;
 use crate::runtime::state::{Call, Reduction, add_up};
@@ -58,7 +58,7 @@ impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
             // In the order in which Burn adds up the gradients of one leaf.
             Some(earlier) => B::float_add(gradient, earlier),
             None => {
-                self.ledger.take(Use::Gradients, bytes::<B>(&gradient));
+                self.tracker.take(MemoryKind::Gradients, bytes::<B>(&gradient));
                 gradient
             }
         };
@@ -153,8 +153,8 @@ impl<B: ShardBackend> Schedule<B> {
             gradients.map(|(gradient, entry)| Some(cast::<B>(gradient?, entry.reduce_dtype)));
         add_up(&mut state.units[index].held, gradients, B::float_add);
         let after = total_bytes::<B>(&state.units[index].held);
-        self.ledger.give_back(Use::Gradients, before);
-        self.ledger.take(Use::Gradients, after);
+        self.tracker.give_back(MemoryKind::Gradients, before);
+        self.tracker.take(MemoryKind::Gradients, after);
         let holds = self.settings.accumulation == GradientAccumulation::HoldUnsharded;
         if state.accumulating && holds {
             return Ok(());
@@ -178,14 +178,14 @@ impl<B: ShardBackend> Schedule<B> {
         let world = self.settings.mesh.world.size();
         let (device, rest) = (self.device.clone(), self.settings.rest);
         let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
-        let ledger = self.ledger.clone();
+        let tracker = self.tracker.clone();
         let replicate = self.settings.groups.replicate.clone();
         if replicate.is_some() {
             count(&self.counters.all_reduces);
         }
         let work = self.comm.issue_on(&self.settings.groups.shard, move |group| {
             // Beside the full ones, until these are no longer there or those rest on the host.
-            let counted = Counted::new(&ledger, Use::Reducing, results);
+            let counted = Counted::new(&tracker, MemoryKind::Reducing, results);
             let divisor = if replicate.is_some() { 1 } else { world };
             let mut reduced = ProcessGroup::<B>::reduce_scatter(
                 group, &op, &device, gradients, &keep, &layout, divisor,
@@ -211,9 +211,9 @@ impl<B: ShardBackend> Schedule<B> {
                 )?;
             }
             B::complete(&device);
-            let laid = |gradient: Option<Float<B>>| Some(Stored::rest(gradient?, rest));
+            let laid = |gradient: Option<Float<B>>| Some(StoredTensor::rest(gradient?, rest));
             let reduced = reduced.into_iter().map(laid).collect();
-            Ok((reduced, (rest == Rest::Device).then_some(counted)))
+            Ok((reduced, (rest == StorageDevice::Device).then_some(counted)))
         });
         state.reductions.push_back(Reduction { unit: index, bytes, work });
         Ok(())
@@ -224,16 +224,16 @@ impl<B: ShardBackend> Schedule<B> {
         while let Some(Reduction { unit, bytes, work }) = state.reductions.pop_front() {
             tracing::trace!(target: "fsdp", unit = %self.units[unit].name, "fsdp::wait_for_reduce");
             let (reduced, counted) = work.wait()?;
-            self.ledger.give_back(Use::Gradients, bytes);
+            self.tracker.give_back(MemoryKind::Gradients, bytes);
             drop(counted);
             let sums = &mut state.units[unit].reduced;
-            let bytes = |sums: &[Option<Stored<B>>]| -> usize {
-                sums.iter().flatten().map(Stored::bytes).sum()
+            let bytes = |sums: &[Option<StoredTensor<B>>]| -> usize {
+                sums.iter().flatten().map(StoredTensor::bytes).sum()
             };
             let before = bytes(sums);
-            add_up(sums, reduced, Stored::add);
+            add_up(sums, reduced, StoredTensor::add);
             let more = bytes(sums) - before;
-            self.ledger.take(Use::Reduced, more);
+            self.tracker.take(MemoryKind::Reduced, more);
             state.reduced_bytes += more;
         }
         Ok(())
@@ -264,7 +264,7 @@ impl<B: ShardBackend> Schedule<B> {
         self.end_calls(state, 0)?;
         self.end_arrived(state, |_| true)?;
         if !state.accumulating {
-            // Held by earlier micro-batches for units that the last one did not use.
+            // Placement by earlier micro-batches for units that the last one did not use.
             for unit in (0..self.units.len()).rev() {
                 if state.units[unit].held.iter().any(Option::is_some) {
                     self.reduce(state, unit)?;
@@ -277,7 +277,7 @@ impl<B: ShardBackend> Schedule<B> {
             self.evict(state, unit)?;
         }
         if state.calls.is_empty() {
-            self.forget_fragments(state);
+            self.forget_shards(state);
         }
         self.random.next_step();
         Ok(())

@@ -8,16 +8,16 @@ use burn::tensor::{DispatchTensor, TensorData};
 
 use super::{Counts, Schedule, Step, Whole};
 use crate::backend::Norm;
-use crate::backend::{ShardBackend, Stored, to_data};
+use crate::backend::{ShardBackend, StoredTensor, to_data};
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::error::Error;
 use crate::layout::Mesh;
 use crate::module::RandomStream;
-use crate::module::{Place, Runtime};
+use crate::module::{ParamIndex, Runtime};
 use crate::options::ShardingStrategy;
-use crate::param_group::memory::{Memory, Use};
-use crate::param_group::{Held, Unit};
+use crate::param_group::memory::{Memory, MemoryKind};
+use crate::param_group::{Placement, Unit};
 
 /// The erased schedule of a sharded model.
 pub(crate) trait Engine: Runtime {
@@ -36,7 +36,7 @@ pub(crate) trait Engine: Runtime {
     /// The most bytes of gathered parameters there were at once.
     fn peak_unsharded_bytes(&self) -> usize;
     /// Bytes of the buffers that gathered parameters live in.
-    fn slot_bytes(&self) -> usize;
+    fn gather_buffer_bytes(&self) -> usize;
     /// How long collectives have taken, and how long this rank has waited for them.
     fn communication_time(&self) -> (Duration, Duration);
     /// What this rank holds on its device.
@@ -50,26 +50,26 @@ pub(crate) trait Engine: Runtime {
     /// Ends a backward pass.
     fn finish_backward(&self) -> Result<(), Error>;
     /// The reduced gradient of a parameter, once.
-    fn take_gradient(&self, place: Place) -> Option<DispatchTensor>;
+    fn take_gradient(&self, place: ParamIndex) -> Option<DispatchTensor>;
     /// The norm over all ranks of reduced gradients.
     fn gradient_norm(
         &self,
-        gradients: Vec<(Place, DispatchTensor)>,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
         norm: Norm,
     ) -> Result<f64, Error>;
     /// A full parameter, given its base; every rank calls, `keep` says who wants the result.
     fn full(
         &self,
-        place: Place,
+        place: ParamIndex,
         base: DispatchTensor,
         keep: bool,
     ) -> Result<Option<TensorData>, Error>;
     /// Lets go of the parameters that were collected, unless a pass still needs them.
     fn forget(&self);
     /// Says which parameters are to be loaded before they are used.
-    fn set_unloaded(&self, places: &[Place]);
+    fn set_unloaded(&self, places: &[ParamIndex]);
     /// Says which parameters hold loaded values.
-    fn set_loaded(&self, places: &[Place]);
+    fn set_loaded(&self, places: &[ParamIndex]);
     /// Every rank's message to all, in rank order.
     fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error>;
     /// Shows a tensor's elements in order, as bytes of the host, without a copy where it can.
@@ -81,7 +81,7 @@ pub(crate) trait Engine: Runtime {
         &self,
         gradients: Vec<Option<usize>>,
     ) -> Result<Vec<Arc<Vec<Option<usize>>>>, Error>;
-    /// Updates matrices whole, each on its owner, of which each has one; returns the new fragments.
+    /// Updates matrices whole, each on its owner, of which each has one; returns the new shards.
     fn step_whole(
         &self,
         round: Vec<Whole>,
@@ -127,7 +127,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         self.counters.peak_unsharded_bytes.load(Ordering::Relaxed)
     }
 
-    fn slot_bytes(&self) -> usize {
+    fn gather_buffer_bytes(&self) -> usize {
         let state = self.lock();
         let parts = state.parts.iter().flatten();
         state.slots.iter().chain(parts).map(|slot| slot.bytes()).sum()
@@ -138,15 +138,15 @@ impl<B: ShardBackend> Engine for Schedule<B> {
     }
 
     fn memory(&self) -> Memory {
-        self.ledger.device()
+        self.tracker.device()
     }
 
     fn host_memory(&self) -> Memory {
-        self.ledger.host()
+        self.tracker.host()
     }
 
     fn record_optimizer(&self, bytes: usize) {
-        self.ledger.set(Use::Optimizer, bytes);
+        self.tracker.set(MemoryKind::Optimizer, bytes);
     }
 
     fn begin_backward(&self, accumulate: bool) {
@@ -157,17 +157,17 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         self.post_backward_final()
     }
 
-    fn take_gradient(&self, place: Place) -> Option<DispatchTensor> {
+    fn take_gradient(&self, place: ParamIndex) -> Option<DispatchTensor> {
         let gradient = self.lock().units[place.unit].reduced[place.entry].take()?;
         Some(gradient.into_dispatch())
     }
 
-    /// Each rank sums up its own fragments, in layout order; the partial sums are added in rank
+    /// Each rank sums up its own shards, in layout order; the partial sums are added in rank
     /// order, then those of replicated parameters. A rank that holds a matrix whole sums up every
     /// rank's part by itself, so that all strategies find the same bits.
     fn gradient_norm(
         &self,
-        gradients: Vec<(Place, DispatchTensor)>,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
         norm: Norm,
     ) -> Result<f64, Error> {
         let mesh = self.settings.mesh;
@@ -175,7 +175,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         let mut whole = Vec::new();
         for (place, gradient) in gradients {
             let (unit, entry) = self.place(place);
-            let Some((gradient, ..)) = Stored::<B>::read(gradient, self.settings.rest) else {
+            let Some((gradient, ..)) = StoredTensor::<B>::read(gradient, self.settings.rest) else {
                 continue;
             };
             if entry.segment.is_none() {
@@ -188,10 +188,10 @@ impl<B: ShardBackend> Engine for Schedule<B> {
             }
         }
         let mut partial = vec![0f64; mesh.shard_size().size()];
-        for (rank, sum) in ranks.into_iter().zip(Stored::norm_sums(parts, norm)) {
+        for (rank, sum) in ranks.into_iter().zip(StoredTensor::norm_sums(parts, norm)) {
             partial[rank] = norm.add(partial[rank], sum);
         }
-        // Whether there are fragments is the same on all ranks; one whose own are empty takes part.
+        // Whether there are shards is the same on all ranks; one whose own are empty takes part.
         if self.units.iter().any(|unit| unit.gathers) {
             let mine = partial[mesh.shard_rank().index()];
             let op = Op::new("all_reduce", "the gradient norm");
@@ -201,13 +201,13 @@ impl<B: ShardBackend> Engine for Schedule<B> {
             partial = all.iter().map(|sum| **sum).collect();
         }
         // `-0.0` is what a sum of floats begins with.
-        let sum = partial.into_iter().chain(Stored::norm_sums(whole, norm));
+        let sum = partial.into_iter().chain(StoredTensor::norm_sums(whole, norm));
         Ok(norm.root(sum.fold(-0.0, |sum, part| norm.add(sum, part))))
     }
 
     fn full(
         &self,
-        place: Place,
+        place: ParamIndex,
         base: DispatchTensor,
         keep: bool,
     ) -> Result<Option<TensorData>, Error> {
@@ -215,19 +215,19 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         if self.lock().unloaded.contains(&place) {
             return Err(self.not_loaded(place));
         }
-        let Some((base, ..)) = Stored::<B>::read(base, self.settings.rest) else {
+        let Some((base, ..)) = StoredTensor::<B>::read(base, self.settings.rest) else {
             return Ok(None);
         };
         let base = self.on_device(base);
         let full = match &entry.held {
-            Held::Fragment(_) if keep => self.gather_single(place, base)?,
-            Held::Fragment(_) => {
+            Placement::Shard(_) if keep => self.gather_single(place, base)?,
+            Placement::Shard(_) => {
                 // Whoever does not keep it does not put it together either.
                 self.gather_parts(place, base)?;
                 return Ok(None);
             }
-            Held::Whole | Held::Own if keep => base,
-            Held::Whole | Held::Own | Held::TiedTo(_) => return Ok(None),
+            Placement::Replicated | Placement::PerRank if keep => base,
+            Placement::Replicated | Placement::PerRank | Placement::TiedTo(_) => return Ok(None),
         };
         Ok(Some(to_data::<B>(full)))
     }
@@ -235,16 +235,17 @@ impl<B: ShardBackend> Engine for Schedule<B> {
     fn forget(&self) {
         let state = &mut *self.lock();
         if state.open == 0 && state.calls.is_empty() {
-            self.forget_fragments(state);
+            self.forget_shards(state);
         }
     }
 
-    fn set_unloaded(&self, places: &[Place]) {
-        let owned = |place: &&Place| !matches!(self.place(**place).1.held, Held::TiedTo(_));
+    fn set_unloaded(&self, places: &[ParamIndex]) {
+        let owned =
+            |place: &&ParamIndex| !matches!(self.place(**place).1.held, Placement::TiedTo(_));
         self.lock().unloaded = places.iter().filter(owned).copied().collect();
     }
 
-    fn set_loaded(&self, places: &[Place]) {
+    fn set_loaded(&self, places: &[ParamIndex]) {
         let mut state = self.lock();
         for place in places {
             state.unloaded.remove(place);
@@ -258,7 +259,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
     }
 
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
-        if let Some((tensor, ..)) = Stored::<B>::read(tensor, self.settings.rest) {
+        if let Some((tensor, ..)) = StoredTensor::<B>::read(tensor, self.settings.rest) {
             tensor.with_bytes(f);
         }
     }

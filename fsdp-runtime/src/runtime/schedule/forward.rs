@@ -6,17 +6,19 @@ use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::{Pass, Reshard, Schedule, State, When, count};
-use crate::backend::{Context, Float, Leaf, Rest, ShardBackend, Stored, Tracked, Value, cast};
+use crate::backend::{
+    Context, Float, Leaf, ShardBackend, StorageDevice, StoredTensor, Tracked, Value, cast,
+};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::raise;
 use crate::error::{Error, ScheduleError};
 use crate::module::KeptForward;
-use crate::module::{CallId, Place, Runtime};
-use crate::param_group::Held;
-use crate::param_group::memory::Use;
-use crate::runtime::autodiff::{self, MAX_ANCHORS, State as OpState};
+use crate::module::{CallId, ParamIndex, Runtime};
+use crate::param_group::Placement;
+use crate::param_group::memory::MemoryKind;
+use crate::runtime::autodiff::{self, MAX_ORDERING_INPUTS, State as OpState};
 use crate::runtime::recompute;
-use crate::runtime::state::{Call, Fragment, Residency};
+use crate::runtime::state::{Call, LocalShard, ShardState};
 
 impl<B: ShardBackend> Runtime for Schedule<B> {
     fn is_open(&self) -> bool {
@@ -27,10 +29,10 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         self.units[unit].field
     }
 
-    fn collect(&self, place: Place, base: DispatchTensor) {
-        let Some((value, leaf, _)) = Stored::read(base, self.settings.rest) else { return };
-        let fragment = Fragment::new(value, leaf);
-        self.lock().units[place.unit].fragments[place.entry] = Some(fragment);
+    fn collect(&self, place: ParamIndex, base: DispatchTensor) {
+        let Some((value, leaf, _)) = StoredTensor::read(base, self.settings.rest) else { return };
+        let shard = LocalShard::new(value, leaf);
+        self.lock().units[place.unit].shards[place.entry] = Some(shard);
     }
 
     fn pre_forward(
@@ -52,7 +54,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         if state.recomputing.is_none() {
             state.order.push(unit);
         }
-        let call = self.open_call(state, unit, anchors::<B>(inputs));
+        let call = self.open_call(state, unit, ordering_inputs::<B>(inputs));
         while let Some(other) = self.beside(state, call) {
             self.add_slots(state, unit, other)?;
         }
@@ -95,13 +97,13 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
 
     fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
         let kept = self.kept(id);
-        let (slots, alive, anchors, dtype) = {
+        let (slots, alive, ordering_inputs, dtype) = {
             let state = self.lock();
             let Some(call) = state.calls.get(&id) else { return output };
             let slots = state.slots_of[call.unit].iter();
             let slots: Vec<_> = slots.map(|&slot| state.slots[slot].clone()).collect();
             let dtype = self.units[call.unit].precision.output;
-            (slots, call.open.clone(), call.anchors.clone(), dtype)
+            (slots, call.open.clone(), call.ordering_inputs.clone(), dtype)
         };
         let detach = |value: Float<B>| slots.iter().fold(value, |value, slot| slot.detach(value));
         // Outputs on another backend, or of another kind, cannot look into the slots.
@@ -119,7 +121,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
                     }
                     (None, Some(alive)) => {
                         let state = OpState { hooks: self.clone(), call: id, alive };
-                        autodiff::pre_backward(state, value, &anchors, detach)
+                        autodiff::pre_backward(state, value, &ordering_inputs, detach)
                     }
                     (None, None) => Autodiff::<B>::from_inner(detach(value.into_primitive())),
                 };
@@ -141,7 +143,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
         let unit = call.unit;
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_forward", unit = %self.units[unit].name).entered();
-        call.anchors.clear();
+        call.ordering_inputs.clear();
         call.open = None;
         call.checkpoint = None;
         let tracked = call.tracked || call.pending > 0;
@@ -163,7 +165,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             self.reshard(state, unit);
         }
         if state.open == 0 && state.calls.is_empty() {
-            self.forget_fragments(state);
+            self.forget_shards(state);
         }
         Ok(())
     }
@@ -180,34 +182,35 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
 
     fn materialize(
         self: Arc<Self>,
-        place: Place,
+        place: ParamIndex,
         base: DispatchTensor,
     ) -> Result<DispatchTensor, Error> {
         let (unit, entry) = self.place(place);
-        let Some((value, leaf, context)) = Stored::read(base.clone(), self.settings.rest) else {
+        let Some((value, leaf, context)) = StoredTensor::read(base.clone(), self.settings.rest)
+        else {
             return Ok(base);
         };
-        let base = Fragment::new(value, leaf);
+        let base = LocalShard::new(value, leaf);
         let mut guard = self.lock();
         let state = &mut *guard;
         let holder = unit.holder(place.entry);
-        let held_at = Place { entry: holder, ..place };
+        let held_at = ParamIndex { entry: holder, ..place };
         if state.unloaded.contains(&held_at) {
             return Err(self.not_loaded(held_at));
         }
         // A tied entry takes both from the place that owns the weight.
-        let Fragment { value, leaf, on_device } = match &entry.held {
-            Held::TiedTo(_) => match &state.units[place.unit].fragments[holder] {
-                Some(fragment) => fragment.clone(),
+        let LocalShard { value, leaf, on_device } = match &entry.held {
+            Placement::TiedTo(_) => match &state.units[place.unit].shards[holder] {
+                Some(shard) => shard.clone(),
                 None => {
                     let unit = unit.name.to_string();
                     return Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into());
                 }
             },
             // Its unit has brought it to the device, for its own forward.
-            Held::Whole if !state.units[place.unit].forwards.is_empty() => {
-                match &state.units[place.unit].fragments[place.entry] {
-                    Some(fragment) => Fragment { on_device: fragment.on_device.clone(), ..base },
+            Placement::Replicated if !state.units[place.unit].forwards.is_empty() => {
+                match &state.units[place.unit].shards[place.entry] {
+                    Some(shard) => LocalShard { on_device: shard.on_device.clone(), ..base },
                     None => base,
                 }
             }
@@ -229,24 +232,24 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         // What reads a parameter outside any forward sees it as the optimizer does.
         let dtype = if state.open > 0 { unit.entries[holder].dtype } else { DType::F32 };
         let value = match &unit.entries[holder].held {
-            Held::Fragment(_) if call.is_some() => {
+            Placement::Shard(_) if call.is_some() => {
                 debug_assert!(
-                    matches!(state.units[place.unit].residency, Residency::Unsharded),
+                    matches!(state.units[place.unit].shard_state, ShardState::Unsharded),
                     "{}: {:?}",
                     unit.name,
-                    state.units[place.unit].residency
+                    state.units[place.unit].shard_state
                 );
                 let (range, at) = unit.gathered_at(holder);
                 let slot = state.slots_of[place.unit][range];
                 state.slots[slot].view(at, &entry.shape)
             }
-            Held::Fragment(_) => {
+            Placement::Shard(_) => {
                 cast::<B>(self.gather_single(held_at, self.on_device(value))?, dtype)
             }
             _ => match on_device.get() {
                 Some(there) if there.dtype() == dtype => there.clone(),
                 _ => {
-                    if self.settings.rest != Rest::Device {
+                    if self.settings.rest != StorageDevice::Device {
                         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::copy_to_device");
                     }
                     value.on_device(&self.device, dtype, self.settings.rest)
@@ -275,7 +278,7 @@ impl<B: ShardBackend> Schedule<B> {
             if !state.reductions.is_empty() || reduced() {
                 return Err(ScheduleError::GradientsNotCollected.into());
             }
-            self.ledger.give_back(Use::Reduced, std::mem::take(&mut state.reduced_bytes));
+            self.tracker.give_back(MemoryKind::Reduced, std::mem::take(&mut state.reduced_bytes));
         }
         state.calls.retain(|_, call| call.alive.strong_count() > 0);
         for unit in 0..self.units.len() {
@@ -337,10 +340,15 @@ impl<B: ShardBackend> Schedule<B> {
         self.following(last[at + 1..].iter(), unit)
     }
 
-    fn open_call(&self, state: &mut State<B>, unit: usize, anchors: Vec<Tracked<B>>) -> CallId {
+    fn open_call(
+        &self,
+        state: &mut State<B>,
+        unit: usize,
+        ordering_inputs: Vec<Tracked<B>>,
+    ) -> CallId {
         let id = CallId(state.next_call);
         state.next_call += 1;
-        let mut call = Call::new(unit, self.units[unit].entries.len(), anchors);
+        let mut call = Call::new(unit, self.units[unit].entries.len(), ordering_inputs);
         call.part_of = state.recomputing;
         state.calls.insert(id, call);
         id
@@ -352,33 +360,33 @@ impl<B: ShardBackend> Schedule<B> {
     }
 
     /// Drops the references to the module's parameters, so that an optimizer can update in place.
-    pub(super) fn forget_fragments(&self, state: &mut State<B>) {
+    pub(super) fn forget_shards(&self, state: &mut State<B>) {
         for unit in &mut state.units {
-            unit.fragments.iter_mut().for_each(|fragment| *fragment = None);
+            unit.shards.iter_mut().for_each(|shard| *shard = None);
         }
     }
 
     /// One parameter gathered into memory of its own: a `val()` outside its unit's forward.
     pub(super) fn gather_single(
         &self,
-        place: Place,
-        fragment: Float<B>,
+        place: ParamIndex,
+        shard: Float<B>,
     ) -> Result<Float<B>, Error> {
-        Ok(self.join(place, self.gather_parts(place, fragment)?))
+        Ok(self.join(place, self.gather_parts(place, shard)?))
     }
 
     /// Every rank's part of one parameter, in order.
     pub(super) fn gather_parts(
         &self,
-        place: Place,
-        fragment: Float<B>,
+        place: ParamIndex,
+        shard: Float<B>,
     ) -> Result<Vec<Option<Float<B>>>, Error> {
         let (_, entry) = self.place(place);
         tracing::trace!(target: "fsdp", path = %entry.path, "fsdp::unshard_single");
         count(&self.counters.single_gathers);
         let op = Op::new("all_gather", entry.path.as_str()).of(entry.numel());
         let len = entry.range().len();
-        let mine = (len > 0).then(|| B::float_reshape(fragment, Shape::from([len])));
+        let mine = (len > 0).then(|| B::float_reshape(shard, Shape::from([len])));
         let (group, device) = (&self.settings.groups.shard, self.device.clone());
         let parts = self.comm.issue_on(group, move |group| {
             ProcessGroup::<B>::all_gather_one(group, &op, &device, mine)
@@ -391,7 +399,7 @@ impl<B: ShardBackend> Schedule<B> {
     fn track(
         &self,
         state: &mut State<B>,
-        place: Place,
+        place: ParamIndex,
         call: Option<CallId>,
         holder: usize,
         leaf: &Leaf<B>,
@@ -404,7 +412,7 @@ impl<B: ShardBackend> Schedule<B> {
         call.pending += 1;
         let alive = call.open.clone().expect("a call stays open while its forward runs");
         let op_state = OpState { hooks: self.this(), call: id, alive };
-        let value = autodiff::gather(op_state, holder, leaf, &call.anchors, value);
+        let value = autodiff::gather(op_state, holder, leaf, &call.ordering_inputs, value);
         if alone {
             call.open = None;
         }
@@ -413,14 +421,14 @@ impl<B: ShardBackend> Schedule<B> {
 }
 
 /// The tracked inputs recorded last: the deepest ones, as a rule.
-fn anchors<B: ShardBackend>(inputs: Vec<DispatchTensor>) -> Vec<Tracked<B>> {
+fn ordering_inputs<B: ShardBackend>(inputs: Vec<DispatchTensor>) -> Vec<Tracked<B>> {
     let tracked = |input| match B::from_dispatch(input)? {
         Value::Autodiff(tensor, _) => tensor.is_tracked().then_some(tensor),
         Value::Plain(_) => None,
     };
-    let mut anchors: Vec<Tracked<B>> = inputs.into_iter().filter_map(tracked).collect();
-    anchors.sort_by_key(|anchor| std::cmp::Reverse(anchor.id()));
-    anchors.dedup_by_key(|anchor| anchor.id());
-    anchors.truncate(MAX_ANCHORS);
-    anchors
+    let mut ordering_inputs: Vec<Tracked<B>> = inputs.into_iter().filter_map(tracked).collect();
+    ordering_inputs.sort_by_key(|ordering_input| std::cmp::Reverse(ordering_input.id()));
+    ordering_inputs.dedup_by_key(|ordering_input| ordering_input.id());
+    ordering_inputs.truncate(MAX_ORDERING_INPUTS);
+    ordering_inputs
 }

@@ -34,17 +34,17 @@ pub(crate) use whole::{Step, Whole};
 
 use burn::tensor::DType;
 
-use crate::backend::gather_buffer::Slot;
-use crate::backend::{Float, Rest, ShardBackend, Stored};
+use crate::backend::gather_buffer::GatherBuffer;
+use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor};
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{Group, MeshGroups};
 use crate::error::{Error, ScheduleError};
 use crate::layout::Mesh;
 use crate::module::RandomStream;
-use crate::module::{CallId, Place};
+use crate::module::{CallId, ParamIndex};
 use crate::options::{BackwardPrefetch, GradientAccumulation, ShardingStrategy};
-use crate::param_group::memory::{Ledger, Use};
-use crate::param_group::{Unit, slot_plan};
+use crate::param_group::memory::{MemoryKind, MemoryTracker};
+use crate::param_group::{Unit, gather_buffer_plan};
 use crate::runtime::state::{Call, Reduction, UnitState};
 
 /// How often a rank did what, since its model was sharded.
@@ -59,7 +59,7 @@ pub struct Counts {
     /// Reductions of a unit's gradients, its replicated parameters included: reduce-scatters, or
     /// all-reduces where nothing is sharded.
     pub reduce_scatters: usize,
-    /// All-reduces of a unit's gradient fragments across the copies of a hybrid strategy.
+    /// All-reduces of a unit's gradient shards across the copies of a hybrid strategy.
     pub all_reduces: usize,
     /// Units unsharded ahead of use that were not used next.
     pub mis_prefetches: usize,
@@ -104,7 +104,7 @@ pub(crate) struct Settings {
     /// What becomes of the gradients of a micro-batch.
     pub(crate) accumulation: GradientAccumulation,
     /// Where parameters, reduced gradients and optimizer state rest.
-    pub(crate) rest: Rest,
+    pub(crate) rest: StorageDevice,
     /// Whether what was sent to an all-gather is kept from forward to backward.
     pub(crate) keep_sent: bool,
     /// Whether the inputs of checkpointed units rest on the host.
@@ -144,7 +144,7 @@ pub(crate) struct Schedule<B: ShardBackend> {
     units: Vec<Unit>,
     random: Arc<RandomStream>,
     counters: Counters,
-    ledger: Arc<Ledger>,
+    tracker: Arc<MemoryTracker>,
     state: Mutex<State<B>>,
     this: Weak<Self>,
 }
@@ -159,11 +159,11 @@ impl<B: ShardBackend> fmt::Debug for Schedule<B> {
 struct State<B: ShardBackend> {
     units: Vec<UnitState<B>>,
     /// The buffers, the unit in each, and those that each unit uses, one for each of its flat ranges.
-    slots: Vec<Arc<Slot<B>>>,
+    slots: Vec<Arc<GatherBuffer<B>>>,
     owners: Vec<Option<usize>>,
     slots_of: Vec<Vec<usize>>,
     /// What this rank keeps of each flat range of each unit after forward, under `To`.
-    parts: Vec<Vec<Arc<Slot<B>>>>,
+    parts: Vec<Vec<Arc<GatherBuffer<B>>>>,
     calls: BTreeMap<CallId, Call<B>>,
     next_call: u64,
     /// Hooked forwards under way.
@@ -183,7 +183,7 @@ struct State<B: ShardBackend> {
     /// Bytes of reduced gradients handed out and counted until the next forward.
     reduced_bytes: usize,
     /// Parameters that were not initialised, as they are to be loaded.
-    unloaded: BTreeSet<Place>,
+    unloaded: BTreeSet<ParamIndex>,
 }
 
 /// A call between its `pre_backward` and the depth of its inputs.
@@ -209,25 +209,25 @@ impl<B: ShardBackend> Schedule<B> {
             Reshard::Never => units.len(),
             _ => settings.slots,
         };
-        let plan = slot_plan(&units, ring);
-        let new = |(numel, dtype)| Arc::new(Slot::<B>::new(&device, numel, dtype));
+        let plan = gather_buffer_plan(&units, ring);
+        let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(&device, numel, dtype));
         let slots: Vec<_> = plan.slots.into_iter().map(new).collect();
         let parts = |unit: &Unit| match &settings.reshard {
             Reshard::To(group) => unit.parts(group.size()).into_iter().map(new).collect(),
             _ => Vec::new(),
         };
         let parts: Vec<Vec<_>> = units.iter().map(parts).collect();
-        let ledger = Arc::new(Ledger::new(settings.rest != Rest::Device));
+        let tracker = Arc::new(MemoryTracker::new(settings.rest != StorageDevice::Device));
         for unit in &units {
-            let (fragments, replicated) = unit.held_bytes();
-            ledger.take(Use::Fragments, fragments);
-            ledger.take(Use::Replicated, replicated);
+            let (shards, replicated) = unit.held_bytes();
+            tracker.take(MemoryKind::Shards, shards);
+            tracker.take(MemoryKind::Replicated, replicated);
             if settings.keep_sent {
-                ledger.take(Use::Sent, unit.sent_bytes());
+                tracker.take(MemoryKind::Sent, unit.sent_bytes());
             }
         }
         for slot in slots.iter().chain(parts.iter().flatten()) {
-            ledger.take(Use::Gathered, slot.bytes());
+            tracker.take(MemoryKind::Gathered, slot.bytes());
         }
         let state = State {
             units: units.iter().map(|unit| UnitState::new(unit.entries.len())).collect(),
@@ -255,7 +255,7 @@ impl<B: ShardBackend> Schedule<B> {
             units,
             random,
             counters: Counters::default(),
-            ledger,
+            tracker,
             state: Mutex::new(state),
             this: this.clone(),
         })
@@ -270,7 +270,7 @@ impl<B: ShardBackend> Schedule<B> {
         self.this.upgrade().expect("a schedule is only reached through its `Arc`")
     }
 
-    fn place(&self, place: Place) -> (&Unit, &crate::param_group::Entry) {
+    fn place(&self, place: ParamIndex) -> (&Unit, &crate::param_group::ParamSpec) {
         let unit = &self.units[place.unit];
         (unit, &unit.entries[place.entry])
     }
@@ -282,12 +282,12 @@ impl<B: ShardBackend> Schedule<B> {
     }
 
     /// A tensor at rest, in f32 on the device.
-    fn on_device(&self, tensor: Stored<B>) -> Float<B> {
+    fn on_device(&self, tensor: StoredTensor<B>) -> Float<B> {
         tensor.on_device(&self.device, DType::F32, self.settings.rest)
     }
 
     /// The error of using a parameter that was to be loaded, and is not yet.
-    fn not_loaded(&self, place: Place) -> Error {
+    fn not_loaded(&self, place: ParamIndex) -> Error {
         ScheduleError::NotLoaded { path: self.place(place).1.path.clone() }.into()
     }
 

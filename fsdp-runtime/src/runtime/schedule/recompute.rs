@@ -3,7 +3,7 @@
 //! From `checkpoint` to its `post_forward`, every parameter is handed out without its leaf, and the
 //! units within are gathered and resharded as ever, but leave no graph. In backward, one op of the
 //! outer graph does all: it unshards the unit, runs the forward on leaves made from the kept inputs
-//! and from fragments, and then the backward of that new graph, in which the unit and those within
+//! and from shards, and then the backward of that new graph, in which the unit and those within
 //! it reduce their gradients as ever. The unit is gathered once for both; those within it are
 //! gathered for the forward and again for the backward.
 //!
@@ -22,10 +22,10 @@ use crate::backend::{Float, Leaf, ShardBackend, Tracked, Value, cast, new_leaf};
 use crate::error::{Error, ScheduleError};
 use crate::module::KeptForward;
 use crate::module::Playback;
-use crate::module::{CallId, Place};
+use crate::module::{CallId, ParamIndex};
 use crate::options::BackwardPrefetch;
-use crate::param_group::Held;
-use crate::param_group::memory::{Counted, Use};
+use crate::param_group::Placement;
+use crate::param_group::memory::{Counted, MemoryKind};
 use crate::runtime::autodiff::{State as OpState, zero};
 use crate::runtime::recompute::{Arrived, KeptCall, KeptInput, Taken, descend, recompute, seed};
 use crate::runtime::state::Checkpoint;
@@ -61,11 +61,11 @@ impl<B: ShardBackend> Schedule<B> {
     }
 
     /// The leaves that tied places in a unit and in those within it take theirs from.
-    fn tied_leaves(&self, state: &State<B>, unit: usize) -> Vec<(Place, Leaf<B>)> {
-        let leaf = |unit: usize, held: &Held| {
-            let &Held::TiedTo(entry) = held else { return None };
-            let fragment = state.units[unit].fragments[entry].as_ref()?;
-            Some((Place { unit, entry }, fragment.leaf.clone()?))
+    fn tied_leaves(&self, state: &State<B>, unit: usize) -> Vec<(ParamIndex, Leaf<B>)> {
+        let leaf = |unit: usize, held: &Placement| {
+            let &Placement::TiedTo(entry) = held else { return None };
+            let shard = state.units[unit].shards[entry].as_ref()?;
+            Some((ParamIndex { unit, entry }, shard.leaf.clone()?))
         };
         let places = self.subtree(unit).flat_map(|unit| {
             self.units[unit].entries.iter().filter_map(move |entry| leaf(unit, &entry.held))
@@ -76,8 +76,8 @@ impl<B: ShardBackend> Schedule<B> {
     /// The leaf of a trainable parameter in a unit, or in one within it.
     fn first_leaf(&self, state: &State<B>, unit: usize) -> Option<Tracked<B>> {
         let units = &state.units[self.subtree(unit)];
-        let mut fragments = units.iter().flat_map(|unit| &unit.fragments).flatten();
-        let leaf = fragments.find_map(|fragment| fragment.leaf.as_ref())?;
+        let mut shards = units.iter().flat_map(|unit| &unit.shards).flatten();
+        let leaf = shards.find_map(|shard| shard.leaf.as_ref())?;
         Some(descend(leaf, &self.device))
     }
 
@@ -134,8 +134,8 @@ impl<B: ShardBackend> Schedule<B> {
             let on_host = inputs.iter().filter_map(|input| input.host.as_ref());
             let on_host = on_host.map(|data| data.num_elements() * data.dtype().size()).sum();
             let here = checkpoint.bytes - on_host;
-            let counted = [(Use::Activations, here), (Use::Stowed, on_host)]
-                .map(|(kind, bytes)| Counted::new(&self.ledger, kind, bytes));
+            let counted = [(MemoryKind::Activations, here), (MemoryKind::Stowed, on_host)]
+                .map(|(kind, bytes)| Counted::new(&self.tracker, kind, bytes));
             checkpoint.kept = Some(KeptCall::new(inputs, forward, counted));
         }
     }
@@ -281,8 +281,8 @@ impl<'a, B: ShardBackend> Again<'a, B> {
         call.entered = true;
         call.open = Some(op.alive.clone());
         for (place, leaf) in std::mem::take(&mut call.tied) {
-            if let Some(fragment) = &mut state.units[place.unit].fragments[place.entry] {
-                fragment.leaf = Some(leaf);
+            if let Some(shard) = &mut state.units[place.unit].shards[place.entry] {
+                shard.leaf = Some(leaf);
             }
         }
         state.units[unit].backwards += 1;

@@ -7,27 +7,27 @@ use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
 use super::{Pass, Reshard, Schedule, State, When, count};
-use crate::backend::gather_buffer::Slot;
-use crate::backend::{Float, Rest, ShardBackend, Stored, numel as numel_of};
+use crate::backend::gather_buffer::GatherBuffer;
+use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, numel as numel_of};
 use crate::collectives::group::Group;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
-use crate::param_group::Held;
-use crate::param_group::memory::{Counted, Ledger, Use};
-use crate::runtime::state::Residency;
+use crate::param_group::Placement;
+use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
+use crate::runtime::state::ShardState;
 
 /// What a rank gives to an all-gather of one flat range.
 struct Piece<B: ShardBackend> {
     /// Its place in the flat range, in elements.
     at: usize,
-    value: Stored<B>,
+    value: StoredTensor<B>,
     /// Where it is kept as it was sent.
     sent: Option<Arc<OnceLock<Float<B>>>>,
 }
 
 /// What is whole on every rank and rests on the host, to be copied to the device.
 struct CopyToDevice<B: ShardBackend> {
-    value: Stored<B>,
+    value: StoredTensor<B>,
     dtype: DType,
     on_device: Arc<OnceLock<Float<B>>>,
 }
@@ -41,19 +41,24 @@ struct Gather<B: ShardBackend> {
     pieces: Vec<Piece<B>>,
     numel: usize,
     dtype: DType,
-    slot: Arc<Slot<B>>,
+    slot: Arc<GatherBuffer<B>>,
     /// Bytes that this rank has given to all-gathers.
     sent_bytes: Arc<AtomicUsize>,
-    ledger: Arc<Ledger>,
+    tracker: Arc<MemoryTracker>,
 }
 
 impl<B: ShardBackend> Gather<B> {
     /// Runs it among `group`, on the communication thread.
-    fn run(self, group: &Group, device: &B::Device, rest: Rest) -> Result<(), CollectiveError> {
-        let Self { op, pieces, numel, dtype, slot, sent_bytes, ledger } = self;
+    fn run(
+        self,
+        group: &Group,
+        device: &B::Device,
+        rest: StorageDevice,
+    ) -> Result<(), CollectiveError> {
+        let Self { op, pieces, numel, dtype, slot, sent_bytes, tracker } = self;
         let made = |piece: &&Piece<B>| piece.sent.is_none() && !piece.value.is_on_device(dtype);
         let made = pieces.iter().filter(made).map(|piece| piece.value.numel() * dtype.size());
-        let _made = Counted::new(&ledger, Use::Sending, made.sum());
+        let _made = Counted::new(&tracker, MemoryKind::Sending, made.sum());
         let send = |Piece { at, value, sent }: Piece<B>| {
             let cross = || value.on_device(device, dtype, rest);
             let value = match sent {
@@ -62,11 +67,11 @@ impl<B: ShardBackend> Gather<B> {
             };
             (at, value)
         };
-        let fragments: Vec<_> = pieces.into_iter().map(send).collect();
+        let shards: Vec<_> = pieces.into_iter().map(send).collect();
         let bytes = |(_, value): &(usize, Float<B>)| numel_of::<B>(value) * value.dtype().size();
-        sent_bytes.fetch_add(fragments.iter().map(bytes).sum(), Ordering::Relaxed);
+        sent_bytes.fetch_add(shards.iter().map(bytes).sum(), Ordering::Relaxed);
         let shard_len = numel / group.size();
-        ProcessGroup::<B>::all_gather(group, &op, device, fragments, shard_len, &slot)
+        ProcessGroup::<B>::all_gather(group, &op, device, shards, shard_len, &slot)
     }
 }
 
@@ -89,7 +94,7 @@ impl<B: ShardBackend> Schedule<B> {
         if when == When::Now {
             state.units[index].prefetched = false;
         }
-        if !matches!(state.units[index].residency, Residency::Sharded) {
+        if !matches!(state.units[index].shard_state, ShardState::Sharded) {
             return Ok(());
         }
         let Some((pieces, group)) = self.copy_in(state, index, pass, when)? else {
@@ -103,12 +108,12 @@ impl<B: ShardBackend> Schedule<B> {
             count(&self.counters.all_gathers);
             let op = Op::new("all_gather", unit.name.clone()).of(numel);
             let (slot, sent_bytes) = (state.slots[*slot].clone(), self.counters.sent_bytes.clone());
-            let ledger = self.ledger.clone();
-            Gather { op, pieces, numel, dtype, slot, sent_bytes, ledger }
+            let tracker = self.tracker.clone();
+            Gather { op, pieces, numel, dtype, slot, sent_bytes, tracker }
         };
         if !copies.is_empty() {
             state.units[index].copied = unit.whole_bytes();
-            self.ledger.take(Use::Copied, unit.whole_bytes());
+            self.tracker.take(MemoryKind::Copied, unit.whole_bytes());
         }
         let gathers: Vec<Gather<B>> =
             pieces.into_iter().zip(unit.buffers()).zip(&slots).map(gather).collect();
@@ -123,7 +128,7 @@ impl<B: ShardBackend> Schedule<B> {
             B::complete(&device);
             Ok(())
         });
-        state.units[index].residency = Residency::Unsharding(work);
+        state.units[index].shard_state = ShardState::Unsharding(work);
         state.units[index].prefetched = when == When::Ahead;
         let now =
             self.counters.unsharded_bytes.fetch_add(unit.unsharded_bytes(), Ordering::Relaxed);
@@ -142,7 +147,7 @@ impl<B: ShardBackend> Schedule<B> {
             if when == When::Ahead {
                 return Ok(false);
             }
-            return Err(ScheduleError::SlotBusy {
+            return Err(ScheduleError::GatherBufferBusy {
                 unit: self.units[index].name.to_string(),
                 owner: self.units[owner].name.to_string(),
                 slots: self.settings.slots,
@@ -159,7 +164,7 @@ impl<B: ShardBackend> Schedule<B> {
     }
 
     /// What this rank gives to a unit's all-gathers and the group they are among. `None` when a
-    /// prefetch finds that nobody has read the fragments.
+    /// prefetch finds that nobody has read the shards.
     fn copy_in(
         &self,
         state: &State<B>,
@@ -171,21 +176,20 @@ impl<B: ShardBackend> Schedule<B> {
         if let (Pass::Backward, true, Reshard::To(group)) =
             (pass, state.units[index].kept_part, &self.settings.reshard)
         {
-            let kept = |part: &Arc<Slot<B>>| {
+            let kept = |part: &Arc<GatherBuffer<B>>| {
                 let len = part.numel();
                 let at = self.part_of(group) * len;
-                let value = Stored::Device(part.view(0, &[len]));
+                let value = StoredTensor::Device(part.view(0, &[len]));
                 vec![Piece { at, value, sent: None }]
             };
             return Ok(Some((state.parts[index].iter().map(kept).collect(), group.clone())));
         }
         let mut pieces: Vec<Vec<Piece<B>>> = Vec::new();
         pieces.resize_with(unit.layout.ranges().len(), Vec::new);
-        for (at, (entry, fragment)) in
-            unit.entries.iter().zip(&state.units[index].fragments).enumerate()
+        for (at, (entry, shard)) in unit.entries.iter().zip(&state.units[index].shards).enumerate()
         {
-            let Held::Fragment(range) = &entry.held else { continue };
-            let Some(fragment) = fragment else {
+            let Placement::Shard(range) = &entry.held else { continue };
+            let Some(shard) = shard else {
                 if when == When::Ahead {
                     return Ok(None);
                 }
@@ -194,8 +198,8 @@ impl<B: ShardBackend> Schedule<B> {
             };
             if !range.is_empty() {
                 let (flat, start) = unit.gathered_at(at);
-                let sent = self.settings.keep_sent.then(|| fragment.on_device.clone());
-                let value = fragment.value.clone();
+                let sent = self.settings.keep_sent.then(|| shard.on_device.clone());
+                let value = shard.value.clone();
                 pieces[flat].push(Piece { at: start + range.start, value, sent });
             }
         }
@@ -206,15 +210,17 @@ impl<B: ShardBackend> Schedule<B> {
     /// reads it where it runs the forward again.
     fn copies(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<CopyToDevice<B>> {
         let unit = &self.units[index];
-        if self.settings.rest == Rest::Device || (pass == Pass::Backward && !unit.checkpointed) {
+        if self.settings.rest == StorageDevice::Device
+            || (pass == Pass::Backward && !unit.checkpointed)
+        {
             return Vec::new();
         }
-        let fragments = unit.entries.iter().zip(&state.units[index].fragments);
-        let whole = fragments.filter(|(entry, _)| entry.held == Held::Whole);
+        let shards = unit.entries.iter().zip(&state.units[index].shards);
+        let whole = shards.filter(|(entry, _)| entry.held == Placement::Replicated);
         whole
-            .filter_map(|(entry, fragment)| {
-                let fragment = fragment.as_ref()?;
-                let (value, on_device) = (fragment.value.clone(), fragment.on_device.clone());
+            .filter_map(|(entry, shard)| {
+                let shard = shard.as_ref()?;
+                let (value, on_device) = (shard.value.clone(), shard.on_device.clone());
                 Some(CopyToDevice { value, dtype: entry.dtype, on_device })
             })
             .collect()
@@ -227,24 +233,24 @@ impl<B: ShardBackend> Schedule<B> {
 
     /// Waits until a unit that is being unsharded is.
     pub(super) fn wait_for_unshard(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
-        let residency = &mut state.units[index].residency;
-        if matches!(residency, Residency::Unsharding(_)) {
+        let shard_state = &mut state.units[index].shard_state;
+        if matches!(shard_state, ShardState::Unsharding(_)) {
             tracing::trace!(target: "fsdp", unit = %self.units[index].name, "fsdp::wait_for_unshard");
-            let Residency::Unsharding(work) = std::mem::take(residency) else { unreachable!() };
+            let ShardState::Unsharding(work) = std::mem::take(shard_state) else { unreachable!() };
             work.wait()?;
-            *residency = Residency::Unsharded;
+            *shard_state = ShardState::Unsharded;
         }
         Ok(())
     }
 
     /// Gives a unit's slots back.
     pub(super) fn reshard(&self, state: &mut State<B>, index: usize) {
-        if !matches!(state.units[index].residency, Residency::Unsharded) {
+        if !matches!(state.units[index].shard_state, ShardState::Unsharded) {
             return;
         }
         let unit = &self.units[index];
         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::reshard");
-        state.units[index].residency = Residency::Sharded;
+        state.units[index].shard_state = ShardState::Sharded;
         for &slot in &state.slots_of[index] {
             state.owners[slot] = None;
             state.slots[slot].release();
@@ -252,10 +258,10 @@ impl<B: ShardBackend> Schedule<B> {
         let state = &mut state.units[index];
         let copied = std::mem::take(&mut state.copied);
         if copied > 0 {
-            self.ledger.give_back(Use::Copied, copied);
-            for (entry, fragment) in unit.entries.iter().zip(&mut state.fragments) {
-                if let (Held::Whole, Some(fragment)) = (&entry.held, fragment) {
-                    fragment.on_device = Arc::default();
+            self.tracker.give_back(MemoryKind::Copied, copied);
+            for (entry, shard) in unit.entries.iter().zip(&mut state.shards) {
+                if let (Placement::Replicated, Some(shard)) = (&entry.held, shard) {
+                    shard.on_device = Arc::default();
                 }
             }
         }
@@ -264,8 +270,8 @@ impl<B: ShardBackend> Schedule<B> {
 
     /// Copies the part of a gathered unit that this rank keeps for the backward, under `To`.
     pub(super) fn keep_part(&self, state: &mut State<B>, index: usize) {
-        let (Reshard::To(group), Residency::Unsharded) =
-            (&self.settings.reshard, &state.units[index].residency)
+        let (Reshard::To(group), ShardState::Unsharded) =
+            (&self.settings.reshard, &state.units[index].shard_state)
         else {
             return;
         };
@@ -315,7 +321,7 @@ impl<B: ShardBackend> Schedule<B> {
         other: usize,
         (numel, dtype): (usize, DType),
     ) -> usize {
-        let slot = Arc::new(Slot::<B>::new(&self.device, numel, dtype));
+        let slot = Arc::new(GatherBuffer::<B>::new(&self.device, numel, dtype));
         tracing::warn!(
             target: "fsdp",
             "{} and {} are live at once and share a buffer: one of {} bytes was added; set the \
@@ -326,7 +332,7 @@ impl<B: ShardBackend> Schedule<B> {
             self.settings.slots,
         );
         count(&self.counters.added_slots);
-        self.ledger.take(Use::Gathered, slot.bytes());
+        self.tracker.take(MemoryKind::Gathered, slot.bytes());
         state.slots.push(slot);
         state.owners.push(None);
         state.slots.len() - 1

@@ -1,4 +1,4 @@
-//! Copies with a cast: fragments into a send buffer, gradients into a reduce buffer, and out of
+//! Copies with a cast: shards into a send buffer, gradients into a reduce buffer, and out of
 //! them again. Tensors that go into one buffer or come out of it share launches.
 
 use burn::backend::TensorMetadata;

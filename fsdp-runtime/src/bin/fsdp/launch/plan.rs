@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use fsdp_runtime::config::{CONFIG_VARIABLE, Config, ConfigError, DEBUG_VARIABLE};
-use fsdp_runtime::env::{EnvError, RankEnv, Starter};
+use fsdp_runtime::env::{EnvError, Launcher, RankEnv};
 
 /// Where ranks of several machines meet if nothing says so: Accelerate's port.
 const DEFAULT_PORT: u16 = 29500;
@@ -56,7 +56,7 @@ pub enum LaunchError {
         "the ranks are started twice: this launcher is itself rank {rank} of {world}, started by \
          {starter}; start the program with one of the two"
     )]
-    StartedTwice { rank: usize, world: usize, starter: Starter },
+    StartedTwice { rank: usize, world: usize, starter: Launcher },
     #[error(
         "--machine-rank is {rank}, but `mpirun` starts the ranks of all machines; run this on \
          machine 0 only"
@@ -214,8 +214,8 @@ fn mpirun(flags: &Flags, config: &Config) -> Option<Mpirun> {
 /// launcher a machine is right, as is one within a Slurm batch script, which is a rank of nothing.
 fn once(machines: usize, variable: &impl Fn(&str) -> Option<OsString>) -> Result<(), LaunchError> {
     let Some(place) = RankEnv::from_variables(variable)? else { return Ok(()) };
-    let batch = place.starter == Starter::Slurm && variable("SLURM_STEP_NUM_TASKS").is_none();
-    let one_a_machine = place.starter != Starter::Torchrun && place.world.size() == machines;
+    let batch = place.starter == Launcher::Slurm && variable("SLURM_STEP_NUM_TASKS").is_none();
+    let one_a_machine = place.starter != Launcher::Torchrun && place.world.size() == machines;
     if place.world.size() == 1 || batch || one_a_machine {
         return Ok(());
     }
