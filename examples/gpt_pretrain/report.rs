@@ -205,7 +205,7 @@ mod tests {
         let subscriber =
             Arc::new(tracing_subscriber::registry().with(seen.clone().with_filter(of_init)));
         let device = DeviceName::Flex.resolve().unwrap();
-        launch(LaunchOptions::new(2).device(device), move |worker| {
+        launch(LaunchOptions::new(2).with_device(device), move |worker| {
             let _on = tracing::subscriber::set_default(subscriber.clone());
             let model = GptConfig { arch, positions: 4, dropout: 0.0 }.init(worker.device());
             fully_shard(model, &worker, FsdpOptions::new()).map(|_| ())

@@ -73,7 +73,7 @@ fn passes(units: usize) -> (f64, f64) {
         });
         Ok::<_, Error>((unsharded, time))
     };
-    let ranks = launch(LaunchOptions::new(1).device(Device::flex()), run);
+    let ranks = launch(LaunchOptions::new(1).with_device(Device::flex()), run);
     ranks.expect("one rank waits for none")[0]
 }
 

@@ -41,7 +41,7 @@ pub use error::{
     ScheduleError, ShardError,
 };
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
-pub use fully_shard::{Fsdp, fully_shard};
+pub use fully_shard::{Fsdp, Stats, fully_shard};
 pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
 pub use layout::{ALIGNMENT, FlatLayout, Mesh, MeshError, Rank, WorldSize};
 pub use module::{

@@ -120,7 +120,7 @@ impl LaunchOptions {
     }
 
     /// What ranks are: by default threads, or processes where several were started.
-    pub fn engine(mut self, engine: Engine) -> Self {
+    pub fn with_engine(mut self, engine: Engine) -> Self {
         self.engine = engine;
         self
     }
@@ -128,26 +128,26 @@ impl LaunchOptions {
     /// Whether the number of elements of each collective is compared across ranks before it runs,
     /// beside its operation, unit and sequence number, and each is told to `tracing`. By default
     /// where the environment has `FSDP_DEBUG=1`.
-    pub fn debug(mut self, debug: bool) -> Self {
+    pub fn with_debug(mut self, debug: bool) -> Self {
         self.debug = Some(debug);
         self
     }
 
     /// The device of every rank; autodiff is turned on. With the engine `nccl`, the GPU of a machine's
     /// first rank, after which the others have one each.
-    pub fn device(mut self, device: Device) -> Self {
+    pub fn with_device(mut self, device: Device) -> Self {
         self.device = Some(device);
         self
     }
 
     /// How long a collective waits for the other ranks before it ends the run.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
     /// Threads of each rank's rayon pool. By default the cores are shared evenly, at least one each.
-    pub fn threads_per_rank(mut self, threads: usize) -> Self {
+    pub fn with_threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = Some(threads.max(1));
         self
     }
