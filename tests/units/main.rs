@@ -10,3 +10,4 @@ mod burn_modules;
 mod construction;
 mod field_units;
 mod hooks;
+mod list_alias;

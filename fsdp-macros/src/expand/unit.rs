@@ -71,7 +71,13 @@ pub fn opaque(module: &Module<'_>) -> TokenStream {
 pub fn walks(module: &Module<'_>) -> TokenStream {
     let reads = module.layout_fields().enumerate().map(|(index, field)| {
         let (member, index) = (&field.member, Index::from(index));
-        let walk = function(field, walk_leaf(field), quote!(walk_field));
+        if let (Content::Leaf, Some(_)) = (field.content, &field.unit) {
+            return quote! {{
+                use __fsdp::SingleUnit as _;
+                __fsdp::LeafUnits(&self.#member).walk(&__fsdp_children[#index], __fsdp_walk);
+            }};
+        }
+        let walk = function(field, quote!(walk_leaf), quote!(walk_field));
         quote!(#walk(&self.#member, &__fsdp_children[#index], __fsdp_walk);)
     });
     let mut indices = (0..).map(Index::from);
@@ -94,19 +100,6 @@ pub fn walks(module: &Module<'_>) -> TokenStream {
             let __fsdp_children = Self::LAYOUT.children;
             Self { #(#rebuilt),* }
         }
-    }
-}
-
-/// What reads a leaf. One under `unit` is a unit; of a list, each element is.
-fn walk_leaf(field: &Field<'_>) -> TokenStream {
-    let is_list = match &field.original.ty {
-        Type::Path(path) => path.path.segments.last().is_some_and(|last| last.ident == "Vec"),
-        ty => matches!(ty, Type::Array(_)),
-    };
-    match (&field.unit, is_list) {
-        (None, _) => quote!(walk_leaf),
-        (Some(_), false) => quote!(walk_leaf_unit),
-        (Some(_), true) => quote!(walk_leaf_units),
     }
 }
 

@@ -50,7 +50,10 @@ const _: () = {
                 &__fsdp_children[1],
                 __fsdp_walk,
             );
-            __fsdp::walk_leaf_units(&self.gates, &__fsdp_children[2], __fsdp_walk);
+            {
+                use __fsdp::SingleUnit as _;
+                __fsdp::LeafUnits(&self.gates).walk(&__fsdp_children[2], __fsdp_walk);
+            }
         }
         fn attach<__A: __fsdp::Attach>(self, __fsdp_attach: &mut __A) -> Self {
             let __fsdp_children = Self::LAYOUT.children;
