@@ -70,8 +70,8 @@ impl<'a> Module<'a> {
         self.unit.is_none() && self.fsdp_unit().is_some()
     }
 
-    /// Returns the first `#[fsdp_unit]` among the attributes. That of the macro in work is not among
-    /// them.
+    /// Returns the first `#[fsdp_unit]` among the item's attributes. The compiler has removed the one
+    /// that is being expanded.
     pub(crate) fn fsdp_unit(&self) -> Option<&'a Attribute> {
         self.original
             .attrs
