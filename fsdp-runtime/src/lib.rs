@@ -5,6 +5,12 @@
 //! optimizers step it. The repository's README has the tour.
 #![deny(missing_docs)]
 
+#[cfg(panic = "abort")]
+compile_error!(
+    "fsdp-runtime needs `panic = \"unwind\"`: the error of a collective inside `forward` or `backward` \
+     unwinds to `launch`, which returns it; remove `panic = \"abort\"` from the profile"
+);
+
 #[allow(unused_extern_crates, reason = "the macros' expansion names the crate")]
 extern crate self as fsdp_runtime;
 
@@ -66,10 +72,10 @@ pub mod kernels {
 /// What a program that trains a sharded model needs.
 pub mod prelude {
     pub use crate::{
-        ActivationCheckpointing, BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit,
-        GradScaler, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, OffloadPolicy,
-        Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy,
-        fsdp_unit, fully_shard, launch, unit_types,
+        ActivationCheckpointing, BackwardPrefetch, Engine, Error, Fsdp, FsdpModule, FsdpOptions,
+        FsdpUnit, GradScaler, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm,
+        OffloadPolicy, Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled,
+        Worker, WrapPolicy, fsdp_unit, fully_shard, launch, unit_types,
     };
 }
 

@@ -425,8 +425,8 @@ fn an_output_of_an_unknown_type_is_an_error() {
         Ok::<_, Error>(())
     })
     .expect_err("the tensors of `Opaque` are not known");
-    let error = error.source.downcast::<Error>().expect("a typed error");
-    let Error::Schedule(ScheduleError::OpaqueOutput { module, output }) = &*error else {
+    let error = error.source.downcast_ref::<Error>().expect("a typed error");
+    let Error::Schedule(ScheduleError::OpaqueOutput { module, output }) = error else {
         panic!("{error}");
     };
     assert!(module.ends_with("Foreign") && output.ends_with("Opaque"), "{module} {output}");

@@ -6,6 +6,8 @@ mod not_recomputable;
 mod panic;
 mod pretrained;
 
+use std::sync::Arc;
+
 use burn::tensor::DType;
 
 pub use self::checkpoint::CheckpointError;
@@ -38,6 +40,9 @@ pub enum Error {
     /// A checkpoint folder that cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A launch that ended in an error on one of its ranks.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
 }
 
 /// Why a model cannot be sharded. Paths are module paths, such as `encoder.layers.3.up.weight`.
@@ -393,7 +398,7 @@ pub enum ScheduleError {
 }
 
 /// A launch that ended in an error: the first rank that failed, and why.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 #[error("{}{source}", place(*rank, *world))]
 pub struct LaunchError {
     /// The rank that failed first.
@@ -402,7 +407,16 @@ pub struct LaunchError {
     pub world: WorldSize,
     /// What that rank returned, or its panic's message.
     #[source]
-    pub source: Box<dyn std::error::Error + Send + Sync>,
+    pub source: Arc<dyn std::error::Error + Send + Sync>,
+}
+
+/// Two errors are equal where the rank, the world size and the text of the cause are.
+impl PartialEq for LaunchError {
+    fn eq(&self, other: &Self) -> bool {
+        self.rank == other.rank
+            && self.world == other.world
+            && self.source.to_string() == other.source.to_string()
+    }
 }
 
 /// Which rank it was, where there were several.

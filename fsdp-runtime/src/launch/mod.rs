@@ -309,7 +309,7 @@ fn refused(source: Box<dyn StdError + Send + Sync>) -> LaunchError {
     let started = RankEnv::read().ok().flatten();
     let (rank, world) =
         started.map_or((Rank::ZERO, WorldSize::ONE), |started| (started.rank, started.world));
-    LaunchError { rank, world, source }
+    LaunchError { rank, world, source: source.into() }
 }
 
 fn debug_variable() -> Result<bool, ShardError> {
@@ -357,7 +357,7 @@ where
         };
         if let Err(error) = start() {
             hub.fail(CollectiveError::PeerFailed { rank: index, reason: error.to_string() });
-            return Err(LaunchError { rank: index, world, source: Box::new(error) });
+            return Err(LaunchError { rank: index, world, source: Arc::new(error) });
         }
     }
     drop(sender);
@@ -432,7 +432,7 @@ fn collect<T>(
     let blamed = hub.failure().and_then(|failure| failure.failed_rank());
     let cause = errors.iter().position(|(rank, _)| Some(*rank) == blamed).unwrap_or(0);
     let (rank, source) = errors.swap_remove(cause);
-    Err(LaunchError { rank: blamed.unwrap_or(rank), world, source })
+    Err(LaunchError { rank: blamed.unwrap_or(rank), world, source: source.into() })
 }
 
 /// What a rank unwound with: a typed error, or a panic's message.

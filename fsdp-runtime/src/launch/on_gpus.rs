@@ -64,7 +64,11 @@ where
     let mut joined = Vec::with_capacity(world.size());
     for (rank, seat) in topology {
         let blamed = hub.failure().and_then(|failure| failure.failed_rank()).unwrap_or(rank);
-        joined.push(seat.map_err(|source| LaunchError { rank: blamed, world, source })?);
+        joined.push(seat.map_err(|source| LaunchError {
+            rank: blamed,
+            world,
+            source: source.into(),
+        })?);
     }
     super::threads(&hub, world, joined, options, rank)
 }
@@ -82,7 +86,8 @@ where
     E: Into<Boxed> + 'static,
     F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
 {
-    let failed = |rank, source| LaunchError { rank, world: place.world, source };
+    let failed =
+        |rank, source: Boxed| LaunchError { rank, world: place.world, source: source.into() };
     let (group, device) =
         join(place, options, device, debug).map_err(|source| failed(place.rank, source))?;
     let topology = topology(&group, place, options);

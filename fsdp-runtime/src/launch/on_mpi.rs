@@ -103,7 +103,11 @@ where
     F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
 {
     RUNNING.fetch_add(1, Ordering::SeqCst);
-    let failed = |rank, source| LaunchError { rank, world: place.world, source };
+    let failed = |rank, source: Box<dyn StdError + Send + Sync>| LaunchError {
+        rank,
+        world: place.world,
+        source: source.into(),
+    };
     let outcome = match join(place, options, debug) {
         Err(error) => Err(failed(place.rank, Box::new(error))),
         Ok(group) => {

@@ -18,23 +18,44 @@ pub fn visit_leaf_field<M: Module, W: ParamVisitor>(
     walk.exit();
 }
 
-/// Reads a field under `#[fsdp(unit, leaf)]`.
-pub fn visit_leaf_unit<M: Module, W: ParamVisitor>(
-    module: &M,
-    child: &'static Child,
-    walk: &mut W,
-) {
-    walk.enter(child, None);
-    leaf_unit(module, walk);
-    walk.exit();
+/// A field under `#[fsdp(unit, leaf)]`: of a `Vec` or an array, each element is a unit; any other
+/// module is one unit.
+///
+/// Generated code calls `visit_units`. For a list, method resolution finds the inherent method, which takes
+/// precedence; for any other module it finds [`SingleUnit::visit_units`]. So the type decides, whatever
+/// name an alias gives it.
+#[derive(Debug)]
+pub struct LeafUnits<'a, M>(pub &'a M);
+
+impl<M: Module> LeafUnits<'_, Vec<M>> {
+    /// Reads each element as a unit.
+    pub fn visit_units<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W) {
+        visit_leaf_units(self.0, child, walk);
+    }
 }
 
-/// Reads a list under `#[fsdp(unit, leaf)]`, each element a unit.
-pub fn visit_leaf_units<M: Module, W: ParamVisitor>(
-    list: &[M],
-    child: &'static Child,
-    walk: &mut W,
-) {
+impl<M: Module, const N: usize> LeafUnits<'_, [M; N]> {
+    /// Reads each element as a unit.
+    pub fn visit_units<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W) {
+        visit_leaf_units(self.0, child, walk);
+    }
+}
+
+/// [`LeafUnits`] of a module that is not a list.
+pub trait SingleUnit {
+    /// Reads the module as one unit.
+    fn visit_units<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W);
+}
+
+impl<M: Module> SingleUnit for LeafUnits<'_, M> {
+    fn visit_units<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W) {
+        walk.enter(child, None);
+        leaf_unit(self.0, walk);
+        walk.exit();
+    }
+}
+
+fn visit_leaf_units<M: Module, W: ParamVisitor>(list: &[M], child: &'static Child, walk: &mut W) {
     const ELEMENT: &Child =
         &Child { name: "", key: None, transposed: false, unit: true, node: &LEAF };
     walk.enter(child, None);

@@ -1,13 +1,13 @@
-//! `UnitValue`: the tensors in what a `forward` takes and returns.
+//! `impl UnitValue`: the tensors in a type that a `forward` takes or returns.
 
 use proc_macro2::TokenStream;
 use quote::{format_ident, quote, quote_spanned};
 use syn::{Data, DeriveInput, Fields, Type, parse_quote};
 
-use super::at;
+use super::span::at;
 
-/// `impl UnitValue`, one match arm a variant, each field in turn.
-pub fn implementation(item: &DeriveInput) -> TokenStream {
+/// Generates `impl UnitValue`, with one match arm for each variant.
+pub(super) fn implementation(item: &DeriveInput) -> TokenStream {
     let name = &item.ident;
     let mut generics = item.generics.clone();
     for param in item.generics.type_params() {
@@ -15,20 +15,9 @@ pub fn implementation(item: &DeriveInput) -> TokenStream {
         generics.make_where_clause().predicates.push(parse_quote!(#param: __fsdp::UnitValue));
     }
     let (parameters, arguments, bounds) = generics.split_for_impl();
-    let variants: Vec<_> = match &item.data {
-        Data::Struct(data) => vec![(quote!(Self), &data.fields)],
-        Data::Enum(data) => data
-            .variants
-            .iter()
-            .map(|variant| {
-                let name = &variant.ident;
-                (quote!(Self::#name), &variant.fields)
-            })
-            .collect(),
-        Data::Union(_) => Vec::new(),
-    };
-    let maps = variants.iter().map(|(path, fields)| map(path, fields));
-    let visits = variants.iter().map(|(path, fields)| visit(path, fields));
+    let variants = variants(&item.data);
+    let maps = variants.iter().map(|(path, fields)| map_arm(path, fields));
+    let visits = variants.iter().map(|(path, fields)| visit_arm(path, fields));
     quote! {
         impl #parameters __fsdp::UnitValue for #name #arguments #bounds {
             fn map_tensors(
@@ -52,30 +41,46 @@ pub fn implementation(item: &DeriveInput) -> TokenStream {
     }
 }
 
-fn map(path: &TokenStream, fields: &Fields) -> TokenStream {
+/// Returns the path and the fields of each variant; a struct is one variant, `Self`.
+fn variants(data: &Data) -> Vec<(TokenStream, &Fields)> {
+    match data {
+        Data::Struct(data) => vec![(quote!(Self), &data.fields)],
+        Data::Enum(data) => data
+            .variants
+            .iter()
+            .map(|variant| {
+                let name = &variant.ident;
+                (quote!(Self::#name), &variant.fields)
+            })
+            .collect(),
+        Data::Union(_) => Vec::new(),
+    }
+}
+
+fn map_arm(path: &TokenStream, fields: &Fields) -> TokenStream {
     let bindings = (0..).map(|index| format_ident!("__fsdp_{index}"));
     let (members, bindings): (Vec<_>, Vec<_>) = fields.members().zip(bindings).unzip();
-    let types = fields.iter().map(|field| method(&field.ty, quote!(map_tensors)));
+    let methods = fields.iter().map(|field| method(&field.ty, quote!(map_tensors)));
     quote! {
         #path { #(#members: #bindings),* } => #path {
-            #(#members: #types(#bindings, __fsdp_map)),*
+            #(#members: #methods(#bindings, __fsdp_map)),*
         },
     }
 }
 
-fn visit(path: &TokenStream, fields: &Fields) -> TokenStream {
+fn visit_arm(path: &TokenStream, fields: &Fields) -> TokenStream {
     let bindings = (0..).map(|index| format_ident!("__fsdp_{index}"));
     let (members, bindings): (Vec<_>, Vec<_>) = fields.members().zip(bindings).unzip();
-    let types = fields.iter().map(|field| method(&field.ty, quote!(visit_tensors)));
+    let methods = fields.iter().map(|field| method(&field.ty, quote!(visit_tensors)));
     quote! {
         #path { #(#members: ref #bindings),* } => {
-            #(#types(#bindings, __fsdp_visit);)*
+            #(#methods(#bindings, __fsdp_visit);)*
         }
     }
 }
 
-/// A method of a field's type, with the place of that type: where the compiler says that it holds no
-/// tensors it knows of.
+/// Returns a method of a field's type, spanned at the type: the compiler shows there that the type is
+/// no `UnitValue`.
 fn method(ty: &Type, name: TokenStream) -> TokenStream {
     quote_spanned!(at(ty)=> <#ty as __fsdp::UnitValue>::#name)
 }

@@ -1,4 +1,5 @@
-//! Errors of one annotated item, collected so that all of them are shown at once.
+//! The errors of one annotated item, collected so that all of them are shown at once, and the advice
+//! in their messages.
 
 use std::fmt::Display;
 
@@ -7,35 +8,37 @@ use quote::ToTokens;
 
 /// The errors found so far.
 #[derive(Default)]
-pub struct Errors(Option<syn::Error>);
+pub(crate) struct Errors(Option<syn::Error>);
 
 impl Errors {
     /// Adds an error that underlines `tokens`.
-    pub fn push(&mut self, tokens: impl ToTokens, message: impl Display) {
+    pub(crate) fn push(&mut self, tokens: impl ToTokens, message: impl Display) {
         self.add(syn::Error::new_spanned(tokens, message));
     }
 
-    /// Adds an error that has its place already.
-    pub fn add(&mut self, error: syn::Error) {
+    /// Adds an error that has a span already.
+    pub(crate) fn add(&mut self, error: syn::Error) {
         match &mut self.0 {
             Some(errors) => errors.combine(error),
             None => self.0 = Some(error),
         }
     }
 
-    /// Whether nothing is wrong.
-    pub fn is_empty(&self) -> bool {
+    /// Whether no error was found.
+    pub(crate) fn is_empty(&self) -> bool {
         self.0.is_none()
-    }
-
-    /// All errors, as `compile_error!` invocations.
-    pub fn into_tokens(self) -> TokenStream {
-        self.0.map(syn::Error::into_compile_error).unwrap_or_default()
     }
 }
 
-/// `` `a`, `b` or `c` ``
-pub fn one_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+/// One `compile_error!` for each error.
+impl ToTokens for Errors {
+    fn to_tokens(&self, tokens: &mut TokenStream) {
+        tokens.extend(self.0.as_ref().map(syn::Error::to_compile_error));
+    }
+}
+
+/// Formats names as `` `a`, `b` or `c` ``.
+pub(crate) fn one_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     let names: Vec<_> = names.into_iter().map(|name| format!("`{name}`")).collect();
     match names.split_last() {
         None => "nothing".to_string(),
@@ -44,19 +47,22 @@ pub fn one_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     }
 }
 
-/// The one of `names` that was probably meant by `wrong`: at most two letters, and half of them,
-/// are wrong.
-pub fn did_you_mean<'a>(wrong: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+/// Returns the name that was probably meant by `wrong`: the nearest one in edit distance, if that
+/// distance is at most 2 and at most half of the name's length.
+pub(crate) fn did_you_mean<'a>(
+    wrong: &str,
+    names: impl IntoIterator<Item = &'a str>,
+) -> Option<&'a str> {
     names
         .into_iter()
-        .map(|name| (distance(wrong, name), name))
+        .map(|name| (edit_distance(wrong, name), name))
         .filter(|(distance, name)| *distance <= 2 && distance * 2 <= name.len().max(4))
         .min_by_key(|(distance, _)| *distance)
         .map(|(_, name)| name)
 }
 
-/// Levenshtein's distance: how many letters to insert, remove or replace.
-fn distance(a: &str, b: &str) -> usize {
+/// Returns the Levenshtein distance: the number of letters to insert, remove or replace.
+fn edit_distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, letter) in a.chars().enumerate() {
