@@ -1,10 +1,9 @@
 //! A process that is a rank over MPI.
 //!
-//! Which ranks there are is said by the environment ([`RankEnv`]) and confirmed by MPI. The process
-//! leaves MPI when it exits: in good order if every launch ended well, and by `MPI_Abort` otherwise,
-//! so that no process of the world is left and `mpirun` exits with an error.
+//! The environment ([`RankEnv`]) says which rank this is, and MPI confirms it. The process finalizes MPI
+//! when it exits if every launch ended well. Otherwise it calls `MPI_Abort`, so that no process of the
+//! world is left and `mpirun` exits with an error.
 
-use std::error::Error as StdError;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -12,20 +11,23 @@ use std::time::Duration;
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
-use super::process::{LocalTopology, run_rank};
-use super::{LaunchOptions, Worker};
+use super::env::RankEnv;
+use super::error::EngineError;
+use super::options::LaunchOptions;
+use super::process::{LocalTopology, launch_error, run_rank};
+use super::rank_thread::{BoxedError, RankProgram};
 use crate::collectives::Op;
 use crate::collectives::group::Group;
 use crate::collectives::mpi::{MpiGroup, sys};
 use crate::error::LaunchError;
-use crate::launch::EngineError;
-use crate::launch::env::RankEnv;
 
-/// `mpirun` ends all ranks as soon as one has exited: what the others need to report as well.
+/// How long a failed rank lives on. `mpirun` kills all ranks as soon as one has exited, and the others
+/// need this long to report their own errors.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 
-/// Launches under way, and whether one has failed.
+/// Number of launches that have not ended.
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
+/// Whether a launch has failed.
 static FAILED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn leave_mpi() {
@@ -36,7 +38,7 @@ extern "C" fn leave_mpi() {
     }
 }
 
-/// Joins the other processes.
+/// Joins the other processes of the MPI world.
 fn join(place: &RankEnv, options: &LaunchOptions, debug: bool) -> Result<Group, EngineError> {
     static LEAVES: AtomicBool = AtomicBool::new(false);
     let group = MpiGroup::world(options.timeout, debug);
@@ -48,7 +50,7 @@ fn join(place: &RankEnv, options: &LaunchOptions, debug: bool) -> Result<Group, 
     let (mpi_rank, mpi_world) = (group.rank(), group.members().len());
     if (mpi_rank, mpi_world) != (place.rank, place.world.size()) {
         return Err(EngineError::NotJoined {
-            starter: place.starter,
+            launcher: place.launcher,
             rank: place.rank,
             world: place.world,
             mpi_rank,
@@ -58,14 +60,14 @@ fn join(place: &RankEnv, options: &LaunchOptions, debug: bool) -> Result<Group, 
     Ok(Group::Mpi(group))
 }
 
-/// The machine a process runs on, and which of its cores it may use.
+/// The machine of a process, and the cores that it may run on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Seat {
+struct MachineCores {
     machine: String,
     cores: Vec<usize>,
 }
 
-impl Seat {
+impl MachineCores {
     fn own() -> Self {
         Self { machine: MpiGroup::machine(), cores: cores() }
     }
@@ -90,35 +92,24 @@ fn cores() -> Vec<usize> {
 }
 
 /// Runs this process's rank.
-pub(super) fn run<T, E, F>(
+pub(super) fn run<T: Send + 'static>(
     place: &RankEnv,
     options: &LaunchOptions,
     device: Device,
     debug: bool,
-    rank: F,
-) -> Result<Vec<T>, LaunchError>
-where
-    T: Send + 'static,
-    E: Into<Box<dyn StdError + Send + Sync>> + 'static,
-    F: Fn(Worker) -> Result<T, E> + Send + Sync + 'static,
-{
+    program: RankProgram<T>,
+) -> Result<Vec<T>, LaunchError> {
     RUNNING.fetch_add(1, Ordering::SeqCst);
-    let failed = |rank, source: Box<dyn StdError + Send + Sync>| LaunchError {
-        rank,
-        world: place.world,
-        source: source.into(),
-    };
     let outcome = match join(place, options, debug) {
-        Err(error) => Err(failed(place.rank, Box::new(error))),
+        Err(error) => {
+            Err(LaunchError { rank: place.rank, world: place.world, source: Arc::new(error) })
+        }
         Ok(group) => {
             let group = Arc::new(group);
             let topology = topology(&group, options);
             let ended =
-                topology.and_then(|topology| run_rank(&group, place, device, topology, rank));
-            ended.map_err(|source| {
-                let blamed = group.failure().and_then(|failure| failure.failed_rank());
-                failed(blamed.unwrap_or(place.rank), source)
-            })
+                topology.and_then(|topology| run_rank(&group, place, device, topology, program));
+            ended.map_err(|source| launch_error(&group, place, source))
         }
     };
     if outcome.is_err() {
@@ -129,17 +120,13 @@ where
     outcome.map(|result| vec![result])
 }
 
-/// Who shares this machine.
-fn topology(
-    group: &Group,
-    options: &LaunchOptions,
-) -> Result<LocalTopology, Box<dyn StdError + Send + Sync>> {
-    let seat = Seat::own();
-    let topology = group.exchange(&Op::new("all_gather", "the machines"), seat.clone())?;
-    let local_size = topology.iter().filter(|other| other.machine == seat.machine).count();
-    // `mpirun` binds processes to cores of their own, unless told otherwise.
-    let sharing = topology.iter().filter(|other| ***other == seat).count();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = options.threads_per_rank.unwrap_or((cores / sharing.max(1)).max(1));
-    Ok(LocalTopology { local_size, threads })
+/// Returns the number of ranks on this machine, and the threads of this one.
+fn topology(group: &Group, options: &LaunchOptions) -> Result<LocalTopology, BoxedError> {
+    let own = MachineCores::own();
+    let all = group.exchange(&Op::new("all_gather", "the machines"), own.clone())?;
+    let local_size = all.iter().filter(|other| other.machine == own.machine).count();
+    // `mpirun` binds processes to cores of their own by default: only ranks with the same cores share
+    // them.
+    let sharing = all.iter().filter(|other| ***other == own).count();
+    Ok(LocalTopology { local_size, threads: options.threads(sharing) })
 }
