@@ -8,8 +8,9 @@ use std::time::Instant;
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::__private::FlatLayout;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FlatLayout, WorldSize};
+use fsdp_runtime::{Error, WorldSize};
 
 const RUNS: usize = 9;
 

@@ -3,8 +3,9 @@
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::__private::FlatLayout;
+use fsdp_runtime::WorldSize;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{FlatLayout, WorldSize};
 
 use super::mlp::{Block, HIDDEN, WIDTH, input, loss, on, sharded};
 use super::support::trace::{only, record};

@@ -9,8 +9,9 @@ use std::collections::BTreeMap;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdafactorConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{DType, FloatDType, Tensor};
+use fsdp_runtime::__private::FlatLayout;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FlatLayout, FullState, MemoryForecast, Mesh, WorldSize};
+use fsdp_runtime::{Error, FullState, MemoryForecast, Mesh, WorldSize};
 use model::{
     BLOCKS, Block, FULL, HALF, HIDDEN, Net, OTHER, Plain, ROWS, Run, WIDTH, gradients, on, rows,
 };

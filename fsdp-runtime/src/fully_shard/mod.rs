@@ -1,6 +1,7 @@
 //! [`fully_shard`] and the sharded model it returns.
 
 mod clip;
+mod display;
 mod ignored;
 pub(crate) mod init;
 mod stats;

@@ -350,7 +350,10 @@ mod tests {
             ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
         ]);
         let mpi = mpi.unwrap().unwrap();
-        assert_eq!((mpi.rank.index(), mpi.launcher, mpi.main_process), (1, Launcher::OpenMpi, None));
+        assert_eq!(
+            (mpi.rank.index(), mpi.launcher, mpi.main_process),
+            (1, Launcher::OpenMpi, None)
+        );
 
         let slurm = read(&[
             ("SLURM_PROCID", "5"),

@@ -87,7 +87,9 @@ impl RankLocation {
         let (world, launcher) = (started.world, started.launcher);
         let one = world == WorldSize::ONE;
         match engine {
-            Engine::Local if !one => Err(EngineError::SeveralProcesses { started: world, launcher }),
+            Engine::Local if !one => {
+                Err(EngineError::SeveralProcesses { started: world, launcher })
+            }
             // One process can run any number of thread ranks.
             Engine::Local | Engine::Auto | Engine::Nccl if one => {
                 let asked = match ranks {
@@ -132,7 +134,14 @@ mod tests {
         let world = WorldSize::new(world).unwrap();
         let rank = world.ranks().next().unwrap();
         let launcher = Launcher::OpenMpi;
-        Some(RankEnv { rank, world, local_rank: 0, local_world: None, launcher, main_process: None })
+        Some(RankEnv {
+            rank,
+            world,
+            local_rank: 0,
+            local_world: None,
+            launcher,
+            main_process: None,
+        })
     }
 
     /// The CPU, or so many GPUs.
