@@ -86,7 +86,7 @@ pub enum CheckpointError {
         problems: Vec<String>,
     },
     /// A rank's file that differs from its description in the manifest.
-    #[error("{file} is damaged: {reason}")]
+    #[error("{file} is damaged: {reason}; load another checkpoint")]
     Damaged {
         /// Path of the file.
         file: String,
@@ -189,7 +189,10 @@ pub enum CheckpointError {
         found: String,
     },
     /// A background save that waited too long for the file of another rank.
-    #[error("rank {rank} did not finish its file in {folder} within {waited:?}")]
+    #[error(
+        "rank {rank} did not finish its file in {folder} within {waited:?}; look for an error of this \
+         rank, and save again"
+    )]
     Timeout {
         /// Rank that did not finish.
         rank: usize,

@@ -27,7 +27,10 @@ pub enum CollectiveError {
         /// How long the other ranks waited.
         waited: Duration,
     },
-    /// Ranks that ended their run while others still take steps. Only the `local` engine detects it.
+    /// Ranks that ended their run while others still take steps.
+    ///
+    /// Only ranks that are threads of one process report this error. Between processes it is a
+    /// [`Timeout`](Self::Timeout) or a [`Transport`](Self::Transport) error.
     #[error(
         "{op} of {unit}: rank {ended} has ended its run; give every rank the same number of batches, \
          so that all ranks take the same number of steps",

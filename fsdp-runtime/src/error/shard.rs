@@ -16,7 +16,10 @@ pub enum ShardError {
     #[error(transparent)]
     Mesh(#[from] MeshError),
     /// A model without float parameters.
-    #[error("`{model}` has no float parameter to shard")]
+    #[error(
+        "`{model}` has no float parameter to shard; pass a model with at least one float parameter \
+         that is not under `ignored_params`"
+    )]
     EmptyModel {
         /// Type of the model.
         model: &'static str,

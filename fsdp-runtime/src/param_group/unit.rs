@@ -21,10 +21,10 @@ pub(crate) enum Placement {
     /// The whole parameter, equal on every rank: vectors, small matrices, and all parameters under
     /// `NO_SHARD`.
     Replicated,
-    /// The whole parameter, with values of each rank's own: an ignored parameter or a running
+    /// The whole parameter, with different values on each rank: an ignored parameter or a running
     /// statistic. It belongs to no unit.
     PerRank,
-    /// Nothing, because the parameter is tied to the given parameter of the unit, which stores the
+    /// Nothing: the parameter is an alias of the unit's parameter with this number, which stores the
     /// weight.
     TiedTo(usize),
 }
@@ -38,7 +38,7 @@ pub(crate) struct ParamSpec {
     pub(crate) shape: Vec<usize>,
     /// Dtype in which the parameter is gathered and computed with.
     pub(crate) dtype: DType,
-    /// Dtype in which its gradient is sent when it is reduced.
+    /// Dtype in which the gradient is sent when it is reduced.
     pub(crate) reduce_dtype: DType,
     /// The part of the parameter that this rank stores.
     pub(crate) held: Placement,

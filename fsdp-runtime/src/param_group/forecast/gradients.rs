@@ -5,20 +5,19 @@ use crate::options::GradientAccumulation;
 
 /// Bytes of each unit's gradients, in layout order.
 pub(super) struct Gradients {
-    /// Full gradients of the unit and of its enclosing units, whose backward begins earlier and ends
-    /// later.
+    /// Full gradients of the unit and of its enclosing units, whose backward is not over yet.
     ///
-    /// The outermost unit counts only on its own. As a rule it has no tracked input, so its gradients
-    /// all arrive at the end of backward. Until then Burn holds them.
+    /// Inner units do not count the outermost unit. As a rule it has no tracked input, so its
+    /// gradients all arrive at the end of backward. Until then they belong to Burn.
     full: Vec<usize>,
-    /// As `full`, in the dtype in which gradients arrive.
+    /// Bytes of `full`, in the dtypes in which gradients arrive.
     arriving: Vec<usize>,
-    /// As `full`, with the unit's gradients in the dtype of the reduction, and with its reduced
-    /// gradients.
+    /// Bytes of `full` while the unit is reduced: its full gradients in the dtypes of the reduction,
+    /// and its reduced gradients.
     reducing: Vec<usize>,
     /// Reduced gradients of the unit.
     reduced: Vec<usize>,
-    /// Full gradients of the unit, as they are held from one micro-batch to the next.
+    /// Full gradients of the unit, in the dtypes in which they are kept between micro-batches.
     held: Vec<usize>,
     /// Whether reduced gradients are stored on the host.
     offloaded: bool,
@@ -27,7 +26,8 @@ pub(super) struct Gradients {
 impl Gradients {
     /// Returns the gradients of `units`. `offloaded` says that reduced gradients are stored on the host.
     pub(super) fn new(units: &[Unit], offloaded: bool) -> Self {
-        // Gradients arrive in one dtype and are cast to the other when all of them have arrived.
+        // A parameter's gradient arrives in the dtype of the parameter. It is cast to the dtype of the
+        // reduction once all gradients of the unit have arrived.
         let arrive = |unit: &Unit| unit.gradient_bytes().0;
         let held = |unit: &Unit| unit.gradient_bytes().1;
         let nested = |own: &dyn Fn(&Unit) -> usize| {

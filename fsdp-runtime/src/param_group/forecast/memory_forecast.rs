@@ -17,8 +17,8 @@ use crate::options::{FsdpOptions, OffloadPolicy};
 
 /// The most bytes that one rank will use on its device in training, by kind.
 ///
-/// The kinds are those of [`Memory`](crate::Memory). Activations are those of Burn's autodiff graph as
-/// well, so the caller has to estimate them. All parameters are assumed to be trained. `Display` prints
+/// The kinds are those of [`Memory`](crate::Memory), but activations include those in Burn's autodiff
+/// graph, which the caller has to estimate. All parameters are assumed to be trained. `Display` prints
 /// a table in MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -28,10 +28,9 @@ pub struct MemoryForecast {
     pub shards: usize,
     /// Replicated parameters, or their device copies if they are stored on the host.
     pub replicated: usize,
-    /// Gather buffers, and shards that are cast or copied to the device before an all-gather sends
-    /// them.
+    /// Gather buffers, and copies of shards that are cast or moved to the device for an all-gather.
     pub gathered: usize,
-    /// Gradients, at the maximum of a backward pass.
+    /// Gradients, at the moment of a backward pass when they take the most.
     pub gradients: usize,
     /// The optimizer's state; 0 until [`with_optimizer`](Self::with_optimizer) sets it.
     pub optimizer: usize,
@@ -39,8 +38,7 @@ pub struct MemoryForecast {
     pub activations: usize,
     /// Memory on the host, in place of the device.
     pub host: HostForecast,
-    /// Gradients if those of several micro-batches are accumulated: bytes on the device and on the
-    /// host.
+    /// Gradients on the device and on the host if a step accumulates several micro-batches.
     accumulated: (usize, usize),
     /// Bytes of the parameters that this rank's optimizer steps.
     stepped: usize,
@@ -150,7 +148,7 @@ impl MemoryForecast {
         self
     }
 
-    /// Sets the gradients to those of a step over several micro-batches with
+    /// Counts the gradients of a step that accumulates several micro-batches, with
     /// [`Fsdp::accumulate`](crate::Fsdp::accumulate).
     pub const fn with_accumulation(mut self) -> Self {
         (self.gradients, self.host.gradients) = self.accumulated;
@@ -207,8 +205,8 @@ impl MemoryForecast {
 
     /// Checks that a rank with `available` bytes on the host can train.
     ///
-    /// `with_device` says that the device has no memory of its own, as Flex has none, so that its part
-    /// is on the host as well.
+    /// Set `with_device` if the device uses host memory, as Flex does: the device's part then counts
+    /// as well.
     ///
     /// # Errors
     ///
@@ -271,7 +269,7 @@ pub enum MemoryError {
         mib(*available)
     )]
     HostDoesNotFit {
-        /// Bytes that the rank needs on the host, including those of a device without memory of its own.
+        /// Bytes that the rank needs on its host, including those of a device that uses host memory.
         needed: usize,
         /// Bytes that a rank may use on its host.
         available: usize,

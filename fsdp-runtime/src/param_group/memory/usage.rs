@@ -16,20 +16,19 @@ pub struct Usage {
 
 /// Memory that one rank uses for a sharded model, by kind.
 ///
-/// Activations that Burn's autodiff graph holds are not counted. `Display` prints a table in MiB.
+/// Activations in Burn's autodiff graph are not counted. `Display` prints a table in MiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
     /// Shards of sharded parameters.
     pub shards: Usage,
-    /// Replicated parameters. If they are stored on the host, the device has copies of those of
-    /// unsharded units.
+    /// Replicated parameters. If they are stored on the host, the device counts copies for unsharded
+    /// units.
     pub replicated: Usage,
-    /// Gather buffers, and shards that are cast or copied to the device before an all-gather sends
-    /// them.
+    /// Gather buffers, and copies of shards that are cast or moved to the device for an all-gather.
     pub gathered: Usage,
     /// Full gradients until they are reduced, and reduced gradients until the next forward. If reduced
-    /// gradients are stored on the host, the device has them until they are copied.
+    /// gradients are stored on the host, the device counts them until they are copied there.
     pub gradients: Usage,
     /// Inputs of units under activation checkpointing, from forward to backward.
     pub activations: Usage,

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device};
 use super::super::unit::ParamSpec;
 use crate::module::UnitType;
 
-/// The dtypes that a parameter may be initialised in. Its shards are f32 whatever the dtype.
+/// Dtypes that a sharded parameter may be initialised in. Shards are f32 in every case.
 pub(crate) const SHARDED: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// The key of a parameter in a pretrained checkpoint of another framework.
@@ -20,7 +20,7 @@ pub(crate) struct Key {
 
 /// A parameter that sharding leaves unchanged: an ignored parameter or a running statistic.
 ///
-/// Each rank has the whole parameter, with its own values.
+/// Each rank has the whole parameter, and the values may differ between ranks.
 #[derive(Clone, Debug)]
 pub(crate) struct IgnoredParam {
     /// Burn's id of the parameter.

@@ -27,8 +27,8 @@ pub(super) struct Inventory<'a> {
     key: Vec<String>,
     /// Whether the checkpoint stores each field of `path` transposed.
     transposed: Vec<bool>,
-    /// For each module of the traversal that is or could be a unit, the number of the unit that takes
-    /// its parameters: a new unit, or the enclosing unit again.
+    /// Numbers of the units at the current position, outermost first. A module that the wrap policy
+    /// merges into its enclosing unit repeats that unit's number.
     stack: Vec<usize>,
     /// First error of the traversal.
     error: Option<ShardError>,

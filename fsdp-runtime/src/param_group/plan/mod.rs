@@ -1,8 +1,9 @@
 //! The plan of a model: its units and parameters, and where this rank stores each parameter.
 //!
-//! `found` has the plain results of one traversal of the module, which `inventory` makes. `wrapped_units`,
-//! `recomputed_units`, `unknown_types` and `ties` each check one kind of request against the module.
-//! `unit_builder` lays out one unit's parameters, and `model` puts everything together.
+//! `inventory` traverses the module once and records what it finds in the types of `found`.
+//! `wrapped_units`, `recomputed_units`, `unknown_types` and `ties` check the options and the ties
+//! against the module. `unit_builder` lays out the parameters of one unit, and `model` puts everything
+//! together.
 
 mod found;
 mod inventory;

@@ -1,4 +1,4 @@
-//! The plan of a whole model.
+//! The plan of a model: traversal, checks, layout and fingerprint.
 
 use std::collections::BTreeMap;
 
@@ -16,18 +16,18 @@ use crate::layout::Mesh;
 use crate::module::{FsdpModule, ParamIndex};
 use crate::options::{ActivationCheckpointing, FsdpOptions, computed};
 
-/// The units and parameters of a model, as one rank stores them.
+/// The units and parameters of a model, with the part of each parameter that one rank stores.
 #[derive(Debug)]
 pub(crate) struct Plan {
     /// Units, in layout order.
     pub(crate) units: Vec<Unit>,
-    /// Position of each parameter, in the order of a traversal; `None` for an ignored parameter.
+    /// Unit and position of each parameter, in the order of a traversal; `None` for an ignored one.
     pub(crate) places: Vec<Option<ParamIndex>>,
     /// Pretrained key of each managed parameter.
     pub(crate) keys: BTreeMap<ParamIndex, Key>,
     /// Ignored parameters and running statistics, in the order of a traversal.
     pub(crate) ignored: Vec<IgnoredParam>,
-    /// The device that holds all managed parameters of `module`.
+    /// Device of all managed parameters of the unsharded model.
     pub(crate) device: Device,
 }
 
