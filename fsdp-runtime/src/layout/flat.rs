@@ -121,7 +121,7 @@ mod tests {
                     if part.is_empty() {
                         continue;
                     }
-                    prop_assert_eq!(part.start, covered, "shards must neither overlap nor leave a gap");
+                    prop_assert_eq!(part.start, covered, "a gap or an overlap of shards");
                     covered = part.end;
                 }
                 prop_assert_eq!(covered, numel);
@@ -144,7 +144,7 @@ mod tests {
             }
             prop_assert_eq!(end, layout.padded_len());
             let last = layout.segment(numels.len() - 1).end;
-            prop_assert!(last <= end && end - last < size, "the padding is shorter than the world size");
+            prop_assert!(last <= end && end - last < size, "the padding is less than one world");
         }
 
         #[test]
