@@ -148,9 +148,8 @@ impl fmt::Display for Summary {
             writeln!(f, "{name:<30}{value:>14}")?;
         }
         write!(f, "{:<16}{:>14}{:>14}", "MiB a rank", "forecast", "at most")?;
-        let held = self.memory.kinds();
         for (name, forecast) in self.forecast.kinds() {
-            let held = held.iter().find(|(kind, _)| *kind == name && name != "total");
+            let held = self.memory.kinds().find(|(kind, _)| *kind == name && name != "total");
             let held = held.map_or("-".into(), |(_, usage)| mib(usage.peak));
             write!(f, "\n{name:<16}{:>14}{held:>14}", mib(forecast))?;
         }

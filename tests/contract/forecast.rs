@@ -138,7 +138,7 @@ fn what_does_not_fit_is_refused() {
         MemoryForecast::new(&model, Mesh::new(Rank::ZERO, world), &FsdpOptions::new()).unwrap();
     let forecast = forecast.with_optimizer(2).with_activations(1 << 20);
     assert!(forecast.shards > (WIDTH * 4) << 29);
-    let kinds = forecast.kinds();
+    let kinds: Vec<_> = forecast.kinds().collect();
     assert_eq!(kinds[..6].iter().map(|(_, bytes)| bytes).sum::<usize>(), forecast.total());
     let error = forecast.check(64 << 30).unwrap_err();
     let expected = MemoryError::DoesNotFit { available: 64 << 30, forecast: Box::new(forecast) };

@@ -442,7 +442,7 @@ fn where_all_units_are_checkpointed_fields_are_left_out_with_a_warning() {
         let (model, lines) = record(|| fully_shard(net, &worker, options));
         model?;
         let warned: Vec<_> =
-            lines.iter().filter(|line| line.contains("is not checkpointed")).collect();
+            lines.iter().filter(|line| line.contains("is not recomputed")).collect();
         let [warned] = &warned[..] else { panic!("{lines:?}") };
         for unit in ["first", "attention", "layers.4", "pair.1", "foreign.0", "lstm"] {
             assert!(warned.contains(unit), "{unit}: {warned}");

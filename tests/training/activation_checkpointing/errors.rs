@@ -212,7 +212,8 @@ fn what_does_not_do_the_same_twice_is_an_error_at_construction() {
         }
     };
     let error = refused(ALL, attending(0.1)).to_string();
-    assert!(error.contains("`attending` is checkpointed, but `attending.attention`"), "{error}");
+    let refused_part = "`attending` is under activation checkpointing, but `attending.attention`";
+    assert!(error.contains(refused_part), "{error}");
     assert!(error.contains("fsdp_runtime::nn::Dropout"), "{error}");
     on(1, move |worker| {
         let model = attending(0.0)(worker.device());

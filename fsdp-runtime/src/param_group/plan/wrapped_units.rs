@@ -1,14 +1,13 @@
-//! Which modules a policy makes units of.
+//! Modules that the wrap policy makes units of.
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use crate::module::UnitType;
 use crate::module::opaque::visit_leaf;
-use crate::module::{FsdpModule, ParamVisitor};
+use crate::module::{FsdpModule, ParamVisitor, UnitType};
 use crate::options::WrapPolicy;
 
-/// Whether a policy makes a unit of a module that is a candidate.
+/// Returns whether the policy makes a unit of a module whose type is under `#[fsdp_unit]`.
 pub(super) fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
     match policy {
         WrapPolicy::Annotated => true,
@@ -23,8 +22,9 @@ pub(super) fn wraps<M: FsdpModule>(policy: WrapPolicy, module: &M) -> bool {
     }
 }
 
-/// Whether a policy makes a unit of a module in a field under `#[fsdp(unit)]`. Its type is not under
-/// `#[fsdp_unit]`, so no list can name it.
+/// Returns whether the policy makes a unit of a module in a field under `#[fsdp(unit)]`.
+///
+/// Policies that list types exclude it, because they can only list types under `#[fsdp_unit]`.
 pub(super) fn wraps_field<M: Module>(policy: WrapPolicy, module: &M) -> bool {
     match policy {
         WrapPolicy::Annotated => true,
@@ -37,10 +37,11 @@ pub(super) fn wraps_field<M: Module>(policy: WrapPolicy, module: &M) -> bool {
     }
 }
 
-/// Counts the parameters of a module, but for those of units within it that reach `min` themselves.
+/// Counts the elements of a module's parameters, without those of nested units that have at least
+/// `min` elements and so become units of their own.
 struct Size {
     min: usize,
-    /// A sum a unit gone into, the outermost first.
+    /// Elements of the module and of each nested unit that the traversal is in, outermost first.
     sums: Vec<usize>,
 }
 
@@ -58,9 +59,9 @@ impl ParamVisitor for Size {
     fn unit_end(&mut self) {
         let own = self.sums.pop().unwrap_or_default();
         if own < self.min
-            && let Some(around) = self.sums.last_mut()
+            && let Some(enclosing) = self.sums.last_mut()
         {
-            *around += own;
+            *enclosing += own;
         }
     }
 
