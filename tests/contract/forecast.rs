@@ -155,5 +155,5 @@ fn a_wrong_option_is_an_error_here_too() {
     let mesh = Mesh::new(Rank::ZERO, WorldSize::new(2).expect("two ranks"));
     let error =
         MemoryForecast::new(&model, mesh, &FsdpOptions::new().with_gather_buffers(0)).unwrap_err();
-    assert!(error.to_string().contains("slots"), "{error}");
+    assert!(error.to_string().contains("gather_buffers"), "{error}");
 }

@@ -26,5 +26,8 @@ fn ranks_with_other_options_are_told_apart() {
             .map(|_| ())
             .unwrap_err())
     });
-    assert!(errors.iter().all(|error| error.to_string().contains("slots: 3")), "{errors:?}");
+    assert!(
+        errors.iter().all(|error| error.to_string().contains("gather_buffers: 3")),
+        "{errors:?}"
+    );
 }

@@ -8,7 +8,7 @@ use crate::layout::Rank;
 pub enum ScheduleError {
     /// Two units that are unsharded at the same time and share a gather buffer.
     #[error(
-        "{unit} needs the gather buffer that {owner} still uses; raise the option `slots` above \
+        "{unit} needs the gather buffer that {owner} still uses; raise the option `gather_buffers` above \
          {slots}"
     )]
     GatherBufferBusy {

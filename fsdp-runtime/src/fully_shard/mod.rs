@@ -139,20 +139,20 @@ fn settings(
             Reshard::To(Arc::new(worker.comm().issue_on(&groups.shard, split).wait()?))
         }
     };
-    let ahead = options.slots > 1 || matches!(reshard, Reshard::Never);
+    let ahead = options.gather_buffers > 1 || matches!(reshard, Reshard::Never);
     Ok(Settings {
         strategy: options.strategy,
         mesh,
         groups,
         reshard,
-        slots: options.slots,
+        slots: options.gather_buffers,
         forward_prefetch: options.forward_prefetch && ahead,
         backward_prefetch: match options.backward_prefetch {
             BackwardPrefetch::Pre if !ahead => BackwardPrefetch::None,
             prefetch => prefetch,
         },
         accumulation: options.gradient_accumulation,
-        rest: options.offload.rest(),
+        rest: options.offload.storage_device(),
         keep_sent: options.offload == OffloadPolicy::OptimizerOnly,
         offload_activations: options.offload_activations,
     })

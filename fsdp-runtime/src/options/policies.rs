@@ -1,4 +1,4 @@
-//! What each option can be.
+//! The values of the options.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,27 +7,29 @@ use crate::backend::StorageDevice;
 use crate::error::ShardError;
 use crate::module::UnitType;
 
-/// What is sharded between steps, by PyTorch's names.
+/// What is sharded between steps, under PyTorch's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ShardingStrategy {
-    /// Parameters, gradients and optimizer state (ZeRO stage 3); resharded after forward.
+    /// Shards parameters, gradients and optimizer state (ZeRO stage 3). Gathered parameters are freed
+    /// after forward.
     #[default]
     FullShard,
-    /// Gradients and optimizer state (ZeRO stage 2): parameters are sharded between steps, and stay
-    /// unsharded from forward to backward.
+    /// Shards gradients and optimizer state (ZeRO stage 2). Parameters are sharded between steps, and
+    /// stay gathered from forward to backward.
     ShardGradOp,
-    /// Nothing: every rank holds the whole model, gradients are all-reduced (PyTorch's DDP).
+    /// Shards nothing: every rank stores the whole model, and gradients are all-reduced (PyTorch's DDP).
     NoShard,
-    /// [`FullShard`](Self::FullShard) within groups of ranks; gradients are all-reduced across them.
+    /// [`FullShard`](Self::FullShard) within groups of ranks. Gradients are all-reduced across the
+    /// groups.
     HybridShard,
-    /// [`ShardGradOp`](Self::ShardGradOp) within groups of ranks; gradients are all-reduced across
-    /// them.
+    /// [`ShardGradOp`](Self::ShardGradOp) within groups of ranks. Gradients are all-reduced across the
+    /// groups.
     HybridShardZero2,
 }
 
 impl ShardingStrategy {
-    /// Every strategy, with its name in Accelerate's configuration files, in the order of its
-    /// numbers there: `FULL_SHARD` is 1.
+    /// Every strategy with its name in Accelerate's configuration files, in the order of Accelerate's
+    /// numbers: `FULL_SHARD` is 1.
     pub const ALL: [(Self, &'static str); 5] = [
         (Self::FullShard, "FULL_SHARD"),
         (Self::ShardGradOp, "SHARD_GRAD_OP"),
@@ -36,21 +38,22 @@ impl ShardingStrategy {
         (Self::HybridShardZero2, "HYBRID_SHARD_ZERO2"),
     ];
 
-    /// Its number in Accelerate's configuration files, 1 to 5.
+    /// Returns the strategy's number in Accelerate's configuration files, 1 to 5.
     pub const fn number(self) -> usize {
         self as usize + 1
     }
 
-    /// Whether ranks form groups that each hold the whole model.
+    /// Returns whether ranks form shard groups that each hold a copy of the whole model.
     pub const fn is_hybrid(self) -> bool {
         matches!(self, Self::HybridShard | Self::HybridShardZero2)
     }
 
-    /// Whether parameters are sharded between steps.
+    /// Returns whether parameters are sharded between steps: under all strategies but `NO_SHARD`.
     pub const fn shards(self) -> bool {
         !matches!(self, Self::NoShard)
     }
 
+    /// Returns the default of the option `reshard_after_forward` under this strategy.
     pub(super) const fn reshard_after_forward(self) -> ReshardAfterForward {
         match self {
             Self::FullShard | Self::HybridShard => ReshardAfterForward::Always,
@@ -68,7 +71,7 @@ impl fmt::Display for ShardingStrategy {
 impl FromStr for ShardingStrategy {
     type Err = ShardError;
 
-    /// By name, in any case, or by number.
+    /// Parses a strategy's name, in any case, or its number.
     fn from_str(name: &str) -> Result<Self, ShardError> {
         let known = |(strategy, known): &&(Self, &str)| {
             known.eq_ignore_ascii_case(name) || strategy.number().to_string() == name
@@ -85,90 +88,108 @@ impl FromStr for ShardingStrategy {
     }
 }
 
-/// What becomes of a unit's gathered parameters between its forward and its backward.
+/// Whether a unit's gathered parameters are freed between forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ReshardAfterForward {
-    /// They stay: one all-gather a step, and a buffer for every unit.
+    /// Keeps the gathered parameters until backward: one all-gather for each unit and step, and a gather
+    /// buffer for every unit.
     Never,
-    /// They go, but for the outermost unit's and the last one's, whose backward comes first.
+    /// Frees the gathered parameters after forward and gathers them again for backward. The outermost
+    /// unit, and the last one, whose backward comes first, stay gathered.
     Always,
-    /// Each rank keeps a part of them, 1 over this number of ranks, so that the backward's
-    /// all-gather is among that many neighbours (ZeRO++'s hpZ). It divides the number of ranks that
-    /// share the parameters; 1 is [`Never`](Self::Never), all of them [`Always`](Self::Always).
+    /// Keeps a part of the gathered parameters on each rank, one over this number of ranks, so that the
+    /// all-gather for backward runs among that many neighbours only (hpZ of
+    /// [ZeRO++](https://arxiv.org/abs/2306.10209)).
+    ///
+    /// The number must divide the number of ranks that share the parameters. `To(1)` is
+    /// [`Never`](Self::Never), and `To` with all ranks is [`Always`](Self::Always).
     To(usize),
 }
 
-/// When a unit's parameters are gathered again for its backward.
+/// When a unit's parameters are gathered for backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum BackwardPrefetch {
-    /// Before the backward of the unit after it runs: most overlap, one more buffer in use.
+    /// Gathers a unit before the backward of the unit that follows it in forward: the most overlap, with
+    /// one more gather buffer in use.
     #[default]
     Pre,
-    /// When the backward of the unit after it has ended, before its gradients are reduced: less
-    /// overlap, and no buffer beside the one in use.
+    /// Gathers a unit after the backward of the unit that follows it in forward, before that unit's
+    /// gradients are reduced: less overlap, without a further gather buffer in use.
     Post,
-    /// When its own backward begins.
+    /// Gathers a unit when its own backward begins: no overlap.
     None,
 }
 
-/// Which of the annotated units are units of their own. The others join the unit around them.
+/// Which of the annotated units are gathered separately.
+///
+/// Units that are not selected merge into the enclosing unit. The outermost unit is always a unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum WrapPolicy {
-    /// All of them, and the modules in fields under `#[fsdp(unit)]`.
+    /// Selects all annotated units, and the modules in fields under `#[fsdp(unit)]`.
     #[default]
     Annotated,
-    /// The named types, and the outermost unit: `TransformerBased(unit_types![BertLayer])`.
+    /// Selects units of the given types: `TransformerBased(unit_types![BertLayer])`.
     TransformerBased(&'static [UnitType]),
-    /// As `TransformerBased`, by the types' names: what a configuration file can say.
+    /// Selects units by the names of their types, as a configuration file gives them.
     Named(&'static [&'static str]),
-    /// Those with at least so many parameters, not counting those of units within them that are
-    /// wrapped themselves; and the outermost unit.
+    /// Selects units, and modules in fields under `#[fsdp(unit)]`, that have at least a given number of
+    /// parameters. Parameters of selected units inside the unit do not count.
     SizeBased {
-        /// The least number of parameters.
+        /// Smallest number of parameters of a unit, in elements.
         min_num_params: usize,
     },
-    /// None but the outermost unit.
+    /// Selects only the outermost unit.
     NoWrap,
 }
 
-/// How gradients of several micro-batches become one: what
-/// [`Fsdp::accumulate`](crate::Fsdp::accumulate) does with each.
+/// How the gradients of several micro-batches are added up.
+///
+/// The option applies to [`Fsdp::accumulate`](crate::Fsdp::accumulate).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum GradientAccumulation {
-    /// Each is reduced, and its shards are added up: a reduce-scatter a unit and micro-batch, under
-    /// the hybrid strategies an all-reduce too, and no memory beyond the shards' gradients.
+    /// Reduces the gradients of each micro-batch and adds up the shards. This takes one reduce-scatter
+    /// for each unit and micro-batch (and one all-reduce under the hybrid strategies), and no memory
+    /// beyond the gradient shards.
     #[default]
     ReduceEach,
-    /// They are added up unsharded and reduced once, with the last (PyTorch's `no_sync`): costs the
-    /// bytes of the whole model's gradients on every rank.
+    /// Adds up unsharded gradients and reduces them once, with the last micro-batch (PyTorch's
+    /// `no_sync`). This takes the bytes of the whole model's gradients on every rank.
     HoldUnsharded,
 }
 
-/// What rests in the host's memory instead of the device's, to fit models that do not fit there.
+/// What is stored in host memory in place of device memory.
 ///
-/// The optimizer then steps on the host, on [Flex](burn::backend::Flex): its parameters and gradients
-/// are Flex tensors. The device that computes is the rank's ([`Worker::device`](crate::Worker::device)),
-/// and the model may be built on either. Needs the feature `flex`.
+/// Under a policy other than `None`, the optimizer steps on the host, on
+/// [Flex](burn::backend::Flex): its parameters and gradients are Flex tensors. The device that computes
+/// is [`Worker::device`](crate::Worker::device), and the model may be built on that device or on Flex.
+/// Offload needs the feature `flex`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum OffloadPolicy {
-    /// Nothing.
+    /// Stores everything on the device.
     #[default]
     None,
-    /// Parameters, reduced gradients and optimizer state (PyTorch's `CPUOffloadPolicy`). A unit's
-    /// shards are copied to the device for every all-gather, in the parameters' type.
+    /// Stores parameters, reduced gradients and optimizer state in host memory (PyTorch's
+    /// `CPUOffloadPolicy`). Each all-gather first copies the unit's shards to the device, in the dtype in
+    /// which they are gathered.
     Params {
-        /// Whether what is copied to the device is first put in pages that stay in place, which
-        /// devices read faster; copies back to the host are not.
+        /// Whether copies to the device go through pinned (page-locked) memory, which devices read
+        /// faster. Copies to the host do not use pinned memory.
         pin_memory: bool,
     },
-    /// The same, but a copy of this rank's shards stays on the device from forward to backward:
-    /// they cross over once a step (ZeRO-Offload of the optimizer's state and the f32 parameters).
+    /// Like [`Params`](Self::Params) with pinned memory, but keeps a copy of this rank's shards on the
+    /// device from forward to backward, so that they are copied once a step (ZeRO-Offload of the
+    /// optimizer state and the f32 parameters).
     OptimizerOnly,
 }
 
 impl OffloadPolicy {
-    /// Where parameters rest.
-    pub(crate) const fn rest(self) -> StorageDevice {
+    /// Returns where parameters, reduced gradients and optimizer state are stored between uses.
+    pub(crate) const fn storage_device(self) -> StorageDevice {
         match self {
             Self::None => StorageDevice::Device,
             Self::Params { pin_memory } => StorageDevice::Host { pinned: pin_memory },
@@ -177,25 +198,28 @@ impl OffloadPolicy {
     }
 }
 
-/// Which units keep their inputs alone in forward, and run their forward again in backward.
+/// Which units store only their inputs in forward, and recompute their forward in backward.
 ///
-/// A unit within such a unit belongs to its recomputation, and is not checkpointed on its own; one
-/// that the [`WrapPolicy`] joins to the unit around it is none. What a unit's forward draws from
-/// [`nn::Dropout`](crate::nn::Dropout) is the same both times; that it depends on nothing but its
-/// inputs, its parameters and those draws is the model's promise, kept as far as construction can
-/// see.
+/// The recomputation of a unit includes the units inside it, which are not recomputed separately. A unit
+/// that the [`WrapPolicy`] merges into the enclosing unit is not recomputed either.
+///
+/// Random numbers from [`nn::Dropout`](crate::nn::Dropout) are equal in both runs of a forward. Apart
+/// from these, a forward must depend only on its inputs and its parameters. Construction refuses the
+/// violations that it can detect; the others are up to the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ActivationCheckpointing {
-    /// None.
+    /// Recomputes no unit.
     None,
-    /// Those under `#[fsdp_unit(checkpoint)]`.
+    /// Recomputes the units under `#[fsdp_unit(checkpoint)]`.
     #[default]
     Annotated,
-    /// All units of the named types: `Units(unit_types![BertLayer])`.
+    /// Recomputes all units of the given types: `Units(unit_types![BertLayer])`.
     Units(&'static [UnitType]),
-    /// All but the outermost, whose recomputation would hold every activation again, and those that a
-    /// field under `#[fsdp(unit)]` makes outside of the others, whose calls are not run again:
-    /// construction warns of them.
+    /// Recomputes all units but the outermost, whose recomputation would store every activation again.
+    ///
+    /// Modules in fields under `#[fsdp(unit)]` outside recomputed units are not recomputed either.
+    /// Construction logs a warning that names them.
     All,
 }
 
@@ -204,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strategies_are_known_by_accelerates_names() {
+    fn strategies_parse_from_accelerates_names_and_numbers() {
         for (index, (strategy, name)) in ShardingStrategy::ALL.into_iter().enumerate() {
             assert_eq!(name.parse(), Ok(strategy));
             assert_eq!(strategy.to_string(), name);

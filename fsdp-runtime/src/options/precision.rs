@@ -1,19 +1,19 @@
-//! Mixed precision: the types in which parameters are gathered and computed with, gradients are
-//! reduced, and outputs leave.
+//! Mixed precision: the dtypes in which parameters are gathered and computed with, gradients are reduced,
+//! and outputs are returned.
 //!
-//! Shards, gradients as the optimizer sees them and its state stay in f32 whatever the policy:
-//! what is cast is this rank's shard, before it is sent, so that half the bytes travel and half
-//! the bytes lie in the gather buffers.
+//! Shards, the gradients that the optimizer gets, and optimizer state are f32 under every policy. Each
+//! rank casts its shards before it sends them, so that a 16-bit dtype halves both the traffic and the
+//! gather buffers.
 
 use burn::tensor::{DType, Device, FloatDType};
 
 use crate::backend::kernels::computes;
 use crate::error::ShardError;
 
-/// The types that a policy may set.
-const KNOWN: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
+/// Dtypes that a policy may set.
+const SUPPORTED: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
 
-/// In which types a unit computes and communicates: PyTorch's `MixedPrecisionPolicy`.
+/// The dtypes in which a unit computes and communicates: PyTorch's `MixedPrecisionPolicy`.
 ///
 /// ```
 /// use burn::tensor::FloatDType;
@@ -26,7 +26,7 @@ const KNOWN: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F
 /// let options = FsdpOptions::new().with_mixed_precision(policy);
 /// ```
 ///
-/// The types are `F32`, `BF16` and `F16`. Under `F16` gradients underflow without a
+/// A dtype is `F32`, `BF16` or `F16`. With `F16`, small gradients underflow to zero without a
 /// [`GradScaler`](crate::GradScaler).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[must_use]
@@ -44,9 +44,8 @@ impl Default for MixedPrecisionPolicy {
 }
 
 impl MixedPrecisionPolicy {
-    /// Parameters are gathered in the type they are initialised in, `F32` as a rule, and gradients
-    /// reduced in that of the gathered parameters, each in its own where a unit's matrices have
-    /// several types.
+    /// Returns a policy that changes no dtype: each parameter is gathered in the dtype in which it is
+    /// initialised, usually `F32`, and gradients are reduced in the dtype of the gathered parameters.
     pub const fn new() -> Self {
         Self {
             param_dtype: None,
@@ -56,40 +55,47 @@ impl MixedPrecisionPolicy {
         }
     }
 
-    /// The type that parameters are gathered in, and have in `forward` and `backward`; by default each
-    /// has that in which it is initialised. A unit whose matrices then have several types is gathered
-    /// in segments: one all-gather and one buffer for each type. It is one unit in all else. Vectors,
-    /// which stay whole, may have any type. Plain tensor fields keep theirs, and so do the tables of
-    /// `PositionalEncoding` and `RotaryEncoding`: cast where they are used. A `BatchNorm`, whose
-    /// statistics are f32, must lie in a unit that computes in f32.
+    /// Sets the dtype of parameters in all-gather, forward and backward. Default: the dtype in which each
+    /// parameter is initialised.
+    ///
+    /// By default the matrices of one unit may have several dtypes. Such a unit has one all-gather and
+    /// one gather buffer for each dtype, and counts as one unit otherwise. Vectors, which are replicated,
+    /// may have any dtype.
+    ///
+    /// The policy does not cast plain tensor fields, nor the tables of `PositionalEncoding` and
+    /// `RotaryEncoding`: cast them where they are used. A `BatchNorm`, whose running statistics are f32,
+    /// must be in a unit that computes in f32.
     pub const fn with_param_dtype(mut self, dtype: FloatDType) -> Self {
         self.param_dtype = Some(dtype);
         self
     }
 
-    /// The type that gradients travel in when they are reduced; by default that of the unit's
-    /// matrices, or, where these have several, each parameter's own. The sum over ranks is taken in
-    /// `F32` all the same.
+    /// Sets the dtype in which gradients are sent when they are reduced. Default: the dtype of the unit's
+    /// matrices, or of each parameter if the unit's matrices have several dtypes.
+    ///
+    /// The sum over ranks is computed in `F32` in every case.
     pub const fn with_reduce_dtype(mut self, dtype: FloatDType) -> Self {
         self.reduce_dtype = Some(dtype);
         self
     }
 
-    /// The type that float outputs are cast to as they leave the outermost unit, or, in a policy for
-    /// certain units, as they leave those. By default they stay as they are.
+    /// Sets the dtype of the float outputs of the outermost unit. In a policy for certain units, it is
+    /// the dtype of the outputs of these units. Default: outputs are not cast.
     pub const fn with_output_dtype(mut self, dtype: FloatDType) -> Self {
         self.output_dtype = Some(dtype);
         self
     }
 
-    /// Whether float inputs of a unit's `forward` are cast to the type of its matrices. On by default.
-    /// Where these have several types, inputs stay as they are.
+    /// Sets whether float inputs of a unit's `forward` are cast to the dtype of the unit's matrices.
+    /// Default: on.
+    ///
+    /// If the matrices have several dtypes, inputs are not cast.
     pub const fn with_cast_forward_inputs(mut self, cast: bool) -> Self {
         self.cast_forward_inputs = cast;
         self
     }
 
-    /// Whether the device can compute so.
+    /// Checks that `device` supports the dtypes of the policy.
     pub(crate) fn check(&self, device: &Device) -> Result<(), ShardError> {
         let dtypes = [
             ("param_dtype", self.param_dtype),
@@ -98,14 +104,14 @@ impl MixedPrecisionPolicy {
         ];
         for (option, dtype) in dtypes {
             let Some(dtype) = dtype else { continue };
-            if KNOWN.contains(&dtype) && computes(device, dtype) {
+            if SUPPORTED.contains(&dtype) && computes(device, dtype) {
                 continue;
             }
             return Err(ShardError::InvalidOption {
                 option,
                 value: format!("{dtype:?}"),
                 expected: format!(
-                    "{device:?} computes in {}: use one of these",
+                    "use a dtype that {device:?} supports: {}",
                     computed(device).join(", ")
                 ),
             });
@@ -113,19 +119,19 @@ impl MixedPrecisionPolicy {
         Ok(())
     }
 
-    /// The type that all parameters take, if it sets one.
+    /// Returns the dtype of all parameters, if the policy sets one.
     pub(crate) fn param(&self) -> Option<DType> {
         self.param_dtype.map(DType::from)
     }
 
-    /// The type that a gradient travels in, of a parameter of type `own` in a unit whose matrices are
-    /// all gathered in `unit`, if they have one type.
+    /// Returns the dtype in which the gradient of a parameter of dtype `own` is sent. `unit` is the dtype
+    /// of the unit's matrices, if they have one dtype.
     pub(crate) fn reduce(&self, unit: Option<DType>, own: DType) -> DType {
         self.reduce_dtype.map_or(unit.unwrap_or(own), DType::from)
     }
 
-    /// The policy of a unit whose matrices are all gathered in `unit`, if they have one type; `returns`
-    /// says whether the output type is meant for it.
+    /// Returns the casts of a unit. `unit` is the dtype of the unit's matrices, if they have one dtype;
+    /// `returns` says whether the output dtype applies to the unit.
     pub(crate) fn resolve(&self, unit: Option<DType>, returns: bool) -> Precision {
         Precision {
             input: unit.filter(|_| self.cast_forward_inputs),
@@ -134,18 +140,18 @@ impl MixedPrecisionPolicy {
     }
 }
 
-/// The types that a device computes in, by name.
+/// Returns the names of the dtypes that a device supports.
 pub(crate) fn computed(device: &Device) -> Vec<String> {
-    let works = KNOWN.iter().filter(|dtype| computes(device, **dtype));
+    let works = SUPPORTED.iter().filter(|dtype| computes(device, **dtype));
     works.map(|dtype| format!("{dtype:?}")).collect()
 }
 
-/// What types the inputs and outputs of one unit take; `None` leaves them as they are.
+/// The dtypes to which the inputs and outputs of one unit are cast; `None` for no cast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Precision {
-    /// Inputs, in the unit's own code.
+    /// Dtype of the inputs inside the unit's `forward`.
     pub(crate) input: Option<DType>,
-    /// Outputs.
+    /// Dtype of the outputs that `forward` returns.
     pub(crate) output: Option<DType>,
 }
 
@@ -154,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_type_the_device_cannot_compute_names_those_it_can() {
+    fn an_unsupported_dtype_names_the_supported_ones() {
         let device = Device::flex();
         let good = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
         assert_eq!(good.check(&device), Ok(()));
@@ -165,11 +171,15 @@ mod tests {
     }
 
     #[test]
-    fn gradients_travel_in_the_parameters_type_by_default() {
+    fn gradients_are_sent_in_the_dtype_of_the_parameters_by_default() {
         let policy = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F16);
         let half = Some(DType::F16);
         assert_eq!(policy.reduce(half, DType::F32), DType::F16);
-        assert_eq!(policy.reduce(None, DType::BF16), DType::BF16, "each in its own");
+        assert_eq!(
+            policy.reduce(None, DType::BF16),
+            DType::BF16,
+            "the dtype of the parameter itself"
+        );
         let policy = policy.with_reduce_dtype(FloatDType::F32).with_output_dtype(FloatDType::F32);
         assert_eq!(policy.reduce(half, DType::F16), DType::F32);
         assert_eq!(policy.resolve(half, true).output, Some(DType::F32));
@@ -177,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn inputs_take_the_type_of_the_units_matrices_where_there_is_one() {
+    fn inputs_are_cast_to_the_one_dtype_of_the_units_matrices() {
         let policy = MixedPrecisionPolicy::new();
         assert_eq!(policy.resolve(Some(DType::BF16), true).input, Some(DType::BF16));
         assert_eq!(policy.resolve(None, true).input, None);

@@ -187,7 +187,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         root: usize,
     ) -> Float<B> {
         let entry = self.entry(place);
-        let (device, rest) = (self.device.clone(), self.options.offload.rest());
+        let (device, rest) = (self.device.clone(), self.options.offload.storage_device());
         if !self.options.sync_module_states {
             let full = full.unwrap_or_else(|| self.filled(&entry.shape, 0.0));
             self.told(place);
@@ -228,7 +228,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     fn exchange_pack(&mut self, unit: &str, mut pack: Pack<B>) {
         let sends = self.worker.rank().index() == 0;
         let packed = sends.then(|| pack.pack(&self.device));
-        let (numel, rest) = (pack.numel(), self.options.offload.rest());
+        let (numel, rest) = (pack.numel(), self.options.offload.storage_device());
         let keep = move |packed| match sends {
             true => Vec::new(),
             false => {
@@ -268,7 +268,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         let ParamSpec { path, shape, .. } = self.entry(place);
         let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
         let dtype = tensor.dtype();
-        let rest = self.options.offload.rest();
+        let rest = self.options.offload.storage_device();
         let wrong = match StoredTensor::<B>::read(tensor.into_dispatch(), rest) {
             Some((value, ..)) if SHARDED.contains(&dtype) && found == declared => {
                 return value.on_device(&self.device, DType::F32, rest);
@@ -294,7 +294,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     }
 
     fn at_rest(&self, value: Float<B>) -> DispatchTensor {
-        StoredTensor::<B>::rest(value, self.options.offload.rest()).with_context(self.context)
+        StoredTensor::<B>::rest(value, self.options.offload.storage_device())
+            .with_context(self.context)
     }
 
     /// The parts of a parameter but for its value, which is not initialised.

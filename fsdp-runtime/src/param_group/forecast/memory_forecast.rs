@@ -119,13 +119,14 @@ impl MemoryForecast {
             _ => 0,
         };
         let device_replicated = match offloaded {
-            true => copied(&units, ring(&units, reshard, options.slots)),
+            true => copied(&units, ring(&units, reshard, options.gather_buffers)),
             false => replicated,
         };
         Ok(Self {
             shards: device_shards,
             replicated: device_replicated,
-            gathered: gathered(&units, reshard, options.slots) + sending(&units, options.offload),
+            gathered: gathered(&units, reshard, options.gather_buffers)
+                + sending(&units, options.offload),
             gradients: on_device,
             optimizer: 0,
             activations: 0,

@@ -183,7 +183,7 @@ impl<'a> Inventory<'a> {
         let path = self.join(below);
         let key = self.key_of(below);
         let shape = param.lazy_shape().as_slice().to_vec();
-        let managed = !self.options.ignored.contains(&param.id);
+        let managed = !self.options.ignored_params.contains(&param.id);
         self.found.visited.push(managed.then_some(self.found.params.len()));
         if !managed {
             self.check_ignored(&path, param);

@@ -118,7 +118,7 @@ impl Plan {
 /// Checks that every id under `ignored_params` is that of a parameter of the model.
 fn check_ignored(found: &Found, options: &FsdpOptions) -> Result<(), ShardError> {
     let is_unknown = |id: &_| found.ignored.iter().all(|param| param.id != *id);
-    match options.ignored.iter().find(|id| is_unknown(id)) {
+    match options.ignored_params.iter().find(|id| is_unknown(id)) {
         Some(id) => Err(ShardError::InvalidOption {
             option: "ignored_params",
             value: id.to_string(),

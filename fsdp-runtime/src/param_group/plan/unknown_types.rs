@@ -33,7 +33,7 @@ pub(super) fn unknown_type(
         WrapPolicy::Named(named) => named.iter().copied().find(|name| !declared.contains(name)),
         _ => None,
     };
-    let with_policy: Vec<_> = options.unit_precision.iter().map(|(unit, _)| *unit).collect();
+    let with_policy: Vec<_> = options.mixed_precision_for.iter().map(|(unit, _)| *unit).collect();
     let recomputed = match options.activation_checkpointing {
         ActivationCheckpointing::Units(named) => named.iter().find(|it| !wrapped.contains(it)),
         _ => None,

@@ -1,0 +1,291 @@
+//! The options of [`fully_shard`](crate::fully_shard), and their builder methods.
+
+use burn::module::ParamId;
+
+use super::policies::{
+    ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, OffloadPolicy,
+    ReshardAfterForward, ShardingStrategy, WrapPolicy,
+};
+use super::precision::MixedPrecisionPolicy;
+use crate::module::UnitType;
+
+/// The options of [`fully_shard`](crate::fully_shard). Every rank must pass the same ones.
+///
+/// | option | default |
+/// |---|---|
+/// | [`strategy`](Self::with_strategy) | [`FullShard`](ShardingStrategy::FullShard) |
+/// | [`shard_size`](Self::with_shard_size) | the ranks of one machine |
+/// | [`reshard_after_forward`](Self::with_reshard_after_forward) | that of the strategy |
+/// | [`wrap`](Self::with_wrap) | [`Annotated`](WrapPolicy::Annotated) |
+/// | [`gather_buffers`](Self::with_gather_buffers) | 2 |
+/// | [`forward_prefetch`](Self::with_forward_prefetch) | on |
+/// | [`backward_prefetch`](Self::with_backward_prefetch) | [`Pre`](BackwardPrefetch::Pre) |
+/// | [`gradient_accumulation`](Self::with_gradient_accumulation) | [`ReduceEach`](GradientAccumulation::ReduceEach) |
+/// | [`mixed_precision`](Self::with_mixed_precision) | dtypes in which the model is initialised |
+/// | [`offload`](Self::with_offload) | [`None`](OffloadPolicy::None) |
+/// | [`activation_checkpointing`](Self::with_activation_checkpointing) | [`Annotated`](ActivationCheckpointing::Annotated) |
+/// | [`offload_activations`](Self::with_offload_activations) | off |
+/// | [`ignored_params`](Self::with_ignored_params) | none |
+/// | [`persist_below`](Self::with_persist_below) | 0 elements |
+/// | [`sync_module_states`](Self::with_sync_module_states) | on |
+/// | [`cpu_ram_efficient_loading`](Self::with_cpu_ram_efficient_loading) | on |
+/// | [`deferred_init`](Self::with_deferred_init) | off |
+/// | [`seed`](Self::with_seed) | none |
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+pub struct FsdpOptions {
+    pub(crate) strategy: ShardingStrategy,
+    pub(crate) shard_size: Option<usize>,
+    pub(crate) reshard_after_forward: Option<ReshardAfterForward>,
+    pub(crate) wrap: WrapPolicy,
+    pub(crate) gather_buffers: usize,
+    pub(crate) forward_prefetch: bool,
+    pub(crate) backward_prefetch: BackwardPrefetch,
+    pub(crate) gradient_accumulation: GradientAccumulation,
+    pub(crate) mixed_precision: MixedPrecisionPolicy,
+    pub(crate) mixed_precision_for: Vec<(UnitType, MixedPrecisionPolicy)>,
+    pub(crate) offload: OffloadPolicy,
+    pub(crate) activation_checkpointing: ActivationCheckpointing,
+    pub(crate) offload_activations: bool,
+    pub(crate) ignored_params: Vec<ParamId>,
+    pub(crate) persist_below: usize,
+    pub(crate) sync_module_states: bool,
+    pub(crate) cpu_ram_efficient_loading: bool,
+    pub(crate) deferred_init: bool,
+    pub(crate) seed: Option<u64>,
+}
+
+impl Default for FsdpOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl FsdpOptions {
+    /// Returns the default options: `FULL_SHARD` with two gather buffers and prefetch in both
+    /// directions, starting from rank 0's weights.
+    pub const fn new() -> Self {
+        Self {
+            strategy: ShardingStrategy::FullShard,
+            shard_size: None,
+            reshard_after_forward: None,
+            wrap: WrapPolicy::Annotated,
+            gather_buffers: 2,
+            forward_prefetch: true,
+            backward_prefetch: BackwardPrefetch::Pre,
+            gradient_accumulation: GradientAccumulation::ReduceEach,
+            mixed_precision: MixedPrecisionPolicy::new(),
+            mixed_precision_for: Vec::new(),
+            offload: OffloadPolicy::None,
+            activation_checkpointing: ActivationCheckpointing::Annotated,
+            offload_activations: false,
+            ignored_params: Vec::new(),
+            persist_below: 0,
+            sync_module_states: true,
+            cpu_ram_efficient_loading: true,
+            deferred_init: false,
+            seed: None,
+        }
+    }
+
+    /// Sets what is sharded between steps. Default: [`ShardingStrategy::FullShard`].
+    ///
+    /// PyTorch's `sharding_strategy`, Accelerate's `fsdp_sharding_strategy`.
+    pub const fn with_strategy(mut self, strategy: ShardingStrategy) -> Self {
+        self.strategy = strategy;
+        self
+    }
+
+    /// Sets how many ranks share one copy of the parameters under `HYBRID_SHARD` and
+    /// `HYBRID_SHARD_ZERO2`. It must divide the world size. Default: the number of ranks on one
+    /// machine.
+    ///
+    /// The other strategies ignore this option. In PyTorch it is the shard dimension of the device
+    /// mesh, in Accelerate `dp_shard_size`.
+    pub const fn with_shard_size(mut self, ranks: usize) -> Self {
+        self.shard_size = Some(ranks);
+        self
+    }
+
+    /// Sets whether gathered parameters are freed between forward and backward. Default:
+    /// [`Always`](ReshardAfterForward::Always) under `FULL_SHARD` and `HYBRID_SHARD`,
+    /// [`Never`](ReshardAfterForward::Never) under the other strategies.
+    ///
+    /// PyTorch's `reshard_after_forward`, Accelerate's `fsdp_reshard_after_forward`.
+    pub const fn with_reshard_after_forward(mut self, reshard: ReshardAfterForward) -> Self {
+        self.reshard_after_forward = Some(reshard);
+        self
+    }
+
+    /// Sets which of the annotated units are gathered separately. Default:
+    /// [`WrapPolicy::Annotated`].
+    ///
+    /// PyTorch's `auto_wrap_policy`, Accelerate's `fsdp_auto_wrap_policy`.
+    pub const fn with_wrap(mut self, wrap: WrapPolicy) -> Self {
+        self.wrap = wrap;
+        self
+    }
+
+    /// Sets how many gather buffers the units of one nesting level share, at least 1. Default: 2.
+    ///
+    /// With two buffers, one holds the unit that computes and the other the unit that is prefetched.
+    /// With one buffer, nothing is prefetched. Each buffer takes as many bytes as the largest unit
+    /// that is gathered into it. The outermost unit has one buffer in any case.
+    pub const fn with_gather_buffers(mut self, buffers: usize) -> Self {
+        self.gather_buffers = buffers;
+        self
+    }
+
+    /// Sets whether forward gathers the next unit while the present one computes. Default: on.
+    ///
+    /// The second unit occupies a second gather buffer. PyTorch's `forward_prefetch`, Accelerate's
+    /// `fsdp_forward_prefetch` (off by default in both).
+    pub const fn with_forward_prefetch(mut self, prefetch: bool) -> Self {
+        self.forward_prefetch = prefetch;
+        self
+    }
+
+    /// Sets when a unit is gathered for its backward. Default: [`BackwardPrefetch::Pre`].
+    ///
+    /// PyTorch's `backward_prefetch`, Accelerate's `fsdp_backward_prefetch`.
+    pub const fn with_backward_prefetch(mut self, prefetch: BackwardPrefetch) -> Self {
+        self.backward_prefetch = prefetch;
+        self
+    }
+
+    /// Sets how [`Fsdp::accumulate`](crate::Fsdp::accumulate) stores the gradients of a micro-batch.
+    /// Default: [`GradientAccumulation::ReduceEach`].
+    ///
+    /// [`HoldUnsharded`](GradientAccumulation::HoldUnsharded) is PyTorch's `no_sync`.
+    pub const fn with_gradient_accumulation(mut self, accumulation: GradientAccumulation) -> Self {
+        self.gradient_accumulation = accumulation;
+        self
+    }
+
+    /// Sets the dtypes in which units compute and communicate. Default: the dtypes in which the model
+    /// is initialised, usually f32.
+    ///
+    /// PyTorch's `mixed_precision` or `mp_policy`. Accelerate's `mixed_precision` sets the dtype of
+    /// parameters.
+    pub const fn with_mixed_precision(mut self, policy: MixedPrecisionPolicy) -> Self {
+        self.mixed_precision = policy;
+        self
+    }
+
+    /// Sets the dtypes for all units of the given types, in place of
+    /// [`mixed_precision`](Self::with_mixed_precision): for example `unit_types![LmHead]`. Default: no
+    /// such units.
+    ///
+    /// A unit that the wrap policy merges into the enclosing unit uses that unit's policy. If a type
+    /// has two policies, the later one applies.
+    pub fn with_mixed_precision_for(
+        mut self,
+        units: &'static [UnitType],
+        policy: MixedPrecisionPolicy,
+    ) -> Self {
+        self.mixed_precision_for.extend(units.iter().map(|unit| (*unit, policy)));
+        self
+    }
+
+    /// Sets what is stored in host memory in place of device memory. Default:
+    /// [`OffloadPolicy::None`].
+    ///
+    /// PyTorch's `offload_policy` or `cpu_offload`, Accelerate's `fsdp_offload_params`.
+    pub const fn with_offload(mut self, policy: OffloadPolicy) -> Self {
+        self.offload = policy;
+        self
+    }
+
+    /// Sets which units store only their inputs in forward, and recompute their forward in backward.
+    /// Default: [`ActivationCheckpointing::Annotated`].
+    ///
+    /// A recomputed unit takes the time of a second forward. It needs no further all-gather, since
+    /// backward gathers the unit in any case. PyTorch's `apply_activation_checkpointing`,
+    /// Accelerate's `fsdp_activation_checkpointing`.
+    pub const fn with_activation_checkpointing(mut self, which: ActivationCheckpointing) -> Self {
+        self.activation_checkpointing = which;
+        self
+    }
+
+    /// Sets whether recomputed units store their inputs in host memory until backward. Default: off.
+    ///
+    /// Float inputs are copied to the host and back; integer and Boolean inputs stay on the device. On
+    /// Flex, whose tensors are in host memory, the option has no effect. PyTorch's
+    /// `offload_wrapper`.
+    pub const fn with_offload_activations(mut self, offload: bool) -> Self {
+        self.offload_activations = offload;
+        self
+    }
+
+    /// Adds parameters, by id, that sharding leaves unchanged. Each rank stores the whole parameter with
+    /// its own values, and the gradients are not reduced. Default: none.
+    ///
+    /// PyTorch's `ignored_params`.
+    pub fn with_ignored_params(mut self, params: impl IntoIterator<Item = ParamId>) -> Self {
+        self.ignored_params.extend(params);
+        self
+    }
+
+    /// Sets the number of elements below which a matrix is replicated on every rank, as vectors always
+    /// are. Default: 0, which shards every matrix.
+    ///
+    /// A replicated matrix needs no all-gather, but every rank stores all of it, with its gradient and
+    /// its optimizer state. DeepSpeed's `stage3_param_persistence_threshold`.
+    pub const fn with_persist_below(mut self, elements: usize) -> Self {
+        self.persist_below = elements;
+        self
+    }
+
+    /// Sets whether rank 0's weights and running statistics are broadcast to all ranks. Default: on.
+    ///
+    /// When it is off, every rank must initialise the same weights, and a checksum of each parameter
+    /// is compared. Ignored parameters are never broadcast. PyTorch's `sync_module_states`, Accelerate's
+    /// `fsdp_sync_module_states`.
+    pub const fn with_sync_module_states(mut self, sync: bool) -> Self {
+        self.sync_module_states = sync;
+        self
+    }
+
+    /// Sets whether only one rank initialises a parameter and sends it to the others. Default: on.
+    ///
+    /// The option applies to parameters without a value yet, and only with
+    /// [`sync_module_states`](Self::with_sync_module_states). The other ranks then allocate no more
+    /// than their shards and the parameters that are being received. Without `sync_module_states`,
+    /// every rank initialises all parameters, one at a time. Accelerate's
+    /// `fsdp_cpu_ram_efficient_loading`.
+    ///
+    /// Rank 0 initialises all parameters. With a [`seed`](Self::with_seed), the first rank of each
+    /// process takes a share of them, if its rayon pool has more than one thread. Every process must
+    /// then be able to initialise any parameter.
+    ///
+    /// Modules of `burn::nn` are built with parameters that have no value yet: `Initializer::init`
+    /// returns a [lazy](burn::module::Param::uninitialized) parameter. `Param::from_tensor`,
+    /// `Param::from_data`, and a module that was trained or loaded, hold full values on each rank until
+    /// [`fully_shard`](crate::fully_shard) replaces them with shards.
+    pub const fn with_cpu_ram_efficient_loading(mut self, efficient: bool) -> Self {
+        self.cpu_ram_efficient_loading = efficient;
+        self
+    }
+
+    /// Sets whether no rank initialises any parameter, because all of them are loaded afterwards.
+    /// Default: off.
+    ///
+    /// Shards are allocated from shapes alone, and values that parameters already have are dropped. The
+    /// use of a parameter before it is loaded is the error
+    /// [`ScheduleError::NotLoaded`](crate::ScheduleError::NotLoaded). In PyTorch this is a model on the
+    /// `meta` device.
+    pub const fn with_deferred_init(mut self, deferred: bool) -> Self {
+        self.deferred_init = deferred;
+        self
+    }
+
+    /// Sets the seed of parameter initialisation and of the masks of
+    /// [`nn::Dropout`](crate::nn::Dropout). Runs with the same seed repeat exactly. Default: none.
+    ///
+    /// Each parameter without a value is initialised from a seed derived from this one. Without a seed,
+    /// dropout uses seed 0, and initialisation uses the state of Burn's generator.
+    pub const fn with_seed(mut self, seed: u64) -> Self {
+        self.seed = Some(seed);
+        self
+    }
+}

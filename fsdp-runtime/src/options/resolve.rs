@@ -1,0 +1,181 @@
+//! Checks of the options, and the settings that follow from them for a mesh, a device or a unit.
+
+use std::fmt::Debug;
+
+use burn::tensor::Device;
+
+use super::fsdp_options::FsdpOptions;
+use super::policies::{OffloadPolicy, ReshardAfterForward};
+use super::precision::MixedPrecisionPolicy;
+use crate::backend::is_flex;
+use crate::error::ShardError;
+use crate::layout::Mesh;
+use crate::module::UnitType;
+
+impl FsdpOptions {
+    /// Returns one line for each option that must be equal on all ranks.
+    pub(crate) fn fingerprint_lines(&self) -> Vec<String> {
+        // Ids of parameters differ between processes, so `ignored_params` is left out.
+        let Self {
+            strategy,
+            shard_size,
+            reshard_after_forward,
+            wrap,
+            gather_buffers,
+            forward_prefetch,
+            backward_prefetch,
+            gradient_accumulation,
+            mixed_precision,
+            mixed_precision_for,
+            offload,
+            activation_checkpointing,
+            offload_activations,
+            ignored_params: _,
+            persist_below,
+            sync_module_states,
+            cpu_ram_efficient_loading,
+            deferred_init,
+            seed,
+        } = self;
+        let options: [(&str, &dyn Debug); 18] = [
+            ("strategy", strategy),
+            ("seed", seed),
+            ("shard_size", shard_size),
+            ("reshard_after_forward", reshard_after_forward),
+            ("wrap", wrap),
+            ("gather_buffers", gather_buffers),
+            ("forward_prefetch", forward_prefetch),
+            ("backward_prefetch", backward_prefetch),
+            ("gradient_accumulation", gradient_accumulation),
+            ("mixed_precision", mixed_precision),
+            ("mixed_precision_for", mixed_precision_for),
+            ("offload", offload),
+            ("activation_checkpointing", activation_checkpointing),
+            ("offload_activations", offload_activations),
+            ("persist_below", persist_below),
+            ("sync_module_states", sync_module_states),
+            ("cpu_ram_efficient_loading", cpu_ram_efficient_loading),
+            ("deferred_init", deferred_init),
+        ];
+        options.iter().map(|(name, value)| format!("option {name}: {value:?}")).collect()
+    }
+
+    /// Returns every policy of mixed precision: the general one, and those for certain units.
+    pub(crate) fn policies(&self) -> impl Iterator<Item = &MixedPrecisionPolicy> {
+        let of_units = self.mixed_precision_for.iter().map(|(_, policy)| policy);
+        std::iter::once(&self.mixed_precision).chain(of_units)
+    }
+
+    /// Returns the policy of mixed precision that `mixed_precision_for` sets for a type of unit.
+    fn policy_of_type(&self, unit: Option<UnitType>) -> Option<MixedPrecisionPolicy> {
+        let is_unit = |(of, _): &&(UnitType, MixedPrecisionPolicy)| Some(*of) == unit;
+        self.mixed_precision_for.iter().rev().find(is_unit).map(|(_, policy)| *policy)
+    }
+
+    /// Returns whether `mixed_precision_for` sets a policy for a type of unit.
+    pub(crate) fn has_own_policy(&self, unit: Option<UnitType>) -> bool {
+        self.policy_of_type(unit).is_some()
+    }
+
+    /// Returns the policy of mixed precision of a unit; `None` stands for a unit in a field under
+    /// `#[fsdp(unit)]`.
+    pub(crate) fn policy(&self, unit: Option<UnitType>) -> MixedPrecisionPolicy {
+        self.policy_of_type(unit).unwrap_or(self.mixed_precision)
+    }
+
+    /// Returns the device that computes: the model's device, or the rank's under an offload policy.
+    pub(crate) fn compute_device(&self, model: &Device, rank: &Device) -> Device {
+        let device = if self.offload == OffloadPolicy::None { model } else { rank };
+        device.clone()
+    }
+
+    /// Checks that the parameters of a model on the device `model` can be offloaded from `device`, which
+    /// computes.
+    pub(crate) fn check_offload(&self, model: &Device, device: &Device) -> Result<(), ShardError> {
+        if self.offload == OffloadPolicy::None || model == device || is_flex(model) {
+            return Ok(());
+        }
+        Err(ShardError::InvalidOption {
+            option: "offload",
+            value: format!("{:?} of a model on {model:?}", self.offload),
+            expected: format!(
+                "build the model on {device:?}, where this rank computes, or on Flex"
+            ),
+        })
+    }
+
+    /// Checks the options that need no knowledge of the model or the mesh.
+    pub(crate) fn check(&self) -> Result<(), ShardError> {
+        if self.gather_buffers == 0 {
+            return Err(ShardError::InvalidOption {
+                option: "gather_buffers",
+                value: "0".into(),
+                expected: "use at least 1".into(),
+            });
+        }
+        if self.offload != OffloadPolicy::None && cfg!(not(feature = "flex")) {
+            return Err(ShardError::InvalidOption {
+                option: "offload",
+                value: format!("{:?}", self.offload),
+                expected:
+                    "build with the feature `flex`, whose backend runs the optimizer on the host"
+                        .into(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns `mesh` with the shard groups of the strategy; this machine has `local` ranks.
+    pub(crate) fn mesh(&self, mesh: Mesh, local: usize) -> Result<Mesh, ShardError> {
+        if !self.strategy.is_hybrid() {
+            return Ok(mesh);
+        }
+        if self.shard_size == Some(0) {
+            return Err(ShardError::InvalidOption {
+                option: "shard_size",
+                value: "0".into(),
+                expected: format!("use a divisor of the {} ranks", mesh.world),
+            });
+        }
+        Ok(mesh.grouped(self.shard_size.unwrap_or(local))?)
+    }
+
+    /// Returns what is done with gathered parameters after forward. `To(1)` and `To` with all ranks are
+    /// returned as `Never` and `Always`, which they are equal to.
+    pub(crate) fn reshard(&self, mesh: Mesh) -> Result<ReshardAfterForward, ShardError> {
+        let size = mesh.shard_size().size();
+        match self.reshard_after_forward.unwrap_or(self.strategy.reshard_after_forward()) {
+            ReshardAfterForward::To(1) => Ok(ReshardAfterForward::Never),
+            ReshardAfterForward::To(to) if to == size => Ok(ReshardAfterForward::Always),
+            ReshardAfterForward::To(to) if to == 0 || !size.is_multiple_of(to) => {
+                Err(ShardError::InvalidOption {
+                    option: "reshard_after_forward",
+                    value: format!("To({to})"),
+                    expected: format!("use a divisor of {size}, the ranks that share parameters"),
+                })
+            }
+            reshard => Ok(reshard),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_ranks_to_reshard_to_divides_the_shard_group() {
+        use crate::layout::{Rank, WorldSize};
+        let mesh = Mesh::new(Rank::ZERO, WorldSize::new(4).unwrap());
+        let to = |to| {
+            let reshard = ReshardAfterForward::To(to);
+            FsdpOptions::new().with_reshard_after_forward(reshard).reshard(mesh)
+        };
+        assert_eq!(to(1), Ok(ReshardAfterForward::Never));
+        assert_eq!(to(2), Ok(ReshardAfterForward::To(2)));
+        assert_eq!(to(4), Ok(ReshardAfterForward::Always));
+        for wrong in [0, 3, 8] {
+            assert!(to(wrong).unwrap_err().to_string().contains("divisor of 4"));
+        }
+    }
+}
