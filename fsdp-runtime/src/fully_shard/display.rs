@@ -1,4 +1,4 @@
-//! The print of a sharded model: the tree of its modules, with the units marked.
+//! The `Display` of a sharded model: a tree of modules, with the units marked.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -6,12 +6,15 @@ use std::fmt;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use super::Fsdp;
+use super::model::Fsdp;
 use crate::module::{Child, FsdpModule, Kind, Node, ParamVisitor};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
-/// Prints the modules as a tree: of each the field's name and the type, of a parameter the shape and how
-/// it is held, and of a unit also the number of its own parameters and their bytes on this rank.
+/// Prints the modules as a tree, one line each.
+///
+/// A line has the field's name, and the type of a module or the shape and placement of a parameter. The
+/// line of a unit also has the number of the unit's parameters, without those of nested units, and their
+/// bytes on this rank and when gathered.
 ///
 /// ```text
 /// Net: unit, 16 parameters, 64 B on this rank
@@ -30,11 +33,11 @@ impl<M: FsdpModule> fmt::Display for Fsdp<M> {
     }
 }
 
-/// The lines of the tree, and the place in it.
+/// The visitor that writes the lines of the tree.
 struct Tree<'a> {
     units: HashMap<&'a str, &'a Unit>,
     params: HashMap<&'a str, &'a ParamSpec>,
-    /// The segments of the module path.
+    /// Segments of the present module path.
     path: Vec<String>,
     lines: Vec<String>,
 }
@@ -53,7 +56,7 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// Adds a line for the present path, with the mark of a unit where one begins there.
+    /// Adds a line for the present path, with the numbers of the unit if the path is that of a unit.
     fn line(&mut self, text: String) {
         let unit = self.units.get(self.path.join(".").as_str());
         let mark = unit.map(|unit| unit_mark(unit)).unwrap_or_default();
@@ -61,6 +64,7 @@ impl<'a> Tree<'a> {
     }
 }
 
+/// Returns the part of a line that marks a unit.
 fn unit_mark(unit: &Unit) -> String {
     let (shards, replicated) = unit.held_bytes();
     let held = bytes(shards + replicated);
@@ -71,7 +75,7 @@ fn unit_mark(unit: &Unit) -> String {
     format!(": unit, {} parameters, {held} on this rank{gathered}", unit.num_params())
 }
 
-/// Prints a number of bytes in the largest binary unit of which there is at least one.
+/// Prints a number of bytes in the largest binary unit that is not larger than the number.
 fn bytes(bytes: usize) -> String {
     const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
     if bytes < 1024 {
@@ -84,8 +88,8 @@ fn bytes(bytes: usize) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// Returns what a field holds, where it is an `Option`: what that holds.
-fn held(mut node: &'static Node) -> &'static Node {
+/// Returns the node of a field's type; of an `Option`, that of the type inside.
+fn without_option(mut node: &'static Node) -> &'static Node {
     while node.kind == Kind::Optional {
         node = node.children[0].node;
     }
@@ -96,8 +100,8 @@ impl ParamVisitor for Tree<'_> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
         let name = index.map_or_else(|| child.name.to_string(), |index| index.to_string());
         self.path.push(name.clone());
-        let node = held(child.node);
-        // A parameter has a line once its shape is known, and a value without parameters has none.
+        let node = without_option(child.node);
+        // `param` adds the line of a parameter. Values without parameters have no line.
         if !matches!(node.kind, Kind::Param { .. } | Kind::Fixed | Kind::Constant) {
             self.line(format!("{name}: {}", node.ty));
         }

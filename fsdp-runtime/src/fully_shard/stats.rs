@@ -1,8 +1,8 @@
-//! What can be measured of a sharded model on this rank.
+//! Measurements of a sharded model on this rank: memory, collectives, sizes.
 
 use std::time::Duration;
 
-use super::Fsdp;
+use super::model::Fsdp;
 use crate::layout::Mesh;
 use crate::param_group::memory::Memory;
 use crate::param_group::wrapping::Wrapping;
@@ -76,8 +76,8 @@ impl<M> Stats<'_, M> {
     }
 
     /// Returns how long this rank's collectives have taken since its launch, and how much of that
-    /// time the rank waited for them. Both include the delays of other ranks; the difference ran
-    /// beside this rank's own work.
+    /// time the rank waited for them. Both include the delays of other ranks; the difference overlapped
+    /// with this rank's computation.
     pub fn communication_time(&self) -> (Duration, Duration) {
         self.model.engine.communication_time()
     }

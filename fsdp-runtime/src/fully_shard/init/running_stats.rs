@@ -1,4 +1,4 @@
-//! Running statistics, which are rank 0's at the start.
+//! The broadcast of rank 0's running statistics.
 
 use std::collections::HashMap;
 
@@ -10,36 +10,38 @@ use crate::launch::Worker;
 use crate::module::{FsdpModule, ParamVisitor};
 use crate::param_group::plan::IgnoredParam;
 
-/// The module with rank 0's running statistics on every rank, by their paths, which `known` has. Those
-/// that rank 0 has not, or has of another shape, are each rank's own, and stay. Every rank calls it.
-pub(super) fn share<M: FsdpModule>(
+/// Returns the module with rank 0's running statistics. Every rank calls it.
+///
+/// `known` has the paths of the running statistics. A rank keeps its own values where rank 0 has no
+/// statistic under that path, or one of another shape.
+pub(super) fn broadcast<M: FsdpModule>(
     worker: &Worker,
     known: &[IgnoredParam],
     module: M,
 ) -> Result<M, Error> {
-    let mut read = Read { known, values: Vec::new() };
-    let gives = worker.rank().index() == 0;
-    if gives {
+    let mut read = ReadStats { known, values: Vec::new() };
+    let sends = worker.rank().index() == 0;
+    if sends {
         module.visit_params(&mut read);
     }
     let all = worker.exchange("broadcast", "the running statistics", read.values)?;
+    if sends || all[0].is_empty() {
+        return Ok(module);
+    }
     let own = |(path, data): &'_ (String, TensorData)| {
         let own = known.iter().find(|own| own.entry.path == *path)?;
         Some((own.id, data.clone()))
     };
-    match gives || all[0].is_empty() {
-        true => Ok(module),
-        false => Ok(module.map(&mut Fill(all[0].iter().filter_map(own).collect()))),
-    }
+    Ok(module.map(&mut ReplaceStats(all[0].iter().filter_map(own).collect())))
 }
 
-/// Reads them with their paths.
-struct Read<'a> {
+/// Reads the running statistics with their paths.
+struct ReadStats<'a> {
     known: &'a [IgnoredParam],
     values: Vec<(String, TensorData)>,
 }
 
-impl ParamVisitor for Read<'_> {
+impl ParamVisitor for ReadStats<'_> {
     fn param<const D: usize>(&mut self, _: &Param<Tensor<D>>) {}
 
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
@@ -49,9 +51,10 @@ impl ParamVisitor for Read<'_> {
     }
 }
 
-struct Fill(HashMap<ParamId, TensorData>);
+/// Replaces running statistics that have the shape of the new values.
+struct ReplaceStats(HashMap<ParamId, TensorData>);
 
-impl ModuleMapper for Fill {
+impl ModuleMapper for ReplaceStats {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let fits = |data: &TensorData| *data.shape() == param.lazy_shape();
         let Some(data) = self.0.remove(&param.id).filter(fits) else { return param };

@@ -1,4 +1,4 @@
-//! Gradients of ignored parameters, which each rank has its own of.
+//! Gradients of ignored parameters, which each rank has separately.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -7,50 +7,50 @@ use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
 
-use crate::module::Sharded;
-use crate::module::{FsdpModule, ParamVisitor};
+use crate::module::{FsdpModule, ParamVisitor, Sharded};
 
-/// Gradients of ignored parameters that micro-batches have left, shared by clones of a model.
+/// The gradients of ignored parameters from earlier micro-batches of a step. Clones of a model share them.
 #[derive(Clone, Default)]
-pub(crate) struct OwnGradients(Arc<Mutex<Option<GradientsParams>>>);
+pub(crate) struct IgnoredGradients(Arc<Mutex<Option<GradientsParams>>>);
 
-impl fmt::Debug for OwnGradients {
+impl fmt::Debug for IgnoredGradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("OwnGradients")
+        f.write_str("IgnoredGradients")
     }
 }
 
-impl OwnGradients {
-    pub(crate) fn put(&self, gradients: GradientsParams) {
+impl IgnoredGradients {
+    /// Keeps gradients until the next micro-batch.
+    pub(super) fn keep(&self, gradients: GradientsParams) {
         *self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(gradients);
     }
 
     fn take(&self) -> GradientsParams {
-        let held = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
-        held.unwrap_or_default()
+        let kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        kept.unwrap_or_default()
     }
 
-    /// Adds the gradients of a module's ignored parameters to `sums`, with those of earlier
-    /// micro-batches.
-    pub(crate) fn add<M: FsdpModule>(
+    /// Adds to `sums` the gradients of the module's ignored parameters: those in `from`, and those of
+    /// earlier micro-batches.
+    pub(super) fn add<M: FsdpModule>(
         &self,
         module: &M,
         from: &Gradients,
         sums: &mut GradientsParams,
     ) {
         let mut earlier = self.take();
-        module.visit_params(&mut Ignored { from, earlier: &mut earlier, sums });
+        module.visit_params(&mut AddGradients { from, earlier: &mut earlier, sums });
     }
 }
 
-/// Adds the gradients of parameters that are not managed to earlier ones.
-struct Ignored<'a> {
+/// Adds the gradients of ignored parameters to those of earlier micro-batches.
+struct AddGradients<'a> {
     from: &'a Gradients,
     earlier: &'a mut GradientsParams,
     sums: &'a mut GradientsParams,
 }
 
-impl ParamVisitor for Ignored<'_> {
+impl ParamVisitor for AddGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if Sharded::of(param).is_some() || !param.is_initialized() {
             return;

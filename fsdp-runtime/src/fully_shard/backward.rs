@@ -1,0 +1,99 @@
+//! The backward pass of a sharded model.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use burn::module::Param;
+use burn::optim::GradientsParams;
+use burn::tensor::{Gradients, Tensor};
+
+use super::model::Fsdp;
+use crate::error::{Error, ScheduleError};
+use crate::module::{FsdpModule, ParamVisitor, Sharded};
+use crate::runtime::schedule::Engine;
+
+impl<M: FsdpModule> Fsdp<M> {
+    /// Backpropagates `loss`, a tensor of one element, and returns the gradients for the optimizer. Every
+    /// rank calls it.
+    ///
+    /// The gradients are those of this rank's shards and of the replicated parameters, averaged over all
+    /// ranks, and those of this rank's ignored parameters, not averaged.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
+    /// the time-out, and [`ScheduleError`] if two units need the same gather buffer, or if `loss` is not
+    /// one element with autodiff.
+    pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
+        let from = self.run_backward(loss, false)?;
+        let mut gradients = self.collect_gradients()?;
+        self.ignored_gradients.add(&self.module, &from, &mut gradients);
+        Ok(gradients)
+    }
+
+    /// Backpropagates the loss of a micro-batch and keeps the gradients. Every rank calls it.
+    ///
+    /// The [`backward`](Self::backward) that ends the step returns the sum of the gradients of all
+    /// micro-batches. For their mean, divide each loss by the number of micro-batches.
+    /// [`GradientAccumulation`](crate::GradientAccumulation) says what each micro-batch costs.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`backward`](Self::backward).
+    pub fn accumulate(&self, loss: Tensor<1>) -> Result<(), Error> {
+        let from = self.run_backward(loss, true)?;
+        let mut sums = GradientsParams::new();
+        self.ignored_gradients.add(&self.module, &from, &mut sums);
+        self.ignored_gradients.keep(sums);
+        self.engine.finish_backward()
+    }
+
+    /// Runs Burn's backward pass; `accumulate` says that another micro-batch of the step follows.
+    fn run_backward(&self, loss: Tensor<1>, accumulate: bool) -> Result<Gradients, Error> {
+        if loss.dims() != [1] || !loss.is_autodiff() {
+            let context = if loss.is_autodiff() { "with" } else { "without" };
+            let found = format!("a tensor of shape {:?} {context} autodiff", loss.dims());
+            return Err(ScheduleError::InvalidLoss { found }.into());
+        }
+        self.engine.begin_backward(accumulate);
+        catch_error(|| loss.backward())
+    }
+
+    /// Completes a backward pass that the [`backward`](Self::backward) of another model ran, and returns
+    /// the gradients of this model. Every rank calls it.
+    ///
+    /// Use it for a loss that depends on several sharded models: call `backward` on one of them, and this
+    /// method on the others.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`backward`](Self::backward).
+    pub fn collect_gradients(&self) -> Result<GradientsParams, Error> {
+        struct TakeGradients<'a> {
+            engine: &'a dyn Engine,
+            gradients: GradientsParams,
+        }
+        impl ParamVisitor for TakeGradients<'_> {
+            fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let Some(sharded) = Sharded::of(param) else { return };
+                if let Some(gradient) = self.engine.take_gradient(sharded.place) {
+                    self.gradients.register(param.id, Tensor::<D>::from_dispatch(gradient));
+                }
+            }
+        }
+        self.engine.finish_backward()?;
+        let mut take = TakeGradients { engine: &*self.engine, gradients: GradientsParams::new() };
+        self.module.visit_params(&mut take);
+        Ok(take.gradients)
+    }
+}
+
+/// Runs `f`, and returns the typed [`Error`] if `f` unwinds with one. Other panics continue.
+fn catch_error<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
+    catch_unwind(AssertUnwindSafe(f)).map_err(|panic: Box<dyn Any + Send>| {
+        match panic.downcast::<Error>() {
+            Ok(error) => *error,
+            Err(panic) => resume_unwind(panic),
+        }
+    })
+}

@@ -1,0 +1,170 @@
+//! [`fully_shard`], which makes a sharded model of a module.
+
+use std::sync::Arc;
+
+use burn::tensor::Device;
+
+use super::ignored_gradients::IgnoredGradients;
+use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, agree, same_on_all};
+use super::model::Fsdp;
+use crate::backend::{owned, with_backend};
+use crate::collectives::group::{Group, MeshGroups, blocks};
+use crate::error::{Error, ShardError};
+use crate::launch::Worker;
+use crate::layout::{Mesh, Rank, WorldSize};
+use crate::module::{HookedForward, ParamIndex, RandomStream};
+use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
+use crate::param_group::plan::Plan;
+use crate::runtime::schedule::{Engine, Reshard, Schedule, Settings};
+
+/// Shards `module` over the ranks of `worker`, and returns the sharded model. Every rank calls it with the
+/// same model and the same options.
+///
+/// # Initialisation
+///
+/// Parameters that have no value yet are initialised one at a time, and each is replaced by this rank's
+/// shard before the next one. A rank therefore never stores more than its shards, the gather buffers,
+/// full parameters with the elements of the largest unit, and one parameter that it receives.
+/// [`FsdpOptions::with_cpu_ram_efficient_loading`] says which modules are built without values.
+///
+/// By default, rank 0 initialises the weights and broadcasts them. With a
+/// [`seed`](FsdpOptions::with_seed), processes share this work, so custom initialisers must give the
+/// same values in every process. Broadcasts overlap with the initialisation of later parameters. The
+/// small replicated parameters of a unit are broadcast together.
+///
+/// A tied weight is initialised once, by its owner. If the alias is a clone of the owner, the rank that
+/// initialises the weight keeps the full value until it has replaced both.
+///
+/// Parameter ids do not change, so an optimizer or a parameter group may be built before or after
+/// sharding.
+///
+/// # Errors
+///
+/// [`ShardError`](crate::ShardError) for a model that cannot be sharded, on every rank, and
+/// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within the
+/// time-out.
+pub fn fully_shard<M: HookedForward>(
+    module: M,
+    worker: &Worker,
+    options: FsdpOptions,
+) -> Result<Fsdp<M>, Error> {
+    shard(module, worker, options, |_| Ok(Vec::new()))
+}
+
+/// Shards a module as [`fully_shard`] does, without initialising the parameters that `loaded_later`
+/// returns.
+pub(crate) fn shard<M: HookedForward>(
+    module: M,
+    worker: &Worker,
+    options: FsdpOptions,
+    loaded_later: impl FnOnce(&Plan) -> Result<Vec<ParamIndex>, Error>,
+) -> Result<Fsdp<M>, Error> {
+    let Planned { mesh, reshard, plan, device } =
+        same_on_all(worker, Planned::new(&module, worker, &options))?;
+    agree(worker, &plan, &options, mesh)?;
+    if worker.rank() == Rank::ZERO {
+        plan.warn_of_left_out(&options);
+    }
+    let settings = settings(worker, &options, mesh, reshard)?;
+    let mut later = loaded_later(&plan)?;
+    if options.deferred_init {
+        later = plan.places.iter().flatten().copied().collect();
+    }
+    with_backend!(device, |B, inner| {
+        let random = RandomStream::new(options.seed.unwrap_or(0), worker.rank().index());
+        let schedule = Schedule::<B>::new(
+            settings,
+            owned(&inner),
+            worker.comm().clone(),
+            plan.units.clone(),
+            random.clone(),
+        );
+        schedule.set_unloaded(&later);
+        let owners = InitOwners::new(&module, &plan, worker, &options)?;
+        let setup = InitSetup {
+            plan: &plan,
+            loaded_later: later.iter().copied().collect(),
+            runtime: schedule.clone(),
+            worker,
+            options: &options,
+            random: &random,
+            device: InitDevice::<B>::new(&device, inner, options.offload.storage_device()),
+        };
+        let mut init = ShardingInit::new(setup, owners);
+        let module = module.map_params(&mut init);
+        let module = init.finish(module)?;
+        Ok(Fsdp {
+            module,
+            engine: schedule,
+            keys: Arc::new(plan.keys),
+            ignored: Arc::new(plan.ignored),
+            ignored_gradients: IgnoredGradients::default(),
+        })
+    })
+}
+
+/// The decisions that a rank makes without the other ranks.
+struct Planned {
+    mesh: Mesh,
+    reshard: ReshardAfterForward,
+    plan: Plan,
+    /// The device that computes.
+    device: Device,
+}
+
+impl Planned {
+    fn new<M: HookedForward>(
+        module: &M,
+        worker: &Worker,
+        options: &FsdpOptions,
+    ) -> Result<Self, ShardError> {
+        options.check()?;
+        let mesh = options.mesh(worker.mesh(), worker.local_size())?;
+        let reshard = options.reshard(mesh)?;
+        let plan = Plan::new(module, mesh, options)?;
+        let device = options.compute_device(&plan.device, worker.device());
+        options.check_offload(&plan.device, &device)?;
+        options.policies().try_for_each(|policy| policy.check(&device))?;
+        plan.check_dtypes(&device)?;
+        Ok(Self { mesh, reshard, plan, device })
+    }
+}
+
+/// Returns the settings of the schedule, and creates the process groups of the mesh. Every rank calls it.
+fn settings(
+    worker: &Worker,
+    options: &FsdpOptions,
+    mesh: Mesh,
+    reshard: ReshardAfterForward,
+) -> Result<Settings, Error> {
+    // Groups are created by collectives, which all run on the communication thread.
+    let world = worker.comm().world().clone();
+    let groups = worker.comm().issue(move |_| MeshGroups::new(&world, mesh)).wait()?;
+    let reshard = match reshard {
+        ReshardAfterForward::Never => Reshard::Never,
+        ReshardAfterForward::Always => Reshard::Always,
+        ReshardAfterForward::To(size) => {
+            let size = WorldSize::new(size).map_err(ShardError::from)?;
+            let split = move |group: &Group| blocks(group, mesh, size);
+            Reshard::To(Arc::new(worker.comm().issue_on(&groups.shard, split).wait()?))
+        }
+    };
+    // With one gather buffer, no second unit can be gathered.
+    let can_prefetch = options.gather_buffers > 1 || matches!(reshard, Reshard::Never);
+    Ok(Settings {
+        strategy: options.strategy,
+        mesh,
+        groups,
+        reshard,
+        slots: options.gather_buffers,
+        forward_prefetch: options.forward_prefetch && can_prefetch,
+        backward_prefetch: match options.backward_prefetch {
+            BackwardPrefetch::Pre if !can_prefetch => BackwardPrefetch::None,
+            prefetch => prefetch,
+        },
+        accumulation: options.gradient_accumulation,
+        rest: options.offload.storage_device(),
+        keep_sent: options.offload == OffloadPolicy::OptimizerOnly,
+        offload_activations: options.offload_activations,
+    })
+}

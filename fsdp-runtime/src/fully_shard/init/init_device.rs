@@ -1,0 +1,55 @@
+//! The device that a model is initialised for, and tensors on it.
+
+use burn::module::Param;
+use burn::tensor::{Device, DispatchTensor, Tensor};
+
+use super::param_value::{EmptyParam, filled};
+use crate::backend::{Context, Float, ShardBackend, StorageDevice, StoredTensor, Value};
+
+/// The device that computes, and the place where parameters are stored between uses.
+pub(crate) struct InitDevice<B: ShardBackend> {
+    /// Burn's name of the device that computes.
+    pub(super) compute: Device,
+    /// The backend's name of the device that computes.
+    pub(super) backend: B::Device,
+    /// Where parameters are stored between uses.
+    pub(super) storage: StorageDevice,
+    /// Autodiff context of tensors on the device; `None` for a device without autodiff.
+    pub(super) context: Option<Context>,
+}
+
+impl<B: ShardBackend> InitDevice<B> {
+    /// Describes a device by its two names and by where parameters are stored.
+    pub(crate) fn new(compute: &Device, backend: B::Device, storage: StorageDevice) -> Self {
+        let probe = Tensor::<1>::zeros([1], compute).into_dispatch();
+        let context = match B::from_dispatch(probe) {
+            Some(Value::Autodiff(_, context)) => Some(context),
+            _ => None,
+        };
+        Self { compute: compute.clone(), backend, storage, context }
+    }
+
+    /// Returns an f32 tensor on the device, filled with one value.
+    pub(super) fn filled(&self, shape: &[usize], value: f32) -> Float<B> {
+        filled::<B>(shape, value, &self.backend)
+    }
+
+    /// Returns a Burn tensor where parameters are stored, with the model's autodiff context.
+    pub(super) fn tensor<const D: usize>(&self, value: Float<B>) -> Tensor<D> {
+        Tensor::from_dispatch(self.stored(StoredTensor::<B>::rest(value, self.storage)))
+    }
+
+    /// Returns a stored tensor as Burn's, with the model's autodiff context.
+    pub(super) fn stored(&self, value: StoredTensor<B>) -> DispatchTensor {
+        value.with_context(self.context)
+    }
+
+    /// Takes a parameter apart without initialising its value.
+    pub(super) fn empty<const D: usize>(&self, param: Param<Tensor<D>>) -> EmptyParam<D> {
+        let id = param.id;
+        // A tensor that is loaded into a parameter takes over the parameter's settings.
+        let placeholder = self.tensor(self.filled(&[1; D], 0.0));
+        let (id, placeholder, mapper) = param.transform_for_load(placeholder, id).consume();
+        EmptyParam { id, requires_grad: placeholder.is_require_grad(), mapper }
+    }
+}

@@ -1,0 +1,66 @@
+//! Values of single parameters: their initialisation, the part that a rank stores, and checksums.
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use burn::backend::TensorMetadata;
+use burn::module::{Param, ParamId, ParamMapper as ValueMapper};
+use burn::tensor::{DType, Shape, Tensor};
+
+use crate::backend::{Float, ShardBackend, Value};
+use crate::layout::mix;
+
+/// A parameter taken apart, without its value.
+pub(super) struct EmptyParam<const D: usize> {
+    pub(super) id: ParamId,
+    /// Whether the value is a leaf of the autodiff graph.
+    pub(super) requires_grad: bool,
+    pub(super) mapper: ValueMapper<Tensor<D>>,
+}
+
+/// Takes a parameter apart, and initialises it first if it has no value.
+///
+/// With a `seed`, parameter number `number` of the model is initialised from a seed derived from both.
+pub(super) fn initialise<const D: usize>(
+    param: Param<Tensor<D>>,
+    seed: Option<u64>,
+    number: usize,
+) -> (ParamId, Tensor<D>, ValueMapper<Tensor<D>>) {
+    /// Burn has one random generator for each process. No other rank of the process, and no other model
+    /// that is initialised at the same time, may use it between seeding and initialisation.
+    static GENERATOR: Mutex<()> = Mutex::new(());
+    if param.is_initialized() {
+        return param.consume();
+    }
+    let _generator = GENERATOR.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some(seed) = seed {
+        param.lazy_device().seed(mix(seed ^ mix(number as u64)));
+    }
+    param.consume()
+}
+
+/// Returns an f32 tensor filled with one value.
+pub(super) fn filled<B: ShardBackend>(shape: &[usize], value: f32, device: &B::Device) -> Float<B> {
+    B::float_full(Shape::from(shape.to_vec()), value.into(), device, DType::F32.into())
+}
+
+/// Returns the elements `range` of a full parameter in shape `shape`. An empty range gives zeros.
+pub(super) fn part<B: ShardBackend>(
+    full: Float<B>,
+    range: Range<usize>,
+    shape: Vec<usize>,
+    device: &B::Device,
+) -> Float<B> {
+    match range.is_empty() {
+        true => filled::<B>(&shape, 0.0, device),
+        false => B::copy_range(full, range, shape.into()),
+    }
+}
+
+/// Returns a checksum of a tensor's elements, which depends on their order.
+pub(super) fn checksum<B: ShardBackend>(tensor: &Float<B>) -> u64 {
+    let numel = tensor.shape().num_elements();
+    let flat = B::float_reshape(tensor.clone(), Shape::from([numel]));
+    let data = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat))).into_data();
+    data.iter::<f32>().fold(0, |hash, element| mix(hash ^ u64::from(element.to_bits())))
+}

@@ -1,0 +1,68 @@
+//! The settings that stay fixed while one model is initialised.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use burn::module::Param;
+use burn::tensor::Tensor;
+
+use super::broadcasts::StoredValues;
+use super::init_device::InitDevice;
+use crate::backend::{Float, ShardBackend};
+use crate::collectives::comm::Work;
+use crate::collectives::group::Group;
+use crate::collectives::{Op, ProcessGroup};
+use crate::launch::Worker;
+use crate::module::{ParamIndex, RandomStream, Runtime};
+use crate::options::FsdpOptions;
+use crate::param_group::ParamSpec;
+use crate::param_group::plan::Plan;
+
+/// The settings that stay fixed while one model is initialised.
+pub(crate) struct InitSetup<'a, B: ShardBackend> {
+    pub(crate) plan: &'a Plan,
+    /// Parameters that are loaded after construction, and so are not initialised.
+    pub(crate) loaded_later: HashSet<ParamIndex>,
+    pub(crate) runtime: Arc<dyn Runtime>,
+    pub(crate) worker: &'a Worker,
+    pub(crate) options: &'a FsdpOptions,
+    pub(crate) random: &'a Arc<RandomStream>,
+    pub(crate) device: InitDevice<B>,
+}
+
+impl<'a, B: ShardBackend> InitSetup<'a, B> {
+    /// Returns the description of a parameter.
+    pub(super) fn spec(&self, place: ParamIndex) -> &'a ParamSpec {
+        &self.plan.units[place.unit].entries[place.entry]
+    }
+
+    /// Returns this rank's number.
+    pub(super) fn rank(&self) -> usize {
+        self.worker.rank().index()
+    }
+
+    /// Returns whether this rank receives the parameter from rank `root` without initialising it.
+    pub(super) fn receives<const D: usize>(&self, param: &Param<Tensor<D>>, root: usize) -> bool {
+        self.options.sync_module_states
+            && self.options.cpu_ram_efficient_loading
+            && self.rank() != root
+            && !param.is_initialized()
+    }
+
+    /// Issues a broadcast of `numel` elements from the rank that passes `value`. Every rank stores what
+    /// `keep` makes of the received tensor.
+    pub(super) fn broadcast(
+        &self,
+        what: &str,
+        numel: usize,
+        value: Option<Float<B>>,
+        keep: impl FnOnce(Float<B>) -> StoredValues<B> + Send + 'static,
+    ) -> Work<StoredValues<B>> {
+        tracing::trace!(target: "fsdp", unit = %what, "fsdp::broadcast");
+        let op = Op::new("broadcast", what).of(numel);
+        let device = self.device.backend.clone();
+        self.worker.comm().issue(move |group: &Group| {
+            ProcessGroup::<B>::broadcast(group, &op, &device, value).map(keep)
+        })
+    }
+}

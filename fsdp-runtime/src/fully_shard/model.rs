@@ -1,0 +1,151 @@
+//! The sharded model, as a Burn module.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, ParamGroup};
+use burn::store::ModuleRecord;
+use burn::tensor::Device;
+
+use super::ignored_gradients::IgnoredGradients;
+use crate::backend::kernels::batched_steps;
+use crate::error::{CollectiveError, Error};
+use crate::layout::Mesh;
+use crate::module::opaque::visit_leaf;
+use crate::module::{FsdpModule, ParamIndex};
+use crate::param_group::plan::{IgnoredParam, Key};
+use crate::runtime::hooks::Collect;
+use crate::runtime::schedule::Engine;
+
+/// A sharded model.
+///
+/// It dereferences to the module, whose `forward` and fields are used as before sharding. It is a Burn
+/// [`Module`] itself: `optimizer.step(lr, model, grads)` returns the updated model.
+///
+/// Clones and [`valid`](Self::valid) snapshots share the gather buffers, so use only one of them at a time.
+#[derive(Clone, Debug)]
+pub struct Fsdp<M> {
+    pub(crate) module: M,
+    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) keys: Arc<BTreeMap<ParamIndex, Key>>,
+    pub(crate) ignored: Arc<Vec<IgnoredParam>>,
+    pub(super) ignored_gradients: IgnoredGradients,
+}
+
+impl<M> Deref for Fsdp<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.module
+    }
+}
+
+impl<M: FsdpModule> Fsdp<M> {
+    /// Returns this rank's coordinates in the device mesh.
+    pub(crate) fn mesh(&self) -> Mesh {
+        self.engine.mesh()
+    }
+
+    /// What this rank found, if no rank found an error; every rank calls it. The others' errors are
+    /// told as [`CollectiveError::PeerFailed`].
+    pub(crate) fn same_on_all<T>(&self, what: &str, found: Result<T, Error>) -> Result<T, Error> {
+        let all = self.engine.exchange(what, found.as_ref().err().map(ToString::to_string));
+        // Its own error first: those who have heard of it may have ended the group by now.
+        let value = found?;
+        let failed =
+            self.engine.mesh().world.ranks().zip(all?).find_map(|(rank, e)| Some((rank, e?)));
+        match failed {
+            None => Ok(value),
+            Some((rank, reason)) => Err(CollectiveError::PeerFailed { rank, reason }.into()),
+        }
+    }
+
+    /// Returns a sharded snapshot without autodiff, for evaluation.
+    ///
+    /// Drop the snapshot before the next optimizer step: while it exists, the optimizer copies shards
+    /// and cannot update them in place.
+    #[must_use]
+    pub fn valid(&self) -> Self {
+        Module::valid(self)
+    }
+}
+
+impl<M: Module> Fsdp<M> {
+    /// Returns the model with another module, which has the same sharded parameters.
+    fn with_module(&self, module: M) -> Self {
+        Self {
+            module,
+            engine: self.engine.clone(),
+            keys: self.keys.clone(),
+            ignored: self.ignored.clone(),
+            ignored_gradients: self.ignored_gradients.clone(),
+        }
+    }
+
+    /// Replaces the module by what `map` makes of it.
+    pub(crate) fn map_module(self, map: impl FnOnce(M) -> M) -> Self {
+        Self { module: map(self.module), ..self }
+    }
+}
+
+impl<M: Module> Module for Fsdp<M> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.module.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.map_module(|module| module.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.map_module(|module| module.to_device(device))
+    }
+
+    fn train(self) -> Self {
+        self.map_module(Module::train)
+    }
+
+    fn valid(&self) -> Self {
+        self.with_module(self.module.valid())
+    }
+
+    fn materialize(self) -> Self {
+        let engine = self.engine.clone();
+        // The alias of a tied weight needs the shard of the owner, so all shards are read first.
+        visit_leaf(&self.module, &mut Collect(&*engine));
+        let materialized = self.map_module(Module::materialize);
+        engine.forget();
+        materialized
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        self.module.visit(visitor);
+    }
+
+    fn map<T: ModuleMapper>(self, mapper: &mut T) -> Self {
+        // The mapper may be an optimizer, whose steps on several parameters can share a kernel launch.
+        batched_steps::scope(|| self.map_module(|module| module.map(mapper)))
+    }
+
+    /// Gathers the full state of the unsharded model on each rank. Every rank calls it.
+    ///
+    /// [`save_burnpack`](crate::checkpoint::State::save_burnpack) writes the same record without
+    /// gathering the full state in memory.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with the [`Error`] if a collective fails; `launch` returns the error.
+    fn into_record(self) -> ModuleRecord {
+        self.materialize().module.into_record()
+    }
+
+    /// Gathers the full parameters of a group on each rank. Every rank calls it.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with the [`Error`] if a collective fails; `launch` returns the error.
+    fn into_record_group(self, group: ParamGroup) -> ModuleRecord {
+        self.materialize().module.into_record_group(group)
+    }
+}
