@@ -293,7 +293,7 @@ fn copied(units: &[Unit], ring: usize) -> usize {
 
 /// Bytes of the buffers, as the schedule allocates them.
 fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
-    let mut buffers = gather_buffer_plan(units, ring(units, reshard, slots)).slots;
+    let mut buffers = gather_buffer_plan(units, ring(units, reshard, slots)).buffers;
     if let ReshardAfterForward::To(size) = reshard {
         buffers.extend(units.iter().flat_map(|unit| unit.parts(size)));
     }
