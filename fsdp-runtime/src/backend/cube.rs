@@ -4,22 +4,24 @@
 //!
 //! # Note: order between streams
 //!
-//! Each thread issues its work on a CubeCL stream of its own. CubeCL orders streams by where a handle was
-//! allocated, not by who last wrote it: if work on stream A uses a handle that was allocated on stream B, A
-//! first waits for all work issued on B so far, unless A has already waited for B since that allocation. So
-//! there is no such wait for a later write on B into a handle that is older than A's last wait, nor for reads
-//! or writes on streams other than the one that allocated the handle.
+//! Each thread issues its work on a CubeCL stream of its own. CubeCL orders streams by where a
+//! handle was allocated, not by who last wrote it: if work on stream A uses a handle that was
+//! allocated on stream B, A first waits for all work issued on B so far, unless A has already
+//! waited for B since that allocation. So there is no such wait for a later write on B into a
+//! handle that is older than A's last wait, nor for reads or writes on streams other than the one
+//! that allocated the handle.
 //!
 //! A gather buffer is older than nearly all work on it, so its own handle gives no order. Instead:
 //!
-//! - *A write after reads*: [`release`](ShardBackend::release) allocates a new one-element token on the reader's
-//!   stream and writes it there. The next [`write`](ShardBackend::write) binds the token. As the token is new,
-//!   the writer's stream waits for everything the reader's stream was given until then.
-//! - *Reads after a write*: [`complete`](ShardBackend::complete) blocks the writing thread until its stream is
-//!   idle, before other threads issue reads.
+//! - *A write after reads*: [`release`](ShardBackend::release) allocates a new one-element token on
+//!   the reader's stream and writes it there. The next [`write`](ShardBackend::write) binds the
+//!   token. As the token is new, the writer's stream waits for everything the reader's stream was
+//!   given until then.
+//! - *Reads after a write*: [`complete`](ShardBackend::complete) blocks the writing thread until
+//!   its stream is idle, before other threads issue reads.
 //!
-//! This covers gather buffers only. Tensors that one thread updates in place and another one reads, such as a
-//! shard after an optimizer step, have only the order by allocation.
+//! This covers gather buffers only. Tensors that one thread updates in place and another one reads,
+//! such as a shard after an optimizer step, have only the order by allocation.
 
 use std::ops::Range;
 #[cfg(feature = "mpi")]
@@ -51,7 +53,8 @@ pub(crate) struct Memory {
     /// Number of elements, at least 1.
     numel: usize,
     dtype: DType,
-    /// One element, allocated and written on the stream of the last reader. The next writer binds it.
+    /// One element, allocated and written on the stream of the last reader. The next writer binds
+    /// it.
     token: Mutex<Handle>,
 }
 
@@ -140,7 +143,8 @@ impl ShardBackend for Cube {
     }
 
     fn complete(device: &CubeDevice) {
-        // A device fault is not lost: it is reported by the next read of a buffer that was not written.
+        // A device fault is not lost: it is reported by the next read of a buffer that was not
+        // written.
         let _ = Cube::sync(device);
     }
 
@@ -179,9 +183,9 @@ impl ShardBackend for Cube {
             let resource = client.get_resource::<Server>(handle);
             resource.map_err(|error| format!("CubeCL: {error}"))
         };
-        // Requesting a resource orders this thread's stream as a kernel that binds the handle would. The token
-        // is as new as the last `release`, so the stream waits for the reads before it. The buffer's own
-        // handle adds a wait at its first use only.
+        // Requesting a resource orders this thread's stream as a kernel that binds the handle
+        // would. The token is as new as the last `release`, so the stream waits for the reads
+        // before it. The buffer's own handle adds a wait at its first use only.
         let token = resource(memory.token().clone())?;
         let buffer = resource(memory.handle.clone())?;
         let start = buffer.resource().ptr;
@@ -221,8 +225,8 @@ mod tests {
         cast::<Cube>(Cube::float_from_data(TensorData::new(elements, shape), &device), dtype)
     }
 
-    /// Writes more small tensors than share a launch, with large and empty ones between them, of two dtypes,
-    /// into a buffer that another thread released.
+    /// Writes more small tensors than share a launch, with large and empty ones between them, of
+    /// two dtypes, into a buffer that another thread released.
     #[test]
     fn write_copies_each_tensor_to_its_offset() {
         const GAP: usize = 3;

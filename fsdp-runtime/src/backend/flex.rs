@@ -1,7 +1,8 @@
 //! [`ShardBackend`] for Flex, Burn's CPU backend.
 //!
-//! A gather buffer is a block of host memory. A view is a tensor whose byte storage covers exactly the
-//! parameter's part of the block, so that Flex's kernels use their fast path for whole contiguous tensors.
+//! A gather buffer is a block of host memory. A view is a tensor whose byte storage covers exactly
+//! the parameter's part of the block, so that Flex's kernels use their fast path for whole
+//! contiguous tensors.
 
 use std::alloc::{Layout as Allocation, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::HashMap;
@@ -35,9 +36,9 @@ struct Block {
     bytes: usize,
 }
 
-// SAFETY: the block is plain memory. The schedule guarantees that accesses do not race: one thread writes the
-// block between a unit's reshard and the end of the next all-gather, and views are read only between that end
-// and the next reshard (see the note of `ShardBackend`).
+// SAFETY: the block is plain memory. The schedule guarantees that accesses do not race: one thread
+// writes the block between a unit's reshard and the end of the next all-gather, and views are read
+// only between that end and the next reshard (see the note of `ShardBackend`).
 unsafe impl Send for Block {}
 // SAFETY: as for `Send`. The methods that write take `&self`, since views share the block.
 unsafe impl Sync for Block {}
@@ -59,8 +60,8 @@ impl Block {
     /// Copies `source` to the bytes from `at` on.
     fn write(&self, at: usize, source: &[u8]) {
         assert!(at + source.len() <= self.bytes, "a write must stay within its gather buffer");
-        // SAFETY: the range is within the block, `source` is other memory, and no view of the block is read
-        // while the schedule writes it.
+        // SAFETY: the range is within the block, `source` is other memory, and no view of the block
+        // is read while the schedule writes it.
         unsafe {
             self.start.add(at).copy_from_nonoverlapping(NonNull::from(source).cast(), source.len())
         }
@@ -69,16 +70,16 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: `new` allocated the block with this layout. No view is left, as views hold an `Arc` of the
-        // block.
+        // SAFETY: `new` allocated the block with this layout. No view is left, as views hold an
+        // `Arc` of the block.
         unsafe { dealloc(self.start.as_ptr(), Self::allocation(self.bytes)) }
     }
 }
 
 /// Part of a block as byte storage of Burn.
 ///
-/// Burn neither writes through it nor takes it out of a tensor: [`Memory`] keeps an `Arc` of each storage, so
-/// no tensor is the only owner of its storage, and Burn copies it before a mutation.
+/// Burn neither writes through it nor takes it out of a tensor: [`Memory`] keeps an `Arc` of each
+/// storage, so no tensor is the only owner of its storage, and Burn copies it before a mutation.
 struct View {
     block: Arc<Block>,
     range: Range<usize>,
@@ -102,8 +103,8 @@ impl AllocationController for View {
     }
 
     fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
-        // SAFETY: the range is within the block (checked in `Memory::bytes`). The block is initialised, lives
-        // as long as `self`, and is not written while a view is read.
+        // SAFETY: the range is within the block (checked in `Memory::bytes`). The block is
+        // initialised, lives as long as `self`, and is not written while a view is read.
         Ok(unsafe {
             std::slice::from_raw_parts(
                 self.block.start.add(self.range.start).as_ptr().cast(),
@@ -118,8 +119,8 @@ impl AllocationController for View {
 pub(crate) struct Memory {
     block: Arc<Block>,
     dtype: DType,
-    /// One storage for each viewed range of bytes, given as (start, end). Kept so that no view is the only
-    /// owner of its storage.
+    /// One storage for each viewed range of bytes, given as (start, end). Kept so that no view is
+    /// the only owner of its storage.
     views: Mutex<HashMap<(usize, usize), Arc<Bytes>>>,
 }
 
@@ -137,7 +138,8 @@ impl Memory {
     }
 }
 
-/// Calls `f` with elements `range` of a flattened tensor. Copies the tensor only if it is not contiguous.
+/// Calls `f` with elements `range` of a flattened tensor. Copies the tensor only if it is not
+/// contiguous.
 fn with_elements<E: Element + Pod, T>(
     tensor: &FlexTensor,
     range: Range<usize>,
@@ -152,8 +154,8 @@ fn with_elements<E: Element + Pod, T>(
     }
 }
 
-/// Calls `f` with the bytes of elements `range` of a flattened tensor. Copies the tensor only if it is not
-/// contiguous.
+/// Calls `f` with the bytes of elements `range` of a flattened tensor. Copies the tensor only if it
+/// is not contiguous.
 fn with_raw<T>(tensor: &FlexTensor, range: Range<usize>, f: impl FnOnce(&[u8]) -> T) -> T {
     with_float_type!(tensor.dtype(), |E| {
         with_elements::<E, _>(tensor, range, |elements| f(bytemuck::cast_slice(elements)))
@@ -216,8 +218,8 @@ impl ShardBackend for Flex {
         }
     }
 
-    // Flex finishes every operation before it returns. `release` and `complete` therefore need not wait; the
-    // channels between a rank's threads make writes visible to the other thread.
+    // Flex finishes every operation before it returns. `release` and `complete` therefore need not
+    // wait; the channels between a rank's threads make writes visible to the other thread.
     fn release(_: &Memory) {}
 
     fn complete(_: &FlexDevice) {}
@@ -242,7 +244,8 @@ impl ShardBackend for Flex {
         Contiguous(tensor.to_contiguous())
     }
 
-    /// Returns an address only in unit tests, which run against an imitation of NCCL in host memory.
+    /// Returns an address only in unit tests, which run against an imitation of NCCL in host
+    /// memory.
     #[cfg(feature = "nccl")]
     fn device_memory(memory: &Memory) -> Result<DeviceMemory, String> {
         if cfg!(test) {

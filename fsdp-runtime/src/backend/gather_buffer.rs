@@ -1,12 +1,14 @@
-//! Gather buffers: the reusable buffers that units are unsharded into, and their assignment to units.
+//! Gather buffers: the reusable buffers that units are unsharded into, and their assignment to
+//! units.
 //!
-//! Units of one nesting level and one dtype share a ring of buffers, which are assigned in turn in layout
-//! order. So a unit is always unsharded into the same buffer: the autodiff graph keeps views of it from
-//! forward, and these views hold the unit's parameters again when its backward runs.
+//! Units of one nesting level and one dtype share a ring of buffers, which are assigned in turn in
+//! layout order. So a unit is always unsharded into the same buffer: the autodiff graph keeps views
+//! of it from forward, and these views hold the unit's parameters again when its backward runs.
 //!
-//! A buffer is as large as the largest unit assigned to it, so one huge embedding enlarges one buffer only. A
-//! unit with matrices of several dtypes has one flat range for each dtype, and for each flat range a buffer of
-//! that dtype's ring. With rings of two or more buffers, units that are adjacent in layout order share none.
+//! A buffer is as large as the largest unit assigned to it, so one huge embedding enlarges one
+//! buffer only. A unit with matrices of several dtypes has one flat range for each dtype, and for
+//! each flat range a buffer of that dtype's ring. With rings of two or more buffers, units that are
+//! adjacent in layout order share none.
 
 use std::collections::HashMap;
 
@@ -51,14 +53,14 @@ impl<B: ShardBackend> GatherBuffer<B> {
     }
 
     /// Copies a tensor into the buffer from `offset` (in elements) on, rounded to the buffer's type
-    /// ([`ShardBackend::write`]). Called by the communication thread; by the rank's own thread only for
-    /// buffers that no all-gather writes.
+    /// ([`ShardBackend::write`]). Called by the communication thread; by the rank's own thread only
+    /// for buffers that no all-gather writes.
     pub(crate) fn write(&self, offset: usize, tensor: Float<B>) {
         self.write_all(vec![(offset, tensor)]);
     }
 
-    /// Copies several tensors like [`write`](Self::write). They must not overlap in the buffer. On CubeCL
-    /// devices small tensors share kernel launches.
+    /// Copies several tensors like [`write`](Self::write). They must not overlap in the buffer. On
+    /// CubeCL devices small tensors share kernel launches.
     pub(crate) fn write_all(&self, parts: Vec<(usize, Float<B>)>) {
         B::write(&self.memory, parts);
     }
@@ -77,9 +79,9 @@ impl<B: ShardBackend> GatherBuffer<B> {
         B::device_memory(&self.memory)
     }
 
-    /// Orders later writes, of any thread, after the reads that the calling thread has issued so far
-    /// ([`ShardBackend::release`]). Called by the rank's own thread at reshard. In debug builds fills the buffer
-    /// with NaN, so that a later read without a new all-gather shows.
+    /// Orders later writes, of any thread, after the reads that the calling thread has issued so
+    /// far ([`ShardBackend::release`]). Called by the rank's own thread at reshard. In debug builds
+    /// fills the buffer with NaN, so that a later read without a new all-gather shows.
     pub(crate) fn release(&self) {
         if cfg!(debug_assertions) {
             B::poison(&self.memory, self.numel);
@@ -87,8 +89,8 @@ impl<B: ShardBackend> GatherBuffer<B> {
         B::release(&self.memory);
     }
 
-    /// Returns `tensor`, or a copy if it is a view of this buffer ([`ShardBackend::detach`]). Applied to the
-    /// outputs of a unit, which are read after its reshard.
+    /// Returns `tensor`, or a copy if it is a view of this buffer ([`ShardBackend::detach`]).
+    /// Applied to the outputs of a unit, which are read after its reshard.
     pub(crate) fn detach(&self, tensor: Float<B>) -> Float<B> {
         B::detach(&self.memory, tensor)
     }
@@ -97,17 +99,17 @@ impl<B: ShardBackend> GatherBuffer<B> {
 /// Assignment of gather buffers to units, and the size of each buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GatherBufferPlan {
-    /// Buffers of each unit, in layout order of the units: for each flat range of the unit an index into
-    /// [`buffers`](Self::buffers).
+    /// Buffers of each unit, in layout order of the units: for each flat range of the unit an index
+    /// into [`buffers`](Self::buffers).
     pub(crate) buffers_of: Vec<Vec<usize>>,
     /// Number of elements and dtype of each buffer.
     pub(crate) buffers: Vec<(usize, DType)>,
 }
 
 impl GatherBufferPlan {
-    /// Assigns buffers to units. A unit is its nesting level and its flat ranges, each with its padded length
-    /// in elements and a dtype that no other range of the unit has. A ring has `ring_size` buffers, or one at
-    /// the outermost level.
+    /// Assigns buffers to units. A unit is its nesting level and its flat ranges, each with its
+    /// padded length in elements and a dtype that no other range of the unit has. A ring has
+    /// `ring_size` buffers, or one at the outermost level.
     pub(crate) fn new(units: &[(usize, Vec<(usize, DType)>)], ring_size: usize) -> Self {
         let mut plan = Self { buffers_of: Vec::with_capacity(units.len()), buffers: Vec::new() };
         // For each ring: its buffers, and the number of ranges assigned so far.

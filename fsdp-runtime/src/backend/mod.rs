@@ -1,8 +1,8 @@
-//! What sharding requires of a Burn backend: buffers that tensors view, own kernels, and tensors that are
-//! stored on the device or in host memory.
+//! What sharding requires of a Burn backend: buffers that tensors view, own kernels, and tensors
+//! that are stored on the device or in host memory.
 //!
-//! A file uses only files further up in this order: tensor, norm and philox; kernels; shard_backend; flex and
-//! cube; stored_tensor and gather_buffer; ops.
+//! A file uses only files earlier in this order: tensor, norm and philox; kernels;
+//! shard_backend; flex and cube; stored_tensor and gather_buffer; ops.
 
 #[cfg(feature = "cube")]
 mod cube;

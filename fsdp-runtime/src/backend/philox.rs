@@ -1,10 +1,10 @@
 //! Philox4x32-7, a counter-based random generator: its output depends only on a key and a counter.
 //!
-//! Source: Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3* (SC 2011). Seven
-//! rounds are the fewest that pass all of BigCrush (table 2 of that paper).
+//! Source: Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3* (SC 2011).
+//! Seven rounds are the fewest that pass all of BigCrush (table 2 of that paper).
 
-/// Number of blocks that [`blocks`] computes at once, so that the compiler vectorises the rounds. With 32
-/// blocks the intermediate words would not fit the vector registers.
+/// Number of blocks that [`blocks`] computes at once, so that the compiler vectorises the rounds.
+/// With 32 blocks the intermediate words would not fit the vector registers.
 pub(crate) const LANES: usize = 16;
 
 /// Multipliers of the two products of a round.
@@ -14,8 +14,8 @@ pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 /// Number of rounds.
 pub(crate) const ROUNDS: usize = 7;
 
-/// Returns `LANES` consecutive blocks of four random words: word `w` of block `batch · LANES + i` is at
-/// `[w][i]`. The counter of a block is its number (low word, high word) followed by `place`.
+/// Returns `LANES` consecutive blocks of four random words: word `w` of block `batch · LANES + i`
+/// is at `[w][i]`. The counter of a block is its number (low word, high word) followed by `place`.
 ///
 /// Values of the first two rounds that are equal in all lanes are computed once.
 #[allow(clippy::needless_range_loop, reason = "a lane indexes four arrays")]
@@ -73,7 +73,8 @@ fn high(word: u32, factor: u32) -> u32 {
 mod tests {
     use super::*;
 
-    /// Checks the known answers of Random123, the implementation by the paper's authors (`kat_vectors`).
+    /// Checks the known answers of Random123, the implementation by the paper's authors
+    /// (`kat_vectors`).
     #[test]
     fn known_answers() {
         let block = |key, number: u64, place| {

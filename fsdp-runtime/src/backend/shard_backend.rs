@@ -1,9 +1,9 @@
-//! [`ShardBackend`]: what sharding requires of a Burn backend, above all buffers that tensors view while the
-//! runtime rewrites them.
+//! [`ShardBackend`]: what sharding requires of a Burn backend, above all buffers that tensors view
+//! while the runtime rewrites them.
 //!
-//! Two backends implement it: Flex ([`flex`](super::flex)) and Burn's CubeCL backend ([`cube`](super::cube)),
-//! which serves all CubeCL devices. The code that uses them is generic over [`ShardBackend`]; outside the MPI
-//! and NCCL process groups it is free of unsafe code.
+//! Two backends implement it: Flex ([`flex`](super::flex)) and Burn's CubeCL backend
+//! ([`cube`](super::cube)), which serves all CubeCL devices. The code that uses them is generic
+//! over [`ShardBackend`]; outside the MPI and NCCL process groups it is free of unsafe code.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -27,7 +27,8 @@ pub(crate) enum FloatTensor<B: Backend> {
     Autodiff(Tracked<B>, AutodiffContext),
 }
 
-/// Address of a buffer on a CUDA device. The buffer is neither moved nor freed while this value lives.
+/// Address of a buffer on a CUDA device. The buffer is neither moved nor freed while this value
+/// lives.
 #[cfg(feature = "nccl")]
 pub(crate) struct DeviceMemory {
     /// Device address of the first element.
@@ -36,8 +37,8 @@ pub(crate) struct DeviceMemory {
     pub(crate) _held: Box<dyn std::any::Any + Send>,
 }
 
-/// Autodiff context of a [`DispatchTensor`], which names Burn's own checkpointing strategy. A tensor that is
-/// put back into a [`DispatchTensor`] gets the context it came with.
+/// Autodiff context of a [`DispatchTensor`], which names Burn's own checkpointing strategy. A
+/// tensor that is put back into a [`DispatchTensor`] gets the context it came with.
 pub(crate) type AutodiffContext = burn::backend::DispatchAutodiffContext;
 
 impl<B: ShardBackend> FloatTensor<B> {
@@ -49,7 +50,8 @@ impl<B: ShardBackend> FloatTensor<B> {
         }
     }
 
-    /// Returns the tensor cast to `dtype`, if there is one. On an autodiff device the cast is recorded.
+    /// Returns the tensor cast to `dtype`, if there is one. On an autodiff device the cast is
+    /// recorded.
     pub(crate) fn cast(self, dtype: Option<DType>) -> Self {
         match (self, dtype) {
             (Self::Plain(tensor), Some(dtype)) => Self::Plain(cast::<B>(tensor, dtype)),
@@ -70,73 +72,76 @@ impl<B: ShardBackend> FloatTensor<B> {
     }
 }
 
-/// Backend whose tensors can view reusable buffers ([`GatherBuffer`](super::gather_buffer::GatherBuffer)).
+/// Backend whose tensors can view reusable buffers
+/// ([`GatherBuffer`](super::gather_buffer::GatherBuffer)).
 ///
 /// # Note: life of a buffer
 ///
-/// The methods on `Memory` do not check whether a view is in use. The schedule guarantees this order, and
-/// repeats it for each unit that uses the buffer:
+/// The methods on `Memory` do not check whether a view is in use. The schedule guarantees this
+/// order, and repeats it for each unit that uses the buffer:
 ///
 /// 1. The communication thread calls [`write`](Self::write), or code outside Burn writes through
 ///    [`device_memory`](Self::device_memory) or [`host_memory`](Self::host_memory).
-/// 2. The thread that wrote calls [`complete`](Self::complete), then reports the all-gather as finished.
+/// 2. The thread that wrote calls [`complete`](Self::complete), then reports the all-gather as
+///    finished.
 /// 3. The rank's own thread issues operations that read [`view`](Self::view)s.
 /// 4. At reshard the rank's own thread calls [`release`](Self::release), in debug builds after
 ///    [`poison`](Self::poison). Until the next step 2 no operation may read a view.
 ///
-/// A buffer that keeps this rank's part of a unit between forward and backward is different: the rank's own
-/// thread writes and completes it, and the all-gather of the backward reads it. That all-gather ends with
-/// [`complete`](Self::complete), so such a buffer needs no release.
+/// A buffer that keeps this rank's part of a unit between forward and backward is different: the
+/// rank's own thread writes and completes it, and the all-gather of the backward reads it. That
+/// all-gather ends with [`complete`](Self::complete), so such a buffer needs no release.
 ///
-/// Operations of one thread run in the order in which they were issued, on every backend. Between threads
-/// only [`release`](Self::release) and [`complete`](Self::complete) order them.
+/// Operations of one thread run in the order in which they were issued, on every backend. Between
+/// threads only [`release`](Self::release) and [`complete`](Self::complete) order them.
 pub(crate) trait ShardBackend: Kernels {
     /// Reusable buffer of elements of one type, which tensors view.
     type Memory: Debug + Send + Sync + 'static;
-    /// Elements of a tensor as bytes that the host can read. Their address is stable when the value is moved.
+    /// Elements of a tensor as bytes that the host can read. Their address is stable when the value
+    /// is moved.
     #[cfg(feature = "mpi")]
     type Host: AsRef<[u8]> + Send;
 
-    /// Takes a float tensor of this backend out of Burn's dispatch type. Returns `None` for tensors of another
-    /// backend or kind.
+    /// Takes a float tensor of this backend out of Burn's dispatch type. Returns `None` for tensors
+    /// of another backend or kind.
     fn from_dispatch(tensor: DispatchTensor) -> Option<FloatTensor<Self>>;
     /// Puts a float tensor of this backend into Burn's dispatch type.
     fn into_dispatch(value: FloatTensor<Self>) -> DispatchTensor;
 
     /// Allocates a buffer of `numel` zeros.
     fn alloc(device: &Self::Device, numel: usize, dtype: DType) -> Self::Memory;
-    /// Returns a tensor of this shape over the buffer's elements from `offset` on, without a copy. The tensor
-    /// shows whatever the buffer holds when an operation reads it. It may be created at any time, from any
-    /// thread.
+    /// Returns a tensor of this shape over the buffer's elements from `offset` on, without a copy.
+    /// The tensor shows whatever the buffer holds when an operation reads it. It may be created at
+    /// any time, from any thread.
     fn view(memory: &Self::Memory, offset: usize, shape: Shape) -> Float<Self>;
-    /// Copies each tensor into the buffer from the given offset (in elements) on, rounded to the buffer's
-    /// type. The copies run after the reads that the last [`release`](Self::release) covers. Other threads may
-    /// read the result after [`complete`](Self::complete).
+    /// Copies each tensor into the buffer from the given offset (in elements) on, rounded to the
+    /// buffer's type. The copies run after the reads that the last [`release`](Self::release)
+    /// covers. Other threads may read the result after [`complete`](Self::complete).
     ///
     /// # Panics
     ///
     /// If a tensor exceeds the buffer.
     fn write(memory: &Self::Memory, parts: Vec<(usize, Float<Self>)>);
-    /// Fills the first `numel` elements with NaN, so that a read of a resharded parameter shows. Called by the
-    /// rank's own thread, after its last read and before [`release`](Self::release).
+    /// Fills the first `numel` elements with NaN, so that a read of a resharded parameter shows.
+    /// Called by the rank's own thread, after its last read and before [`release`](Self::release).
     fn poison(memory: &Self::Memory, numel: usize);
-    /// Orders each later [`write`](Self::write) or [`device_memory`](Self::device_memory), of any thread, after
-    /// all operations that the calling thread has issued so far. Called by the thread that read the views.
-    /// Does not wait.
+    /// Orders each later [`write`](Self::write) or [`device_memory`](Self::device_memory), of any
+    /// thread, after all operations that the calling thread has issued so far. Called by the thread
+    /// that read the views. Does not wait.
     fn release(memory: &Self::Memory);
-    /// Blocks until all operations that the calling thread has issued on the device have run. Operations that
-    /// other threads issue afterwards see their results.
+    /// Blocks until all operations that the calling thread has issued on the device have run.
+    /// Operations that other threads issue afterwards see their results.
     fn complete(device: &Self::Device);
-    /// Returns `tensor`, or a copy if it is a view of the buffer. Called by the rank's own thread before
-    /// [`release`](Self::release), for a tensor that is read after it.
+    /// Returns `tensor`, or a copy if it is a view of the buffer. Called by the rank's own thread
+    /// before [`release`](Self::release), for a tensor that is read after it.
     fn detach(memory: &Self::Memory, tensor: Float<Self>) -> Float<Self>;
 
-    /// Returns the address of the buffer's first byte if the buffer is in host memory. Writing there is subject
-    /// to the rules of [`write`](Self::write).
+    /// Returns the address of the buffer's first byte if the buffer is in host memory. Writing
+    /// there is subject to the rules of [`write`](Self::write).
     #[cfg(feature = "mpi")]
     fn host_memory(memory: &Self::Memory) -> Option<NonNull<u8>>;
-    /// Returns the tensor's elements in order, as host memory: the tensor itself if it is contiguous and in
-    /// host memory, else a copy.
+    /// Returns the tensor's elements in order, as host memory: the tensor itself if it is
+    /// contiguous and in host memory, else a copy.
     #[cfg(feature = "mpi")]
     fn host(tensor: Float<Self>) -> Self::Host;
 
@@ -149,17 +154,18 @@ pub(crate) trait ShardBackend: Kernels {
 
     /// Copies `range` of the flattened tensor to a new tensor of the given shape.
     fn copy_range(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
-    /// Returns the mean over `parts` of their flattened elements `range`, in f32: added in f32 in the order of
-    /// `parts`, then divided by `divisor`. All parts have one dtype. Each element of the result depends only
-    /// on the parts' elements at its index.
+    /// Returns the mean over `parts` of their flattened elements `range`, in f32: added in f32 in
+    /// the order of `parts`, then divided by `divisor`. All parts have one dtype. Each element of
+    /// the result depends only on the parts' elements at its index.
     fn mean(
         parts: &[Float<Self>],
         range: Range<usize>,
         divisor: usize,
         shape: Shape,
     ) -> Float<Self>;
-    /// Returns the contribution to a norm of each flattened tensor's elements in the range. It depends only on
-    /// these elements and their order, so that all sharding strategies find the same norm.
+    /// Returns the contribution to a norm of each flattened tensor's elements in the range. It
+    /// depends only on these elements and their order, so that all sharding strategies find the
+    /// same norm.
     fn norm_sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<f64>;
 
     /// Copies the tensor to host memory. Returns `None` if it is in host memory already.
@@ -219,8 +225,9 @@ pub(crate) fn numel<B: ShardBackend>(tensor: &Float<B>) -> usize {
     tensor.shape().num_elements()
 }
 
-/// Evaluates `$body` with `$backend` as the backend type of `$device` and `$inner` as that backend's device.
-/// Evaluates to `Err` with [`ShardError::UnsupportedDevice`] if no [`ShardBackend`] serves the device.
+/// Evaluates `$body` with `$backend` as the backend type of `$device` and `$inner` as that
+/// backend's device. Evaluates to `Err` with [`ShardError::UnsupportedDevice`] if no
+/// [`ShardBackend`] serves the device.
 macro_rules! with_backend {
     ($device:expr, |$backend:ident, $inner:ident| $body:expr) => {{
         use burn::backend::DispatchDevice;
@@ -245,7 +252,8 @@ macro_rules! with_backend {
 }
 pub(crate) use with_backend;
 
-/// Returns whether the device belongs to Flex, Burn's CPU backend, whose tensors are in host memory.
+/// Returns whether the device belongs to Flex, Burn's CPU backend, whose tensors are in host
+/// memory.
 pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
     #[cfg(feature = "flex")]
     {
@@ -259,8 +267,8 @@ pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
     }
 }
 
-/// Clones a device. [`with_backend`] calls it instead of `clone`, on which Clippy warns for devices that are
-/// `Copy`.
+/// Clones a device. [`with_backend`] calls it instead of `clone`, on which Clippy warns for devices
+/// that are `Copy`.
 pub(crate) fn clone_device<T: Clone>(device: &T) -> T {
     device.clone()
 }
@@ -285,7 +293,8 @@ macro_rules! dispatch {
                     _ => return None,
                 }
             }
-            // The conversion accepts one checkpointing strategy only; the tensor is equal under all of them.
+            // The conversion accepts one checkpointing strategy only; the tensor is equal under all
+            // of them.
             tensor.autodiff = DispatchAutodiffContext::Enabled(Default::default());
             match <Any as To<burn::backend::Autodiff<$backend>>>::try_into_backend(tensor).ok()? {
                 BackendTensor::Float(tensor) => Some(FloatTensor::Autodiff(tensor, context)),

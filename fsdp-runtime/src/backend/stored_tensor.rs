@@ -1,5 +1,6 @@
-//! Tensors in the place where they are stored between uses: on the device that computes with them, or, under an
-//! offload policy, in host memory. There they are tensors of Flex, and optimizers update them on the CPU.
+//! Tensors in the place where they are stored between uses: on the device that computes with them,
+//! or, under an offload policy, in host memory. There they are tensors of Flex, and optimizers
+//! update them on the CPU.
 
 use std::ops::Range;
 
@@ -56,7 +57,8 @@ impl<B: ShardBackend> Clone for StoredLeaf<B> {
 }
 
 impl<B: ShardBackend> StoredLeaf<B> {
-    /// Returns a leaf with the same elements and a new autodiff node, which belongs to no graph yet.
+    /// Returns a leaf with the same elements and a new autodiff node, which belongs to no graph
+    /// yet.
     pub(crate) fn with_new_node(&self) -> Self {
         match self {
             Self::Device(leaf) => Self::Device(new_leaf::<B>(leaf.primitive().clone())),
@@ -80,8 +82,8 @@ pub(crate) fn new_leaf<B: ShardBackend>(value: Float<B>) -> Tracked<B> {
     Tracked::<B>::new(value).require_grad()
 }
 
-/// Parts of a stored Burn tensor: its elements, its autodiff leaf if it is tracked, and its autodiff context if
-/// its device has one.
+/// Parts of a stored Burn tensor: its elements, its autodiff leaf if it is tracked, and its
+/// autodiff context if its device has one.
 pub(crate) type StoredParts<B> = (StoredTensor<B>, Option<StoredLeaf<B>>, Option<AutodiffContext>);
 
 /// Device that stores a model's tensors between uses.
@@ -95,8 +97,8 @@ pub(crate) enum StorageDevice {
 }
 
 impl<B: ShardBackend> StoredTensor<B> {
-    /// Takes a stored tensor out of Burn's dispatch type. Returns `None` if it is neither a float tensor of
-    /// backend `B` nor, with storage on the host, one of Flex.
+    /// Takes a stored tensor out of Burn's dispatch type. Returns `None` if it is neither a float
+    /// tensor of backend `B` nor, with storage on the host, one of Flex.
     pub(crate) fn from_dispatch(
         tensor: DispatchTensor,
         storage: StorageDevice,
@@ -164,8 +166,8 @@ impl<B: ShardBackend> StoredTensor<B> {
         }
     }
 
-    /// Puts the tensor into Burn's dispatch type: untracked on an autodiff device if there is a context, else
-    /// without autodiff.
+    /// Puts the tensor into Burn's dispatch type: untracked on an autodiff device if there is a
+    /// context, else without autodiff.
     pub(crate) fn with_context(self, context: Option<AutodiffContext>) -> DispatchTensor {
         use burn::backend::{Autodiff, AutodiffBackend};
         let Some(context) = context else { return self.into_dispatch() };
@@ -227,8 +229,8 @@ impl<B: ShardBackend> StoredTensor<B> {
         }
     }
 
-    /// Returns the contribution to a norm of each flattened tensor's elements in the range, in the order of
-    /// `parts`. All tensors are stored in the same place.
+    /// Returns the contribution to a norm of each flattened tensor's elements in the range, in the
+    /// order of `parts`. All tensors are stored in the same place.
     pub(crate) fn norm_sums(parts: Vec<(Self, Range<usize>)>, norm: Norm) -> Vec<f64> {
         let mut device = Vec::new();
         #[cfg(feature = "flex")]

@@ -1,9 +1,9 @@
 //! Deferred optimizer steps, so that several parameters share one kernel launch.
 //!
-//! Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer) passes parameters to an optimizer one at a time
-//! and does not read the updated tensors in between. So a step may be launched later, together with the
-//! steps of other parameters. Steps are deferred only while a sharded model is mapped by the optimizer: at
-//! the end of that call the remaining ones are launched.
+//! Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer) passes parameters to an optimizer one
+//! at a time and does not read the updated tensors in between. So a step may be launched later,
+//! together with the steps of other parameters. Steps are deferred only while a sharded model is
+//! mapped by the optimizer: at the end of that call the remaining ones are launched.
 
 use std::cell::Cell;
 
@@ -16,8 +16,8 @@ pub(crate) fn is_open() -> bool {
     OPEN.get()
 }
 
-/// Runs `f`, in which this thread may defer steps, then launches the deferred steps. If `f` panics they
-/// are discarded.
+/// Runs `f`, in which this thread may defer steps, then launches the deferred steps. If `f` panics
+/// they are discarded.
 pub(crate) fn scope<T>(f: impl FnOnce() -> T) -> T {
     struct Scope {
         was_open: bool,

@@ -12,17 +12,17 @@ use crate::backend::tensor::Float;
 
 /// Kernels of one backend, on tensors of f32, bf16 and f16.
 ///
-/// Offsets and ranges count elements of the flattened tensor. An implementation panics if an offset or a
-/// range exceeds a tensor: callers inside this crate compute them, and the public functions of
-/// `kernels` check theirs. "In place" means: in the tensor's own memory if no other tensor shares that
-/// memory, else in a copy.
+/// Offsets and ranges count elements of the flattened tensor. An implementation panics if an offset
+/// or a range exceeds a tensor: callers inside this crate compute them, and the public functions of
+/// `kernels` check theirs. "In place" means: in the tensor's own memory if no other tensor shares
+/// that memory, else in a copy.
 pub(crate) trait Kernels: Backend {
-    /// Copies each tensor into `buffer` from the given offset on, rounded to the buffer's dtype. The rest
-    /// of the buffer keeps its elements. In place.
+    /// Copies each tensor into `buffer` from the given offset on, rounded to the buffer's dtype.
+    /// The rest of the buffer keeps its elements. In place.
     fn pack(parts: Vec<(Float<Self>, usize)>, buffer: Float<Self>) -> Float<Self>;
 
-    /// Copies parts of `buffer`, given by offset and shape, to new tensors: divided in f32 by `divisor`
-    /// if there is one, then rounded to `dtype`.
+    /// Copies parts of `buffer`, given by offset and shape, to new tensors: divided in f32 by
+    /// `divisor` if there is one, then rounded to `dtype`.
     fn unpack(
         buffer: Float<Self>,
         parts: Vec<(usize, Shape)>,
@@ -33,8 +33,8 @@ pub(crate) trait Kernels: Backend {
     /// Copies a tensor: divided in f32 by `divisor` if there is one, then rounded to `dtype`.
     fn cast(tensor: Float<Self>, dtype: DType, divisor: Option<f32>) -> Float<Self>;
 
-    /// Returns the mean over `parts` of their elements `range`, in f32: added in f32 in the order of
-    /// `parts`, then divided by `divisor`. All parts have one dtype.
+    /// Returns the mean over `parts` of their elements `range`, in f32: added in f32 in the order
+    /// of `parts`, then divided by `divisor`. All parts have one dtype.
     fn rank_mean(
         parts: &[Float<Self>],
         range: Range<usize>,
@@ -49,7 +49,8 @@ pub(crate) trait Kernels: Backend {
     fn unscale(tensors: Vec<Float<Self>>, factor: f32, norm: Norm)
     -> (Vec<Float<Self>>, Vec<Sums>);
 
-    /// Returns the tensor multiplied by a dropout mask. The mask is generated on the fly and not stored.
+    /// Returns the tensor multiplied by a dropout mask. The mask is generated on the fly and not
+    /// stored.
     fn dropout(tensor: Float<Self>, source: &MaskSource) -> Float<Self>;
 
     /// Returns a new f32 tensor of zeros.
@@ -60,8 +61,8 @@ pub(crate) trait Kernels: Backend {
     /// Runs one step of Adam or AdamW on f32 tensors of equal length, each updated in place.
     ///
     /// If `may_defer`, the step may run as late as the end of the enclosing
-    /// [`batched_steps::scope`](super::batched_steps::scope): until then the caller must not read the
-    /// tensors.
+    /// [`batched_steps::scope`](super::batched_steps::scope): until then the caller must not read
+    /// the tensors.
     fn adam(
         step: &AdamStep,
         grad: Float<Self>,
@@ -69,8 +70,8 @@ pub(crate) trait Kernels: Backend {
         may_defer: bool,
     ) -> AdamTensors<Float<Self>>;
 
-    /// Runs one step of SGD on f32 tensors of equal length, each updated in place; with momentum if there
-    /// is a velocity. `may_defer` is that of [`adam`](Self::adam).
+    /// Runs one step of SGD on f32 tensors of equal length, each updated in place; with momentum if
+    /// there is a velocity. `may_defer` has the meaning that it has for [`adam`](Self::adam).
     fn sgd(
         step: &SgdStep,
         grad: Float<Self>,
@@ -107,17 +108,17 @@ impl<T> AdamTensors<T> {
 /// Partial sums of one tensor's elements, from which a norm over several tensors is computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sums {
-    /// Sum of the norm's terms: of `|x|` for norm 1, `x²` for norm 2 and `|x|ᵖ` for norm p; 0 for the
-    /// infinity norm.
+    /// Sum of the norm's terms: of `|x|` for norm 1, `x²` for norm 2 and `|x|ᵖ` for norm p; 0 for
+    /// the infinity norm.
     pub sum: f64,
     /// Largest magnitude; NaN if an element is NaN, 0 if there are no elements.
     pub largest: f32,
 }
 
 impl Sums {
-    /// Returns the tensor's contribution to `norm`: [`largest`](Self::largest) for the infinity norm, else
-    /// [`sum`](Self::sum). Contributions of several tensors are added, or for the infinity norm their
-    /// maximum is taken.
+    /// Returns the tensor's contribution to `norm`: [`largest`](Self::largest) for the infinity
+    /// norm, else [`sum`](Self::sum). Contributions of several tensors are added, or for the
+    /// infinity norm their maximum is taken.
     pub fn term(&self, norm: Norm) -> f64 {
         match norm {
             Norm::Inf => f64::from(self.largest),

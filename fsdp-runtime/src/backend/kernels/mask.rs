@@ -1,12 +1,14 @@
 //! Dropout masks, generated on the host. The kernels generate the same bits in the same order.
 //!
-//! Each element is decided by a *draw* of sixteen random bits. A block of the random generator has 128 bits
-//! and gives draws for sixteen elements: each of its sixteen bytes is the upper byte of one draw, and the
-//! lower byte of that draw is the XOR of two other bytes, one of each of the next two words. The lower byte
-//! decides only where the upper byte equals that of the threshold, for one element in 256.
+//! Each element is decided by a *draw* of sixteen random bits. A block of the random generator has
+//! 128 bits and gives draws for sixteen elements: each of its sixteen bytes is the upper byte of
+//! one draw, and the lower byte of that draw is the XOR of two other bytes, one of each of the next
+//! two words. The lower byte decides only where the upper byte equals that of the threshold, for
+//! one element in 256.
 //!
-//! So each draw is uniform, and any two draws are independent: over the field of two elements every bit of a
-//! draw is a sum of bits of the block, and the 32 sums of two draws are linearly independent (tested).
+//! So each draw is uniform, and any two draws are independent: over the field of two elements every
+//! bit of a draw is a sum of bits of the block, and the 32 sums of two draws are linearly
+//! independent (tested).
 
 use burn::tensor::DType;
 use half::{bf16, f16};
@@ -15,8 +17,8 @@ use crate::backend::philox::{LANES, blocks};
 
 /// Number of elements whose draws come from one call of [`blocks`].
 ///
-/// Order of the elements: by word; within a word, the first of the two [`pairs`] of every lane, then the
-/// second pair of every lane.
+/// Order of the elements: by word; within a word, the first of the two [`pairs`] of every lane,
+/// then the second pair of every lane.
 pub(crate) const BATCH: usize = LANES * 16;
 
 /// Dropout probability of a mask, and the key and counter that its random bits are generated from.
@@ -24,8 +26,8 @@ pub(crate) const BATCH: usize = LANES * 16;
 pub struct MaskSource {
     /// Key of the random generator (Philox4x32-7).
     pub key: [u32; 2],
-    /// Upper half of the generator's 128-bit counter. The lower half counts the blocks of one mask, so
-    /// masks with different `place` are independent.
+    /// Upper half of the generator's 128-bit counter. The lower half counts the blocks of one mask,
+    /// so masks with different `place` are independent.
     pub place: [u32; 2],
     /// Probability that an element is set to zero, in `[0, 1)`.
     pub prob: f64,
@@ -60,9 +62,9 @@ impl MaskSource {
     }
 }
 
-/// Returns the draws of the four elements that belong to one word and lane. Each of the two numbers holds a
-/// pair of draws, one in its lower and one in its upper sixteen bits. The upper bytes of the first pair are
-/// the odd bytes of the word, those of the second pair the even bytes.
+/// Returns the draws of the four elements that belong to one word and lane. Each of the two numbers
+/// holds a pair of draws, one in its lower and one in its upper sixteen bits. The upper bytes of
+/// the first pair are the odd bytes of the word, those of the second pair the even bytes.
 #[inline(always)]
 pub(crate) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32; 2] {
     let upper = words[word][lane];
@@ -74,8 +76,9 @@ pub(crate) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32
 
 /// Selects the lower byte of each of the two draws of a pair.
 pub(crate) const LOW_BYTES: u32 = 0x00FF_00FF;
-/// Topmost bit of a draw. A draw is compared with the threshold after this bit was flipped: so a processor
-/// that compares only signed integers, as with AVX2, compares the bits of [`pairs`] without flipping them.
+/// Topmost bit of a draw. A draw is compared with the threshold after this bit was flipped: so a
+/// processor that compares only signed integers, as with AVX2, compares the bits of [`pairs`]
+/// without flipping them.
 pub(crate) const SIGN: u32 = 0x8000;
 
 /// Returns the draws of a batch, to be compared with the threshold, in the order of [`BATCH`].
@@ -116,8 +119,8 @@ mod tests {
         assert_eq!(source(0.5).mask(20_000)[..777], source(0.5).mask(777));
     }
 
-    /// Over the field of two elements, the bits of two draws are 32 linear forms in the 128 bits of a
-    /// block. They are independent and uniform if and only if the forms have full rank.
+    /// Over the field of two elements, the bits of two draws are 32 linear forms in the 128 bits of
+    /// a block. They are independent and uniform if and only if the forms have full rank.
     #[test]
     fn any_two_draws_are_independent() {
         let sums: Vec<u128> = (0..4)

@@ -1,4 +1,5 @@
-//! Kernels of sharded training. Each is implemented for Flex (`flex`) and for CubeCL devices (`cube`).
+//! Kernels of sharded training. Each is implemented for Flex (`flex`) and for CubeCL devices
+//! (`cube`).
 
 pub(crate) mod batched_steps;
 mod contract;

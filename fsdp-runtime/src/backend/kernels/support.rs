@@ -22,9 +22,9 @@ pub(crate) fn takes(dtype: DType) -> bool {
 
 /// Returns whether Burn's own operations support the dtype on the device.
 ///
-/// The answer is the device's own, but for bf16 on CubeCL's CPU device: there it is whether the processor
-/// has AVX512-BF16, without which CubeCL's compiler fails to round to bf16. The functions of this module
-/// support bf16 on that device in both cases.
+/// The answer is the device's own, but for bf16 on CubeCL's CPU device: there it is whether the
+/// processor has AVX512-BF16, without which CubeCL's compiler fails to round to bf16. The functions
+/// of this module support bf16 on that device in both cases.
 pub fn computes(device: &Device, dtype: FloatDType) -> bool {
     #[cfg(feature = "cpu")]
     if dtype == FloatDType::BF16 && [Device::cpu(), Device::cpu().autodiff()].contains(device) {

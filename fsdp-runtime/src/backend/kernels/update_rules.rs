@@ -1,9 +1,9 @@
 //! Update rules of Adam and SGD as loops over slices.
 //!
-//! The loops are plain, so that the compiler vectorises them for the widest registers of the processor.
-//! Every operation rounds once, as IEEE 754 defines: Rust neither reassociates sums nor fuses a product with
-//! a sum, and division and square root round equally in vector and scalar instructions. So the scalar
-//! remainder of a vectorised loop computes the same bits as its body.
+//! The loops are plain, so that the compiler vectorises them for the widest registers of the
+//! processor. Every operation rounds once, as IEEE 754 defines: Rust neither reassociates sums nor
+//! fuses a product with a sum, and division and square root round equally in vector and scalar
+//! instructions. So the scalar remainder of a vectorised loop computes the same bits as its body.
 
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -30,11 +30,13 @@ pub(crate) struct AdamStep {
     pub(crate) step_size: f32,
     /// λ of Adam: `λ · parameter` is added to the gradient. 0 for AdamW.
     pub(crate) penalty: f32,
-    /// Factor of the parameter under decoupled weight decay: `1 - rate`, computed in f64. 1 for Adam.
+    /// Factor of the parameter under decoupled weight decay: `1 - rate`, computed in f64. 1 for
+    /// Adam.
     pub(crate) keep: f32,
     /// `lr · λ` of AdamW: the share of the parameter that weight decay subtracts. 0 for Adam.
     pub(crate) rate: f32,
-    /// Whether weight decay applies only to elements whose parameter and first moment have equal signs.
+    /// Whether weight decay applies only to elements whose parameter and first moment have equal
+    /// signs.
     pub(crate) cautious: bool,
 }
 
@@ -61,8 +63,8 @@ impl AdamStep {
     }
 }
 
-/// Runs one step of Adam or AdamW on slices of equal length. `max` holds the largest second moments so far,
-/// under AMSGrad.
+/// Runs one step of Adam or AdamW on slices of equal length. `max` holds the largest second moments
+/// so far, under AMSGrad.
 pub(crate) fn adam(
     step: &AdamStep,
     param: &mut [f32],
@@ -227,8 +229,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(12))]
 
-        /// Updates pieces of the arrays, each array shifted to an alignment of its own, and compares the
-        /// bits with those of an update in one piece.
+        /// Updates pieces of the arrays, each array shifted to an alignment of its own, and
+        /// compares the bits with those of an update in one piece.
         #[test]
         fn an_update_does_not_depend_on_alignment(
             mut cuts in proptest::collection::vec(0..=LEN, 0..40),

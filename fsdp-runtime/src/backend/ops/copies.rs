@@ -11,9 +11,9 @@ use crate::backend::shard_backend::with_backend;
 
 /// Copies tensors into `buffer`, rounded to the buffer's dtype, and returns the buffer.
 ///
-/// A part is a tensor and the offset in the buffer of its first element. Elements of the buffer that belong to
-/// no part are unchanged. The buffer is written in its own memory if no other tensor shares that memory, else
-/// in a copy. On CubeCL devices up to 16 parts share a kernel launch.
+/// A part is a tensor and the offset in the buffer of its first element. Elements of the buffer
+/// that belong to no part are unchanged. The buffer is written in its own memory if no other tensor
+/// shares that memory, else in a copy. On CubeCL devices up to 16 parts share a kernel launch.
 ///
 /// # Shapes
 ///
@@ -50,8 +50,8 @@ pub fn pack(parts: Vec<(Tensor<1>, usize)>, buffer: Tensor<1>) -> Result<Tensor<
 
 /// Copies ranges of `buffer` to new tensors of dtype `dtype`.
 ///
-/// If there is a `divisor`, each element is divided by it in f32; then it is rounded to `dtype`. On CubeCL
-/// devices up to 16 ranges share a kernel launch.
+/// If there is a `divisor`, each element is divided by it in f32; then it is rounded to `dtype`. On
+/// CubeCL devices up to 16 ranges share a kernel launch.
 ///
 /// # Shapes
 ///
@@ -61,8 +61,8 @@ pub fn pack(parts: Vec<(Tensor<1>, usize)>, buffer: Tensor<1>) -> Result<Tensor<
 /// # Errors
 ///
 /// - [`KernelError::Range`] if a range exceeds the buffer.
-/// - [`KernelError::Dtype`] if the buffer's dtype is none of f32, bf16 and f16, or the device does not support
-///   `dtype`.
+/// - [`KernelError::Dtype`] if the buffer's dtype is none of f32, bf16 and f16, or the device does
+///   not support `dtype`.
 /// - [`KernelError::Device`] if the device has no kernels.
 pub fn unpack(
     buffer: Tensor<1>,
@@ -83,8 +83,8 @@ pub fn unpack(
 
 /// Copies a tensor to dtype `dtype`.
 ///
-/// If there is a `divisor`, each element is divided by it in f32; then it is rounded to `dtype`, to the nearest
-/// value, ties to even.
+/// If there is a `divisor`, each element is divided by it in f32; then it is rounded to `dtype`, to
+/// the nearest value, ties to even.
 ///
 /// # Shapes
 ///
@@ -92,8 +92,8 @@ pub fn unpack(
 ///
 /// # Errors
 ///
-/// - [`KernelError::Dtype`] if the tensor's dtype is none of f32, bf16 and f16, or the device does not support
-///   `dtype`.
+/// - [`KernelError::Dtype`] if the tensor's dtype is none of f32, bf16 and f16, or the device does
+///   not support `dtype`.
 /// - [`KernelError::Device`] if the device has no kernels.
 pub fn cast(
     tensor: Tensor<1>,

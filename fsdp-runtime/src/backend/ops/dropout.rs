@@ -15,24 +15,30 @@ use crate::backend::tensor::{Float, Tracked};
 /// Sets each element to zero with probability `source.prob` and multiplies the others by
 /// `1 / (1 - source.prob)`.
 ///
-/// The mask depends only on `source` and the element's index: equal arguments give equal bits on every device.
+/// The mask depends only on `source` and the element's index: equal arguments give equal bits on
+/// every device.
 ///
 /// # Shapes
 ///
-/// - input and output: `[n]`; on CubeCL devices `n` must be below 2^32
+/// - input and output: `[n]`
 ///
 /// # Errors
 ///
 /// - [`KernelError::Dtype`] for dtypes other than f32, bf16 and f16.
 /// - [`KernelError::Device`] if the device has no kernels.
+///
+/// # Panics
+///
+/// For 2^32 elements or more on a CubeCL device.
 pub fn dropout(tensor: Tensor<1>, source: &MaskSource) -> Result<Tensor<1>, KernelError> {
     with_backend!(tensor.device(), |B, _device| {
         Ok(give::<B>(B::dropout(take::<B>(tensor)?, source)))
     })
 }
 
-/// Applies [`dropout`] to a tensor of any shape and records it for backward if the tensor is tracked. On
-/// devices without kernels, and for other dtypes, the mask is generated on the host and copied to the device.
+/// Applies [`dropout`] to a tensor of any shape and records it for backward if the tensor is
+/// tracked. On devices without kernels, and for other dtypes, the mask is generated on the host and
+/// copied to the device.
 pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor<D>) -> Tensor<D> {
     let (device, dtype) = (input.device(), input.dtype());
     let dropped: Result<Tensor<D>, KernelError> = with_backend!(device, |B, inner| {

@@ -1,16 +1,17 @@
-//! Kernels of sharded training as functions of flat Burn tensors: casts, copies into and out of flat buffers,
-//! means of the ranks' gradients, partial sums of norms, and dropout. Each is one pass over memory.
+//! Kernels of sharded training as functions of flat Burn tensors: casts, copies into and out of
+//! flat buffers, means of the ranks' gradients, partial sums of norms, and dropout. Each is one
+//! pass over memory.
 //!
-//! Each kernel has two implementations: a CubeCL kernel for CubeCL devices, and vectorised loops on all
-//! threads for Flex, Burn's CPU backend. Results that involve only integers, copies or single roundings have
-//! the same bits on both. So have sums and products that are rounded one at a time, on devices whose division
-//! and square root round correctly. Sums over many elements ([`norm_sums`], [`unscale`]) are within 1e-5
-//! (relative) of the exact sums.
+//! Each kernel has two implementations: a CubeCL kernel for CubeCL devices, and vectorised loops on
+//! all threads for Flex, Burn's CPU backend. Results that involve only integers, copies or single
+//! roundings have the same bits on both. So have sums and products that are rounded one at a time,
+//! on devices whose division and square root round correctly. Sums over many elements
+//! ([`norm_sums`], [`unscale`]) are within 1e-5 (relative) of the exact sums.
 //!
-//! Tensors have shape `[n]` and dtype f32, bf16 or f16, and are on a device that models can be sharded on.
-//! Offsets and ranges count elements. The functions check their arguments and return a [`KernelError`]; they
-//! do not record autodiff operations. The kernels of optimizers and dropout masks are also used through
-//! [`optim`](crate::optim) and [`nn::Dropout`](crate::nn::Dropout).
+//! Tensors have shape `[n]` and dtype f32, bf16 or f16, and are on a device that models can be
+//! sharded on. Offsets and ranges count elements. The functions check their arguments and return a
+//! [`KernelError`]; they do not record autodiff operations. The kernels of optimizers and dropout
+//! masks are also used through [`optim`](crate::optim) and [`nn::Dropout`](crate::nn::Dropout).
 
 mod arguments;
 mod copies;

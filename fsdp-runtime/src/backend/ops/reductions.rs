@@ -12,8 +12,8 @@ use crate::backend::shard_backend::with_backend;
 
 /// Returns the elementwise mean of elements `range` of all parts, in f32.
 ///
-/// The elements are added in f32 in the order of `parts`; the sum is divided by `divisor`, usually the number of
-/// parts.
+/// The elements are added in f32 in the order of `parts`; the sum is divided by `divisor`, usually
+/// the number of parts.
 ///
 /// # Shapes
 ///
@@ -74,10 +74,12 @@ pub fn norm_sums(tensors: &[Tensor<1>], norm: Norm) -> Result<Vec<Sums>, KernelE
     })
 }
 
-/// Multiplies tensors by `factor` and returns them with the [`norm_sums`] of the products, in one pass.
+/// Multiplies tensors by `factor` and returns them with the [`norm_sums`] of the products, in one
+/// pass.
 ///
-/// Gradients of a scaled loss are unscaled, checked for infinite and NaN elements, and measured for clipping by
-/// one call. Each tensor is multiplied in its own memory if no other tensor shares that memory, else in a copy.
+/// Gradients of a scaled loss are unscaled, checked for infinite and NaN elements, and measured for
+/// clipping by one call. Each tensor is multiplied in its own memory if no other tensor shares that
+/// memory, else in a copy.
 ///
 /// # Shapes
 ///

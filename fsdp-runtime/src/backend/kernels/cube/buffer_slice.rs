@@ -28,7 +28,8 @@ impl BufferSlice {
         self
     }
 
-    /// Returns the number of bytes between the start of the allocation and the slice's first element.
+    /// Returns the number of bytes between the start of the allocation and the slice's first
+    /// element.
     pub(super) fn byte_offset(&self) -> u64 {
         let in_buffer = self.start * self.dtype.size();
         self.handle.offset_start.unwrap_or(0) + in_buffer as u64

@@ -1,5 +1,5 @@
-//! Copies with a cast: tensors into one flat buffer, and parts of such a buffer into tensors. Tensors that
-//! share the buffer share launches.
+//! Copies with a cast: tensors into one flat buffer, and parts of such a buffer into tensors.
+//! Tensors that share the buffer share launches.
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Shape};
@@ -17,7 +17,8 @@ use super::span::spans;
 use super::tensors::{contiguous, element, empty};
 use super::tile::{Tile, begin, end, own_tile};
 
-/// Largest number of tensors that share a launch. The compiled kernel contains its body once for each.
+/// Largest number of tensors that share a launch. The compiled kernel contains its body once for
+/// each.
 const MAX_TENSORS: usize = 16;
 
 /// Converts elements to another dtype; if `divide`, divides them in f32 first.
@@ -37,8 +38,8 @@ fn converted<I: Float, O: Float, N: Size>(
     }
 }
 
-/// Copies several tensors into one buffer; if `divide`, divided in f32. The kernel does not read `_after`:
-/// binding it orders the launch (see [`gather_into`]).
+/// Copies several tensors into one buffer; if `divide`, divided in f32. The kernel does not read
+/// `_after`: binding it orders the launch (see [`gather_into`]).
 #[cube(launch_unchecked)]
 fn pack_kernel<I: Float, O: Float, N: Size>(
     sources: &Sequence<Box<[Vector<I, N>]>>,
@@ -67,7 +68,8 @@ fn pack_kernel<I: Float, O: Float, N: Size>(
                 index += comptime!(tile.lanes);
             }
         }
-        // A tile of this part is done: its index wraps below 0 and exceeds the counts of all later parts.
+        // A tile of this part is done: its index wraps below 0 and exceeds the counts of all later
+        // parts.
         at -= tiles[part];
     }
 }
@@ -104,19 +106,19 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
     }
 }
 
-/// Copies the first slice of each job to the second, rounded to the second's dtype; in f32 divided by
-/// `divisor` first, if there is one. The second slices of all jobs belong to one buffer.
+/// Copies the first slice of each job to the second: divided in f32 by `divisor` if there is one,
+/// then rounded to the dtype of the second. The second slices of all jobs belong to one buffer.
 ///
-/// The launches bind `after`, if there is one. CubeCL then orders them after all work issued so far on the
-/// stream that allocated `after`, provided that this thread's stream has not waited for that stream since the
-/// allocation.
+/// The launches bind `after`, if there is one. CubeCL then orders them after all work issued so far
+/// on the stream that allocated `after`, provided that this thread's stream has not waited for that
+/// stream since the allocation.
 fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>, after: Option<Handle>) {
     for launch in launches(client, jobs, Some(1), MAX_TENSORS) {
         let (count, dim) = launch.grid(client);
         let [source, target] = &launch.first_job().slices;
         let after = after.clone().unwrap_or_else(|| source.handle.clone());
-        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses only
-        // those of the launch's spans, and none of `after`.
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans, and none of `after`.
         unsafe {
             pack_kernel::launch_unchecked(
                 client,
@@ -140,8 +142,8 @@ fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>, after: Op
     }
 }
 
-/// Copies `numel` elements, rounded to the dtype of `target`; in f32 divided by `divisor` first, if there is
-/// one.
+/// Copies `numel` elements: divided in f32 by `divisor` if there is one, then rounded to the dtype
+/// of `target`.
 pub(crate) fn copy(
     client: &Client,
     source: &BufferSlice,
@@ -198,8 +200,8 @@ pub(super) fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeT
     buffer
 }
 
-/// Copies each tensor into `target` from the given offset on, rounded to the dtype of `target`. Writes the
-/// memory of `target` even if tensors share it. `after` is that of [`gather_into`].
+/// Copies each tensor into `target` from the given offset on, rounded to the dtype of `target`.
+/// Writes the memory of `target` even if tensors share it. `after` orders the launches as in [`gather_into`].
 pub(crate) fn pack_into(
     client: &Client,
     parts: Vec<(CubeTensor, usize)>,
@@ -234,8 +236,8 @@ pub(super) fn unpack(
     }
     for launch in launches(&client, &jobs, Some(0), MAX_TENSORS) {
         let (count, dim) = launch.grid(&client);
-        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses only
-        // those of the launch's spans.
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans.
         unsafe {
             unpack_kernel::launch_unchecked(
                 &client,

@@ -14,11 +14,12 @@ use super::tile::{Tile, begin, end, own_tile};
 use crate::backend::kernels::mask::{BATCH, LOW_BYTES, MaskSource, SIGN};
 use crate::backend::philox::{LANES, MULTIPLIERS, ROUNDS, WEYL};
 
-/// Applies dropout to the `count` vectors of a span, whose first element is element `start` of the tensor.
+/// Applies dropout to the `count` vectors of a span, whose first element is element `start` of the
+/// tensor.
 ///
-/// Each of `threads` threads generates `N` neighbouring random blocks of a batch. They decide eight pairs of
-/// neighbouring vectors of elements; the pairs are `2 · LANES` elements apart. Vectors outside the span are
-/// skipped.
+/// Each of `threads` threads generates `N` neighbouring random blocks of a batch. They decide eight
+/// pairs of neighbouring vectors of elements; the pairs are `2 · LANES` elements apart. Vectors
+/// outside the span are skipped.
 #[cube(launch_unchecked)]
 fn dropout_kernel<F: Float, N: Size>(
     source: &[Vector<F, N>],
@@ -74,8 +75,8 @@ fn dropout_kernel<F: Float, N: Size>(
             key_b += WEYL[1];
         }
 
-        // Index in the span of the first element of each pair of vectors. It wraps for an element before the
-        // span and then exceeds `count`.
+        // Index in the span of the first element of each pair of vectors. It wraps for an element
+        // before the span and then exceeds `count`.
         let at = batch * comptime!(BATCH) + 2 * group * width - start;
         let mut words = Sequence::<Vector<u32, N>>::new();
         words.push(a);
@@ -102,7 +103,8 @@ fn dropout_kernel<F: Float, N: Size>(
                 for vector in 0..2usize {
                     let at = (at + vector * width) / width;
                     if at < count {
-                        // The draws of a vector alternate between first and second halves of `pair`.
+                        // The draws of a vector alternate between first and second halves of
+                        // `pair`.
                         let mut draws = Vector::<u32, N>::empty();
                         #[unroll]
                         for lane in 0..width {
@@ -124,8 +126,8 @@ fn dropout_kernel<F: Float, N: Size>(
     }
 }
 
-/// Returns 0 for elements whose draw, with its topmost bit flipped, is below the threshold, and the element
-/// times `keep` for the others.
+/// Returns 0 for elements whose draw, with its topmost bit flipped, is below the threshold, and the
+/// element times `keep` for the others.
 #[cube]
 fn dropped<F: Float, N: Size>(
     element: Vector<F, N>,
@@ -160,8 +162,8 @@ pub(super) fn dropout(tensor: CubeTensor, mask: &MaskSource) -> CubeTensor {
         let (count, dim) = tile.grid(&client, threads);
         let (read, from) = span.argument(slices[0]);
         let (write, to) = span.argument(slices[1]);
-        // SAFETY: `spans_within` checked that both buffers hold the elements; the kernel accesses only the
-        // span's vectors.
+        // SAFETY: `spans_within` checked that both buffers hold the elements; the kernel accesses
+        // only the span's vectors.
         unsafe {
             dropout_kernel::launch_unchecked(
                 &client,

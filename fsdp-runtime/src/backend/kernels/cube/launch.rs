@@ -7,14 +7,15 @@ use super::buffer_slice::BufferSlice;
 use super::span::{Span, grid, spans_within};
 use super::tile::Tile;
 
-/// One tensor's share of an elementwise operation on `K` buffers: `numel` elements of each of the slices.
+/// Work on one tensor: an elementwise operation on the first `numel` elements of `K` slices.
 pub(super) struct Job<const K: usize> {
     pub(super) slices: [BufferSlice; K],
     pub(super) numel: usize,
 }
 
-/// One launch: spans of equal width, at most one of each job. The slices of all its jobs have the same
-/// dtypes. Methods return kernel arguments with one entry for each span, in the order of `parts`.
+/// Launch of a kernel for spans of equal width, at most one of each job. The jobs have slices of
+/// equal dtypes. Methods return kernel arguments with one entry for each span, in the order of
+/// `parts`.
 pub(super) struct Launch<'a, const K: usize> {
     /// Number of elements of a vector.
     pub(super) width: usize,
@@ -31,7 +32,7 @@ impl<const K: usize> Launch<'_, K> {
         &self.jobs[self.parts[0].0]
     }
 
-    /// Returns the buffers of slice `slice` of each job.
+    /// Returns the buffer that slice number `slice` of each job belongs to.
     pub(super) fn buffers<S: FromIterator<BufferArg>>(&self, slice: usize) -> S {
         let argument =
             |(job, span): &(usize, Span)| span.argument(&self.jobs[*job].slices[slice]).0;
@@ -45,7 +46,7 @@ impl<const K: usize> Launch<'_, K> {
         self.parts.iter().map(first).collect()
     }
 
-    /// Returns the one buffer that slice `slice` of all jobs belongs to.
+    /// Returns the one buffer that slice number `slice` of all jobs belongs to.
     pub(super) fn shared_buffer(&self, slice: usize) -> BufferArg {
         self.first_job().slices[slice].buffer_arg()
     }
@@ -74,9 +75,9 @@ impl<const K: usize> Launch<'_, K> {
     }
 }
 
-/// Distributes the spans of all jobs over launches of at most `max_parts` spans, or fewer if the device
-/// binds fewer buffers to a kernel. If `shared` is the index of a slice, that slice of all jobs belongs to one
-/// buffer, which a launch binds once.
+/// Distributes the spans of all jobs over launches of at most `max_parts` spans, or fewer if the
+/// device binds fewer buffers to a kernel. If `shared` is the index of a slice, that slice of all
+/// jobs belongs to one buffer, which a launch binds once.
 ///
 /// # Panics
 ///
@@ -88,7 +89,8 @@ pub(super) fn launches<'a, const K: usize>(
     max_parts: usize,
 ) -> Vec<Launch<'a, K>> {
     let tile = Tile::new(client);
-    // Three bindings are reserved: the shared buffer, a buffer that orders the launch, and the scalars.
+    // Three bindings are reserved: the shared buffer, a buffer that orders the launch, and the
+    // scalars.
     let bindings = client.properties().hardware.max_bindings as usize;
     let own_buffers = K - usize::from(shared.is_some());
     let max_parts = max_parts.min(bindings.saturating_sub(3) / own_buffers).max(1);

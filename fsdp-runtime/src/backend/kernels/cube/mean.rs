@@ -16,7 +16,8 @@ use super::tile::{Tile, begin, end, own_tile};
 /// Largest number of parts that one launch adds. The next launch adds further parts to its sums.
 const MAX_PARTS: usize = 8;
 
-/// Adds `count` vectors of all parts; if `join`, to the sums in `target`. If `divide`, divides the result.
+/// Adds `count` vectors of all parts; if `join`, to the sums in `target`. If `divide`, divides the
+/// result.
 #[cube(launch_unchecked)]
 fn mean_kernel<I: Float, N: Size>(
     parts: &Sequence<Box<[Vector<I, N>]>>,
@@ -83,8 +84,8 @@ pub(super) fn mean(
             let (read, firsts): (Vec<_>, Vec<_>) =
                 slices.iter().map(|slice| span.argument(slice)).unzip();
             let (write, to) = span.argument(&sums);
-            // SAFETY: `spans` checked that every buffer holds the elements; the kernel accesses only the
-            // span's vectors.
+            // SAFETY: `spans` checked that every buffer holds the elements; the kernel accesses
+            // only the span's vectors.
             unsafe {
                 mean_kernel::launch_unchecked(
                     &client,

@@ -1,8 +1,8 @@
-//! Steps of Adam, AdamW and SGD, in place, reading and writing each element once. Deferred steps share
-//! launches.
+//! Steps of Adam, AdamW and SGD, in place, reading and writing each element once. Deferred steps
+//! share launches.
 //!
-//! The operations, their order and their roundings are those of the loops on Flex. So both give the same
-//! bits on a device whose division and square root round correctly.
+//! The operations, their order and their roundings are those of the loops on Flex. So both give the
+//! same bits on a device whose division and square root round correctly.
 
 use std::cell::RefCell;
 
@@ -18,11 +18,12 @@ use super::tile::{Tile, begin, end, own_tile};
 use crate::backend::kernels::contract::AdamTensors;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 
-/// Largest number of parameters that share a launch. The compiled kernel contains its body once for each.
+/// Largest number of parameters that share a launch. The compiled kernel contains its body once for
+/// each.
 const MAX_PARAMS: usize = 8;
 
-/// A deferred step of one parameter. Steps can share a launch if `step`, the number of tensors and the
-/// device are equal.
+/// A deferred step of one parameter. Steps can share a launch if `step`, the number of tensors and
+/// the device are equal.
 struct Deferred<S> {
     step: S,
     /// Parameter, gradient and state, in the order of the kernel's arguments.
@@ -152,13 +153,14 @@ fn adam_kernel<N: Size>(
                 index += comptime!(tile.lanes);
             }
         }
-        // A tile of this part is done: its index wraps below 0 and exceeds the counts of all later parts.
+        // A tile of this part is done: its index wraps below 0 and exceeds the counts of all later
+        // parts.
         at -= tiles[part];
     }
 }
 
-/// Returns a job for each parameter, from its tensors. If there are fewer than `K` tensors, the last one fills
-/// the remaining slices, which the kernel does not use.
+/// Returns a job for each parameter, from its tensors. If there are fewer than `K` tensors, the
+/// last one fills the remaining slices, which the kernel does not use.
 ///
 /// # Panics
 ///
@@ -177,8 +179,8 @@ fn jobs<const K: usize>(steps: &[Vec<CubeTensor>]) -> Vec<Job<K>> {
     steps.iter().map(job).collect()
 }
 
-/// Runs one step of Adam or AdamW on contiguous tensors of equal length, in their own memory. If `may_defer`,
-/// the step may run as late as the next [`launch_deferred_steps`].
+/// Runs one step of Adam or AdamW on contiguous tensors of equal length, in their own memory. If
+/// `may_defer`, the step may run as late as the next [`launch_deferred_steps`].
 pub(super) fn adam(
     step: &AdamStep,
     grad: CubeTensor,
@@ -206,8 +208,8 @@ fn defer<S>(
     })
 }
 
-/// Launches one step for several parameters. The tensors of each are the parameter, the gradient, both
-/// moments and, under AMSGrad, the largest second moments.
+/// Launches one step for several parameters. The tensors of each are the parameter, the gradient,
+/// both moments and, under AMSGrad, the largest second moments.
 fn launch_adam(step: &AdamStep, steps: &[Vec<CubeTensor>]) {
     let client = steps[0][0].client.clone();
     let amsgrad = steps[0].len() == 5;
@@ -231,8 +233,8 @@ fn launch_adam(step: &AdamStep, steps: &[Vec<CubeTensor>]) {
             true => (launch.buffers(4), launch.firsts(4)),
             false => (SequenceArg::new(), SequenceArg::new()),
         };
-        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses only
-        // those of the launch's spans.
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans.
         unsafe {
             adam_kernel::launch_unchecked(
                 &client,
@@ -313,8 +315,8 @@ fn sgd_kernel<N: Size>(
     }
 }
 
-/// Runs one step of SGD on contiguous tensors of equal length, in the memory of `param` and `velocity`.
-/// `may_defer` is that of [`adam`].
+/// Runs one step of SGD on contiguous tensors of equal length, in the memory of `param` and
+/// `velocity`. `may_defer` has the meaning that it has for [`adam`].
 pub(super) fn sgd(
     step: &SgdStep,
     param: &CubeTensor,
@@ -331,8 +333,8 @@ pub(super) fn sgd(
     }
 }
 
-/// Launches one step for several parameters. The tensors of each are the parameter, the gradient and, with
-/// momentum, the velocity.
+/// Launches one step for several parameters. The tensors of each are the parameter, the gradient
+/// and, with momentum, the velocity.
 fn launch_sgd(step: &SgdStep, steps: &[Vec<CubeTensor>]) {
     let client = steps[0][0].client.clone();
     let with_momentum = steps[0].len() == 3;
@@ -344,8 +346,8 @@ fn launch_sgd(step: &SgdStep, steps: &[Vec<CubeTensor>]) {
             true => (launch.buffers(2), launch.firsts(2)),
             false => (SequenceArg::new(), SequenceArg::new()),
         };
-        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses only
-        // those of the launch's spans.
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans.
         unsafe {
             sgd_kernel::launch_unchecked(
                 &client,

@@ -24,8 +24,8 @@ pub(super) fn narrowed<O: Float, N: Size>(
     }
 }
 
-/// Returns a product that no compiler fuses with the sum that uses it. `zero` is a kernel argument of value
-/// 0, which the compiler does not know.
+/// Returns a product that no compiler fuses with the sum that uses it. `zero` is a kernel argument
+/// of value 0, which the compiler does not know.
 #[cube]
 pub(super) fn rounded<N: Size>(product: Vector<f32, N>, zero: u32) -> Vector<f32, N> {
     let bits = Vector::<u32, N>::reinterpret(product);

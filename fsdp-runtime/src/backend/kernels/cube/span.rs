@@ -18,7 +18,8 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// Returns a slice's buffer as a kernel argument, and the index in it of the span's first vector.
+    /// Returns a slice's buffer as a kernel argument, and the index in it of the span's first
+    /// vector.
     pub(super) fn argument(&self, slice: &BufferSlice) -> (BufferArg, usize) {
         let first = slice.start + self.start;
         if !self.unaligned_io {
@@ -40,7 +41,8 @@ pub(super) fn grid(client: &Client, threads: usize) -> (CubeCount, CubeDim) {
     (cubecl::calculate_cube_count_elemwise(client, threads, dim), dim)
 }
 
-/// Splits `numel` elements, taken from the start of each slice, into vectors and remaining single elements.
+/// Splits `numel` elements, taken from the start of each slice, into vectors and remaining single
+/// elements.
 ///
 /// # Panics
 ///
@@ -71,7 +73,8 @@ pub(super) fn spans_within(
     [vectors, singles].into_iter().filter(|span| span.count > 0).collect()
 }
 
-/// Returns the widest vector width that divides `block` and that the device can load from all slices.
+/// Returns the widest vector width that divides `block` and that the device can load from all
+/// slices.
 fn widest(client: &Client, slices: &[&BufferSlice], block: usize) -> usize {
     let unaligned_io = client.features().unaligned_io;
     let size = slices.iter().map(|slice| slice.dtype.size()).max().unwrap_or(size_of::<f32>());

@@ -34,11 +34,13 @@ impl Term {
     }
 }
 
-/// Sums the terms of several tensors, and finds the largest bits of their magnitudes. If `join`, continues
-/// from the values in `sums` and `largest`; if `scale`, multiplies the elements by `factor` first.
+/// Sums the terms of several tensors, and finds the largest bits of their magnitudes. If `join`,
+/// continues from the values in `sums` and `largest`; if `scale`, multiplies the elements by
+/// `factor` first.
 ///
-/// A tensor has `threads` threads. They process tiles of `lanes · rows` vectors: in a tile `lanes` neighbouring
-/// threads go row by row, each taking one vector of a row. Each thread writes one vector of sums.
+/// A tensor has `threads` threads. They process tiles of `lanes · rows` vectors: in a tile `lanes`
+/// neighbouring threads go row by row, each taking one vector of a row. Each thread writes one
+/// vector of sums.
 #[cube(launch_unchecked)]
 pub(super) fn sums_kernel<F: Float, N: Size>(
     data: &mut Sequence<Box<[Vector<F, N>]>>,
@@ -76,8 +78,8 @@ pub(super) fn sums_kernel<F: Float, N: Size>(
             let end = min(index + tile, counts[part]);
             index += thread % comptime!(lanes);
             if comptime!(lanes == 1) {
-                // Four quarters of the block at once: their page misses overlap, and their additions do not
-                // depend on each other.
+                // Four quarters of the block at once: their page misses overlap, and their
+                // additions do not depend on each other.
                 let quarter = comptime!(CPU_BLOCK / 4);
                 if index + comptime!(CPU_BLOCK) == end {
                     let mut at = first + index;
@@ -104,12 +106,14 @@ pub(super) fn sums_kernel<F: Float, N: Size>(
             sums[sums_index] = sum;
             largest[sums_index] = top;
         }
-        // A thread of this part is done: its index wraps below 0 and exceeds the counts of later parts.
+        // A thread of this part is done: its index wraps below 0 and exceeds the counts of later
+        // parts.
         thread -= threads[part];
     }
 }
 
-/// Returns the bits of the magnitudes of vector `at` in f32; if `scale`, multiplies the vector in place first.
+/// Returns the bits of the magnitudes of vector `at` in f32; if `scale`, multiplies the vector in
+/// place first.
 #[cube]
 fn magnitude<F: Float, N: Size>(
     data: &mut Sequence<Box<[Vector<F, N>]>>,
@@ -150,10 +154,12 @@ fn addend<N: Size>(
     addend
 }
 
-/// Reduces the partial sums of each tensor to fewer: output `i` of `n` adds the sums `i`, `i + n`, `i + 2n` ...
+/// Reduces the partial sums of each tensor to fewer: output `i` of `n` adds the sums `i`, `i + n`,
+/// `i + 2n` ...
 ///
-/// `bounds` has four numbers for each tensor, in vectors: the index of its first input, the number of its
-/// inputs, the index of its first output and the number of its outputs. Each tensor has `threads` threads.
+/// `bounds` has four numbers for each tensor, in vectors: the index of its first input, the number
+/// of its inputs, the index of its first output and the number of its outputs. Each tensor has
+/// `threads` threads.
 #[cube(launch_unchecked)]
 pub(super) fn fold_kernel<N: Size>(
     sums: &[Vector<f32, N>],

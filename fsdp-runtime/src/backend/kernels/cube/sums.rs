@@ -1,11 +1,12 @@
 //! Partial sums for norms, the largest magnitude, and unscaling, in one pass over memory.
 //!
-//! The sum that an element is added to depends only on the element's index, the number of elements and the
-//! device, not on the tensor's position in its buffer. So every sharding strategy finds the same norm.
+//! The sum that an element is added to depends only on the element's index, the number of elements
+//! and the device, not on the tensor's position in its buffer. So every sharding strategy finds the
+//! same norm.
 //!
-//! Sums are in f32. The largest magnitude is found as an integer: the bits of an f32 without the sign have the
-//! order of the magnitudes, with infinity above all finite numbers and NaN above infinity. So the infinity
-//! norm and the finite check are exact on every device.
+//! Sums are in f32. The largest magnitude is found as an integer: the bits of an f32 without the
+//! sign have the order of the magnitudes, with infinity above all finite numbers and NaN above
+//! infinity. So the infinity norm and the finite check are exact on every device.
 
 use std::ops::Range;
 
@@ -28,12 +29,13 @@ use crate::backend::norm::Norm;
 
 /// The number of partial sums of a tensor is a multiple of this.
 const SUMS_MULTIPLE: usize = 256;
-/// On devices other than CPUs: smallest number of elements that are added to one partial sum, and number of
-/// partial sums that the fold adds to one output.
+/// On devices other than CPUs: smallest number of elements that are added to one partial sum, and
+/// number of partial sums that the fold adds to one output.
 const MIN_ROWS: usize = 32;
 /// Largest number of partial sums of a tensor, on devices other than CPUs.
 const MAX_SUMS: usize = 1 << 17;
-/// Largest number of tensors that share a launch. The compiled kernel contains its body once for each.
+/// Largest number of tensors that share a launch. The compiled kernel contains its body once for
+/// each.
 const MAX_TENSORS: usize = 8;
 
 /// Division of a tensor's elements among partial sums.
@@ -49,8 +51,9 @@ struct Plan {
 impl Plan {
     /// Returns the plan for a tensor of `numel` elements.
     ///
-    /// On a CPU a tile belongs to one thread, which reads memory in order. On other devices a row of a tile
-    /// has `SUMS_MULTIPLE` elements, so that neighbouring threads read neighbouring vectors.
+    /// On a CPU a tile belongs to one thread, which reads memory in order. On other devices a row
+    /// of a tile has `SUMS_MULTIPLE` elements, so that neighbouring threads read neighbouring
+    /// vectors.
     fn new(client: &Client, numel: usize) -> Self {
         if on_cpu(client) {
             let sums = numel.div_ceil(CPU_BLOCK).next_multiple_of(SUMS_MULTIPLE);
@@ -129,7 +132,8 @@ impl Summation<'_> {
     /// Adds the elements of each tensor to its partial sums.
     fn add_up(&self, sums: &PartialSums) {
         let launches = launches(self.client, self.jobs, None, MAX_TENSORS);
-        // A tensor's first span writes the partial sums, its second span adds its few elements to them.
+        // A tensor's first span writes the partial sums, its second span adds its few elements to
+        // them.
         for join in [false, true] {
             for launch in &launches {
                 let parts = launch.parts.iter();
@@ -155,8 +159,9 @@ impl Summation<'_> {
         let dtype = self.jobs[parts[0].0].slices[0].dtype;
         let (count, dim) = grid(client, threads.iter().sum());
         let [sums, largest] = sums.arguments();
-        // SAFETY: `launches` checked that the buffers hold the jobs' elements, and the kernel accesses only
-        // those of the spans. Each tensor has a vector of partial sums for each of its threads.
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements, and the kernel
+        // accesses only those of the spans. Each tensor has a vector of partial sums for each of
+        // its threads.
         unsafe {
             sums_kernel::launch_unchecked(
                 client,
@@ -190,8 +195,9 @@ impl Summation<'_> {
         for (index, span) in parts {
             let (buffer, first) = span.argument(&self.jobs[*index].slices[0]);
             let Share { plan, first_sum, .. } = &self.shares[*index];
-            // Elements of a second span are added to the sums that they would be added to as part of one more
-            // vector. On a CPU, where this is not needed, they are added to the first sums.
+            // Elements of a second span are added to the sums that they would be added to as part
+            // of one more vector. On a CPU, where this is not needed, they are added to the first
+            // sums.
             let (sums_first, threads, rows) = match (join, on_cpu(self.client)) {
                 (false, _) => (0, plan.sums / width, plan.rows),
                 (true, true) => (0, span.count, 1),
@@ -236,7 +242,8 @@ impl Summation<'_> {
         let handle = client.create_from_slice(bytemuck::cast_slice(&bounds));
         let ([sums, largest], [folded_sums, folded_largest]) =
             (sums.arguments(), folded.arguments());
-        // SAFETY: the buffers were allocated for the shares, and the bounds are those of the shares.
+        // SAFETY: the buffers were allocated for the shares, and the bounds are those of the
+        // shares.
         unsafe {
             fold_kernel::launch_unchecked(
                 client,

@@ -6,8 +6,9 @@ use cubecl::prelude::*;
 use super::device::on_cpu;
 use super::span::grid;
 
-/// Shape of the tiles that a tensor's vectors are divided into. `lanes` neighbouring threads process a tile
-/// of `lanes · rows` consecutive vectors row by row: in each row every thread takes one vector.
+/// Shape of the tiles that a tensor's vectors are divided into. `lanes` neighbouring threads
+/// process a tile of `lanes · rows` consecutive vectors row by row: in each row every thread takes
+/// one vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Tile {
     /// Number of threads for a tile.
@@ -17,8 +18,8 @@ pub(super) struct Tile {
 }
 
 impl Tile {
-    /// Returns the tile shape for the device: on a CPU each thread reads consecutive cache lines, on other
-    /// devices neighbouring threads read neighbouring vectors.
+    /// Returns the tile shape for the device: on a CPU each thread reads consecutive cache lines,
+    /// on other devices neighbouring threads read neighbouring vectors.
     pub(super) fn new(client: &Client) -> Self {
         match on_cpu(client) {
             true => Self { lanes: 1, rows: 64 },
@@ -43,8 +44,8 @@ pub(super) fn own_tile(#[comptime] tile: Tile) -> usize {
     ABSOLUTE_POS / comptime!(tile.lanes)
 }
 
-/// Returns the index of this thread's first vector in tile `at` of a tensor. The thread's next vector is
-/// `lanes` further.
+/// Returns the index of this thread's first vector in tile `at` of a tensor. The thread's next
+/// vector is `lanes` further.
 #[cube]
 pub(super) fn begin(at: usize, #[comptime] tile: Tile) -> usize {
     at * comptime!(tile.lanes * tile.rows) + ABSOLUTE_POS % comptime!(tile.lanes)

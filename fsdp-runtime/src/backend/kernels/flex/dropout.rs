@@ -1,5 +1,5 @@
-//! Dropout in one pass: the random bits of a batch of elements are generated, used and dropped before the
-//! next batch.
+//! Dropout in one pass: the random bits of a batch of elements are generated, used and dropped
+//! before the next batch.
 
 use std::mem::MaybeUninit;
 
@@ -25,8 +25,8 @@ pub(super) fn dropout<'a, E: KernelFloat>(
     multiply(source, target, (mask.key, mask.place), first_batch, (threshold, keep))
 }
 
-/// Applies dropout to whole batches, then to the remaining elements. `limits` are those of
-/// [`KernelFloat::dropped`].
+/// Applies dropout to whole batches, then to the remaining elements. `limits` are the threshold and
+/// the factor of [`KernelFloat::dropped`].
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
 fn multiply<'a, E: KernelFloat>(
     source: &[E],
@@ -47,12 +47,13 @@ fn multiply<'a, E: KernelFloat>(
     last[..remainder.len()].copy_from_slice(remainder);
     batch(&last, &mut dropped, &blocks(key, number, place), limits);
     target_remainder.copy_from_slice(&dropped[..remainder.len()]);
-    // SAFETY: every element was written, by `batch` or by the copy from `dropped`, which `batch` wrote.
+    // SAFETY: every element was written, by `batch` or by the copy from `dropped`, which `batch`
+    // wrote.
     unsafe { target.assume_init_mut() }
 }
 
-/// Applies dropout to one batch, in the order of [`BATCH`]. The constant length lets the compiler vectorise
-/// the loop without a remainder.
+/// Applies dropout to one batch, in the order of [`BATCH`]. The constant length lets the compiler
+/// vectorise the loop without a remainder.
 #[inline(always)]
 fn batch<E: KernelFloat>(
     source: &[E; BATCH],
@@ -66,9 +67,9 @@ fn batch<E: KernelFloat>(
         let draws: [[u32; 2]; LANES] = std::array::from_fn(|lane| pairs(words, word, lane));
         for half in 0..2 {
             let (at, draws) = (word * 2 + half, draws.map(|draws| draws[half]));
-            // Generating a batch takes more instructions than a processor executes ahead, so it would not
-            // request the next batch's cache lines in time. The target's lines are prefetched too: a
-            // processor reads a line before it writes part of it.
+            // Generating a batch takes more instructions than a processor executes ahead, so it
+            // would not request the next batch's cache lines in time. The target's lines are
+            // prefetched too: a processor reads a line before it writes part of it.
             prefetch_ahead::<2048, _>(&groups[at]);
             prefetch_ahead::<2048, _>(&targets[at]);
             E::dropped(&groups[at], &draws, limits, &mut targets[at]);

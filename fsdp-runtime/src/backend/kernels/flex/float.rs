@@ -1,7 +1,7 @@
 //! Element types of the kernels: f32, bf16 and f16, with conversions from and to f32.
 //!
-//! The conversions are branch-free arithmetic on bits, so that the compiler vectorises the loops that call
-//! them.
+//! The conversions are branch-free arithmetic on bits, so that the compiler vectorises the loops
+//! that call them.
 
 use std::mem::MaybeUninit;
 
@@ -22,19 +22,19 @@ pub(crate) trait KernelFloat: Element + bytemuck::Pod + Send + Sync {
     /// Rounds an f32 to the nearest value of this type, ties to even.
     fn narrow(wide: f32) -> Self;
 
-    /// Rounds like [`narrow`](Self::narrow). `wide` must be the product of an element and a finite factor,
-    /// which allows a faster implementation.
+    /// Rounds like [`narrow`](Self::narrow). `wide` must be the product of an element and a finite
+    /// factor, which allows a faster implementation.
     #[inline(always)]
     fn narrow_product(wide: f32) -> Self {
         Self::narrow(wide)
     }
 
-    /// Applies dropout: multiplies each element by a finite factor, or writes zero if the element's draw is
-    /// below the threshold.
+    /// Applies dropout: multiplies each element by a finite factor, or writes zero if the element's
+    /// draw is below the threshold.
     ///
-    /// Each number of `draws` holds the sixteen-bit draws of a pair of elements, the first in its lower
-    /// half. A draw is compared as the upper half of a signed 32-bit integer; `limits` has the threshold in
-    /// that form, and the factor.
+    /// Each number of `draws` holds the sixteen-bit draws of a pair of elements, the first in its
+    /// lower half. A draw is compared with the threshold as the upper half of a signed 32-bit
+    /// integer.
     #[inline(always)]
     fn dropped<const PAIRS: usize>(
         source: &[[Self; 2]; PAIRS],
@@ -51,8 +51,8 @@ pub(crate) trait KernelFloat: Element + bytemuck::Pod + Send + Sync {
         }
     }
 
-    /// Returns the elements as f32: `source` itself, or converted in `scratch`, which has at least the
-    /// length of `source`.
+    /// Returns the elements as f32: `source` itself, or converted in `scratch`, which has at least
+    /// the length of `source`.
     fn widened<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
         let scratch = &mut scratch[..source.len()];
         widen(source, scratch);
@@ -103,11 +103,13 @@ impl KernelFloat for bf16 {
 
     #[inline(always)]
     fn narrow_product(wide: f32) -> Self {
-        // The lower half of a NaN that was widened from bf16 is zero, so rounding does not change it.
+        // The lower half of a NaN that was widened from bf16 is zero, so rounding does not change
+        // it.
         Self::from_bits((add_half(wide.to_bits()) >> 16) as u16)
     }
 
-    /// Processes each pair of elements as one integer, which avoids moves between lanes of a register.
+    /// Processes each pair of elements as one integer, which avoids moves between lanes of a
+    /// register.
     #[inline(always)]
     fn dropped<const PAIRS: usize>(
         source: &[[Self; 2]; PAIRS],
@@ -127,8 +129,8 @@ impl KernelFloat for bf16 {
     }
 }
 
-/// Adds half a unit of the last place of bf16, minus one bit if the last place is even: cutting off the
-/// lower half then rounds to the nearest, ties to even.
+/// Adds half a unit of the last place of bf16, minus one bit if the last place is even: cutting off
+/// the lower half then rounds to the nearest, ties to even.
 #[inline(always)]
 fn add_half(bits: u32) -> u32 {
     bits.wrapping_add(0x7FFF + ((bits >> 16) & 1))
@@ -147,7 +149,8 @@ impl KernelFloat for f16 {
         let bits = u32::from(self.to_bits());
         let shifted = (bits & 0x7FFF) << 13;
         let number = f32::from_bits(shifted + REBIAS);
-        // A subnormal has no implicit leading one: it is added with the exponent and subtracted again.
+        // A subnormal has no implicit leading one: it is added with the exponent and subtracted
+        // again.
         let least = f32::from_bits(REBIAS + (1 << 23));
         let subnormal = f32::from_bits(shifted + REBIAS + (1 << 23)) - least;
         let infinite = f32::from_bits(shifted + 2 * REBIAS);
@@ -162,10 +165,11 @@ impl KernelFloat for f16 {
     #[inline(always)]
     fn narrow(wide: f32) -> Self {
         let bits = wide.to_bits() & 0x7FFF_FFFF;
-        // Rounds as `add_half` does for bf16. A value above the largest f16 carries into the exponent of
-        // infinity; this holds below 65,536, the bound of this case.
+        // Rounds as `add_half` does for bf16. A value above the largest f16 carries into the
+        // exponent of infinity; this holds below 65,536, the bound of this case.
         let rounded = bits.wrapping_sub(REBIAS).wrapping_add(0xFFF + ((bits >> 13) & 1)) >> 13;
-        // The addition rounds a subnormal: the last place of the sum is the spacing of f16's subnormals.
+        // The addition rounds a subnormal: the last place of the sum is the spacing of f16's
+        // subnormals.
         let magic = ((127 - 15) + (23 - 10) + 1) << 23;
         let sum = f32::from_bits(bits) + f32::from_bits(magic);
         let subnormal = sum.to_bits().wrapping_sub(magic);

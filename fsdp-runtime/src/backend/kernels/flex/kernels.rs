@@ -46,8 +46,8 @@ fn slice_mut<E: KernelFloat>(tensor: &mut FlexTensor) -> &mut [E] {
     &mut tensor.storage_mut::<E>()[start..end]
 }
 
-/// Copies elements `range` of a contiguous tensor: divided in f32 by `divisor` if there is one, then rounded
-/// to `dtype`.
+/// Copies elements `range` of a contiguous tensor: divided in f32 by `divisor` if there is one,
+/// then rounded to `dtype`.
 fn converted(
     source: &FlexTensor,
     range: Range<usize>,

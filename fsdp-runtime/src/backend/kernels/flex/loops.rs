@@ -7,7 +7,8 @@ use super::new_tensor::Uninit;
 
 /// Converts like [`convert`], into initialised memory.
 pub(super) fn convert_over<I: KernelFloat, O: KernelFloat>(source: &[I], target: &mut [O]) {
-    // SAFETY: `MaybeUninit<O>` has the layout of `O`, and `convert` leaves every element initialised.
+    // SAFETY: `MaybeUninit<O>` has the layout of `O`, and `convert` leaves every element
+    // initialised.
     let target = unsafe { &mut *(std::ptr::from_mut(target) as *mut Uninit<O>) };
     convert(source, target);
 }

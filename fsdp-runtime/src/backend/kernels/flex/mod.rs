@@ -1,5 +1,5 @@
-//! Kernels on Flex: vectorised loops over blocks that fit the cache, on all threads of the current rayon
-//! pool.
+//! Kernels on Flex: vectorised loops over blocks that fit the cache, on all threads of the current
+//! rayon pool.
 
 mod dropout;
 mod float;

@@ -1,7 +1,8 @@
 //! New tensors whose memory is written once.
 //!
-//! Filling a vector of zeros would write its memory twice, the first time on one thread. It would also give
-//! fresh pages to that thread, where each thread should be the first to touch the pages it computes.
+//! Filling a vector of zeros would write its memory twice, the first time on one thread. It would
+//! also give fresh pages to that thread, where each thread should be the first to touch the pages
+//! it computes.
 
 use std::mem::MaybeUninit;
 
@@ -17,8 +18,8 @@ pub(crate) type Uninit<E> = [MaybeUninit<E>];
 
 /// Returns a tensor of this shape, filled by `task`, which runs on all threads.
 ///
-/// `task` receives the index of a part's first element, a multiple of [`TASK`], and the part. It writes
-/// every element of the part and returns the part.
+/// `task` receives the index of a part's first element, a multiple of [`TASK`], and the part. It
+/// writes every element of the part and returns the part.
 ///
 /// # Panics
 ///
@@ -42,8 +43,8 @@ pub(crate) fn new_tensor<E: Element>(
         let parts = spare.par_chunks_mut(TASK).enumerate();
         parts.for_each(|(index, part)| write(index * TASK, part));
     }
-    // SAFETY: the capacity is at least `numel`. A task can return a `&mut [E]` to its part only if the part
-    // is initialised, and the tasks returned such references to all `numel` elements.
+    // SAFETY: the capacity is at least `numel`. A task can return a `&mut [E]` to its part only if
+    // the part is initialised, and the tasks returned such references to all `numel` elements.
     unsafe { elements.set_len(numel) };
     FlexTensor::from_data(TensorData::new(elements, shape))
 }

@@ -5,7 +5,8 @@ pub(super) const PREFETCH_EVERY: usize = 32;
 
 /// Prefetches the memory 8 KiB after `elements`.
 ///
-/// Hardware prefetchers stop at the end of a page, so a loop that only reads would stall at each new page.
+/// Hardware prefetchers stop at the end of a page, so a loop that only reads would stall at each
+/// new page.
 #[inline(always)]
 pub(super) fn prefetch<E>(elements: &[E]) {
     prefetch_ahead::<8192, E>(elements);

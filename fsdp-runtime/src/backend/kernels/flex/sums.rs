@@ -1,8 +1,8 @@
 //! Partial sums for norms, the largest magnitude, and unscaling.
 //!
-//! Elements are summed by blocks. Within a block 32 f32 lanes are summed separately; the lanes, and then the
-//! blocks, are added in f64 in order. The result is within 1e-6 (relative) of the exact sum and does not
-//! depend on the number of threads.
+//! Elements are summed by blocks. Within a block, element `i` is added to the f32 sum `i mod 32`.
+//! The 32 sums, and then the blocks, are added in f64 in order. The result is within 1e-6
+//! (relative) of the exact sum and does not depend on the number of threads.
 
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -65,13 +65,13 @@ fn term(block: &[f32], norm: Norm) -> (f64, u32) {
     }
 }
 
-/// Number of f32 sums that a block is added to in turn.
+/// Number of f32 sums of a block, to which its elements are added in turn.
 const LANES: usize = PREFETCH_EVERY;
 
 /// Returns the sum of the elements' terms, and the largest of their bits without the sign.
 ///
-/// As integers these bits have the order of the magnitudes, with infinity above all finite numbers and NaN
-/// above infinity.
+/// As integers these bits have the order of the magnitudes, with infinity above all finite numbers
+/// and NaN above infinity.
 #[inline(always)]
 fn summed(block: &[f32], term: impl Fn(f32) -> f32) -> (f64, u32) {
     let (mut sums, mut largest) = ([0f32; LANES], [0u32; LANES]);
