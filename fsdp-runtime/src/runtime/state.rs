@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use crate::backend::{Float, Leaf, ShardBackend, StoredTensor, Tracked};
+use crate::backend::{Float, ShardBackend, StoredLeaf, StoredTensor, Tracked};
 use crate::collectives::comm::Work;
 use crate::module::{CallId, ParamIndex};
 use crate::param_group::memory::Counted;
@@ -26,14 +26,14 @@ pub(crate) struct LocalShard<B: ShardBackend> {
     /// Its elements, in f32.
     pub(crate) value: StoredTensor<B>,
     /// Its autodiff leaf, where it has one.
-    pub(crate) leaf: Option<Leaf<B>>,
+    pub(crate) leaf: Option<StoredLeaf<B>>,
     /// What it is on the device, where it rests on the host: what it was sent as, where that is kept
     /// from forward to backward; whole, while its unit is unsharded.
     pub(crate) on_device: Arc<OnceLock<Float<B>>>,
 }
 
 impl<B: ShardBackend> LocalShard<B> {
-    pub(crate) fn new(value: StoredTensor<B>, leaf: Option<Leaf<B>>) -> Self {
+    pub(crate) fn new(value: StoredTensor<B>, leaf: Option<StoredLeaf<B>>) -> Self {
         Self { value, leaf, on_device: Arc::default() }
     }
 }
@@ -123,7 +123,7 @@ pub(crate) struct Call<B: ShardBackend> {
     pub(crate) checkpoint: Option<Checkpoint<B>>,
     /// The leaves that its tied places took theirs from, for the second run of its forward: another
     /// forward, without a graph, may have read the same parameters since.
-    pub(crate) tied: Vec<(ParamIndex, Leaf<B>)>,
+    pub(crate) tied: Vec<(ParamIndex, StoredLeaf<B>)>,
 }
 
 /// A checkpointed forward under way.

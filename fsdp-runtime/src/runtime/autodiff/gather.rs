@@ -20,7 +20,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape};
 
 use super::hooks::{Depth, State, zero};
-use crate::backend::{Float, Leaf, ShardBackend, Tracked};
+use crate::backend::{Float, ShardBackend, StoredLeaf, Tracked};
 use crate::error::raise;
 
 /// The most inputs of a unit that a [`Gather`] is ordered after.
@@ -112,7 +112,7 @@ fn zeros<B: ShardBackend>(
 pub(crate) fn gather<B: ShardBackend>(
     state: State<B>,
     entry: usize,
-    leaf: &Leaf<B>,
+    leaf: &StoredLeaf<B>,
     ordering_inputs: &[Tracked<B>],
     value: Float<B>,
 ) -> Tracked<B> {

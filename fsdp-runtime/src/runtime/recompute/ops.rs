@@ -23,7 +23,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape};
 
 use super::kept::{Arrived, KeptCall};
-use crate::backend::{Float, Leaf, ShardBackend, Tracked};
+use crate::backend::{Float, ShardBackend, StoredLeaf, Tracked};
 use crate::error::raise;
 use crate::runtime::autodiff::State;
 
@@ -89,8 +89,8 @@ pub(crate) fn recompute<B: ShardBackend>(
 }
 
 /// A parameter's leaf, or, where that rests elsewhere, what comes from it on the device.
-pub(crate) fn descend<B: ShardBackend>(leaf: &Leaf<B>, device: &B::Device) -> Tracked<B> {
-    if let Leaf::Device(leaf) = leaf {
+pub(crate) fn descend<B: ShardBackend>(leaf: &StoredLeaf<B>, device: &B::Device) -> Tracked<B> {
+    if let StoredLeaf::Device(leaf) = leaf {
         return leaf.clone();
     }
     let value = B::float_zeros(Shape::from([1]), device, DType::F32.into());

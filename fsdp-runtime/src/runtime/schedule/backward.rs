@@ -211,7 +211,7 @@ impl<B: ShardBackend> Schedule<B> {
                 )?;
             }
             B::complete(&device);
-            let laid = |gradient: Option<Float<B>>| Some(StoredTensor::rest(gradient?, rest));
+            let laid = |gradient: Option<Float<B>>| Some(StoredTensor::store(gradient?, rest));
             let reduced = reduced.into_iter().map(laid).collect();
             Ok((reduced, (rest == StorageDevice::Device).then_some(counted)))
         });

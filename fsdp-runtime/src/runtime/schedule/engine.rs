@@ -175,7 +175,9 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         let mut whole = Vec::new();
         for (place, gradient) in gradients {
             let (unit, entry) = self.place(place);
-            let Some((gradient, ..)) = StoredTensor::<B>::read(gradient, self.settings.rest) else {
+            let Some((gradient, ..)) =
+                StoredTensor::<B>::from_dispatch(gradient, self.settings.rest)
+            else {
                 continue;
             };
             if entry.segment.is_none() {
@@ -215,7 +217,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         if self.lock().unloaded.contains(&place) {
             return Err(self.not_loaded(place));
         }
-        let Some((base, ..)) = StoredTensor::<B>::read(base, self.settings.rest) else {
+        let Some((base, ..)) = StoredTensor::<B>::from_dispatch(base, self.settings.rest) else {
             return Ok(None);
         };
         let base = self.on_device(base);
@@ -259,7 +261,7 @@ impl<B: ShardBackend> Engine for Schedule<B> {
     }
 
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
-        if let Some((tensor, ..)) = StoredTensor::<B>::read(tensor, self.settings.rest) {
+        if let Some((tensor, ..)) = StoredTensor::<B>::from_dispatch(tensor, self.settings.rest) {
             tensor.with_bytes(f);
         }
     }

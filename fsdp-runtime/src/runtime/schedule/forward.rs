@@ -7,7 +7,8 @@ use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::{Pass, Reshard, Schedule, State, When, count};
 use crate::backend::{
-    Context, Float, Leaf, ShardBackend, StorageDevice, StoredTensor, Tracked, Value, cast,
+    AutodiffContext, Float, FloatTensor, ShardBackend, StorageDevice, StoredLeaf, StoredTensor,
+    Tracked, cast,
 };
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::raise;
@@ -30,7 +31,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
     }
 
     fn collect(&self, place: ParamIndex, base: DispatchTensor) {
-        let Some((value, leaf, _)) = StoredTensor::read(base, self.settings.rest) else { return };
+        let Some((value, leaf, _)) = StoredTensor::from_dispatch(base, self.settings.rest) else {
+            return;
+        };
         let shard = LocalShard::new(value, leaf);
         self.lock().units[place.unit].shards[place.entry] = Some(shard);
     }
@@ -109,8 +112,8 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         // Outputs on another backend, or of another kind, cannot look into the slots.
         match B::from_dispatch(output.clone()).map(|value| value.cast(dtype)) {
             None => output,
-            Some(Value::Plain(value)) => B::into_dispatch(Value::Plain(detach(value))),
-            Some(Value::Autodiff(value, context)) => {
+            Some(FloatTensor::Plain(value)) => B::into_dispatch(FloatTensor::Plain(detach(value))),
+            Some(FloatTensor::Autodiff(value, context)) => {
                 let value = match (kept, alive.filter(|_| value.is_tracked())) {
                     (Some(_), Some(_)) => {
                         let unit = self.name_of(id);
@@ -132,7 +135,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
                     let first = call.span.1.unwrap_or(u64::MAX);
                     call.span.1 = Some(first.min(value.id().value));
                 }
-                B::into_dispatch(Value::Autodiff(value, context))
+                B::into_dispatch(FloatTensor::Autodiff(value, context))
             }
         }
     }
@@ -186,7 +189,8 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         base: DispatchTensor,
     ) -> Result<DispatchTensor, Error> {
         let (unit, entry) = self.place(place);
-        let Some((value, leaf, context)) = StoredTensor::read(base.clone(), self.settings.rest)
+        let Some((value, leaf, context)) =
+            StoredTensor::from_dispatch(base.clone(), self.settings.rest)
         else {
             return Ok(base);
         };
@@ -220,7 +224,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
         // A recomputed graph has leaves of its own.
         let leaf = match (leaf, state.unrecorded, state.recomputing) {
             (Some(_), Some(_), _) => None,
-            (Some(leaf), None, Some(_)) => Some(leaf.anew()),
+            (Some(leaf), None, Some(_)) => Some(leaf.with_new_node()),
             (leaf, ..) => leaf,
         };
         if leaf.is_none()
@@ -257,8 +261,10 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             },
         };
         let value = match (leaf, context) {
-            (_, None) => Value::Plain(value),
-            (None, Some(context)) => Value::Autodiff(Autodiff::<B>::from_inner(value), context),
+            (_, None) => FloatTensor::Plain(value),
+            (None, Some(context)) => {
+                FloatTensor::Autodiff(Autodiff::<B>::from_inner(value), context)
+            }
             (Some(leaf), Some(context)) => {
                 self.track(state, place, call, holder, &leaf, value, context)
             }
@@ -402,10 +408,10 @@ impl<B: ShardBackend> Schedule<B> {
         place: ParamIndex,
         call: Option<CallId>,
         holder: usize,
-        leaf: &Leaf<B>,
+        leaf: &StoredLeaf<B>,
         value: Float<B>,
-        context: Context,
-    ) -> Value<B> {
+        context: AutodiffContext,
+    ) -> FloatTensor<B> {
         let alone = call.is_none();
         let id = call.unwrap_or_else(|| self.open_call(state, place.unit, Vec::new()));
         let call = state.calls.get_mut(&id).expect("opened above, or still open");
@@ -416,15 +422,15 @@ impl<B: ShardBackend> Schedule<B> {
         if alone {
             call.open = None;
         }
-        Value::Autodiff(value, context)
+        FloatTensor::Autodiff(value, context)
     }
 }
 
 /// The tracked inputs recorded last: the deepest ones, as a rule.
 fn ordering_inputs<B: ShardBackend>(inputs: Vec<DispatchTensor>) -> Vec<Tracked<B>> {
     let tracked = |input| match B::from_dispatch(input)? {
-        Value::Autodiff(tensor, _) => tensor.is_tracked().then_some(tensor),
-        Value::Plain(_) => None,
+        FloatTensor::Autodiff(tensor, _) => tensor.is_tracked().then_some(tensor),
+        FloatTensor::Plain(_) => None,
     };
     let mut ordering_inputs: Vec<Tracked<B>> = inputs.into_iter().filter_map(tracked).collect();
     ordering_inputs.sort_by_key(|ordering_input| std::cmp::Reverse(ordering_input.id()));

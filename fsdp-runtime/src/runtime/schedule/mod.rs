@@ -211,7 +211,7 @@ impl<B: ShardBackend> Schedule<B> {
         };
         let plan = gather_buffer_plan(&units, ring);
         let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(&device, numel, dtype));
-        let slots: Vec<_> = plan.slots.into_iter().map(new).collect();
+        let slots: Vec<_> = plan.buffers.into_iter().map(new).collect();
         let parts = |unit: &Unit| match &settings.reshard {
             Reshard::To(group) => unit.parts(group.size()).into_iter().map(new).collect(),
             _ => Vec::new(),
@@ -233,7 +233,7 @@ impl<B: ShardBackend> Schedule<B> {
             units: units.iter().map(|unit| UnitState::new(unit.entries.len())).collect(),
             owners: vec![None; slots.len()],
             slots,
-            slots_of: plan.slots_of,
+            slots_of: plan.buffers_of,
             parts,
             calls: BTreeMap::new(),
             next_call: 0,

@@ -18,7 +18,7 @@ use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::{DispatchTensor, Shape};
 
 use super::{Pass, Running, Schedule, State, When};
-use crate::backend::{Float, Leaf, ShardBackend, Tracked, Value, cast, new_leaf};
+use crate::backend::{Float, FloatTensor, ShardBackend, StoredLeaf, Tracked, cast, new_leaf};
 use crate::error::{Error, ScheduleError};
 use crate::module::KeptForward;
 use crate::module::Playback;
@@ -40,7 +40,7 @@ impl<B: ShardBackend> Schedule<B> {
         if !self.units[unit].checkpointed || !recorded {
             return false;
         }
-        let is_tracked = |input: DispatchTensor| matches!(B::from_dispatch(input), Some(Value::Autodiff(input, _)) if input.is_tracked());
+        let is_tracked = |input: DispatchTensor| matches!(B::from_dispatch(input), Some(FloatTensor::Autodiff(input, _)) if input.is_tracked());
         let mut parents = Vec::new();
         if !inputs.into_iter().any(is_tracked) {
             // Then a parameter makes the outputs tracked.
@@ -61,7 +61,7 @@ impl<B: ShardBackend> Schedule<B> {
     }
 
     /// The leaves that tied places in a unit and in those within it take theirs from.
-    fn tied_leaves(&self, state: &State<B>, unit: usize) -> Vec<(ParamIndex, Leaf<B>)> {
+    fn tied_leaves(&self, state: &State<B>, unit: usize) -> Vec<(ParamIndex, StoredLeaf<B>)> {
         let leaf = |unit: usize, held: &Placement| {
             let &Placement::TiedTo(entry) = held else { return None };
             let shard = state.units[unit].shards[entry].as_ref()?;
@@ -86,13 +86,13 @@ impl<B: ShardBackend> Schedule<B> {
         let mut state = self.lock();
         let Some(checkpoint) = checkpoint(&mut state, id) else { return input };
         match B::from_dispatch(input.clone()) {
-            Some(Value::Autodiff(tensor, context)) => {
+            Some(FloatTensor::Autodiff(tensor, context)) => {
                 let value = Autodiff::<B>::from_inner(tensor.primitive().clone());
                 let node = tensor.is_tracked().then(|| tensor.id());
                 checkpoint.bytes += tensor.shape().num_elements() * tensor.dtype().size();
                 checkpoint.inputs.push(KeptInput { node, host: None });
                 checkpoint.parents.extend(node.map(|_| tensor));
-                B::into_dispatch(Value::Autodiff(value, context))
+                B::into_dispatch(FloatTensor::Autodiff(value, context))
             }
             _ => {
                 checkpoint.inputs.push(KeptInput { node: None, host: None });
@@ -111,14 +111,14 @@ impl<B: ShardBackend> Schedule<B> {
         let Some(checkpoint) = checkpoint(&mut state, id) else { return input };
         let at = checkpoint.stowed;
         checkpoint.stowed += 1;
-        let Some(Value::Autodiff(tensor, context)) = B::from_dispatch(input.clone()) else {
+        let Some(FloatTensor::Autodiff(tensor, context)) = B::from_dispatch(input.clone()) else {
             return input;
         };
         let (rank, dtype) = (tensor.shape().num_dims(), tensor.dtype());
         let Some(data) = B::to_host(tensor.into_primitive()) else { return input };
         checkpoint.inputs[at].host = Some(data);
         let stand_in = B::float_zeros(Shape::from(vec![1; rank]), &self.device, dtype.into());
-        B::into_dispatch(Value::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
+        B::into_dispatch(FloatTensor::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
     }
 
     /// The forward of a checkpointed call has run; it is kept with its inputs.
@@ -170,7 +170,8 @@ impl<B: ShardBackend> Schedule<B> {
         let mut leaves = Vec::new();
         let mut leaf = |tensor: DispatchTensor| {
             let input = inputs.next().unwrap_or(KeptInput { node: None, host: None });
-            let Some(Value::Autodiff(value, context)) = B::from_dispatch(tensor.clone()) else {
+            let Some(FloatTensor::Autodiff(value, context)) = B::from_dispatch(tensor.clone())
+            else {
                 return tensor;
             };
             let value = match input.host {
@@ -185,7 +186,7 @@ impl<B: ShardBackend> Schedule<B> {
                 }
                 None => Autodiff::<B>::from_inner(value),
             };
-            B::into_dispatch(Value::Autodiff(value, context))
+            B::into_dispatch(FloatTensor::Autodiff(value, context))
         };
         let found = {
             let _draws = Playback::start(forward.draws);
@@ -213,8 +214,8 @@ impl<B: ShardBackend> Schedule<B> {
         expected: Vec<Arrived<B>>,
     ) -> Result<Option<Tracked<B>>, Error> {
         let tensor = |output| match B::from_dispatch(output)? {
-            Value::Autodiff(output, _) => Some(output),
-            Value::Plain(_) => None,
+            FloatTensor::Autodiff(output, _) => Some(output),
+            FloatTensor::Plain(_) => None,
         };
         let found: Vec<Tracked<B>> = found.into_iter().filter_map(tensor).collect();
         let shapes = found.iter().map(TensorMetadata::shape);

@@ -55,7 +55,7 @@ impl<B: ShardBackend> Schedule<B> {
                 // Stepped where shards rest, and the optimizer's state with them.
                 let rest = self.settings.rest;
                 let [matrix, gradient] = [matrix, gradient].map(|parts| {
-                    StoredTensor::<B>::rest(self.join(place, parts), rest).into_dispatch()
+                    StoredTensor::<B>::store(self.join(place, parts), rest).into_dispatch()
                 });
                 // There they are counted for as long.
                 let moved = [
@@ -73,7 +73,8 @@ impl<B: ShardBackend> Schedule<B> {
                     self.tracker.take(from, bytes);
                 }
                 self.tracker.give_back(MemoryKind::Gradients, bytes);
-                updated = StoredTensor::<B>::read(matrix, rest).map(|(it, ..)| self.on_device(it));
+                updated = StoredTensor::<B>::from_dispatch(matrix, rest)
+                    .map(|(it, ..)| self.on_device(it));
             }
             scatters.push((place, updated));
         }
@@ -82,7 +83,7 @@ impl<B: ShardBackend> Schedule<B> {
         let scatters: Vec<_> = scatters.into_iter().map(scatter).collect();
         let shards = scatters.into_iter().map(|scatter| {
             let shard = scatter.wait()?.pop().flatten();
-            Ok(shard.map(|it| StoredTensor::<B>::rest(it, self.settings.rest).into_dispatch()))
+            Ok(shard.map(|it| StoredTensor::<B>::store(it, self.settings.rest).into_dispatch()))
         });
         let shards = shards.collect();
         self.tracker.give_back(MemoryKind::Gathered, bytes);
@@ -99,7 +100,7 @@ impl<B: ShardBackend> Schedule<B> {
     ) -> Gather<B> {
         let len = self.place(place).1.range().len();
         let shard = shard.filter(|_| len > 0);
-        let shard = shard.and_then(|it| StoredTensor::<B>::read(it, self.settings.rest));
+        let shard = shard.and_then(|it| StoredTensor::<B>::from_dispatch(it, self.settings.rest));
         let flat = shard.map(|(it, ..)| B::float_reshape(self.on_device(it), Shape::from([len])));
         let op = Op::new("gather", what);
         let device = self.device.clone();
