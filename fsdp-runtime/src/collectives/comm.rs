@@ -8,8 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::group::Group;
-use crate::error::CollectiveError;
-use crate::error::panic_message;
+use crate::error::{CollectiveError, IgnorePoison, panic_message};
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -84,8 +83,7 @@ impl Communicator {
             let _ = sender.send(outcome);
         };
         // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
-        let _ =
-            self.jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).send(Box::new(job));
+        let _ = self.jobs.lock().ignore_poison().send(Box::new(job));
         Work { result, rank, waited }
     }
 

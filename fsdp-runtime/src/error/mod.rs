@@ -4,6 +4,7 @@ mod checkpoint;
 mod collective;
 mod not_recomputable;
 mod panic;
+mod poison;
 mod pretrained;
 
 use burn::tensor::DType;
@@ -13,6 +14,7 @@ pub use self::collective::CollectiveError;
 use self::collective::join;
 pub use self::not_recomputable::NotRecomputable;
 pub(crate) use self::panic::{panic_message, raise};
+pub(crate) use self::poison::IgnorePoison;
 pub use self::pretrained::{LoadError, SaveError};
 use crate::layout::{MeshError, Rank, WorldSize};
 
