@@ -1,4 +1,5 @@
-//! The communication thread of a rank, which runs collectives in issue order while the rank computes.
+//! The communication thread of a rank, which runs collectives in issue order while the rank
+//! computes.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,9 +1,10 @@
 //! Conformance tests: one list of checks that every engine must pass, in worlds of 1 to 4 ranks.
 //!
 //! A check is a function that every rank of a process group runs, on the tensors of any backend. On
-//! `local`, the ranks are threads. For `mpi`, the test starts this test program again under `mpirun`,
-//! which then runs [`mpi::as_a_process`] alone; without `mpirun` the test is skipped. For `nccl`, threads
-//! run the checks on a NCCL that works in host memory, and on NVIDIA's if the machine has GPUs.
+//! `local`, the ranks are threads. For `mpi`, the test starts this test program again under
+//! `mpirun`, which then runs [`mpi::as_a_process`] alone; without `mpirun` the test is skipped. For
+//! `nccl`, threads run the checks on a NCCL that works in host memory, and on NVIDIA's if the
+//! machine has GPUs.
 
 mod faults;
 
@@ -69,8 +70,8 @@ fn checks<B: Tested>() -> [Check; 16] {
     ]
 }
 
-/// Numbers of elements that are hard for engines: fewer than ranks, primes, and sizes around and far above
-/// the largest message that MPI sends eagerly.
+/// Numbers of elements that are hard for engines: fewer than ranks, primes, and sizes around and
+/// far above the largest message that MPI sends eagerly.
 const SIZES: [usize; 6] = [1, 3, 64, 7919, 100_003, 1 << 20];
 
 fn op(name: &'static str, unit: &str) -> Op {
@@ -110,7 +111,8 @@ fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
 /// Types in which parameters and gradients are sent.
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// Returns an element of a rank's tensor. The values are such that the order of a sum changes its bits.
+/// Returns an element of a rank's tensor. The values are such that the order of a sum changes its
+/// bits.
 fn value(rank: usize, index: usize) -> f32 {
     ((index * 31 + rank * 7919) % 10_007) as f32 * 1e-3 - 3.3
 }
@@ -225,8 +227,8 @@ fn gather_to_one<B: Tested>(group: &AnyProcessGroup) {
     }
 }
 
-/// Reduces the gradients of `numels.len()` sharded matrices and as many replicated ones. Rank r has the
-/// gradient `entry` if `has(r, entry)`. Sums must have the bits of sums in rank order.
+/// Reduces the gradients of `numels.len()` sharded matrices and as many replicated ones. Rank r has
+/// the gradient `entry` if `has(r, entry)`. Sums must have the bits of sums in rank order.
 fn reduce<B: Tested>(
     group: &AnyProcessGroup,
     numels: &[usize],
@@ -237,8 +239,8 @@ fn reduce<B: Tested>(
     }
 }
 
-/// As [`reduce`], for matrices of several types. Gradients are sent in the type `sent_as`, or each in its
-/// own type if that is `None`.
+/// As [`reduce`], for matrices of several types. Gradients are sent in the type `sent_as`, or each
+/// in its own type if that is `None`.
 fn reduce_as<B: Tested>(
     group: &AnyProcessGroup,
     matrices: &[(DType, usize)],
@@ -278,8 +280,8 @@ fn reduce_as<B: Tested>(
     }
 }
 
-/// Compares sums: bit by bit, but to a tolerance for NCCL with more than two ranks, which sums in an order
-/// of its own.
+/// Compares sums: bit by bit, but to a tolerance for NCCL with more than two ranks, which sums in
+/// an order of its own.
 fn is_sum(group: &AnyProcessGroup, found: &[f32], expected: &[f32]) -> bool {
     let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-5 * b.abs().max(1.0);
     match group.engine() {

@@ -1,121 +1,29 @@
 //! The `local` engine: ranks are threads of one process, which exchange tensors by reference.
 //!
-//! Every collective is one *exchange*. The n-th exchange of a process group is its n-th *round*: each
-//! member puts its value into the round and waits until all members have done so. Exchanged values are
-//! never modified afterwards, so a rank may read its peers' values for as long as it likes, without a
-//! second rendezvous. Every rank sums in rank order, so results do not depend on timing.
+//! Every collective is one *exchange*. The n-th exchange of a process group is its n-th *round*:
+//! each member puts its value into the round and waits until all members have done so. Exchanged
+//! values are never modified afterwards, so a rank may read its peers' values for as long as it
+//! likes, without a second rendezvous. Every rank sums in rank order, so results do not depend on
+//! timing.
 //!
-//! The hub keeps the first failure: a time-out, ranks that issue different operations, or a rank that
-//! panicked or ended before the others. This failure ends all running and later exchanges of all
-//! process groups.
+//! The hub keeps the first failure: a time-out, ranks that issue different operations, or a rank
+//! that panicked or ended before the others. This failure ends all running and later exchanges of
+//! all process groups.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+pub(crate) use super::hub::Hub;
+use super::hub::{Round, RoundKey, State};
 use super::op::Op;
 use super::process_group::{ProcessGroup, Reduce, ReduceScatter};
 use super::split::members_of_color;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
 use crate::error::{CollectiveError, IgnorePoison};
-use crate::layout::{Rank, WorldSize};
-
-type AnyValue = Arc<dyn Any + Send + Sync>;
-/// Identifies a round: the id of the process group, and the round's sequence number in it.
-type RoundKey = (u64, u64);
-
-/// Shared state of the thread ranks of one process, through which they exchange values.
-#[derive(Debug)]
-pub(crate) struct Hub {
-    world: WorldSize,
-    timeout: Duration,
-    /// Whether ranks compare the sizes of collectives, and log every collective.
-    debug: bool,
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    rounds: HashMap<RoundKey, Round>,
-    /// Number of process groups besides the world; the last one's id.
-    groups: u64,
-    /// Ranks that take part in no further exchange.
-    ended: Vec<Rank>,
-    /// First failure of the run.
-    failure: Option<CollectiveError>,
-}
-
-/// One exchange that not all members have completed.
-#[derive(Debug)]
-struct Round {
-    op: Op,
-    /// First rank to join the round, which decides `op`.
-    opened_by: Rank,
-    /// Values of the members, in rank order; `None` for a member that has not joined.
-    values: Vec<Option<AnyValue>>,
-    /// Number of members that have taken the values.
-    taken: usize,
-}
-
-impl State {
-    /// Returns the values of a complete round, in rank order; `None` while a member is absent.
-    ///
-    /// Each member calls this once with success. The last one removes the round.
-    fn take_values(&mut self, key: RoundKey) -> Option<Vec<AnyValue>> {
-        let round =
-            self.rounds.get_mut(&key).expect("a round exists until every member has taken it");
-        if round.values.iter().any(Option::is_none) {
-            return None;
-        }
-        round.taken += 1;
-        if round.taken < round.values.len() {
-            return Some(round.values.iter().flatten().cloned().collect());
-        }
-        let round = self.rounds.remove(&key).expect("found above");
-        Some(round.values.into_iter().flatten().collect())
-    }
-}
-
-impl Hub {
-    /// Creates the hub of `world` ranks.
-    ///
-    /// Ranks wait for each other for at most `timeout`. With `debug`, ranks compare the sizes of
-    /// collectives and log every collective.
-    pub(crate) fn new(world: WorldSize, timeout: Duration, debug: bool) -> Arc<Self> {
-        Arc::new(Self { world, timeout, debug, state: Mutex::default(), changed: Condvar::new() })
-    }
-
-    /// Returns the number of ranks.
-    #[cfg(feature = "nccl")]
-    pub(super) fn world(&self) -> WorldSize {
-        self.world
-    }
-
-    /// Returns how long a rank waits for the others.
-    #[cfg(feature = "nccl")]
-    pub(super) fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().ignore_poison()
-    }
-
-    /// Returns the failure that has ended the run, if there is one.
-    pub(crate) fn failure(&self) -> Option<CollectiveError> {
-        self.lock().failure.clone()
-    }
-
-    /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it.
-    pub(crate) fn fail(&self, failure: CollectiveError) {
-        self.lock().failure.get_or_insert(failure);
-        self.changed.notify_all();
-    }
-}
+use crate::layout::Rank;
 
 /// A process group of thread ranks, as one of them sees it.
 #[derive(Debug)]
@@ -138,7 +46,7 @@ impl LocalGroup {
     }
 
     /// Returns the process group of the members that give the same `color`. All members call it.
-    pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+    pub(super) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let op = Op::new("split", "the mesh");
         let colors = self.exchange(&op, color)?;
         let (positions, index) = members_of_color(&colors, color, self.index);
@@ -160,7 +68,7 @@ impl LocalGroup {
     }
 
     /// Returns the members, as ranks of the world.
-    pub(crate) fn members(&self) -> &[Rank] {
+    pub(super) fn members(&self) -> &[Rank] {
         &self.members
     }
 
@@ -184,24 +92,24 @@ impl LocalGroup {
 
     /// Returns the failure that has ended the run, if there is one.
     #[cfg(any(feature = "mpi", feature = "nccl"))]
-    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+    pub(super) fn failure(&self) -> Option<CollectiveError> {
         self.hub.failure()
     }
 
     /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it.
-    pub(crate) fn fail(&self, failure: CollectiveError) {
+    pub(super) fn fail(&self, failure: CollectiveError) {
         self.hub.fail(failure);
     }
 
     /// Announces that this rank takes part in no further exchange, so that ranks which wait for it
     /// fail at once.
-    pub(crate) fn leave(&self) {
+    pub(super) fn leave(&self) {
         self.hub.lock().ended.push(self.rank());
         self.hub.changed.notify_all();
     }
 
     /// Returns the calling rank, as a rank of the world.
-    pub(crate) fn rank(&self) -> Rank {
+    pub(super) fn rank(&self) -> Rank {
         self.members[self.index]
     }
 
@@ -209,9 +117,9 @@ impl LocalGroup {
     ///
     /// # Errors
     ///
-    /// Returns the first failure of the run. It arises here if a member issues another operation, has
-    /// ended its run, or does not join within the time-out.
-    pub(crate) fn exchange<T: Any + Send + Sync>(
+    /// Returns the first failure of the run. It arises here if a member issues another operation,
+    /// has ended its run, or does not join within the time-out.
+    pub(super) fn exchange<T: Any + Send + Sync>(
         &self,
         op: &Op,
         value: T,
@@ -224,7 +132,8 @@ impl LocalGroup {
         round.values[self.index] = Some(Arc::new(value));
         hub.changed.notify_all();
         let values = loop {
-            // A complete round succeeds even if a member that has already taken it has failed since.
+            // A complete round succeeds even if a member that has already taken it has failed
+            // since.
             if let Some(values) = state.take_values(key) {
                 break values;
             }
@@ -383,6 +292,7 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layout::WorldSize;
 
     fn groups(world: usize, timeout: Duration) -> Vec<LocalGroup> {
         let hub = Hub::new(WorldSize::new(world).unwrap(), timeout, false);

@@ -1,11 +1,12 @@
 //! Process groups, and the collectives that sharding needs of them.
 //!
-//! There are three engines: [`local`] for ranks that are threads, `mpi` for ranks that are processes,
-//! and `nccl` for ranks with a GPU each, threads or processes. Ranks of `nccl` exchange host values
-//! through the hub of [`local`] or over the TCP `store`.
+//! There are three engines: [`local`] for ranks that are threads, `mpi` for ranks that are
+//! processes, and `nccl` for ranks with a GPU each, threads or processes. Ranks of `nccl` exchange
+//! host values through the hub of [`local`] or over the TCP `store`.
 //!
-//! [`process_group`] is the interface to collectives on tensors, and [`group`] a process group of any
-//! engine. [`comm`] is the communication thread, which runs a rank's collectives in issue order.
+//! [`process_group`] is the interface to collectives on tensors, and [`group`] a process group of
+//! any engine. [`comm`] is the communication thread, which runs a rank's collectives in issue
+//! order.
 
 pub(crate) mod comm;
 #[cfg(any(feature = "cli", feature = "nccl"))]
@@ -13,6 +14,7 @@ pub mod cuda;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod failure;
 pub(crate) mod group;
+mod hub;
 pub(crate) mod local;
 mod message;
 #[cfg(feature = "mpi")]

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 /// Name of one collective: its operation, and the unit or purpose it is for.
 ///
-/// Every rank issues the same collectives in the same order. Ranks compare the names to find out when
-/// they do not.
+/// Every rank issues the same collectives in the same order. Ranks compare the names to find out
+/// when they do not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Op {
     /// Operation, in PyTorch's words, such as `all_gather`.

@@ -15,15 +15,15 @@ use crate::layout::UnitLayout;
 /// How one gradient of a unit is reduced, and which part of the result this rank keeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reduce {
-    /// Elements of the flattened gradient that this rank keeps: its shard of a sharded parameter, or
-    /// all elements of a replicated one.
+    /// Elements of the flattened gradient that this rank keeps: its shard of a sharded parameter,
+    /// or all elements of a replicated one.
     pub(crate) range: Range<usize>,
     /// Shape of the kept elements.
     pub(crate) shape: Vec<usize>,
     /// Index of the sharded matrix in the unit's layout; `None` for a replicated parameter.
     pub(crate) segment: Option<usize>,
-    /// Type in which every rank sends this gradient; the sum is in f32. All matrices of one flat range
-    /// have the same type, and different flat ranges may have different ones.
+    /// Type in which every rank sends this gradient; the sum is in f32. All matrices of one flat
+    /// range have the same type, and different flat ranges may have different ones.
     pub(crate) dtype: DType,
 }
 
@@ -41,8 +41,8 @@ pub(crate) struct ReduceScatter<'a, B: ShardBackend> {
 
 /// Collectives on tensors among the members of a process group.
 ///
-/// Every method blocks, so only the communication thread calls them. An absent tensor (`None`) stands
-/// for zeros. A result is absent where every member's tensor is.
+/// Every method blocks, so only the communication thread calls them. An absent tensor (`None`)
+/// stands for zeros. A result is absent where every member's tensor is.
 pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
     /// Fills `buffer` with the shards of all members, in rank order.
     ///

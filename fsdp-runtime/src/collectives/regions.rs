@@ -1,5 +1,6 @@
-//! Buffers and bookkeeping that the engines `mpi` and `nccl` share: receive buffers with a region for
-//! each member, buffers reused between collectives, and the facts of a reduction that all ranks know.
+//! Buffers and bookkeeping that the engines `mpi` and `nccl` share: receive buffers with a region
+//! for each member, buffers reused between collectives, and the facts of a reduction that all ranks
+//! know.
 
 use std::any::Any;
 use std::collections::HashMap;

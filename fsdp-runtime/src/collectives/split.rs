@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-/// Returns the positions of the members that gave `color`, in order, and which of these is `own`, the
-/// position of the calling rank.
+/// Returns the positions of the members that gave `color`, in order, and which of these is `own`,
+/// the position of the calling rank.
 ///
 /// # Panics
 ///

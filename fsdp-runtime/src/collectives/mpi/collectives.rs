@@ -59,7 +59,8 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         let own = B::host(buffer.view(shard(self.index).start, &[shard_len]));
         self.transfer(op, receive, own, |own, transfers| {
             for to in self.others() {
-                // SAFETY: `transfer` keeps `own`: a view of this rank's part of the buffer, or a copy.
+                // SAFETY: `transfer` keeps `own`: a view of this rank's part of the buffer, or a
+                // copy.
                 unsafe { self.send(transfers, to, 0, own.as_ref()) };
             }
         })?;

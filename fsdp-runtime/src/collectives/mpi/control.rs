@@ -1,12 +1,12 @@
 //! Control messages between the processes of a launch: announcements of collectives, and failures.
 //!
 //! Before a collective moves data, its members hold a rendezvous: each sends every other member an
-//! *announcement* with the process group, the collective's sequence number in it, the operation, the
-//! unit, and a payload. A rank continues when it has received all announcements. This gives three
-//! guarantees. A member that does not come is known by rank. Members that issue different collectives
-//! find out before any data moves. And once data moves, all members are ready, so that only the
-//! rendezvous waits for slow peers, and it sleeps while it does. An announcement has a few dozen bytes,
-//! which MPI sends eagerly.
+//! *announcement* with the process group, the collective's sequence number in it, the operation,
+//! the unit, and a payload. A rank continues when it has received all announcements. This gives
+//! three guarantees. A member that does not come is known by rank. Members that issue different
+//! collectives find out before any data moves. And once data moves, all members are ready, so that
+//! only the rendezvous waits for slow peers, and it sleeps while it does. An announcement has a few
+//! dozen bytes, which MPI sends eagerly.
 //!
 //! The first failure is sent to all ranks. It ends all running and later collectives.
 
@@ -102,8 +102,8 @@ impl ControlChannel {
         self.state.lock().ignore_poison()
     }
 
-    /// Waits until every member has announced the collective, and returns the members' payloads, in the
-    /// order of `call.members`.
+    /// Waits until every member has announced the collective, and returns the members' payloads, in
+    /// the order of `call.members`.
     pub(super) fn rendezvous(
         &self,
         call: CollectiveCall<'_>,
@@ -286,8 +286,8 @@ impl ControlChannel {
         self.lock().failure.clone()
     }
 
-    /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it; returns the
-    /// failure that it ended with.
+    /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it; returns
+    /// the failure that it ended with.
     pub(super) fn fail(&self, failure: CollectiveError) -> CollectiveError {
         self.fail_locked(&mut self.lock(), failure)
     }
@@ -345,8 +345,8 @@ impl Drop for ControlChannel {
     }
 }
 
-/// Removes the items whose requests are complete. Returns the first error, if MPI has refused a test;
-/// an item whose test fails is removed too.
+/// Removes the items whose requests are complete. Returns the first error, if MPI has refused a
+/// test; an item whose test fails is removed too.
 fn drop_completed<T>(
     items: &mut Vec<T>,
     request: impl Fn(&mut T) -> &mut Request,

@@ -87,17 +87,17 @@ impl MpiGroup {
     }
 
     /// Returns the failure that has ended the run, as far as this rank knows of one.
-    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+    pub(in crate::collectives) fn failure(&self) -> Option<CollectiveError> {
         self.control.failure()
     }
 
     /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it.
-    pub(crate) fn fail(&self, failure: CollectiveError) {
+    pub(in crate::collectives) fn fail(&self, failure: CollectiveError) {
         self.control.fail(failure);
     }
 
     /// Returns the process group of the members that give the same `color`. All members call it.
-    pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+    pub(in crate::collectives) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let op = Op::new("split", "the mesh");
         let colors = self.exchange(&op, color)?;
         let (positions, index) = members_of_color(&colors, color, self.index);
@@ -110,7 +110,7 @@ impl MpiGroup {
     }
 
     /// Returns every member's value, in rank order. All members call it.
-    pub(crate) fn exchange<T: Message>(
+    pub(in crate::collectives) fn exchange<T: Message>(
         &self,
         op: &Op,
         value: T,
@@ -129,8 +129,8 @@ impl MpiGroup {
         payloads.iter().enumerate().map(decode).collect()
     }
 
-    /// Waits until every member has issued the collective, and returns the members' payloads, in rank
-    /// order.
+    /// Waits until every member has issued the collective, and returns the members' payloads, in
+    /// rank order.
     pub(super) fn rendezvous(
         &self,
         op: &Op,
@@ -141,8 +141,8 @@ impl MpiGroup {
         self.control.rendezvous(call, op, payload)
     }
 
-    /// Returns the positions of the other members, starting after this one: with a different first peer
-    /// on each rank, the ranks do not all send to one peer at once.
+    /// Returns the positions of the other members, starting after this one: with a different first
+    /// peer on each rank, the ranks do not all send to one peer at once.
     pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (index, size) = (self.index, self.members.len());
         (1..size).map(move |step| (index + step) % size)

@@ -1,6 +1,7 @@
 //! Reductions over MPI. Every rank receives all ranks' gradients of the elements it keeps, and sums
-//! them in rank order. Of a replicated gradient, each rank sums a part and sends the sum to the others.
-//! Gradients of several types are exchanged one type after the other, since a buffer has one type.
+//! them in rank order. Of a replicated gradient, each rank sums a part and sends the sum to the
+//! others. Gradients of several types are exchanged one type after the other, since a buffer has
+//! one type.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,8 +27,8 @@ struct ReceivedParts<'a, B: ShardBackend> {
 }
 
 impl MpiGroup {
-    /// Returns the elements of a gradient that member `index` sums: its shard of a sharded parameter,
-    /// or an equal part of a replicated one.
+    /// Returns the elements of a gradient that member `index` sums: its shard of a sharded
+    /// parameter, or an equal part of a replicated one.
     fn summed_part(&self, reduction: &Reduction<'_>, entry: usize, index: usize) -> Range<usize> {
         let keep = &reduction.keep[entry];
         match keep.segment {
@@ -40,8 +41,8 @@ impl MpiGroup {
         }
     }
 
-    /// Sums this rank's parts of all gradients, and divides them. A sum is absent where no rank has the
-    /// gradient, or where this rank's part is empty.
+    /// Sums this rank's parts of all gradients, and divides them. A sum is absent where no rank has
+    /// the gradient, or where this rank's part is empty.
     pub(super) fn sum_parts<B: ShardBackend>(
         &self,
         op: &Op,
@@ -64,8 +65,8 @@ impl MpiGroup {
         Ok(sums)
     }
 
-    /// Sends every member its parts of this rank's gradients, and receives this rank's parts of theirs.
-    /// `entries` are the gradients of one type; there is at least one.
+    /// Sends every member its parts of this rank's gradients, and receives this rank's parts of
+    /// theirs. `entries` are the gradients of one type; there is at least one.
     fn exchange_parts<'a, B: ShardBackend>(
         &self,
         op: &Op,
@@ -107,8 +108,8 @@ impl MpiGroup {
         Ok(ReceivedParts { entries, regions, buffer })
     }
 
-    /// Sums this rank's part of the gradient at position `at` of the received entries, in rank order,
-    /// and divides it.
+    /// Sums this rank's part of the gradient at position `at` of the received entries, in rank
+    /// order, and divides it.
     fn sum_part<B: ShardBackend>(
         &self,
         gradients: &[Option<Float<B>>],
@@ -138,8 +139,8 @@ impl MpiGroup {
         (!parts.is_empty()).then(|| B::mean(&parts, 0..range.len(), *divisor, shape.into()))
     }
 
-    /// Replaces the sums of this rank's parts of replicated gradients by the full gradients, which are
-    /// assembled from the parts of all ranks.
+    /// Replaces the sums of this rank's parts of replicated gradients by the full gradients, which
+    /// are assembled from the parts of all ranks.
     pub(super) fn assemble_replicated<B: ShardBackend>(
         &self,
         op: &Op,

@@ -1,8 +1,8 @@
 //! Safe wrappers of the MPI functions that the engine calls. Each checks the result of its call.
 //!
-//! Initialisation asks for `MPI_THREAD_MULTIPLE`: while the communication thread runs collectives, the
-//! rank's own thread may report a failure to the other ranks. Communicators are never freed: a launch
-//! makes a handful, and they live as long as the process.
+//! Initialisation asks for `MPI_THREAD_MULTIPLE`: while the communication thread runs collectives,
+//! the rank's own thread may report a failure to the other ranks. Communicators are never freed: a
+//! launch makes a handful, and they live as long as the process.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -96,8 +96,8 @@ unsafe impl Send for Comm {}
 unsafe impl Sync for Comm {}
 
 impl Comm {
-    /// Creates a communicator of all processes, whose messages mix with no other communicator's. All
-    /// processes call it.
+    /// Creates a communicator of all processes, whose messages mix with no other communicator's.
+    /// All processes call it.
     pub(super) fn world() -> Result<Self, MpiError> {
         // SAFETY: a constant of the library; MPI has been initialised by `initialise`.
         let world = Self(unsafe { ffi::RSMPI_COMM_WORLD });
@@ -189,7 +189,8 @@ impl Comm {
         Ok(request)
     }
 
-    /// Receives a message that has arrived, with the position of its sender; `None` if there is none.
+    /// Receives a message that has arrived, with the position of its sender; `None` if there is
+    /// none.
     pub(super) fn receive_any(self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
         // SAFETY: a status consists of integers, for which zeros are valid.
         let mut status: ffi::MPI_Status = unsafe { std::mem::zeroed() };

@@ -1,5 +1,5 @@
-//! Transfers of tensor data: non-blocking sends and receives, whose memory stays valid until they are
-//! complete.
+//! Transfers of tensor data: non-blocking sends and receives, whose memory stays valid until they
+//! are complete.
 
 use std::mem::ManuallyDrop;
 use std::ops::Range;
@@ -60,8 +60,8 @@ impl MpiGroup {
     ///
     /// # Safety
     ///
-    /// The elements must stay valid and unchanged until the transfers have succeeded, and forever if
-    /// they fail.
+    /// The elements must stay valid and unchanged until the transfers have succeeded, and forever
+    /// if they fail.
     pub(super) unsafe fn send(
         &self,
         transfers: &mut Transfers,
@@ -109,8 +109,8 @@ impl MpiGroup {
 
     /// Receives what `receive` expects, while sending what `start_sends` sends, and returns `sent`.
     ///
-    /// `sent` owns the memory that is sent: it is kept until all transfers are complete, and forever if
-    /// one fails.
+    /// `sent` owns the memory that is sent: it is kept until all transfers are complete, and
+    /// forever if one fails.
     pub(super) fn transfer<B: ShardBackend, K>(
         &self,
         op: &Op,
@@ -163,7 +163,8 @@ impl MpiGroup {
         let mut offset = 0;
         for Expected { from, tag, range } in expected {
             let bytes = range.len() * size;
-            // SAFETY: the ranges lie one after the other in the staging buffer, which `owned` keeps.
+            // SAFETY: the ranges lie one after the other in the staging buffer, which `owned`
+            // keeps.
             unsafe { self.receive(&mut transfers, *from, *tag, start.add(offset), bytes) };
             offset += bytes;
         }
@@ -182,7 +183,8 @@ impl MpiGroup {
     }
 }
 
-/// Makes Flex receive through the staging buffer too, so that tests cover it without another device.
+/// Makes Flex receive through the staging buffer too, so that tests cover it without another
+/// device.
 #[cfg(test)]
 pub(in crate::collectives) static ALWAYS_STAGED: std::sync::atomic::AtomicBool =
     std::sync::atomic::AtomicBool::new(false);

@@ -14,8 +14,8 @@ use crate::collectives::regions::{BroadcastRoot, MemberRegions, Reduction};
 use crate::error::CollectiveError;
 
 impl NcclGroup {
-    /// Broadcasts the tensor of each member that has one, and returns one flat tensor of each member, in
-    /// rank order. `own` is the calling rank's tensor.
+    /// Broadcasts the tensor of each member that has one, and returns one flat tensor of each
+    /// member, in rank order. `own` is the calling rank's tensor.
     ///
     /// `lens` are the lengths of the members' tensors in elements; `None` for a member without one.
     fn broadcast_each<B: ShardBackend>(
@@ -61,8 +61,8 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         }
         assert!(self.size() * shard_len <= buffer.numel(), "an all-gather fits its buffer");
         let (index, size) = (self.host.index(), buffer.dtype().size());
-        // SAFETY: the shards lie within the buffer, as checked above, and the schedule lets nobody read
-        // a buffer while it is gathered.
+        // SAFETY: the shards lie within the buffer, as checked above, and the schedule lets nobody
+        // read a buffer while it is gathered.
         unsafe {
             self.run::<B>(op, device, buffer, |collectives, at| {
                 collectives.all_gather(at, index, shard_len, size)

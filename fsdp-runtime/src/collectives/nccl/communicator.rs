@@ -1,8 +1,8 @@
 //! An NCCL communicator, which is formed, used and ended without blocking inside a call.
 //!
-//! It is formed with `blocking = 0`: every call returns at once, and [`Watch`] polls for the end of what
-//! NCCL has in progress, for failures of other ranks and for the time-out. After a failure, of this rank
-//! or a peer, the communicator is aborted, which ends its kernels, and is not used again.
+//! It is formed with `blocking = 0`: every call returns at once, and [`Watch`] polls for the end of
+//! what NCCL has in progress, for failures of other ranks and for the time-out. After a failure, of
+//! this rank or a peer, the communicator is aborted, which ends its kernels, and is not used again.
 
 use std::ffi::{c_int, c_void};
 use std::sync::mpsc::channel;
@@ -23,8 +23,8 @@ const END: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 struct Handle(ncclComm_t);
 
-// SAFETY: any thread may use an NCCL communicator, one thread at a time, which the lock around the handle
-// ensures.
+// SAFETY: any thread may use an NCCL communicator, one thread at a time, which the lock around the
+// handle ensures.
 unsafe impl Send for Handle {}
 
 /// This rank's part of an NCCL communicator.
@@ -36,8 +36,8 @@ pub(super) struct NcclCommunicator {
 }
 
 impl NcclCommunicator {
-    /// Forms a communicator of `size` ranks with the same `id`, of which this one is `rank`. All of them
-    /// call it.
+    /// Forms a communicator of `size` ranks with the same `id`, of which this one is `rank`. All of
+    /// them call it.
     pub(super) fn new(
         library: Arc<Library>,
         stream: Arc<CollectiveStream>,
@@ -54,8 +54,8 @@ impl NcclCommunicator {
         formed.wait_until_ready(watch)
     }
 
-    /// Forms a communicator of the members that give the same `color`, in the order of `key`. All members
-    /// call it.
+    /// Forms a communicator of the members that give the same `color`, in the order of `key`. All
+    /// members call it.
     pub(super) fn split(
         &self,
         color: usize,
@@ -66,8 +66,8 @@ impl NcclCommunicator {
         let parent = self.lock();
         // The handle is boxed because NCCL writes it later if the call is still in progress.
         let mut part = Box::new(std::ptr::null_mut());
-        // SAFETY: the context is current, the parent has no call in progress, and `part` outlives this
-        // call, or is leaked below.
+        // SAFETY: the context is current, the parent has no call in progress, and `part` outlives
+        // this call, or is leaked below.
         let outcome =
             unsafe { self.library.split(parent.0, int(color), int(key), &mut part) }.map(|_| ());
         // NCCL has written the handle once the parent's call is complete.
@@ -108,13 +108,13 @@ impl NcclCommunicator {
         Ok(())
     }
 
-    /// Runs the collectives that `queue` queues, as one NCCL group, and waits for their end. On an error
-    /// the communicator is aborted.
+    /// Runs the collectives that `queue` queues, as one NCCL group, and waits for their end. On an
+    /// error the communicator is aborted.
     ///
     /// # Safety
     ///
-    /// The memory of the collectives must stay valid until this function returns `Ok`, and forever if it
-    /// does not.
+    /// The memory of the collectives must stay valid until this function returns `Ok`, and forever
+    /// if it does not.
     pub(super) unsafe fn run(
         &self,
         dtype: ncclDataType_t,
@@ -162,8 +162,8 @@ impl NcclCommunicator {
 
     /// Aborts the communicator and its kernels.
     ///
-    /// NCCL may take arbitrarily long if a peer is gone, so the abort runs on a thread of its own and is
-    /// waited for at most [`END`].
+    /// NCCL may take arbitrarily long if a peer is gone, so the abort runs on a thread of its own
+    /// and is waited for at most [`END`].
     pub(super) fn abort(&self) {
         let comm = std::mem::replace(&mut self.lock().0, std::ptr::null_mut());
         if comm.is_null() {
@@ -209,8 +209,9 @@ impl Drop for NcclCommunicator {
 
 /// Queues the collectives of one [`NcclCommunicator::run`].
 ///
-/// Ranks are positions in the communicator. Elements have the type of the run. Addresses `at` are those
-/// of the first element, on the communicator's device. Only the run may use the memory until it ends.
+/// Ranks are positions in the communicator. Elements have the type of the run. Addresses `at` are
+/// those of the first element, on the communicator's device. Only the run may use the memory until
+/// it ends.
 pub(super) struct Collectives<'a> {
     library: &'a Library,
     queue: Queue,
@@ -222,7 +223,8 @@ impl Collectives<'_> {
     ///
     /// # Safety
     ///
-    /// There are `count` elements for every rank at `at`, of `size` bytes each; `rank` is the calling one.
+    /// There are `count` elements for every rank at `at`, of `size` bytes each; `rank` is the
+    /// calling one.
     pub(super) unsafe fn all_gather(
         &self,
         at: u64,
@@ -231,8 +233,8 @@ impl Collectives<'_> {
         size: usize,
     ) -> Result<(), NcclError> {
         let own = pointer(at + (rank * count * size) as u64);
-        // SAFETY: the caller promises the memory. NCCL supports an all-gather in place: each rank sends
-        // from where its own elements are received.
+        // SAFETY: the caller promises the memory. NCCL supports an all-gather in place: each rank
+        // sends from where its own elements are received.
         unsafe { self.library.all_gather(self.queue, own, pointer(at), count) }.map(|_| ())
     }
 

@@ -1,5 +1,5 @@
-//! Conformance tests of the engine `nccl`, with threads and with the store: on a NCCL that works in host
-//! memory, and on NVIDIA's with as many GPUs as the machine has.
+//! Conformance tests of the engine `nccl`, with threads and with the store: on a NCCL that works in
+//! host memory, and on NVIDIA's with as many GPUs as the machine has.
 //!
 //! On a machine with GPUs: `cargo test --release --features cuda --lib nccl -- --nocapture`.
 

@@ -1,8 +1,8 @@
 //! A NCCL for tests: NCCL's functions in host memory, between threads of one process.
 //!
-//! As NVIDIA's NCCL does with `blocking = 0`, calls return at once, and the caller polls for their end. So
-//! tests without a GPU cover the engine's addresses, counts, order of collectives, and how it ends. They
-//! do not cover NVIDIA's NCCL, the driver, and CubeCL's streams.
+//! As NVIDIA's NCCL does with `blocking = 0`, calls return at once, and the caller polls for their
+//! end. So tests without a GPU cover the engine's addresses, counts, order of collectives, and how
+//! it ends. They do not cover NVIDIA's NCCL, the driver, and CubeCL's streams.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -78,22 +78,22 @@ thread_local! {
 static ABORTS: AtomicUsize = AtomicUsize::new(0);
 
 /// Makes this thread's next collective fail.
-pub(crate) fn fail_next() {
+pub(in crate::collectives) fn fail_next() {
     FAIL.set(true);
 }
 
 /// Makes this thread's next collective hang.
-pub(crate) fn hang_next() {
+pub(in crate::collectives) fn hang_next() {
     HANG.set(true);
 }
 
 /// Returns the number of communicators that were aborted until now.
-pub(crate) fn aborts() -> usize {
+pub(in crate::collectives) fn aborts() -> usize {
     ABORTS.load(Ordering::SeqCst)
 }
 
 /// Returns the table of the fake's functions.
-pub(crate) fn library() -> Arc<Library> {
+pub(in crate::collectives) fn library() -> Arc<Library> {
     Arc::new(Library {
         ncclGetErrorString: error_string,
         ncclGetLastError: last_error,
@@ -144,8 +144,8 @@ fn handle(world: Arc<World>, rank: usize) -> ncclComm_t {
 /// The handle still owns its reference.
 unsafe fn comm(handle: ncclComm_t) -> Arc<Comm> {
     let handle = handle.cast::<Comm>().cast_const();
-    // SAFETY: `handle` made the pointer, and the reference count is incremented before `from_raw` takes
-    // one reference over.
+    // SAFETY: `handle` made the pointer, and the reference count is incremented before `from_raw`
+    // takes one reference over.
     unsafe {
         Arc::increment_strong_count(handle);
         Arc::from_raw(handle)
@@ -355,8 +355,8 @@ unsafe extern "C" fn receive(
 ///
 /// # Safety
 ///
-/// There are `bytes` bytes at `at`. They stay valid, and nobody writes them, until the engine has polled
-/// the end of the collective.
+/// There are `bytes` bytes at `at`. They stay valid, and nobody writes them, until the engine has
+/// polled the end of the collective.
 unsafe fn read(at: usize, bytes: usize) -> Vec<u8> {
     // SAFETY: as the caller promises.
     unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(at), bytes) }.to_vec()
@@ -366,8 +366,8 @@ unsafe fn read(at: usize, bytes: usize) -> Vec<u8> {
 ///
 /// # Safety
 ///
-/// There is room for the bytes at `at`. It stays valid, and nobody reads it, until the engine has polled the
-/// end of the collective.
+/// There is room for the bytes at `at`. It stays valid, and nobody reads it, until the engine has
+/// polled the end of the collective.
 unsafe fn write(at: usize, bytes: &[u8]) {
     let to: *mut u8 = std::ptr::with_exposed_provenance_mut(at);
     // SAFETY: as the caller promises.
@@ -382,7 +382,8 @@ fn work(comm: &Comm, posts: Vec<Post>) {
     for post in sends.into_iter().chain(others) {
         let done = match post.kind {
             Kind::Send(to) => {
-                // SAFETY: the engine keeps the elements until it has polled the end of the collective.
+                // SAFETY: the engine keeps the elements until it has polled the end of the
+                // collective.
                 let elements = unsafe { read(post.from, post.count * post.size) };
                 let mut state = comm.world.state.lock().unwrap();
                 state.mail.entry((comm.rank, to)).or_default().push(elements);
@@ -420,8 +421,8 @@ fn receive_from(comm: &Comm, from: usize, post: Post) -> bool {
     }
 }
 
-/// Waits for every rank's call of the same collective; the last rank does the work of all. Returns whether
-/// the collective was completed.
+/// Waits for every rank's call of the same collective; the last rank does the work of all. Returns
+/// whether the collective was completed.
 fn join_collective(comm: &Comm, post: Post) -> bool {
     let world = &comm.world;
     let sequence = comm.sequence.fetch_add(1, Ordering::SeqCst);

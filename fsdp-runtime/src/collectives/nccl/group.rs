@@ -40,7 +40,7 @@ impl NcclGroup {
     }
 
     /// Returns the members, as ranks of the world.
-    pub(crate) fn members(&self) -> &[Rank] {
+    pub(in crate::collectives) fn members(&self) -> &[Rank] {
         self.host.members()
     }
 
@@ -50,17 +50,17 @@ impl NcclGroup {
     }
 
     /// Returns the calling rank, as a rank of the world.
-    pub(crate) fn rank(&self) -> Rank {
+    pub(in crate::collectives) fn rank(&self) -> Rank {
         self.host.rank()
     }
 
     /// Returns the failure that has ended the run, as far as this rank knows of one.
-    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+    pub(in crate::collectives) fn failure(&self) -> Option<CollectiveError> {
         self.host.failure()
     }
 
     /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it.
-    pub(crate) fn fail(&self, failure: CollectiveError) {
+    pub(in crate::collectives) fn fail(&self, failure: CollectiveError) {
         self.host.fail(failure);
     }
 
@@ -73,7 +73,7 @@ impl NcclGroup {
     }
 
     /// Returns every member's value, in rank order. All members call it.
-    pub(crate) fn exchange<T: Message>(
+    pub(in crate::collectives) fn exchange<T: Message>(
         &self,
         op: &Op,
         value: T,
@@ -82,7 +82,7 @@ impl NcclGroup {
     }
 
     /// Returns the process group of the members that give the same `color`. All members call it.
-    pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+    pub(in crate::collectives) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let host = self.host.split(color)?;
         let mut watch = Watch::of_setup(&self.host);
         let communicator = self.communicator.split(color, self.host.index(), &mut watch);
@@ -91,8 +91,8 @@ impl NcclGroup {
         Ok(Self::new(host, communicator))
     }
 
-    /// Runs the collectives that `queue` queues on `buffer`, given the buffer's address, and waits for
-    /// their end.
+    /// Runs the collectives that `queue` queues on `buffer`, given the buffer's address, and waits
+    /// for their end.
     ///
     /// # Safety
     ///

@@ -1,21 +1,22 @@
 //! The `nccl` engine: ranks are threads or processes, and each has a GPU of its own.
 //!
-//! NCCL moves the data and takes the sums, on a CUDA stream of each rank's own. A collective has three
-//! steps:
+//! NCCL moves the data and takes the sums, on a CUDA stream of each rank's own. A collective has
+//! three steps:
 //!
-//! 1. The ranks hold a rendezvous on the host ([`HostGroup`](super::store::HostGroup)). Ranks that issue
-//!    different collectives, come late or do not come are named before any data moves. Ranks also
-//!    exchange what NCCL does not carry, such as which rank has which gradient.
-//! 2. CubeCL's stream is made to come after all work that was issued on the buffers, and is waited for.
+//! 1. The ranks hold a rendezvous on the host ([`HostGroup`](super::store::HostGroup)). Ranks that
+//!    issue different collectives, come late or do not come are named before any data moves. Ranks
+//!    also exchange what NCCL does not carry, such as which rank has which gradient.
+//! 2. CubeCL's stream is made to come after all work that was issued on the buffers, and is waited
+//!    for.
 //! 3. NCCL runs on the buffers' addresses, and is waited for before anyone reads them.
 //!
 //! Both waits are on the host, so no stream needs to wait for another.
 //!
-//! The layers are those of cudarc: [`sys`] loads the functions, [`result`] converts their result codes,
-//! and [`communicator`] makes them safe to use. [`stream`] is a rank's GPU and stream, [`world`] forms
-//! the process group of all ranks, and [`reduce`] implements reductions. NCCL sums f32 gradients of
-//! three or more ranks in an order of its own, not in rank order: such sums agree with other engines'
-//! up to rounding.
+//! The layers are those of cudarc: [`sys`] loads the functions, [`result`] converts their result
+//! codes, and [`communicator`] makes them safe to use. [`stream`] is a rank's GPU and stream,
+//! [`world`] forms the process group of all ranks, and [`reduce`] implements reductions. NCCL sums
+//! f32 gradients of three or more ranks in an order of its own, not in rank order: such sums agree
+//! with other engines' up to rounding.
 
 mod collectives;
 mod communicator;

@@ -1,10 +1,10 @@
 //! Reductions over NCCL.
 //!
-//! NCCL sums f32 gradients in place: it reduce-scatters the flat ranges of sharded parameters, each on
-//! its own, and all-reduces replicated gradients. Sharded gradients in half precision are not summed as
-//! such: each rank receives all ranks' parts of its shard and sums them in f32, in rank order, as the
-//! other engines do; this moves as many bytes. Replicated gradients in half precision are converted to
-//! f32 and summed by NCCL.
+//! NCCL sums f32 gradients in place: it reduce-scatters the flat ranges of sharded parameters, each
+//! on its own, and all-reduces replicated gradients. Sharded gradients in half precision are not
+//! summed as such: each rank receives all ranks' parts of its shard and sums them in f32, in rank
+//! order, as the other engines do; this moves as many bytes. Replicated gradients in half precision
+//! are converted to f32 and summed by NCCL.
 
 use std::ops::Range;
 
@@ -22,7 +22,8 @@ use crate::layout::{FlatLayout, WorldSize};
 type Sums<B> = Vec<(usize, Float<B>)>;
 
 impl Reduction<'_> {
-    /// Returns the index of the flat range that a sharded gradient lies in; `None` for a replicated one.
+    /// Returns the index of the flat range that a sharded gradient lies in; `None` for a replicated
+    /// one.
     fn flat_range_of(&self, entry: usize) -> Option<usize> {
         self.keep[entry].segment.map(|segment| self.layout.range_of(segment))
     }
@@ -33,8 +34,8 @@ impl Reduction<'_> {
     }
 }
 
-/// The buffer in which NCCL sums gradients: first the flat ranges to reduce-scatter, then the replicated
-/// gradients to all-reduce. Positions and lengths are in elements.
+/// The buffer in which NCCL sums gradients: first the flat ranges to reduce-scatter, then the
+/// replicated gradients to all-reduce. Positions and lengths are in elements.
 struct SumRegions<'a> {
     reduction: &'a Reduction<'a>,
     /// Gradients that are summed.
@@ -43,8 +44,8 @@ struct SumRegions<'a> {
     scattered: Vec<usize>,
     /// Regions of these flat ranges.
     flat_ranges: FlatLayout,
-    /// Regions of the replicated gradients, relative to the end of the flat ranges. Each entry has one,
-    /// which is empty for a sharded gradient.
+    /// Regions of the replicated gradients, relative to the end of the flat ranges. Each entry has
+    /// one, which is empty for a sharded gradient.
     replicated: FlatLayout,
 }
 
@@ -90,8 +91,8 @@ impl<'a> SumRegions<'a> {
         start + within.start..start + within.end
     }
 
-    /// Returns the entry at position `at`, with the start and shape of the elements that the calling rank
-    /// keeps; `None` if it keeps none.
+    /// Returns the entry at position `at`, with the start and shape of the elements that the
+    /// calling rank keeps; `None` if it keeps none.
     fn kept(&self, at: usize) -> Option<(usize, (usize, Shape))> {
         let entry = self.entries[at];
         let Reduce { range, shape, segment, .. } = &self.reduction.keep[entry];
@@ -102,8 +103,8 @@ impl<'a> SumRegions<'a> {
 }
 
 impl NcclGroup {
-    /// Sums each gradient over the members and divides it; returns the elements that this rank keeps. A
-    /// sum is absent where no rank has the gradient.
+    /// Sums each gradient over the members and divides it; returns the elements that this rank
+    /// keeps. A sum is absent where no rank has the gradient.
     pub(super) fn reduce<B: ShardBackend>(
         &self,
         op: &Op,
@@ -151,8 +152,8 @@ impl NcclGroup {
         };
         buffer.write_all(entries.iter().enumerate().map(own).collect());
         let (index, size) = (self.host.index(), DType::F32.size());
-        // SAFETY: the regions lie within the buffer. Only this function uses the group's sum buffers, and
-        // one sum runs at a time.
+        // SAFETY: the regions lie within the buffer. Only this function uses the group's sum
+        // buffers, and one sum runs at a time.
         unsafe {
             self.run::<B>(op, device, &buffer, |collectives, start| {
                 for (position, &range) in regions.scattered.iter().enumerate() {
@@ -178,8 +179,8 @@ impl NcclGroup {
         Ok(entries.into_iter().zip(B::unpack(full, parts, DType::F32, divisor)).collect())
     }
 
-    /// Sums sharded gradients in rank order, from parts that the members send each other. All `entries`
-    /// lie in one flat range.
+    /// Sums sharded gradients in rank order, from parts that the members send each other. All
+    /// `entries` lie in one flat range.
     fn sum_parts<B: ShardBackend>(
         &self,
         op: &Op,
@@ -195,15 +196,15 @@ impl NcclGroup {
         let (index, size) = (self.host.index(), self.size());
         let flat = reduction.flat(flat_range);
         let (shard_len, padded_len) = (flat.shard_len(), flat.padded_len());
-        // The first half is this rank's flat range, the second half this rank's shard as each member has
-        // it, in rank order.
+        // The first half is this rank's flat range, the second half this rank's shard as each
+        // member has it, in rank order.
         let buffer = self.part_buffers.buffer::<B>(device, 2 * padded_len, dtype);
         let own = |&entry: &usize| {
             Some((layout.segment(keep[entry].segment?).start, gradients[entry].clone()?))
         };
         buffer.write_all(entries.iter().filter_map(own).collect());
-        // SAFETY: all members' shards lie within the buffer. Only this function uses the group's part
-        // buffers, and one sum runs at a time.
+        // SAFETY: all members' shards lie within the buffer. Only this function uses the group's
+        // part buffers, and one sum runs at a time.
         unsafe {
             self.run::<B>(op, device, &buffer, |collectives, start| {
                 let address = |element: usize| start + (element * dtype.size()) as u64;

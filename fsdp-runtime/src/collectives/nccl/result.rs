@@ -13,8 +13,8 @@ use crate::collectives::cuda::NcclError;
 const UNDEFINED: c_int = c_int::MIN;
 /// Value that the field `ncclConfig_t::magic` must have.
 const MAGIC: u32 = 0xcafe_beef;
-/// NCCL version that cudarc's `ncclConfig_t` belongs to. An older library reads only the fields that it
-/// knows.
+/// NCCL version that cudarc's `ncclConfig_t` belongs to. An older library reads only the fields
+/// that it knows.
 const CONFIG_VERSION: u32 = 23000;
 
 /// Whether a call that did not fail is complete.
@@ -72,8 +72,8 @@ impl Library {
         }
         // SAFETY: the function takes any number, and returns null or a string that is never freed.
         let name = unsafe { text((self.ncclGetErrorString)(code)) };
-        // SAFETY: the function takes a communicator or null. The library owns the string, which is copied
-        // before another call can change it.
+        // SAFETY: the function takes a communicator or null. The library owns the string, which is
+        // copied before another call can change it.
         let detail = unsafe { text((self.ncclGetLastError)(comm)) };
         let reason = match (name.as_str(), detail.as_str()) {
             ("", "") => format!("error {code}"),
@@ -182,8 +182,8 @@ impl Library {
 
     /// Starts the collectives that were queued since [`group_start`](Self::group_start).
     pub(super) fn group_end(&self, comm: ncclComm_t) -> Result<Status, NcclError> {
-        // SAFETY: the function has no arguments; the memory of the collectives was promised when they
-        // were queued.
+        // SAFETY: the function has no arguments; the memory of the collectives was promised when
+        // they were queued.
         let code = unsafe { (self.ncclGroupEnd)() };
         self.check(comm, "ncclGroupEnd", code)
     }
@@ -193,7 +193,8 @@ impl Library {
     /// # Safety
     ///
     /// `from` points to `count` elements, and `to` to `count` elements for every rank, both on the
-    /// communicator's device. The memory stays valid, and nothing else uses it, until the stream is done.
+    /// communicator's device. The memory stays valid, and nothing else uses it, until the stream is
+    /// done.
     pub(super) unsafe fn all_gather(
         &self,
         queue: Queue,

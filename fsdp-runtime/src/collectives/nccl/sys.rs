@@ -1,8 +1,8 @@
 //! NCCL's functions, loaded from the library at run time, with cudarc's types for their arguments.
 //!
-//! cudarc can load NCCL as well, but only under the name `libnccl.so`, which only development packages
-//! install, and it panics if there is none. Result codes are plain numbers here, because a later NCCL may
-//! return a code that cudarc's enum does not have.
+//! cudarc can load NCCL as well, but only under the name `libnccl.so`, which only development
+//! packages install, and it panics if there is none. Result codes are plain numbers here, because a
+//! later NCCL may return a code that cudarc's enum does not have.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, OnceLock};

@@ -76,8 +76,8 @@ impl Interruption {
     }
 }
 
-/// A wait that polls. It yields between the first polls; between later ones it sleeps, and regularly
-/// asks the other ranks for failures.
+/// A wait that polls. It yields between the first polls; between later ones it sleeps, and
+/// regularly asks the other ranks for failures.
 pub(super) struct Watch<'a> {
     /// Where failures of other ranks are asked for; `None` where nobody is asked.
     host: Option<&'a HostGroup>,
@@ -93,8 +93,8 @@ impl<'a> Watch<'a> {
         Self::with(Some(host), host.timeout())
     }
 
-    /// Starts a wait for NCCL to form a communicator, with a time-out of at least one minute: this takes
-    /// seconds even if every rank is present.
+    /// Starts a wait for NCCL to form a communicator, with a time-out of at least one minute: this
+    /// takes seconds even if every rank is present.
     pub(super) fn of_setup(host: &'a HostGroup) -> Self {
         Self::with(Some(host), host.timeout().max(SETUP))
     }

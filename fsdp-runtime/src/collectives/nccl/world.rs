@@ -1,5 +1,5 @@
-//! Forming the process group of all ranks: each rank checks its GPU and its NCCL, all ranks compare the
-//! results, and only then is a communicator formed.
+//! Forming the process group of all ranks: each rank checks its GPU and its NCCL, all ranks compare
+//! the results, and only then is a communicator formed.
 
 use std::collections::HashMap;
 use std::error::Error as StdError;
@@ -49,8 +49,8 @@ impl RankDevice {
 }
 
 impl NcclGroup {
-    /// Forms the process group of all ranks that share `host`; this rank uses the GPU with the index
-    /// `gpu`. All ranks call it.
+    /// Forms the process group of all ranks that share `host`; this rank uses the GPU with the
+    /// index `gpu`. All ranks call it.
     pub(crate) fn world(host: HostGroup, gpu: usize) -> Result<Self, Boxed> {
         let joined = || -> Result<NcclCommunicator, Boxed> {
             let device = open_and_compare(&host, gpu)?;

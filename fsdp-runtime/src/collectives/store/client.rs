@@ -16,7 +16,8 @@ use crate::collectives::op::Op;
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::{Rank, WorldSize};
 
-/// How much longer than the time-out a rank waits for a reply: rank 0 reports time-outs of other ranks.
+/// How much longer than the time-out a rank waits for a reply: rank 0 reports time-outs of other
+/// ranks.
 const GRACE: Duration = Duration::from_secs(2);
 /// Pause between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(50);
@@ -124,8 +125,8 @@ impl ClientGroup {
         self.connections.lock_failure().clone()
     }
 
-    /// Tells rank 0 that this rank is alive, and returns the failure that has ended the run, if there is
-    /// one.
+    /// Tells rank 0 that this rank is alive, and returns the failure that has ended the run, if
+    /// there is one.
     pub(super) fn heartbeat(&self) -> Option<CollectiveError> {
         if let Some(failure) = self.failure() {
             return Some(failure);
@@ -142,7 +143,8 @@ impl ClientGroup {
         }
     }
 
-    /// Returns the ranks that were not heard of during the last `span`; rank 0 if it does not answer.
+    /// Returns the ranks that were not heard of during the last `span`; rank 0 if it does not
+    /// answer.
     pub(super) fn silent(&self, span: Duration) -> Vec<Rank> {
         let millis = u64::try_from(span.as_millis()).unwrap_or(u64::MAX);
         match self.connections.notice(&Notice::Silent(millis)) {

@@ -8,7 +8,8 @@ use super::error::StoreError;
 use super::heartbeats::Heartbeats;
 use super::rendezvous::Rendezvous;
 use super::server::Server;
-use crate::collectives::local::{Hub, LocalGroup};
+use crate::collectives::hub::Hub;
+use crate::collectives::local::LocalGroup;
 use crate::collectives::message::Message;
 use crate::collectives::op::Op;
 use crate::error::CollectiveError;
@@ -47,7 +48,7 @@ impl HostGroup {
     }
 
     /// Returns the members, as ranks of the world.
-    pub(crate) fn members(&self) -> &[Rank] {
+    pub(in crate::collectives) fn members(&self) -> &[Rank] {
         match self {
             Self::Thread { group, .. } | Self::Server { group, .. } => group.members(),
             Self::Client(client) => client.members(),
@@ -55,7 +56,7 @@ impl HostGroup {
     }
 
     /// Returns the position of the calling rank among the members.
-    pub(crate) fn index(&self) -> usize {
+    pub(in crate::collectives) fn index(&self) -> usize {
         match self {
             Self::Thread { group, .. } | Self::Server { group, .. } => group.index(),
             Self::Client(client) => client.index(),
@@ -63,29 +64,29 @@ impl HostGroup {
     }
 
     /// Returns the calling rank, as a rank of the world.
-    pub(crate) fn rank(&self) -> Rank {
+    pub(in crate::collectives) fn rank(&self) -> Rank {
         self.members()[self.index()]
     }
 
     /// Returns how long ranks wait for each other.
-    pub(crate) fn timeout(&self) -> Duration {
+    pub(in crate::collectives) fn timeout(&self) -> Duration {
         match self {
-            Self::Thread { group, .. } | Self::Server { group, .. } => group.hub().timeout(),
+            Self::Thread { group, .. } | Self::Server { group, .. } => group.hub().timeout,
             Self::Client(client) => client.timeout(),
         }
     }
 
     /// Returns the failure that has ended the run, as far as this rank knows of one.
-    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+    pub(in crate::collectives) fn failure(&self) -> Option<CollectiveError> {
         match self {
             Self::Thread { group, .. } | Self::Server { group, .. } => group.failure(),
             Self::Client(client) => client.failure(),
         }
     }
 
-    /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it; returns the
-    /// failure that it ended with.
-    pub(crate) fn fail(&self, failure: CollectiveError) -> CollectiveError {
+    /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it; returns
+    /// the failure that it ended with.
+    pub(in crate::collectives) fn fail(&self, failure: CollectiveError) -> CollectiveError {
         match self {
             Self::Thread { group, .. } | Self::Server { group, .. } => group.fail(failure.clone()),
             Self::Client(client) => client.fail(failure.clone()),
@@ -94,7 +95,7 @@ impl HostGroup {
     }
 
     /// Returns every member's value, in rank order. All members call it.
-    pub(crate) fn exchange<T: Message>(
+    pub(in crate::collectives) fn exchange<T: Message>(
         &self,
         op: &Op,
         value: T,
@@ -132,7 +133,7 @@ impl HostGroup {
     }
 
     /// Returns the group of the members that give the same `color`. All members call it.
-    pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+    pub(in crate::collectives) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         Ok(match self {
             Self::Thread { group, heartbeats } => {
                 Self::Thread { group: group.split(color)?, heartbeats: heartbeats.clone() }
@@ -146,9 +147,9 @@ impl HostGroup {
         })
     }
 
-    /// Tells the other ranks that this rank is alive, and returns the failure that has ended the run, if
-    /// there is one.
-    pub(crate) fn heartbeat(&self) -> Option<CollectiveError> {
+    /// Tells the other ranks that this rank is alive, and returns the failure that has ended the
+    /// run, if there is one.
+    pub(in crate::collectives) fn heartbeat(&self) -> Option<CollectiveError> {
         match self {
             Self::Thread { group, heartbeats } | Self::Server { group, heartbeats, .. } => {
                 heartbeats.record(group.rank());
@@ -159,7 +160,7 @@ impl HostGroup {
     }
 
     /// Returns the other members that were not heard of during the last `span`.
-    pub(crate) fn silent(&self, span: Duration) -> Vec<Rank> {
+    pub(in crate::collectives) fn silent(&self, span: Duration) -> Vec<Rank> {
         let silent = match self {
             Self::Thread { heartbeats, .. } | Self::Server { heartbeats, .. } => {
                 heartbeats.silent(span)
@@ -170,9 +171,9 @@ impl HostGroup {
         silent.into_iter().filter(is_other).collect()
     }
 
-    /// Ends this rank's participation. Rank 0 waits, for a few seconds at most, until the other processes
-    /// have left.
-    pub(crate) fn leave(&self) {
+    /// Ends this rank's participation. Rank 0 waits, for a few seconds at most, until the other
+    /// processes have left.
+    pub(in crate::collectives) fn leave(&self) {
         match self {
             Self::Thread { .. } => {}
             Self::Server { server, .. } => server.leave(),

@@ -1,14 +1,15 @@
 //! The store: how ranks on GPUs exchange host values, detect absent ranks, and report failures.
 //!
-//! Ranks that are threads of one process use a [`Hub`](super::local::Hub) directly, as on the engine
-//! `local`. Ranks that are processes use the hub in the process of rank 0. Each other rank has two TCP
-//! connections to that process: one for requests, on which the rank waits for other ranks, and one for
-//! notices, which are answered at once. Threads of rank 0's process act at the hub on behalf of the
-//! connected ranks ([`server`], [`client`]). So the same code finds and names ranks that issue different
-//! collectives, come late or do not come, with threads and with processes.
+//! Ranks that are threads of one process use a [`Hub`](super::local::Hub) directly, as on the
+//! engine `local`. Ranks that are processes use the hub in the process of rank 0. Each other rank
+//! has two TCP connections to that process: one for requests, on which the rank waits for other
+//! ranks, and one for notices, which are answered at once. Threads of rank 0's process act at the
+//! hub on behalf of the connected ranks ([`server`], [`client`]). So the same code finds and names
+//! ranks that issue different collectives, come late or do not come, with threads and with
+//! processes.
 //!
-//! A connection that closes without a farewell means that its process has ended. The other ranks learn
-//! this with their next notice or request. Nothing here needs a GPU.
+//! A connection that closes without a farewell means that its process has ended. The other ranks
+//! learn this with their next notice or request. Nothing here needs a GPU.
 
 mod client;
 mod error;

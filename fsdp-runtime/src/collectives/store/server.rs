@@ -12,7 +12,8 @@ use super::wire::{
     receive_up_to, send,
 };
 use crate::collectives::failure::{FailureMessage, static_name};
-use crate::collectives::local::{Hub, LocalGroup};
+use crate::collectives::hub::Hub;
+use crate::collectives::local::LocalGroup;
 use crate::collectives::op::Op;
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;
@@ -45,7 +46,8 @@ struct Connections {
 }
 
 impl Server {
-    /// Starts the thread that accepts connections. It closes the listener once every rank is connected.
+    /// Starts the thread that accepts connections. It closes the listener once every rank is
+    /// connected.
     pub(super) fn start(
         listener: TcpListener,
         hub: Arc<Hub>,
@@ -68,7 +70,7 @@ impl Server {
 
     /// Accepts connections until every rank has its two, or the run has failed.
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
-        let expected = 2 * (self.hub.world().size() - 1);
+        let expected = 2 * (self.hub.world.size() - 1);
         while self.lock().admitted.len() < expected && self.hub.failure().is_none() {
             let Ok((connection, _)) = listener.accept() else {
                 std::thread::sleep(POLL);
@@ -93,7 +95,7 @@ impl Server {
         connection.set_nonblocking(false)?;
         connection.set_nodelay(true)?;
         connection.set_read_timeout(Some(HELLO))?;
-        connection.set_write_timeout(Some(self.hub.timeout()))?;
+        connection.set_write_timeout(Some(self.hub.timeout))?;
         let hello: Hello = receive_up_to(connection, LARGEST_HELLO)?;
         let rank = match self.admit(&hello) {
             Ok(rank) => rank,
@@ -114,7 +116,7 @@ impl Server {
     /// Returns the rank of a connection, or why the connection is refused.
     fn admit(&self, hello: &Hello) -> Result<Rank, String> {
         let Hello { greeting, run, rank, world, channel } = hello;
-        let expected = self.hub.world();
+        let expected = self.hub.world;
         if greeting != GREETING {
             return Err(format!("rank 0 is a program with {GREETING}, this one has {greeting}"));
         }
@@ -197,7 +199,7 @@ impl Server {
                     }
                     continue;
                 }
-                Notice::Failed(failure) => self.hub.fail(failure.into_error(self.hub.world())),
+                Notice::Failed(failure) => self.hub.fail(failure.into_error(self.hub.world)),
                 Notice::Bye => return,
             }
             let answer = self.hub.failure().map_or(Answer::Running, |failure| {

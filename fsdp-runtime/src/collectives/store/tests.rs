@@ -1,5 +1,5 @@
-//! Tests of the store with threads that connect over TCP on this machine, as processes do. The checks
-//! that every engine must pass are in `conformance.rs`.
+//! Tests of the store with threads that connect over TCP on this machine, as processes do. The
+//! checks that every engine must pass are in `conformance.rs`.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -80,8 +80,8 @@ fn a_rank_whose_connection_closes_is_named_with_its_last_collective() {
 
 #[test]
 fn a_failure_of_rank_0_reaches_all_ranks() {
-    // The threads of rank 0's server outlive rank 0 in this test, so its hub reports the failure that a
-    // closed connection would.
+    // The threads of rank 0's server outlive rank 0 in this test, so its hub reports the failure
+    // that a closed connection would.
     let errors = on_all(3, LONG, |host| {
         host.exchange(&op("a"), ()).unwrap();
         if host.index() == 0 {

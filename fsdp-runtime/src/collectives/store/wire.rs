@@ -1,5 +1,5 @@
-//! The messages on a connection of the store, and their framing: a length of four bytes, little-endian,
-//! then the serialised message.
+//! The messages on a connection of the store, and their framing: a length of four bytes,
+//! little-endian, then the serialised message.
 
 use std::io::{self, Read, Write};
 
@@ -29,8 +29,8 @@ pub(super) struct Hello {
 /// Name and version of this crate.
 pub(super) const GREETING: &str = concat!("fsdp-runtime ", env!("CARGO_PKG_VERSION"));
 
-/// What a connection is for. A rank has one of each kind, so that it can send notices while it waits for
-/// the reply to a request.
+/// What a connection is for. A rank has one of each kind, so that it can send notices while it
+/// waits for the reply to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Channel {
     /// The connection carries [`Request`]s.
