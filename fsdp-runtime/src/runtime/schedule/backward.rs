@@ -5,7 +5,7 @@ use burn::tensor::DType;
 
 use super::{Pass, Running, Schedule, State, When, count};
 use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, bytes, cast};
-use crate::collectives::{Op, ProcessGroup, Reduce};
+use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::Error;
 use crate::module::CallId;
 use crate::options::{BackwardPrefetch, GradientAccumulation};
@@ -187,9 +187,8 @@ impl<B: ShardBackend> Schedule<B> {
             // Beside the full ones, until these are no longer there or those rest on the host.
             let counted = Counted::new(&tracker, MemoryKind::Reducing, results);
             let divisor = if replicate.is_some() { 1 } else { world };
-            let mut reduced = ProcessGroup::<B>::reduce_scatter(
-                group, &op, &device, gradients, &keep, &layout, divisor,
-            )?;
+            let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
+            let mut reduced = group.reduce_scatter(&op, &device, request)?;
             if let Some(replicate) = replicate {
                 let size = keep.iter().map(|keep| keep.range.len()).sum();
                 let op = Op { name: "all_reduce", unit: op.unit, size };
@@ -200,15 +199,13 @@ impl<B: ShardBackend> Schedule<B> {
                     ..keep
                 };
                 let keep: Vec<Reduce> = keep.into_iter().map(whole).collect();
-                reduced = ProcessGroup::<B>::reduce_scatter(
-                    &*replicate,
-                    &op,
-                    &device,
-                    reduced,
-                    &keep,
-                    &layout,
-                    world,
-                )?;
+                let request = ReduceScatter::<B> {
+                    gradients: reduced,
+                    keep: &keep,
+                    layout: &layout,
+                    divisor: world,
+                };
+                reduced = replicate.reduce_scatter(&op, &device, request)?;
             }
             B::complete(&device);
             let laid = |gradient: Option<Float<B>>| Some(StoredTensor::store(gradient?, rest));

@@ -5,7 +5,7 @@ use burn::tensor::{DType, DispatchTensor, Shape};
 use super::Schedule;
 use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor};
 use crate::collectives::comm::Work;
-use crate::collectives::{Op, ProcessGroup};
+use crate::collectives::{Op, ProcessGroup, ReduceScatter};
 use crate::error::Error;
 use crate::module::ParamIndex;
 use crate::param_group::memory::MemoryKind;
@@ -115,8 +115,10 @@ impl<B: ShardBackend> Schedule<B> {
         let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce(DType::F32)]);
         let (layout, device) = (unit.layout.clone(), self.device.clone());
         self.comm.issue_on(&self.settings.groups.shard, move |group| {
-            let matrix = vec![matrix];
-            ProcessGroup::<B>::reduce_scatter(group, &op, &device, matrix, &keep, &layout, 1)
+            let gradients = vec![matrix];
+            let request =
+                ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor: 1 };
+            ProcessGroup::<B>::reduce_scatter(group, &op, &device, request)
         })
     }
 
