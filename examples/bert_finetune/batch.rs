@@ -178,6 +178,7 @@ mod tests {
         let (two, one) =
             (Dealer { world_size: 2, batch_size: 8 }, Dealer { world_size: 1, batch_size: 16 });
         let (of_two, of_one) = (two.epoch(&lengths(300), 5, 1), one.epoch(&lengths(300), 5, 1));
+        assert_eq!(of_two.len(), of_one.len());
         for (batch, whole) in of_two.iter().zip(&of_one) {
             assert_eq!([two.share(batch, 0), two.share(batch, 1)].concat(), one.share(whole, 0));
         }

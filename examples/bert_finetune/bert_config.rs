@@ -144,7 +144,7 @@ impl BertConfig {
     pub fn check_input(&self, tokens: usize, max_length: usize) -> Result<()> {
         ensure!(
             tokens <= self.vocab_size,
-            "the tokenizer knows {tokens} word pieces, the model only {} (`vocab_size`); \
+            "the tokenizer has {tokens} word pieces, the model only {} (`vocab_size`); \
              are they from the same directory?",
             self.vocab_size
         );

@@ -126,6 +126,7 @@ fn untrained_logits_equal_those_of_transformers() {
 fn assert_close(ranks: &[Vec<f64>], expected: Vec<Vec<f64>>) {
     let expected: Vec<f64> = expected.into_iter().flatten().collect();
     assert!(expected.iter().any(|logit| logit.abs() > 0.05), "{expected:?}");
+    assert_eq!(expected.len(), 2 * PAIRS);
     for logits in ranks {
         assert_eq!(logits.len(), 2 * PAIRS);
         let furthest = logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
@@ -167,6 +168,7 @@ fn save_and_compare(python: &str, flags: &[&str]) {
 
     let tokenizer = BertTokenizer::read(&folder, MAX_LENGTH).unwrap();
     let encoded = tokenizer.encode(&pairs).unwrap();
+    assert_eq!(encoded.len(), theirs.ids.len());
     for (ours, theirs) in encoded.iter().zip(&theirs.ids) {
         assert_eq!(ours.ids, theirs[..ours.ids.len()], "one tokenizer");
     }

@@ -6,10 +6,7 @@ use fsdp_runtime::prelude::{Engine, ShardingStrategy};
 use super::device::DeviceName;
 use super::parse::bounded_count;
 
-// The argument groups have no doc comments: clap would print them in place of the program's
-// description.
-
-// Number of ranks, and how they compute, communicate and share the model.
+/// Number of ranks, and how they compute, communicate and share the model.
 #[derive(Args, Clone, Debug)]
 pub struct RankArgs {
     /// Number of ranks [default: the number of started processes, else 2 threads or one thread per GPU]
@@ -21,9 +18,10 @@ pub struct RankArgs {
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub engine: Engine,
 
-    /// What is sharded: FULL_SHARD (parameters, gradients and optimizer state), SHARD_GRAD_OP (the
-    /// same, but parameters stay gathered from forward to backward), NO_SHARD (nothing), HYBRID_SHARD
-    /// or HYBRID_SHARD_ZERO2 (the first two within each machine) [default: FULL_SHARD]
+    /// What is sharded: FULL_SHARD (parameters, gradients and optimizer state), SHARD_GRAD_OP (as
+    /// FULL_SHARD, but parameters stay gathered from forward to backward), NO_SHARD (nothing),
+    /// HYBRID_SHARD or HYBRID_SHARD_ZERO2 (FULL_SHARD or SHARD_GRAD_OP within each machine) [default:
+    /// FULL_SHARD]
     #[arg(long, value_name = "NAME")]
     pub strategy: Option<ShardingStrategy>,
 
@@ -32,7 +30,7 @@ pub struct RankArgs {
     pub device: DeviceName,
 }
 
-// What the program prints.
+/// What the program prints.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct OutputArgs {
     /// Print the result as one JSON object, on the last line of standard output

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::args::OutputArgs;
 
-/// Whether this process reports for the whole run: it runs rank 0. `started` is the process's place
+/// Whether this process prints for all ranks, because it runs rank 0. `started` is the process's place
 /// among the ranks, or `None` if all ranks are threads of this process.
 pub fn reports(started: Option<&RankEnv>) -> bool {
     started.is_none_or(|place| place.rank == Rank::ZERO)

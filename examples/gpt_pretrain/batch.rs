@@ -30,8 +30,8 @@ impl Blocks {
     pub fn new(pieces: Vec<u32>, length: usize) -> Result<Self> {
         ensure!(
             pieces.len() > length,
-            "{} word pieces hold no sample of {length} and one to predict; lower \
-             --tokens-per-sample",
+            "{} word pieces are too few for one sample of {length} and the word piece after it; \
+             lower --tokens-per-sample",
             pieces.len()
         );
         Ok(Self { pieces, length })

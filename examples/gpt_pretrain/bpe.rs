@@ -68,7 +68,7 @@ impl Bpe {
     pub fn train(text: &str, vocabulary: usize) -> Result<Self> {
         ensure!(
             vocabulary > BYTES,
-            "a vocabulary of {vocabulary} has no room beside {BYTES} bytes"
+            "a vocabulary of {vocabulary} is too small: {BYTES} word pieces are single bytes"
         );
         let mut trainer: TrainerWrapper = BpeTrainer::builder()
             .vocab_size(vocabulary)

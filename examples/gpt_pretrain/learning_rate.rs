@@ -74,6 +74,7 @@ mod tests {
     }
 
     fn close(found: &[f64], expected: &[f64]) {
+        assert_eq!(found.len(), expected.len());
         for (found, expected) in found.iter().zip(expected) {
             assert!((found - expected).abs() < 1e-12, "{found} {expected}");
         }

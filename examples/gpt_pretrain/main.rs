@@ -1,4 +1,4 @@
-//! Pretrains a GPT with fully sharded data parallel training, after fairseq's example of the same.
+//! Pretrains a GPT with fully sharded data parallel training. Follows fairseq's example of it.
 //!
 //! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains on
 //! its own part of each batch. The example shows what large models need besides sharding: a forecast of

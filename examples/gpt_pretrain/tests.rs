@@ -23,6 +23,7 @@ fn the_losses_do_not_depend_on_the_number_of_ranks() {
     assert_eq!((one.updates, one.losses.len()), (3, 3));
     assert!(one.losses[0] > one.losses[2], "{:?}", one.losses);
     for other in [&two, &accumulated] {
+        assert_eq!(other.losses.len(), 3);
         for (a, b) in one.losses.iter().zip(&other.losses) {
             assert!((a - b).abs() < 1e-5, "{:?} {:?}", one.losses, other.losses);
         }

@@ -56,10 +56,11 @@ struct Trainer<'a> {
     /// Loss of every update, in base 2: the mean over ranks up to the last log line, this rank's own
     /// after it.
     losses: Vec<f64>,
-    /// Number of updates at the last log line, and the mean loss of those since the line before it.
+    /// Number of updates at the last log line.
     logged: usize,
+    /// Mean loss of the updates of the last log line, in base 2.
     train_loss: f64,
-    /// Number of batches whose gradients overflowed, so that there was no update.
+    /// Number of overflows. Each is in place of an update, on every rank.
     skipped: usize,
     /// Duration of every update and of every overflow.
     seconds: Vec<f64>,
@@ -147,8 +148,7 @@ impl<'a> Trainer<'a> {
         (scale_loss(loss.clone(), self.scaler.as_ref()), loss.inner())
     }
 
-    /// Returns how many updates' batches were taken from the text. An overflow takes its batches too,
-    /// and is no update, on every rank.
+    /// Returns the number of updates and overflows: each takes the batches of one update from the text.
     fn batches_taken(&self) -> usize {
         self.losses.len() + self.skipped
     }
