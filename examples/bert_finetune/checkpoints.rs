@@ -1,4 +1,4 @@
-//! When the run saves, from where it resumes, and what Ctrl-C does.
+//! Checkpoints: when the run saves them, which one it resumes from, and what Ctrl-C does.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,28 +6,27 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::optim::ModuleOptimizer;
-use fsdp_runtime::GradScaler;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
 use fsdp_runtime::prelude::*;
 
-use crate::model::BertForSequenceClassification;
+use crate::sharding::ShardedBert;
 
-/// What the flags say of checkpoints.
+/// When to save checkpoints, and which one to resume from.
 #[derive(Clone, Debug, Default)]
-pub struct SavePlan {
-    /// Where to save.
+pub struct CheckpointPlan {
+    /// Directory to save checkpoints in; `None` to save none.
     pub directory: Option<PathBuf>,
-    /// Steps between two saves; the end of a run is always saved.
+    /// Number of steps between two checkpoints. The end of a run is saved in any case.
     pub every: Option<usize>,
-    /// How many checkpoints to keep.
+    /// Number of newest checkpoints to keep; `None` to keep all.
     pub keep_last: Option<usize>,
-    /// Where to resume from: a folder of checkpoints, or one of them.
+    /// Checkpoint to resume from, or a directory of checkpoints.
     pub resume: Option<PathBuf>,
 }
 
-impl SavePlan {
-    /// A plan that saves where it resumes from, unless told where: beside the checkpoint, where that
-    /// is one.
+impl CheckpointPlan {
+    /// Returns a plan that saves in `directory`. Without it, a run that resumes saves in the directory
+    /// that holds the checkpoint it resumes from.
     pub fn new(directory: Option<PathBuf>, resume: Option<PathBuf>) -> Self {
         let beside = |folder: &PathBuf| match (is_checkpoint(folder), folder.canonicalize()) {
             (true, Ok(checkpoint)) => checkpoint.parent().map_or(checkpoint.clone(), PathBuf::from),
@@ -38,61 +37,63 @@ impl SavePlan {
     }
 }
 
-/// Whether a folder is a checkpoint, and not one that holds some.
+/// Whether a directory is a checkpoint, and not a directory of checkpoints.
 fn is_checkpoint(folder: &Path) -> bool {
     folder.join(fsdp_runtime::checkpoint::MANIFEST).is_file()
 }
 
-/// How far a run has come.
+/// Progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Position {
-    /// Steps taken, over all processes.
+    /// Number of steps taken, including those before the run was resumed.
     pub step: usize,
-    /// The epoch under way.
+    /// Current epoch, counted from 0.
     pub epoch: usize,
-    /// Examples taken of it, over all ranks: the same whatever the number of ranks.
+    /// Number of examples taken from the current epoch, over all ranks. A step count would not carry
+    /// over to another number of ranks.
     pub examples: usize,
 }
 
-/// What is saved and resumed.
-pub struct Training<'a> {
-    /// The model.
-    pub model: &'a mut Fsdp<BertForSequenceClassification>,
-    /// Its optimizer.
-    pub optimizer: &'a mut ModuleOptimizer,
-    /// Its learning rate.
-    pub schedule: &'a mut ModuleLrScheduler,
-    /// Its loss scale, in float16.
-    pub scaler: Option<&'a mut GradScaler>,
+/// What training changes, and what a checkpoint holds.
+pub struct TrainingState {
+    /// Sharded model.
+    pub model: ShardedBert,
+    /// Optimizer.
+    pub optimizer: ModuleOptimizer,
+    /// Learning rate schedule.
+    pub schedule: ModuleLrScheduler,
+    /// Loss scale, for training in float16.
+    pub scaler: Option<GradScaler>,
 }
 
-/// The checkpoints of a run, on one rank.
+/// Saves the checkpoints of a run, on one rank.
 pub struct Saver {
     manager: Option<CheckpointManager>,
     every: Option<usize>,
+    /// Step of the last checkpoint.
     saved: Option<usize>,
 }
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// From now on, Ctrl-C asks the run to save and end; a second one ends it at once.
+/// Makes Ctrl-C ask the run to save a checkpoint and end. A second Ctrl-C ends the process at once.
 ///
 /// # Errors
 ///
-/// If the system does not let the program handle it.
+/// If the system refuses a signal handler.
 pub fn handle_interrupts() -> Result<()> {
     let handle = || {
         if INTERRUPTED.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
+            std::process::exit(crate::INTERRUPTED);
         }
-        eprintln!("saving, then ending; Ctrl-C again ends at once");
+        eprintln!("saving a checkpoint, then ending; Ctrl-C again ends at once");
     };
     ctrlc::set_handler(handle).context("cannot handle Ctrl-C")
 }
 
 impl Saver {
-    /// A saver as the flags say. Saves run beside the training.
-    pub fn new(plan: &SavePlan, worker: &Worker) -> Self {
+    /// Returns a saver that writes checkpoints in the background.
+    pub fn new(plan: &CheckpointPlan, worker: &Worker) -> Self {
         let manager = plan.directory.as_ref().map(|directory| {
             let manager = CheckpointManager::new(directory, worker).with_background(true);
             match plan.keep_last {
@@ -103,16 +104,17 @@ impl Saver {
         Self { manager, every: plan.every, saved: None }
     }
 
-    /// Saves if it is time to, or if Ctrl-C was pressed on any rank; says whether it was.
+    /// Saves a checkpoint if one is due, or if Ctrl-C was pressed on any rank. Returns whether it was
+    /// pressed. Every rank calls it after each step.
     ///
     /// # Errors
     ///
-    /// If the checkpoint, or the one before it, cannot be written.
+    /// If this checkpoint or the previous one cannot be written.
     pub fn after_step(
         &mut self,
         worker: &Worker,
         position: Position,
-        training: &Training<'_>,
+        state: &TrainingState,
     ) -> Result<bool> {
         if self.manager.is_none() {
             return Ok(false);
@@ -122,19 +124,20 @@ impl Saver {
         let interrupted = interrupted[0] > 0.0;
         let due = self.every.is_some_and(|every| position.step.is_multiple_of(every));
         if due || interrupted {
-            self.save(position, training)?;
+            self.save(position, state)?;
         }
         Ok(interrupted)
     }
 
-    /// Saves the end of the run, and waits until it is on the disk.
+    /// Saves the end of the run, unless its last step is saved already, and waits until all
+    /// checkpoints are on the disk.
     ///
     /// # Errors
     ///
-    /// As [`after_step`](Self::after_step).
-    pub fn finish(&mut self, position: Position, training: &Training<'_>) -> Result<()> {
+    /// If a checkpoint cannot be written.
+    pub fn finish(&mut self, position: Position, state: &TrainingState) -> Result<()> {
         if self.saved != Some(position.step) {
-            self.save(position, training)?;
+            self.save(position, state)?;
         }
         match &mut self.manager {
             Some(manager) => manager.finish().context("cannot save"),
@@ -142,15 +145,15 @@ impl Saver {
         }
     }
 
-    fn save(&mut self, position: Position, training: &Training<'_>) -> Result<()> {
+    fn save(&mut self, position: Position, state: &TrainingState) -> Result<()> {
         let Some(manager) = &mut self.manager else { return Ok(()) };
         let Position { step, epoch, examples } = position;
         let checkpoint = Checkpoint::new(step as u64)
             .with_data_position(epoch as u64, examples as u64)
-            .with_model("bert", training.model)
-            .with_optimizer("adamw", training.optimizer)
-            .with_scheduler("learning_rate", training.schedule);
-        let checkpoint = match &training.scaler {
+            .with_model("bert", &state.model)
+            .with_optimizer("adamw", &state.optimizer)
+            .with_scheduler("learning_rate", &state.schedule);
+        let checkpoint = match &state.scaler {
             Some(scaler) => checkpoint.with_grad_scaler("loss_scale", scaler),
             None => checkpoint,
         };
@@ -160,12 +163,13 @@ impl Saver {
     }
 }
 
-/// Goes on where the newest complete checkpoint in a folder was saved.
+/// Loads a checkpoint, or the newest complete one in a directory of checkpoints, and returns where the
+/// saved run was.
 ///
 /// # Errors
 ///
-/// If there is none, or it does not fit the model.
-pub fn resume(worker: &Worker, folder: &Path, training: Training<'_>) -> Result<Position> {
+/// If there is no complete checkpoint, or if it does not fit the model.
+pub fn resume(worker: &Worker, folder: &Path, state: &mut TrainingState) -> Result<Position> {
     let folder = match is_checkpoint(folder) {
         true => folder.to_path_buf(),
         false => match CheckpointManager::new(folder, worker).latest()? {
@@ -174,10 +178,10 @@ pub fn resume(worker: &Worker, folder: &Path, training: Training<'_>) -> Result<
         },
     };
     let restore = Restore::new()
-        .with_model("bert", training.model)
-        .with_optimizer("adamw", training.optimizer)
-        .with_scheduler("learning_rate", training.schedule);
-    let restore = match training.scaler {
+        .with_model("bert", &mut state.model)
+        .with_optimizer("adamw", &mut state.optimizer)
+        .with_scheduler("learning_rate", &mut state.schedule);
+    let restore = match &mut state.scaler {
         Some(scaler) => restore.with_grad_scaler("loss_scale", scaler),
         None => restore,
     };
@@ -200,16 +204,17 @@ mod tests {
     use fsdp_runtime::checkpoint::Manifest;
 
     use super::*;
+    use crate::bert_config::BertConfig;
     use crate::cli::Cli;
-    use crate::config::BertConfig;
-    use crate::report::Summary;
-    use crate::tokenize::Encoded;
-    use crate::train::{Job, train};
+    use crate::job::{Dataset, Job};
+    use crate::summary::Summary;
+    use crate::tokenizer::Encoded;
+    use crate::train::train;
 
     /// Examples in a step, over all ranks.
     const GLOBAL: usize = 12;
 
-    /// Sentences of made-up words.
+    /// Returns examples of arbitrary word pieces.
     fn examples(count: usize) -> Vec<Encoded> {
         let example = |row: usize| {
             let ids = (0..6 + row % 9).map(|at| ((row * 31 + at * 7) % 60) as u32 + 4).collect();
@@ -230,20 +235,22 @@ mod tests {
             ..BertConfig::small(64, 16)
         };
         Job {
-            about: String::new(),
+            dataset: Dataset {
+                description: String::new(),
+                // Nine steps end in the third epoch.
+                train: examples(4 * GLOBAL + 5),
+                test: examples(7),
+                classes: 2,
+                pad: 0,
+            },
             config: config.with_dropout(Some(0.0)),
-            weights: None,
-            export: None,
-            classes: 2,
-            pad: 0,
-            // Nine steps end in the third epoch.
-            train: examples(4 * GLOBAL + 5),
-            test: examples(7),
+            pretrained: None,
+            strategy,
             options: FsdpOptions::new(),
             scaler: None,
-            strategy,
-            saving: cli.save_plan(),
             recipe: cli.recipe(),
+            checkpoints: cli.checkpoint_plan(),
+            export: None,
             quiet: true,
         }
     }
@@ -255,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_goes_on_at_another_world_size_and_strategy() {
+    fn a_run_resumes_at_another_world_size_and_strategy() {
         use ShardingStrategy::{FullShard, NoShard, ShardGradOp};
         let all = run(2, job(2, FullShard, &[])).losses;
         assert_eq!(all.len(), 9);
@@ -267,7 +274,7 @@ mod tests {
             let first = ["--save-dir", folder, "--save-every", "2", "--stop-after", "5"];
             let first = run(2, job(2, FullShard, &first)).losses;
             assert_eq!(first, all[..5]);
-            // The folder of checkpoints, of which the newest is taken.
+            // The newest checkpoint in the directory is loaded.
             let rest = run(world, job(world, strategy, &["--resume", folder])).losses;
             assert_eq!(rest.len(), 4, "{world} {strategy}");
             for (found, expected) in rest.iter().zip(&all[5..]) {
@@ -292,10 +299,10 @@ mod tests {
         assert_eq!(names, ["step-00000005"]);
     }
 
-    /// The loss scale goes along; an overflow is a step without an update.
+    /// The loss scale is saved and restored. A step whose gradients overflow changes no parameter.
     #[test]
-    fn a_run_in_float16_goes_on_with_its_loss_scale() {
-        // Gradients overflow for some steps, and then no more.
+    fn a_run_in_float16_resumes_with_its_loss_scale() {
+        // The gradients overflow in the first steps, until the scale has shrunk.
         const LOSS_SCALE: f32 = 1e7;
         let policy = MixedPrecisionPolicy::new().with_param_dtype(burn::tensor::FloatDType::F16);
         let half = |flags: &[&str]| {

@@ -1,4 +1,4 @@
-//! The names `--device` takes, and the Burn device each stands for in this build.
+//! Device names that `--device` accepts, and the Burn device of each.
 
 use std::str::FromStr;
 
@@ -7,18 +7,18 @@ use anyhow::anyhow;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 
-/// A device by name; whether this build has it is settled by [`DeviceName::resolve`].
+/// Name of a device. [`DeviceName::resolve`] checks that this build and this machine have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceName {
-    /// CUDA where it is compiled in, Flex otherwise.
+    /// CUDA if it is compiled in, Flex otherwise.
     Auto,
-    /// Burn's CPU backend in plain Rust.
+    /// Burn's CPU backend in pure Rust.
     Flex,
     /// CubeCL's CPU runtime.
     Cpu,
-    /// The best GPU that `wgpu` finds.
+    /// Default GPU of `wgpu`.
     Wgpu,
-    /// The CUDA device of this index.
+    /// CUDA device with this index.
     Cuda(usize),
 }
 
@@ -42,12 +42,12 @@ impl FromStr for DeviceName {
 }
 
 impl DeviceName {
-    /// The device of this name.
+    /// Returns the device.
     ///
     /// # Errors
     ///
-    /// If the feature that brings the device is not compiled in, or there is no such GPU. The latter
-    /// is found before Burn is asked for it, which panics.
+    /// If the device's feature is not compiled in, or if the GPU does not exist. The GPU is looked up
+    /// with the CUDA driver because Burn panics for one that does not exist.
     pub fn resolve(self) -> Result<Device> {
         match self {
             Self::Auto if cfg!(feature = "cuda") => Self::Cuda(0).resolve(),
@@ -75,8 +75,8 @@ impl DeviceName {
         }
     }
 
-    /// As [`resolve`](Self::resolve); ends the program with one line where it fails: what is missing
-    /// is not to be found in the program.
+    /// Returns the device. Without the device, prints the error on one line and exits with code 1: a
+    /// missing device is no bug, so a backtrace would not help.
     pub fn resolve_or_exit(self) -> Device {
         self.resolve().unwrap_or_else(|error| {
             eprintln!("Error: {error}");
@@ -84,8 +84,8 @@ impl DeviceName {
         })
     }
 
-    /// Thread ranks where nothing says how many: one for each GPU, two on other devices.
-    pub fn ranks(self) -> usize {
+    /// Returns the default number of ranks that are threads: one per GPU, or 2 on other devices.
+    pub fn default_ranks(self) -> usize {
         #[cfg(feature = "cuda")]
         if let Self::Auto | Self::Cuda(_) = self {
             let first = if let Self::Cuda(first) = self { first } else { 0 };
@@ -95,6 +95,7 @@ impl DeviceName {
         2
     }
 
+    /// Returns the cargo feature that compiles the device in.
     fn feature(self) -> &'static str {
         match self {
             Self::Auto | Self::Flex => "flex",
@@ -117,7 +118,7 @@ mod tests {
         assert!("gpu".parse::<DeviceName>().is_err());
     }
 
-    /// This test program stands for the example: it runs [`as_a_program`] alone.
+    /// Starts this test program again so that it runs [`as_a_program`] alone, in place of the example.
     #[cfg(feature = "cuda")]
     #[test]
     fn without_a_gpu_the_program_ends_with_one_line() {
@@ -125,7 +126,12 @@ mod tests {
             return eprintln!("skipped: this machine has a GPU");
         }
         let mut program = std::process::Command::new(std::env::current_exe().unwrap());
-        program.args(["--exact", "device::tests::as_a_program", "--ignored", "--nocapture"]);
+        program.args([
+            "--exact",
+            "common::device::tests::as_a_program",
+            "--ignored",
+            "--nocapture",
+        ]);
         let output = program.env("RUST_BACKTRACE", "1").output().unwrap();
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{text}");
@@ -136,7 +142,7 @@ mod tests {
 
     #[cfg(feature = "cuda")]
     #[test]
-    #[ignore = "what `without_a_gpu_the_program_ends_with_one_line` starts"]
+    #[ignore = "started by `without_a_gpu_the_program_ends_with_one_line`"]
     fn as_a_program() {
         use clap::Parser;
         crate::start(&crate::cli::Cli::parse_from(["program", "--device", "cuda"])).unwrap();

@@ -1,7 +1,8 @@
-//! The configuration file, where there is one, and what flags say in its place.
+//! How ranks are started and how the model is sharded: from the configuration file and the arguments.
 //!
-//! The file is the one after `--config`, or the one that `fsdp launch` names in the environment. It
-//! says how many ranks there are, and how the model is sharded; the recipe is the command line's.
+//! The configuration file is the one after `--config`, or the one that `fsdp launch` names in the
+//! environment. It sets the number of ranks, the device and the sharding options. The hyperparameters
+//! come from the command line only.
 
 use std::time::Duration;
 
@@ -12,82 +13,92 @@ use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
 use crate::cli::Cli;
-use crate::device::DeviceName;
+use crate::common::device::DeviceName;
+use crate::common::report;
 use crate::model::BertForSequenceClassification;
 
-/// How a run is started and its model sharded.
+/// How ranks are started and how the model is sharded.
 #[derive(Clone, Debug)]
-pub struct Settings {
-    /// Where to compute.
+pub struct LaunchSettings {
+    /// Device to compute on.
     pub device: DeviceName,
-    /// How ranks are started.
+    /// How ranks are started, without the device.
     pub launch: LaunchOptions,
-    /// What is sharded.
+    /// Sharding strategy.
     pub strategy: ShardingStrategy,
-    /// How, but for the strategy.
+    /// Other sharding options.
     pub options: FsdpOptions,
-    /// How losses are scaled, if they are: gradients in float16 underflow otherwise.
+    /// Loss scaling. Set for float16, where gradients would underflow without it.
     pub scaler: Option<GradScalerConfig>,
 }
 
-impl Settings {
-    /// What the flags and the file say.
+impl LaunchSettings {
+    /// Reads the configuration file, if there is one, and the environment, and applies the arguments.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read or asks for what there is not, or if it is for another number of
+    /// If the file cannot be read, asks for something unsupported, or is for another number of
     /// processes than were started.
-    pub fn of(cli: &Cli) -> Result<Self> {
+    pub fn new(cli: &Cli) -> Result<Self> {
         let file = match &cli.config {
             Some(path) => Some(Config::read(path)?),
             None => Config::from_env()?,
         };
         let started = RankEnv::read()?;
-        Self::with(cli, file, started.as_ref())
+        Self::resolve(cli, file, started.as_ref())
     }
 
-    fn with(
+    /// Combines the arguments, the contents of the file and the process's place among the ranks.
+    fn resolve(
         cli: &Cli,
         file: Option<(Config, Vec<Note>)>,
         started: Option<&RankEnv>,
     ) -> Result<Self> {
         let (config, notes) = file.unzip();
-        if !cli.quiet && started.is_none_or(|place| place.rank == fsdp_runtime::Rank::ZERO) {
+        if !cli.output.quiet && report::reports(started) {
             notes.iter().flatten().for_each(|note| eprintln!("{note}"));
         }
-        let on_cpu = config.as_ref().is_some_and(|config| config.use_cpu);
-        let device = match cli.device {
-            DeviceName::Auto if on_cpu => DeviceName::Flex,
+        let config = config.as_ref();
+        let device = match cli.ranks.device {
+            DeviceName::Auto if config.is_some_and(|config| config.use_cpu) => DeviceName::Flex,
             device => device,
         };
-        let launch = match (cli.world_size, &config, started) {
-            (Some(world), _, _) => LaunchOptions::new(world),
-            (None, Some(config), Some(place)) => {
-                place.check(config.num_processes).context("--config")?;
-                LaunchOptions::started_or(place.world.size())
-            }
-            (None, Some(config), None) if config.num_processes.is_some() => {
-                config.launch_options()?
-            }
-            _ => LaunchOptions::started_or(device.ranks()),
-        };
-        let launch = launch.with_engine(cli.engine).with_timeout(Duration::from_secs(cli.timeout));
-        let launch = match config.as_ref().is_some_and(|config| config.debug) {
-            true => launch.with_debug(true),
-            false => launch,
-        };
-        let of_file = config.as_ref().map(|config| config.fsdp.sharding_strategy);
-        let fp16 = |config: &Config| config.mixed_precision == MixedPrecision::Fp16;
-        let scaler = config.as_ref().is_some_and(fp16).then(GradScalerConfig::new);
-        let options = config.as_ref().map(Config::options::<BertForSequenceClassification>);
+        let strategy = config.map(|config| config.fsdp.sharding_strategy);
+        let fp16 = config.is_some_and(|config| config.mixed_precision == MixedPrecision::Fp16);
+        let options = config.map(Config::options::<BertForSequenceClassification>).transpose()?;
         Ok(Self {
             device,
-            launch,
-            strategy: cli.strategy.or(of_file).unwrap_or(ShardingStrategy::FullShard),
-            options: options.transpose()?.unwrap_or_else(FsdpOptions::new),
-            scaler,
+            launch: launch_options(cli, config, started, device)?,
+            strategy: cli.ranks.strategy.or(strategy).unwrap_or(ShardingStrategy::FullShard),
+            options: options.unwrap_or_else(FsdpOptions::new),
+            scaler: fp16.then(GradScalerConfig::new),
         })
     }
+}
+
+/// Returns how ranks are started. Their number is that of `--world-size`, of the configuration file, of
+/// the started processes, or the device's default, in this order.
+fn launch_options(
+    cli: &Cli,
+    config: Option<&Config>,
+    started: Option<&RankEnv>,
+    device: DeviceName,
+) -> Result<LaunchOptions> {
+    let launch = match (cli.ranks.world_size, config, started) {
+        (Some(world), _, _) => LaunchOptions::new(world),
+        (None, Some(config), Some(place)) => {
+            place.check(config.num_processes).context("--config")?;
+            LaunchOptions::started_or(place.world.size())
+        }
+        (None, Some(config), None) if config.num_processes.is_some() => config.launch_options()?,
+        _ => LaunchOptions::started_or(device.default_ranks()),
+    };
+    let launch =
+        launch.with_engine(cli.ranks.engine).with_timeout(Duration::from_secs(cli.timeout));
+    Ok(match config.is_some_and(|config| config.debug) {
+        true => launch.with_debug(true),
+        false => launch,
+    })
 }
 
 #[cfg(test)]
@@ -110,12 +121,12 @@ num_processes: 4
 use_cpu: true
 ";
 
-    fn settings(flags: &str, started: Option<&RankEnv>) -> Result<Settings> {
+    fn settings(flags: &str, started: Option<&RankEnv>) -> Result<LaunchSettings> {
         let cli = Cli::parse_from(std::iter::once("bert_finetune").chain(flags.split_whitespace()));
-        Settings::with(&cli, Some(Config::parse(FILE, "file.yaml")?), started)
+        LaunchSettings::resolve(&cli, Some(Config::parse(FILE, "file.yaml")?), started)
     }
 
-    /// This process as one of so many.
+    /// Returns the environment of rank 0 of `world` processes.
     fn one_of(world: &str) -> RankEnv {
         let variable = |name: &str| match name {
             "RANK" | "LOCAL_RANK" => Some(OsString::from("0")),
@@ -139,7 +150,7 @@ use_cpu: true
         let scales = |precision: &str| {
             let file = FILE.replace("mixed_precision: 'no'", precision);
             let cli = Cli::parse_from(["bert_finetune", "--quiet"]);
-            Settings::with(&cli, Some(Config::parse(&file, "file.yaml").unwrap()), None)
+            LaunchSettings::resolve(&cli, Some(Config::parse(&file, "file.yaml").unwrap()), None)
                 .unwrap()
                 .scaler
         };

@@ -1,5 +1,4 @@
-//! WordPiece: a tokenizer from a model's directory, or one trained on the training split; and text as
-//! word-piece ids.
+//! WordPiece tokenizer: read from a model's directory, or trained on the training split.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,40 +14,42 @@ use tokenizers::{
     PreTokenizedString, PreTokenizer, Tokenizer, Trainer, TruncationParams,
 };
 
-use crate::data::Example;
+use crate::common::tokenizers::tokenizer_error;
+use crate::corpus::Example;
 
-/// The word pieces with a meaning of their own, in the order of a trained vocabulary.
+/// Special tokens. They have the ids 0 to 4 in a trained vocabulary.
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
-/// Size of a trained vocabulary.
+/// Maximum size of a trained vocabulary.
 const VOCABULARY: usize = 8_000;
-/// A character, or a pair of pieces, rarer than this in the training split gets no piece.
+/// Minimum count in the training split for a character, or a pair of word pieces, to become a word
+/// piece.
 const MIN_COUNT: u64 = 2;
-/// The shortest that `--max-length` may be: three special pieces and one of text.
+/// Minimum of `--max-length`: three special tokens and one word piece.
 const SHORTEST: usize = 4;
 
-/// An example as the model sees it, not yet padded.
+/// Example converted to word-piece ids, not padded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encoded {
-    /// Word pieces, `[CLS] first [SEP]` or `[CLS] first [SEP] second [SEP]`.
+    /// Word-piece ids of `[CLS] first [SEP]` or `[CLS] first [SEP] second [SEP]`.
     pub ids: Vec<u32>,
-    /// 0 in the first segment, 1 in the second.
+    /// Token types, one per word piece: 0 in the first segment, 1 in the second.
     pub types: Vec<u32>,
-    /// The class.
+    /// Class, counted from 0.
     pub label: usize,
 }
 
-/// Cuts text into word pieces.
+/// Converts text to word-piece ids.
 pub struct BertTokenizer {
     inner: Tokenizer,
     pad: u32,
 }
 
 impl BertTokenizer {
-    /// Reads `tokenizer.json` or, where there is none, `vocab.txt` from a model's directory.
+    /// Reads `tokenizer.json` from a model's directory or, if there is none, `vocab.txt`.
     ///
     /// # Errors
     ///
-    /// If neither is there, or the one found is malformed or lacks a special piece.
+    /// If neither file exists, or if the file is malformed or lacks a special token.
     pub fn read(directory: &Path, max_length: usize) -> Result<Self> {
         let json = directory.join("tokenizer.json");
         if json.is_file() {
@@ -66,13 +67,13 @@ impl BertTokenizer {
         let normalizer = normalizer(lower_case(directory)?);
         WordPiece::read_bytes(&text)
             .and_then(|vocabulary| WordPiece::builder().vocab(vocabulary).build())
-            .map_err(library)
+            .map_err(tokenizer_error)
             .and_then(|model| assemble(model, normalizer))
             .and_then(|tokenizer| Self::finish(tokenizer, max_length))
             .with_context(|| format!("wrong vocabulary {}", path.display()))
     }
 
-    /// Trains a vocabulary on a training split. The same split gives the same vocabulary.
+    /// Trains a vocabulary on a training split. The result depends on the split only.
     ///
     /// # Errors
     ///
@@ -82,38 +83,38 @@ impl BertTokenizer {
         Self::finish(assemble(model, normalizer(true))?, max_length)
     }
 
+    /// Sets the maximum length, and removes the padding and truncation that a saved tokenizer may have.
     fn finish(mut tokenizer: Tokenizer, max_length: usize) -> Result<Self> {
         ensure!(max_length >= SHORTEST, "--max-length {max_length} is below {SHORTEST}");
         let pad = tokenizer.token_to_id("[PAD]").context("it has no piece `[PAD]`")?;
-        // A stored tokenizer may pad and cut to lengths of its own. The strategy by default is to
-        // cut the longer of a pair first.
+        // The default strategy truncates the longer sentence of a pair first.
         let truncation = TruncationParams { max_length, ..Default::default() };
-        tokenizer.with_padding(None).with_truncation(Some(truncation)).map_err(library)?;
+        tokenizer.with_padding(None).with_truncation(Some(truncation)).map_err(tokenizer_error)?;
         Ok(Self { inner: tokenizer, pad })
     }
 
-    /// Number of word pieces.
+    /// Returns the number of word pieces in the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// The piece that fills a batch up.
+    /// Returns the id of the padding token.
     pub fn pad(&self) -> u32 {
         self.pad
     }
 
-    /// `tokenizer.json`, without the length that a run cuts to.
+    /// Returns the contents of `tokenizer.json`, without this run's maximum length.
     ///
     /// # Errors
     ///
-    /// If the library cannot write it.
+    /// If the tokenizer cannot be serialized.
     pub fn to_json(&self) -> Result<String> {
         let mut inner = self.inner.clone();
-        inner.with_truncation(None).map_err(library)?;
-        inner.to_string(true).map_err(library)
+        inner.with_truncation(None).map_err(tokenizer_error)?;
+        inner.to_string(true).map_err(tokenizer_error)
     }
 
-    /// `vocab.txt`: a piece a line, in the order of their numbers.
+    /// Returns the contents of `vocab.txt`: one word piece per line, in the order of ids.
     pub fn vocabulary(&self) -> String {
         let mut pieces: Vec<(u32, String)> =
             self.inner.get_vocab(true).into_iter().map(|(piece, id)| (id, piece)).collect();
@@ -121,18 +122,21 @@ impl BertTokenizer {
         pieces.into_iter().map(|(_, piece)| piece + "\n").collect()
     }
 
-    /// Encodes examples, in their order.
+    /// Converts examples to word-piece ids, in order.
     ///
     /// # Errors
     ///
-    /// If the tokenizer refuses a text.
+    /// If the tokenizer fails on a text.
     pub fn encode(&self, examples: &[Example]) -> Result<Vec<Encoded>> {
         let inputs = examples.iter().map(|example| match &example.second {
             None => EncodeInput::from(example.first.as_str()),
             Some(second) => EncodeInput::from((example.first.as_str(), second.as_str())),
         });
-        let encodings =
-            self.inner.encode_batch_fast(inputs.collect(), true).map_err(library)?.into_iter();
+        let encodings = self
+            .inner
+            .encode_batch_fast(inputs.collect(), true)
+            .map_err(tokenizer_error)?
+            .into_iter();
         let encoded = encodings.zip(examples).map(|(encoding, example)| Encoded {
             ids: encoding.get_ids().to_vec(),
             types: encoding.get_type_ids().to_vec(),
@@ -142,7 +146,7 @@ impl BertTokenizer {
     }
 }
 
-/// BERT's tokenizer around a vocabulary.
+/// Builds BERT's tokenizer for a vocabulary.
 fn assemble(model: WordPiece, normalizer: BertNormalizer) -> Result<Tokenizer> {
     let id = |piece: &str| {
         model.token_to_id(piece).with_context(|| format!("it has no piece `{piece}`"))
@@ -162,11 +166,12 @@ fn assemble(model: WordPiece, normalizer: BertNormalizer) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
+/// Returns BERT's text normalization.
 fn normalizer(lower_case: bool) -> BertNormalizer {
     BertNormalizer::new(true, true, None, lower_case)
 }
 
-/// What `tokenizer_config.json` says beside a `vocab.txt`; uncased where it says nothing.
+/// Returns `do_lower_case` of the `tokenizer_config.json` beside a `vocab.txt`; true by default.
 fn lower_case(directory: &Path) -> Result<bool> {
     let path = directory.join("tokenizer_config.json");
     if !path.is_file() {
@@ -179,6 +184,7 @@ fn lower_case(directory: &Path) -> Result<bool> {
     Ok(json["do_lower_case"].as_bool().unwrap_or(true))
 }
 
+/// Trains WordPiece on the words of the examples.
 fn train_model(examples: &[Example]) -> Result<WordPiece> {
     let mut words = BTreeMap::<String, u64>::new();
     for example in examples {
@@ -195,8 +201,8 @@ fn train_model(examples: &[Example]) -> Result<WordPiece> {
     characters.retain(|_, count| *count >= MIN_COUNT);
     words.retain(|word, _| word.chars().all(|character| characters.contains_key(&character)));
 
-    // The trainer numbers the continuing characters as it meets them in a hash map, and breaks ties
-    // between merges by number. Named beforehand, they have the same numbers in every run.
+    // The trainer would number the continuing characters in the order of a hash map, and break ties
+    // between merges by these numbers. As special tokens they have the same numbers in every run.
     let continuing = characters.keys().map(|character| format!("##{character}"));
     let pieces = SPECIAL.iter().map(ToString::to_string).chain(continuing);
     let mut trainer = WordPieceTrainer::builder()
@@ -206,25 +212,20 @@ fn train_model(examples: &[Example]) -> Result<WordPiece> {
         .special_tokens(pieces.map(|piece| AddedToken::from(piece, true)).collect())
         .build();
     let repeated = words.iter().flat_map(|(word, count)| (0..*count).map(move |_| word));
-    trainer.feed(repeated, |word| Ok(vec![word.to_string()])).map_err(library)?;
+    trainer.feed(repeated, |word| Ok(vec![word.to_string()])).map_err(tokenizer_error)?;
     let mut model = WordPiece::default();
-    trainer.train(&mut model).map_err(library)?;
+    trainer.train(&mut model).map_err(tokenizer_error)?;
     Ok(model)
 }
 
-/// Text as the words that are then cut into pieces.
+/// Splits text into the words that are then split into word pieces.
 fn split(text: &str) -> Result<Vec<String>> {
     let mut normalized = NormalizedString::from(text);
-    normalizer(true).normalize(&mut normalized).map_err(library)?;
+    normalizer(true).normalize(&mut normalized).map_err(tokenizer_error)?;
     let mut words = PreTokenizedString::from(normalized);
-    BertPreTokenizer.pre_tokenize(&mut words).map_err(library)?;
+    BertPreTokenizer.pre_tokenize(&mut words).map_err(tokenizer_error)?;
     let words = words.get_splits(OffsetReferential::Original, OffsetType::Byte);
     Ok(words.into_iter().map(|(word, _, _)| word.to_string()).collect())
-}
-
-/// The tokenizers crate's errors are boxed; `anyhow` takes only sized ones.
-fn library(error: tokenizers::Error) -> anyhow::Error {
-    anyhow!("tokenizer: {error}")
 }
 
 #[cfg(test)]

@@ -1,20 +1,29 @@
-//! fairseq's log lines: one JSON object each, with its keys in its order.
+//! Log lines in fairseq's format: one JSON object per line, with fairseq's keys in its order.
 //!
-//! As in fairseq, numbers are strings of six significant digits (Python's `{:g}`), but for `epoch` and
-//! `update`, which counts epochs in parts; `loss` is a word piece's in base 2 and `ppl` is 2 to its
-//! power; `wpb` and `bsz` are the word pieces and the samples of an update over all ranks, `wps` and
-//! `ups` word pieces and updates a second; `lr` is the next update's; `clip` is how many updates in a
-//! hundred were clipped, and not there without a bound; `loss_scale` is there in float16;
-//! `train_wall` are the seconds spent in updates and overflows, `wall` those since the start. What
-//! fairseq averages over a window of its own is of the updates since the line before. As there, a batch
-//! whose gradients overflow is no update and in no line. `gb_free` is the GPU's memory, or, of other devices, the
-//! machine's, and not there where the system does not tell.
+//! As in fairseq, numbers are strings of six significant digits (Python's `{:g}`), except for `epoch`
+//! and `update`. Values are over the updates since the previous line, where fairseq averages over a
+//! window of its own. As in fairseq, an overflow is not an update and not part of any line.
+//!
+//! | key | value |
+//! |---|---|
+//! | `epoch`, `update` | current epoch counted from 1, and number of epochs with a fraction |
+//! | `loss`, `ppl` | loss per word piece in base 2, and 2 to the power of it |
+//! | `wps`, `ups` | word pieces and updates per second |
+//! | `wpb`, `bsz` | word pieces and samples in an update, over all ranks |
+//! | `num_updates` | number of updates |
+//! | `lr` | learning rate of the next update |
+//! | `gnorm` | norm of all gradients before clipping |
+//! | `clip` | percentage of updates that were clipped; absent without a bound |
+//! | `loss_scale` | loss scale; present in float16 only |
+//! | `train_wall` | seconds spent in updates and overflows |
+//! | `gb_free` | free GiB of the GPU, or of the host for other devices; absent if not known |
+//! | `wall` | seconds since the start |
 
 use std::time::Instant;
 
 use serde::Serialize;
 
-/// One line.
+/// Log line.
 #[derive(Clone, Debug, Serialize)]
 pub struct LogLine {
     epoch: usize,
@@ -38,79 +47,81 @@ pub struct LogLine {
     wall: String,
 }
 
-/// What an update was like.
+/// Gradient norm and duration of an update.
 #[derive(Clone, Copy, Debug)]
-pub struct Update {
-    /// Norm of all gradients before clipping.
+pub struct UpdateStats {
+    /// 2-norm of all gradients together, before clipping.
     pub norm: f64,
-    /// Seconds it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
-/// Where in the run a line stands.
+/// State of the run at a log line.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
-    /// Updates made.
+pub struct LogPosition {
+    /// Number of updates.
     pub updates: usize,
-    /// What was taken for them of the text, in updates: overflows have used theirs up.
+    /// Number of updates and overflows: each takes the batches of one update from the text.
     pub batches: usize,
-    /// Updates in an epoch.
+    /// Number of updates in an epoch.
     pub per_epoch: usize,
-    /// The next update's learning rate.
+    /// Learning rate of the next update.
     pub lr: f64,
-    /// Bytes that are free, where the system tells.
+    /// Free memory in bytes, if it is known.
     pub free: Option<usize>,
 }
 
-/// Makes the lines of a run.
+/// Collects the updates since the last log line.
 #[derive(Debug)]
-pub struct Log {
+pub struct LogWindow {
     start: Instant,
+    /// Time of the last line.
     last: Instant,
     samples: usize,
     tokens_per_sample: usize,
     clip_norm: f64,
-    since: Vec<Update>,
-    /// Seconds spent on batches that overflowed.
+    updates: Vec<UpdateStats>,
+    /// Seconds spent in overflows since the last line.
     overflowed: f64,
 }
 
-impl Log {
-    /// For updates of `samples` samples over all ranks, clipped to `clip_norm` unless that is 0.
+impl LogWindow {
+    /// Starts the log of a run whose updates have `samples` samples over all ranks. A `clip_norm` of 0
+    /// means that gradients are not clipped.
     pub fn new(samples: usize, tokens_per_sample: usize, clip_norm: f64) -> Self {
         let now = Instant::now();
-        let since = Vec::new();
         Self {
             start: now,
             last: now,
             samples,
             tokens_per_sample,
             clip_norm,
-            since,
+            updates: Vec::new(),
             overflowed: 0.0,
         }
     }
 
-    /// Takes note of an update.
-    pub fn update(&mut self, update: Update) {
-        self.since.push(update);
+    /// Records an update.
+    pub fn update(&mut self, update: UpdateStats) {
+        self.updates.push(update);
     }
 
-    /// Takes note of a batch that overflowed, and the seconds it took.
+    /// Records an overflow, and its duration in seconds.
     pub fn overflow(&mut self, seconds: f64) {
         self.overflowed += seconds;
     }
 
-    /// The line of the updates since the last one, whose mean loss over all ranks is `loss`.
-    pub fn line(&mut self, place: Place, loss: f64, loss_scale: Option<f32>) -> LogLine {
-        let Place { updates, batches, per_epoch, lr, free } = place;
-        let count = self.since.len().max(1) as f64;
+    /// Returns the line of the updates since the last line, and starts the next window. `loss` is their
+    /// mean over all ranks, in base 2.
+    pub fn line(&mut self, position: LogPosition, loss: f64, loss_scale: Option<f32>) -> LogLine {
+        let LogPosition { updates, batches, per_epoch, lr, free } = position;
+        let count = self.updates.len().max(1) as f64;
         let rate = count / self.last.elapsed().as_secs_f64().max(1e-9);
         let words = (self.samples * self.tokens_per_sample) as f64;
-        let norm = self.since.iter().map(|update| update.norm).sum::<f64>() / count;
-        let clipped = self.since.iter().filter(|update| update.norm > self.clip_norm).count();
+        let norm = self.updates.iter().map(|update| update.norm).sum::<f64>() / count;
+        let clipped = self.updates.iter().filter(|update| update.norm > self.clip_norm).count();
         let clip = (self.clip_norm > 0.0).then(|| rounded(100.0 * clipped as f64 / count, 1));
-        let in_updates: f64 = self.since.iter().map(|update| update.seconds).sum();
+        let seconds: f64 = self.updates.iter().map(|update| update.seconds).sum();
         let line = LogLine {
             epoch: batches.saturating_sub(1) / per_epoch + 1,
             update: (batches as f64 / per_epoch as f64 * 1e3).round() / 1e3,
@@ -125,23 +136,24 @@ impl Log {
             gnorm: rounded(norm, 3),
             clip,
             loss_scale: loss_scale.map(|scale| general(f64::from(scale))),
-            train_wall: rounded(std::mem::take(&mut self.overflowed) + in_updates, 0),
+            train_wall: rounded(std::mem::take(&mut self.overflowed) + seconds, 0),
             gb_free: free.map(|free| rounded(free as f64 / f64::from(1 << 30), 1)),
             wall: rounded(self.start.elapsed().as_secs_f64(), 0),
         };
-        self.since.clear();
+        self.updates.clear();
         self.last = Instant::now();
         line
     }
 }
 
+/// Rounds a number to `digits` decimal digits and formats it.
 fn rounded(number: f64, digits: i32) -> String {
     let unit = 10f64.powi(digits);
     general((number * unit).round() / unit)
 }
 
-/// Python's `{:g}`: six significant digits without zeros at the end, in powers of ten below 1e-4 and
-/// from a million on.
+/// Formats a number as Python's `{:g}`: six significant digits without trailing zeros, in scientific
+/// notation below 1e-4 and from 1e6.
 fn general(number: f64) -> String {
     const DIGITS: i32 = 6;
     if !number.is_finite() {
@@ -165,7 +177,7 @@ fn general(number: f64) -> String {
 mod tests {
     use super::*;
 
-    /// Numbers of the log in fairseq's README, and `'{:g}'.format(..)` of others.
+    /// The numbers are from the log in fairseq's README, and from `'{:g}'.format(..)` in Python.
     #[test]
     fn numbers_look_as_in_python() {
         for (number, expected) in [
@@ -190,13 +202,13 @@ mod tests {
 
     #[test]
     fn a_line_has_fairseqs_keys_in_order() {
-        let mut log = Log::new(16, 128, 1.0);
+        let mut log = LogWindow::new(16, 128, 1.0);
         for norm in [0.5, 2.5] {
-            log.update(Update { norm, seconds: 2.0 });
+            log.update(UpdateStats { norm, seconds: 2.0 });
         }
         log.overflow(3.0);
         let free = Some(3 << 29);
-        let place = Place { updates: 11, batches: 12, per_epoch: 8, lr: 2e-5, free };
+        let place = LogPosition { updates: 11, batches: 12, per_epoch: 8, lr: 2e-5, free };
         let line = log.line(place, 10.0, Some(128.0));
         let json = serde_json::to_string(&line).unwrap();
         let names = [
@@ -228,7 +240,7 @@ mod tests {
             assert!(json.contains(part), "{json}");
         }
         log.clip_norm = 0.0;
-        log.update(Update { norm: 1.0, seconds: 0.0 });
+        log.update(UpdateStats { norm: 1.0, seconds: 0.0 });
         let json = serde_json::to_string(&log.line(place, 1.0, None)).unwrap();
         assert!(
             !json.contains("clip") && !json.contains("scale") && json.contains(r#""gnorm":"1","#),

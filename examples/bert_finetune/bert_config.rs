@@ -1,62 +1,63 @@
-//! The shape of a BERT model: `config.json` in Hugging Face's names, or the small default.
+//! Configuration of a BERT model: read from a Hugging Face `config.json`, or the small default.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-/// What `config.json` says of a BERT model. Fields that do not concern the classifier are ignored.
+/// Configuration of a BERT model, with the field names of Hugging Face's `config.json`. Other fields of
+/// that file are ignored.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct BertConfig {
-    /// The architecture: `bert`.
+    /// Architecture. Only `bert` is supported. Default `bert`.
     #[serde(default = "bert")]
     pub model_type: String,
-    /// Word pieces the word embedding has rows for.
+    /// Number of rows of the word embedding.
     pub vocab_size: usize,
     /// Width of the hidden states.
     pub hidden_size: usize,
-    /// Encoder layers.
+    /// Number of encoder layers.
     pub num_hidden_layers: usize,
-    /// Attention heads; a divisor of `hidden_size`.
+    /// Number of attention heads; a divisor of `hidden_size`.
     pub num_attention_heads: usize,
-    /// Width between the two matrices of the feed-forward part.
+    /// Width between the two linear layers of the feed-forward block.
     pub intermediate_size: usize,
-    /// Positions the position embedding has rows for: the longest input.
+    /// Number of rows of the position embedding: the length of the longest input.
     pub max_position_embeddings: usize,
-    /// Segments the type embedding has rows for.
+    /// Number of rows of the token type embedding. Default 2: the segments of a sentence pair.
     #[serde(default = "two")]
     pub type_vocab_size: usize,
-    /// The feed-forward part's activation.
+    /// Activation function of the feed-forward block. Default GELU.
     #[serde(default)]
     pub hidden_act: HiddenAct,
-    /// How positions enter: `absolute`.
+    /// Kind of position embedding. Only `absolute` is supported. Default `absolute`.
     #[serde(default = "absolute")]
     pub position_embedding_type: String,
-    /// Dropout on embeddings and on each sublayer's output.
+    /// Dropout probability of the embeddings and of each sublayer's output. Default 0.1.
     #[serde(default = "tenth")]
     pub hidden_dropout_prob: f64,
-    /// Dropout on attention probabilities.
+    /// Dropout probability of the attention probabilities. Default 0.1.
     #[serde(default = "tenth")]
     pub attention_probs_dropout_prob: f64,
-    /// Added to the variance in every layer norm.
+    /// Number added to the variance in every layer norm. Default 1e-12.
     #[serde(default = "epsilon")]
     pub layer_norm_eps: f64,
-    /// Standard deviation of the initial matrices.
+    /// Standard deviation of the initial matrices. Default 0.02.
     #[serde(default = "fiftieth")]
     pub initializer_range: f64,
 }
 
-/// The activation between the two matrices of the feed-forward part.
+/// Activation function between the two linear layers of the feed-forward block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub enum HiddenAct {
-    /// The exact form, by the error function.
+    /// Exact GELU, computed with the error function.
     #[default]
     #[serde(rename = "gelu")]
     Gelu,
-    /// The approximation by the hyperbolic tangent.
+    /// GELU approximated with the hyperbolic tangent.
     #[serde(rename = "gelu_new", alias = "gelu_pytorch_tanh")]
     GeluTanh,
-    /// `max(x, 0)`.
+    /// ReLU: `max(x, 0)`.
     #[serde(rename = "relu")]
     Relu,
 }
@@ -86,7 +87,7 @@ fn epsilon() -> f64 {
 }
 
 impl BertConfig {
-    /// A BERT small enough to be trained from scratch on two cores in minutes.
+    /// Returns a configuration small enough to train from scratch on two CPU cores in minutes.
     pub fn small(vocab_size: usize, max_length: usize) -> Self {
         Self {
             model_type: bert(),
@@ -102,7 +103,7 @@ impl BertConfig {
             hidden_dropout_prob: 0.1,
             attention_probs_dropout_prob: 0.1,
             layer_norm_eps: 1e-12,
-            // So small a model learns late and unevenly from the usual 0.02.
+            // From the usual 0.02 a model of this size starts to learn late and unevenly.
             initializer_range: 0.05,
         }
     }
@@ -111,8 +112,8 @@ impl BertConfig {
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is not JSON of this form, or describes a model that is not this
-    /// one; the message names the file and the field.
+    /// If the file cannot be read, is not valid JSON, lacks a field or describes an unsupported model.
+    /// The message names the file and the field.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read the model's configuration {}", path.display()))?;
@@ -125,7 +126,7 @@ impl BertConfig {
         Ok(config)
     }
 
-    /// Puts one dropout probability in place of both.
+    /// Sets both dropout probabilities, if one is given.
     #[must_use]
     pub fn with_dropout(mut self, probability: Option<f64>) -> Self {
         if let Some(probability) = probability {
@@ -135,15 +136,15 @@ impl BertConfig {
         self
     }
 
-    /// Checks that the tokenizer and the chosen length fit the model.
+    /// Checks that the embeddings have a row for each of `tokens` word pieces and `max_length` positions.
     ///
     /// # Errors
     ///
-    /// If either has no rows in the embeddings.
+    /// If either embedding has too few rows.
     pub fn check_input(&self, tokens: usize, max_length: usize) -> Result<()> {
         ensure!(
             tokens <= self.vocab_size,
-            "the tokenizer knows {tokens} word pieces, the model only {} (`vocab_size`); \
+            "the tokenizer has {tokens} word pieces, the model only {} (`vocab_size`); \
              are they from the same directory?",
             self.vocab_size
         );
@@ -159,12 +160,12 @@ impl BertConfig {
     fn check(&self) -> Result<()> {
         ensure!(
             self.model_type == "bert",
-            "`model_type` is `{}`; this example loads `bert`",
+            "`model_type` is `{}`; this example supports `bert`",
             self.model_type
         );
         ensure!(
             self.position_embedding_type == "absolute",
-            "`position_embedding_type` is `{}`; this example knows `absolute`",
+            "`position_embedding_type` is `{}`; this example supports `absolute`",
             self.position_embedding_type
         );
         for (name, value) in [

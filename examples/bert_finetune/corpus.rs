@@ -1,40 +1,40 @@
-//! The text: the embedded corpus, and files of one's own.
+//! Labelled text to train on: the embedded corpus, or the user's files.
 //!
-//! A corpus is a training and a held-out split of labelled sentences or sentence pairs. What a file's
-//! columns are called is found in its header; every error names file, line and column. Turning text
-//! into numbers is `tokenize.rs`.
+//! A corpus consists of a training split and a held-out split of labelled sentences or sentence pairs.
+//! The header of a file names its columns. Every error names the file, line and column.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
-/// One labelled sentence or pair.
+/// Labelled sentence or sentence pair.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Example {
-    /// The class, from 0.
+    /// Class, counted from 0.
     pub label: usize,
-    /// The sentence, or the first of a pair.
+    /// Only sentence, or first sentence of a pair.
     pub first: String,
-    /// The second of a pair.
+    /// Second sentence of a pair.
     pub second: Option<String>,
 }
 
-/// A training and a held-out split.
+/// Training split and held-out split.
 #[derive(Clone, Debug)]
 pub struct Corpus {
-    /// What it is, for the reader.
+    /// Name, to be shown to the user.
     pub name: String,
-    /// Trained on.
+    /// Examples to train on.
     pub train: Vec<Example>,
-    /// Evaluated on.
+    /// Held-out examples to evaluate on.
     pub test: Vec<Example>,
     /// Number of classes, at least 2.
     pub classes: usize,
 }
 
-/// Files looked for in a directory, in this order.
+/// Names of the training file that a directory may hold, in the order in which they are tried.
 const TRAIN_FILES: &[&str] = &["train.tsv", "train.csv", "msr_paraphrase_train.txt"];
+/// Names of the test file that a directory may hold, in the order in which they are tried.
 const TEST_FILES: &[&str] = &[
     "test.tsv",
     "test.csv",
@@ -45,22 +45,27 @@ const TEST_FILES: &[&str] = &[
     "msr_paraphrase_test.txt",
 ];
 
-/// One in this many examples of a single file is held out.
+/// One in `HELD_OUT` examples of a single file is held out.
 const HELD_OUT: u64 = 10;
 
 impl Corpus {
-    /// The corpus that comes with the example: mail, in which 1 is spam (see `data/README.md`).
+    /// Returns the embedded corpus: mail with label 0 (ham) or 1 (spam). See `data/README.md`.
+    ///
+    /// # Errors
+    ///
+    /// If the embedded files are malformed.
     pub fn embedded() -> Result<Self> {
         let train = tsv("spam_train.tsv", include_str!("data/spam_train.tsv"))?;
         let test = tsv("spam_test.tsv", include_str!("data/spam_test.tsv"))?;
         Self::new("SpamAssassin mail (embedded)".into(), train, test)
     }
 
-    /// Reads a directory with a train and a test file, or a single file, of which a tenth is held out.
+    /// Reads a directory with a training and a test file, or a single file, of which a tenth is held
+    /// out.
     ///
     /// # Errors
     ///
-    /// If a file is missing, unreadable or not of the documented form.
+    /// If a file is missing, unreadable or malformed.
     pub fn read(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         if path.is_dir() {
@@ -98,7 +103,8 @@ impl Corpus {
 }
 
 impl Example {
-    /// FNV-1a of the text, folded: splits a file the same way everywhere.
+    /// Hashes the text with FNV-1a, folded to use all 64 bits. Unlike a standard library hasher, it
+    /// splits a file the same way with every compiler and on every machine.
     fn hash(&self) -> u64 {
         let second = self.second.as_deref().unwrap_or_default();
         let bytes = self.first.bytes().chain([0]).chain(second.bytes());
@@ -109,6 +115,7 @@ impl Example {
     }
 }
 
+/// Returns the first of the named files that exists in a directory.
 fn find(directory: &Path, names: &[&str]) -> Result<PathBuf> {
     let mut paths = names.iter().map(|name| directory.join(name));
     paths.find(|path| path.is_file()).ok_or_else(|| {
@@ -132,9 +139,9 @@ fn read_file(path: &Path) -> Result<Vec<Example>> {
     if is_csv { csv(&name, &text) } else { tsv(&name, &text) }
 }
 
-/// Tab-separated text, in which a quotation mark is a character like any other.
+/// Reads tab-separated text. Quotation marks have no special meaning.
 fn tsv(name: &str, text: &str) -> Result<Vec<Example>> {
-    let mut lines = without_mark(text).lines().zip(1..);
+    let mut lines = without_byte_order_mark(text).lines().zip(1..);
     let header: Vec<_> = lines.next().unwrap_or_default().0.split('\t').collect();
     let columns = Columns::find(name, &header)?;
     let lines = lines.filter(|(line, _)| !line.trim().is_empty());
@@ -145,12 +152,12 @@ fn tsv(name: &str, text: &str) -> Result<Vec<Example>> {
     not_empty(name, rows.collect::<Result<_>>()?)
 }
 
-/// Comma-separated text, quoted as RFC 4180 says.
+/// Reads comma-separated text with the quoting of RFC 4180.
 fn csv(name: &str, text: &str) -> Result<Vec<Example>> {
     let mut reader = csv::ReaderBuilder::new()
         .flexible(true)
         .has_headers(false)
-        .from_reader(without_mark(text).as_bytes());
+        .from_reader(without_byte_order_mark(text).as_bytes());
     let mut records = reader.records();
     let header = records.next().transpose().with_context(|| format!("cannot read {name}"))?;
     let columns = Columns::find(name, &header.iter().flatten().collect::<Vec<_>>())?;
@@ -162,7 +169,8 @@ fn csv(name: &str, text: &str) -> Result<Vec<Example>> {
     not_empty(name, rows.collect::<Result<_>>()?)
 }
 
-fn without_mark(text: &str) -> &str {
+/// Removes a byte order mark from the start of the text.
+fn without_byte_order_mark(text: &str) -> &str {
     text.strip_prefix('\u{feff}').unwrap_or(text)
 }
 
@@ -171,7 +179,7 @@ fn not_empty(name: &str, examples: Vec<Example>) -> Result<Vec<Example>> {
     Ok(examples)
 }
 
-/// Where the wanted columns stand in a file, and what they are called there.
+/// Positions and names of the columns of a file.
 struct Columns {
     count: usize,
     label: Column,
@@ -186,6 +194,7 @@ struct Column {
 }
 
 impl Columns {
+    /// Finds the columns in a file's header.
     fn find(file: &str, header: &[&str]) -> Result<Self> {
         let find = |name: &'static str| {
             let index = header.iter().position(|field| field.trim() == name)?;
@@ -212,6 +221,7 @@ impl Columns {
         })
     }
 
+    /// Converts the fields of one line to an example.
     fn example(&self, file: &str, line: u64, fields: &[&str]) -> Result<Example> {
         ensure!(
             fields.len() == self.count,

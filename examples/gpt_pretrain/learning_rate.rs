@@ -1,20 +1,20 @@
-//! fairseq's learning rates, from its formulas.
+//! fairseq's learning rate schedules.
 //!
-//! The rate is a function of how many updates have been made, and fairseq asks for it after each: the
-//! n-th update is taken with the rate after n − 1 of them, so with a warm-up the first one moves
-//! nothing, and the log line of update n shows the rate of the next.
+//! The learning rate is a function of the number of completed updates. The n-th update uses the rate
+//! after n − 1 updates, as in fairseq. Therefore the first update has a rate of 0 if there is a warm-up,
+//! and the log line of an update shows the rate of the next one.
 
 use std::f64::consts::PI;
 use std::str::FromStr;
 
-/// How the rate falls after its warm-up.
+/// How the learning rate falls after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LrScheduler {
-    /// In a straight line to 0 (fairseq's power of 1).
+    /// Linear to 0: fairseq's polynomial decay with a power of 1.
     PolynomialDecay,
-    /// Along half a cosine to 0.
+    /// Half a period of a cosine, to 0.
     Cosine,
-    /// With the square root of the number of updates.
+    /// Inversely proportional to the square root of the number of updates.
     InverseSqrt,
 }
 
@@ -31,21 +31,21 @@ impl FromStr for LrScheduler {
     }
 }
 
-/// The learning rate of a run.
+/// Learning rate schedule of a run.
 #[derive(Clone, Copy, Debug)]
-pub struct Schedule {
-    /// How it falls.
+pub struct LrSchedule {
+    /// How the rate falls after the warm-up.
     pub scheduler: LrScheduler,
-    /// Its peak.
+    /// Peak learning rate.
     pub lr: f64,
-    /// Updates in which it rises in a straight line from 0.
+    /// Number of updates in which the rate rises linearly from 0.
     pub warmup: usize,
-    /// Update at which it is 0; `inverse_sqrt` takes no notice.
+    /// Update at which the rate reaches 0. `inverse_sqrt` does not use it.
     pub total: usize,
 }
 
-impl Schedule {
-    /// The rate after `updates` updates.
+impl LrSchedule {
+    /// Returns the rate after `updates` updates.
     pub fn rate(&self, updates: usize) -> f64 {
         let Self { lr, warmup, total, .. } = *self;
         if updates < warmup {
@@ -69,17 +69,18 @@ mod tests {
     use super::*;
 
     fn rates(scheduler: LrScheduler, updates: &[usize]) -> Vec<f64> {
-        let schedule = Schedule { scheduler, lr: 1e-4, warmup: 5, total: 10 };
+        let schedule = LrSchedule { scheduler, lr: 1e-4, warmup: 5, total: 10 };
         updates.iter().map(|updates| schedule.rate(*updates)).collect()
     }
 
     fn close(found: &[f64], expected: &[f64]) {
+        assert_eq!(found.len(), expected.len());
         for (found, expected) in found.iter().zip(expected) {
             assert!((found - expected).abs() < 1e-12, "{found} {expected}");
         }
     }
 
-    /// The `lr` of the ten log lines in fairseq's README.
+    /// The expected values are the `lr` of the ten log lines in fairseq's README.
     #[test]
     fn polynomial_decay_is_fairseqs_example() {
         let expected = [2e-5, 4e-5, 6e-5, 8e-5, 1e-4, 8e-5, 6e-5, 4e-5, 2e-5, 0.0];
@@ -88,7 +89,7 @@ mod tests {
         assert_eq!(rates(LrScheduler::PolynomialDecay, &[0, 11]), [0.0, 0.0]);
     }
 
-    /// By fairseq's formulas: `0.5 * lr * (1 + cos(pi * t / period))`, and
+    /// fairseq's formulas are `0.5 * lr * (1 + cos(pi * t / period))`, and
     /// `lr * warmup ** 0.5 * num_updates ** -0.5`.
     #[test]
     fn the_other_two_are_fairseqs_formulas() {
@@ -109,7 +110,7 @@ mod tests {
         for scheduler in
             [LrScheduler::PolynomialDecay, LrScheduler::Cosine, LrScheduler::InverseSqrt]
         {
-            let schedule = Schedule { scheduler, lr: 0.5, warmup: 0, total: 4 };
+            let schedule = LrSchedule { scheduler, lr: 0.5, warmup: 0, total: 4 };
             assert_eq!(schedule.rate(0), 0.5);
             let rates: Vec<f64> = (0..=9).map(|updates| schedule.rate(updates)).collect();
             assert!(rates.iter().all(|rate| (0.0..=0.5).contains(rate)), "{rates:?}");
