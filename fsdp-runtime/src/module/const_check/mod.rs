@@ -21,6 +21,4 @@ pub use self::probe::Fallback as NotHooked;
 pub use self::probe::{BurnModule, DerivesModule, Probe};
 pub use self::recompute::can_be_recomputed;
 pub use self::ties::{leads_to_a_weight, lie_in_one_unit};
-pub use self::units::{
-    can_be_a_unit, has_hooks, hides_no_unit, is_a_sound_unit, skips_no_unit,
-};
+pub use self::units::{can_be_a_unit, has_hooks, hides_no_unit, is_a_sound_unit, skips_no_unit};

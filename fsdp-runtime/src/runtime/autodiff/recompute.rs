@@ -87,10 +87,7 @@ pub(crate) fn recompute<B: ShardBackend>(
 }
 
 /// Returns a parameter's leaf. If the leaf is on another device, returns a child of it on `device`.
-pub(crate) fn tracked_on_device<B: ShardBackend>(
-    leaf: &Leaf<B>,
-    device: &B::Device,
-) -> Tracked<B> {
+pub(crate) fn tracked_on_device<B: ShardBackend>(leaf: &Leaf<B>, device: &B::Device) -> Tracked<B> {
     if let Leaf::Device(leaf) = leaf {
         return leaf.clone();
     }
