@@ -64,7 +64,7 @@ struct Found {
 }
 
 fn step(which: ActivationCheckpointing) -> Found {
-    let options = LaunchOptions::new(1).device(Device::flex());
+    let options = LaunchOptions::new(1).with_device(Device::flex());
     let mut ranks = launch(options, move |worker| {
         let device = worker.device();
         let block = |_| Block {
@@ -73,7 +73,7 @@ fn step(which: ActivationCheckpointing) -> Found {
         };
         let head = LinearConfig::new(WIDTH, 4).init(device);
         let net = Net { blocks: (0..BLOCKS).map(block).collect(), head };
-        let options = FsdpOptions::new().seed(1).activation_checkpointing(which);
+        let options = FsdpOptions::new().with_seed(1).with_activation_checkpointing(which);
         let net = fully_shard(net, &worker, options)?;
         let step = || {
             let x = Tensor::ones([ROWS, WIDTH], device);
@@ -85,7 +85,12 @@ fn step(which: ActivationCheckpointing) -> Found {
         step()?;
         let peak = PEAK.load(SeqCst) - before;
         let left = LIVE.load(SeqCst).saturating_sub(before);
-        Ok::<_, Error>(Found { peak, left, counts: net.counts(), memory: net.memory() })
+        Ok::<_, Error>(Found {
+            peak,
+            left,
+            counts: net.stats().counts(),
+            memory: net.stats().memory(),
+        })
     })
     .unwrap();
     ranks.swap_remove(0)

@@ -65,7 +65,7 @@ fn net(device: &Device) -> Net {
 fn peak<T: Send + 'static>(
     f: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
 ) -> (usize, Vec<T>) {
-    let launched = LaunchOptions::new(WORLD).device(Device::flex());
+    let launched = LaunchOptions::new(WORLD).with_device(Device::flex());
     let before = LIVE.load(SeqCst);
     PEAK.store(before, SeqCst);
     let ranks = launch(launched, move |worker| f(&worker)).expect("the ranks succeed");
@@ -74,7 +74,7 @@ fn peak<T: Send + 'static>(
 
 /// What four ranks hold of the model for good, their gather buffers included.
 fn held(net: &Fsdp<Net>) -> usize {
-    net.sharded_bytes() + net.gather_buffer_bytes()
+    net.stats().sharded_bytes() + net.stats().gather_buffer_bytes()
 }
 
 fn construct(options: FsdpOptions) -> (usize, usize) {
@@ -94,21 +94,21 @@ fn within(what: &str, (peak, held): (usize, usize), units: usize) {
 fn save_and_load(folder: &Path) {
     let path = folder.to_path_buf();
     let (saving, ranks) = peak(move |worker| {
-        let net = fully_shard(net(worker.device()), worker, FsdpOptions::new().seed(1))?;
+        let net = fully_shard(net(worker.device()), worker, FsdpOptions::new().with_seed(1))?;
         worker.barrier()?;
         if worker.rank().index() == 0 {
             PEAK.store(LIVE.load(SeqCst), SeqCst);
         }
         worker.barrier()?;
-        net.save_pretrained(&path, &SavePretrained::new())?;
+        net.state().save_pretrained(&path, &SavePretrained::new())?;
         Ok(held(&net))
     });
     // One parameter, its gather, and the writer's buffer; all ranks take part.
     within("saving", (saving, ranks.iter().sum()), 1);
 
     let (full, ranks) = peak(|worker| {
-        let net = fully_shard(net(worker.device()), worker, FsdpOptions::new().seed(1))?;
-        let state = net.full_state(Recipient::Only(Rank::ZERO))?;
+        let net = fully_shard(net(worker.device()), worker, FsdpOptions::new().with_seed(1))?;
+        let state = net.state().full(Recipient::Only(Rank::ZERO))?;
         let result: usize = state.values().map(|data| data.as_bytes().len()).sum();
         // All ranks hold theirs to the end.
         worker.barrier()?;
@@ -119,7 +119,7 @@ fn save_and_load(folder: &Path) {
     let path = folder.to_path_buf();
     let (loading, ranks) = peak(move |worker| {
         let mut net = fully_shard(net(worker.device()), worker, FsdpOptions::new())?;
-        net.load_safetensors(&path, &LoadOptions::new())?;
+        net.state_mut().load_safetensors(&path, &LoadOptions::new())?;
         Ok(held(&net))
     });
     within("loading", (loading, ranks.iter().sum()), 2);
@@ -139,15 +139,15 @@ fn save_and_load(folder: &Path) {
 fn load_checkpoint(folder: &Path) {
     let path = folder.join("checkpoint");
     let saved = path.clone();
-    launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
-        let net = fully_shard(net(worker.device()), &worker, FsdpOptions::new().seed(1))?;
-        net.save_state(&saved)
+    launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
+        let net = fully_shard(net(worker.device()), &worker, FsdpOptions::new().with_seed(1))?;
+        net.state().save(&saved)
     })
     .expect("the ranks succeed");
     let (loading, ranks) = peak(move |worker| {
-        let options = FsdpOptions::new().deferred_init(true);
+        let options = FsdpOptions::new().with_deferred_init(true);
         let mut net = fully_shard(net(worker.device()), worker, options)?;
-        net.load_state(&path)?;
+        net.state_mut().load(&path)?;
         Ok(held(&net))
     });
     // A rank holds what it has read of a matrix beside what it makes of it, and all may at once.
@@ -170,11 +170,11 @@ fn merge_checkpoint(folder: &Path) {
 fn construction_holds_fragments_and_one_unit() {
     let all = (BLOCKS * UNIT) as f64 / (1 << 20) as f64;
     println!("{BLOCKS} units of {} MiB: {all:.1} MiB", UNIT >> 20);
-    within("rank 0 initialises", construct(FsdpOptions::new().seed(1)), 2);
+    within("rank 0 initialises", construct(FsdpOptions::new().with_seed(1)), 2);
     within("rank 0 initialises, unseeded", construct(FsdpOptions::new()), 2);
-    within("no rank initialises", construct(FsdpOptions::new().deferred_init(true)), 0);
+    within("no rank initialises", construct(FsdpOptions::new().with_deferred_init(true)), 0);
     // Every rank initialises a parameter at a time: a matrix a rank, and the draw.
-    let every = FsdpOptions::new().seed(1).sync_module_states(false);
+    let every = FsdpOptions::new().with_seed(1).with_sync_module_states(false);
     within("every rank initialises", construct(every), WORLD);
     let folder = tempfile::tempdir().unwrap();
     save_and_load(folder.path());

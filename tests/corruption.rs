@@ -51,25 +51,25 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 fn options() -> LaunchOptions {
-    LaunchOptions::new(LOADED_BY).device(Device::flex()).timeout(Duration::from_secs(30))
+    LaunchOptions::new(LOADED_BY).with_device(Device::flex()).with_timeout(Duration::from_secs(30))
 }
 
 /// A valid checkpoint of a model, an optimizer and a scheduler.
 fn save(folder: &Path) {
     let folder = folder.to_path_buf();
-    launch(LaunchOptions::new(SAVED_BY).device(Device::flex()), move |worker| {
-        let mut net = sharded(&worker, 0.1, FsdpOptions::new().seed(1))?;
+    launch(LaunchOptions::new(SAVED_BY).with_device(Device::flex()), move |worker| {
+        let mut net = sharded(&worker, 0.1, FsdpOptions::new().with_seed(1))?;
         let (mut own, mut rate) = (optimizer(), schedule());
         for step in 0..2 {
             train_step(&worker, &mut net, &mut own, &mut rate, step)?;
         }
         Checkpoint::new(2)
-            .data(1, 5)
-            .loss_scale(1024.0)
-            .value("note", "text")
-            .model("net", &net)
-            .optimizer("adamw", &own)
-            .scheduler("rate", &rate)
+            .with_data_position(1, 5)
+            .with_loss_scale(1024.0)
+            .with_value("note", "text")
+            .with_model("net", &net)
+            .with_optimizer("adamw", &own)
+            .with_scheduler("rate", &rate)
             .save(&worker, &folder)
     })
     .expect("the checkpoint is saved");
@@ -79,27 +79,27 @@ fn save(folder: &Path) {
 fn load(folder: &Path) -> Result<Vec<u8>, Vec<Error>> {
     let folder = folder.to_path_buf();
     let ranks = launch(options(), move |worker| {
-        let mut net = sharded(&worker, 0.1, FsdpOptions::new().seed(9))?;
-        let before = net.full_state(Recipient::All)?;
+        let mut net = sharded(&worker, 0.1, FsdpOptions::new().with_seed(9))?;
+        let before = net.state().full(Recipient::All)?;
         let (mut own, mut rate) = (optimizer(), schedule());
         let restore = Restore::new()
-            .model("net", &mut net)
-            .optimizer("adamw", &mut own)
-            .scheduler("rate", &mut rate);
+            .with_model("net", &mut net)
+            .with_optimizer("adamw", &mut own)
+            .with_scheduler("rate", &mut rate);
         let restored = match restore.load(&worker, &folder) {
             Ok(restored) => restored,
             Err(error) => {
                 // Nothing is half-loaded.
-                assert_eq!(net.full_state(Recipient::All)?, before);
-                assert!(net.full_optimizer_state(&own, Recipient::All)?.parameters.is_empty());
+                assert_eq!(net.state().full(Recipient::All)?, before);
+                assert!(net.state().full_optimizer(&own, Recipient::All)?.parameters.is_empty());
                 return Ok::<_, Error>(Err(error));
             }
         };
         let mut all = format!("{:?} {:?} ", restored, rate.step().base()).into_bytes();
-        for (path, data) in &net.full_state(Recipient::All)? {
+        for (path, data) in &net.state().full(Recipient::All)? {
             all.extend([path.as_bytes(), data.as_bytes()].concat());
         }
-        for (path, state) in net.full_optimizer_state(&own, Recipient::All)?.parameters {
+        for (path, state) in net.state().full_optimizer(&own, Recipient::All)?.parameters {
             all.extend(format!("{path} {:?}", state.scalars).into_bytes());
             state.tensors.values().for_each(|data| all.extend(data.as_bytes()));
         }
@@ -360,13 +360,13 @@ fn a_file_that_cannot_be_written_is_an_error_on_every_rank() {
     let errors = launch(options(), move |worker| {
         let net = sharded(&worker, 0.0, FsdpOptions::new())?;
         let mut manager = CheckpointManager::new(&blocked, &worker);
-        let error = manager.save(&Checkpoint::new(1).model("net", &net)).unwrap_err();
+        let error = manager.save(&Checkpoint::new(1).with_model("net", &net)).unwrap_err();
         worker.barrier()?;
         if worker.rank().index() == 0 {
             fs::remove_file(&blocked).unwrap();
         }
         worker.barrier()?;
-        manager.save(&Checkpoint::new(2).model("net", &net))?;
+        manager.save(&Checkpoint::new(2).with_model("net", &net))?;
         Ok::<_, Error>(error)
     })
     .expect("the group lives on");

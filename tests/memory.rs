@@ -114,9 +114,9 @@ fn steady_state_training_allocates_no_parameter_sized_buffer() {
     .pop()
     .expect("three steps");
 
-    let ranks = launch(LaunchOptions::new(WORLD).device(Device::flex()), move |worker| {
+    let ranks = launch(LaunchOptions::new(WORLD).with_device(Device::flex()), move |worker| {
         let device = worker.device();
-        let mut model = fully_shard(net(device), &worker, FsdpOptions::new().seed(1))?;
+        let mut model = fully_shard(net(device), &worker, FsdpOptions::new().with_seed(1))?;
         let mut optimizer = AdamWConfig::new().init();
         let mut counts = Vec::new();
         let meet = |at: &mut Vec<usize>| -> Result<(), Error> {
@@ -137,7 +137,11 @@ fn steady_state_training_allocates_no_parameter_sized_buffer() {
             meet(&mut step)?;
             counts.push(step);
         }
-        Ok::<_, Error>((counts, model.gather_buffer_bytes(), model.peak_unsharded_bytes()))
+        Ok::<_, Error>((
+            counts,
+            model.stats().gather_buffer_bytes(),
+            model.stats().peak_unsharded_bytes(),
+        ))
     })
     .expect("training succeeds");
 

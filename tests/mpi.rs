@@ -70,17 +70,19 @@ fn fingerprint(state: &BTreeMap<String, TensorData>) -> u64 {
 fn runs() -> Vec<Run> {
     let run = Run { dropout: 0.1, clip: Some(0.5), threads: Some(1), ..Run::new(4) };
     let with = |options: FsdpOptions| Run { options, ..run.clone() };
-    let options = || FsdpOptions::new().seed(7);
-    let strategy = |strategy| with(options().strategy(strategy));
-    let hybrid = |strategy| with(options().strategy(strategy).shard_size(2).persist_below(200));
+    let options = || FsdpOptions::new().with_seed(7);
+    let strategy = |strategy| with(options().with_strategy(strategy));
+    let hybrid = |strategy| {
+        with(options().with_strategy(strategy).with_shard_size(2).with_persist_below(200))
+    };
     vec![
         run.clone(),
         strategy(ShardingStrategy::ShardGradOp),
         strategy(ShardingStrategy::NoShard),
         hybrid(ShardingStrategy::HybridShard),
         hybrid(ShardingStrategy::HybridShardZero2),
-        with(options().reshard_after_forward(ReshardAfterForward::To(2))),
-        with(options().sync_module_states(false)),
+        with(options().with_reshard_after_forward(ReshardAfterForward::To(2))),
+        with(options().with_sync_module_states(false)),
     ]
 }
 
@@ -237,11 +239,11 @@ fn processes_share_the_drawing_of_initial_values() {
         }
     }
     // As many threads, of which one draws.
-    let options = LaunchOptions::new(4).engine(Engine::Local).device(Device::flex());
+    let options = LaunchOptions::new(4).with_engine(Engine::Local).with_device(Device::flex());
     let values = launch(options, |worker| {
         let of = |width| {
             let model = Counted::new(width, worker.device(), &Arc::default());
-            fully_shard(model, &worker, FsdpOptions::new().seed(3)).map(|model| model.values())
+            fully_shard(model, &worker, FsdpOptions::new().with_seed(3)).map(|model| model.values())
         };
         Ok::<_, Error>((of(30)?, of(300)?))
     });
@@ -282,7 +284,7 @@ fn rank_of_every_strategy() {
 fn rank_of_a_long_run() {
     let fault = |name| std::env::var(name).ok().and_then(|rank| rank.parse::<usize>().ok());
     let (slow, panics) = (fault("SLOW"), fault("PANIC"));
-    let options = LaunchOptions::new(3).timeout(TIMEOUT).threads_per_rank(1);
+    let options = LaunchOptions::new(3).with_timeout(TIMEOUT).with_threads_per_rank(1);
     let outcome: Result<Vec<()>, LaunchError> = launch(options, move |worker| {
         let rank = worker.rank().index();
         println!("\nrank {rank} is process {}", std::process::id());
@@ -321,8 +323,8 @@ fn rank_of_a_long_run() {
 #[test]
 #[ignore = "the program of a rank"]
 fn rank_with_a_seed_of_its_own() {
-    let outcome = launch(LaunchOptions::new(3).timeout(TIMEOUT), |worker| {
-        let options = FsdpOptions::new().seed(u64::from(worker.rank().index() > 0));
+    let outcome = launch(LaunchOptions::new(3).with_timeout(TIMEOUT), |worker| {
+        let options = FsdpOptions::new().with_seed(u64::from(worker.rank().index() > 0));
         let error = fully_shard(Net::new(1, 0.0, worker.device()), &worker, options).unwrap_err();
         assert!(matches!(error, Error::Shard(ShardError::ModelMismatch { .. })), "{error}");
         println!("\n{error}");
@@ -386,14 +388,14 @@ fn counted<const D: usize>(
 fn rank_that_counts_what_it_draws() {
     let place = fsdp_runtime::env::RankEnv::read().unwrap().expect("started by mpirun");
     let threads = if place.rank.index() == 3 { 1 } else { 2 };
-    let options = LaunchOptions::new(4).engine(Engine::Mpi).timeout(TIMEOUT);
-    launch(options.threads_per_rank(threads), |worker| {
+    let options = LaunchOptions::new(4).with_engine(Engine::Mpi).with_timeout(TIMEOUT);
+    launch(options.with_threads_per_rank(threads), |worker| {
         let (rank, device) = (worker.rank().index(), worker.device());
-        let seeded = FsdpOptions::new().seed(3);
+        let seeded = FsdpOptions::new().with_seed(3);
         for (what, options) in [
             ("seeded", seeded.clone()),
             ("unseeded", FsdpOptions::new()),
-            ("whole", seeded.clone().strategy(ShardingStrategy::NoShard)),
+            ("whole", seeded.clone().with_strategy(ShardingStrategy::NoShard)),
             ("a layer of rank 0 alone", seeded.clone()),
             ("a value of rank 0", seeded.clone()),
         ] {
@@ -403,7 +405,7 @@ fn rank_that_counts_what_it_draws() {
             match (what, rank) {
                 ("a layer of rank 0 alone", 0) => {
                     let other = LinearConfig::new(5, 5).with_bias(false).init(device);
-                    options = options.ignored_params([other.weight.id]);
+                    options = options.with_ignored_params([other.weight.id]);
                     model.other = Some(other);
                 }
                 ("a value of rank 0", 0) => {
@@ -424,12 +426,15 @@ fn rank_that_counts_what_it_draws() {
 #[test]
 #[ignore = "the program of a rank"]
 fn rank_that_draws_another_shape() {
-    let options = LaunchOptions::new(3).engine(Engine::Mpi).timeout(TIMEOUT).threads_per_rank(2);
+    let options = LaunchOptions::new(3)
+        .with_engine(Engine::Mpi)
+        .with_timeout(TIMEOUT)
+        .with_threads_per_rank(2);
     let ended: Result<Vec<()>, LaunchError> = launch(options, |worker| {
         let mut model = Counted::new(30, worker.device(), &Arc::default());
         let weight = model.layers[1].weight.clone();
         model.layers[1].weight = counted([30, 31].into(), weight, &Arc::default());
-        let error = fully_shard(model, &worker, FsdpOptions::new().seed(3)).unwrap_err();
+        let error = fully_shard(model, &worker, FsdpOptions::new().with_seed(3)).unwrap_err();
         match worker.rank().index() {
             1 => {
                 let own = matches!(error, Error::Shard(ShardError::InitShape { .. }));

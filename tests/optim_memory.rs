@@ -110,9 +110,9 @@ fn plain(mut optimizer: ModuleOptimizer) -> Vec<usize> {
 
 /// Large allocations of each optimizer step of a sharded model, of all ranks.
 fn sharded(optimizer: fn() -> ModuleOptimizer) -> Vec<usize> {
-    let ranks = launch(LaunchOptions::new(WORLD).device(Device::flex()), move |worker| {
+    let ranks = launch(LaunchOptions::new(WORLD).with_device(Device::flex()), move |worker| {
         let device = worker.device();
-        let mut model = fully_shard(net(device), &worker, FsdpOptions::new().seed(1))?;
+        let mut model = fully_shard(net(device), &worker, FsdpOptions::new().with_seed(1))?;
         let mut optimizer = optimizer();
         let mut counts = Vec::new();
         for _ in 0..STEPS {

@@ -69,7 +69,9 @@ impl Export {
     /// How to write the model.
     pub fn options(&self) -> SavePretrained {
         let files = self.files.iter().cloned();
-        files.fold(SavePretrained::new(), |options, (name, contents)| options.file(name, contents))
+        files.fold(SavePretrained::new(), |options, (name, contents)| {
+            options.with_file(name, contents)
+        })
     }
 }
 

@@ -84,7 +84,7 @@ fn run(cli: &Cli, settings: Settings) -> Result<Ended> {
     if job.saving.directory.is_some() {
         handle_interrupts()?;
     }
-    let of_ranks = launch(settings.launch.device(device), move |worker: Worker| {
+    let of_ranks = launch(settings.launch.with_device(device), move |worker: Worker| {
         let summary = train(&job, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))
     })?;

@@ -290,7 +290,7 @@ impl Init<'_> {
 
 #[cfg(test)]
 mod tests {
-    use fsdp_runtime::{Child, Kind, Node};
+    use fsdp_runtime::__private::{Child, Kind, Node};
 
     use super::*;
     use crate::device::DeviceName;

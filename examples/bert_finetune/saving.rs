@@ -94,9 +94,9 @@ impl Saver {
     /// A saver as the flags say. Saves run beside the training.
     pub fn new(plan: &SavePlan, worker: &Worker) -> Self {
         let manager = plan.directory.as_ref().map(|directory| {
-            let manager = CheckpointManager::new(directory, worker).background(true);
+            let manager = CheckpointManager::new(directory, worker).with_background(true);
             match plan.keep_last {
-                Some(count) => manager.keep_last(count),
+                Some(count) => manager.with_keep_last(count),
                 None => manager,
             }
         });
@@ -146,12 +146,12 @@ impl Saver {
         let Some(manager) = &mut self.manager else { return Ok(()) };
         let Position { step, epoch, examples } = position;
         let checkpoint = Checkpoint::new(step as u64)
-            .data(epoch as u64, examples as u64)
-            .model("bert", training.model)
-            .optimizer("adamw", training.optimizer)
-            .scheduler("learning_rate", training.schedule);
+            .with_data_position(epoch as u64, examples as u64)
+            .with_model("bert", training.model)
+            .with_optimizer("adamw", training.optimizer)
+            .with_scheduler("learning_rate", training.schedule);
         let checkpoint = match &training.scaler {
-            Some(scaler) => checkpoint.grad_scaler("loss_scale", scaler),
+            Some(scaler) => checkpoint.with_grad_scaler("loss_scale", scaler),
             None => checkpoint,
         };
         manager.save(&checkpoint).context("cannot save")?;
@@ -174,11 +174,11 @@ pub fn resume(worker: &Worker, folder: &Path, training: Training<'_>) -> Result<
         },
     };
     let restore = Restore::new()
-        .model("bert", training.model)
-        .optimizer("adamw", training.optimizer)
-        .scheduler("learning_rate", training.schedule);
+        .with_model("bert", training.model)
+        .with_optimizer("adamw", training.optimizer)
+        .with_scheduler("learning_rate", training.schedule);
     let restore = match training.scaler {
-        Some(scaler) => restore.grad_scaler("loss_scale", scaler),
+        Some(scaler) => restore.with_grad_scaler("loss_scale", scaler),
         None => restore,
     };
     let restored = restore
@@ -249,7 +249,7 @@ mod tests {
     }
 
     fn run(world: usize, job: Job) -> Summary {
-        let options = LaunchOptions::new(world).device(Device::flex());
+        let options = LaunchOptions::new(world).with_device(Device::flex());
         let mut ranks = launch(options, move |worker| train(&job, &worker)).unwrap();
         ranks.swap_remove(0).expect("nobody pressed Ctrl-C")
     }
@@ -297,11 +297,11 @@ mod tests {
     fn a_run_in_float16_goes_on_with_its_loss_scale() {
         // Gradients overflow for some steps, and then no more.
         const LOSS_SCALE: f32 = 1e7;
-        let policy = MixedPrecisionPolicy::new().param_dtype(burn::tensor::FloatDType::F16);
+        let policy = MixedPrecisionPolicy::new().with_param_dtype(burn::tensor::FloatDType::F16);
         let half = |flags: &[&str]| {
             let job = job(2, ShardingStrategy::FullShard, flags);
-            let policy = policy.output_dtype(burn::tensor::FloatDType::F32);
-            let options = FsdpOptions::new().mixed_precision(policy);
+            let policy = policy.with_output_dtype(burn::tensor::FloatDType::F32);
+            let options = FsdpOptions::new().with_mixed_precision(policy);
             let scaler = Some(GradScalerConfig::new().with_init_scale(LOSS_SCALE));
             Job { options, scaler, ..job }
         };

@@ -71,9 +71,9 @@ impl Settings {
             }
             _ => LaunchOptions::started_or(device.ranks()),
         };
-        let launch = launch.engine(cli.engine).timeout(Duration::from_secs(cli.timeout));
+        let launch = launch.with_engine(cli.engine).with_timeout(Duration::from_secs(cli.timeout));
         let launch = match config.as_ref().is_some_and(|config| config.debug) {
-            true => launch.debug(true),
+            true => launch.with_debug(true),
             false => launch,
         };
         let of_file = config.as_ref().map(|config| config.fsdp.sharding_strategy);

@@ -175,14 +175,15 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
     };
     progress.finish();
     if let Some(export) = &job.export {
-        model.save_pretrained(&export.folder, &export.options())?;
+        model.state().save_pretrained(&export.folder, &export.options())?;
     }
 
-    let [sharded, peak] = most([model.sharded_bytes(), model.peak_unsharded_bytes()], worker)?;
+    let [sharded, peak] =
+        most([model.stats().sharded_bytes(), model.stats().peak_unsharded_bytes()], worker)?;
     Ok(Some(Summary {
         world_size: dealer.world_size,
         strategy: job.strategy.to_string(),
-        num_params: model.num_params(),
+        num_params: model.stats().num_params(),
         sharded_bytes_per_rank: sharded,
         peak_unsharded_bytes: peak,
         steps: losses.len(),
@@ -199,20 +200,20 @@ pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
 fn load(job: &Job, worker: &Worker, progress: &Progress) -> Result<Bert> {
     let model = job.config.init(job.classes, worker.device());
     let resumes = job.saving.resume.is_some();
-    let options = job.options.clone().strategy(job.strategy).seed(job.recipe.seed);
+    let options = job.options.clone().with_strategy(job.strategy).with_seed(job.recipe.seed);
     let Some(path) = job.weights.as_ref().filter(|_| !resumes) else {
-        return Ok(fully_shard(model, worker, options.deferred_init(resumes))?);
+        return Ok(fully_shard(model, worker, options.with_deferred_init(resumes))?);
     };
     // A file of the bare encoder has no classifier and no `bert.` before its names; one that was
     // pretrained has heads of its own, and old ones hold the positions' numbers.
     let load = LoadOptions::new()
-        .base_prefix("bert")
-        .legacy_layer_norm()
-        .allow_missing("classifier.")
-        .allow_missing("bert.pooler.")
-        .allow_unexpected("cls.")
-        .allow_unexpected("embeddings.position_ids")
-        .allow_unexpected("bert.embeddings.position_ids");
+        .with_base_prefix("bert")
+        .with_legacy_layer_norm()
+        .with_allowed_missing("classifier.")
+        .with_allowed_missing("bert.pooler.")
+        .with_allowed_unexpected("cls.")
+        .with_allowed_unexpected("embeddings.position_ids")
+        .with_allowed_unexpected("bert.embeddings.position_ids");
     let (model, report) = from_pretrained(model, worker, options, path, &load)
         .with_context(|| format!("cannot start from {}", path.display()))?;
     for (what, names) in [("newly drawn", &report.missing), ("not used", &report.unexpected)] {

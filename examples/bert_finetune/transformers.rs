@@ -102,13 +102,13 @@ fn untrained_logits_equal_those_of_transformers() {
     let encoded = tokenizer.encode(&pairs).unwrap();
     let config = BertConfig::read(&folder.path().join("config.json")).unwrap();
     let (weights, pad) = (folder.path().join("model.safetensors"), tokenizer.pad());
-    let options = LaunchOptions::new(2).device(Device::flex());
+    let options = LaunchOptions::new(2).with_device(Device::flex());
     let ranks = launch(options, move |worker| {
         let model = config.init(2, worker.device());
         let mut model = fully_shard(model, &worker, FsdpOptions::new())?;
-        let report = model.load_safetensors(
+        let report = model.state_mut().load_safetensors(
             &weights,
-            &LoadOptions::new().allow_unexpected("bert.embeddings.position_ids"),
+            &LoadOptions::new().with_allowed_unexpected("bert.embeddings.position_ids"),
         )?;
         assert!(report.missing.is_empty(), "{report:?}");
         let rows: Vec<usize> = (0..PAIRS).collect();
@@ -170,7 +170,7 @@ fn save_and_compare(python: &str, flags: &[&str]) {
     }
     let config = BertConfig::read(&folder.join("config.json")).unwrap();
     let pad = tokenizer.pad();
-    let ranks = launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
+    let ranks = launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
         let model = config.init(2, worker.device());
         let (options, load) = (FsdpOptions::new(), LoadOptions::new());
         let (model, _) = from_pretrained(model, &worker, options, &folder, &load)?;

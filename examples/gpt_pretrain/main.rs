@@ -81,7 +81,7 @@ fn run(cli: &Cli) -> Result<Option<Summary>> {
     }
     room.check(&forecast)?;
     let job = prepare(cli, setup, first)?;
-    let options = LaunchOptions::new(world).engine(cli.engine).device(device);
+    let options = LaunchOptions::new(world).with_engine(cli.engine).with_device(device);
     let of_ranks = launch(options, move |worker: Worker| {
         let summary = train(&job, &forecast, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))

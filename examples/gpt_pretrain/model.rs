@@ -221,9 +221,9 @@ mod tests {
     fn the_tied_weight_counts_once() {
         let config = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 };
         let device = DeviceName::Auto.resolve().unwrap();
-        let counted = launch(LaunchOptions::new(2).device(device), move |worker| {
+        let counted = launch(LaunchOptions::new(2).with_device(device), move |worker| {
             let model = fully_shard(config.init(worker.device()), &worker, FsdpOptions::new())?;
-            Ok::<_, fsdp_runtime::Error>((model.num_params(), model.wrapping().units.len()))
+            Ok::<_, fsdp_runtime::Error>((model.num_params(), model.stats().wrapping().units.len()))
         })
         .unwrap();
         let of_block = 12 * 32 * 32 + 13 * 32;

@@ -148,9 +148,8 @@ impl fmt::Display for Summary {
             writeln!(f, "{name:<30}{value:>14}")?;
         }
         write!(f, "{:<16}{:>14}{:>14}", "MiB a rank", "forecast", "at most")?;
-        let held = self.memory.kinds();
         for (name, forecast) in self.forecast.kinds() {
-            let held = held.iter().find(|(kind, _)| *kind == name && name != "total");
+            let held = self.memory.kinds().find(|(kind, _)| *kind == name && name != "total");
             let held = held.map_or("-".into(), |(_, usage)| mib(usage.peak));
             write!(f, "\n{name:<16}{:>14}{held:>14}", mib(forecast))?;
         }
@@ -205,7 +204,7 @@ mod tests {
         let subscriber =
             Arc::new(tracing_subscriber::registry().with(seen.clone().with_filter(of_init)));
         let device = DeviceName::Flex.resolve().unwrap();
-        launch(LaunchOptions::new(2).device(device), move |worker| {
+        launch(LaunchOptions::new(2).with_device(device), move |worker| {
             let _on = tracing::subscriber::set_default(subscriber.clone());
             let model = GptConfig { arch, positions: 4, dropout: 0.0 }.init(worker.device());
             fully_shard(model, &worker, FsdpOptions::new()).map(|_| ())

@@ -26,7 +26,7 @@ pub fn forecast(
     let model = setup.model(device);
     let world = WorldSize::new(world_size)?;
     // What the hybrid strategies take for the size of a group.
-    let options = setup.options().shard_size(local);
+    let options = setup.options().with_shard_size(local);
     let mut largest: Option<MemoryForecast> = None;
     for rank in world.ranks() {
         let of_rank = MemoryForecast::new(&model, Mesh::new(rank, world), &options)?;

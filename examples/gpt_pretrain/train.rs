@@ -61,26 +61,26 @@ impl Setup {
 
     /// How the model is sharded.
     pub fn options(&self) -> FsdpOptions {
-        let options = FsdpOptions::new().strategy(self.strategy).seed(self.recipe.seed);
+        let options = FsdpOptions::new().with_strategy(self.strategy).with_seed(self.recipe.seed);
         let options = match self.reshard_after_forward {
             true => options,
-            false => options.reshard_after_forward(ReshardAfterForward::Never),
+            false => options.with_reshard_after_forward(ReshardAfterForward::Never),
         };
         let options = match self.recipe.precision.dtype() {
             FloatDType::F32 => options,
             dtype => {
-                let policy = MixedPrecisionPolicy::new().param_dtype(dtype);
-                options.mixed_precision(policy.output_dtype(FloatDType::F32))
+                let policy = MixedPrecisionPolicy::new().with_param_dtype(dtype);
+                options.with_mixed_precision(policy.with_output_dtype(FloatDType::F32))
             }
         };
         let options = match self.recipe.kept_blocks {
             KeptBlocks::Whole => options,
             kept => options
-                .activation_checkpointing(ActivationCheckpointing::Units(unit_types![Block]))
-                .offload_activations(kept == KeptBlocks::OnHost),
+                .with_activation_checkpointing(ActivationCheckpointing::Units(unit_types![Block]))
+                .with_offload_activations(kept == KeptBlocks::OnHost),
         };
         match self.cpu_offload {
-            true => options.offload(OffloadPolicy::Params { pin_memory: true }),
+            true => options.with_offload(OffloadPolicy::Params { pin_memory: true }),
             false => options,
         }
     }
@@ -162,7 +162,7 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
         log.update(Update { norm, seconds: took });
         if losses.len() == 1 {
             // From here on the optimizer has its state.
-            model.record_optimizer(&optimizer)?;
+            model.stats().record_optimizer(&optimizer)?;
         }
         let updates = losses.len();
         if updates.is_multiple_of(recipe.log_interval) || updates == total {
@@ -184,7 +184,7 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
         arch: arch.name,
         world_size: dealer.world_size,
         strategy: strategy.to_string(),
-        num_params: model.num_params(),
+        num_params: model.stats().num_params(),
         updates: total,
         skipped_updates: skipped,
         words,
@@ -194,8 +194,8 @@ pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Su
         held_out_perplexity: evaluate(job, &model, &loss_of, worker, dealer)?,
         bigram_perplexity: job.bigram,
         forecast: *forecast,
-        memory: model.memory(),
-        host_memory: model.host_memory(),
+        memory: model.stats().memory(),
+        host_memory: model.stats().host_memory(),
         losses,
     })
 }

@@ -1,34 +1,43 @@
-//! The compile-time half of `fsdp-runtime`, which re-exports everything here.
+//! The macros of `fsdp-runtime`, which re-exports them all.
 //!
-//! One pipeline for all macros: parse (`ast`, `attr`), check (`check`), expand (`expand`).
-//! What needs other types than the annotated one (whether two tied weights lie in one unit, whether
-//! two checkpoint keys are equal) is left to `const` checks in the runtime, which the expansion
-//! calls. Nothing here depends on Burn.
+//! Each macro is one pipeline, written out at the end of this file: `parse` the item, `check` it,
+//! `expand` it. Errors are collected on the way and emitted together with the generated code. Rules
+//! that need the layout of other types (whether two tied weights lie in one unit, whether two
+//! checkpoint keys are equal) are `const` checks in the runtime, which the expansion calls. This crate
+//! does not depend on Burn.
+//!
+//! The file `ROOMS` lists the modules in the order in which they may use each other. What each macro
+//! expands to is in `tests/snapshots/`.
 
 #![deny(missing_docs)]
 
-mod ast;
-mod attr;
 mod check;
-mod error;
+mod errors;
 mod expand;
-mod fallback;
+mod parse;
 #[cfg(test)]
 mod tests;
 
 use proc_macro2::TokenStream;
-use syn::{DeriveInput, Item, ItemImpl};
+use quote::quote;
+use syn::{DeriveInput, Item, ItemImpl, parse_macro_input};
 
-use ast::{Hooked, Module, Role};
-use error::Errors;
+use errors::Errors;
+use parse::{ImplBlock, Module, Value};
 
-/// Makes a Burn module a *unit*: one all-gather before its `forward`, one reduce-scatter after its
-/// backward.
+/// Makes a Burn module a *unit*: its parameters are gathered by one all-gather before its `forward`,
+/// and their gradients are reduced by one reduce-scatter after its backward.
 ///
-/// Written twice: on the struct, **below** `#[derive(Module)]`, and on the `impl` block that holds
-/// its `forward`.
+/// The attribute is written twice: on the struct, **below** `#[derive(Module)]`, and on the `impl`
+/// block that holds the struct's `forward`.
 ///
-/// ```ignore
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::Linear;
+/// use burn::tensor::Tensor;
+/// use burn::tensor::activation::gelu;
+/// use fsdp_runtime::fsdp_unit;
+///
 /// #[derive(Module, Debug)]
 /// #[fsdp_unit]
 /// pub struct Block {
@@ -44,48 +53,84 @@ use error::Errors;
 ///         self.down.forward(gelu(self.up.forward(x)))
 ///     }
 /// }
+///
+/// #[derive(Module, Debug)]
+/// #[fsdp_unit(root)]
+/// pub struct Model {
+///     blocks: Vec<Block>,
+///     #[fsdp(unit)]
+///     head: Linear,
+/// }
+///
+/// #[fsdp_unit(field_units)]
+/// impl Model {
+///     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+///         let x = self.blocks.iter().fold(x, |x, block| block.forward(x));
+///         self.head.forward(x)
+///     }
+/// }
 /// ```
 ///
 /// # On a struct
 ///
-/// - `root`: the outermost unit of a model.
-/// - `checkpoint`: in training, only the inputs of the unit's `forward` are kept, and it is run again
-///   in backward, under the all-gather that the backward needs anyway. So each hooked method takes
-///   its inputs by value, of types that are `UnitValue + Clone + Send + 'static`, and depends on
-///   nothing but them, the parameters and `fsdp_runtime::nn::Dropout`. `ActivationCheckpointing` in
-///   the options chooses units without this.
-/// - `tie("a.b" = "c.d")`, any number of times: two places below this struct that hold one weight.
-///   Both must lie in the same unit. A path is made of field names; it names a `Param`, or a module
-///   with exactly one matrix.
+/// - `root` (default: not the root): the outermost unit of a model. A root may hold no other root, and
+///   needs no parameters of its own.
+/// - `checkpoint` (default: `ActivationCheckpointing` in the run's options decides): activation
+///   checkpointing. In training, only the inputs of the unit's `forward` are kept; the backward
+///   recomputes the `forward`, under the all-gather that it needs anyway. So each hooked method must
+///   take its inputs by value, of types that are `UnitValue + Clone + Send + 'static`, and must depend
+///   on nothing but its inputs, the parameters and `fsdp_runtime::nn::Dropout`.
+/// - `tie("a.b" = "c.d")` (default: no tie; may be repeated): two places below this struct that hold
+///   one weight. Both must lie in the same unit. A path is made of field names and leads to a `Param`,
+///   or to a module with exactly one matrix.
+/// - `crate = "path"` (default: `::fsdp_runtime`): the path at which generated code finds the crate
+///   `fsdp-runtime`, for a crate that knows it under another name or through a re-export, such as
+///   `crate = "my_framework::fsdp"`. Write it on the struct and on the `impl` block.
 ///
 /// # On a field
 ///
-/// - `#[fsdp(key = "x.y")]`: the field's name in a checkpoint from elsewhere. `""` adds nothing to
-///   the key, as a transparent wrapper asks for.
-/// - `#[fsdp(leaf)]`: FSDP does not look into the field's type when compiling; its parameters are
-///   found when the model is sharded.
-/// - `#[fsdp(unit)]`: the module in the field is a unit, as `burn::nn::Linear` or one of another
-///   crate may have to be; of an `Option`, `Vec`, array or tuple, each module in it. One that FSDP
-///   does not look into is marked `#[fsdp(unit, leaf)]`.
+/// These arguments are written in `#[fsdp(..)]`.
 ///
-/// Fields under Burn's `#[module(skip)]` are no part of the layout, nor are values such as `usize`.
+/// - `key = "x.y"` (default: the field's name): the field's name in a checkpoint of another library.
+///   `""` adds nothing to the key, which fits a wrapper that the checkpoint does not have.
+/// - `leaf` (default: the type implements `FsdpModule`): FSDP does not read the field's structure at
+///   compile time. It finds the field's parameters when the model is sharded.
+/// - `unit` (default: part of the enclosing unit): the module in the field is a unit, as
+///   `burn::nn::Linear` or a module of another crate may have to be. In an `Option`, a `Vec`, an array
+///   or a tuple, each module is a unit. Under `#[fsdp(unit, leaf)]`, each element of a `Vec` or an
+///   array is a unit, and any other type is one unit.
+///
+/// Fields under Burn's `#[module(skip)]` and values such as `usize` are not part of the layout, and
+/// take none of these arguments.
 ///
 /// # On an `impl` block
 ///
-/// Every method named `forward`, or whose name begins with `forward_`, that takes `&self` is hooked.
-/// Its body moves to a hidden method, so early returns and `?` work. One `impl` block of a unit
-/// carries the attribute.
+/// Every method that takes `&self` and is named `forward`, or whose name begins with `forward_`, is
+/// hooked. Its body moves to a hidden method, so early returns and `?` work. One `impl` block of a
+/// unit carries the attribute.
 ///
-/// - `field_units`: the calls in this block are hooked, too, for the fields under `#[fsdp(unit)]` at
-///   or below this struct, which is asked for where there are any. These are the calls of a method
-///   named `forward` or `forward_..`, in any method of the block, on a variable, a field, an element by
-///   index, or a reference made with `as_ref`, `get`, `first`, `last`, `iter`, `next`, `nth`,
-///   `unwrap`, `expect` or `?`. At run time only those of a field unit do anything.
+/// - `field_units` (default: no calls are hooked): hooks the calls in this block of modules in fields
+///   under `#[fsdp(unit)]`. It is required where such a field is in this struct, or below it with no
+///   other unit in between. The hooked calls are those of a method named `forward` or `forward_..`, in
+///   any method of the block, on a variable, a field, an element by index, or a reference made with
+///   `as_ref`, `as_deref`, `get`, `first`, `last`, `iter`, `next`, `nth`, `unwrap`, `expect` or `?`. At
+///   run time the hooks have an effect on field units only.
+/// - `crate = "path"`: as on a struct.
 ///
-/// The rest of the call stays as written, but temporaries in its arguments live until it returns, not
-/// until the end of the statement, and the type of an argument that is itself a call must be known
-/// without the method's signature. Written as `Linear::forward(&self.head, x)`, a call is left alone;
-/// the parameters are then gathered one by one, with the same result and more memory.
+/// A hooked call is otherwise unchanged, with two exceptions: temporaries in its arguments live until
+/// the call returns, not until the end of the statement, and the type of an argument that is itself a
+/// call must be known without the method's signature. A call written as
+/// `Linear::forward(&self.head, x)` is not hooked: its parameters are then gathered one by one, with
+/// the same result and more memory.
+///
+/// # Errors
+///
+/// A wrong use does not compile, and the message says what to write instead. Reported are, for
+/// example: an enum, a union or a generic type as a unit; a field under `#[cfg]`; a field of a type
+/// that FSDP does not know; two parameters with one checkpoint key; a tied weight in two units, or a
+/// tie path that leads to no weight; a root inside a root; a unit without parameters; a unit without a
+/// hooked `forward`; a `forward` that is `async`, `const` or takes `&mut self`; a return type that is
+/// not `UnitValue`; under `checkpoint`, an input that cannot be kept.
 #[proc_macro_attribute]
 pub fn fsdp_unit(
     args: proc_macro::TokenStream,
@@ -94,10 +139,20 @@ pub fn fsdp_unit(
     unit(args.into(), item.into()).into()
 }
 
-/// Implements `FsdpModule` for a Burn module that is no unit of its own: its parameters belong to
-/// the unit around it. It may contain units.
+/// Implements `FsdpModule` for a Burn module that is not a unit: its parameters belong to the
+/// enclosing unit. It may contain units.
 ///
-/// ```ignore
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::{Embedding, Linear};
+/// use fsdp_runtime::FsdpModule;
+///
+/// #[derive(Module, FsdpModule, Debug)]
+/// pub struct Embeddings {
+///     word: Embedding,
+///     position: Embedding,
+/// }
+///
 /// #[derive(Module, FsdpModule, Debug)]
 /// #[fsdp(tie("embeddings.word" = "decoder"))]
 /// pub struct Model {
@@ -107,66 +162,100 @@ pub fn fsdp_unit(
 /// }
 /// ```
 ///
-/// The struct takes `#[fsdp(tie("a.b" = "c.d"))]`; fields take what they take under
-/// [`macro@fsdp_unit`].
+/// # Arguments
+///
+/// On the struct, `#[fsdp(..)]` takes `tie("a.b" = "c.d")` and `crate = "path"`. On a field it takes
+/// `key = "x.y"`, `leaf` and `unit`. Their meaning and defaults are those under [`macro@fsdp_unit`].
+///
+/// # Errors
+///
+/// An enum, a union or a generic type does not compile, nor does a struct under `#[fsdp_unit]`, which
+/// implements `FsdpModule` too. Fields, keys and ties are checked as under [`macro@fsdp_unit`].
 #[proc_macro_derive(FsdpModule, attributes(fsdp))]
 pub fn derive_fsdp_module(item: proc_macro::TokenStream) -> proc_macro::TokenStream {
-    match syn::parse(item) {
-        Ok(item) => module(Role::Module, item).into(),
-        Err(error) => error.into_compile_error().into(),
-    }
+    derived_module(parse_macro_input!(item)).into()
 }
 
-/// Implements `UnitValue` for a struct or an enum of such values, so that a unit's `forward` can
-/// return it.
+/// Implements `UnitValue` for a struct or an enum of such values, so that a unit's `forward` can take
+/// and return it.
 ///
-/// ```ignore
+/// ```
+/// use burn::tensor::Tensor;
+/// use fsdp_runtime::UnitValue;
+///
 /// #[derive(UnitValue)]
 /// pub struct Output {
 ///     pub hidden: Tensor<3>,
 ///     pub pooled: Option<Tensor<2>>,
 /// }
 /// ```
-#[proc_macro_derive(UnitValue)]
+///
+/// Type parameters are bounded by `UnitValue`.
+///
+/// # Arguments
+///
+/// On the type, `#[fsdp(crate = "path")]` (default: `::fsdp_runtime`) gives the path at which generated
+/// code finds the crate `fsdp-runtime`. Fields and variants take no arguments.
+///
+/// # Errors
+///
+/// A union does not compile, nor does a field whose type is not `UnitValue`.
+#[proc_macro_derive(UnitValue, attributes(fsdp))]
 pub fn derive_unit_value(item: proc_macro::TokenStream) -> proc_macro::TokenStream {
-    match syn::parse(item) {
-        Ok(item) => value(item).into(),
-        Err(error) => error.into_compile_error().into(),
-    }
+    derived_unit_value(parse_macro_input!(item)).into()
 }
 
-/// `#[fsdp_unit]`, on whatever it was written.
+/// `#[fsdp_unit(args)]` on any item.
 fn unit(args: TokenStream, item: TokenStream) -> TokenStream {
     match syn::parse2(item.clone()) {
-        Ok(Item::Impl(block)) => hooks(args, block),
-        Ok(Item::Struct(item)) => module(Role::Unit(args), item.into()),
-        Ok(Item::Enum(item)) => module(Role::Unit(args), item.into()),
-        Ok(Item::Union(item)) => module(Role::Unit(args), item.into()),
-        Ok(_) | Err(_) => fallback::misplaced(item),
+        Ok(Item::Impl(block)) => unit_impl(args, block),
+        Ok(Item::Struct(item)) => unit_type(args, item.into()),
+        Ok(Item::Enum(item)) => unit_type(args, item.into()),
+        Ok(Item::Union(item)) => unit_type(args, item.into()),
+        Ok(_) | Err(_) => misplaced_unit(item),
     }
 }
 
-/// A struct: the layout tree, the walks over its fields and the checks of both.
-fn module(role: Role, item: DeriveInput) -> TokenStream {
+/// `#[fsdp_unit(args)]` on a struct. On an enum or a union it is an error.
+fn unit_type(args: TokenStream, item: DeriveInput) -> TokenStream {
     let mut errors = Errors::default();
-    let module = Module::parse(&role, &item, &mut errors);
+    let module = Module::parse_unit(args, &item, &mut errors);
     check::module(&module, &mut errors);
     let code = expand::module(&module, errors.is_empty());
-    let item = role.is_unit().then(|| fallback::without_own_attributes(&item));
-    fallback::join(item, code, errors)
+    let item = expand::without_own_attributes(&item);
+    quote!(#item #code #errors)
 }
 
-/// An `impl` block: the hooks around every `forward`.
-fn hooks(args: TokenStream, block: ItemImpl) -> TokenStream {
+/// `#[fsdp_unit(args)]` on an `impl` block.
+fn unit_impl(args: TokenStream, block: ItemImpl) -> TokenStream {
     let mut errors = Errors::default();
-    let hooked = Hooked::parse(&block, args, &mut errors);
-    check::hooks(&hooked, &mut errors);
-    fallback::join(None, expand::hooks(&hooked), errors)
+    let block = ImplBlock::parse(args, &block, &mut errors);
+    check::impl_block(&block, &mut errors);
+    let code = expand::impl_block(&block);
+    quote!(#code #errors)
 }
 
-/// A struct or an enum of tensors: the walks over the values in it.
-fn value(item: DeriveInput) -> TokenStream {
+/// `#[fsdp_unit]` on any other item.
+fn misplaced_unit(item: TokenStream) -> TokenStream {
     let mut errors = Errors::default();
-    check::value(&item, &mut errors);
-    fallback::join(None, expand::value(&item), errors)
+    check::misplaced_unit(&mut errors);
+    quote!(#item #errors)
+}
+
+/// `#[derive(FsdpModule)]`
+fn derived_module(item: DeriveInput) -> TokenStream {
+    let mut errors = Errors::default();
+    let module = Module::parse_derive(&item, &mut errors);
+    check::module(&module, &mut errors);
+    let code = expand::module(&module, errors.is_empty());
+    quote!(#code #errors)
+}
+
+/// `#[derive(UnitValue)]`
+fn derived_unit_value(item: DeriveInput) -> TokenStream {
+    let mut errors = Errors::default();
+    let value = Value::parse(&item, &mut errors);
+    check::unit_value(&value, &mut errors);
+    let code = expand::unit_value(&value);
+    quote!(#code #errors)
 }

@@ -1,6 +1,6 @@
-//! What the macros expand to, compared with `tests/snapshots/<name>.expanded.rs`.
+//! Expansions of the macros, compared with `tests/snapshots/<name>.expanded.rs`; and their examples.
 //!
-//! `UPDATE_SNAPSHOTS=1 cargo test -p fsdp-macros` rewrites those files.
+//! `UPDATE_SNAPSHOTS=1 cargo test -p fsdp-macros` rewrites the snapshots.
 
 use std::path::Path;
 use std::{env, fs};
@@ -9,8 +9,7 @@ use proc_macro2::TokenStream;
 use quote::ToTokens;
 use syn::{Attribute, Item, Meta};
 
-use crate::ast::Role;
-use crate::attr::{self, FSDP_UNIT};
+use crate::parse::{FSDP_UNIT, derives};
 
 #[test]
 fn plain_unit() {
@@ -27,7 +26,7 @@ fn hooked_impl() {
     compare("hooked_impl");
 }
 
-/// Only a block that says so has hooks around its calls.
+/// Calls are hooked only in a block under `field_units`.
 #[test]
 fn field_units() {
     compare("field_units");
@@ -48,13 +47,19 @@ fn derived_value() {
     compare("derived_value");
 }
 
-/// After an error the item is still there, and so are its traits.
+/// All generated code uses the path given by `crate = ".."`.
+#[test]
+fn crate_path() {
+    assert!(!compare("crate_path").contains("fsdp_runtime"));
+}
+
+/// After an error, the item and its traits are still emitted.
 #[test]
 fn wrong_unit() {
     compare("wrong_unit");
 }
 
-/// What the README shows is what the macros do.
+/// The README shows the actual expansion.
 #[test]
 fn readme() {
     let expanded = compare("readme");
@@ -65,6 +70,27 @@ fn readme() {
     );
 }
 
+/// The examples in the macros' documentation are those that `tests/units` of the workspace compiles.
+#[test]
+fn documented_examples_compile() {
+    let documentation = fs::read_to_string("src/lib.rs").expect("the source");
+    let documentation: Vec<_> = documentation
+        .lines()
+        .filter_map(|line| line.strip_prefix("///"))
+        .map(|line| line.strip_prefix(' ').unwrap_or(line))
+        .collect();
+    let documentation = documentation.join("\n");
+    let examples: Vec<_> = documentation.split("```\n").skip(1).step_by(2).collect();
+    let names = ["fsdp_unit", "fsdp_module", "unit_value"];
+    assert_eq!(examples.len(), names.len(), "one example for each macro");
+    for (example, name) in examples.into_iter().zip(names) {
+        let path = format!("../tests/units/accepted/macro_examples/{name}.rs");
+        let compiled = fs::read_to_string(&path).expect("an example");
+        assert_eq!(example, compiled, "the documentation differs from {path}");
+    }
+}
+
+/// Expands `<name>.rs`, compares the result with `<name>.expanded.rs`, and returns it.
 fn compare(name: &str) -> String {
     let folder = Path::new("tests/snapshots");
     let source = fs::read_to_string(folder.join(format!("{name}.rs"))).expect("a source");
@@ -78,7 +104,7 @@ fn compare(name: &str) -> String {
     expanded
 }
 
-/// Expands the macros on each item as the compiler would, derives above them gone.
+/// Expands the macros on each item as the compiler would. Derives above the attribute are removed.
 fn expand(items: Vec<Item>) -> TokenStream {
     items
         .into_iter()
@@ -91,12 +117,13 @@ fn expand(items: Vec<Item>) -> TokenStream {
                 };
                 attrs.drain(..place);
                 crate::unit(args, item.into_token_stream())
-            } else if attr::derives(attrs, "FsdpModule").is_some() {
+            } else if derives(attrs, "FsdpModule").is_some() {
                 let derive = syn::parse2(item.to_token_stream()).expect("a struct");
-                let code = crate::module(Role::Module, derive);
+                let code = crate::derived_module(derive);
                 quote::quote!(#item #code)
-            } else if attr::derives(attrs, "UnitValue").is_some() {
-                let code = crate::value(syn::parse2(item.to_token_stream()).expect("a type"));
+            } else if derives(attrs, "UnitValue").is_some() {
+                let code =
+                    crate::derived_unit_value(syn::parse2(item.to_token_stream()).expect("a type"));
                 quote::quote!(#item #code)
             } else {
                 item.into_token_stream()

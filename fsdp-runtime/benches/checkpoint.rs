@@ -56,7 +56,7 @@ impl Net {
 fn model(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     let linear = || LinearConfig::new(WIDTH, WIDTH).init(worker.device());
     let blocks = (0..LAYERS).map(|_| Block { linear: linear() }).collect();
-    fully_shard(Net { blocks }, worker, FsdpOptions::new().seed(1))
+    fully_shard(Net { blocks }, worker, FsdpOptions::new().with_seed(1))
 }
 
 /// The model and its optimizer after a step, so that there are moments.
@@ -77,7 +77,7 @@ fn main() {
         && first == LOAD
     {
         let (world, root) = (world.parse().expect("a number of ranks"), PathBuf::from(root));
-        let options = LaunchOptions::new(world).device(Device::flex());
+        let options = LaunchOptions::new(world).with_device(Device::flex());
         launch(options, move |worker| load(&worker, &root)).expect("the ranks succeed");
         return;
     }
@@ -89,7 +89,7 @@ fn main() {
     }
     .expect("a folder to write in");
     let root = home.path().to_path_buf();
-    let options = LaunchOptions::new(WORLD).device(Device::flex());
+    let options = LaunchOptions::new(WORLD).with_device(Device::flex());
     let run = root.clone();
     launch(options, move |worker| measure(&worker, &run)).expect("the ranks succeed");
     // Each in a process of its own, whose memory nothing has used before.
@@ -104,9 +104,9 @@ fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
     let (net, optimizer) = trained(worker)?;
     let leads = worker.rank().index() == 0;
     for moments in [false, true] {
-        let mut checkpoint = Checkpoint::new(1).model("net", &net);
+        let mut checkpoint = Checkpoint::new(1).with_model("net", &net);
         if moments {
-            checkpoint = checkpoint.optimizer("adamw", &optimizer);
+            checkpoint = checkpoint.with_optimizer("adamw", &optimizer);
         }
         let folder = root.join(if moments { "with-moments" } else { "model" });
         let copied = root.join("copied");
@@ -126,7 +126,7 @@ fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
             }
             worker.barrier()?;
             let mut manager =
-                CheckpointManager::new(root.join("background"), worker).background(true);
+                CheckpointManager::new(root.join("background"), worker).with_background(true);
             stalls.push(manager.save(&checkpoint)?.stall);
             manager.finish()?;
             worker.barrier()?;
@@ -159,9 +159,9 @@ fn load(worker: &Worker, root: &Path) -> Result<(), Error> {
         let before = leads.then(reset_peak).unwrap_or_default();
         worker.barrier()?;
         let begin = Instant::now();
-        let mut restore = Restore::new().model("net", &mut net);
+        let mut restore = Restore::new().with_model("net", &mut net);
         if moments {
-            restore = restore.optimizer("adamw", &mut optimizer);
+            restore = restore.with_optimizer("adamw", &mut optimizer);
         }
         restore.load(worker, root.join("with-moments"))?;
         worker.barrier()?;

@@ -8,8 +8,9 @@ use std::time::Instant;
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::__private::FlatLayout;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FlatLayout, WorldSize};
+use fsdp_runtime::{Error, WorldSize};
 
 const RUNS: usize = 9;
 
@@ -73,7 +74,7 @@ fn passes(units: usize) -> (f64, f64) {
         });
         Ok::<_, Error>((unsharded, time))
     };
-    let ranks = launch(LaunchOptions::new(1).device(Device::flex()), run);
+    let ranks = launch(LaunchOptions::new(1).with_device(Device::flex()), run);
     ranks.expect("one rank waits for none")[0]
 }
 

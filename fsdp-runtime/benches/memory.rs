@@ -79,7 +79,7 @@ fn phase(name: &str, path: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let world = if name == "write" { 1 } else { WORLD };
     let (name, path) = (name.to_string(), path.to_path_buf());
     let (start, _) = resident().ok_or("no /proc to read")?;
-    let launched = LaunchOptions::new(world).device(Device::flex());
+    let launched = LaunchOptions::new(world).with_device(Device::flex());
     launch(launched, move |worker| rank(&worker, &name, &path, start))?;
     Ok(())
 }
@@ -93,7 +93,7 @@ fn rank(worker: &Worker, name: &str, path: &Path, start: f64) -> Result<(), Erro
             println!("{what:46} {used:7.0} MB of at most {bound:7.0} MB");
         }
     };
-    let options = FsdpOptions::new().seed(1);
+    let options = FsdpOptions::new().with_seed(1);
     let load = LoadOptions::new();
     let begin = || -> Result<f64, Error> {
         worker.barrier()?;
@@ -108,7 +108,7 @@ fn rank(worker: &Worker, name: &str, path: &Path, start: f64) -> Result<(), Erro
         "from_pretrained" => from_pretrained(net(device), worker, options, path, &load)?.0,
         "load_safetensors" => {
             let mut model = fully_shard(net(device), worker, options)?;
-            model.load_safetensors(path, &load)?;
+            model.state_mut().load_safetensors(path, &load)?;
             model
         }
         _ => fully_shard(net(device), worker, options)?,
@@ -120,24 +120,24 @@ fn rank(worker: &Worker, name: &str, path: &Path, start: f64) -> Result<(), Erro
     // Shards of all ranks, two units and 64 MB for each.
     let bound = all + WORLD as f64 * (2.0 * unit + 64.0);
     match name {
-        "write" => model.save_pretrained(path, &SavePretrained::new())?,
+        "write" => model.state().save_pretrained(path, &SavePretrained::new())?,
         "fully_shard" | "from_pretrained" | "load_safetensors" => peak(name, start, bound),
         "save_pretrained" => {
             let now = begin()?;
-            model.save_pretrained(path.join("saved"), &SavePretrained::new())?;
+            model.state().save_pretrained(path.join("saved"), &SavePretrained::new())?;
             worker.barrier()?;
             peak("save_pretrained, beyond what is held", now, unit);
         }
         "save_burnpack" => {
             let now = begin()?;
-            model.save_burnpack(path.join("saved.bpk"))?;
+            model.state().save_burnpack(path.join("saved.bpk"))?;
             worker.barrier()?;
             peak("save_burnpack, beyond what is held", now, unit);
         }
         _ => {
             let now = begin()?;
             let first = Recipient::Only(worker.world().ranks().next().expect("rank 0"));
-            let state = model.full_state(first)?;
+            let state = model.state().full(first)?;
             worker.barrier()?;
             peak("the full state on rank 0, beyond what is held", now, all + unit);
             drop(state);

@@ -193,24 +193,29 @@ fn ways(cli: &Cli) -> Vec<Way> {
     let way = |name, options| Way { name, options };
     let mut ways = vec![
         way("unsharded", None),
-        way("NO_SHARD", Some(full().strategy(ShardingStrategy::NoShard))),
+        way("NO_SHARD", Some(full().with_strategy(ShardingStrategy::NoShard))),
         way("FULL_SHARD", Some(full())),
-        way("SHARD_GRAD_OP", Some(full().strategy(ShardingStrategy::ShardGradOp))),
-        way("FULL_SHARD prefetch after", Some(full().backward_prefetch(BackwardPrefetch::Post))),
+        way("SHARD_GRAD_OP", Some(full().with_strategy(ShardingStrategy::ShardGradOp))),
+        way(
+            "FULL_SHARD prefetch after",
+            Some(full().with_backward_prefetch(BackwardPrefetch::Post)),
+        ),
         way(
             "FULL_SHARD no prefetch",
-            Some(full().backward_prefetch(BackwardPrefetch::None).forward_prefetch(false)),
+            Some(
+                full().with_backward_prefetch(BackwardPrefetch::None).with_forward_prefetch(false),
+            ),
         ),
     ];
     if cli.checkpoint {
         let layers = ActivationCheckpointing::Units(unit_types![Layer]);
-        ways.push(way("FULL_SHARD checkpoint", Some(full().activation_checkpointing(layers))));
+        ways.push(way("FULL_SHARD checkpoint", Some(full().with_activation_checkpointing(layers))));
     }
     if cli.offload {
         let params = OffloadPolicy::Params { pin_memory: true };
-        ways.push(way("FULL_SHARD offload", Some(full().offload(params))));
+        ways.push(way("FULL_SHARD offload", Some(full().with_offload(params))));
         let optimizer = OffloadPolicy::OptimizerOnly;
-        ways.push(way("FULL_SHARD offload optimizer", Some(full().offload(optimizer))));
+        ways.push(way("FULL_SHARD offload optimizer", Some(full().with_offload(optimizer))));
     }
     ways
 }
@@ -275,22 +280,22 @@ fn time<M: Module>(
 
 /// As PyTorch's peer has it: products in bf16, reductions and the loss in f32.
 const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
-    .param_dtype(FloatDType::BF16)
-    .reduce_dtype(FloatDType::F32)
-    .output_dtype(FloatDType::F32);
+    .with_param_dtype(FloatDType::BF16)
+    .with_reduce_dtype(FloatDType::F32)
+    .with_output_dtype(FloatDType::F32);
 
 fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
     let options = LaunchOptions::new(world);
     match cli.cuda {
         #[cfg(feature = "cpu")]
-        None if cli.cubecl_cpu => options.device(Device::cpu()),
+        None if cli.cubecl_cpu => options.with_device(Device::cpu()),
         #[cfg(not(feature = "cpu"))]
         None if cli.cubecl_cpu => panic!("--cubecl-cpu needs `--features cpu`"),
-        None => options.device(Device::flex()),
+        None => options.with_device(Device::flex()),
         #[cfg(feature = "cuda")]
         Some(index) => {
             fsdp_runtime::cuda::require_device(index).unwrap_or_else(|error| panic!("{error}"));
-            options.device(Device::cuda(index)).engine(Engine::Nccl)
+            options.with_device(Device::cuda(index)).with_engine(Engine::Nccl)
         }
         #[cfg(not(feature = "cuda"))]
         Some(_) => panic!("--cuda needs `--features cuda`"),
@@ -301,7 +306,7 @@ fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
 fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
     let (job, options) = (cli.clone(), way.options.clone());
     let options =
-        options.map(|options| if cli.bf16 { options.mixed_precision(BF16) } else { options });
+        options.map(|options| if cli.bf16 { options.with_mixed_precision(BF16) } else { options });
     let ranks = launch(launch_options(cli, world), move |worker| {
         let device = worker.device();
         let data = Data::new(&job, worker.rank().index(), device);
@@ -316,10 +321,10 @@ fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
             ),
             Some(options) => time(
                 &job,
-                fully_shard(model, &worker, options.clone().seed(0))?,
+                fully_shard(model, &worker, options.clone().with_seed(0))?,
                 |model| data.loss(model),
                 Fsdp::backward,
-                Fsdp::communication_time,
+                |model| model.stats().communication_time(),
             ),
         }
     })

@@ -5,6 +5,12 @@
 //! optimizers step it. The repository's README has the tour.
 #![deny(missing_docs)]
 
+#[cfg(panic = "abort")]
+compile_error!(
+    "fsdp-runtime needs `panic = \"unwind\"`: the error of a collective inside `forward` or `backward` \
+     unwinds to `launch`, which returns it; remove `panic = \"abort\"` from the profile"
+);
+
 #[allow(unused_extern_crates, reason = "the macros' expansion names the crate")]
 extern crate self as fsdp_runtime;
 
@@ -23,6 +29,8 @@ mod options;
 mod param_group;
 mod runtime;
 
+pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
+
 pub use backend::Norm;
 pub use checkpoint::pretrained::{
     LoadOptions, LoadReport, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
@@ -34,20 +42,17 @@ pub use checkpoint::state_dict::{
 #[cfg(any(feature = "cli", feature = "nccl"))]
 pub use collectives::cuda;
 #[cfg(feature = "nccl")]
+pub use collectives::nccl::NcclJoinError;
+#[cfg(feature = "nccl")]
 pub use collectives::store::StoreError;
-pub use error::NotRecomputable;
 pub use error::{
-    CheckpointError, CollectiveError, Error, LaunchError, LoadError, RankPanic, SaveError,
-    ScheduleError, ShardError,
+    CheckpointError, CollectiveError, Error, LaunchError, LoadError, NotRecomputable, RankPanic,
+    SaveError, ScheduleError, ShardError,
 };
-pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
-pub use fully_shard::{Fsdp, fully_shard};
+pub use fully_shard::{Fsdp, Stats, fully_shard};
 pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
-pub use layout::{ALIGNMENT, FlatLayout, Mesh, MeshError, Rank, WorldSize};
-pub use module::{
-    Child, FsdpModule, FsdpUnit, HookedForward, Kind, Node, ParamMapper, ParamVisitor, Sharded,
-    Tie, UnitType, UnitValue,
-};
+pub use layout::{Mesh, MeshError, Rank, WorldSize};
+pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};
 pub use optim::{GradScaler, GradScalerConfig, Unscaled};
 pub use options::{
     ActivationCheckpointing, BackwardPrefetch, FsdpOptions, GradientAccumulation,
@@ -66,10 +71,10 @@ pub mod kernels {
 /// What a program that trains a sharded model needs.
 pub mod prelude {
     pub use crate::{
-        ActivationCheckpointing, BackwardPrefetch, Engine, Fsdp, FsdpModule, FsdpOptions, FsdpUnit,
-        GradScaler, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm, OffloadPolicy,
-        Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled, Worker, WrapPolicy,
-        fsdp_unit, fully_shard, launch, unit_types,
+        ActivationCheckpointing, BackwardPrefetch, Engine, Error, Fsdp, FsdpModule, FsdpOptions,
+        FsdpUnit, GradScaler, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm,
+        OffloadPolicy, Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled,
+        Worker, WrapPolicy, fsdp_unit, fully_shard, launch, unit_types,
     };
 }
 
@@ -79,6 +84,7 @@ pub mod __private {
     pub use burn::tensor::DispatchTensor;
 
     pub use crate::error::NotRecomputable;
+    pub use crate::layout::{ALIGNMENT, FlatLayout};
     pub use crate::module::const_check::*;
     pub use crate::module::opaque::*;
     pub use crate::module::*;

@@ -53,7 +53,7 @@ fn folder() -> PathBuf {
 
 /// A model and an optimizer with moments.
 fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOptimizer), Error> {
-    let mut net = sharded(worker, 0.0, FsdpOptions::new().seed(1))?;
+    let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(1))?;
     let mut optimizer = optimizer();
     train_step(worker, &mut net, &mut optimizer, &mut schedule(), 0)?;
     Ok((net, optimizer))
@@ -89,14 +89,15 @@ fn a_full_disk_is_a_typed_error_and_the_checkpoint_before_stays() {
 #[ignore = "started by the test above"]
 fn on_a_small_disk() {
     let root = folder();
-    let options = LaunchOptions::new(2).device(Device::flex());
+    let options = LaunchOptions::new(2).with_device(Device::flex());
     let failures = launch(options, move |worker| {
         let (net, optimizer) = trained(&worker)?;
-        let state = net.full_state(Recipient::All)?;
-        let checkpoint =
-            |step| Checkpoint::new(step).model("net", &net).optimizer("adamw", &optimizer);
+        let state = net.state().full(Recipient::All)?;
+        let checkpoint = |step| {
+            Checkpoint::new(step).with_model("net", &net).with_optimizer("adamw", &optimizer)
+        };
         let manager = || CheckpointManager::new(root.join("run"), &worker);
-        let mut managers = [manager(), manager().background(true)];
+        let mut managers = [manager(), manager().with_background(true)];
         managers[0].save(&checkpoint(1))?;
         let leads = worker.rank().index() == 0;
         let mut failures = 0;
@@ -131,10 +132,10 @@ fn on_a_small_disk() {
                 break;
             }
         }
-        let mut loaded = sharded(&worker, 0.0, FsdpOptions::new().seed(9))?;
+        let mut loaded = sharded(&worker, 0.0, FsdpOptions::new().with_seed(9))?;
         let latest = managers[0].latest()?.expect("the first one");
-        Restore::new().model("net", &mut loaded).load(&worker, latest)?;
-        assert!(same_bits(&loaded.full_state(Recipient::All)?, &state));
+        Restore::new().with_model("net", &mut loaded).load(&worker, latest)?;
+        assert!(same_bits(&loaded.state().full(Recipient::All)?, &state));
         Ok::<_, Error>(failures)
     })
     .expect("the group lives on");
@@ -154,10 +155,11 @@ fn fill(ballast: &Path, free: u64) {
 fn a_file_that_may_not_grow_is_a_typed_error_and_the_checkpoint_before_stays() {
     let home = tempfile::tempdir().unwrap();
     let root = home.path().to_path_buf();
-    launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
+    launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
         let (net, optimizer) = trained(&worker)?;
         let mut manager = CheckpointManager::new(root.join("run"), &worker);
-        let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("adamw", &optimizer);
+        let checkpoint =
+            Checkpoint::new(1).with_model("net", &net).with_optimizer("adamw", &optimizer);
         manager.save(&checkpoint).map(|_| ())
     })
     .expect("the ranks succeed");
@@ -170,11 +172,12 @@ fn a_file_that_may_not_grow_is_a_typed_error_and_the_checkpoint_before_stays() {
 #[ignore = "started by the test above"]
 fn with_small_files() {
     let root = folder().join("run");
-    launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
+    launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
         let (net, optimizer) = trained(&worker)?;
-        let checkpoint = Checkpoint::new(2).model("net", &net).optimizer("adamw", &optimizer);
+        let checkpoint =
+            Checkpoint::new(2).with_model("net", &net).with_optimizer("adamw", &optimizer);
         for background in [false, true] {
-            let mut manager = CheckpointManager::new(&root, &worker).background(background);
+            let mut manager = CheckpointManager::new(&root, &worker).with_background(background);
             let saved = manager.save(&checkpoint).and_then(|_| manager.finish());
             check(&saved.unwrap_err(), &[ErrorKind::FileTooLarge]);
             worker.barrier()?;
@@ -182,8 +185,8 @@ fn with_small_files() {
             assert_eq!((listing.complete.len(), listing.torn.len()), (1, 0), "{listing:?}");
             let latest = manager.latest()?.expect("the first one");
             assert!(latest.ends_with("step-00000001"));
-            let mut loaded = sharded(&worker, 0.0, FsdpOptions::new().seed(9))?;
-            Restore::new().model("net", &mut loaded).load(&worker, latest)?;
+            let mut loaded = sharded(&worker, 0.0, FsdpOptions::new().with_seed(9))?;
+            Restore::new().with_model("net", &mut loaded).load(&worker, latest)?;
         }
         Ok::<_, Error>(())
     })

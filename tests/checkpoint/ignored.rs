@@ -20,7 +20,7 @@ fn ignoring(worker: &Worker, seed: u64, own: f32) -> Result<Fsdp<Net>, Error> {
     let weight = net.blocks[0].up.weight.clone();
     net.blocks[0].up.weight = weight.map(|it| (it.ones_like() * own).detach().require_grad());
     let ignored = [net.blocks[0].up.weight.id];
-    fully_shard(net, worker, FsdpOptions::new().seed(seed).ignored_params(ignored))
+    fully_shard(net, worker, FsdpOptions::new().with_seed(seed).with_ignored_params(ignored))
 }
 
 /// Every rank's gradients of one batch, so that what is alike stays alike, or of its own.
@@ -42,7 +42,7 @@ fn own(net: &Fsdp<Net>) -> TensorData {
 }
 
 fn save(worker: &Worker, path: &Path, net: &Fsdp<Net>, own: &ModuleOptimizer) -> Result<(), Error> {
-    Checkpoint::new(2).model("net", net).optimizer("adamw", own).save(worker, path)
+    Checkpoint::new(2).with_model("net", net).with_optimizer("adamw", own).save(worker, path)
 }
 
 /// Trains two steps, saves, and trains two more; each rank's own parameter then.
@@ -64,8 +64,8 @@ fn second_run(world: usize, path: PathBuf, alike: bool) -> Vec<TensorData> {
     on(world, move |worker| {
         let (mut net, mut optimizer) = (ignoring(worker, 99, 9.0)?, optimizer());
         Restore::new()
-            .model("net", &mut net)
-            .optimizer("adamw", &mut optimizer)
+            .with_model("net", &mut net)
+            .with_optimizer("adamw", &mut optimizer)
             .load(worker, &path)?;
         for at in 2..4 {
             net = step(worker, net, &mut optimizer, at, alike)?;
@@ -113,7 +113,7 @@ fn a_parameter_that_differs_is_saved_by_every_rank_and_each_gets_its_own_back() 
         let path = path.clone();
         on(world, move |worker| {
             let mut net = ignoring(worker, 99, 9.0)?;
-            Restore::new().model("net", &mut net).load(worker, &path)?;
+            Restore::new().with_model("net", &mut net).load(worker, &path)?;
             Ok(own(&net).iter::<f32>().next().unwrap())
         })
     };
@@ -123,14 +123,14 @@ fn a_parameter_that_differs_is_saved_by_every_rank_and_each_gets_its_own_back() 
     // So does a model that does not ignore it.
     let loaded = path.clone();
     let sharded = on(2, move |worker| {
-        let options = FsdpOptions::new().seed(1);
+        let options = FsdpOptions::new().with_seed(1);
         let mut net = fully_shard(Net::new(BLOCKS, 0.0, worker.device()), worker, options)?;
         let mut optimizer = optimizer();
         Restore::new()
-            .model("net", &mut net)
-            .optimizer("adamw", &mut optimizer)
+            .with_model("net", &mut net)
+            .with_optimizer("adamw", &mut optimizer)
             .load(worker, &loaded)?;
-        Ok(net.full_state(Recipient::All)?[PATH].iter::<f32>().next().unwrap())
+        Ok(net.state().full(Recipient::All)?[PATH].iter::<f32>().next().unwrap())
     });
     assert_eq!(sharded, [two[0]; 2]);
 }
@@ -142,12 +142,12 @@ fn a_background_save_holds_ignored_parameters_too() {
     let ranks = on(2, move |worker| {
         let mut net = ignoring(worker, 7, worker.rank().index() as f32)?;
         let mut manager = fsdp_runtime::checkpoint::CheckpointManager::new(&root, worker);
-        manager = manager.background(true);
-        let saved = manager.save(&Checkpoint::new(1).model("net", &net))?.folder;
+        manager = manager.with_background(true);
+        let saved = manager.save(&Checkpoint::new(1).with_model("net", &net))?.folder;
         net = step(worker, net, &mut optimizer(), 0, true)?;
         manager.finish()?;
         let moved = own(&net).iter::<f32>().next().unwrap();
-        Restore::new().model("net", &mut net).load(worker, &saved)?;
+        Restore::new().with_model("net", &mut net).load(worker, &saved)?;
         Ok((moved, own(&net).iter::<f32>().next().unwrap()))
     });
     assert_eq!((ranks[0].1, ranks[1].1), (0.0, 1.0));
@@ -160,29 +160,29 @@ fn state_dicts_of_all_kinds_have_them() {
         let rank = worker.rank().index() as f32;
         let (net, mut adamw) = (ignoring(worker, 7, rank)?, optimizer());
         let net = step(worker, net, &mut adamw, 0, true)?;
-        let full = net.full_state(Recipient::All)?;
-        let moments = net.full_optimizer_state(&adamw, Recipient::All)?;
+        let full = net.state().full(Recipient::All)?;
+        let moments = net.state().full_optimizer(&adamw, Recipient::All)?;
         assert!(moments.parameters[PATH].tensors.contains_key("momentum.moment_1"));
-        let only = net.full_state(Recipient::Only(fsdp_runtime::Rank::ZERO))?;
+        let only = net.state().full(Recipient::Only(fsdp_runtime::Rank::ZERO))?;
         assert_eq!(only.len(), if rank == 0.0 { full.len() } else { 0 });
-        let (sharded, local) = (net.sharded_state(), net.local_state());
+        let (sharded, local) = (net.state().sharded(), net.state().local());
         assert_eq!(sharded[PATH].range, 0..full[PATH].num_elements());
-        let all = |net: &Fsdp<Net>| (own(net), net.full_state(Recipient::All));
+        let all = |net: &Fsdp<Net>| (own(net), net.state().full(Recipient::All));
         let before = own(&net);
 
         let mut other = ignoring(worker, 99, 9.0)?;
-        other.load_sharded_state(&sharded)?;
+        other.state_mut().load_sharded(&sharded)?;
         assert_eq!(all(&other).0.as_bytes(), before.as_bytes(), "its own");
         let mut other = ignoring(worker, 99, 9.0)?;
-        other.load_local_state(&local)?;
+        other.state_mut().load_local(&local)?;
         assert_eq!(all(&other).0.as_bytes(), before.as_bytes(), "its own");
         let mut other = ignoring(worker, 99, 9.0)?;
-        other.load_full_state(&only, Recipient::Only(fsdp_runtime::Rank::ZERO))?;
+        other.state_mut().load_full(&only, Recipient::Only(fsdp_runtime::Rank::ZERO))?;
         assert_eq!(all(&other).0.as_bytes(), full[PATH].as_bytes(), "rank 0's");
         assert!(same_bits(&all(&other).1?, &full));
         let mut fresh = optimizer();
-        other.load_full_optimizer_state(&mut fresh, &moments)?;
-        assert_eq!(other.full_optimizer_state(&fresh, Recipient::All)?, moments);
+        other.state().load_full_optimizer(&mut fresh, &moments)?;
+        assert_eq!(other.state().full_optimizer(&fresh, Recipient::All)?, moments);
         Ok((full, before))
     });
     assert!(same_bits(&ranks[0].0, &ranks[1].0));

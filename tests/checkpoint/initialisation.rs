@@ -48,9 +48,9 @@ fn counted(device: &Device, count: &Arc<AtomicUsize>) -> Counted {
 fn rank_0_alone_initialises_where_its_weights_are_broadcast() {
     for (options, expected) in [
         (FsdpOptions::new(), [2, 0, 0]),
-        (FsdpOptions::new().cpu_ram_efficient_loading(false), [2, 2, 2]),
-        (FsdpOptions::new().seed(1).sync_module_states(false), [2, 2, 2]),
-        (FsdpOptions::new().deferred_init(true), [0, 0, 0]),
+        (FsdpOptions::new().with_cpu_ram_efficient_loading(false), [2, 2, 2]),
+        (FsdpOptions::new().with_seed(1).with_sync_module_states(false), [2, 2, 2]),
+        (FsdpOptions::new().with_deferred_init(true), [0, 0, 0]),
     ] {
         let described = format!("{options:?}");
         let counts = run(3, move |worker| {
@@ -58,7 +58,7 @@ fn rank_0_alone_initialises_where_its_weights_are_broadcast() {
             let model = fully_shard(counted(worker.device(), &count), worker, options.clone())?;
             // All parameters are trained, whoever initialised them.
             if described.contains("deferred_init: false") {
-                let state = model.full_state(Recipient::All)?;
+                let state = model.state().full(Recipient::All)?;
                 assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
                 let input = Tensor::ones([2, 16], worker.device());
                 let loss = model.forward(input).powf_scalar(2.0).mean();
@@ -78,7 +78,7 @@ fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
     let states = run(2, move |worker| {
         let count = Arc::new(AtomicUsize::new(0));
         let model = fully_shard(counted(worker.device(), &count), worker, FsdpOptions::new())?;
-        model.save_pretrained(&path, &SavePretrained::new())?;
+        model.state().save_pretrained(&path, &SavePretrained::new())?;
 
         count.store(0, SeqCst);
         let options = FsdpOptions::new;
@@ -86,7 +86,7 @@ fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
         let (loaded, report) =
             from_pretrained(fresh, worker, options(), &path, &LoadOptions::new())?;
         assert_eq!((count.load(SeqCst), report.loaded), (0, 4));
-        let (a, b) = (model.full_state(Recipient::All)?, loaded.full_state(Recipient::All)?);
+        let (a, b) = (model.state().full(Recipient::All)?, loaded.state().full(Recipient::All)?);
         assert_same(&a, &b);
         // It trains as any other.
         let loss = loaded.forward(Tensor::ones([2, 16], worker.device())).mean();
@@ -107,12 +107,12 @@ fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
         let fresh = counted(worker.device(), &count);
         let error = from_pretrained(fresh, worker, options(), &path, &LoadOptions::new());
         assert!(matches!(error, Err(Error::Load(LoadError::Mismatch { .. }))));
-        let lenient = LoadOptions::new().allow_missing("head.");
+        let lenient = LoadOptions::new().with_allowed_missing("head.");
         let fresh = counted(worker.device(), &count);
         let (loaded, report) = from_pretrained(fresh, worker, options(), &path, &lenient)?;
         assert_eq!(report.missing, ["head.bias", "head.weight"]);
         assert_eq!(count.load(SeqCst), usize::from(worker.rank().index() == 0));
-        loaded.full_state(Recipient::All)
+        loaded.state().full(Recipient::All)
     });
     for state in states {
         assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
@@ -126,7 +126,7 @@ fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
     let path = folder.path().to_path_buf();
     let ranks = run(2, move |worker| {
         let device = worker.device();
-        let options = FsdpOptions::new().deferred_init(true);
+        let options = FsdpOptions::new().with_deferred_init(true);
         let mut net = fully_shard(Net::new(2, 0.0, device), worker, options)?;
         let not_loaded = |error: Error| {
             let Error::Schedule(ScheduleError::NotLoaded { path }) = error else {
@@ -136,18 +136,21 @@ fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
         };
         let out = path.join("out");
         let options = SavePretrained::new();
-        assert_eq!(not_loaded(net.save_pretrained(&out, &options).unwrap_err()), "head.weight");
-        not_loaded(net.save_burnpack(out.join("x")).unwrap_err());
-        not_loaded(net.full_state(Recipient::All).unwrap_err());
+        assert_eq!(
+            not_loaded(net.state().save_pretrained(&out, &options).unwrap_err()),
+            "head.weight"
+        );
+        not_loaded(net.state().save_burnpack(out.join("x")).unwrap_err());
+        not_loaded(net.state().full(Recipient::All).unwrap_err());
         let input = || support::batch(0, 0..2, device).0;
         let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             net.forward(input());
         }));
         not_loaded(*panic.unwrap_err().downcast::<Error>().unwrap());
 
-        net.load_safetensors(&path, &LoadOptions::new())?;
+        net.state_mut().load_safetensors(&path, &LoadOptions::new())?;
         net.forward(input());
-        net.full_state(Recipient::All)
+        net.state().full(Recipient::All)
     });
     assert_same(&ranks[0], &state);
 }

@@ -60,13 +60,13 @@ fn write(path: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>) {
 
 fn load(world: usize, path: &Path, options: LoadOptions) -> Result<(FullState, LoadReport), Error> {
     let path = path.to_path_buf();
-    let launched = LaunchOptions::new(world).device(Device::flex());
+    let launched = LaunchOptions::new(world).with_device(Device::flex());
     let ranks = launch(launched, move |worker| {
         let net = Net::new(2, 0.0, worker.device());
-        let mut net = fully_shard(net, &worker, FsdpOptions::new().seed(1))?;
-        let before = net.full_state(Recipient::All)?;
-        let loaded = net.load_safetensors(&path, &options);
-        let after = net.full_state(Recipient::All)?;
+        let mut net = fully_shard(net, &worker, FsdpOptions::new().with_seed(1))?;
+        let before = net.state().full(Recipient::All)?;
+        let loaded = net.state_mut().load_safetensors(&path, &options);
+        let after = net.state().full(Recipient::All)?;
         Ok::<_, Error>(match loaded {
             Ok(report) => Ok((after, report)),
             Err(error) => {
@@ -159,9 +159,9 @@ fn all_differences_are_listed_by_name() {
     assert_eq!(misshapen, ["head.bias: [9] in the file, [3] in the model"]);
 
     let lenient = LoadOptions::new()
-        .allow_missing("head.")
-        .allow_missing("blocks.0.")
-        .allow_unexpected("pooler.");
+        .with_allowed_missing("head.")
+        .with_allowed_missing("blocks.0.")
+        .with_allowed_unexpected("pooler.");
     let (missing, unexpected, misshapen) = difference(&file, lenient.clone());
     assert!(missing.is_empty() && unexpected.is_empty());
     assert_eq!(misshapen.len(), 1, "a wrong shape is never let pass");
@@ -180,7 +180,7 @@ fn a_base_prefix_may_be_in_the_file_alone_or_in_the_model_alone() {
     write(&file, &checkpoint("net."));
     let (missing, unexpected, _) = difference(&file, LoadOptions::new());
     assert_eq!(missing.len(), unexpected.len());
-    assert!(load(2, &file, LoadOptions::new().base_prefix("net")).is_ok());
+    assert!(load(2, &file, LoadOptions::new().with_base_prefix("net")).is_ok());
 
     write(
         &file,
@@ -191,7 +191,7 @@ fn a_base_prefix_may_be_in_the_file_alone_or_in_the_model_alone() {
             })
             .collect(),
     );
-    assert!(load(2, &file, LoadOptions::new().base_prefix("embed")).is_ok());
+    assert!(load(2, &file, LoadOptions::new().with_base_prefix("embed")).is_ok());
 }
 
 #[test]

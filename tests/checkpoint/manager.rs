@@ -16,11 +16,12 @@ fn the_newest_are_kept_and_the_torn_are_cleaned_up() {
         let manager_root = at.clone();
         on(2, move |worker| {
             let net = sharded(worker, 0.0, FsdpOptions::new())?;
-            let mut manager =
-                CheckpointManager::new(&manager_root, worker).keep_last(2).background(background);
+            let mut manager = CheckpointManager::new(&manager_root, worker)
+                .with_keep_last(2)
+                .with_background(background);
             assert_eq!(manager.latest()?, None);
             for step in [3, 6, 9, 12, 12] {
-                let saved = manager.save(&Checkpoint::new(step).model("net", &net))?;
+                let saved = manager.save(&Checkpoint::new(step).with_model("net", &net))?;
                 assert!(saved.folder.ends_with(format!("step-{step:08}")));
             }
             manager.finish()?;
@@ -43,10 +44,10 @@ fn a_save_replaces_checkpoints_alone() {
     let errors = on(2, move |worker| {
         let net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut manager = CheckpointManager::new(&root, worker);
-        let saved = manager.save(&Checkpoint::new(3).model("net", &net))?.folder;
-        let error = net.save_state(&root).unwrap_err();
+        let saved = manager.save(&Checkpoint::new(3).with_model("net", &net))?.folder;
+        let error = net.state().save(&root).unwrap_err();
         assert!(saved.join("manifest.json").is_file());
-        net.save_state(&saved)?;
+        net.state().save(&saved)?;
         Ok(error.to_string())
     });
     assert!(errors[0].contains("is no checkpoint"), "{}", errors[0]);
@@ -65,16 +66,16 @@ fn a_background_save_holds_what_was_at_its_step() {
     let (losses, state) = part.clone().until(12).launch();
     let manager_root = root.clone();
     on(2, move |worker| {
-        let mut net = sharded(worker, 0.1, FsdpOptions::new().seed(7))?;
+        let mut net = sharded(worker, 0.1, FsdpOptions::new().with_seed(7))?;
         let (mut optimizer, mut schedule) = (optimizer(), schedule());
-        let mut manager = CheckpointManager::new(&manager_root, worker).background(true);
+        let mut manager = CheckpointManager::new(&manager_root, worker).with_background(true);
         for step in 0..8 {
             train_step(worker, &mut net, &mut optimizer, &mut schedule, step)?;
             if step % 2 == 1 {
                 let checkpoint = Checkpoint::new(step as u64 + 1)
-                    .model("net", &net)
-                    .optimizer("adamw", &optimizer)
-                    .scheduler("rate", &schedule);
+                    .with_model("net", &net)
+                    .with_optimizer("adamw", &optimizer)
+                    .with_scheduler("rate", &schedule);
                 manager.save(&checkpoint)?;
             }
         }

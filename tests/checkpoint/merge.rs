@@ -14,7 +14,7 @@ use crate::support::{self, Net, batch, on};
 fn ignoring(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     let net = Net::new(BLOCKS, 0.0, worker.device());
     let ignored = [net.blocks[1].down.weight.id];
-    fully_shard(net, worker, FsdpOptions::new().seed(3).ignored_params(ignored))
+    fully_shard(net, worker, FsdpOptions::new().with_seed(3).with_ignored_params(ignored))
 }
 
 /// The files of a folder by name.
@@ -35,15 +35,16 @@ fn a_merged_checkpoint_is_what_save_pretrained_writes() {
         on(world, move |worker| {
             let mut net = match ignore {
                 true => ignoring(worker)?,
-                false => sharded(worker, 0.0, FsdpOptions::new().seed(3))?,
+                false => sharded(worker, 0.0, FsdpOptions::new().with_seed(3))?,
             };
             let mut own = optimizer();
             train_step(worker, &mut net, &mut own, &mut schedule(), 0)?;
-            let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("adamw", &own);
+            let checkpoint =
+                Checkpoint::new(1).with_model("net", &net).with_optimizer("adamw", &own);
             checkpoint.save(worker, saved.join("checkpoint"))?;
-            net.save_pretrained(saved.join("one"), &SavePretrained::new())?;
-            let small = SavePretrained::new().max_shard_size(10_000);
-            net.save_pretrained(saved.join("several"), &small)
+            net.state().save_pretrained(saved.join("one"), &SavePretrained::new())?;
+            let small = SavePretrained::new().with_max_shard_size(10_000);
+            net.state().save_pretrained(saved.join("several"), &small)
         });
         let merge = |to: &str, options: &MergeOptions| {
             merge(folder.join("checkpoint"), folder.join(to), options).unwrap()
@@ -52,13 +53,13 @@ fn a_merged_checkpoint_is_what_save_pretrained_writes() {
         assert_eq!((merged.model.as_str(), merged.files.len()), ("net", 1));
         assert_eq!(files(&folder.join("merged")), files(&folder.join("one")));
         // In its place, and in the place of the several that were there before.
-        let merged = merge("merged", &MergeOptions::new().max_shard_size(10_000));
+        let merged = merge("merged", &MergeOptions::new().with_max_shard_size(10_000));
         assert!(merged.files.len() > 3, "{merged:?}");
         assert_eq!(files(&folder.join("merged")), files(&folder.join("several")));
         merge("merged", &MergeOptions::new());
         assert_eq!(files(&folder.join("merged")), files(&folder.join("one")));
 
-        let merged = merge("paths", &MergeOptions::new().module_paths(true));
+        let merged = merge("paths", &MergeOptions::new().with_module_paths(true));
         let bytes = fs::read(&merged.files[0]).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let up = file.tensor("blocks.0.up.weight").unwrap();
@@ -75,12 +76,12 @@ fn loaded_bytes(folder: &Path, ignore: bool) -> u64 {
     let bytes = on(2, move |worker| {
         let mut net = match ignore {
             true => ignoring(worker)?,
-            false => sharded(worker, 0.0, FsdpOptions::new().seed(9))?,
+            false => sharded(worker, 0.0, FsdpOptions::new().with_seed(9))?,
         };
-        net.load_safetensors(&folder, &LoadOptions::new())?;
+        net.state_mut().load_safetensors(&folder, &LoadOptions::new())?;
         let (tokens, _) = batch(0, 0..2, worker.device());
         assert!(net.forward(tokens).into_data().iter::<f32>().all(f32::is_finite));
-        let state = net.full_state(Recipient::All)?;
+        let state = net.state().full(Recipient::All)?;
         Ok(state.values().map(|data| data.as_bytes().len() as u64).sum::<u64>())
     });
     bytes[0]
@@ -92,23 +93,23 @@ fn the_newest_complete_checkpoint_of_a_folder_is_merged() {
     let root = home.path().join("run");
     let saved = root.clone();
     let states = on(2, move |worker| {
-        let mut net = sharded(worker, 0.0, FsdpOptions::new().seed(3))?;
+        let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(3))?;
         let (mut own, mut rate) = (optimizer(), schedule());
         let mut manager = CheckpointManager::new(&saved, worker);
         for step in 1..4 {
             train_step(worker, &mut net, &mut own, &mut rate, step)?;
-            manager.save(&Checkpoint::new(step as u64).model("net", &net))?;
+            manager.save(&Checkpoint::new(step as u64).with_model("net", &net))?;
         }
-        net.full_state(Recipient::All)
+        net.state().full(Recipient::All)
     });
     fs::create_dir_all(root.join("step-00000009.tmp-dead")).unwrap();
     let output = home.path().join("merged");
     let merged = merge(&root, &output, &MergeOptions::new()).unwrap();
     assert!(merged.checkpoint.ends_with("step-00000003"), "{merged:?}");
     let loaded = on(1, move |worker| {
-        let mut net = sharded(worker, 0.0, FsdpOptions::new().seed(9))?;
-        net.load_safetensors(&output, &LoadOptions::new())?;
-        net.full_state(Recipient::All)
+        let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(9))?;
+        net.state_mut().load_safetensors(&output, &LoadOptions::new())?;
+        net.state().full(Recipient::All)
     });
     assert!(same_bits(&loaded[0], &states[0]));
 }
@@ -119,9 +120,9 @@ fn what_cannot_be_merged_is_a_typed_error_and_writes_nothing() {
     let folder = home.path().join("two");
     let saved = folder.clone();
     on(2, move |worker| {
-        let a = sharded(worker, 0.0, FsdpOptions::new().seed(3))?;
-        let b = sharded(worker, 0.0, FsdpOptions::new().seed(4))?;
-        Checkpoint::new(1).model("a", &a).model("b", &b).save(worker, &saved)
+        let a = sharded(worker, 0.0, FsdpOptions::new().with_seed(3))?;
+        let b = sharded(worker, 0.0, FsdpOptions::new().with_seed(4))?;
+        Checkpoint::new(1).with_model("a", &a).with_model("b", &b).save(worker, &saved)
     });
     let output = home.path().join("merged");
     let refused = |folder: &Path, options: &MergeOptions| {
@@ -132,7 +133,7 @@ fn what_cannot_be_merged_is_a_typed_error_and_writes_nothing() {
         error
     };
     for (options, asked) in
-        [(MergeOptions::new(), None), (MergeOptions::new().model("c"), Some("c".to_string()))]
+        [(MergeOptions::new(), None), (MergeOptions::new().with_model("c"), Some("c".to_string()))]
     {
         let error = refused(&folder, &options);
         assert!(error.to_string().ends_with("it holds `a`, `b`"), "{error}");
@@ -150,7 +151,7 @@ fn what_cannot_be_merged_is_a_typed_error_and_writes_nothing() {
     let mut bytes = fs::read(&file).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&file, bytes).unwrap();
-    let error = refused(&folder, &MergeOptions::new().model("b"));
+    let error = refused(&folder, &MergeOptions::new().with_model("b"));
     assert!(matches!(error, CheckpointError::Damaged { .. }), "{error}");
     assert!(error.to_string().contains("rank-00001.safetensors"), "{error}");
 }

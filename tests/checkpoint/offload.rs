@@ -14,7 +14,7 @@ fn a_run_goes_on_under_another_policy_with_every_bit() {
         OffloadPolicy::OptimizerOnly,
     ];
     let part = |policy| {
-        let options = FsdpOptions::new().seed(7).offload(policy);
+        let options = FsdpOptions::new().with_seed(7).with_offload(policy);
         Part::new(2).dropout(0.1).options(options).optimizer(|| AdamWConfig::new().init())
     };
     let (losses, state) = part(OffloadPolicy::None).until(8).launch();

@@ -23,13 +23,13 @@ pub(super) fn run<T: Send + 'static>(
     f: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
 ) -> Vec<T> {
     let launched = LaunchOptions::new(world)
-        .device(Device::flex())
-        .timeout(std::time::Duration::from_secs(30));
+        .with_device(Device::flex())
+        .with_timeout(std::time::Duration::from_secs(30));
     launch(launched, move |worker| f(&worker)).expect("the ranks themselves succeed")
 }
 
 pub(super) fn sharded(worker: &Worker) -> Result<Fsdp<Net>, Error> {
-    fully_shard(Net::new(2, 0.0, worker.device()), worker, FsdpOptions::new().seed(3))
+    fully_shard(Net::new(2, 0.0, worker.device()), worker, FsdpOptions::new().with_seed(3))
 }
 
 /// Saves the model of one seed and returns its full state.
@@ -37,8 +37,8 @@ pub(super) fn save(world: usize, folder: &Path, options: &SavePretrained) -> Ful
     let (folder, options) = (folder.to_path_buf(), options.clone());
     let ranks = run(world, move |worker| {
         let net = sharded(worker)?;
-        net.save_pretrained(&folder, &options)?;
-        net.full_state(Recipient::All)
+        net.state().save_pretrained(&folder, &options)?;
+        net.state().full(Recipient::All)
     });
     ranks.into_iter().next().expect("rank 0")
 }
@@ -47,9 +47,9 @@ pub(super) fn load(world: usize, path: &Path) -> Result<FullState, Error> {
     let path = path.to_path_buf();
     run(world, move |worker| {
         let net = Net::new(2, 0.0, worker.device());
-        let mut net = fully_shard(net, worker, FsdpOptions::new().seed(99))?;
-        let loaded = net.load_safetensors(&path, &LoadOptions::new());
-        let state = net.full_state(Recipient::All)?;
+        let mut net = fully_shard(net, worker, FsdpOptions::new().with_seed(99))?;
+        let loaded = net.state_mut().load_safetensors(&path, &LoadOptions::new());
+        let state = net.state().full(Recipient::All)?;
         Ok(loaded.map(|_| state))
     })
     .swap_remove(0)
@@ -127,13 +127,14 @@ fn every_world_size_and_strategy_saves_the_same_bytes_and_loads_the_others() {
         let path = folder.clone();
         let states = run(world, move |worker| {
             let build = |seed| {
-                let options = FsdpOptions::new().seed(seed).strategy(strategy).shard_size(2);
+                let options =
+                    FsdpOptions::new().with_seed(seed).with_strategy(strategy).with_shard_size(2);
                 fully_shard(Net::new(2, 0.0, worker.device()), worker, options)
             };
-            build(3)?.save_pretrained(&path, &SavePretrained::new())?;
+            build(3)?.state().save_pretrained(&path, &SavePretrained::new())?;
             let mut net = build(99)?;
-            net.load_safetensors(&path, &LoadOptions::new())?;
-            net.full_state(Recipient::All)
+            net.state_mut().load_safetensors(&path, &LoadOptions::new())?;
+            net.state().full(Recipient::All)
         });
         assert!(std::fs::read(folder.join("model.safetensors")).unwrap() == bytes, "{strategy}");
         states.iter().for_each(|loaded| assert_same(loaded, &state));
@@ -144,7 +145,7 @@ fn every_world_size_and_strategy_saves_the_same_bytes_and_loads_the_others() {
 fn half_precision_is_rounded_to_nearest() {
     let folder = tempfile::tempdir().unwrap();
     for (dtype, expected) in [(SaveDtype::Bf16, Dtype::BF16), (SaveDtype::F16, Dtype::F16)] {
-        let state = save(2, folder.path(), &SavePretrained::new().dtype(dtype));
+        let state = save(2, folder.path(), &SavePretrained::new().with_dtype(dtype));
         let tensors = read(&folder.path().join("model.safetensors"));
         let (dtype, shape, bytes) = &tensors["head.weight"];
         assert_eq!((*dtype, &shape[..]), (expected, &[support::CLASSES, support::WIDTH][..]));
@@ -166,7 +167,7 @@ fn half_precision_is_rounded_to_nearest() {
 #[test]
 fn above_a_size_there_are_several_files_and_an_index() {
     let folder = tempfile::tempdir().unwrap();
-    let state = save(2, folder.path(), &SavePretrained::new().max_shard_size(8_000));
+    let state = save(2, folder.path(), &SavePretrained::new().with_max_shard_size(8_000));
     let names = files(folder.path());
     let shards: Vec<_> = names.iter().filter(|name| name.ends_with(".safetensors")).collect();
     assert!(shards.len() > 2 && names.contains(&"model.safetensors.index.json".to_string()));
@@ -196,14 +197,14 @@ fn above_a_size_there_are_several_files_and_an_index() {
 #[test]
 fn a_save_replaces_all_weights_of_the_one_before_and_nothing_else() {
     let folder = tempfile::tempdir().unwrap();
-    let options = SavePretrained::new().config("{}").file("vocab.txt", "[PAD]\n");
-    let state = save(1, folder.path(), &options.clone().max_shard_size(8_000));
+    let options = SavePretrained::new().with_config("{}").with_file("vocab.txt", "[PAD]\n");
+    let state = save(1, folder.path(), &options.clone().with_max_shard_size(8_000));
     let many = files(folder.path());
     assert!(many.len() > 5, "{many:?}");
     std::fs::write(folder.path().join("notes.md"), "mine").unwrap();
     // The same files over themselves, one file over several, several over one.
     for max in [8_000, 20_000, u64::MAX, 8_000] {
-        save(2, folder.path(), &options.clone().max_shard_size(max));
+        save(2, folder.path(), &options.clone().with_max_shard_size(max));
         let names = files(folder.path());
         for kept in ["config.json", "vocab.txt", "notes.md"] {
             assert!(names.contains(&kept.to_string()), "{names:?}");
@@ -222,7 +223,7 @@ fn a_save_replaces_all_weights_of_the_one_before_and_nothing_else() {
 #[test]
 fn every_difference_of_an_index_is_listed() {
     let folder = tempfile::tempdir().unwrap();
-    save(1, folder.path(), &SavePretrained::new().max_shard_size(8_000));
+    save(1, folder.path(), &SavePretrained::new().with_max_shard_size(8_000));
     let path = folder.path().join("model.safetensors.index.json");
     let text = std::fs::read_to_string(&path).unwrap();
     let good: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -273,9 +274,9 @@ fn refused(folder: &Path, options: SavePretrained) -> Vec<Error> {
     let folder = folder.to_path_buf();
     run(2, move |worker| {
         let net = sharded(worker)?;
-        let error = net.save_pretrained(&folder, &options).unwrap_err();
+        let error = net.state().save_pretrained(&folder, &options).unwrap_err();
         // The group is whole: the model can be used, and saved elsewhere.
-        net.full_state(Recipient::All)?;
+        net.state().full(Recipient::All)?;
         Ok(error)
     })
 }
@@ -309,7 +310,7 @@ fn a_failed_save_is_an_error_on_every_rank_and_leaves_nothing() {
 
     for name in ["../config.json", "a/b", "", "..", "x.safetensors", "model.safetensors.index.json"]
     {
-        let errors = refused(folder.path(), SavePretrained::new().file(name, "x"));
+        let errors = refused(folder.path(), SavePretrained::new().with_file(name, "x"));
         for error in errors {
             assert!(matches!(&error, Error::Save(SaveError::FileName { .. })), "{error}");
         }
@@ -360,17 +361,17 @@ fn a_tied_weight_is_saved_once_under_its_owners_key() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_path_buf();
     let ranks = run(3, move |worker| {
-        let options = FsdpOptions::new().seed(1);
+        let options = FsdpOptions::new().with_seed(1);
         let model = fully_shard(tied(worker.device()), worker, options.clone())?;
-        model.save_pretrained(&path, &SavePretrained::new())?;
-        let mut other = fully_shard(tied(worker.device()), worker, options.seed(2))?;
+        model.state().save_pretrained(&path, &SavePretrained::new())?;
+        let mut other = fully_shard(tied(worker.device()), worker, options.with_seed(2))?;
         let logits = |model: &Fsdp<Tied>| {
             let device = worker.device().clone().inner();
             model.valid().forward(tokens(&device)).into_data()
         };
         let before = logits(&other);
         // The alias is not in the file, and need not be.
-        let report = other.load_safetensors(&path, &LoadOptions::new())?;
+        let report = other.state_mut().load_safetensors(&path, &LoadOptions::new())?;
         Ok((logits(&model), before, logits(&other), report))
     });
     let names: Vec<_> = read(&folder.path().join("model.safetensors")).into_keys().collect();
@@ -406,21 +407,21 @@ fn a_tie_of_clones_named_backwards_trains_and_loads() {
             let device = worker.device();
             let embed = EmbeddingConfig::new(13, 8).init(device);
             let out = Projection { weight: embed.weight.clone() };
-            let options = FsdpOptions::new().seed(1).strategy(strategy);
+            let options = FsdpOptions::new().with_seed(1).with_strategy(strategy);
             let mut model = fully_shard(Reversed { embed, out }, worker, options)?;
-            let start = model.full_state(Recipient::All)?;
+            let start = model.state().full(Recipient::All)?;
             assert_eq!(start.keys().collect::<Vec<_>>(), ["embed.weight"]);
             let mut sgd = burn::optim::SgdConfig::new().init();
             for _ in 0..2 {
                 let gradients = model.backward(model.forward(tokens(device)).square().mean())?;
                 model = sgd.step(1.0, model, gradients);
             }
-            let end = model.full_state(Recipient::All)?;
+            let end = model.state().full(Recipient::All)?;
             assert_ne!(start, end);
             let after = model.forward(tokens(device)).into_data();
-            model.load_full_state(&start, Recipient::All)?;
-            assert_eq!(model.full_state(Recipient::All)?, start);
-            model.load_full_state(&end, Recipient::All)?;
+            model.state_mut().load_full(&start, Recipient::All)?;
+            assert_eq!(model.state().full(Recipient::All)?, start);
+            model.state_mut().load_full(&end, Recipient::All)?;
             assert_eq!(model.forward(tokens(device)).into_data(), after);
             Ok(end)
         })
@@ -456,10 +457,10 @@ fn names_of_old_checkpoints_load_where_they_are_allowed() {
     let loaded = run(2, move |worker| {
         let mut net = sharded(worker)?;
         let options = LoadOptions::new()
-            .rename_suffix("norm.gamma", "norm.weight")
-            .rename_suffix("norm.beta", "norm.bias");
-        net.load_safetensors(&path, &options)?;
-        net.full_state(Recipient::All)
+            .with_renamed_suffix("norm.gamma", "norm.weight")
+            .with_renamed_suffix("norm.beta", "norm.bias");
+        net.state_mut().load_safetensors(&path, &options)?;
+        net.state().full(Recipient::All)
     });
     assert_same(&loaded[0], &state);
 }
@@ -473,22 +474,22 @@ fn ignored_parameters_go_with_the_others() {
             let linear = || LinearConfig::new(16, 24).init(worker.device());
             let model = Counted { body: linear(), head: linear() };
             let ignored = [model.head.weight.id, model.head.bias.as_ref().unwrap().id];
-            (model, FsdpOptions::new().ignored_params(ignored))
+            (model, FsdpOptions::new().with_ignored_params(ignored))
         };
         let (model, options) = build();
         let saved = fully_shard(model, worker, options)?;
-        saved.save_pretrained(&path, &SavePretrained::new())?;
-        saved.save_burnpack(path.join("model"))?;
+        saved.state().save_pretrained(&path, &SavePretrained::new())?;
+        saved.state().save_burnpack(path.join("model"))?;
         let head = |model: &Fsdp<Counted>| model.head.weight.val().into_data();
 
         let (model, options) = build();
         let (by_key, _) = from_pretrained(model, worker, options, &path, &LoadOptions::new())?;
         let (model, options) = build();
         let mut by_path = fully_shard(model, worker, options)?;
-        by_path.load_burnpack(path.join("model"), &LoadOptions::new())?;
+        by_path.state_mut().load_burnpack(path.join("model"), &LoadOptions::new())?;
         for loaded in [&by_key, &by_path] {
             let all = Recipient::All;
-            assert_same(&saved.full_state(all)?, &loaded.full_state(all)?);
+            assert_same(&saved.state().full(all)?, &loaded.state().full(all)?);
         }
         Ok([head(&saved), head(&by_key), head(&by_path)])
     });

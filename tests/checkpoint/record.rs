@@ -25,7 +25,7 @@ fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
     let file = path.clone();
     let ranks = run(2, move |worker| {
         let net = sharded(worker)?;
-        net.save_burnpack(&file)?;
+        net.state().save_burnpack(&file)?;
         let device = worker.device().clone().inner();
         Ok((net.valid().forward(support::batch(0, 0..4, &device).0).into_data(), net.into_record()))
     });
@@ -45,7 +45,7 @@ fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
         let file = folder.path().join("plain");
         let ranks = run(world, move |worker| {
             let mut net = sharded(worker)?;
-            let report = net.load_burnpack(&file, &LoadOptions::new())?;
+            let report = net.state_mut().load_burnpack(&file, &LoadOptions::new())?;
             assert_eq!((report.missing.len(), report.unexpected.len()), (0, 0));
             let device = worker.device().clone().inner();
             Ok(net.valid().forward(support::batch(0, 0..4, &device).0).into_data())
@@ -61,14 +61,15 @@ fn a_record_holds_running_statistics_and_tied_places() {
     let file = path.clone();
     let device = Device::flex();
     let ranks = run(2, move |worker| {
-        let model = fully_shard(tied(worker.device()), worker, FsdpOptions::new().seed(1))?;
+        let model = fully_shard(tied(worker.device()), worker, FsdpOptions::new().with_seed(1))?;
         // In training, `BatchNorm` updates its running mean.
         for _ in 0..3 {
             model.forward(tokens(worker.device()));
         }
-        model.save_burnpack(&file)?;
-        let mut other = fully_shard(tied(worker.device()), worker, FsdpOptions::new().seed(2))?;
-        other.load_burnpack(&file, &LoadOptions::new())?;
+        model.state().save_burnpack(&file)?;
+        let mut other =
+            fully_shard(tied(worker.device()), worker, FsdpOptions::new().with_seed(2))?;
+        other.state_mut().load_burnpack(&file, &LoadOptions::new())?;
         let device = worker.device().clone().inner();
         let logits = |model: &Fsdp<Tied>| model.valid().forward(tokens(&device)).into_data();
         Ok((logits(&model), logits(&other)))
@@ -87,7 +88,7 @@ fn a_record_holds_running_statistics_and_tied_places() {
 #[test]
 fn a_record_of_a_part_is_of_the_full_state_too() {
     let ranks = run(2, move |worker| {
-        let options = FsdpOptions::new().seed(1);
+        let options = FsdpOptions::new().with_seed(1);
         let model = fully_shard(tied(worker.device()), worker, options)?;
         let whole = model.clone().into_record();
         model.forward(tokens(worker.device()));
@@ -95,7 +96,7 @@ fn a_record_of_a_part_is_of_the_full_state_too() {
         let again = model.clone().into_record();
         // Whatever was collected for a record, the next forward reads anew.
         model.backward(model.forward(tokens(worker.device())).sum())?;
-        Ok((whole, part, again, model.full_state(Recipient::All)?))
+        Ok((whole, part, again, model.state().full(Recipient::All)?))
     });
     let device = Device::flex();
     for (whole, part, again, state) in ranks {
@@ -119,7 +120,7 @@ fn a_record_that_does_not_fit_or_is_torn_is_refused() {
         let path = path.to_path_buf();
         run(2, move |worker| {
             let mut net = sharded(worker)?;
-            Ok(net.load_burnpack(&path, &LoadOptions::new()).map(|_| ()))
+            Ok(net.state_mut().load_burnpack(&path, &LoadOptions::new()).map(|_| ()))
         })
         .swap_remove(0)
         .unwrap_err()
@@ -160,7 +161,7 @@ fn plain_burn_loads_a_record_with_lora_adapters() {
             let gradients = model.backward(loss)?;
             model = optimizer.step(1e-1, model, gradients);
         }
-        model.save_burnpack(&file)?;
+        model.state().save_burnpack(&file)?;
         Ok(model.forward(Tensor::ones([2, 16], device)).into_data())
     });
     let device = Device::flex();

@@ -17,7 +17,7 @@ use crate::support::{self, batch, on};
 fn the_same_world_resumes_bit_for_bit_with_dropout() {
     for world in [1, 2, 3] {
         for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
-            let part = Part::new(world).dropout(0.1).strategy(strategy);
+            let part = Part::new(world).dropout(0.1).with_strategy(strategy);
             let (losses, state) = part.clone().until(20).launch();
             let (found, found_state) = resumed(part.clone().until(10), part.until(20));
             assert_eq!(bits(&found), bits(&losses), "{world} {strategy}");
@@ -42,8 +42,8 @@ fn another_world_goes_on_where_the_first_stopped() {
 fn full_shard_goes_to_hybrid_and_to_no_shard() {
     use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, NoShard, ShardGradOp};
     let part = |world: usize, strategy| {
-        let options = FsdpOptions::new().seed(7).strategy(strategy);
-        let grouped = if strategy.is_hybrid() { options.shard_size(2) } else { options };
+        let options = FsdpOptions::new().with_seed(7).with_strategy(strategy);
+        let grouped = if strategy.is_hybrid() { options.with_shard_size(2) } else { options };
         Part::new(world).options(grouped)
     };
     let (losses, _) = part(4, FullShard).until(12).launch();
@@ -76,14 +76,15 @@ fn strategies_and_wrappings_load_each_others() {
     let full = FsdpOptions::new();
     let variants = [
         full.clone(),
-        full.clone().strategy(ShardingStrategy::NoShard),
-        full.clone().wrap(WrapPolicy::TransformerBased(unit_types![support::Block])),
-        full.clone().strategy(ShardingStrategy::HybridShard).shard_size(1),
-        full.clone().strategy(ShardingStrategy::ShardGradOp),
-        full.clone().persist_below(1000),
-        full.slots(1),
+        full.clone().with_strategy(ShardingStrategy::NoShard),
+        full.clone().with_wrap(WrapPolicy::TransformerBased(unit_types![support::Block])),
+        full.clone().with_strategy(ShardingStrategy::HybridShard).with_shard_size(1),
+        full.clone().with_strategy(ShardingStrategy::ShardGradOp),
+        full.clone().with_persist_below(1000),
+        full.with_gather_buffers(1),
     ];
-    let part = |options: &FsdpOptions| Part::new(2).dropout(0.1).options(options.clone().seed(7));
+    let part =
+        |options: &FsdpOptions| Part::new(2).dropout(0.1).options(options.clone().with_seed(7));
     let (losses, state) = part(&variants[0]).until(12).launch();
     for first in &variants {
         for second in &variants {
@@ -107,8 +108,8 @@ fn several_models_and_optimizers_lie_in_one_folder() {
     let path = folder.path().join("both");
     let saved = path.clone();
     let run = |worker: &Worker, steps: usize, from: Option<&Path>, to: Option<&Path>| {
-        let mut a = sharded(worker, 0.1, FsdpOptions::new().seed(1))?;
-        let mut b = sharded(worker, 0.0, FsdpOptions::new().seed(2))?;
+        let mut a = sharded(worker, 0.1, FsdpOptions::new().with_seed(1))?;
+        let mut b = sharded(worker, 0.0, FsdpOptions::new().with_seed(2))?;
         let momentum = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
         let (mut first, mut second): (_, ModuleOptimizer) = (optimizer(), momentum.init());
         let (mut rate_a, mut rate_b) = (schedule(), schedule());
@@ -121,13 +122,13 @@ fn several_models_and_optimizers_lie_in_one_folder() {
         let mut scaler = GradScaler::new();
         if let Some(path) = from {
             let restored = Restore::new()
-                .optimizer("first", &mut first)
-                .optimizer("second", &mut second)
-                .model("a", &mut a)
-                .model("b", &mut b)
-                .scheduler("a", &mut rate_a)
-                .scheduler("b", &mut rate_b)
-                .grad_scaler("scaler", &mut scaler)
+                .with_optimizer("first", &mut first)
+                .with_optimizer("second", &mut second)
+                .with_model("a", &mut a)
+                .with_model("b", &mut b)
+                .with_scheduler("a", &mut rate_a)
+                .with_scheduler("b", &mut rate_b)
+                .with_grad_scaler("scaler", &mut scaler)
                 .load(worker, path)?;
             assert_eq!(restored.progress.loss_scale, Some(scaler.loss_scale()));
             assert_eq!(scaler, used);
@@ -141,15 +142,15 @@ fn several_models_and_optimizers_lie_in_one_folder() {
         }
         if let Some(path) = to {
             Checkpoint::new(steps as u64)
-                .data(3, 17)
-                .value("note", "kept")
-                .model("a", &a)
-                .model("b", &b)
-                .optimizer("first", &first)
-                .optimizer("second", &second)
-                .scheduler("a", &rate_a)
-                .scheduler("b", &rate_b)
-                .grad_scaler("scaler", &used)
+                .with_data_position(3, 17)
+                .with_value("note", "kept")
+                .with_model("a", &a)
+                .with_model("b", &b)
+                .with_optimizer("first", &first)
+                .with_optimizer("second", &second)
+                .with_scheduler("a", &rate_a)
+                .with_scheduler("b", &rate_b)
+                .with_grad_scaler("scaler", &used)
                 .save(worker, path)?;
             for step in 0..3 {
                 losses.push(train_step(worker, &mut a, &mut first, &mut rate_a, step)?);
@@ -170,14 +171,14 @@ fn a_model_alone_is_saved_and_loaded_by_its_own_methods() {
     let path = folder.path().join("model");
     let saved = path.clone();
     let state = on(3, move |worker| {
-        let net = sharded(worker, 0.0, FsdpOptions::new().seed(5))?;
-        net.save_state(&saved)?;
-        net.full_state(Recipient::All)
+        let net = sharded(worker, 0.0, FsdpOptions::new().with_seed(5))?;
+        net.state().save(&saved)?;
+        net.state().full(Recipient::All)
     });
     let loaded = on(2, move |worker| {
-        let mut net = sharded(worker, 0.0, FsdpOptions::new().seed(6))?;
-        assert_eq!(net.load_state(&path)?.world_size, 3);
-        net.full_state(Recipient::All)
+        let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(6))?;
+        assert_eq!(net.state_mut().load(&path)?.world_size, 3);
+        net.state().full(Recipient::All)
     });
     assert!(same_bits(&state[0], &loaded[1]));
 }
@@ -190,7 +191,7 @@ fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
     let part = Part::new(2);
     let (losses, state) = part.clone().until(8).launch();
     part.clone().until(4).save(&path).launch();
-    let deferred = part.options(FsdpOptions::new().deferred_init(true));
+    let deferred = part.options(FsdpOptions::new().with_deferred_init(true));
     let (found, found_state) = deferred.clone().from(&path).until(8).launch();
     assert_eq!(bits(&found), bits(&losses[4..]));
     assert!(same_bits(&found_state, &state));
@@ -202,22 +203,22 @@ fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
     }
     // States in memory count as loaded as well, and one that does not fit does not.
     on(2, move |worker| {
-        let deferred = || FsdpOptions::new().deferred_init(true);
-        let saved = sharded(worker, 0.0, FsdpOptions::new().seed(7))?;
-        let full = saved.full_state(Recipient::All)?;
+        let deferred = || FsdpOptions::new().with_deferred_init(true);
+        let saved = sharded(worker, 0.0, FsdpOptions::new().with_seed(7))?;
+        let full = saved.state().full(Recipient::All)?;
         let mut nets = Vec::new();
         for _ in 0..3 {
             nets.push(sharded(worker, 0.0, deferred())?);
         }
-        nets[0].load_sharded_state(&saved.sharded_state())?;
-        nets[1].load_local_state(&saved.local_state())?;
-        nets[2].load_full_state(&full, Recipient::All)?;
+        nets[0].state_mut().load_sharded(&saved.state().sharded())?;
+        nets[1].state_mut().load_local(&saved.state().local())?;
+        nets[2].state_mut().load_full(&full, Recipient::All)?;
         for net in &nets {
-            assert!(same_bits(&net.full_state(Recipient::All)?, &full));
+            assert!(same_bits(&net.state().full(Recipient::All)?, &full));
         }
         let mut net = sharded(worker, 0.0, deferred())?;
-        net.load_full_state(&Default::default(), Recipient::All).unwrap_err();
-        let error = net.full_state(Recipient::All).unwrap_err();
+        net.state_mut().load_full(&Default::default(), Recipient::All).unwrap_err();
+        let error = net.state().full(Recipient::All).unwrap_err();
         assert!(error.to_string().contains("load"), "{error}");
         Ok(())
     });
@@ -231,17 +232,18 @@ fn an_error_on_one_rank_is_one_on_every_rank() {
         let root = root.clone();
         let errors = on(3, move |worker| {
             let net = sharded(worker, 0.0, FsdpOptions::new())?;
-            let mut manager = CheckpointManager::new(&root, worker).background(background);
+            let mut manager = CheckpointManager::new(&root, worker).with_background(background);
             // An optimizer that stepped another model, on one rank.
             let mut other = sharded(worker, 0.0, FsdpOptions::new())?;
             let (mut optimizer, mut schedule) = (optimizer(), schedule());
             train_step(worker, &mut other, &mut optimizer, &mut schedule, 0)?;
             let fresh = support::checkpoint::optimizer();
             let used = if worker.rank().index() == 1 { &optimizer } else { &fresh };
-            let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("adamw", used);
+            let checkpoint =
+                Checkpoint::new(1).with_model("net", &net).with_optimizer("adamw", used);
             let error = manager.save(&checkpoint).and_then(|_| manager.finish()).unwrap_err();
             // The group is still good.
-            manager.save(&Checkpoint::new(2).model("net", &net))?;
+            manager.save(&Checkpoint::new(2).with_model("net", &net))?;
             manager.finish()?;
             Ok(error)
         });
@@ -264,7 +266,7 @@ fn ranks_must_save_the_same_things() {
     let errors = on(2, move |worker| {
         let net = sharded(worker, 0.0, FsdpOptions::new())?;
         let step = 5 + worker.rank().index() as u64;
-        Ok(Checkpoint::new(step).model("net", &net).save(worker, root.join("a")).unwrap_err())
+        Ok(Checkpoint::new(step).with_model("net", &net).save(worker, root.join("a")).unwrap_err())
     });
     for error in errors {
         let Error::Checkpoint(CheckpointError::RanksDiffer { rank, expected, found }) = error
@@ -284,15 +286,15 @@ fn every_difference_is_listed_and_nothing_changes() {
     on(2, move |worker| {
         let device = worker.device();
         let wider = support::Net::new(3, 0.0, device);
-        let mut net = fully_shard(wider, worker, FsdpOptions::new().seed(3))?;
-        let before = net.full_state(Recipient::All)?;
+        let mut net = fully_shard(wider, worker, FsdpOptions::new().with_seed(3))?;
+        let before = net.state().full(Recipient::All)?;
         let mut sgd = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
         let mut rate = burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler::new(0.1);
         let error = Restore::new()
-            .model("net", &mut net)
-            .optimizer("adamw", &mut sgd)
-            .scheduler("rate", &mut rate)
-            .grad_scaler("scaler", &mut GradScaler::new())
+            .with_model("net", &mut net)
+            .with_optimizer("adamw", &mut sgd)
+            .with_scheduler("rate", &mut rate)
+            .with_grad_scaler("scaler", &mut GradScaler::new())
             .load(worker, &path)
             .unwrap_err();
         let Error::Checkpoint(CheckpointError::Mismatch { differences, .. }) = &error else {
@@ -306,21 +308,24 @@ fn every_difference_is_listed_and_nothing_changes() {
         );
         assert!(has("scheduler `rate`"), "{error}");
         assert!(has("loss scaler `scaler`: it is missing"), "{error}");
-        assert!(same_bits(&before, &net.full_state(Recipient::All)?));
+        assert!(same_bits(&before, &net.state().full(Recipient::All)?));
         // The other way round: AdamW needs what this one has not.
         let mut small = sharded(worker, 0.0, FsdpOptions::new())?;
         train_step(worker, &mut small, &mut sgd, &mut schedule(), 0)?;
         let of_sgd = path.with_file_name("sgd");
-        Checkpoint::new(1).model("net", &small).optimizer("adamw", &sgd).save(worker, &of_sgd)?;
+        Checkpoint::new(1)
+            .with_model("net", &small)
+            .with_optimizer("adamw", &sgd)
+            .save(worker, &of_sgd)?;
         let error = Restore::new()
-            .model("net", &mut small)
-            .optimizer("adamw", &mut optimizer())
+            .with_model("net", &mut small)
+            .with_optimizer("adamw", &mut optimizer())
             .load(worker, &of_sgd)
             .unwrap_err();
         let expected = "optimizer `adamw`: its state of `head.weight` is of another kind";
         assert!(error.to_string().contains(expected), "{error}");
         // A name that the checkpoint does not have.
-        let error = Restore::new().model("other", &mut net).load(worker, &path).unwrap_err();
+        let error = Restore::new().with_model("other", &mut net).load(worker, &path).unwrap_err();
         assert!(error.to_string().contains("missing: model `other`"), "{error}");
         Ok(())
     });
@@ -342,18 +347,21 @@ fn optimizers_of_other_kinds_keep_their_state() {
         let folder = folder.clone();
         on(2, move |worker| {
             let (name, mut own, strategy) = kinds().swap_remove(index);
-            let options = FsdpOptions::new().seed(4).strategy(strategy);
+            let options = FsdpOptions::new().with_seed(4).with_strategy(strategy);
             let mut net = sharded(worker, 0.0, options.clone())?;
             let mut rate = schedule();
             train_step(worker, &mut net, &mut own, &mut rate, 0)?;
             train_step(worker, &mut net, &mut own, &mut rate, 1)?;
             let path = folder.join(name);
-            Checkpoint::new(2).model("net", &net).optimizer("own", &own).save(worker, &path)?;
+            Checkpoint::new(2)
+                .with_model("net", &net)
+                .with_optimizer("own", &own)
+                .save(worker, &path)?;
             let mut again = sharded(worker, 0.0, options)?;
             let mut loaded = kinds().swap_remove(index).1;
             Restore::new()
-                .model("net", &mut again)
-                .optimizer("own", &mut loaded)
+                .with_model("net", &mut again)
+                .with_optimizer("own", &mut loaded)
                 .load(worker, &path)?;
             let mut other_rate = schedule();
             other_rate.step();
@@ -371,7 +379,7 @@ fn optimizers_of_other_kinds_keep_their_state() {
         let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut own = AdafactorConfig::new().init();
         train_step(worker, &mut net, &mut own, &mut schedule(), 0)?;
-        let checkpoint = Checkpoint::new(1).model("net", &net).optimizer("own", &own);
+        let checkpoint = Checkpoint::new(1).with_model("net", &net).with_optimizer("own", &own);
         let error = checkpoint.save(worker, folder.join("factored")).unwrap_err();
         assert!(
             matches!(&error, Error::Checkpoint(CheckpointError::NotElementwise { .. })),

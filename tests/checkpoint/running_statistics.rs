@@ -15,7 +15,7 @@ use super::pretrained::{Tied, run, tied};
 const MEAN: &str = "norm.running_mean";
 
 fn sharded(worker: &Worker, seed: u64) -> Result<Fsdp<Tied>, Error> {
-    fully_shard(tied(worker.device()), worker, FsdpOptions::new().seed(seed))
+    fully_shard(tied(worker.device()), worker, FsdpOptions::new().with_seed(seed))
 }
 
 /// A model that has seen other batches on each rank.
@@ -31,7 +31,7 @@ fn trained(worker: &Worker) -> Result<Fsdp<Tied>, Error> {
 
 /// What this rank has of its own.
 fn own(model: &Fsdp<Tied>) -> TensorData {
-    model.sharded_state()[MEAN].data.clone()
+    model.state().sharded()[MEAN].data.clone()
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn a_checkpoint_gives_every_rank_its_own_back() {
     let file = path.clone();
     let saved = run(2, move |worker| {
         let model = trained(worker)?;
-        Checkpoint::new(3).model("tied", &model).save(worker, &file)?;
+        Checkpoint::new(3).with_model("tied", &model).save(worker, &file)?;
         let valid = model.valid().norm.running_mean.value().into_data();
         assert_eq!(own(&model).as_bytes(), valid.as_bytes(), "with the last update");
         Ok(own(&model))
@@ -53,7 +53,7 @@ fn a_checkpoint_gives_every_rank_its_own_back() {
             let mut model = sharded(worker, 2)?;
             // What a forward found before does not come back over what is loaded.
             model.forward(super::pretrained::tokens(worker.device()));
-            Restore::new().model("tied", &mut model).load(worker, &path)?;
+            Restore::new().with_model("tied", &mut model).load(worker, &path)?;
             let valid = model.valid().norm.running_mean.value().into_data();
             assert_eq!(own(&model).as_bytes(), valid.as_bytes());
             Ok(own(&model))
@@ -70,13 +70,13 @@ fn the_full_state_and_the_file_have_rank_zeros() {
     let path = folder.path().to_path_buf();
     let ranks = run(2, move |worker| {
         let model = trained(worker)?;
-        model.save_pretrained(&path, &SavePretrained::new())?;
-        let full = model.full_state(Recipient::All)?;
+        model.state().save_pretrained(&path, &SavePretrained::new())?;
+        let full = model.state().full(Recipient::All)?;
         let mut other = sharded(worker, 2)?;
-        other.load_full_state(&full, Recipient::All)?;
+        other.state_mut().load_full(&full, Recipient::All)?;
         assert_eq!(own(&other).as_bytes(), full[MEAN].as_bytes());
         let mut other = sharded(worker, 2)?;
-        other.load_safetensors(&path, &LoadOptions::new())?;
+        other.state_mut().load_safetensors(&path, &LoadOptions::new())?;
         assert_eq!(own(&other).as_bytes(), full[MEAN].as_bytes());
         Ok((own(&model), full[MEAN].clone()))
     });
@@ -113,7 +113,7 @@ fn a_file_of_pytorchs_loads() {
     let file = path.clone();
     let found = run(2, move |worker| {
         let mut model = sharded(worker, 2)?;
-        let report = model.load_safetensors(&file, &LoadOptions::new())?;
+        let report = model.state_mut().load_safetensors(&file, &LoadOptions::new())?;
         assert_eq!(report.unexpected, ["norm.num_batches_tracked"]);
         Ok(own(&model))
     });
@@ -122,6 +122,7 @@ fn a_file_of_pytorchs_loads() {
     write(&path, "other.num_batches_tracked");
     let errors = run(2, move |worker| {
         Ok(sharded(worker, 2)?
+            .state_mut()
             .load_safetensors(&path, &LoadOptions::new())
             .unwrap_err()
             .to_string())

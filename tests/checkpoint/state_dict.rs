@@ -12,7 +12,7 @@ fn on_ranks<T: Send + 'static>(
     world: usize,
     f: impl Fn(Worker) -> Result<T, Error> + Send + Sync + 'static,
 ) -> Vec<T> {
-    launch(LaunchOptions::new(world).device(Device::flex()), f).expect("the ranks succeed")
+    launch(LaunchOptions::new(world).with_device(Device::flex()), f).expect("the ranks succeed")
 }
 
 /// A model and its optimizer after two steps.
@@ -26,16 +26,16 @@ fn trained(worker: &Worker, options: FsdpOptions) -> Result<(Fsdp<Net>, ModuleOp
 }
 
 fn options(seed: u64) -> FsdpOptions {
-    FsdpOptions::new().seed(seed)
+    FsdpOptions::new().with_seed(seed)
 }
 
 #[test]
 fn fragments_of_all_ranks_are_the_full_state() {
     let ranks = on_ranks(3, |worker| {
         let (net, own) = trained(&worker, options(1))?;
-        let full = net.full_state(Recipient::All)?;
-        let moments = net.full_optimizer_state(&own, Recipient::All)?;
-        Ok((net.sharded_state(), full, net.sharded_optimizer_state(&own)?, moments))
+        let full = net.state().full(Recipient::All)?;
+        let moments = net.state().full_optimizer(&own, Recipient::All)?;
+        Ok((net.state().sharded(), full, net.state().sharded_optimizer(&own)?, moments))
     });
     let (_, full, _, moments) = &ranks[0];
     for (path, data) in full {
@@ -71,23 +71,23 @@ fn every_kind_of_state_brings_a_run_back() {
             let mut fresh = optimizer();
             match kind {
                 "sharded" => {
-                    again.load_sharded_state(&net.sharded_state())?;
-                    let state = net.sharded_optimizer_state(&own)?;
-                    again.load_sharded_optimizer_state(&mut fresh, &state)?;
+                    again.state_mut().load_sharded(&net.state().sharded())?;
+                    let state = net.state().sharded_optimizer(&own)?;
+                    again.state().load_sharded_optimizer(&mut fresh, &state)?;
                 }
                 "local" => {
-                    again.load_local_state(&net.local_state())?;
-                    let state = net.local_optimizer_state(&own)?;
-                    again.load_local_optimizer_state(&mut fresh, &state)?;
+                    again.state_mut().load_local(&net.state().local())?;
+                    let state = net.state().local_optimizer(&own)?;
+                    again.state().load_local_optimizer(&mut fresh, &state)?;
                 }
                 _ => {
                     let one = worker.world().ranks().nth(1).unwrap();
                     let who = if kind == "full" { Recipient::All } else { Recipient::Only(one) };
-                    let state = net.full_state(who)?;
+                    let state = net.state().full(who)?;
                     assert_eq!(state.is_empty(), kind != "full" && worker.rank() != one);
-                    again.load_full_state(&state, who)?;
-                    let state = net.full_optimizer_state(&own, Recipient::All)?;
-                    again.load_full_optimizer_state(&mut fresh, &state)?;
+                    again.state_mut().load_full(&state, who)?;
+                    let state = net.state().full_optimizer(&own, Recipient::All)?;
+                    again.state().load_full_optimizer(&mut fresh, &state)?;
                 }
             }
             let (mut rate, mut other) = (schedule(), schedule());
@@ -105,20 +105,21 @@ fn every_kind_of_state_brings_a_run_back() {
 fn a_full_state_goes_to_another_world_and_strategy() {
     let (full, moments) = on_ranks(3, |worker| {
         let (net, own) = trained(&worker, options(1))?;
-        let moments = net.full_optimizer_state(&own, Recipient::Only(fsdp_runtime::Rank::ZERO))?;
-        Ok((net.full_state(Recipient::Only(fsdp_runtime::Rank::ZERO))?, moments))
+        let moments =
+            net.state().full_optimizer(&own, Recipient::Only(fsdp_runtime::Rank::ZERO))?;
+        Ok((net.state().full(Recipient::Only(fsdp_runtime::Rank::ZERO))?, moments))
     })
     .swap_remove(0);
     assert!(!full.is_empty() && !moments.parameters.is_empty());
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
         let (full, moments) = (full.clone(), moments.clone());
         on_ranks(2, move |worker| {
-            let mut net = sharded(&worker, 0.0, options(2).strategy(strategy))?;
+            let mut net = sharded(&worker, 0.0, options(2).with_strategy(strategy))?;
             let mut own = optimizer();
-            net.load_full_state(&full, Recipient::All)?;
-            net.load_full_optimizer_state(&mut own, &moments)?;
-            assert!(same_bits(&net.full_state(Recipient::All)?, &full));
-            assert_eq!(net.full_optimizer_state(&own, Recipient::All)?, moments);
+            net.state_mut().load_full(&full, Recipient::All)?;
+            net.state().load_full_optimizer(&mut own, &moments)?;
+            assert!(same_bits(&net.state().full(Recipient::All)?, &full));
+            assert_eq!(net.state().full_optimizer(&own, Recipient::All)?, moments);
             Ok(())
         });
     }
@@ -128,12 +129,12 @@ fn a_full_state_goes_to_another_world_and_strategy() {
 fn a_state_of_another_layout_is_refused_with_every_difference() {
     let other = on_ranks(3, |worker| {
         let (net, own) = trained(&worker, options(1))?;
-        let optimizer = (net.sharded_optimizer_state(&own)?, net.local_optimizer_state(&own)?);
-        Ok((net.sharded_state(), net.local_state(), optimizer))
+        let optimizer = (net.state().sharded_optimizer(&own)?, net.state().local_optimizer(&own)?);
+        Ok((net.state().sharded(), net.state().local(), optimizer))
     });
     on_ranks(2, move |worker| {
         let mut net = sharded(&worker, 0.0, options(2))?;
-        let before = net.full_state(Recipient::All)?;
+        let before = net.state().full(Recipient::All)?;
         let mut own = optimizer();
         let (sharded, local, (moments, local_moments)) = &other[worker.rank().index()];
         let refused = |outcome: Result<(), CheckpointError>, least: usize| {
@@ -142,21 +143,21 @@ fn a_state_of_another_layout_is_refused_with_every_difference() {
             };
             assert!(differences.len() >= least, "{differences:?}");
         };
-        refused(net.load_sharded_state(sharded), 2);
-        refused(net.load_local_state(local), 2);
-        refused(net.load_sharded_optimizer_state(&mut own, moments), 2);
-        refused(net.load_local_optimizer_state(&mut own, local_moments), 2);
+        refused(net.state_mut().load_sharded(sharded), 2);
+        refused(net.state_mut().load_local(local), 2);
+        refused(net.state().load_sharded_optimizer(&mut own, moments), 2);
+        refused(net.state().load_local_optimizer(&mut own, local_moments), 2);
 
         let mut full = before.clone().into_iter().collect::<Vec<_>>();
         full[0].0.push('x');
         let full: FullState = full.into_iter().collect();
-        let error = net.load_full_state(&full, Recipient::All).unwrap_err();
+        let error = net.state_mut().load_full(&full, Recipient::All).unwrap_err();
         let Error::Checkpoint(CheckpointError::StateMismatch { differences }) = error else {
             panic!("{error}")
         };
         assert_eq!(differences.len(), 2, "one missing, one unexpected");
         let mut unknown = OptimizerState::default();
-        let state = net.full_optimizer_state(&own, Recipient::All)?;
+        let state = net.state().full_optimizer(&own, Recipient::All)?;
         assert!(state.parameters.is_empty(), "nothing was put into the optimizer");
         unknown.parameters.insert(
             "nowhere".into(),
@@ -165,8 +166,8 @@ fn a_state_of_another_layout_is_refused_with_every_difference() {
                 tensors: Default::default(),
             },
         );
-        refused(net.load_full_optimizer_state(&mut own, &unknown), 1);
-        assert!(same_bits(&net.full_state(Recipient::All)?, &before));
+        refused(net.state().load_full_optimizer(&mut own, &unknown), 1);
+        assert!(same_bits(&net.state().full(Recipient::All)?, &before));
         Ok(())
     });
 }

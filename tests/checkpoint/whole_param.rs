@@ -35,10 +35,10 @@ impl Part {
         Self { world, options, optimizer, whole: true, from: None, save: None }
     }
 
-    fn strategy(mut self, strategy: ShardingStrategy) -> Self {
-        self.options = self.options.strategy(strategy);
+    fn with_strategy(mut self, strategy: ShardingStrategy) -> Self {
+        self.options = self.options.with_strategy(strategy);
         if strategy.is_hybrid() {
-            self.options = self.options.shard_size(2);
+            self.options = self.options.with_shard_size(2);
         }
         self
     }
@@ -59,14 +59,14 @@ impl Part {
     fn run(self) -> Parameters {
         let ranks = on(self.world, move |worker| {
             let seed = if self.from.is_some() { 99 } else { 7 };
-            let mut net = sharded(worker, 0.0, self.options.clone().seed(seed))?;
+            let mut net = sharded(worker, 0.0, self.options.clone().with_seed(seed))?;
             let (mut whole, mut plain) = (WholeParam::new((self.optimizer)()), (self.optimizer)());
             let mut first = 0;
             if let Some(path) = &self.from {
-                let restore = Restore::new().model("net", &mut net);
+                let restore = Restore::new().with_model("net", &mut net);
                 let restore = match self.whole {
-                    true => restore.whole_optimizer("own", &mut whole),
-                    false => restore.optimizer("own", &mut plain),
+                    true => restore.with_whole_optimizer("own", &mut whole),
+                    false => restore.with_optimizer("own", &mut plain),
                 };
                 first = restore.load(worker, path)?.progress.step as usize;
             }
@@ -79,14 +79,14 @@ impl Part {
                 };
             }
             if let Some(path) = &self.save {
-                let checkpoint = Checkpoint::new(SAVED as u64).model("net", &net);
+                let checkpoint = Checkpoint::new(SAVED as u64).with_model("net", &net);
                 let checkpoint = match self.whole {
-                    true => checkpoint.whole_optimizer("own", &whole),
-                    false => checkpoint.optimizer("own", &plain),
+                    true => checkpoint.with_whole_optimizer("own", &whole),
+                    false => checkpoint.with_optimizer("own", &plain),
                 };
                 checkpoint.save(worker, path)?;
             }
-            let state = net.full_state(Recipient::All)?;
+            let state = net.state().full(Recipient::All)?;
             Ok(state.into_iter().map(|(path, data)| (path, data.iter().collect())).collect())
         });
         ranks.into_iter().next().unwrap()
@@ -106,16 +106,16 @@ fn state_of_whole_matrices_goes_to_the_owners_of_another_world() {
         for (next, what) in [
             (part(3), "3 ranks"),
             (part(1), "1 rank"),
-            (part(2).strategy(NoShard), "NO_SHARD"),
-            (part(2).strategy(NoShard).plain(), "NO_SHARD, without the wrapper"),
-            (part(4).strategy(HybridShard), "HYBRID_SHARD"),
+            (part(2).with_strategy(NoShard), "NO_SHARD"),
+            (part(2).with_strategy(NoShard).plain(), "NO_SHARD, without the wrapper"),
+            (part(4).with_strategy(HybridShard), "HYBRID_SHARD"),
         ] {
             assert_close(&next.from(&path).run(), &expected, &format!("{name}, {what}"));
         }
         // And from there into shards.
         for (first, what) in [
-            (part(2).strategy(NoShard).plain(), "from NO_SHARD"),
-            (part(4).strategy(HybridShard), "from HYBRID_SHARD"),
+            (part(2).with_strategy(NoShard).plain(), "from NO_SHARD"),
+            (part(4).with_strategy(HybridShard), "from HYBRID_SHARD"),
         ] {
             let path = folder.path().join(what);
             first.save(&path).run();
@@ -157,10 +157,13 @@ fn moments_of_whole_matrices_are_loaded_as_fragments_and_back() {
     on(3, move |worker| {
         let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut plain = lamb();
-        Restore::new().model("net", &mut net).optimizer("own", &mut plain).load(worker, &whole)?;
+        Restore::new()
+            .with_model("net", &mut net)
+            .with_optimizer("own", &mut plain)
+            .load(worker, &whole)?;
         Checkpoint::new(SAVED as u64)
-            .model("net", &net)
-            .optimizer("own", &plain)
+            .with_model("net", &net)
+            .with_optimizer("own", &plain)
             .save(worker, &again)
     });
     let expected = Part::new(2, lamb).run();
@@ -186,11 +189,11 @@ fn full_states_of_whole_matrices_go_to_another_world() {
         let expected = Part::new(2, optimizer).run();
         let states = on(2, move |worker| {
             let mut own = WholeParam::new(optimizer());
-            let net = sharded(worker, 0.0, FsdpOptions::new().seed(7))?;
+            let net = sharded(worker, 0.0, FsdpOptions::new().with_seed(7))?;
             let net = run(worker, net, &mut own, 0..SAVED)?;
             let only = own.full_state(&net, Recipient::Only(Rank::ZERO))?;
             assert_eq!(only.parameters.is_empty(), worker.rank() != Rank::ZERO);
-            Ok((net.full_state(Recipient::All)?, own.full_state(&net, Recipient::All)?))
+            Ok((net.state().full(Recipient::All)?, own.full_state(&net, Recipient::All)?))
         });
         assert_eq!(states[0], states[1], "{name}");
         for world in [1, 3] {
@@ -198,10 +201,11 @@ fn full_states_of_whole_matrices_go_to_another_world() {
             let found = on(world, move |worker| {
                 let mut own = WholeParam::new(optimizer());
                 let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
-                net.load_full_state(&model, Recipient::All)?;
+                net.state_mut().load_full(&model, Recipient::All)?;
                 own.load_full_state(&net, &state)?;
                 assert_eq!(own.full_state(&net, Recipient::All)?, state, "{name} {world}");
-                let state = run(worker, net, &mut own, SAVED..STEPS)?.full_state(Recipient::All)?;
+                let state =
+                    run(worker, net, &mut own, SAVED..STEPS)?.state().full(Recipient::All)?;
                 Ok(state.into_iter().map(|(path, data)| (path, data.iter().collect())).collect())
             });
             assert_close(&found[0], &expected, &format!("{name}, {world} ranks"));
@@ -220,7 +224,7 @@ fn state_that_is_not_what_it_is_said_to_be_is_an_error() {
         let (tokens, labels) = batch(0, 0..4, worker.device());
         let grads = net.backward(loss(net.forward(tokens), labels))?;
         net = whole.step(LEARNING_RATE, net, grads)?;
-        let plain = Checkpoint::new(1).model("net", &net).optimizer("own", whole.inner());
+        let plain = Checkpoint::new(1).with_model("net", &net).with_optimizer("own", whole.inner());
         let as_fragments = plain.save(worker, &path).unwrap_err();
 
         let mut plain = lamb();
@@ -228,7 +232,8 @@ fn state_that_is_not_what_it_is_said_to_be_is_an_error() {
         let grads = net.backward(loss(net.forward(tokens), labels))?;
         net = plain.step(LEARNING_RATE, net, grads);
         let wrapped = WholeParam::new(plain);
-        let checkpoint = Checkpoint::new(1).model("net", &net).whole_optimizer("own", &wrapped);
+        let checkpoint =
+            Checkpoint::new(1).with_model("net", &net).with_whole_optimizer("own", &wrapped);
         let as_whole = checkpoint.save(worker, &path).unwrap_err();
         assert!(!path.exists());
         Ok((as_fragments, as_whole))
@@ -255,7 +260,7 @@ fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
         let mut net = Net::new(1, 0.0, worker.device());
         let wide = burn::nn::LinearConfig::new(support::WIDTH, 2).init(worker.device());
         net.head = wide;
-        fully_shard(net, worker, FsdpOptions::new().seed(1))
+        fully_shard(net, worker, FsdpOptions::new().with_seed(1))
     };
     let saved = path.clone();
     let run = move |world: usize, from: bool| {
@@ -264,20 +269,20 @@ fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
             let (mut net, mut whole) = (net(worker)?, WholeParam::new(adafactor()));
             if from {
                 Restore::new()
-                    .model("net", &mut net)
-                    .whole_optimizer("own", &mut whole)
+                    .with_model("net", &mut net)
+                    .with_whole_optimizer("own", &mut whole)
                     .load(worker, &saved)?;
             }
             for step in if from { 2..4 } else { 0..4 } {
                 if step == 2 && !from {
-                    let checkpoint = Checkpoint::new(2).model("net", &net);
-                    checkpoint.whole_optimizer("own", &whole).save(worker, &saved)?;
+                    let checkpoint = Checkpoint::new(2).with_model("net", &net);
+                    checkpoint.with_whole_optimizer("own", &whole).save(worker, &saved)?;
                 }
                 let (tokens, labels) = batch(step, 0..4, worker.device());
                 let grads = net.backward(loss(net.forward(tokens), labels % 2))?;
                 net = whole.step(LEARNING_RATE, net, grads)?;
             }
-            let state = net.full_state(Recipient::All)?;
+            let state = net.state().full(Recipient::All)?;
             let of =
                 |(path, data): (String, burn::tensor::TensorData)| (path, data.iter().collect());
             Ok(state.into_iter().map(of).collect::<Parameters>())

@@ -87,7 +87,7 @@ fn model(device: &Device) -> Model {
 
 fn norms(strategy: ShardingStrategy, used: Used) -> Vec<u64> {
     on(2, move |worker| {
-        let options = FsdpOptions::new().strategy(strategy).seed(6);
+        let options = FsdpOptions::new().with_strategy(strategy).with_seed(6);
         let model = fully_shard(model(worker.device()), worker, options)?;
         let mut norms = Vec::new();
         // The step after must find everything as it should be.
@@ -127,7 +127,7 @@ fn unused_forward_module() {
 #[test]
 fn a_forward_without_backward_leaves_nothing_behind() {
     let ranks = on(2, |worker| {
-        let options = FsdpOptions::new().seed(6);
+        let options = FsdpOptions::new().with_seed(6);
         let model = fully_shard(model(worker.device()), worker, options)?;
         let x = || input(worker.rank().index(), 0, 4, worker.device());
         for _ in 0..3 {
@@ -135,7 +135,7 @@ fn a_forward_without_backward_leaves_nothing_behind() {
         }
         let mut gradients = model.backward(loss(model.forward(x(), Used::All)))?;
         let norm = model.clip_grad_norm(&mut gradients, 1e9)?;
-        Ok((norm, model.memory().gathered.now, model.counts().added_slots))
+        Ok((norm, model.stats().memory().gathered.now, model.stats().counts().added_slots))
     });
     let fresh = norms(ShardingStrategy::FullShard, Used::All);
     assert!(f64::from_bits(fresh[0]) > 0.0 && ranks[0].0 > 0.0);

@@ -12,7 +12,8 @@ use super::support::trace::{only, record};
 /// The norm of the gradients as one vector, and of what clipping left.
 fn clipped(strategy: ShardingStrategy, norm: Norm, max: f64) -> (f64, f64, usize) {
     let ranks = on(4, move |worker| {
-        let model = sharded(2, worker, FsdpOptions::new().strategy(strategy).shard_size(2))?;
+        let model =
+            sharded(2, worker, FsdpOptions::new().with_strategy(strategy).with_shard_size(2))?;
         let x = input(worker.rank().index(), 0, 4, worker.device());
         let mut gradients = model.backward(loss(model.forward(x)))?;
         let (found, trace) = record(|| model.clip_grad_norm_by(&mut gradients, max, norm));
@@ -27,7 +28,7 @@ fn clipped(strategy: ShardingStrategy, norm: Norm, max: f64) -> (f64, f64, usize
 /// The same, of gradients that every rank holds whole, by the definition.
 fn expected(p: f64) -> f64 {
     on(4, move |worker| {
-        let options = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+        let options = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
         let model = sharded(2, worker, options)?;
         let x = input(worker.rank().index(), 0, 4, worker.device());
         let gradients = model.backward(loss(model.forward(x)))?;
@@ -93,7 +94,7 @@ fn a_tied_weight_counts_once() {
         let ranks = on(3, move |worker| {
             let input_weight = LinearConfig::new(WIDTH, WIDTH).init(worker.device()).weight;
             let model = Tied { output: input_weight.clone(), input: input_weight };
-            let options = FsdpOptions::new().strategy(strategy);
+            let options = FsdpOptions::new().with_strategy(strategy);
             let model = fully_shard(model, worker, options)?;
             let x = input(worker.rank().index(), 0, 4, worker.device());
             let mut gradients = model.backward(loss(model.forward(x)))?;

@@ -3,8 +3,9 @@
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::__private::FlatLayout;
+use fsdp_runtime::WorldSize;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{FlatLayout, WorldSize};
 
 use super::mlp::{Block, HIDDEN, WIDTH, input, loss, on, sharded};
 use super::support::trace::{only, record};
@@ -48,7 +49,7 @@ fn forward_order_with_prefetch() {
 
 #[test]
 fn forward_order_without_prefetch() {
-    let (forward, _) = trace(FsdpOptions::new().forward_prefetch(false));
+    let (forward, _) = trace(FsdpOptions::new().with_forward_prefetch(false));
     let expected = [
         "unshard (root)",
         "wait_for_unshard (root)",
@@ -100,7 +101,7 @@ fn backward_order_with_prefetch_before() {
 
 #[test]
 fn backward_order_with_prefetch_after() {
-    let (_, backward) = trace(FsdpOptions::new().backward_prefetch(BackwardPrefetch::Post));
+    let (_, backward) = trace(FsdpOptions::new().with_backward_prefetch(BackwardPrefetch::Post));
     let unshard = without_root(only(&backward, &["unshard", "post_backward", "reduce"]));
     let expected = [
         "post_backward blocks.2",
@@ -117,7 +118,7 @@ fn backward_order_with_prefetch_after() {
 
 #[test]
 fn backward_order_without_prefetch() {
-    let (_, backward) = trace(FsdpOptions::new().backward_prefetch(BackwardPrefetch::None));
+    let (_, backward) = trace(FsdpOptions::new().with_backward_prefetch(BackwardPrefetch::None));
     let unshard = only(&backward, &["unshard", "pre_backward"]);
     let expected = [
         "pre_backward (root)",
@@ -137,14 +138,14 @@ fn communication_count() {
             let model = sharded(3, worker, options.clone())?;
             let x = input(worker.rank().index(), 0, 4, worker.device());
             model.backward(loss(model.forward(x)))?;
-            Ok(model.counts())
+            Ok(model.stats().counts())
         })[0]
     };
     let full = counts(FsdpOptions::new());
     assert_eq!((full.all_gathers, full.reduce_scatters), (4 + 2, 4));
-    let zero2 = counts(FsdpOptions::new().strategy(ShardingStrategy::ShardGradOp));
+    let zero2 = counts(FsdpOptions::new().with_strategy(ShardingStrategy::ShardGradOp));
     assert_eq!((zero2.all_gathers, zero2.reduce_scatters), (4, 4));
-    let none = counts(FsdpOptions::new().strategy(ShardingStrategy::NoShard));
+    let none = counts(FsdpOptions::new().with_strategy(ShardingStrategy::NoShard));
     assert_eq!((none.all_gathers, none.reduce_scatters), (0, 4));
 }
 
@@ -155,7 +156,7 @@ fn world_size_1() {
         let output = loss(model.forward(input(0, 0, 4, worker.device())));
         let value = output.clone().into_scalar::<f32>();
         let norm = model.clip_grad_norm(&mut model.backward(output)?, 1e9)?;
-        Ok((value, norm, model.counts().reduce_scatters))
+        Ok((value, norm, model.stats().counts().reduce_scatters))
     });
     let (value, norm, reductions) = outcome[0];
     assert!(value > 0.0 && norm > 0.0);
@@ -182,7 +183,7 @@ fn divide_factor() {
         (ShardingStrategy::NoShard, 4),
     ] {
         let sums = on(4, move |worker| {
-            let options = FsdpOptions::new().strategy(strategy).shard_size(size);
+            let options = FsdpOptions::new().with_strategy(strategy).with_shard_size(size);
             let model = sharded(1, worker, options)?;
             let bias = model.head.bias.as_ref().expect("with a bias").id;
             // The gradient of the bias is the rank's number.
@@ -224,16 +225,17 @@ fn mis_prefetch() {
         [&[0, 1, 2, 3], &[0, 2, 3], &[3, 2, 1, 0], &[1, 1, 0], &[0, 1, 2, 3], &[2, 0, 2]];
     let run = |options: FsdpOptions| {
         on(2, move |worker| {
-            let model = fully_shard(switching(worker.device()), worker, options.clone().seed(3))?;
+            let model =
+                fully_shard(switching(worker.device()), worker, options.clone().with_seed(3))?;
             let mut norms = Vec::new();
             let mut extra = 0;
             for (step, order) in ORDERS.iter().enumerate() {
-                let before = model.counts();
+                let before = model.stats().counts();
                 let x = input(worker.rank().index(), step, 4, worker.device());
                 let output = loss(model.forward(x, order));
                 let mut gradients = model.backward(output)?;
                 norms.push(model.clip_grad_norm(&mut gradients, 1e9)?.to_bits());
-                let after = model.counts();
+                let after = model.stats().counts();
                 let wrong = after.mis_prefetches - before.mis_prefetches;
                 // Each forward and each backward of a unit, the root once.
                 let most = 2 * order.len() + 1 + wrong;
@@ -244,11 +246,12 @@ fn mis_prefetch() {
         })
         .swap_remove(0)
     };
-    let (expected, _) = run(FsdpOptions::new().strategy(ShardingStrategy::NoShard));
+    let (expected, _) = run(FsdpOptions::new().with_strategy(ShardingStrategy::NoShard));
     let (norms, wrong) = run(FsdpOptions::new());
     assert_eq!(norms, expected);
     assert!(wrong > 0, "the orders do mislead the prefetch");
-    let (norms, wrong) =
-        run(FsdpOptions::new().forward_prefetch(false).backward_prefetch(BackwardPrefetch::None));
+    let (norms, wrong) = run(FsdpOptions::new()
+        .with_forward_prefetch(false)
+        .with_backward_prefetch(BackwardPrefetch::None));
     assert_eq!((norms, wrong), (expected, 0));
 }

@@ -52,7 +52,7 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
         let forecast = if batches > 1 { forecast.with_accumulation() } else { forecast };
         assert!(!model.tokens.weight.is_initialized(), "nothing is drawn for it");
 
-        let mut model = fully_shard(model, worker, options.clone().seed(3))?;
+        let mut model = fully_shard(model, worker, options.clone().with_seed(3))?;
         let mut adam = AdamWConfig::new().init();
         for _ in 0..2 {
             let ids = || Tensor::from_data([[1, 5, 36], [7, 0, 2]], device);
@@ -62,12 +62,12 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
             let gradients = model.backward(loss(model.forward(ids())))?;
             model = adam.step(1e-3, model, gradients);
         }
-        let memory = model.memory();
+        let memory = model.stats().memory();
         let found = [memory.shards, memory.replicated, memory.gathered, memory.gradients];
         let expected =
             [forecast.shards, forecast.replicated, forecast.gathered, forecast.gradients];
         assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{memory}\n{forecast}");
-        let host = model.host_memory();
+        let host = model.stats().host_memory();
         let found = [host.shards, host.replicated, host.gradients];
         let expected = [forecast.host.shards, forecast.host.replicated, forecast.host.gradients];
         assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{host}\n{forecast}");
@@ -83,7 +83,7 @@ fn strategies_and_worlds() {
     for (strategy, _) in ShardingStrategy::ALL {
         for world in [1, 2, 4] {
             let shard_size = if world == 4 { 2 } else { world };
-            let options = FsdpOptions::new().strategy(strategy).shard_size(shard_size);
+            let options = FsdpOptions::new().with_strategy(strategy).with_shard_size(shard_size);
             held_as_forecast(world, options, 1);
         }
     }
@@ -92,27 +92,27 @@ fn strategies_and_worlds() {
 #[test]
 fn options_that_cost_memory() {
     let options = FsdpOptions::new();
-    held_as_forecast(2, options.clone().slots(1), 1);
-    held_as_forecast(2, options.clone().slots(3), 1);
-    held_as_forecast(2, options.clone().persist_below(WIDTH * 37 + 1), 1);
-    held_as_forecast(2, options.clone().wrap(WrapPolicy::NoWrap), 1);
-    held_as_forecast(4, options.reshard_after_forward(ReshardAfterForward::To(2)), 1);
+    held_as_forecast(2, options.clone().with_gather_buffers(1), 1);
+    held_as_forecast(2, options.clone().with_gather_buffers(3), 1);
+    held_as_forecast(2, options.clone().with_persist_below(WIDTH * 37 + 1), 1);
+    held_as_forecast(2, options.clone().with_wrap(WrapPolicy::NoWrap), 1);
+    held_as_forecast(4, options.with_reshard_after_forward(ReshardAfterForward::To(2)), 1);
 }
 
 #[test]
 fn precision_and_offload() {
-    let half = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
-    let precise = half.reduce_dtype(FloatDType::F32).output_dtype(FloatDType::F32);
+    let half = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
+    let precise = half.with_reduce_dtype(FloatDType::F32).with_output_dtype(FloatDType::F32);
     let params = OffloadPolicy::Params { pin_memory: false };
     for policy in [MixedPrecisionPolicy::new(), half, precise] {
         for offload in [OffloadPolicy::None, params, OffloadPolicy::OptimizerOnly] {
-            let options = FsdpOptions::new().mixed_precision(policy).offload(offload);
-            held_as_forecast(2, options.clone().persist_below(usize::MAX), 1);
+            let options = FsdpOptions::new().with_mixed_precision(policy).with_offload(offload);
+            held_as_forecast(2, options.clone().with_persist_below(usize::MAX), 1);
             for batches in [1, 2] {
                 held_as_forecast(2, options.clone(), batches);
             }
             let hold = GradientAccumulation::HoldUnsharded;
-            held_as_forecast(2, options.gradient_accumulation(hold), 2);
+            held_as_forecast(2, options.with_gradient_accumulation(hold), 2);
         }
     }
 }
@@ -121,7 +121,7 @@ fn precision_and_offload() {
 fn accumulation() {
     for accumulation in [GradientAccumulation::ReduceEach, GradientAccumulation::HoldUnsharded] {
         for batches in [2, 3] {
-            let options = FsdpOptions::new().gradient_accumulation(accumulation);
+            let options = FsdpOptions::new().with_gradient_accumulation(accumulation);
             held_as_forecast(2, options, batches);
         }
     }
@@ -138,7 +138,7 @@ fn what_does_not_fit_is_refused() {
         MemoryForecast::new(&model, Mesh::new(Rank::ZERO, world), &FsdpOptions::new()).unwrap();
     let forecast = forecast.with_optimizer(2).with_activations(1 << 20);
     assert!(forecast.shards > (WIDTH * 4) << 29);
-    let kinds = forecast.kinds();
+    let kinds: Vec<_> = forecast.kinds().collect();
     assert_eq!(kinds[..6].iter().map(|(_, bytes)| bytes).sum::<usize>(), forecast.total());
     let error = forecast.check(64 << 30).unwrap_err();
     let expected = MemoryError::DoesNotFit { available: 64 << 30, forecast: Box::new(forecast) };
@@ -153,6 +153,7 @@ fn what_does_not_fit_is_refused() {
 fn a_wrong_option_is_an_error_here_too() {
     let model = Mlp::new(1, &burn::tensor::Device::flex());
     let mesh = Mesh::new(Rank::ZERO, WorldSize::new(2).expect("two ranks"));
-    let error = MemoryForecast::new(&model, mesh, &FsdpOptions::new().slots(0)).unwrap_err();
+    let error =
+        MemoryForecast::new(&model, mesh, &FsdpOptions::new().with_gather_buffers(0)).unwrap_err();
     assert!(error.to_string().contains("slots"), "{error}");
 }

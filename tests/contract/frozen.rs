@@ -21,7 +21,8 @@ fn interleaved(model: Mlp, frozen: impl Fn(usize) -> bool) -> Mlp {
 fn train(strategy: ShardingStrategy, slots: usize, world: usize) -> Vec<u32> {
     on(world, move |worker| {
         let model = interleaved(Mlp::new(5, worker.device()), |i| i % 2 == 1 || i == 2);
-        let options = FsdpOptions::new().strategy(strategy).slots(slots).seed(4);
+        let options =
+            FsdpOptions::new().with_strategy(strategy).with_gather_buffers(slots).with_seed(4);
         let mut model = fully_shard(model, worker, options)?;
         let mut optimizer = AdamWConfig::new().init();
         let mut losses = Vec::new();
@@ -59,9 +60,12 @@ fn frozen_units_are_not_reduced_and_hold_no_gradient() {
     let ranks = on(2, |worker| {
         let trained = |frozen: fn(usize) -> bool| {
             let model = interleaved(Mlp::new(4, worker.device()), frozen);
-            let model = fully_shard(model, worker, FsdpOptions::new().seed(4))?;
+            let model = fully_shard(model, worker, FsdpOptions::new().with_seed(4))?;
             model.backward(loss(model.forward(input(0, 0, 4, worker.device()))))?;
-            Ok::<_, fsdp_runtime::Error>((model.counts(), model.memory().gradients.now))
+            Ok::<_, fsdp_runtime::Error>((
+                model.stats().counts(),
+                model.stats().memory().gradients.now,
+            ))
         };
         Ok((trained(|_| false)?, trained(|i| i != 3)?))
     });
@@ -80,7 +84,7 @@ fn train_bias_only() {
                 block.up.weight = block.up.weight.clone().set_require_grad(false);
                 block.down.weight = block.down.weight.clone().set_require_grad(false);
             }
-            let options = FsdpOptions::new().strategy(strategy).seed(4);
+            let options = FsdpOptions::new().with_strategy(strategy).with_seed(4);
             let mut model = fully_shard(model, worker, options)?;
             let mut optimizer = SgdConfig::new().init();
             let mut losses = Vec::new();
@@ -105,7 +109,7 @@ fn train_bias_only() {
 fn requires_grad_changes_between_steps() {
     let run = |strategy| {
         on(2, move |worker| {
-            let mut model = sharded(3, worker, FsdpOptions::new().strategy(strategy))?;
+            let mut model = sharded(3, worker, FsdpOptions::new().with_strategy(strategy))?;
             let mut optimizer = SgdConfig::new().init();
             let mut losses = Vec::new();
             for step in 0..4 {
@@ -155,8 +159,8 @@ fn lora() {
         let plain = unsharded(Mlp::new(2, device), worker, FsdpOptions::new())?;
         device.seed(9 + worker.rank().index() as u64);
         let adapted = plain.apply_lora(Lora::new(2, 4.0));
-        let mut model = fully_shard(adapted, worker, FsdpOptions::new().seed(4))?;
-        let state = model.full_state(Recipient::All)?;
+        let mut model = fully_shard(adapted, worker, FsdpOptions::new().with_seed(4))?;
+        let state = model.state().full(Recipient::All)?;
         let factor = &state["blocks.0.up.weight.lora.a"];
         assert_eq!(factor.shape().as_slice(), [super::mlp::WIDTH, 2]);
         let before = state["blocks.0.up.weight"].clone();
@@ -168,14 +172,14 @@ fn lora() {
             assert!(gradients.get::<2>(model.blocks[0].up.weight.id).is_none(), "frozen");
             model = optimizer.step(3e-2, model, gradients);
         }
-        let after = model.full_state(Recipient::All)?;
+        let after = model.state().full(Recipient::All)?;
         assert_eq!(after["blocks.0.up.weight"].as_bytes(), before.as_bytes());
         assert_ne!(
             after["blocks.0.up.weight.lora.b"].as_bytes(),
             state["blocks.0.up.weight.lora.b"].as_bytes()
         );
         let end = loss(model.forward(x(0))).into_scalar::<f32>();
-        Ok((start, end, model.memory().shards.now))
+        Ok((start, end, model.stats().memory().shards.now))
     });
     assert_eq!(ranks[0].2 + ranks[1].2, total_fragments(&ranks));
     for (start, end, _) in ranks {
@@ -198,7 +202,7 @@ fn lora_gradients_are_those_of_plain_burn() {
         let plain = unsharded(Mlp::new(2, device), worker, FsdpOptions::new())?;
         let adapted = plain.apply_lora(Lora::new(2, 4.0));
         let model =
-            fully_shard(adapted.clone(), worker, FsdpOptions::new().sync_module_states(true))?;
+            fully_shard(adapted.clone(), worker, FsdpOptions::new().with_sync_module_states(true))?;
         // Rank 0's factors went to everyone.
         let reference = adapted;
         let x = || input(0, 0, 4, device);

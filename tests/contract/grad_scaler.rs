@@ -48,12 +48,12 @@ impl<'a> Training<'a> {
     }
 
     fn state(&self) -> Result<FullState, Error> {
-        self.model.full_state(Recipient::All)
+        self.model.state().full(Recipient::All)
     }
 }
 
 fn strategies() -> [FsdpOptions; 3] {
-    let of = |strategy| FsdpOptions::new().strategy(strategy).shard_size(2);
+    let of = |strategy| FsdpOptions::new().with_strategy(strategy).with_shard_size(2);
     [ShardingStrategy::FullShard, ShardingStrategy::NoShard, ShardingStrategy::HybridShard].map(of)
 }
 
@@ -87,7 +87,7 @@ fn scaled_training_is_training() {
                         }
                         model = optimizer.step(1e-2, model, gradients);
                     }
-                    model.full_state(Recipient::All)
+                    model.state().full(Recipient::All)
                 };
                 Ok::<_, Error>((train(None)?, train(Some(GradScaler::new()))?))
             });

@@ -15,11 +15,11 @@ fn ddp_like_ignored_params_stay_whole_and_keep_their_own_gradients() {
         let model = Mlp::new(2, worker.device());
         let id = model.blocks[1].up.weight.id;
         let whole = model.blocks[1].up.weight.dims();
-        let options = FsdpOptions::new().seed(3).ignored_params([id]);
+        let options = FsdpOptions::new().with_seed(3).with_ignored_params([id]);
         let mut model = fully_shard(model, worker, options)?;
         assert_eq!(model.blocks[1].up.weight.base().dims(), whole);
         // PyTorch's state dict has them too.
-        let state = model.full_state(Recipient::All)?;
+        let state = model.state().full(Recipient::All)?;
         assert_eq!(state["blocks.1.up.weight"].shape().as_slice(), whole);
         let x = input(worker.rank().index(), 0, 4, worker.device());
         let gradients = model.backward(loss(model.forward(x)))?;
@@ -36,7 +36,7 @@ fn ddp_like_ignored_params_stay_whole_and_keep_their_own_gradients() {
 #[test]
 fn an_id_of_no_parameter_is_an_error() {
     let errors = on(2, |worker| {
-        let options = FsdpOptions::new().ignored_params([ParamId::new()]);
+        let options = FsdpOptions::new().with_ignored_params([ParamId::new()]);
         let model = Mlp::new(1, worker.device());
         Ok(fully_shard(model, worker, options).map(|_| ()).unwrap_err().to_string())
     });
@@ -53,7 +53,7 @@ fn clipping_neither_counts_nor_scales_their_gradients() {
             let weight = model.blocks[1].up.weight.clone();
             model.blocks[1].up.weight = weight.map(|it| it.full_like(0.1).require_grad());
             let id = model.blocks[1].up.weight.id;
-            let options = FsdpOptions::new().seed(3).ignored_params([id]);
+            let options = FsdpOptions::new().with_seed(3).with_ignored_params([id]);
             let model = fully_shard(model, worker, options)?;
             let x = input(worker.rank().index(), 0, 4, worker.device());
             let mut gradients = model.backward(loss(model.forward(x)))?;
@@ -77,7 +77,7 @@ fn micro_batches_add_up_their_gradients() {
     on(2, |worker| {
         let model = Mlp::new(2, worker.device());
         let id = model.blocks[1].up.weight.id;
-        let options = FsdpOptions::new().seed(3).ignored_params([id]);
+        let options = FsdpOptions::new().with_seed(3).with_ignored_params([id]);
         let model = fully_shard(model, worker, options)?;
         let batch =
             |step| loss(model.forward(input(worker.rank().index(), step, 4, worker.device())));
@@ -122,7 +122,7 @@ impl Tied {
 fn one_weight_at_two_places_cannot_be_ignored() {
     on(1, |worker| {
         let refused = |model: Tied, id| {
-            let options = FsdpOptions::new().ignored_params([id]);
+            let options = FsdpOptions::new().with_ignored_params([id]);
             fully_shard(model, worker, options).map(|_| ()).unwrap_err()
         };
         let tie = |ignored: &str, other: &str| {
@@ -139,7 +139,7 @@ fn one_weight_at_two_places_cannot_be_ignored() {
         };
         // A tie to a place that this model does not have binds nothing.
         let alone = Tied { third: None, ..Tied::new(worker.device()) };
-        let options = FsdpOptions::new().ignored_params([alone.fourth.weight.id]);
+        let options = FsdpOptions::new().with_ignored_params([alone.fourth.weight.id]);
         fully_shard(alone, worker, options)?;
         let (one, other) = (apart(), apart());
         let (first, second) = (one.first.weight.id, other.second.id);

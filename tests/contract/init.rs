@@ -13,7 +13,7 @@ fn managed_parameters_and_names() {
     let state = on(2, |worker| {
         let model = sharded(2, worker, FsdpOptions::new())?;
         assert_eq!(model.num_params(), Mlp::new(2, worker.device()).num_params());
-        model.full_state(Recipient::All)
+        model.state().full(Recipient::All)
     });
     let names: Vec<&str> = state[0].keys().map(String::as_str).collect();
     let expected = [
@@ -51,7 +51,7 @@ fn shared_parameters_are_managed_once() {
         let first = LinearConfig::new(WIDTH, WIDTH).init(worker.device()).weight;
         let model = Shared { second: first.clone(), first };
         let model = fully_shard(model, worker, FsdpOptions::new())?;
-        Ok((model.num_params(), model.sharded_bytes()))
+        Ok((model.num_params(), model.stats().sharded_bytes()))
     });
     assert_eq!(ranks, [(WIDTH * WIDTH, WIDTH * WIDTH * 2); 2]);
 }
@@ -104,7 +104,7 @@ fn rank_0_broadcast() {
         let mut model = Mlp::new(1, worker.device());
         model.blocks[0].up.weight = Param::from_tensor(values);
         let model = fully_shard(model, worker, FsdpOptions::new())?;
-        let state = model.full_state(Recipient::All)?;
+        let state = model.state().full(Recipient::All)?;
         Ok(state["blocks.0.up.weight"].iter::<f32>().all(|x| x == 1.0))
     });
     assert_eq!(ranks, [true; 3]);
@@ -116,7 +116,7 @@ fn wrapping_is_printed_as_a_tree() {
     let text = on(2, |worker| {
         let model = sharded(2, worker, FsdpOptions::new())?;
         model.forward(input(0, 0, 1, worker.device()));
-        Ok(model.wrapping().to_string())
+        Ok(model.stats().wrapping().to_string())
     });
     let lines: Vec<&str> = text[0].lines().collect();
     assert_eq!(lines[0], "(root): Mlp (51 params, 108 bytes sharded, 192 unsharded)");
@@ -153,9 +153,9 @@ fn running_statistics_are_rank_zeros_where_states_are_synced() {
             };
             let before = mean(&model.norm);
             // The other option wants the same weights on all.
-            let options = FsdpOptions::new().sync_module_states(sync);
+            let options = FsdpOptions::new().with_sync_module_states(sync);
             let ids = [model.linear.weight.id, model.linear.bias.as_ref().expect("a bias").id];
-            let options = if sync { options } else { options.ignored_params(ids) };
+            let options = if sync { options } else { options.with_ignored_params(ids) };
             let model = fully_shard(model, worker, options)?;
             Ok((before, mean(&model.norm)))
         });

@@ -24,15 +24,15 @@ struct Counted {
 fn counted(options: FsdpOptions) -> Counted {
     on(2, move |worker| {
         let mut model = sharded(BLOCKS, worker, options.clone())?;
-        let start = model.memory();
+        let start = model.stats().memory();
         let output = loss(model.forward(input(worker.rank().index(), 0, 4, worker.device())));
-        let forward = model.memory();
+        let forward = model.stats().memory();
         let gradients = model.backward(output)?;
-        let backward = model.memory();
+        let backward = model.stats().memory();
         let mut adam = AdamWConfig::new().init();
         model = adam.step(1e-3, model, gradients);
-        model.record_optimizer(&adam).expect("a record");
-        Ok(Counted { start, forward, backward, optimizer: model.memory() })
+        model.stats().record_optimizer(&adam).expect("a record");
+        Ok(Counted { start, forward, backward, optimizer: model.stats().memory() })
     })
     .swap_remove(0)
 }
@@ -78,10 +78,10 @@ fn after_adam_four_times_sharded() {
 
 #[test]
 fn shard_grad_op_holds_every_unit() {
-    let options = FsdpOptions::new().strategy(ShardingStrategy::ShardGradOp);
+    let options = FsdpOptions::new().with_strategy(ShardingStrategy::ShardGradOp);
     let Counted { start, .. } = counted(options);
     assert!(start.gathered.now >= BLOCKS * MATRICES);
-    let none = counted(FsdpOptions::new().strategy(ShardingStrategy::NoShard)).start;
+    let none = counted(FsdpOptions::new().with_strategy(ShardingStrategy::NoShard)).start;
     assert_eq!((none.gathered.peak, none.shards.now), (0, 0));
 }
 
@@ -94,7 +94,7 @@ fn reduced_gradients_count_until_the_next_forward() {
         let valid = model.valid();
         let device = worker.device().clone().inner();
         valid.forward(input(0, 0, 4, &device));
-        Ok(model.memory().gradients.now)
+        Ok(model.stats().memory().gradients.now)
     });
     assert_eq!(now, [0, 0]);
 }

@@ -73,7 +73,7 @@ pub fn loss(output: Tensor<2>) -> Tensor<1> {
 
 /// A sharded model of `blocks` blocks, from one seed.
 pub fn sharded(blocks: usize, worker: &Worker, options: FsdpOptions) -> Result<Fsdp<Mlp>, Error> {
-    fully_shard(Mlp::new(blocks, worker.device()), worker, options.seed(11))
+    fully_shard(Mlp::new(blocks, worker.device()), worker, options.with_seed(11))
 }
 
 /// A full gradient from the shards of all ranks: what `NO_SHARD` returns.
@@ -90,6 +90,6 @@ pub fn unsharded<M: HookedForward>(
     worker: &Worker,
     options: FsdpOptions,
 ) -> Result<M, Error> {
-    let options = options.strategy(ShardingStrategy::NoShard).seed(11);
+    let options = options.with_strategy(ShardingStrategy::NoShard).with_seed(11);
     Ok((*fully_shard(model, worker, options)?).clone().materialize())
 }

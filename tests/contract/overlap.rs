@@ -65,10 +65,11 @@ fn chain(device: &Device) -> Chain {
 /// Whether rank 0 comes to the second unit while rank 1 is in the first.
 fn overlaps(options: FsdpOptions) -> bool {
     let gate = Gate::default();
-    let launched = LaunchOptions::new(2).device(Device::flex()).timeout(Duration::from_secs(20));
+    let launched =
+        LaunchOptions::new(2).with_device(Device::flex()).with_timeout(Duration::from_secs(20));
     let ranks = launch(launched, move |worker| {
         let rank = worker.rank().index();
-        let model = fully_shard(chain(worker.device()), &worker, options.clone().seed(1))?;
+        let model = fully_shard(chain(worker.device()), &worker, options.clone().with_seed(1))?;
         let x = input(rank, 0, 2, worker.device());
         let met = std::cell::Cell::new(true);
         let first = || {
@@ -96,13 +97,13 @@ fn the_next_unit_is_gathered_while_one_computes() {
 #[test]
 fn the_next_unit_comes_from_the_host_while_one_computes() {
     for policy in [OffloadPolicy::Params { pin_memory: true }, OffloadPolicy::OptimizerOnly] {
-        assert!(overlaps(FsdpOptions::new().offload(policy)), "{policy:?}");
+        assert!(overlaps(FsdpOptions::new().with_offload(policy)), "{policy:?}");
     }
-    let without = FsdpOptions::new().forward_prefetch(false);
-    assert!(!overlaps(without.offload(OffloadPolicy::Params { pin_memory: true })));
+    let without = FsdpOptions::new().with_forward_prefetch(false);
+    assert!(!overlaps(without.with_offload(OffloadPolicy::Params { pin_memory: true })));
 }
 
 #[test]
 fn without_prefetch_it_is_gathered_when_needed() {
-    assert!(!overlaps(FsdpOptions::new().forward_prefetch(false)));
+    assert!(!overlaps(FsdpOptions::new().with_forward_prefetch(false)));
 }

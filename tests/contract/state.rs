@@ -22,7 +22,9 @@ fn fully_shard_applied_twice() {
 fn ranks_with_other_options_are_told_apart() {
     let errors = on(2, |worker| {
         let slots = 2 + worker.rank().index();
-        Ok(sharded(1, worker, FsdpOptions::new().slots(slots)).map(|_| ()).unwrap_err())
+        Ok(sharded(1, worker, FsdpOptions::new().with_gather_buffers(slots))
+            .map(|_| ())
+            .unwrap_err())
     });
     assert!(errors.iter().all(|error| error.to_string().contains("slots: 3")), "{errors:?}");
 }

@@ -15,7 +15,7 @@ use super::mlp::{Block, Mlp, WIDTH, gradient, input, loss, on, sharded};
 fn train_parity_with_ddp_under_delays() {
     let run = |strategy, delays: bool| {
         on(3, move |worker| {
-            let mut model = sharded(3, worker, FsdpOptions::new().strategy(strategy))?;
+            let mut model = sharded(3, worker, FsdpOptions::new().with_strategy(strategy))?;
             let mut optimizer = AdamWConfig::new().init();
             let rank = worker.rank().index();
             let mut losses = Vec::new();
@@ -45,7 +45,7 @@ fn train_parity_with_ddp_under_delays() {
 fn several_forwards_before_backward() {
     let run = |strategy| {
         on(2, move |worker| {
-            let model = sharded(3, worker, FsdpOptions::new().strategy(strategy))?;
+            let model = sharded(3, worker, FsdpOptions::new().with_strategy(strategy))?;
             let rank = worker.rank().index();
             let x = |step| input(rank, step, 4, worker.device());
             let output = loss(model.forward(x(0))) + loss(model.forward(x(1)));
@@ -56,7 +56,7 @@ fn several_forwards_before_backward() {
             model.accumulate(second)?;
             let mut apart = model.backward(first)?;
             let apart = model.clip_grad_norm(&mut apart, 1e9)?;
-            Ok((both.to_bits(), apart.to_bits(), model.counts().reduce_scatters))
+            Ok((both.to_bits(), apart.to_bits(), model.stats().counts().reduce_scatters))
         })
         .swap_remove(0)
     };
@@ -91,7 +91,7 @@ fn unused_unit() {
             blocks: (0..3).map(|_| Block::new(device)).collect(),
             head: LinearConfig::new(WIDTH, 3).init(device),
         };
-        let mut model = fully_shard(model, worker, FsdpOptions::new().seed(5))?;
+        let mut model = fully_shard(model, worker, FsdpOptions::new().with_seed(5))?;
         let mut optimizer = SgdConfig::new().init();
         let mut found = Vec::new();
         for used in [[true, false, true], [true, true, true], [false, false, false]] {
@@ -113,7 +113,8 @@ fn accumulated(
     strategy: ShardingStrategy,
 ) -> (Vec<u8>, fsdp_runtime::Counts, usize) {
     on(2, move |worker| {
-        let options = FsdpOptions::new().strategy(strategy).gradient_accumulation(accumulation);
+        let options =
+            FsdpOptions::new().with_strategy(strategy).with_gradient_accumulation(accumulation);
         let mut model = sharded(3, worker, options)?;
         let mut optimizer = SgdConfig::new().init();
         for step in 0..2 {
@@ -126,9 +127,9 @@ fn accumulated(
             let gradients = model.backward(micro(2))?;
             model = optimizer.step(1e-1, model, gradients);
         }
-        let state = model.full_state(Recipient::All)?;
+        let state = model.state().full(Recipient::All)?;
         let bytes = state.values().flat_map(|data| data.as_bytes().to_vec()).collect();
-        Ok((bytes, model.counts(), model.memory().gradients.peak))
+        Ok((bytes, model.stats().counts(), model.stats().memory().gradients.peak))
     })
     .swap_remove(0)
 }
@@ -187,7 +188,7 @@ fn tied_and_uneven() {
             let blocks = vec![Block::new(device)];
             let model = Tied { input: input_weight, blocks, output };
             let model = fully_shard(model, worker, FsdpOptions::new())?;
-            let state = model.full_state(Recipient::All)?;
+            let state = model.state().full(Recipient::All)?;
             let param = |path: &str| Param::from_data(state[path].clone(), device);
             let linear = |path: &str| Linear {
                 weight: Param::from_data(state[&format!("{path}.weight")].clone(), device),
@@ -222,7 +223,7 @@ fn tied_weights_are_clipped_once() {
             let input_weight = LinearConfig::new(WIDTH, WIDTH).init(device).weight;
             let output = input_weight.clone();
             let model = Tied { input: input_weight, blocks: vec![Block::new(device)], output };
-            let options = FsdpOptions::new().strategy(strategy).seed(4);
+            let options = FsdpOptions::new().with_strategy(strategy).with_seed(4);
             let model = fully_shard(model, worker, options)?;
             let mut gradients = model.backward(loss(model.forward(input(0, 0, 3, device))))?;
             let of = |gradients: &GradientsParams| {
@@ -270,7 +271,7 @@ fn tied_weights_are_clipped_once() {
 fn hybrid_mesh() {
     let run = |strategy: ShardingStrategy| {
         on(4, move |worker| {
-            let options = FsdpOptions::new().strategy(strategy).shard_size(2);
+            let options = FsdpOptions::new().with_strategy(strategy).with_shard_size(2);
             let mut model = sharded(2, worker, options)?;
             let mut optimizer = AdamWConfig::new().init();
             let mut losses = Vec::new();
@@ -281,7 +282,7 @@ fn hybrid_mesh() {
                 let gradients = model.backward(output)?;
                 model = optimizer.step(1e-2, model, gradients);
             }
-            let mesh = model.mesh();
+            let mesh = model.stats().mesh();
             Ok((losses, mesh.replicas().size(), mesh.shard_rank().index()))
         })
     };
@@ -300,7 +301,7 @@ fn hybrid_mesh() {
 fn several_models() {
     let run = |strategy| {
         on(2, move |worker| {
-            let options = FsdpOptions::new().strategy(strategy);
+            let options = FsdpOptions::new().with_strategy(strategy);
             let mut first = sharded(2, worker, options.clone())?;
             let mut second = sharded(1, worker, options)?;
             let (mut adam, mut sgd) = (AdamWConfig::new().init(), SgdConfig::new().init());
@@ -344,7 +345,7 @@ fn parallel_branches() {
         on(2, move |worker| {
             let device = worker.device();
             let model = Branches { blocks: (0..4).map(|_| Block::new(device)).collect() };
-            let mut model = fully_shard(model, worker, options.clone().seed(2))?;
+            let mut model = fully_shard(model, worker, options.clone().with_seed(2))?;
             let mut optimizer = SgdConfig::new().init();
             let (mut losses, mut added) = (Vec::new(), Vec::new());
             for step in 0..3 {
@@ -353,17 +354,17 @@ fn parallel_branches() {
                 losses.push(output.clone().into_scalar::<f32>().to_bits());
                 let gradients = model.backward(output)?;
                 model = optimizer.step(1e-2, model, gradients);
-                added.push(model.counts().added_slots);
+                added.push(model.stats().counts().added_slots);
             }
             Ok((losses, added))
         })
         .swap_remove(0)
     };
-    let (expected, _) = run(FsdpOptions::new().strategy(ShardingStrategy::NoShard));
+    let (expected, _) = run(FsdpOptions::new().with_strategy(ShardingStrategy::NoShard));
     let (losses, added) = run(FsdpOptions::new());
     assert_eq!(losses, expected);
     assert!(added[0] > 0 && added[2] == added[0], "once: {added:?}");
-    let (losses, added) = run(FsdpOptions::new().slots(4));
+    let (losses, added) = run(FsdpOptions::new().with_gather_buffers(4));
     assert_eq!(losses, expected);
     assert_eq!(added, [0, 0, 0]);
 }
@@ -377,7 +378,7 @@ fn a_chain_adds_no_buffer() {
         for step in 0..2 {
             model.backward(loss(model.forward(input(0, step, 4, device))))?;
         }
-        Ok(model.counts().added_slots)
+        Ok(model.stats().counts().added_slots)
     });
     assert_eq!(added, [0, 0]);
 }

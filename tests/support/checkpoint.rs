@@ -30,7 +30,7 @@ pub struct Part {
 
 impl Part {
     pub fn new(world: usize) -> Self {
-        let options = FsdpOptions::new().seed(7);
+        let options = FsdpOptions::new().with_seed(7);
         Self { world, dropout: 0.0, options, optimizer, from: None, until: 10, save: None }
     }
 
@@ -50,8 +50,8 @@ impl Part {
         Self { optimizer, ..self }
     }
 
-    pub fn strategy(self, strategy: ShardingStrategy) -> Self {
-        let options = self.options.clone().strategy(strategy);
+    pub fn with_strategy(self, strategy: ShardingStrategy) -> Self {
+        let options = self.options.clone().with_strategy(strategy);
         Self { options, ..self }
     }
 
@@ -66,7 +66,7 @@ impl Part {
     /// Every rank's mean losses, which are the same, and the full parameters.
     pub fn launch(&self) -> (Vec<f64>, FullState) {
         let part = self.clone();
-        let options = LaunchOptions::new(self.world).device(Device::flex());
+        let options = LaunchOptions::new(self.world).with_device(Device::flex());
         let mut ranks = launch(options, move |worker| part.rank(&worker)).expect("the part runs");
         ranks.swap_remove(0)
     }
@@ -74,15 +74,15 @@ impl Part {
     fn rank(&self, worker: &Worker) -> Result<(Vec<f64>, FullState), Error> {
         // What a resumed run starts from must not matter: it has other weights at first.
         let seed = if self.from.is_some() { 99 } else { 7 };
-        let mut net = sharded(worker, self.dropout, self.options.clone().seed(seed))?;
+        let mut net = sharded(worker, self.dropout, self.options.clone().with_seed(seed))?;
         let mut optimizer = (self.optimizer)();
         let mut schedule = schedule();
         let mut step = 0;
         if let Some(folder) = &self.from {
             let restored = Restore::new()
-                .model("net", &mut net)
-                .optimizer("adamw", &mut optimizer)
-                .scheduler("rate", &mut schedule)
+                .with_model("net", &mut net)
+                .with_optimizer("adamw", &mut optimizer)
+                .with_scheduler("rate", &mut schedule)
                 .load(worker, folder)?;
             step = restored.progress.step as usize;
         }
@@ -93,12 +93,12 @@ impl Part {
         }
         if let Some(folder) = &self.save {
             Checkpoint::new(step as u64)
-                .model("net", &net)
-                .optimizer("adamw", &optimizer)
-                .scheduler("rate", &schedule)
+                .with_model("net", &net)
+                .with_optimizer("adamw", &optimizer)
+                .with_scheduler("rate", &schedule)
                 .save(worker, folder)?;
         }
-        Ok((losses, net.full_state(Recipient::All)?))
+        Ok((losses, net.state().full(Recipient::All)?))
     }
 }
 

@@ -33,7 +33,8 @@ pub fn on<T: Send + 'static>(
     world: usize,
     rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
 ) -> Vec<T> {
-    let options = LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
+    let options =
+        LaunchOptions::new(world).with_device(Device::flex()).with_timeout(Duration::from_secs(60));
     launch(options, move |worker| rank(&worker)).expect("the ranks succeed")
 }
 
@@ -156,24 +157,24 @@ impl Run {
             clip: None,
             learning_rate: 1e-2,
             optimizer: || AdamWConfig::new().init(),
-            options: FsdpOptions::new().seed(7),
+            options: FsdpOptions::new().with_seed(7),
             device: Device::flex(),
             threads: None,
         }
     }
 
-    pub fn strategy(mut self, strategy: ShardingStrategy) -> Self {
-        self.options = self.options.strategy(strategy);
+    pub fn with_strategy(mut self, strategy: ShardingStrategy) -> Self {
+        self.options = self.options.with_strategy(strategy);
         self
     }
 
     pub fn launch(&self) -> Outcome {
         let run = self.clone();
         let mut options = LaunchOptions::new(self.world)
-            .device(self.device.clone())
-            .timeout(Duration::from_secs(60));
+            .with_device(self.device.clone())
+            .with_timeout(Duration::from_secs(60));
         if let Some(threads) = self.threads {
-            options = options.threads_per_rank(threads);
+            options = options.with_threads_per_rank(threads);
         }
         let mut ranks = launch(options, move |worker| run.rank(&worker)).expect("the run succeeds");
         let outcome = ranks.swap_remove(0);
@@ -205,12 +206,12 @@ impl Run {
         Ok(Outcome {
             losses,
             norms,
-            counts: net.counts(),
+            counts: net.stats().counts(),
             num_params: net.num_params(),
-            sharded_bytes: net.sharded_bytes(),
-            gather_buffer_bytes: net.gather_buffer_bytes(),
-            peak_unsharded_bytes: net.peak_unsharded_bytes(),
-            state: net.full_state(Recipient::All)?,
+            sharded_bytes: net.stats().sharded_bytes(),
+            gather_buffer_bytes: net.stats().gather_buffer_bytes(),
+            peak_unsharded_bytes: net.stats().peak_unsharded_bytes(),
+            state: net.state().full(Recipient::All)?,
         })
     }
 }

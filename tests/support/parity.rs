@@ -13,8 +13,8 @@ pub const CLIP: f64 = 0.3;
 pub fn full_shard_equals_no_shard(run: &Run, worlds: &[usize]) {
     for &world in worlds {
         let run = Run { world, dropout: 0.1, clip: Some(CLIP), ..run.clone() };
-        let full = run.clone().strategy(ShardingStrategy::FullShard).launch();
-        let none = run.strategy(ShardingStrategy::NoShard).launch();
+        let full = run.clone().with_strategy(ShardingStrategy::FullShard).launch();
+        let none = run.with_strategy(ShardingStrategy::NoShard).launch();
         full.assert_bitwise(&none);
         assert!(full.norms.iter().any(|&norm| norm > CLIP), "clipping took part: {:?}", full.norms);
         assert_eq!(full.num_params, none.num_params);
@@ -43,11 +43,11 @@ pub fn worlds_agree(run: &Run, worlds: &[usize]) {
 /// Sharded training is training with plain Burn.
 pub fn equals_plain_burn(run: &Run) {
     let plain = run.clone();
-    let options = LaunchOptions::new(1).device(run.device.clone());
+    let options = LaunchOptions::new(1).with_device(run.device.clone());
     let expected = launch(options, move |worker| {
         let device = worker.device();
         // The weights that the sharded run starts from.
-        let options = plain.options.clone().strategy(ShardingStrategy::NoShard);
+        let options = plain.options.clone().with_strategy(ShardingStrategy::NoShard);
         let start = fully_shard(Net::new(plain.blocks, 0.0, device), &worker, options)?;
         let mut net = (*start).clone().materialize();
         let mut optimizer = (plain.optimizer)();

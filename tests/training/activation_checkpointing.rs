@@ -27,7 +27,7 @@ fn on<T: Send + 'static>(
 const CLIP: f64 = 0.3;
 
 fn run(world: usize, strategy: ShardingStrategy) -> Run {
-    Run { dropout: 0.1, clip: Some(CLIP), ..Run::new(world) }.strategy(strategy)
+    Run { dropout: 0.1, clip: Some(CLIP), ..Run::new(world) }.with_strategy(strategy)
 }
 
 fn with(run: &Run, options: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Run {
@@ -45,9 +45,10 @@ fn losses_and_parameters_are_those_without_in_every_bit() {
     ];
     for (strategy, worlds) in cases {
         for world in worlds {
-            let run = with(&run(world, strategy), |options| options.shard_size(world.div_ceil(2)));
+            let run =
+                with(&run(world, strategy), |options| options.with_shard_size(world.div_ceil(2)));
             let plain = run.launch();
-            let all = with(&run, |options| options.activation_checkpointing(ALL)).launch();
+            let all = with(&run, |options| options.with_activation_checkpointing(ALL)).launch();
             all.assert_bitwise(&plain);
             assert_eq!(all.counts, plain.counts, "{strategy} on {world} ranks");
             assert!(
@@ -63,17 +64,20 @@ fn losses_and_parameters_are_those_without_in_every_bit() {
 fn options_of_the_schedule_change_no_bit_and_no_count() {
     let run = run(2, ShardingStrategy::FullShard);
     let variants: [fn(FsdpOptions) -> FsdpOptions; 6] = [
-        |options| options.slots(1),
-        |options| options.slots(3),
-        |options| options.backward_prefetch(BackwardPrefetch::Post),
-        |options| options.backward_prefetch(BackwardPrefetch::None).forward_prefetch(false),
-        |options| options.reshard_after_forward(ReshardAfterForward::Never),
-        |options| options.offload_activations(true),
+        |options| options.with_gather_buffers(1),
+        |options| options.with_gather_buffers(3),
+        |options| options.with_backward_prefetch(BackwardPrefetch::Post),
+        |options| {
+            options.with_backward_prefetch(BackwardPrefetch::None).with_forward_prefetch(false)
+        },
+        |options| options.with_reshard_after_forward(ReshardAfterForward::Never),
+        |options| options.with_offload_activations(true),
     ];
     let expected = run.launch();
     for variant in variants {
         let plain = with(&run, variant).launch();
-        let all = with(&run, |options| variant(options).activation_checkpointing(ALL)).launch();
+        let all =
+            with(&run, |options| variant(options).with_activation_checkpointing(ALL)).launch();
         all.assert_bitwise(&expected);
         assert_eq!(all.counts, plain.counts);
     }
@@ -82,9 +86,9 @@ fn options_of_the_schedule_change_no_bit_and_no_count() {
 #[test]
 fn a_part_that_is_kept_for_the_backward_serves_the_recomputation() {
     let run = with(&run(4, ShardingStrategy::FullShard), |options| {
-        options.reshard_after_forward(ReshardAfterForward::To(2))
+        options.with_reshard_after_forward(ReshardAfterForward::To(2))
     });
-    let all = with(&run, |options| options.activation_checkpointing(ALL)).launch();
+    let all = with(&run, |options| options.with_activation_checkpointing(ALL)).launch();
     let plain = run.launch();
     all.assert_bitwise(&plain);
     assert_eq!(all.counts, plain.counts);
@@ -93,7 +97,7 @@ fn a_part_that_is_kept_for_the_backward_serves_the_recomputation() {
 /// The schedule's account of one step.
 fn steps_of(which: ActivationCheckpointing) -> Vec<String> {
     on(2, move |worker| {
-        let options = FsdpOptions::new().seed(1).activation_checkpointing(which);
+        let options = FsdpOptions::new().with_seed(1).with_activation_checkpointing(which);
         let net = fully_shard(Net::new(2, 0.1, worker.device()), worker, options)?;
         let (tokens, labels) = batch(0, 0..2, worker.device());
         net.backward(loss(net.forward(tokens.clone()), labels.clone()))?;
@@ -133,8 +137,8 @@ fn what_is_chosen_is_recomputed_under_the_unshard_of_its_backward() {
 fn dropout_is_the_same_after_later_forwards_and_in_later_passes() {
     let run = |which, accumulation| {
         on(2, move |worker| {
-            let options = FsdpOptions::new().seed(3).gradient_accumulation(accumulation);
-            let options = options.activation_checkpointing(which);
+            let options = FsdpOptions::new().with_seed(3).with_gradient_accumulation(accumulation);
+            let options = options.with_activation_checkpointing(which);
             let mut net = fully_shard(Net::new(2, 0.3, worker.device()), worker, options)?;
             let mut optimizer = AdamWConfig::new().init();
             let mut bits = Vec::new();
@@ -150,7 +154,7 @@ fn dropout_is_the_same_after_later_forwards_and_in_later_passes() {
                 bits.push(net.clip_grad_norm(&mut gradients, 1e9)?.to_bits());
                 net = optimizer.step(1e-2, net, gradients);
             }
-            Ok((bits, net.full_state(Recipient::All)?))
+            Ok((bits, net.state().full(Recipient::All)?))
         })
     };
     for accumulation in [GradientAccumulation::ReduceEach, GradientAccumulation::HoldUnsharded] {
@@ -165,7 +169,7 @@ fn dropout_is_the_same_after_later_forwards_and_in_later_passes() {
 fn evaluation_and_a_forward_without_backward_leave_training_as_it_is() {
     let run = |which| {
         on(2, move |worker| {
-            let options = FsdpOptions::new().seed(3).activation_checkpointing(which);
+            let options = FsdpOptions::new().with_seed(3).with_activation_checkpointing(which);
             let net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
             let (tokens, labels) = batch(0, 0..4, worker.device());
             let plain = worker.device().clone().inner();

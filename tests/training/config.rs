@@ -39,10 +39,10 @@ use_cpu: false
 fn a_file_of_accelerates_trains_as_the_options_in_code() {
     let (config, _) = Config::parse(GUIDE, "guide.yaml").unwrap();
     let run = Run::new(config.num_processes.unwrap());
-    let options = config.options::<Net>().unwrap().seed(7);
+    let options = config.options::<Net>().unwrap().with_seed(7);
     let of_file = Run { options, ..run.clone() }.launch();
     let wrap = WrapPolicy::TransformerBased(unit_types![Block]);
-    let options = run.options.clone().wrap(wrap).forward_prefetch(false);
+    let options = run.options.clone().with_wrap(wrap).with_forward_prefetch(false);
     let in_code = Run { options, ..run }.launch();
     of_file.assert_bitwise(&in_code);
     assert_eq!(of_file.counts, in_code.counts);

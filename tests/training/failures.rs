@@ -9,7 +9,7 @@ use fsdp_runtime::{CollectiveError, Error, LaunchError, RankPanic};
 use crate::support::{Net, batch, loss};
 
 fn options(world: usize) -> LaunchOptions {
-    LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(30))
+    LaunchOptions::new(world).with_device(Device::flex()).with_timeout(Duration::from_secs(30))
 }
 
 /// Six steps; `disturb` is called before each.
@@ -19,7 +19,7 @@ fn train(
 ) -> Result<Vec<()>, LaunchError> {
     launch(options, move |worker| {
         let net = Net::new(3, 0.0, worker.device());
-        let net = fully_shard(net, &worker, FsdpOptions::new().seed(1))?;
+        let net = fully_shard(net, &worker, FsdpOptions::new().with_seed(1))?;
         for step in 0..6 {
             disturb(&worker, step)?;
             let (tokens, labels) = batch(step, 0..2, worker.device());
@@ -98,7 +98,7 @@ fn ranks_that_give_another_number_of_values_to_a_sum_are_told() {
 #[test]
 fn a_rank_that_sleeps_past_the_timeout_is_named_with_unit_and_operation() {
     let timeout = Duration::from_millis(800);
-    let error = train(options(3).timeout(timeout), move |worker, step| {
+    let error = train(options(3).with_timeout(timeout), move |worker, step| {
         if worker.rank().index() == 2 && step == 3 {
             std::thread::sleep(3 * timeout);
         }
@@ -119,7 +119,7 @@ fn a_rank_that_sleeps_past_the_timeout_is_named_with_unit_and_operation() {
 fn a_rank_that_never_comes_back_is_left_behind() {
     let timeout = Duration::from_millis(500);
     let started = Instant::now();
-    let error = train(options(2).timeout(timeout), |worker, step| {
+    let error = train(options(2).with_timeout(timeout), |worker, step| {
         if worker.rank().index() == 1 && step == 1 {
             std::thread::sleep(Duration::from_secs(3600));
         }
@@ -134,7 +134,11 @@ fn a_rank_that_never_comes_back_is_left_behind() {
 fn ranks_that_take_different_branches_are_told_so() {
     let error = launch(options(2), |worker| {
         let net = Net::new(3, 0.0, worker.device());
-        let net = fully_shard(net, &worker, FsdpOptions::new().seed(1).forward_prefetch(false))?;
+        let net = fully_shard(
+            net,
+            &worker,
+            FsdpOptions::new().with_seed(1).with_forward_prefetch(false),
+        )?;
         let (tokens, _) = batch(0, 0..2, worker.device());
         // A data-dependent branch: rank 1 skips the first block.
         let x = net.embed.forward(tokens);

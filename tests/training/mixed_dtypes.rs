@@ -9,8 +9,9 @@ use std::collections::BTreeMap;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdafactorConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{DType, FloatDType, Tensor};
+use fsdp_runtime::__private::FlatLayout;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FlatLayout, FullState, MemoryForecast, Mesh, WorldSize};
+use fsdp_runtime::{Error, FullState, MemoryForecast, Mesh, WorldSize};
 use model::{
     BLOCKS, Block, FULL, HALF, HIDDEN, Net, OTHER, Plain, ROWS, Run, WIDTH, gradients, on, rows,
 };
@@ -80,7 +81,7 @@ fn is_near_plain_burn(options: &FsdpOptions, batches: usize, worker: &Worker) ->
     let net = Net::new(worker.device());
     let mut net = fully_shard(net, worker, options.clone())?;
     for step in 0..3 {
-        let before = net.full_state(Recipient::All)?;
+        let before = net.state().full(Recipient::All)?;
         let (expected_loss, expected) = plain(&before, step, batches, worker);
         let mut sum = [0.0];
         let grads = gradients(&net, worker, step, batches, |loss| sum[0] += f64::from(loss))?;
@@ -89,7 +90,7 @@ fn is_near_plain_burn(options: &FsdpOptions, batches: usize, worker: &Worker) ->
         assert!(difference <= 1e-5 * f64::from(expected_loss), "{} {expected_loss}", sum[0]);
         // A step of plain descent tells the gradients.
         net = SgdConfig::new().init().step(1.0, net, grads);
-        let after = net.full_state(Recipient::All)?;
+        let after = net.state().full(Recipient::All)?;
         assert_eq!(after.len() + 1, expected.len(), "all but the second place of the tied weight");
         for (path, after) in &after {
             let found = before[path].iter::<f32>().zip(after.iter::<f32>()).map(|(a, b)| a - b);
@@ -101,7 +102,7 @@ fn is_near_plain_burn(options: &FsdpOptions, batches: usize, worker: &Worker) ->
                 assert!((a - b).abs() <= bound, "`{path}`, step {step}: {a} {b}, of {largest}");
             }
         }
-        net.load_full_state(&before, Recipient::All)?;
+        net.state_mut().load_full(&before, Recipient::All)?;
     }
     Ok(())
 }
@@ -113,7 +114,7 @@ fn losses_and_gradients_are_those_of_plain_burn() {
             on(world, move |worker| is_near_plain_burn(&options(), batches, worker));
         }
     }
-    let hybrid = options().strategy(ShardingStrategy::HybridShard).shard_size(2);
+    let hybrid = options().with_strategy(ShardingStrategy::HybridShard).with_shard_size(2);
     on(4, move |worker| is_near_plain_burn(&hybrid, 1, worker));
 }
 
@@ -128,16 +129,19 @@ fn strategies_agree_bit_for_bit() {
     let own = MixedPrecisionPolicy::new();
     let hold = GradientAccumulation::HoldUnsharded;
     for world in 1..=4 {
-        for policy in [own, own.reduce_dtype(FloatDType::F32), own.reduce_dtype(FloatDType::BF16)] {
+        for policy in
+            [own, own.with_reduce_dtype(FloatDType::F32), own.with_reduce_dtype(FloatDType::BF16)]
+        {
             for (accumulation, batches) in [
                 (GradientAccumulation::default(), 1),
                 (GradientAccumulation::default(), 2),
                 (hold, 2),
             ] {
-                let options = options().mixed_precision(policy).gradient_accumulation(accumulation);
+                let options =
+                    options().with_mixed_precision(policy).with_gradient_accumulation(accumulation);
                 let full = Run { batches, ..Run::new(world, options.clone()) };
                 for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
-                    let options = options.clone().strategy(strategy);
+                    let options = options.clone().with_strategy(strategy);
                     assert_same(&Run { options, ..full.clone() }, &full);
                 }
             }
@@ -149,14 +153,14 @@ fn strategies_agree_bit_for_bit() {
 fn what_is_kept_prefetched_or_offloaded_changes_no_bit() {
     let full = Run::new(4, options());
     for options in [
-        options().reshard_after_forward(ReshardAfterForward::To(2)),
-        options().slots(1),
-        options().slots(3),
-        options().forward_prefetch(false).backward_prefetch(BackwardPrefetch::None),
-        options().backward_prefetch(BackwardPrefetch::Post),
-        options().offload(OffloadPolicy::Params { pin_memory: false }),
-        options().offload(OffloadPolicy::OptimizerOnly),
-        options().activation_checkpointing(ActivationCheckpointing::All),
+        options().with_reshard_after_forward(ReshardAfterForward::To(2)),
+        options().with_gather_buffers(1),
+        options().with_gather_buffers(3),
+        options().with_forward_prefetch(false).with_backward_prefetch(BackwardPrefetch::None),
+        options().with_backward_prefetch(BackwardPrefetch::Post),
+        options().with_offload(OffloadPolicy::Params { pin_memory: false }),
+        options().with_offload(OffloadPolicy::OptimizerOnly),
+        options().with_activation_checkpointing(ActivationCheckpointing::All),
     ] {
         assert_same(&Run { options, ..full.clone() }, &full);
     }
@@ -195,12 +199,12 @@ fn each_type_has_a_gather_and_buffers_of_its_own() {
 
 #[test]
 fn a_policy_makes_one_type_of_all() {
-    let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
-    let half = Run::new(2, options().mixed_precision(policy));
+    let policy = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
+    let half = Run::new(2, options().with_mixed_precision(policy));
     let outcome = half.launch();
     let units_gathered = 1 + 2 * BLOCKS + (2 * BLOCKS - 1) + 1;
     assert_eq!(outcome.counts.all_gathers, 3 * units_gathered);
-    let options = half.options.clone().strategy(ShardingStrategy::NoShard);
+    let options = half.options.clone().with_strategy(ShardingStrategy::NoShard);
     assert_same(&Run { options, ..half.clone() }, &half);
     assert_ne!(outcome.losses, Run::new(2, FsdpOptions::new()).launch().losses);
 }
@@ -219,7 +223,7 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
             let grads = gradients(&model, worker, step, batches, |_| ())?;
             model = SgdConfig::new().init().step(1e-2, model, grads);
         }
-        let (memory, host) = (model.memory(), model.host_memory());
+        let (memory, host) = (model.stats().memory(), model.stats().host_memory());
         let told = format!("{told}\n{memory}\n{host}\n{forecast}");
         let found = [memory.shards, memory.replicated, memory.gathered];
         let expected = [forecast.shards, forecast.replicated, forecast.gathered];
@@ -227,11 +231,11 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
         let found = [host.shards, host.replicated, host.gradients];
         let expected = [forecast.host.shards, forecast.host.replicated, forecast.host.gradients];
         assert_eq!(found.map(|usage| usage.peak), expected, "{told}");
-        match options == options.clone().wrap(WrapPolicy::Annotated) {
+        match options == options.clone().with_wrap(WrapPolicy::Annotated) {
             true => assert!(memory.gradients.peak <= forecast.gradients, "{told}"),
             false => assert_eq!(memory.gradients.peak, forecast.gradients, "{told}"),
         }
-        assert_eq!(memory.gathered.now, model.gather_buffer_bytes());
+        assert_eq!(memory.gathered.now, model.stats().gather_buffer_bytes());
         Ok(())
     });
 }
@@ -242,20 +246,24 @@ fn memory_is_as_forecast() {
     let hold = GradientAccumulation::HoldUnsharded;
     for wrap in [WrapPolicy::Annotated, WrapPolicy::TransformerBased(unit_types![Block, Plain])] {
         for world in [1, 2, 4] {
-            held_as_forecast(world, options().wrap(wrap), 1);
+            held_as_forecast(world, options().with_wrap(wrap), 1);
         }
-        let options = options().wrap(wrap);
+        let options = options().with_wrap(wrap);
         for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
-            held_as_forecast(2, options.clone().strategy(strategy), 1);
+            held_as_forecast(2, options.clone().with_strategy(strategy), 1);
         }
         let part = ReshardAfterForward::To(2);
-        held_as_forecast(4, options.clone().reshard_after_forward(part), 1);
-        for policy in [own, own.reduce_dtype(FloatDType::F32)] {
-            let options = options.clone().mixed_precision(policy);
+        held_as_forecast(4, options.clone().with_reshard_after_forward(part), 1);
+        for policy in [own, own.with_reduce_dtype(FloatDType::F32)] {
+            let options = options.clone().with_mixed_precision(policy);
             held_as_forecast(2, options.clone(), 2);
-            held_as_forecast(2, options.clone().gradient_accumulation(hold), 3);
-            held_as_forecast(2, options.clone().offload(OffloadPolicy::OptimizerOnly), 1);
-            held_as_forecast(2, options.offload(OffloadPolicy::Params { pin_memory: false }), 1);
+            held_as_forecast(2, options.clone().with_gradient_accumulation(hold), 3);
+            held_as_forecast(2, options.clone().with_offload(OffloadPolicy::OptimizerOnly), 1);
+            held_as_forecast(
+                2,
+                options.with_offload(OffloadPolicy::Params { pin_memory: false }),
+                1,
+            );
         }
     }
 }
@@ -264,12 +272,12 @@ fn memory_is_as_forecast() {
 #[test]
 fn copies_that_are_kept_on_the_device_have_the_types_they_are_sent_in() {
     on(2, |worker| {
-        let options = options().offload(OffloadPolicy::OptimizerOnly);
+        let options = options().with_offload(OffloadPolicy::OptimizerOnly);
         let model = fully_shard(Net::new(worker.device()), worker, options)?;
-        let state = model.sharded_state();
+        let state = model.state().sharded();
         let sharded = state.iter().filter(|(_, part)| part.shape.len() == 2);
         let bytes = sharded.map(|(path, part)| part.range.len() * model::dtype(path).size());
-        assert_eq!(model.memory().shards.now, bytes.sum::<usize>());
+        assert_eq!(model.stats().memory().shards.now, bytes.sum::<usize>());
         Ok(())
     });
 }
@@ -277,8 +285,8 @@ fn copies_that_are_kept_on_the_device_have_the_types_they_are_sent_in() {
 #[test]
 fn checkpoints_load_at_other_worlds_and_in_other_types() {
     let folder = tempfile::tempdir().expect("a folder");
-    let one_type = MixedPrecisionPolicy::new().param_dtype(FloatDType::F32);
-    let one_type = options().mixed_precision(one_type);
+    let one_type = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F32);
+    let one_type = options().with_mixed_precision(one_type);
     for saved_as in [options(), one_type.clone()] {
         let path = folder.path().join(format!("saved {}", saved_as == options()));
         let save = Run { save: Some(path.clone()), ..Run::new(2, saved_as) };
@@ -291,7 +299,7 @@ fn checkpoints_load_at_other_worlds_and_in_other_types() {
         }
         // And training goes on from it in any of the strategies.
         let full = Run { from: Some(path), ..Run::new(3, options()) };
-        let none = options().strategy(ShardingStrategy::NoShard);
+        let none = options().with_strategy(ShardingStrategy::NoShard);
         assert_same(&Run { options: none, ..full.clone() }, &full);
     }
 }
@@ -305,20 +313,20 @@ fn states_in_memory_are_taken_and_loaded() {
             Ok(SgdConfig::new().init().step(1e-2, net, grads))
         };
         let (net, mut other) = (sharded(0)?, sharded(1)?);
-        let (full, own) = (net.full_state(Recipient::All)?, other.full_state(Recipient::All)?);
+        let (full, own) = (net.state().full(Recipient::All)?, other.state().full(Recipient::All)?);
         assert!(full.values().all(|data| data.dtype() == DType::F32), "they rest in f32");
         assert!(!same_bits(&full, &own));
-        for (path, part) in net.sharded_state().iter() {
+        for (path, part) in net.state().sharded().iter() {
             let elements: Vec<f32> = full[path].iter().collect();
             let found: Vec<f32> = part.data.iter().collect();
             assert_eq!(found, elements[part.range.clone()], "{path}");
         }
-        other.load_sharded_state(&net.sharded_state())?;
-        assert!(same_bits(&other.full_state(Recipient::All)?, &full));
-        other.load_full_state(&own, Recipient::All)?;
-        assert!(same_bits(&other.full_state(Recipient::All)?, &own));
-        other.load_local_state(&net.local_state())?;
-        assert!(same_bits(&other.full_state(Recipient::All)?, &full));
+        other.state_mut().load_sharded(&net.state().sharded())?;
+        assert!(same_bits(&other.state().full(Recipient::All)?, &full));
+        other.state_mut().load_full(&own, Recipient::All)?;
+        assert!(same_bits(&other.state().full(Recipient::All)?, &own));
+        other.state_mut().load_local(&net.state().local())?;
+        assert!(same_bits(&other.state().full(Recipient::All)?, &full));
         Ok(())
     });
 }
@@ -330,7 +338,7 @@ fn whole_optimizers_give_what_they_give_unsharded() {
     for whole in optimizers {
         for world in [1, 2, 3] {
             let full = Run { whole: Some(whole), ..Run::new(world, options()) };
-            let none = options().strategy(ShardingStrategy::NoShard);
+            let none = options().with_strategy(ShardingStrategy::NoShard);
             assert_same(&full, &Run { options: none, ..full.clone() });
         }
     }

@@ -14,25 +14,26 @@ use fsdp_runtime::{FullState, GradScalerConfig};
 use crate::support::{self, Block, Net, Run, batch, loss};
 
 const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
-    .param_dtype(FloatDType::BF16)
-    .reduce_dtype(FloatDType::F32)
-    .output_dtype(FloatDType::F32);
+    .with_param_dtype(FloatDType::BF16)
+    .with_reduce_dtype(FloatDType::F32)
+    .with_output_dtype(FloatDType::F32);
 
-const F16: MixedPrecisionPolicy =
-    MixedPrecisionPolicy::new().param_dtype(FloatDType::F16).output_dtype(FloatDType::F32);
+const F16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
+    .with_param_dtype(FloatDType::F16)
+    .with_output_dtype(FloatDType::F32);
 
 fn run(world: usize, policy: MixedPrecisionPolicy) -> Run {
     let run = Run { dropout: 0.1, clip: Some(0.5), ..Run::new(world) };
-    Run { options: run.options.clone().mixed_precision(policy), ..run }
+    Run { options: run.options.clone().with_mixed_precision(policy), ..run }
 }
 
 #[test]
 fn strategies_agree_bit_for_bit_in_half_precision() {
-    for policy in [BF16, BF16.reduce_dtype(FloatDType::BF16), F16] {
+    for policy in [BF16, BF16.with_reduce_dtype(FloatDType::BF16), F16] {
         for world in [1, 2, 3] {
             let full = run(world, policy).launch();
             for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
-                run(world, policy).strategy(strategy).launch().assert_bitwise(&full);
+                run(world, policy).with_strategy(strategy).launch().assert_bitwise(&full);
             }
             assert!(full.losses.iter().all(|loss| loss.is_finite()));
         }
@@ -65,7 +66,8 @@ fn a_part_that_is_kept_after_forward_changes_no_bit() {
     let whole = run(4, BF16).launch();
     let to = ReshardAfterForward::To(2);
     let part = run(4, BF16);
-    let part = Run { options: part.options.clone().reshard_after_forward(to), ..part }.launch();
+    let part =
+        Run { options: part.options.clone().with_reshard_after_forward(to), ..part }.launch();
     part.assert_bitwise(&whole);
 }
 
@@ -73,7 +75,7 @@ fn a_part_that_is_kept_after_forward_changes_no_bit() {
 fn on_two_ranks<T: Send + 'static>(
     f: impl Fn(&Worker) -> Result<T, fsdp_runtime::Error> + Clone + Send + Sync + 'static,
 ) -> T {
-    let options = LaunchOptions::new(2).device(Device::flex());
+    let options = LaunchOptions::new(2).with_device(Device::flex());
     launch(options, move |worker| f(&worker)).expect("the run succeeds").swap_remove(0)
 }
 
@@ -84,7 +86,7 @@ fn dtypes(state: &FullState) -> Vec<DType> {
 #[test]
 fn gradients_parameters_and_optimizer_state_are_f32() {
     on_two_ranks(|worker| {
-        let options = FsdpOptions::new().seed(1).mixed_precision(BF16);
+        let options = FsdpOptions::new().with_seed(1).with_mixed_precision(BF16);
         let mut net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
         let (tokens, labels) = batch(0, 0..4, worker.device());
         let logits = net.forward(tokens);
@@ -99,7 +101,7 @@ fn gradients_parameters_and_optimizer_state_are_f32() {
         assert_eq!(weight.val().dtype(), DType::F32, "outside any forward");
         let mut optimizer = AdamWConfig::new().init();
         net = optimizer.step(1e-2, net, grads);
-        let state = net.full_state(Recipient::All)?;
+        let state = net.state().full(Recipient::All)?;
         assert!(dtypes(&state).iter().all(|dtype| *dtype == DType::F32));
         Ok(())
     });
@@ -169,9 +171,9 @@ fn inputs_are_cast_to_each_units_own_type() {
             precise: Precise { linear: LinearConfig::new(6, 6).init(device) },
         };
         let options = FsdpOptions::new()
-            .seed(1)
-            .mixed_precision(BF16)
-            .mixed_precision_for(unit_types![Precise], MixedPrecisionPolicy::new());
+            .with_seed(1)
+            .with_mixed_precision(BF16)
+            .with_mixed_precision_for(unit_types![Precise], MixedPrecisionPolicy::new());
         let pair = fully_shard(pair, worker, options)?;
         let x = Tensor::<2>::ones([3, 6], device).require_grad();
         let y = pair.forward(x.clone());
@@ -192,11 +194,12 @@ fn a_unit_of_its_own_precision_has_buffers_of_its_own() {
     let bytes = |options: FsdpOptions| {
         on_two_ranks(move |worker| {
             let net = Net::new(4, 0.0, worker.device());
-            Ok(fully_shard(net, worker, options.clone())?.gather_buffer_bytes())
+            Ok(fully_shard(net, worker, options.clone())?.stats().gather_buffer_bytes())
         })
     };
-    let half = FsdpOptions::new().mixed_precision(BF16);
-    let blocks = half.clone().mixed_precision_for(unit_types![Block], MixedPrecisionPolicy::new());
+    let half = FsdpOptions::new().with_mixed_precision(BF16);
+    let blocks =
+        half.clone().with_mixed_precision_for(unit_types![Block], MixedPrecisionPolicy::new());
     assert!(bytes(half.clone()) < bytes(blocks.clone()));
     let full = FsdpOptions::new();
     assert!(bytes(blocks) < bytes(full) + bytes(half));
@@ -238,17 +241,17 @@ fn parameters_are_computed_with_in_the_type_they_come_in_and_rest_in_f32() {
         let model = Scaled::new(device);
         let expected = model.first.weight.val().cast(DType::F32).into_data();
         let mut model = fully_shard(model, worker, FsdpOptions::new())?;
-        let state = model.full_state(Recipient::All)?;
+        let state = model.state().full(Recipient::All)?;
         assert!(dtypes(&state).iter().all(|dtype| *dtype == DType::F32));
         if worker.rank().index() == 0 {
             assert_eq!(state.get("first.weight"), Some(&expected), "rank 0's values, exactly");
         }
         let grads = model.backward(model.forward(Tensor::ones([2, 6], device)).sum())?;
         model = AdamWConfig::new().init().step(1e-3, model, grads);
-        let after = model.full_state(Recipient::All)?;
+        let after = model.state().full(Recipient::All)?;
         assert!(!support::checkpoint::same_bits(&state, &after));
         // Two matrices of 36 elements, each from a multiple of 64 on.
-        assert_eq!(model.gather_buffer_bytes(), (64 + 36) * DType::BF16.size());
+        assert_eq!(model.stats().gather_buffer_bytes(), (64 + 36) * DType::BF16.size());
         Ok(())
     });
 }
@@ -259,8 +262,8 @@ fn inputs_take_the_type_of_matrices_that_stay_whole() {
     on_two_ranks(|worker| {
         let device = worker.device();
         let model =
-            fully_shard(Scaled::new(device), worker, FsdpOptions::new().persist_below(100))?;
-        assert_eq!(model.gather_buffer_bytes(), 0);
+            fully_shard(Scaled::new(device), worker, FsdpOptions::new().with_persist_below(100))?;
+        assert_eq!(model.stats().gather_buffer_bytes(), 0);
         model.backward(model.forward(Tensor::ones([2, 6], device)).sum())?;
         Ok(())
     });
@@ -307,13 +310,13 @@ fn what_computes_in_f32_must_lie_in_a_unit_that_does() {
             let norm = BatchNormConfig::new(4).init(device);
             Outer { linear: linear(), normed: Normed { linear: linear(), norm, position } }
         };
-        let half = FsdpOptions::new().mixed_precision(BF16);
+        let half = FsdpOptions::new().with_mixed_precision(BF16);
         let error = fully_shard(model(false), worker, half.clone()).unwrap_err().to_string();
         for part in ["normed.norm.running_mean", "BF16", "`normed`", "mixed_precision_for"] {
             assert!(error.contains(part), "{error}");
         }
         let f32 = MixedPrecisionPolicy::new();
-        let apart = half.mixed_precision_for(unit_types![Normed], f32);
+        let apart = half.with_mixed_precision_for(unit_types![Normed], f32);
         for position in [false, true] {
             let model = fully_shard(model(position), worker, apart.clone())?;
             model.backward(model.forward(Tensor::ones([2, 4, 6], device)).sum())?;
@@ -330,9 +333,9 @@ fn a_type_that_is_no_unit_of_the_model_cannot_have_a_policy_or_be_wrapped() {
             fully_shard(net, worker, options).map(|_| ()).unwrap_err().to_string()
         };
         Ok([
-            shard(FsdpOptions::new().mixed_precision_for(unit_types![Block, Normed], BF16)),
-            shard(FsdpOptions::new().wrap(WrapPolicy::TransformerBased(unit_types![Normed]))),
-            shard(FsdpOptions::new().wrap(WrapPolicy::Named(&["Block", "Normd"]))),
+            shard(FsdpOptions::new().with_mixed_precision_for(unit_types![Block, Normed], BF16)),
+            shard(FsdpOptions::new().with_wrap(WrapPolicy::TransformerBased(unit_types![Normed]))),
+            shard(FsdpOptions::new().with_wrap(WrapPolicy::Named(&["Block", "Normd"]))),
         ])
     });
     for (error, (option, name)) in error.iter().zip([
@@ -348,9 +351,9 @@ fn a_type_that_is_no_unit_of_the_model_cannot_have_a_policy_or_be_wrapped() {
 
 #[test]
 fn a_type_the_device_cannot_compute_is_refused_when_the_model_is_sharded() {
-    let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::F64);
+    let policy = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F64);
     let error = on_two_ranks(move |worker| {
-        let options = FsdpOptions::new().mixed_precision(policy);
+        let options = FsdpOptions::new().with_mixed_precision(policy);
         Ok(fully_shard(Net::new(1, 0.0, worker.device()), worker, options).err())
     });
     let error = error.expect("f64 is refused").to_string();
@@ -361,7 +364,7 @@ fn a_type_the_device_cannot_compute_is_refused_when_the_model_is_sharded() {
 #[test]
 fn an_overflow_in_f16_on_one_rank_skips_the_step_on_all() {
     let (scales, skipped, change) = on_two_ranks(|worker| {
-        let options = FsdpOptions::new().seed(1).mixed_precision(F16);
+        let options = FsdpOptions::new().with_seed(1).with_mixed_precision(F16);
         let mut net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
         let mut optimizer = SgdConfig::new().init();
         let mut scaler = GradScalerConfig::new().with_init_scale(1024.0).init()?;
@@ -373,12 +376,12 @@ fn an_overflow_in_f16_on_one_rank_skips_the_step_on_all() {
                 // Beyond what f16 can hold on its way.
                 loss = loss.mul_scalar(1e8);
             }
-            let before = net.full_state(Recipient::All)?;
+            let before = net.state().full(Recipient::All)?;
             match scaler.unscale(&net, net.backward(loss)?)? {
                 Unscaled::Finite(grads) => net = optimizer.step(0.1, net, grads),
                 Unscaled::Overflow => skipped += 1,
             }
-            let after = net.full_state(Recipient::All)?;
+            let after = net.state().full(Recipient::All)?;
             change.push(!support::checkpoint::same_bits(&before, &after));
             scales.push(scaler.loss_scale());
         }

@@ -18,7 +18,7 @@ const POLICIES: [OffloadPolicy; 3] = [
 
 fn run(world: usize, policy: OffloadPolicy) -> Run {
     let run = Run { dropout: 0.1, clip: Some(0.5), ..Run::new(world) };
-    Run { options: run.options.clone().offload(policy), ..run }
+    Run { options: run.options.clone().with_offload(policy), ..run }
 }
 
 #[test]
@@ -27,9 +27,9 @@ fn offload_changes_no_bit() {
         for strategy in
             [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard]
         {
-            let without = run(world, OffloadPolicy::None).strategy(strategy).launch();
+            let without = run(world, OffloadPolicy::None).with_strategy(strategy).launch();
             for policy in POLICIES {
-                let with = run(world, policy).strategy(strategy).launch();
+                let with = run(world, policy).with_strategy(strategy).launch();
                 with.assert_bitwise(&without);
                 assert_eq!(with.counts, without.counts);
             }
@@ -40,12 +40,12 @@ fn offload_changes_no_bit() {
 #[test]
 fn hybrid_strategies_and_parts_kept_after_forward_change_no_bit() {
     let hybrid = |policy| {
-        let run = run(4, policy).strategy(ShardingStrategy::HybridShard);
-        Run { options: run.options.clone().shard_size(2), ..run }.launch()
+        let run = run(4, policy).with_strategy(ShardingStrategy::HybridShard);
+        Run { options: run.options.clone().with_shard_size(2), ..run }.launch()
     };
     let part = |policy| {
         let (run, to) = (run(4, policy), ReshardAfterForward::To(2));
-        Run { options: run.options.clone().reshard_after_forward(to), ..run }.launch()
+        Run { options: run.options.clone().with_reshard_after_forward(to), ..run }.launch()
     };
     for policy in POLICIES {
         hybrid(policy).assert_bitwise(&hybrid(OffloadPolicy::None));
@@ -56,12 +56,12 @@ fn hybrid_strategies_and_parts_kept_after_forward_change_no_bit() {
 #[test]
 fn half_precision_crosses_over_in_half_the_bytes_and_the_same_bits() {
     let half = MixedPrecisionPolicy::new()
-        .param_dtype(FloatDType::BF16)
-        .reduce_dtype(FloatDType::F32)
-        .output_dtype(FloatDType::F32);
+        .with_param_dtype(FloatDType::BF16)
+        .with_reduce_dtype(FloatDType::F32)
+        .with_output_dtype(FloatDType::F32);
     let with = |policy| {
         let run = run(2, policy);
-        Run { options: run.options.clone().mixed_precision(half), ..run }.launch()
+        Run { options: run.options.clone().with_mixed_precision(half), ..run }.launch()
     };
     for policy in POLICIES {
         with(policy).assert_bitwise(&with(OffloadPolicy::None));
@@ -70,12 +70,13 @@ fn half_precision_crosses_over_in_half_the_bytes_and_the_same_bits() {
 
 #[test]
 fn recomputation_under_offload_and_in_half_precision_changes_no_bit() {
-    let half = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
-    for precision in [MixedPrecisionPolicy::new(), half.output_dtype(FloatDType::F32)] {
+    let half = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
+    for precision in [MixedPrecisionPolicy::new(), half.with_output_dtype(FloatDType::F32)] {
         let with = |policy, which, stow| {
             let run = run(2, policy);
-            let options = run.options.clone().mixed_precision(precision);
-            let options = options.activation_checkpointing(which).offload_activations(stow);
+            let options = run.options.clone().with_mixed_precision(precision);
+            let options =
+                options.with_activation_checkpointing(which).with_offload_activations(stow);
             Run { options, ..run }.launch()
         };
         let expected = with(OffloadPolicy::None, ActivationCheckpointing::None, false);
@@ -92,16 +93,16 @@ fn recomputation_under_offload_and_in_half_precision_changes_no_bit() {
 /// Biases and norms, which every rank holds whole, cross over with the unit's all-gather.
 #[test]
 fn a_forward_copies_nothing_to_the_device_itself() {
-    let options = LaunchOptions::new(2).device(Device::flex());
+    let options = LaunchOptions::new(2).with_device(Device::flex());
     launch(options, |worker| {
-        let half = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
-        let half = half.output_dtype(FloatDType::F32);
+        let half = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
+        let half = half.with_output_dtype(FloatDType::F32);
         let all = ActivationCheckpointing::All;
         for options in POLICIES.iter().flat_map(|&policy| {
-            let plain = FsdpOptions::new().seed(1).offload(policy);
-            let half = plain.clone().mixed_precision(half);
-            let whole = plain.clone().strategy(ShardingStrategy::NoShard);
-            [plain.clone(), half, plain.activation_checkpointing(all), whole]
+            let plain = FsdpOptions::new().with_seed(1).with_offload(policy);
+            let half = plain.clone().with_mixed_precision(half);
+            let whole = plain.clone().with_strategy(ShardingStrategy::NoShard);
+            [plain.clone(), half, plain.with_activation_checkpointing(all), whole]
         }) {
             let net = fully_shard(Net::new(2, 0.0, worker.device()), &worker, options)?;
             let (tokens, labels) = batch(0, 0..2, worker.device());
@@ -109,7 +110,7 @@ fn a_forward_copies_nothing_to_the_device_itself() {
             gradients?;
             assert_eq!(only(&lines, &["copy_to_device"]), [""; 0]);
             assert!(!only(&lines, &["unshard"]).is_empty());
-            assert_eq!(net.memory().replicated.now, 0, "what was copied is gone");
+            assert_eq!(net.stats().memory().replicated.now, 0, "what was copied is gone");
             // By itself it does.
             let (_, lines) = record(|| net.head.bias.as_ref().map(Param::val));
             assert_eq!(only(&lines, &["copy_to_device"]), ["copy_to_device (root)"]);
@@ -121,9 +122,9 @@ fn a_forward_copies_nothing_to_the_device_itself() {
 
 /// Device and host, after two steps on rank 0 of two.
 fn memory(policy: OffloadPolicy) -> (Memory, Memory) {
-    let options = LaunchOptions::new(2).device(Device::flex());
+    let options = LaunchOptions::new(2).with_device(Device::flex());
     let ranks = launch(options, move |worker| {
-        let options = FsdpOptions::new().seed(1).offload(policy);
+        let options = FsdpOptions::new().with_seed(1).with_offload(policy);
         let mut net = fully_shard(Net::new(4, 0.0, worker.device()), &worker, options)?;
         let mut optimizer = AdamWConfig::new().init();
         for step in 0..2 {
@@ -131,8 +132,11 @@ fn memory(policy: OffloadPolicy) -> (Memory, Memory) {
             let grads = net.backward(loss(net.forward(tokens), labels))?;
             net = optimizer.step(1e-2, net, grads);
         }
-        net.record_optimizer(&optimizer)?;
-        Ok::<_, Box<dyn std::error::Error + Send + Sync>>((net.memory(), net.host_memory()))
+        net.stats().record_optimizer(&optimizer)?;
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>((
+            net.stats().memory(),
+            net.stats().host_memory(),
+        ))
     });
     ranks.expect("the run succeeds").swap_remove(0)
 }
@@ -165,16 +169,19 @@ fn what_rests_on_the_host_takes_no_room_on_the_device() {
 
 #[test]
 fn the_optimizer_and_the_state_are_on_the_host() {
-    let options = LaunchOptions::new(2).device(Device::flex());
+    let options = LaunchOptions::new(2).with_device(Device::flex());
     launch(options, |worker| {
         let policy = OffloadPolicy::Params { pin_memory: false };
-        let options = FsdpOptions::new().seed(1).offload(policy);
+        let options = FsdpOptions::new().with_seed(1).with_offload(policy);
         let net = fully_shard(Net::new(1, 0.0, worker.device()), &worker, options)?;
         assert_eq!(net.devices(), vec![Device::flex().autodiff()]);
-        let state = net.full_state(Recipient::All)?;
-        let without =
-            fully_shard(Net::new(1, 0.0, worker.device()), &worker, FsdpOptions::new().seed(1))?;
-        let expected = without.full_state(Recipient::All)?;
+        let state = net.state().full(Recipient::All)?;
+        let without = fully_shard(
+            Net::new(1, 0.0, worker.device()),
+            &worker,
+            FsdpOptions::new().with_seed(1),
+        )?;
+        let expected = without.state().full(Recipient::All)?;
         assert!(support::checkpoint::same_bits(&state, &expected));
         // Outside any forward, and without autodiff.
         let weight = net.blocks[0].up.weight.val().into_data();

@@ -41,11 +41,11 @@ fn schedule_options_change_no_bit() {
     let run = with(Run::new(2), 0.1, Some(1.0));
     let expected = run.launch();
     let variants = [
-        run.options.clone().slots(1),
-        run.options.clone().slots(3),
-        run.options.clone().forward_prefetch(false),
-        run.options.clone().backward_prefetch(BackwardPrefetch::None),
-        run.options.clone().persist_below(200),
+        run.options.clone().with_gather_buffers(1),
+        run.options.clone().with_gather_buffers(3),
+        run.options.clone().with_forward_prefetch(false),
+        run.options.clone().with_backward_prefetch(BackwardPrefetch::None),
+        run.options.clone().with_persist_below(200),
     ];
     for (index, options) in variants.into_iter().enumerate() {
         let variant = Run { options, ..run.clone() }.launch();
@@ -62,11 +62,13 @@ fn schedule_options_change_no_bit() {
 fn only_the_named_units_are_wrapped() {
     let run = with(Run::new(2), 0.1, None);
     let wrap = WrapPolicy::TransformerBased(unit_types![support::Block]);
-    let named = Run { options: run.options.clone().wrap(wrap), ..run.clone() }.launch();
+    let named = Run { options: run.options.clone().with_wrap(wrap), ..run.clone() }.launch();
     // The embeddings join the root: five units, two of them unsharded from forward to backward.
     assert_eq!(named.counts.all_gathers, run.steps * (5 * 2 - 2));
-    let none =
-        Run { options: run.options.clone().wrap(WrapPolicy::TransformerBased(&[])), ..run.clone() };
+    let none = Run {
+        options: run.options.clone().with_wrap(WrapPolicy::TransformerBased(&[])),
+        ..run.clone()
+    };
     let none = none.launch();
     assert_eq!(none.counts.all_gathers, run.steps, "the root alone");
     let all = run.launch();
@@ -84,7 +86,7 @@ fn a_step_gathers_each_unit_twice_and_reduces_it_once() {
     assert_eq!(outcome.counts.reduce_scatters, 3 * 6);
     assert_eq!(outcome.counts.mis_prefetches, 0);
     assert!(outcome.counts.single_gathers <= full, "only the full state gathers one by one");
-    let none = run.strategy(ShardingStrategy::NoShard).launch();
+    let none = run.with_strategy(ShardingStrategy::NoShard).launch();
     assert_eq!((none.counts.all_gathers, none.counts.reduce_scatters), (0, 3 * 6));
 }
 

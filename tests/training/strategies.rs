@@ -19,7 +19,7 @@ fn strategies_of_one_group_agree_bit_for_bit() {
     for world in [1, 3, 4] {
         let full = run(world).launch();
         for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
-            run(world).strategy(strategy).launch().assert_bitwise(&full);
+            run(world).with_strategy(strategy).launch().assert_bitwise(&full);
         }
     }
 }
@@ -29,7 +29,7 @@ fn strategies_of_one_group_agree_bit_for_bit() {
 fn hybrid_strategies_agree_with_the_others_up_to_rounding_and_among_themselves_bit_for_bit() {
     let full = run(4).launch();
     let hybrid = |strategy, size| {
-        with(&run(4).strategy(strategy), |options| options.shard_size(size)).launch()
+        with(&run(4).with_strategy(strategy), |options| options.with_shard_size(size)).launch()
     };
     for size in [1, 2] {
         let outcome = hybrid(ShardingStrategy::HybridShard, size);
@@ -45,15 +45,15 @@ fn hybrid_strategies_agree_with_the_others_up_to_rounding_and_among_themselves_b
 #[test]
 fn a_hybrid_group_holds_twice_the_shards_of_a_world_twice_as_large() {
     let full = run(4).launch();
-    let options = |options: FsdpOptions| options.shard_size(2);
-    let hybrid = with(&run(4).strategy(ShardingStrategy::HybridShard), options).launch();
-    let whole = run(4).strategy(ShardingStrategy::NoShard).launch().sharded_bytes;
+    let options = |options: FsdpOptions| options.with_shard_size(2);
+    let hybrid = with(&run(4).with_strategy(ShardingStrategy::HybridShard), options).launch();
+    let whole = run(4).with_strategy(ShardingStrategy::NoShard).launch().sharded_bytes;
     assert!(full.sharded_bytes < hybrid.sharded_bytes && hybrid.sharded_bytes < whole);
 }
 
 #[test]
 fn shard_grad_op_gathers_once_a_step_into_a_buffer_for_each_unit() {
-    let outcome = run(2).strategy(ShardingStrategy::ShardGradOp).launch();
+    let outcome = run(2).with_strategy(ShardingStrategy::ShardGradOp).launch();
     let full = run(2).launch();
     assert_eq!(outcome.counts.all_gathers, run(2).steps * UNITS);
     assert_eq!(outcome.sharded_bytes, full.sharded_bytes);
@@ -66,7 +66,7 @@ fn resharding_to_a_part_changes_no_bit() {
     let full = run(4).launch();
     let to = |ranks| {
         let reshard = ReshardAfterForward::To(ranks);
-        with(&run(4), |options| options.reshard_after_forward(reshard)).launch()
+        with(&run(4), |options| options.with_reshard_after_forward(reshard)).launch()
     };
     let part = to(2);
     part.assert_bitwise(&full);
@@ -84,7 +84,10 @@ fn every_prefetch_policy_gives_the_same_bits() {
         for slots in [1, 2, 3] {
             for forward in [true, false] {
                 let options = |options: FsdpOptions| {
-                    options.backward_prefetch(prefetch).slots(slots).forward_prefetch(forward)
+                    options
+                        .with_backward_prefetch(prefetch)
+                        .with_gather_buffers(slots)
+                        .with_forward_prefetch(forward)
                 };
                 let outcome = with(&run(2), options).launch();
                 outcome.assert_bitwise(&expected);
@@ -101,14 +104,14 @@ fn units_are_wrapped_by_size() {
     let all = run.launch();
     let sized = |min_num_params| {
         let wrap = WrapPolicy::SizeBased { min_num_params };
-        with(&run, |options| options.wrap(wrap)).launch()
+        with(&run, |options| options.with_wrap(wrap)).launch()
     };
     let gathers = |units: usize| run.steps * (units * 2 - 2);
     let (small, large, none) = (sized(1), sized(3000), sized(1_000_000));
     assert_eq!(small.counts.all_gathers, gathers(UNITS));
     assert_eq!(large.counts.all_gathers, gathers(UNITS - 1), "the embeddings join the root");
     assert_eq!(none.counts.all_gathers, run.steps, "the root alone");
-    let no_wrap = with(&run, |options| options.wrap(WrapPolicy::NoWrap)).launch();
+    let no_wrap = with(&run, |options| options.with_wrap(WrapPolicy::NoWrap)).launch();
     assert_eq!(no_wrap.counts, none.counts);
     for outcome in [small, large, none, no_wrap] {
         outcome.assert_bitwise(&all);
@@ -117,8 +120,9 @@ fn units_are_wrapped_by_size() {
 
 #[test]
 fn a_hybrid_world_that_does_not_divide_is_refused() {
-    let options = FsdpOptions::new().strategy(ShardingStrategy::HybridShard).shard_size(2);
-    let launched = LaunchOptions::new(3).device(burn::tensor::Device::flex());
+    let options =
+        FsdpOptions::new().with_strategy(ShardingStrategy::HybridShard).with_shard_size(2);
+    let launched = LaunchOptions::new(3).with_device(burn::tensor::Device::flex());
     let error = launch(launched, move |worker| {
         let net = support::Net::new(1, 0.0, worker.device());
         fully_shard(net, &worker, options.clone()).map(|_| ())

@@ -36,7 +36,7 @@ impl Stepper {
 }
 
 fn sharded(worker: &Worker, options: FsdpOptions) -> Result<Fsdp<Net>, Error> {
-    fully_shard(Net::new(BLOCKS, 0.0, worker.device()), worker, options.seed(7))
+    fully_shard(Net::new(BLOCKS, 0.0, worker.device()), worker, options.with_seed(7))
 }
 
 fn gradients(
@@ -50,7 +50,7 @@ fn gradients(
 }
 
 fn parameters(net: &Fsdp<Net>) -> Result<Parameters, Error> {
-    let state = net.full_state(Recipient::All)?;
+    let state = net.state().full(Recipient::All)?;
     Ok(state.into_iter().map(|(path, data)| (path, data.iter::<f32>().collect())).collect())
 }
 
@@ -101,7 +101,7 @@ impl ModuleVisitor for Read {
 fn plain(optimizer: fn() -> ModuleOptimizer) -> (Parameters, Parameters) {
     let ranks = on(1, move |worker| {
         let device = worker.device();
-        let start = sharded(worker, FsdpOptions::new().strategy(ShardingStrategy::NoShard))?;
+        let start = sharded(worker, FsdpOptions::new().with_strategy(ShardingStrategy::NoShard))?;
         let begin = parameters(&start)?;
         let mut net = (*start).clone().materialize();
         let mut optimizer = optimizer();
@@ -139,7 +139,7 @@ fn whole_matrices_on_their_owners_give_what_plain_burn_gives() {
 fn whole_matrices_on_their_owners_give_what_no_shard_gives() {
     for (name, optimizer) in OPTIMIZERS {
         for world in [2, 3] {
-            let none = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+            let none = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
             let expected = train(world, none.clone(), false, move || Stepper::Plain(optimizer()));
             let whole = move || Stepper::Whole(WholeParam::new(optimizer()));
             assert_eq!(train(world, FsdpOptions::new(), false, whole), expected, "{name} {world}");
@@ -155,7 +155,7 @@ fn whole_matrices_of_an_offloaded_model_have_the_same_bits() {
         let whole = move || Stepper::Whole(WholeParam::new(optimizer()));
         let expected = train(2, FsdpOptions::new(), false, whole);
         for policy in [OffloadPolicy::Params { pin_memory: true }, OffloadPolicy::OptimizerOnly] {
-            let found = train(2, FsdpOptions::new().offload(policy), false, whole);
+            let found = train(2, FsdpOptions::new().with_offload(policy), false, whole);
             assert_eq!(found, expected, "{name} {policy:?}");
         }
     }
@@ -172,7 +172,7 @@ fn without_the_wrapper_lamb_gives_something_else() {
 
 #[test]
 fn owners_are_within_each_group_of_a_hybrid_mesh() {
-    let hybrid = FsdpOptions::new().strategy(ShardingStrategy::HybridShard).shard_size(2);
+    let hybrid = FsdpOptions::new().with_strategy(ShardingStrategy::HybridShard).with_shard_size(2);
     let owned = hybrid.clone();
     let owners = on(4, move |worker| Ok(WholeParam::owners(&sharded(worker, owned.clone())?)));
     let ranks = |owners: &BTreeMap<String, Rank>| {
@@ -201,7 +201,7 @@ fn state_lies_on_owners_alone_and_is_loaded_again() {
         let held = record.len();
         let record = OptimizerRecord::from_bytes(record).expect("and read");
         let numel: usize = {
-            let state = net.full_state(Recipient::All)?;
+            let state = net.state().full(Recipient::All)?;
             let owners = WholeParam::owners(&net);
             let owned = |path: &str| owners.get(path).is_none_or(|rank| *rank == worker.rank());
             let own = state.iter().filter(|(path, _)| owned(path));
@@ -242,7 +242,7 @@ fn groups_learning_rates_and_clipping_are_those_of_the_whole_model() {
     }
     let run = |strategy, whole: bool| {
         on(2, move |worker| {
-            let mut net = sharded(worker, FsdpOptions::new().strategy(strategy))?;
+            let mut net = sharded(worker, FsdpOptions::new().with_strategy(strategy))?;
             let head = ParamGroup::from_path("head.weight");
             let mut schedule = ModuleLrScheduler::new(ConstantLr::new(1e-3))
                 .with_group(head, ConstantLr::new(0.0));
@@ -295,9 +295,9 @@ fn an_owner_holds_one_whole_matrix_and_its_gradient() {
     let ranks = on(2, |worker| {
         let net = sharded(worker, FsdpOptions::new())?;
         let grads = gradients(&net, 0, 0, worker.device())?;
-        let before = net.memory();
+        let before = net.stats().memory();
         let net = WholeParam::new(muon()).step(LEARNING_RATE, net, grads)?;
-        let after = net.memory();
+        let after = net.stats().memory();
         assert_eq!(after.gathered.now, before.gathered.now, "all is given back");
         assert_eq!(after.gradients.now, before.gradients.now);
         Ok(after.gathered.peak - before.gathered.now)

@@ -2,6 +2,7 @@
 
 pub mod field_units;
 pub mod forwards;
+pub mod macro_examples;
 pub mod modules;
 pub mod values;
 pub mod wide;

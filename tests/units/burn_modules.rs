@@ -8,7 +8,8 @@ use burn::nn::norm::NormalizationConfig;
 use burn::nn::transformer::*;
 use burn::nn::*;
 use burn::tensor::{Device, Tensor};
-use fsdp_runtime::{Child, FsdpModule, ParamMapper, ParamVisitor};
+use fsdp_runtime::__private::{Child, ParamMapper, ParamVisitor};
+use fsdp_runtime::FsdpModule;
 
 #[derive(Default)]
 struct Ours {

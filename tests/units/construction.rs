@@ -67,7 +67,8 @@ fn refused<M: HookedForward + 'static>(
     options: FsdpOptions,
     build: impl Fn(usize, &Device) -> M + Send + Sync + 'static,
 ) -> ShardError {
-    let launched = LaunchOptions::new(2).device(Device::flex()).timeout(Duration::from_secs(20));
+    let launched =
+        LaunchOptions::new(2).with_device(Device::flex()).with_timeout(Duration::from_secs(20));
     let error = launch(launched, move |worker| {
         let model = build(worker.rank().index(), worker.device());
         fully_shard(model, &worker, options.clone()).map(|_| ())
@@ -92,7 +93,7 @@ fn an_undeclared_clone_is_named_at_both_places() {
 
 #[test]
 fn a_model_is_sharded_once() {
-    let launched = LaunchOptions::new(2).device(Device::flex());
+    let launched = LaunchOptions::new(2).with_device(Device::flex());
     let errors = launch(launched, |worker| {
         let sharded = fully_shard(pair(worker.device()), &worker, FsdpOptions::new())?;
         let again = fully_shard((*sharded).clone(), &worker, FsdpOptions::new());
@@ -211,7 +212,7 @@ fn ranks_that_built_different_models_are_told_what_differs() {
 
 #[test]
 fn without_sync_every_rank_must_have_the_same_weights() {
-    let unsynced = FsdpOptions::new().sync_module_states(false);
+    let unsynced = FsdpOptions::new().with_sync_module_states(false);
     let error = refused(unsynced.clone(), |rank, device| {
         let model = pair(device);
         let weight = model.first.weight.clone().map(|weight| weight.add_scalar(rank as f32));
@@ -221,27 +222,27 @@ fn without_sync_every_rank_must_have_the_same_weights() {
     assert_eq!((rank.index(), path.as_str()), (1, "first.weight"));
 
     // One seed draws the same on all ranks.
-    launch(LaunchOptions::new(3).device(Device::flex()), move |worker| {
-        fully_shard(pair(worker.device()), &worker, unsynced.clone().seed(5)).map(|_| ())
+    launch(LaunchOptions::new(3).with_device(Device::flex()), move |worker| {
+        fully_shard(pair(worker.device()), &worker, unsynced.clone().with_seed(5)).map(|_| ())
     })
     .expect("equal seeds agree");
 }
 
 #[test]
 fn options_are_checked() {
-    let error = refused(FsdpOptions::new().slots(0), |_, device| pair(device));
+    let error = refused(FsdpOptions::new().with_gather_buffers(0), |_, device| pair(device));
     assert!(matches!(error, ShardError::InvalidOption { option: "slots", .. }), "{error}");
 }
 
 #[test]
 fn rank_0s_weights_are_broadcast() {
-    let states = launch(LaunchOptions::new(2).device(Device::flex()), |worker| {
+    let states = launch(LaunchOptions::new(2).with_device(Device::flex()), |worker| {
         let model = pair(worker.device());
         let offset = worker.rank().index() as f32;
         let weight =
             model.first.weight.clone().map(|weight| weight.zeros_like().add_scalar(offset));
         let model = Pair { first: Linear { weight, ..model.first }, ..model };
-        fully_shard(model, &worker, FsdpOptions::new())?.full_state(Recipient::All)
+        fully_shard(model, &worker, FsdpOptions::new())?.state().full(Recipient::All)
     })
     .unwrap();
     for state in states {
@@ -294,10 +295,10 @@ fn broadcasts<M: FsdpModule + HookedForward + 'static>(
     options: FsdpOptions,
     build: fn(&Device) -> M,
 ) -> (Vec<String>, Vec<FullState>) {
-    let ranks = launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
+    let ranks = launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
         let model = build(worker.device());
         let (model, lines) = record(|| fully_shard(model, &worker, options.clone()));
-        Ok::<_, Error>((only(&lines, &["broadcast"]), model?.full_state(Recipient::All)?))
+        Ok::<_, Error>((only(&lines, &["broadcast"]), model?.state().full(Recipient::All)?))
     });
     let (lines, states): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();
     assert_eq!(lines[0], lines[1], "every rank does the same");
@@ -310,7 +311,7 @@ fn assert_values<M: FsdpModule + HookedForward + 'static>(
     build: fn(&Device) -> M,
 ) -> Vec<String> {
     let (lines, states) = broadcasts(options.clone(), build);
-    let (none, own) = broadcasts(options.sync_module_states(false), build);
+    let (none, own) = broadcasts(options.with_sync_module_states(false), build);
     assert_eq!(none, [""; 0]);
     for state in states {
         assert_eq!(state, own[0]);
@@ -340,12 +341,12 @@ fn small_replicated_parameters_of_a_unit_are_broadcast_together() {
     assert_eq!(assert_values(FsdpOptions::new(), net), expected);
 
     // Matrices that stay whole go with them.
-    let whole = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+    let whole = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
     assert_eq!(assert_values(whole.clone(), net).len(), 4, "one a unit");
     assert_eq!(assert_values(whole, tied).len(), 1, "a tied weight is in it once");
     let policy = OffloadPolicy::Params { pin_memory: false };
-    assert_eq!(assert_values(FsdpOptions::new().offload(policy), net).len(), expected.len());
-    assert_eq!(assert_values(FsdpOptions::new().persist_below(200), tied).len(), 1);
+    assert_eq!(assert_values(FsdpOptions::new().with_offload(policy), net).len(), expected.len());
+    assert_eq!(assert_values(FsdpOptions::new().with_persist_below(200), tied).len(), 1);
 }
 
 #[test]
@@ -355,14 +356,14 @@ fn large_replicated_parameters_are_broadcast_alone() {
         let second = LinearConfig::new(256, 255).init(device);
         Pair { first, second }.map(&mut Numbered(0))
     }
-    let whole = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+    let whole = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
     let lines = ["broadcast first.weight", "broadcast the small parameters of (root)"];
     assert_eq!(assert_values(whole, build), lines);
 }
 
 #[test]
 fn a_frozen_bias_is_frozen_on_the_ranks_that_receive_it() {
-    let tracked = launch(LaunchOptions::new(2).device(Device::flex().autodiff()), |worker| {
+    let tracked = launch(LaunchOptions::new(2).with_device(Device::flex().autodiff()), |worker| {
         let mut model = pair(worker.device());
         model.second.bias = model.second.bias.map(|bias| bias.set_require_grad(false));
         let model = fully_shard(model, &worker, FsdpOptions::new())?;

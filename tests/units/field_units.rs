@@ -155,10 +155,10 @@ fn train<M: HookedForward + 'static>(
     forward: fn(&M, Tensor<3>) -> Tensor<2>,
 ) -> Outcome {
     let launched =
-        LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(60));
+        LaunchOptions::new(world).with_device(Device::flex()).with_timeout(Duration::from_secs(60));
     let mut ranks = launch(launched, move |worker| {
         let device = worker.device();
-        let mut net = fully_shard(model(device), &worker, options.clone().seed(5))?;
+        let mut net = fully_shard(model(device), &worker, options.clone().with_seed(5))?;
         let mut optimizer = AdamWConfig::new().init();
         let mut losses = Vec::new();
         for step in 0..STEPS {
@@ -167,8 +167,8 @@ fn train<M: HookedForward + 'static>(
             let grads = net.backward(loss)?;
             net = optimizer.step(1e-2, net, grads);
         }
-        let counts = net.counts();
-        let state = net.full_state(Recipient::All)?;
+        let counts = net.stats().counts();
+        let state = net.state().full(Recipient::All)?;
         Ok::<_, Error>(Outcome { losses, state, counts })
     })
     .expect("the run succeeds");
@@ -189,8 +189,9 @@ fn assert_same_bits(a: &Outcome, b: &Outcome) {
 #[test]
 fn full_shard_equals_no_shard_in_every_bit() {
     for world in [1, 2, 3] {
-        let run =
-            |strategy| train(world, FsdpOptions::new().strategy(strategy), Net::new, Net::forward);
+        let run = |strategy| {
+            train(world, FsdpOptions::new().with_strategy(strategy), Net::new, Net::forward)
+        };
         let (full, none) = (run(ShardingStrategy::FullShard), run(ShardingStrategy::NoShard));
         assert_same_bits(&full, &none);
         assert_eq!(full.counts.single_gathers, 0, "every field unit was gathered as one");
@@ -204,11 +205,11 @@ fn full_shard_equals_no_shard_in_every_bit() {
 
 #[test]
 fn losses_are_those_of_plain_burn() {
-    let launched = LaunchOptions::new(1).device(Device::flex());
+    let launched = LaunchOptions::new(1).with_device(Device::flex());
     let plain = launch(launched, |worker| {
         let device = worker.device();
         // The weights that the sharded run starts from.
-        let options = FsdpOptions::new().strategy(ShardingStrategy::NoShard).seed(5);
+        let options = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard).with_seed(5);
         let start = fully_shard(Net::new(device), &worker, options)?;
         let mut net = (*start).clone().materialize();
         let mut optimizer = AdamWConfig::new().init();
@@ -339,7 +340,7 @@ fn nested(device: &Device) -> Nested {
 #[test]
 fn an_argument_that_is_a_field_of_a_call_runs_once() {
     let full = train(2, FsdpOptions::new(), nested, Nested::forward);
-    let none = FsdpOptions::new().strategy(ShardingStrategy::NoShard);
+    let none = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
     assert_same_bits(&full, &train(2, none, nested, Nested::forward));
     assert_eq!(full.counts.single_gathers, 0);
     assert_eq!(full.counts.reduce_scatters, STEPS * 3);
@@ -349,9 +350,9 @@ fn an_argument_that_is_a_field_of_a_call_runs_once() {
 
 #[test]
 fn a_list_of_types_wraps_no_field() {
-    let options = FsdpOptions::new().wrap(WrapPolicy::TransformerBased(unit_types![Block]));
+    let options = FsdpOptions::new().with_wrap(WrapPolicy::TransformerBased(unit_types![Block]));
     let full = train(2, options.clone(), Net::new, Net::forward);
-    let none = options.strategy(ShardingStrategy::NoShard);
+    let none = options.with_strategy(ShardingStrategy::NoShard);
     assert_same_bits(&full, &train(2, none, Net::new, Net::forward));
     assert_eq!(full.counts.reduce_scatters, STEPS * 3, "the root and two blocks");
     assert_eq!(full.counts.single_gathers, 0);
@@ -361,7 +362,7 @@ fn a_list_of_types_wraps_no_field() {
 fn a_least_size_wraps_fields_of_that_size() {
     let weights = WIDTH * WIDTH + WIDTH;
     for (min_num_params, units) in [(weights, 1 + 6), (weights + 1, 1)] {
-        let options = FsdpOptions::new().wrap(WrapPolicy::SizeBased { min_num_params });
+        let options = FsdpOptions::new().with_wrap(WrapPolicy::SizeBased { min_num_params });
         let sized = train(2, options, fields, Fields::forward);
         assert_eq!(sized.counts.reduce_scatters, STEPS * units);
         assert_eq!(sized.counts.single_gathers, 0);
@@ -370,10 +371,10 @@ fn a_least_size_wraps_fields_of_that_size() {
 
 #[test]
 fn the_wrapping_names_the_types_of_fields() {
-    let launched = LaunchOptions::new(1).device(Device::flex());
+    let launched = LaunchOptions::new(1).with_device(Device::flex());
     let units = launch(launched, |worker| {
         let net = fully_shard(Net::new(worker.device()), &worker, FsdpOptions::new())?;
-        let units = net.wrapping().units;
+        let units = net.stats().wrapping().units;
         Ok::<_, Error>(units.into_iter().map(|unit| (unit.path, unit.ty)).collect::<Vec<_>>())
     })
     .expect("the run succeeds");
@@ -384,10 +385,10 @@ fn the_wrapping_names_the_types_of_fields() {
 
 #[test]
 fn evaluation_is_that_of_the_trained_model() {
-    let launched = LaunchOptions::new(2).device(Device::flex());
+    let launched = LaunchOptions::new(2).with_device(Device::flex());
     launch(launched, |worker| {
         let device = worker.device();
-        let net = fully_shard(Net::new(device), &worker, FsdpOptions::new().seed(5))?;
+        let net = fully_shard(Net::new(device), &worker, FsdpOptions::new().with_seed(5))?;
         let train = net.forward(input(0, 0, device)).into_data();
         let valid = net.valid().forward(input(0, 0, &device.clone().inner()));
         assert!(!valid.is_autodiff());
@@ -415,7 +416,7 @@ impl Hidden {
 
 #[test]
 fn an_output_of_an_unknown_type_is_an_error() {
-    let launched = LaunchOptions::new(2).device(Device::flex());
+    let launched = LaunchOptions::new(2).with_device(Device::flex());
     let error = launch(launched, |worker| {
         let device = worker.device();
         let model = Hidden { foreign: foreign(device), head: linear(device) };
@@ -424,8 +425,8 @@ fn an_output_of_an_unknown_type_is_an_error() {
         Ok::<_, Error>(())
     })
     .expect_err("the tensors of `Opaque` are not known");
-    let error = error.source.downcast::<Error>().expect("a typed error");
-    let Error::Schedule(ScheduleError::OpaqueOutput { module, output }) = &*error else {
+    let error = error.source.downcast_ref::<Error>().expect("a typed error");
+    let Error::Schedule(ScheduleError::OpaqueOutput { module, output }) = error else {
         panic!("{error}");
     };
     assert!(module.ends_with("Foreign") && output.ends_with("Opaque"), "{module} {output}");
@@ -434,13 +435,14 @@ fn an_output_of_an_unknown_type_is_an_error() {
 /// Those within a unit that is checkpointed are run again with it.
 #[test]
 fn where_all_units_are_checkpointed_fields_are_left_out_with_a_warning() {
-    launch(LaunchOptions::new(1).device(Device::flex()), |worker| {
-        let options = FsdpOptions::new().activation_checkpointing(ActivationCheckpointing::All);
+    launch(LaunchOptions::new(1).with_device(Device::flex()), |worker| {
+        let options =
+            FsdpOptions::new().with_activation_checkpointing(ActivationCheckpointing::All);
         let net = Net::new(worker.device());
         let (model, lines) = record(|| fully_shard(net, &worker, options));
         model?;
         let warned: Vec<_> =
-            lines.iter().filter(|line| line.contains("is not checkpointed")).collect();
+            lines.iter().filter(|line| line.contains("is not recomputed")).collect();
         let [warned] = &warned[..] else { panic!("{lines:?}") };
         for unit in ["first", "attention", "layers.4", "pair.1", "foreign.0", "lstm"] {
             assert!(warned.contains(unit), "{unit}: {warned}");

@@ -146,15 +146,16 @@ fn shards(model: &Fsdp<Model>, grads: &GradientsParams) -> Vec<Vec<f32>> {
 fn values_and_gradients_are_those_of_plain_burn() {
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
         for world in [1, 2, 3] {
-            let launched =
-                LaunchOptions::new(world).device(Device::flex()).timeout(Duration::from_secs(20));
+            let launched = LaunchOptions::new(world)
+                .with_device(Device::flex())
+                .with_timeout(Duration::from_secs(20));
             let ranks = launch(launched, move |worker| {
                 let device = worker.device();
                 let plain = model(device);
                 // The same values on every rank: initialise under one seed.
-                let options = FsdpOptions::new().strategy(strategy).seed(3);
+                let options = FsdpOptions::new().with_strategy(strategy).with_seed(3);
                 let sharded = fully_shard(plain, &worker, options)?;
-                let state = sharded.full_state(Recipient::All)?;
+                let state = sharded.state().full(Recipient::All)?;
                 let plain = restore(&state, device);
                 let want = expected(&plain, device);
                 let loss = scalar(sharded.forward(input(device)));
@@ -206,10 +207,10 @@ fn restore(state: &fsdp_runtime::FullState, device: &Device) -> Model {
 
 #[test]
 fn a_value_outside_any_forward_is_gathered_on_demand_and_trains() {
-    let launched = LaunchOptions::new(2).device(Device::flex());
+    let launched = LaunchOptions::new(2).with_device(Device::flex());
     let ranks = launch(launched, |worker| {
         let device = worker.device();
-        let sharded = fully_shard(model(device), &worker, FsdpOptions::new().seed(3))?;
+        let sharded = fully_shard(model(device), &worker, FsdpOptions::new().with_seed(3))?;
         let table = sharded.table.rows.val();
         assert_eq!(table.dims(), [6, WIDTH]);
         let data = table.clone().into_data();
@@ -218,7 +219,7 @@ fn a_value_outside_any_forward_is_gathered_on_demand_and_trains() {
         Ok::<_, Error>((
             data.iter::<f32>().collect::<Vec<_>>(),
             mine,
-            sharded.counts().single_gathers,
+            sharded.stats().counts().single_gathers,
         ))
     })
     .unwrap();
@@ -232,10 +233,10 @@ fn a_value_outside_any_forward_is_gathered_on_demand_and_trains() {
 
 #[test]
 fn evaluation_is_that_of_the_trained_model() {
-    let launched = LaunchOptions::new(2).device(Device::flex());
+    let launched = LaunchOptions::new(2).with_device(Device::flex());
     launch(launched, |worker| {
         let device = worker.device();
-        let sharded = fully_shard(model(device), &worker, FsdpOptions::new().seed(3))?;
+        let sharded = fully_shard(model(device), &worker, FsdpOptions::new().with_seed(3))?;
         let train = sharded.forward(input(device)).hidden.into_data();
         let valid = sharded.valid();
         let plain = device.clone().inner();

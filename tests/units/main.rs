@@ -8,5 +8,7 @@ mod support;
 pub mod accepted;
 mod burn_modules;
 mod construction;
+mod crate_path;
 mod field_units;
 mod hooks;
+mod list_alias;

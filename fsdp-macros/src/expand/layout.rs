@@ -3,14 +3,14 @@
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};
 
-use crate::ast::{Content, Field, Module, Root};
-use crate::attr::Tie;
+use super::span::at;
+use crate::parse::{Content, Field, Module, Tie, Unit};
 
-/// `const LAYOUT: Node = ..;`
-pub fn constant(module: &Module<'_>) -> TokenStream {
+/// Generates `const LAYOUT: Node = ..;`.
+pub(super) fn constant(module: &Module<'_>) -> TokenStream {
     let name = module.original.ident.to_string();
     let kind = match module.unit {
-        Some(Root(root)) => quote!(__fsdp::Kind::Unit { root: #root }),
+        Some(Unit { root, .. }) => quote!(__fsdp::Kind::Unit { root: #root }),
         None => quote!(__fsdp::Kind::Module),
     };
     let children = module.layout_fields().map(child);
@@ -34,7 +34,7 @@ fn child(field: &Field<'_>) -> TokenStream {
     let ty = &field.original.ty;
     let node = match field.content {
         Content::Leaf => quote!(__fsdp::LEAF),
-        _ => quote_spanned!(super::at(ty)=> <#ty as __fsdp::FsdpModule>::LAYOUT),
+        _ => quote_spanned!(at(ty)=> <#ty as __fsdp::FsdpModule>::LAYOUT),
     };
     let unit = field.unit.is_some();
     quote! {

@@ -1,74 +1,81 @@
-//! Tokens: data and calls into the runtime, never algorithms.
+//! Generated code: data and calls into the runtime crate, never algorithms.
 //!
-//! All of it but the hooked methods themselves stands in `const _: () = { .. };`, where `__fsdp` is
-//! the runtime's `__private`. Tokens that a wrong use makes the compiler complain about carry the
-//! place of what the user wrote.
+//! Everything except the hooked methods is in `const _: () = { .. };`. In generated code `__fsdp` is
+//! the runtime's `__private`, and all other names that a user could see begin with `__fsdp_`. Tokens
+//! that the compiler reports where the macro is used wrongly have the span of what the user wrote.
 
-mod calls;
-mod forward;
+mod const_checks;
+mod expressions;
+mod field_calls;
+mod fsdp_module;
+mod hooked_forward;
+mod hooks;
+mod item;
 mod layout;
-mod replay;
-mod unit;
-mod value;
+mod recompute;
+mod signature;
+mod span;
+mod traversal;
+mod unit_value;
 
-use proc_macro2::{Span, TokenStream};
+use proc_macro2::TokenStream;
 use quote::{ToTokens, quote};
-use syn::spanned::Spanned;
-use syn::{Data, DeriveInput};
+use syn::Data;
 
-use crate::ast::{Hooked, Module};
+use crate::parse::{CratePath, ImplBlock, Module, Value};
 
-/// Everything generated for a struct. `sound`: no error was found, so the checks across types may
-/// run; without it only what other items rely on is generated.
-pub fn module(module: &Module<'_>, sound: bool) -> TokenStream {
-    if module.is_a_unit_elsewhere() {
+pub(crate) use item::without_own_attributes;
+
+/// Generates the traits of a struct. After an error, when `is_valid` is false, only what other items
+/// use is generated, without checks that could report more errors about the same mistake.
+pub(crate) fn module(module: &Module<'_>, is_valid: bool) -> TokenStream {
+    if module.is_also_a_unit() {
         return TokenStream::new();
     }
     let generated = match &module.original.data {
         Data::Union(_) => return TokenStream::new(),
-        Data::Enum(_) => unit::opaque(module),
-        Data::Struct(_) if !module.has_known_fields() => unit::opaque(module),
+        Data::Enum(_) => fsdp_module::opaque(module),
+        Data::Struct(_) if !module.has_known_fields() => fsdp_module::opaque(module),
         Data::Struct(_) => {
             let layout = layout::constant(module);
-            let walks = unit::walks(module);
-            let implementation = unit::implementation(module, quote!(#layout #walks));
-            let derived = sound.then(|| unit::derives_module(module));
-            let checks = sound.then(|| unit::checks(module));
-            quote!(#derived #implementation #checks)
+            let methods = traversal::methods(module);
+            let implementation = fsdp_module::implementation(module, quote!(#layout #methods));
+            let burn_check = is_valid.then(|| const_checks::derives_burn_module(module));
+            let checks = is_valid.then(|| const_checks::checks(module));
+            quote!(#burn_check #implementation #checks)
         }
     };
-    hidden(generated)
+    in_const_block(&module.crate_path, generated)
 }
 
-/// An `impl` block with its hooks.
-pub fn hooks(hooked: &Hooked<'_>) -> TokenStream {
-    let block = match hooked.takes_hooks() {
-        true => forward::block(hooked).into_token_stream(),
-        false => hooked.original.to_token_stream(),
+/// Generates an `impl` block with its hooks, and the trait that marks its type as hooked.
+pub(crate) fn impl_block(block: &ImplBlock<'_>) -> TokenStream {
+    let hooked = match block.takes_hooks() {
+        true => hooks::block(block).into_token_stream(),
+        false => block.original.to_token_stream(),
     };
-    let is_generic = !hooked.original.generics.params.is_empty();
-    let marker = (!is_generic).then(|| hidden(forward::marker(hooked)));
-    quote!(#block #marker)
+    let marker = block
+        .is_of_one_type()
+        .then(|| in_const_block(&block.crate_path, hooked_forward::implementation(block)));
+    quote!(#hooked #marker)
 }
 
-/// `impl UnitValue`.
-pub fn value(item: &DeriveInput) -> TokenStream {
-    match &item.data {
+/// Generates `impl UnitValue`.
+pub(crate) fn unit_value(value: &Value<'_>) -> TokenStream {
+    match &value.original.data {
         Data::Union(_) => TokenStream::new(),
-        Data::Struct(_) | Data::Enum(_) => hidden(value::implementation(item)),
+        Data::Struct(_) | Data::Enum(_) => {
+            in_const_block(&value.crate_path, unit_value::implementation(value.original))
+        }
     }
 }
 
-fn hidden(generated: TokenStream) -> TokenStream {
+fn in_const_block(crate_path: &CratePath, generated: TokenStream) -> TokenStream {
+    let import = crate_path.import();
     quote! {
         const _: () = {
-            use ::fsdp_runtime::__private as __fsdp;
+            #import
             #generated
         };
     }
-}
-
-/// The place of the user's tokens, with the names of generated code.
-fn at(tokens: &impl Spanned) -> Span {
-    Span::call_site().located_at(tokens.span())
 }

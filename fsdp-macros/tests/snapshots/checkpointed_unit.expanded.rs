@@ -62,25 +62,20 @@ impl Block {
     ) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            CollectOther as _, CollectValue as _, KeepOther as _, KeepValue as _,
+            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
+            KeepValue as _,
         };
-        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+        let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&::fsdp_runtime::__private::Input(&__fsdp_0)).collect(__fsdp_inputs);
-                (&::fsdp_runtime::__private::Input(&mask)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&__fsdp_0)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&mask)).collect(__fsdp_inputs);
             },
         );
-        let __fsdp_0 = (&::fsdp_runtime::__private::Input(&__fsdp_0))
-            .kind()
-            .map(&__fsdp_call, __fsdp_0);
-        let mask = (&::fsdp_runtime::__private::Input(&mask))
-            .kind()
-            .map(&__fsdp_call, mask);
+        let __fsdp_0 = (&__fsdp::Input(&__fsdp_0)).kind().map(&__fsdp_call, __fsdp_0);
+        let mask = (&__fsdp::Input(&mask)).kind().map(&__fsdp_call, mask);
         let __fsdp_inputs = (__fsdp_0, (mask, ()));
-        let ((__fsdp_0, (mask, ())), __fsdp_recompute) = (&::fsdp_runtime::__private::Input(
-            &__fsdp_inputs,
-        ))
+        let ((__fsdp_0, (mask, ())), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
             .replays()
             .keep(
                 &__fsdp_call,
@@ -91,7 +86,7 @@ impl Block {
                 },
             );
         let __fsdp_output = self.__fsdp_forward(__fsdp_0, mask);
-        ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
+        __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]
     fn __fsdp_forward(
@@ -105,14 +100,12 @@ impl Block {
     pub unsafe fn forward_step(&self) -> Output {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            CollectOther as _, CollectValue as _, KeepOther as _, KeepValue as _,
+            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
+            KeepValue as _,
         };
-        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
-            self,
-            |__fsdp_inputs| {},
-        );
+        let __fsdp_call = __fsdp::pre_forward(self, |__fsdp_inputs| {});
         let __fsdp_inputs = ();
-        let ((), __fsdp_recompute) = (&::fsdp_runtime::__private::Input(&__fsdp_inputs))
+        let ((), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
             .replays()
             .keep(
                 &__fsdp_call,
@@ -121,7 +114,7 @@ impl Block {
                 |__fsdp_self: &Self, ()| unsafe { __fsdp_self.__fsdp_forward_step() },
             );
         let __fsdp_output = unsafe { self.__fsdp_forward_step() };
-        ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
+        __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[cfg(feature = "generation")]
     #[doc(hidden)]
@@ -130,20 +123,20 @@ impl Block {
     }
     pub fn forward_cached(&self, x: Tensor<3>, cache: &mut Cache<'_>) -> Tensor<3> {
         #[allow(unused_imports)]
-        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
-        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, CollectOther as _, CollectValue as _,
+        };
+        let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
-                (&::fsdp_runtime::__private::Input(&cache)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&cache)).collect(__fsdp_inputs);
             },
         );
-        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
-        let cache = (&::fsdp_runtime::__private::Input(&cache))
-            .kind()
-            .map(&__fsdp_call, cache);
+        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
+        let cache = (&__fsdp::Input(&cache)).kind().map(&__fsdp_call, cache);
         let __fsdp_output = self.__fsdp_forward_cached(x, cache);
-        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+        __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
     #[doc(hidden)]
     fn __fsdp_forward_cached(&self, x: Tensor<3>, cache: &mut Cache<'_>) -> Tensor<3> {
@@ -151,16 +144,18 @@ impl Block {
     }
     pub fn forward_any<const N: usize>(&self, x: Tensor<3>) -> Tensor<3> {
         #[allow(unused_imports)]
-        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
-        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, CollectOther as _, CollectValue as _,
+        };
+        let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
             },
         );
-        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
+        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_output = self.__fsdp_forward_any::<N>(x);
-        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+        __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
     #[doc(hidden)]
     fn __fsdp_forward_any<const N: usize>(&self, x: Tensor<3>) -> Tensor<3> {
@@ -191,7 +186,9 @@ const _: () = {
                         ("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE),
                         (
                             "cache",
-                            ::core::option::Option::Some(__fsdp::NotRecomputable::Borrowed),
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Borrowed,
+                            ),
                         ),
                     ],
                 },
@@ -199,7 +196,12 @@ const _: () = {
                     name: "forward_any",
                     inputs: &[
                         ("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE),
-                        ("N", ::core::option::Option::Some(__fsdp::NotRecomputable::Generic)),
+                        (
+                            "N",
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Generic,
+                            ),
+                        ),
                     ],
                 },
             ]

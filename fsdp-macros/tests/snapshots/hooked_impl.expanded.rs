@@ -7,23 +7,20 @@ impl Block {
     pub fn forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            CollectOther as _, CollectValue as _, KeepOther as _, KeepValue as _,
+            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
+            KeepValue as _,
         };
-        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+        let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
-                (&::fsdp_runtime::__private::Input(&mask)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&mask)).collect(__fsdp_inputs);
             },
         );
-        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
-        let mask = (&::fsdp_runtime::__private::Input(&mask))
-            .kind()
-            .map(&__fsdp_call, mask);
+        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
+        let mask = (&__fsdp::Input(&mask)).kind().map(&__fsdp_call, mask);
         let __fsdp_inputs = (x, (mask, ()));
-        let ((x, (mask, ())), __fsdp_recompute) = (&::fsdp_runtime::__private::Input(
-            &__fsdp_inputs,
-        ))
+        let ((x, (mask, ())), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
             .replays()
             .keep(
                 &__fsdp_call,
@@ -32,7 +29,7 @@ impl Block {
                 |__fsdp_self: &Self, (x, (mask, ()))| __fsdp_self.__fsdp_forward(x, mask),
             );
         let __fsdp_output = self.__fsdp_forward(x, mask);
-        ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
+        __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]
     fn __fsdp_forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
@@ -52,31 +49,25 @@ impl Block {
         T: Clone,
     {
         #[allow(unused_imports)]
-        use ::fsdp_runtime::__private::{CollectOther as _, CollectValue as _};
-        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, CollectOther as _, CollectValue as _,
+        };
+        let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&::fsdp_runtime::__private::Input(&__fsdp_0)).collect(__fsdp_inputs);
-                (&::fsdp_runtime::__private::Input(&cache)).collect(__fsdp_inputs);
-                (&::fsdp_runtime::__private::Input(&keys)).collect(__fsdp_inputs);
-                (&::fsdp_runtime::__private::Input(&other)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&__fsdp_0)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&cache)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&keys)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&other)).collect(__fsdp_inputs);
             },
         );
-        let __fsdp_0 = (&::fsdp_runtime::__private::Input(&__fsdp_0))
-            .kind()
-            .map(&__fsdp_call, __fsdp_0);
-        let cache = (&::fsdp_runtime::__private::Input(&cache))
-            .kind()
-            .map(&__fsdp_call, cache);
-        let keys = (&::fsdp_runtime::__private::Input(&keys))
-            .kind()
-            .map(&__fsdp_call, keys);
-        let other = (&::fsdp_runtime::__private::Input(&other))
-            .kind()
-            .map(&__fsdp_call, other);
+        let __fsdp_0 = (&__fsdp::Input(&__fsdp_0)).kind().map(&__fsdp_call, __fsdp_0);
+        let cache = (&__fsdp::Input(&cache)).kind().map(&__fsdp_call, cache);
+        let keys = (&__fsdp::Input(&keys)).kind().map(&__fsdp_call, keys);
+        let other = (&__fsdp::Input(&other)).kind().map(&__fsdp_call, other);
         let __fsdp_output = self
             .__fsdp_forward_step::<D, T>(__fsdp_0, cache, keys, other);
-        ::fsdp_runtime::__private::post_forward(__fsdp_call, __fsdp_output)
+        __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
     #[expect(clippy::too_many_arguments)]
     #[doc(hidden)]
@@ -110,21 +101,31 @@ const _: () = {
                     name: "forward",
                     inputs: &[
                         ("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE),
-                        ("mask", __fsdp::Probe::<Option<Tensor<4, Bool>>>::NOT_RECOMPUTABLE),
+                        (
+                            "mask",
+                            __fsdp::Probe::<Option<Tensor<4, Bool>>>::NOT_RECOMPUTABLE,
+                        ),
                     ],
                 },
                 __fsdp::Forward {
                     name: "forward_step",
                     inputs: &[
-                        ("input 1", __fsdp::Probe::<(Tensor<3>, usize)>::NOT_RECOMPUTABLE),
+                        (
+                            "input 1",
+                            __fsdp::Probe::<(Tensor<3>, usize)>::NOT_RECOMPUTABLE,
+                        ),
                         ("cache", __fsdp::Probe::<Cache>::NOT_RECOMPUTABLE),
                         (
                             "keys",
-                            ::core::option::Option::Some(__fsdp::NotRecomputable::Borrowed),
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Borrowed,
+                            ),
                         ),
                         (
                             "other",
-                            ::core::option::Option::Some(__fsdp::NotRecomputable::Generic),
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Generic,
+                            ),
                         ),
                         (
                             "the return value",

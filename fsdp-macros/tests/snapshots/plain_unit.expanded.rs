@@ -86,7 +86,11 @@ const _: () = {
                     &__fsdp_children[2],
                     __fsdp_mapper,
                 ),
-                gate: __fsdp::map_leaf_field(self.gate, &__fsdp_children[3], __fsdp_mapper),
+                gate: __fsdp::map_leaf_field(
+                    self.gate,
+                    &__fsdp_children[3],
+                    __fsdp_mapper,
+                ),
                 dropout: self.dropout,
                 cache: self.cache,
             }

@@ -75,19 +75,18 @@ impl Block {
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            CollectOther as _, CollectValue as _, KeepOther as _, KeepValue as _,
+            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
+            KeepValue as _,
         };
-        let __fsdp_call = ::fsdp_runtime::__private::pre_forward(
+        let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&::fsdp_runtime::__private::Input(&x)).collect(__fsdp_inputs);
+                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
             },
         );
-        let x = (&::fsdp_runtime::__private::Input(&x)).kind().map(&__fsdp_call, x);
+        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_inputs = (x, ());
-        let ((x, ()), __fsdp_recompute) = (&::fsdp_runtime::__private::Input(
-            &__fsdp_inputs,
-        ))
+        let ((x, ()), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
             .replays()
             .keep(
                 &__fsdp_call,
@@ -96,7 +95,7 @@ impl Block {
                 |__fsdp_self: &Self, (x, ())| __fsdp_self.__fsdp_forward(x),
             );
         let __fsdp_output = self.__fsdp_forward(x);
-        ::fsdp_runtime::__private::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
+        __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]
     fn __fsdp_forward(&self, x: Tensor<3>) -> Tensor<3> {

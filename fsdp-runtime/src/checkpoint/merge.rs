@@ -39,20 +39,20 @@ impl MergeOptions {
     }
 
     /// The model of this name, where the checkpoint holds several.
-    pub fn model(mut self, name: impl Into<String>) -> Self {
+    pub fn with_model(mut self, name: impl Into<String>) -> Self {
         self.model = Some(name.into());
         self
     }
 
     /// The most bytes of tensors in one file, as
-    /// [`SavePretrained::max_shard_size`](crate::SavePretrained::max_shard_size).
-    pub fn max_shard_size(mut self, bytes: u64) -> Self {
+    /// [`SavePretrained::with_max_shard_size`](crate::SavePretrained::with_max_shard_size).
+    pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
         self
     }
 
     /// Whether tensors are named by their module paths and lie as in the module.
-    pub fn module_paths(mut self, module_paths: bool) -> Self {
+    pub fn with_module_paths(mut self, module_paths: bool) -> Self {
         self.module_paths = module_paths;
         self
     }

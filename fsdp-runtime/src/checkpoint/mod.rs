@@ -7,7 +7,7 @@
 //! byte ranges it needs, memory-mapped.
 //!
 //! ```ignore
-//! let mut checkpoints = CheckpointManager::new("runs/a", &worker).keep_last(3);
+//! let mut checkpoints = CheckpointManager::new("runs/a", &worker).with_keep_last(3);
 //! if let Some(folder) = checkpoints.latest()? {
 //!     let restore = Restore::new().model("model", &mut model).optimizer("adamw", &mut optimizer);
 //!     step = restore.load(&worker, folder)?.progress.step;
@@ -22,6 +22,7 @@
 
 mod folder;
 mod grad_scaler;
+mod handle;
 mod manifest;
 mod merge;
 pub(crate) mod model;
@@ -44,6 +45,7 @@ use std::path::Path;
 
 pub use crate::error::CheckpointError;
 pub use folder::{Listing, list};
+pub use handle::{State, StateMut};
 pub use manifest::{
     BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,
     ParameterEntry, Piece, Progress, RandomState, TensorEntry, UnitEntry, VERSION,

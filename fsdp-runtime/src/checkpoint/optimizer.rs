@@ -20,7 +20,7 @@ use burn_pack::{Reader, Tensor, Writer};
 use super::model::Model;
 use super::scalar::{Scalar, Scalars};
 use crate::error::{CheckpointError, Error};
-use crate::fully_shard::Fsdp;
+use crate::fully_shard::Stats;
 use crate::module::FsdpModule;
 
 /// The number that Burn adds to each parameter's: its number of dimensions.
@@ -304,7 +304,7 @@ fn failed(optimizer: &str) -> impl Fn(String) -> CheckpointError {
     let optimizer = optimizer.to_string();
     move |reason| CheckpointError::Record { optimizer: optimizer.clone(), reason }
 }
-impl<M: FsdpModule> Fsdp<M> {
+impl<M: FsdpModule> Stats<'_, M> {
     /// Counts the tensors that `optimizer` holds for this model in [`memory`](Self::memory), one
     /// parameter after the other: none is held twice for it but those of one parameter. The state has
     /// its size after the first step.
@@ -315,14 +315,14 @@ impl<M: FsdpModule> Fsdp<M> {
     /// tell what it holds.
     pub fn record_optimizer(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         let mut ids = Vec::new();
-        Model::visit(self, &mut |held| ids.push(held.id));
+        Model::visit(self.model, &mut |held| ids.push(held.id));
         let (mut names, mut bytes) = (Names::default(), 0);
         for id in ids {
             let states = read("the optimizer", optimizer, &[id], &mut names)?;
             let tensors = states.values().flat_map(|state| &state.tensors);
             bytes += tensors.map(|tensor| tensor.bytes.len()).sum::<usize>();
         }
-        self.engine.record_optimizer(bytes);
+        self.model.engine.record_optimizer(bytes);
         Ok(())
     }
 }

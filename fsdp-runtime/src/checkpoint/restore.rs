@@ -24,6 +24,7 @@ use super::ranks::Ranks;
 use super::read::Folder;
 use super::save::CheckpointManager;
 use super::{folder, own, scheduler};
+use crate::checkpoint::StateMut;
 use crate::error::CheckpointError;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
@@ -79,13 +80,17 @@ impl<'a> Restore<'a> {
 
     /// A sharded model, by its name in the checkpoint. Its randomness goes on where it was; a rank
     /// that the saving world did not have goes on where rank 0 was.
-    pub fn model<M: FsdpModule>(mut self, name: impl Into<String>, model: &'a mut Fsdp<M>) -> Self {
+    pub fn with_model<M: FsdpModule>(
+        mut self,
+        name: impl Into<String>,
+        model: &'a mut Fsdp<M>,
+    ) -> Self {
         self.models.insert(name.into(), model);
         self
     }
 
     /// An optimizer of any of the models added, before or after, with the groups it had.
-    pub fn optimizer(
+    pub fn with_optimizer(
         mut self,
         name: impl Into<String>,
         optimizer: &'a mut ModuleOptimizer,
@@ -96,7 +101,7 @@ impl<'a> Restore<'a> {
 
     /// An optimizer of whole matrices, of any of the models added: each owner reads the state of its
     /// own, whichever rank of whatever world wrote it, and under whatever strategy.
-    pub fn whole_optimizer(
+    pub fn with_whole_optimizer(
         mut self,
         name: impl Into<String>,
         optimizer: &'a mut WholeParam,
@@ -107,7 +112,7 @@ impl<'a> Restore<'a> {
     }
 
     /// A learning-rate scheduler, built as the one that was saved.
-    pub fn scheduler(
+    pub fn with_scheduler(
         mut self,
         name: impl Into<String>,
         scheduler: &'a mut ModuleLrScheduler,
@@ -117,7 +122,7 @@ impl<'a> Restore<'a> {
     }
 
     /// A loss scaler: it goes on as the one that was saved, whatever its configuration was.
-    pub fn grad_scaler(mut self, name: impl Into<String>, scaler: &'a mut GradScaler) -> Self {
+    pub fn with_grad_scaler(mut self, name: impl Into<String>, scaler: &'a mut GradScaler) -> Self {
         self.scalers.insert(name.into(), scaler);
         self
     }
@@ -133,16 +138,16 @@ impl<'a> Restore<'a> {
     }
 }
 
-impl<M: FsdpModule> Fsdp<M> {
+impl<M: FsdpModule> StateMut<'_, M> {
     /// Loads the model called `model` of a checkpoint folder, saved at any world size. Every rank
     /// calls it; on an error nothing has changed.
     ///
     /// # Errors
     ///
     /// As [`Restore::load`].
-    pub fn load_state(&mut self, folder: impl AsRef<Path>) -> Result<Restored, Error> {
-        let ranks = Ranks::from(&*self);
-        load(Restore::new().model("model", self), &ranks, folder.as_ref())
+    pub fn load(&mut self, folder: impl AsRef<Path>) -> Result<Restored, Error> {
+        let ranks = Ranks::from(&*self.model);
+        load(Restore::new().with_model("model", self.model), &ranks, folder.as_ref())
     }
 }
 

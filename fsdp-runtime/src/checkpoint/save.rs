@@ -28,6 +28,7 @@ use super::scalar::Scalars;
 use super::sink::{FileSink, MemorySink};
 use super::write::{gather_parts, leave_part, missing_part, outline, part_file, parts};
 use super::{folder, io, scheduler};
+use crate::checkpoint::State;
 use crate::error::CheckpointError;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
@@ -72,53 +73,69 @@ impl<'a> Checkpoint<'a> {
     }
 
     /// Where the data stand: completed passes, and the sampler's position in this one.
-    pub fn data(mut self, epoch: u64, position: u64) -> Self {
+    pub fn with_data_position(mut self, epoch: u64, position: u64) -> Self {
         (self.progress.epoch, self.progress.position) = (epoch, position);
         self
     }
 
     /// The scale of the loss, where no [`GradScaler`] keeps it.
-    pub fn loss_scale(mut self, scale: f32) -> Self {
+    pub fn with_loss_scale(mut self, scale: f32) -> Self {
         self.progress.loss_scale = Some(scale);
         self
     }
 
     /// A model and its randomness.
-    pub fn model<M: FsdpModule>(mut self, name: impl Into<String>, model: &'a Fsdp<M>) -> Self {
+    pub fn with_model<M: FsdpModule>(
+        mut self,
+        name: impl Into<String>,
+        model: &'a Fsdp<M>,
+    ) -> Self {
         self.models.insert(name.into(), model);
         self
     }
 
     /// An optimizer of any of the models added, before or after.
-    pub fn optimizer(mut self, name: impl Into<String>, optimizer: &'a ModuleOptimizer) -> Self {
+    pub fn with_optimizer(
+        mut self,
+        name: impl Into<String>,
+        optimizer: &'a ModuleOptimizer,
+    ) -> Self {
         self.optimizers.insert(name.into(), SavedOptimizer { optimizer, whole: false });
         self
     }
 
     /// An optimizer of whole matrices, of any of the models added. The state of each is written by
     /// its owner, and goes to the new owner wherever it is loaded.
-    pub fn whole_optimizer(mut self, name: impl Into<String>, optimizer: &'a WholeParam) -> Self {
+    pub fn with_whole_optimizer(
+        mut self,
+        name: impl Into<String>,
+        optimizer: &'a WholeParam,
+    ) -> Self {
         let optimizer = optimizer.inner();
         self.optimizers.insert(name.into(), SavedOptimizer { optimizer, whole: true });
         self
     }
 
     /// A learning-rate scheduler.
-    pub fn scheduler(mut self, name: impl Into<String>, scheduler: &ModuleLrScheduler) -> Self {
+    pub fn with_scheduler(
+        mut self,
+        name: impl Into<String>,
+        scheduler: &ModuleLrScheduler,
+    ) -> Self {
         self.schedulers.insert(name.into(), scheduler::scalars(&scheduler.to_record()));
         self
     }
 
     /// A loss scaler, with all of its state. Its scale is the checkpoint's
     /// [`loss_scale`](Progress::loss_scale) too.
-    pub fn grad_scaler(mut self, name: impl Into<String>, scaler: &GradScaler) -> Self {
+    pub fn with_grad_scaler(mut self, name: impl Into<String>, scaler: &GradScaler) -> Self {
         self.scalers.insert(name.into(), scaler.scalars());
-        self.loss_scale(scaler.loss_scale())
+        self.with_loss_scale(scaler.loss_scale())
     }
 
     /// Anything else, as JSON; rank 0's is kept. A float may come back with another last bit, unless
     /// the program turns on serde_json's `float_roundtrip`.
-    pub fn value(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
+    pub fn with_value(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
         self.values.insert(name.into(), value.into().to_string());
         self
     }
@@ -149,15 +166,20 @@ impl<'a> Checkpoint<'a> {
     }
 }
 
-impl<M: FsdpModule> Fsdp<M> {
+impl<M: FsdpModule> State<'_, M> {
     /// Saves the model alone as a checkpoint folder, in which it is called `model`. Every rank
     /// calls it. [`Checkpoint`] takes optimizers and more.
     ///
     /// # Errors
     ///
     /// As [`Checkpoint::save`].
-    pub fn save_state(&self, folder: impl AsRef<Path>) -> Result<(), Error> {
-        save(&Checkpoint::new(0).model("model", self), &Ranks::from(self), folder.as_ref(), None)
+    pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), Error> {
+        save(
+            &Checkpoint::new(0).with_model("model", self.model),
+            &Ranks::from(self.model),
+            folder.as_ref(),
+            None,
+        )
     }
 }
 
@@ -288,13 +310,13 @@ impl CheckpointManager {
 
     /// Keeps `count` checkpoints, at least one: the one just saved, and those of the highest steps.
     /// The others are deleted once a new one is complete.
-    pub fn keep_last(mut self, count: usize) -> Self {
+    pub fn with_keep_last(mut self, count: usize) -> Self {
         self.home.keep_last = Some(count.max(1));
         self
     }
 
     /// Whether saves copy what they need and write it while training goes on.
-    pub fn background(mut self, background: bool) -> Self {
+    pub fn with_background(mut self, background: bool) -> Self {
         self.background = background;
         self
     }

@@ -35,41 +35,42 @@ impl Config {
     pub(super) fn options_for(&self, layout: Option<&Node>) -> Result<FsdpOptions, ConfigError> {
         let mut problems = Vec::new();
         let fsdp = &self.fsdp;
-        let mut made = FsdpOptions::new().strategy(fsdp.sharding_strategy);
-        made = made.wrap(self.wrap(layout, &mut problems));
+        let mut made = FsdpOptions::new().with_strategy(fsdp.sharding_strategy);
+        made = made.with_wrap(self.wrap(layout, &mut problems));
         // The number of processes may not be the file's.
         problems.extend(self.mesh_problem());
         if let Some(ranks) = self.shard_size() {
-            made = made.shard_size(ranks);
+            made = made.with_shard_size(ranks);
         }
         if let Some(prefetch) = fsdp.backward_prefetch {
-            made = made.backward_prefetch(prefetch);
+            made = made.with_backward_prefetch(prefetch);
         }
         if let Some(prefetch) = fsdp.forward_prefetch {
-            made = made.forward_prefetch(prefetch);
+            made = made.with_forward_prefetch(prefetch);
         }
         if let Some(sync) = fsdp.sync_module_states {
-            made = made.sync_module_states(sync);
+            made = made.with_sync_module_states(sync);
         }
         if let Some(efficient) = fsdp.cpu_ram_efficient_loading {
-            made = made.cpu_ram_efficient_loading(efficient);
+            made = made.with_cpu_ram_efficient_loading(efficient);
         }
         if fsdp.offload_params {
-            made = made.offload(OffloadPolicy::Params { pin_memory: true });
+            made = made.with_offload(OffloadPolicy::Params { pin_memory: true });
         }
         if fsdp.activation_checkpointing {
-            made = made.activation_checkpointing(ActivationCheckpointing::All);
+            made = made.with_activation_checkpointing(ActivationCheckpointing::All);
         }
         match self.mixed_precision.param_dtype() {
             Some(FloatDType::F32) => {}
             Some(dtype) => {
-                let policy = MixedPrecisionPolicy::new().param_dtype(dtype);
+                let policy = MixedPrecisionPolicy::new().with_param_dtype(dtype);
                 // As Accelerate sets it: outputs come back in f32, unless all is to be bf16.
-                made =
-                    made.mixed_precision(match self.downcast_bf16 && dtype == FloatDType::BF16 {
+                made = made.with_mixed_precision(
+                    match self.downcast_bf16 && dtype == FloatDType::BF16 {
                         true => policy,
-                        false => policy.output_dtype(FloatDType::F32),
-                    });
+                        false => policy.with_output_dtype(FloatDType::F32),
+                    },
+                );
             }
             None => {
                 let value = self.mixed_precision.name();
@@ -102,7 +103,7 @@ impl Config {
         }
         let options = LaunchOptions::new(world);
         // Else the environment has the word.
-        let options = if self.debug { options.debug(true) } else { options };
+        let options = if self.debug { options.with_debug(true) } else { options };
         self.valid(options, problems)
     }
 

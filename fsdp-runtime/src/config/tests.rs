@@ -353,25 +353,25 @@ const BERT_MODEL: Node = unit("Bert", &[field(&EMBEDDINGS), field(&LAYERS), fiel
 fn a_file_becomes_options() {
     let options = good(BERT).0.options_for(Some(&BERT_MODEL)).unwrap();
     let expected = FsdpOptions::new()
-        .wrap(WrapPolicy::Named(&["BertLayer"]))
-        .forward_prefetch(false)
-        .sync_module_states(true);
+        .with_wrap(WrapPolicy::Named(&["BertLayer"]))
+        .with_forward_prefetch(false)
+        .with_sync_module_states(true);
     assert_eq!(options, expected);
     assert_eq!(Config::default().options_for(Some(&BERT_MODEL)).unwrap(), FsdpOptions::new());
 
     let text = OLDER.replace("fsdp_offload_params: 'true'", "fsdp_offload_params: 'false'");
     let expected = FsdpOptions::new()
-        .strategy(ShardingStrategy::ShardGradOp)
-        .wrap(WrapPolicy::SizeBased { min_num_params: 100_000_000 })
-        .backward_prefetch(BackwardPrefetch::Post);
+        .with_strategy(ShardingStrategy::ShardGradOp)
+        .with_wrap(WrapPolicy::SizeBased { min_num_params: 100_000_000 })
+        .with_backward_prefetch(BackwardPrefetch::Post);
     assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
 
     let text = FSDP2.replace("bf16", "'no'");
     let expected = FsdpOptions::new()
-        .strategy(ShardingStrategy::HybridShardZero2)
-        .wrap(WrapPolicy::Named(&["BertLayer", "BertEmbeddings"]))
-        .cpu_ram_efficient_loading(false)
-        .shard_size(4);
+        .with_strategy(ShardingStrategy::HybridShardZero2)
+        .with_wrap(WrapPolicy::Named(&["BertLayer", "BertEmbeddings"]))
+        .with_cpu_ram_efficient_loading(false)
+        .with_shard_size(4);
     assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
     let text = text.replace("  parallelism_config_dp_shard_size: 4\n", "");
     assert_eq!(good(&text).0.options_for(Some(&BERT_MODEL)).unwrap(), expected);
@@ -417,15 +417,15 @@ fn precision_and_offload_reach_the_options() {
         .replace("fsdp_offload_params: false", "fsdp_offload_params: true")
         .replace("mixed_precision: 'no'", "mixed_precision: bf16");
     let options = good(&text).0.options_for(Some(&BERT_MODEL)).unwrap();
-    let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+    let policy = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
     let expected = good(BERT).0.options_for(Some(&BERT_MODEL)).unwrap();
     let expected = expected
-        .mixed_precision(policy.output_dtype(FloatDType::F32))
-        .offload(OffloadPolicy::Params { pin_memory: true });
+        .with_mixed_precision(policy.with_output_dtype(FloatDType::F32))
+        .with_offload(OffloadPolicy::Params { pin_memory: true });
     assert_eq!(options, expected);
     let text = text.replace("downcast_bf16: 'no'", "downcast_bf16: 'yes'");
     let options = good(&text).0.options_for(Some(&BERT_MODEL)).unwrap();
-    assert_eq!(options, expected.mixed_precision(policy), "outputs are bf16 as well");
+    assert_eq!(options, expected.with_mixed_precision(policy), "outputs are bf16 as well");
 }
 
 #[test]
@@ -434,7 +434,7 @@ fn debug_reaches_the_ranks() {
         let text = BERT.replace("debug: false", debug);
         format!("{:?}", good(&text).0.launch_options().unwrap())
     };
-    assert_eq!(launch("debug: true"), format!("{:?}", LaunchOptions::new(2).debug(true)));
+    assert_eq!(launch("debug: true"), format!("{:?}", LaunchOptions::new(2).with_debug(true)));
     assert_eq!(launch("debug: false"), format!("{:?}", LaunchOptions::new(2)));
 }
 
@@ -443,7 +443,7 @@ fn activation_checkpointing_is_that_of_all_units() {
     use crate::options::ActivationCheckpointing;
     let made = |text: &str| good(text).0.options_for(Some(&BERT_MODEL)).unwrap();
     let on = BERT.replace("activation_checkpointing: false", "activation_checkpointing: true");
-    assert_eq!(made(&on), made(BERT).activation_checkpointing(ActivationCheckpointing::All));
+    assert_eq!(made(&on), made(BERT).with_activation_checkpointing(ActivationCheckpointing::All));
     assert_eq!(made(BERT).activation_checkpointing, ActivationCheckpointing::Annotated);
 }
 

@@ -1,212 +1,217 @@
-//! What can go wrong when a checkpoint is written or read.
+//! Errors of writing and reading checkpoints.
 
 use std::time::Duration;
 
 use burn::tensor::DType;
 
+use super::text::{lines, names};
 use crate::layout::Rank;
 
-/// A checkpoint folder that cannot be written or read. Files are named with their paths.
+/// A failure to write or read a checkpoint. File names include their paths.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The system refused: a full disk, no permission.
+    /// A failed file operation, such as a write to a full disk.
     #[error("cannot {action} {file}: {reason}")]
     Io {
-        /// What was tried: `write`, `read`, `create`, ...
+        /// The operation that failed: `write`, `read`, `create`, ...
         action: &'static str,
-        /// The file or folder.
+        /// Path of the file or folder.
         file: String,
-        /// The system's error, by kind: `StorageFull`, `PermissionDenied`, ...
+        /// Kind of the operating system's error: `StorageFull`, `PermissionDenied`, ...
         kind: std::io::ErrorKind,
-        /// The system's error, in its words.
+        /// The operating system's error message.
         reason: String,
     },
-    /// A file of the checkpoint that is not there.
-    #[error("{file} is missing; the checkpoint is incomplete")]
+    /// A checkpoint with a missing file.
+    #[error("{file} is missing, so the checkpoint is incomplete; load another checkpoint")]
     MissingFile {
-        /// The file.
+        /// Path of the file.
         file: String,
     },
-    /// A folder whose save never ended.
-    #[error("{folder} is a save that did not complete: it has no manifest; load an earlier one")]
+    /// A folder with a save that did not complete.
+    #[error(
+        "{folder} has no manifest, because its save did not complete; load an earlier checkpoint"
+    )]
     Torn {
-        /// The folder.
+        /// Path of the folder.
         folder: String,
     },
-    /// Something else where a checkpoint was to be saved.
-    #[error("{path} is there and is no checkpoint; a save would delete it: name another folder")]
+    /// A save to a path where something other than a checkpoint exists.
+    #[error(
+        "{path} exists and is no checkpoint, and saving there would delete it; choose another folder"
+    )]
     NotACheckpoint {
-        /// What is there.
+        /// Path of the existing file or folder.
         path: String,
     },
-    /// A folder with no complete checkpoint in it.
+    /// A folder that contains no complete checkpoint.
     #[error(
-        "{folder} holds no complete checkpoint{}",
+        "{folder} contains no complete checkpoint{}",
         listed("; saves that did not complete", torn)
     )]
     NoCheckpoint {
-        /// The folder.
+        /// Path of the folder.
         folder: String,
-        /// Folders in it whose save never ended.
+        /// Names of the folder's saves that did not complete.
         torn: Vec<String>,
     },
-    /// A manifest that is not one.
+    /// A file that cannot be parsed as a manifest.
     #[error("{file} is not the manifest of a checkpoint: {reason}")]
     NotAManifest {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// What is wrong.
+        /// Description of the fault.
         reason: String,
     },
-    /// A manifest of a later version of this crate.
-    #[error("{file} has format version {found}; this program reads versions up to {supported}")]
+    /// A manifest that a later version of this crate wrote.
+    #[error(
+        "{file} has format version {found}, but this program reads versions up to {supported}; \
+         use a newer version of `fsdp-runtime`"
+    )]
     LaterVersion {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// Its version.
+        /// Format version of the manifest.
         found: u64,
-        /// The latest that can be read.
+        /// Latest format version that this program reads.
         supported: u64,
     },
-    /// A manifest whose parts contradict each other.
+    /// A manifest that contradicts itself.
     #[error("{file} contradicts itself:{}", lines(problems))]
     Inconsistent {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// Every contradiction.
+        /// All contradictions.
         problems: Vec<String>,
     },
-    /// A rank's file that is not what the manifest says.
-    #[error("{file} is damaged: {reason}")]
+    /// A rank's file that differs from its description in the manifest.
+    #[error("{file} is damaged: {reason}; load another checkpoint")]
     Damaged {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// What is wrong with it.
+        /// Description of the damage.
         reason: String,
     },
-    /// A checkpoint of another model, optimizer or scheduler: all differences.
-    #[error("{folder} does not fit:{}", lines(differences))]
+    /// A checkpoint that does not fit the model, optimizer or scheduler.
+    #[error("{folder} does not fit this program:{}", lines(differences))]
     Mismatch {
-        /// The checkpoint.
+        /// Path of the checkpoint.
         folder: String,
-        /// What differs, a line each.
+        /// All differences, one line each.
         differences: Vec<String>,
     },
-    /// A state in memory that does not fit: all differences.
+    /// A state in memory that does not fit the model.
     #[error("the state does not fit the model:{}", lines(differences))]
     StateMismatch {
-        /// What differs, a line each.
+        /// All differences, one line each.
         differences: Vec<String>,
     },
-    /// A model that is not in a checkpoint, or none named where there are several.
+    /// A model that is not in the checkpoint, or a missing name where there are several models.
     #[error("{}; it holds {}", no_model(folder, asked), names(models))]
     NoSuchModel {
-        /// The checkpoint.
+        /// Path of the checkpoint.
         folder: String,
-        /// The model asked for.
+        /// Name of the requested model, if one was given.
         asked: Option<String>,
-        /// Those there are.
+        /// Names of the models in the checkpoint.
         models: Vec<String>,
     },
-    /// Optimizer state of another shape than its parameter's.
+    /// Optimizer state whose shape differs from the shape of its parameter.
     #[error(
-        "the optimizer's `{tensor}` is {found:?}, its parameter's shard {expected:?}; only \
-         state of the parameter's shape can be sharded; wrap this optimizer in `WholeParam` and \
-         name it with `whole_optimizer`, or use NO_SHARD"
+        "the optimizer's `{tensor}` has the shape {found:?}, but its parameter's shard has \
+         {expected:?}, and only state of the parameter's shape can be sharded; wrap the optimizer in \
+         `WholeParam` and name it with `whole_optimizer`, or use NO_SHARD"
     )]
     NotElementwise {
-        /// The parameter's name and the state's.
+        /// Name of the parameter, followed by the name of the state.
         tensor: String,
-        /// The shard's shape.
+        /// Shape of the parameter's shard.
         expected: Vec<usize>,
-        /// The state's shape.
+        /// Shape of the state.
         found: Vec<usize>,
     },
-    /// State of a whole matrix on another rank than its owner: it was loaded from a record of
-    /// another layout.
+    /// Optimizer state of a whole matrix on a rank that does not step the matrix.
+    ///
+    /// This happens when the state was loaded from a record with another layout.
     #[error(
-        "the optimizer's `{tensor}` lies on rank {rank} of those that share the model, and rank \
-         {owner} steps this matrix; load such state with `Restore::whole_optimizer`, which gives \
-         it to the owner"
+        "the optimizer's `{tensor}` is on rank {rank} of the shard group, but rank {owner} steps \
+         this matrix; load the state with `Restore::whole_optimizer`, which gives it to the owner"
     )]
     MisplacedState {
-        /// The parameter's name and the state's.
+        /// Name of the parameter, followed by the name of the state.
         tensor: String,
-        /// The rank within its shard group.
+        /// Rank within the shard group that has the state.
         rank: usize,
-        /// The owner within the shard group.
+        /// Rank within the shard group that steps the matrix.
         owner: usize,
     },
-    /// A tensor of a dtype that checkpoints do not hold.
+    /// A tensor of a dtype that checkpoints do not support.
     #[error(
-        "`{tensor}` is {dtype:?}, which a checkpoint cannot hold; use a float or integer dtype"
+        "`{tensor}` is {dtype:?}, which checkpoints do not support; use a float or integer dtype"
     )]
     UnsupportedDtype {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its dtype.
+        /// Dtype of the tensor.
         dtype: DType,
     },
-    /// An optimizer that has state for parameters of no model in the checkpoint.
+    /// An optimizer with state for parameters that belong to no model in the checkpoint.
     #[error(
-        "optimizer `{optimizer}` has state for {count} parameters of no model in this checkpoint; \
-         add the models it steps"
+        "optimizer `{optimizer}` has state for {count} parameters that belong to no model in this \
+         checkpoint; add the models that the optimizer steps"
     )]
     ForeignState {
-        /// The optimizer's name in the checkpoint.
+        /// Name of the optimizer in the checkpoint.
         optimizer: String,
-        /// How many parameters.
+        /// Number of such parameters.
         count: usize,
     },
-    /// An optimizer's record that Burn cannot write or read.
-    #[error("optimizer `{optimizer}`: {reason}")]
+    /// An optimizer record that cannot be written or read.
+    #[error("the record of optimizer `{optimizer}` cannot be written or read: {reason}")]
     Record {
-        /// The optimizer's name in the checkpoint.
+        /// Name of the optimizer in the checkpoint.
         optimizer: String,
-        /// Burn's reason.
+        /// Burn's error message, or a description of the fault.
         reason: String,
     },
-    /// Ranks that save or load different things.
+    /// Ranks that save or load different objects.
     #[error(
-        "rank {rank} has {found} where rank 0 has {expected}; every rank must make the same call"
+        "rank {rank} has {found} where rank 0 has {expected}; save or load the same objects on every \
+         rank"
     )]
     RanksDiffer {
-        /// The rank that differs.
+        /// Rank that differs from rank 0.
         rank: Rank,
-        /// What rank 0 has.
+        /// The objects that rank 0 saves or loads.
         expected: String,
-        /// What that rank has.
+        /// The objects that `rank` saves or loads.
         found: String,
     },
-    /// A save in the background that waited for another rank's file in vain.
-    #[error("rank {rank} did not finish its file in {folder} within {waited:?}")]
+    /// A background save that waited too long for the file of another rank.
+    #[error(
+        "rank {rank} did not finish its file in {folder} within {waited:?}; look for an error of this \
+         rank, and save again"
+    )]
     Timeout {
-        /// The rank's number.
+        /// Rank that did not finish.
         rank: usize,
-        /// The folder being written.
+        /// Path of the folder being written.
         folder: String,
-        /// How long.
+        /// How long the save waited.
         waited: Duration,
     },
 }
 
+/// Returns the first half of the text of [`CheckpointError::NoSuchModel`].
 fn no_model(folder: &str, asked: &Option<String>) -> String {
     match asked {
         Some(name) => format!("{folder} holds no model `{name}`"),
-        None => format!("name the model of {folder} that is meant"),
+        None => format!("name one of the models in {folder}"),
     }
 }
 
-fn names(models: &[String]) -> String {
-    let names: Vec<_> = models.iter().map(|name| format!("`{name}`")).collect();
-    if names.is_empty() { "none".into() } else { names.join(", ") }
-}
-
-fn lines(lines: &[String]) -> String {
-    lines.iter().map(|line| format!("\n  {line}")).collect()
-}
-
+/// Returns the title and the names, or nothing where there are no names.
 fn listed(title: &str, names: &[String]) -> String {
     if names.is_empty() { String::new() } else { format!("{title}: {}", names.join(", ")) }
 }

@@ -1,88 +1,97 @@
-//! Collectives that did not complete.
+//! Errors of collectives.
 
 use std::time::Duration;
 
+use super::text::rank_list;
 use crate::layout::Rank;
 
-/// A collective that did not complete. Every rank of the group gets the same one.
+/// A collective that did not complete.
+///
+/// Every rank of the process group gets the same error.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CollectiveError {
-    /// Ranks that did not join in time.
+    /// Ranks that did not join before the time-out.
     #[error(
-        "{op} of {unit}: rank {missing} did not join within {waited:?}; it is slower than the \
-         time-out, or took another branch",
-        missing = join(missing)
+        "{op} of {unit}: rank {missing} did not join within {waited:?}; raise the time-out if the \
+         rank is slow, or else make every rank run the same units in the same order",
+        missing = rank_list(missing)
     )]
     Timeout {
-        /// The operation.
+        /// Name of the collective operation.
         op: &'static str,
-        /// The unit, or what else the collective was for.
+        /// The unit, or another description of what was communicated.
         unit: String,
-        /// The ranks that were waited for.
+        /// Ranks that did not join.
         missing: Vec<Rank>,
-        /// How long.
+        /// How long the other ranks waited.
         waited: Duration,
     },
-    /// Ranks that have ended their run, as thread ranks do, while others go on.
+    /// Ranks that ended their run while others still take steps.
+    ///
+    /// Only ranks that are threads of one process report this error. Between processes it is a
+    /// [`Timeout`](Self::Timeout) or a [`Transport`](Self::Transport) error.
     #[error(
-        "{op} of {unit}: rank {ended} has ended its run; every rank must take as many steps, and so be \
-         given as many batches",
-        ended = join(ended)
+        "{op} of {unit}: rank {ended} has ended its run; give every rank the same number of batches, \
+         so that all ranks take the same number of steps",
+        ended = rank_list(ended)
     )]
     Ended {
-        /// The operation.
+        /// Name of the collective operation.
         op: &'static str,
-        /// The unit, or what else the collective was for.
+        /// The unit, or another description of what was communicated.
         unit: String,
-        /// The ranks that are gone.
+        /// Ranks that ended their run.
         ended: Vec<Rank>,
     },
-    /// Ranks that issued different collectives.
+    /// Two ranks that issued different collectives.
     #[error(
-        "rank {rank} issued {found} where rank {peer} issued {expected}; ranks must run the same \
-         units in the same order"
+        "rank {rank} issued {found} where rank {peer} issued {expected}; every rank must run the \
+         same units in the same order"
     )]
     Mismatch {
-        /// The rank that came later.
+        /// Rank that issued its collective later.
         rank: Rank,
-        /// What it issued.
+        /// Collective that `rank` issued.
         found: String,
-        /// The rank that came first.
+        /// Rank that issued its collective first.
         peer: Rank,
-        /// What that one issued.
+        /// Collective that `peer` issued.
         expected: String,
     },
-    /// Another rank failed.
+    /// The failure of another rank.
     #[error("rank {rank} failed: {reason}")]
     PeerFailed {
-        /// The rank that failed first.
+        /// Rank that failed first.
         rank: Rank,
-        /// Its error, or its panic's message.
+        /// Text of that rank's error, or message of its panic.
         reason: String,
     },
-    /// The engine refused a call, or delivered what cannot be read.
-    #[error("rank {rank}, {op} of {unit}: {reason}")]
+    /// A failed call of the communication engine, or a message that cannot be decoded.
+    #[error("{op} of {unit} failed on rank {rank}: {reason}")]
     Transport {
-        /// The rank whose call it was.
+        /// Rank whose call failed.
         rank: Rank,
-        /// The operation.
+        /// Name of the collective operation.
         op: &'static str,
-        /// The unit, or what else the collective was for.
+        /// The unit, or another description of what was communicated.
         unit: String,
-        /// The engine's reason.
+        /// The engine's description of the failure.
         reason: String,
     },
-    /// The rank's communication thread is gone.
-    #[error("the communication thread of rank {rank} has ended; the group cannot be used any more")]
+    /// A communication thread that has ended.
+    #[error(
+        "the communication thread of rank {rank} has ended, so its process group cannot be used; \
+         look for an earlier error of this rank"
+    )]
     Closed {
-        /// The rank.
+        /// Rank of the thread.
         rank: Rank,
     },
 }
 
 impl CollectiveError {
-    /// The rank at fault, where one is.
+    /// Returns the rank that caused the error, if the error names one.
     pub(crate) fn failed_rank(&self) -> Option<Rank> {
         match self {
             Self::Timeout { missing, .. } => missing.first().copied(),
@@ -90,8 +99,4 @@ impl CollectiveError {
             Self::Mismatch { .. } | Self::Ended { .. } | Self::Closed { .. } => None,
         }
     }
-}
-
-pub(super) fn join(ranks: &[Rank]) -> String {
-    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -1,37 +1,37 @@
-//! Why a forward cannot be recomputed in backward.
+//! The reason why a forward cannot be recomputed in backward.
 
-/// Why a forward cannot be run again in backward.
+/// The reason why a forward cannot be recomputed in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NotRecomputable {
-    /// An input is a reference, or holds one: what it refers to may have changed by then.
+    /// An input that is or contains a reference, whose target may have changed before backward.
     Borrowed,
-    /// An input's type is each caller's own.
+    /// An input with a generic type.
     Generic,
-    /// An input's type is not `UnitValue + Clone + Send + 'static`.
+    /// An input whose type is not `UnitValue + Clone + Send + 'static`.
     Unknown,
-    /// What it returns is a reference, holds one, or is each caller's own.
+    /// A return value that is or contains a reference, or that has a generic type.
     Output,
 }
 
 impl NotRecomputable {
-    /// What stands in the way, and what to write instead.
+    /// Returns the second half of an error text: the reason, and what to write instead.
     pub(crate) const fn advice(self) -> &'static str {
         match self {
             Self::Borrowed => {
-                "is borrowed, and may have changed when the forward is run again in backward; take \
+                "is borrowed, and may have changed when the forward is recomputed in backward; take \
                  it by value, and return what the forward changes"
             }
             Self::Generic => {
-                "is of a type that each caller chooses, so nothing can keep it until backward; \
-                 write the type out"
+                "has a type that each caller chooses, so it cannot be kept until backward; use a \
+                 concrete type"
             }
             Self::Unknown => {
                 "cannot be kept until backward; its type must be `Clone` and `Send`, and FSDP must \
                  know its tensors: write `#[derive(Clone, UnitValue)]` on it"
             }
             Self::Output => {
-                "borrows from the call, or is of a type that each caller chooses; return tensors, \
-                 or a struct of them under `#[derive(UnitValue)]`"
+                "is borrowed, or has a type that each caller chooses; return tensors, or a struct of \
+                 tensors with `#[derive(UnitValue)]`"
             }
         }
     }

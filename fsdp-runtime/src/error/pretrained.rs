@@ -1,88 +1,87 @@
-//! What can go wrong when weights are read or written.
+//! Errors of reading and writing pretrained weights.
 
-/// Weights that cannot be loaded, or do not fit the model.
+use super::text::lines;
+
+/// A failure to load weights into a model.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
     /// A file that cannot be read.
     #[error("cannot read {file}: {reason}")]
     Io {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// The system's reason.
+        /// The operating system's error message.
         reason: String,
     },
-    /// A file that is not what its name says.
+    /// A file whose contents do not match its format.
     #[error("{file} is not a valid {format}: {reason}")]
     Format {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// What it should be.
+        /// Name of the expected format.
         format: &'static str,
-        /// What is wrong.
+        /// Description of the fault.
         reason: String,
     },
-    /// An index that does not fit the files it names: all differences.
-    #[error("{file} does not fit the files it names:{}", lines(problems))]
+    /// An index that does not match the files that it lists.
+    #[error("{file} does not match the files that it lists:{}", lines(problems))]
     Index {
-        /// The index.
+        /// Path of the index.
         file: String,
-        /// What is wrong, a file or a tensor each.
+        /// All differences, one entry per file or tensor.
         problems: Vec<String>,
     },
-    /// Tensors that are missing, unexpected or misshapen: all of them.
+    /// Weights that do not fit the model. The lists name all differences.
     #[error("{file} does not fit the model:{}", differences(missing, unexpected, misshapen))]
     Mismatch {
-        /// The file or folder.
+        /// Path of the file or folder.
         file: String,
-        /// Keys the model needs and the file lacks.
+        /// Keys of the model that the file lacks.
         missing: Vec<String>,
-        /// Keys in the file that the model has no place for.
+        /// Keys of the file that the model lacks.
         unexpected: Vec<String>,
-        /// Keys with another shape or dtype, and how they differ.
+        /// Keys whose shape or dtype differs, each with a description of the difference.
         misshapen: Vec<String>,
     },
 }
 
-/// Weights that cannot be written.
+/// A failure to save weights.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
     /// A file or folder that cannot be written.
     #[error("cannot write {file}: {reason}")]
     Io {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// The system's reason.
+        /// The operating system's error message.
         reason: String,
     },
-    /// An additional file that does not lie in the folder, or is the weights'.
+    /// An additional file whose name points outside the folder, or is a name of a weights file.
     #[error("`{name}` cannot be the name of an additional file: {reason}")]
     FileName {
-        /// The name.
+        /// Name of the additional file.
         name: String,
-        /// Why not.
+        /// The reason why the name is refused.
         reason: &'static str,
     },
-    /// Two parameters with one key.
+    /// Two parameters with the same key.
     #[error(
         "`{first}` and `{second}` would both be saved as `{key}`; give one of them another \
          `#[fsdp(key = \"..\")]`"
     )]
     DuplicateKey {
-        /// The key.
+        /// The common key.
         key: String,
-        /// The parameter found first.
+        /// Path of the first parameter.
         first: String,
-        /// The one found next.
+        /// Path of the second parameter.
         second: String,
     },
 }
 
-fn lines(problems: &[String]) -> String {
-    problems.iter().map(|problem| format!("\n  {problem}")).collect()
-}
-
+/// Returns every difference on a line of its own, each with its kind.
 fn differences(missing: &[String], unexpected: &[String], misshapen: &[String]) -> String {
     let mut text = String::new();
     for (title, names) in

@@ -1,15 +1,16 @@
 //! [`fully_shard`] and the sharded model it returns.
 
 mod clip;
+mod display;
 mod ignored;
 pub(crate) mod init;
+mod stats;
 
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
-use std::time::Duration;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
 use burn::optim::GradientsParams;
@@ -17,6 +18,7 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Device, DispatchTensor, Gradients, Tensor};
 
 use self::clip::scale_gradients;
+pub use self::stats::Stats;
 use crate::backend::Norm;
 use crate::backend::kernels::batched_steps;
 use crate::backend::{owned, with_backend};
@@ -33,18 +35,16 @@ use crate::module::{FsdpModule, HookedForward, ParamVisitor};
 use crate::module::{ParamIndex, Sharded};
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
 use crate::param_group::Placement;
-use crate::param_group::memory::Memory;
 use crate::param_group::plan::{IgnoredParam, Key, Plan};
-use crate::param_group::wrapping::Wrapping;
 use crate::runtime::hooks::Collect;
-use crate::runtime::schedule::{Counts, Engine, Reshard, Schedule, Settings};
+use crate::runtime::schedule::{Engine, Reshard, Schedule, Settings};
 
 /// Shards `module` over the ranks of `worker`. Every rank calls it with the same model.
 ///
 /// Parameters that are not initialised yet are initialised and cut one by one, so that no rank holds
 /// more than its shards, the gather buffers and parameters of a unit's size, and one that it receives
-/// ([`FsdpOptions::cpu_ram_efficient_loading`] says which modules are built so). Where weights are
-/// broadcast rank 0 draws them; under a [`seed`](FsdpOptions::seed), where they are the same whoever
+/// ([`FsdpOptions::with_cpu_ram_efficient_loading`] says which modules are built so). Where weights are
+/// broadcast rank 0 draws them; under a [`seed`](FsdpOptions::with_seed), where they are the same whoever
 /// does, processes share the work, so that an initialiser of your own must do the same on each. A value
 /// travels while the next is drawn. The small ones of a unit that stay whole are broadcast together.
 /// Parameter ids stay as they are: an optimizer or parameter group built before or after works alike.
@@ -180,8 +180,8 @@ impl<M> Deref for Fsdp<M> {
 }
 
 impl<M: FsdpModule> Fsdp<M> {
-    /// This rank's place.
-    pub fn mesh(&self) -> Mesh {
+    /// Returns this rank's coordinates in the device mesh.
+    pub(crate) fn mesh(&self) -> Mesh {
         self.engine.mesh()
     }
 
@@ -310,62 +310,12 @@ impl<M: FsdpModule> Fsdp<M> {
         let all = self.engine.exchange(what, found.as_ref().err().map(ToString::to_string));
         // Its own error first: those who have heard of it may have ended the group by now.
         let value = found?;
-        let failed = self.mesh().world.ranks().zip(all?).find_map(|(rank, e)| Some((rank, e?)));
+        let failed =
+            self.engine.mesh().world.ranks().zip(all?).find_map(|(rank, e)| Some((rank, e?)));
         match failed {
             None => Ok(value),
             Some((rank, reason)) => Err(CollectiveError::PeerFailed { rank, reason }.into()),
         }
-    }
-
-    /// Parameters of the whole model; tied ones count once.
-    pub fn num_params(&self) -> usize {
-        let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
-        let held = entries.filter(|entry| !matches!(entry.held, Placement::TiedTo(_)));
-        held.map(crate::param_group::ParamSpec::numel).sum()
-    }
-
-    /// Bytes of parameters this rank holds between steps: its shards, and what is replicated.
-    pub fn sharded_bytes(&self) -> usize {
-        let entries = self.engine.units().iter().flat_map(|unit| &unit.entries);
-        entries.map(|entry| entry.range().len() * size_of::<f32>()).sum()
-    }
-
-    /// The most bytes of gathered parameters this rank held at once; 0 under `NO_SHARD`, which
-    /// gathers nothing.
-    pub fn peak_unsharded_bytes(&self) -> usize {
-        self.engine.peak_unsharded_bytes()
-    }
-
-    /// Bytes of the buffers that gathered parameters live in, allocated once.
-    pub fn gather_buffer_bytes(&self) -> usize {
-        self.engine.gather_buffer_bytes()
-    }
-
-    /// What this rank holds of the model on its device, by kind: now, and the most at once.
-    pub fn memory(&self) -> Memory {
-        self.engine.memory()
-    }
-
-    /// What rests in the host's memory in its place: under an [`OffloadPolicy`], and of activations that
-    /// are offloaded.
-    pub fn host_memory(&self) -> Memory {
-        self.engine.host_memory()
-    }
-
-    /// The units as they were wrapped.
-    pub fn wrapping(&self) -> Wrapping {
-        Wrapping::new(self.engine.units())
-    }
-
-    /// How long this rank's collectives have taken since its launch, other ranks' delays included,
-    /// and how much of that it stood still for. The difference ran beside its own work.
-    pub fn communication_time(&self) -> (Duration, Duration) {
-        self.engine.communication_time()
-    }
-
-    /// How often this rank gathered and reduced.
-    pub fn counts(&self) -> Counts {
-        self.engine.counts()
     }
 
     /// A snapshot without autodiff, sharded as well, for evaluation. Drop it before the next

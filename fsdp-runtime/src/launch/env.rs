@@ -34,9 +34,9 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// The names under which a starter tells a process its place.
+/// The names under which a launcher tells a process its place.
 struct Names {
-    starter: Launcher,
+    launcher: Launcher,
     rank: &'static str,
     /// The first that is set counts.
     world: &'static [&'static str],
@@ -45,14 +45,14 @@ struct Names {
 }
 
 const TORCHRUN: Names = Names {
-    starter: Launcher::Torchrun,
+    launcher: Launcher::Torchrun,
     rank: "RANK",
     world: &["WORLD_SIZE"],
     local_rank: "LOCAL_RANK",
     local_world: "LOCAL_WORLD_SIZE",
 };
 const OPEN_MPI: Names = Names {
-    starter: Launcher::OpenMpi,
+    launcher: Launcher::OpenMpi,
     rank: "OMPI_COMM_WORLD_RANK",
     world: &["OMPI_COMM_WORLD_SIZE"],
     local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -60,7 +60,7 @@ const OPEN_MPI: Names = Names {
 };
 // SLURM_NTASKS is the job's, the other the step's, which may be smaller.
 const SLURM: Names = Names {
-    starter: Launcher::Slurm,
+    launcher: Launcher::Slurm,
     rank: "SLURM_PROCID",
     world: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
     local_rank: "SLURM_LOCALID",
@@ -76,10 +76,10 @@ pub struct RankEnv {
     pub world: WorldSize,
     /// This rank's number on its machine, counted from 0.
     pub local_rank: usize,
-    /// The number of ranks on its machine, where the starter says it.
+    /// The number of ranks on its machine, where the launcher says it.
     pub local_world: Option<usize>,
     /// What said so.
-    pub starter: Launcher,
+    pub launcher: Launcher,
     /// `MASTER_ADDR` and `MASTER_PORT`, where ranks can meet; MPI does without.
     pub main_process: Option<MainProcess>,
 }
@@ -97,9 +97,9 @@ pub struct MainProcess {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvError {
-    /// Some of a starter's variables are set, but not this one.
+    /// Some of a launcher's variables are set, but not this one.
     #[error(
-        "`{present}` is set, but `{missing}` is not; start the program with {starter}, or unset `{present}`"
+        "`{present}` is set, but `{missing}` is not; start the program with {launcher}, or unset `{present}`"
     )]
     Missing {
         /// The variable that is not set.
@@ -107,7 +107,7 @@ pub enum EnvError {
         /// One that is.
         present: &'static str,
         /// What sets both.
-        starter: Launcher,
+        launcher: Launcher,
     },
     /// A variable that is no number.
     #[error("`{variable}` is `{value}`; expected {expected}")]
@@ -137,7 +137,7 @@ pub enum EnvError {
          {second} says rank {second_rank} of {second_world}; start them with one of the two"
     )]
     StartedTwice {
-        /// One starter.
+        /// One launcher.
         first: Launcher,
         /// The rank it names.
         first_rank: Rank,
@@ -152,7 +152,7 @@ pub enum EnvError {
     },
     /// A configuration file for another number of processes.
     #[error(
-        "the configuration file says `num_processes: {configured}`, but {starter} has started \
+        "the configuration file says `num_processes: {configured}`, but {launcher} has started \
          {started}; start {configured}, or change the file"
     )]
     WorldDiffers {
@@ -161,7 +161,7 @@ pub enum EnvError {
         /// What was started.
         started: usize,
         /// By what.
-        starter: Launcher,
+        launcher: Launcher,
     },
 }
 
@@ -193,10 +193,10 @@ impl RankEnv {
             && (first.rank, first.world) != (second.rank, second.world)
         {
             return Err(EnvError::StartedTwice {
-                first: first.starter,
+                first: first.launcher,
                 first_rank: first.rank,
                 first_world: first.world,
-                second: second.starter,
+                second: second.launcher,
                 second_rank: second.rank,
                 second_world: second.world,
             });
@@ -220,7 +220,7 @@ impl RankEnv {
             Some(configured) if configured != self.world.size() => Err(EnvError::WorldDiffers {
                 configured,
                 started: self.world.size(),
-                starter: self.starter,
+                launcher: self.launcher,
             }),
             _ => Ok(()),
         }
@@ -248,7 +248,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
         self.get(variable).map(number).transpose()
     }
 
-    /// What a starter's variables say; `None` if it has set none of them.
+    /// What a launcher's variables say; `None` if it has set none of them.
     fn place(&self, names: &Names) -> Result<Option<RankEnv>, EnvError> {
         const FROM_0: &str = "a whole number from 0";
         let world_name = *names
@@ -259,13 +259,13 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
         let rank = self.number(names.rank, FROM_0)?;
         let world = self.number(world_name, "a whole number from 1")?;
         let local_rank = self.number(names.local_rank, FROM_0)?;
-        let starter = names.starter;
-        let missing = |missing, present| EnvError::Missing { missing, present, starter };
+        let launcher = names.launcher;
+        let missing = |missing, present| EnvError::Missing { missing, present, launcher };
         let (rank, world) = match (rank, world) {
             (Some(rank), Some(world)) => (rank, world),
             (Some(_), None) => return Err(missing(world_name, names.rank)),
             // A batch script's job has a size as well, without being a rank of it.
-            (None, Some(_)) if starter != Launcher::Slurm => {
+            (None, Some(_)) if launcher != Launcher::Slurm => {
                 return Err(missing(names.rank, world_name));
             }
             (None, _) => return Ok(None),
@@ -285,7 +285,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
             world: world_size,
             local_rank,
             local_world,
-            starter,
+            launcher,
             main_process: None,
         }))
     }
@@ -293,11 +293,11 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
     fn main_process(&self) -> Result<Option<MainProcess>, EnvError> {
         const HOST: &str = "MASTER_ADDR";
         const PORT: &str = "MASTER_PORT";
-        let starter = Launcher::Torchrun;
+        let launcher = Launcher::Torchrun;
         match (self.get(HOST), self.get(PORT)) {
             (None, None) => Ok(None),
-            (Some(_), None) => Err(EnvError::Missing { missing: PORT, present: HOST, starter }),
-            (None, Some(_)) => Err(EnvError::Missing { missing: HOST, present: PORT, starter }),
+            (Some(_), None) => Err(EnvError::Missing { missing: PORT, present: HOST, launcher }),
+            (None, Some(_)) => Err(EnvError::Missing { missing: HOST, present: PORT, launcher }),
             (Some(host), Some(value)) => match value.parse() {
                 Ok(port) if port != 0 => Ok(Some(MainProcess { host, port })),
                 _ => Err(EnvError::NotANumber {
@@ -350,7 +350,10 @@ mod tests {
             ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
         ]);
         let mpi = mpi.unwrap().unwrap();
-        assert_eq!((mpi.rank.index(), mpi.starter, mpi.main_process), (1, Launcher::OpenMpi, None));
+        assert_eq!(
+            (mpi.rank.index(), mpi.launcher, mpi.main_process),
+            (1, Launcher::OpenMpi, None)
+        );
 
         let slurm = read(&[
             ("SLURM_PROCID", "5"),
@@ -361,7 +364,7 @@ mod tests {
         ]);
         let slurm = slurm.unwrap().unwrap();
         assert_eq!((slurm.rank.index(), slurm.world.size()), (5, 8));
-        assert_eq!((slurm.starter, slurm.local_world), (Launcher::Slurm, Some(4)));
+        assert_eq!((slurm.launcher, slurm.local_world), (Launcher::Slurm, Some(4)));
         assert_eq!(
             (tasks("2"), tasks("4(x2),1"), tasks("2,1"), tasks("0")),
             (Some(2), None, None, None)

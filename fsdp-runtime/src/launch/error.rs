@@ -1,7 +1,7 @@
 //! Why ranks cannot be started.
 
-use crate::launch::Engine;
-use crate::launch::env::{EnvError, Launcher};
+use super::engine::Engine;
+use super::env::{EnvError, Launcher};
 use crate::layout::{Rank, WorldSize};
 
 /// Ranks that cannot be started as asked.
@@ -13,7 +13,7 @@ pub enum EngineError {
     Env(#[from] EnvError),
     /// The program asks for another number of ranks than were started.
     #[error(
-        "the program asks for {asked} ranks, but {starter} has started {started} processes; start \
+        "the program asks for {asked} ranks, but {launcher} has started {started} processes; start \
          {asked}, or ask for {started}"
     )]
     WorldMismatch {
@@ -22,18 +22,18 @@ pub enum EngineError {
         /// What was started.
         started: WorldSize,
         /// By what.
-        starter: Launcher,
+        launcher: Launcher,
     },
     /// Thread ranks in several processes.
     #[error(
-        "the engine `local` runs all ranks as threads of one process, but {starter} has started \
+        "the engine `local` runs all ranks as threads of one process, but {launcher} has started \
          {started}; start the program by itself, or use the engine `mpi` or `nccl`"
     )]
     SeveralProcesses {
         /// How many there are.
         started: WorldSize,
         /// What has started them.
-        starter: Launcher,
+        launcher: Launcher,
     },
     /// An engine between processes, and one process.
     #[error("the engine `mpi` runs one process a rank; start the program with `mpirun -n {world}`")]
@@ -54,13 +54,13 @@ pub enum EngineError {
     },
     /// Processes that were started as ranks, but not by MPI.
     #[error(
-        "{starter} has started this process as rank {rank} of {world}, but to MPI it is rank \
+        "{launcher} has started this process as rank {rank} of {world}, but to MPI it is rank \
          {mpi_rank} of {mpi_world}; MPI's ranks are started with `mpirun -n {world}`, or `fsdp launch \
          --mpi`"
     )]
     NotJoined {
         /// What has started the process.
-        starter: Launcher,
+        launcher: Launcher,
         /// The rank it was given.
         rank: Rank,
         /// Of how many.
@@ -100,13 +100,13 @@ pub enum EngineError {
     },
     /// Nothing says where ranks meet.
     #[error(
-        "{starter} does not say where the ranks of the engine `nccl` meet; set MASTER_ADDR to the \
+        "{launcher} does not say where the ranks of the engine `nccl` meet; set MASTER_ADDR to the \
          name of rank 0's machine and MASTER_PORT to a free port on it, for every rank (with `mpirun`: \
          `-x MASTER_ADDR=.. -x MASTER_PORT=..`)"
     )]
     NoMainProcess {
         /// What has started the process.
-        starter: Launcher,
+        launcher: Launcher,
     },
     /// Ranks that cannot reach each other.
     #[cfg(feature = "nccl")]

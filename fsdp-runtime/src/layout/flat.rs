@@ -1,22 +1,24 @@
-//! Flat ranges, padding and shards: which elements of a unit's matrices lie on which rank.
+//! The flat range of a unit's matrices of one dtype, its padding, and the part that each rank owns.
 //!
-//! All matrices of a unit, in declaration order, form one flat range; where they have several types
-//! of elements, one for each (`unit_layout`). Each matrix begins at a multiple of [`ALIGNMENT`]
-//! elements; the whole is padded to a multiple of the world size. Rank `r` of `N` owns elements
-//! `[r·S, (r+1)·S)`, where `S` is the padded length over `N`. What a rank holds of one matrix, its
-//! *shard*, is the intersection of the two ranges.
+//! The matrices form one flat range, in declaration order. Each matrix begins at a multiple of
+//! [`ALIGNMENT`] elements, and the end of the range is padded to a multiple of the shard group's
+//! size. Rank `r` owns elements `[r·S, (r+1)·S)`, where `S` is the padded length divided by the size
+//! of the group. A rank's *shard* of one matrix is the part of that matrix inside the rank's elements.
 //!
-//! Pure arithmetic in elements: nothing here knows of tensors, devices or dtypes.
+//! All numbers count elements. This file knows nothing of tensors, devices or dtypes. A unit whose
+//! matrices have several dtypes has one flat range for each dtype.
 
 use std::ops::Range;
 
-use crate::layout::{Rank, WorldSize};
+use super::mesh::{Rank, WorldSize};
 
-/// Every matrix begins at a multiple of this many elements: 256 bytes in f32, what the strictest
-/// device asks of a buffer view (WebGPU's `minStorageBufferOffsetAlignment`).
+/// Alignment of a matrix in its flat range, in elements.
+///
+/// 64 elements are 256 bytes in f32, the strictest alignment that a device requires of a buffer view
+/// (WebGPU's `minStorageBufferOffsetAlignment`).
 pub const ALIGNMENT: usize = 64;
 
-/// Where each matrix of one unit lies in the unit's flat range, and which part each rank owns.
+/// Positions of a unit's matrices in one flat range, and the part of the range that each rank owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatLayout {
     world: WorldSize,
@@ -39,39 +41,40 @@ impl FlatLayout {
         Self { world, segments, shard_len: end.div_ceil(world.size()) }
     }
 
-    /// Number of matrices.
+    /// Returns the number of matrices.
     pub fn len(&self) -> usize {
         self.segments.len()
     }
 
-    /// Whether the unit has no matrix.
+    /// Returns whether the unit has no matrix.
     pub fn is_empty(&self) -> bool {
         self.segments.is_empty()
     }
 
-    /// Elements each rank owns, padding included.
+    /// Returns the number of elements that each rank owns, padding included.
     pub fn shard_len(&self) -> usize {
         self.shard_len
     }
 
-    /// Elements of the whole flat range, padding included: the size of an unsharded buffer.
+    /// Returns the padded length of the flat range, which is also the length of the gather buffer.
     pub fn padded_len(&self) -> usize {
         self.shard_len * self.world.size()
     }
 
-    /// Where matrix `index` lies in the flat range.
+    /// Returns the elements of the flat range that hold matrix `index`.
     pub fn segment(&self, index: usize) -> Range<usize> {
         self.segments[index].clone()
     }
 
-    /// The part of the flat range that `rank` owns.
+    /// Returns the elements of the flat range that `rank` owns.
     pub fn shard(&self, rank: Rank) -> Range<usize> {
         let start = rank.index() * self.shard_len;
         start..start + self.shard_len
     }
 
-    /// What `rank` owns of matrix `index`, in elements of that matrix; empty where the ranges do
-    /// not meet.
+    /// Returns the part of matrix `index` that `rank` owns, counted in elements of the matrix.
+    ///
+    /// The range is empty where `rank` owns no element of the matrix.
     pub fn shard_of(&self, index: usize, rank: Rank) -> Range<usize> {
         let segment = &self.segments[index];
         let shard = self.shard(rank);
@@ -91,7 +94,7 @@ mod tests {
         WorldSize::new(size).expect("tests use worlds of at least one rank")
     }
 
-    /// Sizes that have broken shardings elsewhere: 1, 3, 8, primes, below and above the world.
+    /// Element counts at the edges: 1, 3, 8 and primes, below and above the world size.
     fn numel() -> impl Strategy<Value = usize> {
         prop_oneof![
             Just(1usize),
@@ -118,7 +121,7 @@ mod tests {
                     if part.is_empty() {
                         continue;
                     }
-                    prop_assert_eq!(part.start, covered, "a gap or an overlap");
+                    prop_assert_eq!(part.start, covered, "a gap or an overlap of shards");
                     covered = part.end;
                 }
                 prop_assert_eq!(covered, numel);
@@ -141,7 +144,7 @@ mod tests {
             }
             prop_assert_eq!(end, layout.padded_len());
             let last = layout.segment(numels.len() - 1).end;
-            prop_assert!(last <= end && end - last < size, "pads by less than one world");
+            prop_assert!(last <= end && end - last < size, "the padding is less than one world");
         }
 
         #[test]
@@ -158,15 +161,15 @@ mod tests {
         }
 
         #[test]
-        fn a_shard_lies_where_its_rank_owns_the_flat_range(
+        fn shards_lie_inside_the_elements_their_rank_owns(
             numels in prop::collection::vec(numel(), 1..6),
             size in 1usize..=128,
         ) {
             let layout = FlatLayout::new(numels.iter().copied(), world(size));
             for rank in world(size).ranks() {
                 let shard = layout.shard(rank);
-                let held: usize = (0..numels.len()).map(|i| layout.shard_of(i, rank).len()).sum();
-                prop_assert!(held <= layout.shard_len());
+                let owned: usize = (0..numels.len()).map(|i| layout.shard_of(i, rank).len()).sum();
+                prop_assert!(owned <= layout.shard_len());
                 for index in 0..numels.len() {
                     let part = layout.shard_of(index, rank);
                     if !part.is_empty() {
@@ -180,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_smaller_than_the_world_leaves_ranks_empty() {
+    fn a_matrix_smaller_than_the_world_leaves_some_shards_empty() {
         let layout = FlatLayout::new([3], world(8));
         let lens: Vec<_> = world(8).ranks().map(|rank| layout.shard_of(0, rank).len()).collect();
         assert_eq!(lens, [1, 1, 1, 0, 0, 0, 0, 0]);

@@ -1,4 +1,4 @@
-//! A mixing function for seeds and checksums.
+//! SplitMix64's mixing function, for seeds and checksums.
 
 /// Returns the output of SplitMix64's finalizer, in which every bit depends on every bit of `word`.
 ///

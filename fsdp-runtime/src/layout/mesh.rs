@@ -1,40 +1,42 @@
-//! Ranks and world sizes, as types that cannot be swapped for one another.
+//! Ranks, world sizes, and the mesh that arranges ranks in shard groups and replicas.
+//!
+//! [`Rank`] and [`WorldSize`] are separate types, so that a call cannot swap them.
 
 use std::fmt;
 
-/// Numbers of ranks that form no mesh.
+/// A world size or shard size that cannot form a [`Mesh`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshError {
-    /// A process group without ranks.
-    #[error("a world size of 0 has no rank to train on; use at least 1")]
+    /// A process group of 0 ranks.
+    #[error("a world size of 0 has no ranks to train on; use at least 1")]
     EmptyWorld,
-    /// Shard groups whose size does not divide the number of ranks.
+    /// A shard group size that does not divide the number of ranks.
     #[error(
-        "{world} ranks cannot be split into groups of {shard}; set `shard_size`, by default the ranks \
-         of one machine, to a divisor of {world}"
+        "{world} ranks cannot be split into groups of {shard}; set `shard_size` to a divisor of \
+         {world} (default: the number of ranks on one machine)"
     )]
     UnevenMesh {
-        /// The number of ranks.
+        /// Number of ranks.
         world: WorldSize,
-        /// The size asked for, in ranks.
+        /// The requested size of a shard group, in ranks.
         shard: usize,
     },
 }
 
-/// The number of ranks of a group; at least one.
+/// Number of ranks of a process group, at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorldSize(usize);
 
 impl WorldSize {
-    /// A group of one.
+    /// The size of a process group with a single rank.
     pub(crate) const ONE: Self = Self(1);
 
-    /// A group of `size` ranks.
+    /// Creates the size of a process group of `size` ranks.
     ///
     /// # Errors
     ///
-    /// [`MeshError::EmptyWorld`] for a size of 0.
+    /// Returns [`MeshError::EmptyWorld`] for a size of 0.
     pub fn new(size: usize) -> Result<Self, MeshError> {
         if size == 0 {
             return Err(MeshError::EmptyWorld);
@@ -42,12 +44,12 @@ impl WorldSize {
         Ok(Self(size))
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub const fn size(self) -> usize {
         self.0
     }
 
-    /// All ranks of the group, in order.
+    /// Returns all ranks of the process group, in ascending order.
     pub fn ranks(self) -> impl ExactSizeIterator<Item = Rank> {
         (0..self.0).map(Rank)
     }
@@ -59,15 +61,15 @@ impl fmt::Display for WorldSize {
     }
 }
 
-/// A process or thread of a group, counted from 0.
+/// A member of a process group, a process or a thread, numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Rank(usize);
 
 impl Rank {
-    /// The rank that broadcasts weights and collects full states.
+    /// The rank that broadcasts initial weights and by default receives full state dicts.
     pub const ZERO: Self = Self(0);
 
-    /// The rank's position in its group.
+    /// Returns the rank's number in its process group, from 0.
     pub const fn index(self) -> usize {
         self.0
     }
@@ -79,30 +81,34 @@ impl fmt::Display for Rank {
     }
 }
 
-/// How ranks are laid out: in `replicas` groups of `shard_size` ranks each, row by row, as PyTorch's
-/// device mesh `("replicate", "shard")` is. Parameters are sharded within a group, and every group
-/// holds all of them. A 1-D mesh has one group.
+/// The arrangement of ranks for sharding: `replicas` groups of `shard_size` ranks each.
+///
+/// Ranks fill one shard group after the other, as in PyTorch's device mesh `("replicate", "shard")`.
+/// The parameters are sharded within a shard group, and each group holds a full copy of the model. A
+/// 1-D mesh has one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Mesh {
-    /// This process's place among all.
+    /// This rank's number among all ranks.
     pub rank: Rank,
-    /// The number of ranks.
+    /// Number of ranks in all.
     pub world: WorldSize,
+    /// Number of ranks in a shard group.
     shard: WorldSize,
 }
 
 impl Mesh {
-    /// Every rank holds one shard.
+    /// Creates a 1-D mesh: all ranks form one shard group.
     pub const fn new(rank: Rank, world: WorldSize) -> Self {
         Self { rank, world, shard: world }
     }
 
-    /// Groups of `shard_size` ranks.
+    /// Returns this mesh with shard groups of `shard_size` ranks.
     ///
     /// # Errors
     ///
-    /// [`MeshError::UnevenMesh`] where groups of that size do not fill the world, and
-    /// [`MeshError::EmptyWorld`] for a size of 0.
+    /// Returns [`MeshError::UnevenMesh`] if `shard_size` does not divide the number of ranks, and
+    /// [`MeshError::EmptyWorld`] if it is 0.
     pub fn grouped(self, shard_size: usize) -> Result<Self, MeshError> {
         let shard = WorldSize::new(shard_size)?;
         if !self.world.size().is_multiple_of(shard_size) {
@@ -111,22 +117,22 @@ impl Mesh {
         Ok(Self { shard, ..self })
     }
 
-    /// The number of ranks that share one copy of the parameters.
+    /// Returns the number of ranks in a shard group, which together hold one copy of the parameters.
     pub const fn shard_size(self) -> WorldSize {
         self.shard
     }
 
-    /// This rank's place in its group: which shard it holds.
+    /// Returns this rank's number in its shard group, which is also the number of its shard.
     pub const fn shard_rank(self) -> Rank {
         Rank(self.rank.0 % self.shard.0)
     }
 
-    /// The number of copies of the parameters.
+    /// Returns the number of shard groups, each of which holds one copy of the parameters.
     pub const fn replicas(self) -> WorldSize {
         WorldSize(self.world.0 / self.shard.0)
     }
 
-    /// Which copy this rank holds a shard of.
+    /// Returns the number of this rank's shard group.
     pub const fn replica(self) -> Rank {
         Rank(self.rank.0 / self.shard.0)
     }
@@ -137,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_fill_one_group_after_the_other() {
+    fn ranks_fill_one_shard_group_after_the_other() {
         let world = WorldSize::new(6).unwrap();
         let place = |rank| {
             let mesh = Mesh::new(Rank(rank), world).grouped(3).unwrap();
@@ -150,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_size_that_leaves_ranks_over_is_an_error() {
+    fn a_shard_size_that_does_not_divide_the_world_is_an_error() {
         let mesh = Mesh::new(Rank(0), WorldSize::new(6).unwrap());
         let error = mesh.grouped(4).unwrap_err();
         assert!(matches!(error, MeshError::UnevenMesh { shard: 4, .. }), "{error}");

@@ -1,4 +1,4 @@
-//! Ranks and meshes, and the flat ranges in which the matrices of a unit lie.
+//! Ranks, meshes, and the flat ranges that hold a unit's matrices.
 
 mod flat;
 mod hash;

@@ -1,43 +1,43 @@
-//! Where the matrices of one unit lie: a flat range for each type of elements.
+//! Positions of a unit's matrices, in one flat range for each dtype.
 //!
-//! A buffer has one type of elements, and so has what a collective moves: matrices of several types
-//! cannot share a flat range. Those of one type do, in declaration order; the ranges come in the
-//! order in which their types first appear, which is the same on every rank. A matrix is known by
-//! its number in the unit, whichever range it lies in, so that only who moves or holds whole flat
-//! ranges needs to know that there are several.
+//! A gather buffer and a collective each have a single dtype, so matrices of several dtypes cannot
+//! share a flat range. Matrices of one dtype share a range, in declaration order. The ranges are
+//! ordered by the first appearance of their dtype, which is the same on every rank. Callers name a
+//! matrix by its number in the unit, whichever range holds it; only code that gathers or stores flat
+//! ranges has to deal with several of them.
 
 use std::ops::Range;
 
 use burn::tensor::DType;
 
-use crate::layout::FlatLayout;
-use crate::layout::{Rank, WorldSize};
+use super::flat::FlatLayout;
+use super::mesh::{Rank, WorldSize};
 
-/// The matrices of one type.
+/// The flat range of a unit's matrices of one dtype.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FlatRange {
-    /// The type in which they are gathered.
+    /// Dtype in which the matrices are gathered.
     pub(crate) dtype: DType,
-    /// Where they lie.
+    /// Positions of the matrices in the range.
     pub(crate) layout: FlatLayout,
 }
 
-/// Where each matrix of one unit lies, and which part each rank owns.
+/// Positions of a unit's matrices in the unit's flat ranges, and the part that each rank owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UnitLayout {
     ranges: Vec<FlatRange>,
-    /// The range of each matrix, and its number there.
+    /// For each matrix of the unit, the number of its flat range and its number in that range.
     matrices: Vec<(usize, usize)>,
 }
 
 impl UnitLayout {
-    /// Lays out matrices of the given types and element counts, in order.
+    /// Lays out matrices of the given dtypes and element counts, in declaration order.
     pub(crate) fn new(
         matrices: impl IntoIterator<Item = (DType, usize)>,
         world: WorldSize,
     ) -> Self {
         let mut numels: Vec<(DType, Vec<usize>)> = Vec::new();
-        let place = |(dtype, numel): (DType, usize)| {
+        let assign = |(dtype, numel): (DType, usize)| {
             let known = numels.iter().position(|(other, _)| *other == dtype);
             let range = known.unwrap_or_else(|| {
                 numels.push((dtype, Vec::new()));
@@ -46,17 +46,17 @@ impl UnitLayout {
             numels[range].1.push(numel);
             (range, numels[range].1.len() - 1)
         };
-        let matrices = matrices.into_iter().map(place).collect();
+        let matrices = matrices.into_iter().map(assign).collect();
         let lay_out = |(dtype, numels)| FlatRange { dtype, layout: FlatLayout::new(numels, world) };
         Self { ranges: numels.into_iter().map(lay_out).collect(), matrices }
     }
 
-    /// The flat ranges, in the order in which they are gathered.
+    /// Returns the flat ranges, in the order of their all-gathers.
     pub(crate) fn ranges(&self) -> &[FlatRange] {
         &self.ranges
     }
 
-    /// The one type of its matrices; `None` where they have several, or there are none.
+    /// Returns the dtype of the unit's matrices, or `None` if there are several dtypes or no matrix.
     pub(crate) fn dtype(&self) -> Option<DType> {
         match self.ranges.as_slice() {
             [range] => Some(range.dtype),
@@ -64,18 +64,18 @@ impl UnitLayout {
         }
     }
 
-    /// Which flat range a matrix lies in.
+    /// Returns the number of the flat range that holds `matrix`.
     pub(crate) fn range_of(&self, matrix: usize) -> usize {
         self.matrices[matrix].0
     }
 
-    /// Where a matrix lies in its flat range.
+    /// Returns the elements of the flat range that hold `matrix`.
     pub(crate) fn segment(&self, matrix: usize) -> Range<usize> {
         let (range, index) = self.matrices[matrix];
         self.ranges[range].layout.segment(index)
     }
 
-    /// What `rank` owns of a matrix, in elements of that matrix.
+    /// Returns the part of `matrix` that `rank` owns, counted in elements of the matrix.
     pub(crate) fn shard_of(&self, matrix: usize, rank: Rank) -> Range<usize> {
         let (range, index) = self.matrices[matrix];
         self.ranges[range].layout.shard_of(index, rank)
@@ -85,7 +85,7 @@ impl UnitLayout {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::ALIGNMENT;
+    use crate::layout::flat::ALIGNMENT;
 
     const HALF: DType = DType::BF16;
     const FULL: DType = DType::F32;
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn matrices_of_one_type_lie_as_in_one_flat_layout() {
+    fn matrices_of_one_dtype_share_one_flat_range() {
         let numels = [300, 7, 64, 1];
         for size in 1..=5 {
             let flat = FlatLayout::new(numels, world(size));
@@ -112,27 +112,31 @@ mod tests {
     }
 
     #[test]
-    fn matrices_of_several_types_lie_in_a_range_for_each() {
+    fn matrices_of_several_dtypes_get_one_flat_range_each() {
         let matrices = [(FULL, 300), (HALF, 7), (FULL, 65), (DType::F16, 40), (HALF, 9)];
         let unit = UnitLayout::new(matrices, world(3));
         assert_eq!(unit.dtype(), None);
         let found: Vec<_> = unit.ranges().iter().map(|range| range.dtype).collect();
-        assert_eq!(found, [FULL, HALF, DType::F16], "in the order in which they appear");
-        let of: Vec<_> = (0..matrices.len()).map(|matrix| unit.range_of(matrix)).collect();
-        assert_eq!(of, [0, 1, 0, 2, 1]);
+        assert_eq!(
+            found,
+            [FULL, HALF, DType::F16],
+            "ranges are ordered by the first appearance of their dtype"
+        );
+        let range_of: Vec<_> = (0..matrices.len()).map(|matrix| unit.range_of(matrix)).collect();
+        assert_eq!(range_of, [0, 1, 0, 2, 1]);
         let second = 300_usize.next_multiple_of(ALIGNMENT);
         assert_eq!(unit.segment(2), second..second + 65);
         assert_eq!(unit.segment(4), ALIGNMENT..ALIGNMENT + 9);
         let lens: Vec<_> = unit.ranges().iter().map(|range| range.layout.padded_len()).collect();
-        assert_eq!(lens, [387, 75, 42], "each is padded on its own");
+        assert_eq!(lens, [387, 75, 42], "each range is padded separately");
         for (matrix, &(_, numel)) in matrices.iter().enumerate() {
-            let held = world(3).ranks().map(|rank| unit.shard_of(matrix, rank).len());
-            assert_eq!(held.sum::<usize>(), numel, "all of matrix {matrix}");
+            let owned = world(3).ranks().map(|rank| unit.shard_of(matrix, rank).len());
+            assert_eq!(owned.sum::<usize>(), numel, "the shards of matrix {matrix} cover it");
         }
     }
 
     #[test]
-    fn a_unit_without_matrices_has_no_range() {
+    fn a_unit_without_matrices_has_no_flat_range() {
         let unit = UnitLayout::new([], world(2));
         assert!(unit.ranges().is_empty());
         assert_eq!(unit.dtype(), None);

@@ -49,8 +49,6 @@ use super::random::RandomSource;
 ///         down.forward(activation.forward(up.forward(x)))
 ///     }
 /// }
-///
-/// assert_eq!(Block::LAYOUT.children[0].name, "feed_forward");
 /// ```
 #[diagnostic::on_unimplemented(
     message = "FSDP does not know what `{Self}` holds",

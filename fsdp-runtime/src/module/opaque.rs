@@ -20,19 +20,44 @@ pub fn visit_leaf_field<M: Module, V: ParamVisitor>(
     visitor.exit();
 }
 
-/// Visits a field under `#[fsdp(unit, leaf)]`.
-pub fn visit_leaf_unit<M: Module, V: ParamVisitor>(
-    module: &M,
-    child: &'static Child,
-    visitor: &mut V,
-) {
-    visitor.enter(child, None);
-    leaf_unit(module, visitor);
-    visitor.exit();
+/// The content of a field under `#[fsdp(unit, leaf)]`. Each element of a `Vec` or an array is a unit; any
+/// other module is one unit.
+///
+/// Generated code calls `visit_units`. For a list, method resolution finds the inherent method, which
+/// takes precedence; for any other module it finds [`SingleUnit::visit_units`]. The type decides, so an
+/// alias of `Vec` is a list too.
+#[derive(Debug)]
+pub struct LeafUnits<'a, M>(pub &'a M);
+
+impl<M: Module> LeafUnits<'_, Vec<M>> {
+    /// Visits each element as a unit.
+    pub fn visit_units<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V) {
+        visit_leaf_units(self.0, child, visitor);
+    }
 }
 
-/// Visits a list under `#[fsdp(unit, leaf)]`, each of whose elements is a unit.
-pub fn visit_leaf_units<M: Module, V: ParamVisitor>(
+impl<M: Module, const N: usize> LeafUnits<'_, [M; N]> {
+    /// Visits each element as a unit.
+    pub fn visit_units<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V) {
+        visit_leaf_units(self.0, child, visitor);
+    }
+}
+
+/// [`LeafUnits`] of a module that is not a list.
+pub trait SingleUnit {
+    /// Visits the module as one unit.
+    fn visit_units<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V);
+}
+
+impl<M: Module> SingleUnit for LeafUnits<'_, M> {
+    fn visit_units<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V) {
+        visitor.enter(child, None);
+        leaf_unit(self.0, visitor);
+        visitor.exit();
+    }
+}
+
+fn visit_leaf_units<M: Module, V: ParamVisitor>(
     list: &[M],
     child: &'static Child,
     visitor: &mut V,

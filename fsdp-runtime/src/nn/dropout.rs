@@ -1,8 +1,9 @@
-//! Dropout whose masks are a function of where and when they are drawn.
+//! Dropout whose masks depend only on where and when they are drawn.
 //!
-//! Burn's generators are one a process: thread ranks draw from them in whatever order they run, so
-//! `burn::nn::Dropout` differs from run to run there. This one draws from a counter-based generator,
-//! keyed by seed, rank and layer, at the position (step, call, element).
+//! Burn has one random generator per process, which ranks that are threads share in whatever order
+//! they run; the masks of `burn::nn::Dropout` then differ from run to run. This layer uses a
+//! counter-based generator: the key is derived from seed, rank and layer, the counter from step, call
+//! and element.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +22,7 @@ use crate::module::{
 /// Configuration of a [`Dropout`] layer.
 #[derive(Config, Debug)]
 pub struct DropoutConfig {
-    /// The probability of zeroing an element, in `[0, 1)`; resolved to 1/65,536.
+    /// Probability of zeroing an element, in `[0, 1)`, with a resolution of 1/65,536.
     pub prob: f64,
 }
 
@@ -30,14 +31,15 @@ impl DropoutConfig {
     ///
     /// # Panics
     ///
-    /// When `prob` is not in `[0, 1)`, as Burn's own does.
+    /// Panics if `prob` is not in `[0, 1)`, as `burn::nn::DropoutConfig` does.
     pub fn init(&self) -> Dropout {
         assert!(
             (0.0..1.0).contains(&self.prob),
             "dropout probability {} is not in [0, 1)",
             self.prob
         );
-        // Until the model is sharded every layer has a number of its own.
+        // Sharding replaces the number by a hash of the layer's path. Until then distinct numbers
+        // give the layers distinct masks.
         static LAYERS: AtomicU64 = AtomicU64::new(1);
         let layer = LAYERS.fetch_add(1, Ordering::Relaxed);
         let source = Source::new(RandomStream::new(0, 0), layer);
@@ -47,25 +49,25 @@ impl DropoutConfig {
 
 /// Zeroes elements at random during training and scales the others by `1 / (1 - prob)`.
 ///
-/// In a sharded model the masks depend on the seed of
-/// [`FsdpOptions`](crate::FsdpOptions), the rank, the layer's path, the step and the call, and on
-/// nothing else: runs repeat exactly on every engine and device.
+/// In a sharded model the masks depend only on the seed of [`FsdpOptions`](crate::FsdpOptions), the
+/// rank, the layer's path, the step and the call, so runs repeat exactly on every engine and device.
 #[derive(Module, Debug)]
 pub struct Dropout {
-    /// The probability of zeroing an element.
+    /// Probability of zeroing an element, in `[0, 1)`.
     pub prob: f64,
-    /// Whether the layer takes part in training; cleared by `freeze`.
+    /// Whether the layer drops elements while training; `freeze` clears it.
     pub training: Param<Flag>,
+    /// Random stream of the masks.
     #[module(skip)]
     source: Arc<Source>,
 }
 
 impl Dropout {
-    /// Applies dropout.
+    /// Applies dropout to a tensor on an autodiff device; on other devices returns it unchanged.
     ///
     /// # Shapes
     ///
-    /// - input and output: `[..]`
+    /// - input and output: any shape
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let device = input.device();
         if !self.training.is_enabled() || !device.is_autodiff() || self.prob == 0.0 {
@@ -88,11 +90,11 @@ impl RandomSource for Dropout {
 impl FsdpModule for Dropout {
     const LAYOUT: Node = Node::plain("Dropout", Kind::Constant);
 
-    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
-        walk.random_source(self);
+    fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
+        visitor.random_source(self);
     }
 
-    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
-        attach.random_source(self)
+    fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
+        mapper.random_source(self)
     }
 }

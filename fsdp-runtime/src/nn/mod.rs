@@ -1,7 +1,7 @@
-//! Layers that behave alike on every engine, or cost less than Burn's.
+//! Layers that replace Burn's: dropout that is reproducible on every engine, and a faster GELU.
 
 mod dropout;
 mod gelu;
 
-pub use dropout::{Dropout, DropoutConfig};
-pub use gelu::gelu;
+pub use self::dropout::{Dropout, DropoutConfig};
+pub use self::gelu::gelu;

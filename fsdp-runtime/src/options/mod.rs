@@ -77,7 +77,7 @@ impl FsdpOptions {
     }
 
     /// What is sharded between steps.
-    pub const fn strategy(mut self, strategy: ShardingStrategy) -> Self {
+    pub const fn with_strategy(mut self, strategy: ShardingStrategy) -> Self {
         self.strategy = strategy;
         self
     }
@@ -85,59 +85,59 @@ impl FsdpOptions {
     /// How many ranks share one copy of the parameters under `HYBRID_SHARD` and
     /// `HYBRID_SHARD_ZERO2`; a divisor of the world size. By default those of one machine. The
     /// other strategies take no notice.
-    pub const fn shard_size(mut self, ranks: usize) -> Self {
+    pub const fn with_shard_size(mut self, ranks: usize) -> Self {
         self.shard_size = Some(ranks);
         self
     }
 
     /// What becomes of gathered parameters between forward and backward, where that is not the
     /// strategy's own: under `FULL_SHARD` and `HYBRID_SHARD` they go, under the others they stay.
-    pub const fn reshard_after_forward(mut self, reshard: ReshardAfterForward) -> Self {
+    pub const fn with_reshard_after_forward(mut self, reshard: ReshardAfterForward) -> Self {
         self.reshard_after_forward = Some(reshard);
         self
     }
 
     /// Which of the annotated units are gathered on their own.
-    pub const fn wrap(mut self, wrap: WrapPolicy) -> Self {
+    pub const fn with_wrap(mut self, wrap: WrapPolicy) -> Self {
         self.wrap = wrap;
         self
     }
 
     /// How many buffers the units of one nesting level share; at least 1. Two hold the unit that
     /// computes and the one that is prefetched; with one, nothing is prefetched.
-    pub const fn slots(mut self, slots: usize) -> Self {
+    pub const fn with_gather_buffers(mut self, slots: usize) -> Self {
         self.slots = slots;
         self
     }
 
     /// Whether to gather a unit while the one before it computes, in forward.
-    pub const fn forward_prefetch(mut self, prefetch: bool) -> Self {
+    pub const fn with_forward_prefetch(mut self, prefetch: bool) -> Self {
         self.forward_prefetch = prefetch;
         self
     }
 
     /// When to gather a unit for its backward.
-    pub const fn backward_prefetch(mut self, prefetch: BackwardPrefetch) -> Self {
+    pub const fn with_backward_prefetch(mut self, prefetch: BackwardPrefetch) -> Self {
         self.backward_prefetch = prefetch;
         self
     }
 
     /// What [`Fsdp::accumulate`](crate::Fsdp::accumulate) does with the gradients of a micro-batch.
-    pub const fn gradient_accumulation(mut self, accumulation: GradientAccumulation) -> Self {
+    pub const fn with_gradient_accumulation(mut self, accumulation: GradientAccumulation) -> Self {
         self.gradient_accumulation = accumulation;
         self
     }
 
     /// In which types units compute and communicate.
-    pub const fn mixed_precision(mut self, policy: MixedPrecisionPolicy) -> Self {
+    pub const fn with_mixed_precision(mut self, policy: MixedPrecisionPolicy) -> Self {
         self.mixed_precision = policy;
         self
     }
 
     /// In which types units of certain types compute and communicate, in place of what
-    /// [`mixed_precision`](Self::mixed_precision) says: `unit_types![LmHead]`. A unit that the wrap
+    /// [`mixed_precision`](Self::with_mixed_precision) says: `unit_types![LmHead]`. A unit that the wrap
     /// policy makes part of another follows that one. Of two policies for one type the later counts.
-    pub fn mixed_precision_for(
+    pub fn with_mixed_precision_for(
         mut self,
         units: &'static [UnitType],
         policy: MixedPrecisionPolicy,
@@ -147,14 +147,14 @@ impl FsdpOptions {
     }
 
     /// What rests in the host's memory.
-    pub const fn offload(mut self, policy: OffloadPolicy) -> Self {
+    pub const fn with_offload(mut self, policy: OffloadPolicy) -> Self {
         self.offload = policy;
         self
     }
 
     /// Which units keep their inputs alone in forward, and run their forward again in backward, under
     /// the all-gather that the backward needs anyway.
-    pub const fn activation_checkpointing(mut self, which: ActivationCheckpointing) -> Self {
+    pub const fn with_activation_checkpointing(mut self, which: ActivationCheckpointing) -> Self {
         self.activation_checkpointing = which;
         self
     }
@@ -162,27 +162,27 @@ impl FsdpOptions {
     /// Whether the inputs that checkpointed units keep rest in the host's memory until backward. On
     /// Flex, whose tensors lie there, it changes nothing; on other devices float inputs are copied,
     /// and integer and Boolean ones stay.
-    pub const fn offload_activations(mut self, offload: bool) -> Self {
+    pub const fn with_offload_activations(mut self, offload: bool) -> Self {
         self.offload_activations = offload;
         self
     }
 
     /// Parameters to leave alone, by their ids: they stay whole, each rank's own, and their
     /// gradients are not reduced.
-    pub fn ignored_params(mut self, params: impl IntoIterator<Item = ParamId>) -> Self {
+    pub fn with_ignored_params(mut self, params: impl IntoIterator<Item = ParamId>) -> Self {
         self.ignored.extend(params);
         self
     }
 
     /// Matrices of fewer elements stay whole on every rank, as vectors always do.
-    pub const fn persist_below(mut self, elements: usize) -> Self {
+    pub const fn with_persist_below(mut self, elements: usize) -> Self {
         self.persist_below = elements;
         self
     }
 
     /// Whether rank 0's weights and running statistics are broadcast; ignored parameters stay each rank's
     /// own. Otherwise every rank must have initialised the same weights, which is checked.
-    pub const fn sync_module_states(mut self, sync: bool) -> Self {
+    pub const fn with_sync_module_states(mut self, sync: bool) -> Self {
         self.sync_module_states = sync;
         self
     }
@@ -191,7 +191,7 @@ impl FsdpOptions {
     /// the other ranks never allocate more than their shards and what is on its way. That rank is
     /// rank 0; under a [`seed`](Self::seed) processes whose ranks have more than one thread share the
     /// parameters out, each of which must then be able to initialise any. On by default.
-    /// Without [`sync_module_states`](Self::sync_module_states) every rank initialises all of them,
+    /// Without [`sync_module_states`](Self::with_sync_module_states) every rank initialises all of them,
     /// one by one.
     ///
     /// The modules of `burn::nn` are built without initialising their parameters
@@ -199,7 +199,7 @@ impl FsdpOptions {
     /// model of them. `Param::from_tensor`, `Param::from_data` and a module that was trained or
     /// loaded hold their values in full on each rank until [`fully_shard`](crate::fully_shard)
     /// takes them.
-    pub const fn cpu_ram_efficient_loading(mut self, efficient: bool) -> Self {
+    pub const fn with_cpu_ram_efficient_loading(mut self, efficient: bool) -> Self {
         self.cpu_ram_efficient_loading = efficient;
         self
     }
@@ -208,7 +208,7 @@ impl FsdpOptions {
     /// from shapes alone, and what a parameter already holds is dropped. Until it is loaded, using
     /// it is the error [`ScheduleError::NotLoaded`](crate::ScheduleError::NotLoaded). PyTorch's
     /// start on the meta device.
-    pub const fn deferred_init(mut self, deferred: bool) -> Self {
+    pub const fn with_deferred_init(mut self, deferred: bool) -> Self {
         self.deferred_init = deferred;
         self
     }
@@ -216,7 +216,7 @@ impl FsdpOptions {
     /// Seeds what is drawn from here on: the values of parameters that are not initialised yet,
     /// each from a seed of its own, and the masks of [`nn::Dropout`](crate::nn::Dropout). Runs with
     /// one seed repeat exactly. Without, dropout has seed 0 and initialisation Burn's own state.
-    pub const fn seed(mut self, seed: u64) -> Self {
+    pub const fn with_seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self
     }
@@ -372,7 +372,7 @@ mod tests {
         let mesh = Mesh::new(Rank::ZERO, WorldSize::new(4).unwrap());
         let to = |to| {
             let reshard = ReshardAfterForward::To(to);
-            FsdpOptions::new().reshard_after_forward(reshard).reshard(mesh)
+            FsdpOptions::new().with_reshard_after_forward(reshard).reshard(mesh)
         };
         assert_eq!(to(1), Ok(ReshardAfterForward::Never));
         assert_eq!(to(2), Ok(ReshardAfterForward::To(2)));

@@ -20,10 +20,10 @@ const KNOWN: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F
 /// use fsdp_runtime::{FsdpOptions, MixedPrecisionPolicy};
 ///
 /// let policy = MixedPrecisionPolicy::new()
-///     .param_dtype(FloatDType::BF16)
-///     .reduce_dtype(FloatDType::F32)
-///     .output_dtype(FloatDType::F32);
-/// let options = FsdpOptions::new().mixed_precision(policy);
+///     .with_param_dtype(FloatDType::BF16)
+///     .with_reduce_dtype(FloatDType::F32)
+///     .with_output_dtype(FloatDType::F32);
+/// let options = FsdpOptions::new().with_mixed_precision(policy);
 /// ```
 ///
 /// The types are `F32`, `BF16` and `F16`. Under `F16` gradients underflow without a
@@ -62,7 +62,7 @@ impl MixedPrecisionPolicy {
     /// which stay whole, may have any type. Plain tensor fields keep theirs, and so do the tables of
     /// `PositionalEncoding` and `RotaryEncoding`: cast where they are used. A `BatchNorm`, whose
     /// statistics are f32, must lie in a unit that computes in f32.
-    pub const fn param_dtype(mut self, dtype: FloatDType) -> Self {
+    pub const fn with_param_dtype(mut self, dtype: FloatDType) -> Self {
         self.param_dtype = Some(dtype);
         self
     }
@@ -70,21 +70,21 @@ impl MixedPrecisionPolicy {
     /// The type that gradients travel in when they are reduced; by default that of the unit's
     /// matrices, or, where these have several, each parameter's own. The sum over ranks is taken in
     /// `F32` all the same.
-    pub const fn reduce_dtype(mut self, dtype: FloatDType) -> Self {
+    pub const fn with_reduce_dtype(mut self, dtype: FloatDType) -> Self {
         self.reduce_dtype = Some(dtype);
         self
     }
 
     /// The type that float outputs are cast to as they leave the outermost unit, or, in a policy for
     /// certain units, as they leave those. By default they stay as they are.
-    pub const fn output_dtype(mut self, dtype: FloatDType) -> Self {
+    pub const fn with_output_dtype(mut self, dtype: FloatDType) -> Self {
         self.output_dtype = Some(dtype);
         self
     }
 
     /// Whether float inputs of a unit's `forward` are cast to the type of its matrices. On by default.
     /// Where these have several types, inputs stay as they are.
-    pub const fn cast_forward_inputs(mut self, cast: bool) -> Self {
+    pub const fn with_cast_forward_inputs(mut self, cast: bool) -> Self {
         self.cast_forward_inputs = cast;
         self
     }
@@ -156,9 +156,9 @@ mod tests {
     #[test]
     fn a_type_the_device_cannot_compute_names_those_it_can() {
         let device = Device::flex();
-        let good = MixedPrecisionPolicy::new().param_dtype(FloatDType::BF16);
+        let good = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
         assert_eq!(good.check(&device), Ok(()));
-        let error = good.reduce_dtype(FloatDType::F64).check(&device).unwrap_err().to_string();
+        let error = good.with_reduce_dtype(FloatDType::F64).check(&device).unwrap_err().to_string();
         for part in ["reduce_dtype", "F64", "F32, BF16, F16"] {
             assert!(error.contains(part), "{error}");
         }
@@ -166,11 +166,11 @@ mod tests {
 
     #[test]
     fn gradients_travel_in_the_parameters_type_by_default() {
-        let policy = MixedPrecisionPolicy::new().param_dtype(FloatDType::F16);
+        let policy = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F16);
         let half = Some(DType::F16);
         assert_eq!(policy.reduce(half, DType::F32), DType::F16);
         assert_eq!(policy.reduce(None, DType::BF16), DType::BF16, "each in its own");
-        let policy = policy.reduce_dtype(FloatDType::F32).output_dtype(FloatDType::F32);
+        let policy = policy.with_reduce_dtype(FloatDType::F32).with_output_dtype(FloatDType::F32);
         assert_eq!(policy.reduce(half, DType::F16), DType::F32);
         assert_eq!(policy.resolve(half, true).output, Some(DType::F32));
         assert_eq!(policy.resolve(half, false).output, None);
@@ -181,7 +181,7 @@ mod tests {
         let policy = MixedPrecisionPolicy::new();
         assert_eq!(policy.resolve(Some(DType::BF16), true).input, Some(DType::BF16));
         assert_eq!(policy.resolve(None, true).input, None);
-        let policy = policy.cast_forward_inputs(false);
+        let policy = policy.with_cast_forward_inputs(false);
         assert_eq!(policy.resolve(Some(DType::BF16), true).input, None);
     }
 }

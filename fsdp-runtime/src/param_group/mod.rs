@@ -1,7 +1,8 @@
-//! The parameter group of a unit: its parameters, where they lie, and what it will need of memory.
+//! The parameter group of a unit: its parameters, where a rank stores them, and the memory they take.
 
 pub(crate) mod forecast;
 pub(crate) mod memory;
+mod mib;
 pub(crate) mod plan;
 mod unit;
 pub(crate) mod wrapping;

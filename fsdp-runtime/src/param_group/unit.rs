@@ -1,6 +1,7 @@
-//! One unit: its parameters, where they lie, and its states `Sharded → Unsharding → Unsharded`.
+//! A unit of a sharded model: its parameters, their placement, and the memory that they take.
 //!
-//! Transitions are idempotent. Which unit goes through which, and when, is the schedule's matter.
+//! A [`Unit`] does not change after construction. The state of a unit in training belongs to the
+//! schedule.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,48 +10,52 @@ use burn::tensor::DType;
 
 use crate::backend::gather_buffer::GatherBufferPlan;
 use crate::collectives::Reduce;
-use crate::layout::Mesh;
-use crate::layout::UnitLayout;
+use crate::layout::{Mesh, UnitLayout};
 use crate::options::Precision;
 
-/// How a parameter is held between steps.
+/// The part of a parameter that a rank stores between steps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
-    /// As this rank's shard, the given elements of the flattened parameter.
+    /// This rank's shard: the given elements of the flattened parameter.
     Shard(Range<usize>),
-    /// Whole, on every rank: vectors, small matrices, and everything under `NO_SHARD`.
+    /// The whole parameter, equal on every rank: vectors, small matrices, and all parameters under
+    /// `NO_SHARD`.
     Replicated,
-    /// Whole, and each rank's own: an ignored parameter or a running statistic, which is of no unit.
+    /// The whole parameter, with different values on each rank: an ignored parameter or a running
+    /// statistic. It belongs to no unit.
     PerRank,
-    /// Not at all: the entry it is tied to holds it.
+    /// Nothing: the parameter is an alias of the unit's parameter with this number, which stores the
+    /// weight.
     TiedTo(usize),
 }
 
-/// One parameter of a unit.
+/// A parameter of a unit: its name, shape, dtypes and placement.
 #[derive(Clone, Debug)]
 pub(crate) struct ParamSpec {
-    /// Its module path.
+    /// Module path of the parameter.
     pub(crate) path: String,
-    /// Its full shape.
+    /// Full shape of the parameter.
     pub(crate) shape: Vec<usize>,
-    /// The type it is computed with, and gathered in.
+    /// Dtype in which the parameter is gathered and computed with.
     pub(crate) dtype: DType,
-    /// The type that its gradient travels in when it is reduced.
+    /// Dtype in which the gradient is sent when it is reduced.
     pub(crate) reduce_dtype: DType,
-    /// How it is held.
+    /// The part of the parameter that this rank stores.
     pub(crate) held: Placement,
-    /// Its matrix's number in the unit's layout; also under `NO_SHARD`, where it says in which order
-    /// the gradient norm is summed.
+    /// Number of the matrix in the unit's layout; `None` for a parameter outside the layout.
+    ///
+    /// Under `NO_SHARD` nothing is sharded, but matrices have numbers all the same: they fix the order
+    /// in which the gradient norm is summed.
     pub(crate) segment: Option<usize>,
 }
 
 impl ParamSpec {
-    /// Elements of the full parameter.
+    /// Returns the number of elements of the full parameter.
     pub(crate) fn numel(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Elements this rank holds, in elements of the flattened parameter.
+    /// Returns the elements of the flattened parameter that this rank stores.
     pub(crate) fn range(&self) -> Range<usize> {
         match &self.held {
             Placement::Shard(range) => range.clone(),
@@ -59,8 +64,10 @@ impl ParamSpec {
         }
     }
 
-    /// The shape of the base: a shard keeps the rank of its parameter, and an empty one is one
-    /// element that never gets a gradient.
+    /// Returns the shape of the tensor that this rank stores.
+    ///
+    /// A shard has as many dimensions as its parameter: `[n, 1, ..]`. An empty shard is stored as one
+    /// element, which never receives a gradient.
     pub(crate) fn base_shape(&self) -> Vec<usize> {
         if matches!(self.held, Placement::Replicated | Placement::PerRank) {
             return self.shape.clone();
@@ -70,76 +77,80 @@ impl ParamSpec {
         shape
     }
 
-    /// What this rank keeps of the reduced gradient, which travels as `dtype`.
+    /// Returns the part of the reduced gradient that this rank keeps. The gradient is sent as `dtype`.
     pub(crate) fn reduce(&self, dtype: DType) -> Reduce {
         let segment = self.segment.filter(|_| matches!(self.held, Placement::Shard(_)));
         Reduce { range: self.range(), shape: self.base_shape(), segment, dtype }
     }
 }
 
-/// A unit as construction left it.
+/// A unit of a sharded model, as construction laid it out.
 #[derive(Clone, Debug)]
 pub(crate) struct Unit {
-    /// Its module path, quoted for messages; `(root)` for the outermost.
+    /// Module path in backticks, for messages; `(root)` for the outermost unit.
     pub(crate) name: Arc<str>,
-    /// Its module path; empty for the outermost.
+    /// Module path; empty for the outermost unit.
     pub(crate) path: String,
-    /// Its type's name.
+    /// Name of the unit's type.
     pub(crate) ty: &'static str,
-    /// How many units enclose it.
+    /// Number of units that enclose this one.
     pub(crate) level: usize,
-    /// Whether a field makes it a unit, not its type.
+    /// Whether a field under `#[fsdp(unit)]`, and not the type, makes the module a unit.
     pub(crate) field: bool,
-    /// Its parameters, in layout order.
+    /// Parameters of the unit, in layout order.
     pub(crate) entries: Vec<ParamSpec>,
-    /// Where its matrices lie.
+    /// Positions of the unit's matrices in flat ranges.
     pub(crate) layout: UnitLayout,
-    /// Whether it holds shards, and so needs buffers to gather them in.
+    /// Whether the unit has sharded parameters, and so needs gather buffers.
     pub(crate) gathers: bool,
-    /// What types its inputs and outputs take.
+    /// Dtypes to which the unit's inputs and outputs are cast.
     pub(crate) precision: Precision,
-    /// Whether its forward is run again in backward, from its inputs alone.
+    /// Whether the unit's forward is recomputed in backward, from its inputs.
     pub(crate) checkpointed: bool,
-    /// The checkpointed unit that it lies in: it is run again as part of that one.
+    /// Number of the enclosing unit whose recomputation includes this unit.
     pub(crate) within: Option<usize>,
 }
 
 impl Unit {
-    /// The flat range that a full parameter is gathered in, and where it begins there.
+    /// Returns the number of the flat range that a sharded parameter is gathered in, and the element
+    /// at which the parameter begins there.
     pub(crate) fn gathered_at(&self, entry: usize) -> (usize, usize) {
-        let segment = self.entries[entry].segment.expect("a sharded entry has a segment");
+        let segment = self.entries[entry].segment.expect("a sharded parameter is in the layout");
         (self.layout.range_of(segment), self.layout.segment(segment).start)
     }
 
-    /// The buffers that it is gathered in, one for each flat range: elements and their type.
+    /// Returns the length and dtype of each gather buffer that the unit needs, one for each flat range.
     pub(crate) fn buffers(&self) -> Vec<(usize, DType)> {
         let ranges = if self.gathers { self.layout.ranges() } else { &[] };
         ranges.iter().map(|range| (range.layout.padded_len(), range.dtype)).collect()
     }
 
-    /// Bytes of the unsharded unit, padding included.
+    /// Returns the bytes of the unit's gather buffers, padding included.
     pub(crate) fn unsharded_bytes(&self) -> usize {
         self.buffers().iter().map(|(numel, dtype)| numel * dtype.size()).sum()
     }
 
-    /// What a rank keeps of each gathered flat range after forward, as one of `size` neighbours:
-    /// nothing of the outermost unit, which stays gathered.
+    /// Returns the length and dtype of the part of each gathered flat range that a rank keeps after
+    /// forward, where `size` ranks share the range.
+    ///
+    /// The list is empty for the outermost unit, which stays gathered.
     pub(crate) fn parts(&self, size: usize) -> Vec<(usize, DType)> {
         let buffers = if self.level > 0 { self.buffers() } else { Vec::new() };
         buffers.into_iter().map(|(numel, dtype)| (numel / size, dtype)).collect()
     }
 
-    /// Elements of its full parameters; tied ones belong to the place that owns them.
+    /// Returns the number of elements of the unit's full parameters. A tied weight counts once.
     pub(crate) fn num_params(&self) -> usize {
         self.owned().map(ParamSpec::numel).sum()
     }
 
-    /// Its entries but for those that another one holds.
+    /// Returns the unit's parameters without the aliases of tied weights.
     fn owned(&self) -> impl Iterator<Item = &ParamSpec> {
         self.entries.iter().filter(|entry| !matches!(entry.held, Placement::TiedTo(_)))
     }
 
-    /// Bytes of its full gradients as they arrive, and as they are reduced or held until then.
+    /// Returns the bytes of the unit's full gradients, in the dtypes of the autodiff graph and in the
+    /// dtypes of the reduction. Full gradients that wait for a reduction have the latter.
     pub(crate) fn gradient_bytes(&self) -> (usize, usize) {
         let bytes = |of: fn(&ParamSpec) -> DType| {
             self.owned().map(|entry| entry.numel() * of(entry).size()).sum()
@@ -147,15 +158,17 @@ impl Unit {
         (bytes(|entry| entry.dtype), bytes(|entry| entry.reduce_dtype))
     }
 
-    /// Bytes of this rank's shards in the types in which they are sent.
+    /// Returns the bytes of this rank's shards, in the dtypes in which they are sent.
     pub(crate) fn sent_bytes(&self) -> usize {
         let sharded = |entry: &&ParamSpec| matches!(entry.held, Placement::Shard(_));
         let sent = self.entries.iter().filter(sharded);
         sent.map(|entry| entry.range().len() * entry.dtype.size()).sum()
     }
 
-    /// Bytes of the shards that are cast or copied to be sent, in the all-gather of this unit that
-    /// has the most; `offloaded` says that they rest on the host.
+    /// Returns the most bytes of shards that one all-gather of this unit casts, or copies to the
+    /// device, before sending.
+    ///
+    /// `offloaded` says that the shards are stored on the host.
     pub(crate) fn sending_bytes(&self, offloaded: bool) -> usize {
         let mut bytes = vec![0; self.layout.ranges().len()];
         for (at, entry) in self.entries.iter().enumerate() {
@@ -167,13 +180,13 @@ impl Unit {
         bytes.into_iter().max().unwrap_or(0)
     }
 
-    /// Bytes of what every rank holds whole, in the types in which it is computed with.
+    /// Returns the bytes of the replicated parameters, in the dtypes in which they are computed with.
     pub(crate) fn whole_bytes(&self) -> usize {
         let whole = self.entries.iter().filter(|entry| entry.held == Placement::Replicated);
         whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
     }
 
-    /// Bytes that this rank holds of it between steps: shards, and what is replicated.
+    /// Returns the bytes of the shards and of the replicated parameters that this rank stores in f32.
     pub(crate) fn held_bytes(&self) -> (usize, usize) {
         let bytes = |entry: &ParamSpec| entry.range().len() * size_of::<f32>();
         let (mut shards, mut replicated) = (0, 0);
@@ -186,7 +199,8 @@ impl Unit {
         (shards, replicated)
     }
 
-    /// The entry that holds an entry's values: itself, unless tied.
+    /// Returns the number of the parameter that stores the values of parameter `entry`: the owner of
+    /// the tie for an alias, or else `entry`.
     pub(crate) fn holder(&self, entry: usize) -> usize {
         match self.entries[entry].held {
             Placement::TiedTo(first) => first,
@@ -194,8 +208,11 @@ impl Unit {
         }
     }
 
-    /// The parts of an entry's gradient whose squares `mesh.rank` sums up for the norm, and the
-    /// shard's rank each belongs to: one's own shard, or, of a whole matrix, every rank's.
+    /// Returns the parts of a gradient whose squares `mesh.rank` sums for the gradient norm, each with
+    /// the rank of the shard group that it belongs to.
+    ///
+    /// Of a sharded matrix, this is the rank's own shard. A replicated matrix is split in the same
+    /// parts, so that the norm has the same bits under `NO_SHARD`. Other parameters have no parts.
     pub(crate) fn norm_ranges(&self, entry: usize, mesh: Mesh) -> Vec<(usize, Range<usize>)> {
         let entry = &self.entries[entry];
         match (&entry.held, entry.segment) {
@@ -210,7 +227,7 @@ impl Unit {
     }
 }
 
-/// The buffers of a model, `ring` to a nesting level.
+/// Assigns gather buffers to units, at most `ring` buffers of a dtype to an inner nesting level.
 pub(crate) fn gather_buffer_plan(units: &[Unit], ring: usize) -> GatherBufferPlan {
     let buffers: Vec<_> = units.iter().map(|unit| (unit.level, unit.buffers())).collect();
     GatherBufferPlan::new(&buffers, ring)

@@ -1,31 +1,34 @@
-//! The units of a sharded model, as a tree to print.
+//! The tree of a sharded model's units, for printing.
 
 use std::fmt;
 
-use crate::param_group::Unit;
+use super::unit::Unit;
 
-/// One unit as it was wrapped.
+/// A unit of a sharded model, as [`Wrapping`] lists it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WrappedUnit {
-    /// Its module path; empty for the outermost.
+    /// Module path of the unit; empty for the outermost unit.
     pub path: String,
-    /// Its type.
+    /// Name of the unit's type.
     pub ty: &'static str,
-    /// How many units enclose it.
+    /// Number of units that enclose this one; 0 for the outermost unit.
     pub level: usize,
-    /// Its own parameters, those of units within it not counted.
+    /// Number of elements of the unit's parameters, without those of nested units.
     pub num_params: usize,
-    /// Bytes of parameters that this rank holds of it between steps.
+    /// Bytes of the unit's parameters that this rank stores between steps.
     pub sharded_bytes: usize,
-    /// Bytes of the buffer that it is gathered in; 0 when nothing is.
+    /// Bytes of the unit's gather buffers; 0 if the unit has no sharded parameter.
     pub unsharded_bytes: usize,
 }
 
-/// The units of a sharded model in layout order: [`Fsdp::wrapping`](crate::Fsdp::wrapping). Prints
-/// as a tree.
+/// The units of a sharded model, as [`Fsdp::wrapping`](crate::Fsdp::wrapping) returns them.
+///
+/// `Display` prints them as a tree, one unit per line.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Wrapping {
-    /// The units, each after the one that encloses it.
+    /// Units in layout order, each after the unit that encloses it.
     pub units: Vec<WrappedUnit>,
 }
 

@@ -26,12 +26,12 @@ impl Net {
 
 fn save(folder: &Path) {
     let folder = folder.to_path_buf();
-    launch(LaunchOptions::new(2).device(Device::flex()), move |worker| {
+    launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
         let linear = |from, to| LinearConfig::new(from, to).init(worker.device());
         let net = Net { body: linear(6, 10), head: linear(10, 3) };
-        let net = fully_shard(net, &worker, FsdpOptions::new().seed(1))?;
+        let net = fully_shard(net, &worker, FsdpOptions::new().with_seed(1))?;
         assert_eq!(net.forward(Tensor::ones([1, 6], worker.device())).dims(), [1, 3]);
-        net.save_state(&folder)
+        net.state().save(&folder)
     })
     .unwrap();
 }

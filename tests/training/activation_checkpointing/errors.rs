@@ -161,7 +161,7 @@ fn refused(
     build: impl Fn(&Device) -> Model + Send + Sync + 'static,
 ) -> ShardError {
     on(1, move |worker| {
-        let options = FsdpOptions::new().activation_checkpointing(which);
+        let options = FsdpOptions::new().with_activation_checkpointing(which);
         let model = build(worker.device());
         match fully_shard(model, worker, options) {
             Err(Error::Shard(error)) => Ok(error),
@@ -212,11 +212,13 @@ fn what_does_not_do_the_same_twice_is_an_error_at_construction() {
         }
     };
     let error = refused(ALL, attending(0.1)).to_string();
-    assert!(error.contains("`attending` is checkpointed, but `attending.attention`"), "{error}");
+    let refused_part = "`attending` is under activation checkpointing, but `attending.attention`";
+    assert!(error.contains(refused_part), "{error}");
     assert!(error.contains("fsdp_runtime::nn::Dropout"), "{error}");
     on(1, move |worker| {
         let model = attending(0.0)(worker.device());
-        let model = fully_shard(model, worker, FsdpOptions::new().activation_checkpointing(ALL))?;
+        let model =
+            fully_shard(model, worker, FsdpOptions::new().with_activation_checkpointing(ALL))?;
         model.backward(model.forward(Tensor::ones([2, WIDTH], worker.device())))
     });
 
@@ -248,11 +250,11 @@ fn an_ignored_parameter_that_trains_is_an_error_at_construction() {
             let fickle = fickle.map(|it| if frozen { it.freeze() } else { it });
             let id = fickle.as_ref().map(|fickle| fickle.linear.weight.id);
             let model = Model { fickle, ..model(worker.device()) };
-            fully_shard(model, worker, options.ignored_params(id)).map(|_| ())
+            fully_shard(model, worker, options.with_ignored_params(id)).map(|_| ())
         };
         let none = ActivationCheckpointing::None;
         shard(true, FsdpOptions::new())?;
-        shard(false, FsdpOptions::new().activation_checkpointing(none))?;
+        shard(false, FsdpOptions::new().with_activation_checkpointing(none))?;
         Ok(shard(false, FsdpOptions::new()).unwrap_err())
     });
     let expected = ShardError::IgnoredInCheckpoint {
@@ -264,11 +266,12 @@ fn an_ignored_parameter_that_trains_is_an_error_at_construction() {
 
 /// Trains a step that is to fail, ends it, and trains another.
 fn fail(what: &'static str) -> Result<Vec<(Error, bool)>, LaunchError> {
-    let options = LaunchOptions::new(2).device(Device::flex()).timeout(Duration::from_secs(30));
+    let options =
+        LaunchOptions::new(2).with_device(Device::flex()).with_timeout(Duration::from_secs(30));
     launch(options, move |worker| {
         let device = worker.device();
         let model = Model { fickle: fickle(device), ..model(device) };
-        let model = fully_shard(model, &worker, FsdpOptions::new().seed(1))?;
+        let model = fully_shard(model, &worker, FsdpOptions::new().with_seed(1))?;
         let step = || model.backward(model.forward(Tensor::ones([2, WIDTH], device)));
         FICKLE.set((0, what));
         let error = step().map(|_| ()).unwrap_err();
@@ -304,10 +307,10 @@ fn a_forward_that_does_something_else_the_second_time_is_an_error_of_the_backwar
 
 #[test]
 fn a_tracked_tensor_from_elsewhere_is_an_error_of_the_forward() {
-    let error = launch(LaunchOptions::new(1).device(Device::flex()), |worker| {
+    let error = launch(LaunchOptions::new(1).with_device(Device::flex()), |worker| {
         let device = worker.device();
         let model = Model { fickle: fickle(device), ..model(device) };
-        let model = fully_shard(model, &worker, FsdpOptions::new().seed(1))?;
+        let model = fully_shard(model, &worker, FsdpOptions::new().with_seed(1))?;
         FICKLE.set((0, "elsewhere"));
         let scale = Tensor::<2>::ones([1, WIDTH], &device.clone().autodiff());
         let forward = || model.forward(Tensor::ones([2, WIDTH], device));

@@ -143,7 +143,7 @@ fn input(rank: usize, step: usize, device: &Device) -> Tensor<2> {
 fn train(world: usize, shape: Shape, options: FsdpOptions) -> (Vec<u64>, FullState, Counts) {
     on(world, move |worker| {
         let device = worker.device();
-        let mut model = fully_shard(model(shape, device), worker, options.clone().seed(5))?;
+        let mut model = fully_shard(model(shape, device), worker, options.clone().with_seed(5))?;
         let mut optimizer = AdamWConfig::new().init();
         let mut bits = Vec::new();
         for step in 0..3 {
@@ -153,7 +153,7 @@ fn train(world: usize, shape: Shape, options: FsdpOptions) -> (Vec<u64>, FullSta
             bits.push(model.clip_grad_norm(&mut gradients, 0.1)?.to_bits());
             model = optimizer.step(1e-2, model, gradients);
         }
-        Ok((bits, model.full_state(Recipient::All)?, model.counts()))
+        Ok((bits, model.state().full(Recipient::All)?, model.stats().counts()))
     })
 }
 
@@ -170,10 +170,11 @@ fn units_within_are_recomputed_with_the_unit_around_them() {
     for frozen in [false, true] {
         let shape = Shape { frozen, ..Shape::default() };
         for (world, slots) in [(1, 2), (2, 1), (2, 2), (2, 3)] {
-            let options = FsdpOptions::new().slots(slots);
-            let plain = train(world, shape, options.clone().activation_checkpointing(none));
+            let options = FsdpOptions::new().with_gather_buffers(slots);
+            let plain = train(world, shape, options.clone().with_activation_checkpointing(none));
             for which in [ActivationCheckpointing::Annotated, ALL] {
-                let kept = train(world, shape, options.clone().activation_checkpointing(which));
+                let kept =
+                    train(world, shape, options.clone().with_activation_checkpointing(which));
                 assert_same(&kept, &plain);
                 let counts = |run: &(_, _, Counts)| (run.2.reduce_scatters, run.2.added_slots);
                 assert_eq!(counts(&kept), counts(&plain), "{shape:?} in {slots} slots");
@@ -188,8 +189,9 @@ fn several_inputs_and_outputs_have_the_same_gradients_but_for_the_order_of_sums(
     for frozen in [false, true] {
         let shape = Shape { frozen, pairs: true };
         for world in [1, 2] {
-            let run =
-                |which| train(world, shape, FsdpOptions::new().activation_checkpointing(which));
+            let run = |which| {
+                train(world, shape, FsdpOptions::new().with_activation_checkpointing(which))
+            };
             let plain = run(ActivationCheckpointing::None);
             for which in [ActivationCheckpointing::Annotated, ALL] {
                 let kept = run(which);
@@ -209,12 +211,14 @@ fn several_inputs_and_outputs_have_the_same_gradients_but_for_the_order_of_sums(
 fn every_strategy_and_prefetch_has_the_same_bits() {
     for pairs in [false, true] {
         let run = |options| train(2, Shape { pairs, frozen: true }, options);
-        let expected = run(FsdpOptions::new().strategy(ShardingStrategy::NoShard));
+        let expected = run(FsdpOptions::new().with_strategy(ShardingStrategy::NoShard));
         for options in [
             FsdpOptions::new(),
-            FsdpOptions::new().strategy(ShardingStrategy::ShardGradOp),
-            FsdpOptions::new().backward_prefetch(BackwardPrefetch::Post),
-            FsdpOptions::new().backward_prefetch(BackwardPrefetch::None).forward_prefetch(false),
+            FsdpOptions::new().with_strategy(ShardingStrategy::ShardGradOp),
+            FsdpOptions::new().with_backward_prefetch(BackwardPrefetch::Post),
+            FsdpOptions::new()
+                .with_backward_prefetch(BackwardPrefetch::None)
+                .with_forward_prefetch(false),
         ] {
             assert_same(&run(options), &expected);
         }
@@ -226,7 +230,7 @@ fn every_strategy_and_prefetch_has_the_same_bits() {
 fn a_wrap_policy_changes_nothing_of_it() {
     let wrap = WrapPolicy::TransformerBased(unit_types![Outer]);
     let run = |which| {
-        let options = FsdpOptions::new().wrap(wrap).activation_checkpointing(which);
+        let options = FsdpOptions::new().with_wrap(wrap).with_activation_checkpointing(which);
         train(2, Shape::default(), options)
     };
     let plain = run(ActivationCheckpointing::None);
@@ -239,13 +243,13 @@ fn a_wrap_policy_changes_nothing_of_it() {
 fn a_checkpointed_unit_is_gathered_as_often_and_those_within_once_more() {
     let lines = |which| {
         on(2, move |worker| {
-            let options = FsdpOptions::new().seed(5).activation_checkpointing(which);
+            let options = FsdpOptions::new().with_seed(5).with_activation_checkpointing(which);
             let model = fully_shard(model(Shape::default(), worker.device()), worker, options)?;
             let step = |at| model.backward(model.forward(input(0, at, worker.device())));
             step(0)?;
             let (result, lines) = record(|| step(1));
             result?;
-            Ok((only(&lines, &["unshard", "recompute"]), model.counts().mis_prefetches))
+            Ok((only(&lines, &["unshard", "recompute"]), model.stats().counts().mis_prefetches))
         })
     };
     let count = |lines: &[String], line: &str| lines.iter().filter(|found| *found == line).count();

@@ -53,7 +53,7 @@ impl Model {
 fn gradients(which: ActivationCheckpointing, evaluates: bool) -> Vec<Vec<u32>> {
     on(2, move |worker| {
         let device = worker.device();
-        let options = FsdpOptions::new().seed(4).activation_checkpointing(which);
+        let options = FsdpOptions::new().with_seed(4).with_activation_checkpointing(which);
         let model = fully_shard(Model::new(device), worker, options)?;
         let x = || Tensor::<2>::ones([3, WIDTH], device) * (1 + worker.rank().index()) as f32;
         let loss = model.forward(x()).powf_scalar(2.0).mean();

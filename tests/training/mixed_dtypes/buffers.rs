@@ -85,7 +85,7 @@ fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -
     on(2, move |worker| {
         let device = worker.device();
         let mut model = fully_shard(model(types, device), worker, options.clone())?;
-        let before = model.gather_buffer_bytes();
+        let before = model.stats().gather_buffer_bytes();
         let (mut losses, mut added) = (Vec::new(), Vec::new());
         for (step, order) in orders.iter().enumerate() {
             let at = |i: usize| ((i * 7 + step + worker.rank().index()) % 13) as f32 * 0.1 - 0.6;
@@ -95,10 +95,10 @@ fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -
             losses.push(loss.clone().into_scalar::<f32>().to_bits());
             let grads = model.backward(loss)?;
             model = SgdConfig::new().init().step(0.1, model, grads);
-            added.push(model.counts().added_slots);
+            added.push(model.stats().counts().added_slots);
         }
         let (added_bytes, mis_prefetches) =
-            (model.gather_buffer_bytes() - before, model.counts().mis_prefetches);
+            (model.stats().gather_buffer_bytes() - before, model.stats().counts().mis_prefetches);
         Ok(Told { losses, added, added_bytes, mis_prefetches })
     })
     .swap_remove(0)
@@ -109,7 +109,7 @@ fn beside(types: &'static [&[DType]], options: FsdpOptions) -> Told {
 }
 
 fn no_shard() -> FsdpOptions {
-    FsdpOptions::new().strategy(ShardingStrategy::NoShard)
+    FsdpOptions::new().with_strategy(ShardingStrategy::NoShard)
 }
 
 /// Three branches, of which the first and the last share a buffer of one type, and of another type
@@ -122,7 +122,7 @@ fn only_the_buffers_that_two_branches_share_are_added() {
     assert_eq!(told.losses, expected);
     assert_eq!(told.added, [1, 1, 1], "once");
     assert_eq!(told.added_bytes, WIDTH * WIDTH * FULL.size());
-    let told = beside(TYPES, FsdpOptions::new().slots(3));
+    let told = beside(TYPES, FsdpOptions::new().with_gather_buffers(3));
     assert_eq!((told.losses, told.added), (expected, vec![0; 3]));
 }
 
@@ -156,7 +156,7 @@ fn an_order_that_changes_takes_no_buffer_in_use() {
     let orders: Vec<Order> = (0..24).map(&mut order).collect();
     let expected = train(TYPES, orders.clone(), no_shard()).losses;
     for slots in [1, 2, 3] {
-        let told = train(TYPES, orders.clone(), FsdpOptions::new().slots(slots));
+        let told = train(TYPES, orders.clone(), FsdpOptions::new().with_gather_buffers(slots));
         assert_eq!(told.losses, expected, "{slots} buffers");
         assert!(slots == 1 || told.mis_prefetches > 0);
         assert_eq!(told.added.last(), Some(&0));

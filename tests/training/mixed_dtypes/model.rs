@@ -217,13 +217,13 @@ impl Run {
 
     fn rank(&self, worker: &Worker) -> Result<Outcome, Error> {
         let device = worker.device();
-        let mut net = fully_shard(Net::new(device), worker, self.options.clone().seed(3))?;
+        let mut net = fully_shard(Net::new(device), worker, self.options.clone().with_seed(3))?;
         let mut optimizer = AdamWConfig::new().init();
         let mut whole = self.whole.map(|whole| WholeParam::new(whole()));
         if let Some(folder) = &self.from {
             Restore::new()
-                .model("net", &mut net)
-                .optimizer("own", &mut optimizer)
+                .with_model("net", &mut net)
+                .with_optimizer("own", &mut optimizer)
                 .load(worker, folder)?;
         }
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
@@ -239,15 +239,15 @@ impl Run {
         }
         if let Some(folder) = &self.save {
             let saved = Checkpoint::new(self.steps as u64);
-            saved.model("net", &net).optimizer("own", &optimizer).save(worker, folder)?;
+            saved.with_model("net", &net).with_optimizer("own", &optimizer).save(worker, folder)?;
         }
         Ok(Outcome {
             losses,
             norms,
-            state: net.full_state(Recipient::All)?,
-            counts: net.counts(),
-            gather_buffer_bytes: net.gather_buffer_bytes(),
-            peak_unsharded_bytes: net.peak_unsharded_bytes(),
+            state: net.state().full(Recipient::All)?,
+            counts: net.stats().counts(),
+            gather_buffer_bytes: net.stats().gather_buffer_bytes(),
+            peak_unsharded_bytes: net.stats().peak_unsharded_bytes(),
         })
     }
 }

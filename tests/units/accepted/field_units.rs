@@ -5,7 +5,8 @@ use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention};
 use burn::nn::{Dropout, Linear};
 use burn::tensor::Tensor;
-use fsdp_runtime::{FsdpModule, FsdpUnit, Kind, fsdp_unit};
+use fsdp_runtime::__private::Kind;
+use fsdp_runtime::{FsdpModule, FsdpUnit, fsdp_unit};
 
 /// A module of another crate.
 #[derive(Module, Debug)]

@@ -104,7 +104,7 @@ fn started() -> String {
     match RankEnv::read() {
         Ok(None) => "nothing that starts ranks".into(),
         Ok(Some(place)) => {
-            format!("{}, as rank {} of {}", place.starter, place.rank, place.world)
+            format!("{}, as rank {} of {}", place.launcher, place.rank, place.world)
         }
         Err(error) => error.to_string(),
     }

@@ -26,10 +26,11 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> ExitCode {
-    let mut options =
-        MergeOptions::new().max_shard_size(args.max_shard_size).module_paths(args.module_paths);
+    let mut options = MergeOptions::new()
+        .with_max_shard_size(args.max_shard_size)
+        .with_module_paths(args.module_paths);
     if let Some(model) = &args.model {
-        options = options.model(model);
+        options = options.with_model(model);
     }
     let merged = match merge(&args.folder, &args.output, &options) {
         Ok(merged) => merged,

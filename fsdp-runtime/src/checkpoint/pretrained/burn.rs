@@ -13,6 +13,7 @@ use super::fill::Target;
 use super::fit::{Part, Wanted, fit};
 use super::source::Source;
 use super::{LoadError, LoadOptions, LoadReport, SaveError};
+use crate::checkpoint::{State, StateMut};
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::layout::Rank;
@@ -20,7 +21,7 @@ use crate::module::{FsdpModule, ParamVisitor};
 use crate::module::{ParamIndex, Sharded};
 use crate::runtime::schedule::Engine;
 
-impl<M: FsdpModule> Fsdp<M> {
+impl<M: FsdpModule> State<'_, M> {
     /// Writes the full state as a Burn record, which plain Burn loads into the unsharded model
     /// (`model.load_file(path)`) without this crate. `.bpk` is appended to a name without
     /// extension.
@@ -33,10 +34,10 @@ impl<M: FsdpModule> Fsdp<M> {
     /// [`SaveError`] on rank 0, [`CollectiveError`](crate::CollectiveError) on the others.
     pub fn save_burnpack(&self, path: impl AsRef<Path>) -> Result<(), Error> {
         let label = path.as_ref().display().to_string();
-        let bases = self.held().bases;
-        let (ids, buffers) = (self.ids(), self.buffers());
+        let bases = self.model.held().bases;
+        let (ids, buffers) = (self.model.ids(), self.model.buffers());
         let mut queue = Vec::new();
-        for (unit, of) in self.engine.units().iter().enumerate() {
+        for (unit, of) in self.model.engine.units().iter().enumerate() {
             for (entry, parameter) in of.entries.iter().enumerate() {
                 // Plain Burn has a tied weight at each of its places, under one id.
                 let id = ids.get(&ParamIndex { unit, entry }).copied();
@@ -44,18 +45,18 @@ impl<M: FsdpModule> Fsdp<M> {
                 queue.push((parameter.path.clone(), id, place, bases[&place].clone()));
             }
         }
-        if self.mesh().rank != Rank::ZERO {
+        if self.model.mesh().rank != Rank::ZERO {
             for (.., place, base) in queue {
-                self.engine.full(place, base, false)?;
+                self.model.engine.full(place, base, false)?;
             }
-            return self.same_on_all("the save of a Burn record", Ok(()));
+            return self.model.same_on_all("the save of a Burn record", Ok(()));
         }
-        let units = self.engine.units();
+        let units = self.model.engine.units();
         let shape = |place: &ParamIndex| units[place.unit].entries[place.entry].shape.clone();
         let named: Vec<_> =
             queue.iter().map(|(path, id, place, _)| (path.clone(), *id, shape(place))).collect();
         let gather = Arc::new(Gather {
-            engine: self.engine.clone(),
+            engine: self.model.engine.clone(),
             queue: Mutex::new(queue.into_iter().map(|(.., place, base)| (place, base)).collect()),
             failed: Mutex::new(None),
         });
@@ -74,9 +75,11 @@ impl<M: FsdpModule> Fsdp<M> {
         gather.drain()?;
         let written =
             written.map_err(|error| SaveError::Io { file: label, reason: error.to_string() });
-        self.same_on_all("the save of a Burn record", written.map_err(Error::from))
+        self.model.same_on_all("the save of a Burn record", written.map_err(Error::from))
     }
+}
 
+impl<M: FsdpModule> StateMut<'_, M> {
     /// Loads a Burn record of the full state, as [`save_burnpack`](Self::save_burnpack) or plain Burn
     /// wrote it, by module paths; each rank reads what it holds. Every rank calls it; on an error
     /// the model is unchanged on all.
@@ -89,12 +92,14 @@ impl<M: FsdpModule> Fsdp<M> {
         path: impl AsRef<Path>,
         options: &LoadOptions,
     ) -> Result<LoadReport, Error> {
-        let fitted = self.fit_burnpack(path.as_ref(), options).map_err(Error::from);
-        let (parts, report) = self.same_on_all("the load of a Burn record", fitted)?;
-        self.fill(parts);
+        let fitted = self.model.fit_burnpack(path.as_ref(), options).map_err(Error::from);
+        let (parts, report) = self.model.same_on_all("the load of a Burn record", fitted)?;
+        self.model.fill(parts);
         Ok(report)
     }
+}
 
+impl<M: FsdpModule> Fsdp<M> {
     fn fit_burnpack(
         &self,
         path: &Path,

@@ -7,6 +7,7 @@ use super::fill::Target;
 use super::fit::{Part, Wanted, fit};
 use super::source::Source;
 use super::{LoadError, LoadOptions, LoadReport};
+use crate::checkpoint::StateMut;
 use crate::error::Error;
 use crate::fully_shard::init::same_on_all;
 use crate::fully_shard::{Fsdp, shard};
@@ -17,7 +18,7 @@ use crate::options::FsdpOptions;
 use crate::param_group::Unit;
 use crate::param_group::plan::{IgnoredParam, Key};
 
-impl<M: FsdpModule> Fsdp<M> {
+impl<M: FsdpModule> StateMut<'_, M> {
     /// Loads parameters by their keys (each field's `#[fsdp(key = "..")]` or name) from a
     /// safetensors file, from an index of several, or from a folder with `model.safetensors` or
     /// `model.safetensors.index.json`. The files are memory-mapped, and each rank reads what it
@@ -33,9 +34,15 @@ impl<M: FsdpModule> Fsdp<M> {
         path: impl AsRef<Path>,
         options: &LoadOptions,
     ) -> Result<LoadReport, Error> {
-        let fitted = open(path.as_ref(), self.engine.units(), &self.keys, &self.ignored, options);
-        let (parts, report) = self.same_on_all("the load", fitted.map_err(Error::from))?;
-        self.fill(parts);
+        let fitted = open(
+            path.as_ref(),
+            self.model.engine.units(),
+            &self.model.keys,
+            &self.model.ignored,
+            options,
+        );
+        let (parts, report) = self.model.same_on_all("the load", fitted.map_err(Error::from))?;
+        self.model.fill(parts);
         Ok(report)
     }
 }

@@ -19,25 +19,25 @@ impl LoadOptions {
 
     /// A first segment that keys may have in the model and lack in the file, or the other way
     /// round: `bert` where the file holds the bare encoder.
-    pub fn base_prefix(mut self, prefix: impl Into<String>) -> Self {
+    pub fn with_base_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.base_prefix = Some(prefix.into());
         self
     }
 
     /// Keys of the model that begin so may be missing, and keep their values: a new head.
-    pub fn allow_missing(mut self, prefix: impl Into<String>) -> Self {
+    pub fn with_allowed_missing(mut self, prefix: impl Into<String>) -> Self {
         self.missing.push(prefix.into());
         self
     }
 
     /// Keys of the file that begin so are passed over: the head of another task.
-    pub fn allow_unexpected(mut self, prefix: impl Into<String>) -> Self {
+    pub fn with_allowed_unexpected(mut self, prefix: impl Into<String>) -> Self {
         self.unexpected.push(prefix.into());
         self
     }
 
     /// A key that ends in `in_model` may end in `in_file` instead.
-    pub fn rename_suffix(
+    pub fn with_renamed_suffix(
         mut self,
         in_file: impl Into<String>,
         in_model: impl Into<String>,
@@ -48,9 +48,9 @@ impl LoadOptions {
 
     /// The names that layer norms have in checkpoints converted from TensorFlow:
     /// `LayerNorm.gamma` for `LayerNorm.weight`, `LayerNorm.beta` for `LayerNorm.bias`.
-    pub fn legacy_layer_norm(self) -> Self {
-        self.rename_suffix("LayerNorm.gamma", "LayerNorm.weight")
-            .rename_suffix("LayerNorm.beta", "LayerNorm.bias")
+    pub fn with_legacy_layer_norm(self) -> Self {
+        self.with_renamed_suffix("LayerNorm.gamma", "LayerNorm.weight")
+            .with_renamed_suffix("LayerNorm.beta", "LayerNorm.bias")
     }
 
     /// The names a key may have in the file, the model's own first.
@@ -123,24 +123,24 @@ impl SavePretrained {
     /// The most bytes of tensors in one file. A larger model is written as
     /// `model-00001-of-000NN.safetensors` and so on, with `model.safetensors.index.json`; one
     /// tensor that is larger has a file to itself.
-    pub fn max_shard_size(mut self, bytes: u64) -> Self {
+    pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
         self
     }
 
     /// The element type to write.
-    pub fn dtype(mut self, dtype: SaveDtype) -> Self {
+    pub fn with_dtype(mut self, dtype: SaveDtype) -> Self {
         self.dtype = dtype;
         self
     }
 
     /// `config.json`, which says of what architecture and sizes the model is.
-    pub fn config(self, json: impl Into<Vec<u8>>) -> Self {
-        self.file("config.json", json)
+    pub fn with_config(self, json: impl Into<Vec<u8>>) -> Self {
+        self.with_file("config.json", json)
     }
 
     /// A file to write beside the weights, such as `tokenizer.json`. Rank 0's contents count.
-    pub fn file(mut self, name: impl Into<String>, contents: impl Into<Vec<u8>>) -> Self {
+    pub fn with_file(mut self, name: impl Into<String>, contents: impl Into<Vec<u8>>) -> Self {
         self.files.push((name.into(), contents.into()));
         self
     }
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_key_has_its_own_name_first_and_legacy_ones_after() {
-        let options = LoadOptions::new().base_prefix("bert").legacy_layer_norm();
+        let options = LoadOptions::new().with_base_prefix("bert").with_legacy_layer_norm();
         assert_eq!(
             options.candidates("bert.embeddings.LayerNorm.weight"),
             [
@@ -166,7 +166,7 @@ mod tests {
             options.candidates("classifier.bias"),
             ["classifier.bias", "bert.classifier.bias"]
         );
-        let norm = LoadOptions::new().rename_suffix("gamma", "weight");
+        let norm = LoadOptions::new().with_renamed_suffix("gamma", "weight");
         assert_eq!(norm.candidates("reweight"), ["reweight"]);
     }
 }

@@ -11,6 +11,7 @@ use super::shards::{Shard, ToWrite, cut, publish};
 use super::source::is_plain;
 use super::write::{Complete, Header, NewFile, failed};
 use super::{INDEX, SaveError, SavePretrained};
+use crate::checkpoint::State;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
 use crate::layout::Rank;
@@ -19,7 +20,7 @@ use crate::module::{ParamIndex, Sharded};
 use crate::param_group::Placement as EntryHeld;
 use crate::param_group::plan::IgnoredParam;
 
-impl<M: FsdpModule> Fsdp<M> {
+impl<M: FsdpModule> State<'_, M> {
     /// Writes the full state to a folder that transformers' `from_pretrained` loads:
     /// `model.safetensors`, or numbered files with an index, under each parameter's key, and the
     /// additional files. A weight that other places are tied to is written once, under its owner's
@@ -44,10 +45,10 @@ impl<M: FsdpModule> Fsdp<M> {
         options: &SavePretrained,
     ) -> Result<(), Error> {
         let folder = folder.as_ref();
-        let plan = self.plan_save(folder, options).map_err(Error::from);
-        let shards = self.same_on_all("the plan of a save", plan)?;
-        let Placement { bases, locals } = self.held();
-        let first = self.mesh().rank == Rank::ZERO;
+        let plan = self.model.plan_save(folder, options).map_err(Error::from);
+        let shards = self.model.same_on_all("the plan of a save", plan)?;
+        let Placement { bases, locals } = self.model.held();
+        let first = self.model.mesh().rank == Rank::ZERO;
         let mut written: Result<Vec<Complete>, SaveError> = Ok(Vec::new());
         for shard in &shards {
             let mut file = (first && written.is_ok())
@@ -57,7 +58,7 @@ impl<M: FsdpModule> Fsdp<M> {
                 let writes = matches!(file, Some(Ok(_)));
                 let full = match tensor.from {
                     Target::Parameter(place) => {
-                        self.engine.full(place, bases[&place].clone(), writes)?
+                        self.model.engine.full(place, bases[&place].clone(), writes)?
                     }
                     Target::Local(id) => locals.get(&id).cloned(),
                 };
@@ -78,9 +79,11 @@ impl<M: FsdpModule> Fsdp<M> {
             true => written.and_then(|files| publish(folder, &shards, files, &options.files)),
             false => Ok(()),
         };
-        self.same_on_all("a save", published.map_err(Error::from))
+        self.model.same_on_all("a save", published.map_err(Error::from))
     }
+}
 
+impl<M: FsdpModule> Fsdp<M> {
     /// The files to write, in the order of writing, once all is known to be in order.
     fn plan_save(
         &self,

@@ -15,6 +15,7 @@ use burn::tensor::{DType, DispatchTensor, TensorData};
 pub use self::optimizer::{LocalTensor, OptimizerState, ParameterState};
 use crate::checkpoint::model::{self, Holding, Model};
 use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::{State, StateMut};
 use crate::error::CheckpointError;
 use crate::error::{Error, ShardError};
 use crate::fully_shard::Fsdp;
@@ -132,11 +133,11 @@ impl LocalState {
     }
 }
 
-impl<M: FsdpModule> Fsdp<M> {
+impl<M: FsdpModule> State<'_, M> {
     /// The elements this rank holds of every parameter.
-    pub fn sharded_state(&self) -> ShardedState {
+    pub fn sharded(&self) -> ShardedState {
         let mut state = BTreeMap::new();
-        self.visit_bytes(&mut |entry, dtype, bytes| {
+        self.model.visit_bytes(&mut |entry, dtype, bytes| {
             let range = entry.range();
             let data = tensor_data(&bytes[..range.len() * dtype.size()], vec![range.len()], dtype);
             let shape = entry.shape.clone();
@@ -146,12 +147,12 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// What this rank holds of every parameter, as it lies.
-    pub fn local_state(&self) -> LocalState {
+    pub fn local(&self) -> LocalState {
         let mut tensors = BTreeMap::new();
-        self.visit_bytes(&mut |entry, dtype, bytes| {
+        self.model.visit_bytes(&mut |entry, dtype, bytes| {
             tensors.insert(entry.path.clone(), tensor_data(bytes, entry.base_shape(), dtype));
         });
-        LocalState { layout: self.layout(), tensors }
+        LocalState { layout: self.model.layout(), tensors }
     }
 
     /// Gathers the full parameters for one rank or for all. Every rank calls it; those that do not
@@ -162,18 +163,18 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// [`CollectiveError`](crate::CollectiveError) when a rank does not come, and
     /// [`ShardError::InvalidOption`] for a recipient that is no rank of this world.
-    pub fn full_state(&self, recipient: Recipient) -> Result<FullState, Error> {
-        recipient.check(self.mesh().world)?;
-        let keep = recipient.is(self.mesh().rank);
+    pub fn full(&self, recipient: Recipient) -> Result<FullState, Error> {
+        recipient.check(self.model.mesh().world)?;
+        let keep = recipient.is(self.model.mesh().rank);
         let (mut state, mut outcome) = (BTreeMap::new(), Ok(()));
-        self.visit(&mut |Holding { place, base, .. }| {
+        self.model.visit(&mut |Holding { place, base, .. }| {
             if outcome.is_err() {
                 return;
             }
-            let entry = self.entry(place);
+            let entry = self.model.entry(place);
             let full = match entry.held {
-                Placement::PerRank => self.rank_zeros(entry, base, keep),
-                _ => self.engine.full(place, base, keep),
+                Placement::PerRank => self.model.rank_zeros(entry, base, keep),
+                _ => self.model.engine.full(place, base, keep),
             };
             match full {
                 Ok(Some(data)) => _ = state.insert(entry.path.clone(), data),
@@ -183,27 +184,15 @@ impl<M: FsdpModule> Fsdp<M> {
         });
         outcome.map(|()| FullState(state))
     }
+}
 
-    /// Rank 0's values of an ignored parameter, for who keeps them.
-    fn rank_zeros(
-        &self,
-        entry: &ParamSpec,
-        base: DispatchTensor,
-        keep: bool,
-    ) -> Result<Option<TensorData>, Error> {
-        let ranks = Ranks::from(self);
-        let what = format!("`{}` of a full state", entry.path);
-        let own = ranks.leads().then(|| reshaped(model::own(base), entry.shape.clone()));
-        let all = ranks.exchange(&what, own)?;
-        Ok((*all[0]).clone().filter(|_| keep))
-    }
-
+impl<M: FsdpModule> StateMut<'_, M> {
     /// Loads this rank's elements.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::StateMismatch`] with everything that differs; the model is unchanged.
-    pub fn load_sharded_state(&mut self, state: &ShardedState) -> Result<(), CheckpointError> {
+    pub fn load_sharded(&mut self, state: &ShardedState) -> Result<(), CheckpointError> {
         let compare = |entry: &ParamSpec, dtype: DType, tensor: &ShardedTensor| {
             different("shape", &tensor.shape, &entry.shape)
                 .or_else(|| different("elements", &tensor.range, &entry.range()))
@@ -213,10 +202,10 @@ impl<M: FsdpModule> Fsdp<M> {
                 })
                 .or_else(|| different("dtype", &tensor.data.dtype(), &dtype))
         };
-        self.compare(state.keys(), |entry, dtype| {
+        self.model.compare(state.keys(), |entry, dtype| {
             Some(compare(entry, dtype, state.get(&entry.path)?))
         })?;
-        self.fill(&mut |_, entry, dtype| {
+        self.model.fill(&mut |_, entry, dtype| {
             Some(tensor_data(state.get(&entry.path)?.data.as_bytes(), entry.base_shape(), dtype))
         });
         Ok(())
@@ -227,9 +216,9 @@ impl<M: FsdpModule> Fsdp<M> {
     /// # Errors
     ///
     /// [`CheckpointError::StateMismatch`] where the layout is another one; the model is unchanged.
-    pub fn load_local_state(&mut self, state: &LocalState) -> Result<(), CheckpointError> {
-        same_layout(&state.layout, &self.layout())?;
-        self.fill(&mut |_, entry, _| state.tensors.get(&entry.path).cloned());
+    pub fn load_local(&mut self, state: &LocalState) -> Result<(), CheckpointError> {
+        same_layout(&state.layout, &self.model.layout())?;
+        self.model.fill(&mut |_, entry, _| state.tensors.get(&entry.path).cloned());
         Ok(())
     }
 
@@ -240,26 +229,26 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// [`CheckpointError::StateMismatch`] with everything that differs, on every rank that gives,
     /// and [`CollectiveError`](crate::CollectiveError) on the others; the model is unchanged.
-    pub fn load_full_state(&mut self, state: &FullState, from: Recipient) -> Result<(), Error> {
-        from.check(self.mesh().world)?;
-        let ranks = Ranks::from(&*self);
-        let gives = from.is(self.mesh().rank);
+    pub fn load_full(&mut self, state: &FullState, from: Recipient) -> Result<(), Error> {
+        from.check(self.model.mesh().world)?;
+        let ranks = Ranks::from(&*self.model);
+        let gives = from.is(self.model.mesh().rank);
         let compare = |entry: &ParamSpec, dtype: DType, data: &TensorData| {
             different("shape", &data.shape().as_slice().to_vec(), &entry.shape)
                 .or_else(|| different("dtype", &data.dtype(), &dtype))
         };
         let compared = match gives {
-            true => self.compare(state.keys(), |entry, dtype| {
+            true => self.model.compare(state.keys(), |entry, dtype| {
                 Some(compare(entry, dtype, state.get(&entry.path)?))
             }),
             false => Ok(()),
         };
         ranks.settle("a full state", compared)?;
         let mut places = Vec::new();
-        self.visit(&mut |held| places.push(held.place));
+        self.model.visit(&mut |held| places.push(held.place));
         let mut slices: HashMap<ParamIndex, TensorData> = HashMap::new();
         for place in places {
-            let entry = self.entry(place);
+            let entry = self.model.entry(place);
             let mut keep = |data: &TensorData| {
                 if !entry.range().is_empty() {
                     let size = data.dtype().size();
@@ -278,8 +267,24 @@ impl<M: FsdpModule> Fsdp<M> {
                 }
             }
         }
-        self.fill(&mut |place, _, _| slices.remove(&place));
+        self.model.fill(&mut |place, _, _| slices.remove(&place));
         Ok(())
+    }
+}
+
+impl<M: FsdpModule> Fsdp<M> {
+    /// Rank 0's values of an ignored parameter, for who keeps them.
+    fn rank_zeros(
+        &self,
+        entry: &ParamSpec,
+        base: DispatchTensor,
+        keep: bool,
+    ) -> Result<Option<TensorData>, Error> {
+        let ranks = Ranks::from(self);
+        let what = format!("`{}` of a full state", entry.path);
+        let own = ranks.leads().then(|| reshaped(model::own(base), entry.shape.clone()));
+        let all = ranks.exchange(&what, own)?;
+        Ok((*all[0]).clone().filter(|_| keep))
     }
 
     pub(crate) fn entry(&self, place: ParamIndex) -> &ParamSpec {

@@ -10,6 +10,7 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType, Tensor, TensorData};
 
 use crate::checkpoint::Scalars;
+use crate::checkpoint::State;
 use crate::checkpoint::model::{Holding, Model};
 use crate::checkpoint::optimizer::{self, Kind, Names, NewState, StateTensor};
 use crate::checkpoint::ranks::Ranks;
@@ -62,17 +63,17 @@ impl<T> Default for OptimizerState<T> {
 /// The name errors call an optimizer by whose state is in memory.
 const NAME: &str = "in memory";
 
-impl<M: FsdpModule> Fsdp<M> {
+impl<M: FsdpModule> State<'_, M> {
     /// This rank's elements of an optimizer's state.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::NotElementwise`] for state that cannot be sharded.
-    pub fn sharded_optimizer_state(
+    pub fn sharded_optimizer(
         &self,
         optimizer: &ModuleOptimizer,
     ) -> Result<OptimizerState<ShardedTensor>, CheckpointError> {
-        self.read_optimizer(optimizer, |entry, tensor| {
+        self.model.read_optimizer(optimizer, |entry, tensor| {
             let (shape, range) = full_shape(entry, &tensor)?;
             let data = TensorData::from_bytes(tensor.bytes, vec![range.len()], tensor.dtype);
             Ok(ShardedTensor { shape, range, data })
@@ -84,14 +85,14 @@ impl<M: FsdpModule> Fsdp<M> {
     /// # Errors
     ///
     /// [`CheckpointError::Record`] for a record that Burn cannot write.
-    pub fn local_optimizer_state(
+    pub fn local_optimizer(
         &self,
         optimizer: &ModuleOptimizer,
     ) -> Result<OptimizerState<LocalTensor>, CheckpointError> {
-        let state = self.read_optimizer(optimizer, |_, tensor| {
+        let state = self.model.read_optimizer(optimizer, |_, tensor| {
             Ok(LocalTensor(TensorData::from_bytes(tensor.bytes, tensor.shape, tensor.dtype)))
         })?;
-        Ok(OptimizerState { layout: Some(self.layout()), ..state })
+        Ok(OptimizerState { layout: Some(self.model.layout()), ..state })
     }
 
     /// Gathers an optimizer's full state for one rank or for all. Every rank calls it; those that
@@ -99,16 +100,86 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// As [`sharded_optimizer_state`](Self::sharded_optimizer_state), and
+    /// As [`sharded_optimizer`](Self::sharded_optimizer), and
     /// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
-    pub fn full_optimizer_state(
+    pub fn full_optimizer(
         &self,
         optimizer: &ModuleOptimizer,
         recipient: Recipient,
     ) -> Result<OptimizerState<TensorData>, Error> {
-        self.full_of(optimizer, recipient, false)
+        self.model.full_of(optimizer, recipient, false)
     }
 
+    /// Loads this rank's elements of an optimizer's state.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::StateMismatch`] with everything that differs; the optimizer is unchanged.
+    pub fn load_sharded_optimizer(
+        &self,
+        optimizer: &mut ModuleOptimizer,
+        state: &OptimizerState<ShardedTensor>,
+    ) -> Result<(), CheckpointError> {
+        self.model.write_optimizer(optimizer, state, holds, |entry, tensor| {
+            let (shape, expected) = match tensor.shape == entry.shape {
+                true => (entry.base_shape(), entry.range()),
+                false if !matches!(entry.held, Placement::Shard(_)) => {
+                    (tensor.shape.clone(), 0..tensor.shape.iter().product())
+                }
+                false => return Err(format!("shape {:?} cannot be sharded", tensor.shape)),
+            };
+            let found = tensor.data.num_elements();
+            match different("elements", &tensor.range, &expected)
+                .or_else(|| different("length", &found, &expected.len()))
+            {
+                Some(difference) => Err(difference),
+                None => Ok(tensor_data(tensor.data.as_bytes(), shape, tensor.data.dtype())),
+            }
+        })
+    }
+
+    /// Loads what this rank held of an optimizer's state.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::StateMismatch`] where the layout is another one; the optimizer is
+    /// unchanged.
+    pub fn load_local_optimizer(
+        &self,
+        optimizer: &mut ModuleOptimizer,
+        state: &OptimizerState<LocalTensor>,
+    ) -> Result<(), CheckpointError> {
+        if let Some(layout) = &state.layout {
+            same_layout(layout, &self.model.layout())?;
+        }
+        self.model.write_optimizer(optimizer, state, holds, |_, tensor| Ok(tensor.0.clone()))
+    }
+
+    /// Loads an optimizer's full state, which every rank gives.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::StateMismatch`] with everything that differs; the optimizer is unchanged.
+    pub fn load_full_optimizer(
+        &self,
+        optimizer: &mut ModuleOptimizer,
+        state: &OptimizerState<TensorData>,
+    ) -> Result<(), CheckpointError> {
+        self.model.write_optimizer(optimizer, state, holds, |entry, data| {
+            let (bytes, size) = (data.as_bytes(), data.dtype().size());
+            if data.shape().as_slice() == entry.shape {
+                let part = entry.range().start * size..entry.range().end * size;
+                return Ok(tensor_data(&bytes[part], entry.base_shape(), data.dtype()));
+            }
+            match entry.held {
+                Placement::Replicated | Placement::PerRank => Ok(data.clone()),
+                _ => Err(format!("shape {:?} cannot be sharded", data.shape())),
+            }
+        })
+    }
+}
+
+impl<M: FsdpModule> Fsdp<M> {
     /// The full state of an optimizer, which may have the state of sharded matrices `whole`, on one
     /// rank each.
     fn full_of(
@@ -161,74 +232,6 @@ impl<M: FsdpModule> Fsdp<M> {
             }
         }
         Ok(full)
-    }
-
-    /// Loads this rank's elements of an optimizer's state.
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::StateMismatch`] with everything that differs; the optimizer is unchanged.
-    pub fn load_sharded_optimizer_state(
-        &self,
-        optimizer: &mut ModuleOptimizer,
-        state: &OptimizerState<ShardedTensor>,
-    ) -> Result<(), CheckpointError> {
-        self.write_optimizer(optimizer, state, holds, |entry, tensor| {
-            let (shape, expected) = match tensor.shape == entry.shape {
-                true => (entry.base_shape(), entry.range()),
-                false if !matches!(entry.held, Placement::Shard(_)) => {
-                    (tensor.shape.clone(), 0..tensor.shape.iter().product())
-                }
-                false => return Err(format!("shape {:?} cannot be sharded", tensor.shape)),
-            };
-            let found = tensor.data.num_elements();
-            match different("elements", &tensor.range, &expected)
-                .or_else(|| different("length", &found, &expected.len()))
-            {
-                Some(difference) => Err(difference),
-                None => Ok(tensor_data(tensor.data.as_bytes(), shape, tensor.data.dtype())),
-            }
-        })
-    }
-
-    /// Loads what this rank held of an optimizer's state.
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::StateMismatch`] where the layout is another one; the optimizer is
-    /// unchanged.
-    pub fn load_local_optimizer_state(
-        &self,
-        optimizer: &mut ModuleOptimizer,
-        state: &OptimizerState<LocalTensor>,
-    ) -> Result<(), CheckpointError> {
-        if let Some(layout) = &state.layout {
-            same_layout(layout, &self.layout())?;
-        }
-        self.write_optimizer(optimizer, state, holds, |_, tensor| Ok(tensor.0.clone()))
-    }
-
-    /// Loads an optimizer's full state, which every rank gives.
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::StateMismatch`] with everything that differs; the optimizer is unchanged.
-    pub fn load_full_optimizer_state(
-        &self,
-        optimizer: &mut ModuleOptimizer,
-        state: &OptimizerState<TensorData>,
-    ) -> Result<(), CheckpointError> {
-        self.write_optimizer(optimizer, state, holds, |entry, data| {
-            let (bytes, size) = (data.as_bytes(), data.dtype().size());
-            if data.shape().as_slice() == entry.shape {
-                let part = entry.range().start * size..entry.range().end * size;
-                return Ok(tensor_data(&bytes[part], entry.base_shape(), data.dtype()));
-            }
-            match entry.held {
-                Placement::Replicated | Placement::PerRank => Ok(data.clone()),
-                _ => Err(format!("shape {:?} cannot be sharded", data.shape())),
-            }
-        })
     }
 
     /// An optimizer's state of what this rank holds, each tensor through `map`.

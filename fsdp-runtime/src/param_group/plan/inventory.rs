@@ -1,165 +1,162 @@
-//! The walk that finds a model's units and parameters.
+//! The traversal that finds a module's units and parameters.
 
 use std::any::type_name;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Tensor};
 
-use super::wraps::{wraps, wraps_field};
-use super::{IgnoredParam, Key, SHARDED};
+use super::super::unit::{ParamSpec, Placement};
+use super::found::{F32Module, Found, FoundParam, FoundUnit, IgnoredParam, Key, SHARDED};
+use super::recomputed_units::{not_recomputable, recomputes};
+use super::wrapped_units::{wraps, wraps_field};
 use crate::error::ShardError;
-use crate::module::Sharded;
-use crate::module::UnitType;
-use crate::module::{Child, FsdpModule, Kind, Node, ParamVisitor};
+use crate::module::{Child, FsdpModule, Kind, Node, ParamVisitor, Sharded, UnitType};
 use crate::options::{ActivationCheckpointing, FsdpOptions};
-use crate::param_group::{ParamSpec, Placement};
 
-/// One parameter found.
-#[derive(Debug)]
-pub(super) struct Item {
-    pub(super) path: String,
-    pub(super) key: Key,
-    pub(super) id: ParamId,
-    pub(super) shape: Vec<usize>,
-    pub(super) dtype: DType,
-    pub(super) unit: usize,
-    pub(super) tied_to: Option<usize>,
-}
-
-/// One unit found.
-#[derive(Debug)]
-pub(super) struct FoundUnit {
-    pub(super) path: String,
-    pub(super) ty: &'static str,
-    pub(super) level: usize,
-    pub(super) field: bool,
-    /// The type of a unit that is one by its annotation.
-    pub(super) unit_type: Option<UnitType>,
-    pub(super) checkpointed: bool,
-    pub(super) within: Option<usize>,
-}
-
-impl FoundUnit {
-    /// Its path, quoted for messages.
-    pub(super) fn name(&self) -> String {
-        if self.path.is_empty() { "(root)".to_string() } else { format!("`{}`", self.path) }
-    }
-}
-
-/// The walk that finds everything.
+/// A visitor that records every unit and parameter of a module.
+///
+/// It tracks the field path, the pretrained key and the unit of the traversal's position. It checks
+/// each parameter as it comes, and reports the first error once the traversal ends.
 #[derive(Debug)]
 pub(super) struct Inventory<'a> {
-    pub(super) options: &'a FsdpOptions,
-    /// The types under `#[fsdp_unit]` that were found, units under the wrap policy or not.
-    pub(super) types: Vec<UnitType>,
-    pub(super) left_alone: Vec<IgnoredParam>,
-    /// The item of each parameter found; `None` for one that is left alone.
-    pub(super) order: Vec<Option<usize>>,
+    options: &'a FsdpOptions,
+    found: Found,
+    /// Fields from the root to the current position.
     path: Vec<String>,
+    /// Segments of the pretrained key, one for each field of `path`.
     key: Vec<String>,
+    /// Whether the checkpoint stores each field of `path` transposed.
     transposed: Vec<bool>,
-    pub(super) units: Vec<FoundUnit>,
+    /// Numbers of the units at the current position, outermost first. A module that the wrap policy
+    /// merges into its enclosing unit repeats that unit's number.
     stack: Vec<usize>,
-    pub(super) items: Vec<Item>,
-    /// Full paths of tied places.
-    pub(super) ties: Vec<(String, String)>,
-    /// The devices, each with the first parameter there.
-    pub(super) devices: Vec<(Device, String)>,
-    /// What computes in f32 whatever its unit does: the unit, the path, the type.
-    pub(super) full_precision: Vec<(usize, String, &'static str)>,
+    /// First error of the traversal.
     error: Option<ShardError>,
 }
 
 impl<'a> Inventory<'a> {
-    /// Everything that `module` holds, or the first reason not to shard it.
-    pub(super) fn of<M: FsdpModule>(
+    /// Returns the units and parameters of `module`.
+    ///
+    /// # Errors
+    ///
+    /// Returns the first reason not to shard the module.
+    pub(super) fn collect<M: FsdpModule>(
         module: &M,
         options: &'a FsdpOptions,
-    ) -> Result<Self, ShardError> {
+    ) -> Result<Found, ShardError> {
         let mut inventory = Self {
             options,
-            types: vec![UnitType::of_module::<M>()],
-            left_alone: Vec::new(),
-            order: Vec::new(),
+            found: Found::default(),
             path: Vec::new(),
             key: Vec::new(),
             transposed: Vec::new(),
-            units: Vec::new(),
-            stack: vec![0],
-            items: Vec::new(),
-            ties: Vec::new(),
-            devices: Vec::new(),
-            full_precision: Vec::new(),
+            stack: Vec::new(),
             error: None,
         };
-        let checkpointed = match options.activation_checkpointing {
+        inventory.add_root::<M>();
+        module.visit_params(&mut inventory);
+        match inventory.error {
+            Some(error) => Err(error),
+            None => Ok(inventory.found),
+        }
+    }
+
+    /// Records the outermost unit.
+    fn add_root<M: FsdpModule>(&mut self) {
+        let unit_type = UnitType::of_module::<M>();
+        // `All` excludes the outermost unit, whose recomputation would hold every activation again.
+        let recomputed = match self.options.activation_checkpointing {
             ActivationCheckpointing::All => false,
-            _ => inventory.checkpoints::<M>(),
+            policy => recomputes::<M>(policy),
         };
-        inventory.units.push(FoundUnit {
+        self.found.types.push(unit_type);
+        self.found.units.push(FoundUnit {
             path: String::new(),
             ty: M::LAYOUT.ty,
             level: 0,
             field: false,
-            unit_type: Some(UnitType::of_module::<M>()),
-            checkpointed,
+            unit_type: Some(unit_type),
+            recomputed,
             within: None,
         });
-        inventory.can_be_recomputed::<M>(0);
-        inventory.declare(&M::LAYOUT);
-        module.visit_params(&mut inventory);
-        match inventory.error.take().or_else(|| inventory.named_in_vain(&M::LAYOUT)) {
-            Some(error) => Err(error),
-            None => Ok(inventory),
-        }
+        self.stack.push(0);
+        self.check_recomputable::<M>();
+        self.add_ties(&M::LAYOUT);
     }
 
+    /// Returns the module path of a parameter at `below`, a path below the current field.
     fn join(&self, below: &[String]) -> String {
         let parts: Vec<&str> = self.path.iter().chain(below).map(String::as_str).collect();
         parts.join(".")
     }
 
-    fn declare(&mut self, node: &Node) {
+    /// Records the ties that the current module declares.
+    fn add_ties(&mut self, node: &Node) {
         let prefix = |path: &str| {
             let here = self.join(&[]);
             if here.is_empty() { path.to_string() } else { format!("{here}.{path}") }
         };
         let ties: Vec<_> =
             node.ties.iter().map(|tie| (prefix(tie.first), prefix(tie.second))).collect();
-        self.ties.extend(ties);
+        self.found.ties.extend(ties);
     }
 
-    /// Goes into a module that is a unit, or joins the unit around it.
-    fn open(
+    /// Enters a module that could be a unit: adds a unit if `wraps`, or else merges the module into
+    /// the enclosing unit.
+    fn enter_unit(
         &mut self,
         wraps: bool,
         ty: &'static str,
         unit_type: Option<UnitType>,
-        checkpoints: bool,
+        recomputes: bool,
     ) {
-        let around = self.current();
-        if wraps {
-            let level = self.units[around].level + 1;
-            let within = self.checkpointed();
-            let checkpointed = checkpoints && within.is_none();
-            self.stack.push(self.units.len());
-            let (path, field) = (self.join(&[]), unit_type.is_none());
-            let found = FoundUnit { path, ty, level, field, unit_type, checkpointed, within };
-            self.units.push(found);
-        } else {
-            self.stack.push(around);
+        let enclosing = self.unit_number();
+        if !wraps {
+            self.stack.push(enclosing);
+            return;
         }
+        let within = self.recomputed_unit();
+        self.stack.push(self.found.units.len());
+        self.found.units.push(FoundUnit {
+            path: self.join(&[]),
+            ty,
+            level: self.found.units[enclosing].level + 1,
+            field: unit_type.is_none(),
+            unit_type,
+            recomputed: recomputes && within.is_none(),
+            within,
+        });
     }
 
-    /// The unit that the walk is in.
-    pub(super) fn current(&self) -> usize {
+    /// Returns the number of the unit at the current position.
+    fn unit_number(&self) -> usize {
         *self.stack.last().expect("the outermost unit is on the stack")
     }
 
-    pub(super) fn fail(&mut self, error: ShardError) {
+    /// Returns the number of the recomputed unit at the current position, if there is one.
+    fn recomputed_unit(&self) -> Option<usize> {
+        let number = self.unit_number();
+        let unit = &self.found.units[number];
+        if unit.recomputed { Some(number) } else { unit.within }
+    }
+
+    /// Reports a recomputed unit whose forward cannot be recomputed. `M` is the type of the current
+    /// unit.
+    fn check_recomputable<M: FsdpModule>(&mut self) {
+        let unit = &self.found.units[self.unit_number()];
+        if unit.recomputed
+            && let Some(error) = not_recomputable::<M>(&unit.name())
+        {
+            self.fail(error);
+        }
+    }
+
+    /// Records an error, unless there is an earlier one.
+    fn fail(&mut self, error: ShardError) {
         self.error.get_or_insert(error);
     }
 
+    /// Returns the pretrained key of a parameter at `below`, a path below the current field.
     fn key_of(&self, below: &[String]) -> Key {
         let segments = self.key.iter().chain(below).filter(|segment| !segment.is_empty());
         Key {
@@ -168,41 +165,55 @@ impl<'a> Inventory<'a> {
         }
     }
 
-    fn leave_alone(&mut self, id: ParamId, path: String, key: Key, shape: Vec<usize>) {
-        let (dtype, reduce_dtype) = (DType::F32, DType::F32);
-        let entry =
-            ParamSpec { path, shape, dtype, reduce_dtype, held: Placement::PerRank, segment: None };
-        self.left_alone.push(IgnoredParam { id, key, entry });
+    /// Records a parameter that sharding leaves unchanged.
+    fn add_ignored(&mut self, id: ParamId, path: String, key: Key, shape: Vec<usize>) {
+        let entry = ParamSpec {
+            path,
+            shape,
+            dtype: DType::F32,
+            reduce_dtype: DType::F32,
+            held: Placement::PerRank,
+            segment: None,
+        };
+        self.found.ignored.push(IgnoredParam { id, key, entry });
     }
 
-    fn found<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
+    /// Records a parameter at `below`, a path below the current field.
+    fn add_param<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
         let path = self.join(below);
         let key = self.key_of(below);
         let shape = param.lazy_shape().as_slice().to_vec();
         let managed = !self.options.ignored.contains(&param.id);
-        self.order.push(managed.then_some(self.items.len()));
+        self.found.visited.push(managed.then_some(self.found.params.len()));
         if !managed {
-            if let Some(other) = self.left_alone.iter().find(|other| other.id == param.id) {
-                let other = other.entry.path.clone();
-                self.fail(ShardError::IgnoredTie { ignored: path.clone(), other });
-            }
-            if let Some(unit) = self.checkpointed().filter(|_| trains(param)) {
-                let (unit, path) = (self.units[unit].name(), path.clone());
-                self.fail(ShardError::IgnoredInCheckpoint { unit, path });
-            }
-            return self.leave_alone(param.id, path, key, shape);
+            self.check_ignored(&path, param);
+            return self.add_ignored(param.id, path, key, shape);
         }
         if let Some(error) = unshardable(&path, param) {
             return self.fail(error);
         }
         let device = param.lazy_device();
-        if self.devices.iter().all(|(known, _)| *known != device) {
-            self.devices.push((device, path.clone()));
+        if self.found.devices.iter().all(|(known, _)| *known != device) {
+            self.found.devices.push((device, path.clone()));
         }
-        let unit = self.current();
-        // One that is not initialised takes the type it is drawn in to f32.
+        let unit = self.unit_number();
+        // A parameter that is not initialised yet gets this dtype when it is: f32.
         let dtype = if param.is_initialized() { param.base().dtype() } else { DType::F32 };
-        self.items.push(Item { path, key, id: param.id, shape, dtype, unit, tied_to: None });
+        let param = FoundParam { path, key, id: param.id, shape, dtype, unit, tied_to: None };
+        self.found.params.push(param);
+    }
+
+    /// Reports an ignored parameter that appears in two fields, or that is trained in a recomputed
+    /// unit.
+    fn check_ignored<const D: usize>(&mut self, path: &str, param: &Param<Tensor<D>>) {
+        if let Some(other) = self.found.ignored.iter().find(|other| other.id == param.id) {
+            let other = other.entry.path.clone();
+            self.fail(ShardError::IgnoredTie { ignored: path.to_string(), other });
+        }
+        if let Some(unit) = self.recomputed_unit().filter(|_| is_trained(param)) {
+            let unit = self.found.units[unit].name();
+            self.fail(ShardError::IgnoredInCheckpoint { unit, path: path.to_string() });
+        }
     }
 }
 
@@ -220,7 +231,7 @@ impl ParamVisitor for Inventory<'_> {
         while node.kind == Kind::Optional {
             node = node.children[0].node;
         }
-        self.declare(node);
+        self.add_ties(node);
     }
 
     fn exit(&mut self) {
@@ -231,12 +242,12 @@ impl ParamVisitor for Inventory<'_> {
 
     fn unit<M: FsdpModule>(&mut self, module: &M) -> bool {
         let wraps = wraps(self.options.wrap, module);
-        let checkpoints = wraps && self.checkpoints::<M>();
+        let recomputes = wraps && recomputes::<M>(self.options.activation_checkpointing);
         let unit_type = UnitType::of_module::<M>();
-        self.types.push(unit_type);
-        self.open(wraps, M::LAYOUT.ty, Some(unit_type), checkpoints);
+        self.found.types.push(unit_type);
+        self.enter_unit(wraps, M::LAYOUT.ty, Some(unit_type), recomputes);
         if wraps {
-            self.can_be_recomputed::<M>(self.current());
+            self.check_recomputable::<M>();
         }
         true
     }
@@ -244,7 +255,7 @@ impl ParamVisitor for Inventory<'_> {
     fn field_unit<M: Module>(&mut self, module: &M) -> bool {
         let ty = type_name::<M>().split('<').next().unwrap_or_default();
         let ty = ty.rsplit("::").next().unwrap_or_default();
-        self.open(wraps_field(self.options.wrap, module), ty, None, false);
+        self.enter_unit(wraps_field(self.options.wrap, module), ty, None, false);
         true
     }
 
@@ -253,16 +264,16 @@ impl ParamVisitor for Inventory<'_> {
     }
 
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.found(&[], param);
+        self.add_param(&[], param);
     }
 
     fn leaf_param<const D: usize>(&mut self, path: &[String], param: &Param<Tensor<D>>) {
-        self.found(path, param);
+        self.add_param(path, param);
     }
 
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
         let (path, key) = (self.join(&[]), self.key_of(&[]));
-        self.leave_alone(buffer.id, path, key, buffer.lazy_shape().as_slice().to_vec());
+        self.add_ignored(buffer.id, path, key, buffer.lazy_shape().as_slice().to_vec());
     }
 
     fn leaf_reparameterized(&mut self, path: &[String], name: &str) {
@@ -276,48 +287,54 @@ impl ParamVisitor for Inventory<'_> {
     }
 
     fn full_precision(&mut self, ty: &'static str) {
-        self.full_precision.push((self.current(), self.join(&[]), ty));
+        let module = F32Module { unit: self.unit_number(), path: self.join(&[]), ty };
+        self.found.f32_modules.push(module);
     }
 
     fn unrepeatable(&mut self, ty: &'static str, instead: &'static str) {
-        if let Some(unit) = self.checkpointed() {
-            let (unit, path) = (self.units[unit].name(), self.join(&[]));
+        if let Some(unit) = self.recomputed_unit() {
+            let (unit, path) = (self.found.units[unit].name(), self.join(&[]));
             self.fail(ShardError::Unrepeatable { unit, path, ty, instead });
         }
     }
 }
 
-/// Whether a parameter has a gradient, told without initialising it.
-fn trains<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+/// Returns whether a parameter requires a gradient, without initialising the parameter.
+fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     let stand_in = Tensor::zeros([1; D], &param.lazy_device());
     param.clone().transform_for_load(stand_in, param.id).base().is_require_grad()
 }
 
+/// Returns the reason why a parameter cannot be sharded, if there is one.
 fn unshardable<const D: usize>(path: &str, param: &Param<Tensor<D>>) -> Option<ShardError> {
     let path = path.to_string();
     if Sharded::of(param).is_some() {
         return Some(ShardError::AlreadySharded { path });
     }
-    let mut other = OtherReparameterization(None);
-    param.visit(&mut other);
-    // A LoRA adapter goes along.
-    if let Some(name) = other.0
+    // Sharding keeps LoRA adapters.
+    if let Some(name) = reparameterization(param)
         && param.adapter().is_none()
     {
         return Some(ShardError::Reparameterized { path, name });
     }
-    // One that is not initialised has no dtype yet; it is checked once it is.
+    // A parameter that is not initialised has no dtype yet; construction checks it later.
     let dtype = param.is_initialized().then(|| param.base().dtype())?;
     (!SHARDED.contains(&dtype)).then_some(ShardError::UnsupportedDtype { path, dtype })
 }
 
-/// The name of any reparameterization on the parameter visited.
-struct OtherReparameterization(Option<String>);
+/// Returns the name of a parameter's reparameterization, if it has one.
+fn reparameterization<const D: usize>(param: &Param<Tensor<D>>) -> Option<String> {
+    struct Name(Option<String>);
 
-impl ModuleVisitor for OtherReparameterization {
-    fn enter_module(&mut self, name: &str, container: &str) {
-        if container == "Reparameterization" {
-            self.0 = Some(name.to_string());
+    impl ModuleVisitor for Name {
+        fn enter_module(&mut self, name: &str, container: &str) {
+            if container == "Reparameterization" {
+                self.0 = Some(name.to_string());
+            }
         }
     }
+
+    let mut name = Name(None);
+    param.visit(&mut name);
+    name.0
 }

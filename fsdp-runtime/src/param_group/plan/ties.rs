@@ -1,66 +1,91 @@
-//! Weights at two places: those that are declared as one, and those that are not.
+//! Weights that appear in two fields, with a declared tie or without one.
 
 use std::collections::HashMap;
 
 use burn::module::ParamId;
 
-use super::IgnoredParam;
-use super::inventory::Item;
+use super::found::{FoundParam, IgnoredParam};
 use crate::error::ShardError;
 
-/// Resolves declared ties: a path names a parameter, or a module with exactly one matrix.
-/// None of them may be ignored.
-pub(super) fn tie(
-    items: &mut [Item],
+/// Sets `tied_to` of every parameter that a declared tie makes an alias.
+///
+/// A path of a tie names a parameter, or a module with exactly one matrix. Ties of parameters that
+/// this model does not have, because an `Option` is empty, have no effect.
+///
+/// # Errors
+///
+/// Returns an error if a tied parameter is ignored, or if the two shapes differ.
+pub(super) fn resolve_ties(
+    params: &mut [FoundParam],
     ties: &[(String, String)],
     ignored: &[IgnoredParam],
 ) -> Result<(), ShardError> {
     for (first, second) in ties {
-        let at = |path| resolve(items.iter().map(|item| (&*item.path, &*item.shape)), path);
-        let ignored_at = |path| {
-            let entries = ignored.iter().map(|param| &param.entry);
-            resolve(entries.map(|entry| (&*entry.path, &*entry.shape)), path)
+        check_not_ignored(params, first, second, ignored)?;
+        let (Some(first), Some(second)) = (managed(params, first), managed(params, second)) else {
+            continue;
         };
-        let (at_first, at_second) = (at(first), at(second));
-        // Both exist in the static tree; an `Option` on the way may be empty in this model.
-        let there = |own: Option<usize>, path| own.is_some() || ignored_at(path).is_some();
-        for (own, path, (at_other, other)) in
-            [(at_first, first, (at_second, second)), (at_second, second, (at_first, first))]
-        {
-            if own.is_none()
-                && there(at_other, other)
-                && let Some(place) = ignored_at(path)
-            {
-                let ignored = ignored[place].entry.path.clone();
-                return Err(ShardError::IgnoredTie { ignored, other: other.clone() });
-            }
-        }
-        let (Some(first), Some(second)) = (at_first, at_second) else { continue };
-        if items[first].shape != items[second].shape {
+        if params[first].shape != params[second].shape {
             return Err(ShardError::TieShape {
-                first: items[first].path.clone(),
-                first_shape: items[first].shape.clone(),
-                second: items[second].path.clone(),
-                second_shape: items[second].shape.clone(),
+                first: params[first].path.clone(),
+                first_shape: params[first].shape.clone(),
+                second: params[second].path.clone(),
+                second_shape: params[second].shape.clone(),
             });
         }
-        // Places that are tied, in whatever order, have one owner; of clones, which have one id, it is
-        // the place that a walk comes to first.
-        let (mut owner, mut other) = (owner(items, first), owner(items, second));
-        if items[owner].id == items[other].id && other < owner {
-            (owner, other) = (other, owner);
-        }
-        for item in items.iter_mut().filter(|item| item.tied_to == Some(other)) {
-            item.tied_to = Some(owner);
-        }
-        if other != owner {
-            items[other].tied_to = Some(owner);
+        tie(params, first, second);
+    }
+    Ok(())
+}
+
+/// Checks that a tie has no ignored parameter. An empty `Option` at the other path makes the tie void.
+fn check_not_ignored(
+    params: &[FoundParam],
+    first: &str,
+    second: &str,
+    ignored: &[IgnoredParam],
+) -> Result<(), ShardError> {
+    let ignored_at = |path| {
+        let entries = ignored.iter().map(|param| &param.entry);
+        resolve(entries.map(|entry| (&*entry.path, &*entry.shape)), path)
+    };
+    let exists = |path| managed(params, path).is_some() || ignored_at(path).is_some();
+    for (path, other) in [(first, second), (second, first)] {
+        if managed(params, path).is_none()
+            && exists(other)
+            && let Some(index) = ignored_at(path)
+        {
+            let ignored = ignored[index].entry.path.clone();
+            return Err(ShardError::IgnoredTie { ignored, other: other.to_string() });
         }
     }
     Ok(())
 }
 
-/// Which of these parameters, of paths and shapes, a path names: itself, or the first matrix below it.
+/// Makes the owner of `first` the owner of `second` and of all its aliases.
+///
+/// If the two owners are clones of one parameter, which have the same id, the one that the traversal
+/// reaches first becomes the owner.
+fn tie(params: &mut [FoundParam], first: usize, second: usize) {
+    let (mut owner, mut other) = (owner(params, first), owner(params, second));
+    if params[owner].id == params[other].id && other < owner {
+        (owner, other) = (other, owner);
+    }
+    for param in params.iter_mut().filter(|param| param.tied_to == Some(other)) {
+        param.tied_to = Some(owner);
+    }
+    if other != owner {
+        params[other].tied_to = Some(owner);
+    }
+}
+
+/// Returns the number of the managed parameter that a path of a tie names.
+fn managed(params: &[FoundParam], path: &str) -> Option<usize> {
+    resolve(params.iter().map(|param| (&*param.path, &*param.shape)), path)
+}
+
+/// Returns the number of the parameter that a path of a tie names: the parameter at the path, or
+/// else the first matrix below it. `params` are paths and shapes.
 fn resolve<'a>(
     params: impl Iterator<Item = (&'a str, &'a [usize])> + Clone,
     path: &str,
@@ -70,32 +95,35 @@ fn resolve<'a>(
     exact.or_else(|| params.clone().position(|(name, shape)| shape.len() >= 2 && below(name)))
 }
 
-/// The place that holds the weight of place `index`.
-fn owner(items: &[Item], index: usize) -> usize {
-    items[index].tied_to.unwrap_or(index)
+/// Returns the number of the parameter that owns the weight of parameter `index`.
+fn owner(params: &[FoundParam], index: usize) -> usize {
+    params[index].tied_to.unwrap_or(index)
 }
 
-/// Whether a tie holds for a parameter that is at two places: they have one owner, which is the first
-/// of them where it is one of them.
-fn share(items: &[Item], first: usize, second: usize) -> bool {
-    let held = owner(items, first);
-    held == owner(items, second) && (held == first || items[held].id != items[first].id)
+/// Returns whether ties declare the clones `first` and `second`, in the order of the traversal, as
+/// one weight.
+///
+/// They must have the same owner. An owner that is itself a clone of the parameter must be `first`.
+fn is_declared(params: &[FoundParam], first: usize, second: usize) -> bool {
+    let shared = owner(params, first);
+    let foreign = params[shared].id != params[first].id;
+    shared == owner(params, second) && (shared == first || foreign)
 }
 
-/// One parameter at two places that no tie declares.
-pub(super) fn shared(items: &[Item]) -> Result<(), ShardError> {
+/// Checks that ties declare all clones of a parameter as one weight.
+pub(super) fn check_clones(params: &[FoundParam]) -> Result<(), ShardError> {
     let mut seen: HashMap<ParamId, usize> = HashMap::new();
-    for (index, item) in items.iter().enumerate() {
-        match seen.get(&item.id) {
-            Some(&first) if !share(items, first, index) => {
+    for (index, param) in params.iter().enumerate() {
+        match seen.get(&param.id) {
+            Some(&first) if !is_declared(params, first, index) => {
                 return Err(ShardError::SharedParameter {
-                    first: items[first].path.clone(),
-                    second: item.path.clone(),
+                    first: params[first].path.clone(),
+                    second: param.path.clone(),
                 });
             }
             Some(_) => {}
             None => {
-                seen.insert(item.id, index);
+                seen.insert(param.id, index);
             }
         }
     }
@@ -107,11 +135,11 @@ mod tests {
     use burn::tensor::DType;
 
     use super::*;
-    use crate::param_group::plan::Key;
+    use crate::param_group::plan::found::Key;
 
-    /// Weights `a`, `b`, `c` and `d` of one shape, tied as told: who owns each.
+    /// Ties parameters `a`, `b`, `c` and `d` of one shape, and returns the number of each one's owner.
     fn owners(ties: &[(&str, &str)], id: impl Fn(usize) -> u64) -> Result<Vec<usize>, ShardError> {
-        let item = |(index, name): (usize, &str)| Item {
+        let param = |(index, name): (usize, &str)| FoundParam {
             path: name.into(),
             key: Key { name: name.into(), transposed: false },
             id: ParamId::from(id(index)),
@@ -120,11 +148,12 @@ mod tests {
             unit: 0,
             tied_to: None,
         };
-        let mut items: Vec<Item> = ["a", "b", "c", "d"].into_iter().enumerate().map(item).collect();
+        let mut params: Vec<FoundParam> =
+            ["a", "b", "c", "d"].into_iter().enumerate().map(param).collect();
         let ties: Vec<_> = ties.iter().map(|(a, b)| (a.to_string(), b.to_string())).collect();
-        tie(&mut items, &ties, &[])?;
-        shared(&items)?;
-        Ok((0..items.len()).map(|index| owner(&items, index)).collect())
+        resolve_ties(&mut params, &ties, &[])?;
+        check_clones(&params)?;
+        Ok((0..params.len()).map(|index| owner(&params, index)).collect())
     }
 
     #[test]
@@ -139,12 +168,12 @@ mod tests {
         ] {
             let apart = owners(ties, |index| index as u64).unwrap();
             assert_eq!(apart, expected, "{ties:?}");
-            // Clones of one parameter, where all of them are tied: the first place is the owner.
+            // If all four are clones of one parameter and tied, the first one is the owner.
             if expected.iter().all(|owner| *owner == expected[0]) {
                 assert_eq!(owners(ties, |_| 7).unwrap(), [0; 4], "{ties:?}");
             }
         }
-        // Clones among others.
+        // `a` and `c` are clones of one parameter, `b` and `d` are not.
         let two = |index: usize| if index.is_multiple_of(2) { 7 } else { index as u64 };
         assert_eq!(owners(&[("c", "a")], two).unwrap(), [0, 1, 0, 3]);
         assert_eq!(owners(&[("c", "b"), ("b", "a")], two).unwrap(), [0, 0, 0, 3]);

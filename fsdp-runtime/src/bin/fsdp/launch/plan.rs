@@ -54,9 +54,9 @@ pub enum LaunchError {
     Port { port: u16, source: io::Error },
     #[error(
         "the ranks are started twice: this launcher is itself rank {rank} of {world}, started by \
-         {starter}; start the program with one of the two"
+         {launcher}; start the program with one of the two"
     )]
-    StartedTwice { rank: usize, world: usize, starter: Launcher },
+    StartedTwice { rank: usize, world: usize, launcher: Launcher },
     #[error(
         "--machine-rank is {rank}, but `mpirun` starts the ranks of all machines; run this on \
          machine 0 only"
@@ -214,15 +214,15 @@ fn mpirun(flags: &Flags, config: &Config) -> Option<Mpirun> {
 /// launcher a machine is right, as is one within a Slurm batch script, which is a rank of nothing.
 fn once(machines: usize, variable: &impl Fn(&str) -> Option<OsString>) -> Result<(), LaunchError> {
     let Some(place) = RankEnv::from_variables(variable)? else { return Ok(()) };
-    let batch = place.starter == Launcher::Slurm && variable("SLURM_STEP_NUM_TASKS").is_none();
-    let one_a_machine = place.starter != Launcher::Torchrun && place.world.size() == machines;
+    let batch = place.launcher == Launcher::Slurm && variable("SLURM_STEP_NUM_TASKS").is_none();
+    let one_a_machine = place.launcher != Launcher::Torchrun && place.world.size() == machines;
     if place.world.size() == 1 || batch || one_a_machine {
         return Ok(());
     }
     Err(LaunchError::StartedTwice {
         rank: place.rank.index(),
         world: place.world.size(),
-        starter: place.starter,
+        launcher: place.launcher,
     })
 }
 

@@ -1,0 +1,127 @@
+//! Rules on a struct under `#[fsdp_unit]` or `#[derive(FsdpModule)]`.
+
+use quote::ToTokens;
+use syn::{Data, Type};
+
+use crate::errors::Errors;
+use crate::parse::{Content, FSDP, Field, Module, derives, is_named};
+
+/// A layout lists fields that all exist at once, as only those of a struct do.
+pub(super) fn is_a_struct(module: &Module<'_>, errors: &mut Errors) {
+    let name = &module.original.ident;
+    match &module.original.data {
+        Data::Struct(_) => {}
+        Data::Enum(_) if module.unit.is_some() => errors.push(
+            name,
+            format!(
+                "an enum cannot be a unit, because its variant is not known at compile time; write \
+                 `#[fsdp_unit]` on the modules in its variants, and `#[fsdp(leaf)]` on fields of \
+                 type `{name}`, or make `{name}` a struct with an `Option` for each variant"
+            ),
+        ),
+        Data::Enum(_) => errors.push(
+            name,
+            format!(
+                "`FsdpModule` cannot be derived for an enum, because its variant is not known at \
+                 compile time; remove it here and write `#[fsdp(leaf)]` on fields of type \
+                 `{name}`, or make `{name}` a struct with an `Option` for each variant"
+            ),
+        ),
+        Data::Union(_) => errors.push(
+            name,
+            format!("a union cannot be a Burn module; make `{name}` a struct of its parts"),
+        ),
+    }
+}
+
+/// The layout is a constant of one type, checked where the type is declared.
+pub(super) fn is_not_generic(module: &Module<'_>, errors: &mut Errors) {
+    let generics = &module.original.generics;
+    let Some(first) = generics.params.first() else {
+        return;
+    };
+    let backend = generics.type_params().find(|param| {
+        let bounds = param.bounds.to_token_stream().to_string();
+        param.ident == "B" || bounds.contains("Backend")
+    });
+    let name = &module.original.ident;
+    let advice = match (first, backend) {
+        (_, Some(backend)) => format!(
+            "remove `{}`: since 0.22, Burn's modules and tensors have no backend parameter",
+            backend.ident
+        ),
+        (syn::GenericParam::Type(param), None) => format!(
+            "replace `{0}` by the module's type; if there are several, write one struct for each",
+            param.ident
+        ),
+        (_, None) => format!("write one struct for each `{name}` that is used"),
+    };
+    let what = if module.unit.is_some() { "a unit" } else { "an `FsdpModule`" };
+    errors.push(
+        &generics.params,
+        format!("{what} cannot be generic, because its layout is a constant of one type; {advice}"),
+    );
+}
+
+/// `#[derive(Module)]` comes first, so that it sees Burn's attributes on the fields. Only one of the
+/// two macros of this crate is written, and a unit's arguments are in `#[fsdp_unit(..)]`.
+pub(super) fn has_macros_in_order(module: &Module<'_>, errors: &mut Errors) {
+    let attrs = &module.original.attrs;
+    if module.unit.is_some() {
+        if let Some(derive) = derives(attrs, "Module") {
+            let message = "`#[derive(Module)]` must be above `#[fsdp_unit]`; move this line up";
+            errors.push(derive, message);
+        }
+        for attr in attrs.iter().filter(|attr| is_named(attr, &[FSDP])) {
+            let message = "the arguments of a unit belong in `#[fsdp_unit(..)]`; move them there";
+            errors.push(attr, message);
+        }
+    }
+    if let Some(attr) = module.fsdp_unit() {
+        let message = if module.unit.is_some() {
+            "`#[fsdp_unit]` is written twice; keep one, with the arguments of both"
+        } else {
+            "`#[fsdp_unit]` implements `FsdpModule` too; remove `FsdpModule` from the derive"
+        };
+        errors.push(attr, message);
+    }
+}
+
+/// Two fields of one type with one key would give two parameters one key. (Fields of different types
+/// may share a prefix: the runtime's `have_distinct_keys` checks those.)
+pub(super) fn has_distinct_keys(module: &Module<'_>, errors: &mut Errors) {
+    let fields: Vec<_> = module
+        .layout_fields()
+        .filter(|field| field.content == Content::Module && !field.key_or_name().is_empty())
+        .collect();
+    for (i, second) in fields.iter().enumerate() {
+        let key = second.key_or_name();
+        let is_equal = |first: &&&Field<'_>| {
+            first.key_or_name() == key
+                && have_same_parameters(&first.original.ty, &second.original.ty)
+        };
+        let Some(first) = fields[..i].iter().find(is_equal) else {
+            continue;
+        };
+        let message = format!(
+            "fields `{}` and `{}` have one checkpoint key, `{key}`; give each its own",
+            first.name(),
+            second.name()
+        );
+        match second.key.as_ref().or(first.key.as_ref()) {
+            Some(literal) => errors.push(literal, message),
+            None => errors.push(&second.original.ty, message),
+        }
+    }
+}
+
+/// Whether the spelling of two types shows that they have parameters of the same names: both are a
+/// `Param`, or they are spelled alike.
+fn have_same_parameters(first: &Type, second: &Type) -> bool {
+    let is_param = |ty: &Type| match ty {
+        Type::Path(path) => path.path.segments.last().is_some_and(|last| last.ident == "Param"),
+        _ => false,
+    };
+    is_param(first) && is_param(second)
+        || first.to_token_stream().to_string() == second.to_token_stream().to_string()
+}

@@ -1,0 +1,22 @@
+//! Rules on a type under `#[derive(UnitValue)]`.
+
+use syn::Data;
+
+use crate::errors::Errors;
+use crate::parse::Value;
+
+/// Which field of a union holds a value is not known, so its tensors cannot be found.
+pub(super) fn is_not_a_union(value: &Value<'_>, errors: &mut Errors) {
+    if let Data::Union(_) = value.original.data {
+        let message = "`UnitValue` cannot be derived for a union; make it a struct or an enum";
+        errors.push(&value.original.ident, message);
+    }
+}
+
+/// `#[fsdp(..)]` on a field describes a module's field.
+pub(super) fn has_no_field_arguments(value: &Value<'_>, errors: &mut Errors) {
+    for attr in value.misplaced_attributes() {
+        let message = "the fields of a `UnitValue` take no arguments; remove this attribute";
+        errors.push(attr, message);
+    }
+}

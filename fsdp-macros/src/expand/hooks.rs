@@ -1,0 +1,168 @@
+//! Hooks around the `forward` methods of a unit.
+//!
+//! The body of a hooked method moves to a hidden method, so that `return` and `?` end the body and
+//! not the hooks. The method keeps its signature. It passes each argument through the unit's map of
+//! inputs, calls the hidden method, and passes the output to the hooks.
+
+use proc_macro2::{Ident, Span, TokenStream};
+use quote::{ToTokens, format_ident, quote, quote_spanned};
+use syn::{Attribute, ImplItem, ImplItemFn, ItemImpl, Meta, ReturnType, Visibility, parse_quote};
+
+use super::signature::{argument_names, turbofish, with_argument_names};
+use super::span::at;
+use super::{field_calls, recompute};
+use crate::parse::{CratePath, ImplBlock, is_named};
+
+/// Returns the block with every hooked method replaced by a wrapper and a hidden method, and with
+/// hooked calls of field units if the block asks for them.
+pub(super) fn block(block: &ImplBlock<'_>) -> ItemImpl {
+    let mut hooked = block.original.clone();
+    hooked.items = Vec::with_capacity(hooked.items.len() + block.forwards.len());
+    for item in &block.original.items {
+        let method = block
+            .hooked()
+            .find(|method| matches!(item, ImplItem::Fn(other) if std::ptr::eq(other, *method)));
+        match method.map(HookedMethod::new) {
+            Some(method) => {
+                hooked.items.push(ImplItem::Verbatim(method.wrapper(&block.crate_path)));
+                hooked.items.push(ImplItem::Fn(method.body()));
+            }
+            None => hooked.items.push(item.clone()),
+        }
+    }
+    if block.field_units {
+        for item in &mut hooked.items {
+            if let ImplItem::Fn(method) = item {
+                field_calls::hook(method, &block.crate_path);
+            }
+        }
+    }
+    hooked
+}
+
+/// A method to be hooked.
+struct HookedMethod<'a> {
+    original: &'a ImplItemFn,
+    /// A name for each argument after `self`.
+    arguments: Vec<Ident>,
+    /// The name of the hidden method.
+    hidden_name: Ident,
+}
+
+impl<'a> HookedMethod<'a> {
+    fn new(original: &'a ImplItemFn) -> Self {
+        let arguments = argument_names(&original.sig);
+        let hidden_name = format_ident!("__fsdp_{}", original.sig.ident);
+        Self { original, arguments, hidden_name }
+    }
+
+    /// Generates the method itself: the hooks, around a call of the hidden method.
+    fn wrapper(&self, crate_path: &CratePath) -> TokenStream {
+        let method = self.original;
+        let attrs = method.attrs.iter().map(without_expectations);
+        let (visibility, defaultness) = (&method.vis, &method.defaultness);
+        let arguments = &self.arguments;
+        let signature = with_argument_names(&method.sig, arguments);
+        let this = self.this();
+        let (keep, run) = match recompute::is_possible(method) {
+            true => (Some(quote!(, KeepOther as _, KeepValue as _)), self.run_recomputable()),
+            false => (None, self.run()),
+        };
+        let import = crate_path.import_with(quote!(CollectOther as _, CollectValue as _ #keep));
+        quote! {
+            #(#attrs)*
+            #visibility #defaultness #signature {
+                #import
+                let __fsdp_call = __fsdp::pre_forward(#this, |__fsdp_inputs| {
+                    #((&__fsdp::Input(&#arguments)).collect(__fsdp_inputs);)*
+                });
+                #(
+                    let #arguments =
+                        (&__fsdp::Input(&#arguments)).kind().map(&__fsdp_call, #arguments);
+                )*
+                #run
+            }
+        }
+    }
+
+    /// Runs the hidden method, then the hook after it.
+    fn run(&self) -> TokenStream {
+        let call = self.call_hidden(quote!(self));
+        let output = quote_spanned!(self.output_span()=> __fsdp_output);
+        quote! {
+            let __fsdp_output = #call;
+            __fsdp::post_forward(__fsdp_call, #output)
+        }
+    }
+
+    /// As [`Self::run`], with the inputs offered to the runtime: if the unit is recomputed, it keeps
+    /// them, and the closure that runs the hidden method again. The inputs are passed as nested pairs,
+    /// `(a, (b, ()))`, which stand for tuples of any length.
+    fn run_recomputable(&self) -> TokenStream {
+        let nested = |rest, name| quote!((#name, #rest));
+        let inputs = self.arguments.iter().rev().fold(quote!(()), nested);
+        let this = self.this();
+        let call = self.call_hidden(quote!(self));
+        let recompute = self.call_hidden(quote!(__fsdp_self));
+        let post_forward = quote_spanned! {self.output_span()=>
+            __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
+        };
+        quote! {
+            let __fsdp_inputs = #inputs;
+            let (#inputs, __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
+                .replays()
+                .keep(&__fsdp_call, #this, __fsdp_inputs, |__fsdp_self: &Self, #inputs| #recompute);
+            let __fsdp_output = #call;
+            #post_forward
+        }
+    }
+
+    fn call_hidden(&self, receiver: TokenStream) -> TokenStream {
+        let (name, arguments) = (&self.hidden_name, &self.arguments);
+        let turbofish = turbofish(&self.original.sig);
+        let call = quote!(#receiver.#name #turbofish (#(#arguments),*));
+        match self.original.sig.unsafety {
+            // The body requires of the caller what the method itself requires.
+            Some(_) => quote!(unsafe { #call }),
+            None => call,
+        }
+    }
+
+    /// Returns `self`, spanned at the method's name: the compiler reports there that the type is no
+    /// unit.
+    fn this(&self) -> TokenStream {
+        quote_spanned!(at(&self.original.sig.ident)=> self)
+    }
+
+    /// Returns the span at which the compiler reports that the return type is no `UnitValue`.
+    fn output_span(&self) -> Span {
+        match &self.original.sig.output {
+            ReturnType::Default => Span::call_site(),
+            ReturnType::Type(_, ty) => at(ty),
+        }
+    }
+
+    /// Returns the hidden method: the body as written, with the patterns of its arguments.
+    fn body(&self) -> ImplItemFn {
+        let mut body = self.original.clone();
+        body.vis = Visibility::Inherited;
+        body.sig.ident = self.hidden_name.clone();
+        body.attrs.retain(|attr| is_named(attr, LINTS) || is_named(attr, &["cfg"]));
+        body.attrs.push(parse_quote!(#[doc(hidden)]));
+        body
+    }
+}
+
+const LINTS: &[&str] = &["allow", "expect", "warn", "deny", "forbid"];
+
+/// Turns `#[expect(..)]` into `#[allow(..)]`: a lint that is expected in the body does not fire in
+/// the wrapper.
+fn without_expectations(attr: &Attribute) -> TokenStream {
+    match &attr.meta {
+        Meta::List(list) if is_named(attr, &["expect"]) => {
+            let lints = &list.tokens;
+            quote!(#[allow(#lints)])
+        }
+        _ => attr.to_token_stream(),
+    }
+}

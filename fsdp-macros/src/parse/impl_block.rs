@@ -1,0 +1,104 @@
+//! An `impl` block under `#[fsdp_unit]`, and its methods named `forward` or `forward_..`.
+
+use proc_macro2::TokenStream;
+use syn::{ImplItem, ImplItemFn, ItemImpl, Type};
+
+use super::arguments::BlockArgs;
+use super::crate_path::CratePath;
+use crate::errors::Errors;
+
+/// An `impl` block.
+pub(crate) struct ImplBlock<'a> {
+    /// The block as written.
+    pub(crate) original: &'a ItemImpl,
+    /// Whether calls in the block of modules in fields under `#[fsdp(unit)]` are hooked.
+    pub(crate) field_units: bool,
+    /// The methods named `forward` or `forward_..`.
+    pub(crate) forwards: Vec<Forward<'a>>,
+    /// Where generated code finds the runtime crate.
+    pub(crate) crate_path: CratePath,
+}
+
+impl<'a> ImplBlock<'a> {
+    /// Parses a block under `#[fsdp_unit(args)]`.
+    pub(crate) fn parse(args: TokenStream, original: &'a ItemImpl, errors: &mut Errors) -> Self {
+        let BlockArgs { field_units, crate_path } = BlockArgs::parse(args, errors);
+        let methods = original.items.iter().filter_map(|item| match item {
+            ImplItem::Fn(method) => Some(method),
+            _ => None,
+        });
+        let forwards = methods
+            .filter(|method| is_forward(&method.sig.ident.to_string()))
+            .map(|method| Forward { original: method, receiver: Receiver::of(method) })
+            .collect();
+        Self { original, field_units, forwards, crate_path: CratePath::new(crate_path) }
+    }
+
+    /// Whether the block is of one type: it has no generic parameters.
+    pub(crate) fn is_of_one_type(&self) -> bool {
+        self.original.generics.params.is_empty()
+    }
+
+    /// Whether methods of the block can be hooked: it is inherent and of one type.
+    pub(crate) fn takes_hooks(&self) -> bool {
+        self.original.trait_.is_none() && self.is_of_one_type()
+    }
+
+    /// Returns the methods that are hooked.
+    pub(crate) fn hooked(&self) -> impl Iterator<Item = &'a ImplItemFn> {
+        self.forwards.iter().filter(|forward| forward.is_hooked()).map(|forward| forward.original)
+    }
+}
+
+/// The method that must be hooked where it exists.
+pub(crate) const FORWARD: &str = "forward";
+
+/// Whether methods of this name, and calls of them, are hooked: `forward` or `forward_..`.
+pub(crate) fn is_forward(name: &str) -> bool {
+    name == FORWARD || name.strip_prefix(FORWARD).is_some_and(|rest| rest.starts_with('_'))
+}
+
+/// A method named `forward` or `forward_..`.
+pub(crate) struct Forward<'a> {
+    /// The method as written.
+    pub(crate) original: &'a ImplItemFn,
+    /// How the method takes the unit.
+    pub(crate) receiver: Receiver,
+}
+
+impl Forward<'_> {
+    /// Whether the method can be hooked: it takes `&self` and is neither `async` nor `const`.
+    pub(crate) fn is_hooked(&self) -> bool {
+        let sig = &self.original.sig;
+        self.receiver == Receiver::Shared && sig.asyncness.is_none() && sig.constness.is_none()
+    }
+}
+
+/// How a method takes its object.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Receiver {
+    /// `&self`
+    Shared,
+    /// `&mut self`
+    Exclusive,
+    /// `self`, or a pointer such as `self: Arc<Self>`
+    Owned,
+    /// An associated function.
+    Absent,
+}
+
+impl Receiver {
+    fn of(method: &ImplItemFn) -> Self {
+        match method.sig.receiver().map(|receiver| &*receiver.ty) {
+            None => Self::Absent,
+            Some(Type::Reference(ty)) if !is_self(&ty.elem) => Self::Owned,
+            Some(Type::Reference(ty)) if ty.mutability.is_some() => Self::Exclusive,
+            Some(Type::Reference(_)) => Self::Shared,
+            Some(_) => Self::Owned,
+        }
+    }
+}
+
+fn is_self(ty: &Type) -> bool {
+    matches!(ty, Type::Path(path) if path.path.is_ident("Self"))
+}

@@ -1,0 +1,104 @@
+//! Values of single arguments. A value that cannot be read is reported on the user's tokens.
+
+use syn::{Expr, ExprLit, Lit, LitStr, Meta, MetaNameValue, Path, Token};
+
+use crate::errors::Errors;
+
+/// What to write for `tie`.
+pub(super) const TIE_FORM: &str =
+    r#"write `tie("a.b" = "c.d")`, with the paths of the two places that hold the weight"#;
+const KEY_FORM: &str = r#"write `key = "name.in.checkpoint"`"#;
+const CRATE_FORM: &str = r#"write `crate = "path::to::fsdp_runtime"`"#;
+
+/// `tie("first" = "second")`
+pub(crate) struct Tie {
+    /// The place that owns the weight.
+    pub(crate) first: LitStr,
+    /// The place that aliases the weight.
+    pub(crate) second: LitStr,
+}
+
+/// Reports an argument that has a value but takes none.
+pub(super) fn flag(meta: &Meta, name: &str, errors: &mut Errors) {
+    if !matches!(meta, Meta::Path(_)) {
+        errors.push(meta, format!("`{name}` takes no value; write `{name}`"));
+    }
+}
+
+/// Reads `key = "a.b"`.
+pub(super) fn key(meta: &Meta, errors: &mut Errors) -> Option<LitStr> {
+    let Meta::NameValue(pair) = meta else {
+        errors.push(meta, KEY_FORM);
+        return None;
+    };
+    let Some(key) = string(pair) else {
+        errors.push(&pair.value, format!("a key is a string: {KEY_FORM}"));
+        return None;
+    };
+    let value = key.value();
+    if !value.is_empty() && !is_dotted(&value) {
+        let message = "a key is made of names with single dots between them, such as \
+                       `output.LayerNorm`; an empty one adds nothing to the key";
+        errors.push(key, message);
+        return None;
+    }
+    Some(key.clone())
+}
+
+/// Reads `crate = "a::b"`. The path's tokens have the span of the string.
+pub(super) fn crate_path(meta: &Meta, errors: &mut Errors) -> Option<Path> {
+    let Meta::NameValue(pair) = meta else {
+        errors.push(meta, CRATE_FORM);
+        return None;
+    };
+    let Some(path) = string(pair) else {
+        errors.push(&pair.value, format!("a crate's path is a string: {CRATE_FORM}"));
+        return None;
+    };
+    let parsed = path.parse_with(Path::parse_mod_style).ok();
+    if parsed.is_none() {
+        let given = path.token();
+        errors.push(path, format!("`{given}` is not the path of a crate; {CRATE_FORM}"));
+    }
+    parsed
+}
+
+/// Reads `tie("a.b" = "c.d")`.
+pub(super) fn tie(meta: &Meta, errors: &mut Errors) -> Option<Tie> {
+    let Meta::List(arguments) = meta else {
+        errors.push(meta, TIE_FORM);
+        return None;
+    };
+    let parse = |input: syn::parse::ParseStream<'_>| {
+        let first = input.parse()?;
+        input.parse::<Token![=]>()?;
+        let second = input.parse()?;
+        input.parse::<Option<Token![,]>>()?;
+        Ok(Tie { first, second })
+    };
+    let Ok(tie) = arguments.parse_args_with(parse) else {
+        errors.push(meta, TIE_FORM);
+        return None;
+    };
+    let mut valid = true;
+    for path in [&tie.first, &tie.second] {
+        if !is_dotted(&path.value()) {
+            let message = "a tie path is made of field names with single dots between them, \
+                           such as `embeddings.word.weight`";
+            errors.push(path, message);
+            valid = false;
+        }
+    }
+    valid.then_some(tie)
+}
+
+fn string(pair: &MetaNameValue) -> Option<&LitStr> {
+    match &pair.value {
+        Expr::Lit(ExprLit { lit: Lit::Str(string), .. }) => Some(string),
+        _ => None,
+    }
+}
+
+fn is_dotted(path: &str) -> bool {
+    path.split('.').all(|segment| !segment.is_empty() && !segment.contains(char::is_whitespace))
+}

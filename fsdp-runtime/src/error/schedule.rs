@@ -1,0 +1,142 @@
+//! Errors of a sharded model in training.
+
+use crate::layout::Rank;
+
+/// A use of a sharded model that its schedule does not support.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ScheduleError {
+    /// Two units that are unsharded at the same time and share a gather buffer.
+    #[error(
+        "{unit} needs the gather buffer that {owner} still uses; raise the option `slots` above \
+         {slots}"
+    )]
+    GatherBufferBusy {
+        /// Name of the unit that needs the buffer.
+        unit: String,
+        /// Name of the unit that uses the buffer.
+        owner: String,
+        /// Number of gather buffers that the units of one nesting level share.
+        slots: usize,
+    },
+    /// A unit with a shard that was not read in any hooked `forward`.
+    #[error(
+        "{unit} must be gathered, but no `forward` has read `{path}`; use a tied weight only within \
+         the `forward` of the unit that declares the tie"
+    )]
+    NotRead {
+        /// Name of the unit.
+        unit: String,
+        /// Path of the parameter.
+        path: String,
+    },
+    /// A field unit whose output type may contain tensors that FSDP cannot find.
+    #[error(
+        "`{module}` is a unit through `#[fsdp(unit)]` and returned `{output}`, whose tensors FSDP \
+         cannot find; in place of `#[fsdp(unit)]`, wrap it in a struct under `#[fsdp_unit]` whose \
+         `forward` returns the tensors"
+    )]
+    OpaqueOutput {
+        /// Type of the unit's module.
+        module: &'static str,
+        /// Type of the returned value.
+        output: &'static str,
+    },
+    /// A parameter without values, because `deferred_init` skipped its initialisation.
+    #[error(
+        "`{path}` has no values yet, because the model was built with `deferred_init`; load the \
+         model first, or do not set `deferred_init`"
+    )]
+    NotLoaded {
+        /// Path of the first such parameter.
+        path: String,
+    },
+    /// A call of `Tensor::backward` in place of `Fsdp::backward`.
+    #[error(
+        "the gradients of the last backward pass were not collected; call `model.backward(loss)` \
+         on the sharded model in place of `loss.backward()`"
+    )]
+    GradientsNotCollected,
+    /// A parameter that has a gradient on some ranks only.
+    #[error(
+        "`{path}` has a gradient on other ranks, but rank {rank} has {found} for its \
+         {expected} elements; give each rank's optimizer the gradients that its own `backward` \
+         returned"
+    )]
+    GradientMismatch {
+        /// Path of the parameter.
+        path: String,
+        /// Rank that differs from the others.
+        rank: Rank,
+        /// Number of elements in that rank's shard.
+        expected: usize,
+        /// Description of the gradient on that rank.
+        found: String,
+    },
+    /// Ranks with different loss scales.
+    #[error(
+        "rank {rank} scales its loss by {found}, rank 0 by {expected}; create the same `GradScaler` \
+         on every rank, and call `unscale` on every rank in each step"
+    )]
+    LossScaleMismatch {
+        /// Rank that differs from rank 0.
+        rank: Rank,
+        /// Loss scale of that rank.
+        found: f32,
+        /// Loss scale of rank 0.
+        expected: f32,
+    },
+    /// A recomputed forward that called other dropout layers than the first forward.
+    #[error(
+        "the recomputed forward of a unit under activation checkpointing did not call the same \
+         dropout layers in the same order as the first forward; make the forward depend only on its \
+         inputs and parameters, or leave the unit out of `activation_checkpointing`"
+    )]
+    OtherDraws,
+    /// A recomputed forward that returned tensors of other shapes than the first forward.
+    #[error(
+        "the recomputed forward of {unit}, a unit under activation checkpointing, returned tensors \
+         of the shapes {found:?}, but the first forward returned {expected:?}; make the forward \
+         depend only on its inputs and parameters, or leave the unit out of \
+         `activation_checkpointing`"
+    )]
+    OtherOutputs {
+        /// Name of the unit.
+        unit: String,
+        /// Shapes that the first forward returned.
+        expected: Vec<Vec<usize>>,
+        /// Shapes that the recomputed forward returned.
+        found: Vec<Vec<usize>>,
+    },
+    /// A recomputed forward that computed other values than the first forward.
+    ///
+    /// Only debug builds check the values.
+    #[error(
+        "the recomputed forward of {unit}, a unit under activation checkpointing, computed other \
+         values than the first forward, so its gradients would be wrong; make the forward depend \
+         only on its inputs and parameters (take random numbers from `fsdp_runtime::nn::Dropout` or \
+         as an input, not from `Tensor::random`), or leave the unit out of \
+         `activation_checkpointing`"
+    )]
+    OtherValues {
+        /// Name of the unit.
+        unit: String,
+    },
+    /// A unit under activation checkpointing whose forward used a tracked tensor that is neither an
+    /// input nor a parameter.
+    #[error(
+        "the forward of {unit}, a unit under activation checkpointing, used a tracked tensor that is \
+         neither one of its inputs nor a parameter; pass the tensor to the forward as an input, \
+         `detach` it, or leave the unit out of `activation_checkpointing`"
+    )]
+    TrackedFromElsewhere {
+        /// Name of the unit.
+        unit: String,
+    },
+    /// A loss with several elements, or without an autodiff graph.
+    #[error("the loss is {found}; `backward` takes a tracked tensor of one element")]
+    InvalidLoss {
+        /// Description of the given loss.
+        found: String,
+    },
+}

@@ -1,0 +1,141 @@
+//! The print of a sharded model: the tree of its modules, with the units marked.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+use super::Fsdp;
+use crate::module::{Child, FsdpModule, Kind, Node, ParamVisitor};
+use crate::param_group::{ParamSpec, Placement, Unit};
+
+/// Prints the modules as a tree: of each the field's name and the type, of a parameter the shape and how
+/// it is held, and of a unit also the number of its own parameters and their bytes on this rank.
+///
+/// ```text
+/// Net: unit, 16 parameters, 64 B on this rank
+///   blocks: Vec
+///     0: Block: unit, 4160 parameters, 8.4 KiB on this rank, 16.2 KiB gathered
+///       up: Linear
+///         weight: [64, 64], sharded
+///         bias: [64], replicated
+/// ```
+impl<M: FsdpModule> fmt::Display for Fsdp<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut tree = Tree::new(self.engine.units());
+        tree.line(M::LAYOUT.ty.to_string());
+        self.module.visit_params(&mut tree);
+        f.write_str(&tree.lines.join("\n"))
+    }
+}
+
+/// The lines of the tree, and the place in it.
+struct Tree<'a> {
+    units: HashMap<&'a str, &'a Unit>,
+    params: HashMap<&'a str, &'a ParamSpec>,
+    /// The segments of the module path.
+    path: Vec<String>,
+    lines: Vec<String>,
+}
+
+impl<'a> Tree<'a> {
+    fn new(units: &'a [Unit]) -> Self {
+        Self {
+            units: units.iter().map(|unit| (unit.path.as_str(), unit)).collect(),
+            params: units
+                .iter()
+                .flat_map(|unit| &unit.entries)
+                .map(|param| (param.path.as_str(), param))
+                .collect(),
+            path: Vec::new(),
+            lines: Vec::new(),
+        }
+    }
+
+    /// Adds a line for the present path, with the mark of a unit where one begins there.
+    fn line(&mut self, text: String) {
+        let unit = self.units.get(self.path.join(".").as_str());
+        let mark = unit.map(|unit| unit_mark(unit)).unwrap_or_default();
+        self.lines.push(format!("{}{text}{mark}", "  ".repeat(self.path.len())));
+    }
+}
+
+fn unit_mark(unit: &Unit) -> String {
+    let (shards, replicated) = unit.held_bytes();
+    let held = bytes(shards + replicated);
+    let gathered = match unit.unsharded_bytes() {
+        0 => String::new(),
+        gathered => format!(", {} gathered", bytes(gathered)),
+    };
+    format!(": unit, {} parameters, {held} on this rank{gathered}", unit.num_params())
+}
+
+/// Prints a number of bytes in the largest binary unit of which there is at least one.
+fn bytes(bytes: usize) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let (mut value, mut unit) = (bytes as f64 / 1024.0, 0);
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        (value, unit) = (value / 1024.0, unit + 1);
+    }
+    format!("{value:.1} {}", UNITS[unit])
+}
+
+/// Returns what a field holds, where it is an `Option`: what that holds.
+fn held(mut node: &'static Node) -> &'static Node {
+    while node.kind == Kind::Optional {
+        node = node.children[0].node;
+    }
+    node
+}
+
+impl ParamVisitor for Tree<'_> {
+    fn enter(&mut self, child: &'static Child, index: Option<usize>) {
+        let name = index.map_or_else(|| child.name.to_string(), |index| index.to_string());
+        self.path.push(name.clone());
+        let node = held(child.node);
+        // A parameter has a line once its shape is known, and a value without parameters has none.
+        if !matches!(node.kind, Kind::Param { .. } | Kind::Fixed | Kind::Constant) {
+            self.line(format!("{name}: {}", node.ty));
+        }
+    }
+
+    fn exit(&mut self) {
+        self.path.pop();
+    }
+
+    fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
+        true
+    }
+
+    fn field_unit<M: Module>(&mut self, _: &M) -> bool {
+        true
+    }
+
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.join(".");
+        let name = self.path.last().map_or("", String::as_str);
+        let text = match self.params.get(path.as_str()) {
+            Some(spec) => {
+                let placement = match spec.held {
+                    Placement::Shard(_) => "sharded",
+                    Placement::Replicated => "replicated",
+                    Placement::PerRank => "each rank's own",
+                    Placement::TiedTo(_) => "tied",
+                };
+                format!("{name}: {:?}, {placement}", spec.shape)
+            }
+            None => format!("{name}: {:?}, each rank's own", param.lazy_shape().as_slice()),
+        };
+        self.lines.push(format!("{}{text}", "  ".repeat(self.path.len())));
+    }
+
+    fn leaf_param<const D: usize>(&mut self, path: &[String], param: &Param<Tensor<D>>) {
+        self.path.extend_from_slice(path);
+        self.param(param);
+        self.path.truncate(self.path.len() - path.len());
+    }
+}

@@ -1,0 +1,89 @@
+//! What can be measured of a sharded model on this rank.
+
+use std::time::Duration;
+
+use super::Fsdp;
+use crate::layout::Mesh;
+use crate::param_group::memory::Memory;
+use crate::param_group::wrapping::Wrapping;
+use crate::param_group::{ParamSpec, Placement};
+use crate::runtime::schedule::Counts;
+
+/// The measurements of a sharded model on this rank.
+///
+/// [`Fsdp::stats`] returns it.
+#[derive(Debug)]
+pub struct Stats<'a, M> {
+    pub(crate) model: &'a Fsdp<M>,
+}
+
+impl<M> Fsdp<M> {
+    /// Returns the measurements of the model on this rank: memory, number of collectives, units,
+    /// sizes.
+    pub fn stats(&self) -> Stats<'_, M> {
+        Stats { model: self }
+    }
+}
+
+impl<M> Stats<'_, M> {
+    /// Returns this rank's coordinates in the device mesh.
+    pub fn mesh(&self) -> Mesh {
+        self.model.engine.mesh()
+    }
+
+    /// Returns the number of elements of all parameters of the full model. A tied weight counts
+    /// once.
+    pub fn num_params(&self) -> usize {
+        let params = self.model.engine.units().iter().flat_map(|unit| &unit.entries);
+        let owned = params.filter(|param| !matches!(param.held, Placement::TiedTo(_)));
+        owned.map(ParamSpec::numel).sum()
+    }
+
+    /// Returns the bytes of parameters that this rank holds between steps: its shards and the
+    /// replicated parameters.
+    pub fn sharded_bytes(&self) -> usize {
+        let params = self.model.engine.units().iter().flat_map(|unit| &unit.entries);
+        params.map(|param| param.range().len() * size_of::<f32>()).sum()
+    }
+
+    /// Returns the largest number of bytes of gathered parameters that this rank held at once; 0
+    /// under `NO_SHARD`, which gathers nothing.
+    pub fn peak_unsharded_bytes(&self) -> usize {
+        self.model.engine.peak_unsharded_bytes()
+    }
+
+    /// Returns the bytes of the gather buffers, which are allocated once.
+    pub fn gather_buffer_bytes(&self) -> usize {
+        self.model.engine.gather_buffer_bytes()
+    }
+
+    /// Returns the bytes that this rank holds on its device for the model, by kind: now, and the
+    /// most at once.
+    pub fn memory(&self) -> Memory {
+        self.model.engine.memory()
+    }
+
+    /// Returns the bytes that this rank holds in host memory in place of device memory: parameters,
+    /// gradients and optimizer state under an [`OffloadPolicy`](crate::OffloadPolicy), and offloaded
+    /// activations.
+    pub fn host_memory(&self) -> Memory {
+        self.model.engine.host_memory()
+    }
+
+    /// Returns the units of the model as a tree: path, type, parameters, bytes.
+    pub fn wrapping(&self) -> Wrapping {
+        Wrapping::new(self.model.engine.units())
+    }
+
+    /// Returns how long this rank's collectives have taken since its launch, and how much of that
+    /// time the rank waited for them. Both include the delays of other ranks; the difference ran
+    /// beside this rank's own work.
+    pub fn communication_time(&self) -> (Duration, Duration) {
+        self.model.engine.communication_time()
+    }
+
+    /// Returns the number of all-gathers and reductions that this rank has run.
+    pub fn counts(&self) -> Counts {
+        self.model.engine.counts()
+    }
+}

@@ -1,0 +1,171 @@
+//! Ranks with a GPU each, as threads of this process or as processes, over NCCL.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use burn::tensor::Device;
+
+use super::env::RankEnv;
+use super::error::EngineError;
+use super::options::LaunchOptions;
+use super::process::{LocalTopology, launch_error, run_rank};
+use super::rank_thread::{BoxedError, RankProgram};
+use crate::collectives::Op;
+use crate::collectives::cuda::{device_count, index_of};
+use crate::collectives::group::Group;
+use crate::collectives::local::Hub;
+use crate::collectives::nccl::NcclGroup;
+use crate::collectives::store::{Host, Rendezvous, Roll};
+use crate::error::{CollectiveError, LaunchError};
+use crate::layout::{Rank, WorldSize};
+
+/// How long a failed rank lives on. A launcher kills all ranks as soon as one has exited, and the others
+/// need this long to report their own errors.
+const LAST_WORDS: Duration = Duration::from_millis(300);
+
+/// Returns the GPU of that index, with autodiff.
+fn gpu(index: usize) -> Device {
+    Device::cuda(index).autodiff()
+}
+
+/// Runs every rank as a thread, rank 0 on `device` and each further rank on the next GPU.
+pub(super) fn threads<T: Send + 'static>(
+    world: WorldSize,
+    options: &LaunchOptions,
+    device: &Device,
+    debug: bool,
+    program: RankProgram<T>,
+) -> Result<Vec<T>, LaunchError> {
+    let first = index_of(device).unwrap_or(0);
+    let hub = Hub::new(world, options.timeout, debug);
+    let roll = Roll::new(world);
+    let join = |rank: Rank| -> Result<(Group, Device), BoxedError> {
+        let host = Host::thread(hub.clone(), roll.clone(), rank);
+        let index = first + rank.index();
+        Ok((Group::Nccl(NcclGroup::world(host, index)?), gpu(index)))
+    };
+    // Each rank joins on a thread of its own, since joining waits for all ranks.
+    let ends: Vec<_> = std::thread::scope(|scope| {
+        let joining: Vec<_> =
+            world.ranks().map(|rank| (rank, scope.spawn(move || join(rank)))).collect();
+        let joined = joining.into_iter().map(|(rank, joining)| {
+            let panicked = || Err(BoxedError::from("a thread panicked while it joined the others"));
+            (rank, joining.join().unwrap_or_else(|_| panicked()))
+        });
+        joined.collect()
+    });
+    let mut joined = Vec::with_capacity(world.size());
+    for (rank, end) in ends {
+        let failed = hub.failure().and_then(|failure| failure.failed_rank()).unwrap_or(rank);
+        joined.push(end.map_err(|source| LaunchError {
+            rank: failed,
+            world,
+            source: source.into(),
+        })?);
+    }
+    super::threads::run(&hub, world, joined, options, program)
+}
+
+/// Runs this process's rank.
+pub(super) fn run<T: Send + 'static>(
+    place: &RankEnv,
+    options: &LaunchOptions,
+    device: &Device,
+    debug: bool,
+    program: RankProgram<T>,
+) -> Result<Vec<T>, LaunchError> {
+    let (group, device) = join(place, options, device, debug).map_err(|source| LaunchError {
+        rank: place.rank,
+        world: place.world,
+        source: source.into(),
+    })?;
+    let topology = topology(&group, place, options);
+    let outcome = topology.and_then(|topology| run_rank(&group, place, device, topology, program));
+    let outcome = outcome.map_err(|source| launch_error(&group, place, source));
+    if let Err(error) = &outcome {
+        // The other ranks may not know of the failure yet.
+        let (rank, reason) = (place.rank, error.source.to_string());
+        group.fail(CollectiveError::PeerFailed { rank, reason });
+        std::thread::sleep(LAST_WORDS);
+    }
+    if let Group::Nccl(group) = &*group {
+        group.leave();
+    }
+    outcome.map(|result| vec![result])
+}
+
+/// Joins the other processes, and returns the process group and this process's GPU.
+fn join(
+    place: &RankEnv,
+    options: &LaunchOptions,
+    device: &Device,
+    debug: bool,
+) -> Result<(Arc<Group>, Device), BoxedError> {
+    let no_main = EngineError::NoMainProcess { launcher: place.launcher };
+    let rendezvous = rendezvous(place, options.timeout, debug).ok_or(no_main)?;
+    let index =
+        own_gpu(place, index_of(device).unwrap_or(0), device_count().map_err(EngineError::from)?);
+    let host = Host::process(&rendezvous).map_err(EngineError::from)?;
+    let group = NcclGroup::world(host, index)?;
+    Ok((Arc::new(Group::Nccl(group)), gpu(index)))
+}
+
+/// Returns where the processes of this launch meet, from the environment; `None` where it names no
+/// main process.
+fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezvous<'_>> {
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let main = place.main_process.as_ref()?;
+    // torchrun's agent may keep the port for a store of its own.
+    let port = match variable("TORCHELASTIC_USE_AGENT_STORE").as_str() {
+        "True" => main.port.checked_add(1).unwrap_or(main.port - 1),
+        _ => main.port,
+    };
+    // Each machine's `fsdp launch` names a run of its own; torchrun's name is the same on all.
+    let one_machine = place.local_world == Some(place.world.size());
+    let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
+    let run = launcher + &variable("TORCHELASTIC_RUN_ID");
+    let (rank, world, host) = (place.rank, place.world, main.host.as_str());
+    Some(Rendezvous { rank, world, host, port, run, timeout, debug })
+}
+
+/// Returns the index of a process's GPU: `first` for the first process of a machine, and so on. A
+/// launcher may show each process only one GPU, whose index is 0; two processes with the same GPU are
+/// found when they join.
+fn own_gpu(place: &RankEnv, first: usize, count: usize) -> usize {
+    if count == 1 { 0 } else { first + place.local_rank }
+}
+
+/// Returns the number of ranks on this machine, and the threads of this one.
+fn topology(
+    group: &Group,
+    place: &RankEnv,
+    options: &LaunchOptions,
+) -> Result<LocalTopology, BoxedError> {
+    let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let machines = group.exchange(&Op::new("all_gather", "the machines"), machine.clone())?;
+    let named = machines.iter().filter(|other| ***other == machine).count();
+    let local_size = place.local_world.unwrap_or(named).max(1);
+    Ok(LocalTopology { local_size, threads: options.threads(local_size) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::launch::env::Launcher;
+
+    #[test]
+    fn a_process_has_the_gpu_of_its_place_on_its_machine() {
+        let world = WorldSize::new(8).unwrap();
+        let place = |local_rank| RankEnv {
+            rank: world.ranks().nth(4 + local_rank).unwrap(),
+            world,
+            local_rank,
+            local_world: Some(4),
+            launcher: Launcher::Torchrun,
+            main_process: None,
+        };
+        assert_eq!((own_gpu(&place(0), 0, 4), own_gpu(&place(3), 0, 4)), (0, 3));
+        assert_eq!(own_gpu(&place(1), 2, 4), 3, "after the first one asked for");
+        assert_eq!(own_gpu(&place(3), 0, 1), 0, "the only one it is shown");
+    }
+}

@@ -1,0 +1,132 @@
+//! A process that is a rank over MPI.
+//!
+//! The environment ([`RankEnv`]) says which rank this is, and MPI confirms it. The process finalizes MPI
+//! when it exits if every launch ended well. Otherwise it calls `MPI_Abort`, so that no process of the
+//! world is left and `mpirun` exits with an error.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use burn::tensor::Device;
+use serde::{Deserialize, Serialize};
+
+use super::env::RankEnv;
+use super::error::EngineError;
+use super::options::LaunchOptions;
+use super::process::{LocalTopology, launch_error, run_rank};
+use super::rank_thread::{BoxedError, RankProgram};
+use crate::collectives::Op;
+use crate::collectives::group::Group;
+use crate::collectives::mpi::{MpiGroup, sys};
+use crate::error::LaunchError;
+
+/// How long a failed rank lives on. `mpirun` kills all ranks as soon as one has exited, and the others
+/// need this long to report their own errors.
+const LAST_WORDS: Duration = Duration::from_millis(300);
+
+/// Number of launches that have not ended.
+static RUNNING: AtomicUsize = AtomicUsize::new(0);
+/// Whether a launch has failed.
+static FAILED: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn leave_mpi() {
+    if FAILED.load(Ordering::SeqCst) || RUNNING.load(Ordering::SeqCst) > 0 {
+        sys::abort();
+    } else {
+        sys::finalise();
+    }
+}
+
+/// Joins the other processes of the MPI world.
+fn join(place: &RankEnv, options: &LaunchOptions, debug: bool) -> Result<Group, EngineError> {
+    static LEAVES: AtomicBool = AtomicBool::new(false);
+    let group = MpiGroup::world(options.timeout, debug);
+    let group = group.map_err(|error| EngineError::Mpi { reason: error.to_string() })?;
+    if !LEAVES.swap(true, Ordering::SeqCst) {
+        // SAFETY: the function takes nothing, returns nothing and does not unwind.
+        unsafe { libc::atexit(leave_mpi) };
+    }
+    let (mpi_rank, mpi_world) = (group.rank(), group.members().len());
+    if (mpi_rank, mpi_world) != (place.rank, place.world.size()) {
+        return Err(EngineError::NotJoined {
+            launcher: place.launcher,
+            rank: place.rank,
+            world: place.world,
+            mpi_rank,
+            mpi_world,
+        });
+    }
+    Ok(Group::Mpi(group))
+}
+
+/// The machine of a process, and the cores that it may run on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct MachineCores {
+    machine: String,
+    cores: Vec<usize>,
+}
+
+impl MachineCores {
+    fn own() -> Self {
+        Self { machine: MpiGroup::machine(), cores: cores() }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn cores() -> Vec<usize> {
+    // SAFETY: a set of cores is plain bits, and the call writes no more than its size.
+    let set = unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set);
+        set
+    };
+    let count = usize::try_from(libc::CPU_SETSIZE).unwrap_or(0);
+    // SAFETY: the number is below the set's size.
+    (0..count).filter(|&core| unsafe { libc::CPU_ISSET(core, &set) }).collect()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn cores() -> Vec<usize> {
+    Vec::new()
+}
+
+/// Runs this process's rank.
+pub(super) fn run<T: Send + 'static>(
+    place: &RankEnv,
+    options: &LaunchOptions,
+    device: Device,
+    debug: bool,
+    program: RankProgram<T>,
+) -> Result<Vec<T>, LaunchError> {
+    RUNNING.fetch_add(1, Ordering::SeqCst);
+    let outcome = match join(place, options, debug) {
+        Err(error) => {
+            Err(LaunchError { rank: place.rank, world: place.world, source: Arc::new(error) })
+        }
+        Ok(group) => {
+            let group = Arc::new(group);
+            let topology = topology(&group, options);
+            let ended =
+                topology.and_then(|topology| run_rank(&group, place, device, topology, program));
+            ended.map_err(|source| launch_error(&group, place, source))
+        }
+    };
+    if outcome.is_err() {
+        FAILED.store(true, Ordering::SeqCst);
+        std::thread::sleep(LAST_WORDS);
+    }
+    RUNNING.fetch_sub(1, Ordering::SeqCst);
+    outcome.map(|result| vec![result])
+}
+
+/// Returns the number of ranks on this machine, and the threads of this one.
+fn topology(group: &Group, options: &LaunchOptions) -> Result<LocalTopology, BoxedError> {
+    let own = MachineCores::own();
+    let all = group.exchange(&Op::new("all_gather", "the machines"), own.clone())?;
+    let local_size = all.iter().filter(|other| other.machine == own.machine).count();
+    // `mpirun` binds processes to cores of their own by default: only ranks with the same cores share
+    // them.
+    let sharing = all.iter().filter(|other| ***other == own).count();
+    Ok(LocalTopology { local_size, threads: options.threads(sharing) })
+}

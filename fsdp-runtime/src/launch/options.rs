@@ -1,0 +1,142 @@
+//! The options of a launch.
+
+use std::time::Duration;
+
+use burn::tensor::Device;
+
+use super::engine::Engine;
+use crate::error::ShardError;
+
+/// The environment variable that turns on the option [`debug`](LaunchOptions::with_debug) of a launch
+/// where the program does not set it: `1` or `0`.
+pub const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
+
+/// The number of ranks that a program asks for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum NumRanks {
+    /// This many ranks. A program that was started as one of several processes must be one of this
+    /// many.
+    Exactly(usize),
+    /// As many ranks as processes were started, or this many threads where the program was started by
+    /// itself.
+    StartedOr(usize),
+}
+
+impl NumRanks {
+    /// Returns the number in the program.
+    pub(super) const fn asked(self) -> usize {
+        match self {
+            Self::Exactly(asked) | Self::StartedOr(asked) => asked,
+        }
+    }
+}
+
+/// How many ranks are started, and with what.
+///
+/// | option | default |
+/// |---|---|
+/// | engine | [`Engine::Auto`] |
+/// | device | Burn's default device |
+/// | time-out | 10 minutes |
+/// | threads per rank | the cores of the machine, shared evenly by its ranks |
+/// | debug | the environment variable `FSDP_DEBUG` |
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct LaunchOptions {
+    pub(super) ranks: NumRanks,
+    pub(super) engine: Engine,
+    pub(super) device: Option<Device>,
+    pub(super) timeout: Duration,
+    pub(super) threads_per_rank: Option<usize>,
+    debug: Option<bool>,
+}
+
+impl LaunchOptions {
+    /// Asks for `world` ranks. A program that was started as one of several processes must be one of
+    /// `world`.
+    pub const fn new(world: usize) -> Self {
+        Self::with_ranks(NumRanks::Exactly(world))
+    }
+
+    /// Asks for as many ranks as processes of this program were started (by `mpirun`, for example), or
+    /// for `world` ranks where the program was started by itself.
+    pub const fn started_or(world: usize) -> Self {
+        Self::with_ranks(NumRanks::StartedOr(world))
+    }
+
+    const fn with_ranks(ranks: NumRanks) -> Self {
+        Self {
+            ranks,
+            engine: Engine::Auto,
+            device: None,
+            timeout: Duration::from_secs(600),
+            threads_per_rank: None,
+            debug: None,
+        }
+    }
+
+    /// Sets what a rank is and how ranks communicate. Default: [`Engine::Auto`].
+    pub fn with_engine(mut self, engine: Engine) -> Self {
+        self.engine = engine;
+        self
+    }
+
+    /// Sets whether ranks compare the number of elements of each collective before it runs. The
+    /// operation, the unit and the sequence number are always compared. With `debug`, each collective
+    /// is also reported to `tracing`. Default: on where the environment has `FSDP_DEBUG=1`.
+    pub fn with_debug(mut self, debug: bool) -> Self {
+        self.debug = Some(debug);
+        self
+    }
+
+    /// Sets the device of every rank; autodiff is turned on. With the engine `nccl`, this is the GPU of
+    /// a machine's first rank, and each further rank takes the next GPU. Default: Burn's default
+    /// device.
+    pub fn with_device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// Sets how long a collective waits for the other ranks before it ends the run with an error.
+    /// Default: 10 minutes.
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Sets the number of threads of each rank's rayon pool, at least 1. Default: the cores of the
+    /// machine divided by the number of its ranks.
+    pub fn with_threads_per_rank(mut self, threads: usize) -> Self {
+        self.threads_per_rank = Some(threads.max(1));
+        self
+    }
+
+    /// Returns the device of every rank, with autodiff.
+    pub(super) fn autodiff_device(&self) -> Device {
+        let device = self.device.clone().unwrap_or_default();
+        if device.is_autodiff() { device } else { device.autodiff() }
+    }
+
+    /// Returns the option `debug`, or what the environment says where it is not set.
+    pub(super) fn debug(&self) -> Result<bool, ShardError> {
+        self.debug.map_or_else(debug_variable, Ok)
+    }
+
+    /// Returns the threads of one rank's pool, where `ranks` ranks share the cores of this process.
+    pub(super) fn threads(&self, ranks: usize) -> usize {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        self.threads_per_rank.unwrap_or((cores / ranks.max(1)).max(1))
+    }
+}
+
+fn debug_variable() -> Result<bool, ShardError> {
+    match std::env::var(DEBUG_VARIABLE).as_deref() {
+        Err(_) | Ok("" | "0") => Ok(false),
+        Ok("1") => Ok(true),
+        Ok(value) => Err(ShardError::InvalidOption {
+            option: DEBUG_VARIABLE,
+            value: value.into(),
+            expected: "use 0 or 1".into(),
+        }),
+    }
+}

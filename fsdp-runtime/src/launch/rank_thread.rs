@@ -1,0 +1,53 @@
+//! The thread on which one rank runs, with a rayon pool and a communication thread of its own.
+
+use std::any::Any;
+use std::error::Error as StdError;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use super::worker::Worker;
+use crate::error::{CollectiveError, Error, RankPanic, panic_message};
+
+/// An error of any kind, as the user's program may return.
+pub(super) type BoxedError = Box<dyn StdError + Send + Sync>;
+
+/// The user's program, which runs once on each rank.
+pub(super) type RankProgram<T> = Arc<dyn Fn(Worker) -> Result<T, BoxedError> + Send + Sync>;
+
+/// Runs one rank on a thread of its own, inside its rayon pool of `threads` threads. A failure ends the
+/// other ranks; `ended` receives the outcome.
+pub(super) fn start_rank<T: Send + 'static>(
+    worker: Worker,
+    threads: usize,
+    program: RankProgram<T>,
+    ended: impl FnOnce(Result<T, BoxedError>) + Send + 'static,
+) -> std::io::Result<()> {
+    let index = worker.rank();
+    // Kept until the other ranks know how this one has ended.
+    let comm = worker.comm().clone();
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(move |thread| format!("fsdp-rank-{index}-{thread}"))
+        .build()
+        .map_err(std::io::Error::other)?;
+    std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
+        let run = || pool.install(|| program(worker));
+        let outcome =
+            catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
+        if let Err(error) = &outcome {
+            let reason = error.to_string();
+            comm.world().fail(CollectiveError::PeerFailed { rank: index, reason });
+        }
+        drop(comm);
+        ended(outcome);
+    })?;
+    Ok(())
+}
+
+/// Returns what a rank unwound with: a typed error, or a panic's message.
+fn unwound(panic: Box<dyn Any + Send>) -> BoxedError {
+    match panic.downcast::<Error>() {
+        Ok(error) => error,
+        Err(panic) => Box::new(RankPanic { message: panic_message(&*panic) }),
+    }
+}

@@ -1,0 +1,111 @@
+//! Bytes of gradients in a backward pass.
+
+use super::super::unit::Unit;
+use crate::options::GradientAccumulation;
+
+/// Bytes of each unit's gradients, in layout order.
+pub(super) struct Gradients {
+    /// Full gradients of the unit and of its enclosing units, whose backward is not over yet.
+    ///
+    /// Inner units do not count the outermost unit. As a rule it has no tracked input, so its
+    /// gradients all arrive at the end of backward. Until then they belong to Burn.
+    full: Vec<usize>,
+    /// Bytes of `full`, in the dtypes in which gradients arrive.
+    arriving: Vec<usize>,
+    /// Bytes of `full` while the unit is reduced: its full gradients in the dtypes of the reduction,
+    /// and its reduced gradients.
+    reducing: Vec<usize>,
+    /// Reduced gradients of the unit.
+    reduced: Vec<usize>,
+    /// Full gradients of the unit, in the dtypes in which they are kept between micro-batches.
+    held: Vec<usize>,
+    /// Whether reduced gradients are stored on the host.
+    offloaded: bool,
+}
+
+impl Gradients {
+    /// Returns the gradients of `units`. `offloaded` says that reduced gradients are stored on the host.
+    pub(super) fn new(units: &[Unit], offloaded: bool) -> Self {
+        // A parameter's gradient arrives in the dtype of the parameter. It is cast to the dtype of the
+        // reduction once all gradients of the unit have arrived.
+        let arrive = |unit: &Unit| unit.gradient_bytes().0;
+        let held = |unit: &Unit| unit.gradient_bytes().1;
+        let nested = |own: &dyn Fn(&Unit) -> usize| {
+            let mut enclosing: Vec<usize> = Vec::new();
+            let full = units.iter().map(|unit| {
+                enclosing.truncate(unit.level);
+                enclosing.push(own(unit));
+                enclosing.iter().skip(usize::from(unit.level > 0)).sum()
+            });
+            full.collect()
+        };
+        let most = |unit: &Unit| arrive(unit).max(held(unit));
+        let full: Vec<usize> = nested(&most);
+        let arriving = nested(&arrive);
+        let reduced = |unit: &Unit| unit.held_bytes().0 + unit.held_bytes().1;
+        let reducing = units.iter().zip(&full);
+        let reducing = reducing.map(|(unit, full)| full - most(unit) + held(unit) + reduced(unit));
+        Self {
+            reducing: reducing.collect(),
+            full,
+            arriving,
+            reduced: units.iter().map(reduced).collect(),
+            held: units.iter().map(held).collect(),
+            offloaded,
+        }
+    }
+
+    /// Returns the most bytes of one backward pass at any moment, on the device and on the host.
+    ///
+    /// Backward goes through the units in reverse order. The reduction of a unit ends before the next
+    /// unit's gradients arrive.
+    pub(super) fn once(&self) -> (usize, usize) {
+        if self.offloaded {
+            return (self.largest(), self.reduced.iter().sum());
+        }
+        let mut done = 0;
+        let mut peak = 0;
+        let units = self.full.iter().zip(&self.reducing).zip(&self.reduced);
+        for ((full, reducing), reduced) in units.rev() {
+            peak = peak.max(done + full.max(reducing));
+            done += reduced;
+        }
+        (peak.max(done), 0)
+    }
+
+    /// Returns the most bytes on the device, at any moment, if full gradients are held until the last
+    /// micro-batch.
+    ///
+    /// The maximum may be in the last backward pass, which reduces one unit after the other: f32
+    /// shards can be larger than full gradients in half precision.
+    fn all_held(&self) -> usize {
+        let mut now: usize = self.held.iter().sum();
+        let mut peak = now + self.arriving.iter().max().copied().unwrap_or(0);
+        let units = self.arriving.iter().zip(&self.held).zip(&self.reduced);
+        for ((arriving, held), reduced) in units.rev() {
+            peak = peak.max(now + arriving.max(reduced));
+            now -= held;
+            if !self.offloaded {
+                now += reduced;
+            }
+        }
+        peak.max(now)
+    }
+
+    /// Returns the most bytes of full gradients of one unit and its enclosing units.
+    fn largest(&self) -> usize {
+        self.full.iter().chain(&self.reducing).max().copied().unwrap_or(0)
+    }
+
+    /// Returns the most bytes of a backward pass that adds to the gradients of earlier micro-batches,
+    /// on the device and on the host.
+    pub(super) fn accumulated(&self, accumulation: GradientAccumulation) -> (usize, usize) {
+        let reduced = self.reduced.iter().sum();
+        match (accumulation, self.offloaded) {
+            (GradientAccumulation::ReduceEach, false) => (reduced + self.largest(), 0),
+            (GradientAccumulation::ReduceEach, true) => (self.largest(), reduced),
+            (GradientAccumulation::HoldUnsharded, false) => (self.all_held(), 0),
+            (GradientAccumulation::HoldUnsharded, true) => (self.all_held(), reduced),
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! The memory that one rank will need, by kind.
+//!
+//! [`MemoryForecast`] lays the module out as [`fully_shard`](crate::fully_shard) does and adds up what
+//! [`Fsdp::memory`](crate::Fsdp::memory) will count. It does not initialise any parameter.
+
+use std::fmt;
+
+use super::super::mib::mib;
+use super::super::plan::Plan;
+use super::super::unit::Unit;
+use super::buffers::{copied, gathered, ring, sending};
+use super::gradients::Gradients;
+use crate::error::ShardError;
+use crate::layout::Mesh;
+use crate::module::FsdpModule;
+use crate::options::{FsdpOptions, OffloadPolicy};
+
+/// The most bytes that one rank will use on its device in training, by kind.
+///
+/// The kinds are those of [`Memory`](crate::Memory), but activations include those in Burn's autodiff
+/// graph, which the caller has to estimate. All parameters are assumed to be trained. `Display` prints
+/// a table in MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+#[must_use]
+pub struct MemoryForecast {
+    /// Shards of sharded parameters.
+    pub shards: usize,
+    /// Replicated parameters, or their device copies if they are stored on the host.
+    pub replicated: usize,
+    /// Gather buffers, and copies of shards that are cast or moved to the device for an all-gather.
+    pub gathered: usize,
+    /// Gradients, at the moment of a backward pass when they take the most.
+    pub gradients: usize,
+    /// The optimizer's state; 0 until [`with_optimizer`](Self::with_optimizer) sets it.
+    pub optimizer: usize,
+    /// Activations; 0 until [`with_activations`](Self::with_activations) sets them.
+    pub activations: usize,
+    /// Memory on the host, in place of the device.
+    pub host: HostForecast,
+    /// Gradients on the device and on the host if a step accumulates several micro-batches.
+    accumulated: (usize, usize),
+    /// Bytes of the parameters that this rank's optimizer steps.
+    stepped: usize,
+    /// Whether parameters and optimizer state are stored on the host.
+    offloaded: bool,
+}
+
+/// The host part of a [`MemoryForecast`], in bytes.
+///
+/// Without an [`OffloadPolicy`](crate::OffloadPolicy) every kind but `activations` is 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+#[must_use]
+pub struct HostForecast {
+    /// Shards of sharded parameters.
+    pub shards: usize,
+    /// Replicated parameters.
+    pub replicated: usize,
+    /// Reduced gradients.
+    pub gradients: usize,
+    /// The optimizer's state; 0 until [`with_optimizer`](MemoryForecast::with_optimizer) sets it.
+    pub optimizer: usize,
+    /// Inputs of units under activation checkpointing; 0 until
+    /// [`with_host_activations`](MemoryForecast::with_host_activations) sets them.
+    pub activations: usize,
+}
+
+impl HostForecast {
+    /// Returns every kind with its name, and the total last.
+    pub fn kinds(&self) -> impl Iterator<Item = (&'static str, usize)> + use<> {
+        let kinds = [
+            ("shards", self.shards),
+            ("replicated", self.replicated),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("activations", self.activations),
+            ("total", self.total()),
+        ];
+        kinds.into_iter()
+    }
+
+    /// Returns the sum of all kinds.
+    pub const fn total(&self) -> usize {
+        self.shards + self.replicated + self.gradients + self.optimizer + self.activations
+    }
+}
+
+impl MemoryForecast {
+    /// Returns what the rank of `mesh` will need for `module` under `options`.
+    ///
+    /// For the hybrid strategies without a `shard_size`, all ranks are assumed to be on one machine.
+    ///
+    /// # Errors
+    ///
+    /// Returns the errors of [`fully_shard`](crate::fully_shard) for a model that cannot be sharded or
+    /// an option that is out of its range.
+    pub fn new<M: FsdpModule>(
+        module: &M,
+        mesh: Mesh,
+        options: &FsdpOptions,
+    ) -> Result<Self, ShardError> {
+        options.check()?;
+        let mesh = options.mesh(mesh, mesh.world.size())?;
+        let reshard = options.reshard(mesh)?;
+        let units = Plan::new(module, mesh, options)?.units;
+        let (mut shards, mut replicated) = (0, 0);
+        for (of_shards, of_replicated) in units.iter().map(Unit::held_bytes) {
+            shards += of_shards;
+            replicated += of_replicated;
+        }
+        let offloaded = options.offload != OffloadPolicy::None;
+        let gradients = Gradients::new(&units, offloaded);
+        let (on_device, on_host) = gradients.once();
+        let host = HostForecast { shards, replicated, gradients: on_host, ..Default::default() };
+        let device_shards = match options.offload {
+            OffloadPolicy::None => shards,
+            OffloadPolicy::OptimizerOnly => units.iter().map(Unit::sent_bytes).sum(),
+            _ => 0,
+        };
+        let device_replicated = match offloaded {
+            true => copied(&units, ring(&units, reshard, options.slots)),
+            false => replicated,
+        };
+        Ok(Self {
+            shards: device_shards,
+            replicated: device_replicated,
+            gathered: gathered(&units, reshard, options.slots) + sending(&units, options.offload),
+            gradients: on_device,
+            optimizer: 0,
+            activations: 0,
+            host: if offloaded { host } else { HostForecast::default() },
+            accumulated: gradients.accumulated(options.gradient_accumulation),
+            stepped: shards + replicated,
+            offloaded,
+        })
+    }
+
+    /// Adds an optimizer with `moments` f32 values for each element of a parameter: 2 for Adam and
+    /// AdamW (3 with `amsgrad`), 1 for SGD with momentum.
+    pub const fn with_optimizer(mut self, moments: usize) -> Self {
+        let bytes = moments * self.stepped;
+        if self.offloaded {
+            self.host.optimizer = bytes;
+        } else {
+            self.optimizer = bytes;
+        }
+        self
+    }
+
+    /// Counts the gradients of a step that accumulates several micro-batches, with
+    /// [`Fsdp::accumulate`](crate::Fsdp::accumulate).
+    pub const fn with_accumulation(mut self) -> Self {
+        (self.gradients, self.host.gradients) = self.accumulated;
+        self
+    }
+
+    /// Sets the activations on the device, in bytes.
+    pub const fn with_activations(mut self, bytes: usize) -> Self {
+        self.activations = bytes;
+        self
+    }
+
+    /// Sets the inputs of units under activation checkpointing on the host, in bytes.
+    pub const fn with_host_activations(mut self, bytes: usize) -> Self {
+        self.host.activations = bytes;
+        self
+    }
+
+    /// Returns every kind on the device with its name, and the total last.
+    pub fn kinds(&self) -> impl Iterator<Item = (&'static str, usize)> + use<> {
+        let kinds = [
+            ("shards", self.shards),
+            ("replicated", self.replicated),
+            ("gathered", self.gathered),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("activations", self.activations),
+            ("total", self.total()),
+        ];
+        kinds.into_iter()
+    }
+
+    /// Returns the sum of all kinds on the device.
+    pub const fn total(&self) -> usize {
+        self.shards
+            + self.replicated
+            + self.gathered
+            + self.gradients
+            + self.optimizer
+            + self.activations
+    }
+
+    /// Checks that a rank with `available` bytes on its device can train.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`MemoryError::DoesNotFit`], whose text includes this table, if it cannot.
+    pub fn check(&self, available: usize) -> Result<(), MemoryError> {
+        if self.total() > available {
+            return Err(MemoryError::DoesNotFit { available, forecast: Box::new(*self) });
+        }
+        Ok(())
+    }
+
+    /// Checks that a rank with `available` bytes on the host can train.
+    ///
+    /// Set `with_device` if the device uses host memory, as Flex does: the device's part then counts
+    /// as well.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`MemoryError::HostDoesNotFit`], whose text includes this table, if it cannot.
+    pub fn check_host(&self, available: usize, with_device: bool) -> Result<(), MemoryError> {
+        let needed = self.host.total() + if with_device { self.total() } else { 0 };
+        if needed > available {
+            return Err(MemoryError::HostDoesNotFit {
+                needed,
+                available,
+                forecast: Box::new(*self),
+            });
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for MemoryForecast {
+    /// Prints a table in MiB: one row for each kind and one for the total. A second column has the
+    /// host's part, if there is any.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:<12}{:>12}", "MiB per rank", "at most")?;
+        let on_host = self.host.total() > 0;
+        if on_host {
+            write!(f, "{:>12}", "on the host")?;
+        }
+        for (name, bytes) in self.kinds() {
+            write!(f, "\n{name:<12}{:>12.2}", mib(bytes))?;
+            let host = self.host.kinds().find(|(kind, _)| on_host && *kind == name);
+            if let Some((_, bytes)) = host {
+                write!(f, "{:>12.2}", mib(bytes))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A model that needs more memory than its ranks have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// A rank that needs more memory on its device than there is.
+    #[error(
+        "a rank needs {:.2} MiB on its device, but has {:.2} MiB; use more ranks, a smaller batch, \
+         shorter samples, half precision, offload or activation checkpointing\n{forecast}",
+        mib(forecast.total()),
+        mib(*available)
+    )]
+    DoesNotFit {
+        /// Bytes that a rank may use on its device.
+        available: usize,
+        /// Memory that the rank needs.
+        forecast: Box<MemoryForecast>,
+    },
+    /// A rank that needs more memory on its host than there is.
+    #[error(
+        "a rank needs {:.2} MiB on its host, but has {:.2} MiB; use more ranks on other machines, or \
+         an `OffloadPolicy` that keeps more on the device\n{forecast}",
+        mib(*needed),
+        mib(*available)
+    )]
+    HostDoesNotFit {
+        /// Bytes that the rank needs on its host, including those of a device that uses host memory.
+        needed: usize,
+        /// Bytes that a rank may use on its host.
+        available: usize,
+        /// Memory that the rank needs.
+        forecast: Box<MemoryForecast>,
+    },
+}

@@ -1,0 +1,188 @@
+//! Counters of a sharded model's memory, updated at every allocation and release.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::usage::Memory;
+
+/// A finer division of the kinds of [`Memory`], which decides whether bytes count for the device or
+/// for the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MemoryKind {
+    /// Shards of sharded parameters, on their storage device.
+    Shards,
+    /// Replicated parameters, on their storage device.
+    Replicated,
+    /// Device copies of replicated parameters, for unsharded units.
+    Copied,
+    /// Device copies of shards, kept from forward to backward.
+    Sent,
+    /// Gather buffers.
+    Gathered,
+    /// Shards cast or copied for an all-gather, until it ends.
+    Sending,
+    /// Full gradients.
+    Gradients,
+    /// Results of a reduction under way, on the device.
+    Reducing,
+    /// Reduced gradients, on their storage device.
+    Reduced,
+    /// Inputs of units under activation checkpointing, on the device.
+    Activations,
+    /// Inputs of units under activation checkpointing, on the host.
+    Stowed,
+    /// The optimizer's state, on the storage device.
+    Optimizer,
+}
+
+impl MemoryKind {
+    /// Returns whether bytes of this kind are on the host. `offloaded` says that the storage device is
+    /// the host.
+    fn is_on_host(self, offloaded: bool) -> bool {
+        match self {
+            Self::Shards | Self::Replicated | Self::Reduced | Self::Optimizer => offloaded,
+            Self::Stowed => true,
+            Self::Copied
+            | Self::Sent
+            | Self::Gathered
+            | Self::Sending
+            | Self::Gradients
+            | Self::Reducing
+            | Self::Activations => false,
+        }
+    }
+}
+
+/// Running counts of the memory on the device and on the host.
+#[derive(Debug, Default)]
+pub(crate) struct MemoryTracker {
+    device: Mutex<Memory>,
+    host: Mutex<Memory>,
+    /// Whether the storage device is the host.
+    offloaded: bool,
+}
+
+impl MemoryTracker {
+    /// Creates empty counts. `offloaded` says that the storage device is the host.
+    pub(crate) fn new(offloaded: bool) -> Self {
+        Self { offloaded, ..Self::default() }
+    }
+
+    /// Returns the present counts of the device.
+    pub(crate) fn device(&self) -> Memory {
+        *lock(&self.device)
+    }
+
+    /// Returns the present counts of the host.
+    pub(crate) fn host(&self) -> Memory {
+        *lock(&self.host)
+    }
+
+    /// Adds `bytes` to a kind.
+    pub(crate) fn take(&self, kind: MemoryKind, bytes: usize) {
+        self.change(kind, |now| now + bytes);
+    }
+
+    /// Subtracts `bytes` from a kind.
+    pub(crate) fn give_back(&self, kind: MemoryKind, bytes: usize) {
+        self.change(kind, |now| now.saturating_sub(bytes));
+    }
+
+    /// Sets a kind to `bytes`.
+    pub(crate) fn set(&self, kind: MemoryKind, bytes: usize) {
+        self.change(kind, |_| bytes);
+    }
+
+    fn change(&self, kind: MemoryKind, change: impl FnOnce(usize) -> usize) {
+        let on_host = kind.is_on_host(self.offloaded);
+        let mut memory = lock(if on_host { &self.host } else { &self.device });
+        let usage = match kind {
+            MemoryKind::Shards | MemoryKind::Sent => &mut memory.shards,
+            MemoryKind::Replicated | MemoryKind::Copied => &mut memory.replicated,
+            MemoryKind::Gathered | MemoryKind::Sending => &mut memory.gathered,
+            MemoryKind::Gradients | MemoryKind::Reducing | MemoryKind::Reduced => {
+                &mut memory.gradients
+            }
+            MemoryKind::Activations | MemoryKind::Stowed => &mut memory.activations,
+            MemoryKind::Optimizer => &mut memory.optimizer,
+        };
+        usage.now = change(usage.now);
+        usage.peak = usage.peak.max(usage.now);
+        memory.update_total();
+    }
+}
+
+/// Locks a count. A panic elsewhere leaves it valid, so a poisoned lock is no error.
+fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
+    memory.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Bytes that count for a kind of memory until this value is dropped.
+#[derive(Debug)]
+pub(crate) struct Counted {
+    tracker: Arc<MemoryTracker>,
+    kind: MemoryKind,
+    bytes: usize,
+}
+
+impl Counted {
+    /// Adds `bytes` to a kind of memory.
+    pub(crate) fn new(tracker: &Arc<MemoryTracker>, kind: MemoryKind, bytes: usize) -> Self {
+        tracker.take(kind, bytes);
+        Self { tracker: tracker.clone(), kind, bytes }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.tracker.give_back(self.kind, self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::param_group::memory::Usage;
+
+    #[test]
+    fn the_peak_of_the_total_is_of_one_moment() {
+        let tracker = MemoryTracker::default();
+        tracker.take(MemoryKind::Gathered, 10);
+        tracker.give_back(MemoryKind::Gathered, 10);
+        tracker.take(MemoryKind::Gradients, 7);
+        let memory = tracker.device();
+        assert_eq!(memory.gathered, Usage { now: 0, peak: 10 });
+        assert_eq!(memory.total, Usage { now: 7, peak: 10 });
+        tracker.set(MemoryKind::Optimizer, 20);
+        assert_eq!(tracker.device().total, Usage { now: 27, peak: 27 });
+        assert!(tracker.device().to_string().contains("gradients"));
+        assert_eq!(tracker.host(), Memory::default());
+    }
+
+    #[test]
+    fn offloaded_kinds_count_for_the_host() {
+        let tracker = MemoryTracker::new(true);
+        for kind in
+            [MemoryKind::Shards, MemoryKind::Replicated, MemoryKind::Reduced, MemoryKind::Optimizer]
+        {
+            tracker.take(kind, 1);
+        }
+        for kind in
+            [MemoryKind::Copied, MemoryKind::Sent, MemoryKind::Gathered, MemoryKind::Gradients]
+        {
+            tracker.take(kind, 100);
+        }
+        assert_eq!((tracker.host().total.now, tracker.device().total.now), (4, 400));
+        let tracker = MemoryTracker::new(false);
+        tracker.take(MemoryKind::Stowed, 5);
+        assert_eq!((tracker.host().activations.now, tracker.device().total.now), (5, 0));
+    }
+
+    #[test]
+    fn dropping_counted_bytes_gives_them_back() {
+        let tracker = Arc::new(MemoryTracker::default());
+        let counted = [3, 4].map(|bytes| Counted::new(&tracker, MemoryKind::Activations, bytes));
+        assert_eq!(tracker.device().activations, Usage { now: 7, peak: 7 });
+        drop(counted);
+        assert_eq!(tracker.device().activations, Usage { now: 0, peak: 7 });
+    }
+}

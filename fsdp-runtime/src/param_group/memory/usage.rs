@@ -1,0 +1,104 @@
+//! The memory of a sharded model on one rank, by kind.
+
+use std::fmt;
+
+use super::super::mib::mib;
+
+/// Bytes of one kind of memory on one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Usage {
+    /// Bytes at present.
+    pub now: usize,
+    /// Most bytes at any moment since the model was sharded.
+    pub peak: usize,
+}
+
+/// Memory that one rank uses for a sharded model, by kind.
+///
+/// Activations in Burn's autodiff graph are not counted. `Display` prints a table in MiB.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Memory {
+    /// Shards of sharded parameters.
+    pub shards: Usage,
+    /// Replicated parameters. If they are stored on the host, the device counts copies for unsharded
+    /// units.
+    pub replicated: Usage,
+    /// Gather buffers, and copies of shards that are cast or moved to the device for an all-gather.
+    pub gathered: Usage,
+    /// Full gradients until they are reduced, and reduced gradients until the next forward. If reduced
+    /// gradients are stored on the host, the device counts them until they are copied there.
+    pub gradients: Usage,
+    /// Inputs of units under activation checkpointing, from forward to backward.
+    pub activations: Usage,
+    /// The optimizer's state, as [`Fsdp::record_optimizer`](crate::Fsdp::record_optimizer) measured it.
+    pub optimizer: Usage,
+    /// All kinds together.
+    pub total: Usage,
+}
+
+impl Memory {
+    /// Returns every kind with its name, and the total last.
+    pub fn kinds(&self) -> impl Iterator<Item = (&'static str, Usage)> + use<> {
+        self.parts().into_iter().chain([("total", self.total)])
+    }
+
+    /// Returns every kind with its name, without the total.
+    fn parts(&self) -> [(&'static str, Usage); 6] {
+        [
+            ("shards", self.shards),
+            ("replicated", self.replicated),
+            ("gathered", self.gathered),
+            ("gradients", self.gradients),
+            ("activations", self.activations),
+            ("optimizer", self.optimizer),
+        ]
+    }
+
+    /// Sets the total to the sum of the other kinds.
+    pub(super) fn update_total(&mut self) {
+        let now = self.parts().iter().map(|(_, usage)| usage.now).sum();
+        self.total = Usage { now, peak: self.total.peak.max(now) };
+    }
+}
+
+impl fmt::Display for Memory {
+    /// Prints a table in MiB: one row for each kind and one for the total.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:<12}{:>12}{:>12}", "MiB per rank", "now", "peak")?;
+        for (name, usage) in self.kinds() {
+            write!(f, "\n{name:<12}{:>12.2}{:>12.2}", mib(usage.now), mib(usage.peak))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_prints_a_table_in_mib() {
+        let mib = |now: usize, peak: usize| Usage { now: now << 20, peak: peak << 20 };
+        let memory = Memory {
+            shards: mib(512, 512),
+            replicated: Usage { now: 3 << 18, peak: 3 << 18 },
+            gathered: mib(0, 1024),
+            gradients: mib(256, 768),
+            activations: Usage::default(),
+            optimizer: mib(1024, 1024),
+            total: Usage { now: 7171 << 18, peak: 13_315 << 18 },
+        };
+        let expected = "\
+MiB per rank         now        peak
+shards            512.00      512.00
+replicated          0.75        0.75
+gathered            0.00     1024.00
+gradients         256.00      768.00
+activations         0.00        0.00
+optimizer        1024.00     1024.00
+total            1792.75     3328.75";
+        assert_eq!(memory.to_string(), expected);
+    }
+}

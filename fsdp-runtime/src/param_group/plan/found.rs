@@ -1,0 +1,116 @@
+//! What one traversal of a module finds: units, parameters, ties and devices.
+
+use burn::module::ParamId;
+use burn::tensor::{DType, Device};
+
+use super::super::unit::ParamSpec;
+use crate::module::UnitType;
+
+/// Dtypes that a sharded parameter may be initialised in. Shards are f32 in every case.
+pub(crate) const SHARDED: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// The key of a parameter in a pretrained checkpoint of another framework.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    /// Name of the tensor in the checkpoint.
+    pub(crate) name: String,
+    /// Whether the checkpoint stores the transposed matrix.
+    pub(crate) transposed: bool,
+}
+
+/// A parameter that sharding leaves unchanged: an ignored parameter or a running statistic.
+///
+/// Each rank has the whole parameter, and the values may differ between ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct IgnoredParam {
+    /// Burn's id of the parameter.
+    pub(crate) id: ParamId,
+    /// Key of the parameter in a pretrained checkpoint.
+    pub(crate) key: Key,
+    /// Path, shape and dtype of the parameter.
+    pub(crate) entry: ParamSpec,
+}
+
+/// A parameter of the module that FSDP manages.
+#[derive(Debug)]
+pub(super) struct FoundParam {
+    /// Module path of the parameter.
+    pub(super) path: String,
+    /// Key of the parameter in a pretrained checkpoint.
+    pub(super) key: Key,
+    /// Burn's id of the parameter.
+    pub(super) id: ParamId,
+    /// Full shape of the parameter.
+    pub(super) shape: Vec<usize>,
+    /// Dtype that the parameter is initialised in.
+    pub(super) dtype: DType,
+    /// Number of the parameter's unit.
+    pub(super) unit: usize,
+    /// Number of the parameter that owns this weight, if this one is an alias.
+    pub(super) tied_to: Option<usize>,
+}
+
+impl FoundParam {
+    /// Returns the number of elements of the full parameter.
+    pub(super) fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// A unit of the module.
+#[derive(Debug)]
+pub(super) struct FoundUnit {
+    /// Module path of the unit; empty for the outermost unit.
+    pub(super) path: String,
+    /// Name of the unit's type.
+    pub(super) ty: &'static str,
+    /// Number of units that enclose this one.
+    pub(super) level: usize,
+    /// Whether a field under `#[fsdp(unit)]` makes the module a unit.
+    pub(super) field: bool,
+    /// Type of a unit under `#[fsdp_unit]`; `None` for a field unit.
+    pub(super) unit_type: Option<UnitType>,
+    /// Whether the unit's forward is recomputed in backward.
+    pub(super) recomputed: bool,
+    /// Number of the enclosing unit whose recomputation includes this unit.
+    pub(super) within: Option<usize>,
+}
+
+impl FoundUnit {
+    /// Returns the path in backticks, or `(root)` for the outermost unit.
+    pub(super) fn name(&self) -> String {
+        if self.path.is_empty() { "(root)".to_string() } else { format!("`{}`", self.path) }
+    }
+}
+
+/// A module that must receive f32 inputs, such as one with running statistics.
+#[derive(Debug)]
+pub(super) struct F32Module {
+    /// Number of the unit that contains the module.
+    pub(super) unit: usize,
+    /// Path of the module.
+    pub(super) path: String,
+    /// Name of the module's type.
+    pub(super) ty: &'static str,
+}
+
+/// Everything that one traversal of a module finds.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// Units, in layout order.
+    pub(super) units: Vec<FoundUnit>,
+    /// Managed parameters, in the order of the traversal.
+    pub(super) params: Vec<FoundParam>,
+    /// For each parameter of the traversal, its number in `params`; `None` for an ignored one.
+    pub(super) visited: Vec<Option<usize>>,
+    /// Ignored parameters and running statistics, in the order of the traversal.
+    pub(super) ignored: Vec<IgnoredParam>,
+    /// Declared ties, as pairs of full module paths: the owner first, then the alias.
+    pub(super) ties: Vec<(String, String)>,
+    /// All types under `#[fsdp_unit]`, including those that the wrap policy makes no unit of.
+    pub(super) types: Vec<UnitType>,
+    /// Devices of the managed parameters, each with the path of the first parameter on it.
+    pub(super) devices: Vec<(Device, String)>,
+    /// Modules that must receive f32 inputs.
+    pub(super) f32_modules: Vec<F32Module>,
+}

@@ -1,0 +1,176 @@
+//! The plan of a model: traversal, checks, layout and fingerprint.
+
+use std::collections::BTreeMap;
+
+use burn::tensor::{DType, Device};
+
+use super::super::unit::{Placement, Unit};
+use super::found::{F32Module, Found, FoundParam, FoundUnit, IgnoredParam, Key};
+use super::inventory::Inventory;
+use super::ties::{check_clones, resolve_ties};
+use super::unit_builder::UnitBuilder;
+use super::unknown_types::unknown_type;
+use crate::backend::kernels::computes;
+use crate::error::ShardError;
+use crate::layout::Mesh;
+use crate::module::{FsdpModule, ParamIndex};
+use crate::options::{ActivationCheckpointing, FsdpOptions, computed};
+
+/// The units and parameters of a model, with the part of each parameter that one rank stores.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    /// Units, in layout order.
+    pub(crate) units: Vec<Unit>,
+    /// Unit and position of each parameter, in the order of a traversal; `None` for an ignored one.
+    pub(crate) places: Vec<Option<ParamIndex>>,
+    /// Pretrained key of each managed parameter.
+    pub(crate) keys: BTreeMap<ParamIndex, Key>,
+    /// Ignored parameters and running statistics, in the order of a traversal.
+    pub(crate) ignored: Vec<IgnoredParam>,
+    /// Device of all managed parameters of the unsharded model.
+    pub(crate) device: Device,
+}
+
+impl Plan {
+    /// Plans the sharding of `module` for the rank of `mesh`.
+    ///
+    /// # Errors
+    ///
+    /// Returns the first reason not to shard the module.
+    pub(crate) fn new<M: FsdpModule>(
+        module: &M,
+        mesh: Mesh,
+        options: &FsdpOptions,
+    ) -> Result<Self, ShardError> {
+        let mut found = Inventory::collect(module, options)?;
+        if let Some(error) = unknown_type(&found, &M::LAYOUT, options) {
+            return Err(error);
+        }
+        check_ignored(&found, options)?;
+        if found.params.is_empty() {
+            return Err(ShardError::EmptyModel { model: M::LAYOUT.ty });
+        }
+        resolve_ties(&mut found.params, &found.ties, &found.ignored)?;
+        check_clones(&found.params)?;
+        let device = one_device(&found.devices)?;
+        let Found { units, params, visited, ignored, f32_modules, .. } = found;
+        let (units, places) = lay_out(&params, units, mesh, options);
+        check_f32_modules(f32_modules, &units)?;
+        let keys =
+            params.into_iter().zip(&places).map(|(param, place)| (*place, param.key)).collect();
+        let places = visited.into_iter().map(|param| param.map(|param| places[param])).collect();
+        Ok(Self { units, places, keys, ignored, device })
+    }
+
+    /// Logs a warning for field units that [`ActivationCheckpointing::All`] does not recompute.
+    pub(crate) fn warn_of_left_out(&self, options: &FsdpOptions) {
+        if options.activation_checkpointing != ActivationCheckpointing::All {
+            return;
+        }
+        let fields = self.units.iter().filter(|unit| unit.field && unit.within.is_none());
+        let fields: Vec<&str> = fields.map(|unit| &*unit.name).collect();
+        if !fields.is_empty() {
+            tracing::warn!(
+                target: "fsdp",
+                "{} is not recomputed: activation checkpointing leaves out units in fields under \
+                 `#[fsdp(unit)]`; put `#[fsdp_unit]` on the type of the field to include it",
+                fields.join(", "),
+            );
+        }
+    }
+
+    /// Checks that `device` supports the dtypes in which parameters are gathered.
+    pub(crate) fn check_dtypes(&self, device: &Device) -> Result<(), ShardError> {
+        for entry in self.units.iter().flat_map(|unit| &unit.entries) {
+            if !computes(device, entry.dtype.into()) {
+                return Err(ShardError::DtypeNotComputed {
+                    path: entry.path.clone(),
+                    dtype: entry.dtype,
+                    device: format!("{device:?}"),
+                    computed: computed(device).join(", "),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns a description of the options, the mesh and the layout, which all ranks compare line by
+    /// line.
+    pub(crate) fn fingerprint(&self, options: &FsdpOptions, mesh: Mesh) -> Vec<String> {
+        let mut lines = options.fingerprint_lines();
+        lines.push(format!("shard groups of {} ranks", mesh.shard_size()));
+        for unit in &self.units {
+            lines.push(format!("unit {} (level {})", unit.name, unit.level));
+            for entry in &unit.entries {
+                let placement = match &entry.held {
+                    Placement::Shard(_) => "sharded".to_string(),
+                    Placement::Replicated | Placement::PerRank => "replicated".to_string(),
+                    Placement::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),
+                };
+                let (path, shape, dtype) = (&entry.path, &entry.shape, entry.dtype);
+                lines.push(format!("{path} {shape:?} {dtype:?} {placement}"));
+            }
+        }
+        lines
+    }
+}
+
+/// Checks that every id under `ignored_params` is that of a parameter of the model.
+fn check_ignored(found: &Found, options: &FsdpOptions) -> Result<(), ShardError> {
+    let is_unknown = |id: &_| found.ignored.iter().all(|param| param.id != *id);
+    match options.ignored.iter().find(|id| is_unknown(id)) {
+        Some(id) => Err(ShardError::InvalidOption {
+            option: "ignored_params",
+            value: id.to_string(),
+            expected: "use the ids of parameters of this model".into(),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Returns the device of all parameters, which must be one.
+fn one_device(devices: &[(Device, String)]) -> Result<Device, ShardError> {
+    match devices {
+        [(device, _)] => Ok(device.clone()),
+        devices => {
+            let devices = devices.iter().map(|(device, path)| format!("`{path}` on {device:?}"));
+            let devices = devices.collect::<Vec<_>>().join(", ");
+            Err(ShardError::SeveralDevices { devices })
+        }
+    }
+}
+
+/// Checks that mixed precision does not cast the inputs of modules that must receive f32.
+fn check_f32_modules(modules: Vec<F32Module>, units: &[Unit]) -> Result<(), ShardError> {
+    for F32Module { unit, path, ty } in modules {
+        let Unit { name, precision, .. } = &units[unit];
+        if let Some(dtype) = precision.input.filter(|dtype| *dtype != DType::F32) {
+            let unit = name.to_string();
+            return Err(ShardError::FullPrecision { path, ty, unit, dtype });
+        }
+    }
+    Ok(())
+}
+
+/// Lays out all units. Returns them with the position of each parameter.
+fn lay_out(
+    params: &[FoundParam],
+    units: Vec<FoundUnit>,
+    mesh: Mesh,
+    options: &FsdpOptions,
+) -> (Vec<Unit>, Vec<ParamIndex>) {
+    // Parameters of one unit need not be adjacent: nested units come between them.
+    let mut counts = vec![0; units.len()];
+    let next_index = |param: &FoundParam| {
+        let entry = counts[param.unit];
+        counts[param.unit] += 1;
+        ParamIndex { unit: param.unit, entry }
+    };
+    let places: Vec<ParamIndex> = params.iter().map(next_index).collect();
+    let lay_out_unit = |(number, unit): (usize, FoundUnit)| {
+        let own = params.iter().filter(|param| param.unit == number).collect();
+        UnitBuilder::new(unit, own, &places, options).build(mesh)
+    };
+    let units = units.into_iter().enumerate().map(lay_out_unit).collect();
+    (units, places)
+}

@@ -1,0 +1,121 @@
+//! The layout of one unit's parameters.
+
+use std::sync::Arc;
+
+use burn::tensor::DType;
+
+use super::super::unit::{ParamSpec, Placement, Unit};
+use super::found::{FoundParam, FoundUnit};
+use crate::layout::{Mesh, UnitLayout};
+use crate::module::ParamIndex;
+use crate::options::{FsdpOptions, MixedPrecisionPolicy};
+
+/// Makes the [`Unit`] of one unit that the traversal found.
+#[derive(Debug)]
+pub(super) struct UnitBuilder<'a> {
+    unit: FoundUnit,
+    /// Parameters of the unit, in layout order.
+    params: Vec<&'a FoundParam>,
+    /// Position of every parameter of the model, in the order of the traversal.
+    places: &'a [ParamIndex],
+    options: &'a FsdpOptions,
+    /// Mixed precision of the unit.
+    policy: MixedPrecisionPolicy,
+}
+
+impl<'a> UnitBuilder<'a> {
+    pub(super) fn new(
+        unit: FoundUnit,
+        params: Vec<&'a FoundParam>,
+        places: &'a [ParamIndex],
+        options: &'a FsdpOptions,
+    ) -> Self {
+        let policy = options.policy(unit.unit_type);
+        Self { unit, params, places, options, policy }
+    }
+
+    /// Returns the unit as the rank of `mesh` stores it.
+    pub(super) fn build(self, mesh: Mesh) -> Unit {
+        let layout = self.layout(mesh);
+        let common = self.common_dtype(&layout);
+        let entries = self.param_specs(&layout, common, mesh);
+        let gathers = entries.iter().any(|entry| matches!(entry.held, Placement::Shard(_)));
+        let casts_outputs =
+            self.unit.level == 0 || self.options.has_own_policy(self.unit.unit_type);
+        Unit {
+            name: Arc::from(self.unit.name()),
+            path: self.unit.path,
+            ty: self.unit.ty,
+            level: self.unit.level,
+            field: self.unit.field,
+            entries,
+            layout,
+            gathers,
+            precision: self.policy.resolve(common, casts_outputs),
+            checkpointed: self.unit.recomputed,
+            within: self.unit.within,
+        }
+    }
+
+    /// Lays out the matrices of the unit in flat ranges.
+    fn layout(&self, mesh: Mesh) -> UnitLayout {
+        let matrices = self.params.iter().filter(|param| self.is_matrix(param));
+        let matrices = matrices.map(|param| (self.dtype(param), param.numel()));
+        UnitLayout::new(matrices, mesh.shard_size())
+    }
+
+    /// Returns whether a parameter has a place in a flat range: not tied, of rank 2 or more, and not
+    /// below the size under which parameters stay replicated.
+    fn is_matrix(&self, param: &FoundParam) -> bool {
+        param.tied_to.is_none()
+            && param.shape.len() >= 2
+            && param.numel() >= self.options.persist_below.max(1)
+    }
+
+    /// Returns the dtype in which a parameter is gathered and computed with.
+    fn dtype(&self, param: &FoundParam) -> DType {
+        self.policy.param().unwrap_or(param.dtype)
+    }
+
+    /// Returns the dtype that the unit computes in, or `None` if there are several.
+    ///
+    /// It is the dtype of the matrices in the layout. For a unit without a layout it is the dtype of
+    /// its small matrices, or of its vectors if it has no matrix.
+    fn common_dtype(&self, layout: &UnitLayout) -> Option<DType> {
+        if !layout.ranges().is_empty() {
+            return layout.dtype();
+        }
+        let has_matrices = self.params.iter().any(|param| param.shape.len() >= 2);
+        let least_rank = if has_matrices { 2 } else { 0 };
+        let params = self.params.iter().filter(|param| param.shape.len() >= least_rank);
+        let mut dtypes = params.map(|param| self.dtype(param));
+        let first = dtypes.next().or(self.policy.param()).unwrap_or(DType::F32);
+        dtypes.all(|dtype| dtype == first).then_some(first)
+    }
+
+    /// Returns the parameters of the unit, each with its placement.
+    fn param_specs(
+        &self,
+        layout: &UnitLayout,
+        common: Option<DType>,
+        mesh: Mesh,
+    ) -> Vec<ParamSpec> {
+        // The layout numbers the matrices in the order of the parameters.
+        let mut segments = 0..;
+        let spec = |param: &&FoundParam| {
+            let segment = if self.is_matrix(param) { segments.next() } else { None };
+            let held = match (param.tied_to, segment) {
+                (Some(owner), _) => Placement::TiedTo(self.places[owner].entry),
+                (None, Some(segment)) if self.options.strategy.shards() => {
+                    Placement::Shard(layout.shard_of(segment, mesh.shard_rank()))
+                }
+                _ => Placement::Replicated,
+            };
+            let (path, shape) = (param.path.clone(), param.shape.clone());
+            let dtype = self.dtype(param);
+            let reduce_dtype = self.policy.reduce(common, dtype);
+            ParamSpec { path, shape, dtype, reduce_dtype, held, segment }
+        };
+        self.params.iter().map(spec).collect()
+    }
+}
