@@ -60,13 +60,14 @@ impl Source {
         Arc::new(Self { stream, layer, calls: Mutex::default() })
     }
 
-    /// Returns the key of the next mask and the position of its first element. A recomputation
-    /// returns those of the first run again.
+    /// Returns the key and the position of the next mask. In a recomputation these are the key and
+    /// the position that the first run drew.
     pub(crate) fn next(&self) -> ([u32; 2], [u32; 2]) {
-        let Draw { key, place, .. } = tape::draw(self.layer, || self.draw());
-        (key, place)
+        let Draw { key, position, .. } = tape::draw(self.layer, || self.draw());
+        (key, position)
     }
 
+    /// Draws a new mask, which counts as one call.
     fn draw(&self) -> Draw {
         let step = self.stream.step();
         let mut calls = self.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -78,8 +79,8 @@ impl Source {
         // The position holds the low 32 bits of the step; the high bits are part of the key.
         let words = [self.stream.seed(), self.stream.rank, self.layer, step >> 32];
         let key = words.into_iter().fold(0, |key, word| mix(key ^ word));
-        let (key, place) = ([key as u32, (key >> 32) as u32], [step as u32, call]);
-        Draw { layer: self.layer, key, place }
+        let (key, position) = ([key as u32, (key >> 32) as u32], [step as u32, call]);
+        Draw { layer: self.layer, key, position }
     }
 }
 

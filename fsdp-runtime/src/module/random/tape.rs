@@ -14,7 +14,7 @@ use crate::error::{ScheduleError, raise};
 pub(crate) struct Draw {
     pub(crate) layer: u64,
     pub(crate) key: [u32; 2],
-    pub(crate) place: [u32; 2],
+    pub(crate) position: [u32; 2],
 }
 
 /// What happens to the draws of the present thread.
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn playback_repeats_the_recorded_draws() {
-        let new = |place: u32| move || Draw { layer: 7, key: [1, 2], place: [0, place] };
+        let new = |call: u32| move || Draw { layer: 7, key: [1, 2], position: [0, call] };
         let recording = Recording::start();
         let first = [draw(7, new(0)), draw(7, new(1))];
         let draws = recording.finish();
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn a_draw_of_another_layer_or_an_extra_draw_is_an_error() {
-        let new = || Draw { layer: 7, key: [1, 2], place: [0, 0] };
+        let new = || Draw { layer: 7, key: [1, 2], position: [0, 0] };
         for layers in [vec![8], vec![7, 7]] {
             let played = std::panic::catch_unwind(|| {
                 let _playing = Playback::start(vec![new()]);

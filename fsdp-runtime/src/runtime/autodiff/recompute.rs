@@ -3,12 +3,12 @@
 //! *Output* is the identity on each output of the unit. The backward saves the gradient for
 //! *Recompute*, the parent of all outputs, which therefore runs when the last of the gradients has
 //! arrived. *Recompute* has the schedule recompute the forward on a separate graph, and registers the
-//! gradients of the inputs. The separate graph shares no node with the outer one, whose lock is held
-//! meanwhile: its leaves are new, and are made from the inputs and the shards.
+//! gradients of the inputs. The separate graph has new leaves, made from the inputs and the shards, and
+//! shares no node with the outer graph, because Burn locks the outer graph during its backward.
 //!
-//! The inputs are ancestors of *Recompute*, so that it runs before any operation above them. As many
-//! *Join*s as needed connect them, two at a time. If a unit has no tracked input, the leaf of one of
-//! its parameters takes that place.
+//! The inputs are ancestors of *Recompute*, so that it runs backward before any operation that the
+//! inputs depend on. *Join* connects two inputs; as many as needed form a chain. If a unit has no
+//! tracked input, the leaf of one of its parameters takes that place.
 //!
 //! *Seed* ends the graph of the recomputed forward: its backward gives each output the gradient that
 //! was saved for it.

@@ -84,9 +84,9 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Prefetches the unit that ran forward before `unit`, and therefore runs backward next. A unit in
-    /// another recomputed unit is not prefetched, as the recomputation of that one starts with its
-    /// first inner unit.
+    /// Prefetches the unit that ran forward before `unit`, and therefore runs backward next. Does
+    /// nothing if that unit is inside another recomputed unit, whose recomputation starts with a
+    /// different unit.
     fn prefetch_previous(&self, state: &mut State<B>, unit: usize) -> Result<(), Error> {
         if let Some(at) = state.order.position(unit)
             && let Some(previous) = self.following(state.order.current[..at].iter().rev(), unit)
@@ -97,9 +97,9 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Ends the calls whose operations have all run, given that all operations below `depth` have.
-    /// These are calls with gradients that never arrive, such as that of an unused output, and calls
-    /// that read frozen parameters.
+    /// Ends the calls whose operations have all run, given that all operations deeper than `depth`
+    /// have. These are calls with gradients that never arrive, for example because an output is not
+    /// used, and calls that read frozen parameters.
     pub(super) fn end_calls(&self, state: &mut State<B>, depth: usize) -> Result<(), Error> {
         let running = std::mem::take(&mut state.running);
         let (done, running): (Vec<_>, Vec<_>) =

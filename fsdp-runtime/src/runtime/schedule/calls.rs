@@ -9,7 +9,8 @@ use crate::module::CallId;
 use crate::param_group::memory::MemoryKind;
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Starts a forward pass, before the outermost forward. Discards what is left of the pass before.
+    /// Starts a forward pass, before the outermost forward. Ends the calls and prefetches that the pass
+    /// before left.
     pub(super) fn begin_forward_pass(&self, state: &mut State<B>) -> Result<(), Error> {
         if let Some(&index) = state.unloaded.first() {
             return Err(self.not_loaded(index));
@@ -36,7 +37,7 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Adds a call of a unit.
+    /// Adds a call of a unit and returns its id.
     pub(super) fn open_call(
         &self,
         state: &mut State<B>,
@@ -60,8 +61,9 @@ impl<B: ShardBackend> Schedule<B> {
     /// Returns a unit that shares a gather buffer with the unit of `call` and may run backward at the
     /// same time, if there is one.
     ///
-    /// That is a unit which has a graph, none of whose outputs can be an input of `call`. Only the
-    /// first graph of a unit can conflict: for later ones the buffers were separated already.
+    /// Such a unit has a graph, and none of its outputs can be an input of `call`. Returns `None` if the
+    /// unit of `call` has an earlier graph itself: that graph contains views of the unit's buffers, so
+    /// these must not be replaced.
     ///
     /// A forward that records no graph conflicts with none. A recomputation runs completely between
     /// two operations of the outer graph, so of the units in that graph, only one that runs backward

@@ -41,8 +41,8 @@ impl<B: ShardBackend> ReduceUnit<B> {
     /// Reduces the gradients among the shard group, and then among the replicas.
     fn run(self, group: &Group) -> Result<Reduced<B>, CollectiveError> {
         let Self { op, device, rest, gradients, keep, layout, world, replicate, tracker } = self;
-        // On the device, the results exist beside the full gradients until these are freed. On the
-        // host, they do so until they have been copied there.
+        // On the device, the results and the full gradients exist at the same time until the full
+        // gradients are freed. Offloaded results leave the device once they are copied to the host.
         let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
         let counted = Counted::new(&tracker, MemoryKind::Reducing, results);
         let divisor = if replicate.is_some() { 1 } else { world };

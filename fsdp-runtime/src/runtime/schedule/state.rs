@@ -21,7 +21,7 @@ pub(super) struct State<B: ShardBackend> {
     /// Number of running hooked forwards.
     pub(super) open_forwards: usize,
     pub(super) order: ForwardOrder,
-    /// Calls that run backward, and the depth down to which all their operations have run.
+    /// Calls that run backward.
     pub(super) running: Vec<RunningBackward>,
     pub(super) recompute: RecomputeState,
     pub(super) gradients: GradientState<B>,
@@ -91,6 +91,7 @@ pub(super) struct RunningBackward {
     pub(super) unit: usize,
     /// Depth of the inputs: all operations of the call are deeper.
     pub(super) inputs: usize,
-    /// Whether the unit must stay gathered down to that depth, even if all gradients have arrived.
+    /// Whether the unit must stay gathered until the pass has reached that depth, even if all gradients
+    /// have arrived.
     pub(super) reads_frozen: bool,
 }

@@ -61,7 +61,8 @@ pub(super) struct UnitState<B: ShardBackend> {
     pub(super) copied_bytes: usize,
     /// Reduced gradients, ready for the optimizer.
     pub(super) reduced: Vec<Option<StoredTensor<B>>>,
-    /// Full gradients of earlier micro-batches, where these are accumulated before the reduction.
+    /// Full gradients that have not been reduced yet. Under `GradientAccumulation::HoldUnsharded`
+    /// they are sums over micro-batches.
     pub(super) unsharded_gradients: Vec<Option<Float<B>>>,
     /// Whether this rank keeps a part of the gathered parameters for backward, under `Reshard::To`.
     pub(super) has_kept_part: bool,
