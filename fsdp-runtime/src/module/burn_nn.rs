@@ -1,8 +1,8 @@
 //! [`FsdpModule`] for the modules of `burn::nn`.
 //!
-//! Fields have Burn's names. Where PyTorch has the same module, checkpoint keys have PyTorch's names,
-//! so that PyTorch checkpoints load without annotations: `gamma` is `weight`, `beta` is `bias`, and
-//! the file holds the weight of a `Linear` transposed.
+//! Fields have Burn's names. Where PyTorch has the same module, checkpoint keys have PyTorch's
+//! names, so that PyTorch checkpoints load without annotations: `gamma` is `weight`, `beta` is
+//! `bias`, and the file holds the weight of a `Linear` transposed.
 
 use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId, RunningState};
 use burn::nn::activation::*;
@@ -95,8 +95,8 @@ macro_rules! transposed {
 }
 
 /// Implements [`FsdpModule`] for an enum of modules. The variant is known only when the model is
-/// sharded, so the static layout is a leaf. The variant's name is a segment of the module path, as in
-/// Burn's traversal, but not of the checkpoint key.
+/// sharded, so the static layout is a leaf. The variant's name is a segment of the module path, as
+/// in Burn's traversal, but not of the checkpoint key.
 macro_rules! choice {
     ($ty:ident { $($variant:ident($inner:ty)),+ $(,)? }) => {
         impl FsdpModule for $ty {
@@ -382,8 +382,8 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
         }
         let instead = "leave the unit out of `activation_checkpointing`, or use a `GroupNorm`";
         visitor.unrepeatable("RunningState", instead);
-        // Burn holds the value's lock during `visit`. A visitor may communicate, which must not happen
-        // under that lock, so only the id is read there.
+        // Burn holds the value's lock during `visit`. A visitor may communicate, which must not
+        // happen under that lock, so only the id is read there.
         let mut id = Id(None);
         self.visit(&mut id);
         if let Id(Some(id)) = id {

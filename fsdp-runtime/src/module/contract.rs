@@ -131,8 +131,8 @@ pub trait FsdpUnit: FsdpModule {}
 /// A unit whose `forward` carries the hooks that gather and reshard its parameters.
 ///
 /// `#[fsdp_unit]` implements it on the `impl` block that holds `pub fn forward(&self, ..)`.
-/// [`fully_shard`](crate::fully_shard) requires it of the outermost module; it is the bound to write
-/// for a generic model. [`FsdpModule`] has an example of such a block.
+/// [`fully_shard`](crate::fully_shard) requires it of the outermost module; it is the bound to
+/// write for a generic model. [`FsdpModule`] has an example of such a block.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
-//! Modules whose type does not describe their structure, such as fields under `#[fsdp(leaf)]`. Burn's
-//! own traversal visits and rebuilds them.
+//! Modules whose type does not describe their structure, such as fields under `#[fsdp(leaf)]`.
+//! Burn's own traversal visits and rebuilds them.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::Tensor;
@@ -20,12 +20,12 @@ pub fn visit_leaf_field<M: Module, V: ParamVisitor>(
     visitor.exit();
 }
 
-/// The content of a field under `#[fsdp(unit, leaf)]`. Each element of a `Vec` or an array is a unit; any
-/// other module is one unit.
+/// The content of a field under `#[fsdp(unit, leaf)]`. Each element of a `Vec` or an array is a
+/// unit; any other module is one unit.
 ///
-/// Generated code calls `visit_units`. For a list, method resolution finds the inherent method, which
-/// takes precedence; for any other module it finds [`SingleUnit::visit_units`]. The type decides, so an
-/// alias of `Vec` is a list too.
+/// Generated code calls `visit_units`. For a list, method resolution finds the inherent method,
+/// which takes precedence; for any other module it finds [`SingleUnit::visit_units`]. The type
+/// decides, so an alias of `Vec` is a list too.
 #[derive(Debug)]
 pub struct LeafUnits<'a, M>(pub &'a M);
 

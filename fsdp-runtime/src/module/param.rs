@@ -19,8 +19,8 @@ use burn::tensor::{Device, DispatchTensor, Tensor};
 use super::random::Draw;
 use crate::error::{Error, raise};
 
-/// The index of a parameter in a sharded model: entry `entry` of unit `unit`, both counted in layout
-/// order.
+/// The index of a parameter in a sharded model: entry `entry` of unit `unit`, both counted in
+/// layout order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct ParamIndex {
     pub(crate) unit: usize,
@@ -31,8 +31,8 @@ pub(crate) struct ParamIndex {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct CallId(pub(crate) u64);
 
-/// A forward with its saved inputs. It passes each tensor of the inputs through the given map, runs,
-/// and returns the forward's output.
+/// A forward with its saved inputs. It passes each tensor of the inputs through the given map,
+/// runs, and returns the forward's output.
 pub(crate) type ForwardFn<O> =
     Box<dyn FnOnce(&mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> O + Send>;
 
@@ -74,8 +74,8 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// Casts an input of a unit's forward to the unit's compute dtype.
     fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor;
     /// Begins a forward that is recomputed in backward and records no graph. Returns `false`, and
-    /// begins nothing, where the call is recorded normally. `inputs` are all tensors that the forward
-    /// takes.
+    /// begins nothing, where the call is recorded normally. `inputs` are all tensors that the
+    /// forward takes.
     fn begin_recomputed_forward(&self, call: CallId, inputs: Vec<DispatchTensor>) -> bool;
     /// Returns an input of a recomputed forward without its graph.
     fn detach_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;

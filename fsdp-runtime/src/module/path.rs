@@ -12,7 +12,8 @@ use super::param::{ParamIndex, Sharded};
 /// The module path of the field that a traversal is in.
 ///
 /// A `ParamVisitor` or `ParamMapper` calls [`enter`](Self::enter) and [`exit`](Self::exit) in its
-/// methods of the same names. A visitor of Burn's own calls [`push`](Self::push) instead of `enter`.
+/// methods of the same names. A visitor of Burn's own calls [`push`](Self::push) instead of
+/// `enter`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ModulePath(Vec<String>);
 

@@ -7,9 +7,9 @@ use super::contract::{FsdpModule, FsdpUnit};
 
 /// The type of a unit, as an element of the lists that options take.
 ///
-/// [`WrapPolicy::TransformerBased`](crate::WrapPolicy::TransformerBased), among others, takes such a
-/// list. [`unit_types!`](crate::unit_types) makes a list
-/// from types. Two values are equal if their types have the same full path.
+/// [`WrapPolicy::TransformerBased`](crate::WrapPolicy::TransformerBased), among others, takes such
+/// a list. [`unit_types!`](crate::unit_types) makes a list from types. Two values are equal if
+/// their types have the same full path.
 #[derive(Clone, Copy)]
 pub struct UnitType {
     /// Returns the full path of the type, which is not available in constants.

@@ -1,11 +1,11 @@
-//! The hooks around the call of a *field unit*: a module in a field under `#[fsdp(unit)]`, whose own
-//! type is not under `#[fsdp_unit]`, for example because it is from another crate.
+//! The hooks around the call of a *field unit*: a module in a field under `#[fsdp(unit)]`, whose
+//! own type is not under `#[fsdp_unit]`, for example because it is from another crate.
 //!
-//! The `forward` of such a module cannot be annotated. `#[fsdp_unit(field_units)]` therefore hooks the
-//! calls in an `impl` block: it finds the unit of the receiver, collects the inputs as they are
-//! evaluated, calls `pre_forward` after the last of them, and passes the result to `post_forward`. A
-//! call is not changed if the receiver is no field unit. If a field unit is called outside of such a
-//! block, its parameters are gathered one by one, each into new memory.
+//! The `forward` of such a module cannot be annotated. `#[fsdp_unit(field_units)]` therefore hooks
+//! the calls in an `impl` block: it finds the unit of the receiver, collects the inputs as they are
+//! evaluated, calls `pre_forward` after the last of them, and passes the result to `post_forward`.
+//! A call is not changed if the receiver is no field unit. If a field unit is called outside of
+//! such a block, its parameters are gathered one by one, each into new memory.
 
 use std::any::type_name;
 use std::sync::Arc;
@@ -103,9 +103,9 @@ impl ModuleVisitor for Owner {
 /// The receiver of a call.
 ///
 /// Generated code calls `field_call` on four references to this struct. Method resolution finds
-/// [`CallModule`] for a module, [`CallReference`] for a reference to a module, [`CallElement`] for a
-/// reference to such a reference, and [`CallOther`] for any other type; each trait takes one reference
-/// less than the one before.
+/// [`CallModule`] for a module, [`CallReference`] for a reference to a module, [`CallElement`] for
+/// a reference to such a reference, and [`CallOther`] for any other type; each trait takes one
+/// reference less than the one before.
 #[derive(Debug)]
 pub struct Receiver<'a, T: ?Sized>(pub &'a T);
 
@@ -158,7 +158,8 @@ impl<T: ?Sized> CallOther for Receiver<'_, T> {
 }
 
 impl KnownTensors {
-    /// Reshards the unit, and hooks the output so that the output's gradient gathers the unit again.
+    /// Reshards the unit, and hooks the output so that the output's gradient gathers the unit
+    /// again.
     ///
     /// # Panics
     ///

@@ -1,5 +1,5 @@
-//! The hooks that `#[fsdp_unit]` puts around a `forward`: they gather the unit before it and reshard
-//! the unit after it.
+//! The hooks that `#[fsdp_unit]` puts around a `forward`: they gather the unit before it and
+//! reshard the unit after it.
 
 use std::sync::Arc;
 
@@ -93,8 +93,8 @@ pub fn post_forward<O: UnitValue>(mut call: Call, output: O) -> O {
     }
 }
 
-/// Returns the schedule and the index of a module's unit, found through the unit's first parameter. A
-/// root without parameters of its own is unit 0 of the model that the units below it belong to.
+/// Returns the schedule and the index of a module's unit, found through the unit's first parameter.
+/// A root without parameters of its own is unit 0 of the model that the units below it belong to.
 fn find_unit<M: FsdpUnit>(module: &M) -> Option<(Arc<dyn Runtime>, usize)> {
     let mut own = FindParam { nested: false, found: None };
     module.visit_params(&mut own);

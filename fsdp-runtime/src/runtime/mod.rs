@@ -1,8 +1,8 @@
 //! A sharded model at run time: the hooks around a unit's forward, the schedule of collectives, the
 //! autodiff operations, and recomputation.
 //!
-//! Order of the modules, from the bottom up: `values`, `hooks`, `field_call`, `recompute`, `autodiff`,
-//! `schedule`.
+//! Order of the modules, from the bottom up: `values`, `hooks`, `field_call`, `recompute`,
+//! `autodiff`, `schedule`.
 
 mod autodiff;
 pub(crate) mod field_call;

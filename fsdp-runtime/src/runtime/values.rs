@@ -1,5 +1,5 @@
-//! The inputs and outputs of a hooked call, as generated code passes them to the runtime: one question,
-//! "is the type of this value a [`UnitValue`]?", asked of values of any type.
+//! The inputs and outputs of a hooked call, as generated code passes them to the runtime: one
+//! question, "is the type of this value a [`UnitValue`]?", asked of values of any type.
 
 use burn::tensor::DispatchTensor;
 
@@ -12,8 +12,8 @@ pub struct Inputs(pub(super) Vec<DispatchTensor>);
 /// An input or the output of a call, whose type may or may not be a [`UnitValue`].
 ///
 /// Generated code calls `collect` and `kind` on a reference to this struct. For a [`UnitValue`],
-/// method resolution finds [`ProbeUnitValue`]; for any other type it finds [`ProbeOther`], which takes
-/// one more reference.
+/// method resolution finds [`ProbeUnitValue`]; for any other type it finds [`ProbeOther`], which
+/// takes one more reference.
 #[derive(Debug)]
 pub struct ValueProbe<'a, T>(pub &'a T);
 

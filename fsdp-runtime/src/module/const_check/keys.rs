@@ -1,8 +1,8 @@
 //! Rule: no two parameters of a model have one checkpoint key.
 //!
 //! The check of a type covers pairs of parameters below different fields of that type; a pair below
-//! one field is reported for that field's type. Keys are hashed and sorted before they are compared,
-//! because the compiler limits the number of steps in a constant.
+//! one field is reported for that field's type. Keys are hashed and sorted before they are
+//! compared, because the compiler limits the number of steps in a constant.
 
 use super::text::{Text, path_segment, same};
 use crate::module::{Child, Kind, Node};
@@ -159,8 +159,8 @@ const fn nth(layout: &Node, index: usize) -> (Text, Text) {
     (key, path)
 }
 
-/// Appends the key and the path of the parameter with the index `left` below `node`. Returns `false`,
-/// and subtracts the number of parameters from `left`, if there are fewer.
+/// Appends the key and the path of the parameter with the index `left` below `node`. Returns
+/// `false`, and subtracts the number of parameters from `left`, if there are fewer.
 const fn find(node: &Node, left: &mut usize, key: &mut Text, path: &mut Text) -> bool {
     if is_key(node) {
         if *left == 0 {

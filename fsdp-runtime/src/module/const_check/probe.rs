@@ -1,5 +1,5 @@
-//! Questions that a constant asks of a type: does it implement a trait, and if so, what is a constant
-//! of that trait?
+//! Questions that a constant asks of a type: does it implement a trait, and if so, what is a
+//! constant of that trait?
 
 use core::marker::PhantomData;
 
@@ -8,8 +8,8 @@ pub use burn::module::Module as BurnModule;
 use crate::error::NotRecomputable;
 use crate::module::{Forward, FsdpModule, HookedForward, Node, UnitValue};
 
-/// A type under `#[derive(Module)]`. Generated code requires it before the traits that depend on it,
-/// so that the compiler shows the message below.
+/// A type under `#[derive(Module)]`. Generated code requires it before the traits that depend on
+/// it, so that the compiler shows the message below.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a Burn module",
     label = "no `#[derive(Module)]` on this type",
@@ -22,8 +22,8 @@ impl<M: BurnModule> DerivesModule for M {}
 
 /// A type of which a constant is asked for, whether or not the type has it.
 ///
-/// `Probe::<T>::LAYOUT` is the inherent constant below if `T` is an [`FsdpModule`], and otherwise the
-/// one of [`Fallback`], as inherent constants take precedence over those of traits. The other
+/// `Probe::<T>::LAYOUT` is the inherent constant below if `T` is an [`FsdpModule`], and otherwise
+/// the one of [`Fallback`], as inherent constants take precedence over those of traits. The other
 /// constants work in the same way.
 pub struct Probe<T: ?Sized>(PhantomData<T>);
 

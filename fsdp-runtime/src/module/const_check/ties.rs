@@ -33,8 +33,8 @@ pub const fn leads_to_a_weight(layout: &'static Node, path: &str) {
     }
 }
 
-/// Checks that both places of a tie lie in the same unit. Each unit is gathered and resharded on its
-/// own, so a weight cannot belong to two.
+/// Checks that both places of a tie lie in the same unit. Each unit is gathered and resharded on
+/// its own, so a weight cannot belong to two.
 #[track_caller]
 pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
     let (Ok(a), Ok(b)) = (resolve(layout, first), resolve(layout, second)) else {
@@ -87,7 +87,8 @@ struct Place {
 }
 
 impl Place {
-    /// Appends the unit that the place lies in, for a message. `unit_path` is the path to that unit.
+    /// Appends the unit that the place lies in, for a message. `unit_path` is the path to that
+    /// unit.
     const fn describe(&self, text: Text, layout: &Node, unit_path: &str) -> Text {
         match (unit_path.is_empty(), layout.is_unit()) {
             (false, _) => {

@@ -3,8 +3,8 @@
 use super::text::{Text, path_segment};
 use crate::module::{HookedForward, Kind, Node};
 
-/// Checks that a unit has the hooks it needs: a hooked `forward`, and, if there are field units below
-/// it, hooks around the calls of those in the same block.
+/// Checks that a unit has the hooks it needs: a hooked `forward`, and, if there are field units
+/// below it, hooks around the calls of those in the same block.
 #[track_caller]
 pub const fn has_hooks<U: HookedForward>() {
     let (unit, mut path) = (U::LAYOUT.ty, Text::new(""));
@@ -60,7 +60,8 @@ pub const fn can_be_a_unit(field: &str, layout: Option<&Node>) {
     }
 }
 
-/// Checks that a unit contains no root and, unless it is the root itself, has parameters of its own.
+/// Checks that a unit contains no root and, unless it is the root itself, has parameters of its
+/// own.
 #[track_caller]
 pub const fn is_a_sound_unit(layout: &Node) {
     let mut path = Text::new("");
@@ -174,8 +175,8 @@ const fn element(mut node: &Node) -> &Node {
     node
 }
 
-/// Returns whether there is a field unit below `node` with no other unit in between. Appends the path
-/// from `node` to it.
+/// Returns whether there is a field unit below `node` with no other unit in between. Appends the
+/// path from `node` to it.
 const fn first_field_unit(node: &Node, path: &mut Text) -> bool {
     let mut i = 0;
     while i < node.children.len() {
@@ -191,7 +192,8 @@ const fn first_field_unit(node: &Node, path: &mut Text) -> bool {
     false
 }
 
-/// Returns whether a module has parameters of its own, outside of nested units. A leaf may have some.
+/// Returns whether a module has parameters of its own, outside of nested units. A leaf may have
+/// some.
 const fn has_parameters(node: &Node) -> bool {
     if matches!(node.kind, Kind::Param { .. } | Kind::Leaf) {
         return true;

@@ -2,8 +2,8 @@
 //!
 //! A draw is a key and a position. The thread that runs a forward under recomputation records the
 //! draws, and the recomputation receives them in the same order. The masks are therefore equal,
-//! whatever other layers have drawn in between and whatever the step is by then. The call counters of
-//! the layers do not advance during playback.
+//! whatever other layers have drawn in between and whatever the step is by then. The call counters
+//! of the layers do not advance during playback.
 
 use std::cell::RefCell;
 

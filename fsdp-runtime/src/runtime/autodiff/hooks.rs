@@ -13,17 +13,17 @@ use crate::module::CallId;
 
 /// The schedule, as the autodiff operations see it during backward.
 pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
-    /// Gathers a unit for its backward. Called when the gradient of an output has arrived and none of
-    /// the unit's operations has run backward yet. Returns whether this is the first output of the
-    /// call.
+    /// Gathers a unit for its backward. Called when the gradient of an output has arrived and none
+    /// of the unit's operations has run backward yet. Returns whether this is the first output of
+    /// the call.
     fn pre_backward(&self, call: CallId, depth: Depth) -> Result<bool, Error>;
     /// Adds the full gradient of the parameter `entry` to those of the call.
     fn add_gradient(&self, call: CallId, entry: usize, gradient: Float<B>) -> Result<(), Error>;
-    /// Recomputes a unit's forward and runs its backward. Returns the gradients of the unit's inputs,
-    /// by the node of each input.
+    /// Recomputes a unit's forward and runs its backward. Returns the gradients of the unit's
+    /// inputs, by the node of each input.
     ///
-    /// All output gradients that will arrive have arrived, and every operation deeper than `reached`
-    /// has run.
+    /// All output gradients that will arrive have arrived, and every operation deeper than
+    /// `reached` has run.
     fn recompute(
         &self,
         state: &OpState<B>,

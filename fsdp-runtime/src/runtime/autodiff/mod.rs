@@ -1,6 +1,7 @@
 //! The autodiff operations that carry gradients back into shards.
 //!
-//! Order of the files, from the bottom up: `hooks`, `record`, `gather`, `pre_backward`, `recompute`.
+//! Order of the files, from the bottom up: `hooks`, `record`, `gather`, `pre_backward`,
+//! `recompute`.
 
 mod gather;
 mod hooks;

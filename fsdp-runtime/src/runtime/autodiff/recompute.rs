@@ -2,16 +2,17 @@
 //!
 //! *Output* is the identity on each output of the unit. The backward saves the gradient for
 //! *Recompute*, the parent of all outputs, which therefore runs when the last of the gradients has
-//! arrived. *Recompute* has the schedule recompute the forward on a separate graph, and registers the
-//! gradients of the inputs. The separate graph has new leaves, made from the inputs and the shards, and
-//! shares no node with the outer graph, because Burn locks the outer graph during its backward.
+//! arrived. *Recompute* has the schedule recompute the forward on a separate graph, and registers
+//! the gradients of the inputs. The separate graph has new leaves, made from the inputs and the
+//! shards, and shares no node with the outer graph, because Burn locks the outer graph during its
+//! backward.
 //!
 //! The inputs are ancestors of *Recompute*, so that it runs backward before any operation that the
 //! inputs depend on. *Join* connects two inputs; as many as needed form a chain. If a unit has no
 //! tracked input, the leaf of one of its parameters takes that place.
 //!
-//! *Seed* ends the graph of the recomputed forward: its backward gives each output the gradient that
-//! was saved for it.
+//! *Seed* ends the graph of the recomputed forward: its backward gives each output the gradient
+//! that was saved for it.
 
 use std::sync::Arc;
 
@@ -34,8 +35,8 @@ struct Join;
 impl<B: ShardBackend, const N: usize> Backward<B, N> for Join {
     type State = ();
 
-    /// Does nothing: a `Join` only orders operations, and `Recompute` registers the gradients of the
-    /// inputs.
+    /// Does nothing: a `Join` only orders operations, and `Recompute` registers the gradients of
+    /// the inputs.
     fn backward(self, _: Ops<(), N>, _: &mut Gradients, _: &mut Checkpointer) {}
 }
 
@@ -96,8 +97,8 @@ pub(crate) fn tracked_on_device<B: ShardBackend>(leaf: &Leaf<B>, device: &B::Dev
     op.compute_bound().stateless(value)
 }
 
-/// Returns a tensor of one element, for an operation without a result, on the device and in the dtype
-/// of `like`.
+/// Returns a tensor of one element, for an operation without a result, on the device and in the
+/// dtype of `like`.
 fn placeholder<B: ShardBackend>(like: &Tracked<B>) -> Float<B> {
     B::float_zeros(Shape::from([1]), &like.device(), like.dtype().into())
 }

@@ -27,8 +27,8 @@ impl<O> fmt::Debug for ForwardRecording<O> {
 /// Inputs that can be saved until backward.
 ///
 /// Generated code calls `replays` on a reference to the [`ValueProbe`] of all inputs of a forward.
-/// Method resolution finds this trait if the inputs can be saved, and otherwise [`KeepOther`], which
-/// takes one more reference.
+/// Method resolution finds this trait if the inputs can be saved, and otherwise [`KeepOther`],
+/// which takes one more reference.
 pub trait KeepValue {
     /// Returns the operation that saves the inputs.
     fn replays(&self) -> SavableInputs;

@@ -69,9 +69,9 @@ impl<B: ShardBackend> SavedOutput<B> {
         Self { shape: value.shape(), sample: sample::<B>(value), gradient: None }
     }
 
-    /// Returns whether a recomputed output equals that of the first run, to a relative error of 1/64
-    /// in the 2-norm of the sample. Devices may sum in another order, and the first output may have
-    /// been rounded to another dtype. Always true in release builds.
+    /// Returns whether a recomputed output equals that of the first run, to a relative error of
+    /// 1/64 in the 2-norm of the sample. Devices may sum in another order, and the first output may
+    /// have been rounded to another dtype. Always true in release builds.
     pub(crate) fn matches(&self, value: &Float<B>) -> bool {
         let (Some(first), Some(second)) = (&self.sample, sample::<B>(value)) else { return true };
         let square = |x: f32| f64::from(x) * f64::from(x);

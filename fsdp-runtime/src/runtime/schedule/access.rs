@@ -29,15 +29,15 @@ pub(crate) trait ScheduleState {
     fn begin_backward(&self, accumulate: bool);
     /// Ends a backward pass.
     fn finish_backward(&self) -> Result<(), Error>;
-    /// Takes the reduced gradient of a parameter. Returns `None` if there is none, or if it was taken
-    /// before.
+    /// Takes the reduced gradient of a parameter. Returns `None` if there is none, or if it was
+    /// taken before.
     fn take_gradient(&self, index: ParamIndex) -> Option<DispatchTensor>;
     /// Drops the references to the module's parameters, unless a pass still needs them.
     fn forget(&self);
     /// Marks parameters as loaded.
     fn set_loaded(&self, params: &[ParamIndex]);
-    /// Passes the elements of a stored tensor to `f`, in order, as bytes in host memory. Copies them
-    /// only if they are on another device.
+    /// Passes the elements of a stored tensor to `f`, in order, as bytes in host memory. Copies
+    /// them only if they are on another device.
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8]));
 }
 

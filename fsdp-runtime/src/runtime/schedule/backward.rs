@@ -1,5 +1,5 @@
-//! The backward pass: the gathers before a unit's backward, the gradients of a unit, and the end of the
-//! pass.
+//! The backward pass: the gathers before a unit's backward, the gradients of a unit, and the end of
+//! the pass.
 
 use super::super::autodiff::Depth;
 use super::core::Schedule;
@@ -16,8 +16,8 @@ use crate::param_group::Unit;
 use crate::param_group::memory::MemoryKind;
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Gathers a unit for its backward and prefetches the next one. Called for each output of a call;
-    /// returns whether this is the first of them.
+    /// Gathers a unit for its backward and prefetches the next one. Called for each output of a
+    /// call; returns whether this is the first of them.
     pub(super) fn begin_unit_backward(&self, id: CallId, depth: Depth) -> Result<bool, Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -36,8 +36,8 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(first)
     }
 
-    /// Gathers a unit for its backward, waits for it, and prefetches the next unit if the options say
-    /// so.
+    /// Gathers a unit for its backward, waits for it, and prefetches the next unit if the options
+    /// say so.
     pub(super) fn gather_for_backward(
         &self,
         state: &mut State<B>,
@@ -121,8 +121,8 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Ends the calls that have gradients and satisfy `filter`. A gather outside of a forward of its
-    /// unit is such a call: it has no output, so nothing else ends it if gradients are missing.
+    /// Ends the calls that have gradients and satisfy `filter`. A gather outside of a forward of
+    /// its unit is such a call: it has no output, so nothing else ends it if gradients are missing.
     pub(super) fn end_calls_with_gradients(
         &self,
         state: &mut State<B>,

@@ -9,8 +9,8 @@ use crate::module::CallId;
 use crate::param_group::memory::MemoryKind;
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Starts a forward pass, before the outermost forward. Ends the calls and prefetches that the pass
-    /// before left.
+    /// Starts a forward pass, before the outermost forward. Ends the calls and prefetches that the
+    /// pass before left.
     pub(super) fn begin_forward_pass(&self, state: &mut State<B>) -> Result<(), Error> {
         if let Some(&index) = state.unloaded.first() {
             return Err(self.not_loaded(index));
@@ -58,16 +58,16 @@ impl<B: ShardBackend> Schedule<B> {
         state.open_forwards = state.open_forwards.saturating_sub(1);
     }
 
-    /// Returns a unit that shares a gather buffer with the unit of `call` and may run backward at the
-    /// same time, if there is one.
+    /// Returns a unit that shares a gather buffer with the unit of `call` and may run backward at
+    /// the same time, if there is one.
     ///
-    /// Such a unit has a graph, and none of its outputs can be an input of `call`. Returns `None` if the
-    /// unit of `call` has an earlier graph itself: that graph contains views of the unit's buffers, so
-    /// these must not be replaced.
+    /// Such a unit has a graph, and none of its outputs can be an input of `call`. Returns `None`
+    /// if the unit of `call` has an earlier graph itself: that graph contains views of the unit's
+    /// buffers, so these must not be replaced.
     ///
     /// A forward that records no graph conflicts with none. A recomputation runs completely between
-    /// two operations of the outer graph, so of the units in that graph, only one that runs backward
-    /// at that moment conflicts.
+    /// two operations of the outer graph, so of the units in that graph, only one that runs
+    /// backward at that moment conflicts.
     pub(super) fn conflicting_live_unit(&self, state: &State<B>, call: CallId) -> Option<usize> {
         let new = &state.calls[&call];
         if state.recompute.first_run.is_some() {
@@ -93,9 +93,9 @@ impl<B: ShardBackend> Schedule<B> {
         others.find(|(_, other)| conflicts(other)).map(|(_, other)| other.unit)
     }
 
-    /// Returns the unit that ran forward after `unit` in the pass before, where `unit` is at position
-    /// `at` of the present pass. In a recomputation, returns the unit after it in the same recomputed
-    /// unit.
+    /// Returns the unit that ran forward after `unit` in the pass before, where `unit` is at
+    /// position `at` of the present pass. In a recomputation, returns the unit after it in the same
+    /// recomputed unit.
     pub(super) fn next_forward(&self, state: &State<B>, at: usize, unit: usize) -> Option<usize> {
         if state.recompute.second_run.is_some() {
             let at = state.order.position(unit)?;

@@ -29,15 +29,16 @@ pub(crate) trait ScheduleCollectives {
     ) -> Result<Option<TensorData>, Error>;
     /// Returns the message of every rank of the world, in rank order.
     fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error>;
-    /// Returns whether the gradients are finite on each rank of the world, with the rank's loss scale.
+    /// Returns whether the gradients are finite on each rank of the world, with the rank's loss
+    /// scale.
     fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error>;
     /// Returns the number of elements of each gradient on each rank of the shard group.
     fn exchange_gradients(
         &self,
         gradients: Vec<Option<usize>>,
     ) -> Result<Vec<Arc<Vec<Option<usize>>>>, Error>;
-    /// Updates full matrices, each on its owner, and returns this rank's new shards. No two matrices
-    /// have the same owner.
+    /// Updates full matrices, each on its owner, and returns this rank's new shards. No two
+    /// matrices have the same owner.
     fn step_whole(
         &self,
         round: Vec<Whole>,
@@ -46,9 +47,9 @@ pub(crate) trait ScheduleCollectives {
 }
 
 impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
-    /// Each rank sums over its own shards, in layout order. The partial sums are added in rank order,
-    /// and then those of replicated parameters. A rank that holds a full matrix computes the partial
-    /// sum of every rank's part by itself, so that all strategies have bit-identical norms.
+    /// Each rank sums over its own shards, in layout order. The partial sums are added in rank
+    /// order, and then those of replicated parameters. A rank that holds a full matrix computes the
+    /// partial sum of every rank's part by itself, so that all strategies have bit-identical norms.
     fn gradient_norm(
         &self,
         gradients: Vec<(ParamIndex, DispatchTensor)>,

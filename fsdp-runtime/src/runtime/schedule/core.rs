@@ -39,7 +39,8 @@ impl<B: ShardBackend> fmt::Debug for Schedule<B> {
 }
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Creates a schedule over `units`, which are in layout order, and allocates the gather buffers.
+    /// Creates a schedule over `units`, which are in layout order, and allocates the gather
+    /// buffers.
     pub(crate) fn new(
         settings: Settings,
         device: B::Device,

@@ -1,5 +1,5 @@
-//! The forward pass: the gather before a unit's forward, the hooks on its outputs, and the end of the
-//! forward.
+//! The forward pass: the gather before a unit's forward, the hooks on its outputs, and the end of
+//! the forward.
 
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ use crate::error::{Error, ScheduleError, raise};
 use crate::module::CallId;
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Gathers a unit for its forward and prefetches the next one. Returns `None` if a forward of the
-    /// unit is already running.
+    /// Gathers a unit for its forward and prefetches the next one. Returns `None` if a forward of
+    /// the unit is already running.
     pub(super) fn begin_forward(
         &self,
         unit: usize,
@@ -62,8 +62,8 @@ impl<B: ShardBackend> Schedule<B> {
         }
     }
 
-    /// Returns an output of a unit in the unit's output dtype, outside of the gather buffers, with a
-    /// hook on its gradient. The hook gathers the unit for backward, or recomputes its forward.
+    /// Returns an output of a unit in the unit's output dtype, outside of the gather buffers, with
+    /// a hook on its gradient. The hook gathers the unit for backward, or recomputes its forward.
     pub(super) fn hooked_output(
         self: Arc<Self>,
         id: CallId,

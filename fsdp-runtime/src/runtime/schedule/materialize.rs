@@ -15,8 +15,8 @@ use crate::module::{CallId, ParamIndex};
 use crate::param_group::Placement;
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Returns the full value of a parameter, given its base. The value is tracked if the parameter is
-    /// trainable and the present forward records a graph.
+    /// Returns the full value of a parameter, given its base. The value is tracked if the parameter
+    /// is trainable and the present forward records a graph.
     pub(super) fn value_of(
         &self,
         index: ParamIndex,
@@ -72,8 +72,8 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(B::into_dispatch(value))
     }
 
-    /// Returns the shard or the replicated parameter that the value of a parameter comes from. `base`
-    /// is the parameter's own.
+    /// Returns the shard or the replicated parameter that the value of a parameter comes from.
+    /// `base` is the parameter's own.
     fn shard_of(
         &self,
         state: &State<B>,
@@ -115,8 +115,8 @@ impl<B: ShardBackend> Schedule<B> {
         state.buffers.of_range(index.unit, range).view(offset, &entry.shape)
     }
 
-    /// Records the gather of a trainable parameter, in the running call of the parameter's unit, or in
-    /// a new call if there is none.
+    /// Records the gather of a trainable parameter, in the running call of the parameter's unit, or
+    /// in a new call if there is none.
     fn track(
         &self,
         state: &mut State<B>,

@@ -1,19 +1,19 @@
 //! When each unit is gathered, resharded and reduced.
 //!
-//! *Forward*: `pre_forward` of a unit waits for the unit's all-gather and issues that of the unit that
-//! came next in the last forward pass (forward prefetch). `post_forward` reshards the unit. The
-//! outermost unit and the last unit stay gathered, because their backward is next.
+//! *Forward*: `pre_forward` of a unit waits for the unit's all-gather and issues that of the unit
+//! that came next in the last forward pass (forward prefetch). `post_forward` reshards the unit.
+//! The outermost unit and the last unit stay gathered, because their backward is next.
 //!
 //! *Backward*: `pre_backward` of a unit waits for the unit's all-gather and issues that of the unit
-//! that came before it in forward (`BACKWARD_PRE`). `post_backward` runs when the last gradient of a
-//! call has arrived; it reshards the unit and issues the reduce-scatter. The first gradient of the
-//! next unit waits for that reduce-scatter, so that the full gradients of only one unit exist at a
-//! time.
+//! that came before it in forward (`BACKWARD_PRE`). `post_backward` runs when the last gradient of
+//! a call has arrived; it reshards the unit and issues the reduce-scatter. The first gradient of
+//! the next unit waits for that reduce-scatter, so that the full gradients of only one unit exist
+//! at a time.
 //!
-//! All of this runs on the rank's own thread. Only the collectives run on the communication thread, in
-//! the order in which they were issued. The static layout and the order of forwards fix that order, so
-//! all ranks issue the same sequence. A prefetch goes only into a gather buffer that is not in use; a
-//! wrong prefetch costs one all-gather and has no other effect.
+//! All of this runs on the rank's own thread. Only the collectives run on the communication thread,
+//! in the order in which they were issued. The static layout and the order of forwards fix that
+//! order, so all ranks issue the same sequence. A prefetch goes only into a gather buffer that is
+//! not in use; a wrong prefetch costs one all-gather and has no other effect.
 //!
 //! *Recomputed units*: their forward records no graph. Their backward is a single operation, which
 //! gathers the unit, recomputes the forward and runs its backward.

@@ -1,12 +1,13 @@
 //! The recomputation of a unit's forward in backward, and the backward of the recomputed graph.
 //!
 //! A single operation of the outer graph does all of it. It gathers the unit, runs the forward on
-//! leaves that are made from the saved inputs and from shards, and runs the backward of the new graph,
-//! in which the unit and the units inside it reduce their gradients as usual. The unit is gathered once
-//! for both; the units inside it are gathered for the forward and again for the backward.
+//! leaves that are made from the saved inputs and from shards, and runs the backward of the new
+//! graph, in which the unit and the units inside it reduce their gradients as usual. The unit is
+//! gathered once for both; the units inside it are gathered for the forward and again for the
+//! backward.
 //!
-//! Each graph counts depths from its own leaves, so the running calls of the outer graph are set aside
-//! meanwhile.
+//! Each graph counts depths from its own leaves, so the running calls of the outer graph are set
+//! aside meanwhile.
 
 use burn::backend::autodiff::NodeId;
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
@@ -59,8 +60,8 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(registered)
     }
 
-    /// Returns a saved input for the recomputation: as a new leaf, which is added to `leaves`, if the
-    /// input is tracked in the outer graph.
+    /// Returns a saved input for the recomputation: as a new leaf, which is added to `leaves`, if
+    /// the input is tracked in the outer graph.
     fn restore_input(
         &self,
         tensor: DispatchTensor,
@@ -85,8 +86,8 @@ impl<B: ShardBackend> Schedule<B> {
         B::into_dispatch(Value::Autodiff(value, context))
     }
 
-    /// Returns the tensor from which the backward of a recomputed graph starts: it gives each output
-    /// the gradient that arrived for it. Returns `None` if no output is tracked.
+    /// Returns the tensor from which the backward of a recomputed graph starts: it gives each
+    /// output the gradient that arrived for it. Returns `None` if no output is tracked.
     ///
     /// # Errors
     ///
@@ -137,8 +138,8 @@ enum Stage {
     Ended,
 }
 
-/// A running recomputation. If an error drops it before [`end`](Self::end), it restores the state of
-/// the outer graph.
+/// A running recomputation. If an error drops it before [`end`](Self::end), it restores the state
+/// of the outer graph.
 struct RecomputeGuard<'a, B: ShardBackend> {
     schedule: &'a Schedule<B>,
     call: CallId,

@@ -1,7 +1,7 @@
 //! The first run of a recomputed unit's forward, which records no graph and saves the inputs.
 //!
-//! From `begin_first_run` to the `post_forward` of the call, every parameter is handed out without its
-//! leaf. The units inside are gathered and resharded as usual, but leave no graph.
+//! From `begin_first_run` to the `post_forward` of the call, every parameter is handed out without
+//! its leaf. The units inside are gathered and resharded as usual, but leave no graph.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -91,9 +91,9 @@ impl<B: ShardBackend> Schedule<B> {
         }
     }
 
-    /// Offloads an input to the host if the options say so. Returns the tensor to keep on the device:
-    /// the input itself, or one element after an offload. Inputs arrive in the order in which they
-    /// were detached.
+    /// Offloads an input to the host if the options say so. Returns the tensor to keep on the
+    /// device: the input itself, or one element after an offload. Inputs arrive in the order in
+    /// which they were detached.
     pub(super) fn offload_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
         if !self.settings.offload_activations {
             return input;

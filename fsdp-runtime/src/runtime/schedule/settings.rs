@@ -42,8 +42,8 @@ pub(crate) enum Reshard {
     Never,
     /// They are resharded, and gathered again in backward.
     Always,
-    /// They are resharded, but each rank of the given process group keeps a part of them, from which
-    /// backward gathers them.
+    /// They are resharded, but each rank of the given process group keeps a part of them, from
+    /// which backward gathers them.
     To(Arc<Group>),
 }
 

@@ -26,8 +26,8 @@ pub(super) struct UnitCall<B: ShardBackend> {
     pub(super) entered: bool,
     /// Whether an output of the call is tracked.
     pub(super) tracked: bool,
-    /// Whether the call used a gathered parameter without a gradient. An operation that reads such a
-    /// parameter may run backward after the last gradient of the call has arrived.
+    /// Whether the call used a gathered parameter without a gradient. An operation that reads such
+    /// a parameter may run backward after the last gradient of the call has arrived.
     pub(super) reads_frozen: bool,
     /// Alive as long as the graph of the call, whose operations share it.
     pub(super) alive: Weak<()>,

@@ -25,9 +25,9 @@ pub(super) struct LocalShard<B: ShardBackend> {
     pub(super) value: StoredTensor<B>,
     /// Autodiff leaf, if the parameter is trainable.
     pub(super) leaf: Option<Leaf<B>>,
-    /// Copy on the device of a tensor that is offloaded to the host. For a shard it is the copy that
-    /// was sent to the all-gather, kept from forward to backward. For a replicated parameter it is
-    /// the full parameter, kept while the unit is unsharded.
+    /// Copy on the device of a tensor that is offloaded to the host. For a shard it is the copy
+    /// that was sent to the all-gather, kept from forward to backward. For a replicated parameter
+    /// it is the full parameter, kept while the unit is unsharded.
     pub(super) on_device: Arc<OnceLock<Float<B>>>,
 }
 

@@ -83,8 +83,8 @@ impl<B: ShardBackend> AllGather<B> {
 }
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Issues the all-gathers of a unit, as one job of the communication thread. Does nothing if the
-    /// unit is gathered already.
+    /// Issues the all-gathers of a unit, as one job of the communication thread. Does nothing if
+    /// the unit is gathered already.
     ///
     /// A prefetch is skipped if one of the gather buffers is in use; otherwise that is an error.
     pub(super) fn unshard(
@@ -134,8 +134,8 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Makes a unit the owner of its gather buffers and evicts the units in them. Returns `false` if
-    /// a prefetch finds one of the buffers in use.
+    /// Makes a unit the owner of its gather buffers and evicts the units in them. Returns `false`
+    /// if a prefetch finds one of the buffers in use.
     fn acquire_buffers(
         &self,
         state: &mut State<B>,
@@ -185,8 +185,8 @@ impl<B: ShardBackend> Schedule<B> {
         ranges.map(gather).collect()
     }
 
-    /// Returns what this rank sends in a unit's all-gathers. Returns `None` if a prefetch finds that
-    /// the unit's shards have not been read from the module.
+    /// Returns what this rank sends in a unit's all-gathers. Returns `None` if a prefetch finds
+    /// that the unit's shards have not been read from the module.
     fn copy_in(
         &self,
         state: &State<B>,
@@ -249,8 +249,8 @@ impl<B: ShardBackend> Schedule<B> {
             .collect()
     }
 
-    /// Replaces the gather buffers that a unit shares with `other`, whose backward may run at the same
-    /// time. The unit has no graph yet that contains views of the present buffers.
+    /// Replaces the gather buffers that a unit shares with `other`, whose backward may run at the
+    /// same time. The unit has no graph yet that contains views of the present buffers.
     pub(super) fn separate_buffers(
         &self,
         state: &mut State<B>,

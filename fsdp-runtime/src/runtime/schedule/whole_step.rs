@@ -1,5 +1,5 @@
-//! The update of full matrices, for optimizers that cannot step shards: each matrix is gathered on one
-//! rank, updated there, and scattered again.
+//! The update of full matrices, for optimizers that cannot step shards: each matrix is gathered on
+//! one rank, updated there, and scattered again.
 
 use burn::tensor::{DType, DispatchTensor, Shape};
 
@@ -34,9 +34,9 @@ const ON_HOST: [(MemoryKind, MemoryKind); 2] =
     [(MemoryKind::Gathered, MemoryKind::Shards), (MemoryKind::Gradients, MemoryKind::Reduced)];
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Gathers each matrix on its owner, updates it there, and returns this rank's new shards. No two
-    /// matrices of a round have the same owner, so all owners step at the same time and each holds one
-    /// full matrix.
+    /// Gathers each matrix on its owner, updates it there, and returns this rank's new shards. No
+    /// two matrices of a round have the same owner, so all owners step at the same time and each
+    /// holds one full matrix.
     pub(super) fn step_round(
         &self,
         round: Vec<Whole>,
@@ -63,8 +63,8 @@ impl<B: ShardBackend> Schedule<B> {
             }
             scatters.push((index, updated));
         }
-        // The scatters are issued after all updates, so that every rank issues them in the same order
-        // and no rank waits for an update of another.
+        // The scatters are issued after all updates, so that every rank issues them in the same
+        // order and no rank waits for an update of another.
         let scatter = |(index, updated)| self.scatter_from(index, updated);
         let scatters: Vec<_> = scatters.into_iter().map(scatter).collect();
         let shards = scatters.into_iter().map(|scatter| {
@@ -76,8 +76,9 @@ impl<B: ShardBackend> Schedule<B> {
         shards
     }
 
-    /// Updates one full matrix on the storage device, where the optimizer's state is too. `parts` are
-    /// every rank's shards of the matrix and of the gradient; `bytes` is counted for each of the two.
+    /// Updates one full matrix on the storage device, where the optimizer's state is too. `parts`
+    /// are every rank's shards of the matrix and of the gradient; `bytes` is counted for each of
+    /// the two.
     fn step_whole_matrix(
         &self,
         index: ParamIndex,
