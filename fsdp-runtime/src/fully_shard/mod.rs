@@ -21,7 +21,7 @@ use self::clip::scale_gradients;
 pub use self::stats::Stats;
 use crate::backend::Norm;
 use crate::backend::kernels::batched_steps;
-use crate::backend::{owned, with_backend};
+use crate::backend::{clone_device, with_backend};
 use crate::collectives::group::{Group, MeshGroups, blocks};
 use crate::error::{CollectiveError, Error, ScheduleError, ShardError};
 use crate::fully_shard::ignored::OwnGradients;
@@ -96,7 +96,7 @@ pub(crate) fn shard<M: HookedForward>(
         let random = RandomStream::new(options.seed.unwrap_or(0), worker.rank().index());
         let schedule = Schedule::<B>::new(
             settings,
-            owned(&inner),
+            clone_device(&inner),
             worker.comm().clone(),
             plan.units.clone(),
             random.clone(),

@@ -16,7 +16,7 @@ use burn::tensor::{DType, Device, DispatchTensor, Shape, Tensor};
 
 use self::drawing::{Broadcast, Broadcasts, InitOwners, Received, Values};
 use self::small::{Fill, Pack, is_small};
-use crate::backend::{Context, Float, ShardBackend, StoredTensor, Value};
+use crate::backend::{AutodiffContext, Float, FloatTensor, ShardBackend, StoredTensor};
 use crate::collectives::comm::Work;
 use crate::collectives::group::Group;
 use crate::collectives::{Op, ProcessGroup};
@@ -41,7 +41,7 @@ pub(crate) struct ShardingInit<'a, B: ShardBackend> {
     random: &'a Arc<RandomStream>,
     compute: Device,
     device: B::Device,
-    context: Option<Context>,
+    context: Option<AutodiffContext>,
     path: Vec<String>,
     next: usize,
     /// Parameters cut so far.
@@ -79,7 +79,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     ) -> Self {
         let probe = Tensor::<1>::zeros([1], compute).into_dispatch();
         let context = match B::from_dispatch(probe) {
-            Some(Value::Autodiff(_, context)) => Some(context),
+            Some(FloatTensor::Autodiff(_, context)) => Some(context),
             _ => None,
         };
         let later: HashSet<ParamIndex> = later.iter().copied().collect();
@@ -204,7 +204,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         let (range, shape) = (entry.range(), entry.base_shape());
         // The full parameter is gone before the next one comes.
         let keep = move |full| {
-            vec![(id, StoredTensor::<B>::rest(part::<B>(full, range, shape, &device), rest))]
+            vec![(id, StoredTensor::<B>::store(part::<B>(full, range, shape, &device), rest))]
         };
         let values = self.broadcast(entry.path.as_str(), entry.numel(), mine, keep);
         self.broadcasts.push(Broadcast { place: Some(place), held, values });
@@ -233,7 +233,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
             true => Vec::new(),
             false => {
                 let values = pack.unpack(packed);
-                values.map(|(id, value)| (id, StoredTensor::<B>::rest(value, rest))).collect()
+                values.map(|(id, value)| (id, StoredTensor::<B>::store(value, rest))).collect()
             }
         };
         let values =
@@ -269,7 +269,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
         let dtype = tensor.dtype();
         let rest = self.options.offload.rest();
-        let wrong = match StoredTensor::<B>::read(tensor.into_dispatch(), rest) {
+        let wrong = match StoredTensor::<B>::from_dispatch(tensor.into_dispatch(), rest) {
             Some((value, ..)) if SHARDED.contains(&dtype) && found == declared => {
                 return value.on_device(&self.device, DType::F32, rest);
             }
@@ -294,7 +294,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     }
 
     fn at_rest(&self, value: Float<B>) -> DispatchTensor {
-        StoredTensor::<B>::rest(value, self.options.offload.rest()).with_context(self.context)
+        StoredTensor::<B>::store(value, self.options.offload.rest()).with_context(self.context)
     }
 
     /// The parts of a parameter but for its value, which is not initialised.
@@ -415,7 +415,7 @@ fn initialise<const D: usize>(
 fn checksum<B: ShardBackend>(tensor: &Float<B>) -> u64 {
     let numel = tensor.shape().num_elements();
     let flat = B::float_reshape(tensor.clone(), Shape::from([numel]));
-    let data = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat))).into_data();
+    let data = Tensor::<1>::from_dispatch(B::into_dispatch(FloatTensor::Plain(flat))).into_data();
     data.iter::<f32>().fold(0, |hash, element| mix(hash ^ u64::from(element.to_bits())))
 }
 

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::tape::{self, Draw};
+use crate::error::IgnorePoison;
 use crate::layout::mix;
 
 /// The random stream of one model on one rank.
@@ -70,7 +71,7 @@ impl Source {
     /// Draws a new mask, which counts as one call.
     fn draw(&self) -> Draw {
         let step = self.stream.step();
-        let mut calls = self.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut calls = self.calls.lock().ignore_poison();
         if calls.0 != step {
             *calls = (step, 0);
         }

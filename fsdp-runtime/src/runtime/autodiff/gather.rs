@@ -13,7 +13,7 @@ use burn::backend::autodiff::ops::{Backward, Ops};
 
 use super::hooks::OpState;
 use super::record::record_after;
-use crate::backend::{Float, Leaf, ShardBackend, Tracked};
+use crate::backend::{Float, ShardBackend, StoredLeaf, Tracked};
 use crate::error::raise;
 
 #[derive(Debug)]
@@ -48,7 +48,7 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Gather {
 pub(crate) fn gather<B: ShardBackend>(
     state: OpState<B>,
     entry: usize,
-    leaf: &Leaf<B>,
+    leaf: &StoredLeaf<B>,
     ordering_inputs: &[Tracked<B>],
     value: Float<B>,
 ) -> Tracked<B> {

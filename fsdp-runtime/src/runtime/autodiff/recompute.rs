@@ -26,7 +26,7 @@ use burn::tensor::{DType, Shape};
 use super::super::recompute::SavedCall;
 use super::hooks::OpState;
 use super::record::record;
-use crate::backend::{Float, Leaf, ShardBackend, Tracked};
+use crate::backend::{Float, ShardBackend, StoredLeaf, Tracked};
 use crate::error::raise;
 
 #[derive(Debug)]
@@ -88,8 +88,11 @@ pub(crate) fn recompute<B: ShardBackend>(
 }
 
 /// Returns a parameter's leaf. If the leaf is on another device, returns a child of it on `device`.
-pub(crate) fn tracked_on_device<B: ShardBackend>(leaf: &Leaf<B>, device: &B::Device) -> Tracked<B> {
-    if let Leaf::Device(leaf) = leaf {
+pub(crate) fn tracked_on_device<B: ShardBackend>(
+    leaf: &StoredLeaf<B>,
+    device: &B::Device,
+) -> Tracked<B> {
+    if let StoredLeaf::Device(leaf) = leaf {
         return leaf.clone();
     }
     let value = B::float_zeros(Shape::from([1]), device, DType::F32.into());

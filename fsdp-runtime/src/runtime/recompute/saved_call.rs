@@ -7,6 +7,7 @@ use burn::backend::autodiff::NodeId;
 use burn::tensor::{Shape, TensorData};
 
 use crate::backend::{Float, ShardBackend, numel, to_data};
+use crate::error::IgnorePoison;
 use crate::module::SavedForward;
 use crate::param_group::memory::Counted;
 
@@ -93,7 +94,7 @@ impl<B: ShardBackend> SavedCall<B> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Parts<B>> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.0.lock().ignore_poison()
     }
 
     /// Adds an output of the first run and returns its index.

@@ -30,13 +30,13 @@ impl<B: ShardBackend> GatherBuffers<B> {
         };
         let plan = gather_buffer_plan(units, ring);
         let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
-        let buffers: Vec<_> = plan.slots.into_iter().map(new).collect();
+        let buffers: Vec<_> = plan.buffers.into_iter().map(new).collect();
         let parts = |unit: &Unit| match &settings.reshard {
             Reshard::To(group) => unit.parts(group.size()).into_iter().map(new).collect(),
             _ => Vec::new(),
         };
         let kept_parts = units.iter().map(parts).collect();
-        Self { owners: vec![None; buffers.len()], buffers, of_unit: plan.slots_of, kept_parts }
+        Self { owners: vec![None; buffers.len()], buffers, of_unit: plan.buffers_of, kept_parts }
     }
 
     /// Returns the buffers that a unit is gathered in, one for each flat range.

@@ -60,7 +60,9 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
         let mut replicated = Vec::new();
         for (index, gradient) in gradients {
             let (unit, entry) = self.param(index);
-            let Some((gradient, ..)) = StoredTensor::<B>::read(gradient, self.settings.rest) else {
+            let Some((gradient, ..)) =
+                StoredTensor::<B>::from_dispatch(gradient, self.settings.rest)
+            else {
                 continue;
             };
             if entry.segment.is_none() {
@@ -101,7 +103,7 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
         if self.lock().unloaded.contains(&index) {
             return Err(self.not_loaded(index));
         }
-        let Some((base, ..)) = StoredTensor::<B>::read(base, self.settings.rest) else {
+        let Some((base, ..)) = StoredTensor::<B>::from_dispatch(base, self.settings.rest) else {
             return Ok(None);
         };
         let base = self.on_device(base);

@@ -12,7 +12,7 @@ use super::state::State;
 use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor};
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::Group;
-use crate::error::{Error, ScheduleError};
+use crate::error::{Error, IgnorePoison, ScheduleError};
 use crate::module::{CallId, ParamIndex, RandomStream};
 use crate::param_group::memory::{MemoryKind, MemoryTracker};
 use crate::param_group::{ParamSpec, Unit};
@@ -76,7 +76,7 @@ impl<B: ShardBackend> Schedule<B> {
     /// Locks the state. A panic under the lock ends the rank, and destructors that run while it
     /// unwinds may still read the state, so a poisoned lock is no error.
     pub(super) fn lock(&self) -> MutexGuard<'_, State<B>> {
-        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.state.lock().ignore_poison()
     }
 
     /// Returns the shared handle of the schedule.

@@ -10,7 +10,7 @@ use super::super::autodiff::{self, MAX_ORDERING_INPUTS, OpState};
 use super::core::Schedule;
 use super::settings::{Pass, Reshard, When};
 use super::state::State;
-use crate::backend::{Float, ShardBackend, Tracked, Value};
+use crate::backend::{Float, FloatTensor, ShardBackend, Tracked};
 use crate::error::{Error, ScheduleError, raise};
 use crate::module::CallId;
 
@@ -82,8 +82,10 @@ impl<B: ShardBackend> Schedule<B> {
         // An output of another backend or kind cannot be a view of a gather buffer.
         let Some(value) = B::from_dispatch(output.clone()) else { return output };
         let (value, context) = match value.cast(dtype) {
-            Value::Plain(value) => return B::into_dispatch(Value::Plain(detach(value))),
-            Value::Autodiff(value, context) => (value, context),
+            FloatTensor::Plain(value) => {
+                return B::into_dispatch(FloatTensor::Plain(detach(value)));
+            }
+            FloatTensor::Autodiff(value, context) => (value, context),
         };
         let value = match (saved, alive.filter(|_| value.is_tracked())) {
             (Some(_), Some(_)) => {
@@ -106,7 +108,7 @@ impl<B: ShardBackend> Schedule<B> {
             let first = call.first_output.unwrap_or(u64::MAX);
             call.first_output = Some(first.min(value.id().value));
         }
-        B::into_dispatch(Value::Autodiff(value, context))
+        B::into_dispatch(FloatTensor::Autodiff(value, context))
     }
 
     /// Ends a forward, and reshards the unit unless its backward is the next one.
@@ -163,8 +165,8 @@ impl<B: ShardBackend> Schedule<B> {
 /// [`MAX_ORDERING_INPUTS`].
 fn ordering_inputs<B: ShardBackend>(inputs: Vec<DispatchTensor>) -> Vec<Tracked<B>> {
     let tracked = |input| match B::from_dispatch(input)? {
-        Value::Autodiff(tensor, _) => tensor.is_tracked().then_some(tensor),
-        Value::Plain(_) => None,
+        FloatTensor::Autodiff(tensor, _) => tensor.is_tracked().then_some(tensor),
+        FloatTensor::Plain(_) => None,
     };
     let mut inputs: Vec<Tracked<B>> = inputs.into_iter().filter_map(tracked).collect();
     inputs.sort_by_key(|input| std::cmp::Reverse(input.id()));

@@ -8,7 +8,7 @@ use super::core::Schedule;
 use super::state::State;
 use super::unit_state::{LocalShard, ShardState};
 use crate::backend::{
-    Float, Leaf, ShardBackend, StorageDevice, StoredTensor, Tracked, Value, cast,
+    Float, FloatTensor, ShardBackend, StorageDevice, StoredLeaf, StoredTensor, Tracked, cast,
 };
 use crate::error::{Error, ScheduleError};
 use crate::module::{CallId, ParamIndex};
@@ -23,7 +23,8 @@ impl<B: ShardBackend> Schedule<B> {
         base: DispatchTensor,
     ) -> Result<DispatchTensor, Error> {
         let (unit, _) = self.param(index);
-        let Some((value, leaf, context)) = StoredTensor::read(base.clone(), self.settings.rest)
+        let Some((value, leaf, context)) =
+            StoredTensor::from_dispatch(base.clone(), self.settings.rest)
         else {
             return Ok(base);
         };
@@ -63,10 +64,12 @@ impl<B: ShardBackend> Schedule<B> {
             },
         };
         let value = match (leaf, context) {
-            (_, None) => Value::Plain(value),
-            (None, Some(context)) => Value::Autodiff(Autodiff::<B>::from_inner(value), context),
+            (_, None) => FloatTensor::Plain(value),
+            (None, Some(context)) => {
+                FloatTensor::Autodiff(Autodiff::<B>::from_inner(value), context)
+            }
             (Some(leaf), Some(context)) => {
-                Value::Autodiff(self.track(state, owner, call, &leaf, value), context)
+                FloatTensor::Autodiff(self.track(state, owner, call, &leaf, value), context)
             }
         };
         Ok(B::into_dispatch(value))
@@ -122,7 +125,7 @@ impl<B: ShardBackend> Schedule<B> {
         state: &mut State<B>,
         owner: ParamIndex,
         call: Option<CallId>,
-        leaf: &Leaf<B>,
+        leaf: &StoredLeaf<B>,
         value: Float<B>,
     ) -> Tracked<B> {
         let is_new = call.is_none();
@@ -141,10 +144,13 @@ impl<B: ShardBackend> Schedule<B> {
 
 /// Returns the leaf to record the use of a parameter with: none in the first run of a recomputed
 /// forward, and a new one in the recomputation, whose graph is separate.
-fn leaf_to_record<B: ShardBackend>(state: &State<B>, leaf: Option<Leaf<B>>) -> Option<Leaf<B>> {
+fn leaf_to_record<B: ShardBackend>(
+    state: &State<B>,
+    leaf: Option<StoredLeaf<B>>,
+) -> Option<StoredLeaf<B>> {
     match (leaf, state.recompute.first_run, state.recompute.second_run) {
         (Some(_), Some(_), _) => None,
-        (Some(leaf), None, Some(_)) => Some(leaf.anew()),
+        (Some(leaf), None, Some(_)) => Some(leaf.with_new_node()),
         (leaf, ..) => leaf,
     }
 }

@@ -17,7 +17,7 @@ use super::super::autodiff::{OpState, seed, zero};
 use super::super::recompute::{RecomputeTask, SavedCall, SavedInput, SavedOutput};
 use super::core::Schedule;
 use super::state::RunningBackward;
-use crate::backend::{Float, ShardBackend, Tracked, Value, cast, new_leaf};
+use crate::backend::{Float, FloatTensor, ShardBackend, Tracked, cast, new_leaf};
 use crate::error::{Error, ScheduleError};
 use crate::module::{CallId, Playback};
 
@@ -68,7 +68,7 @@ impl<B: ShardBackend> Schedule<B> {
         input: SavedInput,
         leaves: &mut InputLeaves<B>,
     ) -> DispatchTensor {
-        let Some(Value::Autodiff(value, context)) = B::from_dispatch(tensor.clone()) else {
+        let Some(FloatTensor::Autodiff(value, context)) = B::from_dispatch(tensor.clone()) else {
             return tensor;
         };
         let value = match input.host {
@@ -83,7 +83,7 @@ impl<B: ShardBackend> Schedule<B> {
             }
             None => Autodiff::<B>::from_inner(value),
         };
-        B::into_dispatch(Value::Autodiff(value, context))
+        B::into_dispatch(FloatTensor::Autodiff(value, context))
     }
 
     /// Returns the tensor from which the backward of a recomputed graph starts: it gives each
@@ -100,8 +100,8 @@ impl<B: ShardBackend> Schedule<B> {
         expected: Vec<SavedOutput<B>>,
     ) -> Result<Option<Tracked<B>>, Error> {
         let tensor = |output| match B::from_dispatch(output)? {
-            Value::Autodiff(output, _) => Some(output),
-            Value::Plain(_) => None,
+            FloatTensor::Autodiff(output, _) => Some(output),
+            FloatTensor::Plain(_) => None,
         };
         let found: Vec<Tracked<B>> = found.into_iter().filter_map(tensor).collect();
         let shapes = found.iter().map(TensorMetadata::shape);

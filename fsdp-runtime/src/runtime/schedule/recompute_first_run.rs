@@ -14,7 +14,7 @@ use super::super::recompute::{SavedCall, SavedInput};
 use super::core::Schedule;
 use super::state::State;
 use super::unit_call::RecomputedForward;
-use crate::backend::{Leaf, ShardBackend, Tracked, Value};
+use crate::backend::{FloatTensor, ShardBackend, StoredLeaf, Tracked};
 use crate::module::{CallId, ParamIndex, SavedForward};
 use crate::param_group::Placement;
 use crate::param_group::memory::{Counted, MemoryKind};
@@ -51,7 +51,7 @@ impl<B: ShardBackend> Schedule<B> {
     }
 
     /// Returns the leaves that own the tied parameters of a unit and of all units inside it.
-    fn tied_leaves(&self, state: &State<B>, unit: usize) -> Vec<(ParamIndex, Leaf<B>)> {
+    fn tied_leaves(&self, state: &State<B>, unit: usize) -> Vec<(ParamIndex, StoredLeaf<B>)> {
         let leaf = |unit: usize, placement: &Placement| {
             let &Placement::TiedTo(entry) = placement else { return None };
             let shard = state.units[unit].shards[entry].as_ref()?;
@@ -76,13 +76,13 @@ impl<B: ShardBackend> Schedule<B> {
         let mut state = self.lock();
         let Some(forward) = recomputed_forward(&mut state, id) else { return input };
         match B::from_dispatch(input.clone()) {
-            Some(Value::Autodiff(tensor, context)) => {
+            Some(FloatTensor::Autodiff(tensor, context)) => {
                 let value = Autodiff::<B>::from_inner(tensor.primitive().clone());
                 let node = tensor.is_tracked().then(|| tensor.id());
                 forward.bytes += tensor.shape().num_elements() * tensor.dtype().size();
                 forward.inputs.push(SavedInput { node, host: None });
                 forward.parents.extend(node.map(|_| tensor));
-                B::into_dispatch(Value::Autodiff(value, context))
+                B::into_dispatch(FloatTensor::Autodiff(value, context))
             }
             _ => {
                 forward.inputs.push(SavedInput { node: None, host: None });
@@ -102,14 +102,14 @@ impl<B: ShardBackend> Schedule<B> {
         let Some(forward) = recomputed_forward(&mut state, id) else { return input };
         let at = forward.offloaded;
         forward.offloaded += 1;
-        let Some(Value::Autodiff(tensor, context)) = B::from_dispatch(input.clone()) else {
+        let Some(FloatTensor::Autodiff(tensor, context)) = B::from_dispatch(input.clone()) else {
             return input;
         };
         let (rank, dtype) = (tensor.shape().num_dims(), tensor.dtype());
         let Some(data) = B::to_host(tensor.into_primitive()) else { return input };
         forward.inputs[at].host = Some(data);
         let stand_in = B::float_zeros(Shape::from(vec![1; rank]), &self.device, dtype.into());
-        B::into_dispatch(Value::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
+        B::into_dispatch(FloatTensor::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
     }
 
     /// Saves a recomputed forward with its inputs, after the first run.
@@ -150,7 +150,7 @@ impl<B: ShardBackend> Schedule<B> {
 
 /// Returns whether a tensor is a tracked float tensor of the backend `B`.
 fn is_tracked<B: ShardBackend>(tensor: DispatchTensor) -> bool {
-    matches!(B::from_dispatch(tensor), Some(Value::Autodiff(tensor, _)) if tensor.is_tracked())
+    matches!(B::from_dispatch(tensor), Some(FloatTensor::Autodiff(tensor, _)) if tensor.is_tracked())
 }
 
 /// Returns the first run of a call, if the call is recomputed.

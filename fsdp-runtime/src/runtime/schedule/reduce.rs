@@ -10,7 +10,7 @@ use super::reduction::{Reduced, Reduction, add_up};
 use super::state::State;
 use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, bytes};
 use crate::collectives::group::Group;
-use crate::collectives::{Op, ProcessGroup, Reduce};
+use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::{CollectiveError, Error};
 use crate::layout::UnitLayout;
 use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
@@ -46,25 +46,18 @@ impl<B: ShardBackend> ReduceUnit<B> {
         let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
         let counted = Counted::new(&tracker, MemoryKind::Reducing, results);
         let divisor = if replicate.is_some() { 1 } else { world };
-        let mut reduced = ProcessGroup::<B>::reduce_scatter(
-            group, &op, &device, gradients, &keep, &layout, divisor,
-        )?;
+        let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
+        let mut reduced = group.reduce_scatter(&op, &device, request)?;
         if let Some(replicate) = replicate {
             let size = keep.iter().map(|keep| keep.range.len()).sum();
             let op = Op { name: "all_reduce", unit: op.unit, size };
             let keep: Vec<Reduce> = keep.into_iter().map(all_of_shard).collect();
-            reduced = ProcessGroup::<B>::reduce_scatter(
-                &*replicate,
-                &op,
-                &device,
-                reduced,
-                &keep,
-                &layout,
-                world,
-            )?;
+            let (gradients, divisor) = (reduced, world);
+            let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
+            reduced = replicate.reduce_scatter(&op, &device, request)?;
         }
         B::complete(&device);
-        let store = |gradient: Option<Float<B>>| Some(StoredTensor::rest(gradient?, rest));
+        let store = |gradient: Option<Float<B>>| Some(StoredTensor::store(gradient?, rest));
         let reduced = reduced.into_iter().map(store).collect();
         Ok((reduced, (rest == StorageDevice::Device).then_some(counted)))
     }

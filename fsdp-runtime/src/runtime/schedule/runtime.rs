@@ -20,7 +20,9 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
     }
 
     fn register_shard(&self, index: ParamIndex, base: DispatchTensor) {
-        let Some((value, leaf, _)) = StoredTensor::read(base, self.settings.rest) else { return };
+        let Some((value, leaf, _)) = StoredTensor::from_dispatch(base, self.settings.rest) else {
+            return;
+        };
         let shard = LocalShard::new(value, leaf);
         self.lock().units[index.unit].shards[index.entry] = Some(shard);
     }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 
 use super::super::recompute::{SavedCall, SavedInput};
 use super::unit_state::none;
-use crate::backend::{Float, Leaf, ShardBackend, Tracked};
+use crate::backend::{Float, ShardBackend, StoredLeaf, Tracked};
 use crate::module::{CallId, ParamIndex};
 
 /// One forward of a unit, until the gradients are reduced.
@@ -39,7 +39,7 @@ pub(super) struct UnitCall<B: ShardBackend> {
     pub(super) recomputed: Option<RecomputedForward<B>>,
     /// Leaves of the tied parameters in the first run, for the recomputation. A forward without a
     /// graph may have read the same parameters in between.
-    pub(super) tied_leaves: Vec<(ParamIndex, Leaf<B>)>,
+    pub(super) tied_leaves: Vec<(ParamIndex, StoredLeaf<B>)>,
 }
 
 impl<B: ShardBackend> UnitCall<B> {

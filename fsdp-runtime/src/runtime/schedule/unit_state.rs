@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use crate::backend::{Float, Leaf, ShardBackend, StoredTensor};
+use crate::backend::{Float, ShardBackend, StoredLeaf, StoredTensor};
 use crate::collectives::comm::Work;
 use crate::module::CallId;
 
@@ -24,7 +24,7 @@ pub(super) struct LocalShard<B: ShardBackend> {
     /// Elements, in f32.
     pub(super) value: StoredTensor<B>,
     /// Autodiff leaf, if the parameter is trainable.
-    pub(super) leaf: Option<Leaf<B>>,
+    pub(super) leaf: Option<StoredLeaf<B>>,
     /// Copy on the device of a tensor that is offloaded to the host. For a shard it is the copy
     /// that was sent to the all-gather, kept from forward to backward. For a replicated parameter
     /// it is the full parameter, kept while the unit is unsharded.
@@ -32,7 +32,7 @@ pub(super) struct LocalShard<B: ShardBackend> {
 }
 
 impl<B: ShardBackend> LocalShard<B> {
-    pub(super) fn new(value: StoredTensor<B>, leaf: Option<Leaf<B>>) -> Self {
+    pub(super) fn new(value: StoredTensor<B>, leaf: Option<StoredLeaf<B>>) -> Self {
         Self { value, leaf, on_device: Arc::default() }
     }
 }

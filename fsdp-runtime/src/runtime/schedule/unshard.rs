@@ -278,7 +278,7 @@ impl<B: ShardBackend> Schedule<B> {
         tracing::warn!(
             target: "fsdp",
             "{} and {} are in use at the same time and share a gather buffer: one of {} bytes was \
-             added; set the option `slots` above {} to have it from the start",
+             added; call `with_gather_buffers` with more than {} to have it from the start",
             self.units[index].name,
             self.units[other].name,
             buffer.bytes(),

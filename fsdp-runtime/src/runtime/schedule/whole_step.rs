@@ -6,7 +6,7 @@ use burn::tensor::{DType, DispatchTensor, Shape};
 use super::core::Schedule;
 use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor};
 use crate::collectives::comm::Work;
-use crate::collectives::{Op, ProcessGroup};
+use crate::collectives::{Op, ProcessGroup, ReduceScatter};
 use crate::error::Error;
 use crate::module::ParamIndex;
 use crate::param_group::memory::MemoryKind;
@@ -69,7 +69,7 @@ impl<B: ShardBackend> Schedule<B> {
         let scatters: Vec<_> = scatters.into_iter().map(scatter).collect();
         let shards = scatters.into_iter().map(|scatter| {
             let shard = scatter.wait()?.pop().flatten();
-            Ok(shard.map(|it| StoredTensor::<B>::rest(it, self.settings.rest).into_dispatch()))
+            Ok(shard.map(|it| StoredTensor::<B>::store(it, self.settings.rest).into_dispatch()))
         });
         let shards = shards.collect();
         self.tracker.give_back(MemoryKind::Gathered, bytes);
@@ -90,7 +90,7 @@ impl<B: ShardBackend> Schedule<B> {
         self.tracker.take(MemoryKind::Gradients, bytes);
         let rest = self.settings.rest;
         let [matrix, gradient] = parts.map(|parts| {
-            StoredTensor::<B>::rest(self.join_parts(index, parts), rest).into_dispatch()
+            StoredTensor::<B>::store(self.join_parts(index, parts), rest).into_dispatch()
         });
         let moved = if rest == StorageDevice::Device { &[][..] } else { &ON_HOST };
         for &(device, host) in moved {
@@ -103,7 +103,7 @@ impl<B: ShardBackend> Schedule<B> {
             self.tracker.take(device, bytes);
         }
         self.tracker.give_back(MemoryKind::Gradients, bytes);
-        StoredTensor::<B>::read(matrix, rest).map(|(it, ..)| self.on_device(it))
+        StoredTensor::<B>::from_dispatch(matrix, rest).map(|(it, ..)| self.on_device(it))
     }
 
     /// Issues the gather, on the rank `owner`, of a tensor that is sharded like a parameter.
@@ -116,7 +116,7 @@ impl<B: ShardBackend> Schedule<B> {
     ) -> PartsWork<B> {
         let len = self.param(index).1.range().len();
         let shard = shard.filter(|_| len > 0);
-        let shard = shard.and_then(|it| StoredTensor::<B>::read(it, self.settings.rest));
+        let shard = shard.and_then(|it| StoredTensor::<B>::from_dispatch(it, self.settings.rest));
         let flat = shard.map(|(it, ..)| B::float_reshape(self.on_device(it), Shape::from([len])));
         let op = Op::new("gather", what);
         let device = self.device.clone();
@@ -131,8 +131,10 @@ impl<B: ShardBackend> Schedule<B> {
         let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce(DType::F32)]);
         let (layout, device) = (unit.layout.clone(), self.device.clone());
         self.comm.issue_on(&self.settings.groups.shard, move |group| {
-            let matrix = vec![matrix];
-            ProcessGroup::<B>::reduce_scatter(group, &op, &device, matrix, &keep, &layout, 1)
+            let gradients = vec![matrix];
+            let request =
+                ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor: 1 };
+            ProcessGroup::<B>::reduce_scatter(group, &op, &device, request)
         })
     }
 }

@@ -1,7 +1,7 @@
-//! A GPU and the stream on which a rank's collectives run.
+//! A rank's GPU, and the CUDA stream on which the rank's collectives run.
 //!
-//! The context is the device's primary one, which CubeCL and NCCL use too. Calls come from whichever
-//! thread a rank runs its collectives on, so each first makes the context current there.
+//! The CUDA context is the device's primary one, which CubeCL and NCCL use too. A rank may run its
+//! collectives on any thread, so every collective first makes the context current on its thread.
 
 use std::sync::Arc;
 
@@ -11,31 +11,32 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError};
 use super::sys::cudaStream_t;
 use crate::collectives::cuda::{CudaError, require_device};
 
-/// Where collectives run.
+/// The stream on which a rank's collectives run.
 #[derive(Debug)]
-pub(crate) enum Lane {
+pub(super) enum CollectiveStream {
     /// A stream of a GPU.
     Cuda { context: Arc<CudaContext>, stream: Arc<CudaStream> },
-    /// The calling thread: tests have a NCCL of their own, on the host.
+    /// No stream: the tests' NCCL works in host memory.
     #[cfg(test)]
     Host,
 }
 
+/// Converts an error of the driver.
 fn refused(call: &'static str) -> impl Fn(DriverError) -> CudaError {
     move |error| CudaError::Driver { call, code: error.0 as i32 }
 }
 
-impl Lane {
-    /// A stream of the GPU of that index.
-    pub(crate) fn new(index: usize) -> Result<Self, CudaError> {
+impl CollectiveStream {
+    /// Creates a stream on the GPU with this index.
+    pub(super) fn new(index: usize) -> Result<Self, CudaError> {
         require_device(index)?;
         let context = CudaContext::new(index).map_err(refused("cuDevicePrimaryCtxRetain"))?;
         let stream = context.new_stream().map_err(refused("cuStreamCreate"))?;
         Ok(Self::Cuda { context, stream })
     }
 
-    /// What no other GPU has.
-    pub(crate) fn uuid(&self) -> Result<[u8; 16], CudaError> {
+    /// Returns the unique identifier of the GPU.
+    pub(super) fn uuid(&self) -> Result<[u8; 16], CudaError> {
         match self {
             Self::Cuda { context, .. } => {
                 let uuid = context.uuid().map_err(refused("cuDeviceGetUuid"))?;
@@ -46,7 +47,7 @@ impl Lane {
         }
     }
 
-    /// Makes its context current on this thread.
+    /// Makes the GPU's context current on this thread.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         match self {
             Self::Cuda { context, .. } => {
@@ -57,8 +58,8 @@ impl Lane {
         }
     }
 
-    /// The stream, as NCCL takes it.
-    pub(super) fn stream(&self) -> cudaStream_t {
+    /// Returns the stream's handle, for NCCL.
+    pub(super) fn handle(&self) -> cudaStream_t {
         match self {
             Self::Cuda { stream, .. } => stream.cu_stream().cast(),
             #[cfg(test)]
@@ -66,8 +67,8 @@ impl Lane {
         }
     }
 
-    /// Whether all that was queued is done.
-    pub(super) fn done(&self) -> Result<bool, CudaError> {
+    /// Returns whether the GPU has completed all work queued on the stream.
+    pub(super) fn is_done(&self) -> Result<bool, CudaError> {
         match self {
             Self::Cuda { stream, .. } => {
                 // SAFETY: the stream lives as long as `self`.

@@ -1,5 +1,6 @@
-//! Where a tensor rests between its uses: on the device that computes with it, or, under an offload
-//! policy, in the host's memory, where Flex steps it.
+//! Tensors in the place where they are stored between uses: on the device that computes with them,
+//! or, under an offload policy, in host memory. There they are tensors of Flex, and optimizers
+//! update them on the CPU.
 
 use std::ops::Range;
 
@@ -9,26 +10,28 @@ use burn::backend::TensorMetadata;
 use burn::backend::autodiff::ops::NodeGuard;
 use burn::tensor::{DType, DispatchTensor};
 
-use super::shard_backend::{Context, ShardBackend, Value, cast};
+use super::norm::Norm;
+use super::shard_backend::{AutodiffContext, FloatTensor, ShardBackend, bytes, cast, numel};
+#[cfg(feature = "flex")]
+use super::shard_backend::{from_flex, to_flex};
 use super::tensor::{Float, Tracked};
-use crate::backend::Norm;
 
-/// A shard or a gradient at rest.
+/// Shard or gradient in the place where it is stored.
 #[derive(Debug)]
 pub(crate) enum StoredTensor<B: ShardBackend> {
-    /// On the device that computes.
+    /// Tensor of the device that computes.
     Device(Float<B>),
-    /// In the host's memory.
+    /// Tensor in host memory.
     #[cfg(feature = "flex")]
     Host(Float<Flex>),
 }
 
-/// The autodiff leaf of a parameter at rest.
+/// Autodiff leaf of a parameter, in the place where the parameter is stored.
 #[derive(Debug)]
-pub(crate) enum Leaf<B: ShardBackend> {
-    /// On the device that computes.
+pub(crate) enum StoredLeaf<B: ShardBackend> {
+    /// Leaf on the device that computes.
     Device(Tracked<B>),
-    /// In the host's memory.
+    /// Leaf in host memory.
     #[cfg(feature = "flex")]
     Host(Tracked<Flex>),
 }
@@ -43,7 +46,7 @@ impl<B: ShardBackend> Clone for StoredTensor<B> {
     }
 }
 
-impl<B: ShardBackend> Clone for Leaf<B> {
+impl<B: ShardBackend> Clone for StoredLeaf<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Device(leaf) => Self::Device(leaf.clone()),
@@ -53,9 +56,10 @@ impl<B: ShardBackend> Clone for Leaf<B> {
     }
 }
 
-impl<B: ShardBackend> Leaf<B> {
-    /// A leaf of the same elements in a graph of its own.
-    pub(crate) fn anew(&self) -> Self {
+impl<B: ShardBackend> StoredLeaf<B> {
+    /// Returns a leaf with the same elements and a new autodiff node, which belongs to no graph
+    /// yet.
+    pub(crate) fn with_new_node(&self) -> Self {
         match self {
             Self::Device(leaf) => Self::Device(new_leaf::<B>(leaf.primitive().clone())),
             #[cfg(feature = "flex")]
@@ -63,7 +67,7 @@ impl<B: ShardBackend> Leaf<B> {
         }
     }
 
-    /// The node of its graph.
+    /// Returns the autodiff node.
     pub(crate) fn node(&self) -> NodeGuard {
         match self {
             Self::Device(leaf) => leaf.node(),
@@ -73,108 +77,113 @@ impl<B: ShardBackend> Leaf<B> {
     }
 }
 
-/// A tracked tensor without parents.
+/// Returns a tracked tensor without parents.
 pub(crate) fn new_leaf<B: ShardBackend>(value: Float<B>) -> Tracked<B> {
     Tracked::<B>::new(value).require_grad()
 }
 
-/// What a Burn tensor at rest was taken apart into: the elements, the leaf where it is tracked, and
-/// the autodiff context where it has one.
-pub(crate) type Parts<B> = (StoredTensor<B>, Option<Leaf<B>>, Option<Context>);
+/// Parts of a stored Burn tensor: its elements, its autodiff leaf if it is tracked, and its
+/// autodiff context if its device has one.
+pub(crate) type StoredParts<B> = (StoredTensor<B>, Option<StoredLeaf<B>>, Option<AutodiffContext>);
 
-/// Where tensors of a model rest.
+/// Device that stores a model's tensors between uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum StorageDevice {
-    /// On the device that computes.
+    /// The device that computes.
     #[default]
     Device,
-    /// In the host's memory; `pinned` says whether copies go through pages that stay in place.
+    /// The host. If `pinned`, copies to the device go through page-locked memory.
     Host { pinned: bool },
 }
 
 impl<B: ShardBackend> StoredTensor<B> {
-    /// Takes a Burn tensor apart; `None` when it lies on neither the device nor, where tensors rest
-    /// there, the host.
-    pub(crate) fn read(tensor: DispatchTensor, rest: StorageDevice) -> Option<Parts<B>> {
+    /// Takes a stored tensor out of Burn's dispatch type. Returns `None` if it is neither a float
+    /// tensor of backend `B` nor, with storage on the host, one of Flex.
+    pub(crate) fn from_dispatch(
+        tensor: DispatchTensor,
+        storage: StorageDevice,
+    ) -> Option<StoredParts<B>> {
         #[cfg(feature = "flex")]
-        if rest != StorageDevice::Device
+        if storage != StorageDevice::Device
             && let Some(value) = Flex::from_dispatch(tensor.clone())
         {
             return Some(match value {
-                Value::Plain(tensor) => (Self::Host(tensor), None, None),
-                Value::Autodiff(leaf, context) => {
+                FloatTensor::Plain(tensor) => (Self::Host(tensor), None, None),
+                FloatTensor::Autodiff(leaf, context) => {
                     let tensor = leaf.primitive().clone();
-                    let leaf = leaf.is_tracked().then_some(Leaf::Host(leaf));
+                    let leaf = leaf.is_tracked().then_some(StoredLeaf::Host(leaf));
                     (Self::Host(tensor), leaf, Some(context))
                 }
             });
         }
-        let _ = rest;
+        let _ = storage;
         Some(match B::from_dispatch(tensor)? {
-            Value::Plain(tensor) => (Self::Device(tensor), None, None),
-            Value::Autodiff(leaf, context) => {
+            FloatTensor::Plain(tensor) => (Self::Device(tensor), None, None),
+            FloatTensor::Autodiff(leaf, context) => {
                 let tensor = leaf.primitive().clone();
-                let leaf = leaf.is_tracked().then_some(Leaf::Device(leaf));
+                let leaf = leaf.is_tracked().then_some(StoredLeaf::Device(leaf));
                 (Self::Device(tensor), leaf, Some(context))
             }
         })
     }
 
-    /// A tensor of the device, laid to rest.
-    pub(crate) fn rest(tensor: Float<B>, rest: StorageDevice) -> Self {
-        match rest {
+    /// Moves a tensor of the device to where it is stored.
+    pub(crate) fn store(tensor: Float<B>, storage: StorageDevice) -> Self {
+        match storage {
             StorageDevice::Device => Self::Device(tensor),
             #[cfg(feature = "flex")]
-            StorageDevice::Host { .. } => Self::Host(super::shard_backend::to_host::<B>(tensor)),
+            StorageDevice::Host { .. } => Self::Host(to_flex::<B>(tensor)),
             #[cfg(not(feature = "flex"))]
-            StorageDevice::Host { .. } => unreachable!("offload without `flex` is refused"),
+            StorageDevice::Host { .. } => unreachable!("offload without `flex` is refused earlier"),
         }
     }
 
-    /// The tensor on the device, in a type.
+    /// Returns the tensor on the device, cast to `dtype`: a copy if it is stored in host memory.
     pub(crate) fn on_device(
         self,
         device: &B::Device,
         dtype: DType,
-        rest: StorageDevice,
+        storage: StorageDevice,
     ) -> Float<B> {
-        let _ = (device, rest);
+        let _ = (device, storage);
         match self {
             Self::Device(tensor) => cast::<B>(tensor, dtype),
-            // Cast first: fewer bytes cross over.
+            // Casts before the copy, since a cast to half precision halves the bytes to copy.
             #[cfg(feature = "flex")]
             Self::Host(tensor) => {
-                let pinned = rest == StorageDevice::Host { pinned: true };
-                super::shard_backend::from_host::<B>(cast::<Flex>(tensor, dtype), device, pinned)
+                let pinned = storage == StorageDevice::Host { pinned: true };
+                from_flex::<B>(cast::<Flex>(tensor, dtype), device, pinned)
             }
         }
     }
 
-    /// A Burn tensor without autodiff.
+    /// Puts the tensor into Burn's dispatch type, without autodiff.
     pub(crate) fn into_dispatch(self) -> DispatchTensor {
         match self {
-            Self::Device(tensor) => B::into_dispatch(Value::Plain(tensor)),
+            Self::Device(tensor) => B::into_dispatch(FloatTensor::Plain(tensor)),
             #[cfg(feature = "flex")]
-            Self::Host(tensor) => Flex::into_dispatch(Value::Plain(tensor)),
+            Self::Host(tensor) => Flex::into_dispatch(FloatTensor::Plain(tensor)),
         }
     }
 
-    /// A Burn tensor with an autodiff context, where there is one.
-    pub(crate) fn with_context(self, context: Option<Context>) -> DispatchTensor {
+    /// Puts the tensor into Burn's dispatch type: untracked on an autodiff device if there is a
+    /// context, else without autodiff.
+    pub(crate) fn with_context(self, context: Option<AutodiffContext>) -> DispatchTensor {
         use burn::backend::{Autodiff, AutodiffBackend};
         let Some(context) = context else { return self.into_dispatch() };
         match self {
             Self::Device(tensor) => {
-                B::into_dispatch(Value::Autodiff(Autodiff::<B>::from_inner(tensor), context))
+                B::into_dispatch(FloatTensor::Autodiff(Autodiff::<B>::from_inner(tensor), context))
             }
             #[cfg(feature = "flex")]
-            Self::Host(tensor) => {
-                Flex::into_dispatch(Value::Autodiff(Autodiff::<Flex>::from_inner(tensor), context))
-            }
+            Self::Host(tensor) => Flex::into_dispatch(FloatTensor::Autodiff(
+                Autodiff::<Flex>::from_inner(tensor),
+                context,
+            )),
         }
     }
 
-    /// The sum of two tensors that rest at one place.
+    /// Adds two tensors that are stored in the same place.
     pub(crate) fn add(self, other: Self) -> Self {
         match (self, other) {
             (Self::Device(a), Self::Device(b)) => Self::Device(B::float_add(a, b)),
@@ -184,34 +193,34 @@ impl<B: ShardBackend> StoredTensor<B> {
                 Self::Host(Flex::float_add(a, b))
             }
             #[cfg(feature = "flex")]
-            _ => unreachable!("all of a model's gradients rest at one place"),
+            _ => unreachable!("all gradients of a model are stored in the same place"),
         }
     }
 
-    /// Whether it lies on the device that computes, in this type.
+    /// Returns whether the tensor is on the device that computes and has this dtype.
     pub(crate) fn is_on_device(&self, dtype: DType) -> bool {
         matches!(self, Self::Device(tensor) if tensor.dtype() == dtype)
     }
 
-    /// Its number of elements.
+    /// Returns the number of elements.
     pub(crate) fn numel(&self) -> usize {
         match self {
-            Self::Device(tensor) => super::shard_backend::numel::<B>(tensor),
+            Self::Device(tensor) => numel::<B>(tensor),
             #[cfg(feature = "flex")]
-            Self::Host(tensor) => super::shard_backend::numel::<Flex>(tensor),
+            Self::Host(tensor) => numel::<Flex>(tensor),
         }
     }
 
-    /// Bytes of its elements.
+    /// Returns the size of the elements in bytes.
     pub(crate) fn bytes(&self) -> usize {
         match self {
-            Self::Device(tensor) => super::shard_backend::bytes::<B>(tensor),
+            Self::Device(tensor) => bytes::<B>(tensor),
             #[cfg(feature = "flex")]
-            Self::Host(tensor) => super::shard_backend::bytes::<Flex>(tensor),
+            Self::Host(tensor) => bytes::<Flex>(tensor),
         }
     }
 
-    /// Shows the elements in order, as bytes of the host.
+    /// Calls `f` once, with the bytes of all elements in order.
     pub(crate) fn with_bytes(self, f: &mut dyn FnMut(&[u8])) {
         match self {
             Self::Device(tensor) => B::with_bytes(tensor, f),
@@ -220,7 +229,8 @@ impl<B: ShardBackend> StoredTensor<B> {
         }
     }
 
-    /// What each range of its flattened tensor adds to a norm, in order.
+    /// Returns the contribution to a norm of each flattened tensor's elements in the range, in the
+    /// order of `parts`. All tensors are stored in the same place.
     pub(crate) fn norm_sums(parts: Vec<(Self, Range<usize>)>, norm: Norm) -> Vec<f64> {
         let mut device = Vec::new();
         #[cfg(feature = "flex")]
@@ -234,7 +244,7 @@ impl<B: ShardBackend> StoredTensor<B> {
         }
         #[cfg(feature = "flex")]
         if !host.is_empty() {
-            assert!(device.is_empty(), "all of a model's gradients rest at one place");
+            assert!(device.is_empty(), "all gradients of a model are stored in the same place");
             return Flex::norm_sums(&host, norm);
         }
         B::norm_sums(&device, norm)
