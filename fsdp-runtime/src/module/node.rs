@@ -75,7 +75,7 @@ pub struct Child {
 }
 
 impl Child {
-    /// A field of the same name in checkpoints, neither transposed nor a unit.
+    /// Creates a field that has the same name in checkpoints, is not transposed, and is not a unit.
     pub(super) const fn plain(name: &'static str, node: &'static Node) -> Self {
         Self { name, key: None, transposed: false, unit: false, node }
     }

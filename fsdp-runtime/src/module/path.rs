@@ -39,7 +39,7 @@ impl ModulePath {
         &self.0
     }
 
-    /// Returns the dotted path of a parameter whose path below the present field is `below`.
+    /// Returns the dotted path with the segments `below` appended.
     pub(crate) fn join(&self, below: &[String]) -> String {
         let segments: Vec<&str> = self.0.iter().chain(below).map(String::as_str).collect();
         segments.join(".")

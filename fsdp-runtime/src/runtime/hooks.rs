@@ -15,7 +15,7 @@ use crate::module::{
 pub use super::values::{
     Inputs, KnownTensors, MapInputs, ProbeOther, ProbeUnitValue, UnknownTensors, ValueProbe,
 };
-// Generated code asks the same question of inputs and outputs under these names.
+// Generated code uses these names for inputs and outputs, which share one implementation.
 pub use super::values::{
     ProbeOther as CollectOther, ProbeOther as ReturnsOther, ProbeUnitValue as CollectValue,
     ProbeUnitValue as ReturnsValue, ValueProbe as Input, ValueProbe as Output,

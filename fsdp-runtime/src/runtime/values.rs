@@ -1,5 +1,7 @@
-//! The inputs and outputs of a hooked call, as generated code passes them to the runtime: one
-//! question, "is the type of this value a [`UnitValue`]?", asked of values of any type.
+//! The inputs and outputs of a hooked call.
+//!
+//! Generated code passes values of any type. [`ValueProbe`] finds out at compile time whether the type
+//! is a [`UnitValue`], whose tensors can be collected, cast and hooked.
 
 use burn::tensor::DispatchTensor;
 

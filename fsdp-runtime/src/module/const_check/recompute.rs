@@ -23,7 +23,7 @@ pub const fn can_be_recomputed<U: HookedForward>(forward: &str, input: &str) {
     }
 }
 
-/// Returns why `input` of the method `forward` cannot be saved, if it cannot.
+/// Returns the reason why `input` of the method `forward` cannot be saved; `None` if it can be saved.
 const fn reason(forwards: &[Forward], forward: &str, input: &str) -> Option<NotRecomputable> {
     let mut i = 0;
     while i < forwards.len() {

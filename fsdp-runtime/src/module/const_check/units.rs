@@ -192,8 +192,8 @@ const fn first_field_unit(node: &Node, path: &mut Text) -> bool {
     false
 }
 
-/// Returns whether a module has parameters of its own, outside of nested units. A leaf may have
-/// some.
+/// Returns whether a module has parameters of its own, outside of nested units. A leaf counts as
+/// having some, as its content is unknown.
 const fn has_parameters(node: &Node) -> bool {
     if matches!(node.kind, Kind::Param { .. } | Kind::Leaf) {
         return true;

@@ -97,7 +97,7 @@ impl<B: ShardBackend> ScheduleState for Schedule<B> {
 }
 
 impl<B: ShardBackend> Schedule<B> {
-    /// Marks the parameters that must be loaded before they are used, and no others.
+    /// Marks `params`, and no others, as not loaded yet. Their use is an error until they are loaded.
     pub(crate) fn set_unloaded(&self, params: &[ParamIndex]) {
         let is_owner =
             |index: &&ParamIndex| !matches!(self.param(**index).1.held, Placement::TiedTo(_));

@@ -29,9 +29,9 @@ pub(super) struct UnitCall<B: ShardBackend> {
     /// Whether the call used a gathered parameter without a gradient. An operation that reads such
     /// a parameter may run backward after the last gradient of the call has arrived.
     pub(super) reads_frozen: bool,
-    /// Alive as long as the graph of the call, whose operations share it.
+    /// Tells whether the graph of the call exists: the operations of the graph hold the value.
     pub(super) alive: Weak<()>,
-    /// Keeps `alive` until the forward ends.
+    /// The value behind `alive`, which the call holds itself until the forward ends.
     pub(super) open: Option<Arc<()>>,
     /// Call whose recomputation this call is part of.
     pub(super) part_of: Option<CallId>,
