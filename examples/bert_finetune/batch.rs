@@ -1,24 +1,25 @@
-//! Which examples make up each step, and which rank holds which of them.
+//! Assignment of examples to steps and ranks, and padding of a batch.
 //!
-//! Training forms *global* batches first and then deals their rows to the ranks in order. So every
-//! rank takes the same number of steps, and two ranks of 8 see in each step the 16 examples that one
-//! rank of 16 would. Examples of about one length share a batch, which leaves little padding and gives
-//! the ranks about equal work. What does not fill a global batch sits out an epoch, a different rest
-//! each time. Evaluation covers every example once; a rank with nothing left repeats a row that does
-//! not count, since its peers still need it for the collectives of the forward.
+//! Training forms *global* batches first and then assigns their rows to the ranks in order. Therefore
+//! all ranks take the same number of steps, and two ranks with batches of 8 train on the same 16
+//! examples per step as one rank with batches of 16. Examples of similar length share a batch, so that
+//! there is little padding and ranks have similar work. Examples that do not fill a global batch are
+//! left out of an epoch; the shuffle chooses other ones in each epoch.
+//!
+//! Evaluation covers every example once. A rank that has no example left in a step repeats one that is
+//! not counted, because its peers need it for the collectives of the forward.
 
 use anyhow::{Result, ensure};
-use rand::SeedableRng;
-use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
-use crate::tokenize::Encoded;
+use crate::common::training::epoch_rng;
+use crate::tokenizer::Encoded;
 
-/// Global batches that are sorted by length together: large enough that batches are even, small
-/// enough that an epoch stays well shuffled.
+/// Number of global batches that are sorted by length together. With more, the lengths in a batch are
+/// more similar; with fewer, the epoch is better shuffled.
 const POOL: usize = 32;
 
-/// How the examples of a split are dealt to ranks.
+/// Assigns the examples of a split to steps and ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Dealer {
     /// Number of ranks.
@@ -28,16 +29,16 @@ pub struct Dealer {
 }
 
 impl Dealer {
-    /// Examples in a step, over all ranks.
+    /// Returns the number of examples in a step, over all ranks.
     pub fn global_batch(&self) -> usize {
         self.world_size * self.batch_size
     }
 
-    /// Steps in an epoch over `examples` examples.
+    /// Returns the number of steps in an epoch over `examples` examples.
     ///
     /// # Errors
     ///
-    /// If they do not fill a single global batch.
+    /// If the examples do not fill a single global batch.
     pub fn steps_per_epoch(&self, examples: usize) -> Result<usize> {
         ensure!(
             examples >= self.global_batch(),
@@ -48,12 +49,10 @@ impl Dealer {
         Ok(examples / self.global_batch())
     }
 
-    /// The global batches of one epoch, as indices into `lengths`: the same on every rank.
+    /// Returns the global batches of one epoch as indices into `lengths`, the same on every rank.
     pub fn epoch(&self, lengths: &[usize], seed: u64, epoch: usize) -> Vec<Vec<usize>> {
         let size = self.global_batch();
-        // The odd factor keeps seeds and epochs apart: seed 1 in epoch 0 is not seed 0 in epoch 1.
-        let epoch = (epoch as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let mut random = StdRng::seed_from_u64(seed ^ epoch);
+        let mut random = epoch_rng(seed, epoch);
         let mut order: Vec<usize> = (0..lengths.len()).collect();
         order.shuffle(&mut random);
         order.truncate(order.len() / size * size);
@@ -62,19 +61,19 @@ impl Dealer {
             pool.sort_by_key(|index| lengths[*index]);
             batches.extend(pool.chunks(size).map(<[usize]>::to_vec));
         }
-        // Sorted rows would give the last rank the longest of every batch.
+        // Rows in sorted order would give the last rank the longest examples of every batch.
         batches.iter_mut().for_each(|batch| batch.shuffle(&mut random));
         batches.shuffle(&mut random);
         batches
     }
 
-    /// The rows of a global batch that are `rank`'s.
+    /// Returns the rows of a global batch that belong to `rank`.
     pub fn share<'a>(&self, batch: &'a [usize], rank: usize) -> &'a [usize] {
         &batch[rank * self.batch_size..(rank + 1) * self.batch_size]
     }
 
-    /// `rank`'s batches of an evaluation: every rank has the same number of them, and over all ranks
-    /// each example counts once.
+    /// Returns the batches of `rank` in an evaluation. Every rank has the same number of batches, and
+    /// each example counts on one rank.
     pub fn evaluation(&self, lengths: &[usize], rank: usize) -> Vec<EvalShare> {
         let mut order: Vec<usize> = (0..lengths.len()).collect();
         order.sort_by_key(|index| lengths[*index]);
@@ -90,32 +89,32 @@ impl Dealer {
     }
 }
 
-/// A rank's part of one step of an evaluation.
+/// Rows of one rank in one step of an evaluation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EvalShare {
-    /// Indices of the examples, at least one.
+    /// Indices of examples, at least one.
     pub rows: Vec<usize>,
-    /// How many of them, from the first, count.
+    /// Number of leading rows that count. The others repeat rows of other ranks.
     pub counted: usize,
 }
 
-/// Examples side by side, filled up to the longest of them.
+/// Batch of examples, padded to the longest of them. Matrices are in row-major order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Padded {
-    /// Rows and columns.
+    /// Shape `[batch, length]` of the matrices.
     pub shape: [usize; 2],
-    /// Word pieces, row by row.
+    /// Word-piece ids, `[batch, length]`.
     pub ids: Vec<i32>,
-    /// Segments, row by row.
+    /// Token types, `[batch, length]`.
     pub types: Vec<i32>,
-    /// Whether a place is filling, row by row.
+    /// Whether a position is padding, `[batch, length]`.
     pub padding: Vec<bool>,
-    /// The class of each row.
+    /// Classes, `[batch]`.
     pub labels: Vec<i32>,
 }
 
 impl Padded {
-    /// Collects the examples at `rows`.
+    /// Pads the examples at `rows` with the token `pad`.
     pub fn new(examples: &[Encoded], rows: &[usize], pad: u32) -> Self {
         let width = rows.iter().map(|row| examples[*row].ids.len()).max().unwrap_or(0);
         let places = rows.len() * width;
@@ -139,7 +138,7 @@ impl Padded {
         batch
     }
 
-    /// Whether any place is filling.
+    /// Whether any position is padding.
     pub fn is_padded(&self) -> bool {
         self.padding.contains(&true)
     }
@@ -179,6 +178,7 @@ mod tests {
         let (two, one) =
             (Dealer { world_size: 2, batch_size: 8 }, Dealer { world_size: 1, batch_size: 16 });
         let (of_two, of_one) = (two.epoch(&lengths(300), 5, 1), one.epoch(&lengths(300), 5, 1));
+        assert_eq!(of_two.len(), of_one.len());
         for (batch, whole) in of_two.iter().zip(&of_one) {
             assert_eq!([two.share(batch, 0), two.share(batch, 1)].concat(), one.share(whole, 0));
         }
@@ -197,7 +197,7 @@ mod tests {
             padded += 8 * (longest(0) + longest(1));
             between += longest(0).abs_diff(longest(1));
         }
-        assert!(padded * 100 < real * 105, "{padded} places for {real} pieces");
+        assert!(padded * 100 < real * 105, "{padded} positions for {real} word pieces");
         assert!(between < 2 * epoch.len(), "{between} between the ranks");
     }
 

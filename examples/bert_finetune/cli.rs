@@ -1,52 +1,40 @@
-//! The command line: the flags, and the recipe they resolve to where one is left out.
+//! Command-line arguments, and the training recipe with the defaults of arguments that are not given.
 //!
-//! Every constant of the training recipe stands in this file. What `--device` names is looked up in
-//! `device.rs`.
+//! All constants of the training recipe are in this file.
 
 use std::path::PathBuf;
 
 use clap::Parser;
-use fsdp_runtime::prelude::{Engine, ShardingStrategy};
 
-use crate::device::DeviceName;
-use crate::saving::SavePlan;
+use crate::checkpoints::CheckpointPlan;
+use crate::common::args::{OutputArgs, RankArgs};
+use crate::common::parse::{learning_rate, positive, probability};
 
-/// Trains a BERT sentence classifier whose weights, gradients and optimizer state are sharded over
+/// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded over
 /// ranks.
 ///
-/// Without flags: a small BERT, from scratch, tells spam from mail on two ranks.
+/// Without arguments: trains a small BERT from scratch to recognise spam, on two ranks.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "bert_finetune")]
 #[command(group = clap::ArgGroup::new("saving").multiple(true))]
 pub struct Cli {
-    /// Configuration file of `fsdp config` or Accelerate; flags override it [default: the one of `fsdp
-    /// launch`]
+    /// Configuration file of `fsdp config` or Accelerate; arguments override it [default: the file that
+    /// `fsdp launch` passes on, if any]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
-    /// How many ranks share the model [default: as many as were started, or 2 threads, or one a GPU]
-    #[arg(long, value_name = "N", value_parser = positive)]
-    pub world_size: Option<usize>,
+    #[command(flatten)]
+    pub ranks: RankArgs,
 
-    /// What ranks are: local (threads), mpi (processes, started by `mpirun`), nccl (a GPU each) or auto
-    #[arg(long, value_name = "NAME", default_value = "auto")]
-    pub engine: Engine,
-
-    /// Seconds after which a rank that does not come ends the run
+    /// Seconds to wait for a rank in a collective, after which the run ends with an error
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: u64,
 
-    /// What is sharded: FULL_SHARD (all of it), SHARD_GRAD_OP (weights stay gathered until backward),
-    /// NO_SHARD (every rank holds the whole model), HYBRID_SHARD or HYBRID_SHARD_ZERO2 (as the first two,
-    /// on each machine) [default: FULL_SHARD]
-    #[arg(long, value_name = "NAME")]
-    pub strategy: Option<ShardingStrategy>,
-
-    /// Passes over the training split
+    /// Number of passes over the training split
     #[arg(long, value_name = "N", value_parser = positive)]
     pub epochs: Option<usize>,
 
-    /// Steps after which to stop; alone, it takes as many epochs as that needs
+    /// Number of training steps; without --epochs, as many epochs as the steps need
     #[arg(long, value_name = "N", value_parser = positive)]
     pub steps: Option<usize>,
 
@@ -54,15 +42,15 @@ pub struct Cli {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub batch_size: Option<usize>,
 
-    /// Word pieces after which an example is cut
+    /// Maximum length of an example in word pieces; longer examples are truncated
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_length: Option<usize>,
 
     /// Peak learning rate, reached at the end of the warm-up
-    #[arg(long, value_name = "RATE", value_parser = rate)]
+    #[arg(long, value_name = "RATE", value_parser = learning_rate)]
     pub learning_rate: Option<f64>,
 
-    /// Dropout probability, in place of the model configuration's own
+    /// Dropout probability, in place of those in the model's configuration
     #[arg(long, value_name = "P", value_parser = probability)]
     pub dropout: Option<f64>,
 
@@ -70,83 +58,76 @@ pub struct Cli {
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     pub seed: u64,
 
-    /// Own text: a directory with a train and a test file, or one file, of which a tenth is held out
+    /// Data to train on: a directory with a training and a test file, or one file, of which a tenth is
+    /// held out [default: the embedded mail]
     ///
-    /// tsv or csv with the columns `label`, `sentence1` and, for pairs, `sentence2`; or the Microsoft
-    /// paraphrase files as published.
+    /// Files are tsv or csv with the columns `label`, `sentence1` and, for sentence pairs, `sentence2`,
+    /// or the Microsoft Research paraphrase files as published.
     #[arg(long, value_name = "DIR|FILE")]
     pub data: Option<PathBuf>,
 
-    /// Model to start from: `config.json`, `model.safetensors` (or several files and their index), and
-    /// `tokenizer.json` or `vocab.txt`
+    /// Directory of the pretrained model to start from: `config.json`, `model.safetensors` (or several
+    /// files and their index), and `tokenizer.json` or `vocab.txt`
     #[arg(long, value_name = "DIR")]
     pub pretrained: Option<PathBuf>,
 
-    /// Where to write the trained model, as transformers loads it
+    /// Directory to write the trained model to, in the format that transformers loads
     #[arg(long, value_name = "DIR")]
     pub save_pretrained: Option<PathBuf>,
 
-    /// Folder to save checkpoints in: at the end, on Ctrl-C, and as --save-every says
+    /// Directory to save checkpoints in: at the end, on Ctrl-C, and every --save-every steps
     #[arg(long, value_name = "DIR", group = "saving")]
     pub save_dir: Option<PathBuf>,
 
-    /// Steps between two checkpoints
+    /// Number of steps between two checkpoints
     #[arg(long, value_name = "N", value_parser = positive, requires = "saving")]
     pub save_every: Option<usize>,
 
-    /// Checkpoints to keep, the newest ones; by default all
+    /// Number of newest checkpoints to keep [default: all]
     #[arg(long, value_name = "N", value_parser = positive, requires = "saving")]
     pub keep_last: Option<usize>,
 
-    /// Goes on from the newest complete checkpoint in a folder, at any --world-size and --strategy
+    /// Directory to resume from: a checkpoint, or a directory of checkpoints, of which the newest
+    /// complete one is loaded; --world-size and --strategy may differ from the saved run's
     ///
-    /// Without --save-dir, new checkpoints go to the same folder.
+    /// Without --save-dir, new checkpoints are saved beside the loaded one.
     #[arg(long, value_name = "DIR", group = "saving")]
     pub resume: Option<PathBuf>,
 
-    /// Step after which to end early, with the learning rates of the whole run
+    /// Step after which to stop early; the learning rates remain those of the whole run
     #[arg(long, value_name = "N", value_parser = positive)]
     pub stop_after: Option<usize>,
 
-    /// Where to compute: auto, flex, cpu, wgpu, cuda or cuda:N
-    #[arg(long, value_name = "NAME", default_value = "auto")]
-    pub device: DeviceName,
-
-    /// Print the result as one JSON object, on the last line of standard output
-    #[arg(long)]
-    pub json: bool,
-
-    /// No progress, only the result
-    #[arg(long)]
-    pub quiet: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
 }
 
-/// How to train: what the flags say, and the defaults where they say nothing.
+/// Hyperparameters of a run: the arguments, with defaults for those that are not given.
 #[derive(Clone, Debug)]
 pub struct Recipe {
-    /// Passes over the training split; `None` if only `steps` bounds the run.
+    /// Number of passes over the training split; `None` if only `steps` limits the run.
     pub epochs: Option<usize>,
-    /// Steps after which to stop, where given.
+    /// Maximum number of steps.
     pub steps: Option<usize>,
-    /// Step after which to end early, where given.
+    /// Step after which to stop early. The learning rates do not depend on it.
     pub stop_after: Option<usize>,
     /// Examples in a batch, per rank.
     pub batch_size: usize,
-    /// Longest example, in word pieces.
+    /// Maximum length of an example, in word pieces.
     pub max_length: usize,
     /// Peak learning rate.
     pub learning_rate: f64,
-    /// AdamW's weight decay, on matrices only.
+    /// AdamW's weight decay, applied to matrices only.
     pub weight_decay: f32,
-    /// Part of all steps in which the learning rate rises; it falls in the rest.
+    /// Fraction of all steps in which the learning rate rises. It falls in the remaining steps.
     pub warmup: f64,
-    /// Bound on the norm of all gradients together.
+    /// Upper bound of the 2-norm of all gradients together.
     pub max_norm: f64,
-    /// Seed of everything that is drawn.
+    /// Seed of all random numbers.
     pub seed: u64,
 }
 
-/// Defaults of a small model from scratch.
+/// Defaults of a small model that is trained from scratch.
 const SCRATCH: Defaults = Defaults { epochs: 5, batch_size: 8, learning_rate: 5e-4 };
 /// Defaults of a pretrained model.
 const FINE_TUNE: Defaults = Defaults { epochs: 3, batch_size: 8, learning_rate: 5e-5 };
@@ -162,7 +143,7 @@ struct Defaults {
 }
 
 impl Cli {
-    /// The recipe these flags ask for.
+    /// Returns the hyperparameters of the run.
     pub fn recipe(&self) -> Recipe {
         let defaults = if self.pretrained.is_some() { FINE_TUNE } else { SCRATCH };
         Recipe {
@@ -179,42 +160,21 @@ impl Cli {
         }
     }
 
-    /// When to save and from where to resume.
-    pub fn save_plan(&self) -> SavePlan {
-        let plan = SavePlan::new(self.save_dir.clone(), self.resume.clone());
-        SavePlan { every: self.save_every, keep_last: self.keep_last, ..plan }
+    /// Returns when to save checkpoints and which one to resume from.
+    pub fn checkpoint_plan(&self) -> CheckpointPlan {
+        let plan = CheckpointPlan::new(self.save_dir.clone(), self.resume.clone());
+        CheckpointPlan { every: self.save_every, keep_last: self.keep_last, ..plan }
     }
 }
 
 impl Recipe {
-    /// All steps of a run whose epochs have `per_epoch` each.
+    /// Returns the number of steps of a run whose epochs have `per_epoch` steps each.
     pub fn total_steps(&self, per_epoch: usize) -> usize {
         let in_epochs = self.epochs.map(|epochs| epochs.saturating_mul(per_epoch));
         match (in_epochs, self.steps) {
             (Some(in_epochs), Some(steps)) => in_epochs.min(steps),
             (in_epochs, steps) => in_epochs.or(steps).unwrap_or(per_epoch),
         }
-    }
-}
-
-fn positive(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) | Err(_) => Err("expected a whole number from 1".into()),
-        Ok(number) => Ok(number),
-    }
-}
-
-fn rate(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(rate) if rate > 0.0 && rate <= 1.0 => Ok(rate),
-        _ => Err("expected a number above 0 and at most 1, such as 5e-5".into()),
-    }
-}
-
-fn probability(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(probability) if (0.0..1.0).contains(&probability) => Ok(probability),
-        _ => Err("expected a number from 0 to below 1".into()),
     }
 }
 
@@ -242,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_value_is_refused_with_what_would_be_right() {
+    fn an_invalid_value_is_refused_with_the_valid_ones() {
         for (flags, expected) in [
             ("--batch-size 0", "a whole number from 1"),
             ("--learning-rate nan", "a number above 0"),

@@ -1,5 +1,5 @@
-//! What lies beside the weights in a saved model's folder, so that transformers loads it:
-//! `config.json` and the tokenizer's files.
+//! Files beside the weights of an exported model, with which transformers loads it: `config.json` and
+//! the tokenizer's files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,29 +8,31 @@ use anyhow::{Context, Result};
 use fsdp_runtime::SavePretrained;
 use serde_json::{Map, Value, json};
 
-use crate::config::BertConfig;
-use crate::tokenize::BertTokenizer;
+use crate::bert_config::BertConfig;
+use crate::tokenizer::BertTokenizer;
 
-/// A tokenizer's files, as Hugging Face names them.
+/// Hugging Face's names of a tokenizer's files.
 const TOKENIZER: [&str; 4] =
     ["tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"];
 
-/// Where a trained model goes, and what goes with it.
+/// Directory of an exported model, and the files beside its weights.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// The folder.
+    /// Directory.
     pub folder: PathBuf,
-    /// Names and contents of the files beside the weights.
+    /// Names and contents of the files.
     pub files: Vec<(String, Vec<u8>)>,
 }
 
 impl Export {
-    /// Makes the folder, and the files of a classifier; the tokenizer's are those of the model it
-    /// started from, if any.
+    /// Creates the directory and collects the files. The tokenizer's files are those of the pretrained
+    /// model, if the run starts from one.
+    ///
+    /// It is called before training, so that a wrong path is found before the work is done.
     ///
     /// # Errors
     ///
-    /// If the folder cannot be made, or a file of that model cannot be read.
+    /// If the directory cannot be created, or if a file of the pretrained model cannot be read.
     pub fn new(
         folder: &Path,
         config: &BertConfig,
@@ -38,35 +40,17 @@ impl Export {
         tokenizer: &BertTokenizer,
         pretrained: Option<&Path>,
     ) -> Result<Self> {
-        // Before training rather than after.
-        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let mut files = vec![("config.json".to_string(), json_of(&classifier(config, classes)?)?)];
-        match pretrained {
-            Some(directory) => {
-                for name in TOKENIZER {
-                    let path = directory.join(name);
-                    if path.is_file() {
-                        let contents = fs::read(&path)
-                            .with_context(|| format!("cannot read {}", path.display()))?;
-                        files.push((name.to_string(), contents));
-                    }
-                }
-            }
-            None => {
-                let settings = json!({
-                    "tokenizer_class": "BertTokenizer",
-                    "do_lower_case": true,
-                    "model_max_length": config.max_position_embeddings,
-                });
-                files.push(("tokenizer.json".into(), tokenizer.to_json()?.into_bytes()));
-                files.push(("vocab.txt".into(), tokenizer.vocabulary().into_bytes()));
-                files.push(("tokenizer_config.json".into(), json_of(&settings)?));
-            }
-        }
+        fs::create_dir_all(folder)
+            .with_context(|| format!("cannot create {}", folder.display()))?;
+        let mut files = vec![("config.json".into(), pretty_json(&classifier(config, classes)?)?)];
+        files.extend(match pretrained {
+            Some(directory) => read_tokenizer(directory)?,
+            None => write_tokenizer(tokenizer, config.max_position_embeddings)?,
+        });
         Ok(Self { folder: folder.to_path_buf(), files })
     }
 
-    /// How to write the model.
+    /// Returns the options to save the model with.
     pub fn options(&self) -> SavePretrained {
         let files = self.files.iter().cloned();
         files.fold(SavePretrained::new(), |options, (name, contents)| {
@@ -75,7 +59,33 @@ impl Export {
     }
 }
 
-/// `config.json` of `BertForSequenceClassification`.
+/// Reads the tokenizer's files that a pretrained model has.
+fn read_tokenizer(directory: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+    let existing = TOKENIZER.into_iter().filter(|name| directory.join(name).is_file());
+    let read = existing.map(|name| {
+        let path = directory.join(name);
+        let contents =
+            fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok((name.to_string(), contents))
+    });
+    read.collect()
+}
+
+/// Returns the files of a tokenizer that was trained here.
+fn write_tokenizer(tokenizer: &BertTokenizer, max_length: usize) -> Result<Vec<(String, Vec<u8>)>> {
+    let settings = json!({
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": true,
+        "model_max_length": max_length,
+    });
+    Ok(vec![
+        ("tokenizer.json".into(), tokenizer.to_json()?.into_bytes()),
+        ("vocab.txt".into(), tokenizer.vocabulary().into_bytes()),
+        ("tokenizer_config.json".into(), pretty_json(&settings)?),
+    ])
+}
+
+/// Returns the `config.json` of a `BertForSequenceClassification`.
 fn classifier(config: &BertConfig, classes: usize) -> Result<Value> {
     let labels = || (0..classes).map(|class| (class, format!("LABEL_{class}")));
     let of_id: Map<_, _> =
@@ -89,7 +99,8 @@ fn classifier(config: &BertConfig, classes: usize) -> Result<Value> {
     Ok(json)
 }
 
-fn json_of(value: &Value) -> Result<Vec<u8>> {
+/// Formats JSON with indentation and a final line break.
+fn pretty_json(value: &Value) -> Result<Vec<u8>> {
     let mut text = serde_json::to_vec_pretty(value)?;
     text.push(b'\n');
     Ok(text)
@@ -98,10 +109,10 @@ fn json_of(value: &Value) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Example;
+    use crate::corpus::Example;
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn exported_files_are_read_back() {
         let folder = tempfile::tempdir().unwrap();
         let example = |text: &str| Example { label: 0, first: text.into(), second: None };
         let text = [example("one winner won one"), example("one million won, one by one")];
@@ -120,7 +131,7 @@ mod tests {
         let by_vocabulary = BertTokenizer::read(folder.path(), 12).unwrap();
         assert_eq!(by_vocabulary.encode(&text).unwrap(), encoded);
 
-        // From a pretrained model its own files are taken over.
+        // The files of a pretrained model are copied.
         let again =
             Export::new(folder.path(), &config, 3, &tokenizer, Some(folder.path())).unwrap();
         let names: Vec<_> = again.files.iter().map(|(name, _)| name.as_str()).collect();

@@ -1,49 +1,64 @@
-//! BERT fine-tuning with FSDP for Burn, end to end on real text.
+//! Fine-tunes a BERT sentence classifier with fully sharded data parallel training.
+//!
+//! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains on
+//! its own part of each batch. The example shows all that such a program needs: annotations on the
+//! model, sharding, a training loop, evaluation, checkpoints that any number of ranks can resume from,
+//! and loading and saving Hugging Face models.
 //!
 //! ```text
-//! cargo run --release --example bert_finetune            # spam from mail, a small BERT, two ranks
+//! cargo run --release --example bert_finetune            # trains a small BERT on mail, with two ranks
 //! cargo run --release --example bert_finetune -- --help
 //! cargo run --release --example bert_finetune -- --pretrained MiniLM-L6/ --data mrpc/
 //! ```
 //!
-//! `model.rs` is the model and its annotations, `train.rs` what each rank runs. The rest is what any
-//! such program needs: text (`data.rs`), word pieces (`tokenize.rs`), batches (`batch.rs`), scores
-//! (`metrics.rs`), checkpoints (`saving.rs`), a report (`report.rs`), what goes with saved weights
-//! (`export.rs`), and the file that `fsdp launch` passes on (`settings.rs`).
+//! Read in this order:
+//!
+//! 1. `model.rs`: the model in plain Burn, and the annotations for sharding.
+//! 2. `sharding.rs`: how the model is sharded, with new, pretrained or restored weights.
+//! 3. `train.rs`: the training loop of one rank.
+//! 4. `checkpoints.rs`: saving and resuming.
+//!
+//! The other files: `cli.rs` (arguments and hyperparameters), `launch_settings.rs` (configuration file
+//! of `fsdp launch`), `job.rs` (inputs of a run), `bert_config.rs`, `corpus.rs` (text), `tokenizer.rs`,
+//! `batch.rs`, `learning_rate.rs`, `metrics.rs`, `progress.rs`, `summary.rs` (the result), `export.rs`
+//! (files beside exported weights), and `../common/` (code shared with the other example).
 
-mod allocator;
 mod batch;
+mod bert_config;
+mod checkpoints;
 mod cli;
-mod config;
-mod data;
-mod device;
+#[path = "../common/mod.rs"]
+mod common;
+mod corpus;
 mod export;
+mod job;
+mod launch_settings;
+mod learning_rate;
 mod metrics;
 mod model;
-mod report;
-mod saving;
-mod settings;
-mod tokenize;
+mod progress;
+mod sharding;
+mod summary;
+mod tokenizer;
 mod train;
 #[cfg(test)]
 mod transformers;
-
-use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Parser;
 use fsdp_runtime::Rank;
 use fsdp_runtime::prelude::*;
 
+use crate::checkpoints::handle_interrupts;
 use crate::cli::Cli;
-use crate::config::BertConfig;
-use crate::data::Corpus;
-use crate::export::Export;
-use crate::report::Summary;
-use crate::saving::handle_interrupts;
-use crate::settings::Settings;
-use crate::tokenize::BertTokenizer;
-use crate::train::{Job, train};
+use crate::common::{allocator, report};
+use crate::job::Job;
+use crate::launch_settings::LaunchSettings;
+use crate::summary::Summary;
+use crate::train::train;
+
+/// Exit code of a program that Ctrl-C ended, by the convention of shells.
+const INTERRUPTED: i32 = 130;
 
 fn main() -> Result<()> {
     start(&Cli::parse())
@@ -51,95 +66,40 @@ fn main() -> Result<()> {
 
 fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
-    let settings = Settings::of(cli)?;
+    let settings = LaunchSettings::new(cli)?;
     settings.device.resolve_or_exit();
-    let summary = match run(cli, settings)? {
-        Ended::With(summary) => summary,
-        Ended::Elsewhere => return Ok(()),
-        // What a shell calls a program that Ctrl-C ended.
-        Ended::Interrupted => std::process::exit(130),
-    };
-    if !(cli.json && cli.quiet) {
-        println!("{summary}");
+    match run(cli, settings)? {
+        Outcome::Finished(summary) => report::print_summary(&*summary, cli.output),
+        Outcome::FinishedElsewhere => Ok(()),
+        Outcome::Interrupted => std::process::exit(INTERRUPTED),
     }
-    if cli.json {
-        println!("{}", serde_json::to_string(&summary)?);
-    }
-    Ok(())
 }
 
-/// How a run ended.
-enum Ended {
-    /// With a summary, in the process that has rank 0.
-    With(Box<Summary>),
-    /// Well, in a process of another rank.
-    Elsewhere,
-    /// By Ctrl-C.
+/// How the ranks of this process ended.
+enum Outcome {
+    /// The run is complete, and this process runs rank 0.
+    Finished(Box<Summary>),
+    /// The run is complete, and another process runs rank 0.
+    FinishedElsewhere,
+    /// Ctrl-C ended the run.
     Interrupted,
 }
 
-fn run(cli: &Cli, settings: Settings) -> Result<Ended> {
+/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are processes.
+fn run(cli: &Cli, settings: LaunchSettings) -> Result<Outcome> {
     let device = settings.device.resolve()?;
-    let job = prepare(cli, &settings)?;
-    if job.saving.directory.is_some() {
+    let job = Job::new(cli, &settings)?;
+    if job.checkpoints.directory.is_some() {
         handle_interrupts()?;
     }
-    let of_ranks = launch(settings.launch.with_device(device), move |worker: Worker| {
+    let results = launch(settings.launch.with_device(device), move |worker: Worker| {
         let summary = train(&job, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))
     })?;
-    // All ranks end after the same step.
-    Ok(match of_ranks.into_iter().next() {
-        Some((_, None)) => Ended::Interrupted,
-        Some((Rank::ZERO, Some(summary))) => Ended::With(Box::new(summary)),
-        _ => Ended::Elsewhere,
-    })
-}
-
-/// Reads text, tokenizer and model configuration: all that can be wrong before a rank starts.
-fn prepare(cli: &Cli, settings: &Settings) -> Result<Job> {
-    let recipe = cli.recipe();
-    let corpus = match &cli.data {
-        Some(path) => Corpus::read(path)?,
-        None => Corpus::embedded()?,
-    };
-    let (tokenizer, config) = match &cli.pretrained {
-        Some(directory) => (
-            BertTokenizer::read(directory, recipe.max_length)?,
-            BertConfig::read(&directory.join("config.json"))?,
-        ),
-        None => {
-            let tokenizer = BertTokenizer::train(&corpus.train, recipe.max_length)?;
-            let config = BertConfig::small(tokenizer.vocab_size(), recipe.max_length);
-            (tokenizer, config)
-        }
-    };
-    config.check_input(tokenizer.vocab_size(), recipe.max_length)?;
-    let about = format!(
-        "{}: {} examples to train on, {} held out, {} classes, {} word pieces",
-        corpus.name,
-        corpus.train.len(),
-        corpus.test.len(),
-        corpus.classes,
-        tokenizer.vocab_size()
-    );
-    let pretrained = cli.pretrained.as_deref();
-    let export =
-        |folder: &PathBuf| Export::new(folder, &config, corpus.classes, &tokenizer, pretrained);
-    Ok(Job {
-        about,
-        export: cli.save_pretrained.as_ref().map(export).transpose()?,
-        config: config.with_dropout(cli.dropout),
-        weights: cli.pretrained.clone(),
-        classes: corpus.classes,
-        pad: tokenizer.pad(),
-        train: tokenizer.encode(&corpus.train)?,
-        test: tokenizer.encode(&corpus.test)?,
-        strategy: settings.strategy,
-        options: settings.options.clone(),
-        scaler: settings.scaler.clone(),
-        saving: cli.save_plan(),
-        recipe,
-        quiet: cli.quiet,
+    // All ranks end after the same step, so the first result stands for all of them.
+    Ok(match results.into_iter().next() {
+        Some((_, None)) => Outcome::Interrupted,
+        Some((Rank::ZERO, Some(summary))) => Outcome::Finished(Box::new(summary)),
+        _ => Outcome::FinishedElsewhere,
     })
 }

@@ -1,30 +1,30 @@
-//! Accuracy and F1 from counts, which ranks can add up.
+//! Accuracy and F1 score of a classifier, computed from counts that ranks add up.
 
-/// What an evaluation counted, as numbers that [`all_reduce_sum`] can add over ranks.
+/// Counts of right and wrong predictions, as numbers that [`all_reduce_sum`] can add over ranks.
 ///
 /// [`all_reduce_sum`]: fsdp_runtime::prelude::Worker::all_reduce_sum
 #[derive(Clone, Debug, PartialEq)]
 pub struct Counts {
-    /// Of each class: right guesses, wrong guesses of it, and examples of it guessed to be another.
+    /// Three counts per class: true positives, false positives and false negatives.
     per_class: Vec<f64>,
 }
 
-/// How good a model's guesses are.
+/// Scores of a model on a split.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scores {
-    /// Part of the examples guessed right.
+    /// Fraction of the examples that are classified correctly.
     pub accuracy: f64,
-    /// With two classes, the F1 of class 1; with more, the mean of every class's F1.
+    /// F1 score of class 1 if there are two classes, or the mean of the F1 scores of all classes.
     pub f1: f64,
 }
 
 impl Counts {
-    /// Nothing counted.
+    /// Returns counts of 0 for each class.
     pub fn new(classes: usize) -> Self {
         Self { per_class: vec![0.0; 3 * classes] }
     }
 
-    /// Counts one example.
+    /// Counts the predicted class `guess` of one example with the class `label`.
     pub fn add(&mut self, guess: usize, label: usize) {
         if guess == label {
             self.per_class[3 * label] += 1.0;
@@ -34,12 +34,12 @@ impl Counts {
         }
     }
 
-    /// The numbers to add over ranks.
+    /// Returns the numbers to add over ranks.
     pub fn as_mut_slice(&mut self) -> &mut [f64] {
         &mut self.per_class
     }
 
-    /// Accuracy and F1; 0 where nothing was counted.
+    /// Returns the accuracy and the F1 score, or 0 if nothing was counted.
     pub fn scores(&self) -> Scores {
         let classes = || self.per_class.chunks_exact(3);
         let right: f64 = classes().map(|class| class[0]).sum();
@@ -56,27 +56,18 @@ impl Counts {
     }
 }
 
+/// Returns `part / whole`, or 0 if `whole` is 0.
 fn ratio(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }
 
-/// The index of the largest of one row's logits; the first of equals.
+/// Returns the index of the largest logit; the first one of equal logits.
 pub fn argmax(logits: &[f32]) -> usize {
     let first_larger = |best: usize, at: usize| if logits[at] > logits[best] { at } else { best };
     (0..logits.len()).fold(0, first_larger)
 }
 
-/// The middle of `values`, or the mean of the middle two; 0 of none.
-pub fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    match sorted.len() {
-        0 => 0.0,
-        len => (sorted[(len - 1) / 2] + sorted[len / 2]) / 2.0,
-    }
-}
-
-/// The mean of `values`; 0 of none.
+/// Returns the mean, or 0 for no values.
 pub fn mean(values: &[f64]) -> f64 {
     ratio(values.iter().sum(), values.len() as f64)
 }
@@ -117,12 +108,11 @@ mod tests {
     #[test]
     fn nothing_counted_scores_zero() {
         assert_eq!(Counts::new(2).scores(), Scores { accuracy: 0.0, f1: 0.0 });
-        assert_eq!((mean(&[]), median(&[])), (0.0, 0.0));
+        assert_eq!(mean(&[]), 0.0);
     }
 
     #[test]
-    fn medians_and_largest() {
-        assert_eq!((median(&[3.0, 1.0, 2.0]), median(&[4.0, 1.0])), (2.0, 2.5));
+    fn argmax_is_the_first_of_the_largest() {
         assert_eq!((argmax(&[0.1, 0.9, 0.9]), argmax(&[-1.0, -2.0])), (1, 0));
     }
 }

@@ -1,9 +1,11 @@
-//! BERT for sentence classification, in plain Burn.
+//! BERT for sentence classification, in plain Burn, with annotations for sharding.
 //!
-//! Only the annotations know of FSDP: they say which modules are gathered as one (`#[fsdp_unit]`) and
-//! what each parameter is called in a Hugging Face checkpoint (`key`). Without them the model trains
-//! unsharded with the same code. The dropout is `fsdp_runtime`'s, which thread ranks draw
-//! reproducibly, and so is the GELU, which costs less than Burn's on a CPU.
+//! `#[fsdp_unit]` marks a unit: a module whose parameters are gathered with one all-gather. `key` gives
+//! the name of a parameter in a Hugging Face checkpoint. The rest does not depend on FSDP: without the
+//! annotations the same code trains the model unsharded.
+//!
+//! The dropout is the one of `fsdp_runtime`, whose masks are reproducible if ranks are threads. The GELU
+//! is as well, because it is faster than Burn's on a CPU.
 
 use burn::module::{Initializer, Module};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -13,13 +15,13 @@ use fsdp_runtime::nn::{Dropout, DropoutConfig, gelu};
 use fsdp_runtime::prelude::*;
 
 use crate::batch::Padded;
-use crate::config::{BertConfig, HiddenAct};
+use crate::bert_config::{BertConfig, HiddenAct};
 
-/// The score of a place that must not be attended to. Finite, so that a row of nothing but such places
-/// does not turn into NaN.
+/// Attention score of a padding position. It is finite because the softmax of a row of infinite scores
+/// would be NaN.
 const MASKED: f32 = -1e9;
 
-/// BERT with a linear classifier on the pooled first position.
+/// BERT with a linear classifier on the pooled hidden state of the first position. The outermost unit.
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
 pub struct BertForSequenceClassification {
@@ -33,7 +35,7 @@ pub struct BertForSequenceClassification {
     classifier: Linear,
 }
 
-/// The sum of word, position and segment embeddings, normalized.
+/// Sum of word, position and token type embeddings, with layer normalization and dropout.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 pub struct BertEmbeddings {
@@ -48,14 +50,15 @@ pub struct BertEmbeddings {
     dropout: Dropout,
 }
 
-/// The layers, one after another.
+/// Encoder layers in sequence. Not a unit: each layer is.
 #[derive(Module, FsdpModule, Debug)]
 pub struct BertEncoder {
     #[fsdp(key = "layer")]
     layers: Vec<BertLayer>,
 }
 
-/// Self-attention, then a feed-forward part, each added to its input and normalized after.
+/// Encoder layer: self-attention and a feed-forward block, each with a residual connection and layer
+/// normalization after it.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 pub struct BertLayer {
@@ -71,7 +74,7 @@ pub struct BertLayer {
     dropout: Dropout,
 }
 
-/// Multi-head self-attention with its residual and norm.
+/// Multi-head self-attention with a residual connection and layer normalization.
 #[derive(Module, FsdpModule, Debug)]
 pub struct BertAttention {
     #[fsdp(key = "self.query")]
@@ -89,21 +92,21 @@ pub struct BertAttention {
     heads: usize,
 }
 
-/// A batch on a device.
+/// Batch on a device.
 #[derive(Clone, Debug)]
 pub struct BertInput {
-    /// Word pieces, `[batch, length]`.
+    /// Word-piece ids, `[batch, length]`.
     pub ids: Tensor<2, Int>,
-    /// Segments, `[batch, length]`.
+    /// Token types, `[batch, length]`.
     pub types: Tensor<2, Int>,
-    /// Places that are filling, `[batch, 1, 1, length]`; `None` if there are none.
+    /// Whether a position is padding, `[batch, 1, 1, length]`; `None` if no position is.
     pub padding: Option<Tensor<4, Bool>>,
     /// Classes, `[batch]`.
     pub labels: Tensor<1, Int>,
 }
 
 impl BertInput {
-    /// Puts a batch on a device.
+    /// Copies a batch to a device.
     pub fn new(batch: Padded, device: &Device) -> Self {
         let [rows, length] = batch.shape;
         let padding = batch.is_padded().then(|| {
@@ -121,13 +124,13 @@ impl BertInput {
 
 #[fsdp_unit]
 impl BertForSequenceClassification {
-    /// Scores every class for every row.
+    /// Computes a logit per class for each row.
     ///
     /// # Shapes
     ///
     /// - `ids`, `types`: `[batch, length]`
     /// - `padding`: `[batch, 1, 1, length]`
-    /// - output: `[batch, classes]`, not normalized
+    /// - output: `[batch, classes]`
     pub fn forward(
         &self,
         ids: Tensor<2, Int>,
@@ -144,7 +147,12 @@ impl BertForSequenceClassification {
 
 #[fsdp_unit]
 impl BertEmbeddings {
-    /// `[batch, length]` word pieces and segments to `[batch, length, hidden]`.
+    /// Embeds word pieces.
+    ///
+    /// # Shapes
+    ///
+    /// - `ids`, `types`: `[batch, length]`
+    /// - output: `[batch, length, hidden]`
     pub fn forward(&self, ids: Tensor<2, Int>, types: Tensor<2, Int>) -> Tensor<3> {
         let [_, length] = ids.dims();
         let positions = Tensor::arange(0..length as i64, &ids.device()).unsqueeze();
@@ -156,7 +164,12 @@ impl BertEmbeddings {
 }
 
 impl BertEncoder {
-    /// `[batch, length, hidden]` to the same.
+    /// Applies the layers.
+    ///
+    /// # Shapes
+    ///
+    /// - `hidden` and output: `[batch, length, hidden]`
+    /// - `padding`: `[batch, 1, 1, length]`
     pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
         let layers = self.layers.iter();
         layers.fold(hidden, |hidden, layer| layer.forward(hidden, padding.clone()))
@@ -165,7 +178,12 @@ impl BertEncoder {
 
 #[fsdp_unit]
 impl BertLayer {
-    /// `[batch, length, hidden]` to the same.
+    /// Applies the layer.
+    ///
+    /// # Shapes
+    ///
+    /// - `hidden` and output: `[batch, length, hidden]`
+    /// - `padding`: `[batch, 1, 1, length]`
     pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
         let hidden = self.attention.forward(hidden, padding);
         let wide = self.activation.forward(self.up.forward(hidden.clone()));
@@ -175,7 +193,12 @@ impl BertLayer {
 }
 
 impl BertAttention {
-    /// `[batch, length, hidden]` to the same.
+    /// Applies the attention.
+    ///
+    /// # Shapes
+    ///
+    /// - `hidden` and output: `[batch, length, hidden]`
+    /// - `padding`: `[batch, 1, 1, length]`
     pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
         let [batch, length, width] = hidden.dims();
         let head_width = width / self.heads;
@@ -185,8 +208,8 @@ impl BertAttention {
         };
         let (query, key, value) = (split(&self.query), split(&self.key), split(&self.value));
 
-        // Dividing the query takes fewer operations than dividing the scores: [batch, heads, length,
-        // head_width] against [batch, heads, length, length].
+        // Scaling the query, [batch, heads, length, head_width], takes fewer operations than scaling
+        // the scores, [batch, heads, length, length].
         let query = query.div_scalar((head_width as f64).sqrt());
         let mut scores = query.matmul(key.transpose());
         if let Some(padding) = padding {
@@ -210,8 +233,8 @@ impl HiddenAct {
 }
 
 impl BertConfig {
-    /// Builds the model, its matrices drawn from a normal distribution as BERT's were. Nothing is
-    /// drawn before it is used: `fully_shard` does so, parameter by parameter.
+    /// Builds the model. Matrices are initialised from a normal distribution, as in BERT. The
+    /// initialisation is lazy: `fully_shard` runs it for one parameter after another.
     pub fn init(&self, classes: usize, device: &Device) -> BertForSequenceClassification {
         let init = Init { config: self, device };
         BertForSequenceClassification {
@@ -232,7 +255,7 @@ impl BertConfig {
     }
 }
 
-/// Builds the parts of one model.
+/// Builds the modules of a model.
 struct Init<'a> {
     config: &'a BertConfig,
     device: &'a Device,
@@ -293,8 +316,8 @@ mod tests {
     use fsdp_runtime::__private::{Child, Kind, Node};
 
     use super::*;
-    use crate::device::DeviceName;
-    use crate::tokenize::Encoded;
+    use crate::common::device::DeviceName;
+    use crate::tokenizer::Encoded;
 
     fn model() -> (BertForSequenceClassification, Device) {
         let device = DeviceName::Auto.resolve().unwrap();
@@ -319,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn filling_changes_no_score() {
+    fn padding_changes_no_logit() {
         let (model, device) = model();
         let (alone, together) = (logits(&model, &device, &[0]), logits(&model, &device, &[0, 1]));
         for (one, other) in alone.iter().zip(&together) {
@@ -328,7 +351,7 @@ mod tests {
         assert!(alone.iter().any(|score| score.abs() > 1e-3), "{alone:?}");
     }
 
-    /// The checkpoint key of every parameter below `node`, with `{}` for the index in a list.
+    /// Returns the checkpoint key of every parameter below `node`, with `{}` for the index in a list.
     fn keys(node: &Node, prefix: &str) -> Vec<String> {
         if matches!(node.kind, Kind::Param { .. }) {
             return vec![prefix.to_string()];

@@ -1,8 +1,8 @@
-//! The model's logits against those of PyTorch/transformers: of weights that come from there, and of
-//! weights that go there after training.
+//! Tests that compare the model's logits with those of PyTorch/transformers, for weights loaded from
+//! transformers and for weights exported to it after training.
 //!
-//! Runs where `PYTHON` (`python3`) has transformers, and, for what starts from a pretrained BERT,
-//! where one lies in the folder `BERT_DIR`:
+//! The tests need a Python with transformers (`PYTHON`, default `python3`). Some start from a pretrained
+//! BERT, whose directory `BERT_DIR` names. Without these they are skipped.
 //!
 //! ```text
 //! BERT_DIR=MiniLM-L6/ cargo test --release --example bert_finetune transformers
@@ -18,20 +18,20 @@ use fsdp_runtime::prelude::*;
 use fsdp_runtime::{LoadOptions, from_pretrained};
 
 use crate::batch::Padded;
+use crate::bert_config::BertConfig;
 use crate::cli::Cli;
-use crate::config::BertConfig;
-use crate::data::{Corpus, Example};
+use crate::corpus::{Corpus, Example};
+use crate::launch_settings::LaunchSettings;
 use crate::model::BertInput;
-use crate::settings::Settings;
-use crate::tokenize::BertTokenizer;
+use crate::tokenizer::BertTokenizer;
 
 const PAIRS: usize = 32;
 const MAX_LENGTH: usize = 128;
 
+/// Returns sentence pairs of many lengths: some are truncated, and most are padded.
 fn pairs() -> Vec<Example> {
     let corpus = Corpus::embedded().expect("the embedded corpus is valid");
     let text = |index: usize| corpus.test[index].first.clone();
-    // Of all lengths: some are cut, most are filled up.
     let start =
         |text: String, words: usize| text.split(' ').take(words).collect::<Vec<_>>().join(" ");
     (0..PAIRS)
@@ -43,16 +43,16 @@ fn pairs() -> Vec<Example> {
         .collect()
 }
 
-/// A folder with a pretrained BERT.
+/// Returns the directory of a pretrained BERT, if there is one.
 fn bert_dir() -> Option<PathBuf> {
     let bert = std::env::var_os("BERT_DIR").map(PathBuf::from);
     if bert.is_none() {
-        eprintln!("skipped: BERT_DIR names no folder with a pretrained BERT");
+        eprintln!("skipped: BERT_DIR names no directory of a pretrained BERT");
     }
     bert
 }
 
-/// A Python that has transformers.
+/// Returns a Python that has transformers, if there is one.
 fn python() -> Option<String> {
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
     let imports = Command::new(&python).args(["-c", "import torch, transformers"]).output();
@@ -63,13 +63,14 @@ fn python() -> Option<String> {
     Some(python)
 }
 
+/// Writes one pair per line, separated by a tab.
 fn write_pairs(file: &Path, pairs: &[Example]) {
     let line =
         |pair: &Example| format!("{}\t{}", pair.first, pair.second.as_deref().unwrap_or_default());
     std::fs::write(file, pairs.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
 }
 
-/// The output of a script beside this file.
+/// Runs a script that lies beside this file, and returns its output.
 fn script(python: &str, name: &str, arguments: &[&OsStr]) -> Vec<u8> {
     let script = Path::new("examples/bert_finetune").join(name);
     let output = Command::new(python)
@@ -82,7 +83,7 @@ fn script(python: &str, name: &str, arguments: &[&OsStr]) -> Vec<u8> {
     output.stdout
 }
 
-/// What transformers makes of the pairs; its model is left in `folder`.
+/// Returns the logits that transformers computes for the pairs. The script saves its model in `folder`.
 fn reference(python: &str, bert: &Path, pairs: &[Example], folder: &Path) -> Vec<Vec<f64>> {
     let file = folder.join("pairs.tsv");
     write_pairs(&file, pairs);
@@ -121,10 +122,11 @@ fn untrained_logits_equal_those_of_transformers() {
     assert_close(&ranks, expected);
 }
 
-/// Every rank's logits against those of transformers.
+/// Checks that every rank's logits are those of transformers, up to 1e-4.
 fn assert_close(ranks: &[Vec<f64>], expected: Vec<Vec<f64>>) {
     let expected: Vec<f64> = expected.into_iter().flatten().collect();
     assert!(expected.iter().any(|logit| logit.abs() > 0.05), "{expected:?}");
+    assert_eq!(expected.len(), 2 * PAIRS);
     for logits in ranks {
         assert_eq!(logits.len(), 2 * PAIRS);
         let furthest = logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
@@ -133,7 +135,7 @@ fn assert_close(ranks: &[Vec<f64>], expected: Vec<Vec<f64>>) {
     }
 }
 
-/// What transformers says of a saved model.
+/// Output of `transformers_reload.py`.
 #[derive(serde::Deserialize)]
 struct Reloaded {
     missing: Vec<String>,
@@ -143,7 +145,8 @@ struct Reloaded {
     logits: Vec<Vec<f64>>,
 }
 
-/// Trains a few steps with `--save-pretrained`, and compares the folder with transformers'.
+/// Trains a few steps with `--save-pretrained`, and compares the logits of the exported model, loaded
+/// here, with those of the one loaded in transformers.
 fn save_and_compare(python: &str, flags: &[&str]) {
     let saved = tempfile::tempdir().unwrap();
     let folder = saved.path().join("model");
@@ -151,7 +154,7 @@ fn save_and_compare(python: &str, flags: &[&str]) {
     arguments.extend(["--save-pretrained", folder.to_str().unwrap()]);
     arguments.extend(flags);
     let cli = Cli::parse_from(arguments);
-    crate::run(&cli, Settings::of(&cli).unwrap()).unwrap();
+    crate::run(&cli, LaunchSettings::new(&cli).unwrap()).unwrap();
 
     let (pairs, file) = (pairs(), saved.path().join("pairs.tsv"));
     write_pairs(&file, &pairs);
@@ -165,6 +168,7 @@ fn save_and_compare(python: &str, flags: &[&str]) {
 
     let tokenizer = BertTokenizer::read(&folder, MAX_LENGTH).unwrap();
     let encoded = tokenizer.encode(&pairs).unwrap();
+    assert_eq!(encoded.len(), theirs.ids.len());
     for (ours, theirs) in encoded.iter().zip(&theirs.ids) {
         assert_eq!(ours.ids, theirs[..ours.ids.len()], "one tokenizer");
     }

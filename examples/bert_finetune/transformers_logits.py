@@ -1,9 +1,9 @@
-"""Logits of a sequence classifier under PyTorch/transformers, for the comparison in transformers.rs.
+"""Computes the logits of a sequence classifier with PyTorch/transformers, for the tests in transformers.rs.
 
 python transformers_logits.py MODEL_DIR PAIRS.tsv OUT_DIR MAX_LENGTH
 
-Adds a freshly drawn two-class head to the BERT in MODEL_DIR, writes the whole model to OUT_DIR in
-transformers' own format, and prints the logits of each pair of PAIRS.tsv as JSON.
+Adds a randomly initialised two-class head to the BERT in MODEL_DIR, saves the model to OUT_DIR with
+transformers, and prints the logits of each pair in PAIRS.tsv as JSON.
 """
 
 import json

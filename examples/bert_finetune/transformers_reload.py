@@ -1,9 +1,9 @@
-"""Loads a saved classifier with PyTorch/transformers, for the comparison in transformers.rs.
+"""Loads an exported classifier with PyTorch/transformers, for the tests in transformers.rs.
 
 python transformers_reload.py MODEL_DIR PAIRS.tsv MAX_LENGTH
 
-Prints, as JSON, the keys that transformers missed, did not expect or found in another shape, and the
-logits of each pair of PAIRS.tsv.
+Prints as JSON the missing, unexpected and mismatched keys that transformers reports, and the word-piece
+ids and logits of each pair in PAIRS.tsv.
 """
 
 import json

@@ -1,29 +1,30 @@
-//! The sizes a model can have: fairseq's GPT-3 family, and one that trains on a laptop.
+//! Sizes of the model: fairseq's GPT-3 family, and one that trains on a laptop.
 
 use std::str::FromStr;
 
-/// The shape of a decoder.
+/// Sizes of a decoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arch {
-    /// Its name here.
+    /// Name, for `--arch`.
     pub name: &'static str,
-    /// Its name in fairseq's `--arch`.
+    /// Name in fairseq's `--arch`.
     pub fairseq: Option<&'static str>,
-    /// Blocks.
+    /// Number of blocks.
     pub layers: usize,
     /// Width of the residual stream.
     pub width: usize,
-    /// Attention heads; the width is a multiple of them.
+    /// Number of attention heads; a divisor of `width`.
     pub heads: usize,
-    /// Rows of the embedding: the most word pieces there can be.
+    /// Number of rows of the embedding: the maximum number of kinds of word pieces.
     pub vocabulary: usize,
 }
 
-/// The rows of fairseq's embedding: GPT-2's word pieces and special ones, filled up to a multiple of 8.
+/// Number of rows of fairseq's embedding: GPT-2's word pieces and special tokens, rounded up to a
+/// multiple of 8.
 const FAIRSEQ_VOCABULARY: usize = 50_272;
 
 impl Arch {
-    /// All of them. The GPT-3 sizes are those of fairseq's `transformer_lm.py`.
+    /// All sizes. Those of GPT-3 are taken from fairseq's `transformer_lm.py`.
     pub const ALL: [Self; 6] = [
         Self { name: "tiny", fairseq: None, layers: 2, width: 128, heads: 4, vocabulary: 512 },
         Self::gpt3("small", "transformer_lm_gpt3_small", 12, 768, 12),
@@ -44,70 +45,21 @@ impl Arch {
         Self { name, fairseq: Some(fairseq), layers, width, heads, vocabulary }
     }
 
-    /// Whether it is the one that trains in two minutes.
+    /// Whether this is the size that trains in two minutes.
     pub fn is_tiny(&self) -> bool {
         self.fairseq.is_none()
     }
 
-    /// Width of the feed-forward part.
+    /// Returns the width of the feed-forward block.
     pub fn wide(&self) -> usize {
         4 * self.width
     }
-
-    /// Bytes of what a forward over `rows` samples of `length` keeps for its backward: on the device,
-    /// and in the host's memory.
-    ///
-    /// An estimate, counted from the operations: each block keeps about 27 vectors of the model's
-    /// width a token (norms, projections, the feed-forward part at four times the width, residuals and
-    /// masks) and 3 numbers a head and pair of tokens; the logits are there three times at the
-    /// loss, in f32. The gradient of the output's weight comes first and stays until the embedding's
-    /// joins it. A checkpointed block keeps its input alone, and one of them at a time all the rest.
-    /// More than 2^60 bytes are told as so many.
-    pub fn activation_bytes(&self, rows: usize, length: usize, kept: Kept) -> (usize, usize) {
-        let [rows, length, element_size, width, heads, layers, vocabulary] =
-            [rows, length, kept.element_size, self.width, self.heads, self.layers, self.vocabulary]
-                .map(|number| number as u128);
-        let of_block = 27 * width + 3 * heads * length;
-        let of_blocks = match kept.blocks {
-            KeptBlocks::Whole => layers * of_block,
-            KeptBlocks::Inputs => layers * width + of_block,
-            KeptBlocks::OnHost => of_block,
-        };
-        let numbers = rows * length * (of_blocks + 3 * width) + vocabulary * width;
-        let logits = rows * length * 3 * vocabulary;
-        let on_host = match kept.blocks {
-            KeptBlocks::OnHost => rows * length * layers * width * element_size,
-            _ => 0,
-        };
-        let bytes = |bytes: u128| bytes.min(1 << 60) as usize;
-        (bytes(numbers * element_size + logits * 4), bytes(on_host))
-    }
-}
-
-/// What a forward keeps for its backward.
-#[derive(Clone, Copy, Debug)]
-pub struct Kept {
-    /// Bytes of a number.
-    pub element_size: usize,
-    /// What is kept of the blocks.
-    pub blocks: KeptBlocks,
-}
-
-/// What is kept of the blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeptBlocks {
-    /// Whatever their operations keep.
-    Whole,
-    /// Their inputs, on the device.
-    Inputs,
-    /// Their inputs, in the host's memory.
-    OnHost,
 }
 
 impl FromStr for Arch {
     type Err = String;
 
-    /// By its name here or in fairseq, where 1.3B goes by two.
+    /// Parses a name of this program or of fairseq, which has two names for 1.3B.
     fn from_str(name: &str) -> Result<Self, String> {
         let name = if name == "transformer_lm_gpt3_1_3" { "1.3B" } else { name };
         let known = |arch: &&Self| arch.name == name || arch.fairseq == Some(name);
@@ -123,11 +75,11 @@ mod tests {
     use burn::module::Module;
 
     use super::*;
-    use crate::device::DeviceName;
+    use crate::common::device::DeviceName;
     use crate::model::GptConfig;
 
-    /// Parameters of the unsharded model, of which no value is drawn. Burn counts the tied embedding at
-    /// both of its places.
+    /// Counts the parameters of the unsharded model without initialising them. Burn counts the tied
+    /// embedding twice.
     fn parameters(name: &str) -> usize {
         let arch: Arch = name.parse().unwrap();
         let device = DeviceName::Flex.resolve().unwrap();
@@ -147,8 +99,8 @@ mod tests {
         count.0
     }
 
-    /// fairseq's README prints `num. model params: 13,110,865,920`: the tied embedding counted at both
-    /// places, and two more positions, which its padding takes.
+    /// fairseq's README prints `num. model params: 13,110,865,920`. This counts the tied embedding twice,
+    /// and two positions more than here, which fairseq reserves for padding.
     #[test]
     fn the_largest_has_as_many_parameters_as_fairseqs() {
         assert_eq!(parameters("13B") + 2 * 5120, 13_110_865_920);

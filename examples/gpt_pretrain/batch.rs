@@ -1,18 +1,20 @@
-//! Which samples make up each update, and which rank holds which of them.
+//! Division of the text into samples, and their assignment to updates and ranks.
 //!
-//! A sample is a block of the text; the blocks follow one another without a gap. An update's blocks are
-//! drawn for all ranks together and then dealt in order, so two ranks with batches of 8 see in each
-//! update what one rank with 16 would. Blocks that do not fill an update sit out an epoch, others each
-//! time. Evaluation covers every word piece once; a rank with nothing left repeats a block that does
-//! not count, since its peers need it for the collectives of the forward.
+//! A sample is a block of the text. Blocks follow one another without a gap. The blocks of an update are
+//! chosen for all ranks together and then assigned in order. Therefore two ranks with batches of 8 train
+//! on the same blocks per update as one rank with batches of 16. Blocks that do not fill an update are
+//! left out of an epoch; the shuffle chooses other ones in each epoch.
+//!
+//! Evaluation covers every word piece once. A rank that has no block left repeats one that is not
+//! counted, because its peers need it for the collectives of the forward.
 
 use anyhow::{Result, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use rand::SeedableRng;
-use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
-/// A text in blocks, each of which is predicted one word piece ahead.
+use crate::common::training::epoch_rng;
+
+/// Text divided into blocks. The targets of a block are its word pieces shifted by one.
 #[derive(Clone, Debug)]
 pub struct Blocks {
     pieces: Vec<u32>,
@@ -20,33 +22,34 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// Blocks of `length` word pieces.
+    /// Divides a text into blocks of `length` word pieces.
     ///
     /// # Errors
     ///
-    /// If there are too few for one.
+    /// If the text is too short for one block.
     pub fn new(pieces: Vec<u32>, length: usize) -> Result<Self> {
         ensure!(
             pieces.len() > length,
-            "{} word pieces hold no sample of {length} and one to predict; lower \
-             --tokens-per-sample",
+            "{} word pieces are too few for one sample of {length} and the word piece after it; \
+             lower --tokens-per-sample",
             pieces.len()
         );
         Ok(Self { pieces, length })
     }
 
-    /// Number of whole blocks.
+    /// Returns the number of complete blocks.
     pub fn len(&self) -> usize {
         self.predicted() / self.length
     }
 
-    /// Word pieces that are predicted: all but the first.
+    /// Returns the number of word pieces that are predicted: all but the first.
     pub fn predicted(&self) -> usize {
         self.pieces.len() - 1
     }
 
-    /// Blocks on a device, `[rows, length]`, and the word pieces to predict, `[rows * length]`. The
-    /// block behind the last whole one is shorter, and stands alone.
+    /// Copies blocks to a device. Returns the inputs, `[rows, length]`, and the targets,
+    /// `[rows * length]`. The incomplete block at the end of the text has the index [`len`](Self::len),
+    /// is shorter, and must be the only row.
     pub fn batch(&self, rows: &[usize], device: &Device) -> (Tensor<2, Int>, Tensor<1, Int>) {
         let start = |row: usize| row * self.length;
         let end = |row: usize| (start(row) + self.length).min(self.predicted());
@@ -63,28 +66,28 @@ impl Blocks {
     }
 }
 
-/// How blocks are dealt to ranks.
+/// Assigns blocks to updates and ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Dealer {
     /// Number of ranks.
     pub world_size: usize,
     /// Blocks in a batch, per rank.
     pub batch_size: usize,
-    /// Batches to an update.
+    /// Batches in an update, per rank.
     pub update_freq: usize,
 }
 
 impl Dealer {
-    /// Blocks in an update, over all ranks.
+    /// Returns the number of blocks in an update, over all ranks.
     pub fn per_update(&self) -> usize {
         self.world_size * self.batch_size * self.update_freq
     }
 
-    /// Updates in an epoch over `blocks`.
+    /// Returns the number of updates in an epoch over `blocks` blocks.
     ///
     /// # Errors
     ///
-    /// If they do not fill a single update.
+    /// If the blocks do not fill a single update.
     pub fn updates_per_epoch(&self, blocks: usize) -> Result<usize> {
         ensure!(
             blocks >= self.per_update(),
@@ -97,17 +100,14 @@ impl Dealer {
         Ok(blocks / self.per_update())
     }
 
-    /// The blocks of an epoch in order: the same on every rank.
+    /// Returns the blocks of an epoch in the order of training, the same on every rank.
     pub fn epoch(&self, blocks: usize, seed: u64, epoch: usize) -> Vec<usize> {
-        // The odd factor keeps seeds and epochs apart: seed 1 in epoch 0 is not seed 0 in epoch 1.
-        let epoch = (epoch as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut order: Vec<usize> = (0..blocks).collect();
-        order.shuffle(&mut StdRng::seed_from_u64(seed ^ epoch));
+        order.shuffle(&mut epoch_rng(seed, epoch));
         order
     }
 
-    /// The blocks of one rank's batch: number `batch` of an update, which is number `update` of an
-    /// epoch.
+    /// Returns the blocks of one rank in batch `batch` of update `update` of an epoch with this order.
     pub fn share<'a>(
         &self,
         order: &'a [usize],
@@ -119,8 +119,8 @@ impl Dealer {
         &order[before * self.batch_size..(before + 1) * self.batch_size]
     }
 
-    /// A rank's batches of an evaluation, and whether each counts: the same number on every rank, and
-    /// over all of them each block once. The last block may be the shorter one.
+    /// Returns the batches of one rank in an evaluation, and whether each counts. Every rank has the same
+    /// number of batches, and each block counts on one rank, including the incomplete last block.
     pub fn evaluation(&self, blocks: &Blocks, rank: usize) -> Vec<(Vec<usize>, bool)> {
         let whole: Vec<usize> = (0..blocks.len()).collect();
         let mut batches: Vec<Vec<usize>> =
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn targets_are_one_ahead() {
-        let device = crate::device::DeviceName::Flex.resolve().unwrap();
+        let device = crate::common::device::DeviceName::Flex.resolve().unwrap();
         let blocks = blocks(12, 4);
         assert_eq!(blocks.len(), 2);
         let (input, target) = blocks.batch(&[1, 0], &device);

@@ -1,25 +1,33 @@
-//! A bigram model with interpolated Kneser-Ney smoothing: what a GPT must be better than.
+//! Bigram model with interpolated Kneser-Ney smoothing, as a baseline for the GPT's perplexity.
 //!
-//! Chen and Goodman, *An Empirical Study of Smoothing Techniques for Language Modeling* (1999):
-//! `p(w | v) = max(c(v, w) - d, 0) / c(v) + d n(v) / c(v) p(w)`, where `n(v)` is how many kinds of
-//! piece follow `v`, and `p(w)` how many kinds `w` follows, among all pairs, discounted in the same
-//! way towards equal chances. The discount is `n1 / (n1 + 2 n2)`, of the pairs seen once and twice.
+//! Source: Chen and Goodman, *An Empirical Study of Smoothing Techniques for Language Modeling* (1999).
+//!
+//! `p(w | v) = max(c(v, w) - d, 0) / c(v) + d n(v) / c(v) p(w)`
+//!
+//! - `c(v, w)` is the count of the pair, and `c(v)` the count of all pairs that begin with `v`.
+//! - `n(v)` is the number of different word pieces that follow `v`.
+//! - `p(w)` is the number of different word pieces that `w` follows, divided by the number of different
+//!   pairs, and interpolated in the same way with the uniform distribution.
+//! - The discount `d` is `n1 / (n1 + 2 n2)`, where `n1` and `n2` are the numbers of different pairs that
+//!   occur once and twice.
 
 use std::collections::HashMap;
 
-/// Counts of pairs of word pieces.
+/// Bigram model.
 #[derive(Clone, Debug)]
 pub struct Bigram {
+    /// Count of each pair of word pieces: `c(v, w)`.
     pairs: HashMap<(u32, u32), f64>,
-    /// How often each piece is followed by any, and by how many kinds.
+    /// For each word piece, the count of pairs and the number of different pairs that begin with it:
+    /// `c(v)` and `n(v)`.
     followed: Vec<(f64, f64)>,
-    /// The chance of each piece after an unknown one.
+    /// Probability of each word piece without a preceding one: `p(w)`.
     alone: Vec<f64>,
     discount: f64,
 }
 
 impl Bigram {
-    /// Counts the pairs in `pieces`, each below `vocabulary`.
+    /// Trains the model on word pieces with ids below `vocabulary`.
     pub fn train(pieces: &[u32], vocabulary: usize) -> Self {
         let mut pairs: HashMap<(u32, u32), f64> = HashMap::new();
         for pair in pieces.windows(2) {
@@ -44,7 +52,7 @@ impl Bigram {
         Self { pairs, followed, alone, discount }
     }
 
-    /// The chance that `second` follows `first`.
+    /// Returns the probability of `second` after `first`.
     fn probability(&self, first: u32, second: u32) -> f64 {
         let (count, kinds) = self.followed[first as usize];
         let alone = self.alone[second as usize];
@@ -55,7 +63,7 @@ impl Bigram {
         (pair - self.discount).max(0.0) / count + self.discount * kinds / count * alone
     }
 
-    /// Perplexity a word piece, of all but the first.
+    /// Returns the perplexity per word piece, over all word pieces but the first.
     pub fn perplexity(&self, pieces: &[u32]) -> f64 {
         let logs = pieces.windows(2).map(|pair| self.probability(pair[0], pair[1]).ln());
         (-logs.sum::<f64>() / (pieces.len().max(2) - 1) as f64).exp()

@@ -1,52 +1,57 @@
-//! Byte-pair encoding as GPT-2's: over bytes, so that any text can be written in it, and learnt from
-//! the training text when the program first starts with it.
+//! Byte-pair encoding like GPT-2's. It works on bytes, so that it can encode any text.
+//!
+//! The word pieces are learned from the training text, and cached in a file for the next run on it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::Path;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{EncodeInput, Tokenizer};
 
-/// Every byte has a piece.
+use crate::common::tokenizers::tokenizer_error;
+
+/// Number of word pieces of one byte. Every byte is one.
 const BYTES: usize = 256;
-/// Counted up when a text comes to have other pieces, by another tokenizer for one.
+/// Version of the cache. Increase it when a change here, or in the tokenizers crate, changes the word
+/// pieces that a text gives.
 const FORMAT: u32 = 1;
-/// A pair seen less often becomes no piece.
+/// Minimum count in the training text for a pair to become a word piece.
 const MIN_COUNT: u64 = 2;
 
-/// Cuts text into word pieces.
+/// Converts text to word-piece ids.
 pub struct Bpe {
     inner: Tokenizer,
 }
 
 impl Bpe {
-    /// As [`train`](Self::train), or as an earlier start has learnt from the same text and kept in
-    /// `folder`. A folder that cannot be written to is told, and no error.
+    /// Reads the word pieces of a text from the cache in `folder`. Without a cached file, learns them with
+    /// [`train`](Self::train) and writes the file. If it cannot be written, prints a warning.
     ///
     /// # Errors
     ///
-    /// As [`train`](Self::train).
+    /// If the text cannot be processed.
     pub fn cached(text: &str, vocabulary: usize, folder: Option<&Path>) -> Result<Self> {
         let Some(folder) = folder else { return Self::train(text, vocabulary) };
         let file = folder.join(format!("bpe-{}.json", fingerprint(text, vocabulary)));
-        // What cannot be read is learnt again, and written over.
+        // A file that is missing or damaged is written again.
         if let Ok(inner) = Tokenizer::from_file(&file) {
             return Ok(Self { inner });
         }
-        let learnt = Self::train(text, vocabulary)?;
-        if let Err(error) = learnt.keep(&file) {
-            eprintln!("the word pieces are not kept in {}: {error:#}", file.display());
+        let learned = Self::train(text, vocabulary)?;
+        if let Err(error) = learned.save(&file) {
+            eprintln!("the word pieces are not cached in {}: {error:#}", file.display());
         }
-        Ok(learnt)
+        Ok(learned)
     }
 
-    /// Writes the pieces to a file, which is there as a whole or not at all.
-    fn keep(&self, file: &Path) -> Result<()> {
-        let text = self.inner.to_string(false).map_err(library)?;
+    /// Writes the word pieces to a file. The file is renamed into place, so that no other process reads an
+    /// incomplete one.
+    fn save(&self, file: &Path) -> Result<()> {
+        let text = self.inner.to_string(false).map_err(tokenizer_error)?;
         let folder = file.parent().unwrap_or(Path::new("."));
         std::fs::create_dir_all(folder)?;
         let mut new = tempfile::NamedTempFile::new_in(folder)?;
@@ -55,7 +60,7 @@ impl Bpe {
         Ok(())
     }
 
-    /// Learns at most `vocabulary` pieces from a text. The same text gives the same pieces.
+    /// Learns at most `vocabulary` word pieces from a text. The result depends on the text only.
     ///
     /// # Errors
     ///
@@ -63,7 +68,7 @@ impl Bpe {
     pub fn train(text: &str, vocabulary: usize) -> Result<Self> {
         ensure!(
             vocabulary > BYTES,
-            "a vocabulary of {vocabulary} has no room beside {BYTES} bytes"
+            "a vocabulary of {vocabulary} is too small: {BYTES} word pieces are single bytes"
         );
         let mut trainer: TrainerWrapper = BpeTrainer::builder()
             .vocab_size(vocabulary)
@@ -74,28 +79,28 @@ impl Bpe {
             .into();
         let mut inner = Tokenizer::new(BPE::default());
         inner.with_pre_tokenizer(Some(ByteLevel::default().add_prefix_space(false)));
-        inner.train(&mut trainer, lines(text)).map_err(library)?;
+        inner.train(&mut trainer, lines(text)).map_err(tokenizer_error)?;
         Ok(Self { inner })
     }
 
-    /// Number of pieces.
+    /// Returns the number of different word pieces.
     pub fn vocabulary(&self) -> usize {
         self.inner.get_vocab_size(false)
     }
 
-    /// A text in pieces.
+    /// Converts a text to word-piece ids.
     ///
     /// # Errors
     ///
-    /// If the tokenizer refuses it.
+    /// If the tokenizer fails on it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let inputs: Vec<EncodeInput<'_>> = lines(text).map(EncodeInput::from).collect();
-        let encodings = self.inner.encode_batch_fast(inputs, false).map_err(library)?;
+        let encodings = self.inner.encode_batch_fast(inputs, false).map_err(tokenizer_error)?;
         Ok(encodings.iter().flat_map(|encoding| encoding.get_ids().iter().copied()).collect())
     }
 }
 
-/// What the pieces are a function of, in 128 bits.
+/// Returns a 128-bit hash of all that the word pieces depend on, in hexadecimal.
 fn fingerprint(text: &str, vocabulary: usize) -> String {
     let half = |seed: u64| {
         let mut hasher = DefaultHasher::new();
@@ -105,12 +110,9 @@ fn fingerprint(text: &str, vocabulary: usize) -> String {
     format!("{:016x}{:016x}", half(0), half(1))
 }
 
+/// Splits a text into lines with their line breaks. The tokenizer encodes them in parallel.
 fn lines(text: &str) -> impl Iterator<Item = &str> + Send {
     text.split_inclusive('\n')
-}
-
-fn library(error: tokenizers::Error) -> anyhow::Error {
-    anyhow!("tokenizer: {error}")
 }
 
 #[cfg(test)]
@@ -141,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pieces_of_a_text_are_kept() {
+    fn the_pieces_of_a_text_are_cached() {
         let home = tempfile::tempdir().unwrap();
         let folder = home.path().join("new");
         let ids = |text: &str, size| {
@@ -153,18 +155,18 @@ mod tests {
             paths.collect::<Vec<_>>()
         };
         let [file] = &files()[..] else { panic!("{:?}", files()) };
-        // What is kept is what is used: here that of another text.
-        Bpe::train("a a", 300).unwrap().keep(file).unwrap();
+        // The cached file is used: here that of another text.
+        Bpe::train("a a", 300).unwrap().save(file).unwrap();
         assert_ne!(ids(TEXT, 300), first);
         std::fs::write(file, "torn").unwrap();
-        assert_eq!(ids(TEXT, 300), first, "learnt again");
-        assert_eq!(ids(TEXT, 300), first, "and kept again");
+        assert_eq!(ids(TEXT, 300), first, "learned again");
+        assert_eq!(ids(TEXT, 300), first, "and cached again");
         ids("another text", 300);
         ids(TEXT, 301);
         assert_eq!(files().len(), 3);
-        // A file in the folder's place.
-        let learnt = Bpe::cached(TEXT, 300, Some(file)).unwrap();
-        assert_eq!(learnt.encode(TEXT).unwrap(), first);
+        // A file is in place of the folder.
+        let learned = Bpe::cached(TEXT, 300, Some(file)).unwrap();
+        assert_eq!(learned.encode(TEXT).unwrap(), first);
     }
 
     #[test]

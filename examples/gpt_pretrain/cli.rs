@@ -1,117 +1,113 @@
-//! The command line, in fairseq's words, and the recipe it resolves to where a flag is left out.
-//!
-//! Every constant of the training recipe stands in this file.
+//! Command-line arguments, with fairseq's names.
 
 use std::path::PathBuf;
 
 use clap::Parser;
-use fsdp_runtime::env::{EnvError, RankEnv};
-use fsdp_runtime::prelude::{Engine, ShardingStrategy};
+use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::prelude::ShardingStrategy;
 
-use crate::arch::{Arch, KeptBlocks};
-use crate::device::DeviceName;
-use crate::schedule::{LrScheduler, Schedule};
-use crate::train::Setup;
+use crate::arch::Arch;
+use crate::common::args::{OutputArgs, RankArgs};
+use crate::common::parse::{bounded_count, learning_rate, number, positive, probability};
+use crate::learning_rate::LrScheduler;
+use crate::recipe::{GPT3, Recipe, TINY};
+use crate::sharding::{ActivationPolicy, Precision, Sharding};
 
-/// Pretrains a GPT whose weights, gradients and optimizer state are sharded over ranks.
+/// Pretrains a GPT whose parameters, gradients and optimizer state are sharded over ranks.
 ///
-/// Without flags: a tiny GPT reads Moby-Dick on two ranks.
+/// Without arguments: pretrains a tiny GPT on Moby-Dick, on two ranks.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "gpt_pretrain")]
 pub struct Cli {
-    /// Size of the model: tiny, small, 1.3B, 2.7B, 6.7B, 13B, or fairseq's name for it
+    /// Size of the model: tiny, small, 1.3B, 2.7B, 6.7B, 13B, or fairseq's name of it
     #[arg(long, value_name = "NAME", default_value = "tiny")]
     pub arch: Arch,
 
-    /// How many ranks share the model [default: 2 threads, or one a GPU]
-    #[arg(long, value_name = "N", value_parser = size)]
-    pub world_size: Option<usize>,
+    #[command(flatten)]
+    pub ranks: RankArgs,
 
-    /// What is sharded: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2
-    #[arg(long, value_name = "NAME", default_value = "FULL_SHARD")]
-    pub strategy: ShardingStrategy,
-
-    /// Keep gathered parameters from forward to backward: faster, and more memory
+    /// Keep gathered parameters from forward to backward, which is faster and takes more memory
     #[arg(long)]
     pub no_reshard_after_forward: bool,
 
-    /// Gather parameters and compute in bfloat16, half the bytes of f32; the optimizer stays in f32
+    /// Gather parameters and compute in bfloat16; the optimizer state stays in f32
     #[arg(long, conflicts_with = "fp16")]
     pub bf16: bool,
 
-    /// The same in float16, with a loss scale that adapts itself
+    /// Gather parameters and compute in float16, with dynamic loss scaling; the optimizer state stays in
+    /// f32
     #[arg(long)]
     pub fp16: bool,
 
-    /// Loss scale to begin with under --fp16
-    #[arg(long, value_name = "SCALE", default_value = "128", value_parser = scale)]
+    /// Initial loss scale under --fp16
+    #[arg(long, value_name = "SCALE", default_value = "128", value_parser = loss_scale)]
     pub fp16_init_scale: f32,
 
-    /// Loss scale below which a run under --fp16 ends: its loss has exploded
-    #[arg(long, value_name = "SCALE", default_value = "1e-4", value_parser = scale)]
+    /// Loss scale below which a run under --fp16 ends with an error, because its loss has exploded
+    #[arg(long, value_name = "SCALE", default_value = "1e-4", value_parser = loss_scale)]
     pub min_loss_scale: f32,
 
-    /// Keep parameters, gradients and optimizer state in the host's memory, and step there
+    /// Store parameters, gradients and optimizer state in host memory, and run the optimizer there
     #[arg(long)]
     pub cpu_offload: bool,
 
-    /// Keep a block's input alone for its backward, and run its forward again there
+    /// Keep only the input of each block for backward, and recompute its other activations there
     #[arg(long)]
     pub checkpoint_activations: bool,
 
-    /// The same, with those inputs in the host's memory
+    /// As --checkpoint-activations, but store the inputs in host memory
     #[arg(long)]
     pub offload_activations: bool,
 
-    /// Batches whose gradients are added up to one update
-    #[arg(long, value_name = "N", default_value = "1", value_parser = size)]
+    /// Number of batches whose gradients are added up to one update
+    #[arg(long, value_name = "N", default_value = "1", value_parser = bounded_count)]
     pub update_freq: usize,
 
-    /// Word pieces in a sample
-    #[arg(long, value_name = "N", value_parser = size)]
+    /// Word pieces in a sample [default: 128 for tiny, otherwise 2048]
+    #[arg(long, value_name = "N", value_parser = bounded_count)]
     pub tokens_per_sample: Option<usize>,
 
-    /// Samples in a batch, per rank
-    #[arg(long, value_name = "N", value_parser = size)]
+    /// Samples in a batch, per rank [default: 4 for tiny, otherwise 8]
+    #[arg(long, value_name = "N", value_parser = bounded_count)]
     pub batch_size: Option<usize>,
 
-    /// Peak learning rate
-    #[arg(long, value_name = "RATE", value_parser = rate)]
+    /// Peak learning rate [default: 4e-3 for tiny, otherwise 1e-4]
+    #[arg(long, value_name = "RATE", value_parser = learning_rate)]
     pub lr: Option<f64>,
 
-    /// How the learning rate falls: polynomial_decay, cosine or inverse_sqrt
+    /// How the learning rate falls after the warm-up: polynomial_decay, cosine or inverse_sqrt
     #[arg(long, value_name = "NAME", default_value = "polynomial_decay")]
     pub lr_scheduler: LrScheduler,
 
-    /// Updates in which the learning rate rises
+    /// Number of updates in which the learning rate rises [default: 100 for tiny, otherwise 5]
     #[arg(long, value_name = "N")]
     pub warmup_updates: Option<usize>,
 
-    /// Updates after which to stop; by default one pass over the text, and two minutes of the tiny model
+    /// Number of updates [default: 1500 for tiny, otherwise one pass over the text]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_update: Option<usize>,
 
-    /// Batches of held-out text to evaluate; by default all
+    /// Number of batches per rank in the evaluation [default: all of the held-out text]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_valid_steps: Option<usize>,
 
-    /// Update at which the learning rate has fallen to 0; by default the last one
+    /// Update at which the learning rate reaches 0 [default: the last one]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub total_num_update: Option<usize>,
 
-    /// Bound on the norm of all gradients together; 0 for none
+    /// Upper bound of the 2-norm of all gradients together; 0 for no bound
     #[arg(long, value_name = "NORM", default_value = "1", value_parser = from_zero)]
     pub clip_norm: f64,
 
-    /// Decay of the matrices' weights; norms and biases do not decay
+    /// Weight decay of matrices; biases and norms have none
     #[arg(long, value_name = "RATE", default_value = "0.1", value_parser = from_zero)]
     pub weight_decay: f64,
 
-    /// Adam's two betas
+    /// The two betas of AdamW
     #[arg(long, value_name = "(B1,B2)", default_value = "(0.9,0.98)", value_parser = betas)]
     pub adam_betas: (f32, f32),
 
-    /// Dropout probability, of the embeddings and of what each half of a block adds
+    /// Dropout probability of the embeddings and of the attention's and feed-forward block's output
     #[arg(long, value_name = "P", default_value = "0", value_parser = probability)]
     pub dropout: f64,
 
@@ -119,158 +115,60 @@ pub struct Cli {
     #[arg(long, value_name = "SEED", default_value_t = 1)]
     pub seed: u64,
 
-    /// Own text, UTF-8, one file after the other; the last tenth is held out
+    /// UTF-8 text files to train on, joined in order; the last tenth is held out [default: the embedded
+    /// book]
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub data: Vec<PathBuf>,
 
-    /// Folder for the word pieces learnt from a text, so that the next start finds them; `none` to learn
-    /// them at every start [default: fsdp-burn in the user's cache]
+    /// Directory to cache the word pieces learned from a text in, or `none` to learn them in every run
+    /// [default: fsdp-burn in the user's cache directory]
     #[arg(long, value_name = "FOLDER")]
     pub bpe_cache: Option<PathBuf>,
 
-    /// How ranks communicate: auto, local, mpi or nccl
-    #[arg(long, value_name = "NAME", default_value = "auto")]
-    pub engine: Engine,
-
-    /// Where to compute: auto, flex, cpu, wgpu, cuda or cuda:N
-    #[arg(long, value_name = "NAME", default_value = "auto")]
-    pub device: DeviceName,
-
-    /// Updates from one log line to the next
+    /// Number of updates between two log lines
     #[arg(long, value_name = "N", default_value = "20", value_parser = positive)]
     pub log_interval: usize,
 
-    /// Memory of its device that a rank may use, such as 4GiB, in place of what is there
+    /// Device memory that a rank may use, such as 4GiB [default: the memory of the GPU]
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub memory_limit: Option<usize>,
 
-    /// Print the result as one JSON object, on the last line of standard output
-    #[arg(long)]
-    pub json: bool,
-
-    /// No progress and no log lines, only the result
-    #[arg(long)]
-    pub quiet: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
 }
-
-/// How to train: what the flags say, and the defaults where they say nothing.
-#[derive(Clone, Debug)]
-pub struct Recipe {
-    /// Batches to an update.
-    pub update_freq: usize,
-    /// Length of a sample.
-    pub tokens_per_sample: usize,
-    /// Samples in a batch, per rank.
-    pub batch_size: usize,
-    /// Peak learning rate.
-    pub lr: f64,
-    /// Its fall.
-    pub lr_scheduler: LrScheduler,
-    /// Updates of its rise.
-    pub warmup_updates: usize,
-    /// Updates in all; `None` for one pass over the text.
-    pub max_update: Option<usize>,
-    /// Update at which the rate is 0; `None` for the last one.
-    pub total_num_update: Option<usize>,
-    /// Bound on the gradients' norm; 0 for none.
-    pub clip_norm: f64,
-    /// AdamW's weight decay.
-    pub weight_decay: f32,
-    /// AdamW's betas.
-    pub adam_betas: (f32, f32),
-    /// Dropout probability.
-    pub dropout: f64,
-    /// Seed of everything that is drawn.
-    pub seed: u64,
-    /// Updates to a log line.
-    pub log_interval: usize,
-    /// What is gathered and computed in.
-    pub precision: Precision,
-    /// Batches to evaluate.
-    pub max_valid_steps: usize,
-    /// What blocks keep for their backward.
-    pub kept_blocks: KeptBlocks,
-}
-
-/// The type in which parameters are gathered and computed with.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Precision {
-    /// `f32`.
-    Full,
-    /// `bf16`.
-    Bf16,
-    /// `f16`, with a loss scale that begins so.
-    Fp16 {
-        /// The first scale.
-        init_scale: f32,
-        /// The least scale.
-        min_scale: f32,
-    },
-}
-
-struct Defaults {
-    tokens_per_sample: usize,
-    batch_size: usize,
-    lr: f64,
-    warmup_updates: usize,
-    max_update: Option<usize>,
-}
-
-/// Of the tiny model: two minutes on two cores.
-const TINY: Defaults = Defaults {
-    tokens_per_sample: 128,
-    batch_size: 4,
-    lr: 4e-3,
-    warmup_updates: 100,
-    max_update: Some(1500),
-};
-/// Of the GPT-3 sizes: those of fairseq's example.
-const GPT3: Defaults = Defaults {
-    tokens_per_sample: 2048,
-    batch_size: 8,
-    lr: 1e-4,
-    warmup_updates: 5,
-    max_update: None,
-};
 
 impl Cli {
-    /// How many ranks there are: as asked, or as many as processes were started.
-    ///
-    /// # Errors
-    ///
-    /// If the environment half says which of them this process is.
-    pub fn world_size(&self) -> Result<usize, EnvError> {
-        if let Some(asked) = self.world_size {
-            return Ok(asked);
-        }
-        Ok(RankEnv::read()?.map_or_else(|| self.device.ranks(), |place| place.world.size()))
+    /// Returns the number of ranks: that of the arguments, of the started processes, or the device's
+    /// default. `started` is this process's place among the started processes.
+    pub fn world_size(&self, started: Option<&RankEnv>) -> usize {
+        let started = || started.map(|place| place.world.size());
+        let given = self.ranks.world_size.or_else(started);
+        given.unwrap_or_else(|| self.ranks.device.default_ranks())
     }
 
-    /// The model and its training, as these flags ask for them.
-    pub fn setup(&self) -> Setup {
-        Setup {
-            arch: self.arch,
-            strategy: self.strategy,
+    /// Returns how the model is sharded.
+    pub fn sharding(&self) -> Sharding {
+        Sharding {
+            strategy: self.ranks.strategy.unwrap_or(ShardingStrategy::FullShard),
             reshard_after_forward: !self.no_reshard_after_forward,
             cpu_offload: self.cpu_offload,
-            recipe: self.recipe(),
+            precision: match (self.bf16, self.fp16) {
+                (true, _) => Precision::Bf16,
+                (_, true) => Precision::Fp16 {
+                    init_scale: self.fp16_init_scale,
+                    min_scale: self.min_loss_scale,
+                },
+                _ => Precision::Full,
+            },
+            activations: match (self.checkpoint_activations, self.offload_activations) {
+                (_, true) => ActivationPolicy::RecomputeFromHost,
+                (true, false) => ActivationPolicy::Recompute,
+                (false, false) => ActivationPolicy::KeepAll,
+            },
         }
     }
 
-    /// Where word pieces are kept, if anywhere.
-    pub fn bpe_cache(&self) -> Option<PathBuf> {
-        let home = || std::env::home_dir().map(|home| home.join(".cache"));
-        match &self.bpe_cache {
-            Some(none) if none.as_os_str() == "none" => None,
-            Some(folder) => Some(folder.clone()),
-            None => {
-                let cache = std::env::var_os("XDG_CACHE_HOME").filter(|folder| !folder.is_empty());
-                Some(cache.map(PathBuf::from).or_else(home)?.join("fsdp-burn"))
-            }
-        }
-    }
-
-    /// The recipe these flags ask for.
+    /// Returns the hyperparameters of the run.
     pub fn recipe(&self) -> Recipe {
         let defaults = if self.arch.is_tiny() { TINY } else { GPT3 };
         Recipe {
@@ -289,76 +187,35 @@ impl Cli {
             seed: self.seed,
             log_interval: self.log_interval,
             max_valid_steps: self.max_valid_steps.unwrap_or(usize::MAX),
-            kept_blocks: match (self.checkpoint_activations, self.offload_activations) {
-                (_, true) => KeptBlocks::OnHost,
-                (true, false) => KeptBlocks::Inputs,
-                (false, false) => KeptBlocks::Whole,
-            },
-            precision: match (self.bf16, self.fp16) {
-                (true, _) => Precision::Bf16,
-                (_, true) => Precision::Fp16 {
-                    init_scale: self.fp16_init_scale,
-                    min_scale: self.min_loss_scale,
-                },
-                _ => Precision::Full,
-            },
+        }
+    }
+
+    /// Returns the directory that word pieces are cached in, if they are.
+    pub fn bpe_cache(&self) -> Option<PathBuf> {
+        let home = || std::env::home_dir().map(|home| home.join(".cache"));
+        match &self.bpe_cache {
+            Some(none) if none.as_os_str() == "none" => None,
+            Some(folder) => Some(folder.clone()),
+            None => {
+                let cache = std::env::var_os("XDG_CACHE_HOME").filter(|folder| !folder.is_empty());
+                Some(cache.map(PathBuf::from).or_else(home)?.join("fsdp-burn"))
+            }
         }
     }
 }
 
-impl Recipe {
-    /// Updates of a run whose passes over the text have `per_epoch` each.
-    pub fn updates(&self, per_epoch: usize) -> usize {
-        self.max_update.unwrap_or(per_epoch)
-    }
-
-    /// The learning rate of a run of so many updates. A run shorter than its warm-up only rises.
-    pub fn schedule(&self, updates: usize) -> Schedule {
-        Schedule {
-            scheduler: self.lr_scheduler,
-            lr: self.lr,
-            warmup: self.warmup_updates,
-            total: self.total_num_update.unwrap_or(updates),
-        }
-    }
+/// Parses a loss scale, above 0.
+fn loss_scale(text: &str) -> Result<f32, String> {
+    let is_valid = |scale| scale > 0.0 && scale <= f64::from(f32::MAX);
+    Ok(number(text, is_valid, "a number above 0, such as 128")? as f32)
 }
 
-fn positive(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) | Err(_) => Err("expected a whole number from 1".into()),
-        Ok(number) => Ok(number),
-    }
-}
-
-/// A number whose product with a few others is still one.
-fn size(text: &str) -> Result<usize, String> {
-    const MOST: usize = 1 << 20;
-    let expected = || format!("expected a whole number from 1 to {MOST}");
-    positive(text).ok().filter(|size| *size <= MOST).ok_or_else(expected)
-}
-
-fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64, String> {
-    text.parse().ok().filter(|number| fits(*number)).ok_or_else(|| format!("expected {expected}"))
-}
-
-fn rate(text: &str) -> Result<f64, String> {
-    number(text, |rate| rate > 0.0 && rate <= 1.0, "a number above 0 and at most 1, such as 1e-4")
-}
-
-fn scale(text: &str) -> Result<f32, String> {
-    let fits = |scale| scale > 0.0 && scale <= f64::from(f32::MAX);
-    Ok(number(text, fits, "a number above 0, such as 128")? as f32)
-}
-
+/// Parses a finite number from 0.
 fn from_zero(text: &str) -> Result<f64, String> {
     number(text, |number| number >= 0.0 && number.is_finite(), "a number from 0")
 }
 
-fn probability(text: &str) -> Result<f64, String> {
-    number(text, |probability| (0.0..1.0).contains(&probability), "a number from 0 to below 1")
-}
-
-/// As fairseq writes them, `(0.9, 0.98)`, or without the brackets.
+/// Parses AdamW's betas as fairseq writes them, `(0.9, 0.98)`, or without brackets.
 fn betas(text: &str) -> Result<(f32, f32), String> {
     let bare = text.trim().trim_start_matches('(').trim_end_matches(')');
     let beta = |text: &str| text.trim().parse().ok().filter(|beta| (0.0..1.0).contains(beta));
@@ -366,7 +223,7 @@ fn betas(text: &str) -> Result<(f32, f32), String> {
     found.ok_or_else(|| "expected two numbers from 0 to below 1, such as (0.9,0.98)".into())
 }
 
-/// A number of bytes, with a unit or without.
+/// Parses a number of bytes, with or without a unit.
 fn bytes(text: &str) -> Result<usize, String> {
     const UNITS: [(&str, f64); 6] = [
         ("KiB", 1024.0),
@@ -378,9 +235,9 @@ fn bytes(text: &str) -> Result<usize, String> {
     ];
     let known = UNITS.iter().find_map(|(unit, size)| Some((text.strip_suffix(unit)?, *size)));
     let (digits, size) = known.unwrap_or((text, 1.0));
-    let fits = |number: f64| number > 0.0 && number.is_finite();
-    Ok((number(digits.trim(), fits, "a size above 0 such as 4GiB, 500MB or 1000000")? * size)
-        as usize)
+    let is_valid = |number: f64| number > 0.0 && number.is_finite();
+    let expected = "a size above 0 such as 4GiB, 500MB or 1000000";
+    Ok((number(digits.trim(), is_valid, expected)? * size) as usize)
 }
 
 #[cfg(test)]
@@ -391,9 +248,9 @@ mod tests {
         Cli::try_parse_from(std::iter::once("gpt_pretrain").chain(flags.split_whitespace()))
     }
 
-    /// The flags of fairseq's own example that stand for something here.
+    /// The arguments of fairseq's example that this program supports.
     #[test]
-    fn fairseqs_flags_are_understood() {
+    fn fairseqs_arguments_are_supported() {
         let cli = parse(
             "--tokens-per-sample 2048 --batch-size 8 --arch transformer_lm_gpt3_13 \
              --adam-betas (0.9,0.98) --lr 0.0001 --lr-scheduler polynomial_decay \
@@ -401,13 +258,13 @@ mod tests {
              --fp16 --fp16-init-scale 4 --cpu-offload --checkpoint-activations",
         )
         .unwrap();
-        let recipe = cli.recipe();
+        let (recipe, sharding) = (cli.recipe(), cli.sharding());
         assert_eq!((cli.arch.name, recipe.adam_betas), ("13B", (0.9, 0.98)));
         assert_eq!((recipe.updates(1000), recipe.schedule(10).total), (10, 10));
-        assert_eq!(recipe.dropout, 0.0, "as fairseq's GPT-3");
-        assert_eq!(recipe.precision, Precision::Fp16 { init_scale: 4.0, min_scale: 1e-4 });
-        assert!(cli.cpu_offload);
-        assert_eq!(recipe.kept_blocks, KeptBlocks::Inputs);
+        assert_eq!(recipe.dropout, 0.0, "fairseq's GPT-3 has none");
+        assert_eq!(sharding.precision, Precision::Fp16 { init_scale: 4.0, min_scale: 1e-4 });
+        assert!(sharding.cpu_offload);
+        assert_eq!(sharding.activations, ActivationPolicy::Recompute);
     }
 
     #[test]
@@ -423,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_value_is_refused_with_what_would_be_right() {
+    fn an_invalid_value_is_refused_with_the_valid_ones() {
         for (flags, expected) in [
             ("--batch-size 0", "a whole number from 1"),
             ("--lr 0", "a number above 0"),

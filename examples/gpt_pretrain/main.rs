@@ -1,47 +1,66 @@
-//! GPT pretraining with FSDP for Burn, after fairseq's example of fully sharded training.
+//! Pretrains a GPT with fully sharded data parallel training. Follows fairseq's example of it.
+//!
+//! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains on
+//! its own part of each batch. The example shows what large models need besides sharding: a forecast of
+//! memory before anything is allocated, offload to host memory, recomputation of activations, bfloat16
+//! and float16 with loss scaling, and gradient accumulation. Arguments and log lines are fairseq's.
 //!
 //! ```text
-//! cargo run --release --example gpt_pretrain             # a tiny GPT on Moby-Dick, two ranks
+//! cargo run --release --example gpt_pretrain             # trains a tiny GPT on Moby-Dick, with two ranks
 //! cargo run --release --example gpt_pretrain -- --help
 //! cargo run --release --example gpt_pretrain -- --arch 1.3B --data wiki.txt --world-size 8
 //! ```
 //!
-//! `arch.rs` has the sizes, `model.rs` the model and its annotations, `train.rs` what each rank runs.
-//! The rest is what any such program needs: text (`text.rs`), word pieces (`bpe.rs`), blocks of them
-//! (`batch.rs`), a learning rate (`schedule.rs`), a forecast of memory (`room.rs`), a model to be
-//! better than (`bigram.rs`), log lines (`log.rs`) and a report (`report.rs`).
+//! Read in this order:
+//!
+//! 1. `model.rs`: the model in plain Burn, and the annotations for sharding. `arch.rs` has its sizes.
+//! 2. `sharding.rs`: strategy, precision, offload and recomputation.
+//! 3. `train.rs`: the training loop of one rank.
+//! 4. `memory_forecast.rs`: the memory that a rank will need.
+//!
+//! The other files: `cli.rs` (arguments), `recipe.rs` (hyperparameters and their defaults), `job.rs`
+//! (inputs of a run), `text.rs`, `bpe.rs` (tokenizer), `batch.rs`, `learning_rate.rs`,
+//! `available_memory.rs`, `bigram.rs` (baseline to compare with), `init_progress.rs` (progress bar),
+//! `fairseq_log.rs` (log lines), `summary.rs` (the result), and `../common/` (code shared with the other
+//! example).
 
-#[path = "../bert_finetune/allocator.rs"]
-mod allocator;
 mod arch;
+mod available_memory;
 mod batch;
 mod bigram;
 mod bpe;
 mod cli;
-#[path = "../bert_finetune/device.rs"]
-mod device;
-mod log;
+#[path = "../common/mod.rs"]
+mod common;
+mod fairseq_log;
+mod init_progress;
+mod job;
+mod learning_rate;
+mod memory_forecast;
 mod model;
-mod report;
-mod room;
-mod schedule;
+mod recipe;
+mod sharding;
+mod summary;
 mod text;
 mod train;
 
-use anyhow::{Context, Result};
+#[cfg(test)]
+mod tests;
+
+use anyhow::Result;
 use clap::Parser;
 use fsdp_runtime::Rank;
 use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
-use crate::batch::Blocks;
-use crate::bigram::Bigram;
-use crate::bpe::Bpe;
+use crate::available_memory::AvailableMemory;
 use crate::cli::Cli;
-use crate::report::{InitBar, Summary};
-use crate::room::Room;
-use crate::text::Text;
-use crate::train::{Job, Setup, train};
+use crate::common::{allocator, report};
+use crate::init_progress::InitBar;
+use crate::job::{Job, Setup};
+use crate::memory_forecast::forecast;
+use crate::summary::Summary;
+use crate::train::train;
 
 fn main() -> Result<()> {
     start(&Cli::parse())
@@ -49,256 +68,44 @@ fn main() -> Result<()> {
 
 fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
-    cli.device.resolve_or_exit();
-    if !cli.quiet {
+    cli.ranks.device.resolve_or_exit();
+    if !cli.output.quiet {
         InitBar::show();
     }
-    // The process that has rank 0 tells.
-    let Some(summary) = run(cli)? else { return Ok(()) };
-    if !(cli.json && cli.quiet) {
-        println!("{summary}");
+    match run(cli)? {
+        Some(summary) => report::print_summary(&summary, cli.output),
+        // Another process runs rank 0, and prints the result.
+        None => Ok(()),
     }
-    if cli.json {
-        println!("{}", serde_json::to_string(&summary)?);
-    }
-    Ok(())
 }
 
-/// Runs the ranks of this process. The summary is that of the rank that held the most, with rank 0.
+/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are processes.
+/// Returns the summary of the rank whose peak memory was highest, or `None` if another process runs
+/// rank 0.
 fn run(cli: &Cli) -> Result<Option<Summary>> {
-    let (device, setup) = (cli.device.resolve()?, cli.setup());
+    let (device, setup) = (cli.ranks.device.resolve()?, Setup::new(cli));
     let started = RankEnv::read()?;
-    let world = cli.world_size()?;
-    let (first, here) = match &started {
-        Some(place) => (place.rank == Rank::ZERO, place.local_world.unwrap_or(world)),
-        None => (true, world),
-    };
-    // Before anything that takes time.
-    let forecast = room::forecast(&setup, world, here, &device)?;
-    let room = Room::of(cli, here, started.is_none());
-    if !cli.quiet && first {
-        eprintln!("forecast, {room}\n{forecast}");
+    let world = cli.world_size(started.as_ref());
+    let local = started.as_ref().and_then(|place| place.local_world).unwrap_or(world);
+    let verbose = !cli.output.quiet && report::reports(started.as_ref());
+
+    // A model that does not fit is refused before anything that takes time.
+    let forecast = forecast(&setup, world, local, &device)?;
+    let available = AvailableMemory::new(cli, local, started.is_none());
+    if verbose {
+        eprintln!("forecast, {available}\n{forecast}");
     }
-    room.check(&forecast)?;
-    let job = prepare(cli, setup, first)?;
-    let options = LaunchOptions::new(world).with_engine(cli.engine).with_device(device);
-    let of_ranks = launch(options, move |worker: Worker| {
+    available.check(&forecast)?;
+
+    let job = Job::new(cli, setup, verbose)?;
+    let options = LaunchOptions::new(world).with_engine(cli.ranks.engine).with_device(device);
+    let results = launch(options, move |worker: Worker| {
         let summary = train(&job, &forecast, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))
     })?;
-    if of_ranks.iter().all(|(rank, _)| *rank != Rank::ZERO) {
+    if results.iter().all(|(rank, _)| *rank != Rank::ZERO) {
         return Ok(None);
     }
-    let summaries = of_ranks.into_iter().map(|(_, summary)| summary);
-    Ok(summaries.max_by_key(|of| of.memory.total.peak))
-}
-
-/// Reads the text and cuts it into word pieces: all that can be wrong before a rank starts.
-fn prepare(cli: &Cli, setup: Setup, first: bool) -> Result<Job> {
-    let text = match cli.data.as_slice() {
-        [] => Text::embedded()?,
-        files => Text::read(files)?,
-    };
-    let bpe = Bpe::cached(&text.train, cli.arch.vocabulary, cli.bpe_cache().as_deref())?;
-    let (train, held_out) = (bpe.encode(&text.train)?, bpe.encode(&text.held_out)?);
-    if !cli.quiet && first {
-        eprintln!(
-            "{}: {} word pieces to train on, {} held out, {} kinds",
-            text.name,
-            train.len(),
-            held_out.len(),
-            bpe.vocabulary()
-        );
-    }
-    let bigram = Bigram::train(&train, bpe.vocabulary()).perplexity(&held_out);
-    let blocks = |pieces, what: &str| {
-        Blocks::new(pieces, setup.recipe.tokens_per_sample)
-            .with_context(|| format!("{} is too short to {what}", text.name))
-    };
-    Ok(Job {
-        train: blocks(train, "train on")?,
-        held_out: blocks(held_out, "hold a tenth of it out")?,
-        bigram,
-        setup,
-        log: !cli.quiet,
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use fsdp_runtime::MemoryError;
-
-    use super::*;
-    use crate::arch::Arch;
-
-    /// A run short enough for a test, of the same steps at every world size.
-    fn run_with(flags: &str) -> Result<Summary> {
-        let shape = "--quiet --bpe-cache none --tokens-per-sample 32 --max-update 3 \
-                     --warmup-updates 0 --lr 1e-3";
-        let flags = shape.split_whitespace().chain(flags.split(' '));
-        let summary = run(&Cli::parse_from(std::iter::once("gpt_pretrain").chain(flags)))?;
-        summary.context("rank 0 is here")
-    }
-
-    #[test]
-    fn the_losses_do_not_depend_on_the_number_of_ranks() {
-        let one = run_with("--world-size 1 --batch-size 4").unwrap();
-        let two = run_with("--world-size 2 --batch-size 2").unwrap();
-        let accumulated = run_with("--world-size 2 --batch-size 1 --update-freq 2").unwrap();
-        assert_eq!((one.updates, one.losses.len()), (3, 3));
-        assert!(one.losses[0] > one.losses[2], "{:?}", one.losses);
-        for other in [&two, &accumulated] {
-            for (a, b) in one.losses.iter().zip(&other.losses) {
-                assert!((a - b).abs() < 1e-5, "{:?} {:?}", one.losses, other.losses);
-            }
-            let (a, b) = (one.held_out_perplexity, other.held_out_perplexity);
-            assert!((a / b - 1.0).abs() < 1e-4, "{a} {b}");
-        }
-        assert!(one.held_out_perplexity < 512.0 && one.bigram_perplexity < 100.0, "{one}");
-    }
-
-    /// Every kind but activations, which nobody counts.
-    #[test]
-    fn the_forecast_is_what_the_run_then_holds() {
-        for flags in [
-            "--world-size 2",
-            "--world-size 1 --strategy NO_SHARD",
-            "--world-size 2 --no-reshard-after-forward",
-            "--world-size 2 --update-freq 2",
-            "--world-size 2 --bf16",
-            "--world-size 2 --cpu-offload",
-            "--world-size 2 --cpu-offload --bf16 --update-freq 2",
-        ] {
-            let flags = format!("{flags} --batch-size 1 --max-valid-steps 1");
-            let Summary { memory, host_memory, forecast, .. } = run_with(&flags).unwrap();
-            let exact = [
-                (memory.shards.peak, forecast.shards),
-                (memory.replicated.peak, forecast.replicated),
-                (memory.gathered.peak, forecast.gathered),
-                (memory.gradients.peak, forecast.gradients),
-                (host_memory.shards.peak, forecast.host.shards),
-                (host_memory.gradients.peak, forecast.host.gradients),
-            ];
-            for (found, expected) in exact {
-                assert_eq!(found, expected, "{flags}\n{memory}\n{host_memory}\n{forecast}");
-            }
-            let found = (memory.optimizer.now + host_memory.optimizer.now) as f64;
-            let expected = (forecast.optimizer + forecast.host.optimizer) as f64;
-            assert!((found / expected - 1.0).abs() < 0.02, "{flags}\n{memory}\n{forecast}");
-        }
-    }
-
-    #[test]
-    fn half_precision_follows_f32_and_offload_is_the_same() {
-        let shape = "--world-size 2 --batch-size 2 --max-valid-steps 1";
-        let full = run_with(shape).unwrap();
-        let offloaded = run_with(&format!("{shape} --cpu-offload")).unwrap();
-        assert_eq!(offloaded.losses, full.losses);
-        for flag in ["--bf16", "--fp16"] {
-            let half = run_with(&format!("{shape} {flag}")).unwrap();
-            assert_eq!(
-                (half.skipped_updates, half.updates, half.losses.len()),
-                (0, 3, 3),
-                "{flag}"
-            );
-            assert_ne!(half.losses, full.losses, "{flag}");
-            for (a, b) in half.losses.iter().zip(&full.losses) {
-                assert!((a / b - 1.0).abs() < 0.02, "{flag}: {:?} {:?}", half.losses, full.losses);
-            }
-        }
-        // The same number of updates after overflows, of batches further on.
-        let overflow = run_with(&format!("{shape} --fp16 --fp16-init-scale 1e8")).unwrap();
-        assert!((1..20).contains(&overflow.skipped_updates), "{}", overflow.skipped_updates);
-        assert_eq!((overflow.updates, overflow.losses.len()), (3, 3));
-        for (a, b) in overflow.losses.iter().zip(&full.losses) {
-            assert!((a / b - 1.0).abs() < 0.1, "{:?} {:?}", overflow.losses, full.losses);
-        }
-        let endless =
-            run_with(&format!("{shape} --fp16 --fp16-init-scale 1e8 --min-loss-scale 9e7"));
-        assert!(format!("{:#}", endless.unwrap_err()).contains("--min-loss-scale"));
-    }
-
-    #[test]
-    #[ignore = "minutes: cargo test --release --example gpt_pretrain -- --ignored"]
-    fn half_precision_ends_where_f32_does() {
-        let run = |flags: &str| {
-            let shape = "gpt_pretrain --quiet --max-update 200 --max-valid-steps 1";
-            let flags = shape.split(' ').chain(flags.split_whitespace());
-            run(&Cli::parse_from(flags)).unwrap().expect("rank 0 is here")
-        };
-        let mean = |summary: &Summary| summary.losses[180..].iter().sum::<f64>() / 20.0;
-        let full = mean(&run(""));
-        for (flags, skips) in
-            [("--bf16", 0..1), ("--fp16", 0..1), ("--fp16 --fp16-init-scale 1e8", 1..20)]
-        {
-            let half = run(flags);
-            let found = mean(&half);
-            eprintln!("{flags}: {found}, f32: {full}, {} skipped", half.skipped_updates);
-            assert!((found / full - 1.0).abs() < 0.02, "{flags}: {found} {full}");
-            assert!(skips.contains(&half.skipped_updates), "{flags}: {}", half.skipped_updates);
-        }
-    }
-
-    #[test]
-    #[ignore = "minutes: cargo test --release --example gpt_pretrain -- --ignored"]
-    fn the_main_run_ends_below_a_bigram_model() {
-        let summary = run(&Cli::parse_from(["gpt_pretrain"])).unwrap().expect("rank 0 is here");
-        assert!(summary.held_out_perplexity < summary.bigram_perplexity, "{summary}");
-    }
-
-    #[test]
-    fn recomputation_changes_no_loss() {
-        let shape = "--world-size 2 --batch-size 2 --max-valid-steps 1 --dropout 0.1";
-        let losses = |flags: &str| run_with(&format!("{shape} {flags}")).unwrap().losses;
-        let kept = losses("--bf16");
-        assert_eq!(losses("--bf16 --checkpoint-activations"), kept);
-        assert_eq!(losses("--bf16 --offload-activations --cpu-offload"), kept);
-    }
-
-    /// A quarter of what the unsharded model and its Adam state take is enough with offload and
-    /// recomputation, and not enough without.
-    #[test]
-    fn a_model_trains_in_a_quarter_of_its_own_size() {
-        let arch =
-            Arch { name: "deep", fairseq: None, layers: 24, width: 64, heads: 2, vocabulary: 512 };
-        let shape = "gpt_pretrain --quiet --bpe-cache none --tokens-per-sample 32 --max-update 2 \
-                     --batch-size 1 --max-valid-steps 1";
-        let with = |flags: &str| {
-            let cli = Cli::parse_from(shape.split_whitespace().chain(flags.split_whitespace()));
-            run(&Cli { arch, ..cli }).map(|summary| summary.expect("rank 0 is here"))
-        };
-        let whole = with("--world-size 1 --strategy NO_SHARD").unwrap().forecast;
-        let limit = (whole.replicated + whole.optimizer) / 4;
-        let limited = |flags: &str| with(&format!("--memory-limit {limit} {flags}"));
-        for world in ["--world-size 1", "--world-size 2"] {
-            let error = limited(world).unwrap_err();
-            assert!(error.downcast_ref::<MemoryError>().is_some(), "{error}");
-            let fits = limited(&format!("{world} --cpu-offload --checkpoint-activations")).unwrap();
-            assert!(fits.forecast.total() <= limit, "{limit}\n{}", fits.forecast);
-            assert!(fits.memory.total.peak <= fits.forecast.total(), "{}", fits.memory);
-            assert!(fits.losses.iter().all(|loss| loss.is_finite()));
-        }
-    }
-
-    #[test]
-    fn a_run_that_does_not_fit_is_refused_with_the_table() {
-        let error = run_with("--memory-limit 1MiB").unwrap_err();
-        let MemoryError::DoesNotFit { available, forecast } =
-            error.downcast_ref().expect("a typed error")
-        else {
-            panic!("{error}");
-        };
-        assert_eq!(*available, 1 << 20);
-        assert!(forecast.total() > 1 << 20);
-        let message = format!("{error:?}");
-        assert!(message.contains("activations") && message.contains("more ranks"), "{message}");
-    }
-
-    #[test]
-    fn a_text_without_a_block_is_refused() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "too short\nfor anything\n").unwrap();
-        let error = run_with(&format!("--data {}", file.path().display())).unwrap_err();
-        assert!(format!("{error:#}").contains("--tokens-per-sample"), "{error:#}");
-    }
+    let summaries = results.into_iter().map(|(_, summary)| summary);
+    Ok(summaries.max_by_key(|summary| summary.memory.total.peak))
 }

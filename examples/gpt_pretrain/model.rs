@@ -1,8 +1,9 @@
-//! GPT-2's decoder, in plain Burn.
+//! GPT-2's decoder, in plain Burn, with annotations for sharding.
 //!
-//! Only the annotations know of FSDP: each block is gathered as one (`#[fsdp_unit]`), the rest belongs
-//! to the outermost unit, which also says that the embedding's weight is the output's (`tie`). Without
-//! them the model trains unsharded with the same code.
+//! `#[fsdp_unit]` marks a unit: a module whose parameters are gathered with one all-gather. Here each
+//! block is a unit, and the other parameters belong to the outermost unit (`root`). `tie` declares that
+//! two parameters are the same one. The rest does not depend on FSDP: without the annotations the same
+//! code trains the model unsharded.
 
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -14,15 +15,15 @@ use fsdp_runtime::prelude::*;
 
 use crate::arch::Arch;
 
-/// Standard deviation of GPT-2's initial weights.
+/// Standard deviation of GPT-2's initial matrices.
 const INIT_STD: f64 = 0.02;
 
-/// A decoder that predicts each next word piece.
+/// Decoder that predicts the next word piece at every position.
 #[derive(Module, Debug)]
 #[fsdp_unit(root, tie("tokens" = "output"))]
 pub struct Gpt {
     tokens: Embedding,
-    /// The embedding's weight, `[vocabulary, width]`.
+    /// Output weight, `[vocabulary, width]`; the same parameter as the embedding's.
     output: Param<Tensor<2>>,
     positions: Embedding,
     dropout: Dropout,
@@ -30,7 +31,8 @@ pub struct Gpt {
     norm: LayerNorm,
 }
 
-/// Causal self-attention, then a feed-forward part, each of the normalized input and added to it.
+/// Causal self-attention and a feed-forward block, each with layer normalization before it and a
+/// residual connection.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 pub struct Block {
@@ -54,12 +56,12 @@ pub struct Attention {
 
 #[fsdp_unit]
 impl Gpt {
-    /// Scores every word piece as the next one, at every place.
+    /// Computes the logits of the next word piece at every position.
     ///
     /// # Shapes
     ///
     /// - `ids`: `[rows, length]`
-    /// - output: `[rows * length, vocabulary]`, not normalized
+    /// - output: `[rows * length, vocabulary]`
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
         let [rows, length] = ids.dims();
         let positions = Tensor::arange(0..length as i64, &ids.device()).unsqueeze();
@@ -73,7 +75,11 @@ impl Gpt {
 
 #[fsdp_unit]
 impl Block {
-    /// `[rows, length, width]` to the same.
+    /// Applies the block.
+    ///
+    /// # Shapes
+    ///
+    /// - `x` and output: `[rows, length, width]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let attended = self.attention.forward(self.attention_norm.forward(x.clone()));
         let x = x + self.dropout.forward(attended);
@@ -83,7 +89,11 @@ impl Block {
 }
 
 impl Attention {
-    /// `[rows, length, width]` to the same.
+    /// Applies the attention.
+    ///
+    /// # Shapes
+    ///
+    /// - `x` and output: `[rows, length, width]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let [rows, length, width] = x.dims();
         let split = |linear: &Linear| {
@@ -97,21 +107,22 @@ impl Attention {
     }
 }
 
-/// What a model is built from.
+/// Configuration of a GPT.
 #[derive(Clone, Copy, Debug)]
 pub struct GptConfig {
-    /// Its sizes.
+    /// Sizes.
     pub arch: Arch,
-    /// The longest sample, in word pieces.
+    /// Maximum length of a sample, in word pieces.
     pub positions: usize,
-    /// Dropout probability, of the embeddings and of what each part adds.
+    /// Dropout probability of the embeddings and of the attention's and feed-forward block's output.
     pub dropout: f64,
 }
 
 impl GptConfig {
-    /// Builds the model with GPT-2's initial weights: normal, and smaller the deeper the model where
-    /// a block adds to the residual stream. Nothing is drawn before it is used: `fully_shard` does so,
-    /// parameter by parameter.
+    /// Builds the model. As in GPT-2, matrices are initialised from a normal distribution, and those whose
+    /// output is added to the residual stream have a standard deviation smaller by a factor of
+    /// `sqrt(2 * layers)`. The initialisation is lazy: `fully_shard` runs it for one parameter after
+    /// another.
     pub fn init(&self, device: &Device) -> Gpt {
         let Arch { layers, width, vocabulary, .. } = self.arch;
         let matrix = normal(INIT_STD);
@@ -162,7 +173,7 @@ mod tests {
     use burn::tensor::TensorData;
 
     use super::*;
-    use crate::device::DeviceName;
+    use crate::common::device::DeviceName;
 
     const SMALL: Arch =
         Arch { name: "test", fairseq: None, layers: 8, width: 32, heads: 4, vocabulary: 50 };
@@ -172,9 +183,9 @@ mod tests {
         model.forward(Tensor::from_data(input, device)).into_data().try_into_vec_as().unwrap()
     }
 
-    /// On the device as it is, whose attention may be one kernel, and under autodiff, where it is not.
+    /// Runs with autodiff and without it, where the attention may be a fused kernel.
     #[test]
-    fn a_later_word_changes_no_earlier_score() {
+    fn a_later_word_changes_no_earlier_logit() {
         let device = DeviceName::Auto.resolve().unwrap();
         for device in [device.clone(), device.autodiff()] {
             device.seed(3);
@@ -216,7 +227,7 @@ mod tests {
         assert_eq!(tokens.into_data(), output.into_data(), "one weight");
     }
 
-    /// What is tied is held, gathered and counted once.
+    /// A tied parameter is stored, gathered and counted once.
     #[test]
     fn the_tied_weight_counts_once() {
         let config = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 };

@@ -1,4 +1,4 @@
-//! The text: the embedded book or the user's files, and what of it is held out.
+//! Text to train on: the embedded book or the user's files. Its last tenth is held out.
 
 use std::fs;
 use std::path::PathBuf;
@@ -6,40 +6,41 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, anyhow};
 use miniz_oxide::inflate::decompress_to_vec;
 
-/// Its origin and licence stand in `data/README.md`.
+/// Embedded book. `data/README.md` has its origin and licence.
 const BOOK: &[u8] = include_bytes!("data/moby_dick.txt.gz");
-/// gzip's header without a name, and its checksum and length (RFC 1952).
+/// Bytes of gzip's header without a file name (RFC 1952).
 const GZIP_HEADER: usize = 10;
+/// Bytes of gzip's checksum and length (RFC 1952).
 const GZIP_TRAILER: usize = 8;
-/// The last part, 1 over this, is held out.
+/// The last `1 / HELD_OUT` of the text is held out.
 const HELD_OUT: usize = 10;
 
-/// A text in its two parts.
+/// Text in two parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Text {
-    /// What to call it.
+    /// Name, to be shown to the user.
     pub name: String,
-    /// Trained on.
+    /// Part to train on.
     pub train: String,
-    /// The end of it, never trained on.
+    /// Part to evaluate on: the end of the text.
     pub held_out: String,
 }
 
 impl Text {
-    /// Moby-Dick.
+    /// Returns the embedded book, Moby-Dick.
     ///
     /// # Errors
     ///
-    /// If the embedded book is broken.
+    /// If the embedded file is damaged.
     pub fn embedded() -> Result<Self> {
         let deflated = &BOOK[GZIP_HEADER..BOOK.len() - GZIP_TRAILER];
         let text = decompress_to_vec(deflated)
-            .map_err(|error| anyhow!("the embedded book is broken: {error}"))?;
-        let text = String::from_utf8(text).context("the embedded book is broken")?;
+            .map_err(|error| anyhow!("the embedded book is damaged: {error}"))?;
+        let text = String::from_utf8(text).context("the embedded book is damaged")?;
         Ok(Self::split("Moby-Dick".into(), text))
     }
 
-    /// Files, one after the other.
+    /// Reads files and joins them in order.
     ///
     /// # Errors
     ///
@@ -55,7 +56,7 @@ impl Text {
         Ok(Self::split(names.join(", "), text))
     }
 
-    /// Cuts at the start of the first line in the last part; inside it where there is none.
+    /// Splits at the first line start in the last part, or within a line if there is no line start.
     fn split(name: String, mut text: String) -> Self {
         let at = text.ceil_char_boundary(text.len() - text.len() / HELD_OUT);
         let line = text[at..].find('\n').map_or(at, |end| at + end + 1);
@@ -79,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn files_follow_one_another() {
+    fn files_are_joined_in_order() {
         let directory = tempfile::tempdir().unwrap();
         let file = |name: &str, text: &str| {
             let path = directory.path().join(name);

@@ -1,305 +1,254 @@
-//! One rank's run: build the model, shard it, train it, evaluate it.
+//! Training loop of one rank.
 
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use burn::module::ParamGroup;
 use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::Tensor;
+use fsdp_runtime::MemoryForecast;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{GradScalerConfig, MemoryForecast};
 
-use crate::arch::{Arch, KeptBlocks};
-use crate::batch::{Blocks, Dealer};
-use crate::cli::{Precision, Recipe};
-use crate::log::{Log, Place, Update};
-use crate::model::{Block, Gpt, GptConfig};
-use crate::report::Summary;
-use crate::room::free_on;
+use crate::available_memory::free_memory;
+use crate::batch::Dealer;
+use crate::common::training::{
+    adamw, mean_over_ranks, median, read_loss, scale_loss, unscale_gradients,
+};
+use crate::fairseq_log::{LogPosition, LogWindow, UpdateStats};
+use crate::job::{Job, Setup};
+use crate::learning_rate::LrSchedule;
+use crate::model::Gpt;
+use crate::summary::Summary;
 
-/// Floats of state that AdamW holds for each parameter.
-pub const ADAM_MOMENTS: usize = 2;
-
-/// The model and how it is trained, whatever the text; the same for every rank.
-#[derive(Clone, Debug)]
-pub struct Setup {
-    /// The model's size.
-    pub arch: Arch,
-    /// What is sharded.
-    pub strategy: ShardingStrategy,
-    /// Whether gathered parameters go between forward and backward, where the strategy lets them.
-    pub reshard_after_forward: bool,
-    /// Whether parameters, gradients and optimizer state rest on the host.
-    pub cpu_offload: bool,
-    /// How to train.
-    pub recipe: Recipe,
-}
-
-/// Everything a run needs; the same for every rank.
-#[derive(Clone, Debug)]
-pub struct Job {
-    /// The model, and how to train it.
-    pub setup: Setup,
-    /// Trained on.
-    pub train: Blocks,
-    /// Evaluated on.
-    pub held_out: Blocks,
-    /// A bigram model's perplexity of the held-out text.
-    pub bigram: f64,
-    /// Whether log lines are printed.
-    pub log: bool,
-}
-
-impl Setup {
-    /// The model, of which no value is drawn yet.
-    pub fn model(&self, device: &Device) -> Gpt {
-        let Recipe { tokens_per_sample: positions, dropout, .. } = self.recipe;
-        GptConfig { arch: self.arch, positions, dropout }.init(device)
-    }
-
-    /// How the model is sharded.
-    pub fn options(&self) -> FsdpOptions {
-        let options = FsdpOptions::new().with_strategy(self.strategy).with_seed(self.recipe.seed);
-        let options = match self.reshard_after_forward {
-            true => options,
-            false => options.with_reshard_after_forward(ReshardAfterForward::Never),
-        };
-        let options = match self.recipe.precision.dtype() {
-            FloatDType::F32 => options,
-            dtype => {
-                let policy = MixedPrecisionPolicy::new().with_param_dtype(dtype);
-                options.with_mixed_precision(policy.with_output_dtype(FloatDType::F32))
-            }
-        };
-        let options = match self.recipe.kept_blocks {
-            KeptBlocks::Whole => options,
-            kept => options
-                .with_activation_checkpointing(ActivationCheckpointing::Units(unit_types![Block]))
-                .with_offload_activations(kept == KeptBlocks::OnHost),
-        };
-        match self.cpu_offload {
-            true => options.with_offload(OffloadPolicy::Params { pin_memory: true }),
-            false => options,
-        }
-    }
-}
-
-/// Trains and evaluates; what one rank of [`launch`] runs. Every rank gets the same summary but for
-/// the times and the bytes, which are its own.
+/// Trains and evaluates the model on one rank. Every rank calls it within [`launch`]. Returns the
+/// summary, in which only durations and memory differ between ranks.
 ///
 /// # Errors
 ///
-/// If the recipe does not fit the text, a peer fails, or the loss is no longer a number.
+/// If the hyperparameters do not fit the text, a peer fails, the loss is not finite, or gradients
+/// overflow in float16 at every loss scale.
 pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Summary> {
-    let Setup { recipe, arch, strategy, .. } = &job.setup;
-    let rank = worker.rank().index();
-    let dealer = Dealer {
-        world_size: worker.world().size(),
-        batch_size: recipe.batch_size,
-        update_freq: recipe.update_freq,
-    };
-    let per_epoch = dealer.updates_per_epoch(job.train.len())?;
-    let total = recipe.updates(per_epoch);
-    let schedule = recipe.schedule(total);
-    let max_norm = if recipe.clip_norm > 0.0 { recipe.clip_norm } else { f64::INFINITY };
+    let mut trainer = Trainer::new(job, worker)?;
+    while trainer.losses.len() < trainer.total_updates {
+        trainer = trainer.update()?;
+    }
+    trainer.finish(forecast)
+}
 
-    let mut model = fully_shard(job.setup.model(worker.device()), worker, job.setup.options())?;
-    let mut optimizer = optimizer(recipe);
-    let loss_of = CrossEntropyLossConfig::new().init(worker.device());
-    let mut scaler = recipe.precision.scaler()?;
-    let mut log = Log::new(dealer.per_update(), recipe.tokens_per_sample, recipe.clip_norm);
-    let mut losses = Vec::with_capacity(total);
-    let (mut logged, mut skipped, mut train_loss) = (0, 0, 0.0);
-    let mut seconds = Vec::with_capacity(total);
-    let mut order = Vec::new();
+/// One rank's part of a run.
+struct Trainer<'a> {
+    job: &'a Job,
+    worker: &'a Worker,
+    dealer: Dealer,
+    updates_per_epoch: usize,
+    total_updates: usize,
+    /// Blocks of the current epoch, in the order in which they are trained on.
+    order: Vec<usize>,
 
-    while losses.len() < total {
-        // An overflow uses its batch up, and is no update: on every rank.
-        let taken = losses.len() + skipped;
-        let (epoch, at) = (taken / per_epoch, taken % per_epoch);
+    model: Fsdp<Gpt>,
+    optimizer: ModuleOptimizer,
+    schedule: LrSchedule,
+    loss_fn: CrossEntropyLoss,
+    scaler: Option<GradScaler>,
+
+    log: LogWindow,
+    /// Loss of every update, in base 2: the mean over ranks up to the last log line, this rank's own
+    /// after it.
+    losses: Vec<f64>,
+    /// Number of updates at the last log line.
+    logged: usize,
+    /// Mean loss of the updates of the last log line, in base 2.
+    train_loss: f64,
+    /// Number of overflows. Each is in place of an update, on every rank.
+    skipped: usize,
+    /// Duration of every update and of every overflow.
+    seconds: Vec<f64>,
+}
+
+impl<'a> Trainer<'a> {
+    /// Shards the model and builds the optimizer.
+    fn new(job: &'a Job, worker: &'a Worker) -> Result<Self> {
+        let Setup { recipe, sharding, .. } = &job.setup;
+        let dealer = Dealer {
+            world_size: worker.world().size(),
+            batch_size: recipe.batch_size,
+            update_freq: recipe.update_freq,
+        };
+        let updates_per_epoch = dealer.updates_per_epoch(job.train.len())?;
+        let total_updates = recipe.updates(updates_per_epoch);
+        let (beta_1, beta_2) = recipe.adam_betas;
+        let adam = AdamWConfig::new()
+            .with_beta_1(beta_1)
+            .with_beta_2(beta_2)
+            .with_weight_decay(recipe.weight_decay);
+        Ok(Self {
+            job,
+            worker,
+            dealer,
+            updates_per_epoch,
+            total_updates,
+            order: Vec::new(),
+            model: fully_shard(job.setup.model(worker.device()), worker, job.setup.options())?,
+            optimizer: adamw(adam),
+            schedule: recipe.schedule(total_updates),
+            loss_fn: CrossEntropyLossConfig::new().init(worker.device()),
+            scaler: sharding.precision.scaler()?,
+            log: LogWindow::new(dealer.per_update(), recipe.tokens_per_sample, recipe.clip_norm),
+            losses: Vec::with_capacity(total_updates),
+            logged: 0,
+            train_loss: 0.0,
+            skipped: 0,
+            seconds: Vec::with_capacity(total_updates),
+        })
+    }
+
+    /// Trains on the batches of one update: forward and backward of each, clipping and update.
+    ///
+    /// The trainer is passed by value because Burn's optimizers take the model by value.
+    fn update(mut self) -> Result<Self> {
+        let recipe = &self.job.setup.recipe;
+        let at = self.batches_taken() % self.updates_per_epoch;
         if at == 0 {
-            order = dealer.epoch(job.train.len(), recipe.seed, epoch);
+            let epoch = self.batches_taken() / self.updates_per_epoch;
+            self.order = self.dealer.epoch(self.job.train.len(), recipe.seed, epoch);
         }
+
         let begin = Instant::now();
-        let mut value = 0.0;
-        for batch in 1..recipe.update_freq {
-            let rows = dealer.share(&order, at, batch - 1, rank);
-            let (loss, found) = forward(&model, &loss_of, job, rows, worker.device());
-            model.accumulate(scaled(loss, scaler.as_ref()))?;
-            value += number(found)?;
+        let mut loss = 0.0;
+        for batch in 0..recipe.update_freq - 1 {
+            let (scaled, value) = self.forward(at, batch);
+            self.model.accumulate(scaled)?;
+            loss += read_loss(value)?;
         }
-        let rows = dealer.share(&order, at, recipe.update_freq - 1, rank);
-        let (loss, found) = forward(&model, &loss_of, job, rows, worker.device());
-        let gradients = model.backward(scaled(loss, scaler.as_ref()))?;
-        let gradients = match &mut scaler {
-            Some(scaler) => scaler.unscale(&model, gradients)?,
-            None => Unscaled::Finite(gradients),
+        let (scaled, value) = self.forward(at, recipe.update_freq - 1);
+        let gradients = self.model.backward(scaled)?;
+        let gradients = unscale_gradients(&self.model, gradients, self.scaler.as_mut())?;
+        let Unscaled::Finite(mut gradients) = gradients else {
+            self.skip(begin)?;
+            return Ok(self);
         };
-        let mut gradients = match gradients {
-            Unscaled::Finite(gradients) => gradients,
-            Unscaled::Overflow => {
-                skipped += 1;
-                recipe.precision.check_scale(scaler.as_ref(), losses.len())?;
-                let took = begin.elapsed().as_secs_f64();
-                seconds.push(took);
-                log.overflow(took);
-                continue;
-            }
-        };
-        let norm = model.clip_grad_norm(&mut gradients, max_norm)?;
-        model = optimizer.step(schedule.rate(losses.len()), model, gradients);
-        value += number(found)?;
+        let norm = self.model.clip_grad_norm(&mut gradients, recipe.max_norm())?;
+        let rate = self.schedule.rate(self.losses.len());
+        self.model = self.optimizer.step(rate, self.model, gradients);
+        loss += read_loss(value)?;
+
+        self.record(loss, norm, begin)?;
+        Ok(self)
+    }
+
+    /// Computes the loss of batch `batch` of the epoch's update `at`, divided by the number of batches
+    /// in an update. Returns it multiplied by the loss scale, to run backward from, and as it is,
+    /// without autodiff.
+    fn forward(&self, at: usize, batch: usize) -> (Tensor<1>, Tensor<1>) {
+        let rows = self.dealer.share(&self.order, at, batch, self.worker.rank().index());
+        let (input, target) = self.job.train.batch(rows, self.worker.device());
+        let loss = self.loss_fn.forward(self.model.forward(input), target);
+        let loss = loss / self.dealer.update_freq as f64;
+        (scale_loss(loss.clone(), self.scaler.as_ref()), loss.inner())
+    }
+
+    /// Returns the number of updates and overflows: each takes the batches of one update from the text.
+    fn batches_taken(&self) -> usize {
+        self.losses.len() + self.skipped
+    }
+
+    /// Records an overflow.
+    fn skip(&mut self, begin: Instant) -> Result<()> {
+        self.skipped += 1;
+        let precision = self.job.setup.sharding.precision;
+        precision.check_scale(self.scaler.as_ref(), self.losses.len())?;
+        let seconds = begin.elapsed().as_secs_f64();
+        self.seconds.push(seconds);
+        self.log.overflow(seconds);
+        Ok(())
+    }
+
+    /// Records an update, and prints a log line if one is due. `loss` is in base e.
+    fn record(&mut self, loss: f64, norm: f64, begin: Instant) -> Result<()> {
         ensure!(
-            value.is_finite(),
-            "the loss of update {} is {value}; a lower --lr may help",
-            losses.len() + 1
+            loss.is_finite(),
+            "the loss of update {} is {loss}; a lower --lr may help",
+            self.losses.len() + 1
         );
-        losses.push(value / std::f64::consts::LN_2);
-        let took = begin.elapsed().as_secs_f64();
-        seconds.push(took);
-        log.update(Update { norm, seconds: took });
-        if losses.len() == 1 {
-            // From here on the optimizer has its state.
-            model.stats().record_optimizer(&optimizer)?;
+        self.losses.push(loss / std::f64::consts::LN_2);
+        let seconds = begin.elapsed().as_secs_f64();
+        self.seconds.push(seconds);
+        self.log.update(UpdateStats { norm, seconds });
+        let updates = self.losses.len();
+        if updates == 1 {
+            // The first update allocated the optimizer's state.
+            self.model.stats().record_optimizer(&self.optimizer)?;
         }
-        let updates = losses.len();
-        if updates.is_multiple_of(recipe.log_interval) || updates == total {
-            let since = &mut losses[logged..];
-            mean_over_ranks(since, worker)?;
-            train_loss = since.iter().sum::<f64>() / since.len() as f64;
-            logged = updates;
-            if job.log && rank == 0 {
-                let (batches, lr) = (updates + skipped, schedule.rate(updates));
-                let free = free_on(worker.device());
-                let place = Place { updates, batches, per_epoch, lr, free };
-                let scale = scaler.as_ref().map(GradScaler::loss_scale);
-                println!("{}", serde_json::to_string(&log.line(place, train_loss, scale))?);
-            }
-        }
-    }
-    let words = (total + skipped) * dealer.per_update() * recipe.tokens_per_sample;
-    Ok(Summary {
-        arch: arch.name,
-        world_size: dealer.world_size,
-        strategy: strategy.to_string(),
-        num_params: model.stats().num_params(),
-        updates: total,
-        skipped_updates: skipped,
-        words,
-        words_per_second: words as f64 / seconds.iter().sum::<f64>(),
-        update_seconds_median: median(seconds),
-        train_loss,
-        held_out_perplexity: evaluate(job, &model, &loss_of, worker, dealer)?,
-        bigram_perplexity: job.bigram,
-        forecast: *forecast,
-        memory: model.stats().memory(),
-        host_memory: model.stats().host_memory(),
-        losses,
-    })
-}
-
-/// The loss of a batch, in parts of an update, and the same without its graph.
-fn forward(
-    model: &Gpt,
-    loss_of: &CrossEntropyLoss,
-    job: &Job,
-    rows: &[usize],
-    device: &Device,
-) -> (Tensor<1>, Tensor<1>) {
-    let (input, target) = job.train.batch(rows, device);
-    let loss = loss_of.forward(model.forward(input), target) / job.setup.recipe.update_freq as f64;
-    (loss.clone(), loss.inner())
-}
-
-/// The loss to go backward from.
-fn scaled(loss: Tensor<1>, scaler: Option<&GradScaler>) -> Tensor<1> {
-    match scaler {
-        Some(scaler) => scaler.scale(loss),
-        None => loss,
-    }
-}
-
-impl Precision {
-    /// The type that parameters are gathered in.
-    pub const fn dtype(self) -> FloatDType {
-        match self {
-            Self::Full => FloatDType::F32,
-            Self::Bf16 => FloatDType::BF16,
-            Self::Fp16 { .. } => FloatDType::F16,
-        }
-    }
-
-    /// What keeps gradients from underflowing, where they may.
-    fn scaler(self) -> Result<Option<GradScaler>> {
-        let Self::Fp16 { init_scale, .. } = self else { return Ok(None) };
-        Ok(Some(GradScalerConfig::new().with_init_scale(init_scale).init()?))
-    }
-
-    /// Ends a run whose gradients overflow at whatever scale.
-    fn check_scale(self, scaler: Option<&GradScaler>, updates: usize) -> Result<()> {
-        if let (Self::Fp16 { min_scale, .. }, Some(scaler)) = (self, scaler) {
-            ensure!(
-                scaler.loss_scale() >= min_scale,
-                "gradients overflow after {updates} updates even at a loss scale of {min_scale}, the \
-                 least that --min-loss-scale allows: the loss has exploded; a lower --lr may help"
-            );
+        let interval = self.job.setup.recipe.log_interval;
+        if updates.is_multiple_of(interval) || updates == self.total_updates {
+            self.log_line()?;
         }
         Ok(())
     }
-}
 
-fn median(mut numbers: Vec<f64>) -> f64 {
-    numbers.sort_by(f64::total_cmp);
-    numbers[numbers.len() / 2]
-}
-
-fn number(loss: Tensor<1>) -> Result<f64> {
-    Ok(f64::from(loss.try_into_scalar::<f32>()?))
-}
-
-/// AdamW without weight decay on biases and norms.
-fn optimizer(recipe: &Recipe) -> ModuleOptimizer {
-    let (beta_1, beta_2) = recipe.adam_betas;
-    let adam = AdamWConfig::new()
-        .with_beta_1(beta_1)
-        .with_beta_2(beta_2)
-        .with_weight_decay(recipe.weight_decay);
-    let not_decayed = ParamGroup::from_any_predicates(vec![".bias", ".gamma", ".beta"]);
-    let optimizer = adam.init();
-    let adam = adam.with_weight_decay(0.0).build().with_foreach(true);
-    optimizer.with_group(not_decayed, adam, None)
-}
-
-/// Replaces each rank's own losses by the mean over ranks.
-fn mean_over_ranks(losses: &mut [f64], worker: &Worker) -> Result<()> {
-    worker.all_reduce_sum(losses)?;
-    losses.iter_mut().for_each(|loss| *loss /= worker.world().size() as f64);
-    Ok(())
-}
-
-/// Perplexity a word piece of the held-out text, every rank its share of the blocks.
-fn evaluate(
-    job: &Job,
-    model: &Fsdp<Gpt>,
-    loss_of: &CrossEntropyLoss,
-    worker: &Worker,
-    dealer: Dealer,
-) -> Result<f64> {
-    let device = worker.device().clone().inner();
-    let model = model.valid();
-    let mut sums = [0.0, 0.0];
-    let batches = dealer.evaluation(&job.held_out, worker.rank().index());
-    for (rows, counts) in batches.into_iter().take(job.setup.recipe.max_valid_steps) {
-        let (input, target) = job.held_out.batch(&rows, &device);
-        let pieces = target.dims()[0] as f64;
-        let loss = number(loss_of.forward(model.forward(input), target))?;
-        if counts {
-            sums[0] += loss * pieces;
-            sums[1] += pieces;
+    /// Averages the losses since the last log line over ranks, and prints a log line on rank 0.
+    fn log_line(&mut self) -> Result<()> {
+        let updates = self.losses.len();
+        let losses = &mut self.losses[self.logged..];
+        mean_over_ranks(losses, self.worker)?;
+        self.train_loss = losses.iter().sum::<f64>() / losses.len() as f64;
+        self.logged = updates;
+        if self.job.log && self.worker.rank().index() == 0 {
+            let position = LogPosition {
+                updates,
+                batches: self.batches_taken(),
+                per_epoch: self.updates_per_epoch,
+                lr: self.schedule.rate(updates),
+                free: free_memory(self.worker.device()),
+            };
+            let scale = self.scaler.as_ref().map(GradScaler::loss_scale);
+            let line = self.log.line(position, self.train_loss, scale);
+            println!("{}", serde_json::to_string(&line)?);
         }
+        Ok(())
     }
-    worker.all_reduce_sum(&mut sums)?;
-    Ok((sums[0] / sums[1]).exp())
+
+    /// Evaluates the model and returns the summary.
+    fn finish(self, forecast: &MemoryForecast) -> Result<Summary> {
+        let Setup { arch, sharding, recipe } = &self.job.setup;
+        let words = self.batches_taken() * self.dealer.per_update() * recipe.tokens_per_sample;
+        Ok(Summary {
+            arch: arch.name,
+            world_size: self.dealer.world_size,
+            strategy: sharding.strategy.to_string(),
+            num_params: self.model.stats().num_params(),
+            updates: self.total_updates,
+            skipped_updates: self.skipped,
+            words,
+            words_per_second: words as f64 / self.seconds.iter().sum::<f64>(),
+            update_seconds_median: median(&self.seconds),
+            train_loss: self.train_loss,
+            held_out_perplexity: self.evaluate()?,
+            bigram_perplexity: self.job.bigram_perplexity,
+            forecast: *forecast,
+            memory: self.model.stats().memory(),
+            host_memory: self.model.stats().host_memory(),
+            losses: self.losses,
+        })
+    }
+
+    /// Returns the perplexity per word piece of the held-out text. Each rank takes a part of it.
+    fn evaluate(&self) -> Result<f64> {
+        let device = self.worker.device().clone().inner();
+        let model = self.model.valid();
+        let mut sums = [0.0, 0.0];
+        let batches = self.dealer.evaluation(&self.job.held_out, self.worker.rank().index());
+        for (rows, counts) in batches.into_iter().take(self.job.setup.recipe.max_valid_steps) {
+            let (input, target) = self.job.held_out.batch(&rows, &device);
+            let pieces = target.dims()[0] as f64;
+            let loss = read_loss(self.loss_fn.forward(model.forward(input), target))?;
+            if counts {
+                sums[0] += loss * pieces;
+                sums[1] += pieces;
+            }
+        }
+        self.worker.all_reduce_sum(&mut sums)?;
+        Ok((sums[0] / sums[1]).exp())
+    }
 }

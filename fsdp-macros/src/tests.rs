@@ -59,14 +59,14 @@ fn wrong_unit() {
     compare("wrong_unit");
 }
 
-/// The README shows the actual expansion.
+/// `docs/expansion.md` shows the actual expansion of the README's unit.
 #[test]
 fn readme() {
     let expanded = compare("readme");
-    let readme = fs::read_to_string("../README.md").expect("the README");
+    let page = fs::read_to_string("../fsdp-runtime/docs/expansion.md").expect("the page");
     assert!(
-        readme.contains(&expanded),
-        "README.md does not hold tests/snapshots/readme.expanded.rs as it is"
+        page.contains(&expanded),
+        "docs/expansion.md does not hold tests/snapshots/readme.expanded.rs as it is"
     );
 }
 

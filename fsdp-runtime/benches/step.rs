@@ -21,7 +21,7 @@ use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, MixedPrecisionPolicy};
 
-#[path = "../../examples/bert_finetune/allocator.rs"]
+#[path = "../../examples/common/allocator.rs"]
 mod allocator;
 
 /// The step of a BERT, sharded in every way.

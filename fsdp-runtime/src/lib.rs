@@ -92,3 +92,32 @@ pub mod __private {
     pub use crate::runtime::hooks::*;
     pub use crate::runtime::recompute::*;
 }
+
+/// The Rust blocks of the README and of the pages in `docs/` compile.
+#[cfg(doctest)]
+mod documentation {
+    macro_rules! pages {
+        ($($name:ident: $path:literal),+ $(,)?) => {$(
+            #[doc = include_str!($path)]
+            mod $name {}
+        )+};
+    }
+    pages!(
+        readme: "../../README.md",
+        activation_checkpointing: "../docs/activation_checkpointing.md",
+        architecture: "../docs/architecture.md",
+        checkpoints: "../docs/checkpoints.md",
+        config: "../docs/config.md",
+        expansion: "../docs/expansion.md",
+        gpu: "../docs/gpu.md",
+        kernels: "../docs/kernels.md",
+        launch: "../docs/launch.md",
+        limits: "../docs/limits.md",
+        mixed_precision: "../docs/mixed_precision.md",
+        offload: "../docs/offload.md",
+        optimizers: "../docs/optimizers.md",
+        options: "../docs/options.md",
+        performance: "../docs/performance.md",
+        processes: "../docs/processes.md",
+    );
+}

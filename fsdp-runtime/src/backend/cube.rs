@@ -1,8 +1,27 @@
-//! CubeCL: a slot is one device buffer; a view of it is a handle with offsets.
+//! [`ShardBackend`] for Burn's CubeCL backend.
 //!
-//! A stream waits for the producer of each handle it reads, but nothing makes the writer of a slot
-//! wait for earlier readers on another stream. [`release`](ShardBackend::release) therefore launches
-//! a one-element kernel on the reader's stream, and the next copy into the slot reads its output.
+//! A gather buffer is one device allocation. A view is a handle to the allocation with offsets.
+//!
+//! # Note: order between streams
+//!
+//! Each thread issues its work on a CubeCL stream of its own. CubeCL orders streams by where a
+//! handle was allocated, not by who last wrote it: if work on stream A uses a handle that was
+//! allocated on stream B, A first waits for all work issued on B so far, unless A has already
+//! waited for B since that allocation. So there is no such wait for a later write on B into a
+//! handle that is older than A's last wait, nor for reads or writes on streams other than the one
+//! that allocated the handle.
+//!
+//! A gather buffer is older than nearly all work on it, so its own handle gives no order. Instead:
+//!
+//! - *A write after reads*: [`release`](ShardBackend::release) allocates a new one-element token on
+//!   the reader's stream and writes it there. The next [`write`](ShardBackend::write) binds the
+//!   token. As the token is new, the writer's stream waits for everything the reader's stream was
+//!   given until then.
+//! - *Reads after a write*: [`complete`](ShardBackend::complete) blocks the writing thread until
+//!   its stream is idle, before other threads issue reads.
+//!
+//! This covers gather buffers only. Tensors that one thread updates in place and another one reads,
+//! such as a shard after an optimizer step, have only the order by allocation.
 
 use std::ops::Range;
 #[cfg(feature = "mpi")]
@@ -19,19 +38,23 @@ use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
-use super::shard_backend::{ShardBackend, Value, cast, dispatch, numel, to_data};
-use crate::backend::Norm;
-use crate::backend::kernels::cube::{Run, contiguous, copy, empty};
-use crate::backend::kernels::{self, Kernels};
+use super::kernels::cube::{BufferSlice, contiguous, copy, empty, fill, pack_into};
+use super::kernels::{self, Kernels};
+use super::norm::Norm;
+#[cfg(feature = "nccl")]
+use super::shard_backend::DeviceMemory;
+use super::shard_backend::{FloatTensor, ShardBackend, cast, dispatch, numel, to_data};
 
-/// A slot's device buffer.
+/// Device allocation of a gather buffer.
 #[derive(Debug)]
 pub(crate) struct Memory {
     device: CubeDevice,
     handle: Handle,
+    /// Number of elements, at least 1.
     numel: usize,
     dtype: DType,
-    /// Written by the last reader's stream; the next writer reads it.
+    /// One element, allocated and written on the stream of the last reader. The next writer binds
+    /// it.
     token: Mutex<Handle>,
 }
 
@@ -40,12 +63,12 @@ impl Memory {
         self.token.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// The elements from `offset` on.
-    fn run(&self, offset: usize) -> Run {
-        Run { handle: self.handle.clone(), at: offset, dtype: self.dtype }
+    /// Returns the elements from `start` on.
+    fn slice(&self, start: usize) -> BufferSlice {
+        BufferSlice { handle: self.handle.clone(), start, dtype: self.dtype }
     }
 
-    /// Elements `[offset, offset + numel)` as a handle.
+    /// Returns a handle to elements `offset..offset + numel`.
     fn part(&self, offset: usize, numel: usize) -> Handle {
         let bytes = |elements: usize| (elements * self.dtype.size()) as u64;
         let end = self.handle.size_in_used() - bytes(offset + numel);
@@ -53,13 +76,14 @@ impl Memory {
     }
 }
 
-/// One element, written by whoever calls.
-fn token(client: &Client) -> Handle {
+/// Allocates one element on the calling thread's stream and writes it there.
+fn new_token(client: &Client) -> Handle {
     let handle = client.empty(size_of::<f32>());
-    copy::fill(client, &Run { handle: handle.clone(), at: 0, dtype: DType::F32 }, 1, 0.0);
+    fill(client, &BufferSlice { handle: handle.clone(), start: 0, dtype: DType::F32 }, 1, 0.0);
     handle
 }
 
+/// Returns elements `range` of the flattened tensor.
 fn flat(tensor: CubeTensor, range: Range<usize>) -> CubeTensor {
     let numel = numel::<Cube>(&tensor);
     let tensor = Cube::float_reshape(tensor, Shape::from([numel]));
@@ -80,8 +104,8 @@ impl ShardBackend for Cube {
         let client = device.client();
         let numel = numel.max(1);
         let handle = client.empty(numel * dtype.size());
-        copy::fill(&client, &Run { handle: handle.clone(), at: 0, dtype }, numel, 0.0);
-        let token = Mutex::new(token(&client));
+        fill(&client, &BufferSlice { handle: handle.clone(), start: 0, dtype }, numel, 0.0);
+        let token = Mutex::new(new_token(&client));
         Memory { device: device.clone(), handle, numel, dtype, token }
     }
 
@@ -93,8 +117,11 @@ impl ShardBackend for Cube {
 
     fn write(memory: &Memory, parts: Vec<(usize, CubeTensor)>) {
         let part = |(offset, source): (usize, CubeTensor)| {
-            assert!(offset + numel::<Cube>(&source) <= memory.numel, "a write stays in its slot");
-            // What the kernels do not read, Burn casts.
+            assert!(
+                offset + numel::<Cube>(&source) <= memory.numel,
+                "a write must stay within its gather buffer"
+            );
+            // Burn casts the dtypes that the kernels do not support.
             let source = match kernels::takes(source.dtype) {
                 true => source,
                 false => cast::<Cube>(source, memory.dtype),
@@ -102,28 +129,29 @@ impl ShardBackend for Cube {
             (source, offset)
         };
         let parts: Vec<_> = parts.into_iter().map(part).collect();
-        // Each launch reads the token, and so comes after the last reader's stream.
+        // Each launch binds the token, and so runs after the work on the last reader's stream.
         let after = memory.token().clone();
-        copy::pack_into(&memory.device.client(), parts, &memory.run(0), Some(after));
+        pack_into(&memory.device.client(), parts, &memory.slice(0), Some(after));
     }
 
     fn poison(memory: &Memory, numel: usize) {
-        copy::fill(&memory.device.client(), &memory.run(0), numel, f32::NAN);
+        fill(&memory.device.client(), &memory.slice(0), numel, f32::NAN);
     }
 
     fn release(memory: &Memory) {
-        *memory.token() = token(&memory.device.client());
+        *memory.token() = new_token(&memory.device.client());
     }
 
     fn complete(device: &CubeDevice) {
-        // A fault of the device surfaces on the next read of a buffer it left unwritten.
+        // A device fault is not lost: it is reported by the next read of a buffer that was not
+        // written.
         let _ = Cube::sync(device);
     }
 
     fn detach(memory: &Memory, tensor: CubeTensor) -> CubeTensor {
-        // Clones of a handle share its descriptor.
-        let (theirs, ours) = (&tensor.handle.memory, &memory.handle.memory);
-        if !std::ptr::eq(theirs.descriptor(), ours.descriptor()) {
+        // Clones of a handle share a descriptor.
+        let (of_tensor, of_buffer) = (&tensor.handle.memory, &memory.handle.memory);
+        if !std::ptr::eq(of_tensor.descriptor(), of_buffer.descriptor()) {
             return tensor;
         }
         let (numel, shape) = (numel::<Cube>(&tensor), tensor.shape());
@@ -145,32 +173,31 @@ impl ShardBackend for Cube {
     }
 
     #[cfg(feature = "nccl")]
-    fn device_memory(memory: &Memory) -> Result<super::shard_backend::DeviceMemory, String> {
+    fn device_memory(memory: &Memory) -> Result<DeviceMemory, String> {
         type Server = <CudaRuntime as cubecl_runtime::runtime::Runtime>::Server;
         let CubeDevice::Cuda(_) = &memory.device else {
-            return Err(format!("NCCL needs CUDA devices, and {:?} is none", memory.device));
+            return Err(format!("NCCL needs CUDA devices, but {:?} is none", memory.device));
         };
         let client = memory.device.client();
         let resource = |handle: Handle| {
             let resource = client.get_resource::<Server>(handle);
             resource.map_err(|error| format!("CubeCL: {error}"))
         };
-        // To ask for a buffer makes this thread's stream wait for the one that wrote it: the token's
-        // has read the slot, the slot's has written it.
+        // Requesting a resource orders this thread's stream as a kernel that binds the handle
+        // would. The token is as new as the last `release`, so the stream waits for the reads
+        // before it. The buffer's own handle adds a wait at its first use only.
         let token = resource(memory.token().clone())?;
-        let held = resource(memory.handle.clone())?;
-        Ok(super::shard_backend::DeviceMemory {
-            start: held.resource().ptr,
-            _held: Box::new((token, held)),
-        })
+        let buffer = resource(memory.handle.clone())?;
+        let start = buffer.resource().ptr;
+        Ok(DeviceMemory { start, _held: Box::new((token, buffer)) })
     }
 
     fn copy_range(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {
         let part = contiguous(flat(tensor, range));
-        let copy = empty(&part.device, shape, part.dtype);
+        let target = empty(&part.device, shape, part.dtype);
         let numel = numel::<Cube>(&part);
-        copy::copy(&part.client, &Run::of(&part), &Run::of(&copy), numel, None);
-        copy
+        copy(&part.client, &BufferSlice::of(&part), &BufferSlice::of(&target), numel, None);
+        target
     }
 
     fn mean(parts: &[CubeTensor], range: Range<usize>, divisor: usize, shape: Shape) -> CubeTensor {
@@ -198,16 +225,16 @@ mod tests {
         cast::<Cube>(Cube::float_from_data(TensorData::new(elements, shape), &device), dtype)
     }
 
-    /// More small pieces than share a launch, large ones and an empty one, of several types, into a
-    /// buffer that another thread's stream has released.
+    /// Writes more small tensors than share a launch, with large and empty ones between them, of
+    /// two dtypes, into a buffer that another thread released.
     #[test]
-    fn pieces_are_written_together_each_to_its_place() {
+    fn write_copies_each_tensor_to_its_offset() {
         const GAP: usize = 3;
         let lens = [1, 64, 0, 70_000, 7].into_iter().cycle().take(40);
-        let (mut at, mut pieces, mut expected) = (GAP, Vec::new(), vec![-1.0; GAP]);
+        let (mut at, mut parts, mut expected) = (GAP, Vec::new(), vec![-1.0; GAP]);
         for (seed, len) in lens.enumerate() {
             let dtype = [DType::F32, DType::BF16][seed % 2];
-            pieces.push((at, tensor(numbers(seed, len), dtype)));
+            parts.push((at, tensor(numbers(seed, len), dtype)));
             expected.extend(numbers(seed, len));
             expected.extend([-1.0; GAP]);
             at += len + GAP;
@@ -215,11 +242,11 @@ mod tests {
         let numel = expected.len();
         for dtype in [DType::F32, DType::BF16] {
             let memory = Cube::alloc(&CubeDevice::Cpu(CpuDevice), numel, dtype);
-            copy::fill(&memory.device.client(), &memory.run(0), numel, -1.0);
+            fill(&memory.device.client(), &memory.slice(0), numel, -1.0);
             std::thread::scope(|scope| {
                 scope.spawn(|| Cube::release(&memory));
             });
-            Cube::write(&memory, pieces.clone());
+            Cube::write(&memory, parts.clone());
             let view = Cube::view(&memory, 0, Shape::from([numel]));
             let found = to_data::<Cube>(cast::<Cube>(view, DType::F32));
             assert_eq!(found.as_slice::<f32>().unwrap(), expected, "{dtype:?}");

@@ -1,11 +1,15 @@
-//! Flex: a slot is host memory; a view of it is a tensor whose bytes begin and end where the
-//! parameter does, so that every kernel takes its fast path.
+//! [`ShardBackend`] for Flex, Burn's CPU backend.
+//!
+//! A gather buffer is a block of host memory. A view is a tensor whose byte storage covers exactly
+//! the parameter's part of the block, so that Flex's kernels use their fast path for whole
+//! contiguous tensors.
 
 use std::alloc::{Layout as Allocation, alloc_zeroed, dealloc, handle_alloc_error};
+use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use burn::backend::Flex;
 use burn::backend::TensorMetadata;
@@ -14,44 +18,50 @@ use burn::tensor::{DType, Element, Shape, TensorData};
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use bytemuck::Pod;
 
-use super::shard_backend::{ShardBackend, Value, cast, dispatch};
-use crate::backend::Norm;
-use crate::backend::kernels::Kernels;
+use super::kernels::Kernels;
+use super::kernels::flex::with_float_type;
+use super::norm::Norm;
+#[cfg(feature = "nccl")]
+use super::shard_backend::DeviceMemory;
+use super::shard_backend::{FloatTensor, ShardBackend, cast, dispatch};
 
-/// Bytes a slot is aligned to: a cache line, and the widest vector register.
+/// Alignment of a block in bytes: a cache line, and the widest vector register.
 const ALIGN: usize = 64;
 
-/// Host memory that Flex tensors view while the runtime rewrites it between units.
+/// Block of host memory that Flex tensors view while the runtime rewrites it between units.
 #[derive(Debug)]
-pub(crate) struct Block {
+struct Block {
     start: NonNull<u8>,
+    /// Size in bytes.
     bytes: usize,
 }
 
-// SAFETY: the block is plain memory. Who may touch it when is settled by the schedule: one thread
-// writes it between a unit's reshard and the end of the next gather, and only then; views are read
-// between that end and the next reshard.
+// SAFETY: the block is plain memory. The schedule guarantees that accesses do not race: one thread
+// writes the block between a unit's reshard and the end of the next all-gather, and views are read
+// only between that end and the next reshard (see the note of `ShardBackend`).
 unsafe impl Send for Block {}
-// SAFETY: as above; the methods that write take `&self` because views share the block.
+// SAFETY: as for `Send`. The methods that write take `&self`, since views share the block.
 unsafe impl Sync for Block {}
 
 impl Block {
     fn allocation(bytes: usize) -> Allocation {
-        Allocation::from_size_align(bytes.max(ALIGN), ALIGN).expect("a slot fits the address space")
+        Allocation::from_size_align(bytes.max(ALIGN), ALIGN)
+            .expect("the size of a gather buffer fits the address space")
     }
 
     fn new(bytes: usize) -> Self {
         let allocation = Self::allocation(bytes);
-        // SAFETY: the allocation's size is not zero.
+        // SAFETY: the size of the allocation is at least `ALIGN`, so not zero.
         let start = unsafe { alloc_zeroed(allocation) };
         let start = NonNull::new(start).unwrap_or_else(|| handle_alloc_error(allocation));
         Self { start, bytes }
     }
 
+    /// Copies `source` to the bytes from `at` on.
     fn write(&self, at: usize, source: &[u8]) {
-        assert!(at + source.len() <= self.bytes, "a gather stays within its slot");
-        // SAFETY: the range lies within the block, `source` is other memory, and no view of the
-        // block is read while the schedule writes it.
+        assert!(at + source.len() <= self.bytes, "a write must stay within its gather buffer");
+        // SAFETY: the range is within the block, `source` is other memory, and no view of the block
+        // is read while the schedule writes it.
         unsafe {
             self.start.add(at).copy_from_nonoverlapping(NonNull::from(source).cast(), source.len())
         }
@@ -60,20 +70,23 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this very allocation; views hold an `Arc` of the block.
+        // SAFETY: `new` allocated the block with this layout. No view is left, as views hold an
+        // `Arc` of the block.
         unsafe { dealloc(self.start.as_ptr(), Self::allocation(self.bytes)) }
     }
 }
 
-/// Part of a block as Burn's byte storage. It cannot be written through, nor unwrapped: every
-/// tensor over it shares its `Arc` with the slot, so Burn copies before it mutates.
+/// Part of a block as byte storage of Burn.
+///
+/// Burn neither writes through it nor takes it out of a tensor: [`Memory`] keeps an `Arc` of each
+/// storage, so no tensor is the only owner of its storage, and Burn copies it before a mutation.
 struct View {
     block: Arc<Block>,
     range: Range<usize>,
 }
 
 impl AllocationController for View {
-    /// What a copy of the view is aligned to: Burn's own storage goes no further.
+    /// Returns the alignment that a copy of the view gets, in bytes: that of Burn's own storage.
     fn alloc_align(&self) -> usize {
         align_of::<u128>()
     }
@@ -90,7 +103,7 @@ impl AllocationController for View {
     }
 
     fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
-        // SAFETY: the range lies within the block (checked in `Memory::bytes`), which is
+        // SAFETY: the range is within the block (checked in `Memory::bytes`). The block is
         // initialised, lives as long as `self`, and is not written while a view is read.
         Ok(unsafe {
             std::slice::from_raw_parts(
@@ -101,29 +114,32 @@ impl AllocationController for View {
     }
 }
 
-/// A slot's memory, and the byte storages handed out for parts of it.
+/// Memory of a gather buffer, and the byte storages of its views.
 #[derive(Debug)]
 pub(crate) struct Memory {
     block: Arc<Block>,
     dtype: DType,
-    /// One storage a viewed range, kept so that no view is ever its storage's only owner.
-    views: std::sync::Mutex<std::collections::HashMap<(usize, usize), Arc<Bytes>>>,
+    /// One storage for each viewed range of bytes, given as (start, end). Kept so that no view is
+    /// the only owner of its storage.
+    views: Mutex<HashMap<(usize, usize), Arc<Bytes>>>,
 }
 
 impl Memory {
+    /// Returns the byte storage for a range of bytes.
     fn bytes(&self, range: Range<usize>) -> Arc<Bytes> {
-        assert!(range.end <= self.block.bytes, "a view stays within its slot");
+        assert!(range.end <= self.block.bytes, "a view must stay within its gather buffer");
         let mut views = self.views.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let view = || {
             let controller = View { block: self.block.clone(), range: range.clone() };
-            // SAFETY: the controller reports `range.len()` initialised bytes.
+            // SAFETY: the controller provides `range.len()` initialised bytes.
             Arc::new(unsafe { Bytes::from_controller(Box::new(controller), range.len()) })
         };
         views.entry((range.start, range.end)).or_insert_with(view).clone()
     }
 }
 
-/// The elements of `range` of a flattened tensor, without a copy where it is contiguous.
+/// Calls `f` with elements `range` of a flattened tensor. Copies the tensor only if it is not
+/// contiguous.
 fn with_elements<E: Element + Pod, T>(
     tensor: &FlexTensor,
     range: Range<usize>,
@@ -133,52 +149,35 @@ fn with_elements<E: Element + Pod, T>(
         Some(slice) => f(&slice[range]),
         None => {
             let tensor = tensor.to_contiguous();
-            f(&tensor.as_slice::<E>().expect("a copy is contiguous")[range])
+            f(&tensor.as_slice::<E>().expect("`to_contiguous` returns a contiguous tensor")[range])
         }
     }
 }
 
-/// Runs `$body` with `$elem` naming the element of a float `$dtype`.
-macro_rules! with_float {
-    ($dtype:expr, $elem:ident, $body:expr) => {
-        match $dtype {
-            DType::F32 => {
-                type $elem = f32;
-                $body
-            }
-            DType::BF16 => {
-                type $elem = half::bf16;
-                $body
-            }
-            DType::F16 => {
-                type $elem = half::f16;
-                $body
-            }
-            other => unreachable!("{other:?} is refused when a model is sharded"),
-        }
-    };
-}
-
-/// The bytes of `range` (in elements) of a flattened tensor, without a copy where it is contiguous.
+/// Calls `f` with the bytes of elements `range` of a flattened tensor. Copies the tensor only if it
+/// is not contiguous.
 fn with_raw<T>(tensor: &FlexTensor, range: Range<usize>, f: impl FnOnce(&[u8]) -> T) -> T {
-    with_float!(tensor.dtype(), E, {
+    with_float_type!(tensor.dtype(), |E| {
         with_elements::<E, _>(tensor, range, |elements| f(bytemuck::cast_slice(elements)))
     })
 }
 
-fn owned<E: Element>(elements: Vec<E>, shape: Shape) -> FlexTensor {
+/// Returns a tensor that owns these elements.
+fn from_vec<E: Element>(elements: Vec<E>, shape: Shape) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(elements, shape))
 }
 
-/// A contiguous tensor.
+/// Contiguous tensor whose elements are read as bytes.
 #[cfg(feature = "mpi")]
 pub(crate) struct Contiguous(FlexTensor);
 
 #[cfg(feature = "mpi")]
 impl AsRef<[u8]> for Contiguous {
     fn as_ref(&self) -> &[u8] {
-        with_float!(self.0.dtype(), E, {
-            bytemuck::cast_slice(self.0.as_slice::<E>().expect("made contiguous by `host`"))
+        with_float_type!(self.0.dtype(), |E| {
+            bytemuck::cast_slice(
+                self.0.as_slice::<E>().expect("`host` returns a contiguous tensor"),
+            )
         })
     }
 }
@@ -211,7 +210,7 @@ impl ShardBackend for Flex {
     }
 
     fn poison(memory: &Memory, numel: usize) {
-        // All bits set is NaN in every float type.
+        // In every float type, all bits set is a NaN.
         const NAN: [u8; 4096] = [u8::MAX; 4096];
         let bytes = numel * memory.dtype.size();
         for at in (0..bytes).step_by(NAN.len()) {
@@ -219,16 +218,16 @@ impl ShardBackend for Flex {
         }
     }
 
-    /// Flex runs every op to its end before it returns.
+    // Flex finishes every operation before it returns. `release` and `complete` therefore need not
+    // wait; the channels between a rank's threads make writes visible to the other thread.
     fn release(_: &Memory) {}
 
     fn complete(_: &FlexDevice) {}
 
     fn detach(memory: &Memory, tensor: FlexTensor) -> FlexTensor {
         let start = memory.block.start.as_ptr().addr();
-        let looks_in =
-            (start..start + memory.block.bytes).contains(&tensor.bytes().as_ptr().addr());
-        if !looks_in {
+        let block = start..start + memory.block.bytes;
+        if !block.contains(&tensor.bytes().as_ptr().addr()) {
             return tensor;
         }
         let (numel, shape) = (tensor.shape().num_elements(), tensor.shape());
@@ -245,22 +244,20 @@ impl ShardBackend for Flex {
         Contiguous(tensor.to_contiguous())
     }
 
-    /// Tests have a NCCL of their own, on the host.
+    /// Returns an address only in unit tests, which run against an imitation of NCCL in host
+    /// memory.
     #[cfg(feature = "nccl")]
-    fn device_memory(memory: &Memory) -> Result<super::shard_backend::DeviceMemory, String> {
+    fn device_memory(memory: &Memory) -> Result<DeviceMemory, String> {
         if cfg!(test) {
             let start = memory.block.start.as_ptr().expose_provenance() as u64;
-            return Ok(super::shard_backend::DeviceMemory {
-                start,
-                _held: Box::new(memory.block.clone()),
-            });
+            return Ok(DeviceMemory { start, _held: Box::new(memory.block.clone()) });
         }
-        Err("a tensor on Flex lies in the host's memory, and NCCL needs CUDA devices".into())
+        Err("a tensor on Flex is in host memory, but NCCL needs CUDA devices".into())
     }
 
     fn copy_range(tensor: FlexTensor, range: Range<usize>, shape: Shape) -> FlexTensor {
-        with_float!(tensor.dtype(), E, {
-            with_elements::<E, _>(&tensor, range, |elements| owned(elements.to_vec(), shape))
+        with_float_type!(tensor.dtype(), |E| {
+            with_elements::<E, _>(&tensor, range, |elements| from_vec(elements.to_vec(), shape))
         })
     }
 
@@ -287,25 +284,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_view_sees_what_is_written_later_and_is_never_written_through() {
+    fn a_view_shows_later_writes_and_burn_copies_it_before_a_mutation() {
         let memory = Flex::alloc(&FlexDevice, 64, DType::F32);
         let view = Flex::view(&memory, 2, Shape::from([2, 2]));
-        let source = owned(vec![1f32, 2.0, 3.0, 4.0], Shape::from([4]));
+        let source = from_vec(vec![1f32, 2.0, 3.0, 4.0], Shape::from([4]));
         Flex::write(&memory, vec![(2, source)]);
         assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]));
 
         let mut doubled = view.clone();
         doubled.storage_mut::<f32>().iter_mut().for_each(|x| *x *= 2.0);
-        assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]), "copied on write");
+        assert_eq!(
+            view.as_slice::<f32>(),
+            Some(&[1.0, 2.0, 3.0, 4.0][..]),
+            "a mutation must copy the view"
+        );
         assert_eq!(view.clone().into_data().num_elements(), 4);
-        assert_eq!(view.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0, 4.0][..]), "not taken out");
+        assert_eq!(
+            view.as_slice::<f32>(),
+            Some(&[1.0, 2.0, 3.0, 4.0][..]),
+            "`into_data` must copy the view"
+        );
     }
 
     #[test]
-    fn detach_copies_views_of_the_slot_and_nothing_else() {
+    fn detach_copies_views_of_the_buffer_and_no_other_tensor() {
         let memory = Flex::alloc(&FlexDevice, 64, DType::F32);
         let view = Flex::detach(&memory, Flex::view(&memory, 0, Shape::from([3])));
-        let own = owned(vec![1f32], Shape::from([1]));
+        let own = from_vec(vec![1f32], Shape::from([1]));
         let start = own.bytes().as_ptr();
         assert_eq!(Flex::detach(&memory, own).bytes().as_ptr(), start);
         Flex::poison(&memory, 64);
@@ -313,10 +318,10 @@ mod tests {
     }
 
     #[test]
-    fn the_mean_of_a_part_is_that_part_of_the_mean() {
+    fn the_mean_of_a_range_equals_that_range_of_the_whole_mean() {
         let parts: Vec<_> = (0..3)
             .map(|rank| {
-                owned(
+                from_vec(
                     (0..101).map(|i| (i * (rank + 3)) as f32 * 0.37).collect(),
                     Shape::from([101]),
                 )

@@ -1,19 +1,23 @@
-//! The reusable buffers that unsharded parameters live in, and which unit uses which.
+//! Gather buffers: the reusable buffers that units are unsharded into, and their assignment to
+//! units.
 //!
-//! Units of one nesting level and one type of elements share a ring of `slots` buffers, assigned in
-//! turn in layout order, so that a unit always unshards into the *same* buffer: the autodiff graph
-//! may keep views of it from forward, and they hold this unit's parameters again before its backward
-//! runs. A buffer is as large as the largest unit assigned to it, so that one huge embedding enlarges
-//! one buffer. A unit of matrices of several types has a buffer of each type's ring, one for each of
-//! its flat ranges; two units that follow each other in layout order meet in none of them.
+//! Units of one nesting level and one dtype share a ring of buffers, which are assigned in turn in
+//! layout order. So a unit is always unsharded into the same buffer: the autodiff graph keeps views
+//! of it from forward, and these views hold the unit's parameters again when its backward runs.
+//!
+//! A buffer is as large as the largest unit assigned to it, so one huge embedding enlarges one
+//! buffer only. A unit with matrices of several dtypes has one flat range for each dtype, and for
+//! each flat range a buffer of that dtype's ring. With rings of two or more buffers, units that are
+//! adjacent in layout order share none.
 
 use std::collections::HashMap;
 
 use burn::tensor::{DType, Shape};
 
-use crate::backend::{Float, ShardBackend};
+use super::shard_backend::ShardBackend;
+use super::tensor::Float;
 
-/// One buffer and the unit that uses it.
+/// Reusable buffer that a flat range of a unit is gathered into.
 #[derive(Debug)]
 pub(crate) struct GatherBuffer<B: ShardBackend> {
     memory: B::Memory,
@@ -22,57 +26,62 @@ pub(crate) struct GatherBuffer<B: ShardBackend> {
 }
 
 impl<B: ShardBackend> GatherBuffer<B> {
-    /// A buffer of `numel` elements of one type.
+    /// Allocates a buffer of `numel` zeros.
     pub(crate) fn new(device: &B::Device, numel: usize, dtype: DType) -> Self {
         Self { memory: B::alloc(device, numel, dtype), numel, dtype }
     }
 
-    /// The type of its elements.
+    /// Returns the type of the elements.
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The buffer's size in elements.
+    /// Returns the number of elements.
     pub(crate) fn numel(&self) -> usize {
         self.numel
     }
 
-    /// The buffer's size in bytes.
+    /// Returns the size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.numel * self.dtype.size()
     }
 
-    /// A parameter at `offset` (in elements) of the flat range.
+    /// Returns a tensor of this shape over the elements from `offset` on, without a copy
+    /// ([`ShardBackend::view`]).
     pub(crate) fn view(&self, offset: usize, shape: &[usize]) -> Float<B> {
         B::view(&self.memory, offset, Shape::from(shape.to_vec()))
     }
 
-    /// Copies a tensor to its place in the buffer, rounded to the buffer's type. Called by the
-    /// communication thread alone.
+    /// Copies a tensor into the buffer from `offset` (in elements) on, rounded to the buffer's type
+    /// ([`ShardBackend::write`]). Called by the communication thread; by the rank's own thread only
+    /// for buffers that no all-gather writes.
     pub(crate) fn write(&self, offset: usize, tensor: Float<B>) {
         self.write_all(vec![(offset, tensor)]);
     }
 
-    /// [`write`](Self::write) of several tensors, which do not overlap: on a device small ones share
-    /// launches.
+    /// Copies several tensors like [`write`](Self::write). They must not overlap in the buffer. On
+    /// CubeCL devices small tensors share kernel launches.
     pub(crate) fn write_all(&self, parts: Vec<(usize, Float<B>)>) {
         B::write(&self.memory, parts);
     }
 
-    /// Its first byte, where the host can write it without a copy.
+    /// Returns the address of the first byte if the buffer is in host memory
+    /// ([`ShardBackend::host_memory`]).
     #[cfg(feature = "mpi")]
     pub(crate) fn host_memory(&self) -> Option<std::ptr::NonNull<u8>> {
         B::host_memory(&self.memory)
     }
 
-    /// The buffer, for code outside Burn, once this thread's stream is done.
+    /// Returns the device address of the buffer, or the reason why it has none
+    /// ([`ShardBackend::device_memory`]).
     #[cfg(feature = "nccl")]
-    pub(crate) fn device_memory(&self) -> Result<crate::backend::DeviceMemory, String> {
+    pub(crate) fn device_memory(&self) -> Result<super::shard_backend::DeviceMemory, String> {
         B::device_memory(&self.memory)
     }
 
-    /// Called on reshard: later writes come after the reads issued until now, and in debug builds
-    /// a read in between finds NaN.
+    /// Orders later writes, of any thread, after the reads that the calling thread has issued so
+    /// far ([`ShardBackend::release`]). Called by the rank's own thread at reshard. In debug builds
+    /// fills the buffer with NaN, so that a later read without a new all-gather shows.
     pub(crate) fn release(&self) {
         if cfg!(debug_assertions) {
             B::poison(&self.memory, self.numel);
@@ -80,44 +89,46 @@ impl<B: ShardBackend> GatherBuffer<B> {
         B::release(&self.memory);
     }
 
-    /// `tensor`, or a copy where it looks into this buffer: what may leave the unit.
+    /// Returns `tensor`, or a copy if it is a view of this buffer ([`ShardBackend::detach`]).
+    /// Applied to the outputs of a unit, which are read after its reshard.
     pub(crate) fn detach(&self, tensor: Float<B>) -> Float<B> {
         B::detach(&self.memory, tensor)
     }
 }
 
-/// Which buffer each unit uses, and how large each buffer is.
+/// Assignment of gather buffers to units, and the size of each buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GatherBufferPlan {
-    /// The buffers of each unit, in layout order: one for each of its flat ranges.
-    pub(crate) slots_of: Vec<Vec<usize>>,
-    /// Elements of each buffer, and their type.
-    pub(crate) slots: Vec<(usize, DType)>,
+    /// Buffers of each unit, in layout order of the units: for each flat range of the unit an index
+    /// into [`buffers`](Self::buffers).
+    pub(crate) buffers_of: Vec<Vec<usize>>,
+    /// Number of elements and dtype of each buffer.
+    pub(crate) buffers: Vec<(usize, DType)>,
 }
 
 impl GatherBufferPlan {
-    /// Assigns buffers to units, given each one's nesting level and its flat ranges: the padded
-    /// length of each in elements, and their type, which no other range of the unit has. The outermost
-    /// level has one buffer of a type, every other `slots`.
-    pub(crate) fn new(units: &[(usize, Vec<(usize, DType)>)], slots: usize) -> Self {
-        let mut plan = Self { slots_of: Vec::with_capacity(units.len()), slots: Vec::new() };
-        // The buffers of each ring, and how many units of it were assigned.
+    /// Assigns buffers to units. A unit is its nesting level and its flat ranges, each with its
+    /// padded length in elements and a dtype that no other range of the unit has. A ring has
+    /// `ring_size` buffers, or one at the outermost level.
+    pub(crate) fn new(units: &[(usize, Vec<(usize, DType)>)], ring_size: usize) -> Self {
+        let mut plan = Self { buffers_of: Vec::with_capacity(units.len()), buffers: Vec::new() };
+        // For each ring: its buffers, and the number of ranges assigned so far.
         let mut rings: HashMap<(usize, DType), (Vec<usize>, usize)> = HashMap::new();
         for (level, ranges) in units {
-            let size = if *level == 0 { 1 } else { slots };
+            let size = if *level == 0 { 1 } else { ring_size };
             let assign = |&(numel, dtype): &(usize, DType)| {
                 let (ring, turn) = rings.entry((*level, dtype)).or_default();
                 if ring.len() < size {
-                    ring.push(plan.slots.len());
-                    plan.slots.push((0, dtype));
+                    ring.push(plan.buffers.len());
+                    plan.buffers.push((0, dtype));
                 }
-                let slot = ring[*turn % size];
+                let buffer = ring[*turn % size];
                 *turn += 1;
-                plan.slots[slot].0 = plan.slots[slot].0.max(numel);
-                slot
+                plan.buffers[buffer].0 = plan.buffers[buffer].0.max(numel);
+                buffer
             };
             let assigned = ranges.iter().map(assign).collect();
-            plan.slots_of.push(assigned);
+            plan.buffers_of.push(assigned);
         }
         plan
     }
@@ -130,48 +141,51 @@ mod tests {
     const FULL: DType = DType::F32;
     const HALF: DType = DType::BF16;
 
-    fn of_one_type<const N: usize>(
+    fn of_one_dtype<const N: usize>(
         units: [(usize, usize); N],
     ) -> Vec<(usize, Vec<(usize, DType)>)> {
         units.map(|(level, numel)| (level, vec![(numel, FULL)])).to_vec()
     }
 
     #[test]
-    fn units_take_the_buffers_of_their_level_in_turn() {
-        let units = of_one_type([(0, 10), (1, 100), (1, 7), (1, 9), (1, 8), (2, 3)]);
+    fn units_are_assigned_the_buffers_of_their_level_in_turn() {
+        let units = of_one_dtype([(0, 10), (1, 100), (1, 7), (1, 9), (1, 8), (2, 3)]);
         let plan = GatherBufferPlan::new(&units, 2);
-        assert_eq!(plan.slots_of, [[0], [1], [2], [1], [2], [3]]);
-        let numels: Vec<usize> = plan.slots.iter().map(|(numel, _)| *numel).collect();
-        assert_eq!(numels, [10, 100, 8, 3], "a huge unit enlarges one buffer");
+        assert_eq!(plan.buffers_of, [[0], [1], [2], [1], [2], [3]]);
+        let numels: Vec<usize> = plan.buffers.iter().map(|(numel, _)| *numel).collect();
+        assert_eq!(numels, [10, 100, 8, 3], "a huge unit must enlarge one buffer only");
     }
 
     #[test]
-    fn a_unit_without_matrices_takes_none() {
+    fn a_unit_without_matrices_has_no_buffer() {
         let none = (1, Vec::new());
-        let mut units = of_one_type([(1, 5), (1, 6)]);
+        let mut units = of_one_dtype([(1, 5), (1, 6)]);
         units.insert(1, none);
         let plan = GatherBufferPlan::new(&units, 2);
-        assert_eq!(plan.slots_of, [vec![0], vec![], vec![1]]);
+        assert_eq!(plan.buffers_of, [vec![0], vec![], vec![1]]);
     }
 
     #[test]
-    fn units_of_different_types_share_no_buffer() {
+    fn units_of_different_dtypes_share_no_buffer() {
         let units = [(4, HALF), (5, FULL), (6, HALF), (7, FULL)].map(|range| (1, vec![range]));
         let plan = GatherBufferPlan::new(&units, 1);
-        assert_eq!(plan.slots_of, [[0], [1], [0], [1]]);
-        assert_eq!(plan.slots, [(6, HALF), (7, FULL)]);
+        assert_eq!(plan.buffers_of, [[0], [1], [0], [1]]);
+        assert_eq!(plan.buffers, [(6, HALF), (7, FULL)]);
     }
 
     #[test]
-    fn a_unit_of_several_types_takes_a_buffer_of_each() {
+    fn a_unit_of_several_dtypes_has_a_buffer_of_each() {
         let both = |full, half| (1, vec![(full, FULL), (half, HALF)]);
         let units = [both(4, 5), (1, vec![(6, FULL)]), both(7, 8), (1, vec![(9, HALF)])];
         let plan = GatherBufferPlan::new(&units, 2);
-        assert_eq!(plan.slots_of, [vec![0, 1], vec![2], vec![0, 3], vec![1]]);
-        assert_eq!(plan.slots, [(7, FULL), (9, HALF), (6, FULL), (8, HALF)]);
-        for pair in plan.slots_of.windows(2) {
-            let shared = pair[0].iter().any(|slot| pair[1].contains(slot));
-            assert!(!shared, "a prefetched unit needs no buffer of the one before it: {pair:?}");
+        assert_eq!(plan.buffers_of, [vec![0, 1], vec![2], vec![0, 3], vec![1]]);
+        assert_eq!(plan.buffers, [(7, FULL), (9, HALF), (6, FULL), (8, HALF)]);
+        for pair in plan.buffers_of.windows(2) {
+            let shared = pair[0].iter().any(|buffer| pair[1].contains(buffer));
+            assert!(
+                !shared,
+                "adjacent units must share no buffer, so that one can be prefetched: {pair:?}"
+            );
         }
     }
 }

@@ -1,27 +1,27 @@
-//! Vector norms.
+//! Vector norms over sharded gradients, from partial sums of their elements.
 
 use crate::error::ShardError;
 
-/// A vector norm, as `torch.nn.utils.clip_grad_norm_` takes it.
+/// Vector norm, one of those `torch.nn.utils.clip_grad_norm_` accepts.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Norm {
-    /// The sum of absolute values.
+    /// Sum of the absolute values.
     One,
-    /// The square root of the sum of squares.
+    /// Square root of the sum of squares.
     #[default]
     Two,
-    /// The largest absolute value.
+    /// Largest absolute value.
     Inf,
-    /// The `p`-th root of the sum of `p`-th powers of absolute values, for any `p` above 0.
+    /// `p`-th root of the sum of the `p`-th powers of the absolute values, for `p` above 0.
     P(f64),
 }
 
 impl Norm {
-    /// The norm for an exponent, of infinity too.
+    /// Returns the norm with exponent `p`; `f64::INFINITY` gives [`Norm::Inf`].
     ///
     /// # Errors
     ///
-    /// [`ShardError::InvalidOption`] for an exponent that is not above 0.
+    /// [`ShardError::InvalidOption`] if `p` is NaN, 0 or negative.
     pub fn new(p: f64) -> Result<Self, ShardError> {
         match p {
             1.0 => Ok(Self::One),
@@ -36,17 +36,17 @@ impl Norm {
         }
     }
 
-    /// Joins the sums of two parts.
+    /// Combines the partial sums of two parts: their sum, or their maximum for [`Norm::Inf`].
     pub(crate) fn add(self, a: f64, b: f64) -> f64 {
         match self {
-            // NaN must not be lost, as `f64::max` would.
+            // `f64::max` ignores a NaN, but the norm of a tensor with a NaN must be NaN.
             Self::Inf if a.is_nan() || b.is_nan() => f64::NAN,
             Self::Inf => a.max(b),
             _ => a + b,
         }
     }
 
-    /// What an element adds to the sum.
+    /// Returns the term that an element contributes to a partial sum.
     pub(crate) fn term(self, x: f64) -> f64 {
         match self {
             Self::One | Self::Inf => x.abs(),
@@ -55,7 +55,7 @@ impl Norm {
         }
     }
 
-    /// The norm whose sum is `sum`.
+    /// Returns the norm of a tensor whose terms add up to `sum`.
     pub(crate) fn root(self, sum: f64) -> f64 {
         match self {
             Self::One | Self::Inf => sum,
@@ -70,15 +70,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn norms_are_those_of_their_definitions() {
-        let of = |p: f64| {
+    fn norms_match_their_definitions() {
+        let norm_of_3_and_minus_4 = |p: f64| {
             let norm = Norm::new(p).unwrap();
-            norm.root(
-                [3.0, -4.0].map(|x| norm.term(x)).into_iter().fold(0.0, |a, b| norm.add(a, b)),
-            )
+            let terms = [3.0, -4.0].map(|x| norm.term(x));
+            norm.root(terms.into_iter().fold(0.0, |a, b| norm.add(a, b)))
         };
-        assert_eq!((of(1.0), of(2.0), of(f64::INFINITY)), (7.0, 5.0, 4.0));
-        assert!((of(3.0) - 91f64.cbrt()).abs() < 1e-12);
+        let [one, two, inf] = [1.0, 2.0, f64::INFINITY].map(norm_of_3_and_minus_4);
+        assert_eq!((one, two, inf), (7.0, 5.0, 4.0));
+        assert!((norm_of_3_and_minus_4(3.0) - 91f64.cbrt()).abs() < 1e-12);
         assert!(Norm::Inf.add(f64::NAN, 1.0).is_nan() && Norm::Inf.add(1.0, f64::NAN).is_nan());
         for wrong in [0.0, -1.0, f64::NAN] {
             assert!(Norm::new(wrong).is_err());

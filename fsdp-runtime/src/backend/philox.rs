@@ -1,20 +1,24 @@
-//! Philox4x32-7, a counter-based generator: what it draws is a function of a key and a position.
+//! Philox4x32-7, a counter-based random generator: its output depends only on a key and a counter.
 //!
-//! Salmon, Moraes, Dror and Shaw: *Parallel random numbers: as easy as 1, 2, 3* (SC 2011). Seven rounds
-//! are the fewest that pass all of BigCrush (table 2 there).
+//! Source: Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3* (SC 2011).
+//! Seven rounds are the fewest that pass all of BigCrush (table 2 of that paper).
 
-/// Blocks computed side by side, for the compiler to vectorise: with 32, registers would not hold them.
+/// Number of blocks that [`blocks`] computes at once, so that the compiler vectorises the rounds.
+/// With 32 blocks the intermediate words would not fit the vector registers.
 pub(crate) const LANES: usize = 16;
 
+/// Multipliers of the two products of a round.
 pub(crate) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+/// Amounts added to the two words of the key after each round.
 pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+/// Number of rounds.
 pub(crate) const ROUNDS: usize = 7;
 
-/// `LANES` consecutive blocks of four words, of which the first is block `batch · LANES`; word `w` of the
-/// one after `i` others is `[w][i]`. A block's counter is its number (low, high) and `place`.
+/// Returns `LANES` consecutive blocks of four random words: word `w` of block `batch · LANES + i`
+/// is at `[w][i]`. The counter of a block is its number (low word, high word) followed by `place`.
 ///
-/// What is the same for all lanes in the first two rounds is computed once.
-#[allow(clippy::needless_range_loop, reason = "one lane of four arrays")]
+/// Values of the first two rounds that are equal in all lanes are computed once.
+#[allow(clippy::needless_range_loop, reason = "a lane indexes four arrays")]
 #[inline(always)]
 pub(crate) fn blocks(key: [u32; 2], batch: u64, place: [u32; 2]) -> [[u32; LANES]; 4] {
     let first = batch.wrapping_mul(LANES as u64);
@@ -26,16 +30,17 @@ pub(crate) fn blocks(key: [u32; 2], batch: u64, place: [u32; 2]) -> [[u32; LANES
     };
     let [p, q] = MULTIPLIERS;
 
-    // First round: the lower half of the number alone differs.
+    // First round: lanes differ only in the low word of the block number.
     let key = next();
     let a = high(place[0], q) ^ (first >> 32) as u32 ^ key[0];
     let b = place[0].wrapping_mul(q);
     let other = place[1] ^ key[1];
-    // Second round: of its two products that of `a` does not differ.
+    // Second round: the product of `a` is equal in all lanes.
     let key = next();
     let (mut words, of_a) = ([[0; LANES]; 4], high(a, p) ^ key[1]);
     words[3] = [a.wrapping_mul(p); LANES];
-    // Loops, since a closure that is not inlined would be compiled for the oldest processors.
+    // Loops instead of closures: a closure that is not inlined would be compiled without the vector
+    // instructions of the caller's `multiversion` target.
     for lane in 0..LANES {
         let number = first as u32 | lane as u32;
         let c = high(number, p) ^ other;
@@ -58,7 +63,7 @@ pub(crate) fn blocks(key: [u32; 2], batch: u64, place: [u32; 2]) -> [[u32; LANES
     words
 }
 
-/// The upper word of a product.
+/// Returns the upper 32 bits of the 64-bit product.
 #[inline(always)]
 fn high(word: u32, factor: u32) -> u32 {
     ((u64::from(word) * u64::from(factor)) >> 32) as u32
@@ -68,7 +73,8 @@ fn high(word: u32, factor: u32) -> u32 {
 mod tests {
     use super::*;
 
-    /// The known answers of Random123, the authors' own implementation (`kat_vectors`).
+    /// Checks the known answers of Random123, the implementation by the paper's authors
+    /// (`kat_vectors`).
     #[test]
     fn known_answers() {
         let block = |key, number: u64, place| {
@@ -86,9 +92,9 @@ mod tests {
         );
     }
 
-    /// As published, one block after the other.
+    /// Compares each lane with the published algorithm, which computes one block at a time.
     #[test]
-    fn every_lane_is_the_block_of_its_number() {
+    fn each_lane_holds_the_block_of_its_number() {
         let (key, place) = ([3, 4], [6, 7]);
         for batch in [0, 5, u64::from(u32::MAX) / LANES as u64 + 1] {
             let words = blocks(key, batch, place);

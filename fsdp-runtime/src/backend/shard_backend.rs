@@ -1,7 +1,9 @@
-//! What sharding asks of a Burn backend: memory that tensors view while it is rewritten.
+//! [`ShardBackend`]: what sharding requires of a Burn backend, above all buffers that tensors view
+//! while the runtime rewrites them.
 //!
-//! Two backends have it: Flex ([`flex`](super::flex)) and the CubeCL one ([`cube`](super::cube)), which is every CubeCL
-//! device. Everything above is generic over [`ShardBackend`] and holds no unsafe code.
+//! Two backends implement it: Flex ([`flex`](super::flex)) and Burn's CubeCL backend
+//! ([`cube`](super::cube)), which serves all CubeCL devices. The code that uses them is generic
+//! over [`ShardBackend`]; outside the MPI and NCCL process groups it is free of unsafe code.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -17,28 +19,30 @@ use super::norm::Norm;
 use super::tensor::{Float, Tracked};
 use crate::error::ShardError;
 
-/// A Burn tensor taken apart for backend `B`.
-pub(crate) enum Value<B: Backend> {
-    /// Without autodiff.
+/// Float tensor of backend `B`, taken out of Burn's [`DispatchTensor`].
+pub(crate) enum FloatTensor<B: Backend> {
+    /// Tensor of a device without autodiff.
     Plain(Float<B>),
-    /// On an autodiff device, whether tracked or not.
-    Autodiff(Tracked<B>, Context),
+    /// Tensor of an autodiff device, tracked or not.
+    Autodiff(Tracked<B>, AutodiffContext),
 }
 
-/// Where a buffer lies on a CUDA device. It stays there as long as this lives.
+/// Address of a buffer on a CUDA device. The buffer is neither moved nor freed while this value
+/// lives.
 #[cfg(feature = "nccl")]
 pub(crate) struct DeviceMemory {
-    /// The address of its first element.
+    /// Device address of the first element.
     pub(crate) start: u64,
-    /// What keeps it in its place.
+    /// Resources of CubeCL that keep the buffer allocated.
     pub(crate) _held: Box<dyn std::any::Any + Send>,
 }
 
-/// The autodiff context a tensor came with, to give back: it names the checkpointing strategy.
-pub(crate) type Context = burn::backend::DispatchAutodiffContext;
+/// Autodiff context of a [`DispatchTensor`], which names Burn's own checkpointing strategy. A
+/// tensor that is put back into a [`DispatchTensor`] gets the context it came with.
+pub(crate) type AutodiffContext = burn::backend::DispatchAutodiffContext;
 
-impl<B: ShardBackend> Value<B> {
-    /// The type of its elements.
+impl<B: ShardBackend> FloatTensor<B> {
+    /// Returns the type of the elements.
     pub(crate) fn dtype(&self) -> DType {
         match self {
             Self::Plain(tensor) => tensor.dtype(),
@@ -46,7 +50,8 @@ impl<B: ShardBackend> Value<B> {
         }
     }
 
-    /// The tensor in another type, where one is asked for.
+    /// Returns the tensor cast to `dtype`, if there is one. On an autodiff device the cast is
+    /// recorded.
     pub(crate) fn cast(self, dtype: Option<DType>) -> Self {
         match (self, dtype) {
             (Self::Plain(tensor), Some(dtype)) => Self::Plain(cast::<B>(tensor, dtype)),
@@ -58,7 +63,7 @@ impl<B: ShardBackend> Value<B> {
         }
     }
 
-    /// The tensor without its node.
+    /// Returns the tensor without its autodiff node.
     pub(crate) fn into_inner(self) -> Float<B> {
         match self {
             Self::Plain(tensor) => tensor,
@@ -67,74 +72,112 @@ impl<B: ShardBackend> Value<B> {
     }
 }
 
-/// A backend whose tensors can view the reusable buffers of [`slot`](crate::backend::gather_buffer).
+/// Backend whose tensors can view reusable buffers
+/// ([`GatherBuffer`](super::gather_buffer::GatherBuffer)).
 ///
-/// The methods on `Memory` never check whether a view is in use: that is the schedule's task, which
-/// writes a slot only between its owner's reshard and the next owner's first `val()`.
+/// # Note: life of a buffer
+///
+/// The methods on `Memory` do not check whether a view is in use. The schedule guarantees this
+/// order, and repeats it for each unit that uses the buffer:
+///
+/// 1. The communication thread calls [`write`](Self::write), or code outside Burn writes through
+///    [`device_memory`](Self::device_memory) or [`host_memory`](Self::host_memory).
+/// 2. The thread that wrote calls [`complete`](Self::complete), then reports the all-gather as
+///    finished.
+/// 3. The rank's own thread issues operations that read [`view`](Self::view)s.
+/// 4. At reshard the rank's own thread calls [`release`](Self::release), in debug builds after
+///    [`poison`](Self::poison). Until the next step 2 no operation may read a view.
+///
+/// A buffer that keeps this rank's part of a unit between forward and backward is different: the
+/// rank's own thread writes and completes it, and the all-gather of the backward reads it. That
+/// all-gather ends with [`complete`](Self::complete), so such a buffer needs no release.
+///
+/// Operations of one thread run in the order in which they were issued, on every backend. Between
+/// threads only [`release`](Self::release) and [`complete`](Self::complete) order them.
 pub(crate) trait ShardBackend: Kernels {
-    /// One reusable buffer of elements of one type, viewed by tensors.
+    /// Reusable buffer of elements of one type, which tensors view.
     type Memory: Debug + Send + Sync + 'static;
-    /// A tensor's elements as bytes that the host can read; moving it does not move them.
+    /// Elements of a tensor as bytes that the host can read. Their address is stable when the value
+    /// is moved.
     #[cfg(feature = "mpi")]
     type Host: AsRef<[u8]> + Send;
 
-    /// Takes a Burn tensor apart; `None` when it lies on another backend.
-    fn from_dispatch(tensor: DispatchTensor) -> Option<Value<Self>>;
-    /// Puts a Burn tensor together.
-    fn into_dispatch(value: Value<Self>) -> DispatchTensor;
+    /// Takes a float tensor of this backend out of Burn's dispatch type. Returns `None` for tensors
+    /// of another backend or kind.
+    fn from_dispatch(tensor: DispatchTensor) -> Option<FloatTensor<Self>>;
+    /// Puts a float tensor of this backend into Burn's dispatch type.
+    fn into_dispatch(value: FloatTensor<Self>) -> DispatchTensor;
 
-    /// A zeroed buffer of `numel` elements.
+    /// Allocates a buffer of `numel` zeros.
     fn alloc(device: &Self::Device, numel: usize, dtype: DType) -> Self::Memory;
-    /// Elements `[offset, offset + shape's)` of the buffer, as a tensor that owns nothing.
+    /// Returns a tensor of this shape over the buffer's elements from `offset` on, without a copy.
+    /// The tensor shows whatever the buffer holds when an operation reads it. It may be created at
+    /// any time, from any thread.
     fn view(memory: &Self::Memory, offset: usize, shape: Shape) -> Float<Self>;
-    /// Copies all of each tensor to the buffer, from its element on, rounded to the buffer's type.
+    /// Copies each tensor into the buffer from the given offset (in elements) on, rounded to the
+    /// buffer's type. The copies run after the reads that the last [`release`](Self::release)
+    /// covers. Other threads may read the result after [`complete`](Self::complete).
+    ///
+    /// # Panics
+    ///
+    /// If a tensor exceeds the buffer.
     fn write(memory: &Self::Memory, parts: Vec<(usize, Float<Self>)>);
-    /// Fills the first `numel` elements with NaN, so that a stale read shows.
+    /// Fills the first `numel` elements with NaN, so that a read of a resharded parameter shows.
+    /// Called by the rank's own thread, after its last read and before [`release`](Self::release).
     fn poison(memory: &Self::Memory, numel: usize);
-    /// Orders every later [`write`](Self::write) after the reads issued by this thread until now.
+    /// Orders each later [`write`](Self::write) or [`device_memory`](Self::device_memory), of any
+    /// thread, after all operations that the calling thread has issued so far. Called by the thread
+    /// that read the views. Does not wait.
     fn release(memory: &Self::Memory);
-    /// Waits until this thread's writes can be seen by any thread's reads.
+    /// Blocks until all operations that the calling thread has issued on the device have run.
+    /// Operations that other threads issue afterwards see their results.
     fn complete(device: &Self::Device);
-    /// A tensor that does not look into the buffer: `tensor` itself, or a copy.
+    /// Returns `tensor`, or a copy if it is a view of the buffer. Called by the rank's own thread
+    /// before [`release`](Self::release), for a tensor that is read after it.
     fn detach(memory: &Self::Memory, tensor: Float<Self>) -> Float<Self>;
 
-    /// The buffer's first byte, where the host can write it without a copy.
+    /// Returns the address of the buffer's first byte if the buffer is in host memory. Writing
+    /// there is subject to the rules of [`write`](Self::write).
     #[cfg(feature = "mpi")]
     fn host_memory(memory: &Self::Memory) -> Option<NonNull<u8>>;
-    /// The tensor's elements in order: itself, where it lies so in the host's memory, or a copy.
+    /// Returns the tensor's elements in order, as host memory: the tensor itself if it is
+    /// contiguous and in host memory, else a copy.
     #[cfg(feature = "mpi")]
     fn host(tensor: Float<Self>) -> Self::Host;
 
-    /// The buffer, for code outside Burn, or why it has none: this thread's stream comes after all
-    /// that was issued on the buffer, by whatever thread, until now.
+    /// Returns the buffer's device address, for code outside Burn, or the reason why it has none.
+    ///
+    /// Work that the calling thread's stream runs afterwards comes after the reads that the last
+    /// [`release`](Self::release) covers, and after the calling thread's own writes.
     #[cfg(feature = "nccl")]
     fn device_memory(memory: &Self::Memory) -> Result<DeviceMemory, String>;
 
-    /// A copy of `range` of the flattened tensor, in memory of its own, of the given shape.
+    /// Copies `range` of the flattened tensor to a new tensor of the given shape.
     fn copy_range(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
-    /// The mean over `parts`, of one type, of `range` of each flattened part: sums in order, in f32,
-    /// then divides by `divisor`. An element's result, in f32, depends on nothing but the parts'
-    /// elements at that place.
+    /// Returns the mean over `parts` of their flattened elements `range`, in f32: added in f32 in
+    /// the order of `parts`, then divided by `divisor`. All parts have one dtype. Each element of
+    /// the result depends only on the parts' elements at its index.
     fn mean(
         parts: &[Float<Self>],
         range: Range<usize>,
         divisor: usize,
         shape: Shape,
     ) -> Float<Self>;
-    /// What each range of its flattened tensor adds to a norm. The result depends on the elements
-    /// and their order alone, so that every strategy finds the same norm.
+    /// Returns the contribution to a norm of each flattened tensor's elements in the range. It
+    /// depends only on these elements and their order, so that all sharding strategies find the
+    /// same norm.
     fn norm_sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<f64>;
 
-    /// A copy of the tensor in the host's memory; `None` where it lies there already.
+    /// Copies the tensor to host memory. Returns `None` if it is in host memory already.
     fn to_host(tensor: Float<Self>) -> Option<TensorData>;
 
-    /// Shows the elements in order, as bytes of the host.
+    /// Calls `f` once, with the bytes of all elements in order.
     fn with_bytes(tensor: Float<Self>, f: &mut dyn FnMut(&[u8])) {
         f(to_data::<Self>(tensor).as_bytes());
     }
 }
 
-/// The tensor in another type: itself, where it has that one.
+/// Returns the tensor cast to `dtype`, or itself if it has that dtype.
 pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> {
     match tensor.dtype() {
         found if found == dtype => tensor,
@@ -143,24 +186,24 @@ pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> 
     }
 }
 
-/// The tensor's elements in the host's memory, in order.
+/// Copies the tensor's elements to host memory, in order.
 pub(crate) fn to_data<B: ShardBackend>(tensor: Float<B>) -> TensorData {
     let (shape, numel) = (tensor.shape(), numel::<B>(&tensor));
     let flat = B::float_reshape(tensor, Shape::from([numel]));
-    let flat = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat)));
+    let flat = Tensor::<1>::from_dispatch(B::into_dispatch(FloatTensor::Plain(flat)));
     let (bytes, _, dtype) = flat.into_data().into_parts();
     TensorData::from_bytes(bytes, shape, dtype)
 }
 
-/// The tensor on Flex.
+/// Copies the tensor to Flex, into host memory.
 #[cfg(feature = "flex")]
-pub(crate) fn to_host<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
+pub(crate) fn to_flex<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
     burn::backend::flex::FlexTensor::from_data(to_data::<B>(tensor))
 }
 
-/// A tensor of Flex on a device; `pinned` asks for a copy through pages that stay in place.
+/// Copies a tensor of Flex to a device; if `pinned`, through page-locked memory.
 #[cfg(feature = "flex")]
-pub(crate) fn from_host<B: ShardBackend>(
+pub(crate) fn from_flex<B: ShardBackend>(
     tensor: Float<burn::backend::Flex>,
     device: &B::Device,
     pinned: bool,
@@ -172,18 +215,19 @@ pub(crate) fn from_host<B: ShardBackend>(
     B::float_from_data(data, device)
 }
 
-/// Bytes of a tensor's elements.
+/// Returns the size of a tensor's elements in bytes.
 pub(crate) fn bytes<B: ShardBackend>(tensor: &Float<B>) -> usize {
     numel::<B>(tensor) * tensor.dtype().size()
 }
 
-/// Elements of a tensor.
+/// Returns the number of elements of a tensor.
 pub(crate) fn numel<B: ShardBackend>(tensor: &Float<B>) -> usize {
     tensor.shape().num_elements()
 }
 
-/// Runs `$body` with `$backend` naming the backend of `$device`, or returns the error that says
-/// that none shards on it.
+/// Evaluates `$body` with `$backend` as the backend type of `$device` and `$inner` as that
+/// backend's device. Evaluates to `Err` with [`ShardError::UnsupportedDevice`] if no
+/// [`ShardBackend`] serves the device.
 macro_rules! with_backend {
     ($device:expr, |$backend:ident, $inner:ident| $body:expr) => {{
         use burn::backend::DispatchDevice;
@@ -192,23 +236,24 @@ macro_rules! with_backend {
             #[cfg(feature = "flex")]
             DispatchDevice::Flex($inner) => {
                 type $backend = burn::backend::Flex;
-                let $inner = $crate::backend::owned($inner);
+                let $inner = $crate::backend::clone_device($inner);
                 $body
             }
             #[cfg(feature = "cube")]
             DispatchDevice::Cube($inner) => {
                 type $backend = burn::backend::Cube;
-                let $inner = $crate::backend::owned($inner);
+                let $inner = $crate::backend::clone_device($inner);
                 $body
             }
             #[allow(unreachable_patterns)]
-            _ => Err($crate::backend::unsupported(&device).into()),
+            _ => Err($crate::backend::unsupported_device(&device).into()),
         }
     }};
 }
 pub(crate) use with_backend;
 
-/// Whether a device is Burn's CPU backend, whose tensors lie in the host's memory.
+/// Returns whether the device belongs to Flex, Burn's CPU backend, whose tensors are in host
+/// memory.
 pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
     #[cfg(feature = "flex")]
     {
@@ -222,19 +267,21 @@ pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
     }
 }
 
-/// A device of one's own; some are `Copy`, some are not.
-pub(crate) fn owned<T: Clone>(device: &T) -> T {
+/// Clones a device. [`with_backend`] calls it instead of `clone`, on which Clippy warns for devices
+/// that are `Copy`.
+pub(crate) fn clone_device<T: Clone>(device: &T) -> T {
     device.clone()
 }
 
-pub(crate) fn unsupported(device: &burn::tensor::Device) -> ShardError {
+/// Returns the error for a device that no [`ShardBackend`] serves.
+pub(crate) fn unsupported_device(device: &burn::tensor::Device) -> ShardError {
     ShardError::UnsupportedDevice { device: format!("{device:?}") }
 }
 
-/// `from_dispatch` and `into_dispatch`, the same words for each backend's own types.
+/// Implements `from_dispatch` and `into_dispatch` of [`ShardBackend`] for a backend.
 macro_rules! dispatch {
     ($backend:ty) => {
-        fn from_dispatch(mut tensor: burn::tensor::DispatchTensor) -> Option<Value<Self>> {
+        fn from_dispatch(mut tensor: burn::tensor::DispatchTensor) -> Option<FloatTensor<Self>> {
             use burn::backend::{
                 BackendTensor, DispatchAutodiffContext, DispatchKindConversion as To,
             };
@@ -242,26 +289,27 @@ macro_rules! dispatch {
             let context = tensor.autodiff;
             if context == DispatchAutodiffContext::Disabled {
                 match <Any as To<$backend>>::try_into_backend(tensor).ok()? {
-                    BackendTensor::Float(tensor) => return Some(Value::Plain(tensor)),
+                    BackendTensor::Float(tensor) => return Some(FloatTensor::Plain(tensor)),
                     _ => return None,
                 }
             }
-            // The conversion is for one checkpointing strategy; the tensor is the same for all.
+            // The conversion accepts one checkpointing strategy only; the tensor is equal under all
+            // of them.
             tensor.autodiff = DispatchAutodiffContext::Enabled(Default::default());
             match <Any as To<burn::backend::Autodiff<$backend>>>::try_into_backend(tensor).ok()? {
-                BackendTensor::Float(tensor) => Some(Value::Autodiff(tensor, context)),
+                BackendTensor::Float(tensor) => Some(FloatTensor::Autodiff(tensor, context)),
                 _ => None,
             }
         }
 
-        fn into_dispatch(value: Value<Self>) -> burn::tensor::DispatchTensor {
+        fn into_dispatch(value: FloatTensor<Self>) -> burn::tensor::DispatchTensor {
             use burn::backend::{BackendTensor, DispatchKindConversion as To};
             use burn::tensor::DispatchTensor as Any;
             match value {
-                Value::Plain(tensor) => {
+                FloatTensor::Plain(tensor) => {
                     <Any as To<$backend>>::from_backend(BackendTensor::Float(tensor))
                 }
-                Value::Autodiff(tensor, context) => {
+                FloatTensor::Autodiff(tensor, context) => {
                     let tensor = BackendTensor::Float(tensor);
                     let mut tensor =
                         <Any as To<burn::backend::Autodiff<$backend>>>::from_backend(tensor);

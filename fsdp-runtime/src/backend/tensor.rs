@@ -1,8 +1,8 @@
-//! The tensor types of a backend.
+//! Short names for the tensor types of a backend.
 
 use burn::backend::Autodiff;
 
-/// A float tensor of backend `B`.
+/// Float tensor of backend `B`, without autodiff.
 pub(crate) type Float<B> = <B as burn::backend::BackendTypes>::FloatTensorPrimitive;
-/// A float tensor of backend `B` with its autodiff node.
+/// Float tensor of `Autodiff<B>`: a tensor of backend `B` with its autodiff node.
 pub(crate) type Tracked<B> = <Autodiff<B> as burn::backend::BackendTypes>::FloatTensorPrimitive;

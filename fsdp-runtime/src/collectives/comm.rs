@@ -1,4 +1,5 @@
-//! A rank's communication thread: collectives run in issue order, beside the computation.
+//! The communication thread of a rank, which runs collectives in issue order while the rank
+//! computes.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,19 +8,21 @@ use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::group::Group;
-use crate::error::CollectiveError;
-use crate::error::panic_message;
+use super::group::AnyProcessGroup;
+use crate::error::{CollectiveError, IgnorePoison, panic_message};
+use crate::layout::Rank;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Issues a rank's collectives. Dropping the last handle ends the thread once its queue is empty.
+/// Handle to the communication thread of a rank, with which the rank issues its collectives.
+///
+/// The thread ends once the last handle is dropped and its queue is empty.
 pub(crate) struct Communicator {
-    group: Arc<Group>,
+    group: Arc<AnyProcessGroup>,
     jobs: Mutex<Sender<Job>>,
-    /// Nanoseconds that the thread has spent in collectives, waiting for other ranks included, and
-    /// that others have waited for their results.
+    /// Nanoseconds that the thread has spent in collectives, including waits for other ranks.
     busy: Arc<AtomicU64>,
+    /// Nanoseconds that this rank has blocked in [`Work::wait`].
     waited: Arc<AtomicU64>,
 }
 
@@ -30,8 +33,8 @@ impl fmt::Debug for Communicator {
 }
 
 impl Communicator {
-    /// Starts the communication thread of a rank.
-    pub(crate) fn start(group: Arc<Group>) -> std::io::Result<Arc<Self>> {
+    /// Starts the communication thread of a rank; `group` is the process group of all ranks.
+    pub(crate) fn start(group: Arc<AnyProcessGroup>) -> std::io::Result<Arc<Self>> {
         let (jobs, queue) = channel::<Job>();
         let own = group.clone();
         std::thread::Builder::new().name(format!("fsdp-comm-{}", group.rank())).spawn(
@@ -48,24 +51,24 @@ impl Communicator {
         }))
     }
 
-    /// The group of all ranks.
-    pub(crate) fn world(&self) -> &Arc<Group> {
+    /// Returns the process group of all ranks.
+    pub(crate) fn world(&self) -> &Arc<AnyProcessGroup> {
         &self.group
     }
 
     /// Queues a collective of all ranks.
     pub(crate) fn issue<T: Send + 'static>(
         &self,
-        collective: impl FnOnce(&Group) -> Result<T, CollectiveError> + Send + 'static,
+        collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
     ) -> Work<T> {
         self.issue_on(&self.group, collective)
     }
 
-    /// Queues a collective of a part of the ranks.
+    /// Queues a collective of the members of `group`.
     pub(crate) fn issue_on<T: Send + 'static>(
         &self,
-        group: &Arc<Group>,
-        collective: impl FnOnce(&Group) -> Result<T, CollectiveError> + Send + 'static,
+        group: &Arc<AnyProcessGroup>,
+        collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
     ) -> Work<T> {
         let (sender, result) = sync_channel(1);
         let group = group.clone();
@@ -74,49 +77,49 @@ impl Communicator {
         let job = move || {
             let begin = Instant::now();
             let outcome = catch_unwind(AssertUnwindSafe(|| collective(&group)));
-            add(&busy, begin);
+            add_elapsed(&busy, begin);
             let outcome = outcome.unwrap_or_else(|panic| {
                 let failure = CollectiveError::PeerFailed { rank, reason: panic_message(&*panic) };
                 group.fail(failure.clone());
                 Err(failure)
             });
-            // Nobody waits for a collective whose unit was dropped meanwhile.
+            // The receiver is gone if the unit was dropped before the collective ended.
             let _ = sender.send(outcome);
         };
         // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
-        let _ =
-            self.jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).send(Box::new(job));
+        let _ = self.jobs.lock().ignore_poison().send(Box::new(job));
         Work { result, rank, waited }
     }
 
-    /// How long this rank has spent in collectives, and how much of that it has waited for.
+    /// Returns how long the thread has spent in collectives, and how long this rank has blocked on
+    /// their results.
     pub(crate) fn times(&self) -> (Duration, Duration) {
         let read = |time: &AtomicU64| Duration::from_nanos(time.load(Ordering::Relaxed));
         (read(&self.busy), read(&self.waited))
     }
 }
 
-/// A collective under way. Waiting consumes it.
+/// A collective that has been issued. Waiting for its result consumes it.
 #[derive(Debug)]
 #[must_use = "a collective is complete only once it was waited for"]
 pub(crate) struct Work<T> {
     result: Receiver<Result<T, CollectiveError>>,
-    rank: crate::layout::Rank,
+    rank: Rank,
     waited: Arc<AtomicU64>,
 }
 
-/// Adds the time since `begin`, in nanoseconds.
-fn add(time: &AtomicU64, begin: Instant) {
+/// Adds the time since `begin` to `time`, in nanoseconds.
+fn add_elapsed(time: &AtomicU64, begin: Instant) {
     let nanos = u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
     time.fetch_add(nanos, Ordering::Relaxed);
 }
 
 impl<T> Work<T> {
-    /// Blocks until the collective is complete.
+    /// Blocks until the collective is complete, and returns its result.
     pub(crate) fn wait(self) -> Result<T, CollectiveError> {
         let begin = Instant::now();
         let outcome = self.result.recv();
-        add(&self.waited, begin);
+        add_elapsed(&self.waited, begin);
         outcome.unwrap_or(Err(CollectiveError::Closed { rank: self.rank }))
     }
 }

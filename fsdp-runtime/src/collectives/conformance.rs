@@ -1,9 +1,10 @@
-//! What every engine must do: one list of checks, run on each engine's groups in worlds of 1 to 4.
+//! Conformance tests: one list of checks that every engine must pass, in worlds of 1 to 4 ranks.
 //!
-//! A check is what one rank does, on any backend's tensors. `local` runs it on threads. For `mpi`,
-//! the test starts this test program again under `mpirun`, where it runs [`as_a_process`] alone; it
-//! is skipped where there is no `mpirun`. For `nccl`, threads run it on a NCCL of the tests' own
-//! everywhere, and on NVIDIA's where there are GPUs.
+//! A check is a function that every rank of a process group runs, on the tensors of any backend. On
+//! `local`, the ranks are threads. For `mpi`, the test starts this test program again under
+//! `mpirun`, which then runs [`mpi::as_a_process`] alone; without `mpirun` the test is skipped. For
+//! `nccl`, threads run the checks on a NCCL that works in host memory, and on NVIDIA's if the
+//! machine has GPUs.
 
 mod faults;
 
@@ -16,26 +17,26 @@ use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 
 use self::faults::{failure, mismatch, mismatch_of_sizes, time_out};
-use super::group::Group;
-use super::{Op, ProcessGroup, Reduce};
+use super::group::AnyProcessGroup;
+use super::op::Op;
+use super::process_group::{ProcessGroup, Reduce, ReduceScatter};
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend, cast};
 use crate::error::CollectiveError;
-use crate::layout::{FlatRange, UnitLayout};
-use crate::layout::{Rank, WorldSize};
+use crate::layout::{FlatRange, Rank, UnitLayout, WorldSize};
 
-/// What a rank does, and how long its group waits.
+/// A check, and the settings of the process group that it runs on.
 struct Check {
     name: &'static str,
     timeout: Duration,
     debug: bool,
-    run: fn(&Group),
+    run: fn(&AnyProcessGroup),
 }
 
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(400);
 
-/// A backend, and the device of the rank that asks.
+/// A backend to test, with the device of the calling rank.
 trait Tested: ShardBackend {
     fn device() -> Self::Device;
 }
@@ -69,14 +70,15 @@ fn checks<B: Tested>() -> [Check; 16] {
     ]
 }
 
-/// Sizes that have broken engines: below the world, prime, above an eager message, and large.
+/// Numbers of elements that are hard for engines: fewer than ranks, primes, and sizes around and
+/// far above the largest message that MPI sends eagerly.
 const SIZES: [usize; 6] = [1, 3, 64, 7919, 100_003, 1 << 20];
 
 fn op(name: &'static str, unit: &str) -> Op {
     Op::new(name, unit)
 }
 
-fn on<B: Tested>(group: &Group) -> &dyn ProcessGroup<B> {
+fn on<B: Tested>(group: &AnyProcessGroup) -> &dyn ProcessGroup<B> {
     group
 }
 
@@ -85,12 +87,12 @@ fn tensor<B: Tested>(elements: Vec<f32>) -> Float<B> {
     B::float_from_data(TensorData::new(elements, shape), &B::device())
 }
 
-/// A tensor of another type.
+/// Returns a tensor of the type `dtype`.
 fn tensor_as<B: Tested>(elements: Vec<f32>, dtype: DType) -> Float<B> {
     cast::<B>(tensor::<B>(elements), dtype)
 }
 
-fn slot<B: Tested>(numel: usize) -> Arc<GatherBuffer<B>> {
+fn buffer<B: Tested>(numel: usize) -> Arc<GatherBuffer<B>> {
     Arc::new(GatherBuffer::new(&B::device(), numel, DType::F32))
 }
 
@@ -101,15 +103,16 @@ fn elements<B: Tested>(tensor: &Float<B>) -> Vec<f32> {
     elements
 }
 
-/// What is left of elements in another type.
+/// Rounds elements to the type `dtype`.
 fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
     elements::<Flex>(&tensor_as::<Flex>(values, dtype))
 }
 
-/// The types that parameters and gradients travel in.
+/// Types in which parameters and gradients are sent.
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// An element of a rank's tensor, of a size for which the order of a sum matters.
+/// Returns an element of a rank's tensor. The values are such that the order of a sum changes its
+/// bits.
 fn value(rank: usize, index: usize) -> f32 {
     ((index * 31 + rank * 7919) % 10_007) as f32 * 1e-3 - 3.3
 }
@@ -118,7 +121,7 @@ fn values(rank: usize, range: Range<usize>) -> Vec<f32> {
     range.map(|index| value(rank, index)).collect()
 }
 
-/// The sum in rank order, in f32, over a divisor.
+/// Sums the ranks' elements in rank order, in f32, and divides the sum.
 fn mean(ranks: &[usize], range: Range<usize>, divisor: usize, dtype: DType) -> Vec<f32> {
     let add = |sum: Vec<f32>, part: Vec<f32>| sum.iter().zip(part).map(|(a, b)| a + b).collect();
     let parts = ranks.iter().map(|&rank| rounded(values(rank, range.clone()), dtype));
@@ -126,34 +129,34 @@ fn mean(ranks: &[usize], range: Range<usize>, divisor: usize, dtype: DType) -> V
     sum.iter().map(|sum| sum / divisor as f32).collect()
 }
 
-fn index(group: &Group) -> usize {
+fn index(group: &AnyProcessGroup) -> usize {
     group.members().iter().position(|&rank| rank == group.rank()).unwrap()
 }
 
-fn layout(group: &Group, matrices: &[(DType, usize)]) -> UnitLayout {
+fn layout(group: &AnyProcessGroup, matrices: &[(DType, usize)]) -> UnitLayout {
     UnitLayout::new(matrices.iter().copied(), WorldSize::new(group.size()).unwrap())
 }
 
-/// Matrices of one type.
+/// Returns matrices of one type.
 fn of(dtype: DType, numels: &[usize]) -> Vec<(DType, usize)> {
     numels.iter().map(|&numel| (dtype, numel)).collect()
 }
 
-fn exchange(group: &Group) {
+fn exchange(group: &AnyProcessGroup) {
     for round in 0..20 {
-        let told = (round, format!("rank {}", group.rank()), f64::NAN, vec![0u8; 1000 * round]);
-        let all = group.exchange(&op("all_gather", "values"), told).unwrap();
+        let value = (round, format!("rank {}", group.rank()), f64::NAN, vec![0u8; 1000 * round]);
+        let all = group.exchange(&op("all_gather", "values"), value).unwrap();
         assert_eq!(all.len(), group.size());
-        for (rank, told) in group.members().iter().zip(&all) {
-            assert_eq!((told.0, told.1.as_str()), (round, format!("rank {rank}").as_str()));
-            assert!(told.2.is_nan() && told.3.len() == 1000 * round);
+        for (rank, value) in group.members().iter().zip(&all) {
+            assert_eq!((value.0, value.1.as_str()), (round, format!("rank {rank}").as_str()));
+            assert!(value.2.is_nan() && value.3.len() == 1000 * round);
         }
     }
 }
 
-/// Gathers three matrices of a unit into a slot that is larger than it.
-fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<GatherBuffer<B>>) {
-    let layout = layout(group, &of(slot.dtype(), numels));
+/// All-gathers the matrices of a unit into a buffer that is larger than the unit.
+fn gather<B: Tested>(group: &AnyProcessGroup, numels: &[usize], buffer: &Arc<GatherBuffer<B>>) {
+    let layout = layout(group, &of(buffer.dtype(), numels));
     let [FlatRange { layout: flat, .. }] = layout.ranges() else { panic!("one type") };
     let rank = WorldSize::new(group.size()).unwrap().ranks().nth(index(group)).unwrap();
     let mut shards = Vec::new();
@@ -161,33 +164,33 @@ fn gather<B: Tested>(group: &Group, numels: &[usize], slot: &Arc<GatherBuffer<B>
         let range = layout.shard_of(matrix, rank);
         if !range.is_empty() {
             let at = layout.segment(matrix).start + range.start;
-            shards.push((at, tensor_as::<B>(values(matrix, range), slot.dtype())));
+            shards.push((at, tensor_as::<B>(values(matrix, range), buffer.dtype())));
         }
     }
-    slot.release();
+    buffer.release();
     let op = op("all_gather", "unit").of(flat.padded_len());
-    group.all_gather(&op, &B::device(), shards, flat.shard_len(), slot).unwrap();
+    group.all_gather(&op, &B::device(), shards, flat.shard_len(), buffer).unwrap();
     for (matrix, &numel) in numels.iter().enumerate() {
-        let full = slot.view(layout.segment(matrix).start, &[numel]);
-        let expected = rounded(values(matrix, 0..numel), slot.dtype());
-        assert!(elements::<B>(&full) == expected, "{numel} elements of {:?}", slot.dtype());
+        let full = buffer.view(layout.segment(matrix).start, &[numel]);
+        let expected = rounded(values(matrix, 0..numel), buffer.dtype());
+        assert!(elements::<B>(&full) == expected, "{numel} elements of {:?}", buffer.dtype());
     }
 }
 
-fn all_gather<B: Tested>(group: &Group) {
+fn all_gather<B: Tested>(group: &AnyProcessGroup) {
     for dtype in DTYPES {
-        let slot = Arc::new(GatherBuffer::<B>::new(&B::device(), 3 * (1 << 20) + 1000, dtype));
+        let buffer = Arc::new(GatherBuffer::<B>::new(&B::device(), 3 * (1 << 20) + 1000, dtype));
         for numel in SIZES {
             for numels in [vec![numel], vec![numel, 5, numel / 2 + 1]] {
-                gather::<B>(group, &numels, &slot);
+                gather::<B>(group, &numels, &buffer);
             }
         }
     }
 }
 
-fn all_gather_one<B: Tested>(group: &Group) {
+fn all_gather_one<B: Tested>(group: &AnyProcessGroup) {
     for numel in SIZES {
-        // The last rank of several has nothing.
+        // Of several ranks, the last one has no shard.
         let holders = if group.size() > 1 { group.size() - 1 } else { 1 };
         let at = index(group);
         let mine = (at < holders).then(|| tensor::<B>(values(at, 0..numel + at)));
@@ -205,8 +208,8 @@ fn all_gather_one<B: Tested>(group: &Group) {
     }
 }
 
-/// The first rank has nothing; each of the others is the receiver once.
-fn gather_to_one<B: Tested>(group: &Group) {
+/// Gathers with every rank as the receiver once; the first rank has no shard.
+fn gather_to_one<B: Tested>(group: &AnyProcessGroup) {
     let at = index(group);
     for (to, numel) in (0..group.size()).zip(SIZES) {
         let mine = (at > 0).then(|| tensor::<B>(values(at, 0..numel + at)));
@@ -224,27 +227,32 @@ fn gather_to_one<B: Tested>(group: &Group) {
     }
 }
 
-/// Reduces `numels.len()` sharded matrices and as many replicated ones; rank r has the gradients
-/// that `has(r, entry)` says. Sums must have the bits of sums in rank order.
-fn reduce<B: Tested>(group: &Group, numels: &[usize], has: impl Fn(usize, usize) -> bool) {
+/// Reduces the gradients of `numels.len()` sharded matrices and as many replicated ones. Rank r has
+/// the gradient `entry` if `has(r, entry)`. Sums must have the bits of sums in rank order.
+fn reduce<B: Tested>(
+    group: &AnyProcessGroup,
+    numels: &[usize],
+    has: impl Fn(usize, usize) -> bool,
+) {
     for dtype in DTYPES {
         reduce_as::<B>(group, &of(dtype, numels), &has, None);
     }
 }
 
-/// As [`reduce`], of matrices of any types, whose gradients travel as `travels`, or in their own type.
+/// As [`reduce`], for matrices of several types. Gradients are sent in the type `sent_as`, or each
+/// in its own type if that is `None`.
 fn reduce_as<B: Tested>(
-    group: &Group,
+    group: &AnyProcessGroup,
     matrices: &[(DType, usize)],
     has: impl Fn(usize, usize) -> bool,
-    travels: Option<DType>,
+    sent_as: Option<DType>,
 ) {
     let (layout, at) = (layout(group, matrices), index(group));
     let rank = WorldSize::new(group.size()).unwrap().ranks().nth(at).unwrap();
     let mut keep = Vec::new();
     for (matrix, &(own, numel)) in matrices.iter().enumerate() {
         let range = layout.shard_of(matrix, rank);
-        let dtype = travels.unwrap_or(own);
+        let dtype = sent_as.unwrap_or(own);
         let shape = vec![range.len().max(1), 1];
         keep.push(Reduce { shape, range, segment: Some(matrix), dtype });
         keep.push(Reduce { shape: vec![1, numel], range: 0..numel, segment: None, dtype });
@@ -255,9 +263,8 @@ fn reduce_as<B: Tested>(
     let gradients: Vec<_> = (0..keep.len()).map(gradient).collect();
     let divisor = group.size();
     let op = op("reduce_scatter", "unit").of(matrices.iter().map(|(_, numel)| numel).sum());
-    let reduced =
-        on::<B>(group).reduce_scatter(&op, &B::device(), gradients, &keep, &layout, divisor);
-    let reduced = reduced.unwrap();
+    let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
+    let reduced = on::<B>(group).reduce_scatter(&op, &B::device(), request).unwrap();
     for (entry, (keep, reduced)) in keep.iter().zip(&reduced).enumerate() {
         let ranks: Vec<usize> = (0..group.size()).filter(|&rank| has(rank, entry)).collect();
         if ranks.is_empty() || keep.range.is_empty() {
@@ -269,12 +276,13 @@ fn reduce_as<B: Tested>(
         let expected = mean(&ranks, keep.range.clone(), divisor, keep.dtype);
         assert_eq!(reduced.dtype(), DType::F32);
         let reduced = elements::<B>(reduced);
-        assert!(is_sum(group, &reduced, &expected), "{matrices:?} as {travels:?}, entry {entry}");
+        assert!(is_sum(group, &reduced, &expected), "{matrices:?} as {sent_as:?}, entry {entry}");
     }
 }
 
-/// NCCL sums more than two ranks in an order of its own.
-fn is_sum(group: &Group, found: &[f32], expected: &[f32]) -> bool {
+/// Compares sums: bit by bit, but to a tolerance for NCCL with more than two ranks, which sums in
+/// an order of its own.
+fn is_sum(group: &AnyProcessGroup, found: &[f32], expected: &[f32]) -> bool {
     let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-5 * b.abs().max(1.0);
     match group.engine() {
         "nccl" if group.size() > 2 => {
@@ -284,46 +292,46 @@ fn is_sum(group: &Group, found: &[f32], expected: &[f32]) -> bool {
     }
 }
 
-fn reduce_scatter<B: Tested>(group: &Group) {
+fn reduce_scatter<B: Tested>(group: &AnyProcessGroup) {
     for numel in SIZES {
         reduce::<B>(group, &[numel, 130, numel / 3 + 1], |_, _| true);
     }
-    // Buffers that a larger unit has left behind.
+    // Reuses the buffers of a larger unit.
     reduce::<B>(group, &[5], |_, _| true);
 }
 
-fn absent_gradients<B: Tested>(group: &Group) {
+fn absent_gradients<B: Tested>(group: &AnyProcessGroup) {
     reduce::<B>(group, &[100, 7], |_, _| false);
     reduce::<B>(group, &[100, 7], |_, entry| entry % 2 == 0);
     reduce::<B>(group, &[1000, 1001], |rank, entry| (rank + entry) % 2 == 0);
     reduce::<B>(group, &[1000, 1001], |rank, _| rank == 0);
 }
 
-/// Matrices of several types, whose gradients travel each in its own, or all in one.
-fn several_types<B: Tested>(group: &Group) {
+/// Reduces matrices of several types, with gradients sent in their own types, or all in one type.
+fn several_types<B: Tested>(group: &AnyProcessGroup) {
     let [full, half, other] = DTYPES;
     let matrices = [(full, 1000), (half, 130), (other, 7919), (full, 5), (half, 77)];
-    for travels in [None, Some(full), Some(half)] {
+    for sent_as in [None, Some(full), Some(half)] {
         let reduce = |has: fn(usize, usize) -> bool| {
-            reduce_as::<B>(group, &matrices, has, travels);
+            reduce_as::<B>(group, &matrices, has, sent_as);
         };
         reduce(|_, _| true);
         reduce(|rank, entry| (rank + entry) % 3 != 0);
-        // Of two types no gradient has arrived, or of all but what every rank keeps whole.
+        // Two types have no gradient, or only replicated parameters have any.
         reduce(|_, entry| entry == 2 || entry == 8);
         reduce(|_, entry| entry == 6);
         reduce(|_, entry| entry % 2 == 1);
     }
 }
 
-fn all_reduce(group: &Group) {
+fn all_reduce(group: &AnyProcessGroup) {
     let own = value(index(group), 5);
     let all = group.exchange(&op("all_reduce", "values"), own).unwrap();
     let sum: f32 = all.iter().map(|value| **value).sum();
     assert_eq!(sum, (0..group.size()).map(|rank| value(rank, 5)).sum::<f32>());
 }
 
-fn broadcast<B: Tested>(group: &Group) {
+fn broadcast<B: Tested>(group: &AnyProcessGroup) {
     for (round, numel) in SIZES.into_iter().enumerate() {
         let root = index(group) == round % group.size();
         let data = TensorData::new(values(3, 0..2 * numel), [2, numel]);
@@ -335,40 +343,40 @@ fn broadcast<B: Tested>(group: &Group) {
     }
 }
 
-fn ten_million<B: Tested>(group: &Group) {
+fn ten_million<B: Tested>(group: &AnyProcessGroup) {
     let numel = 10_000_019;
-    gather::<B>(group, &[numel], &slot(numel + 64));
+    gather::<B>(group, &[numel], &buffer(numel + 64));
     reduce::<B>(group, &[numel / 8], |_, _| true);
 }
 
-fn split<B: Tested>(group: &Group) {
+fn split<B: Tested>(group: &AnyProcessGroup) {
     let at = index(group);
     let part = group.split(at % 2).unwrap();
     let members: Vec<usize> = part.members().iter().map(|rank| rank.index()).collect();
     assert_eq!(members, (0..group.size()).filter(|rank| rank % 2 == at % 2).collect::<Vec<_>>());
     assert_eq!(part.rank(), group.rank());
-    gather::<B>(&part, &[7919, 5], &slot(20_000));
+    gather::<B>(&part, &[7919, 5], &buffer(20_000));
     reduce::<B>(&part, &[7919, 5], |rank, entry| rank != 1 || entry < 2);
     let alone = part.split(at).unwrap();
     assert_eq!(alone.size(), 1);
     reduce::<B>(&alone, &[10], |_, _| true);
-    // The parts and the whole do not mix up.
-    gather::<B>(group, &[1000], &slot(2000));
+    // Collectives of the parts do not disturb those of the parent group.
+    gather::<B>(group, &[1000], &buffer(2000));
 }
 
-/// Collectives of groups that overlap, in one order on all ranks, with ranks in a hurry or late.
-fn issue_order<B: Tested>(group: &Group) {
-    let (at, slot) = (index(group), slot(200_000));
+/// Issues collectives of overlapping groups, in one order on all ranks, while some ranks are late.
+fn issue_order<B: Tested>(group: &AnyProcessGroup) {
+    let (at, buffer) = (index(group), buffer(200_000));
     let part = group.split(at / 2).unwrap();
     for round in 0..30 {
         if (round + at) % 5 == 0 {
             std::thread::sleep(Duration::from_millis(3));
         }
         let numel = 1 + (round * 7919) % 100_000;
-        gather::<B>(group, &[numel, 3], &slot);
+        gather::<B>(group, &[numel, 3], &buffer);
         reduce::<B>(&part, &[numel / 2 + 1], |_, _| true);
-        let told = group.exchange(&op("barrier", "the round"), round).unwrap();
-        assert!(told.iter().all(|told| **told == round));
+        let rounds = group.exchange(&op("barrier", "the round"), round).unwrap();
+        assert!(rounds.iter().all(|other| **other == round));
     }
 }
 
@@ -385,7 +393,7 @@ mod local {
                 let hub = Hub::new(world, check.timeout, check.debug);
                 std::thread::scope(|scope| {
                     for rank in world.ranks() {
-                        let group = Group::Local(LocalGroup::new(hub.clone(), rank));
+                        let group = AnyProcessGroup::Local(LocalGroup::new(hub.clone(), rank));
                         scope.spawn(move || (check.run)(&group));
                     }
                 });
@@ -406,7 +414,7 @@ mod mpi {
     use super::*;
     use crate::collectives::mpi::{ALWAYS_STAGED, MpiGroup, sys};
 
-    /// The path of [`as_a_process`] in this test program.
+    /// Path of [`as_a_process`] in this test program.
     const RANK: &str = "collectives::conformance::mpi::as_a_process";
 
     #[test]
@@ -436,7 +444,8 @@ mod mpi {
         for staged in [false, true] {
             ALWAYS_STAGED.store(staged, Ordering::Relaxed);
             for check in &checks::<Flex>() {
-                let group = Group::Mpi(MpiGroup::world(check.timeout, check.debug).unwrap());
+                let group =
+                    AnyProcessGroup::Mpi(MpiGroup::world(check.timeout, check.debug).unwrap());
                 println!("{}: {}, staged: {staged}", group.rank(), check.name);
                 (check.run)(&group);
             }

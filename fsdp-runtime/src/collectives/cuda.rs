@@ -1,36 +1,35 @@
-//! NVIDIA's libraries, which are loaded when a program asks for them: the CUDA driver with its GPUs,
-//! and NCCL's version.
+//! Checks of NVIDIA's libraries: the CUDA driver and its GPUs, and the version of NCCL.
 //!
-//! Nothing here needs CUDA to be installed, so that a program can say what is missing before it
-//! makes a device: Burn panics where there is none. The engine that uses NCCL is
-//! `collectives/nccl/`.
+//! The libraries are loaded at run time, so that a program which was built with CUDA starts without
+//! them. Burn panics when it creates a device that does not exist; a program that checks first can
+//! report what is missing. The engine that uses NCCL is in `collectives/nccl/`.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 
 use libloading::{Library, Symbol};
 
-/// The first version of NCCL that the engine `nccl` works with: it brought `ncclCommSplit`.
+/// Oldest version of NCCL that the engine `nccl` supports: the first with `ncclCommSplit`.
 pub const OLDEST_NCCL: NcclVersion = NcclVersion { major: 2, minor: 18, patch: 0 };
 
-/// The variable that names the file of NCCL, where the system's loader does not find it.
+/// Environment variable with the path of NCCL's library, for systems whose loader does not find it.
 pub const NCCL_VARIABLE: &str = "FSDP_NCCL_LIBRARY";
 
-/// A GPU.
+/// A GPU that the CUDA driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// Its name.
+    /// Product name, such as `NVIDIA A100-SXM4-80GB`.
     pub name: String,
-    /// Bytes of its memory.
+    /// Size of the GPU's memory in bytes.
     pub memory: usize,
 }
 
-/// NVIDIA's driver and what it drives.
+/// The CUDA driver and its GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Driver {
-    /// The CUDA version it supports, such as `12.4`.
+    /// Newest CUDA version that the driver supports, such as `12.4`.
     pub version: String,
-    /// The GPUs that this process may use: those of `CUDA_VISIBLE_DEVICES`, where it is set.
+    /// GPUs that this process may use: all, or those that `CUDA_VISIBLE_DEVICES` selects.
     pub gpus: Vec<Gpu>,
 }
 
@@ -38,46 +37,46 @@ pub struct Driver {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// The driver's library is not there.
+    /// The driver's library cannot be loaded.
     #[error(
         "no CUDA device was found: NVIDIA's driver is not installed ({reason}); install it, or train \
          on another device, such as flex"
     )]
     NoDriver {
-        /// The loader's reason.
+        /// Error of the system's loader.
         reason: String,
     },
-    /// The driver is there, and no GPU.
+    /// The driver is installed, but reports no GPU.
     #[error(
         "no CUDA device was found: the driver sees no GPU; look at what `nvidia-smi` and \
          `CUDA_VISIBLE_DEVICES` say, or train on another device, such as flex"
     )]
     NoDevice,
-    /// The driver refused a call.
+    /// A call of the driver has failed.
     #[error(
         "CUDA cannot be used: {call} returned error {code}; look at what `nvidia-smi` says, or train \
          on another device, such as flex"
     )]
     Driver {
-        /// The call.
+        /// Name of the driver's function.
         call: &'static str,
-        /// Its result, a `CUresult`.
+        /// Result code of the call, a `CUresult`.
         code: i32,
     },
-    /// An index beyond the GPUs.
+    /// The machine has no GPU with the requested index.
     #[error(
         "there is no CUDA device {index}: this machine has {count}, counted from 0{visible}",
         visible = visible()
     )]
     NoSuchDevice {
-        /// The index asked for.
+        /// Requested index.
         index: usize,
-        /// How many there are.
+        /// Number of GPUs.
         count: usize,
     },
 }
 
-/// What restricts the devices that are counted.
+/// Returns the setting that restricts which GPUs are counted, for an error message.
 fn visible() -> String {
     match std::env::var("CUDA_VISIBLE_DEVICES") {
         Ok(visible) => format!(" (CUDA_VISIBLE_DEVICES={visible})"),
@@ -89,55 +88,56 @@ fn visible() -> String {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclError {
-    /// The library is not there.
+    /// NCCL's library cannot be loaded.
     #[error(
         "NCCL was not found ({reason}); install NVIDIA's package `libnccl2`, or pip's \
          `nvidia-nccl-cu12` with `{NCCL_VARIABLE}` naming its `libnccl.so.2`"
     )]
     Missing {
-        /// The loader's reason.
+        /// Error of the system's loader.
         reason: String,
     },
-    /// A function is not in the library.
+    /// NCCL's library lacks a function.
     #[error("`{file}` has no `{symbol}`; NCCL {OLDEST_NCCL} or later is needed")]
     Symbol {
-        /// The library.
+        /// File name of the library.
         file: String,
-        /// The function.
+        /// Name of the function.
         symbol: &'static str,
     },
-    /// A library from before what is needed.
+    /// NCCL is older than [`OLDEST_NCCL`].
     #[error("`{file}` is NCCL {found}; {OLDEST_NCCL} or later is needed")]
     TooOld {
-        /// The library.
+        /// File name of the library.
         file: String,
-        /// Its version.
+        /// Version of the library.
         found: NcclVersion,
     },
-    /// A call that NCCL refused.
+    /// A call of NCCL has failed.
     #[error("{call}: {reason}")]
     Call {
-        /// The call.
+        /// Name of NCCL's function.
         call: &'static str,
-        /// What NCCL says.
+        /// Error that NCCL reports.
         reason: String,
     },
 }
 
-/// A version of NCCL.
+/// A version of NCCL, such as 2.18.5.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NcclVersion {
-    /// The first number.
+    /// Major version, the first number.
     pub major: i32,
-    /// The second.
+    /// Minor version, the second number.
     pub minor: i32,
-    /// The third.
+    /// Patch level, the third number.
     pub patch: i32,
 }
 
 impl NcclVersion {
-    /// From what `ncclGetVersion` gives: versions before 2.9 had a digit less for the second number.
-    pub(crate) fn of(number: c_int) -> Self {
+    /// Converts the number that `ncclGetVersion` returns. Before version 2.9, NCCL encoded the
+    /// major version in thousands; since then, in ten thousands.
+    fn from_number(number: c_int) -> Self {
         let scale = if number < 10_000 { 1_000 } else { 10_000 };
         Self { major: number / scale, minor: number % scale / 100, patch: number % 100 }
     }
@@ -149,34 +149,38 @@ impl fmt::Display for NcclVersion {
     }
 }
 
-/// The driver and its GPUs, of which there may be none.
+/// Returns the CUDA driver's version and its GPUs, of which there may be none.
 ///
 /// # Errors
 ///
-/// [`CudaError`] says what is missing.
+/// Returns [`CudaError::NoDriver`] if no driver is installed, [`CudaError::NoDevice`] if the driver
+/// does not start because it finds no GPU, and [`CudaError::Driver`] if another call of the driver
+/// fails.
 pub fn driver() -> Result<Driver, CudaError> {
     let names = ["libcuda.so.1", "libcuda.so", "nvcuda.dll"];
     let (library, _) = open(&names).map_err(|reason| CudaError::NoDriver { reason })?;
     let check = |call: &'static str, code: c_int| match code {
         0 => Ok(()),
-        // CUDA_ERROR_NO_DEVICE.
+        // CUDA_ERROR_NO_DEVICE
         100 => Err(CudaError::NoDevice),
         code => Err(CudaError::Driver { call, code }),
     };
-    // SAFETY: the signatures are those of NVIDIA's driver API (cuda.h), stable since CUDA 4; every
-    // pointer is to a live value of the type written there, names with their length.
+    // SAFETY: the signatures are those of NVIDIA's driver API (cuda.h), stable since CUDA 4. Every
+    // pointer is to a live value of the type declared there, and buffers are passed with their
+    // length.
     unsafe {
-        let init: Symbol<'_, unsafe extern "C" fn(u32) -> c_int> = of_driver(&library, "cuInit")?;
+        let init: Symbol<'_, unsafe extern "C" fn(u32) -> c_int> =
+            driver_function(&library, "cuInit")?;
         let version: Symbol<'_, unsafe extern "C" fn(*mut c_int) -> c_int> =
-            of_driver(&library, "cuDriverGetVersion")?;
+            driver_function(&library, "cuDriverGetVersion")?;
         let count: Symbol<'_, unsafe extern "C" fn(*mut c_int) -> c_int> =
-            of_driver(&library, "cuDeviceGetCount")?;
+            driver_function(&library, "cuDeviceGetCount")?;
         let get: Symbol<'_, unsafe extern "C" fn(*mut c_int, c_int) -> c_int> =
-            of_driver(&library, "cuDeviceGet")?;
+            driver_function(&library, "cuDeviceGet")?;
         let name: Symbol<'_, unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int> =
-            of_driver(&library, "cuDeviceGetName")?;
+            driver_function(&library, "cuDeviceGetName")?;
         let memory: Symbol<'_, unsafe extern "C" fn(*mut usize, c_int) -> c_int> =
-            of_driver(&library, "cuDeviceTotalMem_v2")?;
+            driver_function(&library, "cuDeviceTotalMem_v2")?;
 
         check("cuInit", init(0))?;
         let (mut number, mut devices) = (0, 0);
@@ -198,7 +202,7 @@ pub fn driver() -> Result<Driver, CudaError> {
     }
 }
 
-/// The place of a CUDA device among the driver's GPUs; `None` for any other device.
+/// Returns the index of a CUDA device among the driver's GPUs; `None` for any other device.
 #[cfg(feature = "nccl")]
 pub fn index_of(device: &burn::tensor::Device) -> Option<usize> {
     use burn::backend::DispatchDevice;
@@ -208,11 +212,11 @@ pub fn index_of(device: &burn::tensor::Device) -> Option<usize> {
     }
 }
 
-/// The number of GPUs; at least one.
+/// Returns the number of GPUs, which is at least one.
 ///
 /// # Errors
 ///
-/// [`CudaError`] says what is missing, and what to try.
+/// Fails as [`driver`] does, and with [`CudaError::NoDevice`] if there is no GPU.
 pub fn device_count() -> Result<usize, CudaError> {
     match driver()?.gpus.len() {
         0 => Err(CudaError::NoDevice),
@@ -220,56 +224,59 @@ pub fn device_count() -> Result<usize, CudaError> {
     }
 }
 
-/// Makes sure that there is a GPU of this index, before Burn is asked for it.
+/// Checks that the machine has a GPU with this index, so that Burn does not panic when it creates
+/// the device.
 ///
 /// # Errors
 ///
-/// [`CudaError`] says what is missing, and what to try.
+/// Fails as [`device_count`] does, and with [`CudaError::NoSuchDevice`] if the index is too large.
 pub fn require_device(index: usize) -> Result<(), CudaError> {
     let count = device_count()?;
     if index < count { Ok(()) } else { Err(CudaError::NoSuchDevice { index, count }) }
 }
 
-/// The version of the NCCL that is found, whether the engine can use it or not.
+/// Returns the version of the installed NCCL, which may be older than [`OLDEST_NCCL`].
 ///
 /// # Errors
 ///
-/// [`NcclError`] says what is missing.
+/// Returns [`NcclError`] if NCCL cannot be loaded or does not report its version.
 pub fn nccl_version() -> Result<NcclVersion, NcclError> {
     let (library, file) = open_nccl()?;
     version_of(&library, &file)
 }
 
-/// NCCL, and the name it was found under.
-pub(crate) fn open_nccl() -> Result<(Library, String), NcclError> {
+/// Loads NCCL, and returns the library with the name that it was found under.
+pub(super) fn open_nccl() -> Result<(Library, String), NcclError> {
     let named = std::env::var(NCCL_VARIABLE).ok().filter(|name| !name.is_empty());
     let names = named.as_deref().map_or(vec!["libnccl.so.2", "libnccl.so"], |name| vec![name]);
     open(&names).map_err(|reason| NcclError::Missing { reason })
 }
 
-/// What `ncclGetVersion` says.
-pub(crate) fn version_of(library: &Library, file: &str) -> Result<NcclVersion, NcclError> {
+/// Returns the version of a loaded NCCL.
+pub(super) fn version_of(library: &Library, file: &str) -> Result<NcclVersion, NcclError> {
     let symbol = "ncclGetVersion";
     let missing = || NcclError::Symbol { file: file.into(), symbol };
     let mut version = 0;
-    // SAFETY: `ncclResult_t ncclGetVersion(int *version)` in nccl.h, since NCCL 2.0.
+    // SAFETY: nccl.h declares `ncclResult_t ncclGetVersion(int *version)` since NCCL 2.0, and
+    // `version` is a live value.
     let code = unsafe {
         let get: Symbol<'_, unsafe extern "C" fn(*mut c_int) -> c_int> =
             library.get(symbol.as_bytes()).map_err(|_| missing())?;
         get(&raw mut version)
     };
     match code {
-        0 => Ok(NcclVersion::of(version)),
+        0 => Ok(NcclVersion::from_number(version)),
         code => Err(NcclError::Call { call: symbol, reason: format!("error {code}") }),
     }
 }
 
-/// The first library of these names that is there, and its name.
+/// Loads the first of several libraries that can be loaded, and returns it with its name. The error
+/// names the first library.
 fn open(names: &[&str]) -> Result<(Library, String), String> {
     let mut reason = String::new();
     for name in names {
-        // SAFETY: what runs on loading is the library's own start-up code, as in every program that
-        // is linked to it.
+        // SAFETY: loading runs the library's own initialisation, as in every program that is linked
+        // to it.
         match unsafe { Library::new(*name) } {
             Ok(library) => return Ok((library, (*name).to_string())),
             Err(_) if reason.is_empty() => reason = format!("`{name}` cannot be loaded"),
@@ -279,13 +286,16 @@ fn open(names: &[&str]) -> Result<(Library, String), String> {
     Err(reason)
 }
 
-/// A function of the driver.
+/// Looks up a function of the CUDA driver.
 ///
 /// # Safety
 ///
-/// `T` must be the symbol's type.
-unsafe fn of_driver<'a, T>(library: &'a Library, name: &str) -> Result<Symbol<'a, T>, CudaError> {
-    // SAFETY: the caller answers for the type.
+/// `T` must be the function's type.
+unsafe fn driver_function<'a, T>(
+    library: &'a Library,
+    name: &str,
+) -> Result<Symbol<'a, T>, CudaError> {
+    // SAFETY: the caller promises the type.
     unsafe { library.get(name.as_bytes()) }
         .map_err(|_| CudaError::NoDriver { reason: format!("`{name}` is missing from it") })
 }
@@ -295,11 +305,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_of_nccl_are_read_in_both_forms() {
-        assert_eq!(NcclVersion::of(2708).to_string(), "2.7.8");
-        assert_eq!(NcclVersion::of(21805).to_string(), "2.18.5");
-        assert_eq!(NcclVersion::of(22203).to_string(), "2.22.3");
-        assert!(NcclVersion::of(2708) < OLDEST_NCCL && OLDEST_NCCL < NcclVersion::of(21801));
+    fn both_encodings_of_nccl_versions_are_read() {
+        assert_eq!(NcclVersion::from_number(2708).to_string(), "2.7.8");
+        assert_eq!(NcclVersion::from_number(21805).to_string(), "2.18.5");
+        assert_eq!(NcclVersion::from_number(22203).to_string(), "2.22.3");
+        assert!(
+            NcclVersion::from_number(2708) < OLDEST_NCCL
+                && OLDEST_NCCL < NcclVersion::from_number(21801)
+        );
     }
 
     #[test]
@@ -309,8 +322,8 @@ mod tests {
     }
 
     #[test]
-    fn every_answer_says_what_to_try() {
-        // Whatever this machine has, the three agree.
+    fn every_error_says_what_to_try() {
+        // The three functions agree, whether or not this machine has a GPU.
         match (driver(), device_count(), require_device(usize::MAX)) {
             (Ok(driver), Ok(count), Err(CudaError::NoSuchDevice { count: beyond, .. })) => {
                 assert_eq!((driver.gpus.len(), beyond), (count, count));

@@ -1,4 +1,4 @@
-//! A [`CollectiveError`] as it goes from process to process.
+//! The form in which a [`CollectiveError`] is sent from process to process.
 
 use std::time::Duration;
 
@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 use crate::error::CollectiveError;
 use crate::layout::{Rank, WorldSize};
 
-/// What has ended the world, with ranks as numbers and operations as text.
+/// A [`CollectiveError`] that can be serialised: ranks are numbers, and operations are text.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Failure {
+pub(super) enum FailureMessage {
     Timeout { op: String, unit: String, missing: Vec<usize>, waited: Duration },
     Mismatch { rank: usize, found: String, peer: usize, expected: String },
     Other { rank: usize, reason: String },
 }
 
-impl Failure {
-    /// To send, from `rank`.
-    pub(crate) fn sent(failure: &CollectiveError, rank: Rank) -> Self {
+impl FailureMessage {
+    /// Converts a failure so that `rank` can send it.
+    pub(super) fn new(failure: &CollectiveError, rank: Rank) -> Self {
         match failure {
             CollectiveError::Timeout { op, unit, missing, waited } => Self::Timeout {
                 op: (*op).to_string(),
@@ -38,12 +38,12 @@ impl Failure {
         }
     }
 
-    /// As it has arrived, in a world of that size.
-    pub(crate) fn received(self, world: WorldSize) -> CollectiveError {
+    /// Converts a received failure back, in a world of size `world`.
+    pub(super) fn into_error(self, world: WorldSize) -> CollectiveError {
         let rank = |index: usize| world.ranks().nth(index).unwrap_or(Rank::ZERO);
         match self {
             Self::Timeout { op, unit, missing, waited } => CollectiveError::Timeout {
-                op: known(&op),
+                op: static_name(&op),
                 unit,
                 missing: missing.into_iter().map(rank).collect(),
                 waited,
@@ -58,8 +58,8 @@ impl Failure {
     }
 }
 
-/// The name of an operation, as the program has it.
-pub(crate) fn known(op: &str) -> &'static str {
+/// Returns the program's own string for the name of an operation that another process has sent.
+pub(super) fn static_name(op: &str) -> &'static str {
     const NAMES: [&str; 8] = [
         "all_gather",
         "all_reduce",

@@ -1,57 +1,55 @@
-//! A group of ranks on whatever engine, and what its ranks tell each other beside tensors.
+//! A process group of any engine, and the process groups of a mesh.
 
-use std::any::Any;
 use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 
 use super::local::LocalGroup;
+pub(crate) use super::message::Message;
 #[cfg(feature = "mpi")]
 use super::mpi::MpiGroup;
 #[cfg(feature = "nccl")]
 use super::nccl::NcclGroup;
-use super::{Op, ProcessGroup, Reduce};
+use super::op::Op;
+use super::process_group::{ProcessGroup, ReduceScatter};
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
-use crate::layout::UnitLayout;
 use crate::layout::{Mesh, Rank, WorldSize};
 
-/// A value that ranks exchange: by reference between threads, as bytes between processes.
-pub(crate) trait Message: Any + Send + Sync + Serialize + DeserializeOwned {}
-
-impl<T: Any + Send + Sync + Serialize + DeserializeOwned> Message for T {}
-
-/// This rank's end of a group.
+/// A process group of any engine, as one rank sees it.
+///
+/// It exchanges host values itself, and implements the collectives on tensors of [`ProcessGroup`].
 #[derive(Debug)]
-pub(crate) enum Group {
-    /// Of threads.
+pub(crate) enum AnyProcessGroup {
+    /// Ranks are threads of this process.
     Local(LocalGroup),
-    /// Of processes.
+    /// Ranks are processes, started by `mpirun`.
     #[cfg(feature = "mpi")]
     Mpi(MpiGroup),
-    /// Of either, with a GPU each.
+    /// Ranks are threads or processes with a GPU each.
     #[cfg(feature = "nccl")]
     Nccl(NcclGroup),
 }
 
-/// Runs `$body` on the group of whatever engine.
+/// The name that other modules use for [`AnyProcessGroup`].
+pub(crate) type Group = AnyProcessGroup;
+
+/// Runs `$body` with `$group` bound to the engine's own process group.
 macro_rules! on_engine {
     ($self:expr, |$group:ident| $body:expr) => {
         match $self {
-            Group::Local($group) => $body,
+            AnyProcessGroup::Local($group) => $body,
             #[cfg(feature = "mpi")]
-            Group::Mpi($group) => $body,
+            AnyProcessGroup::Mpi($group) => $body,
             #[cfg(feature = "nccl")]
-            Group::Nccl($group) => $body,
+            AnyProcessGroup::Nccl($group) => $body,
         }
     };
 }
 
-impl Group {
-    /// The engine's name.
+impl AnyProcessGroup {
+    /// Returns the engine's name: `local`, `mpi` or `nccl`.
     pub(crate) fn engine(&self) -> &'static str {
         match self {
             Self::Local(_) => "local",
@@ -62,22 +60,22 @@ impl Group {
         }
     }
 
-    /// Its members, by their ranks in the world.
+    /// Returns the members, as ranks of the world.
     pub(crate) fn members(&self) -> &[Rank] {
         on_engine!(self, |group| group.members())
     }
 
-    /// The number of its members.
+    /// Returns the number of members.
     pub(crate) fn size(&self) -> usize {
         self.members().len()
     }
 
-    /// This process's rank in the world.
+    /// Returns the calling rank, as a rank of the world.
     pub(crate) fn rank(&self) -> Rank {
         on_engine!(self, |group| group.rank())
     }
 
-    /// Every member's value, in rank order.
+    /// Returns every member's value, in rank order. All members call it.
     pub(crate) fn exchange<T: Message>(
         &self,
         op: &Op,
@@ -86,7 +84,7 @@ impl Group {
         on_engine!(self, |group| group.exchange(op, value))
     }
 
-    /// The members that give the same `color`, as a group. Every member calls it.
+    /// Returns the process group of the members that give the same `color`. All members call it.
     pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         match self {
             Self::Local(group) => group.split(color).map(Self::Local),
@@ -97,8 +95,9 @@ impl Group {
         }
     }
 
-    /// This rank exchanges nothing any more. Processes wait for each other at the end of a run; of
-    /// threads, those of the engine `local` are told.
+    /// Announces that this rank takes part in no further exchange.
+    ///
+    /// Only the `local` engine needs this: processes wait for each other at the end of a run.
     pub(crate) fn leave(&self) {
         match self {
             Self::Local(group) => group.leave(),
@@ -107,30 +106,30 @@ impl Group {
         }
     }
 
-    /// What has ended the world, if anything has.
+    /// Returns the failure that has ended the run, as far as this rank knows of one.
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(crate) fn failure(&self) -> Option<CollectiveError> {
         on_engine!(self, |group| group.failure())
     }
 
-    /// Ends the whole world with `failure`, unless it has ended already.
+    /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it.
     pub(crate) fn fail(&self, failure: CollectiveError) {
         on_engine!(self, |group| group.fail(failure));
     }
 }
 
-/// The groups of a mesh.
+/// The process groups of a mesh, as one rank sees them.
 #[derive(Clone, Debug)]
 pub(crate) struct MeshGroups {
-    /// Those that share one copy of the parameters.
-    pub(crate) shard: Arc<Group>,
-    /// Those that hold the same shard of different copies, where there are several.
-    pub(crate) replicate: Option<Arc<Group>>,
+    /// Ranks that share one copy of the parameters.
+    pub(crate) shard: Arc<AnyProcessGroup>,
+    /// Ranks that hold the same shard of different copies; `None` if there is one copy.
+    pub(crate) replicate: Option<Arc<AnyProcessGroup>>,
 }
 
 impl MeshGroups {
-    /// Splits `world`. Every rank calls it.
-    pub(crate) fn new(world: &Arc<Group>, mesh: Mesh) -> Result<Self, CollectiveError> {
+    /// Splits `world` into the process groups of `mesh`. Every rank calls it.
+    pub(crate) fn new(world: &Arc<AnyProcessGroup>, mesh: Mesh) -> Result<Self, CollectiveError> {
         if mesh.replicas().size() == 1 {
             return Ok(Self { shard: world.clone(), replicate: None });
         }
@@ -140,25 +139,30 @@ impl MeshGroups {
     }
 }
 
-/// Consecutive blocks of `size` members, as `reshard_after_forward = To(size)` has them.
-pub(crate) fn blocks(shard: &Group, mesh: Mesh, size: WorldSize) -> Result<Group, CollectiveError> {
+/// Splits the shard group into blocks of `size` consecutive members, for
+/// `reshard_after_forward = To(size)`, and returns the block of this rank.
+pub(crate) fn blocks(
+    shard: &AnyProcessGroup,
+    mesh: Mesh,
+    size: WorldSize,
+) -> Result<AnyProcessGroup, CollectiveError> {
     shard.split(mesh.shard_rank().index() / size.size())
 }
 
-impl<B: ShardBackend> ProcessGroup<B> for Group {
+impl<B: ShardBackend> ProcessGroup<B> for AnyProcessGroup {
     fn all_gather(
         &self,
         op: &Op,
         device: &B::Device,
         shards: Vec<(usize, Float<B>)>,
         shard_len: usize,
-        slot: &Arc<GatherBuffer<B>>,
+        buffer: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError> {
         debug_assert!(
-            shards.iter().all(|(_, shard)| shard.dtype() == slot.dtype()),
-            "a shard is cast before it is sent"
+            shards.iter().all(|(_, shard)| shard.dtype() == buffer.dtype()),
+            "a shard is cast to the buffer's type before the all-gather"
         );
-        on_engine!(self, |group| group.all_gather(op, device, shards, shard_len, slot))
+        on_engine!(self, |group| group.all_gather(op, device, shards, shard_len, buffer))
     }
 
     fn all_gather_one(
@@ -184,14 +188,9 @@ impl<B: ShardBackend> ProcessGroup<B> for Group {
         &self,
         op: &Op,
         device: &B::Device,
-        gradients: Vec<Option<Float<B>>>,
-        keep: &[Reduce],
-        layout: &UnitLayout,
-        divisor: usize,
+        request: ReduceScatter<'_, B>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        on_engine!(self, |group| ProcessGroup::<B>::reduce_scatter(
-            group, op, device, gradients, keep, layout, divisor
-        ))
+        on_engine!(self, |group| ProcessGroup::<B>::reduce_scatter(group, op, device, request))
     }
 
     fn broadcast(

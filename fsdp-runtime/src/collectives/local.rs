@@ -1,116 +1,56 @@
 //! The `local` engine: ranks are threads of one process, which exchange tensors by reference.
 //!
-//! Every collective is one *exchange*: a rank leaves its value at the round of its next sequence
-//! number and waits until all have. What is exchanged is never written again, so no second
-//! rendezvous is needed: a rank reads its peers' values for as long as it likes. Sums are taken in
-//! rank order on every rank, so results do not depend on who came first.
+//! Every collective is one *exchange*. The n-th exchange of a process group is its n-th *round*:
+//! each member puts its value into the round and waits until all members have done so. Exchanged
+//! values are never modified afterwards, so a rank may read its peers' values for as long as it
+//! likes, without a second rendezvous. Every rank sums in rank order, so results do not depend on
+//! timing.
 //!
-//! The first failure (a time-out, ranks that issue different operations, a rank that panicked or ended
-//! before the others) is kept, and ends every exchange of all groups from then on, under way or later.
+//! The hub keeps the first failure: a time-out, ranks that issue different operations, or a rank
+//! that panicked or ended before the others. This failure ends all running and later exchanges of
+//! all process groups.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::{Op, ProcessGroup, Reduce, of_color};
+pub(crate) use super::hub::Hub;
+use super::hub::{Round, RoundKey, State};
+use super::op::Op;
+use super::process_group::{ProcessGroup, Reduce, ReduceScatter};
+use super::split::members_of_color;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
-use crate::error::CollectiveError;
-use crate::layout::UnitLayout;
-use crate::layout::{Rank, WorldSize};
+use crate::error::{CollectiveError, IgnorePoison};
+use crate::layout::Rank;
 
-type AnyValue = Arc<dyn Any + Send + Sync>;
-
-/// What the thread ranks of one process share.
-#[derive(Debug)]
-pub(crate) struct Hub {
-    world: WorldSize,
-    timeout: Duration,
-    /// Whether sizes are compared too.
-    debug: bool,
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// By group and sequence number.
-    rounds: HashMap<(u64, u64), Round>,
-    groups: u64,
-    /// Ranks that exchange nothing any more.
-    ended: Vec<Rank>,
-    failure: Option<CollectiveError>,
-}
-
-#[derive(Debug)]
-struct Round {
-    op: Op,
-    opened_by: Rank,
-    values: Vec<Option<AnyValue>>,
-    taken: usize,
-}
-
-impl Hub {
-    /// A meeting place for `world` ranks that wait for each other no longer than `timeout`; `debug`
-    /// compares sizes before each collective.
-    pub(crate) fn new(world: WorldSize, timeout: Duration, debug: bool) -> Arc<Self> {
-        Arc::new(Self { world, timeout, debug, state: Mutex::default(), changed: Condvar::new() })
-    }
-
-    /// The number of ranks.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn world(&self) -> WorldSize {
-        self.world
-    }
-
-    /// How long a rank waits for the others.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
-    /// What has ended the group, if anything has.
-    pub(crate) fn failure(&self) -> Option<CollectiveError> {
-        self.lock().failure.clone()
-    }
-
-    /// Ends the group with `failure`, unless it has ended already.
-    pub(crate) fn fail(&self, failure: CollectiveError) {
-        self.lock().failure.get_or_insert(failure);
-        self.changed.notify_all();
-    }
-}
-
-/// One rank's end of a group that meets at a [`Hub`].
+/// A process group of thread ranks, as one of them sees it.
 #[derive(Debug)]
 pub(crate) struct LocalGroup {
     hub: Arc<Hub>,
+    /// Number of the group at its hub; 0 for the group of all ranks.
     id: u64,
     members: Vec<Rank>,
-    /// This rank's position among the members.
+    /// Position of the calling rank among the members.
     index: usize,
+    /// Sequence number of the next exchange.
     sequence: AtomicU64,
 }
 
 impl LocalGroup {
-    /// The end of `rank` in the group of all ranks.
+    /// Creates the process group of all ranks, as `rank` sees it.
     pub(crate) fn new(hub: Arc<Hub>, rank: Rank) -> Self {
         let members = hub.world.ranks().collect();
         Self { hub, id: 0, members, index: rank.index(), sequence: AtomicU64::new(0) }
     }
 
-    /// The members that give the same `color`, as a group.
-    pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+    /// Returns the process group of the members that give the same `color`. All members call it.
+    pub(super) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let op = Op::new("split", "the mesh");
         let colors = self.exchange(&op, color)?;
-        let (positions, index) = of_color(&colors, color, self.index);
-        // The first member of each group numbers it.
+        let (positions, index) = members_of_color(&colors, color, self.index);
+        // The first member of each new group chooses the group's id.
         let first = positions[0];
         let id = (first == self.index).then(|| {
             let mut state = self.hub.lock();
@@ -120,146 +60,165 @@ impl LocalGroup {
         let ids = self.exchange(&op, id)?;
         Ok(Self {
             hub: self.hub.clone(),
-            id: ids[first].expect("its first member numbers a group"),
+            id: ids[first].expect("the first member of a group chooses its id"),
             members: positions.iter().map(|&index| self.members[index]).collect(),
             index,
             sequence: AtomicU64::new(0),
         })
     }
 
-    /// Its members, by their ranks in the world.
-    pub(crate) fn members(&self) -> &[Rank] {
+    /// Returns the members, as ranks of the world.
+    pub(super) fn members(&self) -> &[Rank] {
         &self.members
     }
 
-    /// This rank's position among the members.
+    /// Returns the position of the calling rank among the members.
     #[cfg(feature = "nccl")]
-    pub(crate) fn index(&self) -> usize {
+    pub(super) fn index(&self) -> usize {
         self.index
     }
 
-    /// The group's number at its hub.
+    /// Returns the group's number at its hub.
     #[cfg(feature = "nccl")]
-    pub(crate) fn id(&self) -> u64 {
+    pub(super) fn id(&self) -> u64 {
         self.id
     }
 
-    /// Where its ranks meet.
+    /// Returns the hub through which the members exchange values.
     #[cfg(feature = "nccl")]
-    pub(crate) fn hub(&self) -> &Arc<Hub> {
+    pub(super) fn hub(&self) -> &Arc<Hub> {
         &self.hub
     }
 
-    /// What has ended the world, if anything has.
+    /// Returns the failure that has ended the run, if there is one.
     #[cfg(any(feature = "mpi", feature = "nccl"))]
-    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+    pub(super) fn failure(&self) -> Option<CollectiveError> {
         self.hub.failure()
     }
 
-    /// Ends the world with `failure`, unless it has ended already.
-    pub(crate) fn fail(&self, failure: CollectiveError) {
+    /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it.
+    pub(super) fn fail(&self, failure: CollectiveError) {
         self.hub.fail(failure);
     }
 
-    /// This rank exchanges nothing any more: who waits for it waits in vain.
-    pub(crate) fn leave(&self) {
+    /// Announces that this rank takes part in no further exchange, so that ranks which wait for it
+    /// fail at once.
+    pub(super) fn leave(&self) {
         self.hub.lock().ended.push(self.rank());
         self.hub.changed.notify_all();
     }
 
-    /// This rank.
-    pub(crate) fn rank(&self) -> Rank {
+    /// Returns the calling rank, as a rank of the world.
+    pub(super) fn rank(&self) -> Rank {
         self.members[self.index]
     }
 
-    /// Every rank's value, in rank order.
+    /// Returns every member's value, in rank order.
     ///
     /// # Errors
     ///
-    /// The group's first failure: here, if a rank issued another operation or does not come within
-    /// the time-out.
-    pub(crate) fn exchange<T: Any + Send + Sync>(
+    /// Returns the first failure of the run. It arises here if a member issues another operation,
+    /// has ended its run, or does not join within the time-out.
+    pub(super) fn exchange<T: Any + Send + Sync>(
         &self,
         op: &Op,
         value: T,
     ) -> Result<Vec<Arc<T>>, CollectiveError> {
         let hub = &*self.hub;
-        let (size, rank) = (self.members.len(), self.rank());
-        let sequence = (self.id, self.sequence.fetch_add(1, Ordering::Relaxed));
+        let key = (self.id, self.sequence.fetch_add(1, Ordering::Relaxed));
         let started = Instant::now();
         let mut state = hub.lock();
-        if let Some(failure) = &state.failure {
-            return Err(failure.clone());
-        }
-        let round = state.rounds.entry(sequence).or_insert_with(|| Round {
-            op: op.clone(),
-            opened_by: rank,
-            values: vec![None; size],
-            taken: 0,
-        });
-        if hub.debug {
-            tracing::debug!(target: "fsdp", "#{} {op}, {} elements", sequence.1, op.size);
-        }
-        if !round.op.is(op, hub.debug) {
-            let describe = |op: &Op| Op::describe(op.name, &op.unit, op.size as u64, hub.debug);
-            let failure = CollectiveError::Mismatch {
-                rank,
-                found: describe(op),
-                peer: round.opened_by,
-                expected: describe(&round.op),
-            };
-            drop(state);
-            hub.fail(failure.clone());
-            return Err(failure);
-        }
+        let round = self.join_round(&mut state, key, op)?;
         round.values[self.index] = Some(Arc::new(value));
         hub.changed.notify_all();
-        loop {
-            let round = state.rounds.get_mut(&sequence).expect("a round lives until all took it");
-            // One that is complete stays so, whatever a rank that took it already has found.
-            if round.values.iter().all(Option::is_some) {
-                round.taken += 1;
-                let values: Vec<AnyValue> = if round.taken == size {
-                    let round = state.rounds.remove(&sequence).expect("found above");
-                    round.values.into_iter().flatten().collect()
-                } else {
-                    round.values.iter().flatten().cloned().collect()
-                };
-                drop(state);
-                return Ok(values
-                    .into_iter()
-                    .map(|value| value.downcast().expect("one operation exchanges one type"))
-                    .collect());
+        let values = loop {
+            // A complete round succeeds even if a member that has already taken it has failed
+            // since.
+            if let Some(values) = state.take_values(key) {
+                break values;
             }
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }
-            let absent = state.rounds[&sequence].values.iter().zip(&self.members);
-            let absent = absent.filter(|(value, _)| value.is_none()).map(|(_, rank)| *rank);
-            let ended = absent.clone().any(|rank| state.ended.contains(&rank));
-            let left = hub.timeout.checked_sub(started.elapsed());
-            if let (false, Some(left)) = (ended, left) {
-                (state, _) = hub
-                    .changed
-                    .wait_timeout(state, left)
-                    .unwrap_or_else(|poisoned| poisoned.into_inner());
-                continue;
-            }
-            let (op, unit) = (op.name, op.unit.to_string());
-            let failure = match ended {
-                true => {
-                    let ended = absent.filter(|rank| state.ended.contains(rank)).collect();
-                    CollectiveError::Ended { op, unit, ended }
-                }
-                false => {
-                    let (missing, waited) = (absent.collect(), hub.timeout);
-                    CollectiveError::Timeout { op, unit, missing, waited }
-                }
+            let remaining = self.remaining_wait(&mut state, key, op, started)?;
+            (state, _) = hub.changed.wait_timeout(state, remaining).ignore_poison();
+        };
+        drop(state);
+        Ok(values
+            .into_iter()
+            .map(|value| value.downcast().expect("one operation exchanges one type"))
+            .collect())
+    }
+
+    /// Returns a round to join, which is opened if this rank is the first to join.
+    fn join_round<'a>(
+        &self,
+        state: &'a mut State,
+        key: RoundKey,
+        op: &Op,
+    ) -> Result<&'a mut Round, CollectiveError> {
+        let debug = self.hub.debug;
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        let round = state.rounds.entry(key).or_insert_with(|| Round {
+            op: op.clone(),
+            opened_by: self.rank(),
+            values: vec![None; self.members.len()],
+            taken: 0,
+        });
+        if debug {
+            tracing::debug!(target: "fsdp", "#{} {op}, {} elements", key.1, op.size);
+        }
+        if !round.op.matches(op, debug) {
+            let describe = |op: &Op| Op::describe(op.name, &op.unit, op.size as u64, debug);
+            let failure = CollectiveError::Mismatch {
+                rank: self.rank(),
+                found: describe(op),
+                peer: round.opened_by,
+                expected: describe(&round.op),
             };
-            drop(state);
-            hub.fail(failure.clone());
+            state.failure = Some(failure.clone());
+            self.hub.changed.notify_all();
             return Err(failure);
         }
+        Ok(round)
+    }
+
+    /// Returns how much longer to wait for the absent members of a round.
+    ///
+    /// # Errors
+    ///
+    /// Ends the run if an absent member has ended its run, or if the time-out has passed.
+    fn remaining_wait(
+        &self,
+        state: &mut State,
+        key: RoundKey,
+        op: &Op,
+        started: Instant,
+    ) -> Result<Duration, CollectiveError> {
+        let hub = &*self.hub;
+        let absent = state.rounds[&key].values.iter().zip(&self.members);
+        let absent = absent.filter(|(value, _)| value.is_none()).map(|(_, rank)| *rank);
+        let ended = absent.clone().any(|rank| state.ended.contains(&rank));
+        let remaining = hub.timeout.checked_sub(started.elapsed());
+        if let (false, Some(remaining)) = (ended, remaining) {
+            return Ok(remaining);
+        }
+        let (op, unit) = (op.name, op.unit.to_string());
+        let failure = match ended {
+            true => {
+                let ended = absent.filter(|rank| state.ended.contains(rank)).collect();
+                CollectiveError::Ended { op, unit, ended }
+            }
+            false => {
+                let (missing, waited) = (absent.collect(), hub.timeout);
+                CollectiveError::Timeout { op, unit, missing, waited }
+            }
+        };
+        state.failure = Some(failure.clone());
+        hub.changed.notify_all();
+        Err(failure)
     }
 }
 
@@ -270,10 +229,10 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         _: &B::Device,
         shards: Vec<(usize, Float<B>)>,
         _: usize,
-        slot: &Arc<GatherBuffer<B>>,
+        buffer: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError> {
         let peers = self.exchange(op, shards)?;
-        slot.write_all(peers.iter().flat_map(|peer| peer.iter().cloned()).collect());
+        buffer.write_all(peers.iter().flat_map(|peer| peer.iter().cloned()).collect());
         Ok(())
     }
 
@@ -302,14 +261,12 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         &self,
         op: &Op,
         _: &B::Device,
-        gradients: Vec<Option<Float<B>>>,
-        keep: &[Reduce],
-        _: &UnitLayout,
-        divisor: usize,
+        request: ReduceScatter<'_, B>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let ReduceScatter { gradients, keep, divisor, .. } = request;
         let peers = self.exchange(op, gradients)?;
-        let mean = |(index, keep): (usize, &Reduce)| {
-            let parts: Vec<_> = peers.iter().filter_map(|peer| peer[index].clone()).collect();
+        let mean = |(entry, keep): (usize, &Reduce)| {
+            let parts: Vec<_> = peers.iter().filter_map(|peer| peer[entry].clone()).collect();
             if parts.is_empty() || keep.range.is_empty() {
                 return None;
             }
@@ -326,8 +283,8 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     ) -> Result<Float<B>, CollectiveError> {
         let peers = self.exchange(op, tensor)?;
         let mut given = peers.iter().filter_map(|tensor| tensor.as_ref().clone());
-        let tensor = given.next().expect("a rank gives the tensor");
-        assert!(given.next().is_none(), "one rank gives the tensor");
+        let tensor = given.next().expect("a rank passes the tensor to broadcast");
+        assert!(given.next().is_none(), "only one rank passes the tensor to broadcast");
         Ok(tensor)
     }
 }
@@ -335,6 +292,7 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layout::WorldSize;
 
     fn groups(world: usize, timeout: Duration) -> Vec<LocalGroup> {
         let hub = Hub::new(WorldSize::new(world).unwrap(), timeout, false);

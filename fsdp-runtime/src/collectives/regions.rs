@@ -1,5 +1,6 @@
-//! What the engines that move data through buffers share: where each member's tensor arrives, buffers
-//! that are kept, and what all ranks know of a reduction. How the data gets there is the engines'.
+//! Buffers and bookkeeping that the engines `mpi` and `nccl` share: receive buffers with a region
+//! for each member, buffers reused between collectives, and the facts of a reduction that all ranks
+//! know.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -8,121 +9,136 @@ use std::sync::{Arc, Mutex};
 
 use burn::tensor::{DType, Shape};
 
-use super::Reduce;
+use super::process_group::Reduce;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
-use crate::layout::FlatLayout;
-use crate::layout::UnitLayout;
-use crate::layout::{Rank, WorldSize};
+use crate::error::IgnorePoison;
+use crate::layout::{FlatLayout, Rank, UnitLayout, WorldSize};
 
-/// Room for one tensor of each member, in f32, in a buffer of one collective's own.
-pub(super) struct Arrivals<B: ShardBackend> {
-    pub(super) slot: Arc<GatherBuffer<B>>,
-    /// Elements of each member's tensor, where it has one.
+/// A buffer of one collective, with a region for the tensor of each member, in f32.
+pub(super) struct MemberRegions<B: ShardBackend> {
+    pub(super) buffer: Arc<GatherBuffer<B>>,
+    /// Number of elements of each member's tensor; `None` for a member without one.
     lens: Vec<Option<usize>>,
     regions: FlatLayout,
 }
 
-impl<B: ShardBackend> Arrivals<B> {
-    /// Room for the tensors of those members that `here` says.
+impl<B: ShardBackend> MemberRegions<B> {
+    /// Allocates a buffer with regions for the members that `has_region` selects, by position.
     pub(super) fn new(
         device: &B::Device,
         lens: Vec<Option<usize>>,
-        here: impl Fn(usize) -> bool,
+        has_region: impl Fn(usize) -> bool,
     ) -> Self {
-        let room = |(member, len): (usize, &Option<usize>)| len.filter(|_| here(member));
-        let room = lens.iter().enumerate().map(|of| room(of).unwrap_or(0));
-        let regions = FlatLayout::new(room, WorldSize::ONE);
-        let slot = Arc::new(GatherBuffer::<B>::new(device, regions.padded_len(), DType::F32));
-        Self { slot, lens, regions }
+        let region_len =
+            |(member, len): (usize, &Option<usize>)| len.filter(|_| has_region(member));
+        let region_lens = lens.iter().enumerate().map(|member| region_len(member).unwrap_or(0));
+        let regions = FlatLayout::new(region_lens, WorldSize::ONE);
+        let buffer = Arc::new(GatherBuffer::<B>::new(device, regions.padded_len(), DType::F32));
+        Self { buffer, lens, regions }
     }
 
-    /// Where a member's tensor lies, in elements; empty where there is no room for it.
+    /// Returns the region of a member's tensor, in elements; empty for a member without a region.
     pub(super) fn region(&self, member: usize) -> Range<usize> {
         self.regions.segment(member)
     }
 
-    /// The members there is room for, and where their tensors lie.
+    /// Returns the non-empty regions with the positions of their members.
     pub(super) fn regions(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         let regions = (0..self.lens.len()).map(|member| (member, self.region(member)));
         regions.filter(|(_, region)| !region.is_empty())
     }
 
-    /// Every member's tensor, flat, in rank order, once all have arrived; that of the member at
-    /// `index` is `own`, as it is.
+    /// Returns every member's tensor, flattened, in rank order, once the buffer is filled.
+    ///
+    /// The tensor of the member at `index` is `own`, unchanged, and not read from the buffer.
     pub(super) fn into_tensors(self, index: usize, own: Option<Float<B>>) -> Vec<Option<Float<B>>> {
-        let arrived = |member: usize| self.lens[member].filter(|_| member != index);
+        let received = |member: usize| self.lens[member].filter(|_| member != index);
         let part =
-            |member: usize| Some((self.region(member).start, Shape::from([arrived(member)?])));
+            |member: usize| Some((self.region(member).start, Shape::from([received(member)?])));
         let parts: Vec<_> = (0..self.lens.len()).filter_map(part).collect();
-        let all = self.slot.view(0, &[self.regions.padded_len()]);
-        let mut tensors = B::unpack(all, parts, DType::F32, None).into_iter();
-        let mut tensor = |member: usize| arrived(member).and_then(|_| tensors.next());
+        let full = self.buffer.view(0, &[self.regions.padded_len()]);
+        let mut tensors = B::unpack(full, parts, DType::F32, None).into_iter();
+        let mut tensor = |member: usize| received(member).and_then(|_| tensors.next());
         let mut tensors: Vec<_> = (0..self.lens.len()).map(&mut tensor).collect();
         tensors[index] = own;
         tensors
     }
 }
 
-/// The root, which is the one member that has told a shape, that shape, and how many elements arrive of
-/// each member when that one alone sends.
-///
-/// # Panics
-///
-/// Unless one has, on every rank alike.
-pub(super) fn root_of(shapes: &[Arc<Option<Vec<usize>>>]) -> (usize, Shape, Vec<Option<usize>>) {
-    let mut told =
-        shapes.iter().enumerate().filter_map(|(at, shape)| Some((at, (**shape).clone()?)));
-    let (root, shape) = told.next().expect("a rank gives the tensor");
-    assert!(told.next().is_none(), "one rank gives the tensor");
-    let shape = Shape::from(shape);
-    let mut lens = vec![None; shapes.len()];
-    lens[root] = Some(shape.num_elements());
-    (root, shape, lens)
+/// The root of a broadcast, found from the shapes that the members have exchanged.
+pub(super) struct BroadcastRoot {
+    /// Position of the one member that passes a tensor.
+    pub(super) index: usize,
+    /// Shape of that tensor.
+    pub(super) shape: Shape,
+    /// Number of elements that each member sends: `None` for all but the root.
+    pub(super) lens: Vec<Option<usize>>,
 }
 
-/// Buffers that are kept from one collective to the next, of whatever backend, one for each type of
-/// elements.
-#[derive(Debug, Default)]
-pub(super) struct Scratch(Mutex<HashMap<DType, Box<dyn Any + Send>>>);
+impl BroadcastRoot {
+    /// Finds the root: the one member with a shape.
+    ///
+    /// # Panics
+    ///
+    /// Panics on every rank unless exactly one member has a shape.
+    pub(super) fn find(shapes: &[Arc<Option<Vec<usize>>>]) -> Self {
+        let mut given =
+            shapes.iter().enumerate().filter_map(|(at, shape)| Some((at, (**shape).clone()?)));
+        let (index, shape) = given.next().expect("a rank passes the tensor to broadcast");
+        assert!(given.next().is_none(), "only one rank passes the tensor to broadcast");
+        let shape = Shape::from(shape);
+        let mut lens = vec![None; shapes.len()];
+        lens[index] = Some(shape.num_elements());
+        Self { index, shape, lens }
+    }
+}
 
-impl Scratch {
-    /// The buffer, of at least `numel` elements of a type: the kept one where it will do.
-    pub(super) fn slot<B: ShardBackend>(
+/// Buffers that are reused from one collective to the next: one for each element type, of whichever
+/// backend last asked for that type.
+#[derive(Debug, Default)]
+pub(super) struct ReusedBuffers(Mutex<HashMap<DType, Box<dyn Any + Send>>>);
+
+impl ReusedBuffers {
+    /// Returns the buffer for `dtype`, allocating a new one if it has fewer than `numel` elements.
+    pub(super) fn buffer<B: ShardBackend>(
         &self,
         device: &B::Device,
         numel: usize,
         dtype: DType,
     ) -> Arc<GatherBuffer<B>> {
-        let mut kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let slot = kept.get(&dtype).and_then(|slot| slot.downcast_ref::<Arc<GatherBuffer<B>>>());
-        if let Some(slot) = slot.filter(|slot| slot.numel() >= numel) {
-            return slot.clone();
+        let mut buffers = self.0.lock().ignore_poison();
+        let buffer = buffers.get(&dtype).and_then(|any| any.downcast_ref::<Arc<GatherBuffer<B>>>());
+        if let Some(buffer) = buffer.filter(|buffer| buffer.numel() >= numel) {
+            return buffer.clone();
         }
-        let slot = Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
-        kept.insert(dtype, Box::new(slot.clone()));
-        slot
+        let buffer = Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
+        buffers.insert(dtype, Box::new(buffer.clone()));
+        buffer
     }
 }
 
-/// What all ranks know of a reduction.
+/// What all ranks know of a reduction. A gradient's *entry* is its index in `keep`.
 pub(super) struct Reduction<'a> {
+    /// How each gradient is reduced; ranges are those of the calling rank.
     pub(super) keep: &'a [Reduce],
+    /// Layout of the gradients' unit over the members.
     pub(super) layout: &'a UnitLayout,
+    /// Number that each sum is divided by.
     pub(super) divisor: usize,
-    /// Which member has which gradient.
+    /// For each member, which gradients it has.
     pub(super) present: Vec<Arc<Vec<bool>>>,
 }
 
 impl Reduction<'_> {
-    /// Whether any rank has this gradient.
+    /// Returns whether any member has this gradient.
     pub(super) fn is_summed(&self, entry: usize) -> bool {
         self.present.iter().any(|present| present[entry])
     }
 
-    /// A member's position, as a rank of the group.
+    /// Converts a member's position to a rank of the process group.
     pub(super) fn member(&self, index: usize) -> Rank {
-        let size = WorldSize::new(self.present.len()).expect("a group has this rank");
+        let size = WorldSize::new(self.present.len()).expect("a process group has a member");
         size.ranks().nth(index).expect("an index is below the size")
     }
 }

@@ -5,6 +5,7 @@
 mod checkpoint;
 mod collective;
 mod not_recomputable;
+mod poison;
 mod pretrained;
 mod schedule;
 mod shard;
@@ -16,6 +17,7 @@ use std::sync::Arc;
 pub use self::checkpoint::CheckpointError;
 pub use self::collective::CollectiveError;
 pub use self::not_recomputable::NotRecomputable;
+pub(crate) use self::poison::IgnorePoison;
 pub use self::pretrained::{LoadError, SaveError};
 pub use self::schedule::ScheduleError;
 pub use self::shard::ShardError;

@@ -7,7 +7,7 @@ use burn::tensor::Device;
 use super::ignored_gradients::IgnoredGradients;
 use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, agree, same_on_all};
 use super::model::Fsdp;
-use crate::backend::{owned, with_backend};
+use crate::backend::{clone_device, with_backend};
 use crate::collectives::group::{Group, MeshGroups, blocks};
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
@@ -15,7 +15,7 @@ use crate::layout::{Mesh, Rank, WorldSize};
 use crate::module::{HookedForward, ParamIndex, RandomStream};
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
 use crate::param_group::plan::Plan;
-use crate::runtime::schedule::{Engine, Reshard, Schedule, Settings};
+use crate::runtime::schedule::{Reshard, Schedule, Settings};
 
 /// Shards `module` over the ranks of `worker`, and returns the sharded model. Every rank calls it with the
 /// same model and the same options.
@@ -74,7 +74,7 @@ pub(crate) fn shard<M: HookedForward>(
         let random = RandomStream::new(options.seed.unwrap_or(0), worker.rank().index());
         let schedule = Schedule::<B>::new(
             settings,
-            owned(&inner),
+            clone_device(&inner),
             worker.comm().clone(),
             plan.units.clone(),
             random.clone(),

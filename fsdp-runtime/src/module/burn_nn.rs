@@ -1,8 +1,8 @@
 //! [`FsdpModule`] for the modules of `burn::nn`.
 //!
-//! Fields are named as Burn names them; keys are PyTorch's where PyTorch has the same module, so
-//! that its checkpoints load without annotations: `gamma` is `weight`, `beta` is `bias`, and the
-//! weight of a `Linear` lies transposed in the file.
+//! Fields have Burn's names. Where PyTorch has the same module, checkpoint keys have PyTorch's
+//! names, so that PyTorch checkpoints load without annotations: `gamma` is `weight`, `beta` is
+//! `bias`, and the file holds the weight of a `Linear` transposed.
 
 use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId, RunningState};
 use burn::nn::activation::*;
@@ -26,15 +26,19 @@ use burn::nn::{
 };
 use burn::tensor::{DType, Tensor, bf16, f16};
 
-use crate::module::opaque::{map_leaf, visit_leaf};
-use crate::module::{Child, FsdpModule, Kind, Node, ParamMapper, ParamVisitor, constant};
+use super::containers::constant;
+use super::contract::{FsdpModule, ParamMapper, ParamVisitor};
+use super::node::{Child, Kind, Node};
+use super::opaque::{map_leaf, visit_leaf};
 
 type Matrix = Param<Tensor<2>>;
 type Vector = Param<Tensor<1>>;
 
-/// A module with public fields: `field: Type`, then `as "key"` where a checkpoint calls it
-/// otherwise and `where transposed` where it holds the matrix so. Fields without parameters are
-/// left out; `draws` names one among them that does not do the same twice.
+/// Implements [`FsdpModule`] for a module with public fields.
+///
+/// A field is `field: Type`, followed by `as "key"` if its name in a checkpoint differs, and by
+/// `where transposed` if the checkpoint holds the matrix transposed. Fields without parameters are
+/// omitted. `draws` names an omitted dropout field, which cannot be recomputed.
 macro_rules! module {
     ($ty:ident {
         $($field:ident: $field_ty:ty $(as $key:literal)? $(where $transposed:ident)?),+ $(,)?
@@ -53,24 +57,25 @@ macro_rules! module {
                 ties: &[],
             };
 
-            fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
+            fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
                 let mut children = Self::LAYOUT.children.iter();
                 $(if let Some(child) = children.next() {
-                    self.$field.visit_field(child, walk);
+                    self.$field.visit_field(child, visitor);
                 })+
-                $(self.$dropout.visit_params(walk);)?
+                $(self.$dropout.visit_params(visitor);)?
             }
 
-            fn map_params<A: ParamMapper>(mut self, attach: &mut A) -> Self {
+            fn map_params<P: ParamMapper>(mut self, mapper: &mut P) -> Self {
                 let mut children = Self::LAYOUT.children.iter();
                 $(if let Some(child) = children.next() {
-                    self.$field = self.$field.map_field(child, attach);
+                    self.$field = self.$field.map_field(child, mapper);
                 })+
                 self
             }
         }
     };
 }
+/// The checkpoint key of a field, as an `Option`.
 macro_rules! key {
     () => {
         None
@@ -79,6 +84,7 @@ macro_rules! key {
         Some($key)
     };
 }
+/// Whether a field is declared as `transposed`.
 macro_rules! transposed {
     () => {
         false
@@ -88,34 +94,36 @@ macro_rules! transposed {
     };
 }
 
-/// An enum of modules. Which one it holds is known when the model is sharded; then its path has the
-/// variant's name, as in Burn's traversal, and its key has not.
+/// Implements [`FsdpModule`] for an enum of modules. The variant is known only when the model is
+/// sharded, so the static layout is a leaf. The variant's name is a segment of the module path, as
+/// in Burn's traversal, but not of the checkpoint key.
 macro_rules! choice {
     ($ty:ident { $($variant:ident($inner:ty)),+ $(,)? }) => {
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Leaf);
 
-            fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
+            fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
                 match self {
-                    $(Self::$variant(module) => module.visit_field(variant!($variant($inner)), walk),)+
-                    // A variant of a later Burn.
+                    $(Self::$variant(module) => module.visit_field(variant!($variant($inner)), visitor),)+
+                    // A later version of Burn may have more variants.
                     #[allow(unreachable_patterns)]
-                    other => visit_leaf(other, walk),
+                    other => visit_leaf(other, visitor),
                 }
             }
 
-            fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
+            fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
                 match self {
                     $(Self::$variant(module) => {
-                        Self::$variant(module.map_field(variant!($variant($inner)), attach))
+                        Self::$variant(module.map_field(variant!($variant($inner)), mapper))
                     })+
                     #[allow(unreachable_patterns)]
-                    other => map_leaf(other, attach),
+                    other => map_leaf(other, mapper),
                 }
             }
         }
     };
 }
+/// The field below a variant of an enum of modules.
 macro_rules! variant {
     ($variant:ident($inner:ty)) => {{
         const CHILD: &Child = &Child {
@@ -160,8 +168,8 @@ choice!(Normalization {
     Rms(RmsNorm),
 });
 
-// Attention and transformers. PyTorch packs query, key and value into one matrix; the keys here
-// are Burn's.
+// Attention and transformers. The keys are Burn's, as PyTorch packs query, key and value into one
+// matrix.
 module!(MultiHeadAttention { query: Linear, key: Linear, value: Linear, output: Linear } draws dropout);
 module!(PositionWiseFeedForward { linear_inner: Linear, linear_outer: Linear } draws dropout);
 module!(TransformerEncoder { layers: Vec<TransformerEncoderLayer> });
@@ -181,7 +189,7 @@ module!(TransformerDecoderLayer {
     norm_3: LayerNorm,
 } draws dropout);
 
-// Recurrent layers. PyTorch packs all gates into one matrix; the keys here are Burn's.
+// Recurrent layers. The keys are Burn's, as PyTorch packs all gates into one matrix.
 module!(GateController { input_transform: Linear, hidden_transform: Linear });
 module!(Rnn { gate: GateController, hidden_activation: Activation });
 module!(BiRnn { forward: Rnn, reverse: Rnn });
@@ -297,36 +305,37 @@ constant!(
 );
 constant!(bf16, f16, Param<Flag>);
 
-/// A module without parameters that may hold tensors of its own.
+/// Implements [`FsdpModule`] for a module without parameters that may hold plain tensors.
 macro_rules! table {
     ($($ty:ident),+) => {$(
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
 
-            fn visit_params<W: ParamVisitor>(&self, _: &mut W) {}
+            fn visit_params<V: ParamVisitor>(&self, _: &mut V) {}
 
-            fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
-                attach.unmanaged(self)
+            fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
+                mapper.unmanaged(self)
             }
         }
     )+};
 }
 table!(CrossEntropyLoss, PositionalEncoding, RotaryEncoding);
 
-/// A module without parameters that draws from Burn's generator, under a condition.
+/// Implements [`FsdpModule`] for a module without parameters that draws from Burn's own generator,
+/// given the condition under which it draws and what to use instead under recomputation.
 macro_rules! random {
     ($($ty:ident, $draws:expr, $instead:literal;)+) => {$(
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
 
-            fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
+            fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
                 let draws: fn(&Self) -> bool = $draws;
                 if draws(self) {
-                    walk.unrepeatable(stringify!($ty), $instead);
+                    visitor.unrepeatable(stringify!($ty), $instead);
                 }
             }
 
-            fn map_params<A: ParamMapper>(self, _: &mut A) -> Self {
+            fn map_params<P: ParamMapper>(self, _: &mut P) -> Self {
                 self
             }
         }
@@ -339,16 +348,16 @@ random!(
     RRelu, |_| true, "use `LeakyRelu` or `PRelu`";
 );
 
-/// A field of a plain tensor type, which Burn neither trains nor saves.
+/// Implements [`FsdpModule`] for plain tensors, which Burn neither trains nor saves.
 macro_rules! buffer {
     ($($ty:ty),+) => {$(
         impl<const D: usize> FsdpModule for $ty {
             const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
 
-            fn visit_params<W: ParamVisitor>(&self, _: &mut W) {}
+            fn visit_params<V: ParamVisitor>(&self, _: &mut V) {}
 
-            fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
-                attach.unmanaged(self)
+            fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
+                mapper.unmanaged(self)
             }
         }
     )+};
@@ -359,11 +368,12 @@ buffer!(
     Tensor<D, burn::tensor::Bool>
 );
 
-/// Each forward in training moves them on. They are each rank's own, and no parameters.
+/// Running statistics, such as those of a `BatchNorm`. They are not parameters: every forward in
+/// training updates them, and each rank has its own.
 impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
     const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
 
-    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
+    fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
         struct Id(Option<ParamId>);
         impl ModuleVisitor for Id {
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -371,34 +381,35 @@ impl<const D: usize> FsdpModule for RunningState<Tensor<D>> {
             }
         }
         let instead = "leave the unit out of `activation_checkpointing`, or use a `GroupNorm`";
-        walk.unrepeatable("RunningState", instead);
-        // Burn holds the value's lock while it shows it, which a walk that communicates must not.
+        visitor.unrepeatable("RunningState", instead);
+        // Burn holds the value's lock during `visit`. A visitor may communicate, which must not
+        // happen under that lock, so only the id is read there.
         let mut id = Id(None);
         self.visit(&mut id);
         if let Id(Some(id)) = id {
-            // With this thread's last update.
+            // `value_sync` includes the last update of this thread.
             let value = self.value_sync();
             if value.dtype() == DType::F32 {
-                walk.full_precision("RunningState");
+                visitor.full_precision("RunningState");
             }
-            walk.buffer(&Param::initialized(id, value));
+            visitor.buffer(&Param::initialized(id, value));
         }
     }
 
-    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
-        attach.unmanaged(self)
+    fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
+        mapper.unmanaged(self)
     }
 }
 
-/// Its fields are private, so they are reached through Burn's own traversal.
+/// The fields of `CrossAttention` are private, so Burn's own traversal reads them.
 impl FsdpModule for CrossAttention {
     const LAYOUT: Node = Node::plain("CrossAttention", Kind::Leaf);
 
-    fn visit_params<W: ParamVisitor>(&self, walk: &mut W) {
-        visit_leaf(self, walk);
+    fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
+        visit_leaf(self, visitor);
     }
 
-    fn map_params<A: ParamMapper>(self, attach: &mut A) -> Self {
-        map_leaf(self, attach)
+    fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
+        map_leaf(self, mapper)
     }
 }

@@ -1,19 +1,28 @@
-//! What the macros implement for a user's types: the static layout tree of a model, the visitors and
-//! mappers over its parameters, and the values that a unit's forward takes and returns.
+//! What the macros implement for a user's types: the static layout tree of a model, the visitors
+//! and mappers over its parameters, and the values that a unit's forward takes and returns.
+//!
+//! Order of the files, from the bottom up: `node`, `random`, `param`, `contract`, `path`,
+//! `containers`, `opaque`, `burn_nn`, `unit_type`, `unit_value`, `const_check`.
 
 mod burn_nn;
 pub(crate) mod const_check;
+mod containers;
 mod contract;
+mod node;
 pub(crate) mod opaque;
 mod param;
+mod path;
 mod random;
 mod unit_type;
 mod unit_value;
 
-pub use self::contract::*;
+pub use self::contract::{FsdpModule, FsdpUnit, HookedForward, ParamMapper, ParamVisitor};
+pub use self::node::{Child, Forward, Kind, LEAF, Node, Tie};
 pub use self::param::Sharded;
-pub(crate) use self::param::{CallId, KeptForward, ParamIndex, Run, Runtime};
+pub(crate) use self::param::{CallId, ForwardFn, ParamIndex, Runtime, SavedForward};
+#[allow(unused_imports, reason = "other rooms take these up one by one")]
+pub(crate) use self::path::{ModulePath, param_ids};
 pub use self::random::RandomSource;
-pub(crate) use self::random::{Draw, Playback, RandomStream, Recording, Source};
+pub(crate) use self::random::{Playback, RandomStream, Recording, Source};
 pub use self::unit_type::UnitType;
 pub use self::unit_value::UnitValue;

@@ -1,146 +1,155 @@
-//! Fields under `#[fsdp(leaf)]`, and other modules whose type tells nothing of their structure: read
-//! and rebuilt through Burn's own traversal.
+//! Modules whose type does not describe their structure, such as fields under `#[fsdp(leaf)]`.
+//! Burn's own traversal visits and rebuilds them.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::Tensor;
 
-use crate::module::Sharded;
-use crate::module::{Child, LEAF, ParamMapper, ParamVisitor};
+use super::contract::{ParamMapper, ParamVisitor};
+use super::node::{Child, LEAF};
+use super::param::Sharded;
+use super::path::ModulePath;
 
-/// Reads a field under `#[fsdp(leaf)]`, through Burn's own traversal.
-pub fn visit_leaf_field<M: Module, W: ParamVisitor>(
+/// Visits a field under `#[fsdp(leaf)]`.
+pub fn visit_leaf_field<M: Module, V: ParamVisitor>(
     module: &M,
     child: &'static Child,
-    walk: &mut W,
+    visitor: &mut V,
 ) {
-    walk.enter(child, None);
-    visit_leaf(module, walk);
-    walk.exit();
+    visitor.enter(child, None);
+    visit_leaf(module, visitor);
+    visitor.exit();
 }
 
-/// A field under `#[fsdp(unit, leaf)]`: of a `Vec` or an array, each element is a unit; any other
-/// module is one unit.
+/// The content of a field under `#[fsdp(unit, leaf)]`. Each element of a `Vec` or an array is a
+/// unit; any other module is one unit.
 ///
-/// Generated code calls `visit_units`. For a list, method resolution finds the inherent method, which takes
-/// precedence; for any other module it finds [`SingleUnit::visit_units`]. So the type decides, whatever
-/// name an alias gives it.
+/// Generated code calls `visit_units`. For a list, method resolution finds the inherent method,
+/// which takes precedence; for any other module it finds [`SingleUnit::visit_units`]. The type
+/// decides, so an alias of `Vec` is a list too.
 #[derive(Debug)]
 pub struct LeafUnits<'a, M>(pub &'a M);
 
 impl<M: Module> LeafUnits<'_, Vec<M>> {
-    /// Reads each element as a unit.
-    pub fn visit_units<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W) {
-        visit_leaf_units(self.0, child, walk);
+    /// Visits each element as a unit.
+    pub fn visit_units<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V) {
+        visit_leaf_units(self.0, child, visitor);
     }
 }
 
 impl<M: Module, const N: usize> LeafUnits<'_, [M; N]> {
-    /// Reads each element as a unit.
-    pub fn visit_units<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W) {
-        visit_leaf_units(self.0, child, walk);
+    /// Visits each element as a unit.
+    pub fn visit_units<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V) {
+        visit_leaf_units(self.0, child, visitor);
     }
 }
 
 /// [`LeafUnits`] of a module that is not a list.
 pub trait SingleUnit {
-    /// Reads the module as one unit.
-    fn visit_units<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W);
+    /// Visits the module as one unit.
+    fn visit_units<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V);
 }
 
 impl<M: Module> SingleUnit for LeafUnits<'_, M> {
-    fn visit_units<W: ParamVisitor>(&self, child: &'static Child, walk: &mut W) {
-        walk.enter(child, None);
-        leaf_unit(self.0, walk);
-        walk.exit();
+    fn visit_units<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V) {
+        visitor.enter(child, None);
+        leaf_unit(self.0, visitor);
+        visitor.exit();
     }
 }
 
-fn visit_leaf_units<M: Module, W: ParamVisitor>(list: &[M], child: &'static Child, walk: &mut W) {
+fn visit_leaf_units<M: Module, V: ParamVisitor>(
+    list: &[M],
+    child: &'static Child,
+    visitor: &mut V,
+) {
     const ELEMENT: &Child =
         &Child { name: "", key: None, transposed: false, unit: true, node: &LEAF };
-    walk.enter(child, None);
+    visitor.enter(child, None);
     for (index, module) in list.iter().enumerate() {
-        walk.enter(ELEMENT, Some(index));
-        leaf_unit(module, walk);
-        walk.exit();
+        visitor.enter(ELEMENT, Some(index));
+        leaf_unit(module, visitor);
+        visitor.exit();
     }
-    walk.exit();
+    visitor.exit();
 }
 
-fn leaf_unit<M: Module, W: ParamVisitor>(module: &M, walk: &mut W) {
-    if walk.field_unit(module) {
-        visit_leaf(module, walk);
-        walk.unit_end();
+fn leaf_unit<M: Module, V: ParamVisitor>(module: &M, visitor: &mut V) {
+    if visitor.field_unit(module) {
+        visit_leaf(module, visitor);
+        visitor.unit_end();
     }
 }
 
-/// Rebuilds a field under `#[fsdp(leaf)]`, through Burn's own traversal.
-pub fn map_leaf_field<M: Module, A: ParamMapper>(
+/// Rebuilds a field under `#[fsdp(leaf)]`.
+pub fn map_leaf_field<M: Module, P: ParamMapper>(
     module: M,
     child: &'static Child,
-    attach: &mut A,
+    mapper: &mut P,
 ) -> M {
-    attach.enter(child, None);
-    let module = map_leaf(module, attach);
-    attach.exit();
+    mapper.enter(child, None);
+    let module = map_leaf(module, mapper);
+    mapper.exit();
     module
 }
 
-/// Reads a module whose type tells nothing of its structure.
-pub(crate) fn visit_leaf<M: Module, W: ParamVisitor>(module: &M, walk: &mut W) {
-    let mut visitor = LeafVisitor { walk, path: Vec::new(), pending: None, within: false };
-    module.visit(&mut visitor);
-    visitor.flush(None);
+/// Visits a module of unknown structure.
+pub(crate) fn visit_leaf<M: Module, V: ParamVisitor>(module: &M, visitor: &mut V) {
+    let mut adapter =
+        LeafVisitor { visitor, path: ModulePath::default(), pending: None, in_sharded: false };
+    module.visit(&mut adapter);
+    adapter.flush(None);
 }
 
-/// What is left to do with the parameter visited last, once it is known whether it is sharded: Burn
-/// shows visitors the bare parameter first.
-type Pending<W> = Box<dyn FnOnce(&mut W, Option<Sharded>)>;
+/// The visit of a parameter, delayed until it is known whether the parameter is sharded: Burn shows
+/// the bare parameter to visitors before it shows the attached [`Sharded`].
+type PendingVisit<V> = Box<dyn FnOnce(&mut V, Option<Sharded>)>;
 
-struct LeafVisitor<'a, W> {
-    walk: &'a mut W,
-    path: Vec<String>,
-    pending: Option<Pending<W>>,
-    /// Whether what is visited is a [`Sharded`], which has parts of its own.
-    within: bool,
+/// Passes the parameters that Burn's traversal finds on to a [`ParamVisitor`].
+struct LeafVisitor<'a, V> {
+    visitor: &'a mut V,
+    path: ModulePath,
+    pending: Option<PendingVisit<V>>,
+    /// Whether the traversal is inside a [`Sharded`], which is a module with fields of its own.
+    in_sharded: bool,
 }
 
-impl<W: ParamVisitor> LeafVisitor<'_, W> {
+impl<V: ParamVisitor> LeafVisitor<'_, V> {
+    /// Runs the delayed visit, if there is one.
     fn flush(&mut self, sharded: Option<Sharded>) {
         if let Some(pending) = self.pending.take() {
-            pending(self.walk, sharded);
+            pending(self.visitor, sharded);
         }
     }
 }
 
-impl<W: ParamVisitor> ModuleVisitor for LeafVisitor<'_, W> {
+impl<V: ParamVisitor> ModuleVisitor for LeafVisitor<'_, V> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.flush(None);
-        let (path, param) = (self.path.clone(), param.clone());
+        let (path, param) = (self.path.segments().to_vec(), param.clone());
         self.pending =
-            Some(Box::new(move |walk: &mut W, sharded: Option<Sharded>| match sharded {
-                Some(sharded) => walk.leaf_param(&path, &sharded.put_on(param)),
-                None => walk.leaf_param(&path, &param),
+            Some(Box::new(move |visitor: &mut V, sharded: Option<Sharded>| match sharded {
+                Some(sharded) => visitor.leaf_param(&path, &sharded.put_on(param)),
+                None => visitor.leaf_param(&path, &param),
             }));
     }
 
     fn enter_module(&mut self, name: &str, container: &str) {
         let is_sharded = is_sharded(name, container);
-        if container != "Reparameterization" && !self.within {
+        if container != "Reparameterization" && !self.in_sharded {
             self.flush(None);
         } else if container == "Reparameterization" && !is_sharded {
-            self.walk.leaf_reparameterized(&self.path, name);
+            self.visitor.leaf_reparameterized(self.path.segments(), name);
         }
-        self.within |= is_sharded;
-        self.path.push(name.to_string());
+        self.in_sharded |= is_sharded;
+        self.path.push(name);
     }
 
     fn exit_module(&mut self, name: &str, container: &str) {
-        self.path.pop();
+        self.path.exit();
         if is_sharded(name, container) {
-            self.within = false;
+            self.in_sharded = false;
             self.flush(Sharded::visited());
-        } else if !self.within {
+        } else if !self.in_sharded {
             self.flush(None);
         }
     }
@@ -150,13 +159,13 @@ fn is_sharded(name: &str, container: &str) -> bool {
     container == "Reparameterization" && name == <Sharded as Reparameterization>::NAME
 }
 
-/// Rebuilds a module whose type tells nothing of its structure.
-pub(crate) fn map_leaf<M: Module, A: ParamMapper>(module: M, attach: &mut A) -> M {
-    struct Mapper<'a, A>(&'a mut A);
-    impl<A: ParamMapper> ModuleMapper for Mapper<'_, A> {
+/// Rebuilds a module of unknown structure.
+pub(crate) fn map_leaf<M: Module, P: ParamMapper>(module: M, mapper: &mut P) -> M {
+    struct Adapter<'a, P>(&'a mut P);
+    impl<P: ParamMapper> ModuleMapper for Adapter<'_, P> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             self.0.param(param)
         }
     }
-    module.map(&mut Mapper(attach))
+    module.map(&mut Adapter(mapper))
 }

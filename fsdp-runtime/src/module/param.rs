@@ -1,10 +1,10 @@
 //! The reparameterization through which `Param::val()` finds the full parameter.
 //!
 //! Burn stores a parameter's *base* and, where a reparameterization is attached, asks it for the
-//! *effective value* on every `val()`. A sharded parameter's base is this rank's shard (or, for
-//! one that stays whole, the parameter itself), and [`Sharded`] asks the schedule of its model for
-//! the value. All run-time state hangs on this: a unit's hooks find it through its own parameters,
-//! without any global.
+//! *effective value* on every `val()`. The base of a sharded parameter is this rank's shard; the
+//! base of a replicated parameter is the full parameter. [`Sharded`] asks the schedule of its model
+//! for the effective value. A unit's hooks find the schedule through the unit's own parameters, so
+//! there is no global state.
 
 use std::cell::RefCell;
 use std::fmt::{self, Debug};
@@ -16,86 +16,98 @@ use burn::module::{
 };
 use burn::tensor::{Device, DispatchTensor, Tensor};
 
+use super::random::Draw;
 use crate::error::{Error, raise};
-use crate::module::Draw;
 
-/// A place in a sharded model: parameter `entry` of unit `unit`, both counted in layout order.
+/// The index of a parameter in a sharded model: entry `entry` of unit `unit`, both counted in
+/// layout order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct ParamIndex {
     pub(crate) unit: usize,
     pub(crate) entry: usize,
 }
 
-/// A forward of one unit, from its `pre_forward` to its `post_backward`.
+/// The id of one forward of one unit, valid from its `pre_forward` to its `post_backward`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct CallId(pub(crate) u64);
 
-/// Passes each tensor of kept inputs through a map, runs the forward, and returns its tensors.
-pub(crate) type Run<O> =
+/// A forward with its saved inputs. It passes each tensor of the inputs through the given map,
+/// runs, and returns the forward's output.
+pub(crate) type ForwardFn<O> =
     Box<dyn FnOnce(&mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> O + Send>;
 
-/// A forward to be run again, once.
-pub(crate) struct KeptForward {
-    pub(crate) run: Run<Vec<DispatchTensor>>,
-    /// What it drew the first time.
+/// A forward saved to be recomputed once in backward.
+pub(crate) struct SavedForward {
+    pub(crate) run: ForwardFn<Vec<DispatchTensor>>,
+    /// Random draws of the first run, which the recomputation repeats.
     pub(crate) draws: Vec<Draw>,
 }
 
-impl fmt::Debug for KeptForward {
+impl Debug for SavedForward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KeptForward").field("draws", &self.draws.len()).finish_non_exhaustive()
+        f.debug_struct("SavedForward").field("draws", &self.draws.len()).finish_non_exhaustive()
     }
 }
 
-/// What hooks and parameters ask of a sharded model's schedule, whatever its backend.
+/// The schedule of a sharded model, as hooks and parameters see it, for any backend.
+///
+/// A forward under recomputation goes through
+/// [`begin_recomputed_forward`](Self::begin_recomputed_forward), then
+/// [`detach_input`](Self::detach_input) of each input in order, then
+/// [`save_input`](Self::save_input) of each input in the same order, and
+/// [`save_forward`](Self::save_forward) after it has run.
 pub(crate) trait Runtime: Debug + Send + Sync {
-    /// Whether a hooked forward is under way: the first one reads the shards of all below it.
-    fn is_open(&self) -> bool;
-    /// Whether a field makes it a unit, so that its hooks stand around calls.
+    /// Returns whether a hooked forward is running. The outermost one reads the shards of all units
+    /// below it.
+    fn in_forward(&self) -> bool;
+    /// Returns whether a unit is one because of `#[fsdp(unit)]` on its field. The hooks of such a
+    /// unit surround the calls of its `forward`.
     fn is_field_unit(&self, unit: usize) -> bool;
-    /// A shard read from the module, to gather from.
-    fn collect(&self, place: ParamIndex, base: DispatchTensor);
-    /// Starts a hooked forward; `None` within another one of the same unit.
+    /// Registers a shard that was read from the module, to be gathered from.
+    fn register_shard(&self, index: ParamIndex, base: DispatchTensor);
+    /// Starts a hooked forward. Returns `None` if a forward of the same unit is already running.
     fn pre_forward(
         &self,
         unit: usize,
         inputs: Vec<DispatchTensor>,
     ) -> Result<Option<CallId>, Error>;
-    /// An input of a unit's forward, as the unit's own code is to have it.
+    /// Casts an input of a unit's forward to the unit's compute dtype.
     fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor;
-    /// Whether a call is to record nothing, and run again in backward; it records nothing from here
-    /// on. `inputs`: all that its forward takes.
-    fn checkpoint(&self, call: CallId, inputs: Vec<DispatchTensor>) -> bool;
-    /// An input of a checkpointed call, without its graph.
+    /// Begins a forward that is recomputed in backward and records no graph. Returns `false`, and
+    /// begins nothing, where the call is recorded normally. `inputs` are all tensors that the
+    /// forward takes.
+    fn begin_recomputed_forward(&self, call: CallId, inputs: Vec<DispatchTensor>) -> bool;
+    /// Returns an input of a recomputed forward without its graph.
     fn detach_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;
-    /// What stands in for a detached input until backward: itself, unless it rests on the host.
-    fn keep_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;
-    /// The forward of a checkpointed call has run; this runs it again.
-    fn keep_forward(&self, call: CallId, forward: KeptForward);
-    /// An output of the unit, made to unshard the unit before its gradient goes on.
+    /// Returns what keeps the place of a detached input until backward: the input itself, or a
+    /// one-element tensor where the input is offloaded to the host.
+    fn save_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;
+    /// Saves a recomputed forward after its first run.
+    fn save_forward(&self, call: CallId, forward: SavedForward);
+    /// Returns an output of the unit whose gradient unshards the unit before it flows on.
     fn hook_output(self: Arc<Self>, call: CallId, output: DispatchTensor) -> DispatchTensor;
     /// Ends a hooked forward.
     fn post_forward(&self, call: CallId) -> Result<(), Error>;
     /// Ends a hooked forward that panicked.
-    fn abandon(&self, call: CallId);
-    /// The effective value of a parameter, given its base.
+    fn abort_forward(&self, call: CallId);
+    /// Returns the effective value of a parameter, given its base.
     fn materialize(
         self: Arc<Self>,
-        place: ParamIndex,
+        index: ParamIndex,
         base: DispatchTensor,
     ) -> Result<DispatchTensor, Error>;
 }
 
-/// The reparameterization of a sharded parameter.
+/// The reparameterization of a parameter in a sharded model.
 #[derive(Module, Debug)]
 pub struct Sharded {
     #[module(skip)]
     pub(crate) runtime: Arc<dyn Runtime>,
     #[module(skip)]
     pub(crate) place: ParamIndex,
-    /// The adapter of a parameter under LoRA, whose factors are sharded parameters themselves.
+    /// LoRA adapter of the parameter. The two factors of the adapter are sharded parameters too.
     pub(crate) lora: Option<LoraAdapter>,
-    trace: Trace,
+    marker: VisitMarker,
 }
 
 impl Reparameterization for Sharded {
@@ -103,7 +115,7 @@ impl Reparameterization for Sharded {
 
     /// # Panics
     ///
-    /// Unwinds with the [`Error`] where a collective fails; `launch` returns it.
+    /// Unwinds with the [`Error`] if a collective fails; `launch` returns that error.
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
         let full = match self.runtime.clone().materialize(self.place, base.into_dispatch()) {
             Ok(value) => Tensor::from_dispatch(value),
@@ -118,43 +130,45 @@ impl Reparameterization for Sharded {
 
 impl Sharded {
     pub(crate) fn new(runtime: Arc<dyn Runtime>, place: ParamIndex) -> Self {
-        let trace = Trace { runtime: runtime.clone(), place };
-        Self { runtime, place, lora: None, trace }
+        let marker = VisitMarker { runtime: runtime.clone(), index: place };
+        Self { runtime, place, lora: None, marker }
     }
 
-    /// With the adapter of a parameter under LoRA, its factors sharded already.
-    pub(crate) fn with_lora(self, lora: LoraAdapter) -> Self {
+    /// Adds a LoRA adapter whose factors are sharded already.
+    pub(super) fn with_lora(self, lora: LoraAdapter) -> Self {
         Self { lora: Some(lora), ..self }
     }
 
-    /// The one whose parameter Burn's own traversal has just visited. Burn shows visitors the bare
-    /// parameter, and what is attached to it as a module after it.
+    /// Takes the reparameterization of the parameter that Burn's own traversal visited last. Burn
+    /// shows visitors the bare parameter first, and then the attached reparameterization as a
+    /// module.
     pub(crate) fn visited() -> Option<Self> {
-        let (runtime, place) = VISITED.take()?;
-        Some(Self::new(runtime.upgrade()?, place))
+        let (runtime, index) = VISITED.take()?;
+        Some(Self::new(runtime.upgrade()?, index))
     }
 
-    /// The place of a parameter, where it is sharded.
+    /// Returns the reparameterization of a parameter; `None` if the parameter is not in a sharded
+    /// model.
     pub(crate) fn of<const D: usize>(param: &Param<Tensor<D>>) -> Option<&Self> {
         param.reparameterization::<Self>()
     }
 
-    /// The LoRA adapter of a parameter, sharded or not.
-    pub(crate) fn lora_of<const D: usize>(param: &Param<Tensor<D>>) -> Option<&LoraAdapter> {
+    /// Returns the LoRA adapter of a parameter, sharded or not.
+    pub(super) fn lora_of<const D: usize>(param: &Param<Tensor<D>>) -> Option<&LoraAdapter> {
         Self::of(param).and_then(|sharded| sharded.lora.as_ref()).or_else(|| param.adapter())
     }
 
-    /// Attaches it to a parameter, in place of what the parameter has.
+    /// Attaches the reparameterization to a parameter and replaces any other one.
     pub(crate) fn put_on<const D: usize>(self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, base, mapper) = param.consume();
-        Param::from_mapped_value(id, base, mapper).apply_reparameterization(Put(self))
+        Param::from_mapped_value(id, base, mapper).apply_reparameterization(AttachSharded(self))
     }
 }
 
-/// Attaches one reparameterization to one parameter.
-struct Put(Sharded);
+/// Attaches one [`Sharded`] to one parameter.
+struct AttachSharded(Sharded);
 
-impl Reparameterizer for Put {
+impl Reparameterizer for AttachSharded {
     type Reparam = Sharded;
 
     fn reparameterize<const D: usize>(
@@ -167,17 +181,18 @@ impl Reparameterizer for Put {
 }
 
 thread_local! {
+    /// The [`VisitMarker`] that was visited last on this thread.
     static VISITED: RefCell<Option<(Weak<dyn Runtime>, ParamIndex)>> = const { RefCell::new(None) };
 }
 
-/// A module without parameters that says when it is visited.
+/// A module without parameters that notes in [`VISITED`] when Burn's traversal visits it.
 #[derive(Clone, Debug)]
-struct Trace {
+struct VisitMarker {
     runtime: Arc<dyn Runtime>,
-    place: ParamIndex,
+    index: ParamIndex,
 }
 
-impl Module for Trace {
+impl Module for VisitMarker {
     fn collect_devices(&self, devices: Devices) -> Devices {
         devices
     }
@@ -203,7 +218,7 @@ impl Module for Trace {
     }
 
     fn visit<V: ModuleVisitor>(&self, _: &mut V) {
-        VISITED.set(Some((Arc::downgrade(&self.runtime), self.place)));
+        VISITED.set(Some((Arc::downgrade(&self.runtime), self.index)));
     }
 
     fn map<M: ModuleMapper>(self, _: &mut M) -> Self {
@@ -211,10 +226,10 @@ impl Module for Trace {
     }
 }
 
-impl ModuleDisplayDefault for Trace {
+impl ModuleDisplayDefault for VisitMarker {
     fn content(&self, _: Content) -> Option<Content> {
         None
     }
 }
 
-impl ModuleDisplay for Trace {}
+impl ModuleDisplay for VisitMarker {}

@@ -1,14 +1,18 @@
-//! Units named by type, as wrap lists do.
+//! Lists of unit types, for options that apply to some units only.
 
 use std::any::type_name;
 use std::fmt;
 
-use crate::module::{FsdpModule, FsdpUnit};
+use super::contract::{FsdpModule, FsdpUnit};
 
-/// A type under `#[fsdp_unit]`.
+/// The type of a unit, as an element of the lists that options take.
+///
+/// [`WrapPolicy::TransformerBased`](crate::WrapPolicy::TransformerBased), among others, takes such
+/// a list. [`unit_types!`](crate::unit_types) makes a list from types. Two values are equal if
+/// their types have the same full path.
 #[derive(Clone, Copy)]
 pub struct UnitType {
-    /// The type's full path; a function, as the path is not known in constants.
+    /// Returns the full path of the type, which is not available in constants.
     path: fn() -> &'static str,
     ty: &'static str,
 }
@@ -28,30 +32,52 @@ impl fmt::Debug for UnitType {
 }
 
 impl UnitType {
-    /// The unit `T`.
+    /// Creates the value for the unit `T`. A type without `#[fsdp_unit]` does not compile.
     pub const fn of<T: FsdpUnit>() -> Self {
         Self::of_module::<T>()
     }
 
-    /// The type of a module that is known to be a unit.
+    /// Creates the value for a type whose layout is known to be a unit's.
     pub(crate) const fn of_module<T: FsdpModule>() -> Self {
         Self { path: type_name::<T>, ty: T::LAYOUT.ty }
     }
 
-    /// The type's name, without its path.
+    /// Returns the name of the type, without its path.
     pub const fn name(self) -> &'static str {
         self.ty
     }
 }
 
-/// A list of units: `unit_types![BertLayer, BertEmbeddings]` is a `&[UnitType]`. A type that is not
-/// a unit does not compile.
+/// Creates a list of unit types: `unit_types![BertLayer, BertEmbeddings]` is a `&[UnitType]`.
+///
+/// # Errors
+///
+/// A type that is not a unit does not compile.
+///
+/// # Example
 ///
 /// ```
-/// use fsdp_runtime::{UnitType, unit_types};
+/// use burn::module::Module;
+/// use burn::nn::Linear;
+/// use burn::tensor::Tensor;
+/// use fsdp_runtime::{UnitType, fsdp_unit, unit_types};
 ///
-/// const NONE: &[UnitType] = unit_types![];
-/// assert!(NONE.is_empty());
+/// #[derive(Module, Debug)]
+/// #[fsdp_unit]
+/// pub struct Block {
+///     up: Linear,
+/// }
+///
+/// #[fsdp_unit]
+/// impl Block {
+///     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+///         self.up.forward(x)
+///     }
+/// }
+///
+/// const BLOCKS: &[UnitType] = unit_types![Block];
+/// assert_eq!(BLOCKS[0].name(), "Block");
+/// assert!(unit_types![].is_empty());
 /// ```
 #[macro_export]
 macro_rules! unit_types {

@@ -1,22 +1,52 @@
-//! Values that hold tensors: what the forward of a unit takes and returns.
+//! Values that hold tensors: the inputs and outputs of a unit's forward.
 
 use burn::nn::LstmState;
 use burn::nn::attention::MhaOutput;
 use burn::tensor::{Bool, DispatchTensor, Int, Tensor};
 
-/// A value that may hold tensors: what a unit's `forward` returns, and what it takes, as far as its
-/// gathers are to be ordered by it.
+/// A value whose tensors FSDP can reach: an input or the output of a unit's `forward`.
 ///
-/// Derive it for a struct of such values with `#[derive(UnitValue)]`.
+/// Float tensors of any shape implement the trait, and so do integer and Boolean tensors, numbers,
+/// strings, and `Option`, `Result`, `Vec`, `Box`, arrays and tuples of such values. Derive it for a
+/// struct or an enum of such values with `#[derive(UnitValue)]`.
+///
+/// FSDP hooks the gradient of every float tensor in the output, so that the unit is gathered before
+/// its backward. The float tensors in the inputs tell FSDP when that backward is over, and are cast
+/// under mixed precision. An input of another type works too, but its tensors are ignored for both.
+///
+/// # Errors
+///
+/// A `forward` that returns any other type does not compile.
+///
+/// # Example
+///
+/// ```
+/// use burn::tensor::Tensor;
+/// use fsdp_runtime::UnitValue;
+///
+/// #[derive(UnitValue, Clone)]
+/// struct Attended {
+///     /// Shape `[batch, tokens, features]`.
+///     context: Tensor<3>,
+///     /// Shape `[batch, heads, tokens, tokens]`.
+///     weights: Option<Tensor<4>>,
+/// }
+///
+/// let context = Tensor::zeros([2, 8, 16], &Default::default());
+/// let mut tensors = 0;
+/// Attended { context, weights: None }.visit_tensors(&mut |_| tensors += 1);
+/// assert_eq!(tensors, 1);
+/// ```
 #[diagnostic::on_unimplemented(
     message = "a unit's `forward` cannot return `{Self}`",
     label = "FSDP does not know which tensors this holds",
     note = "return tensors, or `Option`, `Result`, `Vec`, arrays or tuples of them; for a struct of your own, write `#[derive(UnitValue)]` on it"
 )]
 pub trait UnitValue: Sized {
-    /// Passes every tensor through `map`.
+    /// Replaces every float tensor by the result of `map`, in the order of
+    /// [`visit_tensors`](Self::visit_tensors).
     fn map_tensors(self, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Self;
-    /// Shows every tensor to `visit`.
+    /// Passes a handle of every float tensor to `visit`, in declaration order.
     fn visit_tensors(&self, visit: &mut dyn FnMut(DispatchTensor));
 }
 
@@ -30,6 +60,7 @@ impl<const D: usize> UnitValue for Tensor<D> {
     }
 }
 
+/// Implements [`UnitValue`] for types without float tensors.
 macro_rules! without_tensors {
     ($([$($generics:tt)*] $ty:ty),+ $(,)?) => {$(
         impl<$($generics)*> UnitValue for $ty {
@@ -47,6 +78,7 @@ without_tensors!(
     [] u16, [] u8, [] isize, [] i64, [] i32, [] i16, [] i8,
 );
 
+/// Implements [`UnitValue`] for containers that have `map` and `iter`.
 macro_rules! container {
     ($([$($generics:tt)*] $ty:ty, $map:ident;)+) => {$(
         impl<$($generics)*> UnitValue for $ty {
@@ -86,7 +118,7 @@ impl<T: UnitValue> UnitValue for Box<T> {
     }
 }
 
-/// What modules of `burn::nn` return in place of tensors.
+/// Implements [`UnitValue`] for structs that modules of `burn::nn` return.
 macro_rules! burn_outputs {
     ($([$($generics:tt)*] $ty:ty { $($field:ident),+ };)+) => {$(
         impl<$($generics)*> UnitValue for $ty {

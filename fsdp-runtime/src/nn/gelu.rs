@@ -32,9 +32,8 @@ mod flex {
     use burn::tensor::{DType, Tensor};
     use multiversion::multiversion;
 
-    use crate::backend::kernels::flex::made::made;
-    use crate::backend::kernels::flex::number::{Room, each, indexed};
-    use crate::backend::{ShardBackend, Value};
+    use crate::backend::kernels::flex::{Uninit, each, indexed, new_tensor};
+    use crate::backend::{FloatTensor, ShardBackend};
 
     /// Returns the GELU of an f32 tensor on Flex, or `None` for other dtypes and devices.
     pub(super) fn gelu<const D: usize>(x: &Tensor<D>) -> Option<Tensor<D>> {
@@ -42,8 +41,8 @@ mod flex {
             return None;
         }
         let value = match Flex::from_dispatch(x.clone().into_dispatch())? {
-            Value::Plain(x) => Value::Plain(forward(&x)),
-            Value::Autodiff(x, context) => {
+            FloatTensor::Plain(x) => FloatTensor::Plain(forward(&x)),
+            FloatTensor::Autodiff(x, context) => {
                 let (x, node) = x.into_parts();
                 let y = forward(&x);
                 let op = Backward::<Flex, 1>::prepare::<NoCheckpointing>(Gelu, [node]);
@@ -51,7 +50,7 @@ mod flex {
                     OpsKind::Tracked(op) => op.finish(x, y),
                     OpsKind::UnTracked(op) => op.finish(y),
                 };
-                Value::Autodiff(y, context)
+                FloatTensor::Autodiff(y, context)
             }
         };
         Some(Tensor::from_dispatch(Flex::into_dispatch(value)))
@@ -71,26 +70,30 @@ mod flex {
     fn forward(x: &FlexTensor) -> FlexTensor {
         let x = x.to_contiguous();
         let input = x.as_slice::<f32>().expect("a contiguous f32 tensor");
-        made(x.shape(), |at, output| forward_slice(&input[at..][..output.len()], output))
+        new_tensor(x.shape(), |at, output| forward_slice(&input[at..][..output.len()], output))
     }
 
     fn backward(x: &FlexTensor, grad: &FlexTensor) -> FlexTensor {
         let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
         let input = x.as_slice::<f32>().expect("a contiguous f32 tensor");
         let grad = grad.as_slice::<f32>().expect("a contiguous f32 tensor");
-        made(x.shape(), |at, output| {
+        new_tensor(x.shape(), |at, output| {
             let range = at..at + output.len();
             backward_slice(&input[range.clone()], &grad[range], output)
         })
     }
 
     #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-    fn forward_slice<'a>(input: &[f32], output: &'a mut Room<f32>) -> &'a mut [f32] {
+    fn forward_slice<'a>(input: &[f32], output: &'a mut Uninit<f32>) -> &'a mut [f32] {
         each(input, output, |x| x * normal(x).0)
     }
 
     #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-    fn backward_slice<'a>(input: &[f32], grad: &[f32], output: &'a mut Room<f32>) -> &'a mut [f32] {
+    fn backward_slice<'a>(
+        input: &[f32],
+        grad: &[f32],
+        output: &'a mut Uninit<f32>,
+    ) -> &'a mut [f32] {
         let grad = &grad[..input.len()];
         indexed(input, output, |at, x| {
             let (distribution, density) = normal(x);

@@ -30,9 +30,9 @@ impl Moments {
         };
         AdamStep {
             beta_1: self.beta_1,
-            rest_1: (1.0 - beta_1) as f32,
+            one_minus_beta_1: (1.0 - beta_1) as f32,
             beta_2: self.beta_2,
-            rest_2: (1.0 - beta_2) as f32,
+            one_minus_beta_2: (1.0 - beta_2) as f32,
             epsilon: self.epsilon,
             root_scale: correction(beta_2).sqrt().recip() as f32,
             step_size: (lr / correction(beta_1)) as f32,

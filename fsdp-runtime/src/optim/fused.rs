@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, Shape, Tensor};
 use super::adam::Moments;
 use super::sgd::Sgd;
 use crate::backend::kernels::{AdamTensors, Kernels, batched_steps, has_kernels};
-use crate::backend::{Float, ShardBackend, Value, with_backend};
+use crate::backend::{Float, FloatTensor, ShardBackend, with_backend};
 use crate::error::ShardError;
 
 /// Whether all of these are f32 on one device with kernels.
@@ -115,7 +115,7 @@ fn take_state<B: ShardBackend, const D: usize>(tensor: Tensor<D>, shape: &Shape)
 }
 
 fn give<B: ShardBackend, const D: usize>(tensor: Float<B>) -> Tensor<D> {
-    Tensor::from_dispatch(B::into_dispatch(Value::Plain(tensor)))
+    Tensor::from_dispatch(B::into_dispatch(FloatTensor::Plain(tensor)))
 }
 
 #[cfg(all(test, feature = "flex"))]

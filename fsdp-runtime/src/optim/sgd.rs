@@ -111,7 +111,7 @@ impl Sgd {
             lr: lr as f32,
             penalty: self.weight_decay,
             momentum: self.momentum as f32,
-            rest: if first { 1.0 } else { (1.0 - self.dampening) as f32 },
+            grad_factor: if first { 1.0 } else { (1.0 - self.dampening) as f32 },
             nesterov: self.nesterov,
         }
     }

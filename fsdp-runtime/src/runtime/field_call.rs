@@ -1,40 +1,41 @@
-//! The hooks around the call of a *field unit*: a module whose type is not under `#[fsdp_unit]`, as
-//! it is another crate's, in a field under `#[fsdp(unit)]`.
+//! The hooks around the call of a *field unit*: a module in a field under `#[fsdp(unit)]`, whose
+//! own type is not under `#[fsdp_unit]`, for example because it is from another crate.
 //!
-//! Its `forward` cannot be annotated, so `#[fsdp_unit(field_units)]` puts the hooks around the calls
-//! in an `impl` block: which unit the receiver is, its inputs as they are evaluated, `pre_forward`
-//! when the last of them is there, `post_forward` on what the call returns. A receiver that is no
-//! field unit is called as ever. So is a field unit that is called elsewhere: its parameters are then
-//! gathered one by one, each into memory of its own.
+//! The `forward` of such a module cannot be annotated. `#[fsdp_unit(field_units)]` therefore hooks
+//! the calls in an `impl` block: it finds the unit of the receiver, collects the inputs as they are
+//! evaluated, calls `pre_forward` after the last of them, and passes the result to `post_forward`.
+//! A call is not changed if the receiver is no field unit. If a field unit is called outside of
+//! such a block, its parameters are gathered one by one, each into new memory.
 
 use std::any::type_name;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Reparameterization};
 
-use crate::error::ScheduleError;
-use crate::error::raise;
-use crate::module::UnitValue;
-use crate::module::{Runtime, Sharded};
-use crate::runtime::hooks::{Call, Inputs, MapInputs, Open, map_input, post_forward};
+use super::hooks::{Call, post_forward};
+use super::values::{Inputs, KnownTensors, MapInputs, UnknownTensors, map_input};
+use crate::error::{ScheduleError, raise};
+use crate::module::{Runtime, Sharded, UnitValue};
 
 /// One call of a method in a block under `#[fsdp_unit(field_units)]`.
 #[derive(Debug)]
 pub struct FieldCall {
-    /// The field unit that the receiver is.
+    /// Schedule and index of the receiver's unit; `None` if the receiver is not a field unit.
     unit: Option<(Arc<dyn Runtime>, usize)>,
+    /// Type of the receiver, for messages.
     module: &'static str,
     inputs: Inputs,
     call: Call,
 }
 
 impl FieldCall {
+    /// Creates the call of a method of `module`.
     fn of<M: Module>(module: &M) -> Self {
         let mut owner = Owner::None;
         module.visit(&mut owner);
         let unit = match owner {
-            // Outside of any hooked forward nobody has read the shards.
-            Owner::Unit(runtime, unit) if runtime.is_field_unit(unit) && runtime.is_open() => {
+            // Outside of any hooked forward no shards were registered.
+            Owner::Unit(runtime, unit) if runtime.is_field_unit(unit) && runtime.in_forward() => {
                 Some((runtime, unit))
             }
             _ => None,
@@ -42,35 +43,30 @@ impl FieldCall {
         Self { unit, module: type_name::<M>(), ..Self::none() }
     }
 
+    /// Creates a call without hooks.
     fn none() -> Self {
         Self { unit: None, module: "", inputs: Inputs::default(), call: Call(None) }
     }
 
-    /// Shows an input.
+    /// Collects the tensors of an input.
     pub fn input(&mut self, collect: impl FnOnce(&mut Inputs)) {
         if self.unit.is_some() {
             collect(&mut self.inputs);
         }
     }
 
-    /// Unshards the unit.
+    /// Gathers the unit.
     ///
     /// # Panics
     ///
-    /// Unwinds with the typed error where a collective fails.
+    /// Unwinds with the typed error if a collective fails.
     pub fn pre_forward(&mut self) {
         let Some((runtime, unit)) = &self.unit else { return };
-        match runtime.pre_forward(*unit, std::mem::take(&mut self.inputs.0)) {
-            Ok(id) => {
-                let (runtime, unit) = (runtime.clone(), *unit);
-                self.call = Call(id.map(|id| Open { runtime, unit, id }));
-            }
-            Err(error) => raise(error),
-        }
+        self.call = Call::start(runtime.clone(), *unit, std::mem::take(&mut self.inputs));
     }
 }
 
-/// An input is mapped where it is evaluated, which may be before `pre_forward`.
+/// An input is cast where it is evaluated, which may be before `pre_forward`.
 impl MapInputs for FieldCall {
     fn map_input<T: UnitValue>(&self, input: T) -> T {
         match &self.unit {
@@ -80,10 +76,13 @@ impl MapInputs for FieldCall {
     }
 }
 
-/// The unit that all parameters of a module belong to.
+/// The unit that owns all parameters of a module.
 enum Owner {
+    /// The module has no sharded parameter.
     None,
+    /// One unit owns all of them.
     Unit(Arc<dyn Runtime>, usize),
+    /// Several units do.
     Several,
 }
 
@@ -101,15 +100,18 @@ impl ModuleVisitor for Owner {
     }
 }
 
-/// The receiver of a call. Generated code calls `field_call` on four references to it: for a module
-/// that finds [`CallModule`], for a reference to one [`CallReference`], for a reference to that
-/// [`CallElement`], and for any other type [`CallOther`], each one reference further away.
+/// The receiver of a call.
+///
+/// Generated code calls `field_call` on four references to this struct. Method resolution finds
+/// [`CallModule`] for a module, [`CallReference`] for a reference to a module, [`CallElement`] for
+/// a reference to such a reference, and [`CallOther`] for any other type; each trait takes one
+/// reference less than the one before.
 #[derive(Debug)]
 pub struct Receiver<'a, T: ?Sized>(pub &'a T);
 
-/// Modules.
+/// Receivers that are modules.
 pub trait CallModule {
-    /// The call, before its inputs are evaluated.
+    /// Starts the call, before the inputs are evaluated.
     fn field_call(&self) -> FieldCall;
 }
 
@@ -119,9 +121,9 @@ impl<M: Module> CallModule for &&&Receiver<'_, M> {
     }
 }
 
-/// References to modules, as loops have them.
+/// Receivers that are references to modules, such as the variable of a loop.
 pub trait CallReference {
-    /// The call, before its inputs are evaluated.
+    /// Starts the call, before the inputs are evaluated.
     fn field_call(&self) -> FieldCall;
 }
 
@@ -131,9 +133,9 @@ impl<M: Module> CallReference for &&Receiver<'_, &M> {
     }
 }
 
-/// References to references, as the closures of an iterator may have them.
+/// Receivers that are references to references, such as the argument of an iterator's closure.
 pub trait CallElement {
-    /// The call, before its inputs are evaluated.
+    /// Starts the call, before the inputs are evaluated.
     fn field_call(&self) -> FieldCall;
 }
 
@@ -143,9 +145,9 @@ impl<M: Module> CallElement for &Receiver<'_, &&M> {
     }
 }
 
-/// Anything else.
+/// Receivers of any other type.
 pub trait CallOther {
-    /// A call without hooks.
+    /// Starts a call without hooks.
     fn field_call(&self) -> FieldCall;
 }
 
@@ -155,61 +157,25 @@ impl<T: ?Sized> CallOther for Receiver<'_, T> {
     }
 }
 
-/// What a call returned. Generated code calls `kind` on a reference to it: for a [`UnitValue`] that
-/// finds [`ReturnsValue`], for any other type [`ReturnsOther`], one reference further away.
-#[derive(Debug)]
-pub struct Output<'a, T>(pub &'a T);
-
-/// Outputs whose tensors are known.
-pub trait ReturnsValue {
-    /// How the call ends.
-    fn kind(&self) -> Value;
-}
-
-impl<T: UnitValue> ReturnsValue for Output<'_, T> {
-    fn kind(&self) -> Value {
-        Value
-    }
-}
-
-/// Outputs of any other type.
-pub trait ReturnsOther {
-    /// How the call ends.
-    fn kind(&self) -> Opaque;
-}
-
-impl<T> ReturnsOther for &Output<'_, T> {
-    fn kind(&self) -> Opaque {
-        Opaque
-    }
-}
-
-/// A call that returns a [`UnitValue`].
-#[derive(Debug)]
-pub struct Value;
-
-impl Value {
-    /// Reshards the unit, and makes its output's gradient unshard it again.
+impl KnownTensors {
+    /// Reshards the unit, and hooks the output so that the output's gradient gathers the unit
+    /// again.
     ///
     /// # Panics
     ///
-    /// Unwinds with the typed error where a collective fails.
+    /// Unwinds with the typed error if a collective fails.
     pub fn post_forward<O: UnitValue>(self, call: FieldCall, output: O) -> O {
         post_forward(call.call, output)
     }
 }
 
-/// A call that returns what FSDP does not know the tensors of.
-#[derive(Debug)]
-pub struct Opaque;
-
-impl Opaque {
-    /// Nothing, unless the call was one of a field unit.
+impl UnknownTensors {
+    /// Returns the output unchanged, unless the receiver is a field unit.
     ///
     /// # Panics
     ///
-    /// Unwinds with [`ScheduleError::OpaqueOutput`] after the call of a field unit: its backward
-    /// would not unshard it.
+    /// Unwinds with [`ScheduleError::OpaqueOutput`] after the call of a field unit: the output's
+    /// gradient could not gather the unit.
     pub fn post_forward<O>(self, call: FieldCall, output: O) -> O {
         if call.call.0.is_some() {
             let (module, output) = (call.module, type_name::<O>());

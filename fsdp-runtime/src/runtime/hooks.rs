@@ -1,70 +1,91 @@
-//! What `#[fsdp_unit]` puts around a `forward`: the hooks, and how they find the unit, the inputs
-//! that order its gathers and the outputs whose gradient unshards it.
+//! The hooks that `#[fsdp_unit]` puts around a `forward`: they gather the unit before it and
+//! reshard the unit after it.
 
 use std::sync::Arc;
 
 use burn::module::{Module, Param};
-use burn::tensor::{DispatchTensor, Tensor};
+use burn::tensor::Tensor;
 
+use super::values::map_input;
 use crate::error::raise;
 use crate::module::{
     CallId, FsdpModule, FsdpUnit, Kind, ParamVisitor, Runtime, Sharded, UnitValue,
 };
 
-/// The tracked tensors among a forward's inputs.
-#[derive(Debug, Default)]
-pub struct Inputs(pub(crate) Vec<DispatchTensor>);
+pub use super::values::{
+    Inputs, KnownTensors, MapInputs, ProbeOther, ProbeUnitValue, UnknownTensors, ValueProbe,
+};
+// Generated code uses these names for inputs and outputs, which share one implementation.
+pub use super::values::{
+    ProbeOther as CollectOther, ProbeOther as ReturnsOther, ProbeUnitValue as CollectValue,
+    ProbeUnitValue as ReturnsValue, ValueProbe as Input, ValueProbe as Output,
+};
 
-/// A forward under way; dropped without [`post_forward`], it was left by a panic.
+/// A running forward. A panic drops it before [`post_forward`], which ends the forward.
 #[derive(Debug)]
-pub struct Call(pub(crate) Option<Open>);
+pub struct Call(pub(super) Option<OpenCall>);
 
-/// The forward of a sharded unit.
+/// The running forward of a sharded unit.
 #[derive(Debug)]
-pub(crate) struct Open {
-    pub(crate) runtime: Arc<dyn Runtime>,
-    pub(crate) unit: usize,
-    pub(crate) id: CallId,
+pub(super) struct OpenCall {
+    pub(super) runtime: Arc<dyn Runtime>,
+    pub(super) unit: usize,
+    pub(super) id: CallId,
 }
 
-impl Drop for Call {
-    fn drop(&mut self) {
-        if let Some(Open { runtime, id, .. }) = self.0.take() {
-            runtime.abandon(id);
+impl Call {
+    /// Gathers a unit and starts its forward.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with the typed error if a collective fails.
+    pub(super) fn start(runtime: Arc<dyn Runtime>, unit: usize, inputs: Inputs) -> Self {
+        match runtime.pre_forward(unit, inputs.0) {
+            Ok(id) => Self(id.map(|id| OpenCall { runtime, unit, id })),
+            Err(error) => raise(error),
         }
     }
 }
 
-/// Unshards the module's unit. Nothing happens to a model that is not sharded.
+impl Drop for Call {
+    fn drop(&mut self) {
+        if let Some(OpenCall { runtime, id, .. }) = self.0.take() {
+            runtime.abort_forward(id);
+        }
+    }
+}
+
+impl MapInputs for Call {
+    fn map_input<T: UnitValue>(&self, input: T) -> T {
+        match &self.0 {
+            Some(OpenCall { runtime, unit, .. }) => map_input(&**runtime, *unit, input),
+            None => input,
+        }
+    }
+}
+
+/// Gathers the module's unit. Does nothing in a model that is not sharded.
 ///
 /// # Panics
 ///
-/// Unwinds with the typed error where a collective fails.
+/// Unwinds with the typed error if a collective fails.
 pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) -> Call {
-    let Some(unit) = find(module) else { return Call(None) };
-    if !unit.runtime.is_open() {
-        module.visit_params(&mut Collect(&*unit.runtime));
+    let Some((runtime, unit)) = find_unit(module) else { return Call(None) };
+    if !runtime.in_forward() {
+        module.visit_params(&mut Collect(&*runtime));
     }
     let mut tensors = Inputs::default();
     inputs(&mut tensors);
-    let Found { runtime, place } = unit;
-    match runtime.pre_forward(place.unit, tensors.0) {
-        Ok(id) => Call(id.map(|id| Open { runtime, unit: place.unit, id })),
-        Err(error) => raise(error),
-    }
+    Call::start(runtime, unit, tensors)
 }
 
-/// Reshards the unit, and makes its output's gradient unshard it again.
+/// Reshards the unit, and hooks the output so that the output's gradient gathers the unit again.
 ///
 /// # Panics
 ///
-/// Unwinds with the typed error where a collective fails.
-pub fn post_forward<O: UnitValue>(call: Call, output: O) -> O {
-    finish(call, output)
-}
-
-pub(crate) fn finish<O: UnitValue>(mut call: Call, output: O) -> O {
-    let Some(Open { runtime, id, .. }) = call.0.take() else { return output };
+/// Unwinds with the typed error if a collective fails.
+pub fn post_forward<O: UnitValue>(mut call: Call, output: O) -> O {
+    let Some(OpenCall { runtime, id, .. }) = call.0.take() else { return output };
     let output = output.map_tensors(&mut |tensor| runtime.clone().hook_output(id, tensor));
     match runtime.post_forward(id) {
         Ok(()) => output,
@@ -72,16 +93,10 @@ pub(crate) fn finish<O: UnitValue>(mut call: Call, output: O) -> O {
     }
 }
 
-/// A unit found through its parameters.
-struct Found {
-    runtime: Arc<dyn Runtime>,
-    place: crate::module::ParamIndex,
-}
-
-/// The unit a module is, through its first parameter; a root that has only units below it is unit 0
-/// of the model they belong to.
-fn find<M: FsdpUnit>(module: &M) -> Option<Found> {
-    let mut own = Probe { nested: false, found: None };
+/// Returns the schedule and the index of a module's unit, found through the unit's first parameter.
+/// A root without parameters of its own is unit 0 of the model that the units below it belong to.
+fn find_unit<M: FsdpUnit>(module: &M) -> Option<(Arc<dyn Runtime>, usize)> {
+    let mut own = FindParam { nested: false, found: None };
     module.visit_params(&mut own);
     if own.found.is_some() {
         return own.found;
@@ -89,19 +104,20 @@ fn find<M: FsdpUnit>(module: &M) -> Option<Found> {
     if M::LAYOUT.kind != (Kind::Unit { root: true }) {
         return None;
     }
-    let mut below = Probe { nested: true, found: None };
+    let mut below = FindParam { nested: true, found: None };
     module.visit_params(&mut below);
-    let mut found = below.found?;
-    found.place.unit = 0;
-    Some(found)
+    let (runtime, _) = below.found?;
+    Some((runtime, 0))
 }
 
-struct Probe {
+/// Finds the first sharded or replicated parameter, with its schedule and unit.
+struct FindParam {
+    /// Whether to search nested units too.
     nested: bool,
-    found: Option<Found>,
+    found: Option<(Arc<dyn Runtime>, usize)>,
 }
 
-impl ParamVisitor for Probe {
+impl ParamVisitor for FindParam {
     fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
         self.nested && self.found.is_none()
     }
@@ -114,100 +130,18 @@ impl ParamVisitor for Probe {
         if self.found.is_none()
             && let Some(sharded) = Sharded::of(param)
         {
-            self.found = Some(Found { runtime: sharded.runtime.clone(), place: sharded.place });
+            self.found = Some((sharded.runtime.clone(), sharded.place.unit));
         }
     }
 }
 
-/// Copy-in, first half: reads the shards of a module and of all units below it.
+/// Registers the shards of a module, and of all units below it, with the schedule.
 pub(crate) struct Collect<'a>(pub(crate) &'a dyn Runtime);
 
 impl ParamVisitor for Collect<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(sharded) = Sharded::of(param) {
-            self.0.collect(sharded.place, param.base().into_dispatch());
+            self.0.register_shard(sharded.place, param.base().into_dispatch());
         }
-    }
-}
-
-/// One input of a forward. Generated code calls `collect` and `kind` on a reference to it: for a
-/// [`UnitValue`] that finds [`CollectValue`], for any other type [`CollectOther`], one reference
-/// further away.
-#[derive(Debug)]
-pub struct Input<'a, T>(pub &'a T);
-
-/// Inputs that may hold tensors.
-pub trait CollectValue {
-    /// Adds the tensors.
-    fn collect(&self, inputs: &mut Inputs);
-    /// How the forward takes it.
-    fn kind(&self) -> Tensors;
-}
-
-impl<T: UnitValue> CollectValue for Input<'_, T> {
-    fn collect(&self, inputs: &mut Inputs) {
-        self.0.visit_tensors(&mut |tensor| inputs.0.push(tensor));
-    }
-
-    fn kind(&self) -> Tensors {
-        Tensors
-    }
-}
-
-/// Inputs of any other type.
-pub trait CollectOther {
-    /// Adds nothing.
-    fn collect(&self, inputs: &mut Inputs);
-    /// How the forward takes it.
-    fn kind(&self) -> NoTensors;
-}
-
-impl<T> CollectOther for &Input<'_, T> {
-    fn collect(&self, _: &mut Inputs) {}
-
-    fn kind(&self) -> NoTensors {
-        NoTensors
-    }
-}
-
-/// A call whose inputs may be mapped.
-pub trait MapInputs {
-    /// Passes an input through the map of the unit that is called, if one is.
-    fn map_input<T: UnitValue>(&self, input: T) -> T;
-}
-
-impl MapInputs for Call {
-    fn map_input<T: UnitValue>(&self, input: T) -> T {
-        match &self.0 {
-            Some(Open { runtime, unit, .. }) => map_input(&**runtime, *unit, input),
-            None => input,
-        }
-    }
-}
-
-/// An input as the unit's own code is to have it.
-pub(crate) fn map_input<T: UnitValue>(runtime: &dyn Runtime, unit: usize, input: T) -> T {
-    input.map_tensors(&mut |tensor| runtime.map_input(unit, tensor))
-}
-
-/// An input that may hold tensors.
-#[derive(Debug)]
-pub struct Tensors;
-
-impl Tensors {
-    /// The input, its tensors as the unit's own code is to have them.
-    pub fn map<T: UnitValue>(self, call: &impl MapInputs, input: T) -> T {
-        call.map_input(input)
-    }
-}
-
-/// An input of any other type.
-#[derive(Debug)]
-pub struct NoTensors;
-
-impl NoTensors {
-    /// The input.
-    pub fn map<T>(self, _: &impl MapInputs, input: T) -> T {
-        input
     }
 }

@@ -1,9 +1,12 @@
 //! A sharded model at run time: the hooks around a unit's forward, the schedule of collectives, the
 //! autodiff operations, and recomputation.
+//!
+//! Order of the modules, from the bottom up: `values`, `hooks`, `field_call`, `recompute`,
+//! `autodiff`, `schedule`.
 
-pub(crate) mod autodiff;
+mod autodiff;
 pub(crate) mod field_call;
 pub(crate) mod hooks;
 pub(crate) mod recompute;
 pub(crate) mod schedule;
-pub(crate) mod state;
+mod values;

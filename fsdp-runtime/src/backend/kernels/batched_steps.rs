@@ -1,8 +1,9 @@
-//! Steps on several parameters in one launch.
+//! Deferred optimizer steps, so that several parameters share one kernel launch.
 //!
-//! Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer) hands an optimizer one parameter after the
-//! other, and looks at none of what it gets back: so a step may be launched later, together with others.
-//! That is done while a sharded model is mapped, as the end of it is known.
+//! Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer) passes parameters to an optimizer one
+//! at a time and does not read the updated tensors in between. So a step may be launched later,
+//! together with the steps of other parameters. Steps are deferred only while a sharded model is
+//! mapped by the optimizer: at the end of that call the remaining ones are launched.
 
 use std::cell::Cell;
 
@@ -10,27 +11,28 @@ thread_local! {
     static OPEN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a step may be put off: inside [`scope`].
+/// Returns whether this thread is inside [`scope`], where steps may be deferred.
 pub(crate) fn is_open() -> bool {
     OPEN.get()
 }
 
-/// Runs `f`, in which steps may be put off, and then what has been.
+/// Runs `f`, in which this thread may defer steps, then launches the deferred steps. If `f` panics
+/// they are discarded.
 pub(crate) fn scope<T>(f: impl FnOnce() -> T) -> T {
     struct Scope {
-        outer: bool,
+        was_open: bool,
     }
     impl Drop for Scope {
         fn drop(&mut self) {
-            OPEN.set(self.outer);
+            OPEN.set(self.was_open);
             #[cfg(feature = "cube")]
             if std::thread::panicking() {
-                crate::backend::kernels::cube::optim::discard();
+                super::cube::discard_deferred_steps();
             } else {
-                crate::backend::kernels::cube::optim::flush();
+                super::cube::launch_deferred_steps();
             }
         }
     }
-    let _scope = Scope { outer: OPEN.replace(true) };
+    let _scope = Scope { was_open: OPEN.replace(true) };
     f()
 }

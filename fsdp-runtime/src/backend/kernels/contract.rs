@@ -1,4 +1,4 @@
-//! The kernels that every backend has.
+//! The operations that each backend implements as kernels.
 
 use std::ops::Range;
 
@@ -10,15 +10,19 @@ use super::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 use crate::backend::tensor::Float;
 
-/// The kernels of one backend. Launchers check lengths and panic where a caller inside this crate
-/// has miscounted; dtypes are f32, bf16 and f16.
+/// Kernels of one backend, on tensors of f32, bf16 and f16.
+///
+/// Offsets and ranges count elements of the flattened tensor. An implementation panics if an offset
+/// or a range exceeds a tensor: callers inside this crate compute them, and the public functions of
+/// `kernels` check theirs. "In place" means: in the tensor's own memory if no other tensor shares
+/// that memory, else in a copy.
 pub(crate) trait Kernels: Backend {
-    /// The tensors' elements, each from its offset in the buffer on, rounded to the buffer's dtype.
-    /// The rest of the buffer stays as it is. In the buffer's own memory where nothing shares it.
+    /// Copies each tensor into `buffer` from the given offset on, rounded to the buffer's dtype.
+    /// The rest of the buffer keeps its elements. In place.
     fn pack(parts: Vec<(Float<Self>, usize)>, buffer: Float<Self>) -> Float<Self>;
 
-    /// Tensors of their own of the given shapes, each from its offset in the buffer on: divided by
-    /// `divisor` in f32 if given, rounded to `dtype`.
+    /// Copies parts of `buffer`, given by offset and shape, to new tensors: divided in f32 by
+    /// `divisor` if there is one, then rounded to `dtype`.
     fn unpack(
         buffer: Float<Self>,
         parts: Vec<(usize, Shape)>,
@@ -26,11 +30,11 @@ pub(crate) trait Kernels: Backend {
         divisor: Option<f32>,
     ) -> Vec<Float<Self>>;
 
-    /// The tensor's elements, divided by `divisor` in f32 if given, rounded to `dtype`.
+    /// Copies a tensor: divided in f32 by `divisor` if there is one, then rounded to `dtype`.
     fn cast(tensor: Float<Self>, dtype: DType, divisor: Option<f32>) -> Float<Self>;
 
-    /// The mean over `parts` of `range` of each flattened part, in f32: added in f32 in their order,
-    /// then divided by `divisor`. All parts have one dtype.
+    /// Returns the mean over `parts` of their elements `range`, in f32: added in f32 in the order
+    /// of `parts`, then divided by `divisor`. All parts have one dtype.
     fn rank_mean(
         parts: &[Float<Self>],
         range: Range<usize>,
@@ -38,55 +42,59 @@ pub(crate) trait Kernels: Backend {
         shape: Shape,
     ) -> Float<Self>;
 
-    /// What each range of its flattened tensor adds to a norm.
+    /// Returns for each tensor the partial sums over its elements in the range.
     fn sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<Sums>;
 
-    /// Multiplies the tensors by `factor`, in their own memory where nothing shares it, and tells what
-    /// each adds to a norm then.
+    /// Multiplies the tensors by `factor` in place. Also returns the partial sums of each product.
     fn unscale(tensors: Vec<Float<Self>>, factor: f32, norm: Norm)
     -> (Vec<Float<Self>>, Vec<Sums>);
 
-    /// The tensor's elements times those of a dropout mask, which is in no memory.
+    /// Returns the tensor multiplied by a dropout mask. The mask is generated on the fly and not
+    /// stored.
     fn dropout(tensor: Float<Self>, source: &MaskSource) -> Float<Self>;
 
-    /// Zeros in f32, in memory of their own.
+    /// Returns a new f32 tensor of zeros.
     fn zeros(device: &Self::Device, shape: Shape) -> Float<Self> {
         Self::float_zeros(shape, device, DType::F32.into())
     }
 
-    /// One step of Adam or AdamW on f32 tensors of one shape, each updated in its own memory where
-    /// nothing shares it: if `later`, possibly only when the
-    /// [`batched_steps::scope`](super::batched_steps::scope) around ends, until when nothing may look at
-    /// them.
+    /// Runs one step of Adam or AdamW on f32 tensors of equal length, each updated in place.
+    ///
+    /// If `may_defer`, the step may run as late as the end of the enclosing
+    /// [`batched_steps::scope`](super::batched_steps::scope): until then the caller must not read
+    /// the tensors.
     fn adam(
         step: &AdamStep,
         grad: Float<Self>,
         tensors: AdamTensors<Float<Self>>,
-        later: bool,
+        may_defer: bool,
     ) -> AdamTensors<Float<Self>>;
 
-    /// One step of SGD on f32 tensors of one shape, with momentum where there is a velocity, each
-    /// updated in its own memory where nothing shares it; `later` as for [`adam`](Self::adam).
+    /// Runs one step of SGD on f32 tensors of equal length, each updated in place; with momentum if
+    /// there is a velocity. `may_defer` has the meaning that it has for [`adam`](Self::adam).
     fn sgd(
         step: &SgdStep,
         grad: Float<Self>,
         param: Float<Self>,
         velocity: Option<Float<Self>>,
-        later: bool,
+        may_defer: bool,
     ) -> (Float<Self>, Option<Float<Self>>);
 }
 
-/// What a step of Adam updates.
+/// Tensors that a step of Adam updates.
 pub(crate) struct AdamTensors<T> {
+    /// Parameter, or this rank's shard of it.
     pub(crate) param: T,
+    /// First moment: running mean of the gradient.
     pub(crate) moment_1: T,
+    /// Second moment: running mean of the squared gradient.
     pub(crate) moment_2: T,
-    /// With AMSGrad, the largest second moments so far.
+    /// Elementwise maximum of all second moments so far, under AMSGrad.
     pub(crate) max: Option<T>,
 }
 
 impl<T> AdamTensors<T> {
-    /// The same of other tensors.
+    /// Applies `f` to each tensor.
     pub(crate) fn map<U>(self, mut f: impl FnMut(T) -> U) -> AdamTensors<U> {
         AdamTensors {
             param: f(self.param),
@@ -97,17 +105,20 @@ impl<T> AdamTensors<T> {
     }
 }
 
-/// What the elements of one tensor add to a norm.
+/// Partial sums of one tensor's elements, from which a norm over several tensors is computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sums {
-    /// The sum of the norm's terms; 0 for the infinity norm.
+    /// Sum of the norm's terms: of `|x|` for norm 1, `x²` for norm 2 and `|x|ᵖ` for norm p; 0 for
+    /// the infinity norm.
     pub sum: f64,
-    /// The largest magnitude; NaN where an element is NaN.
+    /// Largest magnitude; NaN if an element is NaN, 0 if there are no elements.
     pub largest: f32,
 }
 
 impl Sums {
-    /// What is added to the norm.
+    /// Returns the tensor's contribution to `norm`: [`largest`](Self::largest) for the infinity
+    /// norm, else [`sum`](Self::sum). Contributions of several tensors are added, or for the
+    /// infinity norm their maximum is taken.
     pub fn term(&self, norm: Norm) -> f64 {
         match norm {
             Norm::Inf => f64::from(self.largest),
@@ -115,7 +126,7 @@ impl Sums {
         }
     }
 
-    /// Whether no element is infinite or NaN, whatever their sum.
+    /// Returns whether no element is infinite or NaN. The sum may overflow all the same.
     pub fn is_finite(&self) -> bool {
         self.largest.is_finite()
     }

@@ -1,42 +1,50 @@
-//! Dropout masks on the host: sixteen random bits an element, in the order that the kernels share.
+//! Dropout masks, generated on the host. The kernels generate the same bits in the same order.
 //!
-//! A block of the generator has 128 bits and draws for sixteen elements. Each of its bytes is the upper
-//! half of one element's bits; the lower half, which matters to one element in 256, is a byte of the next
-//! two words added without carry. So each element's bits are uniform, and those of any two elements
-//! independent: all are sums of the block's bits, and no sum of two elements' bits is empty (tested).
+//! Each element is decided by a *draw* of sixteen random bits. A block of the random generator has
+//! 128 bits and gives draws for sixteen elements: each of its sixteen bytes is the upper byte of
+//! one draw, and the lower byte of that draw is the XOR of two other bytes, one of each of the next
+//! two words. The lower byte decides only where the upper byte equals that of the threshold, for
+//! one element in 256.
+//!
+//! So each draw is uniform, and any two draws are independent: over the field of two elements every
+//! bit of a draw is a sum of bits of the block, and the 32 sums of two draws are linearly
+//! independent (tested).
 
 use burn::tensor::DType;
 use half::{bf16, f16};
 
 use crate::backend::philox::{LANES, blocks};
 
-/// Elements drawn from one call of [`blocks`]: word by word, and of each two [`pairs`] of every lane, all
-/// first pairs before all second ones.
+/// Number of elements whose draws come from one call of [`blocks`].
+///
+/// Order of the elements: by word; within a word, the first of the two [`pairs`] of every lane,
+/// then the second pair of every lane.
 pub(crate) const BATCH: usize = LANES * 16;
 
-/// Where in the counter-based generator a dropout mask comes from.
+/// Dropout probability of a mask, and the key and counter that its random bits are generated from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MaskSource {
-    /// The generator's key.
+    /// Key of the random generator (Philox4x32-7).
     pub key: [u32; 2],
-    /// The half of its counter that does not count the mask's blocks.
+    /// Upper half of the generator's 128-bit counter. The lower half counts the blocks of one mask,
+    /// so masks with different `place` are independent.
     pub place: [u32; 2],
-    /// The probability of an element to be zero, in `[0, 1)`.
+    /// Probability that an element is set to zero, in `[0, 1)`.
     pub prob: f64,
 }
 
 impl MaskSource {
-    /// Sixteen random bits below this make an element zero.
+    /// Returns the bound on draws: an element whose draw is below it is set to zero.
     pub(crate) fn threshold(&self) -> u16 {
         (self.prob * 65536.0).round() as u16
     }
 
-    /// What the other elements are.
+    /// Returns the factor `1 / (1 - prob)` of the elements that are kept.
     pub(crate) fn keep(&self) -> f32 {
         (1.0 / (1.0 - self.prob)) as f32
     }
 
-    /// As a mask of this dtype has it.
+    /// Returns [`keep`](Self::keep) rounded to `dtype`.
     pub(crate) fn keep_in(&self, dtype: DType) -> f32 {
         match dtype {
             DType::BF16 => bf16::from_f32(self.keep()).to_f32(),
@@ -45,7 +53,7 @@ impl MaskSource {
         }
     }
 
-    /// The mask's first `len` elements.
+    /// Returns the first `len` elements of the mask, each 0 or [`keep`](Self::keep).
     pub(crate) fn mask(&self, len: usize) -> Vec<f32> {
         let (threshold, keep) = (self.threshold(), self.keep());
         let factor = |draw| if draw < threshold { 0.0 } else { keep };
@@ -54,8 +62,9 @@ impl MaskSource {
     }
 }
 
-/// Sixteen bits for each of four elements of one word and lane, a pair in the lower and the upper half of
-/// each number: those two from the word's odd bytes, these from its even ones.
+/// Returns the draws of the four elements that belong to one word and lane. Each of the two numbers
+/// holds a pair of draws, one in its lower and one in its upper sixteen bits. The upper bytes of
+/// the first pair are the odd bytes of the word, those of the second pair the even bytes.
 #[inline(always)]
 pub(crate) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32; 2] {
     let upper = words[word][lane];
@@ -65,13 +74,14 @@ pub(crate) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32
     [odd, even]
 }
 
-/// The lower byte of each half.
+/// Selects the lower byte of each of the two draws of a pair.
 pub(crate) const LOW_BYTES: u32 = 0x00FF_00FF;
-/// The uppermost bit of a draw, which is turned over before it is compared: so a machine that compares
-/// numbers with a sign alone, as AVX2 does, takes the draw as it is.
+/// Topmost bit of a draw. A draw is compared with the threshold after this bit was flipped: so a
+/// processor that compares only signed integers, as with AVX2, compares the bits of [`pairs`]
+/// without flipping them.
 pub(crate) const SIGN: u32 = 0x8000;
 
-/// Each element of a batch becomes zero where this is below the threshold.
+/// Returns the draws of a batch, to be compared with the threshold, in the order of [`BATCH`].
 fn draws(words: &[[u32; LANES]; 4]) -> [u16; BATCH] {
     let mut draws = [0; BATCH];
     for (word, draws) in draws.chunks_exact_mut(4 * LANES).enumerate() {
@@ -96,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_keeps_the_share_and_the_mean() {
+    fn a_mask_has_the_expected_share_of_zeros_and_mean_one() {
         let mask = source(0.1).mask(200_000);
         let zeros = mask.iter().filter(|&&x| x == 0.0).count() as f64 / mask.len() as f64;
         assert!((zeros - 0.1).abs() < 0.003, "{zeros}");
@@ -105,17 +115,17 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_mask_begins_as_the_shorter_one() {
+    fn a_shorter_mask_is_a_prefix_of_a_longer_one() {
         assert_eq!(source(0.5).mask(20_000)[..777], source(0.5).mask(777));
     }
 
-    /// Over the field of two elements: the bits of two elements are 32 sums of a block's 128 bits, and
-    /// independent and uniform if and only if none of their sums is empty, that is, of full rank.
+    /// Over the field of two elements, the bits of two draws are 32 linear forms in the 128 bits of
+    /// a block. They are independent and uniform if and only if the forms have full rank.
     #[test]
-    fn any_two_elements_are_independent() {
+    fn any_two_draws_are_independent() {
         let sums: Vec<u128> = (0..4)
             .flat_map(|word| {
-                // What each of the block's bits, alone, does to the elements' bits.
+                // The draws of a block in which a single bit is set.
                 let of_bit = |bit: usize| {
                     let mut words = [[0; LANES]; 4];
                     words[bit / 32][0] = 1 << (bit % 32);
@@ -138,6 +148,7 @@ mod tests {
         }
     }
 
+    /// Rank of a matrix over the field of two elements, given by its rows as bits.
     fn rank(mut rows: Vec<u128>) -> usize {
         let mut rank = 0;
         while let Some(row) = rows.pop() {

@@ -1,61 +1,70 @@
-//! The update rules over slices, whatever the tensors they belong to.
+//! Update rules of Adam and SGD as loops over slices.
 //!
-//! The loops are plain, so that the compiler makes vector code of them, for the processor's widest
-//! registers. Every operation is one IEEE rounding: Rust neither reassociates sums nor contracts a
-//! product and a sum into one, and division and square root round alike in vectors and in scalars. So
-//! the remainder of a vector loop computes what its body does.
+//! The loops are plain, so that the compiler vectorises them for the widest registers of the
+//! processor. Every operation rounds once, as IEEE 754 defines: Rust neither reassociates sums nor
+//! fuses a product with a sum, and division and square root round equally in vector and scalar
+//! instructions. So the scalar remainder of a vectorised loop computes the same bits as its body.
 
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-/// Elements a task updates: 64 KiB of each array.
+/// Number of elements that a task of the thread pool updates: 64 KiB of each array.
 const TASK: usize = 1 << 14;
 
-/// The numbers of one Adam step that are the same for all elements.
+/// Coefficients of one step of Adam or AdamW, shared by all elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AdamStep {
+    /// β₁, decay of the first moment.
     pub(crate) beta_1: f32,
-    pub(crate) rest_1: f32,
+    /// `1 - β₁`, computed in f64.
+    pub(crate) one_minus_beta_1: f32,
+    /// β₂, decay of the second moment.
     pub(crate) beta_2: f32,
-    pub(crate) rest_2: f32,
+    /// `1 - β₂`, computed in f64.
+    pub(crate) one_minus_beta_2: f32,
+    /// ε, added to the denominator.
     pub(crate) epsilon: f32,
-    /// `1 / √(1 - β₂ᵗ)`.
+    /// `1 / √(1 - β₂ᵗ)` at step `t`.
     pub(crate) root_scale: f32,
-    /// `lr / (1 - β₁ᵗ)`.
+    /// `lr / (1 - β₁ᵗ)` at step `t`.
     pub(crate) step_size: f32,
-    /// What of the parameter is added to its gradient.
+    /// λ of Adam: `λ · parameter` is added to the gradient. 0 for AdamW.
     pub(crate) penalty: f32,
-    /// What the parameter is multiplied by: `1 - rate`, rounded.
+    /// Factor of the parameter under decoupled weight decay: `1 - rate`, computed in f64. 1 for
+    /// Adam.
     pub(crate) keep: f32,
-    /// What of the parameter is taken from it under cautious decay.
+    /// `lr · λ` of AdamW: the share of the parameter that weight decay subtracts. 0 for Adam.
     pub(crate) rate: f32,
+    /// Whether weight decay applies only to elements whose parameter and first moment have equal
+    /// signs.
     pub(crate) cautious: bool,
 }
 
 impl AdamStep {
-    /// Takes the gradient into both moments.
+    /// Updates both moments with an element's gradient.
     #[inline(always)]
     fn moments(&self, param: f32, grad: f32, moment_1: &mut f32, moment_2: &mut f32) {
         let grad = grad + param * self.penalty;
-        *moment_1 = *moment_1 * self.beta_1 + grad * self.rest_1;
-        *moment_2 = *moment_2 * self.beta_2 + grad * grad * self.rest_2;
+        *moment_1 = *moment_1 * self.beta_1 + grad * self.one_minus_beta_1;
+        *moment_2 = *moment_2 * self.beta_2 + grad * grad * self.one_minus_beta_2;
     }
 
-    /// The updated parameter.
+    /// Returns the updated element of the parameter.
     #[inline(always)]
     fn update(&self, param: f32, moment_1: f32, moment_2: f32) -> f32 {
-        let kept = if !self.cautious {
+        let decayed = if !self.cautious {
             param * self.keep
         } else if (param >= 0.0) == (moment_1 >= 0.0) {
             param - param * self.rate
         } else {
             param
         };
-        kept - self.step_size * moment_1 / (moment_2.sqrt() * self.root_scale + self.epsilon)
+        decayed - self.step_size * moment_1 / (moment_2.sqrt() * self.root_scale + self.epsilon)
     }
 }
 
-/// One step of Adam or AdamW over slices of one length. `max` holds AMSGrad's largest second moments.
+/// Runs one step of Adam or AdamW on slices of equal length. `max` holds the largest second moments
+/// so far, under AMSGrad.
 pub(crate) fn adam(
     step: &AdamStep,
     param: &mut [f32],
@@ -96,24 +105,28 @@ fn amsgrad_slice(
     let step = *step;
     for ((((p, g), m), v), max) in param.iter_mut().zip(grad).zip(m).zip(v).zip(max) {
         step.moments(*p, *g, m, v);
-        // Not a number wins.
+        // A NaN in `v` is kept, as the comparison is false; `f32::max` would drop it.
         *max = if *max >= *v { *max } else { *v };
         *p = step.update(*p, *m, *max);
     }
 }
 
-/// The numbers of one SGD step that are the same for all elements.
+/// Coefficients of one step of SGD, shared by all elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct SgdStep {
+    /// Learning rate.
     pub(crate) lr: f32,
+    /// λ: `λ · parameter` is added to the gradient.
     pub(crate) penalty: f32,
+    /// Factor of the previous velocity. Unused without a velocity.
     pub(crate) momentum: f32,
-    /// `1 - dampening`; 1 in the first step.
-    pub(crate) rest: f32,
+    /// Factor of the gradient in the velocity: `1 - dampening`, or 1 in the first step.
+    pub(crate) grad_factor: f32,
+    /// Whether the update is `gradient + momentum · velocity` instead of the velocity.
     pub(crate) nesterov: bool,
 }
 
-/// One step of SGD over slices of one length.
+/// Runs one step of SGD on slices of equal length, with momentum if there is a velocity.
 pub(crate) fn sgd(step: &SgdStep, param: &mut [f32], grad: &[f32], velocity: Option<&mut [f32]>) {
     let tasks = param.par_chunks_mut(TASK).zip(grad.par_chunks(TASK));
     match velocity {
@@ -137,9 +150,9 @@ fn momentum_slice(step: &SgdStep, param: &mut [f32], grad: &[f32], velocity: &mu
     let step = *step;
     for ((p, g), velocity) in param.iter_mut().zip(grad).zip(velocity) {
         let grad = g + *p * step.penalty;
-        *velocity = *velocity * step.momentum + grad * step.rest;
-        let along = if step.nesterov { grad + *velocity * step.momentum } else { *velocity };
-        *p -= along * step.lr;
+        *velocity = *velocity * step.momentum + grad * step.grad_factor;
+        let update = if step.nesterov { grad + *velocity * step.momentum } else { *velocity };
+        *p -= update * step.lr;
     }
 }
 
@@ -150,10 +163,10 @@ mod tests {
     use super::*;
     use crate::optim::{AdamConfig, AdamWConfig, SgdConfig};
 
-    /// Longer than several tasks, with a remainder in every vector width.
+    /// Number of elements: several tasks, and a remainder at every vector width.
     const LEN: usize = 5 * TASK + 13;
 
-    /// A parameter's arrays: itself, its gradient, two moments and their largest.
+    /// Parameter, gradient, first moment, second moment and largest second moment.
     type Arrays = [Vec<f32>; 5];
 
     fn arrays() -> Arrays {
@@ -170,7 +183,7 @@ mod tests {
             positive(3 * LEN, 1e-5),
             positive(4 * LEN, 1e-5),
         ];
-        // Rows of an embedding that no batch has seen, and the ends of the range.
+        // Rows of an embedding that no batch has used, and very small and very large gradients.
         arrays[1..].iter_mut().for_each(|array: &mut Vec<f32>| array[40..75].fill(0.0));
         arrays[1][100..140].fill(1e-30);
         arrays[1][140..180].fill(3e18);
@@ -179,7 +192,7 @@ mod tests {
 
     type Rule = Box<dyn Fn([&mut [f32]; 5]) + Sync>;
 
-    /// Every loop there is, with every option that changes what it does.
+    /// Returns a rule for each loop of this file, and for each option that changes its result.
     fn rules() -> Vec<Rule> {
         let adam = AdamWConfig::new();
         let cautious = adam.clone().with_cautious_weight_decay(true);
@@ -203,10 +216,10 @@ mod tests {
         adams.chain(sgds).collect()
     }
 
-    fn whole(rule: &Rule) -> Arrays {
-        let mut whole = arrays();
-        rule(whole.each_mut().map(Vec::as_mut_slice));
-        whole
+    fn updated(rule: &Rule) -> Arrays {
+        let mut arrays = arrays();
+        rule(arrays.each_mut().map(Vec::as_mut_slice));
+        arrays
     }
 
     fn bits(arrays: &Arrays) -> Vec<Vec<u32>> {
@@ -216,9 +229,10 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(12))]
 
-        /// Pieces lie at other alignments than in the whole, each array at one of its own.
+        /// Updates pieces of the arrays, each array shifted to an alignment of its own, and
+        /// compares the bits with those of an update in one piece.
         #[test]
-        fn an_element_does_not_depend_on_where_it_lies(
+        fn an_update_does_not_depend_on_alignment(
             mut cuts in proptest::collection::vec(0..=LEN, 0..40),
             shifts in proptest::array::uniform5(0..16usize),
         ) {
@@ -226,7 +240,7 @@ mod tests {
             cuts.sort_unstable();
             let start = arrays();
             for rule in rules() {
-                let expected = bits(&whole(&rule));
+                let expected = bits(&updated(&rule));
                 for piece in cuts.windows(2).map(|cut| cut[0]..cut[1]) {
                     let mut shifted: Arrays = std::array::from_fn(|array| {
                         [&vec![0.0; shifts[array]], &start[array][piece.clone()]].concat()
@@ -243,21 +257,21 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_threads_changes_no_bit() {
+    fn an_update_does_not_depend_on_the_number_of_threads() {
         for rule in rules() {
             let on = |threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                bits(&pool.install(|| whole(&rule)))
+                bits(&pool.install(|| updated(&rule)))
             };
             let one = on(1);
             assert!([2, 3, 7].into_iter().all(|threads| on(threads) == one));
-            assert_ne!(one[0], bits(&arrays())[0], "and something was computed");
+            assert_ne!(one[0], bits(&arrays())[0], "the rule must change the parameter");
         }
     }
 
-    /// One element, in f64, against the formulas as they are written in the documentation.
+    /// Compares twenty steps of one element with the documented formulas in f64.
     #[test]
-    fn the_formulas_are_those_of_the_documentation() {
+    fn adam_w_follows_the_documented_formulas() {
         let [lr, beta_1, beta_2, epsilon, rate] = [1e-2, 0.9, 0.999, 1e-8, 0.1];
         let [mut p, mut m, mut v] = [0.7, 0.0, 0.0];
         let mut ours = [[p as f32], [0.0f32], [0.0]];
@@ -278,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn amsgrad_hands_on_what_is_not_a_number() {
+    fn amsgrad_propagates_nan() {
         let rule = AdamWConfig::new().with_amsgrad(true).build().rule;
         let mut arrays: [[f32; 3]; 4] = [[1.0; 3], [0.0; 3], [0.0; 3], [0.0; 3]];
         let [p, m, v, max] = &mut arrays;

@@ -1,4 +1,4 @@
-//! Dropout as one operation: what it draws is drawn again in backward, and no mask is kept.
+//! Dropout as one operation. Backward generates the mask again, so no mask is stored.
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
@@ -6,24 +6,39 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::{Tensor, TensorData};
 
-use super::{KernelError, MaskSource, check_dtype, give, take};
-use crate::backend::kernels::Kernels;
-use crate::backend::{Float, ShardBackend, Tracked, Value, with_backend};
+use super::arguments::{check_dtype, give, take};
+use super::error::KernelError;
+use crate::backend::kernels::{Kernels, MaskSource};
+use crate::backend::shard_backend::{FloatTensor, ShardBackend, with_backend};
+use crate::backend::tensor::{Float, Tracked};
 
-/// The tensor's elements, each zero with the source's probability and otherwise scaled by the
-/// inverse of what is kept, in one pass. The same bits on every device.
+/// Sets each element to zero with probability `source.prob` and multiplies the others by
+/// `1 / (1 - source.prob)`.
+///
+/// The mask depends only on `source` and the element's index: equal arguments give equal bits on
+/// every device.
+///
+/// # Shapes
+///
+/// - input and output: `[n]`
 ///
 /// # Errors
 ///
-/// [`KernelError`] for dtypes other than f32, bf16 and f16.
+/// - [`KernelError::Dtype`] for dtypes other than f32, bf16 and f16.
+/// - [`KernelError::Device`] if the device has no kernels.
+///
+/// # Panics
+///
+/// For 2^32 elements or more on a CubeCL device.
 pub fn dropout(tensor: Tensor<1>, source: &MaskSource) -> Result<Tensor<1>, KernelError> {
     with_backend!(tensor.device(), |B, _device| {
         Ok(give::<B>(B::dropout(take::<B>(tensor)?, source)))
     })
 }
 
-/// The same of a tensor of any shape, recorded where it is tracked. On other backends and for other
-/// dtypes the mask comes from the host.
+/// Applies [`dropout`] to a tensor of any shape and records it for backward if the tensor is
+/// tracked. On devices without kernels, and for other dtypes, the mask is generated on the host and
+/// copied to the device.
 pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor<D>) -> Tensor<D> {
     let (device, dtype) = (input.device(), input.dtype());
     let dropped: Result<Tensor<D>, KernelError> = with_backend!(device, |B, inner| {
@@ -31,9 +46,9 @@ pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor
             let value = B::from_dispatch(input.clone().into_dispatch());
             let other = || KernelError::OtherDevice { device: format!("{device:?}") };
             let value = match value.ok_or_else(other)? {
-                Value::Plain(value) => Value::Plain(B::dropout(value, source)),
-                Value::Autodiff(value, context) => {
-                    Value::Autodiff(record::<B>(value, source), context)
+                FloatTensor::Plain(value) => FloatTensor::Plain(B::dropout(value, source)),
+                FloatTensor::Autodiff(value, context) => {
+                    FloatTensor::Autodiff(record::<B>(value, source), context)
                 }
             };
             Ok(Tensor::from_dispatch(B::into_dispatch(value)))
@@ -48,6 +63,7 @@ pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor
     })
 }
 
+/// Applies dropout and records it as one autodiff operation, whose state is the mask's source.
 fn record<B: ShardBackend>(input: Tracked<B>, source: &MaskSource) -> Tracked<B> {
     let (value, node) = input.into_parts();
     let value = B::dropout(value, source);
@@ -58,6 +74,7 @@ fn record<B: ShardBackend>(input: Tracked<B>, source: &MaskSource) -> Tracked<B>
     }
 }
 
+/// Backward of dropout: applies the same mask to the gradient.
 #[derive(Debug)]
 struct Dropout;
 

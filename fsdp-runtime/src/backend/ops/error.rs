@@ -1,4 +1,4 @@
-//! What is wrong with a kernel's arguments.
+//! Errors of the public kernel functions.
 
 use std::ops::Range;
 
@@ -6,52 +6,54 @@ use burn::tensor::DType;
 
 use crate::error::ShardError;
 
-/// Why a kernel cannot run on what it was given.
+/// Reason why a kernel cannot run with its arguments.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// A device without kernels.
+    /// The device has no kernels.
     #[error(transparent)]
     Device(#[from] ShardError),
-    /// A dtype the kernels do not take, or the device does not compute.
-    #[error("no kernel for {dtype:?} on {device}; use f32, bf16 or f16, as the device computes")]
+    /// The dtype is none of f32, bf16 and f16, or the device does not support it.
+    #[error(
+        "no kernel for {dtype:?} on {device}; use one of f32, bf16 and f16 that the device supports"
+    )]
     Dtype {
-        /// The dtype.
+        /// The unsupported dtype.
         dtype: DType,
-        /// The device.
+        /// The tensor's device, in its `Debug` form.
         device: String,
     },
-    /// Parts of several dtypes where one is asked for.
-    #[error("the parts are {first:?} and {other:?}; cast them to one dtype")]
+    /// The parts of a mean differ in dtype.
+    #[error("the parts have dtypes {first:?} and {other:?}; cast them to one dtype")]
     SeveralDtypes {
-        /// The first part's.
+        /// Dtype of the first part.
         first: DType,
-        /// Another part's.
+        /// Dtype of the first part that differs.
         other: DType,
     },
-    /// Tensors on several devices.
-    #[error("a tensor lies on {device}, another device than the others; move them to one")]
+    /// The tensors are on several devices.
+    #[error("a tensor is on {device}, another device than the other tensors; move all to one")]
     OtherDevice {
-        /// Where it lies.
+        /// Device of the tensor that differs, in its `Debug` form.
         device: String,
     },
-    /// Elements that a tensor does not have.
+    /// A range exceeds a tensor.
     #[error("elements {range:?} of a tensor of {len} elements; end at {len} or before")]
     Range {
-        /// The elements asked for.
+        /// The requested elements.
         range: Range<usize>,
-        /// Elements there are.
+        /// Number of elements of the tensor.
         len: usize,
     },
-    /// Two parts for the same elements of a buffer.
+    /// Two parts overlap in a buffer.
     #[error("parts for the elements {first:?} and {second:?} overlap; move one of them")]
     Overlap {
-        /// The part that begins first.
+        /// Elements of the part with the smaller offset.
         first: Range<usize>,
-        /// The other one.
+        /// Elements of the other part.
         second: Range<usize>,
     },
-    /// A mean of nothing.
+    /// A mean was requested of no parts.
     #[error("a mean has no parts; give at least one")]
     NoParts,
 }

@@ -1,8 +1,9 @@
-//! What ends a group: a rank that is late, ranks that differ, one that fails.
+//! Checks of the failures that end a process group: a rank that is late, ranks that issue different
+//! collectives, and a rank that fails.
 
 use super::*;
 
-pub(super) fn time_out(group: &Group) {
+pub(super) fn time_out(group: &AnyProcessGroup) {
     if group.size() == 1 {
         return;
     }
@@ -12,7 +13,7 @@ pub(super) fn time_out(group: &Group) {
         std::thread::sleep(3 * SHORT);
     }
     let error = match group.exchange(&op("all_gather", "encoder.layers.3"), ()) {
-        // The news may reach the late rank after everybody's notices.
+        // The failure may reach the late rank only after this exchange has succeeded.
         Ok(_) if group.rank() == last => group.exchange(&op("barrier", "later"), ()).unwrap_err(),
         outcome => outcome.unwrap_err(),
     };
@@ -22,7 +23,7 @@ pub(super) fn time_out(group: &Group) {
     assert!(group.exchange(&super::op("barrier", "later"), ()).is_err(), "the group has ended");
 }
 
-pub(super) fn mismatch(group: &Group) {
+pub(super) fn mismatch(group: &AnyProcessGroup) {
     if group.size() == 1 {
         return;
     }
@@ -38,7 +39,7 @@ pub(super) fn mismatch(group: &Group) {
     }
 }
 
-pub(super) fn mismatch_of_sizes(group: &Group) {
+pub(super) fn mismatch_of_sizes(group: &AnyProcessGroup) {
     if group.size() == 1 {
         return;
     }
@@ -49,14 +50,14 @@ pub(super) fn mismatch_of_sizes(group: &Group) {
     assert!(text.contains("(100 elements)") && text.contains("(101 elements)"), "{text}");
 }
 
-pub(super) fn failure(group: &Group) {
+pub(super) fn failure(group: &AnyProcessGroup) {
     let failed = CollectiveError::PeerFailed { rank: group.members()[0], reason: "why".into() };
     group.exchange(&op("barrier", "the start"), ()).unwrap();
     if group.rank() == Rank::ZERO {
-        // The others are at the end by now.
+        // By now the other ranks wait in their next exchange.
         std::thread::sleep(Duration::from_millis(200));
         group.fail(failed.clone());
     }
-    // At once, not after the time-out.
+    // The failure ends the exchange at once, not after the time-out.
     assert_eq!(group.exchange(&op("barrier", "the end"), ()).unwrap_err(), failed);
 }

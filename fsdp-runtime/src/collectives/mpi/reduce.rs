@@ -1,24 +1,35 @@
-//! Reductions: every rank gets every rank's gradient of what it keeps, and sums them in rank order.
-//! Of what all ranks keep whole, each sums a part and sends it to the others. Gradients of several
-//! types arrive one type after the other, as a buffer has one.
+//! Reductions over MPI. Every rank receives all ranks' gradients of the elements it keeps, and sums
+//! them in rank order. Of a replicated gradient, each rank sums a part and sends the sum to the
+//! others. Gradients of several types are exchanged one type after the other, since a buffer has
+//! one type.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::tensor::{DType, Shape};
 
-use super::MpiGroup;
-use super::transfer::Expected;
+use super::group::MpiGroup;
+use super::transfer::{Expected, Receive};
+use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
-use crate::collectives::Op;
+use crate::collectives::op::Op;
 use crate::collectives::regions::Reduction;
 use crate::error::CollectiveError;
-use crate::layout::FlatLayout;
-use crate::layout::WorldSize;
+use crate::layout::{FlatLayout, WorldSize};
+
+/// The parts of gradients that this rank receives, and the buffer that they are received in.
+struct ReceivedParts<'a, B: ShardBackend> {
+    /// Gradients that are received, all of one type.
+    entries: &'a [usize],
+    /// Region of each part, in the order of `entries` and, for one entry, of the members.
+    regions: FlatLayout,
+    buffer: Arc<GatherBuffer<B>>,
+}
 
 impl MpiGroup {
-    /// What member `index` keeps of a gradient, in elements: its shard, or, where all keep all,
-    /// the part that it sums for everybody.
-    fn part(&self, reduction: &Reduction<'_>, entry: usize, index: usize) -> Range<usize> {
+    /// Returns the elements of a gradient that member `index` sums: its shard of a sharded
+    /// parameter, or an equal part of a replicated one.
+    fn summed_part(&self, reduction: &Reduction<'_>, entry: usize, index: usize) -> Range<usize> {
         let keep = &reduction.keep[entry];
         match keep.segment {
             Some(segment) => reduction.layout.shard_of(segment, reduction.member(index)),
@@ -30,7 +41,8 @@ impl MpiGroup {
         }
     }
 
-    /// The sums of this rank's parts, over `divisor`; `None` where no rank has the gradient.
+    /// Sums this rank's parts of all gradients, and divides them. A sum is absent where no rank has
+    /// the gradient, or where this rank's part is empty.
     pub(super) fn sum_parts<B: ShardBackend>(
         &self,
         op: &Op,
@@ -40,82 +52,96 @@ impl MpiGroup {
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let keep = reduction.keep;
         let mut sums: Vec<Option<Float<B>>> = keep.iter().map(|_| None).collect();
-        // The same order on every rank, which knows the type of each gradient, its own or not.
+        // Every rank knows the type of each gradient, present or not, so all use the same order.
         let mut left: Vec<usize> = (0..keep.len()).collect();
         while let Some(dtype) = left.first().map(|&entry| keep[entry].dtype) {
             let entries: Vec<usize> =
                 left.extract_if(.., |entry| keep[*entry].dtype == dtype).collect();
-            let summed =
-                self.sum_parts_of::<B>(op, device, gradients, reduction, (&entries, dtype))?;
-            for (entry, sum) in entries.into_iter().zip(summed) {
-                sums[entry] = sum;
+            let received = self.exchange_parts::<B>(op, device, gradients, reduction, &entries)?;
+            for (at, &entry) in entries.iter().enumerate() {
+                sums[entry] = self.sum_part(gradients, reduction, &received, at);
             }
         }
         Ok(sums)
     }
 
-    /// As [`sum_parts`](Self::sum_parts), of the entries whose gradients travel in one type.
-    fn sum_parts_of<B: ShardBackend>(
+    /// Sends every member its parts of this rank's gradients, and receives this rank's parts of
+    /// theirs. `entries` are the gradients of one type; there is at least one.
+    fn exchange_parts<'a, B: ShardBackend>(
         &self,
         op: &Op,
         device: &B::Device,
         gradients: &[Option<Float<B>>],
         reduction: &Reduction<'_>,
-        (entries, dtype): (&[usize], DType),
-    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let Reduction { keep, divisor, present, .. } = reduction;
+        entries: &'a [usize],
+    ) -> Result<ReceivedParts<'a, B>, CollectiveError> {
+        let dtype = reduction.keep[entries[0]].dtype;
         let size = self.members.len();
-        // Where each member's part of each gradient arrives.
         let mut lens = Vec::with_capacity(entries.len() * size);
         for &entry in entries {
-            let len = self.part(reduction, entry, self.index).len();
+            let len = self.summed_part(reduction, entry, self.index).len();
             lens.extend((0..size).map(|from| if from == self.index { 0 } else { len }));
         }
         let regions = FlatLayout::new(lens, WorldSize::ONE);
-        let slot = self.parts.slot::<B>(device, regions.padded_len(), dtype);
+        let buffer = self.part_buffers.buffer::<B>(device, regions.padded_len(), dtype);
         let mut expected = Vec::new();
         for (at, &entry) in entries.iter().enumerate() {
-            for from in self.others().filter(|&from| present[from][entry]) {
+            for from in self.others().filter(|&from| reduction.present[from][entry]) {
                 let range = regions.segment(at * size + from);
                 expected.push(Expected { from, tag: entry, range });
             }
         }
         let host = |&entry: &usize| Some((entry, B::host(gradients[entry].clone()?)));
         let sent: Vec<_> = entries.iter().filter_map(host).collect();
-        self.land(op, &slot, device, &expected, sent, |sent, transfers| {
+        let receive = Receive { buffer: &buffer, device, expected: &expected };
+        self.transfer(op, receive, sent, |sent, transfers| {
             for (entry, elements) in sent {
                 let entry = *entry;
                 for to in self.others() {
-                    let part = self.part(reduction, entry, to);
+                    let part = self.summed_part(reduction, entry, to);
                     let part = part.start * dtype.size()..part.end * dtype.size();
-                    // SAFETY: `land` keeps `sent`, and with it the elements' place in memory.
+                    // SAFETY: `transfer` keeps `sent`, which keeps the elements where they are.
                     unsafe { self.send(transfers, to, entry, &elements.as_ref()[part]) };
                 }
             }
         })?;
-        let mean = |(at, &entry): (usize, &usize)| {
-            let (keep, range) = (&keep[entry], self.part(reduction, entry, self.index));
-            if range.is_empty() {
-                return None;
-            }
-            let part = |from: usize| match from == self.index {
-                true => {
-                    let own = gradients[entry].clone()?;
-                    Some(B::copy_range(own, range.clone(), Shape::from([range.len()])))
-                }
-                false => present[from][entry]
-                    .then(|| slot.view(regions.segment(at * size + from).start, &[range.len()])),
-            };
-            let parts: Vec<_> = (0..size).filter_map(part).collect();
-            let whole = size == 1 || keep.segment.is_some();
-            let shape = if whole { keep.shape.clone() } else { vec![range.len()] };
-            (!parts.is_empty()).then(|| B::mean(&parts, 0..range.len(), *divisor, shape.into()))
-        };
-        Ok(entries.iter().enumerate().map(mean).collect())
+        Ok(ReceivedParts { entries, regions, buffer })
     }
 
-    /// The gradients that every rank keeps whole, from the parts of them that each has summed.
-    pub(super) fn join_parts<B: ShardBackend>(
+    /// Sums this rank's part of the gradient at position `at` of the received entries, in rank
+    /// order, and divides it.
+    fn sum_part<B: ShardBackend>(
+        &self,
+        gradients: &[Option<Float<B>>],
+        reduction: &Reduction<'_>,
+        received: &ReceivedParts<'_, B>,
+        at: usize,
+    ) -> Option<Float<B>> {
+        let Reduction { keep, divisor, present, .. } = reduction;
+        let (entry, size) = (received.entries[at], self.members.len());
+        let (keep, range) = (&keep[entry], self.summed_part(reduction, entry, self.index));
+        if range.is_empty() {
+            return None;
+        }
+        let part = |from: usize| match from == self.index {
+            true => {
+                let own = gradients[entry].clone()?;
+                Some(B::copy_range(own, range.clone(), Shape::from([range.len()])))
+            }
+            false => present[from][entry].then(|| {
+                let start = received.regions.segment(at * size + from).start;
+                received.buffer.view(start, &[range.len()])
+            }),
+        };
+        let parts: Vec<_> = (0..size).filter_map(part).collect();
+        let is_final = size == 1 || keep.segment.is_some();
+        let shape = if is_final { keep.shape.clone() } else { vec![range.len()] };
+        (!parts.is_empty()).then(|| B::mean(&parts, 0..range.len(), *divisor, shape.into()))
+    }
+
+    /// Replaces the sums of this rank's parts of replicated gradients by the full gradients, which
+    /// are assembled from the parts of all ranks.
+    pub(super) fn assemble_replicated<B: ShardBackend>(
         &self,
         op: &Op,
         device: &B::Device,
@@ -123,40 +149,43 @@ impl MpiGroup {
         reduction: &Reduction<'_>,
     ) -> Result<(), CollectiveError> {
         let keep = reduction.keep;
-        let whole = |&entry: &usize| {
+        let is_replicated = |&entry: &usize| {
             keep[entry].segment.is_none()
                 && !keep[entry].range.is_empty()
                 && reduction.is_summed(entry)
         };
-        let entries: Vec<usize> = (0..keep.len()).filter(whole).collect();
+        let entries: Vec<usize> = (0..keep.len()).filter(is_replicated).collect();
         if entries.is_empty() {
             return Ok(());
         }
         let regions =
             FlatLayout::new(entries.iter().map(|&entry| keep[entry].range.len()), WorldSize::ONE);
-        let slot = self.whole.slot::<B>(device, regions.padded_len(), DType::F32);
+        let buffer = self.replicated_buffers.buffer::<B>(device, regions.padded_len(), DType::F32);
         let mut expected = Vec::new();
-        let (mut mine, mut own) = (Vec::new(), Vec::new());
+        let (mut own_parts, mut sent) = (Vec::new(), Vec::new());
+        // Parts of gradients were tagged with the entry; sums have tags of their own.
+        let tag = |entry: usize| keep.len() + entry;
         for (at, &entry) in entries.iter().enumerate() {
             let start = regions.segment(at).start;
-            let place = |index| {
-                let part = self.part(reduction, entry, index);
+            let region = |index| {
+                let part = self.summed_part(reduction, entry, index);
                 start + part.start..start + part.end
             };
             for from in self.others() {
-                expected.push(Expected { from, tag: keep.len() + entry, range: place(from) });
+                expected.push(Expected { from, tag: tag(entry), range: region(from) });
             }
             if let Some(sum) = sums[entry].take() {
-                mine.push((place(self.index).start, sum.clone()));
-                own.push((entry, B::host(sum)));
+                own_parts.push((region(self.index).start, sum.clone()));
+                sent.push((entry, B::host(sum)));
             }
         }
-        slot.write_all(mine);
-        self.land(op, &slot, device, &expected, own, |own, transfers| {
-            for (entry, sum) in own {
+        buffer.write_all(own_parts);
+        let receive = Receive { buffer: &buffer, device, expected: &expected };
+        self.transfer(op, receive, sent, |sent, transfers| {
+            for (entry, sum) in sent {
                 for to in self.others() {
-                    // SAFETY: `land` keeps `own`, and with it the elements' place in memory.
-                    unsafe { self.send(transfers, to, keep.len() + entry, sum.as_ref()) };
+                    // SAFETY: `transfer` keeps `sent`, which keeps the elements where they are.
+                    unsafe { self.send(transfers, to, tag(*entry), sum.as_ref()) };
                 }
             }
         })?;
@@ -164,8 +193,8 @@ impl MpiGroup {
             (regions.segment(at).start, Shape::from(keep[entry].shape.clone()))
         };
         let parts = entries.iter().enumerate().map(part).collect();
-        let all = slot.view(0, &[regions.padded_len()]);
-        for (&entry, sum) in entries.iter().zip(B::unpack(all, parts, DType::F32, None)) {
+        let full = buffer.view(0, &[regions.padded_len()]);
+        for (&entry, sum) in entries.iter().zip(B::unpack(full, parts, DType::F32, None)) {
             sums[entry] = Some(sum);
         }
         Ok(())

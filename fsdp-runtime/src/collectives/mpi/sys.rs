@@ -1,8 +1,8 @@
-//! The part of MPI that the engine calls: each call checked, each `unsafe` in one place.
+//! Safe wrappers of the MPI functions that the engine calls. Each checks the result of its call.
 //!
-//! Initialisation asks for `MPI_THREAD_MULTIPLE`, because the communication thread runs collectives
-//! while the rank's own thread may tell the others that it failed. Communicators live as long as
-//! the process: a launch makes a handful.
+//! Initialisation asks for `MPI_THREAD_MULTIPLE`: while the communication thread runs collectives,
+//! the rank's own thread may report a failure to the other ranks. Communicators are never freed: a
+//! launch makes a handful, and they live as long as the process.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -10,17 +10,18 @@ use std::sync::OnceLock;
 use mpi::environment::Threading;
 use mpi::ffi;
 
-/// A call that MPI refused.
+/// Why MPI cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum MpiError {
-    /// An error code.
+    /// A call that returned an error code.
     #[error("{call}: {reason}")]
     Call { call: &'static str, reason: String },
-    /// A library that serialises its callers.
+    /// An MPI library that does not allow calls from several threads at once.
     #[error("it was built without MPI_THREAD_MULTIPLE (it provides {provided:?})")]
     Threads { provided: Threading },
 }
 
+/// Converts the result code of a call.
 fn check(call: &'static str, code: c_int) -> Result<(), MpiError> {
     // MPI_SUCCESS, which the standard fixes.
     if code == 0 {
@@ -34,21 +35,24 @@ fn check(call: &'static str, code: c_int) -> Result<(), MpiError> {
     Err(MpiError::Call { call, reason: String::from_utf8_lossy(text).into_owned() })
 }
 
+/// Converts an argument of a call.
 fn int(value: usize) -> c_int {
-    c_int::try_from(value).expect("ranks, tags and pieces of a message fit a C int")
+    c_int::try_from(value).expect("ranks, tags and sizes of messages fit a C int")
 }
 
+/// Converts a result of a call.
 fn from_int(value: c_int) -> usize {
-    usize::try_from(value).expect("MPI counts from 0")
+    usize::try_from(value).expect("MPI returns no negative rank or size")
 }
 
-/// Initialises MPI, once a process.
+/// Initialises MPI, once per process.
 pub(super) fn initialise() -> Result<(), MpiError> {
     static THREADS: OnceLock<Threading> = OnceLock::new();
     let provided = *THREADS.get_or_init(|| {
         match mpi::initialize_with_threading(Threading::Multiple) {
             Some((universe, provided)) => {
-                // How the process ends decides whether MPI is finalised: see `process.rs`.
+                // Dropping it would finalise MPI. Whether that happens depends on how the process
+                // ends: see `launch/process.rs`.
                 std::mem::forget(universe);
                 provided
             }
@@ -61,19 +65,19 @@ pub(super) fn initialise() -> Result<(), MpiError> {
     Ok(())
 }
 
-/// Ends MPI in good order; every process of the world must come.
+/// Finalises MPI, at the end of a successful run. Every process of the world must call it.
 pub(crate) fn finalise() {
     // SAFETY: called when the process exits, after every launch has ended.
     unsafe { ffi::MPI_Finalize() };
 }
 
-/// Ends every process of the world.
+/// Kills every process of the world.
 pub(crate) fn abort() {
     // SAFETY: MPI is initialised; the call does not return.
     unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, 1) };
 }
 
-/// The name of the machine this process runs on.
+/// Returns the name of the machine that this process runs on.
 pub(super) fn processor_name() -> String {
     let mut text = [0u8; 1024];
     let mut len = 0;
@@ -82,24 +86,26 @@ pub(super) fn processor_name() -> String {
     String::from_utf8_lossy(&text[..from_int(len).min(text.len())]).into_owned()
 }
 
-/// A communicator whose errors are returned.
+/// An MPI communicator, whose calls return errors instead of ending the process.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Comm(ffi::MPI_Comm);
 
-// SAFETY: a handle, which any thread may use under MPI_THREAD_MULTIPLE.
+// SAFETY: the value is a handle, which any thread may use under MPI_THREAD_MULTIPLE.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
 impl Comm {
-    /// A communicator of all processes, apart from every other one. All of them call it.
+    /// Creates a communicator of all processes, whose messages mix with no other communicator's.
+    /// All processes call it.
     pub(super) fn world() -> Result<Self, MpiError> {
-        // SAFETY: MPI is initialised, which `initialise` has made sure of.
+        // SAFETY: a constant of the library; MPI has been initialised by `initialise`.
         let world = Self(unsafe { ffi::RSMPI_COMM_WORLD });
         world.split(0, world.rank())
     }
 
-    /// A communicator of those that give the same color, in the order of `key`.
+    /// Creates a communicator of the processes that give the same color, in the order of `key`. All
+    /// members call it.
     pub(super) fn split(self, color: usize, key: usize) -> Result<Self, MpiError> {
         let mut part = self.0;
         // SAFETY: the communicator is valid, and `part` outlives the call.
@@ -127,11 +133,11 @@ impl Comm {
         from_int(size)
     }
 
-    /// Starts to send `len` bytes.
+    /// Starts to send `len` bytes to the process at position `to`.
     ///
     /// # Safety
     ///
-    /// They must stay readable and unchanged until [`Request::test`] says that they were sent.
+    /// The bytes must stay readable and unchanged until [`Request::test`] returns true.
     pub(super) unsafe fn send(
         self,
         bytes: *const u8,
@@ -140,7 +146,7 @@ impl Comm {
         tag: usize,
     ) -> Result<Request, MpiError> {
         let mut request = Request::null();
-        // SAFETY: the caller keeps the bytes; the rest is valid.
+        // SAFETY: the caller keeps the bytes; the other arguments are valid.
         check("MPI_Isend", unsafe {
             ffi::MPI_Isend(
                 bytes.cast::<c_void>(),
@@ -155,12 +161,11 @@ impl Comm {
         Ok(request)
     }
 
-    /// Starts to receive `len` bytes.
+    /// Starts to receive `len` bytes from the process at position `from`.
     ///
     /// # Safety
     ///
-    /// Their place must stay writable, and be read by nobody, until [`Request::test`] says that they
-    /// have arrived.
+    /// The memory must stay writable, and nobody may read it, until [`Request::test`] returns true.
     pub(super) unsafe fn receive(
         self,
         bytes: *mut u8,
@@ -169,7 +174,7 @@ impl Comm {
         tag: usize,
     ) -> Result<Request, MpiError> {
         let mut request = Request::null();
-        // SAFETY: the caller keeps the place; the rest is valid.
+        // SAFETY: the caller keeps the memory; the other arguments are valid.
         check("MPI_Irecv", unsafe {
             ffi::MPI_Irecv(
                 bytes.cast::<c_void>(),
@@ -184,14 +189,15 @@ impl Comm {
         Ok(request)
     }
 
-    /// A message that has arrived from anybody, and whom it is from.
-    pub(super) fn take(self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
-        // SAFETY: a status is plain integers.
+    /// Receives a message that has arrived, with the position of its sender; `None` if there is
+    /// none.
+    pub(super) fn receive_any(self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
+        // SAFETY: a status consists of integers, for which zeros are valid.
         let mut status: ffi::MPI_Status = unsafe { std::mem::zeroed() };
         let (mut found, mut len) = (0, 0);
-        // SAFETY: every pointer is to a local that outlives the call.
+        // SAFETY: a constant of the library.
         let mut message = unsafe { ffi::RSMPI_MESSAGE_NULL };
-        // SAFETY: as above.
+        // SAFETY: every pointer is to a local variable that outlives the call.
         check("MPI_Improbe", unsafe {
             ffi::MPI_Improbe(
                 ffi::RSMPI_ANY_SOURCE,
@@ -210,7 +216,7 @@ impl Comm {
             ffi::MPI_Get_count(&raw const status, ffi::RSMPI_UINT8_T, &raw mut len)
         })?;
         let mut bytes = vec![0u8; from_int(len)];
-        // SAFETY: the message was found above, and has `len` bytes.
+        // SAFETY: `message` was found above, and has `len` bytes.
         check("MPI_Mrecv", unsafe {
             ffi::MPI_Mrecv(
                 bytes.as_mut_ptr().cast::<c_void>(),
@@ -224,12 +230,13 @@ impl Comm {
     }
 }
 
-/// A send or a receive under way. One that is dropped goes on: what it touches must stay.
+/// A send or receive that has been started. Dropping it does not cancel it, so its memory must stay
+/// valid even then.
 #[derive(Debug)]
 #[must_use = "the bytes are in use until the request is complete"]
 pub(super) struct Request(ffi::MPI_Request);
 
-// SAFETY: a handle, which any thread may use under MPI_THREAD_MULTIPLE.
+// SAFETY: the value is a handle, which any thread may use under MPI_THREAD_MULTIPLE.
 unsafe impl Send for Request {}
 
 impl Request {
@@ -238,10 +245,10 @@ impl Request {
         Self(unsafe { ffi::RSMPI_REQUEST_NULL })
     }
 
-    /// Whether it is complete; if so, it is so from then on.
+    /// Returns whether the send or receive is complete. Once it is, every later call returns true.
     pub(super) fn test(&mut self) -> Result<bool, MpiError> {
         let mut done = 0;
-        // SAFETY: the request is one under way, or null, which counts as complete.
+        // SAFETY: the request has been started, or is null, which counts as complete.
         check("MPI_Test", unsafe {
             ffi::MPI_Test(&raw mut self.0, &raw mut done, ffi::RSMPI_STATUS_IGNORE)
         })?;

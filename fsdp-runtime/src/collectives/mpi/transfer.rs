@@ -1,5 +1,5 @@
-//! Data on its way between processes: non-blocking sends and receives, from and into memory that
-//! stays until they are complete.
+//! Transfers of tensor data: non-blocking sends and receives, whose memory stays valid until they
+//! are complete.
 
 use std::mem::ManuallyDrop;
 use std::ops::Range;
@@ -9,22 +9,22 @@ use std::sync::Arc;
 use burn::tensor::{DType, TensorData};
 use burn_std::Bytes;
 
+use super::group::MpiGroup;
 use super::sys::{MpiError, Request};
-use super::{MpiGroup, lock};
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend};
-use crate::collectives::Op;
-use crate::error::CollectiveError;
+use crate::collectives::op::Op;
+use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;
 
-/// Bytes of the largest single message: a C int counts them.
-const PIECE: usize = 1 << 30;
+/// Largest size of a single message in bytes: MPI counts the bytes in a C int.
+const LARGEST_MESSAGE: usize = 1 << 30;
 
-/// Data on its way: what is sent, what is received, and with whom.
+/// Sends and receives that have been started, with their peers.
 #[derive(Default)]
 pub(super) struct Transfers {
     requests: Vec<(Rank, Request)>,
-    /// The first call that MPI refused.
+    /// Error of the first send or receive that MPI refused to start.
     refused: Option<MpiError>,
 }
 
@@ -39,11 +39,20 @@ impl Transfers {
     }
 }
 
-/// Elements that a member sends, and where they go.
+/// Elements to receive from one member.
 pub(super) struct Expected {
+    /// Position of the sender among the members.
     pub(super) from: usize,
     pub(super) tag: usize,
+    /// Elements of the buffer that are received.
     pub(super) range: Range<usize>,
+}
+
+/// What a transfer receives, and the buffer that it receives into.
+pub(super) struct Receive<'a, B: ShardBackend> {
+    pub(super) buffer: &'a Arc<GatherBuffer<B>>,
+    pub(super) device: &'a B::Device,
+    pub(super) expected: &'a [Expected],
 }
 
 impl MpiGroup {
@@ -51,7 +60,8 @@ impl MpiGroup {
     ///
     /// # Safety
     ///
-    /// They must stay, unchanged, until the transfers have ended well, and for ever otherwise.
+    /// The elements must stay valid and unchanged until the transfers have succeeded, and forever
+    /// if they fail.
     pub(super) unsafe fn send(
         &self,
         transfers: &mut Transfers,
@@ -59,119 +69,124 @@ impl MpiGroup {
         tag: usize,
         elements: &[u8],
     ) {
-        for piece in elements.chunks(PIECE) {
+        for message in elements.chunks(LARGEST_MESSAGE) {
             // SAFETY: the caller keeps the elements.
-            let request = unsafe { self.comm.send(piece.as_ptr(), piece.len(), to, tag) };
+            let request = unsafe { self.comm.send(message.as_ptr(), message.len(), to, tag) };
             transfers.add(self.members[to], request);
         }
     }
 
-    /// Starts to receive `bytes` bytes from a member.
+    /// Starts to receive `bytes` bytes from a member, into the memory that starts at `start`.
     ///
     /// # Safety
     ///
-    /// Their place must stay, untouched, until the transfers have ended well, and for ever
-    /// otherwise.
+    /// The memory must stay valid, and nobody else may read or write it, until the transfers have
+    /// succeeded, and forever if they fail.
     unsafe fn receive(
         &self,
         transfers: &mut Transfers,
         from: usize,
         tag: usize,
-        at: NonNull<u8>,
+        start: NonNull<u8>,
         bytes: usize,
     ) {
-        for start in (0..bytes).step_by(PIECE) {
-            let len = PIECE.min(bytes - start);
-            // SAFETY: the caller keeps the place, which has `bytes` bytes.
+        for offset in (0..bytes).step_by(LARGEST_MESSAGE) {
+            let len = LARGEST_MESSAGE.min(bytes - offset);
+            // SAFETY: the caller keeps the memory, which has `bytes` bytes.
             let request = unsafe {
-                let at = at.add(start).as_ptr();
+                let at = start.add(offset).as_ptr();
                 self.comm.receive(at, len, from, tag)
             };
             transfers.add(self.members[from], request);
         }
     }
 
-    /// Waits for transfers.
+    /// Waits until all transfers are complete.
     fn complete(&self, op: &Op, transfers: Transfers) -> Result<(), CollectiveError> {
-        self.link.check(op, transfers.refused.map_or(Ok(()), Err))?;
-        self.link.complete(op, transfers.requests)
+        self.control.check(op, transfers.refused.map_or(Ok(()), Err))?;
+        self.control.complete(op, transfers.requests)
     }
 
-    /// Receives, into `slot`, what `expected` says: from whom, under which tag and where; `send`
-    /// starts what this rank sends meanwhile, from `kept`.
-    pub(super) fn land<B: ShardBackend, K>(
+    /// Receives what `receive` expects, while sending what `start_sends` sends, and returns `sent`.
+    ///
+    /// `sent` owns the memory that is sent: it is kept until all transfers are complete, and
+    /// forever if one fails.
+    pub(super) fn transfer<B: ShardBackend, K>(
         &self,
         op: &Op,
-        slot: &Arc<GatherBuffer<B>>,
-        device: &B::Device,
-        expected: &[Expected],
-        kept: K,
-        send: impl FnOnce(&K, &mut Transfers),
+        receive: Receive<'_, B>,
+        sent: K,
+        start_sends: impl FnOnce(&K, &mut Transfers),
     ) -> Result<K, CollectiveError> {
-        let Some(start) = slot.host_memory().filter(|_| !always_staged()) else {
-            return self.land_staged(op, slot, device, expected, kept, send);
+        let Receive { buffer, expected, .. } = receive;
+        let Some(start) = buffer.host_memory().filter(|_| !always_staged()) else {
+            return self.transfer_staged(op, receive, sent, start_sends);
         };
-        // On an error, or a panic, transfers may go on: what they touch is never freed.
-        let kept = ManuallyDrop::new((kept, slot.clone()));
+        // After an error or a panic MPI may still use the memory: then it is never freed.
+        let owned = ManuallyDrop::new((sent, buffer.clone()));
         let mut transfers = Transfers::default();
-        let size = slot.dtype().size();
+        let size = buffer.dtype().size();
         for Expected { from, tag, range } in expected {
-            assert!(range.end <= slot.numel(), "what arrives stays within its slot");
-            // SAFETY: the range lies within the slot, which nobody reads while it is filled, and
-            // which `kept` holds.
+            assert!(range.end <= buffer.numel(), "received elements lie within the buffer");
+            // SAFETY: the range lies within the buffer, which `owned` keeps, and which nobody reads
+            // while it is filled.
             unsafe {
                 let at = start.add(range.start * size);
                 self.receive(&mut transfers, *from, *tag, at, range.len() * size);
             }
         }
-        send(&kept.0, &mut transfers);
+        start_sends(&owned.0, &mut transfers);
         self.complete(op, transfers)?;
-        Ok(ManuallyDrop::into_inner(kept).0)
+        Ok(ManuallyDrop::into_inner(owned).0)
     }
 
-    /// As [`land`](Self::land), by way of the host.
-    fn land_staged<B: ShardBackend, K>(
+    /// As [`transfer`](Self::transfer), but receives into host memory and copies to the buffer, for
+    /// devices whose memory the host cannot write.
+    fn transfer_staged<B: ShardBackend, K>(
         &self,
         op: &Op,
-        slot: &Arc<GatherBuffer<B>>,
-        device: &B::Device,
-        expected: &[Expected],
-        kept: K,
-        send: impl FnOnce(&K, &mut Transfers),
+        receive: Receive<'_, B>,
+        sent: K,
+        start_sends: impl FnOnce(&K, &mut Transfers),
     ) -> Result<K, CollectiveError> {
-        let mut staging = std::mem::take(&mut *lock(&self.staging));
-        let size = slot.dtype().size();
+        let Receive { buffer, device, expected } = receive;
+        let mut staging = std::mem::take(&mut *self.staging.lock().ignore_poison());
+        let size = buffer.dtype().size();
         let total: usize = expected.iter().map(|expected| expected.range.len() * size).sum();
         if staging.len() < total {
             staging.resize(total, 0);
         }
-        // As above.
-        let mut kept = ManuallyDrop::new((kept, staging));
+        // After an error or a panic MPI may still use the memory: then it is never freed.
+        let mut owned = ManuallyDrop::new((sent, staging));
         let mut transfers = Transfers::default();
-        let start = NonNull::from(kept.1.as_mut_slice()).cast::<u8>();
-        let mut at = 0;
+        let start = NonNull::from(owned.1.as_mut_slice()).cast::<u8>();
+        let mut offset = 0;
         for Expected { from, tag, range } in expected {
-            // SAFETY: the ranges lie one after the other in the staging buffer, which `kept` holds.
-            unsafe { self.receive(&mut transfers, *from, *tag, start.add(at), range.len() * size) };
-            at += range.len() * size;
+            let bytes = range.len() * size;
+            // SAFETY: the ranges lie one after the other in the staging buffer, which `owned`
+            // keeps.
+            unsafe { self.receive(&mut transfers, *from, *tag, start.add(offset), bytes) };
+            offset += bytes;
         }
-        send(&kept.0, &mut transfers);
+        start_sends(&owned.0, &mut transfers);
         self.complete(op, transfers)?;
-        let (kept, staging) = ManuallyDrop::into_inner(kept);
-        let mut at = 0;
+        let (sent, staging) = ManuallyDrop::into_inner(owned);
+        let mut offset = 0;
         for Expected { range, .. } in expected {
-            let elements = staging[at..at + range.len() * size].to_vec();
-            slot.write(range.start, from_host::<B>(device, elements, range.len(), slot.dtype()));
-            at += range.len() * size;
+            let elements = staging[offset..offset + range.len() * size].to_vec();
+            let tensor = from_host::<B>(device, elements, range.len(), buffer.dtype());
+            buffer.write(range.start, tensor);
+            offset += range.len() * size;
         }
-        *lock(&self.staging) = staging;
-        Ok(kept)
+        *self.staging.lock().ignore_poison() = staging;
+        Ok(sent)
     }
 }
 
-/// Tests of what devices need, where there is none, stage on Flex too.
+/// Makes Flex receive through the staging buffer too, so that tests cover it without another
+/// device.
 #[cfg(test)]
-pub(crate) static ALWAYS_STAGED: std::sync::atomic::AtomicBool =
+pub(in crate::collectives) static ALWAYS_STAGED: std::sync::atomic::AtomicBool =
     std::sync::atomic::AtomicBool::new(false);
 
 fn always_staged() -> bool {
@@ -181,6 +196,7 @@ fn always_staged() -> bool {
     false
 }
 
+/// Copies `numel` elements, given as bytes, to a tensor on `device`.
 fn from_host<B: ShardBackend>(
     device: &B::Device,
     elements: Vec<u8>,

@@ -1,200 +1,127 @@
-//! A communicator of NCCL: made, used and ended without ever waiting inside a call.
+//! An NCCL communicator, which is formed, used and ended without blocking inside a call.
 //!
-//! It is made with `blocking = 0`: every call returns, and what goes on is asked for again and again
-//! ([`Watch`]), together with the other ranks' failures and the time-out. A communicator that has
-//! failed, or whose peers have, is aborted, which ends its kernels; it is not used again.
+//! It is formed with `blocking = 0`: every call returns at once, and [`Watch`] polls for the end of
+//! what NCCL has in progress, for failures of other ranks and for the time-out. After a failure, of
+//! this rank or a peer, the communicator is aborted, which ends its kernels, and is not used again.
 
 use std::ffi::{c_int, c_void};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::lane::Lane;
 use super::result::{Queue, Status};
+use super::stream::CollectiveStream;
 use super::sys::{Library, ncclComm_t, ncclDataType_t, ncclUniqueId};
-use crate::collectives::cuda::{CudaError, NcclError};
-use crate::collectives::store::Host;
-use crate::error::CollectiveError;
+use super::watch::{Interruption, Watch};
+use crate::collectives::cuda::NcclError;
+use crate::error::IgnorePoison;
 
-/// How long an abort, or the end of a communicator that is in order, may take.
+/// How long to wait for NCCL to abort a communicator, or to finalize one.
 const END: Duration = Duration::from_secs(5);
-/// Between two questions to the other ranks.
-const NEWS: Duration = Duration::from_millis(50);
-/// How long it may take to make a communicator.
-const SETUP: Duration = Duration::from_secs(60);
-/// Polls that yield; a sleep takes some 60 µs at least.
-const YIELDS: u32 = 200;
 
-/// Why a collective did not complete.
-#[derive(Debug)]
-pub(super) enum Trouble {
-    /// NCCL refused a call, or a collective has failed.
-    Nccl(NcclError),
-    /// So has the driver.
-    Cuda(CudaError),
-    /// The world has ended meanwhile.
-    Ended(CollectiveError),
-    /// Nothing has happened within the time-out.
-    TimedOut,
-}
-
-impl From<NcclError> for Trouble {
-    fn from(error: NcclError) -> Self {
-        Self::Nccl(error)
-    }
-}
-
-impl From<CudaError> for Trouble {
-    fn from(error: CudaError) -> Self {
-        Self::Cuda(error)
-    }
-}
-
-/// A wait: at first one that spins, then one that sleeps, and asks the other ranks for news.
-pub(super) struct Watch<'a> {
-    /// `None` at the end, when nobody else is asked.
-    host: Option<&'a Host>,
-    timeout: Duration,
-    started: Instant,
-    news: Instant,
-    polls: u32,
-}
-
-impl<'a> Watch<'a> {
-    pub(super) fn new(host: &'a Host) -> Self {
-        Self::with(Some(host), host.timeout())
-    }
-
-    /// For what takes NCCL seconds, even where every rank is there.
-    pub(super) fn of_setup(host: &'a Host) -> Self {
-        Self::with(Some(host), host.timeout().max(SETUP))
-    }
-
-    fn with(host: Option<&'a Host>, timeout: Duration) -> Self {
-        let now = Instant::now();
-        Self { host, timeout, started: now, news: now, polls: 0 }
-    }
-
-    /// Waits for the next poll.
-    fn more(&mut self) -> Result<(), Trouble> {
-        self.polls += 1;
-        if self.polls < YIELDS {
-            std::thread::yield_now();
-            return Ok(());
-        }
-        if self.news.elapsed() > NEWS {
-            if let Some(failure) = self.host.and_then(Host::here) {
-                return Err(Trouble::Ended(failure));
-            }
-            self.news = Instant::now();
-        }
-        if self.started.elapsed() > self.timeout {
-            return Err(Trouble::TimedOut);
-        }
-        std::thread::sleep(Duration::from_micros(if self.polls < 2000 { 20 } else { 200 }));
-        Ok(())
-    }
-}
-
-/// NCCL's handle; null after the end.
+/// NCCL's handle of a communicator; null after its end.
 #[derive(Debug)]
 struct Handle(ncclComm_t);
 
-// SAFETY: NCCL's communicators may be used from any thread, from one at a time, which the lock around
-// the handle sees to.
+// SAFETY: any thread may use an NCCL communicator, one thread at a time, which the lock around the
+// handle ensures.
 unsafe impl Send for Handle {}
 
-/// This rank's end of a communicator.
+/// This rank's part of an NCCL communicator.
 #[derive(Debug)]
-pub(super) struct Communicator {
+pub(super) struct NcclCommunicator {
     library: Arc<Library>,
-    lane: Arc<Lane>,
+    stream: Arc<CollectiveStream>,
     handle: Mutex<Handle>,
 }
 
-impl Communicator {
-    /// Joins the others that have the same `id`. All `size` of them call it.
+impl NcclCommunicator {
+    /// Forms a communicator of `size` ranks with the same `id`, of which this one is `rank`. All of
+    /// them call it.
     pub(super) fn new(
         library: Arc<Library>,
-        lane: Arc<Lane>,
+        stream: Arc<CollectiveStream>,
         id: ncclUniqueId,
         size: usize,
         rank: usize,
         watch: &mut Watch<'_>,
-    ) -> Result<Self, Trouble> {
-        lane.bind()?;
-        let mut made = Self { library, lane, handle: Mutex::new(Handle(std::ptr::null_mut())) };
-        let handle = made.handle.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
+    ) -> Result<Self, Interruption> {
+        stream.bind()?;
+        let mut formed = Self { library, stream, handle: Mutex::new(Handle(std::ptr::null_mut())) };
+        let handle = formed.handle.get_mut().ignore_poison();
         // SAFETY: the context is current, and NCCL writes the handle before the call returns.
-        unsafe { made.library.init_rank(&mut handle.0, int(size), id, int(rank)) }?;
-        made.settled(watch)
+        unsafe { formed.library.init_rank(&mut handle.0, int(size), id, int(rank)) }?;
+        formed.wait_until_ready(watch)
     }
 
-    /// Splits: those that give the same `color` get a communicator, in the order of `key`. All
+    /// Forms a communicator of the members that give the same `color`, in the order of `key`. All
     /// members call it.
     pub(super) fn split(
         &self,
         color: usize,
         key: usize,
         watch: &mut Watch<'_>,
-    ) -> Result<Self, Trouble> {
-        self.lane.bind()?;
+    ) -> Result<Self, Interruption> {
+        self.stream.bind()?;
         let parent = self.lock();
-        // In a box of its own: with a call in progress NCCL writes it later.
+        // The handle is boxed because NCCL writes it later if the call is still in progress.
         let mut part = Box::new(std::ptr::null_mut());
-        // SAFETY: the context is current, the parent is not in progress, and `part` outlives the
-        // call, or is never freed.
+        // SAFETY: the context is current, the parent has no call in progress, and `part` outlives
+        // this call, or is leaked below.
         let outcome =
             unsafe { self.library.split(parent.0, int(color), int(key), &mut part) }.map(|_| ());
-        // The handle is there once the parent has settled.
-        let outcome = outcome.map_err(Trouble::from).and_then(|()| self.settle(parent.0, watch));
-        if let Err(trouble) = outcome {
+        // NCCL has written the handle once the parent's call is complete.
+        let outcome =
+            outcome.map_err(Interruption::from).and_then(|()| self.wait_for_call(parent.0, watch));
+        if let Err(interruption) = outcome {
             std::mem::forget(part);
             drop(parent);
             self.abort();
-            return Err(trouble);
+            return Err(interruption);
         }
-        let (library, lane) = (self.library.clone(), self.lane.clone());
-        Self { library, lane, handle: Mutex::new(Handle(*part)) }.settled(watch)
+        let (library, stream) = (self.library.clone(), self.stream.clone());
+        Self { library, stream, handle: Mutex::new(Handle(*part)) }.wait_until_ready(watch)
     }
 
     fn lock(&self) -> MutexGuard<'_, Handle> {
-        self.handle.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.handle.lock().ignore_poison()
     }
 
-    /// Waits until a new communicator can be used.
-    fn settled(self, watch: &mut Watch<'_>) -> Result<Self, Trouble> {
+    /// Waits until NCCL has formed a new communicator; aborts it on an error.
+    fn wait_until_ready(self, watch: &mut Watch<'_>) -> Result<Self, Interruption> {
         let comm = self.lock().0;
-        match self.settle(comm, watch) {
+        match self.wait_for_call(comm, watch) {
             Ok(()) => Ok(self),
-            Err(trouble) => {
+            Err(interruption) => {
                 self.abort();
-                Err(trouble)
+                Err(interruption)
             }
         }
     }
 
-    /// Waits until no call is in progress.
-    fn settle(&self, comm: ncclComm_t, watch: &mut Watch<'_>) -> Result<(), Trouble> {
-        // SAFETY: a communicator of this type's making.
+    /// Waits until NCCL has no call in progress.
+    fn wait_for_call(&self, comm: ncclComm_t, watch: &mut Watch<'_>) -> Result<(), Interruption> {
+        // SAFETY: `comm` is a communicator that this type has formed.
         while unsafe { self.library.async_error(comm) }? == Status::InProgress {
-            watch.more()?;
+            watch.pause()?;
         }
         Ok(())
     }
 
-    /// Runs the collectives that `queue` queues, together, and waits for their end.
+    /// Runs the collectives that `queue` queues, as one NCCL group, and waits for their end. On an
+    /// error the communicator is aborted.
     ///
     /// # Safety
     ///
-    /// What is queued stays until the call returns well, and for ever otherwise.
+    /// The memory of the collectives must stay valid until this function returns `Ok`, and forever
+    /// if it does not.
     pub(super) unsafe fn run(
         &self,
         dtype: ncclDataType_t,
         watch: &mut Watch<'_>,
         queue: impl FnOnce(&Collectives<'_>) -> Result<(), NcclError>,
-    ) -> Result<(), Trouble> {
-        self.lane.bind()?;
+    ) -> Result<(), Interruption> {
+        self.stream.bind()?;
         let handle = self.lock();
         if handle.0.is_null() {
             let (call, reason) = ("a collective", "the communicator has been aborted".into());
@@ -214,38 +141,40 @@ impl Communicator {
         dtype: ncclDataType_t,
         watch: &mut Watch<'_>,
         queue: impl FnOnce(&Collectives<'_>) -> Result<(), NcclError>,
-    ) -> Result<(), Trouble> {
-        let on = Queue { comm, stream: self.lane.stream(), dtype };
+    ) -> Result<(), Interruption> {
+        let on_stream = Queue { comm, stream: self.stream.handle(), dtype };
         self.library.group_start()?;
-        let queued = queue(&Collectives { library: &self.library, queue: on });
+        let queued = queue(&Collectives { library: &self.library, queue: on_stream });
         let started = self.library.group_end(comm);
         queued?;
         started?;
-        // What is in progress is not on the stream yet.
-        self.settle(comm, watch)?;
+        // While the call is in progress, NCCL has not yet put the collectives on the stream.
+        self.wait_for_call(comm, watch)?;
         loop {
-            // SAFETY: a communicator of this type's making.
+            // SAFETY: `comm` is a communicator that this type has formed.
             unsafe { self.library.async_error(comm) }?;
-            if self.lane.done()? {
+            if self.stream.is_done()? {
                 return Ok(());
             }
-            watch.more()?;
+            watch.pause()?;
         }
     }
 
-    /// Ends all that is under way. NCCL may take its time, or all time, where a peer is gone: it is
-    /// waited for no longer than a few seconds.
+    /// Aborts the communicator and its kernels.
+    ///
+    /// NCCL may take arbitrarily long if a peer is gone, so the abort runs on a thread of its own
+    /// and is waited for at most [`END`].
     pub(super) fn abort(&self) {
         let comm = std::mem::replace(&mut self.lock().0, std::ptr::null_mut());
         if comm.is_null() {
             return;
         }
-        let (comm, library, lane) = (Handle(comm), self.library.clone(), self.lane.clone());
+        let (comm, library, stream) = (Handle(comm), self.library.clone(), self.stream.clone());
         let (sender, ended) = channel();
         let abort = move || {
             let Handle(comm) = { comm };
-            if lane.bind().is_ok() {
-                // SAFETY: the handle was taken out, so nobody uses it from now on.
+            if stream.bind().is_ok() {
+                // SAFETY: the handle was taken from its lock, so nobody else uses it any more.
                 let _ = unsafe { library.abort(comm) };
             }
             let _ = sender.send(());
@@ -256,43 +185,46 @@ impl Communicator {
     }
 }
 
-impl Drop for Communicator {
+impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let comm = self.lock().0;
         if comm.is_null() {
             return;
         }
-        let mut watch = Watch::with(None, END);
-        let mut end = || -> Result<(), Trouble> {
-            self.lane.bind()?;
-            // SAFETY: nothing is queued any more, as nobody else has this value.
+        let mut watch = Watch::alone(END);
+        let mut end = || -> Result<(), Interruption> {
+            self.stream.bind()?;
+            // SAFETY: nobody else has this value, so nothing more is queued.
             unsafe { self.library.finalize(comm) }?;
-            self.settle(comm, &mut watch)
+            self.wait_for_call(comm, &mut watch)
         };
         if end().is_err() {
             return self.abort();
         }
         self.lock().0 = std::ptr::null_mut();
-        // SAFETY: finalized above, and taken out.
+        // SAFETY: the communicator is finalized, and its handle was taken from the lock.
         let _ = unsafe { self.library.destroy(comm) };
     }
 }
 
-/// What a run's collectives are queued with. Ranks are positions in the communicator, elements are of
-/// the run's type, and `at` is the address of the first one, on the communicator's device.
+/// Queues the collectives of one [`NcclCommunicator::run`].
 ///
-/// The elements are the run's to touch until it ends: see [`Communicator::run`].
+/// Ranks are positions in the communicator. Elements have the type of the run. Addresses `at` are
+/// those of the first element, on the communicator's device. Only the run may use the memory until
+/// it ends.
 pub(super) struct Collectives<'a> {
     library: &'a Library,
     queue: Queue,
 }
 
 impl Collectives<'_> {
-    /// Gathers `count` elements of each rank, which lie at its place already.
+    /// All-gathers `count` elements of each rank, in place: rank r's elements start at `at` plus
+    /// `r * count` elements.
     ///
     /// # Safety
     ///
-    /// `at` has `count` elements for every rank; `size` is that of an element.
+    /// There are `count` elements for every rank at `at`, of `size` bytes each; `rank` is the
+    /// calling one.
     pub(super) unsafe fn all_gather(
         &self,
         at: u64,
@@ -301,11 +233,13 @@ impl Collectives<'_> {
         size: usize,
     ) -> Result<(), NcclError> {
         let own = pointer(at + (rank * count * size) as u64);
-        // SAFETY: in place, as NCCL has it: what is sent lies where it is received.
+        // SAFETY: the caller promises the memory. NCCL supports an all-gather in place: each rank
+        // sends from where its own elements are received.
         unsafe { self.library.all_gather(self.queue, own, pointer(at), count) }.map(|_| ())
     }
 
-    /// Sums `count` elements for each rank, which finds them at its place.
+    /// Reduce-scatters `count` elements for each rank, in place: rank r's sums start at `at` plus
+    /// `r * count` elements.
     ///
     /// # Safety
     ///
@@ -318,25 +252,25 @@ impl Collectives<'_> {
         size: usize,
     ) -> Result<(), NcclError> {
         let own = pointer(at + (rank * count * size) as u64);
-        // SAFETY: in place, as above.
+        // SAFETY: the caller promises the memory. NCCL supports a reduce-scatter in place.
         unsafe { self.library.reduce_scatter(self.queue, pointer(at), own, count) }.map(|_| ())
     }
 
-    /// Sums `count` elements for all.
+    /// All-reduces `count` elements, in place.
     ///
     /// # Safety
     ///
-    /// `at` has `count` elements.
+    /// There are `count` elements at `at`.
     pub(super) unsafe fn all_reduce(&self, at: u64, count: usize) -> Result<(), NcclError> {
         // SAFETY: as the caller promises.
         unsafe { self.library.all_reduce(self.queue, pointer(at), count) }.map(|_| ())
     }
 
-    /// Gives `root`'s `count` elements to all.
+    /// Broadcasts `count` elements of `root` to all ranks.
     ///
     /// # Safety
     ///
-    /// `at` has `count` elements.
+    /// There are `count` elements at `at`.
     pub(super) unsafe fn broadcast(
         &self,
         at: u64,
@@ -347,21 +281,21 @@ impl Collectives<'_> {
         unsafe { self.library.broadcast(self.queue, pointer(at), count, int(root)) }.map(|_| ())
     }
 
-    /// Sends `count` elements.
+    /// Sends `count` elements to the rank `to`.
     ///
     /// # Safety
     ///
-    /// `at` has `count` elements.
+    /// There are `count` elements at `at`.
     pub(super) unsafe fn send(&self, at: u64, count: usize, to: usize) -> Result<(), NcclError> {
         // SAFETY: as the caller promises.
         unsafe { self.library.send(self.queue, pointer(at), count, int(to)) }.map(|_| ())
     }
 
-    /// Receives `count` elements.
+    /// Receives `count` elements from the rank `from`.
     ///
     /// # Safety
     ///
-    /// `at` has room for `count` elements.
+    /// There is room for `count` elements at `at`.
     pub(super) unsafe fn receive(
         &self,
         at: u64,
@@ -373,11 +307,12 @@ impl Collectives<'_> {
     }
 }
 
-/// An address on a device, as NCCL takes it.
+/// Converts a device address to the pointer type that NCCL takes.
 fn pointer(at: u64) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(usize::try_from(at).expect("an address fits a pointer"))
 }
 
+/// Converts an argument of a call.
 fn int(value: usize) -> c_int {
     c_int::try_from(value).expect("ranks and colors fit a C int")
 }

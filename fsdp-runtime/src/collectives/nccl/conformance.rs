@@ -1,5 +1,5 @@
-//! The checks on the engine `nccl`: its groups, over threads and over the store, with a NCCL of the
-//! tests' own on the host's memory; and with NVIDIA's, on as many GPUs as there are.
+//! Conformance tests of the engine `nccl`, with threads and with the store: on a NCCL that works in
+//! host memory, and on NVIDIA's with as many GPUs as the machine has.
 //!
 //! On a machine with GPUs: `cargo test --release --features cuda --lib nccl -- --nocapture`.
 
@@ -12,10 +12,10 @@ use cubecl::device::CudaDevice;
 use super::*;
 use crate::collectives::local::Hub;
 use crate::collectives::nccl::{NcclGroup, fake};
-use crate::collectives::store::{Host, Rendezvous, Roll};
+use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous};
 
 thread_local! {
-    /// The GPU of this rank.
+    /// Index of this rank's GPU.
     static GPU: RefCell<usize> = const { RefCell::new(0) };
 }
 
@@ -25,12 +25,12 @@ impl Tested for Cube {
     }
 }
 
-/// Where the ranks of a test meet.
+/// How the ranks of a test exchange host values.
 #[derive(Clone, Copy, Debug)]
 enum Over {
-    /// At a hub, as threads do.
+    /// Through a hub, as threads do.
     Threads,
-    /// Over the store, as processes do, at this port.
+    /// Over the store, as processes do, with rank 0 at this port.
     Store(u16),
 }
 
@@ -38,20 +38,20 @@ fn free_port() -> u16 {
     std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
-/// Runs a check on every rank of a world, on groups that `join` makes.
-fn run(world: WorldSize, over: Over, check: &Check, join: impl Fn(Host) -> NcclGroup + Sync) {
+/// Runs a check on every rank of a world, on process groups that `join` forms.
+fn run(world: WorldSize, over: Over, check: &Check, join: impl Fn(HostGroup) -> NcclGroup + Sync) {
     println!("{world} ranks, {over:?}: {}", check.name);
-    let (hub, roll) = (Hub::new(world, check.timeout, check.debug), Roll::new(world));
-    // A rank in a hurry may end the world before another has heard that all have joined.
+    let (hub, heartbeats) = (Hub::new(world, check.timeout, check.debug), Heartbeats::new(world));
+    // Without the barrier a fast rank could fail the group before another one has joined it.
     let joined = std::sync::Barrier::new(world.size());
     std::thread::scope(|scope| {
         for rank in world.ranks() {
-            let (hub, roll, join, joined) = (hub.clone(), roll.clone(), &join, &joined);
+            let (hub, heartbeats, join, joined) = (hub.clone(), heartbeats.clone(), &join, &joined);
             scope.spawn(move || {
                 GPU.with_borrow_mut(|gpu| *gpu = rank.index());
                 let host = match over {
-                    Over::Threads => Host::thread(hub, roll, rank),
-                    Over::Store(port) => Host::process(&Rendezvous {
+                    Over::Threads => HostGroup::thread(hub, heartbeats, rank),
+                    Over::Store(port) => HostGroup::process(&Rendezvous {
                         rank,
                         world,
                         host: "127.0.0.1",
@@ -62,10 +62,10 @@ fn run(world: WorldSize, over: Over, check: &Check, join: impl Fn(Host) -> NcclG
                     })
                     .unwrap(),
                 };
-                let group = Group::Nccl(join(host));
+                let group = AnyProcessGroup::Nccl(join(host));
                 joined.wait();
                 (check.run)(&group);
-                if let Group::Nccl(group) = &group {
+                if let AnyProcessGroup::Nccl(group) = &group {
                     group.leave();
                 }
             });
@@ -74,7 +74,7 @@ fn run(world: WorldSize, over: Over, check: &Check, join: impl Fn(Host) -> NcclG
 }
 
 #[test]
-fn ranks_conform_on_a_nccl_of_our_own() {
+fn ranks_conform_on_a_nccl_in_host_memory() {
     for size in 1..=4 {
         let world = WorldSize::new(size).unwrap();
         for check in &checks::<Flex>() {
@@ -114,10 +114,10 @@ fn a_gpu_that_two_ranks_share_is_refused_by_both() {
         return eprintln!("skipped: {error}");
     }
     let world = WorldSize::new(2).unwrap();
-    let (hub, roll) = (Hub::new(world, LONG, false), Roll::new(world));
+    let (hub, heartbeats) = (Hub::new(world, LONG, false), Heartbeats::new(world));
     std::thread::scope(|scope| {
         for rank in world.ranks() {
-            let host = Host::thread(hub.clone(), roll.clone(), rank);
+            let host = HostGroup::thread(hub.clone(), heartbeats.clone(), rank);
             scope.spawn(move || {
                 let error = NcclGroup::world(host, 0).unwrap_err().to_string();
                 assert!(error.contains("rank 0 and rank 1 use the same GPU"), "{error}");
@@ -126,27 +126,28 @@ fn a_gpu_that_two_ranks_share_is_refused_by_both() {
     });
 }
 
-fn two_ranks(timeout: Duration, f: impl Fn(&Group, usize) + Sync) {
+fn two_ranks(timeout: Duration, f: impl Fn(&AnyProcessGroup, usize) + Sync) {
     let check = Check { name: "trouble", timeout, debug: false, run: |_| () };
     let world = WorldSize::new(2).unwrap();
     let f = &f;
-    let (hub, roll) = (Hub::new(world, check.timeout, false), Roll::new(world));
+    let (hub, heartbeats) = (Hub::new(world, check.timeout, false), Heartbeats::new(world));
     std::thread::scope(|scope| {
         for rank in world.ranks() {
-            let host = Host::thread(hub.clone(), roll.clone(), rank);
+            let host = HostGroup::thread(hub.clone(), heartbeats.clone(), rank);
             scope.spawn(move || {
-                let group = Group::Nccl(NcclGroup::on_host(host, fake::library()).unwrap());
-                gather::<Flex>(&group, &[100], &slot(200));
+                let group =
+                    AnyProcessGroup::Nccl(NcclGroup::on_host(host, fake::library()).unwrap());
+                gather::<Flex>(&group, &[100], &buffer(200));
                 f(&group, rank.index());
             });
         }
     });
 }
 
-fn gather_error(group: &Group) -> CollectiveError {
-    let slot = slot::<Flex>(200);
+fn gather_error(group: &AnyProcessGroup) -> CollectiveError {
+    let buffer = buffer::<Flex>(200);
     group
-        .all_gather(&op("all_gather", "encoder.3"), &FlexDevice, Vec::new(), 64, &slot)
+        .all_gather(&op("all_gather", "encoder.3"), &FlexDevice, Vec::new(), 64, &buffer)
         .unwrap_err()
 }
 
@@ -162,7 +163,7 @@ fn an_error_of_nccl_ends_all_ranks_and_names_the_one_that_had_it() {
         let text = error.to_string();
         assert!(text.contains("all_gather of encoder.3") && text.contains("the fake"), "{text}");
         assert!(fake::aborts() > aborted, "the communicator is aborted");
-        assert_eq!(gather_error(group), error, "and the group has ended");
+        assert_eq!(gather_error(group), error, "the group has ended");
     });
 }
 
@@ -183,9 +184,9 @@ fn a_collective_that_hangs_is_ended_by_the_time_out_and_named() {
     });
 }
 
-/// NVIDIA's own library, where it is installed and there is no GPU: its calls return errors.
+/// On a machine with NVIDIA's library and without a GPU, the library's calls return errors.
 #[test]
-fn nvidias_library_without_a_gpu_is_an_error_in_its_own_words() {
+fn nvidias_library_without_a_gpu_reports_its_own_error() {
     let library = match crate::collectives::nccl::library() {
         Ok(library) => library,
         Err(error) => return eprintln!("skipped: {error}"),
@@ -194,7 +195,7 @@ fn nvidias_library_without_a_gpu_is_an_error_in_its_own_words() {
         return eprintln!("skipped: this machine has a GPU");
     }
     let world = WorldSize::new(1).unwrap();
-    let host = Host::thread(Hub::new(world, LONG, false), Roll::new(world), Rank::ZERO);
+    let host = HostGroup::thread(Hub::new(world, LONG, false), Heartbeats::new(world), Rank::ZERO);
     let error = NcclGroup::on_host(host, library).unwrap_err().to_string();
     println!("{error}");
     assert!(error.contains("nccl"), "{error}");
@@ -212,7 +213,7 @@ fn a_rank_without_a_gpu_says_so_on_every_rank() {
         for rank in world.ranks() {
             scope.spawn(move || {
                 let run = String::new();
-                let meeting = Rendezvous {
+                let rendezvous = Rendezvous {
                     rank,
                     world,
                     host: "localhost",
@@ -221,7 +222,8 @@ fn a_rank_without_a_gpu_says_so_on_every_rank() {
                     timeout: LONG,
                     debug: false,
                 };
-                let error = NcclGroup::world(Host::process(&meeting).unwrap(), 0).unwrap_err();
+                let error =
+                    NcclGroup::world(HostGroup::process(&rendezvous).unwrap(), 0).unwrap_err();
                 let text = error.to_string();
                 let missing =
                     text.contains("NCCL was not found") || text.contains("no CUDA device");

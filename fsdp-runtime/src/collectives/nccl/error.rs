@@ -1,29 +1,29 @@
-//! Why ranks cannot form an NCCL communicator.
+//! The error of ranks that cannot form an NCCL communicator.
 
 use crate::collectives::cuda::{CudaError, NcclError};
 use crate::layout::Rank;
 
-/// Ranks that cannot form an NCCL communicator.
+/// Why ranks cannot form an NCCL communicator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclJoinError {
-    /// One GPU for two ranks.
+    /// Two ranks use the same GPU.
     #[error(
         "rank {first} and rank {second} use the same GPU, and NCCL needs one for each rank; start as \
          many ranks on a machine as it has GPUs, or let threads share one with the engine `local`"
     )]
     GpuShared {
-        /// One rank.
+        /// The lower of the two ranks.
         first: Rank,
-        /// The other.
+        /// The higher of the two ranks.
         second: Rank,
     },
-    /// Another rank cannot take part.
+    /// Another rank cannot use its GPU or its NCCL.
     #[error("rank {rank} cannot take part: {reason}")]
     PeerNotReady {
-        /// The rank.
+        /// Rank that cannot take part.
         rank: Rank,
-        /// Its reason.
+        /// Error that this rank has reported.
         reason: String,
     },
     /// Ranks that have loaded different versions of NCCL.
@@ -32,16 +32,16 @@ pub enum NcclJoinError {
          machine"
     )]
     NcclDiffers {
-        /// One rank.
+        /// First rank of the process group.
         first: Rank,
-        /// Its version.
+        /// NCCL version of the first rank.
         expected: String,
-        /// The other.
+        /// Rank with another version.
         rank: Rank,
-        /// Its version.
+        /// NCCL version of that rank.
         found: String,
     },
-    /// No CUDA device that can be used.
+    /// No CUDA device can be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),
     /// NCCL cannot be used.

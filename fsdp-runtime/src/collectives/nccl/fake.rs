@@ -1,8 +1,8 @@
-//! A NCCL for tests: the same functions, on the host's memory, between threads of one process.
+//! A NCCL for tests: NCCL's functions in host memory, between threads of one process.
 //!
-//! As NVIDIA's with `blocking = 0`, it returns at once and is asked for the rest. So the engine's
-//! addresses, counts, order and ends are tested where there is no GPU. What it cannot test is
-//! NVIDIA's NCCL, the driver, and CubeCL's streams.
+//! As NVIDIA's NCCL does with `blocking = 0`, calls return at once, and the caller polls for their
+//! end. So tests without a GPU cover the engine's addresses, counts, order of collectives, and how
+//! it ends. They do not cover NVIDIA's NCCL, the driver, and CubeCL's streams.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -21,7 +21,7 @@ const INVALID: Code = 4;
 const REMOTE: Code = 6;
 const IN_PROGRESS: Code = 7;
 
-/// What a rank asks for.
+/// Operation of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     AllGather,
@@ -33,23 +33,23 @@ enum Kind {
     Split { color: c_int, key: c_int },
 }
 
-/// One call. Addresses are numbers, so that they go to other threads.
+/// One call of a rank. Addresses are numbers, which can be sent to other threads.
 #[derive(Clone, Copy, Debug)]
 struct Post {
     kind: Kind,
     from: usize,
     to: usize,
     count: usize,
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     size: usize,
 }
 
 #[derive(Default)]
 struct State {
     joined: usize,
-    /// Collectives by sequence number: what each rank has asked for.
+    /// Calls of the ranks, by the collective's sequence number.
     rounds: HashMap<usize, Vec<Option<Post>>>,
-    /// How many are complete.
+    /// Number of complete collectives.
     complete: usize,
     mail: HashMap<(usize, usize), Vec<Vec<u8>>>,
 }
@@ -65,7 +65,7 @@ struct Comm {
     rank: usize,
     sequence: AtomicUsize,
     aborted: AtomicBool,
-    /// What `ncclCommGetAsyncError` says.
+    /// Result of `ncclCommGetAsyncError`.
     code: AtomicU32,
 }
 
@@ -77,23 +77,23 @@ thread_local! {
 
 static ABORTS: AtomicUsize = AtomicUsize::new(0);
 
-/// This thread's next collective fails.
-pub(crate) fn fail_next() {
+/// Makes this thread's next collective fail.
+pub(in crate::collectives) fn fail_next() {
     FAIL.set(true);
 }
 
-/// This thread's next collective never ends.
-pub(crate) fn hang_next() {
+/// Makes this thread's next collective hang.
+pub(in crate::collectives) fn hang_next() {
     HANG.set(true);
 }
 
-/// Communicators that were aborted until now.
-pub(crate) fn aborts() -> usize {
+/// Returns the number of communicators that were aborted until now.
+pub(in crate::collectives) fn aborts() -> usize {
     ABORTS.load(Ordering::SeqCst)
 }
 
-/// The functions.
-pub(crate) fn library() -> Arc<Library> {
+/// Returns the table of the fake's functions.
+pub(in crate::collectives) fn library() -> Arc<Library> {
     Arc::new(Library {
         ncclGetErrorString: error_string,
         ncclGetLastError: last_error,
@@ -124,7 +124,7 @@ fn world(size: usize) -> Arc<World> {
     Arc::new(World { size, state: Mutex::default(), changed: Condvar::new() })
 }
 
-/// A new end of a world, as a handle that owns it.
+/// Creates a rank's communicator, as a handle that owns one reference.
 fn handle(world: Arc<World>, rank: usize) -> ncclComm_t {
     world.state.lock().unwrap().joined += 1;
     let comm = Comm {
@@ -137,12 +137,15 @@ fn handle(world: Arc<World>, rank: usize) -> ncclComm_t {
     Arc::into_raw(Arc::new(comm)).cast_mut().cast()
 }
 
+/// Returns the communicator of a handle.
+///
 /// # Safety
 ///
-/// A handle that is still owned.
+/// The handle still owns its reference.
 unsafe fn comm(handle: ncclComm_t) -> Arc<Comm> {
     let handle = handle.cast::<Comm>().cast_const();
-    // SAFETY: made by `handle`, and one count more is taken before it is taken over.
+    // SAFETY: `handle` made the pointer, and the reference count is incremented before `from_raw`
+    // takes one reference over.
     unsafe {
         Arc::increment_strong_count(handle);
         Arc::from_raw(handle)
@@ -162,7 +165,7 @@ unsafe extern "C" fn unique_id(id: *mut ncclUniqueId) -> Code {
     let mut internal = [0; 128];
     let number = IDS.fetch_add(1, Ordering::SeqCst).to_le_bytes();
     internal.iter_mut().zip(number).for_each(|(to, byte)| *to = byte as c_char);
-    // SAFETY: the caller gives a place for it.
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *id = ncclUniqueId { internal } };
     SUCCESS
 }
@@ -174,7 +177,7 @@ unsafe extern "C" fn init_rank(
     rank: c_int,
     config: *mut ncclConfig_t,
 ) -> Code {
-    // SAFETY: the caller gives a configuration, and a place for the handle.
+    // SAFETY: the caller passes valid pointers to a configuration and a handle.
     unsafe {
         if (*config).magic != 0xcafe_beef || (*config).blocking != 0 {
             return INVALID;
@@ -191,13 +194,13 @@ unsafe extern "C" fn finalize(_: ncclComm_t) -> Code {
 }
 
 unsafe extern "C" fn destroy(handle: ncclComm_t) -> Code {
-    // SAFETY: the caller's own count.
+    // SAFETY: the caller gives up the handle's reference.
     drop(unsafe { Arc::from_raw(handle.cast::<Comm>().cast_const()) });
     SUCCESS
 }
 
 unsafe extern "C" fn abort(handle: ncclComm_t) -> Code {
-    // SAFETY: the caller's own count.
+    // SAFETY: the caller gives up the handle's reference.
     let comm = unsafe { Arc::from_raw(handle.cast::<Comm>().cast_const()) };
     let state = comm.world.state.lock().unwrap();
     comm.aborted.store(true, Ordering::SeqCst);
@@ -208,7 +211,7 @@ unsafe extern "C" fn abort(handle: ncclComm_t) -> Code {
 }
 
 unsafe extern "C" fn async_error(handle: ncclComm_t, code: *mut Code) -> Code {
-    // SAFETY: the caller's own handle, and a place for the code.
+    // SAFETY: the caller passes its own handle, and a valid pointer for the code.
     unsafe {
         let comm = comm(handle);
         let joined = comm.world.state.lock().unwrap().joined == comm.world.size;
@@ -243,7 +246,7 @@ unsafe extern "C" fn group_start() -> Code {
 unsafe extern "C" fn group_end() -> Code {
     let queue = QUEUE.take();
     let Some((handle, _)) = queue.first() else { return SUCCESS };
-    // SAFETY: the caller's own handle.
+    // SAFETY: the caller passes its own handle.
     let comm = unsafe { comm(*handle) };
     if FAIL.take() {
         comm.code.store(REMOTE, Ordering::SeqCst);
@@ -265,7 +268,7 @@ unsafe extern "C" fn split(
     made: *mut ncclComm_t,
     config: *mut ncclConfig_t,
 ) -> Code {
-    // SAFETY: the caller gives a configuration, and its own handle.
+    // SAFETY: the caller passes a valid pointer to a configuration, and its own handle.
     let comm = unsafe {
         if (*config).magic != 0xcafe_beef || (*config).blocking != 0 {
             return INVALID;
@@ -298,7 +301,7 @@ macro_rules! posts {
     };
 }
 
-/// Whether an argument is one that the engine gives.
+/// Checks an argument that the engine always passes with the same kind of value.
 trait Fits {
     fn fits(&self) -> bool;
 }
@@ -348,42 +351,46 @@ unsafe extern "C" fn receive(
     post(comm, Kind::Receive(peer as usize), (std::ptr::null(), to), count, dtype)
 }
 
-/// The bytes at an address.
+/// Copies the bytes at an address.
 ///
 /// # Safety
 ///
-/// There are so many, which stay until the engine has asked for the end, and nobody writes them
-/// meanwhile.
+/// There are `bytes` bytes at `at`. They stay valid, and nobody writes them, until the engine has
+/// polled the end of the collective.
 unsafe fn read(at: usize, bytes: usize) -> Vec<u8> {
     // SAFETY: as the caller promises.
     unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(at), bytes) }.to_vec()
 }
 
+/// Writes bytes at an address.
+///
 /// # Safety
 ///
-/// As [`read`], with room for the bytes, which nobody reads meanwhile.
+/// There is room for the bytes at `at`. It stays valid, and nobody reads it, until the engine has
+/// polled the end of the collective.
 unsafe fn write(at: usize, bytes: &[u8]) {
     let to: *mut u8 = std::ptr::with_exposed_provenance_mut(at);
     // SAFETY: as the caller promises.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
 }
 
-/// Does what a rank has queued, and says that it is done.
+/// Runs the calls that a rank has queued as one group, and marks the communicator as done.
 fn work(comm: &Comm, posts: Vec<Post>) {
-    // Sends first: they wait for nobody.
+    // Sends come first, as they do not wait for other ranks.
     let (sends, others): (Vec<_>, Vec<_>) =
         posts.into_iter().partition(|post| matches!(post.kind, Kind::Send(_)));
     for post in sends.into_iter().chain(others) {
         let done = match post.kind {
             Kind::Send(to) => {
-                // SAFETY: the engine's own elements, which stay until it has asked for the end.
+                // SAFETY: the engine keeps the elements until it has polled the end of the
+                // collective.
                 let elements = unsafe { read(post.from, post.count * post.size) };
                 let mut state = comm.world.state.lock().unwrap();
                 state.mail.entry((comm.rank, to)).or_default().push(elements);
                 true
             }
             Kind::Receive(from) => receive_from(comm, from, post),
-            _ => meet(comm, post),
+            _ => join_collective(comm, post),
         };
         comm.world.changed.notify_all();
         if !done {
@@ -401,8 +408,12 @@ fn receive_from(comm: &Comm, from: usize, post: Post) -> bool {
         }
         if let Some(mail) = state.mail.get_mut(&(from, comm.rank)).filter(|mail| !mail.is_empty()) {
             let elements = mail.remove(0);
-            assert_eq!(elements.len(), post.count * post.size, "both sides count alike");
-            // SAFETY: the engine's own room, which stays until it has asked for the end.
+            assert_eq!(
+                elements.len(),
+                post.count * post.size,
+                "sender and receiver pass the same count"
+            );
+            // SAFETY: the engine keeps the memory until it has polled the end of the collective.
             unsafe { write(post.to, &elements) };
             return true;
         }
@@ -410,8 +421,9 @@ fn receive_from(comm: &Comm, from: usize, post: Post) -> bool {
     }
 }
 
-/// Waits for every rank's call of the same number; the last to come does the work of all.
-fn meet(comm: &Comm, post: Post) -> bool {
+/// Waits for every rank's call of the same collective; the last rank does the work of all. Returns
+/// whether the collective was completed.
+fn join_collective(comm: &Comm, post: Post) -> bool {
     let world = &comm.world;
     let sequence = comm.sequence.fetch_add(1, Ordering::SeqCst);
     let mut state = world.state.lock().unwrap();
@@ -438,14 +450,20 @@ fn meet(comm: &Comm, post: Post) -> bool {
 
 fn complete(posts: &[Post]) {
     let (kind, count) = (posts[0].kind, posts[0].count);
-    assert!(posts.iter().all(|post| post.count == count), "all count alike: {posts:?}");
+    assert!(
+        posts.iter().all(|post| post.count == count),
+        "all ranks pass the same count: {posts:?}"
+    );
     if let Kind::Split { .. } = kind {
         return split_all(posts);
     }
-    assert!(posts.iter().all(|post| post.kind == kind), "all do the same: {posts:?}");
+    assert!(
+        posts.iter().all(|post| post.kind == kind),
+        "all ranks call the same collective: {posts:?}"
+    );
     let size = posts[0].size;
     let all = |numel: usize| -> Vec<Vec<u8>> {
-        // SAFETY: every rank waits in the collective, so its elements stay.
+        // SAFETY: every rank waits in the collective, so its elements stay valid.
         posts.iter().map(|post| unsafe { read(post.from, numel * size) }).collect()
     };
     let sum = |numel| -> Vec<u8> {
@@ -462,7 +480,9 @@ fn complete(posts: &[Post]) {
         }
         Kind::AllReduce => vec![sum(count); posts.len()],
         Kind::Broadcast(root) => vec![all(count).swap_remove(root); posts.len()],
-        Kind::Send(_) | Kind::Receive(_) | Kind::Split { .. } => unreachable!("not met for"),
+        Kind::Send(_) | Kind::Receive(_) | Kind::Split { .. } => {
+            unreachable!("not a collective on data")
+        }
     };
     for (post, result) in posts.iter().zip(results) {
         // SAFETY: as above, with room for the result.
@@ -473,7 +493,9 @@ fn complete(posts: &[Post]) {
 fn split_all(posts: &[Post]) {
     let mut ranks: Vec<(c_int, c_int, usize)> = Vec::new();
     for (rank, post) in posts.iter().enumerate() {
-        let Kind::Split { color, key } = post.kind else { panic!("all split") };
+        let Kind::Split { color, key } = post.kind else {
+            panic!("all ranks call the same collective")
+        };
         ranks.push((color, key, rank));
     }
     ranks.sort_unstable();
@@ -481,7 +503,7 @@ fn split_all(posts: &[Post]) {
         let world = world(group.len());
         for (position, &(_, _, rank)) in group.iter().enumerate() {
             let made: *mut ncclComm_t = std::ptr::with_exposed_provenance_mut(posts[rank].to);
-            // SAFETY: every rank waits for its handle, in a place that stays.
+            // SAFETY: every rank waits for its handle, and keeps the memory for it.
             unsafe { *made = handle(world.clone(), position) };
         }
     }

@@ -1,58 +1,137 @@
-//! Reductions. What is in f32 NCCL sums, where it lies. Halves are not summed as halves: each rank
-//! gets every rank's part of what it keeps, and sums them in f32, in rank order, as the other engines
-//! do; that moves as many bytes. What all ranks keep whole is summed by NCCL, in f32. What a rank
-//! keeps of a matrix follows from its flat range, so that each range is scattered on its own.
+//! Reductions over NCCL.
+//!
+//! NCCL sums f32 gradients in place: it reduce-scatters the flat ranges of sharded parameters, each
+//! on its own, and all-reduces replicated gradients. Sharded gradients in half precision are not
+//! summed as such: each rank receives all ranks' parts of its shard and sums them in f32, in rank
+//! order, as the other engines do; this moves as many bytes. Replicated gradients in half precision
+//! are converted to f32 and summed by NCCL.
+
+use std::ops::Range;
 
 use burn::tensor::{DType, FloatDType, Shape};
 
-use super::NcclGroup;
+use super::group::NcclGroup;
 use crate::backend::{Float, ShardBackend};
+use crate::collectives::op::Op;
+use crate::collectives::process_group::Reduce;
 use crate::collectives::regions::Reduction;
-use crate::collectives::{Op, Reduce};
 use crate::error::CollectiveError;
-use crate::layout::FlatLayout;
-use crate::layout::WorldSize;
+use crate::layout::{FlatLayout, WorldSize};
+
+/// Sums of gradients, each with its entry.
+type Sums<B> = Vec<(usize, Float<B>)>;
 
 impl Reduction<'_> {
-    /// The flat range that a gradient is scattered with, if it is.
-    fn range_of(&self, entry: usize) -> Option<usize> {
+    /// Returns the index of the flat range that a sharded gradient lies in; `None` for a replicated
+    /// one.
+    fn flat_range_of(&self, entry: usize) -> Option<usize> {
         self.keep[entry].segment.map(|segment| self.layout.range_of(segment))
+    }
+
+    /// Returns the layout of a flat range.
+    fn flat(&self, range: usize) -> &FlatLayout {
+        &self.layout.ranges()[range].layout
     }
 }
 
-type Sums<B> = Result<Vec<Option<Float<B>>>, CollectiveError>;
+/// The buffer in which NCCL sums gradients: first the flat ranges to reduce-scatter, then the
+/// replicated gradients to all-reduce. Positions and lengths are in elements.
+struct SumRegions<'a> {
+    reduction: &'a Reduction<'a>,
+    /// Gradients that are summed.
+    entries: &'a [usize],
+    /// Indices of the flat ranges that are reduce-scattered, in ascending order.
+    scattered: Vec<usize>,
+    /// Regions of these flat ranges.
+    flat_ranges: FlatLayout,
+    /// Regions of the replicated gradients, relative to the end of the flat ranges. Each entry has
+    /// one, which is empty for a sharded gradient.
+    replicated: FlatLayout,
+}
+
+impl<'a> SumRegions<'a> {
+    fn new(reduction: &'a Reduction<'a>, entries: &'a [usize]) -> Self {
+        let is_scattered = |range: &usize| {
+            entries.iter().any(|&entry| reduction.flat_range_of(entry) == Some(*range))
+        };
+        let scattered: Vec<usize> =
+            (0..reduction.layout.ranges().len()).filter(is_scattered).collect();
+        let flat_lens = scattered.iter().map(|&range| reduction.flat(range).padded_len());
+        let flat_ranges = FlatLayout::new(flat_lens, WorldSize::ONE);
+        let replicated_lens = entries.iter().map(|&entry| match reduction.keep[entry].segment {
+            Some(_) => 0,
+            None => reduction.keep[entry].range.len(),
+        });
+        let replicated = FlatLayout::new(replicated_lens, WorldSize::ONE);
+        Self { reduction, entries, scattered, flat_ranges, replicated }
+    }
+
+    /// Returns the length of the buffer.
+    fn len(&self) -> usize {
+        self.replicated_start() + self.replicated.padded_len()
+    }
+
+    /// Returns where the replicated gradients begin.
+    fn replicated_start(&self) -> usize {
+        self.flat_ranges.padded_len()
+    }
+
+    /// Returns the region of the full gradient at position `at` of `entries`.
+    fn gradient(&self, at: usize) -> Range<usize> {
+        let entry = self.entries[at];
+        let segment = self.reduction.keep[entry].segment;
+        let (start, within) = match (self.reduction.flat_range_of(entry), segment) {
+            (Some(range), Some(segment)) => {
+                let position = self.scattered.partition_point(|&other| other < range);
+                let start = self.flat_ranges.segment(position).start;
+                (start, self.reduction.layout.segment(segment))
+            }
+            _ => (self.replicated_start(), self.replicated.segment(at)),
+        };
+        start + within.start..start + within.end
+    }
+
+    /// Returns the entry at position `at`, with the start and shape of the elements that the
+    /// calling rank keeps; `None` if it keeps none.
+    fn kept(&self, at: usize) -> Option<(usize, (usize, Shape))> {
+        let entry = self.entries[at];
+        let Reduce { range, shape, segment, .. } = &self.reduction.keep[entry];
+        let within = if segment.is_some() { range.start } else { 0 };
+        let part = (self.gradient(at).start + within, Shape::from(shape.clone()));
+        (!range.is_empty()).then_some((entry, part))
+    }
+}
 
 impl NcclGroup {
-    /// The sums of this rank's parts, over the divisor; `None` where no rank has the gradient.
+    /// Sums each gradient over the members and divides it; returns the elements that this rank
+    /// keeps. A sum is absent where no rank has the gradient.
     pub(super) fn reduce<B: ShardBackend>(
         &self,
         op: &Op,
         device: &B::Device,
         gradients: &[Option<Float<B>>],
         reduction: &Reduction<'_>,
-    ) -> Sums<B> {
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let keep = reduction.keep;
-        let halves =
+        let is_sharded_half =
             |entry: &usize| keep[*entry].segment.is_some() && keep[*entry].dtype != DType::F32;
         let summed = (0..keep.len()).filter(|&entry| reduction.is_summed(entry));
-        let (exchanged, in_place): (Vec<usize>, Vec<usize>) = summed.partition(halves);
+        let (exchanged, in_place): (Vec<usize>, Vec<usize>) = summed.partition(is_sharded_half);
         let mut sums: Vec<Option<Float<B>>> = keep.iter().map(|_| None).collect();
         for (entry, sum) in self.sum_in_place::<B>(op, device, gradients, reduction, &in_place)? {
             sums[entry] = Some(sum);
         }
         for range in 0..reduction.layout.ranges().len() {
-            let lies = |entry: &usize| reduction.range_of(*entry) == Some(range);
-            let entries: Vec<usize> = exchanged.iter().copied().filter(lies).collect();
-            let summed =
-                self.sum_parts::<B>(op, device, gradients, reduction, (range, &entries))?;
-            for (entry, sum) in summed {
+            let lies_in_range = |entry: &usize| reduction.flat_range_of(*entry) == Some(range);
+            let entries: Vec<usize> = exchanged.iter().copied().filter(lies_in_range).collect();
+            for (entry, sum) in self.sum_parts::<B>(op, device, gradients, reduction, &entries)? {
                 sums[entry] = Some(sum);
             }
         }
         Ok(sums)
     }
 
-    /// Sums by NCCL, in f32.
+    /// Sums gradients by NCCL, in f32.
     fn sum_in_place<B: ShardBackend>(
         &self,
         op: &Op,
@@ -60,101 +139,79 @@ impl NcclGroup {
         gradients: &[Option<Float<B>>],
         reduction: &Reduction<'_>,
         entries: &[usize],
-    ) -> Result<Vec<(usize, Float<B>)>, CollectiveError> {
-        let Reduction { keep, layout, divisor, .. } = reduction;
-        // The flat ranges that are scattered come first, then what all keep whole.
-        let scatters =
-            |range: usize| entries.iter().any(|&entry| reduction.range_of(entry) == Some(range));
-        let scattered: Vec<usize> =
-            (0..layout.ranges().len()).filter(|&range| scatters(range)).collect();
-        let flat = |range: usize| &layout.ranges()[range].layout;
-        let ranges = FlatLayout::new(
-            scattered.iter().map(|&range| flat(range).padded_len()),
-            WorldSize::ONE,
-        );
-        let base = ranges.padded_len();
-        let whole = entries.iter().map(|&entry| match keep[entry].segment {
-            Some(_) => 0,
-            None => keep[entry].range.len(),
-        });
-        let whole = FlatLayout::new(whole, WorldSize::ONE);
-        if base + whole.padded_len() == 0 {
+    ) -> Result<Sums<B>, CollectiveError> {
+        let regions = SumRegions::new(reduction, entries);
+        if regions.len() == 0 {
             return Ok(Vec::new());
         }
-        let slot = self.sums.slot::<B>(device, base + whole.padded_len(), DType::F32);
-        let region = |at: usize| {
-            let (start, within) = match (reduction.range_of(entries[at]), keep[entries[at]].segment)
-            {
-                (Some(range), Some(segment)) => {
-                    let at = scattered.partition_point(|&other| other < range);
-                    (ranges.segment(at).start, layout.segment(segment))
-                }
-                _ => (base, whole.segment(at)),
-            };
-            start + within.start..start + within.end
-        };
+        let buffer = self.sum_buffers.buffer::<B>(device, regions.len(), DType::F32);
         let own = |(at, &entry): (usize, &usize)| {
-            let zeros = || B::float_zeros(Shape::from([region(at).len()]), device, FloatDType::F32);
-            (region(at).start, gradients[entry].clone().unwrap_or_else(zeros))
+            let region = regions.gradient(at);
+            let zeros = || B::float_zeros(Shape::from([region.len()]), device, FloatDType::F32);
+            (region.start, gradients[entry].clone().unwrap_or_else(zeros))
         };
-        slot.write_all(entries.iter().enumerate().map(own).collect());
+        buffer.write_all(entries.iter().enumerate().map(own).collect());
         let (index, size) = (self.host.index(), DType::F32.size());
-        // SAFETY: the flat ranges of the layout and what comes after them lie within the slot, which
-        // is this group's for sums, of which one is under way at a time.
+        // SAFETY: the regions lie within the buffer. Only this function uses the group's sum
+        // buffers, and one sum runs at a time.
         unsafe {
-            self.run::<B>(op, device, &slot, |collectives, at| {
-                for (place, &range) in scattered.iter().enumerate() {
-                    let at = at + (ranges.segment(place).start * size) as u64;
-                    collectives.reduce_scatter(at, index, flat(range).shard_len(), size)?;
+            self.run::<B>(op, device, &buffer, |collectives, start| {
+                for (position, &range) in regions.scattered.iter().enumerate() {
+                    let at = start + (regions.flat_ranges.segment(position).start * size) as u64;
+                    collectives.reduce_scatter(
+                        at,
+                        index,
+                        reduction.flat(range).shard_len(),
+                        size,
+                    )?;
                 }
-                if whole.padded_len() > 0 {
-                    collectives.all_reduce(at + (base * size) as u64, whole.padded_len())?;
+                if regions.replicated.padded_len() > 0 {
+                    let at = start + (regions.replicated_start() * size) as u64;
+                    collectives.all_reduce(at, regions.replicated.padded_len())?;
                 }
                 Ok(())
             })
         }?;
-        let kept = |(at, &entry): (usize, &usize)| {
-            let Reduce { range, shape, segment, .. } = &keep[entry];
-            let within = if segment.is_some() { range.start } else { 0 };
-            let part = (region(at).start + within, Shape::from(shape.clone()));
-            (!range.is_empty()).then_some((entry, part))
-        };
         let (entries, parts): (Vec<_>, Vec<_>) =
-            entries.iter().enumerate().filter_map(kept).unzip();
-        let all = slot.view(0, &[base + whole.padded_len()]);
-        let divisor = (*divisor > 1).then_some(*divisor as f32);
-        Ok(entries.into_iter().zip(B::unpack(all, parts, DType::F32, divisor)).collect())
+            (0..entries.len()).filter_map(|at| regions.kept(at)).unzip();
+        let full = buffer.view(0, &[regions.len()]);
+        let divisor = (reduction.divisor > 1).then_some(reduction.divisor as f32);
+        Ok(entries.into_iter().zip(B::unpack(full, parts, DType::F32, divisor)).collect())
     }
 
-    /// Sums here, of parts that the members send each other: gradients of matrices in one flat range.
+    /// Sums sharded gradients in rank order, from parts that the members send each other. All
+    /// `entries` lie in one flat range.
     fn sum_parts<B: ShardBackend>(
         &self,
         op: &Op,
         device: &B::Device,
         gradients: &[Option<Float<B>>],
         reduction: &Reduction<'_>,
-        (range, entries): (usize, &[usize]),
-    ) -> Result<Vec<(usize, Float<B>)>, CollectiveError> {
+        entries: &[usize],
+    ) -> Result<Sums<B>, CollectiveError> {
         let Reduction { keep, layout, divisor, present } = reduction;
         let Some(&first) = entries.first() else { return Ok(Vec::new()) };
+        let Some(flat_range) = reduction.flat_range_of(first) else { return Ok(Vec::new()) };
         let dtype = keep[first].dtype;
         let (index, size) = (self.host.index(), self.size());
-        let flat = &layout.ranges()[range].layout;
-        let (shard, padded) = (flat.shard_len(), flat.padded_len());
-        // The flat range as this rank has it; then this rank's shard of it, as each member has it.
-        let slot = self.parts.slot::<B>(device, 2 * padded, dtype);
+        let flat = reduction.flat(flat_range);
+        let (shard_len, padded_len) = (flat.shard_len(), flat.padded_len());
+        // The first half is this rank's flat range, the second half this rank's shard as each
+        // member has it, in rank order.
+        let buffer = self.part_buffers.buffer::<B>(device, 2 * padded_len, dtype);
         let own = |&entry: &usize| {
             Some((layout.segment(keep[entry].segment?).start, gradients[entry].clone()?))
         };
-        slot.write_all(entries.iter().filter_map(own).collect());
-        // SAFETY: every shard, of every member, lies within the slot, which is this group's for
-        // parts, of which one sum is under way at a time.
+        buffer.write_all(entries.iter().filter_map(own).collect());
+        // SAFETY: all members' shards lie within the buffer. Only this function uses the group's
+        // part buffers, and one sum runs at a time.
         unsafe {
-            self.run::<B>(op, device, &slot, |collectives, at| {
-                let place = |element: usize| at + (element * dtype.size()) as u64;
+            self.run::<B>(op, device, &buffer, |collectives, start| {
+                let address = |element: usize| start + (element * dtype.size()) as u64;
                 for member in (0..size).filter(|&member| member != index) {
-                    collectives.send(place(member * shard), shard, member)?;
-                    collectives.receive(place(padded + member * shard), shard, member)?;
+                    collectives.send(address(member * shard_len), shard_len, member)?;
+                    let received = address(padded_len + member * shard_len);
+                    collectives.receive(received, shard_len, member)?;
                 }
                 Ok(())
             })
@@ -167,9 +224,9 @@ impl NcclGroup {
             let part = |member: usize| {
                 let at = match member == index {
                     true => start,
-                    false => padded + member * shard + start - index * shard,
+                    false => padded_len + member * shard_len + start - index * shard_len,
                 };
-                present[member][entry].then(|| slot.view(at, &[range.len()]))
+                present[member][entry].then(|| buffer.view(at, &[range.len()]))
             };
             let parts: Vec<_> = (0..size).filter_map(part).collect();
             Some((entry, B::mean(&parts, 0..range.len(), *divisor, shape.clone().into())))

@@ -1,4 +1,4 @@
-//! NCCL's calls, with results in place of codes.
+//! NCCL's functions as methods that return `Result`s instead of result codes.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
@@ -9,24 +9,25 @@ use super::sys::{
 };
 use crate::collectives::cuda::NcclError;
 
-/// `NCCL_CONFIG_UNDEF_INT` of nccl.h: NCCL chooses.
+/// Value of a configuration field that NCCL chooses itself, `NCCL_CONFIG_UNDEF_INT` in nccl.h.
 const UNDEFINED: c_int = c_int::MIN;
-/// `ncclConfig_t::magic`.
+/// Value that the field `ncclConfig_t::magic` must have.
 const MAGIC: u32 = 0xcafe_beef;
-/// The version whose `ncclConfig_t` cudarc has: a library reads no more of it than it knows.
+/// NCCL version that cudarc's `ncclConfig_t` belongs to. An older library reads only the fields
+/// that it knows.
 const CONFIG_VERSION: u32 = 23000;
 
-/// How far a call that succeeded has come.
+/// Whether a call that did not fail is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Status {
-    /// It is complete, or waits on the stream.
+    /// The call is complete; its work may still be queued on the stream.
     Done,
-    /// NCCL goes on with it; nothing else may be asked of the communicator.
+    /// NCCL still works on the call; the communicator must not be used for another one.
     InProgress,
 }
 
-/// A configuration of a communicator whose calls return at once.
-pub(super) fn config() -> ncclConfig_t {
+/// Returns the configuration of a communicator whose calls return at once.
+fn config() -> ncclConfig_t {
     ncclConfig_t {
         size: size_of::<ncclConfig_t>(),
         magic: MAGIC,
@@ -51,7 +52,7 @@ pub(super) fn config() -> ncclConfig_t {
     }
 }
 
-/// Where a communicator's collectives are queued.
+/// The communicator, stream and element type with which collectives are queued.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Queue {
     pub(super) comm: ncclComm_t,
@@ -60,17 +61,19 @@ pub(super) struct Queue {
 }
 
 impl Library {
-    /// Reads a `ncclResult_t`.
+    /// Converts the result code of a call.
     fn check(&self, comm: ncclComm_t, call: &'static str, code: Code) -> Result<Status, NcclError> {
         match code {
-            // ncclSuccess and ncclInProgress.
+            // ncclSuccess
             0 => return Ok(Status::Done),
+            // ncclInProgress
             7 => return Ok(Status::InProgress),
             _ => {}
         }
-        // SAFETY: takes any number, and returns a text that is never freed, or null.
+        // SAFETY: the function takes any number, and returns null or a string that is never freed.
         let name = unsafe { text((self.ncclGetErrorString)(code)) };
-        // SAFETY: takes null for no communicator; the text is the library's, and copied at once.
+        // SAFETY: the function takes a communicator or null. The library owns the string, which is
+        // copied before another call can change it.
         let detail = unsafe { text((self.ncclGetLastError)(comm)) };
         let reason = match (name.as_str(), detail.as_str()) {
             ("", "") => format!("error {code}"),
@@ -80,16 +83,19 @@ impl Library {
         Err(NcclError::Call { call, reason })
     }
 
+    /// Creates the identifier with which ranks form a communicator.
     pub(super) fn unique_id(&self) -> Result<ncclUniqueId, NcclError> {
         let mut id = ncclUniqueId { internal: [0; 128] };
-        // SAFETY: writes to a live value of its type.
+        // SAFETY: the call writes to a live value of its type.
         let code = unsafe { (self.ncclGetUniqueId)(&raw mut id) };
         self.check(ptr::null_mut(), "ncclGetUniqueId", code).map(|_| id)
     }
 
+    /// Forms a communicator of `size` ranks, of which this one is `rank`.
+    ///
     /// # Safety
     ///
-    /// The device's context is current. `comm` stays until the call is no longer in progress.
+    /// The device's context is current. `comm` stays valid until the call is complete.
     pub(super) unsafe fn init_rank(
         &self,
         comm: &mut ncclComm_t,
@@ -103,9 +109,11 @@ impl Library {
         self.check(ptr::null_mut(), "ncclCommInitRankConfig", code)
     }
 
+    /// Forms a communicator of the members of `parent` with the same color, in the order of `key`.
+    ///
     /// # Safety
     ///
-    /// As [`init_rank`](Self::init_rank); `parent` is a communicator that is not in progress.
+    /// As [`init_rank`](Self::init_rank); `parent` is a communicator without a call in progress.
     pub(super) unsafe fn split(
         &self,
         parent: ncclComm_t,
@@ -119,60 +127,74 @@ impl Library {
         self.check(parent, "ncclCommSplit", code)
     }
 
+    /// Returns whether a call is in progress, or the error of an earlier call or collective.
+    ///
     /// # Safety
     ///
     /// `comm` is a communicator.
     pub(super) unsafe fn async_error(&self, comm: ncclComm_t) -> Result<Status, NcclError> {
         let mut state = 0;
-        // SAFETY: as the caller promises; writes to a live value of its size.
+        // SAFETY: as the caller promises; the call writes to a live value of its size.
         let code = unsafe { (self.ncclCommGetAsyncError)(comm, &raw mut state) };
         self.check(comm, "ncclCommGetAsyncError", code)?;
         self.check(comm, "a collective of NCCL", state)
     }
 
+    /// Completes the outstanding work of a communicator, before it is destroyed.
+    ///
     /// # Safety
     ///
-    /// `comm` is a communicator, to which nothing else is queued from now on.
+    /// `comm` is a communicator, and nothing is queued on it after this call.
     pub(super) unsafe fn finalize(&self, comm: ncclComm_t) -> Result<Status, NcclError> {
         // SAFETY: as the caller promises.
         let code = unsafe { (self.ncclCommFinalize)(comm) };
         self.check(comm, "ncclCommFinalize", code)
     }
 
+    /// Frees a finalized communicator.
+    ///
     /// # Safety
     ///
-    /// `comm` is a communicator that has been finalized, and is not used from now on.
+    /// `comm` has been finalized, and is not used after this call.
     pub(super) unsafe fn destroy(&self, comm: ncclComm_t) -> Result<Status, NcclError> {
         // SAFETY: as the caller promises.
         let code = unsafe { (self.ncclCommDestroy)(comm) };
         self.check(ptr::null_mut(), "ncclCommDestroy", code)
     }
 
+    /// Ends the kernels of a communicator, and frees it.
+    ///
     /// # Safety
     ///
-    /// `comm` is a communicator that is not used from now on.
+    /// `comm` is a communicator, and is not used after this call.
     pub(super) unsafe fn abort(&self, comm: ncclComm_t) -> Result<Status, NcclError> {
         // SAFETY: as the caller promises.
         let code = unsafe { (self.ncclCommAbort)(comm) };
         self.check(ptr::null_mut(), "ncclCommAbort", code)
     }
 
+    /// Begins a group of collectives, which [`group_end`](Self::group_end) starts together.
     pub(super) fn group_start(&self) -> Result<Status, NcclError> {
-        // SAFETY: takes nothing; counts on this thread.
+        // SAFETY: the function has no arguments; NCCL keeps the group in thread-local state.
         let code = unsafe { (self.ncclGroupStart)() };
         self.check(ptr::null_mut(), "ncclGroupStart", code)
     }
 
+    /// Starts the collectives that were queued since [`group_start`](Self::group_start).
     pub(super) fn group_end(&self, comm: ncclComm_t) -> Result<Status, NcclError> {
-        // SAFETY: takes nothing; what it starts was promised where it was queued.
+        // SAFETY: the function has no arguments; the memory of the collectives was promised when
+        // they were queued.
         let code = unsafe { (self.ncclGroupEnd)() };
         self.check(comm, "ncclGroupEnd", code)
     }
 
+    /// Queues an all-gather of `count` elements of each rank.
+    ///
     /// # Safety
     ///
-    /// `from` has `count` elements, and `to` `count` for every rank, on the communicator's device,
-    /// until the stream is done; nothing else touches them.
+    /// `from` points to `count` elements, and `to` to `count` elements for every rank, both on the
+    /// communicator's device. The memory stays valid, and nothing else uses it, until the stream is
+    /// done.
     pub(super) unsafe fn all_gather(
         &self,
         queue: Queue,
@@ -186,6 +208,8 @@ impl Library {
         self.check(comm, "ncclAllGather", code)
     }
 
+    /// Queues a reduce-scatter that leaves `count` sums on each rank.
+    ///
     /// # Safety
     ///
     /// As [`all_gather`](Self::all_gather), with `from` and `to` exchanged.
@@ -203,9 +227,11 @@ impl Library {
         self.check(comm, "ncclReduceScatter", code)
     }
 
+    /// Queues an all-reduce.
+    ///
     /// # Safety
     ///
-    /// As [`all_gather`](Self::all_gather), with `count` elements in place.
+    /// `at` points to `count` elements; otherwise as [`all_gather`](Self::all_gather).
     pub(super) unsafe fn all_reduce(
         &self,
         queue: Queue,
@@ -219,9 +245,11 @@ impl Library {
         self.check(comm, "ncclAllReduce", code)
     }
 
+    /// Queues a broadcast of the elements of the rank `root`.
+    ///
     /// # Safety
     ///
-    /// As [`all_gather`](Self::all_gather), with `count` elements in place.
+    /// `at` points to `count` elements; otherwise as [`all_gather`](Self::all_gather).
     pub(super) unsafe fn broadcast(
         &self,
         queue: Queue,
@@ -235,9 +263,11 @@ impl Library {
         self.check(comm, "ncclBroadcast", code)
     }
 
+    /// Queues a send of elements to the rank `peer`.
+    ///
     /// # Safety
     ///
-    /// As [`all_gather`](Self::all_gather), with `count` elements.
+    /// The pointer is to `count` elements; otherwise as [`all_gather`](Self::all_gather).
     pub(super) unsafe fn send(
         &self,
         queue: Queue,
@@ -251,9 +281,11 @@ impl Library {
         self.check(comm, "ncclSend", code)
     }
 
+    /// Queues a receive of elements from the rank `peer`.
+    ///
     /// # Safety
     ///
-    /// As [`all_gather`](Self::all_gather), with `count` elements.
+    /// The pointer is to `count` elements; otherwise as [`all_gather`](Self::all_gather).
     pub(super) unsafe fn receive(
         &self,
         queue: Queue,
@@ -268,9 +300,11 @@ impl Library {
     }
 }
 
+/// Copies a C string; null gives an empty string.
+///
 /// # Safety
 ///
-/// `text` is null, or ends in a zero.
+/// `text` is null, or points to a string that ends in a zero byte.
 unsafe fn text(text: *const std::ffi::c_char) -> String {
     if text.is_null() {
         return String::new();

@@ -1,8 +1,8 @@
-//! NCCL's functions, with cudarc's types, found in the library at run time.
+//! NCCL's functions, loaded from the library at run time, with cudarc's types for their arguments.
 //!
-//! cudarc loads NCCL as well, but under `libnccl.so` alone, which only a development package brings,
-//! and ends the program where it finds none. Results are read as plain numbers here: a later NCCL
-//! may return one that cudarc does not know.
+//! cudarc can load NCCL as well, but only under the name `libnccl.so`, which only development
+//! packages install, and it panics if there is none. Result codes are plain numbers here, because a
+//! later NCCL may return a code that cudarc's enum does not have.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, OnceLock};
@@ -13,26 +13,26 @@ pub(super) use cudarc::nccl::sys::{
 
 use crate::collectives::cuda::{NcclError, OLDEST_NCCL, open_nccl, version_of};
 
-/// A `ncclResult_t`.
+/// Result code of a call, `ncclResult_t` in nccl.h.
 pub(super) type Code = c_uint;
 
-/// Declares the functions, and how they are found.
+/// Declares the table of functions, and how it is loaded.
 macro_rules! functions {
     ($($name:ident($($argument:ty),*) -> $result:ty;)*) => {
-        /// The functions of one NCCL. The library is never unloaded.
+        /// Functions of a loaded NCCL library, which is never unloaded.
         #[allow(non_snake_case, reason = "NCCL's own names")]
-        pub(crate) struct Library {
+        pub(in crate::collectives) struct Library {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
         impl Library {
-            /// Looks the functions up.
-            fn of(library: &libloading::Library, file: &str) -> Result<Self, NcclError> {
+            /// Looks the functions up in a library.
+            fn load(library: &libloading::Library, file: &str) -> Result<Self, NcclError> {
                 Ok(Self {
                     $($name: {
                         let symbol = stringify!($name);
-                        // SAFETY: the signature is the one of nccl.h, unchanged since the function
-                        // came; `OLDEST_NCCL` has all of them.
+                        // SAFETY: the signature is that of nccl.h, which has not changed since the
+                        // function was introduced; `OLDEST_NCCL` has all functions.
                         *unsafe {
                             library.get::<unsafe extern "C" fn($($argument),*) -> $result>(
                                 symbol.as_bytes(),
@@ -79,8 +79,8 @@ impl std::fmt::Debug for Library {
     }
 }
 
-/// NCCL, loaded once a process.
-pub(crate) fn library() -> Result<Arc<Library>, NcclError> {
+/// Returns the NCCL library, which is loaded once per process.
+pub(in crate::collectives) fn library() -> Result<Arc<Library>, NcclError> {
     static LIBRARY: OnceLock<Result<Arc<Library>, NcclError>> = OnceLock::new();
     LIBRARY.get_or_init(|| load().map(Arc::new)).clone()
 }
@@ -91,8 +91,8 @@ fn load() -> Result<Library, NcclError> {
     if found < OLDEST_NCCL {
         return Err(NcclError::TooOld { file, found });
     }
-    let functions = Library::of(&library, &file)?;
-    // Its threads and its functions are used until the process ends.
+    let functions = Library::load(&library, &file)?;
+    // NCCL's threads and functions are used until the process ends, so it must not be unloaded.
     std::mem::forget(library);
     Ok(functions)
 }

@@ -1,5 +1,5 @@
-//! How ranks on GPUs find each other: each looks at its GPU and its NCCL, all hear of it, and only
-//! then is a communicator made.
+//! Forming the process group of all ranks: each rank checks its GPU and its NCCL, all ranks compare
+//! the results, and only then is a communicator formed.
 
 use std::collections::HashMap;
 use std::error::Error as StdError;
@@ -7,130 +7,141 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::NcclGroup;
-use super::communicator::{Communicator, Watch};
+use super::communicator::NcclCommunicator;
 use super::error::NcclJoinError;
-use super::lane::Lane;
+use super::group::NcclGroup;
+use super::stream::CollectiveStream;
 use super::sys::{Library, library, ncclUniqueId};
-use super::{Op, blame};
+use super::watch::Watch;
 use crate::collectives::cuda::{NcclVersion, nccl_version};
-use crate::collectives::store::Host;
+use crate::collectives::op::Op;
+use crate::collectives::store::HostGroup;
 use crate::layout::Rank;
 
 type Boxed = Box<dyn StdError + Send + Sync>;
 
-/// What a rank tells of itself.
+/// What a rank reports to the others before they form a communicator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Told {
-    /// The GPU, or why it cannot be used.
+struct RankReport {
+    /// Unique identifier of the rank's GPU, or why the rank cannot use it.
     gpu: Result<[u8; 16], String>,
+    /// Version of the rank's NCCL.
     nccl: (i32, i32, i32),
 }
 
-/// What a rank needs of its own.
-struct Own {
+/// The GPU and the NCCL of this rank.
+struct RankDevice {
     library: Arc<Library>,
-    lane: Lane,
+    stream: CollectiveStream,
     gpu: [u8; 16],
     nccl: NcclVersion,
 }
 
-impl Own {
-    fn find(gpu: usize) -> Result<Self, NcclJoinError> {
+impl RankDevice {
+    /// Loads NCCL, and opens the GPU with this index.
+    fn open(gpu: usize) -> Result<Self, NcclJoinError> {
         let library = library()?;
         let nccl = nccl_version()?;
-        let lane = Lane::new(gpu)?;
-        let gpu = lane.uuid()?;
-        Ok(Self { library, lane, gpu, nccl })
+        let stream = CollectiveStream::new(gpu)?;
+        let gpu = stream.uuid()?;
+        Ok(Self { library, stream, gpu, nccl })
     }
 }
 
 impl NcclGroup {
-    /// The group of all ranks that meet at `host`, this one with the GPU of the index `gpu`. All call
-    /// it.
-    pub(crate) fn world(host: Host, gpu: usize) -> Result<Self, Boxed> {
-        let joined = || -> Result<Communicator, Boxed> {
-            let own = ready(&host, gpu)?;
-            communicator(&host, own.library, own.lane)
+    /// Forms the process group of all ranks that share `host`; this rank uses the GPU with the
+    /// index `gpu`. All ranks call it.
+    pub(crate) fn world(host: HostGroup, gpu: usize) -> Result<Self, Boxed> {
+        let joined = || -> Result<NcclCommunicator, Boxed> {
+            let device = open_and_compare(&host, gpu)?;
+            form_communicator(&host, device.library, device.stream)
         };
         match joined() {
             Ok(communicator) => Ok(Self::new(host, communicator)),
             Err(error) => {
-                // The others hear of it first.
+                // Gives the other ranks time to receive the error.
                 host.leave();
                 Err(error)
             }
         }
     }
 
-    /// As [`world`](Self::world), with a NCCL of the test's own.
+    /// Forms the process group of all ranks, with a NCCL that works in host memory.
     #[cfg(test)]
-    pub(crate) fn on_host(host: Host, library: Arc<Library>) -> Result<Self, Boxed> {
-        let communicator = communicator(&host, library, Lane::Host)?;
+    pub(in crate::collectives) fn on_host(
+        host: HostGroup,
+        library: Arc<Library>,
+    ) -> Result<Self, Boxed> {
+        let communicator = form_communicator(&host, library, CollectiveStream::Host)?;
         Ok(Self::new(host, communicator))
     }
 }
 
-/// This rank's GPU and NCCL, once every rank has one.
-fn ready(host: &Host, gpu: usize) -> Result<Own, Boxed> {
-    let own = Own::find(gpu);
-    let told = match &own {
-        Ok(own) => {
-            Told { gpu: Ok(own.gpu), nccl: (own.nccl.major, own.nccl.minor, own.nccl.patch) }
+/// Opens this rank's GPU and NCCL, and returns them once every rank has succeeded in doing so.
+fn open_and_compare(host: &HostGroup, gpu: usize) -> Result<RankDevice, Boxed> {
+    let device = RankDevice::open(gpu);
+    let report = match &device {
+        Ok(device) => {
+            let NcclVersion { major, minor, patch } = device.nccl;
+            RankReport { gpu: Ok(device.gpu), nccl: (major, minor, patch) }
         }
-        Err(error) => Told { gpu: Err(error.to_string()), nccl: (0, 0, 0) },
+        Err(error) => RankReport { gpu: Err(error.to_string()), nccl: (0, 0, 0) },
     };
-    let all = host.exchange(&Op::new("all_gather", "the GPUs"), told);
-    // A rank's own error says more than that the others have ended.
-    let own = own?;
-    agree(host.members(), &all?)?;
-    Ok(own)
+    let reports = host.exchange(&Op::new("all_gather", "the GPUs"), report);
+    // This rank's own error says more than an error of the exchange.
+    let device = device?;
+    compare(host.members(), &reports?)?;
+    Ok(device)
 }
 
-/// Makes the communicator of all.
-fn communicator(host: &Host, library: Arc<Library>, lane: Lane) -> Result<Communicator, Boxed> {
+/// Forms the communicator of all ranks.
+fn form_communicator(
+    host: &HostGroup,
+    library: Arc<Library>,
+    stream: CollectiveStream,
+) -> Result<NcclCommunicator, Boxed> {
     let op = Op::new("broadcast", "the identifier of NCCL");
-    let own = match host.index() {
+    let own_id = match host.index() {
         0 => library.unique_id().map(|id| id.internal.to_vec()).map_err(|error| error.to_string()),
         _ => Ok(Vec::new()),
     };
-    let told = host.exchange(&op, own)?;
+    let ids = host.exchange(&op, own_id)?;
     let not_ready = |reason| NcclJoinError::PeerNotReady { rank: host.members()[0], reason };
-    let id = (*told[0]).clone().map_err(not_ready)?;
-    let other_length = |_| not_ready("its identifier of NCCL has another length".into());
-    let id = ncclUniqueId { internal: id.try_into().map_err(other_length)? };
+    let id = (*ids[0]).clone().map_err(not_ready)?;
+    let wrong_length = |_| not_ready("its identifier of NCCL has another length".into());
+    let id = ncclUniqueId { internal: id.try_into().map_err(wrong_length)? };
     let (size, index) = (host.members().len(), host.index());
     let op = Op::new("all_gather", "the communicator of NCCL");
     let mut watch = Watch::of_setup(host);
-    let made = Communicator::new(library, Arc::new(lane), id, size, index, &mut watch);
-    let made = made.map_err(|trouble| blame(host, &op, trouble))?;
-    // Nobody begins while others cannot yet be reached.
+    let formed = NcclCommunicator::new(library, Arc::new(stream), id, size, index, &mut watch);
+    let formed = formed.map_err(|error| error.end_run(host, &op))?;
+    // No rank starts a collective before every rank has its communicator.
     host.exchange(&op, ())?;
-    Ok(made)
+    Ok(formed)
 }
 
-/// Whether every rank has a GPU, each its own, and one NCCL.
-fn agree(members: &[Rank], all: &[Arc<Told>]) -> Result<(), NcclJoinError> {
-    let mut of_gpu = HashMap::new();
-    for (&rank, told) in members.iter().zip(all) {
-        match &told.gpu {
+/// Checks that every rank has a GPU of its own, and that all have the same version of NCCL.
+fn compare(members: &[Rank], reports: &[Arc<RankReport>]) -> Result<(), NcclJoinError> {
+    let mut user_of_gpu = HashMap::new();
+    for (&rank, report) in members.iter().zip(reports) {
+        match &report.gpu {
             Err(reason) => {
                 return Err(NcclJoinError::PeerNotReady { rank, reason: reason.clone() });
             }
             Ok(gpu) => {
-                if let Some(first) = of_gpu.insert(*gpu, rank) {
+                if let Some(first) = user_of_gpu.insert(*gpu, rank) {
                     return Err(NcclJoinError::GpuShared { first, second: rank });
                 }
             }
         }
     }
     let text = |(major, minor, patch)| NcclVersion { major, minor, patch }.to_string();
-    match members.iter().zip(all).find(|(_, told)| told.nccl != all[0].nccl) {
-        Some((&rank, told)) => Err(NcclJoinError::NcclDiffers {
+    match members.iter().zip(reports).find(|(_, report)| report.nccl != reports[0].nccl) {
+        Some((&rank, report)) => Err(NcclJoinError::NcclDiffers {
             first: members[0],
-            expected: text(all[0].nccl),
+            expected: text(reports[0].nccl),
             rank,
-            found: text(told.nccl),
+            found: text(report.nccl),
         }),
         None => Ok(()),
     }
@@ -141,23 +152,23 @@ mod tests {
     use super::*;
     use crate::layout::WorldSize;
 
-    fn told(gpu: u8) -> Told {
-        Told { gpu: Ok([gpu; 16]), nccl: (2, 18, 5) }
+    fn report(gpu: u8) -> RankReport {
+        RankReport { gpu: Ok([gpu; 16]), nccl: (2, 18, 5) }
     }
 
-    fn agreed(all: Vec<Told>) -> Result<(), NcclJoinError> {
-        let members: Vec<Rank> = WorldSize::new(all.len()).unwrap().ranks().collect();
-        agree(&members, &all.into_iter().map(Arc::new).collect::<Vec<_>>())
+    fn compared(reports: Vec<RankReport>) -> Result<(), NcclJoinError> {
+        let members: Vec<Rank> = WorldSize::new(reports.len()).unwrap().ranks().collect();
+        compare(&members, &reports.into_iter().map(Arc::new).collect::<Vec<_>>())
     }
 
     #[test]
     fn ranks_with_a_gpu_each_and_one_nccl_agree() {
-        assert_eq!(agreed(vec![told(1), told(2), told(3)]), Ok(()));
+        assert_eq!(compared(vec![report(1), report(2), report(3)]), Ok(()));
     }
 
     #[test]
     fn a_gpu_that_two_ranks_use_is_refused_with_both() {
-        let error = agreed(vec![told(1), told(2), told(1)]).unwrap_err();
+        let error = compared(vec![report(1), report(2), report(1)]).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("rank 0") && text.contains("rank 2"), "{text}");
         assert!(text.contains("engine `local`"), "{text}");
@@ -165,15 +176,15 @@ mod tests {
 
     #[test]
     fn a_rank_without_a_gpu_is_named_on_every_rank() {
-        let without = Told { gpu: Err("no CUDA device was found".into()), nccl: (0, 0, 0) };
-        let text = agreed(vec![told(1), without]).unwrap_err().to_string();
+        let without = RankReport { gpu: Err("no CUDA device was found".into()), nccl: (0, 0, 0) };
+        let text = compared(vec![report(1), without]).unwrap_err().to_string();
         assert!(text.contains("rank 1") && text.contains("no CUDA device was found"), "{text}");
     }
 
     #[test]
     fn different_versions_are_named() {
-        let later = Told { nccl: (2, 20, 3), ..told(2) };
-        let text = agreed(vec![told(1), later]).unwrap_err().to_string();
+        let later = RankReport { nccl: (2, 20, 3), ..report(2) };
+        let text = compared(vec![report(1), later]).unwrap_err().to_string();
         assert!(
             text.contains("2.18.5") && text.contains("rank 1") && text.contains("2.20.3"),
             "{text}"

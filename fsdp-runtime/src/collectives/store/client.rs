@@ -1,76 +1,90 @@
-//! Another rank's end of the store.
+//! The store's side of every rank but rank 0: a process group over two connections to rank 0.
 
 use std::io;
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use super::error::StoreError;
+use super::rendezvous::Rendezvous;
 use super::wire::{
-    Answer, GREETING, Hello, LARGEST_HELLO, Line, Notice, Reply, Request, Welcome, receive,
+    Answer, Channel, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Welcome, receive,
     receive_up_to, send,
 };
-use super::{Rendezvous, StoreError};
-use crate::collectives::Op;
-use crate::collectives::failure::Failure;
-use crate::error::CollectiveError;
+use crate::collectives::failure::FailureMessage;
+use crate::collectives::op::Op;
+use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::{Rank, WorldSize};
 
-/// How much longer than the other ranks' time-out a rank waits for rank 0's process.
+/// How much longer than the time-out a rank waits for a reply: rank 0 reports time-outs of other
+/// ranks.
 const GRACE: Duration = Duration::from_secs(2);
-/// Between two attempts to connect.
+/// Pause between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(50);
-/// How long one attempt to connect may take, and an answer that needs no other rank.
+/// Time limit of one attempt to connect, and of an answer that needs no other rank.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
-/// A rank's lines to rank 0.
+/// A rank's two connections to rank 0.
 #[derive(Debug)]
-struct Lines {
+struct Connections {
     requests: Mutex<TcpStream>,
     notices: Mutex<TcpStream>,
     rank: Rank,
     world: WorldSize,
     timeout: Duration,
+    /// First failure of the run that this rank knows of.
     failure: Mutex<Option<CollectiveError>>,
 }
 
-/// One group of ranks, as a rank other than the first is in it.
+/// A process group for host values, as a rank other than rank 0 sees it.
 #[derive(Clone, Debug)]
-pub(crate) struct Remote {
-    lines: Arc<Lines>,
+pub(crate) struct ClientGroup {
+    connections: Arc<Connections>,
+    /// Number of the group at rank 0's hub.
     id: u64,
-    pub(super) members: Vec<Rank>,
-    pub(super) index: usize,
+    members: Vec<Rank>,
+    /// Position of the calling rank among the members.
+    index: usize,
 }
 
-impl Remote {
-    /// Connects to rank 0, which may not be there yet.
-    pub(super) fn connect(meeting: &Rendezvous<'_>) -> Result<Self, StoreError> {
-        let deadline = Instant::now() + meeting.timeout;
-        let requests = join(meeting, Line::Requests, deadline)?;
-        let notices = join(meeting, Line::Notices, deadline)?;
-        let lines = Lines {
+impl ClientGroup {
+    /// Connects to rank 0, and waits until it listens.
+    pub(super) fn connect(rendezvous: &Rendezvous<'_>) -> Result<Self, StoreError> {
+        let deadline = Instant::now() + rendezvous.timeout;
+        let requests = open_channel(rendezvous, Channel::Requests, deadline)?;
+        let notices = open_channel(rendezvous, Channel::Notices, deadline)?;
+        let connections = Connections {
             requests: Mutex::new(requests),
             notices: Mutex::new(notices),
-            rank: meeting.rank,
-            world: meeting.world,
-            timeout: meeting.timeout,
+            rank: rendezvous.rank,
+            world: rendezvous.world,
+            timeout: rendezvous.timeout,
             failure: Mutex::default(),
         };
-        let members = meeting.world.ranks().collect();
-        Ok(Self { lines: Arc::new(lines), id: 0, members, index: meeting.rank.index() })
+        Ok(Self {
+            connections: Arc::new(connections),
+            id: 0,
+            members: rendezvous.world.ranks().collect(),
+            index: rendezvous.rank.index(),
+        })
     }
 
-    /// This rank.
-    pub(super) fn rank(&self) -> Rank {
-        self.lines.rank
+    /// Returns the members, as ranks of the world.
+    pub(super) fn members(&self) -> &[Rank] {
+        &self.members
     }
 
-    /// How long ranks wait for each other.
+    /// Returns the position of the calling rank among the members.
+    pub(super) fn index(&self) -> usize {
+        self.index
+    }
+
+    /// Returns how long ranks wait for each other.
     pub(super) fn timeout(&self) -> Duration {
-        self.lines.timeout
+        self.connections.timeout
     }
 
-    /// Every member's bytes, in rank order.
+    /// Returns every member's bytes, in rank order. All members call it.
     pub(super) fn exchange(
         &self,
         op: &Op,
@@ -83,140 +97,151 @@ impl Remote {
             size: op.size as u64,
             value,
         };
-        match self.lines.request(op, &request)? {
+        match self.connections.request(op, &request)? {
             Reply::Values(values) if values.len() == self.members.len() => Ok(values),
-            _ => Err(self.lines.unreadable(op)),
+            _ => Err(self.connections.fail_invalid_reply(op)),
         }
     }
 
-    /// The members that give the same color.
+    /// Returns the group of the members that give the same `color`. All members call it.
     pub(super) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let op = Op::new("split", "the mesh");
         let request = Request::Split { group: self.id, color: color as u64 };
-        let Reply::Group { id, members, index } = self.lines.request(&op, &request)? else {
-            return Err(self.lines.unreadable(&op));
+        let Reply::Group { id, members, index } = self.connections.request(&op, &request)? else {
+            return Err(self.connections.fail_invalid_reply(&op));
         };
-        let member = |index: usize| self.lines.world.ranks().nth(index);
+        let member = |index: usize| self.connections.world.ranks().nth(index);
         let found: Option<Vec<Rank>> = members.into_iter().map(member).collect();
         match found {
-            Some(members) if members.get(index) == Some(&self.rank()) => {
-                Ok(Self { lines: self.lines.clone(), id, members, index })
+            Some(members) if members.get(index) == Some(&self.connections.rank) => {
+                Ok(Self { connections: self.connections.clone(), id, members, index })
             }
-            _ => Err(self.lines.unreadable(&op)),
+            _ => Err(self.connections.fail_invalid_reply(&op)),
         }
     }
 
-    /// What this rank knows to have ended the world.
+    /// Returns the failure that has ended the run, as far as this rank knows of one.
     pub(super) fn failure(&self) -> Option<CollectiveError> {
-        self.lines.lock_failure().clone()
+        self.connections.lock_failure().clone()
     }
 
-    /// Says that this rank goes on, and asks whether the world does.
-    pub(super) fn here(&self) -> Option<CollectiveError> {
+    /// Tells rank 0 that this rank is alive, and returns the failure that has ended the run, if
+    /// there is one.
+    pub(super) fn heartbeat(&self) -> Option<CollectiveError> {
         if let Some(failure) = self.failure() {
             return Some(failure);
         }
-        match self.lines.notice(&Notice::Here) {
+        match self.connections.notice(&Notice::Heartbeat) {
             Ok(Answer::Ended(failure)) => {
-                Some(self.lines.ended(failure.received(self.lines.world)))
+                let failure = failure.into_error(self.connections.world);
+                Some(self.connections.record_failure(failure))
             }
-            // No answer in time is for the next exchange to judge.
+            // A late answer is no failure yet: the next exchange has the full time-out.
             Ok(_) => None,
             Err(error) if is_time_out(&error) => None,
-            Err(_) => Some(self.lines.lost_rank_0()),
+            Err(_) => Some(self.connections.fail_lost_rank_0()),
         }
     }
 
-    /// The ranks that have said nothing for so long.
+    /// Returns the ranks that were not heard of during the last `span`; rank 0 if it does not
+    /// answer.
     pub(super) fn silent(&self, span: Duration) -> Vec<Rank> {
         let millis = u64::try_from(span.as_millis()).unwrap_or(u64::MAX);
-        match self.lines.notice(&Notice::Silent(millis)) {
+        match self.connections.notice(&Notice::Silent(millis)) {
             Ok(Answer::Silent(ranks)) => {
-                let world = self.lines.world;
+                let world = self.connections.world;
                 ranks.into_iter().filter_map(|rank| world.ranks().nth(rank)).collect()
             }
             _ => vec![Rank::ZERO],
         }
     }
 
-    /// Ends the world, unless it has ended already.
+    /// Ends the run of all ranks with `failure`, unless an earlier failure has ended it.
     pub(super) fn fail(&self, failure: CollectiveError) {
-        let sent = Failure::sent(&failure, self.rank());
-        // The first to be told counts, and that is for rank 0 to say.
-        let failure = match self.lines.notice(&Notice::Failed(sent)) {
-            Ok(Answer::Ended(first)) => first.received(self.lines.world),
+        let message = FailureMessage::new(&failure, self.connections.rank);
+        // Rank 0 decides which failure was the first.
+        let failure = match self.connections.notice(&Notice::Failed(message)) {
+            Ok(Answer::Ended(first)) => first.into_error(self.connections.world),
             _ => failure,
         };
-        self.lines.ended(failure);
+        self.connections.record_failure(failure);
     }
 
-    /// Hangs up.
+    /// Says farewell, and closes the connections.
     pub(super) fn leave(&self) {
-        let notices = self.lines.lock_notices();
+        let notices = self.connections.lock_notices();
         let _ = send(&*notices, &Notice::Bye);
         let _ = notices.shutdown(Shutdown::Write);
-        // A request that is under way ends with it.
-        if let Ok(requests) = self.lines.requests.try_lock() {
+        // A request that waits for its reply holds the lock, and is left to end by itself.
+        if let Ok(requests) = self.connections.requests.try_lock() {
             let _ = requests.shutdown(Shutdown::Both);
         }
     }
 }
 
-impl Lines {
+impl Connections {
     fn lock_failure(&self) -> MutexGuard<'_, Option<CollectiveError>> {
-        self.failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.failure.lock().ignore_poison()
     }
 
     fn lock_notices(&self) -> MutexGuard<'_, TcpStream> {
-        self.notices.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.notices.lock().ignore_poison()
     }
 
-    /// What has ended the world; the first counts.
-    fn ended(&self, failure: CollectiveError) -> CollectiveError {
+    /// Records a failure that has ended the run; returns the first recorded one.
+    fn record_failure(&self, failure: CollectiveError) -> CollectiveError {
         self.lock_failure().get_or_insert(failure).clone()
     }
 
+    /// Sends a request, and waits for the reply.
     fn request(&self, op: &Op, request: &Request) -> Result<Reply, CollectiveError> {
-        let line = self.requests.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let connection = self.requests.lock().ignore_poison();
         if let Some(failure) = &*self.lock_failure() {
             return Err(failure.clone());
         }
-        let replied = line
+        let replied = connection
             .set_read_timeout(Some(self.timeout.saturating_add(GRACE)))
-            .and_then(|()| send(&*line, request))
-            .and_then(|()| receive(&*line));
+            .and_then(|()| send(&*connection, request))
+            .and_then(|()| receive(&*connection));
         match replied {
-            Ok(Reply::Failed(failure)) => Err(self.ended(failure.received(self.world))),
+            Ok(Reply::Failed(failure)) => Err(self.record_failure(failure.into_error(self.world))),
             Ok(reply) => Ok(reply),
-            Err(error) if is_time_out(&error) => Err(self.ended(CollectiveError::Timeout {
-                op: op.name,
-                unit: op.unit.to_string(),
-                missing: vec![Rank::ZERO],
-                waited: self.timeout,
-            })),
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(self.unreadable(op)),
-            Err(_) => Err(self.lost_rank_0()),
+            Err(error) if is_time_out(&error) => {
+                Err(self.record_failure(CollectiveError::Timeout {
+                    op: op.name,
+                    unit: op.unit.to_string(),
+                    missing: vec![Rank::ZERO],
+                    waited: self.timeout,
+                }))
+            }
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                Err(self.fail_invalid_reply(op))
+            }
+            Err(_) => Err(self.fail_lost_rank_0()),
         }
     }
 
+    /// Sends a notice, and waits for the answer, at most [`ATTEMPT`].
     fn notice(&self, notice: &Notice) -> io::Result<Answer> {
-        let line = self.lock_notices();
-        line.set_read_timeout(Some(ATTEMPT.min(self.timeout)))?;
-        send(&*line, notice)?;
-        receive(&*line)
+        let connection = self.lock_notices();
+        connection.set_read_timeout(Some(ATTEMPT.min(self.timeout)))?;
+        send(&*connection, notice)?;
+        receive(&*connection)
     }
 
-    fn lost_rank_0(&self) -> CollectiveError {
+    /// Records that the connection to rank 0 is lost.
+    fn fail_lost_rank_0(&self) -> CollectiveError {
         let reason = "its process ended, or cannot be reached".into();
-        self.ended(CollectiveError::PeerFailed { rank: Rank::ZERO, reason })
+        self.record_failure(CollectiveError::PeerFailed { rank: Rank::ZERO, reason })
     }
 
-    fn unreadable(&self, op: &Op) -> CollectiveError {
-        self.ended(CollectiveError::Transport {
+    /// Records that a reply of rank 0 is not one to the request.
+    fn fail_invalid_reply(&self, op: &Op) -> CollectiveError {
+        self.record_failure(CollectiveError::Transport {
             rank: self.rank,
             op: op.name,
             unit: op.unit.to_string(),
-            reason: "what rank 0 has sent cannot be read".into(),
+            reason: "the reply of rank 0 cannot be read".into(),
         })
     }
 }
@@ -225,33 +250,38 @@ fn is_time_out(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
 
-/// Opens one line.
-fn join(meeting: &Rendezvous<'_>, line: Line, deadline: Instant) -> Result<TcpStream, StoreError> {
-    let (host, port) = meeting.at();
-    let connected = connect(meeting, deadline)?;
+/// Connects to rank 0, and introduces this rank on the connection.
+fn open_channel(
+    rendezvous: &Rendezvous<'_>,
+    channel: Channel,
+    deadline: Instant,
+) -> Result<TcpStream, StoreError> {
+    let (host, port) = rendezvous.address();
+    let connection = connect(rendezvous, deadline)?;
     let hello = Hello {
         greeting: GREETING.into(),
-        run: meeting.run.clone(),
-        rank: meeting.rank.index(),
-        world: meeting.world.size(),
-        line,
+        run: rendezvous.run.clone(),
+        rank: rendezvous.rank.index(),
+        world: rendezvous.world.size(),
+        channel,
     };
     let greeted = || -> io::Result<Welcome> {
-        connected.set_nodelay(true)?;
-        connected.set_read_timeout(Some(ATTEMPT))?;
-        connected.set_write_timeout(Some(meeting.timeout))?;
-        send(&connected, &hello)?;
-        receive_up_to(&connected, LARGEST_HELLO)
+        connection.set_nodelay(true)?;
+        connection.set_read_timeout(Some(ATTEMPT))?;
+        connection.set_write_timeout(Some(rendezvous.timeout))?;
+        send(&connection, &hello)?;
+        receive_up_to(&connection, LARGEST_HELLO)
     };
     match greeted() {
-        Ok(Ok(())) => Ok(connected),
-        Ok(Err(reason)) => Err(StoreError::Refused { host, port, rank: meeting.rank, reason }),
+        Ok(Ok(())) => Ok(connection),
+        Ok(Err(reason)) => Err(StoreError::Refused { host, port, rank: rendezvous.rank, reason }),
         Err(error) => Err(StoreError::Foreign { host, port, reason: error.to_string() }),
     }
 }
 
-fn connect(meeting: &Rendezvous<'_>, deadline: Instant) -> Result<TcpStream, StoreError> {
-    let (host, port) = meeting.at();
+/// Opens a connection to rank 0, retrying until the deadline.
+fn connect(rendezvous: &Rendezvous<'_>, deadline: Instant) -> Result<TcpStream, StoreError> {
+    let (host, port) = rendezvous.address();
     loop {
         let addresses: Vec<_> = (host.as_str(), port)
             .to_socket_addrs()
@@ -262,15 +292,16 @@ fn connect(meeting: &Rendezvous<'_>, deadline: Instant) -> Result<TcpStream, Sto
             .collect();
         let mut reason = "it has no address".to_string();
         for address in addresses {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let wait = ATTEMPT.min(left).max(Duration::from_millis(1));
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            let wait = ATTEMPT.min(remaining).max(Duration::from_millis(1));
             match TcpStream::connect_timeout(&address, wait) {
-                Ok(connected) => return Ok(connected),
+                Ok(connection) => return Ok(connection),
                 Err(error) => reason = error.to_string(),
             }
         }
         if Instant::now() >= deadline {
-            return Err(StoreError::Unreachable { host, port, waited: meeting.timeout, reason });
+            let waited = rendezvous.timeout;
+            return Err(StoreError::Unreachable { host, port, waited, reason });
         }
         std::thread::sleep(RETRY);
     }

@@ -1,81 +1,81 @@
-//! Why ranks cannot meet.
+//! The error of processes that cannot connect to each other.
 
 use std::time::Duration;
 
 use crate::layout::Rank;
 
-/// Why the processes of a launch cannot reach each other.
+/// Why the processes of a launch cannot connect to each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// A name without an address.
+    /// The name of the main process's host has no address.
     #[error(
         "the host `{host}` of the main process does not resolve ({reason}); set MASTER_ADDR, or \
          `main_process_ip`, to the name or address of the machine of rank 0"
     )]
     Unresolved {
-        /// The name.
+        /// Name of the host.
         host: String,
-        /// The resolver's reason.
+        /// Error of the system's name resolution.
         reason: String,
     },
-    /// Rank 0 cannot listen.
+    /// Rank 0 cannot listen at the host and port.
     #[error(
         "rank 0 cannot listen at {host}:{port} ({reason}); set MASTER_PORT, or `main_process_port`, \
          to a port that is free, and MASTER_ADDR to an address of this machine"
     )]
     CannotListen {
-        /// The main process's host.
+        /// Host of rank 0.
         host: String,
-        /// Its port.
+        /// TCP port of rank 0.
         port: u16,
-        /// The system's reason.
+        /// Error of the operating system.
         reason: String,
     },
-    /// Rank 0 does not answer.
+    /// No connection to rank 0 could be opened within the time-out.
     #[error(
         "rank 0 cannot be reached at {host}:{port} within {waited:?} ({reason}); is it started, and \
          the port open between the machines?"
     )]
     Unreachable {
-        /// The main process's host.
+        /// Host of rank 0.
         host: String,
-        /// Its port.
+        /// TCP port of rank 0.
         port: u16,
-        /// How long it was tried.
+        /// How long this rank has tried to connect.
         waited: Duration,
-        /// The reason of the last attempt.
+        /// Error of the last attempt.
         reason: String,
     },
-    /// Rank 0 belongs to another run, or has this rank already.
+    /// Rank 0 belongs to another run, or is connected to another process with this rank.
     #[error("rank 0 at {host}:{port} refused rank {rank}: {reason}; is another run at this port?")]
     Refused {
-        /// The main process's host.
+        /// Host of rank 0.
         host: String,
-        /// Its port.
+        /// TCP port of rank 0.
         port: u16,
-        /// The rank that was refused.
+        /// Rank that was refused.
         rank: Rank,
-        /// Rank 0's reason.
+        /// Why rank 0 refused it.
         reason: String,
     },
-    /// Something else answers.
+    /// A program that is not rank 0 listens at the host and port.
     #[error(
         "what listens at {host}:{port} is not rank 0 of this program ({reason}); set MASTER_PORT to \
          another port on every rank"
     )]
     Foreign {
-        /// The main process's host.
+        /// Host of rank 0.
         host: String,
-        /// Its port.
+        /// TCP port of rank 0.
         port: u16,
-        /// What was wrong with its answer.
+        /// What was wrong with the program's answer.
         reason: String,
     },
-    /// No thread can be started for the other ranks.
+    /// Rank 0 cannot start the thread that serves the other ranks.
     #[error("rank 0 cannot start a thread for the other ranks: {reason}")]
     NoThread {
-        /// The system's reason.
+        /// Error of the operating system.
         reason: String,
     },
 }

@@ -1,5 +1,4 @@
-//! Rank 0's end of the store: every other rank's messages are said at its hub, by threads that stand
-//! for that rank.
+//! Rank 0's side of the store: threads that act at the hub on behalf of the connected ranks.
 
 use std::collections::HashMap;
 use std::io;
@@ -7,52 +6,57 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::Roll;
+use super::heartbeats::Heartbeats;
 use super::wire::{
-    Answer, GREETING, Hello, LARGEST_HELLO, Line, Notice, Reply, Request, Welcome, receive,
+    Answer, Channel, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Welcome, receive,
     receive_up_to, send,
 };
-use crate::collectives::Op;
-use crate::collectives::failure::{Failure, known};
-use crate::collectives::local::{Hub, LocalGroup};
-use crate::error::CollectiveError;
+use crate::collectives::failure::{FailureMessage, static_name};
+use crate::collectives::hub::Hub;
+use crate::collectives::local::LocalGroup;
+use crate::collectives::op::Op;
+use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;
 
-/// How long a connection may take to say who it is.
+/// How long a new connection may take to introduce itself.
 const HELLO: Duration = Duration::from_secs(10);
-/// How often the server looks whether the run has ended, while ranks are still to come.
+/// How long the server sleeps between two looks for new connections.
 const POLL: Duration = Duration::from_millis(10);
-/// How long rank 0 stays for the others to hear how the run has ended.
+/// How long rank 0 waits at its end for the other ranks to receive how the run has ended.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// The store, in the process of rank 0.
+/// The store's server, in the process of rank 0.
 #[derive(Debug)]
 pub(crate) struct Server {
     hub: Arc<Hub>,
-    roll: Arc<Roll>,
+    heartbeats: Arc<Heartbeats>,
+    /// Name of the run.
     run: String,
-    lines: Mutex<Lines>,
+    connections: Mutex<Connections>,
     changed: Condvar,
 }
 
-/// Which lines there have been, and how many there are.
+/// The admitted connections of the other ranks.
 #[derive(Debug, Default)]
-struct Lines {
-    joined: Vec<(Rank, Line)>,
+struct Connections {
+    /// All connections that were admitted, open or closed.
+    admitted: Vec<(Rank, Channel)>,
+    /// Number of open connections.
     open: usize,
 }
 
 impl Server {
-    /// Lets the other ranks in, as they come. The listener is closed when all are there.
+    /// Starts the thread that accepts connections. It closes the listener once every rank is
+    /// connected.
     pub(super) fn start(
         listener: TcpListener,
         hub: Arc<Hub>,
-        roll: Arc<Roll>,
+        heartbeats: Arc<Heartbeats>,
         run: String,
     ) -> io::Result<Arc<Self>> {
         listener.set_nonblocking(true)?;
-        let server =
-            Arc::new(Self { hub, roll, run, lines: Mutex::default(), changed: Condvar::new() });
+        let (connections, changed) = (Mutex::default(), Condvar::new());
+        let server = Arc::new(Self { hub, heartbeats, run, connections, changed });
         let accepting = server.clone();
         std::thread::Builder::new()
             .name("fsdp-store".into())
@@ -60,21 +64,22 @@ impl Server {
         Ok(server)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Lines> {
-        self.lines.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn lock(&self) -> MutexGuard<'_, Connections> {
+        self.connections.lock().ignore_poison()
     }
 
+    /// Accepts connections until every rank has its two, or the run has failed.
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
-        let expected = 2 * (self.hub.world().size() - 1);
-        while self.lock().joined.len() < expected && self.hub.failure().is_none() {
-            let Ok((line, _)) = listener.accept() else {
+        let expected = 2 * (self.hub.world.size() - 1);
+        while self.lock().admitted.len() < expected && self.hub.failure().is_none() {
+            let Ok((connection, _)) = listener.accept() else {
                 std::thread::sleep(POLL);
                 continue;
             };
             let server = self.clone();
             let serve = move || {
-                // One that does not say who it is, or hangs up, is no rank.
-                let _ = server.serve(&line);
+                // A connection that does not introduce itself, or closes, is not a rank's.
+                let _ = server.serve(&connection);
             };
             if let Err(error) = std::thread::Builder::new().name("fsdp-store".into()).spawn(serve) {
                 self.hub.fail(CollectiveError::PeerFailed {
@@ -85,31 +90,33 @@ impl Server {
         }
     }
 
-    fn serve(&self, line: &TcpStream) -> io::Result<()> {
-        line.set_nonblocking(false)?;
-        line.set_nodelay(true)?;
-        line.set_read_timeout(Some(HELLO))?;
-        line.set_write_timeout(Some(self.hub.timeout()))?;
-        let hello: Hello = receive_up_to(line, LARGEST_HELLO)?;
+    /// Admits a connection and serves it until it is closed.
+    fn serve(&self, connection: &TcpStream) -> io::Result<()> {
+        connection.set_nonblocking(false)?;
+        connection.set_nodelay(true)?;
+        connection.set_read_timeout(Some(HELLO))?;
+        connection.set_write_timeout(Some(self.hub.timeout))?;
+        let hello: Hello = receive_up_to(connection, LARGEST_HELLO)?;
         let rank = match self.admit(&hello) {
             Ok(rank) => rank,
-            Err(reason) => return send(line, &Welcome::Err(reason)),
+            Err(reason) => return send(connection, &Welcome::Err(reason)),
         };
-        let served = send(line, &Welcome::Ok(())).and_then(|()| line.set_read_timeout(None));
-        match (hello.line, served) {
-            (Line::Requests, Ok(())) => self.requests(line, rank),
-            (Line::Notices, Ok(())) => self.notices(line, rank),
-            (_, Err(_)) => self.lost(rank),
+        let welcomed =
+            send(connection, &Welcome::Ok(())).and_then(|()| connection.set_read_timeout(None));
+        match (hello.channel, welcomed) {
+            (Channel::Requests, Ok(())) => self.serve_requests(connection, rank),
+            (Channel::Notices, Ok(())) => self.serve_notices(connection, rank),
+            (_, Err(_)) => self.fail_lost_rank(rank),
         }
         self.lock().open -= 1;
         self.changed.notify_all();
         Ok(())
     }
 
-    /// The rank of a connection, or why it is not let in.
+    /// Returns the rank of a connection, or why the connection is refused.
     fn admit(&self, hello: &Hello) -> Result<Rank, String> {
-        let Hello { greeting, run, rank, world, line } = hello;
-        let expected = self.hub.world();
+        let Hello { greeting, run, rank, world, channel } = hello;
+        let expected = self.hub.world;
         if greeting != GREETING {
             return Err(format!("rank 0 is a program with {GREETING}, this one has {greeting}"));
         }
@@ -121,29 +128,30 @@ impl Server {
         }
         let rank = expected.ranks().nth(*rank).filter(|&rank| rank != Rank::ZERO);
         let rank = rank.ok_or_else(|| format!("there is a rank {} already", hello.rank))?;
-        let mut lines = self.lock();
-        if lines.joined.contains(&(rank, *line)) {
+        let mut connections = self.lock();
+        if connections.admitted.contains(&(rank, *channel)) {
             return Err(format!("there is a rank {rank} already"));
         }
-        lines.joined.push((rank, *line));
-        lines.open += 1;
+        connections.admitted.push((rank, *channel));
+        connections.open += 1;
         Ok(rank)
     }
 
-    /// Stands for a rank at the hub, until its line is closed.
-    fn requests(&self, line: &TcpStream, rank: Rank) {
+    /// Issues a rank's requests at the hub, until the rank's connection is closed.
+    fn serve_requests(&self, connection: &TcpStream, rank: Rank) {
         let mut groups = HashMap::from([(0, LocalGroup::new(self.hub.clone(), rank))]);
-        while let Ok(request) = receive::<Request>(line) {
-            self.roll.heard(rank);
+        while let Ok(request) = receive::<Request>(connection) {
+            self.heartbeats.record(rank);
             let answered = self.answer(&mut groups, request, rank);
             let reply = answered
-                .unwrap_or_else(|failure| Reply::Failed(Failure::sent(&failure, Rank::ZERO)));
-            if send(line, &reply).is_err() {
-                return self.lost(rank);
+                .unwrap_or_else(|failure| Reply::Failed(FailureMessage::new(&failure, Rank::ZERO)));
+            if send(connection, &reply).is_err() {
+                return self.fail_lost_rank(rank);
             }
         }
     }
 
+    /// Issues one request at the hub, and waits for the other ranks.
     fn answer(
         &self,
         groups: &mut HashMap<u64, LocalGroup>,
@@ -153,22 +161,22 @@ impl Server {
         let unknown = |group: u64| {
             let failure = CollectiveError::PeerFailed {
                 rank,
-                reason: format!("it speaks in group {group}, which it is not in"),
+                reason: format!("it has issued a collective in group {group}, which it is not in"),
             };
             self.hub.fail(failure.clone());
             failure
         };
         match request {
             Request::Exchange { group, name, unit, size, value } => {
-                let op = Op::new(known(&name), unit).of(usize::try_from(size).unwrap_or(0));
-                self.roll.came_to(rank, &op);
+                let op = Op::new(static_name(&name), unit).of(usize::try_from(size).unwrap_or(0));
+                self.heartbeats.record_op(rank, &op);
                 let group = groups.get(&group).ok_or_else(|| unknown(group))?;
                 let values = group.exchange(&op, value)?;
                 Ok(Reply::Values(values.iter().map(|value| (**value).clone()).collect()))
             }
             Request::Split { group, color } => {
-                let part = groups.get(&group).ok_or_else(|| unknown(group))?;
-                let part = part.split(usize::try_from(color).unwrap_or(usize::MAX))?;
+                let parent = groups.get(&group).ok_or_else(|| unknown(group))?;
+                let part = parent.split(usize::try_from(color).unwrap_or(usize::MAX))?;
                 let members = part.members().iter().map(|member| member.index()).collect();
                 let reply = Reply::Group { id: part.id(), members, index: part.index() };
                 groups.insert(part.id(), part);
@@ -177,55 +185,52 @@ impl Server {
         }
     }
 
-    /// Answers a rank's notices. One whose line ends without a word has ended the run.
-    fn notices(&self, line: &TcpStream, rank: Rank) {
-        while let Ok(notice) = receive::<Notice>(line) {
-            self.roll.heard(rank);
+    /// Answers a rank's notices. The run fails if the rank's connection closes without a farewell.
+    fn serve_notices(&self, connection: &TcpStream, rank: Rank) {
+        while let Ok(notice) = receive::<Notice>(connection) {
+            self.heartbeats.record(rank);
             match notice {
-                Notice::Here => {}
+                Notice::Heartbeat => {}
                 Notice::Silent(millis) => {
-                    let silent = self.roll.silent(Duration::from_millis(millis));
+                    let silent = self.heartbeats.silent(Duration::from_millis(millis));
                     let silent = silent.into_iter().map(Rank::index).collect();
-                    if send(line, &Answer::Silent(silent)).is_err() {
+                    if send(connection, &Answer::Silent(silent)).is_err() {
                         break;
                     }
                     continue;
                 }
-                Notice::Failed(failure) => self.hub.fail(failure.received(self.hub.world())),
+                Notice::Failed(failure) => self.hub.fail(failure.into_error(self.hub.world)),
                 Notice::Bye => return,
             }
-            let answer = self.hub.failure().map_or(Answer::Going, |failure| {
-                Answer::Ended(Failure::sent(&failure, Rank::ZERO))
+            let answer = self.hub.failure().map_or(Answer::Running, |failure| {
+                Answer::Ended(FailureMessage::new(&failure, Rank::ZERO))
             });
-            if send(line, &answer).is_err() {
+            if send(connection, &answer).is_err() {
                 break;
             }
         }
-        self.lost(rank);
+        self.fail_lost_rank(rank);
     }
 
-    /// A rank's line is gone.
-    fn lost(&self, rank: Rank) {
-        let reason = match self.roll.last(rank) {
+    /// Ends the run because the connection to a rank is lost.
+    fn fail_lost_rank(&self, rank: Rank) {
+        let reason = match self.heartbeats.last_op(rank) {
             Some(last) => format!("its process ended, or cannot be reached, after {last}"),
             None => "its process ended, or cannot be reached".into(),
         };
         self.hub.fail(CollectiveError::PeerFailed { rank, reason });
     }
 
-    /// Stays until every other rank has left, for a few seconds at most.
+    /// Waits until every other rank has left, at most [`LINGER`].
     pub(super) fn leave(&self) {
         let until = Instant::now() + LINGER;
-        let mut lines = self.lock();
-        while lines.open > 0 {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+        let mut connections = self.lock();
+        while connections.open > 0 {
+            let remaining = until.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
                 return;
             }
-            (lines, _) = self
-                .changed
-                .wait_timeout(lines, left)
-                .unwrap_or_else(|poisoned| poisoned.into_inner());
+            (connections, _) = self.changed.wait_timeout(connections, remaining).ignore_poison();
         }
     }
 }

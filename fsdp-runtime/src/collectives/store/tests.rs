@@ -1,10 +1,16 @@
-//! Threads that meet as processes do, over TCP on this machine. What every engine must do of it is
-//! in `conformance.rs`.
+//! Tests of the store with threads that connect over TCP on this machine, as processes do. The
+//! checks that every engine must pass are in `conformance.rs`.
 
 use std::io::Write;
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
 
-use super::*;
+use super::error::StoreError;
+use super::host_group::HostGroup;
+use super::rendezvous::Rendezvous;
+use crate::collectives::op::Op;
+use crate::error::CollectiveError;
+use crate::layout::{Rank, WorldSize};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -17,7 +23,7 @@ fn free_port() -> u16 {
     TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
-fn meeting(rank: usize, size: usize, port: u16, timeout: Duration) -> Rendezvous<'static> {
+fn rendezvous(rank: usize, size: usize, port: u16, timeout: Duration) -> Rendezvous<'static> {
     let rank = world(size).ranks().nth(rank).unwrap();
     let (world, run) = (world(size), "a run".to_string());
     Rendezvous { rank, world, host: "127.0.0.1", port, run, timeout, debug: false }
@@ -27,42 +33,42 @@ fn op(unit: &'static str) -> Op {
     Op::new("all_gather", unit)
 }
 
-/// Runs `f` on each rank of a world, each with a connection of its own.
-fn on_all<T: Send>(size: usize, timeout: Duration, f: impl Fn(Host) -> T + Sync) -> Vec<T> {
+/// Runs `f` on each rank of a world, with a connection for each rank.
+fn on_all<T: Send>(size: usize, timeout: Duration, f: impl Fn(HostGroup) -> T + Sync) -> Vec<T> {
     let port = free_port();
     std::thread::scope(|scope| {
-        let run = |rank| f(Host::process(&meeting(rank, size, port, timeout)).unwrap());
+        let run = |rank| f(HostGroup::process(&rendezvous(rank, size, port, timeout)).unwrap());
         let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || run(rank))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 
 #[test]
-fn all_leave_when_all_are_done_and_no_rank_takes_it_for_a_failure() {
+fn ranks_that_leave_after_the_last_exchange_are_no_failure() {
     let started = Instant::now();
     let failures = on_all(4, LONG, |host| {
         for round in 0..20 {
             let all = host.exchange(&op("a"), (round, host.index())).unwrap();
-            assert!(all.iter().enumerate().all(|(rank, told)| **told == (round, rank)));
-            assert_eq!(host.here(), None);
+            assert!(all.iter().enumerate().all(|(rank, value)| **value == (round, rank)));
+            assert_eq!(host.heartbeat(), None);
         }
         host.leave();
         host.failure()
     });
     assert!(failures.iter().all(Option::is_none), "{failures:?}");
-    assert!(started.elapsed() < Duration::from_secs(5), "nobody lingers");
+    assert!(started.elapsed() < Duration::from_secs(5), "rank 0 does not linger");
 }
 
 #[test]
-fn a_rank_whose_connection_ends_is_named_with_the_last_it_came_to() {
+fn a_rank_whose_connection_closes_is_named_with_its_last_collective() {
     let errors = on_all(3, LONG, |host| {
         host.exchange(&op("encoder.0"), ()).unwrap();
         if host.index() == 2 {
-            // Dropped without a word, as when a process is killed.
+            // Dropped without a farewell, as when a process is killed.
             return None;
         }
         let error = host.exchange(&op("encoder.1"), ()).unwrap_err();
-        assert_eq!(host.here(), Some(error.clone()));
+        assert_eq!(host.heartbeat(), Some(error.clone()));
         Some(error)
     });
     for error in errors.into_iter().flatten() {
@@ -73,8 +79,9 @@ fn a_rank_whose_connection_ends_is_named_with_the_last_it_came_to() {
 }
 
 #[test]
-fn the_end_of_rank_0_is_seen_by_all() {
-    // Rank 0's threads outlive it here, so its hub says what a closed connection would.
+fn a_failure_of_rank_0_reaches_all_ranks() {
+    // The threads of rank 0's server outlive rank 0 in this test, so its hub reports the failure
+    // that a closed connection would.
     let errors = on_all(3, LONG, |host| {
         host.exchange(&op("a"), ()).unwrap();
         if host.index() == 0 {
@@ -98,7 +105,7 @@ fn a_rank_that_is_never_started_is_named() {
     let timeout = Duration::from_millis(300);
     let errors = std::thread::scope(|scope| {
         let run = |rank| {
-            let host = Host::process(&meeting(rank, 3, port, timeout)).unwrap();
+            let host = HostGroup::process(&rendezvous(rank, 3, port, timeout)).unwrap();
             host.exchange(&op("the launch"), ()).unwrap_err()
         };
         let ranks: Vec<_> = [0, 2].map(|rank| scope.spawn(move || run(rank))).into();
@@ -112,13 +119,13 @@ fn a_rank_that_is_never_started_is_named() {
 }
 
 #[test]
-fn silent_ranks_are_told_from_those_that_go_on() {
+fn silent_ranks_are_distinguished_from_active_ones() {
     let asked = std::sync::Barrier::new(3);
     let silent = on_all(3, LONG, |host| {
         host.exchange(&op("a"), ()).unwrap();
         let silent = (host.index() < 2).then(|| {
             for _ in 0..30 {
-                assert_eq!(host.here(), None);
+                assert_eq!(host.heartbeat(), None);
                 std::thread::sleep(Duration::from_millis(20));
             }
             host.silent(Duration::from_millis(500))
@@ -137,7 +144,7 @@ fn silent_ranks_are_told_from_those_that_go_on() {
 fn a_port_that_is_taken_is_named() {
     let taken = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = taken.local_addr().unwrap().port();
-    let error = Host::process(&meeting(0, 2, port, LONG)).unwrap_err();
+    let error = HostGroup::process(&rendezvous(0, 2, port, LONG)).unwrap_err();
     assert!(matches!(error, StoreError::CannotListen { port: at, .. } if at == port), "{error}");
     assert!(error.to_string().contains("MASTER_PORT"), "{error}");
 }
@@ -145,17 +152,18 @@ fn a_port_that_is_taken_is_named() {
 #[test]
 fn a_host_that_does_not_resolve_is_named() {
     for rank in [0, 1] {
-        let meeting = Rendezvous { host: "no-such-host.invalid", ..meeting(rank, 2, 1, LONG) };
-        let error = Host::process(&meeting).unwrap_err();
+        let rendezvous =
+            Rendezvous { host: "no-such-host.invalid", ..rendezvous(rank, 2, 1, LONG) };
+        let error = HostGroup::process(&rendezvous).unwrap_err();
         assert!(matches!(error, StoreError::Unresolved { .. }), "{error}");
         assert!(error.to_string().contains("no-such-host.invalid"), "{error}");
     }
 }
 
 #[test]
-fn rank_0_that_is_not_there_is_waited_for_no_longer_than_the_time_out() {
+fn an_absent_rank_0_is_an_error_after_the_time_out() {
     let timeout = Duration::from_millis(300);
-    let error = Host::process(&meeting(1, 2, free_port(), timeout)).unwrap_err();
+    let error = HostGroup::process(&rendezvous(1, 2, free_port(), timeout)).unwrap_err();
     assert!(
         matches!(error, StoreError::Unreachable { waited, .. } if waited == timeout),
         "{error}"
@@ -163,40 +171,40 @@ fn rank_0_that_is_not_there_is_waited_for_no_longer_than_the_time_out() {
 }
 
 #[test]
-fn ranks_of_another_world_another_run_and_second_ones_are_refused() {
+fn ranks_of_another_world_or_run_and_duplicate_ranks_are_refused() {
     let port = free_port();
-    let _first = Host::process(&meeting(0, 3, port, LONG)).unwrap();
-    let _second = Host::process(&meeting(1, 3, port, LONG)).unwrap();
-    let other_run = Rendezvous { run: "another".into(), ..meeting(2, 3, port, LONG) };
-    for (meeting, expected) in [
-        (meeting(1, 3, port, LONG), "there is a rank 1 already"),
-        (meeting(1, 2, port, LONG), "one of 3 ranks, this one of 2"),
+    let _first = HostGroup::process(&rendezvous(0, 3, port, LONG)).unwrap();
+    let _second = HostGroup::process(&rendezvous(1, 3, port, LONG)).unwrap();
+    let other_run = Rendezvous { run: "another".into(), ..rendezvous(2, 3, port, LONG) };
+    for (rendezvous, expected) in [
+        (rendezvous(1, 3, port, LONG), "there is a rank 1 already"),
+        (rendezvous(1, 2, port, LONG), "one of 3 ranks, this one of 2"),
         (other_run, "the run `a run`, this one to `another`"),
     ] {
-        let error = Host::process(&meeting).unwrap_err();
+        let error = HostGroup::process(&rendezvous).unwrap_err();
         let StoreError::Refused { reason, .. } = &error else { panic!("{error}") };
         assert!(reason.contains(expected), "{reason}");
     }
 }
 
 #[test]
-fn what_is_no_rank_does_not_disturb() {
+fn connections_of_other_programs_are_ignored() {
     let port = free_port();
     let strangers = std::thread::spawn(move || {
         for bytes in [&b""[..], b"GET / HTTP/1.1\r\n\r\n", &[255; 64]] {
-            let mut line = loop {
+            let mut connection = loop {
                 match TcpStream::connect(("127.0.0.1", port)) {
-                    Ok(line) => break line,
+                    Ok(connection) => break connection,
                     Err(_) => std::thread::sleep(Duration::from_millis(5)),
                 }
             };
-            line.write_all(bytes).unwrap();
+            connection.write_all(bytes).unwrap();
         }
     });
     std::thread::scope(|scope| {
         for rank in 0..2 {
             scope.spawn(move || {
-                let host = Host::process(&meeting(rank, 2, port, LONG)).unwrap();
+                let host = HostGroup::process(&rendezvous(rank, 2, port, LONG)).unwrap();
                 if rank == 0 {
                     std::thread::sleep(Duration::from_millis(100));
                 }

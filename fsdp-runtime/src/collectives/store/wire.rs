@@ -1,111 +1,122 @@
-//! What goes over a line of the store: a length, and so many bytes of a message.
+//! The messages on a connection of the store, and their framing: a length of four bytes,
+//! little-endian, then the serialised message.
 
 use std::io::{self, Read, Write};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::collectives::failure::Failure;
+use crate::collectives::failure::FailureMessage;
 
-/// Bytes of the largest message.
+/// Largest size of a message in bytes.
 const LARGEST: usize = 1 << 30;
-/// Bytes of the largest first message, before it is known who sends it.
+/// Largest size of a [`Hello`] in bytes: its sender is not known yet.
 pub(super) const LARGEST_HELLO: usize = 4096;
 
-/// How a rank introduces itself.
+/// The first message on a connection, with which a rank introduces itself.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
-    /// [`GREETING`], so that no other program is taken for a rank.
+    /// [`GREETING`], which distinguishes a rank from any other program.
     pub(super) greeting: String,
-    /// The run, where the launcher names it.
+    /// Name of the run.
     pub(super) run: String,
     pub(super) rank: usize,
     pub(super) world: usize,
-    pub(super) line: Line,
+    /// What the connection is for.
+    pub(super) channel: Channel,
 }
 
-/// The crate and its version.
+/// Name and version of this crate.
 pub(super) const GREETING: &str = concat!("fsdp-runtime ", env!("CARGO_PKG_VERSION"));
 
-/// A rank has two lines, so that it can be heard while it waits for an answer.
+/// What a connection is for. A rank has one of each kind, so that it can send notices while it
+/// waits for the reply to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Line {
-    /// For [`Request`]s.
+pub(super) enum Channel {
+    /// The connection carries [`Request`]s.
     Requests,
-    /// For [`Notice`]s.
+    /// The connection carries [`Notice`]s.
     Notices,
 }
 
-/// The answer to a [`Hello`]: the rank is in, or why not.
+/// The answer to a [`Hello`]: whether rank 0 admits the connection, or why not.
 pub(super) type Welcome = Result<(), String>;
 
-/// What waits for the other ranks.
+/// A message whose reply has to wait for other ranks.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
+    /// Exchange a value with the members of a process group.
     Exchange { group: u64, name: String, unit: String, size: u64, value: Vec<u8> },
+    /// Split a process group by colors.
     Split { group: u64, color: u64 },
 }
 
 /// The answer to a [`Request`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
+    /// Values of all members, in rank order.
     Values(Vec<Vec<u8>>),
+    /// The new process group, and the position of the requesting rank in it.
     Group { id: u64, members: Vec<usize>, index: usize },
-    Failed(Failure),
+    /// Failure that has ended the run.
+    Failed(FailureMessage),
 }
 
-/// What is answered at once.
+/// A message that rank 0 answers at once.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Notice {
-    /// The rank goes on; has the run?
-    Here,
-    /// Which ranks have said nothing for so many milliseconds?
+    /// The rank is alive, and asks whether the run has failed.
+    Heartbeat,
+    /// The rank asks which ranks were silent during the last so many milliseconds.
     Silent(u64),
     /// The rank ends the run.
-    Failed(Failure),
-    /// The rank has ended well, or knows why the run has ended.
+    Failed(FailureMessage),
+    /// The rank has finished, or knows why the run has ended. It gets no answer.
     Bye,
 }
 
 /// The answer to a [`Notice`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Answer {
-    Going,
-    Ended(Failure),
+    /// The run has not failed.
+    Running,
+    /// Failure that has ended the run.
+    Ended(FailureMessage),
+    /// Ranks that were silent.
     Silent(Vec<usize>),
 }
 
 /// Writes a message.
-pub(super) fn send<T: Serialize>(mut line: impl Write, message: &T) -> io::Result<()> {
+pub(super) fn send<T: Serialize>(mut connection: impl Write, message: &T) -> io::Result<()> {
     let invalid = |error: postcard::Error| io::Error::new(io::ErrorKind::InvalidData, error);
     let bytes = postcard::to_stdvec(message).map_err(invalid)?;
     let len = u32::try_from(bytes.len()).ok().filter(|&len| len as usize <= LARGEST);
     let len = len.ok_or_else(|| io::Error::other("a message of more than 1 GiB"))?;
-    // In one piece, so that it leaves in one packet where it fits.
+    // One write for length and message, so that a small message travels in one packet.
     let frame = [&len.to_le_bytes()[..], &bytes].concat();
-    line.write_all(&frame)?;
-    line.flush()
+    connection.write_all(&frame)?;
+    connection.flush()
 }
 
 /// Reads a message.
-pub(super) fn receive<T: DeserializeOwned>(line: impl Read) -> io::Result<T> {
-    receive_up_to(line, LARGEST)
+pub(super) fn receive<T: DeserializeOwned>(connection: impl Read) -> io::Result<T> {
+    receive_up_to(connection, LARGEST)
 }
 
-/// Reads a message of at most so many bytes.
+/// Reads a message of at most `largest` bytes.
 pub(super) fn receive_up_to<T: DeserializeOwned>(
-    mut line: impl Read,
+    mut connection: impl Read,
     largest: usize,
 ) -> io::Result<T> {
     let mut len = [0; 4];
-    line.read_exact(&mut len)?;
+    connection.read_exact(&mut len)?;
     let len = u32::from_le_bytes(len) as usize;
     if len > largest {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "a message that is too long"));
     }
-    // Grows with what arrives: a length alone takes no memory.
+    // The buffer grows with the bytes that arrive, so that a wrong length allocates nothing.
     let mut bytes = Vec::new();
-    line.take(len as u64).read_to_end(&mut bytes)?;
+    connection.take(len as u64).read_to_end(&mut bytes)?;
     if bytes.len() < len {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
@@ -117,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_arrive_as_they_were_sent() {
+    fn messages_are_received_as_sent() {
         let mut bytes = Vec::new();
         send(&mut bytes, &Reply::Values(vec![vec![1, 2], vec![]])).unwrap();
         send(&mut bytes, &Notice::Silent(7)).unwrap();
@@ -130,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message_is_an_error_and_takes_no_memory() {
+    fn invalid_messages_are_errors_and_allocate_nothing() {
         let long = receive_up_to::<Hello>(&u32::MAX.to_le_bytes()[..], LARGEST_HELLO).unwrap_err();
         assert_eq!(long.kind(), io::ErrorKind::InvalidData);
         let cut = receive::<Reply>(&[0, 0, 0, 0x20, 1, 2][..]).unwrap_err();

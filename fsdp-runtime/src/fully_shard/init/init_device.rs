@@ -4,7 +4,9 @@ use burn::module::Param;
 use burn::tensor::{Device, DispatchTensor, Tensor};
 
 use super::param_value::{EmptyParam, filled};
-use crate::backend::{Context, Float, ShardBackend, StorageDevice, StoredTensor, Value};
+use crate::backend::{
+    AutodiffContext, Float, FloatTensor, ShardBackend, StorageDevice, StoredTensor,
+};
 
 /// The device that computes, and the place where parameters are stored between uses.
 pub(crate) struct InitDevice<B: ShardBackend> {
@@ -15,7 +17,7 @@ pub(crate) struct InitDevice<B: ShardBackend> {
     /// Where parameters are stored between uses.
     pub(super) storage: StorageDevice,
     /// Autodiff context of tensors on the device; `None` for a device without autodiff.
-    pub(super) context: Option<Context>,
+    pub(super) context: Option<AutodiffContext>,
 }
 
 impl<B: ShardBackend> InitDevice<B> {
@@ -23,7 +25,7 @@ impl<B: ShardBackend> InitDevice<B> {
     pub(crate) fn new(compute: &Device, backend: B::Device, storage: StorageDevice) -> Self {
         let probe = Tensor::<1>::zeros([1], compute).into_dispatch();
         let context = match B::from_dispatch(probe) {
-            Some(Value::Autodiff(_, context)) => Some(context),
+            Some(FloatTensor::Autodiff(_, context)) => Some(context),
             _ => None,
         };
         Self { compute: compute.clone(), backend, storage, context }
@@ -36,7 +38,7 @@ impl<B: ShardBackend> InitDevice<B> {
 
     /// Returns a Burn tensor where parameters are stored, with the model's autodiff context.
     pub(super) fn tensor<const D: usize>(&self, value: Float<B>) -> Tensor<D> {
-        Tensor::from_dispatch(self.stored(StoredTensor::<B>::rest(value, self.storage)))
+        Tensor::from_dispatch(self.stored(StoredTensor::<B>::store(value, self.storage)))
     }
 
     /// Returns a stored tensor as Burn's, with the model's autodiff context.

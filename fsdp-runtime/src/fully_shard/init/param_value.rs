@@ -7,7 +7,7 @@ use burn::backend::TensorMetadata;
 use burn::module::{Param, ParamId, ParamMapper as ValueMapper};
 use burn::tensor::{DType, Shape, Tensor};
 
-use crate::backend::{Float, ShardBackend, Value};
+use crate::backend::{Float, FloatTensor, ShardBackend};
 use crate::layout::mix;
 
 /// A parameter taken apart, without its value.
@@ -61,6 +61,6 @@ pub(super) fn part<B: ShardBackend>(
 pub(super) fn checksum<B: ShardBackend>(tensor: &Float<B>) -> u64 {
     let numel = tensor.shape().num_elements();
     let flat = B::float_reshape(tensor.clone(), Shape::from([numel]));
-    let data = Tensor::<1>::from_dispatch(B::into_dispatch(Value::Plain(flat))).into_data();
+    let data = Tensor::<1>::from_dispatch(B::into_dispatch(FloatTensor::Plain(flat))).into_data();
     data.iter::<f32>().fold(0, |hash, element| mix(hash ^ u64::from(element.to_bits())))
 }

@@ -195,7 +195,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         // Drops the full parameter before the next one is received.
         let keep = move |full| {
             let part = part::<B>(full, range, shape, &device);
-            vec![(id, StoredTensor::<B>::rest(part, storage))]
+            vec![(id, StoredTensor::<B>::store(part, storage))]
         };
         let values = self.setup.broadcast(spec.path.as_str(), spec.numel(), value, keep);
         self.transfers.broadcasts.push(Broadcast { place: Some(place), sending, values });
@@ -224,7 +224,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
             true => Vec::new(),
             false => {
                 let values = small.unpack(packed);
-                values.map(|(id, value)| (id, StoredTensor::<B>::rest(value, storage))).collect()
+                values.map(|(id, value)| (id, StoredTensor::<B>::store(value, storage))).collect()
             }
         };
         let what = format!("the small parameters of {unit}");
@@ -244,7 +244,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
         let dtype = tensor.dtype();
         let device = &self.setup.device;
-        let wrong = match StoredTensor::<B>::read(tensor.into_dispatch(), device.storage) {
+        let wrong = match StoredTensor::<B>::from_dispatch(tensor.into_dispatch(), device.storage) {
             Some((value, ..)) if SHARDED.contains(&dtype) && found == declared => {
                 return value.on_device(&device.backend, DType::F32, device.storage);
             }

@@ -1,13 +1,13 @@
 //! Rule: no two parameters of a model have one checkpoint key.
 //!
-//! A type is checked for the pairs that come together in it, which are those below different fields
-//! of its own; a pair below one field was reported by that field's type. Keys are compared by hash,
-//! in sorted order, as the compiler counts the steps of a constant.
+//! The check of a type covers pairs of parameters below different fields of that type; a pair below
+//! one field is reported for that field's type. Keys are hashed and sorted before they are
+//! compared, because the compiler limits the number of steps in a constant.
 
-use super::text::{Text, same};
+use super::text::{Text, path_segment, same};
 use crate::module::{Child, Kind, Node};
 
-/// The number of checkpoint keys below a node. The elements of a list share theirs.
+/// Returns the number of checkpoint keys below a node. A list counts as one element.
 pub const fn num_keys(node: &Node) -> usize {
     if is_key(node) {
         return 1;
@@ -21,7 +21,8 @@ pub const fn num_keys(node: &Node) -> usize {
     total
 }
 
-/// Checks one type; `N` is its [`num_keys`].
+/// Checks that the parameters of a type have distinct checkpoint keys. `N` is the type's
+/// [`num_keys`].
 #[track_caller]
 pub const fn have_distinct_keys<const N: usize>(layout: &Node) {
     let mut all = Collected { keys: [Key { hash: 0, field: 0, index: 0 }; N], len: 0 };
@@ -52,11 +53,12 @@ pub const fn have_distinct_keys<const N: usize>(layout: &Node) {
     }
 }
 
+/// Returns whether a node is a parameter, which has a checkpoint key.
 const fn is_key(node: &Node) -> bool {
     matches!(node.kind, Kind::Param { .. } | Kind::Fixed)
 }
 
-/// The segment a child adds to a checkpoint key.
+/// Returns the segment that a child adds to a checkpoint key.
 const fn segment(parent: &Node, child: &Child) -> &'static str {
     match parent.kind {
         Kind::List => "{}",
@@ -64,21 +66,24 @@ const fn segment(parent: &Node, child: &Child) -> &'static str {
     }
 }
 
+/// The checkpoint key of one parameter.
 #[derive(Clone, Copy)]
 struct Key {
     hash: u64,
-    /// Which field of the checked type it lies below.
+    /// Index of the field of the checked type that contains the parameter.
     field: usize,
-    /// Its place in the order of the layout.
+    /// Index of the parameter in layout order.
     index: usize,
 }
 
 impl Key {
+    /// Returns whether the key sorts before `other`.
     const fn before(&self, other: &Self) -> bool {
         self.hash < other.hash || self.hash == other.hash && self.index < other.index
     }
 }
 
+/// The keys of a type, in layout order; the first `len` are filled in.
 struct Collected<const N: usize> {
     keys: [Key; N],
     len: usize,
@@ -100,7 +105,8 @@ impl<const N: usize> Collected<N> {
     }
 }
 
-/// FNV-1a, 64 bits (<http://www.isthe.com/chongo/tech/comp/fnv/>), of a key as far as it is known.
+/// The 64-bit FNV-1a hash (<http://www.isthe.com/chongo/tech/comp/fnv/>) of the first segments of a
+/// key.
 #[derive(Clone, Copy)]
 struct Hash(u64);
 
@@ -126,7 +132,7 @@ impl Hash {
     }
 }
 
-/// Shell's sort: short, and quick enough for the few hundred keys of a type.
+/// Sorts the keys with Shell sort, which is short, and fast enough for a few hundred keys.
 const fn sort(keys: &mut [Key]) {
     let mut gap = keys.len() / 2;
     while gap > 0 {
@@ -145,7 +151,7 @@ const fn sort(keys: &mut [Key]) {
     }
 }
 
-/// The key and the module path of the `index`-th parameter.
+/// Returns the checkpoint key and the module path of the parameter with the index `index`.
 const fn nth(layout: &Node, index: usize) -> (Text, Text) {
     let (mut key, mut path) = (Text::new(""), Text::new(""));
     let mut left = index;
@@ -153,6 +159,8 @@ const fn nth(layout: &Node, index: usize) -> (Text, Text) {
     (key, path)
 }
 
+/// Appends the key and the path of the parameter with the index `left` below `node`. Returns
+/// `false`, and subtracts the number of parameters from `left`, if there are fewer.
 const fn find(node: &Node, left: &mut usize, key: &mut Text, path: &mut Text) -> bool {
     if is_key(node) {
         if *left == 0 {
@@ -166,7 +174,7 @@ const fn find(node: &Node, left: &mut usize, key: &mut Text, path: &mut Text) ->
         let child = &node.children[i];
         let (key_len, path_len) = (key.len(), path.len());
         key.push_segment(segment(node, child));
-        path.push_segment(if matches!(node.kind, Kind::List) { "{}" } else { child.name });
+        path.push_segment(path_segment(node, child));
         if find(child.node, left, key, path) {
             return true;
         }

@@ -1,18 +1,16 @@
-//! Whether the hooked methods of a unit can be run again, as `#[fsdp_unit(checkpoint)]` asks.
+//! Rule: the hooked methods of a unit under `#[fsdp_unit(checkpoint)]` can be recomputed.
 
-use super::Probe;
 use super::text::{Text, same};
 use crate::error::NotRecomputable;
-use crate::module::UnitValue;
 use crate::module::{Forward, HookedForward};
 
-/// An input of a unit under `#[fsdp_unit(checkpoint)]` must be there again in backward.
+/// Checks that an input of a unit under `#[fsdp_unit(checkpoint)]` can be saved until backward.
 #[track_caller]
 pub const fn can_be_recomputed<U: HookedForward>(forward: &str, input: &str) {
     if !U::CHECKPOINT {
         return;
     }
-    if let Some(obstacle) = obstacle(U::HOOKED, forward, input) {
+    if let Some(reason) = reason(U::HOOKED, forward, input) {
         Text::new("unit ")
             .code(U::LAYOUT.ty)
             .then(" is under `#[fsdp_unit(checkpoint)]`, but ")
@@ -20,12 +18,13 @@ pub const fn can_be_recomputed<U: HookedForward>(forward: &str, input: &str) {
             .then(" of its ")
             .code(forward)
             .then(" ")
-            .then(obstacle.advice())
+            .then(reason.advice())
             .fail();
     }
 }
 
-const fn obstacle(forwards: &[Forward], forward: &str, input: &str) -> Option<NotRecomputable> {
+/// Returns the reason why `input` of the method `forward` cannot be saved; `None` if it can be saved.
+const fn reason(forwards: &[Forward], forward: &str, input: &str) -> Option<NotRecomputable> {
     let mut i = 0;
     while i < forwards.len() {
         let Forward { name, inputs } = forwards[i];
@@ -39,30 +38,4 @@ const fn obstacle(forwards: &[Forward], forward: &str, input: &str) -> Option<No
         i += 1;
     }
     None
-}
-
-impl<T: UnitValue + Clone + Send + 'static> Probe<T> {
-    /// Nothing: a value of the type can be kept until backward.
-    pub const NOT_RECOMPUTABLE: Option<NotRecomputable> = None;
-}
-
-/// What [`Probe`] finds for a type whose values cannot be kept until backward.
-pub trait MayNotRecompute {
-    /// Why.
-    const NOT_RECOMPUTABLE: Option<NotRecomputable> = Some(NotRecomputable::Unknown);
-}
-
-impl<T: ?Sized> MayNotRecompute for Probe<T> {}
-
-/// What [`Probe`] finds for a struct without a block of hooks.
-pub trait NotHooked {
-    /// Nothing.
-    const HOOKED: &'static [Forward] = &[];
-}
-
-impl<T: ?Sized> NotHooked for Probe<T> {}
-
-impl<T: HookedForward> Probe<T> {
-    /// The hooked methods.
-    pub const HOOKED: &'static [Forward] = T::HOOKED;
 }

@@ -1,9 +1,11 @@
 //! A string built in a constant, for the message of a failed check.
 
-/// What does not fit is left out.
+use crate::module::{Child, Kind, Node};
+
+/// Capacity of a [`Text`], in bytes.
 const CAPACITY: usize = 1024;
 
-/// A string of limited length.
+/// A string of at most [`CAPACITY`] bytes. Text beyond that is dropped.
 #[derive(Clone, Copy)]
 pub struct Text {
     bytes: [u8; CAPACITY],
@@ -11,18 +13,18 @@ pub struct Text {
 }
 
 impl Text {
-    /// A text that begins with `start`.
+    /// Creates a text with the content `start`.
     pub const fn new(start: &str) -> Self {
         Self { bytes: [0; CAPACITY], len: 0 }.then(start)
     }
 
-    /// The text with `more` after it.
+    /// Returns the text with `more` appended.
     pub const fn then(mut self, more: &str) -> Self {
         self.push(more);
         self
     }
 
-    /// The text with `` `name` `` after it.
+    /// Returns the text with `name` appended in backquotes.
     pub const fn code(self, name: &str) -> Self {
         self.then("`").then(name).then("`")
     }
@@ -38,7 +40,7 @@ impl Text {
         }
     }
 
-    /// Appends a segment of a dotted path; an empty one adds nothing.
+    /// Appends a segment of a dotted path. An empty segment adds nothing.
     pub const fn push_segment(&mut self, segment: &str) {
         if self.len > 0 && !segment.is_empty() {
             self.push(".");
@@ -46,17 +48,17 @@ impl Text {
         self.push(segment);
     }
 
-    /// Takes back what was appended since the text was `len` bytes long.
+    /// Shortens the text to its first `len` bytes.
     pub const fn truncate(&mut self, len: usize) {
         self.len = len;
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// The text, without a letter that was cut in two.
+    /// Returns the text, without an incomplete character at the end.
     pub const fn as_str(&self) -> &str {
         let bytes = self.bytes.split_at(self.len).0;
         match core::str::from_utf8(bytes) {
@@ -68,14 +70,14 @@ impl Text {
         }
     }
 
-    /// Fails the constant, with this text as the compiler's message.
+    /// Fails the constant, with the text as the compiler's message.
     #[track_caller]
     pub const fn fail(&self) -> ! {
         panic!("{}", self.as_str())
     }
 }
 
-/// Whether two strings are equal.
+/// Returns whether two strings are equal.
 pub const fn same(a: &str, b: &str) -> bool {
     let (a, b) = (a.as_bytes(), b.as_bytes());
     if a.len() != b.len() {
@@ -89,4 +91,13 @@ pub const fn same(a: &str, b: &str) -> bool {
         i += 1;
     }
     true
+}
+
+/// Returns the segment that a child adds to a module path. `{}` stands for the index of a list's
+/// element.
+pub const fn path_segment(parent: &Node, child: &Child) -> &'static str {
+    match parent.kind {
+        Kind::List => "{}",
+        _ => child.name,
+    }
 }

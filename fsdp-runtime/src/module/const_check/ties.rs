@@ -1,15 +1,15 @@
-//! Rules: a tie path leads to one weight, and the two places of a tie lie in one unit.
+//! Rules: a tie path leads to exactly one weight, and both places of a tie lie in the same unit.
 
 use super::text::{Text, same};
 use crate::module::{Child, Kind, Node};
 
-/// A path of a tie must lead to a `Param`, or to a module that holds exactly one matrix.
+/// Checks that a path of a tie leads to a `Param`, or to a module with exactly one matrix.
 #[track_caller]
 pub const fn leads_to_a_weight(layout: &'static Node, path: &str) {
     let start = Text::new("tie path ").code(path).then(": ");
     let node = match resolve(layout, path) {
         Ok(place) => place.node,
-        Err(Fault { holder, segment }) => return lead_on(start, holder, segment),
+        Err(UnknownField { holder, segment }) => return fail_at(start, holder, segment),
     };
     match node.kind {
         Kind::Param { .. } => {}
@@ -33,7 +33,8 @@ pub const fn leads_to_a_weight(layout: &'static Node, path: &str) {
     }
 }
 
-/// Both places of a tie must lie in one unit: each unit gathers and frees buffers of its own.
+/// Checks that both places of a tie lie in the same unit. Each unit is gathered and resharded on
+/// its own, so a weight cannot belong to two.
 #[track_caller]
 pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
     let (Ok(a), Ok(b)) = (resolve(layout, first), resolve(layout, second)) else {
@@ -73,19 +74,21 @@ pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
     text.then("or hold the weight once, in a module that uses it for both").fail()
 }
 
-/// Where a path leads.
+/// The target of a path.
 #[derive(Clone, Copy)]
 struct Place {
     node: &'static Node,
-    /// The innermost unit on the way, or the declaring type.
+    /// Innermost unit on the path, or the declaring type if there is none.
     unit: &'static Node,
-    /// How much of the path leads to that unit.
+    /// Length in bytes of the part of the path that leads to `unit`.
     unit_len: usize,
-    /// Whether a field makes it a unit, not its type.
+    /// Whether `unit` is a unit because of `#[fsdp(unit)]` on a field, not because of its type.
     field: bool,
 }
 
 impl Place {
+    /// Appends the unit that the place lies in, for a message. `unit_path` is the path to that
+    /// unit.
     const fn describe(&self, text: Text, layout: &Node, unit_path: &str) -> Text {
         match (unit_path.is_empty(), layout.is_unit()) {
             (false, _) => {
@@ -97,23 +100,24 @@ impl Place {
     }
 }
 
-/// Where a path cannot go on: `holder` has nothing called `segment`.
+/// The error of a path that does not exist: `holder` has no field `segment`.
 #[derive(Clone, Copy)]
-struct Fault<'a> {
+struct UnknownField<'a> {
     holder: &'static Node,
     segment: &'a str,
 }
 
-const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, Fault<'a>> {
+/// Follows a path from the declaring type.
+const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, UnknownField<'a>> {
     let mut place = Place { node: layout, unit: layout, unit_len: 0, field: false };
-    // Whether what comes next in a container is a unit.
+    // Whether the elements of the containers that come next are units.
     let mut each = false;
     let mut start = 0;
     while start <= path.len() {
         let end = segment_end(path, start);
         let segment = path.split_at(end).0.split_at(start).1;
         let Some(child) = step(place.node, segment) else {
-            return Err(Fault { holder: place.node, segment });
+            return Err(UnknownField { holder: place.node, segment });
         };
         place.node = through_options(child.node);
         each |= child.unit;
@@ -127,6 +131,7 @@ const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, Faul
     Ok(place)
 }
 
+/// Returns the end of the segment that begins at byte `start`.
 const fn segment_end(path: &str, start: usize) -> usize {
     let bytes = path.as_bytes();
     let mut end = start;
@@ -136,7 +141,7 @@ const fn segment_end(path: &str, start: usize) -> usize {
     end
 }
 
-/// The child of `node` that a segment names.
+/// Returns the child of `node` that a segment names.
 const fn step(node: &'static Node, segment: &str) -> Option<&'static Child> {
     if matches!(node.kind, Kind::List) {
         return if is_index(segment) { Some(&node.children[0]) } else { None };
@@ -151,7 +156,7 @@ const fn step(node: &'static Node, segment: &str) -> Option<&'static Child> {
     None
 }
 
-/// Whether `name` is `segment`, written as a raw identifier.
+/// Returns whether `name` is `segment` as a raw identifier, such as `r#type`.
 const fn is_raw(name: &str, segment: &str) -> bool {
     match name.split_at_checked(2) {
         Some((prefix, rest)) => same(prefix, "r#") && same(rest, segment),
@@ -159,6 +164,7 @@ const fn is_raw(name: &str, segment: &str) -> bool {
     }
 }
 
+/// Returns whether a segment is a list index.
 const fn is_index(segment: &str) -> bool {
     let bytes = segment.as_bytes();
     let mut i = 0;
@@ -168,6 +174,8 @@ const fn is_index(segment: &str) -> bool {
     i == bytes.len() && i > 0
 }
 
+/// Returns the content of an `Option`, through all levels of nesting; any other node is returned
+/// unchanged.
 const fn through_options(mut node: &'static Node) -> &'static Node {
     while matches!(node.kind, Kind::Optional) {
         node = node.children[0].node;
@@ -175,9 +183,9 @@ const fn through_options(mut node: &'static Node) -> &'static Node {
     node
 }
 
-/// Fails with what `holder` has in place of `segment`.
+/// Fails with a message that lists the fields of `holder`, which has no field `segment`.
 #[track_caller]
-const fn lead_on(start: Text, holder: &'static Node, segment: &str) {
+const fn fail_at(start: Text, holder: &'static Node, segment: &str) {
     let text = match holder.kind {
         Kind::List => start
             .then("a list has no field ")
@@ -209,8 +217,8 @@ const fn lead_on(start: Text, holder: &'static Node, segment: &str) {
     text.fail()
 }
 
-/// How many parameters of two or more dimensions a module holds, nested units aside. The elements
-/// of a list count as two.
+/// Returns the number of parameters of two or more dimensions in a module, without those of nested
+/// units. A list counts as two elements, as its length is unknown.
 const fn num_matrices(node: &Node) -> usize {
     let mut total = is_matrix(node) as usize;
     let mut i = 0;
@@ -224,7 +232,7 @@ const fn num_matrices(node: &Node) -> usize {
     if matches!(node.kind, Kind::List) { total * 2 } else { total }
 }
 
-/// Appends the path from `node` to its first matrix.
+/// Appends the path from `node` to its first matrix, and returns whether there is one.
 const fn first_matrix(node: &Node, path: &mut Text) -> bool {
     if is_matrix(node) {
         return true;
@@ -243,6 +251,7 @@ const fn first_matrix(node: &Node, path: &mut Text) -> bool {
     false
 }
 
+/// Returns whether a node is a parameter of two or more dimensions.
 const fn is_matrix(node: &Node) -> bool {
     matches!(node.kind, Kind::Param { rank } if rank >= 2)
 }

@@ -1,4 +1,4 @@
-//! Random numbers of a model's layers, which repeat when a forward is recomputed.
+//! Random numbers of a model's layers. A recomputed forward repeats the numbers of its first run.
 
 mod stream;
 mod tape;
@@ -11,8 +11,7 @@ pub(crate) use self::tape::{Draw, Playback, Recording};
 
 /// A layer that draws random numbers from the stream of its model.
 pub trait RandomSource: Sized {
-    /// Returns the layer with a place of its own in `stream`, which depends on the layer's module
-    /// path.
+    /// Returns the layer with its own substream of `stream`, keyed by the layer's module path.
     #[doc(hidden)]
     fn with_stream(self, stream: &Arc<RandomStream>, path: &str) -> Self;
 }

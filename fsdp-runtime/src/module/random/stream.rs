@@ -1,12 +1,15 @@
-//! The stream of random numbers of one model on one rank.
+//! The random stream of one model on one rank, and the substreams of the model's layers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::tape::{self, Draw};
+use crate::error::IgnorePoison;
 use crate::layout::mix;
 
-/// The randomness of one model on one rank.
+/// The random stream of one model on one rank.
+///
+/// A mask is a function of the seed, the rank, the layer, the step and the call within the step.
 #[derive(Debug)]
 pub struct RandomStream {
     seed: AtomicU64,
@@ -15,66 +18,70 @@ pub struct RandomStream {
 }
 
 impl RandomStream {
+    /// Creates a stream at step 0.
     pub(crate) fn new(seed: u64, rank: usize) -> Arc<Self> {
         let (seed, step) = (AtomicU64::new(seed), AtomicU64::new(0));
         Arc::new(Self { seed, rank: rank as u64, step })
     }
 
-    /// Moves on, once every backward pass.
+    /// Advances the step. Called once in every backward pass.
     pub(crate) fn next_step(&self) {
         self.step.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The seed all masks come from.
+    /// Returns the seed of all masks.
     pub(crate) fn seed(&self) -> u64 {
         self.seed.load(Ordering::Relaxed)
     }
 
-    /// Backward passes until now.
+    /// Returns the number of backward passes so far.
     pub(crate) fn step(&self) -> u64 {
         self.step.load(Ordering::Relaxed)
     }
 
-    /// Goes on where another run's stream was.
+    /// Restores the seed and the step from a checkpoint.
     pub(crate) fn restore(&self, seed: u64, step: u64) {
         self.seed.store(seed, Ordering::Relaxed);
         self.step.store(step, Ordering::Relaxed);
     }
 }
 
-/// A layer's place in its stream.
+/// The substream of one layer.
 #[derive(Debug)]
 pub(crate) struct Source {
     stream: Arc<RandomStream>,
     layer: u64,
-    /// The step of the last call, and how many calls it has had.
+    /// Step of the last call, and the number of calls in that step so far.
     calls: Mutex<(u64, u32)>,
 }
 
 impl Source {
+    /// Creates the substream of the layer with the number `layer`.
     pub(crate) fn new(stream: Arc<RandomStream>, layer: u64) -> Arc<Self> {
         Arc::new(Self { stream, layer, calls: Mutex::default() })
     }
 
-    /// The key and the place of the next mask.
+    /// Returns the key and the position of the next mask. In a recomputation these are the key and
+    /// the position that the first run drew.
     pub(crate) fn next(&self) -> ([u32; 2], [u32; 2]) {
-        let Draw { key, place, .. } = tape::draw(self.layer, || self.draw());
-        (key, place)
+        let Draw { key, position, .. } = tape::draw(self.layer, || self.draw());
+        (key, position)
     }
 
+    /// Draws a new mask, which counts as one call.
     fn draw(&self) -> Draw {
         let step = self.stream.step();
-        let mut calls = self.calls.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut calls = self.calls.lock().ignore_poison();
         if calls.0 != step {
             *calls = (step, 0);
         }
         let call = calls.1;
         calls.1 = call.wrapping_add(1);
-        // Steps beyond 2^32 change the key.
+        // The position holds the low 32 bits of the step; the high bits are part of the key.
         let words = [self.stream.seed(), self.stream.rank, self.layer, step >> 32];
         let key = words.into_iter().fold(0, |key, word| mix(key ^ word));
-        let (key, place) = ([key as u32, (key >> 32) as u32], [step as u32, call]);
-        Draw { layer: self.layer, key, place }
+        let (key, position) = ([key as u32, (key >> 32) as u32], [step as u32, call]);
+        Draw { layer: self.layer, key, position }
     }
 }
 
@@ -88,7 +95,7 @@ mod tests {
         let first = source(1, 0, 5);
         let drawn = [source(1, 0, 5), source(2, 0, 5), source(1, 1, 5), source(1, 0, 6)]
             .map(|source| source.next());
-        assert_eq!(first.next(), drawn[0], "the same everywhere gives the same mask");
+        assert_eq!(first.next(), drawn[0], "equal inputs give equal masks");
         let call = first.next();
         first.stream.next_step();
         let step = first.next();

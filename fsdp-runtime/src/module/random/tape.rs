@@ -1,26 +1,29 @@
-//! What a forward drew, so that it draws the same when it is run again.
+//! The random draws of a forward, recorded in its first run and played back when it is recomputed.
 //!
-//! A draw is a key and a place. Those of a checkpointed forward are noted on the thread that runs it,
-//! and handed out again in their order when it is recomputed: whatever layers have drawn since, and
-//! whatever step it is by then, the masks are the same. The layers' own counters stand still
-//! meanwhile.
+//! A draw is a key and a position. The thread that runs a forward under recomputation records the
+//! draws, and the recomputation receives them in the same order. The masks are therefore equal,
+//! whatever other layers have drawn in between and whatever the step is by then. The call counters
+//! of the layers do not advance during playback.
 
 use std::cell::RefCell;
 
-use crate::error::ScheduleError;
-use crate::error::raise;
+use crate::error::{ScheduleError, raise};
 
-/// One mask's place in the stream of a layer.
+/// The key and the position of one mask in the substream of the layer `layer`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Draw {
     pub(crate) layer: u64,
     pub(crate) key: [u32; 2],
-    pub(crate) place: [u32; 2],
+    pub(crate) position: [u32; 2],
 }
 
+/// What happens to the draws of the present thread.
 enum Tape {
+    /// They are new, and not recorded.
     Off,
+    /// They are new, and recorded.
     Record(Vec<Draw>),
+    /// They come from an earlier recording.
     Play(std::vec::IntoIter<Draw>),
 }
 
@@ -28,7 +31,12 @@ thread_local! {
     static TAPE: RefCell<Tape> = const { RefCell::new(Tape::Off) };
 }
 
-/// The next draw of a layer: the one on the tape, where one plays, else a new one.
+/// Returns the next draw of a layer: the recorded one during playback, otherwise a new one.
+///
+/// # Panics
+///
+/// Unwinds with [`ScheduleError::OtherDraws`] if the recorded draw belongs to another layer, or if
+/// no recorded draw is left.
 pub(super) fn draw(layer: u64, new: impl FnOnce() -> Draw) -> Draw {
     let played = TAPE.with_borrow_mut(|tape| match tape {
         Tape::Off => Some(new()),
@@ -42,21 +50,18 @@ pub(super) fn draw(layer: u64, new: impl FnOnce() -> Draw) -> Draw {
     played.unwrap_or_else(|| raise(ScheduleError::OtherDraws.into()))
 }
 
-fn off() {
-    TAPE.set(Tape::Off);
-}
-
-/// A tape that notes draws, until it is finished or dropped.
+/// A recording of this thread's draws, which ends when it is finished or dropped.
 #[derive(Debug)]
 pub(crate) struct Recording(());
 
 impl Recording {
+    /// Starts to record.
     pub(crate) fn start() -> Self {
         TAPE.set(Tape::Record(Vec::new()));
         Self(())
     }
 
-    /// What was drawn since it began.
+    /// Ends the recording and returns the draws since its start.
     pub(crate) fn finish(self) -> Vec<Draw> {
         match TAPE.replace(Tape::Off) {
             Tape::Record(draws) => draws,
@@ -67,15 +72,16 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        off();
+        TAPE.set(Tape::Off);
     }
 }
 
-/// A tape that plays draws, until it is dropped.
+/// A playback of recorded draws on this thread, which ends when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Playback(());
 
 impl Playback {
+    /// Starts to play `draws` back, in order.
     pub(crate) fn start(draws: Vec<Draw>) -> Self {
         TAPE.set(Tape::Play(draws.into_iter()));
         Self(())
@@ -84,7 +90,7 @@ impl Playback {
 
 impl Drop for Playback {
     fn drop(&mut self) {
-        off();
+        TAPE.set(Tape::Off);
     }
 }
 
@@ -93,8 +99,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_drawn_is_drawn_again() {
-        let new = |place: u32| move || Draw { layer: 7, key: [1, 2], place: [0, place] };
+    fn playback_repeats_the_recorded_draws() {
+        let new = |call: u32| move || Draw { layer: 7, key: [1, 2], position: [0, call] };
         let recording = Recording::start();
         let first = [draw(7, new(0)), draw(7, new(1))];
         let draws = recording.finish();
@@ -104,12 +110,12 @@ mod tests {
             let _playing = Playback::start(draws);
             assert_eq!([draw(7, new(3)), draw(7, new(3))], first);
         }
-        assert_ne!(draw(7, new(4)), later, "and afterwards new ones");
+        assert_ne!(draw(7, new(4)), later, "draws after the playback are new");
     }
 
     #[test]
-    fn another_layer_or_one_more_draw_is_an_error() {
-        let new = || Draw { layer: 7, key: [1, 2], place: [0, 0] };
+    fn a_draw_of_another_layer_or_an_extra_draw_is_an_error() {
+        let new = || Draw { layer: 7, key: [1, 2], position: [0, 0] };
         for layers in [vec![8], vec![7, 7]] {
             let played = std::panic::catch_unwind(|| {
                 let _playing = Playback::start(vec![new()]);

@@ -29,7 +29,7 @@ pub(super) fn copied(units: &[Unit], ring: usize) -> usize {
 
 /// Returns the bytes of the gather buffers that the schedule allocates.
 pub(super) fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
-    let mut buffers = gather_buffer_plan(units, ring(units, reshard, slots)).slots;
+    let mut buffers = gather_buffer_plan(units, ring(units, reshard, slots)).buffers;
     if let ReshardAfterForward::To(size) = reshard {
         buffers.extend(units.iter().flat_map(|unit| unit.parts(size)));
     }

@@ -1,4 +1,4 @@
-//! What the autodiff operations ask of the schedule.
+//! The interface through which the autodiff operations reach the schedule.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -6,59 +6,63 @@ use std::sync::Arc;
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{DType, Shape};
 
+use super::super::recompute::SavedCall;
 use crate::backend::{Float, ShardBackend};
 use crate::error::Error;
 use crate::module::CallId;
-use crate::runtime::recompute::KeptCall;
 
-/// What the ops ask of the schedule, during backward.
+/// The schedule, as the autodiff operations see it during backward.
 pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
-    /// The gradient of a unit's output arrived: none of the unit's ops has run backward yet. Returns
-    /// whether it is the call's first one.
+    /// Gathers a unit for its backward. Called when the gradient of an output has arrived and none
+    /// of the unit's operations has run backward yet. Returns whether this is the first output of
+    /// the call.
     fn pre_backward(&self, call: CallId, depth: Depth) -> Result<bool, Error>;
-    /// A parameter's full gradient arrived.
-    fn arrived(&self, call: CallId, entry: usize, gradient: Float<B>) -> Result<(), Error>;
-    /// The gradients of a checkpointed unit's outputs arrived, those that do, and every op above the
-    /// depth `reached` has run. Runs the unit's forward again and then its backward; returns what to
-    /// register for its inputs.
+    /// Adds the full gradient of the parameter `entry` to those of the call.
+    fn add_gradient(&self, call: CallId, entry: usize, gradient: Float<B>) -> Result<(), Error>;
+    /// Recomputes a unit's forward and runs its backward. Returns the gradients of the unit's
+    /// inputs, by the node of each input.
+    ///
+    /// All output gradients that will arrive have arrived, and every operation deeper than
+    /// `reached` has run.
     fn recompute(
         &self,
-        state: &State<B>,
+        state: &OpState<B>,
         reached: usize,
-        kept: &KeptCall<B>,
+        saved: &SavedCall<B>,
     ) -> Result<Vec<(NodeId, Float<B>)>, Error>;
 }
 
-/// Where in a backward pass a unit's ops run: Burn runs ops by depth, the deepest first.
+/// The position of a unit's operations in a backward pass, which runs the deepest operations first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Depth {
-    /// The depth that the pass has reached: every op below it has run.
+    /// Depth that the pass has reached: every deeper operation has run.
     pub(crate) reached: usize,
-    /// All ops of the unit that are to run lie below this depth.
+    /// Depth of the unit's inputs: every operation of the unit that will run is deeper.
     pub(crate) inputs: usize,
 }
 
-/// A shared [`BackwardHooks`], and the call the op belongs to.
-pub(crate) struct State<B: ShardBackend> {
+/// The schedule, and the call that an operation belongs to.
+pub(crate) struct OpState<B: ShardBackend> {
     pub(crate) hooks: Arc<dyn BackwardHooks<B>>,
     pub(crate) call: CallId,
-    /// Alive as long as some op of the call is: what tells a forward that no backward will follow.
+    /// Shared by all operations of the call. Once it is dropped, the graph of the call is gone and
+    /// no backward will follow.
     pub(crate) alive: Arc<()>,
 }
 
-impl<B: ShardBackend> Clone for State<B> {
+impl<B: ShardBackend> Clone for OpState<B> {
     fn clone(&self) -> Self {
         Self { hooks: self.hooks.clone(), call: self.call, alive: self.alive.clone() }
     }
 }
 
-impl<B: ShardBackend> Debug for State<B> {
+impl<B: ShardBackend> Debug for OpState<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "State({:?})", self.call)
+        write!(f, "OpState({:?})", self.call)
     }
 }
 
-/// Zeros of `shape`, in the memory of one.
+/// Returns zeros of the given shape, as a view of a single element.
 pub(crate) fn zero<B: ShardBackend>(shape: Shape, device: &B::Device, dtype: DType) -> Float<B> {
     let zero = Shape::from(vec![1; shape.num_dims()]);
     B::float_expand(B::float_zeros(zero, device, dtype.into()), shape)

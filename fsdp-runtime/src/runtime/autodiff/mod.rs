@@ -1,7 +1,16 @@
 //! The autodiff operations that carry gradients back into shards.
+//!
+//! Order of the files, from the bottom up: `hooks`, `record`, `gather`, `pre_backward`,
+//! `recompute`.
 
 mod gather;
 mod hooks;
+mod pre_backward;
+mod recompute;
+mod record;
 
-pub(crate) use self::gather::{MAX_ORDERING_INPUTS, gather, pre_backward};
-pub(crate) use self::hooks::{BackwardHooks, Depth, State, zero};
+pub(super) use self::gather::gather;
+pub(super) use self::hooks::{BackwardHooks, Depth, OpState, zero};
+pub(super) use self::pre_backward::pre_backward;
+pub(super) use self::recompute::{output, recompute, seed, tracked_on_device};
+pub(super) use self::record::MAX_ORDERING_INPUTS;

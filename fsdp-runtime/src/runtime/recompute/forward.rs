@@ -1,117 +1,122 @@
-//! A forward that is run again in backward: what `#[fsdp_unit]` hands over of a hooked method, where
-//! its inputs can be kept, and what becomes of it in a unit that is checkpointed.
+//! A forward that is recomputed in backward, as `#[fsdp_unit]` passes it to the runtime.
 //!
-//! The forward itself runs on detached inputs and records nothing. Kept are a clone of the module,
-//! whose parameters are shared, and of the detached inputs. What is done with them in backward is in
+//! The first run takes detached inputs and records no graph. It saves a clone of the module, whose
+//! parameters are shared, and a clone of the detached inputs. The recomputation itself is in
 //! `schedule/recompute.rs`.
 
 use std::fmt;
 
 use burn::tensor::DispatchTensor;
 
-use crate::module::UnitValue;
-use crate::module::{KeptForward, Recording, Run};
-use crate::runtime::hooks::{Call, Input, Open, finish};
+use super::super::hooks::{Call, OpenCall, post_forward};
+use super::super::values::ValueProbe;
+use crate::module::{ForwardFn, Recording, SavedForward, UnitValue};
 
-/// A checkpointed forward under way, which returns an `O`.
-pub struct Replay<O> {
-    run: Run<O>,
+/// A running forward that is recomputed in backward and returns an `O`.
+pub struct ForwardRecording<O> {
+    run: ForwardFn<O>,
     recording: Recording,
 }
 
-impl<O> fmt::Debug for Replay<O> {
+impl<O> fmt::Debug for ForwardRecording<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Replay").finish_non_exhaustive()
+        f.debug_struct("ForwardRecording").finish_non_exhaustive()
     }
 }
 
-/// All inputs of a forward. Generated code calls `replays` on a reference to [`Input`] of them: where
-/// they can be kept that finds this, else [`KeepOther`], one reference further away.
+/// Inputs that can be saved until backward.
+///
+/// Generated code calls `replays` on a reference to the [`ValueProbe`] of all inputs of a forward.
+/// Method resolution finds this trait if the inputs can be saved, and otherwise [`KeepOther`],
+/// which takes one more reference.
 pub trait KeepValue {
-    /// How they are kept.
-    fn replays(&self) -> Kept;
+    /// Returns the operation that saves the inputs.
+    fn replays(&self) -> SavableInputs;
 }
 
-impl<I: UnitValue + Clone + Send + 'static> KeepValue for Input<'_, I> {
-    fn replays(&self) -> Kept {
-        Kept
+impl<I: UnitValue + Clone + Send + 'static> KeepValue for ValueProbe<'_, I> {
+    fn replays(&self) -> SavableInputs {
+        SavableInputs
     }
 }
 
-/// Inputs that cannot be kept.
+/// Inputs that cannot be saved until backward.
 pub trait KeepOther {
-    /// Not at all.
-    fn replays(&self) -> NotKept;
+    /// Returns the operation that leaves the inputs as they are.
+    fn replays(&self) -> UnsavableInputs;
 }
 
-impl<I> KeepOther for &Input<'_, I> {
-    fn replays(&self) -> NotKept {
-        NotKept
+impl<I> KeepOther for &ValueProbe<'_, I> {
+    fn replays(&self) -> UnsavableInputs {
+        UnsavableInputs
     }
 }
 
-/// Inputs that can be kept until backward.
+/// Saves inputs for recomputation.
 #[derive(Debug)]
-pub struct Kept;
+pub struct SavableInputs;
 
-impl Kept {
-    /// The inputs of a call; where its unit is checkpointed detached, and a copy of them kept.
+impl SavableInputs {
+    /// Returns the inputs for the first run. If the unit is recomputed in backward, these are
+    /// detached, and copies of them are saved in the recording.
     pub fn keep<M, I, O>(
         self,
         call: &Call,
         module: &M,
         inputs: I,
         forward: fn(&M, I) -> O,
-    ) -> (I, Option<Replay<O>>)
+    ) -> (I, Option<ForwardRecording<O>>)
     where
         M: Clone + Send + 'static,
         I: UnitValue + Clone + Send + 'static,
         O: 'static,
     {
-        let Some(Open { runtime, id, .. }) = &call.0 else { return (inputs, None) };
+        let Some(OpenCall { runtime, id, .. }) = &call.0 else { return (inputs, None) };
         let mut tensors = Vec::new();
         inputs.visit_tensors(&mut |tensor| tensors.push(tensor));
-        if !runtime.checkpoint(*id, tensors) {
+        if !runtime.begin_recomputed_forward(*id, tensors) {
             return (inputs, None);
         }
         let inputs = inputs.map_tensors(&mut |tensor| runtime.detach_input(*id, tensor));
-        let kept = inputs.clone().map_tensors(&mut |tensor| runtime.keep_input(*id, tensor));
+        let saved = inputs.clone().map_tensors(&mut |tensor| runtime.save_input(*id, tensor));
         let module = module.clone();
-        let run: Run<O> = Box::new(move |map| forward(&module, kept.map_tensors(map)));
-        (inputs, Some(Replay { run, recording: Recording::start() }))
+        let run: ForwardFn<O> = Box::new(move |map| forward(&module, saved.map_tensors(map)));
+        (inputs, Some(ForwardRecording { run, recording: Recording::start() }))
     }
 }
 
-/// Inputs that cannot be kept until backward.
+/// Leaves inputs as they are.
 #[derive(Debug)]
-pub struct NotKept;
+pub struct UnsavableInputs;
 
-impl NotKept {
-    /// The inputs of a call.
+impl UnsavableInputs {
+    /// Returns the inputs, and no recording.
     pub fn keep<M, I, O>(
         self,
         _: &Call,
         _: &M,
         inputs: I,
         _: fn(&M, I) -> O,
-    ) -> (I, Option<Replay<O>>) {
+    ) -> (I, Option<ForwardRecording<O>>) {
         (inputs, None)
     }
 }
 
-/// Ends a forward as `post_forward` does; where it is checkpointed, its
-/// output's gradient runs it again.
+/// Ends a forward as [`post_forward`] does. If there is a recording, the gradient of the output
+/// recomputes the forward.
 ///
 /// # Panics
 ///
-/// Unwinds with the typed error where a collective fails.
+/// Unwinds with the typed error if a collective fails.
 pub fn post_forward_recompute<O: UnitValue + 'static>(
     call: Call,
     output: O,
-    replay: Option<Replay<O>>,
+    recording: Option<ForwardRecording<O>>,
 ) -> O {
-    if let (Some(Open { runtime, id, .. }), Some(Replay { run, recording })) = (&call.0, replay) {
-        let run: Run<Vec<DispatchTensor>> = Box::new(move |map| {
+    if let (Some(OpenCall { runtime, id, .. }), Some(ForwardRecording { run, recording })) =
+        (&call.0, recording)
+    {
+        let run: ForwardFn<Vec<DispatchTensor>> = Box::new(move |map| {
             let mut tensors = Vec::new();
             run(map).map_tensors(&mut |tensor| {
                 tensors.push(tensor.clone());
@@ -119,7 +124,7 @@ pub fn post_forward_recompute<O: UnitValue + 'static>(
             });
             tensors
         });
-        runtime.keep_forward(*id, KeptForward { run, draws: recording.finish() });
+        runtime.save_forward(*id, SavedForward { run, draws: recording.finish() });
     }
-    finish(call, output)
+    post_forward(call, output)
 }

@@ -1,9 +1,12 @@
-//! Recomputation: the forward of a unit runs again in backward, from its inputs alone.
+//! Recomputation: the forward of a unit runs a second time in backward, from saved inputs.
+//!
+//! `forward` is called by generated code; `saved_call` holds what a call saves from forward to
+//! backward.
 
 mod forward;
-mod kept;
-mod ops;
+mod saved_call;
 
-pub use self::forward::*;
-pub(crate) use self::kept::{Arrived, KeptCall, KeptInput, Taken};
-pub(crate) use self::ops::*;
+pub use self::forward::{
+    ForwardRecording, KeepOther, KeepValue, SavableInputs, UnsavableInputs, post_forward_recompute,
+};
+pub(crate) use self::saved_call::{RecomputeTask, SavedCall, SavedInput, SavedOutput};

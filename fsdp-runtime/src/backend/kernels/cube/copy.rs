@@ -1,5 +1,5 @@
-//! Copies with a cast: shards into a send buffer, gradients into a reduce buffer, and out of
-//! them again. Tensors that go into one buffer or come out of it share launches.
+//! Copies with a cast: tensors into one flat buffer, and parts of such a buffer into tensors.
+//! Tensors that share the buffer share launches.
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Shape};
@@ -9,13 +9,19 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::batch::{Job, Tile, batches, begin, end, own_tile};
-use super::{Run, contiguous, element, empty, exclusive, in_integers, narrowed, spans};
+use super::buffer_slice::BufferSlice;
+use super::device::rounds_in_integers;
+use super::launch::{Job, launches};
+use super::rounding::narrowed;
+use super::span::spans;
+use super::tensors::{contiguous, element, empty};
+use super::tile::{Tile, begin, end, own_tile};
 
-/// Tensors that share a launch, at most: the kernel's body is there once for each.
-const MOST: usize = 16;
+/// Largest number of tensors that share a launch. The compiled kernel contains its body once for
+/// each.
+const MAX_TENSORS: usize = 16;
 
-/// Elements divided in f32 if asked, in another dtype.
+/// Converts elements to another dtype; if `divide`, divides them in f32 first.
 #[cube]
 fn converted<I: Float, O: Float, N: Size>(
     elements: Vector<I, N>,
@@ -32,15 +38,15 @@ fn converted<I: Float, O: Float, N: Size>(
     }
 }
 
-/// Copies several tensors to their places in one buffer, divided in f32 if asked. `_after` is read by
-/// nothing: it orders the launch after what last wrote it.
+/// Copies several tensors into one buffer; if `divide`, divided in f32. The kernel does not read
+/// `_after`: binding it orders the launch (see [`gather_into`]).
 #[cube(launch_unchecked)]
 fn pack_kernel<I: Float, O: Float, N: Size>(
     sources: &Sequence<Box<[Vector<I, N>]>>,
     target: &mut [Vector<O, N>],
     _after: &[f32],
-    firsts: &Sequence<usize>,
-    places: &Sequence<usize>,
+    source_firsts: &Sequence<usize>,
+    target_firsts: &Sequence<usize>,
     counts: &Sequence<usize>,
     tiles: &Sequence<usize>,
     divisor: f32,
@@ -56,24 +62,25 @@ fn pack_kernel<I: Float, O: Float, N: Size>(
             let end = end(at, counts[part], tile);
             let mut index = begin(at, tile);
             while index < end {
-                let element = sources[part][firsts[part] + index];
-                target[places[part] + index] =
+                let element = sources[part][source_firsts[part] + index];
+                target[target_firsts[part] + index] =
                     converted::<I, O, N>(element, divisor, divide, integers);
                 index += comptime!(tile.lanes);
             }
         }
-        // Below 0 it wraps, beyond every count.
+        // A tile of this part is done: its index wraps below 0 and exceeds the counts of all later
+        // parts.
         at -= tiles[part];
     }
 }
 
-/// Copies several parts of one buffer to tensors of their own, divided in f32 if asked.
+/// Copies several parts of one buffer to separate tensors; if `divide`, divided in f32.
 #[cube(launch_unchecked)]
 fn unpack_kernel<I: Float, O: Float, N: Size>(
     source: &[Vector<I, N>],
     targets: &mut Sequence<Box<[Vector<O, N>]>>,
-    places: &Sequence<usize>,
-    firsts: &Sequence<usize>,
+    source_firsts: &Sequence<usize>,
+    target_firsts: &Sequence<usize>,
     counts: &Sequence<usize>,
     tiles: &Sequence<usize>,
     divisor: f32,
@@ -89,8 +96,8 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
             let end = end(at, counts[part], tile);
             let mut index = begin(at, tile);
             while index < end {
-                let element = source[places[part] + index];
-                targets.index_mut(part)[firsts[part] + index] =
+                let element = source[source_firsts[part] + index];
+                targets.index_mut(part)[target_firsts[part] + index] =
                     converted::<I, O, N>(element, divisor, divide, integers);
                 index += comptime!(tile.lanes);
             }
@@ -99,50 +106,56 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
     }
 }
 
-/// Copies each job's first run to its second, which is part of one buffer for all, divided by
-/// `divisor` in f32 if given, rounded to the target's dtype. Ordered after the launch that last wrote
-/// `after`.
-fn gather(client: &Client, jobs: &[Job<2>], divisor: Option<f32>, after: Option<Handle>) {
-    for batch in batches(client, jobs, Some(1), MOST) {
-        let (count, dim) = batch.grid(client);
-        let [source, target] = &batch.first().runs;
+/// Copies the first slice of each job to the second: divided in f32 by `divisor` if there is one,
+/// then rounded to the dtype of the second. The second slices of all jobs belong to one buffer.
+///
+/// The launches bind `after`, if there is one. CubeCL then orders them after all work issued so far
+/// on the stream that allocated `after`, provided that this thread's stream has not waited for that
+/// stream since the allocation.
+fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>, after: Option<Handle>) {
+    for launch in launches(client, jobs, Some(1), MAX_TENSORS) {
+        let (count, dim) = launch.grid(client);
+        let [source, target] = &launch.first_job().slices;
         let after = after.clone().unwrap_or_else(|| source.handle.clone());
-        // SAFETY: `batches` has checked that the buffers hold the jobs' elements, of which the kernel
-        // touches those of the batch's spans, and nothing of `after`.
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans, and none of `after`.
         unsafe {
             pack_kernel::launch_unchecked(
                 client,
                 count,
                 dim,
-                batch.width,
-                batch.buffers(0),
-                batch.shared(1),
+                launch.width,
+                launch.buffers(0),
+                launch.shared_buffer(1),
                 BufferArg::from_raw_parts(after, 1),
-                batch.firsts(0),
-                batch.places(1),
-                batch.counts(),
-                batch.tiles(),
+                launch.firsts(0),
+                launch.shared_firsts(1),
+                launch.counts(),
+                launch.tiles(),
                 divisor.unwrap_or(1.0),
                 divisor.is_some(),
-                in_integers(client, target.dtype),
-                batch.tile,
+                rounds_in_integers(client, target.dtype),
+                launch.tile,
                 [source.dtype, target.dtype].map(element),
             );
         }
     }
 }
 
-/// Copies `numel` elements, divided by `divisor` in f32 if given, rounded to the target's dtype.
+/// Copies `numel` elements: divided in f32 by `divisor` if there is one, then rounded to the dtype
+/// of `target`.
 pub(crate) fn copy(
     client: &Client,
-    source: &Run,
-    target: &Run,
+    source: &BufferSlice,
+    target: &BufferSlice,
     numel: usize,
     divisor: Option<f32>,
 ) {
-    gather(client, &[Job { runs: [source.clone(), target.clone()], numel }], divisor, None);
+    let job = Job { slices: [source.clone(), target.clone()], numel };
+    gather_into(client, &[job], divisor, None);
 }
 
+/// Sets `count` vectors of `target`, from index `to` on, to `value`.
 #[cube(launch_unchecked)]
 fn fill_kernel<F: Float, N: Size>(
     target: &mut [Vector<F, N>],
@@ -156,14 +169,14 @@ fn fill_kernel<F: Float, N: Size>(
     }
 }
 
-/// Sets `numel` elements to `value`.
-pub(crate) fn fill(client: &Client, target: &Run, numel: usize, value: f32) {
+/// Sets the first `numel` elements of `target` to `value`.
+pub(crate) fn fill(client: &Client, target: &BufferSlice, numel: usize, value: f32) {
     for span in spans(client, &[target], numel) {
         let (count, dim) = span.grid(client);
         let (write, to) = span.argument(target);
         let dtype = element(target.dtype);
-        // SAFETY: `spans` has checked that the buffer holds the elements, of which the kernel
-        // touches `count` vectors.
+        // SAFETY: `spans` checked that the buffer holds the elements; the kernel writes only the
+        // span's vectors.
         unsafe {
             fill_kernel::launch_unchecked(
                 client,
@@ -180,33 +193,32 @@ pub(crate) fn fill(client: &Client, target: &Run, numel: usize, value: f32) {
     }
 }
 
-/// The tensors' elements, each from its offset in the buffer on, rounded to the buffer's dtype; the
-/// rest of the buffer stays as it is. In the buffer's own memory where nothing shares it.
-pub(crate) fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
+/// Implements [`Kernels::pack`](crate::backend::kernels::Kernels::pack).
+pub(super) fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
     let buffer = exclusive(buffer);
-    pack_into(&buffer.client, parts, &Run::of(&buffer), None);
+    pack_into(&buffer.client, parts, &BufferSlice::of(&buffer), None);
     buffer
 }
 
-/// As [`pack`], whoever looks into the buffer. Ordered after the launch that last wrote `after`.
+/// Copies each tensor into `target` from the given offset on, rounded to the dtype of `target`.
+/// Writes the memory of `target` even if tensors share it. `after` orders the launches as in [`gather_into`].
 pub(crate) fn pack_into(
     client: &Client,
     parts: Vec<(CubeTensor, usize)>,
-    target: &Run,
+    target: &BufferSlice,
     after: Option<Handle>,
 ) {
     let job = |(tensor, at): (CubeTensor, usize)| {
         let tensor = contiguous(tensor);
-        let runs = [Run::of(&tensor), target.clone().from(at)];
-        Job { runs, numel: tensor.shape().num_elements() }
+        let slices = [BufferSlice::of(&tensor), target.clone().skip(at)];
+        Job { slices, numel: tensor.shape().num_elements() }
     };
     let jobs: Vec<_> = parts.into_iter().map(job).collect();
-    gather(client, &jobs, None, after);
+    gather_into(client, &jobs, None, after);
 }
 
-/// Tensors of their own of the given shapes, each from its offset in the buffer on: divided by
-/// `divisor` in f32 if given, rounded to `dtype`.
-pub(crate) fn unpack(
+/// Implements [`Kernels::unpack`](crate::backend::kernels::Kernels::unpack).
+pub(super) fn unpack(
     buffer: CubeTensor,
     parts: Vec<(usize, Shape)>,
     dtype: DType,
@@ -214,34 +226,34 @@ pub(crate) fn unpack(
 ) -> Vec<CubeTensor> {
     let buffer = contiguous(buffer);
     let client = buffer.client.clone();
-    let source = Run::of(&buffer);
+    let source = BufferSlice::of(&buffer);
     let (mut tensors, mut jobs) = (Vec::new(), Vec::new());
     for (at, shape) in parts {
         let numel = shape.num_elements();
         let tensor = empty(&buffer.device, shape, dtype);
-        jobs.push(Job { runs: [source.clone().from(at), Run::of(&tensor)], numel });
+        jobs.push(Job { slices: [source.clone().skip(at), BufferSlice::of(&tensor)], numel });
         tensors.push(tensor);
     }
-    for batch in batches(&client, &jobs, Some(0), MOST) {
-        let (count, dim) = batch.grid(&client);
-        // SAFETY: `batches` has checked that the buffers hold the jobs' elements, of which the kernel
-        // touches those of the batch's spans.
+    for launch in launches(&client, &jobs, Some(0), MAX_TENSORS) {
+        let (count, dim) = launch.grid(&client);
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans.
         unsafe {
             unpack_kernel::launch_unchecked(
                 &client,
                 count,
                 dim,
-                batch.width,
-                batch.shared(0),
-                batch.buffers(1),
-                batch.places(0),
-                batch.firsts(1),
-                batch.counts(),
-                batch.tiles(),
+                launch.width,
+                launch.shared_buffer(0),
+                launch.buffers(1),
+                launch.shared_firsts(0),
+                launch.firsts(1),
+                launch.counts(),
+                launch.tiles(),
                 divisor.unwrap_or(1.0),
                 divisor.is_some(),
-                in_integers(&client, dtype),
-                batch.tile,
+                rounds_in_integers(&client, dtype),
+                launch.tile,
                 [source.dtype, dtype].map(element),
             );
         }
@@ -249,11 +261,25 @@ pub(crate) fn unpack(
     tensors
 }
 
-/// The tensor's elements, divided by `divisor` in f32 if given, rounded to `dtype`.
-pub(crate) fn cast(tensor: CubeTensor, dtype: DType, divisor: Option<f32>) -> CubeTensor {
+/// Implements [`Kernels::cast`](crate::backend::kernels::Kernels::cast).
+pub(super) fn cast(tensor: CubeTensor, dtype: DType, divisor: Option<f32>) -> CubeTensor {
     let tensor = contiguous(tensor);
     let target = empty(&tensor.device, tensor.shape(), dtype);
     let numel = tensor.shape().num_elements();
-    copy(&tensor.client, &Run::of(&tensor), &Run::of(&target), numel, divisor);
+    copy(&tensor.client, &BufferSlice::of(&tensor), &BufferSlice::of(&target), numel, divisor);
+    target
+}
+
+/// Returns the tensor if it is contiguous and no other tensor shares its memory, else a copy.
+pub(super) fn exclusive(tensor: CubeTensor) -> CubeTensor {
+    if !tensor.is_contiguous() {
+        return contiguous(tensor);
+    }
+    if tensor.can_mut() {
+        return tensor;
+    }
+    let target = empty(&tensor.device, tensor.shape(), tensor.dtype);
+    let numel = tensor.shape().num_elements();
+    copy(&tensor.client, &BufferSlice::of(&tensor), &BufferSlice::of(&target), numel, None);
     target
 }

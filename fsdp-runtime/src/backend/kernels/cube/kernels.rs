@@ -1,4 +1,4 @@
-//! The launchers behind the signature they share with their twins.
+//! Implementation of [`Kernels`] for CubeCL devices.
 
 use std::ops::Range;
 
@@ -6,10 +6,13 @@ use burn::backend::Cube;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
 
-use super::{contiguous, copy, dropout, exclusive, mean, optim, sums};
-use crate::backend::Norm;
-use crate::backend::kernels::{AdamStep, SgdStep};
-use crate::backend::kernels::{AdamTensors, Kernels, MaskSource, Sums};
+use super::copy::exclusive;
+use super::tensors::contiguous;
+use super::{copy, dropout, mean, optim, sums};
+use crate::backend::kernels::contract::{AdamTensors, Kernels, Sums};
+use crate::backend::kernels::mask::MaskSource;
+use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
+use crate::backend::norm::Norm;
 
 impl Kernels for Cube {
     fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
@@ -54,10 +57,10 @@ impl Kernels for Cube {
         step: &AdamStep,
         grad: CubeTensor,
         tensors: AdamTensors<CubeTensor>,
-        later: bool,
+        may_defer: bool,
     ) -> AdamTensors<CubeTensor> {
         let tensors = tensors.map(exclusive);
-        optim::adam(step, contiguous(grad), &tensors, later);
+        optim::adam(step, contiguous(grad), &tensors, may_defer);
         tensors
     }
 
@@ -66,10 +69,10 @@ impl Kernels for Cube {
         grad: CubeTensor,
         param: CubeTensor,
         velocity: Option<CubeTensor>,
-        later: bool,
+        may_defer: bool,
     ) -> (CubeTensor, Option<CubeTensor>) {
         let (param, velocity) = (exclusive(param), velocity.map(exclusive));
-        optim::sgd(step, &param, contiguous(grad), velocity.as_ref(), later);
+        optim::sgd(step, &param, contiguous(grad), velocity.as_ref(), may_defer);
         (param, velocity)
     }
 }

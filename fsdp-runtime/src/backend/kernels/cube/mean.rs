@@ -1,4 +1,4 @@
-//! The mean of N parts: added in f32 in the order given, divided, rounded once.
+//! Mean of the gradients of N ranks: added in f32 in the given order, then divided.
 
 use std::ops::Range;
 
@@ -8,12 +8,16 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use super::batch::{Tile, begin, end, own_tile};
-use super::{Run, contiguous, element, empty, spans};
+use super::buffer_slice::BufferSlice;
+use super::span::spans;
+use super::tensors::{contiguous, element, empty};
+use super::tile::{Tile, begin, end, own_tile};
 
-/// Parts that a launch adds, at most; the next launch goes on from its sums.
-const TOGETHER: usize = 8;
+/// Largest number of parts that one launch adds. The next launch adds further parts to its sums.
+const MAX_PARTS: usize = 8;
 
+/// Adds `count` vectors of all parts; if `join`, to the sums in `target`. If `divide`, divides the
+/// result.
 #[cube(launch_unchecked)]
 fn mean_kernel<I: Float, N: Size>(
     parts: &Sequence<Box<[Vector<I, N>]>>,
@@ -47,9 +51,8 @@ fn mean_kernel<I: Float, N: Size>(
     }
 }
 
-/// The mean over `parts` of `range` of each flattened part, in f32: the sum in their order, divided
-/// by `divisor`. All parts have one dtype.
-pub(crate) fn mean(
+/// Implements [`Kernels::rank_mean`](crate::backend::kernels::Kernels::rank_mean).
+pub(super) fn mean(
     parts: &[CubeTensor],
     range: Range<usize>,
     divisor: usize,
@@ -58,23 +61,31 @@ pub(crate) fn mean(
     let parts: Vec<_> = parts.iter().cloned().map(contiguous).collect();
     let (client, device) = (parts[0].client.clone(), &parts[0].device);
     let target = empty(device, shape, DType::F32);
-    let sums = Run::of(&target);
-    assert_eq!(range.len(), target.shape().num_elements(), "a mean has the shape of its range");
+    let sums = BufferSlice::of(&target);
+    assert_eq!(
+        range.len(),
+        target.shape().num_elements(),
+        "the shape of a mean has as many elements as its range"
+    );
     let dtype = parts[0].dtype;
     let tile = Tile::new(&client);
-    let groups = parts.chunks(TOGETHER);
+    let groups = parts.chunks(MAX_PARTS);
     let last = groups.len() - 1;
     for (index, group) in groups.enumerate() {
-        let runs: Vec<_> = group.iter().map(|part| Run::of(part).from(range.start)).collect();
-        assert!(runs.iter().all(|run| run.dtype == dtype), "the parts of a mean have one dtype");
-        let all: Vec<_> = runs.iter().chain([&sums]).collect();
+        let slices: Vec<_> =
+            group.iter().map(|part| BufferSlice::of(part).skip(range.start)).collect();
+        assert!(
+            slices.iter().all(|slice| slice.dtype == dtype),
+            "the parts of a mean have one dtype"
+        );
+        let all: Vec<_> = slices.iter().chain([&sums]).collect();
         for span in spans(&client, &all, range.len()) {
             let (count, dim) = tile.grid(&client, span.count);
             let (read, firsts): (Vec<_>, Vec<_>) =
-                runs.iter().map(|run| span.argument(run)).unzip();
+                slices.iter().map(|slice| span.argument(slice)).unzip();
             let (write, to) = span.argument(&sums);
-            // SAFETY: `spans` has checked that every buffer holds the elements, of which the kernel
-            // touches `count` vectors.
+            // SAFETY: `spans` checked that every buffer holds the elements; the kernel accesses
+            // only the span's vectors.
             unsafe {
                 mean_kernel::launch_unchecked(
                     &client,

@@ -1,8 +1,8 @@
-//! Adam, AdamW and SGD: each tensor is read once, with its gradient and state, and written once, in
-//! place. Tensors of one step share launches where they may wait for each other.
+//! Steps of Adam, AdamW and SGD, in place, reading and writing each element once. Deferred steps
+//! share launches.
 //!
-//! The operations and their order are those of the loops on Flex, one rounding each, so that both
-//! give the same bits on a device whose division and square root round correctly.
+//! The operations, their order and their roundings are those of the loops on Flex. So both give the
+//! same bits on a device whose division and square root round correctly.
 
 use std::cell::RefCell;
 
@@ -11,66 +11,73 @@ use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::batch::{Job, Tile, batches, begin, end, own_tile};
-use super::{Run, rounded};
-use crate::backend::kernels::AdamTensors;
-use crate::backend::kernels::{AdamStep, SgdStep};
+use super::buffer_slice::BufferSlice;
+use super::launch::{Job, launches};
+use super::rounding::rounded;
+use super::tile::{Tile, begin, end, own_tile};
+use crate::backend::kernels::contract::AdamTensors;
+use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 
-/// Tensors that share a launch, at most: the kernel's body is there once for each.
-const MOST: usize = 8;
+/// Largest number of parameters that share a launch. The compiled kernel contains its body once for
+/// each.
+const MAX_PARAMS: usize = 8;
 
-/// A step on some tensors, the parameter first: those a launch may be shared with are alike in `step`,
-/// in how many they are and in their device.
-struct Pending<S> {
+/// A deferred step of one parameter. Steps can share a launch if `step`, the number of tensors and
+/// the device are equal.
+struct Deferred<S> {
     step: S,
+    /// Parameter, gradient and state, in the order of the kernel's arguments.
     tensors: Vec<CubeTensor>,
 }
 
 thread_local! {
-    static ADAM: RefCell<Vec<Pending<AdamStep>>> = const { RefCell::new(Vec::new()) };
-    static SGD: RefCell<Vec<Pending<SgdStep>>> = const { RefCell::new(Vec::new()) };
+    static ADAM: RefCell<Vec<Deferred<AdamStep>>> = const { RefCell::new(Vec::new()) };
+    static SGD: RefCell<Vec<Deferred<SgdStep>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Takes the first of the pending steps and those that are like it.
-fn alike<S: PartialEq + Copy>(pending: &mut Vec<Pending<S>>) -> Option<(S, Vec<Vec<CubeTensor>>)> {
-    if pending.is_empty() {
+/// Removes the first deferred step and those that can share its launch. Returns their tensors.
+fn take_alike<S: PartialEq + Copy>(
+    deferred: &mut Vec<Deferred<S>>,
+) -> Option<(S, Vec<Vec<CubeTensor>>)> {
+    if deferred.is_empty() {
         return None;
     }
-    let Pending { step, tensors } = pending.remove(0);
+    let Deferred { step, tensors } = deferred.remove(0);
     let (count, device) = (tensors.len(), tensors[0].device.clone());
-    let like = |other: &mut Pending<S>| {
+    let like = |other: &mut Deferred<S>| {
         other.step == step && other.tensors.len() == count && other.tensors[0].device == device
     };
-    let others = pending.extract_if(.., like).map(|other| other.tensors);
+    let others = deferred.extract_if(.., like).map(|other| other.tensors);
     Some((step, std::iter::once(tensors).chain(others).collect()))
 }
 
-/// Does what this thread has put off.
-pub(crate) fn flush() {
-    ADAM.with_borrow_mut(|pending| {
-        while let Some((step, tensors)) = alike(pending) {
+/// Launches the steps that this thread deferred.
+pub(crate) fn launch_deferred_steps() {
+    ADAM.with_borrow_mut(|deferred| {
+        while let Some((step, tensors)) = take_alike(deferred) {
             launch_adam(&step, &tensors);
         }
     });
-    SGD.with_borrow_mut(|pending| {
-        while let Some((step, tensors)) = alike(pending) {
+    SGD.with_borrow_mut(|deferred| {
+        while let Some((step, tensors)) = take_alike(deferred) {
             launch_sgd(&step, &tensors);
         }
     });
 }
 
-/// Forgets what this thread has put off.
-pub(crate) fn discard() {
+/// Discards the steps that this thread deferred.
+pub(crate) fn discard_deferred_steps() {
     ADAM.with_borrow_mut(Vec::clear);
     SGD.with_borrow_mut(Vec::clear);
 }
 
+/// Coefficients of [`AdamStep`] as a kernel argument.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Adam {
     beta_1: f32,
-    rest_1: f32,
+    one_minus_beta_1: f32,
     beta_2: f32,
-    rest_2: f32,
+    one_minus_beta_2: f32,
     epsilon: f32,
     root_scale: f32,
     step_size: f32,
@@ -79,6 +86,8 @@ struct Adam {
     rate: f32,
 }
 
+/// Runs one step of Adam or AdamW on several parameters. Arguments `.._firsts` hold the index
+/// of each tensor's first vector in its buffer.
 #[cube(launch_unchecked)]
 fn adam_kernel<N: Size>(
     params: &mut Sequence<Box<[Vector<f32, N>]>>,
@@ -113,48 +122,49 @@ fn adam_kernel<N: Size>(
 
                 let g = g + rounded(p * Vector::new(step.penalty), zero);
                 let m = rounded(m * Vector::new(step.beta_1), zero)
-                    + rounded(g * Vector::new(step.rest_1), zero);
+                    + rounded(g * Vector::new(step.one_minus_beta_1), zero);
                 let square = rounded(g * g, zero);
                 let v = rounded(v * Vector::new(step.beta_2), zero)
-                    + rounded(square * Vector::new(step.rest_2), zero);
+                    + rounded(square * Vector::new(step.one_minus_beta_2), zero);
                 moments_1.index_mut(part)[moment_1_firsts[part] + index] = m;
                 moments_2.index_mut(part)[moment_2_firsts[part] + index] = v;
 
                 let mut largest = v;
                 if comptime!(amsgrad) {
                     let before = maxes[part][max_firsts[part] + index];
-                    // Not a number wins.
+                    // A NaN in `v` is kept, as the comparison is false.
                     largest = select_many(before.greater_equal(&v), before, v);
                     maxes.index_mut(part)[max_firsts[part] + index] = largest;
                 }
-                let mut kept = rounded(p * Vector::new(step.keep), zero);
+                let mut decayed = rounded(p * Vector::new(step.keep), zero);
                 if comptime!(cautious) {
                     let nothing = Vector::new(0.0f32);
                     let one = Vector::<u32, N>::new(1u32);
                     let none = Vector::<u32, N>::new(0u32);
-                    let up = select_many(p.greater_equal(&nothing), one, none);
-                    let along = select_many(m.greater_equal(&nothing), one, none);
-                    let decayed = p - rounded(p * Vector::new(step.rate), zero);
-                    kept = select_many(up.equal(&along), decayed, p);
+                    let p_sign = select_many(p.greater_equal(&nothing), one, none);
+                    let m_sign = select_many(m.greater_equal(&nothing), one, none);
+                    let smaller = p - rounded(p * Vector::new(step.rate), zero);
+                    decayed = select_many(p_sign.equal(&m_sign), smaller, p);
                 }
                 let root = rounded(Vector::sqrt(largest) * Vector::new(step.root_scale), zero);
                 let update = rounded(Vector::new(step.step_size) * m, zero)
                     / (root + Vector::new(step.epsilon));
-                params.index_mut(part)[param_firsts[part] + index] = kept - update;
+                params.index_mut(part)[param_firsts[part] + index] = decayed - update;
                 index += comptime!(tile.lanes);
             }
         }
-        // Below 0 it wraps, beyond every count.
+        // A tile of this part is done: its index wraps below 0 and exceeds the counts of all later
+        // parts.
         at -= tiles[part];
     }
 }
 
-/// The runs of tensors of one step, in the order of the first `K`; where there are fewer, the last
-/// again.
+/// Returns a job for each parameter, from its tensors. If there are fewer than `K` tensors, the
+/// last one fills the remaining slices, which the kernel does not use.
 ///
 /// # Panics
 ///
-/// Where one is not f32 or has another number of elements than the first.
+/// If a tensor is not f32 or has another number of elements than the parameter.
 fn jobs<const K: usize>(steps: &[Vec<CubeTensor>]) -> Vec<Job<K>> {
     let job = |tensors: &Vec<CubeTensor>| {
         let numel = tensors[0].shape().num_elements();
@@ -163,35 +173,34 @@ fn jobs<const K: usize>(steps: &[Vec<CubeTensor>]) -> Vec<Job<K>> {
             let expected = (DType::F32, numel);
             assert_eq!(found, expected, "the tensors of a step are f32 and of one length");
         }
-        let run = |index: usize| Run::of(&tensors[index.min(tensors.len() - 1)]);
-        Job { runs: std::array::from_fn(run), numel }
+        let slice = |index: usize| BufferSlice::of(&tensors[index.min(tensors.len() - 1)]);
+        Job { slices: std::array::from_fn(slice), numel }
     };
     steps.iter().map(job).collect()
 }
 
-/// One step of Adam or AdamW on contiguous tensors of one length, in their own memory: at once, or at
-/// the next [`flush`].
-pub(crate) fn adam(
+/// Runs one step of Adam or AdamW on contiguous tensors of equal length, in their own memory. If
+/// `may_defer`, the step may run as late as the next [`launch_deferred_steps`].
+pub(super) fn adam(
     step: &AdamStep,
     grad: CubeTensor,
     tensors: &AdamTensors<CubeTensor>,
-    later: bool,
+    may_defer: bool,
 ) {
     let AdamTensors { param, moment_1, moment_2, max } = tensors;
     let tensors = [param, &grad, moment_1, moment_2].into_iter().chain(max).cloned().collect();
-    if !later {
+    if !may_defer {
         return launch_adam(step, &[tensors]);
     }
-    let pending = Pending { step: *step, tensors };
-    if push(&ADAM, pending) >= MOST {
-        flush();
+    if defer(&ADAM, Deferred { step: *step, tensors }) >= MAX_PARAMS {
+        launch_deferred_steps();
     }
 }
 
-/// Puts a step off, and says how many are.
-fn push<S>(
-    steps: &'static std::thread::LocalKey<RefCell<Vec<Pending<S>>>>,
-    step: Pending<S>,
+/// Defers a step and returns the number of deferred steps.
+fn defer<S>(
+    steps: &'static std::thread::LocalKey<RefCell<Vec<Deferred<S>>>>,
+    step: Deferred<S>,
 ) -> usize {
     steps.with_borrow_mut(|steps| {
         steps.push(step);
@@ -199,18 +208,19 @@ fn push<S>(
     })
 }
 
-/// A step on the tensors of each, in the order of [`adam`].
+/// Launches one step for several parameters. The tensors of each are the parameter, the gradient,
+/// both moments and, under AMSGrad, the largest second moments.
 fn launch_adam(step: &AdamStep, steps: &[Vec<CubeTensor>]) {
     let client = steps[0][0].client.clone();
     let amsgrad = steps[0].len() == 5;
     let jobs = jobs::<5>(steps);
-    for batch in batches(&client, &jobs, None, MOST) {
-        let (count, dim) = batch.grid(&client);
+    for launch in launches(&client, &jobs, None, MAX_PARAMS) {
+        let (count, dim) = launch.grid(&client);
         let step_args = AdamLaunch::new(
             step.beta_1,
-            step.rest_1,
+            step.one_minus_beta_1,
             step.beta_2,
-            step.rest_2,
+            step.one_minus_beta_2,
             step.epsilon,
             step.root_scale,
             step.step_size,
@@ -218,41 +228,43 @@ fn launch_adam(step: &AdamStep, steps: &[Vec<CubeTensor>]) {
             step.keep,
             step.rate,
         );
-        // A buffer is bound once: none stand for what there is not.
+        // A writable buffer may be bound only once, so an unused argument is an empty sequence.
         let (maxes, max_firsts) = match amsgrad {
-            true => (batch.buffers(4), batch.firsts(4)),
+            true => (launch.buffers(4), launch.firsts(4)),
             false => (SequenceArg::new(), SequenceArg::new()),
         };
-        // SAFETY: `batches` has checked that the buffers hold the jobs' elements, of which the kernel
-        // touches those of the batch's spans.
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans.
         unsafe {
             adam_kernel::launch_unchecked(
                 &client,
                 count,
                 dim,
-                batch.width,
-                batch.buffers(0),
-                batch.buffers(1),
-                batch.buffers(2),
-                batch.buffers(3),
+                launch.width,
+                launch.buffers(0),
+                launch.buffers(1),
+                launch.buffers(2),
+                launch.buffers(3),
                 maxes,
-                batch.firsts(0),
-                batch.firsts(1),
-                batch.firsts(2),
-                batch.firsts(3),
+                launch.firsts(0),
+                launch.firsts(1),
+                launch.firsts(2),
+                launch.firsts(3),
                 max_firsts,
-                batch.counts(),
-                batch.tiles(),
+                launch.counts(),
+                launch.tiles(),
                 step_args,
                 0,
                 amsgrad,
                 step.cautious,
-                batch.tile,
+                launch.tile,
             );
         }
     }
 }
 
+/// Runs one step of SGD on several parameters. Arguments `.._firsts` hold the index
+/// of each tensor's first vector in its buffer.
 #[cube(launch_unchecked)]
 fn sgd_kernel<N: Size>(
     params: &mut Sequence<Box<[Vector<f32, N>]>>,
@@ -266,7 +278,7 @@ fn sgd_kernel<N: Size>(
     lr: f32,
     penalty: f32,
     momentum: f32,
-    rest: f32,
+    grad_factor: f32,
     zero: u32,
     #[comptime] with_momentum: bool,
     #[comptime] nesterov: bool,
@@ -282,20 +294,20 @@ fn sgd_kernel<N: Size>(
                 let p = params[part][param_firsts[part] + index];
                 let g = grads[part][grad_firsts[part] + index];
                 let g = g + rounded(p * Vector::new(penalty), zero);
-                let mut along = g;
+                let mut update = g;
                 if comptime!(with_momentum) {
                     let b = velocities[part][velocity_firsts[part] + index];
                     let b = rounded(b * Vector::new(momentum), zero)
-                        + rounded(g * Vector::new(rest), zero);
+                        + rounded(g * Vector::new(grad_factor), zero);
                     velocities.index_mut(part)[velocity_firsts[part] + index] = b;
                     if comptime!(nesterov) {
-                        along = g + rounded(b * Vector::new(momentum), zero);
+                        update = g + rounded(b * Vector::new(momentum), zero);
                     } else {
-                        along = b;
+                        update = b;
                     }
                 }
                 params.index_mut(part)[param_firsts[part] + index] =
-                    p - rounded(along * Vector::new(lr), zero);
+                    p - rounded(update * Vector::new(lr), zero);
                 index += comptime!(tile.lanes);
             }
         }
@@ -303,60 +315,61 @@ fn sgd_kernel<N: Size>(
     }
 }
 
-/// One step of SGD on contiguous tensors of one length, in the memory of all but `grad`: at once, or
-/// at the next [`flush`].
-pub(crate) fn sgd(
+/// Runs one step of SGD on contiguous tensors of equal length, in the memory of `param` and
+/// `velocity`. `may_defer` has the meaning that it has for [`adam`].
+pub(super) fn sgd(
     step: &SgdStep,
     param: &CubeTensor,
     grad: CubeTensor,
     velocity: Option<&CubeTensor>,
-    later: bool,
+    may_defer: bool,
 ) {
     let tensors = [param, &grad].into_iter().chain(velocity).cloned().collect();
-    if !later {
+    if !may_defer {
         return launch_sgd(step, &[tensors]);
     }
-    if push(&SGD, Pending { step: *step, tensors }) >= MOST {
-        flush();
+    if defer(&SGD, Deferred { step: *step, tensors }) >= MAX_PARAMS {
+        launch_deferred_steps();
     }
 }
 
-/// A step on the tensors of each, in the order of [`sgd`].
+/// Launches one step for several parameters. The tensors of each are the parameter, the gradient
+/// and, with momentum, the velocity.
 fn launch_sgd(step: &SgdStep, steps: &[Vec<CubeTensor>]) {
     let client = steps[0][0].client.clone();
     let with_momentum = steps[0].len() == 3;
     let jobs = jobs::<3>(steps);
-    for batch in batches(&client, &jobs, None, MOST) {
-        let (count, dim) = batch.grid(&client);
-        // A buffer is bound once: none stand for what there is not.
+    for launch in launches(&client, &jobs, None, MAX_PARAMS) {
+        let (count, dim) = launch.grid(&client);
+        // A writable buffer may be bound only once, so an unused argument is an empty sequence.
         let (velocities, velocity_firsts) = match with_momentum {
-            true => (batch.buffers(2), batch.firsts(2)),
+            true => (launch.buffers(2), launch.firsts(2)),
             false => (SequenceArg::new(), SequenceArg::new()),
         };
-        // SAFETY: `batches` has checked that the buffers hold the jobs' elements, of which the kernel
-        // touches those of the batch's spans.
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans.
         unsafe {
             sgd_kernel::launch_unchecked(
                 &client,
                 count,
                 dim,
-                batch.width,
-                batch.buffers(0),
-                batch.buffers(1),
+                launch.width,
+                launch.buffers(0),
+                launch.buffers(1),
                 velocities,
-                batch.firsts(0),
-                batch.firsts(1),
+                launch.firsts(0),
+                launch.firsts(1),
                 velocity_firsts,
-                batch.counts(),
-                batch.tiles(),
+                launch.counts(),
+                launch.tiles(),
                 step.lr,
                 step.penalty,
                 step.momentum,
-                step.rest,
+                step.grad_factor,
                 0,
                 with_momentum,
                 step.nesterov,
-                batch.tile,
+                launch.tile,
             );
         }
     }

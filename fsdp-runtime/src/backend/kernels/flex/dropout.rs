@@ -1,72 +1,78 @@
-//! Dropout: a batch of elements is drawn, zeroed and scaled before the next.
+//! Dropout in one pass: the random bits of a batch of elements are generated, used and dropped
+//! before the next batch.
 
 use std::mem::MaybeUninit;
 
 use multiversion::multiversion;
 
-use super::number::{Number, Room, prefetch_beyond};
-use crate::backend::kernels::MaskSource;
-use crate::backend::kernels::mask::{BATCH, SIGN, pairs};
+use super::float::KernelFloat;
+use super::new_tensor::Uninit;
+use super::prefetch::prefetch_ahead;
+use crate::backend::kernels::mask::{BATCH, MaskSource, SIGN, pairs};
 use crate::backend::philox::{LANES, blocks};
 
-/// The elements times those of the mask from element `at` on, a multiple of [`BATCH`].
-pub(super) fn dropout<'a, E: Number>(
+/// Multiplies the elements by the mask's elements from `at` on, which is a multiple of [`BATCH`].
+pub(super) fn dropout<'a, E: KernelFloat>(
     source: &[E],
-    target: &'a mut Room<E>,
+    target: &'a mut Uninit<E>,
     mask: &MaskSource,
     at: usize,
 ) -> &'a mut [E] {
     let keep = mask.keep_in(E::dtype());
-    // As a draw in the upper half of a number with a sign, whatever is in the lower half.
+    // A draw is compared as the upper half of a signed integer, whose lower half does not matter.
     let threshold = ((u32::from(mask.threshold()) ^ SIGN) << 16).cast_signed();
-    multiply(source, target, (mask.key, mask.place), (at / BATCH) as u64, threshold, keep)
+    let first_batch = (at / BATCH) as u64;
+    multiply(source, target, (mask.key, mask.place), first_batch, (threshold, keep))
 }
 
+/// Applies dropout to whole batches, then to the remaining elements. `limits` are the threshold and
+/// the factor of [`KernelFloat::dropped`].
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
-fn multiply<'a, E: Number>(
+fn multiply<'a, E: KernelFloat>(
     source: &[E],
-    target: &'a mut Room<E>,
+    target: &'a mut Uninit<E>,
     (key, place): ([u32; 2], [u32; 2]),
-    first: u64,
-    threshold: i32,
-    keep: f32,
+    first_batch: u64,
+    limits: (i32, f32),
 ) -> &'a mut [E] {
     assert_eq!(source.len(), target.len());
-    let mut drawn = first;
-    let (batches, rest) = source.as_chunks::<BATCH>();
-    let (rooms, room) = target.as_chunks_mut::<BATCH>();
-    for (source, target) in batches.iter().zip(rooms) {
-        batch(source, target, &blocks(key, drawn, place), (threshold, keep));
-        drawn += 1;
+    let mut number = first_batch;
+    let (batches, remainder) = source.as_chunks::<BATCH>();
+    let (targets, target_remainder) = target.as_chunks_mut::<BATCH>();
+    for (source, target) in batches.iter().zip(targets) {
+        batch(source, target, &blocks(key, number, place), limits);
+        number += 1;
     }
     let (mut last, mut dropped) = ([E::zeroed(); BATCH], [MaybeUninit::uninit(); BATCH]);
-    last[..rest.len()].copy_from_slice(rest);
-    batch(&last, &mut dropped, &blocks(key, drawn, place), (threshold, keep));
-    room.copy_from_slice(&dropped[..rest.len()]);
-    // SAFETY: each element has been written, by `batch` or from what it has written.
+    last[..remainder.len()].copy_from_slice(remainder);
+    batch(&last, &mut dropped, &blocks(key, number, place), limits);
+    target_remainder.copy_from_slice(&dropped[..remainder.len()]);
+    // SAFETY: every element was written, by `batch` or by the copy from `dropped`, which `batch`
+    // wrote.
     unsafe { target.assume_init_mut() }
 }
 
-/// The elements of one batch, in the order of [`BATCH`]: of constant length, for the compiler to make
-/// vector code of without a remainder.
+/// Applies dropout to one batch, in the order of [`BATCH`]. The constant length lets the compiler
+/// vectorise the loop without a remainder.
 #[inline(always)]
-fn batch<E: Number>(
+fn batch<E: KernelFloat>(
     source: &[E; BATCH],
     target: &mut [MaybeUninit<E>; BATCH],
     words: &[[u32; LANES]; 4],
     limits: (i32, f32),
 ) {
     let groups = source.as_chunks::<2>().0.as_chunks::<LANES>().0;
-    let rooms = target.as_chunks_mut::<2>().0.as_chunks_mut::<LANES>().0;
+    let targets = target.as_chunks_mut::<2>().0.as_chunks_mut::<LANES>().0;
     for word in 0..4 {
         let draws: [[u32; 2]; LANES] = std::array::from_fn(|lane| pairs(words, word, lane));
         for half in 0..2 {
             let (at, draws) = (word * 2 + half, draws.map(|draws| draws[half]));
-            // Between two batches are too many instructions for a processor to look beyond, and in one
-            // go too many lines to wait for: those that are written too, which it reads first.
-            prefetch_beyond::<2048, _>(&groups[at]);
-            prefetch_beyond::<2048, _>(&rooms[at]);
-            E::dropped(&groups[at], &draws, limits, &mut rooms[at]);
+            // Generating a batch takes more instructions than a processor executes ahead, so it
+            // would not request the next batch's cache lines in time. The target's lines are
+            // prefetched too: a processor reads a line before it writes part of it.
+            prefetch_ahead::<2048, _>(&groups[at]);
+            prefetch_ahead::<2048, _>(&targets[at]);
+            E::dropped(&groups[at], &draws, limits, &mut targets[at]);
         }
     }
 }

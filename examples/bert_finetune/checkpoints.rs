@@ -1,0 +1,327 @@
+//! Checkpoints: when the run saves them, which one it resumes from, and what Ctrl-C does.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result, bail};
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::optim::ModuleOptimizer;
+use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
+use fsdp_runtime::prelude::*;
+
+use crate::sharding::ShardedBert;
+
+/// When to save checkpoints, and which one to resume from.
+#[derive(Clone, Debug, Default)]
+pub struct CheckpointPlan {
+    /// Directory to save checkpoints in; `None` to save none.
+    pub directory: Option<PathBuf>,
+    /// Number of steps between two checkpoints. The end of a run is saved in any case.
+    pub every: Option<usize>,
+    /// Number of newest checkpoints to keep; `None` to keep all.
+    pub keep_last: Option<usize>,
+    /// Checkpoint to resume from, or a directory of checkpoints.
+    pub resume: Option<PathBuf>,
+}
+
+impl CheckpointPlan {
+    /// Returns a plan that saves in `directory`. Without it, a run that resumes saves in the directory
+    /// that holds the checkpoint it resumes from.
+    pub fn new(directory: Option<PathBuf>, resume: Option<PathBuf>) -> Self {
+        let beside = |folder: &PathBuf| match (is_checkpoint(folder), folder.canonicalize()) {
+            (true, Ok(checkpoint)) => checkpoint.parent().map_or(checkpoint.clone(), PathBuf::from),
+            _ => folder.clone(),
+        };
+        let directory = directory.or_else(|| resume.as_ref().map(beside));
+        Self { directory, resume, ..Self::default() }
+    }
+}
+
+/// Whether a directory is a checkpoint, and not a directory of checkpoints.
+fn is_checkpoint(folder: &Path) -> bool {
+    folder.join(fsdp_runtime::checkpoint::MANIFEST).is_file()
+}
+
+/// Progress of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Position {
+    /// Number of steps taken, including those before the run was resumed.
+    pub step: usize,
+    /// Current epoch, counted from 0.
+    pub epoch: usize,
+    /// Number of examples taken from the current epoch, over all ranks. A step count would not carry
+    /// over to another number of ranks.
+    pub examples: usize,
+}
+
+/// What training changes, and what a checkpoint holds.
+pub struct TrainingState {
+    /// Sharded model.
+    pub model: ShardedBert,
+    /// Optimizer.
+    pub optimizer: ModuleOptimizer,
+    /// Learning rate schedule.
+    pub schedule: ModuleLrScheduler,
+    /// Loss scale, for training in float16.
+    pub scaler: Option<GradScaler>,
+}
+
+/// Saves the checkpoints of a run, on one rank.
+pub struct Saver {
+    manager: Option<CheckpointManager>,
+    every: Option<usize>,
+    /// Step of the last checkpoint.
+    saved: Option<usize>,
+}
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// Makes Ctrl-C ask the run to save a checkpoint and end. A second Ctrl-C ends the process at once.
+///
+/// # Errors
+///
+/// If the system refuses a signal handler.
+pub fn handle_interrupts() -> Result<()> {
+    let handle = || {
+        if INTERRUPTED.swap(true, Ordering::Relaxed) {
+            std::process::exit(crate::INTERRUPTED);
+        }
+        eprintln!("saving a checkpoint, then ending; Ctrl-C again ends at once");
+    };
+    ctrlc::set_handler(handle).context("cannot handle Ctrl-C")
+}
+
+impl Saver {
+    /// Returns a saver that writes checkpoints in the background.
+    pub fn new(plan: &CheckpointPlan, worker: &Worker) -> Self {
+        let manager = plan.directory.as_ref().map(|directory| {
+            let manager = CheckpointManager::new(directory, worker).with_background(true);
+            match plan.keep_last {
+                Some(count) => manager.with_keep_last(count),
+                None => manager,
+            }
+        });
+        Self { manager, every: plan.every, saved: None }
+    }
+
+    /// Saves a checkpoint if one is due, or if Ctrl-C was pressed on any rank. Returns whether it was
+    /// pressed. Every rank calls it after each step.
+    ///
+    /// # Errors
+    ///
+    /// If this checkpoint or the previous one cannot be written.
+    pub fn after_step(
+        &mut self,
+        worker: &Worker,
+        position: Position,
+        state: &TrainingState,
+    ) -> Result<bool> {
+        if self.manager.is_none() {
+            return Ok(false);
+        }
+        let mut interrupted = [f64::from(u8::from(INTERRUPTED.load(Ordering::Relaxed)))];
+        worker.all_reduce_sum(&mut interrupted)?;
+        let interrupted = interrupted[0] > 0.0;
+        let due = self.every.is_some_and(|every| position.step.is_multiple_of(every));
+        if due || interrupted {
+            self.save(position, state)?;
+        }
+        Ok(interrupted)
+    }
+
+    /// Saves the end of the run, unless its last step is saved already, and waits until all
+    /// checkpoints are on the disk.
+    ///
+    /// # Errors
+    ///
+    /// If a checkpoint cannot be written.
+    pub fn finish(&mut self, position: Position, state: &TrainingState) -> Result<()> {
+        if self.saved != Some(position.step) {
+            self.save(position, state)?;
+        }
+        match &mut self.manager {
+            Some(manager) => manager.finish().context("cannot save"),
+            None => Ok(()),
+        }
+    }
+
+    fn save(&mut self, position: Position, state: &TrainingState) -> Result<()> {
+        let Some(manager) = &mut self.manager else { return Ok(()) };
+        let Position { step, epoch, examples } = position;
+        let checkpoint = Checkpoint::new(step as u64)
+            .with_data_position(epoch as u64, examples as u64)
+            .with_model("bert", &state.model)
+            .with_optimizer("adamw", &state.optimizer)
+            .with_scheduler("learning_rate", &state.schedule);
+        let checkpoint = match &state.scaler {
+            Some(scaler) => checkpoint.with_grad_scaler("loss_scale", scaler),
+            None => checkpoint,
+        };
+        manager.save(&checkpoint).context("cannot save")?;
+        self.saved = Some(step);
+        Ok(())
+    }
+}
+
+/// Loads a checkpoint, or the newest complete one in a directory of checkpoints, and returns where the
+/// saved run was.
+///
+/// # Errors
+///
+/// If there is no complete checkpoint, or if it does not fit the model.
+pub fn resume(worker: &Worker, folder: &Path, state: &mut TrainingState) -> Result<Position> {
+    let folder = match is_checkpoint(folder) {
+        true => folder.to_path_buf(),
+        false => match CheckpointManager::new(folder, worker).latest()? {
+            Some(folder) => folder,
+            None => bail!("--resume: {} holds no complete checkpoint", folder.display()),
+        },
+    };
+    let restore = Restore::new()
+        .with_model("bert", &mut state.model)
+        .with_optimizer("adamw", &mut state.optimizer)
+        .with_scheduler("learning_rate", &mut state.schedule);
+    let restore = match &mut state.scaler {
+        Some(scaler) => restore.with_grad_scaler("loss_scale", scaler),
+        None => restore,
+    };
+    let restored = restore
+        .load(worker, &folder)
+        .with_context(|| format!("cannot resume from {}", folder.display()))?;
+    let progress = restored.progress;
+    Ok(Position {
+        step: usize::try_from(progress.step)?,
+        epoch: usize::try_from(progress.epoch)?,
+        examples: usize::try_from(progress.position)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+    use clap::Parser;
+    use fsdp_runtime::GradScalerConfig;
+    use fsdp_runtime::checkpoint::Manifest;
+
+    use super::*;
+    use crate::bert_config::BertConfig;
+    use crate::cli::Cli;
+    use crate::job::{Dataset, Job};
+    use crate::summary::Summary;
+    use crate::tokenizer::Encoded;
+    use crate::train::train;
+
+    /// Examples in a step, over all ranks.
+    const GLOBAL: usize = 12;
+
+    /// Returns examples of arbitrary word pieces.
+    fn examples(count: usize) -> Vec<Encoded> {
+        let example = |row: usize| {
+            let ids = (0..6 + row % 9).map(|at| ((row * 31 + at * 7) % 60) as u32 + 4).collect();
+            Encoded { ids, types: vec![0; 6 + row % 9], label: row % 2 }
+        };
+        (0..count).map(example).collect()
+    }
+
+    fn job(world: usize, strategy: ShardingStrategy, flags: &[&str]) -> Job {
+        let batch = (GLOBAL / world).to_string();
+        let flags = [&["bert_finetune", "--steps", "9", "--batch-size", &batch], flags].concat();
+        let cli = Cli::parse_from(flags);
+        let config = BertConfig {
+            hidden_size: 24,
+            num_hidden_layers: 2,
+            num_attention_heads: 2,
+            intermediate_size: 32,
+            ..BertConfig::small(64, 16)
+        };
+        Job {
+            dataset: Dataset {
+                description: String::new(),
+                // Nine steps end in the third epoch.
+                train: examples(4 * GLOBAL + 5),
+                test: examples(7),
+                classes: 2,
+                pad: 0,
+            },
+            config: config.with_dropout(Some(0.0)),
+            pretrained: None,
+            strategy,
+            options: FsdpOptions::new(),
+            scaler: None,
+            recipe: cli.recipe(),
+            checkpoints: cli.checkpoint_plan(),
+            export: None,
+            quiet: true,
+        }
+    }
+
+    fn run(world: usize, job: Job) -> Summary {
+        let options = LaunchOptions::new(world).with_device(Device::flex());
+        let mut ranks = launch(options, move |worker| train(&job, &worker)).unwrap();
+        ranks.swap_remove(0).expect("nobody pressed Ctrl-C")
+    }
+
+    #[test]
+    fn a_run_resumes_at_another_world_size_and_strategy() {
+        use ShardingStrategy::{FullShard, NoShard, ShardGradOp};
+        let all = run(2, job(2, FullShard, &[])).losses;
+        assert_eq!(all.len(), 9);
+        for (world, strategy) in
+            [(2, FullShard), (3, FullShard), (1, FullShard), (4, ShardGradOp), (2, NoShard)]
+        {
+            let home = tempfile::tempdir().unwrap();
+            let folder = home.path().to_str().unwrap();
+            let first = ["--save-dir", folder, "--save-every", "2", "--stop-after", "5"];
+            let first = run(2, job(2, FullShard, &first)).losses;
+            assert_eq!(first, all[..5]);
+            // The newest checkpoint in the directory is loaded.
+            let rest = run(world, job(world, strategy, &["--resume", folder])).losses;
+            assert_eq!(rest.len(), 4, "{world} {strategy}");
+            for (found, expected) in rest.iter().zip(&all[5..]) {
+                let what = format!("{world} {strategy}: {rest:?} {all:?}");
+                assert!((found - expected).abs() <= 1e-6, "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_run_that_resumes_from_one_checkpoint_saves_beside_it() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().to_str().unwrap();
+        run(1, job(1, ShardingStrategy::FullShard, &["--save-dir", folder, "--stop-after", "3"]));
+        let first = home.path().join("step-00000003");
+        let flags = ["--resume", first.to_str().unwrap(), "--save-every", "1", "--stop-after", "5"];
+        let flags = [&flags[..], &["--keep-last", "1"]].concat();
+        run(1, job(1, ShardingStrategy::FullShard, &flags));
+        let names = std::fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        assert_eq!(names, ["step-00000005"]);
+    }
+
+    /// The loss scale is saved and restored. A step whose gradients overflow changes no parameter.
+    #[test]
+    fn a_run_in_float16_resumes_with_its_loss_scale() {
+        // The gradients overflow in the first steps, until the scale has shrunk.
+        const LOSS_SCALE: f32 = 1e7;
+        let policy = MixedPrecisionPolicy::new().with_param_dtype(burn::tensor::FloatDType::F16);
+        let half = |flags: &[&str]| {
+            let job = job(2, ShardingStrategy::FullShard, flags);
+            let policy = policy.with_output_dtype(burn::tensor::FloatDType::F32);
+            let options = FsdpOptions::new().with_mixed_precision(policy);
+            let scaler = Some(GradScalerConfig::new().with_init_scale(LOSS_SCALE));
+            Job { options, scaler, ..job }
+        };
+        let all = run(2, half(&[])).losses;
+        assert!(all.len() == 9 && all.iter().all(|loss| loss.is_finite()), "{all:?}");
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().to_str().unwrap();
+        run(2, half(&["--save-dir", folder, "--stop-after", "5"]));
+        let manifest = home.path().join("step-00000005").join("manifest.json");
+        let manifest = std::fs::read(manifest).unwrap();
+        let manifest = Manifest::parse(&manifest, "manifest.json").unwrap();
+        let scale = manifest.progress.loss_scale.expect("a scale");
+        assert!(scale < LOSS_SCALE, "some steps overflowed: {scale}");
+        assert_eq!(run(2, half(&["--resume", folder])).losses, all[5..]);
+    }
+}

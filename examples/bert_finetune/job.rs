@@ -1,0 +1,122 @@
+//! Inputs of a run, read and checked before a rank starts.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use fsdp_runtime::GradScalerConfig;
+use fsdp_runtime::prelude::*;
+
+use crate::bert_config::BertConfig;
+use crate::checkpoints::CheckpointPlan;
+use crate::cli::{Cli, Recipe};
+use crate::corpus::Corpus;
+use crate::export::Export;
+use crate::launch_settings::LaunchSettings;
+use crate::tokenizer::{BertTokenizer, Encoded};
+
+/// Inputs of a run, the same on every rank.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// Examples to train and evaluate on.
+    pub dataset: Dataset,
+    /// Shape of the model.
+    pub config: BertConfig,
+    /// Directory of the pretrained weights to start from.
+    pub pretrained: Option<PathBuf>,
+    /// Sharding strategy. It replaces the one in `options`.
+    pub strategy: ShardingStrategy,
+    /// Other sharding options: those of the configuration file, or the defaults.
+    pub options: FsdpOptions,
+    /// Loss scaling, for training in float16.
+    pub scaler: Option<GradScalerConfig>,
+    /// Hyperparameters.
+    pub recipe: Recipe,
+    /// When to save checkpoints, and which one to resume from.
+    pub checkpoints: CheckpointPlan,
+    /// Where and how to export the trained model.
+    pub export: Option<Export>,
+    /// Whether to print no progress.
+    pub quiet: bool,
+}
+
+/// Corpus converted to word-piece ids.
+#[derive(Clone, Debug)]
+pub struct Dataset {
+    /// One line about the data, to be shown to the user.
+    pub description: String,
+    /// Examples to train on.
+    pub train: Vec<Encoded>,
+    /// Held-out examples to evaluate on.
+    pub test: Vec<Encoded>,
+    /// Number of classes.
+    pub classes: usize,
+    /// Id of the padding token.
+    pub pad: u32,
+}
+
+impl Job {
+    /// Reads the corpus, the tokenizer and the model's configuration.
+    ///
+    /// # Errors
+    ///
+    /// If one of them cannot be read, or if they do not fit together.
+    pub fn new(cli: &Cli, settings: &LaunchSettings) -> Result<Self> {
+        let recipe = cli.recipe();
+        let corpus = match &cli.data {
+            Some(path) => Corpus::read(path)?,
+            None => Corpus::embedded()?,
+        };
+        let (tokenizer, config) = match &cli.pretrained {
+            Some(directory) => (
+                BertTokenizer::read(directory, recipe.max_length)?,
+                BertConfig::read(&directory.join("config.json"))?,
+            ),
+            None => {
+                let tokenizer = BertTokenizer::train(&corpus.train, recipe.max_length)?;
+                let config = BertConfig::small(tokenizer.vocab_size(), recipe.max_length);
+                (tokenizer, config)
+            }
+        };
+        config.check_input(tokenizer.vocab_size(), recipe.max_length)?;
+        let pretrained = cli.pretrained.as_deref();
+        let export =
+            |folder: &PathBuf| Export::new(folder, &config, corpus.classes, &tokenizer, pretrained);
+        Ok(Self {
+            export: cli.save_pretrained.as_ref().map(export).transpose()?,
+            dataset: Dataset::new(&corpus, &tokenizer)?,
+            config: config.with_dropout(cli.dropout),
+            pretrained: cli.pretrained.clone(),
+            strategy: settings.strategy,
+            options: settings.options.clone(),
+            scaler: settings.scaler.clone(),
+            recipe,
+            checkpoints: cli.checkpoint_plan(),
+            quiet: cli.output.quiet,
+        })
+    }
+}
+
+impl Dataset {
+    /// Converts a corpus to word-piece ids.
+    ///
+    /// # Errors
+    ///
+    /// If the tokenizer fails on a text.
+    pub fn new(corpus: &Corpus, tokenizer: &BertTokenizer) -> Result<Self> {
+        let description = format!(
+            "{}: {} examples to train on, {} held out, {} classes, {} word pieces",
+            corpus.name,
+            corpus.train.len(),
+            corpus.test.len(),
+            corpus.classes,
+            tokenizer.vocab_size()
+        );
+        Ok(Self {
+            description,
+            train: tokenizer.encode(&corpus.train)?,
+            test: tokenizer.encode(&corpus.test)?,
+            classes: corpus.classes,
+            pad: tokenizer.pad(),
+        })
+    }
+}

@@ -1,0 +1,53 @@
+//! Elements of a device buffer.
+
+use burn::tensor::DType;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+/// Elements of one buffer from element `start` to the end of the buffer.
+#[derive(Clone)]
+pub(crate) struct BufferSlice {
+    /// The buffer. Its handle may itself begin inside an allocation.
+    pub(crate) handle: Handle,
+    /// Index of the slice's first element in the buffer.
+    pub(crate) start: usize,
+    /// Type of the elements.
+    pub(crate) dtype: DType,
+}
+
+impl BufferSlice {
+    /// Returns the elements of a contiguous tensor.
+    pub(crate) fn of(tensor: &CubeTensor) -> Self {
+        Self { handle: tensor.handle.clone(), start: 0, dtype: tensor.dtype }
+    }
+
+    /// Returns the slice without its first `count` elements.
+    pub(crate) fn skip(mut self, count: usize) -> Self {
+        self.start += count;
+        self
+    }
+
+    /// Returns the number of bytes between the start of the allocation and the slice's first
+    /// element.
+    pub(super) fn byte_offset(&self) -> u64 {
+        let in_buffer = self.start * self.dtype.size();
+        self.handle.offset_start.unwrap_or(0) + in_buffer as u64
+    }
+
+    /// Returns the number of elements of the slice.
+    pub(super) fn len(&self) -> usize {
+        self.buffer_len().saturating_sub(self.start)
+    }
+
+    /// Returns the number of elements of the buffer.
+    fn buffer_len(&self) -> usize {
+        self.handle.size_in_used() as usize / self.dtype.size()
+    }
+
+    /// Returns the whole buffer, from its element 0 on, as a kernel argument.
+    pub(super) fn buffer_arg(&self) -> BufferArg {
+        // SAFETY: the length is that of the handle.
+        unsafe { BufferArg::from_raw_parts(self.handle.clone(), self.buffer_len()) }
+    }
+}

@@ -1,0 +1,115 @@
+//! Kernel launches that each process several tensors.
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+
+use super::buffer_slice::BufferSlice;
+use super::span::{Span, grid, spans_within};
+use super::tile::Tile;
+
+/// Work on one tensor: an elementwise operation on the first `numel` elements of `K` slices.
+pub(super) struct Job<const K: usize> {
+    pub(super) slices: [BufferSlice; K],
+    pub(super) numel: usize,
+}
+
+/// Launch of a kernel for spans of equal width, at most one of each job. The jobs have slices of
+/// equal dtypes. Methods return kernel arguments with one entry for each span, in the order of
+/// `parts`.
+pub(super) struct Launch<'a, const K: usize> {
+    /// Number of elements of a vector.
+    pub(super) width: usize,
+    /// How threads divide the vectors of a span.
+    pub(super) tile: Tile,
+    /// Index of each span's job, and the span.
+    pub(super) parts: Vec<(usize, Span)>,
+    jobs: &'a [Job<K>],
+}
+
+impl<const K: usize> Launch<'_, K> {
+    /// Returns the job of the first span.
+    pub(super) fn first_job(&self) -> &Job<K> {
+        &self.jobs[self.parts[0].0]
+    }
+
+    /// Returns the buffer that slice number `slice` of each job belongs to.
+    pub(super) fn buffers<S: FromIterator<BufferArg>>(&self, slice: usize) -> S {
+        let argument =
+            |(job, span): &(usize, Span)| span.argument(&self.jobs[*job].slices[slice]).0;
+        self.parts.iter().map(argument).collect()
+    }
+
+    /// Returns the index of each span's first vector in the corresponding buffer of
+    /// [`buffers`](Self::buffers).
+    pub(super) fn firsts<S: FromIterator<usize>>(&self, slice: usize) -> S {
+        let first = |(job, span): &(usize, Span)| span.argument(&self.jobs[*job].slices[slice]).1;
+        self.parts.iter().map(first).collect()
+    }
+
+    /// Returns the one buffer that slice number `slice` of all jobs belongs to.
+    pub(super) fn shared_buffer(&self, slice: usize) -> BufferArg {
+        self.first_job().slices[slice].buffer_arg()
+    }
+
+    /// Returns the index of each span's first vector in [`shared_buffer`](Self::shared_buffer).
+    pub(super) fn shared_firsts<S: FromIterator<usize>>(&self, slice: usize) -> S {
+        let first = |(job, span): &(usize, Span)| {
+            (self.jobs[*job].slices[slice].start + span.start) / self.width
+        };
+        self.parts.iter().map(first).collect()
+    }
+
+    /// Returns the number of vectors of each span.
+    pub(super) fn counts<S: FromIterator<usize>>(&self) -> S {
+        self.parts.iter().map(|(_, span)| span.count).collect()
+    }
+
+    /// Returns the number of tiles of each span.
+    pub(super) fn tiles<S: FromIterator<usize>>(&self) -> S {
+        self.parts.iter().map(|(_, span)| self.tile.count(span.count)).collect()
+    }
+
+    /// Returns a grid with threads for all tiles of all spans.
+    pub(super) fn grid(&self, client: &Client) -> (CubeCount, CubeDim) {
+        grid(client, self.tiles::<Vec<_>>().iter().sum::<usize>() * self.tile.lanes)
+    }
+}
+
+/// Distributes the spans of all jobs over launches of at most `max_parts` spans, or fewer if the
+/// device binds fewer buffers to a kernel. If `shared` is the index of a slice, that slice of all
+/// jobs belongs to one buffer, which a launch binds once.
+///
+/// # Panics
+///
+/// If a slice has fewer elements than its job.
+pub(super) fn launches<'a, const K: usize>(
+    client: &Client,
+    jobs: &'a [Job<K>],
+    shared: Option<usize>,
+    max_parts: usize,
+) -> Vec<Launch<'a, K>> {
+    let tile = Tile::new(client);
+    // Three bindings are reserved: the shared buffer, a buffer that orders the launch, and the
+    // scalars.
+    let bindings = client.properties().hardware.max_bindings as usize;
+    let own_buffers = K - usize::from(shared.is_some());
+    let max_parts = max_parts.min(bindings.saturating_sub(3) / own_buffers).max(1);
+    let dtypes = |job: &Job<K>| job.slices.each_ref().map(|slice| slice.dtype);
+    let mut launches: Vec<Launch<'a, K>> = Vec::new();
+    for (index, job) in jobs.iter().enumerate() {
+        let block = shared.map_or(0, |slice| job.slices[slice].start);
+        for span in spans_within(client, &job.slices.each_ref(), job.numel, block) {
+            let is_alike = |launch: &&mut Launch<'a, K>| {
+                launch.width == span.width && dtypes(launch.first_job()) == dtypes(job)
+            };
+            match launches.iter_mut().rev().find(is_alike) {
+                Some(launch) if launch.parts.len() < max_parts => launch.parts.push((index, span)),
+                _ => {
+                    let width = span.width;
+                    launches.push(Launch { width, tile, parts: vec![(index, span)], jobs });
+                }
+            }
+        }
+    }
+    launches
+}

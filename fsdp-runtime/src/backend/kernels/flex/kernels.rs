@@ -1,0 +1,221 @@
+//! Implementation of [`Kernels`] for Flex.
+
+use std::ops::Range;
+
+use burn::backend::flex::{FlexDevice, FlexTensor};
+use burn::backend::{Flex, TensorMetadata};
+use burn::tensor::{DType, Shape, TensorData};
+use rayon::prelude::*;
+
+use super::float::{KernelFloat, with_float_type};
+use super::loops::{convert, convert_over, divide, mean};
+use super::new_tensor::{TASK, Uninit, new_tensor};
+use super::{dropout, sums};
+use crate::backend::kernels::contract::{AdamTensors, Kernels, Sums};
+use crate::backend::kernels::mask::MaskSource;
+use crate::backend::kernels::update_rules::{self, AdamStep, SgdStep};
+use crate::backend::norm::Norm;
+
+/// Returns the elements of a contiguous tensor.
+fn slice<E: KernelFloat>(tensor: &FlexTensor) -> &[E] {
+    tensor.as_slice().expect("a contiguous tensor of this dtype")
+}
+
+/// Returns the tensor if it is contiguous, else a contiguous copy.
+fn contiguous(tensor: FlexTensor) -> FlexTensor {
+    if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() }
+}
+
+/// Returns the tensor if it is contiguous and no other tensor shares its memory, else a copy.
+fn exclusive(tensor: FlexTensor) -> FlexTensor {
+    let tensor = contiguous(tensor);
+    if tensor.is_unique() {
+        return tensor;
+    }
+    with_float_type!(tensor.dtype(), |E| {
+        let elements = slice::<E>(&tensor);
+        new_tensor(tensor.shape(), |at, copy: &mut Uninit<E>| {
+            convert(&elements[at..][..copy.len()], copy)
+        })
+    })
+}
+
+/// Returns the elements of a tensor that [`exclusive`] returned.
+fn slice_mut<E: KernelFloat>(tensor: &mut FlexTensor) -> &mut [E] {
+    let (start, end) = tensor.layout().contiguous_offsets().expect("a contiguous tensor");
+    &mut tensor.storage_mut::<E>()[start..end]
+}
+
+/// Copies elements `range` of a contiguous tensor: divided in f32 by `divisor` if there is one,
+/// then rounded to `dtype`.
+fn converted(
+    source: &FlexTensor,
+    range: Range<usize>,
+    shape: Shape,
+    dtype: DType,
+    divisor: Option<f32>,
+) -> FlexTensor {
+    with_float_type!(source.dtype(), |I| with_float_type!(dtype, |O| {
+        let source = &slice::<I>(source)[range];
+        new_tensor(shape, |at, target: &mut Uninit<O>| {
+            let source = &source[at..][..target.len()];
+            match divisor {
+                None => convert(source, target),
+                Some(divisor) => divide(source, target, divisor),
+            }
+        })
+    }))
+}
+
+/// Copy of part of a tensor into a buffer, as one task of the thread pool.
+struct CopyTask<'a, O> {
+    source: &'a FlexTensor,
+    /// Index of the first element to copy.
+    from: usize,
+    /// Destination, whose length is the number of elements to copy.
+    target: &'a mut [O],
+}
+
+impl<O: KernelFloat> CopyTask<'_, O> {
+    fn run(self) {
+        with_float_type!(self.source.dtype(), |I| {
+            let source = &slice::<I>(self.source)[self.from..][..self.target.len()];
+            convert_over(source, self.target);
+        });
+    }
+}
+
+impl Kernels for Flex {
+    fn zeros(_: &FlexDevice, shape: Shape) -> FlexTensor {
+        let zeros = vec![0f32; shape.num_elements()];
+        FlexTensor::from_data(TensorData::new(zeros, shape))
+    }
+
+    fn pack(parts: Vec<(FlexTensor, usize)>, buffer: FlexTensor) -> FlexTensor {
+        let mut buffer = exclusive(buffer);
+        let parts = parts.into_iter().map(|(tensor, at)| (contiguous(tensor), at));
+        let mut parts: Vec<_> = parts.collect();
+        parts.sort_by_key(|(_, at)| *at);
+        with_float_type!(buffer.dtype(), |O| {
+            // Splits the buffer from its start. `rest` is what follows element `rest_start`.
+            let (mut rest, mut rest_start) = (slice_mut::<O>(&mut buffer), 0);
+            let mut copies = Vec::with_capacity(parts.len());
+            for (source, at) in &parts {
+                let from_part = std::mem::take(&mut rest).split_at_mut(at - rest_start).1;
+                let (part, after) = from_part.split_at_mut(source.shape().num_elements());
+                rest_start = at + part.len();
+                rest = after;
+                for (task, target) in part.chunks_mut(TASK).enumerate() {
+                    copies.push(CopyTask { source, from: task * TASK, target });
+                }
+            }
+            copies.into_par_iter().with_min_len(8).for_each(CopyTask::run);
+        });
+        buffer
+    }
+
+    fn unpack(
+        buffer: FlexTensor,
+        parts: Vec<(usize, Shape)>,
+        dtype: DType,
+        divisor: Option<f32>,
+    ) -> Vec<FlexTensor> {
+        let buffer = contiguous(buffer);
+        let part = |(at, shape): (usize, Shape)| {
+            converted(&buffer, at..at + shape.num_elements(), shape, dtype, divisor)
+        };
+        parts.into_par_iter().with_min_len(8).map(part).collect()
+    }
+
+    fn cast(tensor: FlexTensor, dtype: DType, divisor: Option<f32>) -> FlexTensor {
+        let tensor = contiguous(tensor);
+        let shape = tensor.shape();
+        converted(&tensor, 0..shape.num_elements(), shape, dtype, divisor)
+    }
+
+    fn rank_mean(
+        parts: &[FlexTensor],
+        range: Range<usize>,
+        divisor: usize,
+        shape: Shape,
+    ) -> FlexTensor {
+        let parts: Vec<_> = parts.iter().cloned().map(contiguous).collect();
+        with_float_type!(parts[0].dtype(), |I| {
+            let parts: Vec<&[I]> =
+                parts.iter().map(|part| &slice::<I>(part)[range.clone()]).collect();
+            new_tensor(shape, |at, sums| {
+                let range = at..at + sums.len();
+                let parts: Vec<&[I]> = parts.iter().map(|part| &part[range.clone()]).collect();
+                mean(&parts, sums, divisor as f32)
+            })
+        })
+    }
+
+    fn sums(parts: &[(FlexTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {
+        let sums = |(tensor, range): &(FlexTensor, Range<usize>)| {
+            let tensor = contiguous(tensor.clone());
+            with_float_type!(tensor.dtype(), |E| {
+                sums::sums(&slice::<E>(&tensor)[range.clone()], norm)
+            })
+        };
+        parts.iter().map(sums).collect()
+    }
+
+    fn unscale(tensors: Vec<FlexTensor>, factor: f32, norm: Norm) -> (Vec<FlexTensor>, Vec<Sums>) {
+        let unscale = |tensor: FlexTensor| {
+            let mut tensor = exclusive(tensor);
+            let sums = with_float_type!(tensor.dtype(), |E| {
+                sums::unscale(slice_mut::<E>(&mut tensor), factor, norm)
+            });
+            (tensor, sums)
+        };
+        tensors.into_iter().map(unscale).unzip()
+    }
+
+    fn dropout(tensor: FlexTensor, source: &MaskSource) -> FlexTensor {
+        let tensor = contiguous(tensor);
+        with_float_type!(tensor.dtype(), |E| {
+            let elements = slice::<E>(&tensor);
+            new_tensor(tensor.shape(), |at, dropped| {
+                dropout::dropout(&elements[at..][..dropped.len()], dropped, source, at)
+            })
+        })
+    }
+
+    fn adam(
+        step: &AdamStep,
+        grad: FlexTensor,
+        tensors: AdamTensors<FlexTensor>,
+        _: bool,
+    ) -> AdamTensors<FlexTensor> {
+        let grad = contiguous(grad);
+        let mut tensors = tensors.map(exclusive);
+        update_rules::adam(
+            step,
+            slice_mut(&mut tensors.param),
+            slice(&grad),
+            slice_mut(&mut tensors.moment_1),
+            slice_mut(&mut tensors.moment_2),
+            tensors.max.as_mut().map(slice_mut),
+        );
+        tensors
+    }
+
+    fn sgd(
+        step: &SgdStep,
+        grad: FlexTensor,
+        param: FlexTensor,
+        velocity: Option<FlexTensor>,
+        _: bool,
+    ) -> (FlexTensor, Option<FlexTensor>) {
+        let grad = contiguous(grad);
+        let (mut param, mut velocity) = (exclusive(param), velocity.map(exclusive));
+        update_rules::sgd(
+            step,
+            slice_mut(&mut param),
+            slice(&grad),
+            velocity.as_mut().map(slice_mut),
+        );
+        (param, velocity)
+    }
+}

@@ -1,0 +1,50 @@
+//! New tensors whose memory is written once.
+//!
+//! Filling a vector of zeros would write its memory twice, the first time on one thread. It would
+//! also give fresh pages to that thread, where each thread should be the first to touch the pages
+//! it computes.
+
+use std::mem::MaybeUninit;
+
+use burn::backend::flex::FlexTensor;
+use burn::tensor::{Element, Shape, TensorData};
+use rayon::prelude::*;
+
+/// Number of elements that a task of the thread pool computes.
+pub(crate) const TASK: usize = 1 << 15;
+
+/// Elements of a new tensor, to be written before they are read.
+pub(crate) type Uninit<E> = [MaybeUninit<E>];
+
+/// Returns a tensor of this shape, filled by `task`, which runs on all threads.
+///
+/// `task` receives the index of a part's first element, a multiple of [`TASK`], and the part. It
+/// writes every element of the part and returns the part.
+///
+/// # Panics
+///
+/// If `task` returns another slice than the part.
+pub(crate) fn new_tensor<E: Element>(
+    shape: Shape,
+    task: impl for<'a> Fn(usize, &'a mut Uninit<E>) -> &'a mut [E] + Sync,
+) -> FlexTensor {
+    let numel = shape.num_elements();
+    let mut elements: Vec<E> = Vec::with_capacity(numel);
+    let spare = &mut elements.spare_capacity_mut()[..numel];
+    let write = |at: usize, part: &mut Uninit<E>| {
+        let expected = (part.as_ptr().addr(), part.len());
+        let written = task(at, part);
+        let written = (written.as_ptr().addr(), written.len());
+        assert_eq!(written, expected, "a task returns the part that it was given");
+    };
+    if numel <= TASK {
+        write(0, spare);
+    } else {
+        let parts = spare.par_chunks_mut(TASK).enumerate();
+        parts.for_each(|(index, part)| write(index * TASK, part));
+    }
+    // SAFETY: the capacity is at least `numel`. A task can return a `&mut [E]` to its part only if
+    // the part is initialised, and the tasks returned such references to all `numel` elements.
+    unsafe { elements.set_len(numel) };
+    FlexTensor::from_data(TensorData::new(elements, shape))
+}

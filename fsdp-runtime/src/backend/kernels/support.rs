@@ -1,0 +1,34 @@
+//! Devices and dtypes that the kernels support.
+
+use burn::backend::DispatchDevice;
+use burn::tensor::{DType, Device, FloatDType};
+
+/// Returns whether the device has kernels.
+pub(crate) fn has_kernels(device: &Device) -> bool {
+    match device.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => true,
+        #[allow(unreachable_patterns)]
+        _ => false,
+    }
+}
+
+/// Returns whether kernels support tensors of this dtype: f32, bf16 and f16.
+pub(crate) fn takes(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+}
+
+/// Returns whether Burn's own operations support the dtype on the device.
+///
+/// The answer is the device's own, but for bf16 on CubeCL's CPU device: there it is whether the
+/// processor has AVX512-BF16, without which CubeCL's compiler fails to round to bf16. The functions
+/// of this module support bf16 on that device in both cases.
+pub fn computes(device: &Device, dtype: FloatDType) -> bool {
+    #[cfg(feature = "cpu")]
+    if dtype == FloatDType::BF16 && [Device::cpu(), Device::cpu().autodiff()].contains(device) {
+        return super::cube::cpu_rounds_to_bf16();
+    }
+    device.supports_dtype(dtype)
+}

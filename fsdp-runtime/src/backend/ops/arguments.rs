@@ -1,0 +1,53 @@
+//! Checks and conversions of the arguments of kernels.
+
+use std::ops::Range;
+
+use burn::backend::Backend;
+use burn::tensor::{DType, Device, Tensor};
+
+use super::error::KernelError;
+use crate::backend::kernels::takes;
+use crate::backend::shard_backend::{FloatTensor, ShardBackend};
+use crate::backend::tensor::Float;
+
+/// Takes a flat tensor out of Burn's dispatch type, without its autodiff node.
+pub(super) fn take<B: ShardBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {
+    let dtype = tensor.dtype();
+    if !takes(dtype) {
+        return Err(KernelError::Dtype { dtype, device: format!("{:?}", tensor.device()) });
+    }
+    let device = tensor.device();
+    let value = B::from_dispatch(tensor.into_dispatch());
+    let other = || KernelError::OtherDevice { device: format!("{device:?}") };
+    Ok(value.ok_or_else(other)?.into_inner())
+}
+
+/// Puts a flat tensor into Burn's dispatch type.
+pub(super) fn give<B: ShardBackend>(tensor: Float<B>) -> Tensor<1> {
+    Tensor::from_dispatch(B::into_dispatch(FloatTensor::Plain(tensor)))
+}
+
+/// Checks that kernels and the device support the dtype.
+pub(super) fn check_dtype<B: Backend>(device: &B::Device, dtype: DType) -> Result<(), KernelError> {
+    if takes(dtype) && B::supports_dtype(device, dtype) {
+        return Ok(());
+    }
+    Err(KernelError::Dtype { dtype, device: format!("{device:?}") })
+}
+
+/// Checks that the tensors are on `device`.
+pub(super) fn check_device<'a>(
+    device: &Device,
+    tensors: impl IntoIterator<Item = &'a Tensor<1>>,
+) -> Result<(), KernelError> {
+    let other = tensors.into_iter().map(Tensor::device).find(|other| other != device);
+    other.map_or(Ok(()), |other| Err(KernelError::OtherDevice { device: format!("{other:?}") }))
+}
+
+/// Checks that a range is within a tensor of `len` elements.
+pub(super) fn check_range(range: &Range<usize>, len: usize) -> Result<(), KernelError> {
+    if range.start <= range.end && range.end <= len {
+        return Ok(());
+    }
+    Err(KernelError::Range { range: range.clone(), len })
+}

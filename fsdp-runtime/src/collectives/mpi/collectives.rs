@@ -1,0 +1,110 @@
+//! The collectives on tensors, over MPI.
+
+use std::sync::Arc;
+
+use burn::backend::TensorMetadata;
+
+use super::group::MpiGroup;
+use super::transfer::{Expected, Receive};
+use crate::backend::gather_buffer::GatherBuffer;
+use crate::backend::{Float, ShardBackend, numel};
+use crate::collectives::op::Op;
+use crate::collectives::process_group::{ProcessGroup, ReduceScatter};
+use crate::collectives::regions::{BroadcastRoot, MemberRegions, Reduction};
+use crate::error::CollectiveError;
+
+impl MpiGroup {
+    /// Sends `own` to all other members, and returns one flat tensor of each member, in rank order.
+    ///
+    /// `lens` are the lengths of the members' tensors in elements; `None` for a member without one.
+    fn exchange_tensors<B: ShardBackend>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        lens: Vec<Option<usize>>,
+        own: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let regions = MemberRegions::<B>::new(device, lens, |member| member != self.index);
+        let expected = |(from, range)| Expected { from, tag: 0, range };
+        let expected: Vec<_> = regions.regions().map(expected).collect();
+        let receive = Receive { buffer: &regions.buffer, device, expected: &expected };
+        let sent = own.clone().map(B::host);
+        self.transfer(op, receive, sent, |sent, transfers| {
+            for to in self.others() {
+                if let Some(sent) = sent {
+                    // SAFETY: `transfer` keeps `sent`.
+                    unsafe { self.send(transfers, to, 0, sent.as_ref()) };
+                }
+            }
+        })?;
+        Ok(regions.into_tensors(self.index, own))
+    }
+}
+
+impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
+    fn all_gather(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        shards: Vec<(usize, Float<B>)>,
+        shard_len: usize,
+        buffer: &Arc<GatherBuffer<B>>,
+    ) -> Result<(), CollectiveError> {
+        buffer.write_all(shards);
+        self.rendezvous(op, Vec::new())?;
+        let shard = |index: usize| index * shard_len..(index + 1) * shard_len;
+        let expected: Vec<_> =
+            self.others().map(|from| Expected { from, tag: 0, range: shard(from) }).collect();
+        let receive = Receive { buffer, device, expected: &expected };
+        let own = B::host(buffer.view(shard(self.index).start, &[shard_len]));
+        self.transfer(op, receive, own, |own, transfers| {
+            for to in self.others() {
+                // SAFETY: `transfer` keeps `own`: a view of this rank's part of the buffer, or a
+                // copy.
+                unsafe { self.send(transfers, to, 0, own.as_ref()) };
+            }
+        })?;
+        Ok(())
+    }
+
+    fn all_gather_one(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        shard: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
+        self.exchange_tensors::<B>(op, device, lens.iter().map(|len| **len).collect(), shard)
+    }
+
+    fn reduce_scatter(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        request: ReduceScatter<'_, B>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let ReduceScatter { gradients, keep, layout, divisor } = request;
+        let present: Vec<bool> = gradients.iter().map(Option::is_some).collect();
+        let present = self.exchange(op, present)?;
+        let reduction = Reduction { keep, layout, divisor, present };
+        let mut sums = self.sum_parts::<B>(op, device, &gradients, &reduction)?;
+        drop(gradients);
+        if self.members.len() > 1 {
+            self.assemble_replicated::<B>(op, device, &mut sums, &reduction)?;
+        }
+        Ok(sums)
+    }
+
+    fn broadcast(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Option<Float<B>>,
+    ) -> Result<Float<B>, CollectiveError> {
+        let shapes = self.exchange(op, tensor.as_ref().map(|tensor| tensor.shape().to_vec()))?;
+        let root = BroadcastRoot::find(&shapes);
+        let mut tensors = self.exchange_tensors::<B>(op, device, root.lens, tensor)?;
+        let full = tensors.swap_remove(root.index);
+        Ok(B::float_reshape(full.expect("the root passes the tensor"), root.shape))
+    }
+}

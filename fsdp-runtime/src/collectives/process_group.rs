@@ -1,0 +1,97 @@
+//! The collectives on tensors that every engine implements.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::DType;
+
+use super::op::Op;
+use crate::backend::gather_buffer::GatherBuffer;
+use crate::backend::{Float, ShardBackend};
+use crate::error::CollectiveError;
+use crate::layout::UnitLayout;
+
+/// How one gradient of a unit is reduced, and which part of the result this rank keeps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Reduce {
+    /// Elements of the flattened gradient that this rank keeps: its shard of a sharded parameter,
+    /// or all elements of a replicated one.
+    pub(crate) range: Range<usize>,
+    /// Shape of the kept elements.
+    pub(crate) shape: Vec<usize>,
+    /// Index of the sharded matrix in the unit's layout; `None` for a replicated parameter.
+    pub(crate) segment: Option<usize>,
+    /// Type in which every rank sends this gradient; the sum is in f32. All matrices of one flat
+    /// range have the same type, and different flat ranges may have different ones.
+    pub(crate) dtype: DType,
+}
+
+/// What [`ProcessGroup::reduce_scatter`] reduces.
+pub(crate) struct ReduceScatter<'a, B: ShardBackend> {
+    /// This rank's gradients; `None` where it has none, which counts as zeros.
+    pub(crate) gradients: Vec<Option<Float<B>>>,
+    /// How each of the gradients is reduced, in the same order.
+    pub(crate) keep: &'a [Reduce],
+    /// Layout of the gradients' unit over the ranks of the process group.
+    pub(crate) layout: &'a UnitLayout,
+    /// Number that each sum is divided by.
+    pub(crate) divisor: usize,
+}
+
+/// Collectives on tensors among the members of a process group.
+///
+/// Every method blocks, so only the communication thread calls them. An absent tensor (`None`)
+/// stands for zeros. A result is absent where every member's tensor is.
+pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
+    /// Fills `buffer` with the shards of all members, in rank order.
+    ///
+    /// Each member's part of the buffer has `shard_len` elements. `shards` are the calling rank's
+    /// tensors, each with its offset in the buffer, in elements.
+    fn all_gather(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        shards: Vec<(usize, Float<B>)>,
+        shard_len: usize,
+        buffer: &Arc<GatherBuffer<B>>,
+    ) -> Result<(), CollectiveError>;
+
+    /// Returns every member's shard of one parameter, in rank order.
+    fn all_gather_one(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        shard: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
+
+    /// Returns every member's shard of one parameter on the member at position `to`. The result on
+    /// other members is unspecified.
+    fn gather(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        to: usize,
+        shard: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let _ = to;
+        self.all_gather_one(op, device, shard)
+    }
+
+    /// Sums each gradient over the members, in f32, and divides it; returns the elements that this
+    /// rank keeps.
+    fn reduce_scatter(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        request: ReduceScatter<'_, B>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
+
+    /// Returns the tensor of the one member that passes one.
+    fn broadcast(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Option<Float<B>>,
+    ) -> Result<Float<B>, CollectiveError>;
+}

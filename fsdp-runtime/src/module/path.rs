@@ -1,0 +1,81 @@
+//! Module paths and parameter ids, for visitors and mappers that need them.
+
+use std::collections::HashMap;
+
+use burn::module::{Param, ParamId};
+use burn::tensor::Tensor;
+
+use super::contract::{FsdpModule, ParamVisitor};
+use super::node::Child;
+use super::param::{ParamIndex, Sharded};
+
+/// The module path of the field that a traversal is in.
+///
+/// A `ParamVisitor` or `ParamMapper` calls [`enter`](Self::enter) and [`exit`](Self::exit) in its
+/// methods of the same names. A visitor of Burn's own calls [`push`](Self::push) instead of
+/// `enter`.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ModulePath(Vec<String>);
+
+#[allow(dead_code, reason = "offered to the visitors and mappers of other rooms")]
+impl ModulePath {
+    /// Appends the segment of a field, or of a list's element.
+    pub(crate) fn enter(&mut self, child: &Child, index: Option<usize>) {
+        self.0.push(index.map_or_else(|| child.name.to_string(), |index| index.to_string()));
+    }
+
+    /// Appends a segment.
+    pub(crate) fn push(&mut self, segment: &str) {
+        self.0.push(segment.to_string());
+    }
+
+    /// Removes the last segment.
+    pub(crate) fn exit(&mut self) {
+        self.0.pop();
+    }
+
+    /// Returns the segments, outermost first.
+    pub(crate) fn segments(&self) -> &[String] {
+        &self.0
+    }
+
+    /// Returns the dotted path with the segments `below` appended.
+    pub(crate) fn join(&self, below: &[String]) -> String {
+        let segments: Vec<&str> = self.0.iter().chain(below).map(String::as_str).collect();
+        segments.join(".")
+    }
+}
+
+/// Returns the id of each sharded or replicated parameter by its index. Parameters under
+/// `ignored_params` and running statistics have no index and are left out.
+#[allow(dead_code, reason = "offered to the visitors of other rooms")]
+pub(crate) fn param_ids<M: FsdpModule>(module: &M) -> HashMap<ParamIndex, ParamId> {
+    struct Ids(HashMap<ParamIndex, ParamId>);
+    impl ParamVisitor for Ids {
+        fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(sharded) = Sharded::of(param) {
+                self.0.insert(sharded.place, param.id);
+            }
+        }
+    }
+    let mut ids = Ids(HashMap::new());
+    module.visit_params(&mut ids);
+    ids.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::node::LEAF;
+    use super::*;
+
+    #[test]
+    fn a_path_has_field_names_and_list_indices() {
+        let mut path = ModulePath::default();
+        path.enter(&Child::plain("layers", &LEAF), None);
+        path.enter(&Child::plain("", &LEAF), Some(3));
+        path.push("up");
+        assert_eq!(path.join(&["weight".to_string()]), "layers.3.up.weight");
+        path.exit();
+        assert_eq!(path.segments(), ["layers", "3"]);
+    }
+}

@@ -1,0 +1,124 @@
+//! What a recomputed unit saves from forward to backward.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use burn::backend::TensorMetadata;
+use burn::backend::autodiff::NodeId;
+use burn::tensor::{Shape, TensorData};
+
+use crate::backend::{Float, ShardBackend, numel, to_data};
+use crate::error::IgnorePoison;
+use crate::module::SavedForward;
+use crate::param_group::memory::Counted;
+
+/// An input of a recomputed forward.
+#[derive(Debug)]
+pub(crate) struct SavedInput {
+    /// Node of the input in the outer graph, if the input is tracked.
+    pub(crate) node: Option<NodeId>,
+    /// Elements of the input, if they are offloaded to the host.
+    pub(crate) host: Option<TensorData>,
+}
+
+/// What a recomputed call saves from forward to backward.
+#[derive(Debug)]
+pub(crate) struct SavedCall<B: ShardBackend>(Mutex<Parts<B>>);
+
+#[derive(Debug)]
+struct Parts<B: ShardBackend> {
+    /// The forward, with the inputs that are saved on the device.
+    forward: Option<SavedForward>,
+    /// Inputs in the order in which the forward takes them.
+    inputs: Vec<SavedInput>,
+    outputs: Vec<SavedOutput<B>>,
+    counted: Option<[Counted; 2]>,
+}
+
+/// What a recomputation starts from.
+pub(crate) struct RecomputeTask<B: ShardBackend> {
+    pub(crate) forward: SavedForward,
+    pub(crate) inputs: Vec<SavedInput>,
+    pub(crate) outputs: Vec<SavedOutput<B>>,
+    /// Memory of the inputs in the accounting, to be kept as long as the inputs.
+    pub(crate) counted: Option<[Counted; 2]>,
+}
+
+/// An output of the first run, and its gradient.
+#[derive(Debug)]
+pub(crate) struct SavedOutput<B: ShardBackend> {
+    pub(crate) shape: Shape,
+    /// The first [`SAMPLE`] elements of the output, in debug builds.
+    sample: Option<Vec<f32>>,
+    /// Gradient of the output, once it has arrived.
+    pub(crate) gradient: Option<Float<B>>,
+}
+
+/// Number of elements of an output that debug builds compare.
+const SAMPLE: usize = 64;
+
+fn sample<B: ShardBackend>(value: &Float<B>) -> Option<Vec<f32>> {
+    if !cfg!(debug_assertions) {
+        return None;
+    }
+    let len = numel::<B>(value).min(SAMPLE);
+    let elements = B::copy_range(value.clone(), 0..len, Shape::from([len]));
+    Some(to_data::<B>(elements).iter::<f32>().collect())
+}
+
+impl<B: ShardBackend> SavedOutput<B> {
+    fn new(value: &Float<B>) -> Self {
+        Self { shape: value.shape(), sample: sample::<B>(value), gradient: None }
+    }
+
+    /// Returns whether a recomputed output equals that of the first run, to a relative error of
+    /// 1/64 in the 2-norm of the sample. Devices may sum in another order, and the first output may
+    /// have been rounded to another dtype. Always true in release builds.
+    pub(crate) fn matches(&self, value: &Float<B>) -> bool {
+        let (Some(first), Some(second)) = (&self.sample, sample::<B>(value)) else { return true };
+        let square = |x: f32| f64::from(x) * f64::from(x);
+        let length: f64 = first.iter().map(|&x| square(x)).sum();
+        let apart: f64 = first.iter().zip(&second).map(|(&a, &b)| square(a - b)).sum();
+        // Non-finite values are reported elsewhere.
+        !length.is_finite() || apart.sqrt() <= length.sqrt() / 64.0
+    }
+}
+
+impl<B: ShardBackend> SavedCall<B> {
+    pub(crate) fn new(
+        inputs: Vec<SavedInput>,
+        forward: SavedForward,
+        counted: [Counted; 2],
+    ) -> Arc<Self> {
+        let (forward, counted) = (Some(forward), Some(counted));
+        Arc::new(Self(Mutex::new(Parts { forward, inputs, outputs: Vec::new(), counted })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Parts<B>> {
+        self.0.lock().ignore_poison()
+    }
+
+    /// Adds an output of the first run and returns its index.
+    pub(crate) fn add_output(&self, value: &Float<B>) -> usize {
+        let outputs = &mut self.lock().outputs;
+        outputs.push(SavedOutput::new(value));
+        outputs.len() - 1
+    }
+
+    /// Saves the gradient of the output with the index `index`.
+    pub(crate) fn set_gradient(&self, index: usize, gradient: Float<B>) {
+        if let Some(output) = self.lock().outputs.get_mut(index) {
+            output.gradient = Some(gradient);
+        }
+    }
+
+    /// Takes everything out for the recomputation. Returns `None` from the second call on.
+    pub(crate) fn take(&self) -> Option<RecomputeTask<B>> {
+        let mut parts = self.lock();
+        Some(RecomputeTask {
+            forward: parts.forward.take()?,
+            inputs: std::mem::take(&mut parts.inputs),
+            outputs: std::mem::take(&mut parts.outputs),
+            counted: parts.counted.take(),
+        })
+    }
+}

@@ -1,0 +1,106 @@
+//! The state of a schedule between passes, as [`Fsdp`](crate::Fsdp) reads and changes it.
+
+use std::sync::Arc;
+
+use burn::tensor::DispatchTensor;
+
+use super::core::Schedule;
+use crate::backend::{ShardBackend, StoredTensor};
+use crate::collectives::comm::Communicator;
+use crate::error::Error;
+use crate::layout::Mesh;
+use crate::module::{ParamIndex, RandomStream};
+use crate::options::ShardingStrategy;
+use crate::param_group::{Placement, Unit};
+
+/// The state of a schedule on this rank.
+pub(crate) trait ScheduleState {
+    /// Returns the position of this rank in the mesh.
+    fn mesh(&self) -> Mesh;
+    /// Returns the model's units, in layout order.
+    fn units(&self) -> &[Unit];
+    /// Returns the sharding strategy.
+    fn strategy(&self) -> ShardingStrategy;
+    /// Returns the communication thread of this rank.
+    fn comm(&self) -> &Arc<Communicator>;
+    /// Returns the model's random stream on this rank.
+    fn random(&self) -> &Arc<RandomStream>;
+    /// Starts a backward pass. `accumulate` says that another one of the same step follows.
+    fn begin_backward(&self, accumulate: bool);
+    /// Ends a backward pass.
+    fn finish_backward(&self) -> Result<(), Error>;
+    /// Takes the reduced gradient of a parameter. Returns `None` if there is none, or if it was
+    /// taken before.
+    fn take_gradient(&self, index: ParamIndex) -> Option<DispatchTensor>;
+    /// Drops the references to the module's parameters, unless a pass still needs them.
+    fn forget(&self);
+    /// Marks parameters as loaded.
+    fn set_loaded(&self, params: &[ParamIndex]);
+    /// Passes the elements of a stored tensor to `f`, in order, as bytes in host memory. Copies
+    /// them only if they are on another device.
+    fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8]));
+}
+
+impl<B: ShardBackend> ScheduleState for Schedule<B> {
+    fn mesh(&self) -> Mesh {
+        self.settings.mesh
+    }
+
+    fn units(&self) -> &[Unit] {
+        &self.units
+    }
+
+    fn strategy(&self) -> ShardingStrategy {
+        self.settings.strategy
+    }
+
+    fn comm(&self) -> &Arc<Communicator> {
+        &self.comm
+    }
+
+    fn random(&self) -> &Arc<RandomStream> {
+        &self.random
+    }
+
+    fn begin_backward(&self, accumulate: bool) {
+        self.begin_backward_pass(accumulate);
+    }
+
+    fn finish_backward(&self) -> Result<(), Error> {
+        self.end_backward_pass()
+    }
+
+    fn take_gradient(&self, index: ParamIndex) -> Option<DispatchTensor> {
+        let gradient = self.lock().units[index.unit].reduced[index.entry].take()?;
+        Some(gradient.into_dispatch())
+    }
+
+    fn forget(&self) {
+        let state = &mut *self.lock();
+        if state.open_forwards == 0 && state.calls.is_empty() {
+            self.forget_shards(state);
+        }
+    }
+
+    fn set_loaded(&self, params: &[ParamIndex]) {
+        let mut state = self.lock();
+        for index in params {
+            state.unloaded.remove(index);
+        }
+    }
+
+    fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
+        if let Some((tensor, ..)) = StoredTensor::<B>::from_dispatch(tensor, self.settings.rest) {
+            tensor.with_bytes(f);
+        }
+    }
+}
+
+impl<B: ShardBackend> Schedule<B> {
+    /// Marks `params`, and no others, as not loaded yet. Their use is an error until they are loaded.
+    pub(crate) fn set_unloaded(&self, params: &[ParamIndex]) {
+        let is_owner =
+            |index: &&ParamIndex| !matches!(self.param(**index).1.held, Placement::TiedTo(_));
+        self.lock().unloaded = params.iter().filter(is_owner).copied().collect();
+    }
+}

@@ -1,0 +1,113 @@
+//! The gather buffers of a model, and which unit uses which.
+
+use std::sync::Arc;
+
+use burn::tensor::DType;
+
+use super::settings::{Reshard, Settings};
+use crate::backend::ShardBackend;
+use crate::backend::gather_buffer::GatherBuffer;
+use crate::param_group::{Unit, gather_buffer_plan};
+
+/// The gather buffers of a model.
+pub(super) struct GatherBuffers<B: ShardBackend> {
+    buffers: Vec<Arc<GatherBuffer<B>>>,
+    /// Unit that is gathered in each buffer at present.
+    owners: Vec<Option<usize>>,
+    /// Buffers of each unit, one for each flat range of the unit.
+    of_unit: Vec<Vec<usize>>,
+    /// The part of each flat range of each unit that this rank keeps after forward, under
+    /// `Reshard::To`.
+    kept_parts: Vec<Vec<Arc<GatherBuffer<B>>>>,
+}
+
+impl<B: ShardBackend> GatherBuffers<B> {
+    /// Allocates the buffers of `units`.
+    pub(super) fn new(settings: &Settings, device: &B::Device, units: &[Unit]) -> Self {
+        let ring = match settings.reshard {
+            Reshard::Never => units.len(),
+            _ => settings.slots,
+        };
+        let plan = gather_buffer_plan(units, ring);
+        let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
+        let buffers: Vec<_> = plan.buffers.into_iter().map(new).collect();
+        let parts = |unit: &Unit| match &settings.reshard {
+            Reshard::To(group) => unit.parts(group.size()).into_iter().map(new).collect(),
+            _ => Vec::new(),
+        };
+        let kept_parts = units.iter().map(parts).collect();
+        Self { owners: vec![None; buffers.len()], buffers, of_unit: plan.buffers_of, kept_parts }
+    }
+
+    /// Returns the buffers that a unit is gathered in, one for each flat range.
+    pub(super) fn of(&self, unit: usize) -> impl Iterator<Item = &Arc<GatherBuffer<B>>> {
+        self.of_unit[unit].iter().map(|&buffer| &self.buffers[buffer])
+    }
+
+    /// Returns the buffer of one flat range of a unit.
+    pub(super) fn of_range(&self, unit: usize, range: usize) -> &GatherBuffer<B> {
+        &self.buffers[self.of_unit[unit][range]]
+    }
+
+    /// Returns whether a unit has no buffers, because none of its parameters is sharded.
+    pub(super) fn has_none(&self, unit: usize) -> bool {
+        self.of_unit[unit].is_empty()
+    }
+
+    /// Returns the parts of a unit that this rank keeps after forward, one for each flat range.
+    pub(super) fn kept_parts(&self, unit: usize) -> &[Arc<GatherBuffer<B>>] {
+        &self.kept_parts[unit]
+    }
+
+    /// Returns the other units that are gathered in a unit's buffers.
+    pub(super) fn other_owners(&self, unit: usize) -> Vec<usize> {
+        let owners = self.of_unit[unit].iter().filter_map(|&buffer| self.owners[buffer]);
+        owners.filter(|&owner| owner != unit).collect()
+    }
+
+    /// Makes a unit the owner of its buffers.
+    pub(super) fn acquire(&mut self, unit: usize) {
+        for &buffer in &self.of_unit[unit] {
+            self.owners[buffer] = Some(unit);
+        }
+    }
+
+    /// Gives a unit's buffers back.
+    pub(super) fn release(&mut self, unit: usize) {
+        for &buffer in &self.of_unit[unit] {
+            self.owners[buffer] = None;
+            self.buffers[buffer].release();
+        }
+    }
+
+    /// Returns whether two units share a buffer.
+    pub(super) fn share(&self, unit: usize, other: usize) -> bool {
+        let buffers = &self.of_unit[unit];
+        self.of_unit[other].iter().any(|buffer| buffers.contains(buffer))
+    }
+
+    /// Returns whether the buffer of one flat range of `unit` is also a buffer of `other`.
+    pub(super) fn shares_range(&self, unit: usize, range: usize, other: usize) -> bool {
+        self.of_unit[other].contains(&self.of_unit[unit][range])
+    }
+
+    /// Replaces the buffer of one flat range of a unit by a new one, which is returned.
+    pub(super) fn add(
+        &mut self,
+        unit: usize,
+        range: usize,
+        device: &B::Device,
+        (numel, dtype): (usize, DType),
+    ) -> &GatherBuffer<B> {
+        self.of_unit[unit][range] = self.buffers.len();
+        self.buffers.push(Arc::new(GatherBuffer::new(device, numel, dtype)));
+        self.owners.push(None);
+        &self.buffers[self.buffers.len() - 1]
+    }
+
+    /// Returns the size of all buffers and kept parts, in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        let parts = self.kept_parts.iter().flatten();
+        self.buffers.iter().chain(parts).map(|buffer| buffer.bytes()).sum()
+    }
+}

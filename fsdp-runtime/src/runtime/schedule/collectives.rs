@@ -1,0 +1,151 @@
+//! The collectives of a schedule outside of forward and backward.
+
+use std::sync::Arc;
+
+use burn::tensor::{DispatchTensor, TensorData};
+
+use super::core::Schedule;
+use super::whole_step::{Step, Whole};
+use crate::backend::{Norm, ShardBackend, StoredTensor, to_data};
+use crate::collectives::Op;
+use crate::error::Error;
+use crate::module::ParamIndex;
+use crate::param_group::Placement;
+
+/// The collectives of a schedule outside of forward and backward. Every rank calls each of them.
+pub(crate) trait ScheduleCollectives {
+    /// Returns the norm of reduced gradients over all ranks.
+    fn gradient_norm(
+        &self,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
+        norm: Norm,
+    ) -> Result<f64, Error>;
+    /// Returns a full parameter, given its base. Returns `None` on a rank whose `keep` is `false`.
+    fn full(
+        &self,
+        index: ParamIndex,
+        base: DispatchTensor,
+        keep: bool,
+    ) -> Result<Option<TensorData>, Error>;
+    /// Returns the message of every rank of the world, in rank order.
+    fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error>;
+    /// Returns whether the gradients are finite on each rank of the world, with the rank's loss
+    /// scale.
+    fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error>;
+    /// Returns the number of elements of each gradient on each rank of the shard group.
+    fn exchange_gradients(
+        &self,
+        gradients: Vec<Option<usize>>,
+    ) -> Result<Vec<Arc<Vec<Option<usize>>>>, Error>;
+    /// Updates full matrices, each on its owner, and returns this rank's new shards. No two
+    /// matrices have the same owner.
+    fn step_whole(
+        &self,
+        round: Vec<Whole>,
+        step: &mut Step<'_>,
+    ) -> Result<Vec<Option<DispatchTensor>>, Error>;
+}
+
+impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
+    /// Each rank sums over its own shards, in layout order. The partial sums are added in rank
+    /// order, and then those of replicated parameters. A rank that holds a full matrix computes the
+    /// partial sum of every rank's part by itself, so that all strategies have bit-identical norms.
+    fn gradient_norm(
+        &self,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
+        norm: Norm,
+    ) -> Result<f64, Error> {
+        let mesh = self.settings.mesh;
+        let (mut parts, mut ranks) = (Vec::new(), Vec::new());
+        let mut replicated = Vec::new();
+        for (index, gradient) in gradients {
+            let (unit, entry) = self.param(index);
+            let Some((gradient, ..)) =
+                StoredTensor::<B>::from_dispatch(gradient, self.settings.rest)
+            else {
+                continue;
+            };
+            if entry.segment.is_none() {
+                replicated.push((gradient, 0..entry.numel()));
+                continue;
+            }
+            for (rank, range) in unit.norm_ranges(index.entry, mesh) {
+                ranks.push(rank);
+                parts.push((gradient.clone(), range));
+            }
+        }
+        let mut partial = vec![0f64; mesh.shard_size().size()];
+        for (rank, sum) in ranks.into_iter().zip(StoredTensor::norm_sums(parts, norm)) {
+            partial[rank] = norm.add(partial[rank], sum);
+        }
+        // All ranks agree on whether anything is sharded; a rank whose own shards are empty takes
+        // part too.
+        if self.units.iter().any(|unit| unit.gathers) {
+            let mine = partial[mesh.shard_rank().index()];
+            let op = Op::new("all_reduce", "the gradient norm");
+            let group = &self.settings.groups.shard;
+            tracing::trace!(target: "fsdp", "fsdp::reduce_norm");
+            let all = self.comm.issue_on(group, move |group| group.exchange(&op, mine)).wait()?;
+            partial = all.iter().map(|sum| **sum).collect();
+        }
+        let sum = partial.into_iter().chain(StoredTensor::norm_sums(replicated, norm));
+        // `-0.0` is the neutral element of float addition.
+        Ok(norm.root(sum.fold(-0.0, |sum, part| norm.add(sum, part))))
+    }
+
+    fn full(
+        &self,
+        index: ParamIndex,
+        base: DispatchTensor,
+        keep: bool,
+    ) -> Result<Option<TensorData>, Error> {
+        let (_, entry) = self.param(index);
+        if self.lock().unloaded.contains(&index) {
+            return Err(self.not_loaded(index));
+        }
+        let Some((base, ..)) = StoredTensor::<B>::from_dispatch(base, self.settings.rest) else {
+            return Ok(None);
+        };
+        let base = self.on_device(base);
+        let full = match &entry.held {
+            Placement::Shard(_) if keep => self.gather_single(index, base)?,
+            Placement::Shard(_) => {
+                // A rank that does not keep the result only takes part in the gather.
+                self.gather_parts(index, base)?;
+                return Ok(None);
+            }
+            Placement::Replicated | Placement::PerRank if keep => base,
+            Placement::Replicated | Placement::PerRank | Placement::TiedTo(_) => return Ok(None),
+        };
+        Ok(Some(to_data::<B>(full)))
+    }
+
+    fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error> {
+        let op = Op::new("all_gather", what);
+        let all = self.comm.issue(move |group| group.exchange(&op, mine)).wait()?;
+        Ok(all.iter().map(|message| (**message).clone()).collect())
+    }
+
+    fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error> {
+        let op = Op::new("all_reduce", "the overflow check");
+        tracing::trace!(target: "fsdp", finite, "fsdp::reduce_finite");
+        Ok(self.comm.issue(move |group| group.exchange(&op, (finite, scale))).wait()?)
+    }
+
+    fn exchange_gradients(
+        &self,
+        gradients: Vec<Option<usize>>,
+    ) -> Result<Vec<Arc<Vec<Option<usize>>>>, Error> {
+        let op = Op::new("all_gather", "what has gradients");
+        let group = &self.settings.groups.shard;
+        Ok(self.comm.issue_on(group, move |group| group.exchange(&op, gradients)).wait()?)
+    }
+
+    fn step_whole(
+        &self,
+        round: Vec<Whole>,
+        step: &mut Step<'_>,
+    ) -> Result<Vec<Option<DispatchTensor>>, Error> {
+        self.step_round(round, step)
+    }
+}

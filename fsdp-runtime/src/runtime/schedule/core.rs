@@ -1,0 +1,126 @@
+//! The schedule of one sharded model on one rank: its fields and construction.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+
+use burn::tensor::DType;
+
+use super::buffers::GatherBuffers;
+use super::counters::Counters;
+use super::settings::Settings;
+use super::state::State;
+use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor};
+use crate::collectives::comm::Communicator;
+use crate::collectives::group::Group;
+use crate::error::{Error, IgnorePoison, ScheduleError};
+use crate::module::{CallId, ParamIndex, RandomStream};
+use crate::param_group::memory::{MemoryKind, MemoryTracker};
+use crate::param_group::{ParamSpec, Unit};
+
+/// The schedule of one sharded model on one rank.
+pub(crate) struct Schedule<B: ShardBackend> {
+    pub(super) settings: Settings,
+    pub(super) device: B::Device,
+    pub(super) comm: Arc<Communicator>,
+    /// Units in layout order.
+    pub(super) units: Vec<Unit>,
+    pub(super) random: Arc<RandomStream>,
+    pub(super) counters: Counters,
+    pub(super) tracker: Arc<MemoryTracker>,
+    state: Mutex<State<B>>,
+    this: Weak<Self>,
+}
+
+impl<B: ShardBackend> fmt::Debug for Schedule<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = self.units.len();
+        f.debug_struct("Schedule").field("units", &units).finish_non_exhaustive()
+    }
+}
+
+impl<B: ShardBackend> Schedule<B> {
+    /// Creates a schedule over `units`, which are in layout order, and allocates the gather
+    /// buffers.
+    pub(crate) fn new(
+        settings: Settings,
+        device: B::Device,
+        comm: Arc<Communicator>,
+        units: Vec<Unit>,
+        random: Arc<RandomStream>,
+    ) -> Arc<Self> {
+        let buffers = GatherBuffers::new(&settings, &device, &units);
+        let tracker = Arc::new(MemoryTracker::new(settings.rest != StorageDevice::Device));
+        for unit in &units {
+            let (shards, replicated) = unit.held_bytes();
+            tracker.take(MemoryKind::Shards, shards);
+            tracker.take(MemoryKind::Replicated, replicated);
+            if settings.keep_sent {
+                tracker.take(MemoryKind::Sent, unit.sent_bytes());
+            }
+        }
+        tracker.take(MemoryKind::Gathered, buffers.bytes());
+        let state = State::new(&units, buffers);
+        Arc::new_cyclic(|this| Self {
+            settings,
+            device,
+            comm,
+            units,
+            random,
+            counters: Counters::default(),
+            tracker,
+            state: Mutex::new(state),
+            this: this.clone(),
+        })
+    }
+
+    /// Locks the state. A panic under the lock ends the rank, and destructors that run while it
+    /// unwinds may still read the state, so a poisoned lock is no error.
+    pub(super) fn lock(&self) -> MutexGuard<'_, State<B>> {
+        self.state.lock().ignore_poison()
+    }
+
+    /// Returns the shared handle of the schedule.
+    pub(super) fn this(&self) -> Arc<Self> {
+        self.this.upgrade().expect("a schedule is only reached through its `Arc`")
+    }
+
+    /// Returns the unit and the specification of a parameter.
+    pub(super) fn param(&self, index: ParamIndex) -> (&Unit, &ParamSpec) {
+        let unit = &self.units[index.unit];
+        (unit, &unit.entries[index.entry])
+    }
+
+    /// Returns the name of a call's unit, for messages; empty if the call has ended.
+    pub(super) fn name_of(&self, id: CallId) -> String {
+        let unit = self.lock().calls.get(&id).map(|call| call.unit);
+        unit.map_or_else(String::new, |unit| self.units[unit].name.to_string())
+    }
+
+    /// Returns a stored tensor in f32 on the compute device.
+    pub(super) fn on_device(&self, tensor: StoredTensor<B>) -> Float<B> {
+        tensor.on_device(&self.device, DType::F32, self.settings.rest)
+    }
+
+    /// Returns the error for the use of a parameter that has not been loaded yet.
+    pub(super) fn not_loaded(&self, index: ParamIndex) -> Error {
+        ScheduleError::NotLoaded { path: self.param(index).1.path.clone() }.into()
+    }
+
+    /// Returns the first unit in `order` that is gathered on the same nesting level as `unit`.
+    pub(super) fn following<'a>(
+        &self,
+        order: impl Iterator<Item = &'a usize>,
+        unit: usize,
+    ) -> Option<usize> {
+        let level = self.units[unit].level;
+        let fits = |&&index: &&usize| {
+            index != unit && self.units[index].level == level && self.units[index].gathers
+        };
+        order.into_iter().find(fits).copied()
+    }
+
+    /// Returns the index of the part of a gathered unit that this rank keeps under `Reshard::To`.
+    pub(super) fn kept_part_index(&self, group: &Group) -> usize {
+        self.settings.mesh.shard_rank().index() % group.size()
+    }
+}

@@ -1,0 +1,75 @@
+//! Counters of what the schedule of one rank did.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Numbers of operations on one rank, since its model was sharded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// All-gathers of a unit's matrices, one for each dtype that the unit has.
+    pub all_gathers: usize,
+    /// All-gathers of a single parameter, for a `val()` outside of the forward of its unit.
+    pub single_gathers: usize,
+    /// Bytes that this rank has sent in the all-gathers of units.
+    pub sent_bytes: usize,
+    /// Reductions of a unit's gradients, with those of its replicated parameters: reduce-scatters,
+    /// or all-reduces where nothing is sharded.
+    pub reduce_scatters: usize,
+    /// All-reduces of a unit's gradient shards across the replicas of a hybrid strategy.
+    pub all_reduces: usize,
+    /// Units that were prefetched but not used next.
+    pub mis_prefetches: usize,
+    /// Gather buffers added because two units that share one were in use at the same time.
+    pub added_slots: usize,
+}
+
+/// The running counts behind [`Counts`], and the bytes of gathered parameters.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) all_gathers: AtomicUsize,
+    pub(super) single_gathers: AtomicUsize,
+    pub(super) sent_bytes: Arc<AtomicUsize>,
+    pub(super) reduce_scatters: AtomicUsize,
+    pub(super) all_reduces: AtomicUsize,
+    pub(super) mis_prefetches: AtomicUsize,
+    pub(super) added_slots: AtomicUsize,
+    unsharded_bytes: AtomicUsize,
+    peak_unsharded_bytes: AtomicUsize,
+}
+
+impl Counters {
+    /// Returns the present counts.
+    pub(super) fn read(&self) -> Counts {
+        let read = |counter: &AtomicUsize| counter.load(Ordering::Relaxed);
+        Counts {
+            all_gathers: read(&self.all_gathers),
+            single_gathers: read(&self.single_gathers),
+            sent_bytes: read(&self.sent_bytes),
+            reduce_scatters: read(&self.reduce_scatters),
+            all_reduces: read(&self.all_reduces),
+            mis_prefetches: read(&self.mis_prefetches),
+            added_slots: read(&self.added_slots),
+        }
+    }
+
+    /// Counts a unit of `bytes` bytes that is being gathered.
+    pub(super) fn add_unsharded(&self, bytes: usize) {
+        let now = self.unsharded_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak_unsharded_bytes.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Counts a unit of `bytes` bytes that was resharded.
+    pub(super) fn remove_unsharded(&self, bytes: usize) {
+        self.unsharded_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns the maximum number of bytes of gathered parameters at any time.
+    pub(super) fn peak_unsharded_bytes(&self) -> usize {
+        self.peak_unsharded_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// Adds one to a counter.
+pub(super) fn count(counter: &AtomicUsize) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}

@@ -1,0 +1,16 @@
+//! The schedule of a sharded model, for any backend.
+
+use super::access::ScheduleState;
+use super::collectives::ScheduleCollectives;
+use super::core::Schedule;
+use super::metrics::ScheduleMetrics;
+use crate::backend::ShardBackend;
+use crate::module::Runtime;
+
+/// The schedule of a sharded model, for any backend.
+pub(crate) trait ErasedSchedule:
+    Runtime + ScheduleMetrics + ScheduleState + ScheduleCollectives
+{
+}
+
+impl<B: ShardBackend> ErasedSchedule for Schedule<B> {}

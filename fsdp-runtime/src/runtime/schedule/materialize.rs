@@ -1,0 +1,156 @@
+//! The value of a parameter, as `Param::val()` returns it.
+
+use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
+use burn::tensor::{DType, DispatchTensor};
+
+use super::super::autodiff::{self, OpState};
+use super::core::Schedule;
+use super::state::State;
+use super::unit_state::{LocalShard, ShardState};
+use crate::backend::{
+    Float, FloatTensor, ShardBackend, StorageDevice, StoredLeaf, StoredTensor, Tracked, cast,
+};
+use crate::error::{Error, ScheduleError};
+use crate::module::{CallId, ParamIndex};
+use crate::param_group::Placement;
+
+impl<B: ShardBackend> Schedule<B> {
+    /// Returns the full value of a parameter, given its base. The value is tracked if the parameter
+    /// is trainable and the present forward records a graph.
+    pub(super) fn value_of(
+        &self,
+        index: ParamIndex,
+        base: DispatchTensor,
+    ) -> Result<DispatchTensor, Error> {
+        let (unit, _) = self.param(index);
+        let Some((value, leaf, context)) =
+            StoredTensor::from_dispatch(base.clone(), self.settings.rest)
+        else {
+            return Ok(base);
+        };
+        let base = LocalShard::new(value, leaf);
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        // A tied parameter takes value and leaf from the parameter that owns the weight.
+        let owner = ParamIndex { entry: unit.holder(index.entry), ..index };
+        if state.unloaded.contains(&owner) {
+            return Err(self.not_loaded(owner));
+        }
+        let LocalShard { value, leaf, on_device } = self.shard_of(state, index, owner, base)?;
+        let call = state.units[index.unit].forwards.last().copied();
+        let leaf = leaf_to_record(state, leaf);
+        if leaf.is_none()
+            && state.recompute.first_run.is_none()
+            && let Some(call) = call.and_then(|call| state.calls.get_mut(&call))
+        {
+            call.reads_frozen |= unit.gathers && context.is_some();
+        }
+        // Outside of any forward, a parameter has the dtype that the optimizer uses.
+        let in_forward = state.open_forwards > 0;
+        let dtype = if in_forward { unit.entries[owner.entry].dtype } else { DType::F32 };
+        let value = match &unit.entries[owner.entry].held {
+            Placement::Shard(_) if call.is_some() => self.gathered(state, index, owner),
+            Placement::Shard(_) => {
+                cast::<B>(self.gather_single(owner, self.on_device(value))?, dtype)
+            }
+            _ => match on_device.get() {
+                Some(copy) if copy.dtype() == dtype => copy.clone(),
+                _ => {
+                    if self.settings.rest != StorageDevice::Device {
+                        tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::copy_to_device");
+                    }
+                    value.on_device(&self.device, dtype, self.settings.rest)
+                }
+            },
+        };
+        let value = match (leaf, context) {
+            (_, None) => FloatTensor::Plain(value),
+            (None, Some(context)) => {
+                FloatTensor::Autodiff(Autodiff::<B>::from_inner(value), context)
+            }
+            (Some(leaf), Some(context)) => {
+                FloatTensor::Autodiff(self.track(state, owner, call, &leaf, value), context)
+            }
+        };
+        Ok(B::into_dispatch(value))
+    }
+
+    /// Returns the shard or the replicated parameter that the value of a parameter comes from.
+    /// `base` is the parameter's own.
+    fn shard_of(
+        &self,
+        state: &State<B>,
+        index: ParamIndex,
+        owner: ParamIndex,
+        base: LocalShard<B>,
+    ) -> Result<LocalShard<B>, Error> {
+        let (unit, entry) = self.param(index);
+        let unit_state = &state.units[index.unit];
+        match &entry.held {
+            Placement::TiedTo(_) => match &unit_state.shards[owner.entry] {
+                Some(shard) => Ok(shard.clone()),
+                None => {
+                    let unit = unit.name.to_string();
+                    Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into())
+                }
+            },
+            // The unit has copied the parameter to the device for this forward.
+            Placement::Replicated if !unit_state.forwards.is_empty() => {
+                Ok(match &unit_state.shards[index.entry] {
+                    Some(shard) => LocalShard { on_device: shard.on_device.clone(), ..base },
+                    None => base,
+                })
+            }
+            _ => Ok(base),
+        }
+    }
+
+    /// Returns the view of a gathered parameter in the gather buffer.
+    fn gathered(&self, state: &State<B>, index: ParamIndex, owner: ParamIndex) -> Float<B> {
+        let (unit, entry) = self.param(index);
+        let shard_state = &state.units[index.unit].shard_state;
+        debug_assert!(
+            matches!(shard_state, ShardState::Unsharded),
+            "{}: {shard_state:?}",
+            unit.name,
+        );
+        let (range, offset) = unit.gathered_at(owner.entry);
+        state.buffers.of_range(index.unit, range).view(offset, &entry.shape)
+    }
+
+    /// Records the gather of a trainable parameter, in the running call of the parameter's unit, or
+    /// in a new call if there is none.
+    fn track(
+        &self,
+        state: &mut State<B>,
+        owner: ParamIndex,
+        call: Option<CallId>,
+        leaf: &StoredLeaf<B>,
+        value: Float<B>,
+    ) -> Tracked<B> {
+        let is_new = call.is_none();
+        let id = call.unwrap_or_else(|| self.open_call(state, owner.unit, Vec::new()));
+        let call = state.calls.get_mut(&id).expect("the call was opened above or is still open");
+        call.pending += 1;
+        let alive = call.open.clone().expect("a call stays open while its forward runs");
+        let op_state = OpState { hooks: self.this(), call: id, alive };
+        let value = autodiff::gather(op_state, owner.entry, leaf, &call.ordering_inputs, value);
+        if is_new {
+            call.open = None;
+        }
+        value
+    }
+}
+
+/// Returns the leaf to record the use of a parameter with: none in the first run of a recomputed
+/// forward, and a new one in the recomputation, whose graph is separate.
+fn leaf_to_record<B: ShardBackend>(
+    state: &State<B>,
+    leaf: Option<StoredLeaf<B>>,
+) -> Option<StoredLeaf<B>> {
+    match (leaf, state.recompute.first_run, state.recompute.second_run) {
+        (Some(_), Some(_), _) => None,
+        (Some(leaf), None, Some(_)) => Some(leaf.with_new_node()),
+        (leaf, ..) => leaf,
+    }
+}

@@ -1,0 +1,56 @@
+//! What a schedule counts: operations, bytes and times.
+
+use std::time::Duration;
+
+use super::core::Schedule;
+use super::counters::Counts;
+use crate::backend::ShardBackend;
+use crate::param_group::memory::{Memory, MemoryKind};
+
+/// The metrics of a schedule on this rank.
+pub(crate) trait ScheduleMetrics {
+    /// Returns the numbers of operations since the model was sharded.
+    fn counts(&self) -> Counts;
+    /// Returns the maximum number of bytes of gathered parameters at any time.
+    fn peak_unsharded_bytes(&self) -> usize;
+    /// Returns the size of all gather buffers, in bytes.
+    fn gather_buffer_bytes(&self) -> usize;
+    /// Returns how long collectives took, and how long this rank waited for their results.
+    fn communication_time(&self) -> (Duration, Duration);
+    /// Returns what the model holds in memory on the device.
+    fn memory(&self) -> Memory;
+    /// Returns what the model holds in host memory instead of on the device.
+    fn host_memory(&self) -> Memory;
+    /// Sets the size of the optimizer's state, in bytes.
+    fn record_optimizer(&self, bytes: usize);
+}
+
+impl<B: ShardBackend> ScheduleMetrics for Schedule<B> {
+    fn counts(&self) -> Counts {
+        self.counters.read()
+    }
+
+    fn peak_unsharded_bytes(&self) -> usize {
+        self.counters.peak_unsharded_bytes()
+    }
+
+    fn gather_buffer_bytes(&self) -> usize {
+        self.lock().buffers.bytes()
+    }
+
+    fn communication_time(&self) -> (Duration, Duration) {
+        self.comm.times()
+    }
+
+    fn memory(&self) -> Memory {
+        self.tracker.device()
+    }
+
+    fn host_memory(&self) -> Memory {
+        self.tracker.host()
+    }
+
+    fn record_optimizer(&self, bytes: usize) {
+        self.tracker.set(MemoryKind::Optimizer, bytes);
+    }
+}

@@ -1,0 +1,162 @@
+//! The first run of a recomputed unit's forward, which records no graph and saves the inputs.
+//!
+//! From `begin_first_run` to the `post_forward` of the call, every parameter is handed out without
+//! its leaf. The units inside are gathered and resharded as usual, but leave no graph.
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
+use burn::tensor::{DispatchTensor, Shape};
+
+use super::super::autodiff::{self, OpState, tracked_on_device};
+use super::super::recompute::{SavedCall, SavedInput};
+use super::core::Schedule;
+use super::state::State;
+use super::unit_call::RecomputedForward;
+use crate::backend::{FloatTensor, ShardBackend, StoredLeaf, Tracked};
+use crate::module::{CallId, ParamIndex, SavedForward};
+use crate::param_group::Placement;
+use crate::param_group::memory::{Counted, MemoryKind};
+
+impl<B: ShardBackend> Schedule<B> {
+    /// Begins the first run of a call, if the unit is recomputed in backward and the call would
+    /// otherwise record a graph. Returns whether it did.
+    pub(super) fn begin_first_run(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let Some(unit) = state.calls.get(&id).map(|call| call.unit) else { return false };
+        let recompute = &state.recompute;
+        let is_inside = recompute.first_run.is_some() || recompute.second_run.is_some();
+        if !self.units[unit].checkpointed || is_inside {
+            return false;
+        }
+        let mut parents = Vec::new();
+        if !inputs.into_iter().any(is_tracked::<B>) {
+            // The leaf of a parameter makes the outputs tracked in place of an input.
+            let Some(leaf) = self.first_leaf(state, unit) else { return false };
+            parents.push(leaf);
+        }
+        let Some(call) = state.calls.get_mut(&id) else { return false };
+        call.recomputed = Some(RecomputedForward::new(parents));
+        state.recompute.first_run = Some(id);
+        true
+    }
+
+    /// Returns the range of a unit and all units inside it, in layout order.
+    fn subtree(&self, unit: usize) -> RangeInclusive<usize> {
+        let level = self.units[unit].level;
+        let inside = self.units[unit + 1..].iter().take_while(|inner| inner.level > level).count();
+        unit..=unit + inside
+    }
+
+    /// Returns the leaves that own the tied parameters of a unit and of all units inside it.
+    fn tied_leaves(&self, state: &State<B>, unit: usize) -> Vec<(ParamIndex, StoredLeaf<B>)> {
+        let leaf = |unit: usize, placement: &Placement| {
+            let &Placement::TiedTo(entry) = placement else { return None };
+            let shard = state.units[unit].shards[entry].as_ref()?;
+            Some((ParamIndex { unit, entry }, shard.leaf.clone()?))
+        };
+        let leaves = self.subtree(unit).flat_map(|unit| {
+            self.units[unit].entries.iter().filter_map(move |entry| leaf(unit, &entry.held))
+        });
+        leaves.collect()
+    }
+
+    /// Returns the leaf of the first trainable parameter in a unit or in a unit inside it.
+    fn first_leaf(&self, state: &State<B>, unit: usize) -> Option<Tracked<B>> {
+        let units = &state.units[self.subtree(unit)];
+        let mut shards = units.iter().flat_map(|unit| &unit.shards).flatten();
+        let leaf = shards.find_map(|shard| shard.leaf.as_ref())?;
+        Some(tracked_on_device(leaf, &self.device))
+    }
+
+    /// Returns an input of a recomputed call without its graph, and saves the input's node.
+    pub(super) fn without_graph(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
+        let mut state = self.lock();
+        let Some(forward) = recomputed_forward(&mut state, id) else { return input };
+        match B::from_dispatch(input.clone()) {
+            Some(FloatTensor::Autodiff(tensor, context)) => {
+                let value = Autodiff::<B>::from_inner(tensor.primitive().clone());
+                let node = tensor.is_tracked().then(|| tensor.id());
+                forward.bytes += tensor.shape().num_elements() * tensor.dtype().size();
+                forward.inputs.push(SavedInput { node, host: None });
+                forward.parents.extend(node.map(|_| tensor));
+                B::into_dispatch(FloatTensor::Autodiff(value, context))
+            }
+            _ => {
+                forward.inputs.push(SavedInput { node: None, host: None });
+                input
+            }
+        }
+    }
+
+    /// Offloads an input to the host if the options say so. Returns the tensor to keep on the
+    /// device: the input itself, or one element after an offload. Inputs arrive in the order in
+    /// which they were detached.
+    pub(super) fn offload_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
+        if !self.settings.offload_activations {
+            return input;
+        }
+        let mut state = self.lock();
+        let Some(forward) = recomputed_forward(&mut state, id) else { return input };
+        let at = forward.offloaded;
+        forward.offloaded += 1;
+        let Some(FloatTensor::Autodiff(tensor, context)) = B::from_dispatch(input.clone()) else {
+            return input;
+        };
+        let (rank, dtype) = (tensor.shape().num_dims(), tensor.dtype());
+        let Some(data) = B::to_host(tensor.into_primitive()) else { return input };
+        forward.inputs[at].host = Some(data);
+        let stand_in = B::float_zeros(Shape::from(vec![1; rank]), &self.device, dtype.into());
+        B::into_dispatch(FloatTensor::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
+    }
+
+    /// Saves a recomputed forward with its inputs, after the first run.
+    pub(super) fn save_first_run(&self, id: CallId, forward: SavedForward) {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        if let Some(unit) = state.calls.get(&id).map(|call| call.unit) {
+            let leaves = self.tied_leaves(state, unit);
+            state.calls.entry(id).and_modify(|call| call.tied_leaves = leaves);
+        }
+        if let Some(first) = recomputed_forward(state, id) {
+            let inputs = std::mem::take(&mut first.inputs);
+            let on_host = inputs.iter().filter_map(|input| input.host.as_ref());
+            let on_host = on_host.map(|data| data.num_elements() * data.dtype().size()).sum();
+            let on_device = first.bytes - on_host;
+            let counted = [(MemoryKind::Activations, on_device), (MemoryKind::Stowed, on_host)]
+                .map(|(kind, bytes)| Counted::new(&self.tracker, kind, bytes));
+            first.saved = Some(SavedCall::new(inputs, forward, counted));
+        }
+    }
+
+    /// Returns what a recomputed call saved, and the parent of its outputs, which the first output
+    /// records. Returns `None` if the call is not recomputed.
+    pub(super) fn saved_call(&self, id: CallId) -> Option<(Arc<SavedCall<B>>, Tracked<B>)> {
+        let hooks = self.this();
+        let mut state = self.lock();
+        let call = state.calls.get_mut(&id)?;
+        let (alive, forward) = (call.open.clone()?, call.recomputed.as_mut()?);
+        let saved = forward.saved.clone()?;
+        if forward.parent.is_none() {
+            let parents = std::mem::take(&mut forward.parents);
+            let op_state = OpState { hooks, call: id, alive };
+            forward.parent = autodiff::recompute(op_state, saved.clone(), parents);
+        }
+        Some((saved, forward.parent.clone()?))
+    }
+}
+
+/// Returns whether a tensor is a tracked float tensor of the backend `B`.
+fn is_tracked<B: ShardBackend>(tensor: DispatchTensor) -> bool {
+    matches!(B::from_dispatch(tensor), Some(FloatTensor::Autodiff(tensor, _)) if tensor.is_tracked())
+}
+
+/// Returns the first run of a call, if the call is recomputed.
+fn recomputed_forward<B: ShardBackend>(
+    state: &mut State<B>,
+    id: CallId,
+) -> Option<&mut RecomputedForward<B>> {
+    state.calls.get_mut(&id)?.recomputed.as_mut()
+}

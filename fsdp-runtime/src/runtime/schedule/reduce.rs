@@ -1,0 +1,121 @@
+//! The reduction of a unit's gradients.
+
+use std::sync::Arc;
+
+use burn::tensor::DType;
+
+use super::core::Schedule;
+use super::counters::count;
+use super::reduction::{Reduced, Reduction, add_up};
+use super::state::State;
+use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, bytes};
+use crate::collectives::group::Group;
+use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
+use crate::error::{CollectiveError, Error};
+use crate::layout::UnitLayout;
+use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
+
+/// Returns the bytes of all tensors that are present.
+pub(super) fn total_bytes<B: ShardBackend>(tensors: &[Option<Float<B>>]) -> usize {
+    tensors.iter().flatten().map(bytes::<B>).sum()
+}
+
+/// A job of the communication thread: the reduction of a unit's gradients.
+struct ReduceUnit<B: ShardBackend> {
+    op: Op,
+    device: B::Device,
+    rest: StorageDevice,
+    /// Full gradients, one for each parameter of the unit.
+    gradients: Vec<Option<Float<B>>>,
+    /// The elements of each gradient that this rank keeps.
+    keep: Vec<Reduce>,
+    layout: UnitLayout,
+    /// Number of ranks in the world, by which the sums are divided.
+    world: usize,
+    /// Process group of the replicas, under a hybrid strategy.
+    replicate: Option<Arc<Group>>,
+    tracker: Arc<MemoryTracker>,
+}
+
+impl<B: ShardBackend> ReduceUnit<B> {
+    /// Reduces the gradients among the shard group, and then among the replicas.
+    fn run(self, group: &Group) -> Result<Reduced<B>, CollectiveError> {
+        let Self { op, device, rest, gradients, keep, layout, world, replicate, tracker } = self;
+        // On the device, the results and the full gradients exist at the same time until the full
+        // gradients are freed. Offloaded results leave the device once they are copied to the host.
+        let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
+        let counted = Counted::new(&tracker, MemoryKind::Reducing, results);
+        let divisor = if replicate.is_some() { 1 } else { world };
+        let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
+        let mut reduced = group.reduce_scatter(&op, &device, request)?;
+        if let Some(replicate) = replicate {
+            let size = keep.iter().map(|keep| keep.range.len()).sum();
+            let op = Op { name: "all_reduce", unit: op.unit, size };
+            let keep: Vec<Reduce> = keep.into_iter().map(all_of_shard).collect();
+            let (gradients, divisor) = (reduced, world);
+            let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
+            reduced = replicate.reduce_scatter(&op, &device, request)?;
+        }
+        B::complete(&device);
+        let store = |gradient: Option<Float<B>>| Some(StoredTensor::store(gradient?, rest));
+        let reduced = reduced.into_iter().map(store).collect();
+        Ok((reduced, (rest == StorageDevice::Device).then_some(counted)))
+    }
+}
+
+/// Returns how a shard of a gradient is reduced among replicas: every rank keeps all of it.
+fn all_of_shard(keep: Reduce) -> Reduce {
+    Reduce { range: 0..keep.range.len(), segment: None, dtype: DType::F32, ..keep }
+}
+
+impl<B: ShardBackend> Schedule<B> {
+    /// Issues the reduction of a unit's gradients, after those under way have ended.
+    pub(super) fn reduce(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
+        self.collect_reductions(state)?;
+        let unit = &self.units[index];
+        let gradients = &mut state.units[index].unsharded_gradients;
+        let gradients: Vec<_> = gradients.iter_mut().map(Option::take).collect();
+        let bytes = total_bytes::<B>(&gradients);
+        let name = if unit.gathers { "reduce_scatter" } else { "all_reduce" };
+        tracing::trace!(target: "fsdp", unit = %unit.name, op = name, "fsdp::reduce");
+        count(&self.counters.reduce_scatters);
+        let replicate = self.settings.groups.replicate.clone();
+        if replicate.is_some() {
+            count(&self.counters.all_reduces);
+        }
+        let job = ReduceUnit {
+            op: Op::new(name, unit.name.clone()).of(unit.num_params()),
+            device: self.device.clone(),
+            rest: self.settings.rest,
+            gradients,
+            keep: unit.entries.iter().map(|entry| entry.reduce(entry.reduce_dtype)).collect(),
+            layout: unit.layout.clone(),
+            world: self.settings.mesh.world.size(),
+            replicate,
+            tracker: self.tracker.clone(),
+        };
+        let work = self.comm.issue_on(&self.settings.groups.shard, move |group| job.run(group));
+        state.gradients.reductions.push_back(Reduction { unit: index, bytes, work });
+        Ok(())
+    }
+
+    /// Waits for all running reductions and adds the results to the reduced gradients.
+    pub(super) fn collect_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
+        while let Some(Reduction { unit, bytes, work }) = state.gradients.reductions.pop_front() {
+            tracing::trace!(target: "fsdp", unit = %self.units[unit].name, "fsdp::wait_for_reduce");
+            let (reduced, counted) = work.wait()?;
+            self.tracker.give_back(MemoryKind::Gradients, bytes);
+            drop(counted);
+            let sums = &mut state.units[unit].reduced;
+            let bytes = |sums: &[Option<StoredTensor<B>>]| -> usize {
+                sums.iter().flatten().map(StoredTensor::bytes).sum()
+            };
+            let before = bytes(sums);
+            add_up(sums, reduced, StoredTensor::add);
+            let more = bytes(sums) - before;
+            self.tracker.take(MemoryKind::Reduced, more);
+            state.gradients.reduced_bytes += more;
+        }
+        Ok(())
+    }
+}

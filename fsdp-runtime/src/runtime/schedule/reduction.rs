@@ -1,0 +1,32 @@
+//! A running reduction of a unit's gradients, and the sum of gradients.
+
+use crate::backend::{ShardBackend, StoredTensor};
+use crate::collectives::comm::Work;
+use crate::param_group::memory::Counted;
+
+/// The reduced gradient of each parameter, and the accounting of their memory on the device. The
+/// accounting is `None` once the gradients are on the host.
+pub(super) type Reduced<B> = (Vec<Option<StoredTensor<B>>>, Option<Counted>);
+
+/// A running reduction of a unit's gradients.
+#[derive(Debug)]
+pub(super) struct Reduction<B: ShardBackend> {
+    pub(super) unit: usize,
+    /// Bytes of the full gradients, which are freed when the reduction ends.
+    pub(super) bytes: usize,
+    pub(super) work: Work<Reduced<B>>,
+}
+
+/// Adds gradients to sums, parameter by parameter. The sum is the first argument of `add`.
+pub(super) fn add_up<T>(
+    sums: &mut [Option<T>],
+    gradients: impl IntoIterator<Item = Option<T>>,
+    add: impl Fn(T, T) -> T,
+) {
+    for (sum, gradient) in sums.iter_mut().zip(gradients) {
+        *sum = match (sum.take(), gradient) {
+            (Some(sum), Some(gradient)) => Some(add(sum, gradient)),
+            (sum, gradient) => sum.or(gradient),
+        };
+    }
+}

@@ -1,0 +1,86 @@
+//! The end of a unit's stay in the gather buffers.
+
+use std::sync::Arc;
+
+use super::core::Schedule;
+use super::counters::count;
+use super::settings::Reshard;
+use super::state::State;
+use super::unit_state::ShardState;
+use crate::backend::ShardBackend;
+use crate::error::Error;
+use crate::param_group::Placement;
+use crate::param_group::memory::MemoryKind;
+
+impl<B: ShardBackend> Schedule<B> {
+    /// Waits for the all-gather of a unit, if one is running.
+    pub(super) fn wait_for_unshard(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
+        let shard_state = &mut state.units[index].shard_state;
+        if matches!(shard_state, ShardState::Unsharding(_)) {
+            tracing::trace!(target: "fsdp", unit = %self.units[index].name, "fsdp::wait_for_unshard");
+            let ShardState::Unsharding(work) = std::mem::take(shard_state) else { unreachable!() };
+            work.wait()?;
+            *shard_state = ShardState::Unsharded;
+        }
+        Ok(())
+    }
+
+    /// Gives the gather buffers of a unit back. Does nothing if the unit is not unsharded.
+    pub(super) fn reshard(&self, state: &mut State<B>, index: usize) {
+        if !matches!(state.units[index].shard_state, ShardState::Unsharded) {
+            return;
+        }
+        let unit = &self.units[index];
+        tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::reshard");
+        state.units[index].shard_state = ShardState::Sharded;
+        state.buffers.release(index);
+        let state = &mut state.units[index];
+        let copied = std::mem::take(&mut state.copied_bytes);
+        if copied > 0 {
+            self.tracker.give_back(MemoryKind::Copied, copied);
+            for (entry, shard) in unit.entries.iter().zip(&mut state.shards) {
+                if let (Placement::Replicated, Some(shard)) = (&entry.held, shard) {
+                    shard.on_device = Arc::default();
+                }
+            }
+        }
+        self.counters.remove_unsharded(unit.unsharded_bytes());
+    }
+
+    /// Copies the part of a gathered unit that this rank keeps for backward, under `Reshard::To`.
+    pub(super) fn keep_part(&self, state: &mut State<B>, index: usize) {
+        let (Reshard::To(group), ShardState::Unsharded) =
+            (&self.settings.reshard, &state.units[index].shard_state)
+        else {
+            return;
+        };
+        let parts = state.buffers.kept_parts(index);
+        if parts.is_empty() {
+            return;
+        }
+        for (part, buffer) in parts.iter().zip(state.buffers.of(index)) {
+            let len = part.numel();
+            part.write(0, buffer.view(self.kept_part_index(group) * len, &[len]));
+        }
+        B::complete(&self.device);
+        state.units[index].has_kept_part = true;
+    }
+
+    /// Reshards a unit that is not in use, in any state. Counts a prefetch that was not used.
+    pub(super) fn evict(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
+        if std::mem::take(&mut state.units[index].prefetched) {
+            count(&self.counters.mis_prefetches);
+        }
+        self.wait_for_unshard(state, index)?;
+        self.reshard(state, index);
+        Ok(())
+    }
+
+    /// Drops the references to the module's parameters, so that an optimizer can update these in
+    /// place.
+    pub(super) fn forget_shards(&self, state: &mut State<B>) {
+        for unit in &mut state.units {
+            unit.shards.iter_mut().for_each(|shard| *shard = None);
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! [`Runtime`]: the calls from hooks and parameters into the schedule.
+
+use std::sync::Arc;
+
+use burn::tensor::DispatchTensor;
+
+use super::core::Schedule;
+use super::unit_state::LocalShard;
+use crate::backend::{ShardBackend, StoredTensor};
+use crate::error::Error;
+use crate::module::{CallId, ParamIndex, Runtime, SavedForward};
+
+impl<B: ShardBackend> Runtime for Schedule<B> {
+    fn in_forward(&self) -> bool {
+        self.lock().open_forwards > 0
+    }
+
+    fn is_field_unit(&self, unit: usize) -> bool {
+        self.units[unit].field
+    }
+
+    fn register_shard(&self, index: ParamIndex, base: DispatchTensor) {
+        let Some((value, leaf, _)) = StoredTensor::from_dispatch(base, self.settings.rest) else {
+            return;
+        };
+        let shard = LocalShard::new(value, leaf);
+        self.lock().units[index.unit].shards[index.entry] = Some(shard);
+    }
+
+    fn pre_forward(
+        &self,
+        unit: usize,
+        inputs: Vec<DispatchTensor>,
+    ) -> Result<Option<CallId>, Error> {
+        self.begin_forward(unit, inputs)
+    }
+
+    fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
+        self.cast_input(unit, input)
+    }
+
+    fn begin_recomputed_forward(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
+        self.begin_first_run(id, inputs)
+    }
+
+    fn detach_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
+        self.without_graph(id, input)
+    }
+
+    fn save_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
+        self.offload_input(id, input)
+    }
+
+    fn save_forward(&self, id: CallId, forward: SavedForward) {
+        self.save_first_run(id, forward);
+    }
+
+    fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
+        self.hooked_output(id, output)
+    }
+
+    fn post_forward(&self, id: CallId) -> Result<(), Error> {
+        self.end_forward(id)
+    }
+
+    fn abort_forward(&self, id: CallId) {
+        self.discard_forward(id);
+    }
+
+    fn materialize(
+        self: Arc<Self>,
+        index: ParamIndex,
+        base: DispatchTensor,
+    ) -> Result<DispatchTensor, Error> {
+        self.value_of(index, base)
+    }
+}

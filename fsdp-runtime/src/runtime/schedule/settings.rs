@@ -1,0 +1,64 @@
+//! How a schedule runs, as given by the options and the mesh.
+
+use std::sync::Arc;
+
+use crate::backend::StorageDevice;
+use crate::collectives::group::{Group, MeshGroups};
+use crate::layout::Mesh;
+use crate::options::{BackwardPrefetch, GradientAccumulation, ShardingStrategy};
+
+/// The settings of a schedule.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    /// Sharding strategy of the model.
+    pub(crate) strategy: ShardingStrategy,
+    /// Position of this rank in the mesh.
+    pub(crate) mesh: Mesh,
+    /// Process groups of this rank.
+    pub(crate) groups: MeshGroups,
+    /// When gathered parameters are resharded.
+    pub(crate) reshard: Reshard,
+    /// Number of gather buffers of one dtype that the units of an inner nesting level share.
+    pub(crate) slots: usize,
+    /// Whether forward prefetches the next unit.
+    pub(crate) forward_prefetch: bool,
+    /// When backward prefetches the previous unit.
+    pub(crate) backward_prefetch: BackwardPrefetch,
+    /// How the gradients of micro-batches are accumulated.
+    pub(crate) accumulation: GradientAccumulation,
+    /// Storage device of parameters, reduced gradients and optimizer state.
+    pub(crate) rest: StorageDevice,
+    /// Whether the device keeps the copies of offloaded shards that were sent to the all-gather in
+    /// forward, for the all-gather in backward.
+    pub(crate) keep_sent: bool,
+    /// Whether the saved inputs of recomputed units are offloaded to the host.
+    pub(crate) offload_activations: bool,
+}
+
+/// What happens to gathered parameters after forward.
+#[derive(Clone, Debug)]
+pub(crate) enum Reshard {
+    /// They stay gathered until after backward.
+    Never,
+    /// They are resharded, and gathered again in backward.
+    Always,
+    /// They are resharded, but each rank of the given process group keeps a part of them, from
+    /// which backward gathers them.
+    To(Arc<Group>),
+}
+
+/// The pass that an all-gather is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pass {
+    Forward,
+    Backward,
+}
+
+/// When a unit that is being gathered is needed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    /// Immediately.
+    Now,
+    /// Later: this is a prefetch.
+    Ahead,
+}

@@ -1,0 +1,97 @@
+//! The mutable state of a schedule.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use super::buffers::GatherBuffers;
+use super::reduction::Reduction;
+use super::unit_call::UnitCall;
+use super::unit_state::UnitState;
+use crate::backend::ShardBackend;
+use crate::module::{CallId, ParamIndex};
+use crate::param_group::Unit;
+
+/// The mutable state of a schedule.
+pub(super) struct State<B: ShardBackend> {
+    pub(super) units: Vec<UnitState<B>>,
+    pub(super) buffers: GatherBuffers<B>,
+    /// Calls whose forward runs, or whose gradients have not been reduced yet.
+    pub(super) calls: BTreeMap<CallId, UnitCall<B>>,
+    /// Id of the next call.
+    pub(super) next_call: u64,
+    /// Number of running hooked forwards.
+    pub(super) open_forwards: usize,
+    pub(super) order: ForwardOrder,
+    /// Calls that run backward.
+    pub(super) running: Vec<RunningBackward>,
+    pub(super) recompute: RecomputeState,
+    pub(super) gradients: GradientState<B>,
+    /// Parameters without values, because they are to be loaded.
+    pub(super) unloaded: BTreeSet<ParamIndex>,
+}
+
+impl<B: ShardBackend> State<B> {
+    /// Creates the state of a model that has not run yet.
+    pub(super) fn new(units: &[Unit], buffers: GatherBuffers<B>) -> Self {
+        Self {
+            units: units.iter().map(|unit| UnitState::new(unit.entries.len())).collect(),
+            buffers,
+            calls: BTreeMap::new(),
+            next_call: 0,
+            open_forwards: 0,
+            order: ForwardOrder { current: Vec::new(), last: (0..units.len()).collect() },
+            running: Vec::new(),
+            recompute: RecomputeState { first_run: None, second_run: None },
+            gradients: GradientState {
+                reductions: VecDeque::new(),
+                accumulating: false,
+                reduced_bytes: 0,
+            },
+            unloaded: BTreeSet::new(),
+        }
+    }
+}
+
+/// The order in which units run forward.
+pub(super) struct ForwardOrder {
+    /// Units in the order of this forward pass.
+    pub(super) current: Vec<usize>,
+    /// Units in the order of the forward pass before.
+    pub(super) last: Vec<usize>,
+}
+
+impl ForwardOrder {
+    /// Returns the last position of a unit in this forward pass.
+    pub(super) fn position(&self, unit: usize) -> Option<usize> {
+        self.current.iter().rposition(|&index| index == unit)
+    }
+}
+
+/// Which forwards of recomputed units are running.
+pub(super) struct RecomputeState {
+    /// Call whose first forward runs. No graph is recorded until it ends.
+    pub(super) first_run: Option<CallId>,
+    /// Call whose forward is recomputed, or whose backward runs after that.
+    pub(super) second_run: Option<CallId>,
+}
+
+/// The gradients of the present step.
+pub(super) struct GradientState<B: ShardBackend> {
+    /// Running reductions, in issue order.
+    pub(super) reductions: VecDeque<Reduction<B>>,
+    /// Whether another backward pass of the same step follows the present one.
+    pub(super) accumulating: bool,
+    /// Bytes of reduced gradients, which are counted until the next forward.
+    pub(super) reduced_bytes: usize,
+}
+
+/// A call between `pre_backward` and the depth of its inputs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RunningBackward {
+    pub(super) call: CallId,
+    pub(super) unit: usize,
+    /// Depth of the inputs: all operations of the call are deeper.
+    pub(super) inputs: usize,
+    /// Whether the unit must stay gathered until the pass has reached that depth, even if all
+    /// gradients have arrived.
+    pub(super) reads_frozen: bool,
+}

@@ -1,0 +1,97 @@
+//! The state of one unit at run time.
+
+use std::sync::{Arc, OnceLock};
+
+use crate::backend::{Float, ShardBackend, StoredLeaf, StoredTensor};
+use crate::collectives::comm::Work;
+use crate::module::CallId;
+
+/// Whether a unit's matrices are gathered.
+#[derive(Debug, Default)]
+pub(super) enum ShardState {
+    /// Only the shards exist.
+    #[default]
+    Sharded,
+    /// An all-gather into the unit's gather buffers is running.
+    Unsharding(Work<()>),
+    /// The unit's gather buffers hold the matrices.
+    Unsharded,
+}
+
+/// A shard or a replicated parameter that was read from the module.
+#[derive(Debug)]
+pub(super) struct LocalShard<B: ShardBackend> {
+    /// Elements, in f32.
+    pub(super) value: StoredTensor<B>,
+    /// Autodiff leaf, if the parameter is trainable.
+    pub(super) leaf: Option<StoredLeaf<B>>,
+    /// Copy on the device of a tensor that is offloaded to the host. For a shard it is the copy
+    /// that was sent to the all-gather, kept from forward to backward. For a replicated parameter
+    /// it is the full parameter, kept while the unit is unsharded.
+    pub(super) on_device: Arc<OnceLock<Float<B>>>,
+}
+
+impl<B: ShardBackend> LocalShard<B> {
+    pub(super) fn new(value: StoredTensor<B>, leaf: Option<StoredLeaf<B>>) -> Self {
+        Self { value, leaf, on_device: Arc::default() }
+    }
+}
+
+impl<B: ShardBackend> Clone for LocalShard<B> {
+    fn clone(&self) -> Self {
+        let Self { value, leaf, on_device } = self;
+        Self { value: value.clone(), leaf: leaf.clone(), on_device: on_device.clone() }
+    }
+}
+
+/// The state of one unit at run time. Each vector has one element for each parameter of the unit.
+#[derive(Debug)]
+pub(super) struct UnitState<B: ShardBackend> {
+    /// Whether the unit is gathered.
+    pub(super) shard_state: ShardState,
+    /// Shards as they were last read from the module. Forward and backward gather from them.
+    pub(super) shards: Vec<Option<LocalShard<B>>>,
+    /// Running forwards, outermost first.
+    pub(super) forwards: Vec<CallId>,
+    /// Number of calls between `pre_backward` and `post_backward`.
+    pub(super) backwards: usize,
+    /// Whether the unit was prefetched and has not been used yet.
+    pub(super) prefetched: bool,
+    /// Bytes of offloaded replicated parameters that were copied to the device with the unit.
+    pub(super) copied_bytes: usize,
+    /// Reduced gradients, ready for the optimizer.
+    pub(super) reduced: Vec<Option<StoredTensor<B>>>,
+    /// Full gradients that have not been reduced yet. Under `GradientAccumulation::HoldUnsharded`
+    /// they are sums over micro-batches.
+    pub(super) unsharded_gradients: Vec<Option<Float<B>>>,
+    /// Whether this rank keeps a part of the gathered parameters for backward, under `Reshard::To`.
+    pub(super) has_kept_part: bool,
+}
+
+impl<B: ShardBackend> UnitState<B> {
+    /// Creates the state of a unit with `entries` parameters.
+    pub(super) fn new(entries: usize) -> Self {
+        Self {
+            shard_state: ShardState::Sharded,
+            shards: none(entries),
+            forwards: Vec::new(),
+            backwards: 0,
+            prefetched: false,
+            copied_bytes: 0,
+            reduced: none(entries),
+            unsharded_gradients: none(entries),
+            has_kept_part: false,
+        }
+    }
+
+    /// Returns whether the unit runs forward or backward, so that no other unit may take its gather
+    /// buffers.
+    pub(super) fn in_use(&self) -> bool {
+        !self.forwards.is_empty() || self.backwards > 0
+    }
+}
+
+/// Returns a vector of `len` times `None`.
+pub(super) fn none<T>(len: usize) -> Vec<Option<T>> {
+    std::iter::repeat_with(|| None).take(len).collect()
+}
