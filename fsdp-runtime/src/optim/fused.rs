@@ -1,16 +1,15 @@
-//! A step in one pass over memory, on the backends that have the kernels: in the tensors' own memory.
+//! Optimizer steps in one pass over memory, on backends with kernels. They update tensors in place.
 
 use burn::backend::TensorMetadata;
 use burn::optim::{AdaptiveMomentumState, LearningRate};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
-use super::adam::Moments;
-use super::sgd::Sgd;
-use crate::backend::kernels::{AdamTensors, Kernels, batched_steps, has_kernels};
+use super::adam_rule::AdamRule;
+use crate::backend::kernels::{AdamTensors, Kernels, SgdStep, batched_steps, has_kernels};
 use crate::backend::{Float, FloatTensor, ShardBackend, with_backend};
 use crate::error::ShardError;
 
-/// Whether all of these are f32 on one device with kernels.
+/// Returns whether all tensors are f32, on one device with kernels.
 pub(super) fn takes<'a, const D: usize>(tensors: impl IntoIterator<Item = &'a Tensor<D>>) -> bool {
     let mut first: Option<Device> = None;
     tensors.into_iter().all(|tensor| {
@@ -21,7 +20,7 @@ pub(super) fn takes<'a, const D: usize>(tensors: impl IntoIterator<Item = &'a Te
     })
 }
 
-/// Whether [`adam`] takes these.
+/// Returns whether [`adam`] supports these tensors.
 pub(super) fn takes_adam<const D: usize>(
     param: &Tensor<D>,
     grad: &Tensor<D>,
@@ -33,10 +32,12 @@ pub(super) fn takes_adam<const D: usize>(
     takes([param, grad].into_iter().chain(state))
 }
 
-/// One step of Adam or AdamW on tensors that [`takes_adam`]; with `foreach`, possibly only at the end
-/// of the [`batched_steps::scope`] around.
+/// Runs one step of Adam or AdamW on tensors that [`takes_adam`] accepts. Returns the parameter and the
+/// state.
+///
+/// With `foreach`, the step may run as late as the end of the enclosing [`batched_steps::scope`].
 pub(super) fn adam<const D: usize>(
-    rule: &Moments,
+    rule: &AdamRule,
     lr: LearningRate,
     param: Tensor<D>,
     grad: Tensor<D>,
@@ -44,12 +45,12 @@ pub(super) fn adam<const D: usize>(
     foreach: bool,
 ) -> (Tensor<D>, AdaptiveMomentumState<D>) {
     let stepped: Result<_, ShardError> = with_backend!(param.device(), |B, device| {
-        let (param, grad) = (take::<B, D>(param), take::<B, D>(grad));
+        let (param, grad) = (to_backend::<B, D>(param), to_backend::<B, D>(grad));
         let shape = param.shape();
         let zeros = || B::zeros(&device, shape.clone());
         let (time, moment_1, moment_2, max) = match state {
             Some(AdaptiveMomentumState { time, moment_1, moment_2, max_moment_2 }) => {
-                let state = |tensor| take_state::<B, D>(tensor, &shape);
+                let state = |tensor| state_to_backend::<B, D>(tensor, &shape);
                 (time + 1, state(moment_1), state(moment_2), max_moment_2.map(state))
             }
             None => (1, zeros(), zeros(), None),
@@ -57,54 +58,56 @@ pub(super) fn adam<const D: usize>(
         let max = rule.amsgrad.then(|| max.unwrap_or_else(zeros));
         let tensors = AdamTensors { param, moment_1, moment_2, max };
 
-        let later = foreach && batched_steps::is_open();
-        let tensors = B::adam(&rule.step(lr, time), grad, tensors, later);
+        let may_defer = foreach && batched_steps::is_open();
+        let tensors = B::adam(&rule.step(lr, time), grad, tensors, may_defer);
 
-        let AdamTensors { param, moment_1, moment_2, max } = tensors.map(give::<B, D>);
+        let AdamTensors { param, moment_1, moment_2, max } = tensors.map(to_burn::<B, D>);
         let mut state = AdaptiveMomentumState::new(time, moment_1, moment_2);
         state.max_moment_2 = max;
         Ok((param, state))
     });
-    stepped.expect("`takes_adam` has asked for the device")
+    stepped.expect("`takes_adam` has checked the device")
 }
 
-/// One step of SGD on tensors that it [`takes`], with the velocity it leaves; `foreach` as for [`adam`].
+/// Runs one step of SGD on tensors that [`takes`] accepts. Returns the parameter, and with `momentum` the
+/// velocity.
+///
+/// With `foreach`, the step may run as late as the end of the enclosing [`batched_steps::scope`].
 pub(super) fn sgd<const D: usize>(
-    rule: &Sgd,
-    lr: LearningRate,
+    step: &SgdStep,
+    momentum: bool,
     param: Tensor<D>,
     grad: Tensor<D>,
     velocity: Option<Tensor<D>>,
     foreach: bool,
 ) -> (Tensor<D>, Option<Tensor<D>>) {
     let stepped: Result<_, ShardError> = with_backend!(param.device(), |B, device| {
-        let (param, grad) = (take::<B, D>(param), take::<B, D>(grad));
+        let (param, grad) = (to_backend::<B, D>(param), to_backend::<B, D>(grad));
         let shape = param.shape();
-        let first = velocity.is_none();
-        let velocity = rule.has_momentum().then(|| match velocity {
-            Some(velocity) => take_state::<B, D>(velocity, &shape),
+        let velocity = momentum.then(|| match velocity {
+            Some(velocity) => state_to_backend::<B, D>(velocity, &shape),
             None => B::zeros(&device, shape),
         });
-        let later = foreach && batched_steps::is_open();
-        let step = rule.numbers(lr, first);
-        let (param, velocity) = B::sgd(&step, grad, param, velocity, later);
-        Ok((give::<B, D>(param), velocity.map(give::<B, D>)))
+        let may_defer = foreach && batched_steps::is_open();
+        let (param, velocity) = B::sgd(step, grad, param, velocity, may_defer);
+        Ok((to_burn::<B, D>(param), velocity.map(to_burn::<B, D>)))
     });
-    stepped.expect("`takes` has asked for the device")
+    stepped.expect("`takes` has checked the device")
 }
 
-fn take<B: ShardBackend, const D: usize>(tensor: Tensor<D>) -> Float<B> {
+/// Converts a Burn tensor on a device with kernels to the backend's tensor.
+fn to_backend<B: ShardBackend, const D: usize>(tensor: Tensor<D>) -> Float<B> {
     let value = B::from_dispatch(tensor.into_dispatch());
-    value.expect("`takes` has asked for the device").into_inner()
+    value.expect("`takes` has checked the device").into_inner()
 }
 
-/// As [`take`], for part of an optimizer's state.
+/// Converts a part of an optimizer's state to the backend's tensor.
 ///
 /// # Panics
 ///
-/// If its shape is not the parameter's.
-fn take_state<B: ShardBackend, const D: usize>(tensor: Tensor<D>, shape: &Shape) -> Float<B> {
-    let tensor = take::<B, D>(tensor);
+/// Panics if the state has another shape than the parameter.
+fn state_to_backend<B: ShardBackend, const D: usize>(tensor: Tensor<D>, shape: &Shape) -> Float<B> {
+    let tensor = to_backend::<B, D>(tensor);
     assert_eq!(
         &tensor.shape(),
         shape,
@@ -114,7 +117,8 @@ fn take_state<B: ShardBackend, const D: usize>(tensor: Tensor<D>, shape: &Shape)
     tensor
 }
 
-fn give<B: ShardBackend, const D: usize>(tensor: Float<B>) -> Tensor<D> {
+/// Converts a backend's tensor to a Burn tensor without autodiff.
+fn to_burn<B: ShardBackend, const D: usize>(tensor: Float<B>) -> Tensor<D> {
     Tensor::from_dispatch(B::into_dispatch(FloatTensor::Plain(tensor)))
 }
 
@@ -145,7 +149,7 @@ mod tests {
         optimizer.step(1e-2, linear, grads)
     }
 
-    /// A bias's gradient is a broadcast view: read, never written.
+    /// The gradient of a bias is a broadcast view, which a step reads and never writes.
     #[test]
     fn a_module_is_updated_in_its_own_memory() {
         let optimizers: [ModuleOptimizer; 3] = [
@@ -160,7 +164,7 @@ mod tests {
                 linear = step(&mut optimizer, linear);
             }
             assert_eq!(addresses(&linear), before.0);
-            assert_ne!(linear.weight.val().into_data(), before.1, "and it has been updated");
+            assert_ne!(linear.weight.val().into_data(), before.1, "the step updates the parameter");
         }
     }
 
@@ -176,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_stay_where_they_are() {
+    fn moments_are_updated_in_place() {
         let device = Device::flex();
         let adam = AdamWConfig::new().with_amsgrad(true).build();
         let mut param = Tensor::<2>::ones([30, 40], &device);
@@ -194,7 +198,7 @@ mod tests {
         assert_eq!(seen[0], seen[2]);
     }
 
-    /// A checkpoint's matrix read transposed is a view with the strides the other way round.
+    /// A transposed matrix, as loaded from a checkpoint, is a view with exchanged strides.
     #[test]
     fn a_transposed_parameter_is_updated_like_its_copy() {
         let device = Device::flex();
@@ -209,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_training_state_of_a_parameter_survives() {
+    fn a_step_keeps_id_and_requires_grad() {
         let device = Device::flex().autodiff();
         let linear: Linear = LinearConfig::new(40, 30).init(&device);
         let id = linear.weight.id;
@@ -228,7 +232,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "another shape")]
-    fn the_state_of_another_sharding_is_refused() {
+    fn state_of_another_shape_panics() {
         let device = Device::flex();
         let adam = AdamWConfig::new().build();
         let ones = |rows| Tensor::<2>::ones([rows, 40], &device);
@@ -237,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn other_number_types_are_left_to_burn() {
+    fn other_dtypes_are_stepped_by_burns_operations() {
         let device = Device::flex();
         let half = |value: f32| {
             Tensor::<1>::from_data([value; 5], &device).cast(burn::tensor::FloatDType::F16)

@@ -1,38 +1,38 @@
-//! Dynamic loss scaling, as `torch.amp.GradScaler`: for gradients that underflow in half precision.
+//! Dynamic loss scaling, as in `torch.amp.GradScaler`, for gradients that would underflow in half precision.
 
 use burn::config::Config;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::unscale::unscale_gradients;
 use crate::error::{Error, ScheduleError, ShardError};
 use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
-use crate::optim::unscale::unscale_gradients;
 
 /// Configuration of [`GradScaler`], with PyTorch's defaults.
 #[derive(Config, Debug, PartialEq)]
 pub struct GradScalerConfig {
-    /// The scale of the first step, above 0.
+    /// Scale of the first step: finite, above 0. Default: 65536.
     #[config(default = 65536.0)]
     pub(crate) init_scale: f32,
-    /// What the scale is multiplied by after `growth_interval` steps without an overflow, above 1.
+    /// Factor of the scale after `growth_interval` steps without an overflow: above 1. Default: 2.
     #[config(default = 2.0)]
     pub(crate) growth_factor: f32,
-    /// What the scale is multiplied by after an overflow, between 0 and 1.
+    /// Factor of the scale after an overflow: between 0 and 1. Default: 0.5.
     #[config(default = 0.5)]
     pub(crate) backoff_factor: f32,
-    /// Steps in a row without an overflow until the scale grows, at least 1.
+    /// Number of consecutive steps without an overflow before the scale grows: at least 1. Default: 2000.
     #[config(default = 2000)]
     pub(crate) growth_interval: u32,
 }
 
 impl GradScalerConfig {
-    /// A scaler at its first step.
+    /// Returns a scaler for the first step.
     ///
     /// # Errors
     ///
-    /// [`ShardError::InvalidOption`] for a number out of its range.
+    /// [`ShardError::InvalidOption`] names a number that is out of range.
     pub fn init(&self) -> Result<GradScaler, ShardError> {
         let wrong = |option, value: String, expected: &str| {
             Err(ShardError::InvalidOption { option, value, expected: expected.into() })
@@ -55,12 +55,15 @@ impl GradScalerConfig {
     }
 }
 
-/// Scales the loss up, so that gradients do not underflow in half precision, and the gradients down
-/// again. Where they overflowed, on whatever rank, no rank steps, and the scale shrinks; after enough
-/// steps without, it grows.
+/// Scales the loss up, so that gradients do not underflow in half precision, and scales the gradients back
+/// down.
 ///
-/// Every rank has one of its own, made alike: they stay alike. It is its own state, and is saved and
-/// loaded with a [checkpoint](crate::checkpoint::Checkpoint::grad_scaler), or through serde.
+/// If a gradient overflows on any rank, no rank steps, and the scale shrinks. After
+/// [`growth_interval`](GradScalerConfig) steps without an overflow, the scale grows.
+///
+/// Every rank creates a scaler with the same configuration. All ranks update their scales in the same way,
+/// so the scales stay equal. A scaler is saved and loaded with a
+/// [checkpoint](crate::checkpoint::Checkpoint::grad_scaler), or through serde.
 ///
 /// ```no_run
 /// # use burn::{optim::{AdamWConfig, GradientsParams, ModuleOptimizer}, tensor::Tensor};
@@ -84,17 +87,17 @@ impl GradScalerConfig {
 pub struct GradScaler {
     config: GradScalerConfig,
     scale: f32,
-    /// Steps since the scale last changed.
+    /// Number of steps since the scale last changed.
     growth_tracker: u32,
 }
 
-/// What a step's gradients turned out to be, the same on every rank.
+/// The gradients of a step after unscaling. Every rank gets the same variant.
 #[derive(Debug)]
 #[must_use = "the optimizer steps with finite gradients, and skips the step after an overflow"]
 pub enum Unscaled {
-    /// The gradients of the loss as it was before it was scaled.
+    /// All gradients are finite on every rank. These are the gradients of the unscaled loss.
     Finite(GradientsParams),
-    /// A gradient was infinite or NaN on some rank. There is nothing to step with.
+    /// A gradient is infinite or NaN on some rank. Skip the optimizer step.
     Overflow,
 }
 
@@ -106,29 +109,34 @@ impl Default for GradScaler {
 }
 
 impl GradScaler {
-    /// A scaler with PyTorch's defaults.
+    /// Returns a scaler with PyTorch's defaults.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What losses are multiplied by at present.
+    /// Returns the present scale, the factor of losses.
     pub fn loss_scale(&self) -> f32 {
         self.scale
     }
 
-    /// The loss to call `backward` or `accumulate` with, in place of `loss`. The scale stays the same
-    /// until [`unscale`](Self::unscale).
+    /// Returns `loss` multiplied by the scale. Pass the result to `backward` or `accumulate` in place of
+    /// `loss`.
+    ///
+    /// The scale does not change until [`unscale`](Self::unscale).
     pub fn scale(&self, loss: Tensor<1>) -> Tensor<1> {
         loss.mul_scalar(self.scale)
     }
 
-    /// Divides a step's gradients by the scale, checks that they are finite on every rank, and
-    /// updates the scale. Every rank calls it, once a step. One all-reduce, of one flag.
+    /// Divides a step's gradients by the scale, checks that they are finite on every rank, and updates
+    /// the scale. Every rank calls it, once a step.
+    ///
+    /// It runs one small collective, of one flag and the scale.
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::LossScaleMismatch`] where ranks have different scales, and
-    /// [`CollectiveError`](crate::CollectiveError) when a rank does not come.
+    /// [`ScheduleError::LossScaleMismatch`] if ranks have different scales, and
+    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
+    /// the time-out.
     pub fn unscale<M: FsdpModule>(
         &mut self,
         model: &Fsdp<M>,
@@ -139,13 +147,15 @@ impl GradScaler {
         Ok(unscaled)
     }
 
-    /// [`unscale`](Self::unscale) that leaves the scale as it is, for a loss that goes through several
-    /// sharded models: call it for each of them, then [`update`](Self::update) once, and step all of
-    /// them or none. PyTorch's `unscale_`.
+    /// Divides a step's gradients by the scale and checks them, without updating the scale. Every rank
+    /// calls it. PyTorch's `unscale_`.
+    ///
+    /// Use it for a loss that depends on several sharded models: call it for each model, then call
+    /// [`update`](Self::update) once, and step either all models or none.
     ///
     /// # Errors
     ///
-    /// As [`unscale`](Self::unscale).
+    /// The errors of [`unscale`](Self::unscale).
     pub fn unscale_only<M: FsdpModule>(
         &self,
         model: &Fsdp<M>,
@@ -153,22 +163,22 @@ impl GradScaler {
     ) -> Result<Unscaled, Error> {
         let finite = unscale_gradients(&**model, &mut gradients, self.scale.recip());
         let all = model.engine.exchange_finite(finite, self.scale)?;
-        for (rank, told) in model.mesh().world.ranks().zip(&all) {
-            let (found, expected) = (told.1, all[0].1);
+        for (rank, reported) in model.mesh().world.ranks().zip(&all) {
+            let (found, expected) = (reported.1, all[0].1);
             if found != expected {
                 return Err(ScheduleError::LossScaleMismatch { rank, found, expected }.into());
             }
         }
-        let finite = all.iter().all(|told| told.0);
+        let finite = all.iter().all(|reported| reported.0);
         Ok(if finite { Unscaled::Finite(gradients) } else { Unscaled::Overflow })
     }
 
-    /// Returns the configuration, the scale and the growth tracker, which a checkpoint holds.
+    /// Returns the configuration, the scale and the growth tracker, for a checkpoint.
     pub(crate) fn parts(&self) -> (&GradScalerConfig, f32, u32) {
         (&self.config, self.scale, self.growth_tracker)
     }
 
-    /// Returns the scaler that a checkpoint holds.
+    /// Returns the scaler that a checkpoint describes.
     pub(crate) fn restored(
         config: GradScalerConfig,
         scale: f32,
@@ -177,11 +187,11 @@ impl GradScaler {
         Unchecked { config, scale, growth_tracker }.try_into()
     }
 
-    /// Moves on to the scale of the next step, after one whose gradients were all `finite`, on every
-    /// rank, or were not. [`unscale`](Self::unscale) has done so.
+    /// Updates the scale after a step; `finite` says whether all gradients were finite on every rank.
+    /// [`unscale`](Self::unscale) calls it.
     pub fn update(&mut self, finite: bool) {
         if !finite {
-            // Never 0, which no loss comes back from.
+            // A scale of 0 could never grow again.
             self.scale = (self.scale * self.config.backoff_factor).max(f32::MIN_POSITIVE);
             self.growth_tracker = 0;
             return;
@@ -197,7 +207,7 @@ impl GradScaler {
     }
 }
 
-/// A saved scaler, before its numbers are checked.
+/// A saved scaler whose numbers are not checked yet.
 #[derive(Deserialize)]
 struct Unchecked {
     config: GradScalerConfig,
@@ -211,7 +221,7 @@ impl TryFrom<Unchecked> for GradScaler {
     fn try_from(saved: Unchecked) -> Result<Self, ShardError> {
         let Unchecked { config, scale, growth_tracker } = saved;
         config.init()?;
-        // A saved scale is held to what a first one is.
+        // A saved scale must fulfil the conditions of the first scale.
         let Self { scale, .. } = config.clone().with_init_scale(scale).init()?;
         Ok(Self { config, scale, growth_tracker })
     }
@@ -221,10 +231,10 @@ impl TryFrom<Unchecked> for GradScaler {
 mod tests {
     use super::*;
 
-    /// The scales that `torch.amp.GradScaler(init_scale=1024, growth_interval=3)` goes through, worked
-    /// out by hand from `torch._amp_update_scale_`.
+    /// Expects the scales of `torch.amp.GradScaler(init_scale=1024, growth_interval=3)`, computed by hand
+    /// from `torch._amp_update_scale_`.
     #[test]
-    fn the_scale_moves_as_pytorchs() {
+    fn the_scale_changes_as_in_pytorch() {
         let config = GradScalerConfig::new().with_init_scale(1024.0).with_growth_interval(3);
         let mut scaler = config.init().unwrap();
         let steps = [true, true, true, true, true, false, true, true, true, false, false];
@@ -238,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scale_does_not_grow_beyond_what_is_finite() {
+    fn the_scale_stays_finite() {
         let config = GradScalerConfig::new().with_init_scale(f32::MAX).with_growth_interval(1);
         let mut scaler = config.init().unwrap();
         scaler.update(true);
@@ -246,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scale_does_not_shrink_to_nothing() {
+    fn the_scale_does_not_shrink_to_zero() {
         let mut scaler = GradScalerConfig::new().with_init_scale(1e-38).init().unwrap();
         for _ in 0..9 {
             scaler.update(false);

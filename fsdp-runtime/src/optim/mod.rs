@@ -1,39 +1,58 @@
 //! Optimizers that update a parameter in one pass over memory.
 //!
-//! [`AdamW`], [`Adam`] and [`Sgd`] are Burn [`Optimizer`](burn::optim::Optimizer)s: their configs'
-//! `init()` gives Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer), and parameter groups,
-//! learning-rate schedules, gradient clipping and records work as with Burn's own. Records are
-//! interchangeable with those of the optimizer of the same name in [`burn::optim`]. They need no
-//! sharding; an unsharded model gains as much.
+//! [`AdamW`], [`Adam`] and [`Sgd`] are Burn [`Optimizer`](burn::optim::Optimizer)s. `init()` on a config
+//! returns Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer), so parameter groups, learning-rate
+//! schedules, gradient clipping and records work as they do with Burn's optimizers. A record can be
+//! loaded into the optimizer of the same name in [`burn::optim`], and the other way round. The optimizers
+//! work on unsharded models too.
 //!
-//! In f32 on Flex and on CubeCL devices a step reads the parameter, its gradient and its state once and
-//! writes them once: in vector registers and on all threads of the current rayon pool, or in one launch
-//! of the device, which takes several parameters of a sharded model. It writes in place wherever no other
-//! tensor shares the memory, and then allocates nothing. Elsewhere, and for other number types, the same
-//! formula runs as tensor operations.
+//! # Speed
 //!
-//! State that is loaded comes into the host's memory, and goes to the parameter's device when that is
-//! stepped next; Burn's own optimizers load it on the default device.
+//! For f32 tensors on Flex and on CubeCL devices, a step reads and writes the parameter and its state once,
+//! and reads the gradient once. Flex uses vector registers and all threads of the current rayon pool. A
+//! CubeCL device uses one kernel launch, which several parameters of a sharded model share. The update is
+//! in place where no other tensor shares the memory, and then allocates nothing. For other dtypes and
+//! backends, the same formula runs as tensor operations.
 //!
-//! [`WholeParam`] steps a sharded model with an optimizer that needs whole matrices.
+//! # State
 //!
-//! On Flex an element's result depends on its own numbers alone, not on where it lies in its tensor,
-//! on the number of threads or on the processor's vector width: sharding a parameter changes no bit of
-//! its update.
+//! Loaded state is stored in host memory until the parameter is stepped, and is then moved to the
+//! parameter's device. Burn's optimizers load state on the default device.
+//!
+//! # Reproducibility
+//!
+//! On Flex, the result for an element depends only on the values of that element: not on the element's
+//! position in the tensor, the number of threads, or the vector width of the processor. So sharding a
+//! parameter does not change a bit of its update.
+//!
+//! # Optimizers that need full matrices
+//!
+//! [`WholeParam`] steps a sharded model with an optimizer that needs full matrices, such as Muon.
+//!
+//! Imports point one way: adam_rule, on_host, clipping, owners, single_param <- fused, matrix_step <-
+//! fused_adam, sgd, whole_param <- adam, adamw; unscale <- grad_scaler.
 
 mod adam;
+mod adam_rule;
+mod adamw;
+mod clipping;
 mod fused;
+mod fused_adam;
 mod grad_scaler;
+mod matrix_step;
 mod on_host;
+mod owners;
 mod sgd;
+mod single_param;
 #[cfg(all(test, feature = "cpu"))]
 mod tests;
 mod unscale;
-mod whole;
+mod whole_param;
 
+pub use self::adam::{Adam, AdamConfig};
+pub use self::adamw::{AdamW, AdamWConfig};
 pub use self::grad_scaler::{GradScaler, GradScalerConfig, Unscaled};
-pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
-pub use on_host::OnHost;
-pub use sgd::{Sgd, SgdConfig, SgdState};
-pub use whole::WholeParam;
-pub(crate) use whole::owners;
+pub use self::on_host::OnHost;
+pub(crate) use self::owners::owners;
+pub use self::sgd::{Sgd, SgdConfig, SgdState};
+pub use self::whole_param::WholeParam;

@@ -1,13 +1,14 @@
-//! Optimizer state that comes from a record into the host's memory.
+//! Optimizer state that is loaded from a record into host memory.
 //!
-//! Burn rebuilds the state of all parameters on the default device, which may be none that the program
-//! trains on and need not have room for it, and moves a parameter's to where its gradient lies when it
-//! is stepped next. From the host it goes there as well, and stays where the optimizer steps there.
+//! Burn loads the state of all parameters on the default device. The program may not train on that device,
+//! and the device may not have enough memory. When a parameter is stepped, Burn moves its state to the
+//! device of the gradient. It does so from the host too; with offload, the optimizer steps on the host and
+//! the state stays there.
 
 use burn::optim::{RecordState, StateSink, StateSource};
 use burn::tensor::Device;
 
-/// State `S`, in records as `S` is.
+/// State `S` of an optimizer, which a record loads into host memory. The record is that of `S`.
 #[derive(Clone, Debug)]
 pub struct OnHost<S>(pub S);
 
@@ -17,12 +18,12 @@ impl<S: RecordState> RecordState for OnHost<S> {
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        S::state_unflatten(prefix, src, &host(device)).map(Self)
+        S::state_unflatten(prefix, src, &host_device(device)).map(Self)
     }
 }
 
-/// The host, where there is a backend for it; else `device`.
-pub(super) fn host(device: &Device) -> Device {
+/// Returns the host's device with the feature `flex`, and `device` without it.
+pub(super) fn host_device(device: &Device) -> Device {
     #[cfg(feature = "flex")]
     {
         let _ = device;
@@ -40,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn state_of_a_record_comes_to_the_host_whatever_the_default_device() {
+    fn state_of_a_record_is_loaded_on_the_host_and_not_on_the_default_device() {
         let mut sink = StateSink::default();
         let moment = || Tensor::<1>::from_floats([1.0, 2.0], &Device::flex());
         let state = burn::optim::AdaptiveMomentumState::new(3, moment(), moment());

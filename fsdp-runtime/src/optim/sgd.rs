@@ -1,32 +1,36 @@
-//! Stochastic gradient descent with momentum: the config, the state, and the step as tensor
-//! operations where the fused one does not run.
+//! Stochastic gradient descent with momentum: the config, the state, and the step as tensor operations
+//! for tensors that no kernel takes.
 
 use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{Device, Tensor};
 
-use super::adam::with_clipping;
-use super::on_host::host;
+use super::clipping::with_clipping;
+use super::fused;
+use super::on_host::host_device;
 use crate::backend::kernels::SgdStep;
 
 /// Configuration of [`Sgd`], with PyTorch's defaults: no momentum, no decay.
 #[derive(Config, Debug)]
 pub struct SgdConfig {
-    /// μ: what the velocity keeps of itself each step; 0 for none.
+    /// μ, the decay rate of the velocity. Default: 0, which is no momentum.
     #[config(default = 0.0)]
     momentum: f64,
-    /// τ: what of the gradient the velocity leaves out, from its second step on.
+    /// τ, the share of the gradient that is not added to the velocity, from the second step on. Default:
+    /// 0.
     #[config(default = 0.0)]
     dampening: f64,
-    /// Whether to look ahead along the velocity.
+    /// Whether to use Nesterov momentum. Default: off.
     #[config(default = false)]
     nesterov: bool,
-    /// λ: `λ · θ` is added to the gradient (an L2 penalty).
+    /// λ, the L2 penalty: `λ · θ` is added to the gradient. Default: 0.
     #[config(default = 0.0)]
     weight_decay: f32,
-    /// Clipping of each parameter's gradient by itself. For all gradients together, and for a sharded
-    /// model, use [`Fsdp::clip_grad_norm`](crate::Fsdp::clip_grad_norm).
+    /// Clipping of each parameter's gradient separately. Default: none.
+    ///
+    /// To clip all gradients together, and for a sharded model, use
+    /// [`Fsdp::clip_grad_norm`](crate::Fsdp::clip_grad_norm).
     grad_clipping: Option<GradientClippingConfig>,
 }
 
@@ -45,24 +49,26 @@ pub struct SgdConfig {
 /// 2013, in the form of
 /// [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html), which Burn shares.
 ///
-/// It panics where a loaded state has not the shape of its parameter.
+/// # Panics
+///
+/// A step panics if a loaded state has another shape than its parameter.
 #[derive(Clone, Debug)]
 pub struct Sgd {
-    pub(super) momentum: f64,
-    pub(super) dampening: f64,
-    pub(super) nesterov: bool,
-    pub(super) weight_decay: f32,
+    momentum: f64,
+    dampening: f64,
+    nesterov: bool,
+    weight_decay: f32,
     foreach: bool,
 }
 
-/// State of [`Sgd`], named in records as [`burn::optim::SgdState`] is.
+/// The state of [`Sgd`]. Records name it as they name [`burn::optim::SgdState`].
 #[derive(Clone, Debug)]
 pub struct SgdState<const D: usize> {
-    /// `b`, with momentum. Of the parameter's shape.
+    /// The velocity `b`, in the shape of the parameter; `None` without momentum.
     pub velocity: Option<Tensor<D>>,
 }
 
-/// The velocity's name in a record.
+/// Name of the velocity in a record.
 const VELOCITY: &str = "momentum.velocity";
 
 impl<const D: usize> RecordState for SgdState<D> {
@@ -74,14 +80,15 @@ impl<const D: usize> RecordState for SgdState<D> {
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let velocity = src.take_tensor(prefix, VELOCITY);
-        let device = host(device);
+        let device = host_device(device);
         Some(Self { velocity: velocity.map(|velocity| Tensor::from_data(velocity, &device)) })
     }
 }
 
 impl SgdConfig {
-    /// The optimizer of one parameter group, for
-    /// [`ModuleOptimizer::with_group`](burn::optim::ModuleOptimizer::with_group); it does not clip.
+    /// Returns the optimizer of one parameter group, for
+    /// [`ModuleOptimizer::with_group`](burn::optim::ModuleOptimizer::with_group). It ignores
+    /// `grad_clipping`.
     pub fn build(&self) -> Sgd {
         Sgd {
             momentum: self.momentum,
@@ -92,20 +99,21 @@ impl SgdConfig {
         }
     }
 
-    /// The optimizer of a module.
+    /// Returns the optimizer of a module, with `foreach`.
     pub fn init(&self) -> ModuleOptimizer {
         with_clipping(self.build().with_foreach(true).into(), self.grad_clipping.as_ref())
     }
 }
 
 impl Sgd {
-    /// As [`AdamW::with_foreach`](super::AdamW::with_foreach).
+    /// Sets whether steps of several parameters share a kernel launch:
+    /// see [`AdamW::with_foreach`](super::AdamW::with_foreach).
     pub fn with_foreach(mut self, foreach: bool) -> Self {
         self.foreach = foreach;
         self
     }
 
-    /// Returns the numbers of one step; `first` says that there is no velocity yet.
+    /// Returns the coefficients of one step. `first` says that the parameter has no velocity yet.
     pub(crate) fn numbers(&self, lr: f64, first: bool) -> SgdStep {
         SgdStep {
             lr: lr as f32,
@@ -116,12 +124,13 @@ impl Sgd {
         }
     }
 
+    /// Returns whether the state has a velocity.
     pub(crate) fn has_momentum(&self) -> bool {
         self.momentum != 0.0
     }
 
-    /// The step as tensor operations, with the velocity it leaves.
-    fn step_elsewhere<const D: usize>(
+    /// Runs the step as tensor operations. Returns the parameter and the velocity.
+    fn step_by_operations<const D: usize>(
         &self,
         lr: LearningRate,
         param: Tensor<D>,
@@ -138,9 +147,9 @@ impl Sgd {
             Some(velocity) => velocity * self.momentum + grad.clone() * (1.0 - self.dampening),
             None => grad.clone(),
         };
-        let along =
+        let update =
             if self.nesterov { grad + velocity.clone() * self.momentum } else { velocity.clone() };
-        (param - along * lr, Some(velocity))
+        (param - update * lr, Some(velocity))
     }
 }
 
@@ -155,12 +164,13 @@ impl Optimizer for Sgd {
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         let velocity = state.and_then(|state| state.velocity);
-        if super::fused::takes([&tensor, &grad].into_iter().chain(&velocity)) {
+        if fused::takes([&tensor, &grad].into_iter().chain(&velocity)) {
+            let (step, momentum) = (self.numbers(lr, velocity.is_none()), self.has_momentum());
             let (tensor, velocity) =
-                super::fused::sgd(self, lr, tensor, grad, velocity, self.foreach);
+                fused::sgd(&step, momentum, tensor, grad, velocity, self.foreach);
             return (tensor, Some(SgdState { velocity }));
         }
-        let (tensor, velocity) = self.step_elsewhere(lr, tensor, grad, velocity);
+        let (tensor, velocity) = self.step_by_operations(lr, tensor, grad, velocity);
         (tensor, Some(SgdState { velocity }))
     }
 
@@ -191,7 +201,7 @@ mod tests {
             for step in 1..10 {
                 let grad = wave(0.3 * step as f32);
                 (a, state) = sgd.step(1e-2, a, grad.clone(), state);
-                (b, velocity) = sgd.step_elsewhere(1e-2, b, grad, velocity);
+                (b, velocity) = sgd.step_by_operations(1e-2, b, grad, velocity);
             }
             let difference = (a - b).abs().max().into_scalar::<f32>();
             assert!(difference < 1e-6, "{sgd:?}: {difference}");

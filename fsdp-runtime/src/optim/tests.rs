@@ -1,4 +1,4 @@
-//! Optimizer steps that share launches.
+//! Tests of optimizer steps that share kernel launches.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,7 +9,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use super::{AdamConfig, AdamWConfig, SgdConfig};
 use crate::backend::kernels::batched_steps::{is_open, scope};
 
-/// More than share a launch; empty, odd, and of less than a vector.
+/// Lengths of parameters: more parameters than share a launch, and empty, odd and short ones.
 const LENGTHS: [usize; 20] =
     [64, 1, 7, 1031, 0, 4096, 64, 3, 100, 9001, 16, 17, 64, 33, 5000, 2, 8, 128, 999, 32];
 
@@ -33,7 +33,7 @@ impl Many {
         Self { params: LENGTHS.iter().enumerate().map(param).collect() }
     }
 
-    /// Every third parameter has none.
+    /// Returns gradients for two of every three parameters.
     fn gradients(&self, step: usize) -> GradientsParams {
         let mut gradients = GradientsParams::new();
         for (seed, param) in self.params.iter().enumerate().filter(|(seed, _)| seed % 3 != 2) {
@@ -60,7 +60,7 @@ fn optimizers() -> [ModuleOptimizer; 4] {
 }
 
 #[test]
-fn steps_that_share_launches_are_those_that_do_not() {
+fn shared_and_separate_launches_give_the_same_bits() {
     for (mut shared, mut single) in optimizers().into_iter().zip(optimizers()) {
         let (mut a, mut b) = (Many::new(), Many::new());
         for step in 0..3 {
@@ -74,9 +74,9 @@ fn steps_that_share_launches_are_those_that_do_not() {
     }
 }
 
-/// What a wrapper of an optimizer sees of the last parameter that it steps.
+/// An optimizer that wraps another one reads the result of a step at once.
 #[test]
-fn a_step_is_put_off_only_if_its_optimizer_says_so() {
+fn a_step_is_deferred_only_with_foreach() {
     let moved = |foreach| {
         let adam = AdamWConfig::new().build().with_foreach(foreach);
         let (before, gradient) = (numbers(1, 64), numbers(2, 64));
@@ -91,7 +91,7 @@ fn a_step_is_put_off_only_if_its_optimizer_says_so() {
 }
 
 #[test]
-fn what_a_panic_leaves_behind_is_forgotten() {
+fn deferred_steps_are_discarded_after_a_panic() {
     let mut optimizer = AdamWConfig::new().init();
     let many = Many::new();
     let kept = many.clone();

@@ -1,4 +1,4 @@
-//! Gradients divided by a loss scale and checked, in one pass over memory.
+//! The division of gradients by a loss scale, and the check that they are finite, in one pass over memory.
 
 use std::collections::{HashMap, HashSet};
 
@@ -6,19 +6,20 @@ use burn::module::{Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Shape, Tensor};
 
-use crate::backend::Norm;
 use crate::backend::kernels::has_kernels;
-use crate::backend::ops;
+use crate::backend::{Norm, ops};
 use crate::module::{FsdpModule, ParamVisitor};
 
-/// Multiplies the gradients of a module's parameters, of ignored ones too, by `factor`, each in its
-/// own memory where there is a kernel for it, and tells whether all elements are finite then.
-pub(crate) fn unscale_gradients<M: FsdpModule>(
+/// Multiplies the gradients of a module's parameters by `factor`, including those of ignored parameters.
+/// Returns whether all elements are finite afterwards.
+///
+/// Gradients that a kernel takes are multiplied in place.
+pub(super) fn unscale_gradients<M: FsdpModule>(
     module: &M,
     gradients: &mut GradientsParams,
     factor: f32,
 ) -> bool {
-    let mut take = Take {
+    let mut take = TakeGradients {
         gradients,
         factor,
         done: HashSet::new(),
@@ -28,28 +29,31 @@ pub(crate) fn unscale_gradients<M: FsdpModule>(
         finite: true,
     };
     module.visit_params(&mut take);
-    let Take { gradients, taken, flat, finite, .. } = take;
+    let TakeGradients { gradients, taken, flat, finite, .. } = take;
     let (flat, sums) = ops::unscale(flat, factor, Norm::Inf)
-        .expect("`Take` has asked for the device and the dtype");
+        .expect("`TakeGradients` has checked the device and the dtype");
     let unscaled = taken.into_iter().zip(flat).map(|((id, shape), flat)| (id, (shape, flat)));
-    module.visit_params(&mut Give { gradients, unscaled: unscaled.collect() });
+    module.visit_params(&mut PutGradients { gradients, unscaled: unscaled.collect() });
     finite && sums.iter().all(ops::Sums::is_finite)
 }
 
-/// Takes the gradients that a kernel can multiply; the others it multiplies itself.
-struct Take<'a> {
+/// Takes out the gradients that a kernel can multiply, and multiplies the others with tensor operations.
+struct TakeGradients<'a> {
     gradients: &'a mut GradientsParams,
     factor: f32,
-    /// A tied parameter stands at several places.
+    /// Parameters that were handled: the traversal reaches a tied weight several times.
     done: HashSet<ParamId>,
-    /// That of the first gradient.
+    /// Device of the first gradient that a kernel can multiply. The kernel takes gradients of one device.
     device: Option<Device>,
+    /// Ids and shapes of the gradients in `flat`.
     taken: Vec<(ParamId, Shape)>,
+    /// Gradients for the kernel, flattened.
     flat: Vec<Tensor<1>>,
+    /// Whether the gradients that tensor operations multiplied are finite.
     finite: bool,
 }
 
-impl ParamVisitor for Take<'_> {
+impl ParamVisitor for TakeGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if !self.done.insert(param.id) {
             return;
@@ -66,20 +70,20 @@ impl ParamVisitor for Take<'_> {
             return;
         }
         let gradient = gradient.mul_scalar(self.factor);
-        // NaN is not below anything; in f16 the bound itself would be infinite.
+        // A comparison with NaN is false. The cast is needed because `f32::MAX` is infinite in f16.
         let magnitude = gradient.clone().cast(DType::F32).abs();
         self.finite &= magnitude.lower_equal_elem(f32::MAX).all().into_scalar::<bool>();
         self.gradients.register(param.id, gradient);
     }
 }
 
-/// Puts them back.
-struct Give<'a> {
+/// Puts the gradients that the kernel has multiplied back.
+struct PutGradients<'a> {
     gradients: &'a mut GradientsParams,
     unscaled: HashMap<ParamId, (Shape, Tensor<1>)>,
 }
 
-impl ParamVisitor for Give<'_> {
+impl ParamVisitor for PutGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some((shape, flat)) = self.unscaled.remove(&param.id) {
             self.gradients.register(param.id, flat.reshape::<D, _>(shape));

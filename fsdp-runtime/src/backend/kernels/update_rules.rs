@@ -198,8 +198,8 @@ mod tests {
         let cautious = adam.clone().with_cautious_weight_decay(true);
         let amsgrad = adam.clone().with_amsgrad(true);
         let coupled = AdamConfig::new().with_weight_decay(0.1);
-        let adams = [adam, cautious, amsgrad].map(|config| config.build().rule);
-        let adams = adams.into_iter().chain([coupled.build().rule]).map(|rule| -> Rule {
+        let adams = [adam, cautious, amsgrad].map(|config| config.build().rule());
+        let adams = adams.into_iter().chain([coupled.build().rule()]).map(|rule| -> Rule {
             let step = rule.step(1e-3, 7);
             Box::new(move |[p, g, m, v, max]| {
                 super::adam(&step, p, g, m, v, rule.amsgrad.then_some(max))
@@ -275,7 +275,7 @@ mod tests {
         let [lr, beta_1, beta_2, epsilon, rate] = [1e-2, 0.9, 0.999, 1e-8, 0.1];
         let [mut p, mut m, mut v] = [0.7, 0.0, 0.0];
         let mut ours = [[p as f32], [0.0f32], [0.0]];
-        let rule = AdamWConfig::new().with_weight_decay(rate as f32).build().rule;
+        let rule = AdamWConfig::new().with_weight_decay(rate as f32).build().rule();
         for t in 1..=20 {
             let g = (f64::from(t) * 0.9).cos();
             m = beta_1 * m + (1.0 - beta_1) * g;
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn amsgrad_propagates_nan() {
-        let rule = AdamWConfig::new().with_amsgrad(true).build().rule;
+        let rule = AdamWConfig::new().with_amsgrad(true).build().rule();
         let mut arrays: [[f32; 3]; 4] = [[1.0; 3], [0.0; 3], [0.0; 3], [0.0; 3]];
         let [p, m, v, max] = &mut arrays;
         super::adam(&rule.step(1e-3, 1), p, &[0.1, f32::NAN, 0.1], m, v, Some(max));

@@ -1,0 +1,50 @@
+//! The update rule of Adam and AdamW, as numbers.
+
+use crate::backend::kernels::AdamStep;
+
+/// The hyperparameters of Adam and AdamW.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AdamRule {
+    pub(super) beta_1: f32,
+    pub(super) beta_2: f32,
+    pub(super) epsilon: f32,
+    pub(crate) amsgrad: bool,
+    pub(super) decay: Decay,
+}
+
+/// How weights decay.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Decay {
+    /// Adds `penalty` times the parameter to the gradient (an L2 penalty), as Adam does.
+    Coupled { penalty: f32 },
+    /// Shrinks the parameter by `lr · rate` of its value, as AdamW does. With `cautious`, only elements
+    /// with the sign of the first moment shrink.
+    Decoupled { rate: f32, cautious: bool },
+}
+
+impl AdamRule {
+    /// Returns the numbers of step `time`, counted from 1. As in PyTorch, they are computed in f64 and
+    /// rounded once.
+    pub(crate) fn step(&self, lr: f64, time: usize) -> AdamStep {
+        let [beta_1, beta_2] = [self.beta_1, self.beta_2].map(f64::from);
+        let time = i32::try_from(time).unwrap_or(i32::MAX);
+        let correction = |beta: f64| 1.0 - beta.powi(time);
+        let (penalty, rate, cautious) = match self.decay {
+            Decay::Coupled { penalty } => (penalty, 0.0, false),
+            Decay::Decoupled { rate, cautious } => (0.0, lr * f64::from(rate), cautious),
+        };
+        AdamStep {
+            beta_1: self.beta_1,
+            one_minus_beta_1: (1.0 - beta_1) as f32,
+            beta_2: self.beta_2,
+            one_minus_beta_2: (1.0 - beta_2) as f32,
+            epsilon: self.epsilon,
+            root_scale: correction(beta_2).sqrt().recip() as f32,
+            step_size: (lr / correction(beta_1)) as f32,
+            penalty,
+            keep: (1.0 - rate) as f32,
+            rate: rate as f32,
+            cautious,
+        }
+    }
+}

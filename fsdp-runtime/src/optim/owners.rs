@@ -1,0 +1,87 @@
+//! The assignment of sharded matrices to the ranks that update them.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+
+use crate::layout::Mesh;
+use crate::module::ParamIndex;
+use crate::param_group::{Placement, Unit};
+
+/// Returns the owner of each sharded matrix, as a position in the shard group. The result depends only on the
+/// layout, so all ranks find the same owners.
+///
+/// Matrices are assigned in order of size, the largest first, each to the owner with the fewest elements so
+/// far.
+pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<ParamIndex, usize> {
+    let mut matrices = Vec::new();
+    for (index, unit) in units.iter().enumerate() {
+        for (entry, spec) in unit.entries.iter().enumerate() {
+            if matches!(spec.held, Placement::Shard(_)) {
+                matrices.push((Reverse(spec.numel()), ParamIndex { unit: index, entry }));
+            }
+        }
+    }
+    matrices.sort_unstable();
+    let mut loads = vec![0; mesh.shard_size().size()];
+    let assign = |(Reverse(numel), place)| {
+        let owner = (0..loads.len()).min_by_key(|&rank| loads[rank]).unwrap_or(0);
+        loads[owner] += numel;
+        (place, owner)
+    };
+    matrices.into_iter().map(assign).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::layout::{Rank, UnitLayout, WorldSize};
+    use crate::param_group::ParamSpec;
+
+    fn unit(numels: &[usize], mesh: Mesh) -> Unit {
+        let dtype = burn::tensor::DType::F32;
+        let layout = UnitLayout::new(numels.iter().map(|&numel| (dtype, numel)), mesh.shard_size());
+        let entry = |(segment, &numel): (usize, &usize)| ParamSpec {
+            path: format!("weights.{segment}"),
+            shape: vec![numel, 1],
+            dtype,
+            reduce_dtype: dtype,
+            held: Placement::Shard(layout.shard_of(segment, mesh.shard_rank())),
+            segment: Some(segment),
+        };
+        let entries = numels.iter().enumerate().map(entry).collect();
+        Unit {
+            name: Arc::from("unit"),
+            path: String::new(),
+            ty: "Unit",
+            level: 0,
+            field: false,
+            entries,
+            layout,
+            gathers: true,
+            precision: crate::options::Precision { input: None, output: None },
+            checkpointed: false,
+            within: None,
+        }
+    }
+
+    #[test]
+    fn owners_are_balanced_and_the_same_on_every_rank() {
+        let world = WorldSize::new(3).unwrap();
+        let numels = [500, 100, 90, 80, 400, 300, 300, 200, 200, 100];
+        let on = |rank| {
+            let mesh = Mesh::new(rank, world);
+            owners(&[unit(&numels[..4], mesh), unit(&numels[4..], mesh)], mesh)
+        };
+        let first = on(Rank::ZERO);
+        let mut loads = [0; 3];
+        for (place, owner) in &first {
+            loads[*owner] += numels[place.unit * 4 + place.entry];
+        }
+        let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
+        assert!(most - least <= 100, "{loads:?}");
+        assert_eq!(first.len(), numels.len());
+        assert!(world.ranks().all(|rank| on(rank) == first));
+    }
+}

@@ -1,0 +1,201 @@
+//! Optimizer steps on full matrices, for models whose parameters are sharded.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::Tensor;
+
+use super::matrix_step::{MatrixStep, PutShards, TakeMatrices, rounds};
+use super::owners::owners;
+use crate::error::{Error, ScheduleError};
+use crate::fully_shard::Fsdp;
+use crate::layout::Rank;
+use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
+use crate::param_group::{Placement, Unit};
+
+/// Steps a sharded model with an optimizer that needs full matrices, such as Burn's LAMB, Adafactor and
+/// Muon. The result is that of the unsharded model.
+///
+/// Element-wise optimizers, such as SGD and Adam, step shards directly and do not need this wrapper.
+///
+/// # Cost
+///
+/// Each sharded matrix has an owner, a rank of the shard group. Owners are balanced by bytes and depend only
+/// on the layout. A step gathers a matrix and its gradient on the owner, updates the matrix there with Burn's
+/// optimizer, and scatters the new shards. All owners work at the same time, and each stores one full matrix
+/// and its gradient in addition to its shards. Every rank steps replicated parameters (vectors, and all
+/// parameters under `NO_SHARD`) by itself.
+///
+/// # Compatibility
+///
+/// Parameter groups, learning rates and gradient clipping of the optimizer work as they do without sharding:
+/// clipping by norm uses the norm of the full gradient.
+///
+/// The optimizer state of a matrix is stored only on the owner. A
+/// [checkpoint](crate::checkpoint::Checkpoint::whole_optimizer) stores it under the name of the parameter,
+/// and can be loaded with any number of ranks and any strategy. A record contains the state of one rank, and
+/// can be loaded with the same number of ranks, strategy and wrapping only.
+///
+/// # Examples
+///
+/// ```no_run
+/// # use burn::optim::{GradientsParams, MuonConfig, AdamWConfig};
+/// # use burn::module::ParamGroup;
+/// # use fsdp_runtime::{Error, Fsdp, FsdpModule, optim::WholeParam};
+/// # fn step<M: FsdpModule>(model: Fsdp<M>, gradients: GradientsParams) -> Result<Fsdp<M>, Error> {
+/// // Muon steps the matrices of the blocks, and AdamW all other parameters.
+/// let blocks = ParamGroup::from_regex(r"^blocks\..*\.weight$").expect("a valid pattern");
+/// let optimizer = AdamWConfig::new().init().with_group(blocks, MuonConfig::new().build(), None);
+/// let mut optimizer = WholeParam::new(optimizer);
+/// let model = optimizer.step(1e-3, model, gradients)?;
+/// # Ok(model)
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct WholeParam {
+    inner: ModuleOptimizer,
+}
+
+impl fmt::Debug for WholeParam {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WholeParam").finish_non_exhaustive()
+    }
+}
+
+impl WholeParam {
+    /// Wraps an optimizer, with or without state.
+    pub fn new(optimizer: impl Into<ModuleOptimizer>) -> Self {
+        Self { inner: optimizer.into() }
+    }
+
+    /// Updates the parameters that have a gradient, and returns the updated model. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`ScheduleError::GradientMismatch`] if a rank has no gradient of a parameter that has one on other
+    /// ranks, and [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// within the time-out. The model is lost in both cases.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the optimizer does, as Muon does on a parameter that is not a matrix.
+    pub fn step<M: FsdpModule>(
+        &mut self,
+        lr: impl Into<ModuleLearningRate>,
+        model: Fsdp<M>,
+        mut gradients: GradientsParams,
+    ) -> Result<Fsdp<M>, Error> {
+        let (lr, engine) = (lr.into(), model.engine.clone());
+        let sharded = sharded_with_gradient(&model, &gradients)?;
+        let mut take = TakeMatrices::new(&mut self.inner, &lr, &mut gradients, sharded);
+        let model = model.map_module(|module| module.map(&mut take));
+        let matrices = take.into_matrices();
+        let mut updated = HashMap::new();
+        for round in rounds(&*engine, matrices) {
+            let (steps, wholes): (Vec<_>, Vec<_>) = round.into_iter().unzip();
+            let mut step = |index: usize, matrix, gradient| {
+                let MatrixStep { id, path, step, .. } = &steps[index];
+                step(&mut self.inner, &lr, *id, path, matrix, gradient)
+            };
+            let shards = engine.step_whole(wholes, &mut step)?;
+            for (MatrixStep { id, .. }, shard) in steps.into_iter().zip(shards) {
+                updated.extend(shard.map(|shard| (id, shard)));
+            }
+        }
+        Ok(model.map_module(|module| module.map(&mut PutShards { updated })))
+    }
+
+    /// Returns the rank that owns each sharded matrix of `model`, by module path. Under a hybrid strategy,
+    /// these are ranks of this rank's shard group.
+    pub fn owners<M: FsdpModule>(model: &Fsdp<M>) -> BTreeMap<String, Rank> {
+        let (units, mesh) = (model.engine.units(), model.mesh());
+        let first = mesh.replica().index() * mesh.shard_size().size();
+        let group: Vec<Rank> = mesh.world.ranks().skip(first).collect();
+        let path = |place: ParamIndex| units[place.unit].entries[place.entry].path.clone();
+        let owners = owners(units, mesh).into_iter();
+        owners.map(|(place, owner)| (path(place), group[owner])).collect()
+    }
+
+    /// Returns the optimizer with this rank's state: full tensors of replicated parameters, and of the
+    /// matrices that the rank owns.
+    pub fn inner(&self) -> &ModuleOptimizer {
+        &self.inner
+    }
+
+    /// Returns the optimizer, to load this rank's state into it.
+    pub(crate) fn inner_mut(&mut self) -> &mut ModuleOptimizer {
+        &mut self.inner
+    }
+
+    /// Unwraps the optimizer, with this rank's state.
+    pub fn into_inner(self) -> ModuleOptimizer {
+        self.inner
+    }
+
+    /// Returns a record of this rank's state.
+    pub fn to_record(&self) -> OptimizerRecord {
+        self.inner.to_record()
+    }
+
+    /// Loads a record of this rank's state.
+    #[must_use]
+    pub fn load_record(self, record: OptimizerRecord) -> Self {
+        Self { inner: self.inner.load_record(record) }
+    }
+}
+
+/// Returns the sharded matrices that have a gradient on any rank. Every rank calls it, and gets the same
+/// matrices.
+fn sharded_with_gradient<M: FsdpModule>(
+    model: &Fsdp<M>,
+    gradients: &GradientsParams,
+) -> Result<HashMap<ParamId, ParamIndex>, Error> {
+    let (units, mesh) = (model.engine.units(), model.mesh());
+    let mut find = FindGradients { units, gradients, matrices: Vec::new(), lens: Vec::new() };
+    model.visit_params(&mut find);
+    let all = model.engine.exchange_gradients(find.lens)?;
+    let mut found = HashMap::new();
+    for (index, (id, place)) in find.matrices.into_iter().enumerate() {
+        if all.iter().all(|lens| lens[index].is_none()) {
+            continue;
+        }
+        let unit = &units[place.unit];
+        let entry = &unit.entries[place.entry];
+        let segment = entry.segment.expect("a sharded entry has a segment");
+        for (rank, lens) in mesh.shard_size().ranks().zip(&all) {
+            let expected = unit.layout.shard_of(segment, rank).len();
+            if expected == 0 || lens[index] == Some(expected) {
+                continue;
+            }
+            let found = lens[index].map_or("none".into(), |len| format!("one of {len}"));
+            let path = entry.path.clone();
+            return Err(ScheduleError::GradientMismatch { path, rank, expected, found }.into());
+        }
+        found.insert(id, place);
+    }
+    Ok(found)
+}
+
+/// The visitor that lists the sharded matrices and their gradients on this rank.
+struct FindGradients<'a> {
+    units: &'a [Unit],
+    gradients: &'a GradientsParams,
+    matrices: Vec<(ParamId, ParamIndex)>,
+    /// Number of elements of each matrix's gradient; `None` for no gradient.
+    lens: Vec<Option<usize>>,
+}
+
+impl ParamVisitor for FindGradients<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(place) = Sharded::of(param).map(|sharded| sharded.place) else { return };
+        let entry = &self.units[place.unit].entries[place.entry];
+        if matches!(entry.held, Placement::Shard(_)) {
+            let gradient = self.gradients.get::<D>(param.id);
+            self.lens.push(gradient.map(|gradient| gradient.shape().num_elements()));
+            self.matrices.push((param.id, place));
+        }
+    }
+}
