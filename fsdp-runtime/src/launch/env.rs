@@ -1,22 +1,24 @@
-//! Which rank this process is, from the variables of whatever started it: `fsdp launch` and
-//! torchrun, Open MPI's `mpirun`, or Slurm's `srun`.
+//! The environment variables that say which rank this process is.
 //!
-//! Reads only; who may start ranks in such an environment is for the launcher to say.
+//! `fsdp launch` and torchrun, Open MPI's `mpirun`, and Slurm's `srun` set them. This module only reads them;
+//! [`launch`](crate::launch) decides whether ranks may be started in such an environment.
 
 use std::ffi::OsString;
 use std::fmt;
 
 use crate::layout::{Rank, WorldSize};
 
-/// The exit code by which a rank says that it ended only because another had failed: `fsdp launch`
-/// then looks for the cause among the others. Any other code is right too, where the order in which
-/// ranks ended tells.
+/// Exit code of a rank that ended only because another rank had failed.
+///
+/// `fsdp launch` then looks for the cause among the other ranks. With another exit code, `fsdp launch`
+/// finds the cause by the order in which ranks ended.
 pub const EXIT_PEER_FAILED: i32 = 75;
 
-/// What started this process.
+/// The program that started this process as a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Launcher {
-    /// `fsdp launch`, torchrun, or whatever else sets `RANK`.
+    /// `fsdp launch`, torchrun, or another program that sets `RANK`.
     Torchrun,
     /// Open MPI's `mpirun`.
     OpenMpi,
@@ -34,11 +36,11 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// The names under which a launcher tells a process its place.
+/// The names of a launcher's environment variables.
 struct Names {
     launcher: Launcher,
     rank: &'static str,
-    /// The first that is set counts.
+    /// Variables of the world size. The first one that is set is used.
     world: &'static [&'static str],
     local_rank: &'static str,
     local_world: &'static str,
@@ -58,7 +60,7 @@ const OPEN_MPI: Names = Names {
     local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
     local_world: "OMPI_COMM_WORLD_LOCAL_SIZE",
 };
-// SLURM_NTASKS is the job's, the other the step's, which may be smaller.
+// SLURM_NTASKS is the number of tasks of the job; a step of the job may have fewer.
 const SLURM: Names = Names {
     launcher: Launcher::Slurm,
     rank: "SLURM_PROCID",
@@ -67,87 +69,90 @@ const SLURM: Names = Names {
     local_world: "SLURM_STEP_TASKS_PER_NODE",
 };
 
-/// This process's place among the ranks.
+/// The rank of this process, as the environment variables of its launcher say.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RankEnv {
-    /// This rank.
+    /// Rank of this process.
     pub rank: Rank,
-    /// The number of ranks.
+    /// Number of ranks on all machines.
     pub world: WorldSize,
-    /// This rank's number on its machine, counted from 0.
+    /// Number of this rank among the ranks of one machine, counted from 0.
     pub local_rank: usize,
-    /// The number of ranks on its machine, where the launcher says it.
+    /// Number of ranks on this machine; `None` if the launcher does not set it.
     pub local_world: Option<usize>,
-    /// What said so.
+    /// Launcher whose variables were used.
     pub launcher: Launcher,
-    /// `MASTER_ADDR` and `MASTER_PORT`, where ranks can meet; MPI does without.
+    /// Address of rank 0, from `MASTER_ADDR` and `MASTER_PORT`; `None` if they are not set. MPI does not
+    /// need it.
     pub main_process: Option<MainProcess>,
 }
 
-/// Where rank 0 can be reached.
+/// The address at which the other ranks reach rank 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MainProcess {
-    /// A host's name or address.
+    /// Name or address of the host.
     pub host: String,
-    /// The port.
+    /// TCP port, 1 to 65535.
     pub port: u16,
 }
 
-/// Variables that do not say which rank this is.
+/// Environment variables that do not say which rank this process is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvError {
-    /// Some of a launcher's variables are set, but not this one.
+    /// A launcher's variable that is not set, although others are.
     #[error(
         "`{present}` is set, but `{missing}` is not; start the program with {launcher}, or unset `{present}`"
     )]
     Missing {
-        /// The variable that is not set.
+        /// Name of the variable that is not set.
         missing: &'static str,
-        /// One that is.
+        /// Name of a variable that is set.
         present: &'static str,
-        /// What sets both.
+        /// Launcher that sets both variables.
         launcher: Launcher,
     },
-    /// A variable that is no number.
+    /// A variable that is not a number in the expected range.
     #[error("`{variable}` is `{value}`; expected {expected}")]
     NotANumber {
-        /// The variable.
+        /// Name of the variable.
         variable: &'static str,
-        /// Its value.
+        /// Value of the variable.
         value: String,
-        /// What it can be.
+        /// Description of the expected values.
         expected: &'static str,
     },
-    /// A rank beyond the world.
+    /// A rank that is not below the world size.
     #[error("`{variable}` is {rank}, but `{world_variable}` is {world}; ranks count from 0")]
     RankOutOfWorld {
-        /// The variable of the rank.
+        /// Name of the variable with the rank.
         variable: &'static str,
-        /// The rank.
+        /// Value of the rank's variable.
         rank: usize,
-        /// The variable of the world size.
+        /// Name of the variable with the world size.
         world_variable: &'static str,
-        /// The world size.
+        /// Value of the world size's variable.
         world: usize,
     },
-    /// Two starters that name different ranks, as when one is started by the other.
+    /// Two launchers that give this process different ranks, because one has started the other.
     #[error(
         "the ranks were started twice: {first} says rank {first_rank} of {first_world}, \
          {second} says rank {second_rank} of {second_world}; start them with one of the two"
     )]
     StartedTwice {
-        /// One launcher.
+        /// First launcher.
         first: Launcher,
-        /// The rank it names.
+        /// Rank that the first launcher gives this process.
         first_rank: Rank,
-        /// The ranks it has started.
+        /// Number of ranks that the first launcher has started.
         first_world: WorldSize,
-        /// The other.
+        /// Second launcher.
         second: Launcher,
-        /// The rank it names.
+        /// Rank that the second launcher gives this process.
         second_rank: Rank,
-        /// The ranks it has started.
+        /// Number of ranks that the second launcher has started.
         second_world: WorldSize,
     },
     /// A configuration file for another number of processes.
@@ -156,33 +161,35 @@ pub enum EnvError {
          {started}; start {configured}, or change the file"
     )]
     WorldDiffers {
-        /// What the file says.
+        /// Number of processes in the file.
         configured: usize,
-        /// What was started.
+        /// Number of processes that were started.
         started: usize,
-        /// By what.
+        /// Launcher that has started the processes.
         launcher: Launcher,
     },
 }
 
 impl RankEnv {
-    /// Reads the variables of this process; `None` if nothing has started it as a rank.
+    /// Reads the environment variables of this process. Returns `None` if no launcher has started the
+    /// process as a rank.
     ///
-    /// `RANK` counts before Slurm's variables, which `srun torchrun` sets for the launcher, and
-    /// `mpirun`'s before Slurm's for the same reason.
+    /// Variables of torchrun and of `mpirun` take precedence over Slurm's: under `srun torchrun`, Slurm's
+    /// variables describe torchrun and not the ranks.
     ///
     /// # Errors
     ///
-    /// [`EnvError`] names the variable that is missing, no number, or contradicted by another.
+    /// [`EnvError`] names a variable that is missing, out of range, or contradicted by another variable.
     pub fn read() -> Result<Option<Self>, EnvError> {
         Self::from_variables(|name| std::env::var_os(name))
     }
 
-    /// As [`read`](Self::read), from any variables.
+    /// Reads variables from a function that returns the value of a variable. Otherwise it is
+    /// [`read`](Self::read).
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read).
+    /// The errors of [`read`](Self::read).
     pub fn from_variables(
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Option<Self>, EnvError> {
@@ -209,12 +216,14 @@ impl RankEnv {
         place.map(|place| Ok(Self { main_process: main_process?, ..place })).transpose()
     }
 
-    /// Compares the world with the `num_processes` of a configuration file. `fsdp launch` has settled the two
-    /// already, as its flags override the file, so this is for other starters.
+    /// Compares the world size with the `num_processes` of a configuration file.
+    ///
+    /// The check is for launchers that do not read the file. `fsdp launch` reads it, and its flags override
+    /// the file.
     ///
     /// # Errors
     ///
-    /// [`EnvError::WorldDiffers`].
+    /// [`EnvError::WorldDiffers`] if the numbers differ.
     pub fn check(&self, num_processes: Option<usize>) -> Result<(), EnvError> {
         match num_processes {
             Some(configured) if configured != self.world.size() => Err(EnvError::WorldDiffers {
@@ -227,7 +236,7 @@ impl RankEnv {
     }
 }
 
-/// The variables of a process. One that is empty is not set.
+/// The environment variables of a process. An empty variable counts as not set.
 struct Variables<'a, F>(&'a F);
 
 impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
@@ -248,7 +257,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
         self.get(variable).map(number).transpose()
     }
 
-    /// What a launcher's variables say; `None` if it has set none of them.
+    /// Returns the rank that a launcher's variables describe; `None` if none of them is set.
     fn place(&self, names: &Names) -> Result<Option<RankEnv>, EnvError> {
         const FROM_0: &str = "a whole number from 0";
         let world_name = *names
@@ -264,7 +273,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
         let (rank, world) = match (rank, world) {
             (Some(rank), Some(world)) => (rank, world),
             (Some(_), None) => return Err(missing(world_name, names.rank)),
-            // A batch script's job has a size as well, without being a rank of it.
+            // A batch script of Slurm has a number of tasks, but is not a rank.
             (None, Some(_)) if launcher != Launcher::Slurm => {
                 return Err(missing(names.rank, world_name));
             }
@@ -290,6 +299,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
         }))
     }
 
+    /// Returns the address of rank 0; `None` if its variables are not set.
     fn main_process(&self) -> Result<Option<MainProcess>, EnvError> {
         const HOST: &str = "MASTER_ADDR";
         const PORT: &str = "MASTER_PORT";
@@ -310,8 +320,11 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
     }
 }
 
-/// `4`, or Slurm's `4(x2)` for two machines of four tasks. Machines that differ are written with
-/// commas; which of them this one is, the text does not say.
+/// Parses the number of tasks on this machine: `4`, or Slurm's `4(x2)` for two machines with four tasks
+/// each.
+///
+/// Returns `None` for a list with commas, which Slurm writes for machines with different numbers of tasks:
+/// the list does not say which entry is for this machine.
 fn tasks(text: &str) -> Option<usize> {
     let (tasks, machines) = text.split_once('(').unwrap_or((text, ""));
     if machines.contains(',') {
@@ -339,7 +352,7 @@ mod tests {
     ];
 
     #[test]
-    fn each_starter_is_understood() {
+    fn the_variables_of_each_launcher_are_read() {
         let torchrun = read(&TORCH).unwrap().unwrap();
         assert_eq!((torchrun.rank.index(), torchrun.world.size(), torchrun.local_rank), (3, 4, 1));
         assert_eq!(torchrun.main_process, Some(MainProcess { host: "node0".into(), port: 29500 }));
@@ -371,18 +384,18 @@ mod tests {
         );
 
         assert_eq!(read(&[]), Ok(None));
-        assert_eq!(read(&[("SLURM_NTASKS", "8")]), Ok(None), "a batch script is no rank");
+        assert_eq!(read(&[("SLURM_NTASKS", "8")]), Ok(None), "a batch script is not a rank");
     }
 
     #[test]
-    fn torchrun_under_slurm_is_not_started_twice() {
+    fn torchrun_under_slurm_is_not_an_error() {
         let mut variables = TORCH.to_vec();
         variables.extend([("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_LOCALID", "0")]);
         assert_eq!(read(&variables).unwrap().unwrap().rank.index(), 3);
     }
 
     #[test]
-    fn torchrun_under_mpirun_is_started_twice() {
+    fn torchrun_under_mpirun_is_an_error() {
         let mut variables = TORCH.to_vec();
         variables.extend([
             ("OMPI_COMM_WORLD_RANK", "0"),
@@ -396,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn every_wrong_variable_is_named() {
+    fn errors_name_the_wrong_variable() {
         let change = |name: &str, value: &'static str| {
             let mut variables = TORCH.to_vec();
             for variable in &mut variables {
@@ -426,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_for_another_world_is_an_error() {
+    fn a_file_with_another_world_size_is_an_error() {
         let place = read(&TORCH).unwrap().unwrap();
         assert_eq!(place.check(None), Ok(()));
         let text = place.check(Some(2)).unwrap_err().to_string();

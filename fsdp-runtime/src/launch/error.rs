@@ -1,55 +1,57 @@
-//! Why ranks cannot be started.
+//! Errors of starting ranks.
 
 use super::engine::Engine;
 use super::env::{EnvError, Launcher};
 use crate::layout::{Rank, WorldSize};
 
-/// Ranks that cannot be started as asked.
+/// The reason why ranks cannot be started as requested.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// Variables of the environment that do not say which rank this process is.
+    /// Environment variables that do not say which rank this process is.
     #[error(transparent)]
     Env(#[from] EnvError),
-    /// The program asks for another number of ranks than were started.
+    /// A program that asks for another number of ranks than were started.
     #[error(
         "the program asks for {asked} ranks, but {launcher} has started {started} processes; start \
          {asked}, or ask for {started}"
     )]
     WorldMismatch {
-        /// What the program asks for.
+        /// Number of ranks that the program asks for.
         asked: usize,
-        /// What was started.
+        /// Number of processes that were started.
         started: WorldSize,
-        /// By what.
+        /// Launcher that has started the processes.
         launcher: Launcher,
     },
-    /// Thread ranks in several processes.
+    /// The engine `local` in one of several processes.
     #[error(
         "the engine `local` runs all ranks as threads of one process, but {launcher} has started \
          {started}; start the program by itself, or use the engine `mpi` or `nccl`"
     )]
     SeveralProcesses {
-        /// How many there are.
+        /// Number of processes that were started.
         started: WorldSize,
-        /// What has started them.
+        /// Launcher that has started the processes.
         launcher: Launcher,
     },
-    /// An engine between processes, and one process.
-    #[error("the engine `mpi` runs one process a rank; start the program with `mpirun -n {world}`")]
+    /// The engine `mpi` in a process that `mpirun` has not started.
+    #[error(
+        "the engine `mpi` runs each rank as a process; start the program with `mpirun -n {world}`"
+    )]
     NotStarted {
-        /// The ranks asked for.
+        /// Number of ranks that the program asks for.
         world: usize,
     },
-    /// An engine that is not part of this build.
+    /// An engine whose feature is not enabled in this build.
     #[error(
         "the engine `{engine}`, which these ranks need, is not part of this build; add \
          `--features {feature}` to the cargo command"
     )]
     NotCompiled {
-        /// The engine.
+        /// Engine that the ranks need.
         engine: Engine,
-        /// The feature that brings it.
+        /// Cargo feature that enables the engine.
         feature: &'static str,
     },
     /// Processes that were started as ranks, but not by MPI.
@@ -59,60 +61,60 @@ pub enum EngineError {
          --mpi`"
     )]
     NotJoined {
-        /// What has started the process.
+        /// Launcher that has started the process.
         launcher: Launcher,
-        /// The rank it was given.
+        /// Rank that the launcher gives the process.
         rank: Rank,
-        /// Of how many.
+        /// Number of ranks that the launcher has started.
         world: WorldSize,
-        /// Its rank among the processes that MPI has joined.
+        /// Rank of the process in MPI's world.
         mpi_rank: Rank,
-        /// How many these are.
+        /// Number of ranks in MPI's world.
         mpi_world: usize,
     },
-    /// MPI cannot be used.
+    /// An MPI library that cannot be used.
     #[error("MPI cannot be used: {reason}")]
     Mpi {
-        /// The library's reason.
+        /// Reason that the library gives.
         reason: String,
     },
-    /// The engine of GPUs, on another device.
+    /// The engine `nccl` on a device that is not a CUDA device.
     #[error(
         "the engine `nccl` needs CUDA devices, and the device of the launch is {device}; give \
          `Device::cuda(0)`, or use the engine `local`, or `mpi` for ranks in several processes"
     )]
     NotCuda {
-        /// The device's name.
+        /// Name of the device.
         device: String,
     },
-    /// More ranks than GPUs.
+    /// More ranks on a machine than GPUs.
     #[error(
         "{ranks} ranks on this machine need a GPU each, and it has {gpus} from index {first} on; \
          start fewer, or let threads share one with the engine `local`"
     )]
     TooFewGpus {
-        /// The ranks on this machine.
+        /// Number of ranks on this machine.
         ranks: usize,
-        /// The GPUs there are.
+        /// Number of GPUs from index `first` on.
         gpus: usize,
-        /// The first one to use.
+        /// Index of the first GPU to use.
         first: usize,
     },
-    /// Nothing says where ranks meet.
+    /// Environment variables without the address of rank 0.
     #[error(
         "{launcher} does not say where the ranks of the engine `nccl` meet; set MASTER_ADDR to the \
          name of rank 0's machine and MASTER_PORT to a free port on it, for every rank (with `mpirun`: \
          `-x MASTER_ADDR=.. -x MASTER_PORT=..`)"
     )]
     NoMainProcess {
-        /// What has started the process.
+        /// Launcher that has started the process.
         launcher: Launcher,
     },
-    /// Ranks that cannot reach each other.
+    /// Ranks that cannot connect to rank 0.
     #[cfg(feature = "nccl")]
     #[error(transparent)]
     Store(#[from] crate::collectives::store::StoreError),
-    /// No CUDA device that can be used.
+    /// A CUDA device that cannot be used.
     #[cfg(feature = "nccl")]
     #[error(transparent)]
     Cuda(#[from] crate::collectives::cuda::CudaError),
@@ -120,7 +122,7 @@ pub enum EngineError {
     #[cfg(feature = "nccl")]
     #[error(transparent)]
     NcclJoin(#[from] crate::collectives::nccl::NcclJoinError),
-    /// NCCL cannot be used.
+    /// An NCCL library that cannot be used.
     #[cfg(feature = "nccl")]
     #[error(transparent)]
     Nccl(#[from] crate::collectives::cuda::NcclError),

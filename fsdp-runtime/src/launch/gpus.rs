@@ -8,7 +8,7 @@ use burn::tensor::Device;
 use super::env::RankEnv;
 use super::error::EngineError;
 use super::options::LaunchOptions;
-use super::process::{LocalTopology, launch_error, run_rank};
+use super::process::{EXIT_DELAY, LocalTopology, launch_error, run_rank};
 use super::rank_thread::{BoxedError, RankProgram};
 use crate::collectives::Op;
 use crate::collectives::cuda::{device_count, index_of};
@@ -19,11 +19,7 @@ use crate::collectives::store::{Host, Rendezvous, Roll};
 use crate::error::{CollectiveError, LaunchError};
 use crate::layout::{Rank, WorldSize};
 
-/// How long a failed rank lives on. A launcher kills all ranks as soon as one has exited, and the others
-/// need this long to report their own errors.
-const LAST_WORDS: Duration = Duration::from_millis(300);
-
-/// Returns the GPU of that index, with autodiff.
+/// Returns the GPU with this index as a device with autodiff.
 fn gpu(index: usize) -> Device {
     Device::cuda(index).autodiff()
 }
@@ -66,7 +62,7 @@ pub(super) fn threads<T: Send + 'static>(
     super::threads::run(&hub, world, joined, options, program)
 }
 
-/// Runs this process's rank.
+/// Runs the rank of this process, and returns its result.
 pub(super) fn run<T: Send + 'static>(
     place: &RankEnv,
     options: &LaunchOptions,
@@ -86,7 +82,7 @@ pub(super) fn run<T: Send + 'static>(
         // The other ranks may not know of the failure yet.
         let (rank, reason) = (place.rank, error.source.to_string());
         group.fail(CollectiveError::PeerFailed { rank, reason });
-        std::thread::sleep(LAST_WORDS);
+        std::thread::sleep(EXIT_DELAY);
     }
     if let Group::Nccl(group) = &*group {
         group.leave();
@@ -94,7 +90,7 @@ pub(super) fn run<T: Send + 'static>(
     outcome.map(|result| vec![result])
 }
 
-/// Joins the other processes, and returns the process group and this process's GPU.
+/// Joins the other processes, and returns the process group and the GPU of this process.
 fn join(
     place: &RankEnv,
     options: &LaunchOptions,
@@ -110,17 +106,17 @@ fn join(
     Ok((Arc::new(Group::Nccl(group)), gpu(index)))
 }
 
-/// Returns where the processes of this launch meet, from the environment; `None` where it names no
-/// main process.
+/// Returns the address at which the processes of this launch meet, from the environment; `None` if the
+/// environment has no address of rank 0.
 fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezvous<'_>> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let main = place.main_process.as_ref()?;
-    // torchrun's agent may keep the port for a store of its own.
+    // torchrun's agent may use the port for its own store; the next port is used then.
     let port = match variable("TORCHELASTIC_USE_AGENT_STORE").as_str() {
         "True" => main.port.checked_add(1).unwrap_or(main.port - 1),
         _ => main.port,
     };
-    // Each machine's `fsdp launch` names a run of its own; torchrun's name is the same on all.
+    // `fsdp launch` names the run differently on each machine; torchrun's name is equal on all machines.
     let one_machine = place.local_world == Some(place.world.size());
     let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
     let run = launcher + &variable("TORCHELASTIC_RUN_ID");
@@ -128,14 +124,15 @@ fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezv
     Some(Rendezvous { rank, world, host, port, run, timeout, debug })
 }
 
-/// Returns the index of a process's GPU: `first` for the first process of a machine, and so on. A
-/// launcher may show each process only one GPU, whose index is 0; two processes with the same GPU are
-/// found when they join.
+/// Returns the index of a process's GPU: `first` plus the process's number on its machine.
+///
+/// A launcher may make only one GPU visible to each process; its index is 0. Joining fails if two processes
+/// have the same GPU.
 fn own_gpu(place: &RankEnv, first: usize, count: usize) -> usize {
     if count == 1 { 0 } else { first + place.local_rank }
 }
 
-/// Returns the number of ranks on this machine, and the threads of this one.
+/// Returns the number of ranks on this machine, and the number of threads of this rank.
 fn topology(
     group: &Group,
     place: &RankEnv,
@@ -154,7 +151,7 @@ mod tests {
     use crate::launch::env::Launcher;
 
     #[test]
-    fn a_process_has_the_gpu_of_its_place_on_its_machine() {
+    fn the_gpu_of_a_process_follows_from_its_local_rank() {
         let world = WorldSize::new(8).unwrap();
         let place = |local_rank| RankEnv {
             rank: world.ranks().nth(4 + local_rank).unwrap(),
@@ -165,7 +162,7 @@ mod tests {
             main_process: None,
         };
         assert_eq!((own_gpu(&place(0), 0, 4), own_gpu(&place(3), 0, 4)), (0, 3));
-        assert_eq!(own_gpu(&place(1), 2, 4), 3, "after the first one asked for");
-        assert_eq!(own_gpu(&place(3), 0, 1), 0, "the only one it is shown");
+        assert_eq!(own_gpu(&place(1), 2, 4), 3, "counted from the first GPU");
+        assert_eq!(own_gpu(&place(3), 0, 1), 0, "the only visible GPU");
     }
 }

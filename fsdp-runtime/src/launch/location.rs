@@ -144,7 +144,7 @@ mod tests {
         })
     }
 
-    /// The CPU, or so many GPUs.
+    /// Describes a device without GPUs, or a CUDA device with this many GPUs.
     fn gpus(from_here: Option<usize>) -> DeviceGpus {
         DeviceGpus { device: "a device".into(), from_here, first: 0 }
     }
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_by_itself_runs_thread_ranks() {
+    fn a_program_started_by_itself_runs_thread_ranks() {
         for engine in [Engine::Auto, Engine::Local] {
             let place = place(engine, NumRanks::Exactly(3), None);
             assert!(matches!(place, Ok(RankLocation::Threads(3))), "{place:?}");
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_world_that_was_not_asked_for_is_refused() {
+    fn a_world_of_another_size_than_requested_is_an_error() {
         let error = place(Engine::Auto, NumRanks::Exactly(4), started(2)).unwrap_err();
         assert!(matches!(error, EngineError::WorldMismatch { asked: 4, .. }), "{error}");
         let error = place(Engine::Local, NumRanks::Exactly(2), started(2)).unwrap_err();
@@ -189,16 +189,19 @@ mod tests {
     }
 
     #[test]
-    fn threads_have_a_gpu_each_where_there_are_enough() {
+    fn threads_get_a_gpu_each_if_there_are_enough() {
         let on = |engine, ranks, count| {
             RankLocation::new(engine, NumRanks::Exactly(ranks), None, &gpus(Some(count)))
         };
         assert!(
             matches!(on(Engine::Auto, 1, 4), Ok(RankLocation::Threads(1))),
-            "nobody to talk to"
+            "one rank needs no NCCL"
         );
         assert!(matches!(on(Engine::Auto, 4, 4), Ok(RankLocation::ThreadsOnGpus(4))));
-        assert!(matches!(on(Engine::Auto, 4, 1), Ok(RankLocation::Threads(4))), "they share it");
+        assert!(
+            matches!(on(Engine::Auto, 4, 1), Ok(RankLocation::Threads(4))),
+            "the ranks share the GPU"
+        );
         assert!(matches!(on(Engine::Local, 4, 4), Ok(RankLocation::Threads(4))));
         if cfg!(feature = "nccl") {
             assert!(matches!(on(Engine::Nccl, 1, 1), Ok(RankLocation::ThreadsOnGpus(1))));

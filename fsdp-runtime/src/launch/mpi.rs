@@ -6,7 +6,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
 
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
@@ -14,22 +13,19 @@ use serde::{Deserialize, Serialize};
 use super::env::RankEnv;
 use super::error::EngineError;
 use super::options::LaunchOptions;
-use super::process::{LocalTopology, launch_error, run_rank};
+use super::process::{EXIT_DELAY, LocalTopology, launch_error, run_rank};
 use super::rank_thread::{BoxedError, RankProgram};
 use crate::collectives::Op;
 use crate::collectives::group::Group;
 use crate::collectives::mpi::{MpiGroup, sys};
 use crate::error::LaunchError;
 
-/// How long a failed rank lives on. `mpirun` kills all ranks as soon as one has exited, and the others
-/// need this long to report their own errors.
-const LAST_WORDS: Duration = Duration::from_millis(300);
-
-/// Number of launches that have not ended.
+/// Number of launches in this process that have not ended.
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
-/// Whether a launch has failed.
+/// Whether a launch in this process has failed.
 static FAILED: AtomicBool = AtomicBool::new(false);
 
+/// Runs at the exit of the process, and finalizes MPI or aborts the MPI world.
 extern "C" fn leave_mpi() {
     if FAILED.load(Ordering::SeqCst) || RUNNING.load(Ordering::SeqCst) > 0 {
         sys::abort();
@@ -40,10 +36,10 @@ extern "C" fn leave_mpi() {
 
 /// Joins the other processes of the MPI world.
 fn join(place: &RankEnv, options: &LaunchOptions, debug: bool) -> Result<Group, EngineError> {
-    static LEAVES: AtomicBool = AtomicBool::new(false);
+    static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
     let group = MpiGroup::world(options.timeout, debug);
     let group = group.map_err(|error| EngineError::Mpi { reason: error.to_string() })?;
-    if !LEAVES.swap(true, Ordering::SeqCst) {
+    if !EXIT_HANDLER.swap(true, Ordering::SeqCst) {
         // SAFETY: the function takes nothing, returns nothing and does not unwind.
         unsafe { libc::atexit(leave_mpi) };
     }
@@ -60,7 +56,7 @@ fn join(place: &RankEnv, options: &LaunchOptions, debug: bool) -> Result<Group, 
     Ok(Group::Mpi(group))
 }
 
-/// The machine of a process, and the cores that it may run on.
+/// The machine of a process, and the cores that the process may use.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct MachineCores {
     machine: String,
@@ -68,30 +64,33 @@ struct MachineCores {
 }
 
 impl MachineCores {
+    /// Returns the machine and the cores of this process.
     fn own() -> Self {
         Self { machine: MpiGroup::machine(), cores: cores() }
     }
 }
 
+/// Returns the numbers of the cores that this process may use.
 #[cfg(target_os = "linux")]
 fn cores() -> Vec<usize> {
-    // SAFETY: a set of cores is plain bits, and the call writes no more than its size.
+    // SAFETY: all-zero bits are a valid `cpu_set_t`, and the call writes at most the size it is given.
     let set = unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set);
         set
     };
     let count = usize::try_from(libc::CPU_SETSIZE).unwrap_or(0);
-    // SAFETY: the number is below the set's size.
+    // SAFETY: `core` is below `CPU_SETSIZE`.
     (0..count).filter(|&core| unsafe { libc::CPU_ISSET(core, &set) }).collect()
 }
 
+/// Returns an empty list: all ranks of a machine then count as sharing the cores.
 #[cfg(not(target_os = "linux"))]
 fn cores() -> Vec<usize> {
     Vec::new()
 }
 
-/// Runs this process's rank.
+/// Runs the rank of this process, and returns its result.
 pub(super) fn run<T: Send + 'static>(
     place: &RankEnv,
     options: &LaunchOptions,
@@ -114,19 +113,18 @@ pub(super) fn run<T: Send + 'static>(
     };
     if outcome.is_err() {
         FAILED.store(true, Ordering::SeqCst);
-        std::thread::sleep(LAST_WORDS);
+        std::thread::sleep(EXIT_DELAY);
     }
     RUNNING.fetch_sub(1, Ordering::SeqCst);
     outcome.map(|result| vec![result])
 }
 
-/// Returns the number of ranks on this machine, and the threads of this one.
+/// Returns the number of ranks on this machine, and the number of threads of this rank.
 fn topology(group: &Group, options: &LaunchOptions) -> Result<LocalTopology, BoxedError> {
     let own = MachineCores::own();
     let all = group.exchange(&Op::new("all_gather", "the machines"), own.clone())?;
     let local_size = all.iter().filter(|other| other.machine == own.machine).count();
-    // `mpirun` binds processes to cores of their own by default: only ranks with the same cores share
-    // them.
+    // By default `mpirun` binds each process to separate cores, so only ranks with equal sets share cores.
     let sharing = all.iter().filter(|other| ***other == own).count();
     Ok(LocalTopology { local_size, threads: options.threads(sharing) })
 }

@@ -1,6 +1,7 @@
-//! The rank of a process that is one of several.
+//! The rank of a process that is one of several processes.
 
 use std::sync::{Arc, mpsc::sync_channel};
+use std::time::Duration;
 
 use burn::tensor::Device;
 
@@ -12,6 +13,10 @@ use crate::collectives::comm::Communicator;
 use crate::collectives::group::Group;
 use crate::error::{CollectiveError, LaunchError};
 use crate::layout::Mesh;
+
+/// How long a failed rank waits before it exits. A launcher kills all ranks as soon as one has exited, and
+/// the other ranks need this time to report their errors.
+pub(super) const EXIT_DELAY: Duration = Duration::from_millis(300);
 
 /// The ranks of one machine.
 pub(super) struct LocalTopology {
