@@ -119,6 +119,11 @@ impl<M: Module> Module for Fsdp<M> {
         materialized
     }
 
+    /// Returns the number of elements of all parameters of the full model, not of this rank's shards.
+    fn num_params(&self) -> usize {
+        self.stats().num_params()
+    }
+
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         self.module.visit(visitor);
     }
