@@ -1,5 +1,5 @@
-//! Damaged checkpoints: each loads exactly what was saved, or gives a typed error. None panics, hangs, or
-//! makes an allocation larger than the folder's files.
+//! Damaged checkpoints: each loads exactly what was saved, or gives a typed error. None panics,
+//! hangs, or makes an allocation larger than the folder's files.
 //!
 //! A binary of its own, whose allocator counts.
 

@@ -1,5 +1,5 @@
-//! Parity on Burn's `cpu` device: CubeCL's runtime, kernels and streams. A small step takes seconds there, so that
-//! models are small and runs are few.
+//! Parity on Burn's `cpu` device: CubeCL's runtime, kernels and streams. A small step takes seconds
+//! there, so that models are small and runs are few.
 #![cfg(feature = "cpu")]
 
 mod support;
@@ -22,8 +22,8 @@ fn small(device: Device) -> Run {
     Run { device, blocks: 2, steps: 2, rows_per_rank: 1, dropout: 0.1, clip, ..Run::new(2) }
 }
 
-/// Asserts the same bits, or nearly the same losses with autotune: it chooses matrix products by their time, and so
-/// the order of sums differs from run to run.
+/// Asserts the same bits, or nearly the same losses with autotune: it chooses matrix products by
+/// their time, and so the order of sums differs from run to run.
 fn assert_same(one: &Outcome, other: &Outcome) {
     match cfg!(feature = "autotune") {
         true => one.assert_close(other, 1e-6),
@@ -72,7 +72,8 @@ impl Shifted {
     }
 }
 
-/// Tensors that FSDP does not manage are moved to the compute device: tables, and ignored parameters as leaves.
+/// Tensors that FSDP does not manage are moved to the compute device: tables, and ignored parameters
+/// as leaves.
 #[test]
 fn a_model_that_is_offloaded_may_be_built_on_the_host() {
     launch(LaunchOptions::new(1).device(Device::cpu()), |worker| {
@@ -122,7 +123,8 @@ impl Optimizer for Recording {
     }
 }
 
-/// Whole matrices are stepped on the storage device of the shards, and the optimizer's state is there too.
+/// Whole matrices are stepped on the storage device of the shards, and the optimizer's state is
+/// there too.
 #[test]
 fn whole_matrices_of_an_offloaded_model_are_stepped_on_the_host() {
     let after = |policy| {

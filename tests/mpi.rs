@@ -1,5 +1,6 @@
-//! Ranks that are processes of Open MPI. Each test starts this program again under `mpirun`, with one of the
-//! ignored tests at the end of the file as the program of each rank. Skipped where there is no `mpirun`.
+//! Ranks that are processes of Open MPI. Each test starts this program again under `mpirun`, with
+//! one of the ignored tests at the end of the file as the program of each rank. Skipped where there
+//! is no `mpirun`.
 
 mod support;
 
@@ -223,8 +224,8 @@ fn processes_share_the_initialisation_of_parameters() {
     let Some(command) = mpirun(4, "rank_that_counts_what_it_draws") else { return };
     let ended = Ended::of(command);
     assert!(ended.success, "{}", ended.text);
-    // Six matrices of one size. Rank 0 initialises the biases too, which are broadcast together. Rank 3 has one
-    // thread, and initialises nothing.
+    // Six matrices of one size. Rank 0 initialises the biases too, which are broadcast together.
+    // Rank 3 has one thread, and initialises nothing.
     for (what, counts) in [
         ("seeded", [8, 2, 2, 0]),
         ("unseeded", [12, 0, 0, 0]),

@@ -55,8 +55,8 @@ fn plain_step() -> Step {
     step()
 }
 
-/// Five steps on all ranks together, and bytes of the gather buffers: of all, and of the most that were in
-/// use at once.
+/// Five steps on all ranks together, and bytes of the gather buffers: of all, and of the most that
+/// were in use at once.
 fn sharded_steps() -> (Vec<Step>, usize, usize) {
     let mut ranks = launch(LaunchOptions::new(WORLD).device(Device::flex()), move |worker| {
         let device = worker.device();
@@ -102,7 +102,8 @@ fn steady_state_training_allocates_no_parameter_sized_buffer() {
         assert_eq!(step.optimizer, 0, "the optimizer works on shards: {steps:?}");
     }
 
-    // Two gather buffers of a block's size, and the root's. Each matrix is padded by less than one alignment.
+    // Two gather buffers of a block's size, and the root's. Each matrix is padded by less than one
+    // alignment.
     let block = 2 * MATRIX_BYTES;
     let root = SIZES.width * SIZES.outputs * size_of::<f32>();
     assert!((2 * block + root..2 * block + root + 4096).contains(&slot_bytes), "{slot_bytes}");

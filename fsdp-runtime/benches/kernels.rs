@@ -1,11 +1,13 @@
-//! Bytes per second of each kernel, and its share of the bytes per second of a plain copy on the same device.
+//! Bytes per second of each kernel, and its share of the bytes per second of a plain copy on the
+//! same device.
 //!
 //!     cargo bench --bench kernels [--features cpu|cuda|wgpu] -- [--device flex|cpu|cuda|wgpu] [--runs N]
 //!
-//! Counted are the bytes that a kernel must read and write. The copy moves as many bytes, half of them read and half
-//! written: on Flex with all threads, on CubeCL devices with one of Burn's own kernels. A kernel that allocates its
-//! result is compared with a copy to new memory, any other kernel with a copy to existing memory. Kernels and copies
-//! take turns, and times are medians. Sizes are those of a tensor in f32.
+//! Counted are the bytes that a kernel must read and write. The copy moves as many bytes, half of
+//! them read and half written: on Flex with all threads, on CubeCL devices with one of Burn's own
+//! kernels. A kernel that allocates its result is compared with a copy to new memory, any other
+//! kernel with a copy to existing memory. Kernels and copies take turns, and times are medians.
+//! Sizes are those of a tensor in f32.
 
 use std::hint::black_box;
 use std::time::Instant;

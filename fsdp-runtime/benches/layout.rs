@@ -1,5 +1,5 @@
-//! Host time that the schedule adds to each unit, and that its layout takes. Neither may grow with the number of
-//! units, and the schedule's not with the number of ranks.
+//! Host time that the schedule adds to each unit, and that its layout takes. Neither may grow with
+//! the number of units, and the schedule's not with the number of ranks.
 //!
 //! `cargo bench --bench layout`
 

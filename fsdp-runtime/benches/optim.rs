@@ -1,5 +1,5 @@
-//! Time of one AdamW step on Flex: the fused one, Burn's own, and a lower bound, which reads and writes the same
-//! bytes and adds once. `torch_adamw.py` prints the same table for PyTorch.
+//! Time of one AdamW step on Flex: the fused one, Burn's own, and a lower bound, which reads and
+//! writes the same bytes and adds once. `torch_adamw.py` prints the same table for PyTorch.
 //!
 //! `cargo bench --bench optim`
 
@@ -34,7 +34,8 @@ fn noise(elements: usize) -> Tensor<1> {
     Tensor::from_data(burn::tensor::TensorData::new(data, [elements]), &Device::flex())
 }
 
-/// The time of a step with an optimizer. Gradients outlive it, because freeing them is no part of the step.
+/// The time of a step with an optimizer. Gradients outlive it, because freeing them is no part of
+/// the step.
 fn adamw<O: Optimizer>(optimizer: &O, tensors: usize, elements: usize) -> f64 {
     let mut params: Vec<_> = (0..tensors)
         .map(|_| (Some(noise(elements)), noise(elements) * 0.01, None::<O::State<1>>))

@@ -3,8 +3,9 @@
 //! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation and
 //! `--offload` for that of parameters and optimizer state on the host
 //!
-//! All variants take turns in each round, so that other load on the machine affects all of them. Times are medians
-//! over all rounds, of the slowest rank. The model is that of `torch_bert.py`, and `vs_torch.sh` compares the two.
+//! All variants take turns in each round, so that other load on the machine affects all of them.
+//! Times are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`, and
+//! `vs_torch.sh` compares the two.
 
 use std::time::{Duration, Instant};
 

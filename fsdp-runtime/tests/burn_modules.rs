@@ -1,5 +1,5 @@
-//! The layouts of the modules of `burn::nn` name the parameters that Burn's own traversal finds, at the same
-//! paths.
+//! The layouts of the modules of `burn::nn` name the parameters that Burn's own traversal finds, at
+//! the same paths.
 
 use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::nn::activation::ActivationConfig;

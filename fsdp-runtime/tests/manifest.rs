@@ -32,7 +32,8 @@ fn holds(manifest: &Manifest) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Reads a body without a checksum, and with a valid one. Returns how many of the two manifests are accepted.
+/// Reads a body without a checksum, and with a valid one. Returns how many of the two manifests are
+/// accepted.
 fn read(body: &[u8]) -> Result<usize, TestCaseError> {
     let _ = Manifest::parse(body, "raw");
     let mut accepted = 0;

@@ -60,7 +60,8 @@ fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOp
     Ok((net, optimizer))
 }
 
-/// Asserts that an error of a full disk names the file on the rank that met it, and that rank on the others.
+/// Asserts that an error of a full disk names the file on the rank that met it, and that rank on the
+/// others.
 fn check(error: &Error, kinds: &[ErrorKind]) {
     match error {
         Error::Checkpoint(CheckpointError::Io { kind, file, .. }) => {

@@ -10,8 +10,8 @@ use safetensors::tensor::{Dtype, TensorView};
 use crate::support::compare::assert_same_state;
 use crate::support::{self, Net, of_rank_0};
 
-/// A file of [`Net`]'s weights with PyTorch's names and layouts. Each element is a function of its place in that
-/// layout.
+/// A file of [`Net`]'s weights with PyTorch's names and layouts. Each element is a function of its
+/// place in that layout.
 fn checkpoint(prefix: &str) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let (v, l, w, h, c) =
         (support::VOCABULARY, support::LENGTH, support::WIDTH, support::HIDDEN, support::CLASSES);
@@ -53,8 +53,8 @@ fn write(path: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>) {
     safetensors::serialize_to_file(views, None, path).expect("a writable folder");
 }
 
-/// Loads a file into a model on `world` ranks. Returns the state and the report, or the error, of rank 0. A load
-/// that fails must change nothing.
+/// Loads a file into a model on `world` ranks. Returns the state and the report, or the error, of
+/// rank 0. A load that fails must change nothing.
 fn load(world: usize, path: &Path, options: LoadOptions) -> Result<(FullState, LoadReport), Error> {
     let path = path.to_path_buf();
     of_rank_0(world, move |worker| {

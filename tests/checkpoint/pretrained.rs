@@ -1,4 +1,5 @@
-//! Saving the weights of a sharded model as safetensors with another framework's names, and loading them.
+//! Saving the weights of a sharded model as safetensors with another framework's names, and loading
+//! them.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -83,8 +83,8 @@ fn a_record_holds_running_statistics_and_tied_places() {
     }
 }
 
-/// Burn's own methods give a record of the full state. The second place of a tied weight has the value of the
-/// first.
+/// Burn's own methods give a record of the full state. The second place of a tied weight has the
+/// value of the first.
 #[test]
 fn a_record_of_a_group_holds_full_parameters() {
     let ranks = on_ranks(2, move |worker| {

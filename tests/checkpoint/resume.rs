@@ -86,7 +86,8 @@ fn runs_resume_under_other_strategies_and_wrappings() {
     for first in &variants {
         for second in &variants {
             let (found, found_state) = resumed(part(first).until(6), part(second).until(12));
-            // Layers of dropout keep their paths, so that masks are the same, and only sums are rounded differently.
+            // Layers of dropout keep their paths, so that masks are the same, and only sums are
+            // rounded differently.
             assert_close(&found, &losses, ROUNDING, format_args!("{first:?} {second:?}"));
             assert!(found_state.keys().eq(state.keys()), "{first:?} {second:?}");
         }

@@ -1,5 +1,5 @@
-//! The running statistics of a `BatchNorm` differ from rank to rank. They are saved with the parameters in
-//! checkpoints, state dicts and files of weights.
+//! The running statistics of a `BatchNorm` differ from rank to rank. They are saved with the
+//! parameters in checkpoints, state dicts and files of weights.
 
 use std::path::Path;
 

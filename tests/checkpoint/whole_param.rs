@@ -1,5 +1,5 @@
-//! Checkpoints of optimizers that need whole matrices. The state of a matrix is on the rank that owns it, and is
-//! loaded by the owner in any other world.
+//! Checkpoints of optimizers that need whole matrices. The state of a matrix is on the rank that
+//! owns it, and is loaded by the owner in any other world.
 
 use std::path::{Path, PathBuf};
 
@@ -234,7 +234,8 @@ fn full_states_of_whole_matrices_load_at_another_world() {
     }
 }
 
-/// State of whole matrices that is saved as shards, or the other way round, is an error and not cut wrongly.
+/// State of whole matrices that is saved as shards, or the other way round, is an error and not cut
+/// wrongly.
 #[test]
 fn state_saved_by_the_wrong_method_is_an_error() {
     let folder = tempfile::tempdir().unwrap();

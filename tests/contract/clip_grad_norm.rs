@@ -9,7 +9,8 @@ use fsdp_runtime::prelude::*;
 use super::mlp::{WIDTH, input, loss, on_ranks, sharded};
 use super::support::trace::{only, record};
 
-/// The norm of all gradients as one vector before and after clipping to `max`, and the all-reduces it took.
+/// The norm of all gradients as one vector before and after clipping to `max`, and the all-reduces
+/// it took.
 fn clipped(strategy: ShardingStrategy, norm: Norm, max: f64) -> (f64, f64, usize) {
     let ranks = on_ranks(4, move |worker| {
         let model = sharded(2, worker, FsdpOptions::new().strategy(strategy).shard_size(2))?;

@@ -64,8 +64,8 @@ fn forward_order_without_prefetch() {
     assert_eq!(forward, expected);
 }
 
-/// Removes the root's lines. The root's gradients arrive with the first block's, in no fixed order, because no
-/// tracked input comes before either.
+/// Removes the root's lines. The root's gradients arrive with the first block's, in no fixed order,
+/// because no tracked input comes before either.
 fn without_root(lines: Vec<String>) -> Vec<String> {
     assert_eq!(lines.iter().filter(|line| *line == "reduce (root)").count(), 1, "{lines:?}");
     lines.into_iter().filter(|line| !line.ends_with("(root)")).collect()

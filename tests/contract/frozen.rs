@@ -223,7 +223,8 @@ fn lora_gradients_are_those_of_plain_burn() {
     assert_close(&found, expected, Within::Scaled(1e-6), "the factor's gradient");
 }
 
-/// Calls `found` with the name of each factor of the second block's `down`, as Burn's visitors find them.
+/// Calls `found` with the name of each factor of the second block's `down`, as Burn's visitors find
+/// them.
 fn factors(model: &Fsdp<Mlp>, found: &mut dyn FnMut(&str, &Param<Tensor<2>>)) {
     struct Visitor<'a> {
         path: Vec<String>,

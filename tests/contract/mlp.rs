@@ -43,8 +43,8 @@ pub fn sharded(blocks: usize, worker: &Worker, options: FsdpOptions) -> Result<F
     fully_shard(Mlp::new(blocks, worker.device()), worker, options.seed(11))
 }
 
-/// The elements of a parameter's gradient: this rank's shard, or all under `NO_SHARD`. None where this rank
-/// has no gradient of it.
+/// The elements of a parameter's gradient: this rank's shard, or all under `NO_SHARD`. None where
+/// this rank has no gradient of it.
 pub fn gradient<const D: usize>(
     gradients: &GradientsParams,
     param: &Param<Tensor<D>>,

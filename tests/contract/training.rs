@@ -1,5 +1,5 @@
-//! `test_fully_shard_training`: parity with data-parallel training under delays, accumulation, tied weights,
-//! hybrid meshes and several models.
+//! `test_fully_shard_training`: parity with data-parallel training under delays, accumulation, tied
+//! weights, hybrid meshes and several models.
 
 use std::time::Duration;
 
@@ -340,7 +340,8 @@ impl Branches {
     }
 }
 
-/// Branches are live at once in backward: gather buffers are added in the first step, and in no later one.
+/// Branches are live at once in backward: gather buffers are added in the first step, and in no
+/// later one.
 #[test]
 fn parallel_branches() {
     let run = |options: FsdpOptions| {

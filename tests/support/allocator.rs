@@ -1,7 +1,7 @@
 //! An allocator that counts what passes through it: live bytes, their peak, and large allocations.
 //!
-//! A test that uses it lies in a binary of its own, and is the only one there or holds a lock: the counters
-//! cover all threads of the process, ranks included. Each binary declares
+//! A test that uses it lies in a binary of its own, and is the only one there or holds a lock: the
+//! counters cover all threads of the process, ranks included. Each binary declares
 //!
 //! ```ignore
 //! #[global_allocator]

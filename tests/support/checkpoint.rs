@@ -68,7 +68,8 @@ impl Part {
         Self { save: Some(folder.into()), ..self }
     }
 
-    /// Runs all ranks. Returns the mean loss over ranks of each step, and the full parameters at the end.
+    /// Runs all ranks. Returns the mean loss over ranks of each step, and the full parameters at the
+    /// end.
     #[track_caller]
     pub fn launch(&self) -> (Vec<f64>, FullState) {
         let part = self.clone();

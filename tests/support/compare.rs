@@ -1,7 +1,8 @@
 //! Comparisons of numbers and of model states that fail on missing or extra elements.
 //!
-//! A `zip` ends with the shorter side, so that a comparison of pairs alone passes where one side is empty.
-//! Everything here first asserts that both sides have the same number of elements, and that there are any.
+//! A `zip` ends with the shorter side, so that a comparison of pairs alone passes where one side is
+//! empty. Everything here first asserts that both sides have the same number of elements, and that
+//! there are any.
 //!
 //! Tests of `fsdp-runtime` include this file by its path.
 #![allow(dead_code, reason = "each test binary uses its part")]
@@ -91,7 +92,8 @@ impl Bits for f64 {
 /// The elements of parameters by path.
 pub type Parameters = BTreeMap<String, Vec<f32>>;
 
-/// Asserts that `found` has the parameters of `expected`, at least one, and each element within the bound.
+/// Asserts that `found` has the parameters of `expected`, at least one, and each element within the
+/// bound.
 #[track_caller]
 pub fn assert_parameters_close(
     found: &Parameters,

@@ -1,4 +1,5 @@
-//! A stack of residual blocks of any width: the toy model of the tests and benchmarks that need no other.
+//! A stack of residual blocks of any width: the toy model of the tests and benchmarks that need no
+//! other.
 #![allow(dead_code, reason = "each user takes its part")]
 
 use burn::module::Module;

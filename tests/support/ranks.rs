@@ -15,7 +15,8 @@ pub fn launch_options(world: usize) -> LaunchOptions {
     LaunchOptions::new(world).device(Device::flex()).timeout(TIMEOUT)
 }
 
-/// Runs `rank` on `world` thread ranks, all of which must succeed. Returns one value for each, in rank order.
+/// Runs `rank` on `world` thread ranks, all of which must succeed. Returns one value for each, in
+/// rank order.
 #[track_caller]
 pub fn on_ranks<T: Send + 'static>(
     world: usize,

@@ -53,7 +53,8 @@ impl<S: Subscriber> Layer<S> for Log {
     }
 }
 
-/// Runs `f`. Returns its value and a line for each span and event on this thread, such as `unshard blocks.0`.
+/// Runs `f`. Returns its value and a line for each span and event on this thread, such as `unshard
+/// blocks.0`.
 pub fn record<T>(f: impl FnOnce() -> T) -> (T, Vec<String>) {
     let log = Log::default();
     let subscriber = tracing_subscriber::registry().with(log.clone());

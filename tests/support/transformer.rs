@@ -14,7 +14,8 @@ use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::prelude::*;
 
 pub const VOCABULARY: usize = 67;
-/// Tokens in a row. A multiple of 32: Burn's `linear` then saves a reshaped view of its weight for backward.
+/// Tokens in a row. A multiple of 32: Burn's `linear` then saves a reshaped view of its weight for
+/// backward.
 pub const LENGTH: usize = 32;
 pub const WIDTH: usize = 24;
 /// Width between the two matrices of a block: a size that no world divides.

@@ -114,8 +114,8 @@ fn chosen_units_are_recomputed_with_the_gather_of_their_backward() {
     }
 }
 
-/// The graphs of several micro-batches live at once, so that a unit is recomputed after later forwards of the
-/// same unit, and in a later step of the random streams.
+/// The graphs of several micro-batches live at once, so that a unit is recomputed after later
+/// forwards of the same unit, and in a later step of the random streams.
 #[test]
 fn dropout_is_the_same_after_later_forwards_and_in_later_passes() {
     let run = |which, accumulation| {

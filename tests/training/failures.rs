@@ -1,4 +1,5 @@
-//! A rank that fails, panics, sleeps or issues other collectives ends the run on every rank, with its error.
+//! A rank that fails, panics, sleeps or issues other collectives ends the run on every rank, with
+//! its error.
 
 use std::time::{Duration, Instant};
 

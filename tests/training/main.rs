@@ -1,4 +1,5 @@
-//! Sharded training has the results of unsharded training under every option, or ends with a typed error.
+//! Sharded training has the results of unsharded training under every option, or ends with a typed
+//! error.
 
 #[path = "../support/mod.rs"]
 mod support;

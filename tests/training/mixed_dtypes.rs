@@ -1,5 +1,5 @@
-//! Units whose matrices have several dtypes: each dtype has a flat range, gather buffers and an all-gather of
-//! its own.
+//! Units whose matrices have several dtypes: each dtype has a flat range, gather buffers and an
+//! all-gather of its own.
 
 mod buffers;
 mod model;
@@ -47,9 +47,9 @@ impl ModuleVisitor for Read<'_> {
     }
 }
 
-/// The loss of plain Burn on the rows of all ranks, and its gradients divided by the number of ranks, as a
-/// mean over ranks has them. Micro-batches are computed one by one, because a row's rounding depends on the
-/// number of rows.
+/// The loss of plain Burn on the rows of all ranks, and its gradients divided by the number of
+/// ranks, as a mean over ranks has them. Micro-batches are computed one by one, because a row's
+/// rounding depends on the number of rows.
 fn plain(state: &FullState, step: usize, batches: usize, worker: &Worker) -> (f32, Values) {
     let net = Net::of_state(state, worker.device());
     let world = worker.world().size() as f32;
@@ -183,8 +183,8 @@ fn each_dtype_has_its_own_gathers_and_buffers() {
     let steps = 3;
     for world in 1..=4 {
         let outcome = Run::new(world, options()).launch();
-        // The root, the last inner unit and the last unit of the blocks' level stay gathered from forward to
-        // backward.
+        // The root, the last inner unit and the last unit of the blocks' level stay gathered from
+        // forward to backward.
         let inner = 2 * (2 * BLOCKS - 1);
         let gathers = 2 + 3 * 2 * BLOCKS + inner + 1;
         assert_eq!(outcome.counts.all_gathers, steps * gathers);
@@ -215,8 +215,8 @@ fn a_mixed_precision_policy_gives_all_matrices_one_dtype() {
     assert_ne!(outcome.losses, Run::new(2, FsdpOptions::new()).launch().losses);
 }
 
-/// Compares memory with the forecast, to the byte. The forecast of the gradients of a unit that contains units
-/// is an upper bound: it assumes that all of the outer unit's gradients arrive first.
+/// Compares memory with the forecast, to the byte. The forecast of the gradients of a unit that
+/// contains units is an upper bound: it assumes that all of the outer unit's gradients arrive first.
 fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
     let what = format!("{world} ranks, {batches} batches, {options:?}");
     on_ranks(world, move |worker| {

@@ -226,8 +226,8 @@ impl Scaled {
     }
 }
 
-/// No policy, and matrices in half precision beside a vector in f32, as a checkpoint may have them. Matrices of
-/// several dtypes in one unit are in `mixed_dtypes.rs`.
+/// No policy, and matrices in half precision beside a vector in f32, as a checkpoint may have them.
+/// Matrices of several dtypes in one unit are in `mixed_dtypes.rs`.
 #[test]
 fn parameters_are_used_in_the_dtype_they_are_built_in_and_their_shards_are_f32() {
     of_rank_0(2, |worker| {

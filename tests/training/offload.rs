@@ -92,7 +92,8 @@ fn recompute_under_offload_and_in_half_precision_changes_no_bit() {
     }
 }
 
-/// Replicated biases and norms are copied to the device with their unit's all-gather, and not one by one.
+/// Replicated biases and norms are copied to the device with their unit's all-gather, and not one by
+/// one.
 #[test]
 fn replicated_parameters_are_copied_with_the_all_gather() {
     on_ranks(2, |worker| {

@@ -1,4 +1,5 @@
-//! Optimizers that need whole matrices have the results on sharded models that they have on unsharded ones.
+//! Optimizers that need whole matrices have the results on sharded models that they have on
+//! unsharded ones.
 
 use std::collections::BTreeMap;
 
@@ -213,7 +214,8 @@ fn only_owners_hold_state_and_load_it_again() {
             let own = state.iter().filter(|(path, _)| owned(path));
             own.map(|(_, data): (_, &TensorData)| data.num_elements()).sum()
         };
-        // A step with the optimizer, and one with another that loaded its state, from the same parameters.
+        // A step with the optimizer, and one with another that loaded its state, from the same
+        // parameters.
         let mut loaded = WholeParam::new(lamb()).load_record(record);
         let (a, b) = (net.clone(), net);
         let grads = |net: &Fsdp<Net>| gradients(net, 2, first, worker.device());
@@ -234,8 +236,8 @@ fn only_owners_hold_state_and_load_it_again() {
     assert!(*most as f64 <= 1.2 * *least as f64, "balanced: {shares:?}");
 }
 
-/// Parameter groups and learning rates refer to paths of the unsharded model, and a gradient is clipped by
-/// the norm of the whole matrix.
+/// Parameter groups and learning rates refer to paths of the unsharded model, and a gradient is
+/// clipped by the norm of the whole matrix.
 #[test]
 fn groups_learning_rates_and_clipping_are_those_of_the_unsharded_model() {
     fn optimizer() -> ModuleOptimizer {

@@ -1,4 +1,5 @@
-//! Models that cannot be sharded give a typed error that names the parameter. Broadcasts at construction.
+//! Models that cannot be sharded give a typed error that names the parameter. Broadcasts at
+//! construction.
 
 use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::nn::{Linear, LinearConfig, LinearLayout};
@@ -62,7 +63,8 @@ impl Empty {
     }
 }
 
-/// The error of the first rank to fail, where each of two ranks shards the model that `build` returns for it.
+/// The error of the first rank to fail, where each of two ranks shards the model that `build`
+/// returns for it.
 fn refused<M: HookedForward + 'static>(
     options: FsdpOptions,
     build: impl Fn(usize, &Device) -> M + Send + Sync + 'static,
@@ -258,7 +260,8 @@ impl Tied {
     }
 }
 
-/// Replaces the initial values of each parameter by numbers that do not depend on Burn's random generator.
+/// Replaces the initial values of each parameter by numbers that do not depend on Burn's random
+/// generator.
 struct Numbered(usize);
 
 impl ModuleMapper for Numbered {
@@ -298,7 +301,8 @@ fn broadcasts<M: FsdpModule + HookedForward + 'static>(
     (lines.into_iter().next().unwrap(), states)
 }
 
-/// Asserts that every rank has the same bits with and without broadcasts. Returns the lines of the broadcasts.
+/// Asserts that every rank has the same bits with and without broadcasts. Returns the lines of the
+/// broadcasts.
 fn assert_values<M: FsdpModule + HookedForward + 'static>(
     options: FsdpOptions,
     build: fn(&Device) -> M,

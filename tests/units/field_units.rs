@@ -1,5 +1,5 @@
-//! Modules of other crates as units, by `#[fsdp(unit)]` on the field. They compute, train and are gathered as
-//! units under `#[fsdp_unit]` are.
+//! Modules of other crates as units, by `#[fsdp(unit)]` on the field. They compute, train and are
+//! gathered as units under `#[fsdp_unit]` are.
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -188,8 +188,8 @@ fn full_shard_equals_no_shard_bit_for_bit() {
             full.counts.single_gathers, 0,
             "every field unit is gathered with one all-gather"
         );
-        // The root; `first`, `attention` and `lstm`; a pair; two blocks, each with a unit in it; five layers; two
-        // modules of another crate. An empty `Option` is no unit.
+        // The root; `first`, `attention` and `lstm`; a pair; two blocks, each with a unit in it;
+        // five layers; two modules of another crate. An empty `Option` is no unit.
         let units = 1 + 3 + 2 + 4 + 5 + 2;
         assert_eq!(full.counts.reduce_scatters, STEPS * units);
         assert_eq!(none.counts.reduce_scatters, STEPS * units);

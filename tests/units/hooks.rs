@@ -1,4 +1,5 @@
-//! Units with several inputs and outputs, options, tuples, early returns and `?` compute as unsharded ones.
+//! Units with several inputs and outputs, options, tuples, early returns and `?` compute as
+//! unsharded ones.
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};

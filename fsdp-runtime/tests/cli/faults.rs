@@ -1,5 +1,5 @@
-//! Ranks and launchers that fail, are killed or are stopped: the rank that failed first is named, and no process
-//! is left.
+//! Ranks and launchers that fail, are killed or are stopped: the rank that failed first is named,
+//! and no process is left.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! `fsdp launch`: the environment and the output of ranks, configuration files, and starts that are refused.
+//! `fsdp launch`: the environment and the output of ranks, configuration files, and starts that are
+//! refused.
 
 use std::net::TcpListener;
 

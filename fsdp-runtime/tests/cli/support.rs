@@ -124,8 +124,8 @@ impl Running {
         kill_process(Pid::from_child(&self.launcher), signal).unwrap();
     }
 
-    /// Reads standard output until each of `ranks` ranks has printed `word` and its process id. Returns the ids by
-    /// rank.
+    /// Reads standard output until each of `ranks` ranks has printed `word` and its process id.
+    /// Returns the ids by rank.
     pub fn pids(&mut self, word: &str, ranks: usize) -> Vec<(usize, Pid)> {
         let stdout = self.launcher.stdout.as_mut().unwrap();
         let mut found = Vec::new();
@@ -157,7 +157,8 @@ impl Running {
         Run { code, stdout, stderr, took }
     }
 
-    /// Waits for the launcher to end, and then for all its processes. Panics if one is left after [`SOON`].
+    /// Waits for the launcher to end, and then for all its processes. Panics if one is left after
+    /// [`SOON`].
     pub fn nothing_left(&mut self) {
         let deadline = Instant::now() + SOON;
         self.ended();

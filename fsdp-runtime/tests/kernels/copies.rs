@@ -146,8 +146,8 @@ fn many_small_parts_are_packed_into_one_buffer_and_unpacked() {
     }
 }
 
-/// Numbers halfway between two of bf16, beside it, NaN, infinite, and so large that they round to infinity. Where the
-/// processor cannot round to bf16, the kernel does so with integers.
+/// Numbers halfway between two of bf16, beside it, NaN, infinite, and so large that they round to
+/// infinity. Where the processor cannot round to bf16, the kernel does so with integers.
 #[test]
 fn every_kind_of_number_is_rounded_to_bf16_as_on_flex() {
     let Some(device) = device() else { return };

@@ -1,5 +1,5 @@
-//! Tensors of millions of elements: several rows of sums for each tile, more tiles than one launch has, and elements
-//! at the end that fill no vector.
+//! Tensors of millions of elements: several rows of sums for each tile, more tiles than one launch
+//! has, and elements at the end that fill no vector.
 
 use burn::optim::Optimizer;
 use burn::tensor::{Device, FloatDType, Tensor};

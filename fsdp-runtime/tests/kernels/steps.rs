@@ -6,7 +6,8 @@ use fsdp_runtime::optim::{AdamConfig, AdamWConfig, SgdConfig};
 
 use super::support::{assert_close, bits, device, devices, numbers, rounds_correctly, tensor};
 
-/// Asserts that three steps on the device are those on Flex, from the same start and with the same gradients.
+/// Asserts that three steps on the device are those on Flex, from the same start and with the same
+/// gradients.
 fn assert_same_steps(device: &Device, optimizer: &impl Optimizer, what: &str) {
     for len in [1, 1031, 70_001] {
         let start = numbers(1, len, 1.0);
@@ -53,7 +54,8 @@ fn sgd_on_the_device_has_the_bits_of_sgd_on_flex() {
     assert_same_steps(&device, &momentum.with_nesterov(true).build(), "Nesterov");
 }
 
-/// Asserts that four steps are those of Burn's own optimizer, which has the same formulas and rounds differently.
+/// Asserts that four steps are those of Burn's own optimizer, which has the same formulas and rounds
+/// differently.
 fn assert_gives_burns(ours: &impl Optimizer, theirs: &impl Optimizer, what: &str) {
     for device in devices() {
         let start = tensor(&numbers(1, 777, 1.0), &device, FloatDType::F32);

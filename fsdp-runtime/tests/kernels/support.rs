@@ -7,7 +7,8 @@ use crate::compare::{self, Within};
 
 pub const DTYPES: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
 
-/// Lengths: empty, one element, less than a vector, whole vectors, odd and more than a block, several tasks.
+/// Lengths: empty, one element, less than a vector, whole vectors, odd and more than a block,
+/// several tasks.
 pub const LENGTHS: [usize; 6] = [0, 1, 7, 64, 1031, 70_001];
 
 /// The CubeCL device to test, if one is compiled in.
@@ -74,8 +75,8 @@ pub fn tensor(values: &[f32], device: &Device, dtype: FloatDType) -> Tensor<1> {
     )
 }
 
-/// The bits of the elements. Every NaN has the same bits here, and subnormals of bf16 have those of 0: instructions
-/// that round to bf16 may flush them.
+/// The bits of the elements. Every NaN has the same bits here, and subnormals of bf16 have those of
+/// 0: instructions that round to bf16 may flush them.
 pub fn bits(tensor: &Tensor<1>) -> Vec<u32> {
     let flush = tensor.dtype() == DType::BF16;
     let canonical = |x: f32| match x {
@@ -86,7 +87,8 @@ pub fn bits(tensor: &Tensor<1>) -> Vec<u32> {
     tensor.to_data().iter::<f32>().map(canonical).collect()
 }
 
-/// Asserts that elements are equal to a tolerance, relative to those of `expected` or to 1e-3 where they are below.
+/// Asserts that elements are equal to a tolerance, relative to those of `expected` or to 1e-3 where
+/// they are below.
 #[track_caller]
 pub fn assert_close(found: &Tensor<1>, expected: &Tensor<1>, tolerance: f64, what: &str) {
     let elements = |tensor: &Tensor<1>| tensor.to_data().iter::<f32>().collect::<Vec<_>>();
@@ -105,8 +107,8 @@ pub fn assert_as_many<A, B>(found: &[A], expected: &[B]) {
     assert!(!expected.is_empty());
 }
 
-/// Whether division and square root on the device are rounded as IEEE 754 requires. Only then a kernel has the bits of
-/// the one on Flex. WebGPU allows an error.
+/// Whether division and square root on the device are rounded as IEEE 754 requires. Only then a
+/// kernel has the bits of the one on Flex. WebGPU allows an error.
 pub fn rounds_correctly(device: &Device) -> bool {
     !format!("{device:?}").to_lowercase().contains("wgpu")
 }

@@ -1,5 +1,5 @@
-//! Units that compete for gather buffers: branches that are live at once, and units whose order changes from
-//! step to step.
+//! Units that compete for gather buffers: branches that are live at once, and units whose order
+//! changes from step to step.
 
 use std::cell::RefCell;
 
@@ -137,8 +137,8 @@ fn a_branch_may_share_its_buffers_with_several() {
     assert_eq!(buffers.added_bytes, WIDTH * WIDTH * (FULL.size() + HALF.size()));
 }
 
-/// Each step runs some of the units in an order of its own. Prefetches turn out wrong, and a unit may want
-/// the buffers of several others, of which those in use must not be taken.
+/// Each step runs some of the units in an order of its own. Prefetches turn out wrong, and a unit
+/// may want the buffers of several others, of which those in use must not be taken.
 #[test]
 fn a_changing_order_takes_no_buffer_that_is_in_use() {
     const TYPES: &[&[DType]] =
