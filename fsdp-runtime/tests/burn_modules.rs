@@ -1,4 +1,5 @@
-//! The layouts of `burn::nn` agree with Burn's own traversal: the same parameters, at the same paths.
+//! The layouts of the modules of `burn::nn` name the parameters that Burn's own traversal finds, at
+//! the same paths.
 
 use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::nn::activation::ActivationConfig;
@@ -11,6 +12,7 @@ use burn::tensor::{Device, Tensor};
 use fsdp_runtime::__private::{Child, ParamMapper, ParamVisitor};
 use fsdp_runtime::FsdpModule;
 
+/// Parameters by path, as the layout walks them.
 #[derive(Default)]
 struct Ours {
     path: Vec<String>,
@@ -36,6 +38,7 @@ impl ParamVisitor for Ours {
     }
 }
 
+/// Parameters by path, as Burn's visitor finds them.
 #[derive(Default)]
 struct Burns {
     path: Vec<String>,
@@ -52,13 +55,14 @@ impl ModuleVisitor for Burns {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // Running statistics are shown as parameters, which they are not.
+        // Burn visits running statistics as if they were parameters.
         if !self.path.last().is_some_and(|name| name.starts_with("running_")) {
             self.seen.push((self.path.join("."), param.id));
         }
     }
 }
 
+/// Parameters in the order in which a module is rebuilt.
 #[derive(Default)]
 struct Rebuild(Vec<ParamId>);
 
@@ -69,7 +73,8 @@ impl ParamMapper for Rebuild {
     }
 }
 
-fn agrees<M: FsdpModule>(module: M, parameters: usize) {
+/// Asserts that all traversals of a module find `parameters` parameters, in one order.
+fn assert_agrees<M: FsdpModule>(module: M, parameters: usize) {
     let ty = M::LAYOUT.ty;
     let (mut ours, mut burns) = (Ours::default(), Burns::default());
     module.visit_params(&mut ours);
@@ -89,57 +94,57 @@ fn agrees<M: FsdpModule>(module: M, parameters: usize) {
 #[test]
 fn layers() {
     let device = &Device::default();
-    agrees(LinearConfig::new(2, 3).init(device), 2);
-    agrees(LinearConfig::new(2, 3).with_bias(false).init(device), 1);
-    agrees(EmbeddingConfig::new(2, 3).init(device), 1);
-    agrees(Conv1dConfig::new(2, 3, 1).init(device), 2);
-    agrees(Conv2dConfig::new([2, 3], [1, 1]).init(device), 2);
-    agrees(Conv3dConfig::new([2, 3], [1, 1, 1]).init(device), 2);
-    agrees(ConvTranspose1dConfig::new([2, 3], 1).init(device), 2);
-    agrees(ConvTranspose2dConfig::new([2, 3], [1, 1]).init(device), 2);
-    agrees(ConvTranspose3dConfig::new([2, 3], [1, 1, 1]).init(device), 2);
-    agrees(DeformConv2dConfig::new([2, 3], [1, 1]).init(device), 2);
+    assert_agrees(LinearConfig::new(2, 3).init(device), 2);
+    assert_agrees(LinearConfig::new(2, 3).with_bias(false).init(device), 1);
+    assert_agrees(EmbeddingConfig::new(2, 3).init(device), 1);
+    assert_agrees(Conv1dConfig::new(2, 3, 1).init(device), 2);
+    assert_agrees(Conv2dConfig::new([2, 3], [1, 1]).init(device), 2);
+    assert_agrees(Conv3dConfig::new([2, 3], [1, 1, 1]).init(device), 2);
+    assert_agrees(ConvTranspose1dConfig::new([2, 3], 1).init(device), 2);
+    assert_agrees(ConvTranspose2dConfig::new([2, 3], [1, 1]).init(device), 2);
+    assert_agrees(ConvTranspose3dConfig::new([2, 3], [1, 1, 1]).init(device), 2);
+    assert_agrees(DeformConv2dConfig::new([2, 3], [1, 1]).init(device), 2);
 }
 
 #[test]
 fn norms() {
     let device = &Device::default();
-    agrees(LayerNormConfig::new(2).init(device), 2);
-    agrees(RmsNormConfig::new(2).init(device), 1);
-    agrees(BatchNormConfig::new(2).init(device), 2);
-    agrees(GroupNormConfig::new(1, 2).init(device), 2);
-    agrees(InstanceNormConfig::new(2).init(device), 2);
-    agrees(NormalizationConfig::Layer(LayerNormConfig::new(2)).init(device), 2);
-    agrees(NormalizationConfig::Batch(BatchNormConfig::new(2)).init(device), 2);
+    assert_agrees(LayerNormConfig::new(2).init(device), 2);
+    assert_agrees(RmsNormConfig::new(2).init(device), 1);
+    assert_agrees(BatchNormConfig::new(2).init(device), 2);
+    assert_agrees(GroupNormConfig::new(1, 2).init(device), 2);
+    assert_agrees(InstanceNormConfig::new(2).init(device), 2);
+    assert_agrees(NormalizationConfig::Layer(LayerNormConfig::new(2)).init(device), 2);
+    assert_agrees(NormalizationConfig::Batch(BatchNormConfig::new(2)).init(device), 2);
 }
 
 #[test]
 fn attention_and_transformers() {
     let device = &Device::default();
-    agrees(MultiHeadAttentionConfig::new(4, 2).init(device), 8);
-    agrees(CrossAttentionConfig::new(4, 4, 2, 2, 2).init(device), 8);
-    agrees(PositionWiseFeedForwardConfig::new(4, 8).init(device), 4);
-    agrees(TransformerEncoderConfig::new(4, 8, 2, 2).init(device), 2 * 16);
-    agrees(TransformerDecoderConfig::new(4, 8, 2, 2).init(device), 2 * 26);
-    agrees(PositionalEncodingConfig::new(4).init(device), 0);
-    agrees(RotaryEncodingConfig::new(8, 4).init(device), 0);
+    assert_agrees(MultiHeadAttentionConfig::new(4, 2).init(device), 8);
+    assert_agrees(CrossAttentionConfig::new(4, 4, 2, 2, 2).init(device), 8);
+    assert_agrees(PositionWiseFeedForwardConfig::new(4, 8).init(device), 4);
+    assert_agrees(TransformerEncoderConfig::new(4, 8, 2, 2).init(device), 2 * 16);
+    assert_agrees(TransformerDecoderConfig::new(4, 8, 2, 2).init(device), 2 * 26);
+    assert_agrees(PositionalEncodingConfig::new(4).init(device), 0);
+    assert_agrees(RotaryEncodingConfig::new(8, 4).init(device), 0);
 }
 
 #[test]
 fn recurrent_layers() {
     let device = &Device::default();
-    agrees(LstmConfig::new(2, 3, true).init(device), 4 * 4);
-    agrees(BiLstmConfig::new(2, 3, true).init(device), 2 * 4 * 4);
-    agrees(GruConfig::new(2, 3, true).init(device), 3 * 4);
-    agrees(BiGruConfig::new(2, 3, true).init(device), 2 * 3 * 4);
+    assert_agrees(LstmConfig::new(2, 3, true).init(device), 4 * 4);
+    assert_agrees(BiLstmConfig::new(2, 3, true).init(device), 2 * 4 * 4);
+    assert_agrees(GruConfig::new(2, 3, true).init(device), 3 * 4);
+    assert_agrees(BiGruConfig::new(2, 3, true).init(device), 2 * 3 * 4);
 }
 
 #[test]
 fn activations() {
     let device = &Device::default();
-    agrees(PReluConfig::new().init(device), 1);
-    agrees(SwiGluConfig::new(2, 3).init(device), 2);
-    agrees(ActivationConfig::Gelu.init(device), 0);
-    agrees(ActivationConfig::SwiGlu(SwiGluConfig::new(2, 3)).init(device), 2);
-    agrees(DropoutConfig::new(0.1).init(), 0);
+    assert_agrees(PReluConfig::new().init(device), 1);
+    assert_agrees(SwiGluConfig::new(2, 3).init(device), 2);
+    assert_agrees(ActivationConfig::Gelu.init(device), 0);
+    assert_agrees(ActivationConfig::SwiGlu(SwiGluConfig::new(2, 3)).init(device), 2);
+    assert_agrees(DropoutConfig::new(0.1).init(), 0);
 }
