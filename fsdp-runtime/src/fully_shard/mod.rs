@@ -22,11 +22,12 @@ use crate::backend::Norm;
 use crate::backend::kernels::batched_steps;
 use crate::backend::{owned, with_backend};
 use crate::collectives::group::{Group, MeshGroups, blocks};
-use crate::error::{CollectiveError, Error, ScheduleError, ShardError};
+use crate::error::{Error, ScheduleError, ShardError};
 use crate::fully_shard::ignored::OwnGradients;
 use crate::fully_shard::init::drawing::InitOwners;
-use crate::fully_shard::init::{ShardingInit, agree, same_on_all};
+use crate::fully_shard::init::{ShardingInit, agree};
 use crate::launch::Worker;
+use crate::launch::agree::{OnError, agree_result};
 use crate::layout::{Mesh, Rank, WorldSize};
 use crate::module::RandomStream;
 use crate::module::opaque::visit_leaf;
@@ -81,7 +82,8 @@ pub(crate) fn shard<M: HookedForward>(
         plan.check_dtypes(&device)?;
         Ok((mesh, reshard, plan, device))
     };
-    let (mesh, reshard, plan, device) = same_on_all(worker, plan())?;
+    let (mesh, reshard, plan, device) =
+        agree_result(worker.comm(), "the plan of the model", plan(), OnError::FailWorld)?;
     agree(worker, &plan, &options, mesh)?;
     if worker.rank() == Rank::ZERO {
         plan.warn_of_left_out(&options);
@@ -301,20 +303,6 @@ impl<M: FsdpModule> Fsdp<M> {
             scale_gradients(&self.module, gradients, factor);
         }
         Ok(norm)
-    }
-
-    /// What this rank found, if no rank found an error; every rank calls it. The others' errors are
-    /// told as [`CollectiveError::PeerFailed`].
-    pub(crate) fn same_on_all<T>(&self, what: &str, found: Result<T, Error>) -> Result<T, Error> {
-        let all = self.engine.exchange(what, found.as_ref().err().map(ToString::to_string));
-        // Its own error first: those who have heard of it may have ended the group by now.
-        let value = found?;
-        let failed =
-            self.engine.mesh().world.ranks().zip(all?).find_map(|(rank, e)| Some((rank, e?)));
-        match failed {
-            None => Ok(value),
-            Some((rank, reason)) => Err(CollectiveError::PeerFailed { rank, reason }.into()),
-        }
     }
 
     /// A snapshot without autodiff, sharded as well, for evaluation. Drop it before the next

@@ -1,6 +1,7 @@
 //! Starting ranks, each with a rayon pool and a communication thread of its own: all as threads of
 //! this process, or this process as one of several (`launch/process.rs`, `on_mpi.rs`, `on_gpus.rs`).
 
+pub(crate) mod agree;
 pub mod env;
 mod error;
 

@@ -20,8 +20,9 @@ use crate::backend::{Context, Float, ShardBackend, StoredTensor, Value};
 use crate::collectives::comm::Work;
 use crate::collectives::group::Group;
 use crate::collectives::{Op, ProcessGroup};
-use crate::error::{CollectiveError, Error, ShardError};
+use crate::error::{Error, ShardError};
 use crate::launch::Worker;
+use crate::launch::agree::{OnError, agree_result};
 use crate::layout::Mesh;
 use crate::layout::mix;
 use crate::module::{Child, FsdpModule, ParamMapper, RandomSource, RandomStream};
@@ -121,7 +122,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         if let Some(error) = self.error {
             return Err(error);
         }
-        same_on_all(self.worker, self.found.map_or(Ok(()), Err))?;
+        let initialised = self.found.map_or(Ok(()), Err);
+        agree_result(self.worker.comm(), "the initialisation", initialised, OnError::FailWorld)?;
         if self.options.sync_module_states {
             let mut fill = Fill(self.received);
             let module = if fill.0.is_empty() { module } else { module.map(&mut fill) };
@@ -442,27 +444,4 @@ pub(crate) fn agree(
     let ranks = worker.world().ranks().zip(&all);
     let ranks = ranks.filter(|(_, lines)| line(lines) == found).map(|(rank, _)| rank).collect();
     Err(ShardError::ModelMismatch { ranks, expected: line(first), found }.into())
-}
-
-/// An error every rank finds by itself, so that none waits for the others.
-pub(crate) fn same_on_all<T, E>(worker: &Worker, found: Result<T, E>) -> Result<T, Error>
-where
-    E: Into<Error> + ToString,
-{
-    let message = found.as_ref().err().map(ToString::to_string);
-    let all = worker.exchange("all_gather", "errors of construction", message);
-    match found {
-        // Those who have heard of it may have ended the group by now.
-        Err(error) => Err(error.into()),
-        Ok(value) => match worker.world().ranks().zip(&all?).find(|(_, error)| error.is_some()) {
-            None => Ok(value),
-            Some((rank, reason)) => {
-                let reason = reason.as_deref().unwrap_or_default().to_string();
-                let failure = CollectiveError::PeerFailed { rank, reason };
-                // Whatever this rank makes of it, that one is at fault.
-                worker.comm().world().fail(failure.clone());
-                Err(failure.into())
-            }
-        },
-    }
 }

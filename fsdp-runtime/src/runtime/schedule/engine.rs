@@ -70,8 +70,6 @@ pub(crate) trait Engine: Runtime {
     fn set_unloaded(&self, places: &[ParamIndex]);
     /// Says which parameters hold loaded values.
     fn set_loaded(&self, places: &[ParamIndex]);
-    /// Every rank's message to all, in rank order.
-    fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error>;
     /// Shows a tensor's elements in order, as bytes of the host, without a copy where it can.
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8]));
     /// Whether gradients are finite, on each rank of the world, beside what it scales its loss by.
@@ -250,12 +248,6 @@ impl<B: ShardBackend> Engine for Schedule<B> {
         for place in places {
             state.unloaded.remove(place);
         }
-    }
-
-    fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error> {
-        let op = Op::new("all_gather", what);
-        let all = self.comm.issue(move |group| group.exchange(&op, mine)).wait()?;
-        Ok(all.iter().map(|message| (**message).clone()).collect())
     }
 
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
