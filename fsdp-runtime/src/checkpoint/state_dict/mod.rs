@@ -5,8 +5,8 @@
 //! Each form exists for models, by module path, and for optimizers ([`OptimizerState`]). For files, and
 //! to load at another world size, use [`checkpoint`](crate::checkpoint).
 //!
-//! Imports: recipient, layout ← tensors ← compare ← model, optimizer_tensors ← optimizer_gather,
-//! optimizer_local ← optimizer.
+//! Imports: recipient, layout ← tensors ← compare ← model, optimizer_tensors ← optimizer_local ←
+//! optimizer_gather ← optimizer.
 
 mod compare;
 mod layout;
