@@ -1,11 +1,11 @@
-//! The folder that holds a run's checkpoints: folder names, the list of complete checkpoints, and the
-//! renames that make a checkpoint complete.
+//! The folder that holds a run's checkpoints: folder names, the list of complete checkpoints, and
+//! the renames that make a checkpoint complete.
 //!
-//! A save writes `step-00000012.tmp-..` and renames the folder to `step-00000012` once the manifest is on
-//! disk. A folder with a manifest and without `.tmp` is therefore complete; every other folder is torn,
-//! the remains of a save that was interrupted. A save of a step that already has a checkpoint renames the
-//! old folder to `step-00000012.old-..` first. Between the two renames the `.old` folder counts as the
-//! checkpoint of the step.
+//! A save writes `step-00000012.tmp-..` and renames the folder to `step-00000012` once the manifest
+//! is on disk. A folder with a manifest and without `.tmp` is therefore complete; every other
+//! folder is torn, the remains of a save that was interrupted. A save of a step that already has a
+//! checkpoint renames the old folder to `step-00000012.old-..` first. Between the two renames the
+//! `.old` folder counts as the checkpoint of the step.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ pub(super) fn step_folder(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// Returns a new name for a folder next to `folder`, in which `folder` is written until it is complete.
+/// Returns a unique path next to `folder`, under which the folder is written until it is complete.
 pub(super) fn temporary_folder(folder: &Path) -> PathBuf {
     suffixed(folder, TMP)
 }
@@ -110,8 +110,8 @@ pub(super) fn remove_torn(root: &Path) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-/// Deletes complete checkpoints until `keep` are left: `saved`, whatever its step, and the others of the
-/// highest steps.
+/// Deletes complete checkpoints until `keep` are left: `saved`, whatever its step, and the others
+/// of the highest steps.
 pub(super) fn prune(root: &Path, keep: usize, saved: &Path) -> Result<(), CheckpointError> {
     let mut others = list(root)?.complete;
     others.retain(|(_, path)| path.file_name() != saved.file_name());
@@ -121,7 +121,8 @@ pub(super) fn prune(root: &Path, keep: usize, saved: &Path) -> Result<(), Checkp
     Ok(())
 }
 
-/// Checks that a save may replace `target`: nothing exists there, or an empty folder, or a checkpoint.
+/// Checks that a save may replace `target`: nothing exists there, or an empty folder, or a
+/// checkpoint.
 ///
 /// # Errors
 ///

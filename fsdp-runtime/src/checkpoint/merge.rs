@@ -1,5 +1,5 @@
-//! Conversion of a checkpoint to a folder that transformers loads, without the model's code: the manifest
-//! has the name and layout of every tensor in the framework that the model comes from.
+//! Conversion of a checkpoint to a folder that transformers loads, without the model's code: the
+//! manifest has the name and layout of every tensor in the framework that the model comes from.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -30,8 +30,8 @@ impl Default for MergeOptions {
 }
 
 impl MergeOptions {
-    /// Returns the default options: the checkpoint's only model, in files of at most 5 GB, with the names
-    /// and layouts of the framework that the model comes from.
+    /// Returns the default options: the checkpoint's only model, in files of at most 5 GB, with the
+    /// names and layouts of the framework that the model comes from.
     pub fn new() -> Self {
         Self { model: None, max_shard_size: 5_000_000_000, module_paths: false }
     }
@@ -71,21 +71,23 @@ pub struct Merged {
     pub files: Vec<PathBuf>,
 }
 
-/// Merges a model of a checkpoint into the folder `output`: `model.safetensors`, or numbered files with an
-/// index. `folder` is a checkpoint, or a folder of checkpoints, of which the newest complete one is read.
+/// Merges a model of a checkpoint into the folder `output`: `model.safetensors`, or numbered files
+/// with an index. `folder` is a checkpoint, or a folder of checkpoints, of which the newest
+/// complete one is read.
 ///
 /// The files are equal to those that
-/// [`State::save_pretrained`](crate::checkpoint::State::save_pretrained) writes of the same model; additional
-/// files such as `config.json` are not written. Needs no ranks, no device and none of the model's code. One
-/// tensor is in memory at a time, and checksums are verified as it is read. The files are renamed to their
-/// names once all are complete.
+/// [`State::save_pretrained`](crate::checkpoint::State::save_pretrained) writes of the same model;
+/// additional files such as `config.json` are not written. Needs no ranks, no device and none of
+/// the model's code. One tensor is in memory at a time, and checksums are verified as it is read.
+/// The files are renamed to their names once all are complete.
 ///
-/// Of an ignored parameter or running statistic whose values differ between ranks, rank 0's are written.
+/// Of an ignored parameter or running statistic whose values differ between ranks, rank 0's are
+/// written.
 ///
 /// # Errors
 ///
-/// [`CheckpointError`] where the checkpoint cannot be read, [`SaveError`] where the output cannot be
-/// written.
+/// [`CheckpointError`] where the checkpoint cannot be read, [`SaveError`] where the output cannot
+/// be written.
 pub fn merge(
     folder: impl AsRef<Path>,
     output: impl AsRef<Path>,

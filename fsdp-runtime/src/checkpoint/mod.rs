@@ -1,10 +1,11 @@
-//! Saved state: checkpoint folders, state dicts in memory, and pretrained weights in safetensors files.
+//! Saved state: checkpoint folders, state dicts in memory, and pretrained weights in safetensors
+//! files.
 //!
-//! A checkpoint is a folder that all ranks write together, and that can be loaded at any world size, with
-//! any sharding strategy and wrapping. `rank-00000.safetensors` and so on hold each rank's elements of
-//! models and optimizers. `manifest.json` says which elements of which full tensors these are, with
-//! checksums. A rank of another world size reads the byte ranges that it needs from several files, which
-//! are memory-mapped.
+//! A checkpoint is a folder that all ranks write together, and that can be loaded at any world
+//! size, with any sharding strategy and wrapping. `rank-00000.safetensors` and so on hold each
+//! rank's elements of models and optimizers. `manifest.json` says which elements of which full
+//! tensors these are, with checksums. A rank of another world size reads the byte ranges that it
+//! needs from several files, which are memory-mapped.
 //!
 //! ```no_run
 //! use burn::optim::ModuleOptimizer;
@@ -41,9 +42,9 @@
 //! }
 //! ```
 //!
-//! Imports point one way: io_error, scalar, state ← manifest, ranks, scheduler, grad_scaler ← folder,
-//! rank_file, sharded_model, optimizer_state ← reader, optimizer_memory ← save, restore, state_dict,
-//! pretrained ← merge.
+//! Imports point one way: io_error, scalar, state ← manifest, ranks, scheduler, grad_scaler ←
+//! folder, rank_file, sharded_model, optimizer_state ← reader, optimizer_memory ← save, restore,
+//! state_dict, pretrained ← merge.
 
 mod folder;
 mod grad_scaler;

@@ -9,15 +9,16 @@ use crate::fully_shard::Stats;
 use crate::module::FsdpModule;
 
 impl<M: FsdpModule> Stats<'_, M> {
-    /// Adds the tensors that `optimizer` holds for this model to [`memory`](Self::memory).
+    /// Measures the tensors that `optimizer` holds for this model, and reports them in
+    /// [`memory`](Self::memory) from then on.
     ///
-    /// The state is measured by copying it, one parameter at a time, so that at most one parameter's
-    /// state exists twice. An optimizer has state only after the first step.
+    /// The state is measured by copying it, one parameter at a time, so that at most one
+    /// parameter's state exists twice. An optimizer has state only after the first step.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Record`](crate::CheckpointError::Record) where Burn cannot convert the state
-    /// to a record.
+    /// [`CheckpointError::Record`](crate::CheckpointError::Record) where Burn cannot convert the
+    /// state to a record.
     pub fn record_optimizer(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         let mut ids = Vec::new();
         self.model.for_each_param(&mut |param| ids.push(param.id));

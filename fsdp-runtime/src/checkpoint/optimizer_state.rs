@@ -1,12 +1,12 @@
 //! State of any Burn optimizer, by parameter.
 //!
-//! Burn keeps an optimizer's state by parameter id. It gives access through a record, whose serialised
-//! form, a burnpack, has tensors `{id}.{name}`, numbers `{id}.{name}`, and the path of each parameter,
-//! which decides the optimizer's parameter group.
+//! Burn keeps an optimizer's state by parameter id. It gives access through a record, whose
+//! serialised form, a burnpack, has tensors `{id}.{name}`, numbers `{id}.{name}`, and the path of
+//! each parameter, which decides the optimizer's parameter group.
 //!
-//! [`read`] reads the record of a few parameters at a time, so that little state exists twice. Once the
-//! names in the state are known it avoids the serialised form: it loads the record into a recording
-//! optimizer, which keeps the tensors that Burn hands it.
+//! [`read`] reads the record of a few parameters at a time, so that little state exists twice. Once
+//! the names in the state are known it avoids the serialised form: it loads the record into a
+//! recording optimizer, which keeps the tensors that Burn hands it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -23,7 +23,8 @@ use burn_pack::{Reader, Tensor, Writer};
 use super::scalar::{Scalar, Scalars};
 use crate::error::CheckpointError;
 
-/// Name of the number that Burn adds to each parameter's state: the parameter's number of dimensions.
+/// Name of the number that Burn adds to each parameter's state: the parameter's number of
+/// dimensions.
 const RANK: &str = "__rank";
 
 /// A tensor of an optimizer's state, in host memory.
@@ -225,7 +226,8 @@ pub(super) fn check_no_other_state(
     Err(CheckpointError::ForeignState { optimizer: name.into(), count })
 }
 
-/// Returns an optimizer of the same kind and with the same parameter groups that has the given state.
+/// Returns an optimizer of the same kind and with the same parameter groups that has the given
+/// state.
 pub(super) fn with_state(
     name: &str,
     optimizer: &ModuleOptimizer,
@@ -235,8 +237,8 @@ pub(super) fn with_state(
     Ok(optimizer.clone().load_record(record))
 }
 
-/// Returns what the optimizer would ignore of state with these names, and what it would lack. Finds it by
-/// loading state with one element per tensor and reading it back.
+/// Returns what the optimizer would ignore of state with these names, and what it would lack. Finds
+/// it by loading state with one element per tensor and reading it back.
 pub(super) fn differences(
     name: &str,
     optimizer: &ModuleOptimizer,
@@ -310,10 +312,11 @@ fn record(name: &str, states: Vec<NewParamState>) -> Result<OptimizerRecord, Che
     OptimizerRecord::from_bytes(bytes).map_err(|error| failed(error.to_string()))
 }
 
-/// Returns the optimizer without the state of the parameters in `group`. The other state is shared, not
-/// copied.
+/// Returns the optimizer without the state of the parameters in `group`. The other state is shared,
+/// not copied.
 fn without(optimizer: &ModuleOptimizer, group: ParamGroup) -> ModuleOptimizer {
-    // A parameter that moves to a new parameter group loses its state; the group's optimizer never steps.
+    // A parameter that moves to a new parameter group loses its state; the group's optimizer never
+    // steps.
     optimizer.clone().with_group(group, SgdConfig::new().build(), None)
 }
 

@@ -41,14 +41,15 @@ impl Ranks {
         self.index() == 0
     }
 
-    /// Returns every rank's `value`, in rank order. Every rank calls it; `what` names the values in errors.
+    /// Returns every rank's `value`, in rank order. Every rank calls it; `what` names the values in
+    /// errors.
     pub(super) fn exchange<T: Message>(&self, what: &str, value: T) -> Result<Vec<Arc<T>>, Error> {
         let op = Op::new("all_gather", what);
         Ok(self.comm.issue(move |group| group.exchange(&op, value)).wait()?)
     }
 
-    /// Returns this rank's value if every rank has one, and an error on every rank if any rank has an
-    /// error (see [`agree_result`]). Collectives work as before after such an error.
+    /// Returns this rank's value if every rank has one, and an error on every rank if any rank has
+    /// an error (see [`agree_result`]). Collectives work as before after such an error.
     pub(super) fn agree<T, E>(&self, what: &str, result: Result<T, E>) -> Result<T, Error>
     where
         E: Into<Error> + ToString,

@@ -13,7 +13,8 @@ use super::manifest::{Dtype, MANIFEST, Manifest, Piece, TensorEntry, rank_file_n
 use super::rank_file::RankFileReader;
 use crate::error::CheckpointError;
 
-/// A checkpoint folder whose manifest has been read and checked. Ranks' files are opened on first use.
+/// A checkpoint folder whose manifest has been read and checked. Ranks' files are opened on first
+/// use.
 #[derive(Debug)]
 pub(super) struct CheckpointReader {
     path: PathBuf,
@@ -48,8 +49,8 @@ impl CheckpointReader {
         self.path.display().to_string()
     }
 
-    /// Checks that `range`, in elements of the flattened tensor, can be read and matches the manifest's
-    /// checksums. `key` is the tensor's name in the ranks' files.
+    /// Checks that `range`, in elements of the flattened tensor, can be read and matches the
+    /// manifest's checksums. `key` is the tensor's name in the ranks' files.
     pub(super) fn verify(
         &self,
         key: &str,
@@ -84,8 +85,8 @@ impl CheckpointReader {
         Ok(())
     }
 
-    /// Reads `range`, in elements of the flattened tensor, as a tensor of the given shape. The range must
-    /// have passed [`verify`](Self::verify).
+    /// Reads `range`, in elements of the flattened tensor, as a tensor of the given shape. The
+    /// range must have passed [`verify`](Self::verify).
     pub(super) fn data(
         &self,
         key: &str,

@@ -12,8 +12,8 @@ pub type Scalars = BTreeMap<String, Scalar>;
 
 /// A number of one of the kinds in Burn's records.
 ///
-/// It is serialised as text with the kind, `uint 10`: JSON has no infinity, and a JSON reader may change
-/// a float's last bit.
+/// It is serialised as text with the kind, `uint 10`: JSON has no infinity, and a JSON reader may
+/// change a float's last bit.
 #[derive(Clone, Copy, Debug)]
 pub enum Scalar {
     /// A signed integer.

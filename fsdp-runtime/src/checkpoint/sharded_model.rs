@@ -1,5 +1,5 @@
-//! A sharded model of any type, as saving and loading use it: access to what this rank stores of each
-//! parameter.
+//! A sharded model of any type, as saving and loading use it: access to what this rank stores of
+//! each parameter.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -26,8 +26,8 @@ pub(super) struct LocalParam {
     pub(super) base: DispatchTensor,
 }
 
-/// Returns the new values of a parameter with the given index, description and dtype; `None` leaves the
-/// parameter unchanged.
+/// Returns the new values of a parameter with the given index, description and dtype; `None` leaves
+/// the parameter unchanged.
 pub(super) type NewValues<'a> = dyn FnMut(ParamIndex, &ParamSpec, DType) -> Option<TensorData> + 'a;
 
 /// A sharded model of any type.
@@ -35,20 +35,21 @@ pub(super) trait ShardedModel {
     /// Returns the model's schedule.
     fn engine(&self) -> &Arc<dyn Engine>;
 
-    /// Returns the ignored parameters and running statistics: each rank has its own values of them. In a
-    /// [`ParamIndex`] they are the entries of a unit after the last.
+    /// Returns the ignored parameters and running statistics: each rank has its own values of them.
+    /// In a [`ParamIndex`] they are the entries of a unit after the last.
     fn ignored(&self) -> &[IgnoredParam];
 
-    /// Returns the name and layout of each sharded or replicated parameter in the framework that the
-    /// model comes from.
+    /// Returns the name and layout of each sharded or replicated parameter in the framework that
+    /// the model comes from.
     fn keys(&self) -> &BTreeMap<ParamIndex, Key>;
 
-    /// Calls `f` with each parameter, ignored ones included. Tied parameters are visited once, as their
-    /// owner.
+    /// Calls `f` with each parameter, ignored ones included. Tied parameters are visited once, as
+    /// their owner.
     fn for_each_param(&self, f: &mut dyn FnMut(LocalParam));
 
-    /// Replaces what this rank stores of each parameter, one parameter after the other. Parameters for
-    /// which `new_values` returns values, and those with an empty shard here, count as loaded afterwards.
+    /// Replaces what this rank stores of each parameter, one parameter after the other. Parameters
+    /// for which `new_values` returns values, and those with an empty shard here, count as loaded
+    /// afterwards.
     fn replace_values(&mut self, new_values: &mut NewValues<'_>);
 
     /// Returns the description of a parameter.
@@ -87,8 +88,8 @@ pub(super) fn ignored_values(base: DispatchTensor) -> TensorData {
     Tensor::<1>::from_dispatch(base).into_data()
 }
 
-/// Returns Burn's id of each sharded or replicated parameter. A tied parameter has an entry at each of
-/// the indices that share the values.
+/// Returns Burn's id of each sharded or replicated parameter. A tied parameter has an entry at each
+/// of the indices that share the values.
 pub(super) fn param_ids<M: FsdpModule>(module: &M) -> HashMap<ParamIndex, ParamId> {
     struct Ids(HashMap<ParamIndex, ParamId>);
     impl ParamVisitor for Ids {

@@ -1,5 +1,5 @@
-//! Handles to the state of a sharded model, returned by [`Fsdp::state`] and [`Fsdp::state_mut`]. The
-//! methods are in the files of the formats.
+//! Handles to the state of a sharded model, returned by [`Fsdp::state`] and [`Fsdp::state_mut`].
+//! The methods are in the files of the formats.
 
 use crate::fully_shard::Fsdp;
 
@@ -20,14 +20,14 @@ pub struct StateMut<'a, M> {
 }
 
 impl<M> Fsdp<M> {
-    /// Returns read access to the state of the model and its optimizers: to take state dicts, and to
-    /// write checkpoints and pretrained weights.
+    /// Returns read access to the state of the model and its optimizers: to take state dicts, and
+    /// to write checkpoints and pretrained weights.
     pub fn state(&self) -> State<'_, M> {
         State { model: self }
     }
 
-    /// Returns write access to the state of the model: to load state dicts, checkpoints and pretrained
-    /// weights.
+    /// Returns write access to the state of the model: to load state dicts, checkpoints and
+    /// pretrained weights.
     pub fn state_mut(&mut self) -> StateMut<'_, M> {
         StateMut { model: self }
     }

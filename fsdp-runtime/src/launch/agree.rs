@@ -9,8 +9,8 @@ use crate::error::{CollectiveError, Error};
 pub(crate) enum OnError {
     /// The process group stays usable: a caller may handle the error and continue.
     KeepWorld,
-    /// Every rank without an error of its own fails the process group, so that the launch reports the
-    /// rank that had the error, whatever the others do with theirs.
+    /// Every rank without an error of its own fails the process group, so that the launch reports
+    /// the rank that had the error even if the other ranks handle theirs.
     FailWorld,
 }
 
@@ -21,8 +21,8 @@ pub(crate) enum OnError {
 ///
 /// # Errors
 ///
-/// This rank's own error; else [`CollectiveError::PeerFailed`] with the lowest rank that has an error;
-/// else the [`CollectiveError`] of the exchange itself.
+/// This rank's own error; else [`CollectiveError::PeerFailed`] with the lowest rank that has an
+/// error; else the [`CollectiveError`] of the exchange itself.
 pub(crate) fn agree_result<T, E>(
     comm: &Communicator,
     what: &str,
@@ -35,7 +35,8 @@ where
     let message = result.as_ref().err().map(ToString::to_string);
     let op = Op::new("all_gather", what);
     let messages = comm.issue(move |group| group.exchange(&op, message)).wait();
-    // The own error comes first: a rank that has received it may have ended the group by now.
+    // The own error comes before an error of the exchange: a rank that received it may have ended
+    // the process group, which makes the exchange fail here.
     let value = result.map_err(Into::into)?;
     let messages = messages?;
     let mut failed = comm.world().members().iter().zip(&messages);

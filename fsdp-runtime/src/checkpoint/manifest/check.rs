@@ -6,7 +6,8 @@ use super::document::{FORMAT, Manifest, VERSION};
 use super::entries::TensorEntry;
 use crate::error::CheckpointError;
 
-/// Largest accepted number of bytes for one checksum: blocks above it could overflow sums of offsets.
+/// Largest accepted number of bytes for one checksum: blocks above it could overflow sums of
+/// offsets.
 const MAX_CHECKSUM_BLOCK: u64 = 1 << 40;
 
 impl Manifest {
@@ -63,8 +64,8 @@ fn problems(manifest: &Manifest) -> Vec<String> {
     problems
 }
 
-/// Returns the first contradiction in a tensor's entry. `files` are the sizes of the ranks' files and
-/// `block` the number of bytes of one checksum.
+/// Returns the first contradiction in a tensor's entry. `files` are the sizes of the ranks' files
+/// and `block` the number of bytes of one checksum.
 fn tensor_problem(tensor: &TensorEntry, files: &[u64], block: u64) -> Option<String> {
     let numel = tensor.numel().and_then(|numel| numel.checked_mul(tensor.copies));
     let bytes = numel.and_then(|numel| numel.checked_mul(tensor.dtype.size()));
@@ -79,7 +80,8 @@ fn tensor_problem(tensor: &TensorEntry, files: &[u64], block: u64) -> Option<Str
     for piece in &tensor.pieces {
         if piece.start != covered || piece.end <= piece.start || piece.end > numel {
             return Some(format!(
-                "the piece {}..{} comes after element {covered} of {numel}; pieces must tile the tensor",
+                "the piece {}..{} comes after element {covered} of {numel}; pieces must tile the \
+                 tensor",
                 piece.start, piece.end
             ));
         }

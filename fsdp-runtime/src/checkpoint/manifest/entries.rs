@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use super::dtype::Dtype;
 use crate::checkpoint::scalar::Scalars;
 
-/// Number of bytes of a piece that one checksum covers. A reader checks only the blocks that it reads.
+/// Number of bytes of a piece that one checksum covers. A reader checks only the blocks that it
+/// reads.
 pub const BLOCK: usize = 1 << 20;
 
 /// The device mesh of the ranks that wrote a checkpoint.
@@ -131,8 +132,8 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// Full shape of one copy.
     pub shape: Vec<usize>,
-    /// Number of copies, stored one after another: 1, or the world size for an ignored parameter whose
-    /// values differ between ranks.
+    /// Number of copies, stored one after another: 1, or the world size for an ignored parameter
+    /// whose values differ between ranks.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub copies: usize,
     /// The pieces that tile the flattened elements of all copies, in order.

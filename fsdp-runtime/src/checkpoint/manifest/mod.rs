@@ -1,10 +1,11 @@
 //! `manifest.json`: what a checkpoint holds, and which file holds each element.
 //!
-//! A reader trusts nothing in it. The text ends with a checksum of itself, so that any changed byte is
-//! found. Numbers are checked for overflow, and the pieces of every tensor must tile the tensor exactly.
+//! A reader trusts nothing in it. The text ends with a checksum of itself, so that any changed byte
+//! is found. Numbers are checked for overflow, and the pieces of every tensor must tile the tensor
+//! exactly.
 //!
-//! Imports: names, dtype ← entries ← document ← check ← text (with checksum); merge_parts uses entries
-//! and document.
+//! Imports: names, dtype ← entries ← document ← check ← text (with checksum); merge_parts uses
+//! entries and document.
 
 mod check;
 mod checksum;

@@ -7,8 +7,8 @@ use super::document::{FORMAT, Manifest, VERSION};
 use crate::error::CheckpointError;
 
 impl Manifest {
-    /// Parses a manifest and checks everything that can be checked without the other files. `file` is
-    /// the name in errors.
+    /// Parses a manifest and checks everything that can be checked without the other files. `file`
+    /// is the name in errors.
     ///
     /// # Errors
     ///
@@ -35,8 +35,8 @@ impl Manifest {
         Self::parse_body(&body, file)
     }
 
-    /// Parses a manifest without a checksum, as [`parse`](Self::parse) does the rest. A fuzzer calls
-    /// it, since random text has no valid checksum.
+    /// Parses a manifest without a checksum, as [`parse`](Self::parse) does the rest. A fuzzer
+    /// calls it, since random text has no valid checksum.
     #[doc(hidden)]
     pub fn parse_body(body: &[u8], file: &str) -> Result<Self, CheckpointError> {
         let manifest: Self = serde_json::from_slice(body).map_err(|error| {

@@ -29,9 +29,9 @@ impl<M: FsdpModule> State<'_, M> {
     /// Writes the full state as a Burn record, which plain Burn loads into the unsharded model with
     /// `model.load_file(path)`. A path without extension gets `.bpk`.
     ///
-    /// Every rank calls it. Parameters are gathered one at a time to rank 0, which writes each before the
-    /// next is gathered. Running statistics and ignored parameters are rank 0's. The file is renamed to
-    /// `path` when it is complete.
+    /// Every rank calls it. Parameters are gathered one at a time to rank 0, which writes each
+    /// before the next is gathered. Running statistics and ignored parameters are rank 0's. The
+    /// file is renamed to `path` when it is complete.
     ///
     /// # Errors
     ///
@@ -73,9 +73,9 @@ impl<M: FsdpModule> State<'_, M> {
 }
 
 impl<M: FsdpModule> StateMut<'_, M> {
-    /// Loads a Burn record of the full state by module paths, written by
-    /// [`State::save_burnpack`] or by plain Burn. Each rank reads only the elements that it stores. Every
-    /// rank calls it. On an error the model is unchanged on all ranks.
+    /// Loads a Burn record of the full state by module paths, written by [`State::save_burnpack`]
+    /// or by plain Burn. Each rank reads only the elements that it stores. Every rank calls it. On
+    /// an error the model is unchanged on all ranks.
     ///
     /// # Errors
     ///
@@ -126,8 +126,8 @@ struct RecordParam {
     base: DispatchTensor,
 }
 
-/// Returns the sharded and replicated parameters in the order of a record. Plain Burn writes a tied weight
-/// at each of the paths that share it, with equal ids.
+/// Returns the sharded and replicated parameters in the order of a record. Plain Burn writes a tied
+/// weight at each of the paths that share it, with equal ids.
 fn record_params<M: FsdpModule>(model: &Fsdp<M>) -> Vec<RecordParam> {
     let values = LocalValues::of(model).sharded;
     let ids = param_ids(&model.module);
@@ -159,7 +159,8 @@ impl GatherQueue {
         lock(&self.queue).pop_front()
     }
 
-    /// Gathers the next parameter. The record's writer calls it when it has written the previous one.
+    /// Gathers the next parameter. The record's writer calls it when it has written the previous
+    /// one.
     fn next(&self) -> Result<Bytes, burn_pack::Error> {
         let (index, base) = self.pop().ok_or(burn_pack::Error::ValidationError(
             "more tensors are written than there are parameters".into(),
@@ -201,8 +202,8 @@ struct NonSharded {
     data: TensorData,
 }
 
-/// Returns the tensors of Burn's traversal that are not sharded or replicated, by path: ignored parameters,
-/// and running statistics.
+/// Returns the tensors of Burn's traversal that are not sharded or replicated, by path: ignored
+/// parameters, and running statistics.
 fn non_sharded<M: FsdpModule>(model: &Fsdp<M>) -> BTreeMap<String, NonSharded> {
     let sharded = param_ids(&model.module).into_values().collect();
     let mut visitor = NonShardedVisitor { sharded, path: Vec::new(), found: BTreeMap::new() };

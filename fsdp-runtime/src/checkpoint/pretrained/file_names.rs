@@ -14,7 +14,8 @@ pub(super) fn is_plain(name: &str) -> bool {
         && !name.contains(['/', '\\'])
 }
 
-/// Returns whether `name` is that of one of several weights files: `model-00001-of-00002.safetensors`.
+/// Returns whether `name` is that of one of several weights files:
+/// `model-00001-of-00002.safetensors`.
 pub(super) fn is_numbered(name: &str) -> bool {
     let number = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
     name.strip_prefix("model-")

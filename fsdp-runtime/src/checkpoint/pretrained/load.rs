@@ -19,18 +19,20 @@ use crate::param_group::Unit;
 use crate::param_group::plan::{IgnoredParam, Key};
 
 impl<M: FsdpModule> StateMut<'_, M> {
-    /// Loads parameters by their keys: each field's `#[fsdp(key = "..")]`, or else the field's name.
+    /// Loads parameters by their keys: each field's `#[fsdp(key = "..")]`, or else the field's
+    /// name.
     ///
     /// `path` is a safetensors file, an index of several, or a folder with `model.safetensors` or
-    /// `model.safetensors.index.json`. The files are memory-mapped, and each rank reads only the elements
-    /// that it stores. Every rank calls it. On an error the model is unchanged on all ranks.
+    /// `model.safetensors.index.json`. The files are memory-mapped, and each rank reads only the
+    /// elements that it stores. Every rank calls it. On an error the model is unchanged on all
+    /// ranks.
     ///
     /// # Errors
     ///
-    /// [`LoadError`] where a file cannot be read or is no safetensors file, where an index does not fit
-    /// the files, or where the tensors do not fit the model, with all keys that are missing, unexpected
-    /// or of the wrong shape. [`CollectiveError`](crate::CollectiveError) where another rank has such an
-    /// error.
+    /// [`LoadError`] where a file cannot be read or is no safetensors file, where an index does not
+    /// fit the files, or where the tensors do not fit the model, with all keys that are missing,
+    /// unexpected or of the wrong shape. [`CollectiveError`](crate::CollectiveError) where another
+    /// rank has such an error.
     pub fn load_safetensors(
         &mut self,
         path: impl AsRef<Path>,
@@ -47,9 +49,9 @@ impl<M: FsdpModule> StateMut<'_, M> {
 /// Shards `module` and loads it as [`StateMut::load_safetensors`] does: the inverse of
 /// [`State::save_pretrained`](crate::checkpoint::State::save_pretrained).
 ///
-/// Parameters that the file has are never initialised on any rank, so that a rank allocates no more than
-/// its shards and the gather buffers. Parameters that the file lacks, as `load` allows, are initialised as
-/// by [`fully_shard`](crate::fully_shard).
+/// Parameters that the file has are never initialised on any rank, so that a rank allocates no more
+/// than its shards and the gather buffers. Parameters that the file lacks, as `load` allows, are
+/// initialised as by [`fully_shard`](crate::fully_shard).
 ///
 /// # Errors
 ///

@@ -19,8 +19,8 @@ pub(super) enum ParamTarget {
     PerRank(ParamId),
 }
 
-/// Replaces what this rank stores of each target. It cannot fail, so that a model is loaded completely or
-/// not at all.
+/// Replaces what this rank stores of each target. It cannot fail, so that a model is loaded
+/// completely or not at all.
 pub(super) fn load_values<M: FsdpModule>(
     model: &mut Fsdp<M>,
     matched: Vec<(ParamTarget, MatchedTensor)>,
@@ -48,8 +48,8 @@ pub(super) fn load_values<M: FsdpModule>(
     model.engine.set_loaded(&loaded);
 }
 
-/// Replaces the parameters to load by one-element placeholders, and collects the new values in the order
-/// of the traversal.
+/// Replaces the parameters to load by one-element placeholders, and collects the new values in the
+/// order of the traversal.
 struct ClearValues {
     values: HashMap<ParamId, MatchedTensor>,
     in_order: Vec<Option<MatchedTensor>>,
@@ -57,8 +57,8 @@ struct ClearValues {
 
 impl ModuleMapper for ClearValues {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        // A tied clone has the owner's id and stores a placeholder of another shape; neither it nor an
-        // empty shard takes values.
+        // A tied clone has the owner's id and stores a placeholder of another shape; neither it nor
+        // an empty shard takes values.
         let fits = |tensor: &&MatchedTensor| {
             tensor.base_shape() == param.lazy_shape() && !tensor.is_empty()
         };

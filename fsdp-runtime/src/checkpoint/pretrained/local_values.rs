@@ -15,8 +15,8 @@ use crate::param_group::Placement;
 pub(super) struct LocalValues {
     /// Shard or replicated parameter of each parameter that is not tied to another.
     pub(super) sharded: HashMap<ParamIndex, DispatchTensor>,
-    /// Values of ignored parameters and running statistics, flat and in f32. Only rank 0's are saved, so
-    /// that other ranks have none here.
+    /// Values of ignored parameters and running statistics, flat and in f32. Only rank 0's are
+    /// saved, so that other ranks have none here.
     pub(super) per_rank: HashMap<ParamId, TensorData>,
 }
 

@@ -1,4 +1,5 @@
-//! Matching the tensors of a file to a model's parameters, with every reason where they do not match.
+//! Matching the tensors of a file to a model's parameters, with every reason where they do not
+//! match.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -24,7 +25,8 @@ pub(super) struct WantedTensor {
     range: Range<usize>,
     /// Shape in which this rank stores these elements.
     base_shape: Vec<usize>,
-    /// Whether the parameter is tied to another, which is loaded in its stead. A file may have it or not.
+    /// Whether the parameter is tied to another, which is loaded in its stead. A file may have it
+    /// or not.
     tied: bool,
 }
 
@@ -65,8 +67,8 @@ pub(super) struct MatchedTensor {
 ///
 /// # Errors
 ///
-/// [`LoadError::Mismatch`] with all keys that are missing, unexpected or of the wrong shape or dtype,
-/// beyond what `options` allows.
+/// [`LoadError::Mismatch`] with all keys that are missing, unexpected or of the wrong shape or
+/// dtype, beyond what `options` allows.
 pub(super) fn match_tensors<T>(
     source: &Source,
     wanted: impl IntoIterator<Item = (T, WantedTensor)>,
@@ -117,7 +119,8 @@ pub(super) fn match_tensors<T>(
     Ok((matched, report))
 }
 
-/// Returns whether a tensor is PyTorch's count of the batches in a running mean, which Burn does not keep.
+/// Returns whether a tensor is PyTorch's count of the batches in a running mean, which Burn does
+/// not keep.
 fn is_batch_count(source: &Source, key: &str) -> bool {
     key.strip_suffix("num_batches_tracked")
         .is_some_and(|norm| source.tensors.contains_key(&format!("{norm}running_mean")))

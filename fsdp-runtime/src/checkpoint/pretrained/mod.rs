@@ -1,8 +1,8 @@
-//! Pretrained weights: safetensors files in another framework's names and layouts, and Burn's own records.
-//! Checkpoints to resume training from are in [`checkpoint`](crate::checkpoint).
+//! Pretrained weights: safetensors files in another framework's names and layouts, and Burn's own
+//! records. Checkpoints to resume training from are in [`checkpoint`](crate::checkpoint).
 //!
-//! A save gathers parameters one by one to rank 0, which streams them to the file. A load memory-maps the
-//! files, checks everything, and then copies the elements of each rank's shards.
+//! A save gathers parameters one by one to rank 0, which streams them to the file. A load
+//! memory-maps the files, checks everything, and then copies the elements of each rank's shards.
 //!
 //! Imports: file_names, options, local_values ← source, safetensors_file ← matching, weights_files,
 //! merge_safetensors ← load_values ← load, save, burnpack.

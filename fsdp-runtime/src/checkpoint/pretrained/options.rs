@@ -19,8 +19,8 @@ impl LoadOptions {
         Self::default()
     }
 
-    /// Allows keys to have this first segment in the model and not in the file, or in the file and not in
-    /// the model: `bert` for a file of the bare encoder.
+    /// Allows keys to have this first segment in the model and not in the file, or in the file and
+    /// not in the model: `bert` for a file of the bare encoder.
     pub fn with_base_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.base_prefix = Some(prefix.into());
         self
@@ -33,15 +33,15 @@ impl LoadOptions {
         self
     }
 
-    /// Skips the file's keys that begin with `prefix`, such as the head of another task, where the model
-    /// has no such parameter.
+    /// Skips the file's keys that begin with `prefix`, such as the head of another task, where the
+    /// model has no such parameter.
     pub fn with_allowed_unexpected(mut self, prefix: impl Into<String>) -> Self {
         self.unexpected.push(prefix.into());
         self
     }
 
-    /// Allows a key that ends in `in_model` in the model to end in `in_file` in the file. A suffix is one
-    /// or more whole segments.
+    /// Allows a key that ends in `in_model` in the model to end in `in_file` in the file. A suffix
+    /// is one or more whole segments.
     pub fn with_renamed_suffix(
         mut self,
         in_file: impl Into<String>,
@@ -51,8 +51,8 @@ impl LoadOptions {
         self
     }
 
-    /// Allows the names of layer norms in weights that were converted from TensorFlow: `LayerNorm.gamma`
-    /// for `LayerNorm.weight`, and `LayerNorm.beta` for `LayerNorm.bias`.
+    /// Allows the names of layer norms in weights that were converted from TensorFlow:
+    /// `LayerNorm.gamma` for `LayerNorm.weight`, and `LayerNorm.beta` for `LayerNorm.bias`.
     pub fn with_legacy_layer_norm(self) -> Self {
         self.with_renamed_suffix("LayerNorm.gamma", "LayerNorm.weight")
             .with_renamed_suffix("LayerNorm.beta", "LayerNorm.bias")
@@ -95,7 +95,7 @@ pub struct LoadReport {
 /// The element type of a saved file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum SaveDtype {
-    /// The dtype in which parameters are stored during training.
+    /// 32-bit float, the dtype in which parameters are stored during training.
     #[default]
     F32,
     /// bfloat16, rounded to nearest.

@@ -1,5 +1,5 @@
-//! Writing safetensors files as a stream: the header first, since all shapes are known, then one tensor
-//! after another.
+//! Writing safetensors files as a stream: the header first, since all shapes are known, then one
+//! tensor after another.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -94,8 +94,8 @@ impl NewFile {
         self.out.write_all(bytes).map_err(|error| save_error(&self.label, &error))
     }
 
-    /// Appends a tensor's elements as `dtype`. `transpose` is the shape `[rows, columns]` of a matrix whose
-    /// transpose is to be written.
+    /// Appends a tensor's elements as `dtype`. `transpose` is the shape `[rows, columns]` of a
+    /// matrix whose transpose is to be written.
     pub(in crate::checkpoint) fn tensor(
         &mut self,
         elements: &[f32],

@@ -21,22 +21,25 @@ use crate::param_group::Placement;
 use crate::param_group::plan::IgnoredParam;
 
 impl<M: FsdpModule> State<'_, M> {
-    /// Writes the full state to a folder that transformers' `from_pretrained` loads: `model.safetensors`,
-    /// or numbered files with an index, and the additional files of `options`. Each tensor is named by
-    /// the parameter's key. A tied weight is written once, under the owner's key, as transformers does.
+    /// Writes the full state to a folder that transformers' `from_pretrained` loads:
+    /// `model.safetensors`, or numbered files with an index, and the additional files of `options`.
+    /// Each tensor is named by the parameter's key. A tied weight is written once, under the
+    /// owner's key, as transformers does.
     ///
-    /// Every rank calls it. Parameters are gathered one at a time to rank 0, which writes each to the file
-    /// before the next is gathered, so that no rank holds more than its shards and one parameter. Ignored
-    /// parameters and running statistics, of which each rank has its own values, are rank 0's.
+    /// Every rank calls it. Parameters are gathered one at a time to rank 0, which writes each to
+    /// the file before the next is gathered, so that no rank holds more than its shards and one
+    /// parameter. Ignored parameters and running statistics, of which each rank has its own values,
+    /// are rank 0's.
     ///
-    /// The files are written under temporary names, and renamed when all are complete and flushed to
-    /// disk. A save that is interrupted earlier leaves the folder as it was, and perhaps files that end in
-    /// `.tmp`. If several files replace several of the same names, an interruption between the renames
-    /// can leave the folder without an index; a load reports that.
+    /// The files are written under temporary names, and renamed when all are complete and flushed
+    /// to disk. A save that is interrupted earlier leaves the folder as it was, and perhaps files
+    /// that end in `.tmp`. If several files replace several of the same names, an interruption
+    /// between the renames can leave the folder without an index; a load reports that.
     ///
     /// # Errors
     ///
-    /// [`SaveError`] on the rank that found it, [`CollectiveError`](crate::CollectiveError) on the others.
+    /// [`SaveError`] on the rank that found it, [`CollectiveError`](crate::CollectiveError) on the
+    /// others.
     pub fn save_pretrained(
         &self,
         folder: impl AsRef<Path>,
@@ -65,8 +68,9 @@ impl<M: FsdpModule> State<'_, M> {
     }
 }
 
-/// Gathers the tensors of one file and appends them to `out`, which is `None` on ranks that do not write.
-/// After an error in `out`, rank 0 still takes part in the gathers, since the other ranks wait for it.
+/// Gathers the tensors of one file and appends them to `out`, which is `None` on ranks that do not
+/// write. After an error in `out`, rank 0 still takes part in the gathers, since the other ranks
+/// wait for it.
 fn write_file<M: FsdpModule>(
     model: &Fsdp<M>,
     values: &LocalValues,

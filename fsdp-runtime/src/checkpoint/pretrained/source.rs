@@ -1,5 +1,5 @@
-//! Tensors in memory-mapped files: a safetensors file, a folder of them with an index, or a Burn record.
-//! Opening reads and checks the headers; elements are read later, only as far as needed.
+//! Tensors in memory-mapped files: a safetensors file, a folder of them with an index, or a Burn
+//! record. Opening reads and checks the headers; elements are read later, only as far as needed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -27,17 +27,18 @@ impl MappedFile {
             reason: error.to_string(),
         };
         let file = File::open(path).map_err(io)?;
-        // SAFETY: the map is only read. The user must not truncate the file while it is loaded, as with
-        // every memory-mapped reader.
+        // SAFETY: the map is only read. The user must not truncate the file while it is loaded, as
+        // with every memory-mapped reader.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self(Arc::new(map)))
     }
 
-    /// Returns the memory pages of a byte range to the system, so that pages already read do not add up.
+    /// Returns the memory pages of a byte range to the system, so that pages already read do not
+    /// add up.
     fn release(&self, range: &Range<usize>) {
         #[cfg(unix)]
-        // SAFETY: the map is shared and read-only, so that a page that was dropped is read from the file
-        // again with equal bytes. A failure only costs memory.
+        // SAFETY: the map is shared and read-only, so that a page that was dropped is read from the
+        // file again with equal bytes. A failure only costs memory.
         let _ = unsafe {
             let advice = memmap2::UncheckedAdvice::DontNeed;
             self.0.unchecked_advise_range(advice, range.start, range.len())
@@ -69,7 +70,8 @@ impl MappedTensor {
         &self.file.as_ref()[self.range.clone()]
     }
 
-    /// Returns the tensor's memory pages to the system. A later read loads them from the file again.
+    /// Returns the tensor's memory pages to the system. A later read loads them from the file
+    /// again.
     pub(super) fn release(&self) {
         self.file.release(&self.range);
     }
@@ -84,8 +86,8 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Opens a safetensors file, an index of several, or a folder with either. In a folder with both, the
-    /// single file is read, as in transformers.
+    /// Opens a safetensors file, an index of several, or a folder with either. In a folder with
+    /// both, the single file is read, as in transformers.
     pub(super) fn safetensors(path: &Path) -> Result<Self, LoadError> {
         let label = path.display().to_string();
         if path.is_dir() {

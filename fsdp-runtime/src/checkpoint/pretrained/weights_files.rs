@@ -1,5 +1,5 @@
-//! The weights files of a folder that transformers loads: how tensors are divided among them, and how they
-//! replace the files of an earlier save.
+//! The weights files of a folder that transformers loads: how tensors are divided among them, and
+//! how they replace the files of an earlier save.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -35,8 +35,8 @@ pub(in crate::checkpoint) struct TensorToWrite<T> {
     pub(in crate::checkpoint) transpose: Option<[usize; 2]>,
 }
 
-/// Divides the tensors, in order, into files of at most `max` bytes. A tensor larger than that gets a file
-/// of its own. This is transformers' rule, so that the files are the same.
+/// Divides the tensors, in order, into files of at most `max` bytes. A tensor larger than that gets
+/// a file of its own. transformers divides tensors by this rule too.
 pub(in crate::checkpoint) fn split_into_files<T>(
     tensors: Vec<TensorToWrite<T>>,
     max: u64,

@@ -19,8 +19,8 @@ pub(super) struct TensorHeader {
     pub(super) bytes: Range<u64>,
 }
 
-/// Parses a safetensors header whose tensors lie in the byte range `data` of the file. Checks that each
-/// tensor's dtype, shape and byte range agree.
+/// Parses a safetensors header whose tensors lie in the byte range `data` of the file. Checks that
+/// each tensor's dtype, shape and byte range agree.
 pub(super) fn parse_header(
     header: &[u8],
     data: Range<u64>,

@@ -48,7 +48,8 @@ impl RankFileReader {
         Ok(Self { path, file, tensors })
     }
 
-    /// Checks that the file has the tensor `name` with the dtype and length of the manifest's `piece`.
+    /// Checks that the file has the tensor `name` with the dtype and length of the manifest's
+    /// `piece`.
     pub(in crate::checkpoint) fn check(
         &self,
         name: &str,
@@ -65,8 +66,8 @@ impl RankFileReader {
         Ok(())
     }
 
-    /// Compares the checksums of the blocks that `range`, in bytes of the piece, touches. `block` is the
-    /// number of bytes of a checksum. The piece must have passed [`check`](Self::check).
+    /// Compares the checksums of the blocks that `range`, in bytes of the piece, touches. `block`
+    /// is the number of bytes of a checksum. The piece must have passed [`check`](Self::check).
     pub(in crate::checkpoint) fn verify(
         &self,
         name: &str,
@@ -92,8 +93,8 @@ impl RankFileReader {
         Ok(())
     }
 
-    /// Copies `range`, in bytes of the piece, to `target`, which must have the same length. The range
-    /// must have passed [`verify`](Self::verify).
+    /// Copies `range`, in bytes of the piece, to `target`, which must have the same length. The
+    /// range must have passed [`verify`](Self::verify).
     pub(in crate::checkpoint) fn read(
         &self,
         name: &str,
@@ -124,8 +125,8 @@ fn damaged(path: &Path, reason: String) -> CheckpointError {
 fn map(file: &File, path: &Path, range: Range<u64>) -> Result<Mmap, CheckpointError> {
     let len = usize::try_from(range.end - range.start)
         .map_err(|_| damaged(path, "it does not fit the address space".into()))?;
-    // SAFETY: the map is only read, by the caller alone, and is dropped before the caller returns. The
-    // user must not truncate a checkpoint while it is read, as with every memory-mapped reader.
+    // SAFETY: the map is only read, by the caller alone, and is dropped before the caller returns.
+    // The user must not truncate a checkpoint while it is read, as with every memory-mapped reader.
     unsafe { MmapOptions::new().offset(range.start).len(len).map(file) }
         .map_err(io_error("read", path))
 }

@@ -1,9 +1,9 @@
 //! Writing a rank's file.
 //!
-//! A safetensors file begins with the names of all tensors, but the names in an optimizer's state are
-//! known only once the state has been read. The writer therefore reserves space for the header, padded
-//! with spaces as the format allows, and writes the header last. A background thread flushes a large
-//! file to disk while the file is being written.
+//! A safetensors file begins with the names of all tensors, but the names in an optimizer's state
+//! are known only once the state has been read. The writer therefore reserves space for the header,
+//! padded with spaces as the format allows, and writes the header last. A background thread flushes
+//! a large file to disk while the file is being written.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
@@ -53,8 +53,8 @@ impl Flusher {
         Ok(Self { request, thread })
     }
 
-    /// Waits for the requested flushes and returns their error. The operating system reports each write
-    /// error once only, so an error of these flushes would not appear in a later one.
+    /// Waits for the requested flushes and returns their error. The operating system reports each
+    /// write error once only, so an error of these flushes would not appear in a later one.
     fn finish(self) -> std::io::Result<()> {
         drop(self.request);
         let panicked = |_| Err(std::io::Error::other("the flushing thread panicked"));
@@ -83,7 +83,8 @@ impl RankFileWriter {
         bytes: &[u8],
     ) -> Result<Vec<u32>, CheckpointError> {
         let mut checksums = Vec::with_capacity(bytes.len().div_ceil(BLOCK));
-        // Block by block, so that each block is summed and copied while it is in the processor's cache.
+        // Block by block, so that each block is summed and copied while it is in the processor's
+        // cache.
         for block in bytes.chunks(BLOCK) {
             checksums.push(crc32c::crc32c(block));
             self.file.write_all(block).map_err(io_error("write", &self.path))?;
@@ -100,8 +101,8 @@ impl RankFileWriter {
         Ok(checksums)
     }
 
-    /// Requests a flush if at least [`FLUSH`] bytes were written since the last request. `more` is the
-    /// number of bytes that `written` does not count yet.
+    /// Requests a flush if at least [`FLUSH`] bytes were written since the last request. `more` is
+    /// the number of bytes that `written` does not count yet.
     fn request_flush(&mut self, more: u64) -> std::io::Result<()> {
         let written = self.written + more;
         if written - self.flushed < FLUSH {
@@ -112,8 +113,8 @@ impl RankFileWriter {
             Some(flusher) => flusher,
             None => Flusher::start(&self.file)?,
         };
-        // A failure to send needs no action. A full queue means that a flush to come covers these bytes,
-        // and `finish` reports the error of a thread that has ended.
+        // A failure to send needs no action. A full queue means that a flush to come covers these
+        // bytes, and `finish` reports the error of a thread that has ended.
         let _ = flusher.request.try_send(());
         self.flusher = Some(flusher);
         Ok(())
@@ -140,8 +141,8 @@ impl RankFileWriter {
         Ok(self.reserved + self.written)
     }
 
-    /// Copies the data to a new file with enough space for the header, which has become longer than the
-    /// reserved space.
+    /// Copies the data to a new file with enough space for the header, which has become longer than
+    /// the reserved space.
     fn relocate(mut self) -> Result<Self, CheckpointError> {
         let failed = io_error("write", &self.path);
         let aside = self.path.with_extension("moved");

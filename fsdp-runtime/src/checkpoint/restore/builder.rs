@@ -12,11 +12,12 @@ use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
 use crate::optim::{GradScaler, WholeParam};
 
-/// Builder of a load: the models, optimizers and other state to load into, each under the name it has in
-/// the checkpoint. Every rank must add the same names.
+/// Builder of a load: the models, optimizers and other state to load into, each under the name it
+/// has in the checkpoint. Every rank must add the same names.
 ///
-/// Everything else in the checkpoint is ignored, so that a model can be loaded for evaluation without the
-/// optimizer. A model, optimizer or scheduler that is added must fit the checkpoint exactly.
+/// Everything else in the checkpoint is ignored, so that a model can be loaded for evaluation
+/// without the optimizer. A model, optimizer or scheduler that is added must fit the checkpoint
+/// exactly.
 #[derive(Default)]
 #[must_use]
 pub struct Restore<'a> {
@@ -46,7 +47,8 @@ pub struct Restored {
     pub progress: Progress,
     /// Number of ranks that saved the checkpoint.
     pub world_size: usize,
-    /// Values added by [`Checkpoint::with_value`](crate::checkpoint::Checkpoint::with_value), by name.
+    /// Values added by [`Checkpoint::with_value`](crate::checkpoint::Checkpoint::with_value), by
+    /// name.
     pub values: BTreeMap<String, Value>,
 }
 
@@ -56,8 +58,8 @@ impl<'a> Restore<'a> {
         Self::default()
     }
 
-    /// Adds a sharded model. The load also sets the state of each rank's random stream; a rank that the
-    /// saving world did not have gets rank 0's.
+    /// Adds a sharded model. The load also sets the state of each rank's random stream; a rank that
+    /// the saving world did not have gets rank 0's.
     pub fn with_model<M: FsdpModule>(
         mut self,
         name: impl Into<String>,
@@ -67,8 +69,8 @@ impl<'a> Restore<'a> {
         self
     }
 
-    /// Adds an optimizer with the parameter groups that the saved one had. All models that it steps must
-    /// be added too, before or after.
+    /// Adds an optimizer with the parameter groups that the saved one had. All models that it steps
+    /// must be added too, before or after.
     pub fn with_optimizer(
         mut self,
         name: impl Into<String>,
@@ -79,8 +81,8 @@ impl<'a> Restore<'a> {
     }
 
     /// Adds an optimizer that steps full matrices. All models that it steps must be added too. Each
-    /// matrix's state is loaded by the matrix's owner, whatever world size and strategy the checkpoint
-    /// was saved with.
+    /// matrix's state is loaded by the matrix's owner, whatever world size and strategy the
+    /// checkpoint was saved with.
     pub fn with_whole_optimizer(
         mut self,
         name: impl Into<String>,
@@ -101,7 +103,8 @@ impl<'a> Restore<'a> {
         self
     }
 
-    /// Adds a loss scaler. The load replaces both the configuration and the state by the saved ones.
+    /// Adds a loss scaler. The load replaces both the configuration and the state by the saved
+    /// ones.
     pub fn with_grad_scaler(mut self, name: impl Into<String>, scaler: &'a mut GradScaler) -> Self {
         self.scalers.insert(name.into(), scaler);
         self

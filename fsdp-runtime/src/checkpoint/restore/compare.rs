@@ -45,7 +45,8 @@ pub(super) fn compare_model(
     differences.extend(unexpected.map(|path| format!("unexpected: `{path}` of model `{name}`")));
 }
 
-/// Adds the differences between an optimizer's state in the checkpoint and what the optimizer takes.
+/// Adds the differences between an optimizer's state in the checkpoint and what the optimizer
+/// takes.
 ///
 /// # Errors
 ///

@@ -19,16 +19,17 @@ impl Restore<'_> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError`](crate::CheckpointError) on the ranks it happened on, with every difference in
-    /// one error, and [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others.
+    /// [`CheckpointError`](crate::CheckpointError) on the ranks it happened on, with every
+    /// difference in one error, and
+    /// [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others.
     pub fn load(self, worker: &Worker, folder: impl AsRef<Path>) -> Result<Restored, Error> {
         load(self, &Ranks::from(worker), folder.as_ref())
     }
 }
 
 impl<M: FsdpModule> StateMut<'_, M> {
-    /// Loads the model named `model` of a checkpoint folder, saved at any world size. Every rank calls
-    /// it. The model is unchanged where the checkpoint does not fit or its files are damaged.
+    /// Loads the model named `model` of a checkpoint folder, saved at any world size. Every rank
+    /// calls it. The model is unchanged where the checkpoint does not fit or its files are damaged.
     ///
     /// # Errors
     ///

@@ -14,7 +14,8 @@ use crate::checkpoint::optimizer_state::{self, NewParamState};
 use crate::checkpoint::reader::CheckpointReader;
 use crate::error::CheckpointError;
 
-/// Returns a copy of `own` with this rank's part of the checkpoint's state, whose checksums it verifies.
+/// Returns a copy of `own` with this rank's part of the checkpoint's state, whose checksums it
+/// verifies.
 pub(super) fn load_optimizer(
     name: &str,
     own: &LoadedOptimizer<'_>,

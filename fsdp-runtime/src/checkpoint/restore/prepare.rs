@@ -1,5 +1,5 @@
-//! The checks of a load. They change nothing; after them only a file that becomes unreadable can make the
-//! load fail.
+//! The checks of a load. They change nothing; after them only a file that becomes unreadable can
+//! make the load fail.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -23,7 +23,8 @@ use crate::optim::{GradScaler, owners};
 /// A load whose checks have all passed.
 pub(super) struct Prepared {
     pub(super) reader: Arc<CheckpointReader>,
-    /// Name in the ranks' files of each parameter of which this rank stores elements, by model name.
+    /// Name in the ranks' files of each parameter of which this rank stores elements, by model
+    /// name.
     pub(super) tensors: BTreeMap<String, HashMap<ParamIndex, String>>,
     pub(super) optimizers: BTreeMap<String, ModuleOptimizer>,
     pub(super) schedulers: BTreeMap<String, ModuleLrScheduler>,
@@ -31,8 +32,8 @@ pub(super) struct Prepared {
     pub(super) values: BTreeMap<String, Value>,
 }
 
-/// Compares a checkpoint with what it is to be loaded into on rank `rank`, verifies the checksums of what
-/// the rank needs, and loads optimizers, schedulers and scalers into copies.
+/// Compares a checkpoint with what it is to be loaded into on rank `rank`, verifies the checksums
+/// of what the rank needs, and loads optimizers, schedulers and scalers into copies.
 ///
 /// # Errors
 ///
@@ -131,7 +132,8 @@ fn load_scalers(
     scalers
 }
 
-/// Verifies the checksums of what this rank needs of a model, and returns the names in the ranks' files.
+/// Verifies the checksums of what this rank needs of a model, and returns the names in the ranks'
+/// files.
 fn verify_model(
     model: &str,
     targets: &[Target<'_>],

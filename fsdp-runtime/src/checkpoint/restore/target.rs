@@ -18,19 +18,20 @@ pub(super) struct Target<'a> {
     pub(super) dtype: DType,
     /// The rank that loads.
     pub(super) rank: usize,
-    /// Whether this rank owns the parameter, a sharded matrix, for optimizers that step full matrices.
+    /// Whether this rank owns the parameter, a sharded matrix, for optimizers that step full
+    /// matrices.
     pub(super) owned: bool,
 }
 
-/// Returns the elements of a stored tensor that a rank needs for its part of a parameter, counted over
-/// all copies.
+/// Returns the elements of a stored tensor that a rank needs for its part of a parameter, counted
+/// over all copies.
 pub(super) fn stored_range(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> Range<usize> {
     let first = first_element(spec, stored, rank);
     first + spec.range().start..first + spec.range().end
 }
 
-/// Returns the index of the first element of the copy that a rank loads. This is copy 0 for a rank that
-/// the saving world did not have, and for a parameter that is no longer ignored.
+/// Returns the index of the first element of the copy that a rank loads. This is copy 0 for a rank
+/// that the saving world did not have, and for a parameter that is no longer ignored.
 fn first_element(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
     match spec.held {
         Placement::PerRank if rank < stored.copies => rank * stored.numel().unwrap_or(0),
@@ -39,9 +40,10 @@ fn first_element(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
 }
 
 impl Target<'_> {
-    /// Returns the elements that this rank needs of a tensor of an optimizer's state for the parameter,
-    /// with their shape; `None` where the tensor's shape does not fit. These are the shard's elements of
-    /// a sharded parameter, and else the full tensor, which `whole` also selects for a sharded matrix.
+    /// Returns the elements that this rank needs of a tensor of an optimizer's state for the
+    /// parameter, with their shape; `None` where the tensor's shape does not fit. These are the
+    /// shard's elements of a sharded parameter, and else the full tensor, which `whole` also
+    /// selects for a sharded matrix.
     pub(super) fn state_range(
         &self,
         stored: &TensorEntry,

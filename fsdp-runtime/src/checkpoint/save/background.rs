@@ -19,11 +19,11 @@ use crate::checkpoint::manifest::Manifest;
 use crate::checkpoint::ranks::Ranks;
 use crate::error::{CheckpointError, Error};
 
-/// Longest wait of rank 0 for the other ranks' files, from the end of its own.
+/// Maximum time for which rank 0 waits for the other ranks' files after finishing its own file.
 const TIMEOUT: Duration = Duration::from_secs(600);
-/// Longest wait of a dropped save for the other ranks' files.
+/// Maximum time for which a manager that is dropped waits for its background save.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time between two looks for the other ranks' files.
+/// Time between two checks whether files exist or a thread has ended.
 const POLL: Duration = Duration::from_millis(5);
 
 /// A save in the background.
@@ -83,7 +83,8 @@ impl BackgroundSave {
         }
         let committed = self.thread.join().unwrap_or_else(|_| Err(panicked(&self.root)));
         if ranks.leads() && (written.is_err() || committed.is_err()) {
-            // Frees a full disk for the next save. Where this fails, the rest is recognised as torn.
+            // Frees a full disk for the next save. Where this fails, the rest is recognised as
+            // torn.
             let _ = fs::remove_dir_all(&self.tmp);
         }
         written?;
@@ -150,8 +151,8 @@ impl Job {
         write_part(&self.tmp, self.rank, &sink.finish()?)
     }
 
-    /// Waits until every rank has written its part of the manifest, until the save is cancelled, or until
-    /// [`TIMEOUT`].
+    /// Waits until every rank has written its part of the manifest, until the save is cancelled, or
+    /// until [`TIMEOUT`].
     fn await_parts(&self) -> Result<(), CheckpointError> {
         let begun = Instant::now();
         while let Some(rank) = missing_part(&self.tmp, self.world) {

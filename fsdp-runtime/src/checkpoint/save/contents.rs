@@ -14,8 +14,8 @@ use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
 use crate::optim::{GradScaler, WholeParam};
 
-/// Builder of a checkpoint: the models, optimizers and other state to save, each under a name. Every
-/// rank must add the same names.
+/// Builder of a checkpoint: the models, optimizers and other state to save, each under a name.
+/// Every rank must add the same names.
 #[derive(Default)]
 #[must_use]
 pub struct Checkpoint<'a> {
@@ -47,8 +47,8 @@ impl<'a> Checkpoint<'a> {
         Self { progress: Progress { step, ..Progress::default() }, ..Self::default() }
     }
 
-    /// Sets the position in the data: the number of completed passes, and the sampler's position in the
-    /// current pass. Both are 0 by default.
+    /// Sets the position in the data: the number of completed passes, and the sampler's position in
+    /// the current pass. Both are 0 by default.
     pub fn with_data_position(mut self, epoch: u64, position: u64) -> Self {
         (self.progress.epoch, self.progress.position) = (epoch, position);
         self
@@ -82,7 +82,8 @@ impl<'a> Checkpoint<'a> {
     }
 
     /// Adds an optimizer that steps full matrices. All models that it steps must be added too. Each
-    /// matrix's state is written by the matrix's owner, and loaded by the owner in the loading world.
+    /// matrix's state is written by the matrix's owner, and loaded by the owner in the loading
+    /// world.
     pub fn with_whole_optimizer(
         mut self,
         name: impl Into<String>,
@@ -103,14 +104,15 @@ impl<'a> Checkpoint<'a> {
         self
     }
 
-    /// Adds a loss scaler, and sets the checkpoint's [`loss_scale`](Progress::loss_scale) to its scale.
+    /// Adds a loss scaler, and sets the checkpoint's [`loss_scale`](Progress::loss_scale) to its
+    /// scale.
     pub fn with_grad_scaler(mut self, name: impl Into<String>, scaler: &GradScaler) -> Self {
         self.scalers.insert(name.into(), scaler.scalars());
         self.with_loss_scale(scaler.loss_scale())
     }
 
-    /// Adds any other value, stored as JSON. Rank 0's value is saved. Reading a float back may change
-    /// its last bit, unless the program enables serde_json's feature `float_roundtrip`.
+    /// Adds any other value, stored as JSON. Rank 0's value is saved. Reading a float back may
+    /// change its last bit, unless the program enables serde_json's feature `float_roundtrip`.
     pub fn with_value(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
         self.values.insert(name.into(), value.into().to_string());
         self

@@ -17,15 +17,16 @@ use crate::module::ParamIndex;
 use crate::optim::owners;
 use crate::param_group::{ParamSpec, Placement};
 
-/// Minimum size of a batch of parameters whose optimizer state is read at once, in bytes of their f32
-/// values. Small batches let the copies of the next batch reuse memory that is still in the processor's
-/// cache.
+/// Minimum size of a batch of parameters whose optimizer state is read at once, in bytes of their
+/// f32 values. Small batches let the copies of the next batch reuse memory that is still in the
+/// processor's cache.
 const BATCH_BYTES: usize = 4 << 20;
-/// Maximum number of batches, approximately. Reading a batch costs a pass over all of an optimizer's
-/// parameters.
+/// Maximum number of batches, approximately. Reading a batch costs a pass over all of an
+/// optimizer's parameters.
 const MAX_BATCHES: usize = 256;
 
-/// Gives `sink` everything that this rank writes: the models' parameters, then the optimizers' state.
+/// Gives `sink` everything that this rank writes: the models' parameters, then the optimizers'
+/// state.
 pub(super) fn write_elements(
     checkpoint: &Checkpoint<'_>,
     differing: &DifferingTensors,
@@ -185,8 +186,8 @@ fn write_param(
     outcome
 }
 
-/// Writes this rank's part of an optimizer's state for a parameter. `owner` is the rank in the shard
-/// group that has the state of a sharded matrix in full; `None` where the state is sharded.
+/// Writes this rank's part of an optimizer's state for a parameter. `owner` is the rank in the
+/// shard group that has the state of a sharded matrix in full; `None` where the state is sharded.
 fn write_state(
     optimizer: &str,
     param: &SavedParam<'_>,
@@ -229,8 +230,9 @@ fn write_state(
 ///
 /// # Errors
 ///
-/// [`CheckpointError::MisplacedState`] for full state of a matrix on another rank than the owner, and
-/// [`CheckpointError::NotElementwise`] for state of a shard that has another shape than the shard.
+/// [`CheckpointError::MisplacedState`] for full state of a matrix on another rank than the owner,
+/// and [`CheckpointError::NotElementwise`] for state of a shard that has another shape than the
+/// shard.
 fn written_of_state(
     param: &SavedParam<'_>,
     owner: Option<usize>,
@@ -251,7 +253,8 @@ fn written_of_state(
             Ok(Written { copies: 1, from: range.start, range })
         }
         (Placement::Shard(shard), None) => {
-            // A rank with an empty shard never steps the parameter, and so has no valid state of it.
+            // A rank with an empty shard never steps the parameter, and so has no valid state of
+            // it.
             if tensor.shape != spec.base_shape() || shard.is_empty() {
                 return Err(CheckpointError::NotElementwise {
                     tensor: name(),

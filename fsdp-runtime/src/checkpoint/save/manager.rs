@@ -16,12 +16,13 @@ use crate::launch::Worker;
 pub struct Saved {
     /// The checkpoint's folder. A background save creates it only once the checkpoint is complete.
     pub folder: PathBuf,
-    /// Time for which training was blocked: the whole save, or, for a background save, the wait for the
-    /// previous save and the copy to host memory.
+    /// Time for which training was blocked: the whole save, or, for a background save, the wait for
+    /// the previous save and the copy to host memory.
     pub stall: Duration,
 }
 
-/// Saves a run's checkpoints as folders `step-00000012` below one root folder, and finds the newest.
+/// Saves a run's checkpoints as folders `step-00000012` below one root folder, and finds the
+/// newest.
 ///
 /// Only one run at a time may save below a root: each save deletes the incomplete folders there.
 #[derive(Debug)]
@@ -34,22 +35,22 @@ pub struct CheckpointManager {
 }
 
 impl CheckpointManager {
-    /// Returns a manager of the checkpoints below `root`, a folder that the first save creates. It keeps
-    /// all checkpoints and saves in the foreground.
+    /// Returns a manager of the checkpoints below `root`, a folder that the first save creates. It
+    /// keeps all checkpoints and saves in the foreground.
     pub fn new(root: impl Into<PathBuf>, worker: &Worker) -> Self {
         let root = CheckpointRoot { path: root.into(), keep_last: None };
         Self { root, ranks: Ranks::from(worker), background: false, pending: None }
     }
 
-    /// Keeps `count` checkpoints, at least one: the one just saved, and the others of the highest steps.
-    /// The rest are deleted once a new checkpoint is complete.
+    /// Keeps `count` checkpoints, at least one: the one just saved, and the others of the highest
+    /// steps. The rest are deleted once a new checkpoint is complete.
     pub fn with_keep_last(mut self, count: usize) -> Self {
         self.root.keep_last = Some(count.max(1));
         self
     }
 
-    /// Sets whether a save copies the state to host memory and writes the files while training continues.
-    /// Off by default.
+    /// Sets whether a save copies the state to host memory and writes the files while training
+    /// continues. Off by default.
     pub fn with_background(mut self, background: bool) -> Self {
         self.background = background;
         self
@@ -61,7 +62,8 @@ impl CheckpointManager {
     }
 
     /// Saves to the folder of the checkpoint's step. A background save waits for the previous save,
-    /// copies the state and returns; [`finish`](Self::finish) returns the outcome. Every rank calls it.
+    /// copies the state and returns; [`finish`](Self::finish) returns the outcome. Every rank calls
+    /// it.
     ///
     /// # Errors
     ///
@@ -88,8 +90,8 @@ impl CheckpointManager {
         self.pending.take().map_or(Ok(()), |pending| pending.finish(&self.ranks))
     }
 
-    /// Returns the newest complete checkpoint that rank 0 finds. Incomplete ones are skipped and logged
-    /// as warnings. Every rank calls it.
+    /// Returns the newest complete checkpoint that rank 0 finds. Incomplete ones are skipped and
+    /// logged as warnings. Every rank calls it.
     ///
     /// # Errors
     ///

@@ -1,5 +1,6 @@
-//! Ignored parameters and running statistics, of which each rank has its own values. Where the values are
-//! equal on all ranks the checkpoint has one copy; where they differ it has one copy per rank.
+//! Ignored parameters and running statistics, of which each rank has its own values. Where the
+//! values are equal on all ranks the checkpoint has one copy; where they differ it has one copy per
+//! rank.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -14,7 +15,8 @@ use crate::checkpoint::sharded_model::ignored_values;
 use crate::error::{CheckpointError, Error};
 use crate::param_group::Placement;
 
-/// The tensors of ignored parameters whose values differ between ranks, by their names in a rank's file.
+/// The tensors of ignored parameters whose values differ between ranks, by their names in a rank's
+/// file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DifferingTensors(BTreeSet<String>);
 
@@ -53,8 +55,8 @@ impl DifferingTensors {
     }
 }
 
-/// Returns a digest of each tensor of this rank's ignored parameters and of the optimizers' state for
-/// them, by the tensor's name in a rank's file.
+/// Returns a digest of each tensor of this rank's ignored parameters and of the optimizers' state
+/// for them, by the tensor's name in a rank's file.
 fn digests(checkpoint: &Checkpoint<'_>) -> Result<BTreeMap<String, u64>, CheckpointError> {
     let mut digests = BTreeMap::new();
     for (name, model) in &checkpoint.models {

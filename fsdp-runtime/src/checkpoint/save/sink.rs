@@ -13,7 +13,8 @@ use crate::checkpoint::rank_file::RankFileWriter;
 use crate::checkpoint::scalar::Scalars;
 use crate::error::CheckpointError;
 
-/// Estimated number of bytes that the header of a rank's file needs for a tensor beside the tensor's path.
+/// Estimated number of bytes that the header of a rank's file needs for a tensor beside the
+/// tensor's path.
 const HEADER_BYTES: usize = 160;
 
 /// The place of a tensor in the manifest.
@@ -94,7 +95,8 @@ impl FileSink {
         let paths = manifest.models.values().flat_map(|model| &model.units);
         let paths = paths.flat_map(|unit| &unit.parameters);
         let names: usize = paths.map(|path| path.len() + HEADER_BYTES).sum();
-        // The parameter itself, and a few tensors of each optimizer's state: most keep two or three.
+        // The parameter itself, and a few tensors of each optimizer's state: most keep two or
+        // three.
         let names = names * (1 + 4 * manifest.optimizers.len());
         let file = RankFileWriter::create(folder.join(rank_file_name(rank)), names)?;
         Ok(Self { file, manifest, rank })

@@ -40,8 +40,8 @@ impl Checkpoint<'_> {
 }
 
 impl<M: FsdpModule> State<'_, M> {
-    /// Saves the model alone as a checkpoint folder, in which the model's name is `model`. Every rank
-    /// calls it. To save optimizers and more, use [`Checkpoint`].
+    /// Saves the model alone as a checkpoint folder, in which the model's name is `model`. Every
+    /// rank calls it. To save optimizers and more, use [`Checkpoint`].
     ///
     /// # Errors
     ///
@@ -52,7 +52,8 @@ impl<M: FsdpModule> State<'_, M> {
     }
 }
 
-/// Saves to `target` and returns once the checkpoint is complete. `root` is set for a managed checkpoint.
+/// Saves to `target` and returns once the checkpoint is complete. `root` is set for a managed
+/// checkpoint.
 pub(super) fn save(
     checkpoint: &Checkpoint<'_>,
     ranks: &Ranks,
@@ -78,8 +79,8 @@ pub(super) fn save(
     ranks.agree("the manifest of a checkpoint", committed)
 }
 
-/// Checks that all ranks save the same things, compares the ranks' ignored parameters, and creates the
-/// temporary folder, whose path it returns. Every rank calls it.
+/// Checks that all ranks save the same things, compares the ranks' ignored parameters, and creates
+/// the temporary folder, whose path it returns. Every rank calls it.
 pub(super) fn begin(
     checkpoint: &Checkpoint<'_>,
     ranks: &Ranks,
@@ -113,8 +114,8 @@ fn create_temporary(
     Ok(tmp)
 }
 
-/// Writes the manifest from the parts of all `world` ranks, renames `tmp` to `target`, and deletes old
-/// checkpoints of `root`. Rank 0 alone calls it.
+/// Writes the manifest from the parts of all `world` ranks, renames `tmp` to `target`, and deletes
+/// old checkpoints of `root`. Rank 0 alone calls it.
 pub(super) fn commit(
     tmp: &Path,
     target: &Path,

@@ -6,12 +6,12 @@ use crate::layout::Mesh;
 use crate::module::ParamIndex;
 use crate::param_group::{ParamSpec, Placement};
 
-/// Number of elements from which all ranks write a replicated tensor together. One rank writes a smaller
-/// tensor alone, since each piece costs a line of the manifest.
+/// Number of elements from which all ranks write a replicated tensor together. One rank writes a
+/// smaller tensor alone, since each piece costs a line of the manifest.
 const SPLIT_FROM: usize = 1 << 10;
 
-/// Returns the elements of a parameter, or of optimizer state of the same shape, that this rank writes.
-/// Every element is written by exactly one rank.
+/// Returns the elements of a parameter, or of optimizer state of the same shape, that this rank
+/// writes. Every element is written by exactly one rank.
 pub(super) fn written_of_param(mesh: Mesh, index: ParamIndex, spec: &ParamSpec) -> Range<usize> {
     match &spec.held {
         // Each copy of the model has the shard, and each writes a part of it.
@@ -25,8 +25,8 @@ pub(super) fn written_of_param(mesh: Mesh, index: ParamIndex, spec: &ParamSpec) 
     }
 }
 
-/// Returns the elements that this rank writes of a tensor of `numel` elements that every rank stores in
-/// full.
+/// Returns the elements that this rank writes of a tensor of `numel` elements that every rank
+/// stores in full.
 pub(super) fn written_of_replicated(mesh: Mesh, index: ParamIndex, numel: usize) -> Range<usize> {
     let (rank, world) = (mesh.rank.index(), mesh.world.size());
     if numel >= SPLIT_FROM {
@@ -36,8 +36,8 @@ pub(super) fn written_of_replicated(mesh: Mesh, index: ParamIndex, numel: usize)
     if (index.unit + index.entry) % world == rank { 0..numel } else { 0..0 }
 }
 
-/// Returns the elements that this rank writes of a tensor of `numel` elements that one rank in each copy
-/// of the model owns. This rank must be such an owner.
+/// Returns the elements that this rank writes of a tensor of `numel` elements that one rank in each
+/// copy of the model owns. This rank must be such an owner.
 pub(super) fn written_of_owned(mesh: Mesh, numel: usize) -> Range<usize> {
     nth_part(0..numel, mesh.replica().index(), mesh.replicas().size())
 }

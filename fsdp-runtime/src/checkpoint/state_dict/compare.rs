@@ -22,8 +22,8 @@ impl From<Option<String>> for Comparison {
     }
 }
 
-/// Compares a state that has the paths `names` with a model. `compare` compares one parameter, given the
-/// parameter's dtype.
+/// Compares a state that has the paths `names` with a model. `compare` compares one parameter,
+/// given the parameter's dtype.
 ///
 /// # Errors
 ///

@@ -44,8 +44,8 @@ impl LocalLayout {
     }
 }
 
-/// Describes the difference between a value of a state and the model's, if they differ. `what` names the
-/// value.
+/// Describes the difference between a value of a state and the model's, if they differ. `what`
+/// names the value.
 pub(super) fn difference<T: PartialEq + std::fmt::Debug>(
     what: &str,
     found: &T,

@@ -44,9 +44,9 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) when another rank does not take part in time, and
-    /// [`ShardError::InvalidOption`](crate::ShardError::InvalidOption) for a recipient outside of this
-    /// world.
+    /// [`CollectiveError`](crate::CollectiveError) when another rank does not take part in time,
+    /// and [`ShardError::InvalidOption`](crate::ShardError::InvalidOption) for a recipient outside
+    /// of this world.
     pub fn full(&self, recipient: Recipient) -> Result<FullState, Error> {
         recipient.check(self.model.mesh().world)?;
         let keep = recipient.is(self.model.mesh().rank);
@@ -105,13 +105,14 @@ impl<M: FsdpModule> StateMut<'_, M> {
         Ok(())
     }
 
-    /// Loads full parameters that one rank or all ranks provide; the others pass an empty state. Every
-    /// rank calls it and needs memory for one full parameter at a time.
+    /// Loads full parameters that one rank or all ranks provide; the others pass an empty state.
+    /// Every rank calls it and needs memory for one full parameter at a time.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::StateMismatch`] with every difference on the ranks that provide the state, and
-    /// [`CollectiveError`](crate::CollectiveError) on the others; the model is unchanged.
+    /// [`CheckpointError::StateMismatch`] with every difference on the ranks that provide the
+    /// state, and [`CollectiveError`](crate::CollectiveError) on the others; the model is
+    /// unchanged.
     pub fn load_full(&mut self, state: &FullState, from: Recipient) -> Result<(), Error> {
         from.check(self.model.mesh().world)?;
         let ranks = Ranks::from(&*self.model);
@@ -155,8 +156,8 @@ impl<M: FsdpModule> StateMut<'_, M> {
     }
 }
 
-/// Calls `f` with the description and dtype of each parameter, and with the stored elements as bytes in
-/// host memory.
+/// Calls `f` with the description and dtype of each parameter, and with the stored elements as
+/// bytes in host memory.
 fn for_each_host_bytes(model: &dyn ShardedModel, f: &mut dyn FnMut(&ParamSpec, DType, &[u8])) {
     model.for_each_param(&mut |param| {
         let (spec, dtype) = (model.spec(param.index), param.dtype);

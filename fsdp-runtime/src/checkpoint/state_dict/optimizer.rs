@@ -1,5 +1,5 @@
-//! Taking and loading state dicts of optimizers. Tensors of the parameter's shape, such as moments, are
-//! sharded as the parameter is.
+//! Taking and loading state dicts of optimizers. Tensors of the parameter's shape, such as moments,
+//! are sharded as the parameter is.
 
 use std::ops::Range;
 
@@ -37,8 +37,8 @@ impl<M: FsdpModule> State<'_, M> {
         })
     }
 
-    /// Returns this rank's part of an optimizer's state in the shapes in which the rank stores it. It can
-    /// be loaded only in the same layout.
+    /// Returns this rank's part of an optimizer's state in the shapes in which the rank stores it.
+    /// It can be loaded only in the same layout.
     ///
     /// # Errors
     ///
@@ -53,8 +53,8 @@ impl<M: FsdpModule> State<'_, M> {
         Ok(OptimizerState { layout: Some(LocalLayout::of(self.model)), ..state })
     }
 
-    /// Gathers an optimizer's full state to one rank or to all. Every rank calls it. A rank that does not
-    /// receive the state needs memory for one full tensor at a time.
+    /// Gathers an optimizer's full state to one rank or to all. Every rank calls it. A rank that
+    /// does not receive the state needs memory for one full tensor at a time.
     ///
     /// # Errors
     ///
@@ -137,8 +137,9 @@ impl<M: FsdpModule> State<'_, M> {
 }
 
 impl WholeParam {
-    /// Gathers the full state to one rank or to all, each matrix's state from the matrix's owner. Every
-    /// rank calls it. A rank that does not receive the state needs memory for one full tensor at a time.
+    /// Gathers the full state to one rank or to all, each matrix's state from the matrix's owner.
+    /// Every rank calls it. A rank that does not receive the state needs memory for one full tensor
+    /// at a time.
     ///
     /// # Errors
     ///
@@ -152,8 +153,8 @@ impl WholeParam {
         gather_state(model, self.inner(), recipient, true)
     }
 
-    /// Loads a full state, which every rank must provide. Each rank loads the state of the matrices that
-    /// it owns and of the replicated parameters.
+    /// Loads a full state, which every rank must provide. Each rank loads the state of the matrices
+    /// that it owns and of the replicated parameters.
     ///
     /// # Errors
     ///
@@ -178,8 +179,8 @@ fn is_stored(_: ParamIndex, spec: &ParamSpec) -> bool {
     !spec.range().is_empty()
 }
 
-/// Returns the full shape of a tensor of an optimizer's state, and the range of elements that this rank
-/// has of it.
+/// Returns the full shape of a tensor of an optimizer's state, and the range of elements that this
+/// rank has of it.
 fn full_shape(
     spec: &ParamSpec,
     tensor: &StateTensor,

@@ -18,8 +18,8 @@ use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
 use crate::param_group::{ParamSpec, Placement};
 
-/// Gathers the full state of an optimizer to the recipient. `whole` says that one owner rank has the state
-/// of each sharded matrix in full. Every rank calls it.
+/// Gathers the full state of an optimizer to the recipient. `whole` says that one owner rank has
+/// the state of each sharded matrix in full. Every rank calls it.
 pub(super) fn gather_state<M: FsdpModule>(
     model: &Fsdp<M>,
     optimizer: &ModuleOptimizer,
@@ -44,7 +44,8 @@ pub(super) fn gather_state<M: FsdpModule>(
     Ok(full)
 }
 
-/// Name, dtype, and whether it has the shard's shape, of each tensor in a parameter's state.
+/// Name and dtype of each tensor in a parameter's state, and whether the tensor has the shard's
+/// shape.
 type TensorKinds = Vec<(String, DType, bool)>;
 
 /// The gather of one parameter's state.
@@ -59,15 +60,16 @@ struct Gather<'a, M> {
 }
 
 impl<M: FsdpModule> Gather<'_, M> {
-    /// Returns the parameter's full state on receiving ranks, if any rank has state of it. `own` is this
-    /// rank's part of the state.
+    /// Returns the parameter's full state on receiving ranks, if any rank has state of it. `own` is
+    /// this rank's part of the state.
     fn param(
         &self,
         param: LocalParam,
         own: Result<Option<ParamState>, CheckpointError>,
     ) -> Result<Option<ParameterState<TensorData>>, Error> {
         let what = format!("optimizer state of `{}`", self.spec.path);
-        // A rank with an empty shard has no state of the parameter and takes the names from another rank.
+        // A rank with an empty shard has no state of the parameter and takes the names from another
+        // rank.
         let kinds = own.as_ref().ok().and_then(Option::as_ref).map(|state| self.kinds(state));
         let mut own = self.ranks.agree(&what, own)?;
         let all = self.ranks.exchange(&what, kinds)?;
@@ -81,11 +83,11 @@ impl<M: FsdpModule> Gather<'_, M> {
                 Some(state.tensors.swap_remove(at))
             });
             let data = match self.spec.held {
-                Placement::PerRank => self.from_first_holder(&what, own)?,
-                Placement::Shard(_) if self.whole => self.from_first_holder(&what, own)?,
+                Placement::PerRank => self.gather_from_first_holder(&what, own)?,
+                Placement::Shard(_) if self.whole => self.gather_from_first_holder(&what, own)?,
                 Placement::Replicated => own.filter(|_| self.keep).map(StateTensor::into_data),
                 _ if !elementwise => return Err(self.not_elementwise(own).into()),
-                _ => self.from_shards(&param, *dtype, own)?,
+                _ => self.gather_from_shards(&param, *dtype, own)?,
             };
             if let Some(data) = data {
                 tensors.insert(name.clone(), data);
@@ -102,7 +104,7 @@ impl<M: FsdpModule> Gather<'_, M> {
     }
 
     /// Returns a tensor from the lowest rank that has it in full.
-    fn from_first_holder(
+    fn gather_from_first_holder(
         &self,
         what: &str,
         own: Option<StateTensor>,
@@ -111,9 +113,9 @@ impl<M: FsdpModule> Gather<'_, M> {
         Ok(all.iter().find_map(|data| (**data).clone()).filter(|_| self.keep))
     }
 
-    /// Returns a tensor of the parameter's shape, gathered from the shards. A rank without state takes
-    /// part with a placeholder.
-    fn from_shards(
+    /// Returns a tensor of the parameter's shape, gathered from the shards. A rank without state
+    /// takes part with a placeholder.
+    fn gather_from_shards(
         &self,
         param: &LocalParam,
         dtype: DType,

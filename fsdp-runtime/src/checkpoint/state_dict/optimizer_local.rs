@@ -41,8 +41,9 @@ pub(super) fn read_local_state<T>(
     Ok(state)
 }
 
-/// Replaces an optimizer's state by `state`, for the parameters that this rank steps according to `steps`.
-/// `convert` converts each tensor to this rank's part, or describes why the tensor does not fit.
+/// Replaces an optimizer's state by `state`, for the parameters that this rank steps according to
+/// `steps`. `convert` converts each tensor to this rank's part, or describes why the tensor does
+/// not fit.
 ///
 /// # Errors
 ///

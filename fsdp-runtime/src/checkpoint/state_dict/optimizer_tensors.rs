@@ -1,4 +1,5 @@
-//! The state dicts of optimizers. They are keyed by module path, since parameter ids differ between runs.
+//! The state dicts of optimizers. They are keyed by module path, since parameter ids differ between
+//! runs.
 
 use std::collections::BTreeMap;
 
@@ -7,9 +8,9 @@ use burn::tensor::TensorData;
 use super::layout::LocalLayout;
 use crate::checkpoint::scalar::Scalars;
 
-/// State of an optimizer by module path. `T` is the form of the tensors: [`TensorData`] for full tensors,
-/// [`ShardedTensor`](crate::ShardedTensor) for this rank's elements, [`LocalTensor`] for this rank's
-/// tensors in the shapes in which they are stored.
+/// State of an optimizer by module path. `T` is the form of the tensors: [`TensorData`] for full
+/// tensors, [`ShardedTensor`](crate::ShardedTensor) for this rank's elements, [`LocalTensor`] for
+/// this rank's tensors in the shapes in which they are stored.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OptimizerState<T> {
     /// State of each parameter that has any, by module path.
@@ -33,8 +34,8 @@ pub struct ParameterState<T> {
     pub tensors: BTreeMap<String, T>,
 }
 
-/// A tensor of an optimizer's state in the shape in which this rank stores it. It is meaningful only
-/// within the [`OptimizerState`] that holds it, which has the layout.
+/// A tensor of an optimizer's state in the shape in which this rank stores it. It is meaningful
+/// only within the [`OptimizerState`] that holds it, which has the layout.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LocalTensor(pub(super) TensorData);
 

@@ -15,8 +15,8 @@ pub struct FullState(pub(super) BTreeMap<String, TensorData>);
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ShardedState(pub(super) BTreeMap<String, ShardedTensor>);
 
-/// This rank's tensors in the shapes in which the rank stores them between steps. It can be loaded only
-/// at the same world size, rank, strategy and wrapping.
+/// This rank's tensors in the shapes in which the rank stores them between steps. It can be loaded
+/// only at the same world size, rank, strategy and wrapping.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LocalState {
     pub(super) layout: LocalLayout,
