@@ -13,7 +13,7 @@ const DOWN: &[u8] = b"\x1b[B";
 const ENTER: &[u8] = b"\r";
 
 #[test]
-fn arrow_keys_choose() {
+fn answers_by_keys_are_written_to_the_file() {
     let controller = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&controller).unwrap();
     unlockpt(&controller).unwrap();
