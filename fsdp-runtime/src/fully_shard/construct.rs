@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::Device;
 
 use super::ignored_gradients::IgnoredGradients;
-use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, agree};
+use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, check_same_model};
 use super::model::Fsdp;
 use crate::backend::{clone_device, with_backend};
 use crate::collectives::group::{Group, MeshGroups, blocks};
@@ -63,7 +63,7 @@ pub(crate) fn shard<M: HookedForward>(
     let planned = Planned::new(&module, worker, &options);
     let Planned { mesh, reshard, plan, device } =
         agree_result(worker.comm(), "the plan of the model", planned, OnError::FailWorld)?;
-    agree(worker, &plan, &options, mesh)?;
+    check_same_model(worker, &plan, &options, mesh)?;
     if worker.rank() == Rank::ZERO {
         plan.warn_of_left_out(&options);
     }
@@ -158,14 +158,14 @@ fn settings(
         mesh,
         groups,
         reshard,
-        slots: options.gather_buffers,
+        gather_buffers: options.gather_buffers,
         forward_prefetch: options.forward_prefetch && can_prefetch,
         backward_prefetch: match options.backward_prefetch {
             BackwardPrefetch::Pre if !can_prefetch => BackwardPrefetch::None,
             prefetch => prefetch,
         },
         accumulation: options.gradient_accumulation,
-        rest: options.offload.storage_device(),
+        storage: options.offload.storage_device(),
         keep_sent: options.offload == OffloadPolicy::OptimizerOnly,
         offload_activations: options.offload_activations,
     })

@@ -11,7 +11,7 @@ use crate::module::{FsdpModule, ParamVisitor, Sharded};
 
 /// The gradients of ignored parameters from earlier micro-batches of a step. Clones of a model share them.
 #[derive(Clone, Default)]
-pub(crate) struct IgnoredGradients(Arc<Mutex<Option<GradientsParams>>>);
+pub(super) struct IgnoredGradients(Arc<Mutex<Option<GradientsParams>>>);
 
 impl fmt::Debug for IgnoredGradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -7,7 +7,7 @@ mod clip;
 mod construct;
 mod display;
 mod ignored_gradients;
-pub(crate) mod init;
+mod init;
 mod model;
 mod stats;
 

@@ -1,4 +1,4 @@
-//! The choice of what ranks are and how they communicate.
+//! The engine of a launch: whether ranks are threads or processes, and how they communicate.
 
 use std::fmt;
 use std::str::FromStr;

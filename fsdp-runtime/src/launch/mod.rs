@@ -1,5 +1,5 @@
-//! The start of ranks, each with a rayon pool and a communication thread of its own: all as threads of
-//! this process, or this process as one of several.
+//! Starts ranks, each with a separate rayon pool and communication thread: all ranks as threads of this
+//! process, or this process as one rank of several.
 //!
 //! Imports point one way: agree, engine, env, error, options, worker <- location, rank_thread <- threads, process
 //! <- mpi, gpus <- start.

@@ -31,7 +31,7 @@ impl NumRanks {
     }
 }
 
-/// How many ranks are started, and with what.
+/// The number of ranks to start, and their engine, device and resources.
 ///
 /// | option | default |
 /// |---|---|

@@ -1,4 +1,4 @@
-//! The thread on which one rank runs, with a rayon pool and a communication thread of its own.
+//! The thread on which one rank runs, with a separate rayon pool and communication thread.
 
 use std::any::Any;
 use std::error::Error as StdError;
@@ -14,8 +14,8 @@ pub(super) type BoxedError = Box<dyn StdError + Send + Sync>;
 /// The user's program, which runs once on each rank.
 pub(super) type RankProgram<T> = Arc<dyn Fn(Worker) -> Result<T, BoxedError> + Send + Sync>;
 
-/// Runs one rank on a thread of its own, inside its rayon pool of `threads` threads. A failure ends the
-/// other ranks; `ended` receives the outcome.
+/// Runs one rank on a new thread, inside a new rayon pool of `threads` threads. A failure ends the other
+/// ranks at their next collective. `ended` receives the outcome.
 pub(super) fn start_rank<T: Send + 'static>(
     worker: Worker,
     threads: usize,
@@ -23,7 +23,7 @@ pub(super) fn start_rank<T: Send + 'static>(
     ended: impl FnOnce(Result<T, BoxedError>) + Send + 'static,
 ) -> std::io::Result<()> {
     let index = worker.rank();
-    // Kept until the other ranks know how this one has ended.
+    // The communication thread must run until the other ranks know of a failure of this one.
     let comm = worker.comm().clone();
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
@@ -44,7 +44,7 @@ pub(super) fn start_rank<T: Send + 'static>(
     Ok(())
 }
 
-/// Returns what a rank unwound with: a typed error, or a panic's message.
+/// Converts what a rank unwound with to an error: the typed error, or the message of a panic.
 fn unwound(panic: Box<dyn Any + Send>) -> BoxedError {
     match panic.downcast::<Error>() {
         Ok(error) => error,

@@ -1,4 +1,4 @@
-//! The start of all ranks of a program.
+//! [`launch`], which starts all ranks of a program.
 
 use std::error::Error as StdError;
 use std::sync::Arc;

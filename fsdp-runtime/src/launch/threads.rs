@@ -29,8 +29,7 @@ pub(super) fn on_one_device<T: Send + 'static>(
     run(&hub, world, ends, options, program)
 }
 
-/// Runs every rank as a thread. `ends` has each rank's end of the process group and its device, in rank
-/// order.
+/// Runs every rank as a thread. `ends` has the process group and the device of each rank, in rank order.
 pub(super) fn run<T: Send + 'static>(
     hub: &Hub,
     world: WorldSize,
@@ -60,7 +59,7 @@ pub(super) fn run<T: Send + 'static>(
     collect(&outcomes, hub, world, options.timeout)
 }
 
-/// A rank that has ended, with its result or its error.
+/// The result or the error of a rank that has ended.
 type Outcome<T> = (Rank, Result<T, BoxedError>);
 
 /// Waits for all ranks, for at most `timeout` after the first failure, and returns the results in rank

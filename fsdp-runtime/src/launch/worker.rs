@@ -1,4 +1,4 @@
-//! One rank, as the program sees it.
+//! The handle of one rank, which the program gets.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::collectives::group::Message;
 use crate::error::{CollectiveError, Error};
 use crate::layout::{Mesh, Rank, WorldSize};
 
-/// One rank: its number, its device and its end of the process group of all ranks. Clones are the
+/// One rank of a launch: its number, its device and its connection to the other ranks. Clones stand for the
 /// same rank.
 #[derive(Clone, Debug)]
 pub struct Worker {
@@ -21,7 +21,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Joins a rank's parts; `local_size` ranks run on its machine.
+    /// Returns the worker of a rank; `local_size` ranks run on this machine.
     pub(super) fn new(
         mesh: Mesh,
         device: Device,
@@ -91,7 +91,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Returns the smallest `own` of all ranks: the number of steps that every rank has batches for.
+    /// Returns the smallest `own` of all ranks: the number of steps for which every rank has batches.
     /// Every rank calls it before an epoch, since all ranks must take the same number of steps.
     ///
     /// # Errors

@@ -6,8 +6,8 @@ use super::super::unit::{Unit, gather_buffer_plan};
 use crate::options::{OffloadPolicy, ReshardAfterForward};
 
 /// Returns the number of units of an inner nesting level that can be unsharded at once.
-pub(super) fn ring(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
-    if reshard == ReshardAfterForward::Never { units.len() } else { slots }
+pub(super) fn ring(units: &[Unit], reshard: ReshardAfterForward, gather_buffers: usize) -> usize {
+    if reshard == ReshardAfterForward::Never { units.len() } else { gather_buffers }
 }
 
 /// Returns the most bytes of replicated parameters that are copied from the host to the device.
@@ -28,8 +28,12 @@ pub(super) fn copied(units: &[Unit], ring: usize) -> usize {
 }
 
 /// Returns the bytes of the gather buffers that the schedule allocates.
-pub(super) fn gathered(units: &[Unit], reshard: ReshardAfterForward, slots: usize) -> usize {
-    let mut buffers = gather_buffer_plan(units, ring(units, reshard, slots)).buffers;
+pub(super) fn gathered(
+    units: &[Unit],
+    reshard: ReshardAfterForward,
+    gather_buffers: usize,
+) -> usize {
+    let mut buffers = gather_buffer_plan(units, ring(units, reshard, gather_buffers)).buffers;
     if let ReshardAfterForward::To(size) = reshard {
         buffers.extend(units.iter().flat_map(|unit| unit.parts(size)));
     }

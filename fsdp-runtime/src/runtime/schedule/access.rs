@@ -90,7 +90,8 @@ impl<B: ShardBackend> ScheduleState for Schedule<B> {
     }
 
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
-        if let Some((tensor, ..)) = StoredTensor::<B>::from_dispatch(tensor, self.settings.rest) {
+        if let Some((tensor, ..)) = StoredTensor::<B>::from_dispatch(tensor, self.settings.storage)
+        {
             tensor.with_bytes(f);
         }
     }

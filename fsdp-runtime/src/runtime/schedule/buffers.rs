@@ -26,7 +26,7 @@ impl<B: ShardBackend> GatherBuffers<B> {
     pub(super) fn new(settings: &Settings, device: &B::Device, units: &[Unit]) -> Self {
         let ring = match settings.reshard {
             Reshard::Never => units.len(),
-            _ => settings.slots,
+            _ => settings.gather_buffers,
         };
         let plan = gather_buffer_plan(units, ring);
         let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(device, numel, dtype));

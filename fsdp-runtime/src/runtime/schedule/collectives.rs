@@ -59,7 +59,7 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
         for (index, gradient) in gradients {
             let (unit, entry) = self.param(index);
             let Some((gradient, ..)) =
-                StoredTensor::<B>::from_dispatch(gradient, self.settings.rest)
+                StoredTensor::<B>::from_dispatch(gradient, self.settings.storage)
             else {
                 continue;
             };
@@ -101,7 +101,7 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
         if self.lock().unloaded.contains(&index) {
             return Err(self.not_loaded(index));
         }
-        let Some((base, ..)) = StoredTensor::<B>::from_dispatch(base, self.settings.rest) else {
+        let Some((base, ..)) = StoredTensor::<B>::from_dispatch(base, self.settings.storage) else {
             return Ok(None);
         };
         let base = self.on_device(base);

@@ -49,7 +49,7 @@ impl<B: ShardBackend> Schedule<B> {
         random: Arc<RandomStream>,
     ) -> Arc<Self> {
         let buffers = GatherBuffers::new(&settings, &device, &units);
-        let tracker = Arc::new(MemoryTracker::new(settings.rest != StorageDevice::Device));
+        let tracker = Arc::new(MemoryTracker::new(settings.storage != StorageDevice::Device));
         for unit in &units {
             let (shards, replicated) = unit.held_bytes();
             tracker.take(MemoryKind::Shards, shards);
@@ -98,7 +98,7 @@ impl<B: ShardBackend> Schedule<B> {
 
     /// Returns a stored tensor in f32 on the compute device.
     pub(super) fn on_device(&self, tensor: StoredTensor<B>) -> Float<B> {
-        tensor.on_device(&self.device, DType::F32, self.settings.rest)
+        tensor.on_device(&self.device, DType::F32, self.settings.storage)
     }
 
     /// Returns the error for the use of a parameter that has not been loaded yet.

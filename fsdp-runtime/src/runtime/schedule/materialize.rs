@@ -24,7 +24,7 @@ impl<B: ShardBackend> Schedule<B> {
     ) -> Result<DispatchTensor, Error> {
         let (unit, _) = self.param(index);
         let Some((value, leaf, context)) =
-            StoredTensor::from_dispatch(base.clone(), self.settings.rest)
+            StoredTensor::from_dispatch(base.clone(), self.settings.storage)
         else {
             return Ok(base);
         };
@@ -56,10 +56,10 @@ impl<B: ShardBackend> Schedule<B> {
             _ => match on_device.get() {
                 Some(copy) if copy.dtype() == dtype => copy.clone(),
                 _ => {
-                    if self.settings.rest != StorageDevice::Device {
+                    if self.settings.storage != StorageDevice::Device {
                         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::copy_to_device");
                     }
-                    value.on_device(&self.device, dtype, self.settings.rest)
+                    value.on_device(&self.device, dtype, self.settings.storage)
                 }
             },
         };

@@ -24,7 +24,7 @@ pub(super) fn total_bytes<B: ShardBackend>(tensors: &[Option<Float<B>>]) -> usiz
 struct ReduceUnit<B: ShardBackend> {
     op: Op,
     device: B::Device,
-    rest: StorageDevice,
+    storage: StorageDevice,
     /// Full gradients, one for each parameter of the unit.
     gradients: Vec<Option<Float<B>>>,
     /// The elements of each gradient that this rank keeps.
@@ -40,7 +40,7 @@ struct ReduceUnit<B: ShardBackend> {
 impl<B: ShardBackend> ReduceUnit<B> {
     /// Reduces the gradients among the shard group, and then among the replicas.
     fn run(self, group: &Group) -> Result<Reduced<B>, CollectiveError> {
-        let Self { op, device, rest, gradients, keep, layout, world, replicate, tracker } = self;
+        let Self { op, device, storage, gradients, keep, layout, world, replicate, tracker } = self;
         // On the device, the results and the full gradients exist at the same time until the full
         // gradients are freed. Offloaded results leave the device once they are copied to the host.
         let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
@@ -57,9 +57,9 @@ impl<B: ShardBackend> ReduceUnit<B> {
             reduced = replicate.reduce_scatter(&op, &device, request)?;
         }
         B::complete(&device);
-        let store = |gradient: Option<Float<B>>| Some(StoredTensor::store(gradient?, rest));
+        let store = |gradient: Option<Float<B>>| Some(StoredTensor::store(gradient?, storage));
         let reduced = reduced.into_iter().map(store).collect();
-        Ok((reduced, (rest == StorageDevice::Device).then_some(counted)))
+        Ok((reduced, (storage == StorageDevice::Device).then_some(counted)))
     }
 }
 
@@ -86,7 +86,7 @@ impl<B: ShardBackend> Schedule<B> {
         let job = ReduceUnit {
             op: Op::new(name, unit.name.clone()).of(unit.num_params()),
             device: self.device.clone(),
-            rest: self.settings.rest,
+            storage: self.settings.storage,
             gradients,
             keep: unit.entries.iter().map(|entry| entry.reduce(entry.reduce_dtype)).collect(),
             layout: unit.layout.clone(),

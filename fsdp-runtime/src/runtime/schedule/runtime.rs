@@ -20,7 +20,8 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
     }
 
     fn register_shard(&self, index: ParamIndex, base: DispatchTensor) {
-        let Some((value, leaf, _)) = StoredTensor::from_dispatch(base, self.settings.rest) else {
+        let Some((value, leaf, _)) = StoredTensor::from_dispatch(base, self.settings.storage)
+        else {
             return;
         };
         let shard = LocalShard::new(value, leaf);

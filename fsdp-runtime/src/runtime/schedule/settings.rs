@@ -19,7 +19,7 @@ pub(crate) struct Settings {
     /// When gathered parameters are resharded.
     pub(crate) reshard: Reshard,
     /// Number of gather buffers of one dtype that the units of an inner nesting level share.
-    pub(crate) slots: usize,
+    pub(crate) gather_buffers: usize,
     /// Whether forward prefetches the next unit.
     pub(crate) forward_prefetch: bool,
     /// When backward prefetches the previous unit.
@@ -27,7 +27,7 @@ pub(crate) struct Settings {
     /// How the gradients of micro-batches are accumulated.
     pub(crate) accumulation: GradientAccumulation,
     /// Storage device of parameters, reduced gradients and optimizer state.
-    pub(crate) rest: StorageDevice,
+    pub(crate) storage: StorageDevice,
     /// Whether the device keeps the copies of offloaded shards that were sent to the all-gather in
     /// forward, for the all-gather in backward.
     pub(crate) keep_sent: bool,

@@ -58,7 +58,7 @@ impl<B: ShardBackend> AllGather<B> {
         self,
         group: &Group,
         device: &B::Device,
-        rest: StorageDevice,
+        storage: StorageDevice,
     ) -> Result<(), CollectiveError> {
         let Self { op, shards, numel, dtype, buffer, sent_bytes, tracker } = self;
         let is_temporary =
@@ -67,7 +67,7 @@ impl<B: ShardBackend> AllGather<B> {
         let temporary = temporary.map(|shard| shard.value.numel() * dtype.size()).sum();
         let _temporary = Counted::new(&tracker, MemoryKind::Sending, temporary);
         let send = |ShardToSend { offset, value, sent }: ShardToSend<B>| {
-            let copy = || value.on_device(device, dtype, rest);
+            let copy = || value.on_device(device, dtype, storage);
             let value = match sent {
                 Some(sent) => sent.get_or_init(copy).clone(),
                 None => copy(),
@@ -117,13 +117,13 @@ impl<B: ShardBackend> Schedule<B> {
             self.tracker.take(MemoryKind::Copied, unit.whole_bytes());
         }
         let gathers = self.all_gathers(state, index, shards);
-        let (device, rest) = (self.device.clone(), self.settings.rest);
+        let (device, storage) = (self.device.clone(), self.settings.storage);
         let work = self.comm.issue_on(&group, move |group| {
             for gather in gathers {
-                gather.run(group, &device, rest)?;
+                gather.run(group, &device, storage)?;
             }
             for CopyToDevice { value, dtype, on_device } in copies {
-                on_device.get_or_init(|| value.on_device(&device, dtype, rest));
+                on_device.get_or_init(|| value.on_device(&device, dtype, storage));
             }
             B::complete(&device);
             Ok(())
@@ -150,7 +150,7 @@ impl<B: ShardBackend> Schedule<B> {
             return Err(ScheduleError::GatherBufferBusy {
                 unit: self.units[index].name.to_string(),
                 owner: self.units[owner].name.to_string(),
-                slots: self.settings.slots,
+                slots: self.settings.gather_buffers,
             }
             .into());
         }
@@ -233,7 +233,7 @@ impl<B: ShardBackend> Schedule<B> {
     /// device after the all-gathers. Backward reads them only if it recomputes the forward.
     fn copies(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<CopyToDevice<B>> {
         let unit = &self.units[index];
-        if self.settings.rest == StorageDevice::Device
+        if self.settings.storage == StorageDevice::Device
             || (pass == Pass::Backward && !unit.checkpointed)
         {
             return Vec::new();
@@ -282,7 +282,7 @@ impl<B: ShardBackend> Schedule<B> {
             self.units[index].name,
             self.units[other].name,
             buffer.bytes(),
-            self.settings.slots,
+            self.settings.gather_buffers,
         );
         count(&self.counters.added_slots);
         self.tracker.take(MemoryKind::Gathered, buffer.bytes());

@@ -69,7 +69,7 @@ impl<B: ShardBackend> Schedule<B> {
         let scatters: Vec<_> = scatters.into_iter().map(scatter).collect();
         let shards = scatters.into_iter().map(|scatter| {
             let shard = scatter.wait()?.pop().flatten();
-            Ok(shard.map(|it| StoredTensor::<B>::store(it, self.settings.rest).into_dispatch()))
+            Ok(shard.map(|it| StoredTensor::<B>::store(it, self.settings.storage).into_dispatch()))
         });
         let shards = shards.collect();
         self.tracker.give_back(MemoryKind::Gathered, bytes);
@@ -88,11 +88,11 @@ impl<B: ShardBackend> Schedule<B> {
     ) -> Option<Float<B>> {
         self.tracker.take(MemoryKind::Gathered, bytes);
         self.tracker.take(MemoryKind::Gradients, bytes);
-        let rest = self.settings.rest;
+        let storage = self.settings.storage;
         let [matrix, gradient] = parts.map(|parts| {
-            StoredTensor::<B>::store(self.join_parts(index, parts), rest).into_dispatch()
+            StoredTensor::<B>::store(self.join_parts(index, parts), storage).into_dispatch()
         });
-        let moved = if rest == StorageDevice::Device { &[][..] } else { &ON_HOST };
+        let moved = if storage == StorageDevice::Device { &[][..] } else { &ON_HOST };
         for &(device, host) in moved {
             self.tracker.give_back(device, bytes);
             self.tracker.take(host, bytes);
@@ -103,7 +103,7 @@ impl<B: ShardBackend> Schedule<B> {
             self.tracker.take(device, bytes);
         }
         self.tracker.give_back(MemoryKind::Gradients, bytes);
-        StoredTensor::<B>::from_dispatch(matrix, rest).map(|(it, ..)| self.on_device(it))
+        StoredTensor::<B>::from_dispatch(matrix, storage).map(|(it, ..)| self.on_device(it))
     }
 
     /// Issues the gather, on the rank `owner`, of a tensor that is sharded like a parameter.
@@ -116,7 +116,8 @@ impl<B: ShardBackend> Schedule<B> {
     ) -> PartsWork<B> {
         let len = self.param(index).1.range().len();
         let shard = shard.filter(|_| len > 0);
-        let shard = shard.and_then(|it| StoredTensor::<B>::from_dispatch(it, self.settings.rest));
+        let shard =
+            shard.and_then(|it| StoredTensor::<B>::from_dispatch(it, self.settings.storage));
         let flat = shard.map(|(it, ..)| B::float_reshape(self.on_device(it), Shape::from([len])));
         let op = Op::new("gather", what);
         let device = self.device.clone();
