@@ -76,7 +76,7 @@ pub(super) fn with_host_bytes(
     base: DispatchTensor,
     f: &mut dyn FnMut(&[u8]),
 ) {
-    if spec.held == Placement::PerRank {
+    if spec.placement == Placement::PerRank {
         // An ignored parameter may have another device and dtype than the model.
         return f(ignored_values(base).as_bytes());
     }
@@ -157,12 +157,12 @@ impl ParamVisitor for LocalParamVisitor<'_> {
             }
         };
         let spec = param_spec(self.engine, self.ignored, index);
-        if matches!(spec.held, Placement::TiedTo(_)) {
+        if matches!(spec.placement, Placement::TiedTo(_)) {
             return;
         }
         let base = param.base();
         let (dtype, device) = (base.dtype(), base.device());
-        let base = match spec.held {
+        let base = match spec.placement {
             Placement::PerRank => base.detach().reshape([spec.numel()]).into_dispatch(),
             _ => base.into_dispatch(),
         };

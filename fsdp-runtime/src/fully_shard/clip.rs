@@ -84,7 +84,7 @@ impl ParamVisitor for ReadGradients<'_> {
 /// gradient, which the owner counts.
 fn is_alias(engine: &dyn Engine, sharded: &Sharded) -> bool {
     let ParamIndex { unit, entry } = sharded.place;
-    matches!(engine.units()[unit].entries[entry].held, Placement::TiedTo(_))
+    matches!(engine.units()[unit].entries[entry].placement, Placement::TiedTo(_))
 }
 
 /// Multiplies the gradients of sharded and replicated parameters by a factor.

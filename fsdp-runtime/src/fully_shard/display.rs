@@ -124,7 +124,7 @@ impl ParamVisitor for Tree<'_> {
         let name = self.path.last().map_or("", String::as_str);
         let text = match self.params.get(path.as_str()) {
             Some(spec) => {
-                let placement = match spec.held {
+                let placement = match spec.placement {
                     Placement::Shard(_) => "sharded",
                     Placement::Replicated => "replicated",
                     Placement::PerRank => "each rank's own",

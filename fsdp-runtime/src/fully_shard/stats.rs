@@ -35,7 +35,7 @@ impl<M> Stats<'_, M> {
     /// once.
     pub fn num_params(&self) -> usize {
         let params = self.model.engine.units().iter().flat_map(|unit| &unit.entries);
-        let owned = params.filter(|param| !matches!(param.held, Placement::TiedTo(_)));
+        let owned = params.filter(|param| !matches!(param.placement, Placement::TiedTo(_)));
         owned.map(ParamSpec::numel).sum()
     }
 

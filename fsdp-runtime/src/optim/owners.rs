@@ -16,7 +16,7 @@ pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<ParamIndex, usize> {
     let mut matrices = Vec::new();
     for (index, unit) in units.iter().enumerate() {
         for (entry, spec) in unit.entries.iter().enumerate() {
-            if matches!(spec.held, Placement::Shard(_)) {
+            if matches!(spec.placement, Placement::Shard(_)) {
                 matrices.push((Reverse(spec.numel()), ParamIndex { unit: index, entry }));
             }
         }
@@ -47,7 +47,7 @@ mod tests {
             shape: vec![numel, 1],
             dtype,
             reduce_dtype: dtype,
-            held: Placement::Shard(layout.shard_of(segment, mesh.shard_rank())),
+            placement: Placement::Shard(layout.shard_of(segment, mesh.shard_rank())),
             segment: Some(segment),
         };
         let entries = numels.iter().enumerate().map(entry).collect();

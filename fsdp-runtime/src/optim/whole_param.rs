@@ -192,7 +192,7 @@ impl ParamVisitor for FindGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(place) = Sharded::of(param).map(|sharded| sharded.place) else { return };
         let entry = &self.units[place.unit].entries[place.entry];
-        if matches!(entry.held, Placement::Shard(_)) {
+        if matches!(entry.placement, Placement::Shard(_)) {
             let gradient = self.gradients.get::<D>(param.id);
             self.lens.push(gradient.map(|gradient| gradient.shape().num_elements()));
             self.matrices.push((param.id, place));

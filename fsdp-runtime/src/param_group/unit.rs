@@ -41,7 +41,7 @@ pub(crate) struct ParamSpec {
     /// Dtype in which the gradient is sent when it is reduced.
     pub(crate) reduce_dtype: DType,
     /// The part of the parameter that this rank stores.
-    pub(crate) held: Placement,
+    pub(crate) placement: Placement,
     /// Number of the matrix in the unit's layout; `None` for a parameter outside the layout.
     ///
     /// Under `NO_SHARD` nothing is sharded, but matrices have numbers all the same: they fix the order
@@ -57,7 +57,7 @@ impl ParamSpec {
 
     /// Returns the elements of the flattened parameter that this rank stores.
     pub(crate) fn range(&self) -> Range<usize> {
-        match &self.held {
+        match &self.placement {
             Placement::Shard(range) => range.clone(),
             Placement::Replicated | Placement::PerRank => 0..self.numel(),
             Placement::TiedTo(_) => 0..0,
@@ -69,7 +69,7 @@ impl ParamSpec {
     /// A shard has as many dimensions as its parameter: `[n, 1, ..]`. An empty shard is stored as one
     /// element, which never receives a gradient.
     pub(crate) fn base_shape(&self) -> Vec<usize> {
-        if matches!(self.held, Placement::Replicated | Placement::PerRank) {
+        if matches!(self.placement, Placement::Replicated | Placement::PerRank) {
             return self.shape.clone();
         }
         let mut shape = vec![1; self.shape.len()];
@@ -79,7 +79,7 @@ impl ParamSpec {
 
     /// Returns the part of the reduced gradient that this rank keeps. The gradient is sent as `dtype`.
     pub(crate) fn reduce(&self, dtype: DType) -> Reduce {
-        let segment = self.segment.filter(|_| matches!(self.held, Placement::Shard(_)));
+        let segment = self.segment.filter(|_| matches!(self.placement, Placement::Shard(_)));
         Reduce { range: self.range(), shape: self.base_shape(), segment, dtype }
     }
 }
@@ -146,7 +146,7 @@ impl Unit {
 
     /// Returns the unit's parameters without the aliases of tied weights.
     fn owned(&self) -> impl Iterator<Item = &ParamSpec> {
-        self.entries.iter().filter(|entry| !matches!(entry.held, Placement::TiedTo(_)))
+        self.entries.iter().filter(|entry| !matches!(entry.placement, Placement::TiedTo(_)))
     }
 
     /// Returns the bytes of the unit's full gradients, in the dtypes of the autodiff graph and in the
@@ -160,7 +160,7 @@ impl Unit {
 
     /// Returns the bytes of this rank's shards, in the dtypes in which they are sent.
     pub(crate) fn sent_bytes(&self) -> usize {
-        let sharded = |entry: &&ParamSpec| matches!(entry.held, Placement::Shard(_));
+        let sharded = |entry: &&ParamSpec| matches!(entry.placement, Placement::Shard(_));
         let sent = self.entries.iter().filter(sharded);
         sent.map(|entry| entry.range().len() * entry.dtype.size()).sum()
     }
@@ -173,7 +173,7 @@ impl Unit {
         let mut bytes = vec![0; self.layout.ranges().len()];
         for (at, entry) in self.entries.iter().enumerate() {
             let made = offloaded || entry.dtype != DType::F32;
-            if made && matches!(entry.held, Placement::Shard(_)) {
+            if made && matches!(entry.placement, Placement::Shard(_)) {
                 bytes[self.gathered_at(at).0] += entry.range().len() * entry.dtype.size();
             }
         }
@@ -182,7 +182,7 @@ impl Unit {
 
     /// Returns the bytes of the replicated parameters, in the dtypes in which they are computed with.
     pub(crate) fn whole_bytes(&self) -> usize {
-        let whole = self.entries.iter().filter(|entry| entry.held == Placement::Replicated);
+        let whole = self.entries.iter().filter(|entry| entry.placement == Placement::Replicated);
         whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
     }
 
@@ -191,7 +191,7 @@ impl Unit {
         let bytes = |entry: &ParamSpec| entry.range().len() * size_of::<f32>();
         let (mut shards, mut replicated) = (0, 0);
         for entry in &self.entries {
-            match entry.held {
+            match entry.placement {
                 Placement::Shard(_) => shards += bytes(entry),
                 _ => replicated += bytes(entry),
             }
@@ -202,7 +202,7 @@ impl Unit {
     /// Returns the number of the parameter that stores the values of parameter `entry`: the owner of
     /// the tie for an alias, or else `entry`.
     pub(crate) fn holder(&self, entry: usize) -> usize {
-        match self.entries[entry].held {
+        match self.entries[entry].placement {
             Placement::TiedTo(first) => first,
             _ => entry,
         }
@@ -215,7 +215,7 @@ impl Unit {
     /// parts, so that the norm has the same bits under `NO_SHARD`. Other parameters have no parts.
     pub(crate) fn norm_ranges(&self, entry: usize, mesh: Mesh) -> Vec<(usize, Range<usize>)> {
         let entry = &self.entries[entry];
-        match (&entry.held, entry.segment) {
+        match (&entry.placement, entry.segment) {
             (Placement::Shard(range), _) => vec![(mesh.shard_rank().index(), 0..range.len())],
             (Placement::Replicated, Some(segment)) => mesh
                 .shard_size()

@@ -25,7 +25,7 @@ impl LocalValues {
     pub(super) fn of(model: &dyn ShardedModel) -> Self {
         let mut values = Self::default();
         let saves = model.engine().mesh().rank == Rank::ZERO;
-        model.for_each_param(&mut |param| match model.spec(param.index).held {
+        model.for_each_param(&mut |param| match model.spec(param.index).placement {
             Placement::PerRank if saves => {
                 let data = ignored_values(param.base).convert::<f32>();
                 values.per_rank.insert(param.id, data);

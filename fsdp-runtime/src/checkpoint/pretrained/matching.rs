@@ -39,7 +39,7 @@ impl WantedTensor {
             shape: spec.shape.clone(),
             range: spec.range(),
             base_shape: spec.base_shape(),
-            tied: matches!(spec.held, Placement::TiedTo(_)),
+            tied: matches!(spec.placement, Placement::TiedTo(_)),
         }
     }
 

@@ -119,7 +119,7 @@ fn plan_files<M: FsdpModule>(
     let mut names: BTreeMap<&String, &String> = BTreeMap::new();
     let sharded = model.keys.iter().filter_map(|(&index, key)| {
         let spec = &model.engine.units()[index.unit].entries[index.entry];
-        let owns = !matches!(spec.held, Placement::TiedTo(_));
+        let owns = !matches!(spec.placement, Placement::TiedTo(_));
         owns.then_some((ParamTarget::Sharded(index), key, &spec.path, &spec.shape))
     });
     let ignored = model.ignored.iter().map(|IgnoredParam { id, key, entry }| {

@@ -33,7 +33,7 @@ pub(super) fn stored_range(spec: &ParamSpec, stored: &TensorEntry, rank: usize) 
 /// Returns the index of the first element of the copy that a rank loads. This is copy 0 for a rank
 /// that the saving world did not have, and for a parameter that is no longer ignored.
 fn first_element(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
-    match spec.held {
+    match spec.placement {
         Placement::PerRank if rank < stored.copies => rank * stored.numel().unwrap_or(0),
         _ => 0,
     }
@@ -50,7 +50,7 @@ impl Target<'_> {
         whole: bool,
     ) -> Option<(Range<usize>, Vec<usize>)> {
         let spec = self.spec;
-        let sharded = matches!(spec.held, Placement::Shard(_)) && !whole;
+        let sharded = matches!(spec.placement, Placement::Shard(_)) && !whole;
         if sharded {
             let range = stored_range(spec, stored, self.rank);
             return (stored.shape == spec.shape).then(|| (range, spec.base_shape()));
@@ -63,7 +63,7 @@ impl Target<'_> {
 
     /// Returns whether this rank steps the parameter, and so has optimizer state of it.
     pub(super) fn is_stepped(&self, whole: bool) -> bool {
-        match self.spec.held {
+        match self.spec.placement {
             Placement::Shard(_) if whole => self.owned,
             _ => !self.spec.range().is_empty(),
         }

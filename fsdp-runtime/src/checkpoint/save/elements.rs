@@ -150,7 +150,7 @@ fn own_copy(
     mesh: Mesh,
     differing: &DifferingTensors,
 ) -> Option<Written> {
-    let own = spec.held == Placement::PerRank && differing.contains(&owner.key());
+    let own = spec.placement == Placement::PerRank && differing.contains(&owner.key());
     let first = mesh.rank.index() * numel;
     own.then(|| Written { copies: mesh.world.size(), range: first..first + numel, from: 0 })
 }
@@ -243,7 +243,7 @@ fn written_of_state(
     let (mesh, spec) = (param.model.engine().mesh(), param.model.spec(param.index));
     let numel = tensor.shape.iter().product();
     let name = || format!("{}: {}", spec.path, place.key());
-    match (&spec.held, owner) {
+    match (&spec.placement, owner) {
         (Placement::Shard(_), Some(owner)) => {
             let rank = mesh.shard_rank().index();
             if rank != owner {

@@ -50,7 +50,7 @@ fn keys(model: &dyn ShardedModel) -> BTreeMap<String, KeyEntry> {
     let ignored = model.ignored().iter().map(|ignored| (&ignored.entry, &ignored.key));
     let entry = |(spec, key): (&ParamSpec, &Key)| {
         let differs = key.transposed || key.name != spec.path;
-        let owns = !matches!(spec.held, Placement::TiedTo(_));
+        let owns = !matches!(spec.placement, Placement::TiedTo(_));
         let Key { name, transposed } = key.clone();
         (differs && owns).then(|| (spec.path.clone(), KeyEntry { name, transposed }))
     };

@@ -63,7 +63,7 @@ fn digests(checkpoint: &Checkpoint<'_>) -> Result<BTreeMap<String, u64>, Checkpo
         let mut ignored = Vec::new();
         model.for_each_param(&mut |param| {
             let spec = model.spec(param.index);
-            if spec.held == Placement::PerRank {
+            if spec.placement == Placement::PerRank {
                 let data = ignored_values(param.base);
                 let key = model_tensor_name(name, &spec.path);
                 digests.insert(key, digest(param.dtype, &spec.shape, data.as_bytes()));

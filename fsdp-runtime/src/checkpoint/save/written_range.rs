@@ -13,7 +13,7 @@ const SPLIT_FROM: usize = 1 << 10;
 /// Returns the elements of a parameter, or of optimizer state of the same shape, that this rank
 /// writes. Every element is written by exactly one rank.
 pub(super) fn written_of_param(mesh: Mesh, index: ParamIndex, spec: &ParamSpec) -> Range<usize> {
-    match &spec.held {
+    match &spec.placement {
         // Each copy of the model has the shard, and each writes a part of it.
         Placement::Shard(range) => {
             nth_part(range.clone(), mesh.replica().index(), mesh.replicas().size())

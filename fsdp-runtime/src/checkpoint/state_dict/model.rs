@@ -56,7 +56,7 @@ impl<M: FsdpModule> State<'_, M> {
                 return;
             }
             let spec = self.model.spec(index);
-            let full = match spec.held {
+            let full = match spec.placement {
                 Placement::PerRank => rank_0_values(self.model, spec, base, keep),
                 _ => self.model.engine.full(index, base, keep),
             };

@@ -81,7 +81,7 @@ impl<M: FsdpModule> State<'_, M> {
         write_local_state(self.model, optimizer, state, is_stored, |spec, tensor| {
             let (shape, expected) = match tensor.shape == spec.shape {
                 true => (spec.base_shape(), spec.range()),
-                false if !matches!(spec.held, Placement::Shard(_)) => {
+                false if !matches!(spec.placement, Placement::Shard(_)) => {
                     (tensor.shape.clone(), 0..tensor.shape.iter().product())
                 }
                 false => return Err(format!("shape {:?} cannot be sharded", tensor.shape)),
@@ -128,7 +128,7 @@ impl<M: FsdpModule> State<'_, M> {
                 let shard = spec.range().start * size..spec.range().end * size;
                 return Ok(copied_data(&bytes[shard], spec.base_shape(), data.dtype()));
             }
-            match spec.held {
+            match spec.placement {
                 Placement::Replicated | Placement::PerRank => Ok(data.clone()),
                 _ => Err(format!("shape {:?} cannot be sharded", data.shape())),
             }
@@ -166,7 +166,7 @@ impl WholeParam {
     ) -> Result<(), CheckpointError> {
         let mesh = model.mesh();
         let owners = owners(model.engine.units(), mesh);
-        let steps = |index: ParamIndex, spec: &ParamSpec| match spec.held {
+        let steps = |index: ParamIndex, spec: &ParamSpec| match spec.placement {
             Placement::Shard(_) => owners.get(&index) == Some(&mesh.shard_rank().index()),
             _ => is_stored(index, spec),
         };
@@ -189,7 +189,7 @@ fn full_shape(
     if tensor.shape == spec.base_shape() && !spec.range().is_empty() {
         return Ok((spec.shape.clone(), spec.range()));
     }
-    if !matches!(spec.held, Placement::Shard(_)) {
+    if !matches!(spec.placement, Placement::Shard(_)) {
         return Ok((tensor.shape.clone(), 0..tensor.shape.iter().product()));
     }
     Err(CheckpointError::NotElementwise {

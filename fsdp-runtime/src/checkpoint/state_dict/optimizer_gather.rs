@@ -82,7 +82,7 @@ impl<M: FsdpModule> Gather<'_, M> {
                 let at = state.tensors.iter().position(|tensor| tensor.name == *name)?;
                 Some(state.tensors.swap_remove(at))
             });
-            let data = match self.spec.held {
+            let data = match self.spec.placement {
                 Placement::PerRank => self.gather_from_first_holder(&what, own)?,
                 Placement::Shard(_) if self.whole => self.gather_from_first_holder(&what, own)?,
                 Placement::Replicated => own.filter(|_| self.keep).map(StateTensor::into_data),

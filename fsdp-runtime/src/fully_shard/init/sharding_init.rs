@@ -135,7 +135,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     ) -> (EmptyParam<D>, Float<B>) {
         let device = &self.setup.device;
         let spec = self.setup.spec(place);
-        if matches!(spec.held, Placement::TiedTo(_)) {
+        if matches!(spec.placement, Placement::TiedTo(_)) {
             return (device.empty(param), device.filled(&spec.base_shape(), 0.0));
         }
         if self.setup.loaded_later.contains(&place) {

@@ -19,7 +19,7 @@ const SMALL: usize = 1 << 16;
 
 /// Returns whether a parameter is replicated and small.
 pub(super) fn is_small(spec: &ParamSpec) -> bool {
-    matches!(spec.held, Placement::Replicated) && (1..SMALL).contains(&spec.numel())
+    matches!(spec.placement, Placement::Replicated) && (1..SMALL).contains(&spec.numel())
 }
 
 /// The small replicated parameters of one unit.

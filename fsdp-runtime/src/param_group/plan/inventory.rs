@@ -172,7 +172,7 @@ impl<'a> Inventory<'a> {
             shape,
             dtype: DType::F32,
             reduce_dtype: DType::F32,
-            held: Placement::PerRank,
+            placement: Placement::PerRank,
             segment: None,
         };
         self.found.ignored.push(IgnoredParam { id, key, entry });

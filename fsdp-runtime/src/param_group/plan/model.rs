@@ -102,7 +102,7 @@ impl Plan {
         for unit in &self.units {
             lines.push(format!("unit {} (level {})", unit.name, unit.level));
             for entry in &unit.entries {
-                let placement = match &entry.held {
+                let placement = match &entry.placement {
                     Placement::Shard(_) => "sharded".to_string(),
                     Placement::Replicated | Placement::PerRank => "replicated".to_string(),
                     Placement::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),

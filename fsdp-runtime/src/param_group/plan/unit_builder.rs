@@ -39,7 +39,7 @@ impl<'a> UnitBuilder<'a> {
         let layout = self.layout(mesh);
         let common = self.common_dtype(&layout);
         let entries = self.param_specs(&layout, common, mesh);
-        let gathers = entries.iter().any(|entry| matches!(entry.held, Placement::Shard(_)));
+        let gathers = entries.iter().any(|entry| matches!(entry.placement, Placement::Shard(_)));
         let casts_outputs =
             self.unit.level == 0 || self.options.has_own_policy(self.unit.unit_type);
         Unit {
@@ -104,7 +104,7 @@ impl<'a> UnitBuilder<'a> {
         let mut segments = 0..;
         let spec = |param: &&FoundParam| {
             let segment = if self.is_matrix(param) { segments.next() } else { None };
-            let held = match (param.tied_to, segment) {
+            let placement = match (param.tied_to, segment) {
                 (Some(owner), _) => Placement::TiedTo(self.places[owner].entry),
                 (None, Some(segment)) if self.options.strategy.shards() => {
                     Placement::Shard(layout.shard_of(segment, mesh.shard_rank()))
@@ -114,7 +114,7 @@ impl<'a> UnitBuilder<'a> {
             let (path, shape) = (param.path.clone(), param.shape.clone());
             let dtype = self.dtype(param);
             let reduce_dtype = self.policy.reduce(common, dtype);
-            ParamSpec { path, shape, dtype, reduce_dtype, held, segment }
+            ParamSpec { path, shape, dtype, reduce_dtype, placement, segment }
         };
         self.params.iter().map(spec).collect()
     }

@@ -101,7 +101,7 @@ impl<B: ShardBackend> Schedule<B> {
     /// Marks `params`, and no others, as not loaded yet. Their use is an error until they are loaded.
     pub(crate) fn set_unloaded(&self, params: &[ParamIndex]) {
         let is_owner =
-            |index: &&ParamIndex| !matches!(self.param(**index).1.held, Placement::TiedTo(_));
+            |index: &&ParamIndex| !matches!(self.param(**index).1.placement, Placement::TiedTo(_));
         self.lock().unloaded = params.iter().filter(is_owner).copied().collect();
     }
 }

@@ -105,7 +105,7 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
             return Ok(None);
         };
         let base = self.on_device(base);
-        let full = match &entry.held {
+        let full = match &entry.placement {
             Placement::Shard(_) if keep => self.gather_single(index, base)?,
             Placement::Shard(_) => {
                 // A rank that does not keep the result only takes part in the gather.

@@ -48,7 +48,7 @@ impl<B: ShardBackend> Schedule<B> {
         // Outside of any forward, a parameter has the dtype that the optimizer uses.
         let in_forward = state.open_forwards > 0;
         let dtype = if in_forward { unit.entries[owner.entry].dtype } else { DType::F32 };
-        let value = match &unit.entries[owner.entry].held {
+        let value = match &unit.entries[owner.entry].placement {
             Placement::Shard(_) if call.is_some() => self.gathered(state, index, owner),
             Placement::Shard(_) => {
                 cast::<B>(self.gather_single(owner, self.on_device(value))?, dtype)
@@ -86,7 +86,7 @@ impl<B: ShardBackend> Schedule<B> {
     ) -> Result<LocalShard<B>, Error> {
         let (unit, entry) = self.param(index);
         let unit_state = &state.units[index.unit];
-        match &entry.held {
+        match &entry.placement {
             Placement::TiedTo(_) => match &unit_state.shards[owner.entry] {
                 Some(shard) => Ok(shard.clone()),
                 None => {

@@ -58,7 +58,7 @@ impl<B: ShardBackend> Schedule<B> {
             Some((ParamIndex { unit, entry }, shard.leaf.clone()?))
         };
         let leaves = self.subtree(unit).flat_map(|unit| {
-            self.units[unit].entries.iter().filter_map(move |entry| leaf(unit, &entry.held))
+            self.units[unit].entries.iter().filter_map(move |entry| leaf(unit, &entry.placement))
         });
         leaves.collect()
     }

@@ -39,7 +39,7 @@ impl<B: ShardBackend> Schedule<B> {
         if copied > 0 {
             self.tracker.give_back(MemoryKind::Copied, copied);
             for (entry, shard) in unit.entries.iter().zip(&mut state.shards) {
-                if let (Placement::Replicated, Some(shard)) = (&entry.held, shard) {
+                if let (Placement::Replicated, Some(shard)) = (&entry.placement, shard) {
                     shard.on_device = Arc::default();
                 }
             }

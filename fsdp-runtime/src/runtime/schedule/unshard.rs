@@ -211,7 +211,7 @@ impl<B: ShardBackend> Schedule<B> {
         ranges.resize_with(unit.layout.ranges().len(), Vec::new);
         for (at, (entry, shard)) in unit.entries.iter().zip(&state.units[index].shards).enumerate()
         {
-            let Placement::Shard(range) = &entry.held else { continue };
+            let Placement::Shard(range) = &entry.placement else { continue };
             let Some(shard) = shard else {
                 if when == When::Ahead {
                     return Ok(None);
@@ -239,7 +239,7 @@ impl<B: ShardBackend> Schedule<B> {
             return Vec::new();
         }
         let params = unit.entries.iter().zip(&state.units[index].shards);
-        let replicated = params.filter(|(entry, _)| entry.held == Placement::Replicated);
+        let replicated = params.filter(|(entry, _)| entry.placement == Placement::Replicated);
         replicated
             .filter_map(|(entry, param)| {
                 let param = param.as_ref()?;
