@@ -66,7 +66,7 @@ impl<'a> Tree<'a> {
 
 /// Returns the part of a line that marks a unit.
 fn unit_mark(unit: &Unit) -> String {
-    let (shards, replicated) = unit.held_bytes();
+    let (shards, replicated) = unit.stored_bytes();
     let held = bytes(shards + replicated);
     let gathered = match unit.unsharded_bytes() {
         0 => String::new(),

@@ -61,7 +61,7 @@ mod tests {
             layout,
             gathers: true,
             precision: crate::options::Precision { input: None, output: None },
-            checkpointed: false,
+            recomputed: false,
             within: None,
         }
     }

@@ -106,7 +106,7 @@ pub(crate) struct Unit {
     /// Dtypes to which the unit's inputs and outputs are cast.
     pub(crate) precision: Precision,
     /// Whether the unit's forward is recomputed in backward, from its inputs.
-    pub(crate) checkpointed: bool,
+    pub(crate) recomputed: bool,
     /// Number of the enclosing unit whose recomputation includes this unit.
     pub(crate) within: Option<usize>,
 }
@@ -181,13 +181,13 @@ impl Unit {
     }
 
     /// Returns the bytes of the replicated parameters, in the dtypes in which they are computed with.
-    pub(crate) fn whole_bytes(&self) -> usize {
+    pub(crate) fn replicated_bytes(&self) -> usize {
         let whole = self.entries.iter().filter(|entry| entry.placement == Placement::Replicated);
         whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
     }
 
     /// Returns the bytes of the shards and of the replicated parameters that this rank stores in f32.
-    pub(crate) fn held_bytes(&self) -> (usize, usize) {
+    pub(crate) fn stored_bytes(&self) -> (usize, usize) {
         let bytes = |entry: &ParamSpec| entry.range().len() * size_of::<f32>();
         let (mut shards, mut replicated) = (0, 0);
         for entry in &self.entries {

@@ -35,7 +35,7 @@ pub struct Wrapping {
 impl Wrapping {
     pub(crate) fn new(units: &[Unit]) -> Self {
         let wrapped = |unit: &Unit| {
-            let (shards, replicated) = unit.held_bytes();
+            let (shards, replicated) = unit.stored_bytes();
             WrappedUnit {
                 path: unit.path.clone(),
                 ty: unit.ty,

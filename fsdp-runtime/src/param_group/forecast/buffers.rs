@@ -17,13 +17,13 @@ pub(super) fn ring(units: &[Unit], reshard: ReshardAfterForward, gather_buffers:
 pub(super) fn copied(units: &[Unit], ring: usize) -> usize {
     let mut levels: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for unit in units.iter().filter(|unit| unit.gathers) {
-        levels.entry(unit.level).or_default().push(unit.whole_bytes());
+        levels.entry(unit.level).or_default().push(unit.replicated_bytes());
     }
     let of_level = |mut bytes: Vec<usize>| {
         bytes.sort_unstable_by_key(|bytes| std::cmp::Reverse(*bytes));
         bytes.into_iter().take(ring).sum::<usize>()
     };
-    let others = units.iter().filter(|unit| !unit.gathers).map(Unit::whole_bytes);
+    let others = units.iter().filter(|unit| !unit.gathers).map(Unit::replicated_bytes);
     levels.into_values().map(of_level).chain(others).sum()
 }
 

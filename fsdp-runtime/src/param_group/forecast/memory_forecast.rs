@@ -105,7 +105,7 @@ impl MemoryForecast {
         let reshard = options.reshard(mesh)?;
         let units = Plan::new(module, mesh, options)?.units;
         let (mut shards, mut replicated) = (0, 0);
-        for (of_shards, of_replicated) in units.iter().map(Unit::held_bytes) {
+        for (of_shards, of_replicated) in units.iter().map(Unit::stored_bytes) {
             shards += of_shards;
             replicated += of_replicated;
         }

@@ -52,7 +52,7 @@ impl<'a> UnitBuilder<'a> {
             layout,
             gathers,
             precision: self.policy.resolve(common, casts_outputs),
-            checkpointed: self.unit.recomputed,
+            recomputed: self.unit.recomputed,
             within: self.unit.within,
         }
     }

@@ -51,7 +51,7 @@ impl<B: ShardBackend> Schedule<B> {
         let buffers = GatherBuffers::new(&settings, &device, &units);
         let tracker = Arc::new(MemoryTracker::new(settings.storage != StorageDevice::Device));
         for unit in &units {
-            let (shards, replicated) = unit.held_bytes();
+            let (shards, replicated) = unit.stored_bytes();
             tracker.take(MemoryKind::Shards, shards);
             tracker.take(MemoryKind::Replicated, replicated);
             if settings.keep_sent {

@@ -28,7 +28,7 @@ impl<B: ShardBackend> Schedule<B> {
         let Some(unit) = state.calls.get(&id).map(|call| call.unit) else { return false };
         let recompute = &state.recompute;
         let is_inside = recompute.first_run.is_some() || recompute.second_run.is_some();
-        if !self.units[unit].checkpointed || is_inside {
+        if !self.units[unit].recomputed || is_inside {
             return false;
         }
         let mut parents = Vec::new();

@@ -113,8 +113,8 @@ impl<B: ShardBackend> Schedule<B> {
         }
         tracing::trace!(target: "fsdp", unit = %unit.name, ahead = when == When::Ahead, "fsdp::unshard");
         if !copies.is_empty() {
-            state.units[index].copied_bytes = unit.whole_bytes();
-            self.tracker.take(MemoryKind::Copied, unit.whole_bytes());
+            state.units[index].copied_bytes = unit.replicated_bytes();
+            self.tracker.take(MemoryKind::Copied, unit.replicated_bytes());
         }
         let gathers = self.all_gathers(state, index, shards);
         let (device, storage) = (self.device.clone(), self.settings.storage);
@@ -234,7 +234,7 @@ impl<B: ShardBackend> Schedule<B> {
     fn copies(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<CopyToDevice<B>> {
         let unit = &self.units[index];
         if self.settings.storage == StorageDevice::Device
-            || (pass == Pass::Backward && !unit.checkpointed)
+            || (pass == Pass::Backward && !unit.recomputed)
         {
             return Vec::new();
         }
