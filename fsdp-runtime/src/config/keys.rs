@@ -1,35 +1,37 @@
-//! Every key of Accelerate's FSDP files, and what it is here.
+//! The keys of Accelerate's FSDP files, and whether each has an effect here.
 
-/// What a key is for.
+/// Effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
-    /// It is read.
+    /// The key is read.
     Used,
-    /// It means nothing here.
+    /// The key has no effect.
     Unused {
-        /// Why, and what does its work here if something does.
+        /// Why it has none, for a message.
         because: &'static str,
-        /// The values that Accelerate writes when the option is off.
+        /// Values that Accelerate writes when the option is off.
         off: &'static [&'static str],
     },
 }
 
-/// A key and its role.
+/// A key and its effect.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key {
     pub(super) name: &'static str,
     pub(super) role: Role,
 }
 
-/// The part of the file a key stands in.
+/// A part of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Section {
+    /// The top level.
     Top,
+    /// The keys under `fsdp_config`.
     Fsdp,
 }
 
 impl Section {
-    /// The keys of this part.
+    /// Returns the keys of this part.
     pub(super) const fn keys(self) -> &'static [Key] {
         match self {
             Self::Top => TOP,
@@ -37,7 +39,7 @@ impl Section {
         }
     }
 
-    /// The other part.
+    /// Returns the other part.
     pub(super) const fn other(self) -> Self {
         match self {
             Self::Top => Self::Fsdp,
@@ -45,7 +47,7 @@ impl Section {
         }
     }
 
-    /// Where this part is, for a message.
+    /// Returns a description of this part, for a message.
     pub(super) const fn place(self) -> &'static str {
         match self {
             Self::Top => "at the top level",
@@ -53,7 +55,7 @@ impl Section {
         }
     }
 
-    /// The key of this name.
+    /// Returns the key with this name.
     pub(super) fn find(self, name: &str) -> Option<&'static Key> {
         self.keys().iter().find(|key| key.name == name)
     }

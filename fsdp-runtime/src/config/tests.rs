@@ -198,7 +198,7 @@ completely_different: 1
         "line 11: `num_machines` is `0`; expected a whole number of at least 1",
         "line 12: `machine_rank` is `2`; expected less than `num_machines`, which is 1",
         "line 13: unknown value `int8` for `mixed_precision`; expected `no`, `fp16`, `bf16` or `fp8`",
-        "line 14: `mixed_precision` stands on line 13 already",
+        "line 14: `mixed_precision` is already on line 13",
         "line 15: `main_process_port` is `70000`; expected a port, 1 to 65535",
         "line 16: unknown key `completely_different`",
     ];
