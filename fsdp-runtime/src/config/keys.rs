@@ -2,7 +2,7 @@
 
 /// Effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
+pub(super) enum Effect {
     /// The key is read.
     Used,
     /// The key has no effect.
@@ -18,7 +18,7 @@ pub(super) enum Role {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key {
     pub(super) name: &'static str,
-    pub(super) role: Role,
+    pub(super) effect: Effect,
 }
 
 /// A part of the file.
@@ -62,11 +62,11 @@ impl Section {
 }
 
 const fn used(name: &'static str) -> Key {
-    Key { name, role: Role::Used }
+    Key { name, effect: Effect::Used }
 }
 
 const fn unused(name: &'static str, because: &'static str, off: &'static [&'static str]) -> Key {
-    Key { name, role: Role::Unused { because, off } }
+    Key { name, effect: Effect::Unused { because, off } }
 }
 
 const TPU: &str = "for TPUs";

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::reader::Reader;
 use crate::config::error::ProblemKind;
-use crate::config::keys::{Role, Section};
+use crate::config::keys::{Effect, Section};
 use crate::config::nearest::nearest;
 use crate::config::values::Named;
 use crate::config::yaml::Entry;
@@ -28,16 +28,16 @@ impl Reader {
         let Some(key) = section.find(&entry.key) else {
             return self.unknown_key(section, entry);
         };
-        match key.role {
-            Role::Unused { because, off } => {
+        match key.effect {
+            Effect::Unused { because, off } => {
                 let value = entry.value.shown();
                 let is_off =
                     entry.value.is_null() || off.iter().any(|off| off.eq_ignore_ascii_case(&value));
                 self.note(entry, because, is_off);
             }
             // A key without a value counts as left out.
-            Role::Used if entry.value.is_null() => {}
-            Role::Used => {
+            Effect::Used if entry.value.is_null() => {}
+            Effect::Used => {
                 self.config.source.lines.insert(key.name, entry.line);
                 match section {
                     Section::Top => self.top_level_key(entry),
