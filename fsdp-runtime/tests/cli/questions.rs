@@ -63,7 +63,7 @@ fn answers_by_keys_are_written_to_the_file() {
     answer("Which devices", &[b"\x1b[A", b"\x1b[A", ENTER]);
     answer("every collective", &[b"n"]);
     answer("What is sharded", &[DOWN, DOWN, ENTER]);
-    answer("on the host", &[b"n"]);
+    answer("to host memory", &[b"n"]);
     answer("gathered on their own", &[ENTER]);
     answer("Their types", &[b"BertLayer", ENTER]);
     answer("for its backward", &[ENTER]);

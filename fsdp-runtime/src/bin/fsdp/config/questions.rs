@@ -1,76 +1,27 @@
-//! `fsdp config`: Accelerate's questions, and the file that the answers make.
+//! The questions of `fsdp config`, in Accelerate's order, and the defaults of the answers.
 
-mod ask;
-
-use std::env;
-use std::path::PathBuf;
-use std::process::ExitCode;
+use std::fmt::Display;
 
 use fsdp_runtime::config::{
-    AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, MixedPrecision, StateDictType,
+    AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, FsdpConfig, MixedPrecision, StateDictType,
 };
 use fsdp_runtime::{BackwardPrefetch, ShardingStrategy, cuda};
 
-use self::ask::{Answers, Ask, Terminal};
-use crate::{print, say};
+use super::ask::{Answer, Ask};
 
-/// The ranks of a file on a machine without GPUs.
+/// Default number of ranks on a machine without GPUs. With GPUs the default is one rank a GPU.
 const DEFAULT_PROCESSES: usize = 2;
 
-/// Accelerate's port.
+/// Default port of the main process, as in Accelerate.
 const DEFAULT_PORT: usize = 29500;
 
-#[derive(clap::Args)]
-pub struct Args {
-    /// Ask nothing, and write the defaults
-    #[arg(long)]
-    default: bool,
-
-    /// Where to write the file [default: fsdp/default_config.yaml in the cache directory]
-    #[arg(long, value_name = "FILE", visible_alias = "config_file")]
-    output: Option<PathBuf>,
-}
-
-pub fn run(args: &Args) -> ExitCode {
-    let Some(path) = args.output.clone().or_else(default_path) else {
-        say("neither XDG_CACHE_HOME nor HOME is set; say where to write with --output FILE");
-        return ExitCode::FAILURE;
-    };
-    let config = if args.default { Ok(defaults()) } else { questions(&mut Terminal::new()) };
-    let config = match config {
-        Ok(config) => config,
-        Err(error) => {
-            say(format_args!("{error}; `fsdp config --default` asks nothing"));
-            return ExitCode::FAILURE;
-        }
-    };
-    if let Err(error) = config.write(&path) {
-        say(error);
-        return ExitCode::FAILURE;
-    }
-    print(format_args!("written to {}", path.display()));
-    // The file is what was asked for; what cannot run yet is better known now.
-    if let Ok((config, _)) = Config::read(&path)
-        && let Err(error) = config.check()
-    {
-        say(format_args!("this version cannot run it yet: {error}"));
-    }
-    ExitCode::SUCCESS
-}
-
-/// Where `fsdp config` writes and `fsdp launch` looks, if they are told nothing.
-pub fn default_path() -> Option<PathBuf> {
-    let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let cache = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
-    Some(cache.join("fsdp").join("default_config.yaml"))
-}
-
-fn defaults() -> Config {
+/// Returns the configuration that `fsdp config --default` writes: full sharding on this machine.
+pub(super) fn defaults() -> Config {
     let gpus = cuda::driver().map_or(0, |driver| driver.gpus.len());
     let mut config = Config::default();
     config.num_processes = Some(if gpus > 0 { gpus } else { DEFAULT_PROCESSES });
     config.use_cpu = gpus == 0;
-    // Written out, to be seen and edited.
+    // The runtime has these defaults too. They are set here so that the file shows them.
     let fsdp = &mut config.fsdp;
     fsdp.auto_wrap_policy = Some(AutoWrapPolicy::TransformerBased);
     fsdp.backward_prefetch = Some(BackwardPrefetch::Pre);
@@ -81,9 +32,47 @@ fn defaults() -> Config {
     config
 }
 
-fn questions(ask: &mut impl Ask) -> Answers<Config> {
+/// Asks every question and returns the configuration made of the answers.
+pub(super) fn ask_all(ask: &mut impl Ask) -> Answer<Config> {
     let mut config = defaults();
-    machines(ask, &mut config)?;
+    ask_machines(ask, &mut config)?;
+    ask_device(ask, &mut config)?;
+    ask_sharding(ask, &mut config.fsdp)?;
+    ask_wrapping(ask, &mut config.fsdp)?;
+    ask_prefetch(ask, &mut config.fsdp)?;
+    ask_checkpoints(ask, &mut config.fsdp)?;
+    ask_processes(ask, &mut config)?;
+    ask_precision(ask, &mut config)?;
+    Ok(config)
+}
+
+/// Number of machines; with several, the number of this one and the address of machine 0.
+fn ask_machines(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
+    config.num_machines = ask.number("How many machines?", 1, 1)?;
+    if config.num_machines == 1 {
+        return Ok(());
+    }
+    let last = config.num_machines - 1;
+    config.machine_rank = loop {
+        let rank = ask.number(&format!("Which machine is this one, 0 to {last}?"), 0, 0)?;
+        if rank <= last {
+            break rank;
+        }
+        ask.refuse(&format!("The machines have the numbers 0 to {last}."));
+    };
+    let question = "Host name or address of machine 0, as the other machines reach it?";
+    config.main_process_ip = Some(ask.text(question, None)?);
+    config.main_process_port = Some(loop {
+        match u16::try_from(ask.number("Port on machine 0?", DEFAULT_PORT, 1)?) {
+            Ok(port) => break port,
+            Err(_) => ask.refuse("The largest port is 65535."),
+        }
+    });
+    Ok(())
+}
+
+/// CPU or GPU, and whether ranks compare collectives before they run.
+fn ask_device(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     let device = ask.select(
         "Which devices do the ranks compute on?",
         &[("CPU", "Burn's Flex or CubeCL's CPU runtime"), ("GPU", "CUDA or wgpu")],
@@ -94,91 +83,56 @@ fn questions(ask: &mut impl Ask) -> Answers<Config> {
         "Compare every collective across ranks before it runs? Slower, but finds ranks that differ",
         false,
     )?;
-    sharding(ask, &mut config)?;
-    loading(ask, &mut config)?;
-    let processes = config.num_processes.unwrap_or(DEFAULT_PROCESSES) * config.num_machines;
-    config.num_processes = Some(loop {
-        let processes =
-            ask.number("How many processes, on all machines together?", processes, 1)?;
-        if processes % config.num_machines == 0 {
-            break processes;
-        }
-        ask.remark(&format!("It must be a multiple of {} machines.", config.num_machines));
-    });
-    if !config.use_cpu {
-        let ids = ask.text("Which GPUs of this machine, by number, with commas?", Some("all"))?;
-        config.gpu_ids = Some(ids).filter(|ids| ids != "all");
-    }
-    let precisions = MixedPrecision::ALL;
-    let about = ["f32 throughout", "f16 with a loss scale", "bf16 parameters, f32 state", "8 bits"];
-    config.mixed_precision = choose(ask, "Mixed precision?", precisions, &about, 0)?;
-    Ok(config)
-}
-
-fn machines(ask: &mut impl Ask, config: &mut Config) -> Answers<()> {
-    config.num_machines = ask.number("How many machines?", 1, 1)?;
-    if config.num_machines == 1 {
-        return Ok(());
-    }
-    let last = config.num_machines - 1;
-    config.machine_rank = loop {
-        let rank = ask.number(&format!("Which of them is this one, 0 to {last}?"), 0, 0)?;
-        if rank <= last {
-            break rank;
-        }
-        ask.remark("Machines count from 0.");
-    };
-    config.main_process_ip =
-        Some(ask.text("Name or address of machine 0, as the others reach it?", None)?);
-    config.main_process_port = Some(loop {
-        match u16::try_from(ask.number("At which port?", DEFAULT_PORT, 1)?) {
-            Ok(port) => break port,
-            Err(_) => ask.remark("Ports go to 65535."),
-        }
-    });
     Ok(())
 }
 
-fn sharding(ask: &mut impl Ask, config: &mut Config) -> Answers<()> {
-    let fsdp = &mut config.fsdp;
+fn ask_sharding(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
     let strategies = ShardingStrategy::ALL.map(|(strategy, _)| strategy);
     let about = [
         "parameters, gradients and optimizer state: least memory",
-        "gradients and optimizer state: fewer gathers",
+        "gradients and optimizer state: fewer all-gathers",
         "nothing: plain data parallel training",
-        "everything, within groups of ranks",
-        "gradients and optimizer state, within groups of ranks",
+        "as FULL_SHARD, within groups of ranks",
+        "as SHARD_GRAD_OP, within groups of ranks",
     ];
     fsdp.sharding_strategy = choose(ask, "What is sharded?", &strategies, &about, 0)?;
-    fsdp.offload_params = ask.confirm("Rest parameters and gradients on the host?", false)?;
+    let question = "Offload parameters, gradients and optimizer state to host memory?";
+    fsdp.offload_params = ask.confirm(question, false)?;
+    Ok(())
+}
+
+fn ask_wrapping(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
     let policy = choose(
         ask,
         "Which annotated units are gathered on their own?",
         AutoWrapPolicy::ALL,
-        &["those you name, or all", "those above a size", "none: the model is one unit"],
+        &["the units you name, or all units", "units above a size", "none: the model is one unit"],
         0,
     )?;
     fsdp.auto_wrap_policy = Some(policy);
     match policy {
         AutoWrapPolicy::TransformerBased => {
-            let names = ask.text(
-                "Their types, with commas, such as BertLayer,BertEmbeddings? Empty for all",
-                Some(""),
-            )?;
+            let question = "Their types, such as BertLayer,BertEmbeddings? Empty for all units";
+            let names = ask.text(question, Some(""))?;
             let names = names.split(',').map(str::trim).filter(|name| !name.is_empty());
             fsdp.transformer_layer_cls_to_wrap = names.map(str::to_string).collect();
         }
         AutoWrapPolicy::SizeBased => {
-            let question = "From how many parameters on?";
+            let question = "Minimum number of parameters of such a unit?";
             fsdp.min_num_params = Some(ask.number(question, DEFAULT_MIN_NUM_PARAMS, 0)?);
         }
         AutoWrapPolicy::NoWrap => {}
     }
+    Ok(())
+}
+
+/// Prefetch in backward and forward, and activation checkpointing.
+fn ask_prefetch(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
     let prefetch = ask.select(
         "When is a unit gathered for its backward?",
         &[
-            ("BACKWARD_PRE", "before the backward of the unit after it: most overlap"),
-            ("BACKWARD_POST", "after that backward: one buffer less in use"),
+            ("BACKWARD_PRE", "before the backward of the following unit: most overlap"),
+            ("BACKWARD_POST", "after the backward of the following unit: one buffer less"),
             ("NO_PREFETCH", "when its own backward begins"),
         ],
         0,
@@ -188,36 +142,62 @@ fn sharding(ask: &mut impl Ask, config: &mut Config) -> Answers<()> {
         1 => BackwardPrefetch::Post,
         _ => BackwardPrefetch::None,
     });
-    let question = "Gather a unit while the one before it computes, in forward?";
+    let question = "Gather a unit while the unit before it computes, in forward?";
     fsdp.forward_prefetch = Some(ask.confirm(question, true)?);
     fsdp.activation_checkpointing =
         ask.confirm("Recompute activations in backward, to save memory?", false)?;
     Ok(())
 }
 
-fn loading(ask: &mut impl Ask, config: &mut Config) -> Answers<()> {
-    let fsdp = &mut config.fsdp;
+/// The form of checkpoints, and how initial weights are distributed.
+fn ask_checkpoints(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
     let about = [
         "the whole state, collected on rank 0",
-        "each rank's shards, for this layout only",
-        "each rank's shards, for any number of ranks",
+        "the shards of each rank, for this layout only",
+        "the shards of each rank, for any number of ranks",
     ];
     let question = "In which form are checkpoints saved?";
     fsdp.state_dict_type = Some(choose(ask, question, StateDictType::ALL, &about, 2)?);
-    let efficient = ask.confirm("Read weights to start from on rank 0 only?", true)?;
+    let efficient = ask.confirm("Read initial weights on rank 0 only?", true)?;
     fsdp.cpu_ram_efficient_loading = Some(efficient);
-    let question = "Broadcast rank 0's weights at the start?";
+    // Weights that only rank 0 has read must be broadcast.
+    let question = "Broadcast the weights of rank 0 at the start?";
     fsdp.sync_module_states = Some(efficient || ask.confirm(question, true)?);
     Ok(())
 }
 
-fn choose<T: Copy + std::fmt::Display>(
+/// Number of processes, and the GPUs of this machine.
+fn ask_processes(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
+    let default = config.num_processes.unwrap_or(DEFAULT_PROCESSES) * config.num_machines;
+    config.num_processes = Some(loop {
+        let processes = ask.number("How many processes, on all machines together?", default, 1)?;
+        if processes % config.num_machines == 0 {
+            break processes;
+        }
+        ask.refuse(&format!("The number must be a multiple of {} machines.", config.num_machines));
+    });
+    if !config.use_cpu {
+        let question = "Which GPUs of this machine, by number, separated by commas?";
+        let ids = ask.text(question, Some("all"))?;
+        config.gpu_ids = Some(ids).filter(|ids| ids != "all");
+    }
+    Ok(())
+}
+
+fn ask_precision(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
+    let about = ["f32 throughout", "f16 with a loss scale", "bf16 parameters, f32 state", "8 bits"];
+    config.mixed_precision = choose(ask, "Mixed precision?", MixedPrecision::ALL, &about, 0)?;
+    Ok(())
+}
+
+/// Asks to choose one of `values`. `about` explains each value.
+fn choose<T: Copy + Display>(
     ask: &mut impl Ask,
     question: &str,
     values: &[T],
     about: &[&str],
     default: usize,
-) -> Answers<T> {
+) -> Answer<T> {
     let names: Vec<String> = values.iter().map(T::to_string).collect();
     let options: Vec<(&str, &str)> =
         names.iter().map(String::as_str).zip(about.iter().copied()).collect();
@@ -229,7 +209,7 @@ fn choose<T: Copy + std::fmt::Display>(
 mod tests {
     use super::*;
 
-    /// Answers in order; `None` takes the default.
+    /// Answers in the order of the questions; `None` takes the default.
     struct Script(std::vec::IntoIter<Option<&'static str>>);
 
     impl Script {
@@ -239,25 +219,25 @@ mod tests {
     }
 
     impl Ask for Script {
-        fn select(&mut self, _: &str, options: &[(&str, &str)], default: usize) -> Answers<usize> {
+        fn select(&mut self, _: &str, options: &[(&str, &str)], default: usize) -> Answer<usize> {
             let named = |name| options.iter().position(|(option, _)| *option == name).unwrap();
             Ok(self.next().map_or(default, named))
         }
-        fn confirm(&mut self, _: &str, default: bool) -> Answers<bool> {
+        fn confirm(&mut self, _: &str, default: bool) -> Answer<bool> {
             Ok(self.next().map_or(default, |answer| answer == "yes"))
         }
-        fn number(&mut self, _: &str, default: usize, _: usize) -> Answers<usize> {
+        fn number(&mut self, _: &str, default: usize, _: usize) -> Answer<usize> {
             Ok(self.next().map_or(default, |answer| answer.parse().unwrap()))
         }
-        fn text(&mut self, _: &str, default: Option<&str>) -> Answers<String> {
+        fn text(&mut self, _: &str, default: Option<&str>) -> Answer<String> {
             Ok(self.next().or(default).expect("an answer").to_string())
         }
-        fn remark(&mut self, _: &str) {}
+        fn refuse(&mut self, _: &str) {}
     }
 
     fn answer(answers: Vec<Option<&'static str>>) -> Config {
         let mut script = Script(answers.into_iter());
-        let config = questions(&mut script).unwrap();
+        let config = ask_all(&mut script).unwrap();
         assert_eq!(script.0.count(), 0, "answers without a question");
         let (read, notes) = Config::parse(&config.to_yaml(), "written").unwrap();
         assert_eq!(read, config);
