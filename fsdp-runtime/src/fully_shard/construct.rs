@@ -41,7 +41,7 @@ use crate::runtime::schedule::{Reshard, Schedule, Settings};
 ///
 /// # Errors
 ///
-/// [`ShardError`](crate::ShardError) for a model that cannot be sharded, on every rank, and
+/// [`ShardError`] for a model that cannot be sharded, on every rank, and
 /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within the
 /// time-out.
 pub fn fully_shard<M: HookedForward>(

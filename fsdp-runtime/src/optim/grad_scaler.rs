@@ -63,7 +63,7 @@ impl GradScalerConfig {
 ///
 /// Every rank creates a scaler with the same configuration. All ranks update their scales in the same way,
 /// so the scales stay equal. A scaler is saved and loaded with a
-/// [checkpoint](crate::checkpoint::Checkpoint::grad_scaler), or through serde.
+/// [checkpoint](crate::checkpoint::Checkpoint::with_grad_scaler), or through serde.
 ///
 /// ```no_run
 /// # use burn::{optim::{AdamWConfig, GradientsParams, ModuleOptimizer}, tensor::Tensor};

@@ -35,7 +35,7 @@ use crate::param_group::{Placement, Unit};
 /// clipping by norm uses the norm of the full gradient.
 ///
 /// The optimizer state of a matrix is stored only on the owner. A
-/// [checkpoint](crate::checkpoint::Checkpoint::whole_optimizer) stores it under the name of the parameter,
+/// [checkpoint](crate::checkpoint::Checkpoint::with_whole_optimizer) stores it under the name of the parameter,
 /// and can be loaded with any number of ranks and any strategy. A record contains the state of one rank, and
 /// can be loaded with the same number of ranks, strategy and wrapping only.
 ///

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 /// Rounds f32 values to the nearest `O`, ties to even. `integers` is the result of
-/// [`rounds_in_integers`](super::device::rounds_in_integers); then `O` is bf16.
+/// `device::rounds_in_integers`; then `O` is bf16.
 #[cube]
 pub(super) fn narrowed<O: Float, N: Size>(
     wide: Vector<f32, N>,
