@@ -13,17 +13,17 @@ use crate::module::{FsdpModule, ParamVisitor, Sharded};
 use crate::runtime::schedule::Engine;
 
 impl<M: FsdpModule> Fsdp<M> {
-    /// Backpropagates `loss`, a tensor of one element, and returns the gradients for the optimizer. Every
-    /// rank calls it.
+    /// Backpropagates `loss`, a tensor of one element, and returns the gradients for the optimizer.
+    /// Every rank calls it.
     ///
-    /// The gradients are those of this rank's shards and of the replicated parameters, averaged over all
-    /// ranks, and those of this rank's ignored parameters, not averaged.
+    /// The gradients are those of this rank's shards and of the replicated parameters, averaged
+    /// over all ranks, and those of this rank's ignored parameters, not averaged.
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
-    /// the time-out, and [`ScheduleError`] if two units need the same gather buffer, or if `loss` is not
-    /// one element with autodiff.
+    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// within the time-out, and [`ScheduleError`] if two units need the same gather buffer, or if
+    /// `loss` is not one element with autodiff.
     pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
         let from = self.run_backward(loss, false)?;
         let mut gradients = self.collect_gradients()?;
@@ -59,11 +59,11 @@ impl<M: FsdpModule> Fsdp<M> {
         catch_error(|| loss.backward())
     }
 
-    /// Completes a backward pass that the [`backward`](Self::backward) of another model ran, and returns
-    /// the gradients of this model. Every rank calls it.
+    /// Completes a backward pass that the [`backward`](Self::backward) of another model ran, and
+    /// returns the gradients of this model. Every rank calls it.
     ///
-    /// Use it for a loss that depends on several sharded models: call `backward` on one of them, and this
-    /// method on the others.
+    /// Use it for a loss that depends on several sharded models: call `backward` on one of them,
+    /// and this method on the others.
     ///
     /// # Errors
     ///

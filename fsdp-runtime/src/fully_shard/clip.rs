@@ -14,16 +14,16 @@ use crate::param_group::Placement;
 use crate::runtime::schedule::Engine;
 
 impl<M: FsdpModule> Fsdp<M> {
-    /// Scales the gradients so that their 2-norm over all ranks and parameters is at most `max_norm`.
-    /// Returns the norm before scaling. Every rank calls it.
+    /// Scales the gradients so that their 2-norm over all ranks and parameters is at most
+    /// `max_norm`. Returns the norm before scaling. Every rank calls it.
     ///
     /// With a `max_norm` of [`f64::INFINITY`], the gradients do not change. Gradients of ignored
     /// parameters, which differ between ranks, are neither counted nor scaled.
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
-    /// the time-out.
+    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// within the time-out.
     pub fn clip_grad_norm(
         &self,
         gradients: &mut GradientsParams,
@@ -32,17 +32,17 @@ impl<M: FsdpModule> Fsdp<M> {
         self.clip_grad_norm_by(gradients, max_norm, Norm::Two)
     }
 
-    /// Scales the gradients so that the given norm over all ranks and parameters is at most `max_norm`.
-    /// Returns the norm before scaling. Every rank calls it.
+    /// Scales the gradients so that the given norm over all ranks and parameters is at most
+    /// `max_norm`. Returns the norm before scaling. Every rank calls it.
     ///
-    /// As `torch.nn.utils.clip_grad_norm_` does, it multiplies by `max_norm / (norm + 1e-6)` if this
-    /// factor is below 1. It runs one all-reduce, of one number. Apart from the norm, it is
+    /// As `torch.nn.utils.clip_grad_norm_` does, it multiplies by `max_norm / (norm + 1e-6)` if
+    /// this factor is below 1. It runs one all-reduce, of one number. Apart from the norm, it is
     /// [`clip_grad_norm`](Self::clip_grad_norm).
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
-    /// the time-out.
+    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// within the time-out.
     pub fn clip_grad_norm_by(
         &self,
         gradients: &mut GradientsParams,
@@ -80,8 +80,8 @@ impl ParamVisitor for ReadGradients<'_> {
     }
 }
 
-/// Returns whether a parameter is the alias of a tied weight. Alias and owner may have one id, and so one
-/// gradient, which the owner counts.
+/// Returns whether a parameter is the alias of a tied weight. Alias and owner may have one id, and
+/// so one gradient, which the owner counts.
 fn is_alias(engine: &dyn Engine, sharded: &Sharded) -> bool {
     let ParamIndex { unit, entry } = sharded.place;
     matches!(engine.units()[unit].entries[entry].placement, Placement::TiedTo(_))

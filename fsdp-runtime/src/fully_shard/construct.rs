@@ -18,23 +18,24 @@ use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterF
 use crate::param_group::plan::Plan;
 use crate::runtime::schedule::{Reshard, Schedule, Settings};
 
-/// Shards `module` over the ranks of `worker`, and returns the sharded model. Every rank calls it with the
-/// same model and the same options.
+/// Shards `module` over the ranks of `worker`, and returns the sharded model. Every rank calls it
+/// with the same model and the same options.
 ///
 /// # Initialisation
 ///
-/// Parameters that have no value yet are initialised one at a time, and each is replaced by this rank's
-/// shard before the next one. A rank therefore never stores more than its shards, the gather buffers,
-/// full parameters with the elements of the largest unit, and one parameter that it receives.
-/// [`FsdpOptions::with_cpu_ram_efficient_loading`] says which modules are built without values.
+/// Parameters that have no value yet are initialised one at a time, and each is replaced by this
+/// rank's shard before the next one. A rank therefore never stores more than its shards, the gather
+/// buffers, full parameters with the elements of the largest unit, and one parameter that it
+/// receives. [`FsdpOptions::with_cpu_ram_efficient_loading`] says which modules are built without
+/// values.
 ///
 /// By default, rank 0 initialises the weights and broadcasts them. With a
-/// [`seed`](FsdpOptions::with_seed), processes share this work, so custom initialisers must give the
-/// same values in every process. Broadcasts overlap with the initialisation of later parameters. The
-/// small replicated parameters of a unit are broadcast together.
+/// [`seed`](FsdpOptions::with_seed), processes share this work, so custom initialisers must give
+/// the same values in every process. Broadcasts overlap with the initialisation of later
+/// parameters. The small replicated parameters of a unit are broadcast together.
 ///
-/// A tied weight is initialised once, by its owner. If the alias is a clone of the owner, the rank that
-/// initialises the weight keeps the full value until it has replaced both.
+/// A tied weight is initialised once, by its owner. If the alias is a clone of the owner, the rank
+/// that initialises the weight keeps the full value until it has replaced both.
 ///
 /// Parameter ids do not change, so an optimizer or a parameter group may be built before or after
 /// sharding.
@@ -42,8 +43,8 @@ use crate::runtime::schedule::{Reshard, Schedule, Settings};
 /// # Errors
 ///
 /// [`ShardError`] for a model that cannot be sharded, on every rank, and
-/// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within the
-/// time-out.
+/// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
+/// the time-out.
 pub fn fully_shard<M: HookedForward>(
     module: M,
     worker: &Worker,
@@ -132,7 +133,8 @@ impl Planned {
     }
 }
 
-/// Returns the settings of the schedule, and creates the process groups of the mesh. Every rank calls it.
+/// Returns the settings of the schedule, and creates the process groups of the mesh. Every rank
+/// calls it.
 fn settings(
     worker: &Worker,
     options: &FsdpOptions,

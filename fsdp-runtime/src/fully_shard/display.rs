@@ -12,9 +12,9 @@ use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// Prints the modules as a tree, one line each.
 ///
-/// A line has the field's name, and the type of a module or the shape and placement of a parameter. The
-/// line of a unit also has the number of the unit's parameters, without those of nested units, and their
-/// bytes on this rank and when gathered.
+/// A line has the field's name, and the type of a module or the shape and placement of a parameter.
+/// The line of a unit also has the number of the unit's parameters, without those of nested units,
+/// and their bytes on this rank and when gathered.
 ///
 /// ```text
 /// Net: unit, 16 parameters, 64 B on this rank
@@ -56,7 +56,8 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// Adds a line for the present path, with the numbers of the unit if the path is that of a unit.
+    /// Adds a line for the present path, with the numbers of the unit if the path is that of a
+    /// unit.
     fn line(&mut self, text: String) {
         let unit = self.units.get(self.path.join(".").as_str());
         let mark = unit.map(|unit| unit_mark(unit)).unwrap_or_default();

@@ -9,7 +9,8 @@ use burn::tensor::{Gradients, Tensor};
 
 use crate::module::{FsdpModule, ParamVisitor, Sharded};
 
-/// The gradients of ignored parameters from earlier micro-batches of a step. Clones of a model share them.
+/// The gradients of ignored parameters from earlier micro-batches of a step. Clones of a model
+/// share them.
 #[derive(Clone, Default)]
 pub(super) struct IgnoredGradients(Arc<Mutex<Option<GradientsParams>>>);
 
@@ -30,8 +31,8 @@ impl IgnoredGradients {
         kept.unwrap_or_default()
     }
 
-    /// Adds to `sums` the gradients of the module's ignored parameters: those in `from`, and those of
-    /// earlier micro-batches.
+    /// Adds to `sums` the gradients of the module's ignored parameters: those in `from`, and those
+    /// of earlier micro-batches.
     pub(super) fn add<M: FsdpModule>(
         &self,
         module: &M,

@@ -1,6 +1,7 @@
 //! The sharding of a module, and the sharded model that it returns.
 //!
-//! Imports point one way: init, ignored_gradients <- model <- construct, backward, clip, display, stats.
+//! Imports point one way: init, ignored_gradients <- model <- construct, backward, clip, display,
+//! stats.
 
 mod backward;
 mod clip;

@@ -19,10 +19,11 @@ use crate::runtime::schedule::Engine;
 
 /// A sharded model.
 ///
-/// It dereferences to the module, whose `forward` and fields are used as before sharding. It is a Burn
-/// [`Module`] itself: `optimizer.step(lr, model, grads)` returns the updated model.
+/// It dereferences to the module, whose `forward` and fields are used as before sharding. It is a
+/// Burn [`Module`] itself: `optimizer.step(lr, model, grads)` returns the updated model.
 ///
-/// Clones and [`valid`](Self::valid) snapshots share the gather buffers, so use only one of them at a time.
+/// Clones and [`valid`](Self::valid) snapshots share the gather buffers, so use only one of them at
+/// a time.
 #[derive(Clone, Debug)]
 pub struct Fsdp<M> {
     pub(crate) module: M,
@@ -48,8 +49,8 @@ impl<M: FsdpModule> Fsdp<M> {
 
     /// Returns a sharded snapshot without autodiff, for evaluation.
     ///
-    /// Drop the snapshot before the next optimizer step: while it exists, the optimizer copies shards
-    /// and cannot update them in place.
+    /// Drop the snapshot before the next optimizer step: while it exists, the optimizer copies
+    /// shards and cannot update them in place.
     #[must_use]
     pub fn valid(&self) -> Self {
         Module::valid(self)
@@ -104,7 +105,8 @@ impl<M: Module> Module for Fsdp<M> {
         materialized
     }
 
-    /// Returns the number of elements of all parameters of the full model, not of this rank's shards.
+    /// Returns the number of elements of all parameters of the full model, not of this rank's
+    /// shards.
     fn num_params(&self) -> usize {
         self.stats().num_params()
     }
@@ -114,7 +116,8 @@ impl<M: Module> Module for Fsdp<M> {
     }
 
     fn map<T: ModuleMapper>(self, mapper: &mut T) -> Self {
-        // The mapper may be an optimizer, whose steps on several parameters can share a kernel launch.
+        // The mapper may be an optimizer, whose steps on several parameters can share a kernel
+        // launch.
         batched_steps::scope(|| self.map_module(|module| module.map(mapper)))
     }
 

@@ -64,8 +64,8 @@ impl<M> Stats<'_, M> {
     }
 
     /// Returns the bytes that this rank holds in host memory in place of device memory: parameters,
-    /// gradients and optimizer state under an [`OffloadPolicy`](crate::OffloadPolicy), and offloaded
-    /// activations.
+    /// gradients and optimizer state under an [`OffloadPolicy`](crate::OffloadPolicy), and
+    /// offloaded activations.
     pub fn host_memory(&self) -> Memory {
         self.model.engine.host_memory()
     }
@@ -76,8 +76,8 @@ impl<M> Stats<'_, M> {
     }
 
     /// Returns how long this rank's collectives have taken since its launch, and how much of that
-    /// time the rank waited for them. Both include the delays of other ranks; the difference overlapped
-    /// with this rank's computation.
+    /// time the rank waited for them. Both include the delays of other ranks; the difference
+    /// overlapped with this rank's computation.
     pub fn communication_time(&self) -> (Duration, Duration) {
         self.model.engine.communication_time()
     }

@@ -9,9 +9,9 @@ use crate::error::ShardError;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Engine {
-    /// Chooses by the device and by how the program was started: `Nccl` on CUDA devices where each of
-    /// several ranks has a GPU of its own, else `Mpi` where the program was started as one of several
-    /// processes, else `Local`.
+    /// Chooses by the device and by how the program was started: `Nccl` on CUDA devices where each
+    /// of several ranks has a GPU of its own, else `Mpi` where the program was started as one of
+    /// several processes, else `Local`.
     #[default]
     Auto,
     /// Ranks are threads of one process.

@@ -1,7 +1,8 @@
 //! The environment variables that say which rank this process is.
 //!
-//! `fsdp launch` and torchrun, Open MPI's `mpirun`, and Slurm's `srun` set them. This module only reads them;
-//! [`launch`](crate::launch) decides whether ranks may be started in such an environment.
+//! `fsdp launch` and torchrun, Open MPI's `mpirun`, and Slurm's `srun` set them. This module only
+//! reads them; [`launch`](crate::launch) decides whether ranks may be started in such an
+//! environment.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -10,8 +11,8 @@ use crate::layout::{Rank, WorldSize};
 
 /// Exit code of a rank that ended only because another rank had failed.
 ///
-/// `fsdp launch` then looks for the cause among the other ranks. With another exit code, `fsdp launch`
-/// finds the cause by the order in which ranks ended.
+/// `fsdp launch` then looks for the cause among the other ranks. With another exit code, `fsdp
+/// launch` finds the cause by the order in which ranks ended.
 pub const EXIT_PEER_FAILED: i32 = 75;
 
 /// The program that started this process as a rank.
@@ -83,8 +84,8 @@ pub struct RankEnv {
     pub local_world: Option<usize>,
     /// Launcher whose variables were used.
     pub launcher: Launcher,
-    /// Address of rank 0, from `MASTER_ADDR` and `MASTER_PORT`; `None` if they are not set. MPI does not
-    /// need it.
+    /// Address of rank 0, from `MASTER_ADDR` and `MASTER_PORT`; `None` if they are not set. MPI
+    /// does not need it.
     pub main_process: Option<MainProcess>,
 }
 
@@ -171,15 +172,16 @@ pub enum EnvError {
 }
 
 impl RankEnv {
-    /// Reads the environment variables of this process. Returns `None` if no launcher has started the
-    /// process as a rank.
+    /// Reads the environment variables of this process. Returns `None` if no launcher has started
+    /// the process as a rank.
     ///
-    /// Variables of torchrun and of `mpirun` take precedence over Slurm's: under `srun torchrun`, Slurm's
-    /// variables describe torchrun and not the ranks.
+    /// Variables of torchrun and of `mpirun` take precedence over Slurm's: under `srun torchrun`,
+    /// Slurm's variables describe torchrun and not the ranks.
     ///
     /// # Errors
     ///
-    /// [`EnvError`] names a variable that is missing, out of range, or contradicted by another variable.
+    /// [`EnvError`] names a variable that is missing, out of range, or contradicted by another
+    /// variable.
     pub fn read() -> Result<Option<Self>, EnvError> {
         Self::from_variables(|name| std::env::var_os(name))
     }
@@ -218,8 +220,8 @@ impl RankEnv {
 
     /// Compares the world size with the `num_processes` of a configuration file.
     ///
-    /// The check is for launchers that do not read the file. `fsdp launch` reads it, and its flags override
-    /// the file.
+    /// The check is for launchers that do not read the file. `fsdp launch` reads it, and its flags
+    /// override the file.
     ///
     /// # Errors
     ///
@@ -320,11 +322,11 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
     }
 }
 
-/// Parses the number of tasks on this machine: `4`, or Slurm's `4(x2)` for two machines with four tasks
-/// each.
+/// Parses the number of tasks on this machine: `4`, or Slurm's `4(x2)` for two machines with four
+/// tasks each.
 ///
-/// Returns `None` for a list with commas, which Slurm writes for machines with different numbers of tasks:
-/// the list does not say which entry is for this machine.
+/// Returns `None` for a list with commas, which Slurm writes for machines with different numbers of
+/// tasks: the list does not say which entry is for this machine.
 fn tasks(text: &str) -> Option<usize> {
     let (tasks, machines) = text.split_once('(').unwrap_or((text, ""));
     if machines.contains(',') {

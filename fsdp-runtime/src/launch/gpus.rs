@@ -106,8 +106,8 @@ fn join(
     Ok((Arc::new(Group::Nccl(group)), gpu(index)))
 }
 
-/// Returns the address at which the processes of this launch meet, from the environment; `None` if the
-/// environment has no address of rank 0.
+/// Returns the address at which the processes of this launch meet, from the environment; `None` if
+/// the environment has no address of rank 0.
 fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezvous<'_>> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let main = place.main_process.as_ref()?;
@@ -116,7 +116,8 @@ fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezv
         "True" => main.port.checked_add(1).unwrap_or(main.port - 1),
         _ => main.port,
     };
-    // `fsdp launch` names the run differently on each machine; torchrun's name is equal on all machines.
+    // `fsdp launch` names the run differently on each machine; torchrun's name is equal on all
+    // machines.
     let one_machine = place.local_world == Some(place.world.size());
     let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
     let run = launcher + &variable("TORCHELASTIC_RUN_ID");
@@ -126,8 +127,8 @@ fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezv
 
 /// Returns the index of a process's GPU: `first` plus the process's number on its machine.
 ///
-/// A launcher may make only one GPU visible to each process; its index is 0. Joining fails if two processes
-/// have the same GPU.
+/// A launcher may make only one GPU visible to each process; its index is 0. Joining fails if two
+/// processes have the same GPU.
 fn own_gpu(place: &RankEnv, first: usize, count: usize) -> usize {
     if count == 1 { 0 } else { first + place.local_rank }
 }

@@ -63,8 +63,8 @@ impl DeviceGpus {
 }
 
 impl RankLocation {
-    /// Chooses the location from the options of the launch, the launcher's environment variables, and the
-    /// GPUs of the machine.
+    /// Chooses the location from the options of the launch, the launcher's environment variables,
+    /// and the GPUs of the machine.
     pub(super) fn new(
         engine: Engine,
         ranks: NumRanks,

@@ -1,8 +1,8 @@
 //! A process that is a rank over MPI.
 //!
-//! The environment ([`RankEnv`]) says which rank this is, and MPI confirms it. The process finalizes MPI
-//! when it exits if every launch ended well. Otherwise it calls `MPI_Abort`, so that no process of the
-//! world is left and `mpirun` exits with an error.
+//! The environment ([`RankEnv`]) says which rank this is, and MPI confirms it. The process
+//! finalizes MPI when it exits if every launch ended well. Otherwise it calls `MPI_Abort`, so that
+//! no process of the world is left and `mpirun` exits with an error.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -73,7 +73,8 @@ impl MachineCores {
 /// Returns the numbers of the cores that this process may use.
 #[cfg(target_os = "linux")]
 fn cores() -> Vec<usize> {
-    // SAFETY: all-zero bits are a valid `cpu_set_t`, and the call writes at most the size it is given.
+    // SAFETY: all-zero bits are a valid `cpu_set_t`, and the call writes at most the size it is
+    // given.
     let set = unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set);
@@ -124,7 +125,8 @@ fn topology(group: &Group, options: &LaunchOptions) -> Result<LocalTopology, Box
     let own = MachineCores::own();
     let all = group.exchange(&Op::new("all_gather", "the machines"), own.clone())?;
     let local_size = all.iter().filter(|other| other.machine == own.machine).count();
-    // By default `mpirun` binds each process to separate cores, so only ranks with equal sets share cores.
+    // By default `mpirun` binds each process to separate cores, so only ranks with equal sets share
+    // cores.
     let sharing = all.iter().filter(|other| ***other == own).count();
     Ok(LocalTopology { local_size, threads: options.threads(sharing) })
 }

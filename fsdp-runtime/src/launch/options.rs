@@ -7,8 +7,8 @@ use burn::tensor::Device;
 use super::engine::Engine;
 use crate::error::ShardError;
 
-/// The environment variable that turns on the option [`debug`](LaunchOptions::with_debug) of a launch
-/// where the program does not set it: `1` or `0`.
+/// The environment variable that turns on the option [`debug`](LaunchOptions::with_debug) of a
+/// launch where the program does not set it: `1` or `0`.
 pub const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
 
 /// The number of ranks that a program asks for.
@@ -17,8 +17,8 @@ pub(super) enum NumRanks {
     /// This many ranks. A program that was started as one of several processes must be one of this
     /// many.
     Exactly(usize),
-    /// As many ranks as processes were started, or this many threads where the program was started by
-    /// itself.
+    /// As many ranks as processes were started, or this many threads where the program was started
+    /// by itself.
     StartedOr(usize),
 }
 
@@ -52,14 +52,14 @@ pub struct LaunchOptions {
 }
 
 impl LaunchOptions {
-    /// Asks for `world` ranks. A program that was started as one of several processes must be one of
-    /// `world`.
+    /// Asks for `world` ranks. A program that was started as one of several processes must be one
+    /// of `world`.
     pub const fn new(world: usize) -> Self {
         Self::with_ranks(NumRanks::Exactly(world))
     }
 
-    /// Asks for as many ranks as processes of this program were started (by `mpirun`, for example), or
-    /// for `world` ranks where the program was started by itself.
+    /// Asks for as many ranks as processes of this program were started (by `mpirun`, for example),
+    /// or for `world` ranks where the program was started by itself.
     pub const fn started_or(world: usize) -> Self {
         Self::with_ranks(NumRanks::StartedOr(world))
     }
@@ -82,16 +82,17 @@ impl LaunchOptions {
     }
 
     /// Sets whether ranks compare the number of elements of each collective before it runs. The
-    /// operation, the unit and the sequence number are always compared. With `debug`, each collective
-    /// is also reported to `tracing`. Default: on where the environment has `FSDP_DEBUG=1`.
+    /// operation, the unit and the sequence number are always compared. With `debug`, each
+    /// collective is also reported to `tracing`. Default: on where the environment has
+    /// `FSDP_DEBUG=1`.
     pub fn with_debug(mut self, debug: bool) -> Self {
         self.debug = Some(debug);
         self
     }
 
-    /// Sets the device of every rank; autodiff is turned on. With the engine `nccl`, this is the GPU of
-    /// a machine's first rank, and each further rank takes the next GPU. Default: Burn's default
-    /// device.
+    /// Sets the device of every rank; autodiff is turned on. With the engine `nccl`, this is the
+    /// GPU of a machine's first rank, and each further rank takes the next GPU. Default: Burn's
+    /// default device.
     pub fn with_device(mut self, device: Device) -> Self {
         self.device = Some(device);
         self

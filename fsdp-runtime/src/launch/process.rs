@@ -14,8 +14,8 @@ use crate::collectives::group::Group;
 use crate::error::{CollectiveError, LaunchError};
 use crate::layout::Mesh;
 
-/// How long a failed rank waits before it exits. A launcher kills all ranks as soon as one has exited, and
-/// the other ranks need this time to report their errors.
+/// How long a failed rank waits before it exits. A launcher kills all ranks as soon as one has
+/// exited, and the other ranks need this time to report their errors.
 pub(super) const EXIT_DELAY: Duration = Duration::from_millis(300);
 
 /// The ranks of one machine.
@@ -26,8 +26,8 @@ pub(super) struct LocalTopology {
     pub(super) threads: usize,
 }
 
-/// Runs this process's rank, whose process group of all ranks is `group`, and waits until every rank
-/// has ended.
+/// Runs this process's rank, whose process group of all ranks is `group`, and waits until every
+/// rank has ended.
 pub(super) fn run_rank<T: Send + 'static>(
     group: &Arc<Group>,
     place: &RankEnv,
@@ -51,8 +51,8 @@ pub(super) fn run_rank<T: Send + 'static>(
     Ok(result)
 }
 
-/// Converts an error of this process's rank into that of the launch, preferring the rank that failed
-/// first.
+/// Converts an error of this process's rank into that of the launch, preferring the rank that
+/// failed first.
 pub(super) fn launch_error(group: &Group, place: &RankEnv, source: BoxedError) -> LaunchError {
     let failed = group.failure().and_then(|failure| failure.failed_rank());
     LaunchError { rank: failed.unwrap_or(place.rank), world: place.world, source: source.into() }

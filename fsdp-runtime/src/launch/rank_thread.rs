@@ -14,8 +14,8 @@ pub(super) type BoxedError = Box<dyn StdError + Send + Sync>;
 /// The user's program, which runs once on each rank.
 pub(super) type RankProgram<T> = Arc<dyn Fn(Worker) -> Result<T, BoxedError> + Send + Sync>;
 
-/// Runs one rank on a new thread, inside a new rayon pool of `threads` threads. A failure ends the other
-/// ranks at their next collective. `ended` receives the outcome.
+/// Runs one rank on a new thread, inside a new rayon pool of `threads` threads. A failure ends the
+/// other ranks at their next collective. `ended` receives the outcome.
 pub(super) fn start_rank<T: Send + 'static>(
     worker: Worker,
     threads: usize,

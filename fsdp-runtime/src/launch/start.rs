@@ -12,23 +12,23 @@ use super::{error::EngineError, threads};
 use crate::error::LaunchError;
 use crate::layout::{Rank, WorldSize};
 
-/// Runs `program` once on each rank and returns the results in rank order. Where ranks are processes,
-/// each process runs the program once, as its own rank, and returns only its own result.
+/// Runs `program` once on each rank and returns the results in rank order. Where ranks are
+/// processes, each process runs the program once, as its own rank, and returns only its own result.
 ///
-/// Each rank runs inside a rayon pool of its own, so that ranks do not wait for each other's work. The
-/// first rank that fails or panics ends the others at their next collective. The program must own what
-/// it uses (`move`), since a rank's thread may outlive the call (see below).
+/// Each rank runs inside a rayon pool of its own, so that ranks do not wait for each other's work.
+/// The first rank that fails or panics ends the others at their next collective. The program must
+/// own what it uses (`move`), since a rank's thread may outlive the call (see below).
 ///
-/// An error inside `forward` or `backward` unwinds to this function, which returns it: the crate needs
-/// `panic = "unwind"` and does not compile with `panic = "abort"`.
+/// An error inside `forward` or `backward` unwinds to this function, which returns it: the crate
+/// needs `panic = "unwind"` and does not compile with `panic = "abort"`.
 ///
 /// # Errors
 ///
 /// [`LaunchError`] with the first failing rank and its own error. A panic becomes a
-/// [`RankPanic`](crate::RankPanic); ranks that cannot be started as asked give an [`EngineError`]. A
-/// thread rank that neither ends nor reaches a collective within the time-out after a failure is left
-/// running, so that the launch returns. A process that has had a failed launch ends all processes when
-/// it exits.
+/// [`RankPanic`](crate::RankPanic); ranks that cannot be started as asked give an [`EngineError`].
+/// A thread rank that neither ends nor reaches a collective within the time-out after a failure is
+/// left running, so that the launch returns. A process that has had a failed launch ends all
+/// processes when it exits.
 ///
 /// # Examples
 ///

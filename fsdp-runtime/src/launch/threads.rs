@@ -29,7 +29,8 @@ pub(super) fn on_one_device<T: Send + 'static>(
     run(&hub, world, ends, options, program)
 }
 
-/// Runs every rank as a thread. `ends` has the process group and the device of each rank, in rank order.
+/// Runs every rank as a thread. `ends` has the process group and the device of each rank, in rank
+/// order.
 pub(super) fn run<T: Send + 'static>(
     hub: &Hub,
     world: WorldSize,
@@ -62,8 +63,8 @@ pub(super) fn run<T: Send + 'static>(
 /// The result or the error of a rank that has ended.
 type Outcome<T> = (Rank, Result<T, BoxedError>);
 
-/// Waits for all ranks, for at most `timeout` after the first failure, and returns the results in rank
-/// order or the error that was the cause.
+/// Waits for all ranks, for at most `timeout` after the first failure, and returns the results in
+/// rank order or the error that was the cause.
 fn collect<T>(
     outcomes: &Receiver<Outcome<T>>,
     hub: &Hub,

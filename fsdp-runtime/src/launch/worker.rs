@@ -10,8 +10,8 @@ use crate::collectives::group::Message;
 use crate::error::{CollectiveError, Error};
 use crate::layout::{Mesh, Rank, WorldSize};
 
-/// One rank of a launch: its number, its device and its connection to the other ranks. Clones stand for the
-/// same rank.
+/// One rank of a launch: its number, its device and its connection to the other ranks. Clones stand
+/// for the same rank.
 #[derive(Clone, Debug)]
 pub struct Worker {
     mesh: Mesh,
@@ -72,8 +72,8 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`] when a rank does not call it within the time-out, or passes another number of
-    /// values.
+    /// [`CollectiveError`] when a rank does not call it within the time-out, or passes another
+    /// number of values.
     pub fn all_reduce_sum(&self, values: &mut [f64]) -> Result<(), Error> {
         let all = self.exchange("all_reduce", "the worker's values", values.to_vec())?;
         let first = all[0].len();
@@ -91,8 +91,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Returns the smallest `own` of all ranks: the number of steps for which every rank has batches.
-    /// Every rank calls it before an epoch, since all ranks must take the same number of steps.
+    /// Returns the smallest `own` of all ranks: the number of steps for which every rank has
+    /// batches. Every rank calls it before an epoch, since all ranks must take the same number of
+    /// steps.
     ///
     /// # Errors
     ///

@@ -39,11 +39,11 @@ pub struct AdamConfig {
     grad_clipping: Option<GradientClippingConfig>,
 }
 
-/// Adam, with an optional L2 penalty: [`AdamW`](super::AdamW) with `g ← g + λ·θ` in place of decoupled
-/// weight decay.
+/// Adam, with an optional L2 penalty: [`AdamW`](super::AdamW) with `g ← g + λ·θ` in place of
+/// decoupled weight decay.
 ///
-/// Kingma and Ba, [*Adam: A Method for Stochastic Optimization*](https://arxiv.org/abs/1412.6980), 2015,
-/// as in [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html).
+/// Kingma and Ba, [*Adam: A Method for Stochastic Optimization*](https://arxiv.org/abs/1412.6980),
+/// 2015, as in [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html).
 ///
 /// The state is that of [`burn::optim::Adam`].
 ///

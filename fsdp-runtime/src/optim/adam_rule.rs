@@ -17,14 +17,14 @@ pub(crate) struct AdamRule {
 pub(super) enum Decay {
     /// Adds `penalty` times the parameter to the gradient (an L2 penalty), as Adam does.
     Coupled { penalty: f32 },
-    /// Shrinks the parameter by `lr · rate` of its value, as AdamW does. With `cautious`, only elements
-    /// with the sign of the first moment shrink.
+    /// Shrinks the parameter by `lr · rate` of its value, as AdamW does. With `cautious`, only
+    /// elements with the sign of the first moment shrink.
     Decoupled { rate: f32, cautious: bool },
 }
 
 impl AdamRule {
-    /// Returns the numbers of step `time`, counted from 1. As in PyTorch, they are computed in f64 and
-    /// rounded once.
+    /// Returns the numbers of step `time`, counted from 1. As in PyTorch, they are computed in f64
+    /// and rounded once.
     pub(crate) fn step(&self, lr: f64, time: usize) -> AdamStep {
         let [beta_1, beta_2] = [self.beta_1, self.beta_2].map(f64::from);
         let time = i32::try_from(time).unwrap_or(i32::MAX);

@@ -12,8 +12,8 @@ use super::clipping::with_clipping;
 use super::fused_adam::FusedAdam;
 use super::on_host::OnHost;
 
-/// Configuration of [`AdamW`], with PyTorch's defaults. (Burn's defaults are ε = 1e-5 and a weight decay
-/// of 1e-4.)
+/// Configuration of [`AdamW`], with PyTorch's defaults. (Burn's defaults are ε = 1e-5 and a weight
+/// decay of 1e-4.)
 #[derive(Config, Debug)]
 pub struct AdamWConfig {
     /// β₁, the decay rate of the first moment, in `[0, 1)`. Default: 0.9.
@@ -25,10 +25,12 @@ pub struct AdamWConfig {
     /// ε, added to the denominator. Default: 1e-8.
     #[config(default = 1e-8)]
     epsilon: f32,
-    /// λ, the weight decay: each step shrinks the parameter by `lr · λ` of its value. Default: 1e-2.
+    /// λ, the weight decay: each step shrinks the parameter by `lr · λ` of its value. Default:
+    /// 1e-2.
     #[config(default = 1e-2)]
     weight_decay: f32,
-    /// Whether weight decay applies only to elements with the sign of the first moment. Default: off.
+    /// Whether weight decay applies only to elements with the sign of the first moment. Default:
+    /// off.
     ///
     /// [Cautious Weight Decay, 2025](https://arxiv.org/abs/2510.12402)
     #[config(default = false)]
@@ -55,9 +57,9 @@ pub struct AdamWConfig {
 /// θ ← (1 - η·λ)·θ - η/(1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 /// ```
 ///
-/// Loshchilov and Hutter, [*Decoupled Weight Decay Regularization*](https://arxiv.org/abs/1711.05101),
-/// 2019, algorithm 2, with the schedule in η as in
-/// [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html).
+/// Loshchilov and Hutter, [*Decoupled Weight Decay
+/// Regularization*](https://arxiv.org/abs/1711.05101), 2019, algorithm 2, with the schedule in η as
+/// in [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html).
 ///
 /// The state is that of [`burn::optim::AdamW`].
 ///
@@ -105,12 +107,13 @@ impl AdamWConfig {
 }
 
 impl AdamW {
-    /// Sets whether the steps of up to eight parameters of a sharded model share a kernel launch on CubeCL
-    /// devices, as `foreach` does in PyTorch. Default: off after `build()`, on after `init()`.
+    /// Sets whether the steps of up to eight parameters of a sharded model share a kernel launch on
+    /// CubeCL devices, as `foreach` does in PyTorch. Default: off after `build()`, on after
+    /// `init()`.
     ///
-    /// Use it only for an optimizer that Burn's `ModuleOptimizer` calls directly. A step may then run only
-    /// after all parameters have been passed to the optimizer, so another optimizer that wraps this one
-    /// must not read the result of a step.
+    /// Use it only for an optimizer that Burn's `ModuleOptimizer` calls directly. A step may then
+    /// run only after all parameters have been passed to the optimizer, so another optimizer that
+    /// wraps this one must not read the result of a step.
     pub fn with_foreach(mut self, foreach: bool) -> Self {
         self.0.foreach = foreach;
         self

@@ -32,8 +32,8 @@ pub(super) fn takes_adam<const D: usize>(
     takes([param, grad].into_iter().chain(state))
 }
 
-/// Runs one step of Adam or AdamW on tensors that [`takes_adam`] accepts. Returns the parameter and the
-/// state.
+/// Runs one step of Adam or AdamW on tensors that [`takes_adam`] accepts. Returns the parameter and
+/// the state.
 ///
 /// With `foreach`, the step may run as late as the end of the enclosing [`batched_steps::scope`].
 pub(super) fn adam<const D: usize>(
@@ -69,8 +69,8 @@ pub(super) fn adam<const D: usize>(
     stepped.expect("`takes_adam` has checked the device")
 }
 
-/// Runs one step of SGD on tensors that [`takes`] accepts. Returns the parameter, and with `momentum` the
-/// velocity.
+/// Runs one step of SGD on tensors that [`takes`] accepts. Returns the parameter, and with
+/// `momentum` the velocity.
 ///
 /// With `foreach`, the step may run as late as the end of the enclosing [`batched_steps::scope`].
 pub(super) fn sgd<const D: usize>(

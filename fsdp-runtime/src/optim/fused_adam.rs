@@ -1,4 +1,5 @@
-//! The common implementation of Adam and AdamW: the choice between the fused step and Burn's operations.
+//! The common implementation of Adam and AdamW: the choice between the fused step and Burn's
+//! operations.
 
 use std::fmt;
 
@@ -9,7 +10,8 @@ use super::adam_rule::AdamRule;
 use super::fused;
 use super::on_host::OnHost;
 
-/// Adam or AdamW. `O` is Burn's optimizer with the same rule, which steps the tensors that no kernel takes.
+/// Adam or AdamW. `O` is Burn's optimizer with the same rule, which steps the tensors that no
+/// kernel takes.
 #[derive(Clone)]
 pub(super) struct FusedAdam<O> {
     pub(super) rule: AdamRule,

@@ -1,4 +1,5 @@
-//! Dynamic loss scaling, as in `torch.amp.GradScaler`, for gradients that would underflow in half precision.
+//! Dynamic loss scaling, as in `torch.amp.GradScaler`, for gradients that would underflow in half
+//! precision.
 
 use burn::config::Config;
 use burn::optim::GradientsParams;
@@ -22,7 +23,8 @@ pub struct GradScalerConfig {
     /// Factor of the scale after an overflow: between 0 and 1. Default: 0.5.
     #[config(default = 0.5)]
     pub(crate) backoff_factor: f32,
-    /// Number of consecutive steps without an overflow before the scale grows: at least 1. Default: 2000.
+    /// Number of consecutive steps without an overflow before the scale grows: at least 1. Default:
+    /// 2000.
     #[config(default = 2000)]
     pub(crate) growth_interval: u32,
 }
@@ -55,14 +57,14 @@ impl GradScalerConfig {
     }
 }
 
-/// Scales the loss up, so that gradients do not underflow in half precision, and scales the gradients back
-/// down.
+/// Scales the loss up, so that gradients do not underflow in half precision, and scales the
+/// gradients back down.
 ///
 /// If a gradient overflows on any rank, no rank steps, and the scale shrinks. After
 /// [`growth_interval`](GradScalerConfig) steps without an overflow, the scale grows.
 ///
-/// Every rank creates a scaler with the same configuration. All ranks update their scales in the same way,
-/// so the scales stay equal. A scaler is saved and loaded with a
+/// Every rank creates a scaler with the same configuration. All ranks update their scales in the
+/// same way, so the scales stay equal. A scaler is saved and loaded with a
 /// [checkpoint](crate::checkpoint::Checkpoint::with_grad_scaler), or through serde.
 ///
 /// ```no_run
@@ -119,24 +121,24 @@ impl GradScaler {
         self.scale
     }
 
-    /// Returns `loss` multiplied by the scale. Pass the result to `backward` or `accumulate` in place of
-    /// `loss`.
+    /// Returns `loss` multiplied by the scale. Pass the result to `backward` or `accumulate` in
+    /// place of `loss`.
     ///
     /// The scale does not change until [`unscale`](Self::unscale).
     pub fn scale(&self, loss: Tensor<1>) -> Tensor<1> {
         loss.mul_scalar(self.scale)
     }
 
-    /// Divides a step's gradients by the scale, checks that they are finite on every rank, and updates
-    /// the scale. Every rank calls it, once a step.
+    /// Divides a step's gradients by the scale, checks that they are finite on every rank, and
+    /// updates the scale. Every rank calls it, once a step.
     ///
     /// It runs one small collective, of one flag and the scale.
     ///
     /// # Errors
     ///
     /// [`ScheduleError::LossScaleMismatch`] if ranks have different scales, and
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
-    /// the time-out.
+    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// within the time-out.
     pub fn unscale<M: FsdpModule>(
         &mut self,
         model: &Fsdp<M>,
@@ -147,8 +149,8 @@ impl GradScaler {
         Ok(unscaled)
     }
 
-    /// Divides a step's gradients by the scale and checks them, without updating the scale. Every rank
-    /// calls it. PyTorch's `unscale_`.
+    /// Divides a step's gradients by the scale and checks them, without updating the scale. Every
+    /// rank calls it. PyTorch's `unscale_`.
     ///
     /// Use it for a loss that depends on several sharded models: call it for each model, then call
     /// [`update`](Self::update) once, and step either all models or none.
@@ -187,8 +189,8 @@ impl GradScaler {
         Unchecked { config, scale, growth_tracker }.try_into()
     }
 
-    /// Updates the scale after a step; `finite` says whether all gradients were finite on every rank.
-    /// [`unscale`](Self::unscale) calls it.
+    /// Updates the scale after a step; `finite` says whether all gradients were finite on every
+    /// rank. [`unscale`](Self::unscale) calls it.
     pub fn update(&mut self, finite: bool) {
         if !finite {
             // A scale of 0 could never grow again.
@@ -231,8 +233,8 @@ impl TryFrom<Unchecked> for GradScaler {
 mod tests {
     use super::*;
 
-    /// Expects the scales of `torch.amp.GradScaler(init_scale=1024, growth_interval=3)`, computed by hand
-    /// from `torch._amp_update_scale_`.
+    /// Expects the scales of `torch.amp.GradScaler(init_scale=1024, growth_interval=3)`, computed
+    /// by hand from `torch._amp_update_scale_`.
     #[test]
     fn the_scale_changes_as_in_pytorch() {
         let config = GradScalerConfig::new().with_init_scale(1024.0).with_growth_interval(3);

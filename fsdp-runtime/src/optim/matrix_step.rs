@@ -1,5 +1,5 @@
-//! Sharded matrices on their way through a step on full matrices: taken out of the model, ordered by owner,
-//! updated, and put back.
+//! Sharded matrices on their way through a step on full matrices: taken out of the model, ordered
+//! by owner, updated, and put back.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -76,7 +76,8 @@ fn step_matrix<const D: usize>(
     step_param(optimizer, lr, path, param, gradient).into_value().inner().into_dispatch()
 }
 
-/// Returns one parameter of a module after an optimizer step. `path` is the parameter's path in the module.
+/// Returns one parameter of a module after an optimizer step. `path` is the parameter's path in the
+/// module.
 fn step_param<const D: usize>(
     optimizer: &mut ModuleOptimizer,
     lr: &ModuleLearningRate,
@@ -139,7 +140,8 @@ impl ModuleMapper for TakeMatrices<'_> {
             };
         };
         let (id, shard, mapper) = param.consume();
-        // The model has a placeholder until it gets the new shard, so that the old one can be freed.
+        // The model has a placeholder until it gets the new shard, so that the old one can be
+        // freed.
         let placeholder = Tensor::<D>::zeros([1; D], &shard.device().inner());
         let placeholder = with_autodiff_of(&shard, placeholder);
         let step = MatrixStep { id, path: self.path.clone(), step: step_matrix::<D> };

@@ -1,18 +1,18 @@
 //! Optimizers that update a parameter in one pass over memory.
 //!
-//! [`AdamW`], [`Adam`] and [`Sgd`] are Burn [`Optimizer`](burn::optim::Optimizer)s. `init()` on a config
-//! returns Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer), so parameter groups, learning-rate
-//! schedules, gradient clipping and records work as they do with Burn's optimizers. A record can be
-//! loaded into the optimizer of the same name in [`burn::optim`], and the other way round. The optimizers
-//! work on unsharded models too.
+//! [`AdamW`], [`Adam`] and [`Sgd`] are Burn [`Optimizer`](burn::optim::Optimizer)s. `init()` on a
+//! config returns Burn's [`ModuleOptimizer`](burn::optim::ModuleOptimizer), so parameter groups,
+//! learning-rate schedules, gradient clipping and records work as they do with Burn's optimizers. A
+//! record can be loaded into the optimizer of the same name in [`burn::optim`], and the other way
+//! round. The optimizers work on unsharded models too.
 //!
 //! # Speed
 //!
-//! For f32 tensors on Flex and on CubeCL devices, a step reads and writes the parameter and its state once,
-//! and reads the gradient once. Flex uses vector registers and all threads of the current rayon pool. A
-//! CubeCL device uses one kernel launch, which several parameters of a sharded model share. The update is
-//! in place where no other tensor shares the memory, and then allocates nothing. For other dtypes and
-//! backends, the same formula runs as tensor operations.
+//! For f32 tensors on Flex and on CubeCL devices, a step reads and writes the parameter and its
+//! state once, and reads the gradient once. Flex uses vector registers and all threads of the
+//! current rayon pool. A CubeCL device uses one kernel launch, which several parameters of a
+//! sharded model share. The update is in place where no other tensor shares the memory, and then
+//! allocates nothing. For other dtypes and backends, the same formula runs as tensor operations.
 //!
 //! # State
 //!
@@ -21,16 +21,16 @@
 //!
 //! # Reproducibility
 //!
-//! On Flex, the result for an element depends only on the values of that element: not on the element's
-//! position in the tensor, the number of threads, or the vector width of the processor. So sharding a
-//! parameter does not change a bit of its update.
+//! On Flex, the result for an element depends only on the values of that element: not on the
+//! element's position in the tensor, the number of threads, or the vector width of the processor.
+//! So sharding a parameter does not change a bit of its update.
 //!
 //! # Optimizers that need full matrices
 //!
 //! [`WholeParam`] steps a sharded model with an optimizer that needs full matrices, such as Muon.
 //!
-//! Imports point one way: adam_rule, on_host, clipping, owners, single_param <- fused, matrix_step <-
-//! fused_adam, sgd, whole_param <- adam, adamw; unscale <- grad_scaler.
+//! Imports point one way: adam_rule, on_host, clipping, owners, single_param <- fused, matrix_step
+//! <- fused_adam, sgd, whole_param <- adam, adamw; unscale <- grad_scaler.
 
 mod adam;
 mod adam_rule;

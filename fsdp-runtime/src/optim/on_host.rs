@@ -1,9 +1,9 @@
 //! Optimizer state that is loaded from a record into host memory.
 //!
-//! Burn loads the state of all parameters on the default device. The program may not train on that device,
-//! and the device may not have enough memory. When a parameter is stepped, Burn moves its state to the
-//! device of the gradient. It does so from the host too; with offload, the optimizer steps on the host and
-//! the state stays there.
+//! Burn loads the state of all parameters on the default device. The program may not train on that
+//! device, and the device may not have enough memory. When a parameter is stepped, Burn moves its
+//! state to the device of the gradient. It does so from the host too; with offload, the optimizer
+//! steps on the host and the state stays there.
 
 use burn::optim::{RecordState, StateSink, StateSource};
 use burn::tensor::Device;

@@ -7,11 +7,11 @@ use crate::layout::Mesh;
 use crate::module::ParamIndex;
 use crate::param_group::{Placement, Unit};
 
-/// Returns the owner of each sharded matrix, as a position in the shard group. The result depends only on the
-/// layout, so all ranks find the same owners.
+/// Returns the owner of each sharded matrix, as a position in the shard group. The result depends
+/// only on the layout, so all ranks find the same owners.
 ///
-/// Matrices are assigned in order of size, the largest first, each to the owner with the fewest elements so
-/// far.
+/// Matrices are assigned in order of size, the largest first, each to the owner with the fewest
+/// elements so far.
 pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<ParamIndex, usize> {
     let mut matrices = Vec::new();
     for (index, unit) in units.iter().enumerate() {

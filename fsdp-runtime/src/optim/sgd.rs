@@ -1,5 +1,5 @@
-//! Stochastic gradient descent with momentum: the config, the state, and the step as tensor operations
-//! for tensors that no kernel takes.
+//! Stochastic gradient descent with momentum: the config, the state, and the step as tensor
+//! operations for tensors that no kernel takes.
 
 use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
@@ -17,8 +17,8 @@ pub struct SgdConfig {
     /// μ, the decay rate of the velocity. Default: 0, which is no momentum.
     #[config(default = 0.0)]
     momentum: f64,
-    /// τ, the share of the gradient that is not added to the velocity, from the second step on. Default:
-    /// 0.
+    /// τ, the share of the gradient that is not added to the velocity, from the second step on.
+    /// Default: 0.
     #[config(default = 0.0)]
     dampening: f64,
     /// Whether to use Nesterov momentum. Default: off.
@@ -44,10 +44,10 @@ pub struct SgdConfig {
 /// θ ← θ - η·b                (Nesterov: θ ← θ - η·(g + μ·b); without momentum: θ ← θ - η·g)
 /// ```
 ///
-/// Sutskever et al.,
-/// [*On the importance of initialization and momentum in deep learning*](http://www.cs.toronto.edu/~hinton/absps/momentum.pdf),
-/// 2013, in the form of
-/// [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html), which Burn shares.
+/// Sutskever et al., [*On the importance of initialization and momentum in deep
+/// learning*](http://www.cs.toronto.edu/~hinton/absps/momentum.pdf), 2013, in the form of
+/// [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html), which Burn
+/// shares.
 ///
 /// # Panics
 ///

@@ -3,8 +3,8 @@
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 
-/// A module that contains only one parameter, under the path that it has in the model. Optimizers select
-/// their parameter groups by path.
+/// A module that contains only one parameter, under the path that it has in the model. Optimizers
+/// select their parameter groups by path.
 #[derive(Clone, Debug)]
 pub(super) struct SingleParam<const D: usize> {
     pub(super) path: Vec<String>,

@@ -1,4 +1,5 @@
-//! The division of gradients by a loss scale, and the check that they are finite, in one pass over memory.
+//! The division of gradients by a loss scale, and the check that they are finite, in one pass over
+//! memory.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,8 +11,8 @@ use crate::backend::kernels::has_kernels;
 use crate::backend::{Norm, ops};
 use crate::module::{FsdpModule, ParamVisitor};
 
-/// Multiplies the gradients of a module's parameters by `factor`, including those of ignored parameters.
-/// Returns whether all elements are finite afterwards.
+/// Multiplies the gradients of a module's parameters by `factor`, including those of ignored
+/// parameters. Returns whether all elements are finite afterwards.
 ///
 /// Gradients that a kernel takes are multiplied in place.
 pub(super) fn unscale_gradients<M: FsdpModule>(
@@ -37,13 +38,15 @@ pub(super) fn unscale_gradients<M: FsdpModule>(
     finite && sums.iter().all(ops::Sums::is_finite)
 }
 
-/// Takes out the gradients that a kernel can multiply, and multiplies the others with tensor operations.
+/// Takes out the gradients that a kernel can multiply, and multiplies the others with tensor
+/// operations.
 struct TakeGradients<'a> {
     gradients: &'a mut GradientsParams,
     factor: f32,
     /// Parameters that were handled: the traversal reaches a tied weight several times.
     done: HashSet<ParamId>,
-    /// Device of the first gradient that a kernel can multiply. The kernel takes gradients of one device.
+    /// Device of the first gradient that a kernel can multiply. The kernel takes gradients of one
+    /// device.
     device: Option<Device>,
     /// Ids and shapes of the gradients in `flat`.
     taken: Vec<(ParamId, Shape)>,

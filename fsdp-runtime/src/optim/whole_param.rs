@@ -16,28 +16,30 @@ use crate::layout::Rank;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::param_group::{Placement, Unit};
 
-/// Steps a sharded model with an optimizer that needs full matrices, such as Burn's LAMB, Adafactor and
-/// Muon. The result is that of the unsharded model.
+/// Steps a sharded model with an optimizer that needs full matrices, such as Burn's LAMB, Adafactor
+/// and Muon. The result is that of the unsharded model.
 ///
-/// Element-wise optimizers, such as SGD and Adam, step shards directly and do not need this wrapper.
+/// Element-wise optimizers, such as SGD and Adam, step shards directly and do not need this
+/// wrapper.
 ///
 /// # Cost
 ///
-/// Each sharded matrix has an owner, a rank of the shard group. Owners are balanced by bytes and depend only
-/// on the layout. A step gathers a matrix and its gradient on the owner, updates the matrix there with Burn's
-/// optimizer, and scatters the new shards. All owners work at the same time, and each stores one full matrix
-/// and its gradient in addition to its shards. Every rank steps replicated parameters (vectors, and all
-/// parameters under `NO_SHARD`) by itself.
+/// Each sharded matrix has an owner, a rank of the shard group. Owners are balanced by bytes and
+/// depend only on the layout. A step gathers a matrix and its gradient on the owner, updates the
+/// matrix there with Burn's optimizer, and scatters the new shards. All owners work at the same
+/// time, and each stores one full matrix and its gradient in addition to its shards. Every rank
+/// steps replicated parameters (vectors, and all parameters under `NO_SHARD`) by itself.
 ///
 /// # Compatibility
 ///
-/// Parameter groups, learning rates and gradient clipping of the optimizer work as they do without sharding:
-/// clipping by norm uses the norm of the full gradient.
+/// Parameter groups, learning rates and gradient clipping of the optimizer work as they do without
+/// sharding: clipping by norm uses the norm of the full gradient.
 ///
 /// The optimizer state of a matrix is stored only on the owner. A
-/// [checkpoint](crate::checkpoint::Checkpoint::with_whole_optimizer) stores it under the name of the parameter,
-/// and can be loaded with any number of ranks and any strategy. A record contains the state of one rank, and
-/// can be loaded with the same number of ranks, strategy and wrapping only.
+/// [checkpoint](crate::checkpoint::Checkpoint::with_whole_optimizer) stores it under the name of
+/// the parameter, and can be loaded with any number of ranks and any strategy. A record contains
+/// the state of one rank, and can be loaded with the same number of ranks, strategy and wrapping
+/// only.
 ///
 /// # Examples
 ///
@@ -71,13 +73,14 @@ impl WholeParam {
         Self { inner: optimizer.into() }
     }
 
-    /// Updates the parameters that have a gradient, and returns the updated model. Every rank calls it.
+    /// Updates the parameters that have a gradient, and returns the updated model. Every rank calls
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::GradientMismatch`] if a rank has no gradient of a parameter that has one on other
-    /// ranks, and [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
-    /// within the time-out. The model is lost in both cases.
+    /// [`ScheduleError::GradientMismatch`] if a rank has no gradient of a parameter that has one on
+    /// other ranks, and [`CollectiveError`](crate::CollectiveError) if another rank fails or does
+    /// not take part within the time-out. The model is lost in both cases.
     ///
     /// # Panics
     ///
@@ -108,8 +111,8 @@ impl WholeParam {
         Ok(model.map_module(|module| module.map(&mut PutShards { updated })))
     }
 
-    /// Returns the rank that owns each sharded matrix of `model`, by module path. Under a hybrid strategy,
-    /// these are ranks of this rank's shard group.
+    /// Returns the rank that owns each sharded matrix of `model`, by module path. Under a hybrid
+    /// strategy, these are ranks of this rank's shard group.
     pub fn owners<M: FsdpModule>(model: &Fsdp<M>) -> BTreeMap<String, Rank> {
         let (units, mesh) = (model.engine.units(), model.mesh());
         let first = mesh.replica().index() * mesh.shard_size().size();
@@ -119,8 +122,8 @@ impl WholeParam {
         owners.map(|(place, owner)| (path(place), group[owner])).collect()
     }
 
-    /// Returns the optimizer with this rank's state: full tensors of replicated parameters, and of the
-    /// matrices that the rank owns.
+    /// Returns the optimizer with this rank's state: full tensors of replicated parameters, and of
+    /// the matrices that the rank owns.
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.inner
     }
@@ -147,8 +150,8 @@ impl WholeParam {
     }
 }
 
-/// Returns the sharded matrices that have a gradient on any rank. Every rank calls it, and gets the same
-/// matrices.
+/// Returns the sharded matrices that have a gradient on any rank. Every rank calls it, and gets the
+/// same matrices.
 fn sharded_with_gradient<M: FsdpModule>(
     model: &Fsdp<M>,
     gradients: &GradientsParams,

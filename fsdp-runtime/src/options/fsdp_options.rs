@@ -128,9 +128,9 @@ impl FsdpOptions {
 
     /// Sets how many gather buffers the units of one nesting level share, at least 1. Default: 2.
     ///
-    /// With two buffers, one holds the unit that computes and the other the unit that is prefetched.
-    /// With one buffer, nothing is prefetched. Each buffer takes as many bytes as the largest unit
-    /// that is gathered into it. The outermost unit has one buffer in any case.
+    /// With two buffers, one holds the unit that computes and the other the unit that is
+    /// prefetched. With one buffer, nothing is prefetched. Each buffer takes as many bytes as the
+    /// largest unit that is gathered into it. The outermost unit has one buffer in any case.
     pub const fn with_gather_buffers(mut self, buffers: usize) -> Self {
         self.gather_buffers = buffers;
         self
@@ -153,8 +153,8 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets how [`Fsdp::accumulate`](crate::Fsdp::accumulate) stores the gradients of a micro-batch.
-    /// Default: [`GradientAccumulation::ReduceEach`].
+    /// Sets how [`Fsdp::accumulate`](crate::Fsdp::accumulate) stores the gradients of a
+    /// micro-batch. Default: [`GradientAccumulation::ReduceEach`].
     ///
     /// [`HoldUnsharded`](GradientAccumulation::HoldUnsharded) is PyTorch's `no_sync`.
     pub const fn with_gradient_accumulation(mut self, accumulation: GradientAccumulation) -> Self {
@@ -162,8 +162,8 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets the dtypes in which units compute and communicate. Default: the dtypes in which the model
-    /// is initialised, usually f32.
+    /// Sets the dtypes in which units compute and communicate. Default: the dtypes in which the
+    /// model is initialised, usually f32.
     ///
     /// PyTorch's `mixed_precision` or `mp_policy`. Accelerate's `mixed_precision` sets the dtype of
     /// parameters.
@@ -173,11 +173,11 @@ impl FsdpOptions {
     }
 
     /// Sets the dtypes for all units of the given types, in place of
-    /// [`mixed_precision`](Self::with_mixed_precision): for example `unit_types![LmHead]`. Default: no
-    /// such units.
+    /// [`mixed_precision`](Self::with_mixed_precision): for example `unit_types![LmHead]`. Default:
+    /// no such units.
     ///
-    /// A unit that the wrap policy merges into the enclosing unit uses that unit's policy. If a type
-    /// has two policies, the later one applies.
+    /// A unit that the wrap policy merges into the enclosing unit uses that unit's policy. If a
+    /// type has two policies, the later one applies.
     pub fn with_mixed_precision_for(
         mut self,
         units: &'static [UnitType],
@@ -196,8 +196,8 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets which units store only their inputs in forward, and recompute their forward in backward.
-    /// Default: [`ActivationCheckpointing::Annotated`].
+    /// Sets which units store only their inputs in forward, and recompute their forward in
+    /// backward. Default: [`ActivationCheckpointing::Annotated`].
     ///
     /// A recomputed unit takes the time of a second forward. It needs no further all-gather, since
     /// backward gathers the unit in any case. PyTorch's `apply_activation_checkpointing`,
@@ -207,18 +207,19 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets whether recomputed units store their inputs in host memory until backward. Default: off.
+    /// Sets whether recomputed units store their inputs in host memory until backward. Default:
+    /// off.
     ///
-    /// Float inputs are copied to the host and back; integer and Boolean inputs stay on the device. On
-    /// Flex, whose tensors are in host memory, the option has no effect. PyTorch's
+    /// Float inputs are copied to the host and back; integer and Boolean inputs stay on the device.
+    /// On Flex, whose tensors are in host memory, the option has no effect. PyTorch's
     /// `offload_wrapper`.
     pub const fn with_offload_activations(mut self, offload: bool) -> Self {
         self.offload_activations = offload;
         self
     }
 
-    /// Adds parameters, by id, that sharding leaves unchanged. Each rank stores the whole parameter with
-    /// its own values, and the gradients are not reduced. Default: none.
+    /// Adds parameters, by id, that sharding leaves unchanged. Each rank stores the whole parameter
+    /// with its own values, and the gradients are not reduced. Default: none.
     ///
     /// PyTorch's `ignored_params`.
     pub fn with_ignored_params(mut self, params: impl IntoIterator<Item = ParamId>) -> Self {
@@ -226,21 +227,22 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets the number of elements below which a matrix is replicated on every rank, as vectors always
-    /// are. Default: 0, which shards every matrix.
+    /// Sets the number of elements below which a matrix is replicated on every rank, as vectors
+    /// always are. Default: 0, which shards every matrix.
     ///
-    /// A replicated matrix needs no all-gather, but every rank stores all of it, with its gradient and
-    /// its optimizer state. DeepSpeed's `stage3_param_persistence_threshold`.
+    /// A replicated matrix needs no all-gather, but every rank stores all of it, with its gradient
+    /// and its optimizer state. DeepSpeed's `stage3_param_persistence_threshold`.
     pub const fn with_persist_below(mut self, elements: usize) -> Self {
         self.persist_below = elements;
         self
     }
 
-    /// Sets whether rank 0's weights and running statistics are broadcast to all ranks. Default: on.
+    /// Sets whether rank 0's weights and running statistics are broadcast to all ranks. Default:
+    /// on.
     ///
-    /// When it is off, every rank must initialise the same weights, and a checksum of each parameter
-    /// is compared. Ignored parameters are never broadcast. PyTorch's `sync_module_states`, Accelerate's
-    /// `fsdp_sync_module_states`.
+    /// When it is off, every rank must initialise the same weights, and a checksum of each
+    /// parameter is compared. Ignored parameters are never broadcast. PyTorch's
+    /// `sync_module_states`, Accelerate's `fsdp_sync_module_states`.
     pub const fn with_sync_module_states(mut self, sync: bool) -> Self {
         self.sync_module_states = sync;
         self
@@ -255,13 +257,13 @@ impl FsdpOptions {
     /// `fsdp_cpu_ram_efficient_loading`.
     ///
     /// Rank 0 initialises all parameters. With a [`seed`](Self::with_seed), the first rank of each
-    /// process takes a share of them, if its rayon pool has more than one thread. Every process must
-    /// then be able to initialise any parameter.
+    /// process takes a share of them, if its rayon pool has more than one thread. Every process
+    /// must then be able to initialise any parameter.
     ///
     /// Modules of `burn::nn` are built with parameters that have no value yet: `Initializer::init`
     /// returns a [lazy](burn::module::Param::uninitialized) parameter. `Param::from_tensor`,
-    /// `Param::from_data`, and a module that was trained or loaded, hold full values on each rank until
-    /// [`fully_shard`](crate::fully_shard) replaces them with shards.
+    /// `Param::from_data`, and a module that was trained or loaded, hold full values on each rank
+    /// until [`fully_shard`](crate::fully_shard) replaces them with shards.
     pub const fn with_cpu_ram_efficient_loading(mut self, efficient: bool) -> Self {
         self.cpu_ram_efficient_loading = efficient;
         self
@@ -270,10 +272,10 @@ impl FsdpOptions {
     /// Sets whether no rank initialises any parameter, because all of them are loaded afterwards.
     /// Default: off.
     ///
-    /// Shards are allocated from shapes alone, and values that parameters already have are dropped. The
-    /// use of a parameter before it is loaded is the error
-    /// [`ScheduleError::NotLoaded`](crate::ScheduleError::NotLoaded). In PyTorch this is a model on the
-    /// `meta` device.
+    /// Shards are allocated from shapes alone, and values that parameters already have are dropped.
+    /// The use of a parameter before it is loaded is the error
+    /// [`ScheduleError::NotLoaded`](crate::ScheduleError::NotLoaded). In PyTorch this is a model on
+    /// the `meta` device.
     pub const fn with_deferred_init(mut self, deferred: bool) -> Self {
         self.deferred_init = deferred;
         self
@@ -282,8 +284,8 @@ impl FsdpOptions {
     /// Sets the seed of parameter initialisation and of the masks of
     /// [`nn::Dropout`](crate::nn::Dropout). Runs with the same seed repeat exactly. Default: none.
     ///
-    /// Each parameter without a value is initialised from a seed derived from this one. Without a seed,
-    /// dropout uses seed 0, and initialisation uses the state of Burn's generator.
+    /// Each parameter without a value is initialised from a seed derived from this one. Without a
+    /// seed, dropout uses seed 0, and initialisation uses the state of Burn's generator.
     pub const fn with_seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self

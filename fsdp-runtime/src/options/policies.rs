@@ -10,26 +10,27 @@ use crate::module::UnitType;
 /// What is sharded between steps, under PyTorch's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ShardingStrategy {
-    /// Shards parameters, gradients and optimizer state (ZeRO stage 3). Gathered parameters are freed
-    /// after forward.
+    /// Shards parameters, gradients and optimizer state (ZeRO stage 3). Gathered parameters are
+    /// freed after forward.
     #[default]
     FullShard,
-    /// Shards gradients and optimizer state (ZeRO stage 2). Parameters are sharded between steps, and
-    /// stay gathered from forward to backward.
+    /// Shards gradients and optimizer state (ZeRO stage 2). Parameters are sharded between steps,
+    /// and stay gathered from forward to backward.
     ShardGradOp,
-    /// Shards nothing: every rank stores the whole model, and gradients are all-reduced (PyTorch's DDP).
+    /// Shards nothing: every rank stores the whole model, and gradients are all-reduced (PyTorch's
+    /// DDP).
     NoShard,
     /// [`FullShard`](Self::FullShard) within groups of ranks. Gradients are all-reduced across the
     /// groups.
     HybridShard,
-    /// [`ShardGradOp`](Self::ShardGradOp) within groups of ranks. Gradients are all-reduced across the
-    /// groups.
+    /// [`ShardGradOp`](Self::ShardGradOp) within groups of ranks. Gradients are all-reduced across
+    /// the groups.
     HybridShardZero2,
 }
 
 impl ShardingStrategy {
-    /// Every strategy with its name in Accelerate's configuration files, in the order of Accelerate's
-    /// numbers: `FULL_SHARD` is 1.
+    /// Every strategy with its name in Accelerate's configuration files, in the order of
+    /// Accelerate's numbers: `FULL_SHARD` is 1.
     pub const ALL: [(Self, &'static str); 5] = [
         (Self::FullShard, "FULL_SHARD"),
         (Self::ShardGradOp, "SHARD_GRAD_OP"),
@@ -92,14 +93,14 @@ impl FromStr for ShardingStrategy {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ReshardAfterForward {
-    /// Keeps the gathered parameters until backward: one all-gather for each unit and step, and a gather
-    /// buffer for every unit.
+    /// Keeps the gathered parameters until backward: one all-gather for each unit and step, and a
+    /// gather buffer for every unit.
     Never,
-    /// Frees the gathered parameters after forward and gathers them again for backward. The outermost
-    /// unit, and the last one, whose backward comes first, stay gathered.
+    /// Frees the gathered parameters after forward and gathers them again for backward. The
+    /// outermost unit, and the last one, whose backward comes first, stay gathered.
     Always,
-    /// Keeps a part of the gathered parameters on each rank, one over this number of ranks, so that the
-    /// all-gather for backward runs among that many neighbours only (hpZ of
+    /// Keeps a part of the gathered parameters on each rank, one over this number of ranks, so that
+    /// the all-gather for backward runs among that many neighbours only (hpZ of
     /// [ZeRO++](https://arxiv.org/abs/2306.10209)).
     ///
     /// The number must divide the number of ranks that share the parameters. `To(1)` is
@@ -111,8 +112,8 @@ pub enum ReshardAfterForward {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BackwardPrefetch {
-    /// Gathers a unit before the backward of the unit that follows it in forward: the most overlap, with
-    /// one more gather buffer in use.
+    /// Gathers a unit before the backward of the unit that follows it in forward: the most overlap,
+    /// with one more gather buffer in use.
     #[default]
     Pre,
     /// Gathers a unit after the backward of the unit that follows it in forward, before that unit's
@@ -135,8 +136,8 @@ pub enum WrapPolicy {
     TransformerBased(&'static [UnitType]),
     /// Selects units by the names of their types, as a configuration file gives them.
     Named(&'static [&'static str]),
-    /// Selects units, and modules in fields under `#[fsdp(unit)]`, that have at least a given number of
-    /// parameters. Parameters of selected units inside the unit do not count.
+    /// Selects units, and modules in fields under `#[fsdp(unit)]`, that have at least a given
+    /// number of parameters. Parameters of selected units inside the unit do not count.
     SizeBased {
         /// Smallest number of parameters of a unit, in elements.
         min_num_params: usize,
@@ -151,9 +152,9 @@ pub enum WrapPolicy {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum GradientAccumulation {
-    /// Reduces the gradients of each micro-batch and adds up the shards. This takes one reduce-scatter
-    /// for each unit and micro-batch (and one all-reduce under the hybrid strategies), and no memory
-    /// beyond the gradient shards.
+    /// Reduces the gradients of each micro-batch and adds up the shards. This takes one
+    /// reduce-scatter for each unit and micro-batch (and one all-reduce under the hybrid
+    /// strategies), and no memory beyond the gradient shards.
     #[default]
     ReduceEach,
     /// Adds up unsharded gradients and reduces them once, with the last micro-batch (PyTorch's
@@ -164,9 +165,9 @@ pub enum GradientAccumulation {
 /// What is stored in host memory in place of device memory.
 ///
 /// Under a policy other than `None`, the optimizer steps on the host, on
-/// [Flex](burn::backend::Flex): its parameters and gradients are Flex tensors. The device that computes
-/// is [`Worker::device`](crate::Worker::device), and the model may be built on that device or on Flex.
-/// Offload needs the feature `flex`.
+/// [Flex](burn::backend::Flex): its parameters and gradients are Flex tensors. The device that
+/// computes is [`Worker::device`](crate::Worker::device), and the model may be built on that device
+/// or on Flex. Offload needs the feature `flex`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OffloadPolicy {
@@ -174,16 +175,16 @@ pub enum OffloadPolicy {
     #[default]
     None,
     /// Stores parameters, reduced gradients and optimizer state in host memory (PyTorch's
-    /// `CPUOffloadPolicy`). Each all-gather first copies the unit's shards to the device, in the dtype in
-    /// which they are gathered.
+    /// `CPUOffloadPolicy`). Each all-gather first copies the unit's shards to the device, in the
+    /// dtype in which they are gathered.
     Params {
         /// Whether copies to the device go through pinned (page-locked) memory, which devices read
         /// faster. Copies to the host do not use pinned memory.
         pin_memory: bool,
     },
-    /// Like [`Params`](Self::Params) with pinned memory, but keeps a copy of this rank's shards on the
-    /// device from forward to backward, so that they are copied once a step (ZeRO-Offload of the
-    /// optimizer state and the f32 parameters).
+    /// Like [`Params`](Self::Params) with pinned memory, but keeps a copy of this rank's shards on
+    /// the device from forward to backward, so that they are copied once a step (ZeRO-Offload of
+    /// the optimizer state and the f32 parameters).
     OptimizerOnly,
 }
 
@@ -200,12 +201,12 @@ impl OffloadPolicy {
 
 /// Which units store only their inputs in forward, and recompute their forward in backward.
 ///
-/// The recomputation of a unit includes the units inside it, which are not recomputed separately. A unit
-/// that the [`WrapPolicy`] merges into the enclosing unit is not recomputed either.
+/// The recomputation of a unit includes the units inside it, which are not recomputed separately. A
+/// unit that the [`WrapPolicy`] merges into the enclosing unit is not recomputed either.
 ///
-/// Random numbers from [`nn::Dropout`](crate::nn::Dropout) are equal in both runs of a forward. Apart
-/// from these, a forward must depend only on its inputs and its parameters. Construction refuses the
-/// violations that it can detect; the others are up to the model.
+/// Random numbers from [`nn::Dropout`](crate::nn::Dropout) are equal in both runs of a forward.
+/// Apart from these, a forward must depend only on its inputs and its parameters. Construction
+/// refuses the violations that it can detect; the others are up to the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ActivationCheckpointing {
@@ -216,7 +217,8 @@ pub enum ActivationCheckpointing {
     Annotated,
     /// Recomputes all units of the given types: `Units(unit_types![BertLayer])`.
     Units(&'static [UnitType]),
-    /// Recomputes all units but the outermost, whose recomputation would store every activation again.
+    /// Recomputes all units but the outermost, whose recomputation would store every activation
+    /// again.
     ///
     /// Modules in fields under `#[fsdp(unit)]` outside recomputed units are not recomputed either.
     /// Construction logs a warning that names them.

@@ -1,9 +1,9 @@
-//! Mixed precision: the dtypes in which parameters are gathered and computed with, gradients are reduced,
-//! and outputs are returned.
+//! Mixed precision: the dtypes in which parameters are gathered and computed with, gradients are
+//! reduced, and outputs are returned.
 //!
-//! Shards, the gradients that the optimizer gets, and optimizer state are f32 under every policy. Each
-//! rank casts its shards before it sends them, so that a 16-bit dtype halves both the traffic and the
-//! gather buffers.
+//! Shards, the gradients that the optimizer gets, and optimizer state are f32 under every policy.
+//! Each rank casts its shards before it sends them, so that a 16-bit dtype halves both the traffic
+//! and the gather buffers.
 
 use burn::tensor::{DType, Device, FloatDType};
 
@@ -44,8 +44,9 @@ impl Default for MixedPrecisionPolicy {
 }
 
 impl MixedPrecisionPolicy {
-    /// Returns a policy that changes no dtype: each parameter is gathered in the dtype in which it is
-    /// initialised, usually `F32`, and gradients are reduced in the dtype of the gathered parameters.
+    /// Returns a policy that changes no dtype: each parameter is gathered in the dtype in which it
+    /// is initialised, usually `F32`, and gradients are reduced in the dtype of the gathered
+    /// parameters.
     pub const fn new() -> Self {
         Self {
             param_dtype: None,
@@ -55,23 +56,23 @@ impl MixedPrecisionPolicy {
         }
     }
 
-    /// Sets the dtype of parameters in all-gather, forward and backward. Default: the dtype in which each
-    /// parameter is initialised.
+    /// Sets the dtype of parameters in all-gather, forward and backward. Default: the dtype in
+    /// which each parameter is initialised.
     ///
-    /// By default the matrices of one unit may have several dtypes. Such a unit has one all-gather and
-    /// one gather buffer for each dtype, and counts as one unit otherwise. Vectors, which are replicated,
-    /// may have any dtype.
+    /// By default the matrices of one unit may have several dtypes. Such a unit has one all-gather
+    /// and one gather buffer for each dtype, and counts as one unit otherwise. Vectors, which are
+    /// replicated, may have any dtype.
     ///
     /// The policy does not cast plain tensor fields, nor the tables of `PositionalEncoding` and
-    /// `RotaryEncoding`: cast them where they are used. A `BatchNorm`, whose running statistics are f32,
-    /// must be in a unit that computes in f32.
+    /// `RotaryEncoding`: cast them where they are used. A `BatchNorm`, whose running statistics are
+    /// f32, must be in a unit that computes in f32.
     pub const fn with_param_dtype(mut self, dtype: FloatDType) -> Self {
         self.param_dtype = Some(dtype);
         self
     }
 
-    /// Sets the dtype in which gradients are sent when they are reduced. Default: the dtype of the unit's
-    /// matrices, or of each parameter if the unit's matrices have several dtypes.
+    /// Sets the dtype in which gradients are sent when they are reduced. Default: the dtype of the
+    /// unit's matrices, or of each parameter if the unit's matrices have several dtypes.
     ///
     /// The sum over ranks is computed in `F32` in every case.
     pub const fn with_reduce_dtype(mut self, dtype: FloatDType) -> Self {
@@ -79,15 +80,15 @@ impl MixedPrecisionPolicy {
         self
     }
 
-    /// Sets the dtype of the float outputs of the outermost unit. In a policy for certain units, it is
-    /// the dtype of the outputs of these units. Default: outputs are not cast.
+    /// Sets the dtype of the float outputs of the outermost unit. In a policy for certain units, it
+    /// is the dtype of the outputs of these units. Default: outputs are not cast.
     pub const fn with_output_dtype(mut self, dtype: FloatDType) -> Self {
         self.output_dtype = Some(dtype);
         self
     }
 
-    /// Sets whether float inputs of a unit's `forward` are cast to the dtype of the unit's matrices.
-    /// Default: on.
+    /// Sets whether float inputs of a unit's `forward` are cast to the dtype of the unit's
+    /// matrices. Default: on.
     ///
     /// If the matrices have several dtypes, inputs are not cast.
     pub const fn with_cast_forward_inputs(mut self, cast: bool) -> Self {
@@ -124,14 +125,14 @@ impl MixedPrecisionPolicy {
         self.param_dtype.map(DType::from)
     }
 
-    /// Returns the dtype in which the gradient of a parameter of dtype `own` is sent. `unit` is the dtype
-    /// of the unit's matrices, if they have one dtype.
+    /// Returns the dtype in which the gradient of a parameter of dtype `own` is sent. `unit` is the
+    /// dtype of the unit's matrices, if they have one dtype.
     pub(crate) fn reduce(&self, unit: Option<DType>, own: DType) -> DType {
         self.reduce_dtype.map_or(unit.unwrap_or(own), DType::from)
     }
 
-    /// Returns the casts of a unit. `unit` is the dtype of the unit's matrices, if they have one dtype;
-    /// `returns` says whether the output dtype applies to the unit.
+    /// Returns the casts of a unit. `unit` is the dtype of the unit's matrices, if they have one
+    /// dtype; `returns` says whether the output dtype applies to the unit.
     pub(crate) fn resolve(&self, unit: Option<DType>, returns: bool) -> Precision {
         Precision {
             input: unit.filter(|_| self.cast_forward_inputs),

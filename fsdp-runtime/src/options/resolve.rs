@@ -89,8 +89,8 @@ impl FsdpOptions {
         device.clone()
     }
 
-    /// Checks that the parameters of a model on the device `model` can be offloaded from `device`, which
-    /// computes.
+    /// Checks that the parameters of a model on the device `model` can be offloaded from `device`,
+    /// which computes.
     pub(crate) fn check_offload(&self, model: &Device, device: &Device) -> Result<(), ShardError> {
         if self.offload == OffloadPolicy::None || model == device || is_flex(model) {
             return Ok(());
@@ -140,8 +140,8 @@ impl FsdpOptions {
         Ok(mesh.grouped(self.shard_size.unwrap_or(local))?)
     }
 
-    /// Returns what is done with gathered parameters after forward. `To(1)` and `To` with all ranks are
-    /// returned as `Never` and `Always`, which they are equal to.
+    /// Returns what is done with gathered parameters after forward. `To(1)` and `To` with all ranks
+    /// are returned as `Never` and `Always`, which they are equal to.
     pub(crate) fn reshard(&self, mesh: Mesh) -> Result<ReshardAfterForward, ShardError> {
         let size = mesh.shard_size().size();
         match self.reshard_after_forward.unwrap_or(self.strategy.reshard_after_forward()) {

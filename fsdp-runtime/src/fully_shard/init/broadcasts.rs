@@ -24,8 +24,8 @@ pub(super) struct Received<B: ShardBackend> {
 pub(super) struct Broadcast<B: ShardBackend> {
     /// The parameter that is broadcast; `None` for the small parameters of a unit.
     pub(super) place: Option<ParamIndex>,
-    /// Number of elements of the full parameter that this rank keeps until it is sent; 0 where another
-    /// rank sends.
+    /// Number of elements of the full parameter that this rank keeps until it is sent; 0 where
+    /// another rank sends.
     pub(super) sending: usize,
     /// Values that this rank stores.
     pub(super) values: Work<StoredValues<B>>,
@@ -41,8 +41,8 @@ pub(super) struct Broadcasts<B: ShardBackend> {
 }
 
 impl<B: ShardBackend> Broadcasts<B> {
-    /// Returns an empty queue. Full parameters of at most `limit` elements, or one parameter, may wait to
-    /// be sent.
+    /// Returns an empty queue. Full parameters of at most `limit` elements, or one parameter, may
+    /// wait to be sent.
     pub(super) fn new(limit: usize) -> Self {
         Self { queue: VecDeque::new(), sending: 0, limit }
     }
@@ -55,8 +55,8 @@ impl<B: ShardBackend> Broadcasts<B> {
 
     /// Waits for the next broadcast and returns its result.
     ///
-    /// Returns `None` once the queue is empty, or, with `room_for`, once that many elements more may
-    /// wait to be sent.
+    /// Returns `None` once the queue is empty, or, with `room_for`, once that many elements more
+    /// may wait to be sent.
     pub(super) fn next(
         &mut self,
         room_for: Option<usize>,

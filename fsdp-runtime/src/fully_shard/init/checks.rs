@@ -1,4 +1,5 @@
-//! Errors of this rank's initialisation, and checksums of the values that every rank initialised itself.
+//! Errors of this rank's initialisation, and checksums of the values that every rank initialised
+//! itself.
 
 use super::param_value::checksum;
 use crate::backend::{Float, ShardBackend};

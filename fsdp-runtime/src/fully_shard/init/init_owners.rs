@@ -1,12 +1,12 @@
 //! The assignment of parameters to the ranks that initialise them.
 //!
-//! Without a seed, rank 0 initialises all parameters. With a seed, the initial value of a parameter does
-//! not depend on the rank that initialises it, so processes share the work: each initialises other
-//! parameters, and earlier values are sent in the meantime.
+//! Without a seed, rank 0 initialises all parameters. With a seed, the initial value of a parameter
+//! does not depend on the rank that initialises it, so processes share the work: each initialises
+//! other parameters, and earlier values are sent in the meantime.
 //!
-//! Only the first rank of a process takes part. Burn has one random generator for each process, so further
-//! ranks of the process would only wait for it. A rank whose rayon pool has one thread leaves its core to the
-//! communication thread and does not take part either, unless it is rank 0.
+//! Only the first rank of a process takes part. Burn has one random generator for each process, so
+//! further ranks of the process would only wait for it. A rank whose rayon pool has one thread
+//! leaves its core to the communication thread and does not take part either, unless it is rank 0.
 
 use std::collections::HashSet;
 use std::sync::OnceLock;

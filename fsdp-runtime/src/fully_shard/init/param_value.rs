@@ -20,14 +20,15 @@ pub(super) struct EmptyParam<const D: usize> {
 
 /// Takes a parameter apart, and initialises it first if it has no value.
 ///
-/// With a `seed`, parameter number `number` of the model is initialised from a seed derived from both.
+/// With a `seed`, parameter number `number` of the model is initialised from a seed derived from
+/// both.
 pub(super) fn initialise<const D: usize>(
     param: Param<Tensor<D>>,
     seed: Option<u64>,
     number: usize,
 ) -> (ParamId, Tensor<D>, ValueMapper<Tensor<D>>) {
-    /// Burn has one random generator for each process. No other rank of the process, and no other model
-    /// that is initialised at the same time, may use it between seeding and initialisation.
+    /// Burn has one random generator for each process. No other rank of the process, and no other
+    /// model that is initialised at the same time, may use it between seeding and initialisation.
     static GENERATOR: Mutex<()> = Mutex::new(());
     if param.is_initialized() {
         return param.consume();

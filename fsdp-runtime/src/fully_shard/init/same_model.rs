@@ -6,8 +6,8 @@ use crate::layout::Mesh;
 use crate::options::FsdpOptions;
 use crate::param_group::plan::Plan;
 
-/// Checks that all ranks have built the same model, with the same options and the same version of this
-/// crate.
+/// Checks that all ranks have built the same model, with the same options and the same version of
+/// this crate.
 pub(crate) fn check_same_model(
     worker: &Worker,
     plan: &Plan,
@@ -21,7 +21,8 @@ pub(crate) fn check_same_model(
     mine.extend(plan.fingerprint(options, mesh));
     let all = worker.exchange("all_gather", "the model's layout", mine)?;
     let first = &all[0];
-    // Reports the first line that differs, and every rank with the same line as the first such rank.
+    // Reports the first line that differs, and every rank with the same line as the first such
+    // rank.
     let Some(other) = all.iter().find(|lines| *lines != first) else { return Ok(()) };
     let at = other.iter().zip(first.iter()).position(|(a, b)| a != b);
     let at = at.unwrap_or(other.len().min(first.len()));

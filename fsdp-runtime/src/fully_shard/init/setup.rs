@@ -49,8 +49,8 @@ impl<'a, B: ShardBackend> InitSetup<'a, B> {
             && !param.is_initialized()
     }
 
-    /// Issues a broadcast of `numel` elements from the rank that passes `value`. Every rank stores what
-    /// `keep` makes of the received tensor.
+    /// Issues a broadcast of `numel` elements from the rank that passes `value`. Every rank stores
+    /// what `keep` makes of the received tensor.
     pub(super) fn broadcast(
         &self,
         what: &str,

@@ -111,7 +111,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         );
     }
 
-    /// Waits for broadcasts: for all of them, or until `room_for` elements more may wait to be sent.
+    /// Waits for broadcasts: for all of them, or until `room_for` elements more may wait to be
+    /// sent.
     fn receive_pending(&mut self, room_for: Option<usize>) {
         while let Some(received) = self.transfers.broadcasts.next(room_for) {
             match received {
@@ -159,8 +160,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         (EmptyParam { id, requires_grad, mapper }, base)
     }
 
-    /// Returns the tensor that this rank stores for a parameter. `full` is the full parameter, or `None`
-    /// where this rank receives it from rank `root`.
+    /// Returns the tensor that this rank stores for a parameter. `full` is the full parameter, or
+    /// `None` where this rank receives it from rank `root`.
     fn base(
         &mut self,
         place: ParamIndex,
@@ -186,8 +187,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         }
     }
 
-    /// Broadcasts a parameter from the rank that passes `value`. Returns a placeholder of one element, which
-    /// the received part replaces at the end.
+    /// Broadcasts a parameter from the rank that passes `value`. Returns a placeholder of one
+    /// element, which the received part replaces at the end.
     fn broadcast(&mut self, place: ParamIndex, id: ParamId, value: Option<Float<B>>) -> Float<B> {
         let spec = self.setup.spec(place);
         let sending = value.as_ref().map_or(0, |_| spec.numel());
@@ -203,8 +204,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         self.placeholder(spec)
     }
 
-    /// Adds a small replicated parameter to those of its unit, and broadcasts them if they are complete.
-    /// Returns `value` on rank 0, and a placeholder of one element on the other ranks.
+    /// Adds a small replicated parameter to those of its unit, and broadcasts them if they are
+    /// complete. Returns `value` on rank 0, and a placeholder of one element on the other ranks.
     fn add_small(&mut self, place: ParamIndex, id: ParamId, value: Option<Float<B>>) -> Float<B> {
         let spec = self.setup.spec(place);
         let shape = Shape::from(spec.shape.clone());
@@ -238,8 +239,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         self.setup.device.filled(&vec![1; spec.shape.len()], 0.0)
     }
 
-    /// Returns the full parameter on the device. A wrong shape or dtype is recorded, and zeros take the
-    /// parameter's place, so that this rank can take part in the collectives that follow.
+    /// Returns the full parameter on the device. A wrong shape or dtype is recorded, and zeros take
+    /// the parameter's place, so that this rank can take part in the collectives that follow.
     fn full<const D: usize>(&mut self, place: ParamIndex, tensor: Tensor<D>) -> Float<B> {
         let ParamSpec { path, shape, .. } = self.setup.spec(place);
         let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());

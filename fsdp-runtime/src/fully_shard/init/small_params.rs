@@ -1,8 +1,8 @@
 //! Small replicated parameters. Rank 0 broadcasts those of one unit together, as one tensor.
 //!
-//! The parameters of a unit are complete once the last of them is initialised, in layout order. Until then a
-//! rank that receives them has placeholders of one element in the model, which the received values
-//! replace at the end.
+//! The parameters of a unit are complete once the last of them is initialised, in layout order.
+//! Until then a rank that receives them has placeholders of one element in the model, which the
+//! received values replace at the end.
 
 use std::collections::HashMap;
 
@@ -13,8 +13,8 @@ use crate::backend::{Float, ShardBackend};
 use crate::layout::{FlatLayout, WorldSize};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
-/// Number of elements below which a parameter is small: a separate broadcast would take longer than the
-/// copies into and out of a common tensor.
+/// Number of elements below which a parameter is small: a separate broadcast would take longer than
+/// the copies into and out of a common tensor.
 const SMALL: usize = 1 << 16;
 
 /// Returns whether a parameter is replicated and small.
@@ -33,7 +33,8 @@ pub(super) struct SmallParams<B: ShardBackend> {
 }
 
 impl<B: ShardBackend> SmallParams<B> {
-    /// Returns the collection for a unit, still empty. `includes` selects the unit's parameters by number.
+    /// Returns the collection for a unit, still empty. `includes` selects the unit's parameters by
+    /// number.
     pub(super) fn new(unit: &Unit, includes: impl Fn(usize) -> bool) -> Self {
         let count = (0..unit.entries.len()).filter(|&entry| includes(entry)).count();
         Self { count, added: Vec::new(), values: Vec::new() }
@@ -82,7 +83,8 @@ impl<B: ShardBackend> SmallParams<B> {
 
 /// Replaces the placeholders of a model by received values.
 ///
-/// The alias of a tied weight can have the id of the owner. It comes after the owner, and is not changed.
+/// The alias of a tied weight can have the id of the owner. It comes after the owner, and is not
+/// changed.
 pub(super) struct ReplacePlaceholders(pub(super) HashMap<ParamId, DispatchTensor>);
 
 impl ModuleMapper for ReplacePlaceholders {
