@@ -125,7 +125,7 @@ impl<M: Module> Module for Fsdp<M> {
     ///
     /// # Panics
     ///
-    /// Unwinds with the [`Error`] if a collective fails; `launch` returns the error.
+    /// Unwinds with the [`Error`](crate::Error) if a collective fails; `launch` returns the error.
     fn into_record(self) -> ModuleRecord {
         self.materialize().module.into_record()
     }
@@ -134,7 +134,7 @@ impl<M: Module> Module for Fsdp<M> {
     ///
     /// # Panics
     ///
-    /// Unwinds with the [`Error`] if a collective fails; `launch` returns the error.
+    /// Unwinds with the [`Error`](crate::Error) if a collective fails; `launch` returns the error.
     fn into_record_group(self, group: ParamGroup) -> ModuleRecord {
         self.materialize().module.into_record_group(group)
     }

@@ -60,7 +60,7 @@ impl GradScalerConfig {
 /// steps without, it grows.
 ///
 /// Every rank has one of its own, made alike: they stay alike. It is its own state, and is saved and
-/// loaded with a [checkpoint](crate::checkpoint::Checkpoint::grad_scaler), or through serde.
+/// loaded with a [checkpoint](crate::checkpoint::Checkpoint::with_grad_scaler), or through serde.
 ///
 /// ```no_run
 /// # use burn::{optim::{AdamWConfig, GradientsParams, ModuleOptimizer}, tensor::Tensor};

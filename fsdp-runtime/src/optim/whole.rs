@@ -30,7 +30,7 @@ use crate::runtime::schedule::{Engine, Whole};
 /// clipping by norm sees the norm of the whole gradient.
 ///
 /// The state of a matrix is whole and lies on its owner alone, so that ranks share it out. A
-/// [checkpoint](crate::checkpoint::Checkpoint::whole_optimizer) holds it by name, and gives it to the
+/// [checkpoint](crate::checkpoint::Checkpoint::with_whole_optimizer) holds it by name, and gives it to the
 /// owners of whatever world and strategy loads it. A record is this rank's; it fits again on the same
 /// number of ranks, under the same strategy and wrapping.
 ///

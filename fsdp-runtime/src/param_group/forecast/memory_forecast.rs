@@ -1,7 +1,7 @@
 //! The memory that one rank will need, by kind.
 //!
 //! [`MemoryForecast`] lays the module out as [`fully_shard`](crate::fully_shard) does and adds up what
-//! [`Fsdp::memory`](crate::Fsdp::memory) will count. It does not initialise any parameter.
+//! [`Stats::memory`](crate::Stats::memory) will count. It does not initialise any parameter.
 
 use std::fmt;
 

@@ -32,7 +32,7 @@ pub struct Memory {
     pub gradients: Usage,
     /// Inputs of units under activation checkpointing, from forward to backward.
     pub activations: Usage,
-    /// The optimizer's state, as [`Fsdp::record_optimizer`](crate::Fsdp::record_optimizer) measured it.
+    /// The optimizer's state, as [`Stats::record_optimizer`](crate::Stats::record_optimizer) measured it.
     pub optimizer: Usage,
     /// All kinds together.
     pub total: Usage,
