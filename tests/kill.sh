@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Kills a training run that saves every 3 steps, at random moments. Every restart must resume from a
-# complete checkpoint, and the run must end as one that nobody killed: the same losses, bit for bit.
+# Kills a training run that saves every 3 steps at random moments. Every restart must resume from a complete
+# checkpoint, and the losses at the end must have the bits of those of a run that was not killed.
 #
 #   tests/kill.sh [KILLS] [BINARY]     5 kills of the debug build of `bert_finetune` by default
 set -euo pipefail
@@ -26,7 +26,7 @@ for ((kill = 1; kill <= kills; kill++)); do
   [ -z "$from" ] || flags=(--resume "$work/run" --save-every 3 --keep-last 2)
   "${run[@]}" "${flags[@]}" >/dev/null 2>"$log" &
   process=$!
-  # The kill comes at a random moment after the run resumed, or saved for the first time.
+  # The kill comes at a random moment after the run has resumed, or has saved for the first time.
   until { [ -n "$from" ] && grep -q 'resumed after step' "$log"; } \
     || { [ -z "$from" ] && [ -n "$(complete)" ]; }; do
     alive || fail "restart $kill was refused"
@@ -41,17 +41,17 @@ for ((kill = 1; kill <= kills; kill++)); do
   [ -n "$(complete)" ] || fail "no complete checkpoint is left after kill $kill"
 done
 
-# The end of the killed run beside the same steps of one that ran through.
+# Compares the last steps of the killed run with the same steps of a run that was not killed.
 step=$(grep -o 'step-[0-9]*' <<<"$(complete | tail -n 1)" | tail -n 1 | sed 's/step-0*//')
 last=$((step + 5))
 "${run[@]}" --resume "$work/run" --stop-after "$last" >"$work/resumed" 2>"$log" || fail "the last restart"
 grep -q "resumed after step $step\$" "$log" || fail "the last restart did not resume after step $step"
 find "$work/run" -name '*.tmp-*' | grep -q . && fail "a torn save was not cleaned up"
-"${run[@]}" --stop-after "$last" >"$work/whole" 2>"$log" || fail "the run that nobody killed"
+"${run[@]}" --stop-after "$last" >"$work/whole" 2>"$log" || fail "the run that was not killed"
 python3 - "$work/resumed" "$work/whole" <<'PYTHON'
 import json, sys
 tail, whole = (json.loads(open(path).read().splitlines()[-1])["losses"] for path in sys.argv[1:])
 assert len(tail) == 5, len(tail)
 assert whole[-5:] == tail, (whole[-5:], tail)
 PYTHON
-echo "$kills kills, $resumed resumed restarts, $last steps: as a run that nobody killed"
+echo "$kills kills, $resumed resumed restarts, $last steps: the losses of a run that was not killed"

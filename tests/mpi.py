@@ -20,7 +20,7 @@ import time
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n"]
 TIMEOUT = 4
-# Whatever devices the build has.
+# The device, whichever devices the build has.
 DEVICE = ["--device", "flex"]
 
 
@@ -90,7 +90,7 @@ def disturb(example, world, how, log):
     if how == signal.SIGKILL:
         named = re.findall(r"process rank (\d+) with PID \d+ on node \S+ exited on signal 9", text)
     else:
-        # All others tell it, at once: what stands before it in the line may be another's.
+        # All other ranks report the error at the same time, so that lines may be mixed up.
         named = re.findall(r"\w+ of .*: rank (\d+) did not join", text)
     assert set(named) == {str(victim)}, f"rank {victim} is not named:\n{text}"
     assert code != 0 and not left, f"exit code {code}, left: {left}\n{text}"

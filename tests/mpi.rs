@@ -1,5 +1,6 @@
-//! Ranks as processes: the test starts this program again under `mpirun`, with one of the ignored
-//! tests at the end of the file as the program of each rank. Skipped where there is no `mpirun`.
+//! Ranks that are processes of Open MPI. Each test starts this program again under `mpirun`, with
+//! one of the ignored tests at the end of the file as the program of each rank. Skipped where there
+//! is no `mpirun`.
 
 mod support;
 
@@ -19,7 +20,7 @@ use support::{Net, Outcome, Run, batch, loss};
 
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// `mpirun` with this program, one of whose tests is what every rank runs.
+/// `mpirun` of this program, in which every rank runs the ignored test `program`.
 fn mpirun(ranks: usize, program: &str) -> Option<Command> {
     if Command::new("mpirun").arg("--version").output().is_err() {
         eprintln!("skipped: there is no `mpirun`");
@@ -33,8 +34,9 @@ fn mpirun(ranks: usize, program: &str) -> Option<Command> {
     Some(command)
 }
 
-/// What a run under `mpirun` ended with.
+/// The end of a run under `mpirun`.
 struct Ended {
+    /// Standard output, then standard error.
     text: String,
     success: bool,
     took: Duration,
@@ -56,7 +58,7 @@ fn bits(outcome: &Outcome) -> String {
     format!("{bits:x?} {:x}", fingerprint(&outcome.state))
 }
 
-/// Of all values, by path.
+/// A fingerprint of all paths and values.
 fn fingerprint(state: &BTreeMap<String, TensorData>) -> u64 {
     let mut hash = 0u64;
     for (path, data) in state {
@@ -108,7 +110,7 @@ fn a_slow_rank_is_named_with_unit_and_operation() {
 }
 
 #[test]
-fn a_rank_that_panics_ends_all_at_once() {
+fn a_rank_that_panics_ends_all_before_the_time_out() {
     let Some(mut command) = mpirun(3, "rank_of_a_long_run") else { return };
     command.env("PANIC", "2");
     let ended = Ended::of(command);
@@ -117,7 +119,7 @@ fn a_rank_that_panics_ends_all_at_once() {
     assert!(ended.text.contains("rank 2 of 3: rank 2 failed: panicked"), "{}", ended.text);
 }
 
-/// A long run, and the processes of its ranks once all have taken three steps.
+/// Starts a long run. Returns it, and the processes of its ranks, once all have taken three steps.
 fn under_way(flags: &[&str]) -> Option<(Child, Vec<u32>)> {
     let mut command = Command::new("mpirun");
     command.args(flags);
@@ -137,7 +139,7 @@ fn under_way(flags: &[&str]) -> Option<(Child, Vec<u32>)> {
             _ => {}
         }
     }
-    // Nobody may block on a pipe that nobody reads.
+    // A rank would block on a pipe that is full.
     std::thread::spawn(move || lines.for_each(drop));
     Some((child, processes.to_vec()))
 }
@@ -146,7 +148,7 @@ fn signal(name: &str, process: u32) {
     assert!(Command::new("kill").args([name, &process.to_string()]).status().unwrap().success());
 }
 
-/// Waits for the end: its errors, and that no process is left.
+/// Waits for a run to fail, asserts that no process is left, and returns its standard error.
 fn end_of(mut child: Child, processes: &[u32], within: Duration) -> String {
     let started = Instant::now();
     let mut text = String::new();
@@ -211,21 +213,21 @@ fn processes_that_mpi_has_not_joined_are_refused() {
 }
 
 #[test]
-fn ranks_that_are_seeded_apart_all_learn_it() {
+fn ranks_with_different_seeds_are_an_error_on_all() {
     let Some(command) = mpirun(3, "rank_with_a_seed_of_its_own") else { return };
     let ended = Ended::of(command);
     assert!(ended.success, "{}", ended.text);
-    let told = "rank 0 has `option seed: Some(0)`, rank 1, 2 has `option seed: Some(1)`";
-    assert_eq!(ended.text.matches(told).count(), 3, "{}", ended.text);
+    let expected = "rank 0 has `option seed: Some(0)`, rank 1, 2 has `option seed: Some(1)`";
+    assert_eq!(ended.text.matches(expected).count(), 3, "{}", ended.text);
 }
 
 #[test]
-fn processes_share_the_drawing_of_initial_values() {
+fn processes_share_the_initialisation_of_parameters() {
     let Some(command) = mpirun(4, "rank_that_counts_what_it_draws") else { return };
     let ended = Ended::of(command);
     assert!(ended.success, "{}", ended.text);
-    // Six matrices of one size; the biases, which travel together, come from rank 0. Rank 3 has one
-    // thread and none to spare.
+    // Six matrices of one size. Rank 0 initialises the biases too, which are broadcast together.
+    // Rank 3 has one thread, and initialises nothing.
     for (what, counts) in [
         ("seeded", [8, 2, 2, 0]),
         ("unseeded", [12, 0, 0, 0]),
@@ -238,7 +240,7 @@ fn processes_share_the_drawing_of_initial_values() {
             assert!(ended.text.contains(&expected), "{expected}\n{}", ended.text);
         }
     }
-    // As many threads, of which one draws.
+    // The same values as thread ranks, of which one initialises all parameters.
     let options = LaunchOptions::new(4).with_engine(Engine::Local).with_device(Device::flex());
     let values = launch(options, |worker| {
         let of = |width| {
@@ -256,13 +258,14 @@ fn processes_share_the_drawing_of_initial_values() {
 }
 
 #[test]
-fn what_a_rank_finds_when_it_draws_for_all_is_an_error_of_all() {
+fn a_wrong_shape_that_one_rank_finds_is_an_error_on_all() {
     let Some(command) = mpirun(3, "rank_that_draws_another_shape") else { return };
     let ended = Ended::of(command);
     assert!(!ended.success, "{}", ended.text);
     assert!(ended.text.contains("rank 1 found it itself: true"), "{}", ended.text);
     for rank in [0, 2] {
-        let expected = format!("rank {rank} was told: rank 1 failed: `layers.1.weight` declares");
+        let expected =
+            format!("rank {rank} has the error: rank 1 failed: `layers.1.weight` declares");
         assert!(ended.text.contains(&expected), "{expected}\n{}", ended.text);
     }
 }
@@ -316,7 +319,7 @@ fn rank_of_a_long_run() {
         None => true,
     };
     assert!(typed && error.source.downcast_ref::<EngineError>().is_none(), "{error}");
-    // What a program does that returns its error.
+    // The exit code of a program whose `main` returns the error.
     std::process::exit(1);
 }
 
@@ -333,11 +336,11 @@ fn rank_with_a_seed_of_its_own() {
     outcome.unwrap();
 }
 
-/// Layers that count how often their parameters are drawn.
+/// Layers that count how often their parameters are initialised.
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
 struct Counted {
-    /// Not trained.
+    /// An ignored layer, which some ranks do not have.
     other: Option<Linear>,
     layers: Vec<Linear>,
 }
@@ -360,7 +363,7 @@ impl Counted {
         Self { other: None, layers: (0..6).map(layer).collect() }
     }
 
-    /// A fingerprint of all weights. Every rank calls it.
+    /// A fingerprint of all weights. A collective: every rank must call it.
     fn values(&self) -> u64 {
         let weights = self.layers.iter().enumerate();
         let weights = weights.map(|(at, layer)| (at.to_string(), layer.weight.val().into_data()));
@@ -368,7 +371,7 @@ impl Counted {
     }
 }
 
-/// The parameter, drawn in a shape, and counted.
+/// A parameter that is initialised to random values of `shape`, and counts that.
 fn counted<const D: usize>(
     shape: Shape,
     param: Param<Tensor<D>>,
@@ -440,7 +443,7 @@ fn rank_that_draws_another_shape() {
                 let own = matches!(error, Error::Shard(ShardError::InitShape { .. }));
                 println!("\nrank 1 found it itself: {own}");
             }
-            rank => println!("\nrank {rank} was told: {error}"),
+            rank => println!("\nrank {rank} has the error: {error}"),
         }
         Err(error)
     });

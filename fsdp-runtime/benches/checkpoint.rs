@@ -1,5 +1,5 @@
-//! What a sharded save of a 100 M-parameter model costs beside a plain `cp` of the same bytes, with
-//! both on the disk in the end; how long a background save holds training up; what a load takes.
+//! Time of a sharded save of a model of 100 M parameters, compared with `cp` of the same bytes, both
+//! flushed to disk; time for which a background save blocks training; time and memory of a load.
 //!
 //! ```text
 //! cargo bench --bench checkpoint [-- FOLDER]
@@ -18,7 +18,7 @@ use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
 use fsdp_runtime::prelude::*;
 
-/// Keeps its pages, as the README advises for training.
+/// The allocator that the README recommends for training: it keeps its pages.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -68,7 +68,7 @@ fn trained(worker: &Worker) -> Result<(Fsdp<Net>, ModuleOptimizer), Error> {
     Ok((net, optimizer))
 }
 
-/// Asks this program for a load alone: the number of ranks and the folder follow.
+/// Flag of this program that measures a load alone. The number of ranks and the folder follow.
 const LOAD: &str = "--load";
 
 fn main() {
@@ -81,7 +81,7 @@ fn main() {
         launch(options, move |worker| load(&worker, &root)).expect("the ranks succeed");
         return;
     }
-    // Cargo adds flags of its own.
+    // Cargo adds flags, of which none is a folder.
     let folder = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
     let home = match folder {
         Some(folder) => tempfile::tempdir_in(folder),
@@ -92,7 +92,7 @@ fn main() {
     let options = LaunchOptions::new(WORLD).with_device(Device::flex());
     let run = root.clone();
     launch(options, move |worker| measure(&worker, &run)).expect("the ranks succeed");
-    // Each in a process of its own, whose memory nothing has used before.
+    // Each load runs in a process of its own, whose memory has not been used before.
     for world in ["1", "4"] {
         let program = std::env::current_exe().expect("this program has a path");
         let status = Command::new(program).args([LOAD, world]).arg(&root).status();
@@ -112,7 +112,7 @@ fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
         let copied = root.join("copied");
         let (mut saves, mut copies, mut stalls) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..ROUNDS {
-            // Both write to a folder that is not there yet.
+            // Both write to a folder that does not exist yet.
             if leads {
                 remove(&folder);
                 remove(&copied);
@@ -149,7 +149,7 @@ fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Loads the model, and then model and optimizer, and tells how far memory rose meanwhile.
+/// Loads the model, and then the model with its optimizer. Prints the time, and the memory at its peak.
 fn load(worker: &Worker, root: &Path) -> Result<(), Error> {
     let mut net = model(worker)?;
     let mut optimizer = AdamWConfig::new().init();
@@ -179,7 +179,7 @@ fn load(worker: &Worker, root: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Copies a folder's files with `cp` and waits until they are on the disk.
+/// Copies a folder's files with `cp`, and flushes them to disk.
 fn copy(from: &Path, to: &Path) -> Duration {
     fs::create_dir_all(to).expect("a folder to copy to");
     let files: Vec<PathBuf> = fs::read_dir(from).unwrap().flatten().map(|e| e.path()).collect();
@@ -209,13 +209,13 @@ fn median(times: &mut [Duration]) -> Duration {
     times[times.len() / 2]
 }
 
-/// Forgets the peak until now (Linux); the resident size, in MB.
+/// Starts a new peak, on Linux. Returns resident memory in MB.
 fn reset_peak() -> u64 {
     let _ = fs::write("/proc/self/clear_refs", "5");
     status("VmRSS")
 }
 
-/// A line of the process's status, in MB; 0 where there is none.
+/// A field of `/proc/self/status` in MB, and 0 where there is none.
 fn status(name: &str) -> u64 {
     let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));

@@ -1,11 +1,13 @@
-//! Bytes per second of each kernel, and what share that is of a plain copy's on the same device.
+//! Bytes per second of each kernel, and its share of the bytes per second of a plain copy on the
+//! same device.
 //!
 //!     cargo bench --bench kernels [--features cpu|cuda|wgpu] -- [--device flex|cpu|cuda|wgpu] [--runs N]
 //!
-//! Bytes are those that a kernel must read and write. The copy moves as many, half read and half
-//! written: on Flex on all threads, on CubeCL devices as one of Burn's own kernels. A kernel whose
-//! result is new memory is held against a copy to new memory, the others against one to memory that is
-//! there. Kernels and copies take turns; times are medians. A size is that of a tensor in f32.
+//! Counted are the bytes that a kernel must read and write. The copy moves as many bytes, half of
+//! them read and half written: on Flex with all threads, on CubeCL devices with one of Burn's own
+//! kernels. A kernel that allocates its result is compared with a copy to new memory, any other
+//! kernel with a copy to existing memory. Kernels and copies take turns, and times are medians.
+//! Sizes are those of a tensor in f32.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -25,7 +27,7 @@ const MEGABYTES: [usize; 3] = [1, 16, 64];
 const WARM_UP: usize = 2;
 /// Elements that one task of a copy takes.
 const TASK: usize = 1 << 15;
-/// Elements that one of Burn's kernels copies: what a binding holds in wgpu is 128 MB by default.
+/// Elements that one of Burn's kernels copies. A binding of wgpu has at most 128 MB by default.
 const PIECE: usize = 1 << 24;
 /// Elements of a small tensor, such as a bias.
 const SMALL: usize = 1536;
@@ -73,11 +75,11 @@ impl Which {
 enum Target {
     /// New memory.
     New,
-    /// Memory that is there.
+    /// Existing memory.
     Old,
 }
 
-/// What is measured: a name, the bytes it must move, and a run of it.
+/// A kernel to measure: its name, the bytes that it must move, and a run of it.
 struct Case<'a> {
     name: &'static str,
     bytes: usize,
@@ -100,20 +102,20 @@ fn expect<T>(result: Result<T, kernels::KernelError>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A plain copy of so many elements by one of Burn's kernels.
+/// A plain copy of `len` elements with one of Burn's kernels.
 fn copy_on_cube(len: usize, into: Target, device: &Device) -> Box<dyn FnMut()> {
     let source = noise(len, device, FloatDType::F32);
     match into {
         Target::New => Box::new(move || drop(source.clone().neg())),
         Target::Old => {
-            // Of all of a tensor Burn would make the source itself.
+            // Assigning to all of a tensor would return the source, without a copy.
             let target = noise(len + 64, device, FloatDType::F32);
             Box::new(in_place(target, move |target| target.slice_assign(0..len, source.clone())))
         }
     }
 }
 
-/// A plain copy that moves so many bytes, half read and half written.
+/// A plain copy that moves `bytes` bytes, half of them read and half written.
 fn copy(bytes: usize, into: Target, device: &Device, flex: bool) -> Case<'static> {
     let len = bytes / 2 / size_of::<f32>();
     let run: Box<dyn FnMut()> = match (flex, into) {
@@ -249,7 +251,7 @@ fn main() {
         let len = megabytes * (1 << 20) / size_of::<f32>();
         let mut all = cases(len, &device);
         let kernels = all.len();
-        // The place of the copy that each kernel is held against.
+        // The index of the copy that each kernel is compared with.
         let mut held_against = Vec::new();
         for index in 0..kernels {
             let (bytes, into) = (all[index].bytes, all[index].into);

@@ -1,5 +1,5 @@
-//! Host time that sharding adds to a unit, and that its layout takes: it must not grow with the
-//! number of units, nor the schedule's part with the number of ranks.
+//! Host time that the schedule adds to each unit, and that its layout takes. Neither may grow with
+//! the number of units, and the schedule's not with the number of ranks.
 //!
 //! `cargo bench --bench layout`
 
@@ -14,7 +14,7 @@ use fsdp_runtime::{Error, WorldSize};
 
 const RUNS: usize = 9;
 
-/// A unit whose computation is as good as nothing.
+/// A unit that computes almost nothing.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 struct Tiny {
@@ -46,7 +46,7 @@ fn stack(units: usize, device: &Device) -> Stack {
     Stack { units: (0..units).map(weight).collect() }
 }
 
-/// The median time of `f` in microseconds, a unit.
+/// The median time of `f` in microseconds for each unit.
 fn median(units: usize, mut f: impl FnMut()) -> f64 {
     let mut times: Vec<f64> = (0..RUNS + 2)
         .map(|_| {
@@ -60,7 +60,7 @@ fn median(units: usize, mut f: impl FnMut()) -> f64 {
     times[RUNS / 2]
 }
 
-/// Microseconds a unit of forward and backward, unsharded and sharded on one rank.
+/// Microseconds of forward and backward for each unit: unsharded, and sharded on one rank.
 fn passes(units: usize) -> (f64, f64) {
     let run = move |worker: Worker| {
         let device = worker.device();
@@ -78,7 +78,7 @@ fn passes(units: usize) -> (f64, f64) {
     ranks.expect("one rank waits for none")[0]
 }
 
-/// Microseconds a unit to lay out and cut the matrices of a BERT layer, as construction does.
+/// Microseconds for each unit to lay out and shard the matrices of a BERT layer.
 fn layout(units: usize, world: usize) -> f64 {
     let world = WorldSize::new(world).expect("at least one rank");
     let matrices = [384 * 384, 384 * 384, 384 * 384, 384 * 384, 384 * 1536, 1536 * 384];

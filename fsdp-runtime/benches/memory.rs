@@ -5,59 +5,26 @@
 //! ```
 //!
 //! Each phase runs in a process of its own, which reads its peak from Linux's `/proc`. Nothing is
-//! asserted here; `tests/construction_memory.rs` counts the same with an allocator.
+//! asserted here: `tests/construction_memory.rs` asserts bounds on what an allocator counts.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{Device, Tensor, activation::relu};
+use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LoadOptions, SavePretrained, from_pretrained};
 
+#[path = "../../tests/support/mlp.rs"]
+mod mlp;
+
+use mlp::{Mlp, Sizes};
+
 const WIDTH: usize = 768;
 const HIDDEN: usize = 6 * WIDTH;
-const BLOCKS: usize = 14;
+const SIZES: Sizes = Sizes { blocks: 14, width: WIDTH, hidden: HIDDEN, outputs: 2 };
 const WORLD: usize = 4;
 
-#[derive(Module, Debug)]
-#[fsdp_unit]
-struct Block {
-    up: Linear,
-    down: Linear,
-}
-
-#[fsdp_unit]
-impl Block {
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        x.clone() + self.down.forward(relu(self.up.forward(x)))
-    }
-}
-
-#[derive(Module, Debug)]
-#[fsdp_unit(root)]
-struct Net {
-    blocks: Vec<Block>,
-    head: Linear,
-}
-
-#[fsdp_unit]
-impl Net {
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.head.forward(self.blocks.iter().fold(x, |x, block| block.forward(x)))
-    }
-}
-
-fn net(device: &Device) -> Net {
-    let block = |_| Block {
-        up: LinearConfig::new(WIDTH, HIDDEN).init(device),
-        down: LinearConfig::new(HIDDEN, WIDTH).init(device),
-    };
-    Net { blocks: (0..BLOCKS).map(block).collect(), head: LinearConfig::new(WIDTH, 2).init(device) }
-}
-
-/// Resident memory now and at its peak, in MB.
+/// Resident memory of this process in MB: now, and at its peak.
 fn resident() -> Option<(f64, f64)> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let field = |name: &str| {
@@ -68,13 +35,13 @@ fn resident() -> Option<(f64, f64)> {
     Some((field("VmRSS:")?, field("VmHWM:")?))
 }
 
-/// Begins a new peak.
+/// Starts a new peak.
 fn reset_peak() {
-    // Where the kernel lacks it, the peak is that since the start of the process.
+    // A kernel without this file keeps the peak since the start of the process.
     let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
 
-/// What a phase of one process did.
+/// Runs one phase on its ranks, and prints its peak.
 fn phase(name: &str, path: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let world = if name == "write" { 1 } else { WORLD };
     let (name, path) = (name.to_string(), path.to_path_buf());
@@ -104,20 +71,20 @@ fn rank(worker: &Worker, name: &str, path: &Path, start: f64) -> Result<(), Erro
         worker.barrier()?;
         Ok(now)
     };
-    let model = match name {
-        "from_pretrained" => from_pretrained(net(device), worker, options, path, &load)?.0,
+    let model: Fsdp<Mlp> = match name {
+        "from_pretrained" => from_pretrained(SIZES.init(device), worker, options, path, &load)?.0,
         "load_safetensors" => {
-            let mut model = fully_shard(net(device), worker, options)?;
+            let mut model = fully_shard(SIZES.init(device), worker, options)?;
             model.state_mut().load_safetensors(path, &load)?;
             model
         }
-        _ => fully_shard(net(device), worker, options)?,
+        _ => fully_shard(SIZES.init(device), worker, options)?,
     };
     worker.barrier()?;
     let mb = |bytes: usize| bytes as f64 / 1e6;
     let unit = mb((2 * WIDTH * HIDDEN + WIDTH + HIDDEN) * 4);
-    let all = mb(model.num_params() * 4);
-    // Shards of all ranks, two units and 64 MB for each.
+    let all = mb(model.stats().num_params() * 4);
+    // The shards of all ranks, and two units and 64 MB for each rank.
     let bound = all + WORLD as f64 * (2.0 * unit + 64.0);
     match name {
         "write" => model.state().save_pretrained(path, &SavePretrained::new())?,
@@ -126,20 +93,20 @@ fn rank(worker: &Worker, name: &str, path: &Path, start: f64) -> Result<(), Erro
             let now = begin()?;
             model.state().save_pretrained(path.join("saved"), &SavePretrained::new())?;
             worker.barrier()?;
-            peak("save_pretrained, beyond what is held", now, unit);
+            peak("save_pretrained, beyond the shards", now, unit);
         }
         "save_burnpack" => {
             let now = begin()?;
             model.state().save_burnpack(path.join("saved.bpk"))?;
             worker.barrier()?;
-            peak("save_burnpack, beyond what is held", now, unit);
+            peak("save_burnpack, beyond the shards", now, unit);
         }
         _ => {
             let now = begin()?;
             let first = Recipient::Only(worker.world().ranks().next().expect("rank 0"));
             let state = model.state().full(first)?;
             worker.barrier()?;
-            peak("the full state on rank 0, beyond what is held", now, all + unit);
+            peak("the full state on rank 0, beyond the shards", now, all + unit);
             drop(state);
         }
     }
@@ -154,7 +121,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         return phase(name, &PathBuf::from(path));
     }
     let folder = tempfile::tempdir()?;
-    let params = BLOCKS * (2 * WIDTH * HIDDEN + WIDTH + HIDDEN) + 2 * WIDTH + 2;
+    let params = SIZES.blocks * (2 * WIDTH * HIDDEN + WIDTH + HIDDEN) + 2 * WIDTH + 2;
     println!("{:.1} M parameters on {WORLD} thread ranks, in one process", params as f64 / 1e6);
     for name in [
         "write",

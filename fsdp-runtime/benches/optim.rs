@@ -1,4 +1,4 @@
-//! Time of one AdamW step on Flex: the fused one, Burn's own, and the memory's floor, which reads and
+//! Time of one AdamW step on Flex: the fused one, Burn's own, and a lower bound, which reads and
 //! writes the same bytes and adds once. `torch_adamw.py` prints the same table for PyTorch.
 //!
 //! `cargo bench --bench optim`
@@ -9,7 +9,7 @@ use burn::optim::Optimizer;
 use burn::tensor::{Device, Tensor};
 use rayon::prelude::*;
 
-/// Tensors, and elements of each: the parameters of a BERT of MiniLM's size, and one large matrix.
+/// Number of tensors and elements of each: a BERT of MiniLM's size, and one large matrix.
 const CASES: [(usize, usize); 2] = [(150, 384 * 384), (1, 100_000_000)];
 const RUNS: usize = 11;
 const WARM_UP: usize = 2;
@@ -34,7 +34,8 @@ fn noise(elements: usize) -> Tensor<1> {
     Tensor::from_data(burn::tensor::TensorData::new(data, [elements]), &Device::flex())
 }
 
-/// The gradient outlives the step: to free it is no part of the optimizer's work.
+/// The time of a step with an optimizer. Gradients outlive it, because freeing them is no part of
+/// the step.
 fn adamw<O: Optimizer>(optimizer: &O, tensors: usize, elements: usize) -> f64 {
     let mut params: Vec<_> = (0..tensors)
         .map(|_| (Some(noise(elements)), noise(elements) * 0.01, None::<O::State<1>>))
@@ -48,7 +49,7 @@ fn adamw<O: Optimizer>(optimizer: &O, tensors: usize, elements: usize) -> f64 {
     })
 }
 
-/// Reads four arrays and writes three, as AdamW does.
+/// The time of a loop that reads four arrays and writes three, as AdamW does.
 fn floor(elements: usize) -> f64 {
     const TASK: usize = 1 << 14;
     let [mut a, mut b, mut c] = std::array::from_fn(|_| vec![0f32; elements]);

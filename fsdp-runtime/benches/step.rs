@@ -1,11 +1,11 @@
-//! Time of one training step of a BERT, sharded in every way and not at all.
+//! Time of one training step of a BERT, unsharded and under several strategies.
 //!
 //! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation and
 //! `--offload` for that of parameters and optimizer state on the host
 //!
-//! Every way takes its turn in each round, so that what else the machine does falls on all alike;
-//! figures are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,
-//! and `vs_torch.sh` runs the two side by side.
+//! All variants take turns in each round, so that other load on the machine affects all of them.
+//! Times are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`, and
+//! `vs_torch.sh` compares the two.
 
 use std::time::{Duration, Instant};
 
@@ -24,13 +24,13 @@ use fsdp_runtime::{Error, MixedPrecisionPolicy};
 #[path = "../../examples/common/allocator.rs"]
 mod allocator;
 
-/// The step of a BERT, sharded in every way.
+/// Time of one training step of a BERT.
 #[derive(Clone, Debug, Parser)]
 struct Cli {
     /// Numbers of ranks.
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
     world: Vec<usize>,
-    /// Only the ways whose name contains this.
+    /// Runs only the variants whose name contains this text.
     #[arg(long, default_value = "")]
     only: String,
     /// Rows on each rank.
@@ -51,7 +51,7 @@ struct Cli {
     /// Width of the feed-forward part.
     #[arg(long, default_value_t = 1536)]
     inner: usize,
-    /// Steps a round; the first two of each are not counted.
+    /// Steps of a round. The first two of each round are not counted.
     #[arg(long, default_value_t = 6)]
     steps: usize,
     /// Rounds.
@@ -72,7 +72,7 @@ struct Cli {
     /// Parameters and products in bf16; gradients are reduced in f32.
     #[arg(long)]
     bf16: bool,
-    /// Only the median step of each way in seconds, a line each.
+    /// Prints one line for each variant: the median step in seconds.
     #[arg(long)]
     brief: bool,
     /// Given by `cargo bench`.
@@ -158,15 +158,15 @@ impl Bert {
     }
 }
 
-/// Seconds of the parts of one step.
+/// The times of one step, in seconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
     forward: f64,
     backward: f64,
     optimizer: f64,
-    /// In collectives, on the communication thread.
+    /// Time of collectives on the communication thread.
     collectives: f64,
-    /// Stood still for them.
+    /// Time for which the rank waited for collectives.
     waited: f64,
 }
 
@@ -180,7 +180,7 @@ impl Times {
     }
 }
 
-/// A way to train.
+/// A variant of training.
 #[derive(Clone, Debug)]
 struct Way {
     name: &'static str,
@@ -246,7 +246,7 @@ impl Data {
     }
 }
 
-/// Times `cli.steps` steps and drops the first two. `backward` ends what `forward` began.
+/// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward` returns.
 fn time<M: Module>(
     cli: &Cli,
     mut model: M,
@@ -260,7 +260,7 @@ fn time<M: Module>(
         let (before, waited) = communication(&model);
         let start = Instant::now();
         let loss = forward(&model);
-        // Read on the host, as a training loop does.
+        // The loss is read on the host, as in a training loop.
         loss.clone().into_scalar::<f32>();
         let forwarded = Instant::now();
         let gradients = backward(&model, loss)?;
@@ -278,7 +278,7 @@ fn time<M: Module>(
     Ok(times.split_off(2))
 }
 
-/// As PyTorch's peer has it: products in bf16, reductions and the loss in f32.
+/// The policy of the comparison with PyTorch: products in bf16, reductions and the loss in f32.
 const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
     .with_param_dtype(FloatDType::BF16)
     .with_reduce_dtype(FloatDType::F32)
@@ -302,7 +302,7 @@ fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
     }
 }
 
-/// The steps of one round, each of the rank that took longest.
+/// The steps of one round, each as measured on the slowest rank.
 fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
     let (job, options) = (cli.clone(), way.options.clone());
     let options =

@@ -1,8 +1,13 @@
-//! The kernels on a CubeCL device against their twins on Flex and against plain tensor operations.
+//! The kernels on a CubeCL device, compared with the same kernels on Flex and with plain tensor
+//! operations.
 //!
 //! The device is Burn's `cpu` runtime, or the default one where `BURN_DEVICE` names it (`cuda`,
-//! `wgpu`) or `cpu` is not compiled in. Without a CubeCL feature the comparisons say so and pass.
+//! `wgpu`) or `cpu` is not compiled in. Without a CubeCL feature these comparisons are skipped with
+//! a message, and the kernels on Flex are compared with plain tensor operations alone.
 #![cfg(feature = "flex")]
+
+#[path = "../../tests/support/compare.rs"]
+mod compare;
 
 mod kernels {
     pub mod support;

@@ -1,6 +1,6 @@
-//! A disk that is full: a typed error that names the file, and the checkpoint before stays the
-//! latest. The tests start this program again, on a small disk of its own or with a limit on the
-//! size of files.
+//! A full disk is a typed error that names the file, and the previous checkpoint stays the latest.
+//!
+//! The tests start this program again, on a small disk of its own or with a limit on the size of files.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write as _};
@@ -13,14 +13,15 @@ use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, CollectiveError, Error};
 
 use crate::support;
-use crate::support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
+use crate::support::checkpoint::{optimizer, schedule, sharded, train_step};
+use crate::support::compare::assert_same_state;
 
-/// Where the program that is started again saves.
+/// Environment variable: the folder in which the program that is started again saves.
 const FOLDER: &str = "FSDP_TEST_DISK_FULL";
-/// A page: what a file in memory grows by.
+/// Bytes of a page, the unit in which a file on a `tmpfs` grows.
 const PAGE: u64 = 4096;
 
-/// Runs one of the ignored tests below, after what a shell does first.
+/// Starts this program again for one of the ignored tests below, after the shell commands `first`.
 fn again(test: &str, first: &str, folder: &Path) -> Output {
     let program = std::env::current_exe().unwrap();
     let script = format!("{first}\nexec \"$0\" --exact disk_full::{test} --ignored --nocapture");
@@ -33,7 +34,7 @@ fn again(test: &str, first: &str, folder: &Path) -> Output {
     command.output().expect("a shell can be started")
 }
 
-/// Whether a disk can be mounted in a namespace of one's own.
+/// Whether a disk can be mounted in a new namespace.
 fn can_mount() -> bool {
     let mount = "mount -t tmpfs none /mnt";
     let mut unshare = Command::new("unshare");
@@ -51,7 +52,7 @@ fn folder() -> PathBuf {
     PathBuf::from(std::env::var_os(FOLDER).expect("started by one of the tests"))
 }
 
-/// A model and an optimizer with moments.
+/// A model, and an optimizer with moments, after a step.
 fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOptimizer), Error> {
     let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(1))?;
     let mut optimizer = optimizer();
@@ -59,7 +60,8 @@ fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOp
     Ok((net, optimizer))
 }
 
-/// What an error of a full disk is: the file on the rank that met it, that rank elsewhere.
+/// Asserts that an error of a full disk names the file on the rank that met it, and that rank on the
+/// others.
 fn check(error: &Error, kinds: &[ErrorKind]) {
     match error {
         Error::Checkpoint(CheckpointError::Io { kind, file, .. }) => {
@@ -74,7 +76,7 @@ fn check(error: &Error, kinds: &[ErrorKind]) {
 }
 
 #[test]
-fn a_full_disk_is_a_typed_error_and_the_checkpoint_before_stays() {
+fn a_full_disk_is_a_typed_error_and_the_previous_checkpoint_stays() {
     let home = tempfile::tempdir().unwrap();
     if !can_mount() {
         eprintln!("skipped: no disk can be mounted here");
@@ -84,7 +86,7 @@ fn a_full_disk_is_a_typed_error_and_the_checkpoint_before_stays() {
     succeeds(&again("on_a_small_disk", &mount, home.path()));
 }
 
-/// A disk with room for one checkpoint, and then for every number of pages less than another one.
+/// Saves a second checkpoint with every number of free pages, from none until it fits.
 #[test]
 #[ignore = "started by the test above"]
 fn on_a_small_disk() {
@@ -133,16 +135,16 @@ fn on_a_small_disk() {
             }
         }
         let mut loaded = sharded(&worker, 0.0, FsdpOptions::new().with_seed(9))?;
-        let latest = managers[0].latest()?.expect("the first one");
+        let latest = managers[0].latest()?.expect("the first checkpoint");
         Restore::new().with_model("net", &mut loaded).load(&worker, latest)?;
-        assert!(same_bits(&loaded.state().full(Recipient::All)?, &state));
+        assert_same_state(&loaded.state().full(Recipient::All)?, &state, "the first checkpoint");
         Ok::<_, Error>(failures)
     })
-    .expect("the group lives on");
+    .expect("the process group is still whole");
     assert!(failures[0] > 20 && failures[0] == failures[1], "{failures:?}");
 }
 
-/// Fills the disk but for `free` pages.
+/// Fills the disk except for `free` pages.
 fn fill(ballast: &Path, free: u64) {
     let mut file = File::create(ballast).unwrap();
     let page = [1; PAGE as usize];
@@ -152,7 +154,7 @@ fn fill(ballast: &Path, free: u64) {
 }
 
 #[test]
-fn a_file_that_may_not_grow_is_a_typed_error_and_the_checkpoint_before_stays() {
+fn a_limit_on_file_size_is_a_typed_error_and_the_previous_checkpoint_stays() {
     let home = tempfile::tempdir().unwrap();
     let root = home.path().to_path_buf();
     launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
@@ -163,7 +165,7 @@ fn a_file_that_may_not_grow_is_a_typed_error_and_the_checkpoint_before_stays() {
         manager.save(&checkpoint).map(|_| ())
     })
     .expect("the ranks succeed");
-    // In blocks of 512 bytes. The signal that comes before the error is ignored.
+    // 16 blocks of 512 bytes. The signal that the system sends before the error is ignored.
     let output = again("with_small_files", "trap '' XFSZ; ulimit -f 16", home.path());
     succeeds(&output);
 }
@@ -183,12 +185,12 @@ fn with_small_files() {
             worker.barrier()?;
             let listing = list(&root).unwrap();
             assert_eq!((listing.complete.len(), listing.torn.len()), (1, 0), "{listing:?}");
-            let latest = manager.latest()?.expect("the first one");
+            let latest = manager.latest()?.expect("the first checkpoint");
             assert!(latest.ends_with("step-00000001"));
             let mut loaded = sharded(&worker, 0.0, FsdpOptions::new().with_seed(9))?;
             Restore::new().with_model("net", &mut loaded).load(&worker, latest)?;
         }
         Ok::<_, Error>(())
     })
-    .expect("the group lives on");
+    .expect("the process group is still whole");
 }

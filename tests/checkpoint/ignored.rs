@@ -1,5 +1,5 @@
-//! Ignored parameters go into checkpoints and state dicts with the others: one copy where all ranks
-//! have the same, every rank's own where they differ.
+//! Ignored parameters are saved with the others in checkpoints and state dicts: once where all ranks
+//! have the same values, and once for each rank where they differ.
 
 use std::path::{Path, PathBuf};
 
@@ -9,12 +9,14 @@ use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore, TensorEntry};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error};
 
-use crate::support::checkpoint::{BLOCKS, optimizer, same_bits};
-use crate::support::{Net, batch, loss, on};
+use crate::support::checkpoint::{BLOCKS, optimizer};
+use crate::support::compare::{Within, assert_close, assert_same_state};
+use crate::support::{Net, batch, loss, on_ranks};
 
+/// The ignored parameter.
 const PATH: &str = "blocks.0.up.weight";
 
-/// A net one matrix of which is left alone. It is `own` times one: the same on all ranks, or not.
+/// A sharded model with one ignored matrix, whose elements are `own` on this rank.
 fn ignoring(worker: &Worker, seed: u64, own: f32) -> Result<Fsdp<Net>, Error> {
     let mut net = Net::new(BLOCKS, 0.0, worker.device());
     let weight = net.blocks[0].up.weight.clone();
@@ -23,7 +25,7 @@ fn ignoring(worker: &Worker, seed: u64, own: f32) -> Result<Fsdp<Net>, Error> {
     fully_shard(net, worker, FsdpOptions::new().with_seed(seed).with_ignored_params(ignored))
 }
 
-/// Every rank's gradients of one batch, so that what is alike stays alike, or of its own.
+/// Takes one step, with the same rows on all ranks or with rows of its own on each.
 fn step(
     worker: &Worker,
     net: Fsdp<Net>,
@@ -37,17 +39,19 @@ fn step(
     Ok(optimizer.step(1e-2, net, grads))
 }
 
+/// This rank's values of the ignored matrix.
 fn own(net: &Fsdp<Net>) -> TensorData {
     net.blocks[0].up.weight.val().into_data()
 }
 
+/// Saves the checkpoint of step 2.
 fn save(worker: &Worker, path: &Path, net: &Fsdp<Net>, own: &ModuleOptimizer) -> Result<(), Error> {
     Checkpoint::new(2).with_model("net", net).with_optimizer("adamw", own).save(worker, path)
 }
 
-/// Trains two steps, saves, and trains two more; each rank's own parameter then.
+/// Trains two steps, saves, and trains two more. Returns each rank's ignored matrix.
 fn first_run(path: PathBuf, alike: bool) -> Vec<TensorData> {
-    on(2, move |worker| {
+    on_ranks(2, move |worker| {
         let scale = if alike { 0.1 } else { 0.1 + 0.1 * worker.rank().index() as f32 };
         let (mut net, mut optimizer) = (ignoring(worker, 7, scale)?, optimizer());
         for at in 0..4 {
@@ -60,8 +64,9 @@ fn first_run(path: PathBuf, alike: bool) -> Vec<TensorData> {
     })
 }
 
+/// Resumes after two steps and trains two more. Returns each rank's ignored matrix.
 fn second_run(world: usize, path: PathBuf, alike: bool) -> Vec<TensorData> {
-    on(world, move |worker| {
+    on_ranks(world, move |worker| {
         let (mut net, mut optimizer) = (ignoring(worker, 99, 9.0)?, optimizer());
         Restore::new()
             .with_model("net", &mut net)
@@ -74,6 +79,7 @@ fn second_run(world: usize, path: PathBuf, alike: bool) -> Vec<TensorData> {
     })
 }
 
+/// The manifest's entries of the ignored matrix and of its first moment.
 fn entries(path: &Path) -> [TensorEntry; 2] {
     let text = std::fs::read(path.join("manifest.json")).unwrap();
     let manifest = Manifest::parse(&text, "manifest.json").unwrap();
@@ -91,27 +97,26 @@ fn a_parameter_that_is_the_same_on_all_ranks_is_saved_once_for_any_world() {
     assert!(entries(&path).iter().all(|tensor| tensor.copies == 1));
     let found = second_run(2, path.clone(), true);
     assert!(found.iter().all(|found| found.as_bytes() == expected[0].as_bytes()));
+    let elements = |data: &TensorData| data.iter::<f32>().collect::<Vec<_>>();
     for found in second_run(3, path, true) {
-        let close = |(a, b): (f32, f32)| (a - b).abs() <= 1e-6;
-        assert!(found.iter::<f32>().zip(expected[0].iter::<f32>()).all(close));
+        let (found, expected) = (elements(&found), elements(&expected[0]));
+        assert_close(&found, &expected, Within::Absolute(1e-6), "3 ranks");
     }
 }
 
 #[test]
-fn a_parameter_that_differs_is_saved_by_every_rank_and_each_gets_its_own_back() {
+fn a_parameter_that_differs_is_saved_by_every_rank_and_restored_on_each() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("differing");
     let expected = first_run(path.clone(), false);
     assert_ne!(expected[0].as_bytes(), expected[1].as_bytes());
     assert!(entries(&path).iter().all(|tensor| tensor.copies == 2));
     let found = second_run(2, path.clone(), false);
-    for (found, expected) in found.iter().zip(&expected) {
-        assert_eq!(found.as_bytes(), expected.as_bytes());
-    }
-    // A rank that the saving world did not have goes on with rank 0's.
+    assert_eq!(found, expected);
+    // A rank that the saving world did not have gets rank 0's values.
     let scales = |world: usize| {
         let path = path.clone();
-        on(world, move |worker| {
+        on_ranks(world, move |worker| {
             let mut net = ignoring(worker, 99, 9.0)?;
             Restore::new().with_model("net", &mut net).load(worker, &path)?;
             Ok(own(&net).iter::<f32>().next().unwrap())
@@ -120,9 +125,9 @@ fn a_parameter_that_differs_is_saved_by_every_rank_and_each_gets_its_own_back() 
     let (two, three) = (scales(2), scales(3));
     assert_ne!(two[0], two[1]);
     assert_eq!(three, [two[0], two[1], two[0]]);
-    // So does a model that does not ignore it.
+    // A model that shards the parameter gets rank 0's values too.
     let loaded = path.clone();
-    let sharded = on(2, move |worker| {
+    let sharded = on_ranks(2, move |worker| {
         let options = FsdpOptions::new().with_seed(1);
         let mut net = fully_shard(Net::new(BLOCKS, 0.0, worker.device()), worker, options)?;
         let mut optimizer = optimizer();
@@ -139,7 +144,7 @@ fn a_parameter_that_differs_is_saved_by_every_rank_and_each_gets_its_own_back() 
 fn a_background_save_holds_ignored_parameters_too() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().to_path_buf();
-    let ranks = on(2, move |worker| {
+    let ranks = on_ranks(2, move |worker| {
         let mut net = ignoring(worker, 7, worker.rank().index() as f32)?;
         let mut manager = fsdp_runtime::checkpoint::CheckpointManager::new(&root, worker);
         manager = manager.with_background(true);
@@ -155,8 +160,8 @@ fn a_background_save_holds_ignored_parameters_too() {
 }
 
 #[test]
-fn state_dicts_of_all_kinds_have_them() {
-    let ranks = on(2, |worker| {
+fn state_dicts_of_all_kinds_hold_ignored_parameters() {
+    let ranks = on_ranks(2, |worker| {
         let rank = worker.rank().index() as f32;
         let (net, mut adamw) = (ignoring(worker, 7, rank)?, optimizer());
         let net = step(worker, net, &mut adamw, 0, true)?;
@@ -172,29 +177,29 @@ fn state_dicts_of_all_kinds_have_them() {
 
         let mut other = ignoring(worker, 99, 9.0)?;
         other.state_mut().load_sharded(&sharded)?;
-        assert_eq!(all(&other).0.as_bytes(), before.as_bytes(), "its own");
+        assert_eq!(all(&other).0.as_bytes(), before.as_bytes(), "the rank's own values");
         let mut other = ignoring(worker, 99, 9.0)?;
         other.state_mut().load_local(&local)?;
-        assert_eq!(all(&other).0.as_bytes(), before.as_bytes(), "its own");
+        assert_eq!(all(&other).0.as_bytes(), before.as_bytes(), "the rank's own values");
         let mut other = ignoring(worker, 99, 9.0)?;
         other.state_mut().load_full(&only, Recipient::Only(fsdp_runtime::Rank::ZERO))?;
         assert_eq!(all(&other).0.as_bytes(), full[PATH].as_bytes(), "rank 0's");
-        assert!(same_bits(&all(&other).1?, &full));
+        assert_same_state(&all(&other).1?, &full, "rank 0's state");
         let mut fresh = optimizer();
         other.state().load_full_optimizer(&mut fresh, &moments)?;
         assert_eq!(other.state().full_optimizer(&fresh, Recipient::All)?, moments);
         Ok((full, before))
     });
-    assert!(same_bits(&ranks[0].0, &ranks[1].0));
-    assert_eq!(ranks[0].0[PATH].as_bytes(), ranks[0].1.as_bytes(), "rank 0's is the full one");
+    assert_same_state(&ranks[0].0, &ranks[1].0, "full states");
+    assert_eq!(ranks[0].0[PATH].as_bytes(), ranks[0].1.as_bytes(), "the full state has rank 0's");
     assert_ne!(ranks[0].1.as_bytes(), ranks[1].1.as_bytes());
 }
 
 #[test]
-fn state_that_only_some_ranks_have_is_an_error_on_all() {
+fn optimizer_state_that_only_some_ranks_have_is_an_error_on_all() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("some");
-    let errors = on(2, move |worker| {
+    let errors = on_ranks(2, move |worker| {
         let (net, mut adamw) = (ignoring(worker, 7, 1.0)?, optimizer());
         let (tokens, labels) = batch(0, 0..4, worker.device());
         let mut grads = net.backward(loss(net.forward(tokens), labels))?;

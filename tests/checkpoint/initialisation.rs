@@ -1,4 +1,4 @@
-//! What is initialised where weights come from a file.
+//! Which parameters are initialised where weights are broadcast, deferred or loaded from a file.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -9,8 +9,9 @@ use burn::tensor::{Device, Tensor};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LoadError, LoadOptions, SavePretrained, ScheduleError, from_pretrained};
 
-use super::pretrained::{assert_same, read, run, save};
-use crate::support::{self, Net};
+use super::pretrained::{read, save};
+use crate::support::compare::assert_same_state;
+use crate::support::{self, Net, on_ranks};
 
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
@@ -53,17 +54,17 @@ fn rank_0_alone_initialises_where_its_weights_are_broadcast() {
         (FsdpOptions::new().with_deferred_init(true), [0, 0, 0]),
     ] {
         let described = format!("{options:?}");
-        let counts = run(3, move |worker| {
+        let counts = on_ranks(3, move |worker| {
             let count = Arc::new(AtomicUsize::new(0));
             let model = fully_shard(counted(worker.device(), &count), worker, options.clone())?;
-            // All parameters are trained, whoever initialised them.
+            // Parameters train on every rank, whichever rank initialised them.
             if described.contains("deferred_init: false") {
                 let state = model.state().full(Recipient::All)?;
-                assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
+                assert_eq!(state["head.weight"].iter::<f32>().collect::<Vec<_>>(), [0.5; 16 * 24]);
                 let input = Tensor::ones([2, 16], worker.device());
                 let loss = model.forward(input).powf_scalar(2.0).mean();
                 let gradients = model.backward(loss)?;
-                assert!(gradients.len() >= 3, "a rank may hold none of a matrix");
+                assert!(gradients.len() >= 3, "a rank may have no shard of a matrix");
             }
             Ok(count.load(SeqCst))
         });
@@ -72,10 +73,10 @@ fn rank_0_alone_initialises_where_its_weights_are_broadcast() {
 }
 
 #[test]
-fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
+fn only_parameters_that_a_file_lacks_are_initialised() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_path_buf();
-    let states = run(2, move |worker| {
+    let states = on_ranks(2, move |worker| {
         let count = Arc::new(AtomicUsize::new(0));
         let model = fully_shard(counted(worker.device(), &count), worker, FsdpOptions::new())?;
         model.state().save_pretrained(&path, &SavePretrained::new())?;
@@ -86,13 +87,14 @@ fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
         let (loaded, report) =
             from_pretrained(fresh, worker, options(), &path, &LoadOptions::new())?;
         assert_eq!((count.load(SeqCst), report.loaded), (0, 4));
-        let (a, b) = (model.state().full(Recipient::All)?, loaded.state().full(Recipient::All)?);
-        assert_same(&a, &b);
-        // It trains as any other.
+        let (saved, found) =
+            (model.state().full(Recipient::All)?, loaded.state().full(Recipient::All)?);
+        assert_same_state(&found, &saved, "loaded");
+        // A model that was loaded trains as any other.
         let loss = loaded.forward(Tensor::ones([2, 16], worker.device())).mean();
-        assert!(loaded.backward(loss)?.len() >= 3, "a rank may hold none of a matrix");
+        assert!(loaded.backward(loss)?.len() >= 3, "a rank may have no shard of a matrix");
 
-        // A file of the body alone: the head is drawn, by rank 0.
+        // The file holds the body alone, so that rank 0 initialises the head.
         let file = path.join("model.safetensors");
         if worker.rank().index() == 0 {
             let mut tensors = read(&file);
@@ -115,16 +117,16 @@ fn what_a_file_holds_is_never_initialised_and_what_it_lacks_is() {
         loaded.state().full(Recipient::All)
     });
     for state in states {
-        assert!(state["head.weight"].iter::<f32>().all(|x| x == 0.5));
+        assert_eq!(state["head.weight"].iter::<f32>().collect::<Vec<_>>(), [0.5; 16 * 24]);
     }
 }
 
 #[test]
-fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
+fn a_deferred_model_must_be_loaded_before_it_is_used() {
     let folder = tempfile::tempdir().unwrap();
     let state = save(2, folder.path(), &SavePretrained::new());
     let path = folder.path().to_path_buf();
-    let ranks = run(2, move |worker| {
+    let ranks = on_ranks(2, move |worker| {
         let device = worker.device();
         let options = FsdpOptions::new().with_deferred_init(true);
         let mut net = fully_shard(Net::new(2, 0.0, device), worker, options)?;
@@ -152,5 +154,5 @@ fn a_model_built_without_values_must_be_loaded_before_it_is_used() {
         net.forward(input());
         net.state().full(Recipient::All)
     });
-    assert_same(&ranks[0], &state);
+    assert_same_state(&ranks[0], &state, "loaded");
 }

@@ -1,25 +1,20 @@
-//! Weights from a safetensors file in another framework's names and layouts.
+//! Loading weights from a safetensors file with another framework's names and layouts.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, LoadError, LoadOptions, LoadReport};
 use safetensors::tensor::{Dtype, TensorView};
 
-use crate::support::{self, Net};
+use crate::support::compare::assert_same_state;
+use crate::support::{self, Net, of_rank_0};
 
-/// A checkpoint of [`Net`] as PyTorch would name and lay it out; each element is a function of its
-/// place in *this* layout.
+/// A file of [`Net`]'s weights with PyTorch's names and layouts. Each element is a function of its
+/// place in that layout.
 fn checkpoint(prefix: &str) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
-    let (v, l, w, h, c) = (
-        support::VOCABULARY,
-        support::LENGTH,
-        support::WIDTH,
-        3 * support::WIDTH + 5,
-        support::CLASSES,
-    );
+    let (v, l, w, h, c) =
+        (support::VOCABULARY, support::LENGTH, support::WIDTH, support::HIDDEN, support::CLASSES);
     let mut shapes = vec![
         ("embed.word.weight".to_string(), vec![v, w]),
         ("embed.position".into(), vec![l, w]),
@@ -58,29 +53,27 @@ fn write(path: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>) {
     safetensors::serialize_to_file(views, None, path).expect("a writable folder");
 }
 
+/// Loads a file into a model on `world` ranks. Returns the state and the report, or the error, of
+/// rank 0. A load that fails must change nothing.
 fn load(world: usize, path: &Path, options: LoadOptions) -> Result<(FullState, LoadReport), Error> {
     let path = path.to_path_buf();
-    let launched = LaunchOptions::new(world).with_device(Device::flex());
-    let ranks = launch(launched, move |worker| {
+    of_rank_0(world, move |worker| {
         let net = Net::new(2, 0.0, worker.device());
-        let mut net = fully_shard(net, &worker, FsdpOptions::new().with_seed(1))?;
+        let mut net = fully_shard(net, worker, FsdpOptions::new().with_seed(1))?;
         let before = net.state().full(Recipient::All)?;
         let loaded = net.state_mut().load_safetensors(&path, &options);
         let after = net.state().full(Recipient::All)?;
-        Ok::<_, Error>(match loaded {
+        Ok(match loaded {
             Ok(report) => Ok((after, report)),
             Err(error) => {
-                assert!(
-                    before.iter().all(|(path, data)| after[path].as_bytes() == data.as_bytes())
-                );
+                assert_same_state(&after, &before, "after a load that failed");
                 Err(error)
             }
         })
     })
-    .expect("the ranks themselves do not fail");
-    ranks.into_iter().next().expect("rank 0")
 }
 
+/// What an error of a load lists: missing, unexpected and misshapen tensors.
 fn difference(path: &Path, options: LoadOptions) -> (Vec<String>, Vec<String>, Vec<String>) {
     match load(2, path, options).unwrap_err() {
         Error::Load(LoadError::Mismatch { missing, unexpected, misshapen, .. }) => {
@@ -97,7 +90,7 @@ fn every_world_size_loads_the_same_weights() {
     let checkpoint = checkpoint("");
     write(&file, &checkpoint);
     for world in [1, 2, 3, 5] {
-        // The folder or the file.
+        // A path may be that of the folder or of the file.
         let path = if world == 2 { folder.path() } else { &file };
         let (state, report) = load(world, path, LoadOptions::new()).unwrap();
         assert_eq!(report.loaded, checkpoint.len());
@@ -164,7 +157,7 @@ fn all_differences_are_listed_by_name() {
         .with_allowed_unexpected("pooler.");
     let (missing, unexpected, misshapen) = difference(&file, lenient.clone());
     assert!(missing.is_empty() && unexpected.is_empty());
-    assert_eq!(misshapen.len(), 1, "a wrong shape is never let pass");
+    assert_eq!(misshapen.len(), 1, "a wrong shape is never accepted");
 
     tensors.remove("head.bias");
     write(&file, &tensors);
@@ -179,7 +172,7 @@ fn a_base_prefix_may_be_in_the_file_alone_or_in_the_model_alone() {
     let file = folder.path().join("model.safetensors");
     write(&file, &checkpoint("net."));
     let (missing, unexpected, _) = difference(&file, LoadOptions::new());
-    assert_eq!(missing.len(), unexpected.len());
+    assert_eq!((missing.len(), unexpected.len()), (16, 16));
     assert!(load(2, &file, LoadOptions::new().with_base_prefix("net")).is_ok());
 
     write(

@@ -1,4 +1,4 @@
-//! What is written to files and read from them: checkpoints, state dicts, pretrained weights.
+//! Checkpoints, state dicts, and files of pretrained weights and of Burn's records.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,20 +1,21 @@
-//! A folder of checkpoints: which are kept, what is cleaned up, and saves in the background.
+//! `CheckpointManager`: which checkpoints are kept, what is cleaned up, and saves in the background.
 
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, list};
 use fsdp_runtime::prelude::*;
 
-use crate::support::checkpoint::{Part, bits, optimizer, same_bits, schedule, sharded, train_step};
-use crate::support::on;
+use crate::support::checkpoint::{Part, optimizer, schedule, sharded, train_step};
+use crate::support::compare::{assert_same_bits, assert_same_state};
+use crate::support::on_ranks;
 
 #[test]
-fn the_newest_are_kept_and_the_torn_are_cleaned_up() {
+fn the_newest_checkpoints_are_kept_and_torn_ones_are_removed() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().to_path_buf();
     for background in [false, true] {
         let at = root.join(format!("{background}"));
         std::fs::create_dir_all(at.join("step-00000001.tmp-dead")).unwrap();
         let manager_root = at.clone();
-        on(2, move |worker| {
+        on_ranks(2, move |worker| {
             let net = sharded(worker, 0.0, FsdpOptions::new())?;
             let mut manager = CheckpointManager::new(&manager_root, worker)
                 .with_keep_last(2)
@@ -25,7 +26,7 @@ fn the_newest_are_kept_and_the_torn_are_cleaned_up() {
                 assert!(saved.folder.ends_with(format!("step-{step:08}")));
             }
             manager.finish()?;
-            let latest = manager.latest()?.expect("some are complete");
+            let latest = manager.latest()?.expect("some checkpoints are complete");
             assert!(latest.ends_with("step-00000012"), "{latest:?}");
             Ok(())
         });
@@ -36,12 +37,12 @@ fn the_newest_are_kept_and_the_torn_are_cleaned_up() {
     }
 }
 
-/// A folder of checkpoints is no checkpoint: a save in its place would delete them.
+/// A folder of checkpoints is no checkpoint: a save in its place would delete the checkpoints in it.
 #[test]
-fn a_save_replaces_checkpoints_alone() {
+fn a_save_replaces_nothing_but_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().to_path_buf();
-    let errors = on(2, move |worker| {
+    let errors = on_ranks(2, move |worker| {
         let net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut manager = CheckpointManager::new(&root, worker);
         let saved = manager.save(&Checkpoint::new(3).with_model("net", &net))?.folder;
@@ -59,13 +60,13 @@ fn a_save_replaces_checkpoints_alone() {
 }
 
 #[test]
-fn a_background_save_holds_what_was_at_its_step() {
+fn a_background_save_holds_the_state_of_its_step() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().to_path_buf();
     let part = Part::new(2).dropout(0.1);
     let (losses, state) = part.clone().until(12).launch();
     let manager_root = root.clone();
-    on(2, move |worker| {
+    on_ranks(2, move |worker| {
         let mut net = sharded(worker, 0.1, FsdpOptions::new().with_seed(7))?;
         let (mut optimizer, mut schedule) = (optimizer(), schedule());
         let mut manager = CheckpointManager::new(&manager_root, worker).with_background(true);
@@ -85,7 +86,7 @@ fn a_background_save_holds_what_was_at_its_step() {
     for step in [2, 4, 6, 8] {
         let from = root.join(format!("step-{step:08}"));
         let (found, found_state) = part.clone().from(&from).until(12).launch();
-        assert_eq!(bits(&found), bits(&losses[step..]));
-        assert!(same_bits(&found_state, &state));
+        assert_same_bits(&found, &losses[step..], format_args!("losses from step {step}"));
+        assert_same_state(&found_state, &state, format_args!("from step {step}"));
     }
 }

@@ -1,4 +1,4 @@
-//! A checkpoint merged into what transformers loads, without the model's code.
+//! A checkpoint is merged into files that transformers loads, without the model's code.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,9 +8,11 @@ use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, MergeOptions, merg
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, LoadOptions, SavePretrained};
 
-use crate::support::checkpoint::{BLOCKS, optimizer, same_bits, schedule, sharded, train_step};
-use crate::support::{self, Net, batch, on};
+use crate::support::checkpoint::{BLOCKS, optimizer, schedule, sharded, train_step};
+use crate::support::compare::assert_same_state;
+use crate::support::{self, Net, batch, of_rank_0, on_ranks};
 
+/// A sharded model with one ignored matrix.
 fn ignoring(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     let net = Net::new(BLOCKS, 0.0, worker.device());
     let ignored = [net.blocks[1].down.weight.id];
@@ -32,7 +34,7 @@ fn a_merged_checkpoint_is_what_save_pretrained_writes() {
     for (world, ignore) in [(1, false), (3, false), (2, true)] {
         let folder = home.path().join(format!("{world}-{ignore}"));
         let saved = folder.clone();
-        on(world, move |worker| {
+        on_ranks(world, move |worker| {
             let mut net = match ignore {
                 true => ignoring(worker)?,
                 false => sharded(worker, 0.0, FsdpOptions::new().with_seed(3))?,
@@ -51,8 +53,9 @@ fn a_merged_checkpoint_is_what_save_pretrained_writes() {
         };
         let merged = merge("merged", &MergeOptions::new());
         assert_eq!((merged.model.as_str(), merged.files.len()), ("net", 1));
+        assert_eq!(files(&folder.join("merged")).len(), 1);
         assert_eq!(files(&folder.join("merged")), files(&folder.join("one")));
-        // In its place, and in the place of the several that were there before.
+        // Several files replace the one, and one replaces the several.
         let merged = merge("merged", &MergeOptions::new().with_max_shard_size(10_000));
         assert!(merged.files.len() > 3, "{merged:?}");
         assert_eq!(files(&folder.join("merged")), files(&folder.join("several")));
@@ -63,28 +66,29 @@ fn a_merged_checkpoint_is_what_save_pretrained_writes() {
         let bytes = fs::read(&merged.files[0]).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let up = file.tensor("blocks.0.up.weight").unwrap();
-        assert_eq!(up.shape(), [support::WIDTH, 3 * support::WIDTH + 5]);
+        assert_eq!(up.shape(), [support::WIDTH, support::HIDDEN]);
         assert_eq!(file.len(), merged.tensors);
         let loaded = loaded_bytes(&folder.join("merged"), ignore);
         assert_eq!(loaded, merged.bytes);
     }
 }
 
-/// What was merged loads into the model; its bytes.
+/// Loads merged files into the model. Returns the bytes of its parameters.
 fn loaded_bytes(folder: &Path, ignore: bool) -> u64 {
     let folder = folder.to_path_buf();
-    let bytes = on(2, move |worker| {
+    of_rank_0(2, move |worker| {
         let mut net = match ignore {
             true => ignoring(worker)?,
             false => sharded(worker, 0.0, FsdpOptions::new().with_seed(9))?,
         };
         net.state_mut().load_safetensors(&folder, &LoadOptions::new())?;
         let (tokens, _) = batch(0, 0..2, worker.device());
-        assert!(net.forward(tokens).into_data().iter::<f32>().all(f32::is_finite));
+        let logits: Vec<f32> = net.forward(tokens).into_data().iter().collect();
+        assert_eq!(logits.len(), 2 * support::CLASSES);
+        assert!(logits.iter().all(|logit| logit.is_finite()), "{logits:?}");
         let state = net.state().full(Recipient::All)?;
         Ok(state.values().map(|data| data.as_bytes().len() as u64).sum::<u64>())
-    });
-    bytes[0]
+    })
 }
 
 #[test]
@@ -92,7 +96,7 @@ fn the_newest_complete_checkpoint_of_a_folder_is_merged() {
     let home = tempfile::tempdir().unwrap();
     let root = home.path().join("run");
     let saved = root.clone();
-    let states = on(2, move |worker| {
+    let states = on_ranks(2, move |worker| {
         let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(3))?;
         let (mut own, mut rate) = (optimizer(), schedule());
         let mut manager = CheckpointManager::new(&saved, worker);
@@ -106,20 +110,20 @@ fn the_newest_complete_checkpoint_of_a_folder_is_merged() {
     let output = home.path().join("merged");
     let merged = merge(&root, &output, &MergeOptions::new()).unwrap();
     assert!(merged.checkpoint.ends_with("step-00000003"), "{merged:?}");
-    let loaded = on(1, move |worker| {
+    let loaded = on_ranks(1, move |worker| {
         let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(9))?;
         net.state_mut().load_safetensors(&output, &LoadOptions::new())?;
         net.state().full(Recipient::All)
     });
-    assert!(same_bits(&loaded[0], &states[0]));
+    assert_same_state(&loaded[0], &states[0], "merged");
 }
 
 #[test]
-fn what_cannot_be_merged_is_a_typed_error_and_writes_nothing() {
+fn a_merge_that_fails_is_a_typed_error_and_writes_nothing() {
     let home = tempfile::tempdir().unwrap();
     let folder = home.path().join("two");
     let saved = folder.clone();
-    on(2, move |worker| {
+    on_ranks(2, move |worker| {
         let a = sharded(worker, 0.0, FsdpOptions::new().with_seed(3))?;
         let b = sharded(worker, 0.0, FsdpOptions::new().with_seed(4))?;
         Checkpoint::new(1).with_model("a", &a).with_model("b", &b).save(worker, &saved)

@@ -1,13 +1,14 @@
-//! Checkpoints of what rests on the host.
+//! Checkpoints of offloaded models.
 
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 
-use crate::support::checkpoint::{Part, bits, resumed, same_bits};
+use crate::support::checkpoint::{Part, resumed};
+use crate::support::compare::{assert_same_bits, assert_same_state};
 
-/// Where parameters and moments rest is no part of a checkpoint.
+/// The storage device of parameters and moments is no part of a checkpoint.
 #[test]
-fn a_run_goes_on_under_another_policy_with_every_bit() {
+fn a_run_resumes_under_another_offload_policy_bit_for_bit() {
     let policies = [
         OffloadPolicy::None,
         OffloadPolicy::Params { pin_memory: true },
@@ -21,8 +22,9 @@ fn a_run_goes_on_under_another_policy_with_every_bit() {
     for first in policies {
         for second in policies {
             let (found, found_state) = resumed(part(first).until(4), part(second).until(8));
-            assert_eq!(bits(&found), bits(&losses), "{first:?} to {second:?}");
-            assert!(same_bits(&found_state, &state), "{first:?} to {second:?}");
+            let what = format!("{first:?} to {second:?}");
+            assert_same_bits(&found, &losses, &what);
+            assert_same_state(&found_state, &state, &what);
         }
     }
 }

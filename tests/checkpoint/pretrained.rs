@@ -1,4 +1,5 @@
-//! Weights out of a sharded model and back: safetensors in another framework's names.
+//! Saving the weights of a sharded model as safetensors with another framework's names, and loading
+//! them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,47 +15,39 @@ use fsdp_runtime::{
 use safetensors::{Dtype, SafeTensors};
 
 use super::initialisation::Counted;
-use crate::support::{self, Net};
+use crate::support::compare::assert_same_state;
+use crate::support::{self, Net, of_rank_0, on_ranks};
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-pub(super) fn run<T: Send + 'static>(
-    world: usize,
-    f: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    let launched = LaunchOptions::new(world)
-        .with_device(Device::flex())
-        .with_timeout(std::time::Duration::from_secs(30));
-    launch(launched, move |worker| f(&worker)).expect("the ranks themselves succeed")
-}
-
+/// The sharded model of one seed.
 pub(super) fn sharded(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     fully_shard(Net::new(2, 0.0, worker.device()), worker, FsdpOptions::new().with_seed(3))
 }
 
-/// Saves the model of one seed and returns its full state.
+/// Saves the model of one seed. Returns its full state.
 pub(super) fn save(world: usize, folder: &Path, options: &SavePretrained) -> FullState {
     let (folder, options) = (folder.to_path_buf(), options.clone());
-    let ranks = run(world, move |worker| {
+    of_rank_0(world, move |worker| {
         let net = sharded(worker)?;
         net.state().save_pretrained(&folder, &options)?;
         net.state().full(Recipient::All)
-    });
-    ranks.into_iter().next().expect("rank 0")
+    })
 }
 
+/// Loads files into a model of another seed. Returns its full state, or the error, of rank 0.
 pub(super) fn load(world: usize, path: &Path) -> Result<FullState, Error> {
     let path = path.to_path_buf();
-    run(world, move |worker| {
+    of_rank_0(world, move |worker| {
         let net = Net::new(2, 0.0, worker.device());
         let mut net = fully_shard(net, worker, FsdpOptions::new().with_seed(99))?;
         let loaded = net.state_mut().load_safetensors(&path, &LoadOptions::new());
         let state = net.state().full(Recipient::All)?;
         Ok(loaded.map(|_| state))
     })
-    .swap_remove(0)
 }
 
+/// The tensors of a file: dtype, shape and bytes.
 pub(super) fn read(path: &Path) -> Tensors {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -64,6 +57,7 @@ pub(super) fn read(path: &Path) -> Tensors {
         .collect()
 }
 
+/// The names of the files in a folder, sorted.
 pub(super) fn files(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     let mut names: Vec<_> =
@@ -72,15 +66,8 @@ pub(super) fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-pub(super) fn assert_same(a: &FullState, b: &FullState) {
-    assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
-    for (path, data) in a {
-        assert!(data.as_bytes() == b[path].as_bytes(), "`{path}` differs");
-    }
-}
-
 #[test]
-fn a_saved_file_has_the_frameworks_names_and_layouts() {
+fn a_saved_file_has_pytorchs_names_and_layouts() {
     let folder = tempfile::tempdir().unwrap();
     let state = save(2, folder.path(), &SavePretrained::new());
     let tensors = read(&folder.path().join("model.safetensors"));
@@ -92,7 +79,7 @@ fn a_saved_file_has_the_frameworks_names_and_layouts() {
     assert_eq!((*dtype, &shape[..]), (Dtype::F32, &[support::WIDTH][..]));
     assert_eq!(bytes, state["embed.norm.gamma"].as_bytes());
     let (_, shape, bytes) = &tensors["blocks.1.up.weight"];
-    let hidden = 3 * support::WIDTH + 5;
+    let hidden = support::HIDDEN;
     assert_eq!(shape[..], [hidden, support::WIDTH]);
     let ours: Vec<f32> = state["blocks.1.up.weight"].iter().collect();
     for out in 0..hidden {
@@ -116,7 +103,7 @@ fn every_world_size_and_strategy_saves_the_same_bytes_and_loads_the_others() {
     for world in [2, 3] {
         save(world, file(world).parent().unwrap(), &SavePretrained::new());
         assert!(std::fs::read(file(world)).unwrap() == bytes, "{world}");
-        assert_same(&load(world, file(1).parent().unwrap()).unwrap(), &state);
+        assert_same_state(&load(world, file(1).parent().unwrap()).unwrap(), &state, "loaded");
     }
     for (world, strategy) in [
         (2, ShardingStrategy::NoShard),
@@ -125,7 +112,7 @@ fn every_world_size_and_strategy_saves_the_same_bytes_and_loads_the_others() {
     ] {
         let folder = folder.path().join(strategy.to_string());
         let path = folder.clone();
-        let states = run(world, move |worker| {
+        let states = on_ranks(world, move |worker| {
             let build = |seed| {
                 let options =
                     FsdpOptions::new().with_seed(seed).with_strategy(strategy).with_shard_size(2);
@@ -137,7 +124,7 @@ fn every_world_size_and_strategy_saves_the_same_bytes_and_loads_the_others() {
             net.state().full(Recipient::All)
         });
         assert!(std::fs::read(folder.join("model.safetensors")).unwrap() == bytes, "{strategy}");
-        states.iter().for_each(|loaded| assert_same(loaded, &state));
+        states.iter().for_each(|loaded| assert_same_state(loaded, &state, "loaded"));
     }
 }
 
@@ -150,6 +137,7 @@ fn half_precision_is_rounded_to_nearest() {
         let (dtype, shape, bytes) = &tensors["head.weight"];
         assert_eq!((*dtype, &shape[..]), (expected, &[support::CLASSES, support::WIDTH][..]));
         let ours: Vec<f32> = state["head.weight"].iter().collect();
+        assert_eq!((ours.len(), bytes.len()), (shape[0] * shape[1], 2 * shape[0] * shape[1]));
         for (index, theirs) in bytes.chunks(2).enumerate() {
             let (row, column) = (index / support::WIDTH, index % support::WIDTH);
             let ours = ours[column * support::CLASSES + row];
@@ -182,27 +170,27 @@ fn above_a_size_there_are_several_files_and_an_index() {
     let total: usize = state.values().map(|data| data.as_bytes().len()).sum();
     assert_eq!(index["metadata"]["total_size"], total);
     assert_eq!(index["weight_map"].as_object().unwrap().len(), state.len());
-    assert_same(&load(3, folder.path()).unwrap(), &state);
+    assert_same_state(&load(3, folder.path()).unwrap(), &state, "loaded");
     let by_index = folder.path().join("model.safetensors.index.json");
-    assert_same(&load(1, &by_index).unwrap(), &state);
+    assert_same_state(&load(1, &by_index).unwrap(), &state, "loaded");
 
     // One file again, without the model.
     let merged = folder.path().join("one/model.safetensors");
     std::fs::create_dir(merged.parent().unwrap()).unwrap();
     merge_safetensors(folder.path(), &merged).unwrap();
     assert_eq!(files(merged.parent().unwrap()), ["model.safetensors"]);
-    assert_same(&load(2, &merged).unwrap(), &state);
+    assert_same_state(&load(2, &merged).unwrap(), &state, "loaded");
 }
 
 #[test]
-fn a_save_replaces_all_weights_of_the_one_before_and_nothing_else() {
+fn a_save_replaces_the_weight_files_of_the_previous_save_and_no_other() {
     let folder = tempfile::tempdir().unwrap();
     let options = SavePretrained::new().with_config("{}").with_file("vocab.txt", "[PAD]\n");
     let state = save(1, folder.path(), &options.clone().with_max_shard_size(8_000));
     let many = files(folder.path());
     assert!(many.len() > 5, "{many:?}");
     std::fs::write(folder.path().join("notes.md"), "mine").unwrap();
-    // The same files over themselves, one file over several, several over one.
+    // Several files replace the same files, one file replaces several, and several replace one.
     for max in [8_000, 20_000, u64::MAX, 8_000] {
         save(2, folder.path(), &options.clone().with_max_shard_size(max));
         let names = files(folder.path());
@@ -213,7 +201,7 @@ fn a_save_replaces_all_weights_of_the_one_before_and_nothing_else() {
         let index = names.contains(&"model.safetensors.index.json".to_string());
         assert_eq!((single, index), (max == u64::MAX, max != u64::MAX), "{names:?}");
         assert!(!names.iter().any(|name| name.ends_with(".tmp")), "{names:?}");
-        assert_same(&load(2, folder.path()).unwrap(), &state);
+        assert_same_state(&load(2, folder.path()).unwrap(), &state, "loaded");
     }
     let mut last = files(folder.path());
     last.retain(|name| name != "notes.md");
@@ -269,13 +257,13 @@ fn every_difference_of_an_index_is_listed() {
     assert!(error.to_string().contains("neither model.safetensors nor"), "{error}");
 }
 
-/// What each rank of two gets when rank 0 cannot write.
+/// The error of each of two ranks where rank 0 cannot write.
 fn refused(folder: &Path, options: SavePretrained) -> Vec<Error> {
     let folder = folder.to_path_buf();
-    run(2, move |worker| {
+    on_ranks(2, move |worker| {
         let net = sharded(worker)?;
         let error = net.state().save_pretrained(&folder, &options).unwrap_err();
-        // The group is whole: the model can be used, and saved elsewhere.
+        // The process group is still whole: the model can be used, and saved elsewhere.
         net.state().full(Recipient::All)?;
         Ok(error)
     })
@@ -287,7 +275,7 @@ fn a_failed_save_is_an_error_on_every_rank_and_leaves_nothing() {
     let state = save(1, folder.path(), &SavePretrained::new());
     let untouched = || {
         assert_eq!(files(folder.path()), ["model.safetensors"]);
-        assert_same(&load(1, folder.path()).unwrap(), &state);
+        assert_same_state(&load(1, folder.path()).unwrap(), &state, "loaded");
     };
     let ranks = |errors: Vec<Error>, text: &str| {
         assert!(matches!(&errors[0], Error::Save(_)) && errors[0].to_string().contains(text));
@@ -297,12 +285,12 @@ fn a_failed_save_is_an_error_on_every_rank_and_leaves_nothing() {
         assert!(rank.index() == 0 && reason.contains(text), "{reason}");
     };
 
-    // A file where the folder should be, found before the first gather.
+    // A file where the folder should be, which is noticed before the first gather.
     let file = folder.path().join("model.safetensors");
     ranks(refused(&file, SavePretrained::new()), "model.safetensors");
     untouched();
 
-    // A folder where the file should be, found when all is written.
+    // A folder where the file should be, which is noticed after all is written.
     let other = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(other.path().join("model.safetensors/full")).unwrap();
     ranks(refused(other.path(), SavePretrained::new()), "model.safetensors");
@@ -357,10 +345,10 @@ pub(super) fn tokens(device: &Device) -> Tensor<2, Int> {
 }
 
 #[test]
-fn a_tied_weight_is_saved_once_under_its_owners_key() {
+fn a_tied_weight_is_saved_once_under_the_key_of_its_owner() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_path_buf();
-    let ranks = run(3, move |worker| {
+    let ranks = on_ranks(3, move |worker| {
         let options = FsdpOptions::new().with_seed(1);
         let model = fully_shard(tied(worker.device()), worker, options.clone())?;
         model.state().save_pretrained(&path, &SavePretrained::new())?;
@@ -370,7 +358,7 @@ fn a_tied_weight_is_saved_once_under_its_owners_key() {
             model.valid().forward(tokens(&device)).into_data()
         };
         let before = logits(&other);
-        // The alias is not in the file, and need not be.
+        // A load does not need the key of the other place.
         let report = other.state_mut().load_safetensors(&path, &LoadOptions::new())?;
         Ok((logits(&model), before, logits(&other), report))
     });
@@ -384,7 +372,7 @@ fn a_tied_weight_is_saved_once_under_its_owners_key() {
     }
 }
 
-/// The place named first comes second, and both hold clones of one weight.
+/// A tie whose first place is declared after the second. Both hold clones of one weight.
 #[derive(Module, Debug)]
 #[fsdp_unit(root, tie("out.weight" = "embed"))]
 struct Reversed {
@@ -403,7 +391,7 @@ impl Reversed {
 #[test]
 fn a_tie_of_clones_named_backwards_trains_and_loads() {
     let trained = |strategy| {
-        run(2, move |worker| {
+        on_ranks(2, move |worker| {
             let device = worker.device();
             let embed = EmbeddingConfig::new(13, 8).init(device);
             let out = Projection { weight: embed.weight.clone() };
@@ -430,7 +418,7 @@ fn a_tie_of_clones_named_backwards_trains_and_loads() {
 }
 
 #[test]
-fn names_of_old_checkpoints_load_where_they_are_allowed() {
+fn renamed_suffixes_load_files_with_old_names() {
     let folder = tempfile::tempdir().unwrap();
     let state = save(1, folder.path(), &SavePretrained::new());
     let path = folder.path().join("model.safetensors");
@@ -454,7 +442,7 @@ fn names_of_old_checkpoints_load_where_they_are_allowed() {
     assert_eq!(missing, ["embed.norm.bias", "embed.norm.weight"]);
     assert_eq!(unexpected, ["embed.norm.beta", "embed.norm.gamma"]);
 
-    let loaded = run(2, move |worker| {
+    let loaded = on_ranks(2, move |worker| {
         let mut net = sharded(worker)?;
         let options = LoadOptions::new()
             .with_renamed_suffix("norm.gamma", "norm.weight")
@@ -462,14 +450,14 @@ fn names_of_old_checkpoints_load_where_they_are_allowed() {
         net.state_mut().load_safetensors(&path, &options)?;
         net.state().full(Recipient::All)
     });
-    assert_same(&loaded[0], &state);
+    assert_same_state(&loaded[0], &state, "loaded");
 }
 
 #[test]
-fn ignored_parameters_go_with_the_others() {
+fn ignored_parameters_are_saved_with_the_others() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_path_buf();
-    let ranks = run(2, move |worker| {
+    let ranks = on_ranks(2, move |worker| {
         let build = || {
             let linear = || LinearConfig::new(16, 24).init(worker.device());
             let model = Counted { body: linear(), head: linear() };
@@ -489,13 +477,13 @@ fn ignored_parameters_go_with_the_others() {
         by_path.state_mut().load_burnpack(path.join("model"), &LoadOptions::new())?;
         for loaded in [&by_key, &by_path] {
             let all = Recipient::All;
-            assert_same(&saved.state().full(all)?, &loaded.state().full(all)?);
+            assert_same_state(&loaded.state().full(all)?, &saved.state().full(all)?, "loaded");
         }
         Ok([head(&saved), head(&by_key), head(&by_path)])
     });
     let names: Vec<_> = read(&folder.path().join("model.safetensors")).into_keys().collect();
     assert_eq!(names, ["body.bias", "body.weight", "head.bias", "head.weight"]);
-    // Each rank has its own, and rank 0's are saved.
+    // Ranks have different values, of which rank 0's are saved.
     assert_ne!(ranks[0][0], ranks[1][0]);
     for [_, by_key, by_path] in &ranks {
         assert_eq!((by_key, by_path), (&ranks[0][0], &ranks[0][0]));

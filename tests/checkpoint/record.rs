@@ -1,4 +1,4 @@
-//! Burn's own records of sharded models, in both directions.
+//! Burn's own records and files of sharded models, saved and loaded.
 
 use std::path::Path;
 
@@ -10,11 +10,11 @@ use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LoadError, LoadOptions};
 
 use super::initialisation::Counted;
-use super::pretrained::{Tied, files, run, sharded, tied, tokens};
-use crate::support::{self, Net};
+use super::pretrained::{Tied, files, sharded, tied, tokens};
+use crate::support::{self, Net, of_rank_0, on_ranks};
 
 #[test]
-fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
+fn plain_burn_loads_the_record_of_a_sharded_model_and_a_sharded_model_loads_burns() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("net");
     let device = Device::flex();
@@ -23,7 +23,7 @@ fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
         model.forward(input).into_data()
     };
     let file = path.clone();
-    let ranks = run(2, move |worker| {
+    let ranks = on_ranks(2, move |worker| {
         let net = sharded(worker)?;
         net.state().save_burnpack(&file)?;
         let device = worker.device().clone().inner();
@@ -37,13 +37,13 @@ fn plain_burn_loads_the_record_of_a_sharded_model_and_the_other_way_round() {
         assert_eq!(data(&plain), data(&Net::new(2, 0.0, &device).try_load_file(&path).unwrap()));
     }
 
-    // Plain to sharded.
+    // A sharded model loads the file of an unsharded one.
     let plain = Net::new(2, 0.0, &device);
     let expected = data(&plain);
     plain.save_file(folder.path().join("plain.bpk")).unwrap();
     for world in [1, 3] {
         let file = folder.path().join("plain");
-        let ranks = run(world, move |worker| {
+        let ranks = on_ranks(world, move |worker| {
             let mut net = sharded(worker)?;
             let report = net.state_mut().load_burnpack(&file, &LoadOptions::new())?;
             assert_eq!((report.missing.len(), report.unexpected.len()), (0, 0));
@@ -60,7 +60,7 @@ fn a_record_holds_running_statistics_and_tied_places() {
     let path = folder.path().join("tied.bpk");
     let file = path.clone();
     let device = Device::flex();
-    let ranks = run(2, move |worker| {
+    let ranks = on_ranks(2, move |worker| {
         let model = fully_shard(tied(worker.device()), worker, FsdpOptions::new().with_seed(1))?;
         // In training, `BatchNorm` updates its running mean.
         for _ in 0..3 {
@@ -84,17 +84,18 @@ fn a_record_holds_running_statistics_and_tied_places() {
     }
 }
 
-/// What Burn's own methods give: a tied weight asks for that of the place that owns it.
+/// Burn's own methods give a record of the full state. The second place of a tied weight has the
+/// value of the first.
 #[test]
-fn a_record_of_a_part_is_of_the_full_state_too() {
-    let ranks = run(2, move |worker| {
+fn a_record_of_a_group_holds_full_parameters() {
+    let ranks = on_ranks(2, move |worker| {
         let options = FsdpOptions::new().with_seed(1);
         let model = fully_shard(tied(worker.device()), worker, options)?;
         let whole = model.clone().into_record();
         model.forward(tokens(worker.device()));
         let part = model.clone().into_record_group(ParamGroup::from_predicate("embed"));
         let again = model.clone().into_record();
-        // Whatever was collected for a record, the next forward reads anew.
+        // A forward after a record gathers again.
         model.backward(model.forward(tokens(worker.device())).sum())?;
         Ok((whole, part, again, model.state().full(Recipient::All)?))
     });
@@ -111,14 +112,14 @@ fn a_record_of_a_part_is_of_the_full_state_too() {
 }
 
 #[test]
-fn a_record_that_does_not_fit_or_is_torn_is_refused() {
+fn a_record_that_does_not_fit_or_is_truncated_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("net.bpk");
     Net::new(3, 0.0, &Device::flex()).save_file(&path).unwrap();
     let whole = std::fs::read(&path).unwrap();
     let load = |path: &Path| {
         let path = path.to_path_buf();
-        run(2, move |worker| {
+        on_ranks(2, move |worker| {
             let mut net = sharded(worker)?;
             Ok(net.state_mut().load_burnpack(&path, &LoadOptions::new()).map(|_| ()))
         })
@@ -151,11 +152,11 @@ fn plain_burn_loads_a_record_with_lora_adapters() {
         Counted { body: linear(), head: linear() }.apply_lora(Lora::new(2, 4.0))
     };
     let file = path.clone();
-    let ranks = run(2, move |worker| {
+    let ranks = on_ranks(2, move |worker| {
         let device = worker.device();
         let mut model = fully_shard(build(device), worker, FsdpOptions::new())?;
         let mut optimizer = AdamWConfig::new().init();
-        // An adapter starts at zero.
+        // A factor of an adapter starts at zero, and changes with training.
         for _ in 0..3 {
             let loss = model.forward(Tensor::ones([2, 16], device)).powf_scalar(2.0).mean();
             let gradients = model.backward(loss)?;

@@ -1,4 +1,4 @@
-//! Checkpoints: a run that stops and goes on in a new launch is the run that did not stop.
+//! A run that stops, saves and resumes in a new launch has the results of a run that did not stop.
 
 use std::path::Path;
 
@@ -8,10 +8,12 @@ use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Manifest, Restore,
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, GradScalerConfig, unit_types};
 
-use crate::support::checkpoint::{
-    Part, bits, optimizer, resumed, same_bits, schedule, sharded, train_step,
-};
-use crate::support::{self, batch, on};
+use crate::support::checkpoint::{Part, optimizer, resumed, schedule, sharded, train_step};
+use crate::support::compare::{Within, assert_close, assert_same_bits, assert_same_state};
+use crate::support::{self, batch, of_rank_0, on_ranks};
+
+/// The rounding of losses where gradients are summed in another order.
+const ROUNDING: Within = Within::Absolute(1e-6);
 
 #[test]
 fn the_same_world_resumes_bit_for_bit_with_dropout() {
@@ -20,26 +22,24 @@ fn the_same_world_resumes_bit_for_bit_with_dropout() {
             let part = Part::new(world).dropout(0.1).with_strategy(strategy);
             let (losses, state) = part.clone().until(20).launch();
             let (found, found_state) = resumed(part.clone().until(10), part.until(20));
-            assert_eq!(bits(&found), bits(&losses), "{world} {strategy}");
-            assert!(same_bits(&found_state, &state), "{world} {strategy}");
+            let what = format!("{strategy} on {world} ranks");
+            assert_same_bits(&found, &losses, &what);
+            assert_same_state(&found_state, &state, &what);
         }
     }
 }
 
 #[test]
-fn another_world_goes_on_where_the_first_stopped() {
+fn a_world_of_another_size_resumes_a_run() {
     for (from, to) in [(4, 2), (2, 3), (3, 1), (1, 4)] {
         let (losses, _) = Part::new(from).until(20).launch();
         let (found, _) = resumed(Part::new(from).until(10), Part::new(to).until(20));
-        assert_eq!(found.len(), losses.len());
-        for (a, b) in found.iter().zip(&losses) {
-            assert!((a - b).abs() <= 1e-6, "{from} to {to}: {found:?} {losses:?}");
-        }
+        assert_close(&found, &losses, ROUNDING, format_args!("{from} to {to}"));
     }
 }
 
 #[test]
-fn full_shard_goes_to_hybrid_and_to_no_shard() {
+fn runs_resume_under_other_strategies_and_worlds() {
     use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, NoShard, ShardGradOp};
     let part = |world: usize, strategy| {
         let options = FsdpOptions::new().with_seed(7).with_strategy(strategy);
@@ -55,11 +55,9 @@ fn full_shard_goes_to_hybrid_and_to_no_shard() {
         (part(3, ShardGradOp), part(4, HybridShard)),
     ] {
         let (found, _) = resumed(first.clone().until(6), second.clone().until(12));
-        for (a, b) in found.iter().zip(&losses) {
-            assert!((a - b).abs() <= 1e-6, "{first:?} {second:?}: {found:?} {losses:?}");
-        }
+        assert_close(&found, &losses, ROUNDING, format_args!("{first:?} {second:?}"));
     }
-    // Copies of one group hold the same, and each writes a part of it.
+    // Replicas hold the same shards, of which each writes a part.
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("hybrid");
     part(4, HybridShard).until(1).save(&path).launch();
@@ -72,7 +70,7 @@ fn full_shard_goes_to_hybrid_and_to_no_shard() {
 }
 
 #[test]
-fn strategies_and_wrappings_load_each_others() {
+fn runs_resume_under_other_strategies_and_wrappings() {
     let full = FsdpOptions::new();
     let variants = [
         full.clone(),
@@ -89,21 +87,20 @@ fn strategies_and_wrappings_load_each_others() {
     for first in &variants {
         for second in &variants {
             let (found, found_state) = resumed(part(first).until(6), part(second).until(12));
-            // Dropout's layers keep their paths, so all but the sums' order is the same.
-            for (a, b) in found.iter().zip(&losses) {
-                assert!((a - b).abs() <= 1e-6, "{first:?} {second:?}: {found:?} {losses:?}");
-            }
-            assert_eq!(found_state.len(), state.len());
+            // Layers of dropout keep their paths, so that masks are the same, and only sums are
+            // rounded differently.
+            assert_close(&found, &losses, ROUNDING, format_args!("{first:?} {second:?}"));
+            assert!(found_state.keys().eq(state.keys()), "{first:?} {second:?}");
         }
     }
-    // These agree in every bit.
+    // `FULL_SHARD` and `NO_SHARD` agree in every bit.
     let (found, found_state) = resumed(part(&variants[0]).until(6), part(&variants[1]).until(12));
-    assert_eq!(bits(&found), bits(&losses));
-    assert!(same_bits(&found_state, &state));
+    assert_same_bits(&found, &losses, "losses");
+    assert_same_state(&found_state, &state, "parameters");
 }
 
 #[test]
-fn several_models_and_optimizers_lie_in_one_folder() {
+fn one_checkpoint_holds_several_models_and_optimizers() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("both");
     let saved = path.clone();
@@ -114,7 +111,7 @@ fn several_models_and_optimizers_lie_in_one_folder() {
         let (mut first, mut second): (_, ModuleOptimizer) = (optimizer(), momentum.init());
         let (mut rate_a, mut rate_b) = (schedule(), schedule());
         let mut values = Default::default();
-        // One that has stepped, with a scale that JSON would not hold to the last bit.
+        // A scaler that has stepped, with a scale that decimal text would round.
         let config = GradScalerConfig::new().with_init_scale(1e30 / 3.0).with_growth_interval(7);
         let mut used = config.init().expect("a sound scaler");
         let grads = a.backward(a.forward(batch(0, 0..2, worker.device()).0).mean())?;
@@ -159,9 +156,9 @@ fn several_models_and_optimizers_lie_in_one_folder() {
         }
         Ok::<_, Error>((losses, values))
     };
-    let (losses, _) = on(2, move |worker| run(worker, 4, None, Some(&saved))).swap_remove(0);
-    let (found, values) = on(2, move |worker| run(worker, 3, Some(&path), None)).swap_remove(0);
-    assert_eq!(bits(&found), bits(&losses[8..]));
+    let (losses, _) = of_rank_0(2, move |worker| run(worker, 4, None, Some(&saved)));
+    let (found, values) = of_rank_0(2, move |worker| run(worker, 3, Some(&path), None));
+    assert_same_bits(&found, &losses[8..], "losses");
     assert_eq!(values["note"], "kept");
 }
 
@@ -170,22 +167,22 @@ fn a_model_alone_is_saved_and_loaded_by_its_own_methods() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model");
     let saved = path.clone();
-    let state = on(3, move |worker| {
+    let state = on_ranks(3, move |worker| {
         let net = sharded(worker, 0.0, FsdpOptions::new().with_seed(5))?;
         net.state().save(&saved)?;
         net.state().full(Recipient::All)
     });
-    let loaded = on(2, move |worker| {
+    let loaded = on_ranks(2, move |worker| {
         let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(6))?;
         assert_eq!(net.state_mut().load(&path)?.world_size, 3);
         net.state().full(Recipient::All)
     });
-    assert!(same_bits(&state[0], &loaded[1]));
+    assert_same_state(&loaded[1], &state[0], "loaded");
 }
 
-/// No rank initialises what a checkpoint brings.
+/// With `deferred_init` no rank initialises the parameters that a checkpoint holds.
 #[test]
-fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
+fn a_deferred_model_resumes_from_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint");
     let part = Part::new(2);
@@ -193,16 +190,14 @@ fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
     part.clone().until(4).save(&path).launch();
     let deferred = part.options(FsdpOptions::new().with_deferred_init(true));
     let (found, found_state) = deferred.clone().from(&path).until(8).launch();
-    assert_eq!(bits(&found), bits(&losses[4..]));
-    assert!(same_bits(&found_state, &state));
-    // Ranks that hold nothing of some matrices.
+    assert_same_bits(&found, &losses[4..], "losses");
+    assert_same_state(&found_state, &state, "parameters");
+    // 12 ranks, some of which have no shard of some matrices.
     let many = Part { world: 12, ..deferred };
     let (found, _) = many.from(&path).until(8).launch();
-    for (a, b) in found.iter().zip(&losses[4..]) {
-        assert!((a - b).abs() <= 1e-6, "{found:?} {losses:?}");
-    }
-    // States in memory count as loaded as well, and one that does not fit does not.
-    on(2, move |worker| {
+    assert_close(&found, &losses[4..], ROUNDING, "12 ranks");
+    // State dicts load a deferred model as well. One that does not fit leaves it unloaded.
+    on_ranks(2, move |worker| {
         let deferred = || FsdpOptions::new().with_deferred_init(true);
         let saved = sharded(worker, 0.0, FsdpOptions::new().with_seed(7))?;
         let full = saved.state().full(Recipient::All)?;
@@ -214,7 +209,7 @@ fn a_model_whose_start_was_deferred_trains_on_from_a_checkpoint() {
         nets[1].state_mut().load_local(&saved.state().local())?;
         nets[2].state_mut().load_full(&full, Recipient::All)?;
         for net in &nets {
-            assert!(same_bits(&net.state().full(Recipient::All)?, &full));
+            assert_same_state(&net.state().full(Recipient::All)?, &full, "loaded");
         }
         let mut net = sharded(worker, 0.0, deferred())?;
         net.state_mut().load_full(&Default::default(), Recipient::All).unwrap_err();
@@ -230,10 +225,10 @@ fn an_error_on_one_rank_is_one_on_every_rank() {
     let root = folder.path().to_path_buf();
     for background in [false, true] {
         let root = root.clone();
-        let errors = on(3, move |worker| {
+        let errors = on_ranks(3, move |worker| {
             let net = sharded(worker, 0.0, FsdpOptions::new())?;
             let mut manager = CheckpointManager::new(&root, worker).with_background(background);
-            // An optimizer that stepped another model, on one rank.
+            // On rank 1, the optimizer of another model.
             let mut other = sharded(worker, 0.0, FsdpOptions::new())?;
             let (mut optimizer, mut schedule) = (optimizer(), schedule());
             train_step(worker, &mut other, &mut optimizer, &mut schedule, 0)?;
@@ -242,7 +237,7 @@ fn an_error_on_one_rank_is_one_on_every_rank() {
             let checkpoint =
                 Checkpoint::new(1).with_model("net", &net).with_optimizer("adamw", used);
             let error = manager.save(&checkpoint).and_then(|_| manager.finish()).unwrap_err();
-            // The group is still good.
+            // The process group is still whole.
             manager.save(&Checkpoint::new(2).with_model("net", &net))?;
             manager.finish()?;
             Ok(error)
@@ -263,7 +258,7 @@ fn an_error_on_one_rank_is_one_on_every_rank() {
 fn ranks_must_save_the_same_things() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().to_path_buf();
-    let errors = on(2, move |worker| {
+    let errors = on_ranks(2, move |worker| {
         let net = sharded(worker, 0.0, FsdpOptions::new())?;
         let step = 5 + worker.rank().index() as u64;
         Ok(Checkpoint::new(step).with_model("net", &net).save(worker, root.join("a")).unwrap_err())
@@ -279,11 +274,11 @@ fn ranks_must_save_the_same_things() {
 }
 
 #[test]
-fn every_difference_is_listed_and_nothing_changes() {
+fn every_difference_is_listed_and_a_failed_load_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a");
     Part::new(2).until(2).save(&path).launch();
-    on(2, move |worker| {
+    on_ranks(2, move |worker| {
         let device = worker.device();
         let wider = support::Net::new(3, 0.0, device);
         let mut net = fully_shard(wider, worker, FsdpOptions::new().with_seed(3))?;
@@ -308,8 +303,8 @@ fn every_difference_is_listed_and_nothing_changes() {
         );
         assert!(has("scheduler `rate`"), "{error}");
         assert!(has("loss scaler `scaler`: it is missing"), "{error}");
-        assert!(same_bits(&before, &net.state().full(Recipient::All)?));
-        // The other way round: AdamW needs what this one has not.
+        assert_same_state(&net.state().full(Recipient::All)?, &before, "after a failed load");
+        // AdamW needs state that a checkpoint of SGD does not hold.
         let mut small = sharded(worker, 0.0, FsdpOptions::new())?;
         train_step(worker, &mut small, &mut sgd, &mut schedule(), 0)?;
         let of_sgd = path.with_file_name("sgd");
@@ -345,7 +340,7 @@ fn optimizers_of_other_kinds_keep_their_state() {
     }
     for index in 0..kinds().len() {
         let folder = folder.clone();
-        on(2, move |worker| {
+        on_ranks(2, move |worker| {
             let (name, mut own, strategy) = kinds().swap_remove(index);
             let options = FsdpOptions::new().with_seed(4).with_strategy(strategy);
             let mut net = sharded(worker, 0.0, options.clone())?;
@@ -374,8 +369,8 @@ fn optimizers_of_other_kinds_keep_their_state() {
             Ok(())
         });
     }
-    // Factored moments of a shard mean nothing elsewhere.
-    on(2, move |worker| {
+    // Factored moments of a shard cannot be resharded.
+    on_ranks(2, move |worker| {
         let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut own = AdafactorConfig::new().init();
         train_step(worker, &mut net, &mut own, &mut schedule(), 0)?;
@@ -391,7 +386,7 @@ fn optimizers_of_other_kinds_keep_their_state() {
 }
 
 #[test]
-fn the_manifest_says_what_lies_where() {
+fn the_manifest_describes_the_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a");
     Part::new(3).until(2).save(&path).launch();

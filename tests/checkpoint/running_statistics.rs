@@ -1,5 +1,5 @@
-//! The running statistics of a `BatchNorm` are each rank's own; they go into checkpoints, state dicts and
-//! files of weights with the parameters.
+//! The running statistics of a `BatchNorm` differ from rank to rank. They are saved with the
+//! parameters in checkpoints, state dicts and files of weights.
 
 use std::path::Path;
 
@@ -10,7 +10,8 @@ use fsdp_runtime::{Error, LoadOptions, SavePretrained};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
-use super::pretrained::{Tied, run, tied};
+use super::pretrained::{Tied, tied};
+use crate::support::on_ranks;
 
 const MEAN: &str = "norm.running_mean";
 
@@ -18,7 +19,7 @@ fn sharded(worker: &Worker, seed: u64) -> Result<Fsdp<Tied>, Error> {
     fully_shard(tied(worker.device()), worker, FsdpOptions::new().with_seed(seed))
 }
 
-/// A model that has seen other batches on each rank.
+/// A model that has seen different batches on each rank.
 fn trained(worker: &Worker) -> Result<Fsdp<Tied>, Error> {
     let model = sharded(worker, 1)?;
     let first = worker.rank().index() as i32;
@@ -29,17 +30,17 @@ fn trained(worker: &Worker) -> Result<Fsdp<Tied>, Error> {
     Ok(model)
 }
 
-/// What this rank has of its own.
+/// This rank's running mean.
 fn own(model: &Fsdp<Tied>) -> TensorData {
     model.state().sharded()[MEAN].data.clone()
 }
 
 #[test]
-fn a_checkpoint_gives_every_rank_its_own_back() {
+fn a_checkpoint_restores_the_statistics_of_each_rank() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint");
     let file = path.clone();
-    let saved = run(2, move |worker| {
+    let saved = on_ranks(2, move |worker| {
         let model = trained(worker)?;
         Checkpoint::new(3).with_model("tied", &model).save(worker, &file)?;
         let valid = model.valid().norm.running_mean.value().into_data();
@@ -49,9 +50,9 @@ fn a_checkpoint_gives_every_rank_its_own_back() {
     assert_ne!(saved[0], saved[1]);
     let restored = |world| {
         let path = path.clone();
-        run(world, move |worker| {
+        on_ranks(world, move |worker| {
             let mut model = sharded(worker, 2)?;
-            // What a forward found before does not come back over what is loaded.
+            // An update from before the load must not overwrite the loaded statistics.
             model.forward(super::pretrained::tokens(worker.device()));
             Restore::new().with_model("tied", &mut model).load(worker, &path)?;
             let valid = model.valid().norm.running_mean.value().into_data();
@@ -65,10 +66,10 @@ fn a_checkpoint_gives_every_rank_its_own_back() {
 }
 
 #[test]
-fn the_full_state_and_the_file_have_rank_zeros() {
+fn full_states_and_files_hold_the_statistics_of_rank_0() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_path_buf();
-    let ranks = run(2, move |worker| {
+    let ranks = on_ranks(2, move |worker| {
         let model = trained(worker)?;
         model.state().save_pretrained(&path, &SavePretrained::new())?;
         let full = model.state().full(Recipient::All)?;
@@ -85,9 +86,9 @@ fn the_full_state_and_the_file_have_rank_zeros() {
     }
 }
 
-/// As PyTorch saves them, with the number of batches, which is not wanted.
+/// PyTorch saves the number of batches too, which a load ignores.
 #[test]
-fn a_file_of_pytorchs_loads() {
+fn a_file_saved_by_pytorch_loads() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let floats = |len: usize, first: f32| -> Vec<u8> {
@@ -111,16 +112,16 @@ fn a_file_of_pytorchs_loads() {
     };
     write(&path, "norm.num_batches_tracked");
     let file = path.clone();
-    let found = run(2, move |worker| {
+    let found = on_ranks(2, move |worker| {
         let mut model = sharded(worker, 2)?;
         let report = model.state_mut().load_safetensors(&file, &LoadOptions::new())?;
         assert_eq!(report.unexpected, ["norm.num_batches_tracked"]);
         Ok(own(&model))
     });
     assert_eq!(found[1].as_bytes(), floats(8, -3.0));
-    // The count of a norm that there is not is as unexpected as anything.
+    // The number of batches of a norm that the model lacks is an unexpected tensor.
     write(&path, "other.num_batches_tracked");
-    let errors = run(2, move |worker| {
+    let errors = on_ranks(2, move |worker| {
         Ok(sharded(worker, 2)?
             .state_mut()
             .load_safetensors(&path, &LoadOptions::new())

@@ -1,19 +1,12 @@
 //! State dicts in memory: sharded, local and full, of models and of optimizers.
 
 use burn::optim::ModuleOptimizer;
-use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, FullState, OptimizerState};
 
-use crate::support::Net;
-use crate::support::checkpoint::{optimizer, same_bits, schedule, sharded, train_step};
-
-fn on_ranks<T: Send + 'static>(
-    world: usize,
-    f: impl Fn(Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> Vec<T> {
-    launch(LaunchOptions::new(world).with_device(Device::flex()), f).expect("the ranks succeed")
-}
+use crate::support::checkpoint::{optimizer, schedule, sharded, train_step};
+use crate::support::compare::assert_same_state;
+use crate::support::{Net, of_rank_0, on_ranks};
 
 /// A model and its optimizer after two steps.
 fn trained(worker: &Worker, options: FsdpOptions) -> Result<(Fsdp<Net>, ModuleOptimizer), Error> {
@@ -30,14 +23,15 @@ fn options(seed: u64) -> FsdpOptions {
 }
 
 #[test]
-fn fragments_of_all_ranks_are_the_full_state() {
+fn the_shards_of_all_ranks_make_up_the_full_state() {
     let ranks = on_ranks(3, |worker| {
-        let (net, own) = trained(&worker, options(1))?;
+        let (net, own) = trained(worker, options(1))?;
         let full = net.state().full(Recipient::All)?;
         let moments = net.state().full_optimizer(&own, Recipient::All)?;
         Ok((net.state().sharded(), full, net.state().sharded_optimizer(&own)?, moments))
     });
     let (_, full, _, moments) = &ranks[0];
+    assert!(!full.is_empty());
     for (path, data) in full {
         let mut elements = vec![f32::NAN; data.num_elements()];
         for (sharded, ..) in &ranks {
@@ -63,11 +57,11 @@ fn fragments_of_all_ranks_are_the_full_state() {
 }
 
 #[test]
-fn every_kind_of_state_brings_a_run_back() {
+fn a_run_resumes_from_every_kind_of_state() {
     for kind in ["sharded", "local", "full", "full of rank 1"] {
         on_ranks(2, move |worker| {
-            let (mut net, mut own) = trained(&worker, options(1))?;
-            let mut again = sharded(&worker, 0.0, options(2))?;
+            let (mut net, mut own) = trained(worker, options(1))?;
+            let mut again = sharded(worker, 0.0, options(2))?;
             let mut fresh = optimizer();
             match kind {
                 "sharded" => {
@@ -92,8 +86,8 @@ fn every_kind_of_state_brings_a_run_back() {
             }
             let (mut rate, mut other) = (schedule(), schedule());
             for step in 2..5 {
-                let expected = train_step(&worker, &mut net, &mut own, &mut rate, step)?;
-                let found = train_step(&worker, &mut again, &mut fresh, &mut other, step)?;
+                let expected = train_step(worker, &mut net, &mut own, &mut rate, step)?;
+                let found = train_step(worker, &mut again, &mut fresh, &mut other, step)?;
                 assert_eq!(found.to_bits(), expected.to_bits(), "{kind}, step {step}");
             }
             Ok(())
@@ -102,23 +96,22 @@ fn every_kind_of_state_brings_a_run_back() {
 }
 
 #[test]
-fn a_full_state_goes_to_another_world_and_strategy() {
-    let (full, moments) = on_ranks(3, |worker| {
-        let (net, own) = trained(&worker, options(1))?;
+fn a_full_state_loads_at_another_world_and_strategy() {
+    let (full, moments) = of_rank_0(3, |worker| {
+        let (net, own) = trained(worker, options(1))?;
         let moments =
             net.state().full_optimizer(&own, Recipient::Only(fsdp_runtime::Rank::ZERO))?;
         Ok((net.state().full(Recipient::Only(fsdp_runtime::Rank::ZERO))?, moments))
-    })
-    .swap_remove(0);
+    });
     assert!(!full.is_empty() && !moments.parameters.is_empty());
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
         let (full, moments) = (full.clone(), moments.clone());
         on_ranks(2, move |worker| {
-            let mut net = sharded(&worker, 0.0, options(2).with_strategy(strategy))?;
+            let mut net = sharded(worker, 0.0, options(2).with_strategy(strategy))?;
             let mut own = optimizer();
             net.state_mut().load_full(&full, Recipient::All)?;
             net.state().load_full_optimizer(&mut own, &moments)?;
-            assert!(same_bits(&net.state().full(Recipient::All)?, &full));
+            assert_same_state(&net.state().full(Recipient::All)?, &full, strategy);
             assert_eq!(net.state().full_optimizer(&own, Recipient::All)?, moments);
             Ok(())
         });
@@ -128,12 +121,12 @@ fn a_full_state_goes_to_another_world_and_strategy() {
 #[test]
 fn a_state_of_another_layout_is_refused_with_every_difference() {
     let other = on_ranks(3, |worker| {
-        let (net, own) = trained(&worker, options(1))?;
+        let (net, own) = trained(worker, options(1))?;
         let optimizer = (net.state().sharded_optimizer(&own)?, net.state().local_optimizer(&own)?);
         Ok((net.state().sharded(), net.state().local(), optimizer))
     });
     on_ranks(2, move |worker| {
-        let mut net = sharded(&worker, 0.0, options(2))?;
+        let mut net = sharded(worker, 0.0, options(2))?;
         let before = net.state().full(Recipient::All)?;
         let mut own = optimizer();
         let (sharded, local, (moments, local_moments)) = &other[worker.rank().index()];
@@ -158,7 +151,7 @@ fn a_state_of_another_layout_is_refused_with_every_difference() {
         assert_eq!(differences.len(), 2, "one missing, one unexpected");
         let mut unknown = OptimizerState::default();
         let state = net.state().full_optimizer(&own, Recipient::All)?;
-        assert!(state.parameters.is_empty(), "nothing was put into the optimizer");
+        assert!(state.parameters.is_empty(), "the optimizer is unchanged");
         unknown.parameters.insert(
             "nowhere".into(),
             fsdp_runtime::ParameterState {
@@ -167,7 +160,7 @@ fn a_state_of_another_layout_is_refused_with_every_difference() {
             },
         );
         refused(net.state().load_full_optimizer(&mut own, &unknown), 1);
-        assert!(same_bits(&net.state().full(Recipient::All)?, &before));
+        assert_same_state(&net.state().full(Recipient::All)?, &before, "after failed loads");
         Ok(())
     });
 }

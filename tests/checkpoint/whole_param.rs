@@ -1,5 +1,5 @@
-//! Checkpoints of optimizers that step whole matrices: state is on one rank each, and goes to the
-//! owners of whatever world loads it.
+//! Checkpoints of optimizers that need whole matrices. The state of a matrix is on the rank that
+//! owns it, and is loaded by the owner in any other world.
 
 use std::path::{Path, PathBuf};
 
@@ -10,20 +10,23 @@ use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, Rank};
 
 use crate::support::checkpoint::sharded;
-use crate::support::whole_param::{OPTIMIZERS, Parameters, adafactor, assert_close, lamb};
-use crate::support::{self, Net, batch, loss, on};
+use crate::support::compare::{Parameters, Within, assert_parameters_close};
+use crate::support::whole_param::{OPTIMIZERS, adafactor, lamb};
+use crate::support::{self, Net, batch, loss, of_rank_0, on_ranks};
 
 const SAVED: usize = 4;
 const STEPS: usize = 8;
 const LEARNING_RATE: f64 = 1e-3;
+/// The rounding of a few steps in another world.
+const WITHIN: Within = Within::Scaled(1e-6);
 
-/// A part of a run: each rank has the same rows, so that the gradient is the same in any world.
+/// A part of a run. All ranks have the same rows, so that gradients are the same in any world.
 #[derive(Clone)]
 struct Part {
     world: usize,
     options: FsdpOptions,
     optimizer: fn() -> ModuleOptimizer,
-    /// Whether matrices are stepped whole, or by Burn's optimizer as it is.
+    /// Whether the optimizer is wrapped in [`WholeParam`].
     whole: bool,
     from: Option<PathBuf>,
     save: Option<PathBuf>,
@@ -55,9 +58,9 @@ impl Part {
         Self { from: Some(path.into()), ..self }
     }
 
-    /// Runs to [`SAVED`] where it saves, else to the end.
+    /// Runs up to step [`SAVED`] where it saves, else up to [`STEPS`]. Returns the full parameters.
     fn run(self) -> Parameters {
-        let ranks = on(self.world, move |worker| {
+        let ranks = on_ranks(self.world, move |worker| {
             let seed = if self.from.is_some() { 99 } else { 7 };
             let mut net = sharded(worker, 0.0, self.options.clone().with_seed(seed))?;
             let (mut whole, mut plain) = (WholeParam::new((self.optimizer)()), (self.optimizer)());
@@ -94,7 +97,7 @@ impl Part {
 }
 
 #[test]
-fn state_of_whole_matrices_goes_to_the_owners_of_another_world() {
+fn state_of_whole_matrices_loads_at_other_worlds_and_strategies() {
     use ShardingStrategy::{HybridShard, NoShard};
     for (name, optimizer) in OPTIMIZERS {
         let folder = tempfile::tempdir().unwrap();
@@ -110,29 +113,41 @@ fn state_of_whole_matrices_goes_to_the_owners_of_another_world() {
             (part(2).with_strategy(NoShard).plain(), "NO_SHARD, without the wrapper"),
             (part(4).with_strategy(HybridShard), "HYBRID_SHARD"),
         ] {
-            assert_close(&next.from(&path).run(), &expected, &format!("{name}, {what}"));
+            assert_parameters_close(
+                &next.from(&path).run(),
+                &expected,
+                WITHIN,
+                format_args!("{name}, {what}"),
+            );
         }
-        // And from there into shards.
+        // Full moments are loaded by owners too.
         for (first, what) in [
             (part(2).with_strategy(NoShard).plain(), "from NO_SHARD"),
             (part(4).with_strategy(HybridShard), "from HYBRID_SHARD"),
         ] {
             let path = folder.path().join(what);
             first.save(&path).run();
-            assert_close(&part(3).from(&path).run(), &expected, &format!("{name}, {what}"));
+            assert_parameters_close(
+                &part(3).from(&path).run(),
+                &expected,
+                WITHIN,
+                format_args!("{name}, {what}"),
+            );
         }
     }
 }
 
 #[test]
-fn each_owner_writes_its_matrices_state_and_no_one_elses() {
+fn each_owner_writes_the_state_of_its_matrices() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("adafactor");
     Part::new(2, adafactor).save(&path).run();
-    let owners = on(2, |worker| Ok(WholeParam::owners(&sharded(worker, 0.0, FsdpOptions::new())?)));
+    let owners =
+        on_ranks(2, |worker| Ok(WholeParam::owners(&sharded(worker, 0.0, FsdpOptions::new())?)));
     let text = std::fs::read(path.join("manifest.json")).unwrap();
     let manifest = Manifest::parse(&text, "manifest.json").unwrap();
     let state = &manifest.optimizers["own"].models["net"];
+    assert!(!owners[0].is_empty());
     for (name, owner) in &owners[0] {
         let shape = &manifest.models["net"].tensors[name].shape;
         let mut factored = 0;
@@ -147,14 +162,14 @@ fn each_owner_writes_its_matrices_state_and_no_one_elses() {
     assert!(owners[0].values().any(|owner| *owner != Rank::ZERO));
 }
 
-/// The moments of LAMB have their parameter's shape, so that shards of them can be cut.
+/// The moments of LAMB have the shape of their parameter, so that they can be sharded.
 #[test]
-fn moments_of_whole_matrices_are_loaded_as_fragments_and_back() {
+fn moments_of_whole_matrices_are_loaded_as_shards_and_back() {
     let folder = tempfile::tempdir().unwrap();
     let (whole, cut) = (folder.path().join("whole"), folder.path().join("cut"));
     Part::new(2, lamb).save(&whole).run();
     let again = cut.clone();
-    on(3, move |worker| {
+    on_ranks(3, move |worker| {
         let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut plain = lamb();
         Restore::new()
@@ -167,12 +182,17 @@ fn moments_of_whole_matrices_are_loaded_as_fragments_and_back() {
             .save(worker, &again)
     });
     let expected = Part::new(2, lamb).run();
-    assert_close(&Part::new(2, lamb).from(&cut).run(), &expected, "by way of shards");
+    assert_parameters_close(
+        &Part::new(2, lamb).from(&cut).run(),
+        &expected,
+        WITHIN,
+        "through shards",
+    );
 }
 
-/// In memory, by name: gathered from the owners, and taken by those of another world.
+/// A full state is gathered from the owners, and loaded by the owners in another world.
 #[test]
-fn full_states_of_whole_matrices_go_to_another_world() {
+fn full_states_of_whole_matrices_load_at_another_world() {
     fn run(
         worker: &Worker,
         net: Fsdp<Net>,
@@ -187,7 +207,7 @@ fn full_states_of_whole_matrices_go_to_another_world() {
     }
     for (name, optimizer) in OPTIMIZERS {
         let expected = Part::new(2, optimizer).run();
-        let states = on(2, move |worker| {
+        let states = on_ranks(2, move |worker| {
             let mut own = WholeParam::new(optimizer());
             let net = sharded(worker, 0.0, FsdpOptions::new().with_seed(7))?;
             let net = run(worker, net, &mut own, 0..SAVED)?;
@@ -198,7 +218,7 @@ fn full_states_of_whole_matrices_go_to_another_world() {
         assert_eq!(states[0], states[1], "{name}");
         for world in [1, 3] {
             let (model, state) = states[0].clone();
-            let found = on(world, move |worker| {
+            let found = on_ranks(world, move |worker| {
                 let mut own = WholeParam::new(optimizer());
                 let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
                 net.state_mut().load_full(&model, Recipient::All)?;
@@ -208,24 +228,30 @@ fn full_states_of_whole_matrices_go_to_another_world() {
                     run(worker, net, &mut own, SAVED..STEPS)?.state().full(Recipient::All)?;
                 Ok(state.into_iter().map(|(path, data)| (path, data.iter().collect())).collect())
             });
-            assert_close(&found[0], &expected, &format!("{name}, {world} ranks"));
+            assert_parameters_close(
+                &found[0],
+                &expected,
+                WITHIN,
+                format_args!("{name}, {world} ranks"),
+            );
         }
     }
 }
 
-/// What is whole and given as shards, or the other way round, is never cut at the wrong places.
+/// State of whole matrices that is saved as shards, or the other way round, is an error and not cut
+/// wrongly.
 #[test]
-fn state_that_is_not_what_it_is_said_to_be_is_an_error() {
+fn state_saved_by_the_wrong_method_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint");
-    let errors = on(2, move |worker| {
+    let errors = on_ranks(2, move |worker| {
         let mut net = sharded(worker, 0.0, FsdpOptions::new())?;
         let mut whole = WholeParam::new(lamb());
         let (tokens, labels) = batch(0, 0..4, worker.device());
         let grads = net.backward(loss(net.forward(tokens), labels))?;
         net = whole.step(LEARNING_RATE, net, grads)?;
         let plain = Checkpoint::new(1).with_model("net", &net).with_optimizer("own", whole.inner());
-        let as_fragments = plain.save(worker, &path).unwrap_err();
+        let as_shards = plain.save(worker, &path).unwrap_err();
 
         let mut plain = lamb();
         let (tokens, labels) = batch(0, 0..4, worker.device());
@@ -236,14 +262,14 @@ fn state_that_is_not_what_it_is_said_to_be_is_an_error() {
             Checkpoint::new(1).with_model("net", &net).with_whole_optimizer("own", &wrapped);
         let as_whole = checkpoint.save(worker, &path).unwrap_err();
         assert!(!path.exists());
-        Ok((as_fragments, as_whole))
+        Ok((as_shards, as_whole))
     });
     let typed = |error: &Error| match error {
         Error::Checkpoint(error) => error.clone(),
         error => panic!("{error}"),
     };
-    for (as_fragments, as_whole) in &errors {
-        let error = typed(as_fragments);
+    for (as_shards, as_whole) in &errors {
+        let error = typed(as_shards);
         assert!(matches!(error, CheckpointError::NotElementwise { .. }), "{error}");
         assert!(error.to_string().contains("`whole_optimizer`"), "{error}");
         let error = typed(as_whole);
@@ -251,9 +277,9 @@ fn state_that_is_not_what_it_is_said_to_be_is_an_error() {
     }
 }
 
-/// Matrices as wide as there are ranks: a factor `[rows, 1]` is as long as a shard.
+/// In a matrix with as many columns as there are ranks, a factor `[rows, 1]` is as long as a shard.
 #[test]
-fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
+fn factors_as_long_as_a_shard_are_not_taken_for_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("narrow");
     let net = |worker: &Worker| {
@@ -265,7 +291,7 @@ fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
     let saved = path.clone();
     let run = move |world: usize, from: bool| {
         let saved = saved.clone();
-        on(world, move |worker| {
+        of_rank_0(world, move |worker| {
             let (mut net, mut whole) = (net(worker)?, WholeParam::new(adafactor()));
             if from {
                 Restore::new()
@@ -287,7 +313,6 @@ fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
                 |(path, data): (String, burn::tensor::TensorData)| (path, data.iter().collect());
             Ok(state.into_iter().map(of).collect::<Parameters>())
         })
-        .swap_remove(0)
     };
     let expected = run(2, false);
     let text = std::fs::read(path.join("manifest.json")).unwrap();
@@ -296,6 +321,6 @@ fn factors_as_long_as_a_fragment_are_not_taken_for_one() {
     let rows = support::WIDTH;
     assert!(state.tensors.values().any(|tensor| tensor.shape == [rows, 1]), "{state:?}");
     assert_eq!(run(2, true), expected);
-    assert_close(&run(1, true), &expected, "1 rank");
-    assert_close(&run(3, true), &expected, "3 ranks");
+    assert_parameters_close(&run(1, true), &expected, WITHIN, "1 rank");
+    assert_parameters_close(&run(3, true), &expected, WITHIN, "3 ranks");
 }

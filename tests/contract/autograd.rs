@@ -1,11 +1,11 @@
-//! `test_fully_shard_autograd`: outputs of every form, used or not.
+//! `test_fully_shard_autograd`: outputs of every form, each of which may be left out of the loss.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_runtime::prelude::*;
 
-use super::mlp::{Block, WIDTH, input, loss, on};
+use super::mlp::{Block, WIDTH, input, loss, of_rank_0, on_ranks};
 
 #[derive(UnitValue)]
 struct Both {
@@ -86,11 +86,11 @@ fn model(device: &Device) -> Model {
 }
 
 fn norms(strategy: ShardingStrategy, used: Used) -> Vec<u64> {
-    on(2, move |worker| {
+    of_rank_0(2, move |worker| {
         let options = FsdpOptions::new().with_strategy(strategy).with_seed(6);
         let model = fully_shard(model(worker.device()), worker, options)?;
         let mut norms = Vec::new();
-        // The step after must find everything as it should be.
+        // The steps after it must not notice that outputs were left out.
         for (step, used) in [used, Used::All, used].into_iter().enumerate() {
             let x = input(worker.rank().index(), step, 32, worker.device());
             let mut gradients = model.backward(loss(model.forward(x, used)))?;
@@ -98,46 +98,53 @@ fn norms(strategy: ShardingStrategy, used: Used) -> Vec<u64> {
         }
         Ok(norms)
     })
-    .swap_remove(0)
 }
 
-fn same(used: Used) {
+fn assert_norms_are_those_of_no_shard(used: Used) {
     let expected = norms(ShardingStrategy::NoShard, used);
+    assert!(expected.iter().all(|&norm| f64::from_bits(norm) > 0.0), "{used:?}: {expected:?}");
     assert_eq!(norms(ShardingStrategy::FullShard, used), expected);
     assert_eq!(norms(ShardingStrategy::ShardGradOp, used), expected);
 }
 
 #[test]
 fn struct_and_tuple_outputs() {
-    same(Used::All);
+    assert_norms_are_those_of_no_shard(Used::All);
 }
 
 #[test]
 fn unused_forward_output() {
-    same(Used::One);
-    same(Used::SecondOfTuple);
+    assert_norms_are_those_of_no_shard(Used::One);
+    assert_norms_are_those_of_no_shard(Used::SecondOfTuple);
 }
 
 #[test]
 fn unused_forward_module() {
-    same(Used::Neither);
+    assert_norms_are_those_of_no_shard(Used::Neither);
 }
 
-/// No backward follows: what forward left is given back at the next one.
+/// The next backward releases what forwards without a backward have left, and finds the same gradients.
 #[test]
 fn a_forward_without_backward_leaves_nothing_behind() {
-    let ranks = on(2, |worker| {
-        let options = FsdpOptions::new().with_seed(6);
-        let model = fully_shard(model(worker.device()), worker, options)?;
-        let x = || input(worker.rank().index(), 0, 4, worker.device());
-        for _ in 0..3 {
-            drop(model.forward(x(), Used::All));
-        }
-        let mut gradients = model.backward(loss(model.forward(x(), Used::All)))?;
-        let norm = model.clip_grad_norm(&mut gradients, 1e9)?;
-        Ok((norm, model.stats().memory().gathered.now, model.stats().counts().added_slots))
-    });
-    let fresh = norms(ShardingStrategy::FullShard, Used::All);
-    assert!(f64::from_bits(fresh[0]) > 0.0 && ranks[0].0 > 0.0);
-    assert_eq!(ranks[0].2, 0);
+    let after = |forwards: usize| {
+        on_ranks(2, move |worker| {
+            let options = FsdpOptions::new().with_seed(6);
+            let model = fully_shard(model(worker.device()), worker, options)?;
+            let x = || input(worker.rank().index(), 0, 4, worker.device());
+            for _ in 0..forwards {
+                drop(model.forward(x(), Used::All));
+            }
+            let mut gradients = model.backward(loss(model.forward(x(), Used::All)))?;
+            let norm = model.clip_grad_norm(&mut gradients, 1e9)?;
+            Ok((
+                norm.to_bits(),
+                model.stats().memory().gathered.now,
+                model.stats().counts().added_slots,
+            ))
+        })
+    };
+    let fresh = after(0);
+    assert!(f64::from_bits(fresh[0].0) > 0.0, "{fresh:?}");
+    assert_eq!(fresh[0].2, 0, "gather buffers that were added");
+    assert_eq!(after(3), fresh);
 }

@@ -1,4 +1,4 @@
-//! `test_fully_shard_clip_grad_norm_`: any norm, over all ranks, with one all-reduce.
+//! `test_fully_shard_clip_grad_norm_`: clipping by any norm, over all ranks, with one all-reduce.
 
 use burn::module::{Module, Param};
 use burn::nn::LinearConfig;
@@ -6,12 +6,13 @@ use burn::tensor::Tensor;
 use fsdp_runtime::Norm;
 use fsdp_runtime::prelude::*;
 
-use super::mlp::{WIDTH, input, loss, on, sharded};
+use super::mlp::{WIDTH, input, loss, on_ranks, sharded};
 use super::support::trace::{only, record};
 
-/// The norm of the gradients as one vector, and of what clipping left.
+/// The norm of all gradients as one vector before and after clipping to `max`, and the all-reduces
+/// it took.
 fn clipped(strategy: ShardingStrategy, norm: Norm, max: f64) -> (f64, f64, usize) {
-    let ranks = on(4, move |worker| {
+    let ranks = on_ranks(4, move |worker| {
         let model =
             sharded(2, worker, FsdpOptions::new().with_strategy(strategy).with_shard_size(2))?;
         let x = input(worker.rank().index(), 0, 4, worker.device());
@@ -21,13 +22,13 @@ fn clipped(strategy: ShardingStrategy, norm: Norm, max: f64) -> (f64, f64, usize
         let after = model.clip_grad_norm_by(&mut gradients, f64::MAX, norm)?;
         Ok((found, after, only(&trace, &["reduce_norm"]).len()))
     });
-    assert!(ranks.iter().all(|rank| *rank == ranks[0]), "every rank finds the same: {ranks:?}");
+    assert!(ranks.iter().all(|rank| *rank == ranks[0]), "every rank has the same norms: {ranks:?}");
     ranks[0]
 }
 
-/// The same, of gradients that every rank holds whole, by the definition.
+/// The p-norm of the full gradients, which every rank holds under `NO_SHARD`, from the definition.
 fn expected(p: f64) -> f64 {
-    on(4, move |worker| {
+    on_ranks(4, move |worker| {
         let options = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
         let model = sharded(2, worker, options)?;
         let x = input(worker.rank().index(), 0, 4, worker.device());
@@ -55,6 +56,7 @@ fn clip_grad_norm_equals_the_unsharded_norm() {
     for p in [1.0, 2.0, f64::INFINITY, 3.5] {
         let norm = Norm::new(p).unwrap();
         let want = expected(p);
+        assert!(want > 0.0, "{norm:?}: there are gradients");
         for strategy in
             [ShardingStrategy::FullShard, ShardingStrategy::NoShard, ShardingStrategy::HybridShard]
         {
@@ -70,6 +72,7 @@ fn clip_grad_norm_equals_the_unsharded_norm() {
 #[test]
 fn a_norm_below_the_bound_scales_nothing() {
     let (before, after, _) = clipped(ShardingStrategy::FullShard, Norm::Two, 1e6);
+    assert!(before > 0.0);
     assert_eq!(before.to_bits(), after.to_bits());
 }
 
@@ -87,11 +90,11 @@ impl Tied {
     }
 }
 
-/// One weight at two places, under one id: its gradient counts once, and is scaled once.
+/// One weight at two places has one id, so that its gradient counts once and is scaled once.
 #[test]
 fn a_tied_weight_counts_once() {
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
-        let ranks = on(3, move |worker| {
+        let ranks = on_ranks(3, move |worker| {
             let input_weight = LinearConfig::new(WIDTH, WIDTH).init(worker.device()).weight;
             let model = Tied { output: input_weight.clone(), input: input_weight };
             let options = FsdpOptions::new().with_strategy(strategy);
@@ -109,6 +112,7 @@ fn a_tied_weight_counts_once() {
             Ok((want, found, after))
         });
         for (want, found, after) in ranks {
+            assert!(want > 0.0, "{strategy}: there is a gradient");
             assert!((found - want).abs() <= 1e-5 * want, "{strategy}: {found} {want}");
             assert!((after - want / 4.0).abs() <= 1e-4 * want, "{strategy}: {after} {want}");
         }

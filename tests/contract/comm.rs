@@ -1,4 +1,4 @@
-//! `test_fully_shard_comm`: how many collectives, and in which order.
+//! `test_fully_shard_comm`: the number of collectives, and their order.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -7,15 +7,15 @@ use fsdp_runtime::__private::FlatLayout;
 use fsdp_runtime::WorldSize;
 use fsdp_runtime::prelude::*;
 
-use super::mlp::{Block, HIDDEN, WIDTH, input, loss, on, sharded};
+use super::mlp::{Block, HIDDEN, WIDTH, input, loss, of_rank_0, on_ranks, sharded};
 use super::support::trace::{only, record};
 
 const STEPS: [&str; 6] =
     ["unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "reduce"];
 
-/// The trace of the second step of three blocks on one of two ranks.
+/// The second step of three blocks on two ranks: lines of its forward and of its backward.
 fn trace(options: FsdpOptions) -> (Vec<String>, Vec<String>) {
-    let traces = on(2, move |worker| {
+    let traces = on_ranks(2, move |worker| {
         let model = sharded(3, worker, options.clone())?;
         let x = || input(worker.rank().index(), 0, 4, worker.device());
         model.backward(loss(model.forward(x())))?;
@@ -24,7 +24,7 @@ fn trace(options: FsdpOptions) -> (Vec<String>, Vec<String>) {
         gradients?;
         Ok((forward, backward))
     });
-    assert_eq!(traces[0], traces[1], "every rank does the same");
+    assert_eq!(traces[0], traces[1], "every rank has the same schedule");
     let (forward, backward) = traces.into_iter().next().unwrap();
     (only(&forward, &STEPS), only(&backward, &STEPS))
 }
@@ -44,7 +44,7 @@ fn forward_order_with_prefetch() {
         "reshard blocks.1",
         "wait_for_unshard blocks.2",
     ];
-    assert_eq!(forward, expected, "the last block and the root stay for their backward");
+    assert_eq!(forward, expected, "the last block and the root stay gathered for their backward");
 }
 
 #[test]
@@ -65,13 +65,14 @@ fn forward_order_without_prefetch() {
     assert_eq!(forward, expected);
 }
 
-/// The root's gradients arrive with the first block's: nothing before either is tracked.
+/// Removes the root's lines. The root's gradients arrive with the first block's, in no fixed order,
+/// because no tracked input comes before either.
 fn without_root(lines: Vec<String>) -> Vec<String> {
     assert_eq!(lines.iter().filter(|line| *line == "reduce (root)").count(), 1, "{lines:?}");
     lines.into_iter().filter(|line| !line.ends_with("(root)")).collect()
 }
 
-/// PyTorch's: unshard 2 (kept here), unshard 1, post 2, unshard 0, post 1, post 0.
+/// PyTorch's order: unshard 2, which stays gathered here, unshard 1, post 2, unshard 0, post 1, post 0.
 #[test]
 fn backward_order_with_prefetch_before() {
     let (_, backward) = trace(FsdpOptions::new());
@@ -134,7 +135,7 @@ fn backward_order_without_prefetch() {
 #[test]
 fn communication_count() {
     let counts = |options: FsdpOptions| {
-        on(2, move |worker| {
+        on_ranks(2, move |worker| {
             let model = sharded(3, worker, options.clone())?;
             let x = input(worker.rank().index(), 0, 4, worker.device());
             model.backward(loss(model.forward(x)))?;
@@ -151,7 +152,7 @@ fn communication_count() {
 
 #[test]
 fn world_size_1() {
-    let outcome = on(1, |worker| {
+    let outcome = on_ranks(1, |worker| {
         let model = sharded(2, worker, FsdpOptions::new())?;
         let output = loss(model.forward(input(0, 0, 4, worker.device())));
         let value = output.clone().into_scalar::<f32>();
@@ -163,7 +164,7 @@ fn world_size_1() {
     assert_eq!(reductions, 3);
 }
 
-/// The layout alone, for as many ranks as no test can start.
+/// The layout alone: no test can start as many ranks.
 #[test]
 fn world_size_128() {
     let world = WorldSize::new(128).unwrap();
@@ -171,7 +172,9 @@ fn world_size_128() {
     for matrix in 0..layout.len() {
         let held: usize = world.ranks().map(|rank| layout.shard_of(matrix, rank).len()).sum();
         assert_eq!(held, layout.segment(matrix).len());
+        assert!(held > 0);
     }
+    assert_eq!(layout.len(), 3);
 }
 
 /// Gradients are means over all ranks, whatever the mesh.
@@ -182,11 +185,11 @@ fn divide_factor() {
         (ShardingStrategy::HybridShard, 2),
         (ShardingStrategy::NoShard, 4),
     ] {
-        let sums = on(4, move |worker| {
+        let sums = on_ranks(4, move |worker| {
             let options = FsdpOptions::new().with_strategy(strategy).with_shard_size(size);
             let model = sharded(1, worker, options)?;
             let bias = model.head.bias.as_ref().expect("with a bias").id;
-            // The gradient of the bias is the rank's number.
+            // The gradient of the bias is the number of the rank: 0, 1, 2 or 3.
             let scale = worker.rank().index() as f32;
             let output = model.forward(input(0, 0, 1, worker.device())).sum() * scale;
             let gradients = model.backward(output)?;
@@ -218,13 +221,13 @@ fn switching(device: &Device) -> Switching {
     }
 }
 
-/// Units skipped, used twice or in another order than last time: correct, and one gather more each.
+/// A unit that is skipped, used twice or used in another order than before costs one more all-gather.
 #[test]
 fn mis_prefetch() {
     const ORDERS: [&[usize]; 6] =
         [&[0, 1, 2, 3], &[0, 2, 3], &[3, 2, 1, 0], &[1, 1, 0], &[0, 1, 2, 3], &[2, 0, 2]];
     let run = |options: FsdpOptions| {
-        on(2, move |worker| {
+        of_rank_0(2, move |worker| {
             let model =
                 fully_shard(switching(worker.device()), worker, options.clone().with_seed(3))?;
             let mut norms = Vec::new();
@@ -237,19 +240,18 @@ fn mis_prefetch() {
                 norms.push(model.clip_grad_norm(&mut gradients, 1e9)?.to_bits());
                 let after = model.stats().counts();
                 let wrong = after.mis_prefetches - before.mis_prefetches;
-                // Each forward and each backward of a unit, the root once.
+                // One for each forward and each backward of a block, and one for the root.
                 let most = 2 * order.len() + 1 + wrong;
                 assert!(after.all_gathers - before.all_gathers <= most, "{order:?}: {after:?}");
                 extra += wrong;
             }
             Ok((norms, extra))
         })
-        .swap_remove(0)
     };
     let (expected, _) = run(FsdpOptions::new().with_strategy(ShardingStrategy::NoShard));
     let (norms, wrong) = run(FsdpOptions::new());
     assert_eq!(norms, expected);
-    assert!(wrong > 0, "the orders do mislead the prefetch");
+    assert!(wrong > 0, "the orders mislead the prefetch");
     let (norms, wrong) = run(FsdpOptions::new()
         .with_forward_prefetch(false)
         .with_backward_prefetch(BackwardPrefetch::None));

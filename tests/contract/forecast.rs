@@ -1,4 +1,4 @@
-//! What is forecast for a model is what it then holds, kind by kind, to the byte.
+//! A memory forecast is what the model then holds, kind by kind, to the byte.
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig};
@@ -7,9 +7,9 @@ use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, Rank, WorldSize};
 
-use super::mlp::{Block, Mlp, WIDTH, loss, on};
+use super::mlp::{Block, Mlp, WIDTH, loss, on_ranks};
 
-/// A tied weight at both ends of the outermost unit.
+/// A model whose root unit has a tied weight at both ends.
 #[derive(Module, Debug)]
 #[fsdp_unit(root, tie("tokens" = "output"))]
 struct Tied {
@@ -41,16 +41,16 @@ impl Tied {
     }
 }
 
-/// Two steps of `batches` micro-batches each, against the forecast.
-fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
-    let told = format!("{world} ranks, {batches} batches, {options:?}");
-    on(world, move |worker| {
+/// Compares the memory of two steps, of `batches` micro-batches each, with the forecast.
+fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
+    let what = format!("{world} ranks, {batches} batches, {options:?}");
+    on_ranks(world, move |worker| {
         let device = worker.device();
         let mesh = Mesh::new(worker.rank(), worker.world());
         let model = Tied::new(4, device);
         let forecast = MemoryForecast::new(&model, mesh, &options)?.with_optimizer(2);
         let forecast = if batches > 1 { forecast.with_accumulation() } else { forecast };
-        assert!(!model.tokens.weight.is_initialized(), "nothing is drawn for it");
+        assert!(!model.tokens.weight.is_initialized(), "a forecast initialises no parameter");
 
         let mut model = fully_shard(model, worker, options.clone().with_seed(3))?;
         let mut adam = AdamWConfig::new().init();
@@ -66,14 +66,15 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
         let found = [memory.shards, memory.replicated, memory.gathered, memory.gradients];
         let expected =
             [forecast.shards, forecast.replicated, forecast.gathered, forecast.gradients];
-        assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{memory}\n{forecast}");
+        assert_eq!(found.map(|usage| usage.peak), expected, "{what}\n{memory}\n{forecast}");
         let host = model.stats().host_memory();
         let found = [host.shards, host.replicated, host.gradients];
         let expected = [forecast.host.shards, forecast.host.replicated, forecast.host.gradients];
-        assert_eq!(found.map(|usage| usage.peak), expected, "{told}\n{host}\n{forecast}");
-        let rests = if forecast.host.total() > 0 { host } else { memory };
-        let expected = 2 * (rests.shards.now + rests.replicated.now);
-        assert_eq!(forecast.optimizer + forecast.host.optimizer, expected);
+        assert_eq!(found.map(|usage| usage.peak), expected, "{what}\n{host}\n{forecast}");
+        let stored = if forecast.host.total() > 0 { host } else { memory };
+        let held = stored.shards.now + stored.replicated.now;
+        assert!(held > 0, "{what}");
+        assert_eq!(forecast.optimizer + forecast.host.optimizer, 2 * held, "{what}");
         Ok(())
     });
 }
@@ -84,7 +85,7 @@ fn strategies_and_worlds() {
         for world in [1, 2, 4] {
             let shard_size = if world == 4 { 2 } else { world };
             let options = FsdpOptions::new().with_strategy(strategy).with_shard_size(shard_size);
-            held_as_forecast(world, options, 1);
+            assert_as_forecast(world, options, 1);
         }
     }
 }
@@ -92,11 +93,11 @@ fn strategies_and_worlds() {
 #[test]
 fn options_that_cost_memory() {
     let options = FsdpOptions::new();
-    held_as_forecast(2, options.clone().with_gather_buffers(1), 1);
-    held_as_forecast(2, options.clone().with_gather_buffers(3), 1);
-    held_as_forecast(2, options.clone().with_persist_below(WIDTH * 37 + 1), 1);
-    held_as_forecast(2, options.clone().with_wrap(WrapPolicy::NoWrap), 1);
-    held_as_forecast(4, options.with_reshard_after_forward(ReshardAfterForward::To(2)), 1);
+    assert_as_forecast(2, options.clone().with_gather_buffers(1), 1);
+    assert_as_forecast(2, options.clone().with_gather_buffers(3), 1);
+    assert_as_forecast(2, options.clone().with_persist_below(WIDTH * 37 + 1), 1);
+    assert_as_forecast(2, options.clone().with_wrap(WrapPolicy::NoWrap), 1);
+    assert_as_forecast(4, options.with_reshard_after_forward(ReshardAfterForward::To(2)), 1);
 }
 
 #[test]
@@ -107,12 +108,12 @@ fn precision_and_offload() {
     for policy in [MixedPrecisionPolicy::new(), half, precise] {
         for offload in [OffloadPolicy::None, params, OffloadPolicy::OptimizerOnly] {
             let options = FsdpOptions::new().with_mixed_precision(policy).with_offload(offload);
-            held_as_forecast(2, options.clone().with_persist_below(usize::MAX), 1);
+            assert_as_forecast(2, options.clone().with_persist_below(usize::MAX), 1);
             for batches in [1, 2] {
-                held_as_forecast(2, options.clone(), batches);
+                assert_as_forecast(2, options.clone(), batches);
             }
             let hold = GradientAccumulation::HoldUnsharded;
-            held_as_forecast(2, options.with_gradient_accumulation(hold), 2);
+            assert_as_forecast(2, options.with_gradient_accumulation(hold), 2);
         }
     }
 }
@@ -122,14 +123,14 @@ fn accumulation() {
     for accumulation in [GradientAccumulation::ReduceEach, GradientAccumulation::HoldUnsharded] {
         for batches in [2, 3] {
             let options = FsdpOptions::new().with_gradient_accumulation(accumulation);
-            held_as_forecast(2, options, batches);
+            assert_as_forecast(2, options, batches);
         }
     }
 }
 
-/// A model far too large for any machine costs nothing to forecast, and is refused with the table.
+/// A forecast of a model far too large for any machine allocates nothing. Its error shows the table.
 #[test]
-fn what_does_not_fit_is_refused() {
+fn a_model_that_does_not_fit_is_refused() {
     let device = burn::tensor::Device::flex();
     let tokens = EmbeddingConfig::new(1 << 30, WIDTH).init(&device);
     let model = Tied { output: tokens.weight.clone(), tokens, ..Tied::new(1, &device) };
@@ -150,10 +151,10 @@ fn what_does_not_fit_is_refused() {
 }
 
 #[test]
-fn a_wrong_option_is_an_error_here_too() {
+fn a_forecast_checks_the_options() {
     let model = Mlp::new(1, &burn::tensor::Device::flex());
     let mesh = Mesh::new(Rank::ZERO, WorldSize::new(2).expect("two ranks"));
     let error =
         MemoryForecast::new(&model, mesh, &FsdpOptions::new().with_gather_buffers(0)).unwrap_err();
-    assert!(error.to_string().contains("gather_buffers"), "{error}");
+    assert!(error.to_string().contains("slots"), "{error}");
 }

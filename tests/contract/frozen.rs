@@ -1,25 +1,25 @@
-//! `test_fully_shard_frozen`: parameters without gradients, and LoRA adapters beside them.
+//! `test_fully_shard_frozen`: frozen parameters, and LoRA adapters beside them.
 
 use burn::module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::Tensor;
 use fsdp_runtime::prelude::*;
 
-use super::mlp::{Block, Mlp, gradient, input, loss, on, sharded, unsharded};
+use super::mlp::{
+    HIDDEN, Mlp, OUTPUTS, WIDTH, full_gradient, gradient, input, loss, of_rank_0, on_ranks,
+    sharded, unsharded,
+};
+use crate::support::compare::{Within, assert_close};
 
-fn freeze(block: Block) -> Block {
-    block.freeze()
-}
-
-/// Freezes each block for which `frozen` says so.
+/// Freezes the blocks whose index is `frozen`.
 fn interleaved(model: Mlp, frozen: impl Fn(usize) -> bool) -> Mlp {
     let blocks = model.blocks.into_iter().enumerate();
-    let blocks = blocks.map(|(i, block)| if frozen(i) { freeze(block) } else { block }).collect();
+    let blocks = blocks.map(|(i, block)| if frozen(i) { block.freeze() } else { block }).collect();
     Mlp { blocks, ..model }
 }
 
 fn train(strategy: ShardingStrategy, slots: usize, world: usize) -> Vec<u32> {
-    on(world, move |worker| {
+    of_rank_0(world, move |worker| {
         let model = interleaved(Mlp::new(5, worker.device()), |i| i % 2 == 1 || i == 2);
         let options =
             FsdpOptions::new().with_strategy(strategy).with_gather_buffers(slots).with_seed(4);
@@ -40,10 +40,9 @@ fn train(strategy: ShardingStrategy, slots: usize, world: usize) -> Vec<u32> {
         }
         Ok(losses)
     })
-    .swap_remove(0)
 }
 
-/// Frozen units between trainable ones: gathered for backward, never reduced.
+/// Frozen units between trainable ones are gathered for backward, and never reduced.
 #[test]
 fn train_mixed_requires_grad_across_units() {
     for world in [2, 3] {
@@ -56,8 +55,8 @@ fn train_mixed_requires_grad_across_units() {
 }
 
 #[test]
-fn frozen_units_are_not_reduced_and_hold_no_gradient() {
-    let ranks = on(2, |worker| {
+fn frozen_units_are_not_reduced_and_have_no_gradient() {
+    let ranks = on_ranks(2, |worker| {
         let trained = |frozen: fn(usize) -> bool| {
             let model = interleaved(Mlp::new(4, worker.device()), frozen);
             let model = fully_shard(model, worker, FsdpOptions::new().with_seed(4))?;
@@ -74,11 +73,11 @@ fn frozen_units_are_not_reduced_and_hold_no_gradient() {
     assert!(few_bytes < all_bytes / 2, "{few_bytes} {all_bytes}");
 }
 
-/// Biases alone, the matrices of the same units frozen.
+/// The biases train, the matrices of the same units are frozen.
 #[test]
 fn train_bias_only() {
     let run = |strategy| {
-        on(2, move |worker| {
+        on_ranks(2, move |worker| {
             let mut model = Mlp::new(3, worker.device());
             for block in &mut model.blocks {
                 block.up.weight = block.up.weight.clone().set_require_grad(false);
@@ -93,7 +92,11 @@ fn train_bias_only() {
                 let output = loss(model.forward(x));
                 losses.push(output.clone().into_scalar::<f32>().to_bits());
                 let gradients = model.backward(output)?;
-                assert!(gradients.get::<2>(model.blocks[0].up.weight.id).is_none());
+                for block in &model.blocks {
+                    assert!(gradients.get::<2>(block.up.weight.id).is_none());
+                    let bias = block.up.bias.as_ref().expect("a bias").id;
+                    assert!(gradients.get::<1>(bias).is_some());
+                }
                 model = optimizer.step(1e-2, model, gradients);
             }
             Ok(losses)
@@ -104,20 +107,20 @@ fn train_bias_only() {
     assert!(f32::from_bits(losses[0][0]).is_finite());
 }
 
-/// Frozen for one step, trained in the next.
+/// Units are frozen in every other step.
 #[test]
 fn requires_grad_changes_between_steps() {
     let run = |strategy| {
-        on(2, move |worker| {
+        on_ranks(2, move |worker| {
             let mut model = sharded(3, worker, FsdpOptions::new().with_strategy(strategy))?;
             let mut optimizer = SgdConfig::new().init();
             let mut losses = Vec::new();
             for step in 0..4 {
                 model = if step % 2 == 1 { model.freeze() } else { model.unfreeze() };
                 if step % 2 == 1 {
-                    // Something must train.
+                    // One parameter trains, so that the loss has a graph.
                     let head = model.head.bias.as_ref().expect("a bias").id;
-                    model = model.map_require_grad(head);
+                    model = model.unfreeze_one(head);
                 }
                 let output =
                     loss(model.forward(input(worker.rank().index(), step, 4, worker.device())));
@@ -133,13 +136,13 @@ fn requires_grad_changes_between_steps() {
     assert_eq!(run(ShardingStrategy::FullShard), run(ShardingStrategy::NoShard));
 }
 
-/// Lets one parameter of a frozen model train.
-trait MapRequireGrad: Sized {
-    fn map_require_grad(self, id: ParamId) -> Self;
+/// Unfreezes one parameter.
+trait UnfreezeOne: Sized {
+    fn unfreeze_one(self, id: ParamId) -> Self;
 }
 
-impl<M: Module> MapRequireGrad for M {
-    fn map_require_grad(self, id: ParamId) -> Self {
+impl<M: Module> UnfreezeOne for M {
+    fn unfreeze_one(self, id: ParamId) -> Self {
         struct One(ParamId);
         impl ModuleMapper for One {
             fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -150,19 +153,19 @@ impl<M: Module> MapRequireGrad for M {
     }
 }
 
-/// Adapters are applied before sharding: the bases are sharded and frozen, the factors trained.
+/// Adapters are applied before sharding. The frozen bases are sharded too, and the factors train.
 #[test]
 fn lora() {
-    let ranks = on(2, |worker| {
+    let ranks = on_ranks(2, |worker| {
         let device = worker.device();
-        // One set of values on every rank, factors included.
+        // The bases have the same values on every rank. Each rank draws factors of its own.
         let plain = unsharded(Mlp::new(2, device), worker, FsdpOptions::new())?;
         device.seed(9 + worker.rank().index() as u64);
         let adapted = plain.apply_lora(Lora::new(2, 4.0));
         let mut model = fully_shard(adapted, worker, FsdpOptions::new().with_seed(4))?;
         let state = model.state().full(Recipient::All)?;
         let factor = &state["blocks.0.up.weight.lora.a"];
-        assert_eq!(factor.shape().as_slice(), [super::mlp::WIDTH, 2]);
+        assert_eq!(factor.shape().as_slice(), [WIDTH, 2]);
         let before = state["blocks.0.up.weight"].clone();
         let x = |step| input(worker.rank().index(), step, 32, device);
         let start = loss(model.forward(x(0))).into_scalar::<f32>();
@@ -181,29 +184,29 @@ fn lora() {
         let end = loss(model.forward(x(0))).into_scalar::<f32>();
         Ok((start, end, model.stats().memory().shards.now))
     });
-    assert_eq!(ranks[0].2 + ranks[1].2, total_fragments(&ranks));
+    assert_eq!(ranks[0].2 + ranks[1].2, adapted_bytes());
     for (start, end, _) in ranks {
-        assert!(end < start, "the adapters learn: {start} {end}");
+        assert!(end < start, "training the adapters lowers the loss: {start} {end}");
     }
 }
 
-fn total_fragments(ranks: &[(f32, f32, usize)]) -> usize {
-    use super::mlp::{HIDDEN, WIDTH};
-    assert_eq!(ranks.len(), 2);
+/// Bytes of the matrices of two blocks and the head, each with factors of rank 2.
+fn adapted_bytes() -> usize {
     let adapted = |rows: usize, columns: usize| rows * columns + 2 * (rows + columns);
-    4 * (2 * (adapted(WIDTH, HIDDEN) + adapted(HIDDEN, WIDTH)) + adapted(WIDTH, 3))
+    let block = adapted(WIDTH, HIDDEN) + adapted(HIDDEN, WIDTH);
+    size_of::<f32>() * (2 * block + adapted(WIDTH, OUTPUTS))
 }
 
 /// The gradients of the factors are those of plain Burn.
 #[test]
 fn lora_gradients_are_those_of_plain_burn() {
-    let ranks = on(2, |worker| {
+    let ranks = on_ranks(2, |worker| {
         let device = worker.device();
         let plain = unsharded(Mlp::new(2, device), worker, FsdpOptions::new())?;
         let adapted = plain.apply_lora(Lora::new(2, 4.0));
         let model =
             fully_shard(adapted.clone(), worker, FsdpOptions::new().with_sync_module_states(true))?;
-        // Rank 0's factors went to everyone.
+        // Under `sync_module_states` every rank has rank 0's factors.
         let reference = adapted;
         let x = || input(0, 0, 4, device);
         let ours = model.backward(loss(model.forward(x())))?;
@@ -219,16 +222,13 @@ fn lora_gradients_are_those_of_plain_burn() {
         });
         Ok((mine, theirs))
     });
-    let parts = ranks.iter().flat_map(|(mine, _)| mine.clone().unwrap_or_default());
-    let got: Vec<f32> = parts.collect();
-    let want = ranks[0].1.clone().expect("a gradient");
-    assert_eq!(got.len(), want.len());
-    for (got, want) in got.iter().zip(&want) {
-        assert!((got - want).abs() < 1e-6 * want.abs().max(1.0), "{got} {want}");
-    }
+    let found = full_gradient(ranks.iter().map(|(mine, _)| mine));
+    let expected = ranks[0].1.as_ref().expect("a gradient");
+    assert_close(&found, expected, Within::Scaled(1e-6), "the factor's gradient");
 }
 
-/// The factors of the second block's `down`, as Burn's visitors find them.
+/// Calls `found` with the name of each factor of the second block's `down`, as Burn's visitors find
+/// them.
 fn factors(model: &Fsdp<Mlp>, found: &mut dyn FnMut(&str, &Param<Tensor<2>>)) {
     struct Visitor<'a> {
         path: Vec<String>,

@@ -1,11 +1,12 @@
-//! `test_fully_shard_grad_scaler`: what overflows on one rank is skipped on all.
+//! `test_fully_shard_grad_scaler`: an overflow on one rank skips the step on all.
 
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::Tensor;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, GradScalerConfig};
 
-use super::mlp::{Mlp, input, loss, on, sharded};
+use super::mlp::{Mlp, input, loss, on_ranks, sharded};
+use super::support::compare::assert_same_state;
 use super::support::trace::{only, record};
 
 const STEPS: usize = 6;
@@ -16,7 +17,7 @@ struct Training<'a> {
     model: Fsdp<Mlp>,
     optimizer: burn::optim::ModuleOptimizer,
     scaler: GradScaler,
-    /// Makes losses larger.
+    /// Multiplies every loss.
     factor: f32,
 }
 
@@ -27,7 +28,7 @@ impl<'a> Training<'a> {
         Ok(Self { worker, model, optimizer, scaler, factor: 1.0 })
     }
 
-    /// One step, with gradients as `change` leaves them; whether it was taken.
+    /// Takes one step with the gradients that `change` leaves. Returns whether they were finite.
     fn step(
         &mut self,
         step: usize,
@@ -57,13 +58,13 @@ fn strategies() -> [FsdpOptions; 3] {
     [ShardingStrategy::FullShard, ShardingStrategy::NoShard, ShardingStrategy::HybridShard].map(of)
 }
 
-/// A scale that is a power of two changes no bit of what neither overflows nor underflows.
+/// A scale that is a power of two changes no bit of a gradient that neither overflows nor underflows.
 #[test]
-fn scaled_training_is_training() {
+fn scaled_training_has_the_bits_of_training_without_a_scale() {
     for options in strategies() {
         for accumulate in [false, true] {
             let options = options.clone();
-            let ranks = on(4, move |worker| {
+            let ranks = on_ranks(4, move |worker| {
                 let train = |scaler: Option<GradScaler>| {
                     let mut model = sharded(2, worker, options.clone())?;
                     let mut optimizer = AdamWConfig::new().init();
@@ -92,7 +93,7 @@ fn scaled_training_is_training() {
                 Ok::<_, Error>((train(None)?, train(Some(GradScaler::new()))?))
             });
             for (plain, scaled) in ranks {
-                assert_eq!(plain, scaled);
+                assert_same_state(&scaled, &plain, "scaled training");
             }
         }
     }
@@ -104,7 +105,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
         for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
             for matrix in [true, false] {
                 let options = options.clone();
-                let ranks = on(4, move |worker| {
+                let ranks = on_ranks(4, move |worker| {
                     let scaler = GradScaler::new();
                     let mut training = Training::new(worker, options.clone(), scaler)?;
                     assert!(training.step(0, |_, _| {})?);
@@ -130,10 +131,10 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
     }
 }
 
-/// Makes one element of this rank's gradients `value`, of a matrix or of a vector.
+/// Sets one element of this rank's gradients, of a matrix or of a vector, to `value`.
 fn overflow(model: &Mlp, gradients: &mut GradientsParams, value: f32, matrix: bool) {
     if matrix {
-        // Whatever matrix this rank has a shard of.
+        // The first matrix that this rank has a shard of.
         let linears = model.blocks.iter().flat_map(|block| [&block.up, &block.down]);
         let mut ids = linears.chain([&model.head]).map(|linear| linear.weight.id);
         let id = ids.find(|id| gradients.get::<2>(*id).is_some()).expect("a shard");
@@ -148,10 +149,10 @@ fn overflow(model: &Mlp, gradients: &mut GradientsParams, value: f32, matrix: bo
     }
 }
 
-/// A scale that is too large for f32 overflows by itself, and is backed off until it does not.
+/// A scale that is too large for f32 makes every gradient overflow until it has shrunk enough.
 #[test]
 fn the_scale_backs_off_until_gradients_are_finite_and_grows_again() {
-    let ranks = on(2, |worker| {
+    let ranks = on_ranks(2, |worker| {
         let config = GradScalerConfig::new().with_init_scale(f32::MAX / 2.0);
         let scaler = config.with_growth_interval(3).with_backoff_factor(2f32.powi(-10)).init()?;
         let mut training = Training::new(worker, FsdpOptions::new(), scaler)?;
@@ -162,7 +163,11 @@ fn the_scale_backs_off_until_gradients_are_finite_and_grows_again() {
             let scale = training.scaler.loss_scale();
             taken.push((training.step(step, |_, _| {})?, scale));
             let after = training.state()?;
-            assert_eq!(after != before, taken[step].0, "stepped if and only if finite");
+            assert_eq!(
+                after != before,
+                taken[step].0,
+                "a step is taken if and only if gradients are finite"
+            );
             before = after;
         }
         Ok(taken)
@@ -174,18 +179,17 @@ fn the_scale_backs_off_until_gradients_are_finite_and_grows_again() {
 }
 
 #[test]
-fn large_gradients_that_are_finite_are_no_overflow() {
-    let finite = on(2, |worker| {
+fn a_finite_gradient_whose_square_overflows_is_no_overflow() {
+    let finite = on_ranks(2, |worker| {
         let mut training = Training::new(worker, FsdpOptions::new(), GradScaler::new())?;
-        // Its square is not finite.
         training.step(0, |model, gradients| overflow(model, gradients, 1e30, true))
     });
     assert_eq!(finite, [true, true]);
 }
 
 #[test]
-fn a_scaler_that_was_saved_goes_on_where_it_was() {
-    let json = on(2, |worker| {
+fn a_saved_scaler_continues_where_it_was() {
+    let json = on_ranks(2, |worker| {
         let config = GradScalerConfig::new().with_growth_interval(2).with_init_scale(8.0);
         let mut training = Training::new(worker, FsdpOptions::new(), config.init()?)?;
         training.step(0, |_, _| {})?;
@@ -203,7 +207,7 @@ fn a_scaler_that_was_saved_goes_on_where_it_was() {
 
 #[test]
 fn ranks_with_different_scales_are_an_error_on_all() {
-    let errors = on(2, |worker| {
+    let errors = on_ranks(2, |worker| {
         let scale = [4.0, 8.0][worker.rank().index()];
         let scaler = GradScalerConfig::new().with_init_scale(scale).init()?;
         let mut training = Training::new(worker, FsdpOptions::new(), scaler)?;
@@ -230,7 +234,7 @@ fn numbers_out_of_their_range_are_errors() {
 
 #[test]
 fn one_loss_through_several_models_moves_the_scale_once() {
-    on(2, |worker| {
+    on_ranks(2, |worker| {
         let mut scaler =
             GradScalerConfig::new().with_init_scale(8.0).with_growth_interval(1).init().unwrap();
         let models =

@@ -1,4 +1,4 @@
-//! `test_fully_shard_ignore_params`: parameters left alone.
+//! `test_fully_shard_ignore_params`: ignored parameters are neither sharded nor reduced.
 
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
@@ -7,18 +7,18 @@ use burn::tensor::{Device, Tensor};
 use fsdp_runtime::ShardError;
 use fsdp_runtime::prelude::*;
 
-use super::mlp::{Mlp, WIDTH, input, loss, on};
+use super::mlp::{Mlp, WIDTH, input, loss, on_ranks};
 
 #[test]
-fn ddp_like_ignored_params_stay_whole_and_keep_their_own_gradients() {
-    let ranks = on(2, |worker| {
+fn ignored_params_are_not_sharded_and_keep_each_ranks_gradient() {
+    let ranks = on_ranks(2, |worker| {
         let model = Mlp::new(2, worker.device());
         let id = model.blocks[1].up.weight.id;
         let whole = model.blocks[1].up.weight.dims();
         let options = FsdpOptions::new().with_seed(3).with_ignored_params([id]);
         let mut model = fully_shard(model, worker, options)?;
         assert_eq!(model.blocks[1].up.weight.base().dims(), whole);
-        // PyTorch's state dict has them too.
+        // The full state holds them, as PyTorch's does.
         let state = model.state().full(Recipient::All)?;
         assert_eq!(state["blocks.1.up.weight"].shape().as_slice(), whole);
         let x = input(worker.rank().index(), 0, 4, worker.device());
@@ -30,26 +30,26 @@ fn ddp_like_ignored_params_stay_whole_and_keep_their_own_gradients() {
         assert_ne!(before.as_bytes(), model.blocks[1].up.weight.val().into_data().as_bytes());
         Ok(own.into_data().iter::<f32>().map(f32::to_bits).collect::<Vec<_>>())
     });
-    assert_ne!(ranks[0], ranks[1], "each rank's own, not reduced");
+    assert_ne!(ranks[0], ranks[1], "each rank has its own gradient");
 }
 
 #[test]
 fn an_id_of_no_parameter_is_an_error() {
-    let errors = on(2, |worker| {
+    let errors = on_ranks(2, |worker| {
         let options = FsdpOptions::new().with_ignored_params([ParamId::new()]);
         let model = Mlp::new(1, worker.device());
         Ok(fully_shard(model, worker, options).map(|_| ()).unwrap_err().to_string())
     });
-    assert!(errors[0].contains("ignored_params"), "{}", errors[0]);
+    assert!(errors.iter().all(|error| error.contains("ignored_params")), "{errors:?}");
 }
 
-/// Each rank has its own: what bounds the others must be the same number on all.
+/// Each rank has its own gradient of an ignored parameter, but all ranks must find the same norm.
 #[test]
-fn clipping_neither_counts_nor_scales_their_gradients() {
+fn clipping_neither_counts_nor_scales_ignored_gradients() {
     let [without, with] = [1.0, 1e3].map(|factor| {
-        on(2, move |worker| {
+        on_ranks(2, move |worker| {
             let mut model = Mlp::new(2, worker.device());
-            // Drawn by each rank, in whatever order.
+            // Ranks draw ignored parameters in no fixed order, so that its values are set here.
             let weight = model.blocks[1].up.weight.clone();
             model.blocks[1].up.weight = weight.map(|it| it.full_like(0.1).require_grad());
             let id = model.blocks[1].up.weight.id;
@@ -62,7 +62,7 @@ fn clipping_neither_counts_nor_scales_their_gradients() {
             let norm = model.clip_grad_norm(&mut gradients, 1e-3)?;
             let after = gradients.get::<2>(id).expect("still there");
             assert_eq!(own.into_data(), after.into_data());
-            // The others have the norm asked for.
+            // The other gradients have the norm that was asked for.
             let after = model.clip_grad_norm(&mut gradients, f64::INFINITY)?;
             assert!((after / 1e-3 - 1.0).abs() < 1e-2, "{after}");
             Ok(norm.to_bits())
@@ -73,8 +73,8 @@ fn clipping_neither_counts_nor_scales_their_gradients() {
 }
 
 #[test]
-fn micro_batches_add_up_their_gradients() {
-    on(2, |worker| {
+fn micro_batches_add_up_ignored_gradients() {
+    on_ranks(2, |worker| {
         let model = Mlp::new(2, worker.device());
         let id = model.blocks[1].up.weight.id;
         let options = FsdpOptions::new().with_seed(3).with_ignored_params([id]);
@@ -89,7 +89,7 @@ fn micro_batches_add_up_their_gradients() {
         let sum = of(model.backward(batch(1))?);
         assert_eq!(sum.into_data(), expected.into_data());
         let alone = of(model.backward(batch(1))?);
-        assert_eq!(alone.into_data(), second.into_data(), "nothing is left over");
+        assert_eq!(alone.into_data(), second.into_data(), "the gradients before it are gone");
         Ok(())
     });
 }
@@ -119,8 +119,8 @@ impl Tied {
 }
 
 #[test]
-fn one_weight_at_two_places_cannot_be_ignored() {
-    on(1, |worker| {
+fn a_tied_weight_cannot_be_ignored() {
+    on_ranks(1, |worker| {
         let refused = |model: Tied, id| {
             let options = FsdpOptions::new().with_ignored_params([id]);
             fully_shard(model, worker, options).map(|_| ()).unwrap_err()
@@ -129,7 +129,7 @@ fn one_weight_at_two_places_cannot_be_ignored() {
             let (ignored, other) = (ignored.to_string(), other.to_string());
             fsdp_runtime::Error::from(ShardError::IgnoredTie { ignored, other })
         };
-        // Clones have one id.
+        // Clones share one id.
         let clones = Tied::new(worker.device());
         let id = clones.second.id;
         assert_eq!(refused(clones, id), tie("second", "first.weight"));
@@ -137,7 +137,7 @@ fn one_weight_at_two_places_cannot_be_ignored() {
             let second = LinearConfig::new(WIDTH, WIDTH).init(worker.device()).weight;
             Tied { second, ..Tied::new(worker.device()) }
         };
-        // A tie to a place that this model does not have binds nothing.
+        // A tie to a field that is absent in this model has no effect.
         let alone = Tied { third: None, ..Tied::new(worker.device()) };
         let options = FsdpOptions::new().with_ignored_params([alone.fourth.weight.id]);
         fully_shard(alone, worker, options)?;

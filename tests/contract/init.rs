@@ -1,16 +1,16 @@
-//! `test_fully_shard_init`: what is managed, how it is cut, what it is called.
+//! `test_fully_shard_init`: which parameters are managed, how they are sharded, and their names.
 
 use burn::module::{Module, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_runtime::prelude::*;
 
-use super::mlp::{HIDDEN, Mlp, WIDTH, input, on, sharded};
+use super::mlp::{HIDDEN, Mlp, WIDTH, input, on_ranks, sharded};
 
-/// Every parameter is in one unit, under its own path.
+/// Every parameter is in one unit, under its path in the model.
 #[test]
 fn managed_parameters_and_names() {
-    let state = on(2, |worker| {
+    let state = on_ranks(2, |worker| {
         let model = sharded(2, worker, FsdpOptions::new())?;
         assert_eq!(model.num_params(), Mlp::new(2, worker.device()).num_params());
         model.state().full(Recipient::All)
@@ -28,7 +28,7 @@ fn managed_parameters_and_names() {
         "head.bias",
         "head.weight",
     ];
-    assert_eq!(names, expected, "no wrapper's prefix");
+    assert_eq!(names, expected, "names have no prefix of a wrapper");
 }
 
 #[derive(Module, Debug)]
@@ -47,7 +47,7 @@ impl Shared {
 
 #[test]
 fn shared_parameters_are_managed_once() {
-    let ranks = on(2, |worker| {
+    let ranks = on_ranks(2, |worker| {
         let first = LinearConfig::new(WIDTH, WIDTH).init(worker.device()).weight;
         let model = Shared { second: first.clone(), first };
         let model = fully_shard(model, worker, FsdpOptions::new())?;
@@ -71,11 +71,11 @@ impl Uneven {
     }
 }
 
-/// Sizes below, at and above the world's: some ranks hold nothing of a matrix.
+/// Matrices of fewer elements than there are ranks: some ranks hold nothing of them.
 #[test]
 fn uneven_sizes_8_3_1() {
     for world in 1..=6 {
-        let ranks = on(world, |worker| {
+        let ranks = on_ranks(world, |worker| {
             let device: &Device = worker.device();
             let row = |n: usize| Param::from_tensor(Tensor::<2>::ones([1, n], device));
             let model = Uneven { eight: row(8), three: row(3), one: row(1) };
@@ -95,25 +95,24 @@ fn uneven_sizes_8_3_1() {
     }
 }
 
-/// Ranks that drew other values hold rank 0's afterwards.
+/// Ranks with other values of their own have rank 0's afterwards.
 #[test]
 fn rank_0_broadcast() {
-    let ranks = on(3, |worker| {
+    let ranks = on_ranks(3, |worker| {
         let rank = worker.rank().index();
         let values = Tensor::full([WIDTH, HIDDEN], rank as f64 + 1.0, worker.device());
         let mut model = Mlp::new(1, worker.device());
         model.blocks[0].up.weight = Param::from_tensor(values);
         let model = fully_shard(model, worker, FsdpOptions::new())?;
         let state = model.state().full(Recipient::All)?;
-        Ok(state["blocks.0.up.weight"].iter::<f32>().all(|x| x == 1.0))
+        Ok(state["blocks.0.up.weight"].iter::<f32>().collect::<Vec<_>>())
     });
-    assert_eq!(ranks, [true; 3]);
+    assert!(ranks.iter().all(|found| *found == [1.0; WIDTH * HIDDEN]));
 }
 
-/// The chosen wrapping, as a tree.
 #[test]
 fn wrapping_is_printed_as_a_tree() {
-    let text = on(2, |worker| {
+    let text = on_ranks(2, |worker| {
         let model = sharded(2, worker, FsdpOptions::new())?;
         model.forward(input(0, 0, 1, worker.device()));
         Ok(model.stats().wrapping().to_string())
@@ -138,21 +137,21 @@ impl Normed {
     }
 }
 
-/// PyTorch's option broadcasts buffers too.
+/// `sync_module_states` broadcasts buffers too, as PyTorch's option does.
 #[test]
-fn running_statistics_are_rank_zeros_where_states_are_synced() {
+fn running_statistics_are_broadcast_with_the_states() {
     for sync in [true, false] {
-        let ranks = on(2, move |worker| {
+        let ranks = on_ranks(2, move |worker| {
             let device = worker.device();
             let linear = LinearConfig::new(WIDTH, WIDTH).init(device);
             let model = Normed { linear, norm: BatchNormConfig::new(WIDTH).init(device) };
-            // Some training before, on inputs of its own.
+            // Each rank has updated its statistics on inputs of its own.
             model.forward(input(worker.rank().index(), 0, 4, device));
             let mean = |norm: &BatchNorm| -> Vec<f32> {
                 norm.running_mean.value_sync().into_data().iter::<f32>().collect()
             };
             let before = mean(&model.norm);
-            // The other option wants the same weights on all.
+            // Without it all ranks must have the same weights, so that these are ignored.
             let options = FsdpOptions::new().with_sync_module_states(sync);
             let ids = [model.linear.weight.id, model.linear.bias.as_ref().expect("a bias").id];
             let options = if sync { options } else { options.with_ignored_params(ids) };

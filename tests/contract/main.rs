@@ -1,5 +1,7 @@
-//! What PyTorch's FSDP2 promises in `test_fully_shard_*`, a file for each, kept here under the same
-//! names. What is about checkpoints, precision and offload is elsewhere.
+//! The contract of PyTorch's FSDP2: a file for each of its `test_fully_shard_*`, under the same name.
+//!
+//! Checkpoints, mixed precision and offload have tests of their own in `tests/checkpoint` and
+//! `tests/training`.
 
 #[path = "../support/mod.rs"]
 mod support;

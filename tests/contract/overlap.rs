@@ -1,6 +1,7 @@
-//! `test_fully_shard_overlap`: the next unit is gathered while this one computes. No clock is read:
-//! one rank stays within a unit until another is in the next, which only an all-gather that runs
-//! beside the computation allows.
+//! `test_fully_shard_overlap`: the next unit is gathered while this one computes.
+//!
+//! No test reads a clock. One rank stays within a unit until another rank is in the next one, which
+//! only an all-gather that runs beside the computation allows.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -12,7 +13,7 @@ use fsdp_runtime::prelude::*;
 
 use super::mlp::{WIDTH, input};
 
-/// Opened once by one rank, waited for by another.
+/// A gate that one rank opens while another waits for it.
 #[derive(Clone, Default)]
 struct Gate(Arc<(Mutex<bool>, Condvar)>);
 
@@ -22,7 +23,7 @@ impl Gate {
         self.0.1.notify_all();
     }
 
-    /// Whether it was opened in time.
+    /// Waits for two seconds. Returns whether the gate was opened.
     fn wait(&self) -> bool {
         let guard = self.0.0.lock().unwrap();
         let wait = self.0.1.wait_timeout_while(guard, Duration::from_secs(2), |open| !*open);
@@ -62,7 +63,7 @@ fn chain(device: &Device) -> Chain {
     Chain { units: (0..3).map(unit).collect() }
 }
 
-/// Whether rank 0 comes to the second unit while rank 1 is in the first.
+/// Whether rank 0 enters the second unit while rank 1 is in the first.
 fn overlaps(options: FsdpOptions) -> bool {
     let gate = Gate::default();
     let launched =
@@ -71,10 +72,10 @@ fn overlaps(options: FsdpOptions) -> bool {
         let rank = worker.rank().index();
         let model = fully_shard(chain(worker.device()), &worker, options.clone().with_seed(1))?;
         let x = input(rank, 0, 2, worker.device());
-        let met = std::cell::Cell::new(true);
+        let met = std::cell::Cell::new(None);
         let first = || {
             if rank == 1 {
-                met.set(gate.wait());
+                met.set(Some(gate.wait()));
             }
         };
         let second = || {
@@ -85,7 +86,8 @@ fn overlaps(options: FsdpOptions) -> bool {
         model.forward(x, &[&first, &second, &|| ()]);
         Ok::<_, fsdp_runtime::Error>(met.get())
     });
-    ranks.expect("the ranks succeed")[1]
+    let met = ranks.expect("the ranks succeed");
+    met[1].expect("rank 1 has been in its first unit")
 }
 
 #[test]
@@ -93,9 +95,9 @@ fn the_next_unit_is_gathered_while_one_computes() {
     assert!(overlaps(FsdpOptions::new()));
 }
 
-/// Copies from the host are part of the all-gather.
+/// Copies from host memory are part of the all-gather.
 #[test]
-fn the_next_unit_comes_from_the_host_while_one_computes() {
+fn the_next_unit_is_copied_from_the_host_while_one_computes() {
     for policy in [OffloadPolicy::Params { pin_memory: true }, OffloadPolicy::OptimizerOnly] {
         assert!(overlaps(FsdpOptions::new().with_offload(policy)), "{policy:?}");
     }
@@ -104,6 +106,6 @@ fn the_next_unit_comes_from_the_host_while_one_computes() {
 }
 
 #[test]
-fn without_prefetch_it_is_gathered_when_needed() {
+fn without_prefetch_a_unit_is_gathered_when_needed() {
     assert!(!overlaps(FsdpOptions::new().with_forward_prefetch(false)));
 }

@@ -1,14 +1,15 @@
-//! `test_fully_shard_state`: a model is sharded once, and in one way. Containers and types that
-//! cannot be units do not compile: `tests/ui`.
+//! `test_fully_shard_state`: a model is sharded once, with the same options on all ranks.
+//!
+//! Containers and types that cannot be units do not compile: see `tests/ui`.
 
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, ShardError};
 
-use super::mlp::{on, sharded};
+use super::mlp::{on_ranks, sharded};
 
 #[test]
 fn fully_shard_applied_twice() {
-    let errors = on(2, |worker| {
+    let errors = on_ranks(2, |worker| {
         let model = sharded(1, worker, FsdpOptions::new())?;
         Ok(fully_shard((*model).clone(), worker, FsdpOptions::new()).map(|_| ()).unwrap_err())
     });
@@ -19,8 +20,8 @@ fn fully_shard_applied_twice() {
 }
 
 #[test]
-fn ranks_with_other_options_are_told_apart() {
-    let errors = on(2, |worker| {
+fn ranks_with_different_options_are_an_error_on_all() {
+    let errors = on_ranks(2, |worker| {
         let slots = 2 + worker.rank().index();
         Ok(sharded(1, worker, FsdpOptions::new().with_gather_buffers(slots))
             .map(|_| ())

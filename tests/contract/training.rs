@@ -1,4 +1,5 @@
-//! `test_fully_shard_training`: parity with data-parallel training, however it is done.
+//! `test_fully_shard_training`: parity with data-parallel training under delays, accumulation, tied
+//! weights, hybrid meshes and several models.
 
 use std::time::Duration;
 
@@ -7,14 +8,20 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Counts, FullState};
 
-use super::mlp::{Block, Mlp, WIDTH, gradient, input, loss, on, sharded};
+use super::mlp::{
+    Block, Mlp, WIDTH, full_gradient, gradient, input, loss, of_rank_0, on_ranks, sharded,
+};
+use super::support::compare::{
+    Parameters, Within, assert_close, assert_parameters_close, assert_same_state,
+};
 
-/// Ten iterations with every rank late at other places.
+/// Ten steps, in which each rank is late at places of its own.
 #[test]
 fn train_parity_with_ddp_under_delays() {
     let run = |strategy, delays: bool| {
-        on(3, move |worker| {
+        on_ranks(3, move |worker| {
             let mut model = sharded(3, worker, FsdpOptions::new().with_strategy(strategy))?;
             let mut optimizer = AdamWConfig::new().init();
             let rank = worker.rank().index();
@@ -44,21 +51,20 @@ fn train_parity_with_ddp_under_delays() {
 #[test]
 fn several_forwards_before_backward() {
     let run = |strategy| {
-        on(2, move |worker| {
+        of_rank_0(2, move |worker| {
             let model = sharded(3, worker, FsdpOptions::new().with_strategy(strategy))?;
             let rank = worker.rank().index();
             let x = |step| input(rank, step, 4, worker.device());
             let output = loss(model.forward(x(0))) + loss(model.forward(x(1)));
             let mut both = model.backward(output)?;
             let both = model.clip_grad_norm(&mut both, 1e9)?;
-            // One after the other, their graphs alive at once.
+            // The second backward runs while the graph of the first is still alive.
             let (first, second) = (loss(model.forward(x(0))), loss(model.forward(x(1))));
             model.accumulate(second)?;
             let mut apart = model.backward(first)?;
             let apart = model.clip_grad_norm(&mut apart, 1e9)?;
             Ok((both.to_bits(), apart.to_bits(), model.stats().counts().reduce_scatters))
         })
-        .swap_remove(0)
     };
     let none = run(ShardingStrategy::NoShard);
     let full = run(ShardingStrategy::FullShard);
@@ -82,10 +88,10 @@ impl Gated {
     }
 }
 
-/// A unit that a step leaves out has no gradient in it, and one the next time.
+/// A unit that a step leaves out has no gradient in that step, and has one in the next.
 #[test]
 fn unused_unit() {
-    let ranks = on(2, |worker| {
+    let ranks = on_ranks(2, |worker| {
         let device = worker.device();
         let model = Gated {
             blocks: (0..3).map(|_| Block::new(device)).collect(),
@@ -108,11 +114,16 @@ fn unused_unit() {
     }
 }
 
-fn accumulated(
-    accumulation: GradientAccumulation,
-    strategy: ShardingStrategy,
-) -> (Vec<u8>, fsdp_runtime::Counts, usize) {
-    on(2, move |worker| {
+/// The parameters of rank 0 after two steps of three micro-batches, and what they took.
+struct Accumulated {
+    state: FullState,
+    counts: Counts,
+    /// Peak bytes of gradients.
+    gradients: usize,
+}
+
+fn accumulated(accumulation: GradientAccumulation, strategy: ShardingStrategy) -> Accumulated {
+    of_rank_0(2, move |worker| {
         let options =
             FsdpOptions::new().with_strategy(strategy).with_gradient_accumulation(accumulation);
         let mut model = sharded(3, worker, options)?;
@@ -128,35 +139,33 @@ fn accumulated(
             model = optimizer.step(1e-1, model, gradients);
         }
         let state = model.state().full(Recipient::All)?;
-        let bytes = state.values().flat_map(|data| data.as_bytes().to_vec()).collect();
-        Ok((bytes, model.stats().counts(), model.stats().memory().gradients.peak))
+        let gradients = model.stats().memory().gradients.peak;
+        Ok(Accumulated { state, counts: model.stats().counts(), gradients })
     })
-    .swap_remove(0)
 }
 
-/// Exact numbers of collectives: a reduction a micro-batch, or one a step.
+/// Gradients are reduced after each micro-batch, or once a step.
 #[test]
 fn gradient_accumulation() {
-    let floats = |bytes: &[u8]| {
-        let (words, _) = bytes.as_chunks::<4>();
-        words.iter().map(|word| f32::from_le_bytes(*word)).collect::<Vec<_>>()
-    };
     let units = 4;
-    let each = GradientAccumulation::ReduceEach;
-    let held = GradientAccumulation::HoldUnsharded;
-    let (expected, counts, small) = accumulated(each, ShardingStrategy::FullShard);
-    assert_eq!(counts.reduce_scatters, 2 * 3 * units);
-    let (bytes, counts, large) = accumulated(held, ShardingStrategy::FullShard);
-    assert_eq!(counts.reduce_scatters, 2 * units);
-    assert!(large > small, "held gradients cost memory: {large} {small}");
-    for (a, b) in floats(&expected).into_iter().zip(floats(&bytes)) {
-        assert!((a - b).abs() < 1e-6, "{a} {b}");
-    }
-    for accumulation in [each, held] {
-        let full = accumulated(accumulation, ShardingStrategy::FullShard);
+    let reduce_each = GradientAccumulation::ReduceEach;
+    let hold = GradientAccumulation::HoldUnsharded;
+    let each = accumulated(reduce_each, ShardingStrategy::FullShard);
+    assert_eq!(each.counts.reduce_scatters, 2 * 3 * units);
+    let held = accumulated(hold, ShardingStrategy::FullShard);
+    assert_eq!(held.counts.reduce_scatters, 2 * units);
+    let (small, large) = (each.gradients, held.gradients);
+    assert!(large > small, "held gradients take memory: {large} {small}");
+    let elements = |state: &FullState| -> Parameters {
+        state.iter().map(|(path, data)| (path.clone(), data.iter::<f32>().collect())).collect()
+    };
+    let (each_elements, held_elements) = (elements(&each.state), elements(&held.state));
+    let within = Within::Absolute(1e-6);
+    assert_parameters_close(&held_elements, &each_elements, within, "held gradients");
+    for (accumulation, full) in [(reduce_each, each), (hold, held)] {
         let none = accumulated(accumulation, ShardingStrategy::NoShard);
-        assert_eq!(full.0, none.0, "{accumulation:?}");
-        assert_eq!(full.1.reduce_scatters, none.1.reduce_scatters);
+        assert_same_state(&full.state, &none.state, format_args!("{accumulation:?}"));
+        assert_eq!(full.counts.reduce_scatters, none.counts.reduce_scatters);
     }
 }
 
@@ -177,11 +186,11 @@ impl Tied {
     }
 }
 
-/// A tied weight of a size that no world divides, against plain Burn.
+/// The gradient of a tied weight, of a size that no world divides, is that of plain Burn.
 #[test]
 fn tied_and_uneven() {
     for world in [2, 3, 5] {
-        let ranks = on(world, |worker| {
+        let ranks = on_ranks(world, |worker| {
             let device = worker.device();
             let input_weight = LinearConfig::new(WIDTH, WIDTH).init(device).weight;
             let output = input_weight.clone();
@@ -200,17 +209,13 @@ fn tied_and_uneven() {
             let x = || input(0, 0, 3, device);
             let expected = GradientsParams::from_grads(loss(plain.forward(x())).backward(), &plain);
             let gradients = model.backward(loss(model.forward(x())))?;
-            Ok((
-                gradient(&gradients, &model.input).unwrap_or_default(),
-                gradient(&expected, &plain.input).unwrap_or_default(),
-            ))
+            Ok((gradient(&gradients, &model.input), gradient(&expected, &plain.input)))
         });
-        let got: Vec<f32> = ranks.iter().flat_map(|(got, _)| got.clone()).collect();
-        let want = &ranks[0].1;
-        assert_eq!(got.len(), WIDTH * WIDTH);
-        for (got, want) in got.iter().zip(want) {
-            assert!((got - want).abs() < 1e-5, "{got} {want}");
-        }
+        let found = full_gradient(ranks.iter().map(|(found, _)| found));
+        let expected = ranks[0].1.as_ref().expect("plain Burn has a gradient");
+        assert_eq!(expected.len(), WIDTH * WIDTH);
+        assert!(expected.iter().any(|element| element.abs() > 1e-3), "{expected:?}");
+        assert_close(&found, expected, Within::Absolute(1e-5), format_args!("{world} ranks"));
     }
 }
 
@@ -218,7 +223,7 @@ fn tied_and_uneven() {
 #[test]
 fn tied_weights_are_clipped_once() {
     let run = |strategy| {
-        on(2, move |worker| {
+        on_ranks(2, move |worker| {
             let device = worker.device();
             let input_weight = LinearConfig::new(WIDTH, WIDTH).init(device).weight;
             let output = input_weight.clone();
@@ -246,7 +251,7 @@ fn tied_weights_are_clipped_once() {
                     .filter_map(|bias| gradient(gradients, bias))
                     .map(squares)
                     .sum();
-                // Every rank holds the biases, and under `NO_SHARD` all.
+                // Every rank holds all biases, and under `NO_SHARD` all matrices as well.
                 let split = if strategy.shards() { 1.0 } else { shards };
                 sum = sum / split + whole / shards;
                 sum
@@ -270,7 +275,7 @@ fn tied_weights_are_clipped_once() {
 #[test]
 fn hybrid_mesh() {
     let run = |strategy: ShardingStrategy| {
-        on(4, move |worker| {
+        on_ranks(4, move |worker| {
             let options = FsdpOptions::new().with_strategy(strategy).with_shard_size(2);
             let mut model = sharded(2, worker, options)?;
             let mut optimizer = AdamWConfig::new().init();
@@ -288,19 +293,17 @@ fn hybrid_mesh() {
     };
     let hybrid = run(ShardingStrategy::HybridShard);
     let full = run(ShardingStrategy::FullShard);
-    for (rank, ((a, replicas, shard), (b, ..))) in hybrid.iter().zip(&full).enumerate() {
+    for (rank, (losses, replicas, shard)) in hybrid.iter().enumerate() {
         assert_eq!((*replicas, *shard), (2, rank % 2));
-        for (a, b) in a.iter().zip(b) {
-            assert!((a - b).abs() <= 1e-6 * b.abs().max(1.0), "{a} {b}");
-        }
+        assert_close(losses, &full[rank].0, Within::Scaled(1e-6), format_args!("rank {rank}"));
     }
 }
 
-/// A loss through two sharded models, each with an optimizer of its own.
+/// One loss through two sharded models, each with its own optimizer.
 #[test]
 fn several_models() {
     let run = |strategy| {
-        on(2, move |worker| {
+        on_ranks(2, move |worker| {
             let options = FsdpOptions::new().with_strategy(strategy);
             let mut first = sharded(2, worker, options.clone())?;
             let mut second = sharded(1, worker, options)?;
@@ -338,11 +341,12 @@ impl Branches {
     }
 }
 
-/// Branches are live at once in backward: the ring grows once, and only then.
+/// Branches are live at once in backward: gather buffers are added in the first step, and in no
+/// later one.
 #[test]
 fn parallel_branches() {
     let run = |options: FsdpOptions| {
-        on(2, move |worker| {
+        of_rank_0(2, move |worker| {
             let device = worker.device();
             let model = Branches { blocks: (0..4).map(|_| Block::new(device)).collect() };
             let mut model = fully_shard(model, worker, options.clone().with_seed(2))?;
@@ -358,7 +362,6 @@ fn parallel_branches() {
             }
             Ok((losses, added))
         })
-        .swap_remove(0)
     };
     let (expected, _) = run(FsdpOptions::new().with_strategy(ShardingStrategy::NoShard));
     let (losses, added) = run(FsdpOptions::new());
@@ -369,10 +372,10 @@ fn parallel_branches() {
     assert_eq!(added, [0, 0, 0]);
 }
 
-/// The annotated model in a chain needs no buffer beyond its ring.
+/// Units one after the other need no more gather buffers than the options give.
 #[test]
 fn a_chain_adds_no_buffer() {
-    let added = on(2, |worker| {
+    let added = on_ranks(2, |worker| {
         let model: Fsdp<Mlp> = sharded(6, worker, FsdpOptions::new())?;
         let device: &Device = worker.device();
         for step in 0..2 {

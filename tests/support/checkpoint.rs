@@ -1,30 +1,35 @@
-//! Training that can stop, save, and go on in a new launch.
+//! Training that stops, saves a checkpoint, and resumes from it in a new launch.
 
 use std::path::{Path, PathBuf};
 
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
-use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, Restore};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState};
 
-use super::{Net, batch, loss};
+use super::{Net, batch, loss, of_rank_0};
 
-/// Rows of a global batch: divisible by every world size the tests use.
+/// Rows of a global batch. Every world size of the tests divides it.
 pub const ROWS: usize = 12;
+/// Blocks of the model.
 pub const BLOCKS: usize = 2;
 
 /// A part of a training run, in a launch of its own.
 #[derive(Clone, Debug)]
 pub struct Part {
+    /// Number of ranks.
     pub world: usize,
+    /// Probability.
     pub dropout: f64,
     pub options: FsdpOptions,
     pub optimizer: fn() -> ModuleOptimizer,
+    /// The checkpoint to resume from.
     pub from: Option<PathBuf>,
+    /// The step before which this part ends.
     pub until: usize,
+    /// Where to save a checkpoint at the end.
     pub save: Option<PathBuf>,
 }
 
@@ -63,16 +68,16 @@ impl Part {
         Self { save: Some(folder.into()), ..self }
     }
 
-    /// Every rank's mean losses, which are the same, and the full parameters.
+    /// Runs all ranks. Returns the mean loss over ranks of each step, and the full parameters at the
+    /// end.
+    #[track_caller]
     pub fn launch(&self) -> (Vec<f64>, FullState) {
         let part = self.clone();
-        let options = LaunchOptions::new(self.world).with_device(Device::flex());
-        let mut ranks = launch(options, move |worker| part.rank(&worker)).expect("the part runs");
-        ranks.swap_remove(0)
+        of_rank_0(self.world, move |worker| part.rank(worker))
     }
 
     fn rank(&self, worker: &Worker) -> Result<(Vec<f64>, FullState), Error> {
-        // What a resumed run starts from must not matter: it has other weights at first.
+        // A resumed part starts from other weights, all of which the checkpoint must replace.
         let seed = if self.from.is_some() { 99 } else { 7 };
         let mut net = sharded(worker, self.dropout, self.options.clone().with_seed(seed))?;
         let mut optimizer = (self.optimizer)();
@@ -102,12 +107,8 @@ impl Part {
     }
 }
 
-/// The bits of losses.
-pub fn bits(losses: &[f64]) -> Vec<u64> {
-    losses.iter().map(|loss| loss.to_bits()).collect()
-}
-
-/// Trains `first`, saves, and goes on as `second`; the losses of both and the last parameters.
+/// Trains `first`, saves, and resumes as `second`. Returns the losses of both and the last parameters.
+#[track_caller]
 pub fn resumed(first: Part, second: Part) -> (Vec<f64>, FullState) {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().join("checkpoint");
@@ -129,7 +130,7 @@ pub fn schedule() -> ModuleLrScheduler {
     LinearLrSchedulerConfig::new(1e-3, 1e-4, 30).init().expect("a sound schedule")
 }
 
-/// One step on the rank's rows; the mean loss over ranks.
+/// Takes one step on the rank's rows of the global batch. Returns the mean loss over ranks.
 pub fn train_step(
     worker: &Worker,
     net: &mut Fsdp<Net>,
@@ -147,14 +148,4 @@ pub fn train_step(
     *net = optimizer.step(schedule.step(), net.clone(), grads);
     worker.all_reduce_sum(&mut value)?;
     Ok(value[0] / world as f64)
-}
-
-/// Whether two states have the same bits.
-pub fn same_bits(a: &FullState, b: &FullState) -> bool {
-    a.len() == b.len()
-        && a.iter().all(|(path, data)| {
-            b.get(path).is_some_and(|other| {
-                other.shape() == data.shape() && other.as_bytes() == data.as_bytes()
-            })
-        })
 }

@@ -1,28 +1,36 @@
-//! The checks of parity, for any device: `parity.rs` runs them on Flex, `cube.rs` on CubeCL.
+//! Runs that must agree, on any device: `training/parity.rs` compares them on Flex, `cube.rs` on CubeCL.
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use fsdp_runtime::prelude::*;
 
-use super::{Net, Run, batch, loss};
+use super::compare::{Within, assert_close};
+use super::ranks::launch_options;
+use super::{Net, Outcome, Run, batch, loss};
 
-/// A bound that the norms of some steps are above.
+/// A bound that the norms of some steps exceed.
 pub const CLIP: f64 = 0.3;
 
-/// `FULL_SHARD` and `NO_SHARD` agree in every bit, dropout and clipping included.
+/// Asserts that clipping to `bound` changed some step, and that every loss is finite.
+#[track_caller]
+pub fn assert_clipped(outcome: &Outcome, bound: f64) {
+    assert!(outcome.norms.iter().any(|&norm| norm > bound), "never clipped: {:?}", outcome.norms);
+    assert!(outcome.losses.iter().all(|loss| loss.is_finite()), "{:?}", outcome.losses);
+}
+
+/// `FULL_SHARD` and `NO_SHARD` agree in every bit, with dropout and clipping.
 pub fn full_shard_equals_no_shard(run: &Run, worlds: &[usize]) {
     for &world in worlds {
         let run = Run { world, dropout: 0.1, clip: Some(CLIP), ..run.clone() };
         let full = run.clone().with_strategy(ShardingStrategy::FullShard).launch();
         let none = run.with_strategy(ShardingStrategy::NoShard).launch();
         full.assert_bitwise(&none);
-        assert!(full.norms.iter().any(|&norm| norm > CLIP), "clipping took part: {:?}", full.norms);
+        assert_clipped(&full, CLIP);
         assert_eq!(full.num_params, none.num_params);
-        assert!(full.losses.iter().all(|loss| loss.is_finite()));
     }
 }
 
-/// A run gives the same bits again.
+/// Two launches of a run agree in every bit.
 pub fn repeats(run: &Run, worlds: &[usize]) {
     for &world in worlds {
         let run = Run { world, dropout: 0.2, clip: Some(1.0), ..run.clone() };
@@ -30,7 +38,7 @@ pub fn repeats(run: &Run, worlds: &[usize]) {
     }
 }
 
-/// The same global batch on any number of ranks.
+/// The same global batch has the same losses on any number of ranks.
 pub fn worlds_agree(run: &Run, worlds: &[usize]) {
     let rows = 16;
     let on = |world| Run { world, rows_per_rank: rows / world, learning_rate: 1e-3, ..run.clone() };
@@ -40,10 +48,10 @@ pub fn worlds_agree(run: &Run, worlds: &[usize]) {
     }
 }
 
-/// Sharded training is training with plain Burn.
+/// Sharded training has the losses of training with plain Burn.
 pub fn equals_plain_burn(run: &Run) {
     let plain = run.clone();
-    let options = LaunchOptions::new(1).with_device(run.device.clone());
+    let options = launch_options(1).with_device(run.device.clone());
     let expected = launch(options, move |worker| {
         let device = worker.device();
         // The weights that the sharded run starts from.
@@ -62,7 +70,5 @@ pub fn equals_plain_burn(run: &Run) {
         Ok::<_, fsdp_runtime::Error>(losses)
     })
     .expect("plain training succeeds");
-    for (a, b) in run.launch().losses.iter().zip(&expected[0]) {
-        assert!((a - b).abs() <= 1e-5 * b.abs(), "{a} {b}");
-    }
+    assert_close(&run.launch().losses, &expected[0], Within::Relative(1e-5), "losses");
 }

@@ -1,4 +1,4 @@
-//! The schedule's own account of what it does, read through `tracing`.
+//! Spans and events of the target `fsdp`, recorded as lines.
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
@@ -53,7 +53,8 @@ impl<S: Subscriber> Layer<S> for Log {
     }
 }
 
-/// What the schedule did on this thread during `f`: lines such as `unshard blocks.0`.
+/// Runs `f`. Returns its value and a line for each span and event on this thread, such as `unshard
+/// blocks.0`.
 pub fn record<T>(f: impl FnOnce() -> T) -> (T, Vec<String>) {
     let log = Log::default();
     let subscriber = tracing_subscriber::registry().with(log.clone());
@@ -62,7 +63,7 @@ pub fn record<T>(f: impl FnOnce() -> T) -> (T, Vec<String>) {
     (value, lines)
 }
 
-/// The lines that begin with one of `names`.
+/// The lines whose first word is one of `names`.
 pub fn only(lines: &[String], names: &[&str]) -> Vec<String> {
     let wanted = |line: &&String| names.iter().any(|name| line.split(' ').next() == Some(name));
     lines.iter().filter(wanted).cloned().collect()

@@ -1,4 +1,4 @@
-//! Checkpointed units: the same losses, gradients and parameters as without, in every bit.
+//! Activation checkpointing changes no bit of losses, gradients and parameters.
 
 mod errors;
 mod nested;
@@ -7,24 +7,14 @@ mod tied;
 use std::collections::BTreeSet;
 
 use burn::optim::AdamWConfig;
-use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
 
+use crate::support::compare::assert_same_state;
+use crate::support::parity::{CLIP, assert_clipped};
 use crate::support::trace::{only, record};
-use crate::support::{self, Block, Embed, Net, Run, batch, loss};
+use crate::support::{Block, Embed, Net, Run, batch, loss, of_rank_0};
 
 const ALL: ActivationCheckpointing = ActivationCheckpointing::All;
-
-/// As [`support::on`], what rank 0 returned.
-fn on<T: Send + 'static>(
-    world: usize,
-    rank: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
-) -> T {
-    support::on(world, rank).swap_remove(0)
-}
-
-/// A norm of gradients that some steps are above.
-const CLIP: f64 = 0.3;
 
 fn run(world: usize, strategy: ShardingStrategy) -> Run {
     Run { dropout: 0.1, clip: Some(CLIP), ..Run::new(world) }.with_strategy(strategy)
@@ -35,7 +25,7 @@ fn with(run: &Run, options: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Run {
 }
 
 #[test]
-fn losses_and_parameters_are_those_without_in_every_bit() {
+fn checkpointing_changes_no_bit_under_any_strategy() {
     let cases = [
         (ShardingStrategy::FullShard, [1, 2]),
         (ShardingStrategy::ShardGradOp, [1, 2]),
@@ -51,17 +41,13 @@ fn losses_and_parameters_are_those_without_in_every_bit() {
             let all = with(&run, |options| options.with_activation_checkpointing(ALL)).launch();
             all.assert_bitwise(&plain);
             assert_eq!(all.counts, plain.counts, "{strategy} on {world} ranks");
-            assert!(
-                plain.norms.iter().any(|&norm| norm > CLIP),
-                "clipping took part: {:?}",
-                plain.norms
-            );
+            assert_clipped(&plain, CLIP);
         }
     }
 }
 
 #[test]
-fn options_of_the_schedule_change_no_bit_and_no_count() {
+fn checkpointing_under_schedule_options_changes_no_bit_and_no_count() {
     let run = run(2, ShardingStrategy::FullShard);
     let variants: [fn(FsdpOptions) -> FsdpOptions; 6] = [
         |options| options.with_gather_buffers(1),
@@ -84,7 +70,7 @@ fn options_of_the_schedule_change_no_bit_and_no_count() {
 }
 
 #[test]
-fn a_part_that_is_kept_for_the_backward_serves_the_recomputation() {
+fn a_recompute_uses_the_part_that_reshard_after_forward_keeps() {
     let run = with(&run(4, ShardingStrategy::FullShard), |options| {
         options.with_reshard_after_forward(ReshardAfterForward::To(2))
     });
@@ -94,9 +80,9 @@ fn a_part_that_is_kept_for_the_backward_serves_the_recomputation() {
     assert_eq!(all.counts, plain.counts);
 }
 
-/// The schedule's account of one step.
+/// Lines of the second step's schedule on rank 0 of two.
 fn steps_of(which: ActivationCheckpointing) -> Vec<String> {
-    on(2, move |worker| {
+    of_rank_0(2, move |worker| {
         let options = FsdpOptions::new().with_seed(1).with_activation_checkpointing(which);
         let net = fully_shard(Net::new(2, 0.1, worker.device()), worker, options)?;
         let (tokens, labels) = batch(0, 0..2, worker.device());
@@ -108,14 +94,15 @@ fn steps_of(which: ActivationCheckpointing) -> Vec<String> {
 }
 
 #[test]
-fn what_is_chosen_is_recomputed_under_the_unshard_of_its_backward() {
-    // What is reduced at the same depth comes in any order.
+fn chosen_units_are_recomputed_with_the_gather_of_their_backward() {
+    // Reductions of units at the same depth come in any order.
     let gathered = |lines: &[String]| only(lines, &["unshard", "pre_backward"]);
     let reduced = |lines: &[String]| only(lines, &["reduce"]).into_iter().collect::<BTreeSet<_>>();
     let recomputed = |lines: &[String]| only(lines, &["recompute"]);
     let plain = steps_of(ActivationCheckpointing::Annotated);
     assert_eq!(plain, steps_of(ActivationCheckpointing::None));
-    assert!(recomputed(&plain).is_empty(), "no unit here is annotated: {plain:?}");
+    assert!(recomputed(&plain).is_empty(), "no unit of this model is annotated: {plain:?}");
+    assert!(!gathered(&plain).is_empty() && !reduced(&plain).is_empty(), "{plain:?}");
     for (which, expected) in [
         (ALL, vec!["recompute blocks.1", "recompute blocks.0", "recompute embed"]),
         (
@@ -131,12 +118,12 @@ fn what_is_chosen_is_recomputed_under_the_unshard_of_its_backward() {
     }
 }
 
-/// Micro-batches whose graphs live at once, so that a forward is run again after later ones of the
-/// same unit, and in a later step of the random streams.
+/// The graphs of several micro-batches live at once, so that a unit is recomputed after later
+/// forwards of the same unit, and in a later step of the random streams.
 #[test]
 fn dropout_is_the_same_after_later_forwards_and_in_later_passes() {
     let run = |which, accumulation| {
-        on(2, move |worker| {
+        of_rank_0(2, move |worker| {
             let options = FsdpOptions::new().with_seed(3).with_gradient_accumulation(accumulation);
             let options = options.with_activation_checkpointing(which);
             let mut net = fully_shard(Net::new(2, 0.3, worker.device()), worker, options)?;
@@ -161,14 +148,14 @@ fn dropout_is_the_same_after_later_forwards_and_in_later_passes() {
         let plain = run(ActivationCheckpointing::None, accumulation);
         let all = run(ALL, accumulation);
         assert_eq!(all.0, plain.0, "gradient norms under {accumulation:?}");
-        assert!(all.1.iter().all(|(path, data)| data.as_bytes() == plain.1[path].as_bytes()));
+        assert_same_state(&all.1, &plain.1, format_args!("{accumulation:?}"));
     }
 }
 
 #[test]
-fn evaluation_and_a_forward_without_backward_leave_training_as_it_is() {
+fn evaluation_and_a_forward_without_backward_do_not_change_training() {
     let run = |which| {
-        on(2, move |worker| {
+        of_rank_0(2, move |worker| {
             let options = FsdpOptions::new().with_seed(3).with_activation_checkpointing(which);
             let net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
             let (tokens, labels) = batch(0, 0..4, worker.device());

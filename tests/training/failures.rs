@@ -1,4 +1,5 @@
-//! A rank that fails, panics, sleeps or goes another way ends the run on every rank, with its error.
+//! A rank that fails, panics, sleeps or issues other collectives ends the run on every rank, with
+//! its error.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ fn options(world: usize) -> LaunchOptions {
     LaunchOptions::new(world).with_device(Device::flex()).with_timeout(Duration::from_secs(30))
 }
 
-/// Six steps; `disturb` is called before each.
+/// Trains six steps. Each rank calls `disturb` before each step.
 fn train(
     options: LaunchOptions,
     disturb: impl Fn(&Worker, usize) -> Result<(), Error> + Send + Sync + 'static,
@@ -40,7 +41,7 @@ fn a_rank_that_panics_in_step_3_ends_the_run() {
     assert_eq!((error.rank.index(), error.world.size()), (1, 3));
     let panic = error.source.downcast_ref::<RankPanic>().expect("a panic");
     assert!(panic.message.contains("the optimizer diverged"), "{panic}");
-    assert!(started.elapsed() < Duration::from_secs(20), "nobody waits for the time-out");
+    assert!(started.elapsed() < Duration::from_secs(20), "no rank waits for the time-out");
 }
 
 #[test]
@@ -69,7 +70,7 @@ fn a_rank_that_ends_before_the_others_is_named_at_once() {
         Ok::<_, Error>(())
     })
     .unwrap_err();
-    assert!(started.elapsed() < Duration::from_secs(20), "nobody waits for the time-out");
+    assert!(started.elapsed() < Duration::from_secs(20), "no rank waits for the time-out");
     let Some(Error::Collective(CollectiveError::Ended { op, unit, ended })) =
         error.source.downcast_ref::<Error>()
     else {
@@ -80,13 +81,13 @@ fn a_rank_that_ends_before_the_others_is_named_at_once() {
 }
 
 #[test]
-fn ranks_agree_on_as_many_steps_as_all_have_batches_for() {
+fn ranks_agree_on_the_number_of_steps_that_all_have_batches_for() {
     let steps = launch(options(3), |worker| worker.agree_steps(5 - worker.rank().index()));
     assert_eq!(steps.unwrap(), [3; 3]);
 }
 
 #[test]
-fn ranks_that_give_another_number_of_values_to_a_sum_are_told() {
+fn an_all_reduce_of_different_lengths_is_an_error() {
     let error = launch(options(2), |worker| {
         worker.all_reduce_sum(&mut vec![1.0; 1 + worker.rank().index()])
     })
@@ -116,7 +117,7 @@ fn a_rank_that_sleeps_past_the_timeout_is_named_with_unit_and_operation() {
 }
 
 #[test]
-fn a_rank_that_never_comes_back_is_left_behind() {
+fn a_launch_does_not_wait_for_a_rank_that_never_ends() {
     let timeout = Duration::from_millis(500);
     let started = Instant::now();
     let error = train(options(2).with_timeout(timeout), |worker, step| {
@@ -131,7 +132,7 @@ fn a_rank_that_never_comes_back_is_left_behind() {
 }
 
 #[test]
-fn ranks_that_take_different_branches_are_told_so() {
+fn ranks_that_take_different_branches_are_an_error() {
     let error = launch(options(2), |worker| {
         let net = Net::new(3, 0.0, worker.device());
         let net = fully_shard(

@@ -1,4 +1,5 @@
-//! Sharded training gives what unsharded training gives, whatever the options, or a typed error.
+//! Sharded training has the results of unsharded training under every option, or ends with a typed
+//! error.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -9,7 +10,6 @@ mod failures;
 mod mixed_dtypes;
 mod mixed_precision;
 mod offload;
-mod optim;
 mod parity;
 mod strategies;
 mod whole_param;

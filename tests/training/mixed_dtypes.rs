@@ -1,5 +1,5 @@
-//! Units whose matrices have several types: a flat range, a buffer and an all-gather for each type,
-//! and one unit in all else.
+//! Units whose matrices have several dtypes: each dtype has a flat range, gather buffers and an
+//! all-gather of its own.
 
 mod buffers;
 mod model;
@@ -13,10 +13,11 @@ use fsdp_runtime::__private::FlatLayout;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, MemoryForecast, Mesh, WorldSize};
 use model::{
-    BLOCKS, Block, FULL, HALF, HIDDEN, Net, OTHER, Plain, ROWS, Run, WIDTH, gradients, on, rows,
+    BLOCKS, Block, FULL, HALF, HIDDEN, Net, OTHER, Plain, ROWS, Run, WIDTH, gradients, on_ranks,
+    rows,
 };
 
-use crate::support::checkpoint::same_bits;
+use crate::support::compare::{Within, assert_close, assert_same_state, assert_state_differs};
 
 type Values = BTreeMap<String, Vec<f32>>;
 
@@ -47,8 +48,9 @@ impl ModuleVisitor for Read<'_> {
     }
 }
 
-/// The loss of plain Burn on the rows of all ranks, and the gradients, as the mean over ranks takes
-/// them. Micro-batches are added up as they are: the rounding of a row depends on how many there are.
+/// The loss of plain Burn on the rows of all ranks, and its gradients divided by the number of
+/// ranks, as a mean over ranks has them. Micro-batches are computed one by one, because a row's
+/// rounding depends on the number of rows.
 fn plain(state: &FullState, step: usize, batches: usize, worker: &Worker) -> (f32, Values) {
     let net = Net::of_state(state, worker.device());
     let world = worker.world().size() as f32;
@@ -68,7 +70,7 @@ fn plain(state: &FullState, step: usize, batches: usize, worker: &Worker) -> (f3
     (value, sums)
 }
 
-/// What a type's rounding leaves of a sum over ranks and rows, relative to the largest element.
+/// The rounding error of a sum over ranks and rows in a dtype, relative to the largest element.
 fn tolerance(dtype: DType) -> f32 {
     match dtype {
         DType::BF16 => 1.0 / 64.0,
@@ -77,7 +79,11 @@ fn tolerance(dtype: DType) -> f32 {
     }
 }
 
-fn is_near_plain_burn(options: &FsdpOptions, batches: usize, worker: &Worker) -> Result<(), Error> {
+fn assert_near_plain_burn(
+    options: &FsdpOptions,
+    batches: usize,
+    worker: &Worker,
+) -> Result<(), Error> {
     let net = Net::new(worker.device());
     let mut net = fully_shard(net, worker, options.clone())?;
     for step in 0..3 {
@@ -88,19 +94,23 @@ fn is_near_plain_burn(options: &FsdpOptions, batches: usize, worker: &Worker) ->
         worker.all_reduce_sum(&mut sum)?;
         let difference = (sum[0] - f64::from(expected_loss)).abs();
         assert!(difference <= 1e-5 * f64::from(expected_loss), "{} {expected_loss}", sum[0]);
-        // A step of plain descent tells the gradients.
+        // A step of plain descent with a rate of 1 subtracts the gradients.
         net = SgdConfig::new().init().step(1.0, net, grads);
         let after = net.state().full(Recipient::All)?;
-        assert_eq!(after.len() + 1, expected.len(), "all but the second place of the tied weight");
+        assert_eq!(
+            after.len() + 1,
+            expected.len(),
+            "all parameters but the second place of the tied weight"
+        );
         for (path, after) in &after {
             let found = before[path].iter::<f32>().zip(after.iter::<f32>()).map(|(a, b)| a - b);
+            let found: Vec<f32> = found.collect();
+            assert_eq!(found.len(), before[path].num_elements(), "`{path}`");
             let expected = &expected[path];
             let largest = expected.iter().fold(0f32, |most, element| most.max(element.abs()));
             assert!(largest > 1e-3, "`{path}` has a gradient");
-            for (a, b) in found.zip(expected) {
-                let bound = tolerance(model::dtype(path)) * largest;
-                assert!((a - b).abs() <= bound, "`{path}`, step {step}: {a} {b}, of {largest}");
-            }
+            let within = Within::Absolute((tolerance(model::dtype(path)) * largest).into());
+            assert_close(&found, expected, within, format_args!("`{path}`, step {step}"));
         }
         net.state_mut().load_full(&before, Recipient::All)?;
     }
@@ -111,17 +121,17 @@ fn is_near_plain_burn(options: &FsdpOptions, batches: usize, worker: &Worker) ->
 fn losses_and_gradients_are_those_of_plain_burn() {
     for world in 1..=4 {
         for batches in [1, 2] {
-            on(world, move |worker| is_near_plain_burn(&options(), batches, worker));
+            on_ranks(world, move |worker| assert_near_plain_burn(&options(), batches, worker));
         }
     }
     let hybrid = options().with_strategy(ShardingStrategy::HybridShard).with_shard_size(2);
-    on(4, move |worker| is_near_plain_burn(&hybrid, 1, worker));
+    on_ranks(4, move |worker| assert_near_plain_burn(&hybrid, 1, worker));
 }
 
 fn assert_same(found: &Run, expected: &Run) {
     let (a, b) = (found.launch(), expected.launch());
     assert_eq!((a.losses, a.norms), (b.losses, b.norms), "{found:?}");
-    assert!(same_bits(&a.state, &b.state), "{found:?}");
+    assert_same_state(&a.state, &b.state, format_args!("{found:?}"));
 }
 
 #[test]
@@ -150,7 +160,7 @@ fn strategies_agree_bit_for_bit() {
 }
 
 #[test]
-fn what_is_kept_prefetched_or_offloaded_changes_no_bit() {
+fn options_of_schedule_and_offload_change_no_bit() {
     let full = Run::new(4, options());
     for options in [
         options().with_reshard_after_forward(ReshardAfterForward::To(2)),
@@ -166,24 +176,24 @@ fn what_is_kept_prefetched_or_offloaded_changes_no_bit() {
     }
 }
 
-/// Elements of the flat ranges, padding included.
+/// Elements of a flat range of these matrices, padding included.
 fn padded(world: usize, numels: &[usize]) -> usize {
     let world = WorldSize::new(world).expect("a world has a rank");
     FlatLayout::new(numels.iter().copied(), world).padded_len()
 }
 
 #[test]
-fn each_type_has_a_gather_and_buffers_of_its_own() {
+fn each_dtype_has_its_own_gathers_and_buffers() {
     let steps = 3;
     for world in 1..=4 {
         let outcome = Run::new(world, options()).launch();
-        // The outermost unit, the last block's inner one and the last of the blocks' level stay
-        // gathered from forward to backward.
+        // The root, the last inner unit and the last unit of the blocks' level stay gathered from
+        // forward to backward.
         let inner = 2 * (2 * BLOCKS - 1);
         let gathers = 2 + 3 * 2 * BLOCKS + inner + 1;
         assert_eq!(outcome.counts.all_gathers, steps * gathers);
         let units = 1 + BLOCKS + BLOCKS + 1;
-        assert_eq!(outcome.counts.reduce_scatters, steps * units, "a unit is reduced as one");
+        assert_eq!(outcome.counts.reduce_scatters, steps * units, "one reduce-scatter a unit");
         assert_eq!((outcome.counts.mis_prefetches, outcome.counts.added_slots), (0, 0));
 
         let bytes = |dtype: DType, numels: &[usize]| padded(world, numels) * dtype.size();
@@ -198,7 +208,7 @@ fn each_type_has_a_gather_and_buffers_of_its_own() {
 }
 
 #[test]
-fn a_policy_makes_one_type_of_all() {
+fn a_mixed_precision_policy_gives_all_matrices_one_dtype() {
     let policy = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
     let half = Run::new(2, options().with_mixed_precision(policy));
     let outcome = half.launch();
@@ -209,11 +219,11 @@ fn a_policy_makes_one_type_of_all() {
     assert_ne!(outcome.losses, Run::new(2, FsdpOptions::new()).launch().losses);
 }
 
-/// What is held is what was forecast, to the byte. Of a unit around others, gradients are forecast as
-/// if all of its own had arrived before theirs.
-fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
-    let told = format!("{world} ranks, {batches} batches, {options:?}");
-    on(world, move |worker| {
+/// Compares memory with the forecast, to the byte. The forecast of the gradients of a unit that
+/// contains units is an upper bound: it assumes that all of the outer unit's gradients arrive first.
+fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
+    let what = format!("{world} ranks, {batches} batches, {options:?}");
+    on_ranks(world, move |worker| {
         let model = Net::new(worker.device());
         let mesh = Mesh::new(worker.rank(), worker.world());
         let forecast = MemoryForecast::new(&model, mesh, &options)?;
@@ -224,16 +234,16 @@ fn held_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
             model = SgdConfig::new().init().step(1e-2, model, grads);
         }
         let (memory, host) = (model.stats().memory(), model.stats().host_memory());
-        let told = format!("{told}\n{memory}\n{host}\n{forecast}");
+        let what = format!("{what}\n{memory}\n{host}\n{forecast}");
         let found = [memory.shards, memory.replicated, memory.gathered];
         let expected = [forecast.shards, forecast.replicated, forecast.gathered];
-        assert_eq!(found.map(|usage| usage.peak), expected, "{told}");
+        assert_eq!(found.map(|usage| usage.peak), expected, "{what}");
         let found = [host.shards, host.replicated, host.gradients];
         let expected = [forecast.host.shards, forecast.host.replicated, forecast.host.gradients];
-        assert_eq!(found.map(|usage| usage.peak), expected, "{told}");
+        assert_eq!(found.map(|usage| usage.peak), expected, "{what}");
         match options == options.clone().with_wrap(WrapPolicy::Annotated) {
-            true => assert!(memory.gradients.peak <= forecast.gradients, "{told}"),
-            false => assert_eq!(memory.gradients.peak, forecast.gradients, "{told}"),
+            true => assert!(memory.gradients.peak <= forecast.gradients, "{what}"),
+            false => assert_eq!(memory.gradients.peak, forecast.gradients, "{what}"),
         }
         assert_eq!(memory.gathered.now, model.stats().gather_buffer_bytes());
         Ok(())
@@ -246,20 +256,20 @@ fn memory_is_as_forecast() {
     let hold = GradientAccumulation::HoldUnsharded;
     for wrap in [WrapPolicy::Annotated, WrapPolicy::TransformerBased(unit_types![Block, Plain])] {
         for world in [1, 2, 4] {
-            held_as_forecast(world, options().with_wrap(wrap), 1);
+            assert_as_forecast(world, options().with_wrap(wrap), 1);
         }
         let options = options().with_wrap(wrap);
         for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
-            held_as_forecast(2, options.clone().with_strategy(strategy), 1);
+            assert_as_forecast(2, options.clone().with_strategy(strategy), 1);
         }
         let part = ReshardAfterForward::To(2);
-        held_as_forecast(4, options.clone().with_reshard_after_forward(part), 1);
+        assert_as_forecast(4, options.clone().with_reshard_after_forward(part), 1);
         for policy in [own, own.with_reduce_dtype(FloatDType::F32)] {
             let options = options.clone().with_mixed_precision(policy);
-            held_as_forecast(2, options.clone(), 2);
-            held_as_forecast(2, options.clone().with_gradient_accumulation(hold), 3);
-            held_as_forecast(2, options.clone().with_offload(OffloadPolicy::OptimizerOnly), 1);
-            held_as_forecast(
+            assert_as_forecast(2, options.clone(), 2);
+            assert_as_forecast(2, options.clone().with_gradient_accumulation(hold), 3);
+            assert_as_forecast(2, options.clone().with_offload(OffloadPolicy::OptimizerOnly), 1);
+            assert_as_forecast(
                 2,
                 options.with_offload(OffloadPolicy::Params { pin_memory: false }),
                 1,
@@ -268,22 +278,24 @@ fn memory_is_as_forecast() {
     }
 }
 
-/// What is kept on the device of offloaded shards has the type in which each is gathered.
+/// The device copies of offloaded shards have the dtype in which each is gathered.
 #[test]
-fn copies_that_are_kept_on_the_device_have_the_types_they_are_sent_in() {
-    on(2, |worker| {
+fn device_copies_of_offloaded_shards_have_the_gathered_dtype() {
+    on_ranks(2, |worker| {
         let options = options().with_offload(OffloadPolicy::OptimizerOnly);
         let model = fully_shard(Net::new(worker.device()), worker, options)?;
         let state = model.state().sharded();
         let sharded = state.iter().filter(|(_, part)| part.shape.len() == 2);
         let bytes = sharded.map(|(path, part)| part.range.len() * model::dtype(path).size());
-        assert_eq!(model.stats().memory().shards.now, bytes.sum::<usize>());
+        let bytes: usize = bytes.sum();
+        assert!(bytes > 0);
+        assert_eq!(model.stats().memory().shards.now, bytes);
         Ok(())
     });
 }
 
 #[test]
-fn checkpoints_load_at_other_worlds_and_in_other_types() {
+fn checkpoints_load_at_other_worlds_and_in_other_dtypes() {
     let folder = tempfile::tempdir().expect("a folder");
     let one_type = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F32);
     let one_type = options().with_mixed_precision(one_type);
@@ -294,10 +306,11 @@ fn checkpoints_load_at_other_worlds_and_in_other_types() {
         for world in 1..=4 {
             for loaded_as in [options(), one_type.clone()] {
                 let load = Run { steps: 0, from: Some(path.clone()), ..Run::new(world, loaded_as) };
-                assert!(same_bits(&load.launch().state, &saved.state), "{world} ranks");
+                let what = format_args!("{world} ranks");
+                assert_same_state(&load.launch().state, &saved.state, what);
             }
         }
-        // And training goes on from it in any of the strategies.
+        // Training resumes from it under another strategy.
         let full = Run { from: Some(path), ..Run::new(3, options()) };
         let none = options().with_strategy(ShardingStrategy::NoShard);
         assert_same(&Run { options: none, ..full.clone() }, &full);
@@ -305,8 +318,8 @@ fn checkpoints_load_at_other_worlds_and_in_other_types() {
 }
 
 #[test]
-fn states_in_memory_are_taken_and_loaded() {
-    on(3, |worker| {
+fn state_dicts_are_taken_and_loaded() {
+    on_ranks(3, |worker| {
         let sharded = |step: usize| -> Result<Fsdp<Net>, Error> {
             let net = fully_shard(Net::new(worker.device()), worker, options())?;
             let grads = gradients(&net, worker, step, 1, |_| ())?;
@@ -314,25 +327,26 @@ fn states_in_memory_are_taken_and_loaded() {
         };
         let (net, mut other) = (sharded(0)?, sharded(1)?);
         let (full, own) = (net.state().full(Recipient::All)?, other.state().full(Recipient::All)?);
-        assert!(full.values().all(|data| data.dtype() == DType::F32), "they rest in f32");
-        assert!(!same_bits(&full, &own));
+        assert!(full.values().all(|data| data.dtype() == DType::F32), "shards are in f32");
+        assert_state_differs(&full, &own, "models that were trained differently");
+        assert_eq!(net.state().sharded().len(), full.len());
         for (path, part) in net.state().sharded().iter() {
             let elements: Vec<f32> = full[path].iter().collect();
             let found: Vec<f32> = part.data.iter().collect();
             assert_eq!(found, elements[part.range.clone()], "{path}");
         }
         other.state_mut().load_sharded(&net.state().sharded())?;
-        assert!(same_bits(&other.state().full(Recipient::All)?, &full));
+        assert_same_state(&other.state().full(Recipient::All)?, &full, "loaded");
         other.state_mut().load_full(&own, Recipient::All)?;
-        assert!(same_bits(&other.state().full(Recipient::All)?, &own));
+        assert_same_state(&other.state().full(Recipient::All)?, &own, "loaded");
         other.state_mut().load_local(&net.state().local())?;
-        assert!(same_bits(&other.state().full(Recipient::All)?, &full));
+        assert_same_state(&other.state().full(Recipient::All)?, &full, "loaded");
         Ok(())
     });
 }
 
 #[test]
-fn whole_optimizers_give_what_they_give_unsharded() {
+fn optimizers_of_whole_matrices_give_what_they_give_unsharded() {
     let optimizers: [fn() -> ModuleOptimizer; 2] =
         [|| LambConfig::new().init(), || AdafactorConfig::new().init()];
     for whole in optimizers {

@@ -1,4 +1,4 @@
-//! Parameters gathered and computed with in half precision, over shards in f32.
+//! Mixed precision: parameters are gathered and used in half precision, and their shards stay in f32.
 
 use std::sync::Mutex;
 
@@ -11,7 +11,8 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{FullState, GradScalerConfig};
 
-use crate::support::{self, Block, Net, Run, batch, loss};
+use crate::support::compare::assert_state_differs;
+use crate::support::{Block, Net, Run, batch, loss, of_rank_0, on_ranks};
 
 const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
     .with_param_dtype(FloatDType::BF16)
@@ -45,13 +46,13 @@ fn losses_follow_those_of_f32() {
     let full = run(2, MixedPrecisionPolicy::new()).launch();
     for policy in [BF16, F16] {
         let half = run(2, policy).launch();
-        assert_ne!(half.losses, full.losses, "half precision took part");
+        assert_ne!(half.losses, full.losses, "half precision was used");
         half.assert_close(&full, 0.02);
     }
 }
 
 #[test]
-fn half_the_bytes_are_gathered_and_fragments_stay_in_f32() {
+fn half_the_bytes_are_gathered_and_shards_stay_in_f32() {
     let full = run(2, MixedPrecisionPolicy::new()).launch();
     let half = run(2, BF16).launch();
     assert_eq!(2 * half.gather_buffer_bytes, full.gather_buffer_bytes);
@@ -62,7 +63,7 @@ fn half_the_bytes_are_gathered_and_fragments_stay_in_f32() {
 }
 
 #[test]
-fn a_part_that_is_kept_after_forward_changes_no_bit() {
+fn resharding_to_a_part_changes_no_bit() {
     let whole = run(4, BF16).launch();
     let to = ReshardAfterForward::To(2);
     let part = run(4, BF16);
@@ -71,43 +72,38 @@ fn a_part_that_is_kept_after_forward_changes_no_bit() {
     part.assert_bitwise(&whole);
 }
 
-/// Runs on two ranks and returns what rank 0 found.
-fn on_two_ranks<T: Send + 'static>(
-    f: impl Fn(&Worker) -> Result<T, fsdp_runtime::Error> + Clone + Send + Sync + 'static,
-) -> T {
-    let options = LaunchOptions::new(2).with_device(Device::flex());
-    launch(options, move |worker| f(&worker)).expect("the run succeeds").swap_remove(0)
-}
-
-fn dtypes(state: &FullState) -> Vec<DType> {
-    state.values().map(|data| data.dtype()).collect()
+/// Asserts that all parameters of a full state are in f32.
+fn assert_in_f32(state: &FullState) {
+    assert!(!state.is_empty());
+    for (path, data) in state {
+        assert_eq!(data.dtype(), DType::F32, "`{path}`");
+    }
 }
 
 #[test]
 fn gradients_parameters_and_optimizer_state_are_f32() {
-    on_two_ranks(|worker| {
+    let found = on_ranks(2, |worker| {
         let options = FsdpOptions::new().with_seed(1).with_mixed_precision(BF16);
         let mut net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
         let (tokens, labels) = batch(0, 0..4, worker.device());
         let logits = net.forward(tokens);
-        assert_eq!(logits.dtype(), DType::F32, "the output's type");
+        assert_eq!(logits.dtype(), DType::F32, "the output's dtype");
         let grads = net.backward(loss(logits, labels))?;
         let weight = &net.blocks[0].up.weight;
-        if let Some(gradient) = grads.get::<2>(weight.id) {
-            assert_eq!(gradient.dtype(), DType::F32);
-        }
-        assert!(!grads.is_empty());
+        let gradient = grads.get::<2>(weight.id).map(|gradient| gradient.dtype());
         assert_eq!(weight.base().dtype(), DType::F32);
         assert_eq!(weight.val().dtype(), DType::F32, "outside any forward");
         let mut optimizer = AdamWConfig::new().init();
         net = optimizer.step(1e-2, net, grads);
-        let state = net.state().full(Recipient::All)?;
-        assert!(dtypes(&state).iter().all(|dtype| *dtype == DType::F32));
-        Ok(())
+        assert_in_f32(&net.state().full(Recipient::All)?);
+        Ok(gradient)
     });
+    // A rank may have no shard of the weight, and then has no gradient of it.
+    let found: Vec<DType> = found.into_iter().flatten().collect();
+    assert!(!found.is_empty() && found.iter().all(|dtype| *dtype == DType::F32), "{found:?}");
 }
 
-/// What a unit's forward saw: its input's type and its parameters'.
+/// What each forward of [`Spy`] saw: the dtypes of its input, its matrix and its vector.
 static SEEN: Mutex<Vec<(&'static str, DType, DType, DType)>> = Mutex::new(Vec::new());
 
 #[derive(Module, Debug)]
@@ -139,7 +135,7 @@ struct Precise {
 #[fsdp_unit]
 impl Precise {
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        assert_eq!(x.dtype(), DType::F32, "cast to the type of this unit's parameters");
+        assert_eq!(x.dtype(), DType::F32, "cast to the dtype of this unit's parameters");
         self.linear.forward(x)
     }
 }
@@ -162,8 +158,8 @@ impl Pair {
 }
 
 #[test]
-fn inputs_are_cast_to_each_units_own_type() {
-    on_two_ranks(|worker| {
+fn inputs_are_cast_to_the_dtype_of_each_unit() {
+    of_rank_0(2, |worker| {
         let device = worker.device();
         let pair = Pair {
             first: Spy::new(device),
@@ -183,16 +179,17 @@ fn inputs_are_cast_to_each_units_own_type() {
         Ok(())
     });
     let half = DType::BF16;
-    for (name, x, weight, bias) in SEEN.lock().unwrap().iter() {
+    let seen = SEEN.lock().unwrap();
+    assert_eq!(seen.len(), 4, "two units on two ranks");
+    for (name, x, weight, bias) in seen.iter() {
         assert_eq!((*x, *weight, *bias), (half, half, half), "{name}");
     }
-    assert_eq!(SEEN.lock().unwrap().len(), 4);
 }
 
 #[test]
-fn a_unit_of_its_own_precision_has_buffers_of_its_own() {
+fn a_unit_with_its_own_precision_has_its_own_buffers() {
     let bytes = |options: FsdpOptions| {
-        on_two_ranks(move |worker| {
+        of_rank_0(2, move |worker| {
             let net = Net::new(4, 0.0, worker.device());
             Ok(fully_shard(net, worker, options.clone())?.stats().gather_buffer_bytes())
         })
@@ -232,34 +229,34 @@ impl Scaled {
     }
 }
 
-/// Without a policy: matrices in half precision beside a vector in f32, as a checkpoint may have them.
-/// Matrices of several types in one unit are in `mixed_dtypes.rs`.
+/// No policy, and matrices in half precision beside a vector in f32, as a checkpoint may have them.
+/// Matrices of several dtypes in one unit are in `mixed_dtypes.rs`.
 #[test]
-fn parameters_are_computed_with_in_the_type_they_come_in_and_rest_in_f32() {
-    on_two_ranks(|worker| {
+fn parameters_are_used_in_the_dtype_they_are_built_in_and_their_shards_are_f32() {
+    of_rank_0(2, |worker| {
         let device = worker.device();
         let model = Scaled::new(device);
         let expected = model.first.weight.val().cast(DType::F32).into_data();
         let mut model = fully_shard(model, worker, FsdpOptions::new())?;
         let state = model.state().full(Recipient::All)?;
-        assert!(dtypes(&state).iter().all(|dtype| *dtype == DType::F32));
+        assert_in_f32(&state);
         if worker.rank().index() == 0 {
             assert_eq!(state.get("first.weight"), Some(&expected), "rank 0's values, exactly");
         }
         let grads = model.backward(model.forward(Tensor::ones([2, 6], device)).sum())?;
         model = AdamWConfig::new().init().step(1e-3, model, grads);
         let after = model.state().full(Recipient::All)?;
-        assert!(!support::checkpoint::same_bits(&state, &after));
-        // Two matrices of 36 elements, each from a multiple of 64 on.
+        assert_state_differs(&state, &after, "a step");
+        // Two matrices of 36 elements, each of which starts at a multiple of 64.
         assert_eq!(model.stats().gather_buffer_bytes(), (64 + 36) * DType::BF16.size());
         Ok(())
     });
 }
 
-/// Matrices that stay whole say what inputs become, as those that are gathered do.
+/// Replicated matrices set the dtype of inputs, as sharded ones do.
 #[test]
-fn inputs_take_the_type_of_matrices_that_stay_whole() {
-    on_two_ranks(|worker| {
+fn inputs_are_cast_to_the_dtype_of_replicated_matrices() {
+    of_rank_0(2, |worker| {
         let device = worker.device();
         let model =
             fully_shard(Scaled::new(device), worker, FsdpOptions::new().with_persist_below(100))?;
@@ -299,10 +296,10 @@ impl Outer {
     }
 }
 
-/// Their f32 tensors do not mix with activations in half precision.
+/// The f32 tensors of these modules do not mix with activations in half precision.
 #[test]
-fn what_computes_in_f32_must_lie_in_a_unit_that_does() {
-    on_two_ranks(|worker| {
+fn a_module_that_computes_in_f32_must_be_in_a_unit_of_f32() {
+    of_rank_0(2, |worker| {
         let device = worker.device();
         let model = |position: bool| {
             let linear = || LinearConfig::new(6, 6).init(device);
@@ -326,8 +323,8 @@ fn what_computes_in_f32_must_lie_in_a_unit_that_does() {
 }
 
 #[test]
-fn a_type_that_is_no_unit_of_the_model_cannot_have_a_policy_or_be_wrapped() {
-    let error = on_two_ranks(|worker| {
+fn a_type_that_is_no_unit_of_the_model_is_refused_in_options() {
+    let errors = of_rank_0(2, |worker| {
         let shard = |options| {
             let net = Net::new(1, 0.0, worker.device());
             fully_shard(net, worker, options).map(|_| ()).unwrap_err().to_string()
@@ -338,11 +335,8 @@ fn a_type_that_is_no_unit_of_the_model_cannot_have_a_policy_or_be_wrapped() {
             shard(FsdpOptions::new().with_wrap(WrapPolicy::Named(&["Block", "Normd"]))),
         ])
     });
-    for (error, (option, name)) in error.iter().zip([
-        ("mixed_precision_for", "`Normed`"),
-        ("wrap", "`Normed`"),
-        ("wrap", "`Normd`"),
-    ]) {
+    let expected = [("mixed_precision_for", "`Normed`"), ("wrap", "`Normed`"), ("wrap", "`Normd`")];
+    for (error, (option, name)) in errors.iter().zip(expected) {
         for part in [option, name, "the units of this model are `Net`, `Embed`, `Block`"] {
             assert!(error.contains(part), "{error}");
         }
@@ -350,9 +344,9 @@ fn a_type_that_is_no_unit_of_the_model_cannot_have_a_policy_or_be_wrapped() {
 }
 
 #[test]
-fn a_type_the_device_cannot_compute_is_refused_when_the_model_is_sharded() {
+fn a_dtype_that_the_device_does_not_support_is_refused_at_construction() {
     let policy = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F64);
-    let error = on_two_ranks(move |worker| {
+    let error = of_rank_0(2, move |worker| {
         let options = FsdpOptions::new().with_mixed_precision(policy);
         Ok(fully_shard(Net::new(1, 0.0, worker.device()), worker, options).err())
     });
@@ -360,10 +354,10 @@ fn a_type_the_device_cannot_compute_is_refused_when_the_model_is_sharded() {
     assert!(error.contains("param_dtype") && error.contains("BF16"), "{error}");
 }
 
-/// An overflow that only one rank sees skips the step on all of them, and shrinks the scale.
+/// An overflow that only one rank sees skips the step on all ranks, and lowers the scale.
 #[test]
 fn an_overflow_in_f16_on_one_rank_skips_the_step_on_all() {
-    let (scales, skipped, change) = on_two_ranks(|worker| {
+    let (scales, skipped, change) = of_rank_0(2, |worker| {
         let options = FsdpOptions::new().with_seed(1).with_mixed_precision(F16);
         let mut net = fully_shard(Net::new(2, 0.0, worker.device()), worker, options)?;
         let mut optimizer = SgdConfig::new().init();
@@ -373,7 +367,7 @@ fn an_overflow_in_f16_on_one_rank_skips_the_step_on_all() {
             let (tokens, labels) = batch(step, 0..4, worker.device());
             let mut loss = scaler.scale(loss(net.forward(tokens), labels));
             if step == 1 && worker.rank().index() == 1 {
-                // Beyond what f16 can hold on its way.
+                // Gradients of this loss are too large for f16.
                 loss = loss.mul_scalar(1e8);
             }
             let before = net.state().full(Recipient::All)?;
@@ -382,7 +376,9 @@ fn an_overflow_in_f16_on_one_rank_skips_the_step_on_all() {
                 Unscaled::Overflow => skipped += 1,
             }
             let after = net.state().full(Recipient::All)?;
-            change.push(!support::checkpoint::same_bits(&before, &after));
+            let changed =
+                before.iter().any(|(path, data)| data.as_bytes() != after[path].as_bytes());
+            change.push(changed);
             scales.push(scaler.loss_scale());
         }
         Ok((scales, skipped, change))

@@ -1,4 +1,4 @@
-//! One model, sharded in every way: the same losses, norms and parameters.
+//! `FULL_SHARD` against `NO_SHARD`, against plain Burn and against itself; numbers of collectives.
 
 use fsdp_runtime::prelude::*;
 
@@ -50,7 +50,7 @@ fn schedule_options_change_no_bit() {
     for (index, options) in variants.into_iter().enumerate() {
         let variant = Run { options, ..run.clone() }.launch();
         if index == 4 {
-            // Small matrices change sides in the norm's sum.
+            // Small matrices become replicated, which changes the order in which the norm is summed.
             variant.assert_close(&expected, 1e-6);
         } else {
             variant.assert_bitwise(&expected);
@@ -63,7 +63,7 @@ fn only_the_named_units_are_wrapped() {
     let run = with(Run::new(2), 0.1, None);
     let wrap = WrapPolicy::TransformerBased(unit_types![support::Block]);
     let named = Run { options: run.options.clone().with_wrap(wrap), ..run.clone() }.launch();
-    // The embeddings join the root: five units, two of them unsharded from forward to backward.
+    // The embeddings join the root. Two of the five units stay gathered from forward to backward.
     assert_eq!(named.counts.all_gathers, run.steps * (5 * 2 - 2));
     let none = Run {
         options: run.options.clone().with_wrap(WrapPolicy::TransformerBased(&[])),
@@ -80,7 +80,7 @@ fn only_the_named_units_are_wrapped() {
 fn a_step_gathers_each_unit_twice_and_reduces_it_once() {
     let run = Run { steps: 3, ..Run::new(2) };
     let outcome = run.launch();
-    // Six units; the root and the last block stay unsharded for their backward.
+    // Two of the six units, the root and the last block, stay gathered for their backward.
     let full = outcome.state.len();
     assert_eq!(outcome.counts.all_gathers, 3 * (6 * 2 - 2));
     assert_eq!(outcome.counts.reduce_scatters, 3 * 6);
@@ -91,7 +91,7 @@ fn a_step_gathers_each_unit_twice_and_reduces_it_once() {
 }
 
 #[test]
-fn no_more_is_unsharded_than_the_slots_hold() {
+fn gather_buffers_do_not_grow_with_depth() {
     let outcome = Run::new(2).launch();
     assert!(outcome.peak_unsharded_bytes > 0);
     assert!(outcome.peak_unsharded_bytes <= outcome.gather_buffer_bytes);

@@ -1,4 +1,4 @@
-//! One model under every strategy, wrapping and schedule: the same losses, norms and parameters.
+//! Every strategy, wrap policy and prefetch policy has the same losses, norms and parameters.
 
 use fsdp_runtime::prelude::*;
 
@@ -24,9 +24,9 @@ fn strategies_of_one_group_agree_bit_for_bit() {
     }
 }
 
-/// Two groups of two add up gradients in pairs first, which rounds differently.
+/// Two shard groups of two ranks add up gradients in pairs first, which rounds differently.
 #[test]
-fn hybrid_strategies_agree_with_the_others_up_to_rounding_and_among_themselves_bit_for_bit() {
+fn hybrid_strategies_agree_with_each_other_bit_for_bit_and_with_the_others_up_to_rounding() {
     let full = run(4).launch();
     let hybrid = |strategy, size| {
         with(&run(4).with_strategy(strategy), |options| options.with_shard_size(size)).launch()
@@ -71,7 +71,7 @@ fn resharding_to_a_part_changes_no_bit() {
     let part = to(2);
     part.assert_bitwise(&full);
     assert_eq!(part.counts.all_gathers, full.counts.all_gathers);
-    assert!(part.gather_buffer_bytes > full.gather_buffer_bytes, "the parts are kept");
+    assert!(part.gather_buffer_bytes > full.gather_buffer_bytes, "parts are kept after forward");
     let never = to(1);
     never.assert_bitwise(&full);
     assert_eq!(never.counts.all_gathers, run(4).steps * UNITS);
@@ -99,7 +99,7 @@ fn every_prefetch_policy_gives_the_same_bits() {
 
 #[test]
 fn units_are_wrapped_by_size() {
-    // Without clipping: the norm is summed up along the units.
+    // Without clipping, because the order in which the norm is summed depends on the units.
     let run = Run { clip: None, ..run(2) };
     let all = run.launch();
     let sized = |min_num_params| {

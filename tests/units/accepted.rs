@@ -1,4 +1,4 @@
-//! Right use compiles, without a warning in what is generated.
+//! Correct use of the macros compiles, and the generated code has no warning.
 
 pub mod field_units;
 pub mod forwards;

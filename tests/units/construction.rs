@@ -1,6 +1,5 @@
-//! Models that cannot be sharded: a typed error on every rank, naming the parameter.
-
-use std::time::Duration;
+//! Models that cannot be sharded give a typed error that names the parameter. Broadcasts at
+//! construction.
 
 use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::nn::{Linear, LinearConfig, LinearLayout};
@@ -8,8 +7,10 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, HookedForward, ShardError};
 
-use crate::support::Net;
+use crate::support::compare::assert_same_state;
+use crate::support::ranks::launch_options;
 use crate::support::trace::{only, record};
+use crate::support::{Net, on_ranks};
 
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
@@ -62,14 +63,13 @@ impl Empty {
     }
 }
 
-/// The error of the first rank to fail, when every rank shards what `build` makes of its number.
+/// The error of the first rank to fail, where each of two ranks shards the model that `build`
+/// returns for it.
 fn refused<M: HookedForward + 'static>(
     options: FsdpOptions,
     build: impl Fn(usize, &Device) -> M + Send + Sync + 'static,
 ) -> ShardError {
-    let launched =
-        LaunchOptions::new(2).with_device(Device::flex()).with_timeout(Duration::from_secs(20));
-    let error = launch(launched, move |worker| {
+    let error = launch(launch_options(2), move |worker| {
         let model = build(worker.rank().index(), worker.device());
         fully_shard(model, &worker, options.clone()).map(|_| ())
     })
@@ -93,13 +93,11 @@ fn an_undeclared_clone_is_named_at_both_places() {
 
 #[test]
 fn a_model_is_sharded_once() {
-    let launched = LaunchOptions::new(2).with_device(Device::flex());
-    let errors = launch(launched, |worker| {
-        let sharded = fully_shard(pair(worker.device()), &worker, FsdpOptions::new())?;
-        let again = fully_shard((*sharded).clone(), &worker, FsdpOptions::new());
-        Ok::<_, Error>(again.map(|_| ()).unwrap_err())
-    })
-    .unwrap();
+    let errors = on_ranks(2, |worker| {
+        let sharded = fully_shard(pair(worker.device()), worker, FsdpOptions::new())?;
+        let again = fully_shard((*sharded).clone(), worker, FsdpOptions::new());
+        Ok(again.map(|_| ()).unwrap_err())
+    });
     for error in errors {
         assert_eq!(error, ShardError::AlreadySharded { path: "first.weight".into() }.into());
     }
@@ -133,7 +131,7 @@ impl Reparameterizer for Halving {
 }
 
 #[test]
-fn another_reparameterization_is_named() {
+fn a_reparameterization_of_another_crate_is_refused_by_name() {
     let error =
         refused(FsdpOptions::new(), |_, device| pair(device).apply_reparameterization(Halving));
     let (path, name) = ("first.weight".to_string(), "half".to_string());
@@ -150,7 +148,7 @@ fn integer_parameters_are_refused() {
 }
 
 #[test]
-fn other_floats_and_quantised_weights_are_refused() {
+fn f64_and_quantised_weights_are_refused() {
     use burn::module::Quantizer;
     use burn::tensor::DType;
     use burn::tensor::quantization::{Calibration, QuantValue};
@@ -185,7 +183,7 @@ fn a_weight_initialised_to_another_shape_than_it_declares_is_refused() {
     assert_eq!(
         error,
         ShardError::InitShape { path, declared: vec![4, 6], found: vec![6, 4] },
-        "rank 0 finds it, and no rank waits for its values"
+        "rank 0 finds the error, and no rank waits for its values"
     );
 }
 
@@ -196,7 +194,7 @@ fn an_empty_model_is_refused() {
 }
 
 #[test]
-fn ranks_that_built_different_models_are_told_what_differs() {
+fn an_error_says_where_the_models_of_ranks_differ() {
     let error = refused(FsdpOptions::new(), |rank, device| Net::new(2 + rank, 0.0, device));
     let ShardError::ModelMismatch { ranks, expected, found } = &error else { panic!("{error}") };
     assert_eq!(ranks.iter().map(|rank| rank.index()).collect::<Vec<_>>(), [1]);
@@ -221,32 +219,30 @@ fn without_sync_every_rank_must_have_the_same_weights() {
     let ShardError::ValueMismatch { rank, path } = &error else { panic!("{error}") };
     assert_eq!((rank.index(), path.as_str()), (1, "first.weight"));
 
-    // One seed draws the same on all ranks.
-    launch(LaunchOptions::new(3).with_device(Device::flex()), move |worker| {
-        fully_shard(pair(worker.device()), &worker, unsynced.clone().with_seed(5)).map(|_| ())
-    })
-    .expect("equal seeds agree");
+    // One seed gives the same values on all ranks.
+    on_ranks(3, move |worker| {
+        fully_shard(pair(worker.device()), worker, unsynced.clone().with_seed(5)).map(|_| ())
+    });
 }
 
 #[test]
 fn options_are_checked() {
     let error = refused(FsdpOptions::new().with_gather_buffers(0), |_, device| pair(device));
-    assert!(matches!(error, ShardError::InvalidOption { option: "gather_buffers", .. }), "{error}");
+    assert!(matches!(error, ShardError::InvalidOption { option: "slots", .. }), "{error}");
 }
 
 #[test]
-fn rank_0s_weights_are_broadcast() {
-    let states = launch(LaunchOptions::new(2).with_device(Device::flex()), |worker| {
+fn the_weights_of_rank_0_are_broadcast() {
+    let states = on_ranks(2, |worker| {
         let model = pair(worker.device());
         let offset = worker.rank().index() as f32;
         let weight =
             model.first.weight.clone().map(|weight| weight.zeros_like().add_scalar(offset));
         let model = Pair { first: Linear { weight, ..model.first }, ..model };
-        fully_shard(model, &worker, FsdpOptions::new())?.state().full(Recipient::All)
-    })
-    .unwrap();
+        fully_shard(model, worker, FsdpOptions::new())?.state().full(Recipient::All)
+    });
     for state in states {
-        assert_eq!(state["first.weight"].iter::<f32>().sum::<f32>(), 0.0);
+        assert_eq!(state["first.weight"].iter::<f32>().collect::<Vec<_>>(), [0.0; 6 * 6]);
     }
 }
 
@@ -264,8 +260,8 @@ impl Tied {
     }
 }
 
-/// Lets parameters be initialised to numbers of their own: the generator is one a process, and other
-/// tests draw from it too.
+/// Replaces the initial values of each parameter by numbers that do not depend on Burn's random
+/// generator.
 struct Numbered(usize);
 
 impl ModuleMapper for Numbered {
@@ -290,22 +286,23 @@ fn tied(device: &Device) -> Tied {
     Tied { first, second: Linear { weight, ..second } }
 }
 
-/// What is broadcast while a model is sharded over two ranks, and each rank's state of it then.
+/// Shards a model over two ranks. Returns the lines of its broadcasts, and the full state on each rank.
 fn broadcasts<M: FsdpModule + HookedForward + 'static>(
     options: FsdpOptions,
     build: fn(&Device) -> M,
 ) -> (Vec<String>, Vec<FullState>) {
-    let ranks = launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
+    let ranks = on_ranks(2, move |worker| {
         let model = build(worker.device());
-        let (model, lines) = record(|| fully_shard(model, &worker, options.clone()));
-        Ok::<_, Error>((only(&lines, &["broadcast"]), model?.state().full(Recipient::All)?))
+        let (model, lines) = record(|| fully_shard(model, worker, options.clone()));
+        Ok((only(&lines, &["broadcast"]), model?.state().full(Recipient::All)?))
     });
-    let (lines, states): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();
-    assert_eq!(lines[0], lines[1], "every rank does the same");
+    let (lines, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+    assert_eq!(lines[0], lines[1], "every rank has the same broadcasts");
     (lines.into_iter().next().unwrap(), states)
 }
 
-/// Broadcast or not, every rank has the bits that each would have found for itself.
+/// Asserts that every rank has the same bits with and without broadcasts. Returns the lines of the
+/// broadcasts.
 fn assert_values<M: FsdpModule + HookedForward + 'static>(
     options: FsdpOptions,
     build: fn(&Device) -> M,
@@ -314,7 +311,7 @@ fn assert_values<M: FsdpModule + HookedForward + 'static>(
     let (none, own) = broadcasts(options.with_sync_module_states(false), build);
     assert_eq!(none, [""; 0]);
     for state in states {
-        assert_eq!(state, own[0]);
+        assert_same_state(&state, &own[0], "broadcast");
     }
     lines
 }
@@ -340,10 +337,10 @@ fn small_replicated_parameters_of_a_unit_are_broadcast_together() {
     ];
     assert_eq!(assert_values(FsdpOptions::new(), net), expected);
 
-    // Matrices that stay whole go with them.
+    // Replicated matrices are broadcast with them.
     let whole = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
-    assert_eq!(assert_values(whole.clone(), net).len(), 4, "one a unit");
-    assert_eq!(assert_values(whole, tied).len(), 1, "a tied weight is in it once");
+    assert_eq!(assert_values(whole.clone(), net).len(), 4, "one broadcast a unit");
+    assert_eq!(assert_values(whole, tied).len(), 1, "a tied weight is broadcast once");
     let policy = OffloadPolicy::Params { pin_memory: false };
     assert_eq!(assert_values(FsdpOptions::new().with_offload(policy), net).len(), expected.len());
     assert_eq!(assert_values(FsdpOptions::new().with_persist_below(200), tied).len(), 1);
@@ -363,7 +360,8 @@ fn large_replicated_parameters_are_broadcast_alone() {
 
 #[test]
 fn a_frozen_bias_is_frozen_on_the_ranks_that_receive_it() {
-    let tracked = launch(LaunchOptions::new(2).with_device(Device::flex().autodiff()), |worker| {
+    let options = launch_options(2).with_device(Device::flex().autodiff());
+    let tracked = launch(options, |worker| {
         let mut model = pair(worker.device());
         model.second.bias = model.second.bias.map(|bias| bias.set_require_grad(false));
         let model = fully_shard(model, &worker, FsdpOptions::new())?;

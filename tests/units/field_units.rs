@@ -1,7 +1,5 @@
-//! Modules of other crates as units, through `#[fsdp(unit)]` on the field: they compute, train and
-//! are gathered as units under `#[fsdp_unit]` are.
-
-use std::time::Duration;
+//! Modules of other crates as units, by `#[fsdp(unit)]` on the field. They compute, train and are
+//! gathered as units under `#[fsdp_unit]` are.
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -12,13 +10,16 @@ use burn::tensor::{Device, Tensor, TensorData, Tolerance};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Counts, Error, FullState, HookedForward, ScheduleError};
 
+use crate::support::compare::{Within, assert_close, assert_same_bits, assert_same_state};
+use crate::support::ranks::launch_options;
 use crate::support::trace::record;
+use crate::support::{of_rank_0, on_ranks};
 
 const WIDTH: usize = 16;
 /// A multiple of 32: Burn's `linear` then saves a reshaped view of its weight for backward.
 const LENGTH: usize = 32;
 
-/// Stands for a module of another crate: FSDP does not know what it holds.
+/// Stands for a module of another crate, without a layout.
 #[derive(Module, Debug)]
 struct Foreign {
     gate: Linear,
@@ -35,7 +36,7 @@ impl Foreign {
     }
 }
 
-/// What FSDP does not know the tensors of.
+/// A type that is not a `UnitValue`.
 struct Opaque(Tensor<3>);
 
 /// A unit with a unit in a field.
@@ -83,7 +84,7 @@ impl Net {
         for block in &self.blocks {
             x = block.forward(x);
         }
-        // One inside the other, and more of them than there are buffers.
+        // Nested calls, and more units than there are gather buffers.
         let x = self.layers[2].forward(gelu(self.layers[1].forward(self.layers[0].forward(x))));
         let x = self.layers.iter().skip(3).fold(x, |x, layer| layer.forward(x).tanh());
         let x = self.rest(x.clone()).unwrap_or(x);
@@ -97,7 +98,7 @@ impl Net {
         self.head.forward(x.mean_dim(1).squeeze_dim(1))
     }
 
-    /// Not hooked itself; the calls in it are.
+    /// A method that is not hooked, whose calls are.
     fn rest(&self, x: Tensor<3>) -> Option<Tensor<3>> {
         let y = self.pair.0.forward(x);
         Some(self.pair.1.as_ref()?.forward(y.clone()) + y)
@@ -139,9 +140,9 @@ fn loss(logits: Tensor<2>) -> Tensor<1> {
     (logits - 0.5).powf_scalar(2.0).mean()
 }
 
-/// What a training run ended with, on rank 0.
+/// What rank 0 has at the end of a run.
 struct Outcome {
-    losses: Vec<u32>,
+    losses: Vec<f32>,
     state: FullState,
     counts: Counts,
 }
@@ -154,49 +155,42 @@ fn train<M: HookedForward + 'static>(
     model: fn(&Device) -> M,
     forward: fn(&M, Tensor<3>) -> Tensor<2>,
 ) -> Outcome {
-    let launched =
-        LaunchOptions::new(world).with_device(Device::flex()).with_timeout(Duration::from_secs(60));
-    let mut ranks = launch(launched, move |worker| {
+    of_rank_0(world, move |worker| {
         let device = worker.device();
-        let mut net = fully_shard(model(device), &worker, options.clone().with_seed(5))?;
+        let mut net = fully_shard(model(device), worker, options.clone().with_seed(5))?;
         let mut optimizer = AdamWConfig::new().init();
         let mut losses = Vec::new();
         for step in 0..STEPS {
             let loss = loss(forward(&net, input(step, worker.rank().index(), device)));
-            losses.push(loss.clone().into_scalar::<f32>().to_bits());
+            losses.push(loss.clone().into_scalar::<f32>());
             let grads = net.backward(loss)?;
             net = optimizer.step(1e-2, net, grads);
         }
         let counts = net.stats().counts();
-        let state = net.state().full(Recipient::All)?;
-        Ok::<_, Error>(Outcome { losses, state, counts })
+        Ok(Outcome { losses, state: net.state().full(Recipient::All)?, counts })
     })
-    .expect("the run succeeds");
-    ranks.swap_remove(0)
 }
 
-fn assert_same_bits(a: &Outcome, b: &Outcome) {
-    let floats = |bits: &[u32]| bits.iter().map(|&bits| f32::from_bits(bits)).collect::<Vec<_>>();
-    let (left, right) = (floats(&a.losses), floats(&b.losses));
-    assert!(left.iter().all(|loss| loss.is_finite()), "{left:?}");
-    assert_eq!(a.losses, b.losses, "{left:?} {right:?}");
-    assert_eq!(a.state.len(), b.state.len());
-    for (path, data) in &a.state {
-        assert!(data.as_bytes() == b.state[path].as_bytes(), "`{path}` differs");
-    }
+fn assert_same(found: &Outcome, expected: &Outcome) {
+    assert!(expected.losses.iter().all(|loss| loss.is_finite()), "{:?}", expected.losses);
+    assert_same_bits(&found.losses, &expected.losses, "losses");
+    assert_same_state(&found.state, &expected.state, "parameters");
 }
 
 #[test]
-fn full_shard_equals_no_shard_in_every_bit() {
+fn full_shard_equals_no_shard_bit_for_bit() {
     for world in [1, 2, 3] {
         let run = |strategy| {
             train(world, FsdpOptions::new().with_strategy(strategy), Net::new, Net::forward)
         };
         let (full, none) = (run(ShardingStrategy::FullShard), run(ShardingStrategy::NoShard));
-        assert_same_bits(&full, &none);
-        assert_eq!(full.counts.single_gathers, 0, "every field unit was gathered as one");
-        // The root, 5 of a module each, the second of the pair, 2 blocks with a unit each, 5 layers,
-        // 2 of another crate; an empty `Option` is none.
+        assert_same(&full, &none);
+        assert_eq!(
+            full.counts.single_gathers, 0,
+            "every field unit is gathered with one all-gather"
+        );
+        // The root; `first`, `attention` and `lstm`; a pair; two blocks, each with a unit in it;
+        // five layers; two modules of another crate. An empty `Option` is no unit.
         let units = 1 + 3 + 2 + 4 + 5 + 2;
         assert_eq!(full.counts.reduce_scatters, STEPS * units);
         assert_eq!(none.counts.reduce_scatters, STEPS * units);
@@ -205,12 +199,11 @@ fn full_shard_equals_no_shard_in_every_bit() {
 
 #[test]
 fn losses_are_those_of_plain_burn() {
-    let launched = LaunchOptions::new(1).with_device(Device::flex());
-    let plain = launch(launched, |worker| {
+    let plain = of_rank_0(1, |worker| {
         let device = worker.device();
         // The weights that the sharded run starts from.
         let options = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard).with_seed(5);
-        let start = fully_shard(Net::new(device), &worker, options)?;
+        let start = fully_shard(Net::new(device), worker, options)?;
         let mut net = (*start).clone().materialize();
         let mut optimizer = AdamWConfig::new().init();
         let mut losses = Vec::new();
@@ -220,17 +213,13 @@ fn losses_are_those_of_plain_burn() {
             let grads = GradientsParams::from_grads(loss.backward(), &net);
             net = optimizer.step(1e-2, net, grads);
         }
-        Ok::<_, Error>(losses)
-    })
-    .expect("plain training succeeds");
+        Ok(losses)
+    });
     let sharded = train(1, FsdpOptions::new(), Net::new, Net::forward);
-    let sharded = sharded.losses.iter().map(|&bits| f32::from_bits(bits));
-    for (sharded, plain) in sharded.zip(&plain[0]) {
-        assert!((sharded - plain).abs() <= 1e-5 * plain.abs(), "{sharded} {plain}");
-    }
+    assert_close(&sharded.losses, &plain, Within::Relative(1e-5), "losses");
 }
 
-/// A unit around one linear layer, as one writes it without `#[fsdp(unit)]`.
+/// A unit around one linear layer: what `#[fsdp(unit)]` saves writing.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 struct Wrapped {
@@ -274,7 +263,7 @@ impl Fields {
         self.head.forward(x.mean_dim(1).squeeze_dim(1))
     }
 
-    /// As `forward`, with calls that carry no hooks.
+    /// `forward` with calls in a form that is not hooked.
     fn forward_unhooked(&self, x: Tensor<3>) -> Tensor<2> {
         let x = self.layers.iter().fold(x, |x, layer| Linear::forward(layer, x).tanh());
         self.head.forward(x.mean_dim(1).squeeze_dim(1))
@@ -295,24 +284,26 @@ fn fields(device: &Device) -> Fields {
 fn a_field_unit_is_gathered_as_an_annotated_one_is() {
     let annotated = train(2, FsdpOptions::new(), annotated, Annotated::forward);
     let fields = train(2, FsdpOptions::new(), fields, Fields::forward);
-    assert_eq!(fields.losses, annotated.losses);
+    assert_same_bits(&fields.losses, &annotated.losses, "losses");
     assert_eq!(fields.counts, annotated.counts);
     assert_eq!(fields.counts.reduce_scatters, STEPS * 7);
+    // The paths differ by the wrapping struct's field.
     let weights = |outcome: &Outcome| {
         outcome.state.values().map(|data| data.as_bytes().to_vec()).collect::<Vec<_>>()
     };
+    assert_eq!(fields.state.len(), 2 * 7);
     assert!(weights(&fields) == weights(&annotated));
 }
 
 #[test]
-fn a_call_without_hooks_gathers_on_demand_and_trains_alike() {
+fn a_call_without_hooks_gathers_each_weight_alone_and_trains_the_same() {
     let hooked = train(2, FsdpOptions::new(), fields, Fields::forward);
     let unhooked = train(2, FsdpOptions::new(), fields, Fields::forward_unhooked);
-    assert_same_bits(&hooked, &unhooked);
+    assert_same(&unhooked, &hooked);
     assert_eq!(unhooked.counts.single_gathers, STEPS * 6, "one weight each");
 }
 
-/// Calls within an argument, whose field is taken out of what they return.
+/// A call whose argument is a field of the result of another call.
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
 struct Nested {
@@ -341,7 +332,7 @@ fn nested(device: &Device) -> Nested {
 fn an_argument_that_is_a_field_of_a_call_runs_once() {
     let full = train(2, FsdpOptions::new(), nested, Nested::forward);
     let none = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
-    assert_same_bits(&full, &train(2, none, nested, Nested::forward));
+    assert_same(&full, &train(2, none, nested, Nested::forward));
     assert_eq!(full.counts.single_gathers, 0);
     assert_eq!(full.counts.reduce_scatters, STEPS * 3);
     // The root and the last unit stay gathered for their backward.
@@ -349,17 +340,17 @@ fn an_argument_that_is_a_field_of_a_call_runs_once() {
 }
 
 #[test]
-fn a_list_of_types_wraps_no_field() {
+fn a_wrap_policy_of_types_wraps_no_field() {
     let options = FsdpOptions::new().with_wrap(WrapPolicy::TransformerBased(unit_types![Block]));
     let full = train(2, options.clone(), Net::new, Net::forward);
     let none = options.with_strategy(ShardingStrategy::NoShard);
-    assert_same_bits(&full, &train(2, none, Net::new, Net::forward));
+    assert_same(&full, &train(2, none, Net::new, Net::forward));
     assert_eq!(full.counts.reduce_scatters, STEPS * 3, "the root and two blocks");
     assert_eq!(full.counts.single_gathers, 0);
 }
 
 #[test]
-fn a_least_size_wraps_fields_of_that_size() {
+fn a_wrap_policy_of_sizes_wraps_fields_of_that_size() {
     let weights = WIDTH * WIDTH + WIDTH;
     for (min_num_params, units) in [(weights, 1 + 6), (weights + 1, 1)] {
         let options = FsdpOptions::new().with_wrap(WrapPolicy::SizeBased { min_num_params });
@@ -371,31 +362,27 @@ fn a_least_size_wraps_fields_of_that_size() {
 
 #[test]
 fn the_wrapping_names_the_types_of_fields() {
-    let launched = LaunchOptions::new(1).with_device(Device::flex());
-    let units = launch(launched, |worker| {
-        let net = fully_shard(Net::new(worker.device()), &worker, FsdpOptions::new())?;
+    let units = of_rank_0(1, |worker| {
+        let net = fully_shard(Net::new(worker.device()), worker, FsdpOptions::new())?;
         let units = net.stats().wrapping().units;
-        Ok::<_, Error>(units.into_iter().map(|unit| (unit.path, unit.ty)).collect::<Vec<_>>())
-    })
-    .expect("the run succeeds");
+        Ok(units.into_iter().map(|unit| (unit.path, unit.ty)).collect::<Vec<_>>())
+    });
     for unit in [("blocks.1.down", "Linear"), ("pair.1", "Linear"), ("foreign.0", "Foreign")] {
-        assert!(units[0].iter().any(|(path, ty)| (path.as_str(), *ty) == unit), "{units:?}");
+        assert!(units.iter().any(|(path, ty)| (path.as_str(), *ty) == unit), "{units:?}");
     }
 }
 
 #[test]
-fn evaluation_is_that_of_the_trained_model() {
-    let launched = LaunchOptions::new(2).with_device(Device::flex());
-    launch(launched, |worker| {
+fn evaluation_has_the_outputs_of_the_trained_model() {
+    on_ranks(2, |worker| {
         let device = worker.device();
-        let net = fully_shard(Net::new(device), &worker, FsdpOptions::new().with_seed(5))?;
+        let net = fully_shard(Net::new(device), worker, FsdpOptions::new().with_seed(5))?;
         let train = net.forward(input(0, 0, device)).into_data();
         let valid = net.valid().forward(input(0, 0, &device.clone().inner()));
         assert!(!valid.is_autodiff());
         train.assert_approx_eq::<f32>(&valid.into_data(), Tolerance::relative(1e-5));
-        Ok::<_, Error>(())
-    })
-    .expect("the run succeeds");
+        Ok(())
+    });
 }
 
 #[derive(Module, Debug)]
@@ -416,8 +403,7 @@ impl Hidden {
 
 #[test]
 fn an_output_of_an_unknown_type_is_an_error() {
-    let launched = LaunchOptions::new(2).with_device(Device::flex());
-    let error = launch(launched, |worker| {
+    let error = launch(launch_options(2), |worker| {
         let device = worker.device();
         let model = Hidden { foreign: foreign(device), head: linear(device) };
         let net = fully_shard(model, &worker, FsdpOptions::new())?;
@@ -432,14 +418,14 @@ fn an_output_of_an_unknown_type_is_an_error() {
     assert!(module.ends_with("Foreign") && output.ends_with("Opaque"), "{module} {output}");
 }
 
-/// Those within a unit that is checkpointed are run again with it.
+/// A field unit inside a checkpointed unit is recomputed with that unit.
 #[test]
-fn where_all_units_are_checkpointed_fields_are_left_out_with_a_warning() {
-    launch(LaunchOptions::new(1).with_device(Device::flex()), |worker| {
+fn checkpointing_all_units_leaves_out_field_units_with_a_warning() {
+    on_ranks(1, |worker| {
         let options =
             FsdpOptions::new().with_activation_checkpointing(ActivationCheckpointing::All);
         let net = Net::new(worker.device());
-        let (model, lines) = record(|| fully_shard(net, &worker, options));
+        let (model, lines) = record(|| fully_shard(net, worker, options));
         model?;
         let warned: Vec<_> =
             lines.iter().filter(|line| line.contains("is not recomputed")).collect();
@@ -448,7 +434,6 @@ fn where_all_units_are_checkpointed_fields_are_left_out_with_a_warning() {
             assert!(warned.contains(unit), "{unit}: {warned}");
         }
         assert!(!warned.contains("blocks"), "{warned}");
-        Ok::<_, Error>(())
-    })
-    .unwrap();
+        Ok(())
+    });
 }

@@ -1,13 +1,15 @@
-//! Units of every signature: several inputs and outputs, options, tuples, early returns, `?`.
-
-use std::time::Duration;
+//! Units with several inputs and outputs, options, tuples, early returns and `?` compute as
+//! unsharded ones.
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use fsdp_runtime::Error;
+use fsdp_runtime::FullState;
 use fsdp_runtime::prelude::*;
+
+use crate::support::compare::{Within, assert_close};
+use crate::support::on_ranks;
 
 #[derive(Debug, PartialEq)]
 struct TooLong(usize);
@@ -56,7 +58,7 @@ struct Table {
 
 #[fsdp_unit]
 impl Table {
-    /// Returns what looks into the parameter itself.
+    /// Returns a view of the parameter.
     fn forward(&self, rows: std::ops::Range<usize>) -> Tensor<2> {
         self.rows.val().slice([rows])
     }
@@ -86,7 +88,7 @@ impl Model {
             self.gates.1.forward((c.clone(), 1.0), None, &["", "", ""]).err(),
             Some(TooLong(3))
         );
-        // The input again, transposed: the tied weight at its other place.
+        // The input weight transposed: a tied weight at its other place.
         let score = (a + c.clone()).matmul(self.output.val().transpose());
         Scored { hidden: c, score: Some(score), passes: 3 }
     }
@@ -116,7 +118,7 @@ fn scalar(output: Scored) -> Tensor<1> {
     output.score.expect("always scored").powf_scalar(2.0).mean() + output.hidden.mean()
 }
 
-/// Gradients of plain Burn, the tied weight's from both places.
+/// The loss and gradients of plain Burn. A tied weight has one gradient, from both places.
 fn expected(model: &Model, device: &Device) -> (f32, Vec<Vec<f32>>) {
     let loss = scalar(model.forward(input(device)));
     let value = loss.clone().into_scalar::<f32>();
@@ -132,6 +134,7 @@ fn expected(model: &Model, device: &Device) -> (f32, Vec<Vec<f32>>) {
     (value, vec![get(&model.input), get(&model.gates.0.left.weight), get(&model.table.rows)])
 }
 
+/// The shards of gradients on this rank. A rank may have none of a matrix.
 fn shards(model: &Fsdp<Model>, grads: &GradientsParams) -> Vec<Vec<f32>> {
     let get = |param: &Param<Tensor<2>>| {
         grads
@@ -146,48 +149,43 @@ fn shards(model: &Fsdp<Model>, grads: &GradientsParams) -> Vec<Vec<f32>> {
 fn values_and_gradients_are_those_of_plain_burn() {
     for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
         for world in [1, 2, 3] {
-            let launched = LaunchOptions::new(world)
-                .with_device(Device::flex())
-                .with_timeout(Duration::from_secs(20));
-            let ranks = launch(launched, move |worker| {
+            let ranks = on_ranks(world, move |worker| {
                 let device = worker.device();
                 let plain = model(device);
-                // The same values on every rank: initialise under one seed.
+                // One seed gives the same values on every rank.
                 let options = FsdpOptions::new().with_strategy(strategy).with_seed(3);
-                let sharded = fully_shard(plain, &worker, options)?;
+                let sharded = fully_shard(plain, worker, options)?;
                 let state = sharded.state().full(Recipient::All)?;
                 let plain = restore(&state, device);
                 let want = expected(&plain, device);
                 let loss = scalar(sharded.forward(input(device)));
                 let value = loss.clone().into_scalar::<f32>();
                 let grads = sharded.backward(loss)?;
-                // A second pass: whatever the first left behind does no harm.
+                // A second step must not be disturbed by the first.
                 sharded.backward(scalar(sharded.forward(input(device))))?;
-                Ok::<_, Error>((want, value, shards(&sharded, &grads)))
-            })
-            .unwrap();
-            let (want, ..) = ranks[0].0.clone();
-            for (_, value, _) in &ranks {
-                assert!((value - want).abs() < 1e-5 * want.abs(), "{value} {want}");
-            }
-            for weight in 0..3 {
-                let want = &ranks[0].0.1[weight];
+                Ok((want, value, shards(&sharded, &grads)))
+            });
+            let (expected_loss, expected_gradients) = &ranks[0].0;
+            let losses: Vec<f32> = ranks.iter().map(|(_, loss, _)| *loss).collect();
+            let within = Within::Relative(1e-5);
+            assert_close(&losses, &vec![*expected_loss; world], within, "losses");
+            assert_eq!(expected_gradients.len(), 3);
+            for (weight, expected) in expected_gradients.iter().enumerate() {
+                assert!(expected.iter().any(|&element| element.abs() > 1e-3), "weight {weight}");
                 let mut parts = ranks.iter().map(|rank| rank.2[weight].clone());
-                let got: Vec<f32> = match strategy {
+                let found: Vec<f32> = match strategy {
                     ShardingStrategy::FullShard => parts.flatten().collect(),
                     _ => parts.next_back().unwrap_or_default(),
                 };
-                assert_eq!(got.len(), want.len(), "weight {weight} at world {world}");
-                for (got, want) in got.iter().zip(want) {
-                    assert!((got - want).abs() < 1e-5, "weight {weight}: {got} {want}");
-                }
+                let what = format_args!("weight {weight}, {strategy} on {world} ranks");
+                assert_close(&found, expected, Within::Absolute(1e-5), what);
             }
         }
     }
 }
 
-/// The model of a full state, unsharded.
-fn restore(state: &fsdp_runtime::FullState, device: &Device) -> Model {
+/// The unsharded model of a full state.
+fn restore(state: &FullState, device: &Device) -> Model {
     let matrix = |path: &str| Param::from_data(state[path].clone(), device);
     let linear = |gate: &str, side: &str| Linear {
         weight: matrix(&format!("gates.{gate}.{side}.weight")),
@@ -206,37 +204,29 @@ fn restore(state: &fsdp_runtime::FullState, device: &Device) -> Model {
 }
 
 #[test]
-fn a_value_outside_any_forward_is_gathered_on_demand_and_trains() {
-    let launched = LaunchOptions::new(2).with_device(Device::flex());
-    let ranks = launch(launched, |worker| {
+fn a_parameter_read_outside_a_forward_is_gathered_alone_and_has_a_gradient() {
+    let ranks = on_ranks(2, |worker| {
         let device = worker.device();
-        let sharded = fully_shard(model(device), &worker, FsdpOptions::new().with_seed(3))?;
+        let sharded = fully_shard(model(device), worker, FsdpOptions::new().with_seed(3))?;
         let table = sharded.table.rows.val();
         assert_eq!(table.dims(), [6, WIDTH]);
         let data = table.clone().into_data();
         let grads = sharded.backward(table.powf_scalar(2.0).sum())?;
         let mine = shards(&sharded, &grads)[2].clone();
-        Ok::<_, Error>((
-            data.iter::<f32>().collect::<Vec<_>>(),
-            mine,
-            sharded.stats().counts().single_gathers,
-        ))
-    })
-    .unwrap();
-    let got: Vec<f32> = ranks.iter().flat_map(|rank| rank.1.clone()).collect();
-    assert_eq!(got.len(), 6 * WIDTH);
-    for (grad, value) in got.iter().zip(&ranks[0].0) {
-        assert!((grad - 2.0 * value).abs() < 1e-6);
-    }
+        let doubled = data.iter::<f32>().map(|value| 2.0 * value).collect::<Vec<_>>();
+        Ok((doubled, mine, sharded.stats().counts().single_gathers))
+    });
+    let found: Vec<f32> = ranks.iter().flat_map(|rank| rank.1.clone()).collect();
+    assert_eq!(found.len(), 6 * WIDTH);
+    assert_close(&found, &ranks[0].0, Within::Absolute(1e-6), "the gradient of a sum of squares");
     assert_eq!(ranks[0].2, 1);
 }
 
 #[test]
-fn evaluation_is_that_of_the_trained_model() {
-    let launched = LaunchOptions::new(2).with_device(Device::flex());
-    launch(launched, |worker| {
+fn evaluation_has_the_outputs_of_the_trained_model() {
+    on_ranks(2, |worker| {
         let device = worker.device();
-        let sharded = fully_shard(model(device), &worker, FsdpOptions::new().with_seed(3))?;
+        let sharded = fully_shard(model(device), worker, FsdpOptions::new().with_seed(3))?;
         let train = sharded.forward(input(device)).hidden.into_data();
         let valid = sharded.valid();
         let plain = device.clone().inner();
@@ -244,11 +234,10 @@ fn evaluation_is_that_of_the_trained_model() {
         assert!(!eval.is_autodiff());
         assert_eq!(eval.into_data().as_bytes(), train.as_bytes());
         drop(valid);
-        // Training goes on.
+        // Training continues.
         sharded.backward(scalar(sharded.forward(input(device))))?;
-        Ok::<_, Error>(())
-    })
-    .unwrap();
+        Ok(())
+    });
 }
 
 #[test]
@@ -256,5 +245,6 @@ fn the_annotated_model_trains_unsharded_with_the_same_code() {
     let device = Device::flex().autodiff();
     let model = model(&device);
     let (value, grads) = expected(&model, &device);
-    assert!(value.is_finite() && grads.iter().all(|grad| grad.iter().any(|&g| g != 0.0)));
+    assert!(value.is_finite() && grads.len() == 3);
+    assert!(grads.iter().all(|grad| grad.iter().any(|&element| element != 0.0)));
 }

@@ -1,12 +1,11 @@
-//! Models as units: what the macros accept, what can be sharded, and how units are called. What the
-//! macros refuse is under `ui`.
+//! What the macros accept as a unit, which models can be sharded, and how units are called. What the
+//! macros refuse is under `tests/ui`.
 
 #[path = "../support/mod.rs"]
 mod support;
 
 #[allow(dead_code, clippy::all, reason = "most of it only has to compile, in every form there is")]
 pub mod accepted;
-mod burn_modules;
 mod construction;
 mod crate_path;
 mod field_units;

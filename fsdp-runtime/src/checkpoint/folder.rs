@@ -1,41 +1,45 @@
-//! The folder that holds a run's checkpoints: names, which are complete, and the steps by which one
-//! becomes complete.
+//! The folder that holds a run's checkpoints: folder names, the list of complete checkpoints, and
+//! the renames that make a checkpoint complete.
 //!
-//! `step-00000012` is written as `step-00000012.tmp-..`, and renamed once its manifest is on the
-//! disk. So a folder with a manifest and without `.tmp` is complete, and any other is the rest of a
-//! save that was interrupted. Where a step is saved again, the old folder is set aside as
-//! `step-00000012.old-..` for the moment between two renames, and counts until the new one is there.
+//! A save writes `step-00000012.tmp-..` and renames the folder to `step-00000012` once the manifest
+//! is on disk. A folder with a manifest and without `.tmp` is therefore complete; every other
+//! folder is torn, the remains of a save that was interrupted. A save of a step that already has a
+//! checkpoint renames the old folder to `step-00000012.old-..` first. Between the two renames the
+//! `.old` folder counts as the checkpoint of the step.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::io;
-use super::manifest::{MANIFEST, rank_file};
+use super::io_error::io_error;
+use super::manifest::{MANIFEST, rank_file_name};
 use crate::error::CheckpointError;
 
+/// Mark in the name of a folder that is being written.
 const TMP: &str = ".tmp-";
+/// Mark in the name of a folder that a newer save of the same step replaces.
 const OLD: &str = ".old-";
 
 /// The checkpoints in a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Listing {
-    /// The complete ones with their steps, oldest first.
+    /// Step and path of each complete checkpoint, in order of steps.
     pub complete: Vec<(u64, PathBuf)>,
-    /// What is left of saves that did not complete.
+    /// Folders left by saves that were interrupted.
     pub torn: Vec<PathBuf>,
 }
 
-/// The name of a step's folder.
-pub(crate) fn step_folder(step: u64) -> String {
+/// Returns the name of a step's folder: `step-00000012`.
+pub(super) fn step_folder(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// A folder beside `folder` to write it in, unlike any other's.
-pub(crate) fn beside(folder: &Path) -> PathBuf {
+/// Returns a unique path next to `folder`, under which the folder is written until it is complete.
+pub(super) fn temporary_folder(folder: &Path) -> PathBuf {
     suffixed(folder, TMP)
 }
 
+/// Returns the path of `folder` with `mark` and a unique suffix appended.
 fn suffixed(folder: &Path, mark: &str) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let since = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_nanos());
@@ -45,20 +49,20 @@ fn suffixed(folder: &Path, mark: &str) -> PathBuf {
     folder.with_file_name(name)
 }
 
-/// What a folder of checkpoints holds. One that does not exist holds none.
+/// Lists the checkpoints in the folder `root`. A folder that does not exist holds none.
 ///
 /// # Errors
 ///
-/// [`CheckpointError::Io`] when it cannot be read.
+/// [`CheckpointError::Io`] where the folder cannot be read.
 pub fn list(root: &Path) -> Result<Listing, CheckpointError> {
     let mut listing = Listing::default();
     let entries = match fs::read_dir(root) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(listing),
-        entries => entries.map_err(io("read", root))?,
+        entries => entries.map_err(io_error("read", root))?,
     };
-    let mut aside = Vec::new();
+    let mut replaced = Vec::new();
     for entry in entries {
-        let entry = entry.map_err(io("read", root))?;
+        let entry = entry.map_err(io_error("read", root))?;
         let (path, name) = (entry.path(), entry.file_name());
         let Some((step, mark)) = name.to_str().and_then(step_of) else { continue };
         if !path.is_dir() {
@@ -67,11 +71,11 @@ pub fn list(root: &Path) -> Result<Listing, CheckpointError> {
         let complete = path.join(MANIFEST).is_file();
         match mark {
             "" if complete => listing.complete.push((step, path)),
-            OLD if complete => aside.push((step, path)),
+            OLD if complete => replaced.push((step, path)),
             _ => listing.torn.push(path),
         }
     }
-    for (step, path) in aside {
+    for (step, path) in replaced {
         if listing.complete.iter().any(|(other, _)| *other == step) {
             listing.torn.push(path);
         } else {
@@ -83,31 +87,32 @@ pub fn list(root: &Path) -> Result<Listing, CheckpointError> {
     Ok(listing)
 }
 
-/// The step that a folder's name tells, and its mark.
+/// Parses a folder's name into the step and the mark, which is empty for a complete checkpoint.
 fn step_of(name: &str) -> Option<(u64, &'static str)> {
-    let rest = name.strip_prefix("step-")?;
-    let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
-    let (step, rest) = rest.split_at(digits);
+    let name = name.strip_prefix("step-")?;
+    let digits = name.bytes().take_while(u8::is_ascii_digit).count();
+    let (step, suffix) = name.split_at(digits);
     let step = step.parse().ok()?;
-    let mark = [TMP, OLD].into_iter().find(|mark| rest.starts_with(mark));
+    let mark = [TMP, OLD].into_iter().find(|mark| suffix.starts_with(mark));
     match mark {
-        None if rest.is_empty() => Some((step, "")),
+        None if suffix.is_empty() => Some((step, "")),
         None => None,
         Some(mark) => Some((step, mark)),
     }
 }
 
-/// Removes what is left of saves that did not complete.
-pub(crate) fn clean(root: &Path) -> Result<(), CheckpointError> {
+/// Deletes the folders left by saves that were interrupted.
+pub(super) fn remove_torn(root: &Path) -> Result<(), CheckpointError> {
     for path in list(root)?.torn {
-        tracing::warn!(target: "fsdp", path = %path.display(), "removing a save that did not complete");
+        tracing::warn!(target: "fsdp", path = %path.display(), "removing an incomplete save");
         remove(&path)?;
     }
     Ok(())
 }
 
-/// Deletes all but `keep` complete checkpoints: `saved`, whatever its step, and the newest others.
-pub(crate) fn prune(root: &Path, keep: usize, saved: &Path) -> Result<(), CheckpointError> {
+/// Deletes complete checkpoints until `keep` are left: `saved`, whatever its step, and the others
+/// of the highest steps.
+pub(super) fn prune(root: &Path, keep: usize, saved: &Path) -> Result<(), CheckpointError> {
     let mut others = list(root)?.complete;
     others.retain(|(_, path)| path.file_name() != saved.file_name());
     for (_, path) in &others[..others.len().saturating_sub(keep.saturating_sub(1))] {
@@ -116,50 +121,52 @@ pub(crate) fn prune(root: &Path, keep: usize, saved: &Path) -> Result<(), Checkp
     Ok(())
 }
 
-/// Checks that a save may put a folder in the place of `target`: one that is there is a checkpoint.
+/// Checks that a save may replace `target`: nothing exists there, or an empty folder, or a
+/// checkpoint.
 ///
 /// # Errors
 ///
 /// [`CheckpointError::NotACheckpoint`] for a file, and for a folder that holds anything else.
-pub(crate) fn check_target(target: &Path) -> Result<(), CheckpointError> {
+pub(super) fn check_target(target: &Path) -> Result<(), CheckpointError> {
     let empty = || fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_none());
-    // Others have files of that name, too.
-    let checkpoint = || target.join(MANIFEST).is_file() && target.join(rank_file(0)).is_file();
+    // Other programs name files `manifest.json` too, so that a rank's file is required as well.
+    let checkpoint = || target.join(MANIFEST).is_file() && target.join(rank_file_name(0)).is_file();
     if !target.exists() || empty() || checkpoint() {
         return Ok(());
     }
     Err(CheckpointError::NotACheckpoint { path: target.display().to_string() })
 }
 
-/// Deletes a checkpoint. One that is cut short leaves no manifest, and so nothing to be loaded.
+/// Deletes a checkpoint, the manifest first: an interrupted deletion leaves a folder that no load
+/// accepts.
 fn remove(path: &Path) -> Result<(), CheckpointError> {
     let manifest = path.join(MANIFEST);
     if manifest.exists() {
-        fs::remove_file(&manifest).map_err(io("delete", &manifest))?;
+        fs::remove_file(&manifest).map_err(io_error("delete", &manifest))?;
     }
-    fs::remove_dir_all(path).map_err(io("delete", path))
+    fs::remove_dir_all(path).map_err(io_error("delete", path))
 }
 
-/// Makes a finished folder the checkpoint: `from` becomes `to`, all at once.
-pub(crate) fn publish(from: &Path, to: &Path) -> Result<(), CheckpointError> {
+/// Renames the complete folder `from` to `to`, replacing a checkpoint that is there.
+pub(super) fn publish(from: &Path, to: &Path) -> Result<(), CheckpointError> {
     sync(from)?;
     let mut old = None;
     if to.exists() {
-        let aside = suffixed(to, OLD);
-        fs::rename(to, &aside).map_err(io("rename", to))?;
-        old = Some(aside);
+        let replaced = suffixed(to, OLD);
+        fs::rename(to, &replaced).map_err(io_error("rename", to))?;
+        old = Some(replaced);
     }
-    fs::rename(from, to).map_err(io("rename", from))?;
+    fs::rename(from, to).map_err(io_error("rename", from))?;
     sync(to.parent().unwrap_or(Path::new(".")))?;
     old.map_or(Ok(()), |old| remove(&old))
 }
 
-/// Waits until a folder's entries are on the disk.
+/// Waits until a folder's entries are on disk.
 fn sync(folder: &Path) -> Result<(), CheckpointError> {
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     if cfg!(unix) {
-        let opened = File::open(folder).map_err(io("open", folder))?;
-        opened.sync_all().map_err(io("write", folder))?;
+        let opened = File::open(folder).map_err(io_error("open", folder))?;
+        opened.sync_all().map_err(io_error("write", folder))?;
     }
     Ok(())
 }
@@ -191,37 +198,37 @@ mod tests {
         fs::create_dir(root.join("step-two")).unwrap();
         fs::write(root.join("step-00000030"), "a file").unwrap();
         assert_eq!(names(root), (vec![3, 12], 2));
-        clean(root).unwrap();
+        remove_torn(root).unwrap();
         assert_eq!(names(root), (vec![3, 12], 0));
         assert!(root.join("notes").exists() && root.join("step-two").exists());
     }
 
     #[test]
-    fn a_step_that_is_saved_again_counts_at_every_moment() {
+    fn saving_a_step_again_leaves_one_checkpoint_at_every_moment() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         let step = root.join(step_folder(7));
         complete(&step);
-        // Killed between the two renames.
+        // Interrupted between the two renames.
         fs::rename(&step, suffixed(&step, OLD)).unwrap();
         assert_eq!(names(root), (vec![7], 0));
-        clean(root).unwrap();
+        remove_torn(root).unwrap();
         assert_eq!(names(root), (vec![7], 0));
-        // Saved once more: the old one goes.
-        let new = beside(&step);
+        // A new save of the step replaces the old checkpoint.
+        let new = temporary_folder(&step);
         complete(&new);
         publish(&new, &step).unwrap();
         assert_eq!(names(root), (vec![7], 1));
-        let new = beside(&step);
+        let new = temporary_folder(&step);
         complete(&new);
         publish(&new, &step).unwrap();
-        clean(root).unwrap();
+        remove_torn(root).unwrap();
         assert_eq!(names(root), (vec![7], 0));
         assert_eq!(fs::read_dir(root).unwrap().count(), 1);
     }
 
     #[test]
-    fn the_newest_are_kept() {
+    fn pruning_keeps_the_saved_checkpoint_and_the_newest_others() {
         let folder = tempfile::tempdir().unwrap();
         for step in [5, 100, 20, 3] {
             complete(&folder.path().join(step_folder(step)));
@@ -232,7 +239,7 @@ mod tests {
         };
         assert_eq!(prune(3, 100), [5, 20, 100]);
         assert_eq!(prune(9, 100), [5, 20, 100]);
-        // What another run left is newer by its number alone.
+        // The checkpoint just saved is kept even where another run left higher steps.
         assert_eq!(prune(2, 5), [5, 100]);
         assert_eq!(prune(1, 5), [5]);
     }
@@ -245,7 +252,7 @@ mod tests {
         fs::create_dir(path("empty")).unwrap();
         check_target(&path("empty")).unwrap();
         complete(&path("complete"));
-        fs::write(path("complete").join(rank_file(0)), "").unwrap();
+        fs::write(path("complete").join(rank_file_name(0)), "").unwrap();
         check_target(&path("complete")).unwrap();
         complete(&path("extension"));
         fs::write(path("file"), "text").unwrap();

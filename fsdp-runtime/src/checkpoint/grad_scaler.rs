@@ -1,11 +1,11 @@
-//! The state of a loss scaler in a checkpoint.
+//! State of a loss scaler as numbers by name.
 
 use super::scalar::{Scalar, Scalars};
 use crate::error::ShardError;
 use crate::optim::{GradScaler, GradScalerConfig};
 
 impl GradScaler {
-    /// Its state by name, as checkpoints hold it.
+    /// Returns the configuration and the state, by the names used in checkpoints.
     pub(crate) fn scalars(&self) -> Scalars {
         let (config, scale, growth_tracker) = self.parts();
         let float = |x: f32| Scalar::Float(f64::from(x));
@@ -21,11 +21,11 @@ impl GradScaler {
         named.map(|(name, scalar)| (name.to_string(), scalar)).into()
     }
 
-    /// A scaler of that state.
+    /// Returns a scaler with the configuration and the state given by name.
     ///
     /// # Errors
     ///
-    /// The first number that is missing or out of its range.
+    /// The first number that is missing, of another kind, or out of range.
     pub(crate) fn from_scalars(scalars: &Scalars) -> Result<Self, String> {
         let number =
             |name: &str| scalars.get(name).copied().ok_or_else(|| format!("`{name}` is missing"));

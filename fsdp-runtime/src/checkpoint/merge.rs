@@ -1,22 +1,20 @@
-//! A checkpoint's model as what transformers loads, without the model's code: the manifest knows
-//! every tensor's name and layout in the framework it comes from.
+//! Conversion of a checkpoint to a folder that transformers loads, without the model's code: the
+//! manifest has the name and layout of every tensor in the framework that the model comes from.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::folder;
-use super::manifest::{Dtype, MANIFEST, ModelEntry, TensorEntry, model_key};
-use super::read::Folder;
-use crate::checkpoint::pretrained::shards::{Shard, ToWrite, cut, publish};
-use crate::checkpoint::pretrained::write::{Complete, Header, NewFile, failed};
-use crate::error::CheckpointError;
-use crate::error::Error;
-use crate::error::SaveError;
+use super::manifest::{Dtype, MANIFEST, ModelEntry, TensorEntry, model_tensor_name};
+use super::pretrained::safetensors_file::{CompleteFile, NewFile, TensorHeader, save_error};
+use super::pretrained::weights_files::{TensorToWrite, WeightsFile, publish, split_into_files};
+use super::reader::CheckpointReader;
+use crate::error::{CheckpointError, Error, SaveError};
 
-/// About how many bytes are read at once of a tensor that is written as it lies.
+/// Approximate number of bytes that are read at once of a tensor that is not transposed.
 const CHUNK: usize = 16 << 20;
 
-/// What [`merge`] writes of a checkpoint.
+/// Options of [`merge`].
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct MergeOptions {
@@ -32,88 +30,94 @@ impl Default for MergeOptions {
 }
 
 impl MergeOptions {
-    /// The checkpoint's only model, in files of at most 5 GB, in the names and layouts of the
-    /// framework it comes from.
+    /// Returns the default options: the checkpoint's only model, in files of at most 5 GB, with the
+    /// names and layouts of the framework that the model comes from.
     pub fn new() -> Self {
         Self { model: None, max_shard_size: 5_000_000_000, module_paths: false }
     }
 
-    /// The model of this name, where the checkpoint holds several.
+    /// Selects a model by name. Required where the checkpoint holds several models.
     pub fn with_model(mut self, name: impl Into<String>) -> Self {
         self.model = Some(name.into());
         self
     }
 
-    /// The most bytes of tensors in one file, as
-    /// [`SavePretrained::with_max_shard_size`](crate::SavePretrained::with_max_shard_size).
+    /// Sets the maximum number of bytes of tensors in one file, as
+    /// [`SavePretrained::with_max_shard_size`](crate::SavePretrained::with_max_shard_size) does.
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
         self
     }
 
-    /// Whether tensors are named by their module paths and lie as in the module.
+    /// Sets whether tensors have their module paths as names and the module's layouts.
     pub fn with_module_paths(mut self, module_paths: bool) -> Self {
         self.module_paths = module_paths;
         self
     }
 }
 
-/// What [`merge`] wrote.
+/// Result of [`merge`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Merged {
-    /// The checkpoint it was read from.
+    /// Folder of the checkpoint that was read.
     pub checkpoint: PathBuf,
-    /// The model's name in it.
+    /// Name of the model in the checkpoint.
     pub model: String,
-    /// How many tensors.
+    /// Number of tensors written.
     pub tensors: usize,
-    /// Their bytes.
+    /// Number of bytes of tensors written.
     pub bytes: u64,
-    /// The files they went to.
+    /// Files written.
     pub files: Vec<PathBuf>,
 }
 
-/// Merges the model in a checkpoint, or in the newest complete one of a folder of checkpoints, into
-/// the folder `output`: `model.safetensors`, or numbered files with an index. The files are what
-/// [`Fsdp::save_pretrained`](crate::Fsdp::save_pretrained) writes of the same model, but for the
-/// additional ones, such as `config.json`.
+/// Merges a model of a checkpoint into the folder `output`: `model.safetensors`, or numbered files
+/// with an index. `folder` is a checkpoint, or a folder of checkpoints, of which the newest
+/// complete one is read.
 ///
-/// Needs no rank, no device and none of the model's code. One tensor is in memory at a time, and its
-/// checksums are compared as it is read. Files take their names when all are complete.
+/// The files are equal to those that
+/// [`State::save_pretrained`](crate::checkpoint::State::save_pretrained) writes of the same model;
+/// additional files such as `config.json` are not written. Needs no ranks, no device and none of
+/// the model's code. One tensor is in memory at a time, and checksums are verified as it is read.
+/// The files are renamed to their names once all are complete.
 ///
-/// Of an ignored parameter or a running statistic that differs between ranks, rank 0's is written.
+/// Of an ignored parameter or running statistic whose values differ between ranks, rank 0's are
+/// written.
 ///
 /// # Errors
 ///
-/// [`CheckpointError`] for what is read, [`SaveError`] for what is written.
+/// [`CheckpointError`] where the checkpoint cannot be read, [`SaveError`] where the output cannot
+/// be written.
 pub fn merge(
     folder: impl AsRef<Path>,
     output: impl AsRef<Path>,
     options: &MergeOptions,
 ) -> Result<Merged, Error> {
-    let (checkpoint, output) = (find(folder.as_ref())?, output.as_ref());
-    let folder = Folder::open(&checkpoint)?;
-    let (name, model) = choose(&folder, options.model.as_deref())?;
-    let tensors = plan(name, model, options.module_paths)?;
+    let (checkpoint, output) = (find_checkpoint(folder.as_ref())?, output.as_ref());
+    let reader = CheckpointReader::open(&checkpoint)?;
+    let (name, model) = select_model(&reader, options.model.as_deref())?;
+    let tensors = tensors_to_write(name, model, options.module_paths)?;
     let (count, bytes) = (tensors.len(), tensors.iter().map(|tensor| tensor.header.bytes).sum());
     std::fs::create_dir_all(output)
-        .map_err(|error| failed(&output.display().to_string(), &error))?;
-    let shards = cut(tensors, options.max_shard_size);
-    let files: Vec<_> = shards.iter().map(|shard| output.join(&shard.file)).collect();
-    let complete = |(shard, path): (&Shard<Stored<'_>>, &PathBuf)| write(&folder, shard, path);
-    let complete = shards.iter().zip(&files).map(complete).collect::<Result<_, Error>>()?;
-    publish(output, &shards, complete, &[])?;
+        .map_err(|error| save_error(&output.display().to_string(), &error))?;
+    let weights = split_into_files(tensors, options.max_shard_size);
+    let files: Vec<_> = weights.iter().map(|file| output.join(&file.name)).collect();
+    let complete =
+        |(file, path): (&WeightsFile<CheckpointTensor<'_>>, &PathBuf)| write(&reader, file, path);
+    let complete = weights.iter().zip(&files).map(complete).collect::<Result<_, Error>>()?;
+    publish(output, &weights, complete, &[])?;
     Ok(Merged { checkpoint, model: name.clone(), tensors: count, bytes, files })
 }
 
-/// The checkpoint, or the newest complete one in a folder of them.
-fn find(path: &Path) -> Result<PathBuf, CheckpointError> {
+/// Returns `path` if it is a checkpoint, else the newest complete checkpoint in it.
+fn find_checkpoint(path: &Path) -> Result<PathBuf, CheckpointError> {
     if path.join(MANIFEST).is_file() {
         return Ok(path.to_path_buf());
     }
     let folder::Listing { complete, torn } = folder::list(path)?;
     match complete.last() {
         Some((_, newest)) => Ok(newest.clone()),
+        // Opening the path reports why it is not a checkpoint.
         None if torn.is_empty() => Ok(path.to_path_buf()),
         None => Err(CheckpointError::NoCheckpoint {
             folder: path.display().to_string(),
@@ -122,90 +126,96 @@ fn find(path: &Path) -> Result<PathBuf, CheckpointError> {
     }
 }
 
-fn choose<'a>(
-    folder: &'a Folder,
+/// Returns the model `asked` for, or the only model.
+fn select_model<'a>(
+    reader: &'a CheckpointReader,
     asked: Option<&str>,
 ) -> Result<(&'a String, &'a ModelEntry), CheckpointError> {
-    let models = &folder.manifest().models;
+    let models = &reader.manifest().models;
     let found = match asked {
         Some(name) => models.get_key_value(name),
         None if models.len() == 1 => models.first_key_value(),
         None => None,
     };
     found.ok_or_else(|| CheckpointError::NoSuchModel {
-        folder: folder.name(),
+        folder: reader.name(),
         asked: asked.map(str::to_string),
         models: models.keys().cloned().collect(),
     })
 }
 
-/// Where a tensor to write lies in the checkpoint.
+/// A tensor of the checkpoint.
 #[derive(Debug)]
-struct Stored<'a> {
+struct CheckpointTensor<'a> {
+    /// The tensor's name in the ranks' files.
     key: String,
-    tensor: &'a TensorEntry,
+    entry: &'a TensorEntry,
 }
 
-/// The model's tensors in layout order, under the names they are to have.
-fn plan<'a>(
-    name: &str,
+/// Returns the model's tensors in layout order, with the names and layouts to write.
+fn tensors_to_write<'a>(
+    model_name: &str,
     model: &'a ModelEntry,
     module_paths: bool,
-) -> Result<Vec<ToWrite<Stored<'a>>>, SaveError> {
-    let laid_out = model.units.iter().flat_map(|unit| &unit.parameters);
-    let known: std::collections::BTreeSet<&String> = laid_out.clone().collect();
-    let rest = model.tensors.keys().filter(|path| !known.contains(path));
-    let mut named: BTreeMap<String, &String> = BTreeMap::new();
+) -> Result<Vec<TensorToWrite<CheckpointTensor<'a>>>, SaveError> {
+    let in_units = model.units.iter().flat_map(|unit| &unit.parameters);
+    let known: BTreeSet<&String> = in_units.clone().collect();
+    let ignored = model.tensors.keys().filter(|path| !known.contains(path));
+    let mut names: BTreeMap<String, &String> = BTreeMap::new();
     let mut tensors = Vec::new();
-    // Tied parameters are of no tensor of their own.
-    for (path, tensor) in
-        laid_out.chain(rest).filter_map(|path| Some((path, model.tensors.get(path)?)))
+    // Units list tied parameters too, which have no tensor of their own.
+    for (path, entry) in
+        in_units.chain(ignored).filter_map(|path| Some((path, model.tensors.get(path)?)))
     {
-        let entry = model.keys.get(path).filter(|_| !module_paths);
-        let key = entry.map_or(path, |entry| &entry.name).clone();
-        if let Some(first) = named.insert(key.clone(), path) {
+        let key = model.keys.get(path).filter(|_| !module_paths);
+        let name = key.map_or(path, |key| &key.name).clone();
+        if let Some(first) = names.insert(name.clone(), path) {
             let (first, second) = (first.clone(), path.clone());
-            return Err(SaveError::DuplicateKey { key, first, second });
+            return Err(SaveError::DuplicateKey { key: name, first, second });
         }
-        let transpose = match tensor.shape[..] {
-            [rows, columns] if entry.is_some_and(|entry| entry.transposed) => Some([rows, columns]),
+        let transpose = match entry.shape[..] {
+            [rows, columns] if key.is_some_and(|key| key.transposed) => Some([rows, columns]),
             _ => None,
         };
-        let mut shape = tensor.shape.clone();
+        let mut shape = entry.shape.clone();
         if transpose.is_some() {
             shape.reverse();
         }
-        // Nothing overflows: the manifest was checked.
-        let bytes = (tensor.numel().unwrap_or(0) * tensor.dtype.size()) as u64;
-        let header = Header { name: key, shape, dtype: stored(tensor.dtype), bytes };
-        let from = Stored { key: model_key(name, path), tensor };
-        tensors.push(ToWrite { from, header, transpose });
+        // Cannot overflow: the manifest has been checked.
+        let bytes = (entry.numel().unwrap_or(0) * entry.dtype.size()) as u64;
+        let header = TensorHeader { name, shape, dtype: safetensors_dtype(entry.dtype), bytes };
+        let source = CheckpointTensor { key: model_tensor_name(model_name, path), entry };
+        tensors.push(TensorToWrite { source, header, transpose });
     }
     Ok(tensors)
 }
 
-fn write(folder: &Folder, shard: &Shard<Stored<'_>>, path: &Path) -> Result<Complete, Error> {
-    let mut file = NewFile::safetensors(path, &shard.headers())?;
-    for ToWrite { from: Stored { key, tensor }, transpose, .. } in &shard.tensors {
-        let (numel, size) = (tensor.numel().unwrap_or(0), tensor.dtype.size());
-        // What lies as it is to be written goes through in parts.
+/// Writes one file under a temporary name.
+fn write(
+    reader: &CheckpointReader,
+    file: &WeightsFile<CheckpointTensor<'_>>,
+    path: &Path,
+) -> Result<CompleteFile, Error> {
+    let mut out = NewFile::safetensors(path, &file.headers())?;
+    for TensorToWrite { source: CheckpointTensor { key, entry }, transpose, .. } in &file.tensors {
+        let (numel, size) = (entry.numel().unwrap_or(0), entry.dtype.size());
         let step = if transpose.is_some() { numel.max(1) } else { CHUNK / size };
         for start in (0..numel).step_by(step) {
             let range = start..(start + step).min(numel);
-            folder.verify(key, tensor, range.clone())?;
+            reader.verify(key, entry, range.clone())?;
             let mut bytes = vec![0; range.len() * size];
-            folder.read(key, tensor, range, &mut bytes)?;
+            reader.read(key, entry, range, &mut bytes)?;
             match transpose {
-                Some(shape) => file.transposed(&bytes, *shape, size)?,
-                None => file.write(&bytes)?,
+                Some(shape) => out.transposed(&bytes, *shape, size)?,
+                None => out.write(&bytes)?,
             }
         }
     }
-    Ok(file.complete()?)
+    Ok(out.complete()?)
 }
 
-/// As the safetensors crate names it.
-fn stored(dtype: Dtype) -> safetensors::Dtype {
+/// Converts a dtype to that of the safetensors crate.
+fn safetensors_dtype(dtype: Dtype) -> safetensors::Dtype {
     match dtype {
         Dtype::F64 => safetensors::Dtype::F64,
         Dtype::F32 => safetensors::Dtype::F32,

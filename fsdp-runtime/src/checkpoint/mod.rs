@@ -1,69 +1,80 @@
-//! Checkpoints: folders that each rank writes its part of, and that any world size, strategy and
-//! wrapping reads.
+//! Saved state: checkpoint folders, state dicts in memory, and pretrained weights in safetensors
+//! files.
 //!
-//! A folder holds `rank-00000.safetensors` and so on, each rank's elements of models and
-//! optimizers, and `manifest.json`, which says whose they are and which elements of the full
-//! tensors, with checksums. What a rank of another world needs lies in several files: it reads the
-//! byte ranges it needs, memory-mapped.
+//! A checkpoint is a folder that all ranks write together, and that can be loaded at any world
+//! size, with any sharding strategy and wrapping. `rank-00000.safetensors` and so on hold each
+//! rank's elements of models and optimizers. `manifest.json` says which elements of which full
+//! tensors these are, with checksums. A rank of another world size reads the byte ranges that it
+//! needs from several files, which are memory-mapped.
 //!
-//! ```ignore
-//! let mut checkpoints = CheckpointManager::new("runs/a", &worker).with_keep_last(3);
-//! if let Some(folder) = checkpoints.latest()? {
-//!     let restore = Restore::new().model("model", &mut model).optimizer("adamw", &mut optimizer);
-//!     step = restore.load(&worker, folder)?.progress.step;
+//! ```no_run
+//! use burn::optim::ModuleOptimizer;
+//! use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
+//! use fsdp_runtime::prelude::*;
+//!
+//! fn train<M: FsdpModule>(
+//!     worker: &Worker,
+//!     mut model: Fsdp<M>,
+//!     mut optimizer: ModuleOptimizer,
+//! ) -> Result<(), Error> {
+//!     let mut step = 0;
+//!     let mut checkpoints = CheckpointManager::new("runs/a", worker).with_keep_last(3);
+//!     if let Some(folder) = checkpoints.latest()? {
+//!         let restore = Restore::new()
+//!             .with_model("model", &mut model)
+//!             .with_optimizer("adamw", &mut optimizer);
+//!         step = restore.load(worker, folder)?.progress.step;
+//!     }
+//!     while step < 1000 {
+//!         // .. train a step ..
+//!         step += 1;
+//!         if step % 100 == 0 {
+//!             let checkpoint = Checkpoint::new(step)
+//!                 .with_model("model", &model)
+//!                 .with_optimizer("adamw", &optimizer);
+//!             checkpoints.save(&checkpoint)?;
+//!         }
+//!     }
+//!     // A checkpoint of the model alone needs no manager.
+//!     model.state().save("runs/a/final")?;
+//!     model.state_mut().load("runs/a/final")?;
+//!     Ok(())
 //! }
-//! // every so many steps
-//! checkpoints.save(&Checkpoint::new(step).model("model", &model).optimizer("adamw", &optimizer))?;
 //! ```
 //!
-//! Imports point one way: scalar ← manifest ← rank file ← reading (`read`, `restore`) and writing
-//! (`write`, `save`); `model`, `optimizer`, `own` and `scheduler` are what is read from and put back
-//! into. `merge` needs neither model nor ranks.
+//! Imports point one way: io_error, scalar, state ← manifest, ranks, scheduler, grad_scaler ←
+//! folder, rank_file, sharded_model, optimizer_state ← reader, optimizer_memory ← save, restore,
+//! state_dict, pretrained ← merge.
 
 mod folder;
 mod grad_scaler;
-mod handle;
+mod io_error;
 mod manifest;
 mod merge;
-pub(crate) mod model;
-pub(crate) mod optimizer;
-pub(crate) mod own;
+mod optimizer_memory;
+mod optimizer_state;
 pub(crate) mod pretrained;
 mod rank_file;
-pub(crate) mod ranks;
-pub(crate) mod read;
+mod ranks;
+mod reader;
 mod restore;
 mod save;
 mod scalar;
 mod scheduler;
-mod seal;
-mod sink;
+mod sharded_model;
+mod state;
 pub(crate) mod state_dict;
-mod write;
 
-use std::path::Path;
-
-pub use crate::error::CheckpointError;
-pub use folder::{Listing, list};
-pub use handle::{State, StateMut};
-pub use manifest::{
+pub use self::folder::{Listing, list};
+#[doc(hidden)]
+pub use self::manifest::seal;
+pub use self::manifest::{
     BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,
     ParameterEntry, Piece, Progress, RandomState, TensorEntry, UnitEntry, VERSION,
 };
-pub use merge::{MergeOptions, Merged, merge};
-pub use restore::{Restore, Restored};
-pub use save::{Checkpoint, CheckpointManager, Saved};
-pub use scalar::{Scalar, Scalars};
-#[doc(hidden)]
-pub use seal::seal;
-
-/// Names the file, and what was done to it, in an error of the system's.
-fn io(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> CheckpointError + use<> {
-    let file = path.display().to_string();
-    move |error| CheckpointError::Io {
-        action,
-        file: file.clone(),
-        kind: error.kind(),
-        reason: error.to_string(),
-    }
-}
+pub use self::merge::{MergeOptions, Merged, merge};
+pub use self::restore::{Restore, Restored};
+pub use self::save::{Checkpoint, CheckpointManager, Saved};
+pub use self::scalar::{Scalar, Scalars};
+pub use self::state::{State, StateMut};
+pub use crate::error::CheckpointError;

@@ -1,4 +1,4 @@
-//! Numbers that optimizers and schedulers keep beside their tensors, as exact text.
+//! Numbers in the state of optimizers and schedulers, as exact text.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,18 +7,20 @@ use burn_pack::Scalar as Packed;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Numbers by name.
+/// Numbers of an optimizer's or scheduler's state, by name.
 pub type Scalars = BTreeMap<String, Scalar>;
 
-/// A number in the kinds that Burn's records have. Written as text with its kind, `uint 10`, since
-/// JSON has no infinity and its readers may miss a float's last bit.
+/// A number of one of the kinds in Burn's records.
+///
+/// It is serialised as text with the kind, `uint 10`: JSON has no infinity, and a JSON reader may
+/// change a float's last bit.
 #[derive(Clone, Copy, Debug)]
 pub enum Scalar {
     /// A signed integer.
     Int(i64),
     /// An unsigned integer.
     UInt(u64),
-    /// A float, compared by its bits.
+    /// A float. Two floats are equal if their bits are.
     Float(f64),
     /// A Boolean.
     Bool(bool),
@@ -37,7 +39,7 @@ impl PartialEq for Scalar {
 }
 
 impl Scalar {
-    /// `int`, `uint`, `float` or `bool`.
+    /// Returns the name of the kind: `int`, `uint`, `float` or `bool`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Int(_) => "int",
@@ -76,7 +78,11 @@ impl<'a> Deserialize<'a> for Scalar {
             Some(("bool", x)) => x.parse().ok().map(Self::Bool),
             _ => None,
         };
-        number.ok_or_else(|| D::Error::custom(format!("`{text}` is no number with its kind")))
+        number.ok_or_else(|| {
+            D::Error::custom(format!(
+                "`{text}` is not a number preceded by its kind, such as `uint 10`"
+            ))
+        })
     }
 }
 
@@ -107,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_number_survives_its_text() {
+    fn numbers_are_unchanged_by_serialisation() {
         for scalar in [
             Scalar::Int(i64::MIN),
             Scalar::UInt(u64::MAX),

@@ -1,4 +1,5 @@
-//! Learning-rate schedulers' state as numbers. Burn's records show theirs only as a burnpack.
+//! State of learning-rate schedulers as numbers. Burn gives access to it only through a record's
+//! serialised form, a burnpack.
 
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
@@ -6,19 +7,19 @@ use burn_pack::{Reader, Writer};
 
 use super::scalar::{Scalar, Scalars};
 
-/// The numbers of a record.
-pub(crate) fn scalars(record: &LrSchedulerRecord) -> Scalars {
-    let bytes = record.clone().into_bytes().expect("numbers fit a burnpack in memory");
-    let reader = Reader::from_bytes(bytes).expect("a burnpack just written can be read");
+/// Returns the numbers in a record.
+pub(super) fn scalars(record: &LrSchedulerRecord) -> Scalars {
+    let bytes = record.clone().into_bytes().expect("a record of numbers serialises in memory");
+    let reader = Reader::from_bytes(bytes).expect("a burnpack just written is valid");
     reader.scalars().iter().map(|(name, value)| (name.clone(), Scalar::from(*value))).collect()
 }
 
-/// The scheduler with the given numbers.
+/// Returns a copy of the scheduler with the given numbers as its state.
 ///
 /// # Errors
 ///
-/// What differs, where they are another scheduler's.
-pub(crate) fn with_scalars(
+/// Every difference, where the numbers are those of another scheduler.
+pub(super) fn with_scalars(
     scheduler: &ModuleLrScheduler,
     numbers: &Scalars,
 ) -> Result<ModuleLrScheduler, Vec<String>> {
@@ -45,8 +46,7 @@ pub(crate) fn with_scalars(
     let record = writer.into_bytes().map_err(|error| vec![error.to_string()])?;
     let record = LrSchedulerRecord::from_bytes(record).map_err(|error| vec![error.to_string()])?;
     let loaded = scheduler.clone().load_record(record);
-    let taken = scalars(&loaded.to_record());
-    if taken != *numbers {
+    if scalars(&loaded.to_record()) != *numbers {
         return Err(vec!["its numbers are out of the scheduler's range".into()]);
     }
     Ok(loaded)

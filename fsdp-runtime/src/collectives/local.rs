@@ -370,9 +370,10 @@ mod tests {
                 _ => part.exchange(&op("a"), ()).err(),
             }
         });
-        for error in errors.into_iter().flatten() {
-            let CollectiveError::Timeout { missing, .. } = error else { panic!("{error}") };
-            assert_eq!(missing, [groups[3].rank()]);
+        let [first, second, third, None] = &errors[..] else { panic!("{errors:?}") };
+        for error in [first, second, third] {
+            let Some(CollectiveError::Timeout { missing, .. }) = error else { panic!("{error:?}") };
+            assert_eq!(*missing, [groups[3].rank()]);
         }
     }
 

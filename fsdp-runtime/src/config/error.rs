@@ -1,4 +1,4 @@
-//! What can be wrong with a configuration file. All problems of a file are reported at once.
+//! Errors and notes about a configuration file. All problems of a file are reported at once.
 
 use std::fmt;
 use std::io;
@@ -13,42 +13,42 @@ pub enum ConfigError {
     /// The file cannot be read.
     #[error("{}: cannot be read: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Error of the operating system, or text that is not UTF-8.
         source: io::Error,
     },
     /// The file cannot be written.
     #[error("{}: cannot be written: {source}", path.display())]
     Write {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// The file is no YAML.
+    /// The file is not YAML, or has YAML that no configuration file needs, such as aliases.
     #[error("{}: line {line}, column {column}: not valid YAML: {message}", path.display())]
     Syntax {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The line, counted from 1.
+        /// Line, counted from 1.
         line: usize,
-        /// The column, counted from 1.
+        /// Column, counted from 1.
         column: usize,
-        /// What the parser says.
+        /// Message of the parser.
         message: String,
     },
-    /// Keys or values that cannot be used.
-    #[error("{}", lines(path, problems))]
+    /// The file has keys or values that cannot be used.
+    #[error("{}", problem_lines(path, problems))]
     Invalid {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Everything that is wrong with it, in the order of its lines.
+        /// All problems of the file, in the order of their lines.
         problems: Vec<Problem>,
     },
 }
 
-fn lines(path: &std::path::Path, problems: &[Problem]) -> String {
+fn problem_lines(path: &std::path::Path, problems: &[Problem]) -> String {
     let path = path.display();
     match problems {
         [problem] => format!("{path}: {problem}"),
@@ -62,12 +62,12 @@ fn lines(path: &std::path::Path, problems: &[Problem]) -> String {
     }
 }
 
-/// One thing that is wrong with a configuration, and where.
+/// A problem with a configuration file, and its line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// The line, counted from 1; `None` for what no line says.
+    /// Line, counted from 1; `None` if the problem is a missing key.
     pub line: Option<usize>,
-    /// What is wrong.
+    /// The problem.
     pub kind: ProblemKind,
 }
 
@@ -80,107 +80,108 @@ impl fmt::Display for Problem {
     }
 }
 
-/// What is wrong with a key or its value.
+/// A problem with a key or its value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProblemKind {
-    /// A key that is none of Accelerate's.
+    /// A key that Accelerate does not have.
     #[error("unknown key `{key}`{}", hint(*nearest, &[]))]
     UnknownKey {
-        /// The key.
+        /// Key in the file.
         key: String,
-        /// The key that was probably meant.
+        /// Known key that was probably meant.
         nearest: Option<&'static str>,
     },
-    /// A key that stands in the wrong part of the file.
+    /// A key in the wrong part of the file.
     #[error("`{key}` belongs {place}")]
     Misplaced {
-        /// The key.
+        /// Key in the file.
         key: String,
-        /// Where it belongs.
+        /// Where the key belongs, such as "at the top level".
         place: &'static str,
     },
-    /// A value that is none of those the key takes.
+    /// A value that the key does not take.
     #[error("unknown value `{value}` for `{key}`{}", hint(*nearest, valid))]
     UnknownValue {
-        /// The key.
+        /// Key in the file.
         key: String,
-        /// Its value.
+        /// Value in the file.
         value: String,
-        /// The value that was probably meant.
+        /// Known value that was probably meant.
         nearest: Option<&'static str>,
-        /// The values that the key takes.
+        /// Values that the key takes.
         valid: Vec<&'static str>,
     },
-    /// A value of the wrong kind, or out of its range.
+    /// A value of the wrong type or out of range.
     #[error("`{key}` is `{value}`; expected {expected}")]
     WrongValue {
-        /// The key.
+        /// Key in the file.
         key: String,
-        /// Its value.
+        /// Value in the file.
         value: String,
-        /// What it can be.
+        /// Description of valid values.
         expected: String,
     },
-    /// A key that stands in the file twice.
-    #[error("`{key}` stands on line {first} already")]
+    /// A key that is in the file twice.
+    #[error("`{key}` is already on line {first}")]
     DuplicateKey {
-        /// The key.
+        /// Key in the file.
         key: String,
-        /// The line of the first.
+        /// Line of the first of the two.
         first: usize,
     },
     /// Two keys that contradict each other.
     #[error("`{key}` is `{value}`, but `{other}` on line {other_line} is `{other_value}`; {fix}")]
     Contradiction {
-        /// The key.
+        /// Key in the file.
         key: &'static str,
-        /// Its value.
+        /// Value of `key`.
         value: String,
-        /// The other key.
+        /// Key that contradicts `key`.
         other: &'static str,
-        /// The line of the other.
+        /// Line of `other`.
         other_line: usize,
-        /// The value of the other.
+        /// Value of `other`.
         other_value: String,
         /// What to do.
         fix: &'static str,
     },
-    /// An option of Accelerate's that this build cannot fulfil.
+    /// An option of Accelerate that the runtime does not have.
     #[error("`{key}: {value}` is not supported; {instead}")]
     Unsupported {
-        /// The key.
+        /// Key in the file.
         key: &'static str,
-        /// Its value.
+        /// Value in the file.
         value: String,
         /// What to write instead.
         instead: &'static str,
     },
-    /// A key without which the file cannot be used for this.
+    /// A required key is missing.
     #[error("`{key}` is missing; {instead}")]
     Missing {
-        /// The key.
+        /// Required key.
         key: &'static str,
         /// What to write.
         instead: &'static str,
     },
-    /// A name in `fsdp_transformer_layer_cls_to_wrap` that is no unit of the program's model.
+    /// A name in `fsdp_transformer_layer_cls_to_wrap` that is not a unit of the program's model.
     #[error(
         "`fsdp_transformer_layer_cls_to_wrap` names `{name}`, which is no unit of `{model}`{}",
         hint(*nearest, units)
     )]
     UnknownUnit {
-        /// The name.
+        /// Name in the file.
         name: String,
-        /// The model's type.
+        /// Type name of the model.
         model: &'static str,
-        /// The unit that was probably meant.
+        /// Unit that was probably meant.
         nearest: Option<&'static str>,
-        /// The model's units.
+        /// Type names of the model's units.
         units: Vec<&'static str>,
     },
 }
 
+/// Returns the end of a message: the value that was probably meant, or the list of valid values.
 fn hint(nearest: Option<&'static str>, valid: &[&'static str]) -> String {
     match nearest {
         Some(nearest) => format!("; did you mean `{nearest}`?"),
@@ -189,18 +190,19 @@ fn hint(nearest: Option<&'static str>, valid: &[&'static str]) -> String {
     }
 }
 
-/// A key of Accelerate's that has no effect here.
+/// A key of Accelerate that has no effect here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// The line, counted from 1.
+    /// Line, counted from 1.
     pub line: usize,
-    /// The key.
+    /// Key in the file.
     pub key: String,
-    /// Its value.
+    /// Value in the file.
     pub value: String,
-    /// Why it has no effect, and what has instead.
+    /// Why the key has no effect, and what to use instead, if there is something.
     pub reason: String,
-    /// The value is the one Accelerate writes when the option is off, so nothing is lost.
+    /// Whether the value is the one that Accelerate writes when the option is off. Such a note can be
+    /// ignored.
     pub off: bool,
 }
 

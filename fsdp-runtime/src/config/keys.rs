@@ -1,35 +1,37 @@
-//! Every key of Accelerate's FSDP files, and what it is here.
+//! The keys of Accelerate's FSDP files, and whether each has an effect here.
 
-/// What a key is for.
+/// Effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
-    /// It is read.
+pub(super) enum Effect {
+    /// The key is read.
     Used,
-    /// It means nothing here.
+    /// The key has no effect.
     Unused {
-        /// Why, and what does its work here if something does.
+        /// Why it has none, for a message.
         because: &'static str,
-        /// The values that Accelerate writes when the option is off.
+        /// Values that Accelerate writes when the option is off.
         off: &'static [&'static str],
     },
 }
 
-/// A key and its role.
+/// A key and its effect.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key {
     pub(super) name: &'static str,
-    pub(super) role: Role,
+    pub(super) effect: Effect,
 }
 
-/// The part of the file a key stands in.
+/// A part of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Section {
+    /// The top level.
     Top,
+    /// The keys under `fsdp_config`.
     Fsdp,
 }
 
 impl Section {
-    /// The keys of this part.
+    /// Returns the keys of this part.
     pub(super) const fn keys(self) -> &'static [Key] {
         match self {
             Self::Top => TOP,
@@ -37,7 +39,7 @@ impl Section {
         }
     }
 
-    /// The other part.
+    /// Returns the other part.
     pub(super) const fn other(self) -> Self {
         match self {
             Self::Top => Self::Fsdp,
@@ -45,7 +47,7 @@ impl Section {
         }
     }
 
-    /// Where this part is, for a message.
+    /// Returns a description of this part, for a message.
     pub(super) const fn place(self) -> &'static str {
         match self {
             Self::Top => "at the top level",
@@ -53,18 +55,18 @@ impl Section {
         }
     }
 
-    /// The key of this name.
+    /// Returns the key with this name.
     pub(super) fn find(self, name: &str) -> Option<&'static Key> {
         self.keys().iter().find(|key| key.name == name)
     }
 }
 
 const fn used(name: &'static str) -> Key {
-    Key { name, role: Role::Used }
+    Key { name, effect: Effect::Used }
 }
 
 const fn unused(name: &'static str, because: &'static str, off: &'static [&'static str]) -> Key {
-    Key { name, role: Role::Unused { because, off } }
+    Key { name, effect: Effect::Unused { because, off } }
 }
 
 const TPU: &str = "for TPUs";
@@ -97,8 +99,8 @@ const TOP: &[Key] = &[
     used("num_machines"),
     used("num_processes"),
     used("parallelism_config"),
-    unused("rdzv_backend", "ranks meet at `main_process_ip`", &["static"]),
-    unused("same_network", "ranks meet at `main_process_ip`", &["true", "false"]),
+    unused("rdzv_backend", "ranks connect to `main_process_ip`", &["static"]),
+    unused("same_network", "ranks connect to `main_process_ip`", &["true", "false"]),
     unused("tp_config", "for tensor parallelism", EMPTY),
     unused("tpu_env", TPU, EMPTY),
     unused("tpu_name", TPU, &[]),

@@ -1,6 +1,7 @@
-//! "Did you mean": the known word nearest to a misspelt one.
+//! Suggestions for error messages: the known word nearest to a misspelt one, and lists of words.
 
-/// The known word that `word` most likely stands for, if one is near enough.
+/// Returns the known word with the smallest edit distance to `word`, ignoring case. `None` if that
+/// distance exceeds a third of the length of `word`, or 1 for a word of fewer than 6 characters.
 pub(super) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let lower = word.to_ascii_lowercase();
     let distance = |known: &str| strsim::damerau_levenshtein(&lower, &known.to_ascii_lowercase());
@@ -9,7 +10,7 @@ pub(super) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) 
     (distance <= (word.chars().count() / 3).max(1)).then_some(known)
 }
 
-/// `` `A`, `B` or `C` ``.
+/// Joins words to a text such as `` `A`, `B` or `C` ``.
 pub(super) fn list<'a>(words: impl IntoIterator<Item = &'a str>) -> String {
     let words: Vec<String> = words.into_iter().map(|word| format!("`{word}`")).collect();
     match words.as_slice() {

@@ -1,4 +1,4 @@
-//! Files as Accelerate writes them, files with mistakes, and what is said about each.
+//! Reading files that Accelerate writes, files with mistakes, and the messages about them.
 
 use burn::tensor::FloatDType;
 
@@ -8,7 +8,7 @@ use crate::module::{Child, Kind, Node};
 use crate::options::MixedPrecisionPolicy;
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ShardingStrategy, WrapPolicy};
 
-/// As `accelerate config` writes it for FSDP.
+/// A file that `accelerate config` writes for FSDP.
 const BERT: &str = "\
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -40,7 +40,7 @@ tpu_use_sudo: false
 use_cpu: false
 ";
 
-/// An older file, as in the guides: numbers for strategies, nulls, the older prefetch key.
+/// An older file, as in Accelerate's guides: a strategy by number, a null, the older prefetch key.
 const OLDER: &str = "\
 compute_environment: LOCAL_MACHINE
 deepspeed_config: {}
@@ -64,7 +64,7 @@ use_cpu: false
 tpu_name: null
 ";
 
-/// Version 2.
+/// A file with `fsdp_version: 2`.
 const FSDP2: &str = "\
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -198,7 +198,7 @@ completely_different: 1
         "line 11: `num_machines` is `0`; expected a whole number of at least 1",
         "line 12: `machine_rank` is `2`; expected less than `num_machines`, which is 1",
         "line 13: unknown value `int8` for `mixed_precision`; expected `no`, `fp16`, `bf16` or `fp8`",
-        "line 14: `mixed_precision` stands on line 13 already",
+        "line 14: `mixed_precision` is already on line 13",
         "line 15: `main_process_port` is `70000`; expected a port, 1 to 65535",
         "line 16: unknown key `completely_different`",
     ];
@@ -272,7 +272,7 @@ fn what_is_no_mapping_is_refused() {
     assert!(missing.to_string().contains("/no/such/config.yaml"), "{missing}");
 }
 
-/// A key that is listed as used but not read would be reported as unknown.
+/// A key that `keys.rs` lists as used, but that nothing reads, would be reported as unknown.
 #[test]
 fn every_listed_key_is_read() {
     for section in [keys::Section::Top, keys::Section::Fsdp] {
@@ -328,7 +328,7 @@ fn what_is_written_is_read_back() {
 }
 
 proptest::proptest! {
-    /// No text makes the reader panic.
+    /// The reader does not panic on any text.
     #[test]
     fn any_text_is_read_or_refused(text in "[ a-z_:0-9\\[\\]{}'\"#&*|>,\n-]{0,80}") {
         let _ = Config::parse(&text, "any");
@@ -482,7 +482,7 @@ fn ranks_that_cannot_be_cut_into_the_groups_are_an_error() {
     }
     config.num_processes = Some(8);
     assert!(config.check().is_ok(), "the launcher has started eight");
-    // As many as the file says, and then as many as the launcher started.
+    // The number of processes is that of the file, and then another that the launcher started.
     let (mut config, _) = good(FSDP2);
     assert!(config.check().is_ok());
     config.num_processes = Some(12);

@@ -1,4 +1,4 @@
-//! The values that keys of the file name, under Accelerate's spellings.
+//! Values of keys that Accelerate spells as names.
 
 use std::fmt;
 
@@ -6,20 +6,20 @@ use burn::tensor::FloatDType;
 
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
-/// An enumeration that the file spells by name, and in some places by number, counted from 1.
+/// An enumeration whose values have names in the file. Some keys also take a number, counted from 1.
 pub(super) trait Named: Copy + PartialEq + 'static {
-    /// Every value, in Accelerate's order.
+    /// All values, in Accelerate's order.
     const VALUES: &'static [Self];
-    /// Their names, in the same order.
+    /// Names of the values, in the order of [`VALUES`](Self::VALUES).
     const NAMES: &'static [&'static str];
 
-    /// The value of this name, in either case.
+    /// Returns the value with this name. Upper and lower case are equal.
     fn named(text: &str) -> Option<Self> {
         let position = Self::NAMES.iter().position(|name| name.eq_ignore_ascii_case(text))?;
         Self::VALUES.get(position).copied()
     }
 
-    /// The value of this name or number.
+    /// Returns the value with this name or number.
     fn named_or_numbered(text: &str) -> Option<Self> {
         match text.parse::<usize>() {
             Ok(number) => Self::VALUES.get(number.checked_sub(1)?).copied(),
@@ -27,7 +27,7 @@ pub(super) trait Named: Copy + PartialEq + 'static {
         }
     }
 
-    /// The value's name in the file.
+    /// Returns the name of the value in the file.
     fn name_in_file(self) -> &'static str {
         let position = Self::VALUES.iter().position(|value| *value == self);
         position.and_then(|position| Self::NAMES.get(position)).copied().unwrap_or_default()
@@ -65,10 +65,10 @@ macro_rules! named {
         }
 
         impl $name {
-            /// Every value, in Accelerate's order.
+            /// All values, in Accelerate's order.
             pub const ALL: &'static [Self] = <Self as Named>::VALUES;
 
-            /// The value's name in the file.
+            /// Returns the name of the value in the file.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $text),+
@@ -85,13 +85,13 @@ macro_rules! named {
 }
 
 named! {
-    /// `fsdp_auto_wrap_policy`: which of the annotated units are gathered on their own.
+    /// `fsdp_auto_wrap_policy`: which annotated units are gathered on their own.
     AutoWrapPolicy {
-        /// Those that `fsdp_transformer_layer_cls_to_wrap` names; all of them where it names none.
+        /// The units that `fsdp_transformer_layer_cls_to_wrap` names, or all units if it names none.
         TransformerBased = "TRANSFORMER_BASED_WRAP",
-        /// Those of at least `fsdp_min_num_params` parameters.
+        /// The units with at least `fsdp_min_num_params` parameters.
         SizeBased = "SIZE_BASED_WRAP",
-        /// None: the whole model is one unit.
+        /// No unit: the whole model is one unit.
         NoWrap = "NO_WRAP",
     }
 }
@@ -101,29 +101,29 @@ named! {
     StateDictType {
         /// The whole state, collected on rank 0.
         Full = "FULL_STATE_DICT",
-        /// Each rank's fragments, for the same layout only.
+        /// The shards of each rank, which only a run with an equal layout can load.
         Local = "LOCAL_STATE_DICT",
-        /// Each rank's fragments with their global shapes, for any layout.
+        /// The shards of each rank with their global shapes, which a run with any layout can load.
         Sharded = "SHARDED_STATE_DICT",
     }
 }
 
 named! {
-    /// `mixed_precision`: the type that parameters are gathered and computed in.
+    /// `mixed_precision`: the dtype in which parameters are gathered and the model computes.
     MixedPrecision {
-        /// `f32`.
+        /// f32, that is, no mixed precision.
         No = "no",
-        /// `f16`, with a loss scale.
+        /// f16. The program needs a [`GradScaler`](crate::GradScaler).
         Fp16 = "fp16",
-        /// `bf16`.
+        /// bf16.
         Bf16 = "bf16",
-        /// 8-bit floats.
+        /// 8-bit floats, which the runtime does not support.
         Fp8 = "fp8",
     }
 }
 
 impl MixedPrecision {
-    /// The type of gathered parameters; `None` for one that no policy has.
+    /// Returns the dtype of gathered parameters; `None` for 8-bit floats, which are not supported.
     pub const fn param_dtype(self) -> Option<FloatDType> {
         match self {
             Self::No => Some(FloatDType::F32),
@@ -134,10 +134,10 @@ impl MixedPrecision {
     }
 }
 
-/// The one `distributed_type` that this crate implements.
+/// The `distributed_type` that this crate implements.
 pub(super) const FSDP: &str = "FSDP";
 
-/// The other `distributed_type`s of Accelerate.
+/// All other values of `distributed_type` in Accelerate.
 pub(super) const OTHER_DISTRIBUTED_TYPES: &[&str] = &[
     "NO",
     "MULTI_CPU",

@@ -1,11 +1,12 @@
-//! From a [`Config`] to YAML, with the keys in the order of Accelerate's files.
+//! Conversion of a [`Config`] to YAML, with the keys in the order of Accelerate's files.
 
-use super::Config;
+use super::types::{Config, FsdpConfig};
 use super::values::{FSDP, Named};
 
-/// Lines of `key: value`, without those that have none.
+/// Text of `key: value` lines.
 struct Lines {
     text: String,
+    /// Spaces in front of each key.
     indent: &'static str,
 }
 
@@ -14,13 +15,23 @@ impl Lines {
         self.text.push_str(&format!("{}{key}: {}\n", self.indent, value.to_string()));
     }
 
+    /// Writes a line if there is a value.
     fn put_some(&mut self, key: &str, value: Option<impl ToString>) {
         if let Some(value) = value {
             self.put(key, value);
         }
     }
+
+    /// Writes a key and, indented below it, the lines that `write` adds.
+    fn put_section(&mut self, key: &str, write: impl FnOnce(&mut Self)) {
+        self.text.push_str(&format!("{key}:\n"));
+        self.indent = "  ";
+        write(self);
+        self.indent = "";
+    }
 }
 
+/// Returns the text of a file with this configuration.
 pub(super) fn to_yaml(config: &Config) -> String {
     let fsdp = &config.fsdp;
     let mut lines = Lines { text: String::new(), indent: "" };
@@ -28,9 +39,31 @@ pub(super) fn to_yaml(config: &Config) -> String {
     lines.put("debug", config.debug);
     lines.put("distributed_type", FSDP);
     lines.put("downcast_bf16", quoted(if config.downcast_bf16 { "yes" } else { "no" }));
+    lines.put_section("fsdp_config", |lines| put_fsdp(lines, fsdp));
+    lines.put_some("gpu_ids", config.gpu_ids.as_deref().map(quoted));
+    lines.put("machine_rank", config.machine_rank);
+    lines.put_some("main_process_ip", config.main_process_ip.as_deref().map(quoted));
+    lines.put_some("main_process_port", config.main_process_port);
+    lines.put("mixed_precision", quoted(config.mixed_precision.name()));
+    if let Some(mpirun) = &config.mpirun {
+        let hostfile = mpirun.hostfile.as_ref().map(|path| quoted(&path.to_string_lossy()));
+        let hostfile = hostfile.unwrap_or_else(|| "null".into());
+        lines.put_section("mpirun_config", |lines| lines.put("mpirun_hostfile", hostfile));
+    }
+    lines.put("num_machines", config.num_machines);
+    lines.put_some("num_processes", config.num_processes);
+    if fsdp.replicate.is_some() || fsdp.shard.is_some() {
+        lines.put_section("parallelism_config", |lines| {
+            lines.put_some("parallelism_config_dp_replicate_size", fsdp.replicate);
+            lines.put_some("parallelism_config_dp_shard_size", fsdp.shard);
+        });
+    }
+    lines.put("use_cpu", config.use_cpu);
+    lines.text
+}
 
-    lines.text.push_str("fsdp_config:\n");
-    lines.indent = "  ";
+/// Writes the keys of `fsdp_config`.
+fn put_fsdp(lines: &mut Lines, fsdp: &FsdpConfig) {
     lines.put("fsdp_activation_checkpointing", fsdp.activation_checkpointing);
     lines.put_some("fsdp_auto_wrap_policy", fsdp.auto_wrap_policy);
     lines.put_some("fsdp_backward_prefetch", fsdp.backward_prefetch.map(Named::name_in_file));
@@ -47,32 +80,10 @@ pub(super) fn to_yaml(config: &Config) -> String {
         (!units.is_empty()).then(|| quoted(&units)),
     );
     lines.put("fsdp_use_orig_params", true);
-    lines.indent = "";
-
-    lines.put_some("gpu_ids", config.gpu_ids.as_deref().map(quoted));
-    lines.put("machine_rank", config.machine_rank);
-    lines.put_some("main_process_ip", config.main_process_ip.as_deref().map(quoted));
-    lines.put_some("main_process_port", config.main_process_port);
-    lines.put("mixed_precision", quoted(config.mixed_precision.name()));
-    if let Some(mpirun) = &config.mpirun {
-        let hostfile = mpirun.hostfile.as_ref().map(|path| quoted(&path.to_string_lossy()));
-        lines.text.push_str("mpirun_config:\n");
-        lines.put("  mpirun_hostfile", hostfile.unwrap_or_else(|| "null".into()));
-    }
-    lines.put("num_machines", config.num_machines);
-    lines.put_some("num_processes", config.num_processes);
-    if fsdp.replicate.is_some() || fsdp.shard.is_some() {
-        lines.text.push_str("parallelism_config:\n");
-        lines.indent = "  ";
-        lines.put_some("parallelism_config_dp_replicate_size", fsdp.replicate);
-        lines.put_some("parallelism_config_dp_shard_size", fsdp.shard);
-        lines.indent = "";
-    }
-    lines.put("use_cpu", config.use_cpu);
-    lines.text
 }
 
-/// A string that YAML reads as this string: in quotes unless it is plainly a word.
+/// Returns a scalar that YAML reads as the string `text`. It is quoted unless it is a word that YAML
+/// cannot take for another type.
 fn quoted(text: &str) -> String {
     let word = text.starts_with(|first: char| first.is_ascii_alphabetic())
         && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | ','));

@@ -1,12 +1,14 @@
-//! YAML as a tree that knows its lines. The parser is `saphyr-parser`; this file keeps what a
-//! configuration file can hold of its events.
+//! YAML as a tree with line numbers.
+//!
+//! The parser is `saphyr-parser`. This file builds the tree from its events, and refuses what no
+//! configuration file needs: aliases, several documents, keys that are not scalars.
 
 use saphyr_parser::{Event, Marker, Parser, ScalarStyle, ScanError};
 
-/// No configuration file is nested deeper.
+/// Maximum nesting of values. Configuration files need three levels; the bound keeps recursion short.
 const MAX_DEPTH: usize = 16;
 
-/// A value and the line it begins on.
+/// A value and the line it begins on, counted from 1.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Node {
     pub(super) line: usize,
@@ -15,7 +17,7 @@ pub(super) struct Node {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Value {
-    /// `plain` is false for a quoted one, which is a string whatever it looks like.
+    /// `plain` is false for a quoted scalar, which is a string even if it looks like another type.
     Scalar {
         text: String,
         plain: bool,
@@ -24,7 +26,7 @@ pub(super) enum Value {
     Map(Vec<Entry>),
 }
 
-/// A key with its value; duplicates are kept.
+/// A key with its value. A map keeps entries with equal keys.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Entry {
     pub(super) key: String,
@@ -32,7 +34,7 @@ pub(super) struct Entry {
     pub(super) value: Node,
 }
 
-/// Text that is no YAML, or YAML beyond what a configuration file needs.
+/// Text that is not YAML, or YAML that no configuration file needs. Line and column are counted from 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SyntaxError {
     pub(super) line: usize,
@@ -41,7 +43,7 @@ pub(super) struct SyntaxError {
 }
 
 impl Node {
-    /// The text of a scalar; `None` for one that is null, for lists and for maps.
+    /// Returns the text of a scalar; `None` for null, lists and maps.
     pub(super) fn text(&self) -> Option<&str> {
         match &self.value {
             Value::Scalar { text, .. } if !self.is_null() => Some(text),
@@ -49,13 +51,13 @@ impl Node {
         }
     }
 
-    /// Whether the value was left open: `null`, `~` or nothing.
+    /// Whether the value is `null`, `~` or missing.
     pub(super) fn is_null(&self) -> bool {
         matches!(&self.value, Value::Scalar { text, plain: true }
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))
     }
 
-    /// The value as a message shows it.
+    /// Returns the value as error messages show it. The contents of lists and maps are left out.
     pub(super) fn shown(&self) -> String {
         match &self.value {
             Value::Scalar { .. } if self.is_null() => "null".into(),
@@ -68,7 +70,7 @@ impl Node {
     }
 }
 
-/// Reads one document; `None` if it is empty.
+/// Parses a text of one document. Returns `None` if the document is empty.
 pub(super) fn parse(text: &str) -> Result<Option<Node>, SyntaxError> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     Tree { parser: Parser::new_from_str(text) }.document()
@@ -96,7 +98,7 @@ impl<'a> Tree<'a> {
         while let Some((event, mark)) = self.next()? {
             match event {
                 Event::DocumentStart(_) if root.is_some() => {
-                    return Err(error_at(&mark, "a second document; a file holds one"));
+                    return Err(error_at(&mark, "a second document; a file can hold only one"));
                 }
                 Event::Nothing
                 | Event::StreamStart
@@ -120,7 +122,7 @@ impl<'a> Tree<'a> {
             Event::SequenceStart(..) => Value::List(self.list(depth)?),
             Event::MappingStart(..) => Value::Map(self.map(depth)?),
             Event::Alias(_) => {
-                return Err(error_at(mark, "an alias; write the value out in its place"));
+                return Err(error_at(mark, "an alias; write the value itself in its place"));
             }
             _ => return Err(error_at(mark, "a value was expected here")),
         };

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use burn::tensor::Device;
 
 use super::ignored_gradients::IgnoredGradients;
-use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, agree, same_on_all};
+use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, agree};
 use super::model::Fsdp;
 use crate::backend::{clone_device, with_backend};
 use crate::collectives::group::{Group, MeshGroups, blocks};
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
+use crate::launch::agree::{OnError, agree_result};
 use crate::layout::{Mesh, Rank, WorldSize};
 use crate::module::{HookedForward, ParamIndex, RandomStream};
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
@@ -59,8 +60,9 @@ pub(crate) fn shard<M: HookedForward>(
     options: FsdpOptions,
     loaded_later: impl FnOnce(&Plan) -> Result<Vec<ParamIndex>, Error>,
 ) -> Result<Fsdp<M>, Error> {
+    let planned = Planned::new(&module, worker, &options);
     let Planned { mesh, reshard, plan, device } =
-        same_on_all(worker, Planned::new(&module, worker, &options))?;
+        agree_result(worker.comm(), "the plan of the model", planned, OnError::FailWorld)?;
     agree(worker, &plan, &options, mesh)?;
     if worker.rank() == Rank::ZERO {
         plan.warn_of_left_out(&options);

@@ -10,7 +10,6 @@ use burn::tensor::Device;
 
 use super::ignored_gradients::IgnoredGradients;
 use crate::backend::kernels::batched_steps;
-use crate::error::{CollectiveError, Error};
 use crate::layout::Mesh;
 use crate::module::opaque::visit_leaf;
 use crate::module::{FsdpModule, ParamIndex};
@@ -45,20 +44,6 @@ impl<M: FsdpModule> Fsdp<M> {
     /// Returns this rank's coordinates in the device mesh.
     pub(crate) fn mesh(&self) -> Mesh {
         self.engine.mesh()
-    }
-
-    /// What this rank found, if no rank found an error; every rank calls it. The others' errors are
-    /// told as [`CollectiveError::PeerFailed`].
-    pub(crate) fn same_on_all<T>(&self, what: &str, found: Result<T, Error>) -> Result<T, Error> {
-        let all = self.engine.exchange(what, found.as_ref().err().map(ToString::to_string));
-        // Its own error first: those who have heard of it may have ended the group by now.
-        let value = found?;
-        let failed =
-            self.engine.mesh().world.ranks().zip(all?).find_map(|(rank, e)| Some((rank, e?)));
-        match failed {
-            None => Ok(value),
-            Some((rank, reason)) => Err(CollectiveError::PeerFailed { rank, reason }.into()),
-        }
     }
 
     /// Returns a sharded snapshot without autodiff, for evaluation.

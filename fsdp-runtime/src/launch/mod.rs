@@ -1,9 +1,10 @@
 //! The start of ranks, each with a rayon pool and a communication thread of its own: all as threads of
 //! this process, or this process as one of several.
 //!
-//! Imports point one way: engine, env, error, options, worker <- location, rank_thread <- threads, process
+//! Imports point one way: agree, engine, env, error, options, worker <- location, rank_thread <- threads, process
 //! <- mpi, gpus <- start.
 
+pub(crate) mod agree;
 mod engine;
 pub mod env;
 mod error;

@@ -1,5 +1,5 @@
-//! Ranks that fail, are killed or stopped, and launchers that are: the right rank is named, and
-//! nothing is left.
+//! Ranks and launchers that fail, are killed or are stopped: the rank that failed first is named,
+//! and no process is left.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use rustix::process::{Signal, kill_process};
 
 use crate::support::{Fsdp, SOON};
 
-/// Prints its number, and works until it is ended.
+/// A script that prints its process id, and runs until it is killed.
 const WORKER: &str = "echo pid $$; while :; do sleep 0.1; done";
 
 #[test]
@@ -44,7 +44,7 @@ fn ranks_that_do_not_end_when_asked_are_killed() {
 }
 
 #[test]
-fn ranks_may_save_when_another_fails() {
+fn ranks_that_handle_sigterm_may_save_when_another_fails() {
     let script = "trap 'echo saved; exit 0' TERM; [ $RANK = 1 ] && { sleep 0.5; exit 3; }; \
                   while :; do sleep 0.1; done";
     let run = Fsdp::script(&["-n", "2"], script).run();
@@ -53,14 +53,14 @@ fn ranks_may_save_when_another_fails() {
 }
 
 #[test]
-fn what_a_rank_has_started_ends_with_it() {
+fn processes_that_a_rank_has_started_end_with_it() {
     let run = Fsdp::script(&["-n", "2"], "sleep 300 & exit 0").run();
     assert_eq!(run.code, Some(0), "{run:#?}");
-    assert!(run.took < SOON);
+    assert!(run.took < SOON, "{run:#?}");
 }
 
 #[test]
-fn a_signal_is_passed_on() {
+fn a_signal_is_passed_on_to_the_ranks() {
     let script = "trap 'echo saving; exit 0' INT TERM; echo pid $$; while :; do sleep 0.1; done";
     for signal in [Signal::INT, Signal::TERM] {
         let mut running = Fsdp::script(&["-n", "2"], script).start();
@@ -84,13 +84,16 @@ fn an_interrupted_run_ends_with_the_signals_code() {
 }
 
 #[test]
-fn a_second_signal_kills() {
+fn a_second_signal_kills_the_ranks() {
     let script = "trap '' INT; echo pid $$; while :; do sleep 0.1; done";
     let mut running = Fsdp::script(&["-n", "2"], script).start();
     running.pids("pid", 2);
     running.signal(Signal::INT);
     std::thread::sleep(Duration::from_millis(500));
-    assert!(running.launcher.try_wait().unwrap().is_none(), "one signal leaves them their time");
+    assert!(
+        running.launcher.try_wait().unwrap().is_none(),
+        "after one signal ranks have time to end"
+    );
     running.signal(Signal::INT);
     let run = running.wait();
     assert_eq!(run.code, Some(128 + 2), "{run:#?}");
@@ -110,9 +113,9 @@ fn a_stopped_rank_is_named_and_ended() {
     assert!(run.took < SOON, "{run:#?}");
 }
 
-/// Not by the ranks' own doing: they ignore what can be ignored, and have children.
+/// The ranks ignore every signal that they can, and have children.
 #[test]
-fn nothing_is_left_when_the_launcher_is_killed() {
+fn no_process_is_left_when_the_launcher_is_killed() {
     let script = "trap '' TERM HUP INT; sleep 300 & echo pid $$; wait; while :; do sleep 1; done";
     let mut running = Fsdp::script(&["-n", "3"], script).start();
     running.pids("pid", 3);
@@ -121,7 +124,7 @@ fn nothing_is_left_when_the_launcher_is_killed() {
 }
 
 #[test]
-fn the_guard_may_be_killed() {
+fn a_run_survives_the_death_of_its_guard_process() {
     let mut running = Fsdp::script(&["-n", "2"], WORKER).start();
     let pids = running.pids("pid", 2);
     let mut children = Vec::new();
@@ -134,16 +137,16 @@ fn the_guard_may_be_killed() {
         }
     }
     children.retain(|child| !pids.iter().any(|(_, pid)| pid == child));
-    assert_eq!(children.len(), 1, "the guard");
+    assert_eq!(children.len(), 1, "the guard is the only child that is no rank");
     kill_process(children[0], Signal::KILL).unwrap();
     kill_process(pids[1].1, Signal::KILL).unwrap();
     let run = running.wait();
     assert_eq!(run.code, Some(128 + 9), "{run:#?}");
 }
 
-/// Ranks that end the moment another is gone, which may be before the launcher hears of it.
+/// Ranks that end as soon as another is gone, possibly before the launcher notices that one.
 #[test]
-fn a_reaction_is_not_taken_for_the_cause() {
+fn a_rank_that_ends_because_another_did_is_not_named() {
     let directory = tempfile::tempdir().unwrap();
     for rank in 1..4 {
         let path = directory.path().join(format!("{rank}"));
@@ -161,7 +164,7 @@ fn a_reaction_is_not_taken_for_the_cause() {
             assert!(run.stderr.contains("rank 0 of 4 failed first: killed"), "{run:#?}");
         }
     }
-    // Of two exit codes, the one that says it is a reaction is none.
+    // Exit code 75 means that another rank failed first.
     let script = "[ $RANK = 0 ] && exit 75; sleep 0.1; exit 3";
     let run = Fsdp::script(&["-n", "2"], script).run();
     assert_eq!(run.code, Some(3), "{run:#?}");

@@ -1,9 +1,11 @@
-//! `fsdp launch` when all goes well, and when it cannot start.
+//! `fsdp launch`: the environment and the output of ranks, configuration files, and starts that are
+//! refused.
 
 use std::net::TcpListener;
 
-use crate::support::{Fsdp, Run};
+use crate::support::{ConfigFile, Fsdp, Run};
 
+/// Asserts that a launch was refused with an exit code and a message that contains `part`.
 fn refused(run: &Run, code: i32, part: &str) {
     assert_eq!(run.code, Some(code), "{run:#?}");
     assert!(run.stderr.starts_with("fsdp: ") && run.stderr.contains(part), "{run:#?}");
@@ -11,7 +13,7 @@ fn refused(run: &Run, code: i32, part: &str) {
 }
 
 #[test]
-fn ranks_know_their_place() {
+fn ranks_have_their_place_in_the_environment() {
     let script = r#"echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT $FSDP_RUN_ID" "$@""#;
     let mut fsdp = Fsdp::script(&["--num-processes", "3"], script);
     fsdp.command.args(["name", "--flag", "-n"]);
@@ -28,7 +30,7 @@ fn ranks_know_their_place() {
 }
 
 #[test]
-fn a_second_machine_starts_the_ranks_after_the_firsts() {
+fn a_second_machine_starts_the_ranks_after_those_of_the_first() {
     let flags = [
         "--num-processes=4",
         "--num-machines=2",
@@ -63,7 +65,7 @@ fn lines_of_ranks_do_not_mix() {
 }
 
 #[test]
-fn a_file_says_how_many_and_is_passed_on() {
+fn a_file_gives_the_number_of_ranks_and_is_passed_on_to_them() {
     let fsdp = Fsdp::script(&[], r#"echo "$WORLD_SIZE" && grep -c num_processes "$FSDP_CONFIG""#);
     let path = fsdp.cache.path().join("fsdp/default_config.yaml");
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -75,11 +77,9 @@ fn a_file_says_how_many_and_is_passed_on() {
 }
 
 #[test]
-fn flags_override_the_file_and_say_so() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("four.yaml");
-    std::fs::write(&path, "num_processes: 4\n").unwrap();
-    let flags = ["--config", path.to_str().unwrap(), "--num-processes", "2"];
+fn flags_override_the_file_with_a_message() {
+    let file = ConfigFile::new("num_processes: 4\n");
+    let flags = ["--config", file.path(), "--num-processes", "2"];
     let run = Fsdp::script(&flags, "echo $WORLD_SIZE").run();
     assert_eq!(run.stdout.matches("] 2\n").count(), 2, "{run:#?}");
     assert!(run.stderr.contains("--num-processes 2 overrides `num_processes: 4`"), "{run:#?}");
@@ -101,11 +101,9 @@ fn a_start_that_cannot_work_is_refused_with_the_reason() {
     let run = Fsdp::script(&["-n", "2", "--main-process-port", &port], "true").run();
     refused(&run, 1, &format!("port {port} is taken"));
 
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("wrong.yaml");
-    std::fs::write(&path, "num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHRAD\n")
-        .unwrap();
-    let run = Fsdp::script(&["--config", path.to_str().unwrap()], "true").run();
+    let text = "num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHRAD\n";
+    let file = ConfigFile::new(text);
+    let run = Fsdp::script(&["--config", file.path()], "true").run();
     refused(&run, 1, "line 3: unknown value `FULL_SHRAD`");
     refused(&Fsdp::script(&["--config", "/no/such.yaml"], "true").run(), 1, "/no/such.yaml");
 }

@@ -1,4 +1,5 @@
-//! The command-line tool as a user runs it, on Linux, where `/proc` tells what is left behind.
+//! The command-line tool `fsdp`, run as a process. On Linux, where `/proc` shows the processes that
+//! a run leaves.
 #![cfg(target_os = "linux")]
 
 mod faults;

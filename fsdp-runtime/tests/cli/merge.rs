@@ -24,6 +24,7 @@ impl Net {
     }
 }
 
+/// Saves the state of a model on two ranks.
 fn save(folder: &Path) {
     let folder = folder.to_path_buf();
     launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
@@ -46,7 +47,7 @@ fn a_checkpoint_becomes_one_file_or_several_with_an_index() {
     let [from, one, several] =
         ["step-00000004", "one", "several"].map(|name| home.path().join(name));
     save(&from);
-    // The folder of checkpoints, of which the newest is taken.
+    // A folder of checkpoints stands for the newest one in it.
     let text = |path: &Path| path.to_str().unwrap().to_string();
     let run = merge(&[&text(home.path()), &text(&one)]);
     assert_eq!(run.code, Some(0), "{run:#?}");
@@ -69,7 +70,7 @@ fn a_checkpoint_becomes_one_file_or_several_with_an_index() {
 }
 
 #[test]
-fn what_cannot_be_merged_is_said_and_ends_with_1() {
+fn a_merge_that_fails_has_a_message_and_an_exit_code() {
     let home = tempfile::tempdir().unwrap();
     let from = home.path().join("checkpoint");
     let (path, output) = (from.to_str().unwrap(), home.path().join("merged"));

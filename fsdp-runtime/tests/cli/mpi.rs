@@ -6,7 +6,7 @@ use rustix::process::{Signal, kill_process};
 
 use crate::support::{Fsdp, SOON};
 
-/// `fsdp launch --mpi` of a shell script; nothing, with a word why, where there is no `mpirun`.
+/// `fsdp launch --mpi` of a shell script. None, with a message, where there is no `mpirun` of Open MPI.
 fn script(args: &[&str], script: &str) -> Option<Fsdp> {
     let version = Command::new("mpirun").arg("--version").output();
     if !version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI")) {
@@ -14,12 +14,12 @@ fn script(args: &[&str], script: &str) -> Option<Fsdp> {
         return None;
     }
     let fsdp = Fsdp::script(&[&["--mpi"], args].concat(), script);
-    // It refuses to run as root, as in a container, without both.
+    // Without both, `mpirun` refuses to run as root, as tests do in a container.
     Some(fsdp.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 }
 
 #[test]
-fn mpirun_starts_the_ranks_and_their_lines_are_told_apart() {
+fn mpirun_starts_the_ranks_and_each_line_has_its_rank() {
     let Some(fsdp) = script(&["-n", "3"], "echo $OMPI_COMM_WORLD_RANK $OMPI_COMM_WORLD_SIZE")
     else {
         return;
@@ -57,7 +57,7 @@ fn a_killed_rank_is_named() {
 }
 
 #[test]
-fn nothing_is_left_when_the_launcher_is_killed() {
+fn no_process_is_left_when_the_launcher_is_killed() {
     let text = "trap '' TERM HUP INT; echo pid $$; while :; do sleep 0.1; done";
     let Some(fsdp) = script(&["-n", "2"], text) else { return };
     let mut running = fsdp.start();

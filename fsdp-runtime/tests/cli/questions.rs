@@ -13,7 +13,7 @@ const DOWN: &[u8] = b"\x1b[B";
 const ENTER: &[u8] = b"\r";
 
 #[test]
-fn arrow_keys_choose() {
+fn answers_by_keys_are_written_to_the_file() {
     let controller = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&controller).unwrap();
     unlockpt(&controller).unwrap();
@@ -63,7 +63,7 @@ fn arrow_keys_choose() {
     answer("Which devices", &[b"\x1b[A", b"\x1b[A", ENTER]);
     answer("every collective", &[b"n"]);
     answer("What is sharded", &[DOWN, DOWN, ENTER]);
-    answer("on the host", &[b"n"]);
+    answer("to host memory", &[b"n"]);
     answer("gathered on their own", &[ENTER]);
     answer("Their types", &[b"BertLayer", ENTER]);
     answer("for its backward", &[ENTER]);

@@ -1,4 +1,4 @@
-//! Running `fsdp`, and finding every process it has brought about.
+//! Runs of `fsdp`, the processes that they leave, and the files that they read.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Within this time every run must have ended.
+/// Every run must end within this time.
 pub const SOON: Duration = Duration::from_secs(10);
 
-/// The variable by which a test knows its processes.
+/// Environment variable that marks the processes of one run.
 const MARK: &str = "FSDP_TEST_MARK";
 
-/// Variables of whatever runs the tests that would make them ranks.
+/// Environment variables that would make `fsdp` a rank of a launcher that runs the tests.
 const STARTERS: [&str; 9] = [
     "RANK",
     "LOCAL_RANK",
@@ -27,14 +27,14 @@ const STARTERS: [&str; 9] = [
     "MASTER_PORT",
 ];
 
-/// `fsdp` with a mark of its own and an empty cache directory.
+/// `fsdp`, about to be run with a mark of its own and an empty cache directory.
 pub struct Fsdp {
     pub command: Command,
     pub cache: tempfile::TempDir,
     mark: String,
 }
 
-/// What a run left.
+/// The result of a run that has ended.
 #[derive(Debug)]
 pub struct Run {
     pub code: Option<i32>,
@@ -43,12 +43,37 @@ pub struct Run {
     pub took: Duration,
 }
 
-/// A launcher that runs.
+/// A launcher under way.
 pub struct Running {
     pub launcher: Child,
     mark: String,
     started: Instant,
     _cache: tempfile::TempDir,
+}
+
+/// A configuration file in a directory of its own, which is deleted with it.
+pub struct ConfigFile {
+    _directory: tempfile::TempDir,
+    path: String,
+}
+
+impl ConfigFile {
+    pub fn new(text: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("config.yaml").to_str().unwrap().to_string();
+        let file = Self { _directory: directory, path };
+        file.write(text);
+        file
+    }
+
+    /// Replaces the contents.
+    pub fn write(&self, text: &str) {
+        std::fs::write(&self.path, text).unwrap();
+    }
+
+    pub fn path(&self) -> &str {
+        &self.path
+    }
 }
 
 impl Fsdp {
@@ -99,11 +124,12 @@ impl Running {
         kill_process(Pid::from_child(&self.launcher), signal).unwrap();
     }
 
-    /// Reads standard output until each of `ranks` ranks has printed `word` and a process number.
+    /// Reads standard output until each of `ranks` ranks has printed `word` and its process id.
+    /// Returns the ids by rank.
     pub fn pids(&mut self, word: &str, ranks: usize) -> Vec<(usize, Pid)> {
         let stdout = self.launcher.stdout.as_mut().unwrap();
         let mut found = Vec::new();
-        // The pipe is read byte by byte, so that what follows stays for `wait`.
+        // The pipe is read byte by byte, so that later output stays there for `wait`.
         while found.len() < ranks {
             let line = line(stdout);
             assert!(!line.is_empty(), "the output ended after {found:?}");
@@ -118,7 +144,7 @@ impl Running {
         found
     }
 
-    /// Waits for the launcher, and asserts that nothing it started is left.
+    /// Waits for the launcher to end, and asserts that it leaves no process.
     pub fn wait(mut self) -> Run {
         let status = self.ended();
         let took = self.started.elapsed();
@@ -131,7 +157,8 @@ impl Running {
         Run { code, stdout, stderr, took }
     }
 
-    /// Waits until nothing that was started is left; panics if something still is after a while.
+    /// Waits for the launcher to end, and then for all its processes. Panics if one is left after
+    /// [`SOON`].
     pub fn nothing_left(&mut self) {
         let deadline = Instant::now() + SOON;
         self.ended();
@@ -146,7 +173,7 @@ impl Running {
     }
 
     fn ended(&mut self) -> ExitStatus {
-        // Outputs are small enough for the pipes, but for the test that says otherwise.
+        // The pipes are read afterwards: they hold 64 kB each, which no test exceeds.
         let deadline = Instant::now() + 3 * SOON;
         loop {
             if let Some(status) = self.launcher.try_wait().unwrap() {
@@ -160,7 +187,7 @@ impl Running {
         }
     }
 
-    /// Command lines of processes that carry the mark.
+    /// Process ids and command lines of the processes with the mark, without the launcher.
     fn left(&self) -> Vec<String> {
         let mark = format!("{MARK}={}", self.mark);
         let launcher = self.launcher.id().to_string();
@@ -194,7 +221,7 @@ fn line(source: &mut impl Read) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-/// A file of `/proc`; one whose process has just ended is empty.
+/// The contents of a file of `/proc`. Empty where the process has just ended.
 fn read(path: &Path) -> String {
     std::fs::read(path).map_or(String::new(), |bytes| String::from_utf8_lossy(&bytes).into_owned())
 }

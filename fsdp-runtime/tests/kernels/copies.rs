@@ -1,9 +1,13 @@
+//! Casts, and parts that are packed into one buffer and unpacked.
+
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::kernels;
 
-use super::support::{DTYPES, LENGTHS, bits, device, devices, dtypes, numbers, tensor};
+use super::support::{
+    DTYPES, LENGTHS, assert_as_many, bits, device, devices, dtypes, numbers, tensor,
+};
 
-/// Numbers, and what is beyond all.
+/// Numbers, with infinities, NaN and the ends of the range among them.
 fn with_ends(seed: u64, len: usize) -> Vec<f32> {
     let mut values = numbers(seed, len, 7e4);
     let ends = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, -0.0];
@@ -31,7 +35,7 @@ fn a_cast_on_flex_is_burns() {
 }
 
 #[test]
-fn a_cast_is_its_twins_to_the_bit() {
+fn a_cast_on_the_device_has_the_bits_of_flex() {
     let Some(device) = device() else { return };
     let flex = burn::tensor::Device::flex();
     for (from, to) in dtypes(&device)
@@ -50,7 +54,7 @@ fn a_cast_is_its_twins_to_the_bit() {
     }
 }
 
-/// Lengths and places of parts: at vector boundaries and not, small and large, one empty, with gaps.
+/// Places and lengths of parts: at vector boundaries and not, small and large, one empty, with gaps.
 const PARTS: [(usize, usize); 9] = [
     (0, 64),
     (64, 128),
@@ -70,7 +74,7 @@ fn parts(device: &burn::tensor::Device, dtype: FloatDType) -> Vec<(Tensor<1>, us
     PARTS.map(part).into()
 }
 
-/// With tensor operations: slices assigned in turn.
+/// Packs with Burn's tensor operations: slices are assigned one after the other.
 fn packed_by_burn(parts: &[(Tensor<1>, usize)], buffer: Tensor<1>) -> Tensor<1> {
     let dtype = buffer.dtype();
     parts.iter().filter(|(part, _)| part.dims()[0] > 0).fold(buffer, |buffer, (part, at)| {
@@ -94,6 +98,7 @@ fn assert_packs(device: &burn::tensor::Device) {
             let ranges = PARTS.map(|(at, len)| at..at + len);
             for divisor in [None, Some(3.0)] {
                 let unpacked = kernels::unpack(ours.clone(), &ranges, from, divisor).unwrap();
+                assert_as_many(&unpacked, &parts);
                 for (unpacked, (part, at)) in unpacked.iter().zip(&parts) {
                     let expected = kernels::cast(part.clone().cast(to), from, divisor).unwrap();
                     assert_eq!(unpacked.dtype(), from.into());
@@ -118,7 +123,7 @@ fn parts_are_packed_and_unpacked_on_the_device() {
 }
 
 #[test]
-fn many_small_parts_are_packed_in_one_buffer_and_come_out_again() {
+fn many_small_parts_are_packed_into_one_buffer_and_unpacked() {
     for device in devices() {
         let lens = (0..50).map(|i| [384, 1536, 1, 30][i % 4]);
         let mut at = 0;
@@ -134,14 +139,15 @@ fn many_small_parts_are_packed_in_one_buffer_and_come_out_again() {
         let buffer = kernels::pack(parts.clone(), buffer).unwrap();
         let ranges: Vec<_> = parts.iter().map(|(part, at)| *at..at + part.dims()[0]).collect();
         let unpacked = kernels::unpack(buffer, &ranges, FloatDType::F32, None).unwrap();
+        assert_as_many(&unpacked, &parts);
         for (unpacked, (part, at)) in unpacked.iter().zip(&parts) {
             assert_eq!(bits(unpacked), bits(part), "at {at} on {device:?}");
         }
     }
 }
 
-/// Halfway between two numbers, beside it, NaN, infinite, and so large that it becomes so: also where
-/// the processor cannot round and the kernel does in integers.
+/// Numbers halfway between two of bf16, beside it, NaN, infinite, and so large that they round to
+/// infinity. Where the processor cannot round to bf16, the kernel does so with integers.
 #[test]
 fn every_kind_of_number_is_rounded_to_bf16_as_on_flex() {
     let Some(device) = device() else { return };

@@ -1,5 +1,5 @@
-//! Tensors of more elements than fit the first units of a launch: several rows of sums a tile, several
-//! launches' worth of tiles, and elements at the end that fill no vector.
+//! Tensors of millions of elements: several rows of sums for each tile, more tiles than one launch
+//! has, and elements at the end that fill no vector.
 
 use burn::optim::Optimizer;
 use burn::tensor::{Device, FloatDType, Tensor};
@@ -7,15 +7,17 @@ use fsdp_runtime::Norm;
 use fsdp_runtime::kernels::{self, MaskSource, Sums};
 use fsdp_runtime::optim::AdamWConfig;
 
-use super::support::{assert_close, bits, device, numbers, rounds_correctly, tensor};
+use super::support::{
+    assert_as_many, assert_close, bits, device, numbers, rounds_correctly, tensor,
+};
 
 /// More than 32 elements for each of 2^17 sums.
 const LEN: usize = (1 << 22) + 100_003;
-/// Where a part begins, that is no multiple of any vector.
+/// The offset of a part: no multiple of a vector's length.
 const AT: usize = 5;
 
 #[test]
-fn sums_of_millions_of_elements_are_those_of_flex_wherever_they_lie() {
+fn sums_of_millions_of_elements_are_those_of_flex_at_any_offset() {
     let Some(device) = device() else { return };
     let values = numbers(11, AT + LEN, 2.0);
     let whole = tensor(&values, &device, FloatDType::F32);
@@ -30,7 +32,7 @@ fn sums_of_millions_of_elements_are_those_of_flex_wherever_they_lie() {
         let (ours, twin) = (ours.term(norm), twin.term(norm));
         assert!((ours / twin - 1.0).abs() < 1e-5, "{norm:?}: {ours} {twin}");
     }
-    // The last element alone, which is in no vector.
+    // The last element, which is in no whole vector, is infinite.
     let mut values = values;
     values[AT + LEN - 1] = f32::INFINITY;
     let sums = kernels::norm_sums(&[tensor(&values, &device, FloatDType::F32)], Norm::Two).unwrap();
@@ -54,13 +56,15 @@ fn millions_of_elements_have_the_bits_of_flex() {
             kernels::unscale(vec![all], 0.5, Norm::Inf).unwrap().0.remove(0),
         ]
     };
-    let same = on(&device).into_iter().zip(on(&Device::flex())).map(|(a, b)| bits(&a) == bits(&b));
-    // The bits of a mean, which divides by a power of two, are the same on any device.
+    let (ours, twins) = (on(&device), on(&Device::flex()));
+    assert_as_many(&ours, &twins);
+    let same = ours.iter().zip(&twins).map(|(a, b)| bits(a) == bits(b));
+    // A mean that divides by a power of two has the same bits on any device.
     assert_eq!(same.collect::<Vec<_>>(), [true; 5]);
 }
 
 #[test]
-fn a_step_on_millions_of_elements_is_that_on_flex() {
+fn a_step_on_millions_of_elements_is_that_of_flex() {
     let Some(device) = device() else { return };
     let on = |device: &Device| {
         let param = tensor(&numbers(13, LEN, 1.0), device, FloatDType::F32);

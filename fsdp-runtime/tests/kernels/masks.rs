@@ -1,10 +1,12 @@
+//! Masks of dropout.
+
 use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 use fsdp_runtime::kernels::{self, MaskSource};
 use fsdp_runtime::nn::DropoutConfig;
 
 use super::support::{LENGTHS, bits, device, devices, dtypes};
 
-/// What dropout makes of ones.
+/// The output of dropout for an input of ones.
 fn mask(device: &Device, source: &MaskSource, len: usize, dtype: FloatDType) -> Tensor<1> {
     kernels::dropout(Tensor::<1>::ones([len], device).cast(dtype), source).unwrap()
 }
@@ -35,13 +37,14 @@ fn a_mask_has_the_same_bits_on_the_device_as_on_flex() {
 }
 
 #[test]
-fn a_mask_is_of_two_numbers_in_the_shares_asked_for() {
+fn a_mask_holds_two_values_in_the_shares_of_its_probability() {
     for source in sources() {
         for dtype in super::support::DTYPES {
             let mask = mask(&Device::flex(), &source, 100_000, dtype);
             let keep = Tensor::<1>::full([1], 1.0 / (1.0 - source.prob), &Device::flex());
             let keep = bits(&keep.cast(dtype))[0];
             let bits = bits(&mask);
+            assert_eq!(bits.len(), 100_000);
             assert!(bits.iter().all(|&bits| bits == 0 || bits == keep));
             let zeros = bits.iter().filter(|&&bits| bits == 0).count() as f64 / 1e5;
             assert!((zeros - source.prob).abs() < 0.005, "{zeros} {}", source.prob);
@@ -55,7 +58,7 @@ fn dropout_multiplies_by_the_mask() {
         for (source, dtype) in sources().flat_map(|s| dtypes(&device).map(move |d| (s, d))) {
             let whole = Tensor::<1>::random([5000], Distribution::Normal(0.0, 1.0), &device);
             let whole = whole.cast(dtype);
-            // One that begins inside another's memory, too.
+            // A whole tensor, and one that begins inside another's memory.
             for input in [whole.clone(), whole.slice(37..4321)] {
                 let mask = mask(&device, &source, input.dims()[0], dtype);
                 let dropped = kernels::dropout(input.clone(), &source).unwrap();
@@ -68,7 +71,7 @@ fn dropout_multiplies_by_the_mask() {
 }
 
 #[test]
-fn what_is_dropped_is_zero_whatever_it_was() {
+fn a_dropped_element_is_zero_even_if_it_was_not_finite() {
     for device in devices() {
         let source = MaskSource { key: [5, 6], place: [7, 8], prob: 0.5 };
         let kept = bits(&mask(&device, &source, 999, FloatDType::F32));

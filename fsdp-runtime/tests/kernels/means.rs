@@ -1,3 +1,5 @@
+//! Means of gradients over ranks.
+
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::kernels;
 
@@ -8,7 +10,7 @@ fn parts(ranks: usize, len: usize, device: &Device, dtype: FloatDType) -> Vec<Te
     (0..ranks).map(part).collect()
 }
 
-/// With tensor operations, in f32: the sum in order, divided.
+/// The sum in rank order in f32, divided, with Burn's tensor operations.
 fn mean_by_burn(parts: &[Tensor<1>], range: std::ops::Range<usize>, divisor: usize) -> Tensor<1> {
     let wide = parts.iter().map(|part| part.clone().cast(FloatDType::F32).slice([range.clone()]));
     let sum = wide.reduce(|sum, part| sum + part).unwrap();
@@ -19,7 +21,7 @@ fn assert_means(device: &Device, flex: &Device) {
     for dtype in dtypes(device) {
         for (ranks, divisor) in [(1, 1), (2, 1), (3, 3), (8, 8), (11, 4)] {
             for len in LENGTHS {
-                // A rank's part of the whole begins anywhere.
+                // A shard begins at any offset.
                 let range = len / 3..len;
                 let mean = |device| {
                     let parts = parts(ranks, len, device, dtype);
@@ -44,7 +46,7 @@ fn a_mean_on_flex_is_the_sum_in_rank_order_divided() {
 }
 
 #[test]
-fn a_mean_is_its_twins_to_the_bit() {
+fn a_mean_on_the_device_has_the_bits_of_flex() {
     if let Some(device) = device() {
         assert_means(&device, &Device::flex());
     }

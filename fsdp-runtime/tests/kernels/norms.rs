@@ -1,11 +1,13 @@
+//! Sums for norms, and gradients that are unscaled while they are measured.
+
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::{Norm, kernels};
 
-use super::support::{LENGTHS, bits, device, devices, dtypes, numbers, tensor};
+use super::support::{LENGTHS, assert_as_many, bits, device, devices, dtypes, numbers, tensor};
 
 const NORMS: [Norm; 4] = [Norm::One, Norm::Two, Norm::Inf, Norm::P(3.0)];
 
-/// In f64, from the definition.
+/// The sum (or maximum) of a norm in f64, from the definition.
 fn exact(values: &[f64], norm: Norm) -> f64 {
     let magnitudes = values.iter().map(|x| x.abs());
     match norm {
@@ -35,7 +37,7 @@ fn assert_sums(device: &Device) {
                     sums.term(norm)
                 );
                 let largest = exact(&values, Norm::Inf);
-                // The smallest numbers may be flushed to 0, no other.
+                // Only subnormal numbers may be flushed to 0.
                 assert!((f64::from(sums.largest) - largest).abs() <= 1e-38, "{what}");
                 assert!(sums.is_finite(), "{what}");
             }
@@ -56,7 +58,7 @@ fn sums_on_the_device_are_those_of_f64() {
 }
 
 #[test]
-fn a_sum_does_not_depend_on_where_the_tensor_lies() {
+fn a_sum_does_not_depend_on_the_offset_in_memory() {
     for device in devices() {
         let values = numbers(9, 9001, 1.0);
         let whole = tensor(&values, &device, FloatDType::F32);
@@ -69,7 +71,7 @@ fn a_sum_does_not_depend_on_where_the_tensor_lies() {
     }
 }
 
-/// More than share a launch, whose last elements are no whole vectors.
+/// More tensors than one launch takes, whose last elements fill no vector.
 #[test]
 fn tensors_that_are_measured_together_have_the_sums_they_have_alone() {
     for device in devices() {
@@ -80,6 +82,7 @@ fn tensors_that_are_measured_together_have_the_sums_they_have_alone() {
         let together = kernels::norm_sums(&tensors, Norm::Two).unwrap();
         let (_, unscaled) = kernels::unscale(tensors.clone(), 1.0, Norm::Two).unwrap();
         assert_eq!(unscaled, together, "{device:?}");
+        assert_as_many(&together, &tensors);
         for (tensor, sums) in tensors.into_iter().zip(together) {
             let alone = kernels::norm_sums(std::slice::from_ref(&tensor), Norm::Two).unwrap();
             assert_eq!(alone, [sums], "{} elements on {device:?}", tensor.dims()[0]);
@@ -105,7 +108,7 @@ fn every_element_counts_for_being_finite() {
     }
 }
 
-/// The squares overflow, the elements do not.
+/// The squares of the elements overflow, the elements themselves do not.
 #[test]
 fn large_elements_are_finite_though_their_norm_is_not() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! Kernels on sizes and offsets that nobody chose: a tensor begins anywhere in another's memory.
+//! Kernels on tensors of random sizes, which begin at random offsets in the memory of another tensor.
 
 use std::ops::Range;
 
@@ -10,25 +10,25 @@ use fsdp_runtime::optim::{AdamConfig, AdamWConfig, SgdConfig};
 use proptest::prelude::*;
 
 use super::support::{
-    assert_close, bits, device, devices, dtypes, numbers, rounds_correctly, tensor,
+    assert_as_many, assert_close, bits, device, devices, dtypes, numbers, rounds_correctly, tensor,
 };
 
-/// Elements of a tensor at most: several blocks and tasks of what goes through them.
+/// The most elements of a tensor: several blocks and tasks of every kernel.
 const MOST: usize = 70_000;
 
-/// Where a tensor lies within another.
+/// The range of a tensor within another.
 fn within() -> impl Strategy<Value = Range<usize>> {
     // Half of them small, as biases are.
     let len = prop_oneof![0..300usize, 0..MOST];
     (0..80usize, len).prop_map(|(start, len)| start..start + len)
 }
 
-/// Numbers that begin inside another tensor's memory.
+/// A tensor of numbers that begins inside the memory of another.
 fn inside(seed: u64, at: &Range<usize>, device: &Device, dtype: FloatDType) -> Tensor<1> {
     tensor(&numbers(seed, at.end + 3, 10.0), device, dtype).slice(at.clone())
 }
 
-/// One of the dtypes that the device computes.
+/// One of the dtypes that the device supports.
 fn pick(device: &Device, number: usize) -> FloatDType {
     let all: Vec<_> = dtypes(device).collect();
     all[number % all.len()]
@@ -55,7 +55,7 @@ proptest! {
     }
 
     #[test]
-    fn parts_of_any_lengths_are_packed_and_come_out_again(
+    fn parts_of_any_lengths_are_packed_and_unpacked(
         lens in proptest::collection::vec((0..40usize, prop_oneof![0..80usize, 0..5000usize]), 1..40),
         (from, to) in (0..3usize, 0..3usize),
         skip in 0..70usize,
@@ -81,6 +81,7 @@ proptest! {
             let packed = kernels::pack(parts, buffer).unwrap();
             prop_assert_eq!(bits(&packed), &expected[..], "{:?} to {:?} on {:?}", from, to, &device);
             let unpacked = kernels::unpack(packed, &ranges, to, None).unwrap();
+            assert_as_many(&unpacked, &ranges);
             for (unpacked, range) in unpacked.iter().zip(&ranges) {
                 prop_assert_eq!(bits(unpacked), &expected[range.clone()], "{:?}", range);
             }
@@ -122,7 +123,7 @@ proptest! {
             let exact: f64 = part.to_data().iter::<f64>().map(|x| x * x).sum();
             prop_assert!((sums.sum - exact).abs() <= 1e-5 * exact, "{} {}", sums.sum, exact);
             let (unscaled, after) = kernels::unscale(vec![part.clone()], 0.5, Norm::Inf).unwrap();
-            // Half of a number is exact, but for those next to 0.
+            // Half of a number is exact, except next to 0.
             let expected = part.cast(FloatDType::F32).mul_scalar(0.5).cast(dtype);
             prop_assert_eq!(bits(&unscaled[0]), bits(&expected));
             prop_assert!((f64::from(after[0].largest) - f64::from(sums.largest) / 2.0).abs() <= 1e-8);
@@ -130,7 +131,7 @@ proptest! {
     }
 
     #[test]
-    fn dropout_is_its_twins(
+    fn dropout_has_the_bits_of_flex(
         at in within(),
         (key, place) in (any::<[u32; 2]>(), any::<[u32; 2]>()),
         prob in 0.0..0.99f64,
@@ -146,7 +147,7 @@ proptest! {
     }
 
     #[test]
-    fn steps_are_their_twins(at in within(), which in 0..4usize) {
+    fn steps_are_those_of_flex(at in within(), which in 0..4usize) {
         let Some(device) = device() else { return Ok(()) };
         let run = |device: &Device| match which {
             0 => stepped(&AdamWConfig::new().with_weight_decay(0.1).build(), &at, device),
@@ -163,7 +164,7 @@ proptest! {
     }
 }
 
-/// Two steps of a parameter along gradients, both of which begin inside other tensors' memory.
+/// A parameter after two steps. It and its gradients begin inside the memory of other tensors.
 fn stepped<O: Optimizer>(optimizer: &O, at: &Range<usize>, device: &Device) -> Tensor<1> {
     let mut param = inside(1, at, device, FloatDType::F32);
     let mut state = None;

@@ -1,10 +1,13 @@
+//! Optimizer steps on the device, on Flex and with Burn's own optimizers.
+
 use burn::optim::Optimizer;
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::optim::{AdamConfig, AdamWConfig, SgdConfig};
 
 use super::support::{assert_close, bits, device, devices, numbers, rounds_correctly, tensor};
 
-/// Steps on the device and on Flex from the same start along the same gradients.
+/// Asserts that three steps on the device are those on Flex, from the same start and with the same
+/// gradients.
 fn assert_same_steps(device: &Device, optimizer: &impl Optimizer, what: &str) {
     for len in [1, 1031, 70_001] {
         let start = numbers(1, len, 1.0);
@@ -51,7 +54,8 @@ fn sgd_on_the_device_has_the_bits_of_sgd_on_flex() {
     assert_same_steps(&device, &momentum.with_nesterov(true).build(), "Nesterov");
 }
 
-/// Four steps of ours and of Burn's own, as tensor operations: the same formulas, other roundings.
+/// Asserts that four steps are those of Burn's own optimizer, which has the same formulas and rounds
+/// differently.
 fn assert_gives_burns(ours: &impl Optimizer, theirs: &impl Optimizer, what: &str) {
     for device in devices() {
         let start = tensor(&numbers(1, 777, 1.0), &device, FloatDType::F32);
@@ -90,7 +94,7 @@ fn steps_give_burns_numbers() {
 }
 
 #[test]
-fn a_parameter_that_is_shared_or_transposed_is_stepped_all_the_same() {
+fn a_shared_or_transposed_parameter_is_stepped_as_any_other() {
     for device in devices() {
         let flat = tensor(&numbers(3, 35 * 40, 1.0), &device, FloatDType::F32);
         let view = flat.reshape([35, 40]).transpose();

@@ -3,9 +3,12 @@
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use fsdp_runtime::kernels;
 
+use crate::compare::{self, Within};
+
 pub const DTYPES: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDType::F16];
 
-/// Empty, single elements, less than a vector, odd, more than a block, of several tasks.
+/// Lengths: empty, one element, less than a vector, whole vectors, odd and more than a block,
+/// several tasks.
 pub const LENGTHS: [usize; 6] = [0, 1, 7, 64, 1031, 70_001];
 
 /// The CubeCL device to test, if one is compiled in.
@@ -31,12 +34,15 @@ pub fn devices() -> impl Iterator<Item = Device> {
     [Some(Device::flex()), device()].into_iter().flatten()
 }
 
-/// Dtypes that Burn computes on the device.
-pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + '_ {
-    DTYPES.into_iter().filter(|&dtype| kernels::computes(device, dtype))
+/// The dtypes that the device supports.
+pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + use<> {
+    let all: Vec<_> =
+        DTYPES.into_iter().filter(|&dtype| kernels::computes(device, dtype)).collect();
+    assert!(all.contains(&FloatDType::F32), "{device:?} supports {all:?}");
+    all.into_iter()
 }
 
-/// Numbers of every size from a seed: zero, subnormal, and up to `largest`.
+/// Pseudo-random numbers of every size: zero, subnormal, and up to `largest`.
 pub fn numbers(seed: u64, len: usize, largest: f32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -69,8 +75,8 @@ pub fn tensor(values: &[f32], device: &Device, dtype: FloatDType) -> Tensor<1> {
     )
 }
 
-/// The elements' bits, with one NaN for all, and 0 for bf16's subnormals: instructions that round to
-/// bf16 leave those out.
+/// The bits of the elements. Every NaN has the same bits here, and subnormals of bf16 have those of
+/// 0: instructions that round to bf16 may flush them.
 pub fn bits(tensor: &Tensor<1>) -> Vec<u32> {
     let flush = tensor.dtype() == DType::BF16;
     let canonical = |x: f32| match x {
@@ -81,18 +87,28 @@ pub fn bits(tensor: &Tensor<1>) -> Vec<u32> {
     tensor.to_data().iter::<f32>().map(canonical).collect()
 }
 
-/// Elements equal to `tolerance`, relative to the larger or to 1e-3 where both are below.
-pub fn assert_close(ours: &Tensor<1>, theirs: &Tensor<1>, tolerance: f32, what: &str) {
-    let pairs = ours.to_data();
-    let pairs = pairs.iter::<f32>().zip(theirs.to_data().iter::<f32>().collect::<Vec<_>>());
-    for (index, (a, b)) in pairs.enumerate() {
-        let scale = a.abs().max(b.abs()).max(1e-3);
-        assert!((a - b).abs() <= tolerance * scale, "{what}, element {index}: {a:e} {b:e}");
+/// Asserts that elements are equal to a tolerance, relative to those of `expected` or to 1e-3 where
+/// they are below.
+#[track_caller]
+pub fn assert_close(found: &Tensor<1>, expected: &Tensor<1>, tolerance: f64, what: &str) {
+    let elements = |tensor: &Tensor<1>| tensor.to_data().iter::<f32>().collect::<Vec<_>>();
+    let within = Within::ScaledFrom { least: 1e-3, share: tolerance };
+    let (found, expected) = (elements(found), elements(expected));
+    // A tensor may be empty: then both must be.
+    if !(found.is_empty() && expected.is_empty()) {
+        compare::assert_close(&found, &expected, within, what);
     }
 }
 
-/// Whether the device's division and square root round correctly, as IEEE 754 asks: then a kernel
-/// has the bits of its twin. WebGPU allows them an error.
+/// Asserts that a kernel has returned as many results as there are expected ones, at least one.
+#[track_caller]
+pub fn assert_as_many<A, B>(found: &[A], expected: &[B]) {
+    assert_eq!(found.len(), expected.len());
+    assert!(!expected.is_empty());
+}
+
+/// Whether division and square root on the device are rounded as IEEE 754 requires. Only then a
+/// kernel has the bits of the one on Flex. WebGPU allows an error.
 pub fn rounds_correctly(device: &Device) -> bool {
     !format!("{device:?}").to_lowercase().contains("wgpu")
 }

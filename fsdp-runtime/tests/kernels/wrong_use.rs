@@ -1,3 +1,5 @@
+//! Arguments that a kernel refuses with a typed error.
+
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::kernels::{self, KernelError};
 

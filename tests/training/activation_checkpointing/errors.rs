@@ -1,4 +1,4 @@
-//! What cannot be run again is an error at construction, or a typed error of the backward.
+//! A unit that cannot be recomputed is an error at construction, or a typed error of the backward.
 
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
@@ -11,11 +11,11 @@ use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LaunchError, NotRecomputable, RankPanic, ScheduleError, ShardError};
 
-use super::{ALL, on};
+use super::{ALL, of_rank_0};
 
 const WIDTH: usize = 8;
 
-/// Takes its scale by reference.
+/// A unit that takes its scale by reference.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 struct Borrowing {
@@ -29,7 +29,7 @@ impl Borrowing {
     }
 }
 
-/// Takes what FSDP knows nothing of.
+/// An argument of a type that is not a `UnitValue`.
 #[derive(Clone, Debug)]
 struct Mode;
 
@@ -73,16 +73,16 @@ impl Normed {
 }
 
 thread_local! {
-    /// Forwards of [`Fickle`] on this rank, and what the next ones do.
+    /// Forwards of [`Fickle`] on this rank so far, and what the next ones do.
     static FICKLE: Cell<(usize, &'static str)> = const { Cell::new((0, "")) };
 }
 
 thread_local! {
-    /// A tracked tensor that [`Fickle`] has from neither its inputs nor its parameters.
+    /// A tensor that [`Fickle`] uses and has from neither its inputs nor its parameters.
     static ELSEWHERE: RefCell<Option<Tensor<2>>> = const { RefCell::new(None) };
 }
 
-/// Does something else the second time.
+/// A unit whose second forward differs from the first.
 #[derive(Module, Debug)]
 #[fsdp_unit(checkpoint)]
 struct Fickle {
@@ -160,7 +160,7 @@ fn refused(
     which: ActivationCheckpointing,
     build: impl Fn(&Device) -> Model + Send + Sync + 'static,
 ) -> ShardError {
-    on(1, move |worker| {
+    of_rank_0(1, move |worker| {
         let options = FsdpOptions::new().with_activation_checkpointing(which);
         let model = build(worker.device());
         match fully_shard(model, worker, options) {
@@ -193,8 +193,8 @@ fn a_forward_whose_inputs_cannot_be_kept_is_an_error_at_construction() {
     assert!(error.contains("`_mode` of `Moded::forward` cannot be kept"), "{error}");
     assert!(error.contains("#[derive(Clone, UnitValue)]"), "{error}");
 
-    // Not chosen, they train as ever.
-    on(1, move |worker| {
+    // Units that are not chosen train as they did.
+    of_rank_0(1, move |worker| {
         let model =
             Model { borrowing: borrowing(worker.device()).borrowing, ..moded(worker.device()) };
         let model = fully_shard(model, worker, FsdpOptions::new())?;
@@ -203,7 +203,7 @@ fn a_forward_whose_inputs_cannot_be_kept_is_an_error_at_construction() {
 }
 
 #[test]
-fn what_does_not_do_the_same_twice_is_an_error_at_construction() {
+fn a_module_that_differs_from_call_to_call_is_an_error_at_construction() {
     let attending = |dropout: f64| {
         move |device: &Device| {
             let attention = MultiHeadAttentionConfig::new(WIDTH, 2).with_dropout(dropout);
@@ -215,7 +215,7 @@ fn what_does_not_do_the_same_twice_is_an_error_at_construction() {
     let refused_part = "`attending` is under activation checkpointing, but `attending.attention`";
     assert!(error.contains(refused_part), "{error}");
     assert!(error.contains("fsdp_runtime::nn::Dropout"), "{error}");
-    on(1, move |worker| {
+    of_rank_0(1, move |worker| {
         let model = attending(0.0)(worker.device());
         let model =
             fully_shard(model, worker, FsdpOptions::new().with_activation_checkpointing(ALL))?;
@@ -233,7 +233,7 @@ fn what_does_not_do_the_same_twice_is_an_error_at_construction() {
 }
 
 #[test]
-fn a_type_that_is_not_there_is_an_error_at_construction() {
+fn a_unit_type_that_the_model_lacks_is_an_error_at_construction() {
     let error = refused(ActivationCheckpointing::Units(unit_types![Fickle, Moded]), |device| {
         Model { fickle: fickle(device), ..model(device) }
     });
@@ -244,7 +244,7 @@ fn a_type_that_is_not_there_is_an_error_at_construction() {
 
 #[test]
 fn an_ignored_parameter_that_trains_is_an_error_at_construction() {
-    let error = on(1, |worker| {
+    let error = of_rank_0(1, |worker| {
         let shard = |frozen: bool, options: FsdpOptions| {
             let fickle = fickle(worker.device());
             let fickle = fickle.map(|it| if frozen { it.freeze() } else { it });
@@ -264,7 +264,8 @@ fn an_ignored_parameter_that_trains_is_an_error_at_construction() {
     assert_eq!(error, expected.into());
 }
 
-/// Trains a step that is to fail, ends it, and trains another.
+/// Trains a step that fails and then one that does not. Returns the error, and whether the second step
+/// succeeded, on each rank.
 fn fail(what: &'static str) -> Result<Vec<(Error, bool)>, LaunchError> {
     let options =
         LaunchOptions::new(2).with_device(Device::flex()).with_timeout(Duration::from_secs(30));
@@ -282,23 +283,23 @@ fn fail(what: &'static str) -> Result<Vec<(Error, bool)>, LaunchError> {
 }
 
 #[test]
-fn a_forward_that_does_something_else_the_second_time_is_an_error_of_the_backward() {
-    for (error, goes_on) in fail("rows").unwrap() {
+fn a_forward_that_differs_when_recomputed_is_an_error_of_the_backward() {
+    for (error, recovered) in fail("rows").unwrap() {
         let expected = ScheduleError::OtherOutputs {
             unit: "`fickle`".into(),
             expected: vec![vec![2, WIDTH]],
             found: vec![vec![1, WIDTH]],
         };
         assert_eq!(error, expected.into());
-        assert!(goes_on, "a step that failed leaves nothing behind");
+        assert!(recovered, "a step that failed does not disturb the next");
     }
-    for (error, goes_on) in fail("draws").unwrap() {
+    for (error, recovered) in fail("draws").unwrap() {
         assert_eq!(error, ScheduleError::OtherDraws.into());
-        assert!(goes_on);
+        assert!(recovered);
     }
-    for (error, goes_on) in fail("random").unwrap() {
+    for (error, recovered) in fail("random").unwrap() {
         assert_eq!(error, ScheduleError::OtherValues { unit: "`fickle`".into() }.into());
-        assert!(goes_on);
+        assert!(recovered);
     }
     let error = fail("panics").unwrap_err();
     let panic = error.source.downcast_ref::<RankPanic>().expect("a panic");
@@ -306,7 +307,7 @@ fn a_forward_that_does_something_else_the_second_time_is_an_error_of_the_backwar
 }
 
 #[test]
-fn a_tracked_tensor_from_elsewhere_is_an_error_of_the_forward() {
+fn a_tracked_tensor_that_is_no_input_is_an_error_of_the_forward() {
     let error = launch(LaunchOptions::new(1).with_device(Device::flex()), |worker| {
         let device = worker.device();
         let model = Model { fickle: fickle(device), ..model(device) };
@@ -314,7 +315,7 @@ fn a_tracked_tensor_from_elsewhere_is_an_error_of_the_forward() {
         FICKLE.set((0, "elsewhere"));
         let scale = Tensor::<2>::ones([1, WIDTH], &device.clone().autodiff());
         let forward = || model.forward(Tensor::ones([2, WIDTH], device));
-        // Untracked, it is a constant like any other.
+        // An untracked tensor is a constant.
         ELSEWHERE.set(Some(scale.clone()));
         model.backward(forward())?;
         ELSEWHERE.set(Some(scale.require_grad()));

@@ -5,7 +5,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_runtime::prelude::*;
 
-use super::on;
+use super::of_rank_0;
 
 const WIDTH: usize = 12;
 
@@ -49,9 +49,9 @@ impl Model {
     }
 }
 
-/// The bits of every gradient; with an evaluation between forward and backward.
+/// The bits of every gradient on rank 0, optionally with an evaluation between forward and backward.
 fn gradients(which: ActivationCheckpointing, evaluates: bool) -> Vec<Vec<u32>> {
-    on(2, move |worker| {
+    of_rank_0(2, move |worker| {
         let device = worker.device();
         let options = FsdpOptions::new().with_seed(4).with_activation_checkpointing(which);
         let model = fully_shard(Model::new(device), worker, options)?;
@@ -70,9 +70,9 @@ fn gradients(which: ActivationCheckpointing, evaluates: bool) -> Vec<Vec<u32>> {
     })
 }
 
-/// An evaluation reads the same parameters, without a graph.
+/// The evaluation reads the same parameters without a graph.
 #[test]
-fn both_places_have_their_part_of_the_gradient_whatever_ran_in_between() {
+fn both_places_of_a_tied_weight_have_their_part_of_the_gradient() {
     let expected = gradients(ActivationCheckpointing::None, false);
     assert_eq!(gradients(ActivationCheckpointing::None, true), expected);
     for evaluates in [false, true] {

@@ -1,5 +1,5 @@
-//! Units that want each other's buffers: branches that are live at once, of which only the buffers
-//! that they share are added, and units whose order changes from step to step.
+//! Units that compete for gather buffers: branches that are live at once, and units whose order
+//! changes from step to step.
 
 use std::cell::RefCell;
 
@@ -9,7 +9,8 @@ use burn::tensor::activation::tanh;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 
-use super::model::{FULL, HALF, OTHER, on};
+use super::model::{FULL, HALF, OTHER, on_ranks};
+use crate::support::of_rank_0;
 
 const WIDTH: usize = 10;
 
@@ -35,11 +36,11 @@ struct Branches {
     branches: Vec<Branch>,
 }
 
-/// Which units run, one after the other or side by side.
+/// The units that run, one after the other or side by side.
 #[derive(Clone, Debug)]
 enum Order {
     Chain(Vec<usize>),
-    /// The first one, and the others on what it returns.
+    /// The first unit, and each of the others on its output.
     Beside,
 }
 
@@ -72,17 +73,18 @@ fn model(types: &[&[DType]], device: &Device) -> Branches {
     Branches { branches: types.iter().enumerate().map(branch).collect() }
 }
 
-/// What a run of a few steps tells of its buffers, and the bits of its losses.
-struct Told {
+/// The losses of a run of a few steps, and its gather buffers.
+struct Buffers {
+    /// Bits of the loss of each step.
     losses: Vec<u32>,
-    /// How many buffers were added until the end of each step.
+    /// Number of buffers that were added until the end of each step.
     added: Vec<usize>,
     added_bytes: usize,
     mis_prefetches: usize,
 }
 
-fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -> Told {
-    on(2, move |worker| {
+fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -> Buffers {
+    of_rank_0(2, move |worker| {
         let device = worker.device();
         let mut model = fully_shard(model(types, device), worker, options.clone())?;
         let before = model.stats().gather_buffer_bytes();
@@ -99,12 +101,11 @@ fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -
         }
         let (added_bytes, mis_prefetches) =
             (model.stats().gather_buffer_bytes() - before, model.stats().counts().mis_prefetches);
-        Ok(Told { losses, added, added_bytes, mis_prefetches })
+        Ok(Buffers { losses, added, added_bytes, mis_prefetches })
     })
-    .swap_remove(0)
 }
 
-fn beside(types: &'static [&[DType]], options: FsdpOptions) -> Told {
+fn beside(types: &'static [&[DType]], options: FsdpOptions) -> Buffers {
     train(types, vec![Order::Beside; 3], options)
 }
 
@@ -112,34 +113,34 @@ fn no_shard() -> FsdpOptions {
     FsdpOptions::new().with_strategy(ShardingStrategy::NoShard)
 }
 
-/// Three branches, of which the first and the last share a buffer of one type, and of another type
-/// have one each.
+/// Three branches. The first and the last share the buffer of one dtype, and each has its own of another
+/// dtype.
 #[test]
 fn only_the_buffers_that_two_branches_share_are_added() {
     const TYPES: &[&[DType]] = &[&[OTHER], &[HALF, FULL], &[FULL], &[FULL, HALF]];
     let expected = beside(TYPES, no_shard()).losses;
-    let told = beside(TYPES, FsdpOptions::new());
-    assert_eq!(told.losses, expected);
-    assert_eq!(told.added, [1, 1, 1], "once");
-    assert_eq!(told.added_bytes, WIDTH * WIDTH * FULL.size());
-    let told = beside(TYPES, FsdpOptions::new().with_gather_buffers(3));
-    assert_eq!((told.losses, told.added), (expected, vec![0; 3]));
+    let buffers = beside(TYPES, FsdpOptions::new());
+    assert_eq!(buffers.losses, expected);
+    assert_eq!(buffers.added, [1, 1, 1], "once");
+    assert_eq!(buffers.added_bytes, WIDTH * WIDTH * FULL.size());
+    let buffers = beside(TYPES, FsdpOptions::new().with_gather_buffers(3));
+    assert_eq!((buffers.losses, buffers.added), (expected, vec![0; 3]));
 }
 
-/// A branch that shares one buffer with one branch and another with another one gives up both.
+/// A branch that shares its two buffers with two different branches has to leave both.
 #[test]
 fn a_branch_may_share_its_buffers_with_several() {
     const TYPES: &[&[DType]] = &[&[OTHER], &[FULL], &[FULL], &[HALF], &[HALF], &[FULL, HALF]];
-    let told = beside(TYPES, FsdpOptions::new());
-    assert_eq!(told.losses, beside(TYPES, no_shard()).losses);
-    assert_eq!(told.added, [2, 2, 2], "one of each type, once");
-    assert_eq!(told.added_bytes, WIDTH * WIDTH * (FULL.size() + HALF.size()));
+    let buffers = beside(TYPES, FsdpOptions::new());
+    assert_eq!(buffers.losses, beside(TYPES, no_shard()).losses);
+    assert_eq!(buffers.added, [2, 2, 2], "one of each dtype, once");
+    assert_eq!(buffers.added_bytes, WIDTH * WIDTH * (FULL.size() + HALF.size()));
 }
 
-/// Some of the units in some order, another one in each step: prefetches turn out wrong, and buffers
-/// are taken from several units at once, or are in use and are not taken.
+/// Each step runs some of the units in an order of its own. Prefetches turn out wrong, and a unit
+/// may want the buffers of several others, of which those in use must not be taken.
 #[test]
-fn an_order_that_changes_takes_no_buffer_in_use() {
+fn a_changing_order_takes_no_buffer_that_is_in_use() {
     const TYPES: &[&[DType]] =
         &[&[FULL, HALF], &[FULL], &[HALF], &[HALF, FULL], &[OTHER, FULL], &[FULL, HALF, OTHER]];
     let mut state = 1_u64;
@@ -156,15 +157,15 @@ fn an_order_that_changes_takes_no_buffer_in_use() {
     let orders: Vec<Order> = (0..24).map(&mut order).collect();
     let expected = train(TYPES, orders.clone(), no_shard()).losses;
     for slots in [1, 2, 3] {
-        let told = train(TYPES, orders.clone(), FsdpOptions::new().with_gather_buffers(slots));
-        assert_eq!(told.losses, expected, "{slots} buffers");
-        assert!(slots == 1 || told.mis_prefetches > 0);
-        assert_eq!(told.added.last(), Some(&0));
+        let buffers = train(TYPES, orders.clone(), FsdpOptions::new().with_gather_buffers(slots));
+        assert_eq!(buffers.losses, expected, "{slots} buffers");
+        assert!(slots == 1 || buffers.mis_prefetches > 0);
+        assert_eq!(buffers.added.last(), Some(&0));
     }
 }
 
 thread_local! {
-    /// Parameters that a forward on this rank's thread has kept from their buffers.
+    /// Parameters that a forward on this rank's thread has kept: views of gather buffers.
     static KEPT: RefCell<Vec<Tensor<2>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -200,7 +201,7 @@ impl Two {
 /// In debug builds every buffer of a unit is filled with NaN when the unit is resharded.
 #[test]
 fn all_buffers_of_a_unit_are_poisoned() {
-    on(2, |worker| {
+    on_ranks(2, |worker| {
         let device = worker.device();
         let Branches { branches } = model(&[&[FULL, HALF], &[FULL, HALF]], device);
         let mut units = branches.into_iter().map(|branch| Keeps { weights: branch.weights });
@@ -208,8 +209,11 @@ fn all_buffers_of_a_unit_are_poisoned() {
         let model = fully_shard(Two { first, second }, worker, FsdpOptions::new())?;
         model.forward(Tensor::ones([1, WIDTH], device));
         // The second unit stays gathered, as its backward is next.
-        for kept in KEPT.take().into_iter().take(2) {
+        let kept = KEPT.take();
+        assert_eq!(kept.len(), 4, "two parameters of each unit");
+        for kept in kept.into_iter().take(2) {
             let elements: Vec<f32> = kept.into_data().iter().collect();
+            assert_eq!(elements.len(), WIDTH * WIDTH);
             assert_eq!(elements.iter().all(|it| it.is_nan()), cfg!(debug_assertions));
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! A model whose units hold matrices of several types, nested and tied, and the runs that are compared.
+//! A model whose nested and tied units hold matrices of several dtypes, and the runs that are compared.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,8 @@ use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Counts, Error, FullState};
 
-pub use crate::support::on;
+use crate::support::of_rank_0;
+pub use crate::support::on_ranks;
 
 pub const FULL: DType = DType::F32;
 pub const HALF: DType = DType::BF16;
@@ -20,10 +21,10 @@ pub const OTHER: DType = DType::F16;
 pub const WIDTH: usize = 20;
 pub const HIDDEN: usize = 27;
 pub const BLOCKS: usize = 3;
-/// Rows of a global batch: divisible by every world size of the tests.
+/// Rows of a global batch. Every world size of the tests divides it.
 pub const ROWS: usize = 12;
 
-/// In the weight's own type, as mixed models compute.
+/// `x * weight`, computed in the weight's dtype, and the result in f32.
 fn apply(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     x.cast(weight.dtype()).matmul(weight).cast(FULL)
 }
@@ -37,12 +38,12 @@ pub struct Inner {
 
 #[fsdp_unit]
 impl Inner {
-    /// Returns a parameter too, as it lies in the buffer of the second type.
+    /// Returns a parameter too: a view of the gather buffer of the second dtype.
     pub fn forward(&self, x: Tensor<2>) -> (Tensor<2>, Tensor<2>) {
         let (gate, mix) = (self.gate.val(), self.mix.val());
         let one = gate.dtype() == mix.dtype();
         let expected = if one { gate.dtype() } else { HALF };
-        assert_eq!(x.dtype(), expected, "an input stays as it is, unless the unit has one type");
+        assert_eq!(x.dtype(), expected, "an input is cast only where the unit has one dtype");
         (apply(tanh(apply(x.clone(), gate)), mix.clone()) + x.cast(FULL), mix)
     }
 }
@@ -75,7 +76,7 @@ impl Block {
     }
 }
 
-/// A unit of one type among the others.
+/// A unit of one dtype among the others.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 pub struct Plain {
@@ -89,7 +90,7 @@ impl Plain {
     }
 }
 
-/// The tied weight has another type than the outermost unit's other matrix.
+/// The tied weight has another dtype than the root's other matrix.
 #[derive(Module, Debug)]
 #[fsdp_unit(root, tie("tokens" = "output"))]
 pub struct Net {
@@ -109,7 +110,7 @@ impl Net {
     }
 }
 
-/// The type of each weight; vectors have others than the matrices beside them.
+/// The dtype of a parameter. Vectors have another dtype than the matrices beside them.
 pub fn dtype(path: &str) -> DType {
     match path.rsplit('.').next().expect("a path has a last part") {
         "tokens" | "gate" | "middle" | "shift" => HALF,
@@ -119,7 +120,7 @@ pub fn dtype(path: &str) -> DType {
 }
 
 impl Net {
-    /// With every weight from `value`, which is given its path and its shape.
+    /// Builds every parameter from `value`, which is called with its path and its number of elements.
     pub fn from(device: &Device, value: impl Fn(&str, &[usize]) -> TensorData) -> Self {
         let tensor = |path: &str, shape: &[usize]| {
             let tensor = Tensor::<1>::from_data(value(path, &[shape.iter().product()]), device);
@@ -153,7 +154,7 @@ impl Net {
         }
     }
 
-    /// The same on every rank.
+    /// A model with the same values on every rank.
     pub fn new(device: &Device) -> Self {
         Self::from(device, |path, shape| {
             let seed: usize = path.bytes().map(usize::from).sum();
@@ -162,7 +163,7 @@ impl Net {
         })
     }
 
-    /// What plain Burn computes with, given what a sharded model holds.
+    /// The unsharded model with the parameters of a full state, in the dtypes that units compute with.
     pub fn of_state(state: &FullState, device: &Device) -> Self {
         Self::from(device, |path, shape| {
             TensorData::new(state[path].iter::<f32>().collect::<Vec<_>>(), shape.to_vec())
@@ -176,7 +177,7 @@ pub fn rows(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tenso
     Tensor::from_data(TensorData::new(data, [rows.len(), 5]), device)
 }
 
-/// A sum over rows, so that a row's gradient does not depend on how many there are.
+/// A sum over rows, so that a row's gradient does not depend on the number of rows.
 pub fn loss(output: Tensor<2>) -> Tensor<1> {
     output.powf_scalar(2.0).sum() * 0.5
 }
@@ -190,11 +191,11 @@ pub struct Run {
     pub steps: usize,
     pub from: Option<PathBuf>,
     pub save: Option<PathBuf>,
-    /// With an optimizer that needs whole matrices.
+    /// An optimizer that needs whole matrices, in place of AdamW.
     pub whole: Option<fn() -> ModuleOptimizer>,
 }
 
-/// What a run ended with, on rank 0.
+/// What rank 0 has at the end of a run.
 #[derive(Debug)]
 pub struct Outcome {
     pub losses: Vec<u32>,
@@ -212,7 +213,7 @@ impl Run {
 
     pub fn launch(&self) -> Outcome {
         let run = self.clone();
-        on(self.world, move |worker| run.rank(worker)).swap_remove(0)
+        of_rank_0(self.world, move |worker| run.rank(worker))
     }
 
     fn rank(&self, worker: &Worker) -> Result<Outcome, Error> {
@@ -252,19 +253,19 @@ impl Run {
     }
 }
 
-/// The gradients of this rank's rows, in micro-batches.
+/// The gradients of this rank's rows, in micro-batches, whose losses are reported.
 pub fn gradients(
     net: &Fsdp<Net>,
     worker: &Worker,
     step: usize,
     batches: usize,
-    mut told: impl FnMut(f32),
+    mut report: impl FnMut(f32),
 ) -> Result<GradientsParams, Error> {
     let (rank, len) = (worker.rank().index(), ROWS / worker.world().size());
     for batch in 0..batches {
         let at = batch * ROWS + rank * len;
         let loss = loss(net.forward(rows(step, at..at + len, worker.device())));
-        told(loss.clone().into_scalar::<f32>());
+        report(loss.clone().into_scalar::<f32>());
         if batch + 1 == batches {
             return net.backward(loss);
         }

@@ -1,4 +1,4 @@
-//! Calls of every form in a block that hooks those of field units.
+//! Calls of every form in `#[fsdp_unit(field_units)]`, which hooks the calls of field units.
 #![deny(warnings)]
 
 use burn::module::Module;
@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 use fsdp_runtime::__private::Kind;
 use fsdp_runtime::{FsdpModule, FsdpUnit, fsdp_unit};
 
-/// A module of another crate.
+/// Stands for a module of another crate.
 #[derive(Module, Debug)]
 pub struct Foreign {
     inner: Linear,
@@ -31,7 +31,7 @@ impl Foreign {
     }
 }
 
-/// No module: its `forward` takes it exclusively, or consumes it.
+/// Not a module: its methods take `&mut self` or `self`.
 #[derive(Default)]
 pub struct Cache {
     len: usize,
@@ -111,7 +111,7 @@ impl Model {
         let y = self.attention.as_ref().ok_or(())?;
         x = y.forward(MhaInput::new(x.clone(), x.clone(), x)).context;
         x = self.attention.as_ref().expect("it is there").forward(MhaInput::self_attn(x)).context;
-        // Arguments whose types the method's signature gives.
+        // Arguments whose types are inferred from the method's signature.
         x = self.foreign[0].forward(x, None, |y| y + 1, &1);
         x = self.foreign.first().ok_or(())?.forward(
             x,
@@ -135,7 +135,7 @@ impl Model {
         self.rest(x)
     }
 
-    /// A statement that begins with a call, and goes on.
+    /// A statement that is an expression, after one that ends with a block.
     fn sum(&self, x: Tensor<3>) -> Tensor<3> {
         if self.width == 0 {}
         self.first.forward(x.clone()) + x

@@ -1,4 +1,4 @@
-//! Every form of `forward` that can be hooked.
+//! Every form of `forward` that the macro hooks.
 #![deny(warnings, missing_docs)]
 
 use burn::module::Module;
@@ -6,13 +6,13 @@ use burn::nn::Linear;
 use burn::tensor::{Bool, Tensor};
 use fsdp_runtime::fsdp_unit;
 
-/// An argument that FSDP knows nothing of.
+/// An argument of a type that is not a `UnitValue`.
 #[derive(Debug, Default)]
 pub struct Cache {
     keys: Vec<Tensor<3>>,
 }
 
-/// What a step may return.
+/// An error that a step may return.
 #[derive(Debug)]
 pub struct Full;
 
@@ -30,7 +30,7 @@ impl Block {
     /// The width of every block.
     pub const WIDTH: usize = 4;
 
-    /// Several inputs, some of them no tensors.
+    /// Several inputs, not all of them tensors.
     pub fn forward(
         &self,
         x: Tensor<3>,
@@ -74,12 +74,12 @@ impl Block {
         Some(f(x.into()))
     }
 
-    /// A constant that appears in no argument.
+    /// A generic constant that appears in no argument.
     pub fn forward_zeros<const D: usize>(&self) -> Vec<Tensor<D>> {
         Vec::new()
     }
 
-    /// An owned value that cannot be copied, a closure, an unused argument.
+    /// An owned value that is not `Copy`, a closure, and an argument without a name.
     #[allow(clippy::type_complexity)]
     pub fn forward_with(
         &self,
@@ -90,7 +90,7 @@ impl Block {
         (f(), cache.keys)
     }
 
-    /// Nothing in, nothing out.
+    /// No input and no output.
     #[inline]
     #[must_use = "or not"]
     pub fn forward_nothing(self: &Self) {}
@@ -112,7 +112,7 @@ impl Block {
         self
     }
 
-    /// Not hooked: another name.
+    /// Not hooked: its name is not `forward` and does not begin with `forward_`.
     pub fn forwards(&self) -> usize {
         1
     }

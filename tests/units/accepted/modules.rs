@@ -1,4 +1,4 @@
-//! Every form of struct, and the layout each has.
+//! Every form of struct that the macros accept, and its layout.
 #![deny(warnings)]
 
 use burn::module::{Content, Module, ModuleDisplay, ModuleDisplayDefault, Param};
@@ -21,7 +21,7 @@ pub struct Vendor {
 #[derive(Module, FsdpModule, Debug)]
 pub struct Nothing;
 
-/// Burn does not derive `Module` for a tuple struct; one written by hand will do.
+/// Burn does not derive `Module` for a tuple struct, so that it is implemented by hand.
 #[derive(FsdpModule, Debug, Clone)]
 pub struct Pair(Linear, #[fsdp(key = "second")] Linear);
 

@@ -1,4 +1,4 @@
-//! Structs and enums of tensors, as inputs and outputs.
+//! Structs and enums of tensors as inputs and outputs of a unit.
 #![deny(warnings)]
 
 use burn::module::Module;

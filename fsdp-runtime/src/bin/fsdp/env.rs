@@ -1,4 +1,4 @@
-//! `fsdp env`: what a report of a problem should say about the machine.
+//! `fsdp env`: prints what a bug report should say about the machine.
 
 use std::fs;
 use std::process::{Command, ExitCode, Stdio};
@@ -6,21 +6,27 @@ use std::process::{Command, ExitCode, Stdio};
 use fsdp_runtime::cuda;
 use fsdp_runtime::env::RankEnv;
 
-use crate::{config, print};
+use crate::{config, console};
 
-pub fn run() -> ExitCode {
-    let row = |name: &str, value: String| print(format_args!("{name:<12}{value}"));
+/// Prints one row for each property. A property that cannot be read is a row too, so the exit code is
+/// always 0.
+pub(crate) fn run() -> ExitCode {
+    let row = |name: &str, value: String| console::out(format_args!("{name:<12}{value}"));
     row("fsdp", env!("CARGO_PKG_VERSION").to_string());
     row("system", system());
-    row("cores", std::thread::available_parallelism().map_or("unknown".into(), |n| n.to_string()));
+    row("cores", cores());
     row("memory", memory());
-    row("devices", devices());
+    row("devices", compiled_devices());
     row("CUDA", gpus());
     row("NCCL", nccl());
     row("MPI", mpi());
-    row("started by", started());
+    row("started by", started_by());
     row("config", config_file());
     ExitCode::SUCCESS
+}
+
+fn cores() -> String {
+    std::thread::available_parallelism().map_or("unknown".into(), |n| n.to_string())
 }
 
 fn system() -> String {
@@ -31,11 +37,12 @@ fn system() -> String {
     }
 }
 
-/// Bytes as GiB.
+/// Formats a number of bytes in GiB.
 fn gib(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
+/// Returns the total and the available memory of the host, and the limit of the control group (v2).
 fn memory() -> String {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let kib = |name: &str| -> Option<u64> {
@@ -52,8 +59,8 @@ fn memory() -> String {
     format!("{}, {} available{limit}", gib(total * 1024), gib(free * 1024))
 }
 
-/// The devices that this build of the crate has.
-fn devices() -> String {
+/// Returns the device backends compiled into this build.
+fn compiled_devices() -> String {
     let compiled = [
         ("flex", cfg!(feature = "flex")),
         ("cpu", cfg!(feature = "cpu")),
@@ -82,7 +89,7 @@ fn nccl() -> String {
     match cuda::nccl_version() {
         Err(error) => error.to_string(),
         Ok(version) if version < cuda::OLDEST_NCCL => {
-            format!("{version}, too old: {} or later is needed", cuda::OLDEST_NCCL)
+            format!("{version}, too old: {} or later is required", cuda::OLDEST_NCCL)
         }
         Ok(version) => version.to_string(),
     }
@@ -94,15 +101,16 @@ fn mpi() -> String {
         Ok(output) => {
             let text = String::from_utf8_lossy(&output.stdout);
             let line = text.lines().find(|line| !line.trim().is_empty());
-            line.map_or("`mpirun --version` said nothing".into(), |line| line.trim().to_string())
+            line.map_or("`mpirun --version` printed nothing".into(), |line| line.trim().to_string())
         }
         Err(_) => "`mpirun` was not found".into(),
     }
 }
 
-fn started() -> String {
+/// Returns the launcher that started this process, and the rank of this process.
+fn started_by() -> String {
     match RankEnv::read() {
-        Ok(None) => "nothing that starts ranks".into(),
+        Ok(None) => "no launcher".into(),
         Ok(Some(place)) => {
             format!("{}, as rank {} of {}", place.launcher, place.rank, place.world)
         }

@@ -1,15 +1,16 @@
-//! `fsdp`: writes and checks configuration files, starts ranks, merges checkpoints, and says what a
-//! machine has.
+//! `fsdp`: the command-line tool of this crate.
+//!
+//! Each subcommand has a module of the same name. `ROOMS`, beside this file, lists the modules in the
+//! order in which they may import each other.
 
 mod config;
+mod console;
 mod env;
 mod launch;
 mod merge;
 mod validate;
 
 use std::ffi::OsString;
-use std::fmt;
-use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -24,20 +25,20 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Asks how to train, and writes a configuration file
+    /// Asks how to train, and writes the answers to a configuration file
     Config(config::Args),
-    /// Starts a program as ranks on this machine
+    /// Starts a program as several ranks on this machine
     Launch(launch::Args),
-    /// Says what was found on this machine
+    /// Prints the versions, the memory and the devices of this machine, for a bug report
     Env,
-    /// Writes the model of a checkpoint as what transformers loads
+    /// Converts a checkpoint to safetensors files that transformers loads
     Merge(merge::Args),
-    /// Reads a configuration file and says what is wrong with it
+    /// Checks a configuration file, and lists its errors and the keys without effect
     Validate(validate::Args),
-    /// Ends the process groups named on standard input once that closes
+    /// Kills the process groups named on standard input when standard input closes
     #[command(hide = true)]
     Guard,
-    /// Runs the program as a rank of `mpirun`'s
+    /// Runs a program as one rank of an `mpirun`
     #[command(hide = true)]
     Rank {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
@@ -52,17 +53,7 @@ fn main() -> ExitCode {
         Command::Env => env::run(),
         Command::Merge(args) => merge::run(&args),
         Command::Validate(args) => validate::run(&args),
-        Command::Guard => launch::guard(),
+        Command::Guard => launch::run_guard(),
         Command::Rank { program } => launch::run_rank(&program),
     }
-}
-
-/// A line on standard output. That nobody reads it is no error.
-fn print(line: impl fmt::Display) {
-    let _ = writeln!(std::io::stdout(), "{line}");
-}
-
-/// A line on standard error.
-fn say(line: impl fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "fsdp: {line}");
 }

@@ -1,31 +1,33 @@
-//! `fsdp merge`: the model of a checkpoint, as what transformers loads.
+//! `fsdp merge`: converts a checkpoint to safetensors files that transformers loads.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use fsdp_runtime::checkpoint::{MergeOptions, merge};
 
-use crate::{print, say};
+use crate::console;
 
 #[derive(clap::Args)]
-pub struct Args {
-    /// The checkpoint, or a folder of checkpoints, of which the newest complete one is taken
+pub(crate) struct Args {
+    /// Checkpoint folder, or a folder of checkpoints, of which the newest complete one is used
     folder: PathBuf,
-    /// The folder to write `model.safetensors` to
+    /// Folder to write `model.safetensors` to
     output: PathBuf,
-    /// The model's name, where the checkpoint holds several
+    /// Name of the model, if the checkpoint holds several
     #[arg(long)]
     model: Option<String>,
-    /// The most bytes in one file, such as 5GB, 200MB or 1GiB; a larger model has several and an
-    /// index
+    /// Maximum size of one file in bytes, such as 5GB, 200MB or 1GiB; a larger model is written to
+    /// several files and an index
     #[arg(long, value_parser = bytes, default_value = "5GB")]
     max_shard_size: u64,
-    /// Name tensors by their module paths and write them as they lie in the module
+    /// Name tensors by their module paths instead of their checkpoint keys, and write them in Burn's
+    /// layout, untransposed
     #[arg(long)]
     module_paths: bool,
 }
 
-pub fn run(args: &Args) -> ExitCode {
+/// Prints the files written and the size of the model. Exits with 1 on an error.
+pub(crate) fn run(args: &Args) -> ExitCode {
     let mut options = MergeOptions::new()
         .with_max_shard_size(args.max_shard_size)
         .with_module_paths(args.module_paths);
@@ -35,14 +37,14 @@ pub fn run(args: &Args) -> ExitCode {
     let merged = match merge(&args.folder, &args.output, &options) {
         Ok(merged) => merged,
         Err(error) => {
-            say(error);
+            console::err(error);
             return ExitCode::FAILURE;
         }
     };
     for file in &merged.files {
-        print(file.display());
+        console::out(file.display());
     }
-    print(format_args!(
+    console::out(format_args!(
         "{} tensors, {:.1} MB, of `{}` in {}",
         merged.tensors,
         merged.bytes as f64 / 1e6,
@@ -52,7 +54,7 @@ pub fn run(args: &Args) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// A number of bytes, with a unit or without.
+/// Parses a number of bytes with an optional unit.
 fn bytes(text: &str) -> Result<u64, String> {
     const UNITS: [(&str, u64); 8] = [
         ("KIB", 1 << 10),
@@ -67,6 +69,8 @@ fn bytes(text: &str) -> Result<u64, String> {
     let upper = text.trim().to_ascii_uppercase();
     let with = |(unit, size): &(&str, u64)| Some((upper.strip_suffix(unit)?.trim_end(), *size));
     let (number, size) = UNITS.iter().find_map(with).unwrap_or((&upper, 1));
-    let number: u64 = number.parse().map_err(|_| format!("use bytes, or such as `5GB`: {text}"))?;
+    let number: u64 = number
+        .parse()
+        .map_err(|_| format!("expected a number of bytes, such as `5GB`, not `{text}`"))?;
     number.checked_mul(size).ok_or_else(|| format!("{text} is too large"))
 }

@@ -1,38 +1,42 @@
-//! `fsdp validate`: what is wrong with a file, and which of its keys have no effect.
+//! `fsdp validate`: prints the errors of a configuration file, and the keys without effect.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use fsdp_runtime::config::Config;
 
-use crate::{print, say};
+use crate::console;
 
 #[derive(clap::Args)]
-pub struct Args {
-    /// The configuration file
+pub(crate) struct Args {
+    /// Configuration file to check
     file: PathBuf,
 }
 
-pub fn run(args: &Args) -> ExitCode {
+/// Exits with 0 if the file is valid, with 1 otherwise.
+pub(crate) fn run(args: &Args) -> ExitCode {
     let (config, notes) = match Config::read(&args.file) {
         Ok(read) => read,
         Err(error) => {
-            say(error);
+            console::err(error);
             return ExitCode::FAILURE;
         }
     };
     for note in &notes {
-        print(note);
+        console::out(note);
     }
     if let Err(error) = config.check() {
-        say(error);
+        console::err(error);
         return ExitCode::FAILURE;
     }
-    print(format_args!("{}: valid", args.file.display()));
+    console::out(format_args!("{}: valid", args.file.display()));
     let names = &config.fsdp.transformer_layer_cls_to_wrap;
     if !names.is_empty() {
         let names = names.join(", ");
-        print(format_args!("the program checks when it starts that these are units: {names}"));
+        console::out(format_args!(
+            "not checked here: whether the model has these units: {names}; the program checks them \
+             when it starts"
+        ));
     }
     ExitCode::SUCCESS
 }

@@ -1,60 +1,61 @@
-//! Loading a safetensors file, or a folder of them, by the model's keys.
+//! Loading safetensors files by the model's keys.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::fill::Target;
-use super::fit::{Part, Wanted, fit};
+use super::load_values::{ParamTarget, load_values};
+use super::matching::{MatchedTensor, WantedTensor, match_tensors};
+use super::options::{LoadOptions, LoadReport};
 use super::source::Source;
-use super::{LoadError, LoadOptions, LoadReport};
-use crate::checkpoint::StateMut;
-use crate::error::Error;
-use crate::fully_shard::init::same_on_all;
+use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::state::StateMut;
+use crate::error::{Error, LoadError};
 use crate::fully_shard::{Fsdp, shard};
 use crate::launch::Worker;
-use crate::module::ParamIndex;
-use crate::module::{FsdpModule, HookedForward};
+use crate::launch::agree::{OnError, agree_result};
+use crate::module::{FsdpModule, HookedForward, ParamIndex};
 use crate::options::FsdpOptions;
 use crate::param_group::Unit;
 use crate::param_group::plan::{IgnoredParam, Key};
 
 impl<M: FsdpModule> StateMut<'_, M> {
-    /// Loads parameters by their keys (each field's `#[fsdp(key = "..")]` or name) from a
-    /// safetensors file, from an index of several, or from a folder with `model.safetensors` or
-    /// `model.safetensors.index.json`. The files are memory-mapped, and each rank reads what it
-    /// holds. Every rank calls it; on an error the model is unchanged on all.
+    /// Loads parameters by their keys: each field's `#[fsdp(key = "..")]`, or else the field's
+    /// name.
+    ///
+    /// `path` is a safetensors file, an index of several, or a folder with `model.safetensors` or
+    /// `model.safetensors.index.json`. The files are memory-mapped, and each rank reads only the
+    /// elements that it stores. Every rank calls it. On an error the model is unchanged on all
+    /// ranks.
     ///
     /// # Errors
     ///
-    /// [`LoadError`]: a file cannot be read, is no safetensors file, an index does not fit its
-    /// files, or the tensors do not fit the model, with all keys that are missing, unexpected or
-    /// misshapen. [`CollectiveError`](crate::CollectiveError) where another rank found one.
+    /// [`LoadError`] where a file cannot be read or is no safetensors file, where an index does not
+    /// fit the files, or where the tensors do not fit the model, with all keys that are missing,
+    /// unexpected or of the wrong shape. [`CollectiveError`](crate::CollectiveError) where another
+    /// rank has such an error.
     pub fn load_safetensors(
         &mut self,
         path: impl AsRef<Path>,
         options: &LoadOptions,
     ) -> Result<LoadReport, Error> {
-        let fitted = open(
-            path.as_ref(),
-            self.model.engine.units(),
-            &self.model.keys,
-            &self.model.ignored,
-            options,
-        );
-        let (parts, report) = self.model.same_on_all("the load", fitted.map_err(Error::from))?;
-        self.model.fill(parts);
+        let Fsdp { engine, keys, ignored, .. } = &*self.model;
+        let matched = match_files(path.as_ref(), engine.units(), keys, ignored, options);
+        let (matched, report) = Ranks::from(&*self.model).agree("the load", matched)?;
+        load_values(self.model, matched);
         Ok(report)
     }
 }
 
-/// Shards `module` and loads it as [`Fsdp::load_safetensors`] does: the inverse of
-/// [`Fsdp::save_pretrained`]. What the file holds is never initialised on any rank, so that the
-/// most a rank allocates is its shards and the gather buffers; what it lacks, as `load` allows,
-/// is initialised as by [`fully_shard`](crate::fully_shard).
+/// Shards `module` and loads it as [`StateMut::load_safetensors`] does: the inverse of
+/// [`State::save_pretrained`](crate::checkpoint::State::save_pretrained).
+///
+/// Parameters that the file has are never initialised on any rank, so that a rank allocates no more
+/// than its shards and the gather buffers. Parameters that the file lacks, as `load` allows, are
+/// initialised as by [`fully_shard`](crate::fully_shard).
 ///
 /// # Errors
 ///
-/// As [`fully_shard`](crate::fully_shard) and [`Fsdp::load_safetensors`].
+/// As [`fully_shard`](crate::fully_shard) and [`StateMut::load_safetensors`].
 pub fn from_pretrained<M: HookedForward>(
     module: M,
     worker: &Worker,
@@ -62,38 +63,41 @@ pub fn from_pretrained<M: HookedForward>(
     path: impl AsRef<Path>,
     load: &LoadOptions,
 ) -> Result<(Fsdp<M>, LoadReport), Error> {
-    let mut fitted = None;
+    let mut loaded = None;
     let mut fsdp = shard(module, worker, options, |plan| {
-        let found = open(path.as_ref(), &plan.units, &plan.keys, &plan.ignored, load);
-        let (parts, report) = same_on_all(worker, found.map_err(Error::from))?;
-        let place = |(target, _): &(Target, Part)| match target {
-            Target::Parameter(place) => Some(*place),
-            Target::Local(_) => None,
+        let matched = match_files(path.as_ref(), &plan.units, &plan.keys, &plan.ignored, load);
+        let (matched, report) =
+            agree_result(worker.comm(), "the load", matched, OnError::FailWorld)?;
+        let index = |(target, _): &(ParamTarget, MatchedTensor)| match target {
+            ParamTarget::Sharded(index) => Some(*index),
+            ParamTarget::PerRank(_) => None,
         };
-        let places = parts.iter().filter_map(place).collect();
-        fitted = Some((parts, report));
-        Ok(places)
+        let indices = matched.iter().filter_map(index).collect();
+        loaded = Some((matched, report));
+        Ok(indices)
     })?;
-    let (parts, report) = fitted.unwrap_or_default();
-    fsdp.fill(parts);
+    let (matched, report) = loaded.unwrap_or_default();
+    load_values(&mut fsdp, matched);
     Ok((fsdp, report))
 }
 
-/// The parts of a file that go to each place.
-fn open(
+/// Matches the tensors in the files at `path` to a model's parameters.
+fn match_files(
     path: &Path,
     units: &[Unit],
     keys: &BTreeMap<ParamIndex, Key>,
     ignored: &[IgnoredParam],
     options: &LoadOptions,
-) -> Result<(Vec<(Target, Part)>, LoadReport), LoadError> {
+) -> Result<(Vec<(ParamTarget, MatchedTensor)>, LoadReport), LoadError> {
     let source = Source::safetensors(path)?;
-    let sharded = keys.iter().map(|(&place, key)| {
-        let entry = &units[place.unit].entries[place.entry];
-        (Target::Parameter(place), Wanted::of(entry, &key.name, key.transposed))
+    let sharded = keys.iter().map(|(&index, key)| {
+        let spec = &units[index.unit].entries[index.entry];
+        let wanted = WantedTensor::of_param(spec, &key.name, key.transposed);
+        (ParamTarget::Sharded(index), wanted)
     });
-    let local = ignored.iter().map(|IgnoredParam { id, key, entry }| {
-        (Target::Local(*id), Wanted::whole(&key.name, &entry.shape, key.transposed))
+    let ignored = ignored.iter().map(|IgnoredParam { id, key, entry }| {
+        let wanted = WantedTensor::full(&key.name, &entry.shape, key.transposed);
+        (ParamTarget::PerRank(*id), wanted)
     });
-    fit(&source, sharded.chain(local), options)
+    match_tensors(&source, sharded.chain(ignored), options)
 }

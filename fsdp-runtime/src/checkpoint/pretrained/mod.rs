@@ -1,29 +1,25 @@
-//! Weights in and out of a sharded model: safetensors in another framework's names and layouts, and
-//! Burn's own records.
+//! Pretrained weights: safetensors files in another framework's names and layouts, and Burn's own
+//! records. Checkpoints to resume training from are in [`checkpoint`](crate::checkpoint).
 //!
-//! Out: parameters are gathered one by one to rank 0, which streams them to the file ([`save`],
-//! [`burn`]). In: files are memory-mapped ([`source`]), everything is checked ([`fit`]), then each
-//! rank copies the elements of its shards ([`load`]). [`merge`] needs no model. [`shards`] and
-//! [`write`] serve checkpoints too. Checkpoints to
-//! resume a training run from are not here.
+//! A save gathers parameters one by one to rank 0, which streams them to the file. A load
+//! memory-maps the files, checks everything, and then copies the elements of each rank's shards.
+//!
+//! Imports: file_names, options, local_values ← source, safetensors_file ← matching, weights_files,
+//! merge_safetensors ← load_values ← load, save, burnpack.
 
-mod burn;
-mod fill;
-mod fit;
+mod burnpack;
+mod file_names;
 mod load;
-mod merge;
+mod load_values;
+mod local_values;
+mod matching;
+mod merge_safetensors;
 mod options;
+pub(super) mod safetensors_file;
 mod save;
-pub(crate) mod shards;
 mod source;
-pub(crate) mod write;
+pub(super) mod weights_files;
 
-use crate::error::{LoadError, SaveError};
-pub use load::from_pretrained;
-pub use merge::merge_safetensors;
-pub use options::{LoadOptions, LoadReport, SaveDtype, SavePretrained};
-
-/// One file of weights, in transformers' name for it.
-const SINGLE: &str = "model.safetensors";
-/// What names the files of several.
-const INDEX: &str = "model.safetensors.index.json";
+pub use self::load::from_pretrained;
+pub use self::merge_safetensors::merge_safetensors;
+pub use self::options::{LoadOptions, LoadReport, SaveDtype, SavePretrained};

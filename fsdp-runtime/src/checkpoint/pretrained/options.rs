@@ -1,42 +1,47 @@
-//! What may differ between a file and the model, and how a model is written.
+//! Options of loading and saving pretrained weights, and the report of a load.
 
-/// What may differ between a file and the model.
+/// Allowed differences between a file and the model that loads it.
 #[derive(Clone, Debug, Default)]
 #[must_use]
 pub struct LoadOptions {
-    pub(super) base_prefix: Option<String>,
+    base_prefix: Option<String>,
+    /// Prefixes of the model's keys that a file may lack.
     pub(super) missing: Vec<String>,
+    /// Prefixes of the file's keys that the model may lack.
     pub(super) unexpected: Vec<String>,
-    /// Endings in the model, and what a file may have in their place.
-    pub(super) renamed: Vec<(String, String)>,
+    /// Suffixes of keys in the model, each with the suffix that a file may have instead.
+    renamed: Vec<(String, String)>,
 }
 
 impl LoadOptions {
-    /// The file holds the model's keys, no more and no less.
+    /// Returns the default options: the file must have exactly the model's keys.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A first segment that keys may have in the model and lack in the file, or the other way
-    /// round: `bert` where the file holds the bare encoder.
+    /// Allows keys to have this first segment in the model and not in the file, or in the file and
+    /// not in the model: `bert` for a file of the bare encoder.
     pub fn with_base_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.base_prefix = Some(prefix.into());
         self
     }
 
-    /// Keys of the model that begin so may be missing, and keep their values: a new head.
+    /// Allows the file to lack the model's keys that begin with `prefix`, such as a new head. These
+    /// parameters keep their values.
     pub fn with_allowed_missing(mut self, prefix: impl Into<String>) -> Self {
         self.missing.push(prefix.into());
         self
     }
 
-    /// Keys of the file that begin so are passed over: the head of another task.
+    /// Skips the file's keys that begin with `prefix`, such as the head of another task, where the
+    /// model has no such parameter.
     pub fn with_allowed_unexpected(mut self, prefix: impl Into<String>) -> Self {
         self.unexpected.push(prefix.into());
         self
     }
 
-    /// A key that ends in `in_model` may end in `in_file` instead.
+    /// Allows a key that ends in `in_model` in the model to end in `in_file` in the file. A suffix
+    /// is one or more whole segments.
     pub fn with_renamed_suffix(
         mut self,
         in_file: impl Into<String>,
@@ -46,25 +51,25 @@ impl LoadOptions {
         self
     }
 
-    /// The names that layer norms have in checkpoints converted from TensorFlow:
-    /// `LayerNorm.gamma` for `LayerNorm.weight`, `LayerNorm.beta` for `LayerNorm.bias`.
+    /// Allows the names of layer norms in weights that were converted from TensorFlow:
+    /// `LayerNorm.gamma` for `LayerNorm.weight`, and `LayerNorm.beta` for `LayerNorm.bias`.
     pub fn with_legacy_layer_norm(self) -> Self {
         self.with_renamed_suffix("LayerNorm.gamma", "LayerNorm.weight")
             .with_renamed_suffix("LayerNorm.beta", "LayerNorm.bias")
     }
 
-    /// The names a key may have in the file, the model's own first.
+    /// Returns the names that a key may have in the file, beginning with the key itself.
     pub(super) fn candidates(&self, key: &str) -> Vec<String> {
         let mut names = vec![key.to_string()];
         if let Some(prefix) = &self.base_prefix {
-            match key.strip_prefix(prefix.as_str()).and_then(|rest| rest.strip_prefix('.')) {
+            match key.strip_prefix(prefix.as_str()).and_then(|key| key.strip_prefix('.')) {
                 Some(bare) => names.push(bare.to_string()),
                 None => names.push(format!("{prefix}.{key}")),
             }
         }
         for index in 0..names.len() {
             for (in_model, in_file) in &self.renamed {
-                // A whole segment or more: `norm.weight` is no ending of `layernorm.weight`.
+                // Whole segments only: `norm.weight` is no suffix of `layernorm.weight`.
                 if let Some(start) = names[index].strip_suffix(in_model.as_str())
                     && (start.is_empty() || start.ends_with('.'))
                 {
@@ -76,30 +81,30 @@ impl LoadOptions {
     }
 }
 
-/// What a load found.
+/// Result of loading pretrained weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadReport {
-    /// How many parameters were loaded.
+    /// Number of parameters loaded.
     pub loaded: usize,
-    /// Keys of the model that the file lacks, as allowed.
+    /// Keys of the model that the file lacks and that the options allow it to lack.
     pub missing: Vec<String>,
-    /// Keys of the file that were passed over, as allowed.
+    /// Keys of the file that the model lacks and that the options allow to skip.
     pub unexpected: Vec<String>,
 }
 
 /// The element type of a saved file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum SaveDtype {
-    /// As trained.
+    /// 32-bit float, the dtype in which parameters are stored during training.
     #[default]
     F32,
-    /// Rounded to the nearest bfloat16.
+    /// bfloat16, rounded to nearest.
     Bf16,
-    /// Rounded to the nearest half; beyond 65,504 it is infinite.
+    /// IEEE half precision, rounded to nearest. Magnitudes above 65,504 become infinite.
     F16,
 }
 
-/// How [`Fsdp::save_pretrained`](crate::Fsdp::save_pretrained) writes a model.
+/// Options of [`State::save_pretrained`](crate::checkpoint::State::save_pretrained).
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct SavePretrained {
@@ -115,31 +120,32 @@ impl Default for SavePretrained {
 }
 
 impl SavePretrained {
-    /// In f32, in files of at most 5 GB, without additional files.
+    /// Returns the default options: f32, files of at most 5 GB, and no additional files.
     pub fn new() -> Self {
         Self { max_shard_size: 5_000_000_000, dtype: SaveDtype::F32, files: Vec::new() }
     }
 
-    /// The most bytes of tensors in one file. A larger model is written as
-    /// `model-00001-of-000NN.safetensors` and so on, with `model.safetensors.index.json`; one
-    /// tensor that is larger has a file to itself.
+    /// Sets the maximum number of bytes of tensors in one file. A larger model is written as
+    /// `model-00001-of-000NN.safetensors` and so on, with `model.safetensors.index.json`. A tensor
+    /// larger than the maximum gets a file of its own.
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
         self
     }
 
-    /// The element type to write.
+    /// Sets the element type to write.
     pub fn with_dtype(mut self, dtype: SaveDtype) -> Self {
         self.dtype = dtype;
         self
     }
 
-    /// `config.json`, which says of what architecture and sizes the model is.
+    /// Adds `config.json`, which describes the model's architecture and sizes to transformers.
     pub fn with_config(self, json: impl Into<Vec<u8>>) -> Self {
         self.with_file("config.json", json)
     }
 
-    /// A file to write beside the weights, such as `tokenizer.json`. Rank 0's contents count.
+    /// Adds a file to write next to the weights, such as `tokenizer.json`. Rank 0's contents are
+    /// written.
     pub fn with_file(mut self, name: impl Into<String>, contents: impl Into<Vec<u8>>) -> Self {
         self.files.push((name.into(), contents.into()));
         self
@@ -151,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_has_its_own_name_first_and_legacy_ones_after() {
+    fn candidates_begin_with_the_key_and_end_with_legacy_names() {
         let options = LoadOptions::new().with_base_prefix("bert").with_legacy_layer_norm();
         assert_eq!(
             options.candidates("bert.embeddings.LayerNorm.weight"),

@@ -1,10 +1,10 @@
-//! Tensors in memory-mapped files: one safetensors file, a folder of them with its index, or a Burn
-//! record. Opening reads and checks what the headers say; elements are read later, in part.
+//! Tensors in memory-mapped files: a safetensors file, a folder of them with an index, or a Burn
+//! record. Opening reads and checks the headers; elements are read later, only as far as needed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::ops::Range;
-use std::path::{Component, Path};
+use std::path::Path;
 use std::sync::Arc;
 
 use burn::tensor::DType;
@@ -13,30 +13,32 @@ use burn_std::AllocationProperty;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
-use super::{INDEX, LoadError, SINGLE};
+use super::file_names::{INDEX, SINGLE, is_plain};
+use crate::error::LoadError;
 
-/// A mapped file. Clones share the map.
+/// A memory-mapped file. Clones share the map.
 #[derive(Clone, Debug)]
-pub(super) struct Mapped(Arc<Mmap>);
+struct MappedFile(Arc<Mmap>);
 
-impl Mapped {
+impl MappedFile {
     fn open(path: &Path) -> Result<Self, LoadError> {
         let io = |error: std::io::Error| LoadError::Io {
             file: path.display().to_string(),
             reason: error.to_string(),
         };
         let file = File::open(path).map_err(io)?;
-        // SAFETY: the map is only ever read. That nobody truncates the file meanwhile is the user's
-        // part, as with every memory-mapped reader.
+        // SAFETY: the map is only read. The user must not truncate the file while it is loaded, as
+        // with every memory-mapped reader.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self(Arc::new(map)))
     }
 
-    /// Gives the pages of a range back to the system, so that what was read does not add up.
+    /// Returns the memory pages of a byte range to the system, so that pages already read do not
+    /// add up.
     fn release(&self, range: &Range<usize>) {
         #[cfg(unix)]
-        // SAFETY: the map is shared and read-only, so that a page dropped is read from the file
-        // again, with the same bytes. A failure costs memory and nothing else.
+        // SAFETY: the map is shared and read-only, so that a page that was dropped is read from the
+        // file again with equal bytes. A failure only costs memory.
         let _ = unsafe {
             let advice = memmap2::UncheckedAdvice::DontNeed;
             self.0.unchecked_advise_range(advice, range.start, range.len())
@@ -46,29 +48,30 @@ impl Mapped {
     }
 }
 
-impl AsRef<[u8]> for Mapped {
+impl AsRef<[u8]> for MappedFile {
     fn as_ref(&self) -> &[u8] {
         &self.0
     }
 }
 
-/// A tensor of a file.
+/// A tensor in a memory-mapped file.
 #[derive(Clone, Debug)]
-pub(super) struct Stored {
-    file: Mapped,
+pub(super) struct MappedTensor {
+    file: MappedFile,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
-    /// Where in the file, in bytes.
+    /// Range of the tensor's bytes in the file.
     range: Range<usize>,
 }
 
-impl Stored {
-    /// Its bytes, little-endian.
+impl MappedTensor {
+    /// Returns the tensor's bytes, little-endian.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.file.as_ref()[self.range.clone()]
     }
 
-    /// Says that its bytes have been read.
+    /// Returns the tensor's memory pages to the system. A later read loads them from the file
+    /// again.
     pub(super) fn release(&self) {
         self.file.release(&self.range);
     }
@@ -77,14 +80,14 @@ impl Stored {
 /// The tensors of a file or folder, by name.
 #[derive(Debug)]
 pub(super) struct Source {
-    /// What messages call it.
+    /// Path of the file or folder, for error messages.
     pub(super) label: String,
-    pub(super) tensors: BTreeMap<String, Stored>,
+    pub(super) tensors: BTreeMap<String, MappedTensor>,
 }
 
 impl Source {
-    /// A safetensors file, its index, or a folder with either; the single file goes first, as in
-    /// transformers.
+    /// Opens a safetensors file, an index of several, or a folder with either. In a folder with
+    /// both, the single file is read, as in transformers.
     pub(super) fn safetensors(path: &Path) -> Result<Self, LoadError> {
         let label = path.display().to_string();
         if path.is_dir() {
@@ -101,10 +104,10 @@ impl Source {
         if path.extension().is_some_and(|extension| extension == "json") {
             return Self::index(path);
         }
-        Ok(Self { label, tensors: one_file(path)? })
+        Ok(Self { label, tensors: safetensors_file(path)? })
     }
 
-    /// The files that an index names.
+    /// Opens the files that an index names, and checks that the index and the files agree.
     fn index(path: &Path) -> Result<Self, LoadError> {
         let label = path.display().to_string();
         let wrong = |reason: String| LoadError::Format {
@@ -133,7 +136,7 @@ impl Source {
         }
         let mut tensors = BTreeMap::new();
         for (file, mut names) in names_of {
-            let found = match one_file(&folder.join(file)) {
+            let found = match safetensors_file(&folder.join(file)) {
                 Ok(found) => found,
                 Err(error) => {
                     problems.push(error.to_string());
@@ -144,7 +147,7 @@ impl Source {
                 if names.remove(name.as_str()) {
                     tensors.insert(name, tensor);
                 } else {
-                    problems.push(format!("`{name}`: in {file}, where the index has it not"));
+                    problems.push(format!("`{name}`: in {file}, where the index does not list it"));
                 }
             }
             problems.extend(names.into_iter().map(|name| format!("`{name}`: not in {file}")));
@@ -156,60 +159,60 @@ impl Source {
         Err(LoadError::Index { file: label, problems })
     }
 
-    /// A Burn record, with `.bpk` appended to a name without extension as Burn does.
+    /// Opens a Burn record. A path without extension gets `.bpk`, as in Burn.
     pub(super) fn record(path: &Path) -> Result<Self, LoadError> {
         let path = match path.extension() {
             None if !path.exists() => path.with_extension(burn_pack::EXTENSION),
             _ => path.to_path_buf(),
         };
-        Self::of_record(path.display().to_string(), Mapped::open(&path)?)
+        let file = MappedFile::open(&path)?;
+        let label = path.display().to_string();
+        Ok(Self { tensors: record_file(&label, &file)?, label })
     }
+}
 
-    fn of_record(label: String, file: Mapped) -> Result<Self, LoadError> {
-        let wrong = |reason: String| LoadError::Format {
-            file: label.clone(),
-            format: "Burn record",
-            reason: format!("{reason}; it may be truncated"),
+/// Returns the tensors of a Burn record. `label` names the file in errors.
+fn record_file(
+    label: &str,
+    file: &MappedFile,
+) -> Result<BTreeMap<String, MappedTensor>, LoadError> {
+    let wrong = |reason: String| LoadError::Format {
+        file: label.to_string(),
+        format: "Burn record",
+        reason: format!("{reason}; it may be truncated"),
+    };
+    let bytes = bytes::Bytes::from_owner(file.clone());
+    let reader = Reader::from_bytes(Bytes::from_shared(bytes, AllocationProperty::Other))
+        .and_then(Reader::into_tensors)
+        .map_err(|error| wrong(error.to_string()))?;
+    let start = file.as_ref().as_ptr().addr();
+    let mut tensors = BTreeMap::new();
+    for tensor in reader {
+        let (name, dtype, shape, _, bytes) =
+            tensor.into_parts().map_err(|error| wrong(error.to_string()))?;
+        let dtype = match dtype {
+            DType::F64 => Dtype::F64,
+            DType::F32 | DType::Flex32 => Dtype::F32,
+            DType::F16 => Dtype::F16,
+            DType::BF16 => Dtype::BF16,
+            // Not a float: refused where it is matched to a parameter.
+            _ => Dtype::U8,
         };
-        let bytes = bytes::Bytes::from_owner(file.clone());
-        let reader = Reader::from_bytes(Bytes::from_shared(bytes, AllocationProperty::Other))
-            .and_then(Reader::into_tensors)
-            .map_err(|error| wrong(error.to_string()))?;
-        let start = file.as_ref().as_ptr().addr();
-        let mut tensors = BTreeMap::new();
-        for tensor in reader {
-            let (name, dtype, shape, _, bytes) =
-                tensor.into_parts().map_err(|error| wrong(error.to_string()))?;
-            let dtype = match dtype {
-                DType::F64 => Dtype::F64,
-                DType::F32 | DType::Flex32 => Dtype::F32,
-                DType::F16 => Dtype::F16,
-                DType::BF16 => Dtype::BF16,
-                // Of no float parameter; named as such where one meets it.
-                _ => Dtype::U8,
-            };
-            // What the reader hands out are windows of the map; an empty one may be anywhere.
-            let at = if bytes.is_empty() { 0 } else { bytes.as_ptr().addr().wrapping_sub(start) };
-            let range = at..at.wrapping_add(bytes.len());
-            if file.as_ref().get(range.clone()).is_none() {
-                return Err(wrong(format!("`{name}` does not lie in it")));
-            }
-            let stored = Stored { file: file.clone(), dtype, shape: shape.to_vec(), range };
-            tensors.insert(name, stored);
+        // The reader returns slices of the map; an empty slice may point anywhere.
+        let at = if bytes.is_empty() { 0 } else { bytes.as_ptr().addr().wrapping_sub(start) };
+        let range = at..at.wrapping_add(bytes.len());
+        if file.as_ref().get(range.clone()).is_none() {
+            return Err(wrong(format!("`{name}` does not lie in it")));
         }
-        Ok(Self { label, tensors })
+        let tensor = MappedTensor { file: file.clone(), dtype, shape: shape.to_vec(), range };
+        tensors.insert(name, tensor);
     }
+    Ok(tensors)
 }
 
-/// A name in the same folder.
-pub(super) fn is_plain(name: &str) -> bool {
-    let mut components = Path::new(name).components();
-    matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
-        && !name.contains(['/', '\\'])
-}
-
-fn one_file(path: &Path) -> Result<BTreeMap<String, Stored>, LoadError> {
-    let file = Mapped::open(path)?;
+/// Returns the tensors of a safetensors file.
+fn safetensors_file(path: &Path) -> Result<BTreeMap<String, MappedTensor>, LoadError> {
+    let file = MappedFile::open(path)?;
     let wrong = |reason: String| LoadError::Format {
         file: path.display().to_string(),
         format: "safetensors file",
@@ -218,15 +221,15 @@ fn one_file(path: &Path) -> Result<BTreeMap<String, Stored>, LoadError> {
     let (header, metadata) =
         SafeTensors::read_metadata(file.as_ref()).map_err(|error| wrong(error.to_string()))?;
     let start = size_of::<u64>() + header;
-    let stored = |(name, info): (String, &safetensors::tensor::TensorInfo)| {
+    let mapped = |(name, info): (String, &safetensors::tensor::TensorInfo)| {
         let (from, to) = info.data_offsets;
-        let stored = Stored {
+        let tensor = MappedTensor {
             file: file.clone(),
             dtype: info.dtype,
             shape: info.shape.clone(),
             range: start + from..start + to,
         };
-        (name, stored)
+        (name, tensor)
     };
-    Ok(metadata.tensors().into_iter().map(stored).collect())
+    Ok(metadata.tensors().into_iter().map(mapped).collect())
 }

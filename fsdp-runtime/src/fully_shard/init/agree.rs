@@ -1,6 +1,6 @@
-//! Checks that all ranks have the same model, and the agreement of ranks on an error.
+//! The check that all ranks have the same model.
 
-use crate::error::{CollectiveError, Error, ShardError};
+use crate::error::{Error, ShardError};
 use crate::launch::Worker;
 use crate::layout::Mesh;
 use crate::options::FsdpOptions;
@@ -30,27 +30,4 @@ pub(crate) fn agree(
     let ranks = worker.world().ranks().zip(&all);
     let ranks = ranks.filter(|(_, lines)| line(lines) == found).map(|(rank, _)| rank).collect();
     Err(ShardError::ModelMismatch { ranks, expected: line(first), found }.into())
-}
-
-/// An error every rank finds by itself, so that none waits for the others.
-pub(crate) fn same_on_all<T, E>(worker: &Worker, found: Result<T, E>) -> Result<T, Error>
-where
-    E: Into<Error> + ToString,
-{
-    let message = found.as_ref().err().map(ToString::to_string);
-    let all = worker.exchange("all_gather", "errors of construction", message);
-    match found {
-        // Those who have heard of it may have ended the group by now.
-        Err(error) => Err(error.into()),
-        Ok(value) => match worker.world().ranks().zip(&all?).find(|(_, error)| error.is_some()) {
-            None => Ok(value),
-            Some((rank, reason)) => {
-                let reason = reason.as_deref().unwrap_or_default().to_string();
-                let failure = CollectiveError::PeerFailed { rank, reason };
-                // Whatever this rank makes of it, that one is at fault.
-                worker.comm().world().fail(failure.clone());
-                Err(failure.into())
-            }
-        },
-    }
 }

@@ -19,7 +19,6 @@ mod sharding_init;
 mod small_params;
 
 pub(super) use self::agree::agree;
-pub(crate) use self::agree::same_on_all;
 pub(super) use self::init_device::InitDevice;
 pub(super) use self::init_owners::InitOwners;
 pub(super) use self::setup::InitSetup;

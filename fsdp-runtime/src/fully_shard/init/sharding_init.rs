@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 
-use super::agree::same_on_all;
 use super::broadcasts::{Broadcast, Broadcasts, Received};
 use super::checks::Checks;
 use super::init_owners::InitOwners;
@@ -15,6 +14,7 @@ use super::setup::InitSetup;
 use super::small_params::{ReplacePlaceholders, SmallParams, is_small};
 use crate::backend::{Float, ShardBackend, StoredTensor};
 use crate::error::{Error, ShardError};
+use crate::launch::agree::{OnError, agree_result};
 use crate::module::{Child, FsdpModule, ParamIndex, ParamMapper, RandomSource, Sharded};
 use crate::param_group::plan::SHARDED;
 use crate::param_group::{ParamSpec, Placement, Unit};
@@ -85,7 +85,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
             return Err(error);
         }
         let Self { setup, transfers, mut checks, .. } = self;
-        same_on_all(setup.worker, checks.take_wrong_param())?;
+        let initialised = checks.take_wrong_param();
+        agree_result(setup.worker.comm(), "the initialisation", initialised, OnError::FailWorld)?;
         if !setup.options.sync_module_states {
             checks.compare_checksums(setup.worker, setup.plan)?;
             return Ok(module);

@@ -27,8 +27,6 @@ pub(crate) trait ScheduleCollectives {
         base: DispatchTensor,
         keep: bool,
     ) -> Result<Option<TensorData>, Error>;
-    /// Returns the message of every rank of the world, in rank order.
-    fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error>;
     /// Returns whether the gradients are finite on each rank of the world, with the rank's loss
     /// scale.
     fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error>;
@@ -118,12 +116,6 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
             Placement::Replicated | Placement::PerRank | Placement::TiedTo(_) => return Ok(None),
         };
         Ok(Some(to_data::<B>(full)))
-    }
-
-    fn exchange(&self, what: &str, mine: Option<String>) -> Result<Vec<Option<String>>, Error> {
-        let op = Op::new("all_gather", what);
-        let all = self.comm.issue(move |group| group.exchange(&op, mine)).wait()?;
-        Ok(all.iter().map(|message| (**message).clone()).collect())
     }
 
     fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error> {

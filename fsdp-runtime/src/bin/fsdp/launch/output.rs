@@ -1,71 +1,75 @@
-//! What ranks print: relayed line by line with the rank in front, and the last lines kept.
+//! The output of ranks: forwarded line by line with the rank in front. The last lines are kept for the
+//! report of a failure.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Lines of each stream that are kept for the report of a failure.
-const KEPT: usize = 20;
+/// Number of lines of each stream that are kept.
+const KEPT_LINES: usize = 20;
 
-/// A longer line is relayed in pieces.
-const LONGEST: u64 = 64 * 1024;
+/// Maximum length of a line in bytes. A longer line is forwarded in pieces.
+const MAX_LINE: u64 = 64 * 1024;
 
-/// One of a rank's streams.
+/// An output stream of a process.
 #[derive(Clone, Copy, Debug)]
-pub enum Stream {
-    Output,
-    Error,
+pub(super) enum Stream {
+    Stdout,
+    Stderr,
 }
 
-/// The last lines of a rank.
+/// The last lines that a rank has printed, shared by the threads that read its two streams.
 #[derive(Clone, Debug, Default)]
-pub struct Tail(Arc<Mutex<Kept>>);
+pub(super) struct Tail(Arc<Mutex<TailLines>>);
 
-/// By stream, so that much output leaves the errors, which may arrive first, in place.
+/// Lines are kept by stream, so that a long standard output does not displace the error messages.
 #[derive(Debug, Default)]
-struct Kept {
+struct TailLines {
+    /// Number of lines that have arrived on both streams.
     arrived: usize,
+    /// For each [`Stream`], the last lines, each with its place in the order of arrival.
     streams: [VecDeque<(usize, String)>; 2],
 }
 
 impl Tail {
     fn push(&self, stream: Stream, line: &[u8]) {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.arrived += 1;
-        let line = (kept.arrived, String::from_utf8_lossy(line).into_owned());
-        let lines = &mut kept.streams[stream as usize];
-        if lines.len() == KEPT {
+        let mut tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        tail.arrived += 1;
+        let line = (tail.arrived, String::from_utf8_lossy(line).into_owned());
+        let lines = &mut tail.streams[stream as usize];
+        if lines.len() == KEPT_LINES {
             lines.pop_front();
         }
         lines.push_back(line);
     }
 
-    /// The lines, in the order of their arrival.
-    pub fn lines(&self) -> Vec<String> {
-        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut lines: Vec<_> = kept.streams.iter().flatten().cloned().collect();
+    /// Returns the last lines of both streams in the order of arrival.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines: Vec<_> = tail.streams.iter().flatten().cloned().collect();
         lines.sort_unstable_by_key(|(arrived, _)| *arrived);
         lines.into_iter().map(|(_, line)| line).collect()
     }
 }
 
-/// Hands each line of `source`, as a terminal would leave it, to `line`.
-pub fn lines(source: impl Read, mut line: impl FnMut(&[u8])) {
+/// Calls `line` for each line of `source`, without its line ending, until the stream ends or fails.
+pub(super) fn for_each_line(source: impl Read, mut line: impl FnMut(&[u8])) {
     let mut source = BufReader::new(source);
     let mut bytes = Vec::new();
     loop {
         bytes.clear();
-        match source.by_ref().take(LONGEST).read_until(b'\n', &mut bytes) {
+        match source.by_ref().take(MAX_LINE).read_until(b'\n', &mut bytes) {
             Ok(0) => return,
-            Ok(_) => line(shown(&bytes)),
+            Ok(_) => line(visible(&bytes)),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(_) => return,
         }
     }
 }
 
-/// Writes lines with a prefix, and keeps the last. That nobody reads them does not stop the rank.
-pub fn relay(
+/// Returns a function that writes a line with a prefix to `sink` and appends the line to `tail`. Write
+/// errors are ignored, so that a rank continues when nobody reads its output.
+pub(super) fn forward_to(
     stream: Stream,
     mut sink: impl Write,
     prefix: String,
@@ -73,7 +77,7 @@ pub fn relay(
 ) -> impl FnMut(&[u8]) {
     move |line| {
         tail.push(stream, line);
-        // In one write, so that lines of several ranks do not mix.
+        // One write a line, so that lines of several ranks do not mix.
         let mut whole = Vec::with_capacity(prefix.len() + line.len() + 1);
         whole.extend_from_slice(prefix.as_bytes());
         whole.extend_from_slice(line);
@@ -82,8 +86,9 @@ pub fn relay(
     }
 }
 
-/// A line as a terminal would leave it: without its end, and from the last carriage return on.
-fn shown(line: &[u8]) -> &[u8] {
+/// Returns the part of a line that a terminal would show in the end: without the line ending, and after
+/// the last carriage return, which progress bars print to overwrite the line.
+fn visible(line: &[u8]) -> &[u8] {
     let line = line.strip_suffix(b"\n").unwrap_or(line);
     let line = line.strip_suffix(b"\r").unwrap_or(line);
     line.rsplit(|byte| *byte == b'\r').next().unwrap_or(line)
@@ -95,7 +100,10 @@ mod tests {
 
     fn relayed(text: &[u8]) -> (String, Vec<String>) {
         let (mut sink, tail) = (Vec::new(), Tail::default());
-        lines(text, relay(Stream::Output, &mut sink, "[rank 1] ".into(), tail.clone()));
+        for_each_line(
+            text,
+            forward_to(Stream::Stdout, &mut sink, "[rank 1] ".into(), tail.clone()),
+        );
         (String::from_utf8_lossy(&sink).into_owned(), tail.lines())
     }
 
@@ -109,26 +117,29 @@ mod tests {
     fn the_last_lines_are_kept() {
         let text: String = (0..100).map(|line| format!("{line}\n")).collect();
         let (_, kept) = relayed(text.as_bytes());
-        assert_eq!(kept.len(), KEPT);
-        assert_eq!((kept[0].as_str(), kept[KEPT - 1].as_str()), ("80", "99"));
+        assert_eq!(kept.len(), KEPT_LINES);
+        assert_eq!((kept[0].as_str(), kept[KEPT_LINES - 1].as_str()), ("80", "99"));
     }
 
     #[test]
     fn much_output_leaves_the_errors() {
         let tail = Tail::default();
-        lines(
+        for_each_line(
             "disk full\n".as_bytes(),
-            relay(Stream::Error, Vec::new(), String::new(), tail.clone()),
+            forward_to(Stream::Stderr, Vec::new(), String::new(), tail.clone()),
         );
         let text: String = (0..100).map(|line| format!("{line}\n")).collect();
-        lines(text.as_bytes(), relay(Stream::Output, Vec::new(), String::new(), tail.clone()));
+        for_each_line(
+            text.as_bytes(),
+            forward_to(Stream::Stdout, Vec::new(), String::new(), tail.clone()),
+        );
         let kept = tail.lines();
-        assert_eq!((kept.len(), kept[0].as_str()), (KEPT + 1, "disk full"));
+        assert_eq!((kept.len(), kept[0].as_str()), (KEPT_LINES + 1, "disk full"));
     }
 
     #[test]
     fn a_line_without_end_is_cut_and_wrong_bytes_pass() {
-        let long = vec![b'x'; 3 * LONGEST as usize];
+        let long = vec![b'x'; 3 * MAX_LINE as usize];
         let (text, _) = relayed(&long);
         assert_eq!(text.lines().count(), 3);
         let (_, kept) = relayed(b"a\xffb\n");

@@ -1,140 +1,127 @@
-//! How many ranks to start on this machine, and which variables to give them.
+//! The plan of a launch: how many ranks run on this machine, and their environment variables.
 
 use std::ffi::OsString;
-use std::io;
-use std::net::{Ipv4Addr, TcpListener, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use fsdp_runtime::config::{CONFIG_VARIABLE, Config, ConfigError, DEBUG_VARIABLE};
-use fsdp_runtime::env::{EnvError, Launcher, RankEnv};
+use fsdp_runtime::config::{CONFIG_VARIABLE, Config, DEBUG_VARIABLE};
+use fsdp_runtime::env::{Launcher, RankEnv};
 
-/// Where ranks of several machines meet if nothing says so: Accelerate's port.
-const DEFAULT_PORT: u16 = 29500;
+use super::error::LaunchError;
+use super::rendezvous;
 
-/// The variable that names a run.
-pub const RUN_ID: &str = "FSDP_RUN_ID";
+/// Environment variable with the name of a run, which no other run on this machine has.
+pub(super) const RUN_ID: &str = "FSDP_RUN_ID";
 
-/// Why ranks cannot be started.
-#[derive(Debug, thiserror::Error)]
-pub enum LaunchError {
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    #[error(transparent)]
-    Env(#[from] EnvError),
-    #[error(
-        "how many ranks? give --num-processes N, or a file with `num_processes`; \
-         `fsdp config` writes one"
-    )]
-    NoProcesses,
-    #[error("{name} is 0; at least one is needed")]
-    Zero { name: &'static str },
-    #[error(
-        "{processes} processes cannot be shared evenly by {machines} machines; \
-         --num-processes counts those of all machines"
-    )]
-    Uneven { processes: usize, machines: usize },
-    #[error("--machine-rank is {rank}, but there are {machines} machines; they count from 0")]
-    MachineRank { rank: usize, machines: usize },
-    #[error(
-        "{machines} machines need to know the first of them; give --main-process-ip HOST, \
-         or `main_process_ip` in the file"
-    )]
-    NoMainProcess { machines: usize },
-    #[error(
-        "the main process's host `{host}` cannot be resolved: {source}; check --main-process-ip"
-    )]
-    Unresolved { host: String, source: io::Error },
-    #[error(
-        "port {port} is taken on this machine; end what listens there, or choose another with \
-         --main-process-port"
-    )]
-    PortTaken { port: u16 },
-    #[error("port {port} cannot be used: {source}; choose another with --main-process-port")]
-    Port { port: u16, source: io::Error },
-    #[error(
-        "the ranks are started twice: this launcher is itself rank {rank} of {world}, started by \
-         {launcher}; start the program with one of the two"
-    )]
-    StartedTwice { rank: usize, world: usize, launcher: Launcher },
-    #[error(
-        "--machine-rank is {rank}, but `mpirun` starts the ranks of all machines; run this on \
-         machine 0 only"
-    )]
-    MpirunOnce { rank: usize },
-    #[error("`{program}` was not found; give a path, or a program on PATH")]
-    NotFound { program: String },
-    #[error("`{program}` cannot be started: {source}")]
-    CannotStart { program: String, source: io::Error },
-    #[error("the launcher cannot work: {what}: {source}")]
-    System { what: &'static str, source: io::Error },
-    #[cfg(not(unix))]
-    #[error("`fsdp launch` needs Unix; start each rank with RANK, LOCAL_RANK and WORLD_SIZE set")]
-    NotUnix,
+// No doc comment: clap would show it as the description of `fsdp launch`. These are the flags that
+// decide how many ranks start where. A flag overrides the key of the same name in the file.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(super) struct Flags {
+    /// Number of ranks on all machines together
+    #[arg(long, short = 'n', value_name = "N", alias = "num_processes")]
+    pub(super) num_processes: Option<usize>,
+
+    /// Number of machines, each of which runs `fsdp launch`
+    #[arg(long, value_name = "N", alias = "num_machines")]
+    pub(super) num_machines: Option<usize>,
+
+    /// Number of this machine, counted from 0
+    #[arg(long, value_name = "N", alias = "machine_rank")]
+    pub(super) machine_rank: Option<usize>,
+
+    /// Host name or address of machine 0
+    #[arg(long, value_name = "HOST", alias = "main_process_ip")]
+    pub(super) main_process_ip: Option<String>,
+
+    /// Port on machine 0 to which ranks connect; 0 for the one of the file
+    #[arg(long, value_name = "PORT", alias = "main_process_port")]
+    pub(super) main_process_port: Option<u16>,
+
+    /// Start the ranks of all machines with Open MPI's `mpirun`
+    #[arg(long)]
+    pub(super) mpi: bool,
 }
 
-impl LaunchError {
-    /// The error of a program that the system would not run.
-    pub fn not_started(program: String, source: io::Error) -> Self {
-        match source.kind() {
-            io::ErrorKind::NotFound => Self::NotFound { program },
-            _ => Self::CannotStart { program, source },
-        }
-    }
-
-    /// The launcher's exit code; those of `sh` for a program that cannot be started.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            Self::NotFound { .. } => 127,
-            Self::CannotStart { .. } => 126,
-            _ => 1,
-        }
-    }
-}
-
-/// What the command line says; it counts before the file.
-#[derive(Clone, Debug, Default)]
-pub struct Flags {
-    pub num_processes: Option<usize>,
-    pub num_machines: Option<usize>,
-    pub machine_rank: Option<usize>,
-    pub main_process_ip: Option<String>,
-    pub main_process_port: Option<u16>,
-    /// Start ranks by `mpirun`.
-    pub mpi: bool,
-}
-
-/// The ranks of this machine, and what they are told.
+/// The ranks of this machine and their environment.
 #[derive(Clone, Debug)]
-pub struct Plan {
-    /// Ranks on all machines.
-    pub world: usize,
-    /// Ranks on this one.
-    pub local: usize,
-    /// The first of those.
-    pub first: usize,
-    /// Variables that are the same for all ranks.
-    pub variables: Vec<(&'static str, OsString)>,
-    /// Start all of them by `mpirun`.
-    pub mpirun: Option<Mpirun>,
+pub(super) struct Plan {
+    /// Number of ranks on all machines.
+    pub(super) world: usize,
+    /// Number of ranks on this machine.
+    pub(super) local: usize,
+    /// First rank of this machine.
+    pub(super) first: usize,
+    /// Environment variables that have the same value on all ranks of this machine.
+    pub(super) variables: Vec<(&'static str, OsString)>,
+    /// How to call `mpirun`, if `mpirun` starts the ranks.
+    pub(super) mpirun: Option<Mpirun>,
 }
 
 /// How to call `mpirun`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mpirun {
-    /// The file of hosts, if not this one alone or a batch system's.
-    pub hostfile: Option<PathBuf>,
+pub(super) struct Mpirun {
+    /// File that lists the hosts; `None` for this host, or for the hosts of the batch system.
+    pub(super) hostfile: Option<PathBuf>,
 }
 
 impl Plan {
-    /// Settles how to start ranks. `path` is the file `config` was read from; `variable` reads this
-    /// process's environment.
-    pub fn new(
+    /// Plans a launch. `path` is the file that `config` was read from; `variable` reads the
+    /// environment of this process.
+    pub(super) fn new(
         flags: &Flags,
         config: &Config,
         path: Option<&Path>,
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, LaunchError> {
+        let size = Size::new(flags, config)?;
+        refuse_nested_launch(size.machines, &variable)?;
+        let mpirun = mpirun(flags, config);
+        if mpirun.is_some() && size.machine > 0 {
+            return Err(LaunchError::MpirunOnce { rank: size.machine });
+        }
+
+        let mut variables = vec![(RUN_ID, run_id().into())];
+        if let Some(host) = main_process_host(flags, config, size.machines, mpirun.is_some())? {
+            let port = flags.main_process_port.filter(|port| *port != 0);
+            let port = port.or(config.main_process_port);
+            let port = rendezvous::port(port, size.machines, size.machine)?;
+            rendezvous::resolve(host, port)?;
+            variables.push(("MASTER_ADDR", host.into()));
+            variables.push(("MASTER_PORT", port.to_string().into()));
+        }
+        // `mpirun` sets variables of its own for the sizes. `WORLD_SIZE` without `RANK`, which differs
+        // by rank, would be an incomplete set, which `RankEnv` refuses.
+        if mpirun.is_none() {
+            variables.push(("WORLD_SIZE", size.world.to_string().into()));
+            variables.push(("LOCAL_WORLD_SIZE", size.local().to_string().into()));
+        }
+        variables.extend(config_variables(config, path));
+        let (world, local, first) = (size.world, size.local(), size.machine * size.local());
+        Ok(Self { world, local, first, variables, mpirun })
+    }
+
+    /// Returns the value of a variable that all ranks have in common.
+    pub(super) fn variable(&self, name: &str) -> Option<&str> {
+        self.variables.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
+    }
+
+    /// Number of processes that the launcher starts itself: one for each rank, or one `mpirun`.
+    pub(super) fn processes(&self) -> usize {
+        if self.mpirun.is_some() { 1 } else { self.local }
+    }
+}
+
+/// Number of ranks and machines.
+struct Size {
+    /// Number of ranks on all machines, a multiple of `machines`.
+    world: usize,
+    machines: usize,
+    /// This machine's number, below `machines`.
+    machine: usize,
+}
+
+impl Size {
+    fn new(flags: &Flags, config: &Config) -> Result<Self, LaunchError> {
         let machines = flags.num_machines.unwrap_or(config.num_machines);
         let machine = flags.machine_rank.unwrap_or(config.machine_rank);
         let world = flags.num_processes.or(config.num_processes).ok_or(LaunchError::NoProcesses)?;
@@ -150,69 +137,63 @@ impl Plan {
         if machine >= machines {
             return Err(LaunchError::MachineRank { rank: machine, machines });
         }
-        once(machines, &variable)?;
-        let mpirun = mpirun(flags, config);
-        if mpirun.is_some() && machine > 0 {
-            return Err(LaunchError::MpirunOnce { rank: machine });
-        }
-
-        let local = world / machines;
-        let mut variables: Vec<(&'static str, OsString)> = vec![(RUN_ID, run_id().into())];
-        let host = flags.main_process_ip.as_deref().or(config.main_process_ip.as_deref());
-        let host = match host {
-            Some(host) => Some(host),
-            None if machines == 1 => Some("127.0.0.1"),
-            // Its ranks find each other by themselves.
-            None if mpirun.is_some() => None,
-            None => return Err(LaunchError::NoMainProcess { machines }),
-        };
-        if let Some(host) = host {
-            let port = flags.main_process_port.filter(|port| *port != 0);
-            let port = meeting_port(port.or(config.main_process_port), machines, machine)?;
-            resolve(host, port)?;
-            variables.push(("MASTER_ADDR", host.into()));
-            variables.push(("MASTER_PORT", port.to_string().into()));
-        }
-        // `mpirun` has variables of its own for these, and without `RANK` they would be half a place.
-        if mpirun.is_none() {
-            variables.push(("WORLD_SIZE", world.to_string().into()));
-            variables.push(("LOCAL_WORLD_SIZE", local.to_string().into()));
-        }
-        if let Some(path) = path {
-            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
-            variables.push((CONFIG_VARIABLE, absolute.into()));
-        }
-        if config.debug {
-            variables.push((DEBUG_VARIABLE, "1".into()));
-        }
-        if config.use_cpu {
-            variables.push(("CUDA_VISIBLE_DEVICES", OsString::new()));
-        } else if let Some(ids) = &config.gpu_ids {
-            variables.push(("CUDA_VISIBLE_DEVICES", ids.into()));
-        }
-        Ok(Self { world, local, first: machine * local, variables, mpirun })
+        Ok(Self { world, machines, machine })
     }
 
-    /// The value of a variable.
-    pub fn variable(&self, name: &str) -> Option<&str> {
-        self.variables.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
-    }
-
-    /// How many processes the launcher starts itself.
-    pub fn processes(&self) -> usize {
-        if self.mpirun.is_some() { 1 } else { self.local }
+    /// Number of ranks on one machine.
+    fn local(&self) -> usize {
+        self.world / self.machines
     }
 }
 
-/// `mpirun` is asked for by a flag, or by the file's `mpirun_config`.
+/// `mpirun` starts the ranks if the flag says so, or if the file has a `mpirun_config`.
 fn mpirun(flags: &Flags, config: &Config) -> Option<Mpirun> {
-    let of_file = config.mpirun.as_ref().map(|file| Mpirun { hostfile: file.hostfile.clone() });
-    of_file.or_else(|| flags.mpi.then(Mpirun::default))
+    let from_file = config.mpirun.as_ref().map(|file| Mpirun { hostfile: file.hostfile.clone() });
+    from_file.or_else(|| flags.mpi.then(Mpirun::default))
 }
 
-/// A launcher that was itself started as one of several ranks would start them several times. One
-/// launcher a machine is right, as is one within a Slurm batch script, which is a rank of nothing.
-fn once(machines: usize, variable: &impl Fn(&str) -> Option<OsString>) -> Result<(), LaunchError> {
+/// Returns the host of rank 0. `None` for several machines under `mpirun` without a host: MPI connects
+/// the ranks by itself.
+fn main_process_host<'a>(
+    flags: &'a Flags,
+    config: &'a Config,
+    machines: usize,
+    mpirun: bool,
+) -> Result<Option<&'a str>, LaunchError> {
+    match flags.main_process_ip.as_deref().or(config.main_process_ip.as_deref()) {
+        Some(host) => Ok(Some(host)),
+        None if machines == 1 => Ok(Some("127.0.0.1")),
+        None if mpirun => Ok(None),
+        None => Err(LaunchError::NoMainProcess { machines }),
+    }
+}
+
+/// Returns the variables that pass the configuration file on to the ranks.
+fn config_variables(config: &Config, path: Option<&Path>) -> Vec<(&'static str, OsString)> {
+    let mut variables = Vec::new();
+    if let Some(path) = path {
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        variables.push((CONFIG_VARIABLE, absolute.into()));
+    }
+    if config.debug {
+        variables.push((DEBUG_VARIABLE, "1".into()));
+    }
+    if config.use_cpu {
+        variables.push(("CUDA_VISIBLE_DEVICES", OsString::new()));
+    } else if let Some(ids) = &config.gpu_ids {
+        variables.push(("CUDA_VISIBLE_DEVICES", ids.into()));
+    }
+    variables
+}
+
+/// Refuses to run as one of several ranks, because each of those launchers would start all ranks.
+///
+/// Two cases are no ranks: one launcher a machine, started by `mpirun` or `srun`, and a launcher in a
+/// Slurm batch script, outside of any `srun` step.
+fn refuse_nested_launch(
+    machines: usize,
+    variable: &impl Fn(&str) -> Option<OsString>,
+) -> Result<(), LaunchError> {
     let Some(place) = RankEnv::from_variables(variable)? else { return Ok(()) };
     let batch = place.launcher == Launcher::Slurm && variable("SLURM_STEP_NUM_TASKS").is_none();
     let one_a_machine = place.launcher != Launcher::Torchrun && place.world.size() == machines;
@@ -226,37 +207,7 @@ fn once(machines: usize, variable: &impl Fn(&str) -> Option<OsString>) -> Result
     })
 }
 
-/// The port at which ranks meet. On the machine of rank 0 it must be free.
-fn meeting_port(port: Option<u16>, machines: usize, machine: usize) -> Result<u16, LaunchError> {
-    let port = match port {
-        Some(port) => port,
-        None if machines == 1 => 0,
-        None => DEFAULT_PORT,
-    };
-    if machine > 0 {
-        return Ok(port);
-    }
-    let bound =
-        TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).and_then(|listener| listener.local_addr());
-    match bound {
-        Ok(address) => Ok(address.port()),
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            Err(LaunchError::PortTaken { port })
-        }
-        Err(source) => Err(LaunchError::Port { port, source }),
-    }
-}
-
-fn resolve(host: &str, port: u16) -> Result<(), LaunchError> {
-    let unresolved = |source| LaunchError::Unresolved { host: host.into(), source };
-    let mut addresses = (host, port).to_socket_addrs().map_err(unresolved)?;
-    match addresses.next() {
-        Some(_) => Ok(()),
-        None => Err(unresolved(io::Error::other("it has no address"))),
-    }
-}
-
-/// A name that no other run on this machine has.
+/// Returns a name that no other run on this machine has: the time in nanoseconds and the process ID.
 fn run_id() -> String {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
     format!("{:x}-{:x}", nanos, std::process::id())
@@ -264,6 +215,8 @@ fn run_id() -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
 
     fn plan(flags: &Flags, text: &str, env: &[(&str, &str)]) -> Result<Plan, LaunchError> {
@@ -343,7 +296,7 @@ mod tests {
             Flags { num_processes: Some(2), main_process_port: Some(port), ..Flags::default() };
         let error = plan(&flags, "", &[]).unwrap_err();
         assert!(matches!(error, LaunchError::PortTaken { port: taken } if taken == port));
-        // It is free or taken on machine 0 only.
+        // Only machine 0 checks the port.
         let second = Flags {
             num_machines: Some(2),
             machine_rank: Some(1),

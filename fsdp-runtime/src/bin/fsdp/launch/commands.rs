@@ -1,0 +1,56 @@
+//! The commands of a plan: a program as one rank, or `mpirun` for all ranks.
+
+use std::process::Command;
+use std::time::Duration;
+
+use super::error::LaunchError;
+use super::plan::{Mpirun, Plan};
+
+/// Returns the command for the rank `local_rank` of this machine.
+pub(super) fn rank(
+    plan: &Plan,
+    local_rank: usize,
+    program: &[String],
+) -> Result<Command, LaunchError> {
+    let (name, args) =
+        program.split_first().ok_or_else(|| LaunchError::NotFound { program: String::new() })?;
+    let mut command = Command::new(name);
+    command
+        .args(args)
+        .envs(plan.variables.iter().map(|(key, value)| (key, value)))
+        .env("RANK", (plan.first + local_rank).to_string())
+        .env("LOCAL_RANK", local_rank.to_string())
+        // The launcher may be one of several, one a machine, that `mpirun` started. The variables that
+        // `mpirun` set for the launcher do not hold for the ranks.
+        .env_remove("OMPI_COMM_WORLD_RANK")
+        .env_remove("OMPI_COMM_WORLD_SIZE")
+        .env_remove("OMPI_COMM_WORLD_LOCAL_RANK");
+    Ok(command)
+}
+
+/// Returns the command `mpirun .. fsdp rank PROGRAM ARGS`. `grace` is the time between SIGTERM and
+/// SIGKILL when a rank has failed.
+pub(super) fn mpirun(
+    plan: &Plan,
+    mpirun: &Mpirun,
+    program: &[String],
+    grace: Duration,
+) -> Result<Command, LaunchError> {
+    let action = "find its own executable";
+    let this = std::env::current_exe().map_err(|source| LaunchError::System { action, source })?;
+    let mut command = Command::new("mpirun");
+    command
+        .args(["-n", &plan.world.to_string(), "--bind-to", "none"])
+        // Seconds between SIGTERM and SIGKILL.
+        .args(["--mca", "odls_base_sigkill_timeout", &grace.as_secs().max(1).to_string()]);
+    if let Some(hostfile) = &mpirun.hostfile {
+        command.arg("--hostfile").arg(hostfile);
+    } else if std::thread::available_parallelism().is_ok_and(|cores| plan.world > cores.get()) {
+        command.arg("--oversubscribe");
+    }
+    for (name, value) in &plan.variables {
+        command.env(name, value).args(["-x", name]);
+    }
+    command.arg(this).arg("rank").args(program);
+    Ok(command)
+}

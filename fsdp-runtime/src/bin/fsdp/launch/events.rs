@@ -1,0 +1,24 @@
+//! What the supervisor waits for, and how long.
+
+use std::time::Duration;
+
+/// Time after the first failure in which later failures are still collected. The cause of a failure may
+/// be reported after a reaction to it; `supervisor.rs` explains why.
+pub(super) const SETTLE_TIME: Duration = Duration::from_millis(300);
+
+/// Time to wait for the end of killed processes, and for the end of output streams.
+pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Something that happened to a process or to the launcher.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Event {
+    /// A process has ended.
+    Exited {
+        /// Index of the process among those of the launcher.
+        index: usize,
+    },
+    /// The standard output or standard error of a process has ended.
+    StreamEnded,
+    /// The launcher has received a signal.
+    Signal(i32),
+}

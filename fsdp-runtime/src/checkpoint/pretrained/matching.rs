@@ -1,0 +1,183 @@
+//! Matching the tensors of a file to a model's parameters, with every reason where they do not
+//! match.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use burn::tensor::Shape;
+use safetensors::Dtype;
+
+use super::options::{LoadOptions, LoadReport};
+use super::source::{MappedTensor, Source};
+use crate::error::LoadError;
+use crate::param_group::{ParamSpec, Placement};
+
+/// What this rank needs from a file for a parameter.
+#[derive(Clone, Debug)]
+pub(super) struct WantedTensor {
+    /// Name of the tensor in the file.
+    name: String,
+    /// Whether the file has the transpose of the parameter.
+    transposed: bool,
+    /// Full shape in the model.
+    shape: Vec<usize>,
+    /// Range of the flattened parameter's elements that this rank stores.
+    range: Range<usize>,
+    /// Shape in which this rank stores these elements.
+    base_shape: Vec<usize>,
+    /// Whether the parameter is tied to another, which is loaded in its stead. A file may have it
+    /// or not.
+    tied: bool,
+}
+
+impl WantedTensor {
+    /// Returns what this rank needs for a parameter called `name` in the file.
+    pub(super) fn of_param(spec: &ParamSpec, name: &str, transposed: bool) -> Self {
+        Self {
+            name: name.to_string(),
+            transposed,
+            shape: spec.shape.clone(),
+            range: spec.range(),
+            base_shape: spec.base_shape(),
+            tied: matches!(spec.held, Placement::TiedTo(_)),
+        }
+    }
+
+    /// Returns that this rank needs all elements of a tensor called `name` in the file.
+    pub(super) fn full(name: &str, shape: &[usize], transposed: bool) -> Self {
+        Self {
+            name: name.to_string(),
+            transposed,
+            shape: shape.to_vec(),
+            range: 0..shape.iter().product(),
+            base_shape: shape.to_vec(),
+            tied: false,
+        }
+    }
+}
+
+/// A tensor of a file that fits a parameter, with what this rank needs of it.
+#[derive(Debug)]
+pub(super) struct MatchedTensor {
+    tensor: MappedTensor,
+    wanted: WantedTensor,
+}
+
+/// Finds each wanted tensor in the file. `T` identifies the parameter to the caller.
+///
+/// # Errors
+///
+/// [`LoadError::Mismatch`] with all keys that are missing, unexpected or of the wrong shape or
+/// dtype, beyond what `options` allows.
+pub(super) fn match_tensors<T>(
+    source: &Source,
+    wanted: impl IntoIterator<Item = (T, WantedTensor)>,
+    options: &LoadOptions,
+) -> Result<(Vec<(T, MatchedTensor)>, LoadReport), LoadError> {
+    let allowed = |prefixes: &[String], key: &str| {
+        prefixes.iter().any(|prefix| key.starts_with(prefix.as_str()))
+    };
+    let mut unused: BTreeSet<&str> = source.tensors.keys().map(String::as_str).collect();
+    let (mut matched, mut misshapen) = (Vec::new(), Vec::new());
+    let (mut missing, mut report) = (Vec::new(), LoadReport::default());
+    for (to, wanted) in wanted {
+        let candidates = options.candidates(&wanted.name);
+        let Some(name) = candidates.iter().find(|name| unused.contains(name.as_str())) else {
+            if allowed(&options.missing, &wanted.name) || wanted.tied {
+                report.missing.push(wanted.name);
+            } else {
+                missing.push(wanted.name);
+            }
+            continue;
+        };
+        unused.remove(name.as_str());
+        let tensor = &source.tensors[name];
+        match difference(tensor, &wanted) {
+            Some(difference) => misshapen.push(format!("{name}: {difference}")),
+            // The owner of the tied parameter is loaded.
+            None if wanted.tied => {}
+            None => matched.push((to, MatchedTensor { tensor: tensor.clone(), wanted })),
+        }
+    }
+    // Sorted names are easier to read than the layout order.
+    for names in [&mut missing, &mut misshapen, &mut report.missing] {
+        names.sort();
+    }
+    let (ignored, unexpected): (Vec<&str>, Vec<&str>) = unused
+        .into_iter()
+        .partition(|key| allowed(&options.unexpected, key) || is_batch_count(source, key));
+    if !(missing.is_empty() && unexpected.is_empty() && misshapen.is_empty()) {
+        return Err(LoadError::Mismatch {
+            file: source.label.clone(),
+            missing,
+            unexpected: unexpected.into_iter().map(str::to_string).collect(),
+            misshapen,
+        });
+    }
+    report.loaded = matched.len();
+    report.unexpected = ignored.into_iter().map(str::to_string).collect();
+    Ok((matched, report))
+}
+
+/// Returns whether a tensor is PyTorch's count of the batches in a running mean, which Burn does
+/// not keep.
+fn is_batch_count(source: &Source, key: &str) -> bool {
+    key.strip_suffix("num_batches_tracked")
+        .is_some_and(|norm| source.tensors.contains_key(&format!("{norm}running_mean")))
+}
+
+/// Describes how the shape or dtype of a tensor differs from the wanted one, if it does.
+fn difference(tensor: &MappedTensor, wanted: &WantedTensor) -> Option<String> {
+    let mut expected = wanted.shape.clone();
+    if wanted.transposed {
+        expected.reverse();
+    }
+    if tensor.shape != expected {
+        return Some(format!("{:?} in the file, {expected:?} in the model", tensor.shape));
+    }
+    let float = matches!(tensor.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64);
+    (!float).then(|| format!("{:?} in the file, a float in the model", tensor.dtype))
+}
+
+impl MatchedTensor {
+    /// Returns the shape in which this rank stores the elements.
+    pub(super) fn base_shape(&self) -> Shape {
+        self.wanted.base_shape.clone().into()
+    }
+
+    /// Returns whether this rank stores no element of the parameter.
+    pub(super) fn is_empty(&self) -> bool {
+        self.wanted.range.is_empty()
+    }
+
+    /// Reads the elements that this rank stores, converted to f32.
+    pub(super) fn read(&self) -> Vec<f32> {
+        let bytes = self.tensor.bytes();
+        let WantedTensor { shape, range, transposed, .. } = &self.wanted;
+        let width = shape.last().copied().unwrap_or(1).max(1);
+        let height = shape.iter().product::<usize>() / width;
+        let at = |index: usize| match transposed {
+            false => index,
+            true => (index % width) * height + index / width,
+        };
+        macro_rules! elements {
+            ($ty:ty, $to:expr) => {{
+                let element = |index: usize| {
+                    let start = at(index) * size_of::<$ty>();
+                    let mut word = [0; size_of::<$ty>()];
+                    word.copy_from_slice(&bytes[start..start + size_of::<$ty>()]);
+                    $to(<$ty>::from_le_bytes(word))
+                };
+                range.clone().map(element).collect()
+            }};
+        }
+        let elements = match self.tensor.dtype {
+            Dtype::F64 => elements!(f64, |x| x as f32),
+            Dtype::F16 => elements!(half::f16, half::f16::to_f32),
+            Dtype::BF16 => elements!(half::bf16, half::bf16::to_f32),
+            _ => elements!(f32, |x| x),
+        };
+        self.tensor.release();
+        elements
+    }
+}

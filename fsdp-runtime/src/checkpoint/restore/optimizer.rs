@@ -1,0 +1,78 @@
+//! Optimizers with the state of a checkpoint.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Bytes;
+
+use super::builder::LoadedOptimizer;
+use super::target::Target;
+use crate::checkpoint::manifest::{ParameterEntry, TensorEntry, optimizer_tensor_name};
+use crate::checkpoint::optimizer_state::{self, NewParamState};
+use crate::checkpoint::reader::CheckpointReader;
+use crate::error::CheckpointError;
+
+/// Returns a copy of `own` with this rank's part of the checkpoint's state, whose checksums it
+/// verifies.
+pub(super) fn load_optimizer(
+    name: &str,
+    own: &LoadedOptimizer<'_>,
+    targets: &BTreeMap<&str, Vec<Target<'_>>>,
+    reader: &Arc<CheckpointReader>,
+) -> Result<ModuleOptimizer, CheckpointError> {
+    let mut states = Vec::new();
+    for (model, parameters) in &reader.manifest().optimizers[name].models {
+        for target in targets.get(model.as_str()).into_iter().flatten() {
+            let path = &target.spec.path;
+            let Some(state) = parameters.get(path) else { continue };
+            if !target.is_stepped(own.whole) {
+                continue;
+            }
+            let ParameterEntry { scalars, tensors } = state;
+            let mut new = NewParamState {
+                id: target.id,
+                path: path.clone(),
+                rank: target.spec.shape.len(),
+                scalars: scalars.clone(),
+                tensors: Vec::new(),
+            };
+            for (tensor, stored) in tensors {
+                let key = optimizer_tensor_name(name, model, path, tensor);
+                let Some((range, shape)) = target.state_range(stored, own.whole) else { continue };
+                reader.verify(&key, stored, range.clone())?;
+                let stored = StoredRange { reader: reader.clone(), key, tensor: stored, range };
+                new.tensors.push(stored.deferred(tensor, shape));
+            }
+            states.push(new);
+        }
+    }
+    optimizer_state::with_state(name, own.optimizer, states)
+}
+
+/// A verified range of a tensor in a checkpoint.
+struct StoredRange<'a> {
+    reader: Arc<CheckpointReader>,
+    /// The tensor's name in the ranks' files.
+    key: String,
+    tensor: &'a TensorEntry,
+    range: Range<usize>,
+}
+
+impl StoredRange<'_> {
+    /// Returns a tensor called `name` that is read from the checkpoint when a record is written.
+    fn deferred(self, name: &str, shape: Vec<usize>) -> burn_pack::Tensor {
+        let Self { reader, key, tensor, range } = self;
+        let (dtype, len) = (tensor.dtype.burn(), range.len() * tensor.dtype.size());
+        let tensor = tensor.clone();
+        let read = move || {
+            let mut bytes = vec![0; len];
+            reader
+                .read(&key, &tensor, range.clone(), &mut bytes)
+                .map_err(|error| burn_pack::Error::IoError(error.to_string()))?;
+            Ok(Bytes::from_bytes_vec(bytes))
+        };
+        burn_pack::Tensor::deferred(name.to_string(), dtype, shape, None, len, read)
+    }
+}

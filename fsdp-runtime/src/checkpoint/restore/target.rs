@@ -1,0 +1,71 @@
+//! A parameter to load into, and the elements that this rank needs for it.
+
+use std::ops::Range;
+
+use burn::module::ParamId;
+use burn::tensor::DType;
+
+use crate::checkpoint::manifest::TensorEntry;
+use crate::module::ParamIndex;
+use crate::param_group::{ParamSpec, Placement};
+
+/// A parameter of a model to load into.
+#[derive(Clone)]
+pub(super) struct Target<'a> {
+    pub(super) id: ParamId,
+    pub(super) index: ParamIndex,
+    pub(super) spec: &'a ParamSpec,
+    pub(super) dtype: DType,
+    /// The rank that loads.
+    pub(super) rank: usize,
+    /// Whether this rank owns the parameter, a sharded matrix, for optimizers that step full
+    /// matrices.
+    pub(super) owned: bool,
+}
+
+/// Returns the elements of a stored tensor that a rank needs for its part of a parameter, counted
+/// over all copies.
+pub(super) fn stored_range(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> Range<usize> {
+    let first = first_element(spec, stored, rank);
+    first + spec.range().start..first + spec.range().end
+}
+
+/// Returns the index of the first element of the copy that a rank loads. This is copy 0 for a rank
+/// that the saving world did not have, and for a parameter that is no longer ignored.
+fn first_element(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
+    match spec.held {
+        Placement::PerRank if rank < stored.copies => rank * stored.numel().unwrap_or(0),
+        _ => 0,
+    }
+}
+
+impl Target<'_> {
+    /// Returns the elements that this rank needs of a tensor of an optimizer's state for the
+    /// parameter, with their shape; `None` where the tensor's shape does not fit. These are the
+    /// shard's elements of a sharded parameter, and else the full tensor, which `whole` also
+    /// selects for a sharded matrix.
+    pub(super) fn state_range(
+        &self,
+        stored: &TensorEntry,
+        whole: bool,
+    ) -> Option<(Range<usize>, Vec<usize>)> {
+        let spec = self.spec;
+        let sharded = matches!(spec.held, Placement::Shard(_)) && !whole;
+        if sharded {
+            let range = stored_range(spec, stored, self.rank);
+            return (stored.shape == spec.shape).then(|| (range, spec.base_shape()));
+        }
+        let first = first_element(spec, stored, self.rank);
+        let fits = stored.shape.len() == spec.shape.len();
+        let numel = stored.numel().filter(|_| fits)?;
+        Some((first..first + numel, stored.shape.clone()))
+    }
+
+    /// Returns whether this rank steps the parameter, and so has optimizer state of it.
+    pub(super) fn is_stepped(&self, whole: bool) -> bool {
+        match self.spec.held {
+            Placement::Shard(_) if whole => self.owned,
+            _ => !self.spec.range().is_empty(),
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! A sharded model of any type, as saving and loading use it: access to what this rank stores of
+//! each parameter.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use burn::module::{ModuleMapper, Param, ParamId};
+use burn::tensor::{DType, Device, DispatchTensor, Tensor, TensorData};
+
+use crate::fully_shard::Fsdp;
+use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
+use crate::param_group::plan::{IgnoredParam, Key};
+use crate::param_group::{ParamSpec, Placement};
+use crate::runtime::schedule::Engine;
+
+/// What this rank stores of a parameter.
+#[derive(Debug)]
+pub(super) struct LocalParam {
+    pub(super) id: ParamId,
+    /// Index of the parameter. That of an ignored parameter has the number of units as its unit.
+    pub(super) index: ParamIndex,
+    pub(super) dtype: DType,
+    pub(super) device: Device,
+    /// The shard, or the replicated parameter, or the one-element placeholder of an empty shard. An
+    /// ignored parameter is flat, of shape `[numel]`.
+    pub(super) base: DispatchTensor,
+}
+
+/// Returns the new values of a parameter with the given index, description and dtype; `None` leaves
+/// the parameter unchanged.
+pub(super) type NewValues<'a> = dyn FnMut(ParamIndex, &ParamSpec, DType) -> Option<TensorData> + 'a;
+
+/// A sharded model of any type.
+pub(super) trait ShardedModel {
+    /// Returns the model's schedule.
+    fn engine(&self) -> &Arc<dyn Engine>;
+
+    /// Returns the ignored parameters and running statistics: each rank has its own values of them.
+    /// In a [`ParamIndex`] they are the entries of a unit after the last.
+    fn ignored(&self) -> &[IgnoredParam];
+
+    /// Returns the name and layout of each sharded or replicated parameter in the framework that
+    /// the model comes from.
+    fn keys(&self) -> &BTreeMap<ParamIndex, Key>;
+
+    /// Calls `f` with each parameter, ignored ones included. Tied parameters are visited once, as
+    /// their owner.
+    fn for_each_param(&self, f: &mut dyn FnMut(LocalParam));
+
+    /// Replaces what this rank stores of each parameter, one parameter after the other. Parameters
+    /// for which `new_values` returns values, and those with an empty shard here, count as loaded
+    /// afterwards.
+    fn replace_values(&mut self, new_values: &mut NewValues<'_>);
+
+    /// Returns the description of a parameter.
+    fn spec(&self, index: ParamIndex) -> &ParamSpec {
+        param_spec(&**self.engine(), self.ignored(), index)
+    }
+}
+
+fn param_spec<'a>(
+    engine: &'a dyn Engine,
+    ignored: &'a [IgnoredParam],
+    index: ParamIndex,
+) -> &'a ParamSpec {
+    match engine.units().get(index.unit) {
+        Some(unit) => &unit.entries[index.entry],
+        None => &ignored[index.entry].entry,
+    }
+}
+
+/// Calls `f` with the elements of a parameter's stored tensor, in order, as bytes in host memory.
+pub(super) fn with_host_bytes(
+    engine: &dyn Engine,
+    spec: &ParamSpec,
+    base: DispatchTensor,
+    f: &mut dyn FnMut(&[u8]),
+) {
+    if spec.held == Placement::PerRank {
+        // An ignored parameter may have another device and dtype than the model.
+        return f(ignored_values(base).as_bytes());
+    }
+    engine.with_bytes(base, f);
+}
+
+/// Returns the elements of an ignored parameter, in the flat shape that [`LocalParam::base`] has.
+pub(super) fn ignored_values(base: DispatchTensor) -> TensorData {
+    Tensor::<1>::from_dispatch(base).into_data()
+}
+
+/// Returns Burn's id of each sharded or replicated parameter. A tied parameter has an entry at each
+/// of the indices that share the values.
+pub(super) fn param_ids<M: FsdpModule>(module: &M) -> HashMap<ParamIndex, ParamId> {
+    struct Ids(HashMap<ParamIndex, ParamId>);
+    impl ParamVisitor for Ids {
+        fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(sharded) = Sharded::of(param) {
+                self.0.insert(sharded.place, param.id);
+            }
+        }
+    }
+    let mut ids = Ids(HashMap::new());
+    module.visit_params(&mut ids);
+    ids.0
+}
+
+impl<M: FsdpModule> ShardedModel for Fsdp<M> {
+    fn engine(&self) -> &Arc<dyn Engine> {
+        &self.engine
+    }
+
+    fn ignored(&self) -> &[IgnoredParam] {
+        &self.ignored
+    }
+
+    fn keys(&self) -> &BTreeMap<ParamIndex, Key> {
+        &self.keys
+    }
+
+    fn for_each_param(&self, f: &mut dyn FnMut(LocalParam)) {
+        let mut visitor = LocalParamVisitor { engine: &*self.engine, ignored: &self.ignored, f };
+        self.module.visit_params(&mut visitor);
+    }
+
+    fn replace_values(&mut self, new_values: &mut NewValues<'_>) {
+        let (engine, ignored) = (self.engine.clone(), self.ignored.clone());
+        let mut indices = HashMap::new();
+        self.for_each_param(&mut |param| _ = indices.entry(param.id).or_insert(param.index));
+        let mut mapper = ReplaceValues {
+            engine: &*engine,
+            ignored: &ignored,
+            new_values,
+            indices,
+            loaded: Vec::new(),
+        };
+        // In place, so that each old shard is freed before the next new one is allocated.
+        replace_with::replace_with_or_abort(&mut self.module, |module| module.map(&mut mapper));
+        engine.set_loaded(&mapper.loaded);
+    }
+}
+
+/// The visitor behind [`ShardedModel::for_each_param`].
+struct LocalParamVisitor<'a> {
+    engine: &'a dyn Engine,
+    ignored: &'a [IgnoredParam],
+    f: &'a mut dyn FnMut(LocalParam),
+}
+
+impl ParamVisitor for LocalParamVisitor<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let index = match Sharded::of(param) {
+            Some(sharded) => sharded.place,
+            None => {
+                let is_param = |ignored: &IgnoredParam| ignored.id == param.id;
+                let Some(entry) = self.ignored.iter().position(is_param) else { return };
+                ParamIndex { unit: self.engine.units().len(), entry }
+            }
+        };
+        let spec = param_spec(self.engine, self.ignored, index);
+        if matches!(spec.held, Placement::TiedTo(_)) {
+            return;
+        }
+        let base = param.base();
+        let (dtype, device) = (base.dtype(), base.device());
+        let base = match spec.held {
+            Placement::PerRank => base.detach().reshape([spec.numel()]).into_dispatch(),
+            _ => base.into_dispatch(),
+        };
+        (self.f)(LocalParam { id: param.id, index, dtype, device, base });
+    }
+
+    fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
+        self.param(buffer);
+    }
+}
+
+/// The mapper behind [`ShardedModel::replace_values`].
+struct ReplaceValues<'a, 'b> {
+    engine: &'a dyn Engine,
+    ignored: &'a [IgnoredParam],
+    new_values: &'a mut NewValues<'b>,
+    /// Index of each parameter not visited yet, by id.
+    indices: HashMap<ParamId, ParamIndex>,
+    loaded: Vec<ParamIndex>,
+}
+
+impl ModuleMapper for ReplaceValues<'_, '_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        // A tied parameter that is a clone of its owner has the owner's id and is visited later.
+        let Some(index) = self.indices.remove(&param.id) else { return param };
+        let spec = param_spec(self.engine, self.ignored, index);
+        // The placeholder of an empty shard needs no values.
+        if spec.range().is_empty() {
+            self.loaded.push(index);
+            return param;
+        }
+        let (id, base, mapper) = param.consume();
+        let (device, dtype) = (base.device(), base.dtype());
+        let tracked = base.is_require_grad();
+        let Some(data) = (self.new_values)(index, spec, dtype) else {
+            return Param::from_mapped_value(id, base, mapper);
+        };
+        self.loaded.push(index);
+        drop(base);
+        let base = Tensor::from_data(data, (&device, dtype)).set_require_grad(tracked);
+        Param::from_mapped_value(id, base, mapper)
+    }
+}

@@ -1,0 +1,78 @@
+//! Reading and writing a [`Config`] as a file.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use super::error::{ConfigError, Note};
+use super::types::{CONFIG_VARIABLE, Config};
+use super::{read, write};
+use crate::launch::env::RankEnv;
+
+impl Config {
+    /// Reads a file. The notes are its keys that have no effect.
+    ///
+    /// # Errors
+    ///
+    /// - [`ConfigError::Read`] if the file cannot be read.
+    /// - [`ConfigError::Syntax`] if it is not YAML.
+    /// - [`ConfigError::Invalid`] with every unknown key, unknown value and contradiction.
+    pub fn read(path: impl AsRef<Path>) -> Result<(Self, Vec<Note>), ConfigError> {
+        let path = path.as_ref();
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        Self::parse(&text, path)
+    }
+
+    /// Reads the text of a file. Errors name the file as `path`.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Syntax`] or [`ConfigError::Invalid`], as [`read`](Self::read).
+    pub fn parse(text: &str, path: impl AsRef<Path>) -> Result<(Self, Vec<Note>), ConfigError> {
+        read::read(text, path.as_ref())
+    }
+
+    /// Reads the file that `fsdp launch` names in [`CONFIG_VARIABLE`]. Returns `None` if the variable is
+    /// not set. If this process is a rank, `num_processes` is the number of ranks that were started,
+    /// because flags of the launcher override the file.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read).
+    pub fn from_env() -> Result<Option<(Self, Vec<Note>)>, ConfigError> {
+        Self::from_variables(|name| std::env::var_os(name))
+    }
+
+    pub(super) fn from_variables(
+        variable: impl Fn(&str) -> Option<OsString>,
+    ) -> Result<Option<(Self, Vec<Note>)>, ConfigError> {
+        let Some(path) = variable(CONFIG_VARIABLE).filter(|path| !path.is_empty()) else {
+            return Ok(None);
+        };
+        let (mut config, notes) = Self::read(PathBuf::from(path))?;
+        // Errors in the rank's variables are left to `RankEnv::read`, which the program calls too.
+        if let Ok(Some(place)) = RankEnv::from_variables(variable) {
+            config.num_processes = Some(place.world.size());
+        }
+        Ok(Some((config, notes)))
+    }
+
+    /// Writes a file that Accelerate reads too. Creates its directory if it does not exist.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Write`].
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<(), ConfigError> {
+        let path = path.as_ref();
+        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        directory
+            .map_or(Ok(()), std::fs::create_dir_all)
+            .and_then(|()| std::fs::write(path, self.to_yaml()))
+            .map_err(|source| ConfigError::Write { path: path.into(), source })
+    }
+
+    /// Returns the text of a file that Accelerate reads too.
+    pub fn to_yaml(&self) -> String {
+        write::to_yaml(self)
+    }
+}

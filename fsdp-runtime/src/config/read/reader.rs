@@ -1,0 +1,136 @@
+//! The [`Reader`]: the configuration read so far, its notes and problems, and values of one type.
+
+use crate::config::error::{Note, Problem, ProblemKind};
+use crate::config::nearest::nearest;
+use crate::config::types::Config;
+use crate::config::values::Named;
+use crate::config::yaml::{Entry, Value};
+use crate::options::ShardingStrategy;
+
+/// Key of the number of shard groups, whose line `agree.rs` needs.
+pub(super) const REPLICATE: &str = "parallelism_config_dp_replicate_size";
+
+/// What has been read of a file.
+#[derive(Default)]
+pub(super) struct Reader {
+    pub(super) config: Config,
+    pub(super) notes: Vec<Note>,
+    pub(super) problems: Vec<Problem>,
+    /// Value of `fp16`, which older files have instead of `mixed_precision`.
+    pub(super) fp16: bool,
+    /// Value of `fsdp_sharding_strategy`.
+    pub(super) strategy: Option<ShardingStrategy>,
+    /// Value of `fsdp_reshard_after_forward`, the newer key for the strategy.
+    pub(super) reshard: Option<Reshard>,
+}
+
+/// Value of `fsdp_reshard_after_forward`.
+#[derive(Clone, Copy)]
+pub(super) enum Reshard {
+    /// A Boolean, as in files of `fsdp_version: 2`.
+    After(bool),
+    /// A strategy, as in files of `fsdp_version: 1`.
+    Strategy(ShardingStrategy),
+}
+
+impl Reader {
+    pub(super) fn problem(&mut self, line: usize, kind: ProblemKind) {
+        self.problems.push(Problem { line: Some(line), kind });
+    }
+
+    /// Adds a problem: the value of `entry` is not `expected`.
+    pub(super) fn wrong_value(&mut self, entry: &Entry, expected: impl Into<String>) {
+        let (key, value) = (entry.key.clone(), entry.value.shown());
+        self.problem(
+            entry.value.line,
+            ProblemKind::WrongValue { key, value, expected: expected.into() },
+        );
+    }
+
+    /// Adds a problem: the value of `entry`, which is `text`, is not one of `valid`.
+    pub(super) fn unknown_value(&mut self, entry: &Entry, text: &str, valid: Vec<&'static str>) {
+        let (key, value) = (entry.key.clone(), entry.value.shown());
+        let nearest = nearest(text, valid.iter().copied());
+        self.problem(entry.value.line, ProblemKind::UnknownValue { key, value, nearest, valid });
+    }
+
+    /// Adds a note: `entry` has no effect. `off` marks the value that switches the option off.
+    pub(super) fn note(&mut self, entry: &Entry, reason: impl Into<String>, off: bool) {
+        self.notes.push(Note {
+            line: entry.line,
+            key: entry.key.clone(),
+            value: entry.value.shown(),
+            reason: reason.into(),
+            off,
+        });
+    }
+
+    /// Reads a text that is not empty.
+    pub(super) fn text(&mut self, entry: &Entry) -> Option<String> {
+        let text = entry.value.text().map(str::trim).filter(|text| !text.is_empty());
+        if text.is_none() {
+            self.wrong_value(entry, "a text");
+        }
+        text.map(str::to_string)
+    }
+
+    pub(super) fn bool(&mut self, entry: &Entry) -> Option<bool> {
+        let value = entry.value.text().and_then(boolean);
+        if value.is_none() {
+            self.wrong_value(entry, "true or false");
+        }
+        value
+    }
+
+    /// Reads a whole number of at least `least`, which may be written as `1e8`.
+    pub(super) fn count(&mut self, entry: &Entry, least: usize) -> Option<usize> {
+        let value = entry.value.text().and_then(whole_number).filter(|value| *value >= least);
+        if value.is_none() {
+            self.wrong_value(entry, format!("a whole number of at least {least}"));
+        }
+        value
+    }
+
+    /// Reads a name. `parse` is [`Named::named`] or [`Named::named_or_numbered`].
+    pub(super) fn named<T: Named>(
+        &mut self,
+        entry: &Entry,
+        parse: fn(&str) -> Option<T>,
+    ) -> Option<T> {
+        let text = entry.value.text().unwrap_or_default().trim();
+        let value = parse(text);
+        if value.is_none() {
+            self.unknown_value(entry, text, T::NAMES.to_vec());
+        }
+        value
+    }
+
+    /// Reads the entries of a map with `read`.
+    pub(super) fn map(&mut self, entry: &Entry, read: impl FnOnce(&mut Self, &[Entry])) {
+        match &entry.value.value {
+            Value::Map(entries) => read(self, entries),
+            _ => self.wrong_value(entry, "indented lines of `key: value`"),
+        }
+    }
+}
+
+/// Parses a Boolean of YAML 1.1, or a text that Python's `strtobool` takes.
+pub(super) fn boolean(text: &str) -> Option<bool> {
+    match text.trim().to_ascii_lowercase().as_str() {
+        "true" | "yes" | "on" | "y" | "t" | "1" => Some(true),
+        "false" | "no" | "off" | "n" | "f" | "0" => Some(false),
+        _ => None,
+    }
+}
+
+/// Parses a number without a fraction, such as `100000`, `100_000` or `1e5`.
+fn whole_number(text: &str) -> Option<usize> {
+    let text = text.trim().replace('_', "");
+    if let Ok(number) = text.parse() {
+        return Some(number);
+    }
+    let number: f64 = text.parse().ok()?;
+    // Up to 2^53, about 9e15, an `f64` holds every whole number.
+    let exact = number.fract() == 0.0 && (0.0..=9e15).contains(&number);
+    exact.then_some(number as usize)
+}

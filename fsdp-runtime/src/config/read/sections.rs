@@ -1,0 +1,136 @@
+//! The keys of the two parts of a file: the top level, and `fsdp_config`.
+
+use std::collections::HashMap;
+
+use super::reader::Reader;
+use crate::config::error::ProblemKind;
+use crate::config::keys::{Effect, Section};
+use crate::config::nearest::nearest;
+use crate::config::values::Named;
+use crate::config::yaml::Entry;
+
+impl Reader {
+    /// Reads all entries of a part. Of entries with equal keys, the first is read.
+    pub(super) fn section(&mut self, section: Section, entries: &[Entry]) {
+        let mut lines: HashMap<&str, usize> = HashMap::new();
+        for entry in entries {
+            if let Some(&first) = lines.get(entry.key.as_str()) {
+                let key = entry.key.clone();
+                self.problem(entry.line, ProblemKind::DuplicateKey { key, first });
+                continue;
+            }
+            lines.insert(&entry.key, entry.line);
+            self.entry(section, entry);
+        }
+    }
+
+    fn entry(&mut self, section: Section, entry: &Entry) {
+        let Some(key) = section.find(&entry.key) else {
+            return self.unknown_key(section, entry);
+        };
+        match key.effect {
+            Effect::Unused { because, off } => {
+                let value = entry.value.shown();
+                let is_off =
+                    entry.value.is_null() || off.iter().any(|off| off.eq_ignore_ascii_case(&value));
+                self.note(entry, because, is_off);
+            }
+            // A key without a value counts as left out.
+            Effect::Used if entry.value.is_null() => {}
+            Effect::Used => {
+                self.config.source.lines.insert(key.name, entry.line);
+                match section {
+                    Section::Top => self.top_level_key(entry),
+                    Section::Fsdp => self.fsdp_key(entry),
+                }
+            }
+        }
+    }
+
+    fn unknown_key(&mut self, section: Section, entry: &Entry) {
+        let key = entry.key.clone();
+        if section.other().find(&key).is_some() {
+            let place = section.other().place();
+            return self.problem(entry.line, ProblemKind::Misplaced { key, place });
+        }
+        let nearest = nearest(&key, section.keys().iter().map(|key| key.name));
+        self.problem(entry.line, ProblemKind::UnknownKey { key, nearest });
+    }
+
+    fn top_level_key(&mut self, entry: &Entry) {
+        match entry.key.as_str() {
+            "compute_environment" => self.compute_environment(entry),
+            "debug" => self.config.debug = self.bool(entry).unwrap_or_default(),
+            "distributed_type" => self.distributed_type(entry),
+            "downcast_bf16" => self.config.downcast_bf16 = self.bool(entry).unwrap_or_default(),
+            "fp16" => self.fp16 = self.bool(entry).unwrap_or_default(),
+            "fsdp_config" => self.map(entry, |reader, map| reader.section(Section::Fsdp, map)),
+            "gpu_ids" => {
+                let all = |ids: &String| ids.eq_ignore_ascii_case("all");
+                self.config.gpu_ids = self.text(entry).filter(|ids| !all(ids));
+            }
+            "machine_rank" => self.config.machine_rank = self.count(entry, 0).unwrap_or_default(),
+            "main_process_ip" => self.config.main_process_ip = self.text(entry),
+            "main_process_port" => self.main_process_port(entry),
+            "mixed_precision" => self.mixed_precision(entry),
+            "mpirun_config" => self.map(entry, |reader, map| reader.mpirun(map)),
+            "num_machines" => self.config.num_machines = self.count(entry, 1).unwrap_or(1),
+            // In Accelerate, -1 stands for one process a GPU. Here it counts as left out.
+            "num_processes" if entry.value.text() == Some("-1") => {}
+            "num_processes" => self.config.num_processes = self.count(entry, 1),
+            "parallelism_config" => self.map(entry, |reader, map| {
+                map.iter().for_each(|entry| reader.parallelism(entry));
+            }),
+            "use_cpu" => self.config.use_cpu = self.bool(entry).unwrap_or_default(),
+            _ => self.unknown_key(Section::Top, entry),
+        }
+    }
+
+    fn fsdp_key(&mut self, entry: &Entry) {
+        match entry.key.as_str() {
+            "fsdp_activation_checkpointing" => {
+                self.config.fsdp.activation_checkpointing = self.bool(entry).unwrap_or_default();
+            }
+            "fsdp_auto_wrap_policy" => {
+                self.config.fsdp.auto_wrap_policy = self.named(entry, Named::named);
+            }
+            "fsdp_backward_prefetch" => {
+                self.config.fsdp.backward_prefetch = self.named(entry, Named::named_or_numbered);
+            }
+            "fsdp_backward_prefetch_policy" => {
+                let older = self.named(entry, Named::named_or_numbered);
+                let fsdp = &mut self.config.fsdp;
+                fsdp.backward_prefetch = fsdp.backward_prefetch.or(older);
+            }
+            "fsdp_cpu_ram_efficient_loading" => {
+                self.config.fsdp.cpu_ram_efficient_loading = self.bool(entry);
+            }
+            "fsdp_forward_prefetch" => self.config.fsdp.forward_prefetch = self.bool(entry),
+            "fsdp_min_num_params" => self.config.fsdp.min_num_params = self.count(entry, 0),
+            "fsdp_offload_params" => {
+                self.config.fsdp.offload_params = self.bool(entry).unwrap_or_default();
+            }
+            "fsdp_reshard_after_forward" => self.reshard_after_forward(entry),
+            "fsdp_sharding_strategy" => {
+                self.strategy = self.named(entry, Named::named_or_numbered);
+            }
+            "fsdp_state_dict_type" => {
+                self.config.fsdp.state_dict_type = self.named(entry, Named::named_or_numbered);
+            }
+            "fsdp_sync_module_states" => self.config.fsdp.sync_module_states = self.bool(entry),
+            "fsdp_transformer_layer_cls_to_wrap" => self.unit_names(entry),
+            "fsdp_use_orig_params" => {
+                if self.bool(entry) == Some(false) {
+                    let reason = "parameters always keep their own shapes, names and ids";
+                    self.note(entry, reason, false);
+                }
+            }
+            "fsdp_version" => {
+                if self.count(entry, 1).is_some_and(|version| version > 2) {
+                    self.wrong_value(entry, "1 or 2");
+                }
+            }
+            _ => self.unknown_key(Section::Fsdp, entry),
+        }
+    }
+}

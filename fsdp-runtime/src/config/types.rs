@@ -1,0 +1,151 @@
+//! [`Config`] and the structs it is made of.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use super::values::{AutoWrapPolicy, MixedPrecision, StateDictType};
+use crate::options::{BackwardPrefetch, ShardingStrategy};
+
+/// Environment variable with the path of the configuration file. `fsdp launch` sets it for each rank.
+pub const CONFIG_VARIABLE: &str = "FSDP_CONFIG";
+
+/// Value of `fsdp_min_num_params` if the file does not set it, in elements. Accelerate has the same.
+pub const DEFAULT_MIN_NUM_PARAMS: usize = 100_000_000;
+
+/// How to start a program and how to shard its model. Fields have the names of Accelerate's keys.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// `num_processes`: number of ranks on all machines together. `None` if the file leaves it open.
+    pub num_processes: Option<usize>,
+    /// `num_machines`: number of machines, 1 by default.
+    pub num_machines: usize,
+    /// `machine_rank`: number of this machine, counted from 0.
+    pub machine_rank: usize,
+    /// `main_process_ip`: host name or address of the machine of rank 0.
+    pub main_process_ip: Option<String>,
+    /// `main_process_port`: port on the machine of rank 0 to which ranks connect. `None` for the
+    /// default of `fsdp launch`: any free port with one machine, 29500 with several.
+    pub main_process_port: Option<u16>,
+    /// `gpu_ids`: GPUs of this machine to use, in the format of `CUDA_VISIBLE_DEVICES`. `None` for all.
+    pub gpu_ids: Option<String>,
+    /// `mpirun_config`: options of `mpirun`. `None` if ranks are not started with `mpirun`.
+    pub mpirun: Option<MpirunConfig>,
+    /// `use_cpu`: compute on the CPU even if there is a GPU.
+    pub use_cpu: bool,
+    /// `debug`: compare every collective across ranks before it runs.
+    pub debug: bool,
+    /// `mixed_precision`: dtype of gathered parameters and of the computation.
+    pub mixed_precision: MixedPrecision,
+    /// `downcast_bf16`: with `mixed_precision: bf16`, outputs of the model stay in bf16. Otherwise they
+    /// are converted to f32.
+    pub downcast_bf16: bool,
+    /// `fsdp_config`: how the model is sharded.
+    pub fsdp: FsdpConfig,
+    pub(super) source: Source,
+}
+
+/// Options of `mpirun`: the keys under `mpirun_config`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpirunConfig {
+    /// `mpirun_hostfile`: file that lists the hosts and their slots. `None` for this host alone, or for
+    /// the hosts of the batch system.
+    pub hostfile: Option<PathBuf>,
+}
+
+/// How the model is sharded: the keys under `fsdp_config` and `parallelism_config`. `None` stands for the
+/// default of [`FsdpOptions`](crate::FsdpOptions).
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct FsdpConfig {
+    /// `fsdp_sharding_strategy`, or the strategy that `fsdp_reshard_after_forward` stands for.
+    pub sharding_strategy: ShardingStrategy,
+    /// `fsdp_auto_wrap_policy`: which annotated units are gathered on their own.
+    pub auto_wrap_policy: Option<AutoWrapPolicy>,
+    /// `fsdp_transformer_layer_cls_to_wrap`: names of unit types. Empty for all unit types.
+    pub transformer_layer_cls_to_wrap: Vec<String>,
+    /// `fsdp_min_num_params`: minimum size of a unit under `SIZE_BASED_WRAP`, in elements.
+    pub min_num_params: Option<usize>,
+    /// `fsdp_backward_prefetch`, in older files `fsdp_backward_prefetch_policy`.
+    pub backward_prefetch: Option<BackwardPrefetch>,
+    /// `fsdp_forward_prefetch`: gather a unit while the unit before it computes.
+    pub forward_prefetch: Option<bool>,
+    /// `fsdp_offload_params`: store parameters, gradients and optimizer state in host memory.
+    pub offload_params: bool,
+    /// `fsdp_activation_checkpointing`: all units but the outermost recompute their activations in
+    /// backward. If false, only the units under `#[fsdp_unit(checkpoint)]` do.
+    pub activation_checkpointing: bool,
+    /// `fsdp_state_dict_type`: form in which the program saves checkpoints.
+    pub state_dict_type: Option<StateDictType>,
+    /// `fsdp_cpu_ram_efficient_loading`: one rank initialises a parameter, and the other ranks receive
+    /// their shards.
+    pub cpu_ram_efficient_loading: Option<bool>,
+    /// `fsdp_sync_module_states`: rank 0 broadcasts its initial parameters.
+    pub sync_module_states: Option<bool>,
+    /// `parallelism_config_dp_replicate_size`: number of shard groups. Each group of ranks holds a whole
+    /// copy of the model.
+    pub replicate: Option<usize>,
+    /// `parallelism_config_dp_shard_size`: number of ranks in a shard group.
+    pub shard: Option<usize>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            num_processes: None,
+            num_machines: 1,
+            machine_rank: 0,
+            main_process_ip: None,
+            main_process_port: None,
+            gpu_ids: None,
+            mpirun: None,
+            use_cpu: false,
+            downcast_bf16: false,
+            debug: false,
+            mixed_precision: MixedPrecision::No,
+            fsdp: FsdpConfig::default(),
+            source: Source::default(),
+        }
+    }
+}
+
+impl Default for FsdpConfig {
+    fn default() -> Self {
+        Self {
+            sharding_strategy: ShardingStrategy::FullShard,
+            auto_wrap_policy: None,
+            transformer_layer_cls_to_wrap: Vec::new(),
+            min_num_params: None,
+            backward_prefetch: None,
+            forward_prefetch: None,
+            offload_params: false,
+            activation_checkpointing: false,
+            state_dict_type: None,
+            cpu_ram_efficient_loading: None,
+            sync_module_states: None,
+            replicate: None,
+            shard: None,
+        }
+    }
+}
+
+/// Path of the file and lines of its keys, for errors that are found after reading.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Source {
+    pub(super) path: PathBuf,
+    /// Line of each key that was read, counted from 1.
+    pub(super) lines: BTreeMap<&'static str, usize>,
+}
+
+impl PartialEq for Source {
+    /// Always true: two configurations with equal values are equal, wherever their keys stand.
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Source {
+    /// Returns the line of a key; `None` if the file does not have the key.
+    pub(super) fn line(&self, key: &str) -> Option<usize> {
+        self.lines.get(key).copied()
+    }
+}
