@@ -34,6 +34,10 @@ pub(crate) struct ReduceScatter<'a, B: ShardBackend> {
     /// How each of the gradients is reduced, in the same order.
     pub(crate) keep: &'a [Reduce],
     /// Layout of the gradients' unit over the ranks of the process group.
+    #[cfg_attr(
+        not(any(feature = "mpi", feature = "nccl")),
+        allow(dead_code, reason = "threads need no layout to reduce")
+    )]
     pub(crate) layout: &'a UnitLayout,
     /// Number that each sum is divided by.
     pub(crate) divisor: usize,

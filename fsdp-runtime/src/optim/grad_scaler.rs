@@ -23,8 +23,8 @@ pub struct GradScalerConfig {
     /// Factor of the scale after an overflow: between 0 and 1. Default: 0.5.
     #[config(default = 0.5)]
     pub(crate) backoff_factor: f32,
-    /// Number of consecutive steps without an overflow before the scale grows: at least 1. Default:
-    /// 2000.
+    /// Number of consecutive steps without an overflow before the scale grows, at least 1.
+    /// Default: 2000.
     #[config(default = 2000)]
     pub(crate) growth_interval: u32,
 }
