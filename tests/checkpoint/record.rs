@@ -11,7 +11,7 @@ use fsdp_runtime::{Error, LoadError, LoadOptions};
 
 use super::initialisation::Counted;
 use super::pretrained::{Tied, files, sharded, tied, tokens};
-use crate::support::{self, Net, of_rank_0, on_ranks};
+use crate::support::{self, Net, on_ranks};
 
 #[test]
 fn plain_burn_loads_the_record_of_a_sharded_model_and_a_sharded_model_loads_burns() {

@@ -139,7 +139,7 @@ fn a_forward_without_backward_leaves_nothing_behind() {
             Ok((
                 norm.to_bits(),
                 model.stats().memory().gathered.now,
-                model.stats().counts().added_slots,
+                model.stats().counts().added_gather_buffers,
             ))
         })
     };

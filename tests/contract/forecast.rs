@@ -156,5 +156,5 @@ fn a_forecast_checks_the_options() {
     let mesh = Mesh::new(Rank::ZERO, WorldSize::new(2).expect("two ranks"));
     let error =
         MemoryForecast::new(&model, mesh, &FsdpOptions::new().with_gather_buffers(0)).unwrap_err();
-    assert!(error.to_string().contains("slots"), "{error}");
+    assert!(error.to_string().contains("gather_buffers"), "{error}");
 }

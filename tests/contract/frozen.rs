@@ -18,11 +18,13 @@ fn interleaved(model: Mlp, frozen: impl Fn(usize) -> bool) -> Mlp {
     Mlp { blocks, ..model }
 }
 
-fn train(strategy: ShardingStrategy, slots: usize, world: usize) -> Vec<u32> {
+fn train(strategy: ShardingStrategy, gather_buffers: usize, world: usize) -> Vec<u32> {
     of_rank_0(world, move |worker| {
         let model = interleaved(Mlp::new(5, worker.device()), |i| i % 2 == 1 || i == 2);
-        let options =
-            FsdpOptions::new().with_strategy(strategy).with_gather_buffers(slots).with_seed(4);
+        let options = FsdpOptions::new()
+            .with_strategy(strategy)
+            .with_gather_buffers(gather_buffers)
+            .with_seed(4);
         let mut model = fully_shard(model, worker, options)?;
         let mut optimizer = AdamWConfig::new().init();
         let mut losses = Vec::new();
@@ -47,8 +49,12 @@ fn train(strategy: ShardingStrategy, slots: usize, world: usize) -> Vec<u32> {
 fn train_mixed_requires_grad_across_units() {
     for world in [2, 3] {
         let expected = train(ShardingStrategy::NoShard, 2, world);
-        for slots in [1, 2, 3] {
-            assert_eq!(train(ShardingStrategy::FullShard, slots, world), expected, "{slots}");
+        for gather_buffers in [1, 2, 3] {
+            assert_eq!(
+                train(ShardingStrategy::FullShard, gather_buffers, world),
+                expected,
+                "{gather_buffers}"
+            );
         }
         assert_eq!(train(ShardingStrategy::ShardGradOp, 2, world), expected);
     }

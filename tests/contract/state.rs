@@ -22,8 +22,8 @@ fn fully_shard_applied_twice() {
 #[test]
 fn ranks_with_different_options_are_an_error_on_all() {
     let errors = on_ranks(2, |worker| {
-        let slots = 2 + worker.rank().index();
-        Ok(sharded(1, worker, FsdpOptions::new().with_gather_buffers(slots))
+        let gather_buffers = 2 + worker.rank().index();
+        Ok(sharded(1, worker, FsdpOptions::new().with_gather_buffers(gather_buffers))
             .map(|_| ())
             .unwrap_err())
     });

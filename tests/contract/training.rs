@@ -358,7 +358,7 @@ fn parallel_branches() {
                 losses.push(output.clone().into_scalar::<f32>().to_bits());
                 let gradients = model.backward(output)?;
                 model = optimizer.step(1e-2, model, gradients);
-                added.push(model.stats().counts().added_slots);
+                added.push(model.stats().counts().added_gather_buffers);
             }
             Ok((losses, added))
         })
@@ -381,7 +381,7 @@ fn a_chain_adds_no_buffer() {
         for step in 0..2 {
             model.backward(loss(model.forward(input(0, step, 4, device))))?;
         }
-        Ok(model.stats().counts().added_slots)
+        Ok(model.stats().counts().added_gather_buffers)
     });
     assert_eq!(added, [0, 0]);
 }

@@ -194,7 +194,7 @@ fn each_dtype_has_its_own_gathers_and_buffers() {
         assert_eq!(outcome.counts.all_gathers, steps * gathers);
         let units = 1 + BLOCKS + BLOCKS + 1;
         assert_eq!(outcome.counts.reduce_scatters, steps * units, "one reduce-scatter a unit");
-        assert_eq!((outcome.counts.mis_prefetches, outcome.counts.added_slots), (0, 0));
+        assert_eq!((outcome.counts.mis_prefetches, outcome.counts.added_gather_buffers), (0, 0));
 
         let bytes = |dtype: DType, numels: &[usize]| padded(world, numels) * dtype.size();
         let root = bytes(HALF, &[5 * WIDTH]) + bytes(FULL, &[WIDTH * WIDTH]);

@@ -81,17 +81,17 @@ fn resharding_to_a_part_changes_no_bit() {
 fn every_prefetch_policy_gives_the_same_bits() {
     let expected = run(2).launch();
     for prefetch in [BackwardPrefetch::Pre, BackwardPrefetch::Post, BackwardPrefetch::None] {
-        for slots in [1, 2, 3] {
+        for gather_buffers in [1, 2, 3] {
             for forward in [true, false] {
                 let options = |options: FsdpOptions| {
                     options
                         .with_backward_prefetch(prefetch)
-                        .with_gather_buffers(slots)
+                        .with_gather_buffers(gather_buffers)
                         .with_forward_prefetch(forward)
                 };
                 let outcome = with(&run(2), options).launch();
                 outcome.assert_bitwise(&expected);
-                assert_eq!(outcome.counts.mis_prefetches, 0, "{prefetch:?} {slots}");
+                assert_eq!(outcome.counts.mis_prefetches, 0, "{prefetch:?} {gather_buffers}");
             }
         }
     }

@@ -228,7 +228,7 @@ fn without_sync_every_rank_must_have_the_same_weights() {
 #[test]
 fn options_are_checked() {
     let error = refused(FsdpOptions::new().with_gather_buffers(0), |_, device| pair(device));
-    assert!(matches!(error, ShardError::InvalidOption { option: "slots", .. }), "{error}");
+    assert!(matches!(error, ShardError::InvalidOption { option: "gather_buffers", .. }), "{error}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use crate::fully_shard::Fsdp;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::param_group::plan::{IgnoredParam, Key};
 use crate::param_group::{ParamSpec, Placement};
-use crate::runtime::schedule::Engine;
+use crate::runtime::schedule::ErasedSchedule;
 
 /// What this rank stores of a parameter.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub(super) type NewValues<'a> = dyn FnMut(ParamIndex, &ParamSpec, DType) -> Opti
 /// A sharded model of any type.
 pub(super) trait ShardedModel {
     /// Returns the model's schedule.
-    fn engine(&self) -> &Arc<dyn Engine>;
+    fn engine(&self) -> &Arc<dyn ErasedSchedule>;
 
     /// Returns the ignored parameters and running statistics: each rank has its own values of them.
     /// In a [`ParamIndex`] they are the entries of a unit after the last.
@@ -59,19 +59,19 @@ pub(super) trait ShardedModel {
 }
 
 fn param_spec<'a>(
-    engine: &'a dyn Engine,
+    engine: &'a dyn ErasedSchedule,
     ignored: &'a [IgnoredParam],
     index: ParamIndex,
 ) -> &'a ParamSpec {
     match engine.units().get(index.unit) {
-        Some(unit) => &unit.entries[index.entry],
-        None => &ignored[index.entry].entry,
+        Some(unit) => &unit.params[index.param],
+        None => &ignored[index.param].spec,
     }
 }
 
 /// Calls `f` with the elements of a parameter's stored tensor, in order, as bytes in host memory.
 pub(super) fn with_host_bytes(
-    engine: &dyn Engine,
+    engine: &dyn ErasedSchedule,
     spec: &ParamSpec,
     base: DispatchTensor,
     f: &mut dyn FnMut(&[u8]),
@@ -105,7 +105,7 @@ pub(super) fn param_ids<M: FsdpModule>(module: &M) -> HashMap<ParamIndex, ParamI
 }
 
 impl<M: FsdpModule> ShardedModel for Fsdp<M> {
-    fn engine(&self) -> &Arc<dyn Engine> {
+    fn engine(&self) -> &Arc<dyn ErasedSchedule> {
         &self.engine
     }
 
@@ -141,7 +141,7 @@ impl<M: FsdpModule> ShardedModel for Fsdp<M> {
 
 /// The visitor behind [`ShardedModel::for_each_param`].
 struct LocalParamVisitor<'a> {
-    engine: &'a dyn Engine,
+    engine: &'a dyn ErasedSchedule,
     ignored: &'a [IgnoredParam],
     f: &'a mut dyn FnMut(LocalParam),
 }
@@ -153,7 +153,7 @@ impl ParamVisitor for LocalParamVisitor<'_> {
             None => {
                 let is_param = |ignored: &IgnoredParam| ignored.id == param.id;
                 let Some(entry) = self.ignored.iter().position(is_param) else { return };
-                ParamIndex { unit: self.engine.units().len(), entry }
+                ParamIndex { unit: self.engine.units().len(), param: entry }
             }
         };
         let spec = param_spec(self.engine, self.ignored, index);
@@ -176,7 +176,7 @@ impl ParamVisitor for LocalParamVisitor<'_> {
 
 /// The mapper behind [`ShardedModel::replace_values`].
 struct ReplaceValues<'a, 'b> {
-    engine: &'a dyn Engine,
+    engine: &'a dyn ErasedSchedule,
     ignored: &'a [IgnoredParam],
     new_values: &'a mut NewValues<'b>,
     /// Index of each parameter not visited yet, by id.

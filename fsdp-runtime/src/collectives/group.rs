@@ -32,9 +32,6 @@ pub(crate) enum AnyProcessGroup {
     Nccl(NcclGroup),
 }
 
-/// The name that other modules use for [`AnyProcessGroup`].
-pub(crate) type Group = AnyProcessGroup;
-
 /// Runs `$body` with `$group` bound to the engine's own process group.
 macro_rules! on_engine {
     ($self:expr, |$group:ident| $body:expr) => {

@@ -9,7 +9,7 @@ pub enum ScheduleError {
     /// Two units that are unsharded at the same time and share a gather buffer.
     #[error(
         "{unit} needs the gather buffer that {owner} still uses; raise the option `gather_buffers` above \
-         {slots}"
+         {gather_buffers}"
     )]
     GatherBufferBusy {
         /// Name of the unit that needs the buffer.
@@ -17,7 +17,7 @@ pub enum ScheduleError {
         /// Name of the unit that uses the buffer.
         owner: String,
         /// Number of gather buffers that the units of one nesting level share.
-        slots: usize,
+        gather_buffers: usize,
     },
     /// A unit with a shard that was not read in any hooked `forward`.
     #[error(

@@ -10,7 +10,7 @@ use burn::tensor::{Gradients, Tensor};
 use super::model::Fsdp;
 use crate::error::{Error, ScheduleError};
 use crate::module::{FsdpModule, ParamVisitor, Sharded};
-use crate::runtime::schedule::Engine;
+use crate::runtime::schedule::ErasedSchedule;
 
 impl<M: FsdpModule> Fsdp<M> {
     /// Backpropagates `loss`, a tensor of one element, and returns the gradients for the optimizer.
@@ -70,7 +70,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// The errors of [`backward`](Self::backward).
     pub fn collect_gradients(&self) -> Result<GradientsParams, Error> {
         struct TakeGradients<'a> {
-            engine: &'a dyn Engine,
+            engine: &'a dyn ErasedSchedule,
             gradients: GradientsParams,
         }
         impl ParamVisitor for TakeGradients<'_> {

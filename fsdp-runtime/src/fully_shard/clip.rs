@@ -11,7 +11,7 @@ use crate::backend::Norm;
 use crate::error::Error;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::param_group::Placement;
-use crate::runtime::schedule::Engine;
+use crate::runtime::schedule::ErasedSchedule;
 
 impl<M: FsdpModule> Fsdp<M> {
     /// Scales the gradients so that their 2-norm over all ranks and parameters is at most
@@ -64,7 +64,7 @@ impl<M: FsdpModule> Fsdp<M> {
 /// Reads the gradients of sharded and replicated parameters, each weight once.
 struct ReadGradients<'a> {
     gradients: &'a GradientsParams,
-    engine: &'a dyn Engine,
+    engine: &'a dyn ErasedSchedule,
     found: Vec<(ParamIndex, DispatchTensor)>,
 }
 
@@ -82,9 +82,9 @@ impl ParamVisitor for ReadGradients<'_> {
 
 /// Returns whether a parameter is the alias of a tied weight. Alias and owner may have one id, and
 /// so one gradient, which the owner counts.
-fn is_alias(engine: &dyn Engine, sharded: &Sharded) -> bool {
-    let ParamIndex { unit, entry } = sharded.place;
-    matches!(engine.units()[unit].entries[entry].placement, Placement::TiedTo(_))
+fn is_alias(engine: &dyn ErasedSchedule, sharded: &Sharded) -> bool {
+    let ParamIndex { unit, param: entry } = sharded.place;
+    matches!(engine.units()[unit].params[entry].placement, Placement::TiedTo(_))
 }
 
 /// Multiplies the gradients of sharded and replicated parameters by a factor.

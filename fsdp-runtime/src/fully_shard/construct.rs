@@ -8,7 +8,7 @@ use super::ignored_gradients::IgnoredGradients;
 use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, check_same_model};
 use super::model::Fsdp;
 use crate::backend::{clone_device, with_backend};
-use crate::collectives::group::{Group, MeshGroups, blocks};
+use crate::collectives::group::{AnyProcessGroup, MeshGroups, blocks};
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
 use crate::launch::agree::{OnError, agree_result};
@@ -149,7 +149,7 @@ fn settings(
         ReshardAfterForward::Always => Reshard::Always,
         ReshardAfterForward::To(size) => {
             let size = WorldSize::new(size).map_err(ShardError::from)?;
-            let split = move |group: &Group| blocks(group, mesh, size);
+            let split = move |group: &AnyProcessGroup| blocks(group, mesh, size);
             Reshard::To(Arc::new(worker.comm().issue_on(&groups.shard, split).wait()?))
         }
     };

@@ -48,7 +48,7 @@ impl<'a> Tree<'a> {
             units: units.iter().map(|unit| (unit.path.as_str(), unit)).collect(),
             params: units
                 .iter()
-                .flat_map(|unit| &unit.entries)
+                .flat_map(|unit| &unit.params)
                 .map(|param| (param.path.as_str(), param))
                 .collect(),
             path: Vec::new(),

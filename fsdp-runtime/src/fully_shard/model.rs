@@ -15,7 +15,7 @@ use crate::module::opaque::visit_leaf;
 use crate::module::{FsdpModule, ParamIndex};
 use crate::param_group::plan::{IgnoredParam, Key};
 use crate::runtime::hooks::Collect;
-use crate::runtime::schedule::Engine;
+use crate::runtime::schedule::ErasedSchedule;
 
 /// A sharded model.
 ///
@@ -27,7 +27,7 @@ use crate::runtime::schedule::Engine;
 #[derive(Clone, Debug)]
 pub struct Fsdp<M> {
     pub(crate) module: M,
-    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) engine: Arc<dyn ErasedSchedule>,
     pub(crate) keys: Arc<BTreeMap<ParamIndex, Key>>,
     pub(crate) ignored: Arc<Vec<IgnoredParam>>,
     pub(super) ignored_gradients: IgnoredGradients,

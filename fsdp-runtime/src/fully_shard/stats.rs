@@ -34,7 +34,7 @@ impl<M> Stats<'_, M> {
     /// Returns the number of elements of all parameters of the full model. A tied weight counts
     /// once.
     pub fn num_params(&self) -> usize {
-        let params = self.model.engine.units().iter().flat_map(|unit| &unit.entries);
+        let params = self.model.engine.units().iter().flat_map(|unit| &unit.params);
         let owned = params.filter(|param| !matches!(param.placement, Placement::TiedTo(_)));
         owned.map(ParamSpec::numel).sum()
     }
@@ -42,7 +42,7 @@ impl<M> Stats<'_, M> {
     /// Returns the bytes of parameters that this rank holds between steps: its shards and the
     /// replicated parameters.
     pub fn sharded_bytes(&self) -> usize {
-        let params = self.model.engine.units().iter().flat_map(|unit| &unit.entries);
+        let params = self.model.engine.units().iter().flat_map(|unit| &unit.params);
         params.map(|param| param.range().len() * size_of::<f32>()).sum()
     }
 

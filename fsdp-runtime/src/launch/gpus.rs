@@ -12,10 +12,10 @@ use super::process::{EXIT_DELAY, LocalTopology, launch_error, run_rank};
 use super::rank_thread::{BoxedError, RankProgram};
 use crate::collectives::Op;
 use crate::collectives::cuda::{device_count, index_of};
-use crate::collectives::group::Group;
+use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::local::Hub;
 use crate::collectives::nccl::NcclGroup;
-use crate::collectives::store::{Host, Rendezvous, Roll};
+use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous};
 use crate::error::{CollectiveError, LaunchError};
 use crate::layout::{Rank, WorldSize};
 
@@ -34,11 +34,11 @@ pub(super) fn threads<T: Send + 'static>(
 ) -> Result<Vec<T>, LaunchError> {
     let first = index_of(device).unwrap_or(0);
     let hub = Hub::new(world, options.timeout, debug);
-    let roll = Roll::new(world);
-    let join = |rank: Rank| -> Result<(Group, Device), BoxedError> {
-        let host = Host::thread(hub.clone(), roll.clone(), rank);
+    let heartbeats = Heartbeats::new(world);
+    let join = |rank: Rank| -> Result<(AnyProcessGroup, Device), BoxedError> {
+        let host = HostGroup::thread(hub.clone(), heartbeats.clone(), rank);
         let index = first + rank.index();
-        Ok((Group::Nccl(NcclGroup::world(host, index)?), gpu(index)))
+        Ok((AnyProcessGroup::Nccl(NcclGroup::world(host, index)?), gpu(index)))
     };
     // Each rank joins on a thread of its own, since joining waits for all ranks.
     let ends: Vec<_> = std::thread::scope(|scope| {
@@ -84,7 +84,7 @@ pub(super) fn run<T: Send + 'static>(
         group.fail(CollectiveError::PeerFailed { rank, reason });
         std::thread::sleep(EXIT_DELAY);
     }
-    if let Group::Nccl(group) = &*group {
+    if let AnyProcessGroup::Nccl(group) = &*group {
         group.leave();
     }
     outcome.map(|result| vec![result])
@@ -96,14 +96,14 @@ fn join(
     options: &LaunchOptions,
     device: &Device,
     debug: bool,
-) -> Result<(Arc<Group>, Device), BoxedError> {
+) -> Result<(Arc<AnyProcessGroup>, Device), BoxedError> {
     let no_main = EngineError::NoMainProcess { launcher: place.launcher };
     let rendezvous = rendezvous(place, options.timeout, debug).ok_or(no_main)?;
     let index =
         own_gpu(place, index_of(device).unwrap_or(0), device_count().map_err(EngineError::from)?);
-    let host = Host::process(&rendezvous).map_err(EngineError::from)?;
+    let host = HostGroup::process(&rendezvous).map_err(EngineError::from)?;
     let group = NcclGroup::world(host, index)?;
-    Ok((Arc::new(Group::Nccl(group)), gpu(index)))
+    Ok((Arc::new(AnyProcessGroup::Nccl(group)), gpu(index)))
 }
 
 /// Returns the address at which the processes of this launch meet, from the environment; `None` if
@@ -135,7 +135,7 @@ fn own_gpu(place: &RankEnv, first: usize, count: usize) -> usize {
 
 /// Returns the number of ranks on this machine, and the number of threads of this rank.
 fn topology(
-    group: &Group,
+    group: &AnyProcessGroup,
     place: &RankEnv,
     options: &LaunchOptions,
 ) -> Result<LocalTopology, BoxedError> {

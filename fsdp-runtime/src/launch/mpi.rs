@@ -16,7 +16,7 @@ use super::options::LaunchOptions;
 use super::process::{EXIT_DELAY, LocalTopology, launch_error, run_rank};
 use super::rank_thread::{BoxedError, RankProgram};
 use crate::collectives::Op;
-use crate::collectives::group::Group;
+use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::mpi::{MpiGroup, sys};
 use crate::error::LaunchError;
 
@@ -35,7 +35,11 @@ extern "C" fn leave_mpi() {
 }
 
 /// Joins the other processes of the MPI world.
-fn join(place: &RankEnv, options: &LaunchOptions, debug: bool) -> Result<Group, EngineError> {
+fn join(
+    place: &RankEnv,
+    options: &LaunchOptions,
+    debug: bool,
+) -> Result<AnyProcessGroup, EngineError> {
     static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
     let group = MpiGroup::world(options.timeout, debug);
     let group = group.map_err(|error| EngineError::Mpi { reason: error.to_string() })?;
@@ -53,7 +57,7 @@ fn join(place: &RankEnv, options: &LaunchOptions, debug: bool) -> Result<Group, 
             mpi_world,
         });
     }
-    Ok(Group::Mpi(group))
+    Ok(AnyProcessGroup::Mpi(group))
 }
 
 /// The machine of a process, and the cores that the process may use.
@@ -121,7 +125,7 @@ pub(super) fn run<T: Send + 'static>(
 }
 
 /// Returns the number of ranks on this machine, and the number of threads of this rank.
-fn topology(group: &Group, options: &LaunchOptions) -> Result<LocalTopology, BoxedError> {
+fn topology(group: &AnyProcessGroup, options: &LaunchOptions) -> Result<LocalTopology, BoxedError> {
     let own = MachineCores::own();
     let all = group.exchange(&Op::new("all_gather", "the machines"), own.clone())?;
     let local_size = all.iter().filter(|other| other.machine == own.machine).count();

@@ -10,7 +10,7 @@ use super::rank_thread::{BoxedError, RankProgram, start_rank};
 use super::worker::Worker;
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
-use crate::collectives::group::Group;
+use crate::collectives::group::AnyProcessGroup;
 use crate::error::{CollectiveError, LaunchError};
 use crate::layout::Mesh;
 
@@ -29,7 +29,7 @@ pub(super) struct LocalTopology {
 /// Runs this process's rank, whose process group of all ranks is `group`, and waits until every
 /// rank has ended.
 pub(super) fn run_rank<T: Send + 'static>(
-    group: &Arc<Group>,
+    group: &Arc<AnyProcessGroup>,
     place: &RankEnv,
     device: Device,
     topology: LocalTopology,
@@ -53,7 +53,11 @@ pub(super) fn run_rank<T: Send + 'static>(
 
 /// Converts an error of this process's rank into that of the launch, preferring the rank that
 /// failed first.
-pub(super) fn launch_error(group: &Group, place: &RankEnv, source: BoxedError) -> LaunchError {
+pub(super) fn launch_error(
+    group: &AnyProcessGroup,
+    place: &RankEnv,
+    source: BoxedError,
+) -> LaunchError {
     let failed = group.failure().and_then(|failure| failure.failed_rank());
     LaunchError { rank: failed.unwrap_or(place.rank), world: place.world, source: source.into() }
 }

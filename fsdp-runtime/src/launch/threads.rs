@@ -10,7 +10,7 @@ use super::options::LaunchOptions;
 use super::rank_thread::{BoxedError, RankProgram, start_rank};
 use super::worker::Worker;
 use crate::collectives::comm::Communicator;
-use crate::collectives::group::Group;
+use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::local::{Hub, LocalGroup};
 use crate::error::{CollectiveError, LaunchError};
 use crate::layout::{Mesh, Rank, WorldSize};
@@ -24,7 +24,7 @@ pub(super) fn on_one_device<T: Send + 'static>(
     program: RankProgram<T>,
 ) -> Result<Vec<T>, LaunchError> {
     let hub = Hub::new(world, options.timeout, debug);
-    let end = |rank| (Group::Local(LocalGroup::new(hub.clone(), rank)), device.clone());
+    let end = |rank| (AnyProcessGroup::Local(LocalGroup::new(hub.clone(), rank)), device.clone());
     let ends = world.ranks().map(end).collect();
     run(&hub, world, ends, options, program)
 }
@@ -34,7 +34,7 @@ pub(super) fn on_one_device<T: Send + 'static>(
 pub(super) fn run<T: Send + 'static>(
     hub: &Hub,
     world: WorldSize,
-    ends: Vec<(Group, Device)>,
+    ends: Vec<(AnyProcessGroup, Device)>,
     options: &LaunchOptions,
     program: RankProgram<T>,
 ) -> Result<Vec<T>, LaunchError> {

@@ -24,7 +24,7 @@ use crate::error::{Error, raise};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct ParamIndex {
     pub(crate) unit: usize,
-    pub(crate) entry: usize,
+    pub(crate) param: usize,
 }
 
 /// The id of one forward of one unit, valid from its `pre_forward` to its `post_backward`.

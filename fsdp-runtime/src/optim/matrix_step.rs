@@ -12,7 +12,7 @@ use burn::tensor::{DispatchTensor, Tensor};
 use super::owners::owners;
 use super::single_param::SingleParam;
 use crate::module::ParamIndex;
-use crate::runtime::schedule::{Engine, Whole};
+use crate::runtime::schedule::{ErasedSchedule, Whole};
 
 /// A sharded matrix that was taken out of the model.
 pub(super) struct Matrix {
@@ -42,10 +42,13 @@ pub(super) type StepMatrix = fn(
 ) -> DispatchTensor;
 
 /// Returns the matrices in rounds, the largest first. A round has at most one matrix of each owner.
-pub(super) fn rounds(engine: &dyn Engine, matrices: Vec<Matrix>) -> Vec<Vec<(MatrixStep, Whole)>> {
+pub(super) fn rounds(
+    engine: &dyn ErasedSchedule,
+    matrices: Vec<Matrix>,
+) -> Vec<Vec<(MatrixStep, Whole)>> {
     let (units, mesh) = (engine.units(), engine.mesh());
     let owners = owners(units, mesh);
-    let numel = |place: ParamIndex| units[place.unit].entries[place.entry].numel();
+    let numel = |place: ParamIndex| units[place.unit].params[place.param].numel();
     let mut queues: Vec<Vec<_>> = mesh.shard_size().ranks().map(|_| Vec::new()).collect();
     for Matrix { place, step, shard, gradient } in matrices {
         let owner = owners[&place];

@@ -15,9 +15,9 @@ use crate::param_group::{Placement, Unit};
 pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<ParamIndex, usize> {
     let mut matrices = Vec::new();
     for (index, unit) in units.iter().enumerate() {
-        for (entry, spec) in unit.entries.iter().enumerate() {
+        for (entry, spec) in unit.params.iter().enumerate() {
             if matches!(spec.placement, Placement::Shard(_)) {
-                matrices.push((Reverse(spec.numel()), ParamIndex { unit: index, entry }));
+                matrices.push((Reverse(spec.numel()), ParamIndex { unit: index, param: entry }));
             }
         }
     }
@@ -57,7 +57,7 @@ mod tests {
             ty: "Unit",
             level: 0,
             field: false,
-            entries,
+            params: entries,
             layout,
             gathers: true,
             precision: crate::options::Precision { input: None, output: None },
@@ -77,7 +77,7 @@ mod tests {
         let first = on(Rank::ZERO);
         let mut loads = [0; 3];
         for (place, owner) in &first {
-            loads[*owner] += numels[place.unit * 4 + place.entry];
+            loads[*owner] += numels[place.unit * 4 + place.param];
         }
         let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
         assert!(most - least <= 100, "{loads:?}");

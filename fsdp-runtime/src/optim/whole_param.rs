@@ -117,7 +117,7 @@ impl WholeParam {
         let (units, mesh) = (model.engine.units(), model.mesh());
         let first = mesh.replica().index() * mesh.shard_size().size();
         let group: Vec<Rank> = mesh.world.ranks().skip(first).collect();
-        let path = |place: ParamIndex| units[place.unit].entries[place.entry].path.clone();
+        let path = |place: ParamIndex| units[place.unit].params[place.param].path.clone();
         let owners = owners(units, mesh).into_iter();
         owners.map(|(place, owner)| (path(place), group[owner])).collect()
     }
@@ -166,7 +166,7 @@ fn sharded_with_gradient<M: FsdpModule>(
             continue;
         }
         let unit = &units[place.unit];
-        let entry = &unit.entries[place.entry];
+        let entry = &unit.params[place.param];
         let segment = entry.segment.expect("a sharded entry has a segment");
         for (rank, lens) in mesh.shard_size().ranks().zip(&all) {
             let expected = unit.layout.shard_of(segment, rank).len();
@@ -194,7 +194,7 @@ struct FindGradients<'a> {
 impl ParamVisitor for FindGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(place) = Sharded::of(param).map(|sharded| sharded.place) else { return };
-        let entry = &self.units[place.unit].entries[place.entry];
+        let entry = &self.units[place.unit].params[place.param];
         if matches!(entry.placement, Placement::Shard(_)) {
             let gradient = self.gradients.get::<D>(param.id);
             self.lens.push(gradient.map(|gradient| gradient.shape().num_elements()));

@@ -98,7 +98,7 @@ pub(crate) struct Unit {
     /// Whether a field under `#[fsdp(unit)]`, and not the type, makes the module a unit.
     pub(crate) field: bool,
     /// Parameters of the unit, in layout order.
-    pub(crate) entries: Vec<ParamSpec>,
+    pub(crate) params: Vec<ParamSpec>,
     /// Positions of the unit's matrices in flat ranges.
     pub(crate) layout: UnitLayout,
     /// Whether the unit has sharded parameters, and so needs gather buffers.
@@ -115,7 +115,7 @@ impl Unit {
     /// Returns the number of the flat range that a sharded parameter is gathered in, and the element
     /// at which the parameter begins there.
     pub(crate) fn gathered_at(&self, entry: usize) -> (usize, usize) {
-        let segment = self.entries[entry].segment.expect("a sharded parameter is in the layout");
+        let segment = self.params[entry].segment.expect("a sharded parameter is in the layout");
         (self.layout.range_of(segment), self.layout.segment(segment).start)
     }
 
@@ -146,7 +146,7 @@ impl Unit {
 
     /// Returns the unit's parameters without the aliases of tied weights.
     fn owned(&self) -> impl Iterator<Item = &ParamSpec> {
-        self.entries.iter().filter(|entry| !matches!(entry.placement, Placement::TiedTo(_)))
+        self.params.iter().filter(|entry| !matches!(entry.placement, Placement::TiedTo(_)))
     }
 
     /// Returns the bytes of the unit's full gradients, in the dtypes of the autodiff graph and in the
@@ -161,7 +161,7 @@ impl Unit {
     /// Returns the bytes of this rank's shards, in the dtypes in which they are sent.
     pub(crate) fn sent_bytes(&self) -> usize {
         let sharded = |entry: &&ParamSpec| matches!(entry.placement, Placement::Shard(_));
-        let sent = self.entries.iter().filter(sharded);
+        let sent = self.params.iter().filter(sharded);
         sent.map(|entry| entry.range().len() * entry.dtype.size()).sum()
     }
 
@@ -171,7 +171,7 @@ impl Unit {
     /// `offloaded` says that the shards are stored on the host.
     pub(crate) fn sending_bytes(&self, offloaded: bool) -> usize {
         let mut bytes = vec![0; self.layout.ranges().len()];
-        for (at, entry) in self.entries.iter().enumerate() {
+        for (at, entry) in self.params.iter().enumerate() {
             let made = offloaded || entry.dtype != DType::F32;
             if made && matches!(entry.placement, Placement::Shard(_)) {
                 bytes[self.gathered_at(at).0] += entry.range().len() * entry.dtype.size();
@@ -182,7 +182,7 @@ impl Unit {
 
     /// Returns the bytes of the replicated parameters, in the dtypes in which they are computed with.
     pub(crate) fn replicated_bytes(&self) -> usize {
-        let whole = self.entries.iter().filter(|entry| entry.placement == Placement::Replicated);
+        let whole = self.params.iter().filter(|entry| entry.placement == Placement::Replicated);
         whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
     }
 
@@ -190,7 +190,7 @@ impl Unit {
     pub(crate) fn stored_bytes(&self) -> (usize, usize) {
         let bytes = |entry: &ParamSpec| entry.range().len() * size_of::<f32>();
         let (mut shards, mut replicated) = (0, 0);
-        for entry in &self.entries {
+        for entry in &self.params {
             match entry.placement {
                 Placement::Shard(_) => shards += bytes(entry),
                 _ => replicated += bytes(entry),
@@ -202,7 +202,7 @@ impl Unit {
     /// Returns the number of the parameter that stores the values of parameter `entry`: the owner of
     /// the tie for an alias, or else `entry`.
     pub(crate) fn holder(&self, entry: usize) -> usize {
-        match self.entries[entry].placement {
+        match self.params[entry].placement {
             Placement::TiedTo(first) => first,
             _ => entry,
         }
@@ -214,7 +214,7 @@ impl Unit {
     /// Of a sharded matrix, this is the rank's own shard. A replicated matrix is split in the same
     /// parts, so that the norm has the same bits under `NO_SHARD`. Other parameters have no parts.
     pub(crate) fn norm_ranges(&self, entry: usize, mesh: Mesh) -> Vec<(usize, Range<usize>)> {
-        let entry = &self.entries[entry];
+        let entry = &self.params[entry];
         match (&entry.placement, entry.segment) {
             (Placement::Shard(range), _) => vec![(mesh.shard_rank().index(), 0..range.len())],
             (Placement::Replicated, Some(segment)) => mesh

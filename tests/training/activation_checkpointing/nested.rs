@@ -174,15 +174,20 @@ fn inner_units_are_recomputed_with_the_unit_around_them() {
     let none = ActivationCheckpointing::None;
     for frozen in [false, true] {
         let shape = Shape { frozen, ..Shape::default() };
-        for (world, slots) in [(1, 2), (2, 1), (2, 2), (2, 3)] {
-            let options = FsdpOptions::new().with_gather_buffers(slots);
+        for (world, gather_buffers) in [(1, 2), (2, 1), (2, 2), (2, 3)] {
+            let options = FsdpOptions::new().with_gather_buffers(gather_buffers);
             let plain = train(world, shape, options.clone().with_activation_checkpointing(none));
             for which in [ActivationCheckpointing::Annotated, ALL] {
                 let kept =
                     train(world, shape, options.clone().with_activation_checkpointing(which));
                 assert_same(&kept, &plain);
-                let counts = |run: &(_, _, Counts)| (run.2.reduce_scatters, run.2.added_slots);
-                assert_eq!(counts(&kept), counts(&plain), "{shape:?} in {slots} slots");
+                let counts =
+                    |run: &(_, _, Counts)| (run.2.reduce_scatters, run.2.added_gather_buffers);
+                assert_eq!(
+                    counts(&kept),
+                    counts(&plain),
+                    "{shape:?} in {gather_buffers} gather_buffers"
+                );
             }
         }
     }

@@ -97,7 +97,7 @@ fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -
             losses.push(loss.clone().into_scalar::<f32>().to_bits());
             let grads = model.backward(loss)?;
             model = SgdConfig::new().init().step(0.1, model, grads);
-            added.push(model.stats().counts().added_slots);
+            added.push(model.stats().counts().added_gather_buffers);
         }
         let (added_bytes, mis_prefetches) =
             (model.stats().gather_buffer_bytes() - before, model.stats().counts().mis_prefetches);
@@ -156,10 +156,11 @@ fn a_changing_order_takes_no_buffer_that_is_in_use() {
     };
     let orders: Vec<Order> = (0..24).map(&mut order).collect();
     let expected = train(TYPES, orders.clone(), no_shard()).losses;
-    for slots in [1, 2, 3] {
-        let buffers = train(TYPES, orders.clone(), FsdpOptions::new().with_gather_buffers(slots));
-        assert_eq!(buffers.losses, expected, "{slots} buffers");
-        assert!(slots == 1 || buffers.mis_prefetches > 0);
+    for gather_buffers in [1, 2, 3] {
+        let buffers =
+            train(TYPES, orders.clone(), FsdpOptions::new().with_gather_buffers(gather_buffers));
+        assert_eq!(buffers.losses, expected, "{gather_buffers} buffers");
+        assert!(gather_buffers == 1 || buffers.mis_prefetches > 0);
         assert_eq!(buffers.added.last(), Some(&0));
     }
 }

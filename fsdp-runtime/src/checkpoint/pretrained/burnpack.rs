@@ -20,7 +20,7 @@ use crate::checkpoint::state::{State, StateMut};
 use crate::error::{Error, LoadError, SaveError};
 use crate::fully_shard::Fsdp;
 use crate::module::{FsdpModule, ParamIndex};
-use crate::runtime::schedule::Engine;
+use crate::runtime::schedule::ErasedSchedule;
 
 /// Name of the save in the errors of collectives.
 const SAVE: &str = "the save of a Burn record";
@@ -102,8 +102,8 @@ fn match_record<M: FsdpModule>(
     let source = Source::record(path)?;
     let mut wanted = Vec::new();
     for (unit, parameters) in model.engine.units().iter().enumerate() {
-        for (entry, spec) in parameters.entries.iter().enumerate() {
-            let target = ParamTarget::Sharded(ParamIndex { unit, entry });
+        for (entry, spec) in parameters.params.iter().enumerate() {
+            let target = ParamTarget::Sharded(ParamIndex { unit, param: entry });
             wanted.push((target, WantedTensor::of_param(spec, &spec.path, false)));
         }
     }
@@ -133,12 +133,12 @@ fn record_params<M: FsdpModule>(model: &Fsdp<M>) -> Vec<RecordParam> {
     let ids = param_ids(&model.module);
     let mut params = Vec::new();
     for (unit, parameters) in model.engine.units().iter().enumerate() {
-        for (entry, spec) in parameters.entries.iter().enumerate() {
-            let holder = ParamIndex { unit, entry: parameters.holder(entry) };
+        for (entry, spec) in parameters.params.iter().enumerate() {
+            let holder = ParamIndex { unit, param: parameters.holder(entry) };
             params.push(RecordParam {
                 path: spec.path.clone(),
-                id: ids.get(&ParamIndex { unit, entry }).copied(),
-                shape: parameters.entries[holder.entry].shape.clone(),
+                id: ids.get(&ParamIndex { unit, param: entry }).copied(),
+                shape: parameters.params[holder.param].shape.clone(),
                 holder,
                 base: values[&holder].clone(),
             });
@@ -149,7 +149,7 @@ fn record_params<M: FsdpModule>(model: &Fsdp<M>) -> Vec<RecordParam> {
 
 /// The parameters still to be gathered, in the order in which all ranks gather them.
 struct GatherQueue {
-    engine: Arc<dyn Engine>,
+    engine: Arc<dyn ErasedSchedule>,
     queue: Mutex<VecDeque<(ParamIndex, DispatchTensor)>>,
     failed: Mutex<Option<Error>>,
 }

@@ -91,11 +91,11 @@ fn match_files(
 ) -> Result<(Vec<(ParamTarget, MatchedTensor)>, LoadReport), LoadError> {
     let source = Source::safetensors(path)?;
     let sharded = keys.iter().map(|(&index, key)| {
-        let spec = &units[index.unit].entries[index.entry];
+        let spec = &units[index.unit].params[index.param];
         let wanted = WantedTensor::of_param(spec, &key.name, key.transposed);
         (ParamTarget::Sharded(index), wanted)
     });
-    let ignored = ignored.iter().map(|IgnoredParam { id, key, entry }| {
+    let ignored = ignored.iter().map(|IgnoredParam { id, key, spec: entry }| {
         let wanted = WantedTensor::full(&key.name, &entry.shape, key.transposed);
         (ParamTarget::PerRank(*id), wanted)
     });

@@ -118,11 +118,11 @@ fn plan_files<M: FsdpModule>(
     let mut tensors = Vec::new();
     let mut names: BTreeMap<&String, &String> = BTreeMap::new();
     let sharded = model.keys.iter().filter_map(|(&index, key)| {
-        let spec = &model.engine.units()[index.unit].entries[index.entry];
+        let spec = &model.engine.units()[index.unit].params[index.param];
         let owns = !matches!(spec.placement, Placement::TiedTo(_));
         owns.then_some((ParamTarget::Sharded(index), key, &spec.path, &spec.shape))
     });
-    let ignored = model.ignored.iter().map(|IgnoredParam { id, key, entry }| {
+    let ignored = model.ignored.iter().map(|IgnoredParam { id, key, spec: entry }| {
         (ParamTarget::PerRank(*id), key, &entry.path, &entry.shape)
     });
     for (source, key, path, shape) in sharded.chain(ignored) {

@@ -32,7 +32,7 @@ fn model_outline(model: &dyn ShardedModel, rank: usize) -> ModelEntry {
     let units = engine.units().iter().map(|unit| UnitEntry {
         path: unit.path.clone(),
         level: unit.level,
-        parameters: unit.entries.iter().map(|spec| spec.path.clone()).collect(),
+        parameters: unit.params.iter().map(|spec| spec.path.clone()).collect(),
     });
     ModelEntry {
         strategy: engine.strategy().to_string(),
@@ -47,7 +47,7 @@ fn model_outline(model: &dyn ShardedModel, rank: usize) -> ModelEntry {
 /// Returns the name and layout of each parameter for which these differ from the module's.
 fn keys(model: &dyn ShardedModel) -> BTreeMap<String, KeyEntry> {
     let sharded = model.keys().iter().map(|(index, key)| (model.spec(*index), key));
-    let ignored = model.ignored().iter().map(|ignored| (&ignored.entry, &ignored.key));
+    let ignored = model.ignored().iter().map(|ignored| (&ignored.spec, &ignored.key));
     let entry = |(spec, key): (&ParamSpec, &Key)| {
         let differs = key.transposed || key.name != spec.path;
         let owns = !matches!(spec.placement, Placement::TiedTo(_));

@@ -33,7 +33,7 @@ pub(super) fn written_of_replicated(mesh: Mesh, index: ParamIndex, numel: usize)
         return nth_part(0..numel, rank, world);
     }
     // One rank writes the tensor, a different rank for the next parameter.
-    if (index.unit + index.entry) % world == rank { 0..numel } else { 0..0 }
+    if (index.unit + index.param) % world == rank { 0..numel } else { 0..0 }
 }
 
 /// Returns the elements that this rank writes of a tensor of `numel` elements that one rank in each
@@ -68,7 +68,7 @@ mod tests {
             let mut covered = 0;
             for rank in world.ranks() {
                 let mesh = Mesh::new(rank, world);
-                let range = written_of_replicated(mesh, ParamIndex { unit, entry }, numel);
+                let range = written_of_replicated(mesh, ParamIndex { unit, param: entry }, numel);
                 if !range.is_empty() {
                     prop_assert_eq!(range.start, covered);
                     covered = range.end;

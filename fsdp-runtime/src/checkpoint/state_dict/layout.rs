@@ -17,8 +17,8 @@ impl LocalLayout {
     /// Returns the layout of `model` on this rank.
     pub(super) fn of(model: &dyn ShardedModel) -> Self {
         let (units, mesh) = (model.engine().units(), model.engine().mesh());
-        let specs = units.iter().flat_map(|unit| &unit.entries);
-        let specs = specs.chain(model.ignored().iter().map(|ignored| &ignored.entry));
+        let specs = units.iter().flat_map(|unit| &unit.params);
+        let specs = specs.chain(model.ignored().iter().map(|ignored| &ignored.spec));
         let params = specs.map(|spec| (spec.path.clone(), spec.shape.clone(), spec.range()));
         Self { rank: mesh.rank.index(), world: mesh.world.size(), params: params.collect() }
     }

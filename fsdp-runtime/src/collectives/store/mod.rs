@@ -25,8 +25,3 @@ pub use self::error::StoreError;
 pub(crate) use self::heartbeats::Heartbeats;
 pub(crate) use self::host_group::HostGroup;
 pub(crate) use self::rendezvous::Rendezvous;
-
-/// The name that other modules use for [`HostGroup`].
-pub(crate) type Host = HostGroup;
-/// The name that other modules use for [`Heartbeats`].
-pub(crate) type Roll = Heartbeats;

@@ -66,7 +66,7 @@ impl Checks {
                 checksums.iter().zip(all[0].iter()).position(|(found, expected)| found != expected);
             if let Some(index) = differs {
                 let place = self.checked[index];
-                let path = plan.units[place.unit].entries[place.entry].path.clone();
+                let path = plan.units[place.unit].params[place.param].path.clone();
                 return Err(ShardError::ValueMismatch { rank, path }.into());
             }
         }

@@ -29,7 +29,7 @@ pub(super) fn broadcast<M: FsdpModule>(
         return Ok(module);
     }
     let own = |(path, data): &'_ (String, TensorData)| {
-        let own = known.iter().find(|own| own.entry.path == *path)?;
+        let own = known.iter().find(|own| own.spec.path == *path)?;
         Some((own.id, data.clone()))
     };
     Ok(module.map(&mut ReplaceStats(all[0].iter().filter_map(own).collect())))
@@ -46,7 +46,7 @@ impl ParamVisitor for ReadStats<'_> {
 
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
         let known = self.known.iter().find(|known| known.id == buffer.id);
-        let path = known.map(|known| (known.entry.path.clone(), buffer.val().into_data()));
+        let path = known.map(|known| (known.spec.path.clone(), buffer.val().into_data()));
         self.values.extend(path);
     }
 }

@@ -10,7 +10,7 @@ use super::broadcasts::StoredValues;
 use super::init_device::InitDevice;
 use crate::backend::{Float, ShardBackend};
 use crate::collectives::comm::Work;
-use crate::collectives::group::Group;
+use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::launch::Worker;
 use crate::module::{ParamIndex, RandomStream, Runtime};
@@ -33,7 +33,7 @@ pub(crate) struct InitSetup<'a, B: ShardBackend> {
 impl<'a, B: ShardBackend> InitSetup<'a, B> {
     /// Returns the description of a parameter.
     pub(super) fn spec(&self, place: ParamIndex) -> &'a ParamSpec {
-        &self.plan.units[place.unit].entries[place.entry]
+        &self.plan.units[place.unit].params[place.param]
     }
 
     /// Returns this rank's number.
@@ -61,7 +61,7 @@ impl<'a, B: ShardBackend> InitSetup<'a, B> {
         tracing::trace!(target: "fsdp", unit = %what, "fsdp::broadcast");
         let op = Op::new("broadcast", what).of(numel);
         let device = self.device.backend.clone();
-        self.worker.comm().issue(move |group: &Group| {
+        self.worker.comm().issue(move |group: &AnyProcessGroup| {
             ProcessGroup::<B>::broadcast(group, &op, &device, value).map(keep)
         })
     }

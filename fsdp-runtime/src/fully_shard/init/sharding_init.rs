@@ -58,8 +58,9 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     pub(crate) fn new(setup: InitSetup<'a, B>, owners: InitOwners) -> Self {
         let units = &setup.plan.units;
         let small = |(index, unit): (usize, &Unit)| {
-            let later = |entry| setup.loaded_later.contains(&ParamIndex { unit: index, entry });
-            SmallParams::new(unit, |entry| is_small(&unit.entries[entry]) && !later(entry))
+            let later =
+                |entry| setup.loaded_later.contains(&ParamIndex { unit: index, param: entry });
+            SmallParams::new(unit, |entry| is_small(&unit.params[entry]) && !later(entry))
         };
         let small = units.iter().enumerate().map(small).collect();
         let largest_unit = units.iter().map(Unit::num_params).max().unwrap_or(0);

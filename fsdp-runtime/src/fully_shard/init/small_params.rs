@@ -36,7 +36,7 @@ impl<B: ShardBackend> SmallParams<B> {
     /// Returns the collection for a unit, still empty. `includes` selects the unit's parameters by
     /// number.
     pub(super) fn new(unit: &Unit, includes: impl Fn(usize) -> bool) -> Self {
-        let count = (0..unit.entries.len()).filter(|&entry| includes(entry)).count();
+        let count = (0..unit.params.len()).filter(|&entry| includes(entry)).count();
         Self { count, added: Vec::new(), values: Vec::new() }
     }
 

@@ -28,7 +28,7 @@ pub(crate) struct IgnoredParam {
     /// Key of the parameter in a pretrained checkpoint.
     pub(crate) key: Key,
     /// Path, shape and dtype of the parameter.
-    pub(crate) entry: ParamSpec,
+    pub(crate) spec: ParamSpec,
 }
 
 /// A parameter of the module that FSDP manages.

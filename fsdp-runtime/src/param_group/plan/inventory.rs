@@ -175,7 +175,7 @@ impl<'a> Inventory<'a> {
             placement: Placement::PerRank,
             segment: None,
         };
-        self.found.ignored.push(IgnoredParam { id, key, entry });
+        self.found.ignored.push(IgnoredParam { id, key, spec: entry });
     }
 
     /// Records a parameter at `below`, a path below the current field.
@@ -207,7 +207,7 @@ impl<'a> Inventory<'a> {
     /// unit.
     fn check_ignored<const D: usize>(&mut self, path: &str, param: &Param<Tensor<D>>) {
         if let Some(other) = self.found.ignored.iter().find(|other| other.id == param.id) {
-            let other = other.entry.path.clone();
+            let other = other.spec.path.clone();
             self.fail(ShardError::IgnoredTie { ignored: path.to_string(), other });
         }
         if let Some(unit) = self.recomputed_unit().filter(|_| is_trained(param)) {

@@ -81,7 +81,7 @@ impl Plan {
 
     /// Checks that `device` supports the dtypes in which parameters are gathered.
     pub(crate) fn check_dtypes(&self, device: &Device) -> Result<(), ShardError> {
-        for entry in self.units.iter().flat_map(|unit| &unit.entries) {
+        for entry in self.units.iter().flat_map(|unit| &unit.params) {
             if !computes(device, entry.dtype.into()) {
                 return Err(ShardError::DtypeNotComputed {
                     path: entry.path.clone(),
@@ -101,11 +101,11 @@ impl Plan {
         lines.push(format!("shard groups of {} ranks", mesh.shard_size()));
         for unit in &self.units {
             lines.push(format!("unit {} (level {})", unit.name, unit.level));
-            for entry in &unit.entries {
+            for entry in &unit.params {
                 let placement = match &entry.placement {
                     Placement::Shard(_) => "sharded".to_string(),
                     Placement::Replicated | Placement::PerRank => "replicated".to_string(),
-                    Placement::TiedTo(first) => format!("tied to {}", unit.entries[*first].path),
+                    Placement::TiedTo(first) => format!("tied to {}", unit.params[*first].path),
                 };
                 let (path, shape, dtype) = (&entry.path, &entry.shape, entry.dtype);
                 lines.push(format!("{path} {shape:?} {dtype:?} {placement}"));
@@ -164,7 +164,7 @@ fn lay_out(
     let next_index = |param: &FoundParam| {
         let entry = counts[param.unit];
         counts[param.unit] += 1;
-        ParamIndex { unit: param.unit, entry }
+        ParamIndex { unit: param.unit, param: entry }
     };
     let places: Vec<ParamIndex> = params.iter().map(next_index).collect();
     let lay_out_unit = |(number, unit): (usize, FoundUnit)| {

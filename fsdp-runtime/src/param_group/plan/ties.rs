@@ -46,7 +46,7 @@ fn check_not_ignored(
     ignored: &[IgnoredParam],
 ) -> Result<(), ShardError> {
     let ignored_at = |path| {
-        let entries = ignored.iter().map(|param| &param.entry);
+        let entries = ignored.iter().map(|param| &param.spec);
         resolve(entries.map(|entry| (&*entry.path, &*entry.shape)), path)
     };
     let exists = |path| managed(params, path).is_some() || ignored_at(path).is_some();
@@ -55,7 +55,7 @@ fn check_not_ignored(
             && exists(other)
             && let Some(index) = ignored_at(path)
         {
-            let ignored = ignored[index].entry.path.clone();
+            let ignored = ignored[index].spec.path.clone();
             return Err(ShardError::IgnoredTie { ignored, other: other.to_string() });
         }
     }

@@ -48,7 +48,7 @@ impl<'a> UnitBuilder<'a> {
             ty: self.unit.ty,
             level: self.unit.level,
             field: self.unit.field,
-            entries,
+            params: entries,
             layout,
             gathers,
             precision: self.policy.resolve(common, casts_outputs),
@@ -105,7 +105,7 @@ impl<'a> UnitBuilder<'a> {
         let spec = |param: &&FoundParam| {
             let segment = if self.is_matrix(param) { segments.next() } else { None };
             let placement = match (param.tied_to, segment) {
-                (Some(owner), _) => Placement::TiedTo(self.places[owner].entry),
+                (Some(owner), _) => Placement::TiedTo(self.places[owner].param),
                 (None, Some(segment)) if self.options.strategy.shards() => {
                     Placement::Shard(layout.shard_of(segment, mesh.shard_rank()))
                 }

@@ -71,7 +71,7 @@ impl<B: ShardBackend> ScheduleState for Schedule<B> {
     }
 
     fn take_gradient(&self, index: ParamIndex) -> Option<DispatchTensor> {
-        let gradient = self.lock().units[index.unit].reduced[index.entry].take()?;
+        let gradient = self.lock().units[index.unit].reduced[index.param].take()?;
         Some(gradient.into_dispatch())
     }
 

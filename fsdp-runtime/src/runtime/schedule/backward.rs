@@ -158,7 +158,7 @@ impl<B: ShardBackend> Schedule<B> {
         }
         let sums = &mut state.units[index].unsharded_gradients;
         let before = total_bytes::<B>(sums) + total_bytes::<B>(&call.gradients);
-        let gradients = call.gradients.into_iter().zip(&self.units[index].entries);
+        let gradients = call.gradients.into_iter().zip(&self.units[index].params);
         let gradients =
             gradients.map(|(gradient, entry)| Some(cast::<B>(gradient?, entry.reduce_dtype)));
         add_up(sums, gradients, B::float_add);

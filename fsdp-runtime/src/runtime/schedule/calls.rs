@@ -46,7 +46,7 @@ impl<B: ShardBackend> Schedule<B> {
     ) -> CallId {
         let id = CallId(state.next_call);
         state.next_call += 1;
-        let mut call = UnitCall::new(unit, self.units[unit].entries.len(), ordering_inputs);
+        let mut call = UnitCall::new(unit, self.units[unit].params.len(), ordering_inputs);
         call.part_of = state.recompute.second_run;
         state.calls.insert(id, call);
         id

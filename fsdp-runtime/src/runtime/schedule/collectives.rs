@@ -67,7 +67,7 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
                 replicated.push((gradient, 0..entry.numel()));
                 continue;
             }
-            for (rank, range) in unit.norm_ranges(index.entry, mesh) {
+            for (rank, range) in unit.norm_ranges(index.param, mesh) {
                 ranks.push(rank);
                 parts.push((gradient.clone(), range));
             }

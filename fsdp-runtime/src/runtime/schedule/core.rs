@@ -11,7 +11,7 @@ use super::settings::Settings;
 use super::state::State;
 use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor};
 use crate::collectives::comm::Communicator;
-use crate::collectives::group::Group;
+use crate::collectives::group::AnyProcessGroup;
 use crate::error::{Error, IgnorePoison, ScheduleError};
 use crate::module::{CallId, ParamIndex, RandomStream};
 use crate::param_group::memory::{MemoryKind, MemoryTracker};
@@ -87,7 +87,7 @@ impl<B: ShardBackend> Schedule<B> {
     /// Returns the unit and the specification of a parameter.
     pub(super) fn param(&self, index: ParamIndex) -> (&Unit, &ParamSpec) {
         let unit = &self.units[index.unit];
-        (unit, &unit.entries[index.entry])
+        (unit, &unit.params[index.param])
     }
 
     /// Returns the name of a call's unit, for messages; empty if the call has ended.
@@ -120,7 +120,7 @@ impl<B: ShardBackend> Schedule<B> {
     }
 
     /// Returns the index of the part of a gathered unit that this rank keeps under `Reshard::To`.
-    pub(super) fn kept_part_index(&self, group: &Group) -> usize {
+    pub(super) fn kept_part_index(&self, group: &AnyProcessGroup) -> usize {
         self.settings.mesh.shard_rank().index() % group.size()
     }
 }

@@ -20,7 +20,7 @@ pub struct Counts {
     /// Units that were prefetched but not used next.
     pub mis_prefetches: usize,
     /// Gather buffers added because two units that share one were in use at the same time.
-    pub added_slots: usize,
+    pub added_gather_buffers: usize,
 }
 
 /// The running counts behind [`Counts`], and the bytes of gathered parameters.
@@ -32,7 +32,7 @@ pub(super) struct Counters {
     pub(super) reduce_scatters: AtomicUsize,
     pub(super) all_reduces: AtomicUsize,
     pub(super) mis_prefetches: AtomicUsize,
-    pub(super) added_slots: AtomicUsize,
+    pub(super) added_gather_buffers: AtomicUsize,
     unsharded_bytes: AtomicUsize,
     peak_unsharded_bytes: AtomicUsize,
 }
@@ -48,7 +48,7 @@ impl Counters {
             reduce_scatters: read(&self.reduce_scatters),
             all_reduces: read(&self.all_reduces),
             mis_prefetches: read(&self.mis_prefetches),
-            added_slots: read(&self.added_slots),
+            added_gather_buffers: read(&self.added_gather_buffers),
         }
     }
 

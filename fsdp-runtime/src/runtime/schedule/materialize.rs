@@ -32,7 +32,7 @@ impl<B: ShardBackend> Schedule<B> {
         let mut guard = self.lock();
         let state = &mut *guard;
         // A tied parameter takes value and leaf from the parameter that owns the weight.
-        let owner = ParamIndex { entry: unit.holder(index.entry), ..index };
+        let owner = ParamIndex { param: unit.holder(index.param), ..index };
         if state.unloaded.contains(&owner) {
             return Err(self.not_loaded(owner));
         }
@@ -47,8 +47,8 @@ impl<B: ShardBackend> Schedule<B> {
         }
         // Outside of any forward, a parameter has the dtype that the optimizer uses.
         let in_forward = state.open_forwards > 0;
-        let dtype = if in_forward { unit.entries[owner.entry].dtype } else { DType::F32 };
-        let value = match &unit.entries[owner.entry].placement {
+        let dtype = if in_forward { unit.params[owner.param].dtype } else { DType::F32 };
+        let value = match &unit.params[owner.param].placement {
             Placement::Shard(_) if call.is_some() => self.gathered(state, index, owner),
             Placement::Shard(_) => {
                 cast::<B>(self.gather_single(owner, self.on_device(value))?, dtype)
@@ -87,7 +87,7 @@ impl<B: ShardBackend> Schedule<B> {
         let (unit, entry) = self.param(index);
         let unit_state = &state.units[index.unit];
         match &entry.placement {
-            Placement::TiedTo(_) => match &unit_state.shards[owner.entry] {
+            Placement::TiedTo(_) => match &unit_state.shards[owner.param] {
                 Some(shard) => Ok(shard.clone()),
                 None => {
                     let unit = unit.name.to_string();
@@ -96,7 +96,7 @@ impl<B: ShardBackend> Schedule<B> {
             },
             // The unit has copied the parameter to the device for this forward.
             Placement::Replicated if !unit_state.forwards.is_empty() => {
-                Ok(match &unit_state.shards[index.entry] {
+                Ok(match &unit_state.shards[index.param] {
                     Some(shard) => LocalShard { on_device: shard.on_device.clone(), ..base },
                     None => base,
                 })
@@ -114,7 +114,7 @@ impl<B: ShardBackend> Schedule<B> {
             "{}: {shard_state:?}",
             unit.name,
         );
-        let (range, offset) = unit.gathered_at(owner.entry);
+        let (range, offset) = unit.gathered_at(owner.param);
         state.buffers.of_range(index.unit, range).view(offset, &entry.shape)
     }
 
@@ -134,7 +134,7 @@ impl<B: ShardBackend> Schedule<B> {
         call.pending += 1;
         let alive = call.open.clone().expect("a call stays open while its forward runs");
         let op_state = OpState { hooks: self.this(), call: id, alive };
-        let value = autodiff::gather(op_state, owner.entry, leaf, &call.ordering_inputs, value);
+        let value = autodiff::gather(op_state, owner.param, leaf, &call.ordering_inputs, value);
         if is_new {
             call.open = None;
         }

@@ -54,6 +54,6 @@ mod whole_step;
 
 pub(crate) use self::core::Schedule;
 pub use self::counters::Counts;
-pub(crate) use self::erased::ErasedSchedule as Engine;
+pub(crate) use self::erased::ErasedSchedule;
 pub(crate) use self::settings::{Reshard, Settings};
 pub(crate) use self::whole_step::Whole;

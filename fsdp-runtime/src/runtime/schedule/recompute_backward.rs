@@ -165,7 +165,7 @@ impl<'a, B: ShardBackend> RecomputeGuard<'a, B> {
         call.entered = true;
         call.open = Some(op.alive.clone());
         for (index, leaf) in std::mem::take(&mut call.tied_leaves) {
-            if let Some(shard) = &mut state.units[index.unit].shards[index.entry] {
+            if let Some(shard) = &mut state.units[index.unit].shards[index.param] {
                 shard.leaf = Some(leaf);
             }
         }

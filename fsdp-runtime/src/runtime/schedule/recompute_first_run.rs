@@ -55,10 +55,10 @@ impl<B: ShardBackend> Schedule<B> {
         let leaf = |unit: usize, placement: &Placement| {
             let &Placement::TiedTo(entry) = placement else { return None };
             let shard = state.units[unit].shards[entry].as_ref()?;
-            Some((ParamIndex { unit, entry }, shard.leaf.clone()?))
+            Some((ParamIndex { unit, param: entry }, shard.leaf.clone()?))
         };
         let leaves = self.subtree(unit).flat_map(|unit| {
-            self.units[unit].entries.iter().filter_map(move |entry| leaf(unit, &entry.placement))
+            self.units[unit].params.iter().filter_map(move |entry| leaf(unit, &entry.placement))
         });
         leaves.collect()
     }

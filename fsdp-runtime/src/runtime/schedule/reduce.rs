@@ -9,7 +9,7 @@ use super::counters::count;
 use super::reduction::{Reduced, Reduction, add_up};
 use super::state::State;
 use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, bytes};
-use crate::collectives::group::Group;
+use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::{CollectiveError, Error};
 use crate::layout::UnitLayout;
@@ -33,13 +33,13 @@ struct ReduceUnit<B: ShardBackend> {
     /// Number of ranks in the world, by which the sums are divided.
     world: usize,
     /// Process group of the replicas, under a hybrid strategy.
-    replicate: Option<Arc<Group>>,
+    replicate: Option<Arc<AnyProcessGroup>>,
     tracker: Arc<MemoryTracker>,
 }
 
 impl<B: ShardBackend> ReduceUnit<B> {
     /// Reduces the gradients among the shard group, and then among the replicas.
-    fn run(self, group: &Group) -> Result<Reduced<B>, CollectiveError> {
+    fn run(self, group: &AnyProcessGroup) -> Result<Reduced<B>, CollectiveError> {
         let Self { op, device, storage, gradients, keep, layout, world, replicate, tracker } = self;
         // On the device, the results and the full gradients exist at the same time until the full
         // gradients are freed. Offloaded results leave the device once they are copied to the host.
@@ -88,7 +88,7 @@ impl<B: ShardBackend> Schedule<B> {
             device: self.device.clone(),
             storage: self.settings.storage,
             gradients,
-            keep: unit.entries.iter().map(|entry| entry.reduce(entry.reduce_dtype)).collect(),
+            keep: unit.params.iter().map(|entry| entry.reduce(entry.reduce_dtype)).collect(),
             layout: unit.layout.clone(),
             world: self.settings.mesh.world.size(),
             replicate,

@@ -38,7 +38,7 @@ impl<B: ShardBackend> Schedule<B> {
         let copied = std::mem::take(&mut state.copied_bytes);
         if copied > 0 {
             self.tracker.give_back(MemoryKind::Copied, copied);
-            for (entry, shard) in unit.entries.iter().zip(&mut state.shards) {
+            for (entry, shard) in unit.params.iter().zip(&mut state.shards) {
                 if let (Placement::Replicated, Some(shard)) = (&entry.placement, shard) {
                     shard.on_device = Arc::default();
                 }

@@ -25,7 +25,7 @@ impl<B: ShardBackend> Runtime for Schedule<B> {
             return;
         };
         let shard = LocalShard::new(value, leaf);
-        self.lock().units[index.unit].shards[index.entry] = Some(shard);
+        self.lock().units[index.unit].shards[index.param] = Some(shard);
     }
 
     fn pre_forward(

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::backend::StorageDevice;
-use crate::collectives::group::{Group, MeshGroups};
+use crate::collectives::group::{AnyProcessGroup, MeshGroups};
 use crate::layout::Mesh;
 use crate::options::{BackwardPrefetch, GradientAccumulation, ShardingStrategy};
 
@@ -44,7 +44,7 @@ pub(crate) enum Reshard {
     Always,
     /// They are resharded, but each rank of the given process group keeps a part of them, from
     /// which backward gathers them.
-    To(Arc<Group>),
+    To(Arc<AnyProcessGroup>),
 }
 
 /// The pass that an all-gather is for.

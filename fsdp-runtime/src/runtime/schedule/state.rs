@@ -33,7 +33,7 @@ impl<B: ShardBackend> State<B> {
     /// Creates the state of a model that has not run yet.
     pub(super) fn new(units: &[Unit], buffers: GatherBuffers<B>) -> Self {
         Self {
-            units: units.iter().map(|unit| UnitState::new(unit.entries.len())).collect(),
+            units: units.iter().map(|unit| UnitState::new(unit.params.len())).collect(),
             buffers,
             calls: BTreeMap::new(),
             next_call: 0,

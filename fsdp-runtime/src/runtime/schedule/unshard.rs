@@ -13,7 +13,7 @@ use super::state::State;
 use super::unit_state::ShardState;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, numel as numel_of};
-use crate::collectives::group::Group;
+use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
 use crate::param_group::Placement;
@@ -37,7 +37,7 @@ struct CopyToDevice<B: ShardBackend> {
 
 /// The shards that this rank sends, for each flat range of a unit, and the process group of the
 /// all-gathers.
-type CopyIn<B> = (Vec<Vec<ShardToSend<B>>>, Arc<Group>);
+type CopyIn<B> = (Vec<Vec<ShardToSend<B>>>, Arc<AnyProcessGroup>);
 
 /// The all-gather of one flat range.
 struct AllGather<B: ShardBackend> {
@@ -56,7 +56,7 @@ impl<B: ShardBackend> AllGather<B> {
     /// Runs the all-gather in `group`, on the communication thread.
     fn run(
         self,
-        group: &Group,
+        group: &AnyProcessGroup,
         device: &B::Device,
         storage: StorageDevice,
     ) -> Result<(), CollectiveError> {
@@ -150,7 +150,7 @@ impl<B: ShardBackend> Schedule<B> {
             return Err(ScheduleError::GatherBufferBusy {
                 unit: self.units[index].name.to_string(),
                 owner: self.units[owner].name.to_string(),
-                slots: self.settings.gather_buffers,
+                gather_buffers: self.settings.gather_buffers,
             }
             .into());
         }
@@ -209,8 +209,7 @@ impl<B: ShardBackend> Schedule<B> {
         }
         let mut ranges: Vec<Vec<ShardToSend<B>>> = Vec::new();
         ranges.resize_with(unit.layout.ranges().len(), Vec::new);
-        for (at, (entry, shard)) in unit.entries.iter().zip(&state.units[index].shards).enumerate()
-        {
+        for (at, (entry, shard)) in unit.params.iter().zip(&state.units[index].shards).enumerate() {
             let Placement::Shard(range) = &entry.placement else { continue };
             let Some(shard) = shard else {
                 if when == When::Ahead {
@@ -238,7 +237,7 @@ impl<B: ShardBackend> Schedule<B> {
         {
             return Vec::new();
         }
-        let params = unit.entries.iter().zip(&state.units[index].shards);
+        let params = unit.params.iter().zip(&state.units[index].shards);
         let replicated = params.filter(|(entry, _)| entry.placement == Placement::Replicated);
         replicated
             .filter_map(|(entry, param)| {
@@ -284,7 +283,7 @@ impl<B: ShardBackend> Schedule<B> {
             buffer.bytes(),
             self.settings.gather_buffers,
         );
-        count(&self.counters.added_slots);
+        count(&self.counters.added_gather_buffers);
         self.tracker.take(MemoryKind::Gathered, buffer.bytes());
     }
 }
