@@ -10,5 +10,6 @@ mod burn_modules;
 mod construction;
 mod crate_path;
 mod field_units;
+mod generic_inputs;
 mod hooks;
 mod list_alias;

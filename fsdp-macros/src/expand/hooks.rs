@@ -8,6 +8,7 @@ use proc_macro2::{Ident, Span, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::{Attribute, ImplItem, ImplItemFn, ItemImpl, Meta, ReturnType, Visibility, parse_quote};
 
+use super::inputs::Input;
 use super::signature::{argument_names, turbofish, with_argument_names};
 use super::span::at;
 use super::{field_calls, recompute};
@@ -69,17 +70,17 @@ impl<'a> HookedMethod<'a> {
             false => (None, self.run()),
         };
         let import = crate_path.import_with(quote!(CollectOther as _, CollectValue as _ #keep));
+        let inputs = Input::of_method(&method.sig);
+        let collected = inputs.iter().map(Input::collect);
+        let mapped = inputs.iter().map(Input::map);
         quote! {
             #(#attrs)*
             #visibility #defaultness #signature {
                 #import
                 let __fsdp_call = __fsdp::pre_forward(#this, |__fsdp_inputs| {
-                    #((&__fsdp::Input(&#arguments)).collect(__fsdp_inputs);)*
+                    #(#collected)*
                 });
-                #(
-                    let #arguments =
-                        (&__fsdp::Input(&#arguments)).kind().map(&__fsdp_call, #arguments);
-                )*
+                #(let #arguments = #mapped;)*
                 #run
             }
         }

@@ -218,6 +218,50 @@ impl Block {
             }),
         )
     }
+    fn pass<T: Into<Tensor<3>> + UnitValue>(&self, x: T, y: T) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, CallElement as _, CallModule as _, CallOther as _,
+            CallReference as _, CollectOther as _, CollectValue as _, ReturnsOther as _,
+            ReturnsValue as _,
+        };
+        let y = y.into();
+        (match (&&&&__fsdp::Receiver(&self.down)).field_call() {
+            mut __fsdp_call => {
+                __fsdp_call
+                    .input(|__fsdp_inputs| {
+                        __fsdp::KnownTensors.collect(&x, __fsdp_inputs);
+                    });
+                __fsdp_call.pre_forward();
+                match self.down.forward(__fsdp::KnownTensors.map(&__fsdp_call, x)) {
+                    __fsdp_output => {
+                        (&__fsdp::Output(&__fsdp_output))
+                            .kind()
+                            .post_forward(__fsdp_call, __fsdp_output)
+                    }
+                }
+            }
+        })
+            + (match (&&&&__fsdp::Receiver(&self.down)).field_call() {
+                mut __fsdp_call => {
+                    __fsdp_call
+                        .input(|__fsdp_inputs| {
+                            (&__fsdp::Input(&y)).collect(__fsdp_inputs);
+                        });
+                    __fsdp_call.pre_forward();
+                    match self
+                        .down
+                        .forward((&__fsdp::Input(&y)).kind().map(&__fsdp_call, y))
+                    {
+                        __fsdp_output => {
+                            (&__fsdp::Output(&__fsdp_output))
+                                .kind()
+                                .post_forward(__fsdp_call, __fsdp_output)
+                        }
+                    }
+                }
+            })
+    }
     fn width(&self) -> usize {
         self.width
     }
