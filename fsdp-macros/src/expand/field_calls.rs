@@ -30,7 +30,7 @@ pub(super) fn hook(method: &mut ImplItemFn, crate_path: &CratePath) {
     if calls.found {
         let import = crate_path.import_with(quote! {
             CallElement as _, CallModule as _, CallOther as _, CallReference as _,
-            CollectOther as _, CollectValue as _, ReturnsOther as _, ReturnsValue as _
+            ProbeOther as _, ProbeUnitValue as _
         });
         method.block.stmts.insert(0, parse_quote!(#import));
     }
@@ -134,7 +134,7 @@ impl Calls {
                     #pre_forward
                     match #hooked {
                         __fsdp_output => {
-                            (&__fsdp::Output(&__fsdp_output)).kind().post_forward(__fsdp_call, __fsdp_output)
+                            (&__fsdp::ValueProbe(&__fsdp_output)).kind().post_forward(__fsdp_call, __fsdp_output)
                         }
                     }
                 }

@@ -41,7 +41,7 @@ impl Input {
     /// Generates the statement that adds the input's tensors to `__fsdp_inputs`.
     pub(super) fn collect(&self) -> TokenStream {
         match self {
-            Self::Probed(place) => quote!((&__fsdp::Input(&#place)).collect(__fsdp_inputs);),
+            Self::Probed(place) => quote!((&__fsdp::ValueProbe(&#place)).collect(__fsdp_inputs);),
             Self::Generic(name) => {
                 let collect = quote_spanned!(name.span()=> collect);
                 let input = quote_spanned!(name.span()=> &#name);
@@ -54,7 +54,7 @@ impl Input {
     pub(super) fn map(&self) -> TokenStream {
         match self {
             Self::Probed(place) => {
-                quote!((&__fsdp::Input(&#place)).kind().map(&__fsdp_call, #place))
+                quote!((&__fsdp::ValueProbe(&#place)).kind().map(&__fsdp_call, #place))
             }
             Self::Generic(name) => {
                 let map = quote_spanned!(name.span()=> map);

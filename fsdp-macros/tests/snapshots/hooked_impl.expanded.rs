@@ -7,21 +7,21 @@ impl Block {
     pub fn forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
-            KeepValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
+            ProbeUnsavable as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&mask)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&mask)).collect(__fsdp_inputs);
             },
         );
-        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
-        let mask = (&__fsdp::Input(&mask)).kind().map(&__fsdp_call, mask);
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
+        let mask = (&__fsdp::ValueProbe(&mask)).kind().map(&__fsdp_call, mask);
         let __fsdp_inputs = (x, (mask, ()));
-        let ((x, (mask, ())), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
-            .replays()
+        let ((x, (mask, ())), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+            .savability()
             .keep(
                 &__fsdp_call,
                 self,
@@ -50,20 +50,22 @@ impl Block {
     {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&__fsdp_0)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&cache)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&keys)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&__fsdp_0)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&cache)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&keys)).collect(__fsdp_inputs);
                 __fsdp::KnownTensors.collect(&other, __fsdp_inputs);
             },
         );
-        let __fsdp_0 = (&__fsdp::Input(&__fsdp_0)).kind().map(&__fsdp_call, __fsdp_0);
-        let cache = (&__fsdp::Input(&cache)).kind().map(&__fsdp_call, cache);
-        let keys = (&__fsdp::Input(&keys)).kind().map(&__fsdp_call, keys);
+        let __fsdp_0 = (&__fsdp::ValueProbe(&__fsdp_0))
+            .kind()
+            .map(&__fsdp_call, __fsdp_0);
+        let cache = (&__fsdp::ValueProbe(&cache)).kind().map(&__fsdp_call, cache);
+        let keys = (&__fsdp::ValueProbe(&keys)).kind().map(&__fsdp_call, keys);
         let other = __fsdp::KnownTensors.map(&__fsdp_call, other);
         let __fsdp_output = self
             .__fsdp_forward_step::<D, T>(__fsdp_0, cache, keys, other);
@@ -102,23 +104,23 @@ impl Block {
     {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
                 __fsdp::KnownTensors.collect(&first, __fsdp_inputs);
                 __fsdp::KnownTensors.collect(&second, __fsdp_inputs);
-                (&__fsdp::Input(&last)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&map)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&done)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&last)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&map)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&done)).collect(__fsdp_inputs);
             },
         );
         let first = __fsdp::KnownTensors.map(&__fsdp_call, first);
         let second = __fsdp::KnownTensors.map(&__fsdp_call, second);
-        let last = (&__fsdp::Input(&last)).kind().map(&__fsdp_call, last);
-        let map = (&__fsdp::Input(&map)).kind().map(&__fsdp_call, map);
-        let done = (&__fsdp::Input(&done)).kind().map(&__fsdp_call, done);
+        let last = (&__fsdp::ValueProbe(&last)).kind().map(&__fsdp_call, last);
+        let map = (&__fsdp::ValueProbe(&map)).kind().map(&__fsdp_call, map);
+        let done = (&__fsdp::ValueProbe(&done)).kind().map(&__fsdp_call, done);
         let __fsdp_output = self
             .__fsdp_forward_mapped::<T, F>(first, second, last, map, done);
         __fsdp::post_forward(__fsdp_call, __fsdp_output)
@@ -147,7 +149,7 @@ const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
     impl __fsdp::HookedForward for Block {
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::MayNotRecompute as _;
+            use __fsdp::Fallback as _;
             &[
                 __fsdp::Forward {
                     name: "forward",
