@@ -109,6 +109,13 @@ use parse::{ImplBlock, Module, Value};
 /// hooked. Its body moves to a hidden method, so early returns and `?` work. One `impl` block of a
 /// unit carries the attribute.
 ///
+/// The tensors of an input that is a `UnitValue` order the unit's gather, and are cast under mixed
+/// precision. An input of a generic type needs the bound `UnitValue`, as in
+/// `T: Into<Tensor<2>> + UnitValue` or `x: impl Into<Tensor<2>> + UnitValue`: inside the generic method
+/// the macro cannot find out which type the caller chose. References and closures need no bound; a
+/// closure's type is recognised by a bound such as `Fn(..)`, `FnMut(..)` or `FnOnce(..)`. The tensors
+/// that a reference leads to or a closure captures neither order the gather nor are cast.
+///
 /// - `field_units` (default: no calls are hooked): hooks the calls in this block of modules in fields
 ///   under `#[fsdp(unit)]`. It is required where such a field is in this struct, or below it with no
 ///   other unit in between. The hooked calls are those of a method named `forward` or `forward_..`, in
@@ -130,7 +137,8 @@ use parse::{ImplBlock, Module, Value};
 /// that FSDP does not know; two parameters with one checkpoint key; a tied weight in two units, or a
 /// tie path that leads to no weight; a root inside a root; a unit without parameters; a unit without a
 /// hooked `forward`; a `forward` that is `async`, `const` or takes `&mut self`; a return type that is
-/// not `UnitValue`; under `checkpoint`, an input that cannot be kept.
+/// not `UnitValue`; an input of a generic type without the bound `UnitValue`; under `checkpoint`, an
+/// input that cannot be kept.
 #[proc_macro_attribute]
 pub fn fsdp_unit(
     args: proc_macro::TokenStream,

@@ -9,5 +9,6 @@ pub mod accepted;
 mod construction;
 mod crate_path;
 mod field_units;
+mod generic_inputs;
 mod hooks;
 mod list_alias;

@@ -49,7 +49,7 @@ fn field_unit(field: &Field<'_>) -> Option<TokenStream> {
     let (unit, ty, name) = (field.unit.as_ref()?, &field.original.ty, field.name());
     let check = quote_spanned! {at(unit)=>
         const _: () = {
-            use __fsdp::NoLayout as _;
+            use __fsdp::Fallback as _;
             __fsdp::can_be_a_unit(#name, __fsdp::Probe::<#ty>::LAYOUT)
         };
     };
@@ -80,7 +80,7 @@ fn hidden_unit(field: &Field<'_>) -> Option<TokenStream> {
     let name = field.name();
     Some(quote_spanned! {at(ty)=>
         const _: () = {
-            use __fsdp::NoLayout as _;
+            use __fsdp::Fallback as _;
             __fsdp::#check(#name, &[#(__fsdp::Probe::<#types>::LAYOUT),*])
         };
     })

@@ -22,7 +22,7 @@ pub(super) fn implementation(module: &Module<'_>, body: TokenStream) -> TokenStr
     let forwards = module.unit.filter(|_| module.is_one_type()).map(|_| {
         quote!(
             const FORWARDS: &'static [__fsdp::Forward] = {
-                use __fsdp::NotHooked as _;
+                use __fsdp::Fallback as _;
                 __fsdp::Probe::<#name>::HOOKED
             };
         )

@@ -24,7 +24,7 @@ pub(super) fn implementation(block: &ImplBlock<'_>) -> TokenStream {
         impl __fsdp::HookedForward for #ty {
             #field_units
             const HOOKED: &'static [__fsdp::Forward] = {
-                use __fsdp::MayNotRecompute as _;
+                use __fsdp::Fallback as _;
                 &[#(#forwards),*]
             };
         }

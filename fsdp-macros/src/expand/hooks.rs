@@ -8,6 +8,7 @@ use proc_macro2::{Ident, Span, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::{Attribute, ImplItem, ImplItemFn, ItemImpl, Meta, ReturnType, Visibility, parse_quote};
 
+use super::inputs::Input;
 use super::signature::{argument_names, turbofish, with_argument_names};
 use super::span::at;
 use super::{field_calls, recompute};
@@ -64,22 +65,26 @@ impl<'a> HookedMethod<'a> {
         let arguments = &self.arguments;
         let signature = with_argument_names(&method.sig, arguments);
         let this = self.this();
-        let (keep, run) = match recompute::is_possible(method) {
-            true => (Some(quote!(, KeepOther as _, KeepValue as _)), self.run_recomputable()),
-            false => (None, self.run()),
+        let mut probes = quote!(ProbeOther as _, ProbeUnitValue as _);
+        let run = match recompute::is_possible(method) {
+            true => {
+                probes.extend(quote!(, ProbeSavable as _, ProbeUnsavable as _));
+                self.run_recomputable()
+            }
+            false => self.run(),
         };
-        let import = crate_path.import_with(quote!(CollectOther as _, CollectValue as _ #keep));
+        let import = crate_path.import_with(probes);
+        let inputs = Input::of_method(&method.sig);
+        let collected = inputs.iter().map(Input::collect);
+        let mapped = inputs.iter().map(Input::map);
         quote! {
             #(#attrs)*
             #visibility #defaultness #signature {
                 #import
                 let __fsdp_call = __fsdp::pre_forward(#this, |__fsdp_inputs| {
-                    #((&__fsdp::Input(&#arguments)).collect(__fsdp_inputs);)*
+                    #(#collected)*
                 });
-                #(
-                    let #arguments =
-                        (&__fsdp::Input(&#arguments)).kind().map(&__fsdp_call, #arguments);
-                )*
+                #(let #arguments = #mapped;)*
                 #run
             }
         }
@@ -109,8 +114,8 @@ impl<'a> HookedMethod<'a> {
         };
         quote! {
             let __fsdp_inputs = #inputs;
-            let (#inputs, __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
-                .replays()
+            let (#inputs, __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+                .savability()
                 .keep(&__fsdp_call, #this, __fsdp_inputs, |__fsdp_self: &Self, #inputs| #recompute);
             let __fsdp_output = #call;
             #post_forward

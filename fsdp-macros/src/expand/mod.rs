@@ -10,6 +10,7 @@ mod field_calls;
 mod fsdp_module;
 mod hooked_forward;
 mod hooks;
+mod inputs;
 mod item;
 mod layout;
 mod recompute;

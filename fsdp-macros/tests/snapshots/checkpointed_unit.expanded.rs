@@ -42,7 +42,7 @@ const _: () = {
         }
         const CHECKPOINT: ::core::primitive::bool = true;
         const FORWARDS: &'static [__fsdp::Forward] = {
-            use __fsdp::NotHooked as _;
+            use __fsdp::Fallback as _;
             __fsdp::Probe::<Block>::HOOKED
         };
     }
@@ -62,21 +62,25 @@ impl Block {
     ) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
-            KeepValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
+            ProbeUnsavable as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&__fsdp_0)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&mask)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&__fsdp_0)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&mask)).collect(__fsdp_inputs);
             },
         );
-        let __fsdp_0 = (&__fsdp::Input(&__fsdp_0)).kind().map(&__fsdp_call, __fsdp_0);
-        let mask = (&__fsdp::Input(&mask)).kind().map(&__fsdp_call, mask);
+        let __fsdp_0 = (&__fsdp::ValueProbe(&__fsdp_0))
+            .kind()
+            .map(&__fsdp_call, __fsdp_0);
+        let mask = (&__fsdp::ValueProbe(&mask)).kind().map(&__fsdp_call, mask);
         let __fsdp_inputs = (__fsdp_0, (mask, ()));
-        let ((__fsdp_0, (mask, ())), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
-            .replays()
+        let ((__fsdp_0, (mask, ())), __fsdp_recompute) = (&__fsdp::ValueProbe(
+            &__fsdp_inputs,
+        ))
+            .savability()
             .keep(
                 &__fsdp_call,
                 self,
@@ -100,13 +104,13 @@ impl Block {
     pub unsafe fn forward_step(&self) -> Output {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
-            KeepValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
+            ProbeUnsavable as _,
         };
         let __fsdp_call = __fsdp::pre_forward(self, |__fsdp_inputs| {});
         let __fsdp_inputs = ();
-        let ((), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
-            .replays()
+        let ((), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+            .savability()
             .keep(
                 &__fsdp_call,
                 self,
@@ -124,17 +128,17 @@ impl Block {
     pub fn forward_cached(&self, x: Tensor<3>, cache: &mut Cache<'_>) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&cache)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&cache)).collect(__fsdp_inputs);
             },
         );
-        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
-        let cache = (&__fsdp::Input(&cache)).kind().map(&__fsdp_call, cache);
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
+        let cache = (&__fsdp::ValueProbe(&cache)).kind().map(&__fsdp_call, cache);
         let __fsdp_output = self.__fsdp_forward_cached(x, cache);
         __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
@@ -145,15 +149,15 @@ impl Block {
     pub fn forward_any<const N: usize>(&self, x: Tensor<3>) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
             },
         );
-        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_output = self.__fsdp_forward_any::<N>(x);
         __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
@@ -166,7 +170,7 @@ const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
     impl __fsdp::HookedForward for Block {
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::MayNotRecompute as _;
+            use __fsdp::Fallback as _;
             &[
                 __fsdp::Forward {
                     name: "forward",

@@ -59,7 +59,7 @@ const _: () = {
             }
         }
         const FORWARDS: &'static [__fsdp::Forward] = {
-            use __fsdp::NotHooked as _;
+            use __fsdp::Fallback as _;
             __fsdp::Probe::<Block>::HOOKED
         };
     }
@@ -71,7 +71,7 @@ const _: () = {
     const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
     const _: () = __fsdp::has_hooks::<Block>();
     const _: () = {
-        use __fsdp::NoLayout as _;
+        use __fsdp::Fallback as _;
         __fsdp::can_be_a_unit("down", __fsdp::Probe::<Linear>::LAYOUT)
     };
 };
@@ -79,19 +79,19 @@ impl Block {
     pub fn forward(&self, x: Tensor<3>) -> Output {
         #[allow(unused_imports)]
         use crate::training::fsdp::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
-            KeepValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
+            ProbeUnsavable as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
             },
         );
-        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_inputs = (x, ());
-        let ((x, ()), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
-            .replays()
+        let ((x, ()), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+            .savability()
             .keep(
                 &__fsdp_call,
                 self,
@@ -106,8 +106,7 @@ impl Block {
         #[allow(unused_imports)]
         use crate::training::fsdp::__private::{
             self as __fsdp, CallElement as _, CallModule as _, CallOther as _,
-            CallReference as _, CollectOther as _, CollectValue as _, ReturnsOther as _,
-            ReturnsValue as _,
+            CallReference as _, ProbeOther as _, ProbeUnitValue as _,
         };
         Output(
             (match (&&&&__fsdp::Receiver(&self.down)).field_call() {
@@ -119,15 +118,17 @@ impl Block {
                                 mut __fsdp_call => {
                                     __fsdp_call
                                         .input(|__fsdp_inputs| {
-                                            (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                                            (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
                                         });
                                     __fsdp_call.pre_forward();
                                     match self
                                         .up
-                                        .forward((&__fsdp::Input(&x)).kind().map(&__fsdp_call, x))
+                                        .forward(
+                                            (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x),
+                                        )
                                     {
                                         __fsdp_output => {
-                                            (&__fsdp::Output(&__fsdp_output))
+                                            (&__fsdp::ValueProbe(&__fsdp_output))
                                                 .kind()
                                                 .post_forward(__fsdp_call, __fsdp_output)
                                         }
@@ -137,10 +138,11 @@ impl Block {
                                 __fsdp_argument => {
                                     __fsdp_call
                                         .input(|__fsdp_inputs| {
-                                            (&__fsdp::Input(&__fsdp_argument)).collect(__fsdp_inputs);
+                                            (&__fsdp::ValueProbe(&__fsdp_argument))
+                                                .collect(__fsdp_inputs);
                                         });
                                     __fsdp_call.pre_forward();
-                                    (&__fsdp::Input(&__fsdp_argument))
+                                    (&__fsdp::ValueProbe(&__fsdp_argument))
                                         .kind()
                                         .map(&__fsdp_call, __fsdp_argument)
                                 }
@@ -148,7 +150,7 @@ impl Block {
                         )
                     {
                         __fsdp_output => {
-                            (&__fsdp::Output(&__fsdp_output))
+                            (&__fsdp::ValueProbe(&__fsdp_output))
                                 .kind()
                                 .post_forward(__fsdp_call, __fsdp_output)
                         }
@@ -163,7 +165,7 @@ const _: () = {
     impl __fsdp::HookedForward for Block {
         const HOOKS_FIELD_UNITS: ::core::primitive::bool = true;
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::MayNotRecompute as _;
+            use __fsdp::Fallback as _;
             &[
                 __fsdp::Forward {
                     name: "forward",

@@ -77,7 +77,7 @@ const _: () = {
             }
         }
         const FORWARDS: &'static [__fsdp::Forward] = {
-            use __fsdp::NotHooked as _;
+            use __fsdp::Fallback as _;
             __fsdp::Probe::<Block>::HOOKED
         };
     }
@@ -89,11 +89,11 @@ const _: () = {
     const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
     const _: () = __fsdp::has_hooks::<Block>();
     const _: () = {
-        use __fsdp::NoLayout as _;
+        use __fsdp::Fallback as _;
         __fsdp::can_be_a_unit("down", __fsdp::Probe::<Linear>::LAYOUT)
     };
     const _: () = {
-        use __fsdp::NoLayout as _;
+        use __fsdp::Fallback as _;
         __fsdp::hides_no_unit(
             "gates",
             &[__fsdp::Probe::<Vec<Gate>>::LAYOUT, __fsdp::Probe::<Gate>::LAYOUT],
@@ -104,19 +104,19 @@ impl Block {
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
-            KeepValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
+            ProbeUnsavable as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
             },
         );
-        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_inputs = (x, ());
-        let ((x, ()), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
-            .replays()
+        let ((x, ()), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+            .savability()
             .keep(
                 &__fsdp_call,
                 self,
@@ -131,8 +131,7 @@ impl Block {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
             self as __fsdp, CallElement as _, CallModule as _, CallOther as _,
-            CallReference as _, CollectOther as _, CollectValue as _, ReturnsOther as _,
-            ReturnsValue as _,
+            CallReference as _, ProbeOther as _, ProbeUnitValue as _,
         };
         x.clone()
             + (match (&&&&__fsdp::Receiver(&self.down)).field_call() {
@@ -145,15 +144,17 @@ impl Block {
                                     mut __fsdp_call => {
                                         __fsdp_call
                                             .input(|__fsdp_inputs| {
-                                                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                                                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
                                             });
                                         __fsdp_call.pre_forward();
                                         match self
                                             .up
-                                            .forward((&__fsdp::Input(&x)).kind().map(&__fsdp_call, x))
+                                            .forward(
+                                                (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x),
+                                            )
                                         {
                                             __fsdp_output => {
-                                                (&__fsdp::Output(&__fsdp_output))
+                                                (&__fsdp::ValueProbe(&__fsdp_output))
                                                     .kind()
                                                     .post_forward(__fsdp_call, __fsdp_output)
                                             }
@@ -164,10 +165,11 @@ impl Block {
                                 __fsdp_argument => {
                                     __fsdp_call
                                         .input(|__fsdp_inputs| {
-                                            (&__fsdp::Input(&__fsdp_argument)).collect(__fsdp_inputs);
+                                            (&__fsdp::ValueProbe(&__fsdp_argument))
+                                                .collect(__fsdp_inputs);
                                         });
                                     __fsdp_call.pre_forward();
-                                    (&__fsdp::Input(&__fsdp_argument))
+                                    (&__fsdp::ValueProbe(&__fsdp_argument))
                                         .kind()
                                         .map(&__fsdp_call, __fsdp_argument)
                                 }
@@ -175,7 +177,7 @@ impl Block {
                         )
                     {
                         __fsdp_output => {
-                            (&__fsdp::Output(&__fsdp_output))
+                            (&__fsdp::ValueProbe(&__fsdp_output))
                                 .kind()
                                 .post_forward(__fsdp_call, __fsdp_output)
                         }
@@ -187,8 +189,7 @@ impl Block {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
             self as __fsdp, CallElement as _, CallModule as _, CallOther as _,
-            CallReference as _, CollectOther as _, CollectValue as _, ReturnsOther as _,
-            ReturnsValue as _,
+            CallReference as _, ProbeOther as _, ProbeUnitValue as _,
         };
         Some(
             (match self.gates.first()? {
@@ -197,17 +198,17 @@ impl Block {
                         mut __fsdp_call => {
                             __fsdp_call
                                 .input(|__fsdp_inputs| {
-                                    (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                                    (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
                                 });
                             __fsdp_call.pre_forward();
                             match __fsdp_receiver
                                 .forward(
-                                    (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x),
+                                    (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x),
                                     None,
                                 )
                             {
                                 __fsdp_output => {
-                                    (&__fsdp::Output(&__fsdp_output))
+                                    (&__fsdp::ValueProbe(&__fsdp_output))
                                         .kind()
                                         .post_forward(__fsdp_call, __fsdp_output)
                                 }
@@ -218,6 +219,49 @@ impl Block {
             }),
         )
     }
+    fn pass<T: Into<Tensor<3>> + UnitValue>(&self, x: T, y: T) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, CallElement as _, CallModule as _, CallOther as _,
+            CallReference as _, ProbeOther as _, ProbeUnitValue as _,
+        };
+        let y = y.into();
+        (match (&&&&__fsdp::Receiver(&self.down)).field_call() {
+            mut __fsdp_call => {
+                __fsdp_call
+                    .input(|__fsdp_inputs| {
+                        __fsdp::KnownTensors.collect(&x, __fsdp_inputs);
+                    });
+                __fsdp_call.pre_forward();
+                match self.down.forward(__fsdp::KnownTensors.map(&__fsdp_call, x)) {
+                    __fsdp_output => {
+                        (&__fsdp::ValueProbe(&__fsdp_output))
+                            .kind()
+                            .post_forward(__fsdp_call, __fsdp_output)
+                    }
+                }
+            }
+        })
+            + (match (&&&&__fsdp::Receiver(&self.down)).field_call() {
+                mut __fsdp_call => {
+                    __fsdp_call
+                        .input(|__fsdp_inputs| {
+                            (&__fsdp::ValueProbe(&y)).collect(__fsdp_inputs);
+                        });
+                    __fsdp_call.pre_forward();
+                    match self
+                        .down
+                        .forward((&__fsdp::ValueProbe(&y)).kind().map(&__fsdp_call, y))
+                    {
+                        __fsdp_output => {
+                            (&__fsdp::ValueProbe(&__fsdp_output))
+                                .kind()
+                                .post_forward(__fsdp_call, __fsdp_output)
+                        }
+                    }
+                }
+            })
+    }
     fn width(&self) -> usize {
         self.width
     }
@@ -227,7 +271,7 @@ const _: () = {
     impl __fsdp::HookedForward for Block {
         const HOOKS_FIELD_UNITS: ::core::primitive::bool = true;
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::MayNotRecompute as _;
+            use __fsdp::Fallback as _;
             &[
                 __fsdp::Forward {
                     name: "forward",

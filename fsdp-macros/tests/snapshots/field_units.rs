@@ -18,6 +18,11 @@ impl Block {
         Some(self.gates.first()?.forward(x, None))
     }
 
+    fn pass<T: Into<Tensor<3>> + UnitValue>(&self, x: T, y: T) -> Tensor<3> {
+        let y = y.into();
+        self.down.forward(x) + self.down.forward(y)
+    }
+
     fn width(&self) -> usize {
         self.width
     }

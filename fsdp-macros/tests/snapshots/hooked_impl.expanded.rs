@@ -7,21 +7,21 @@ impl Block {
     pub fn forward(&self, x: Tensor<3>, mask: Option<Tensor<4, Bool>>) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
-            KeepValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
+            ProbeUnsavable as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&mask)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&mask)).collect(__fsdp_inputs);
             },
         );
-        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
-        let mask = (&__fsdp::Input(&mask)).kind().map(&__fsdp_call, mask);
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
+        let mask = (&__fsdp::ValueProbe(&mask)).kind().map(&__fsdp_call, mask);
         let __fsdp_inputs = (x, (mask, ()));
-        let ((x, (mask, ())), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
-            .replays()
+        let ((x, (mask, ())), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+            .savability()
             .keep(
                 &__fsdp_call,
                 self,
@@ -38,7 +38,7 @@ impl Block {
     }
     /// One step of generation.
     #[allow(clippy::too_many_arguments)]
-    pub(crate) fn forward_step<'a, const D: usize, T: Into<Tensor<D>>>(
+    pub(crate) fn forward_step<'a, const D: usize, T: Into<Tensor<D>> + UnitValue>(
         &self,
         __fsdp_0: (Tensor<3>, usize),
         cache: Cache,
@@ -50,28 +50,30 @@ impl Block {
     {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&__fsdp_0)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&cache)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&keys)).collect(__fsdp_inputs);
-                (&__fsdp::Input(&other)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&__fsdp_0)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&cache)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&keys)).collect(__fsdp_inputs);
+                __fsdp::KnownTensors.collect(&other, __fsdp_inputs);
             },
         );
-        let __fsdp_0 = (&__fsdp::Input(&__fsdp_0)).kind().map(&__fsdp_call, __fsdp_0);
-        let cache = (&__fsdp::Input(&cache)).kind().map(&__fsdp_call, cache);
-        let keys = (&__fsdp::Input(&keys)).kind().map(&__fsdp_call, keys);
-        let other = (&__fsdp::Input(&other)).kind().map(&__fsdp_call, other);
+        let __fsdp_0 = (&__fsdp::ValueProbe(&__fsdp_0))
+            .kind()
+            .map(&__fsdp_call, __fsdp_0);
+        let cache = (&__fsdp::ValueProbe(&cache)).kind().map(&__fsdp_call, cache);
+        let keys = (&__fsdp::ValueProbe(&keys)).kind().map(&__fsdp_call, keys);
+        let other = __fsdp::KnownTensors.map(&__fsdp_call, other);
         let __fsdp_output = self
             .__fsdp_forward_step::<D, T>(__fsdp_0, cache, keys, other);
         __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
     #[expect(clippy::too_many_arguments)]
     #[doc(hidden)]
-    fn __fsdp_forward_step<'a, const D: usize, T: Into<Tensor<D>>>(
+    fn __fsdp_forward_step<'a, const D: usize, T: Into<Tensor<D>> + UnitValue>(
         &self,
         (query, _): (Tensor<3>, usize),
         mut cache: Cache,
@@ -87,6 +89,58 @@ impl Block {
         }
         keys.push(query, other.into())
     }
+    /// Inputs of generic types, and inputs of which no caller makes a `UnitValue`.
+    fn forward_mapped<T, F>(
+        &self,
+        first: Option<T>,
+        second: impl Into<Tensor<3>> + UnitValue,
+        last: &T,
+        map: F,
+        done: Box<dyn FnOnce(T)>,
+    ) -> Tensor<3>
+    where
+        T: UnitValue,
+        F: FnMut(T) -> Tensor<3>,
+    {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
+        };
+        let __fsdp_call = __fsdp::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                __fsdp::KnownTensors.collect(&first, __fsdp_inputs);
+                __fsdp::KnownTensors.collect(&second, __fsdp_inputs);
+                (&__fsdp::ValueProbe(&last)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&map)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&done)).collect(__fsdp_inputs);
+            },
+        );
+        let first = __fsdp::KnownTensors.map(&__fsdp_call, first);
+        let second = __fsdp::KnownTensors.map(&__fsdp_call, second);
+        let last = (&__fsdp::ValueProbe(&last)).kind().map(&__fsdp_call, last);
+        let map = (&__fsdp::ValueProbe(&map)).kind().map(&__fsdp_call, map);
+        let done = (&__fsdp::ValueProbe(&done)).kind().map(&__fsdp_call, done);
+        let __fsdp_output = self
+            .__fsdp_forward_mapped::<T, F>(first, second, last, map, done);
+        __fsdp::post_forward(__fsdp_call, __fsdp_output)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward_mapped<T, F>(
+        &self,
+        first: Option<T>,
+        second: impl Into<Tensor<3>> + UnitValue,
+        last: &T,
+        map: F,
+        done: Box<dyn FnOnce(T)>,
+    ) -> Tensor<3>
+    where
+        T: UnitValue,
+        F: FnMut(T) -> Tensor<3>,
+    {
+        done(last.clone());
+        first.map_or(second.into(), map)
+    }
     fn project(&self, x: Tensor<3>) -> Tensor<3> {
         self.down.forward(x)
     }
@@ -95,7 +149,7 @@ const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
     impl __fsdp::HookedForward for Block {
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::MayNotRecompute as _;
+            use __fsdp::Fallback as _;
             &[
                 __fsdp::Forward {
                     name: "forward",
@@ -133,6 +187,41 @@ const _: () = {
                         ),
                     ],
                 },
+                __fsdp::Forward {
+                    name: "forward_mapped",
+                    inputs: &[
+                        (
+                            "first",
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Generic,
+                            ),
+                        ),
+                        (
+                            "second",
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Generic,
+                            ),
+                        ),
+                        (
+                            "last",
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Borrowed,
+                            ),
+                        ),
+                        (
+                            "map",
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Generic,
+                            ),
+                        ),
+                        (
+                            "done",
+                            ::core::option::Option::Some(
+                                __fsdp::NotRecomputable::Generic,
+                            ),
+                        ),
+                    ],
+                },
             ]
         };
     }
@@ -143,4 +232,9 @@ const _: () = {
     const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "keys");
     const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "other");
     const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "the return value");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "first");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "second");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "last");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "map");
+    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "done");
 };

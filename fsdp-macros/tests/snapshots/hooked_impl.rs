@@ -13,7 +13,7 @@ impl Block {
 
     /// One step of generation.
     #[expect(clippy::too_many_arguments)]
-    pub(crate) fn forward_step<'a, const D: usize, T: Into<Tensor<D>>>(
+    pub(crate) fn forward_step<'a, const D: usize, T: Into<Tensor<D>> + UnitValue>(
         &self,
         (query, _): (Tensor<3>, usize),
         mut cache: Cache,
@@ -28,6 +28,23 @@ impl Block {
             return Err(CacheError::Full);
         }
         keys.push(query, other.into())
+    }
+
+    /// Inputs of generic types, and inputs of which no caller makes a `UnitValue`.
+    fn forward_mapped<T, F>(
+        &self,
+        first: Option<T>,
+        second: impl Into<Tensor<3>> + UnitValue,
+        last: &T,
+        map: F,
+        done: Box<dyn FnOnce(T)>,
+    ) -> Tensor<3>
+    where
+        T: UnitValue,
+        F: FnMut(T) -> Tensor<3>,
+    {
+        done(last.clone());
+        first.map_or(second.into(), map)
     }
 
     fn project(&self, x: Tensor<3>) -> Tensor<3> {

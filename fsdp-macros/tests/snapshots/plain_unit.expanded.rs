@@ -96,7 +96,7 @@ const _: () = {
             }
         }
         const FORWARDS: &'static [__fsdp::Forward] = {
-            use __fsdp::NotHooked as _;
+            use __fsdp::Fallback as _;
             __fsdp::Probe::<Block>::HOOKED
         };
     }
@@ -108,11 +108,11 @@ const _: () = {
     const _: () = __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
     const _: () = __fsdp::has_hooks::<Block>();
     const _: () = {
-        use __fsdp::NoLayout as _;
+        use __fsdp::Fallback as _;
         __fsdp::hides_no_unit("gate", &[__fsdp::Probe::<vendor::Gate>::LAYOUT])
     };
     const _: () = {
-        use __fsdp::NoLayout as _;
+        use __fsdp::Fallback as _;
         __fsdp::skips_no_unit("cache", &[__fsdp::Probe::<Cache>::LAYOUT])
     };
 };

@@ -59,7 +59,7 @@ const _: () = {
             }
         }
         const FORWARDS: &'static [__fsdp::Forward] = {
-            use __fsdp::NotHooked as _;
+            use __fsdp::Fallback as _;
             __fsdp::Probe::<Block>::HOOKED
         };
     }
@@ -75,19 +75,19 @@ impl Block {
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         #[allow(unused_imports)]
         use ::fsdp_runtime::__private::{
-            self as __fsdp, CollectOther as _, CollectValue as _, KeepOther as _,
-            KeepValue as _,
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
+            ProbeUnsavable as _,
         };
         let __fsdp_call = __fsdp::pre_forward(
             self,
             |__fsdp_inputs| {
-                (&__fsdp::Input(&x)).collect(__fsdp_inputs);
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
             },
         );
-        let x = (&__fsdp::Input(&x)).kind().map(&__fsdp_call, x);
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
         let __fsdp_inputs = (x, ());
-        let ((x, ()), __fsdp_recompute) = (&__fsdp::Input(&__fsdp_inputs))
-            .replays()
+        let ((x, ()), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+            .savability()
             .keep(
                 &__fsdp_call,
                 self,
@@ -106,7 +106,7 @@ const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
     impl __fsdp::HookedForward for Block {
         const HOOKED: &'static [__fsdp::Forward] = {
-            use __fsdp::MayNotRecompute as _;
+            use __fsdp::Fallback as _;
             &[
                 __fsdp::Forward {
                     name: "forward",

@@ -86,7 +86,7 @@ const _: () = {
             }
         }
         const FORWARDS: &'static [__fsdp::Forward] = {
-            use __fsdp::NotHooked as _;
+            use __fsdp::Fallback as _;
             __fsdp::Probe::<Model>::HOOKED
         };
     }

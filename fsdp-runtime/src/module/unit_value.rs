@@ -16,7 +16,8 @@ use burn::tensor::{Bool, DispatchTensor, Int, Tensor};
 ///
 /// # Errors
 ///
-/// A `forward` that returns any other type does not compile.
+/// A `forward` that returns any other type does not compile, nor does one that takes an input of a
+/// generic type, such as `x: T` or `x: impl Into<Tensor<2>>`, without the bound `UnitValue`.
 ///
 /// # Example
 ///
@@ -38,9 +39,10 @@ use burn::tensor::{Bool, DispatchTensor, Int, Tensor};
 /// assert_eq!(tensors, 1);
 /// ```
 #[diagnostic::on_unimplemented(
-    message = "a unit's `forward` cannot return `{Self}`",
-    label = "FSDP does not know which tensors this holds",
-    note = "return tensors, or `Option`, `Result`, `Vec`, arrays or tuples of them; for a struct of your own, write `#[derive(UnitValue)]` on it"
+    message = "FSDP does not know which tensors `{Self}` holds",
+    label = "not a `UnitValue`",
+    note = "a unit's `forward` returns tensors, or `Option`, `Result`, `Vec`, arrays or tuples of them; for a struct of your own, write `#[derive(UnitValue)]` on it",
+    note = "an input of a generic type needs the bound: write `T: Into<Tensor<2>> + UnitValue`, or take a reference if the input holds no tensors"
 )]
 pub trait UnitValue: Sized {
     /// Replaces every float tensor by the result of `map`, in the order of

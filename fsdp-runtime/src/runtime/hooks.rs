@@ -15,11 +15,6 @@ use crate::module::{
 pub use super::values::{
     Inputs, KnownTensors, MapInputs, ProbeOther, ProbeUnitValue, UnknownTensors, ValueProbe,
 };
-// Generated code uses these names for inputs and outputs, which share one implementation.
-pub use super::values::{
-    ProbeOther as CollectOther, ProbeOther as ReturnsOther, ProbeUnitValue as CollectValue,
-    ProbeUnitValue as ReturnsValue, ValueProbe as Input, ValueProbe as Output,
-};
 
 /// A running forward. A panic drops it before [`post_forward`], which ends the forward.
 #[derive(Debug)]

@@ -29,7 +29,7 @@ pub trait ProbeUnitValue {
 
 impl<T: UnitValue> ProbeUnitValue for ValueProbe<'_, T> {
     fn collect(&self, inputs: &mut Inputs) {
-        self.0.visit_tensors(&mut |tensor| inputs.0.push(tensor));
+        KnownTensors.collect(self.0, inputs);
     }
 
     fn kind(&self) -> KnownTensors {
@@ -70,6 +70,12 @@ pub(super) fn map_input<T: UnitValue>(runtime: &dyn Runtime, unit: usize, input:
 pub struct KnownTensors;
 
 impl KnownTensors {
+    /// Adds the tensors of an input to `inputs`. Generated code calls this function for an input of a
+    /// generic type, which [`ValueProbe`] cannot examine.
+    pub fn collect<T: UnitValue>(self, input: &T, inputs: &mut Inputs) {
+        input.visit_tensors(&mut |tensor| inputs.0.push(tensor));
+    }
+
     /// Casts the tensors of an input to the compute dtype of the called unit.
     pub fn map<T: UnitValue>(self, call: &impl MapInputs, input: T) -> T {
         call.map_input(input)

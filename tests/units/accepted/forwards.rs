@@ -4,7 +4,7 @@
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Bool, Tensor};
-use fsdp_runtime::fsdp_unit;
+use fsdp_runtime::{UnitValue, fsdp_unit};
 
 /// An argument of a type that is not a `UnitValue`.
 #[derive(Debug, Default)]
@@ -68,10 +68,33 @@ impl Block {
         f: impl Fn(Tensor<D>) -> Tensor<D>,
     ) -> Option<Tensor<D>>
     where
-        T: Into<Tensor<D>>,
+        T: Into<Tensor<D>> + UnitValue,
     {
         names.first()?;
         Some(f(x.into()))
+    }
+
+    /// Types that name a type parameter and hold `UnitValue`s, and types that never do.
+    pub fn forward_generic<T, E, F>(
+        &self,
+        (first, mut rest): (Option<T>, Vec<[T; 2]>),
+        last: Result<impl Into<Tensor<3>> + UnitValue, E>,
+        names: &[T],
+        map: Option<F>,
+        done: Box<dyn FnOnce(T) -> E>,
+        _: std::marker::PhantomData<T>,
+    ) -> Result<Tensor<3>, E>
+    where
+        T: Into<Tensor<3>> + Clone + UnitValue,
+        F: FnMut(T) -> Tensor<3>,
+    {
+        let last = last?;
+        let rest = rest.pop().into_iter().flatten().chain(names.iter().cloned());
+        match (first, map) {
+            (Some(first), _) => Err(done(first)),
+            (None, Some(map)) => Ok(rest.map(map).fold(last.into(), |sum, x| sum + x)),
+            (None, None) => Ok(last.into()),
+        }
     }
 
     /// A generic constant that appears in no argument.

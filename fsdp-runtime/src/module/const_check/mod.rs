@@ -14,11 +14,7 @@ mod ties;
 mod units;
 
 pub use self::keys::{have_distinct_keys, num_keys};
-// Generated code imports the fallback under a name for each of its constants.
-pub use self::probe::Fallback as MayNotRecompute;
-pub use self::probe::Fallback as NoLayout;
-pub use self::probe::Fallback as NotHooked;
-pub use self::probe::{BurnModule, DerivesModule, Probe};
+pub use self::probe::{BurnModule, DerivesModule, Fallback, Probe};
 pub use self::recompute::can_be_recomputed;
 pub use self::ties::{leads_to_a_weight, lie_in_one_unit};
 pub use self::units::{can_be_a_unit, has_hooks, hides_no_unit, is_a_sound_unit, skips_no_unit};

@@ -26,28 +26,28 @@ impl<O> fmt::Debug for ForwardRecording<O> {
 
 /// Inputs that can be saved until backward.
 ///
-/// Generated code calls `replays` on a reference to the [`ValueProbe`] of all inputs of a forward.
-/// Method resolution finds this trait if the inputs can be saved, and otherwise [`KeepOther`],
-/// which takes one more reference.
-pub trait KeepValue {
+/// Generated code calls `savability` on a reference to the [`ValueProbe`] of all inputs of a
+/// forward. Method resolution finds this trait if the inputs can be saved, and otherwise
+/// [`ProbeUnsavable`], which takes one more reference.
+pub trait ProbeSavable {
     /// Returns the operation that saves the inputs.
-    fn replays(&self) -> SavableInputs;
+    fn savability(&self) -> SavableInputs;
 }
 
-impl<I: UnitValue + Clone + Send + 'static> KeepValue for ValueProbe<'_, I> {
-    fn replays(&self) -> SavableInputs {
+impl<I: UnitValue + Clone + Send + 'static> ProbeSavable for ValueProbe<'_, I> {
+    fn savability(&self) -> SavableInputs {
         SavableInputs
     }
 }
 
 /// Inputs that cannot be saved until backward.
-pub trait KeepOther {
+pub trait ProbeUnsavable {
     /// Returns the operation that leaves the inputs as they are.
-    fn replays(&self) -> UnsavableInputs;
+    fn savability(&self) -> UnsavableInputs;
 }
 
-impl<I> KeepOther for &ValueProbe<'_, I> {
-    fn replays(&self) -> UnsavableInputs {
+impl<I> ProbeUnsavable for &ValueProbe<'_, I> {
+    fn savability(&self) -> UnsavableInputs {
         UnsavableInputs
     }
 }

@@ -7,6 +7,7 @@ mod forward;
 mod saved_call;
 
 pub use self::forward::{
-    ForwardRecording, KeepOther, KeepValue, SavableInputs, UnsavableInputs, post_forward_recompute,
+    ForwardRecording, ProbeSavable, ProbeUnsavable, SavableInputs, UnsavableInputs,
+    post_forward_recompute,
 };
 pub(crate) use self::saved_call::{RecomputeTask, SavedCall, SavedInput, SavedOutput};
