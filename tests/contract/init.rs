@@ -123,6 +123,25 @@ fn wrapping_is_printed_as_a_tree() {
     assert_eq!(lines.len(), 3);
 }
 
+#[test]
+fn a_sharded_model_is_printed_with_its_units() {
+    let text = on_ranks(2, |worker| Ok(sharded(1, worker, FsdpOptions::new())?.to_string()));
+    let expected = "\
+Mlp: unit, 51 parameters, 108 B on this rank, 192 B gathered
+  blocks: Vec
+    0: Block: unit, 1336 parameters, 2.7 KiB on this rank, 5.0 KiB gathered
+      up: Linear
+        weight: [16, 40], sharded
+        bias: [40], replicated
+      down: Linear
+        weight: [40, 16], sharded
+        bias: [16], replicated
+  head: Linear
+    weight: [16, 3], sharded
+    bias: [3], replicated";
+    assert_eq!(text, [expected; 2]);
+}
+
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
 struct Normed {
