@@ -44,6 +44,7 @@ use super::norm::Norm;
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
 use super::shard_backend::{FloatTensor, ShardBackend, cast, dispatch, numel, to_data};
+use crate::error::IgnorePoison;
 
 /// Device allocation of a gather buffer.
 #[derive(Debug)]
@@ -60,7 +61,7 @@ pub(crate) struct Memory {
 
 impl Memory {
     fn token(&self) -> std::sync::MutexGuard<'_, Handle> {
-        self.token.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.token.lock().ignore_poison()
     }
 
     /// Returns the elements from `start` on.

@@ -24,6 +24,7 @@ use super::norm::Norm;
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
 use super::shard_backend::{FloatTensor, ShardBackend, cast, dispatch};
+use crate::error::IgnorePoison;
 
 /// Alignment of a block in bytes: a cache line, and the widest vector register.
 const ALIGN: usize = 64;
@@ -128,7 +129,7 @@ impl Memory {
     /// Returns the byte storage for a range of bytes.
     fn bytes(&self, range: Range<usize>) -> Arc<Bytes> {
         assert!(range.end <= self.block.bytes, "a view must stay within its gather buffer");
-        let mut views = self.views.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut views = self.views.lock().ignore_poison();
         let view = || {
             let controller = View { block: self.block.clone(), range: range.clone() };
             // SAFETY: the controller provides `range.len()` initialised bytes.

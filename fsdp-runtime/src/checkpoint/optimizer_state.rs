@@ -21,7 +21,7 @@ use burn::tensor::{Bytes, DType, Device, TensorData};
 use burn_pack::{Reader, Tensor, Writer};
 
 use super::scalar::{Scalar, Scalars};
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, IgnorePoison};
 
 /// Name of the number that Burn adds to each parameter's state: the parameter's number of
 /// dimensions.
@@ -132,7 +132,7 @@ struct StateRecorder {
 fn lock(
     states: &Mutex<HashMap<ParamId, ParamState>>,
 ) -> MutexGuard<'_, HashMap<ParamId, ParamState>> {
-    states.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    states.lock().ignore_poison()
 }
 
 impl DynOptimizer for StateRecorder {

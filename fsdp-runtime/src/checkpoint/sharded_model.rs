@@ -88,22 +88,6 @@ pub(super) fn ignored_values(base: DispatchTensor) -> TensorData {
     Tensor::<1>::from_dispatch(base).into_data()
 }
 
-/// Returns Burn's id of each sharded or replicated parameter. A tied parameter has an entry at each
-/// of the indices that share the values.
-pub(super) fn param_ids<M: FsdpModule>(module: &M) -> HashMap<ParamIndex, ParamId> {
-    struct Ids(HashMap<ParamIndex, ParamId>);
-    impl ParamVisitor for Ids {
-        fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            if let Some(sharded) = Sharded::of(param) {
-                self.0.insert(sharded.place, param.id);
-            }
-        }
-    }
-    let mut ids = Ids(HashMap::new());
-    module.visit_params(&mut ids);
-    ids.0
-}
-
 impl<M: FsdpModule> ShardedModel for Fsdp<M> {
     fn engine(&self) -> &Arc<dyn ErasedSchedule> {
         &self.engine

@@ -7,7 +7,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use super::model::Fsdp;
-use crate::module::{Child, FsdpModule, Kind, Node, ParamVisitor};
+use crate::module::{Child, FsdpModule, Kind, ModulePath, ParamVisitor};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// Prints the modules as a tree, one line each.
@@ -37,8 +37,7 @@ impl<M: FsdpModule> fmt::Display for Fsdp<M> {
 struct Tree<'a> {
     units: HashMap<&'a str, &'a Unit>,
     params: HashMap<&'a str, &'a ParamSpec>,
-    /// Segments of the present module path.
-    path: Vec<String>,
+    path: ModulePath,
     lines: Vec<String>,
 }
 
@@ -51,17 +50,22 @@ impl<'a> Tree<'a> {
                 .flat_map(|unit| &unit.params)
                 .map(|param| (param.path.as_str(), param))
                 .collect(),
-            path: Vec::new(),
+            path: ModulePath::default(),
             lines: Vec::new(),
         }
+    }
+
+    /// Returns the last segment of the present path.
+    fn name(&self) -> &str {
+        self.path.segments().last().map_or("", String::as_str)
     }
 
     /// Adds a line for the present path, with the numbers of the unit if the path is that of a
     /// unit.
     fn line(&mut self, text: String) {
-        let unit = self.units.get(self.path.join(".").as_str());
+        let unit = self.units.get(self.path.join(&[]).as_str());
         let mark = unit.map(|unit| unit_mark(unit)).unwrap_or_default();
-        self.lines.push(format!("{}{text}{mark}", "  ".repeat(self.path.len())));
+        self.lines.push(format!("{}{text}{mark}", "  ".repeat(self.path.segments().len())));
     }
 }
 
@@ -89,27 +93,18 @@ fn bytes(bytes: usize) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// Returns the node of a field's type; of an `Option`, that of the type inside.
-fn without_option(mut node: &'static Node) -> &'static Node {
-    while node.kind == Kind::Optional {
-        node = node.children[0].node;
-    }
-    node
-}
-
 impl ParamVisitor for Tree<'_> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
-        let name = index.map_or_else(|| child.name.to_string(), |index| index.to_string());
-        self.path.push(name.clone());
-        let node = without_option(child.node);
+        self.path.enter(child, index);
+        let node = child.node.without_option();
         // `param` adds the line of a parameter. Values without parameters have no line.
         if !matches!(node.kind, Kind::Param { .. } | Kind::Fixed | Kind::Constant) {
-            self.line(format!("{name}: {}", node.ty));
+            self.line(format!("{}: {}", self.name(), node.ty));
         }
     }
 
     fn exit(&mut self) {
-        self.path.pop();
+        self.path.exit();
     }
 
     fn unit<M: FsdpModule>(&mut self, _: &M) -> bool {
@@ -121,8 +116,8 @@ impl ParamVisitor for Tree<'_> {
     }
 
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.join(".");
-        let name = self.path.last().map_or("", String::as_str);
+        let path = self.path.join(&[]);
+        let name = self.name();
         let text = match self.params.get(path.as_str()) {
             Some(spec) => {
                 let placement = match spec.placement {
@@ -135,12 +130,12 @@ impl ParamVisitor for Tree<'_> {
             }
             None => format!("{name}: {:?}, each rank's own", param.lazy_shape().as_slice()),
         };
-        self.lines.push(format!("{}{text}", "  ".repeat(self.path.len())));
+        self.lines.push(format!("{}{text}", "  ".repeat(self.path.segments().len())));
     }
 
     fn leaf_param<const D: usize>(&mut self, path: &[String], param: &Param<Tensor<D>>) {
-        self.path.extend_from_slice(path);
+        path.iter().for_each(|segment| self.path.push(segment));
         self.param(param);
-        self.path.truncate(self.path.len() - path.len());
+        path.iter().for_each(|_| self.path.exit());
     }
 }

@@ -7,6 +7,7 @@ use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
 
+use crate::error::IgnorePoison;
 use crate::module::{FsdpModule, ParamVisitor, Sharded};
 
 /// The gradients of ignored parameters from earlier micro-batches of a step. Clones of a model
@@ -23,11 +24,11 @@ impl fmt::Debug for IgnoredGradients {
 impl IgnoredGradients {
     /// Keeps gradients until the next micro-batch.
     pub(super) fn keep(&self, gradients: GradientsParams) {
-        *self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(gradients);
+        *self.0.lock().ignore_poison() = Some(gradients);
     }
 
     fn take(&self) -> GradientsParams {
-        let kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        let kept = self.0.lock().ignore_poison().take();
         kept.unwrap_or_default()
     }
 

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::model::Fsdp;
 use crate::layout::Mesh;
+use crate::param_group::Unit;
 use crate::param_group::memory::Memory;
 use crate::param_group::wrapping::Wrapping;
-use crate::param_group::{ParamSpec, Placement};
 use crate::runtime::schedule::Counts;
 
 /// The measurements of a sharded model on this rank.
@@ -34,16 +34,14 @@ impl<M> Stats<'_, M> {
     /// Returns the number of elements of all parameters of the full model. A tied weight counts
     /// once.
     pub fn num_params(&self) -> usize {
-        let params = self.model.engine.units().iter().flat_map(|unit| &unit.params);
-        let owned = params.filter(|param| !matches!(param.placement, Placement::TiedTo(_)));
-        owned.map(ParamSpec::numel).sum()
+        self.model.engine.units().iter().map(Unit::num_params).sum()
     }
 
     /// Returns the bytes of parameters that this rank holds between steps: its shards and the
     /// replicated parameters.
     pub fn sharded_bytes(&self) -> usize {
-        let params = self.model.engine.units().iter().flat_map(|unit| &unit.params);
-        params.map(|param| param.range().len() * size_of::<f32>()).sum()
+        let stored = self.model.engine.units().iter().map(Unit::stored_bytes);
+        stored.map(|(shards, replicated)| shards + replicated).sum()
     }
 
     /// Returns the largest number of bytes of gathered parameters that this rank held at once; 0

@@ -20,7 +20,6 @@ pub use self::contract::{FsdpModule, FsdpUnit, HookedForward, ParamMapper, Param
 pub use self::node::{Child, Forward, Kind, LEAF, Node, Tie};
 pub use self::param::Sharded;
 pub(crate) use self::param::{CallId, ForwardFn, ParamIndex, Runtime, SavedForward};
-#[allow(unused_imports, reason = "other rooms take these up one by one")]
 pub(crate) use self::path::{ModulePath, param_ids};
 pub use self::random::RandomSource;
 pub(crate) use self::random::{Playback, RandomStream, Recording, Source};

@@ -99,6 +99,15 @@ pub struct Tie {
 }
 
 impl Node {
+    /// Returns this node; for an `Option`, the node of the type inside.
+    pub(crate) fn without_option(&self) -> &Self {
+        let mut node = self;
+        while node.kind == Kind::Optional {
+            node = node.children[0].node;
+        }
+        node
+    }
+
     /// Creates a node without children.
     pub const fn plain(ty: &'static str, kind: Kind) -> Self {
         Self { ty, kind, children: &[], ties: &[] }

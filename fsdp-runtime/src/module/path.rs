@@ -17,7 +17,6 @@ use super::param::{ParamIndex, Sharded};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ModulePath(Vec<String>);
 
-#[allow(dead_code, reason = "offered to the visitors and mappers of other rooms")]
 impl ModulePath {
     /// Appends the segment of a field, or of a list's element.
     pub(crate) fn enter(&mut self, child: &Child, index: Option<usize>) {
@@ -46,9 +45,9 @@ impl ModulePath {
     }
 }
 
-/// Returns the id of each sharded or replicated parameter by its index. Parameters under
-/// `ignored_params` and running statistics have no index and are left out.
-#[allow(dead_code, reason = "offered to the visitors of other rooms")]
+/// Returns the id of each sharded or replicated parameter by its index. A tied parameter has an
+/// entry at each of the indices that share the values. Parameters under `ignored_params` and running
+/// statistics have no index and are left out.
 pub(crate) fn param_ids<M: FsdpModule>(module: &M) -> HashMap<ParamIndex, ParamId> {
     struct Ids(HashMap<ParamIndex, ParamId>);
     impl ParamVisitor for Ids {

@@ -15,10 +15,10 @@ use super::matching::{MatchedTensor, WantedTensor, match_tensors};
 use super::options::{LoadOptions, LoadReport};
 use super::source::Source;
 use crate::checkpoint::ranks::Ranks;
-use crate::checkpoint::sharded_model::param_ids;
 use crate::checkpoint::state::{State, StateMut};
-use crate::error::{Error, LoadError, SaveError};
+use crate::error::{Error, IgnorePoison, LoadError, SaveError};
 use crate::fully_shard::Fsdp;
+use crate::module::param_ids;
 use crate::module::{FsdpModule, ParamIndex};
 use crate::runtime::schedule::ErasedSchedule;
 
@@ -193,7 +193,7 @@ impl GatherQueue {
 
 /// Locks a value that is valid at every moment, so that a panic of another thread does not matter.
 fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
-    value.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    value.lock().ignore_poison()
 }
 
 /// A tensor of a module that is not sharded.

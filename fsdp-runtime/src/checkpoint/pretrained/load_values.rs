@@ -6,8 +6,8 @@ use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
 use super::matching::MatchedTensor;
-use crate::checkpoint::sharded_model::param_ids;
 use crate::fully_shard::Fsdp;
+use crate::module::param_ids;
 use crate::module::{FsdpModule, ParamIndex};
 
 /// A parameter that values are loaded into or saved from.

@@ -8,6 +8,7 @@ use burn::module::{Param, ParamId, ParamMapper as ValueMapper};
 use burn::tensor::{DType, Shape, Tensor};
 
 use crate::backend::{Float, FloatTensor, ShardBackend};
+use crate::error::IgnorePoison;
 use crate::layout::mix;
 
 /// A parameter taken apart, without its value.
@@ -33,7 +34,7 @@ pub(super) fn initialise<const D: usize>(
     if param.is_initialized() {
         return param.consume();
     }
-    let _generator = GENERATOR.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let _generator = GENERATOR.lock().ignore_poison();
     if let Some(seed) = seed {
         param.lazy_device().seed(mix(seed ^ mix(number as u64)));
     }

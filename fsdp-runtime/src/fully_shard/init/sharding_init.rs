@@ -15,7 +15,9 @@ use super::small_params::{ReplacePlaceholders, SmallParams, is_small};
 use crate::backend::{Float, ShardBackend, StoredTensor};
 use crate::error::{Error, ShardError};
 use crate::launch::agree::{OnError, agree_result};
-use crate::module::{Child, FsdpModule, ParamIndex, ParamMapper, RandomSource, Sharded};
+use crate::module::{
+    Child, FsdpModule, ModulePath, ParamIndex, ParamMapper, RandomSource, Sharded,
+};
 use crate::param_group::plan::SHARDED;
 use crate::param_group::{ParamSpec, Placement, Unit};
 
@@ -30,7 +32,7 @@ pub(crate) struct ShardingInit<'a, B: ShardBackend> {
 /// The position in the traversal, and the number of elements done.
 struct Progress {
     /// Segments of the module path.
-    path: Vec<String>,
+    path: ModulePath,
     /// Number of parameters that the traversal has reached.
     visited: usize,
     /// Number of these parameters that are not ignored.
@@ -67,7 +69,13 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         let all = units.iter().map(Unit::num_params).sum();
         Self {
             setup,
-            progress: Progress { path: Vec::new(), visited: 0, managed: 0, initialized: 0, all },
+            progress: Progress {
+                path: ModulePath::default(),
+                visited: 0,
+                managed: 0,
+                initialized: 0,
+                all,
+            },
             transfers: Transfers {
                 owners,
                 broadcasts: Broadcasts::new(largest_unit),
@@ -261,12 +269,11 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
 
 impl<B: ShardBackend> ParamMapper for ShardingInit<'_, B> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
-        let name = index.map_or_else(|| child.name.to_string(), |index| index.to_string());
-        self.progress.path.push(name);
+        self.progress.path.enter(child, index);
     }
 
     fn exit(&mut self) {
-        self.progress.path.pop();
+        self.progress.path.exit();
     }
 
     fn param<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -295,6 +302,6 @@ impl<B: ShardBackend> ParamMapper for ShardingInit<'_, B> {
     }
 
     fn random_source<R: RandomSource>(&mut self, source: R) -> R {
-        source.with_stream(self.setup.random, &self.progress.path.join("."))
+        source.with_stream(self.setup.random, &self.progress.path.join(&[]))
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::usage::Memory;
+use crate::error::IgnorePoison;
 
 /// A finer division of the kinds of [`Memory`], which decides whether bytes count for the device or
 /// for the host.
@@ -113,7 +114,7 @@ impl MemoryTracker {
 
 /// Locks a count. A panic elsewhere leaves it valid, so a poisoned lock is no error.
 fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
-    memory.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    memory.lock().ignore_poison()
 }
 
 /// Bytes that count for a kind of memory until this value is dropped.

@@ -10,7 +10,7 @@ use super::found::{F32Module, Found, FoundParam, FoundUnit, IgnoredParam, Key, S
 use super::recomputed_units::{not_recomputable, recomputes};
 use super::wrapped_units::{wraps, wraps_field};
 use crate::error::ShardError;
-use crate::module::{Child, FsdpModule, Kind, Node, ParamVisitor, Sharded, UnitType};
+use crate::module::{Child, FsdpModule, ModulePath, Node, ParamVisitor, Sharded, UnitType};
 use crate::options::{ActivationCheckpointing, FsdpOptions};
 
 /// A visitor that records every unit and parameter of a module.
@@ -22,7 +22,7 @@ pub(super) struct Inventory<'a> {
     options: &'a FsdpOptions,
     found: Found,
     /// Fields from the root to the current position.
-    path: Vec<String>,
+    path: ModulePath,
     /// Segments of the pretrained key, one for each field of `path`.
     key: Vec<String>,
     /// Whether the checkpoint stores each field of `path` transposed.
@@ -47,7 +47,7 @@ impl<'a> Inventory<'a> {
         let mut inventory = Self {
             options,
             found: Found::default(),
-            path: Vec::new(),
+            path: ModulePath::default(),
             key: Vec::new(),
             transposed: Vec::new(),
             stack: Vec::new(),
@@ -84,16 +84,10 @@ impl<'a> Inventory<'a> {
         self.add_ties(&M::LAYOUT);
     }
 
-    /// Returns the module path of a parameter at `below`, a path below the current field.
-    fn join(&self, below: &[String]) -> String {
-        let parts: Vec<&str> = self.path.iter().chain(below).map(String::as_str).collect();
-        parts.join(".")
-    }
-
     /// Records the ties that the current module declares.
     fn add_ties(&mut self, node: &Node) {
         let prefix = |path: &str| {
-            let here = self.join(&[]);
+            let here = self.path.join(&[]);
             if here.is_empty() { path.to_string() } else { format!("{here}.{path}") }
         };
         let ties: Vec<_> =
@@ -118,7 +112,7 @@ impl<'a> Inventory<'a> {
         let within = self.recomputed_unit();
         self.stack.push(self.found.units.len());
         self.found.units.push(FoundUnit {
-            path: self.join(&[]),
+            path: self.path.join(&[]),
             ty,
             level: self.found.units[enclosing].level + 1,
             field: unit_type.is_none(),
@@ -180,7 +174,7 @@ impl<'a> Inventory<'a> {
 
     /// Records a parameter at `below`, a path below the current field.
     fn add_param<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
-        let path = self.join(below);
+        let path = self.path.join(below);
         let key = self.key_of(below);
         let shape = param.lazy_shape().as_slice().to_vec();
         let managed = !self.options.ignored_params.contains(&param.id);
@@ -219,23 +213,15 @@ impl<'a> Inventory<'a> {
 
 impl ParamVisitor for Inventory<'_> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
-        let name = index.map_or_else(|| child.name.to_string(), |index| index.to_string());
-        let key = match index {
-            Some(_) => name.clone(),
-            None => child.key_or_name().to_string(),
-        };
-        self.path.push(name);
+        self.path.enter(child, index);
+        let key = index.map_or_else(|| child.key_or_name().to_string(), |index| index.to_string());
         self.key.push(key);
         self.transposed.push(child.transposed);
-        let mut node = child.node;
-        while node.kind == Kind::Optional {
-            node = node.children[0].node;
-        }
-        self.add_ties(node);
+        self.add_ties(child.node.without_option());
     }
 
     fn exit(&mut self) {
-        self.path.pop();
+        self.path.exit();
         self.key.pop();
         self.transposed.pop();
     }
@@ -272,28 +258,28 @@ impl ParamVisitor for Inventory<'_> {
     }
 
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
-        let (path, key) = (self.join(&[]), self.key_of(&[]));
+        let (path, key) = (self.path.join(&[]), self.key_of(&[]));
         self.add_ignored(buffer.id, path, key, buffer.lazy_shape().as_slice().to_vec());
     }
 
     fn leaf_reparameterized(&mut self, path: &[String], name: &str) {
-        let (path, name) = (self.join(path), name.to_string());
+        let (path, name) = (self.path.join(path), name.to_string());
         self.fail(ShardError::Reparameterized { path, name });
     }
 
     fn fixed(&mut self) {
-        let path = self.join(&[]);
+        let path = self.path.join(&[]);
         self.fail(ShardError::NotFloat { path });
     }
 
     fn full_precision(&mut self, ty: &'static str) {
-        let module = F32Module { unit: self.unit_number(), path: self.join(&[]), ty };
+        let module = F32Module { unit: self.unit_number(), path: self.path.join(&[]), ty };
         self.found.f32_modules.push(module);
     }
 
     fn unrepeatable(&mut self, ty: &'static str, instead: &'static str) {
         if let Some(unit) = self.recomputed_unit() {
-            let (unit, path) = (self.found.units[unit].name(), self.join(&[]));
+            let (unit, path) = (self.found.units[unit].name(), self.path.join(&[]));
             self.fail(ShardError::Unrepeatable { unit, path, ty, instead });
         }
     }
