@@ -196,6 +196,7 @@ mod tests {
                 let mut ids = ids.clone();
                 ids[changed] = (ids[changed] + 1) % 50;
                 let after = logits(&model, &ids, &device);
+                assert_eq!(after.len(), before.len());
                 let (same, other) = before.split_at(changed * 50);
                 let close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-6;
                 assert!(same.iter().zip(&after).all(close), "{changed}");

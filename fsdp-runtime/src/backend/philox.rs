@@ -15,12 +15,12 @@ pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 pub(crate) const ROUNDS: usize = 7;
 
 /// Returns `LANES` consecutive blocks of four random words: word `w` of block `batch · LANES + i`
-/// is at `[w][i]`. The counter of a block is its number (low word, high word) followed by `place`.
+/// is at `[w][i]`. The counter of a block is its number (low word, high word) followed by `counter`.
 ///
 /// Values of the first two rounds that are equal in all lanes are computed once.
 #[allow(clippy::needless_range_loop, reason = "a lane indexes four arrays")]
 #[inline(always)]
-pub(crate) fn blocks(key: [u32; 2], batch: u64, place: [u32; 2]) -> [[u32; LANES]; 4] {
+pub(crate) fn blocks(key: [u32; 2], batch: u64, counter: [u32; 2]) -> [[u32; LANES]; 4] {
     let first = batch.wrapping_mul(LANES as u64);
     let mut keys = key;
     let mut next = || {
@@ -32,9 +32,9 @@ pub(crate) fn blocks(key: [u32; 2], batch: u64, place: [u32; 2]) -> [[u32; LANES
 
     // First round: lanes differ only in the low word of the block number.
     let key = next();
-    let a = high(place[0], q) ^ (first >> 32) as u32 ^ key[0];
-    let b = place[0].wrapping_mul(q);
-    let other = place[1] ^ key[1];
+    let a = high(counter[0], q) ^ (first >> 32) as u32 ^ key[0];
+    let b = counter[0].wrapping_mul(q);
+    let other = counter[1] ^ key[1];
     // Second round: the product of `a` is equal in all lanes.
     let key = next();
     let (mut words, of_a) = ([[0; LANES]; 4], high(a, p) ^ key[1]);
@@ -77,9 +77,9 @@ mod tests {
     /// (`kat_vectors`).
     #[test]
     fn known_answers() {
-        let block = |key, number: u64, place| {
+        let block = |key, number: u64, counter| {
             let lanes = LANES as u64;
-            blocks(key, number / lanes, place).map(|word| word[(number % lanes) as usize])
+            blocks(key, number / lanes, counter).map(|word| word[(number % lanes) as usize])
         };
         assert_eq!(block([0, 0], 0, [0, 0]), [0x5f6f_b709, 0x0d89_3f64, 0x4f12_1f81, 0x4f73_0a48]);
         assert_eq!(
@@ -95,12 +95,12 @@ mod tests {
     /// Compares each lane with the published algorithm, which computes one block at a time.
     #[test]
     fn each_lane_holds_the_block_of_its_number() {
-        let (key, place) = ([3, 4], [6, 7]);
+        let (key, counter) = ([3, 4], [6, 7]);
         for batch in [0, 5, u64::from(u32::MAX) / LANES as u64 + 1] {
-            let words = blocks(key, batch, place);
+            let words = blocks(key, batch, counter);
             for lane in 0..LANES {
                 let number = batch * LANES as u64 + lane as u64;
-                let mut block = [number as u32, (number >> 32) as u32, place[0], place[1]];
+                let mut block = [number as u32, (number >> 32) as u32, counter[0], counter[1]];
                 let mut key: [u32; 2] = key;
                 for _ in 0..ROUNDS {
                     let [a, b, c, d] = block;

@@ -46,3 +46,18 @@ impl GradScaler {
         Self::restored(config, scale, growth_tracker).map_err(|error: ShardError| error.to_string())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scaler_equals_the_one_restored_from_its_scalars() {
+        let config = GradScalerConfig::new().with_init_scale(1e-38).with_growth_interval(3);
+        let mut scaler = config.init().unwrap();
+        for finite in [false, true, true] {
+            scaler.update(finite);
+        }
+        assert_eq!(GradScaler::from_scalars(&scaler.scalars()), Ok(scaler));
+    }
+}

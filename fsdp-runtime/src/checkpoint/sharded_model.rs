@@ -133,7 +133,7 @@ struct LocalParamVisitor<'a> {
 impl ParamVisitor for LocalParamVisitor<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let index = match Sharded::of(param) {
-            Some(sharded) => sharded.place,
+            Some(sharded) => sharded.index,
             None => {
                 let is_param = |ignored: &IgnoredParam| ignored.id == param.id;
                 let Some(entry) = self.ignored.iter().position(is_param) else { return };

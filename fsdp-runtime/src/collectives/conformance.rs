@@ -265,6 +265,7 @@ fn reduce_as<B: Tested>(
     let op = op("reduce_scatter", "unit").of(matrices.iter().map(|(_, numel)| numel).sum());
     let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
     let reduced = on::<B>(group).reduce_scatter(&op, &B::device(), request).unwrap();
+    assert_eq!(reduced.len(), keep.len());
     for (entry, (keep, reduced)) in keep.iter().zip(&reduced).enumerate() {
         let ranks: Vec<usize> = (0..group.size()).filter(|&rank| has(rank, entry)).collect();
         if ranks.is_empty() || keep.range.is_empty() {

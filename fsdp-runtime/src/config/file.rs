@@ -51,8 +51,8 @@ impl Config {
         };
         let (mut config, notes) = Self::read(PathBuf::from(path))?;
         // Errors in the rank's variables are left to `RankEnv::read`, which the program calls too.
-        if let Ok(Some(place)) = RankEnv::from_variables(variable) {
-            config.num_processes = Some(place.world.size());
+        if let Ok(Some(env)) = RankEnv::from_variables(variable) {
+            config.num_processes = Some(env.world.size());
         }
         Ok(Some((config, notes)))
     }

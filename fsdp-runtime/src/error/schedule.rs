@@ -92,7 +92,7 @@ pub enum ScheduleError {
          dropout layers in the same order as the first forward; make the forward depend only on its \
          inputs and parameters, or leave the unit out of `activation_checkpointing`"
     )]
-    OtherDraws,
+    RandomDrawsMismatch,
     /// A recomputed forward that returned tensors of other shapes than the first forward.
     #[error(
         "the recomputed forward of {unit}, a unit under activation checkpointing, returned tensors \
@@ -100,7 +100,7 @@ pub enum ScheduleError {
          depend only on its inputs and parameters, or leave the unit out of \
          `activation_checkpointing`"
     )]
-    OtherOutputs {
+    RecomputedShapesMismatch {
         /// Name of the unit.
         unit: String,
         /// Shapes that the first forward returned.
@@ -118,7 +118,7 @@ pub enum ScheduleError {
          as an input, not from `Tensor::random`), or leave the unit out of \
          `activation_checkpointing`"
     )]
-    OtherValues {
+    RecomputedValuesMismatch {
         /// Name of the unit.
         unit: String,
     },

@@ -188,7 +188,7 @@ pub enum ShardError {
         "{unit} is under activation checkpointing, but `{input}` of `{ty}::{forward}` {}",
         obstacle.advice()
     )]
-    NotReplayable {
+    NotRecomputable {
         /// Name of the unit.
         unit: String,
         /// Type of the unit.
@@ -206,7 +206,7 @@ pub enum ShardError {
         "{unit} is under activation checkpointing, but `{path}` is a `{ty}`, which behaves \
          differently when the forward is recomputed in backward; {instead}"
     )]
-    Unrepeatable {
+    ModuleNotRecomputable {
         /// Name of the unit.
         unit: String,
         /// Path of the module.
@@ -222,7 +222,7 @@ pub enum ShardError {
          `ignored_params` and would receive no gradient from the recomputed forward; remove it from \
          `ignored_params`, freeze it, or leave the unit out of `activation_checkpointing`"
     )]
-    IgnoredInCheckpoint {
+    IgnoredInRecomputedUnit {
         /// Name of the unit.
         unit: String,
         /// Path of the parameter.

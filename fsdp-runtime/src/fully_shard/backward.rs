@@ -76,7 +76,7 @@ impl<M: FsdpModule> Fsdp<M> {
         impl ParamVisitor for TakeGradients<'_> {
             fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 let Some(sharded) = Sharded::of(param) else { return };
-                if let Some(gradient) = self.engine.take_gradient(sharded.place) {
+                if let Some(gradient) = self.engine.take_gradient(sharded.index) {
                     self.gradients.register(param.id, Tensor::<D>::from_dispatch(gradient));
                 }
             }

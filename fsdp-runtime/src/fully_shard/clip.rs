@@ -75,7 +75,7 @@ impl ParamVisitor for ReadGradients<'_> {
             return;
         }
         if let Some(gradient) = self.gradients.get::<D>(param.id) {
-            self.found.push((sharded.place, gradient.into_dispatch()));
+            self.found.push((sharded.index, gradient.into_dispatch()));
         }
     }
 }
@@ -83,7 +83,7 @@ impl ParamVisitor for ReadGradients<'_> {
 /// Returns whether a parameter is the alias of a tied weight. Alias and owner may have one id, and
 /// so one gradient, which the owner counts.
 fn is_alias(engine: &dyn ErasedSchedule, sharded: &Sharded) -> bool {
-    let ParamIndex { unit, param: entry } = sharded.place;
+    let ParamIndex { unit, param: entry } = sharded.index;
     matches!(engine.units()[unit].params[entry].placement, Placement::TiedTo(_))
 }
 

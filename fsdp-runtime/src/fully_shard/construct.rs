@@ -71,7 +71,7 @@ pub(crate) fn shard<M: HookedForward>(
     let settings = settings(worker, &options, mesh, reshard)?;
     let mut later = loaded_later(&plan)?;
     if options.deferred_init {
-        later = plan.places.iter().flatten().copied().collect();
+        later = plan.indices.iter().flatten().copied().collect();
     }
     with_backend!(device, |B, inner| {
         let random = RandomStream::new(options.seed.unwrap_or(0), worker.rank().index());

@@ -196,8 +196,8 @@ impl RankEnv {
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Option<Self>, EnvError> {
         let variables = Variables(&variable);
-        let torchrun = variables.place(&TORCHRUN)?;
-        let open_mpi = variables.place(&OPEN_MPI)?;
+        let torchrun = variables.rank_env(&TORCHRUN)?;
+        let open_mpi = variables.rank_env(&OPEN_MPI)?;
         if let (Some(first), Some(second)) = (&torchrun, &open_mpi)
             && (first.rank, first.world) != (second.rank, second.world)
         {
@@ -210,12 +210,12 @@ impl RankEnv {
                 second_world: second.world,
             });
         }
-        let place = match torchrun.or(open_mpi) {
-            Some(place) => Some(place),
-            None => variables.place(&SLURM)?,
+        let env = match torchrun.or(open_mpi) {
+            Some(env) => Some(env),
+            None => variables.rank_env(&SLURM)?,
         };
         let main_process = variables.main_process();
-        place.map(|place| Ok(Self { main_process: main_process?, ..place })).transpose()
+        env.map(|env| Ok(Self { main_process: main_process?, ..env })).transpose()
     }
 
     /// Compares the world size with the `num_processes` of a configuration file.
@@ -260,7 +260,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
     }
 
     /// Returns the rank that a launcher's variables describe; `None` if none of them is set.
-    fn place(&self, names: &Names) -> Result<Option<RankEnv>, EnvError> {
+    fn rank_env(&self, names: &Names) -> Result<Option<RankEnv>, EnvError> {
         const FROM_0: &str = "a whole number from 0";
         let world_name = *names
             .world
@@ -442,9 +442,9 @@ mod tests {
 
     #[test]
     fn a_file_with_another_world_size_is_an_error() {
-        let place = read(&TORCH).unwrap().unwrap();
-        assert_eq!(place.check(None), Ok(()));
-        let text = place.check(Some(2)).unwrap_err().to_string();
+        let env = read(&TORCH).unwrap().unwrap();
+        assert_eq!(env.check(None), Ok(()));
+        let text = env.check(Some(2)).unwrap_err().to_string();
         assert!(text.contains("num_processes: 2") && text.contains("started 4"), "{text}");
     }
 }

@@ -64,23 +64,23 @@ pub(super) fn threads<T: Send + 'static>(
 
 /// Runs the rank of this process, and returns its result.
 pub(super) fn run<T: Send + 'static>(
-    place: &RankEnv,
+    env: &RankEnv,
     options: &LaunchOptions,
     device: &Device,
     debug: bool,
     program: RankProgram<T>,
 ) -> Result<Vec<T>, LaunchError> {
-    let (group, device) = join(place, options, device, debug).map_err(|source| LaunchError {
-        rank: place.rank,
-        world: place.world,
+    let (group, device) = join(env, options, device, debug).map_err(|source| LaunchError {
+        rank: env.rank,
+        world: env.world,
         source: source.into(),
     })?;
-    let topology = topology(&group, place, options);
-    let outcome = topology.and_then(|topology| run_rank(&group, place, device, topology, program));
-    let outcome = outcome.map_err(|source| launch_error(&group, place, source));
+    let topology = topology(&group, env, options);
+    let outcome = topology.and_then(|topology| run_rank(&group, env, device, topology, program));
+    let outcome = outcome.map_err(|source| launch_error(&group, env, source));
     if let Err(error) = &outcome {
         // The other ranks may not know of the failure yet.
-        let (rank, reason) = (place.rank, error.source.to_string());
+        let (rank, reason) = (env.rank, error.source.to_string());
         group.fail(CollectiveError::PeerFailed { rank, reason });
         std::thread::sleep(EXIT_DELAY);
     }
@@ -92,15 +92,15 @@ pub(super) fn run<T: Send + 'static>(
 
 /// Joins the other processes, and returns the process group and the GPU of this process.
 fn join(
-    place: &RankEnv,
+    env: &RankEnv,
     options: &LaunchOptions,
     device: &Device,
     debug: bool,
 ) -> Result<(Arc<AnyProcessGroup>, Device), BoxedError> {
-    let no_main = EngineError::NoMainProcess { launcher: place.launcher };
-    let rendezvous = rendezvous(place, options.timeout, debug).ok_or(no_main)?;
+    let no_main = EngineError::NoMainProcess { launcher: env.launcher };
+    let rendezvous = rendezvous(env, options.timeout, debug).ok_or(no_main)?;
     let index =
-        own_gpu(place, index_of(device).unwrap_or(0), device_count().map_err(EngineError::from)?);
+        own_gpu(env, index_of(device).unwrap_or(0), device_count().map_err(EngineError::from)?);
     let host = HostGroup::process(&rendezvous).map_err(EngineError::from)?;
     let group = NcclGroup::world(host, index)?;
     Ok((Arc::new(AnyProcessGroup::Nccl(group)), gpu(index)))
@@ -108,9 +108,9 @@ fn join(
 
 /// Returns the address at which the processes of this launch meet, from the environment; `None` if
 /// the environment has no address of rank 0.
-fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezvous<'_>> {
+fn rendezvous(env: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezvous<'_>> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
-    let main = place.main_process.as_ref()?;
+    let main = env.main_process.as_ref()?;
     // torchrun's agent may use the port for its own store; the next port is used then.
     let port = match variable("TORCHELASTIC_USE_AGENT_STORE").as_str() {
         "True" => main.port.checked_add(1).unwrap_or(main.port - 1),
@@ -118,10 +118,10 @@ fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezv
     };
     // `fsdp launch` names the run differently on each machine; torchrun's name is equal on all
     // machines.
-    let one_machine = place.local_world == Some(place.world.size());
+    let one_machine = env.local_world == Some(env.world.size());
     let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
     let run = launcher + &variable("TORCHELASTIC_RUN_ID");
-    let (rank, world, host) = (place.rank, place.world, main.host.as_str());
+    let (rank, world, host) = (env.rank, env.world, main.host.as_str());
     Some(Rendezvous { rank, world, host, port, run, timeout, debug })
 }
 
@@ -129,20 +129,20 @@ fn rendezvous(place: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezv
 ///
 /// A launcher may make only one GPU visible to each process; its index is 0. Joining fails if two
 /// processes have the same GPU.
-fn own_gpu(place: &RankEnv, first: usize, count: usize) -> usize {
-    if count == 1 { 0 } else { first + place.local_rank }
+fn own_gpu(env: &RankEnv, first: usize, count: usize) -> usize {
+    if count == 1 { 0 } else { first + env.local_rank }
 }
 
 /// Returns the number of ranks on this machine, and the number of threads of this rank.
 fn topology(
     group: &AnyProcessGroup,
-    place: &RankEnv,
+    env: &RankEnv,
     options: &LaunchOptions,
 ) -> Result<LocalTopology, BoxedError> {
     let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let machines = group.exchange(&Op::new("all_gather", "the machines"), machine.clone())?;
     let named = machines.iter().filter(|other| ***other == machine).count();
-    let local_size = place.local_world.unwrap_or(named).max(1);
+    let local_size = env.local_world.unwrap_or(named).max(1);
     Ok(LocalTopology { local_size, threads: options.threads(local_size) })
 }
 
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn the_gpu_of_a_process_follows_from_its_local_rank() {
         let world = WorldSize::new(8).unwrap();
-        let place = |local_rank| RankEnv {
+        let env = |local_rank| RankEnv {
             rank: world.ranks().nth(4 + local_rank).unwrap(),
             world,
             local_rank,
@@ -162,8 +162,8 @@ mod tests {
             launcher: Launcher::Torchrun,
             main_process: None,
         };
-        assert_eq!((own_gpu(&place(0), 0, 4), own_gpu(&place(3), 0, 4)), (0, 3));
-        assert_eq!(own_gpu(&place(1), 2, 4), 3, "counted from the first GPU");
-        assert_eq!(own_gpu(&place(3), 0, 1), 0, "the only visible GPU");
+        assert_eq!((own_gpu(&env(0), 0, 4), own_gpu(&env(3), 0, 4)), (0, 3));
+        assert_eq!(own_gpu(&env(1), 2, 4), 3, "counted from the first GPU");
+        assert_eq!(own_gpu(&env(3), 0, 1), 0, "the only visible GPU");
     }
 }

@@ -150,7 +150,7 @@ mod tests {
         DeviceGpus { device: "a device".into(), from_here, first: 0 }
     }
 
-    fn place(
+    fn location(
         engine: Engine,
         ranks: NumRanks,
         started: Option<RankEnv>,
@@ -161,31 +161,31 @@ mod tests {
     #[test]
     fn a_program_started_by_itself_runs_thread_ranks() {
         for engine in [Engine::Auto, Engine::Local] {
-            let place = place(engine, NumRanks::Exactly(3), None);
-            assert!(matches!(place, Ok(RankLocation::Threads(3))), "{place:?}");
+            let location = location(engine, NumRanks::Exactly(3), None);
+            assert!(matches!(location, Ok(RankLocation::Threads(3))), "{location:?}");
         }
-        let error = place(Engine::Mpi, NumRanks::Exactly(3), None).unwrap_err();
+        let error = location(Engine::Mpi, NumRanks::Exactly(3), None).unwrap_err();
         assert!(error.to_string().contains("mpirun -n 3"), "{error}");
-        let threads = place(Engine::Auto, NumRanks::Exactly(3), started(1));
+        let threads = location(Engine::Auto, NumRanks::Exactly(3), started(1));
         assert!(matches!(threads, Ok(RankLocation::Threads(3))), "{threads:?}");
-        let threads = place(Engine::Auto, NumRanks::StartedOr(3), started(1));
+        let threads = location(Engine::Auto, NumRanks::StartedOr(3), started(1));
         assert!(matches!(threads, Ok(RankLocation::Threads(1))), "{threads:?}");
     }
 
     #[test]
     fn a_world_of_another_size_than_requested_is_an_error() {
-        let error = place(Engine::Auto, NumRanks::Exactly(4), started(2)).unwrap_err();
+        let error = location(Engine::Auto, NumRanks::Exactly(4), started(2)).unwrap_err();
         assert!(matches!(error, EngineError::WorldMismatch { asked: 4, .. }), "{error}");
-        let error = place(Engine::Local, NumRanks::Exactly(2), started(2)).unwrap_err();
+        let error = location(Engine::Local, NumRanks::Exactly(2), started(2)).unwrap_err();
         assert!(matches!(error, EngineError::SeveralProcesses { .. }), "{error}");
-        let place = place(Engine::Auto, NumRanks::StartedOr(4), started(2));
+        let location = location(Engine::Auto, NumRanks::StartedOr(4), started(2));
         if cfg!(feature = "mpi") {
             assert!(
-                matches!(&place, Ok(RankLocation::Process(env)) if env.world.size() == 2),
-                "{place:?}"
+                matches!(&location, Ok(RankLocation::Process(env)) if env.world.size() == 2),
+                "{location:?}"
             );
         } else {
-            assert!(matches!(place, Err(EngineError::NotCompiled { .. })), "{place:?}");
+            assert!(matches!(location, Err(EngineError::NotCompiled { .. })), "{location:?}");
         }
     }
 
@@ -219,10 +219,10 @@ mod tests {
         assert!(matches!(on(Engine::Auto), Ok(RankLocation::ProcessOnGpu(_))));
         if cfg!(feature = "nccl") {
             assert!(matches!(on(Engine::Nccl), Ok(RankLocation::ProcessOnGpu(_))));
-            let error = place(Engine::Nccl, NumRanks::StartedOr(1), started(2)).unwrap_err();
+            let error = location(Engine::Nccl, NumRanks::StartedOr(1), started(2)).unwrap_err();
             assert!(matches!(error, EngineError::NotCuda { .. }), "{error}");
         } else {
-            let error = place(Engine::Nccl, NumRanks::StartedOr(1), started(2)).unwrap_err();
+            let error = location(Engine::Nccl, NumRanks::StartedOr(1), started(2)).unwrap_err();
             assert!(error.to_string().contains("--features cuda"), "{error}");
         }
     }

@@ -36,7 +36,7 @@ extern "C" fn leave_mpi() {
 
 /// Joins the other processes of the MPI world.
 fn join(
-    place: &RankEnv,
+    env: &RankEnv,
     options: &LaunchOptions,
     debug: bool,
 ) -> Result<AnyProcessGroup, EngineError> {
@@ -48,11 +48,11 @@ fn join(
         unsafe { libc::atexit(leave_mpi) };
     }
     let (mpi_rank, mpi_world) = (group.rank(), group.members().len());
-    if (mpi_rank, mpi_world) != (place.rank, place.world.size()) {
+    if (mpi_rank, mpi_world) != (env.rank, env.world.size()) {
         return Err(EngineError::NotJoined {
-            launcher: place.launcher,
-            rank: place.rank,
-            world: place.world,
+            launcher: env.launcher,
+            rank: env.rank,
+            world: env.world,
             mpi_rank,
             mpi_world,
         });
@@ -97,23 +97,23 @@ fn cores() -> Vec<usize> {
 
 /// Runs the rank of this process, and returns its result.
 pub(super) fn run<T: Send + 'static>(
-    place: &RankEnv,
+    env: &RankEnv,
     options: &LaunchOptions,
     device: Device,
     debug: bool,
     program: RankProgram<T>,
 ) -> Result<Vec<T>, LaunchError> {
     RUNNING.fetch_add(1, Ordering::SeqCst);
-    let outcome = match join(place, options, debug) {
+    let outcome = match join(env, options, debug) {
         Err(error) => {
-            Err(LaunchError { rank: place.rank, world: place.world, source: Arc::new(error) })
+            Err(LaunchError { rank: env.rank, world: env.world, source: Arc::new(error) })
         }
         Ok(group) => {
             let group = Arc::new(group);
             let topology = topology(&group, options);
             let ended =
-                topology.and_then(|topology| run_rank(&group, place, device, topology, program));
-            ended.map_err(|source| launch_error(&group, place, source))
+                topology.and_then(|topology| run_rank(&group, env, device, topology, program));
+            ended.map_err(|source| launch_error(&group, env, source))
         }
     };
     if outcome.is_err() {

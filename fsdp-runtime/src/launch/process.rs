@@ -30,12 +30,12 @@ pub(super) struct LocalTopology {
 /// rank has ended.
 pub(super) fn run_rank<T: Send + 'static>(
     group: &Arc<AnyProcessGroup>,
-    place: &RankEnv,
+    env: &RankEnv,
     device: Device,
     topology: LocalTopology,
     program: RankProgram<T>,
 ) -> Result<T, BoxedError> {
-    let mesh = Mesh::new(place.rank, place.world);
+    let mesh = Mesh::new(env.rank, env.world);
     let comm = Communicator::start(group.clone())?;
     let worker = Worker::new(mesh, device, topology.local_size, comm.clone());
     let (sender, result) = sync_channel(1);
@@ -43,7 +43,7 @@ pub(super) fn run_rank<T: Send + 'static>(
         // The receiver below waits for the outcome.
         let _ = sender.send(outcome);
     })?;
-    let closed = CollectiveError::Closed { rank: place.rank };
+    let closed = CollectiveError::Closed { rank: env.rank };
     let result = result.recv().unwrap_or(Err(Box::new(closed)))?;
     // A rank that fails after this one has ended fails this one too.
     let op = Op::new("barrier", "the end of the run");
@@ -55,9 +55,9 @@ pub(super) fn run_rank<T: Send + 'static>(
 /// failed first.
 pub(super) fn launch_error(
     group: &AnyProcessGroup,
-    place: &RankEnv,
+    env: &RankEnv,
     source: BoxedError,
 ) -> LaunchError {
     let failed = group.failure().and_then(|failure| failure.failed_rank());
-    LaunchError { rank: failed.unwrap_or(place.rank), world: place.world, source: source.into() }
+    LaunchError { rank: failed.unwrap_or(env.rank), world: env.world, source: source.into() }
 }

@@ -75,11 +75,9 @@ fn start<T: Send + 'static>(
             super::gpus::threads(world(ranks)?, options, &device, debug, program)
         }
         #[cfg(feature = "nccl")]
-        RankLocation::ProcessOnGpu(place) => {
-            super::gpus::run(&place, options, &device, debug, program)
-        }
+        RankLocation::ProcessOnGpu(env) => super::gpus::run(&env, options, &device, debug, program),
         #[cfg(feature = "mpi")]
-        RankLocation::Process(place) => super::mpi::run(&place, options, device, debug, program),
+        RankLocation::Process(env) => super::mpi::run(&env, options, device, debug, program),
         #[allow(unreachable_patterns, reason = "reached without the engines only")]
         _ => unreachable!("a location for an engine that is not compiled in"),
     }

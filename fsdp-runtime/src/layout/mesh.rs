@@ -145,12 +145,12 @@ mod tests {
     #[test]
     fn ranks_fill_one_shard_group_after_the_other() {
         let world = WorldSize::new(6).unwrap();
-        let place = |rank| {
+        let coordinate = |rank| {
             let mesh = Mesh::new(Rank(rank), world).grouped(3).unwrap();
             (mesh.replica().index(), mesh.shard_rank().index())
         };
-        let places: Vec<_> = (0..6).map(place).collect();
-        assert_eq!(places, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]);
+        let coordinates: Vec<_> = (0..6).map(coordinate).collect();
+        assert_eq!(coordinates, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]);
         let mesh = Mesh::new(Rank(4), world);
         assert_eq!((mesh.replicas().size(), mesh.shard_rank()), (1, Rank(4)));
     }

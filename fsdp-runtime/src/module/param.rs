@@ -104,7 +104,7 @@ pub struct Sharded {
     #[module(skip)]
     pub(crate) runtime: Arc<dyn Runtime>,
     #[module(skip)]
-    pub(crate) place: ParamIndex,
+    pub(crate) index: ParamIndex,
     /// LoRA adapter of the parameter. The two factors of the adapter are sharded parameters too.
     pub(crate) lora: Option<LoraAdapter>,
     marker: VisitMarker,
@@ -117,7 +117,7 @@ impl Reparameterization for Sharded {
     ///
     /// Unwinds with the [`Error`] if a collective fails; `launch` returns that error.
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        let full = match self.runtime.clone().materialize(self.place, base.into_dispatch()) {
+        let full = match self.runtime.clone().materialize(self.index, base.into_dispatch()) {
             Ok(value) => Tensor::from_dispatch(value),
             Err(error) => raise(error),
         };
@@ -129,9 +129,9 @@ impl Reparameterization for Sharded {
 }
 
 impl Sharded {
-    pub(crate) fn new(runtime: Arc<dyn Runtime>, place: ParamIndex) -> Self {
-        let marker = VisitMarker { runtime: runtime.clone(), index: place };
-        Self { runtime, place, lora: None, marker }
+    pub(crate) fn new(runtime: Arc<dyn Runtime>, index: ParamIndex) -> Self {
+        let marker = VisitMarker { runtime: runtime.clone(), index: index };
+        Self { runtime, index, lora: None, marker }
     }
 
     /// Adds a LoRA adapter whose factors are sharded already.

@@ -53,7 +53,7 @@ pub(crate) fn param_ids<M: FsdpModule>(module: &M) -> HashMap<ParamIndex, ParamI
     impl ParamVisitor for Ids {
         fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             if let Some(sharded) = Sharded::of(param) {
-                self.0.insert(sharded.place, param.id);
+                self.0.insert(sharded.index, param.id);
             }
         }
     }

@@ -73,8 +73,8 @@ impl Dropout {
         if !self.training.is_enabled() || !device.is_autodiff() || self.prob == 0.0 {
             return input;
         }
-        let (key, place) = self.source.next();
-        let source = MaskSource { key, place, prob: self.prob };
+        let (key, counter) = self.source.next();
+        let source = MaskSource { key, counter, prob: self.prob };
         dropout_tracked(&source, input)
     }
 }

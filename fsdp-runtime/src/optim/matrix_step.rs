@@ -16,7 +16,7 @@ use crate::runtime::schedule::{ErasedSchedule, Whole};
 
 /// A sharded matrix that was taken out of the model.
 pub(super) struct Matrix {
-    place: ParamIndex,
+    index: ParamIndex,
     step: MatrixStep,
     shard: DispatchTensor,
     gradient: Option<DispatchTensor>,
@@ -48,15 +48,15 @@ pub(super) fn rounds(
 ) -> Vec<Vec<(MatrixStep, Whole)>> {
     let (units, mesh) = (engine.units(), engine.mesh());
     let owners = owners(units, mesh);
-    let numel = |place: ParamIndex| units[place.unit].params[place.param].numel();
+    let numel = |index: ParamIndex| units[index.unit].params[index.param].numel();
     let mut queues: Vec<Vec<_>> = mesh.shard_size().ranks().map(|_| Vec::new()).collect();
-    for Matrix { place, step, shard, gradient } in matrices {
-        let owner = owners[&place];
-        queues[owner].push((step, Whole { place, owner, shard, gradient }));
+    for Matrix { index, step, shard, gradient } in matrices {
+        let owner = owners[&index];
+        queues[owner].push((step, Whole { index, owner, shard, gradient }));
     }
     let mut rounds: Vec<Vec<_>> = Vec::new();
     for mut queue in queues {
-        queue.sort_by_key(|(_, whole)| (Reverse(numel(whole.place)), whole.place));
+        queue.sort_by_key(|(_, whole)| (Reverse(numel(whole.index)), whole.index));
         rounds.resize_with(rounds.len().max(queue.len()), Vec::new);
         for (round, matrix) in rounds.iter_mut().zip(queue) {
             round.push(matrix);
@@ -136,7 +136,7 @@ impl ModuleMapper for TakeMatrices<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let gradient = self.gradients.remove::<D>(param.id);
         // A tied clone has the id of its owner and comes after it, so its gradient is gone.
-        let Some(place) = self.sharded.remove(&param.id) else {
+        let Some(index) = self.sharded.remove(&param.id) else {
             return match gradient {
                 Some(gradient) => step_param(self.optimizer, self.lr, &self.path, param, gradient),
                 None => param,
@@ -149,7 +149,7 @@ impl ModuleMapper for TakeMatrices<'_> {
         let placeholder = with_autodiff_of(&shard, placeholder);
         let step = MatrixStep { id, path: self.path.clone(), step: step_matrix::<D> };
         let (shard, gradient) = (shard.into_dispatch(), gradient.map(Tensor::into_dispatch));
-        self.matrices.push(Matrix { place, step, shard, gradient });
+        self.matrices.push(Matrix { index, step, shard, gradient });
         Param::from_mapped_value(id, placeholder, mapper)
     }
 }

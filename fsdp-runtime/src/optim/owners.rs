@@ -23,10 +23,10 @@ pub(crate) fn owners(units: &[Unit], mesh: Mesh) -> HashMap<ParamIndex, usize> {
     }
     matrices.sort_unstable();
     let mut loads = vec![0; mesh.shard_size().size()];
-    let assign = |(Reverse(numel), place)| {
+    let assign = |(Reverse(numel), index)| {
         let owner = (0..loads.len()).min_by_key(|&rank| loads[rank]).unwrap_or(0);
         loads[owner] += numel;
-        (place, owner)
+        (index, owner)
     };
     matrices.into_iter().map(assign).collect()
 }
@@ -76,8 +76,8 @@ mod tests {
         };
         let first = on(Rank::ZERO);
         let mut loads = [0; 3];
-        for (place, owner) in &first {
-            loads[*owner] += numels[place.unit * 4 + place.param];
+        for (index, owner) in &first {
+            loads[*owner] += numels[index.unit * 4 + index.param];
         }
         let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
         assert!(most - least <= 100, "{loads:?}");

@@ -117,9 +117,9 @@ impl WholeParam {
         let (units, mesh) = (model.engine.units(), model.mesh());
         let first = mesh.replica().index() * mesh.shard_size().size();
         let group: Vec<Rank> = mesh.world.ranks().skip(first).collect();
-        let path = |place: ParamIndex| units[place.unit].params[place.param].path.clone();
+        let path = |index: ParamIndex| units[index.unit].params[index.param].path.clone();
         let owners = owners(units, mesh).into_iter();
-        owners.map(|(place, owner)| (path(place), group[owner])).collect()
+        owners.map(|(index, owner)| (path(index), group[owner])).collect()
     }
 
     /// Returns the optimizer with this rank's state: full tensors of replicated parameters, and of
@@ -161,23 +161,23 @@ fn sharded_with_gradient<M: FsdpModule>(
     model.visit_params(&mut find);
     let all = model.engine.exchange_gradients(find.lens)?;
     let mut found = HashMap::new();
-    for (index, (id, place)) in find.matrices.into_iter().enumerate() {
-        if all.iter().all(|lens| lens[index].is_none()) {
+    for (number, (id, index)) in find.matrices.into_iter().enumerate() {
+        if all.iter().all(|lens| lens[number].is_none()) {
             continue;
         }
-        let unit = &units[place.unit];
-        let entry = &unit.params[place.param];
+        let unit = &units[index.unit];
+        let entry = &unit.params[index.param];
         let segment = entry.segment.expect("a sharded entry has a segment");
         for (rank, lens) in mesh.shard_size().ranks().zip(&all) {
             let expected = unit.layout.shard_of(segment, rank).len();
-            if expected == 0 || lens[index] == Some(expected) {
+            if expected == 0 || lens[number] == Some(expected) {
                 continue;
             }
-            let found = lens[index].map_or("none".into(), |len| format!("one of {len}"));
+            let found = lens[number].map_or("none".into(), |len| format!("one of {len}"));
             let path = entry.path.clone();
             return Err(ScheduleError::GradientMismatch { path, rank, expected, found }.into());
         }
-        found.insert(id, place);
+        found.insert(id, index);
     }
     Ok(found)
 }
@@ -193,12 +193,12 @@ struct FindGradients<'a> {
 
 impl ParamVisitor for FindGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(place) = Sharded::of(param).map(|sharded| sharded.place) else { return };
-        let entry = &self.units[place.unit].params[place.param];
+        let Some(index) = Sharded::of(param).map(|sharded| sharded.index) else { return };
+        let entry = &self.units[index.unit].params[index.param];
         if matches!(entry.placement, Placement::Shard(_)) {
             let gradient = self.gradients.get::<D>(param.id);
             self.lens.push(gradient.map(|gradient| gradient.shape().num_elements()));
-            self.matrices.push((param.id, place));
+            self.matrices.push((param.id, index));
         }
     }
 }

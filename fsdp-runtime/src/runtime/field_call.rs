@@ -91,10 +91,10 @@ impl ModuleVisitor for Owner {
         if container != "Reparameterization" || name != Sharded::NAME {
             return;
         }
-        let Some(Sharded { runtime, place, .. }) = Sharded::visited() else { return };
+        let Some(Sharded { runtime, index, .. }) = Sharded::visited() else { return };
         match self {
-            Self::None => *self = Self::Unit(runtime, place.unit),
-            Self::Unit(_, unit) if *unit == place.unit => {}
+            Self::None => *self = Self::Unit(runtime, index.unit),
+            Self::Unit(_, unit) if *unit == index.unit => {}
             _ => *self = Self::Several,
         }
     }

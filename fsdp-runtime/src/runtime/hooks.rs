@@ -125,7 +125,7 @@ impl ParamVisitor for FindParam {
         if self.found.is_none()
             && let Some(sharded) = Sharded::of(param)
         {
-            self.found = Some((sharded.runtime.clone(), sharded.place.unit));
+            self.found = Some((sharded.runtime.clone(), sharded.index.unit));
         }
     }
 }
@@ -136,7 +136,7 @@ pub(crate) struct Collect<'a>(pub(crate) &'a dyn Runtime);
 impl ParamVisitor for Collect<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(sharded) = Sharded::of(param) {
-            self.0.register_shard(sharded.place, param.base().into_dispatch());
+            self.0.register_shard(sharded.index, param.base().into_dispatch());
         }
     }
 }

@@ -45,7 +45,7 @@ fn millions_of_elements_have_the_bits_of_flex() {
     let values = numbers(12, LEN, 3.0);
     let on = |device: &Device| {
         let all = tensor(&values, device, FloatDType::F32);
-        let source = MaskSource { key: [3, 4], place: [5, 6], prob: 0.3 };
+        let source = MaskSource { key: [3, 4], counter: [5, 6], prob: 0.3 };
         let parts = [all.clone(), all.clone().flip([0])];
         let buffer = Tensor::zeros([LEN + 2 * AT], device);
         vec![

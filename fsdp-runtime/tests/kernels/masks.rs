@@ -14,9 +14,9 @@ fn mask(device: &Device, source: &MaskSource, len: usize, dtype: FloatDType) -> 
 fn sources() -> impl Iterator<Item = MaskSource> {
     let keys = [[1, 2], [0xFFFF_FFFF, 0x8000_0001]];
     let places = [[0, 0], [77, 0xFFFF_FFF0]];
-    keys.into_iter().zip(places).zip([0.1, 0.731]).map(|((key, place), prob)| MaskSource {
+    keys.into_iter().zip(places).zip([0.1, 0.731]).map(|((key, counter), prob)| MaskSource {
         key,
-        place,
+        counter,
         prob,
     })
 }
@@ -73,7 +73,7 @@ fn dropout_multiplies_by_the_mask() {
 #[test]
 fn a_dropped_element_is_zero_even_if_it_was_not_finite() {
     for device in devices() {
-        let source = MaskSource { key: [5, 6], place: [7, 8], prob: 0.5 };
+        let source = MaskSource { key: [5, 6], counter: [7, 8], prob: 0.5 };
         let kept = bits(&mask(&device, &source, 999, FloatDType::F32));
         for value in [-1.0, f32::INFINITY, f32::NAN] {
             let input = Tensor::<1>::full([999], value, &device);

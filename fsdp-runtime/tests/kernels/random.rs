@@ -133,13 +133,13 @@ proptest! {
     #[test]
     fn dropout_has_the_bits_of_flex(
         at in within(),
-        (key, place) in (any::<[u32; 2]>(), any::<[u32; 2]>()),
+        (key, counter) in (any::<[u32; 2]>(), any::<[u32; 2]>()),
         prob in 0.0..0.99f64,
         dtype in 0..3usize,
     ) {
         let Some(device) = device() else { return Ok(()) };
         let dtype = pick(&device, dtype);
-        let source = MaskSource { key, place, prob };
+        let source = MaskSource { key, counter, prob };
         let dropped = |device: &Device| {
             kernels::dropout(inside(5, &at, device, dtype), &source).unwrap()
         };

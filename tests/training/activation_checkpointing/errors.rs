@@ -177,7 +177,7 @@ fn a_forward_whose_inputs_cannot_be_kept_is_an_error_at_construction() {
         ..model(device)
     };
     let error = refused(ALL, borrowing);
-    let expected = ShardError::NotReplayable {
+    let expected = ShardError::NotRecomputable {
         unit: "`borrowing`".into(),
         ty: "Borrowing",
         forward: "forward",
@@ -227,7 +227,7 @@ fn a_module_that_differs_from_call_to_call_is_an_error_at_construction() {
         ..model(device)
     });
     assert!(
-        matches!(&error, ShardError::Unrepeatable { path, .. } if path == "normed.norm.running_mean")
+        matches!(&error, ShardError::ModuleNotRecomputable { path, .. } if path == "normed.norm.running_mean")
     );
     assert!(error.to_string().contains("GroupNorm"), "{error}");
 }
@@ -257,7 +257,7 @@ fn an_ignored_parameter_that_trains_is_an_error_at_construction() {
         shard(false, FsdpOptions::new().with_activation_checkpointing(none))?;
         Ok(shard(false, FsdpOptions::new()).unwrap_err())
     });
-    let expected = ShardError::IgnoredInCheckpoint {
+    let expected = ShardError::IgnoredInRecomputedUnit {
         unit: "`fickle`".into(),
         path: "fickle.linear.weight".into(),
     };
@@ -285,7 +285,7 @@ fn fail(what: &'static str) -> Result<Vec<(Error, bool)>, LaunchError> {
 #[test]
 fn a_forward_that_differs_when_recomputed_is_an_error_of_the_backward() {
     for (error, recovered) in fail("rows").unwrap() {
-        let expected = ScheduleError::OtherOutputs {
+        let expected = ScheduleError::RecomputedShapesMismatch {
             unit: "`fickle`".into(),
             expected: vec![vec![2, WIDTH]],
             found: vec![vec![1, WIDTH]],
@@ -294,11 +294,11 @@ fn a_forward_that_differs_when_recomputed_is_an_error_of_the_backward() {
         assert!(recovered, "a step that failed does not disturb the next");
     }
     for (error, recovered) in fail("draws").unwrap() {
-        assert_eq!(error, ScheduleError::OtherDraws.into());
+        assert_eq!(error, ScheduleError::RandomDrawsMismatch.into());
         assert!(recovered);
     }
     for (error, recovered) in fail("random").unwrap() {
-        assert_eq!(error, ScheduleError::OtherValues { unit: "`fickle`".into() }.into());
+        assert_eq!(error, ScheduleError::RecomputedValuesMismatch { unit: "`fickle`".into() }.into());
         assert!(recovered);
     }
     let error = fail("panics").unwrap_err();

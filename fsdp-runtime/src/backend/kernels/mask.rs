@@ -27,8 +27,8 @@ pub struct MaskSource {
     /// Key of the random generator (Philox4x32-7).
     pub key: [u32; 2],
     /// Upper half of the generator's 128-bit counter. The lower half counts the blocks of one mask,
-    /// so masks with different `place` are independent.
-    pub place: [u32; 2],
+    /// so masks with different `counter`s are independent.
+    pub counter: [u32; 2],
     /// Probability that an element is set to zero, in `[0, 1)`.
     pub prob: f64,
 }
@@ -57,7 +57,7 @@ impl MaskSource {
     pub(crate) fn mask(&self, len: usize) -> Vec<f32> {
         let (threshold, keep) = (self.threshold(), self.keep());
         let factor = |draw| if draw < threshold { 0.0 } else { keep };
-        let batch = |batch| draws(&blocks(self.key, batch, self.place)).map(factor);
+        let batch = |batch| draws(&blocks(self.key, batch, self.counter)).map(factor);
         (0..).flat_map(batch).take(len).collect()
     }
 }
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     fn source(prob: f64) -> MaskSource {
-        MaskSource { key: [1, 2], place: [3, 4], prob }
+        MaskSource { key: [1, 2], counter: [3, 4], prob }
     }
 
     #[test]

@@ -111,8 +111,8 @@ fn mpi() -> String {
 fn started_by() -> String {
     match RankEnv::read() {
         Ok(None) => "no launcher".into(),
-        Ok(Some(place)) => {
-            format!("{}, as rank {} of {}", place.launcher, place.rank, place.world)
+        Ok(Some(env)) => {
+            format!("{}, as rank {} of {}", env.launcher, env.rank, env.world)
         }
         Err(error) => error.to_string(),
     }

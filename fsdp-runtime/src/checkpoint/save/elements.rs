@@ -199,14 +199,14 @@ fn write_state(
     let (model, spec) = (param.model_name, param.model.spec(param.index));
     sink.scalars(optimizer, model, &spec.path, state.scalars);
     for tensor in state.tensors {
-        let place = TensorOwner::Optimizer {
+        let owned_by = TensorOwner::Optimizer {
             optimizer: optimizer.into(),
             model: model.into(),
             path: spec.path.clone(),
             name: tensor.name.clone(),
         };
         let Written { copies, range, from } =
-            written_of_state(param, owner, &tensor, &place, differing)?;
+            written_of_state(param, owner, &tensor, &owned_by, differing)?;
         // A shard's state is saved as part of a tensor of the full parameter's shape.
         let shape = match owner {
             None if tensor.shape == spec.base_shape() => spec.shape.clone(),
@@ -215,7 +215,7 @@ fn write_state(
         let size = tensor.dtype.size();
         let bytes = from * size..(from + range.len()) * size;
         sink.tensor(TensorPart {
-            owner: place,
+            owner: owned_by,
             dtype: tensor.dtype,
             shape,
             copies,
@@ -237,12 +237,12 @@ fn written_of_state(
     param: &SavedParam<'_>,
     owner: Option<usize>,
     tensor: &StateTensor,
-    place: &TensorOwner,
+    owned_by: &TensorOwner,
     differing: &DifferingTensors,
 ) -> Result<Written, CheckpointError> {
     let (mesh, spec) = (param.model.engine().mesh(), param.model.spec(param.index));
     let numel = tensor.shape.iter().product();
-    let name = || format!("{}: {}", spec.path, place.key());
+    let name = || format!("{}: {}", spec.path, owned_by.key());
     match (&spec.placement, owner) {
         (Placement::Shard(_), Some(owner)) => {
             let rank = mesh.shard_rank().index();
@@ -266,7 +266,7 @@ fn written_of_state(
             let from = range.start.saturating_sub(shard.start);
             Ok(Written { copies: 1, range, from })
         }
-        _ => Ok(own_copy(place, spec, numel, mesh, differing).unwrap_or_else(|| {
+        _ => Ok(own_copy(owned_by, spec, numel, mesh, differing).unwrap_or_else(|| {
             let range = written_of_replicated(mesh, param.index, numel);
             Written { copies: 1, from: range.start, range }
         })),

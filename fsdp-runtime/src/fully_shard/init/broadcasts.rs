@@ -15,7 +15,7 @@ pub(super) type StoredValues<B> = Vec<(ParamId, StoredTensor<B>)>;
 /// The result of a broadcast.
 pub(super) struct Received<B: ShardBackend> {
     /// The parameter that was broadcast; `None` for the small parameters of a unit.
-    pub(super) place: Option<ParamIndex>,
+    pub(super) index: Option<ParamIndex>,
     /// Values that this rank stores.
     pub(super) values: StoredValues<B>,
 }
@@ -23,7 +23,7 @@ pub(super) struct Received<B: ShardBackend> {
 /// A broadcast that was issued.
 pub(super) struct Broadcast<B: ShardBackend> {
     /// The parameter that is broadcast; `None` for the small parameters of a unit.
-    pub(super) place: Option<ParamIndex>,
+    pub(super) index: Option<ParamIndex>,
     /// Number of elements of the full parameter that this rank keeps until it is sent; 0 where
     /// another rank sends.
     pub(super) sending: usize,
@@ -66,9 +66,9 @@ impl<B: ShardBackend> Broadcasts<B> {
         if enough {
             return None;
         }
-        let Broadcast { place, sending, values } = self.queue.pop_front()?;
+        let Broadcast { index, sending, values } = self.queue.pop_front()?;
         let values = values.wait();
         self.sending -= sending;
-        Some(values.map(|values| Received { place, values }))
+        Some(values.map(|values| Received { index, values }))
     }
 }

@@ -24,9 +24,9 @@ pub(super) struct Checks {
 
 impl Checks {
     /// Adds the checksum of a full parameter.
-    pub(super) fn add_checksum<B: ShardBackend>(&mut self, place: ParamIndex, full: &Float<B>) {
+    pub(super) fn add_checksum<B: ShardBackend>(&mut self, index: ParamIndex, full: &Float<B>) {
         self.checksums.push(checksum::<B>(full));
-        self.checked.push(place);
+        self.checked.push(index);
     }
 
     /// Records a wrong parameter, unless one is recorded.
@@ -64,9 +64,9 @@ impl Checks {
         for (rank, checksums) in worker.world().ranks().zip(&all) {
             let differs =
                 checksums.iter().zip(all[0].iter()).position(|(found, expected)| found != expected);
-            if let Some(index) = differs {
-                let place = self.checked[index];
-                let path = plan.units[place.unit].params[place.param].path.clone();
+            if let Some(number) = differs {
+                let index = self.checked[number];
+                let path = plan.units[index.unit].params[index.param].path.clone();
                 return Err(ShardError::ValueMismatch { rank, path }.into());
             }
         }

@@ -58,16 +58,16 @@ impl InitOwners {
         let ranks = (0..all.len()).filter(takes_part).map(|rank| (rank, 0)).collect();
         let lazy_on_all =
             |number: usize| all.iter().all(|info| info.lazy.get(number) == Some(&true));
-        let managed = plan.places.iter().copied().flatten().enumerate();
-        let lazy = managed.filter(|(number, _)| lazy_on_all(*number)).map(|(_, place)| place);
+        let managed = plan.indices.iter().copied().flatten().enumerate();
+        let lazy = managed.filter(|(number, _)| lazy_on_all(*number)).map(|(_, index)| index);
         Ok(Self { ranks, lazy: lazy.collect() })
     }
 
     /// Assigns a parameter of `numel` elements to a rank, and returns the rank.
     ///
     /// All ranks get the same answers, because all ask for the same parameters in the same order.
-    pub(super) fn assign(&mut self, place: ParamIndex, numel: usize) -> usize {
-        if !self.lazy.contains(&place) {
+    pub(super) fn assign(&mut self, index: ParamIndex, numel: usize) -> usize {
+        if !self.lazy.contains(&index) {
             return 0;
         }
         let least = self.ranks.iter_mut().min_by_key(|(_, assigned)| *assigned);
@@ -88,8 +88,8 @@ fn lazy_params<M: FsdpModule>(module: &M, plan: &Plan) -> Vec<bool> {
     let mut lazy = Lazy(Vec::new());
     module.visit_params(&mut lazy);
     // Ranks may differ in their ignored parameters, which are left out.
-    let all = plan.places.iter().zip(lazy.0);
-    all.filter_map(|(place, lazy)| place.map(|_| lazy)).collect()
+    let all = plan.indices.iter().zip(lazy.0);
+    all.filter_map(|(index, lazy)| index.map(|_| lazy)).collect()
 }
 
 /// The facts about one rank from which all ranks find the owners.

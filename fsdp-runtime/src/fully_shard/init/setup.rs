@@ -32,8 +32,8 @@ pub(crate) struct InitSetup<'a, B: ShardBackend> {
 
 impl<'a, B: ShardBackend> InitSetup<'a, B> {
     /// Returns the description of a parameter.
-    pub(super) fn spec(&self, place: ParamIndex) -> &'a ParamSpec {
-        &self.plan.units[place.unit].params[place.param]
+    pub(super) fn spec(&self, index: ParamIndex) -> &'a ParamSpec {
+        &self.plan.units[index.unit].params[index.param]
     }
 
     /// Returns this rank's number.

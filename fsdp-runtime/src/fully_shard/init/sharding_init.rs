@@ -107,8 +107,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     }
 
     /// Counts a parameter as initialised, and reports the progress to `tracing`.
-    fn log_initialized(&mut self, place: ParamIndex) {
-        let spec = self.setup.spec(place);
+    fn log_initialized(&mut self, index: ParamIndex) {
+        let spec = self.setup.spec(index);
         self.progress.initialized += spec.numel();
         tracing::trace!(
             target: "fsdp::init",
@@ -125,8 +125,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     fn receive_pending(&mut self, room_for: Option<usize>) {
         while let Some(received) = self.transfers.broadcasts.next(room_for) {
             match received {
-                Ok(Received { place, values }) => {
-                    place.into_iter().for_each(|place| self.log_initialized(place));
+                Ok(Received { index, values }) => {
+                    index.into_iter().for_each(|index| self.log_initialized(index));
                     let device = &self.setup.device;
                     let values = values.into_iter().map(|(id, value)| (id, device.stored(value)));
                     self.transfers.received.extend(values);
@@ -140,32 +140,32 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     fn shard<const D: usize>(
         &mut self,
         param: Param<Tensor<D>>,
-        place: ParamIndex,
+        index: ParamIndex,
         number: usize,
     ) -> (EmptyParam<D>, Float<B>) {
         let device = &self.setup.device;
-        let spec = self.setup.spec(place);
+        let spec = self.setup.spec(index);
         if matches!(spec.placement, Placement::TiedTo(_)) {
             return (device.empty(param), device.filled(&spec.base_shape(), 0.0));
         }
-        if self.setup.loaded_later.contains(&place) {
+        if self.setup.loaded_later.contains(&index) {
             // NaN shows where a parameter is used without being loaded.
             return (device.empty(param), device.filled(&spec.base_shape(), f32::NAN));
         }
         let root = match is_small(spec) {
             true => 0,
-            false => self.transfers.owners.assign(place, spec.numel()),
+            false => self.transfers.owners.assign(index, spec.numel()),
         };
         if self.setup.receives(&param, root) {
             let empty = device.empty(param);
-            let base = self.base(place, empty.id, None, root);
+            let base = self.base(index, empty.id, None, root);
             return (empty, base);
         }
         self.receive_pending(Some(spec.numel()));
         let (id, tensor, mapper) = initialise(param, self.setup.options.seed, number);
         let requires_grad = tensor.is_require_grad();
-        let full = self.full(place, tensor);
-        let base = self.base(place, id, Some(full), root);
+        let full = self.full(index, tensor);
+        let base = self.base(index, id, Some(full), root);
         (EmptyParam { id, requires_grad, mapper }, base)
     }
 
@@ -173,33 +173,33 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     /// `None` where this rank receives it from rank `root`.
     fn base(
         &mut self,
-        place: ParamIndex,
+        index: ParamIndex,
         id: ParamId,
         full: Option<Float<B>>,
         root: usize,
     ) -> Float<B> {
-        let spec = self.setup.spec(place);
+        let spec = self.setup.spec(index);
         if !self.setup.options.sync_module_states {
             let device = &self.setup.device;
             let full = full.unwrap_or_else(|| device.filled(&spec.shape, 0.0));
-            self.log_initialized(place);
-            self.checks.add_checksum::<B>(place, &full);
+            self.log_initialized(index);
+            self.checks.add_checksum::<B>(index, &full);
             let device = &self.setup.device.backend;
             return part::<B>(full, spec.range(), spec.base_shape(), device);
         }
         let value = full.filter(|_| self.setup.rank() == root);
         if is_small(spec) {
-            self.log_initialized(place);
-            self.add_small(place, id, value)
+            self.log_initialized(index);
+            self.add_small(index, id, value)
         } else {
-            self.broadcast(place, id, value)
+            self.broadcast(index, id, value)
         }
     }
 
     /// Broadcasts a parameter from the rank that passes `value`. Returns a placeholder of one
     /// element, which the received part replaces at the end.
-    fn broadcast(&mut self, place: ParamIndex, id: ParamId, value: Option<Float<B>>) -> Float<B> {
-        let spec = self.setup.spec(place);
+    fn broadcast(&mut self, index: ParamIndex, id: ParamId, value: Option<Float<B>>) -> Float<B> {
+        let spec = self.setup.spec(index);
         let sending = value.as_ref().map_or(0, |_| spec.numel());
         let (range, shape) = (spec.range(), spec.base_shape());
         let (device, storage) = (self.setup.device.backend.clone(), self.setup.device.storage);
@@ -209,19 +209,19 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
             vec![(id, StoredTensor::<B>::store(part, storage))]
         };
         let values = self.setup.broadcast(spec.path.as_str(), spec.numel(), value, keep);
-        self.transfers.broadcasts.push(Broadcast { place: Some(place), sending, values });
+        self.transfers.broadcasts.push(Broadcast { index: Some(index), sending, values });
         self.placeholder(spec)
     }
 
     /// Adds a small replicated parameter to those of its unit, and broadcasts them if they are
     /// complete. Returns `value` on rank 0, and a placeholder of one element on the other ranks.
-    fn add_small(&mut self, place: ParamIndex, id: ParamId, value: Option<Float<B>>) -> Float<B> {
-        let spec = self.setup.spec(place);
+    fn add_small(&mut self, index: ParamIndex, id: ParamId, value: Option<Float<B>>) -> Float<B> {
+        let spec = self.setup.spec(index);
         let shape = Shape::from(spec.shape.clone());
         let value = value.map(|full| B::copy_range(full, spec.range(), shape.clone()));
         let base = value.clone();
-        if let Some(complete) = self.transfers.small[place.unit].add(id, shape, value) {
-            self.broadcast_small(&self.setup.plan.units[place.unit].name, complete);
+        if let Some(complete) = self.transfers.small[index.unit].add(id, shape, value) {
+            self.broadcast_small(&self.setup.plan.units[index.unit].name, complete);
         }
         base.unwrap_or_else(|| self.placeholder(spec))
     }
@@ -240,7 +240,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         };
         let what = format!("the small parameters of {unit}");
         let values = self.setup.broadcast(&what, numel, packed, keep);
-        self.transfers.broadcasts.push(Broadcast { place: None, sending: 0, values });
+        self.transfers.broadcasts.push(Broadcast { index: None, sending: 0, values });
     }
 
     /// Returns a tensor of one element, with as many dimensions as a parameter.
@@ -250,8 +250,8 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
 
     /// Returns the full parameter on the device. A wrong shape or dtype is recorded, and zeros take
     /// the parameter's place, so that this rank can take part in the collectives that follow.
-    fn full<const D: usize>(&mut self, place: ParamIndex, tensor: Tensor<D>) -> Float<B> {
-        let ParamSpec { path, shape, .. } = self.setup.spec(place);
+    fn full<const D: usize>(&mut self, index: ParamIndex, tensor: Tensor<D>) -> Float<B> {
+        let ParamSpec { path, shape, .. } = self.setup.spec(index);
         let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
         let dtype = tensor.dtype();
         let device = &self.setup.device;
@@ -280,15 +280,15 @@ impl<B: ShardBackend> ParamMapper for ShardingInit<'_, B> {
         if self.checks.has_failed() {
             return param;
         }
-        let index = self.progress.visited;
+        let number = self.progress.visited;
         self.progress.visited += 1;
-        let Some(place) = self.setup.plan.places[index] else { return self.unmanaged(param) };
+        let Some(index) = self.setup.plan.indices[number] else { return self.unmanaged(param) };
         // Seeds derive from the number among managed parameters: ranks may differ in ignored ones.
         let number = self.progress.managed;
         self.progress.managed += 1;
-        let (empty, base) = self.shard(param, place, number);
+        let (empty, base) = self.shard(param, index, number);
         let base = self.setup.device.tensor::<D>(base).set_require_grad(empty.requires_grad);
-        let sharded = Sharded::new(self.setup.runtime.clone(), place);
+        let sharded = Sharded::new(self.setup.runtime.clone(), index);
         sharded.put_on(Param::from_mapped_value(empty.id, base, empty.mapper))
     }
 

@@ -35,7 +35,7 @@ thread_local! {
 ///
 /// # Panics
 ///
-/// Unwinds with [`ScheduleError::OtherDraws`] if the recorded draw belongs to another layer, or if
+/// Unwinds with [`ScheduleError::RandomDrawsMismatch`] if the recorded draw belongs to another layer, or if
 /// no recorded draw is left.
 pub(super) fn draw(layer: u64, new: impl FnOnce() -> Draw) -> Draw {
     let played = TAPE.with_borrow_mut(|tape| match tape {
@@ -47,7 +47,7 @@ pub(super) fn draw(layer: u64, new: impl FnOnce() -> Draw) -> Draw {
         }
         Tape::Play(draws) => draws.next().filter(|draw| draw.layer == layer),
     });
-    played.unwrap_or_else(|| raise(ScheduleError::OtherDraws.into()))
+    played.unwrap_or_else(|| raise(ScheduleError::RandomDrawsMismatch.into()))
 }
 
 /// A recording of this thread's draws, which ends when it is finished or dropped.
@@ -124,7 +124,7 @@ mod tests {
                 }
             });
             let error = played.unwrap_err().downcast::<crate::Error>().unwrap();
-            assert_eq!(*error, ScheduleError::OtherDraws.into());
+            assert_eq!(*error, ScheduleError::RandomDrawsMismatch.into());
         }
     }
 }

@@ -14,23 +14,23 @@ pub(crate) enum MemoryKind {
     /// Replicated parameters, on their storage device.
     Replicated,
     /// Device copies of replicated parameters, for unsharded units.
-    Copied,
+    ReplicatedCopies,
     /// Device copies of shards, kept from forward to backward.
-    Sent,
+    ShardCopies,
     /// Gather buffers.
-    Gathered,
+    GatherBuffers,
     /// Shards cast or copied for an all-gather, until it ends.
-    Sending,
+    AllGatherInputs,
     /// Full gradients.
     Gradients,
     /// Results of a reduction under way, on the device.
-    Reducing,
+    ReductionOutputs,
     /// Reduced gradients, on their storage device.
-    Reduced,
+    ReducedGradients,
     /// Inputs of units under activation checkpointing, on the device.
     Activations,
     /// Inputs of units under activation checkpointing, on the host.
-    Stowed,
+    OffloadedActivations,
     /// The optimizer's state, on the storage device.
     Optimizer,
 }
@@ -40,14 +40,14 @@ impl MemoryKind {
     /// the host.
     fn is_on_host(self, offloaded: bool) -> bool {
         match self {
-            Self::Shards | Self::Replicated | Self::Reduced | Self::Optimizer => offloaded,
-            Self::Stowed => true,
-            Self::Copied
-            | Self::Sent
-            | Self::Gathered
-            | Self::Sending
+            Self::Shards | Self::Replicated | Self::ReducedGradients | Self::Optimizer => offloaded,
+            Self::OffloadedActivations => true,
+            Self::ReplicatedCopies
+            | Self::ShardCopies
+            | Self::GatherBuffers
+            | Self::AllGatherInputs
             | Self::Gradients
-            | Self::Reducing
+            | Self::ReductionOutputs
             | Self::Activations => false,
         }
     }
@@ -97,13 +97,13 @@ impl MemoryTracker {
         let on_host = kind.is_on_host(self.offloaded);
         let mut memory = lock(if on_host { &self.host } else { &self.device });
         let usage = match kind {
-            MemoryKind::Shards | MemoryKind::Sent => &mut memory.shards,
-            MemoryKind::Replicated | MemoryKind::Copied => &mut memory.replicated,
-            MemoryKind::Gathered | MemoryKind::Sending => &mut memory.gathered,
-            MemoryKind::Gradients | MemoryKind::Reducing | MemoryKind::Reduced => {
+            MemoryKind::Shards | MemoryKind::ShardCopies => &mut memory.shards,
+            MemoryKind::Replicated | MemoryKind::ReplicatedCopies => &mut memory.replicated,
+            MemoryKind::GatherBuffers | MemoryKind::AllGatherInputs => &mut memory.gathered,
+            MemoryKind::Gradients | MemoryKind::ReductionOutputs | MemoryKind::ReducedGradients => {
                 &mut memory.gradients
             }
-            MemoryKind::Activations | MemoryKind::Stowed => &mut memory.activations,
+            MemoryKind::Activations | MemoryKind::OffloadedActivations => &mut memory.activations,
             MemoryKind::Optimizer => &mut memory.optimizer,
         };
         usage.now = change(usage.now);
@@ -147,8 +147,8 @@ mod tests {
     #[test]
     fn the_peak_of_the_total_is_of_one_moment() {
         let tracker = MemoryTracker::default();
-        tracker.take(MemoryKind::Gathered, 10);
-        tracker.give_back(MemoryKind::Gathered, 10);
+        tracker.take(MemoryKind::GatherBuffers, 10);
+        tracker.give_back(MemoryKind::GatherBuffers, 10);
         tracker.take(MemoryKind::Gradients, 7);
         let memory = tracker.device();
         assert_eq!(memory.gathered, Usage { now: 0, peak: 10 });
@@ -162,19 +162,25 @@ mod tests {
     #[test]
     fn offloaded_kinds_count_for_the_host() {
         let tracker = MemoryTracker::new(true);
-        for kind in
-            [MemoryKind::Shards, MemoryKind::Replicated, MemoryKind::Reduced, MemoryKind::Optimizer]
-        {
+        for kind in [
+            MemoryKind::Shards,
+            MemoryKind::Replicated,
+            MemoryKind::ReducedGradients,
+            MemoryKind::Optimizer,
+        ] {
             tracker.take(kind, 1);
         }
-        for kind in
-            [MemoryKind::Copied, MemoryKind::Sent, MemoryKind::Gathered, MemoryKind::Gradients]
-        {
+        for kind in [
+            MemoryKind::ReplicatedCopies,
+            MemoryKind::ShardCopies,
+            MemoryKind::GatherBuffers,
+            MemoryKind::Gradients,
+        ] {
             tracker.take(kind, 100);
         }
         assert_eq!((tracker.host().total.now, tracker.device().total.now), (4, 400));
         let tracker = MemoryTracker::new(false);
-        tracker.take(MemoryKind::Stowed, 5);
+        tracker.take(MemoryKind::OffloadedActivations, 5);
         assert_eq!((tracker.host().activations.now, tracker.device().total.now), (5, 0));
     }
 

@@ -206,7 +206,7 @@ impl<'a> Inventory<'a> {
         }
         if let Some(unit) = self.recomputed_unit().filter(|_| is_trained(param)) {
             let unit = self.found.units[unit].name();
-            self.fail(ShardError::IgnoredInCheckpoint { unit, path: path.to_string() });
+            self.fail(ShardError::IgnoredInRecomputedUnit { unit, path: path.to_string() });
         }
     }
 }
@@ -280,7 +280,7 @@ impl ParamVisitor for Inventory<'_> {
     fn unrepeatable(&mut self, ty: &'static str, instead: &'static str) {
         if let Some(unit) = self.recomputed_unit() {
             let (unit, path) = (self.found.units[unit].name(), self.path.join(&[]));
-            self.fail(ShardError::Unrepeatable { unit, path, ty, instead });
+            self.fail(ShardError::ModuleNotRecomputable { unit, path, ty, instead });
         }
     }
 }

@@ -22,7 +22,7 @@ pub(crate) struct Plan {
     /// Units, in layout order.
     pub(crate) units: Vec<Unit>,
     /// Unit and position of each parameter, in the order of a traversal; `None` for an ignored one.
-    pub(crate) places: Vec<Option<ParamIndex>>,
+    pub(crate) indices: Vec<Option<ParamIndex>>,
     /// Pretrained key of each managed parameter.
     pub(crate) keys: BTreeMap<ParamIndex, Key>,
     /// Ignored parameters and running statistics, in the order of a traversal.
@@ -54,12 +54,12 @@ impl Plan {
         check_clones(&found.params)?;
         let device = one_device(&found.devices)?;
         let Found { units, params, visited, ignored, f32_modules, .. } = found;
-        let (units, places) = lay_out(&params, units, mesh, options);
+        let (units, indices) = lay_out(&params, units, mesh, options);
         check_f32_modules(f32_modules, &units)?;
         let keys =
-            params.into_iter().zip(&places).map(|(param, place)| (*place, param.key)).collect();
-        let places = visited.into_iter().map(|param| param.map(|param| places[param])).collect();
-        Ok(Self { units, places, keys, ignored, device })
+            params.into_iter().zip(&indices).map(|(param, index)| (*index, param.key)).collect();
+        let indices = visited.into_iter().map(|param| param.map(|param| indices[param])).collect();
+        Ok(Self { units, indices, keys, ignored, device })
     }
 
     /// Logs a warning for field units that [`ActivationCheckpointing::All`] does not recompute.
@@ -166,11 +166,11 @@ fn lay_out(
         counts[param.unit] += 1;
         ParamIndex { unit: param.unit, param: entry }
     };
-    let places: Vec<ParamIndex> = params.iter().map(next_index).collect();
+    let indices: Vec<ParamIndex> = params.iter().map(next_index).collect();
     let lay_out_unit = |(number, unit): (usize, FoundUnit)| {
         let own = params.iter().filter(|param| param.unit == number).collect();
-        UnitBuilder::new(unit, own, &places, options).build(mesh)
+        UnitBuilder::new(unit, own, &indices, options).build(mesh)
     };
     let units = units.into_iter().enumerate().map(lay_out_unit).collect();
-    (units, places)
+    (units, indices)
 }

@@ -22,7 +22,7 @@ pub(super) fn not_recomputable<M: FsdpModule>(unit: &str) -> Option<ShardError> 
     M::FORWARDS.iter().find_map(|method| {
         method.inputs.iter().find_map(|&(input, obstacle)| {
             let (unit, forward) = (unit.to_string(), method.name);
-            Some(ShardError::NotReplayable { unit, ty, forward, input, obstacle: obstacle? })
+            Some(ShardError::NotRecomputable { unit, ty, forward, input, obstacle: obstacle? })
         })
     })
 }

@@ -17,7 +17,7 @@ pub(super) struct UnitBuilder<'a> {
     /// Parameters of the unit, in layout order.
     params: Vec<&'a FoundParam>,
     /// Position of every parameter of the model, in the order of the traversal.
-    places: &'a [ParamIndex],
+    indices: &'a [ParamIndex],
     options: &'a FsdpOptions,
     /// Mixed precision of the unit.
     policy: MixedPrecisionPolicy,
@@ -27,11 +27,11 @@ impl<'a> UnitBuilder<'a> {
     pub(super) fn new(
         unit: FoundUnit,
         params: Vec<&'a FoundParam>,
-        places: &'a [ParamIndex],
+        indices: &'a [ParamIndex],
         options: &'a FsdpOptions,
     ) -> Self {
         let policy = options.policy(unit.unit_type);
-        Self { unit, params, places, options, policy }
+        Self { unit, params, indices, options, policy }
     }
 
     /// Returns the unit as the rank of `mesh` stores it.
@@ -105,7 +105,7 @@ impl<'a> UnitBuilder<'a> {
         let spec = |param: &&FoundParam| {
             let segment = if self.is_matrix(param) { segments.next() } else { None };
             let placement = match (param.tied_to, segment) {
-                (Some(owner), _) => Placement::TiedTo(self.places[owner].param),
+                (Some(owner), _) => Placement::TiedTo(self.indices[owner].param),
                 (None, Some(segment)) if self.options.strategy.shards() => {
                     Placement::Shard(layout.shard_of(segment, mesh.shard_rank()))
                 }

@@ -21,7 +21,7 @@ impl<B: ShardBackend> Schedule<B> {
                 return Err(ScheduleError::GradientsNotCollected.into());
             }
             let bytes = std::mem::take(&mut state.gradients.reduced_bytes);
-            self.tracker.give_back(MemoryKind::Reduced, bytes);
+            self.tracker.give_back(MemoryKind::ReducedGradients, bytes);
         }
         state.calls.retain(|_, call| call.has_graph());
         for unit in 0..self.units.len() {

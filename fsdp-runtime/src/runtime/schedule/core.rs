@@ -55,10 +55,10 @@ impl<B: ShardBackend> Schedule<B> {
             tracker.take(MemoryKind::Shards, shards);
             tracker.take(MemoryKind::Replicated, replicated);
             if settings.keep_sent {
-                tracker.take(MemoryKind::Sent, unit.sent_bytes());
+                tracker.take(MemoryKind::ShardCopies, unit.sent_bytes());
             }
         }
-        tracker.take(MemoryKind::Gathered, buffers.bytes());
+        tracker.take(MemoryKind::GatherBuffers, buffers.bytes());
         let state = State::new(&units, buffers);
         Arc::new_cyclic(|this| Self {
             settings,

@@ -91,7 +91,7 @@ impl<B: ShardBackend> Schedule<B> {
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::OtherOutputs`] or [`ScheduleError::OtherValues`] if the recomputed outputs
+    /// [`ScheduleError::RecomputedShapesMismatch`] or [`ScheduleError::RecomputedValuesMismatch`] if the recomputed outputs
     /// differ from those of the first run.
     fn backward_root(
         &self,
@@ -107,7 +107,7 @@ impl<B: ShardBackend> Schedule<B> {
         let shapes = found.iter().map(TensorMetadata::shape);
         let name = || self.units[unit].name.to_string();
         if !shapes.clone().eq(expected.iter().map(|output| output.shape.clone())) {
-            return Err(ScheduleError::OtherOutputs {
+            return Err(ScheduleError::RecomputedShapesMismatch {
                 unit: name(),
                 expected: expected.iter().map(|output| output.shape.to_vec()).collect(),
                 found: shapes.map(|shape| shape.to_vec()).collect(),
@@ -116,7 +116,7 @@ impl<B: ShardBackend> Schedule<B> {
         }
         let mut pairs = found.iter().zip(&expected);
         if !pairs.all(|(found, expected)| expected.matches(found.primitive())) {
-            return Err(ScheduleError::OtherValues { unit: name() }.into());
+            return Err(ScheduleError::RecomputedValuesMismatch { unit: name() }.into());
         }
         let outputs = found.into_iter().zip(expected).filter(|(output, _)| output.is_tracked());
         // The first output may have been cast to another dtype, and its gradient has that dtype.

@@ -125,8 +125,9 @@ impl<B: ShardBackend> Schedule<B> {
             let on_host = inputs.iter().filter_map(|input| input.host.as_ref());
             let on_host = on_host.map(|data| data.num_elements() * data.dtype().size()).sum();
             let on_device = first.bytes - on_host;
-            let counted = [(MemoryKind::Activations, on_device), (MemoryKind::Stowed, on_host)]
-                .map(|(kind, bytes)| Counted::new(&self.tracker, kind, bytes));
+            let counted =
+                [(MemoryKind::Activations, on_device), (MemoryKind::OffloadedActivations, on_host)]
+                    .map(|(kind, bytes)| Counted::new(&self.tracker, kind, bytes));
             first.saved = Some(SavedCall::new(inputs, forward, counted));
         }
     }

@@ -44,7 +44,7 @@ impl<B: ShardBackend> ReduceUnit<B> {
         // On the device, the results and the full gradients exist at the same time until the full
         // gradients are freed. Offloaded results leave the device once they are copied to the host.
         let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
-        let counted = Counted::new(&tracker, MemoryKind::Reducing, results);
+        let counted = Counted::new(&tracker, MemoryKind::ReductionOutputs, results);
         let divisor = if replicate.is_some() { 1 } else { world };
         let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
         let mut reduced = group.reduce_scatter(&op, &device, request)?;
@@ -113,7 +113,7 @@ impl<B: ShardBackend> Schedule<B> {
             let before = bytes(sums);
             add_up(sums, reduced, StoredTensor::add);
             let more = bytes(sums) - before;
-            self.tracker.take(MemoryKind::Reduced, more);
+            self.tracker.take(MemoryKind::ReducedGradients, more);
             state.gradients.reduced_bytes += more;
         }
         Ok(())

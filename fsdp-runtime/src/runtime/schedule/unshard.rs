@@ -65,7 +65,7 @@ impl<B: ShardBackend> AllGather<B> {
             |shard: &&ShardToSend<B>| shard.sent.is_none() && !shard.value.is_on_device(dtype);
         let temporary = shards.iter().filter(is_temporary);
         let temporary = temporary.map(|shard| shard.value.numel() * dtype.size()).sum();
-        let _temporary = Counted::new(&tracker, MemoryKind::Sending, temporary);
+        let _temporary = Counted::new(&tracker, MemoryKind::AllGatherInputs, temporary);
         let send = |ShardToSend { offset, value, sent }: ShardToSend<B>| {
             let copy = || value.on_device(device, dtype, storage);
             let value = match sent {
@@ -114,7 +114,7 @@ impl<B: ShardBackend> Schedule<B> {
         tracing::trace!(target: "fsdp", unit = %unit.name, ahead = when == When::Ahead, "fsdp::unshard");
         if !copies.is_empty() {
             state.units[index].copied_bytes = unit.replicated_bytes();
-            self.tracker.take(MemoryKind::Copied, unit.replicated_bytes());
+            self.tracker.take(MemoryKind::ReplicatedCopies, unit.replicated_bytes());
         }
         let gathers = self.all_gathers(state, index, shards);
         let (device, storage) = (self.device.clone(), self.settings.storage);
@@ -284,6 +284,6 @@ impl<B: ShardBackend> Schedule<B> {
             self.settings.gather_buffers,
         );
         count(&self.counters.added_gather_buffers);
-        self.tracker.take(MemoryKind::Gathered, buffer.bytes());
+        self.tracker.take(MemoryKind::GatherBuffers, buffer.bytes());
     }
 }

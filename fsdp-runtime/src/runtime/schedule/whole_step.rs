@@ -13,7 +13,7 @@ use crate::param_group::memory::MemoryKind;
 
 /// A sharded matrix that is to be updated as a whole.
 pub(crate) struct Whole {
-    pub(crate) place: ParamIndex,
+    pub(crate) index: ParamIndex,
     /// Rank that updates the matrix, as a position in the shard group.
     pub(crate) owner: usize,
     /// This rank's shard; not read if this rank's range is empty.
@@ -30,8 +30,10 @@ type PartsWork<B> = Work<Vec<Option<Float<B>>>>;
 
 /// The kinds under which a gathered matrix and its gradient are counted while they are moved to the
 /// host for the update.
-const ON_HOST: [(MemoryKind, MemoryKind); 2] =
-    [(MemoryKind::Gathered, MemoryKind::Shards), (MemoryKind::Gradients, MemoryKind::Reduced)];
+const ON_HOST: [(MemoryKind, MemoryKind); 2] = [
+    (MemoryKind::GatherBuffers, MemoryKind::Shards),
+    (MemoryKind::Gradients, MemoryKind::ReducedGradients),
+];
 
 impl<B: ShardBackend> Schedule<B> {
     /// Gathers each matrix on its owner, updates it there, and returns this rank's new shards. No
@@ -43,7 +45,7 @@ impl<B: ShardBackend> Schedule<B> {
         step: &mut Step<'_>,
     ) -> Result<Vec<Option<DispatchTensor>>, Error> {
         let mine = self.settings.mesh.shard_rank().index();
-        let gather = |Whole { place: index, owner, shard, gradient }: Whole| {
+        let gather = |Whole { index, owner, shard, gradient }: Whole| {
             let path = &self.param(index).1.path;
             tracing::trace!(target: "fsdp", path = %path, owner, "fsdp::gather_whole");
             let gradient = self.gather_to(owner, index, gradient, format!("gradient of {path}"));
@@ -72,7 +74,7 @@ impl<B: ShardBackend> Schedule<B> {
             Ok(shard.map(|it| StoredTensor::<B>::store(it, self.settings.storage).into_dispatch()))
         });
         let shards = shards.collect();
-        self.tracker.give_back(MemoryKind::Gathered, bytes);
+        self.tracker.give_back(MemoryKind::GatherBuffers, bytes);
         shards
     }
 
@@ -86,7 +88,7 @@ impl<B: ShardBackend> Schedule<B> {
         bytes: usize,
         step: impl FnOnce(DispatchTensor, DispatchTensor) -> DispatchTensor,
     ) -> Option<Float<B>> {
-        self.tracker.take(MemoryKind::Gathered, bytes);
+        self.tracker.take(MemoryKind::GatherBuffers, bytes);
         self.tracker.take(MemoryKind::Gradients, bytes);
         let storage = self.settings.storage;
         let [matrix, gradient] = parts.map(|parts| {

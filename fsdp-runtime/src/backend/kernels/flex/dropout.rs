@@ -22,7 +22,7 @@ pub(super) fn dropout<'a, E: KernelFloat>(
     // A draw is compared as the upper half of a signed integer, whose lower half does not matter.
     let threshold = ((u32::from(mask.threshold()) ^ SIGN) << 16).cast_signed();
     let first_batch = (at / BATCH) as u64;
-    multiply(source, target, (mask.key, mask.place), first_batch, (threshold, keep))
+    multiply(source, target, (mask.key, mask.counter), first_batch, (threshold, keep))
 }
 
 /// Applies dropout to whole batches, then to the remaining elements. `limits` are the threshold and
@@ -31,7 +31,7 @@ pub(super) fn dropout<'a, E: KernelFloat>(
 fn multiply<'a, E: KernelFloat>(
     source: &[E],
     target: &'a mut Uninit<E>,
-    (key, place): ([u32; 2], [u32; 2]),
+    (key, counter): ([u32; 2], [u32; 2]),
     first_batch: u64,
     limits: (i32, f32),
 ) -> &'a mut [E] {
@@ -40,12 +40,12 @@ fn multiply<'a, E: KernelFloat>(
     let (batches, remainder) = source.as_chunks::<BATCH>();
     let (targets, target_remainder) = target.as_chunks_mut::<BATCH>();
     for (source, target) in batches.iter().zip(targets) {
-        batch(source, target, &blocks(key, number, place), limits);
+        batch(source, target, &blocks(key, number, counter), limits);
         number += 1;
     }
     let (mut last, mut dropped) = ([E::zeroed(); BATCH], [MaybeUninit::uninit(); BATCH]);
     last[..remainder.len()].copy_from_slice(remainder);
-    batch(&last, &mut dropped, &blocks(key, number, place), limits);
+    batch(&last, &mut dropped, &blocks(key, number, counter), limits);
     target_remainder.copy_from_slice(&dropped[..remainder.len()]);
     // SAFETY: every element was written, by `batch` or by the copy from `dropped`, which `batch`
     // wrote.

@@ -194,16 +194,16 @@ fn refuse_nested_launch(
     machines: usize,
     variable: &impl Fn(&str) -> Option<OsString>,
 ) -> Result<(), LaunchError> {
-    let Some(place) = RankEnv::from_variables(variable)? else { return Ok(()) };
-    let batch = place.launcher == Launcher::Slurm && variable("SLURM_STEP_NUM_TASKS").is_none();
-    let one_a_machine = place.launcher != Launcher::Torchrun && place.world.size() == machines;
-    if place.world.size() == 1 || batch || one_a_machine {
+    let Some(env) = RankEnv::from_variables(variable)? else { return Ok(()) };
+    let batch = env.launcher == Launcher::Slurm && variable("SLURM_STEP_NUM_TASKS").is_none();
+    let one_a_machine = env.launcher != Launcher::Torchrun && env.world.size() == machines;
+    if env.world.size() == 1 || batch || one_a_machine {
         return Ok(());
     }
     Err(LaunchError::StartedTwice {
-        rank: place.rank.index(),
-        world: place.world.size(),
-        launcher: place.launcher,
+        rank: env.rank.index(),
+        world: env.world.size(),
+        launcher: env.launcher,
     })
 }
 

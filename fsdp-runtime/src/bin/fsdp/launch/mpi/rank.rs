@@ -32,7 +32,7 @@ pub(in crate::launch) fn run(program: &[OsString]) -> ExitCode {
     #[cfg(target_os = "linux")]
     die_with_mpirun(&mut command);
     let rank = match RankEnv::read() {
-        Ok(Some(place)) => place.rank,
+        Ok(Some(env)) => env.rank,
         Ok(None) => {
             console::err("`fsdp rank` was not started by `mpirun`");
             return ExitCode::FAILURE;
