@@ -210,7 +210,7 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
 
     let dropout = |dtype| -> Box<dyn FnMut()> {
         let input = noise(len, device, dtype);
-        let source = MaskSource { key: [1, 2], place: [3, 4], prob: 0.1 };
+        let source = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 };
         Box::new(move || drop(expect(kernels::dropout(input.clone(), &source))))
     };
     case("dropout, f32", 8, New, dropout(F32));

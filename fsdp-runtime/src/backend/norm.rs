@@ -47,7 +47,7 @@ impl Norm {
     }
 
     /// Returns the term that an element contributes to a partial sum.
-    pub(crate) fn term(self, x: f64) -> f64 {
+    pub(super) fn term(self, x: f64) -> f64 {
         match self {
             Self::One | Self::Inf => x.abs(),
             Self::Two => x * x,

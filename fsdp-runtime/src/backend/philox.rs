@@ -5,14 +5,14 @@
 
 /// Number of blocks that [`blocks`] computes at once, so that the compiler vectorises the rounds.
 /// With 32 blocks the intermediate words would not fit the vector registers.
-pub(crate) const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 /// Multipliers of the two products of a round.
-pub(crate) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+pub(super) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 /// Amounts added to the two words of the key after each round.
-pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+pub(super) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 /// Number of rounds.
-pub(crate) const ROUNDS: usize = 7;
+pub(super) const ROUNDS: usize = 7;
 
 /// Returns `LANES` consecutive blocks of four random words: word `w` of block `batch · LANES + i`
 /// is at `[w][i]`. The counter of a block is its number (low word, high word) followed by `counter`.
@@ -20,7 +20,7 @@ pub(crate) const ROUNDS: usize = 7;
 /// Values of the first two rounds that are equal in all lanes are computed once.
 #[allow(clippy::needless_range_loop, reason = "a lane indexes four arrays")]
 #[inline(always)]
-pub(crate) fn blocks(key: [u32; 2], batch: u64, counter: [u32; 2]) -> [[u32; LANES]; 4] {
+pub(super) fn blocks(key: [u32; 2], batch: u64, counter: [u32; 2]) -> [[u32; LANES]; 4] {
     let first = batch.wrapping_mul(LANES as u64);
     let mut keys = key;
     let mut next = || {

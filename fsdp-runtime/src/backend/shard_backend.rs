@@ -34,7 +34,7 @@ pub(crate) struct DeviceMemory {
     /// Device address of the first element.
     pub(crate) start: u64,
     /// Resources of CubeCL that keep the buffer allocated.
-    pub(crate) _held: Box<dyn std::any::Any + Send>,
+    pub(super) _held: Box<dyn std::any::Any + Send>,
 }
 
 /// Autodiff context of a [`DispatchTensor`], which names Burn's own checkpointing strategy. A
@@ -197,13 +197,13 @@ pub(crate) fn to_data<B: ShardBackend>(tensor: Float<B>) -> TensorData {
 
 /// Copies the tensor to Flex, into host memory.
 #[cfg(feature = "flex")]
-pub(crate) fn to_flex<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
+pub(super) fn to_flex<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
     burn::backend::flex::FlexTensor::from_data(to_data::<B>(tensor))
 }
 
 /// Copies a tensor of Flex to a device; if `pinned`, through page-locked memory.
 #[cfg(feature = "flex")]
-pub(crate) fn from_flex<B: ShardBackend>(
+pub(super) fn from_flex<B: ShardBackend>(
     tensor: Float<burn::backend::Flex>,
     device: &B::Device,
     pinned: bool,
@@ -320,4 +320,4 @@ macro_rules! dispatch {
         }
     };
 }
-pub(crate) use dispatch;
+pub(super) use dispatch;

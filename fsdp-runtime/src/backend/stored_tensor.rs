@@ -84,7 +84,7 @@ pub(crate) fn new_leaf<B: ShardBackend>(value: Float<B>) -> Tracked<B> {
 
 /// Parts of a stored Burn tensor: its elements, its autodiff leaf if it is tracked, and its
 /// autodiff context if its device has one.
-pub(crate) type StoredParts<B> = (StoredTensor<B>, Option<StoredLeaf<B>>, Option<AutodiffContext>);
+pub(super) type StoredParts<B> = (StoredTensor<B>, Option<StoredLeaf<B>>, Option<AutodiffContext>);
 
 /// Device that stores a model's tensors between uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use crate::optim::{GradScaler, GradScalerConfig};
 
 impl GradScaler {
     /// Returns the configuration and the state, by the names used in checkpoints.
-    pub(crate) fn scalars(&self) -> Scalars {
+    pub(super) fn scalars(&self) -> Scalars {
         let (config, scale, growth_tracker) = self.parts();
         let float = |x: f32| Scalar::Float(f64::from(x));
         let count = |n: u32| Scalar::UInt(n.into());
@@ -26,7 +26,7 @@ impl GradScaler {
     /// # Errors
     ///
     /// The first number that is missing, of another kind, or out of range.
-    pub(crate) fn from_scalars(scalars: &Scalars) -> Result<Self, String> {
+    pub(super) fn from_scalars(scalars: &Scalars) -> Result<Self, String> {
         let number =
             |name: &str| scalars.get(name).copied().ok_or_else(|| format!("`{name}` is missing"));
         let float = |name| match number(name)? {

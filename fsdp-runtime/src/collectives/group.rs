@@ -82,7 +82,7 @@ impl AnyProcessGroup {
     }
 
     /// Returns the process group of the members that give the same `color`. All members call it.
-    pub(crate) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+    pub(super) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         match self {
             Self::Local(group) => group.split(color).map(Self::Local),
             #[cfg(feature = "mpi")]
@@ -95,7 +95,7 @@ impl AnyProcessGroup {
     /// Announces that this rank takes part in no further exchange.
     ///
     /// Only the `local` engine needs this: processes wait for each other at the end of a run.
-    pub(crate) fn leave(&self) {
+    pub(super) fn leave(&self) {
         match self {
             Self::Local(group) => group.leave(),
             #[cfg(any(feature = "mpi", feature = "nccl"))]

@@ -160,7 +160,7 @@ fn is_sharded(name: &str, container: &str) -> bool {
 }
 
 /// Rebuilds a module of unknown structure.
-pub(crate) fn map_leaf<M: Module, P: ParamMapper>(module: M, mapper: &mut P) -> M {
+pub(super) fn map_leaf<M: Module, P: ParamMapper>(module: M, mapper: &mut P) -> M {
     struct Adapter<'a, P>(&'a mut P);
     impl<P: ParamMapper> ModuleMapper for Adapter<'_, P> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {

@@ -106,7 +106,7 @@ pub struct Sharded {
     #[module(skip)]
     pub(crate) index: ParamIndex,
     /// LoRA adapter of the parameter. The two factors of the adapter are sharded parameters too.
-    pub(crate) lora: Option<LoraAdapter>,
+    pub(super) lora: Option<LoraAdapter>,
     marker: VisitMarker,
 }
 
@@ -130,7 +130,7 @@ impl Reparameterization for Sharded {
 
 impl Sharded {
     pub(crate) fn new(runtime: Arc<dyn Runtime>, index: ParamIndex) -> Self {
-        let marker = VisitMarker { runtime: runtime.clone(), index: index };
+        let marker = VisitMarker { runtime: runtime.clone(), index };
         Self { runtime, index, lora: None, marker }
     }
 

@@ -35,14 +35,14 @@ use crate::module::UnitType;
 #[must_use]
 pub struct FsdpOptions {
     pub(crate) strategy: ShardingStrategy,
-    pub(crate) shard_size: Option<usize>,
-    pub(crate) reshard_after_forward: Option<ReshardAfterForward>,
+    pub(super) shard_size: Option<usize>,
+    pub(super) reshard_after_forward: Option<ReshardAfterForward>,
     pub(crate) wrap: WrapPolicy,
     pub(crate) gather_buffers: usize,
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
     pub(crate) gradient_accumulation: GradientAccumulation,
-    pub(crate) mixed_precision: MixedPrecisionPolicy,
+    pub(super) mixed_precision: MixedPrecisionPolicy,
     pub(crate) mixed_precision_for: Vec<(UnitType, MixedPrecisionPolicy)>,
     pub(crate) offload: OffloadPolicy,
     pub(crate) activation_checkpointing: ActivationCheckpointing,

@@ -169,7 +169,7 @@ impl Unit {
     /// device, before sending.
     ///
     /// `offloaded` says that the shards are stored on the host.
-    pub(crate) fn sending_bytes(&self, offloaded: bool) -> usize {
+    pub(super) fn sending_bytes(&self, offloaded: bool) -> usize {
         let mut bytes = vec![0; self.layout.ranges().len()];
         for (at, entry) in self.params.iter().enumerate() {
             let made = offloaded || entry.dtype != DType::F32;

@@ -13,8 +13,8 @@ fn mask(device: &Device, source: &MaskSource, len: usize, dtype: FloatDType) -> 
 
 fn sources() -> impl Iterator<Item = MaskSource> {
     let keys = [[1, 2], [0xFFFF_FFFF, 0x8000_0001]];
-    let places = [[0, 0], [77, 0xFFFF_FFF0]];
-    keys.into_iter().zip(places).zip([0.1, 0.731]).map(|((key, counter), prob)| MaskSource {
+    let counters = [[0, 0], [77, 0xFFFF_FFF0]];
+    keys.into_iter().zip(counters).zip([0.1, 0.731]).map(|((key, counter), prob)| MaskSource {
         key,
         counter,
         prob,

@@ -298,7 +298,10 @@ fn a_forward_that_differs_when_recomputed_is_an_error_of_the_backward() {
         assert!(recovered);
     }
     for (error, recovered) in fail("random").unwrap() {
-        assert_eq!(error, ScheduleError::RecomputedValuesMismatch { unit: "`fickle`".into() }.into());
+        assert_eq!(
+            error,
+            ScheduleError::RecomputedValuesMismatch { unit: "`fickle`".into() }.into()
+        );
         assert!(recovered);
     }
     let error = fail("panics").unwrap_err();

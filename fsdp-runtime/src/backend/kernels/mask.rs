@@ -19,7 +19,7 @@ use crate::backend::philox::{LANES, blocks};
 ///
 /// Order of the elements: by word; within a word, the first of the two [`pairs`] of every lane,
 /// then the second pair of every lane.
-pub(crate) const BATCH: usize = LANES * 16;
+pub(super) const BATCH: usize = LANES * 16;
 
 /// Dropout probability of a mask, and the key and counter that its random bits are generated from.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -35,7 +35,7 @@ pub struct MaskSource {
 
 impl MaskSource {
     /// Returns the bound on draws: an element whose draw is below it is set to zero.
-    pub(crate) fn threshold(&self) -> u16 {
+    pub(super) fn threshold(&self) -> u16 {
         (self.prob * 65536.0).round() as u16
     }
 
@@ -45,7 +45,7 @@ impl MaskSource {
     }
 
     /// Returns [`keep`](Self::keep) rounded to `dtype`.
-    pub(crate) fn keep_in(&self, dtype: DType) -> f32 {
+    pub(super) fn keep_in(&self, dtype: DType) -> f32 {
         match dtype {
             DType::BF16 => bf16::from_f32(self.keep()).to_f32(),
             DType::F16 => f16::from_f32(self.keep()).to_f32(),
@@ -54,7 +54,7 @@ impl MaskSource {
     }
 
     /// Returns the first `len` elements of the mask, each 0 or [`keep`](Self::keep).
-    pub(crate) fn mask(&self, len: usize) -> Vec<f32> {
+    pub(in crate::backend) fn mask(&self, len: usize) -> Vec<f32> {
         let (threshold, keep) = (self.threshold(), self.keep());
         let factor = |draw| if draw < threshold { 0.0 } else { keep };
         let batch = |batch| draws(&blocks(self.key, batch, self.counter)).map(factor);
@@ -66,7 +66,7 @@ impl MaskSource {
 /// holds a pair of draws, one in its lower and one in its upper sixteen bits. The upper bytes of
 /// the first pair are the odd bytes of the word, those of the second pair the even bytes.
 #[inline(always)]
-pub(crate) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32; 2] {
+pub(super) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32; 2] {
     let upper = words[word][lane];
     let lower = words[(word + 1) % 4][lane] ^ words[(word + 2) % 4][lane];
     let odd = (upper & !LOW_BYTES) | (lower & LOW_BYTES);
@@ -75,11 +75,11 @@ pub(crate) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32
 }
 
 /// Selects the lower byte of each of the two draws of a pair.
-pub(crate) const LOW_BYTES: u32 = 0x00FF_00FF;
+pub(super) const LOW_BYTES: u32 = 0x00FF_00FF;
 /// Topmost bit of a draw. A draw is compared with the threshold after this bit was flipped: so a
 /// processor that compares only signed integers, as with AVX2, compares the bits of [`pairs`]
 /// without flipping them.
-pub(crate) const SIGN: u32 = 0x8000;
+pub(super) const SIGN: u32 = 0x8000;
 
 /// Returns the draws of a batch, to be compared with the threshold, in the order of [`BATCH`].
 fn draws(words: &[[u32; LANES]; 4]) -> [u16; BATCH] {

@@ -4,7 +4,7 @@
 pub(crate) mod batched_steps;
 mod contract;
 #[cfg(feature = "cube")]
-pub(crate) mod cube;
+pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
 mod mask;

@@ -65,7 +65,7 @@ impl AdamStep {
 
 /// Runs one step of Adam or AdamW on slices of equal length. `max` holds the largest second moments
 /// so far, under AMSGrad.
-pub(crate) fn adam(
+pub(super) fn adam(
     step: &AdamStep,
     param: &mut [f32],
     grad: &[f32],
@@ -127,7 +127,7 @@ pub(crate) struct SgdStep {
 }
 
 /// Runs one step of SGD on slices of equal length, with momentum if there is a velocity.
-pub(crate) fn sgd(step: &SgdStep, param: &mut [f32], grad: &[f32], velocity: Option<&mut [f32]>) {
+pub(super) fn sgd(step: &SgdStep, param: &mut [f32], grad: &[f32], velocity: Option<&mut [f32]>) {
     let tasks = param.par_chunks_mut(TASK).zip(grad.par_chunks(TASK));
     match velocity {
         None => tasks.for_each(|(p, g)| sgd_slice(step, p, g)),

@@ -9,7 +9,7 @@ use crate::backend::{
 };
 
 /// The device that computes, and the place where parameters are stored between uses.
-pub(crate) struct InitDevice<B: ShardBackend> {
+pub(in crate::fully_shard) struct InitDevice<B: ShardBackend> {
     /// Burn's name of the device that computes.
     pub(super) compute: Device,
     /// The backend's name of the device that computes.
@@ -22,7 +22,11 @@ pub(crate) struct InitDevice<B: ShardBackend> {
 
 impl<B: ShardBackend> InitDevice<B> {
     /// Describes a device by its two names and by where parameters are stored.
-    pub(crate) fn new(compute: &Device, backend: B::Device, storage: StorageDevice) -> Self {
+    pub(in crate::fully_shard) fn new(
+        compute: &Device,
+        backend: B::Device,
+        storage: StorageDevice,
+    ) -> Self {
         let probe = Tensor::<1>::zeros([1], compute).into_dispatch();
         let context = match B::from_dispatch(probe) {
             Some(FloatTensor::Autodiff(_, context)) => Some(context),

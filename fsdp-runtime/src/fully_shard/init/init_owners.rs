@@ -22,7 +22,7 @@ use crate::options::FsdpOptions;
 use crate::param_group::plan::Plan;
 
 /// The ranks that initialise parameters.
-pub(crate) struct InitOwners {
+pub(in crate::fully_shard) struct InitOwners {
     /// Each owner with the number of elements that it has been assigned.
     ranks: Vec<(usize, usize)>,
     /// Parameters that have no value on any rank. Rank 0 owns all others.
@@ -31,7 +31,7 @@ pub(crate) struct InitOwners {
 
 impl InitOwners {
     /// Finds the owners of a module's parameters. Every rank calls it.
-    pub(crate) fn new<M: FsdpModule>(
+    pub(in crate::fully_shard) fn new<M: FsdpModule>(
         module: &M,
         plan: &Plan,
         worker: &Worker,

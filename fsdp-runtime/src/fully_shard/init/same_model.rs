@@ -8,7 +8,7 @@ use crate::param_group::plan::Plan;
 
 /// Checks that all ranks have built the same model, with the same options and the same version of
 /// this crate.
-pub(crate) fn check_same_model(
+pub(in crate::fully_shard) fn check_same_model(
     worker: &Worker,
     plan: &Plan,
     options: &FsdpOptions,

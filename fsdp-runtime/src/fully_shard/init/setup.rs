@@ -19,13 +19,13 @@ use crate::param_group::ParamSpec;
 use crate::param_group::plan::Plan;
 
 /// The settings that stay fixed while one model is initialised.
-pub(crate) struct InitSetup<'a, B: ShardBackend> {
-    pub(crate) plan: &'a Plan,
+pub(in crate::fully_shard) struct InitSetup<'a, B: ShardBackend> {
+    pub(in crate::fully_shard) plan: &'a Plan,
     /// Parameters that are loaded after construction, and so are not initialised.
-    pub(crate) loaded_later: HashSet<ParamIndex>,
-    pub(crate) runtime: Arc<dyn Runtime>,
-    pub(crate) worker: &'a Worker,
-    pub(crate) options: &'a FsdpOptions,
+    pub(in crate::fully_shard) loaded_later: HashSet<ParamIndex>,
+    pub(in crate::fully_shard) runtime: Arc<dyn Runtime>,
+    pub(in crate::fully_shard) worker: &'a Worker,
+    pub(in crate::fully_shard) options: &'a FsdpOptions,
     pub(crate) random: &'a Arc<RandomStream>,
     pub(crate) device: InitDevice<B>,
 }

@@ -22,7 +22,7 @@ use crate::param_group::plan::SHARDED;
 use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// Replaces a module's parameters by the parts that this rank stores.
-pub(crate) struct ShardingInit<'a, B: ShardBackend> {
+pub(in crate::fully_shard) struct ShardingInit<'a, B: ShardBackend> {
     setup: InitSetup<'a, B>,
     progress: Progress,
     transfers: Transfers<B>,
@@ -57,7 +57,7 @@ struct Transfers<B: ShardBackend> {
 
 impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     /// Returns a mapper for the model of `setup`.
-    pub(crate) fn new(setup: InitSetup<'a, B>, owners: InitOwners) -> Self {
+    pub(in crate::fully_shard) fn new(setup: InitSetup<'a, B>, owners: InitOwners) -> Self {
         let units = &setup.plan.units;
         let small = |(index, unit): (usize, &Unit)| {
             let later =
@@ -88,7 +88,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
 
     /// Completes the initialisation of `module`, which this mapper has mapped: reports errors, puts
     /// received values in place of placeholders, and compares checksums. Every rank calls it.
-    pub(crate) fn finish<M: FsdpModule>(mut self, module: M) -> Result<M, Error> {
+    pub(in crate::fully_shard) fn finish<M: FsdpModule>(mut self, module: M) -> Result<M, Error> {
         self.receive_pending(None);
         if let Some(error) = self.checks.take_failed_collective() {
             return Err(error);

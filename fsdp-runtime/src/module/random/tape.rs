@@ -12,9 +12,9 @@ use crate::error::{ScheduleError, raise};
 /// The key and the position of one mask in the substream of the layer `layer`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Draw {
-    pub(crate) layer: u64,
+    pub(super) layer: u64,
     pub(crate) key: [u32; 2],
-    pub(crate) position: [u32; 2],
+    pub(super) position: [u32; 2],
 }
 
 /// What happens to the draws of the present thread.

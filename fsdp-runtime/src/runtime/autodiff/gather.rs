@@ -45,7 +45,7 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Gather {
 
 /// Records the full parameter `value` as the child of its shard's leaf, ordered after
 /// `ordering_inputs`.
-pub(crate) fn gather<B: ShardBackend>(
+pub(in crate::runtime) fn gather<B: ShardBackend>(
     state: OpState<B>,
     entry: usize,
     leaf: &StoredLeaf<B>,

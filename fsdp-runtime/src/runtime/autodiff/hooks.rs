@@ -12,7 +12,9 @@ use crate::error::Error;
 use crate::module::CallId;
 
 /// The schedule, as the autodiff operations see it during backward.
-pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
+pub(in crate::runtime) trait BackwardHooks<B: ShardBackend>:
+    Debug + Send + Sync
+{
     /// Gathers a unit for its backward. Called when the gradient of an output has arrived and none
     /// of the unit's operations has run backward yet. Returns whether this is the first output of
     /// the call.
@@ -34,20 +36,20 @@ pub(crate) trait BackwardHooks<B: ShardBackend>: Debug + Send + Sync {
 
 /// The position of a unit's operations in a backward pass, which runs the deepest operations first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Depth {
+pub(in crate::runtime) struct Depth {
     /// Depth that the pass has reached: every deeper operation has run.
-    pub(crate) reached: usize,
+    pub(in crate::runtime) reached: usize,
     /// Depth of the unit's inputs: every operation of the unit that will run is deeper.
-    pub(crate) inputs: usize,
+    pub(in crate::runtime) inputs: usize,
 }
 
 /// The schedule, and the call that an operation belongs to.
-pub(crate) struct OpState<B: ShardBackend> {
-    pub(crate) hooks: Arc<dyn BackwardHooks<B>>,
-    pub(crate) call: CallId,
+pub(in crate::runtime) struct OpState<B: ShardBackend> {
+    pub(in crate::runtime) hooks: Arc<dyn BackwardHooks<B>>,
+    pub(in crate::runtime) call: CallId,
     /// Shared by all operations of the call. Once it is dropped, the graph of the call is gone and
     /// no backward will follow.
-    pub(crate) alive: Arc<()>,
+    pub(in crate::runtime) alive: Arc<()>,
 }
 
 impl<B: ShardBackend> Clone for OpState<B> {
@@ -63,7 +65,11 @@ impl<B: ShardBackend> Debug for OpState<B> {
 }
 
 /// Returns zeros of the given shape, as a view of a single element.
-pub(crate) fn zero<B: ShardBackend>(shape: Shape, device: &B::Device, dtype: DType) -> Float<B> {
+pub(in crate::runtime) fn zero<B: ShardBackend>(
+    shape: Shape,
+    device: &B::Device,
+    dtype: DType,
+) -> Float<B> {
     let zero = Shape::from(vec![1; shape.num_dims()]);
     B::float_expand(B::float_zeros(zero, device, dtype.into()), shape)
 }

@@ -72,7 +72,7 @@ fn register_zeros<B: ShardBackend>(
 
 /// Records a unit's output, whose gradient first gathers the unit. `ordering_inputs` are the unit's
 /// inputs; `detach` copies a value that is a view of one of the unit's gather buffers.
-pub(crate) fn pre_backward<B: ShardBackend>(
+pub(in crate::runtime) fn pre_backward<B: ShardBackend>(
     state: OpState<B>,
     output: Tracked<B>,
     ordering_inputs: &[Tracked<B>],

@@ -73,7 +73,7 @@ impl<B: ShardBackend> Backward<B, 1> for Recompute {
 
 /// Records the parent of a recomputed unit's outputs. `parents` are the unit's tracked inputs, or a
 /// leaf in their place. Returns `None` if there are none.
-pub(crate) fn recompute<B: ShardBackend>(
+pub(in crate::runtime) fn recompute<B: ShardBackend>(
     state: OpState<B>,
     saved: Arc<SavedCall<B>>,
     parents: Vec<Tracked<B>>,
@@ -88,7 +88,7 @@ pub(crate) fn recompute<B: ShardBackend>(
 }
 
 /// Returns a parameter's leaf. If the leaf is on another device, returns a child of it on `device`.
-pub(crate) fn tracked_on_device<B: ShardBackend>(
+pub(in crate::runtime) fn tracked_on_device<B: ShardBackend>(
     leaf: &StoredLeaf<B>,
     device: &B::Device,
 ) -> Tracked<B> {
@@ -131,7 +131,7 @@ impl<B: ShardBackend> Backward<B, 1> for Output {
 }
 
 /// Records the next output of a recomputed unit, as a child of the result of [`recompute`].
-pub(crate) fn output<B: ShardBackend>(
+pub(in crate::runtime) fn output<B: ShardBackend>(
     saved: &Arc<SavedCall<B>>,
     parent: &Tracked<B>,
     value: Float<B>,
@@ -164,7 +164,7 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Seed {
 
 /// Records a tensor of one element whose backward gives each output the paired gradient. Returns
 /// `None` if there are no outputs.
-pub(crate) fn seed<B: ShardBackend>(
+pub(in crate::runtime) fn seed<B: ShardBackend>(
     outputs: impl IntoIterator<Item = (Tracked<B>, Float<B>)>,
 ) -> Option<Tracked<B>> {
     let mut root: Option<Tracked<B>> = None;

@@ -6,7 +6,7 @@ use burn::backend::autodiff::ops::{Backward, NodeGuard, OpsKind};
 use crate::backend::{Float, ShardBackend, Tracked};
 
 /// The maximum number of a unit's inputs that an operation is ordered after.
-pub(crate) const MAX_ORDERING_INPUTS: usize = 3;
+pub(in crate::runtime) const MAX_ORDERING_INPUTS: usize = 3;
 
 /// Records an operation with the given parents and result.
 pub(super) fn record<B, O, const N: usize>(

@@ -15,7 +15,7 @@ use crate::param_group::memory::Counted;
 #[derive(Debug)]
 pub(crate) struct SavedInput {
     /// Node of the input in the outer graph, if the input is tracked.
-    pub(crate) node: Option<NodeId>,
+    pub(in crate::runtime) node: Option<NodeId>,
     /// Elements of the input, if they are offloaded to the host.
     pub(crate) host: Option<TensorData>,
 }
@@ -36,17 +36,17 @@ struct Parts<B: ShardBackend> {
 
 /// What a recomputation starts from.
 pub(crate) struct RecomputeTask<B: ShardBackend> {
-    pub(crate) forward: SavedForward,
-    pub(crate) inputs: Vec<SavedInput>,
-    pub(crate) outputs: Vec<SavedOutput<B>>,
+    pub(in crate::runtime) forward: SavedForward,
+    pub(in crate::runtime) inputs: Vec<SavedInput>,
+    pub(in crate::runtime) outputs: Vec<SavedOutput<B>>,
     /// Memory of the inputs in the accounting, to be kept as long as the inputs.
-    pub(crate) counted: Option<[Counted; 2]>,
+    pub(in crate::runtime) counted: Option<[Counted; 2]>,
 }
 
 /// An output of the first run, and its gradient.
 #[derive(Debug)]
 pub(crate) struct SavedOutput<B: ShardBackend> {
-    pub(crate) shape: Shape,
+    pub(in crate::runtime) shape: Shape,
     /// The first [`SAMPLE`] elements of the output, in debug builds.
     sample: Option<Vec<f32>>,
     /// Gradient of the output, once it has arrived.
@@ -73,7 +73,7 @@ impl<B: ShardBackend> SavedOutput<B> {
     /// Returns whether a recomputed output equals that of the first run, to a relative error of
     /// 1/64 in the 2-norm of the sample. Devices may sum in another order, and the first output may
     /// have been rounded to another dtype. Always true in release builds.
-    pub(crate) fn matches(&self, value: &Float<B>) -> bool {
+    pub(in crate::runtime) fn matches(&self, value: &Float<B>) -> bool {
         let (Some(first), Some(second)) = (&self.sample, sample::<B>(value)) else { return true };
         let square = |x: f32| f64::from(x) * f64::from(x);
         let length: f64 = first.iter().map(|&x| square(x)).sum();
@@ -84,7 +84,7 @@ impl<B: ShardBackend> SavedOutput<B> {
 }
 
 impl<B: ShardBackend> SavedCall<B> {
-    pub(crate) fn new(
+    pub(in crate::runtime) fn new(
         inputs: Vec<SavedInput>,
         forward: SavedForward,
         counted: [Counted; 2],
@@ -98,21 +98,21 @@ impl<B: ShardBackend> SavedCall<B> {
     }
 
     /// Adds an output of the first run and returns its index.
-    pub(crate) fn add_output(&self, value: &Float<B>) -> usize {
+    pub(in crate::runtime) fn add_output(&self, value: &Float<B>) -> usize {
         let outputs = &mut self.lock().outputs;
         outputs.push(SavedOutput::new(value));
         outputs.len() - 1
     }
 
     /// Saves the gradient of the output with the index `index`.
-    pub(crate) fn set_gradient(&self, index: usize, gradient: Float<B>) {
+    pub(in crate::runtime) fn set_gradient(&self, index: usize, gradient: Float<B>) {
         if let Some(output) = self.lock().outputs.get_mut(index) {
             output.gradient = Some(gradient);
         }
     }
 
     /// Takes everything out for the recomputation. Returns `None` from the second call on.
-    pub(crate) fn take(&self) -> Option<RecomputeTask<B>> {
+    pub(in crate::runtime) fn take(&self) -> Option<RecomputeTask<B>> {
         let mut parts = self.lock();
         Some(RecomputeTask {
             forward: parts.forward.take()?,

@@ -23,7 +23,7 @@ pub(crate) struct Whole {
 }
 
 /// Returns the updated matrix, given its index in the round, its full value and its full gradient.
-pub(crate) type Step<'a> = dyn FnMut(usize, DispatchTensor, DispatchTensor) -> DispatchTensor + 'a;
+pub(super) type Step<'a> = dyn FnMut(usize, DispatchTensor, DispatchTensor) -> DispatchTensor + 'a;
 
 /// A running collective that returns one part from each rank, in rank order.
 type PartsWork<B> = Work<Vec<Option<Float<B>>>>;

@@ -7,23 +7,23 @@ use cubecl::server::Handle;
 
 /// Elements of one buffer from element `start` to the end of the buffer.
 #[derive(Clone)]
-pub(crate) struct BufferSlice {
+pub(in crate::backend) struct BufferSlice {
     /// The buffer. Its handle may itself begin inside an allocation.
-    pub(crate) handle: Handle,
+    pub(in crate::backend) handle: Handle,
     /// Index of the slice's first element in the buffer.
-    pub(crate) start: usize,
+    pub(in crate::backend) start: usize,
     /// Type of the elements.
-    pub(crate) dtype: DType,
+    pub(in crate::backend) dtype: DType,
 }
 
 impl BufferSlice {
     /// Returns the elements of a contiguous tensor.
-    pub(crate) fn of(tensor: &CubeTensor) -> Self {
+    pub(in crate::backend) fn of(tensor: &CubeTensor) -> Self {
         Self { handle: tensor.handle.clone(), start: 0, dtype: tensor.dtype }
     }
 
     /// Returns the slice without its first `count` elements.
-    pub(crate) fn skip(mut self, count: usize) -> Self {
+    pub(super) fn skip(mut self, count: usize) -> Self {
         self.start += count;
         self
     }

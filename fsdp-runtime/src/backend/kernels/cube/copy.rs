@@ -144,7 +144,7 @@ fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>, after: Op
 
 /// Copies `numel` elements: divided in f32 by `divisor` if there is one, then rounded to the dtype
 /// of `target`.
-pub(crate) fn copy(
+pub(in crate::backend) fn copy(
     client: &Client,
     source: &BufferSlice,
     target: &BufferSlice,
@@ -170,7 +170,7 @@ fn fill_kernel<F: Float, N: Size>(
 }
 
 /// Sets the first `numel` elements of `target` to `value`.
-pub(crate) fn fill(client: &Client, target: &BufferSlice, numel: usize, value: f32) {
+pub(in crate::backend) fn fill(client: &Client, target: &BufferSlice, numel: usize, value: f32) {
     for span in spans(client, &[target], numel) {
         let (count, dim) = span.grid(client);
         let (write, to) = span.argument(target);
@@ -202,7 +202,7 @@ pub(super) fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeT
 
 /// Copies each tensor into `target` from the given offset on, rounded to the dtype of `target`.
 /// Writes the memory of `target` even if tensors share it. `after` orders the launches as in [`gather_into`].
-pub(crate) fn pack_into(
+pub(in crate::backend) fn pack_into(
     client: &Client,
     parts: Vec<(CubeTensor, usize)>,
     target: &BufferSlice,

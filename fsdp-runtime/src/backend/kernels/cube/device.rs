@@ -11,7 +11,7 @@ pub(super) fn on_cpu(client: &Client) -> bool {
 
 /// Returns whether CubeCL's compiler for CPUs can round to bf16. It needs an instruction for that:
 /// without it the compiled code calls a function that does not exist.
-pub(crate) fn cpu_rounds_to_bf16() -> bool {
+pub(in crate::backend) fn cpu_rounds_to_bf16() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512bf16");
     #[cfg(not(target_arch = "x86_64"))]

@@ -26,9 +26,9 @@ mod sums;
 mod tensors;
 mod tile;
 
-pub(crate) use self::buffer_slice::BufferSlice;
-pub(crate) use self::copy::{copy, fill, pack_into};
+pub(in crate::backend) use self::buffer_slice::BufferSlice;
+pub(in crate::backend) use self::copy::{copy, fill, pack_into};
 #[cfg(feature = "cpu")]
-pub(crate) use self::device::cpu_rounds_to_bf16;
-pub(crate) use self::optim::{discard_deferred_steps, launch_deferred_steps};
-pub(crate) use self::tensors::{contiguous, empty};
+pub(in crate::backend) use self::device::cpu_rounds_to_bf16;
+pub(in crate::backend) use self::optim::{discard_deferred_steps, launch_deferred_steps};
+pub(in crate::backend) use self::tensors::{contiguous, empty};

@@ -52,7 +52,7 @@ fn take_alike<S: PartialEq + Copy>(
 }
 
 /// Launches the steps that this thread deferred.
-pub(crate) fn launch_deferred_steps() {
+pub(in crate::backend) fn launch_deferred_steps() {
     ADAM.with_borrow_mut(|deferred| {
         while let Some((step, tensors)) = take_alike(deferred) {
             launch_adam(&step, &tensors);
@@ -66,7 +66,7 @@ pub(crate) fn launch_deferred_steps() {
 }
 
 /// Discards the steps that this thread deferred.
-pub(crate) fn discard_deferred_steps() {
+pub(in crate::backend) fn discard_deferred_steps() {
     ADAM.with_borrow_mut(Vec::clear);
     SGD.with_borrow_mut(Vec::clear);
 }

@@ -20,13 +20,13 @@ pub(super) fn element(dtype: DType) -> ElemType {
 }
 
 /// Returns a new tensor with uninitialised elements.
-pub(crate) fn empty(device: &CubeDevice, shape: Shape, dtype: DType) -> CubeTensor {
+pub(in crate::backend) fn empty(device: &CubeDevice, shape: Shape, dtype: DType) -> CubeTensor {
     let client = device.client();
     let handle = client.empty(shape.num_elements().max(1) * dtype.size());
     CubeTensor::new_contiguous(client, device.clone(), shape, handle, dtype)
 }
 
 /// Returns the tensor if it is contiguous, else a contiguous copy.
-pub(crate) fn contiguous(tensor: CubeTensor) -> CubeTensor {
+pub(in crate::backend) fn contiguous(tensor: CubeTensor) -> CubeTensor {
     burn_cubecl::kernel::into_contiguous(tensor)
 }

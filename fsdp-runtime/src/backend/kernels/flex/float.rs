@@ -15,7 +15,7 @@ use super::prefetch::{PREFETCH_EVERY, prefetch};
 const _: () = assert!(cfg!(target_endian = "little"), "kernels are for little-endian processors");
 
 /// Element type that the kernels support.
-pub(crate) trait KernelFloat: Element + bytemuck::Pod + Send + Sync {
+pub(super) trait KernelFloat: Element + bytemuck::Pod + Send + Sync {
     /// Converts to f32, exactly.
     fn wide(self) -> f32;
 
@@ -207,7 +207,7 @@ macro_rules! with_float_type {
         }
     };
 }
-pub(crate) use with_float_type;
+pub(in crate::backend) use with_float_type;
 
 #[cfg(test)]
 mod tests {

@@ -9,6 +9,6 @@ mod new_tensor;
 mod prefetch;
 mod sums;
 
-pub(crate) use self::float::with_float_type;
+pub(in crate::backend) use self::float::with_float_type;
 pub(crate) use self::loops::{each, indexed};
 pub(crate) use self::new_tensor::{Uninit, new_tensor};

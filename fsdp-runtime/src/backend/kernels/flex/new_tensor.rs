@@ -11,7 +11,7 @@ use burn::tensor::{Element, Shape, TensorData};
 use rayon::prelude::*;
 
 /// Number of elements that a task of the thread pool computes.
-pub(crate) const TASK: usize = 1 << 15;
+pub(super) const TASK: usize = 1 << 15;
 
 /// Elements of a new tensor, to be written before they are read.
 pub(crate) type Uninit<E> = [MaybeUninit<E>];
