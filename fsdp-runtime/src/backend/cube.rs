@@ -29,10 +29,10 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Backend, Cube, TensorMetadata};
+use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
-use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
 #[cfg(feature = "nccl")]
 use cubecl::cuda::CudaRuntime;
@@ -43,7 +43,7 @@ use super::kernels::{self, Kernels};
 use super::norm::Norm;
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
-use super::shard_backend::{FloatTensor, ShardBackend, cast, dispatch, numel, to_data};
+use super::shard_backend::{ShardBackend, cast, numel};
 use crate::error::IgnorePoison;
 
 /// Device allocation of a gather buffer.
@@ -86,20 +86,19 @@ fn new_token(client: &Client) -> Handle {
 
 /// Returns elements `range` of the flattened tensor.
 fn flat(tensor: CubeTensor, range: Range<usize>) -> CubeTensor {
-    let numel = numel::<Cube>(&tensor);
-    let tensor = Cube::float_reshape(tensor, Shape::from([numel]));
+    let numel = numel::<CubeBackend>(&tensor);
+    let tensor = CubeBackend::float_reshape(tensor, Shape::from([numel]));
     if range == (0..numel) {
         return tensor;
     }
-    Cube::float_slice(tensor, &[burn::tensor::Slice::from(range)])
+    CubeBackend::float_slice(tensor, &[burn::tensor::Slice::from(range)])
 }
 
-impl ShardBackend for Cube {
+impl ShardBackend for CubeBackend {
     type Memory = Memory;
     #[cfg(feature = "mpi")]
     type Host = Vec<u8>;
-
-    dispatch!(Cube);
+    const IN_HOST_MEMORY: bool = false;
 
     fn alloc(device: &CubeDevice, numel: usize, dtype: DType) -> Memory {
         let client = device.client();
@@ -119,13 +118,13 @@ impl ShardBackend for Cube {
     fn write(memory: &Memory, parts: Vec<(usize, CubeTensor)>) {
         let part = |(offset, source): (usize, CubeTensor)| {
             assert!(
-                offset + numel::<Cube>(&source) <= memory.numel,
+                offset + numel::<CubeBackend>(&source) <= memory.numel,
                 "a write must stay within its gather buffer"
             );
             // Burn casts the dtypes that the kernels do not support.
             let source = match kernels::takes(source.dtype) {
                 true => source,
-                false => cast::<Cube>(source, memory.dtype),
+                false => cast::<CubeBackend>(source, memory.dtype),
             };
             (source, offset)
         };
@@ -146,7 +145,7 @@ impl ShardBackend for Cube {
     fn complete(device: &CubeDevice) {
         // A device fault is not lost: it is reported by the next read of a buffer that was not
         // written.
-        let _ = Cube::sync(device);
+        let _ = CubeBackend::sync(device);
     }
 
     fn detach(memory: &Memory, tensor: CubeTensor) -> CubeTensor {
@@ -155,12 +154,17 @@ impl ShardBackend for Cube {
         if !std::ptr::eq(of_tensor.descriptor(), of_buffer.descriptor()) {
             return tensor;
         }
-        let (numel, shape) = (numel::<Cube>(&tensor), tensor.shape());
+        let (numel, shape) = (numel::<CubeBackend>(&tensor), tensor.shape());
         Self::copy_range(tensor, 0..numel, shape)
     }
 
-    fn to_host(tensor: CubeTensor) -> Option<TensorData> {
-        Some(to_data::<Cube>(tensor))
+    fn to_data(tensor: CubeTensor) -> TensorData {
+        let tensor = contiguous(tensor);
+        let (shape, dtype) = (tensor.shape(), tensor.dtype);
+        // `into_data` would be lazy: its bytes hold the device allocation for their whole life.
+        let handle = BufferSlice::of(&tensor).into_handle(shape.num_elements());
+        let bytes = tensor.client.read_one(handle).expect("a computed tensor can be read");
+        TensorData::from_bytes(bytes, shape, dtype)
     }
 
     #[cfg(feature = "mpi")]
@@ -170,7 +174,7 @@ impl ShardBackend for Cube {
 
     #[cfg(feature = "mpi")]
     fn host(tensor: CubeTensor) -> Vec<u8> {
-        to_data::<Cube>(tensor).as_bytes().to_vec()
+        CubeBackend::to_data(tensor).as_bytes().to_vec()
     }
 
     #[cfg(feature = "nccl")]
@@ -196,7 +200,7 @@ impl ShardBackend for Cube {
     fn copy_range(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {
         let part = contiguous(flat(tensor, range));
         let target = empty(&part.device, shape, part.dtype);
-        let numel = numel::<Cube>(&part);
+        let numel = numel::<CubeBackend>(&part);
         copy(&part.client, &BufferSlice::of(&part), &BufferSlice::of(&target), numel, None);
         target
     }
@@ -223,7 +227,10 @@ mod tests {
     fn tensor(elements: Vec<f32>, dtype: DType) -> CubeTensor {
         let shape = [elements.len()];
         let device = CubeDevice::Cpu(CpuDevice);
-        cast::<Cube>(Cube::float_from_data(TensorData::new(elements, shape), &device), dtype)
+        cast::<CubeBackend>(
+            CubeBackend::float_from_data(TensorData::new(elements, shape), &device),
+            dtype,
+        )
     }
 
     /// Writes more small tensors than share a launch, with large and empty ones between them, of
@@ -242,14 +249,14 @@ mod tests {
         }
         let numel = expected.len();
         for dtype in [DType::F32, DType::BF16] {
-            let memory = Cube::alloc(&CubeDevice::Cpu(CpuDevice), numel, dtype);
+            let memory = CubeBackend::alloc(&CubeDevice::Cpu(CpuDevice), numel, dtype);
             fill(&memory.device.client(), &memory.slice(0), numel, -1.0);
             std::thread::scope(|scope| {
-                scope.spawn(|| Cube::release(&memory));
+                scope.spawn(|| CubeBackend::release(&memory));
             });
-            Cube::write(&memory, parts.clone());
-            let view = Cube::view(&memory, 0, Shape::from([numel]));
-            let found = to_data::<Cube>(cast::<Cube>(view, DType::F32));
+            CubeBackend::write(&memory, parts.clone());
+            let view = CubeBackend::view(&memory, 0, Shape::from([numel]));
+            let found = CubeBackend::to_data(cast::<CubeBackend>(view, DType::F32));
             assert_eq!(found.as_slice::<f32>().unwrap(), expected, "{dtype:?}");
         }
     }

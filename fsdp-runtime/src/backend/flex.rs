@@ -20,10 +20,11 @@ use bytemuck::Pod;
 
 use super::kernels::Kernels;
 use super::kernels::flex::with_float_type;
+use super::model_backend::{FloatTensor, ModelBackend, dispatch};
 use super::norm::Norm;
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
-use super::shard_backend::{FloatTensor, ShardBackend, cast, dispatch};
+use super::shard_backend::{ShardBackend, cast};
 use crate::error::IgnorePoison;
 
 /// Alignment of a block in bytes: a cache line, and the widest vector register.
@@ -183,12 +184,36 @@ impl AsRef<[u8]> for Contiguous {
     }
 }
 
+impl ModelBackend for Flex {
+    type Raw = Self;
+    const RECORDS: bool = false;
+
+    dispatch!(Flex);
+
+    fn lower(tensors: Vec<FlexTensor>) -> Vec<FlexTensor> {
+        tensors
+    }
+
+    fn raise(buffer: FlexTensor) -> FlexTensor {
+        buffer
+    }
+
+    fn drain(_: &FlexDevice) {}
+
+    fn defer(
+        inputs: Vec<FlexTensor>,
+        _: Vec<(Shape, DType)>,
+        f: impl FnOnce(Vec<FlexTensor>) -> Vec<FlexTensor> + Send + 'static,
+    ) -> Vec<FlexTensor> {
+        f(inputs)
+    }
+}
+
 impl ShardBackend for Flex {
     type Memory = Memory;
     #[cfg(feature = "mpi")]
     type Host = Contiguous;
-
-    dispatch!(Flex);
+    const IN_HOST_MEMORY: bool = true;
 
     fn alloc(_: &FlexDevice, numel: usize, dtype: DType) -> Memory {
         let block = Arc::new(Block::new(numel * dtype.size()));
@@ -270,8 +295,8 @@ impl ShardBackend for Flex {
         Self::sums(parts, norm).iter().map(|sums| sums.term(norm)).collect()
     }
 
-    fn to_host(_: FlexTensor) -> Option<TensorData> {
-        None
+    fn to_data(tensor: FlexTensor) -> TensorData {
+        tensor.into_data()
     }
 
     fn with_bytes(tensor: FlexTensor, f: &mut dyn FnMut(&[u8])) {

@@ -2,7 +2,7 @@
 //! that are stored on the device or in host memory.
 //!
 //! A file uses only files earlier in this order: tensor, norm and philox; kernels;
-//! shard_backend; flex and cube; stored_tensor and gather_buffer; ops.
+//! shard_backend; model_backend; flex, cube and recorded; stored_tensor and gather_buffer; ops.
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -10,19 +10,23 @@ mod cube;
 mod flex;
 pub(crate) mod gather_buffer;
 pub(crate) mod kernels;
+mod model_backend;
 mod norm;
 pub(crate) mod ops;
 mod philox;
+#[cfg(feature = "cube")]
+mod recorded;
 mod shard_backend;
 mod stored_tensor;
 mod tensor;
 
+pub(crate) use self::model_backend::{
+    AutodiffContext, FloatTensor, ModelBackend, Raw, RawFloat, cast_model, clone_device, is_flex,
+    unsupported_device, with_backend,
+};
 pub use self::norm::Norm;
 #[cfg(feature = "nccl")]
 pub(crate) use self::shard_backend::DeviceMemory;
-pub(crate) use self::shard_backend::{
-    AutodiffContext, FloatTensor, ShardBackend, bytes, cast, clone_device, is_flex, numel, to_data,
-    unsupported_device, with_backend,
-};
+pub(crate) use self::shard_backend::{ShardBackend, bytes, cast, numel};
 pub(crate) use self::stored_tensor::{StorageDevice, StoredLeaf, StoredTensor, new_leaf};
 pub(crate) use self::tensor::{Float, Tracked};

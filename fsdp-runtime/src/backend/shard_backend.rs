@@ -10,22 +10,12 @@ use std::ops::Range;
 #[cfg(feature = "mpi")]
 use std::ptr::NonNull;
 
-use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Autodiff, Backend, TensorMetadata};
-use burn::tensor::{DType, DispatchTensor, Shape, Tensor, TensorData};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{DType, Shape, TensorData};
 
 use super::kernels::{self, Kernels};
 use super::norm::Norm;
-use super::tensor::{Float, Tracked};
-use crate::error::ShardError;
-
-/// Float tensor of backend `B`, taken out of Burn's [`DispatchTensor`].
-pub(crate) enum FloatTensor<B: Backend> {
-    /// Tensor of a device without autodiff.
-    Plain(Float<B>),
-    /// Tensor of an autodiff device, tracked or not.
-    Autodiff(Tracked<B>, AutodiffContext),
-}
+use super::tensor::Float;
 
 /// Address of a buffer on a CUDA device. The buffer is neither moved nor freed while this value
 /// lives.
@@ -35,41 +25,6 @@ pub(crate) struct DeviceMemory {
     pub(crate) start: u64,
     /// Resources of CubeCL that keep the buffer allocated.
     pub(super) _held: Box<dyn std::any::Any + Send>,
-}
-
-/// Autodiff context of a [`DispatchTensor`], which names Burn's own checkpointing strategy. A
-/// tensor that is put back into a [`DispatchTensor`] gets the context it came with.
-pub(crate) type AutodiffContext = burn::backend::DispatchAutodiffContext;
-
-impl<B: ShardBackend> FloatTensor<B> {
-    /// Returns the type of the elements.
-    pub(crate) fn dtype(&self) -> DType {
-        match self {
-            Self::Plain(tensor) => tensor.dtype(),
-            Self::Autodiff(tensor, _) => tensor.dtype(),
-        }
-    }
-
-    /// Returns the tensor cast to `dtype`, if there is one. On an autodiff device the cast is
-    /// recorded.
-    pub(crate) fn cast(self, dtype: Option<DType>) -> Self {
-        match (self, dtype) {
-            (Self::Plain(tensor), Some(dtype)) => Self::Plain(cast::<B>(tensor, dtype)),
-            (Self::Autodiff(tensor, context), Some(dtype)) if tensor.dtype() != dtype => {
-                let tensor = Autodiff::<B>::float_cast(tensor, dtype.into());
-                Self::Autodiff(tensor, context)
-            }
-            (value, _) => value,
-        }
-    }
-
-    /// Returns the tensor without its autodiff node.
-    pub(crate) fn into_inner(self) -> Float<B> {
-        match self {
-            Self::Plain(tensor) => tensor,
-            Self::Autodiff(tensor, _) => tensor.into_primitive(),
-        }
-    }
 }
 
 /// Backend whose tensors can view reusable buffers
@@ -101,12 +56,6 @@ pub(crate) trait ShardBackend: Kernels {
     /// is moved.
     #[cfg(feature = "mpi")]
     type Host: AsRef<[u8]> + Send;
-
-    /// Takes a float tensor of this backend out of Burn's dispatch type. Returns `None` for tensors
-    /// of another backend or kind.
-    fn from_dispatch(tensor: DispatchTensor) -> Option<FloatTensor<Self>>;
-    /// Puts a float tensor of this backend into Burn's dispatch type.
-    fn into_dispatch(value: FloatTensor<Self>) -> DispatchTensor;
 
     /// Allocates a buffer of `numel` zeros.
     fn alloc(device: &Self::Device, numel: usize, dtype: DType) -> Self::Memory;
@@ -168,12 +117,15 @@ pub(crate) trait ShardBackend: Kernels {
     /// same norm.
     fn norm_sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<f64>;
 
-    /// Copies the tensor to host memory. Returns `None` if it is in host memory already.
-    fn to_host(tensor: Float<Self>) -> Option<TensorData>;
+    /// Copies the tensor's elements to host memory, in order. The copy holds no memory of the
+    /// device.
+    fn to_data(tensor: Float<Self>) -> TensorData;
+    /// Returns whether the backend's tensors are in host memory.
+    const IN_HOST_MEMORY: bool;
 
     /// Calls `f` once, with the bytes of all elements in order.
     fn with_bytes(tensor: Float<Self>, f: &mut dyn FnMut(&[u8])) {
-        f(to_data::<Self>(tensor).as_bytes());
+        f(Self::to_data(tensor).as_bytes());
     }
 }
 
@@ -186,19 +138,10 @@ pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> 
     }
 }
 
-/// Copies the tensor's elements to host memory, in order.
-pub(crate) fn to_data<B: ShardBackend>(tensor: Float<B>) -> TensorData {
-    let (shape, numel) = (tensor.shape(), numel::<B>(&tensor));
-    let flat = B::float_reshape(tensor, Shape::from([numel]));
-    let flat = Tensor::<1>::from_dispatch(B::into_dispatch(FloatTensor::Plain(flat)));
-    let (bytes, _, dtype) = flat.into_data().into_parts();
-    TensorData::from_bytes(bytes, shape, dtype)
-}
-
 /// Copies the tensor to Flex, into host memory.
 #[cfg(feature = "flex")]
 pub(super) fn to_flex<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
-    burn::backend::flex::FlexTensor::from_data(to_data::<B>(tensor))
+    burn::backend::flex::FlexTensor::from_data(B::to_data(tensor))
 }
 
 /// Copies a tensor of Flex to a device; if `pinned`, through page-locked memory.
@@ -216,108 +159,11 @@ pub(super) fn from_flex<B: ShardBackend>(
 }
 
 /// Returns the size of a tensor's elements in bytes.
-pub(crate) fn bytes<B: ShardBackend>(tensor: &Float<B>) -> usize {
+pub(crate) fn bytes<B: Backend>(tensor: &Float<B>) -> usize {
     numel::<B>(tensor) * tensor.dtype().size()
 }
 
 /// Returns the number of elements of a tensor.
-pub(crate) fn numel<B: ShardBackend>(tensor: &Float<B>) -> usize {
+pub(crate) fn numel<B: Backend>(tensor: &Float<B>) -> usize {
     tensor.shape().num_elements()
 }
-
-/// Evaluates `$body` with `$backend` as the backend type of `$device` and `$inner` as that
-/// backend's device. Evaluates to `Err` with [`ShardError::UnsupportedDevice`] if no
-/// [`ShardBackend`] serves the device.
-macro_rules! with_backend {
-    ($device:expr, |$backend:ident, $inner:ident| $body:expr) => {{
-        use burn::backend::DispatchDevice;
-        let device = $device.clone().inner();
-        match device.as_dispatch() {
-            #[cfg(feature = "flex")]
-            DispatchDevice::Flex($inner) => {
-                type $backend = burn::backend::Flex;
-                let $inner = $crate::backend::clone_device($inner);
-                $body
-            }
-            #[cfg(feature = "cube")]
-            DispatchDevice::Cube($inner) => {
-                type $backend = burn::backend::Cube;
-                let $inner = $crate::backend::clone_device($inner);
-                $body
-            }
-            #[allow(unreachable_patterns)]
-            _ => Err($crate::backend::unsupported_device(&device).into()),
-        }
-    }};
-}
-pub(crate) use with_backend;
-
-/// Returns whether the device belongs to Flex, Burn's CPU backend, whose tensors are in host
-/// memory.
-pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
-    #[cfg(feature = "flex")]
-    {
-        let device = device.clone().inner();
-        matches!(device.as_dispatch(), burn::backend::DispatchDevice::Flex(_))
-    }
-    #[cfg(not(feature = "flex"))]
-    {
-        let _ = device;
-        false
-    }
-}
-
-/// Clones a device. [`with_backend`] calls it instead of `clone`, on which Clippy warns for devices
-/// that are `Copy`.
-pub(crate) fn clone_device<T: Clone>(device: &T) -> T {
-    device.clone()
-}
-
-/// Returns the error for a device that no [`ShardBackend`] serves.
-pub(crate) fn unsupported_device(device: &burn::tensor::Device) -> ShardError {
-    ShardError::UnsupportedDevice { device: format!("{device:?}") }
-}
-
-/// Implements `from_dispatch` and `into_dispatch` of [`ShardBackend`] for a backend.
-macro_rules! dispatch {
-    ($backend:ty) => {
-        fn from_dispatch(mut tensor: burn::tensor::DispatchTensor) -> Option<FloatTensor<Self>> {
-            use burn::backend::{
-                BackendTensor, DispatchAutodiffContext, DispatchKindConversion as To,
-            };
-            use burn::tensor::DispatchTensor as Any;
-            let context = tensor.autodiff;
-            if context == DispatchAutodiffContext::Disabled {
-                match <Any as To<$backend>>::try_into_backend(tensor).ok()? {
-                    BackendTensor::Float(tensor) => return Some(FloatTensor::Plain(tensor)),
-                    _ => return None,
-                }
-            }
-            // The conversion accepts one checkpointing strategy only; the tensor is equal under all
-            // of them.
-            tensor.autodiff = DispatchAutodiffContext::Enabled(Default::default());
-            match <Any as To<burn::backend::Autodiff<$backend>>>::try_into_backend(tensor).ok()? {
-                BackendTensor::Float(tensor) => Some(FloatTensor::Autodiff(tensor, context)),
-                _ => None,
-            }
-        }
-
-        fn into_dispatch(value: FloatTensor<Self>) -> burn::tensor::DispatchTensor {
-            use burn::backend::{BackendTensor, DispatchKindConversion as To};
-            use burn::tensor::DispatchTensor as Any;
-            match value {
-                FloatTensor::Plain(tensor) => {
-                    <Any as To<$backend>>::from_backend(BackendTensor::Float(tensor))
-                }
-                FloatTensor::Autodiff(tensor, context) => {
-                    let tensor = BackendTensor::Float(tensor);
-                    let mut tensor =
-                        <Any as To<burn::backend::Autodiff<$backend>>>::from_backend(tensor);
-                    tensor.autodiff = context;
-                    tensor
-                }
-            }
-        }
-    };
-}
-pub(super) use dispatch;

@@ -6,19 +6,20 @@ use std::ops::Range;
 
 #[cfg(feature = "flex")]
 use burn::backend::Flex;
-use burn::backend::TensorMetadata;
 use burn::backend::autodiff::ops::NodeGuard;
+use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor};
 
+use super::model_backend::{AutodiffContext, FloatTensor, ModelBackend, Raw, cast_model};
 use super::norm::Norm;
-use super::shard_backend::{AutodiffContext, FloatTensor, ShardBackend, bytes, cast, numel};
+use super::shard_backend::{ShardBackend, bytes, cast, numel};
 #[cfg(feature = "flex")]
 use super::shard_backend::{from_flex, to_flex};
 use super::tensor::{Float, Tracked};
 
 /// Shard or gradient in the place where it is stored.
 #[derive(Debug)]
-pub(crate) enum StoredTensor<B: ShardBackend> {
+pub(crate) enum StoredTensor<B: Backend> {
     /// Tensor of the device that computes.
     Device(Float<B>),
     /// Tensor in host memory.
@@ -28,7 +29,7 @@ pub(crate) enum StoredTensor<B: ShardBackend> {
 
 /// Autodiff leaf of a parameter, in the place where the parameter is stored.
 #[derive(Debug)]
-pub(crate) enum StoredLeaf<B: ShardBackend> {
+pub(crate) enum StoredLeaf<B: Backend> {
     /// Leaf on the device that computes.
     Device(Tracked<B>),
     /// Leaf in host memory.
@@ -36,7 +37,7 @@ pub(crate) enum StoredLeaf<B: ShardBackend> {
     Host(Tracked<Flex>),
 }
 
-impl<B: ShardBackend> Clone for StoredTensor<B> {
+impl<B: Backend> Clone for StoredTensor<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Device(tensor) => Self::Device(tensor.clone()),
@@ -46,7 +47,7 @@ impl<B: ShardBackend> Clone for StoredTensor<B> {
     }
 }
 
-impl<B: ShardBackend> Clone for StoredLeaf<B> {
+impl<B: Backend> Clone for StoredLeaf<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Device(leaf) => Self::Device(leaf.clone()),
@@ -56,7 +57,7 @@ impl<B: ShardBackend> Clone for StoredLeaf<B> {
     }
 }
 
-impl<B: ShardBackend> StoredLeaf<B> {
+impl<B: ModelBackend> StoredLeaf<B> {
     /// Returns a leaf with the same elements and a new autodiff node, which belongs to no graph
     /// yet.
     pub(crate) fn with_new_node(&self) -> Self {
@@ -78,7 +79,7 @@ impl<B: ShardBackend> StoredLeaf<B> {
 }
 
 /// Returns a tracked tensor without parents.
-pub(crate) fn new_leaf<B: ShardBackend>(value: Float<B>) -> Tracked<B> {
+pub(crate) fn new_leaf<B: ModelBackend>(value: Float<B>) -> Tracked<B> {
     Tracked::<B>::new(value).require_grad()
 }
 
@@ -96,7 +97,7 @@ pub(crate) enum StorageDevice {
     Host { pinned: bool },
 }
 
-impl<B: ShardBackend> StoredTensor<B> {
+impl<B: ModelBackend> StoredTensor<B> {
     /// Takes a stored tensor out of Burn's dispatch type. Returns `None` if it is neither a float
     /// tensor of backend `B` nor, with storage on the host, one of Flex.
     pub(crate) fn from_dispatch(
@@ -125,6 +126,89 @@ impl<B: ShardBackend> StoredTensor<B> {
                 (Self::Device(tensor), leaf, Some(context))
             }
         })
+    }
+
+    /// Puts the tensor into Burn's dispatch type, without autodiff.
+    pub(crate) fn into_dispatch(self) -> DispatchTensor {
+        match self {
+            Self::Device(tensor) => B::into_dispatch(FloatTensor::Plain(tensor)),
+            #[cfg(feature = "flex")]
+            Self::Host(tensor) => Flex::into_dispatch(FloatTensor::Plain(tensor)),
+        }
+    }
+
+    /// Puts the tensor into Burn's dispatch type: untracked on an autodiff device if there is a
+    /// context, else without autodiff.
+    pub(crate) fn with_context(self, context: Option<AutodiffContext>) -> DispatchTensor {
+        use burn::backend::{Autodiff, AutodiffBackend};
+        let Some(context) = context else { return self.into_dispatch() };
+        match self {
+            Self::Device(tensor) => {
+                B::into_dispatch(FloatTensor::Autodiff(Autodiff::<B>::from_inner(tensor), context))
+            }
+            #[cfg(feature = "flex")]
+            Self::Host(tensor) => Flex::into_dispatch(FloatTensor::Autodiff(
+                Autodiff::<Flex>::from_inner(tensor),
+                context,
+            )),
+        }
+    }
+
+    /// Returns the tensor on the device, cast to `dtype`: a copy if it is stored in host memory.
+    /// Nothing is lowered.
+    pub(crate) fn on_model_device(
+        self,
+        device: &B::Device,
+        dtype: DType,
+        storage: StorageDevice,
+    ) -> Float<B> {
+        match self {
+            Self::Device(tensor) => cast_model::<B>(tensor, dtype),
+            #[cfg(feature = "flex")]
+            Self::Host(tensor) => {
+                B::raise(StoredTensor::<Raw<B>>::Host(tensor).on_device(device, dtype, storage))
+            }
+        }
+    }
+
+    /// Returns the buffers of tensors, in order. The operations that write them are launched.
+    pub(crate) fn lower(tensors: Vec<Self>) -> Vec<StoredTensor<Raw<B>>> {
+        let on_device = |tensor: &Self| match tensor {
+            Self::Device(tensor) => Some(tensor.clone()),
+            #[cfg(feature = "flex")]
+            Self::Host(_) => None,
+        };
+        let lowered: Vec<_> = tensors.iter().filter_map(on_device).collect();
+        let mut lowered = B::lower(lowered).into_iter();
+        let buffer = |tensor| match tensor {
+            Self::Device(_) => {
+                StoredTensor::Device(lowered.next().expect("`lower` returns as many buffers"))
+            }
+            #[cfg(feature = "flex")]
+            Self::Host(tensor) => StoredTensor::Host(tensor),
+        };
+        tensors.into_iter().map(buffer).collect()
+    }
+
+    /// Returns the buffer of the tensor, as [`lower`](Self::lower) does.
+    pub(crate) fn lower_one(self) -> StoredTensor<Raw<B>> {
+        Self::lower(vec![self]).pop().expect("`lower` returns as many buffers")
+    }
+
+    /// Returns the tensor of a buffer.
+    pub(crate) fn raise(buffer: StoredTensor<Raw<B>>) -> Self {
+        match buffer {
+            StoredTensor::Device(buffer) => Self::Device(B::raise(buffer)),
+            #[cfg(feature = "flex")]
+            StoredTensor::Host(tensor) => Self::Host(tensor),
+        }
+    }
+}
+
+impl<B: ShardBackend> StoredTensor<B> {
+    /// Returns whether the tensor is on the device that computes and has this dtype.
+    pub(crate) fn is_on_device(&self, dtype: DType) -> bool {
+        matches!(self, Self::Device(tensor) if tensor.dtype() == dtype)
     }
 
     /// Moves a tensor of the device to where it is stored.
@@ -157,32 +241,6 @@ impl<B: ShardBackend> StoredTensor<B> {
         }
     }
 
-    /// Puts the tensor into Burn's dispatch type, without autodiff.
-    pub(crate) fn into_dispatch(self) -> DispatchTensor {
-        match self {
-            Self::Device(tensor) => B::into_dispatch(FloatTensor::Plain(tensor)),
-            #[cfg(feature = "flex")]
-            Self::Host(tensor) => Flex::into_dispatch(FloatTensor::Plain(tensor)),
-        }
-    }
-
-    /// Puts the tensor into Burn's dispatch type: untracked on an autodiff device if there is a
-    /// context, else without autodiff.
-    pub(crate) fn with_context(self, context: Option<AutodiffContext>) -> DispatchTensor {
-        use burn::backend::{Autodiff, AutodiffBackend};
-        let Some(context) = context else { return self.into_dispatch() };
-        match self {
-            Self::Device(tensor) => {
-                B::into_dispatch(FloatTensor::Autodiff(Autodiff::<B>::from_inner(tensor), context))
-            }
-            #[cfg(feature = "flex")]
-            Self::Host(tensor) => Flex::into_dispatch(FloatTensor::Autodiff(
-                Autodiff::<Flex>::from_inner(tensor),
-                context,
-            )),
-        }
-    }
-
     /// Adds two tensors that are stored in the same place.
     pub(crate) fn add(self, other: Self) -> Self {
         match (self, other) {
@@ -195,11 +253,6 @@ impl<B: ShardBackend> StoredTensor<B> {
             #[cfg(feature = "flex")]
             _ => unreachable!("all gradients of a model are stored in the same place"),
         }
-    }
-
-    /// Returns whether the tensor is on the device that computes and has this dtype.
-    pub(crate) fn is_on_device(&self, dtype: DType) -> bool {
-        matches!(self, Self::Device(tensor) if tensor.dtype() == dtype)
     }
 
     /// Returns the number of elements.

@@ -33,7 +33,7 @@ mod flex {
     use multiversion::multiversion;
 
     use crate::backend::kernels::flex::{Uninit, each, indexed, new_tensor};
-    use crate::backend::{FloatTensor, ShardBackend};
+    use crate::backend::{FloatTensor, ModelBackend};
 
     /// Returns the GELU of an f32 tensor on Flex, or `None` for other dtypes and devices.
     pub(super) fn gelu<const D: usize>(x: &Tensor<D>) -> Option<Tensor<D>> {

@@ -1,12 +1,15 @@
 //! Optimizer steps in one pass over memory, on backends with kernels. They update tensors in place.
 
+use std::sync::Arc;
+
 use burn::backend::TensorMetadata;
 use burn::optim::{AdaptiveMomentumState, LearningRate};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
 use super::adam_rule::AdamRule;
-use crate::backend::kernels::{AdamTensors, Kernels, SgdStep, batched_steps, has_kernels};
-use crate::backend::{Float, FloatTensor, ShardBackend, with_backend};
+use crate::backend::kernels::batched_steps::{self, StepBatch};
+use crate::backend::kernels::{AdamTensors, Kernels, SgdStep, has_kernels};
+use crate::backend::{Float, FloatTensor, ModelBackend, Raw, with_backend};
 use crate::error::ShardError;
 
 /// Returns whether all tensors are f32, on one device with kernels.
@@ -47,7 +50,7 @@ pub(super) fn adam<const D: usize>(
     let stepped: Result<_, ShardError> = with_backend!(param.device(), |B, device| {
         let (param, grad) = (to_backend::<B, D>(param), to_backend::<B, D>(grad));
         let shape = param.shape();
-        let zeros = || B::zeros(&device, shape.clone());
+        let zeros = || zeros::<B>(&device, &shape);
         let (time, moment_1, moment_2, max) = match state {
             Some(AdaptiveMomentumState { time, moment_1, moment_2, max_moment_2 }) => {
                 let state = |tensor| state_to_backend::<B, D>(tensor, &shape);
@@ -56,12 +59,20 @@ pub(super) fn adam<const D: usize>(
             None => (1, zeros(), zeros(), None),
         };
         let max = rule.amsgrad.then(|| max.unwrap_or_else(zeros));
-        let tensors = AdamTensors { param, moment_1, moment_2, max };
-
-        let may_defer = foreach && batched_steps::is_open();
-        let tensors = B::adam(&rule.step(lr, time), grad, tensors, may_defer);
-
-        let AdamTensors { param, moment_1, moment_2, max } = tensors.map(to_burn::<B, D>);
+        let inputs = [grad, param, moment_1, moment_2].into_iter().chain(max).collect();
+        let (step, batch) = (rule.step(lr, time), open_batch::<B>(foreach, &device));
+        let outputs = vec![(shape.clone(), DType::F32); if rule.amsgrad { 4 } else { 3 }];
+        let updated = B::defer(inputs, outputs, move |buffers| {
+            let mut buffers = buffers.into_iter();
+            let mut next = || buffers.next().expect("`defer` passes every input");
+            let (grad, param, moment_1, moment_2) = (next(), next(), next(), next());
+            let tensors = AdamTensors { param, moment_1, moment_2, max: buffers.next() };
+            Raw::<B>::adam(&step, grad, tensors, batch.as_deref()).into_vec()
+        });
+        let mut updated = updated.into_iter().map(to_burn::<B, D>);
+        let mut next = || updated.next().expect("`defer` returns every output");
+        let (param, moment_1, moment_2) = (next(), next(), next());
+        let max = updated.next();
         let mut state = AdaptiveMomentumState::new(time, moment_1, moment_2);
         state.max_moment_2 = max;
         Ok((param, state))
@@ -86,17 +97,43 @@ pub(super) fn sgd<const D: usize>(
         let shape = param.shape();
         let velocity = momentum.then(|| match velocity {
             Some(velocity) => state_to_backend::<B, D>(velocity, &shape),
-            None => B::zeros(&device, shape),
+            None => zeros::<B>(&device, &shape),
         });
-        let may_defer = foreach && batched_steps::is_open();
-        let (param, velocity) = B::sgd(step, grad, param, velocity, may_defer);
-        Ok((to_burn::<B, D>(param), velocity.map(to_burn::<B, D>)))
+        let inputs = [grad, param].into_iter().chain(velocity).collect();
+        let (step, batch) = (*step, open_batch::<B>(foreach, &device));
+        let outputs = vec![(shape, DType::F32); if momentum { 2 } else { 1 }];
+        let updated = B::defer(inputs, outputs, move |buffers| {
+            let mut buffers = buffers.into_iter();
+            let mut next = || buffers.next().expect("`defer` passes every input");
+            let (grad, param) = (next(), next());
+            let (param, velocity) =
+                Raw::<B>::sgd(&step, grad, param, buffers.next(), batch.as_deref());
+            [param].into_iter().chain(velocity).collect()
+        });
+        let mut updated = updated.into_iter().map(to_burn::<B, D>);
+        let param = updated.next().expect("`defer` returns every output");
+        Ok((param, updated.next()))
     });
     stepped.expect("`takes` has checked the device")
 }
 
+/// Returns a new f32 tensor of zeros.
+fn zeros<B: ModelBackend>(device: &B::Device, shape: &Shape) -> Float<B> {
+    B::raise(Raw::<B>::zeros(device, shape.clone()))
+}
+
+/// Returns the batch to defer a step to, if steps may be deferred.
+fn open_batch<B: ModelBackend>(foreach: bool, device: &B::Device) -> Option<Arc<StepBatch>> {
+    let batch = batched_steps::open().filter(|_| foreach)?;
+    if B::RECORDS {
+        let drained = device.clone();
+        batch.drain_first(format!("{device:?}"), move || B::drain(&drained));
+    }
+    Some(batch)
+}
+
 /// Converts a Burn tensor on a device with kernels to the backend's tensor.
-fn to_backend<B: ShardBackend, const D: usize>(tensor: Tensor<D>) -> Float<B> {
+fn to_backend<B: ModelBackend, const D: usize>(tensor: Tensor<D>) -> Float<B> {
     let value = B::from_dispatch(tensor.into_dispatch());
     value.expect("`takes` has checked the device").into_inner()
 }
@@ -106,7 +143,7 @@ fn to_backend<B: ShardBackend, const D: usize>(tensor: Tensor<D>) -> Float<B> {
 /// # Panics
 ///
 /// Panics if the state has another shape than the parameter.
-fn state_to_backend<B: ShardBackend, const D: usize>(tensor: Tensor<D>, shape: &Shape) -> Float<B> {
+fn state_to_backend<B: ModelBackend, const D: usize>(tensor: Tensor<D>, shape: &Shape) -> Float<B> {
     let tensor = to_backend::<B, D>(tensor);
     assert_eq!(
         &tensor.shape(),
@@ -118,7 +155,7 @@ fn state_to_backend<B: ShardBackend, const D: usize>(tensor: Tensor<D>, shape: &
 }
 
 /// Converts a backend's tensor to a Burn tensor without autodiff.
-fn to_burn<B: ShardBackend, const D: usize>(tensor: Float<B>) -> Tensor<D> {
+fn to_burn<B: ModelBackend, const D: usize>(tensor: Float<B>) -> Tensor<D> {
     Tensor::from_dispatch(B::into_dispatch(FloatTensor::Plain(tensor)))
 }
 

@@ -5,34 +5,70 @@
 //! together with the steps of other parameters. Steps are deferred only while a sharded model is
 //! mapped by the optimizer: at the end of that call the remaining ones are launched.
 
-use std::cell::Cell;
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::{Arc, Mutex};
 
-thread_local! {
-    static OPEN: Cell<bool> = const { Cell::new(false) };
+use crate::error::IgnorePoison;
+
+/// Deferred steps of one call of an optimizer.
+#[derive(Default)]
+pub(crate) struct StepBatch {
+    /// Functions that run recorded operations, each with the name of its device.
+    drains: Mutex<Vec<(String, Box<dyn FnOnce() + Send>)>>,
+    #[cfg(feature = "cube")]
+    pub(super) cube: super::cube::DeferredSteps,
 }
 
-/// Returns whether this thread is inside [`scope`], where steps may be deferred.
-pub(crate) fn is_open() -> bool {
-    OPEN.get()
+impl fmt::Debug for StepBatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StepBatch").finish_non_exhaustive()
+    }
+}
+
+impl StepBatch {
+    /// Adds a function that runs the recorded operations of a device, which may defer steps. It runs
+    /// before the deferred steps are launched.
+    pub(crate) fn drain_first(&self, device: String, drain: impl FnOnce() + Send + 'static) {
+        let mut drains = self.drains.lock().ignore_poison();
+        if !drains.iter().any(|(other, _)| *other == device) {
+            drains.push((device, Box::new(drain)));
+        }
+    }
+
+    /// Launches the deferred steps.
+    fn launch(&self) {
+        for (_, drain) in std::mem::take(&mut *self.drains.lock().ignore_poison()) {
+            drain();
+        }
+        #[cfg(feature = "cube")]
+        self.cube.launch();
+    }
+}
+
+thread_local! {
+    static OPEN: RefCell<Option<Arc<StepBatch>>> = const { RefCell::new(None) };
+}
+
+/// Returns the batch that a step on this thread may be deferred to; `None` outside of [`scope`].
+pub(crate) fn open() -> Option<Arc<StepBatch>> {
+    OPEN.with_borrow(Clone::clone)
 }
 
 /// Runs `f`, in which this thread may defer steps, then launches the deferred steps. If `f` panics
 /// they are discarded.
 pub(crate) fn scope<T>(f: impl FnOnce() -> T) -> T {
-    struct Scope {
-        was_open: bool,
-    }
+    struct Scope(Option<Arc<StepBatch>>);
     impl Drop for Scope {
         fn drop(&mut self) {
-            OPEN.set(self.was_open);
-            #[cfg(feature = "cube")]
-            if std::thread::panicking() {
-                super::cube::discard_deferred_steps();
-            } else {
-                super::cube::launch_deferred_steps();
-            }
+            OPEN.set(self.0.take());
         }
     }
-    let _scope = Scope { was_open: OPEN.replace(true) };
-    f()
+    let batch = Arc::new(StepBatch::default());
+    let result = {
+        let _scope = Scope(OPEN.replace(Some(batch.clone())));
+        f()
+    };
+    batch.launch();
+    result
 }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use burn::backend::Backend;
 use burn::tensor::{DType, Shape};
 
+use super::batched_steps::StepBatch;
 use super::mask::MaskSource;
 use super::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
@@ -60,24 +61,23 @@ pub(crate) trait Kernels: Backend {
 
     /// Runs one step of Adam or AdamW on f32 tensors of equal length, each updated in place.
     ///
-    /// If `may_defer`, the step may run as late as the end of the enclosing
-    /// [`batched_steps::scope`](super::batched_steps::scope): until then the caller must not read
-    /// the tensors.
+    /// If there is a batch, the step may run as late as the end of the batch's
+    /// [`scope`](super::batched_steps::scope): until then the caller must not read the tensors.
     fn adam(
         step: &AdamStep,
         grad: Float<Self>,
         tensors: AdamTensors<Float<Self>>,
-        may_defer: bool,
+        batch: Option<&StepBatch>,
     ) -> AdamTensors<Float<Self>>;
 
     /// Runs one step of SGD on f32 tensors of equal length, each updated in place; with momentum if
-    /// there is a velocity. `may_defer` has the meaning that it has for [`adam`](Self::adam).
+    /// there is a velocity. `batch` has the meaning that it has for [`adam`](Self::adam).
     fn sgd(
         step: &SgdStep,
         grad: Float<Self>,
         param: Float<Self>,
         velocity: Option<Float<Self>>,
-        may_defer: bool,
+        batch: Option<&StepBatch>,
     ) -> (Float<Self>, Option<Float<Self>>);
 }
 
@@ -94,6 +94,11 @@ pub(crate) struct AdamTensors<T> {
 }
 
 impl<T> AdamTensors<T> {
+    /// Returns the parameter, both moments, and the maximum if there is one.
+    pub(crate) fn into_vec(self) -> Vec<T> {
+        [self.param, self.moment_1, self.moment_2].into_iter().chain(self.max).collect()
+    }
+
     /// Applies `f` to each tensor.
     pub(crate) fn map<U>(self, mut f: impl FnMut(T) -> U) -> AdamTensors<U> {
         AdamTensors {

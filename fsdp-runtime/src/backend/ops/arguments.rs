@@ -7,11 +7,11 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::error::KernelError;
 use crate::backend::kernels::takes;
-use crate::backend::shard_backend::{FloatTensor, ShardBackend};
+use crate::backend::model_backend::{FloatTensor, ModelBackend};
 use crate::backend::tensor::Float;
 
 /// Takes a flat tensor out of Burn's dispatch type, without its autodiff node.
-pub(super) fn take<B: ShardBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {
+pub(super) fn take<B: ModelBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {
     let dtype = tensor.dtype();
     if !takes(dtype) {
         return Err(KernelError::Dtype { dtype, device: format!("{:?}", tensor.device()) });
@@ -23,8 +23,13 @@ pub(super) fn take<B: ShardBackend>(tensor: Tensor<1>) -> Result<Float<B>, Kerne
 }
 
 /// Puts a flat tensor into Burn's dispatch type.
-pub(super) fn give<B: ShardBackend>(tensor: Float<B>) -> Tensor<1> {
+pub(super) fn give<B: ModelBackend>(tensor: Float<B>) -> Tensor<1> {
     Tensor::from_dispatch(B::into_dispatch(FloatTensor::Plain(tensor)))
+}
+
+/// Puts the only result of a kernel into Burn's dispatch type.
+pub(super) fn give_one<B: ModelBackend>(results: Vec<Float<B>>) -> Tensor<1> {
+    give::<B>(results.into_iter().next().expect("the kernel has one result"))
 }
 
 /// Checks that kernels and the device support the dtype.

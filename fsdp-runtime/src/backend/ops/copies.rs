@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
+use burn::backend::TensorMetadata;
 use burn::tensor::{FloatDType, Shape, Tensor};
 
-use super::arguments::{check_device, check_dtype, check_range, give, take};
+use super::arguments::{check_device, check_dtype, check_range, give, give_one, take};
 use super::error::KernelError;
 use crate::backend::kernels::Kernels;
-use crate::backend::shard_backend::with_backend;
+use crate::backend::model_backend::{ModelBackend, Raw, with_backend};
 
 /// Copies tensors into `buffer`, rounded to the buffer's dtype, and returns the buffer.
 ///
@@ -42,9 +43,16 @@ pub fn pack(parts: Vec<(Tensor<1>, usize)>, buffer: Tensor<1>) -> Result<Tensor<
     }
     check_device(&buffer.device(), parts.iter().map(|(tensor, _)| tensor))?;
     with_backend!(buffer.device(), |B, _device| {
-        let parts = parts.into_iter().map(|(tensor, at)| Ok((take::<B>(tensor)?, at)));
-        let parts = parts.collect::<Result<_, KernelError>>()?;
-        Ok(give::<B>(B::pack(parts, take::<B>(buffer)?)))
+        let (tensors, offsets): (Vec<_>, Vec<usize>) = parts.into_iter().unzip();
+        let buffer = take::<B>(buffer)?;
+        let output = (buffer.shape(), buffer.dtype());
+        let tensors = tensors.into_iter().map(take::<B>).chain([Ok(buffer)]);
+        let tensors = tensors.collect::<Result<Vec<_>, KernelError>>()?;
+        let pack = move |mut buffers: Vec<_>| {
+            let buffer = buffers.pop().expect("the buffer is the last input");
+            vec![Raw::<B>::pack(buffers.into_iter().zip(offsets).collect(), buffer)]
+        };
+        Ok(give_one::<B>(B::defer(tensors, vec![output], pack)))
     })
 }
 
@@ -76,7 +84,12 @@ pub fn unpack(
     let parts: Vec<(usize, Shape)> = ranges.iter().map(part).collect();
     with_backend!(buffer.device(), |B, device| {
         check_dtype::<B>(&device, dtype.into())?;
-        let parts = B::unpack(take::<B>(buffer)?, parts, dtype.into(), divisor);
+        let outputs = parts.iter().map(|(_, shape)| (shape.clone(), dtype.into())).collect();
+        let unpack = move |buffers: Vec<_>| {
+            let buffer = buffers.into_iter().next().expect("there is one input");
+            Raw::<B>::unpack(buffer, parts, dtype.into(), divisor)
+        };
+        let parts = B::defer(vec![take::<B>(buffer)?], outputs, unpack);
         Ok(parts.into_iter().map(give::<B>).collect())
     })
 }
@@ -102,6 +115,7 @@ pub fn cast(
 ) -> Result<Tensor<1>, KernelError> {
     with_backend!(tensor.device(), |B, device| {
         check_dtype::<B>(&device, dtype.into())?;
-        Ok(give::<B>(B::cast(take::<B>(tensor)?, dtype.into(), divisor)))
+        let cast = move |buffer| Raw::<B>::cast(buffer, dtype.into(), divisor);
+        Ok(give::<B>(B::defer_one(take::<B>(tensor)?, dtype.into(), cast)))
     })
 }

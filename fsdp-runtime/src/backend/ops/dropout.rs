@@ -1,5 +1,6 @@
 //! Dropout as one operation. Backward generates the mask again, so no mask is stored.
 
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
@@ -9,7 +10,7 @@ use burn::tensor::{Tensor, TensorData};
 use super::arguments::{check_dtype, give, take};
 use super::error::KernelError;
 use crate::backend::kernels::{Kernels, MaskSource};
-use crate::backend::shard_backend::{FloatTensor, ShardBackend, with_backend};
+use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
 use crate::backend::tensor::{Float, Tracked};
 
 /// Sets each element to zero with probability `source.prob` and multiplies the others by
@@ -32,7 +33,7 @@ use crate::backend::tensor::{Float, Tracked};
 /// For 2^32 elements or more on a CubeCL device.
 pub fn dropout(tensor: Tensor<1>, source: &MaskSource) -> Result<Tensor<1>, KernelError> {
     with_backend!(tensor.device(), |B, _device| {
-        Ok(give::<B>(B::dropout(take::<B>(tensor)?, source)))
+        Ok(give::<B>(drop_elements::<B>(take::<B>(tensor)?, source)))
     })
 }
 
@@ -46,7 +47,7 @@ pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor
             let value = B::from_dispatch(input.clone().into_dispatch());
             let other = || KernelError::OtherDevice { device: format!("{device:?}") };
             let value = match value.ok_or_else(other)? {
-                FloatTensor::Plain(value) => FloatTensor::Plain(B::dropout(value, source)),
+                FloatTensor::Plain(value) => FloatTensor::Plain(drop_elements::<B>(value, source)),
                 FloatTensor::Autodiff(value, context) => {
                     FloatTensor::Autodiff(record::<B>(value, source), context)
                 }
@@ -64,9 +65,15 @@ pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor
 }
 
 /// Applies dropout and records it as one autodiff operation, whose state is the mask's source.
-fn record<B: ShardBackend>(input: Tracked<B>, source: &MaskSource) -> Tracked<B> {
+/// Returns the tensor multiplied by a dropout mask, without lowering it.
+fn drop_elements<B: ModelBackend>(tensor: Float<B>, source: &MaskSource) -> Float<B> {
+    let (dtype, source) = (tensor.dtype(), *source);
+    B::defer_one(tensor, dtype, move |buffer| B::Raw::dropout(buffer, &source))
+}
+
+fn record<B: ModelBackend>(input: Tracked<B>, source: &MaskSource) -> Tracked<B> {
     let (value, node) = input.into_parts();
-    let value = B::dropout(value, source);
+    let value = drop_elements::<B>(value, source);
     let op = Backward::<B, 1>::prepare::<NoCheckpointing>(Dropout, [node]);
     match op.compute_bound().stateful() {
         OpsKind::Tracked(op) => op.finish(*source, value),
@@ -78,11 +85,11 @@ fn record<B: ShardBackend>(input: Tracked<B>, source: &MaskSource) -> Tracked<B>
 #[derive(Debug)]
 struct Dropout;
 
-impl<B: ShardBackend> Backward<B, 1> for Dropout {
+impl<B: ModelBackend> Backward<B, 1> for Dropout {
     type State = MaskSource;
 
     fn backward(self, ops: Ops<MaskSource, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let drop = |grad: Float<B>| B::dropout(grad, &ops.state);
+        let drop = |grad: Float<B>| drop_elements::<B>(grad, &ops.state);
         unary::<B, _>(ops.parents, ops.node, grads, drop);
     }
 }

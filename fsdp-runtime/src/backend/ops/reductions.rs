@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Shape, Tensor};
+use burn::tensor::{DType, Shape, Tensor};
 
-use super::arguments::{check_device, check_range, give, take};
+use super::arguments::{check_device, check_range, give, give_one, take};
 use super::error::KernelError;
 use crate::backend::kernels::{Kernels, Sums};
+use crate::backend::model_backend::{ModelBackend, Raw, with_backend};
 use crate::backend::norm::Norm;
-use crate::backend::shard_backend::with_backend;
 
 /// Returns the elementwise mean of elements `range` of all parts, in f32.
 ///
@@ -44,7 +44,9 @@ pub fn mean(
     with_backend!(first.device(), |B, _device| {
         let parts = parts.iter().cloned().map(take::<B>).collect::<Result<Vec<_>, _>>()?;
         let shape = Shape::from([range.len()]);
-        Ok(give::<B>(B::rank_mean(&parts, range, divisor, shape)))
+        let output = (shape.clone(), DType::F32);
+        let mean = move |parts: Vec<_>| vec![Raw::<B>::rank_mean(&parts, range, divisor, shape)];
+        Ok(give_one::<B>(B::defer(parts, vec![output], mean)))
     })
 }
 
@@ -65,12 +67,10 @@ pub fn norm_sums(tensors: &[Tensor<1>], norm: Norm) -> Result<Vec<Sums>, KernelE
     let Some(first) = tensors.first() else { return Ok(Vec::new()) };
     check_device(&first.device(), tensors)?;
     with_backend!(first.device(), |B, _device| {
-        let part = |tensor: &Tensor<1>| {
-            let range = 0..tensor.shape().num_elements();
-            Ok((take::<B>(tensor.clone())?, range))
-        };
-        let parts = tensors.iter().map(part).collect::<Result<Vec<_>, KernelError>>()?;
-        Ok(B::sums(&parts, norm))
+        let ranges = tensors.iter().map(|tensor| 0..tensor.shape().num_elements());
+        let parts = tensors.iter().cloned().map(take::<B>).collect::<Result<Vec<_>, _>>()?;
+        let parts: Vec<_> = B::lower(parts).into_iter().zip(ranges).collect();
+        Ok(Raw::<B>::sums(&parts, norm))
     })
 }
 
@@ -99,7 +99,7 @@ pub fn unscale(
     check_device(&first.device(), &tensors)?;
     with_backend!(first.device(), |B, _device| {
         let tensors = tensors.into_iter().map(take::<B>).collect::<Result<Vec<_>, _>>()?;
-        let (tensors, sums) = B::unscale(tensors, factor, norm);
-        Ok((tensors.into_iter().map(give::<B>).collect(), sums))
+        let (buffers, sums) = Raw::<B>::unscale(B::lower(tensors), factor, norm);
+        Ok((buffers.into_iter().map(B::raise).map(give::<B>).collect(), sums))
     })
 }

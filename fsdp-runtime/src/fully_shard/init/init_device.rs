@@ -5,11 +5,11 @@ use burn::tensor::{Device, DispatchTensor, Tensor};
 
 use super::param_value::{EmptyParam, filled};
 use crate::backend::{
-    AutodiffContext, Float, FloatTensor, ShardBackend, StorageDevice, StoredTensor,
+    AutodiffContext, FloatTensor, ModelBackend, Raw, RawFloat, StorageDevice, StoredTensor,
 };
 
 /// The device that computes, and the place where parameters are stored between uses.
-pub(in crate::fully_shard) struct InitDevice<B: ShardBackend> {
+pub(in crate::fully_shard) struct InitDevice<B: ModelBackend> {
     /// Burn's name of the device that computes.
     pub(super) compute: Device,
     /// The backend's name of the device that computes.
@@ -20,7 +20,7 @@ pub(in crate::fully_shard) struct InitDevice<B: ShardBackend> {
     pub(super) context: Option<AutodiffContext>,
 }
 
-impl<B: ShardBackend> InitDevice<B> {
+impl<B: ModelBackend> InitDevice<B> {
     /// Describes a device by its two names and by where parameters are stored.
     pub(in crate::fully_shard) fn new(
         compute: &Device,
@@ -36,18 +36,18 @@ impl<B: ShardBackend> InitDevice<B> {
     }
 
     /// Returns an f32 tensor on the device, filled with one value.
-    pub(super) fn filled(&self, shape: &[usize], value: f32) -> Float<B> {
-        filled::<B>(shape, value, &self.backend)
+    pub(super) fn filled(&self, shape: &[usize], value: f32) -> RawFloat<B> {
+        filled::<Raw<B>>(shape, value, &self.backend)
     }
 
     /// Returns a Burn tensor where parameters are stored, with the model's autodiff context.
-    pub(super) fn tensor<const D: usize>(&self, value: Float<B>) -> Tensor<D> {
-        Tensor::from_dispatch(self.stored(StoredTensor::<B>::store(value, self.storage)))
+    pub(super) fn tensor<const D: usize>(&self, value: RawFloat<B>) -> Tensor<D> {
+        Tensor::from_dispatch(self.stored(StoredTensor::<Raw<B>>::store(value, self.storage)))
     }
 
     /// Returns a stored tensor as Burn's, with the model's autodiff context.
-    pub(super) fn stored(&self, value: StoredTensor<B>) -> DispatchTensor {
-        value.with_context(self.context)
+    pub(super) fn stored(&self, value: StoredTensor<Raw<B>>) -> DispatchTensor {
+        StoredTensor::<B>::raise(value).with_context(self.context)
     }
 
     /// Takes a parameter apart without initialising its value.

@@ -3,11 +3,10 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use burn::backend::TensorMetadata;
 use burn::module::{Param, ParamId, ParamMapper as ValueMapper};
 use burn::tensor::{DType, Shape, Tensor};
 
-use crate::backend::{Float, FloatTensor, ShardBackend};
+use crate::backend::{Float, ShardBackend};
 use crate::error::IgnorePoison;
 use crate::layout::mix;
 
@@ -61,8 +60,6 @@ pub(super) fn part<B: ShardBackend>(
 
 /// Returns a checksum of a tensor's elements, which depends on their order.
 pub(super) fn checksum<B: ShardBackend>(tensor: &Float<B>) -> u64 {
-    let numel = tensor.shape().num_elements();
-    let flat = B::float_reshape(tensor.clone(), Shape::from([numel]));
-    let data = Tensor::<1>::from_dispatch(B::into_dispatch(FloatTensor::Plain(flat))).into_data();
+    let data = B::to_data(tensor.clone());
     data.iter::<f32>().fold(0, |hash, element| mix(hash ^ u64::from(element.to_bits())))
 }

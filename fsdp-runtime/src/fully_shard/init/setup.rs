@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 
 use super::broadcasts::StoredValues;
 use super::init_device::InitDevice;
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{ModelBackend, Raw, RawFloat};
 use crate::collectives::comm::Work;
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
@@ -19,7 +19,7 @@ use crate::param_group::ParamSpec;
 use crate::param_group::plan::Plan;
 
 /// The settings that stay fixed while one model is initialised.
-pub(in crate::fully_shard) struct InitSetup<'a, B: ShardBackend> {
+pub(in crate::fully_shard) struct InitSetup<'a, B: ModelBackend> {
     pub(in crate::fully_shard) plan: &'a Plan,
     /// Parameters that are loaded after construction, and so are not initialised.
     pub(in crate::fully_shard) loaded_later: HashSet<ParamIndex>,
@@ -30,7 +30,7 @@ pub(in crate::fully_shard) struct InitSetup<'a, B: ShardBackend> {
     pub(crate) device: InitDevice<B>,
 }
 
-impl<'a, B: ShardBackend> InitSetup<'a, B> {
+impl<'a, B: ModelBackend> InitSetup<'a, B> {
     /// Returns the description of a parameter.
     pub(super) fn spec(&self, index: ParamIndex) -> &'a ParamSpec {
         &self.plan.units[index.unit].params[index.param]
@@ -55,14 +55,14 @@ impl<'a, B: ShardBackend> InitSetup<'a, B> {
         &self,
         what: &str,
         numel: usize,
-        value: Option<Float<B>>,
-        keep: impl FnOnce(Float<B>) -> StoredValues<B> + Send + 'static,
-    ) -> Work<StoredValues<B>> {
+        value: Option<RawFloat<B>>,
+        keep: impl FnOnce(RawFloat<B>) -> StoredValues<Raw<B>> + Send + 'static,
+    ) -> Work<StoredValues<Raw<B>>> {
         tracing::trace!(target: "fsdp", unit = %what, "fsdp::broadcast");
         let op = Op::new("broadcast", what).of(numel);
         let device = self.device.backend.clone();
         self.worker.comm().issue(move |group: &AnyProcessGroup| {
-            ProcessGroup::<B>::broadcast(group, &op, &device, value).map(keep)
+            ProcessGroup::<Raw<B>>::broadcast(group, &op, &device, value).map(keep)
         })
     }
 }

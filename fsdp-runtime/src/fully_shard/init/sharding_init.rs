@@ -12,7 +12,7 @@ use super::param_value::{EmptyParam, initialise, part};
 use super::running_stats;
 use super::setup::InitSetup;
 use super::small_params::{ReplacePlaceholders, SmallParams, is_small};
-use crate::backend::{Float, ShardBackend, StoredTensor};
+use crate::backend::{ModelBackend, Raw, RawFloat, ShardBackend, StoredTensor};
 use crate::error::{Error, ShardError};
 use crate::launch::agree::{OnError, agree_result};
 use crate::module::{
@@ -22,10 +22,10 @@ use crate::param_group::plan::SHARDED;
 use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// Replaces a module's parameters by the parts that this rank stores.
-pub(in crate::fully_shard) struct ShardingInit<'a, B: ShardBackend> {
+pub(in crate::fully_shard) struct ShardingInit<'a, B: ModelBackend> {
     setup: InitSetup<'a, B>,
     progress: Progress,
-    transfers: Transfers<B>,
+    transfers: Transfers<Raw<B>>,
     checks: Checks,
 }
 
@@ -55,7 +55,7 @@ struct Transfers<B: ShardBackend> {
     received: HashMap<ParamId, DispatchTensor>,
 }
 
-impl<'a, B: ShardBackend> ShardingInit<'a, B> {
+impl<'a, B: ModelBackend> ShardingInit<'a, B> {
     /// Returns a mapper for the model of `setup`.
     pub(in crate::fully_shard) fn new(setup: InitSetup<'a, B>, owners: InitOwners) -> Self {
         let units = &setup.plan.units;
@@ -142,7 +142,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         param: Param<Tensor<D>>,
         index: ParamIndex,
         number: usize,
-    ) -> (EmptyParam<D>, Float<B>) {
+    ) -> (EmptyParam<D>, RawFloat<B>) {
         let device = &self.setup.device;
         let spec = self.setup.spec(index);
         if matches!(spec.placement, Placement::TiedTo(_)) {
@@ -175,17 +175,17 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
         &mut self,
         index: ParamIndex,
         id: ParamId,
-        full: Option<Float<B>>,
+        full: Option<RawFloat<B>>,
         root: usize,
-    ) -> Float<B> {
+    ) -> RawFloat<B> {
         let spec = self.setup.spec(index);
         if !self.setup.options.sync_module_states {
             let device = &self.setup.device;
             let full = full.unwrap_or_else(|| device.filled(&spec.shape, 0.0));
             self.log_initialized(index);
-            self.checks.add_checksum::<B>(index, &full);
+            self.checks.add_checksum::<Raw<B>>(index, &full);
             let device = &self.setup.device.backend;
-            return part::<B>(full, spec.range(), spec.base_shape(), device);
+            return part::<Raw<B>>(full, spec.range(), spec.base_shape(), device);
         }
         let value = full.filter(|_| self.setup.rank() == root);
         if is_small(spec) {
@@ -198,15 +198,20 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
 
     /// Broadcasts a parameter from the rank that passes `value`. Returns a placeholder of one
     /// element, which the received part replaces at the end.
-    fn broadcast(&mut self, index: ParamIndex, id: ParamId, value: Option<Float<B>>) -> Float<B> {
+    fn broadcast(
+        &mut self,
+        index: ParamIndex,
+        id: ParamId,
+        value: Option<RawFloat<B>>,
+    ) -> RawFloat<B> {
         let spec = self.setup.spec(index);
         let sending = value.as_ref().map_or(0, |_| spec.numel());
         let (range, shape) = (spec.range(), spec.base_shape());
         let (device, storage) = (self.setup.device.backend.clone(), self.setup.device.storage);
         // Drops the full parameter before the next one is received.
         let keep = move |full| {
-            let part = part::<B>(full, range, shape, &device);
-            vec![(id, StoredTensor::<B>::store(part, storage))]
+            let part = part::<Raw<B>>(full, range, shape, &device);
+            vec![(id, StoredTensor::<Raw<B>>::store(part, storage))]
         };
         let values = self.setup.broadcast(spec.path.as_str(), spec.numel(), value, keep);
         self.transfers.broadcasts.push(Broadcast { index: Some(index), sending, values });
@@ -215,10 +220,15 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
 
     /// Adds a small replicated parameter to those of its unit, and broadcasts them if they are
     /// complete. Returns `value` on rank 0, and a placeholder of one element on the other ranks.
-    fn add_small(&mut self, index: ParamIndex, id: ParamId, value: Option<Float<B>>) -> Float<B> {
+    fn add_small(
+        &mut self,
+        index: ParamIndex,
+        id: ParamId,
+        value: Option<RawFloat<B>>,
+    ) -> RawFloat<B> {
         let spec = self.setup.spec(index);
         let shape = Shape::from(spec.shape.clone());
-        let value = value.map(|full| B::copy_range(full, spec.range(), shape.clone()));
+        let value = value.map(|full| Raw::<B>::copy_range(full, spec.range(), shape.clone()));
         let base = value.clone();
         if let Some(complete) = self.transfers.small[index.unit].add(id, shape, value) {
             self.broadcast_small(&self.setup.plan.units[index.unit].name, complete);
@@ -227,7 +237,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     }
 
     /// Broadcasts the small parameters of a unit from rank 0.
-    fn broadcast_small(&mut self, unit: &str, mut small: SmallParams<B>) {
+    fn broadcast_small(&mut self, unit: &str, mut small: SmallParams<Raw<B>>) {
         let sends = self.setup.rank() == 0;
         let packed = sends.then(|| small.pack(&self.setup.device.backend));
         let (numel, storage) = (small.numel(), self.setup.device.storage);
@@ -235,7 +245,9 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
             true => Vec::new(),
             false => {
                 let values = small.unpack(packed);
-                values.map(|(id, value)| (id, StoredTensor::<B>::store(value, storage))).collect()
+                values
+                    .map(|(id, value)| (id, StoredTensor::<Raw<B>>::store(value, storage)))
+                    .collect()
             }
         };
         let what = format!("the small parameters of {unit}");
@@ -244,20 +256,21 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     }
 
     /// Returns a tensor of one element, with as many dimensions as a parameter.
-    fn placeholder(&self, spec: &ParamSpec) -> Float<B> {
+    fn placeholder(&self, spec: &ParamSpec) -> RawFloat<B> {
         self.setup.device.filled(&vec![1; spec.shape.len()], 0.0)
     }
 
     /// Returns the full parameter on the device. A wrong shape or dtype is recorded, and zeros take
     /// the parameter's place, so that this rank can take part in the collectives that follow.
-    fn full<const D: usize>(&mut self, index: ParamIndex, tensor: Tensor<D>) -> Float<B> {
+    fn full<const D: usize>(&mut self, index: ParamIndex, tensor: Tensor<D>) -> RawFloat<B> {
         let ParamSpec { path, shape, .. } = self.setup.spec(index);
         let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
         let dtype = tensor.dtype();
         let device = &self.setup.device;
         let wrong = match StoredTensor::<B>::from_dispatch(tensor.into_dispatch(), device.storage) {
             Some((value, ..)) if SHARDED.contains(&dtype) && found == declared => {
-                return value.on_device(&device.backend, DType::F32, device.storage);
+                let buffer = value.lower_one();
+                return buffer.on_device(&device.backend, DType::F32, device.storage);
             }
             Some(_) if SHARDED.contains(&dtype) => ShardError::InitShape { path, declared, found },
             _ => ShardError::UnsupportedDtype { path, dtype },
@@ -267,7 +280,7 @@ impl<'a, B: ShardBackend> ShardingInit<'a, B> {
     }
 }
 
-impl<B: ShardBackend> ParamMapper for ShardingInit<'_, B> {
+impl<B: ModelBackend> ParamMapper for ShardingInit<'_, B> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
         self.progress.path.enter(child, index);
     }

@@ -13,25 +13,25 @@ use burn::backend::autodiff::ops::{Backward, Ops};
 
 use super::hooks::OpState;
 use super::record::record_after;
-use crate::backend::{Float, ShardBackend, StoredLeaf, Tracked};
+use crate::backend::{Float, ModelBackend, StoredLeaf, Tracked};
 use crate::error::raise;
 
 #[derive(Debug)]
 struct Gather;
 
 #[derive(Debug)]
-struct GatherState<B: ShardBackend> {
+struct GatherState<B: ModelBackend> {
     state: OpState<B>,
     entry: usize,
 }
 
-impl<B: ShardBackend> Clone for GatherState<B> {
+impl<B: ModelBackend> Clone for GatherState<B> {
     fn clone(&self) -> Self {
         Self { state: self.state.clone(), entry: self.entry }
     }
 }
 
-impl<B: ShardBackend, const N: usize> Backward<B, N> for Gather {
+impl<B: ModelBackend, const N: usize> Backward<B, N> for Gather {
     type State = GatherState<B>;
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -45,7 +45,7 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Gather {
 
 /// Records the full parameter `value` as the child of its shard's leaf, ordered after
 /// `ordering_inputs`.
-pub(in crate::runtime) fn gather<B: ShardBackend>(
+pub(in crate::runtime) fn gather<B: ModelBackend>(
     state: OpState<B>,
     entry: usize,
     leaf: &StoredLeaf<B>,

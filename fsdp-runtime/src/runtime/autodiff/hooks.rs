@@ -7,14 +7,12 @@ use burn::backend::autodiff::NodeId;
 use burn::tensor::{DType, Shape};
 
 use super::super::recompute::SavedCall;
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{Float, ModelBackend};
 use crate::error::Error;
 use crate::module::CallId;
 
 /// The schedule, as the autodiff operations see it during backward.
-pub(in crate::runtime) trait BackwardHooks<B: ShardBackend>:
-    Debug + Send + Sync
-{
+pub(in crate::runtime) trait BackwardHooks<B: ModelBackend>: Debug + Send + Sync {
     /// Gathers a unit for its backward. Called when the gradient of an output has arrived and none
     /// of the unit's operations has run backward yet. Returns whether this is the first output of
     /// the call.
@@ -44,7 +42,7 @@ pub(in crate::runtime) struct Depth {
 }
 
 /// The schedule, and the call that an operation belongs to.
-pub(in crate::runtime) struct OpState<B: ShardBackend> {
+pub(in crate::runtime) struct OpState<B: ModelBackend> {
     pub(in crate::runtime) hooks: Arc<dyn BackwardHooks<B>>,
     pub(in crate::runtime) call: CallId,
     /// Shared by all operations of the call. Once it is dropped, the graph of the call is gone and
@@ -52,24 +50,20 @@ pub(in crate::runtime) struct OpState<B: ShardBackend> {
     pub(in crate::runtime) alive: Arc<()>,
 }
 
-impl<B: ShardBackend> Clone for OpState<B> {
+impl<B: ModelBackend> Clone for OpState<B> {
     fn clone(&self) -> Self {
         Self { hooks: self.hooks.clone(), call: self.call, alive: self.alive.clone() }
     }
 }
 
-impl<B: ShardBackend> Debug for OpState<B> {
+impl<B: ModelBackend> Debug for OpState<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "OpState({:?})", self.call)
     }
 }
 
 /// Returns zeros of the given shape, as a view of a single element.
-pub(in crate::runtime) fn zero<B: ShardBackend>(
-    shape: Shape,
-    device: &B::Device,
-    dtype: DType,
-) -> Float<B> {
+pub(in crate::runtime) fn zero<B: ModelBackend>(shape: Shape, device: &B::Device, dtype: DType) -> Float<B> {
     let zero = Shape::from(vec![1; shape.num_dims()]);
     B::float_expand(B::float_zeros(zero, device, dtype.into()), shape)
 }

@@ -14,26 +14,26 @@ use burn::tensor::{DType, Shape};
 
 use super::hooks::{Depth, OpState, zero};
 use super::record::{MAX_ORDERING_INPUTS, record_after};
-use crate::backend::{Float, ShardBackend, Tracked};
+use crate::backend::{Float, ModelBackend, Tracked};
 use crate::error::raise;
 
 #[derive(Debug)]
 struct PreBackward;
 
 #[derive(Debug)]
-struct OutputState<B: ShardBackend> {
+struct OutputState<B: ModelBackend> {
     state: OpState<B>,
     /// Shapes and dtypes of the unit's inputs.
     ordering_inputs: Vec<(Shape, DType)>,
 }
 
-impl<B: ShardBackend> Clone for OutputState<B> {
+impl<B: ModelBackend> Clone for OutputState<B> {
     fn clone(&self) -> Self {
         Self { state: self.state.clone(), ordering_inputs: self.ordering_inputs.clone() }
     }
 }
 
-impl<B: ShardBackend, const N: usize> Backward<B, N> for PreBackward {
+impl<B: ModelBackend, const N: usize> Backward<B, N> for PreBackward {
     type State = OutputState<B>;
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -58,7 +58,7 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for PreBackward {
 
 /// Registers zeros as gradients of the unit's inputs. Burn expects a gradient at every parent; an
 /// input that the unit does not use gets none from the unit's own operations.
-fn register_zeros<B: ShardBackend>(
+fn register_zeros<B: ModelBackend>(
     grads: &mut Gradients,
     inputs: Vec<Option<NodeId>>,
     ordering_inputs: Vec<(Shape, DType)>,
@@ -72,7 +72,7 @@ fn register_zeros<B: ShardBackend>(
 
 /// Records a unit's output, whose gradient first gathers the unit. `ordering_inputs` are the unit's
 /// inputs; `detach` copies a value that is a view of one of the unit's gather buffers.
-pub(in crate::runtime) fn pre_backward<B: ShardBackend>(
+pub(in crate::runtime) fn pre_backward<B: ModelBackend>(
     state: OpState<B>,
     output: Tracked<B>,
     ordering_inputs: &[Tracked<B>],

@@ -26,13 +26,13 @@ use burn::tensor::{DType, Shape};
 use super::super::recompute::SavedCall;
 use super::hooks::OpState;
 use super::record::record;
-use crate::backend::{Float, ShardBackend, StoredLeaf, Tracked};
+use crate::backend::{Float, ModelBackend, StoredLeaf, Tracked};
 use crate::error::raise;
 
 #[derive(Debug)]
 struct Join;
 
-impl<B: ShardBackend, const N: usize> Backward<B, N> for Join {
+impl<B: ModelBackend, const N: usize> Backward<B, N> for Join {
     type State = ();
 
     /// Does nothing: a `Join` only orders operations, and `Recompute` registers the gradients of
@@ -44,18 +44,18 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Join {
 struct Recompute;
 
 #[derive(Debug)]
-struct RecomputeState<B: ShardBackend> {
+struct RecomputeState<B: ModelBackend> {
     state: OpState<B>,
     saved: Arc<SavedCall<B>>,
 }
 
-impl<B: ShardBackend> Clone for RecomputeState<B> {
+impl<B: ModelBackend> Clone for RecomputeState<B> {
     fn clone(&self) -> Self {
         Self { state: self.state.clone(), saved: self.saved.clone() }
     }
 }
 
-impl<B: ShardBackend> Backward<B, 1> for Recompute {
+impl<B: ModelBackend> Backward<B, 1> for Recompute {
     type State = RecomputeState<B>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -73,7 +73,7 @@ impl<B: ShardBackend> Backward<B, 1> for Recompute {
 
 /// Records the parent of a recomputed unit's outputs. `parents` are the unit's tracked inputs, or a
 /// leaf in their place. Returns `None` if there are none.
-pub(in crate::runtime) fn recompute<B: ShardBackend>(
+pub(in crate::runtime) fn recompute<B: ModelBackend>(
     state: OpState<B>,
     saved: Arc<SavedCall<B>>,
     parents: Vec<Tracked<B>>,
@@ -88,7 +88,7 @@ pub(in crate::runtime) fn recompute<B: ShardBackend>(
 }
 
 /// Returns a parameter's leaf. If the leaf is on another device, returns a child of it on `device`.
-pub(in crate::runtime) fn tracked_on_device<B: ShardBackend>(
+pub(in crate::runtime) fn tracked_on_device<B: ModelBackend>(
     leaf: &StoredLeaf<B>,
     device: &B::Device,
 ) -> Tracked<B> {
@@ -102,7 +102,7 @@ pub(in crate::runtime) fn tracked_on_device<B: ShardBackend>(
 
 /// Returns a tensor of one element, for an operation without a result, on the device and in the
 /// dtype of `like`.
-fn placeholder<B: ShardBackend>(like: &Tracked<B>) -> Float<B> {
+fn placeholder<B: ModelBackend>(like: &Tracked<B>) -> Float<B> {
     B::float_zeros(Shape::from([1]), &like.device(), like.dtype().into())
 }
 
@@ -110,18 +110,18 @@ fn placeholder<B: ShardBackend>(like: &Tracked<B>) -> Float<B> {
 struct Output;
 
 #[derive(Debug)]
-struct OutputState<B: ShardBackend> {
+struct OutputState<B: ModelBackend> {
     saved: Arc<SavedCall<B>>,
     index: usize,
 }
 
-impl<B: ShardBackend> Clone for OutputState<B> {
+impl<B: ModelBackend> Clone for OutputState<B> {
     fn clone(&self) -> Self {
         Self { saved: self.saved.clone(), index: self.index }
     }
 }
 
-impl<B: ShardBackend> Backward<B, 1> for Output {
+impl<B: ModelBackend> Backward<B, 1> for Output {
     type State = OutputState<B>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -131,7 +131,7 @@ impl<B: ShardBackend> Backward<B, 1> for Output {
 }
 
 /// Records the next output of a recomputed unit, as a child of the result of [`recompute`].
-pub(in crate::runtime) fn output<B: ShardBackend>(
+pub(in crate::runtime) fn output<B: ModelBackend>(
     saved: &Arc<SavedCall<B>>,
     parent: &Tracked<B>,
     value: Float<B>,
@@ -144,15 +144,15 @@ pub(in crate::runtime) fn output<B: ShardBackend>(
 struct Seed;
 
 #[derive(Debug)]
-struct SeedState<B: ShardBackend>(Float<B>);
+struct SeedState<B: ModelBackend>(Float<B>);
 
-impl<B: ShardBackend> Clone for SeedState<B> {
+impl<B: ModelBackend> Clone for SeedState<B> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
 }
 
-impl<B: ShardBackend, const N: usize> Backward<B, N> for Seed {
+impl<B: ModelBackend, const N: usize> Backward<B, N> for Seed {
     type State = SeedState<B>;
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -164,7 +164,7 @@ impl<B: ShardBackend, const N: usize> Backward<B, N> for Seed {
 
 /// Records a tensor of one element whose backward gives each output the paired gradient. Returns
 /// `None` if there are no outputs.
-pub(in crate::runtime) fn seed<B: ShardBackend>(
+pub(in crate::runtime) fn seed<B: ModelBackend>(
     outputs: impl IntoIterator<Item = (Tracked<B>, Float<B>)>,
 ) -> Option<Tracked<B>> {
     let mut root: Option<Tracked<B>> = None;

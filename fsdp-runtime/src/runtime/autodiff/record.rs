@@ -3,7 +3,7 @@
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, OpsKind};
 
-use crate::backend::{Float, ShardBackend, Tracked};
+use crate::backend::{Float, ModelBackend, Tracked};
 
 /// The maximum number of a unit's inputs that an operation is ordered after.
 pub(in crate::runtime) const MAX_ORDERING_INPUTS: usize = 3;
@@ -16,7 +16,7 @@ pub(super) fn record<B, O, const N: usize>(
     value: Float<B>,
 ) -> Tracked<B>
 where
-    B: ShardBackend,
+    B: ModelBackend,
     O: Backward<B, N>,
 {
     match op.prepare::<NoCheckpointing>(parents).compute_bound().stateful() {
@@ -35,7 +35,7 @@ pub(super) fn record_after<B, O, S>(
     value: Float<B>,
 ) -> Tracked<B>
 where
-    B: ShardBackend,
+    B: ModelBackend,
     O: Backward<B, 1, State = S>
         + Backward<B, 2, State = S>
         + Backward<B, 3, State = S>

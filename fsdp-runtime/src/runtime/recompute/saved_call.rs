@@ -6,7 +6,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Shape, TensorData};
 
-use crate::backend::{Float, ShardBackend, numel, to_data};
+use crate::backend::{Float, ModelBackend, Raw, ShardBackend, numel};
 use crate::error::IgnorePoison;
 use crate::module::SavedForward;
 use crate::param_group::memory::Counted;
@@ -22,10 +22,10 @@ pub(crate) struct SavedInput {
 
 /// What a recomputed call saves from forward to backward.
 #[derive(Debug)]
-pub(crate) struct SavedCall<B: ShardBackend>(Mutex<Parts<B>>);
+pub(crate) struct SavedCall<B: ModelBackend>(Mutex<Parts<B>>);
 
 #[derive(Debug)]
-struct Parts<B: ShardBackend> {
+struct Parts<B: ModelBackend> {
     /// The forward, with the inputs that are saved on the device.
     forward: Option<SavedForward>,
     /// Inputs in the order in which the forward takes them.
@@ -35,7 +35,7 @@ struct Parts<B: ShardBackend> {
 }
 
 /// What a recomputation starts from.
-pub(crate) struct RecomputeTask<B: ShardBackend> {
+pub(crate) struct RecomputeTask<B: ModelBackend> {
     pub(in crate::runtime) forward: SavedForward,
     pub(in crate::runtime) inputs: Vec<SavedInput>,
     pub(in crate::runtime) outputs: Vec<SavedOutput<B>>,
@@ -45,7 +45,7 @@ pub(crate) struct RecomputeTask<B: ShardBackend> {
 
 /// An output of the first run, and its gradient.
 #[derive(Debug)]
-pub(crate) struct SavedOutput<B: ShardBackend> {
+pub(crate) struct SavedOutput<B: ModelBackend> {
     pub(in crate::runtime) shape: Shape,
     /// The first [`SAMPLE`] elements of the output, in debug builds.
     sample: Option<Vec<f32>>,
@@ -56,16 +56,22 @@ pub(crate) struct SavedOutput<B: ShardBackend> {
 /// Number of elements of an output that debug builds compare.
 const SAMPLE: usize = 64;
 
-fn sample<B: ShardBackend>(value: &Float<B>) -> Option<Vec<f32>> {
+fn sample<B: ModelBackend>(value: &Float<B>) -> Option<Vec<f32>> {
     if !cfg!(debug_assertions) {
         return None;
     }
     let len = numel::<B>(value).min(SAMPLE);
-    let elements = B::copy_range(value.clone(), 0..len, Shape::from([len]));
-    Some(to_data::<B>(elements).iter::<f32>().collect())
+    let elements = B::defer(vec![value.clone()], vec![(Shape::from([len]), value.dtype())], {
+        move |buffers| {
+            let copy = |buffer| Raw::<B>::copy_range(buffer, 0..len, Shape::from([len]));
+            buffers.into_iter().map(copy).collect()
+        }
+    });
+    let elements = B::lower(elements).pop().expect("`lower` returns as many buffers");
+    Some(Raw::<B>::to_data(elements).iter::<f32>().collect())
 }
 
-impl<B: ShardBackend> SavedOutput<B> {
+impl<B: ModelBackend> SavedOutput<B> {
     fn new(value: &Float<B>) -> Self {
         Self { shape: value.shape(), sample: sample::<B>(value), gradient: None }
     }
@@ -83,7 +89,7 @@ impl<B: ShardBackend> SavedOutput<B> {
     }
 }
 
-impl<B: ShardBackend> SavedCall<B> {
+impl<B: ModelBackend> SavedCall<B> {
     pub(in crate::runtime) fn new(
         inputs: Vec<SavedInput>,
         forward: SavedForward,

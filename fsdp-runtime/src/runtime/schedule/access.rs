@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::DispatchTensor;
 
 use super::core::Schedule;
-use crate::backend::{ShardBackend, StoredTensor};
+use crate::backend::{ModelBackend, StoredTensor};
 use crate::collectives::comm::Communicator;
 use crate::error::Error;
 use crate::layout::Mesh;
@@ -41,7 +41,7 @@ pub(crate) trait ScheduleState {
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8]));
 }
 
-impl<B: ShardBackend> ScheduleState for Schedule<B> {
+impl<B: ModelBackend> ScheduleState for Schedule<B> {
     fn mesh(&self) -> Mesh {
         self.settings.mesh
     }
@@ -72,7 +72,7 @@ impl<B: ShardBackend> ScheduleState for Schedule<B> {
 
     fn take_gradient(&self, index: ParamIndex) -> Option<DispatchTensor> {
         let gradient = self.lock().units[index.unit].reduced[index.param].take()?;
-        Some(gradient.into_dispatch())
+        Some(StoredTensor::<B>::raise(gradient).into_dispatch())
     }
 
     fn forget(&self) {
@@ -92,12 +92,13 @@ impl<B: ShardBackend> ScheduleState for Schedule<B> {
     fn with_bytes(&self, tensor: DispatchTensor, f: &mut dyn FnMut(&[u8])) {
         if let Some((tensor, ..)) = StoredTensor::<B>::from_dispatch(tensor, self.settings.storage)
         {
-            tensor.with_bytes(f);
+            let tensor = self.lower(vec![tensor]).pop();
+            tensor.expect("`lower` returns as many buffers").with_bytes(f);
         }
     }
 }
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Marks `params`, and no others, as not loaded yet. Their use is an error until they are loaded.
     pub(crate) fn set_unloaded(&self, params: &[ParamIndex]) {
         let is_owner =

@@ -5,11 +5,11 @@ use burn::backend::autodiff::NodeId;
 use super::super::autodiff::{BackwardHooks, Depth, OpState};
 use super::super::recompute::SavedCall;
 use super::core::Schedule;
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{Float, ModelBackend};
 use crate::error::Error;
 use crate::module::CallId;
 
-impl<B: ShardBackend> BackwardHooks<B> for Schedule<B> {
+impl<B: ModelBackend> BackwardHooks<B> for Schedule<B> {
     fn pre_backward(&self, call: CallId, depth: Depth) -> Result<bool, Error> {
         self.begin_unit_backward(call, depth)
     }

@@ -8,14 +8,14 @@ use super::reduction::add_up;
 use super::settings::{Pass, When};
 use super::state::{RunningBackward, State};
 use super::unit_call::UnitCall;
-use crate::backend::{Float, ShardBackend, bytes, cast};
+use crate::backend::{Float, ModelBackend, bytes, cast_model};
 use crate::error::Error;
 use crate::module::CallId;
 use crate::options::{BackwardPrefetch, GradientAccumulation};
 use crate::param_group::Unit;
 use crate::param_group::memory::MemoryKind;
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Gathers a unit for its backward and prefetches the next one. Called for each output of a
     /// call; returns whether this is the first of them.
     pub(super) fn begin_unit_backward(&self, id: CallId, depth: Depth) -> Result<bool, Error> {
@@ -160,7 +160,7 @@ impl<B: ShardBackend> Schedule<B> {
         let before = total_bytes::<B>(sums) + total_bytes::<B>(&call.gradients);
         let gradients = call.gradients.into_iter().zip(&self.units[index].params);
         let gradients =
-            gradients.map(|(gradient, entry)| Some(cast::<B>(gradient?, entry.reduce_dtype)));
+            gradients.map(|(gradient, entry)| Some(cast_model::<B>(gradient?, entry.reduce_dtype)));
         add_up(sums, gradients, B::float_add);
         let after = total_bytes::<B>(sums);
         self.tracker.give_back(MemoryKind::Gradients, before);

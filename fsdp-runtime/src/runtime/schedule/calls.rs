@@ -3,12 +3,12 @@
 use super::core::Schedule;
 use super::state::State;
 use super::unit_call::UnitCall;
-use crate::backend::{ShardBackend, Tracked};
+use crate::backend::{ModelBackend, Tracked};
 use crate::error::{Error, ScheduleError};
 use crate::module::CallId;
 use crate::param_group::memory::MemoryKind;
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Starts a forward pass, before the outermost forward. Ends the calls and prefetches that the
     /// pass before left.
     pub(super) fn begin_forward_pass(&self, state: &mut State<B>) -> Result<(), Error> {

@@ -6,7 +6,7 @@ use burn::tensor::{DispatchTensor, TensorData};
 
 use super::core::Schedule;
 use super::whole_step::{Step, Whole};
-use crate::backend::{Norm, ShardBackend, StoredTensor, to_data};
+use crate::backend::{ModelBackend, Norm, Raw, ShardBackend, StoredTensor};
 use crate::collectives::Op;
 use crate::error::Error;
 use crate::module::ParamIndex;
@@ -44,7 +44,22 @@ pub(crate) trait ScheduleCollectives {
     ) -> Result<Vec<Option<DispatchTensor>>, Error>;
 }
 
-impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
+    /// Returns the buffers of reduced gradients. Leaves out tensors of other backends.
+    fn lower_reduced(
+        &self,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
+    ) -> Vec<(ParamIndex, StoredTensor<Raw<B>>)> {
+        let stored = gradients.into_iter().filter_map(|(index, gradient)| {
+            let stored = StoredTensor::<B>::from_dispatch(gradient, self.settings.storage);
+            Some((index, stored?.0))
+        });
+        let (indices, gradients): (Vec<_>, Vec<_>) = stored.unzip();
+        indices.into_iter().zip(self.lower(gradients)).collect()
+    }
+}
+
+impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
     /// Each rank sums over its own shards, in layout order. The partial sums are added in rank
     /// order, and then those of replicated parameters. A rank that holds a full matrix computes the
     /// partial sum of every rank's part by itself, so that all strategies have bit-identical norms.
@@ -56,13 +71,9 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
         let mesh = self.settings.mesh;
         let (mut parts, mut ranks) = (Vec::new(), Vec::new());
         let mut replicated = Vec::new();
+        let gradients = self.lower_reduced(gradients);
         for (index, gradient) in gradients {
             let (unit, entry) = self.param(index);
-            let Some((gradient, ..)) =
-                StoredTensor::<B>::from_dispatch(gradient, self.settings.storage)
-            else {
-                continue;
-            };
             if entry.segment.is_none() {
                 replicated.push((gradient, 0..entry.numel()));
                 continue;
@@ -115,7 +126,7 @@ impl<B: ShardBackend> ScheduleCollectives for Schedule<B> {
             Placement::Replicated | Placement::PerRank if keep => base,
             Placement::Replicated | Placement::PerRank | Placement::TiedTo(_) => return Ok(None),
         };
-        Ok(Some(to_data::<B>(full)))
+        Ok(Some(Raw::<B>::to_data(full)))
     }
 
     fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error> {

@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use burn::tensor::DType;
 
 use super::buffers::GatherBuffers;
-use super::counters::Counters;
+use super::counters::{Counters, count};
 use super::settings::Settings;
 use super::state::State;
-use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor};
+use crate::backend::{Float, ModelBackend, Raw, RawFloat, StorageDevice, StoredTensor};
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::AnyProcessGroup;
 use crate::error::{Error, IgnorePoison, ScheduleError};
@@ -18,7 +18,7 @@ use crate::param_group::memory::{MemoryKind, MemoryTracker};
 use crate::param_group::{ParamSpec, Unit};
 
 /// The schedule of one sharded model on one rank.
-pub(crate) struct Schedule<B: ShardBackend> {
+pub(crate) struct Schedule<B: ModelBackend> {
     pub(super) settings: Settings,
     pub(super) device: B::Device,
     pub(super) comm: Arc<Communicator>,
@@ -31,14 +31,14 @@ pub(crate) struct Schedule<B: ShardBackend> {
     this: Weak<Self>,
 }
 
-impl<B: ShardBackend> fmt::Debug for Schedule<B> {
+impl<B: ModelBackend> fmt::Debug for Schedule<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = self.units.len();
         f.debug_struct("Schedule").field("units", &units).finish_non_exhaustive()
     }
 }
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Creates a schedule over `units`, which are in layout order, and allocates the gather
     /// buffers.
     pub(crate) fn new(
@@ -96,9 +96,40 @@ impl<B: ShardBackend> Schedule<B> {
         unit.map_or_else(String::new, |unit| self.units[unit].name.to_string())
     }
 
-    /// Returns a stored tensor in f32 on the compute device.
-    pub(super) fn on_device(&self, tensor: StoredTensor<B>) -> Float<B> {
-        tensor.on_device(&self.device, DType::F32, self.settings.storage)
+    /// Returns the buffer of a stored tensor, in f32 on the compute device.
+    pub(super) fn on_device(&self, tensor: StoredTensor<B>) -> RawFloat<B> {
+        let mut buffers = self.lower(vec![tensor]);
+        let buffer = buffers.pop().expect("`lower` returns as many buffers");
+        buffer.on_device(&self.device, DType::F32, self.settings.storage)
+    }
+
+    /// Returns the buffer of a tensor on the device, and counts the lowering.
+    pub(super) fn lower_value(&self, tensor: Float<B>) -> RawFloat<B> {
+        self.count_lowering();
+        B::lower_one(tensor)
+    }
+
+    fn count_lowering(&self) {
+        if B::RECORDS {
+            count(&self.counters.lowerings);
+            count(&self.counters.drains);
+        }
+    }
+
+    /// Returns the buffers of stored tensors, and counts the lowering.
+    pub(super) fn lower(&self, tensors: Vec<StoredTensor<B>>) -> Vec<StoredTensor<Raw<B>>> {
+        if tensors.iter().any(|tensor| matches!(tensor, StoredTensor::Device(_))) {
+            self.count_lowering();
+        }
+        StoredTensor::lower(tensors)
+    }
+
+    /// Launches the operations that this thread has recorded, and counts that.
+    pub(super) fn drain(&self) {
+        if B::RECORDS {
+            count(&self.counters.drains);
+            B::drain(&self.device);
+        }
     }
 
     /// Returns the error for the use of a parameter that has not been loaded yet.

@@ -19,6 +19,11 @@ pub struct Counts {
     pub all_reduces: usize,
     /// Units that were prefetched but not used next.
     pub mis_prefetches: usize,
+    /// How often the rank's thread launched the operations that Burn's `fusion` had recorded, before
+    /// a gather buffer was rewritten or buffers of tensors were needed; 0 without `fusion`.
+    pub drains: usize,
+    /// Drains that also took the buffers of tensors out of the queue of Burn's `fusion`.
+    pub lowerings: usize,
     /// Gather buffers added because two units that share one were in use at the same time.
     pub added_gather_buffers: usize,
 }
@@ -32,6 +37,8 @@ pub(super) struct Counters {
     pub(super) reduce_scatters: AtomicUsize,
     pub(super) all_reduces: AtomicUsize,
     pub(super) mis_prefetches: AtomicUsize,
+    pub(super) drains: AtomicUsize,
+    pub(super) lowerings: AtomicUsize,
     pub(super) added_gather_buffers: AtomicUsize,
     unsharded_bytes: AtomicUsize,
     peak_unsharded_bytes: AtomicUsize,
@@ -48,6 +55,8 @@ impl Counters {
             reduce_scatters: read(&self.reduce_scatters),
             all_reduces: read(&self.all_reduces),
             mis_prefetches: read(&self.mis_prefetches),
+            drains: read(&self.drains),
+            lowerings: read(&self.lowerings),
             added_gather_buffers: read(&self.added_gather_buffers),
         }
     }

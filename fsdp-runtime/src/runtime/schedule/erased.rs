@@ -4,7 +4,7 @@ use super::access::ScheduleState;
 use super::collectives::ScheduleCollectives;
 use super::core::Schedule;
 use super::metrics::ScheduleMetrics;
-use crate::backend::ShardBackend;
+use crate::backend::ModelBackend;
 use crate::module::Runtime;
 
 /// The schedule of a sharded model, for any backend.
@@ -13,4 +13,4 @@ pub(crate) trait ErasedSchedule:
 {
 }
 
-impl<B: ShardBackend> ErasedSchedule for Schedule<B> {}
+impl<B: ModelBackend> ErasedSchedule for Schedule<B> {}

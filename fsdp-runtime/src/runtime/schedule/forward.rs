@@ -3,18 +3,18 @@
 
 use std::sync::Arc;
 
-use burn::backend::{Autodiff, AutodiffBackend};
+use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::DispatchTensor;
 
 use super::super::autodiff::{self, MAX_ORDERING_INPUTS, OpState};
 use super::core::Schedule;
 use super::settings::{Pass, Reshard, When};
 use super::state::State;
-use crate::backend::{Float, FloatTensor, ShardBackend, Tracked};
+use crate::backend::{Float, FloatTensor, ModelBackend, Tracked};
 use crate::error::{Error, ScheduleError, raise};
 use crate::module::CallId;
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Gathers a unit for its forward and prefetches the next one. Returns `None` if a forward of
     /// the unit is already running.
     pub(super) fn begin_forward(
@@ -77,8 +77,11 @@ impl<B: ShardBackend> Schedule<B> {
             let dtype = self.units[call.unit].precision.output;
             (buffers, call.open.clone(), call.ordering_inputs.clone(), dtype)
         };
-        let detach =
-            |value: Float<B>| buffers.iter().fold(value, |value, buffer| buffer.detach(value));
+        let detach = |value: Float<B>| {
+            let dtype = value.dtype();
+            let detach = move |value| buffers.iter().fold(value, |value, it| it.detach(value));
+            B::defer_one(value, dtype, detach)
+        };
         // An output of another backend or kind cannot be a view of a gather buffer.
         let Some(value) = B::from_dispatch(output.clone()) else { return output };
         let (value, context) = match value.cast(dtype) {
@@ -163,7 +166,7 @@ impl<B: ShardBackend> Schedule<B> {
 
 /// Returns the tracked inputs that were recorded last, which are usually the deepest ones, at most
 /// [`MAX_ORDERING_INPUTS`].
-fn ordering_inputs<B: ShardBackend>(inputs: Vec<DispatchTensor>) -> Vec<Tracked<B>> {
+fn ordering_inputs<B: ModelBackend>(inputs: Vec<DispatchTensor>) -> Vec<Tracked<B>> {
     let tracked = |input| match B::from_dispatch(input)? {
         FloatTensor::Autodiff(tensor, _) => tensor.is_tracked().then_some(tensor),
         FloatTensor::Plain(_) => None,

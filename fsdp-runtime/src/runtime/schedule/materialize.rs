@@ -8,13 +8,13 @@ use super::core::Schedule;
 use super::state::State;
 use super::unit_state::{LocalShard, ShardState};
 use crate::backend::{
-    Float, FloatTensor, ShardBackend, StorageDevice, StoredLeaf, StoredTensor, Tracked, cast,
+    Float, FloatTensor, ModelBackend, Raw, StorageDevice, StoredLeaf, StoredTensor, Tracked, cast,
 };
 use crate::error::{Error, ScheduleError};
 use crate::module::{CallId, ParamIndex};
 use crate::param_group::Placement;
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Returns the full value of a parameter, given its base. The value is tracked if the parameter
     /// is trainable and the present forward records a graph.
     pub(super) fn value_of(
@@ -36,7 +36,7 @@ impl<B: ShardBackend> Schedule<B> {
         if state.unloaded.contains(&owner) {
             return Err(self.not_loaded(owner));
         }
-        let LocalShard { value, leaf, on_device } = self.shard_of(state, index, owner, base)?;
+        let LocalShard { value, leaf, on_device, .. } = self.shard_of(state, index, owner, base)?;
         let call = state.units[index.unit].forwards.last().copied();
         let leaf = leaf_to_record(state, leaf);
         if leaf.is_none()
@@ -51,15 +51,16 @@ impl<B: ShardBackend> Schedule<B> {
         let value = match &unit.params[owner.param].placement {
             Placement::Shard(_) if call.is_some() => self.gathered(state, index, owner),
             Placement::Shard(_) => {
-                cast::<B>(self.gather_single(owner, self.on_device(value))?, dtype)
+                let full = self.gather_single(owner, self.on_device(value))?;
+                B::raise(cast::<Raw<B>>(full, dtype))
             }
             _ => match on_device.get() {
-                Some(copy) if copy.dtype() == dtype => copy.clone(),
+                Some(copy) if copy.dtype() == dtype => B::raise(copy.clone()),
                 _ => {
                     if self.settings.storage != StorageDevice::Device {
                         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::copy_to_device");
                     }
-                    value.on_device(&self.device, dtype, self.settings.storage)
+                    value.on_model_device(&self.device, dtype, self.settings.storage)
                 }
             },
         };
@@ -115,7 +116,7 @@ impl<B: ShardBackend> Schedule<B> {
             unit.name,
         );
         let (range, offset) = unit.gathered_at(owner.param);
-        state.buffers.of_range(index.unit, range).view(offset, &entry.shape)
+        B::raise(state.buffers.of_range(index.unit, range).view(offset, &entry.shape))
     }
 
     /// Records the gather of a trainable parameter, in the running call of the parameter's unit, or
@@ -144,7 +145,7 @@ impl<B: ShardBackend> Schedule<B> {
 
 /// Returns the leaf to record the use of a parameter with: none in the first run of a recomputed
 /// forward, and a new one in the recomputation, whose graph is separate.
-fn leaf_to_record<B: ShardBackend>(
+fn leaf_to_record<B: ModelBackend>(
     state: &State<B>,
     leaf: Option<StoredLeaf<B>>,
 ) -> Option<StoredLeaf<B>> {

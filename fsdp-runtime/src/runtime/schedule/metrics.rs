@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::core::Schedule;
 use super::counters::Counts;
-use crate::backend::ShardBackend;
+use crate::backend::ModelBackend;
 use crate::param_group::memory::{Memory, MemoryKind};
 
 /// The metrics of a schedule on this rank.
@@ -25,7 +25,7 @@ pub(crate) trait ScheduleMetrics {
     fn record_optimizer(&self, bytes: usize);
 }
 
-impl<B: ShardBackend> ScheduleMetrics for Schedule<B> {
+impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
     fn counts(&self) -> Counts {
         self.counters.read()
     }

@@ -17,14 +17,14 @@ use super::super::autodiff::{OpState, seed, zero};
 use super::super::recompute::{RecomputeTask, SavedCall, SavedInput, SavedOutput};
 use super::core::Schedule;
 use super::state::RunningBackward;
-use crate::backend::{Float, FloatTensor, ShardBackend, Tracked, cast, new_leaf};
+use crate::backend::{Float, FloatTensor, ModelBackend, Tracked, cast_model, new_leaf};
 use crate::error::{Error, ScheduleError};
 use crate::module::{CallId, Playback};
 
 /// The new leaves of a recomputed graph, each with the node of the same input in the outer graph.
 type InputLeaves<B> = Vec<(NodeId, Tracked<B>)>;
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Recomputes a forward, and runs its backward with the gradients of its outputs. Returns the
     /// gradients to register for the inputs.
     pub(super) fn recompute_and_backward(
@@ -121,7 +121,7 @@ impl<B: ShardBackend> Schedule<B> {
         let outputs = found.into_iter().zip(expected).filter(|(output, _)| output.is_tracked());
         // The first output may have been cast to another dtype, and its gradient has that dtype.
         let gradient = |(output, expected): (Tracked<B>, SavedOutput<B>)| {
-            let gradient = cast::<B>(expected.gradient?, output.dtype());
+            let gradient = cast_model::<B>(expected.gradient?, output.dtype());
             Some((output, gradient))
         };
         Ok(seed(outputs.filter_map(gradient)))
@@ -140,7 +140,7 @@ enum Stage {
 
 /// A running recomputation. If an error drops it before [`end`](Self::end), it restores the state
 /// of the outer graph.
-struct RecomputeGuard<'a, B: ShardBackend> {
+struct RecomputeGuard<'a, B: ModelBackend> {
     schedule: &'a Schedule<B>,
     call: CallId,
     unit: usize,
@@ -149,7 +149,7 @@ struct RecomputeGuard<'a, B: ShardBackend> {
     outer: Vec<RunningBackward>,
 }
 
-impl<'a, B: ShardBackend> RecomputeGuard<'a, B> {
+impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
     /// Gathers the unit for its forward and its backward.
     fn begin(schedule: &'a Schedule<B>, op: &OpState<B>, reached: usize) -> Result<Self, Error> {
         let id = op.call;
@@ -211,7 +211,7 @@ impl<'a, B: ShardBackend> RecomputeGuard<'a, B> {
     }
 }
 
-impl<B: ShardBackend> Drop for RecomputeGuard<'_, B> {
+impl<B: ModelBackend> Drop for RecomputeGuard<'_, B> {
     fn drop(&mut self) {
         if self.stage == Stage::Ended {
             return;

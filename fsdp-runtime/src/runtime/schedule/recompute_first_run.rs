@@ -14,12 +14,12 @@ use super::super::recompute::{SavedCall, SavedInput};
 use super::core::Schedule;
 use super::state::State;
 use super::unit_call::RecomputedForward;
-use crate::backend::{FloatTensor, ShardBackend, StoredLeaf, Tracked};
+use crate::backend::{FloatTensor, ModelBackend, Raw, ShardBackend, StoredLeaf, Tracked};
 use crate::module::{CallId, ParamIndex, SavedForward};
 use crate::param_group::Placement;
 use crate::param_group::memory::{Counted, MemoryKind};
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Begins the first run of a call, if the unit is recomputed in backward and the call would
     /// otherwise record a graph. Returns whether it did.
     pub(super) fn begin_first_run(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
@@ -106,8 +106,11 @@ impl<B: ShardBackend> Schedule<B> {
             return input;
         };
         let (rank, dtype) = (tensor.shape().num_dims(), tensor.dtype());
-        let Some(data) = B::to_host(tensor.into_primitive()) else { return input };
-        forward.inputs[at].host = Some(data);
+        if Raw::<B>::IN_HOST_MEMORY {
+            return input;
+        }
+        let input = self.lower_value(tensor.into_primitive());
+        forward.inputs[at].host = Some(Raw::<B>::to_data(input));
         let stand_in = B::float_zeros(Shape::from(vec![1; rank]), &self.device, dtype.into());
         B::into_dispatch(FloatTensor::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
     }
@@ -150,12 +153,12 @@ impl<B: ShardBackend> Schedule<B> {
 }
 
 /// Returns whether a tensor is a tracked float tensor of the backend `B`.
-fn is_tracked<B: ShardBackend>(tensor: DispatchTensor) -> bool {
+fn is_tracked<B: ModelBackend>(tensor: DispatchTensor) -> bool {
     matches!(B::from_dispatch(tensor), Some(FloatTensor::Autodiff(tensor, _)) if tensor.is_tracked())
 }
 
 /// Returns the first run of a call, if the call is recomputed.
-fn recomputed_forward<B: ShardBackend>(
+fn recomputed_forward<B: ModelBackend>(
     state: &mut State<B>,
     id: CallId,
 ) -> Option<&mut RecomputedForward<B>> {

@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
+use burn::backend::Backend;
 use burn::tensor::DType;
 
 use super::core::Schedule;
 use super::counters::count;
 use super::reduction::{Reduced, Reduction, add_up};
 use super::state::State;
-use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, bytes};
+use crate::backend::{
+    Float, ModelBackend, Raw, RawFloat, ShardBackend, StorageDevice, StoredTensor, bytes,
+};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::{CollectiveError, Error};
@@ -16,7 +19,7 @@ use crate::layout::UnitLayout;
 use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
 
 /// Returns the bytes of all tensors that are present.
-pub(super) fn total_bytes<B: ShardBackend>(tensors: &[Option<Float<B>>]) -> usize {
+pub(super) fn total_bytes<B: Backend>(tensors: &[Option<Float<B>>]) -> usize {
     tensors.iter().flatten().map(bytes::<B>).sum()
 }
 
@@ -68,7 +71,7 @@ fn all_of_shard(keep: Reduce) -> Reduce {
     Reduce { range: 0..keep.range.len(), segment: None, dtype: DType::F32, ..keep }
 }
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Issues the reduction of a unit's gradients, after those under way have ended.
     pub(super) fn reduce(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
         self.collect_reductions(state)?;
@@ -76,6 +79,7 @@ impl<B: ShardBackend> Schedule<B> {
         let gradients = &mut state.units[index].unsharded_gradients;
         let gradients: Vec<_> = gradients.iter_mut().map(Option::take).collect();
         let bytes = total_bytes::<B>(&gradients);
+        let gradients = self.lower_gradients(gradients);
         let name = if unit.gathers { "reduce_scatter" } else { "all_reduce" };
         tracing::trace!(target: "fsdp", unit = %unit.name, op = name, "fsdp::reduce");
         count(&self.counters.reduce_scatters);
@@ -99,6 +103,19 @@ impl<B: ShardBackend> Schedule<B> {
         Ok(())
     }
 
+    /// Lowers the gradients that are present, all at once.
+    fn lower_gradients(&self, gradients: Vec<Option<Float<B>>>) -> Vec<Option<RawFloat<B>>> {
+        let present = gradients.iter().map(Option::is_some).collect::<Vec<_>>();
+        let tensors = gradients.into_iter().flatten().map(StoredTensor::Device).collect();
+        let mut buffers = self.lower(tensors).into_iter();
+        let buffer = |present: bool| match present.then(|| buffers.next())?? {
+            StoredTensor::Device(buffer) => Some(buffer),
+            #[cfg(feature = "flex")]
+            StoredTensor::Host(_) => unreachable!("a tensor on the device is lowered there"),
+        };
+        present.into_iter().map(buffer).collect()
+    }
+
     /// Waits for all running reductions and adds the results to the reduced gradients.
     pub(super) fn collect_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
         while let Some(Reduction { unit, bytes, work }) = state.gradients.reductions.pop_front() {
@@ -107,7 +124,7 @@ impl<B: ShardBackend> Schedule<B> {
             self.tracker.give_back(MemoryKind::Gradients, bytes);
             drop(counted);
             let sums = &mut state.units[unit].reduced;
-            let bytes = |sums: &[Option<StoredTensor<B>>]| -> usize {
+            let bytes = |sums: &[Option<StoredTensor<Raw<B>>>]| -> usize {
                 sums.iter().flatten().map(StoredTensor::bytes).sum()
             };
             let before = bytes(sums);

@@ -7,12 +7,12 @@ use super::counters::count;
 use super::settings::Reshard;
 use super::state::State;
 use super::unit_state::ShardState;
-use crate::backend::ShardBackend;
+use crate::backend::{ModelBackend, Raw, ShardBackend};
 use crate::error::Error;
 use crate::param_group::Placement;
 use crate::param_group::memory::MemoryKind;
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Waits for the all-gather of a unit, if one is running.
     pub(super) fn wait_for_unshard(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
         let shard_state = &mut state.units[index].shard_state;
@@ -33,6 +33,10 @@ impl<B: ShardBackend> Schedule<B> {
         let unit = &self.units[index];
         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::reshard");
         state.units[index].shard_state = ShardState::Sharded;
+        if !state.buffers.has_none(index) {
+            // Recorded reads of the gather buffers are launched before they are released.
+            self.drain();
+        }
         state.buffers.release(index);
         let state = &mut state.units[index];
         let copied = std::mem::take(&mut state.copied_bytes);
@@ -62,7 +66,7 @@ impl<B: ShardBackend> Schedule<B> {
             let len = part.numel();
             part.write(0, buffer.view(self.kept_part_index(group) * len, &[len]));
         }
-        B::complete(&self.device);
+        Raw::<B>::complete(&self.device);
         state.units[index].has_kept_part = true;
     }
 

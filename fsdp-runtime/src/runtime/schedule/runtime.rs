@@ -6,11 +6,11 @@ use burn::tensor::DispatchTensor;
 
 use super::core::Schedule;
 use super::unit_state::LocalShard;
-use crate::backend::{ShardBackend, StoredTensor};
+use crate::backend::{ModelBackend, StoredTensor};
 use crate::error::Error;
 use crate::module::{CallId, ParamIndex, Runtime, SavedForward};
 
-impl<B: ShardBackend> Runtime for Schedule<B> {
+impl<B: ModelBackend> Runtime for Schedule<B> {
     fn in_forward(&self) -> bool {
         self.lock().open_forwards > 0
     }

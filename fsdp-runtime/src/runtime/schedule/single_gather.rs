@@ -1,22 +1,23 @@
 //! The gather of a single parameter, into new memory.
 
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::Shape;
 
 use super::core::Schedule;
 use super::counters::count;
-use crate::backend::{Float, ShardBackend, numel};
+use crate::backend::{ModelBackend, Raw, RawFloat, numel};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::Error;
 use crate::module::ParamIndex;
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Gathers one parameter, for a `val()` outside of the forward of its unit. Every rank of the
     /// shard group calls it.
     pub(super) fn gather_single(
         &self,
         index: ParamIndex,
-        shard: Float<B>,
-    ) -> Result<Float<B>, Error> {
+        shard: RawFloat<B>,
+    ) -> Result<RawFloat<B>, Error> {
         Ok(self.join_parts(index, self.gather_parts(index, shard)?))
     }
 
@@ -24,28 +25,32 @@ impl<B: ShardBackend> Schedule<B> {
     pub(super) fn gather_parts(
         &self,
         index: ParamIndex,
-        shard: Float<B>,
-    ) -> Result<Vec<Option<Float<B>>>, Error> {
+        shard: RawFloat<B>,
+    ) -> Result<Vec<Option<RawFloat<B>>>, Error> {
         let (_, entry) = self.param(index);
         tracing::trace!(target: "fsdp", path = %entry.path, "fsdp::unshard_single");
         count(&self.counters.single_gathers);
         let op = Op::new("all_gather", entry.path.as_str()).of(entry.numel());
         let len = entry.range().len();
-        let mine = (len > 0).then(|| B::float_reshape(shard, Shape::from([len])));
+        let mine = (len > 0).then(|| Raw::<B>::float_reshape(shard, Shape::from([len])));
         let (group, device) = (&self.settings.groups.shard, self.device.clone());
         let parts = self.comm.issue_on(group, move |group| {
-            ProcessGroup::<B>::all_gather_one(group, &op, &device, mine)
+            ProcessGroup::<Raw<B>>::all_gather_one(group, &op, &device, mine)
         });
         Ok(parts.wait()?)
     }
 
     /// Joins every rank's shard of a parameter to the full parameter.
-    pub(super) fn join_parts(&self, index: ParamIndex, parts: Vec<Option<Float<B>>>) -> Float<B> {
-        let flatten = |part: Float<B>| {
-            let numel = numel::<B>(&part);
-            B::float_reshape(part, Shape::from([numel]))
+    pub(super) fn join_parts(
+        &self,
+        index: ParamIndex,
+        parts: Vec<Option<RawFloat<B>>>,
+    ) -> RawFloat<B> {
+        let flatten = |part: RawFloat<B>| {
+            let numel = numel::<Raw<B>>(&part);
+            Raw::<B>::float_reshape(part, Shape::from([numel]))
         };
-        let full = B::float_cat(parts.into_iter().flatten().map(flatten).collect(), 0);
-        B::float_reshape(full, Shape::from(self.param(index).1.shape.clone()))
+        let full = Raw::<B>::float_cat(parts.into_iter().flatten().map(flatten).collect(), 0);
+        Raw::<B>::float_reshape(full, Shape::from(self.param(index).1.shape.clone()))
     }
 }

@@ -6,14 +6,14 @@ use super::buffers::GatherBuffers;
 use super::reduction::Reduction;
 use super::unit_call::UnitCall;
 use super::unit_state::UnitState;
-use crate::backend::ShardBackend;
+use crate::backend::{ModelBackend, Raw};
 use crate::module::{CallId, ParamIndex};
 use crate::param_group::Unit;
 
 /// The mutable state of a schedule.
-pub(super) struct State<B: ShardBackend> {
+pub(super) struct State<B: ModelBackend> {
     pub(super) units: Vec<UnitState<B>>,
-    pub(super) buffers: GatherBuffers<B>,
+    pub(super) buffers: GatherBuffers<Raw<B>>,
     /// Calls whose forward runs, or whose gradients have not been reduced yet.
     pub(super) calls: BTreeMap<CallId, UnitCall<B>>,
     /// Id of the next call.
@@ -29,9 +29,9 @@ pub(super) struct State<B: ShardBackend> {
     pub(super) unloaded: BTreeSet<ParamIndex>,
 }
 
-impl<B: ShardBackend> State<B> {
+impl<B: ModelBackend> State<B> {
     /// Creates the state of a model that has not run yet.
-    pub(super) fn new(units: &[Unit], buffers: GatherBuffers<B>) -> Self {
+    pub(super) fn new(units: &[Unit], buffers: GatherBuffers<Raw<B>>) -> Self {
         Self {
             units: units.iter().map(|unit| UnitState::new(unit.params.len())).collect(),
             buffers,
@@ -75,9 +75,9 @@ pub(super) struct RecomputeState {
 }
 
 /// The gradients of the present step.
-pub(super) struct GradientState<B: ShardBackend> {
+pub(super) struct GradientState<B: ModelBackend> {
     /// Running reductions, in issue order.
-    pub(super) reductions: VecDeque<Reduction<B>>,
+    pub(super) reductions: VecDeque<Reduction<Raw<B>>>,
     /// Whether another backward pass of the same step follows the present one.
     pub(super) accumulating: bool,
     /// Bytes of reduced gradients, which are counted until the next forward.

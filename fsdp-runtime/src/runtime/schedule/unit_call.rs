@@ -4,12 +4,12 @@ use std::sync::{Arc, Weak};
 
 use super::super::recompute::{SavedCall, SavedInput};
 use super::unit_state::none;
-use crate::backend::{Float, ShardBackend, StoredLeaf, Tracked};
+use crate::backend::{Float, ModelBackend, StoredLeaf, Tracked};
 use crate::module::{CallId, ParamIndex};
 
 /// One forward of a unit, until the gradients are reduced.
 #[derive(Debug)]
-pub(super) struct UnitCall<B: ShardBackend> {
+pub(super) struct UnitCall<B: ModelBackend> {
     /// Index of the unit.
     pub(super) unit: usize,
     /// Tracked inputs that the gathers of the call are ordered after. Empty once the forward ended.
@@ -42,7 +42,7 @@ pub(super) struct UnitCall<B: ShardBackend> {
     pub(super) tied_leaves: Vec<(ParamIndex, StoredLeaf<B>)>,
 }
 
-impl<B: ShardBackend> UnitCall<B> {
+impl<B: ModelBackend> UnitCall<B> {
     /// Creates a call of `unit`, which has `entries` parameters.
     pub(super) fn new(unit: usize, entries: usize, ordering_inputs: Vec<Tracked<B>>) -> Self {
         let open = Arc::new(());
@@ -77,7 +77,7 @@ impl<B: ShardBackend> UnitCall<B> {
 
 /// The first run of a forward that is recomputed in backward.
 #[derive(Debug)]
-pub(super) struct RecomputedForward<B: ShardBackend> {
+pub(super) struct RecomputedForward<B: ModelBackend> {
     /// Inputs, in the order in which they were detached.
     pub(super) inputs: Vec<SavedInput>,
     /// Number of inputs that were considered for offload to the host.
@@ -92,7 +92,7 @@ pub(super) struct RecomputedForward<B: ShardBackend> {
     pub(super) parent: Option<Tracked<B>>,
 }
 
-impl<B: ShardBackend> RecomputedForward<B> {
+impl<B: ModelBackend> RecomputedForward<B> {
     pub(super) fn new(parents: Vec<Tracked<B>>) -> Self {
         Self { inputs: Vec::new(), offloaded: 0, bytes: 0, parents, saved: None, parent: None }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use crate::backend::{Float, ShardBackend, StoredLeaf, StoredTensor};
+use crate::backend::{Float, ModelBackend, Raw, RawFloat, StoredLeaf, StoredTensor};
 use crate::collectives::comm::Work;
 use crate::module::CallId;
 
@@ -20,33 +20,41 @@ pub(super) enum ShardState {
 
 /// A shard or a replicated parameter that was read from the module.
 #[derive(Debug)]
-pub(super) struct LocalShard<B: ShardBackend> {
+pub(super) struct LocalShard<B: ModelBackend> {
     /// Elements, in f32.
     pub(super) value: StoredTensor<B>,
+    /// Buffer of the elements, from the first all-gather on.
+    pub(super) buffer: Arc<OnceLock<StoredTensor<Raw<B>>>>,
     /// Autodiff leaf, if the parameter is trainable.
     pub(super) leaf: Option<StoredLeaf<B>>,
     /// Copy on the device of a tensor that is offloaded to the host. For a shard it is the copy
     /// that was sent to the all-gather, kept from forward to backward. For a replicated parameter
     /// it is the full parameter, kept while the unit is unsharded.
-    pub(super) on_device: Arc<OnceLock<Float<B>>>,
+    pub(super) on_device: Arc<OnceLock<RawFloat<B>>>,
 }
 
-impl<B: ShardBackend> LocalShard<B> {
+impl<B: ModelBackend> LocalShard<B> {
     pub(super) fn new(value: StoredTensor<B>, leaf: Option<StoredLeaf<B>>) -> Self {
-        Self { value, leaf, on_device: Arc::default() }
+        Self { value, leaf, buffer: Arc::default(), on_device: Arc::default() }
+    }
+
+    /// Returns the buffer of a shard that has been lowered.
+    pub(super) fn buffer(&self) -> &StoredTensor<Raw<B>> {
+        self.buffer.get().expect("`lower_shards` has lowered the shards of the unit")
     }
 }
 
-impl<B: ShardBackend> Clone for LocalShard<B> {
+impl<B: ModelBackend> Clone for LocalShard<B> {
     fn clone(&self) -> Self {
-        let Self { value, leaf, on_device } = self;
-        Self { value: value.clone(), leaf: leaf.clone(), on_device: on_device.clone() }
+        let Self { value, leaf, buffer, on_device } = self;
+        let (value, leaf) = (value.clone(), leaf.clone());
+        Self { value, leaf, buffer: buffer.clone(), on_device: on_device.clone() }
     }
 }
 
 /// The state of one unit at run time. Each vector has one element for each parameter of the unit.
 #[derive(Debug)]
-pub(super) struct UnitState<B: ShardBackend> {
+pub(super) struct UnitState<B: ModelBackend> {
     /// Whether the unit is gathered.
     pub(super) shard_state: ShardState,
     /// Shards as they were last read from the module. Forward and backward gather from them.
@@ -60,7 +68,7 @@ pub(super) struct UnitState<B: ShardBackend> {
     /// Bytes of offloaded replicated parameters that were copied to the device with the unit.
     pub(super) copied_bytes: usize,
     /// Reduced gradients, ready for the optimizer.
-    pub(super) reduced: Vec<Option<StoredTensor<B>>>,
+    pub(super) reduced: Vec<Option<StoredTensor<Raw<B>>>>,
     /// Full gradients that have not been reduced yet. Under `GradientAccumulation::HoldUnsharded`
     /// they are sums over micro-batches.
     pub(super) unsharded_gradients: Vec<Option<Float<B>>>,
@@ -68,7 +76,7 @@ pub(super) struct UnitState<B: ShardBackend> {
     pub(super) has_kept_part: bool,
 }
 
-impl<B: ShardBackend> UnitState<B> {
+impl<B: ModelBackend> UnitState<B> {
     /// Creates the state of a unit with `entries` parameters.
     pub(super) fn new(entries: usize) -> Self {
         Self {

@@ -10,9 +10,11 @@ use super::core::Schedule;
 use super::counters::count;
 use super::settings::{Pass, Reshard, When};
 use super::state::State;
-use super::unit_state::ShardState;
+use super::unit_state::{LocalShard, ShardState};
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor, numel as numel_of};
+use crate::backend::{
+    Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, numel as numel_of,
+};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
@@ -82,7 +84,7 @@ impl<B: ShardBackend> AllGather<B> {
     }
 }
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Issues the all-gathers of a unit, as one job of the communication thread. Does nothing if
     /// the unit is gathered already.
     ///
@@ -125,7 +127,7 @@ impl<B: ShardBackend> Schedule<B> {
             for CopyToDevice { value, dtype, on_device } in copies {
                 on_device.get_or_init(|| value.on_device(&device, dtype, storage));
             }
-            B::complete(&device);
+            Raw::<B>::complete(&device);
             Ok(())
         });
         state.units[index].shard_state = ShardState::Unsharding(work);
@@ -166,11 +168,11 @@ impl<B: ShardBackend> Schedule<B> {
         &self,
         state: &State<B>,
         index: usize,
-        shards: Vec<Vec<ShardToSend<B>>>,
-    ) -> Vec<AllGather<B>> {
+        shards: Vec<Vec<ShardToSend<Raw<B>>>>,
+    ) -> Vec<AllGather<Raw<B>>> {
         let unit = &self.units[index];
         let ranges = shards.into_iter().zip(unit.buffers()).zip(state.buffers.of(index));
-        let gather = |((shards, (numel, dtype)), buffer): ((_, _), &Arc<GatherBuffer<B>>)| {
+        let gather = |((shards, (numel, dtype)), buffer): ((_, _), &Arc<GatherBuffer<Raw<B>>>)| {
             count(&self.counters.all_gathers);
             AllGather {
                 op: Op::new("all_gather", unit.name.clone()).of(numel),
@@ -185,6 +187,16 @@ impl<B: ShardBackend> Schedule<B> {
         ranges.map(gather).collect()
     }
 
+    /// Lowers the shards of a unit that have no buffer yet, all at once.
+    fn lower_shards(&self, shards: &[Option<LocalShard<B>>]) {
+        let missing = shards.iter().flatten().filter(|shard| shard.buffer.get().is_none());
+        let missing: Vec<&LocalShard<B>> = missing.collect();
+        let values = missing.iter().map(|shard| shard.value.clone()).collect();
+        for (shard, buffer) in missing.iter().zip(self.lower(values)) {
+            shard.buffer.get_or_init(|| buffer);
+        }
+    }
+
     /// Returns what this rank sends in a unit's all-gathers. Returns `None` if a prefetch finds
     /// that the unit's shards have not been read from the module.
     fn copy_in(
@@ -193,12 +205,12 @@ impl<B: ShardBackend> Schedule<B> {
         index: usize,
         pass: Pass,
         when: When,
-    ) -> Result<Option<CopyIn<B>>, Error> {
+    ) -> Result<Option<CopyIn<Raw<B>>>, Error> {
         let unit = &self.units[index];
         if let (Pass::Backward, true, Reshard::To(group)) =
             (pass, state.units[index].has_kept_part, &self.settings.reshard)
         {
-            let kept = |part: &Arc<GatherBuffer<B>>| {
+            let kept = |part: &Arc<GatherBuffer<Raw<B>>>| {
                 let len = part.numel();
                 let offset = self.kept_part_index(group) * len;
                 let value = StoredTensor::Device(part.view(0, &[len]));
@@ -207,7 +219,8 @@ impl<B: ShardBackend> Schedule<B> {
             let parts = state.buffers.kept_parts(index).iter().map(kept).collect();
             return Ok(Some((parts, group.clone())));
         }
-        let mut ranges: Vec<Vec<ShardToSend<B>>> = Vec::new();
+        self.lower_shards(&state.units[index].shards);
+        let mut ranges: Vec<Vec<ShardToSend<Raw<B>>>> = Vec::new();
         ranges.resize_with(unit.layout.ranges().len(), Vec::new);
         for (at, (entry, shard)) in unit.params.iter().zip(&state.units[index].shards).enumerate() {
             let Placement::Shard(range) = &entry.placement else { continue };
@@ -221,7 +234,7 @@ impl<B: ShardBackend> Schedule<B> {
             if !range.is_empty() {
                 let (flat, start) = unit.gathered_at(at);
                 let sent = self.settings.keep_sent.then(|| shard.on_device.clone());
-                let value = shard.value.clone();
+                let value = shard.buffer().clone();
                 ranges[flat].push(ShardToSend { offset: start + range.start, value, sent });
             }
         }
@@ -230,19 +243,20 @@ impl<B: ShardBackend> Schedule<B> {
 
     /// Returns the offloaded replicated parameters that a unit's forward reads, to be copied to the
     /// device after the all-gathers. Backward reads them only if it recomputes the forward.
-    fn copies(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<CopyToDevice<B>> {
+    fn copies(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<CopyToDevice<Raw<B>>> {
         let unit = &self.units[index];
         if self.settings.storage == StorageDevice::Device
             || (pass == Pass::Backward && !unit.recomputed)
         {
             return Vec::new();
         }
+        self.lower_shards(&state.units[index].shards);
         let params = unit.params.iter().zip(&state.units[index].shards);
         let replicated = params.filter(|(entry, _)| entry.placement == Placement::Replicated);
         replicated
             .filter_map(|(entry, param)| {
                 let param = param.as_ref()?;
-                let (value, on_device) = (param.value.clone(), param.on_device.clone());
+                let (value, on_device) = (param.buffer().clone(), param.on_device.clone());
                 Some(CopyToDevice { value, dtype: entry.dtype, on_device })
             })
             .collect()

@@ -1,10 +1,11 @@
 //! The update of full matrices, for optimizers that cannot step shards: each matrix is gathered on
 //! one rank, updated there, and scattered again.
 
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::core::Schedule;
-use crate::backend::{Float, ShardBackend, StorageDevice, StoredTensor};
+use crate::backend::{ModelBackend, Raw, RawFloat, StorageDevice, StoredTensor};
 use crate::collectives::comm::Work;
 use crate::collectives::{Op, ProcessGroup, ReduceScatter};
 use crate::error::Error;
@@ -26,7 +27,7 @@ pub(crate) struct Whole {
 pub(super) type Step<'a> = dyn FnMut(usize, DispatchTensor, DispatchTensor) -> DispatchTensor + 'a;
 
 /// A running collective that returns one part from each rank, in rank order.
-type PartsWork<B> = Work<Vec<Option<Float<B>>>>;
+type PartsWork<B> = Work<Vec<Option<RawFloat<B>>>>;
 
 /// The kinds under which a gathered matrix and its gradient are counted while they are moved to the
 /// host for the update.
@@ -35,7 +36,7 @@ const ON_HOST: [(MemoryKind, MemoryKind); 2] = [
     (MemoryKind::Gradients, MemoryKind::ReducedGradients),
 ];
 
-impl<B: ShardBackend> Schedule<B> {
+impl<B: ModelBackend> Schedule<B> {
     /// Gathers each matrix on its owner, updates it there, and returns this rank's new shards. No
     /// two matrices of a round have the same owner, so all owners step at the same time and each
     /// holds one full matrix.
@@ -71,7 +72,8 @@ impl<B: ShardBackend> Schedule<B> {
         let scatters: Vec<_> = scatters.into_iter().map(scatter).collect();
         let shards = scatters.into_iter().map(|scatter| {
             let shard = scatter.wait()?.pop().flatten();
-            Ok(shard.map(|it| StoredTensor::<B>::store(it, self.settings.storage).into_dispatch()))
+            let store = |it| StoredTensor::<Raw<B>>::store(it, self.settings.storage);
+            Ok(shard.map(|it| StoredTensor::<B>::raise(store(it)).into_dispatch()))
         });
         let shards = shards.collect();
         self.tracker.give_back(MemoryKind::GatherBuffers, bytes);
@@ -84,15 +86,16 @@ impl<B: ShardBackend> Schedule<B> {
     fn step_whole_matrix(
         &self,
         index: ParamIndex,
-        parts: [Vec<Option<Float<B>>>; 2],
+        parts: [Vec<Option<RawFloat<B>>>; 2],
         bytes: usize,
         step: impl FnOnce(DispatchTensor, DispatchTensor) -> DispatchTensor,
-    ) -> Option<Float<B>> {
+    ) -> Option<RawFloat<B>> {
         self.tracker.take(MemoryKind::GatherBuffers, bytes);
         self.tracker.take(MemoryKind::Gradients, bytes);
         let storage = self.settings.storage;
         let [matrix, gradient] = parts.map(|parts| {
-            StoredTensor::<B>::store(self.join_parts(index, parts), storage).into_dispatch()
+            let full = StoredTensor::<Raw<B>>::store(self.join_parts(index, parts), storage);
+            StoredTensor::<B>::raise(full).into_dispatch()
         });
         let moved = if storage == StorageDevice::Device { &[][..] } else { &ON_HOST };
         for &(device, host) in moved {
@@ -120,24 +123,26 @@ impl<B: ShardBackend> Schedule<B> {
         let shard = shard.filter(|_| len > 0);
         let shard =
             shard.and_then(|it| StoredTensor::<B>::from_dispatch(it, self.settings.storage));
-        let flat = shard.map(|(it, ..)| B::float_reshape(self.on_device(it), Shape::from([len])));
+        let flat =
+            shard.map(|(it, ..)| Raw::<B>::float_reshape(self.on_device(it), Shape::from([len])));
         let op = Op::new("gather", what);
         let device = self.device.clone();
-        let gather = move |group: &_| ProcessGroup::<B>::gather(group, &op, &device, owner, flat);
+        let gather =
+            move |group: &_| ProcessGroup::<Raw<B>>::gather(group, &op, &device, owner, flat);
         self.comm.issue_on(&self.settings.groups.shard, gather)
     }
 
     /// Issues the scatter of a matrix from the only rank that passes it. It is a reduce-scatter in
     /// which the other ranks pass zeros.
-    fn scatter_from(&self, index: ParamIndex, matrix: Option<Float<B>>) -> PartsWork<B> {
+    fn scatter_from(&self, index: ParamIndex, matrix: Option<RawFloat<B>>) -> PartsWork<B> {
         let (unit, entry) = self.param(index);
         let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce(DType::F32)]);
         let (layout, device) = (unit.layout.clone(), self.device.clone());
         self.comm.issue_on(&self.settings.groups.shard, move |group| {
             let gradients = vec![matrix];
             let request =
-                ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor: 1 };
-            ProcessGroup::<B>::reduce_scatter(group, &op, &device, request)
+                ReduceScatter::<Raw<B>> { gradients, keep: &keep, layout: &layout, divisor: 1 };
+            ProcessGroup::<Raw<B>>::reduce_scatter(group, &op, &device, request)
         })
     }
 }

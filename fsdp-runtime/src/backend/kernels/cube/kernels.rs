@@ -2,19 +2,20 @@
 
 use std::ops::Range;
 
-use burn::backend::Cube;
 use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 
 use super::copy::exclusive;
 use super::tensors::contiguous;
 use super::{copy, dropout, mean, optim, sums};
+use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 
-impl Kernels for Cube {
+impl Kernels for CubeBackend {
     fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
         copy::pack(parts, buffer)
     }
@@ -57,10 +58,10 @@ impl Kernels for Cube {
         step: &AdamStep,
         grad: CubeTensor,
         tensors: AdamTensors<CubeTensor>,
-        may_defer: bool,
+        batch: Option<&StepBatch>,
     ) -> AdamTensors<CubeTensor> {
         let tensors = tensors.map(exclusive);
-        optim::adam(step, contiguous(grad), &tensors, may_defer);
+        optim::adam(step, contiguous(grad), &tensors, batch.map(|batch| &batch.cube));
         tensors
     }
 
@@ -69,10 +70,16 @@ impl Kernels for Cube {
         grad: CubeTensor,
         param: CubeTensor,
         velocity: Option<CubeTensor>,
-        may_defer: bool,
+        batch: Option<&StepBatch>,
     ) -> (CubeTensor, Option<CubeTensor>) {
         let (param, velocity) = (exclusive(param), velocity.map(exclusive));
-        optim::sgd(step, &param, contiguous(grad), velocity.as_ref(), may_defer);
+        optim::sgd(
+            step,
+            &param,
+            contiguous(grad),
+            velocity.as_ref(),
+            batch.map(|batch| &batch.cube),
+        );
         (param, velocity)
     }
 }

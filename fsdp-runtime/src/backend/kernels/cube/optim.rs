@@ -4,7 +4,8 @@
 //! The operations, their order and their roundings are those of the loops on Flex. So both give the
 //! same bits on a device whose division and square root round correctly.
 
-use std::cell::RefCell;
+use std::fmt;
+use std::sync::Mutex;
 
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
@@ -17,6 +18,7 @@ use super::rounding::rounded;
 use super::tile::{Tile, begin, end, own_tile};
 use crate::backend::kernels::contract::AdamTensors;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
+use crate::error::IgnorePoison;
 
 /// Largest number of parameters that share a launch. The compiled kernel contains its body once for
 /// each.
@@ -30,9 +32,17 @@ struct Deferred<S> {
     tensors: Vec<CubeTensor>,
 }
 
-thread_local! {
-    static ADAM: RefCell<Vec<Deferred<AdamStep>>> = const { RefCell::new(Vec::new()) };
-    static SGD: RefCell<Vec<Deferred<SgdStep>>> = const { RefCell::new(Vec::new()) };
+/// Deferred steps. They are launched on the stream of the thread that launches them.
+#[derive(Default)]
+pub(crate) struct DeferredSteps {
+    adam: Mutex<Vec<Deferred<AdamStep>>>,
+    sgd: Mutex<Vec<Deferred<SgdStep>>>,
+}
+
+impl fmt::Debug for DeferredSteps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeferredSteps").finish_non_exhaustive()
+    }
 }
 
 /// Removes the first deferred step and those that can share its launch. Returns their tensors.
@@ -51,24 +61,18 @@ fn take_alike<S: PartialEq + Copy>(
     Some((step, std::iter::once(tensors).chain(others).collect()))
 }
 
-/// Launches the steps that this thread deferred.
-pub(in crate::backend) fn launch_deferred_steps() {
-    ADAM.with_borrow_mut(|deferred| {
-        while let Some((step, tensors)) = take_alike(deferred) {
+impl DeferredSteps {
+    /// Launches the deferred steps.
+    pub(in crate::backend::kernels) fn launch(&self) {
+        let mut adam = std::mem::take(&mut *self.adam.lock().ignore_poison());
+        while let Some((step, tensors)) = take_alike(&mut adam) {
             launch_adam(&step, &tensors);
         }
-    });
-    SGD.with_borrow_mut(|deferred| {
-        while let Some((step, tensors)) = take_alike(deferred) {
+        let mut sgd = std::mem::take(&mut *self.sgd.lock().ignore_poison());
+        while let Some((step, tensors)) = take_alike(&mut sgd) {
             launch_sgd(&step, &tensors);
         }
-    });
-}
-
-/// Discards the steps that this thread deferred.
-pub(in crate::backend) fn discard_deferred_steps() {
-    ADAM.with_borrow_mut(Vec::clear);
-    SGD.with_borrow_mut(Vec::clear);
+    }
 }
 
 /// Coefficients of [`AdamStep`] as a kernel argument.
@@ -180,32 +184,26 @@ fn jobs<const K: usize>(steps: &[Vec<CubeTensor>]) -> Vec<Job<K>> {
 }
 
 /// Runs one step of Adam or AdamW on contiguous tensors of equal length, in their own memory. If
-/// `may_defer`, the step may run as late as the next [`launch_deferred_steps`].
+/// there is a batch, the step may run as late as the next [`DeferredSteps::launch`].
 pub(super) fn adam(
     step: &AdamStep,
     grad: CubeTensor,
     tensors: &AdamTensors<CubeTensor>,
-    may_defer: bool,
+    batch: Option<&DeferredSteps>,
 ) {
     let AdamTensors { param, moment_1, moment_2, max } = tensors;
     let tensors = [param, &grad, moment_1, moment_2].into_iter().chain(max).cloned().collect();
-    if !may_defer {
-        return launch_adam(step, &[tensors]);
-    }
-    if defer(&ADAM, Deferred { step: *step, tensors }) >= MAX_PARAMS {
-        launch_deferred_steps();
+    let Some(batch) = batch else { return launch_adam(step, &[tensors]) };
+    if defer(&batch.adam, Deferred { step: *step, tensors }) >= MAX_PARAMS {
+        batch.launch();
     }
 }
 
 /// Defers a step and returns the number of deferred steps.
-fn defer<S>(
-    steps: &'static std::thread::LocalKey<RefCell<Vec<Deferred<S>>>>,
-    step: Deferred<S>,
-) -> usize {
-    steps.with_borrow_mut(|steps| {
-        steps.push(step);
-        steps.len()
-    })
+fn defer<S>(steps: &Mutex<Vec<Deferred<S>>>, step: Deferred<S>) -> usize {
+    let mut steps = steps.lock().ignore_poison();
+    steps.push(step);
+    steps.len()
 }
 
 /// Launches one step for several parameters. The tensors of each are the parameter, the gradient,
@@ -316,20 +314,18 @@ fn sgd_kernel<N: Size>(
 }
 
 /// Runs one step of SGD on contiguous tensors of equal length, in the memory of `param` and
-/// `velocity`. `may_defer` has the meaning that it has for [`adam`].
+/// `velocity`. `batch` has the meaning that it has for [`adam`].
 pub(super) fn sgd(
     step: &SgdStep,
     param: &CubeTensor,
     grad: CubeTensor,
     velocity: Option<&CubeTensor>,
-    may_defer: bool,
+    batch: Option<&DeferredSteps>,
 ) {
     let tensors = [param, &grad].into_iter().chain(velocity).cloned().collect();
-    if !may_defer {
-        return launch_sgd(step, &[tensors]);
-    }
-    if defer(&SGD, Deferred { step: *step, tensors }) >= MAX_PARAMS {
-        launch_deferred_steps();
+    let Some(batch) = batch else { return launch_sgd(step, &[tensors]) };
+    if defer(&batch.sgd, Deferred { step: *step, tensors }) >= MAX_PARAMS {
+        batch.launch();
     }
 }
 

@@ -11,6 +11,7 @@ use super::float::{KernelFloat, with_float_type};
 use super::loops::{convert, convert_over, divide, mean};
 use super::new_tensor::{TASK, Uninit, new_tensor};
 use super::{dropout, sums};
+use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{self, AdamStep, SgdStep};
@@ -186,7 +187,7 @@ impl Kernels for Flex {
         step: &AdamStep,
         grad: FlexTensor,
         tensors: AdamTensors<FlexTensor>,
-        _: bool,
+        _: Option<&StepBatch>,
     ) -> AdamTensors<FlexTensor> {
         let grad = contiguous(grad);
         let mut tensors = tensors.map(exclusive);
@@ -206,7 +207,7 @@ impl Kernels for Flex {
         grad: FlexTensor,
         param: FlexTensor,
         velocity: Option<FlexTensor>,
-        _: bool,
+        _: Option<&StepBatch>,
     ) -> (FlexTensor, Option<FlexTensor>) {
         let grad = contiguous(grad);
         let (mut param, mut velocity) = (exclusive(param), velocity.map(exclusive));

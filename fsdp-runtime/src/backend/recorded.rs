@@ -1,0 +1,200 @@
+//! [`ModelBackend`] for CubeCL devices, with and without Burn's feature `fusion`.
+//!
+//! `burn::backend::Cube` is [`Fusion`] around [`CubeBackend`] if any crate of the build turns the
+//! feature on, and else the latter itself. This crate is not told which of the two it is, so
+//! [`Recorder`] is implemented for both, and [`Cube`] uses its own implementation.
+//!
+//! Under fusion a custom operation stands in the queue of the thread that registers it, and runs
+//! there in order, on that thread's CubeCL stream.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex};
+
+use burn::backend::{Backend, Cube, TensorMetadata};
+use burn::tensor::{DType, Shape};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_fusion::custom::{
+    CustomOpIr, HandleContainer, Operation, OperationIr, StreamId, TensorIr,
+};
+use burn_fusion::{
+    Client, ExecutionError, Fusion, FusionBackend, FusionHandle, FusionTensor, NoOp, get_client,
+};
+
+use super::model_backend::{FloatTensor, ModelBackend, dispatch};
+use super::tensor::Float;
+use crate::error::IgnorePoison;
+
+/// The way from tensors to buffers and back, as [`ModelBackend`] describes it.
+trait Recorder: Backend {
+    /// Backend whose tensors are buffers.
+    type Inner: Backend<Device = Self::Device>;
+    const RECORDS: bool;
+
+    fn lower(tensors: Vec<Float<Self>>) -> Vec<Float<Self::Inner>>;
+    fn raise(buffer: Float<Self::Inner>) -> Float<Self>;
+    fn drain(device: &Self::Device);
+    fn defer(
+        inputs: Vec<Float<Self>>,
+        outputs: Vec<(Shape, DType)>,
+        f: impl FnOnce(Vec<Float<Self::Inner>>) -> Vec<Float<Self::Inner>> + Send + 'static,
+    ) -> Vec<Float<Self>>;
+}
+
+impl ModelBackend for Cube {
+    type Raw = CubeBackend;
+    const RECORDS: bool = <Self as Recorder>::RECORDS;
+
+    dispatch!(Cube);
+
+    fn lower(tensors: Vec<Float<Self>>) -> Vec<CubeTensor> {
+        <Self as Recorder>::lower(tensors)
+    }
+
+    fn raise(buffer: CubeTensor) -> Float<Self> {
+        <Self as Recorder>::raise(buffer)
+    }
+
+    fn drain(device: &CubeDevice) {
+        <Self as Recorder>::drain(device);
+    }
+
+    fn defer(
+        inputs: Vec<Float<Self>>,
+        outputs: Vec<(Shape, DType)>,
+        f: impl FnOnce(Vec<CubeTensor>) -> Vec<CubeTensor> + Send + 'static,
+    ) -> Vec<Float<Self>> {
+        <Self as Recorder>::defer(inputs, outputs, f)
+    }
+}
+
+impl Recorder for CubeBackend {
+    type Inner = Self;
+    const RECORDS: bool = false;
+
+    fn lower(tensors: Vec<CubeTensor>) -> Vec<CubeTensor> {
+        tensors
+    }
+
+    fn raise(buffer: CubeTensor) -> CubeTensor {
+        buffer
+    }
+
+    fn drain(_: &CubeDevice) {}
+
+    fn defer(
+        inputs: Vec<CubeTensor>,
+        _: Vec<(Shape, DType)>,
+        f: impl FnOnce(Vec<CubeTensor>) -> Vec<CubeTensor> + Send + 'static,
+    ) -> Vec<CubeTensor> {
+        f(inputs)
+    }
+}
+
+impl<B: FusionBackend> Recorder for Fusion<B> {
+    type Inner = B;
+    const RECORDS: bool = true;
+
+    /// Registers an operation that takes the buffers out, and launches the queue. (Burn's own
+    /// `resolve_tensor_float` leaves an entry of each tensor in the queue for good.)
+    fn lower(tensors: Vec<Float<Self>>) -> Vec<Float<B>> {
+        let Some(first) = tensors.first() else { return Vec::new() };
+        let client = first.client.clone();
+        let taken = Arc::new(Mutex::new(Vec::new()));
+        let slot = taken.clone();
+        register::<B>(&client, "fsdp::lower", tensors, Vec::new(), move |buffers| {
+            *slot.lock().ignore_poison() = buffers;
+            Vec::new()
+        });
+        client.sync(|| ());
+        let taken = std::mem::take(&mut *taken.lock().ignore_poison());
+        assert!(
+            !taken.is_empty(),
+            "an operation that these tensors depend on has failed on the device"
+        );
+        taken
+    }
+
+    fn raise(buffer: Float<B>) -> Float<Self> {
+        let client = get_client::<B>(&buffer.device());
+        let (shape, dtype) = (buffer.shape(), buffer.dtype());
+        let id = client.register_tensor_handle(B::float_tensor_handle(buffer));
+        let output = TensorIr::uninit(id, shape, dtype);
+        let operation = OperationIr::Custom(CustomOpIr::new("fsdp::raise", &[], &[output]));
+        let no_op = NoOp::<B>::new();
+        let mut raised = client.register(StreamId::current(), operation, no_op);
+        raised.pop().expect("the operation has one output")
+    }
+
+    fn drain(device: &Self::Device) {
+        get_client::<B>(device).sync(|| ());
+    }
+
+    fn defer(
+        inputs: Vec<Float<Self>>,
+        outputs: Vec<(Shape, DType)>,
+        f: impl FnOnce(Vec<Float<B>>) -> Vec<Float<B>> + Send + 'static,
+    ) -> Vec<Float<Self>> {
+        let Some(first) = inputs.first() else {
+            return f(Vec::new()).into_iter().map(Self::raise).collect();
+        };
+        let client = first.client.clone();
+        register::<B>(&client, "fsdp::kernel", inputs, outputs, f)
+    }
+}
+
+/// Registers an operation on the buffers of `inputs` in the queue of this thread.
+fn register<B>(
+    client: &Client<B::FusionRuntime>,
+    name: &'static str,
+    inputs: Vec<Float<Fusion<B>>>,
+    outputs: Vec<(Shape, DType)>,
+    f: impl FnOnce(Vec<Float<B>>) -> Vec<Float<B>> + Send + 'static,
+) -> Vec<Float<Fusion<B>>>
+where
+    B: FusionBackend,
+{
+    let inputs: Vec<TensorIr> = inputs.into_iter().map(FusionTensor::into_ir).collect();
+    let output = |(shape, dtype)| TensorIr::uninit(client.create_empty_handle(), shape, dtype);
+    let outputs: Vec<TensorIr> = outputs.into_iter().map(output).collect();
+    let ir = OperationIr::Custom(CustomOpIr::new(name, &inputs, &outputs));
+    let operation =
+        OnBuffers::<B, _> { name, inputs, outputs, f: Mutex::new(Some(f)), backend: PhantomData };
+    client.register(StreamId::current(), ir, operation)
+}
+
+/// Operation of the queue that runs a function on buffers.
+struct OnBuffers<B, F> {
+    name: &'static str,
+    inputs: Vec<TensorIr>,
+    outputs: Vec<TensorIr>,
+    /// The function, until it has run.
+    f: Mutex<Option<F>>,
+    backend: PhantomData<fn() -> B>,
+}
+
+impl<B, F> fmt::Debug for OnBuffers<B, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+impl<B, F> Operation<B::FusionRuntime> for OnBuffers<B, F>
+where
+    B: FusionBackend,
+    F: FnOnce(Vec<Float<B>>) -> Vec<Float<B>> + Send,
+{
+    fn execute(
+        &self,
+        handles: &mut HandleContainer<FusionHandle<B::FusionRuntime>>,
+    ) -> Result<(), ExecutionError> {
+        let Some(f) = self.f.lock().ignore_poison().take() else { return Ok(()) };
+        let buffers = self.inputs.iter().map(|it| handles.get_float_tensor::<B>(it));
+        let buffers = buffers.collect();
+        for (output, buffer) in self.outputs.iter().zip(f(buffers)) {
+            handles.register_float_tensor::<B>(&output.id, buffer);
+        }
+        Ok(())
+    }
+}
