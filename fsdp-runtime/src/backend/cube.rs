@@ -2,42 +2,25 @@
 //!
 //! A gather buffer is one device allocation. A view is a handle to the allocation with offsets.
 //!
-//! # Note: order between streams
-//!
-//! Each thread issues its work on a CubeCL stream of its own. CubeCL orders streams by where a
-//! handle was allocated, not by who last wrote it: if work on stream A uses a handle that was
-//! allocated on stream B, A first waits for all work issued on B so far, unless A has already
-//! waited for B since that allocation. So there is no such wait for a later write on B into a
-//! handle that is older than A's last wait, nor for reads or writes on streams other than the one
-//! that allocated the handle.
-//!
-//! A gather buffer is older than nearly all work on it, so its own handle gives no order. Instead:
-//!
-//! - *A write after reads*: [`release`](ShardBackend::release) allocates a new one-element token on
-//!   the reader's stream and writes it there. The next [`write`](ShardBackend::write) binds the
-//!   token. As the token is new, the writer's stream waits for everything the reader's stream was
-//!   given until then.
-//! - *Reads after a write*: [`complete`](ShardBackend::complete) blocks the writing thread until
-//!   its stream is idle, before other threads issue reads.
-//!
-//! This covers gather buffers only. Tensors that one thread updates in place and another one reads,
-//! such as a shard after an optimizer step, have only the order by allocation.
+//! Fences order the streams of different threads ([`fence`](super::fence)). A gather buffer has a
+//! fence of its own: [`release`](ShardBackend::release) replaces it, and the next
+//! [`write`](ShardBackend::write) waits for it.
 
 use std::ops::Range;
 #[cfg(feature = "mpi")]
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
+use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use cubecl::client::Client;
 #[cfg(feature = "nccl")]
 use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
+use super::fence::Fence;
 use super::kernels::cube::{BufferSlice, contiguous, copy, empty, fill, pack_into};
 use super::kernels::{self, Kernels};
 use super::norm::Norm;
@@ -54,14 +37,13 @@ pub(crate) struct Memory {
     /// Number of elements, at least 1.
     numel: usize,
     dtype: DType,
-    /// One element, allocated and written on the stream of the last reader. The next writer binds
-    /// it.
-    token: Mutex<Handle>,
+    /// Marks the last reads. The next writer waits for it.
+    last_reads: Mutex<Fence>,
 }
 
 impl Memory {
-    fn token(&self) -> std::sync::MutexGuard<'_, Handle> {
-        self.token.lock().ignore_poison()
+    fn last_reads(&self) -> std::sync::MutexGuard<'_, Fence> {
+        self.last_reads.lock().ignore_poison()
     }
 
     /// Returns the elements from `start` on.
@@ -77,13 +59,6 @@ impl Memory {
     }
 }
 
-/// Allocates one element on the calling thread's stream and writes it there.
-fn new_token(client: &Client) -> Handle {
-    let handle = client.empty(size_of::<f32>());
-    fill(client, &BufferSlice { handle: handle.clone(), start: 0, dtype: DType::F32 }, 1, 0.0);
-    handle
-}
-
 /// Returns elements `range` of the flattened tensor.
 fn flat(tensor: CubeTensor, range: Range<usize>) -> CubeTensor {
     let numel = numel::<CubeBackend>(&tensor);
@@ -95,6 +70,7 @@ fn flat(tensor: CubeTensor, range: Range<usize>) -> CubeTensor {
 }
 
 impl ShardBackend for CubeBackend {
+    type Fence = Fence;
     type Memory = Memory;
     #[cfg(feature = "mpi")]
     type Host = Vec<u8>;
@@ -105,8 +81,8 @@ impl ShardBackend for CubeBackend {
         let numel = numel.max(1);
         let handle = client.empty(numel * dtype.size());
         fill(&client, &BufferSlice { handle: handle.clone(), start: 0, dtype }, numel, 0.0);
-        let token = Mutex::new(new_token(&client));
-        Memory { device: device.clone(), handle, numel, dtype, token }
+        let last_reads = Mutex::new(Fence::new(device));
+        Memory { device: device.clone(), handle, numel, dtype, last_reads }
     }
 
     fn view(memory: &Memory, offset: usize, shape: Shape) -> CubeTensor {
@@ -129,9 +105,8 @@ impl ShardBackend for CubeBackend {
             (source, offset)
         };
         let parts: Vec<_> = parts.into_iter().map(part).collect();
-        // Each launch binds the token, and so runs after the work on the last reader's stream.
-        let after = memory.token().clone();
-        pack_into(&memory.device.client(), parts, &memory.slice(0), Some(after));
+        memory.last_reads().wait();
+        pack_into(&memory.device.client(), parts, &memory.slice(0));
     }
 
     fn poison(memory: &Memory, numel: usize) {
@@ -139,13 +114,15 @@ impl ShardBackend for CubeBackend {
     }
 
     fn release(memory: &Memory) {
-        *memory.token() = new_token(&memory.device.client());
+        *memory.last_reads() = Fence::new(&memory.device);
     }
 
-    fn complete(device: &CubeDevice) {
-        // A device fault is not lost: it is reported by the next read of a buffer that was not
-        // written.
-        let _ = CubeBackend::sync(device);
+    fn fence(device: &CubeDevice) -> Fence {
+        Fence::new(device)
+    }
+
+    fn wait_for(fence: &Fence) {
+        fence.wait();
     }
 
     fn detach(memory: &Memory, tensor: CubeTensor) -> CubeTensor {
@@ -184,17 +161,13 @@ impl ShardBackend for CubeBackend {
             return Err(format!("NCCL needs CUDA devices, but {:?} is none", memory.device));
         };
         let client = memory.device.client();
-        let resource = |handle: Handle| {
-            let resource = client.get_resource::<Server>(handle);
-            resource.map_err(|error| format!("CubeCL: {error}"))
-        };
-        // Requesting a resource orders this thread's stream as a kernel that binds the handle
-        // would. The token is as new as the last `release`, so the stream waits for the reads
-        // before it. The buffer's own handle adds a wait at its first use only.
-        let token = resource(memory.token().clone())?;
-        let buffer = resource(memory.handle.clone())?;
+        memory.last_reads().wait();
+        // Requesting the resource puts the wait into effect for work outside of CubeCL: it runs on
+        // this thread's stream, as a kernel that binds the handle would.
+        let buffer = client.get_resource::<Server>(memory.handle.clone());
+        let buffer = buffer.map_err(|error| format!("CubeCL: {error}"))?;
         let start = buffer.resource().ptr;
-        Ok(DeviceMemory { start, _held: Box::new((token, buffer)) })
+        Ok(DeviceMemory { start, _held: Box::new(buffer) })
     }
 
     fn copy_range(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {

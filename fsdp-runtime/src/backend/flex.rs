@@ -210,6 +210,7 @@ impl ModelBackend for Flex {
 }
 
 impl ShardBackend for Flex {
+    type Fence = ();
     type Memory = Memory;
     #[cfg(feature = "mpi")]
     type Host = Contiguous;
@@ -244,11 +245,13 @@ impl ShardBackend for Flex {
         }
     }
 
-    // Flex finishes every operation before it returns. `release` and `complete` therefore need not
-    // wait; the channels between a rank's threads make writes visible to the other thread.
+    // Flex finishes every operation before it returns, so that `release` and fences need no wait. The
+    // channels between a rank's threads make writes visible to the other thread.
     fn release(_: &Memory) {}
 
-    fn complete(_: &FlexDevice) {}
+    fn fence(_: &FlexDevice) {}
+
+    fn wait_for(_: &()) {}
 
     fn detach(memory: &Memory, tensor: FlexTensor) -> FlexTensor {
         let start = memory.block.start.as_ptr().addr();

@@ -2,10 +2,12 @@
 //! that are stored on the device or in host memory.
 //!
 //! A file uses only files earlier in this order: tensor, norm and philox; kernels;
-//! shard_backend; model_backend; flex, cube and recorded; stored_tensor and gather_buffer; ops.
+//! shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and gather_buffer; ops.
 
 #[cfg(feature = "cube")]
 mod cube;
+#[cfg(feature = "cube")]
+mod fence;
 #[cfg(feature = "flex")]
 mod flex;
 pub(crate) mod gather_buffer;

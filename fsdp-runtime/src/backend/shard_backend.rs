@@ -37,19 +37,22 @@ pub(crate) struct DeviceMemory {
 ///
 /// 1. The communication thread calls [`write`](Self::write), or code outside Burn writes through
 ///    [`device_memory`](Self::device_memory) or [`host_memory`](Self::host_memory).
-/// 2. The thread that wrote calls [`complete`](Self::complete), then reports the all-gather as
-///    finished.
-/// 3. The rank's own thread issues operations that read [`view`](Self::view)s.
+/// 2. The thread that wrote makes a [`fence`](Self::fence) and passes it on with the result of the
+///    all-gather.
+/// 3. The rank's own thread [waits for](Self::wait_for) the fence, and issues operations that read
+///    [`view`](Self::view)s.
 /// 4. At reshard the rank's own thread calls [`release`](Self::release), in debug builds after
 ///    [`poison`](Self::poison). Until the next step 2 no operation may read a view.
 ///
 /// A buffer that keeps this rank's part of a unit between forward and backward is different: the
-/// rank's own thread writes and completes it, and the all-gather of the backward reads it. That
-/// all-gather ends with [`complete`](Self::complete), so such a buffer needs no release.
+/// rank's own thread writes it, and the all-gather of the backward reads it, after a fence. The next
+/// write comes after the fence of that all-gather, so such a buffer needs no release.
 ///
 /// Operations of one thread run in the order in which they were issued, on every backend. Between
-/// threads only [`release`](Self::release) and [`complete`](Self::complete) order them.
+/// threads only [`release`](Self::release) and [`fence`](Self::fence) order them.
 pub(crate) trait ShardBackend: Kernels {
+    /// Mark of the operations that a thread has issued, for other threads to wait for.
+    type Fence: Clone + Debug + Send + Sync + 'static;
     /// Reusable buffer of elements of one type, which tensors view.
     type Memory: Debug + Send + Sync + 'static;
     /// Elements of a tensor as bytes that the host can read. Their address is stable when the value
@@ -65,7 +68,7 @@ pub(crate) trait ShardBackend: Kernels {
     fn view(memory: &Self::Memory, offset: usize, shape: Shape) -> Float<Self>;
     /// Copies each tensor into the buffer from the given offset (in elements) on, rounded to the
     /// buffer's type. The copies run after the reads that the last [`release`](Self::release)
-    /// covers. Other threads may read the result after [`complete`](Self::complete).
+    /// covers. Other threads may read the result after a [`fence`](Self::fence).
     ///
     /// # Panics
     ///
@@ -78,9 +81,12 @@ pub(crate) trait ShardBackend: Kernels {
     /// thread, after all operations that the calling thread has issued so far. Called by the thread
     /// that read the views. Does not wait.
     fn release(memory: &Self::Memory);
-    /// Blocks until all operations that the calling thread has issued on the device have run.
-    /// Operations that other threads issue afterwards see their results.
-    fn complete(device: &Self::Device);
+    /// Marks the operations that the calling thread has issued on the device so far, and those that
+    /// it has waited for.
+    fn fence(device: &Self::Device) -> Self::Fence;
+    /// Orders all later operations of the calling thread after those that `fence` marks. Does not
+    /// block the thread.
+    fn wait_for(fence: &Self::Fence);
     /// Returns `tensor`, or a copy if it is a view of the buffer. Called by the rank's own thread
     /// before [`release`](Self::release), for a tensor that is read after it.
     fn detach(memory: &Self::Memory, tensor: Float<Self>) -> Float<Self>;

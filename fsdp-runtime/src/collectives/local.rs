@@ -11,8 +11,8 @@
 //! all process groups.
 
 use std::any::Any;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 pub(crate) use super::hub::Hub;
@@ -36,13 +36,22 @@ pub(crate) struct LocalGroup {
     index: usize,
     /// Sequence number of the next exchange.
     sequence: AtomicU64,
+    /// Tensors of other ranks that this rank has read since the last exchange.
+    read: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 impl LocalGroup {
     /// Creates the process group of all ranks, as `rank` sees it.
     pub(crate) fn new(hub: Arc<Hub>, rank: Rank) -> Self {
         let members = hub.world.ranks().collect();
-        Self { hub, id: 0, members, index: rank.index(), sequence: AtomicU64::new(0) }
+        Self {
+            hub,
+            id: 0,
+            members,
+            index: rank.index(),
+            sequence: AtomicU64::new(0),
+            read: Mutex::default(),
+        }
     }
 
     /// Returns the process group of the members that give the same `color`. All members call it.
@@ -64,6 +73,7 @@ impl LocalGroup {
             members: positions.iter().map(|&index| self.members[index]).collect(),
             index,
             sequence: AtomicU64::new(0),
+            read: Mutex::default(),
         })
     }
 
@@ -150,6 +160,23 @@ impl LocalGroup {
             .collect())
     }
 
+    /// Returns every member's tensors, in rank order, and orders later operations of the calling
+    /// thread after all that the members have issued.
+    fn exchange_on_device<B: ShardBackend, T: Any + Send + Sync>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensors: T,
+    ) -> Result<Vec<Arc<(T, B::Fence)>>, CollectiveError> {
+        let peers = self.exchange(op, (tensors, B::fence(device)))?;
+        for peer in &peers {
+            B::wait_for(&peer.1);
+        }
+        // Every member has told this rank about its reads, and this rank them about its own.
+        drop(self.read.lock().ignore_poison().take());
+        Ok(peers)
+    }
+
     /// Returns a round to join, which is opened if this rank is the first to join.
     fn join_round<'a>(
         &self,
@@ -226,47 +253,53 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     fn all_gather(
         &self,
         op: &Op,
-        _: &B::Device,
+        device: &B::Device,
         shards: Vec<(usize, Float<B>)>,
         _: usize,
         buffer: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError> {
-        let peers = self.exchange(op, shards)?;
-        buffer.write_all(peers.iter().flat_map(|peer| peer.iter().cloned()).collect());
+        let peers = self.exchange_on_device::<B, _>(op, device, shards)?;
+        buffer.write_all(peers.iter().flat_map(|peer| peer.0.iter().cloned()).collect());
+        if !B::IN_HOST_MEMORY {
+            // An owner may update a shard in its memory only when no other rank refers to it. This
+            // rank's reads may not have run yet; the next exchange tells the owner about them.
+            *self.read.lock().ignore_poison() = Some(Box::new(peers));
+        }
         Ok(())
     }
 
     fn all_gather_one(
         &self,
         op: &Op,
-        _: &B::Device,
+        device: &B::Device,
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        Ok(self.exchange(op, shard)?.iter().map(|peer| (**peer).clone()).collect())
+        let peers = self.exchange_on_device::<B, _>(op, device, shard)?;
+        Ok(peers.iter().map(|peer| peer.0.clone()).collect())
     }
 
     fn gather(
         &self,
         op: &Op,
-        _: &B::Device,
+        device: &B::Device,
         to: usize,
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let peers = self.exchange(op, shard)?;
+        let peers = self.exchange_on_device::<B, _>(op, device, shard)?;
         let peers = if self.index == to { &*peers } else { &[] };
-        Ok(peers.iter().map(|peer| (**peer).clone()).collect())
+        Ok(peers.iter().map(|peer| peer.0.clone()).collect())
     }
 
     fn reduce_scatter(
         &self,
         op: &Op,
-        _: &B::Device,
+        device: &B::Device,
         request: ReduceScatter<'_, B>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let ReduceScatter { gradients, keep, divisor, .. } = request;
-        let peers = self.exchange(op, gradients)?;
+        let peers = self.exchange_on_device::<B, _>(op, device, gradients)?;
         let mean = |(entry, keep): (usize, &Reduce)| {
-            let parts: Vec<_> = peers.iter().filter_map(|peer| peer[entry].clone()).collect();
+            let parts: Vec<_> = peers.iter().filter_map(|peer| peer.0[entry].clone()).collect();
             if parts.is_empty() || keep.range.is_empty() {
                 return None;
             }
@@ -278,11 +311,11 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     fn broadcast(
         &self,
         op: &Op,
-        _: &B::Device,
+        device: &B::Device,
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
-        let peers = self.exchange(op, tensor)?;
-        let mut given = peers.iter().filter_map(|tensor| tensor.as_ref().clone());
+        let peers = self.exchange_on_device::<B, _>(op, device, tensor)?;
+        let mut given = peers.iter().filter_map(|peer| peer.0.clone());
         let tensor = given.next().expect("a rank passes the tensor to broadcast");
         assert!(given.next().is_none(), "only one rank passes the tensor to broadcast");
         Ok(tensor)

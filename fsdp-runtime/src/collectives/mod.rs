@@ -6,11 +6,12 @@
 //!
 //! [`process_group`] is the interface to collectives on tensors, and [`group`] a process group of
 //! any engine. [`comm`] is the communication thread, which runs a rank's collectives in issue
-//! order.
+//! order, and [`device_work`] orders them with the rank's own operations on the device.
 
 pub(crate) mod comm;
 #[cfg(any(feature = "cli", feature = "nccl"))]
 pub mod cuda;
+pub(crate) mod device_work;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod failure;
 pub(crate) mod group;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use burn::module::ParamId;
 
 use crate::backend::{ShardBackend, StoredTensor};
-use crate::collectives::comm::Work;
+use crate::collectives::device_work::DeviceWork;
 use crate::error::CollectiveError;
 use crate::module::ParamIndex;
 
@@ -28,7 +28,7 @@ pub(super) struct Broadcast<B: ShardBackend> {
     /// another rank sends.
     pub(super) sending: usize,
     /// Values that this rank stores.
-    pub(super) values: Work<StoredValues<B>>,
+    pub(super) values: DeviceWork<B, StoredValues<B>>,
 }
 
 /// The broadcasts that were issued and not yet waited for, in the order of issue.

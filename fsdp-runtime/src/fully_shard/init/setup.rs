@@ -8,9 +8,8 @@ use burn::tensor::Tensor;
 
 use super::broadcasts::StoredValues;
 use super::init_device::InitDevice;
-use crate::backend::{ModelBackend, Raw, RawFloat};
-use crate::collectives::comm::Work;
-use crate::collectives::group::AnyProcessGroup;
+use crate::backend::{ModelBackend, Raw, RawFloat, ShardBackend};
+use crate::collectives::device_work::DeviceWork;
 use crate::collectives::{Op, ProcessGroup};
 use crate::launch::Worker;
 use crate::module::{ParamIndex, RandomStream, Runtime};
@@ -57,11 +56,13 @@ impl<'a, B: ModelBackend> InitSetup<'a, B> {
         numel: usize,
         value: Option<RawFloat<B>>,
         keep: impl FnOnce(RawFloat<B>) -> StoredValues<Raw<B>> + Send + 'static,
-    ) -> Work<StoredValues<Raw<B>>> {
+    ) -> DeviceWork<Raw<B>, StoredValues<Raw<B>>> {
         tracing::trace!(target: "fsdp", unit = %what, "fsdp::broadcast");
         let op = Op::new("broadcast", what).of(numel);
         let device = self.device.backend.clone();
-        self.worker.comm().issue(move |group: &AnyProcessGroup| {
+        let (comm, after) = (self.worker.comm(), Raw::<B>::fence(&device));
+        let to = device.clone();
+        DeviceWork::issue(comm, comm.world(), &to, after, move |group| {
             ProcessGroup::<Raw<B>>::broadcast(group, &op, &device, value).map(keep)
         })
     }

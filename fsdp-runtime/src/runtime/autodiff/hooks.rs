@@ -12,7 +12,9 @@ use crate::error::Error;
 use crate::module::CallId;
 
 /// The schedule, as the autodiff operations see it during backward.
-pub(in crate::runtime) trait BackwardHooks<B: ModelBackend>: Debug + Send + Sync {
+pub(in crate::runtime) trait BackwardHooks<B: ModelBackend>:
+    Debug + Send + Sync
+{
     /// Gathers a unit for its backward. Called when the gradient of an output has arrived and none
     /// of the unit's operations has run backward yet. Returns whether this is the first output of
     /// the call.
@@ -63,7 +65,11 @@ impl<B: ModelBackend> Debug for OpState<B> {
 }
 
 /// Returns zeros of the given shape, as a view of a single element.
-pub(in crate::runtime) fn zero<B: ModelBackend>(shape: Shape, device: &B::Device, dtype: DType) -> Float<B> {
+pub(in crate::runtime) fn zero<B: ModelBackend>(
+    shape: Shape,
+    device: &B::Device,
+    dtype: DType,
+) -> Float<B> {
     let zero = Shape::from(vec![1; shape.num_dims()]);
     B::float_expand(B::float_zeros(zero, device, dtype.into()), shape)
 }

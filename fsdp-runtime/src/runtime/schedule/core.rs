@@ -9,10 +9,13 @@ use super::buffers::GatherBuffers;
 use super::counters::{Counters, count};
 use super::settings::Settings;
 use super::state::State;
-use crate::backend::{Float, ModelBackend, Raw, RawFloat, StorageDevice, StoredTensor};
+use crate::backend::{
+    Float, ModelBackend, Raw, RawFloat, ShardBackend, StorageDevice, StoredTensor,
+};
 use crate::collectives::comm::Communicator;
+use crate::collectives::device_work::DeviceWork;
 use crate::collectives::group::AnyProcessGroup;
-use crate::error::{Error, IgnorePoison, ScheduleError};
+use crate::error::{CollectiveError, Error, IgnorePoison, ScheduleError};
 use crate::module::{CallId, ParamIndex, RandomStream};
 use crate::param_group::memory::{MemoryKind, MemoryTracker};
 use crate::param_group::{ParamSpec, Unit};
@@ -94,6 +97,16 @@ impl<B: ModelBackend> Schedule<B> {
     pub(super) fn name_of(&self, id: CallId) -> String {
         let unit = self.lock().calls.get(&id).map(|call| call.unit);
         unit.map_or_else(String::new, |unit| self.units[unit].name.to_string())
+    }
+
+    /// Issues a collective on tensors that this thread has written.
+    pub(super) fn issue<T: Send + 'static>(
+        &self,
+        group: &Arc<AnyProcessGroup>,
+        collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
+    ) -> DeviceWork<Raw<B>, T> {
+        let after = Raw::<B>::fence(&self.device);
+        DeviceWork::issue(&self.comm, group, &self.device, after, collective)
     }
 
     /// Returns the buffer of a stored tensor, in f32 on the compute device.

@@ -59,7 +59,6 @@ impl<B: ShardBackend> ReduceUnit<B> {
             let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
             reduced = replicate.reduce_scatter(&op, &device, request)?;
         }
-        B::complete(&device);
         let store = |gradient: Option<Float<B>>| Some(StoredTensor::store(gradient?, storage));
         let reduced = reduced.into_iter().map(store).collect();
         Ok((reduced, (storage == StorageDevice::Device).then_some(counted)))
@@ -98,7 +97,7 @@ impl<B: ModelBackend> Schedule<B> {
             replicate,
             tracker: self.tracker.clone(),
         };
-        let work = self.comm.issue_on(&self.settings.groups.shard, move |group| job.run(group));
+        let work = self.issue(&self.settings.groups.shard, move |group| job.run(group));
         state.gradients.reductions.push_back(Reduction { unit: index, bytes, work });
         Ok(())
     }

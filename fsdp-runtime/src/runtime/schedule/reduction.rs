@@ -1,7 +1,7 @@
 //! A running reduction of a unit's gradients, and the sum of gradients.
 
 use crate::backend::{ShardBackend, StoredTensor};
-use crate::collectives::comm::Work;
+use crate::collectives::device_work::DeviceWork;
 use crate::param_group::memory::Counted;
 
 /// The reduced gradient of each parameter, and the accounting of their memory on the device. The
@@ -14,7 +14,7 @@ pub(super) struct Reduction<B: ShardBackend> {
     pub(super) unit: usize,
     /// Bytes of the full gradients, which are freed when the reduction ends.
     pub(super) bytes: usize,
-    pub(super) work: Work<Reduced<B>>,
+    pub(super) work: DeviceWork<B, Reduced<B>>,
 }
 
 /// Adds gradients to sums, parameter by parameter. The sum is the first argument of `add`.

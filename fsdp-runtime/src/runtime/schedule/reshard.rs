@@ -7,7 +7,7 @@ use super::counters::count;
 use super::settings::Reshard;
 use super::state::State;
 use super::unit_state::ShardState;
-use crate::backend::{ModelBackend, Raw, ShardBackend};
+use crate::backend::ModelBackend;
 use crate::error::Error;
 use crate::param_group::Placement;
 use crate::param_group::memory::MemoryKind;
@@ -66,7 +66,6 @@ impl<B: ModelBackend> Schedule<B> {
             let len = part.numel();
             part.write(0, buffer.view(self.kept_part_index(group) * len, &[len]));
         }
-        Raw::<B>::complete(&self.device);
         state.units[index].has_kept_part = true;
     }
 
@@ -83,6 +82,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// Drops the references to the module's parameters, so that an optimizer can update these in
     /// place.
     pub(super) fn forget_shards(&self, state: &mut State<B>) {
+        state.shards_written = None;
         for unit in &mut state.units {
             unit.shards.iter_mut().for_each(|shard| *shard = None);
         }

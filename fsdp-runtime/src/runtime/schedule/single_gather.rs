@@ -33,8 +33,8 @@ impl<B: ModelBackend> Schedule<B> {
         let op = Op::new("all_gather", entry.path.as_str()).of(entry.numel());
         let len = entry.range().len();
         let mine = (len > 0).then(|| Raw::<B>::float_reshape(shard, Shape::from([len])));
-        let (group, device) = (&self.settings.groups.shard, self.device.clone());
-        let parts = self.comm.issue_on(group, move |group| {
+        let device = self.device.clone();
+        let parts = self.issue(&self.settings.groups.shard, move |group| {
             ProcessGroup::<Raw<B>>::all_gather_one(group, &op, &device, mine)
         });
         Ok(parts.wait()?)

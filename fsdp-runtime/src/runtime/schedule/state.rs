@@ -6,7 +6,7 @@ use super::buffers::GatherBuffers;
 use super::reduction::Reduction;
 use super::unit_call::UnitCall;
 use super::unit_state::UnitState;
-use crate::backend::{ModelBackend, Raw};
+use crate::backend::{ModelBackend, Raw, ShardBackend};
 use crate::module::{CallId, ParamIndex};
 use crate::param_group::Unit;
 
@@ -14,6 +14,9 @@ use crate::param_group::Unit;
 pub(super) struct State<B: ModelBackend> {
     pub(super) units: Vec<UnitState<B>>,
     pub(super) buffers: GatherBuffers<Raw<B>>,
+    /// Mark of the operations that wrote the shards, from the first all-gather of a pass until the
+    /// module's parameters may change.
+    pub(super) shards_written: Option<<Raw<B> as ShardBackend>::Fence>,
     /// Calls whose forward runs, or whose gradients have not been reduced yet.
     pub(super) calls: BTreeMap<CallId, UnitCall<B>>,
     /// Id of the next call.
@@ -35,6 +38,7 @@ impl<B: ModelBackend> State<B> {
         Self {
             units: units.iter().map(|unit| UnitState::new(unit.params.len())).collect(),
             buffers,
+            shards_written: None,
             calls: BTreeMap::new(),
             next_call: 0,
             open_forwards: 0,

@@ -2,18 +2,18 @@
 
 use std::sync::{Arc, OnceLock};
 
-use crate::backend::{Float, ModelBackend, Raw, RawFloat, StoredLeaf, StoredTensor};
-use crate::collectives::comm::Work;
+use crate::backend::{Float, ModelBackend, Raw, RawFloat, ShardBackend, StoredLeaf, StoredTensor};
+use crate::collectives::device_work::DeviceWork;
 use crate::module::CallId;
 
 /// Whether a unit's matrices are gathered.
 #[derive(Debug, Default)]
-pub(super) enum ShardState {
+pub(super) enum ShardState<B: ShardBackend> {
     /// Only the shards exist.
     #[default]
     Sharded,
     /// An all-gather into the unit's gather buffers is running.
-    Unsharding(Work<()>),
+    Unsharding(DeviceWork<B, ()>),
     /// The unit's gather buffers hold the matrices.
     Unsharded,
 }
@@ -56,7 +56,7 @@ impl<B: ModelBackend> Clone for LocalShard<B> {
 #[derive(Debug)]
 pub(super) struct UnitState<B: ModelBackend> {
     /// Whether the unit is gathered.
-    pub(super) shard_state: ShardState,
+    pub(super) shard_state: ShardState<Raw<B>>,
     /// Shards as they were last read from the module. Forward and backward gather from them.
     pub(super) shards: Vec<Option<LocalShard<B>>>,
     /// Running forwards, outermost first.

@@ -15,6 +15,7 @@ use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{
     Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, numel as numel_of,
 };
+use crate::collectives::device_work::DeviceWork;
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
@@ -40,6 +41,9 @@ struct CopyToDevice<B: ShardBackend> {
 /// The shards that this rank sends, for each flat range of a unit, and the process group of the
 /// all-gathers.
 type CopyIn<B> = (Vec<Vec<ShardToSend<B>>>, Arc<AnyProcessGroup>);
+
+/// Mark of the operations of a rank's own thread.
+type Fence<B> = <Raw<B> as ShardBackend>::Fence;
 
 /// The all-gather of one flat range.
 struct AllGather<B: ShardBackend> {
@@ -110,6 +114,7 @@ impl<B: ModelBackend> Schedule<B> {
         let Some((shards, group)) = self.copy_in(state, index, pass, when)? else {
             return Ok(());
         };
+        let after = self.fence_of_shards(state, index, pass);
         if !self.acquire_buffers(state, index, when)? {
             return Ok(());
         }
@@ -120,16 +125,16 @@ impl<B: ModelBackend> Schedule<B> {
         }
         let gathers = self.all_gathers(state, index, shards);
         let (device, storage) = (self.device.clone(), self.settings.storage);
-        let work = self.comm.issue_on(&group, move |group| {
+        let collective = move |group: &AnyProcessGroup| {
             for gather in gathers {
                 gather.run(group, &device, storage)?;
             }
             for CopyToDevice { value, dtype, on_device } in copies {
                 on_device.get_or_init(|| value.on_device(&device, dtype, storage));
             }
-            Raw::<B>::complete(&device);
             Ok(())
-        });
+        };
+        let work = DeviceWork::issue(&self.comm, &group, &self.device, after, collective);
         state.units[index].shard_state = ShardState::Unsharding(work);
         state.units[index].prefetched = when == When::Ahead;
         self.counters.add_unsharded(unit.unsharded_bytes());
@@ -185,6 +190,18 @@ impl<B: ModelBackend> Schedule<B> {
             }
         };
         ranges.map(gather).collect()
+    }
+
+    /// Returns the mark of the operations that wrote what a unit's all-gathers send.
+    ///
+    /// The module's parameters do not change during a pass. So one mark, made when the pass first
+    /// reads them, serves all units, and no prefetch waits for computation.
+    fn fence_of_shards(&self, state: &mut State<B>, index: usize, pass: Pass) -> Fence<B> {
+        let fence = || Raw::<B>::fence(&self.device);
+        if pass == Pass::Backward && state.units[index].has_kept_part {
+            return fence();
+        }
+        state.shards_written.get_or_insert_with(fence).clone()
     }
 
     /// Lowers the shards of a unit that have no buffer yet, all at once.

@@ -6,7 +6,7 @@ use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::core::Schedule;
 use crate::backend::{ModelBackend, Raw, RawFloat, StorageDevice, StoredTensor};
-use crate::collectives::comm::Work;
+use crate::collectives::device_work::DeviceWork;
 use crate::collectives::{Op, ProcessGroup, ReduceScatter};
 use crate::error::Error;
 use crate::module::ParamIndex;
@@ -27,7 +27,7 @@ pub(crate) struct Whole {
 pub(super) type Step<'a> = dyn FnMut(usize, DispatchTensor, DispatchTensor) -> DispatchTensor + 'a;
 
 /// A running collective that returns one part from each rank, in rank order.
-type PartsWork<B> = Work<Vec<Option<RawFloat<B>>>>;
+type PartsWork<B> = DeviceWork<Raw<B>, Vec<Option<RawFloat<B>>>>;
 
 /// The kinds under which a gathered matrix and its gradient are counted while they are moved to the
 /// host for the update.
@@ -129,7 +129,7 @@ impl<B: ModelBackend> Schedule<B> {
         let device = self.device.clone();
         let gather =
             move |group: &_| ProcessGroup::<Raw<B>>::gather(group, &op, &device, owner, flat);
-        self.comm.issue_on(&self.settings.groups.shard, gather)
+        self.issue(&self.settings.groups.shard, gather)
     }
 
     /// Issues the scatter of a matrix from the only rank that passes it. It is a reduce-scatter in
@@ -138,7 +138,7 @@ impl<B: ModelBackend> Schedule<B> {
         let (unit, entry) = self.param(index);
         let (op, keep) = (Op::new("scatter", entry.path.as_str()), [entry.reduce(DType::F32)]);
         let (layout, device) = (unit.layout.clone(), self.device.clone());
-        self.comm.issue_on(&self.settings.groups.shard, move |group| {
+        self.issue(&self.settings.groups.shard, move |group| {
             let gradients = vec![matrix];
             let request =
                 ReduceScatter::<Raw<B>> { gradients, keep: &keep, layout: &layout, divisor: 1 };

@@ -7,7 +7,6 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
-use cubecl::server::Handle;
 
 use super::buffer_slice::BufferSlice;
 use super::device::rounds_in_integers;
@@ -38,13 +37,11 @@ fn converted<I: Float, O: Float, N: Size>(
     }
 }
 
-/// Copies several tensors into one buffer; if `divide`, divided in f32. The kernel does not read
-/// `_after`: binding it orders the launch (see [`gather_into`]).
+/// Copies several tensors into one buffer; if `divide`, divided in f32.
 #[cube(launch_unchecked)]
 fn pack_kernel<I: Float, O: Float, N: Size>(
     sources: &Sequence<Box<[Vector<I, N>]>>,
     target: &mut [Vector<O, N>],
-    _after: &[f32],
     source_firsts: &Sequence<usize>,
     target_firsts: &Sequence<usize>,
     counts: &Sequence<usize>,
@@ -108,17 +105,12 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
 
 /// Copies the first slice of each job to the second: divided in f32 by `divisor` if there is one,
 /// then rounded to the dtype of the second. The second slices of all jobs belong to one buffer.
-///
-/// The launches bind `after`, if there is one. CubeCL then orders them after all work issued so far
-/// on the stream that allocated `after`, provided that this thread's stream has not waited for that
-/// stream since the allocation.
-fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>, after: Option<Handle>) {
+fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>) {
     for launch in launches(client, jobs, Some(1), MAX_TENSORS) {
         let (count, dim) = launch.grid(client);
         let [source, target] = &launch.first_job().slices;
-        let after = after.clone().unwrap_or_else(|| source.handle.clone());
         // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
-        // only those of the launch's spans, and none of `after`.
+        // only those of the launch's spans.
         unsafe {
             pack_kernel::launch_unchecked(
                 client,
@@ -127,7 +119,6 @@ fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>, after: Op
                 launch.width,
                 launch.buffers(0),
                 launch.shared_buffer(1),
-                BufferArg::from_raw_parts(after, 1),
                 launch.firsts(0),
                 launch.shared_firsts(1),
                 launch.counts(),
@@ -152,7 +143,7 @@ pub(in crate::backend) fn copy(
     divisor: Option<f32>,
 ) {
     let job = Job { slices: [source.clone(), target.clone()], numel };
-    gather_into(client, &[job], divisor, None);
+    gather_into(client, &[job], divisor);
 }
 
 /// Sets `count` vectors of `target`, from index `to` on, to `value`.
@@ -196,17 +187,16 @@ pub(in crate::backend) fn fill(client: &Client, target: &BufferSlice, numel: usi
 /// Implements [`Kernels::pack`](crate::backend::kernels::Kernels::pack).
 pub(super) fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
     let buffer = exclusive(buffer);
-    pack_into(&buffer.client, parts, &BufferSlice::of(&buffer), None);
+    pack_into(&buffer.client, parts, &BufferSlice::of(&buffer));
     buffer
 }
 
 /// Copies each tensor into `target` from the given offset on, rounded to the dtype of `target`.
-/// Writes the memory of `target` even if tensors share it. `after` orders the launches as in [`gather_into`].
+/// Writes the memory of `target` even if tensors share it.
 pub(in crate::backend) fn pack_into(
     client: &Client,
     parts: Vec<(CubeTensor, usize)>,
     target: &BufferSlice,
-    after: Option<Handle>,
 ) {
     let job = |(tensor, at): (CubeTensor, usize)| {
         let tensor = contiguous(tensor);
@@ -214,7 +204,7 @@ pub(in crate::backend) fn pack_into(
         Job { slices, numel: tensor.shape().num_elements() }
     };
     let jobs: Vec<_> = parts.into_iter().map(job).collect();
-    gather_into(client, &jobs, None, after);
+    gather_into(client, &jobs, None);
 }
 
 /// Implements [`Kernels::unpack`](crate::backend::kernels::Kernels::unpack).

@@ -1,0 +1,44 @@
+//! Collectives on tensors, ordered with the operations of the rank's own thread.
+
+use std::sync::Arc;
+
+use super::comm::{Communicator, Work};
+use super::group::AnyProcessGroup;
+use crate::backend::ShardBackend;
+use crate::error::CollectiveError;
+
+/// A collective on tensors that has been issued. Waiting for its result consumes it.
+#[derive(Debug)]
+#[must_use = "a collective is complete only once it was waited for"]
+pub(crate) struct DeviceWork<B: ShardBackend, T> {
+    work: Work<(T, B::Fence)>,
+}
+
+impl<B: ShardBackend, T: Send + 'static> DeviceWork<B, T> {
+    /// Queues a collective of the members of `group`. It reads tensors after the operations that
+    /// `after` marks.
+    pub(crate) fn issue(
+        comm: &Communicator,
+        group: &Arc<AnyProcessGroup>,
+        device: &B::Device,
+        after: B::Fence,
+        collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
+    ) -> Self {
+        let device = device.clone();
+        let work = comm.issue_on(group, move |group| {
+            B::wait_for(&after);
+            let result = collective(group)?;
+            Ok((result, B::fence(&device)))
+        });
+        Self { work }
+    }
+
+    /// Blocks until the communication thread has issued the collective, and returns its result.
+    /// Later operations of this thread come after the collective; the thread does not wait for the
+    /// device.
+    pub(crate) fn wait(self) -> Result<T, CollectiveError> {
+        let (result, fence) = self.work.wait()?;
+        B::wait_for(&fence);
+        Ok(result)
+    }
+}
