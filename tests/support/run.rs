@@ -8,7 +8,7 @@ use fsdp_runtime::{Counts, Error, FullState};
 
 use super::compare::{Within, assert_close, assert_same_bits, assert_same_state};
 use super::ranks::launch_options;
-use super::transformer::{Net, batch, loss};
+use super::transformer::{Net, Numbered, batch, loss};
 
 /// A training run of [`Net`], each rank on rows of its own.
 #[derive(Clone, Debug)]
@@ -28,6 +28,8 @@ pub struct Run {
     pub optimizer: fn() -> ModuleOptimizer,
     pub options: FsdpOptions,
     pub device: Device,
+    /// Whether the initial weights are the same on every device.
+    pub numbered: bool,
     /// Threads of each rank's rayon pool, if other than the launch's default.
     pub threads: Option<usize>,
 }
@@ -45,6 +47,7 @@ impl Run {
             optimizer: || AdamWConfig::new().init(),
             options: FsdpOptions::new().with_seed(7),
             device: Device::flex(),
+            numbered: false,
             threads: None,
         }
     }
@@ -72,7 +75,10 @@ impl Run {
 
     fn rank(&self, worker: &Worker) -> Result<Outcome, Error> {
         let device = worker.device();
-        let net = Net::new(self.blocks, self.dropout, device);
+        let mut net = Net::new(self.blocks, self.dropout, device);
+        if self.numbered {
+            net = net.map(&mut Numbered(0));
+        }
         let mut net = fully_shard(net, worker, self.options.clone())?;
         let mut optimizer = (self.optimizer)();
         let (mut losses, mut norms) = (Vec::new(), Vec::new());

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::module::{Initializer, Module, Param};
+use burn::module::{Initializer, Module, ModuleMapper, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{
     Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm,
@@ -113,4 +113,26 @@ pub fn batch(step: usize, rows: Range<usize>, device: &Device) -> (Tensor<2, Int
 /// Mean cross-entropy over rows.
 pub fn loss(logits: Tensor<2>, labels: Tensor<1, Int>) -> Tensor<1> {
     CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, labels)
+}
+
+/// Gives every parameter numbers that depend only on its position in the module.
+#[derive(Debug)]
+pub struct Numbered(pub u64);
+
+impl ModuleMapper for Numbered {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.0 += 1;
+        let seed = self.0;
+        param.map(|tensor| {
+            let (shape, device) = (tensor.shape(), tensor.device());
+            let number = |at: usize| {
+                let mut x = (at as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ (seed << 32);
+                x = (x ^ (x >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+                let unit = (x >> 40) as f32 / (1 << 23) as f32 - 1.0;
+                unit * 0.2 + if D == 1 { 0.5 } else { 0.0 }
+            };
+            let numbers: Vec<f32> = (0..shape.num_elements()).map(number).collect();
+            Tensor::<D>::from_data(TensorData::new(numbers, shape), &device).require_grad()
+        })
+    }
 }

@@ -27,6 +27,8 @@ use super::norm::Norm;
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
 use super::shard_backend::{ShardBackend, cast, numel};
+#[cfg(test)]
+use super::stream_order::{self, record};
 use crate::error::IgnorePoison;
 
 /// Device allocation of a gather buffer.
@@ -81,12 +83,16 @@ impl ShardBackend for CubeBackend {
         let numel = numel.max(1);
         let handle = client.empty(numel * dtype.size());
         fill(&client, &BufferSlice { handle: handle.clone(), start: 0, dtype }, numel, 0.0);
+        #[cfg(test)]
+        stream_order::writes(&handle);
         let last_reads = Mutex::new(Fence::new(device));
         Memory { device: device.clone(), handle, numel, dtype, last_reads }
     }
 
     fn view(memory: &Memory, offset: usize, shape: Shape) -> CubeTensor {
         let handle = memory.part(offset, shape.num_elements());
+        #[cfg(test)]
+        stream_order::reads(&handle);
         let client = memory.device.client();
         CubeTensor::new_contiguous(client, memory.device.clone(), shape, handle, memory.dtype)
     }
@@ -106,14 +112,20 @@ impl ShardBackend for CubeBackend {
         };
         let parts: Vec<_> = parts.into_iter().map(part).collect();
         memory.last_reads().wait();
+        #[cfg(test)]
+        record(parts.iter().map(|(source, _)| source), [&memory.handle]);
         pack_into(&memory.device.client(), parts, &memory.slice(0));
     }
 
     fn poison(memory: &Memory, numel: usize) {
+        #[cfg(test)]
+        stream_order::writes(&memory.handle);
         fill(&memory.device.client(), &memory.slice(0), numel, f32::NAN);
     }
 
     fn release(memory: &Memory) {
+        #[cfg(test)]
+        stream_order::reads(&memory.handle);
         *memory.last_reads() = Fence::new(&memory.device);
     }
 
@@ -121,6 +133,7 @@ impl ShardBackend for CubeBackend {
         Fence::new(device)
     }
 
+    #[cfg_attr(test, track_caller)]
     fn wait_for(fence: &Fence) {
         fence.wait();
     }
@@ -137,6 +150,8 @@ impl ShardBackend for CubeBackend {
 
     fn to_data(tensor: CubeTensor) -> TensorData {
         let tensor = contiguous(tensor);
+        #[cfg(test)]
+        stream_order::reads(&tensor.handle);
         let (shape, dtype) = (tensor.shape(), tensor.dtype);
         // `into_data` would be lazy: its bytes hold the device allocation for their whole life.
         let handle = BufferSlice::of(&tensor).into_handle(shape.num_elements());
@@ -173,6 +188,8 @@ impl ShardBackend for CubeBackend {
     fn copy_range(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {
         let part = contiguous(flat(tensor, range));
         let target = empty(&part.device, shape, part.dtype);
+        #[cfg(test)]
+        record([&part], [&target.handle]);
         let numel = numel::<CubeBackend>(&part);
         copy(&part.client, &BufferSlice::of(&part), &BufferSlice::of(&target), numel, None);
         target

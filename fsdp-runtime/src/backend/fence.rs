@@ -51,7 +51,7 @@ thread_local! {
 
 /// Mark of the operations that a thread has issued on a device.
 #[derive(Clone, Debug)]
-pub(super) struct Fence(Arc<Mark>);
+pub(crate) struct Fence(Arc<Mark>);
 
 #[derive(Debug)]
 struct Mark {
@@ -67,11 +67,16 @@ impl Fence {
     pub(super) fn new(device: &CubeDevice) -> Self {
         let handle = device.client().empty(size_of::<f32>());
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        #[cfg(test)]
+        super::stream_order::made(number);
         Self(Arc::new(Mark { number, device: device.clone(), handle }))
     }
 
     /// Orders all later operations of the calling thread after those that the fence marks.
+    #[cfg_attr(test, track_caller)]
     pub(super) fn wait(&self) {
+        #[cfg(test)]
+        super::stream_order::waits(self.0.number, std::panic::Location::caller());
         let is_new = WAITED.with_borrow_mut(|waited| {
             let same = |other: &&mut Self| {
                 other.0.device == self.0.device && other.0.handle.stream == self.0.handle.stream

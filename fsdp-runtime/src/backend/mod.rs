@@ -1,7 +1,7 @@
 //! What sharding requires of a Burn backend: buffers that tensors view, own kernels, and tensors
 //! that are stored on the device or in host memory.
 //!
-//! A file uses only files earlier in this order: tensor, norm and philox; kernels;
+//! A file uses only files earlier in this order: host_data, tensor, norm and philox; kernels;
 //! shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and gather_buffer; ops.
 
 #[cfg(feature = "cube")]
@@ -11,6 +11,7 @@ mod fence;
 #[cfg(feature = "flex")]
 mod flex;
 pub(crate) mod gather_buffer;
+mod host_data;
 pub(crate) mod kernels;
 mod model_backend;
 mod norm;
@@ -20,8 +21,11 @@ mod philox;
 mod recorded;
 mod shard_backend;
 mod stored_tensor;
+#[cfg(all(test, feature = "cube"))]
+pub(crate) mod stream_order;
 mod tensor;
 
+pub(crate) use self::host_data::{owned_bytes, owned_data};
 pub(crate) use self::model_backend::{
     AutodiffContext, FloatTensor, ModelBackend, Raw, RawFloat, cast_model, clone_device, is_flex,
     unsupported_device, with_backend,

@@ -49,7 +49,10 @@ impl ModelBackend for Cube {
     dispatch!(Cube);
 
     fn lower(tensors: Vec<Float<Self>>) -> Vec<CubeTensor> {
-        <Self as Recorder>::lower(tensors)
+        let buffers = <Self as Recorder>::lower(tensors);
+        #[cfg(test)]
+        super::stream_order::wrote(&buffers);
+        buffers
     }
 
     fn raise(buffer: CubeTensor) -> Float<Self> {
@@ -196,5 +199,47 @@ where
             handles.register_float_tensor::<B>(&output.id, buffer);
         }
         Ok(())
+    }
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use burn::backend::ops::FloatTensorOps;
+    use cubecl::device::CpuDevice;
+
+    use super::*;
+    use crate::backend::shard_backend::ShardBackend;
+
+    /// Returns the sum of a buffer's views, of which the release is recorded before (`drained`) or after it was
+    /// launched.
+    fn sum_of_views(drained: bool) -> Vec<f32> {
+        let device = CubeDevice::Cpu(CpuDevice);
+        let shape = Shape::from([8]);
+        let memory = CubeBackend::alloc(&device, 8, DType::F32);
+        let ones = CubeBackend::float_ones(shape.clone(), &device, DType::F32.into());
+        CubeBackend::write(&memory, vec![(0, ones)]);
+        let view = Cube::raise(CubeBackend::view(&memory, 0, shape));
+        let sum = Cube::float_add(view.clone(), view);
+        if drained {
+            <Cube as ModelBackend>::drain(&device);
+        }
+        CubeBackend::poison(&memory, 8);
+        CubeBackend::release(&memory);
+        CubeBackend::to_data(Cube::lower_one(sum)).iter().collect()
+    }
+
+    #[test]
+    fn a_recorded_read_runs_before_the_buffer_is_released() {
+        assert_eq!(sum_of_views(true), [2.0; 8]);
+    }
+
+    /// Without a drain the read runs after the release, and shows the poison.
+    #[test]
+    fn a_late_read_shows_the_poison() {
+        let late = sum_of_views(false);
+        match <Cube as ModelBackend>::RECORDS {
+            true => assert!(late.iter().all(|x| x.is_nan()), "{late:?}"),
+            false => assert_eq!(late, [2.0; 8]),
+        }
     }
 }

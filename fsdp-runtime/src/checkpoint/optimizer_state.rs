@@ -21,6 +21,7 @@ use burn::tensor::{Bytes, DType, Device, TensorData};
 use burn_pack::{Reader, Tensor, Writer};
 
 use super::scalar::{Scalar, Scalars};
+use crate::backend::owned_bytes;
 use crate::error::{CheckpointError, IgnorePoison};
 
 /// Name of the number that Burn adds to each parameter's state: the parameter's number of
@@ -166,7 +167,7 @@ impl DynOptimizer for StateRecorder {
             if let Some(data) = source.take_tensor(prefix, name) {
                 let (bytes, shape, dtype) = data.into_parts();
                 let (name, shape) = (name.clone(), shape.as_slice().to_vec());
-                state.tensors.push(StateTensor { name, dtype, shape, bytes });
+                state.tensors.push(StateTensor { name, dtype, shape, bytes: owned_bytes(bytes) });
             }
         }
         for name in &self.names.scalars {
@@ -200,7 +201,12 @@ fn read_serialised(
             tensor.into_parts().map_err(|error| failed(error.to_string()))?;
         let (id, name) = split_name(&name).ok_or_else(|| failed(unknown_entry(&name)))?;
         let (name, shape) = (name.to_string(), shape.as_slice().to_vec());
-        states.entry(id).or_default().tensors.push(StateTensor { name, dtype, shape, bytes });
+        states.entry(id).or_default().tensors.push(StateTensor {
+            name,
+            dtype,
+            shape,
+            bytes: owned_bytes(bytes),
+        });
     }
     Ok(states)
 }

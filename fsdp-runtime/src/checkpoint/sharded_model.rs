@@ -7,6 +7,7 @@ use std::sync::Arc;
 use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, Device, DispatchTensor, Tensor, TensorData};
 
+use crate::backend::owned_data;
 use crate::fully_shard::Fsdp;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::param_group::plan::{IgnoredParam, Key};
@@ -85,7 +86,7 @@ pub(super) fn with_host_bytes(
 
 /// Returns the elements of an ignored parameter, in the flat shape that [`LocalParam::base`] has.
 pub(super) fn ignored_values(base: DispatchTensor) -> TensorData {
-    Tensor::<1>::from_dispatch(base).into_data()
+    owned_data(Tensor::<1>::from_dispatch(base).into_data())
 }
 
 impl<M: FsdpModule> ShardedModel for Fsdp<M> {

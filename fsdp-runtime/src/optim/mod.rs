@@ -45,6 +45,8 @@ mod owners;
 mod sgd;
 mod single_param;
 #[cfg(all(test, feature = "cpu"))]
+mod stream_order_tests;
+#[cfg(all(test, feature = "cpu"))]
 mod tests;
 mod unscale;
 mod whole_param;

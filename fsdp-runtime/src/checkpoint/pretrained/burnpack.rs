@@ -14,6 +14,7 @@ use super::local_values::LocalValues;
 use super::matching::{MatchedTensor, WantedTensor, match_tensors};
 use super::options::{LoadOptions, LoadReport};
 use super::source::Source;
+use crate::backend::owned_data;
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::state::{State, StateMut};
 use crate::error::{Error, IgnorePoison, LoadError, SaveError};
@@ -230,7 +231,7 @@ impl ModuleVisitor for NonShardedVisitor {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if !self.sharded.contains(&param.id) {
-            let tensor = NonSharded { id: param.id, data: param.base().into_data() };
+            let tensor = NonSharded { id: param.id, data: owned_data(param.base().into_data()) };
             self.found.insert(self.path.join("."), tensor);
         }
     }

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
+use crate::backend::owned_data;
 use crate::error::Error;
 use crate::launch::Worker;
 use crate::module::{FsdpModule, ParamVisitor};
@@ -46,7 +47,8 @@ impl ParamVisitor for ReadStats<'_> {
 
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
         let known = self.known.iter().find(|known| known.id == buffer.id);
-        let path = known.map(|known| (known.spec.path.clone(), buffer.val().into_data()));
+        let path =
+            known.map(|known| (known.spec.path.clone(), owned_data(buffer.val().into_data())));
         self.values.extend(path);
     }
 }

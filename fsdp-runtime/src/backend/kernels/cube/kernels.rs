@@ -14,6 +14,8 @@ use crate::backend::kernels::contract::{AdamTensors, Kernels, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
+#[cfg(test)]
+use crate::backend::stream_order::record;
 
 impl Kernels for CubeBackend {
     fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
@@ -30,7 +32,12 @@ impl Kernels for CubeBackend {
     }
 
     fn cast(tensor: CubeTensor, dtype: DType, divisor: Option<f32>) -> CubeTensor {
-        copy::cast(tensor, dtype, divisor)
+        #[cfg(test)]
+        record([&tensor], []);
+        let cast = copy::cast(tensor, dtype, divisor);
+        #[cfg(test)]
+        record([], [&cast.handle]);
+        cast
     }
 
     fn rank_mean(
@@ -39,7 +46,10 @@ impl Kernels for CubeBackend {
         divisor: usize,
         shape: Shape,
     ) -> CubeTensor {
-        mean::mean(parts, range, divisor, shape)
+        let mean = mean::mean(parts, range, divisor, shape);
+        #[cfg(test)]
+        record(parts, [&mean.handle]);
+        mean
     }
 
     fn sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {
@@ -61,6 +71,8 @@ impl Kernels for CubeBackend {
         batch: Option<&StepBatch>,
     ) -> AdamTensors<CubeTensor> {
         let tensors = tensors.map(exclusive);
+        #[cfg(test)]
+        record([&grad], [&tensors.param.handle]);
         optim::adam(step, contiguous(grad), &tensors, batch.map(|batch| &batch.cube));
         tensors
     }
@@ -73,6 +85,8 @@ impl Kernels for CubeBackend {
         batch: Option<&StepBatch>,
     ) -> (CubeTensor, Option<CubeTensor>) {
         let (param, velocity) = (exclusive(param), velocity.map(exclusive));
+        #[cfg(test)]
+        record([&grad], [&param.handle]);
         optim::sgd(
             step,
             &param,
