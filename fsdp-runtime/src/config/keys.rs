@@ -81,8 +81,16 @@ const TOP: &[Key] = &[
     unused("deepspeed_config", "for DeepSpeed", EMPTY),
     used("distributed_type"),
     used("downcast_bf16"),
-    unused("dynamo_backend", "for torch.compile; Burn fuses operations by itself", NO),
-    unused("dynamo_config", "for torch.compile; Burn fuses operations by itself", EMPTY),
+    unused(
+        "dynamo_backend",
+        "for torch.compile; Burn's build feature `fusion` fuses operations on CubeCL devices",
+        NO,
+    ),
+    unused(
+        "dynamo_config",
+        "for torch.compile; Burn's build feature `fusion` fuses operations on CubeCL devices",
+        EMPTY,
+    ),
     unused("enable_cpu_affinity", "the operating system places processes", NO),
     used("fp16"),
     unused("fp8_config", "8-bit floats are not supported", EMPTY),
