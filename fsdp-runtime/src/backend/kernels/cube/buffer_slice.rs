@@ -32,12 +32,7 @@ impl BufferSlice {
     pub(crate) fn into_handle(self, numel: usize) -> Handle {
         let bytes = |elements: usize| (elements * self.dtype.size()) as u64;
         let after = self.handle.size_in_used() - bytes(self.start + numel);
-        let (from_start, from_end) =
-            (self.handle.offset_start.unwrap_or(0), self.handle.offset_end.unwrap_or(0));
-        self.handle
-            .clone()
-            .offset_start(from_start + bytes(self.start))
-            .offset_end(from_end + after)
+        self.handle.clone().offset_start(bytes(self.start)).offset_end(after)
     }
 
     /// Returns the number of bytes between the start of the allocation and the slice's first
