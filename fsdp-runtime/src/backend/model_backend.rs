@@ -164,6 +164,15 @@ macro_rules! with_backend {
 }
 pub(crate) use with_backend;
 
+/// Launches the operations that the calling thread has recorded on the device. Does nothing on
+/// devices that record none.
+pub(crate) fn drain(device: &burn::tensor::Device) {
+    let _: Result<(), ShardError> = with_backend!(device, |B, inner| {
+        <B as ModelBackend>::drain(&inner);
+        Ok(())
+    });
+}
+
 /// Returns whether the device belongs to Flex, Burn's CPU backend, whose tensors are in host
 /// memory.
 pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {

@@ -218,14 +218,14 @@ mod tests {
         let memory = CubeBackend::alloc(&device, 8, DType::F32);
         let ones = CubeBackend::float_ones(shape.clone(), &device, DType::F32.into());
         CubeBackend::write(&memory, vec![(0, ones)]);
-        let view = Cube::raise(CubeBackend::view(&memory, 0, shape));
+        let view = <Cube as ModelBackend>::raise(CubeBackend::view(&memory, 0, shape));
         let sum = Cube::float_add(view.clone(), view);
         if drained {
             <Cube as ModelBackend>::drain(&device);
         }
         CubeBackend::poison(&memory, 8);
         CubeBackend::release(&memory);
-        CubeBackend::to_data(Cube::lower_one(sum)).iter().collect()
+        CubeBackend::to_data(<Cube as ModelBackend>::lower_one(sum)).iter().collect()
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl Record {
             if other != stream && !self.covers(stream, other, time) {
                 let access = if is_write { "write" } else { "read" };
                 self.violations.push(format!(
-                    "{access} of {buffer} on {stream} at {at}, not ordered after a {what} on {other}"
+                    "{access} of {buffer} on {stream} at {at}, after a {what} on {other} without order"
                 ));
             }
         }
@@ -134,8 +134,12 @@ pub(in crate::backend) fn record<'a>(
     read: impl IntoIterator<Item = &'a CubeTensor>,
     written: impl IntoIterator<Item = &'a Handle>,
 ) {
-    read.into_iter().for_each(|tensor| reads(&tensor.handle));
-    written.into_iter().for_each(writes);
+    for tensor in read {
+        reads(&tensor.handle);
+    }
+    for handle in written {
+        writes(handle);
+    }
 }
 
 /// Records that operations of Burn on the calling thread's stream may have written buffers.

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::worker::Worker;
+use crate::backend::drain;
 use crate::error::{CollectiveError, Error, RankPanic, panic_message};
 
 /// An error of any kind, as the user's program may return.
@@ -31,7 +32,16 @@ pub(super) fn start_rank<T: Send + 'static>(
         .build()
         .map_err(std::io::Error::other)?;
     std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
-        let run = || pool.install(|| program(worker));
+        let device = worker.device().clone();
+        let run = || {
+            pool.install(|| {
+                let outcome = program(worker);
+                // Tensors that the program dropped are freed when the thread's recorded operations
+                // run.
+                drain(&device);
+                outcome
+            })
+        };
         let outcome =
             catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
         if let Err(error) = &outcome {

@@ -5,7 +5,7 @@
 
 use std::cell::RefCell;
 
-use burn::backend::Cube;
+use burn_cubecl::CubeBackend;
 use burn_cubecl::CubeDevice;
 use cubecl::device::CudaDevice;
 
@@ -19,7 +19,7 @@ thread_local! {
     static GPU: RefCell<usize> = const { RefCell::new(0) };
 }
 
-impl Tested for Cube {
+impl Tested for CubeBackend {
     fn device() -> CubeDevice {
         CubeDevice::Cuda(CudaDevice::new(GPU.with_borrow(|gpu| *gpu)))
     }
@@ -96,7 +96,7 @@ fn ranks_conform_on_gpus() {
     }
     for size in 1..=count.min(4) {
         let world = WorldSize::new(size).unwrap();
-        for check in &checks::<Cube>() {
+        for check in &checks::<CubeBackend>() {
             for over in [Over::Threads, Over::Store(free_port())] {
                 run(world, over, check, |host| {
                     let gpu = host.rank().index();

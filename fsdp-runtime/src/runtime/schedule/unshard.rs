@@ -10,7 +10,7 @@ use super::core::Schedule;
 use super::counters::count;
 use super::settings::{Pass, Reshard, When};
 use super::state::State;
-use super::unit_state::{LocalShard, ShardState};
+use super::unit_state::{LocalShard, ShardState, UnitState};
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{
     Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, numel as numel_of,
@@ -19,8 +19,8 @@ use crate::collectives::device_work::DeviceWork;
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
-use crate::param_group::Placement;
 use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
+use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// A shard to be sent in an all-gather.
 struct ShardToSend<B: ShardBackend> {
@@ -101,6 +101,9 @@ impl<B: ModelBackend> Schedule<B> {
         when: When,
     ) -> Result<(), Error> {
         let unit = &self.units[index];
+        if matches!(state.units[index].shard_state, ShardState::Sharded) {
+            self.lower_shards(state, index);
+        }
         let copies = self.copies(state, index, pass);
         if state.buffers.has_none(index) && copies.is_empty() {
             return Ok(());
@@ -204,14 +207,28 @@ impl<B: ModelBackend> Schedule<B> {
         state.shards_written.get_or_insert_with(fence).clone()
     }
 
-    /// Lowers the shards of a unit that have no buffer yet, all at once.
-    fn lower_shards(&self, shards: &[Option<LocalShard<B>>]) {
-        let missing = shards.iter().flatten().filter(|shard| shard.buffer.get().is_none());
-        let missing: Vec<&LocalShard<B>> = missing.collect();
+    /// Lowers the shards of all units if a unit needs one that has no buffer yet: once in a pass, as
+    /// the outermost forward reads all of them from the module.
+    fn lower_shards(&self, state: &mut State<B>, index: usize) {
+        let on_host = self.settings.storage != StorageDevice::Device;
+        let missing = |(entry, shard): (&ParamSpec, &Option<LocalShard<B>>)| {
+            let shard = shard.as_ref().filter(|shard| shard.buffer.get().is_none())?;
+            let is_sharded = matches!(entry.placement, Placement::Shard(_));
+            (is_sharded || on_host).then(|| shard.clone())
+        };
+        let of_unit = |(unit, shards): (&Unit, &UnitState<B>)| -> Vec<LocalShard<B>> {
+            unit.params.iter().zip(&shards.shards).filter_map(missing).collect()
+        };
+        if of_unit((&self.units[index], &state.units[index])).is_empty() {
+            return;
+        }
+        let missing: Vec<_> = self.units.iter().zip(&state.units).flat_map(of_unit).collect();
         let values = missing.iter().map(|shard| shard.value.clone()).collect();
         for (shard, buffer) in missing.iter().zip(self.lower(values)) {
             shard.buffer.get_or_init(|| buffer);
         }
+        // The operations that write the shards have been launched only now.
+        state.shards_written = None;
     }
 
     /// Returns what this rank sends in a unit's all-gathers. Returns `None` if a prefetch finds
@@ -236,7 +253,6 @@ impl<B: ModelBackend> Schedule<B> {
             let parts = state.buffers.kept_parts(index).iter().map(kept).collect();
             return Ok(Some((parts, group.clone())));
         }
-        self.lower_shards(&state.units[index].shards);
         let mut ranges: Vec<Vec<ShardToSend<Raw<B>>>> = Vec::new();
         ranges.resize_with(unit.layout.ranges().len(), Vec::new);
         for (at, (entry, shard)) in unit.params.iter().zip(&state.units[index].shards).enumerate() {
@@ -267,7 +283,6 @@ impl<B: ModelBackend> Schedule<B> {
         {
             return Vec::new();
         }
-        self.lower_shards(&state.units[index].shards);
         let params = unit.params.iter().zip(&state.units[index].shards);
         let replicated = params.filter(|(entry, _)| entry.placement == Placement::Replicated);
         replicated
