@@ -164,13 +164,18 @@ macro_rules! with_backend {
 }
 pub(crate) use with_backend;
 
-/// Launches the operations that the calling thread has recorded on the device. Does nothing on
-/// devices that record none.
-pub(crate) fn drain(device: &burn::tensor::Device) {
-    let _: Result<(), ShardError> = with_backend!(device, |B, inner| {
+/// Launches the operations that the calling thread has recorded on the device, and waits until the
+/// device has run all that it was given. Does nothing for devices that no [`ModelBackend`] serves.
+///
+/// # Errors
+///
+/// The device's description of an operation that has failed.
+pub(crate) fn finish(device: &burn::tensor::Device) -> Result<(), String> {
+    let finished: Result<Result<(), String>, ShardError> = with_backend!(device, |B, inner| {
         <B as ModelBackend>::drain(&inner);
-        Ok(())
+        Ok(<Raw<B> as Backend>::sync(&inner).map_err(|error| format!("{error:?}")))
     });
+    finished.unwrap_or(Ok(()))
 }
 
 /// Returns whether the device belongs to Flex, Burn's CPU backend, whose tensors are in host

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::worker::Worker;
-use crate::backend::drain;
+use crate::backend::finish;
 use crate::error::{CollectiveError, Error, RankPanic, panic_message};
 
 /// An error of any kind, as the user's program may return.
@@ -35,11 +35,11 @@ pub(super) fn start_rank<T: Send + 'static>(
         let device = worker.device().clone();
         let run = || {
             pool.install(|| {
-                let outcome = program(worker);
-                // Tensors that the program dropped are freed when the thread's recorded operations
-                // run.
-                drain(&device);
-                outcome
+                let result = program(worker)?;
+                // A device frees the tensors that the program has dropped when the operations on
+                // them have run.
+                finish(&device)?;
+                Ok(result)
             })
         };
         let outcome =
