@@ -21,6 +21,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 
 use super::fence::Fence;
+use super::host_data::owned_bytes;
 use super::kernels::cube::{BufferSlice, contiguous, copy, empty, fill, pack_into};
 use super::kernels::{self, Kernels};
 use super::norm::Norm;
@@ -156,7 +157,7 @@ impl ShardBackend for CubeBackend {
         // `into_data` would be lazy: its bytes hold the device allocation for their whole life.
         let handle = BufferSlice::of(&tensor).into_handle(shape.num_elements());
         let bytes = tensor.client.read_one(handle).expect("a computed tensor can be read");
-        TensorData::from_bytes(bytes, shape, dtype)
+        TensorData::from_bytes(owned_bytes(bytes), shape, dtype)
     }
 
     #[cfg(feature = "mpi")]

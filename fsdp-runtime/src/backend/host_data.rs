@@ -10,8 +10,9 @@ use burn_std::AllocationProperty;
 /// Reads bytes that are still on the device, now, and releases the device's memory.
 pub(crate) fn owned_bytes(bytes: Bytes) -> Bytes {
     match bytes.property() {
-        AllocationProperty::Device => Bytes::from_bytes_vec(bytes.to_vec()),
-        _ => bytes,
+        AllocationProperty::Native | AllocationProperty::File => bytes,
+        // CubeCL's CPU device passes its own memory, and pinned memory belongs to the device's pools.
+        _ => Bytes::from_bytes_vec(bytes.to_vec()),
     }
 }
 
