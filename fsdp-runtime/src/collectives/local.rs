@@ -167,7 +167,7 @@ impl LocalGroup {
         op: &Op,
         device: &B::Device,
         tensors: T,
-    ) -> Result<Vec<Arc<(T, B::Fence)>>, CollectiveError> {
+    ) -> Result<Vec<Fenced<B, T>>, CollectiveError> {
         let peers = self.exchange(op, (tensors, B::fence(device)))?;
         for peer in &peers {
             B::wait_for(&peer.1);
@@ -248,6 +248,9 @@ impl LocalGroup {
         Err(failure)
     }
 }
+
+/// Tensors of a member, and the mark of all that its communication thread has issued before.
+type Fenced<B, T> = Arc<(T, <B as ShardBackend>::Fence)>;
 
 impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     fn all_gather(

@@ -11,11 +11,14 @@ use std::sync::{Arc, Mutex};
 
 use crate::error::IgnorePoison;
 
+/// Function that runs the recorded operations of a device, and the name of the device.
+type Drain = (String, Box<dyn FnOnce() + Send>);
+
 /// Deferred steps of one call of an optimizer.
 #[derive(Default)]
 pub(crate) struct StepBatch {
-    /// Functions that run recorded operations, each with the name of its device.
-    drains: Mutex<Vec<(String, Box<dyn FnOnce() + Send>)>>,
+    /// Functions that run recorded operations, one for each device.
+    drains: Mutex<Vec<Drain>>,
     #[cfg(feature = "cube")]
     pub(super) cube: super::cube::DeferredSteps,
 }
