@@ -324,3 +324,47 @@ fn launches_leave_no_memory_in_use() {
     let last = in_use();
     assert!(last <= first, "{first} bytes before 20 launches, {last} after");
 }
+
+/// SGD in a parameter's own memory, after work that takes the device a while.
+#[derive(Clone)]
+struct Slow(fsdp_runtime::optim::Sgd);
+
+impl Optimizer for Slow {
+    type State<const D: usize> = <fsdp_runtime::optim::Sgd as Optimizer>::State<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<Self::State<D>>,
+    ) -> (Tensor<D>, Option<Self::State<D>>) {
+        let ones = Tensor::<2>::ones([256, 256], &tensor.device());
+        let zero = (0..4).fold(ones.clone(), |product, _| product.matmul(ones.clone()) / 256.0);
+        let zero = (zero.slice([0..1, 0..1]) - 1.0).reshape([1; D]);
+        self.0.step(lr, tensor, grad + zero, state)
+    }
+
+    fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
+        fsdp_runtime::optim::Sgd::to_device(state, device)
+    }
+}
+
+/// A gather on the communication thread's stream reads what a late update on the rank's own stream
+/// has written.
+#[test]
+fn a_gather_comes_after_a_slow_update() {
+    let fast = Run {
+        steps: 3,
+        learning_rate: 0.1,
+        clip: None,
+        optimizer: || fsdp_runtime::optim::SgdConfig::new().init(),
+        ..small(Device::cpu())
+    };
+    let slow = Run {
+        optimizer: || Slow(fsdp_runtime::optim::SgdConfig::new().build()).into(),
+        ..fast.clone()
+    };
+    let (fast, slow) = (fast.launch(), slow.launch());
+    slow.assert_close(&fast, 1e-6);
+}
