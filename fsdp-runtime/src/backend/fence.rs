@@ -16,8 +16,9 @@
 //! buffers live as long as the model. So nothing here relies on the handles of the data. A thread
 //! that passes data on makes a [`Fence`], a handle that is allocated for this purpose, and the thread
 //! that receives the data binds it before it touches the data. As the handle is new, the receiver's
-//! stream waits for all that the sender's stream was given until then, and for all that the sender's
-//! stream had waited for itself.
+//! stream waits for all that the sender's stream was given before, and for all that the sender's
+//! stream had waited for itself. (CubeCL marks the place in the sender's stream when the receiver
+//! binds the handle, so the wait may cover work that the sender was given later.)
 //!
 //! # The fences
 //!
@@ -63,7 +64,7 @@ struct Mark {
 }
 
 impl Fence {
-    /// Marks the operations that the calling thread has issued on the device so far.
+    /// Marks at least the operations that the calling thread has issued on the device so far.
     pub(super) fn new(device: &CubeDevice) -> Self {
         let handle = device.client().empty(size_of::<f32>());
         let number = NEXT.fetch_add(1, Ordering::Relaxed);

@@ -194,8 +194,14 @@ where
     ) -> Result<(), ExecutionError> {
         let Some(f) = self.f.lock().ignore_poison().take() else { return Ok(()) };
         let buffers = self.inputs.iter().map(|it| handles.get_float_tensor::<B>(it));
-        let buffers = buffers.collect();
-        for (output, buffer) in self.outputs.iter().zip(f(buffers)) {
+        let results = f(buffers.collect());
+        assert_eq!(
+            results.len(),
+            self.outputs.len(),
+            "{} has as many results as outputs",
+            self.name
+        );
+        for (output, buffer) in self.outputs.iter().zip(results) {
             handles.register_float_tensor::<B>(&output.id, buffer);
         }
         Ok(())

@@ -48,6 +48,8 @@ static RECORD: Mutex<Option<Record>> = Mutex::new(None);
 /// Runs `f` with a record, in which the waits of `missing` are left out. Returns a description of
 /// each access without order.
 pub(crate) fn violations(missing: Option<Waits>, f: impl FnOnce()) -> Vec<String> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _one = ONE_AT_A_TIME.lock().ignore_poison();
     *lock() = Some(Record { missing, ..Record::default() });
     f();
     lock().take().map_or_else(Vec::new, |record| record.violations)

@@ -9,7 +9,7 @@ use crate::error::CollectiveError;
 
 /// A collective on tensors that has been issued. Waiting for its result consumes it.
 #[derive(Debug)]
-#[must_use = "a collective is complete only once it was waited for"]
+#[must_use = "the result of a collective is ordered only once it was waited for"]
 pub(crate) struct DeviceWork<B: ShardBackend, T> {
     work: Work<(T, B::Fence)>,
 }

@@ -15,13 +15,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use burn::backend::TensorMetadata;
+
 pub(crate) use super::hub::Hub;
 use super::hub::{Round, RoundKey, State};
 use super::op::Op;
 use super::process_group::{ProcessGroup, Reduce, ReduceScatter};
 use super::split::members_of_color;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{Float, ShardBackend, numel};
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;
 
@@ -172,9 +174,23 @@ impl LocalGroup {
         for peer in &peers {
             B::wait_for(&peer.1);
         }
-        // Every member has told this rank about its reads, and this rank them about its own.
+        // The members have told this rank about the reads of their communication threads, and this
+        // rank them about its own.
         drop(self.read.lock().ignore_poison().take());
         Ok(peers)
+    }
+
+    /// Keeps the members' tensors, which this rank reads on a device.
+    ///
+    /// An owner may update a shard in its memory only when no other rank refers to it. This rank's
+    /// reads may not have run yet; the next exchange tells the owner about them.
+    fn keep_until_next_exchange<B: ShardBackend, T: Send + Sync + 'static>(
+        &self,
+        peers: Vec<Fenced<B, T>>,
+    ) {
+        if !B::IN_HOST_MEMORY {
+            *self.read.lock().ignore_poison() = Some(Box::new(peers));
+        }
     }
 
     /// Returns a round to join, which is opened if this rank is the first to join.
@@ -249,6 +265,16 @@ impl LocalGroup {
     }
 }
 
+/// Returns a tensor that the rank's own thread may read at any time: a copy of another rank's tensor,
+/// which that rank may update. In host memory a rank updates no tensor that another one refers to.
+fn own<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
+    if B::IN_HOST_MEMORY {
+        return tensor;
+    }
+    let (shape, numel) = (tensor.shape(), numel::<B>(&tensor));
+    B::copy_range(tensor, 0..numel, shape)
+}
+
 /// Tensors of a member, and the mark of all that its communication thread has issued before.
 type Fenced<B, T> = Arc<(T, <B as ShardBackend>::Fence)>;
 
@@ -263,11 +289,7 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     ) -> Result<(), CollectiveError> {
         let peers = self.exchange_on_device::<B, _>(op, device, shards)?;
         buffer.write_all(peers.iter().flat_map(|peer| peer.0.iter().cloned()).collect());
-        if !B::IN_HOST_MEMORY {
-            // An owner may update a shard in its memory only when no other rank refers to it. This
-            // rank's reads may not have run yet; the next exchange tells the owner about them.
-            *self.read.lock().ignore_poison() = Some(Box::new(peers));
-        }
+        self.keep_until_next_exchange::<B, _>(peers);
         Ok(())
     }
 
@@ -278,7 +300,9 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let peers = self.exchange_on_device::<B, _>(op, device, shard)?;
-        Ok(peers.iter().map(|peer| peer.0.clone()).collect())
+        let parts = peers.iter().map(|peer| peer.0.clone().map(own::<B>)).collect();
+        self.keep_until_next_exchange::<B, _>(peers);
+        Ok(parts)
     }
 
     fn gather(
@@ -289,8 +313,10 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let peers = self.exchange_on_device::<B, _>(op, device, shard)?;
-        let peers = if self.index == to { &*peers } else { &[] };
-        Ok(peers.iter().map(|peer| peer.0.clone()).collect())
+        let sent = if self.index == to { &*peers } else { &[] };
+        let parts = sent.iter().map(|peer| peer.0.clone().map(own::<B>)).collect();
+        self.keep_until_next_exchange::<B, _>(peers);
+        Ok(parts)
     }
 
     fn reduce_scatter(

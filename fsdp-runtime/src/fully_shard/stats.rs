@@ -76,6 +76,9 @@ impl<M> Stats<'_, M> {
     /// Returns how long this rank's collectives have taken since its launch, and how much of that
     /// time the rank waited for them. Both include the delays of other ranks; the difference
     /// overlapped with this rank's computation.
+    ///
+    /// On CubeCL devices with the engine `local` it is the time that the host takes to issue the
+    /// collectives; the device runs them later.
     pub fn communication_time(&self) -> (Duration, Duration) {
         self.model.engine.communication_time()
     }

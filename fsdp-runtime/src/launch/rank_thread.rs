@@ -34,16 +34,15 @@ pub(super) fn start_rank<T: Send + 'static>(
     std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
         let device = worker.device().clone();
         let run = || {
-            pool.install(|| {
-                let result = program(worker)?;
-                // A device frees the tensors that the program has dropped when the operations on
-                // them have run.
-                finish(&device)?;
-                Ok(result)
-            })
+            let outcome = catch_unwind(AssertUnwindSafe(|| program(worker)));
+            // A device frees the tensors that the program has dropped when the operations on them
+            // have run. After a failure of the program these may fail too.
+            let finished = catch_unwind(AssertUnwindSafe(|| finish(&device)));
+            let result = outcome.unwrap_or_else(|panic| Err(unwound(panic)))?;
+            finished.unwrap_or_else(|panic| Err(panic_message(&*panic)))?;
+            Ok(result)
         };
-        let outcome =
-            catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(unwound(panic)));
+        let outcome: Result<T, BoxedError> = pool.install(run);
         if let Err(error) = &outcome {
             let reason = error.to_string();
             comm.world().fail(CollectiveError::PeerFailed { rank: index, reason });

@@ -64,13 +64,13 @@ pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor
     })
 }
 
-/// Applies dropout and records it as one autodiff operation, whose state is the mask's source.
 /// Returns the tensor multiplied by a dropout mask, without lowering it.
 fn drop_elements<B: ModelBackend>(tensor: Float<B>, source: &MaskSource) -> Float<B> {
     let (dtype, source) = (tensor.dtype(), *source);
     B::defer_one(tensor, dtype, move |buffer| B::Raw::dropout(buffer, &source))
 }
 
+/// Applies dropout and records it as one autodiff operation, whose state is the mask's source.
 fn record<B: ModelBackend>(input: Tracked<B>, source: &MaskSource) -> Tracked<B> {
     let (value, node) = input.into_parts();
     let value = drop_elements::<B>(value, source);

@@ -78,7 +78,8 @@ impl<B: ModelBackend> ScheduleState for Schedule<B> {
     fn forget(&self) {
         let state = &mut *self.lock();
         if state.open_forwards == 0 && state.calls.is_empty() {
-            self.forget_shards(state);
+            // A collective that has failed fails again at the next one.
+            let _ = self.end_reads_of_shards(state);
         }
     }
 

@@ -137,7 +137,7 @@ impl<B: ModelBackend> Schedule<B> {
             self.reshard(state, unit);
         }
         if state.open_forwards == 0 && state.calls.is_empty() {
-            self.forget_shards(state);
+            self.end_reads_of_shards(state)?;
         }
         Ok(())
     }

@@ -79,6 +79,18 @@ impl<B: ModelBackend> Schedule<B> {
         Ok(())
     }
 
+    /// Ends the prefetches that nothing has waited for, and drops the references to the module's
+    /// parameters, which may change from now on.
+    pub(super) fn end_reads_of_shards(&self, state: &mut State<B>) -> Result<(), Error> {
+        for unit in 0..self.units.len() {
+            if matches!(state.units[unit].shard_state, ShardState::Unsharding(_)) {
+                self.evict(state, unit)?;
+            }
+        }
+        self.forget_shards(state);
+        Ok(())
+    }
+
     /// Drops the references to the module's parameters, so that an optimizer can update these in
     /// place.
     pub(super) fn forget_shards(&self, state: &mut State<B>) {

@@ -101,18 +101,19 @@ impl<B: ModelBackend> Schedule<B> {
         when: When,
     ) -> Result<(), Error> {
         let unit = &self.units[index];
-        if matches!(state.units[index].shard_state, ShardState::Sharded) {
-            self.lower_shards(state, index);
+        if !matches!(state.units[index].shard_state, ShardState::Sharded) {
+            if when == When::Now {
+                state.units[index].prefetched = false;
+            }
+            return Ok(());
         }
+        self.lower_shards(state, index);
         let copies = self.copies(state, index, pass);
         if state.buffers.has_none(index) && copies.is_empty() {
             return Ok(());
         }
         if when == When::Now {
             state.units[index].prefetched = false;
-        }
-        if !matches!(state.units[index].shard_state, ShardState::Sharded) {
-            return Ok(());
         }
         let Some((shards, group)) = self.copy_in(state, index, pass, when)? else {
             return Ok(());
@@ -198,7 +199,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// Returns the mark of the operations that wrote what a unit's all-gathers send.
     ///
     /// The module's parameters do not change during a pass. So one mark, made when the pass first
-    /// reads them, serves all units, and no prefetch waits for computation.
+    /// reads them, serves all units.
     fn fence_of_shards(&self, state: &mut State<B>, index: usize, pass: Pass) -> Fence<B> {
         let fence = || Raw::<B>::fence(&self.device);
         if pass == Pass::Backward && state.units[index].has_kept_part {
