@@ -75,13 +75,14 @@ pub fn tensor(values: &[f32], device: &Device, dtype: FloatDType) -> Tensor<1> {
     )
 }
 
-/// The bits of the elements. Every NaN has the same bits here, and subnormals of bf16 have those of
-/// 0: instructions that round to bf16 may flush them.
+/// The bits of the elements. Every NaN has the same bits here. Subnormals of bf16, and the least normal
+/// number, to which a subnormal may round, have the bits of 0: instructions that round to bf16 may
+/// flush subnormals.
 pub fn bits(tensor: &Tensor<1>) -> Vec<u32> {
     let flush = tensor.dtype() == DType::BF16;
     let canonical = |x: f32| match x {
         x if x.is_nan() => f32::NAN.to_bits(),
-        x if flush && x.is_subnormal() => 0f32.copysign(x).to_bits(),
+        x if flush && x.abs() <= f32::MIN_POSITIVE => 0f32.copysign(x).to_bits(),
         x => x.to_bits(),
     };
     tensor.to_data().iter::<f32>().map(canonical).collect()
