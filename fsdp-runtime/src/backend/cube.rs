@@ -53,13 +53,6 @@ impl Memory {
     fn slice(&self, start: usize) -> BufferSlice {
         BufferSlice { handle: self.handle.clone(), start, dtype: self.dtype }
     }
-
-    /// Returns a handle to elements `offset..offset + numel`.
-    fn part(&self, offset: usize, numel: usize) -> Handle {
-        let bytes = |elements: usize| (elements * self.dtype.size()) as u64;
-        let end = self.handle.size_in_used() - bytes(offset + numel);
-        self.handle.clone().offset_start(bytes(offset)).offset_end(end)
-    }
 }
 
 /// Returns elements `range` of the flattened tensor.
@@ -76,7 +69,7 @@ impl ShardBackend for CubeBackend {
     type Fence = Fence;
     type Memory = Memory;
     #[cfg(feature = "mpi")]
-    type Host = Vec<u8>;
+    type Host = burn::tensor::Bytes;
     const IN_HOST_MEMORY: bool = false;
 
     fn alloc(device: &CubeDevice, numel: usize, dtype: DType) -> Memory {
@@ -91,7 +84,7 @@ impl ShardBackend for CubeBackend {
     }
 
     fn view(memory: &Memory, offset: usize, shape: Shape) -> CubeTensor {
-        let handle = memory.part(offset, shape.num_elements());
+        let handle = memory.slice(offset).into_handle(shape.num_elements());
         #[cfg(test)]
         stream_order::reads(&handle);
         let client = memory.device.client();
@@ -166,8 +159,8 @@ impl ShardBackend for CubeBackend {
     }
 
     #[cfg(feature = "mpi")]
-    fn host(tensor: CubeTensor) -> Vec<u8> {
-        CubeBackend::to_data(tensor).as_bytes().to_vec()
+    fn host(tensor: CubeTensor) -> burn::tensor::Bytes {
+        CubeBackend::to_data(tensor).into_bytes()
     }
 
     #[cfg(feature = "nccl")]

@@ -174,8 +174,10 @@ fn from_vec<E: Element>(elements: Vec<E>, shape: Shape) -> FlexTensor {
 pub(crate) struct Contiguous(FlexTensor);
 
 #[cfg(feature = "mpi")]
-impl AsRef<[u8]> for Contiguous {
-    fn as_ref(&self) -> &[u8] {
+impl std::ops::Deref for Contiguous {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
         with_float_type!(self.0.dtype(), |E| {
             bytemuck::cast_slice(
                 self.0.as_slice::<E>().expect("`host` returns a contiguous tensor"),

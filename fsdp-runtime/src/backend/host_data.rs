@@ -7,16 +7,17 @@
 use burn::tensor::{Bytes, TensorData};
 use burn_std::AllocationProperty;
 
-/// Reads bytes that are still on the device, now, and releases the device's memory.
+/// Returns bytes that the host owns. Bytes that are still on the device are read now; bytes in
+/// pinned memory, and those of CubeCL's CPU device, which passes its own memory, are copied. The
+/// device's memory is released.
 pub(crate) fn owned_bytes(bytes: Bytes) -> Bytes {
     match bytes.property() {
         AllocationProperty::Native | AllocationProperty::File => bytes,
-        // CubeCL's CPU device passes its own memory, and pinned memory belongs to the device's pools.
         _ => Bytes::from_bytes_vec(bytes.to_vec()),
     }
 }
 
-/// Reads elements that are still on the device, now, and releases the device's memory.
+/// Returns elements that the host owns, as [`owned_bytes`] does.
 pub(crate) fn owned_data(data: TensorData) -> TensorData {
     let (bytes, shape, dtype) = data.into_parts();
     TensorData::from_bytes(owned_bytes(bytes), shape, dtype)

@@ -3,6 +3,7 @@
 //!
 //! A file uses only files earlier in this order: host_data, tensor, norm and philox; kernels;
 //! shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and gather_buffer; ops.
+//! Unit tests add stream_order, which fence, cube and recorded report to.
 
 #[cfg(feature = "cube")]
 mod cube;

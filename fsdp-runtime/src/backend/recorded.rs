@@ -216,8 +216,8 @@ mod tests {
     use super::*;
     use crate::backend::shard_backend::ShardBackend;
 
-    /// Returns the sum of a buffer's views, of which the release is recorded before (`drained`) or after it was
-    /// launched.
+    /// Returns the sum of two views of a buffer that holds ones and is poisoned and released after
+    /// the sum. `drained` says whether the sum is launched before that.
     fn sum_of_views(drained: bool) -> Vec<f32> {
         let device = CubeDevice::Cpu(CpuDevice);
         let shape = Shape::from([8]);

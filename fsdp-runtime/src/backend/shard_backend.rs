@@ -6,6 +6,8 @@
 //! over [`ShardBackend`]; outside the MPI and NCCL process groups it is free of unsafe code.
 
 use std::fmt::Debug;
+#[cfg(feature = "mpi")]
+use std::ops::Deref;
 use std::ops::Range;
 #[cfg(feature = "mpi")]
 use std::ptr::NonNull;
@@ -58,7 +60,7 @@ pub(crate) trait ShardBackend: Kernels {
     /// Elements of a tensor as bytes that the host can read. Their address is stable when the value
     /// is moved.
     #[cfg(feature = "mpi")]
-    type Host: AsRef<[u8]> + Send;
+    type Host: Deref<Target = [u8]> + Send;
 
     /// Allocates a buffer of `numel` zeros.
     fn alloc(device: &Self::Device, numel: usize, dtype: DType) -> Self::Memory;

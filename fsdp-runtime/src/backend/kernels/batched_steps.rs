@@ -6,7 +6,6 @@
 //! mapped by the optimizer: at the end of that call the remaining ones are launched.
 
 use std::cell::RefCell;
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::error::IgnorePoison;
@@ -21,12 +20,6 @@ pub(crate) struct StepBatch {
     drains: Mutex<Vec<Drain>>,
     #[cfg(feature = "cube")]
     pub(super) cube: super::cube::DeferredSteps,
-}
-
-impl fmt::Debug for StepBatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StepBatch").finish_non_exhaustive()
-    }
 }
 
 impl StepBatch {

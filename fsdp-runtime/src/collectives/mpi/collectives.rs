@@ -33,7 +33,7 @@ impl MpiGroup {
             for to in self.others() {
                 if let Some(sent) = sent {
                     // SAFETY: `transfer` keeps `sent`.
-                    unsafe { self.send(transfers, to, 0, sent.as_ref()) };
+                    unsafe { self.send(transfers, to, 0, sent) };
                 }
             }
         })?;
@@ -61,7 +61,7 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
             for to in self.others() {
                 // SAFETY: `transfer` keeps `own`: a view of this rank's part of the buffer, or a
                 // copy.
-                unsafe { self.send(transfers, to, 0, own.as_ref()) };
+                unsafe { self.send(transfers, to, 0, own) };
             }
         })?;
         Ok(())

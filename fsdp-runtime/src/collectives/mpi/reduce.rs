@@ -101,7 +101,7 @@ impl MpiGroup {
                     let part = self.summed_part(reduction, entry, to);
                     let part = part.start * dtype.size()..part.end * dtype.size();
                     // SAFETY: `transfer` keeps `sent`, which keeps the elements where they are.
-                    unsafe { self.send(transfers, to, entry, &elements.as_ref()[part]) };
+                    unsafe { self.send(transfers, to, entry, &elements[part]) };
                 }
             }
         })?;
@@ -185,7 +185,7 @@ impl MpiGroup {
             for (entry, sum) in sent {
                 for to in self.others() {
                     // SAFETY: `transfer` keeps `sent`, which keeps the elements where they are.
-                    unsafe { self.send(transfers, to, tag(*entry), sum.as_ref()) };
+                    unsafe { self.send(transfers, to, tag(*entry), sum) };
                 }
             }
         })?;

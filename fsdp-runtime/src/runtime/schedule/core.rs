@@ -116,10 +116,12 @@ impl<B: ModelBackend> Schedule<B> {
         buffer.on_device(&self.device, DType::F32, self.settings.storage)
     }
 
-    /// Returns the buffer of a tensor on the device, and counts the lowering.
-    pub(super) fn lower_value(&self, tensor: Float<B>) -> RawFloat<B> {
-        self.count_lowering();
-        B::lower_one(tensor)
+    /// Returns the buffers of tensors on the device, and counts the lowering.
+    pub(super) fn lower_values(&self, tensors: Vec<Float<B>>) -> Vec<RawFloat<B>> {
+        if !tensors.is_empty() {
+            self.count_lowering();
+        }
+        B::lower(tensors)
     }
 
     fn count_lowering(&self) {

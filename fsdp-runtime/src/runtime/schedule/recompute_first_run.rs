@@ -109,8 +109,8 @@ impl<B: ModelBackend> Schedule<B> {
         if Raw::<B>::IN_HOST_MEMORY {
             return input;
         }
-        let input = self.lower_value(tensor.into_primitive());
-        forward.inputs[at].host = Some(Raw::<B>::to_data(input));
+        let buffers = self.lower_values(vec![tensor.into_primitive()]);
+        forward.inputs[at].host = buffers.into_iter().next().map(Raw::<B>::to_data);
         let stand_in = B::float_zeros(Shape::from(vec![1; rank]), &self.device, dtype.into());
         B::into_dispatch(FloatTensor::Autodiff(Autodiff::<B>::from_inner(stand_in), context))
     }

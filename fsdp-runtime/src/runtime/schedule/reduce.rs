@@ -105,14 +105,8 @@ impl<B: ModelBackend> Schedule<B> {
     /// Lowers the gradients that are present, all at once.
     fn lower_gradients(&self, gradients: Vec<Option<Float<B>>>) -> Vec<Option<RawFloat<B>>> {
         let present = gradients.iter().map(Option::is_some).collect::<Vec<_>>();
-        let tensors = gradients.into_iter().flatten().map(StoredTensor::Device).collect();
-        let mut buffers = self.lower(tensors).into_iter();
-        let buffer = |present: bool| match present.then(|| buffers.next())?? {
-            StoredTensor::Device(buffer) => Some(buffer),
-            #[cfg(feature = "flex")]
-            StoredTensor::Host(_) => unreachable!("a tensor on the device is lowered there"),
-        };
-        present.into_iter().map(buffer).collect()
+        let mut buffers = self.lower_values(gradients.into_iter().flatten().collect()).into_iter();
+        present.into_iter().map(|present| present.then(|| buffers.next())?).collect()
     }
 
     /// Waits for all running reductions and adds the results to the reduced gradients.

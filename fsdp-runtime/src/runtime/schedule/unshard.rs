@@ -101,19 +101,16 @@ impl<B: ModelBackend> Schedule<B> {
         when: When,
     ) -> Result<(), Error> {
         let unit = &self.units[index];
+        if when == When::Now {
+            state.units[index].prefetched = false;
+        }
         if !matches!(state.units[index].shard_state, ShardState::Sharded) {
-            if when == When::Now {
-                state.units[index].prefetched = false;
-            }
             return Ok(());
         }
         self.lower_shards(state, index);
         let copies = self.copies(state, index, pass);
         if state.buffers.has_none(index) && copies.is_empty() {
             return Ok(());
-        }
-        if when == When::Now {
-            state.units[index].prefetched = false;
         }
         let Some((shards, group)) = self.copy_in(state, index, pass, when)? else {
             return Ok(());

@@ -29,10 +29,10 @@ impl BufferSlice {
     }
 
     /// Returns a handle to the first `numel` elements of the slice.
-    pub(crate) fn into_handle(self, numel: usize) -> Handle {
+    pub(in crate::backend) fn into_handle(self, numel: usize) -> Handle {
         let bytes = |elements: usize| (elements * self.dtype.size()) as u64;
         let after = self.handle.size_in_used() - bytes(self.start + numel);
-        self.handle.clone().offset_start(bytes(self.start)).offset_end(after)
+        self.handle.offset_start(bytes(self.start)).offset_end(after)
     }
 
     /// Returns the number of bytes between the start of the allocation and the slice's first

@@ -4,7 +4,6 @@
 //! The operations, their order and their roundings are those of the loops on Flex. So both give the
 //! same bits on a device whose division and square root round correctly.
 
-use std::fmt;
 use std::sync::Mutex;
 
 use burn::backend::TensorMetadata;
@@ -37,12 +36,6 @@ struct Deferred<S> {
 pub(crate) struct DeferredSteps {
     adam: Mutex<Vec<Deferred<AdamStep>>>,
     sgd: Mutex<Vec<Deferred<SgdStep>>>,
-}
-
-impl fmt::Debug for DeferredSteps {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeferredSteps").finish_non_exhaustive()
-    }
 }
 
 /// Removes the first deferred step and those that can share its launch. Returns their tensors.
