@@ -10,19 +10,19 @@
 use std::time::{Duration, Instant};
 
 use burn::module::Module;
-use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::activation::softmax;
-use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Tensor};
 use clap::Parser;
-use fsdp_runtime::nn::gelu;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, MixedPrecisionPolicy};
 
 #[path = "../../examples/common/allocator.rs"]
 mod allocator;
+#[path = "common/bert.rs"]
+mod bert;
+
+use bert::{Batch, Bert, Layer, Sizes};
 
 /// Time of one training step of a BERT.
 #[derive(Clone, Debug, Parser)]
@@ -33,24 +33,8 @@ struct Cli {
     /// Runs only the variants whose name contains this text.
     #[arg(long, default_value = "")]
     only: String,
-    /// Rows on each rank.
-    #[arg(long, default_value_t = 4)]
-    batch: usize,
-    /// Tokens a row.
-    #[arg(long, default_value_t = 128)]
-    length: usize,
-    /// Width of the model.
-    #[arg(long, default_value_t = 384)]
-    hidden: usize,
-    /// Number of layers.
-    #[arg(long, default_value_t = 6)]
-    layers: usize,
-    /// Attention heads.
-    #[arg(long, default_value_t = 12)]
-    heads: usize,
-    /// Width of the feed-forward part.
-    #[arg(long, default_value_t = 1536)]
-    inner: usize,
+    #[command(flatten)]
+    sizes: Sizes,
     /// Steps of a round. The first two of each round are not counted.
     #[arg(long, default_value_t = 6)]
     steps: usize,
@@ -78,84 +62,6 @@ struct Cli {
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
-}
-
-const VOCABULARY: usize = 30_522;
-const POSITIONS: usize = 512;
-
-#[derive(Module, Debug)]
-#[fsdp_unit]
-struct Layer {
-    query: Linear,
-    key: Linear,
-    value: Linear,
-    output: Linear,
-    up: Linear,
-    down: Linear,
-    norm1: LayerNorm,
-    norm2: LayerNorm,
-    heads: usize,
-}
-
-#[fsdp_unit]
-impl Layer {
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let [batch, length, hidden] = x.dims();
-        let width = hidden / self.heads;
-        let heads = |x: Tensor<3>| x.reshape([batch, length, self.heads, width]).swap_dims(1, 2);
-        let query = heads(self.query.forward(x.clone())) / (width as f64).sqrt();
-        let scores = query.matmul(heads(self.key.forward(x.clone())).transpose());
-        let context = softmax(scores, 3).matmul(heads(self.value.forward(x.clone())));
-        let context = context.swap_dims(1, 2).reshape([batch, length, hidden]);
-        let x = self.norm1.forward(x + self.output.forward(context));
-        let inner = self.down.forward(gelu(self.up.forward(x.clone())));
-        self.norm2.forward(x + inner)
-    }
-}
-
-#[derive(Module, Debug)]
-#[fsdp_unit(root)]
-struct Bert {
-    tokens: Embedding,
-    positions: Embedding,
-    norm: LayerNorm,
-    layers: Vec<Layer>,
-    classifier: Linear,
-}
-
-#[fsdp_unit]
-impl Bert {
-    fn forward(&self, ids: Tensor<2, Int>, positions: Tensor<2, Int>) -> Tensor<2> {
-        let x = self.tokens.forward(ids) + self.positions.forward(positions);
-        let x = self.norm.forward(x);
-        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x));
-        self.classifier.forward(x.narrow(1, 0, 1).squeeze_dim(1))
-    }
-}
-
-impl Bert {
-    fn new(cli: &Cli, device: &Device) -> Self {
-        let linear = |from, to| LinearConfig::new(from, to).init(device);
-        let norm = || LayerNormConfig::new(cli.hidden).init(device);
-        let layer = |_| Layer {
-            query: linear(cli.hidden, cli.hidden),
-            key: linear(cli.hidden, cli.hidden),
-            value: linear(cli.hidden, cli.hidden),
-            output: linear(cli.hidden, cli.hidden),
-            up: linear(cli.hidden, cli.inner),
-            down: linear(cli.inner, cli.hidden),
-            norm1: norm(),
-            norm2: norm(),
-            heads: cli.heads,
-        };
-        Self {
-            tokens: EmbeddingConfig::new(VOCABULARY, cli.hidden).init(device),
-            positions: EmbeddingConfig::new(POSITIONS, cli.hidden).init(device),
-            norm: norm(),
-            layers: (0..cli.layers).map(layer).collect(),
-            classifier: linear(cli.hidden, 2),
-        }
-    }
 }
 
 /// The times of one step, in seconds.
@@ -218,32 +124,6 @@ fn ways(cli: &Cli) -> Vec<Way> {
         ways.push(way("FULL_SHARD offload optimizer", Some(full().with_offload(optimizer))));
     }
     ways
-}
-
-struct Data {
-    ids: Tensor<2, Int>,
-    positions: Tensor<2, Int>,
-    labels: Tensor<1, Int>,
-}
-
-impl Data {
-    fn new(cli: &Cli, rank: usize, device: &Device) -> Self {
-        let shape = [cli.batch, cli.length];
-        let id = |at: usize| ((at * 7919 + rank * 104_729) % 30_000) as i32;
-        let ids: Vec<i32> = (0..cli.batch * cli.length).map(id).collect();
-        let positions: Vec<i32> = (0..cli.length as i32).collect();
-        Self {
-            ids: Tensor::from_data(TensorData::new(ids, shape), device),
-            positions: Tensor::from_data(TensorData::new(positions, [1, cli.length]), device),
-            labels: Tensor::zeros([cli.batch], device),
-        }
-    }
-
-    fn loss(&self, model: &Bert) -> Tensor<1> {
-        let logits = model.forward(self.ids.clone(), self.positions.clone());
-        let device = logits.device();
-        CrossEntropyLossConfig::new().init(&device).forward(logits, self.labels.clone())
-    }
 }
 
 /// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward` returns.
@@ -309,8 +189,8 @@ fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
         options.map(|options| if cli.bf16 { options.with_mixed_precision(BF16) } else { options });
     let ranks = launch(launch_options(cli, world), move |worker| {
         let device = worker.device();
-        let data = Data::new(&job, worker.rank().index(), device);
-        let model = Bert::new(&job, device);
+        let data = Batch::new(&job.sizes, worker.rank().index(), device);
+        let model = Bert::new(&job.sizes, device);
         match &options {
             None => time(
                 &job,
@@ -365,7 +245,7 @@ fn main() {
         println!(
             "\n{world} ranks, batch {} each; ratios to NO_SHARD of steps and of passes, seconds\n\
              {:<28}{:>7}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}",
-            cli.batch,
+            cli.sizes.batch,
             "",
             "steps",
             "passes",

@@ -189,10 +189,6 @@ impl ShardBackend for CubeBackend {
         target
     }
 
-    fn mean(parts: &[CubeTensor], range: Range<usize>, divisor: usize, shape: Shape) -> CubeTensor {
-        Self::rank_mean(parts, range, divisor, shape)
-    }
-
     fn norm_sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<f64> {
         Self::sums(parts, norm).iter().map(|sums| sums.term(norm)).collect()
     }

@@ -292,10 +292,6 @@ impl ShardBackend for Flex {
         })
     }
 
-    fn mean(parts: &[FlexTensor], range: Range<usize>, divisor: usize, shape: Shape) -> FlexTensor {
-        Self::rank_mean(parts, range, divisor, shape)
-    }
-
     fn norm_sums(parts: &[(FlexTensor, Range<usize>)], norm: Norm) -> Vec<f64> {
         Self::sums(parts, norm).iter().map(|sums| sums.term(norm)).collect()
     }
@@ -313,6 +309,7 @@ impl ShardBackend for Flex {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::kernels::RankMean;
 
     #[test]
     fn a_view_shows_later_writes_and_burn_copies_it_before_a_mutation() {
@@ -358,8 +355,13 @@ mod tests {
                 )
             })
             .collect();
-        let whole = Flex::mean(&parts, 0..101, 3, Shape::from([101]));
-        let part = Flex::mean(&parts, 40..77, 3, Shape::from([37]));
+        let mean = |start: usize, len: usize| RankMean {
+            parts: parts.iter().map(|part| (part.clone(), start)).collect(),
+            divisor: 3,
+            shape: Shape::from([len]),
+        };
+        let means = Flex::rank_means(vec![mean(0, 101), mean(40, 37)]);
+        let [whole, part] = &means[..] else { panic!("two means") };
         assert_eq!(part.as_slice::<f32>(), Some(&whole.as_slice::<f32>().unwrap()[40..77]));
     }
 }

@@ -107,11 +107,6 @@ pub(crate) trait ModelBackend: Backend {
         f: impl FnOnce(Vec<RawFloat<Self>>) -> Vec<RawFloat<Self>> + Send + 'static,
     ) -> Vec<Float<Self>>;
 
-    /// Returns the buffer of one tensor, as [`lower`](Self::lower) does.
-    fn lower_one(tensor: Float<Self>) -> RawFloat<Self> {
-        Self::lower(vec![tensor]).pop().expect("`lower` returns one buffer for each tensor")
-    }
-
     /// Returns the result of `f` on the buffer of one tensor, as [`defer`](Self::defer) does. The
     /// result has the tensor's shape.
     fn defer_one(

@@ -231,7 +231,8 @@ mod tests {
         }
         CubeBackend::poison(&memory, 8);
         CubeBackend::release(&memory);
-        CubeBackend::to_data(<Cube as ModelBackend>::lower_one(sum)).iter().collect()
+        let sum = <Cube as ModelBackend>::lower(vec![sum]).remove(0);
+        CubeBackend::to_data(sum).iter().collect()
     }
 
     #[test]

@@ -111,15 +111,6 @@ pub(crate) trait ShardBackend: Kernels {
 
     /// Copies `range` of the flattened tensor to a new tensor of the given shape.
     fn copy_range(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
-    /// Returns the mean over `parts` of their flattened elements `range`, in f32: added in f32 in
-    /// the order of `parts`, then divided by `divisor`. All parts have one dtype. Each element of
-    /// the result depends only on the parts' elements at its index.
-    fn mean(
-        parts: &[Float<Self>],
-        range: Range<usize>,
-        divisor: usize,
-        shape: Shape,
-    ) -> Float<Self>;
     /// Returns the contribution to a norm of each flattened tensor's elements in the range. It
     /// depends only on these elements and their order, so that all sharding strategies find the
     /// same norm.

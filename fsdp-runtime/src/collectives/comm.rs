@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -22,8 +22,14 @@ pub(crate) struct Communicator {
     jobs: Mutex<Sender<Job>>,
     /// Nanoseconds that the thread has spent in collectives, including waits for other ranks.
     busy: Arc<AtomicU64>,
-    /// Nanoseconds that this rank has blocked in [`Work::wait`].
-    waited: Arc<AtomicU64>,
+    blocked: Arc<Blocked>,
+}
+
+/// How often and how long a rank has blocked in [`Work::wait`].
+#[derive(Debug, Default)]
+struct Blocked {
+    waits: AtomicUsize,
+    nanos: AtomicU64,
 }
 
 impl fmt::Debug for Communicator {
@@ -47,7 +53,7 @@ impl Communicator {
             group,
             jobs: Mutex::new(jobs),
             busy: Arc::default(),
-            waited: Arc::default(),
+            blocked: Arc::default(),
         }))
     }
 
@@ -73,7 +79,7 @@ impl Communicator {
         let (sender, result) = sync_channel(1);
         let group = group.clone();
         let rank = group.rank();
-        let (busy, waited) = (self.busy.clone(), self.waited.clone());
+        let (busy, blocked) = (self.busy.clone(), self.blocked.clone());
         let job = move || {
             let begin = Instant::now();
             let outcome = catch_unwind(AssertUnwindSafe(|| collective(&group)));
@@ -88,14 +94,19 @@ impl Communicator {
         };
         // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
         let _ = self.jobs.lock().ignore_poison().send(Box::new(job));
-        Work { result, rank, waited }
+        Work { result, rank, blocked }
     }
 
     /// Returns how long the thread has spent in collectives, and how long this rank has blocked on
     /// their results.
     pub(crate) fn times(&self) -> (Duration, Duration) {
         let read = |time: &AtomicU64| Duration::from_nanos(time.load(Ordering::Relaxed));
-        (read(&self.busy), read(&self.waited))
+        (read(&self.busy), read(&self.blocked.nanos))
+    }
+
+    /// Returns how often this rank has blocked on the result of a collective.
+    pub(crate) fn waits(&self) -> usize {
+        self.blocked.waits.load(Ordering::Relaxed)
     }
 }
 
@@ -105,7 +116,7 @@ impl Communicator {
 pub(crate) struct Work<T> {
     result: Receiver<Result<T, CollectiveError>>,
     rank: Rank,
-    waited: Arc<AtomicU64>,
+    blocked: Arc<Blocked>,
 }
 
 /// Adds the time since `begin` to `time`, in nanoseconds.
@@ -117,9 +128,16 @@ fn add_elapsed(time: &AtomicU64, begin: Instant) {
 impl<T> Work<T> {
     /// Blocks until the collective is complete, and returns its result.
     pub(crate) fn wait(self) -> Result<T, CollectiveError> {
-        let begin = Instant::now();
-        let outcome = self.result.recv();
-        add_elapsed(&self.waited, begin);
+        let outcome = match self.result.try_recv() {
+            Ok(outcome) => Ok(outcome),
+            Err(_) => {
+                let begin = Instant::now();
+                let outcome = self.result.recv();
+                self.blocked.waits.fetch_add(1, Ordering::Relaxed);
+                add_elapsed(&self.blocked.nanos, begin);
+                outcome
+            }
+        };
         outcome.unwrap_or(Err(CollectiveError::Closed { rank: self.rank }))
     }
 }

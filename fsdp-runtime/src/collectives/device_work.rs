@@ -10,8 +10,11 @@ use crate::error::CollectiveError;
 /// A collective on tensors that has been issued. Waiting for its result consumes it.
 #[derive(Debug)]
 #[must_use = "the result of a collective is ordered only once it was waited for"]
-pub(crate) struct DeviceWork<B: ShardBackend, T> {
-    work: Work<(T, B::Fence)>,
+pub(crate) enum DeviceWork<B: ShardBackend, T> {
+    /// Queued for the communication thread.
+    Queued(Work<(T, B::Fence)>),
+    /// Issued by the rank's own thread.
+    Issued(Result<T, CollectiveError>),
 }
 
 impl<B: ShardBackend, T: Send + 'static> DeviceWork<B, T> {
@@ -25,20 +28,24 @@ impl<B: ShardBackend, T: Send + 'static> DeviceWork<B, T> {
         collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
     ) -> Self {
         let device = device.clone();
-        let work = comm.issue_on(group, move |group| {
+        Self::Queued(comm.issue_on(group, move |group| {
             B::wait_for(&after);
             let result = collective(group)?;
             Ok((result, B::fence(&device)))
-        });
-        Self { work }
+        }))
     }
 
     /// Blocks until the communication thread has issued the collective, and returns its result.
     /// Later operations of this thread come after the collective; the thread does not wait for the
     /// device.
     pub(crate) fn wait(self) -> Result<T, CollectiveError> {
-        let (result, fence) = self.work.wait()?;
-        B::wait_for(&fence);
-        Ok(result)
+        match self {
+            Self::Queued(work) => {
+                let (result, fence) = work.wait()?;
+                B::wait_for(&fence);
+                Ok(result)
+            }
+            Self::Issued(result) => result,
+        }
     }
 }

@@ -20,9 +20,10 @@ use burn::backend::TensorMetadata;
 pub(crate) use super::hub::Hub;
 use super::hub::{Round, RoundKey, State};
 use super::op::Op;
-use super::process_group::{ProcessGroup, Reduce, ReduceScatter};
+use super::process_group::{ProcessGroup, Reduce, ReduceScatter, means_of};
 use super::split::members_of_color;
 use crate::backend::gather_buffer::GatherBuffer;
+use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend, numel};
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;
@@ -328,13 +329,19 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         let ReduceScatter { gradients, keep, divisor, .. } = request;
         let peers = self.exchange_on_device::<B, _>(op, device, gradients)?;
         let mean = |(entry, keep): (usize, &Reduce)| {
-            let parts: Vec<_> = peers.iter().filter_map(|peer| peer.0[entry].clone()).collect();
+            let part =
+                |peer: &Fenced<B, Vec<Option<_>>>| Some((peer.0[entry].clone()?, keep.range.start));
+            let parts: Vec<_> = peers.iter().filter_map(part).collect();
             if parts.is_empty() || keep.range.is_empty() {
                 return None;
             }
-            Some(B::mean(&parts, keep.range.clone(), divisor, keep.shape.clone().into()))
+            Some((entry, RankMean { parts, divisor, shape: keep.shape.clone().into() }))
         };
-        Ok(keep.iter().enumerate().map(mean).collect())
+        let mut reduced = vec![None; keep.len()];
+        for (entry, mean) in means_of::<B>(keep.iter().enumerate().filter_map(mean)) {
+            reduced[entry] = Some(mean);
+        }
+        Ok(reduced)
     }
 
     fn broadcast(

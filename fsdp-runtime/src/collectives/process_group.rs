@@ -8,6 +8,7 @@ use burn::tensor::DType;
 
 use super::op::Op;
 use crate::backend::gather_buffer::GatherBuffer;
+use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
 use crate::layout::UnitLayout;
@@ -41,6 +42,14 @@ pub(crate) struct ReduceScatter<'a, B: ShardBackend> {
     pub(crate) layout: &'a UnitLayout,
     /// Number that each sum is divided by.
     pub(crate) divisor: usize,
+}
+
+/// Returns means, each with the index of its gradient as it was given.
+pub(super) fn means_of<B: ShardBackend>(
+    means: impl IntoIterator<Item = (usize, RankMean<Float<B>>)>,
+) -> impl Iterator<Item = (usize, Float<B>)> {
+    let (entries, means): (Vec<_>, Vec<_>) = means.into_iter().unzip();
+    entries.into_iter().zip(B::rank_means(means))
 }
 
 /// Collectives on tensors among the members of a process group.

@@ -83,6 +83,15 @@ impl<M> Stats<'_, M> {
         self.model.engine.communication_time()
     }
 
+    /// Returns how often this rank has blocked on a collective since its launch. A collective whose
+    /// result is there already counts as none.
+    ///
+    /// On CubeCL devices with the engine `local` the rank blocks until its communication thread has
+    /// issued the collective. It never waits for the device.
+    pub fn waits(&self) -> usize {
+        self.model.engine.waits()
+    }
+
     /// Returns the number of all-gathers and reductions that this rank has run.
     pub fn counts(&self) -> Counts {
         self.model.engine.counts()

@@ -1,8 +1,8 @@
 //! The flat range of a unit's matrices of one dtype, its padding, and the part that each rank owns.
 //!
 //! The matrices form one flat range, in declaration order. Each matrix begins at a multiple of
-//! [`ALIGNMENT`] elements, and the end of the range is padded to a multiple of the shard group's
-//! size. Rank `r` owns elements `[r·S, (r+1)·S)`, where `S` is the padded length divided by the size
+//! [`ALIGNMENT`] elements, and the end of the range is padded so that all ranks own equally many
+//! elements, a multiple of [`SHARD_ALIGNMENT`]. Rank `r` owns elements `[r·S, (r+1)·S)`, where `S` is the padded length divided by the size
 //! of the group. A rank's *shard* of one matrix is the part of that matrix inside the rank's elements.
 //!
 //! All numbers count elements. This file knows nothing of tensors, devices or dtypes. A unit whose
@@ -17,6 +17,12 @@ use super::mesh::{Rank, WorldSize};
 /// 64 elements are 256 bytes in f32, the strictest alignment that a device requires of a buffer view
 /// (WebGPU's `minStorageBufferOffsetAlignment`).
 pub const ALIGNMENT: usize = 64;
+
+/// Alignment of a rank's part of a flat range, in elements.
+///
+/// 8 elements are 16 bytes in half precision, the widest vector that kernels load. A part that began
+/// between two vectors would be copied element by element.
+pub const SHARD_ALIGNMENT: usize = 8;
 
 /// Positions of a unit's matrices in one flat range, and the part of the range that each rank owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,7 +44,10 @@ impl FlatLayout {
                 start..end
             })
             .collect();
-        Self { world, segments, shard_len: end.div_ceil(world.size()) }
+        // One rank needs no padding: its part begins with the range.
+        let alignment = if world.size() == 1 { 1 } else { SHARD_ALIGNMENT };
+        let shard_len = end.div_ceil(world.size()).next_multiple_of(alignment);
+        Self { world, segments, shard_len }
     }
 
     /// Returns the number of matrices.
@@ -144,7 +153,8 @@ mod tests {
             }
             prop_assert_eq!(end, layout.padded_len());
             let last = layout.segment(numels.len() - 1).end;
-            prop_assert!(last <= end && end - last < size, "the padding is less than one world");
+            let most = if size == 1 { 1 } else { size * SHARD_ALIGNMENT };
+            prop_assert!(last <= end && end - last < most, "the padding is as short as can be");
         }
 
         #[test]
@@ -184,9 +194,9 @@ mod tests {
 
     #[test]
     fn a_matrix_smaller_than_the_world_leaves_some_shards_empty() {
-        let layout = FlatLayout::new([3], world(8));
+        let layout = FlatLayout::new([19], world(8));
         let lens: Vec<_> = world(8).ranks().map(|rank| layout.shard_of(0, rank).len()).collect();
-        assert_eq!(lens, [1, 1, 1, 0, 0, 0, 0, 0]);
+        assert_eq!(lens, [8, 8, 3, 0, 0, 0, 0, 0]);
     }
 
     #[test]

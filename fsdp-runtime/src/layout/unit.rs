@@ -128,7 +128,7 @@ mod tests {
         assert_eq!(unit.segment(2), second..second + 65);
         assert_eq!(unit.segment(4), ALIGNMENT..ALIGNMENT + 9);
         let lens: Vec<_> = unit.ranges().iter().map(|range| range.layout.padded_len()).collect();
-        assert_eq!(lens, [387, 75, 42], "each range is padded separately");
+        assert_eq!(lens, [408, 96, 48], "each range is padded separately");
         for (matrix, &(_, numel)) in matrices.iter().enumerate() {
             let owned = world(3).ranks().map(|rank| unit.shard_of(matrix, rank).len());
             assert_eq!(owned.sum::<usize>(), numel, "the shards of matrix {matrix} cover it");

@@ -34,14 +34,9 @@ pub(crate) trait Kernels: Backend {
     /// Copies a tensor: divided in f32 by `divisor` if there is one, then rounded to `dtype`.
     fn cast(tensor: Float<Self>, dtype: DType, divisor: Option<f32>) -> Float<Self>;
 
-    /// Returns the mean over `parts` of their elements `range`, in f32: added in f32 in the order
-    /// of `parts`, then divided by `divisor`. All parts have one dtype.
-    fn rank_mean(
-        parts: &[Float<Self>],
-        range: Range<usize>,
-        divisor: usize,
-        shape: Shape,
-    ) -> Float<Self>;
+    /// Returns the means, in f32 and in the order given. Each element of a mean depends only on the
+    /// parts' elements at its index.
+    fn rank_means(means: Vec<RankMean<Float<Self>>>) -> Vec<Float<Self>>;
 
     /// Returns for each tensor the partial sums over its elements in the range.
     fn sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<Sums>;
@@ -79,6 +74,17 @@ pub(crate) trait Kernels: Backend {
         velocity: Option<Float<Self>>,
         batch: Option<&StepBatch>,
     ) -> (Float<Self>, Option<Float<Self>>);
+}
+
+/// Mean over tensors of several ranks: consecutive elements of each, added in f32 in the order of
+/// `parts` and then divided.
+pub(crate) struct RankMean<T> {
+    /// At least one tensor, each with the index of its first element that is added. All have one
+    /// dtype.
+    pub(crate) parts: Vec<(T, usize)>,
+    pub(crate) divisor: usize,
+    /// Shape of the mean, which gives the number of elements.
+    pub(crate) shape: Shape,
 }
 
 /// Tensors that a step of Adam updates.

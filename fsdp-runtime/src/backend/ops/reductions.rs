@@ -6,7 +6,7 @@ use burn::tensor::{DType, Shape, Tensor};
 
 use super::arguments::{check_device, check_range, give, give_one, take};
 use super::error::KernelError;
-use crate::backend::kernels::{Kernels, Sums};
+use crate::backend::kernels::{Kernels, RankMean, Sums};
 use crate::backend::model_backend::{ModelBackend, Raw, with_backend};
 use crate::backend::norm::Norm;
 
@@ -45,7 +45,10 @@ pub fn mean(
         let parts = parts.iter().cloned().map(take::<B>).collect::<Result<Vec<_>, _>>()?;
         let shape = Shape::from([range.len()]);
         let output = (shape.clone(), DType::F32);
-        let mean = move |parts: Vec<_>| vec![Raw::<B>::rank_mean(&parts, range, divisor, shape)];
+        let mean = move |parts: Vec<_>| {
+            let parts = parts.into_iter().map(|part| (part, range.start)).collect();
+            Raw::<B>::rank_means(vec![RankMean { parts, divisor, shape }])
+        };
         Ok(give_one::<B>(B::defer(parts, vec![output], mean)))
     })
 }

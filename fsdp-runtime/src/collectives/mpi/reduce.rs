@@ -11,8 +11,10 @@ use burn::tensor::{DType, Shape};
 use super::group::MpiGroup;
 use super::transfer::{Expected, Receive};
 use crate::backend::gather_buffer::GatherBuffer;
+use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend};
 use crate::collectives::op::Op;
+use crate::collectives::process_group::means_of;
 use crate::collectives::regions::Reduction;
 use crate::error::CollectiveError;
 use crate::layout::{FlatLayout, WorldSize};
@@ -58,8 +60,9 @@ impl MpiGroup {
             let entries: Vec<usize> =
                 left.extract_if(.., |entry| keep[*entry].dtype == dtype).collect();
             let received = self.exchange_parts::<B>(op, device, gradients, reduction, &entries)?;
-            for (at, &entry) in entries.iter().enumerate() {
-                sums[entry] = self.sum_part(gradients, reduction, &received, at);
+            let mean = |at| self.mean_of_part(gradients, reduction, &received, at);
+            for (entry, sum) in means_of::<B>((0..entries.len()).filter_map(mean)) {
+                sums[entry] = Some(sum);
             }
         }
         Ok(sums)
@@ -108,15 +111,15 @@ impl MpiGroup {
         Ok(ReceivedParts { entries, regions, buffer })
     }
 
-    /// Sums this rank's part of the gradient at position `at` of the received entries, in rank
-    /// order, and divides it.
-    fn sum_part<B: ShardBackend>(
+    /// Returns the mean over this rank's part of the gradient at position `at` of the received
+    /// entries, with the entry.
+    fn mean_of_part<B: ShardBackend>(
         &self,
         gradients: &[Option<Float<B>>],
         reduction: &Reduction<'_>,
         received: &ReceivedParts<'_, B>,
         at: usize,
-    ) -> Option<Float<B>> {
+    ) -> Option<(usize, RankMean<Float<B>>)> {
         let Reduction { keep, divisor, present, .. } = reduction;
         let (entry, size) = (received.entries[at], self.members.len());
         let (keep, range) = (&keep[entry], self.summed_part(reduction, entry, self.index));
@@ -124,19 +127,17 @@ impl MpiGroup {
             return None;
         }
         let part = |from: usize| match from == self.index {
-            true => {
-                let own = gradients[entry].clone()?;
-                Some(B::copy_range(own, range.clone(), Shape::from([range.len()])))
-            }
+            true => Some((gradients[entry].clone()?, range.start)),
             false => present[from][entry].then(|| {
                 let start = received.regions.segment(at * size + from).start;
-                received.buffer.view(start, &[range.len()])
+                (received.buffer.view(start, &[range.len()]), 0)
             }),
         };
         let parts: Vec<_> = (0..size).filter_map(part).collect();
         let is_final = size == 1 || keep.segment.is_some();
         let shape = if is_final { keep.shape.clone() } else { vec![range.len()] };
-        (!parts.is_empty()).then(|| B::mean(&parts, 0..range.len(), *divisor, shape.into()))
+        let mean = RankMean { parts, divisor: *divisor, shape: shape.into() };
+        (!mean.parts.is_empty()).then_some((entry, mean))
     }
 
     /// Replaces the sums of this rank's parts of replicated gradients by the full gradients, which

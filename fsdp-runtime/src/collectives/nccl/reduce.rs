@@ -11,9 +11,10 @@ use std::ops::Range;
 use burn::tensor::{DType, FloatDType, Shape};
 
 use super::group::NcclGroup;
+use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend};
 use crate::collectives::op::Op;
-use crate::collectives::process_group::Reduce;
+use crate::collectives::process_group::{Reduce, means_of};
 use crate::collectives::regions::Reduction;
 use crate::error::CollectiveError;
 use crate::layout::{FlatLayout, WorldSize};
@@ -226,11 +227,11 @@ impl NcclGroup {
                     true => start,
                     false => padded_len + member * shard_len + start - index * shard_len,
                 };
-                present[member][entry].then(|| buffer.view(at, &[range.len()]))
+                present[member][entry].then(|| (buffer.view(at, &[range.len()]), 0))
             };
-            let parts: Vec<_> = (0..size).filter_map(part).collect();
-            Some((entry, B::mean(&parts, 0..range.len(), *divisor, shape.clone().into())))
+            let parts = (0..size).filter_map(part).collect();
+            Some((entry, RankMean { parts, divisor: *divisor, shape: shape.clone().into() }))
         };
-        Ok(entries.iter().filter_map(sum).collect())
+        Ok(means_of::<B>(entries.iter().filter_map(sum)).collect())
     }
 }

@@ -105,8 +105,26 @@ impl<B: ModelBackend> Schedule<B> {
         group: &Arc<AnyProcessGroup>,
         collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
     ) -> DeviceWork<Raw<B>, T> {
-        let after = Raw::<B>::fence(&self.device);
-        DeviceWork::issue(&self.comm, group, &self.device, after, collective)
+        self.issue_after(group, || Raw::<B>::fence(&self.device), collective)
+    }
+
+    /// Issues a collective on tensors that were written by the operations that `after` marks.
+    ///
+    /// A single rank has no one to communicate with. On a device that runs operations later, its own
+    /// thread issues the collective: this takes no fences, and the device does not wait for the host.
+    pub(super) fn issue_after<T: Send + 'static>(
+        &self,
+        group: &Arc<AnyProcessGroup>,
+        after: impl FnOnce() -> <Raw<B> as ShardBackend>::Fence,
+        collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
+    ) -> DeviceWork<Raw<B>, T> {
+        let is_alone = self.settings.mesh.world.size() == 1 && group.is_local();
+        // Copies from the host take the host's time, and so run beside the rank's own thread.
+        let stays_on_device = self.settings.storage == StorageDevice::Device;
+        if !Raw::<B>::IN_HOST_MEMORY && is_alone && stays_on_device {
+            return DeviceWork::Issued(collective(group));
+        }
+        DeviceWork::issue(&self.comm, group, &self.device, after(), collective)
     }
 
     /// Returns the buffer of a stored tensor, in f32 on the compute device.

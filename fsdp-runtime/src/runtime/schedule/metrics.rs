@@ -17,6 +17,8 @@ pub(crate) trait ScheduleMetrics {
     fn gather_buffer_bytes(&self) -> usize;
     /// Returns how long collectives took, and how long this rank waited for their results.
     fn communication_time(&self) -> (Duration, Duration);
+    /// Returns how often this rank blocked on the result of a collective.
+    fn waits(&self) -> usize;
     /// Returns what the model holds in memory on the device.
     fn memory(&self) -> Memory;
     /// Returns what the model holds in host memory instead of on the device.
@@ -40,6 +42,10 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
 
     fn communication_time(&self) -> (Duration, Duration) {
         self.comm.times()
+    }
+
+    fn waits(&self) -> usize {
+        self.comm.waits()
     }
 
     fn memory(&self) -> Memory {

@@ -15,7 +15,6 @@ use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{
     Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, numel as numel_of,
 };
-use crate::collectives::device_work::DeviceWork;
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
@@ -67,12 +66,21 @@ impl<B: ShardBackend> AllGather<B> {
         storage: StorageDevice,
     ) -> Result<(), CollectiveError> {
         let Self { op, shards, numel, dtype, buffer, sent_bytes, tracker } = self;
-        let is_temporary =
-            |shard: &&ShardToSend<B>| shard.sent.is_none() && !shard.value.is_on_device(dtype);
+        // Ranks that share a device copy shards into the buffer by a kernel that casts as well.
+        let casts_later = !B::IN_HOST_MEMORY && group.is_local();
+        let dtype_of = |shard: &ShardToSend<B>| match &shard.value {
+            StoredTensor::Device(value) if casts_later && shard.sent.is_none() => value.dtype(),
+            _ => dtype,
+        };
+        let is_temporary = |shard: &&ShardToSend<B>| {
+            shard.sent.is_none() && !shard.value.is_on_device(dtype_of(shard))
+        };
         let temporary = shards.iter().filter(is_temporary);
         let temporary = temporary.map(|shard| shard.value.numel() * dtype.size()).sum();
         let _temporary = Counted::new(&tracker, MemoryKind::AllGatherInputs, temporary);
-        let send = |ShardToSend { offset, value, sent }: ShardToSend<B>| {
+        let send = |shard: ShardToSend<B>| {
+            let dtype = dtype_of(&shard);
+            let ShardToSend { offset, value, sent } = shard;
             let copy = || value.on_device(device, dtype, storage);
             let value = match sent {
                 Some(sent) => sent.get_or_init(copy).clone(),
@@ -81,7 +89,7 @@ impl<B: ShardBackend> AllGather<B> {
             (offset, value)
         };
         let shards: Vec<_> = shards.into_iter().map(send).collect();
-        let bytes = |(_, value): &(usize, Float<B>)| numel_of::<B>(value) * value.dtype().size();
+        let bytes = |(_, value): &(usize, Float<B>)| numel_of::<B>(value) * dtype.size();
         sent_bytes.fetch_add(shards.iter().map(bytes).sum(), Ordering::Relaxed);
         let shard_len = numel / group.size();
         ProcessGroup::<B>::all_gather(group, &op, device, shards, shard_len, &buffer)
@@ -115,7 +123,6 @@ impl<B: ModelBackend> Schedule<B> {
         let Some((shards, group)) = self.copy_in(state, index, pass, when)? else {
             return Ok(());
         };
-        let after = self.fence_of_shards(state, index, pass);
         if !self.acquire_buffers(state, index, when)? {
             return Ok(());
         }
@@ -135,7 +142,8 @@ impl<B: ModelBackend> Schedule<B> {
             }
             Ok(())
         };
-        let work = DeviceWork::issue(&self.comm, &group, &self.device, after, collective);
+        let after = || self.fence_of_shards(state, index, pass);
+        let work = self.issue_after(&group, after, collective);
         state.units[index].shard_state = ShardState::Unsharding(work);
         state.units[index].prefetched = when == When::Ahead;
         self.counters.add_unsharded(unit.unsharded_bytes());

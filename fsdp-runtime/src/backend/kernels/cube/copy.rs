@@ -105,10 +105,10 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
 
 /// Copies the first slice of each job to the second: divided in f32 by `divisor` if there is one,
 /// then rounded to the dtype of the second. The second slices of all jobs belong to one buffer.
-fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>) {
+fn gather_into(client: &Client, jobs: &[Job], divisor: Option<f32>) {
     for launch in launches(client, jobs, Some(1), MAX_TENSORS) {
         let (count, dim) = launch.grid(client);
-        let [source, target] = &launch.first_job().slices;
+        let dtypes = [0, 1].map(|slice: usize| launch.first_job().slices[slice].dtype);
         // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
         // only those of the launch's spans.
         unsafe {
@@ -125,9 +125,9 @@ fn gather_into(client: &Client, jobs: &[Job<2>], divisor: Option<f32>) {
                 launch.tiles(),
                 divisor.unwrap_or(1.0),
                 divisor.is_some(),
-                rounds_in_integers(client, target.dtype),
+                rounds_in_integers(client, dtypes[1]),
                 launch.tile,
-                [source.dtype, target.dtype].map(element),
+                dtypes.map(element),
             );
         }
     }
@@ -142,7 +142,7 @@ pub(in crate::backend) fn copy(
     numel: usize,
     divisor: Option<f32>,
 ) {
-    let job = Job { slices: [source.clone(), target.clone()], numel };
+    let job = Job { slices: vec![source.clone(), target.clone()], numel };
     gather_into(client, &[job], divisor);
 }
 
@@ -200,7 +200,7 @@ pub(in crate::backend) fn pack_into(
 ) {
     let job = |(tensor, at): (CubeTensor, usize)| {
         let tensor = contiguous(tensor);
-        let slices = [BufferSlice::of(&tensor), target.clone().skip(at)];
+        let slices = vec![BufferSlice::of(&tensor), target.clone().skip(at)];
         Job { slices, numel: tensor.shape().num_elements() }
     };
     let jobs: Vec<_> = parts.into_iter().map(job).collect();
@@ -221,7 +221,7 @@ pub(super) fn unpack(
     for (at, shape) in parts {
         let numel = shape.num_elements();
         let tensor = empty(&buffer.device, shape, dtype);
-        jobs.push(Job { slices: [source.clone().skip(at), BufferSlice::of(&tensor)], numel });
+        jobs.push(Job { slices: vec![source.clone().skip(at), BufferSlice::of(&tensor)], numel });
         tensors.push(tensor);
     }
     for launch in launches(&client, &jobs, Some(0), MAX_TENSORS) {

@@ -10,7 +10,7 @@ use super::copy::exclusive;
 use super::tensors::contiguous;
 use super::{copy, dropout, mean, optim, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
-use crate::backend::kernels::contract::{AdamTensors, Kernels, Sums};
+use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
@@ -40,16 +40,13 @@ impl Kernels for CubeBackend {
         cast
     }
 
-    fn rank_mean(
-        parts: &[CubeTensor],
-        range: Range<usize>,
-        divisor: usize,
-        shape: Shape,
-    ) -> CubeTensor {
-        let mean = mean::mean(parts, range, divisor, shape);
+    fn rank_means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {
         #[cfg(test)]
-        record(parts, [&mean.handle]);
-        mean
+        record(means.iter().flat_map(|mean| &mean.parts).map(|(part, _)| part), []);
+        let means = mean::means(means);
+        #[cfg(test)]
+        record([], means.iter().map(|mean| &mean.handle));
+        means
     }
 
     fn sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {

@@ -1,5 +1,6 @@
 //! Kernel launches that each process several tensors.
 
+use burn::tensor::DType;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
@@ -7,28 +8,34 @@ use super::buffer_slice::BufferSlice;
 use super::span::{Span, grid, spans_within};
 use super::tile::Tile;
 
-/// Work on one tensor: an elementwise operation on the first `numel` elements of `K` slices.
-pub(super) struct Job<const K: usize> {
-    pub(super) slices: [BufferSlice; K],
+/// Work on one tensor: an elementwise operation on the first `numel` elements of the slices.
+pub(super) struct Job {
+    pub(super) slices: Vec<BufferSlice>,
     pub(super) numel: usize,
 }
 
-/// Launch of a kernel for spans of equal width, at most one of each job. The jobs have slices of
-/// equal dtypes. Methods return kernel arguments with one entry for each span, in the order of
+impl Job {
+    fn dtypes(&self) -> impl Iterator<Item = DType> {
+        self.slices.iter().map(|slice| slice.dtype)
+    }
+}
+
+/// Launch of a kernel for spans of equal width, at most one of each job. The jobs have equally
+/// many slices, of equal dtypes. Methods return kernel arguments with one entry for each span, in the order of
 /// `parts`.
-pub(super) struct Launch<'a, const K: usize> {
+pub(super) struct Launch<'a> {
     /// Number of elements of a vector.
     pub(super) width: usize,
     /// How threads divide the vectors of a span.
     pub(super) tile: Tile,
     /// Index of each span's job, and the span.
     pub(super) parts: Vec<(usize, Span)>,
-    jobs: &'a [Job<K>],
+    jobs: &'a [Job],
 }
 
-impl<const K: usize> Launch<'_, K> {
+impl Launch<'_> {
     /// Returns the job of the first span.
-    pub(super) fn first_job(&self) -> &Job<K> {
+    pub(super) fn first_job(&self) -> &Job {
         &self.jobs[self.parts[0].0]
     }
 
@@ -82,25 +89,26 @@ impl<const K: usize> Launch<'_, K> {
 /// # Panics
 ///
 /// If a slice has fewer elements than its job.
-pub(super) fn launches<'a, const K: usize>(
+pub(super) fn launches<'a>(
     client: &Client,
-    jobs: &'a [Job<K>],
+    jobs: &'a [Job],
     shared: Option<usize>,
     max_parts: usize,
-) -> Vec<Launch<'a, K>> {
+) -> Vec<Launch<'a>> {
     let tile = Tile::new(client);
     // Three bindings are reserved: the shared buffer, a buffer that orders the launch, and the
     // scalars.
     let bindings = client.properties().hardware.max_bindings as usize;
-    let own_buffers = K - usize::from(shared.is_some());
+    let most_slices = jobs.iter().map(|job| job.slices.len()).max().unwrap_or(1);
+    let own_buffers = most_slices - usize::from(shared.is_some());
     let max_parts = max_parts.min(bindings.saturating_sub(3) / own_buffers).max(1);
-    let dtypes = |job: &Job<K>| job.slices.each_ref().map(|slice| slice.dtype);
-    let mut launches: Vec<Launch<'a, K>> = Vec::new();
+    let mut launches: Vec<Launch<'a>> = Vec::new();
     for (index, job) in jobs.iter().enumerate() {
         let block = shared.map_or(0, |slice| job.slices[slice].start);
-        for span in spans_within(client, &job.slices.each_ref(), job.numel, block) {
-            let is_alike = |launch: &&mut Launch<'a, K>| {
-                launch.width == span.width && dtypes(launch.first_job()) == dtypes(job)
+        let slices: Vec<_> = job.slices.iter().collect();
+        for span in spans_within(client, &slices, job.numel, block) {
+            let is_alike = |launch: &&mut Launch<'a>| {
+                launch.width == span.width && launch.first_job().dtypes().eq(job.dtypes())
             };
             match launches.iter_mut().rev().find(is_alike) {
                 Some(launch) if launch.parts.len() < max_parts => launch.parts.push((index, span)),

@@ -1,110 +1,199 @@
-//! Mean of the gradients of N ranks: added in f32 in the given order, then divided.
+//! Means of the gradients of N ranks: added in f32 in the given order, then divided.
 
-use std::ops::Range;
-
-use burn::backend::TensorMetadata;
-use burn::tensor::{DType, Shape};
+use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
+use cubecl::client::Client;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
 use super::buffer_slice::BufferSlice;
-use super::span::spans;
+use super::launch::{Job, launches};
 use super::tensors::{contiguous, element, empty};
 use super::tile::{Tile, begin, end, own_tile};
+use crate::backend::kernels::contract::RankMean;
 
 /// Largest number of parts that one launch adds. The next launch adds further parts to its sums.
 const MAX_PARTS: usize = 8;
 
-/// Adds `count` vectors of all parts; if `join`, to the sums in `target`. If `divide`, divides the
-/// result.
+/// Largest number of buffers of a launch. The compiled kernel contains its body once for each mean.
+const MAX_BUFFERS: usize = 48;
+
+/// Computes several means over equally many parts. Adds the vectors of all parts; if `join`, to the
+/// sums in the target. If `divide`, divides the result.
+///
+/// `parts` and `firsts` hold the first parts of all means, then the second parts, and so on.
 #[cube(launch_unchecked)]
 fn mean_kernel<I: Float, N: Size>(
     parts: &Sequence<Box<[Vector<I, N>]>>,
-    target: &mut [Vector<f32, N>],
+    targets: &mut Sequence<Box<[Vector<f32, N>]>>,
     firsts: &Sequence<usize>,
-    to: usize,
-    count: usize,
+    target_firsts: &Sequence<usize>,
+    counts: &Sequence<usize>,
+    tiles: &Sequence<usize>,
     divisor: f32,
+    #[comptime] ranks: usize,
     #[comptime] join: bool,
     #[comptime] divide: bool,
     #[comptime] tile: Tile,
     #[define(I)] _dtype: ElemType,
 ) {
-    let at = own_tile(tile);
-    let end = end(at, count, tile);
-    let mut index = begin(at, tile);
-    while index < end {
-        let mut sum = Vector::<f32, N>::cast_from(parts[0][firsts[0] + index]);
-        if comptime!(join) {
-            sum = target[to + index] + sum;
+    let mut at = own_tile(tile);
+    let means = counts.len().comptime();
+    #[unroll]
+    for mean in 0..means {
+        if at < tiles[mean] {
+            let end = end(at, counts[mean], tile);
+            let mut index = begin(at, tile);
+            let to = target_firsts[mean];
+            while index < end {
+                let mut sum = Vector::<f32, N>::cast_from(parts[mean][firsts[mean] + index]);
+                if comptime!(join) {
+                    sum = targets[mean][to + index] + sum;
+                }
+                #[unroll]
+                for rank in 1..ranks {
+                    let part = comptime!(rank * means + mean);
+                    sum += Vector::cast_from(parts[part][firsts[part] + index]);
+                }
+                if comptime!(divide) {
+                    sum /= Vector::new(divisor);
+                }
+                targets.index_mut(mean)[to + index] = sum;
+                index += comptime!(tile.lanes);
+            }
         }
-        #[unroll]
-        for part in 1..parts.len() {
-            sum += Vector::cast_from(parts[part][firsts[part] + index]);
-        }
-        if comptime!(divide) {
-            sum /= Vector::new(divisor);
-        }
-        target[to + index] = sum;
-        index += comptime!(tile.lanes);
+        // A tile of this mean is done: its index wraps below 0 and exceeds the counts of all later
+        // means.
+        at -= tiles[mean];
     }
 }
 
-/// Implements [`Kernels::rank_mean`](crate::backend::kernels::Kernels::rank_mean).
-pub(super) fn mean(
-    parts: &[CubeTensor],
-    range: Range<usize>,
+/// Means that can share a launch, and the arguments that they share.
+struct Group {
     divisor: usize,
-    shape: Shape,
-) -> CubeTensor {
-    let parts: Vec<_> = parts.iter().cloned().map(contiguous).collect();
-    let (client, device) = (parts[0].client.clone(), &parts[0].device);
-    let target = empty(device, shape, DType::F32);
-    let sums = BufferSlice::of(&target);
-    assert_eq!(
-        range.len(),
-        target.shape().num_elements(),
-        "the shape of a mean has as many elements as its range"
-    );
-    let dtype = parts[0].dtype;
-    let tile = Tile::new(&client);
-    let groups = parts.chunks(MAX_PARTS);
-    let last = groups.len() - 1;
-    for (index, group) in groups.enumerate() {
-        let slices: Vec<_> =
-            group.iter().map(|part| BufferSlice::of(part).skip(range.start)).collect();
-        assert!(
-            slices.iter().all(|slice| slice.dtype == dtype),
-            "the parts of a mean have one dtype"
-        );
-        let all: Vec<_> = slices.iter().chain([&sums]).collect();
-        for span in spans(&client, &all, range.len()) {
-            let (count, dim) = tile.grid(&client, span.count);
-            let (read, firsts): (Vec<_>, Vec<_>) =
-                slices.iter().map(|slice| span.argument(slice)).unzip();
-            let (write, to) = span.argument(&sums);
-            // SAFETY: `spans` checked that every buffer holds the elements; the kernel accesses
-            // only the span's vectors.
-            unsafe {
-                mean_kernel::launch_unchecked(
-                    &client,
-                    count,
-                    dim,
-                    span.width,
-                    read.into_iter().collect(),
-                    write,
-                    firsts.into_iter().collect(),
-                    to,
-                    span.count,
-                    divisor as f32,
-                    index > 0,
-                    index == last && divisor > 1,
-                    tile,
-                    element(dtype),
-                );
-            }
+    /// The parts of each mean, and its target last.
+    jobs: Vec<Job>,
+}
+
+/// Implements [`Kernels::rank_means`](crate::backend::kernels::Kernels::rank_means).
+pub(super) fn means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {
+    let (mut targets, mut groups) = (Vec::new(), Vec::<Group>::new());
+    for RankMean { parts, divisor, shape } in means {
+        let (device, dtype) = (parts[0].0.device.clone(), parts[0].0.dtype);
+        let numel = shape.num_elements();
+        let target = empty(&device, shape, DType::F32);
+        let part = |(part, start): (CubeTensor, usize)| {
+            assert_eq!(part.dtype, dtype, "the parts of a mean have one dtype");
+            BufferSlice::of(&contiguous(part)).skip(start)
+        };
+        let slices = parts.into_iter().map(part).chain([BufferSlice::of(&target)]).collect();
+        let job = Job { slices, numel };
+        let alike = |group: &&mut Group| {
+            group.divisor == divisor && group.jobs[0].slices.len() == job.slices.len()
+        };
+        match groups.iter_mut().find(alike) {
+            Some(group) => group.jobs.push(job),
+            None => groups.push(Group { divisor, jobs: vec![job] }),
+        }
+        targets.push(target);
+    }
+    if let Some(target) = targets.first() {
+        groups.iter().for_each(|group| group.launch(&target.client));
+    }
+    targets
+}
+
+impl Group {
+    /// Launches the means, with at most [`MAX_PARTS`] of each mean's parts at a time.
+    fn launch(&self, client: &Client) {
+        let parts = self.jobs[0].slices.len() - 1;
+        for begin in (0..parts).step_by(MAX_PARTS) {
+            let end = parts.min(begin + MAX_PARTS);
+            let stage = |Job { slices, numel }: &Job| {
+                let slices = slices[begin..end].iter().chain(&slices[parts..]);
+                Job { slices: slices.cloned().collect(), numel: *numel }
+            };
+            let jobs: Vec<_> = self.jobs.iter().map(stage).collect();
+            let divide = end == parts && self.divisor > 1;
+            launch_stage(client, &jobs, begin > 0, divide.then_some(self.divisor));
         }
     }
-    target
+}
+
+/// Adds the parts of each job, its slices but the last, to the last one's elements if `join`, and
+/// divides the sums by `divisor` if there is one.
+fn launch_stage(client: &Client, jobs: &[Job], join: bool, divisor: Option<usize>) {
+    let ranks = jobs[0].slices.len() - 1;
+    for launch in launches(client, jobs, None, MAX_BUFFERS / (ranks + 1)) {
+        let (count, dim) = launch.grid(client);
+        let dtype = launch.first_job().slices[0].dtype;
+        // SAFETY: `launches` checked that the buffers hold the jobs' elements; the kernel accesses
+        // only those of the launch's spans.
+        unsafe {
+            mean_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                launch.width,
+                (0..ranks).flat_map(|rank| launch.buffers::<Vec<_>>(rank)).collect(),
+                launch.buffers(ranks),
+                (0..ranks).flat_map(|rank| launch.firsts::<Vec<_>>(rank)).collect(),
+                launch.firsts(ranks),
+                launch.counts(),
+                launch.tiles(),
+                divisor.unwrap_or(1) as f32,
+                ranks,
+                join,
+                divisor.is_some(),
+                launch.tile,
+                element(dtype),
+            );
+        }
+    }
+}
+
+#[cfg(all(test, feature = "cpu", feature = "flex"))]
+mod tests {
+    use burn::backend::Flex;
+    use burn::tensor::{Shape, TensorData};
+    use burn_cubecl::CubeBackend;
+
+    use super::*;
+    use crate::backend::shard_backend::{ShardBackend, cast};
+
+    /// Number of parts, first element, length, divisor and dtype of a mean.
+    type Mean = (usize, usize, usize, usize, DType);
+
+    fn means<B: ShardBackend>(device: &B::Device, means: &[Mean]) -> Vec<Vec<f32>> {
+        let mean = |&(parts, start, len, divisor, dtype): &Mean| {
+            let part = |rank: usize| {
+                let element = |at: usize| ((at * 31 + rank * 7919 + len) % 61) as f32 * 0.25 - 7.0;
+                let elements: Vec<f32> = (0..start + len + 3).map(element).collect();
+                let data = TensorData::new(elements, [start + len + 3]);
+                (cast::<B>(B::float_from_data(data, device), dtype), start)
+            };
+            RankMean { parts: (0..parts).map(part).collect(), divisor, shape: Shape::from([len]) }
+        };
+        let means = B::rank_means(means.iter().map(mean).collect());
+        means.into_iter().map(|mean| B::to_data(mean).iter().collect()).collect()
+    }
+
+    /// More means than share a launch, of several lengths, offsets and dtypes, some of more parts than
+    /// one launch adds.
+    #[test]
+    fn means_that_share_launches_have_the_bits_of_flex() {
+        let lens = [5, 64, 70_000, 1, 4096];
+        let dtypes = [DType::F32, DType::F16];
+        let mean = |index: usize| {
+            let (parts, divisor) = [(2, 2), (1, 1), (11, 11), (2, 2)][index % 4];
+            (parts, [0, 8, 3][index % 3], lens[index % 5], divisor, dtypes[index % 7 % 2])
+        };
+        let requests: Vec<Mean> = (0..45).map(mean).collect();
+        let device = burn_cubecl::CubeDevice::Cpu(cubecl::device::CpuDevice);
+        let found = means::<CubeBackend>(&device, &requests);
+        let expected = means::<Flex>(&Default::default(), &requests);
+        assert_eq!(found.len(), requests.len());
+        assert_eq!(found, expected);
+        assert!(means::<CubeBackend>(&device, &[]).is_empty());
+    }
 }

@@ -156,13 +156,12 @@ fn adam_kernel<N: Size>(
     }
 }
 
-/// Returns a job for each parameter, from its tensors. If there are fewer than `K` tensors, the
-/// last one fills the remaining slices, which the kernel does not use.
+/// Returns a job for each parameter, from its tensors.
 ///
 /// # Panics
 ///
 /// If a tensor is not f32 or has another number of elements than the parameter.
-fn jobs<const K: usize>(steps: &[Vec<CubeTensor>]) -> Vec<Job<K>> {
+fn jobs(steps: &[Vec<CubeTensor>]) -> Vec<Job> {
     let job = |tensors: &Vec<CubeTensor>| {
         let numel = tensors[0].shape().num_elements();
         for tensor in tensors {
@@ -170,8 +169,7 @@ fn jobs<const K: usize>(steps: &[Vec<CubeTensor>]) -> Vec<Job<K>> {
             let expected = (DType::F32, numel);
             assert_eq!(found, expected, "the tensors of a step are f32 and of one length");
         }
-        let slice = |index: usize| BufferSlice::of(&tensors[index.min(tensors.len() - 1)]);
-        Job { slices: std::array::from_fn(slice), numel }
+        Job { slices: tensors.iter().map(BufferSlice::of).collect(), numel }
     };
     steps.iter().map(job).collect()
 }
@@ -204,7 +202,7 @@ fn defer<S>(steps: &Mutex<Vec<Deferred<S>>>, step: Deferred<S>) -> usize {
 fn launch_adam(step: &AdamStep, steps: &[Vec<CubeTensor>]) {
     let client = steps[0][0].client.clone();
     let amsgrad = steps[0].len() == 5;
-    let jobs = jobs::<5>(steps);
+    let jobs = jobs(steps);
     for launch in launches(&client, &jobs, None, MAX_PARAMS) {
         let (count, dim) = launch.grid(&client);
         let step_args = AdamLaunch::new(
@@ -327,7 +325,7 @@ pub(super) fn sgd(
 fn launch_sgd(step: &SgdStep, steps: &[Vec<CubeTensor>]) {
     let client = steps[0][0].client.clone();
     let with_momentum = steps[0].len() == 3;
-    let jobs = jobs::<3>(steps);
+    let jobs = jobs(steps);
     for launch in launches(&client, &jobs, None, MAX_PARAMS) {
         let (count, dim) = launch.grid(&client);
         // A writable buffer may be bound only once, so an unused argument is an empty sequence.

@@ -96,9 +96,9 @@ struct Share {
 }
 
 /// Returns the share of each tensor, one after the other.
-fn shares(client: &Client, jobs: &[Job<1>]) -> Vec<Share> {
+fn shares(client: &Client, jobs: &[Job]) -> Vec<Share> {
     let (mut first_sum, mut first_output) = (0, 0);
-    let share = |job: &Job<1>| {
+    let share = |job: &Job| {
         let share = Share { plan: Plan::new(client, job.numel), first_sum, first_output };
         first_sum += share.plan.sums;
         first_output += share.plan.outputs;
@@ -110,7 +110,7 @@ fn shares(client: &Client, jobs: &[Job<1>]) -> Vec<Share> {
 /// Summation of several tensors, whose results the host reads in one transfer.
 struct Summation<'a> {
     client: &'a Client,
-    jobs: &'a [Job<1>],
+    jobs: &'a [Job],
     shares: Vec<Share>,
     norm: Norm,
     /// Factor that the elements are multiplied by first, in place.
@@ -148,7 +148,7 @@ impl Summation<'_> {
     /// Launches the kernel for some spans of a launch; `join` says that they are second spans.
     fn launch(
         &self,
-        launch: &Launch<'_, 1>,
+        launch: &Launch<'_>,
         parts: &[&(usize, Span)],
         join: bool,
         sums: &PartialSums,
@@ -278,7 +278,7 @@ impl Summation<'_> {
             .unwrap_or_else(|error| panic!("cannot read the sums of a norm: {error}"));
         let sums: &[f32] = bytemuck::cast_slice(&bytes[0]);
         let largest: &[u32] = bytemuck::cast_slice(&bytes[1]);
-        let total = |(job, share): (&Job<1>, &Share)| {
+        let total = |(job, share): (&Job, &Share)| {
             if job.numel == 0 {
                 return zero;
             }
@@ -297,7 +297,7 @@ pub(super) fn sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<Sums
     let client = first.client.clone();
     let job = |(tensor, range): &(CubeTensor, Range<usize>)| {
         let tensor = contiguous(tensor.clone());
-        Job { slices: [BufferSlice::of(&tensor).skip(range.start)], numel: range.len() }
+        Job { slices: vec![BufferSlice::of(&tensor).skip(range.start)], numel: range.len() }
     };
     let jobs: Vec<_> = parts.iter().map(job).collect();
     let shares = shares(&client, &jobs);
@@ -315,7 +315,7 @@ pub(super) fn unscale(
         return (tensors, Vec::new());
     };
     let job = |tensor: &CubeTensor| Job {
-        slices: [BufferSlice::of(tensor)],
+        slices: vec![BufferSlice::of(tensor)],
         numel: tensor.shape().num_elements(),
     };
     let jobs: Vec<_> = tensors.iter().map(job).collect();

@@ -8,11 +8,11 @@ use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
 use super::float::{KernelFloat, with_float_type};
-use super::loops::{convert, convert_over, divide, mean};
+use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
 use super::{dropout, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
-use crate::backend::kernels::contract::{AdamTensors, Kernels, Sums};
+use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{self, AdamStep, SgdStep};
 use crate::backend::norm::Norm;
@@ -45,6 +45,21 @@ fn exclusive(tensor: FlexTensor) -> FlexTensor {
 fn slice_mut<E: KernelFloat>(tensor: &mut FlexTensor) -> &mut [E] {
     let (start, end) = tensor.layout().contiguous_offsets().expect("a contiguous tensor");
     &mut tensor.storage_mut::<E>()[start..end]
+}
+
+/// Computes one mean of [`Kernels::rank_means`].
+fn rank_mean(mean: RankMean<FlexTensor>) -> FlexTensor {
+    let RankMean { parts, divisor, shape } = mean;
+    let parts: Vec<_> = parts.into_iter().map(|(part, start)| (contiguous(part), start)).collect();
+    with_float_type!(parts[0].0.dtype(), |I| {
+        let parts: Vec<&[I]> =
+            parts.iter().map(|(part, start)| &slice::<I>(part)[*start..]).collect();
+        new_tensor(shape, |at, sums| {
+            let range = at..at + sums.len();
+            let parts: Vec<&[I]> = parts.iter().map(|part| &part[range.clone()]).collect();
+            loops::mean(&parts, sums, divisor as f32)
+        })
+    })
 }
 
 /// Copies elements `range` of a contiguous tensor: divided in f32 by `divisor` if there is one,
@@ -134,22 +149,8 @@ impl Kernels for Flex {
         converted(&tensor, 0..shape.num_elements(), shape, dtype, divisor)
     }
 
-    fn rank_mean(
-        parts: &[FlexTensor],
-        range: Range<usize>,
-        divisor: usize,
-        shape: Shape,
-    ) -> FlexTensor {
-        let parts: Vec<_> = parts.iter().cloned().map(contiguous).collect();
-        with_float_type!(parts[0].dtype(), |I| {
-            let parts: Vec<&[I]> =
-                parts.iter().map(|part| &slice::<I>(part)[range.clone()]).collect();
-            new_tensor(shape, |at, sums| {
-                let range = at..at + sums.len();
-                let parts: Vec<&[I]> = parts.iter().map(|part| &part[range.clone()]).collect();
-                mean(&parts, sums, divisor as f32)
-            })
-        })
+    fn rank_means(means: Vec<RankMean<FlexTensor>>) -> Vec<FlexTensor> {
+        means.into_iter().map(rank_mean).collect()
     }
 
     fn sums(parts: &[(FlexTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {

@@ -1,0 +1,137 @@
+//! A BERT with a classifier, and rows to train it on.
+
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::tensor::activation::softmax;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use fsdp_runtime::nn::gelu;
+use fsdp_runtime::prelude::*;
+
+/// Sizes of the model and of a rank's batch.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Sizes {
+    /// Rows on each rank.
+    #[arg(long, default_value_t = 4)]
+    pub batch: usize,
+    /// Tokens a row.
+    #[arg(long, default_value_t = 128)]
+    pub length: usize,
+    /// Width of the model.
+    #[arg(long, default_value_t = 384)]
+    pub hidden: usize,
+    /// Number of layers.
+    #[arg(long, default_value_t = 6)]
+    pub layers: usize,
+    /// Attention heads.
+    #[arg(long, default_value_t = 12)]
+    pub heads: usize,
+    /// Width of the feed-forward part.
+    #[arg(long, default_value_t = 1536)]
+    pub inner: usize,
+}
+
+const VOCABULARY: usize = 30_522;
+const POSITIONS: usize = 512;
+
+#[derive(Module, Debug)]
+#[fsdp_unit]
+pub struct Layer {
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    output: Linear,
+    up: Linear,
+    down: Linear,
+    norm1: LayerNorm,
+    norm2: LayerNorm,
+    heads: usize,
+}
+
+#[fsdp_unit]
+impl Layer {
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let [batch, length, hidden] = x.dims();
+        let width = hidden / self.heads;
+        let heads = |x: Tensor<3>| x.reshape([batch, length, self.heads, width]).swap_dims(1, 2);
+        let query = heads(self.query.forward(x.clone())) / (width as f64).sqrt();
+        let scores = query.matmul(heads(self.key.forward(x.clone())).transpose());
+        let context = softmax(scores, 3).matmul(heads(self.value.forward(x.clone())));
+        let context = context.swap_dims(1, 2).reshape([batch, length, hidden]);
+        let x = self.norm1.forward(x + self.output.forward(context));
+        let inner = self.down.forward(gelu(self.up.forward(x.clone())));
+        self.norm2.forward(x + inner)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+pub struct Bert {
+    tokens: Embedding,
+    positions: Embedding,
+    norm: LayerNorm,
+    layers: Vec<Layer>,
+    classifier: Linear,
+}
+
+#[fsdp_unit]
+impl Bert {
+    pub fn forward(&self, ids: Tensor<2, Int>, positions: Tensor<2, Int>) -> Tensor<2> {
+        let x = self.tokens.forward(ids) + self.positions.forward(positions);
+        let x = self.norm.forward(x);
+        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x));
+        self.classifier.forward(x.narrow(1, 0, 1).squeeze_dim(1))
+    }
+}
+
+impl Bert {
+    pub fn new(sizes: &Sizes, device: &Device) -> Self {
+        let linear = |from, to| LinearConfig::new(from, to).init(device);
+        let norm = || LayerNormConfig::new(sizes.hidden).init(device);
+        let layer = |_| Layer {
+            query: linear(sizes.hidden, sizes.hidden),
+            key: linear(sizes.hidden, sizes.hidden),
+            value: linear(sizes.hidden, sizes.hidden),
+            output: linear(sizes.hidden, sizes.hidden),
+            up: linear(sizes.hidden, sizes.inner),
+            down: linear(sizes.inner, sizes.hidden),
+            norm1: norm(),
+            norm2: norm(),
+            heads: sizes.heads,
+        };
+        Self {
+            tokens: EmbeddingConfig::new(VOCABULARY, sizes.hidden).init(device),
+            positions: EmbeddingConfig::new(POSITIONS, sizes.hidden).init(device),
+            norm: norm(),
+            layers: (0..sizes.layers).map(layer).collect(),
+            classifier: linear(sizes.hidden, 2),
+        }
+    }
+}
+
+/// The rows of one rank, the same in each step.
+pub struct Batch {
+    ids: Tensor<2, Int>,
+    positions: Tensor<2, Int>,
+    labels: Tensor<1, Int>,
+}
+
+impl Batch {
+    pub fn new(sizes: &Sizes, rank: usize, device: &Device) -> Self {
+        let shape = [sizes.batch, sizes.length];
+        let id = |at: usize| ((at * 7919 + rank * 104_729) % 30_000) as i32;
+        let ids: Vec<i32> = (0..sizes.batch * sizes.length).map(id).collect();
+        let positions: Vec<i32> = (0..sizes.length as i32).collect();
+        Self {
+            ids: Tensor::from_data(TensorData::new(ids, shape), device),
+            positions: Tensor::from_data(TensorData::new(positions, [1, sizes.length]), device),
+            labels: Tensor::zeros([sizes.batch], device),
+        }
+    }
+
+    pub fn loss(&self, model: &Bert) -> Tensor<1> {
+        let logits = model.forward(self.ids.clone(), self.positions.clone());
+        let device = logits.device();
+        CrossEntropyLossConfig::new().init(&device).forward(logits, self.labels.clone())
+    }
+}

@@ -1,0 +1,195 @@
+//! Number of kernel launches in one training step of a BERT on a CubeCL device, and of waits.
+//!
+//! `cargo bench --features cpu --bench launches`, with `--features cpu,fusion` for Burn's fusion, and
+//! `-- --kernels` for the launches of each kernel. The sizes are those of BERT-base.
+//!
+//! Kernels are compiled but not run, so that the count takes seconds on a CPU. Launches of the ranks'
+//! communication threads are counted apart from those of all other threads.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, FloatDType};
+use clap::Parser;
+use cubecl_runtime::config::{TypeNameFormatLevel, type_name_format};
+use cubecl_runtime::dry_run::DryRun;
+use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
+use fsdp_runtime::optim::AdamWConfig;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, MixedPrecisionPolicy};
+
+#[path = "common/bert.rs"]
+mod bert;
+
+use bert::{Batch, Bert, Sizes};
+
+/// Number of kernel launches in one training step of a BERT.
+#[derive(Clone, Debug, Parser)]
+struct Cli {
+    /// Numbers of ranks.
+    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    world: Vec<usize>,
+    #[command(flatten)]
+    sizes: Sizes,
+    /// Steps before the one that is counted.
+    #[arg(long, default_value_t = 2)]
+    warm_up: usize,
+    /// Also prints the launches of each kernel.
+    #[arg(long)]
+    kernels: bool,
+    /// Trains with parameters and products in bf16.
+    #[arg(long)]
+    bf16: bool,
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// Launches of each kernel, of communication threads and of all others.
+#[derive(Clone, Debug, Default)]
+struct Launches([BTreeMap<&'static str, usize>; 2]);
+
+impl Launches {
+    fn total(&self) -> [usize; 2] {
+        self.0.each_ref().map(|kernels| kernels.values().sum())
+    }
+}
+
+#[derive(Default)]
+struct Count(Mutex<Launches>);
+
+impl LaunchObserver for Count {
+    fn launched(&self, kernel: &'static str) {
+        let thread = std::thread::current();
+        let is_communication = thread.name().is_some_and(|name| name.starts_with("fsdp-comm"));
+        let mut launches = self.0.lock().expect("no thread panics under the lock");
+        *launches.0[usize::from(is_communication)].entry(kernel).or_default() += 1;
+    }
+}
+
+/// What was counted in one step.
+struct Step {
+    /// Launches of all ranks.
+    launches: Launches,
+    /// How often rank 0 blocked on its communication thread.
+    waits: usize,
+    drains: usize,
+    lowerings: usize,
+}
+
+fn device() -> Device {
+    #[cfg(feature = "cpu")]
+    return Device::cpu();
+    #[cfg(all(feature = "wgpu", not(feature = "cpu")))]
+    return Device::wgpu(burn::tensor::DeviceKind::DefaultDevice);
+    #[cfg(not(any(feature = "cpu", feature = "wgpu")))]
+    return Device::cuda(0);
+}
+
+/// The policy of the comparison with PyTorch: products in bf16, reductions and the loss in f32.
+const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
+    .with_param_dtype(FloatDType::BF16)
+    .with_reduce_dtype(FloatDType::F32)
+    .with_output_dtype(FloatDType::F32);
+
+/// Runs `step` once after `warm_up` uncounted calls, and returns the launches of the last call.
+fn observe(
+    warm_up: usize,
+    worker: &Worker,
+    mut step: impl FnMut() -> Result<(), Error>,
+) -> Result<Launches, Error> {
+    let observer = Arc::new(Count::default());
+    for call in 0..=warm_up {
+        worker.barrier()?;
+        let is_counted = worker.rank().index() == 0 && call == warm_up;
+        let observation = is_counted.then(|| LaunchObservation::new(observer.clone()));
+        // All ranks start after the observation, and end before it does.
+        worker.barrier()?;
+        step()?;
+        worker.device().sync().expect("the device has run the step");
+        worker.barrier()?;
+        drop(observation);
+    }
+    let launches = observer.0.lock().expect("no thread panics under the lock").clone();
+    Ok(launches)
+}
+
+/// Counts a step of the model without sharding, on each rank.
+fn unsharded(cli: &Cli, worker: &Worker) -> Result<Step, Error> {
+    let batch = Batch::new(&cli.sizes, worker.rank().index(), worker.device());
+    let mut optimizer = AdamWConfig::new().init();
+    let mut model = Some(Bert::new(&cli.sizes, worker.device()));
+    let launches = observe(cli.warm_up, worker, || {
+        let unsharded = model.take().expect("each step puts the model back");
+        let gradients = batch.loss(&unsharded).backward();
+        let gradients = GradientsParams::from_grads(gradients, &unsharded);
+        model = Some(optimizer.step(1e-5, unsharded, gradients));
+        Ok(())
+    })?;
+    Ok(Step { launches, waits: 0, drains: 0, lowerings: 0 })
+}
+
+/// Counts a step of the model under FULL_SHARD.
+fn sharded(cli: &Cli, worker: &Worker) -> Result<Step, Error> {
+    let batch = Batch::new(&cli.sizes, worker.rank().index(), worker.device());
+    let mut optimizer = AdamWConfig::new().init();
+    let options = FsdpOptions::new().with_seed(0);
+    let options = if cli.bf16 { options.with_mixed_precision(BF16) } else { options };
+    let mut model = Some(fully_shard(Bert::new(&cli.sizes, worker.device()), worker, options)?);
+    let (mut waits, mut drains, mut lowerings) = (0, 0, 0);
+    let launches = observe(cli.warm_up, worker, || {
+        let sharded = model.take().expect("each step puts the model back");
+        let (waits_before, before) = (sharded.stats().waits(), sharded.stats().counts());
+        let gradients = sharded.backward(batch.loss(&sharded))?;
+        let sharded = optimizer.step(1e-5, sharded, gradients);
+        let after = sharded.stats().counts();
+        waits = sharded.stats().waits() - waits_before;
+        (drains, lowerings) = (after.drains - before.drains, after.lowerings - before.lowerings);
+        model = Some(sharded);
+        Ok(())
+    })?;
+    Ok(Step { launches, waits, drains, lowerings })
+}
+
+fn main() {
+    let cli = Cli::parse();
+    println!(
+        "{:<12}{:>6}{:>10}{:>16}{:>7}{:>8}{:>11}",
+        "", "ranks", "launches", "communication", "waits", "drains", "lowerings"
+    );
+    let _dry_run = DryRun::new();
+    type Way = fn(&Cli, &Worker) -> Result<Step, Error>;
+    for &world in &cli.world {
+        for (name, way) in [("unsharded", unsharded as Way), ("FULL_SHARD", sharded)] {
+            let job = cli.clone();
+            let options = LaunchOptions::new(world).with_device(device());
+            let ranks = launch(options, move |worker| way(&job, &worker));
+            let ranks = ranks.unwrap_or_else(|error| panic!("{name}: {error}"));
+            let step = &ranks[0];
+            let [own, communication] = step.launches.total().map(|launches| launches / world);
+            println!(
+                "{name:<12}{world:>6}{:>10}{communication:>16}{:>7}{:>8}{:>11}",
+                own + communication,
+                step.waits,
+                step.drains,
+                step.lowerings
+            );
+            if cli.kernels {
+                print_kernels(&step.launches);
+            }
+        }
+    }
+}
+
+/// Prints the launches of each kernel in all ranks, most first.
+fn print_kernels(launches: &Launches) {
+    for (thread, kernels) in ["own", "communication"].iter().zip(&launches.0) {
+        let mut kernels: Vec<_> = kernels.iter().collect();
+        kernels.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+        for (kernel, count) in kernels {
+            let kernel = type_name_format(kernel, TypeNameFormatLevel::Balanced);
+            println!("    {count:>6} {thread:<14}{kernel}");
+        }
+    }
+}
