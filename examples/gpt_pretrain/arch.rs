@@ -118,6 +118,19 @@ mod tests {
     }
 
     #[test]
+    fn pytorchs_side_of_the_comparison_has_the_same_sizes() {
+        let script = include_str!("../../fsdp-runtime/benches/torch_gpt.py");
+        let (_, archs) = script.split_once("ARCHS = {\n").unwrap();
+        let (archs, _) = archs.split_once("\n}\n").unwrap();
+        let found: Vec<String> = archs.lines().map(|line| line.trim().replace('_', "")).collect();
+        let expected = Arch::ALL.map(|arch| {
+            let Arch { name, layers, width, heads, vocabulary, .. } = arch;
+            format!("\"{name}\": ({layers}, {width}, {heads}, {vocabulary}),")
+        });
+        assert_eq!(found, expected);
+    }
+
+    #[test]
     fn fairseqs_names_are_known() {
         for (name, expected) in [
             ("transformer_lm_gpt3_xl", "1.3B"),

@@ -33,6 +33,9 @@ struct Cli {
     /// Runs only the variants whose name contains this text.
     #[arg(long, default_value = "")]
     only: String,
+    /// Runs only the variants with these names.
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    variants: Vec<String>,
     #[command(flatten)]
     sizes: Sizes,
     /// Steps of a round. The first two of each round are not counted.
@@ -47,6 +50,9 @@ struct Cli {
     /// Also FULL_SHARD with parameters and optimizer state on the host.
     #[arg(long)]
     offload: bool,
+    /// Also FULL_SHARD with a wait for the device after each step.
+    #[arg(long)]
+    sync: bool,
     /// CubeCL's CPU runtime in place of Flex.
     #[arg(long, conflicts_with = "cuda")]
     cubecl_cpu: bool,
@@ -59,12 +65,15 @@ struct Cli {
     /// Prints one line for each variant: the median step in seconds.
     #[arg(long)]
     brief: bool,
+    /// Prints one JSON object for each variant: medians in seconds, and the losses of each round.
+    #[arg(long, conflicts_with = "brief")]
+    json: bool,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// The times of one step, in seconds.
+/// The times of one step in seconds, and its loss.
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
     forward: f64,
@@ -74,6 +83,7 @@ struct Times {
     collectives: f64,
     /// Time for which the rank waited for collectives.
     waited: f64,
+    loss: f64,
 }
 
 impl Times {
@@ -92,11 +102,13 @@ struct Way {
     name: &'static str,
     /// `None`: each rank trains a model of its own.
     options: Option<FsdpOptions>,
+    /// Whether the rank waits for the device after each step.
+    sync: bool,
 }
 
 fn ways(cli: &Cli) -> Vec<Way> {
     let full = FsdpOptions::new;
-    let way = |name, options| Way { name, options };
+    let way = |name, options| Way { name, options, sync: false };
     let mut ways = vec![
         way("unsharded", None),
         way("NO_SHARD", Some(full().with_strategy(ShardingStrategy::NoShard))),
@@ -123,16 +135,21 @@ fn ways(cli: &Cli) -> Vec<Way> {
         let optimizer = OffloadPolicy::OptimizerOnly;
         ways.push(way("FULL_SHARD offload optimizer", Some(full().with_offload(optimizer))));
     }
+    if cli.sync {
+        ways.push(Way { sync: true, ..way("FULL_SHARD synced", Some(full())) });
+    }
     ways
 }
 
-/// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward` returns.
+/// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward` returns,
+/// and `end` runs after each step.
 fn time<M: Module>(
     cli: &Cli,
     mut model: M,
     forward: impl Fn(&M) -> Tensor<1>,
     backward: impl Fn(&M, Tensor<1>) -> Result<GradientsParams, Error>,
     communication: impl Fn(&M) -> (Duration, Duration),
+    end: impl Fn(),
 ) -> Result<Vec<Times>, Error> {
     let mut optimizer = AdamWConfig::new().init();
     let mut times = Vec::new();
@@ -141,11 +158,12 @@ fn time<M: Module>(
         let start = Instant::now();
         let loss = forward(&model);
         // The loss is read on the host, as in a training loop.
-        loss.clone().into_scalar::<f32>();
+        let value = f64::from(loss.clone().into_scalar::<f32>());
         let forwarded = Instant::now();
         let gradients = backward(&model, loss)?;
         let backwarded = Instant::now();
         model = optimizer.step(1e-5, model, gradients);
+        end();
         let (after, waited_after) = communication(&model);
         times.push(Times {
             forward: (forwarded - start).as_secs_f64(),
@@ -153,6 +171,7 @@ fn time<M: Module>(
             optimizer: backwarded.elapsed().as_secs_f64(),
             collectives: (after - before).as_secs_f64(),
             waited: (waited_after - waited).as_secs_f64(),
+            loss: value,
         });
     }
     Ok(times.split_off(2))
@@ -182,13 +201,18 @@ fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
     }
 }
 
-/// The steps of one round, each as measured on the slowest rank.
+/// The steps of one round, each as measured on the slowest rank, with the losses of rank 0.
 fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
-    let (job, options) = (cli.clone(), way.options.clone());
+    let (job, options, sync) = (cli.clone(), way.options.clone(), way.sync);
     let options =
         options.map(|options| if cli.bf16 { options.with_mixed_precision(BF16) } else { options });
     let ranks = launch(launch_options(cli, world), move |worker| {
         let device = worker.device();
+        let end = || {
+            if sync {
+                device.sync().expect("the device has run the step");
+            }
+        };
         let data = Batch::new(&job.sizes, worker.rank().index(), device);
         let model = Bert::new(&job.sizes, device);
         match &options {
@@ -198,6 +222,7 @@ fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
                 |model| data.loss(model),
                 |model, loss| Ok(GradientsParams::from_grads(loss.backward(), model)),
                 |_| Default::default(),
+                end,
             ),
             Some(options) => time(
                 &job,
@@ -205,6 +230,7 @@ fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
                 |model| data.loss(model),
                 Fsdp::backward,
                 |model| model.stats().communication_time(),
+                end,
             ),
         }
     })
@@ -212,7 +238,8 @@ fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
     let steps = 0..ranks[0].len();
     let slowest = |step: usize| {
         let times = ranks.iter().map(|rank| rank[step]);
-        times.max_by(|a, b| a.step().total_cmp(&b.step())).expect("at least one rank")
+        let slowest = times.max_by(|a, b| a.step().total_cmp(&b.step()));
+        Times { loss: ranks[0][step].loss, ..slowest.expect("at least one rank") }
     };
     steps.map(slowest).collect()
 }
@@ -223,17 +250,46 @@ fn median(times: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
     values[values.len() / 2]
 }
 
+/// Prints a variant as one JSON object on one line.
+fn print_json(cli: &Cli, world: usize, way: &Way, times: &[Times]) {
+    let of = |part: fn(&Times) -> f64| median(times, part);
+    let rounds = times.chunks(times.len() / cli.rounds);
+    let losses = rounds.map(|round| round.iter().map(|times| times.loss).collect());
+    let losses: Vec<Vec<f64>> = losses.collect();
+    let result = serde_json::json!({
+        "variant": way.name,
+        "world": world,
+        "step": of(Times::step),
+        "forward": of(|times| times.forward),
+        "backward": of(|times| times.backward),
+        "optimizer": of(|times| times.optimizer),
+        "losses": losses,
+    });
+    println!("{result}");
+}
+
+/// The variants that the arguments select.
+fn selected(cli: &Cli) -> Vec<Way> {
+    let mut ways = ways(cli);
+    ways.retain(|way| way.name.contains(&cli.only));
+    ways.retain(|way| cli.variants.is_empty() || cli.variants.iter().any(|name| name == way.name));
+    ways
+}
+
 fn main() {
     allocator::keep_pages();
     let cli = Cli::parse();
-    let ways: Vec<Way> =
-        ways(&cli).into_iter().filter(|way| way.name.contains(&cli.only)).collect();
+    let ways = selected(&cli);
     for &world in &cli.world {
         let mut times: Vec<Vec<Times>> = vec![Vec::new(); ways.len()];
         for _ in 0..cli.rounds {
             for (way, times) in ways.iter().zip(&mut times) {
                 times.extend(round(&cli, world, way));
             }
+        }
+        if cli.json {
+            ways.iter().zip(&times).for_each(|(way, times)| print_json(&cli, world, way, times));
+            continue;
         }
         if cli.brief {
             for (way, times) in ways.iter().zip(&times) {

@@ -1,12 +1,12 @@
 """GPT pretraining in PyTorch with `fully_shard`: the peer of `examples/gpt_pretrain`.
 
     torchrun --nproc-per-node 1 torch_gpt.py --arch 1.3B --bf16
-    torchrun --nproc-per-node 1 torch_gpt.py --arch 6.7B --bf16 --cpu-offload --checkpoint-activations --batch-size 1
+    torchrun --nproc-per-node 1 torch_gpt.py --arch 6.7B --bf16 --cpu-offload --checkpoint-activations
 
 The same decoder (GPT-2's, with the sizes of fairseq's GPT-3), the same recipe (AdamW with betas of 0.9
 and 0.98, decay of 0.1, a gradient norm of at most 1) and as many word pieces an update, here of random
-text. Prints one JSON line: word pieces a second from the median update, and the most bytes that the
-allocator held on the device.
+text. Prints one JSON line for each update, and one with the result: word pieces a second from the median
+update, and the most bytes that the allocator held on the device.
 """
 import argparse
 import json
@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-# Layers, width, heads, vocabulary: those of examples/gpt_pretrain/arch.rs.
+# Layers, width, heads, vocabulary: those of examples/gpt_pretrain/arch.rs, where a test compares them.
 ARCHS = {
-    "tiny": (4, 192, 6, 2048),
+    "tiny": (2, 128, 4, 512),
     "small": (12, 768, 12, 50_272),
     "1.3B": (24, 2048, 32, 50_272),
     "2.7B": (32, 2560, 32, 50_272),
@@ -40,6 +40,7 @@ parser.add_argument("--tokens-per-sample", type=int, default=2048)
 parser.add_argument("--max-update", type=int, default=10)
 parser.add_argument("--lr", type=float, default=1e-4)
 parser.add_argument("--bf16", action="store_true")
+parser.add_argument("--tf32", action="store_true", help="products of f32 in TF32, as CubeCL computes them")
 parser.add_argument("--cpu-offload", action="store_true")
 parser.add_argument("--checkpoint-activations", action="store_true")
 parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -90,6 +91,7 @@ def main():
     device = torch.device(args.device, local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = args.tf32
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     with torch.device("meta"):
         model = Gpt()
@@ -118,7 +120,7 @@ def main():
     optimizer = torch.optim.AdamW(groups, args.lr, (0.9, 0.98), weight_decay=0.1, fused=True)
     shape = (args.batch_size, args.tokens_per_sample + 1)
     seconds = []
-    for _ in range(WARM_UP + args.max_update):
+    for update in range(WARM_UP + args.max_update):
         text = torch.randint(VOCABULARY, shape, device=device)
         begin = time.perf_counter()
         logits = model(text[:, :-1]).float()
@@ -130,6 +132,8 @@ def main():
         # As ours, which reads the loss of each update.
         found = loss.item()
         seconds.append(time.perf_counter() - begin)
+        if dist.get_rank() == 0:
+            print(json.dumps({"update": update + 1, "seconds": seconds[-1], "loss": found}), flush=True)
     words = args.batch_size * args.tokens_per_sample * dist.get_world_size()
     step = statistics.median(seconds[WARM_UP:])
     peak = torch.cuda.max_memory_reserved() if on_gpu else 0

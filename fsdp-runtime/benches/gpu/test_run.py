@@ -1,0 +1,235 @@
+"""Tests of `run` with shell scripts in place of the programs, of PyTorch's side and of `nvidia-smi`.
+
+    python3 -B -m unittest discover -s fsdp-runtime/benches/gpu
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+from unittest import mock
+
+sys.dont_write_bytecode = True
+
+import correctness
+import harness
+import speed
+
+HERE = Path(__file__).resolve().parent
+SMI = """case "$*" in
+*-lms*) echo 100; echo 700; exec sleep 60 ;;
+*) echo "Some GPU, 1.2, 81559 MiB, 9.0" ;;
+esac"""
+LOSSES = """echo '{"losses": [0.7, 0.6, 0.5]}'"""
+TESTS = """case "$*" in
+*--list*) printf 'kernels::a::one: test\\nkernels::a::two: test\\nkernels::b::three: test\\n' ;;
+*a::*) printf 'test kernels::a::one ... ok\\ntest kernels::a::two ... ok\\n' ;;
+*) printf 'test kernels::b::three ... ok\\n' ;;
+esac"""
+
+
+def agreeing(plain: str, synced: str) -> str:
+    rounds = lambda name, losses: f"""echo '{{"variant": "{name}", "step": 0.02, "losses": {losses}}}'"""
+    return rounds("FULL_SHARD", plain) + "\n" + rounds("FULL_SHARD synced", synced)
+
+
+class Programs(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.program("tools/nvidia-smi", SMI)
+        for name in ("bert_finetune", "gpt_pretrain", "step", "kernels", "unit_tests"):
+            self.program(f"bin/{name}", "true")
+
+    def program(self, name: str, script: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        argv = [sys.executable, str(HERE / "run"), *arguments]
+        argv += ["--pack", str(self.folder), "--out", str(self.folder / "out")]
+        env = os.environ | {"PATH": f"{self.folder}/tools:{os.environ['PATH']}"}
+        return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run_step(self, step: str, *arguments: str) -> "tuple[int, dict]":
+        """Runs a step. Returns its exit code and its JSON file."""
+        running = self.start(step, *arguments)
+        running.communicate(timeout=60)
+        return running.returncode, self.record(step)
+
+    def record(self, name: str) -> dict:
+        return json.loads((self.folder / f"out/{name}.json").read_text())
+
+    def failed(self, record: dict) -> "list[str]":
+        return [check["check"] for check in record["checks"] if not check["ok"]]
+
+    def test_equal_losses_pass(self) -> None:
+        self.program("bin/bert_finetune", LOSSES)
+        code, record = self.run_step("losses", "--device", "flex")
+        self.assertEqual((code, record["passed"], len(record["commands"])), (0, True, 4))
+        code, record = self.run_step("losses")
+        self.assertEqual((code, record["passed"]), (0, True))
+        self.assertEqual(record["gpus"][0]["name"], "Some GPU")
+        names = [command["command"] for command in record["commands"]]
+        self.assertEqual(names[0], "flex")
+        self.assertEqual(names[-1], "nccl, world 1")
+        # Each of six runs ends, and is compared with another one.
+        self.assertEqual(len(record["checks"]), 6 + 5)
+
+    def test_other_losses_fail(self) -> None:
+        other = """case "$*" in *nccl*) echo '{"losses": [0.7, 0.6, 0.51]}' ;; *) %s ;; esac"""
+        self.program("bin/bert_finetune", other % LOSSES)
+        code, record = self.run_step("losses")
+        self.assertEqual((code, self.failed(record)), (1, ["nccl, world 1, to local"]))
+
+    def test_a_failure_keeps_the_output_and_the_other_results(self) -> None:
+        self.program("bin/bert_finetune", f'case "$*" in *size\\ 2*) echo broken >&2; exit 3 ;; *) {LOSSES} ;; esac')
+        code, record = self.run_step("losses", "--device", "flex")
+        self.assertEqual((code, record["passed"]), (1, False))
+        broken = record["commands"][2]
+        self.assertEqual((broken["exit_code"], broken["stderr_tail"]), (3, "broken\n"))
+        self.assertEqual(record["commands"][3]["result"]["losses"], [0.7, 0.6, 0.5])
+
+    def test_a_program_that_hangs_is_killed_with_its_children(self) -> None:
+        marker = self.folder / "pid"
+        self.program("bin/step", f"trap '' TERM\nsleep 300 & echo $! >{marker}\necho started\nwait; wait")
+        begin = time.monotonic()
+        code, record = self.run_step("agreement", "--device", "flex", "--deadline", "12")
+        self.assertLess(time.monotonic() - begin, 13)
+        self.assertEqual((code, record["passed"]), (1, False))
+        first, second, _ = record["commands"]
+        self.assertTrue(first["timed_out"])
+        self.assertEqual(first["stdout_tail"], "started\n")
+        self.assertIn("not_run", second)
+        status = Path(f"/proc/{marker.read_text().strip()}/stat")
+        self.assertTrue(not status.exists() or ") Z " in status.read_text())
+
+    def test_agreement_finds_a_race(self) -> None:
+        same = "[[0.7, 0.6], [0.7, 0.6]]"
+        self.program("bin/step", agreeing(same, same))
+        code, record = self.run_step("agreement")
+        self.assertEqual((code, record["passed"]), (0, True))
+        self.assertEqual(record["results"]["final_losses"]["blocking"], 0.6)
+        self.program("bin/step", agreeing("[[0.7, 0.6], [0.7, 0.601]]", same))
+        code, record = self.run_step("agreement")
+        self.assertEqual(self.failed(record), [f"{run}: plain, to synced" for run in ("first", "second", "blocking")])
+        self.program("bin/step", agreeing("[[0.7, null], [0.7, null]]", same))
+        code, record = self.run_step("agreement")
+        self.assertEqual((code, record["passed"]), (1, False))
+
+    def test_kernel_tests_are_counted(self) -> None:
+        self.program("bin/kernels", TESTS)
+        code, record = self.run_step("kernels")
+        self.assertEqual((code, record["passed"], len(record["checks"])), (0, True, 3))
+        self.program("bin/kernels", TESTS.replace("two ... ok", "two ... FAILED") + "; exit 101")
+        code, record = self.run_step("kernels")
+        self.assertEqual(record["checks"][1]["failed"], ["kernels::a::two"])
+        crash = TESTS.replace("two ... ok\\n'", "two ... '; kill -9 $$")
+        self.program("bin/kernels", crash)
+        code, record = self.run_step("kernels")
+        self.assertEqual(record["commands"][1]["exit_code"], -9)
+        self.assertEqual(record["checks"][1]["unfinished"], ["kernels::a::two"])
+        self.assertTrue(record["checks"][2]["ok"], "the next module runs")
+
+    def test_conformance_must_have_run_on_all_gpus(self) -> None:
+        result = "echo 'skipped: this machine has a GPU' >&2; echo 'test result: ok. 9 passed'"
+        self.program("bin/unit_tests", f"echo 'conformed: 1 of 1 GPUs'; {result}")
+        self.assertEqual(self.run_step("conformance")[0], 0)
+        self.program("bin/unit_tests", f"echo 'skipped: NCCL was not found' >&2; {result}")
+        code, record = self.run_step("conformance")
+        self.assertEqual(self.failed(record), ["on GPUs", "none is skipped"])
+
+    def test_both_sides_are_measured_in_turns(self) -> None:
+        self.program("bin/step", "sleep 0.5; " + agreeing("[]", "[]"))
+        (self.folder / "torch_bert.py").write_text("print('torch fsdp rank 0/1: forward 0.1 step 0.01000 s, max')")
+        code, record = self.run_step("bert-f32")
+        comparison = record["results"]["comparison"]
+        self.assertEqual((code, comparison["ours_to_torch"]), (0, 2.0))
+        self.assertEqual(comparison["ours"]["rounds"], [0.02] * 3)
+        self.assertEqual(comparison["ours"]["gpu_peak_mib"], 700)
+        self.assertEqual([run["command"] for run in record["commands"]], ["ours", "torch"] * 3)
+        self.assertEqual(record["commands"][1]["env"]["TF32"], "1")
+        # A side that fails is not run again.
+        (self.folder / "torch_bert.py").write_text("raise SystemExit('no torch')")
+        code, record = self.run_step("bert-f32")
+        self.assertEqual((code, self.failed(record)), (1, ["torch is measured"]))
+        self.assertEqual([run["command"] for run in record["commands"]], ["ours", "torch", "ours", "ours"])
+
+    def test_one_side_has_a_file_of_its_own(self) -> None:
+        self.program("bin/step", agreeing("[]", "[]"))
+        running = self.start("bert-bf16", "--side", "ours")
+        running.communicate(timeout=60)
+        self.assertEqual(running.returncode, 0)
+        self.assertIn("--bf16", self.record("bert-bf16-ours")["commands"][0]["argv"])
+
+    def test_a_killed_pretraining_keeps_its_rate(self) -> None:
+        lines = "\n".join(f"""echo '{{"num_updates": "1", "wps": "{rate}"}}'""" for rate in (1, 2, 300, 500, 400))
+        self.program("bin/gpt_pretrain", lines + "\nsleep 300")
+        update = "print('{\"update\": 1, \"seconds\": 2.048}')\n"
+        (self.folder / "torch_gpt.py").write_text(update * 4)
+        code, record = self.run_step("gpt-1.3b", "--deadline", "14")
+        comparison = record["results"]["comparison"]
+        self.assertEqual((comparison["ours"]["median"], comparison["torch"]["median"]), (400.0, 2000.0))
+        self.assertEqual(comparison["rows"], 2)
+        self.assertEqual(code, 0)
+
+    def test_a_batch_that_does_not_fit_is_halved(self) -> None:
+        script = """case "$*" in *size\\ 2*) exit 1 ;; *) for i in 1 2 3; do echo '{"wps": "7"}'; done ;; esac"""
+        self.program("bin/gpt_pretrain", script)
+        (self.folder / "torch_gpt.py").write_text("print('{\"update\": 1, \"seconds\": 1}\\n' * 3)")
+        code, record = self.run_step("gpt-1.3b")
+        self.assertEqual((code, record["results"]["comparison"]["rows"]), (0, 1))
+
+    def test_a_signal_keeps_the_file(self) -> None:
+        self.program("bin/bert_finetune", f'case "$*" in *size\\ 2*) sleep 300 ;; *) {LOSSES} ;; esac')
+        running = self.start("losses", "--device", "flex")
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            file = self.folder / "out/losses.json"
+            if file.exists() and len(self.record("losses")["commands"]) == 3:
+                break
+        running.send_signal(signal.SIGTERM)
+        running.communicate(timeout=30)
+        record = self.record("losses")
+        self.assertEqual((running.returncode, record["passed"]), (128 + signal.SIGTERM, None))
+        self.assertEqual(record["commands"][0]["result"]["losses"], [0.7, 0.6, 0.5])
+
+    def test_without_a_gpu_there_is_one_line(self) -> None:
+        self.program("tools/nvidia-smi", "exit 9")
+        running = self.start("kernels")
+        out, err = running.communicate(timeout=60)
+        self.assertEqual((running.returncode, out, err.count("\n")), (1, "", 1))
+        self.assertIn("no GPU", err)
+
+
+class Parts(unittest.TestCase):
+    def test_distances(self) -> None:
+        self.assertAlmostEqual(correctness.distance([1.0, 2.0], [1.0, 2.2]), 0.1)
+        nan = float("nan")
+        for one, other in (([], []), ([1.0], [1.0, 2.0]), ([1.0], [None]), ([nan], [1.0]), ([1.0], [nan])):
+            self.assertEqual(correctness.distance(one, other), float("inf"), (one, other))
+        self.assertEqual(harness.without_infinities({"a": [float("inf"), 1.5]}), {"a": ["inf", 1.5]})
+
+    def test_the_offloaded_size_fits_the_host(self) -> None:
+        for gib, arch in ((120, "6.7B"), (64, "2.7B"), (32, None)):
+            with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
+                path = Path(folder)
+                context = harness.Context(path, path / "bin", path / "out", path)
+                step = harness.StepRun("gpt-6.7b", context, "gpt-6.7b")
+                with mock.patch("speed.available_bytes", return_value=gib << 30):
+                    speed.gpt_offloaded(step)
+                argv = [word for command in step.record["commands"] for word in command["argv"]]
+                self.assertEqual(arch in argv if arch else argv == [], True, (gib, argv))
+
+
+if __name__ == "__main__":
+    unittest.main()
