@@ -6,6 +6,7 @@ mod support;
 
 #[allow(dead_code, clippy::all, reason = "most of it only has to compile, in every form there is")]
 pub mod accepted;
+mod comparisons;
 mod construction;
 mod crate_path;
 mod field_units;

@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use burn::backend::TensorMetadata;
+use burn::tensor::DType;
 
 pub(crate) use super::hub::Hub;
 use super::hub::{Round, RoundKey, State};
@@ -24,7 +25,7 @@ use super::process_group::{ProcessGroup, Reduce, ReduceScatter, means_of};
 use super::split::members_of_color;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::kernels::RankMean;
-use crate::backend::{Float, ShardBackend, numel};
+use crate::backend::{Float, ShardBackend, cast, numel};
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;
 
@@ -276,6 +277,16 @@ fn own<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
     B::copy_range(tensor, 0..numel, shape)
 }
 
+/// Returns the gradients of several ranks in one dtype. On a device they may differ: that of a rank
+/// which has held gradients of several micro-batches is a sum in f32.
+fn in_one_dtype<B: ShardBackend>(parts: Vec<(Float<B>, usize)>) -> Vec<(Float<B>, usize)> {
+    let dtype = parts[0].0.dtype();
+    if parts.iter().all(|(part, _)| part.dtype() == dtype) {
+        return parts;
+    }
+    parts.into_iter().map(|(part, start)| (cast::<B>(part, DType::F32), start)).collect()
+}
+
 /// Tensors of a member, and the mark of all that its communication thread has issued before.
 type Fenced<B, T> = Arc<(T, <B as ShardBackend>::Fence)>;
 
@@ -335,6 +346,7 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
             if parts.is_empty() || keep.range.is_empty() {
                 return None;
             }
+            let parts = in_one_dtype::<B>(parts);
             Some((entry, RankMean { parts, divisor, shape: keep.shape.clone().into() }))
         };
         let mut reduced = vec![None; keep.len()];

@@ -1,14 +1,16 @@
 //! The backward pass: the gathers before a unit's backward, the gradients of a unit, and the end of
 //! the pass.
 
+use burn::backend::TensorMetadata;
+use burn::tensor::DType;
+
 use super::super::autodiff::Depth;
 use super::core::Schedule;
 use super::reduce::total_bytes;
-use super::reduction::add_up;
 use super::settings::{Pass, When};
 use super::state::{RunningBackward, State};
 use super::unit_call::UnitCall;
-use crate::backend::{Float, ModelBackend, bytes, cast_model};
+use crate::backend::{Float, ModelBackend, Raw, ShardBackend, bytes, cast_model, kernels};
 use crate::error::Error;
 use crate::module::CallId;
 use crate::options::{BackwardPrefetch, GradientAccumulation};
@@ -158,10 +160,19 @@ impl<B: ModelBackend> Schedule<B> {
         }
         let sums = &mut state.units[index].unsharded_gradients;
         let before = total_bytes::<B>(sums) + total_bytes::<B>(&call.gradients);
-        let gradients = call.gradients.into_iter().zip(&self.units[index].params);
-        let gradients =
-            gradients.map(|(gradient, entry)| Some(cast_model::<B>(gradient?, entry.reduce_dtype)));
-        add_up(sums, gradients, B::float_add);
+        for ((sum, gradient), entry) in
+            sums.iter_mut().zip(call.gradients).zip(&self.units[index].params)
+        {
+            let Some(gradient) = gradient else { continue };
+            *sum = Some(match sum.take() {
+                None if self.reduces_as(gradient.dtype(), entry.reduce_dtype) => gradient,
+                None => cast_model::<B>(gradient, entry.reduce_dtype),
+                Some(sum) => {
+                    let cast = |tensor| cast_model::<B>(tensor, entry.reduce_dtype);
+                    B::float_add(cast(sum), cast(gradient))
+                }
+            });
+        }
         let after = total_bytes::<B>(sums);
         self.tracker.give_back(MemoryKind::Gradients, before);
         self.tracker.take(MemoryKind::Gradients, after);
@@ -169,6 +180,13 @@ impl<B: ModelBackend> Schedule<B> {
             return Ok(());
         }
         self.reduce(state, index)
+    }
+
+    /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`: where
+    /// ranks share a device, the kernel that adds their gradients in f32 reads them in any dtype.
+    fn reduces_as(&self, found: DType, wanted: DType) -> bool {
+        let shared_device = !Raw::<B>::IN_HOST_MEMORY && self.settings.groups.shard.is_local();
+        shared_device && wanted == DType::F32 && kernels::takes(found)
     }
 
     /// Returns whether the gradients of micro-batches are accumulated before they are reduced.
