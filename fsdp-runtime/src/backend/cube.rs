@@ -181,7 +181,7 @@ impl ShardBackend for CubeBackend {
 
     fn copy_range(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {
         let part = contiguous(flat(tensor, range));
-        let target = empty(&part.device, shape, part.dtype);
+        let target = empty(&part, shape, part.dtype);
         #[cfg(test)]
         record([&part], [&target.handle]);
         let numel = numel::<CubeBackend>(&part);

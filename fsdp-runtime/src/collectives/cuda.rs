@@ -1,4 +1,4 @@
-//! Checks of NVIDIA's libraries: the CUDA driver and its GPUs, and the version of NCCL.
+//! Checks of NVIDIA's libraries: the CUDA driver and its GPUs, libdevice, and the version of NCCL.
 //!
 //! The libraries are loaded at run time, so that a program which was built with CUDA starts without
 //! them. Burn panics when it creates a device that does not exist; a program that checks first can
@@ -8,6 +8,10 @@ use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 
 use libloading::{Library, Symbol};
+
+mod libdevice;
+
+pub use self::libdevice::{CUDA_PATH, libdevice, needs_libdevice};
 
 /// Oldest version of NCCL that the engine `nccl` supports: the first with `ncclCommSplit`.
 pub const OLDEST_NCCL: NcclVersion = NcclVersion { major: 2, minor: 18, patch: 0 };
@@ -73,6 +77,17 @@ pub enum CudaError {
         index: usize,
         /// Number of GPUs.
         count: usize,
+    },
+    /// CubeCL does not find NVIDIA's library of math functions, and so cannot compile kernels that
+    /// call them.
+    #[error(
+        "`libdevice.10.bc` was not found ({reason}); install the CUDA toolkit (Debian: \
+         `nvidia-cuda-toolkit`, pip: `nvidia-cuda-nvcc-cu12`) and set `{CUDA_PATH}` to the folder \
+         that contains `nvvm/libdevice`"
+    )]
+    NoLibdevice {
+        /// Where CubeCL looks for the file.
+        reason: String,
     },
 }
 
@@ -224,15 +239,20 @@ pub fn device_count() -> Result<usize, CudaError> {
     }
 }
 
-/// Checks that the machine has a GPU with this index, so that Burn does not panic when it creates
-/// the device.
+/// Checks that the machine has a GPU with this index, and that CubeCL can compile kernels for it. So
+/// Burn does not panic when it creates the device, nor when it launches a kernel that calls a math
+/// function.
 ///
 /// # Errors
 ///
-/// Fails as [`device_count`] does, and with [`CudaError::NoSuchDevice`] if the index is too large.
+/// Fails as [`device_count`] does, with [`CudaError::NoSuchDevice`] if the index is too large, and as
+/// [`libdevice`](fn@libdevice) does if CubeCL needs that file.
 pub fn require_device(index: usize) -> Result<(), CudaError> {
     let count = device_count()?;
-    if index < count { Ok(()) } else { Err(CudaError::NoSuchDevice { index, count }) }
+    if index >= count {
+        return Err(CudaError::NoSuchDevice { index, count });
+    }
+    if needs_libdevice() { libdevice().map(drop) } else { Ok(()) }
 }
 
 /// Returns the version of the installed NCCL, which may be older than [`OLDEST_NCCL`].
@@ -327,7 +347,8 @@ mod tests {
         match (driver(), device_count(), require_device(usize::MAX)) {
             (Ok(driver), Ok(count), Err(CudaError::NoSuchDevice { count: beyond, .. })) => {
                 assert_eq!((driver.gpus.len(), beyond), (count, count));
-                assert_eq!(require_device(count - 1), Ok(()));
+                let expected = if needs_libdevice() { libdevice().map(drop) } else { Ok(()) };
+                assert_eq!(require_device(count - 1), expected);
             }
             (driver, Err(counted), Err(required)) => {
                 assert_eq!(counted, required);

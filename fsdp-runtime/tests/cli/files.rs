@@ -58,7 +58,8 @@ fn questions_need_a_terminal() {
 fn env_reports_the_machine_and_its_libraries() {
     let run = Fsdp::new(&["env"]).run();
     assert_eq!(run.code, Some(0), "{run:#?}");
-    for row in ["fsdp", "system", "cores", "memory", "devices", "CUDA", "NCCL", "MPI", "config"] {
+    let rows = ["fsdp", "system", "cores", "memory", "devices", "CUDA", "libdevice", "NCCL", "MPI"];
+    for row in rows.into_iter().chain(["config"]) {
         let value = run.stdout.lines().find_map(|line| line.strip_prefix(row));
         assert!(value.is_some_and(|value| !value.trim().is_empty()), "{row}: {run:#?}");
     }
@@ -68,6 +69,14 @@ fn env_reports_the_machine_and_its_libraries() {
     assert_eq!(run.code, Some(0), "{run:#?}");
     assert!(run.stdout.contains("`RANK` is `one`"), "{run:#?}");
     assert!(run.stdout.contains("`mpirun` was not found"), "{run:#?}");
+
+    let run = Fsdp::new(&["env"]).env("CUDA_PATH", "/no/such/toolkit").run();
+    assert_eq!(run.code, Some(0), "{run:#?}");
+    let libdevice = run.stdout.lines().find(|line| line.starts_with("libdevice"));
+    let libdevice = libdevice.expect("a row about libdevice");
+    // With `cuda-cpp` the file is not needed.
+    let says = ["/no/such/toolkit", "NVRTC"];
+    assert!(says.into_iter().any(|text| libdevice.contains(text)), "{run:#?}");
 
     // Standard output is closed before anything is written.
     let mut fsdp = Fsdp::new(&["env"]);

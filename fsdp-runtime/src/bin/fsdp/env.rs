@@ -18,6 +18,7 @@ pub(crate) fn run() -> ExitCode {
     row("memory", memory());
     row("devices", compiled_devices());
     row("CUDA", gpus());
+    row("libdevice", libdevice());
     row("NCCL", nccl());
     row("MPI", mpi());
     row("started by", started_by());
@@ -82,6 +83,15 @@ fn gpus() -> String {
                 .map(|(index, gpu)| format!("{index}: {}, {}", gpu.name, gib(gpu.memory as u64)));
             format!("{}; GPU {}", driver.version, gpus.collect::<Vec<_>>().join("; GPU "))
         }
+    }
+}
+
+/// Returns the path of the file that CubeCL needs to compile kernels for NVIDIA GPUs.
+fn libdevice() -> String {
+    match cuda::libdevice() {
+        Ok(path) => path.display().to_string(),
+        Err(_) if !cuda::needs_libdevice() => "not needed: NVRTC compiles the kernels".into(),
+        Err(error) => error.to_string(),
     }
 }
 

@@ -220,7 +220,7 @@ pub(super) fn unpack(
     let (mut tensors, mut jobs) = (Vec::new(), Vec::new());
     for (at, shape) in parts {
         let numel = shape.num_elements();
-        let tensor = empty(&buffer.device, shape, dtype);
+        let tensor = empty(&buffer, shape, dtype);
         jobs.push(Job { slices: vec![source.clone().skip(at), BufferSlice::of(&tensor)], numel });
         tensors.push(tensor);
     }
@@ -254,7 +254,7 @@ pub(super) fn unpack(
 /// Implements [`Kernels::cast`](crate::backend::kernels::Kernels::cast).
 pub(super) fn cast(tensor: CubeTensor, dtype: DType, divisor: Option<f32>) -> CubeTensor {
     let tensor = contiguous(tensor);
-    let target = empty(&tensor.device, tensor.shape(), dtype);
+    let target = empty(&tensor, tensor.shape(), dtype);
     let numel = tensor.shape().num_elements();
     copy(&tensor.client, &BufferSlice::of(&tensor), &BufferSlice::of(&target), numel, divisor);
     target
@@ -268,7 +268,7 @@ pub(super) fn exclusive(tensor: CubeTensor) -> CubeTensor {
     if tensor.can_mut() {
         return tensor;
     }
-    let target = empty(&tensor.device, tensor.shape(), tensor.dtype);
+    let target = empty(&tensor, tensor.shape(), tensor.dtype);
     let numel = tensor.shape().num_elements();
     copy(&tensor.client, &BufferSlice::of(&tensor), &BufferSlice::of(&target), numel, None);
     target

@@ -150,7 +150,7 @@ fn dropped<F: Float, N: Size>(
 /// For tensors of 2^32 elements or more, as indices in the kernel have 32 bits.
 pub(super) fn dropout(tensor: CubeTensor, mask: &MaskSource) -> CubeTensor {
     let tensor = contiguous(tensor);
-    let target = empty(&tensor.device, tensor.shape(), tensor.dtype);
+    let target = empty(&tensor, tensor.shape(), tensor.dtype);
     let (client, dtype) = (tensor.client.clone(), element(tensor.dtype));
     let numel = tensor.shape().num_elements();
     assert!(numel < 1 << 32, "dropout takes fewer than 2^32 elements, not {numel}");

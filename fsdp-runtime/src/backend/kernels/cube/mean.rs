@@ -79,9 +79,8 @@ struct Group {
 pub(super) fn means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {
     let (mut targets, mut groups) = (Vec::new(), Vec::<Group>::new());
     for RankMean { parts, divisor, shape } in means {
-        let (device, dtype) = (parts[0].0.device.clone(), parts[0].0.dtype);
-        let numel = shape.num_elements();
-        let target = empty(&device, shape, DType::F32);
+        let (dtype, numel) = (parts[0].0.dtype, shape.num_elements());
+        let target = empty(&parts[0].0, shape, DType::F32);
         let part = |(part, start): (CubeTensor, usize)| {
             assert_eq!(part.dtype, dtype, "the parts of a mean have one dtype");
             BufferSlice::of(&contiguous(part)).skip(start)

@@ -19,6 +19,8 @@ mod kernels;
 mod launch;
 mod mean;
 mod optim;
+#[cfg(all(test, feature = "cuda"))]
+mod ptx_tests;
 mod rounding;
 mod span;
 mod sum_kernels;

@@ -1,7 +1,6 @@
 //! Tensors of CubeCL devices as kernels need them.
 
 use burn::tensor::{DType, Shape};
-use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::ir::{ElemType, FloatKind};
 
@@ -19,11 +18,11 @@ pub(super) fn element(dtype: DType) -> ElemType {
     })
 }
 
-/// Returns a new tensor with uninitialised elements.
-pub(in crate::backend) fn empty(device: &CubeDevice, shape: Shape, dtype: DType) -> CubeTensor {
-    let client = device.client();
+/// Returns a new tensor with uninitialised elements, on the device of `neighbour`.
+pub(in crate::backend) fn empty(neighbour: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
+    let client = neighbour.client.clone();
     let handle = client.empty(shape.num_elements().max(1) * dtype.size());
-    CubeTensor::new_contiguous(client, device.clone(), shape, handle, dtype)
+    CubeTensor::new_contiguous(client, neighbour.device.clone(), shape, handle, dtype)
 }
 
 /// Returns the tensor if it is contiguous, else a contiguous copy.
