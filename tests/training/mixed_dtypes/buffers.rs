@@ -10,6 +10,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 
 use super::model::{FULL, HALF, OTHER, on_ranks};
+use super::padded;
 use crate::support::of_rank_0;
 
 const WIDTH: usize = 10;
@@ -122,7 +123,7 @@ fn only_the_buffers_that_two_branches_share_are_added() {
     let buffers = beside(TYPES, FsdpOptions::new());
     assert_eq!(buffers.losses, expected);
     assert_eq!(buffers.added, [1, 1, 1], "once");
-    assert_eq!(buffers.added_bytes, WIDTH * WIDTH * FULL.size());
+    assert_eq!(buffers.added_bytes, padded(2, &[WIDTH * WIDTH]) * FULL.size());
     let buffers = beside(TYPES, FsdpOptions::new().with_gather_buffers(3));
     assert_eq!((buffers.losses, buffers.added), (expected, vec![0; 3]));
 }
@@ -134,7 +135,7 @@ fn a_branch_may_share_its_buffers_with_several() {
     let buffers = beside(TYPES, FsdpOptions::new());
     assert_eq!(buffers.losses, beside(TYPES, no_shard()).losses);
     assert_eq!(buffers.added, [2, 2, 2], "one of each dtype, once");
-    assert_eq!(buffers.added_bytes, WIDTH * WIDTH * (FULL.size() + HALF.size()));
+    assert_eq!(buffers.added_bytes, padded(2, &[WIDTH * WIDTH]) * (FULL.size() + HALF.size()));
 }
 
 /// Each step runs some of the units in an order of its own. Prefetches turn out wrong, and a unit
