@@ -39,7 +39,7 @@ impl Within {
 
 /// Asserts that `found` has as many elements as `expected`, at least one, and each within the bound.
 ///
-/// NaN is within no bound.
+/// NaN and infinity are within no bound.
 #[track_caller]
 pub fn assert_close<T: Copy + Debug + Into<f64>>(
     found: &[T],
@@ -51,7 +51,8 @@ pub fn assert_close<T: Copy + Debug + Into<f64>>(
     for (index, (&a, &b)) in found.iter().zip(expected).enumerate() {
         let (a, b): (f64, f64) = (a.into(), b.into());
         let bound = within.bound(b);
-        assert!((a - b).abs() <= bound, "{what}, element {index}: {a} is not {b} within {bound:e}");
+        let is_close = bound.is_finite() && (a - b).abs() <= bound;
+        assert!(is_close, "{what}, element {index}: {a} is not {b} within {bound:e}");
     }
 }
 

@@ -12,7 +12,11 @@ use crate::support::compare::{
 };
 
 fn fails(comparison: impl FnOnce()) -> bool {
-    catch_unwind(AssertUnwindSafe(comparison)).is_err()
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| ()));
+    let fails = catch_unwind(AssertUnwindSafe(comparison)).is_err();
+    std::panic::set_hook(hook);
+    fails
 }
 
 const NUMBERS: [f32; 3] = [1.0, 0.0, -2.0];
