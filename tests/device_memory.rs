@@ -9,10 +9,9 @@ use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{DeviceUsage, Error, Memory, MemoryForecast, Mesh};
+use fsdp_runtime::{DeviceUsage, Error, MemoryForecast, Mesh};
 
 const WORLD: usize = 2;
-
 const BLOCKS: usize = 3;
 
 /// No matrix product, of which CubeCL would compile and time many variants.
@@ -119,13 +118,12 @@ fn train(worker: &Worker, job: Job, options: &FsdpOptions) -> Result<Run, Error>
     let forecast = MemoryForecast::new(&module, mesh, options)?.with_optimizer(2);
     let mut model = fully_shard(module, worker, options.clone())?;
     let mut optimizer = AdamWConfig::new().init();
-    let total = |memory: Memory| memory.total.now;
-    let mut samples = [sample(worker, before, total(model.stats().memory()))?; 4];
+    let mut samples = [sample(worker, before, model.stats().memory().total.now)?; 4];
     for _ in 0..2 {
         let output = model.forward(input.clone());
-        samples[1] = sample(worker, before, total(model.stats().memory()))?;
+        samples[1] = sample(worker, before, model.stats().memory().total.now)?;
         let gradients = model.backward(output)?;
-        samples[2] = sample(worker, before, total(model.stats().memory()))?;
+        samples[2] = sample(worker, before, model.stats().memory().total.now)?;
         model = optimizer.step(1e-3, model, gradients);
         model.stats().record_optimizer(&optimizer).expect("a record");
         let memory = model.stats().memory();

@@ -11,18 +11,18 @@ use std::time::{Duration, Instant};
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{Device, Tensor};
 use clap::Parser;
+use fsdp_runtime::Error;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, MixedPrecisionPolicy};
 
 #[path = "../../examples/common/allocator.rs"]
 mod allocator;
 #[path = "common/bert.rs"]
 mod bert;
 
-use bert::{Batch, Bert, Layer, Sizes};
+use bert::{BF16, Batch, Bert, Layer, Sizes};
 
 /// Time of one training step of a BERT.
 #[derive(Clone, Debug, Parser)]
@@ -176,12 +176,6 @@ fn time<M: Module>(
     }
     Ok(times.split_off(2))
 }
-
-/// The policy of the comparison with PyTorch: products in bf16, reductions and the loss in f32.
-const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
-    .with_param_dtype(FloatDType::BF16)
-    .with_reduce_dtype(FloatDType::F32)
-    .with_output_dtype(FloatDType::F32);
 
 fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
     let options = LaunchOptions::new(world);

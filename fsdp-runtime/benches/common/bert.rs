@@ -4,7 +4,8 @@ use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::activation::softmax;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use fsdp_runtime::MixedPrecisionPolicy;
 use fsdp_runtime::nn::gelu;
 use fsdp_runtime::prelude::*;
 
@@ -30,6 +31,12 @@ pub struct Sizes {
     #[arg(long, default_value_t = 1536)]
     pub inner: usize,
 }
+
+/// The policy of the comparison with PyTorch: products in bf16, reductions and the loss in f32.
+pub const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
+    .with_param_dtype(FloatDType::BF16)
+    .with_reduce_dtype(FloatDType::F32)
+    .with_output_dtype(FloatDType::F32);
 
 const VOCABULARY: usize = 30_522;
 const POSITIONS: usize = 512;

@@ -67,9 +67,10 @@ impl AnyProcessGroup {
         self.members().len()
     }
 
-    /// Returns whether the members are threads that exchange tensors by reference.
-    pub(crate) fn is_local(&self) -> bool {
-        matches!(self, Self::Local(_))
+    /// Returns whether the members are threads that exchange tensors of a device by reference. Kernels
+    /// that read another member's tensor cast it as they do.
+    pub(crate) fn shares_device<B: ShardBackend>(&self) -> bool {
+        !B::IN_HOST_MEMORY && matches!(self, Self::Local(_))
     }
 
     /// Returns the calling rank, as a rank of the world.
@@ -161,7 +162,7 @@ impl<B: ShardBackend> ProcessGroup<B> for AnyProcessGroup {
         buffer: &Arc<GatherBuffer<B>>,
     ) -> Result<(), CollectiveError> {
         debug_assert!(
-            !B::IN_HOST_MEMORY && self.is_local()
+            self.shares_device::<B>()
                 || shards.iter().all(|(_, shard)| shard.dtype() == buffer.dtype()),
             "a shard is cast to the buffer's type before the all-gather"
         );

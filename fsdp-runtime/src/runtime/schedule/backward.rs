@@ -10,7 +10,7 @@ use super::reduce::total_bytes;
 use super::settings::{Pass, When};
 use super::state::{RunningBackward, State};
 use super::unit_call::UnitCall;
-use crate::backend::{Float, ModelBackend, Raw, ShardBackend, bytes, cast_model, kernels};
+use crate::backend::{Float, ModelBackend, Raw, bytes, cast_model, kernels};
 use crate::error::Error;
 use crate::module::CallId;
 use crate::options::{BackwardPrefetch, GradientAccumulation};
@@ -185,8 +185,8 @@ impl<B: ModelBackend> Schedule<B> {
     /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`: where
     /// ranks share a device, the kernel that adds their gradients in f32 reads them in any dtype.
     fn reduces_as(&self, found: DType, wanted: DType) -> bool {
-        let shared_device = !Raw::<B>::IN_HOST_MEMORY && self.settings.groups.shard.is_local();
-        shared_device && wanted == DType::F32 && kernels::takes(found)
+        let shares_device = self.settings.groups.shard.shares_device::<Raw<B>>();
+        shares_device && wanted == DType::F32 && kernels::takes(found)
     }
 
     /// Returns whether the gradients of micro-batches are accumulated before they are reduced.

@@ -118,10 +118,10 @@ impl<B: ModelBackend> Schedule<B> {
         after: impl FnOnce() -> <Raw<B> as ShardBackend>::Fence,
         collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
     ) -> DeviceWork<Raw<B>, T> {
-        let is_alone = self.settings.mesh.world.size() == 1 && group.is_local();
+        let is_alone = self.settings.mesh.world.size() == 1 && group.shares_device::<Raw<B>>();
         // Copies from the host take the host's time, and so run beside the rank's own thread.
         let stays_on_device = self.settings.storage == StorageDevice::Device;
-        if !Raw::<B>::IN_HOST_MEMORY && is_alone && stays_on_device {
+        if is_alone && stays_on_device {
             return DeviceWork::Issued(collective(group));
         }
         DeviceWork::issue(&self.comm, group, &self.device, after(), collective)

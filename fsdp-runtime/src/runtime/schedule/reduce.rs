@@ -121,7 +121,7 @@ impl<B: ModelBackend> Schedule<B> {
                 sums.iter().flatten().map(StoredTensor::bytes).sum()
             };
             let before = bytes(sums);
-            add_up(sums, reduced, StoredTensor::add);
+            add_up(sums, reduced);
             let more = bytes(sums) - before;
             self.tracker.take(MemoryKind::ReducedGradients, more);
             state.gradients.reduced_bytes += more;

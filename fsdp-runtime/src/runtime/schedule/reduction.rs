@@ -17,15 +17,14 @@ pub(super) struct Reduction<B: ShardBackend> {
     pub(super) work: DeviceWork<B, Reduced<B>>,
 }
 
-/// Adds gradients to sums, parameter by parameter. The sum is the first argument of `add`.
-pub(super) fn add_up<T>(
-    sums: &mut [Option<T>],
-    gradients: impl IntoIterator<Item = Option<T>>,
-    add: impl Fn(T, T) -> T,
+/// Adds reduced gradients to sums, parameter by parameter.
+pub(super) fn add_up<B: ShardBackend>(
+    sums: &mut [Option<StoredTensor<B>>],
+    gradients: Vec<Option<StoredTensor<B>>>,
 ) {
     for (sum, gradient) in sums.iter_mut().zip(gradients) {
         *sum = match (sum.take(), gradient) {
-            (Some(sum), Some(gradient)) => Some(add(sum, gradient)),
+            (Some(sum), Some(gradient)) => Some(sum.add(gradient)),
             (sum, gradient) => sum.or(gradient),
         };
     }

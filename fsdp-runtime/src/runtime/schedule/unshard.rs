@@ -67,7 +67,7 @@ impl<B: ShardBackend> AllGather<B> {
     ) -> Result<(), CollectiveError> {
         let Self { op, shards, numel, dtype, buffer, sent_bytes, tracker } = self;
         // Ranks that share a device copy shards into the buffer by a kernel that casts as well.
-        let casts_later = !B::IN_HOST_MEMORY && group.is_local();
+        let casts_later = group.shares_device::<B>();
         let dtype_of = |shard: &ShardToSend<B>| match &shard.value {
             StoredTensor::Device(value) if casts_later && shard.sent.is_none() => value.dtype(),
             _ => dtype,

@@ -20,9 +20,9 @@ impl Job {
     }
 }
 
-/// Launch of a kernel for spans of equal width, at most one of each job. The jobs have equally
-/// many slices, of equal dtypes. Methods return kernel arguments with one entry for each span, in the order of
-/// `parts`.
+/// Launch of a kernel for spans of equal width, at most one of each job. The jobs have equally many
+/// slices, of equal dtypes. Methods return kernel arguments with one entry for each span, in the
+/// order of `parts`.
 pub(super) struct Launch<'a> {
     /// Number of elements of a vector.
     pub(super) width: usize,

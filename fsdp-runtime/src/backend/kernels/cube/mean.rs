@@ -1,5 +1,7 @@
 //! Means of the gradients of N ranks: added in f32 in the given order, then divided.
 
+use std::collections::BTreeMap;
+
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
@@ -68,16 +70,11 @@ fn mean_kernel<I: Float, N: Size>(
     }
 }
 
-/// Means that can share a launch, and the arguments that they share.
-struct Group {
-    divisor: usize,
-    /// The parts of each mean, and its target last.
-    jobs: Vec<Job>,
-}
-
 /// Implements [`Kernels::rank_means`](crate::backend::kernels::Kernels::rank_means).
 pub(super) fn means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {
-    let (mut targets, mut groups) = (Vec::new(), Vec::<Group>::new());
+    // Means of one divisor and number of parts can share launches. The slices of a job are the parts,
+    // and the target last.
+    let (mut targets, mut groups) = (Vec::new(), BTreeMap::<_, Vec<Job>>::new());
     for RankMean { parts, divisor, shape } in means {
         let (dtype, numel) = (parts[0].0.dtype, shape.num_elements());
         let target = empty(&parts[0].0, shape, DType::F32);
@@ -85,37 +82,28 @@ pub(super) fn means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {
             assert_eq!(part.dtype, dtype, "the parts of a mean have one dtype");
             BufferSlice::of(&contiguous(part)).skip(start)
         };
+        let group = groups.entry((divisor, parts.len())).or_default();
         let slices = parts.into_iter().map(part).chain([BufferSlice::of(&target)]).collect();
-        let job = Job { slices, numel };
-        let alike = |group: &&mut Group| {
-            group.divisor == divisor && group.jobs[0].slices.len() == job.slices.len()
-        };
-        match groups.iter_mut().find(alike) {
-            Some(group) => group.jobs.push(job),
-            None => groups.push(Group { divisor, jobs: vec![job] }),
-        }
+        group.push(Job { slices, numel });
         targets.push(target);
     }
-    if let Some(target) = targets.first() {
-        groups.iter().for_each(|group| group.launch(&target.client));
+    for ((divisor, parts), jobs) in groups {
+        launch_group(&targets[0].client, &jobs, parts, divisor);
     }
     targets
 }
 
-impl Group {
-    /// Launches the means, with at most [`MAX_PARTS`] of each mean's parts at a time.
-    fn launch(&self, client: &Client) {
-        let parts = self.jobs[0].slices.len() - 1;
-        for begin in (0..parts).step_by(MAX_PARTS) {
-            let end = parts.min(begin + MAX_PARTS);
-            let stage = |Job { slices, numel }: &Job| {
-                let slices = slices[begin..end].iter().chain(&slices[parts..]);
-                Job { slices: slices.cloned().collect(), numel: *numel }
-            };
-            let jobs: Vec<_> = self.jobs.iter().map(stage).collect();
-            let divide = end == parts && self.divisor > 1;
-            launch_stage(client, &jobs, begin > 0, divide.then_some(self.divisor));
-        }
+/// Launches means over `parts` parts each, with at most [`MAX_PARTS`] of them at a time.
+fn launch_group(client: &Client, jobs: &[Job], parts: usize, divisor: usize) {
+    for begin in (0..parts).step_by(MAX_PARTS) {
+        let end = parts.min(begin + MAX_PARTS);
+        let stage = |Job { slices, numel }: &Job| {
+            let slices = slices[begin..end].iter().chain(&slices[parts..]);
+            Job { slices: slices.cloned().collect(), numel: *numel }
+        };
+        let jobs: Vec<_> = jobs.iter().map(stage).collect();
+        let divide = end == parts && divisor > 1;
+        launch_stage(client, &jobs, begin > 0, divide.then_some(divisor));
     }
 }
 
