@@ -6,8 +6,8 @@
 //! covers the buffer's last write and, for a write, all reads since. The waits that CubeCL adds by
 //! itself do not count (see [`fence`](super::fence)).
 //!
-//! Burn's own operations are not seen. The places where the runtime takes tensors from them stand for
-//! their writes ([`wrote`]), and the release of a gather buffer for their reads.
+//! Burn's own operations are not seen. The first place where the runtime takes a tensor from them
+//! stands for their writes ([`wrote`]), and the release of a gather buffer for their reads.
 
 use std::collections::HashMap;
 use std::panic::Location;
@@ -144,13 +144,18 @@ pub(in crate::backend) fn record<'a>(
     }
 }
 
-/// Records that operations of Burn on the calling thread's stream may have written buffers.
+/// Records that operations of Burn on the calling thread's stream have written those of the buffers
+/// that have no write on record.
+///
+/// The others count as unchanged. A shard is taken from the module once in a pass, while another rank
+/// may still read it for the pass before; a second write on record would leave that read without
+/// order.
 pub(super) fn wrote(tensors: &[CubeTensor]) {
     if let Some(record) = &mut *lock() {
         let stream = StreamId::current();
         let time = record.tick(stream);
         for tensor in tensors {
-            record.writes.insert(id(&tensor.handle), (stream, time));
+            record.writes.entry(id(&tensor.handle)).or_insert((stream, time));
         }
     }
 }
