@@ -28,6 +28,8 @@ pub mod optim;
 mod options;
 mod param_group;
 mod runtime;
+#[cfg(feature = "train")]
+pub mod train;
 
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 
@@ -45,6 +47,8 @@ pub use collectives::cuda;
 pub use collectives::nccl::NcclJoinError;
 #[cfg(feature = "nccl")]
 pub use collectives::store::StoreError;
+#[cfg(feature = "train")]
+pub use error::LearnerError;
 pub use error::{
     CheckpointError, CollectiveError, Error, LaunchError, LoadError, NotRecomputable, RankPanic,
     SaveError, ScheduleError, ShardError,
@@ -55,8 +59,9 @@ pub use layout::{Mesh, MeshError, Rank, WorldSize};
 pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};
 pub use optim::{GradScaler, GradScalerConfig, Unscaled};
 pub use options::{
-    ActivationCheckpointing, BackwardPrefetch, FsdpOptions, GradientAccumulation,
-    MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward, ShardingStrategy, WrapPolicy,
+    ActivationCheckpointing, BackwardPrefetch, CheckpointingConfig, FsdpConfig, FsdpOptions,
+    GradientAccumulation, MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward,
+    ShardingStrategy, WrapConfig, WrapPolicy,
 };
 pub use param_group::forecast::{HostForecast, MemoryError, MemoryForecast};
 pub use param_group::memory::{DeviceUsage, Memory, Usage};

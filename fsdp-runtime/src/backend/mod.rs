@@ -17,7 +17,7 @@ pub(crate) mod kernels;
 mod model_backend;
 mod norm;
 pub(crate) mod ops;
-mod philox;
+pub(crate) mod philox;
 #[cfg(feature = "cube")]
 mod recorded;
 mod shard_backend;

@@ -5,7 +5,7 @@
 
 /// Number of blocks that [`blocks`] computes at once, so that the compiler vectorises the rounds.
 /// With 32 blocks the intermediate words would not fit the vector registers.
-pub(super) const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 
 /// Multipliers of the two products of a round.
 pub(super) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
@@ -20,7 +20,7 @@ pub(super) const ROUNDS: usize = 7;
 /// Values of the first two rounds that are equal in all lanes are computed once.
 #[allow(clippy::needless_range_loop, reason = "a lane indexes four arrays")]
 #[inline(always)]
-pub(super) fn blocks(key: [u32; 2], batch: u64, counter: [u32; 2]) -> [[u32; LANES]; 4] {
+pub(crate) fn blocks(key: [u32; 2], batch: u64, counter: [u32; 2]) -> [[u32; LANES]; 4] {
     let first = batch.wrapping_mul(LANES as u64);
     let mut keys = key;
     let mut next = || {

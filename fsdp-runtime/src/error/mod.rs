@@ -4,6 +4,8 @@
 
 mod checkpoint;
 mod collective;
+#[cfg(feature = "train")]
+mod learner;
 mod not_recomputable;
 mod poison;
 mod pretrained;
@@ -16,6 +18,8 @@ use std::sync::Arc;
 
 pub use self::checkpoint::CheckpointError;
 pub use self::collective::CollectiveError;
+#[cfg(feature = "train")]
+pub use self::learner::LearnerError;
 pub use self::not_recomputable::NotRecomputable;
 pub(crate) use self::poison::IgnorePoison;
 pub use self::pretrained::{LoadError, SaveError};
@@ -45,6 +49,10 @@ pub enum Error {
     /// A checkpoint folder that cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A training run of Burn's `Learner` that cannot be right on a sharded model.
+    #[cfg(feature = "train")]
+    #[error(transparent)]
+    Learner(#[from] LearnerError),
     /// A launch that ended in an error on one of its ranks.
     #[error(transparent)]
     Launch(#[from] LaunchError),

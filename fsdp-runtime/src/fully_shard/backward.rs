@@ -7,6 +7,7 @@ use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
 
+use super::ignored_gradients::OwnGradients;
 use super::model::Fsdp;
 use crate::error::{Error, ScheduleError};
 use crate::module::{FsdpModule, ParamVisitor, Sharded};
@@ -25,9 +26,9 @@ impl<M: FsdpModule> Fsdp<M> {
     /// within the time-out, and [`ScheduleError`] if two units need the same gather buffer, or if
     /// `loss` is not one element with autodiff.
     pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
-        let from = self.run_backward(loss, false)?;
+        let mut from = self.run_backward(loss, false)?;
         let mut gradients = self.collect_gradients()?;
-        self.ignored_gradients.add(&self.module, &from, &mut gradients);
+        self.ignored_gradients.add(&self.module, &mut from, &mut gradients);
         Ok(gradients)
     }
 
@@ -41,11 +42,39 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// The errors of [`backward`](Self::backward).
     pub fn accumulate(&self, loss: Tensor<1>) -> Result<(), Error> {
-        let from = self.run_backward(loss, true)?;
+        let mut from = self.run_backward(loss, true)?;
+        self.keep_gradients(&mut from)
+    }
+
+    /// Ends the backward pass of a micro-batch and keeps its gradients, those of ignored parameters
+    /// from `from`.
+    fn keep_gradients(&self, from: &mut impl OwnGradients) -> Result<(), Error> {
         let mut sums = GradientsParams::new();
-        self.ignored_gradients.add(&self.module, &from, &mut sums);
+        self.ignored_gradients.add(&self.module, from, &mut sums);
         self.ignored_gradients.keep(sums);
         self.engine.finish_backward()
+    }
+
+    /// Runs a `pass` over the module that calls `Tensor::backward` itself and returns the gradients
+    /// by parameter, and returns the gradients for the optimizer. Every rank calls it.
+    ///
+    /// `accumulate` says that another micro-batch of the step follows; no gradients are returned
+    /// then.
+    #[cfg(feature = "train")]
+    pub(crate) fn run_pass<T>(
+        &self,
+        accumulate: bool,
+        pass: impl FnOnce(&M) -> (GradientsParams, T),
+    ) -> Result<(GradientsParams, T), Error> {
+        self.engine.begin_backward(accumulate);
+        let (mut own, value) = catch_error(|| pass(&self.module))?;
+        if accumulate {
+            self.keep_gradients(&mut own)?;
+            return Ok((GradientsParams::new(), value));
+        }
+        let mut gradients = self.collect_gradients()?;
+        self.ignored_gradients.add(&self.module, &mut own, &mut gradients);
+        Ok((gradients, value))
     }
 
     /// Runs Burn's backward pass; `accumulate` says that another micro-batch of the step follows.

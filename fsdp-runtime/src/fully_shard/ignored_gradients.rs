@@ -37,7 +37,7 @@ impl IgnoredGradients {
     pub(super) fn add<M: FsdpModule>(
         &self,
         module: &M,
-        from: &Gradients,
+        from: &mut impl OwnGradients,
         sums: &mut GradientsParams,
     ) {
         let mut earlier = self.take();
@@ -45,19 +45,37 @@ impl IgnoredGradients {
     }
 }
 
+/// Gradients of one backward pass.
+pub(super) trait OwnGradients {
+    /// Returns the gradient of a parameter.
+    fn of<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Tensor<D>>;
+}
+
+impl OwnGradients for Gradients {
+    fn of<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Tensor<D>> {
+        param.base().grad(self)
+    }
+}
+
+impl OwnGradients for GradientsParams {
+    fn of<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Tensor<D>> {
+        self.remove(param.id)
+    }
+}
+
 /// Adds the gradients of ignored parameters to those of earlier micro-batches.
-struct AddGradients<'a> {
-    from: &'a Gradients,
+struct AddGradients<'a, G> {
+    from: &'a mut G,
     earlier: &'a mut GradientsParams,
     sums: &'a mut GradientsParams,
 }
 
-impl ParamVisitor for AddGradients<'_> {
+impl<G: OwnGradients> ParamVisitor for AddGradients<'_, G> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if Sharded::of(param).is_some() || !param.is_initialized() {
             return;
         }
-        let gradient = param.base().grad(self.from);
+        let gradient = self.from.of(param);
         let sum = match (self.earlier.remove::<D>(param.id), gradient) {
             (Some(earlier), Some(gradient)) => Some(earlier + gradient),
             (earlier, gradient) => earlier.or(gradient),

@@ -9,17 +9,22 @@ use super::contract::{FsdpModule, FsdpUnit};
 ///
 /// [`WrapPolicy::TransformerBased`](crate::WrapPolicy::TransformerBased), among others, takes such
 /// a list. [`unit_types!`](crate::unit_types) makes a list from types. Two values are equal if
-/// their types have the same full path.
+/// their types have the same full path. A value from a configuration, which has only the name of a
+/// type, is equal to every type of that name.
 #[derive(Clone, Copy)]
 pub struct UnitType {
-    /// Returns the full path of the type, which is not available in constants.
-    path: fn() -> &'static str,
+    /// Returns the full path of the type, which is not available in constants. `None` if only the
+    /// name is known.
+    path: Option<fn() -> &'static str>,
     ty: &'static str,
 }
 
 impl PartialEq for UnitType {
     fn eq(&self, other: &Self) -> bool {
-        (self.path)() == (other.path)()
+        match (self.path, other.path) {
+            (Some(path), Some(other)) => path() == other(),
+            _ => self.ty == other.ty,
+        }
     }
 }
 
@@ -27,7 +32,7 @@ impl Eq for UnitType {}
 
 impl fmt::Debug for UnitType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str((self.path)())
+        f.write_str(self.path.map_or(self.ty, |path| path()))
     }
 }
 
@@ -39,7 +44,12 @@ impl UnitType {
 
     /// Creates the value for a type whose layout is known to be a unit's.
     pub(crate) const fn of_module<T: FsdpModule>() -> Self {
-        Self { path: type_name::<T>, ty: T::LAYOUT.ty }
+        Self { path: Some(type_name::<T>), ty: T::LAYOUT.ty }
+    }
+
+    /// Creates the value for all unit types of a name.
+    pub(crate) const fn named(ty: &'static str) -> Self {
+        Self { path: None, ty }
     }
 
     /// Returns the name of the type, without its path.

@@ -3,6 +3,10 @@
 use burn::nn::LstmState;
 use burn::nn::attention::MhaOutput;
 use burn::tensor::{Bool, DispatchTensor, Int, Tensor};
+#[cfg(feature = "train")]
+use burn::train::{
+    ClassificationOutput, MultiLabelClassificationOutput, RegressionOutput, SequenceOutput,
+};
 
 /// A value whose tensors FSDP can reach: an input or the output of a unit's `forward`.
 ///
@@ -120,7 +124,7 @@ impl<T: UnitValue> UnitValue for Box<T> {
     }
 }
 
-/// Implements [`UnitValue`] for structs that modules of `burn::nn` return.
+/// Implements [`UnitValue`] for structs of Burn's that a `forward` returns.
 macro_rules! burn_outputs {
     ($([$($generics:tt)*] $ty:ty { $($field:ident),+ };)+) => {$(
         impl<$($generics)*> UnitValue for $ty {
@@ -138,6 +142,13 @@ macro_rules! burn_outputs {
 burn_outputs!(
     [] MhaOutput { weights, context };
     [const D: usize] LstmState<D> { cell, hidden };
+);
+#[cfg(feature = "train")]
+burn_outputs!(
+    [] ClassificationOutput { loss, output, targets };
+    [] MultiLabelClassificationOutput { loss, output, targets };
+    [] RegressionOutput { loss, output, targets };
+    [] SequenceOutput { loss, logits, predictions, targets };
 );
 
 macro_rules! tuples {

@@ -1,12 +1,14 @@
 //! Options that say how a model is sharded: PyTorch's and Accelerate's options as types.
 //!
-//! Imports point one way: policies, precision <- fsdp_options <- resolve.
+//! Imports point one way: policies, precision <- fsdp_options <- resolve, fsdp_config.
 
+mod fsdp_config;
 mod fsdp_options;
 mod policies;
 mod precision;
 mod resolve;
 
+pub use self::fsdp_config::{CheckpointingConfig, FsdpConfig, WrapConfig};
 pub use self::fsdp_options::FsdpOptions;
 pub use self::policies::{
     ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, OffloadPolicy,

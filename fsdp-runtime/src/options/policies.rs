@@ -3,12 +3,15 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 use crate::backend::StorageDevice;
 use crate::error::ShardError;
 use crate::module::UnitType;
 
 /// What is sharded between steps, under PyTorch's names.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum ShardingStrategy {
     /// Shards parameters, gradients and optimizer state (ZeRO stage 3). Gathered parameters are
     /// freed after forward.
@@ -90,7 +93,7 @@ impl FromStr for ShardingStrategy {
 }
 
 /// Whether a unit's gathered parameters are freed between forward and backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ReshardAfterForward {
     /// Keeps the gathered parameters until backward: one all-gather for each unit and step, and a
@@ -109,7 +112,7 @@ pub enum ReshardAfterForward {
 }
 
 /// When a unit's parameters are gathered for backward.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BackwardPrefetch {
     /// Gathers a unit before the backward of the unit that follows it in forward: the most overlap,
@@ -149,7 +152,7 @@ pub enum WrapPolicy {
 /// How the gradients of several micro-batches are added up.
 ///
 /// The option applies to [`Fsdp::accumulate`](crate::Fsdp::accumulate).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum GradientAccumulation {
     /// Reduces the gradients of each micro-batch and adds up the shards. This takes one
@@ -168,7 +171,7 @@ pub enum GradientAccumulation {
 /// [Flex](burn::backend::Flex): its parameters and gradients are Flex tensors. The device that
 /// computes is [`Worker::device`](crate::Worker::device), and the model may be built on that device
 /// or on Flex. Offload needs the feature `flex`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum OffloadPolicy {
     /// Stores everything on the device.

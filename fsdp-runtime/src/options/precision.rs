@@ -6,6 +6,7 @@
 //! and the gather buffers.
 
 use burn::tensor::{DType, Device, FloatDType};
+use serde::{Deserialize, Serialize};
 
 use crate::backend::kernels::computes;
 use crate::error::ShardError;
@@ -28,7 +29,8 @@ const SUPPORTED: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDTyp
 ///
 /// A dtype is `F32`, `BF16` or `F16`. With `F16`, small gradients underflow to zero without a
 /// [`GradScaler`](crate::GradScaler).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 #[must_use]
 pub struct MixedPrecisionPolicy {
     param_dtype: Option<FloatDType>,

@@ -1,0 +1,121 @@
+//! Errors of training with Burn's `Learner`.
+
+use super::text::rank_list;
+use crate::layout::{Rank, WorldSize};
+
+/// A training run of Burn's `Learner` that cannot be right on a sharded model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LearnerError {
+    /// A checkpointer of Burn's.
+    #[error(
+        "Burn's checkpointers store the shards of one rank's optimizer; in place of \
+         `with_default_checkpointers` or `with_custom_checkpointers`, write \
+         `FsdpStrategy::new(&worker).checkpoints(CheckpointManager::new(folder, &worker))`"
+    )]
+    BurnCheckpointer,
+    /// An epoch to resume from that was given to Burn's builder.
+    #[error(
+        "`checkpoint({epoch})` resumes from Burn's checkpoints; in its place, write \
+         `FsdpStrategy::resume_latest()`, or `FsdpStrategy::resume(folder)`"
+    )]
+    BurnCheckpoint {
+        /// The epoch.
+        epoch: usize,
+    },
+    /// An optimizer that clips gradients by norm.
+    #[error(
+        "the optimizer clips gradients to a norm of {max_norm}, and would compute that norm on each \
+         shard; leave out the optimizer's clipping and write \
+         `FsdpStrategy::clip_grad_norm({max_norm})`, which clips by the norm of all gradients"
+    )]
+    NormClipping {
+        /// The largest norm, as text.
+        max_norm: String,
+    },
+    /// A run that is to be resumed and has no checkpoints.
+    #[error(
+        "`resume_latest` looks for checkpoints in the folder of `checkpoints(..)`, which is not set; \
+         write `.checkpoints(CheckpointManager::new(folder, &worker))`, or name the folder of one \
+         checkpoint with `resume(folder)`"
+    )]
+    NoCheckpoints,
+    /// Ranks with different numbers of training batches.
+    #[error(
+        "training batch {batch} exists on ranks {} only, and not on ranks {}; give every rank equally \
+         many batches, as `RankLoader` does with `shuffle` or `equal_lengths`",
+        rank_list(with),
+        rank_list(without)
+    )]
+    UnevenBatches {
+        /// Number of the batch in its epoch, from 1.
+        batch: usize,
+        /// Ranks that have the batch.
+        with: Vec<Rank>,
+        /// Ranks that do not.
+        without: Vec<Rank>,
+    },
+    /// An epoch that ended within an accumulation of gradients.
+    #[error(
+        "epoch {epoch} ended with the gradients of {batches} batches not applied, because the data \
+         loader's progress was not complete at its last batch; return all items as processed with the \
+         last batch from `DataLoaderIterator::progress`"
+    )]
+    UnfinishedAccumulation {
+        /// The epoch, from 1.
+        epoch: usize,
+        /// Number of batches.
+        batches: usize,
+    },
+    /// A rank without any validation batch.
+    #[error(
+        "rank {rank} has no validation batch, and other ranks have some; give every rank at least one, \
+         as `RankLoader` does"
+    )]
+    NoValidationBatch {
+        /// The rank.
+        rank: Rank,
+    },
+    /// A data loader that failed.
+    #[error("the data loader of rank {rank} failed: {reason}")]
+    Data {
+        /// The rank.
+        rank: Rank,
+        /// The error of the dataset.
+        reason: String,
+    },
+    /// The output of a step that the device could not compute.
+    #[error("the device of rank {rank} failed to compute the output of a step: {reason}")]
+    Output {
+        /// The rank.
+        rank: Rank,
+        /// The error of the device.
+        reason: String,
+    },
+    /// A dataset with fewer items than there are ranks, or than they need for one batch each.
+    #[error(
+        "a dataset of {items} items gives {world} ranks no batch each; use at least {needed} items, or \
+         fewer ranks"
+    )]
+    TooFewItems {
+        /// Number of items.
+        items: usize,
+        /// Number of ranks.
+        world: WorldSize,
+        /// The fewest items that would do.
+        needed: usize,
+    },
+    /// Metric values of ranks that differ in number.
+    #[error(
+        "rank {rank} sent {found} tensors of its output to the metrics, rank 0 sent {expected}; return \
+         equally many tensors from `RankOutput::into_host` on every rank"
+    )]
+    OutputMismatch {
+        /// The rank.
+        rank: Rank,
+        /// Number of tensors from that rank.
+        found: usize,
+        /// Number of tensors from rank 0.
+        expected: usize,
+    },
+}

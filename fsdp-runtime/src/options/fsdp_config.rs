@@ -1,0 +1,225 @@
+//! The options as part of a program's configuration, in Burn's way.
+
+use burn::config::Config;
+
+use super::fsdp_options::FsdpOptions;
+use super::policies::{
+    ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, OffloadPolicy,
+    ReshardAfterForward, ShardingStrategy, WrapPolicy,
+};
+use super::precision::MixedPrecisionPolicy;
+use crate::error::{Error, ShardError};
+use crate::module::{FsdpModule, UnitType};
+
+/// The options of [`fully_shard`](crate::fully_shard) as a Burn [`Config`], which is saved and loaded with
+/// a program's other settings. Unit types are named.
+///
+/// Fields and defaults are those of [`FsdpOptions`], where each is explained. `ignored_params` has no
+/// field, since ids of parameters change from one process to the next; add it to what
+/// [`init`](Self::init) returns.
+///
+/// # Example
+///
+/// ```
+/// use burn::config::Config;
+/// use burn::module::Module;
+/// use burn::nn::Linear;
+/// use burn::tensor::Tensor;
+/// use fsdp_runtime::{FsdpConfig, ShardingStrategy, WrapConfig, fsdp_unit};
+///
+/// #[derive(Module, Debug)]
+/// #[fsdp_unit(root)]
+/// pub struct Net {
+///     layer: Linear,
+/// }
+///
+/// #[fsdp_unit]
+/// impl Net {
+///     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+///         self.layer.forward(x)
+///     }
+/// }
+///
+/// #[derive(Config, Debug)]
+/// pub struct TrainingConfig {
+///     #[config(default = 64)]
+///     pub batch_size: usize,
+///     pub fsdp: FsdpConfig,
+/// }
+///
+/// # fn main() -> Result<(), fsdp_runtime::Error> {
+/// let fsdp = FsdpConfig::new()
+///     .with_strategy(ShardingStrategy::ShardGradOp)
+///     .with_wrap(WrapConfig::Units(vec!["Net".into()]));
+/// let config = TrainingConfig::new(fsdp);
+/// let loaded = TrainingConfig::load_binary(config.to_string().as_bytes()).unwrap();
+/// assert_eq!(loaded.fsdp, config.fsdp);
+/// let options = loaded.fsdp.init::<Net>()?;
+/// # let _ = options;
+///
+/// let misspelt = FsdpConfig::new().with_wrap(WrapConfig::Units(vec!["Nett".into()]));
+/// let error = misspelt.init::<Net>().unwrap_err();
+/// assert!(error.to_string().contains("`Nett`"));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Config, Debug, PartialEq)]
+pub struct FsdpConfig {
+    /// [`FsdpOptions::with_strategy`]; in files `FULL_SHARD` and so on.
+    #[config(default = "ShardingStrategy::FullShard")]
+    pub strategy: ShardingStrategy,
+    /// [`FsdpOptions::with_shard_size`], in ranks.
+    pub shard_size: Option<usize>,
+    /// [`FsdpOptions::with_reshard_after_forward`]; `None` for that of the strategy.
+    pub reshard_after_forward: Option<ReshardAfterForward>,
+    /// [`FsdpOptions::with_wrap`].
+    #[config(default = "WrapConfig::Annotated")]
+    pub wrap: WrapConfig,
+    /// [`FsdpOptions::with_gather_buffers`].
+    #[config(default = 2)]
+    pub gather_buffers: usize,
+    /// [`FsdpOptions::with_forward_prefetch`].
+    #[config(default = true)]
+    pub forward_prefetch: bool,
+    /// [`FsdpOptions::with_backward_prefetch`].
+    #[config(default = "BackwardPrefetch::Pre")]
+    pub backward_prefetch: BackwardPrefetch,
+    /// [`FsdpOptions::with_gradient_accumulation`].
+    #[config(default = "GradientAccumulation::ReduceEach")]
+    pub gradient_accumulation: GradientAccumulation,
+    /// [`FsdpOptions::with_mixed_precision`].
+    #[config(default = "MixedPrecisionPolicy::new()")]
+    pub mixed_precision: MixedPrecisionPolicy,
+    /// [`FsdpOptions::with_mixed_precision_for`]: names of unit types with their policies.
+    #[config(default = "Vec::new()")]
+    pub mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
+    /// [`FsdpOptions::with_offload`].
+    #[config(default = "OffloadPolicy::None")]
+    pub offload: OffloadPolicy,
+    /// [`FsdpOptions::with_activation_checkpointing`].
+    #[config(default = "CheckpointingConfig::Annotated")]
+    pub activation_checkpointing: CheckpointingConfig,
+    /// [`FsdpOptions::with_offload_activations`].
+    #[config(default = false)]
+    pub offload_activations: bool,
+    /// [`FsdpOptions::with_persist_below`], in elements.
+    #[config(default = 0)]
+    pub persist_below: usize,
+    /// [`FsdpOptions::with_sync_module_states`].
+    #[config(default = true)]
+    pub sync_module_states: bool,
+    /// [`FsdpOptions::with_cpu_ram_efficient_loading`].
+    #[config(default = true)]
+    pub cpu_ram_efficient_loading: bool,
+    /// [`FsdpOptions::with_deferred_init`].
+    #[config(default = false)]
+    pub deferred_init: bool,
+    /// [`FsdpOptions::with_seed`].
+    pub seed: Option<u64>,
+}
+
+/// [`WrapPolicy`] with unit types by name.
+#[derive(Config, Debug, PartialEq)]
+pub enum WrapConfig {
+    /// [`WrapPolicy::Annotated`].
+    Annotated,
+    /// [`WrapPolicy::TransformerBased`]: names of unit types.
+    Units(Vec<String>),
+    /// [`WrapPolicy::SizeBased`]: smallest number of parameters of a unit.
+    SizeBased(usize),
+    /// [`WrapPolicy::NoWrap`].
+    NoWrap,
+}
+
+/// [`ActivationCheckpointing`] with unit types by name.
+#[derive(Config, Debug, PartialEq)]
+pub enum CheckpointingConfig {
+    /// [`ActivationCheckpointing::None`].
+    None,
+    /// [`ActivationCheckpointing::Annotated`].
+    Annotated,
+    /// [`ActivationCheckpointing::Units`]: names of unit types.
+    Units(Vec<String>),
+    /// [`ActivationCheckpointing::All`].
+    All,
+}
+
+impl FsdpConfig {
+    /// Returns the options for a model of type `M`.
+    ///
+    /// # Errors
+    ///
+    /// [`ShardError::InvalidOption`] with the first name that is not a unit of `M`, and the names of its
+    /// units.
+    pub fn init<M: FsdpModule>(&self) -> Result<FsdpOptions, Error> {
+        let units = M::LAYOUT.unit_names();
+        let named = |option: &'static str, name: &str| {
+            let found = units.iter().copied().find(|unit| *unit == name);
+            found.ok_or_else(|| ShardError::InvalidOption {
+                option,
+                value: format!("`{name}`"),
+                expected: format!("use a unit of `{}`: {}", M::LAYOUT.ty, units.join(", ")),
+            })
+        };
+        // Options hold `'static` lists, so that they can be constants. These lists are small, and a
+        // program makes its options once.
+        let wrap = match &self.wrap {
+            WrapConfig::Annotated => WrapPolicy::Annotated,
+            WrapConfig::Units(names) => {
+                let names = names.iter().map(|name| named("wrap", name));
+                WrapPolicy::Named(Vec::leak(names.collect::<Result<_, _>>()?))
+            }
+            WrapConfig::SizeBased(min_num_params) => {
+                WrapPolicy::SizeBased { min_num_params: *min_num_params }
+            }
+            WrapConfig::NoWrap => WrapPolicy::NoWrap,
+        };
+        let checkpointing = match &self.activation_checkpointing {
+            CheckpointingConfig::None => ActivationCheckpointing::None,
+            CheckpointingConfig::Annotated => ActivationCheckpointing::Annotated,
+            CheckpointingConfig::Units(names) => {
+                let option = "activation_checkpointing";
+                let names = names.iter().map(|name| named(option, name).map(UnitType::named));
+                ActivationCheckpointing::Units(Vec::leak(names.collect::<Result<_, _>>()?))
+            }
+            CheckpointingConfig::All => ActivationCheckpointing::All,
+        };
+        let mut mixed_precision_for = Vec::new();
+        for (name, policy) in &self.mixed_precision_for {
+            let unit = UnitType::named(named("mixed_precision_for", name)?);
+            mixed_precision_for.push((unit, *policy));
+        }
+        Ok(FsdpOptions {
+            strategy: self.strategy,
+            shard_size: self.shard_size,
+            reshard_after_forward: self.reshard_after_forward,
+            wrap,
+            gather_buffers: self.gather_buffers,
+            forward_prefetch: self.forward_prefetch,
+            backward_prefetch: self.backward_prefetch,
+            gradient_accumulation: self.gradient_accumulation,
+            mixed_precision: self.mixed_precision,
+            mixed_precision_for,
+            offload: self.offload,
+            activation_checkpointing: checkpointing,
+            offload_activations: self.offload_activations,
+            ignored_params: Vec::new(),
+            persist_below: self.persist_below,
+            sync_module_states: self.sync_module_states,
+            cpu_ram_efficient_loading: self.cpu_ram_efficient_loading,
+            deferred_init: self.deferred_init,
+            seed: self.seed,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_those_of_the_options() {
+        let options = FsdpConfig::new().init::<burn::nn::Linear>().unwrap();
+        assert_eq!(options, FsdpOptions::new());
+    }
+}

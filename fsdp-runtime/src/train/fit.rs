@@ -1,0 +1,298 @@
+//! The epochs and steps of a training run.
+
+use std::sync::Arc;
+
+use burn::data::dataloader::{DataLoader, DataLoaderIterator};
+use burn::data::dataset::DatasetError;
+use burn::optim::GradientsParams;
+use burn::tensor::Device;
+use burn::train::metric::store::EventStoreClient;
+use burn::train::{
+    CloneEarlyStoppingStrategy, InferenceStep, Interrupter, Learner, LearnerEvent, TrainLoader,
+    TrainStep, ValidLoader,
+};
+
+use super::checkpoints::{Progress, Stepper, save};
+use super::events::Events;
+use super::output::RankOutput;
+use super::position::{Position, starting_at};
+use super::seen::Seen;
+use super::settings::{LearnerModel, Settings};
+use super::steps::train_step;
+use super::turn::Turn;
+use crate::checkpoint::CheckpointManager;
+use crate::error::{Error, LearnerError};
+use crate::fully_shard::Fsdp;
+use crate::launch::Worker;
+
+/// The parts of Burn's `TrainingComponents` that the epochs need.
+pub(super) struct Components {
+    pub(super) num_epochs: usize,
+    pub(super) label: Option<String>,
+    /// Number of batches in an optimizer step.
+    pub(super) accumulation: usize,
+    pub(super) interrupter: Interrupter,
+    pub(super) early_stopping: Option<Box<dyn CloneEarlyStoppingStrategy>>,
+    pub(super) event_store: Arc<EventStoreClient>,
+}
+
+/// The loaders of this rank's batches.
+pub(super) struct Loaders<M: LearnerModel> {
+    pub(super) train: TrainLoader<Fsdp<M>>,
+    pub(super) valid: ValidLoader<Fsdp<M>>,
+}
+
+/// A training run on one rank.
+pub(super) struct Fit<'a, M: LearnerModel> {
+    pub(super) worker: &'a Worker,
+    pub(super) settings: &'a Settings,
+    pub(super) components: Components,
+    /// Has the learning rates only: see [`handover`](super::handover).
+    pub(super) learner: Learner<Fsdp<M>>,
+    pub(super) stepper: Stepper,
+    pub(super) events: &'a mut Events<Fsdp<M>>,
+    pub(super) manager: Option<&'a mut CheckpointManager>,
+    pub(super) progress: Progress,
+}
+
+/// How an epoch of training ended.
+enum Ended {
+    AtItsLastBatch,
+    Stopped,
+}
+
+impl<M> Fit<'_, M>
+where
+    M: LearnerModel,
+    <M as TrainStep>::Output: RankOutput,
+    <M as InferenceStep>::Output: RankOutput,
+{
+    /// Trains all epochs and returns the model. Every rank calls it.
+    pub(super) fn run(mut self, mut model: Fsdp<M>, loaders: Loaders<M>) -> Result<Fsdp<M>, Error> {
+        let device = self.worker.device().clone();
+        let train = loaders.train.to_device(&device);
+        let valid = loaders.valid.to_device(&device.inner());
+        let mut totals = [train.num_items() as f64, valid.num_items() as f64];
+        self.worker.all_reduce_sum(&mut totals)?;
+        let [train_items, valid_items] = totals.map(|items| items as usize);
+        let start = self.progress.position(self.worker.world().size());
+        self.start_events(start);
+        self.replay(start);
+
+        for epoch in start.epoch as usize + 1..=self.components.num_epochs {
+            let position = if epoch as u64 == start.epoch + 1 { start.items } else { 0 };
+            let position = Position { epoch: epoch as u64 - 1, items: position };
+            self.events
+                .train(LearnerEvent::StartSplit { epoch_number: epoch, total_items: train_items });
+            let (trained, ended) = self.train_epoch(model, &*train, position)?;
+            model = trained;
+            self.events.train(LearnerEvent::EndSplit(epoch));
+            if matches!(ended, Ended::Stopped) {
+                self.save(&model)?;
+                break;
+            }
+
+            self.events
+                .valid(LearnerEvent::StartSplit { epoch_number: epoch, total_items: valid_items });
+            let stopped = self.validate(&model, &*valid, epoch)?;
+            self.events.valid(LearnerEvent::EndSplit(epoch));
+            self.events.train(LearnerEvent::EndEpoch(epoch));
+            self.progress = Progress { epoch: epoch as u64, items: 0, ..self.progress };
+            self.save(&model)?;
+            if stopped || self.stops_early(epoch)? {
+                break;
+            }
+        }
+        if let Some(manager) = &mut self.manager {
+            manager.finish()?;
+        }
+        Ok(model)
+    }
+
+    fn start_events(&mut self, start: Position) {
+        let label = self.components.label.clone();
+        let (total_epochs, starting_epoch) = (self.components.num_epochs, start.epoch as usize + 1);
+        self.events.train(LearnerEvent::Start { total_epochs, starting_epoch, label });
+    }
+
+    /// Brings the learning rates, and the state of early stopping, to where a resumed run was.
+    fn replay(&mut self, start: Position) {
+        (0..self.progress.steps).for_each(|_| self.learner.lr_step());
+        if self.events.leads()
+            && let Some(early_stopping) = &mut self.components.early_stopping
+        {
+            for epoch in 1..=start.epoch as usize {
+                early_stopping.should_stop(epoch, &self.components.event_store);
+            }
+        }
+    }
+
+    /// Trains on the batches of an epoch from `start`. Every rank calls it.
+    fn train_epoch(
+        &mut self,
+        mut model: Fsdp<M>,
+        loader: &dyn DataLoader<<M as TrainStep>::Input>,
+        start: Position,
+    ) -> Result<(Fsdp<M>, Ended), Error> {
+        let mut iterator = iterate(loader, start);
+        let mut seen = Seen::new(self.metric_device());
+        let (mut batch, mut accumulated) = (0, 0);
+        loop {
+            batch += 1;
+            let interrupter = &self.components.interrupter;
+            let (turn, item) =
+                Turn::next(&mut *iterator, interrupter, seen.take_own(self.worker.world()));
+            let turns = turn.exchange(self.worker)?;
+            for item in seen.take(&turns, self.events.leads())? {
+                self.events.train(LearnerEvent::ProcessedItem(item));
+            }
+            if !turns.all_have_batches(batch)? {
+                break;
+            }
+            // Not within a step: its gradients would be lost.
+            if let (Some(reason), 0) = (turns.stop(), accumulated) {
+                self.stop(reason);
+                return Ok((model, Ended::Stopped));
+            }
+            let progress = turns.progress();
+            let item = item.expect("this rank has a batch, as all ranks do");
+            let ends_step =
+                accumulated + 1 == self.components.accumulation || progress.is_completed();
+            let output = train_step(&model, item, !ends_step)?;
+            accumulated = if ends_step { 0 } else { accumulated + 1 };
+            if ends_step {
+                model = self.step(model, output.grads)?;
+                self.progress.items = progress.items_processed as u64;
+                self.save_after_step(&model, progress.is_completed())?;
+            }
+            if batch % self.settings.metric_interval == 0 {
+                let lr = Some(self.learner.lr_current());
+                seen.add(output.item, progress, batch, lr, self.worker)?;
+            }
+        }
+        if accumulated > 0 {
+            let (epoch, batches) = (start.epoch as usize + 1, accumulated);
+            return Err(LearnerError::UnfinishedAccumulation { epoch, batches }.into());
+        }
+        Ok((model, Ended::AtItsLastBatch))
+    }
+
+    /// Updates the model. Every rank calls it.
+    fn step(&mut self, model: Fsdp<M>, mut gradients: GradientsParams) -> Result<Fsdp<M>, Error> {
+        if let Some(max_norm) = self.settings.max_grad_norm {
+            model.clip_grad_norm(&mut gradients, max_norm)?;
+        }
+        self.learner.lr_step();
+        self.progress.steps += 1;
+        self.stepper.step(self.learner.lr_current(), model, gradients)
+    }
+
+    /// Runs the model on all validation batches; a rank without further ones takes part with its first.
+    /// Returns whether training is to stop. Every rank calls it.
+    fn validate(
+        &mut self,
+        model: &Fsdp<M>,
+        loader: &dyn DataLoader<<M as InferenceStep>::Input>,
+        epoch: usize,
+    ) -> Result<bool, Error> {
+        let model = model.valid();
+        let start = Position { epoch: epoch as u64 - 1, items: 0 };
+        let mut iterator = iterate(loader, start);
+        let mut seen = Seen::new(self.metric_device());
+        let mut batch = 0;
+        loop {
+            batch += 1;
+            let interrupter = &self.components.interrupter;
+            let (turn, item) =
+                Turn::next(&mut *iterator, interrupter, seen.take_own(self.worker.world()));
+            let turns = turn.exchange(self.worker)?;
+            for item in seen.take(&turns, self.events.leads())? {
+                self.events.valid(LearnerEvent::ProcessedItem(item));
+            }
+            if !turns.any_has_batch() {
+                return Ok(false);
+            }
+            if let (1, Some(rank)) = (batch, turns.first_without()) {
+                return Err(LearnerError::NoValidationBatch { rank }.into());
+            }
+            if let Some(reason) = turns.stop() {
+                self.stop(reason);
+                return Ok(true);
+            }
+            let progress = turns.progress();
+            match item {
+                Some(item) => {
+                    let output = InferenceStep::step(&model, item);
+                    seen.add(output, progress, batch, None, self.worker)?;
+                }
+                None => {
+                    let again = iterate(loader, start).next();
+                    let item = again.expect("every rank had a first batch");
+                    let failed = |error: DatasetError| LearnerError::Data {
+                        rank: self.worker.rank(),
+                        reason: error.to_string(),
+                    };
+                    InferenceStep::step(&model, item.map_err(failed)?);
+                    seen.add_none(progress, batch);
+                }
+            }
+        }
+    }
+
+    /// Returns whether rank 0's early stopping ends the training. Every rank calls it.
+    fn stops_early(&mut self, epoch: usize) -> Result<bool, Error> {
+        let Some(early_stopping) = &mut self.components.early_stopping else { return Ok(false) };
+        let mut stops = false;
+        if self.events.leads() {
+            self.events.flush();
+            stops = early_stopping.should_stop(epoch, &self.components.event_store);
+        }
+        let all = self.worker.exchange("all_gather", "early stopping", stops)?;
+        Ok(*all[0])
+    }
+
+    /// Notes on a rank that another one's interrupter has stopped the training.
+    fn stop(&self, reason: &str) {
+        if !self.components.interrupter.should_stop() {
+            self.components.interrupter.stop(Some(reason));
+        }
+    }
+
+    fn save_after_step(&mut self, model: &Fsdp<M>, ends_epoch: bool) -> Result<(), Error> {
+        let due = |every| self.progress.steps.is_multiple_of(every);
+        // The checkpoint at the end of the epoch follows.
+        if ends_epoch || !self.settings.checkpoint_every.is_some_and(due) {
+            return Ok(());
+        }
+        self.save(model)
+    }
+
+    fn save(&mut self, model: &Fsdp<M>) -> Result<(), Error> {
+        match &mut self.manager {
+            Some(manager) => save(manager, self.progress, model, &self.stepper),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the device on which metrics are computed.
+    fn metric_device(&self) -> Device {
+        self.worker.device().clone().inner()
+    }
+}
+
+/// Returns the iterator of a loader that starts at `position`. A loader other than
+/// [`RankLoader`](super::RankLoader) is brought there: its earlier epochs are begun, which moves its
+/// shuffling on, and the batches before the position are dropped.
+fn iterate<'a, O>(
+    loader: &'a dyn DataLoader<O>,
+    position: Position,
+) -> Box<dyn DataLoaderIterator<O> + 'a> {
+    let (mut iterator, taken) = starting_at(position, || loader.iter());
+    while !taken && iterator.progress().items_processed < position.items {
+        // An error is returned again, or follows, when the batches after it are used.
+        if !matches!(iterator.next(), Some(Ok(_))) {
+            break;
+        }
+    }
+    iterator
+}

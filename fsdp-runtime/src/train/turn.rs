@@ -1,0 +1,134 @@
+//! What ranks tell each other before a batch.
+
+use std::sync::Arc;
+
+use burn::data::dataloader::{DataLoaderIterator, Progress};
+use burn::tensor::{Device, TensorData};
+use burn::train::Interrupter;
+use serde::{Deserialize, Serialize};
+
+use super::output::RankOutput;
+use crate::error::{Error, LearnerError};
+use crate::launch::Worker;
+use crate::layout::Rank;
+
+/// What one rank tells the others before a batch.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Turn {
+    /// Whether the rank has a batch.
+    has_batch: bool,
+    /// The error of the rank's data loader.
+    error: Option<String>,
+    /// Why the rank's interrupter says that training is to stop.
+    stop: Option<String>,
+    /// Numbers of the rank's items: those processed after this batch, and all.
+    processed: usize,
+    total: usize,
+    /// The tensors of the rank's output for the batch before, for the metrics.
+    output: Option<Vec<TensorData>>,
+}
+
+/// What all ranks told.
+pub(super) struct Turns<'a> {
+    worker: &'a Worker,
+    all: Vec<Arc<Turn>>,
+}
+
+impl Turn {
+    /// Returns the turn for the iterator's next batch, and the batch.
+    pub(super) fn next<O>(
+        iterator: &mut dyn DataLoaderIterator<O>,
+        interrupter: &Interrupter,
+        output: Option<Vec<TensorData>>,
+    ) -> (Self, Option<O>) {
+        let (batch, error) = match iterator.next() {
+            Some(Ok(batch)) => (Some(batch), None),
+            Some(Err(error)) => (None, Some(error.to_string())),
+            None => (None, None),
+        };
+        let progress = iterator.progress();
+        let stop = interrupter.should_stop();
+        let turn = Self {
+            has_batch: batch.is_some(),
+            error,
+            stop: stop.then(|| interrupter.get_message().unwrap_or_default()),
+            processed: progress.items_processed,
+            total: progress.items_total,
+            output,
+        };
+        (turn, batch)
+    }
+
+    /// Exchanges the turns of all ranks. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`LearnerError::Data`] on every rank if the data loader of one has failed.
+    pub(super) fn exchange(self, worker: &Worker) -> Result<Turns<'_>, Error> {
+        let all = worker.exchange("all_gather", "the turn of the learner", self)?;
+        let failed = worker.world().ranks().zip(&all);
+        for (rank, turn) in failed {
+            if let Some(reason) = turn.error.clone() {
+                return Err(LearnerError::Data { rank, reason }.into());
+            }
+        }
+        Ok(Turns { worker, all })
+    }
+}
+
+impl Turns<'_> {
+    /// Returns whether all ranks have a batch, for training.
+    ///
+    /// # Errors
+    ///
+    /// [`LearnerError::UnevenBatches`] if some ranks have one; `batch` is its number.
+    pub(super) fn all_have_batches(&self, batch: usize) -> Result<bool, Error> {
+        let ranks = self.worker.world().ranks().zip(&self.all);
+        let (with, without): (Vec<_>, Vec<_>) = ranks.partition(|(_, turn)| turn.has_batch);
+        if with.is_empty() || without.is_empty() {
+            return Ok(without.is_empty());
+        }
+        let ranks = |them: Vec<(Rank, _)>| them.into_iter().map(|(rank, _)| rank).collect();
+        let (with, without) = (ranks(with), ranks(without));
+        Err(LearnerError::UnevenBatches { batch, with, without }.into())
+    }
+
+    /// Returns the first rank without a batch while another rank has one; `None` if there is none such.
+    pub(super) fn first_without(&self) -> Option<Rank> {
+        let mut ranks = self.worker.world().ranks().zip(&self.all);
+        ranks.find(|(_, turn)| !turn.has_batch).map(|(rank, _)| rank)
+    }
+
+    /// Returns whether any rank has a batch, for validation.
+    pub(super) fn any_has_batch(&self) -> bool {
+        self.all.iter().any(|turn| turn.has_batch)
+    }
+
+    /// Returns why training is to stop, if any rank's interrupter says so.
+    pub(super) fn stop(&self) -> Option<&str> {
+        self.all.iter().find_map(|turn| turn.stop.as_deref())
+    }
+
+    /// Returns the progress over all ranks, with the batch of this turn.
+    pub(super) fn progress(&self) -> Progress {
+        let sum = |part: fn(&Turn) -> usize| self.all.iter().map(|turn| part(turn)).sum();
+        Progress::new(sum(|turn| turn.processed), sum(|turn| turn.total), Some("items".into()))
+    }
+
+    /// Returns the outputs of all ranks for the batch before, for the metrics.
+    ///
+    /// # Errors
+    ///
+    /// [`LearnerError::OutputMismatch`] if ranks sent different numbers of tensors.
+    pub(super) fn outputs<T: RankOutput>(&self, device: &Device) -> Result<Vec<T>, Error> {
+        let sent = |(rank, turn): (Rank, &Arc<Turn>)| Some((rank, turn.output.clone()?));
+        let ranks: Vec<_> = self.worker.world().ranks().zip(&self.all).filter_map(sent).collect();
+        let Some((_, first)) = ranks.first() else { return Ok(Vec::new()) };
+        let expected = first.len();
+        if let Some((rank, other)) = ranks.iter().find(|(_, other)| other.len() != expected) {
+            let (rank, found) = (*rank, other.len());
+            return Err(LearnerError::OutputMismatch { rank, found, expected }.into());
+        }
+        Ok(T::from_ranks(ranks.into_iter().map(|(_, tensors)| tensors).collect(), device))
+    }
+}
