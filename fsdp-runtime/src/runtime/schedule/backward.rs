@@ -205,6 +205,7 @@ impl<B: ModelBackend> Schedule<B> {
                 "gradients of micro-batches are held unsharded: up to {bytes} bytes on every rank"
             );
         }
+        state.gradients.continuing = state.gradients.accumulating;
         state.gradients.accumulating = accumulate;
     }
 
@@ -213,6 +214,7 @@ impl<B: ModelBackend> Schedule<B> {
     pub(super) fn end_backward_pass(&self) -> Result<(), Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
+        state.gradients.continuing = false;
         self.end_calls(state, 0)?;
         self.end_calls_with_gradients(state, |_| true)?;
         if !state.gradients.accumulating {

@@ -16,7 +16,7 @@ impl<B: ModelBackend> Schedule<B> {
             return Err(self.not_loaded(index));
         }
         let reduced = || state.units.iter().any(|unit| unit.reduced.iter().any(Option::is_some));
-        if !state.gradients.accumulating {
+        if !state.gradients.accumulating && !state.gradients.continuing {
             if !state.gradients.reductions.is_empty() || reduced() {
                 return Err(ScheduleError::GradientsNotCollected.into());
             }

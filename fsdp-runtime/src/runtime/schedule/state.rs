@@ -48,6 +48,7 @@ impl<B: ModelBackend> State<B> {
             gradients: GradientState {
                 reductions: VecDeque::new(),
                 accumulating: false,
+                continuing: false,
                 reduced_bytes: 0,
             },
             unloaded: BTreeSet::new(),
@@ -84,6 +85,9 @@ pub(super) struct GradientState<B: ModelBackend> {
     pub(super) reductions: VecDeque<Reduction<Raw<B>>>,
     /// Whether another backward pass of the same step follows the present one.
     pub(super) accumulating: bool,
+    /// Whether the backward pass that has begun follows an accumulated one of the same step. It may have
+    /// begun before its forward.
+    pub(super) continuing: bool,
     /// Bytes of reduced gradients, which are counted until the next forward.
     pub(super) reduced_bytes: usize,
 }

@@ -1,0 +1,148 @@
+//! What cannot be right on a sharded model is an error that names what to write in its place.
+
+use burn::grad_clipping::GradientClipping;
+use burn::optim::AdamWConfig;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::train::RankLoader;
+use fsdp_runtime::{Error, LaunchError, LearnerError, WorldSize};
+use tempfile::tempdir;
+
+use super::model::{Rows, rows};
+use super::run::{Run, learner, sharded, sharded_with, strategy, training};
+use super::support::ranks::launch_options;
+
+/// Returns the error of a launch's first rank.
+fn cause(error: &LaunchError) -> LearnerError {
+    match error.source.downcast_ref::<Error>() {
+        Some(Error::Learner(cause)) => cause.clone(),
+        other => panic!("another error: {other:?} {error}"),
+    }
+}
+
+fn assert_names(error: &LaunchError, expected: &LearnerError, cure: &str) {
+    assert_eq!(&cause(error), expected);
+    assert!(error.to_string().contains(cure), "{error}");
+}
+
+#[test]
+fn burns_checkpointers() {
+    for world in [1, 2] {
+        let folder = tempdir().unwrap();
+        let run = Run::new(world);
+        let error = sharded_with(&run, folder.path(), |_, it| it.with_default_checkpointers());
+        assert_names(&error.err().unwrap(), &LearnerError::BurnCheckpointer, ".checkpoints(");
+        let error = sharded_with(&run, folder.path(), |_, it| it.checkpoint(3));
+        let expected = LearnerError::BurnCheckpoint { epoch: 3 };
+        assert_names(&error.err().unwrap(), &expected, "resume_latest()");
+    }
+}
+
+#[test]
+fn clipping_by_norm_in_the_optimizer() {
+    let optimizer = || AdamWConfig::new().init().with_grad_clipping(GradientClipping::Norm(0.5));
+    for world in [1, 2] {
+        let folder = tempdir().unwrap();
+        let run = Run { optimizer, ..Run::new(world) };
+        let error = sharded(&run, folder.path()).err().unwrap();
+        let expected = LearnerError::NormClipping { max_norm: "0.5".into() };
+        assert_names(&error, &expected, "clip_grad_norm(0.5)");
+    }
+    let by_value = || AdamWConfig::new().init().with_grad_clipping(GradientClipping::Value(0.5));
+    let folder = tempdir().unwrap();
+    sharded(&Run { optimizer: by_value, ..Run::new(2) }, folder.path()).unwrap();
+}
+
+#[test]
+fn a_resumed_run_without_checkpoints() {
+    let folder = tempdir().unwrap();
+    let run = Run::new(2);
+    let error = sharded_with(&run, folder.path(), |worker, training| {
+        let strategy = fsdp_runtime::train::FsdpStrategy::new(worker).resume_latest();
+        training.with_training_strategy(strategy.into())
+    });
+    assert_names(&error.err().unwrap(), &LearnerError::NoCheckpoints, ".checkpoints(");
+}
+
+#[test]
+fn ranks_with_different_numbers_of_batches() {
+    let folder = tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let run = Run::new(2);
+    let ranks = launch(launch_options(2), move |worker| {
+        // Rank 0 has one item more than rank 1, and with it one batch more.
+        let own = |items| RankLoader::new(Rows, rows(0, items), &worker).batch_size(2);
+        let train = own(9).build();
+        let training = fsdp_runtime::train::supervised(&worker, &path, train, own(4).build())
+            .with_application_logger(None)
+            .with_training_strategy(strategy(&run, &path, &worker).into());
+        training.launch(learner(&run, &worker)?);
+        Ok::<_, Error>(())
+    });
+    let error = ranks.err().unwrap();
+    let LearnerError::UnevenBatches { batch: 3, with, without } = cause(&error) else {
+        panic!("{error}")
+    };
+    let numbers =
+        |ranks: Vec<fsdp_runtime::Rank>| ranks.iter().map(|rank| rank.index()).collect::<Vec<_>>();
+    assert_eq!((numbers(with), numbers(without)), (vec![0], vec![1]));
+    assert!(error.to_string().contains("`equal_lengths`"), "{error}");
+}
+
+#[test]
+fn a_dataset_with_fewer_items_than_ranks() {
+    let ranks = launch(launch_options(4), |worker| {
+        RankLoader::new(Rows, rows(0, 3), &worker).build();
+        Ok::<_, Error>(())
+    });
+    let world = WorldSize::new(4).unwrap();
+    let expected = LearnerError::TooFewItems { items: 3, world, needed: 4 };
+    assert_names(&ranks.err().unwrap(), &expected, "at least 4 items");
+}
+
+#[test]
+fn a_dataset_that_fails_on_one_rank_ends_all() {
+    use burn::data::dataset::{Dataset, DatasetError};
+
+    struct Broken;
+
+    impl Dataset<super::model::Row> for Broken {
+        fn get(&self, index: usize) -> Result<super::model::Row, DatasetError> {
+            if index == 31 {
+                return Err(DatasetError::new(std::io::Error::other("row 31 cannot be read")));
+            }
+            rows(0, 64).get(index)
+        }
+
+        fn len(&self) -> usize {
+            64
+        }
+    }
+
+    let folder = tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let run = Run::new(2);
+    let ranks = launch(launch_options(2), move |worker| {
+        let train = RankLoader::new(Rows, Broken, &worker).batch_size(4).build();
+        let valid = RankLoader::new(Rows, rows(0, 8), &worker).batch_size(4).build();
+        let training = fsdp_runtime::train::supervised(&worker, &path, train, valid)
+            .with_application_logger(None)
+            .with_training_strategy(strategy(&run, &path, &worker).into());
+        training.launch(learner(&run, &worker)?);
+        Ok::<_, Error>(())
+    });
+    let error = ranks.err().unwrap();
+    let LearnerError::Data { rank, reason } = cause(&error) else { panic!("{error}") };
+    assert_eq!(rank.index(), 1);
+    assert!(reason.contains("row 31"), "{reason}");
+}
+
+#[test]
+fn the_training_of_this_file_runs_without_a_wrong_setting() {
+    let folder = tempdir().unwrap();
+    let (run, path) = (Run { epochs: 1, ..Run::new(2) }, folder.path().to_path_buf());
+    let ranks = launch(launch_options(2), move |worker| {
+        let training = training(&run, &path, &worker, rows(0, 32));
+        Ok::<_, Error>(training.launch(learner(&run, &worker)?).error.is_none())
+    });
+    assert_eq!(ranks.unwrap(), [true, true]);
+}

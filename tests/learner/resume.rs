@@ -1,0 +1,97 @@
+//! A run that ends at any point and resumes has the numbers of one that did not.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::tensor::Device;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::train::{RankLoader, supervised};
+use fsdp_runtime::{Error, LaunchError};
+use tempfile::tempdir;
+
+use super::model::{Batch, Row, Rows, rows};
+use super::run::{BATCH, Metrics, Run, TRAIN, VALID, learner, sharded, strategy};
+use super::support::compare::assert_same_bits;
+use burn::train::metric::{AccuracyMetric, LossMetric};
+
+/// A batcher that panics after a number of batches of all ranks.
+struct Dies {
+    left: Arc<AtomicUsize>,
+}
+
+impl Batcher<Row, Batch> for Dies {
+    fn batch(&self, items: Vec<Row>, device: &Device) -> Batch {
+        let left =
+            self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+        assert!(left.is_ok(), "the machine is switched off");
+        Rows.batch(items, device)
+    }
+}
+
+/// Runs until the ranks have made `batches` batches.
+fn killed_after(batches: usize, run: &Run, folder: &std::path::Path) -> LaunchError {
+    let left = Arc::new(AtomicUsize::new(batches));
+    let (run, folder) = (run.clone(), folder.to_path_buf());
+    let options = super::support::ranks::launch_options(run.world);
+    let ranks = launch(options, move |worker| {
+        let loader = |dataset| {
+            let batcher = Dies { left: left.clone() };
+            RankLoader::new(batcher, dataset, &worker).batch_size(BATCH / run.world).prefetch(0)
+        };
+        let train = loader(rows(0, TRAIN)).shuffle(run.shuffle.unwrap()).build();
+        let valid = loader(rows(500, VALID)).build();
+        supervised(&worker, &folder, train, valid)
+            .metrics((LossMetric::new(), AccuracyMetric::new()))
+            .num_epochs(run.epochs)
+            .with_application_logger(None)
+            .with_training_strategy(strategy(&run, &folder, &worker).into())
+            .launch(learner(&run, &worker)?);
+        Ok::<_, Error>(())
+    });
+    ranks.expect_err("the batcher panics")
+}
+
+#[test]
+fn a_killed_run_resumes_to_the_same_bits() {
+    let run = Run { epochs: 3, shuffle: Some(4), checkpoint_every: Some(2), ..Run::new(2) };
+    let whole = tempdir().unwrap();
+    let expected = sharded(&run, whole.path()).unwrap();
+    let expected_losses = Metrics::read(whole.path(), run.epochs).train_losses;
+
+    // In the first epoch, in the validation after it, and in the second epoch.
+    for batches in [13, 20, 37] {
+        let folder = tempdir().unwrap();
+        let error = killed_after(batches, &run, folder.path());
+        assert!(error.to_string().contains("the machine is switched off"), "{error}");
+        let resumed = sharded(&run, folder.path()).unwrap();
+        for (found, expected) in resumed.iter().zip(&expected) {
+            assert_same_bits(&found.head, &expected.head, format!("killed after {batches}"));
+        }
+        let losses = Metrics::read(folder.path(), run.epochs).train_losses;
+        let tail = &losses[losses.len() - 5..];
+        assert_same_bits(tail, &expected_losses[expected_losses.len() - 5..], "the last losses");
+    }
+}
+
+#[test]
+fn a_run_continues_with_another_number_of_ranks() {
+    let run = |world, epochs| Run { epochs, checkpoint_every: Some(2), ..Run::new(world) };
+    let (whole, folder) = (tempdir().unwrap(), tempdir().unwrap());
+    let expected = sharded(&run(1, 2), whole.path()).unwrap();
+    sharded(&run(4, 1), folder.path()).unwrap();
+    let found = sharded(&run(2, 2), folder.path()).unwrap();
+    let within = super::support::compare::Within::Scaled(1e-5);
+    super::support::compare::assert_close(&found[0].head, &expected[0].head, within, "weights");
+}
+
+#[test]
+fn a_finished_run_has_nothing_left_to_do() {
+    let run = Run { checkpoint_every: Some(3), ..Run::new(2) };
+    let folder = tempdir().unwrap();
+    let first = sharded(&run, folder.path()).unwrap();
+    let losses = Metrics::read(folder.path(), run.epochs).train_losses;
+    let again = sharded(&run, folder.path()).unwrap();
+    assert_same_bits(&again[0].head, &first[0].head, "weights");
+    assert_eq!(Metrics::read(folder.path(), run.epochs).train_losses, losses);
+}
