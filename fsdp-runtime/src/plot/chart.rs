@@ -25,7 +25,7 @@ const MAX_MOMENTS: usize = 600;
 const MAX_INTERVALS: f64 = 6.0;
 /// Height of a panel's y axis, as a multiple of the highest point.
 const HEADROOM: f64 = 1.05;
-/// Colours of layers, of which the first is at the bottom: Okabe and Ito's, which most readers with a
+/// Colours of layers: Okabe and Ito's, which most readers with a
 /// colour vision deficiency tell apart.
 const COLORS: [&str; 7] =
     ["#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7"];
@@ -61,6 +61,8 @@ pub(super) struct Panel {
 #[derive(Clone, Debug)]
 pub(super) struct Layer {
     pub(super) label: String,
+    /// Colour, as an index. Layers of one meaning have the same one in every panel.
+    pub(super) color: usize,
     /// Height of the area itself at each moment of the panel.
     pub(super) heights: Vec<f64>,
 }
@@ -101,12 +103,11 @@ impl Panel {
         };
         self.draw_grid(svg, &frame);
         // A layer covers the areas above it down to the axis, so the uppermost comes first.
-        for (index, tops) in tops.iter().enumerate().rev() {
+        for (layer, tops) in self.layers.iter().zip(&tops).rev() {
             let outline = steps(&self.x, tops, frame.x_end);
-            let floor = |x: f64| (x, 0.0);
             let ends = outline.last().into_iter().chain(outline.first());
-            let floor: Vec<_> = ends.map(|(x, _)| floor(*x)).collect();
-            svg.area(outline.iter().chain(&floor).map(|corner| frame.place(*corner)), color(index));
+            let floor: Vec<_> = ends.map(|(x, _)| (*x, 0.0)).collect();
+            svg.area(outline.iter().chain(&floor).map(|corner| frame.place(*corner)), color(layer));
         }
         for line in &self.lines {
             svg.line(frame.place((0.0, line.y)), frame.place((frame.x_end, line.y)), INK, 2);
@@ -144,8 +145,7 @@ impl Panel {
     fn draw_legend(&self, svg: &mut Svg, frame: &Frame) {
         let left = frame.right + 16.0;
         let rows = (0..).map(|row| frame.top + LEGEND_LINE * f64::from(row));
-        let layers = self.layers.iter().enumerate().rev();
-        let layers = layers.map(|(index, layer)| (&layer.label, Some(color(index))));
+        let layers = self.layers.iter().rev().map(|layer| (&layer.label, Some(color(layer))));
         let lines = self.lines.iter().map(|line| (&line.label, None));
         for (top, (label, color)) in rows.zip(layers.chain(lines)) {
             let (right, bottom) = (left + 12.0, top + 12.0);
@@ -228,9 +228,9 @@ impl Frame {
     }
 }
 
-/// Returns the colour of a layer by its index from the bottom.
-fn color(layer: usize) -> &'static str {
-    COLORS[layer % COLORS.len()]
+/// Returns the colour of a layer.
+fn color(layer: &Layer) -> &'static str {
+    COLORS[layer.color % COLORS.len()]
 }
 
 /// Returns round numbers from 0 to `end`: multiples of 1, 2 or 5 times a power of ten.
@@ -254,7 +254,7 @@ mod tests {
     use super::*;
 
     fn layer(label: &str, heights: &[f64]) -> Layer {
-        Layer { label: label.into(), heights: heights.to_vec() }
+        Layer { label: label.into(), color: label.len(), heights: heights.to_vec() }
     }
 
     fn panel(x: &[f64], layers: Vec<Layer>) -> Panel {

@@ -41,8 +41,9 @@ fn panel(
     let bytes = |memory: &Memory, kind: &str| {
         memory.kinds().find(|(name, _)| *name == kind).map_or(0, |(_, usage)| usage.now)
     };
-    let layers = KINDS.map(|kind| Layer {
-        label: kind.into(),
+    let layers = KINDS.iter().enumerate().map(|(color, kind)| Layer {
+        label: (*kind).into(),
+        color,
         heights: levels.iter().map(|(_, memory)| mib(bytes(memory, kind))).collect(),
     });
     let panel = Panel {
@@ -50,7 +51,7 @@ fn panel(
         y_label: format!("memory on the {place} (MiB)"),
         x: levels.iter().map(|(time, _)| milliseconds(*time)).collect(),
         x_end: milliseconds(end),
-        layers: layers.into_iter().filter(|layer| layer.heights.iter().any(|y| *y > 0.0)).collect(),
+        layers: layers.filter(|layer| layer.heights.iter().any(|y| *y > 0.0)).collect(),
         lines: forecast
             .into_iter()
             .map(|bytes| Line { label: "forecast".into(), y: mib(bytes) })
@@ -89,6 +90,8 @@ mod tests {
         let panel = panel("device", &timeline.device(), timeline.duration, Some(9 << 20));
         let labels: Vec<_> = panel.layers.iter().map(|layer| layer.label.as_str()).collect();
         assert_eq!(labels, ["shards", "gradients"]);
+        let colors: Vec<_> = panel.layers.iter().map(|layer| layer.color).collect();
+        assert_eq!(colors, [0, 4], "a kind has its own colour, whichever others there are");
         assert_eq!(panel.layers[0].heights, [3.0, 3.0, 3.0]);
         assert_eq!(panel.layers[1].heights, [0.0, 2.0, 0.0]);
         assert_eq!(panel.lines[0].y, 9.0);

@@ -141,7 +141,6 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use super::super::tracker::{MemoryKind, MemoryTracker};
-    use super::*;
 
     fn path(unit: usize) -> String {
         format!("blocks.{unit}")
