@@ -1,4 +1,4 @@
-//! Command-line arguments that both examples have.
+//! Command-line arguments that the examples share.
 
 use clap::Args;
 use fsdp_runtime::prelude::{Engine, ShardingStrategy};
@@ -10,7 +10,7 @@ use super::parse::bounded_count;
 #[derive(Args, Clone, Debug)]
 pub struct RankArgs {
     /// Number of ranks [default: the number of started processes, else 2 threads or one thread per GPU]
-    #[arg(long, value_name = "N", value_parser = bounded_count)]
+    #[arg(long, visible_alias = "world", value_name = "N", value_parser = bounded_count)]
     pub world_size: Option<usize>,
 
     /// How ranks communicate: local (threads of one process), mpi (processes started by `mpirun`),

@@ -1,4 +1,4 @@
-//! Code that both examples use: memory allocator, devices by name, shared command-line arguments,
+//! Code that the examples share: memory allocator, devices by name, shared command-line arguments,
 //! report format, and the steps of a training loop that do not depend on the model.
 //!
 //! Each example includes this module with `#[path = "../common/mod.rs"]`.

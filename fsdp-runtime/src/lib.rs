@@ -27,6 +27,8 @@ pub mod nn;
 pub mod optim;
 mod options;
 mod param_group;
+#[cfg(feature = "plot")]
+mod plot;
 mod runtime;
 #[cfg(feature = "train")]
 pub mod train;
@@ -64,7 +66,7 @@ pub use options::{
     ShardingStrategy, WrapConfig, WrapPolicy,
 };
 pub use param_group::forecast::{HostForecast, MemoryError, MemoryForecast};
-pub use param_group::memory::{DeviceUsage, Memory, Usage};
+pub use param_group::memory::{DeviceUsage, Memory, MemorySample, MemoryTimeline, Usage};
 pub use param_group::wrapping::{WrappedUnit, Wrapping};
 pub use runtime::schedule::Counts;
 
@@ -119,6 +121,7 @@ mod documentation {
         launch: "../docs/launch.md",
         limits: "../docs/limits.md",
         mixed_precision: "../docs/mixed_precision.md",
+        mnist: "../docs/mnist.md",
         offload: "../docs/offload.md",
         optimizers: "../docs/optimizers.md",
         options: "../docs/options.md",

@@ -5,6 +5,7 @@ use std::path::Path;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Manifest, Restore, list};
+use fsdp_runtime::optim::AdadeltaConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{CheckpointError, Error, GradScalerConfig, unit_types};
 
@@ -27,6 +28,17 @@ fn the_same_world_resumes_bit_for_bit_with_dropout() {
             assert_same_state(&found_state, &state, &what);
         }
     }
+}
+
+#[test]
+fn the_state_of_adadelta_resumes_bit_for_bit_and_on_another_number_of_ranks() {
+    let part = |world| Part::new(world).optimizer(|| AdadeltaConfig::new().init());
+    let (losses, state) = part(2).until(20).launch();
+    let (found, found_state) = resumed(part(2).until(10), part(2).until(20));
+    assert_same_bits(&found, &losses, "adadelta");
+    assert_same_state(&found_state, &state, "adadelta");
+    let (found, _) = resumed(part(2).until(10), part(3).until(20));
+    assert_close(&found, &losses, ROUNDING, "from 2 ranks to 3");
 }
 
 #[test]

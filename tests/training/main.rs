@@ -5,6 +5,7 @@
 mod support;
 
 mod activation_checkpointing;
+mod adadelta;
 mod config;
 mod failures;
 mod mixed_dtypes;

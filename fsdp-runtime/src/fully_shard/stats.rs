@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::model::Fsdp;
 use crate::layout::Mesh;
 use crate::param_group::Unit;
-use crate::param_group::memory::Memory;
+use crate::param_group::memory::{Memory, MemoryTimeline};
 use crate::param_group::wrapping::Wrapping;
 use crate::runtime::schedule::Counts;
 
@@ -66,6 +66,31 @@ impl<M> Stats<'_, M> {
     /// offloaded activations.
     pub fn host_memory(&self) -> Memory {
         self.model.engine.host_memory()
+    }
+
+    /// Starts a record of the changes of [`memory`](Self::memory) and
+    /// [`host_memory`](Self::host_memory) over time, and drops the record under way, if any.
+    ///
+    /// The record holds the newest `max_samples` changes. A step of a model with `n` units makes about
+    /// `10 n` changes. By default there is no record.
+    ///
+    /// PyTorch's `torch.cuda.memory._record_memory_history(max_entries=max_samples)`.
+    pub fn start_memory_timeline(&self, max_samples: usize) {
+        self.model.engine.start_memory_timeline(max_samples);
+    }
+
+    /// Returns the record of memory over time so far. Returns `None` without
+    /// [`start_memory_timeline`](Self::start_memory_timeline).
+    pub fn memory_timeline(&self) -> Option<MemoryTimeline> {
+        self.model.engine.memory_timeline()
+    }
+
+    /// Ends the record of memory over time and returns it. Returns `None` without
+    /// [`start_memory_timeline`](Self::start_memory_timeline).
+    pub fn stop_memory_timeline(&self) -> Option<MemoryTimeline> {
+        let timeline = self.memory_timeline();
+        self.model.engine.stop_memory_timeline();
+        timeline
     }
 
     /// Returns the units of the model as a tree: path, type, parameters, bytes.

@@ -14,6 +14,8 @@
 //! sharded model share. The update is in place where no other tensor shares the memory, and then
 //! allocates nothing. For other dtypes and backends, the same formula runs as tensor operations.
 //!
+//! [`Adadelta`], which Burn does not have, runs as tensor operations on every backend.
+//!
 //! # State
 //!
 //! Loaded state is stored in host memory until the parameter is stepped, and is then moved to the
@@ -30,8 +32,10 @@
 //! [`WholeParam`] steps a sharded model with an optimizer that needs full matrices, such as Muon.
 //!
 //! Imports point one way: adam_rule, on_host, clipping, owners, single_param <- fused, matrix_step
-//! <- fused_adam, sgd, whole_param <- adam, adamw; unscale <- grad_scaler.
+//! <- fused_adam, sgd, whole_param <- adam, adamw; clipping, on_host <- adadelta; unscale <-
+//! grad_scaler.
 
+mod adadelta;
 mod adam;
 mod adam_rule;
 mod adamw;
@@ -51,6 +55,7 @@ mod tests;
 mod unscale;
 mod whole_param;
 
+pub use self::adadelta::{Adadelta, AdadeltaConfig, AdadeltaState};
 pub use self::adam::{Adam, AdamConfig};
 pub use self::adamw::{AdamW, AdamWConfig};
 pub use self::grad_scaler::{GradScaler, GradScalerConfig, Unscaled};

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use super::timeline::{MemoryTimeline, Recorder};
 use super::usage::Memory;
 use crate::error::IgnorePoison;
 
@@ -36,6 +37,18 @@ pub(crate) enum MemoryKind {
 }
 
 impl MemoryKind {
+    /// Returns the name of the kind of [`Memory`] that counts this kind.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Shards | Self::ShardCopies => "shards",
+            Self::Replicated | Self::ReplicatedCopies => "replicated",
+            Self::GatherBuffers | Self::AllGatherInputs => "gathered",
+            Self::Gradients | Self::ReductionOutputs | Self::ReducedGradients => "gradients",
+            Self::Activations | Self::OffloadedActivations => "activations",
+            Self::Optimizer => "optimizer",
+        }
+    }
+
     /// Returns whether bytes of this kind are on the host. `offloaded` says that the storage device is
     /// the host.
     fn is_on_host(self, offloaded: bool) -> bool {
@@ -60,6 +73,8 @@ pub(crate) struct MemoryTracker {
     host: Mutex<Memory>,
     /// Whether the storage device is the host.
     offloaded: bool,
+    /// Record of the changes, while one is kept. It is locked after a count, never before.
+    timeline: Mutex<Option<Recorder>>,
 }
 
 impl MemoryTracker {
@@ -78,37 +93,49 @@ impl MemoryTracker {
         *lock(&self.host)
     }
 
-    /// Adds `bytes` to a kind.
-    pub(crate) fn take(&self, kind: MemoryKind, bytes: usize) {
-        self.change(kind, |now| now + bytes);
+    /// Adds `bytes` to a kind, for a unit (by its index) or for several.
+    pub(crate) fn take(&self, kind: MemoryKind, bytes: usize, unit: impl Into<Option<usize>>) {
+        self.change(kind, unit.into(), |now| now + bytes);
     }
 
-    /// Subtracts `bytes` from a kind.
-    pub(crate) fn give_back(&self, kind: MemoryKind, bytes: usize) {
-        self.change(kind, |now| now.saturating_sub(bytes));
+    /// Subtracts `bytes` from a kind, for a unit (by its index) or for several.
+    pub(crate) fn give_back(&self, kind: MemoryKind, bytes: usize, unit: impl Into<Option<usize>>) {
+        self.change(kind, unit.into(), |now| now.saturating_sub(bytes));
     }
 
     /// Sets a kind to `bytes`.
     pub(crate) fn set(&self, kind: MemoryKind, bytes: usize) {
-        self.change(kind, |_| bytes);
+        self.change(kind, None, |_| bytes);
     }
 
-    fn change(&self, kind: MemoryKind, change: impl FnOnce(usize) -> usize) {
+    /// Starts a record of at most `max_samples` changes, in place of one under way.
+    pub(crate) fn start_timeline(&self, max_samples: usize) {
+        let (device, host) = (lock(&self.device), lock(&self.host));
+        let recorder = Recorder::new(max_samples, *device, *host);
+        *self.timeline.lock().ignore_poison() = Some(recorder);
+    }
+
+    /// Returns the record so far, if one is kept. `path` returns the module path of a unit.
+    pub(crate) fn timeline(&self, path: &dyn Fn(usize) -> String) -> Option<MemoryTimeline> {
+        Some(self.timeline.lock().ignore_poison().as_ref()?.timeline(path))
+    }
+
+    /// Ends the record.
+    pub(crate) fn stop_timeline(&self) {
+        *self.timeline.lock().ignore_poison() = None;
+    }
+
+    fn change(&self, kind: MemoryKind, unit: Option<usize>, change: impl FnOnce(usize) -> usize) {
         let on_host = kind.is_on_host(self.offloaded);
         let mut memory = lock(if on_host { &self.host } else { &self.device });
-        let usage = match kind {
-            MemoryKind::Shards | MemoryKind::ShardCopies => &mut memory.shards,
-            MemoryKind::Replicated | MemoryKind::ReplicatedCopies => &mut memory.replicated,
-            MemoryKind::GatherBuffers | MemoryKind::AllGatherInputs => &mut memory.gathered,
-            MemoryKind::Gradients | MemoryKind::ReductionOutputs | MemoryKind::ReducedGradients => {
-                &mut memory.gradients
-            }
-            MemoryKind::Activations | MemoryKind::OffloadedActivations => &mut memory.activations,
-            MemoryKind::Optimizer => &mut memory.optimizer,
-        };
-        usage.now = change(usage.now);
-        usage.peak = usage.peak.max(usage.now);
-        memory.update_total();
+        let before = memory.now(kind.name());
+        let now = change(before);
+        memory.set(kind.name(), now);
+        if now != before
+            && let Some(recorder) = &mut *self.timeline.lock().ignore_poison()
+        {
+            recorder.add(kind.name(), on_host, now, unit);
+        }
     }
 }
 
@@ -123,19 +150,26 @@ pub(crate) struct Counted {
     tracker: Arc<MemoryTracker>,
     kind: MemoryKind,
     bytes: usize,
+    unit: Option<usize>,
 }
 
 impl Counted {
-    /// Adds `bytes` to a kind of memory.
-    pub(crate) fn new(tracker: &Arc<MemoryTracker>, kind: MemoryKind, bytes: usize) -> Self {
-        tracker.take(kind, bytes);
-        Self { tracker: tracker.clone(), kind, bytes }
+    /// Adds `bytes` to a kind of memory, for a unit (by its index) or for several.
+    pub(crate) fn new(
+        tracker: &Arc<MemoryTracker>,
+        kind: MemoryKind,
+        bytes: usize,
+        unit: impl Into<Option<usize>>,
+    ) -> Self {
+        let unit = unit.into();
+        tracker.take(kind, bytes, unit);
+        Self { tracker: tracker.clone(), kind, bytes, unit }
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.tracker.give_back(self.kind, self.bytes);
+        self.tracker.give_back(self.kind, self.bytes, self.unit);
     }
 }
 
@@ -147,9 +181,9 @@ mod tests {
     #[test]
     fn the_peak_of_the_total_is_of_one_moment() {
         let tracker = MemoryTracker::default();
-        tracker.take(MemoryKind::GatherBuffers, 10);
-        tracker.give_back(MemoryKind::GatherBuffers, 10);
-        tracker.take(MemoryKind::Gradients, 7);
+        tracker.take(MemoryKind::GatherBuffers, 10, 0);
+        tracker.give_back(MemoryKind::GatherBuffers, 10, 0);
+        tracker.take(MemoryKind::Gradients, 7, None);
         let memory = tracker.device();
         assert_eq!(memory.gathered, Usage { now: 0, peak: 10 });
         assert_eq!(memory.total, Usage { now: 7, peak: 10 });
@@ -168,7 +202,7 @@ mod tests {
             MemoryKind::ReducedGradients,
             MemoryKind::Optimizer,
         ] {
-            tracker.take(kind, 1);
+            tracker.take(kind, 1, None);
         }
         for kind in [
             MemoryKind::ReplicatedCopies,
@@ -176,18 +210,19 @@ mod tests {
             MemoryKind::GatherBuffers,
             MemoryKind::Gradients,
         ] {
-            tracker.take(kind, 100);
+            tracker.take(kind, 100, None);
         }
         assert_eq!((tracker.host().total.now, tracker.device().total.now), (4, 400));
         let tracker = MemoryTracker::new(false);
-        tracker.take(MemoryKind::OffloadedActivations, 5);
+        tracker.take(MemoryKind::OffloadedActivations, 5, None);
         assert_eq!((tracker.host().activations.now, tracker.device().total.now), (5, 0));
     }
 
     #[test]
     fn dropping_counted_bytes_gives_them_back() {
         let tracker = Arc::new(MemoryTracker::default());
-        let counted = [3, 4].map(|bytes| Counted::new(&tracker, MemoryKind::Activations, bytes));
+        let counted =
+            [3, 4].map(|bytes| Counted::new(&tracker, MemoryKind::Activations, bytes, None));
         assert_eq!(tracker.device().activations, Usage { now: 7, peak: 7 });
         drop(counted);
         assert_eq!(tracker.device().activations, Usage { now: 0, peak: 7 });

@@ -56,8 +56,47 @@ impl Memory {
         ]
     }
 
+    /// Returns a kind by its name.
+    ///
+    /// # Panics
+    ///
+    /// Panics for a name that [`kinds`](Self::kinds) does not have. All names are constants.
+    fn kind_mut(&mut self, name: &'static str) -> &mut Usage {
+        match name {
+            "shards" => &mut self.shards,
+            "replicated" => &mut self.replicated,
+            "gathered" => &mut self.gathered,
+            "gradients" => &mut self.gradients,
+            "activations" => &mut self.activations,
+            "optimizer" => &mut self.optimizer,
+            _ => unreachable!("`{name}` is no kind of memory"),
+        }
+    }
+
+    /// Returns the present bytes of a kind, by its name.
+    pub(super) fn now(&mut self, name: &'static str) -> usize {
+        self.kind_mut(name).now
+    }
+
+    /// Sets the present bytes of a kind, by its name.
+    pub(super) fn set(&mut self, name: &'static str, bytes: usize) {
+        let usage = self.kind_mut(name);
+        *usage = Usage { now: bytes, peak: usage.peak.max(bytes) };
+        self.update_total();
+    }
+
+    /// Returns the present bytes, with peaks that begin now.
+    pub(super) fn without_peaks(mut self) -> Self {
+        for (name, usage) in self.parts() {
+            *self.kind_mut(name) = Usage { now: usage.now, peak: usage.now };
+        }
+        self.total = Usage::default();
+        self.update_total();
+        self
+    }
+
     /// Sets the total to the sum of the other kinds.
-    pub(super) fn update_total(&mut self) {
+    fn update_total(&mut self) {
         let now = self.parts().iter().map(|(_, usage)| usage.now).sum();
         self.total = Usage { now, peak: self.total.peak.max(now) };
     }

@@ -72,7 +72,7 @@ impl<B: ModelBackend> Schedule<B> {
             // This is the order in which Burn adds up the gradients of one leaf.
             Some(earlier) => B::float_add(gradient, earlier),
             None => {
-                self.tracker.take(MemoryKind::Gradients, bytes::<B>(&gradient));
+                self.tracker.take(MemoryKind::Gradients, bytes::<B>(&gradient), call.unit);
                 gradient
             }
         };
@@ -174,8 +174,8 @@ impl<B: ModelBackend> Schedule<B> {
             });
         }
         let after = total_bytes::<B>(sums);
-        self.tracker.give_back(MemoryKind::Gradients, before);
-        self.tracker.take(MemoryKind::Gradients, after);
+        self.tracker.give_back(MemoryKind::Gradients, before, index);
+        self.tracker.take(MemoryKind::Gradients, after, index);
         if state.gradients.accumulating && self.holds_unsharded() {
             return Ok(());
         }

@@ -21,7 +21,7 @@ impl<B: ModelBackend> Schedule<B> {
                 return Err(ScheduleError::GradientsNotCollected.into());
             }
             let bytes = std::mem::take(&mut state.gradients.reduced_bytes);
-            self.tracker.give_back(MemoryKind::ReducedGradients, bytes);
+            self.tracker.give_back(MemoryKind::ReducedGradients, bytes, None);
         }
         state.calls.retain(|_, call| call.has_graph());
         // The module's parameters may have changed since the last pass.

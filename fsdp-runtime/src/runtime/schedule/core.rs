@@ -53,15 +53,15 @@ impl<B: ModelBackend> Schedule<B> {
     ) -> Arc<Self> {
         let buffers = GatherBuffers::new(&settings, &device, &units);
         let tracker = Arc::new(MemoryTracker::new(settings.storage != StorageDevice::Device));
-        for unit in &units {
+        for (index, unit) in units.iter().enumerate() {
             let (shards, replicated) = unit.stored_bytes();
-            tracker.take(MemoryKind::Shards, shards);
-            tracker.take(MemoryKind::Replicated, replicated);
+            tracker.take(MemoryKind::Shards, shards, index);
+            tracker.take(MemoryKind::Replicated, replicated, index);
             if settings.keep_sent {
-                tracker.take(MemoryKind::ShardCopies, unit.sent_bytes());
+                tracker.take(MemoryKind::ShardCopies, unit.sent_bytes(), index);
             }
         }
-        tracker.take(MemoryKind::GatherBuffers, buffers.bytes());
+        tracker.take(MemoryKind::GatherBuffers, buffers.bytes(), None);
         let state = State::new(&units, buffers);
         Arc::new_cyclic(|this| Self {
             settings,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::core::Schedule;
 use super::counters::Counts;
 use crate::backend::ModelBackend;
-use crate::param_group::memory::{Memory, MemoryKind};
+use crate::param_group::memory::{Memory, MemoryKind, MemoryTimeline};
 
 /// The metrics of a schedule on this rank.
 pub(crate) trait ScheduleMetrics {
@@ -25,6 +25,12 @@ pub(crate) trait ScheduleMetrics {
     fn host_memory(&self) -> Memory;
     /// Sets the size of the optimizer's state, in bytes.
     fn record_optimizer(&self, bytes: usize);
+    /// Starts a record of at most `max_samples` changes of memory.
+    fn start_memory_timeline(&self, max_samples: usize);
+    /// Returns the record so far, if one is kept.
+    fn memory_timeline(&self) -> Option<MemoryTimeline>;
+    /// Ends the record.
+    fn stop_memory_timeline(&self);
 }
 
 impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
@@ -58,5 +64,17 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
 
     fn record_optimizer(&self, bytes: usize) {
         self.tracker.set(MemoryKind::Optimizer, bytes);
+    }
+
+    fn start_memory_timeline(&self, max_samples: usize) {
+        self.tracker.start_timeline(max_samples);
+    }
+
+    fn memory_timeline(&self) -> Option<MemoryTimeline> {
+        self.tracker.timeline(&|unit| self.units[unit].path.clone())
+    }
+
+    fn stop_memory_timeline(&self) {
+        self.tracker.stop_timeline();
     }
 }

@@ -119,7 +119,8 @@ impl<B: ModelBackend> Schedule<B> {
     pub(super) fn save_first_run(&self, id: CallId, forward: SavedForward) {
         let mut guard = self.lock();
         let state = &mut *guard;
-        if let Some(unit) = state.calls.get(&id).map(|call| call.unit) {
+        let unit = state.calls.get(&id).map(|call| call.unit);
+        if let Some(unit) = unit {
             let leaves = self.tied_leaves(state, unit);
             state.calls.entry(id).and_modify(|call| call.tied_leaves = leaves);
         }
@@ -130,7 +131,7 @@ impl<B: ModelBackend> Schedule<B> {
             let on_device = first.bytes - on_host;
             let counted =
                 [(MemoryKind::Activations, on_device), (MemoryKind::OffloadedActivations, on_host)]
-                    .map(|(kind, bytes)| Counted::new(&self.tracker, kind, bytes));
+                    .map(|(kind, bytes)| Counted::new(&self.tracker, kind, bytes, unit));
             first.saved = Some(SavedCall::new(inputs, forward, counted));
         }
     }

@@ -25,6 +25,8 @@ pub(super) fn total_bytes<B: Backend>(tensors: &[Option<Float<B>>]) -> usize {
 
 /// A job of the communication thread: the reduction of a unit's gradients.
 struct ReduceUnit<B: ShardBackend> {
+    /// Index of the unit.
+    unit: usize,
     op: Op,
     device: B::Device,
     storage: StorageDevice,
@@ -43,11 +45,12 @@ struct ReduceUnit<B: ShardBackend> {
 impl<B: ShardBackend> ReduceUnit<B> {
     /// Reduces the gradients among the shard group, and then among the replicas.
     fn run(self, group: &AnyProcessGroup) -> Result<Reduced<B>, CollectiveError> {
-        let Self { op, device, storage, gradients, keep, layout, world, replicate, tracker } = self;
+        let Self { unit, op, device, storage, gradients, keep, layout, world, replicate, tracker } =
+            self;
         // On the device, the results and the full gradients exist at the same time until the full
         // gradients are freed. Offloaded results leave the device once they are copied to the host.
         let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
-        let counted = Counted::new(&tracker, MemoryKind::ReductionOutputs, results);
+        let counted = Counted::new(&tracker, MemoryKind::ReductionOutputs, results, unit);
         let divisor = if replicate.is_some() { 1 } else { world };
         let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
         let mut reduced = group.reduce_scatter(&op, &device, request)?;
@@ -87,6 +90,7 @@ impl<B: ModelBackend> Schedule<B> {
             count(&self.counters.all_reduces);
         }
         let job = ReduceUnit {
+            unit: index,
             op: Op::new(name, unit.name.clone()).of(unit.num_params()),
             device: self.device.clone(),
             storage: self.settings.storage,
@@ -114,7 +118,7 @@ impl<B: ModelBackend> Schedule<B> {
         while let Some(Reduction { unit, bytes, work }) = state.gradients.reductions.pop_front() {
             tracing::trace!(target: "fsdp", unit = %self.units[unit].name, "fsdp::wait_for_reduce");
             let (reduced, counted) = work.wait()?;
-            self.tracker.give_back(MemoryKind::Gradients, bytes);
+            self.tracker.give_back(MemoryKind::Gradients, bytes, unit);
             drop(counted);
             let sums = &mut state.units[unit].reduced;
             let bytes = |sums: &[Option<StoredTensor<Raw<B>>>]| -> usize {
@@ -123,7 +127,7 @@ impl<B: ModelBackend> Schedule<B> {
             let before = bytes(sums);
             add_up(sums, reduced);
             let more = bytes(sums) - before;
-            self.tracker.take(MemoryKind::ReducedGradients, more);
+            self.tracker.take(MemoryKind::ReducedGradients, more, unit);
             state.gradients.reduced_bytes += more;
         }
         Ok(())

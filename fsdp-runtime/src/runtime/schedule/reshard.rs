@@ -41,7 +41,7 @@ impl<B: ModelBackend> Schedule<B> {
         let state = &mut state.units[index];
         let copied = std::mem::take(&mut state.copied_bytes);
         if copied > 0 {
-            self.tracker.give_back(MemoryKind::ReplicatedCopies, copied);
+            self.tracker.give_back(MemoryKind::ReplicatedCopies, copied, index);
             for (entry, shard) in unit.params.iter().zip(&mut state.shards) {
                 if let (Placement::Replicated, Some(shard)) = (&entry.placement, shard) {
                     shard.on_device = Arc::default();

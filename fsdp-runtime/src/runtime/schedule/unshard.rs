@@ -46,6 +46,8 @@ type Fence<B> = <Raw<B> as ShardBackend>::Fence;
 
 /// The all-gather of one flat range.
 struct AllGather<B: ShardBackend> {
+    /// Index of the unit.
+    unit: usize,
     op: Op,
     shards: Vec<ShardToSend<B>>,
     /// Elements of the flat range, padding included.
@@ -65,7 +67,7 @@ impl<B: ShardBackend> AllGather<B> {
         device: &B::Device,
         storage: StorageDevice,
     ) -> Result<(), CollectiveError> {
-        let Self { op, shards, numel, dtype, buffer, sent_bytes, tracker } = self;
+        let Self { unit, op, shards, numel, dtype, buffer, sent_bytes, tracker } = self;
         // Ranks that share a device copy shards into the buffer by a kernel that casts as well.
         let casts_later = group.shares_device::<B>();
         let dtype_of = |shard: &ShardToSend<B>| match &shard.value {
@@ -77,7 +79,7 @@ impl<B: ShardBackend> AllGather<B> {
         };
         let temporary = shards.iter().filter(is_temporary);
         let temporary = temporary.map(|shard| shard.value.numel() * dtype.size()).sum();
-        let _temporary = Counted::new(&tracker, MemoryKind::AllGatherInputs, temporary);
+        let _temporary = Counted::new(&tracker, MemoryKind::AllGatherInputs, temporary, unit);
         let send = |shard: ShardToSend<B>| {
             let dtype = dtype_of(&shard);
             let ShardToSend { offset, value, sent } = shard;
@@ -129,7 +131,7 @@ impl<B: ModelBackend> Schedule<B> {
         tracing::trace!(target: "fsdp", unit = %unit.name, ahead = when == When::Ahead, "fsdp::unshard");
         if !copies.is_empty() {
             state.units[index].copied_bytes = unit.replicated_bytes();
-            self.tracker.take(MemoryKind::ReplicatedCopies, unit.replicated_bytes());
+            self.tracker.take(MemoryKind::ReplicatedCopies, unit.replicated_bytes(), index);
         }
         let gathers = self.all_gathers(state, index, shards);
         let (device, storage) = (self.device.clone(), self.settings.storage);
@@ -189,6 +191,7 @@ impl<B: ModelBackend> Schedule<B> {
         let gather = |((shards, (numel, dtype)), buffer): ((_, _), &Arc<GatherBuffer<Raw<B>>>)| {
             count(&self.counters.all_gathers);
             AllGather {
+                unit: index,
                 op: Op::new("all_gather", unit.name.clone()).of(numel),
                 shards,
                 numel,
@@ -336,6 +339,6 @@ impl<B: ModelBackend> Schedule<B> {
             self.settings.gather_buffers,
         );
         count(&self.counters.added_gather_buffers);
-        self.tracker.take(MemoryKind::GatherBuffers, buffer.bytes());
+        self.tracker.take(MemoryKind::GatherBuffers, buffer.bytes(), index);
     }
 }

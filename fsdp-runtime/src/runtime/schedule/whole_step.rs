@@ -76,7 +76,7 @@ impl<B: ModelBackend> Schedule<B> {
             Ok(shard.map(|it| StoredTensor::<B>::raise(store(it)).into_dispatch()))
         });
         let shards = shards.collect();
-        self.tracker.give_back(MemoryKind::GatherBuffers, bytes);
+        self.tracker.give_back(MemoryKind::GatherBuffers, bytes, None);
         shards
     }
 
@@ -90,8 +90,8 @@ impl<B: ModelBackend> Schedule<B> {
         bytes: usize,
         step: impl FnOnce(DispatchTensor, DispatchTensor) -> DispatchTensor,
     ) -> Option<RawFloat<B>> {
-        self.tracker.take(MemoryKind::GatherBuffers, bytes);
-        self.tracker.take(MemoryKind::Gradients, bytes);
+        self.tracker.take(MemoryKind::GatherBuffers, bytes, index.unit);
+        self.tracker.take(MemoryKind::Gradients, bytes, index.unit);
         let storage = self.settings.storage;
         let [matrix, gradient] = parts.map(|parts| {
             let full = StoredTensor::<Raw<B>>::store(self.join_parts(index, parts), storage);
@@ -99,15 +99,15 @@ impl<B: ModelBackend> Schedule<B> {
         });
         let moved = if storage == StorageDevice::Device { &[][..] } else { &ON_HOST };
         for &(device, host) in moved {
-            self.tracker.give_back(device, bytes);
-            self.tracker.take(host, bytes);
+            self.tracker.give_back(device, bytes, index.unit);
+            self.tracker.take(host, bytes, index.unit);
         }
         let matrix = step(matrix, gradient);
         for &(device, host) in moved {
-            self.tracker.give_back(host, bytes);
-            self.tracker.take(device, bytes);
+            self.tracker.give_back(host, bytes, index.unit);
+            self.tracker.take(device, bytes, index.unit);
         }
-        self.tracker.give_back(MemoryKind::Gradients, bytes);
+        self.tracker.give_back(MemoryKind::Gradients, bytes, index.unit);
         StoredTensor::<B>::from_dispatch(matrix, storage).map(|(it, ..)| self.on_device(it))
     }
 
