@@ -1,0 +1,159 @@
+//! Trains PyTorch's MNIST network through Burn's `Learner`, with fully sharded data parallel training.
+//!
+//! The network and the digits are those of the example `mnist`. In a terminal, rank 0 shows Burn's
+//! dashboard. `fsdp-runtime/docs/learner.md` walks through it.
+//!
+//! ```text
+//! cargo run --example mnist_learner
+//! cargo run --example mnist_learner -- --world 4 --epochs 3 --resume
+//! ```
+
+#[allow(dead_code, reason = "the example `mnist` uses the rest")]
+#[path = "../mnist/data.rs"]
+mod data;
+#[allow(dead_code, reason = "the example `mnist` uses the rest")]
+#[path = "../mnist/model.rs"]
+mod model;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use burn::config::Config;
+use burn::data::dataloader::batcher::Batcher;
+use burn::lr_scheduler::step::StepLrSchedulerConfig;
+use burn::tensor::Device;
+use burn::train::metric::{AccuracyMetric, LossMetric};
+use burn::train::{
+    ClassificationOutput, InferenceStep, Learner, LearnerSummary, TrainOutput, TrainStep,
+};
+use clap::Parser;
+use fsdp_runtime::FsdpConfig;
+use fsdp_runtime::checkpoint::CheckpointManager;
+use fsdp_runtime::optim::AdadeltaConfig;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::train::{FsdpStrategy, RankLoader, supervised};
+
+use crate::data::{Batch, Digit, Digits};
+use crate::model::{Net, nll_loss_sum};
+
+/// Trains PyTorch's MNIST network through Burn's Learner.
+#[derive(Parser, Clone, Debug)]
+#[command(name = "mnist_learner")]
+struct Cli {
+    /// Number of ranks, as threads, if the program is not started as one of several processes
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    world: usize,
+
+    /// Number of passes over the training digits
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    epochs: usize,
+
+    /// Continue from the newest checkpoint in `--out`
+    #[arg(long)]
+    resume: bool,
+
+    /// Folder of metrics, checkpoints, the configuration and the trained model
+    #[arg(long, value_name = "FOLDER", default_value = "mnist-learner-run")]
+    out: PathBuf,
+}
+
+/// What a run is made of. It is saved as `config.json`.
+#[derive(Config, Debug)]
+struct TrainingConfig {
+    /// Digits in a batch of one rank.
+    #[config(default = 64)]
+    batch_size: usize,
+    /// Learning rate of Adadelta in the first epoch.
+    #[config(default = 1.0)]
+    lr: f64,
+    /// Factor of the learning rate from one epoch to the next.
+    #[config(default = 0.7)]
+    gamma: f64,
+    /// Seed of the order of the digits.
+    #[config(default = 1)]
+    seed: u64,
+    fsdp: FsdpConfig,
+}
+
+impl Batcher<Digit, Batch> for Digits {
+    fn batch(&self, digits: Vec<Digit>, device: &Device) -> Batch {
+        Batch::new(&digits, device)
+    }
+}
+
+impl Net {
+    fn classify(&self, batch: Batch) -> ClassificationOutput {
+        let images = batch.targets.dims()[0];
+        let output = self.forward(batch.images);
+        let loss = nll_loss_sum(output.clone(), batch.targets.clone()) / images as f64;
+        ClassificationOutput::new(loss, output, batch.targets)
+    }
+}
+
+impl TrainStep for Net {
+    type Input = Batch;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Batch) -> TrainOutput<ClassificationOutput> {
+        let item = self.classify(batch);
+        TrainOutput::new(self, item.loss.backward(), item)
+    }
+}
+
+impl InferenceStep for Net {
+    type Input = Batch;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Batch) -> ClassificationOutput {
+        self.classify(batch)
+    }
+}
+
+fn main() -> Result<()> {
+    let cli = Cli::parse();
+    let config = TrainingConfig::new(FsdpConfig::new().with_seed(Some(1)));
+    std::fs::create_dir_all(&cli.out).with_context(|| format!("creating {}", cli.out.display()))?;
+    config.save(cli.out.join("config.json"))?;
+    let job = cli.clone();
+    launch(LaunchOptions::started_or(cli.world), move |worker| train(&job, &config, &worker))?;
+    Ok(())
+}
+
+/// Trains on one rank.
+fn train(cli: &Cli, config: &TrainingConfig, worker: &Worker) -> Result<()> {
+    let (train, test) = Digits::embedded()?;
+    let batches = train.as_slice().len().div_ceil(worker.world().size() * config.batch_size);
+    let loader = |digits: &Digits| {
+        RankLoader::new(digits.clone(), digits.clone(), worker).batch_size(config.batch_size)
+    };
+    let train = loader(&train).shuffle(config.seed).build();
+    let test = loader(&test).build();
+
+    let model = fully_shard(Net::new(worker.device()), worker, config.fsdp.init::<Net>()?)?;
+    let checkpoints =
+        CheckpointManager::new(cli.out.join("checkpoints"), worker).with_keep_last(2);
+    let mut strategy = FsdpStrategy::new(worker).clip_grad_norm(5.0).checkpoints(checkpoints);
+    if cli.resume {
+        strategy = strategy.resume_latest();
+    }
+    // The learning rate falls once an epoch; Burn's Learner steps the scheduler with the optimizer.
+    let schedule = StepLrSchedulerConfig::new(config.lr, batches).with_gamma(config.gamma);
+    let schedule = schedule.init().map_err(anyhow::Error::msg)?;
+    let result = supervised(worker, &cli.out, train, test)
+        .metrics((AccuracyMetric::new(), LossMetric::new()))
+        .num_epochs(cli.epochs)
+        .summary()
+        .with_training_strategy(strategy.into())
+        .launch(Learner::new(model, AdadeltaConfig::new().init(), schedule));
+
+    result.model.state().save_burnpack(cli.out.join("model.bpk"))?;
+    // The dashboard gives the terminal back.
+    drop(result.renderer);
+    if worker.rank() == fsdp_runtime::Rank::ZERO {
+        let summary = LearnerSummary::new(&cli.out, &["Accuracy"]).map_err(anyhow::Error::msg)?;
+        let accuracy = summary.metrics.valid.first().and_then(|metric| metric.entries.last());
+        let accuracy = accuracy.context("no epoch was run")?;
+        println!("test accuracy after epoch {}: {:.2} %", accuracy.step, accuracy.value);
+    }
+    Ok(())
+}
