@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use fsdp_runtime::GradScalerConfig;
-use fsdp_runtime::config::{Config, MixedPrecision, Note};
+use fsdp_runtime::config::{Config, MixedPrecision, Note, StateDictType};
 use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
@@ -56,7 +56,9 @@ impl LaunchSettings {
     ) -> Result<Self> {
         let (config, notes) = file.unzip();
         if !cli.output.quiet && report::reports(started) {
-            notes.iter().flatten().for_each(|note| eprintln!("{note}"));
+            let checkpoints =
+                config.as_ref().and_then(|c| c.state_dict_note(StateDictType::Sharded));
+            notes.iter().flatten().chain(&checkpoints).for_each(|note| eprintln!("{note}"));
         }
         let config = config.as_ref();
         let device = match cli.ranks.device {

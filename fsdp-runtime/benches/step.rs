@@ -17,7 +17,7 @@ use fsdp_runtime::Error;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 
-#[path = "../../examples/common/allocator.rs"]
+#[path = "common/allocator.rs"]
 mod allocator;
 #[path = "common/bert.rs"]
 mod bert;
@@ -62,6 +62,10 @@ struct Cli {
     /// Parameters and products in bf16; gradients are reduced in f32.
     #[arg(long)]
     bf16: bool,
+    /// The system's allocator in place of mimalloc, set up by `launch` as in a program without code for
+    /// its allocator.
+    #[arg(long)]
+    system_allocator: bool,
     /// Prints one line for each variant: the median step in seconds.
     #[arg(long)]
     brief: bool,
@@ -271,8 +275,8 @@ fn selected(cli: &Cli) -> Vec<Way> {
 }
 
 fn main() {
-    allocator::keep_pages();
     let cli = Cli::parse();
+    allocator::choose(cli.system_allocator);
     let ways = selected(&cli);
     for &world in &cli.world {
         let mut times: Vec<Vec<Times>> = vec![Vec::new(); ways.len()];

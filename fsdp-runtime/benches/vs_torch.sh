@@ -5,7 +5,7 @@
 #
 #   PYTHON=venv/bin/python fsdp-runtime/benches/vs_torch.sh [FEATURES]
 #
-# FEATURES are handed to cargo, such as x86-v4. ROUNDS (3) and STEPS (12) may be set.
+# FEATURES are handed to cargo. ROUNDS (3) and STEPS (12) may be set.
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}

@@ -3,6 +3,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod burn_store;
 #[cfg(target_os = "linux")]
 mod disk_full;
 mod ignored;

@@ -11,6 +11,7 @@ mod failures;
 mod mixed_dtypes;
 mod mixed_precision;
 mod offload;
+mod optimizer_check;
 mod parity;
 mod strategies;
 mod whole_param;

@@ -70,6 +70,7 @@ const fn unused(name: &'static str, because: &'static str, off: &'static [&'stat
 }
 
 const TPU: &str = "for TPUs";
+const XLA: &str = "for PyTorch/XLA; Burn compiles kernels for each device itself";
 const NO: &[&str] = &["no", "false"];
 const EMPTY: &[&str] = &["[]", "{}"];
 
@@ -126,6 +127,11 @@ const FSDP: &[Key] = &[
     used("fsdp_backward_prefetch_policy"),
     used("fsdp_cpu_ram_efficient_loading"),
     used("fsdp_forward_prefetch"),
+    unused(
+        "fsdp_limit_all_gathers",
+        "the option `gather_buffers` of the program limits how many units are gathered at a time",
+        &["true"],
+    ),
     used("fsdp_min_num_params"),
     used("fsdp_offload_params"),
     used("fsdp_reshard_after_forward"),
@@ -135,4 +141,8 @@ const FSDP: &[Key] = &[
     used("fsdp_transformer_layer_cls_to_wrap"),
     used("fsdp_use_orig_params"),
     used("fsdp_version"),
+    unused("xla", XLA, NO),
+    unused("xla_fsdp_grad_ckpt", XLA, NO),
+    unused("xla_fsdp_settings", XLA, EMPTY),
+    unused("xla_fsdp_v2", XLA, NO),
 ];

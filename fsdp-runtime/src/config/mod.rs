@@ -38,6 +38,8 @@ mod file;
 mod read;
 
 #[cfg(test)]
+mod note_tests;
+#[cfg(test)]
 mod tests;
 
 pub use self::error::{ConfigError, Note, Problem, ProblemKind};

@@ -3,10 +3,10 @@
 
 use burn::tensor::FloatDType;
 
-use super::error::{ConfigError, Problem, ProblemKind};
+use super::error::{ConfigError, Note, Problem, ProblemKind};
 use super::nearest::nearest;
 use super::types::{Config, DEFAULT_MIN_NUM_PARAMS};
-use super::values::AutoWrapPolicy;
+use super::values::{AutoWrapPolicy, StateDictType};
 use crate::launch::LaunchOptions;
 use crate::module::{FsdpModule, Node};
 use crate::options::MixedPrecisionPolicy;
@@ -22,6 +22,25 @@ impl Config {
     /// unit of `M`, and every option that the runtime does not have.
     pub fn options<M: FsdpModule>(&self) -> Result<FsdpOptions, ConfigError> {
         self.options_for(Some(&M::LAYOUT))
+    }
+
+    /// Returns a note if `fsdp_state_dict_type` asks for another form of checkpoints than the program
+    /// saves. A program that does not choose the form by
+    /// [`state_dict_type`](super::FsdpConfig::state_dict_type) prints it with the other notes.
+    pub fn state_dict_note(&self, saved: StateDictType) -> Option<Note> {
+        let (key, asked) = ("fsdp_state_dict_type", self.fsdp.state_dict_type?);
+        if asked == saved {
+            return None;
+        }
+        let instead = match asked {
+            StateDictType::Full => {
+                "; `state().save_pretrained(..)` and `fsdp merge` write the whole model"
+            }
+            StateDictType::Local | StateDictType::Sharded => "",
+        };
+        let (line, value) = (self.source.line(key).unwrap_or_default(), asked.to_string());
+        let reason = format!("the program saves checkpoints as `{saved}`{instead}");
+        Some(Note { line, key: key.into(), value, reason, off: false })
     }
 
     /// Checks that the runtime has every option that the file asks for. Names of units are not checked;

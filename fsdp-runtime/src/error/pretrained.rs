@@ -79,6 +79,15 @@ pub enum SaveError {
         /// Path of the second parameter.
         second: String,
     },
+    /// A sharded model that `burn-store` was asked to collect or save.
+    ///
+    /// Its snapshot has the tensors that this rank stores, which are shards.
+    #[error(
+        "burn-store would save the shards of this rank in place of the model; call \
+         `model.state().save_burnpack(path)`, whose file burn-store reads, or \
+         `model.state().save_pretrained(folder, &options)`, on every rank"
+    )]
+    Snapshot,
 }
 
 /// Returns every difference on a line of its own, each with its kind.

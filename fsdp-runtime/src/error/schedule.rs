@@ -139,4 +139,42 @@ pub enum ScheduleError {
         /// Description of the given loss.
         found: String,
     },
+    /// An optimizer that clips the gradient of a sharded parameter by its norm.
+    ///
+    /// Each rank would clip by the norm of its own shard.
+    #[error(
+        "the optimizer clips the gradient of `{path}` by norm, but the parameter is sharded and the \
+         norm would be that of one shard; remove `grad_clipping` from the optimizer and call \
+         `model.clip_grad_norm(&mut gradients, max_norm)` before the step, or step with \
+         `optim::WholeParam`, which clips whole gradients"
+    )]
+    OptimizerClipsByNorm {
+        /// Module path of the first such parameter.
+        path: String,
+    },
+    /// An optimizer whose update of an element depends on the other elements of the parameter, such
+    /// as LAMB, Adafactor and Muon, on a sharded parameter.
+    #[error(
+        "the optimizer needs the whole matrix `{path}`, which is sharded: stepped in pieces, a matrix \
+         gets another update; step with `optim::WholeParam::new(optimizer)`, or accept this result \
+         with the option `with_optimizer_check(false)`"
+    )]
+    OptimizerNeedsMatrix {
+        /// Module path of the first such parameter.
+        path: String,
+    },
+    /// An optimizer that could not be checked, because the gradients of the first step were not those
+    /// that `backward` returned.
+    ///
+    /// `backward` adds gradients for the check, which programs lose that build a new set of
+    /// gradients.
+    #[error(
+        "the optimizer stepped the sharded parameter `{path}` with gradients that `backward` did not \
+         return, so it could not be checked; call `model.check_optimizer(&optimizer)?` before the \
+         first step"
+    )]
+    OptimizerNotChecked {
+        /// Module path of the parameter.
+        path: String,
+    },
 }

@@ -9,8 +9,10 @@ use burn::tensor::{Gradients, Tensor};
 
 use super::ignored_gradients::OwnGradients;
 use super::model::Fsdp;
+use super::optimizer_check::{OptimizerCheck, Waiting};
 use crate::error::{Error, ScheduleError};
-use crate::module::{FsdpModule, ParamVisitor, Sharded};
+use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
+use crate::param_group::Placement;
 use crate::runtime::schedule::ErasedSchedule;
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -98,22 +100,43 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// The errors of [`backward`](Self::backward).
     pub fn collect_gradients(&self) -> Result<GradientsParams, Error> {
-        struct TakeGradients<'a> {
-            engine: &'a dyn ErasedSchedule,
-            gradients: GradientsParams,
+        self.engine.finish_backward()?;
+        let (gradients, waiting) = (GradientsParams::new(), Vec::new());
+        let (engine, check) = (&*self.engine, &self.optimizer_check);
+        let mut take = TakeGradients { engine, check, gradients, waiting };
+        self.module.visit_params(&mut take);
+        let TakeGradients { mut gradients, waiting, .. } = take;
+        check.add_gradients(waiting, &mut gradients);
+        Ok(gradients)
+    }
+}
+
+/// The visitor that takes the gradients of a backward pass from the schedule.
+struct TakeGradients<'a> {
+    engine: &'a dyn ErasedSchedule,
+    check: &'a OptimizerCheck,
+    gradients: GradientsParams,
+    /// Trained shards whose optimizer has not been checked.
+    waiting: Vec<Waiting>,
+}
+
+impl ParamVisitor for TakeGradients<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(ParamIndex { unit, param: entry }) = Sharded::of(param).map(|of| of.index) else {
+            return;
+        };
+        if let Some(gradient) = self.engine.take_gradient(ParamIndex { unit, param: entry }) {
+            self.gradients.register(param.id, Tensor::<D>::from_dispatch(gradient));
         }
-        impl ParamVisitor for TakeGradients<'_> {
-            fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                let Some(sharded) = Sharded::of(param) else { return };
-                if let Some(gradient) = self.engine.take_gradient(sharded.index) {
-                    self.gradients.register(param.id, Tensor::<D>::from_dispatch(gradient));
-                }
+        let spec = &self.engine.units()[unit].params[entry];
+        // Every rank checks, whether or not its shard is empty.
+        if matches!(spec.placement, Placement::Shard(_)) && self.check.is_open(param.id) {
+            let base = param.base();
+            if base.is_require_grad() {
+                let (id, path, device) = (param.id, spec.path.clone(), base.device().inner());
+                self.waiting.push(Waiting { id, path, device });
             }
         }
-        self.engine.finish_backward()?;
-        let mut take = TakeGradients { engine: &*self.engine, gradients: GradientsParams::new() };
-        self.module.visit_params(&mut take);
-        Ok(take.gradients)
     }
 }
 

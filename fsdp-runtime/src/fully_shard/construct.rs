@@ -7,6 +7,7 @@ use burn::tensor::Device;
 use super::ignored_gradients::IgnoredGradients;
 use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, check_same_model};
 use super::model::Fsdp;
+use super::optimizer_check::OptimizerCheck;
 use crate::backend::{clone_device, with_backend};
 use crate::collectives::group::{AnyProcessGroup, MeshGroups, blocks};
 use crate::error::{Error, ShardError};
@@ -102,6 +103,7 @@ pub(crate) fn shard<M: HookedForward>(
             keys: Arc::new(plan.keys),
             ignored: Arc::new(plan.ignored),
             ignored_gradients: IgnoredGradients::default(),
+            optimizer_check: OptimizerCheck::new(options.optimizer_check),
         })
     })
 }

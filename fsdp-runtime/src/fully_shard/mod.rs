@@ -1,7 +1,7 @@
 //! The sharding of a module, and the sharded model that it returns.
 //!
-//! Imports point one way: init, ignored_gradients <- model <- construct, backward, clip, display,
-//! stats.
+//! Imports point one way: optimizer_probe <- optimizer_check; init, ignored_gradients,
+//! optimizer_check <- model <- construct, backward, clip, display, stats.
 
 mod backward;
 mod clip;
@@ -10,6 +10,8 @@ mod display;
 mod ignored_gradients;
 mod init;
 mod model;
+pub(crate) mod optimizer_check;
+pub(crate) mod optimizer_probe;
 mod stats;
 
 pub use self::construct::fully_shard;

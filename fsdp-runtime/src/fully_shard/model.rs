@@ -1,5 +1,6 @@
 //! The sharded model, as a Burn module.
 
+use std::any::type_name;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -9,10 +10,13 @@ use burn::store::ModuleRecord;
 use burn::tensor::Device;
 
 use super::ignored_gradients::IgnoredGradients;
+use super::optimizer_check::OptimizerCheck;
 use crate::backend::kernels::batched_steps;
+use crate::error::{SaveError, raise};
 use crate::layout::Mesh;
 use crate::module::opaque::visit_leaf;
 use crate::module::{FsdpModule, ParamIndex};
+use crate::param_group::Unit;
 use crate::param_group::plan::{IgnoredParam, Key};
 use crate::runtime::hooks::Collect;
 use crate::runtime::schedule::ErasedSchedule;
@@ -31,6 +35,7 @@ pub struct Fsdp<M> {
     pub(crate) keys: Arc<BTreeMap<ParamIndex, Key>>,
     pub(crate) ignored: Arc<Vec<IgnoredParam>>,
     pub(super) ignored_gradients: IgnoredGradients,
+    pub(crate) optimizer_check: OptimizerCheck,
 }
 
 impl<M> Deref for Fsdp<M> {
@@ -66,6 +71,7 @@ impl<M: Module> Fsdp<M> {
             keys: self.keys.clone(),
             ignored: self.ignored.clone(),
             ignored_gradients: self.ignored_gradients.clone(),
+            optimizer_check: self.optimizer_check.clone(),
         }
     }
 
@@ -111,14 +117,36 @@ impl<M: Module> Module for Fsdp<M> {
         self.stats().num_params()
     }
 
+    /// Visits the parameters, with the shards of sharded ones.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with [`SaveError::Snapshot`](crate::SaveError::Snapshot) if `burn-store` collects the
+    /// tensors of the model; `launch` returns the error.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        if type_name::<V>().starts_with("burn_store::")
+            && self.engine.units().iter().any(is_sharded)
+        {
+            raise(SaveError::Snapshot.into());
+        }
         self.module.visit(visitor);
+        self.optimizer_check.visit(visitor);
     }
 
+    /// Maps the module, for example with an optimizer.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with the [`Error`](crate::Error) if an optimizer steps shards otherwise than whole
+    /// parameters; `launch` returns the error.
     fn map<T: ModuleMapper>(self, mapper: &mut T) -> Self {
+        let check = self.optimizer_check.clone();
         // The mapper may be an optimizer, whose steps on several parameters can share a kernel
         // launch.
-        batched_steps::scope(|| self.map_module(|module| module.map(mapper)))
+        let map = |module: M, mapper: &mut T| batched_steps::scope(|| module.map(mapper));
+        self.map_module(|module| {
+            check.map(module, mapper, map).unwrap_or_else(|error| raise(error))
+        })
     }
 
     /// Gathers the full state of the unsharded model on each rank. Every rank calls it.
@@ -141,4 +169,9 @@ impl<M: Module> Module for Fsdp<M> {
     fn into_record_group(self, group: ParamGroup) -> ModuleRecord {
         self.materialize().module.into_record_group(group)
     }
+}
+
+/// Returns whether a rank stores only a shard of some parameter of a unit.
+fn is_sharded(unit: &Unit) -> bool {
+    unit.gathers
 }

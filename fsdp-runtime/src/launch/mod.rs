@@ -1,8 +1,8 @@
 //! Starts ranks, each with a separate rayon pool and communication thread: all ranks as threads of
 //! this process, or this process as one rank of several.
 //!
-//! Imports point one way: agree, engine, env, error, options, worker <- location, rank_thread <-
-//! threads, process <- mpi, gpus <- start.
+//! Imports point one way: agree, engine, env, error, malloc, options, worker <- location,
+//! rank_thread <- threads, process <- mpi, gpus <- start.
 
 pub(crate) mod agree;
 mod engine;
@@ -11,6 +11,7 @@ mod error;
 #[cfg(feature = "nccl")]
 mod gpus;
 mod location;
+mod malloc;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod options;

@@ -40,6 +40,7 @@ impl NumRanks {
 /// | time-out | 10 minutes |
 /// | threads per rank | the cores of the machine, shared evenly by its ranks |
 /// | debug | the environment variable `FSDP_DEBUG` |
+/// | malloc tuning | on |
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct LaunchOptions {
@@ -49,6 +50,7 @@ pub struct LaunchOptions {
     pub(super) timeout: Duration,
     pub(super) threads_per_rank: Option<usize>,
     debug: Option<bool>,
+    pub(super) malloc_tuning: bool,
 }
 
 impl LaunchOptions {
@@ -72,6 +74,7 @@ impl LaunchOptions {
             timeout: Duration::from_secs(600),
             threads_per_rank: None,
             debug: None,
+            malloc_tuning: true,
         }
     }
 
@@ -109,6 +112,18 @@ impl LaunchOptions {
     /// machine divided by the number of its ranks.
     pub fn with_threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = Some(threads.max(1));
+        self
+    }
+
+    /// Sets whether glibc's allocator is told to keep freed pages, which saves about a quarter of a
+    /// training step on a CPU. Default: on.
+    ///
+    /// The setting applies to the whole process, from its first launch on. It does not change an
+    /// allocator that the environment configures (`MALLOC_*`, or `glibc.malloc` in `GLIBC_TUNABLES`),
+    /// that of another C library, or another `#[global_allocator]`. The process keeps the memory of
+    /// its peak until it exits.
+    pub fn with_malloc_tuning(mut self, tuning: bool) -> Self {
+        self.malloc_tuning = tuning;
         self
     }
 

@@ -8,7 +8,7 @@ use super::location::{DeviceGpus, RankLocation};
 use super::options::LaunchOptions;
 use super::rank_thread::{BoxedError, RankProgram};
 use super::worker::Worker;
-use super::{error::EngineError, threads};
+use super::{error::EngineError, malloc, threads};
 use crate::error::LaunchError;
 use crate::layout::{Rank, WorldSize};
 
@@ -18,6 +18,9 @@ use crate::layout::{Rank, WorldSize};
 /// Each rank runs inside a rayon pool of its own, so that ranks do not wait for each other's work.
 /// The first rank that fails or panics ends the others at their next collective. The program must
 /// own what it uses (`move`), since a rank's thread may outlive the call (see below).
+///
+/// The first launch tells glibc's allocator to keep freed pages, unless the environment configures the
+/// allocator or [`LaunchOptions::with_malloc_tuning`] turns this off.
 ///
 /// An error inside `forward` or `backward` unwinds to this function, which returns it: the crate
 /// needs `panic = "unwind"` and does not compile with `panic = "abort"`.
@@ -58,6 +61,9 @@ fn start<T: Send + 'static>(
     options: &LaunchOptions,
     program: RankProgram<T>,
 ) -> Result<Vec<T>, LaunchError> {
+    if options.malloc_tuning {
+        malloc::keep_freed_pages();
+    }
     let device = options.autodiff_device();
     let location = || -> Result<RankLocation, EngineError> {
         let started = RankEnv::read()?;

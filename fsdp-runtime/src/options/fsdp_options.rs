@@ -31,6 +31,7 @@ use crate::module::UnitType;
 /// | [`cpu_ram_efficient_loading`](Self::with_cpu_ram_efficient_loading) | on |
 /// | [`deferred_init`](Self::with_deferred_init) | off |
 /// | [`seed`](Self::with_seed) | none |
+/// | [`optimizer_check`](Self::with_optimizer_check) | on |
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 pub struct FsdpOptions {
@@ -53,6 +54,7 @@ pub struct FsdpOptions {
     pub(crate) cpu_ram_efficient_loading: bool,
     pub(crate) deferred_init: bool,
     pub(crate) seed: Option<u64>,
+    pub(crate) optimizer_check: bool,
 }
 
 impl Default for FsdpOptions {
@@ -85,6 +87,7 @@ impl FsdpOptions {
             cpu_ram_efficient_loading: true,
             deferred_init: false,
             seed: None,
+            optimizer_check: true,
         }
     }
 
@@ -288,6 +291,18 @@ impl FsdpOptions {
     /// seed, dropout uses seed 0, and initialisation uses the state of Burn's generator.
     pub const fn with_seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
+        self
+    }
+
+    /// Sets whether the first optimizer step checks that the optimizer steps shards as it steps whole
+    /// parameters. Default: on.
+    ///
+    /// An optimizer that clips by norm or needs whole matrices is then an error:
+    /// [`ScheduleError::OptimizerClipsByNorm`](crate::ScheduleError::OptimizerClipsByNorm) or
+    /// [`ScheduleError::OptimizerNeedsMatrix`](crate::ScheduleError::OptimizerNeedsMatrix). Turn the
+    /// check off for an optimizer whose result on shards is wanted, or that draws random numbers.
+    pub const fn with_optimizer_check(mut self, check: bool) -> Self {
+        self.optimizer_check = check;
         self
     }
 }

@@ -36,8 +36,9 @@ impl FsdpOptions {
             cpu_ram_efficient_loading,
             deferred_init,
             seed,
+            optimizer_check,
         } = self;
-        let options: [(&str, &dyn Debug); 18] = [
+        let options: [(&str, &dyn Debug); 19] = [
             ("strategy", strategy),
             ("seed", seed),
             ("shard_size", shard_size),
@@ -56,6 +57,7 @@ impl FsdpOptions {
             ("sync_module_states", sync_module_states),
             ("cpu_ram_efficient_loading", cpu_ram_efficient_loading),
             ("deferred_init", deferred_init),
+            ("optimizer_check", optimizer_check),
         ];
         options.iter().map(|(name, value)| format!("option {name}: {value:?}")).collect()
     }

@@ -12,6 +12,7 @@ use super::written_range::{written_of_owned, written_of_param, written_of_replic
 use crate::checkpoint::optimizer_state::{self, ParamState, StateNames, StateTensor};
 use crate::checkpoint::sharded_model::{LocalParam, ShardedModel, with_host_bytes};
 use crate::error::CheckpointError;
+use crate::fully_shard::optimizer_probe::Part;
 use crate::layout::Mesh;
 use crate::module::ParamIndex;
 use crate::optim::owners;
@@ -92,8 +93,11 @@ fn write_optimizer(
     sink: &mut dyn Sink,
 ) -> Result<(), CheckpointError> {
     let optimizer = saved.optimizer;
-    let ids: Vec<ParamId> = params.iter().map(|param| param.id).collect();
-    optimizer_state::check_no_other_state(name, optimizer, &ids)?;
+    let ids = params.iter().map(|param| param.id);
+    // The check of the optimizer leaves state of its probes, which is not saved.
+    let probes = params.iter().flat_map(|param| Part::ALL.map(|part| part.id(param.id)));
+    let known: Vec<ParamId> = ids.chain(probes).collect();
+    optimizer_state::check_no_other_state(name, optimizer, &known)?;
     // The first read learns the names in the state and copies tensors to do so: take the smallest
     // parameter that has elements here (`wrapping_sub` puts those without elements last).
     let mut names = StateNames::default();

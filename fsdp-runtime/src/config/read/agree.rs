@@ -19,6 +19,20 @@ impl Reader {
         if self.fp16 && self.config.source.line("mixed_precision").is_none() {
             self.config.mixed_precision = MixedPrecision::Fp16;
         }
+        self.check_downcast();
+    }
+
+    /// Notes `downcast_bf16` without bf16.
+    fn check_downcast(&mut self) {
+        let (key, config) = ("downcast_bf16", &self.config);
+        if !config.downcast_bf16 || config.mixed_precision == MixedPrecision::Bf16 {
+            return;
+        }
+        if let Some(line) = config.source.line(key) {
+            let reason = "`mixed_precision` is not `bf16`".into();
+            let (key, value) = (key.into(), "true".into());
+            self.notes.push(Note { line, key, value, reason, off: false });
+        }
     }
 
     /// `machine_rank` must be below `num_machines`, and `num_processes` a multiple of it.

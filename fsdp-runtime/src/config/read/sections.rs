@@ -125,11 +125,11 @@ impl Reader {
                     self.note(entry, reason, false);
                 }
             }
-            "fsdp_version" => {
-                if self.count(entry, 1).is_some_and(|version| version > 2) {
-                    self.wrong_value(entry, "1 or 2");
-                }
-            }
+            "fsdp_version" => match self.count(entry, 1) {
+                Some(1 | 2) => self.note(entry, "versions 1 and 2 are read alike", true),
+                Some(_) => self.wrong_value(entry, "1 or 2"),
+                None => {}
+            },
             _ => self.unknown_key(Section::Fsdp, entry),
         }
     }

@@ -1,0 +1,52 @@
+//! Notes about keys that have no effect.
+
+use super::*;
+
+/// Returns the notes about a file, as text, with whether each can be ignored.
+fn notes(text: &str) -> Vec<(String, bool)> {
+    let (_, notes) = Config::parse(text, "config.yaml").unwrap_or_else(|error| panic!("{error}"));
+    notes.iter().map(|note| (note.to_string(), note.off)).collect()
+}
+
+#[test]
+fn keys_for_pytorch_alone_are_noted_with_the_reason() {
+    let notes = notes(
+        "downcast_bf16: true\n\
+         fsdp_config:\n  \
+           fsdp_limit_all_gathers: false\n  \
+           fsdp_version: 2\n  \
+           xla: true\n  \
+           xla_fsdp_v2: true\n  \
+           xla_fsdp_grad_ckpt: false\n  \
+           xla_fsdp_settings: {compute_dtype: bfloat16}\n",
+    );
+    let expected = [
+        ("line 1: `downcast_bf16: true`", "`mixed_precision` is not `bf16`", false),
+        ("line 3: `fsdp_limit_all_gathers: false`", "`gather_buffers`", false),
+        ("line 4: `fsdp_version: 2`", "read alike", true),
+        ("line 5: `xla: true`", "PyTorch/XLA", false),
+        ("line 6: `xla_fsdp_v2: true`", "PyTorch/XLA", false),
+        ("line 7: `xla_fsdp_grad_ckpt: false`", "PyTorch/XLA", true),
+        ("line 8: `xla_fsdp_settings:", "PyTorch/XLA", false),
+    ];
+    assert_eq!(notes.len(), expected.len(), "{notes:#?}");
+    for ((note, note_off), (begin, reason, off)) in notes.iter().zip(expected) {
+        assert!(note.starts_with(begin) && note.contains(reason), "{note}");
+        assert_eq!(*note_off, off, "{note}");
+    }
+}
+
+#[test]
+fn a_form_of_checkpoints_that_the_program_does_not_save_is_noted() {
+    let note = |value: &str| {
+        let text = format!("fsdp_config:\n  fsdp_state_dict_type: {value}\n");
+        let (config, _) = Config::parse(&text, "config.yaml").unwrap();
+        config.state_dict_note(StateDictType::Sharded).map(|note| note.to_string())
+    };
+    assert_eq!(note("SHARDED_STATE_DICT"), None);
+    assert_eq!(note("null"), None);
+    let full = note("FULL_STATE_DICT").unwrap();
+    assert!(full.starts_with("line 2: `fsdp_state_dict_type: FULL_STATE_DICT`"), "{full}");
+    assert!(full.contains("`SHARDED_STATE_DICT`") && full.contains("save_pretrained"), "{full}");
+    assert!(note("LOCAL_STATE_DICT").is_some());
+}

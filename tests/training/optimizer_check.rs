@@ -1,0 +1,238 @@
+//! An optimizer that steps shards otherwise than whole matrices is an error at the first step.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::grad_clipping::GradientClippingConfig;
+use burn::module::ParamGroup;
+use burn::optim::{
+    self, AdaGradConfig, AdamConfig, AdanConfig, GradientsAccumulator, GradientsParams,
+    LearningRate, LionConfig, ModuleOptimizer, Optimizer, RmsPropConfig, SgdConfig, SgdState,
+};
+use burn::tensor::{Device, Tensor};
+use fsdp_runtime::optim::{AdamWConfig, WholeParam};
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, ScheduleError};
+
+use crate::support::ranks::launch_options;
+use crate::support::whole_param::{OPTIMIZERS, lamb};
+use crate::support::{Net, batch, loss, on_ranks};
+
+fn sharded(worker: &Worker, options: FsdpOptions) -> Result<Fsdp<Net>, Error> {
+    fully_shard(Net::new(2, 0.0, worker.device()), worker, options.with_seed(7))
+}
+
+fn gradients(net: &Fsdp<Net>, worker: &Worker) -> Result<GradientsParams, Error> {
+    let (tokens, labels) = batch(0, 0..4, worker.device());
+    net.backward(loss(net.forward(tokens), labels))
+}
+
+/// Takes a step. Returns the error of the launch.
+fn step(
+    world: usize,
+    options: FsdpOptions,
+    optimizer: impl Fn() -> ModuleOptimizer + Send + Sync + 'static,
+) -> Result<(), ScheduleError> {
+    let stepped = launch(launch_options(world), move |worker| {
+        let net = sharded(&worker, options.clone())?;
+        let gradients = gradients(&net, &worker)?;
+        optimizer().step(1e-3, net, gradients);
+        Ok::<_, Error>(())
+    });
+    stepped.map(drop).map_err(|error| match error.source.downcast_ref::<Error>() {
+        Some(Error::Schedule(error)) => error.clone(),
+        other => panic!("{other:?} in {error}"),
+    })
+}
+
+fn norm_clipping(max_norm: f32) -> GradientClippingConfig {
+    GradientClippingConfig::Norm(max_norm)
+}
+
+type Named = (&'static str, fn() -> ModuleOptimizer);
+
+const ELEMENT_WISE: [Named; 13] = [
+    ("AdamW", || optim::AdamWConfig::new().init()),
+    ("AdamW, AMSGrad", || optim::AdamWConfig::new().with_amsgrad(true).init()),
+    ("Adam", || AdamConfig::new().init()),
+    ("AdaGrad", || AdaGradConfig::new().init()),
+    ("Adan", || AdanConfig::new().init()),
+    ("Lion", || LionConfig::new().init()),
+    ("RMSprop", || RmsPropConfig::new().with_centered(true).init()),
+    ("SGD", || SgdConfig::new().init()),
+    ("SGD by value", || {
+        let clipping = GradientClippingConfig::Value(1e-4);
+        SgdConfig::new().with_gradient_clipping(Some(clipping)).init()
+    }),
+    ("our AdamW", || AdamWConfig::new().init()),
+    ("our AdamW by value", || {
+        let clipping = GradientClippingConfig::Value(1e-4);
+        AdamWConfig::new().with_grad_clipping(Some(clipping)).init()
+    }),
+    ("our Adam", || fsdp_runtime::optim::AdamConfig::new().with_amsgrad(true).init()),
+    ("our SGD", || fsdp_runtime::optim::SgdConfig::new().with_momentum(0.9).init()),
+];
+
+#[test]
+fn element_wise_optimizers_pass() {
+    for (name, optimizer) in ELEMENT_WISE {
+        for world in [1, 2] {
+            assert_eq!(step(world, FsdpOptions::new(), optimizer), Ok(()), "{name}");
+        }
+    }
+}
+
+#[test]
+fn clipping_by_norm_is_an_error_that_names_clip_grad_norm() {
+    let optimizers: [Named; 5] = [
+        ("our AdamW", || AdamWConfig::new().with_grad_clipping(Some(norm_clipping(1.0))).init()),
+        ("our SGD", || {
+            let config = fsdp_runtime::optim::SgdConfig::new();
+            config.with_grad_clipping(Some(norm_clipping(1e9))).init()
+        }),
+        ("AdamW", || optim::AdamWConfig::new().with_grad_clipping(Some(norm_clipping(5.0))).init()),
+        ("Lion", || LionConfig::new().with_grad_clipping(Some(norm_clipping(1.0))).init()),
+        ("set later", || AdamWConfig::new().init().with_grad_clipping(norm_clipping(1.0).init())),
+    ];
+    for (name, optimizer) in optimizers {
+        for world in [1, 2] {
+            let error = step(world, FsdpOptions::new(), optimizer).expect_err(name);
+            assert!(matches!(error, ScheduleError::OptimizerClipsByNorm { .. }), "{name}: {error}");
+            let text = error.to_string();
+            assert!(text.contains("model.clip_grad_norm(&mut gradients"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_that_needs_whole_matrices_is_an_error_that_names_whole_param() {
+    for (name, optimizer) in OPTIMIZERS {
+        for world in [1, 2] {
+            let error = step(world, FsdpOptions::new(), optimizer).expect_err(name);
+            assert!(matches!(error, ScheduleError::OptimizerNeedsMatrix { .. }), "{name}: {error}");
+            assert!(error.to_string().contains("`optim::WholeParam::new(optimizer)`"), "{error}");
+        }
+    }
+    let error = step(2, FsdpOptions::new(), OPTIMIZERS[2].1).unwrap_err().to_string();
+    assert!(error.contains("`blocks.0.up.weight`"), "Muon steps the blocks only: {error}");
+}
+
+/// Scales the update of a parameter to the largest of its elements.
+#[derive(Clone)]
+struct Largest;
+
+impl Optimizer for Largest {
+    type State<const D: usize> = SgdState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<Self::State<D>>,
+    ) -> (Tensor<D>, Option<Self::State<D>>) {
+        let largest = grad.clone().abs().max().unsqueeze::<D>();
+        (tensor - grad / largest * lr, state)
+    }
+
+    fn to_device<const D: usize>(state: Self::State<D>, _: &Device) -> Self::State<D> {
+        state
+    }
+}
+
+#[test]
+fn a_users_optimizer_that_combines_elements_is_an_error() {
+    for world in [1, 2] {
+        let error = step(world, FsdpOptions::new(), || Largest.into()).unwrap_err();
+        assert!(matches!(error, ScheduleError::OptimizerNeedsMatrix { .. }), "{error}");
+    }
+}
+
+#[test]
+fn unsharded_parameters_the_option_and_whole_param_are_not_checked() {
+    let no_shard = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);
+    assert_eq!(step(2, no_shard, lamb), Ok(()));
+    assert_eq!(step(2, FsdpOptions::new().with_optimizer_check(false), lamb), Ok(()));
+    on_ranks(2, |worker| {
+        let net = sharded(worker, FsdpOptions::new())?;
+        let gradients = gradients(&net, worker)?;
+        let lamb = lamb().with_grad_clipping(norm_clipping(1e-3).init());
+        WholeParam::new(lamb).step(1e-3, net, gradients).map(drop)
+    });
+}
+
+/// A learning rate of 0 in the first steps of a warm-up shows nothing.
+#[test]
+fn the_check_waits_for_a_learning_rate() {
+    let steps = Arc::new(AtomicUsize::new(0));
+    let counted = steps.clone();
+    let failed = launch(launch_options(1), move |worker| {
+        let mut net = sharded(&worker, FsdpOptions::new())?;
+        let mut optimizer = lamb();
+        for lr in [0.0, 0.0, 1e-3] {
+            let gradients = gradients(&net, &worker)?;
+            net = optimizer.step(lr, net, gradients);
+            steps.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok::<_, Error>(())
+    });
+    let error = failed.unwrap_err().to_string();
+    assert!(error.contains("needs the whole matrix"), "{error}");
+    assert_eq!(counted.load(Ordering::Relaxed), 2);
+}
+
+#[test]
+fn accumulated_gradients_are_checked_and_foreign_ones_are_refused() {
+    let failed = launch(launch_options(2), |worker| {
+        let net = sharded(&worker, FsdpOptions::new())?;
+        let mut accumulator = GradientsAccumulator::new();
+        for _ in 0..2 {
+            accumulator.accumulate(&net, gradients(&net, &worker)?);
+        }
+        AdamWConfig::new().init().step(1e-3, net.clone(), accumulator.grads());
+        accumulator.accumulate(&net, gradients(&net, &worker)?);
+        lamb().step(1e-3, net, accumulator.grads());
+        Ok::<_, Error>(())
+    });
+    assert!(failed.is_ok(), "the first optimizer has passed, and clones share the check");
+    let foreign = |check: bool| {
+        launch(launch_options(2), move |worker| {
+            let net = sharded(&worker, FsdpOptions::new())?;
+            let mut optimizer = AdamWConfig::new().init();
+            let (id, mut own) = (net.head.weight.id, GradientsParams::new());
+            let gradient = gradients(&net, &worker)?.remove::<2>(id).expect("a shard");
+            own.register(id, gradient);
+            if check {
+                net.check_optimizer(&optimizer)?;
+            }
+            optimizer.step(1e-3, net, own);
+            Ok::<_, Error>(())
+        })
+    };
+    let error = foreign(false).unwrap_err().to_string();
+    assert!(error.contains("call `model.check_optimizer(&optimizer)?`"), "{error}");
+    assert!(foreign(true).is_ok());
+}
+
+#[test]
+fn check_optimizer_finds_groups_by_id_and_leaves_the_optimizer_as_it_is() {
+    for world in [1, 2] {
+        let errors = on_ranks(world, |worker| {
+            let net = sharded(worker, FsdpOptions::new())?;
+            for (_, optimizer) in ELEMENT_WISE {
+                let optimizer = optimizer();
+                net.check_optimizer(&optimizer)?;
+                assert!(optimizer.to_record().is_empty());
+            }
+            let group = ParamGroup::from_ids(vec![net.head.weight.id]);
+            let by_id = AdamWConfig::new().init().with_group(group, Largest, None);
+            let clips = AdamWConfig::new().with_grad_clipping(Some(norm_clipping(1.0))).init();
+            Ok([by_id, clips].map(|optimizer| net.check_optimizer(&optimizer).unwrap_err()))
+        });
+        for [by_id, clips] in errors {
+            let path = "head.weight".to_string();
+            assert_eq!(by_id, ScheduleError::OptimizerNeedsMatrix { path }.into());
+            assert!(matches!(clips, Error::Schedule(ScheduleError::OptimizerClipsByNorm { .. })));
+        }
+    }
+}
