@@ -120,7 +120,8 @@ fn rooms_import_only_from_rooms_above_them() {
         assert!(found.is_empty(), "{folder}:\n{}", found.join("\n"));
     }
     let rooms = fs::read_to_string(root.join("src/ROOMS")).expect("an order");
-    let rooms = rooms.lines().filter(|line| !line.trim_start().starts_with('#')).count();
+    let code = |line: &&str| !line.trim_start().starts_with('#') && !line.starts_with("guide ");
+    let rooms = rooms.lines().filter(code).count();
     assert!(rooms <= 14, "{rooms} rooms at the top level");
 }
 
