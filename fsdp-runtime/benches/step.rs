@@ -17,7 +17,7 @@ use fsdp_runtime::Error;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 
-#[path = "../../examples/common/allocator.rs"]
+#[path = "common/allocator.rs"]
 mod allocator;
 #[path = "common/bert.rs"]
 mod bert;

@@ -1,0 +1,1 @@
+../../../examples/common/allocator.rs
