@@ -4,7 +4,7 @@
 
 #[path = "support/allocator.rs"]
 mod allocator;
-#[path = "support/mlp.rs"]
+#[path = "../fsdp-runtime/tests/support/mlp.rs"]
 mod mlp;
 
 use std::path::Path;

@@ -31,7 +31,7 @@ use parse::{ImplBlock, Module, Value};
 /// The attribute is written twice: on the struct, **below** `#[derive(Module)]`, and on the `impl`
 /// block that holds the struct's `forward`.
 ///
-/// ```
+/// ```ignore
 /// use burn::module::Module;
 /// use burn::nn::Linear;
 /// use burn::tensor::Tensor;
@@ -150,7 +150,7 @@ pub fn fsdp_unit(
 /// Implements `FsdpModule` for a Burn module that is not a unit: its parameters belong to the
 /// enclosing unit. It may contain units.
 ///
-/// ```
+/// ```ignore
 /// use burn::module::Module;
 /// use burn::nn::{Embedding, Linear};
 /// use fsdp_runtime::FsdpModule;
@@ -187,7 +187,7 @@ pub fn derive_fsdp_module(item: proc_macro::TokenStream) -> proc_macro::TokenStr
 /// Implements `UnitValue` for a struct or an enum of such values, so that a unit's `forward` can take
 /// and return it.
 ///
-/// ```
+/// ```ignore
 /// use burn::tensor::Tensor;
 /// use fsdp_runtime::UnitValue;
 ///

@@ -14,7 +14,7 @@ use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, LoadOptions, SavePretrained, from_pretrained};
 
-#[path = "../../tests/support/mlp.rs"]
+#[path = "../tests/support/mlp.rs"]
 mod mlp;
 
 use mlp::{Mlp, Sizes};

@@ -2,7 +2,9 @@
 //!
 //! Annotate a model's units with [`#[fsdp_unit]`](macro@fsdp_unit), start ranks with [`launch`], shard
 //! with [`fully_shard`], and train as ever: the sharded model is a Burn module, and Burn's own
-//! optimizers step it. The repository's README has the tour.
+//! optimizers step it.
+//!
+#![cfg_attr(doc, doc = "The [guide] begins with a [first sharded model](guide::first_model).")]
 #![deny(missing_docs)]
 
 #[cfg(panic = "abort")]
@@ -20,6 +22,8 @@ mod collectives;
 pub mod config;
 mod error;
 mod fully_shard;
+#[cfg(any(doc, doctest))]
+pub mod guide;
 mod launch;
 mod layout;
 mod module;
@@ -100,32 +104,7 @@ pub mod __private {
     pub use crate::runtime::recompute::*;
 }
 
-/// The Rust blocks of the README and of the pages in `docs/` compile.
+/// The Rust blocks of the README compile.
 #[cfg(doctest)]
-mod documentation {
-    macro_rules! pages {
-        ($($name:ident: $path:literal),+ $(,)?) => {$(
-            #[doc = include_str!($path)]
-            mod $name {}
-        )+};
-    }
-    pages!(
-        readme: "../../README.md",
-        activation_checkpointing: "../docs/activation_checkpointing.md",
-        architecture: "../docs/architecture.md",
-        checkpoints: "../docs/checkpoints.md",
-        config: "../docs/config.md",
-        expansion: "../docs/expansion.md",
-        gpu: "../docs/gpu.md",
-        kernels: "../docs/kernels.md",
-        launch: "../docs/launch.md",
-        limits: "../docs/limits.md",
-        mixed_precision: "../docs/mixed_precision.md",
-        mnist: "../docs/mnist.md",
-        offload: "../docs/offload.md",
-        optimizers: "../docs/optimizers.md",
-        options: "../docs/options.md",
-        performance: "../docs/performance.md",
-        processes: "../docs/processes.md",
-    );
-}
+#[doc = include_str!("../README.md")]
+mod readme {}

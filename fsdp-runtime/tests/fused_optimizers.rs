@@ -1,7 +1,7 @@
 //! The fused optimizers have the numbers, the records and the options of Burn's own.
 #![cfg(feature = "flex")]
 
-#[path = "../../tests/support/compare.rs"]
+#[path = "support/compare.rs"]
 mod compare;
 
 use burn::grad_clipping::GradientClippingConfig;

@@ -6,7 +6,7 @@
 //! a message, and the kernels on Flex are compared with plain tensor operations alone.
 #![cfg(feature = "flex")]
 
-#[path = "../../tests/support/compare.rs"]
+#[path = "support/compare.rs"]
 mod compare;
 
 mod kernels {

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 /// A manifest of two ranks that has every field.
-const VALID: &str = include_str!("../fuzz/seeds/two_ranks.json");
+const VALID: &str = include_str!("manifests/two_ranks.json");
 
 /// Asserts the guarantees of a manifest that the reader accepts.
 fn holds(manifest: &Manifest) -> Result<(), TestCaseError> {

@@ -115,12 +115,19 @@ fn wrong(folder: &Path) -> Vec<String> {
 #[test]
 fn rooms_import_only_from_rooms_above_them() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for folder in ["src", "src/bin/fsdp", "../fsdp-macros/src"] {
+    let mut folders = vec!["src", "src/bin/fsdp"];
+    // A package from crates.io lies beside no workspace.
+    let macros = "../fsdp-macros/src";
+    if root.join("../examples").is_dir() || root.join(macros).is_dir() {
+        folders.push(macros);
+    }
+    for folder in folders {
         let found = wrong(&root.join(folder));
         assert!(found.is_empty(), "{folder}:\n{}", found.join("\n"));
     }
     let rooms = fs::read_to_string(root.join("src/ROOMS")).expect("an order");
-    let rooms = rooms.lines().filter(|line| !line.trim_start().starts_with('#')).count();
+    let code = |line: &&str| !line.trim_start().starts_with('#') && !line.starts_with("guide ");
+    let rooms = rooms.lines().filter(code).count();
     assert!(rooms <= 14, "{rooms} rooms at the top level");
 }
 

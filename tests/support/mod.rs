@@ -2,7 +2,9 @@
 #![allow(dead_code, unused_imports, reason = "each test binary uses its part")]
 
 pub mod checkpoint;
+#[path = "../../fsdp-runtime/tests/support/compare.rs"]
 pub mod compare;
+#[path = "../../fsdp-runtime/tests/support/mlp.rs"]
 pub mod mlp;
 pub mod parity;
 pub mod ranks;

@@ -4,7 +4,7 @@
 //! empty. Everything here first asserts that both sides have the same number of elements, and that
 //! there are any.
 //!
-//! Tests of `fsdp-runtime` include this file by its path.
+//! Tests of the workspace include this file by its path.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::collections::BTreeMap;

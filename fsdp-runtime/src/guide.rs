@@ -1,0 +1,44 @@
+#![doc = include_str!("../docs/links")]
+#![doc = ""]
+#![doc = include_str!("../docs/README.md")]
+
+// This module exists in the documentation only. A chapter is a page of `docs/`. To add one: a line
+// below, in `docs/links` and in the table of `docs/README.md`; `tests/guide.rs` of the workspace
+// compares them.
+//
+// A link between pages is a reference, such as `[Checkpoints][checkpoints]`. Markdown uses the first
+// definition of a reference: in rustdoc the one in `docs/links`, in the file itself the one at its end.
+
+macro_rules! chapters {
+    ($($name:ident: $page:literal),+ $(,)?) => {$(
+        #[doc = include_str!("../docs/links")]
+        #[doc = ""]
+        #[doc = include_str!(concat!("../docs/", $page))]
+        pub mod $name {}
+    )+};
+}
+
+chapters!(
+    first_model: "first_model.md",
+    mnist: "mnist.md",
+    learner: "learner.md",
+    from_pytorch: "from_pytorch.md",
+    from_accelerate: "from_accelerate.md",
+    strategies: "strategies.md",
+    options: "options.md",
+    mixed_precision: "mixed_precision.md",
+    offload: "offload.md",
+    activation_checkpointing: "activation_checkpointing.md",
+    optimizers: "optimizers.md",
+    checkpoints: "checkpoints.md",
+    processes: "processes.md",
+    launch: "launch.md",
+    config: "config.md",
+    troubleshooting: "troubleshooting.md",
+    limits: "limits.md",
+    architecture: "architecture.md",
+    expansion: "expansion.md",
+    kernels: "kernels.md",
+    performance: "performance.md",
+    gpu: "gpu.md",
+);

@@ -1,0 +1,55 @@
+//! Texts that are in two places are the same in both.
+
+use super::{page, text};
+
+/// Returns the first block of code in a language.
+fn block<'a>(text: &'a str, language: &str) -> &'a str {
+    let start = text.find(&format!("```{language}")).expect("a block");
+    let body = &text[start..];
+    let body = &body[body.find('\n').expect("a line") + 1..];
+    &body[..body.find("```").expect("an end")]
+}
+
+/// `.ci/new_crate` runs the example of the repository's README, and `cargo test --doc` compiles that of
+/// the package's.
+#[test]
+fn both_readmes_have_one_example_and_one_list_of_features() {
+    let (repository, package) = (text("README.md"), text("fsdp-runtime/README.md"));
+    for language in ["rust", "toml"] {
+        assert_eq!(block(&repository, language), block(&package, language));
+    }
+    let features = |text: &str| {
+        let rows = super::rows(text).into_iter().filter(|row| row[0].starts_with("`flex`"));
+        assert!(rows.count() == 1, "a table of features");
+        let start = text.find("| `flex` (default").expect("a table");
+        text[start..].split("\n\n").next().expect("a table").to_string()
+    };
+    assert_eq!(features(&repository), features(&package));
+}
+
+#[test]
+fn the_page_has_the_actual_expansion() {
+    let expanded = text("fsdp-macros/tests/snapshots/readme.expanded.rs");
+    assert!(
+        page("expansion").contains(&expanded),
+        "docs/expansion.md does not hold fsdp-macros/tests/snapshots/readme.expanded.rs as it is"
+    );
+}
+
+/// The examples in the macros' documentation are those that `tests/units` compiles.
+#[test]
+fn examples_of_the_macros_compile() {
+    let source = text("fsdp-macros/src/lib.rs");
+    let lines = source.lines().filter_map(|line| line.strip_prefix("///"));
+    let lines: Vec<_> = lines.map(|line| line.strip_prefix(' ').unwrap_or(line)).collect();
+    let documentation = lines.join("\n");
+    // `ignore`, as rustdoc cannot link the runtime to its own dependency.
+    let examples = documentation.split("```ignore\n").skip(1);
+    let examples: Vec<_> = examples.filter_map(|text| text.split("```").next()).collect();
+    let names = ["fsdp_unit", "fsdp_module", "unit_value"];
+    assert_eq!(examples.len(), names.len(), "one example for each macro");
+    for (example, name) in examples.into_iter().zip(names) {
+        let compiled = text(&format!("tests/units/accepted/macro_examples/{name}.rs"));
+        assert_eq!(example, compiled, "the documentation of {name}");
+    }
+}
