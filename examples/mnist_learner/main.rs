@@ -130,8 +130,7 @@ fn train(cli: &Cli, config: &TrainingConfig, worker: &Worker) -> Result<()> {
     let test = loader(&test).build();
 
     let model = fully_shard(Net::new(worker.device()), worker, config.fsdp.init::<Net>()?)?;
-    let checkpoints =
-        CheckpointManager::new(cli.out.join("checkpoints"), worker).with_keep_last(2);
+    let checkpoints = CheckpointManager::new(cli.out.join("checkpoints"), worker).with_keep_last(2);
     let mut strategy = FsdpStrategy::new(worker).clip_grad_norm(5.0).checkpoints(checkpoints);
     if cli.resume {
         strategy = strategy.resume_latest();

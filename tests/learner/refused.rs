@@ -1,10 +1,10 @@
 //! What cannot be right on a sharded model is an error that names what to write in its place.
 
 use burn::grad_clipping::GradientClipping;
-use burn::optim::AdamWConfig;
+use burn::optim::{AdamWConfig, LambConfig};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::RankLoader;
-use fsdp_runtime::{Error, LaunchError, LearnerError, WorldSize};
+use fsdp_runtime::{Error, LaunchError, LearnerError, ScheduleError, WorldSize};
 use tempfile::tempdir;
 
 use super::model::{Rows, rows};
@@ -50,6 +50,19 @@ fn clipping_by_norm_in_the_optimizer() {
     let by_value = || AdamWConfig::new().init().with_grad_clipping(GradientClipping::Value(0.5));
     let folder = tempdir().unwrap();
     sharded(&Run { optimizer: by_value, ..Run::new(2) }, folder.path()).unwrap();
+}
+
+#[test]
+fn an_optimizer_of_full_matrices_that_gets_shards() {
+    for world in [1, 2] {
+        let folder = tempdir().unwrap();
+        let run = Run { optimizer: || LambConfig::new().init(), ..Run::new(world) };
+        let error = sharded(&run, folder.path()).err().unwrap();
+        let cause = error.source.downcast_ref::<Error>();
+        let refused = ScheduleError::OptimizerNeedsMatrix { path: "blocks.0.linear.weight".into() };
+        assert_eq!(cause, Some(&Error::Schedule(refused)), "{error}");
+        assert!(error.to_string().contains("WholeParam"), "{error}");
+    }
 }
 
 #[test]

@@ -59,6 +59,12 @@ impl OptimizerCheck {
         !state.off && !state.passed.contains(&id)
     }
 
+    /// Returns whether the last backward pass has returned gradients of probes.
+    #[cfg(feature = "train")]
+    pub(crate) fn is_waiting(&self) -> bool {
+        !self.0.lock().ignore_poison().waiting.is_empty()
+    }
+
     /// Records that the optimizer of a parameter has passed the check.
     pub(crate) fn pass(&self, id: ParamId) {
         let mut state = self.0.lock().ignore_poison();

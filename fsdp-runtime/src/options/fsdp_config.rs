@@ -116,6 +116,9 @@ pub struct FsdpConfig {
     pub deferred_init: bool,
     /// [`FsdpOptions::with_seed`].
     pub seed: Option<u64>,
+    /// [`FsdpOptions::with_optimizer_check`].
+    #[config(default = true)]
+    pub optimizer_check: bool,
 }
 
 /// [`WrapPolicy`] with unit types by name.
@@ -209,6 +212,7 @@ impl FsdpConfig {
             cpu_ram_efficient_loading: self.cpu_ram_efficient_loading,
             deferred_init: self.deferred_init,
             seed: self.seed,
+            optimizer_check: self.optimizer_check,
         })
     }
 }

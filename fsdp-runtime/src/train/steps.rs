@@ -24,6 +24,12 @@ impl<M: FsdpModule + TrainStep + 'static> TrainStep for Fsdp<M> {
         train_step(self, item, false).unwrap_or_else(|error| raise(error))
     }
 
+    /// Runs the module's `optimize`.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with the [`Error`] if the optimizer steps shards otherwise than whole parameters;
+    /// `launch` returns the error.
     fn optimize(
         self,
         optimizer: &mut ModuleOptimizer,
@@ -32,6 +38,12 @@ impl<M: FsdpModule + TrainStep + 'static> TrainStep for Fsdp<M> {
     ) -> Self {
         if handover::is_armed() {
             return handover::give(self, optimizer);
+        }
+        // The module's `optimize` maps the module itself, and not the sharded model that checks.
+        if self.optimizer_check.is_waiting()
+            && let Err(error) = self.check_optimizer(optimizer)
+        {
+            raise(error);
         }
         // As in `Module::map`: steps of several parameters can share a kernel launch.
         batched_steps::scope(|| self.map_module(|module| module.optimize(optimizer, lr, gradients)))
