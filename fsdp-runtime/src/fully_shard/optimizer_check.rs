@@ -182,10 +182,10 @@ pub(crate) fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.into_data().iter::<f32>().collect()
 }
 
-/// The first elements of some parameters.
+/// The first elements of some parameters, as bits: a parameter may contain NaN.
 struct Samples<'a> {
     of: &'a HashMap<ParamId, String>,
-    found: HashMap<ParamId, Vec<f32>>,
+    found: HashMap<ParamId, Vec<u32>>,
 }
 
 impl<'a> Samples<'a> {
@@ -197,7 +197,7 @@ impl<'a> Samples<'a> {
 
     /// Returns a parameter that differs in `after`.
     fn changed(&self, after: &Self) -> Option<ParamId> {
-        let differs = |(id, sample): (&ParamId, &Vec<f32>)| {
+        let differs = |(id, sample): (&ParamId, &Vec<u32>)| {
             after.found.get(id).is_some_and(|other| other != sample).then_some(*id)
         };
         self.found.iter().filter_map(differs).min()
@@ -211,7 +211,8 @@ impl ModuleVisitor for Samples<'_> {
         if self.of.contains_key(&param.id) {
             let base = param.base();
             let rows = base.dims()[0].min(ROWS);
-            self.found.insert(param.id, read(base.narrow(0, 0, rows)));
+            let bits = read(base.narrow(0, 0, rows)).into_iter().map(f32::to_bits);
+            self.found.insert(param.id, bits.collect());
         }
     }
 }
