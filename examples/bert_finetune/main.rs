@@ -21,7 +21,7 @@
 //! The other files: `cli.rs` (arguments and hyperparameters), `launch_settings.rs` (configuration file
 //! of `fsdp launch`), `job.rs` (inputs of a run), `bert_config.rs`, `corpus.rs` (text), `tokenizer.rs`,
 //! `batch.rs`, `learning_rate.rs`, `metrics.rs`, `progress.rs`, `summary.rs` (the result), `export.rs`
-//! (files beside exported weights), and `../common/` (code shared with the other example).
+//! (files beside exported weights), and `../common/` (code that the examples share).
 
 mod batch;
 mod bert_config;

@@ -21,8 +21,8 @@
 //! The other files: `cli.rs` (arguments), `recipe.rs` (hyperparameters and their defaults), `job.rs`
 //! (inputs of a run), `text.rs`, `bpe.rs` (tokenizer), `batch.rs`, `learning_rate.rs`,
 //! `available_memory.rs`, `bigram.rs` (baseline to compare with), `init_progress.rs` (progress bar),
-//! `fairseq_log.rs` (log lines), `summary.rs` (the result), and `../common/` (code shared with the other
-//! example).
+//! `fairseq_log.rs` (log lines), `summary.rs` (the result), and `../common/` (code that the examples
+//! share).
 
 mod arch;
 mod available_memory;

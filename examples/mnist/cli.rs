@@ -12,7 +12,7 @@ use crate::sharding::Sharding;
 
 /// Epochs without `--epochs`: PyTorch's default, and fewer for each run of a comparison.
 const EPOCHS: usize = 10;
-const COMPARED_EPOCHS: usize = 3;
+const COMPARED_EPOCHS: usize = 2;
 
 /// Trains PyTorch's MNIST network on two ranks, as its tutorial on fully sharded data parallel
 /// training does.
@@ -30,7 +30,7 @@ pub struct Cli {
     #[arg(long, value_name = "N", value_parser = bounded_count, default_value_t = 1000)]
     pub test_batch_size: usize,
 
-    /// Number of passes over the training digits [default: 10, or 3 with --compare]
+    /// Number of passes over the training digits [default: 10, or 2 with --compare]
     #[arg(long, value_name = "N", value_parser = positive)]
     epochs: Option<usize>,
 
@@ -136,7 +136,7 @@ mod tests {
             cpu_offload: false,
         };
         assert_eq!(cli.sharding(), one_unit);
-        assert_eq!(parse("--compare").unwrap().epochs(), 3);
+        assert_eq!(parse("--compare").unwrap().epochs(), 2);
         assert_eq!(parse("--compare --epochs 7").unwrap().epochs(), 7);
     }
 

@@ -32,12 +32,14 @@ pub struct Summary {
     pub memory: Peaks,
     /// Memory that was computed before the run.
     #[serde(skip)]
+    #[cfg_attr(not(feature = "plot"), allow(dead_code, reason = "only pictures need it"))]
     pub forecast: MemoryForecast,
     /// The sharded model, printed.
     #[serde(skip)]
     pub wrapped: String,
     /// Memory over time in the first steps, if it was recorded.
     #[serde(skip)]
+    #[cfg_attr(not(feature = "plot"), allow(dead_code, reason = "only pictures need it"))]
     pub timeline: Option<MemoryTimeline>,
 }
 

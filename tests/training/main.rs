@@ -8,6 +8,7 @@ mod activation_checkpointing;
 mod adadelta;
 mod config;
 mod failures;
+mod memory_timeline;
 mod mixed_dtypes;
 mod mixed_precision;
 mod offload;
