@@ -1,9 +1,8 @@
 //! The training strategy for sharded models, and its options.
 
-use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use burn::grad_clipping::GradientClipping;
 use burn::module::Module;
@@ -20,7 +19,7 @@ use super::handover;
 use super::output::RankOutput;
 use super::settings::{LearnerModel, Settings};
 use crate::checkpoint::CheckpointManager;
-use crate::error::{Error, LearnerError, raise};
+use crate::error::{Error, IgnorePoison, LearnerError, raise};
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
 use crate::layout::Rank;
@@ -54,7 +53,7 @@ use crate::optim::WholeParam;
 pub struct FsdpStrategy {
     worker: Worker,
     settings: Settings,
-    checkpoints: RefCell<Option<CheckpointManager>>,
+    checkpoints: Mutex<Option<CheckpointManager>>,
 }
 
 impl FsdpStrategy {
@@ -67,7 +66,7 @@ impl FsdpStrategy {
             resume: Resume::Never,
             metric_interval: 1,
         };
-        Self { worker: worker.clone(), settings, checkpoints: RefCell::new(None) }
+        Self { worker: worker.clone(), settings, checkpoints: Mutex::new(None) }
     }
 
     /// Scales the gradients of each optimizer step so that their 2-norm over all ranks is at most
@@ -87,7 +86,7 @@ impl FsdpStrategy {
     /// Saves a sharded checkpoint at the end of each epoch, and when training stops early: the model, the
     /// optimizer, the position in the data and the number of steps.
     pub fn checkpoints(self, manager: CheckpointManager) -> Self {
-        Self { checkpoints: RefCell::new(Some(manager)), ..self }
+        Self { checkpoints: Mutex::new(Some(manager)), ..self }
     }
 
     /// Also saves a checkpoint after every `steps` optimizer steps. A run that resumes from it continues
@@ -141,7 +140,7 @@ impl FsdpStrategy {
         } else {
             Stepper::Shards(optimizer)
         };
-        let mut checkpoints = self.checkpoints.borrow_mut();
+        let mut checkpoints = self.checkpoints.lock().ignore_poison();
         let manager = checkpoints.as_mut();
         let resume = &self.settings.resume;
         let progress = restore(resume, manager.as_deref(), &self.worker, &mut model, &mut stepper)?;
