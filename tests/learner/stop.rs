@@ -44,7 +44,7 @@ fn rank_0_stops_all_ranks_early() {
     });
     let stopped = stopped.unwrap();
     let losses = Metrics::read(folder.path(), 9).train_losses;
-    assert!((18..81).contains(&losses.len()) && losses.len() % 9 == 0, "{}", losses.len());
+    assert!((18..81).contains(&losses.len()) && losses.len().is_multiple_of(9), "{}", losses.len());
     // As many epochs without early stopping.
     let other = tempdir().unwrap();
     let expected = sharded(&Run { epochs: losses.len() / 9, ..run }, other.path()).unwrap();
