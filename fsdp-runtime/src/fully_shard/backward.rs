@@ -11,8 +11,7 @@ use super::ignored_gradients::OwnGradients;
 use super::model::Fsdp;
 use super::optimizer_check::{OptimizerCheck, Waiting};
 use crate::error::{Error, ScheduleError};
-use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
-use crate::param_group::Placement;
+use crate::module::{FsdpModule, ParamVisitor, Sharded};
 use crate::runtime::schedule::ErasedSchedule;
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -122,20 +121,12 @@ struct TakeGradients<'a> {
 
 impl ParamVisitor for TakeGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(ParamIndex { unit, param: entry }) = Sharded::of(param).map(|of| of.index) else {
-            return;
-        };
-        if let Some(gradient) = self.engine.take_gradient(ParamIndex { unit, param: entry }) {
+        let Some(sharded) = Sharded::of(param) else { return };
+        if let Some(gradient) = self.engine.take_gradient(sharded.index) {
             self.gradients.register(param.id, Tensor::<D>::from_dispatch(gradient));
         }
-        let spec = &self.engine.units()[unit].params[entry];
-        // Every rank checks, whether or not its shard is empty.
-        if matches!(spec.placement, Placement::Shard(_)) && self.check.is_open(param.id) {
-            let base = param.base();
-            if base.is_require_grad() {
-                let (id, path, device) = (param.id, spec.path.clone(), base.device().inner());
-                self.waiting.push(Waiting { id, path, device });
-            }
+        if self.check.is_open(param.id) {
+            self.waiting.extend(Waiting::of(param, self.engine.units()));
         }
     }
 }

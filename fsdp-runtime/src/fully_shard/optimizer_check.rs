@@ -18,6 +18,8 @@ use burn::tensor::{Device, Tensor};
 use super::optimizer_probe::{Part, Verdict};
 use crate::backend::kernels::batched_steps;
 use crate::error::{Error, IgnorePoison, ScheduleError};
+use crate::module::Sharded;
+use crate::param_group::{Placement, Unit};
 
 /// The sharded parameters whose optimizer has not been checked. Clones of a model share them.
 #[derive(Clone, Debug)]
@@ -32,14 +34,27 @@ struct State {
     waiting: Vec<Waiting>,
 }
 
-/// A parameter that waits for the step of its probe.
+/// A sharded parameter that is trained, whose optimizer is to be checked.
 #[derive(Clone, Debug)]
-pub(super) struct Waiting {
-    pub(super) id: ParamId,
+pub(crate) struct Waiting {
+    pub(crate) id: ParamId,
     /// Module path of the parameter.
-    pub(super) path: String,
+    pub(crate) path: String,
     /// Device of the shard.
-    pub(super) device: Device,
+    pub(crate) device: Device,
+}
+
+impl Waiting {
+    /// Returns the description of a parameter, whether or not its shard is empty. `None` if the
+    /// parameter is not sharded or not trained.
+    pub(crate) fn of<const D: usize>(param: &Param<Tensor<D>>, units: &[Unit]) -> Option<Self> {
+        let index = Sharded::of(param)?.index;
+        let spec = &units[index.unit].params[index.param];
+        let base = param.base();
+        let checked = matches!(spec.placement, Placement::Shard(_)) && base.is_require_grad();
+        let (id, path) = (param.id, spec.path.clone());
+        checked.then(|| Self { id, path, device: base.device().inner() })
+    }
 }
 
 /// Returns whether a visitor or mapper is one of Burn's optimizers or of what handles their gradients.

@@ -8,10 +8,10 @@ use super::on_host::host_device;
 use super::single_param::SingleParam;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
-use crate::fully_shard::optimizer_check::{catch_step, read, refuse};
+use crate::fully_shard::optimizer_check::{Waiting, catch_step, read, refuse};
 use crate::fully_shard::optimizer_probe::{Part, Verdict};
-use crate::module::{FsdpModule, ParamVisitor, Sharded};
-use crate::param_group::{Placement, Unit};
+use crate::module::{FsdpModule, ParamVisitor};
+use crate::param_group::Unit;
 
 /// Learning rate of the steps.
 const LEARNING_RATE: f64 = 1e-2;
@@ -42,7 +42,7 @@ impl<M: FsdpModule> Fsdp<M> {
         self.module.visit_params(&mut find);
         // Without state, which has the shapes of shards.
         let optimizer = optimizer.clone().load_record(OptimizerRecord::default());
-        for (id, path, device) in find.found {
+        for Waiting { id, path, device } in find.found {
             let device = host_device(&device);
             refuse(judge(&optimizer, id, &path, &device)?, &path)?;
             self.optimizer_check.pass(id);
@@ -89,16 +89,11 @@ fn values(
 /// The visitor that lists the sharded parameters that are trained.
 struct FindSharded<'a> {
     units: &'a [Unit],
-    found: Vec<(ParamId, String, Device)>,
+    found: Vec<Waiting>,
 }
 
 impl ParamVisitor for FindSharded<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(index) = Sharded::of(param).map(|sharded| sharded.index) else { return };
-        let spec = &self.units[index.unit].params[index.param];
-        let base = param.base();
-        if matches!(spec.placement, Placement::Shard(_)) && base.is_require_grad() {
-            self.found.push((param.id, spec.path.clone(), base.device().inner()));
-        }
+        self.found.extend(Waiting::of(param, self.units));
     }
 }
