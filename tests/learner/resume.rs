@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataloader::batcher::Batcher;
+use burn::module::Module;
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{RankLoader, supervised};
@@ -94,4 +96,33 @@ fn a_finished_run_has_nothing_left_to_do() {
     let again = sharded(&run, folder.path()).unwrap();
     assert_same_bits(&again[0].head, &first[0].head, "weights");
     assert_eq!(Metrics::read(folder.path(), run.epochs).train_losses, losses);
+}
+
+/// A loader of Burn's takes no position. Its shuffling goes on where it was.
+#[test]
+fn a_run_with_burns_loader_resumes_in_its_order() {
+    let train = |run: Run, folder: &std::path::Path| {
+        let folder = folder.to_path_buf();
+        let ranks = launch(super::support::ranks::launch_options(1), move |worker| {
+            let loader = |dataset| DataLoaderBuilder::new(Rows).batch_size(BATCH).build(dataset);
+            let shuffled = DataLoaderBuilder::new(Rows).batch_size(BATCH).shuffle(9);
+            let training = supervised(
+                &worker,
+                &folder,
+                shuffled.build(rows(0, TRAIN)),
+                loader(rows(500, VALID)),
+            )
+            .num_epochs(run.epochs)
+            .with_application_logger(None)
+            .with_training_strategy(strategy(&run, &folder, &worker).into());
+            let result = training.launch(learner(&run, &worker)?);
+            Ok::<_, Error>(result.model.materialize().head_weights())
+        });
+        ranks.unwrap().swap_remove(0)
+    };
+    let run = |epochs| Run { epochs, checkpoint_every: Some(1000), ..Run::new(1) };
+    let (whole, folder) = (tempdir().unwrap(), tempdir().unwrap());
+    let expected = train(run(3), whole.path());
+    train(run(1), folder.path());
+    assert_same_bits(&train(run(3), folder.path()), &expected, "weights");
 }

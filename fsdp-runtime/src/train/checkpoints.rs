@@ -7,7 +7,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::train::TrainStep;
 
 use super::position::Position;
-use crate::checkpoint::{Checkpoint, CheckpointManager, Restore};
+use crate::checkpoint::{Checkpoint, CheckpointManager, Progress, Restore};
 use crate::error::{Error, LearnerError};
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
@@ -53,33 +53,21 @@ pub(super) enum Resume {
     Folder(PathBuf),
 }
 
-/// How far a run has come.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Progress {
-    /// Number of optimizer steps.
-    pub(super) steps: u64,
-    /// Number of completed epochs.
-    pub(super) epoch: u64,
-    /// Number of items of all ranks that the next epoch has used.
-    pub(super) items: u64,
-}
-
-impl Progress {
-    /// Returns where a rank's loader starts. If the run had another number of ranks, up to `world - 1`
-    /// items may be used again.
-    pub(super) fn position(self, world: usize) -> Position {
-        let own = self.items / world as u64;
-        if own * world as u64 != self.items {
-            tracing::warn!(
-                target: "fsdp",
-                "the checkpoint's position, {} items, is not a multiple of {world} ranks: up to {} \
-                 items are used twice",
-                self.items,
-                world - 1
-            );
-        }
-        Position { epoch: self.epoch, items: own as usize }
+/// Returns where a rank's loader starts. If the run had another number of ranks, up to `world - 1` items
+/// may be used again.
+///
+/// The position of a run's [`Progress`] is the number of items of all ranks that the epoch has used.
+pub(super) fn start(progress: Progress, world: usize) -> Position {
+    let (items, world) = (progress.position, world as u64);
+    if !items.is_multiple_of(world) {
+        tracing::warn!(
+            target: "fsdp",
+            "the checkpoint's position, {items} items, is not a multiple of {world} ranks: up to {} \
+             items are used twice",
+            world - 1
+        );
     }
+    Position { epoch: progress.epoch, items: (items / world) as usize }
 }
 
 /// Saves a checkpoint. Every rank calls it.
@@ -89,8 +77,8 @@ pub(super) fn save<M: FsdpModule>(
     model: &Fsdp<M>,
     stepper: &Stepper,
 ) -> Result<(), Error> {
-    let checkpoint = Checkpoint::new(progress.steps)
-        .with_data_position(progress.epoch, progress.items)
+    let checkpoint = Checkpoint::new(progress.step)
+        .with_data_position(progress.epoch, progress.position)
         .with_model(MODEL, model);
     let checkpoint = match stepper {
         Stepper::Shards(optimizer) => checkpoint.with_optimizer(OPTIMIZER, optimizer),
@@ -119,6 +107,5 @@ pub(super) fn restore<M: FsdpModule>(
         Stepper::Shards(optimizer) => restore.with_optimizer(OPTIMIZER, optimizer),
         Stepper::WholeParams(optimizer) => restore.with_whole_optimizer(OPTIMIZER, optimizer),
     };
-    let saved = restore.load(worker, folder)?.progress;
-    Ok(Progress { steps: saved.step, epoch: saved.epoch, items: saved.position })
+    Ok(restore.load(worker, folder)?.progress)
 }

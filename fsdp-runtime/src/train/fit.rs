@@ -9,18 +9,18 @@ use burn::tensor::Device;
 use burn::train::metric::store::EventStoreClient;
 use burn::train::{
     CloneEarlyStoppingStrategy, InferenceStep, Interrupter, Learner, LearnerEvent, TrainLoader,
-    TrainStep, ValidLoader,
+    TrainStep, TrainingItem, ValidLoader,
 };
 
-use super::checkpoints::{Progress, Stepper, save};
+use super::checkpoints::{Stepper, save, start};
 use super::events::Events;
 use super::output::RankOutput;
 use super::position::{Position, starting_at};
 use super::seen::Seen;
 use super::settings::{LearnerModel, Settings};
 use super::steps::train_step;
-use super::turn::Turn;
-use crate::checkpoint::CheckpointManager;
+use super::turn::{Turn, Turns};
+use crate::checkpoint::{CheckpointManager, Progress};
 use crate::error::{Error, LearnerError};
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
@@ -61,7 +61,15 @@ enum Ended {
     Stopped,
 }
 
-impl<M> Fit<'_, M>
+/// A rank's next batch, and what all ranks told before it.
+struct Next<'a, O, T> {
+    turns: Turns<'a>,
+    item: Option<O>,
+    /// What the metrics get for the batch before.
+    seen: Vec<TrainingItem<T>>,
+}
+
+impl<'a, M> Fit<'a, M>
 where
     M: LearnerModel,
     <M as TrainStep>::Output: RankOutput,
@@ -75,9 +83,11 @@ where
         let mut totals = [train.num_items() as f64, valid.num_items() as f64];
         self.worker.all_reduce_sum(&mut totals)?;
         let [train_items, valid_items] = totals.map(|items| items as usize);
-        let start = self.progress.position(self.worker.world().size());
+        let start = start(self.progress, self.worker.world().size());
         self.start_events(start);
         self.replay(start);
+        skip_epochs(&*train, start.epoch);
+        skip_epochs(&*valid, start.epoch);
 
         for epoch in start.epoch as usize + 1..=self.components.num_epochs {
             let position = if epoch as u64 == start.epoch + 1 { start.items } else { 0 };
@@ -97,7 +107,7 @@ where
             let stopped = self.validate(&model, &*valid, epoch)?;
             self.events.valid(LearnerEvent::EndSplit(epoch));
             self.events.train(LearnerEvent::EndEpoch(epoch));
-            self.progress = Progress { epoch: epoch as u64, items: 0, ..self.progress };
+            self.progress = Progress { epoch: epoch as u64, position: 0, ..self.progress };
             self.save(&model)?;
             if stopped || self.stops_early(epoch)? {
                 break;
@@ -117,7 +127,7 @@ where
 
     /// Brings the learning rates, and the state of early stopping, to where a resumed run was.
     fn replay(&mut self, start: Position) {
-        (0..self.progress.steps).for_each(|_| self.learner.lr_step());
+        (0..self.progress.step).for_each(|_| self.learner.lr_step());
         if self.events.leads()
             && let Some(early_stopping) = &mut self.components.early_stopping
         {
@@ -139,12 +149,9 @@ where
         let (mut batch, mut accumulated) = (0, 0);
         loop {
             batch += 1;
-            let interrupter = &self.components.interrupter;
-            let (turn, item) =
-                Turn::next(&mut *iterator, interrupter, seen.take_own(self.worker.world()));
-            let turns = turn.exchange(self.worker)?;
-            for item in seen.take(&turns, self.events.leads())? {
-                self.events.train(LearnerEvent::ProcessedItem(item));
+            let Next { turns, item, seen: outputs } = self.next(&mut *iterator, &mut seen)?;
+            for output in outputs {
+                self.events.train(LearnerEvent::ProcessedItem(output));
             }
             if !turns.all_have_batches(batch)? {
                 break;
@@ -162,7 +169,7 @@ where
             accumulated = if ends_step { 0 } else { accumulated + 1 };
             if ends_step {
                 model = self.step(model, output.grads)?;
-                self.progress.items = progress.items_processed as u64;
+                self.progress.position = progress.items_processed as u64;
                 self.save_after_step(&model, progress.is_completed())?;
             }
             if batch % self.settings.metric_interval == 0 {
@@ -177,13 +184,26 @@ where
         Ok((model, Ended::AtItsLastBatch))
     }
 
+    /// Takes the next batch of this rank and tells the others. Every rank calls it.
+    fn next<O, T: RankOutput>(
+        &self,
+        iterator: &mut dyn DataLoaderIterator<O>,
+        seen: &mut Seen<T>,
+    ) -> Result<Next<'a, O, T>, Error> {
+        let own = seen.take_own(self.worker.world());
+        let (turn, item) = Turn::next(iterator, &self.components.interrupter, own);
+        let turns = turn.exchange(self.worker)?;
+        let seen = seen.take(&turns, self.events.leads())?;
+        Ok(Next { turns, item, seen })
+    }
+
     /// Updates the model. Every rank calls it.
     fn step(&mut self, model: Fsdp<M>, mut gradients: GradientsParams) -> Result<Fsdp<M>, Error> {
         if let Some(max_norm) = self.settings.max_grad_norm {
             model.clip_grad_norm(&mut gradients, max_norm)?;
         }
         self.learner.lr_step();
-        self.progress.steps += 1;
+        self.progress.step += 1;
         self.stepper.step(self.learner.lr_current(), model, gradients)
     }
 
@@ -202,12 +222,9 @@ where
         let mut batch = 0;
         loop {
             batch += 1;
-            let interrupter = &self.components.interrupter;
-            let (turn, item) =
-                Turn::next(&mut *iterator, interrupter, seen.take_own(self.worker.world()));
-            let turns = turn.exchange(self.worker)?;
-            for item in seen.take(&turns, self.events.leads())? {
-                self.events.valid(LearnerEvent::ProcessedItem(item));
+            let Next { turns, item, seen: outputs } = self.next(&mut *iterator, &mut seen)?;
+            for output in outputs {
+                self.events.valid(LearnerEvent::ProcessedItem(output));
             }
             if !turns.any_has_batch() {
                 return Ok(false);
@@ -259,7 +276,7 @@ where
     }
 
     fn save_after_step(&mut self, model: &Fsdp<M>, ends_epoch: bool) -> Result<(), Error> {
-        let due = |every| self.progress.steps.is_multiple_of(every);
+        let due = |every| self.progress.step.is_multiple_of(every);
         // The checkpoint at the end of the epoch follows.
         if ends_epoch || !self.settings.checkpoint_every.is_some_and(due) {
             return Ok(());
@@ -280,9 +297,19 @@ where
     }
 }
 
-/// Returns the iterator of a loader that starts at `position`. A loader other than
-/// [`RankLoader`](super::RankLoader) is brought there: its earlier epochs are begun, which moves its
-/// shuffling on, and the batches before the position are dropped.
+/// Begins the first `epochs` epochs of a loader that does not take positions, as every loader but
+/// [`RankLoader`](super::RankLoader). This brings its shuffling to the epoch after them.
+fn skip_epochs<O>(loader: &dyn DataLoader<O>, epochs: u64) {
+    for epoch in 0..epochs {
+        let (_, taken) = starting_at(Position { epoch, items: 0 }, || loader.iter());
+        if taken {
+            return;
+        }
+    }
+}
+
+/// Returns the iterator of a loader that starts at `position`. Batches before it are dropped if the
+/// loader does not take positions.
 fn iterate<'a, O>(
     loader: &'a dyn DataLoader<O>,
     position: Position,
