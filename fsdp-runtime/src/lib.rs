@@ -19,10 +19,10 @@ extern crate self as fsdp_runtime;
 mod backend;
 pub mod checkpoint;
 mod collectives;
-pub mod config;
 mod error;
 mod fully_shard;
 #[cfg(any(doc, doctest))]
+#[path = "../docs/guide.rs"]
 pub mod guide;
 mod launch;
 mod layout;
@@ -31,8 +31,6 @@ pub mod nn;
 pub mod optim;
 mod options;
 mod param_group;
-#[cfg(feature = "plot")]
-mod plot;
 mod runtime;
 #[cfg(feature = "train")]
 pub mod train;
@@ -64,6 +62,7 @@ pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
 pub use layout::{Mesh, MeshError, Rank, WorldSize};
 pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};
 pub use optim::{GradScaler, GradScalerConfig, Unscaled};
+pub use options::config;
 pub use options::{
     ActivationCheckpointing, BackwardPrefetch, CheckpointingConfig, FsdpConfig, FsdpOptions,
     GradientAccumulation, MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward,

@@ -39,7 +39,7 @@ fn prose(page: &str) -> Vec<&str> {
 
 /// Returns the chapters that `guide.rs` lists.
 fn chapters() -> Vec<String> {
-    let source = text("fsdp-runtime/src/guide.rs");
+    let source = text("fsdp-runtime/docs/guide.rs");
     let list = source.split("chapters!(\n").nth(1).expect("a list");
     let chapter = |line: &str| {
         let (name, file) = line.trim().trim_end_matches(',').split_once(": ")?;

@@ -1,7 +1,8 @@
 //! Options that say how a model is sharded: PyTorch's and Accelerate's options as types.
 //!
-//! Imports point one way: policies, precision <- fsdp_options <- resolve, fsdp_config.
+//! Imports point one way: policies, precision <- fsdp_options <- resolve, fsdp_config, config.
 
+pub mod config;
 mod fsdp_config;
 mod fsdp_options;
 mod policies;

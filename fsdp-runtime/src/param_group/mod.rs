@@ -4,6 +4,8 @@ pub(crate) mod forecast;
 pub(crate) mod memory;
 mod mib;
 pub(crate) mod plan;
+#[cfg(feature = "plot")]
+mod plot;
 mod unit;
 pub(crate) mod wrapping;
 

@@ -10,7 +10,7 @@
 //! - [`FsdpStrategy`] as the training strategy: metrics over all ranks, clipping by the norm of all
 //!   gradients, checkpoints, and one decision for all ranks when to stop.
 //!
-#![cfg_attr(doc, doc = "[A chapter of the guide](crate::guide::learner) has a whole program.")]
+//! The chapter `guide::learner` has a whole program.
 //!
 //! # What differs from Burn's strategies
 //!

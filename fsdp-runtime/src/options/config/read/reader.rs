@@ -1,11 +1,11 @@
 //! The [`Reader`]: the configuration read so far, its notes and problems, and values of one type.
 
-use crate::config::error::{Note, Problem, ProblemKind};
-use crate::config::nearest::nearest;
-use crate::config::types::Config;
-use crate::config::values::Named;
-use crate::config::yaml::{Entry, Value};
 use crate::options::ShardingStrategy;
+use crate::options::config::error::{Note, Problem, ProblemKind};
+use crate::options::config::nearest::nearest;
+use crate::options::config::types::Config;
+use crate::options::config::values::Named;
+use crate::options::config::yaml::{Entry, Value};
 
 /// Key of the number of shard groups, whose line `agree.rs` needs.
 pub(super) const REPLICATE: &str = "parallelism_config_dp_replicate_size";

@@ -1,19 +1,19 @@
-#![doc = include_str!("../docs/links")]
+#![doc = include_str!("links")]
 #![doc = ""]
-#![doc = include_str!("../docs/README.md")]
+#![doc = include_str!("README.md")]
 
-// This module exists in the documentation only. A chapter is a page of `docs/`. To add one: a line
-// below, in `docs/links` and in the table of `docs/README.md`; `tests/guide.rs` of the workspace
+// This module exists in the documentation only. A chapter is a page of this folder. To add one: a line
+// below, in `links` and in the table of `README.md`; `tests/guide.rs` of the workspace
 // compares them.
 //
 // A link between pages is a reference, such as `[Checkpoints][checkpoints]`. Markdown uses the first
-// definition of a reference: in rustdoc the one in `docs/links`, in the file itself the one at its end.
+// definition of a reference: in rustdoc the one in `links`, in the file itself the one at its end.
 
 macro_rules! chapters {
     ($($name:ident: $page:literal),+ $(,)?) => {$(
-        #[doc = include_str!("../docs/links")]
+        #[doc = include_str!("links")]
         #[doc = ""]
-        #[doc = include_str!(concat!("../docs/", $page))]
+        #[doc = include_str!($page)]
         pub mod $name {}
     )+};
 }

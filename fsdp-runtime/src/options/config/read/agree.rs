@@ -4,10 +4,10 @@
 //! here.
 
 use super::reader::{REPLICATE, Reader, Reshard};
-use crate::config::error::{Note, Problem, ProblemKind};
-use crate::config::types::DEFAULT_MIN_NUM_PARAMS;
-use crate::config::values::{AutoWrapPolicy, MixedPrecision, Named};
 use crate::options::ShardingStrategy;
+use crate::options::config::error::{Note, Problem, ProblemKind};
+use crate::options::config::types::DEFAULT_MIN_NUM_PARAMS;
+use crate::options::config::values::{AutoWrapPolicy, MixedPrecision, Named};
 
 impl Reader {
     pub(super) fn check_agreement(&mut self) {

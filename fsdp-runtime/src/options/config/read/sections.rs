@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 
 use super::reader::Reader;
-use crate::config::error::ProblemKind;
-use crate::config::keys::{Effect, Section};
-use crate::config::nearest::nearest;
-use crate::config::values::Named;
-use crate::config::yaml::Entry;
+use crate::options::config::error::ProblemKind;
+use crate::options::config::keys::{Effect, Section};
+use crate::options::config::nearest::nearest;
+use crate::options::config::values::Named;
+use crate::options::config::yaml::Entry;
 
 impl Reader {
     /// Reads all entries of a part. Of entries with equal keys, the first is read.

@@ -298,7 +298,7 @@ fn every_listed_key_is_read() {
 
 #[test]
 fn every_key_is_documented() {
-    let text = include_str!("../../docs/config.md");
+    let text = include_str!("../../../docs/config.md");
     for section in [keys::Section::Top, keys::Section::Fsdp] {
         for key in section.keys() {
             assert!(text.contains(&format!("`{}`", key.name)), "{} is missing", key.name);

@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use super::reader::{REPLICATE, Reader, Reshard, boolean};
-use crate::config::error::ProblemKind;
-use crate::config::nearest::nearest;
-use crate::config::types::MpirunConfig;
-use crate::config::values::{FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES};
-use crate::config::yaml::{Entry, Node, Value};
 use crate::options::ShardingStrategy;
+use crate::options::config::error::ProblemKind;
+use crate::options::config::nearest::nearest;
+use crate::options::config::types::MpirunConfig;
+use crate::options::config::values::{FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES};
+use crate::options::config::yaml::{Entry, Node, Value};
 
 impl Reader {
     pub(super) fn compute_environment(&mut self, entry: &Entry) {
