@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Checks of `bert_finetune` on processes, and its throughput there. For a build with `mpi`:
+"""Checks of the examples on processes, and `bert_finetune`'s throughput there. For a build with `mpi`:
 
     cargo build --release --features mpi --example bert_finetune
     tests/mpi.py losses EXAMPLE        20 steps on 4 processes against 4 threads: at most 1e-6 apart
+    tests/mpi.py learner EXAMPLE       `mnist_learner` on 2 processes against 2 threads: the same metrics
     tests/mpi.py kills EXAMPLE COUNT   ranks killed or stopped at random: each run ends within 10 s,
                                        names the rank, exits with an error and leaves no process
     tests/mpi.py throughput EXAMPLE    2 processes against 2 threads, in turns: at least 0.9 of it
@@ -10,12 +11,14 @@
 
 import json
 import os
+import pathlib
 import random
 import re
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n"]
@@ -39,6 +42,24 @@ def losses(example):
     apart = max(abs(a - b) / abs(a) for a, b in zip(threads, processes, strict=True))
     print(f"{len(threads)} losses on 4 processes and on 4 threads: {apart:.1e} apart")
     assert len(threads) == 20 and apart <= 1e-6, (threads, processes)
+
+
+def learner(example):
+    """The Learner's metrics of every epoch, as its loggers write them."""
+
+    def metrics(command, folder):
+        done = subprocess.run([*command, "--epochs", "1", "--out", folder], capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert "panicked" not in done.stdout + done.stderr, done.stdout + done.stderr
+        logs = sorted(pathlib.Path(folder).rglob("*.log"))
+        return {str(log.relative_to(folder)): log.read_text() for log in logs if log.name != "experiment.log"}
+
+    with tempfile.TemporaryDirectory() as threads, tempfile.TemporaryDirectory() as processes:
+        expected = metrics([example, "--world", "2"], threads)
+        found = metrics(MPIRUN + ["2", example], processes)
+    assert expected and found == expected, (found, expected)
+    lines = sum(text.count("\n") for text in found.values())
+    print(f"{lines} values of {len(found)} metrics on 2 processes and on 2 threads: the same")
 
 
 def alive(pid):
@@ -119,7 +140,7 @@ def throughput(example):
 
 
 if __name__ == "__main__":
-    commands = {"losses": losses, "kills": kills, "throughput": throughput}
+    commands = {"losses": losses, "learner": learner, "kills": kills, "throughput": throughput}
     try:
         command, arguments = commands[sys.argv[1]], sys.argv[2:]
     except (IndexError, KeyError):

@@ -55,6 +55,11 @@ fn stopped() -> Interrupter {
 
 /// Runs the program in a terminal of 120 by 40 characters. Returns what it printed.
 fn in_terminal(scenario: &str) -> String {
+    run(scenario, true)
+}
+
+/// Runs the program with a terminal as its output, and as its input only if `has_keyboard`.
+fn run(scenario: &str, has_keyboard: bool) -> String {
     let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&terminal).unwrap();
     unlockpt(&terminal).unwrap();
@@ -64,11 +69,16 @@ fn in_terminal(scenario: &str) -> String {
     tcsetwinsize(&device, size).unwrap();
 
     let end = || Stdio::from(OwnedFd::from(device.try_clone().unwrap()));
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let program = std::env::current_exe().unwrap();
+    // A session of its own has no terminal to read from.
+    let mut command = if has_keyboard { Command::new(&program) } else { Command::new("setsid") };
+    if !has_keyboard {
+        command.arg("--wait").arg(&program);
+    }
     command
         .args(["--exact", "dashboard::program", "--ignored", "--nocapture"])
         .env(SCENARIO, scenario)
-        .stdin(end())
+        .stdin(if has_keyboard { end() } else { Stdio::null() })
         .stdout(end())
         .stderr(end());
     let mut child = command.spawn().unwrap();
@@ -114,4 +124,12 @@ fn the_terminal_is_restored_after_a_stop() {
     let text = in_terminal("stopped");
     assert_eq!((count(&text, ENTER), count(&text, LEAVE)), (1, 1), "{text:?}");
     assert!(text.contains("the run ended"), "{text:?}");
+}
+
+/// Under `mpirun` stdout is a terminal, but the session may have none to read keys from.
+#[test]
+fn a_terminal_without_a_keyboard_gets_lines() {
+    let text = run("ends", false);
+    assert_eq!(count(&text, ENTER), 0, "{text:?}");
+    assert!(text.contains("Starting training") && text.contains("the run ended"), "{text:?}");
 }
