@@ -7,7 +7,7 @@ use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, Rank, WorldSize};
 
-use super::mlp::{Block, Mlp, WIDTH, loss, on_ranks};
+use super::mlp::{Block, Mlp, WIDTH, loss, of_rank_0, on_ranks};
 
 /// A model whose root unit has a tied weight at both ends.
 #[derive(Module, Debug)]
@@ -100,6 +100,54 @@ fn options_that_cost_memory() {
     assert_as_forecast(4, options.with_reshard_after_forward(ReshardAfterForward::To(2)), 1);
 }
 
+/// Whether a reduction has ended while the gradients of the next unit arrive is a matter of time. So
+/// the forecast is the most that there can be.
+#[test]
+fn reductions_in_flight() {
+    for (world, in_flight, batches) in [(2, 2, 1), (2, 3, 1), (4, 2, 1), (2, 2, 2)] {
+        for accumulation in [GradientAccumulation::ReduceEach, GradientAccumulation::HoldUnsharded]
+        {
+            let one = FsdpOptions::new().with_seed(3).with_gradient_accumulation(accumulation);
+            let several = one.clone().with_reductions_in_flight(in_flight);
+            let [of_one, of_several] = [one, several].map(|options| {
+                of_rank_0(world, move |worker| gradients(worker, &options, batches))
+            });
+            assert_eq!(of_one.0, of_several.0, "losses and weights have the same bits");
+            let ((_, peak, forecast), (_, of_one, _)) = (of_several, of_one);
+            assert!(of_one <= peak && peak <= forecast, "{of_one} {peak} {forecast}");
+            assert!(of_one < forecast, "another reduction takes memory");
+        }
+    }
+}
+
+/// Trains two steps. Returns the losses and the weights, the peak of the gradients, and its forecast.
+fn gradients(
+    worker: &Worker,
+    options: &FsdpOptions,
+    batches: usize,
+) -> Result<(Vec<f32>, usize, usize), Error> {
+    let mesh = Mesh::new(worker.rank(), worker.world());
+    let model = Tied::new(4, worker.device());
+    let forecast = MemoryForecast::new(&model, mesh, options)?;
+    let forecast = if batches > 1 { forecast.with_accumulation() } else { forecast };
+    let mut model = fully_shard(model, worker, options.clone())?;
+    let mut adam = AdamWConfig::new().init();
+    let mut values = Vec::new();
+    for _ in 0..2 {
+        let ids = || Tensor::from_data([[1, 5, 36], [7, 0, 2]], worker.device());
+        for _ in 1..batches {
+            model.accumulate(loss(model.forward(ids())))?;
+        }
+        let loss = loss(model.forward(ids()));
+        values.push(loss.clone().inner().into_scalar::<f32>());
+        let gradients = model.backward(loss)?;
+        model = adam.step(1e-3, model, gradients);
+    }
+    let peak = model.stats().memory().gradients.peak;
+    values.extend(model.materialize().output.val().into_data().iter::<f32>());
+    Ok((values, peak, forecast.gradients))
+}
+
 #[test]
 fn precision_and_offload() {
     let half = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
@@ -154,7 +202,10 @@ fn a_model_that_does_not_fit_is_refused() {
 fn a_forecast_checks_the_options() {
     let model = Mlp::new(1, &burn::tensor::Device::flex());
     let mesh = Mesh::new(Rank::ZERO, WorldSize::new(2).expect("two ranks"));
-    let error =
-        MemoryForecast::new(&model, mesh, &FsdpOptions::new().with_gather_buffers(0)).unwrap_err();
-    assert!(error.to_string().contains("gather_buffers"), "{error}");
+    let options = FsdpOptions::new();
+    let none = [options.clone().with_gather_buffers(0), options.with_reductions_in_flight(0)];
+    for (options, name) in none.into_iter().zip(["gather_buffers", "reductions_in_flight"]) {
+        let error = MemoryForecast::new(&model, mesh, &options).unwrap_err();
+        assert!(error.to_string().contains(name), "{error}");
+    }
 }

@@ -69,7 +69,7 @@ pub(crate) fn shard<M: HookedForward>(
     if worker.rank() == Rank::ZERO {
         plan.warn_of_left_out(&options);
     }
-    let settings = settings(worker, &options, mesh, reshard)?;
+    let settings = settings(worker, &options, (mesh, reshard), &device)?;
     let mut later = loaded_later(&plan)?;
     if options.deferred_init {
         later = plan.indices.iter().flatten().copied().collect();
@@ -140,8 +140,8 @@ impl Planned {
 fn settings(
     worker: &Worker,
     options: &FsdpOptions,
-    mesh: Mesh,
-    reshard: ReshardAfterForward,
+    (mesh, reshard): (Mesh, ReshardAfterForward),
+    device: &Device,
 ) -> Result<Settings, Error> {
     // Groups are created by collectives, which all run on the communication thread.
     let world = worker.comm().world().clone();
@@ -168,6 +168,7 @@ fn settings(
             BackwardPrefetch::Pre if !can_prefetch => BackwardPrefetch::None,
             prefetch => prefetch,
         },
+        reductions_in_flight: options.reductions_in_flight(device),
         accumulation: options.gradient_accumulation,
         storage: options.offload.storage_device(),
         keep_sent: options.offload == OffloadPolicy::OptimizerOnly,

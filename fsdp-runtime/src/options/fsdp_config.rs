@@ -84,6 +84,8 @@ pub struct FsdpConfig {
     /// [`FsdpOptions::with_backward_prefetch`].
     #[config(default = "BackwardPrefetch::Pre")]
     pub backward_prefetch: BackwardPrefetch,
+    /// [`FsdpOptions::with_reductions_in_flight`]; `None` for the default of the device.
+    pub reductions_in_flight: Option<usize>,
     /// [`FsdpOptions::with_gradient_accumulation`].
     #[config(default = "GradientAccumulation::ReduceEach")]
     pub gradient_accumulation: GradientAccumulation,
@@ -200,6 +202,7 @@ impl FsdpConfig {
             gather_buffers: self.gather_buffers,
             forward_prefetch: self.forward_prefetch,
             backward_prefetch: self.backward_prefetch,
+            reductions_in_flight: self.reductions_in_flight,
             gradient_accumulation: self.gradient_accumulation,
             mixed_precision: self.mixed_precision,
             mixed_precision_for,

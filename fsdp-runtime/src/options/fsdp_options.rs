@@ -20,6 +20,7 @@ use crate::module::UnitType;
 /// | [`gather_buffers`](Self::with_gather_buffers) | 2 |
 /// | [`forward_prefetch`](Self::with_forward_prefetch) | on |
 /// | [`backward_prefetch`](Self::with_backward_prefetch) | [`Pre`](BackwardPrefetch::Pre) |
+/// | [`reductions_in_flight`](Self::with_reductions_in_flight) | 1 on Flex, 2 on other devices |
 /// | [`gradient_accumulation`](Self::with_gradient_accumulation) | [`ReduceEach`](GradientAccumulation::ReduceEach) |
 /// | [`mixed_precision`](Self::with_mixed_precision) | dtypes in which the model is initialised |
 /// | [`offload`](Self::with_offload) | [`None`](OffloadPolicy::None) |
@@ -42,6 +43,7 @@ pub struct FsdpOptions {
     pub(crate) gather_buffers: usize,
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
+    pub(super) reductions_in_flight: Option<usize>,
     pub(crate) gradient_accumulation: GradientAccumulation,
     pub(super) mixed_precision: MixedPrecisionPolicy,
     pub(crate) mixed_precision_for: Vec<(UnitType, MixedPrecisionPolicy)>,
@@ -75,6 +77,7 @@ impl FsdpOptions {
             gather_buffers: 2,
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
+            reductions_in_flight: None,
             gradient_accumulation: GradientAccumulation::ReduceEach,
             mixed_precision: MixedPrecisionPolicy::new(),
             mixed_precision_for: Vec::new(),
@@ -153,6 +156,18 @@ impl FsdpOptions {
     /// PyTorch's `backward_prefetch`, Accelerate's `fsdp_backward_prefetch`.
     pub const fn with_backward_prefetch(mut self, prefetch: BackwardPrefetch) -> Self {
         self.backward_prefetch = prefetch;
+        self
+    }
+
+    /// Sets how many units' gradients may be in reduction at a time, at least 1. Default: 1 on Flex, 2
+    /// on other devices.
+    ///
+    /// With 1, backward waits for the reduction of a unit before the gradients of the next one arrive,
+    /// so that the full gradients of one unit exist at a time. With 2, backward goes on meanwhile: a
+    /// device that computes while the host goes on always has work. Each further reduction takes the
+    /// full and the reduced gradients of one more unit. PyTorch's FSDP2 works as with 2.
+    pub const fn with_reductions_in_flight(mut self, reductions: usize) -> Self {
+        self.reductions_in_flight = Some(reductions);
         self
     }
 

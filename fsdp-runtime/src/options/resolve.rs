@@ -24,6 +24,7 @@ impl FsdpOptions {
             gather_buffers,
             forward_prefetch,
             backward_prefetch,
+            reductions_in_flight,
             gradient_accumulation,
             mixed_precision,
             mixed_precision_for,
@@ -38,7 +39,7 @@ impl FsdpOptions {
             seed,
             optimizer_check,
         } = self;
-        let options: [(&str, &dyn Debug); 19] = [
+        let options: [(&str, &dyn Debug); 20] = [
             ("strategy", strategy),
             ("seed", seed),
             ("shard_size", shard_size),
@@ -47,6 +48,7 @@ impl FsdpOptions {
             ("gather_buffers", gather_buffers),
             ("forward_prefetch", forward_prefetch),
             ("backward_prefetch", backward_prefetch),
+            ("reductions_in_flight", reductions_in_flight),
             ("gradient_accumulation", gradient_accumulation),
             ("mixed_precision", mixed_precision),
             ("mixed_precision_for", mixed_precision_for),
@@ -91,6 +93,12 @@ impl FsdpOptions {
         device.clone()
     }
 
+    /// Returns how many reductions of gradients may run at a time, given the device that computes.
+    pub(crate) fn reductions_in_flight(&self, device: &Device) -> usize {
+        // On Flex a reduction takes the time of the processor that computes.
+        self.reductions_in_flight.unwrap_or(if is_flex(device) { 1 } else { 2 })
+    }
+
     /// Checks that the parameters of a model on the device `model` can be offloaded from `device`,
     /// which computes.
     pub(crate) fn check_offload(&self, model: &Device, device: &Device) -> Result<(), ShardError> {
@@ -108,12 +116,16 @@ impl FsdpOptions {
 
     /// Checks the options that need no knowledge of the model or the mesh.
     pub(crate) fn check(&self) -> Result<(), ShardError> {
-        if self.gather_buffers == 0 {
-            return Err(ShardError::InvalidOption {
-                option: "gather_buffers",
-                value: "0".into(),
-                expected: "use at least 1".into(),
-            });
+        let buffers = ("gather_buffers", Some(self.gather_buffers));
+        let reductions = ("reductions_in_flight", self.reductions_in_flight);
+        for (option, number) in [buffers, reductions] {
+            if number == Some(0) {
+                return Err(ShardError::InvalidOption {
+                    option,
+                    value: "0".into(),
+                    expected: "use at least 1".into(),
+                });
+            }
         }
         if self.offload != OffloadPolicy::None && cfg!(not(feature = "flex")) {
             return Err(ShardError::InvalidOption {

@@ -18,8 +18,7 @@ pub(super) struct Target<'a> {
     pub(super) dtype: DType,
     /// The rank that loads.
     pub(super) rank: usize,
-    /// Whether this rank owns the parameter, a sharded matrix, for optimizers that step full
-    /// matrices.
+    /// Whether this rank steps this sharded matrix, under an optimizer that steps full matrices.
     pub(super) owned: bool,
 }
 
@@ -41,9 +40,9 @@ fn first_element(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
 
 impl Target<'_> {
     /// Returns the elements that this rank needs of a tensor of an optimizer's state for the
-    /// parameter, with their shape; `None` where the tensor's shape does not fit. These are the
-    /// shard's elements of a sharded parameter, and else the full tensor, which `whole` also
-    /// selects for a sharded matrix.
+    /// parameter, with their shape. Of a sharded matrix these are the shard's elements or, if
+    /// `whole`, all. Of any other parameter they are all. Returns `None` where the tensor's shape does
+    /// not fit.
     pub(super) fn state_range(
         &self,
         stored: &TensorEntry,

@@ -1,5 +1,7 @@
 //! Bytes of gradients in a backward pass.
 
+use std::ops::Range;
+
 use super::super::unit::Unit;
 use crate::options::GradientAccumulation;
 
@@ -21,11 +23,14 @@ pub(super) struct Gradients {
     held: Vec<usize>,
     /// Whether reduced gradients are stored on the host.
     offloaded: bool,
+    /// Number of units in reduction while the gradients of another one arrive.
+    beside: usize,
 }
 
 impl Gradients {
-    /// Returns the gradients of `units`. `offloaded` says that reduced gradients are stored on the host.
-    pub(super) fn new(units: &[Unit], offloaded: bool) -> Self {
+    /// Returns the gradients of `units`, of which `in_flight` may be in reduction at a time. `offloaded`
+    /// says that reduced gradients are stored on the host.
+    pub(super) fn new(units: &[Unit], offloaded: bool, in_flight: usize) -> Self {
         // A parameter's gradient arrives in the dtype of the parameter. It is cast to the dtype of the
         // reduction once all gradients of the unit have arrived.
         let arrive = |unit: &Unit| unit.gradient_bytes().0;
@@ -52,13 +57,14 @@ impl Gradients {
             reduced: units.iter().map(reduced).collect(),
             held: units.iter().map(held).collect(),
             offloaded,
+            beside: in_flight - 1,
         }
     }
 
     /// Returns the most bytes of one backward pass at any moment, on the device and on the host.
     ///
-    /// Backward goes through the units in reverse order. The reduction of a unit ends before the next
-    /// unit's gradients arrive.
+    /// Backward goes through the units in reverse order. With one reduction in flight, the reduction of
+    /// a unit ends before the next unit's gradients arrive.
     pub(super) fn once(&self) -> (usize, usize) {
         if self.offloaded {
             return (self.largest(), self.reduced.iter().sum());
@@ -66,8 +72,9 @@ impl Gradients {
         let mut done = 0;
         let mut peak = 0;
         let units = self.full.iter().zip(&self.reducing).zip(&self.reduced);
-        for ((full, reducing), reduced) in units.rev() {
-            peak = peak.max(done + full.max(reducing));
+        for (unit, ((full, reducing), reduced)) in units.enumerate().rev() {
+            let beside: usize = self.held[self.beside(unit)].iter().sum();
+            peak = peak.max(done + beside + full.max(reducing));
             done += reduced;
         }
         (peak.max(done), 0)
@@ -82,8 +89,9 @@ impl Gradients {
         let mut now: usize = self.held.iter().sum();
         let mut peak = now + self.arriving.iter().max().copied().unwrap_or(0);
         let units = self.arriving.iter().zip(&self.held).zip(&self.reduced);
-        for ((arriving, held), reduced) in units.rev() {
-            peak = peak.max(now + arriving.max(reduced));
+        for (unit, ((arriving, held), reduced)) in units.enumerate().rev() {
+            let beside: usize = self.held[self.beside(unit)].iter().sum();
+            peak = peak.max(now + beside + arriving.max(reduced));
             now -= held;
             if !self.offloaded {
                 now += reduced;
@@ -92,9 +100,19 @@ impl Gradients {
         peak.max(now)
     }
 
-    /// Returns the most bytes of full gradients of one unit and its enclosing units.
+    /// Returns the units that may be in reduction while the gradients of `unit` arrive.
+    fn beside(&self, unit: usize) -> Range<usize> {
+        unit + 1..self.full.len().min(unit + 1 + self.beside)
+    }
+
+    /// Returns the most bytes of full gradients of one unit, of its enclosing units, and of those in
+    /// reduction, with what these reductions make.
     fn largest(&self) -> usize {
-        self.full.iter().chain(&self.reducing).max().copied().unwrap_or(0)
+        let of_unit = |(unit, (full, reducing)): (usize, (&usize, &usize))| {
+            let both = |unit: usize| self.held[unit] + self.reduced[unit];
+            full.max(reducing) + self.beside(unit).map(both).sum::<usize>()
+        };
+        self.full.iter().zip(&self.reducing).enumerate().map(of_unit).max().unwrap_or(0)
     }
 
     /// Returns the most bytes of a backward pass that adds to the gradients of earlier micro-batches,

@@ -89,7 +89,9 @@ impl HostForecast {
 impl MemoryForecast {
     /// Returns what the rank of `mesh` will need for `module` under `options`.
     ///
-    /// For the hybrid strategies without a `shard_size`, all ranks are assumed to be on one machine.
+    /// For the hybrid strategies without a `shard_size`, all ranks are assumed to be on one machine. The
+    /// device that computes is assumed to be that of the module, by which
+    /// [`with_reductions_in_flight`](FsdpOptions::with_reductions_in_flight) has its default.
     ///
     /// # Errors
     ///
@@ -103,14 +105,14 @@ impl MemoryForecast {
         options.check()?;
         let mesh = options.mesh(mesh, mesh.world.size())?;
         let reshard = options.reshard(mesh)?;
-        let units = Plan::new(module, mesh, options)?.units;
+        let Plan { units, device, .. } = Plan::new(module, mesh, options)?;
         let (mut shards, mut replicated) = (0, 0);
         for (of_shards, of_replicated) in units.iter().map(Unit::stored_bytes) {
             shards += of_shards;
             replicated += of_replicated;
         }
         let offloaded = options.offload != OffloadPolicy::None;
-        let gradients = Gradients::new(&units, offloaded);
+        let gradients = Gradients::new(&units, offloaded, options.reductions_in_flight(&device));
         let (on_device, on_host) = gradients.once();
         let host = HostForecast { shards, replicated, gradients: on_host, ..Default::default() };
         let device_shards = match options.offload {

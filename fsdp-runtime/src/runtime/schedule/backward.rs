@@ -64,8 +64,8 @@ impl<B: ModelBackend> Schedule<B> {
         let mut guard = self.lock();
         let state = &mut *guard;
         if state.calls.get(&id).is_some_and(|call| !call.has_gradients()) {
-            // Full gradients of one unit at a time: those of the unit before are freed first.
-            self.collect_reductions(state)?;
+            // Full gradients of one unit at a time beside those in reduction.
+            self.collect_early_reductions(state)?;
         }
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
         let sum = match call.gradients[entry].take() {
@@ -225,7 +225,7 @@ impl<B: ModelBackend> Schedule<B> {
                 }
             }
         }
-        self.collect_reductions(state)?;
+        self.collect_reductions(state, 0)?;
         state.calls.retain(|_, call| call.has_graph());
         for unit in 0..self.units.len() {
             self.evict(state, unit)?;

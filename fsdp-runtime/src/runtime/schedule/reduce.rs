@@ -74,9 +74,10 @@ fn all_of_shard(keep: Reduce) -> Reduce {
 }
 
 impl<B: ModelBackend> Schedule<B> {
-    /// Issues the reduction of a unit's gradients, after those under way have ended.
+    /// Issues the reduction of a unit's gradients, after those before it have ended but for as many as
+    /// may run beside it.
     pub(super) fn reduce(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
-        self.collect_reductions(state)?;
+        self.collect_early_reductions(state)?;
         let unit = &self.units[index];
         let gradients = &mut state.units[index].unsharded_gradients;
         let gradients: Vec<_> = gradients.iter_mut().map(Option::take).collect();
@@ -113,9 +114,21 @@ impl<B: ModelBackend> Schedule<B> {
         present.into_iter().map(|present| present.then(|| buffers.next())?).collect()
     }
 
-    /// Waits for all running reductions and adds the results to the reduced gradients.
-    pub(super) fn collect_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
-        while let Some(Reduction { unit, bytes, work }) = state.gradients.reductions.pop_front() {
+    /// Waits for the running reductions but for those that may run beside one more.
+    pub(super) fn collect_early_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
+        self.collect_reductions(state, self.settings.reductions_in_flight - 1)
+    }
+
+    /// Waits for the running reductions but for the last `running`, and adds the results to the reduced
+    /// gradients.
+    pub(super) fn collect_reductions(
+        &self,
+        state: &mut State<B>,
+        running: usize,
+    ) -> Result<(), Error> {
+        while state.gradients.reductions.len() > running
+            && let Some(Reduction { unit, bytes, work }) = state.gradients.reductions.pop_front()
+        {
             tracing::trace!(target: "fsdp", unit = %self.units[unit].name, "fsdp::wait_for_reduce");
             let (reduced, counted) = work.wait()?;
             self.tracker.give_back(MemoryKind::Gradients, bytes, unit);

@@ -24,6 +24,8 @@ pub(crate) struct Settings {
     pub(crate) forward_prefetch: bool,
     /// When backward prefetches the previous unit.
     pub(crate) backward_prefetch: BackwardPrefetch,
+    /// Number of units whose gradients may be in reduction at a time, at least 1.
+    pub(crate) reductions_in_flight: usize,
     /// How the gradients of micro-batches are accumulated.
     pub(crate) accumulation: GradientAccumulation,
     /// Storage device of parameters, reduced gradients and optimizer state.
