@@ -4,6 +4,8 @@
 //! `-- --kernels` for the launches of each kernel. BERT-base is
 //! `-- --layers 12 --hidden 768 --inner 3072`; the number of launches depends on the number of layers.
 //!
+//! The device is Burn's default one where `BURN_DEVICE` names it, else `cpu` if it is compiled in.
+//!
 //! Kernels are compiled but not run; on a CPU the compilation takes minutes. Launches of the ranks'
 //! communication threads are counted apart from those of all other threads.
 
@@ -79,7 +81,11 @@ struct Step {
     lowerings: usize,
 }
 
+#[allow(clippy::needless_return, reason = "which device is a matter of features")]
 fn device() -> Device {
+    if std::env::var_os("BURN_DEVICE").is_some() {
+        return Device::default();
+    }
     #[cfg(feature = "cpu")]
     return Device::cpu();
     #[cfg(all(feature = "wgpu", not(feature = "cpu")))]

@@ -13,6 +13,7 @@ mod kernels {
     pub mod support;
 
     mod copies;
+    mod gelu;
     mod large;
     mod masks;
     mod means;

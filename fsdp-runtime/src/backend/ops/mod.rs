@@ -17,12 +17,14 @@ mod arguments;
 mod copies;
 mod dropout;
 mod error;
+mod gelu;
 mod reductions;
 
 pub use self::copies::{cast, pack, unpack};
 pub use self::dropout::dropout;
 pub(crate) use self::dropout::dropout_tracked;
 pub use self::error::KernelError;
+pub(crate) use self::gelu::gelu_tracked;
 pub use self::reductions::{mean, norm_sums, unscale};
 pub use super::kernels::{MaskSource, Sums, computes};
 pub use super::norm::Norm;

@@ -8,7 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::copy::exclusive;
 use super::tensors::contiguous;
-use super::{copy, dropout, mean, optim, sums};
+use super::{copy, dropout, gelu, mean, optim, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
@@ -59,6 +59,14 @@ impl Kernels for CubeBackend {
 
     fn dropout(tensor: CubeTensor, source: &MaskSource) -> CubeTensor {
         dropout::dropout(tensor, source)
+    }
+
+    fn gelu(tensor: CubeTensor) -> CubeTensor {
+        gelu::forward(tensor)
+    }
+
+    fn gelu_backward(tensor: CubeTensor, grad: CubeTensor) -> CubeTensor {
+        gelu::backward(tensor, grad)
     }
 
     fn adam(

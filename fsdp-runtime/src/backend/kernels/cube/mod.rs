@@ -15,6 +15,7 @@ mod buffer_slice;
 mod copy;
 mod device;
 mod dropout;
+mod gelu;
 mod kernels;
 mod launch;
 mod mean;

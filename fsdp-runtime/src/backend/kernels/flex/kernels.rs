@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::float::{KernelFloat, with_float_type};
 use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
-use super::{dropout, sums};
+use super::{dropout, gelu, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
@@ -182,6 +182,14 @@ impl Kernels for Flex {
                 dropout::dropout(&elements[at..][..dropped.len()], dropped, source, at)
             })
         })
+    }
+
+    fn gelu(tensor: FlexTensor) -> FlexTensor {
+        gelu::forward(&tensor)
+    }
+
+    fn gelu_backward(tensor: FlexTensor, grad: FlexTensor) -> FlexTensor {
+        gelu::backward(&tensor, &grad)
     }
 
     fn adam(

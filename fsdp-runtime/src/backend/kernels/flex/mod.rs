@@ -3,6 +3,7 @@
 
 mod dropout;
 mod float;
+mod gelu;
 mod kernels;
 mod loops;
 mod new_tensor;
@@ -10,5 +11,3 @@ mod prefetch;
 mod sums;
 
 pub(in crate::backend) use self::float::with_float_type;
-pub(crate) use self::loops::{each, indexed};
-pub(crate) use self::new_tensor::{Uninit, new_tensor};

@@ -48,6 +48,7 @@ impl Gpu {
             self.means(from);
             self.norms(from);
             self.masks(from);
+            self.gelus(from);
             self.fills(from);
         }
         self.adam_steps();
@@ -158,6 +159,15 @@ impl Gpu {
         for offset in OFFSETS {
             let tensor = self.tensor_at(offset, NUMEL, dtype);
             self.launch("dropout_kernel", &[], || CubeBackend::dropout(tensor, &source));
+        }
+    }
+
+    fn gelus(&self, dtype: DType) {
+        for offset in OFFSETS {
+            let tensor = self.tensor_at(offset, NUMEL, dtype);
+            let grad = self.tensor_at(offset, NUMEL, dtype);
+            self.launch("gelu_kernel", &[], || CubeBackend::gelu(tensor.clone()));
+            self.launch("gelu_backward_kernel", &[], || CubeBackend::gelu_backward(tensor, grad));
         }
     }
 
