@@ -128,3 +128,46 @@ pub(super) fn backward(tensor: CubeTensor, grad: CubeTensor) -> CubeTensor {
     }
     target
 }
+
+/// With Burn's fusion in the build, models do not use the kernels.
+#[cfg(all(test, feature = "cpu", feature = "flex"))]
+mod tests {
+    use burn::backend::Flex;
+    use burn::tensor::{DType, TensorData};
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use super::*;
+    use crate::backend::kernels::Kernels;
+    use crate::backend::shard_backend::{ShardBackend, cast};
+
+    /// Returns the GELU of some numbers and the gradient, computed from tensors of `dtype`.
+    fn gelu<B: ShardBackend>(device: &B::Device, numbers: &[f32], dtype: DType) -> [Vec<f32>; 2] {
+        let len = numbers.len();
+        let tensor = |values: Vec<f32>| {
+            let values = B::float_from_data(TensorData::new(values, [len]), device);
+            cast::<B>(values, dtype)
+        };
+        let x = || tensor(numbers.to_vec());
+        let grads = tensor((0..len).map(|at| (at % 5) as f32 * 0.5 - 1.0).collect());
+        let results = [B::gelu(x()), B::gelu_backward(x(), grads)];
+        results.map(|result| B::to_data(cast::<B>(result, DType::F32)).iter().collect())
+    }
+
+    #[test]
+    fn values_and_gradients_are_those_of_flex() {
+        let device = CubeDevice::Cpu(cubecl::device::CpuDevice);
+        for (dtype, rounding) in [(DType::F32, 1e-6), (DType::F16, 1.0 / 1024.0)] {
+            for len in [1, 7, 64, 10_001] {
+                // Multiples of 1/16 up to 20 are exact in f16.
+                let numbers: Vec<f32> =
+                    (0..len).map(|at| (at % 641) as f32 / 16.0 - 20.0).collect();
+                let found = gelu::<CubeBackend>(&device, &numbers, dtype);
+                let expected = gelu::<Flex>(&Default::default(), &numbers, DType::F32);
+                for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+                    let most = rounding * expected.abs().max(1.0);
+                    assert!((found - expected).abs() <= most, "{found} {expected} {dtype:?}");
+                }
+            }
+        }
+    }
+}
