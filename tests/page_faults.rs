@@ -1,4 +1,5 @@
-//! A launch tells glibc's allocator to keep freed pages: the same block costs page faults only once.
+//! A launch tells glibc's allocator to keep freed pages, so that the same block costs page faults only
+//! once, and to have huge pages.
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
 use std::fs;
@@ -32,8 +33,9 @@ fn faults_of_blocks(options: LaunchOptions) -> usize {
     faults.unwrap()[0]
 }
 
+/// One test, as the setting is one of the whole process.
 #[test]
-fn a_freed_block_is_used_again_without_page_faults() {
+fn a_tuned_launch_keeps_freed_pages_and_has_huge_ones() {
     let options = LaunchOptions::new(1);
     let untuned = faults_of_blocks(options.clone().with_malloc_tuning(false));
     let tuned = faults_of_blocks(options);
@@ -42,4 +44,31 @@ fn a_freed_block_is_used_again_without_page_faults() {
     assert!(untuned >= pages / 512, "{untuned} faults without the setting");
     assert!(tuned < pages / 100, "{tuned} faults, {untuned} without the setting, {pages} pages");
     assert!(tuned < untuned / 4, "{tuned} faults, {untuned} without the setting");
+
+    let asked = launch(LaunchOptions::new(1).with_device(Device::flex()), |_| {
+        let block = std::hint::black_box(vec![1_u8; BLOCK]);
+        Ok::<_, Error>(asked_for_huge_pages(block.as_ptr().addr() + BLOCK / 2))
+    });
+    assert_ne!(asked.unwrap()[0], Some(false), "no huge pages for a tuned launch");
+}
+
+/// Returns whether the system has been asked for huge pages for the mapping with this address; `None`
+/// where its kernel has none.
+fn asked_for_huge_pages(address: usize) -> Option<bool> {
+    let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
+    if enabled.contains("[never]") {
+        return None;
+    }
+    let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+    let mut is_inside = false;
+    for line in maps.lines() {
+        let number = |text: &str| usize::from_str_radix(text, 16).ok();
+        let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+        if let Some((Some(start), Some(end))) = range.map(|(a, b)| (number(a), number(b))) {
+            is_inside = (start..end).contains(&address);
+        } else if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| is_inside) {
+            return Some(flags.split_whitespace().any(|flag| flag == "hg"));
+        }
+    }
+    panic!("no mapping has the address {address:#x}");
 }

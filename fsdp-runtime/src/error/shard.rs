@@ -153,7 +153,10 @@ pub enum ShardError {
         devices: String,
     },
     /// A device that no backend of this crate supports.
-    #[error("cannot shard on {device}; supported devices: Flex and CubeCL devices")]
+    #[error(
+        "cannot shard on {device}; use Flex or a CubeCL device (`cpu`, `wgpu`, `cuda`) of the rank's own \
+         machine; remote devices, NdArray and LibTorch are not supported"
+    )]
     UnsupportedDevice {
         /// Name of the device.
         device: String,

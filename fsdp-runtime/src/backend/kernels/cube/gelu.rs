@@ -136,7 +136,6 @@ mod tests {
     use burn::tensor::{DType, TensorData};
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use super::*;
     use crate::backend::kernels::Kernels;
     use crate::backend::shard_backend::{ShardBackend, cast};
 
@@ -149,7 +148,7 @@ mod tests {
         };
         let x = || tensor(numbers.to_vec());
         let grads = tensor((0..len).map(|at| (at % 5) as f32 * 0.5 - 1.0).collect());
-        let results = [B::gelu(x()), B::gelu_backward(x(), grads)];
+        let results = [<B as Kernels>::gelu(x()), <B as Kernels>::gelu_backward(x(), grads)];
         results.map(|result| B::to_data(cast::<B>(result, DType::F32)).iter().collect())
     }
 
