@@ -7,7 +7,7 @@
 
 /// Tells glibc's allocator to keep freed pages, and asks the system for huge pages for its heap. The first
 /// call of a process does it; it has no effect with another C library, and where the environment
-/// configures the allocator.
+/// configures the allocator. Only a call on the process's main thread asks for huge pages.
 pub(super) fn keep_freed_pages() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     glibc::keep_freed_pages();
@@ -45,6 +45,7 @@ mod glibc {
 
     /// Extends the heap, and asks for huge pages for the new part, which takes no memory until it is
     /// used. Where the heap cannot grow so far, or the system has no huge pages, nothing changes.
+    /// Neither does it on a thread that has a heap of its own, as every thread but the main one may.
     #[cfg(target_pointer_width = "64")]
     fn ask_for_huge_pages() {
         /// Bytes by which the heap grows. What exceeds them has pages of the usual size.

@@ -122,6 +122,7 @@ impl LaunchOptions {
     /// allocator that the environment configures (`MALLOC_*`, or `glibc.malloc` in `GLIBC_TUNABLES`),
     /// that of another C library, or another `#[global_allocator]`. The process keeps the memory of
     /// its peak until it exits. It reserves 4 GiB of addresses, which take memory where they are used.
+    /// Huge pages are asked for where the first launch is on the process's main thread.
     pub fn with_malloc_tuning(mut self, tuning: bool) -> Self {
         self.malloc_tuning = tuning;
         self
