@@ -89,7 +89,9 @@ def disturb(example, world, how, log):
     """One run, one of whose ranks is killed or stopped at a random moment of its training."""
     command = MPIRUN + [str(world), example, *DEVICE, "--timeout", str(TIMEOUT), "--steps", "100000"]
     with open(log, "w+") as output:
-        run = subprocess.Popen(command, stdout=output, stderr=output)
+        # A short message is written at once. A backtrace would be longer than a pipe takes at once.
+        environment = {**os.environ, "RUST_BACKTRACE": "0"}
+        run = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         while "step 20/" not in open(log).read():
             assert run.poll() is None, open(log).read()
             time.sleep(0.05)
@@ -111,7 +113,7 @@ def disturb(example, world, how, log):
     if how == signal.SIGKILL:
         named = re.findall(r"process rank (\d+) with PID \d+ on node \S+ exited on signal 9", text)
     else:
-        # All other ranks report the error at the same time, so that lines may be mixed up.
+        # All other ranks report the error at the same time, so that a line may follow another's end.
         named = re.findall(r"\w+ of .*: rank (\d+) did not join", text)
     assert set(named) == {str(victim)}, f"rank {victim} is not named:\n{text}"
     assert code != 0 and not left, f"exit code {code}, left: {left}\n{text}"

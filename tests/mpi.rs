@@ -308,7 +308,9 @@ fn rank_of_a_long_run() {
         Ok::<_, Error>(())
     });
     let error = outcome.unwrap_err();
-    eprintln!("\n{error}");
+    // Written at once: the ranks write to one terminal.
+    let line = format!("\n{error}\n");
+    eprint!("{line}");
     let source = error.source.downcast_ref::<Error>();
     let typed = match source {
         Some(Error::Collective(CollectiveError::Timeout { missing, .. })) => {
@@ -330,7 +332,8 @@ fn rank_with_a_seed_of_its_own() {
         let options = FsdpOptions::new().with_seed(u64::from(worker.rank().index() > 0));
         let error = fully_shard(Net::new(1, 0.0, worker.device()), &worker, options).unwrap_err();
         assert!(matches!(error, Error::Shard(ShardError::ModelMismatch { .. })), "{error}");
-        println!("\n{error}");
+        let line = format!("\n{error}\n");
+        print!("{line}");
         Ok::<_, Error>(())
     });
     outcome.unwrap();

@@ -44,6 +44,8 @@ mod train;
 #[cfg(test)]
 mod transformers;
 
+use std::process::ExitCode;
+
 use anyhow::Result;
 use clap::Parser;
 use fsdp_runtime::Rank;
@@ -60,8 +62,8 @@ use crate::train::train;
 /// Exit code of a program that Ctrl-C ended, by the convention of shells.
 const INTERRUPTED: i32 = 130;
 
-fn main() -> Result<()> {
-    start(&Cli::parse())
+fn main() -> ExitCode {
+    report::exit_code(start(&Cli::parse()))
 }
 
 fn start(cli: &Cli) -> Result<()> {

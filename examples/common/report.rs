@@ -1,6 +1,7 @@
 //! Format of the result and of the progress bar.
 
 use std::fmt::Display;
+use std::process::ExitCode;
 
 use anyhow::Result;
 use fsdp_runtime::Rank;
@@ -30,6 +31,16 @@ pub fn print_summary(summary: &(impl Display + Serialize), output: OutputArgs) -
         println!("{}", serde_json::to_string(summary)?);
     }
     Ok(())
+}
+
+/// Returns the exit code of the program: 1 after an error, which this function prints to standard error.
+///
+/// The text is written at once, so that the lines of several processes on one terminal do not mix.
+pub fn exit_code(result: Result<()>) -> ExitCode {
+    let Err(error) = result else { return ExitCode::SUCCESS };
+    let text = format!("Error: {error:?}\n");
+    eprint!("{text}");
+    ExitCode::FAILURE
 }
 
 /// Formats one row of the result's table, 44 characters wide.

@@ -47,6 +47,8 @@ mod train;
 #[cfg(test)]
 mod tests;
 
+use std::process::ExitCode;
+
 use anyhow::Result;
 use clap::Parser;
 use fsdp_runtime::Rank;
@@ -62,8 +64,8 @@ use crate::memory_forecast::forecast;
 use crate::summary::Summary;
 use crate::train::train;
 
-fn main() -> Result<()> {
-    start(&Cli::parse())
+fn main() -> ExitCode {
+    report::exit_code(start(&Cli::parse()))
 }
 
 fn start(cli: &Cli) -> Result<()> {

@@ -68,6 +68,7 @@ fn the_forecast_is_what_the_run_then_holds() {
 fn half_precision_follows_f32_and_offload_is_the_same() {
     let shape = "--world-size 2 --batch-size 2 --max-valid-steps 1";
     let full = run_with(shape).unwrap();
+    assert_eq!(full.losses.len(), 3);
     let offloaded = run_with(&format!("{shape} --cpu-offload")).unwrap();
     assert_eq!(offloaded.losses, full.losses);
     for flag in ["--bf16", "--fp16"] {

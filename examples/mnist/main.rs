@@ -32,6 +32,8 @@ mod sharding;
 mod summary;
 mod train;
 
+use std::process::ExitCode;
+
 use anyhow::{Result, ensure};
 use clap::Parser;
 use fsdp_runtime::env::RankEnv;
@@ -43,8 +45,8 @@ use crate::compare::compare;
 use crate::summary::Summary;
 use crate::train::{Job, fsdp_main};
 
-fn main() -> Result<()> {
-    start(&Cli::parse())
+fn main() -> ExitCode {
+    report::exit_code(start(&Cli::parse()))
 }
 
 fn start(cli: &Cli) -> Result<()> {

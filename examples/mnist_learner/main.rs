@@ -131,9 +131,10 @@ fn train(cli: &Cli, config: &TrainingConfig, worker: &Worker) -> Result<()> {
 
     let model = fully_shard(Net::new(worker.device()), worker, config.fsdp.init::<Net>()?)?;
     let checkpoints = CheckpointManager::new(cli.out.join("checkpoints"), worker).with_keep_last(2);
-    let mut strategy = FsdpStrategy::new(worker).clip_grad_norm(5.0).checkpoints(checkpoints);
+    let mut strategy =
+        FsdpStrategy::new(worker).with_max_grad_norm(5.0).with_checkpoints(checkpoints);
     if cli.resume {
-        strategy = strategy.resume_latest();
+        strategy = strategy.with_resume_latest();
     }
     // The learning rate falls once an epoch; Burn's Learner steps the scheduler with the optimizer.
     let schedule = StepLrSchedulerConfig::new(config.lr, batches).with_gamma(config.gamma);

@@ -116,7 +116,7 @@ fn the_terminal_is_restored_after_an_error() {
     let text = in_terminal("error");
     assert_eq!((count(&text, ENTER), count(&text, LEAVE)), (1, 1), "{text:?}");
     let after = &text[text.rfind(LEAVE).unwrap()..];
-    assert!(after.contains("the run failed") && after.contains(".checkpoints("), "{after:?}");
+    assert!(after.contains("the run failed") && after.contains(".with_checkpoints("), "{after:?}");
 }
 
 #[test]

@@ -30,7 +30,7 @@ fn burns_checkpointers() {
         let folder = tempdir().unwrap();
         let run = Run::new(world);
         let error = sharded_with(&run, folder.path(), |_, it| it.with_default_checkpointers());
-        assert_names(&error.err().unwrap(), &LearnerError::BurnCheckpointer, ".checkpoints(");
+        assert_names(&error.err().unwrap(), &LearnerError::BurnCheckpointer, ".with_checkpoints(");
         let error = sharded_with(&run, folder.path(), |_, it| it.checkpoint(3));
         let expected = LearnerError::BurnCheckpoint { epoch: 3 };
         assert_names(&error.err().unwrap(), &expected, "resume_latest()");
@@ -70,10 +70,10 @@ fn a_resumed_run_without_checkpoints() {
     let folder = tempdir().unwrap();
     let run = Run::new(2);
     let error = sharded_with(&run, folder.path(), |worker, training| {
-        let strategy = fsdp_runtime::train::FsdpStrategy::new(worker).resume_latest();
+        let strategy = fsdp_runtime::train::FsdpStrategy::new(worker).with_resume_latest();
         training.with_training_strategy(strategy.into())
     });
-    assert_names(&error.err().unwrap(), &LearnerError::NoCheckpoints, ".checkpoints(");
+    assert_names(&error.err().unwrap(), &LearnerError::NoCheckpoints, ".with_checkpoints(");
 }
 
 #[test]

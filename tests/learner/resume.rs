@@ -67,6 +67,7 @@ fn a_killed_run_resumes_to_the_same_bits() {
         let error = killed_after(batches, &run, folder.path());
         assert!(error.to_string().contains("the machine is switched off"), "{error}");
         let resumed = sharded(&run, folder.path()).unwrap();
+        assert_eq!(resumed.len(), expected.len());
         for (found, expected) in resumed.iter().zip(&expected) {
             assert_same_bits(&found.head, &expected.head, format!("killed after {batches}"));
         }

@@ -121,14 +121,15 @@ pub fn plain(run: &Run, folder: &Path) -> Vec<f32> {
 pub fn strategy(run: &Run, folder: &Path, worker: &Worker) -> FsdpStrategy {
     let mut strategy = FsdpStrategy::new(worker);
     if let Some(max_norm) = run.clip {
-        strategy = strategy.clip_grad_norm(max_norm);
+        strategy = strategy.with_max_grad_norm(max_norm);
     }
     if run.whole_param {
-        strategy = strategy.whole_param();
+        strategy = strategy.with_whole_param();
     }
     if let Some(steps) = run.checkpoint_every {
         let manager = CheckpointManager::new(folder.join("checkpoints"), worker);
-        strategy = strategy.checkpoints(manager).checkpoint_every(steps).resume_latest();
+        strategy =
+            strategy.with_checkpoints(manager).with_checkpoint_every(steps).with_resume_latest();
     }
     strategy
 }

@@ -31,6 +31,10 @@ impl Foreign {
         gelu(self.gate.forward(x.clone())) * self.value.forward(x)
     }
 
+    fn forward_into(&self, x: impl Into<Tensor<3>>) -> Tensor<3> {
+        self.forward(x.into())
+    }
+
     fn forward_opaque(&self, x: Tensor<3>) -> Opaque {
         Opaque(self.value.forward(x))
     }
@@ -416,6 +420,44 @@ fn an_output_of_an_unknown_type_is_an_error() {
         panic!("{error}");
     };
     assert!(module.ends_with("Foreign") && output.ends_with("Opaque"), "{module} {output}");
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Generic {
+    #[fsdp(unit, leaf)]
+    foreign: Foreign,
+}
+
+#[fsdp_unit(field_units)]
+impl Generic {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        self.foreign.forward(x)
+    }
+
+    /// Passes a variable to a unit whose type the macro cannot know.
+    fn forward_made<T: Into<Tensor<3>>>(&self, make: &dyn Fn() -> T) -> Tensor<3> {
+        let x = make();
+        self.foreign.forward_into(x)
+    }
+}
+
+#[test]
+fn a_tensor_whose_type_generic_code_hides_is_an_error() {
+    let error = launch(launch_options(2), |worker| {
+        let device = worker.device();
+        let net = Generic { foreign: foreign(device) };
+        let net = fully_shard(net, &worker, FsdpOptions::new())?;
+        net.forward(input(0, 0, device));
+        net.forward_made(&|| input(0, 0, device));
+        Ok::<_, Error>(())
+    })
+    .expect_err("a tensor would be neither cast nor hooked");
+    let error = error.source.downcast_ref::<Error>().expect("a typed error");
+    let Error::Schedule(ScheduleError::OpaqueInput { unit, input }) = error else {
+        panic!("{error}");
+    };
+    assert!(unit == "foreign" && input.contains("Tensor<3"), "{unit} {input}");
 }
 
 /// A field unit inside a checkpointed unit is recomputed with that unit.

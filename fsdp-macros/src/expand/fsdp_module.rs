@@ -16,7 +16,7 @@ pub(super) fn implementation(module: &Module<'_>, body: TokenStream) -> TokenStr
         module.unit.map(|_| quote!(impl #generics __fsdp::FsdpUnit for #name #arguments #bound {}));
     let checkpoint = module.unit.filter(|unit| unit.checkpoint).map(|_| {
         quote!(
-            const CHECKPOINT: ::core::primitive::bool = true;
+            const RECOMPUTED: ::core::primitive::bool = true;
         )
     });
     let forwards = module.unit.filter(|_| module.is_one_type()).map(|_| {

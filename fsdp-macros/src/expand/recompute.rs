@@ -15,7 +15,7 @@ use crate::parse::is_named;
 
 /// Whether no part of the signature prevents the method from being recomputed.
 pub(super) fn is_possible(method: &ImplItemFn) -> bool {
-    parts(&method.sig).iter().all(|part| part.obstacle.is_none())
+    parts(&method.sig).iter().all(|part| part.reason.is_none())
 }
 
 /// Generates the method's `Forward`: its name, and for each part of its signature, what prevents
@@ -23,16 +23,16 @@ pub(super) fn is_possible(method: &ImplItemFn) -> bool {
 pub(super) fn description(method: &ImplItemFn) -> TokenStream {
     let method_name = method.sig.ident.to_string();
     let parts = parts(&method.sig);
-    let rows = parts.iter().map(|Part { name, ty, obstacle, span }| {
-        let obstacle = match (obstacle, ty) {
-            (Some(obstacle), _) => {
-                let obstacle = obstacle.variant();
-                quote!(::core::option::Option::Some(__fsdp::NotRecomputable::#obstacle))
+    let rows = parts.iter().map(|Part { name, ty, reason, span }| {
+        let reason = match (reason, ty) {
+            (Some(reason), _) => {
+                let reason = reason.variant();
+                quote!(::core::option::Option::Some(__fsdp::NotRecomputable::#reason))
             }
             (None, Some(ty)) => quote_spanned!(*span=> __fsdp::Probe::<#ty>::NOT_RECOMPUTABLE),
             (None, None) => quote!(::core::option::Option::None),
         };
-        quote!((#name, #obstacle))
+        quote!((#name, #reason))
     });
     let conditions = method.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
     quote! {
@@ -60,7 +60,7 @@ struct Part<'a> {
     name: String,
     /// The type of an input, for the runtime to check.
     ty: Option<&'a Type>,
-    obstacle: Option<NotRecomputable>,
+    reason: Option<NotRecomputable>,
     span: Span,
 }
 
@@ -94,25 +94,25 @@ fn parts(sig: &Signature) -> Vec<Part<'_>> {
         let name = name.to_string();
         // A pattern has no name of the user's.
         let name = if name.starts_with("__fsdp_") { format!("input {}", index + 1) } else { name };
-        Part { name, ty: Some(ty), obstacle: obstacle(ty, &generic), span: at(ty) }
+        Part { name, ty: Some(ty), reason: reason(ty, &generic), span: at(ty) }
     };
     let mut parts: Vec<_> =
         argument_names(sig).into_iter().zip(argument_types(sig)).enumerate().map(input).collect();
     if let ReturnType::Type(_, ty) = &sig.output
-        && obstacle(ty, &generic).is_some()
+        && reason(ty, &generic).is_some()
     {
         let name = "the return value".to_string();
-        parts.push(Part { name, ty: None, obstacle: Some(NotRecomputable::Output), span: at(ty) });
+        parts.push(Part { name, ty: None, reason: Some(NotRecomputable::Output), span: at(ty) });
     }
     if let Some(first) = generic.first()
-        && parts.iter().all(|part| part.obstacle.is_none())
+        && parts.iter().all(|part| part.reason.is_none())
     {
         // A generic parameter that only the body uses.
         let name = first.to_string();
         parts.push(Part {
             name,
             ty: None,
-            obstacle: Some(NotRecomputable::Generic),
+            reason: Some(NotRecomputable::Generic),
             span: at(first),
         });
     }
@@ -120,7 +120,7 @@ fn parts(sig: &Signature) -> Vec<Part<'_>> {
 }
 
 /// Returns what prevents keeping a value of a type, as far as the type's spelling shows.
-fn obstacle(ty: &Type, generic: &[&Ident]) -> Option<NotRecomputable> {
+fn reason(ty: &Type, generic: &[&Ident]) -> Option<NotRecomputable> {
     let mut search = ObstacleSearch { generic, found: None };
     visit::visit_type(&mut search, ty);
     search.found

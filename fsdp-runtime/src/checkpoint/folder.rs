@@ -22,6 +22,7 @@ const OLD: &str = ".old-";
 
 /// The checkpoints in a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Listing {
     /// Step and path of each complete checkpoint, in order of steps.
     pub complete: Vec<(u64, PathBuf)>,

@@ -58,6 +58,7 @@ impl MergeOptions {
 
 /// Result of [`merge`].
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Merged {
     /// Folder of the checkpoint that was read.
     pub checkpoint: PathBuf,

@@ -28,7 +28,7 @@ impl<M: FsdpModule> Stats<'_, M> {
             let tensors = states.values().flat_map(|state| &state.tensors);
             bytes += tensors.map(|tensor| tensor.bytes.len()).sum::<usize>();
         }
-        self.model.engine.record_optimizer(bytes);
+        self.model.schedule.record_optimizer(bytes);
         Ok(())
     }
 }

@@ -15,6 +15,7 @@ pub type Scalars = BTreeMap<String, Scalar>;
 /// It is serialised as text with the kind, `uint 10`: JSON has no infinity, and a JSON reader may
 /// change a float's last bit.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum Scalar {
     /// A signed integer.
     Int(i64),

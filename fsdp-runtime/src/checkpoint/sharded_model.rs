@@ -34,7 +34,7 @@ pub(super) type NewValues<'a> = dyn FnMut(ParamIndex, &ParamSpec, DType) -> Opti
 /// A sharded model of any type.
 pub(super) trait ShardedModel {
     /// Returns the model's schedule.
-    fn engine(&self) -> &Arc<dyn ErasedSchedule>;
+    fn schedule(&self) -> &Arc<dyn ErasedSchedule>;
 
     /// Returns the ignored parameters and running statistics: each rank has its own values of them.
     /// In a [`ParamIndex`] they are the entries of a unit after the last.
@@ -55,16 +55,16 @@ pub(super) trait ShardedModel {
 
     /// Returns the description of a parameter.
     fn spec(&self, index: ParamIndex) -> &ParamSpec {
-        param_spec(&**self.engine(), self.ignored(), index)
+        param_spec(&**self.schedule(), self.ignored(), index)
     }
 }
 
 fn param_spec<'a>(
-    engine: &'a dyn ErasedSchedule,
+    schedule: &'a dyn ErasedSchedule,
     ignored: &'a [IgnoredParam],
     index: ParamIndex,
 ) -> &'a ParamSpec {
-    match engine.units().get(index.unit) {
+    match schedule.units().get(index.unit) {
         Some(unit) => &unit.params[index.param],
         None => &ignored[index.param].spec,
     }
@@ -72,7 +72,7 @@ fn param_spec<'a>(
 
 /// Calls `f` with the elements of a parameter's stored tensor, in order, as bytes in host memory.
 pub(super) fn with_host_bytes(
-    engine: &dyn ErasedSchedule,
+    schedule: &dyn ErasedSchedule,
     spec: &ParamSpec,
     base: DispatchTensor,
     f: &mut dyn FnMut(&[u8]),
@@ -81,7 +81,7 @@ pub(super) fn with_host_bytes(
         // An ignored parameter may have another device and dtype than the model.
         return f(ignored_values(base).as_bytes());
     }
-    engine.with_bytes(base, f);
+    schedule.with_bytes(base, f);
 }
 
 /// Returns the elements of an ignored parameter, in the flat shape that [`LocalParam::base`] has.
@@ -90,8 +90,8 @@ pub(super) fn ignored_values(base: DispatchTensor) -> TensorData {
 }
 
 impl<M: FsdpModule> ShardedModel for Fsdp<M> {
-    fn engine(&self) -> &Arc<dyn ErasedSchedule> {
-        &self.engine
+    fn schedule(&self) -> &Arc<dyn ErasedSchedule> {
+        &self.schedule
     }
 
     fn ignored(&self) -> &[IgnoredParam] {
@@ -103,16 +103,17 @@ impl<M: FsdpModule> ShardedModel for Fsdp<M> {
     }
 
     fn for_each_param(&self, f: &mut dyn FnMut(LocalParam)) {
-        let mut visitor = LocalParamVisitor { engine: &*self.engine, ignored: &self.ignored, f };
+        let mut visitor =
+            LocalParamVisitor { schedule: &*self.schedule, ignored: &self.ignored, f };
         self.module.visit_params(&mut visitor);
     }
 
     fn replace_values(&mut self, new_values: &mut NewValues<'_>) {
-        let (engine, ignored) = (self.engine.clone(), self.ignored.clone());
+        let (schedule, ignored) = (self.schedule.clone(), self.ignored.clone());
         let mut indices = HashMap::new();
         self.for_each_param(&mut |param| _ = indices.entry(param.id).or_insert(param.index));
         let mut mapper = ReplaceValues {
-            engine: &*engine,
+            schedule: &*schedule,
             ignored: &ignored,
             new_values,
             indices,
@@ -120,13 +121,13 @@ impl<M: FsdpModule> ShardedModel for Fsdp<M> {
         };
         // In place, so that each old shard is freed before the next new one is allocated.
         replace_with::replace_with_or_abort(&mut self.module, |module| module.map(&mut mapper));
-        engine.set_loaded(&mapper.loaded);
+        schedule.set_loaded(&mapper.loaded);
     }
 }
 
 /// The visitor behind [`ShardedModel::for_each_param`].
 struct LocalParamVisitor<'a> {
-    engine: &'a dyn ErasedSchedule,
+    schedule: &'a dyn ErasedSchedule,
     ignored: &'a [IgnoredParam],
     f: &'a mut dyn FnMut(LocalParam),
 }
@@ -138,10 +139,10 @@ impl ParamVisitor for LocalParamVisitor<'_> {
             None => {
                 let is_param = |ignored: &IgnoredParam| ignored.id == param.id;
                 let Some(entry) = self.ignored.iter().position(is_param) else { return };
-                ParamIndex { unit: self.engine.units().len(), param: entry }
+                ParamIndex { unit: self.schedule.units().len(), param: entry }
             }
         };
-        let spec = param_spec(self.engine, self.ignored, index);
+        let spec = param_spec(self.schedule, self.ignored, index);
         if matches!(spec.placement, Placement::TiedTo(_)) {
             return;
         }
@@ -161,7 +162,7 @@ impl ParamVisitor for LocalParamVisitor<'_> {
 
 /// The mapper behind [`ShardedModel::replace_values`].
 struct ReplaceValues<'a, 'b> {
-    engine: &'a dyn ErasedSchedule,
+    schedule: &'a dyn ErasedSchedule,
     ignored: &'a [IgnoredParam],
     new_values: &'a mut NewValues<'b>,
     /// Index of each parameter not visited yet, by id.
@@ -173,7 +174,7 @@ impl ModuleMapper for ReplaceValues<'_, '_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         // A tied parameter that is a clone of its owner has the owner's id and is visited later.
         let Some(index) = self.indices.remove(&param.id) else { return param };
-        let spec = param_spec(self.engine, self.ignored, index);
+        let spec = param_spec(self.schedule, self.ignored, index);
         // The placeholder of an empty shard needs no values.
         if spec.range().is_empty() {
             self.loaded.push(index);

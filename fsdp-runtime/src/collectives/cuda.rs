@@ -21,6 +21,7 @@ pub const NCCL_VARIABLE: &str = "FSDP_NCCL_LIBRARY";
 
 /// A GPU that the CUDA driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Gpu {
     /// Product name, such as `NVIDIA A100-SXM4-80GB`.
     pub name: String,
@@ -30,6 +31,7 @@ pub struct Gpu {
 
 /// The CUDA driver and its GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Driver {
     /// Newest CUDA version that the driver supports, such as `12.4`.
     pub version: String,

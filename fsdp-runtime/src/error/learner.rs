@@ -11,13 +11,13 @@ pub enum LearnerError {
     #[error(
         "Burn's checkpointers store the shards of one rank's optimizer; in place of \
          `with_default_checkpointers` or `with_custom_checkpointers`, write \
-         `FsdpStrategy::new(&worker).checkpoints(CheckpointManager::new(folder, &worker))`"
+         `FsdpStrategy::new(&worker).with_checkpoints(CheckpointManager::new(folder, &worker))`"
     )]
     BurnCheckpointer,
     /// An epoch to resume from that was given to Burn's builder.
     #[error(
         "`checkpoint({epoch})` resumes from Burn's checkpoints; in its place, write \
-         `FsdpStrategy::resume_latest()`, or `FsdpStrategy::resume(folder)`"
+         `FsdpStrategy::with_resume_latest()`, or `FsdpStrategy::with_resume_from(folder)`"
     )]
     BurnCheckpoint {
         /// The epoch.
@@ -27,7 +27,7 @@ pub enum LearnerError {
     #[error(
         "the optimizer clips gradients to a norm of {max_norm}, and would compute that norm on each \
          shard; leave out the optimizer's clipping and write \
-         `FsdpStrategy::clip_grad_norm({max_norm})`, which clips by the norm of all gradients"
+         `FsdpStrategy::with_max_grad_norm({max_norm})`, which clips by the norm of all gradients"
     )]
     NormClipping {
         /// The largest norm, as text.
@@ -35,9 +35,9 @@ pub enum LearnerError {
     },
     /// A run that is to be resumed and has no checkpoints.
     #[error(
-        "`resume_latest` looks for checkpoints in the folder of `checkpoints(..)`, which is not set; \
-         write `.checkpoints(CheckpointManager::new(folder, &worker))`, or name the folder of one \
-         checkpoint with `resume(folder)`"
+        "`with_resume_latest` looks for checkpoints in the folder of `with_checkpoints(..)`, which is \
+         not set; write `.with_checkpoints(CheckpointManager::new(folder, &worker))`, or name the \
+         folder of one checkpoint with `with_resume_from(folder)`"
     )]
     NoCheckpoints,
     /// Ranks with different numbers of training batches.

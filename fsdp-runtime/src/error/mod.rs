@@ -60,7 +60,8 @@ pub enum Error {
 
 /// A launch that ended in an error: the first rank that failed, and why.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("{}{source}", place(*rank, *world))]
+#[error("{}", text(*rank, *world, &**source))]
+#[non_exhaustive]
 pub struct LaunchError {
     /// The rank that failed first.
     pub rank: Rank,
@@ -80,14 +81,20 @@ impl PartialEq for LaunchError {
     }
 }
 
-/// Which rank it was, where there were several.
-fn place(rank: Rank, world: WorldSize) -> String {
-    if world == WorldSize::ONE { String::new() } else { format!("rank {rank} of {world}: ") }
+/// Returns the text of a launch's error, which names the rank if there were several. It is one string, so
+/// that programs that write to one terminal write it at once.
+fn text(rank: Rank, world: WorldSize, source: &dyn std::error::Error) -> String {
+    if world == WorldSize::ONE {
+        source.to_string()
+    } else {
+        format!("rank {rank} of {world}: {source}")
+    }
 }
 
 /// A rank's panic, as the error [`launch`](crate::launch) returns for it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("panicked: {message}")]
+#[non_exhaustive]
 pub struct RankPanic {
     /// The panic's message.
     pub message: String,

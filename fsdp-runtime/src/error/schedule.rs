@@ -42,6 +42,17 @@ pub enum ScheduleError {
         /// Type of the returned value.
         output: &'static str,
     },
+    /// A unit that was called with tensors whose type a generic method hides.
+    #[error(
+        "an argument in the call of unit `{unit}` is a `{input}`, but the generic code around it \
+         hides the type; write the bound `UnitValue` on the type parameter"
+    )]
+    OpaqueInput {
+        /// Name of the unit.
+        unit: String,
+        /// Type of the argument.
+        input: &'static str,
+    },
     /// A parameter without values, because `deferred_init` skipped its initialisation.
     #[error(
         "`{path}` has no values yet, because the model was built with `deferred_init`; load the \

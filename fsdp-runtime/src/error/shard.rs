@@ -189,7 +189,7 @@ pub enum ShardError {
     /// A unit under activation checkpointing whose forward cannot be recomputed from its inputs.
     #[error(
         "{unit} is under activation checkpointing, but `{input}` of `{ty}::{forward}` {}",
-        obstacle.advice()
+        reason.advice()
     )]
     NotRecomputable {
         /// Name of the unit.
@@ -201,7 +201,7 @@ pub enum ShardError {
         /// The input, or the part of the signature, that prevents recomputation.
         input: &'static str,
         /// The reason why the method cannot be recomputed.
-        obstacle: NotRecomputable,
+        reason: NotRecomputable,
     },
     /// A unit under activation checkpointing with a module that behaves differently in a
     /// second run.

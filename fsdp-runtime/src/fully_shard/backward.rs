@@ -53,7 +53,7 @@ impl<M: FsdpModule> Fsdp<M> {
         let mut sums = GradientsParams::new();
         self.ignored_gradients.add(&self.module, from, &mut sums);
         self.ignored_gradients.keep(sums);
-        self.engine.finish_backward()
+        self.schedule.finish_backward()
     }
 
     /// Runs a `pass` over the module that calls `Tensor::backward` itself and returns the gradients
@@ -67,7 +67,7 @@ impl<M: FsdpModule> Fsdp<M> {
         accumulate: bool,
         pass: impl FnOnce(&M) -> (GradientsParams, T),
     ) -> Result<(GradientsParams, T), Error> {
-        self.engine.begin_backward(accumulate);
+        self.schedule.begin_backward(accumulate);
         let (mut own, value) = catch_error(|| pass(&self.module))?;
         if accumulate {
             self.keep_gradients(&mut own)?;
@@ -85,7 +85,7 @@ impl<M: FsdpModule> Fsdp<M> {
             let found = format!("a tensor of shape {:?} {context} autodiff", loss.dims());
             return Err(ScheduleError::InvalidLoss { found }.into());
         }
-        self.engine.begin_backward(accumulate);
+        self.schedule.begin_backward(accumulate);
         catch_error(|| loss.backward())
     }
 
@@ -99,10 +99,10 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// The errors of [`backward`](Self::backward).
     pub fn collect_gradients(&self) -> Result<GradientsParams, Error> {
-        self.engine.finish_backward()?;
+        self.schedule.finish_backward()?;
         let (gradients, waiting) = (GradientsParams::new(), Vec::new());
-        let (engine, check) = (&*self.engine, &self.optimizer_check);
-        let mut take = TakeGradients { engine, check, gradients, waiting };
+        let (schedule, check) = (&*self.schedule, &self.optimizer_check);
+        let mut take = TakeGradients { schedule, check, gradients, waiting };
         self.module.visit_params(&mut take);
         let TakeGradients { mut gradients, waiting, .. } = take;
         check.add_gradients(waiting, &mut gradients);
@@ -112,7 +112,7 @@ impl<M: FsdpModule> Fsdp<M> {
 
 /// The visitor that takes the gradients of a backward pass from the schedule.
 struct TakeGradients<'a> {
-    engine: &'a dyn ErasedSchedule,
+    schedule: &'a dyn ErasedSchedule,
     check: &'a OptimizerCheck,
     gradients: GradientsParams,
     /// Trained shards whose optimizer has not been checked.
@@ -122,11 +122,11 @@ struct TakeGradients<'a> {
 impl ParamVisitor for TakeGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(sharded) = Sharded::of(param) else { return };
-        if let Some(gradient) = self.engine.take_gradient(sharded.index) {
+        if let Some(gradient) = self.schedule.take_gradient(sharded.index) {
             self.gradients.register(param.id, Tensor::<D>::from_dispatch(gradient));
         }
         if self.check.is_open(param.id) {
-            self.waiting.extend(Waiting::of(param, self.engine.units()));
+            self.waiting.extend(Waiting::of(param, self.schedule.units()));
         }
     }
 }

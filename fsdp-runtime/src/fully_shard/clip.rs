@@ -49,9 +49,9 @@ impl<M: FsdpModule> Fsdp<M> {
         max_norm: f64,
         norm: Norm,
     ) -> Result<f64, Error> {
-        let mut read = ReadGradients { gradients, engine: &*self.engine, found: Vec::new() };
+        let mut read = ReadGradients { gradients, schedule: &*self.schedule, found: Vec::new() };
         self.module.visit_params(&mut read);
-        let norm = self.engine.gradient_norm(read.found, norm)?;
+        let norm = self.schedule.gradient_norm(read.found, norm)?;
         let factor = max_norm / (norm + 1e-6);
         if factor < 1.0 {
             let done = HashSet::new();
@@ -64,14 +64,14 @@ impl<M: FsdpModule> Fsdp<M> {
 /// Reads the gradients of sharded and replicated parameters, each weight once.
 struct ReadGradients<'a> {
     gradients: &'a GradientsParams,
-    engine: &'a dyn ErasedSchedule,
+    schedule: &'a dyn ErasedSchedule,
     found: Vec<(ParamIndex, DispatchTensor)>,
 }
 
 impl ParamVisitor for ReadGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(sharded) = Sharded::of(param) else { return };
-        if is_alias(self.engine, sharded) {
+        if is_alias(self.schedule, sharded) {
             return;
         }
         if let Some(gradient) = self.gradients.get::<D>(param.id) {
@@ -82,9 +82,9 @@ impl ParamVisitor for ReadGradients<'_> {
 
 /// Returns whether a parameter is the alias of a tied weight. Alias and owner may have one id, and
 /// so one gradient, which the owner counts.
-fn is_alias(engine: &dyn ErasedSchedule, sharded: &Sharded) -> bool {
+fn is_alias(schedule: &dyn ErasedSchedule, sharded: &Sharded) -> bool {
     let ParamIndex { unit, param: entry } = sharded.index;
-    matches!(engine.units()[unit].params[entry].placement, Placement::TiedTo(_))
+    matches!(schedule.units()[unit].params[entry].placement, Placement::TiedTo(_))
 }
 
 /// Multiplies the gradients of sharded and replicated parameters by a factor.

@@ -99,7 +99,7 @@ pub(crate) fn shard<M: HookedForward>(
         let module = init.finish(module)?;
         Ok(Fsdp {
             module,
-            engine: schedule,
+            schedule,
             keys: Arc::new(plan.keys),
             ignored: Arc::new(plan.ignored),
             ignored_gradients: IgnoredGradients::default(),

@@ -26,7 +26,7 @@ use crate::param_group::{ParamSpec, Placement, Unit};
 /// ```
 impl<M: FsdpModule> fmt::Display for Fsdp<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut tree = Tree::new(self.engine.units());
+        let mut tree = Tree::new(self.schedule.units());
         tree.line(M::LAYOUT.ty.to_string());
         self.module.visit_params(&mut tree);
         f.write_str(&tree.lines.join("\n"))

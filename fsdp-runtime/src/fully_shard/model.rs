@@ -31,7 +31,7 @@ use crate::runtime::schedule::ErasedSchedule;
 #[derive(Clone, Debug)]
 pub struct Fsdp<M> {
     pub(crate) module: M,
-    pub(crate) engine: Arc<dyn ErasedSchedule>,
+    pub(crate) schedule: Arc<dyn ErasedSchedule>,
     pub(crate) keys: Arc<BTreeMap<ParamIndex, Key>>,
     pub(crate) ignored: Arc<Vec<IgnoredParam>>,
     pub(super) ignored_gradients: IgnoredGradients,
@@ -49,7 +49,7 @@ impl<M> Deref for Fsdp<M> {
 impl<M: FsdpModule> Fsdp<M> {
     /// Returns this rank's coordinates in the device mesh.
     pub(crate) fn mesh(&self) -> Mesh {
-        self.engine.mesh()
+        self.schedule.mesh()
     }
 
     /// Returns a sharded snapshot without autodiff, for evaluation.
@@ -67,7 +67,7 @@ impl<M: Module> Fsdp<M> {
     fn with_module(&self, module: M) -> Self {
         Self {
             module,
-            engine: self.engine.clone(),
+            schedule: self.schedule.clone(),
             keys: self.keys.clone(),
             ignored: self.ignored.clone(),
             ignored_gradients: self.ignored_gradients.clone(),
@@ -103,11 +103,11 @@ impl<M: Module> Module for Fsdp<M> {
     }
 
     fn materialize(self) -> Self {
-        let engine = self.engine.clone();
+        let schedule = self.schedule.clone();
         // The alias of a tied weight needs the shard of the owner, so all shards are read first.
-        visit_leaf(&self.module, &mut Collect(&*engine));
+        visit_leaf(&self.module, &mut Collect(&*schedule));
         let materialized = self.map_module(Module::materialize);
-        engine.forget();
+        schedule.forget();
         materialized
     }
 
@@ -125,7 +125,7 @@ impl<M: Module> Module for Fsdp<M> {
     /// tensors of the model; `launch` returns the error.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         if type_name::<V>().starts_with("burn_store::")
-            && self.engine.units().iter().any(is_sharded)
+            && self.schedule.units().iter().any(is_sharded)
         {
             raise(SaveError::Snapshot.into());
         }

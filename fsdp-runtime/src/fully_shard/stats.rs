@@ -28,44 +28,44 @@ impl<M> Fsdp<M> {
 impl<M> Stats<'_, M> {
     /// Returns this rank's coordinates in the device mesh.
     pub fn mesh(&self) -> Mesh {
-        self.model.engine.mesh()
+        self.model.schedule.mesh()
     }
 
     /// Returns the number of elements of all parameters of the full model. A tied weight counts
     /// once.
     pub fn num_params(&self) -> usize {
-        self.model.engine.units().iter().map(Unit::num_params).sum()
+        self.model.schedule.units().iter().map(Unit::num_params).sum()
     }
 
     /// Returns the bytes of parameters that this rank holds between steps: its shards and the
     /// replicated parameters.
     pub fn sharded_bytes(&self) -> usize {
-        let stored = self.model.engine.units().iter().map(Unit::stored_bytes);
+        let stored = self.model.schedule.units().iter().map(Unit::stored_bytes);
         stored.map(|(shards, replicated)| shards + replicated).sum()
     }
 
     /// Returns the largest number of bytes of gathered parameters that this rank held at once; 0
     /// under `NO_SHARD`, which gathers nothing.
     pub fn peak_unsharded_bytes(&self) -> usize {
-        self.model.engine.peak_unsharded_bytes()
+        self.model.schedule.peak_unsharded_bytes()
     }
 
     /// Returns the bytes of the gather buffers, which are allocated once.
     pub fn gather_buffer_bytes(&self) -> usize {
-        self.model.engine.gather_buffer_bytes()
+        self.model.schedule.gather_buffer_bytes()
     }
 
     /// Returns the bytes that this rank holds on its device for the model, by kind: now, and the
     /// most at once.
     pub fn memory(&self) -> Memory {
-        self.model.engine.memory()
+        self.model.schedule.memory()
     }
 
     /// Returns the bytes that this rank holds in host memory in place of device memory: parameters,
     /// gradients and optimizer state under an [`OffloadPolicy`](crate::OffloadPolicy), and
     /// offloaded activations.
     pub fn host_memory(&self) -> Memory {
-        self.model.engine.host_memory()
+        self.model.schedule.host_memory()
     }
 
     /// Starts a record of the changes of [`memory`](Self::memory) and
@@ -76,26 +76,26 @@ impl<M> Stats<'_, M> {
     ///
     /// PyTorch's `torch.cuda.memory._record_memory_history(max_entries=max_samples)`.
     pub fn start_memory_timeline(&self, max_samples: usize) {
-        self.model.engine.start_memory_timeline(max_samples);
+        self.model.schedule.start_memory_timeline(max_samples);
     }
 
     /// Returns the record of memory over time so far. Returns `None` without
     /// [`start_memory_timeline`](Self::start_memory_timeline).
     pub fn memory_timeline(&self) -> Option<MemoryTimeline> {
-        self.model.engine.memory_timeline()
+        self.model.schedule.memory_timeline()
     }
 
     /// Ends the record of memory over time and returns it. Returns `None` without
     /// [`start_memory_timeline`](Self::start_memory_timeline).
     pub fn stop_memory_timeline(&self) -> Option<MemoryTimeline> {
         let timeline = self.memory_timeline();
-        self.model.engine.stop_memory_timeline();
+        self.model.schedule.stop_memory_timeline();
         timeline
     }
 
     /// Returns the units of the model as a tree: path, type, parameters, bytes.
     pub fn wrapping(&self) -> Wrapping {
-        Wrapping::new(self.model.engine.units())
+        Wrapping::new(self.model.schedule.units())
     }
 
     /// Returns how long this rank's collectives have taken since its launch, and how much of that
@@ -105,7 +105,7 @@ impl<M> Stats<'_, M> {
     /// On CubeCL devices with the engine `local` it is the time that the host takes to issue the
     /// collectives; the device runs them later.
     pub fn communication_time(&self) -> (Duration, Duration) {
-        self.model.engine.communication_time()
+        self.model.schedule.communication_time()
     }
 
     /// Returns how often this rank has blocked on a collective since its launch. A collective whose
@@ -114,11 +114,11 @@ impl<M> Stats<'_, M> {
     /// On CubeCL devices with the engine `local` the rank blocks until its communication thread has
     /// issued the collective. It never waits for the device.
     pub fn waits(&self) -> usize {
-        self.model.engine.waits()
+        self.model.schedule.waits()
     }
 
     /// Returns the number of all-gathers and reductions that this rank has run.
     pub fn counts(&self) -> Counts {
-        self.model.engine.counts()
+        self.model.schedule.counts()
     }
 }

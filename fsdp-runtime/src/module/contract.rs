@@ -62,7 +62,7 @@ pub trait FsdpModule: Module {
 
     /// Whether the type is a unit that is recomputed in backward, under `#[fsdp_unit(checkpoint)]`.
     #[doc(hidden)]
-    const CHECKPOINT: bool = false;
+    const RECOMPUTED: bool = false;
 
     /// Hooked methods of a unit; empty for any other module.
     #[doc(hidden)]

@@ -63,6 +63,8 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// Returns whether a unit is one because of `#[fsdp(unit)]` on its field. The hooks of such a
     /// unit surround the calls of its `forward`.
     fn is_field_unit(&self, unit: usize) -> bool;
+    /// Returns a unit's name.
+    fn unit_name(&self, unit: usize) -> String;
     /// Registers a shard that was read from the module, to be gathered from.
     fn register_shard(&self, index: ParamIndex, base: DispatchTensor);
     /// Starts a hooked forward. Returns `None` if a forward of the same unit is already running.

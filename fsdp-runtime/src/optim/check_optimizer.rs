@@ -38,7 +38,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// [`OptimizerClipsByNorm`](crate::ScheduleError::OptimizerClipsByNorm) and
     /// [`OptimizerNeedsMatrix`](crate::ScheduleError::OptimizerNeedsMatrix).
     pub fn check_optimizer(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
-        let mut find = FindSharded { units: self.engine.units(), found: Vec::new() };
+        let mut find = FindSharded { units: self.schedule.units(), found: Vec::new() };
         self.module.visit_params(&mut find);
         // Without state, which has the shapes of shards.
         let optimizer = optimizer.clone().load_record(OptimizerRecord::default());

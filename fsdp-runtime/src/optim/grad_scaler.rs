@@ -164,7 +164,7 @@ impl GradScaler {
         mut gradients: GradientsParams,
     ) -> Result<Unscaled, Error> {
         let finite = unscale_gradients(&**model, &mut gradients, self.scale.recip());
-        let all = model.engine.exchange_finite(finite, self.scale)?;
+        let all = model.schedule.exchange_finite(finite, self.scale)?;
         for (rank, reported) in model.mesh().world.ranks().zip(&all) {
             let (found, expected) = (reported.1, all[0].1);
             if found != expected {

@@ -43,10 +43,10 @@ pub(super) type StepMatrix = fn(
 
 /// Returns the matrices in rounds, the largest first. A round has at most one matrix of each owner.
 pub(super) fn rounds(
-    engine: &dyn ErasedSchedule,
+    schedule: &dyn ErasedSchedule,
     matrices: Vec<Matrix>,
 ) -> Vec<Vec<(MatrixStep, Whole)>> {
-    let (units, mesh) = (engine.units(), engine.mesh());
+    let (units, mesh) = (schedule.units(), schedule.mesh());
     let owners = owners(units, mesh);
     let numel = |index: ParamIndex| units[index.unit].params[index.param].numel();
     let mut queues: Vec<Vec<_>> = mesh.shard_size().ranks().map(|_| Vec::new()).collect();

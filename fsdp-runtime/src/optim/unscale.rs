@@ -20,7 +20,7 @@ pub(super) fn unscale_gradients<M: FsdpModule>(
     gradients: &mut GradientsParams,
     factor: f32,
 ) -> bool {
-    let mut take = TakeGradients {
+    let mut take = TakeScaledGradients {
         gradients,
         factor,
         done: HashSet::new(),
@@ -30,9 +30,9 @@ pub(super) fn unscale_gradients<M: FsdpModule>(
         finite: true,
     };
     module.visit_params(&mut take);
-    let TakeGradients { gradients, taken, flat, finite, .. } = take;
+    let TakeScaledGradients { gradients, taken, flat, finite, .. } = take;
     let (flat, sums) = ops::unscale(flat, factor, Norm::Inf)
-        .expect("`TakeGradients` has checked the device and the dtype");
+        .expect("`TakeScaledGradients` has checked the device and the dtype");
     let unscaled = taken.into_iter().zip(flat).map(|((id, shape), flat)| (id, (shape, flat)));
     module.visit_params(&mut PutGradients { gradients, unscaled: unscaled.collect() });
     finite && sums.iter().all(ops::Sums::is_finite)
@@ -40,7 +40,7 @@ pub(super) fn unscale_gradients<M: FsdpModule>(
 
 /// Takes out the gradients that a kernel can multiply, and multiplies the others with tensor
 /// operations.
-struct TakeGradients<'a> {
+struct TakeScaledGradients<'a> {
     gradients: &'a mut GradientsParams,
     factor: f32,
     /// Parameters that were handled: the traversal reaches a tied weight several times.
@@ -56,7 +56,7 @@ struct TakeGradients<'a> {
     finite: bool,
 }
 
-impl ParamVisitor for TakeGradients<'_> {
+impl ParamVisitor for TakeScaledGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if !self.done.insert(param.id) {
             return;

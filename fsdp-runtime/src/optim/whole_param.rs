@@ -91,19 +91,19 @@ impl WholeParam {
         model: Fsdp<M>,
         mut gradients: GradientsParams,
     ) -> Result<Fsdp<M>, Error> {
-        let (lr, engine) = (lr.into(), model.engine.clone());
+        let (lr, schedule) = (lr.into(), model.schedule.clone());
         let sharded = sharded_with_gradient(&model, &gradients)?;
         let mut take = TakeMatrices::new(&mut self.inner, &lr, &mut gradients, sharded);
         let model = model.map_module(|module| module.map(&mut take));
         let matrices = take.into_matrices();
         let mut updated = HashMap::new();
-        for round in rounds(&*engine, matrices) {
+        for round in rounds(&*schedule, matrices) {
             let (steps, wholes): (Vec<_>, Vec<_>) = round.into_iter().unzip();
             let mut step = |index: usize, matrix, gradient| {
                 let MatrixStep { id, path, step, .. } = &steps[index];
                 step(&mut self.inner, &lr, *id, path, matrix, gradient)
             };
-            let shards = engine.step_whole(wholes, &mut step)?;
+            let shards = schedule.step_whole(wholes, &mut step)?;
             for (MatrixStep { id, .. }, shard) in steps.into_iter().zip(shards) {
                 updated.extend(shard.map(|shard| (id, shard)));
             }
@@ -114,7 +114,7 @@ impl WholeParam {
     /// Returns the rank that owns each sharded matrix of `model`, by module path. Under a hybrid
     /// strategy, these are ranks of this rank's shard group.
     pub fn owners<M: FsdpModule>(model: &Fsdp<M>) -> BTreeMap<String, Rank> {
-        let (units, mesh) = (model.engine.units(), model.mesh());
+        let (units, mesh) = (model.schedule.units(), model.mesh());
         let first = mesh.replica().index() * mesh.shard_size().size();
         let group: Vec<Rank> = mesh.world.ranks().skip(first).collect();
         let path = |index: ParamIndex| units[index.unit].params[index.param].path.clone();
@@ -156,10 +156,10 @@ fn sharded_with_gradient<M: FsdpModule>(
     model: &Fsdp<M>,
     gradients: &GradientsParams,
 ) -> Result<HashMap<ParamId, ParamIndex>, Error> {
-    let (units, mesh) = (model.engine.units(), model.mesh());
+    let (units, mesh) = (model.schedule.units(), model.mesh());
     let mut find = FindGradients { units, gradients, matrices: Vec::new(), lens: Vec::new() };
     model.visit_params(&mut find);
-    let all = model.engine.exchange_gradients(find.lens)?;
+    let all = model.schedule.exchange_gradients(find.lens)?;
     let mut found = HashMap::new();
     for (number, (id, index)) in find.matrices.into_iter().enumerate() {
         if all.iter().all(|lens| lens[number].is_none()) {

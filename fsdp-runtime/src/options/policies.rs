@@ -12,6 +12,7 @@ use crate::module::UnitType;
 /// What is sharded between steps, under PyTorch's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+#[non_exhaustive]
 pub enum ShardingStrategy {
     /// Shards parameters, gradients and optimizer state (ZeRO stage 3). Gathered parameters are
     /// freed after forward.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleVisitor, Reparameterization};
 
 use super::hooks::{Call, post_forward};
-use super::values::{Inputs, KnownTensors, MapInputs, UnknownTensors, map_input};
+use super::values::{Inputs, KnownTensors, MapInputs, UnknownTensors, map_input, refuse_input};
 use crate::error::{ScheduleError, raise};
 use crate::module::{Runtime, Sharded, UnitValue};
 
@@ -72,6 +72,12 @@ impl MapInputs for FieldCall {
         match &self.unit {
             Some((runtime, unit)) => map_input(&**runtime, *unit, input),
             None => input,
+        }
+    }
+
+    fn refuse_input(&self, ty: &'static str) {
+        if let Some((runtime, unit)) = &self.unit {
+            refuse_input(&**runtime, *unit, ty);
         }
     }
 }

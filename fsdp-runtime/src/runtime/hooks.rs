@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use super::values::map_input;
+use super::values::{map_input, refuse_input};
 use crate::error::raise;
 use crate::module::{
     CallId, FsdpModule, FsdpUnit, Kind, ParamVisitor, Runtime, Sharded, UnitValue,
@@ -55,6 +55,12 @@ impl MapInputs for Call {
         match &self.0 {
             Some(OpenCall { runtime, unit, .. }) => map_input(&**runtime, *unit, input),
             None => input,
+        }
+    }
+
+    fn refuse_input(&self, ty: &'static str) {
+        if let Some(OpenCall { runtime, unit, .. }) = &self.0 {
+            refuse_input(&**runtime, *unit, ty);
         }
     }
 }

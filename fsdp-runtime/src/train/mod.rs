@@ -16,9 +16,9 @@
 //!
 //! - A batch of the loader is one rank's batch. Gradients are averaged over ranks, and with
 //!   `grads_accumulation` they are the sum over micro-batches, as Burn has it.
-//! - Burn's checkpointers and `checkpoint(epoch)` are errors: use [`FsdpStrategy::checkpoints`] and
-//!   [`FsdpStrategy::resume_latest`].
-//! - An optimizer that clips by norm is an error: use [`FsdpStrategy::clip_grad_norm`].
+//! - Burn's checkpointers and `checkpoint(epoch)` are errors: use [`FsdpStrategy::with_checkpoints`] and
+//!   [`FsdpStrategy::with_resume_latest`].
+//! - An optimizer that clips by norm is an error: use [`FsdpStrategy::with_max_grad_norm`].
 //! - `gradient_checkpointing()` has no effect, as with all custom strategies; use
 //!   [`FsdpOptions::with_activation_checkpointing`](crate::FsdpOptions::with_activation_checkpointing).
 //! - Burn's own data loaders give every rank all of the data. Give each rank its own part of the

@@ -35,12 +35,12 @@ use crate::optim::WholeParam;
 ///
 /// | option | default |
 /// |---|---|
-/// | [`clip_grad_norm`](Self::clip_grad_norm) | no clipping |
-/// | [`whole_param`](Self::whole_param) | the optimizer steps shards |
-/// | [`checkpoints`](Self::checkpoints) | none |
-/// | [`checkpoint_every`](Self::checkpoint_every) | at the end of each epoch only |
-/// | [`resume_latest`](Self::resume_latest), [`resume`](Self::resume) | a new run |
-/// | [`metric_interval`](Self::metric_interval) | metrics of every training batch |
+/// | [`with_max_grad_norm`](Self::with_max_grad_norm) | no clipping |
+/// | [`with_whole_param`](Self::with_whole_param) | the optimizer steps shards |
+/// | [`with_checkpoints`](Self::with_checkpoints) | none |
+/// | [`with_checkpoint_every`](Self::with_checkpoint_every) | at the end of each epoch only |
+/// | [`with_resume_latest`](Self::with_resume_latest), [`with_resume_from`](Self::with_resume_from) | a new run |
+/// | [`with_metric_interval`](Self::with_metric_interval) | metrics of every training batch |
 ///
 /// # Errors
 ///
@@ -71,47 +71,47 @@ impl FsdpStrategy {
 
     /// Scales the gradients of each optimizer step so that their 2-norm over all ranks is at most
     /// `max_norm`.
-    pub fn clip_grad_norm(mut self, max_norm: f64) -> Self {
+    pub fn with_max_grad_norm(mut self, max_norm: f64) -> Self {
         self.settings.max_grad_norm = Some(max_norm);
         self
     }
 
     /// Steps full matrices, for an optimizer that needs them, such as Muon: see [`WholeParam`]. A
     /// `TrainStep::optimize` of the model's own is not called then.
-    pub fn whole_param(mut self) -> Self {
+    pub fn with_whole_param(mut self) -> Self {
         self.settings.whole_param = true;
         self
     }
 
     /// Saves a sharded checkpoint at the end of each epoch, and when training stops early: the model, the
     /// optimizer, the position in the data and the number of steps.
-    pub fn checkpoints(self, manager: CheckpointManager) -> Self {
+    pub fn with_checkpoints(self, manager: CheckpointManager) -> Self {
         Self { checkpoints: Mutex::new(Some(manager)), ..self }
     }
 
     /// Also saves a checkpoint after every `steps` optimizer steps. A run that resumes from it continues
     /// within the epoch; the metrics of that epoch then cover its rest.
-    pub fn checkpoint_every(mut self, steps: u64) -> Self {
+    pub fn with_checkpoint_every(mut self, steps: u64) -> Self {
         self.settings.checkpoint_every = Some(steps.max(1));
         self
     }
 
-    /// Continues from the newest checkpoint of [`checkpoints`](Self::checkpoints). Without any, a new run
-    /// starts. The learning-rate scheduler is stepped as often as the optimizer was.
-    pub fn resume_latest(mut self) -> Self {
+    /// Continues from the newest checkpoint of [`with_checkpoints`](Self::with_checkpoints). Without
+    /// any, a new run starts. The learning-rate scheduler is stepped as often as the optimizer was.
+    pub fn with_resume_latest(mut self) -> Self {
         self.settings.resume = Resume::Latest;
         self
     }
 
     /// Continues from the checkpoint in a folder, saved at any number of ranks.
-    pub fn resume(mut self, folder: impl Into<PathBuf>) -> Self {
+    pub fn with_resume_from(mut self, folder: impl Into<PathBuf>) -> Self {
         self.settings.resume = Resume::Folder(folder.into());
         self
     }
 
     /// Sets that only every `batches`-th training batch goes to the metrics, at least 1. Each one is
     /// copied from every rank's device to rank 0.
-    pub fn metric_interval(mut self, batches: usize) -> Self {
+    pub fn with_metric_interval(mut self, batches: usize) -> Self {
         self.settings.metric_interval = batches.max(1);
         self
     }

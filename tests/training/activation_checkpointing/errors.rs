@@ -182,7 +182,7 @@ fn a_forward_whose_inputs_cannot_be_kept_is_an_error_at_construction() {
         ty: "Borrowing",
         forward: "forward",
         input: "scale",
-        obstacle: NotRecomputable::Borrowed,
+        reason: NotRecomputable::Borrowed,
     };
     assert_eq!(error, expected);
     assert!(error.to_string().contains("take it by value"), "{error}");

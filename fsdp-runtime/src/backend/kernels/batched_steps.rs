@@ -5,6 +5,7 @@
 //! together with the steps of other parameters. Steps are deferred only while a sharded model is
 //! mapped by the optimizer: at the end of that call the remaining ones are launched.
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
@@ -13,16 +14,37 @@ use crate::error::IgnorePoison;
 /// Function that runs the recorded operations of a device, and the name of the device.
 type Drain = (String, Box<dyn FnOnce() + Send>);
 
+/// Deferred steps of one kind of backend.
+pub(super) trait DeferredSteps: Any + Send + Sync {
+    /// Launches the steps.
+    fn launch(&self);
+}
+
 /// Deferred steps of one call of an optimizer.
 #[derive(Default)]
 pub(crate) struct StepBatch {
     /// Functions that run recorded operations, one for each device.
     drains: Mutex<Vec<Drain>>,
-    #[cfg(feature = "cube")]
-    pub(super) cube: super::cube::DeferredSteps,
+    /// At most one value of each type.
+    steps: Mutex<Vec<Arc<dyn DeferredSteps>>>,
 }
 
 impl StepBatch {
+    /// Returns the deferred steps of type `S`, to which a step may be added.
+    #[cfg_attr(not(feature = "cube"), allow(dead_code, reason = "only CubeCL devices defer steps"))]
+    pub(super) fn steps<S: DeferredSteps + Default>(&self) -> Arc<S> {
+        let mut steps = self.steps.lock().ignore_poison();
+        let own = |steps: &Arc<dyn DeferredSteps>| {
+            let steps: Arc<dyn Any + Send + Sync> = steps.clone();
+            steps.downcast::<S>().ok()
+        };
+        steps.iter().find_map(own).unwrap_or_else(|| {
+            let new = Arc::new(S::default());
+            steps.push(new.clone());
+            new
+        })
+    }
+
     /// Adds a function that runs the recorded operations of a device, which may defer steps. It runs
     /// before the deferred steps are launched.
     pub(crate) fn drain_first(&self, device: String, drain: impl FnOnce() + Send + 'static) {
@@ -37,8 +59,9 @@ impl StepBatch {
         for (_, drain) in std::mem::take(&mut *self.drains.lock().ignore_poison()) {
             drain();
         }
-        #[cfg(feature = "cube")]
-        self.cube.launch();
+        for steps in std::mem::take(&mut *self.steps.lock().ignore_poison()) {
+            steps.launch();
+        }
     }
 }
 

@@ -17,6 +17,7 @@ pub const VERSION: u64 = 2;
 /// Everything in a checkpoint but the elements of tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Manifest {
     pub(super) format: String,
     pub(super) version: u64,

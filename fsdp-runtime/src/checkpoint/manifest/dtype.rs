@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 /// A dtype that a checkpoint can hold, under the name that safetensors gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "each name is the dtype")]
+#[non_exhaustive]
 pub enum Dtype {
     F64,
     F32,

@@ -57,6 +57,7 @@ mod scale {
 /// A model in a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct ModelEntry {
     /// Name of the sharding strategy, such as `FULL_SHARD`.
     pub strategy: String,
@@ -77,6 +78,7 @@ pub struct ModelEntry {
 /// Name and layout of a parameter in the framework that the model comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct KeyEntry {
     /// Name of the tensor in that framework.
     pub name: String,
@@ -87,6 +89,7 @@ pub struct KeyEntry {
 /// A unit of a model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct UnitEntry {
     /// Module path of the unit; empty for the outermost unit.
     pub path: String,
@@ -99,6 +102,7 @@ pub struct UnitEntry {
 /// State of the random stream that dropout draws from, on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct RandomState {
     /// Seed of the stream.
     pub seed: u64,
@@ -109,6 +113,7 @@ pub struct RandomState {
 /// State of an optimizer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct OptimizerEntry {
     /// State of each parameter that has any, by model name and then by module path.
     pub models: BTreeMap<String, BTreeMap<String, ParameterEntry>>,
@@ -117,6 +122,7 @@ pub struct OptimizerEntry {
 /// State that an optimizer keeps for one parameter.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct ParameterEntry {
     /// Numbers by name, such as the count of steps.
     pub scalars: Scalars,
@@ -127,6 +133,7 @@ pub struct ParameterEntry {
 /// A tensor in a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct TensorEntry {
     /// Dtype of the elements.
     pub dtype: Dtype,
@@ -159,6 +166,7 @@ impl TensorEntry {
 /// A range of a flattened tensor's elements, held in one rank's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Piece {
     /// The rank whose file holds the piece.
     pub file: usize,

@@ -44,14 +44,14 @@ impl<M: FsdpModule> State<'_, M> {
         let others = non_sharded(self.model);
         if !ranks.leads() {
             for param in params {
-                self.model.engine.full(param.holder, param.base, false)?;
+                self.model.schedule.full(param.holder, param.base, false)?;
             }
             return ranks.agree(SAVE, Ok::<_, Error>(()));
         }
         let label = path.as_ref().display().to_string();
         let queue = params.iter().map(|param| (param.holder, param.base.clone())).collect();
         let gather = Arc::new(GatherQueue {
-            engine: self.model.engine.clone(),
+            schedule: self.model.schedule.clone(),
             queue: Mutex::new(queue),
             failed: Mutex::new(None),
         });
@@ -102,7 +102,7 @@ fn match_record<M: FsdpModule>(
 ) -> Result<(Vec<(ParamTarget, MatchedTensor)>, LoadReport), LoadError> {
     let source = Source::record(path)?;
     let mut wanted = Vec::new();
-    for (unit, parameters) in model.engine.units().iter().enumerate() {
+    for (unit, parameters) in model.schedule.units().iter().enumerate() {
         for (entry, spec) in parameters.params.iter().enumerate() {
             let target = ParamTarget::Sharded(ParamIndex { unit, param: entry });
             wanted.push((target, WantedTensor::of_param(spec, &spec.path, false)));
@@ -133,7 +133,7 @@ fn record_params<M: FsdpModule>(model: &Fsdp<M>) -> Vec<RecordParam> {
     let values = LocalValues::of(model).sharded;
     let ids = param_ids(&model.module);
     let mut params = Vec::new();
-    for (unit, parameters) in model.engine.units().iter().enumerate() {
+    for (unit, parameters) in model.schedule.units().iter().enumerate() {
         for (entry, spec) in parameters.params.iter().enumerate() {
             let holder = ParamIndex { unit, param: parameters.holder(entry) };
             params.push(RecordParam {
@@ -150,7 +150,7 @@ fn record_params<M: FsdpModule>(model: &Fsdp<M>) -> Vec<RecordParam> {
 
 /// The parameters still to be gathered, in the order in which all ranks gather them.
 struct GatherQueue {
-    engine: Arc<dyn ErasedSchedule>,
+    schedule: Arc<dyn ErasedSchedule>,
     queue: Mutex<VecDeque<(ParamIndex, DispatchTensor)>>,
     failed: Mutex<Option<Error>>,
 }
@@ -166,7 +166,7 @@ impl GatherQueue {
         let (index, base) = self.pop().ok_or(burn_pack::Error::ValidationError(
             "more tensors are written than there are parameters".into(),
         ))?;
-        match self.engine.full(index, base, true) {
+        match self.schedule.full(index, base, true) {
             Ok(full) => {
                 Ok(full
                     .map_or_else(|| Bytes::from_bytes_vec(Vec::new()), |full| full.into_parts().0))
@@ -186,7 +186,7 @@ impl GatherQueue {
             return Err(error);
         }
         while let Some((index, base)) = self.pop() {
-            self.engine.full(index, base, false)?;
+            self.schedule.full(index, base, false)?;
         }
         Ok(())
     }

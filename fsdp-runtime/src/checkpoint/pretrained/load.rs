@@ -38,8 +38,8 @@ impl<M: FsdpModule> StateMut<'_, M> {
         path: impl AsRef<Path>,
         options: &LoadOptions,
     ) -> Result<LoadReport, Error> {
-        let Fsdp { engine, keys, ignored, .. } = &*self.model;
-        let matched = match_files(path.as_ref(), engine.units(), keys, ignored, options);
+        let Fsdp { schedule, keys, ignored, .. } = &*self.model;
+        let matched = match_files(path.as_ref(), schedule.units(), keys, ignored, options);
         let (matched, report) = Ranks::from(&*self.model).agree("the load", matched)?;
         load_values(self.model, matched);
         Ok(report)

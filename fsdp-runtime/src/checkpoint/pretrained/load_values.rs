@@ -45,7 +45,7 @@ pub(super) fn load_values<M: FsdpModule>(
     let mut clear = ClearValues { values, in_order: Vec::new() };
     model.module = model.module.clone().map(&mut clear);
     model.module = model.module.clone().map(&mut FillValues(clear.in_order.into_iter()));
-    model.engine.set_loaded(&loaded);
+    model.schedule.set_loaded(&loaded);
 }
 
 /// Replaces the parameters to load by one-element placeholders, and collects the new values in the

@@ -83,6 +83,7 @@ impl LoadOptions {
 
 /// Result of loading pretrained weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LoadReport {
     /// Number of parameters loaded.
     pub loaded: usize,
@@ -94,6 +95,7 @@ pub struct LoadReport {
 
 /// The element type of a saved file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum SaveDtype {
     /// 32-bit float, the dtype in which parameters are stored during training.
     #[default]

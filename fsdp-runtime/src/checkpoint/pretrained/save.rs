@@ -82,7 +82,7 @@ fn write_file<M: FsdpModule>(
         let writes = matches!(out, Some(Ok(_)));
         let full = match tensor.source {
             ParamTarget::Sharded(index) => {
-                model.engine.full(index, values.sharded[&index].clone(), writes)?
+                model.schedule.full(index, values.sharded[&index].clone(), writes)?
             }
             ParamTarget::PerRank(id) => values.per_rank.get(&id).cloned(),
         };
@@ -118,7 +118,7 @@ fn plan_files<M: FsdpModule>(
     let mut tensors = Vec::new();
     let mut names: BTreeMap<&String, &String> = BTreeMap::new();
     let sharded = model.keys.iter().filter_map(|(&index, key)| {
-        let spec = &model.engine.units()[index.unit].params[index.param];
+        let spec = &model.schedule.units()[index.unit].params[index.param];
         let owns = !matches!(spec.placement, Placement::TiedTo(_));
         owns.then_some((ParamTarget::Sharded(index), key, &spec.path, &spec.shape))
     });

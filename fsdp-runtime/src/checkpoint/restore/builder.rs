@@ -42,6 +42,7 @@ impl std::fmt::Debug for Restore<'_> {
 
 /// What a load returns: the parts of a checkpoint that have no object to load into.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Restored {
     /// How far the training run had come.
     pub progress: Progress,

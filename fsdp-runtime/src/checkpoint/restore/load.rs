@@ -52,7 +52,7 @@ fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Er
         let entry = &manifest.models[&name];
         let states = &entry.random;
         if let Some(state) = states.get(&ranks.index()).or_else(|| states.get(&0)) {
-            model.engine().random().restore(state.seed, state.step);
+            model.schedule().random().restore(state.seed, state.step);
         }
         let mut keys = tensors.remove(&name).unwrap_or_default();
         model.replace_values(&mut |index, spec, _| {

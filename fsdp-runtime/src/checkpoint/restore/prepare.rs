@@ -84,7 +84,7 @@ fn values(manifest: &Manifest, folder: &str) -> Result<BTreeMap<String, Value>, 
 }
 
 fn model_targets(model: &dyn ShardedModel, rank: usize) -> Vec<Target<'_>> {
-    let (units, mesh) = (model.engine().units(), model.engine().mesh());
+    let (units, mesh) = (model.schedule().units(), model.schedule().mesh());
     let owners = owners(units, mesh);
     let mut targets = Vec::new();
     model.for_each_param(&mut |LocalParam { id, index, dtype, .. }| {

@@ -64,7 +64,8 @@ pub(super) fn write_elements(
 type MatrixOwners<'a> = BTreeMap<&'a String, HashMap<ParamIndex, usize>>;
 
 fn matrix_owners<'a>(checkpoint: &'a Checkpoint<'_>) -> MatrixOwners<'a> {
-    let of_model = |model: &dyn ShardedModel| owners(model.engine().units(), model.engine().mesh());
+    let of_model =
+        |model: &dyn ShardedModel| owners(model.schedule().units(), model.schedule().mesh());
     checkpoint.models.iter().map(|(name, model)| (name, of_model(*model))).collect()
 }
 
@@ -167,17 +168,17 @@ fn write_param(
     differing: &DifferingTensors,
     sink: &mut dyn Sink,
 ) -> Result<(), CheckpointError> {
-    let (engine, spec) = (&**model.engine(), model.spec(param.index));
+    let (schedule, spec) = (&**model.schedule(), model.spec(param.index));
     let owner = TensorOwner::Model { model: model_name.into(), path: spec.path.clone() };
-    let own = own_copy(&owner, spec, spec.numel(), engine.mesh(), differing);
+    let own = own_copy(&owner, spec, spec.numel(), schedule.mesh(), differing);
     let Written { copies, range, from } = own.unwrap_or_else(|| {
-        let range = written_of_param(engine.mesh(), param.index, spec);
+        let range = written_of_param(schedule.mesh(), param.index, spec);
         let from = range.start.saturating_sub(spec.range().start);
         Written { copies: 1, range, from }
     });
     let mut outcome = Ok(());
     let (dtype, size) = (param.dtype, param.dtype.size());
-    with_host_bytes(engine, spec, param.base, &mut |bytes| {
+    with_host_bytes(schedule, spec, param.base, &mut |bytes| {
         outcome = sink.tensor(TensorPart {
             owner: owner.clone(),
             dtype,
@@ -244,7 +245,7 @@ fn written_of_state(
     owned_by: &TensorOwner,
     differing: &DifferingTensors,
 ) -> Result<Written, CheckpointError> {
-    let (mesh, spec) = (param.model.engine().mesh(), param.model.spec(param.index));
+    let (mesh, spec) = (param.model.schedule().mesh(), param.model.spec(param.index));
     let numel = tensor.shape.iter().product();
     let name = || format!("{}: {}", spec.path, owned_by.key());
     match (&spec.placement, owner) {

@@ -13,6 +13,7 @@ use crate::launch::Worker;
 
 /// Result of [`CheckpointManager::save`].
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Saved {
     /// The checkpoint's folder. A background save creates it only once the checkpoint is complete.
     pub folder: PathBuf,

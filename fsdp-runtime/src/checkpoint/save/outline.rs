@@ -27,15 +27,15 @@ pub(super) fn outline(checkpoint: &Checkpoint<'_>, ranks: &Ranks) -> Manifest {
 }
 
 fn model_outline(model: &dyn ShardedModel, rank: usize) -> ModelEntry {
-    let engine = model.engine();
-    let (mesh, random) = (engine.mesh(), engine.random());
-    let units = engine.units().iter().map(|unit| UnitEntry {
+    let schedule = model.schedule();
+    let (mesh, random) = (schedule.mesh(), schedule.random());
+    let units = schedule.units().iter().map(|unit| UnitEntry {
         path: unit.path.clone(),
         level: unit.level,
         parameters: unit.params.iter().map(|spec| spec.path.clone()).collect(),
     });
     ModelEntry {
-        strategy: engine.strategy().to_string(),
+        strategy: schedule.strategy().to_string(),
         mesh: MeshShape { replicate: mesh.replicas().size(), shard: mesh.shard_size().size() },
         units: units.collect(),
         tensors: BTreeMap::new(),

@@ -16,7 +16,7 @@ pub(super) struct LocalLayout {
 impl LocalLayout {
     /// Returns the layout of `model` on this rank.
     pub(super) fn of(model: &dyn ShardedModel) -> Self {
-        let (units, mesh) = (model.engine().units(), model.engine().mesh());
+        let (units, mesh) = (model.schedule().units(), model.schedule().mesh());
         let specs = units.iter().flat_map(|unit| &unit.params);
         let specs = specs.chain(model.ignored().iter().map(|ignored| &ignored.spec));
         let params = specs.map(|spec| (spec.path.clone(), spec.shape.clone(), spec.range()));

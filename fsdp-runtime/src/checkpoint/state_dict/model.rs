@@ -58,7 +58,7 @@ impl<M: FsdpModule> State<'_, M> {
             let spec = self.model.spec(index);
             let full = match spec.placement {
                 Placement::PerRank => rank_0_values(self.model, spec, base, keep),
-                _ => self.model.engine.full(index, base, keep),
+                _ => self.model.schedule.full(index, base, keep),
             };
             match full {
                 Ok(Some(data)) => _ = state.insert(spec.path.clone(), data),
@@ -161,7 +161,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
 fn for_each_host_bytes(model: &dyn ShardedModel, f: &mut dyn FnMut(&ParamSpec, DType, &[u8])) {
     model.for_each_param(&mut |param| {
         let (spec, dtype) = (model.spec(param.index), param.dtype);
-        with_host_bytes(&**model.engine(), spec, param.base, &mut |bytes| f(spec, dtype, bytes));
+        with_host_bytes(&**model.schedule(), spec, param.base, &mut |bytes| f(spec, dtype, bytes));
     });
 }
 

@@ -165,7 +165,7 @@ impl WholeParam {
         state: &OptimizerState<TensorData>,
     ) -> Result<(), CheckpointError> {
         let mesh = model.mesh();
-        let owners = owners(model.engine.units(), mesh);
+        let owners = owners(model.schedule.units(), mesh);
         let steps = |index: ParamIndex, spec: &ParamSpec| match spec.placement {
             Placement::Shard(_) => owners.get(&index) == Some(&mesh.shard_rank().index()),
             _ => is_stored(index, spec),

@@ -126,7 +126,7 @@ impl<M: FsdpModule> Gather<'_, M> {
         let data = copied_data(&bytes, vec![bytes.len() / dtype.size()], dtype);
         let device = param.device.clone().inner();
         let shard = Tensor::<1>::from_data(data, (&device, dtype)).into_dispatch();
-        self.model.engine.full(param.index, shard, self.keep)
+        self.model.schedule.full(param.index, shard, self.keep)
     }
 
     fn not_elementwise(&self, own: Option<StateTensor>) -> CheckpointError {

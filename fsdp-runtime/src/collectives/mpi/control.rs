@@ -12,11 +12,12 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::sys::{Comm, MpiError, Request};
+use super::wait::Wait;
 use crate::collectives::failure::FailureMessage;
 use crate::collectives::op::Op;
 use crate::error::{CollectiveError, IgnorePoison};
@@ -163,7 +164,7 @@ impl ControlChannel {
         call: CollectiveCall<'_>,
         op: &Op,
     ) -> Result<(), CollectiveError> {
-        let mut wait = Wait::new(self, op);
+        let mut wait = Wait::new(self.timeout);
         loop {
             let mut state = self.lock();
             self.poll(op, &mut state)?;
@@ -177,7 +178,7 @@ impl ControlChannel {
                 return Ok(());
             }
             drop(state);
-            wait.pause(missing)?;
+            self.pause(&mut wait, op, missing)?;
         }
     }
 
@@ -220,7 +221,7 @@ impl ControlChannel {
         op: &Op,
         mut transfers: Vec<(Rank, Request)>,
     ) -> Result<(), CollectiveError> {
-        let mut wait = Wait::new(self, op);
+        let mut wait = Wait::new(self.timeout);
         while !transfers.is_empty() {
             let before = transfers.len();
             let tested = drop_completed(&mut transfers, |(_, request)| request);
@@ -234,10 +235,27 @@ impl ControlChannel {
                 let mut missing: Vec<Rank> = transfers.iter().map(|(peer, _)| *peer).collect();
                 missing.sort_unstable();
                 missing.dedup();
-                wait.pause(missing)?;
+                self.pause(&mut wait, op, missing)?;
             }
         }
         Ok(())
+    }
+
+    /// Waits until the next poll for messages of the `missing` ranks.
+    ///
+    /// # Errors
+    ///
+    /// Ends the run after the time-out.
+    fn pause(&self, wait: &mut Wait, op: &Op, missing: Vec<Rank>) -> Result<(), CollectiveError> {
+        if wait.pause() {
+            return Ok(());
+        }
+        Err(self.fail(CollectiveError::Timeout {
+            op: op.name,
+            unit: op.unit.to_string(),
+            missing,
+            waited: self.timeout,
+        }))
     }
 
     /// Receives the control messages that have arrived, and frees those that were sent.
@@ -366,49 +384,4 @@ fn encode(header: &Header, payload: &[u8]) -> Vec<u8> {
     let mut bytes = postcard::to_stdvec(header).expect("serialising to a vector does not fail");
     bytes.extend_from_slice(payload);
     bytes
-}
-
-/// A wait for peers that polls: it yields between the first polls, and sleeps between later ones.
-struct Wait<'a> {
-    control: &'a ControlChannel,
-    op: &'a Op,
-    started: Instant,
-    polls: u32,
-}
-
-impl<'a> Wait<'a> {
-    /// Number of polls that yield before sleeps begin: a sleep takes at least 60 µs or so.
-    const YIELDS: u32 = 100;
-
-    fn new(control: &'a ControlChannel, op: &'a Op) -> Self {
-        Self { control, op, started: Instant::now(), polls: 0 }
-    }
-
-    /// Starts the time-out anew, after a peer has made progress.
-    fn restart(&mut self) {
-        (self.started, self.polls) = (Instant::now(), 0);
-    }
-
-    /// Waits until the next poll.
-    ///
-    /// # Errors
-    ///
-    /// Ends the run after the time-out, naming the `missing` ranks.
-    fn pause(&mut self, missing: Vec<Rank>) -> Result<(), CollectiveError> {
-        self.polls += 1;
-        if self.polls < Self::YIELDS {
-            std::thread::yield_now();
-            return Ok(());
-        }
-        if self.started.elapsed() > self.control.timeout {
-            return Err(self.control.fail(CollectiveError::Timeout {
-                op: self.op.name,
-                unit: self.op.unit.to_string(),
-                missing,
-                waited: self.control.timeout,
-            }));
-        }
-        std::thread::sleep(Duration::from_micros(if self.polls < 1000 { 20 } else { 500 }));
-        Ok(())
-    }
 }

@@ -17,6 +17,7 @@ mod group;
 mod reduce;
 pub(crate) mod sys;
 mod transfer;
+mod wait;
 
 pub(crate) use self::group::MpiGroup;
 #[cfg(test)]

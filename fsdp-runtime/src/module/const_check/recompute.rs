@@ -7,7 +7,7 @@ use crate::module::{Forward, HookedForward};
 /// Checks that an input of a unit under `#[fsdp_unit(checkpoint)]` can be saved until backward.
 #[track_caller]
 pub const fn can_be_recomputed<U: HookedForward>(forward: &str, input: &str) {
-    if !U::CHECKPOINT {
+    if !U::RECOMPUTED {
         return;
     }
     if let Some(reason) = reason(U::HOOKED, forward, input) {

@@ -64,6 +64,7 @@ fn problem_lines(path: &std::path::Path, problems: &[Problem]) -> String {
 
 /// A problem with a configuration file, and its line.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Problem {
     /// Line, counted from 1; `None` if the problem is a missing key.
     pub line: Option<usize>,
@@ -192,6 +193,7 @@ fn hint(nearest: Option<&'static str>, valid: &[&'static str]) -> String {
 
 /// A key of Accelerate that has no effect here.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Note {
     /// Line, counted from 1.
     pub line: usize,

@@ -43,6 +43,6 @@ mod note_tests;
 mod tests;
 
 pub use self::error::{ConfigError, Note, Problem, ProblemKind};
-pub use self::types::{CONFIG_VARIABLE, Config, DEFAULT_MIN_NUM_PARAMS, FsdpConfig, MpirunConfig};
+pub use self::types::{CONFIG_VARIABLE, Config, DEFAULT_MIN_NUM_PARAMS, FsdpSection, MpirunConfig};
 pub use self::values::{AutoWrapPolicy, MixedPrecision, StateDictType};
 pub use crate::launch::DEBUG_VARIABLE;

@@ -26,7 +26,7 @@ impl Config {
 
     /// Returns a note if `fsdp_state_dict_type` asks for another form of checkpoints than the program
     /// saves. A program that does not choose the form by
-    /// [`state_dict_type`](super::FsdpConfig::state_dict_type) prints it with the other notes.
+    /// [`state_dict_type`](super::FsdpSection::state_dict_type) prints it with the other notes.
     pub fn state_dict_note(&self, saved: StateDictType) -> Option<Note> {
         let (key, asked) = ("fsdp_state_dict_type", self.fsdp.state_dict_type?);
         if asked == saved {

@@ -40,7 +40,7 @@ pub struct Config {
     /// are converted to f32.
     pub downcast_bf16: bool,
     /// `fsdp_config`: how the model is sharded.
-    pub fsdp: FsdpConfig,
+    pub fsdp: FsdpSection,
     pub(super) source: Source,
 }
 
@@ -56,7 +56,7 @@ pub struct MpirunConfig {
 /// default of [`FsdpOptions`](crate::FsdpOptions).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct FsdpConfig {
+pub struct FsdpSection {
     /// `fsdp_sharding_strategy`, or the strategy that `fsdp_reshard_after_forward` stands for.
     pub sharding_strategy: ShardingStrategy,
     /// `fsdp_auto_wrap_policy`: which annotated units are gathered on their own.
@@ -102,13 +102,13 @@ impl Default for Config {
             downcast_bf16: false,
             debug: false,
             mixed_precision: MixedPrecision::No,
-            fsdp: FsdpConfig::default(),
+            fsdp: FsdpSection::default(),
             source: Source::default(),
         }
     }
 }
 
-impl Default for FsdpConfig {
+impl Default for FsdpSection {
     fn default() -> Self {
         Self {
             sharding_strategy: ShardingStrategy::FullShard,

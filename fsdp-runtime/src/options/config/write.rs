@@ -1,6 +1,6 @@
 //! Conversion of a [`Config`] to YAML, with the keys in the order of Accelerate's files.
 
-use super::types::{Config, FsdpConfig};
+use super::types::{Config, FsdpSection};
 use super::values::{FSDP, Named};
 
 /// Text of `key: value` lines.
@@ -63,7 +63,7 @@ pub(super) fn to_yaml(config: &Config) -> String {
 }
 
 /// Writes the keys of `fsdp_config`.
-fn put_fsdp(lines: &mut Lines, fsdp: &FsdpConfig) {
+fn put_fsdp(lines: &mut Lines, fsdp: &FsdpSection) {
     lines.put("fsdp_activation_checkpointing", fsdp.activation_checkpointing);
     lines.put_some("fsdp_auto_wrap_policy", fsdp.auto_wrap_policy);
     lines.put_some("fsdp_backward_prefetch", fsdp.backward_prefetch.map(Named::name_in_file));

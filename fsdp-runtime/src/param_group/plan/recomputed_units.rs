@@ -8,7 +8,7 @@ use crate::options::ActivationCheckpointing;
 pub(super) fn recomputes<M: FsdpModule>(policy: ActivationCheckpointing) -> bool {
     match policy {
         ActivationCheckpointing::None => false,
-        ActivationCheckpointing::Annotated => M::CHECKPOINT,
+        ActivationCheckpointing::Annotated => M::RECOMPUTED,
         ActivationCheckpointing::Units(units) => units.contains(&UnitType::of_module::<M>()),
         ActivationCheckpointing::All => true,
     }
@@ -20,9 +20,9 @@ pub(super) fn recomputes<M: FsdpModule>(policy: ActivationCheckpointing) -> bool
 pub(super) fn not_recomputable<M: FsdpModule>(unit: &str) -> Option<ShardError> {
     let Node { ty, .. } = M::LAYOUT;
     M::FORWARDS.iter().find_map(|method| {
-        method.inputs.iter().find_map(|&(input, obstacle)| {
+        method.inputs.iter().find_map(|&(input, reason)| {
             let (unit, forward) = (unit.to_string(), method.name);
-            Some(ShardError::NotRecomputable { unit, ty, forward, input, obstacle: obstacle? })
+            Some(ShardError::NotRecomputable { unit, ty, forward, input, reason: reason? })
         })
     })
 }

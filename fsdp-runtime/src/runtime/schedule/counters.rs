@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Numbers of operations on one rank, since its model was sharded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Counts {
     /// All-gathers of a unit's matrices, one for each dtype that the unit has.
     pub all_gathers: usize,

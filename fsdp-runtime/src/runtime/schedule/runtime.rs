@@ -19,6 +19,10 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         self.units[unit].field
     }
 
+    fn unit_name(&self, unit: usize) -> String {
+        self.units[unit].name.to_string()
+    }
+
     fn register_shard(&self, index: ParamIndex, base: DispatchTensor) {
         let Some((value, leaf, _)) = StoredTensor::from_dispatch(base, self.settings.storage)
         else {

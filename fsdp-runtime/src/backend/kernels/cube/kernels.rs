@@ -7,6 +7,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 
 use super::copy::exclusive;
+use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{copy, dropout, gelu, mean, optim, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
@@ -78,7 +79,8 @@ impl Kernels for CubeBackend {
         let tensors = tensors.map(exclusive);
         #[cfg(test)]
         record([&grad], [&tensors.param.handle]);
-        optim::adam(step, contiguous(grad), &tensors, batch.map(|batch| &batch.cube));
+        let deferred = batch.map(StepBatch::steps::<CubeSteps>);
+        optim::adam(step, contiguous(grad), &tensors, deferred.as_deref());
         tensors
     }
 
@@ -92,13 +94,8 @@ impl Kernels for CubeBackend {
         let (param, velocity) = (exclusive(param), velocity.map(exclusive));
         #[cfg(test)]
         record([&grad], [&param.handle]);
-        optim::sgd(
-            step,
-            &param,
-            contiguous(grad),
-            velocity.as_ref(),
-            batch.map(|batch| &batch.cube),
-        );
+        let deferred = batch.map(StepBatch::steps::<CubeSteps>);
+        optim::sgd(step, &param, contiguous(grad), velocity.as_ref(), deferred.as_deref());
         (param, velocity)
     }
 }

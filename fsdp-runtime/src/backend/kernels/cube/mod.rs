@@ -33,5 +33,4 @@ pub(in crate::backend) use self::buffer_slice::BufferSlice;
 pub(in crate::backend) use self::copy::{copy, fill, pack_into};
 #[cfg(feature = "cpu")]
 pub(in crate::backend) use self::device::cpu_rounds_to_bf16;
-pub(crate) use self::optim::DeferredSteps;
 pub(in crate::backend) use self::tensors::{contiguous, empty};

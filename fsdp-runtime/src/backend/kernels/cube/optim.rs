@@ -15,6 +15,7 @@ use super::buffer_slice::BufferSlice;
 use super::launch::{Job, launches};
 use super::rounding::rounded;
 use super::tile::{Tile, begin, end, own_tile};
+use crate::backend::kernels::batched_steps::DeferredSteps;
 use crate::backend::kernels::contract::AdamTensors;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::error::IgnorePoison;
@@ -33,7 +34,7 @@ struct Deferred<S> {
 
 /// Deferred steps. They are launched on the stream of the thread that launches them.
 #[derive(Default)]
-pub(crate) struct DeferredSteps {
+pub(super) struct CubeSteps {
     adam: Mutex<Vec<Deferred<AdamStep>>>,
     sgd: Mutex<Vec<Deferred<SgdStep>>>,
 }
@@ -54,9 +55,8 @@ fn take_alike<S: PartialEq + Copy>(
     Some((step, std::iter::once(tensors).chain(others).collect()))
 }
 
-impl DeferredSteps {
-    /// Launches the deferred steps.
-    pub(in crate::backend::kernels) fn launch(&self) {
+impl DeferredSteps for CubeSteps {
+    fn launch(&self) {
         let mut adam = std::mem::take(&mut *self.adam.lock().ignore_poison());
         while let Some((step, tensors)) = take_alike(&mut adam) {
             launch_adam(&step, &tensors);
@@ -175,12 +175,12 @@ fn jobs(steps: &[Vec<CubeTensor>]) -> Vec<Job> {
 }
 
 /// Runs one step of Adam or AdamW on contiguous tensors of equal length, in their own memory. If
-/// there is a batch, the step may run as late as the next [`DeferredSteps::launch`].
+/// there is a batch, the step may run as late as the next [`CubeSteps::launch`](DeferredSteps::launch).
 pub(super) fn adam(
     step: &AdamStep,
     grad: CubeTensor,
     tensors: &AdamTensors<CubeTensor>,
-    batch: Option<&DeferredSteps>,
+    batch: Option<&CubeSteps>,
 ) {
     let AdamTensors { param, moment_1, moment_2, max } = tensors;
     let tensors = [param, &grad, moment_1, moment_2].into_iter().chain(max).cloned().collect();
@@ -311,7 +311,7 @@ pub(super) fn sgd(
     param: &CubeTensor,
     grad: CubeTensor,
     velocity: Option<&CubeTensor>,
-    batch: Option<&DeferredSteps>,
+    batch: Option<&CubeSteps>,
 ) {
     let tensors = [param, &grad].into_iter().chain(velocity).cloned().collect();
     let Some(batch) = batch else { return launch_sgd(step, &[tensors]) };

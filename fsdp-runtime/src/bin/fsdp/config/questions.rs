@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use fsdp_runtime::config::{
-    AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, FsdpConfig, MixedPrecision, StateDictType,
+    AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, FsdpSection, MixedPrecision, StateDictType,
 };
 use fsdp_runtime::{BackwardPrefetch, ShardingStrategy, cuda};
 
@@ -86,7 +86,7 @@ fn ask_device(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     Ok(())
 }
 
-fn ask_sharding(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
+fn ask_sharding(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     let strategies = ShardingStrategy::ALL.map(|(strategy, _)| strategy);
     let about = [
         "parameters, gradients and optimizer state: least memory",
@@ -101,7 +101,7 @@ fn ask_sharding(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
     Ok(())
 }
 
-fn ask_wrapping(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
+fn ask_wrapping(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     let policy = choose(
         ask,
         "Which annotated units are gathered on their own?",
@@ -127,7 +127,7 @@ fn ask_wrapping(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
 }
 
 /// Prefetch in backward and forward, and activation checkpointing.
-fn ask_prefetch(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
+fn ask_prefetch(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     let prefetch = ask.select(
         "When is a unit gathered for its backward?",
         &[
@@ -150,7 +150,7 @@ fn ask_prefetch(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
 }
 
 /// The form of checkpoints, and how initial weights are distributed.
-fn ask_checkpoints(ask: &mut impl Ask, fsdp: &mut FsdpConfig) -> Answer<()> {
+fn ask_checkpoints(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     let about = [
         "the whole state, collected on rank 0",
         "the shards of each rank, for this layout only",
