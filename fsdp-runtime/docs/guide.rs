@@ -3,7 +3,7 @@
 #![doc = include_str!("README.md")]
 
 // This module exists in the documentation only. A chapter is a page of this folder. To add one: a line
-// below, in `links` and in the table of `README.md`; `tests/guide.rs` of the workspace
+// below, in `links` and in the table of `README.md`; `tests/guide/` of the workspace
 // compares them.
 //
 // A link between pages is a reference, such as `[Checkpoints][checkpoints]`. Markdown uses the first
