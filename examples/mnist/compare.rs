@@ -1,4 +1,4 @@
-//! DDP beside FSDP as one unit, with size-based wrapping, and with CPU offload.
+//! Compares DDP with FSDP as one unit, with size-based wrapping, and with CPU offload.
 
 use std::fmt;
 use std::fs;
