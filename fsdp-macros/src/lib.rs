@@ -95,8 +95,8 @@ use parse::{ImplBlock, Module, Value};
 ///   `""` adds nothing to the key, which fits a wrapper that the checkpoint does not have.
 /// - `leaf` (default: the type implements `FsdpModule`): FSDP does not read the field's structure at
 ///   compile time. It finds the field's parameters when the model is sharded.
-/// - `unit` (default: part of the enclosing unit): the module in the field is a unit, as
-///   `burn::nn::Linear` or a module of another crate may have to be. In an `Option`, a `Vec`, an array
+/// - `unit` (default: part of the enclosing unit): the module in the field is a unit. It may be one of
+///   another crate, such as `burn::nn::Linear`. In an `Option`, a `Vec`, an array
 ///   or a tuple, each module is a unit. Under `#[fsdp(unit, leaf)]`, each element of a `Vec` or an
 ///   array is a unit, and any other type is one unit.
 ///
@@ -119,26 +119,28 @@ use parse::{ImplBlock, Module, Value};
 /// - `field_units` (default: no calls are hooked): hooks the calls in this block of modules in fields
 ///   under `#[fsdp(unit)]`. It is required where such a field is in this struct, or below it with no
 ///   other unit in between. The hooked calls are those of a method named `forward` or `forward_..`, in
-///   any method of the block, on a variable, a field, an element by index, or a reference made with
-///   `as_ref`, `as_deref`, `get`, `first`, `last`, `iter`, `next`, `nth`, `unwrap`, `expect` or `?`. At
-///   run time the hooks have an effect on field units only.
+///   any method of the block. The receiver is a variable, a field, an element by index, or a reference.
+///   References made with `as_ref`, `as_deref`, `get`, `first`, `last`, `iter`, `next`, `nth`, `unwrap`,
+///   `expect` or `?` are known. At run time the hooks have an effect on field units only.
 /// - `crate = "path"`: as on a struct.
 ///
-/// A hooked call is otherwise unchanged, with two exceptions: temporaries in its arguments live until
-/// the call returns, not until the end of the statement, and the type of an argument that is itself a
-/// call must be known without the method's signature. A call written as
+/// A hooked call is otherwise unchanged, with two exceptions. Temporaries in its arguments live until
+/// the call returns, not until the end of the statement. The type of an argument that is itself a call
+/// must be known without the method's signature. A call written as
 /// `Linear::forward(&self.head, x)` is not hooked: its parameters are then gathered one by one, with
 /// the same result and more memory.
 ///
 /// # Errors
 ///
-/// A wrong use does not compile, and the message says what to write instead. Reported are, for
-/// example: an enum, a union or a generic type as a unit; a field under `#[cfg]`; a field of a type
-/// that FSDP does not know; two parameters with one checkpoint key; a tied weight in two units, or a
-/// tie path that leads to no weight; a root inside a root; a unit without parameters; a unit without a
-/// hooked `forward`; a `forward` that is `async`, `const` or takes `&mut self`; a return type that is
-/// not `UnitValue`; an input of a generic type without the bound `UnitValue`; under `checkpoint`, an
-/// input that cannot be kept.
+/// A wrong use does not compile, and the message says what to write instead. Examples are:
+///
+/// - an enum, a union or a generic type as a unit, a unit without parameters, or a root inside a root;
+/// - a field under `#[cfg]`, or a field of a type that FSDP does not know;
+/// - two parameters with one checkpoint key;
+/// - a tied weight in two units, or a tie path that leads to no weight;
+/// - a unit without a hooked `forward`, or a `forward` that is `async`, `const` or takes `&mut self`;
+/// - a return type that is not `UnitValue`, or an input of a generic type without the bound `UnitValue`;
+/// - under `checkpoint`, an input that cannot be kept.
 #[proc_macro_attribute]
 pub fn fsdp_unit(
     args: proc_macro::TokenStream,

@@ -64,9 +64,9 @@ pub enum Error {
 pub struct LaunchError {
     /// The rank that failed first.
     pub rank: Rank,
-    /// The number of ranks.
+    /// The number of ranks of the launch.
     pub world: WorldSize,
-    /// What that rank returned, or its panic's message.
+    /// Error that the failed rank returned, or the message of its panic.
     #[source]
     pub source: Arc<dyn std::error::Error + Send + Sync>,
 }
@@ -80,7 +80,7 @@ impl PartialEq for LaunchError {
     }
 }
 
-/// Which rank it was, where there were several.
+/// Returns the beginning of a message that names the rank, or nothing in a world of one rank.
 fn place(rank: Rank, world: WorldSize) -> String {
     if world == WorldSize::ONE { String::new() } else { format!("rank {rank} of {world}: ") }
 }

@@ -68,9 +68,9 @@ pub enum ScheduleError {
         path: String,
         /// Rank that differs from the others.
         rank: Rank,
-        /// Number of elements in that rank's shard.
+        /// Number of elements in the shard of the rank that differs.
         expected: usize,
-        /// Description of the gradient on that rank.
+        /// Description of the gradient on the rank that differs.
         found: String,
     },
     /// Ranks with different loss scales.
@@ -81,7 +81,7 @@ pub enum ScheduleError {
     LossScaleMismatch {
         /// Rank that differs from rank 0.
         rank: Rank,
-        /// Loss scale of that rank.
+        /// Loss scale of the rank that differs.
         found: f32,
         /// Loss scale of rank 0.
         expected: f32,

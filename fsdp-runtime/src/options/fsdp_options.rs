@@ -163,9 +163,9 @@ impl FsdpOptions {
     /// on other devices.
     ///
     /// With 1, backward waits for the reduction of a unit before the gradients of the next one arrive,
-    /// so that the full gradients of one unit exist at a time. With 2, backward goes on meanwhile: a
-    /// device that computes while the host goes on always has work. Each further reduction takes the
-    /// full and the reduced gradients of one more unit. PyTorch's FSDP2 works as with 2.
+    /// so that the full gradients of one unit exist at a time. With 2, backward continues during the
+    /// reduction, so a device that computes asynchronously always has work. Each further reduction
+    /// takes the full and the reduced gradients of one more unit. PyTorch's FSDP2 works as with 2.
     pub const fn with_reductions_in_flight(mut self, reductions: usize) -> Self {
         self.reductions_in_flight = Some(reductions);
         self

@@ -1,4 +1,5 @@
-//! The values of the options.
+//! Enums that options of sharding take: strategy, prefetch, wrapping, accumulation, offload,
+//! recomputation.
 
 use std::fmt;
 use std::str::FromStr;
@@ -102,8 +103,8 @@ pub enum ReshardAfterForward {
     /// Frees the gathered parameters after forward and gathers them again for backward. The
     /// outermost unit, and the last one, whose backward comes first, stay gathered.
     Always,
-    /// Keeps a part of the gathered parameters on each rank, one over this number of ranks, so that
-    /// the all-gather for backward runs among that many neighbours only (hpZ of
+    /// Keeps 1/n of the gathered parameters on each rank, for the given number of ranks n. The
+    /// all-gather for backward then runs among n neighbours only (hpZ of
     /// [ZeRO++](https://arxiv.org/abs/2306.10209)).
     ///
     /// The number must divide the number of ranks that share the parameters. `To(1)` is
@@ -185,9 +186,11 @@ pub enum OffloadPolicy {
         /// faster. Copies to the host do not use pinned memory.
         pin_memory: bool,
     },
-    /// Like [`Params`](Self::Params) with pinned memory, but keeps a copy of this rank's shards on
-    /// the device from forward to backward, so that they are copied once a step (ZeRO-Offload of
-    /// the optimizer state and the f32 parameters).
+    /// Stores the same as [`Params`](Self::Params) in pinned host memory, and keeps a copy of this
+    /// rank's shards on the device from forward to backward.
+    ///
+    /// The shards are thus copied once a step (ZeRO-Offload of the optimizer state and the f32
+    /// parameters).
     OptimizerOnly,
 }
 

@@ -61,11 +61,11 @@ enum Ended {
     Stopped,
 }
 
-/// A rank's next batch, and what all ranks told before it.
+/// A rank's next batch, and the turns that all ranks exchanged before it.
 struct Next<'a, O, T> {
     turns: Turns<'a>,
     item: Option<O>,
-    /// What the metrics get for the batch before.
+    /// Outputs of the previous batch, for the metrics.
     seen: Vec<TrainingItem<T>>,
 }
 
@@ -184,7 +184,7 @@ where
         Ok((model, Ended::AtItsLastBatch))
     }
 
-    /// Takes the next batch of this rank and tells the others. Every rank calls it.
+    /// Takes the next batch of this rank and exchanges turns with the others. Every rank calls it.
     fn next<O, T: RankOutput>(
         &self,
         iterator: &mut dyn DataLoaderIterator<O>,

@@ -45,8 +45,8 @@ use crate::optim::WholeParam;
 /// # Errors
 ///
 /// `SupervisedTraining::launch` does not return a `Result`. It unwinds with an [`Error`], which
-/// [`launch`](crate::launch) returns: a [`LearnerError`] for settings that cannot be right with shards
-/// or for data that does not suit the ranks, and the errors of collectives and checkpoints. The
+/// [`launch`](crate::launch) returns. Settings that cannot be right with shards, and data that does not
+/// suit the ranks, are a [`LearnerError`]. Errors of collectives and checkpoints keep their types. The
 /// dashboard has given the terminal back by then.
 #[derive(Debug)]
 #[must_use]
@@ -89,8 +89,10 @@ impl FsdpStrategy {
         Self { checkpoints: Mutex::new(Some(manager)), ..self }
     }
 
-    /// Also saves a checkpoint after every `steps` optimizer steps. A run that resumes from it continues
-    /// within the epoch; the metrics of that epoch then cover its rest.
+    /// Saves a checkpoint after every `steps` optimizer steps too, not only after each epoch.
+    ///
+    /// A run that resumes from such a checkpoint continues within the epoch. The metrics of that epoch
+    /// then cover the batches after the checkpoint only.
     pub fn checkpoint_every(mut self, steps: u64) -> Self {
         self.settings.checkpoint_every = Some(steps.max(1));
         self
@@ -103,7 +105,7 @@ impl FsdpStrategy {
         self
     }
 
-    /// Continues from the checkpoint in a folder, saved at any number of ranks.
+    /// Continues from the checkpoint in a folder. It may be saved at any number of ranks.
     pub fn resume(mut self, folder: impl Into<PathBuf>) -> Self {
         self.settings.resume = Resume::Folder(folder.into());
         self

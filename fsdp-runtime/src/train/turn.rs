@@ -1,4 +1,4 @@
-//! What ranks tell each other before a batch.
+//! What ranks send each other before a batch.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::error::{Error, LearnerError};
 use crate::launch::Worker;
 use crate::layout::Rank;
 
-/// What one rank tells the others before a batch.
+/// State that one rank sends the others before a batch: whether it has one, errors, outputs.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Turn {
     /// Whether the rank has a batch.
@@ -28,7 +28,7 @@ pub(super) struct Turn {
     output: Option<Vec<TensorData>>,
 }
 
-/// What all ranks told.
+/// The turns of all ranks, in rank order.
 pub(super) struct Turns<'a> {
     worker: &'a Worker,
     all: Vec<Arc<Turn>>,

@@ -78,9 +78,9 @@ pub struct ModelEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KeyEntry {
-    /// Name of the tensor in that framework.
+    /// Name of the tensor in the framework that the model comes from, such as PyTorch.
     pub name: String,
-    /// Whether that framework stores the transpose of this crate's matrix.
+    /// Whether the framework that the model comes from stores the transpose of this crate's matrix.
     pub transposed: bool,
 }
 

@@ -43,7 +43,7 @@ impl std::fmt::Debug for Restore<'_> {
 /// What a load returns: the parts of a checkpoint that have no object to load into.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Restored {
-    /// How far the training run had come.
+    /// Position of the training run when the checkpoint was saved.
     pub progress: Progress,
     /// Number of ranks that saved the checkpoint.
     pub world_size: usize,

@@ -384,7 +384,7 @@ impl<'a> Wait<'a> {
         Self { control, op, started: Instant::now(), polls: 0 }
     }
 
-    /// Starts the time-out anew, after a peer has made progress.
+    /// Restarts the time-out, after a peer has made progress.
     fn restart(&mut self) {
         (self.started, self.polls) = (Instant::now(), 0);
     }

@@ -23,7 +23,7 @@ pub enum NcclJoinError {
     PeerNotReady {
         /// Rank that cannot take part.
         rank: Rank,
-        /// Error that this rank has reported.
+        /// Error that the rank has reported.
         reason: String,
     },
     /// Ranks that have loaded different versions of NCCL.
@@ -38,7 +38,7 @@ pub enum NcclJoinError {
         expected: String,
         /// Rank with another version.
         rank: Rank,
-        /// NCCL version of that rank.
+        /// NCCL version of the rank that differs.
         found: String,
     },
     /// No CUDA device can be used.

@@ -56,7 +56,7 @@ pub enum StoreError {
         port: u16,
         /// Rank that was refused.
         rank: Rank,
-        /// Why rank 0 refused it.
+        /// Why rank 0 refused the connection.
         reason: String,
     },
     /// A program that is not rank 0 listens at the host and port.
@@ -69,7 +69,7 @@ pub enum StoreError {
         host: String,
         /// TCP port of rank 0.
         port: u16,
-        /// What was wrong with the program's answer.
+        /// What was wrong with the answer of the program at the port.
         reason: String,
     },
     /// Rank 0 cannot start the thread that serves the other ranks.
