@@ -60,10 +60,10 @@ const WIDE: Job = Job { matrix: [256, 256], input: [1, 256] };
 const LONG: Job = Job { matrix: [256, 64], input: [256, 64] };
 
 impl Job {
-    /// Bytes of a block's gather buffer, and of what has no kind in the accounting: scalars and the
-    /// rounding of sizes. With engine `local` a rank holds the shards that others have sent to it until
-    /// the next collective; those that are copies from the host are counted by their owners, which
-    /// have released them.
+    /// Returns the bytes of a block's gather buffer, of scalars, and of the rounding of sizes.
+    ///
+    /// With engine `local` a rank holds the shards that others have sent to it until the next collective.
+    /// Copies from the host among them are counted by their owners, which have released them.
     fn tolerance(&self) -> usize {
         2 * self.matrix.iter().product::<usize>() * 4 + 16 * 1024
     }

@@ -1,8 +1,8 @@
 //! Trains PyTorch's MNIST network with fully sharded data parallel training.
 //!
-//! Follows PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel", with its network, flags,
-//! loops and optimizer, and compares what the tutorial compares: DDP, FSDP as one unit, FSDP with
-//! size-based wrapping, and FSDP with CPU offload. `fsdp-runtime/docs/mnist.md` walks through it.
+//! Follows PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel", with its network,
+//! flags, loops and optimizer. Compares DDP, FSDP as one unit, FSDP with size-based wrapping, and FSDP
+//! with CPU offload, as the tutorial does. `fsdp-runtime/docs/mnist.md` walks through it.
 //!
 //! ```text
 //! cargo run --example mnist                 # ten epochs on 4,000 digits, with two ranks

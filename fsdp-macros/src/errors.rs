@@ -30,7 +30,7 @@ impl Errors {
     }
 }
 
-/// One `compile_error!` for each error.
+/// Expands to one `compile_error!` for each error.
 impl ToTokens for Errors {
     fn to_tokens(&self, tokens: &mut TokenStream) {
         tokens.extend(self.0.as_ref().map(syn::Error::to_compile_error));

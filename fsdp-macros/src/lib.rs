@@ -226,7 +226,7 @@ fn unit(args: TokenStream, item: TokenStream) -> TokenStream {
     }
 }
 
-/// `#[fsdp_unit(args)]` on a struct. On an enum or a union it is an error.
+/// Expands `#[fsdp_unit(args)]` on a struct. On an enum or a union it is an error.
 fn unit_type(args: TokenStream, item: DeriveInput) -> TokenStream {
     let mut errors = Errors::default();
     let module = Module::parse_unit(args, &item, &mut errors);
@@ -236,7 +236,7 @@ fn unit_type(args: TokenStream, item: DeriveInput) -> TokenStream {
     quote!(#item #code #errors)
 }
 
-/// `#[fsdp_unit(args)]` on an `impl` block.
+/// Expands `#[fsdp_unit(args)]` on an `impl` block.
 fn unit_impl(args: TokenStream, block: ItemImpl) -> TokenStream {
     let mut errors = Errors::default();
     let block = ImplBlock::parse(args, &block, &mut errors);
@@ -245,14 +245,14 @@ fn unit_impl(args: TokenStream, block: ItemImpl) -> TokenStream {
     quote!(#code #errors)
 }
 
-/// `#[fsdp_unit]` on any other item.
+/// Reports `#[fsdp_unit]` on any other item than a type or an `impl` block.
 fn misplaced_unit(item: TokenStream) -> TokenStream {
     let mut errors = Errors::default();
     check::misplaced_unit(&mut errors);
     quote!(#item #errors)
 }
 
-/// `#[derive(FsdpModule)]`
+/// Expands `#[derive(FsdpModule)]`.
 fn derived_module(item: DeriveInput) -> TokenStream {
     let mut errors = Errors::default();
     let module = Module::parse_derive(&item, &mut errors);
@@ -261,7 +261,7 @@ fn derived_module(item: DeriveInput) -> TokenStream {
     quote!(#code #errors)
 }
 
-/// `#[derive(UnitValue)]`
+/// Expands `#[derive(UnitValue)]`.
 fn derived_unit_value(item: DeriveInput) -> TokenStream {
     let mut errors = Errors::default();
     let value = Value::parse(&item, &mut errors);

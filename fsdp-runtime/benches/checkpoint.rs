@@ -1,5 +1,8 @@
-//! Time of a sharded save of a model of 100 M parameters, compared with `cp` of the same bytes, both
-//! flushed to disk; time for which a background save blocks training; time and memory of a load.
+//! Measures checkpoints of a model of 100 M parameters.
+//!
+//! - Time of a sharded save, compared with `cp` of the same bytes, both flushed to disk.
+//! - Time for which a background save blocks training.
+//! - Time and memory of a load.
 //!
 //! ```text
 //! cargo bench --bench checkpoint [-- FOLDER]

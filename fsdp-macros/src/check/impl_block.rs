@@ -82,7 +82,7 @@ pub(super) fn is_neither_async_nor_const(forward: &Forward<'_>, errors: &mut Err
     }
 }
 
-/// Without a hooked method the attribute would have no effect. A `forward` with the wrong receiver is
+/// Checks that the block has a hooked method. Without one the attribute would have no effect. A `forward` with the wrong receiver is
 /// reported by [`takes_shared_self`].
 pub(super) fn has_a_hooked_method(block: &ImplBlock<'_>, errors: &mut Errors) {
     let is_reported = |forward: &Forward<'_>| {

@@ -2,8 +2,8 @@
 //! cast.
 //!
 //! For an input of a concrete type, a probe asks at compile time whether the type is a `UnitValue`.
-//! That question cannot be asked of a type parameter: inside the generic method the compiler knows the
-//! parameter's bounds only, and the probe would take a caller's tensor for a value without tensors. An
+//! A type parameter has no answer: inside the generic method the compiler knows the parameter's bounds
+//! only. The probe would take a caller's tensor for a value without tensors. An
 //! input of a *generic type* therefore requires `UnitValue`.
 
 use proc_macro2::{Ident, TokenStream};

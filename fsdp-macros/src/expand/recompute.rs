@@ -69,7 +69,7 @@ struct Part<'a> {
 enum NotRecomputable {
     /// An input is a reference, or holds one.
     Borrowed,
-    /// Each caller chooses an input's type.
+    /// An input has a type that each caller chooses.
     Generic,
     /// The return value is a reference, holds one, or is of a type that each caller chooses.
     Output,

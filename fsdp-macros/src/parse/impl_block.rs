@@ -7,7 +7,7 @@ use super::arguments::BlockArgs;
 use super::crate_path::CratePath;
 use crate::errors::Errors;
 
-/// An `impl` block.
+/// An `impl` block under `#[fsdp_unit]`, with its arguments.
 pub(crate) struct ImplBlock<'a> {
     /// The block as written.
     pub(crate) original: &'a ItemImpl,
@@ -15,7 +15,7 @@ pub(crate) struct ImplBlock<'a> {
     pub(crate) field_units: bool,
     /// The methods named `forward` or `forward_..`.
     pub(crate) forwards: Vec<Forward<'a>>,
-    /// Where generated code finds the runtime crate.
+    /// Path at which generated code finds the runtime crate.
     pub(crate) crate_path: CratePath,
 }
 
@@ -77,13 +77,13 @@ impl Forward<'_> {
 /// How a method takes its object.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Receiver {
-    /// `&self`
+    /// The receiver `&self`.
     Shared,
-    /// `&mut self`
+    /// The receiver `&mut self`.
     Exclusive,
     /// `self`, or a pointer such as `self: Arc<Self>`
     Owned,
-    /// An associated function.
+    /// No receiver: an associated function.
     Absent,
 }
 

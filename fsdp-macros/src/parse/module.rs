@@ -21,7 +21,7 @@ pub(crate) struct Module<'a> {
     pub(crate) fields: Vec<Field<'a>>,
     /// The ties in the order written.
     pub(crate) ties: Vec<Tie>,
-    /// Where generated code finds the runtime crate.
+    /// Path at which generated code finds the runtime crate.
     pub(crate) crate_path: CratePath,
 }
 

@@ -10,7 +10,7 @@ pub(super) const TIE_FORM: &str =
 const KEY_FORM: &str = r#"write `key = "name.in.checkpoint"`"#;
 const CRATE_FORM: &str = r#"write `crate = "path::to::fsdp_runtime"`"#;
 
-/// `tie("first" = "second")`
+/// A tie of two places that hold one weight: `tie("first" = "second")`.
 pub(crate) struct Tie {
     /// The place that owns the weight.
     pub(crate) first: LitStr,

@@ -4,9 +4,9 @@
 //!
 //! Each thread issues its work on a CubeCL stream of its own. CubeCL orders streams by where and when
 //! a handle was *allocated*, not by who last wrote it. If work on stream A binds a handle that was
-//! allocated on stream B, A first waits for all work that B has been given so far, but only if A has
-//! not waited for B since that allocation (`update_shared_bindings` in cubecl-server's
-//! `stream/event.rs`). So three things have no order:
+//! allocated on stream B, A first waits for all work that B has been given so far. A does not wait if it
+//! has waited for B since that allocation (`update_shared_bindings` in cubecl-server's
+//! `stream/event.rs`). So three pairs of accesses have no order:
 //!
 //! - A's read of a handle that is older than A's last wait for B, after a later write on B.
 //! - A's read of a handle that was allocated on B and written on a third stream.

@@ -1,10 +1,10 @@
-//! [`ModelBackend`]: the backend of a model's tensors, as Burn dispatches them, and the way from
-//! there to the backend of their buffers.
+//! [`ModelBackend`]: the backend of a model's tensors, as Burn dispatches them, and the conversion
+//! to the backend of their buffers.
 //!
-//! On Flex the two are the same. On CubeCL devices Burn's feature `fusion`, which any crate of a
-//! build may turn on, puts [`Fusion`](burn_fusion::Fusion) around Burn's CubeCL backend: operations
-//! are recorded in a queue, one for each thread, and launched later, several in one kernel. A tensor
-//! is then the name of a result that may not exist yet.
+//! On Flex the two are the same. On CubeCL devices Burn's feature `fusion` puts
+//! [`Fusion`](burn_fusion::Fusion) around Burn's CubeCL backend. Any crate of a build may turn the
+//! feature on. Operations are then recorded in a queue, one for each thread, and launched later,
+//! several in one kernel. A tensor is the name of a result that may not exist yet.
 //!
 //! The runtime treats both cases alike:
 //!

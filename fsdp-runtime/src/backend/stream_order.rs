@@ -147,8 +147,8 @@ pub(in crate::backend) fn record<'a>(
 /// Records that operations of Burn on the calling thread's stream have written those of the buffers
 /// that have no write on record.
 ///
-/// The others count as unchanged. A shard is taken from the module once in a pass, while another rank
-/// may still read it for the pass before; a second write on record would leave that read without
+/// The other buffers count as unchanged. A shard is taken from the module once in a pass, while another
+/// rank may still read it for the pass before. A second write on record would leave that read without
 /// order.
 pub(super) fn wrote(tensors: &[CubeTensor]) {
     if let Some(record) = &mut *lock() {

@@ -239,7 +239,7 @@ fn reduce<B: Tested>(
     }
 }
 
-/// As [`reduce`], for matrices of several types. Gradients are sent in the type `sent_as`, or each
+/// Reduces gradients as [`reduce`] does, for matrices of several types. Gradients are sent in the type `sent_as`, or each
 /// in its own type if that is `None`.
 fn reduce_as<B: Tested>(
     group: &AnyProcessGroup,

@@ -172,7 +172,7 @@ pub enum ShardError {
         ranks: Vec<Rank>,
         /// First line of rank 0's fingerprint that differs.
         expected: String,
-        /// The same line of the other ranks' fingerprint.
+        /// Line of the fingerprint of `ranks` at the place of `expected`.
         found: String,
     },
     /// A parameter that two ranks initialised to different values.

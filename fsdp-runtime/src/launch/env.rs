@@ -143,13 +143,13 @@ pub enum EnvError {
          {second} says rank {second_rank} of {second_world}; start them with one of the two"
     )]
     StartedTwice {
-        /// First launcher.
+        /// First of the two launchers.
         first: Launcher,
         /// Rank that the first launcher gives this process.
         first_rank: Rank,
         /// Number of ranks that the first launcher has started.
         first_world: WorldSize,
-        /// Second launcher.
+        /// Second of the two launchers.
         second: Launcher,
         /// Rank that the second launcher gives this process.
         second_rank: Rank,

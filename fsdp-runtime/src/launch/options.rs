@@ -14,11 +14,11 @@ pub const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
 /// The number of ranks that a program asks for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NumRanks {
-    /// This many ranks. A program that was started as one of several processes must be one of this
+    /// A fixed number of ranks. A program that was started as one of several processes must be one of this
     /// many.
     Exactly(usize),
-    /// As many ranks as processes were started, or this many threads where the program was started
-    /// by itself.
+    /// As many ranks as processes were started. A program that was started by itself has the given
+    /// number of threads.
     StartedOr(usize),
 }
 

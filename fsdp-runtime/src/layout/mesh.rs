@@ -17,7 +17,7 @@ pub enum MeshError {
          {world} (default: the number of ranks on one machine)"
     )]
     UnevenMesh {
-        /// Number of ranks.
+        /// Number of all ranks.
         world: WorldSize,
         /// The requested size of a shard group, in ranks.
         shard: usize,

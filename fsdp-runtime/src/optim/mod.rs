@@ -23,8 +23,8 @@
 //!
 //! # Reproducibility
 //!
-//! On Flex, the result for an element depends only on the values of that element: not on the
-//! element's position in the tensor, the number of threads, or the vector width of the processor.
+//! On Flex, the result for an element depends only on the values of that element. It does not depend
+//! on the element's position in the tensor, the number of threads, or the processor's vector width.
 //! So sharding a parameter does not change a bit of its update.
 //!
 //! # Optimizers that need full matrices

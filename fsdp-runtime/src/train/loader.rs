@@ -80,7 +80,7 @@ impl<I, O> fmt::Debug for RankLoader<I, O> {
     }
 }
 
-/// Where batches come from.
+/// Dataset and batcher that a rank's batches are made of, and the batches' device.
 struct Source<I, O> {
     batcher: Arc<dyn Batcher<I, O>>,
     dataset: Arc<dyn Dataset<I>>,
@@ -134,8 +134,10 @@ where
         self
     }
 
-    /// Sets whether all ranks get equally many items: the first items of the epoch's order are used
-    /// twice where the number of items is not a multiple of the number of ranks, as in PyTorch.
+    /// Sets whether all ranks get equally many items. Default: with [`shuffle`](Self::shuffle) only.
+    ///
+    /// If the number of items is not a multiple of the number of ranks, the first items of the epoch's
+    /// order are used twice, as in PyTorch.
     ///
     /// Training needs equal lengths. Validation without them counts every item once.
     pub fn equal_lengths(mut self, equal: bool) -> Self {

@@ -18,7 +18,7 @@ pub(super) struct Seen<T> {
     last: Option<Last<T>>,
 }
 
-/// The last batch.
+/// Output and position of the last batch.
 struct Last<T> {
     /// The output; `None` where this rank only took part.
     output: Option<T>,
@@ -26,7 +26,8 @@ struct Last<T> {
 }
 
 impl<T: RankOutput> Seen<T> {
-    /// The metrics get the outputs of several ranks as tensors on `device`.
+    /// Creates the record of a run without a batch yet. The metrics get the outputs of several ranks as
+    /// tensors on `device`.
     pub(super) fn new(device: Device) -> Self {
         Self { device, last: None }
     }

@@ -79,7 +79,7 @@ impl Interruption {
 /// A wait that polls. It yields between the first polls; between later ones it sleeps, and
 /// regularly asks the other ranks for failures.
 pub(super) struct Watch<'a> {
-    /// Where failures of other ranks are asked for; `None` where nobody is asked.
+    /// Host group that reports failures of other ranks; `None` where none are asked for.
     host: Option<&'a HostGroup>,
     timeout: Duration,
     started: Instant,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::error::StoreError;
 use crate::layout::{Rank, WorldSize};
 
-/// Where and as which rank a process joins the other processes of a launch.
+/// Address, rank and time-out with which a process joins the other processes of a launch.
 #[derive(Debug)]
 pub(crate) struct Rendezvous<'a> {
     pub(crate) rank: Rank,

@@ -67,7 +67,7 @@ fn problem_lines(path: &std::path::Path, problems: &[Problem]) -> String {
 pub struct Problem {
     /// Line, counted from 1; `None` if the problem is a missing key.
     pub line: Option<usize>,
-    /// The problem.
+    /// Kind of the problem, with the key and the value.
     pub kind: ProblemKind,
 }
 
@@ -97,7 +97,7 @@ pub enum ProblemKind {
     Misplaced {
         /// Key in the file.
         key: String,
-        /// Where the key belongs, such as "at the top level".
+        /// Part of the file to which the key belongs, such as "at the top level".
         place: &'static str,
     },
     /// A value that the key does not take.
@@ -143,7 +143,7 @@ pub enum ProblemKind {
         other_line: usize,
         /// Value of `other`.
         other_value: String,
-        /// What to do.
+        /// Advice on how to resolve the contradiction.
         fix: &'static str,
     },
     /// An option of Accelerate that the runtime does not have.
@@ -153,15 +153,15 @@ pub enum ProblemKind {
         key: &'static str,
         /// Value in the file.
         value: String,
-        /// What to write instead.
+        /// Advice on what to write instead.
         instead: &'static str,
     },
-    /// A required key is missing.
+    /// A required key that is missing.
     #[error("`{key}` is missing; {instead}")]
     Missing {
         /// Required key.
         key: &'static str,
-        /// What to write.
+        /// Advice on what to write.
         instead: &'static str,
     },
     /// A name in `fsdp_transformer_layer_cls_to_wrap` that is not a unit of the program's model.

@@ -21,10 +21,10 @@ pub(super) struct Key {
     pub(super) effect: Effect,
 }
 
-/// A part of the file.
+/// A part of a configuration file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Section {
-    /// The top level.
+    /// The keys at the top level.
     Top,
     /// The keys under `fsdp_config`.
     Fsdp,

@@ -48,13 +48,13 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// As [`options`](Self::options).
+    /// Those of [`options`](Self::options).
     pub fn check(&self) -> Result<(), ConfigError> {
         self.options_for(None).map(drop)
     }
 
-    /// As [`options`](Self::options) for a model with the units in `layout`. With `None`, names of units
-    /// are not checked.
+    /// Returns the [`options`](Self::options) for a model with the units in `layout`. With `None`, names
+    /// of units are not checked.
     pub(super) fn options_for(&self, layout: Option<&Node>) -> Result<FsdpOptions, ConfigError> {
         let mut problems = Vec::new();
         let fsdp = &self.fsdp;

@@ -111,11 +111,11 @@ named! {
 named! {
     /// `mixed_precision`: the dtype in which parameters are gathered and the model computes.
     MixedPrecision {
-        /// f32, that is, no mixed precision.
+        /// No mixed precision: f32.
         No = "no",
-        /// f16. The program needs a [`GradScaler`](crate::GradScaler).
+        /// Mixed precision in f16. The program needs a [`GradScaler`](crate::GradScaler).
         Fp16 = "fp16",
-        /// bf16.
+        /// Mixed precision in bf16.
         Bf16 = "bf16",
         /// 8-bit floats, which the runtime does not support.
         Fp8 = "fp8",

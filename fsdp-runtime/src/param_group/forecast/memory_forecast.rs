@@ -53,11 +53,11 @@ pub struct MemoryForecast {
 #[non_exhaustive]
 #[must_use]
 pub struct HostForecast {
-    /// Shards of sharded parameters.
+    /// Shards of sharded parameters, in bytes.
     pub shards: usize,
-    /// Replicated parameters.
+    /// Replicated parameters, in bytes.
     pub replicated: usize,
-    /// Reduced gradients.
+    /// Reduced gradients of all parameters, in bytes.
     pub gradients: usize,
     /// The optimizer's state; 0 until [`with_optimizer`](MemoryForecast::with_optimizer) sets it.
     pub optimizer: usize,

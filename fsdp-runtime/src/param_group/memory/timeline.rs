@@ -86,7 +86,7 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    /// Starts a record. `device` and `host` are the present counts.
+    /// Starts a record of changes of memory. `device` and `host` are the present counts.
     pub(super) fn new(max_samples: usize, device: Memory, host: Memory) -> Self {
         Self {
             begin: Instant::now(),

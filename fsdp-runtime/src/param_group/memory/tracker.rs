@@ -22,7 +22,7 @@ pub(crate) enum MemoryKind {
     GatherBuffers,
     /// Shards cast or copied for an all-gather, until it ends.
     AllGatherInputs,
-    /// Full gradients.
+    /// Full gradients, until they are reduced.
     Gradients,
     /// Results of a reduction under way, on the device.
     ReductionOutputs,
@@ -78,7 +78,7 @@ pub(crate) struct MemoryTracker {
 }
 
 impl MemoryTracker {
-    /// Creates empty counts. `offloaded` says that the storage device is the host.
+    /// Creates a tracker whose counts are 0. `offloaded` says that the storage device is the host.
     pub(crate) fn new(offloaded: bool) -> Self {
         Self { offloaded, ..Self::default() }
     }
@@ -120,7 +120,7 @@ impl MemoryTracker {
         Some(self.timeline.lock().ignore_poison().as_ref()?.timeline(path))
     }
 
-    /// Ends the record.
+    /// Ends the record of changes and drops it.
     pub(crate) fn stop_timeline(&self) {
         *self.timeline.lock().ignore_poison() = None;
     }
@@ -139,7 +139,7 @@ impl MemoryTracker {
     }
 }
 
-/// Locks a count. A panic elsewhere leaves it valid, so a poisoned lock is no error.
+/// Locks a count of memory. A panic elsewhere leaves it valid, so a poisoned lock is no error.
 fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
     memory.lock().ignore_poison()
 }

@@ -34,7 +34,7 @@ pub struct Memory {
     pub activations: Usage,
     /// The optimizer's state, as [`Stats::record_optimizer`](crate::Stats::record_optimizer) measured it.
     pub optimizer: Usage,
-    /// All kinds together.
+    /// Sum of all kinds. Its peak may be below the sum of the kinds' peaks.
     pub total: Usage,
 }
 

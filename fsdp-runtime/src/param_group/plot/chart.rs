@@ -210,7 +210,7 @@ fn steps(x: &[f64], y: &[f64], x_end: f64) -> Vec<(f64, f64)> {
     corners
 }
 
-/// Where a panel's axes lie in the figure, in pixels, and where they end, in the panel's units.
+/// Position of a panel's axes in the figure, in pixels, and their ends, in the panel's units.
 struct Frame {
     left: f64,
     right: f64,

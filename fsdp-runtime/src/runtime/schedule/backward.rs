@@ -182,8 +182,9 @@ impl<B: ModelBackend> Schedule<B> {
         self.reduce(state, index)
     }
 
-    /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`: where
-    /// ranks share a device, the kernel that adds their gradients in f32 reads them in any dtype.
+    /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`.
+    ///
+    /// Where ranks share a device, the kernel that adds their gradients in f32 reads them in any dtype.
     fn reduces_as(&self, found: DType, wanted: DType) -> bool {
         let shares_device = self.settings.groups.shard.shares_device::<Raw<B>>();
         shares_device && wanted == DType::F32 && kernels::takes(found)

@@ -2,7 +2,7 @@
 //!
 //! A single operation of the outer graph does all of it. It gathers the unit, runs the forward on
 //! leaves that are made from the saved inputs and from shards, and runs the backward of the new
-//! graph, in which the unit and the units inside it reduce their gradients as usual. The unit is
+//! graph. In that backward the unit and the units inside it reduce their gradients as usual. The unit is
 //! gathered once for both; the units inside it are gathered for the forward and again for the
 //! backward.
 //!
@@ -138,7 +138,7 @@ enum Stage {
     Ended,
 }
 
-/// A running recomputation. If an error drops it before [`end`](Self::end), it restores the state
+/// Guard of a running recomputation. If an error drops it before [`end`](Self::end), it restores the state
 /// of the outer graph.
 struct RecomputeGuard<'a, B: ModelBackend> {
     schedule: &'a Schedule<B>,

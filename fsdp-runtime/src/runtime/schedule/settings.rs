@@ -7,7 +7,7 @@ use crate::collectives::group::{AnyProcessGroup, MeshGroups};
 use crate::layout::Mesh;
 use crate::options::{BackwardPrefetch, GradientAccumulation, ShardingStrategy};
 
-/// The settings of a schedule.
+/// Settings of a schedule, made from the options of `fully_shard` when a model is sharded.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     /// Sharding strategy of the model.
@@ -37,15 +37,15 @@ pub(crate) struct Settings {
     pub(crate) offload_activations: bool,
 }
 
-/// What happens to gathered parameters after forward.
+/// State of gathered parameters between forward and backward.
 #[derive(Clone, Debug)]
 pub(crate) enum Reshard {
-    /// They stay gathered until after backward.
+    /// Parameters stay gathered until after backward.
     Never,
-    /// They are resharded, and gathered again in backward.
+    /// Parameters are resharded, and gathered again in backward.
     Always,
-    /// They are resharded, but each rank of the given process group keeps a part of them, from
-    /// which backward gathers them.
+    /// Parameters are resharded, but each rank of the given process group keeps a part of them.
+    /// Backward gathers these parts.
     To(Arc<AnyProcessGroup>),
 }
 
@@ -56,11 +56,11 @@ pub(super) enum Pass {
     Backward,
 }
 
-/// When a unit that is being gathered is needed.
+/// Time at which a unit that is being gathered is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum When {
-    /// Immediately.
+    /// The unit is needed at once.
     Now,
-    /// Later: this is a prefetch.
+    /// The unit is needed later: this is a prefetch.
     Ahead,
 }

@@ -13,9 +13,9 @@ const PANIC: i32 = 101;
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Exit {
-    /// With an exit code.
+    /// The process ended with an exit code.
     Code(i32),
-    /// By a signal.
+    /// A signal ended the process.
     Signal(i32),
 }
 

@@ -4,9 +4,9 @@
 //! - The first SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher is forwarded to the ranks, which may
 //!   take as long as they need, for example to save a checkpoint. The second one kills the ranks.
 //!
-//! The rank that failed first is not always the one whose end is reported first: the kernel closes the
-//! connections of a killed process before it reports the end of the process, and a peer that sees a
-//! closed connection may end sooner. So the supervisor collects failures for a moment, and then takes
+//! The rank that failed first is not always the one whose end is reported first. The kernel closes the
+//! connections of a killed process before it reports the end of the process. A peer that sees a closed
+//! connection may end sooner. So the supervisor collects failures for a moment, and then takes
 //! the one that is least likely to be a reaction to another.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -64,9 +64,9 @@ enum Phase {
     Running,
     /// A rank has failed. Failures of other ranks are collected.
     Settling(Instant),
-    /// Ranks were asked to end.
+    /// Ranks have got SIGTERM.
     Terminating(Instant),
-    /// Ranks were killed.
+    /// Ranks have got SIGKILL.
     Killed(Instant),
 }
 
