@@ -1,4 +1,4 @@
-//! Files beside the weights of an exported model, with which transformers loads it: `config.json` and
+//! Files next to the weights of an exported model, with which transformers loads it: `config.json` and
 //! the tokenizer's files.
 
 use std::fs;
@@ -15,7 +15,7 @@ use crate::tokenizer::BertTokenizer;
 const TOKENIZER: [&str; 4] =
     ["tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"];
 
-/// Directory of an exported model, and the files beside its weights.
+/// Directory of an exported model, and the files next to its weights.
 #[derive(Clone, Debug)]
 pub struct Export {
     /// Directory.

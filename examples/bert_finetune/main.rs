@@ -18,10 +18,11 @@
 //! 3. `train.rs`: the training loop of one rank.
 //! 4. `checkpoints.rs`: saving and resuming.
 //!
-//! The other files: `cli.rs` (arguments and hyperparameters), `launch_settings.rs` (configuration file
-//! of `fsdp launch`), `job.rs` (inputs of a run), `bert_config.rs`, `corpus.rs` (text), `tokenizer.rs`,
-//! `batch.rs`, `learning_rate.rs`, `metrics.rs`, `progress.rs`, `summary.rs` (the result), `export.rs`
-//! (files beside exported weights), and `../common/` (code that the examples share).
+//! Inputs of a run are in `cli.rs` (arguments and hyperparameters), `launch_settings.rs`
+//! (configuration file of `fsdp launch`), `job.rs`, `bert_config.rs`, `corpus.rs` (text),
+//! `tokenizer.rs` and `batch.rs`. Results are in `metrics.rs`, `progress.rs`, `summary.rs` and
+//! `export.rs` (files next to exported weights). `learning_rate.rs` has the schedule, and
+//! `../common/` the code that the examples share.
 
 mod batch;
 mod bert_config;

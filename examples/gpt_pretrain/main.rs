@@ -18,11 +18,11 @@
 //! 3. `train.rs`: the training loop of one rank.
 //! 4. `memory_forecast.rs`: the memory that a rank will need.
 //!
-//! The other files: `cli.rs` (arguments), `recipe.rs` (hyperparameters and their defaults), `job.rs`
-//! (inputs of a run), `text.rs`, `bpe.rs` (tokenizer), `batch.rs`, `learning_rate.rs`,
-//! `available_memory.rs`, `bigram.rs` (baseline to compare with), `init_progress.rs` (progress bar),
-//! `fairseq_log.rs` (log lines), `summary.rs` (the result), and `../common/` (code that the examples
-//! share).
+//! Inputs of a run are in `cli.rs` (arguments), `recipe.rs` (hyperparameters and their defaults),
+//! `job.rs`, `text.rs`, `bpe.rs` (tokenizer), `batch.rs` and `available_memory.rs`. Results are in
+//! `init_progress.rs` (progress bar), `fairseq_log.rs` (log lines), `bigram.rs` (baseline to compare
+//! with) and `summary.rs`. `learning_rate.rs` has the schedule, and `../common/` the code that the
+//! examples share.
 
 mod arch;
 mod available_memory;

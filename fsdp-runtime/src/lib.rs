@@ -78,7 +78,7 @@ pub mod kernels {
     pub use crate::backend::ops::*;
 }
 
-/// What a program that trains a sharded model needs.
+/// The types and functions that a program needs to train a sharded model.
 pub mod prelude {
     pub use crate::{
         ActivationCheckpointing, BackwardPrefetch, Engine, Error, Fsdp, FsdpModule, FsdpOptions,
@@ -88,7 +88,7 @@ pub mod prelude {
     };
 }
 
-/// What generated code calls. Not a public interface.
+/// The items that generated code names. Not a public interface.
 #[doc(hidden)]
 pub mod __private {
     pub use burn::tensor::DispatchTensor;

@@ -56,7 +56,7 @@ pub(super) fn checks(method: &ImplItemFn, unit: &Type) -> Vec<TokenStream> {
 
 /// A part of a signature that may prevent recomputing.
 struct Part<'a> {
-    /// What error messages call the part.
+    /// Name of the part in error messages.
     name: String,
     /// The type of an input, for the runtime to check.
     ty: Option<&'a Type>,
@@ -64,7 +64,7 @@ struct Part<'a> {
     span: Span,
 }
 
-/// Why a part of a signature prevents recomputing: a variant of the runtime's `NotRecomputable`.
+/// Reason why a part of a signature prevents recomputing: a variant of the runtime's `NotRecomputable`.
 #[derive(Clone, Copy)]
 enum NotRecomputable {
     /// An input is a reference, or holds one.

@@ -62,7 +62,7 @@ pub(crate) fn is_forward(name: &str) -> bool {
 pub(crate) struct Forward<'a> {
     /// The method as written.
     pub(crate) original: &'a ImplItemFn,
-    /// How the method takes the unit.
+    /// Receiver of the method: `&self`, `&mut self` or another form.
     pub(crate) receiver: Receiver,
 }
 
@@ -74,7 +74,7 @@ impl Forward<'_> {
     }
 }
 
-/// How a method takes its object.
+/// Receiver of a method.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Receiver {
     /// The receiver `&self`.

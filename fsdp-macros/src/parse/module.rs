@@ -97,11 +97,11 @@ pub(crate) struct Field<'a> {
     pub(crate) leaf: Option<syn::Path>,
     /// The word `unit` in `#[fsdp(unit)]`.
     pub(crate) unit: Option<syn::Path>,
-    /// What the field holds.
+    /// Content of the field, according to its declaration.
     pub(crate) content: Content,
 }
 
-/// What a field holds, according to its declaration.
+/// Content of a field, according to its declaration.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Content {
     /// A module that implements `FsdpModule`.

@@ -4,7 +4,7 @@ use syn::{Expr, ExprLit, Lit, LitStr, Meta, MetaNameValue, Path, Token};
 
 use crate::errors::Errors;
 
-/// What to write for `tie`.
+/// Advice on the form of `tie`, for messages.
 pub(super) const TIE_FORM: &str =
     r#"write `tie("a.b" = "c.d")`, with the paths of the two places that hold the weight"#;
 const KEY_FORM: &str = r#"write `key = "name.in.checkpoint"`"#;

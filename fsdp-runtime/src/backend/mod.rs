@@ -1,4 +1,4 @@
-//! What sharding requires of a Burn backend: buffers that tensors view, own kernels, and tensors
+//! The operations that sharding requires of a Burn backend: buffers that tensors view, own kernels, and tensors
 //! that are stored on the device or in host memory.
 //!
 //! A file uses only files earlier in this order: host_data, tensor, norm and philox; kernels;

@@ -14,7 +14,7 @@ use crate::param_group::plan::{IgnoredParam, Key};
 use crate::param_group::{ParamSpec, Placement};
 use crate::runtime::schedule::ErasedSchedule;
 
-/// What this rank stores of a parameter.
+/// This rank's part of a parameter.
 #[derive(Debug)]
 pub(super) struct LocalParam {
     pub(super) id: ParamId,

@@ -37,7 +37,7 @@ pub struct Driver {
     pub gpus: Vec<Gpu>,
 }
 
-/// Why no CUDA device can be used.
+/// Error of a program that cannot use a CUDA device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
@@ -73,9 +73,9 @@ pub enum CudaError {
         visible = visible()
     )]
     NoSuchDevice {
-        /// Requested index.
+        /// Index of the requested GPU.
         index: usize,
-        /// Number of GPUs.
+        /// Number of GPUs of the machine.
         count: usize,
     },
     /// CubeCL does not find NVIDIA's library of math functions, and so cannot compile kernels that
@@ -86,7 +86,7 @@ pub enum CudaError {
          that contains `nvvm/libdevice`"
     )]
     NoLibdevice {
-        /// Where CubeCL looks for the file.
+        /// Folders in which CubeCL looks for the file.
         reason: String,
     },
 }
@@ -99,7 +99,7 @@ fn visible() -> String {
     }
 }
 
-/// Why NCCL cannot be used.
+/// Error of a program that cannot use NCCL.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclError {

@@ -120,7 +120,7 @@ impl ReusedBuffers {
 
 /// Description of a reduction, equal on all ranks but for the ranges. A gradient's *entry* is its index in `keep`.
 pub(super) struct Reduction<'a> {
-    /// How each gradient is reduced; ranges are those of the calling rank.
+    /// Reduction of each gradient; ranges are those of the calling rank.
     pub(super) keep: &'a [Reduce],
     /// Layout of the gradients' unit over the members.
     pub(super) layout: &'a UnitLayout,

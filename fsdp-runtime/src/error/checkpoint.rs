@@ -198,7 +198,7 @@ pub enum CheckpointError {
         rank: usize,
         /// Path of the folder being written.
         folder: String,
-        /// How long the save waited.
+        /// Time for which the save waited.
         waited: Duration,
     },
 }

@@ -91,7 +91,7 @@ fn sign(i: usize) -> f32 {
     if i.is_multiple_of(3) { -1.0 } else { 1.0 }
 }
 
-/// What the steps of a probe show.
+/// Result of the steps of a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// Nothing changed: the learning rate is 0, or the optimizer did not get the gradients.

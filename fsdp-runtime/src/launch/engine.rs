@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::error::ShardError;
 
-/// What a rank is (a thread or a process), and how ranks communicate.
+/// Form of the ranks (threads or processes), and the library by which they communicate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Engine {

@@ -10,7 +10,7 @@ use crate::backend::StorageDevice;
 use crate::error::ShardError;
 use crate::module::UnitType;
 
-/// What is sharded between steps, under PyTorch's names.
+/// Which of parameters, gradients and optimizer state are sharded, under PyTorch's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum ShardingStrategy {
@@ -112,7 +112,7 @@ pub enum ReshardAfterForward {
     To(usize),
 }
 
-/// When a unit's parameters are gathered for backward.
+/// Time at which a unit's parameters are gathered for backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BackwardPrefetch {

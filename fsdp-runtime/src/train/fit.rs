@@ -55,7 +55,7 @@ pub(super) struct Fit<'a, M: LearnerModel> {
     pub(super) progress: Progress,
 }
 
-/// How an epoch of training ended.
+/// End of an epoch of training.
 enum Ended {
     AtItsLastBatch,
     Stopped,

@@ -203,7 +203,7 @@ where
     }
 }
 
-/// Which items of the dataset are this rank's, and in which order.
+/// Items of the dataset that this rank uses, in order.
 #[derive(Clone, Copy, Debug)]
 struct Order {
     /// Number of items in the dataset.
@@ -290,7 +290,7 @@ where
     }
 }
 
-/// How an iterator gets its batches.
+/// Way in which an iterator gets its batches.
 enum Batching<O> {
     Ahead(Prefetch<O>),
     OnDemand(Box<dyn Fn(usize) -> Result<O, DatasetError> + Send>),

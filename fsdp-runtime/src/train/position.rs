@@ -1,4 +1,4 @@
-//! Where in the data a loader's next iterator starts.
+//! The position in the data at which a loader's next iterator starts.
 
 use std::cell::Cell;
 

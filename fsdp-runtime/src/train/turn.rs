@@ -1,4 +1,4 @@
-//! What ranks send each other before a batch.
+//! The messages that ranks exchange before a batch.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub(super) struct Turn {
     has_batch: bool,
     /// The error of the rank's data loader.
     error: Option<String>,
-    /// Why the rank's interrupter says that training is to stop.
+    /// Reason of the rank's interrupter to stop the training, if there is one.
     stop: Option<String>,
     /// Numbers of the rank's items: those processed after this batch, and all.
     processed: usize,

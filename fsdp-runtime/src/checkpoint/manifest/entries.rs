@@ -22,7 +22,7 @@ pub struct MeshShape {
     pub shard: usize,
 }
 
-/// How far a training run has come.
+/// Position of a training run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Progress {

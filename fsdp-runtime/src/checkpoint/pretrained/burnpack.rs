@@ -123,7 +123,7 @@ struct RecordParam {
     shape: Vec<usize>,
     /// Index of the parameter that has the values: another one for a tied parameter.
     holder: ParamIndex,
-    /// What this rank stores of the holder.
+    /// This rank's part of the holder's elements.
     base: DispatchTensor,
 }
 

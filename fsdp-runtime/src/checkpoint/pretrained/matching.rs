@@ -12,7 +12,7 @@ use super::source::{MappedTensor, Source};
 use crate::error::LoadError;
 use crate::param_group::{ParamSpec, Placement};
 
-/// What this rank needs from a file for a parameter.
+/// Elements of a parameter that this rank needs from a file.
 #[derive(Clone, Debug)]
 pub(super) struct WantedTensor {
     /// Name of the tensor in the file.

@@ -1,4 +1,4 @@
-//! What to load a checkpoint into.
+//! The objects that a checkpoint is loaded into.
 
 use std::collections::BTreeMap;
 
@@ -40,7 +40,7 @@ impl std::fmt::Debug for Restore<'_> {
     }
 }
 
-/// What a load returns: the parts of a checkpoint that have no object to load into.
+/// Result of a load: the parts of a checkpoint that have no object to load into.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Restored {
     /// Position of the training run when the checkpoint was saved.

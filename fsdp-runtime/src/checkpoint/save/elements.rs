@@ -135,7 +135,7 @@ fn batches<'a, 'b>(mut params: &'b [SavedParam<'a>]) -> impl Iterator<Item = &'b
     })
 }
 
-/// What this rank writes of a tensor.
+/// Elements of a tensor that this rank writes.
 #[derive(Clone, Debug)]
 struct Written {
     /// Number of copies of the tensor in the checkpoint.

@@ -48,7 +48,7 @@ pub(super) struct Expected {
     pub(super) range: Range<usize>,
 }
 
-/// What a transfer receives, and the buffer that it receives into.
+/// Parts that a transfer receives, and the buffer for them.
 pub(super) struct Receive<'a, B: ShardBackend> {
     pub(super) buffer: &'a Arc<GatherBuffer<B>>,
     pub(super) device: &'a B::Device,

@@ -7,16 +7,16 @@ use crate::collectives::op::Op;
 use crate::collectives::store::HostGroup;
 use crate::error::CollectiveError;
 
-/// How often a waiting rank asks the other ranks whether the run has failed.
+/// Interval in which a waiting rank asks the other ranks whether the run has failed.
 const FAILURE_CHECK: Duration = Duration::from_millis(50);
-/// How long NCCL may take to form a communicator.
+/// Time limit of NCCL for forming a communicator.
 const SETUP: Duration = Duration::from_secs(60);
 /// Number of polls that yield before sleeps begin: a sleep takes at least 60 µs or so.
 const YIELDS: u32 = 200;
-/// How long to wait, after an error of NCCL, for a peer to report the cause.
+/// Time to wait, after an error of NCCL, for a peer to report the cause.
 const CAUSE_WAIT: Duration = Duration::from_millis(500);
 
-/// Why a collective did not complete.
+/// Reason why a collective did not complete.
 #[derive(Debug)]
 pub(super) enum Interruption {
     /// NCCL refused a call, or a collective failed in NCCL.

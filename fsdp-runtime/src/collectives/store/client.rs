@@ -16,7 +16,7 @@ use crate::collectives::op::Op;
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::{Rank, WorldSize};
 
-/// How much longer than the time-out a rank waits for a reply: rank 0 reports time-outs of other
+/// Time that a rank waits for a reply beyond the time-out: rank 0 reports time-outs of other
 /// ranks.
 const GRACE: Duration = Duration::from_secs(2);
 /// Pause between two attempts to connect.

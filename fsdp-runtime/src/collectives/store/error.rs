@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::layout::Rank;
 
-/// Why the processes of a launch cannot connect to each other.
+/// Error of processes of a launch that cannot connect to each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
@@ -42,7 +42,7 @@ pub enum StoreError {
         host: String,
         /// TCP port of rank 0.
         port: u16,
-        /// How long this rank has tried to connect.
+        /// Time for which this rank has tried to connect.
         waited: Duration,
         /// Error of the last attempt.
         reason: String,
@@ -56,7 +56,7 @@ pub enum StoreError {
         port: u16,
         /// Rank that was refused.
         rank: Rank,
-        /// Why rank 0 refused the connection.
+        /// Reason of rank 0 for the refusal.
         reason: String,
     },
     /// A program that is not rank 0 listens at the host and port.
@@ -69,7 +69,7 @@ pub enum StoreError {
         host: String,
         /// TCP port of rank 0.
         port: u16,
-        /// What was wrong with the answer of the program at the port.
+        /// Description of the wrong answer of the program at the port.
         reason: String,
     },
     /// Rank 0 cannot start the thread that serves the other ranks.

@@ -1,4 +1,4 @@
-//! When each rank was last heard of, so that a time-out can name the ranks that are gone.
+//! Record of the last message of each rank, so that a time-out can name the ranks that are gone.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

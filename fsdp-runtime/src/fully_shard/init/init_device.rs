@@ -14,7 +14,7 @@ pub(in crate::fully_shard) struct InitDevice<B: ModelBackend> {
     pub(super) compute: Device,
     /// The backend's name of the device that computes.
     pub(super) backend: B::Device,
-    /// Where parameters are stored between uses.
+    /// Storage device of the parameters.
     pub(super) storage: StorageDevice,
     /// Autodiff context of tensors on the device; `None` for a device without autodiff.
     pub(super) context: Option<AutodiffContext>,

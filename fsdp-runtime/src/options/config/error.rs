@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::nearest::list;
 
-/// Why a configuration cannot be used.
+/// Error of a configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -199,7 +199,7 @@ pub struct Note {
     pub key: String,
     /// Value in the file.
     pub value: String,
-    /// Why the key has no effect, and what to use instead, if there is something.
+    /// Reason why the key has no effect, and what to use instead, if there is something.
     pub reason: String,
     /// Whether the value is the one that Accelerate writes when the option is off. Such a note can be
     /// ignored.

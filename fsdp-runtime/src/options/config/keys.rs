@@ -7,7 +7,7 @@ pub(super) enum Effect {
     Used,
     /// The key has no effect.
     Unused {
-        /// Why it has none, for a message.
+        /// Reason why the key has no effect, for a message.
         because: &'static str,
         /// Values that Accelerate writes when the option is off.
         off: &'static [&'static str],

@@ -12,7 +12,7 @@ pub const CONFIG_VARIABLE: &str = "FSDP_CONFIG";
 /// Value of `fsdp_min_num_params` if the file does not set it, in elements. Accelerate has the same.
 pub const DEFAULT_MIN_NUM_PARAMS: usize = 100_000_000;
 
-/// How to start a program and how to shard its model. Fields have the names of Accelerate's keys.
+/// Settings that start a program's ranks and shard its model, as read from a file. Fields have the names of Accelerate's keys.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// `num_processes`: number of ranks on all machines together. `None` if the file leaves it open.
@@ -52,7 +52,7 @@ pub struct MpirunConfig {
     pub hostfile: Option<PathBuf>,
 }
 
-/// How the model is sharded: the keys under `fsdp_config` and `parallelism_config`. `None` stands for the
+/// Settings that shard the model: the keys under `fsdp_config` and `parallelism_config`. `None` stands for the
 /// default of [`FsdpOptions`](crate::FsdpOptions).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]

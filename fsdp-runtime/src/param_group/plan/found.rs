@@ -1,4 +1,4 @@
-//! What one traversal of a module finds: units, parameters, ties and devices.
+//! The results of one traversal of a module: units, parameters, ties and devices.
 
 use burn::module::ParamId;
 use burn::tensor::{DType, Device};

@@ -1,4 +1,4 @@
-//! What a schedule counts: operations, bytes and times.
+//! The counters of a schedule: operations, bytes and times.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! When each unit is gathered, resharded and reduced.
+//! The schedule, which decides when each unit is gathered, resharded and reduced.
 //!
 //! *Forward*: `pre_forward` of a unit waits for the unit's all-gather and issues that of the unit
 //! that came next in the last forward pass (forward prefetch). `post_forward` reshards the unit.

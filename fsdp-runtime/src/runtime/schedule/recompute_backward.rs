@@ -128,7 +128,7 @@ impl<B: ModelBackend> Schedule<B> {
     }
 }
 
-/// How far a recomputation has got.
+/// Stage of a recomputation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// The unit is being gathered.

@@ -1,4 +1,4 @@
-//! How a schedule runs, as given by the options and the mesh.
+//! Settings of a schedule, as given by the options and the mesh.
 
 use std::sync::Arc;
 
@@ -16,17 +16,17 @@ pub(crate) struct Settings {
     pub(crate) mesh: Mesh,
     /// Process groups of this rank.
     pub(crate) groups: MeshGroups,
-    /// When gathered parameters are resharded.
+    /// State of gathered parameters between forward and backward.
     pub(crate) reshard: Reshard,
     /// Number of gather buffers of one dtype that the units of an inner nesting level share.
     pub(crate) gather_buffers: usize,
     /// Whether forward prefetches the next unit.
     pub(crate) forward_prefetch: bool,
-    /// When backward prefetches the previous unit.
+    /// Time at which backward prefetches the previous unit.
     pub(crate) backward_prefetch: BackwardPrefetch,
     /// Number of units whose gradients may be in reduction at a time, at least 1.
     pub(crate) reductions_in_flight: usize,
-    /// How the gradients of micro-batches are accumulated.
+    /// Form in which the gradients of micro-batches are accumulated.
     pub(crate) accumulation: GradientAccumulation,
     /// Storage device of parameters, reduced gradients and optimizer state.
     pub(crate) storage: StorageDevice,

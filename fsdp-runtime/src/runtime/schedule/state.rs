@@ -71,7 +71,7 @@ impl ForwardOrder {
     }
 }
 
-/// Which forwards of recomputed units are running.
+/// Running forwards of recomputed units.
 pub(super) struct RecomputeState {
     /// Call whose first forward runs. No graph is recorded until it ends.
     pub(super) first_run: Option<CallId>,

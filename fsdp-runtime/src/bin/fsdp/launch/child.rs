@@ -21,7 +21,7 @@ pub(super) struct Child {
     output: Output,
 }
 
-/// What a child has printed.
+/// Output of a child process.
 #[derive(Debug)]
 enum Output {
     Rank { rank: usize, tail: Tail },

@@ -1,4 +1,4 @@
-//! What the supervisor waits for, and how long.
+//! Events that the supervisor waits for, with time limits.
 
 use std::time::Duration;
 

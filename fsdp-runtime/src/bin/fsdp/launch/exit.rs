@@ -1,4 +1,4 @@
-//! How a process ended.
+//! The end of a process: an exit code or a signal.
 
 use std::fmt;
 use std::os::unix::process::ExitStatusExt;
@@ -10,7 +10,7 @@ use rustix::process::Signal;
 /// Exit code of a Rust program that panicked.
 const PANIC: i32 = 101;
 
-/// How a process ended.
+/// The end of a process: an exit code or a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Exit {
     /// The process ended with an exit code.

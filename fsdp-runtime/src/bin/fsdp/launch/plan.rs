@@ -53,11 +53,11 @@ pub(super) struct Plan {
     pub(super) first: usize,
     /// Environment variables that have the same value on all ranks of this machine.
     pub(super) variables: Vec<(&'static str, OsString)>,
-    /// How to call `mpirun`, if `mpirun` starts the ranks.
+    /// Arguments of `mpirun`, if it starts the ranks.
     pub(super) mpirun: Option<Mpirun>,
 }
 
-/// How to call `mpirun`.
+/// Arguments of a call of `mpirun`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Mpirun {
     /// File that lists the hosts; `None` for this host, or for the hosts of the batch system.

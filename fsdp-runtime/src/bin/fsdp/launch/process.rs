@@ -20,7 +20,7 @@ use super::output::for_each_line;
 /// A process that the launcher has started.
 #[derive(Debug)]
 pub(super) struct Process {
-    /// How the process ended; `None` while it runs.
+    /// The end of the process; `None` while it runs.
     pub(super) exit: Option<Exit>,
     /// Process group, whose number is that of the process.
     group: Pid,

@@ -1,4 +1,4 @@
-//! What the launcher prints about a run that did not end well.
+//! The launcher's messages about a run that did not end well.
 
 use rustix::process::Signal;
 

@@ -17,7 +17,7 @@ use crate::launch::exit::Exit;
 pub(super) enum Message<'a> {
     /// A line that the program has printed.
     Line(&'a [u8]),
-    /// How the program failed.
+    /// The exit code or signal with which the program failed.
     Failed(Exit),
 }
 
