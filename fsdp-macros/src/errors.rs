@@ -24,7 +24,7 @@ impl Errors {
         }
     }
 
-    /// Whether no error was found.
+    /// Returns whether no error was found.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_none()
     }

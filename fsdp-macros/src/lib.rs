@@ -215,7 +215,7 @@ pub fn derive_unit_value(item: proc_macro::TokenStream) -> proc_macro::TokenStre
     derived_unit_value(parse_macro_input!(item)).into()
 }
 
-/// `#[fsdp_unit(args)]` on any item.
+/// Expands `#[fsdp_unit(args)]` on any item.
 fn unit(args: TokenStream, item: TokenStream) -> TokenStream {
     match syn::parse2(item.clone()) {
         Ok(Item::Impl(block)) => unit_impl(args, block),

@@ -14,7 +14,7 @@ pub(super) fn is_not_a_union(value: &Value<'_>, errors: &mut Errors) {
     }
 }
 
-/// `#[fsdp(..)]` on a field describes a module's field.
+/// Checks that no field has an attribute `#[fsdp(..)]`, which is for the fields of modules.
 pub(super) fn has_no_field_arguments(value: &Value<'_>, errors: &mut Errors) {
     for attr in value.misplaced_attributes() {
         let message = "the fields of a `UnitValue` take no arguments; remove this attribute";

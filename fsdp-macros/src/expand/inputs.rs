@@ -90,7 +90,7 @@ impl<'a> GenericTypes<'a> {
         Self { params: params.filter(|param| !is_closure(param)).collect() }
     }
 
-    /// Whether `ty` is a generic type whose values may be `UnitValue`s.
+    /// Returns whether `ty` is a generic type whose values may be `UnitValue`s.
     fn contain(&self, ty: &Type) -> bool {
         let mut search = GenericSearch { params: &self.params, found: false };
         search.visit_type(ty);
@@ -102,7 +102,7 @@ fn is_param(ty: &Type, param: &Ident) -> bool {
     matches!(ty, Type::Path(path) if path.path.is_ident(param))
 }
 
-/// Whether one of `bounds` is a trait of closures.
+/// Returns whether one of `bounds` is a trait of closures.
 fn has_closure<'a>(bounds: impl IntoIterator<Item = &'a TypeParamBound>) -> bool {
     bounds.into_iter().any(|bound| match bound {
         TypeParamBound::Trait(bound) => bound

@@ -13,7 +13,7 @@ use super::signature::{argument_names, argument_types, generic_params};
 use super::span::at;
 use crate::parse::is_named;
 
-/// Whether no part of the signature prevents the method from being recomputed.
+/// Returns whether no part of the signature prevents the method from being recomputed.
 pub(super) fn is_possible(method: &ImplItemFn) -> bool {
     parts(&method.sig).iter().all(|part| part.obstacle.is_none())
 }

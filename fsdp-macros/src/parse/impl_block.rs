@@ -34,12 +34,12 @@ impl<'a> ImplBlock<'a> {
         Self { original, field_units, forwards, crate_path: CratePath::new(crate_path) }
     }
 
-    /// Whether the block is of one type: it has no generic parameters.
+    /// Returns whether the block is of one type: it has no generic parameters.
     pub(crate) fn is_of_one_type(&self) -> bool {
         self.original.generics.params.is_empty()
     }
 
-    /// Whether methods of the block can be hooked: it is inherent and of one type.
+    /// Returns whether methods of the block can be hooked: it is inherent and of one type.
     pub(crate) fn takes_hooks(&self) -> bool {
         self.original.trait_.is_none() && self.is_of_one_type()
     }
@@ -53,7 +53,7 @@ impl<'a> ImplBlock<'a> {
 /// The method that must be hooked where it exists.
 pub(crate) const FORWARD: &str = "forward";
 
-/// Whether methods of this name, and calls of them, are hooked: `forward` or `forward_..`.
+/// Returns whether methods of this name, and calls of them, are hooked: `forward` or `forward_..`.
 pub(crate) fn is_forward(name: &str) -> bool {
     name == FORWARD || name.strip_prefix(FORWARD).is_some_and(|rest| rest.starts_with('_'))
 }
@@ -67,7 +67,7 @@ pub(crate) struct Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// Whether the method can be hooked: it takes `&self` and is neither `async` nor `const`.
+    /// Returns whether the method can be hooked: it takes `&self` and is neither `async` nor `const`.
     pub(crate) fn is_hooked(&self) -> bool {
         let sig = &self.original.sig;
         self.receiver == Receiver::Shared && sig.asyncness.is_none() && sig.constness.is_none()

@@ -54,17 +54,17 @@ impl<'a> Module<'a> {
         Self { original, unit: None, fields, ties, crate_path: CratePath::new(crate_path) }
     }
 
-    /// Whether the struct is not generic.
+    /// Returns whether the struct is not generic.
     pub(crate) fn is_one_type(&self) -> bool {
         self.original.generics.params.is_empty()
     }
 
-    /// Whether the layout can be generated: the struct is not generic and no field is conditional.
+    /// Returns whether the layout can be generated: the struct is not generic and no field is conditional.
     pub(crate) fn has_known_fields(&self) -> bool {
         self.is_one_type() && self.fields.iter().all(|field| field.condition().is_none())
     }
 
-    /// Whether a struct under `#[derive(FsdpModule)]` is also under `#[fsdp_unit]`, which implements
+    /// Returns whether a struct under `#[derive(FsdpModule)]` is also under `#[fsdp_unit]`, which implements
     /// `FsdpModule` too.
     pub(crate) fn is_also_a_unit(&self) -> bool {
         self.unit.is_none() && self.fsdp_unit().is_some()
@@ -115,7 +115,7 @@ pub(crate) enum Content {
 }
 
 impl Content {
-    /// Whether a field with this content is part of the layout.
+    /// Returns whether a field with this content is part of the layout.
     pub(crate) fn is_in_layout(self) -> bool {
         matches!(self, Self::Module | Self::Leaf)
     }

@@ -103,7 +103,7 @@ mod tests {
         WorldSize::new(size).expect("tests use worlds of at least one rank")
     }
 
-    /// Element counts at the edges: 1, 3, 8 and primes, below and above the world size.
+    /// Returns element counts at the edges: 1, 3, 8 and primes, below and above the world size.
     fn numel() -> impl Strategy<Value = usize> {
         prop_oneof![
             Just(1usize),

@@ -42,7 +42,7 @@ impl Net {
     }
 }
 
-/// Two steps of two micro-batches. Nothing reads a result, which would wait for the device.
+/// Trains two steps of two micro-batches. Nothing reads a result, which would wait for the device.
 fn train(worker: &Worker, options: &FsdpOptions) -> Result<(), Error> {
     let device = worker.device();
     let linear = |n| LinearConfig::new(24, n).init(device);

@@ -217,7 +217,7 @@ where
         LearningResult { model: Module::valid(&model), renderer, interrupted, error }
     }
 
-    /// Never called: [`train`](Self::train) does all of the work.
+    /// Panics: Burn never calls it, because [`train`](Self::train) does all of the work.
     fn fit(
         &self,
         _: TrainingComponents<Fsdp<M>>,

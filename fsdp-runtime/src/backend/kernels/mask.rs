@@ -148,7 +148,7 @@ mod tests {
         }
     }
 
-    /// Rank of a matrix over the field of two elements, given by its rows as bits.
+    /// Returns the rank of a matrix over the field of two elements, given by its rows as bits.
     fn rank(mut rows: Vec<u128>) -> usize {
         let mut rank = 0;
         while let Some(row) = rows.pop() {

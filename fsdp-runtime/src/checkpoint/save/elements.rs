@@ -77,7 +77,7 @@ struct SavedParam<'a> {
 }
 
 impl SavedParam<'_> {
-    /// Number of elements that this rank stores.
+    /// Returns the number of elements that this rank stores.
     fn numel(&self) -> usize {
         self.model.spec(self.index).range().len()
     }

@@ -51,7 +51,7 @@ impl Node {
         }
     }
 
-    /// Whether the value is `null`, `~` or missing.
+    /// Returns whether the value is `null`, `~` or missing.
     pub(super) fn is_null(&self) -> bool {
         matches!(&self.value, Value::Scalar { text, plain: true }
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))

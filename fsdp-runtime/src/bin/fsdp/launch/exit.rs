@@ -29,7 +29,7 @@ impl Exit {
         }
     }
 
-    /// Whether the exit code is 0.
+    /// Returns whether the exit code is 0.
     pub(super) fn is_success(self) -> bool {
         self == Self::Code(0)
     }

@@ -127,7 +127,7 @@ pub(crate) fn run_rank(program: &[OsString]) -> ExitCode {
     mpi::run_rank(program)
 }
 
-/// `fsdp rank` needs Unix, as `fsdp launch` does.
+/// Fails, since `fsdp rank` needs Unix, as `fsdp launch` does.
 #[cfg(not(unix))]
 pub(crate) fn run_rank(_: &[OsString]) -> ExitCode {
     ExitCode::FAILURE

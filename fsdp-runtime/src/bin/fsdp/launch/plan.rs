@@ -105,7 +105,7 @@ impl Plan {
         self.variables.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
     }
 
-    /// Number of processes that the launcher starts itself: one for each rank, or one `mpirun`.
+    /// Returns the number of processes that the launcher starts itself: one for each rank, or one `mpirun`.
     pub(super) fn processes(&self) -> usize {
         if self.mpirun.is_some() { 1 } else { self.local }
     }
@@ -140,13 +140,14 @@ impl Size {
         Ok(Self { world, machines, machine })
     }
 
-    /// Number of ranks on one machine.
+    /// Returns the number of ranks on one machine.
     fn local(&self) -> usize {
         self.world / self.machines
     }
 }
 
-/// `mpirun` starts the ranks if the flag says so, or if the file has a `mpirun_config`.
+/// Returns the arguments of `mpirun`, if it starts the ranks: with the flag `--mpi`, or with a
+/// `mpirun_config` in the file.
 fn mpirun(flags: &Flags, config: &Config) -> Option<Mpirun> {
     let from_file = config.mpirun.as_ref().map(|file| Mpirun { hostfile: file.hostfile.clone() });
     from_file.or_else(|| flags.mpi.then(Mpirun::default))

@@ -119,7 +119,7 @@ impl Process {
         Ok(exit)
     }
 
-    /// Whether the process is stopped, as by SIGSTOP. Always false on other systems than Linux.
+    /// Returns whether the process is stopped, as by SIGSTOP. Always false on other systems than Linux.
     pub(super) fn is_stopped(&self) -> bool {
         let number = self.group.as_raw_nonzero();
         let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).unwrap_or_default();

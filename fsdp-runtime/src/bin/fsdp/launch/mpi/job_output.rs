@@ -37,7 +37,8 @@ struct State {
 }
 
 impl JobOutput {
-    /// `width` is the number of digits of the last rank; `run` is the value of `FSDP_RUN_ID`.
+    /// Creates the state of a job without output yet. `width` is the number of digits of the last rank;
+    /// `run` is the value of `FSDP_RUN_ID`.
     pub(in crate::launch) fn new(width: usize, run: &str) -> Self {
         Self { width, run_prefix: message::run_prefix(run), state: Arc::default() }
     }
