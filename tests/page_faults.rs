@@ -19,7 +19,7 @@ mod glibc {
     use fsdp_runtime::Error;
     use fsdp_runtime::prelude::*;
 
-    /// Bytes of a block, above the largest that glibc can be told not to map on its own.
+    /// Bytes of a block, above the largest threshold from which glibc maps blocks separately.
     const BLOCK: usize = 48 << 20;
     const PAGE: usize = 4096;
     const BLOCKS: usize = 10;

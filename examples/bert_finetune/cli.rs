@@ -90,7 +90,7 @@ pub struct Cli {
     /// Directory to resume from: a checkpoint, or a directory of checkpoints, of which the newest
     /// complete one is loaded; --world-size and --strategy may differ from the saved run's
     ///
-    /// Without --save-dir, new checkpoints are saved beside the loaded one.
+    /// Without --save-dir, new checkpoints are saved next to the loaded one.
     #[arg(long, value_name = "DIR", group = "saving")]
     pub resume: Option<PathBuf>,
 

@@ -171,7 +171,7 @@ fn normalizer(lower_case: bool) -> BertNormalizer {
     BertNormalizer::new(true, true, None, lower_case)
 }
 
-/// Returns `do_lower_case` of the `tokenizer_config.json` beside a `vocab.txt`; true by default.
+/// Returns `do_lower_case` of the `tokenizer_config.json` next to a `vocab.txt`. Default: true.
 fn lower_case(directory: &Path) -> Result<bool> {
     let path = directory.join("tokenizer_config.json");
     if !path.is_file() {

@@ -70,7 +70,7 @@ fn write_pairs(file: &Path, pairs: &[Example]) {
     std::fs::write(file, pairs.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
 }
 
-/// Runs a script that lies beside this file, and returns its output.
+/// Runs a script in the folder of this file, and returns its output.
 fn script(python: &str, name: &str, arguments: &[&OsStr]) -> Vec<u8> {
     let script = Path::new("examples/bert_finetune").join(name);
     let output = Command::new(python)

@@ -1,7 +1,7 @@
 //! `test_fully_shard_overlap`: the next unit is gathered while this one computes.
 //!
 //! No test reads a clock. One rank stays within a unit until another rank is in the next one, which
-//! only an all-gather that runs beside the computation allows.
+//! only an all-gather that runs during the computation allows.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;

@@ -176,8 +176,8 @@ impl LocalGroup {
         for peer in &peers {
             B::wait_for(&peer.1);
         }
-        // The members have told this rank about the reads of their communication threads, and this
-        // rank them about its own.
+        // The exchange has ordered this rank's later work after the members' reads of its tensors, and
+        // the members' later work after this rank's reads.
         drop(self.read.lock().ignore_poison().take());
         Ok(peers)
     }

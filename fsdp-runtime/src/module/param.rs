@@ -113,6 +113,8 @@ pub struct Sharded {
 impl Reparameterization for Sharded {
     const NAME: &'static str = "fsdp";
 
+    /// Returns the full parameter for this rank's shard `base`, gathered if need be.
+    ///
     /// # Panics
     ///
     /// Unwinds with the [`Error`] if a collective fails; `launch` returns that error.

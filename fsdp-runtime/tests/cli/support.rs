@@ -43,7 +43,7 @@ pub struct Run {
     pub took: Duration,
 }
 
-/// A launcher under way.
+/// A running launcher.
 pub struct Running {
     pub launcher: Child,
     mark: String,

@@ -284,7 +284,7 @@ fn an_unsharded_model_runs_as_written() {
     let before = FORWARDS.load(SeqCst);
     let loss = model.forward(input(0, 0, &device));
     let forwards = FORWARDS.load(SeqCst) - before;
-    // Other tests may run beside this one, and add forwards of their own.
+    // Other tests may run at the same time, and add forwards of their own.
     assert!(forwards >= 3);
     let grads = GradientsParams::from_grads(loss.backward(), &model);
     assert!(grads.get::<2>(model.outers[0].mix.weight.id).is_some());

@@ -1,6 +1,6 @@
 //! `fsdp`: the command-line tool of this crate.
 //!
-//! Each subcommand has a module of the same name. `ROOMS`, beside this file, lists the modules in the
+//! Each subcommand has a module of the same name. `ROOMS`, next to this file, lists the modules in the
 //! order in which they may import each other.
 
 mod config;

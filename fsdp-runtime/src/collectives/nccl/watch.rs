@@ -23,7 +23,7 @@ pub(super) enum Interruption {
     Nccl(NcclError),
     /// The CUDA driver refused a call, or a kernel failed.
     Cuda(CudaError),
-    /// A failure has ended the run meanwhile.
+    /// A failure of another rank or collective has ended the run.
     Ended(CollectiveError),
     /// The collective did not complete within the time-out.
     TimedOut,

@@ -24,7 +24,7 @@ pub(crate) enum MemoryKind {
     AllGatherInputs,
     /// Full gradients, until they are reduced.
     Gradients,
-    /// Results of a reduction under way, on the device.
+    /// Results of a running reduction, on the device.
     ReductionOutputs,
     /// Reduced gradients, on their storage device.
     ReducedGradients,
@@ -108,7 +108,7 @@ impl MemoryTracker {
         self.change(kind, None, |_| bytes);
     }
 
-    /// Starts a record of at most `max_samples` changes, in place of one under way.
+    /// Starts a record of at most `max_samples` changes, in place of a running one.
     pub(crate) fn start_timeline(&self, max_samples: usize) {
         let (device, host) = (lock(&self.device), lock(&self.host));
         let recorder = Recorder::new(max_samples, *device, *host);

@@ -64,7 +64,7 @@ impl<B: ModelBackend> Schedule<B> {
         let mut guard = self.lock();
         let state = &mut *guard;
         if state.calls.get(&id).is_some_and(|call| !call.has_gradients()) {
-            // Full gradients of one unit at a time beside those in reduction.
+            // Full gradients of one unit at a time, in addition to those in reduction.
             self.collect_early_reductions(state)?;
         }
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };

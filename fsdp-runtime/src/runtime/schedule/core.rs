@@ -119,7 +119,7 @@ impl<B: ModelBackend> Schedule<B> {
         collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
     ) -> DeviceWork<Raw<B>, T> {
         let is_alone = self.settings.mesh.world.size() == 1 && group.shares_device::<Raw<B>>();
-        // Copies from the host take the host's time, and so run beside the rank's own thread.
+        // Copies from the host take the host's time, and so run on the communication thread.
         let stays_on_device = self.settings.storage == StorageDevice::Device;
         if is_alone && stays_on_device {
             return DeviceWork::Issued(collective(group));

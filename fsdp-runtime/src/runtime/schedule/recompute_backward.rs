@@ -6,8 +6,8 @@
 //! gathered once for both; the units inside it are gathered for the forward and again for the
 //! backward.
 //!
-//! Each graph counts depths from its own leaves, so the running calls of the outer graph are set
-//! aside meanwhile.
+//! Each graph counts depths from its own leaves. So the schedule does not see the running calls of the
+//! outer graph until the recomputation has ended.
 
 use burn::backend::autodiff::NodeId;
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};

@@ -1,5 +1,5 @@
-//! The guard: a process beside the launcher that kills the ranks, and the processes they have started,
-//! when the launcher is killed.
+//! The guard: a second process of the launcher. When the launcher is killed, it kills the ranks and the
+//! processes that they have started.
 //!
 //! The guard reads a pipe whose write end stays open in the launcher alone. Each rank writes its process
 //! group to the pipe, `+1234`, before it executes the program. The launcher writes `-1234` when the rank

@@ -118,7 +118,7 @@ impl Supervisor {
         }
     }
 
-    /// Waits until every child has ended, or until killed children have had their time.
+    /// Waits until every child has ended, or until the time for killed children has passed.
     fn wait(&mut self) -> Result<(), LaunchError> {
         while self.children.iter().any(|child| child.process.exit.is_none()) {
             let event = match self.phase.deadline() {

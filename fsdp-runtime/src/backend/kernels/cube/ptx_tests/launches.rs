@@ -58,7 +58,7 @@ impl Gpu {
         ptx.into_iter().map(named).collect()
     }
 
-    /// Runs `f` and checks that it launches the kernel `expected`, and no kernel beside it but
+    /// Runs `f` and checks that it launches the kernel `expected`, and no other kernel but
     /// `others`.
     fn launch<T>(&self, expected: &str, others: &[&str], f: impl FnOnce() -> T) -> T {
         self.launched.lock().ignore_poison().recent.clear();
