@@ -62,7 +62,7 @@ pub enum LearnerError {
          last batch from `DataLoaderIterator::progress`"
     )]
     UnfinishedAccumulation {
-        /// The epoch, from 1.
+        /// The epoch that ended, counted from 1.
         epoch: usize,
         /// Number of batches whose gradients were not applied.
         batches: usize,
@@ -100,7 +100,7 @@ pub enum LearnerError {
     TooFewItems {
         /// Number of items of the dataset.
         items: usize,
-        /// Number of ranks.
+        /// Number of ranks that share the dataset.
         world: WorldSize,
         /// Smallest number of items that gives each rank a batch.
         needed: usize,

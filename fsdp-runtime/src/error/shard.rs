@@ -236,7 +236,7 @@ pub enum ShardError {
     InvalidOption {
         /// Name of the option.
         option: &'static str,
-        /// The given value.
+        /// Value that the option was given.
         value: String,
         /// Description of the accepted values.
         expected: String,

@@ -21,9 +21,9 @@ use crate::param_group::plan::{IgnoredParam, Key};
 use crate::runtime::hooks::Collect;
 use crate::runtime::schedule::ErasedSchedule;
 
-/// A sharded model.
+/// A sharded model, as [`fully_shard`](crate::fully_shard) returns it.
 ///
-/// It dereferences to the module, whose `forward` and fields are used as before sharding. It is a
+/// The model dereferences to the module, whose `forward` and fields are used as before sharding. It is a
 /// Burn [`Module`] itself: `optimizer.step(lr, model, grads)` returns the updated model.
 ///
 /// Clones and [`valid`](Self::valid) snapshots share the gather buffers, so use only one of them at

@@ -21,9 +21,9 @@ pub const EXIT_PEER_FAILED: i32 = 75;
 pub enum Launcher {
     /// `fsdp launch`, torchrun, or another program that sets `RANK`.
     Torchrun,
-    /// Open MPI's `mpirun`.
+    /// Open MPI's `mpirun`, which sets `OMPI_COMM_WORLD_RANK`.
     OpenMpi,
-    /// Slurm's `srun`.
+    /// Slurm's `srun`, which sets `SLURM_PROCID`.
     Slurm,
 }
 

@@ -23,7 +23,7 @@ impl ModulePath {
         self.0.push(index.map_or_else(|| child.name.to_string(), |index| index.to_string()));
     }
 
-    /// Appends a segment.
+    /// Appends a segment to the path.
     pub(crate) fn push(&mut self, segment: &str) {
         self.0.push(segment.to_string());
     }

@@ -27,7 +27,7 @@ pub struct DropoutConfig {
 }
 
 impl DropoutConfig {
-    /// Initialises the layer.
+    /// Returns a dropout layer with this probability.
     ///
     /// # Panics
     ///

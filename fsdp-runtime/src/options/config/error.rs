@@ -135,13 +135,13 @@ pub enum ProblemKind {
     Contradiction {
         /// Key in the file.
         key: &'static str,
-        /// Value of `key`.
+        /// Value of the key `key`.
         value: String,
         /// Key that contradicts `key`.
         other: &'static str,
-        /// Line of `other`.
+        /// Line of the key `other` in the file.
         other_line: usize,
-        /// Value of `other`.
+        /// Value of the key `other`.
         other_value: String,
         /// Advice on how to resolve the contradiction.
         fix: &'static str,
@@ -159,7 +159,7 @@ pub enum ProblemKind {
     /// A required key that is missing.
     #[error("`{key}` is missing; {instead}")]
     Missing {
-        /// Required key.
+        /// Required key that the file does not have.
         key: &'static str,
         /// Advice on what to write.
         instead: &'static str,

@@ -9,7 +9,7 @@ use super::{read, write};
 use crate::launch::env::RankEnv;
 
 impl Config {
-    /// Reads a file. The notes are its keys that have no effect.
+    /// Reads a configuration file. The notes are the keys of the file that have no effect.
     ///
     /// # Errors
     ///

@@ -8,7 +8,7 @@ use super::super::mib::mib;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Usage {
-    /// Bytes at present.
+    /// Bytes that are in use at present.
     pub now: usize,
     /// Most bytes at any moment since the model was sharded.
     pub peak: usize,
@@ -22,7 +22,7 @@ pub struct Usage {
 pub struct Memory {
     /// Shards of sharded parameters.
     pub shards: Usage,
-    /// Replicated parameters. If they are stored on the host, the device counts copies for unsharded
+    /// Replicated parameters, such as vectors. If they are stored on the host, the device counts copies for unsharded
     /// units.
     pub replicated: Usage,
     /// Gather buffers, and copies of shards that are cast or moved to the device for an all-gather.
