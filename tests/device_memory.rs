@@ -1,5 +1,5 @@
-//! The memory of a sharded model on a device, by the report of CubeCL's own allocator: it agrees with
-//! the runtime's accounting and with the forecast.
+//! The memory of a sharded model on a device, by the report of CubeCL's own allocator: it agrees
+//! with the runtime's accounting and with the forecast.
 //!
 //! A binary of its own: the report covers the whole process.
 #![cfg(feature = "cpu")]
@@ -62,8 +62,9 @@ const LONG: Job = Job { matrix: [256, 64], input: [256, 64] };
 impl Job {
     /// Returns the bytes of a block's gather buffer, of scalars, and of the rounding of sizes.
     ///
-    /// With engine `local` a rank holds the shards that others have sent to it until the next collective.
-    /// Copies from the host among them are counted by their owners, which have released them.
+    /// With engine `local` a rank holds the shards that others have sent to it until the next
+    /// collective. Copies from the host among them are counted by their owners, which have released
+    /// them.
     fn tolerance(&self) -> usize {
         2 * self.matrix.iter().product::<usize>() * 4 + 16 * 1024
     }

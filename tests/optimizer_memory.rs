@@ -1,5 +1,5 @@
-//! A step of a fused optimizer makes no allocation as large as a parameter or a rank's shard of one,
-//! counted by the allocator.
+//! A step of a fused optimizer makes no allocation as large as a parameter or a rank's shard of
+//! one, counted by the allocator.
 //!
 //! One test in a binary of its own: the counters cover the whole process.
 

@@ -25,8 +25,8 @@ pub struct CheckpointPlan {
 }
 
 impl CheckpointPlan {
-    /// Returns a plan that saves in `directory`. Without it, a run that resumes saves in the directory
-    /// that holds the checkpoint it resumes from.
+    /// Returns a plan that saves in `directory`. Without it, a run that resumes saves in the
+    /// directory that holds the checkpoint it resumes from.
     pub fn new(directory: Option<PathBuf>, resume: Option<PathBuf>) -> Self {
         let beside = |folder: &PathBuf| match (is_checkpoint(folder), folder.canonicalize()) {
             (true, Ok(checkpoint)) => checkpoint.parent().map_or(checkpoint.clone(), PathBuf::from),
@@ -49,8 +49,8 @@ pub struct Position {
     pub step: usize,
     /// Current epoch, counted from 0.
     pub epoch: usize,
-    /// Number of examples taken from the current epoch, over all ranks. A step count would not carry
-    /// over to another number of ranks.
+    /// Number of examples taken from the current epoch, over all ranks. A step count would not
+    /// carry over to another number of ranks.
     pub examples: usize,
 }
 
@@ -104,8 +104,8 @@ impl Saver {
         Self { manager, every: plan.every, saved: None }
     }
 
-    /// Saves a checkpoint if one is due, or if Ctrl-C was pressed on any rank. Returns whether it was
-    /// pressed. Every rank calls it after each step.
+    /// Saves a checkpoint if one is due, or if Ctrl-C was pressed on any rank. Returns whether it
+    /// was pressed. Every rank calls it after each step.
     ///
     /// # Errors
     ///
@@ -163,8 +163,8 @@ impl Saver {
     }
 }
 
-/// Loads a checkpoint, or the newest complete one in a directory of checkpoints, and returns where the
-/// saved run was.
+/// Loads a checkpoint, or the newest complete one in a directory of checkpoints, and returns where
+/// the saved run was.
 ///
 /// # Errors
 ///

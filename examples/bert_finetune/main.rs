@@ -1,9 +1,9 @@
 //! Fine-tunes a BERT sentence classifier with fully sharded data parallel training.
 //!
-//! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains on
-//! its own part of each batch. The example shows all that such a program needs: annotations on the
-//! model, sharding, a training loop, evaluation, checkpoints that any number of ranks can resume from,
-//! and loading and saving Hugging Face models.
+//! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains
+//! on its own part of each batch. The example shows all that such a program needs: annotations on
+//! the model, sharding, a training loop, evaluation, checkpoints that any number of ranks can
+//! resume from, and loading and saving Hugging Face models.
 //!
 //! ```text
 //! cargo run --release --example bert_finetune            # trains a small BERT on mail, with two ranks
@@ -86,7 +86,8 @@ enum Outcome {
     Interrupted,
 }
 
-/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are processes.
+/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are
+/// processes.
 fn run(cli: &Cli, settings: LaunchSettings) -> Result<Outcome> {
     let device = settings.device.resolve()?;
     let job = Job::new(cli, &settings)?;

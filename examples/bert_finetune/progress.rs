@@ -68,8 +68,8 @@ impl Progress {
         }
     }
 
-    /// Shows the end of an epoch: its mean training loss over all ranks, and the scores on the held-out
-    /// split.
+    /// Shows the end of an epoch: its mean training loss over all ranks, and the scores on the
+    /// held-out split.
     pub fn epoch(&self, number: usize, train_loss: f64, scores: Scores, took: Duration) {
         let Scores { accuracy, f1 } = scores;
         self.note(&format!(

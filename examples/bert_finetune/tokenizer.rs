@@ -83,7 +83,8 @@ impl BertTokenizer {
         Self::finish(assemble(model, normalizer(true))?, max_length)
     }
 
-    /// Sets the maximum length, and removes the padding and truncation that a saved tokenizer may have.
+    /// Sets the maximum length, and removes the padding and truncation that a saved tokenizer may
+    /// have.
     fn finish(mut tokenizer: Tokenizer, max_length: usize) -> Result<Self> {
         ensure!(max_length >= SHORTEST, "--max-length {max_length} is below {SHORTEST}");
         let pad = tokenizer.token_to_id("[PAD]").context("it has no piece `[PAD]`")?;

@@ -59,8 +59,8 @@ impl Setup {
 }
 
 impl Job {
-    /// Reads the text, trains the tokenizer and converts the text to word pieces. Under `verbose` prints
-    /// their number.
+    /// Reads the text, trains the tokenizer and converts the text to word pieces. Under `verbose`
+    /// prints their number.
     ///
     /// # Errors
     ///

@@ -22,8 +22,8 @@ pub struct Sharding {
     pub activations: ActivationPolicy,
 }
 
-/// Data type in which parameters are gathered and the model computes. Shards, gradients and optimizer
-/// state are f32 in any case.
+/// Data type in which parameters are gathered and the model computes. Shards, gradients and
+/// optimizer state are f32 in any case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Precision {
     /// `f32`.

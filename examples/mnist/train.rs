@@ -79,8 +79,8 @@ impl Job {
     }
 }
 
-/// Shards the model, trains and tests it, and saves it if asked to: the tutorial's function of the same
-/// name. Every rank calls it within [`launch`].
+/// Shards the model, trains and tests it, and saves it if asked to: the tutorial's function of the
+/// same name. Every rank calls it within [`launch`].
 ///
 /// # Errors
 ///

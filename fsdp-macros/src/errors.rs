@@ -1,5 +1,5 @@
-//! The errors of one annotated item, collected so that all of them are shown at once, and the advice
-//! in their messages.
+//! The errors of one annotated item, collected so that all of them are shown at once, and the
+//! advice in their messages.
 
 use std::fmt::Display;
 

@@ -152,7 +152,8 @@ fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Loads the model, and then the model with its optimizer. Prints the time, and the memory at its peak.
+/// Loads the model, and then the model with its optimizer. Prints the time, and the memory at its
+/// peak.
 fn load(worker: &Worker, root: &Path) -> Result<(), Error> {
     let mut net = model(worker)?;
     let mut optimizer = AdamWConfig::new().init();

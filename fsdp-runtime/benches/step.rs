@@ -1,11 +1,11 @@
 //! Time of one training step of a BERT, unsharded and under several strategies.
 //!
-//! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation and
-//! `--offload` for that of parameters and optimizer state on the host
+//! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation
+//! and `--offload` for that of parameters and optimizer state on the host
 //!
 //! All variants take turns in each round, so that other load on the machine affects all of them.
-//! Times are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`, and
-//! `vs_torch.sh` compares the two.
+//! Times are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,
+//! and `vs_torch.sh` compares the two.
 
 use std::time::{Duration, Instant};
 
@@ -62,8 +62,8 @@ struct Cli {
     /// Parameters and products in bf16; gradients are reduced in f32.
     #[arg(long)]
     bf16: bool,
-    /// The system's allocator in place of mimalloc, set up by `launch` as in a program without code for
-    /// its allocator.
+    /// The system's allocator in place of mimalloc, set up by `launch` as in a program without code
+    /// for its allocator.
     #[arg(long)]
     system_allocator: bool,
     /// Prints one line for each variant: the median step in seconds.
@@ -145,8 +145,8 @@ fn ways(cli: &Cli) -> Vec<Way> {
     ways
 }
 
-/// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward` returns,
-/// and `end` runs after each step.
+/// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward`
+/// returns, and `end` runs after each step.
 fn time<M: Module>(
     cli: &Cli,
     mut model: M,

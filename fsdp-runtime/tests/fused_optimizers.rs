@@ -27,7 +27,8 @@ fn values<const D: usize>(tensor: &Tensor<D>) -> Vec<f32> {
 /// Rounding, relative to elements above 1.
 const WITHIN: Within = Within::Scaled(1e-6);
 
-/// Steps both on the same gradients, of every size. Some elements have a gradient of 0 in every step.
+/// Steps both on the same gradients, of every size. Some elements have a gradient of 0 in every
+/// step.
 fn assert_same_numbers(ours: impl Optimizer, theirs: impl Optimizer, what: &str) {
     const LEN: usize = 1003;
     let device = Device::flex();

@@ -1,7 +1,7 @@
 //! The import order of the folders: a room uses only rooms that its `ROOMS` file lists above it.
 //!
-//! A room is a module at the top of a source folder: a file or a folder. `crate::room::..` in a file
-//! of another room is an import. Test code, `lib.rs` and `main.rs` may use any room.
+//! A room is a module at the top of a source folder: a file or a folder. `crate::room::..` in a
+//! file of another room is an import. Test code, `lib.rs` and `main.rs` may use any room.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -34,7 +34,8 @@ fn code(text: &str) -> String {
     lines[..end.unwrap_or(lines.len())].join("\n")
 }
 
-/// Returns the first segments of the `crate::` paths in the code: of `crate::{a::B, c}`, `a` and `c`.
+/// Returns the first segments of the `crate::` paths in the code: of `crate::{a::B, c}`, `a` and
+/// `c`.
 fn imports(code: &str) -> BTreeSet<String> {
     let ident = |text: &str| -> String {
         text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()

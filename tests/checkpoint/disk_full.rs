@@ -1,6 +1,7 @@
 //! A full disk is a typed error that names the file, and the previous checkpoint stays the latest.
 //!
-//! The tests start this program again, on a small disk of its own or with a limit on the size of files.
+//! The tests start this program again, on a small disk of its own or with a limit on the size of
+//! files.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write as _};
@@ -60,8 +61,8 @@ fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOp
     Ok((net, optimizer))
 }
 
-/// Asserts that an error of a full disk names the file on the rank that met it, and that rank on the
-/// others.
+/// Asserts that an error of a full disk names the file on the rank that met it, and that rank on
+/// the others.
 fn check(error: &Error, kinds: &[ErrorKind]) {
     match error {
         Error::Checkpoint(CheckpointError::Io { kind, file, .. }) => {

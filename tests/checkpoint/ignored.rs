@@ -1,5 +1,5 @@
-//! Ignored parameters are saved with the others in checkpoints and state dicts: once where all ranks
-//! have the same values, and once for each rank where they differ.
+//! Ignored parameters are saved with the others in checkpoints and state dicts: once where all
+//! ranks have the same values, and once for each rank where they differ.
 
 use std::path::{Path, PathBuf};
 

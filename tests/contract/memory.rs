@@ -1,4 +1,5 @@
-//! `test_fully_shard_memory`: bounds on memory at each point of a step, by the runtime's accounting.
+//! `test_fully_shard_memory`: bounds on memory at each point of a step, by the runtime's
+//! accounting.
 
 use burn::optim::AdamWConfig;
 use fsdp_runtime::Memory;

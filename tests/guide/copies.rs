@@ -10,8 +10,8 @@ fn block<'a>(text: &'a str, language: &str) -> &'a str {
     &body[..body.find("```").expect("an end")]
 }
 
-/// `.ci/new_crate` runs the example of the repository's README, and `cargo test --doc` compiles that of
-/// the package's.
+/// `.ci/new_crate` runs the example of the repository's README, and `cargo test --doc` compiles
+/// that of the package's.
 #[test]
 fn both_readmes_have_one_example_and_one_list_of_features() {
     let (repository, package) = (text("README.md"), text("fsdp-runtime/README.md"));

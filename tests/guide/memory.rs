@@ -1,4 +1,5 @@
-//! The figures of `strategies.md`, computed. `UPDATE_GUIDE=1 cargo test --test guide` rewrites them.
+//! The figures of `strategies.md`, computed. `UPDATE_GUIDE=1 cargo test --test guide` rewrites
+//! them.
 
 use std::{env, fs};
 

@@ -6,8 +6,8 @@ use burn::tensor::Device;
 use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
 
-/// How long a collective waits for the other ranks. A test whose ranks wait for each other forever fails
-/// after this time.
+/// How long a collective waits for the other ranks. A test whose ranks wait for each other forever
+/// fails after this time.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Options of a launch of `world` thread ranks on Flex.

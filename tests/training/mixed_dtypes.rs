@@ -220,7 +220,8 @@ fn a_mixed_precision_policy_gives_all_matrices_one_dtype() {
 }
 
 /// Compares memory with the forecast, to the byte. The forecast of the gradients of a unit that
-/// contains units is an upper bound: it assumes that all of the outer unit's gradients arrive first.
+/// contains units is an upper bound: it assumes that all of the outer unit's gradients arrive
+/// first.
 fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
     let what = format!("{world} ranks, {batches} batches, {options:?}");
     on_ranks(world, move |worker| {

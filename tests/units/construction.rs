@@ -286,7 +286,8 @@ fn tied(device: &Device) -> Tied {
     Tied { first, second: Linear { weight, ..second } }
 }
 
-/// Shards a model over two ranks. Returns the lines of its broadcasts, and the full state on each rank.
+/// Shards a model over two ranks. Returns the lines of its broadcasts, and the full state on each
+/// rank.
 fn broadcasts<M: FsdpModule + HookedForward + 'static>(
     options: FsdpOptions,
     build: fn(&Device) -> M,

@@ -5,8 +5,8 @@ use syn::LitStr;
 use crate::errors::{Errors, did_you_mean, one_of};
 use crate::parse::{Content, Field, Module, Tie};
 
-/// Checks that each tie names two different places, each below a field of the struct, and is declared
-/// once.
+/// Checks that each tie names two different places, each below a field of the struct, and is
+/// declared once.
 pub(super) fn are_valid(module: &Module<'_>, errors: &mut Errors) {
     for (i, tie) in module.ties.iter().enumerate() {
         let places = [tie.first.value(), tie.second.value()];

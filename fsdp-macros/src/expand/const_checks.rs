@@ -9,8 +9,9 @@ use syn::{GenericArgument, PathArguments, Type};
 use super::span::at;
 use crate::parse::{Content, Field, Module, Tie};
 
-/// Generates code that requires `#[derive(Module)]`. It is generated first, where the compiler looks first: a type without
-/// the derive has many errors, and the one from here says what to write.
+/// Generates code that requires `#[derive(Module)]`. It is generated first, where the compiler
+/// looks first: a type without the derive has many errors, and the one from here says what to
+/// write.
 pub(super) fn derives_burn_module(module: &Module<'_>) -> TokenStream {
     let name = &module.original.ident;
     quote_spanned!(at(name)=> trait __FsdpDerived where #name: __fsdp::DerivesModule {})
@@ -44,8 +45,8 @@ fn unit(module: &Module<'_>) -> TokenStream {
     }
 }
 
-/// Generates the check that a field under `unit` has a module that can be a unit, as far as its layout
-/// is known.
+/// Generates the check that a field under `unit` has a module that can be a unit, as far as its
+/// layout is known.
 fn field_unit(field: &Field<'_>) -> Option<TokenStream> {
     let (unit, ty, name) = (field.unit.as_ref()?, &field.original.ty, field.name());
     let check = quote_spanned! {at(unit)=>
@@ -87,7 +88,8 @@ fn hidden_unit(field: &Field<'_>) -> Option<TokenStream> {
     })
 }
 
-/// Adds a type to `types`, with all types named in it: `Box<Block>` is no `FsdpModule`, but `Block` may be one.
+/// Adds a type to `types`, with all types named in it: `Box<Block>` is no `FsdpModule`, but `Block`
+/// may be one.
 fn push_named_types<'a>(ty: &'a Type, types: &mut Vec<&'a Type>) {
     match ty {
         Type::Path(path) => {

@@ -18,7 +18,8 @@ pub(super) fn is_place(expr: &Expr) -> bool {
     }
 }
 
-/// Returns whether an expression is a reference to a module in a container, such as `self.head.as_ref()?`.
+/// Returns whether an expression is a reference to a module in a container, such as
+/// `self.head.as_ref()?`.
 pub(super) fn is_reference(expr: &Expr) -> bool {
     let inner = match expr {
         Expr::MethodCall(call) if REFERENCES.iter().any(|name| call.method == name) => {

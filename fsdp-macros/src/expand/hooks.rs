@@ -101,7 +101,8 @@ impl<'a> HookedMethod<'a> {
     }
 
     /// Runs the hidden method as [`Self::run`] does, and offers the inputs to the runtime. For a
-    /// recomputed unit the runtime keeps the inputs, and a closure that runs the hidden method again.
+    /// recomputed unit the runtime keeps the inputs, and a closure that runs the hidden method
+    /// again.
     ///
     /// The inputs are passed as nested pairs, `(a, (b, ()))`, which stand for tuples of any length.
     fn run_recomputable(&self) -> TokenStream {

@@ -1,5 +1,5 @@
-//! Whether a hooked method can be recomputed in backward: what its signature shows, and calls of the
-//! runtime's checks of its types.
+//! Whether a hooked method can be recomputed in backward: what its signature shows, and calls of
+//! the runtime's checks of its types.
 //!
 //! An input that is borrowed, or of a type that each caller chooses, cannot be kept until backward;
 //! the signature shows that. The runtime checks whether a type can be cloned and its tensors found.
@@ -64,7 +64,8 @@ struct Part<'a> {
     span: Span,
 }
 
-/// Reason why a part of a signature prevents recomputing: a variant of the runtime's `NotRecomputable`.
+/// Reason why a part of a signature prevents recomputing: a variant of the runtime's
+/// `NotRecomputable`.
 #[derive(Clone, Copy)]
 enum NotRecomputable {
     /// An input is a reference, or holds one.

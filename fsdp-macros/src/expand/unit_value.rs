@@ -79,8 +79,8 @@ fn visit_arm(path: &TokenStream, fields: &Fields) -> TokenStream {
     }
 }
 
-/// Returns a method of a field's type, spanned at the type: the compiler shows there that the type is
-/// no `UnitValue`.
+/// Returns a method of a field's type, spanned at the type: the compiler shows there that the type
+/// is no `UnitValue`.
 fn method(ty: &Type, name: TokenStream) -> TokenStream {
     quote_spanned!(at(ty)=> <#ty as __fsdp::UnitValue>::#name)
 }

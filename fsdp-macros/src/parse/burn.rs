@@ -14,8 +14,8 @@ pub(super) fn is_skipped(attrs: &[Attribute]) -> bool {
     })
 }
 
-/// Returns whether `#[derive(Module)]` treats a type as a value without parameters. Burn decides by name:
-/// primitive types, and standard containers of such types only.
+/// Returns whether `#[derive(Module)]` treats a type as a value without parameters. Burn decides by
+/// name: primitive types, and standard containers of such types only.
 pub(super) fn is_constant(ty: &Type) -> bool {
     match ty {
         Type::Path(path) => path.path.segments.last().is_some_and(|last| {

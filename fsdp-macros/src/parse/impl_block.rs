@@ -67,7 +67,8 @@ pub(crate) struct Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// Returns whether the method can be hooked: it takes `&self` and is neither `async` nor `const`.
+    /// Returns whether the method can be hooked: it takes `&self` and is neither `async` nor
+    /// `const`.
     pub(crate) fn is_hooked(&self) -> bool {
         let sig = &self.original.sig;
         self.receiver == Receiver::Shared && sig.asyncness.is_none() && sig.constness.is_none()

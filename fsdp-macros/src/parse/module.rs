@@ -59,19 +59,20 @@ impl<'a> Module<'a> {
         self.original.generics.params.is_empty()
     }
 
-    /// Returns whether the layout can be generated: the struct is not generic and no field is conditional.
+    /// Returns whether the layout can be generated: the struct is not generic and no field is
+    /// conditional.
     pub(crate) fn has_known_fields(&self) -> bool {
         self.is_one_type() && self.fields.iter().all(|field| field.condition().is_none())
     }
 
-    /// Returns whether a struct under `#[derive(FsdpModule)]` is also under `#[fsdp_unit]`, which implements
-    /// `FsdpModule` too.
+    /// Returns whether a struct under `#[derive(FsdpModule)]` is also under `#[fsdp_unit]`, which
+    /// implements `FsdpModule` too.
     pub(crate) fn is_also_a_unit(&self) -> bool {
         self.unit.is_none() && self.fsdp_unit().is_some()
     }
 
-    /// Returns the first `#[fsdp_unit]` among the item's attributes. The compiler has removed the one
-    /// that is being expanded.
+    /// Returns the first `#[fsdp_unit]` among the item's attributes. The compiler has removed the
+    /// one that is being expanded.
     pub(crate) fn fsdp_unit(&self) -> Option<&'a Attribute> {
         self.original
             .attrs

@@ -80,8 +80,9 @@ impl Drop for Block {
 
 /// Part of a block as byte storage of Burn.
 ///
-/// Burn neither writes through the storage nor takes it out of a tensor. [`Memory`] keeps an `Arc` of
-/// each storage, so no tensor is the only owner of its storage, and Burn copies it before a mutation.
+/// Burn neither writes through the storage nor takes it out of a tensor. [`Memory`] keeps an `Arc`
+/// of each storage, so no tensor is the only owner of its storage, and Burn copies it before a
+/// mutation.
 struct View {
     block: Arc<Block>,
     range: Range<usize>,
@@ -247,8 +248,8 @@ impl ShardBackend for Flex {
         }
     }
 
-    // Flex finishes every operation before it returns, so that `release` and fences need no wait. The
-    // channels between a rank's threads make writes visible to the other thread.
+    // Flex finishes every operation before it returns, so that `release` and fences need no wait.
+    // The channels between a rank's threads make writes visible to the other thread.
     fn release(_: &Memory) {}
 
     fn fence(_: &FlexDevice) {}

@@ -13,12 +13,13 @@
 //! - Gather buffers, collectives and kernels work on buffers, which are tensors of its
 //!   [`Raw`](ModelBackend::Raw) backend. The communication thread never sees another kind, and so
 //!   never records an operation.
-//! - [`lower`](ModelBackend::lower) leads from tensors to buffers, and [`raise`](ModelBackend::raise)
-//!   back. Lowering launches the queue, so the runtime lowers all tensors of a unit at once.
+//! - [`lower`](ModelBackend::lower) leads from tensors to buffers, and
+//!   [`raise`](ModelBackend::raise) back. Lowering launches the queue, so the runtime lowers all
+//!   tensors of a unit at once.
 //! - [`defer`](ModelBackend::defer) runs a kernel on buffers as an operation of the queue, without
 //!   lowering.
-//! - [`drain`](ModelBackend::drain) launches the queue, so that recorded reads of a gather buffer run
-//!   before it is rewritten.
+//! - [`drain`](ModelBackend::drain) launches the queue, so that recorded reads of a gather buffer
+//!   run before it is rewritten.
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};

@@ -12,7 +12,8 @@ pub enum Norm {
     Two,
     /// The infinity norm: largest absolute value.
     Inf,
-    /// The p-norm: `p`-th root of the sum of the `p`-th powers of the absolute values, for `p` above 0.
+    /// The p-norm: `p`-th root of the sum of the `p`-th powers of the absolute values, for `p`
+    /// above 0.
     P(f64),
 }
 

@@ -47,8 +47,8 @@ pub(crate) struct DeviceMemory {
 ///    [`poison`](Self::poison). Until the next step 2 no operation may read a view.
 ///
 /// A buffer that keeps this rank's part of a unit between forward and backward is different. The
-/// rank's own thread writes it, and the all-gather of the backward reads it, after a fence. The next
-/// write comes after the fence of that all-gather, so such a buffer needs no release.
+/// rank's own thread writes it, and the all-gather of the backward reads it, after a fence. The
+/// next write comes after the fence of that all-gather, so such a buffer needs no release.
 ///
 /// Operations of one thread run in the order in which they were issued, on every backend. Between
 /// threads only [`release`](Self::release) and [`fence`](Self::fence) order them.

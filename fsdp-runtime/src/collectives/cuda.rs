@@ -239,14 +239,14 @@ pub fn device_count() -> Result<usize, CudaError> {
     }
 }
 
-/// Checks that the machine has a GPU with this index, and that CubeCL can compile kernels for it. So
-/// Burn does not panic when it creates the device, nor when it launches a kernel that calls a math
-/// function.
+/// Checks that the machine has a GPU with this index, and that CubeCL can compile kernels for it.
+/// So Burn does not panic when it creates the device, nor when it launches a kernel that calls a
+/// math function.
 ///
 /// # Errors
 ///
-/// Fails as [`device_count`] does, with [`CudaError::NoSuchDevice`] if the index is too large, and as
-/// [`libdevice`](fn@libdevice) does if CubeCL needs that file.
+/// Fails as [`device_count`] does, with [`CudaError::NoSuchDevice`] if the index is too large, and
+/// as [`libdevice`](fn@libdevice) does if CubeCL needs that file.
 pub fn require_device(index: usize) -> Result<(), CudaError> {
     let count = device_count()?;
     if index >= count {

@@ -176,8 +176,8 @@ impl LocalGroup {
         for peer in &peers {
             B::wait_for(&peer.1);
         }
-        // The exchange has ordered this rank's later work after the members' reads of its tensors, and
-        // the members' later work after this rank's reads.
+        // The exchange has ordered this rank's later work after the members' reads of its tensors,
+        // and the members' later work after this rank's reads.
         drop(self.read.lock().ignore_poison().take());
         Ok(peers)
     }
@@ -267,8 +267,9 @@ impl LocalGroup {
     }
 }
 
-/// Returns a tensor that the rank's own thread may read at any time: a copy of another rank's tensor,
-/// which that rank may update. In host memory a rank updates no tensor that another one refers to.
+/// Returns a tensor that the rank's own thread may read at any time: a copy of another rank's
+/// tensor, which that rank may update. In host memory a rank updates no tensor that another one
+/// refers to.
 fn own<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
     if B::IN_HOST_MEMORY {
         return tensor;

@@ -118,7 +118,8 @@ impl ReusedBuffers {
     }
 }
 
-/// Description of a reduction, equal on all ranks but for the ranges. A gradient's *entry* is its index in `keep`.
+/// Description of a reduction, equal on all ranks but for the ranges. A gradient's *entry* is its
+/// index in `keep`.
 pub(super) struct Reduction<'a> {
     /// Reduction of each gradient; ranges are those of the calling rank.
     pub(super) keep: &'a [Reduce],

@@ -96,8 +96,8 @@ pub struct RankPanic {
 /// Ends this rank by unwinding with a typed error, from code of Burn's or the user's that cannot
 /// return one.
 ///
-/// [`Fsdp::backward`](crate::Fsdp::backward) and [`launch`](crate::launch) catch the panic and return
-/// the error. The panic hook does not run, because the program has no bug.
+/// [`Fsdp::backward`](crate::Fsdp::backward) and [`launch`](crate::launch) catch the panic and
+/// return the error. The panic hook does not run, because the program has no bug.
 pub(crate) fn raise(error: Error) -> ! {
     std::panic::resume_unwind(Box::new(error))
 }

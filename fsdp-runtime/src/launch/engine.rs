@@ -11,8 +11,8 @@ use crate::error::ShardError;
 pub enum Engine {
     /// Chooses by the device and by how the program was started.
     ///
-    /// This is `Nccl` on CUDA devices if each of several ranks has a GPU of its own. Otherwise it is
-    /// `Mpi` in a program that was started as several processes, and `Local` in any other.
+    /// This is `Nccl` on CUDA devices if each of several ranks has a GPU of its own. Otherwise it
+    /// is `Mpi` in a program that was started as several processes, and `Local` in any other.
     #[default]
     Auto,
     /// Ranks are threads of one process.

@@ -14,8 +14,8 @@ pub const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
 /// The number of ranks that a program asks for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NumRanks {
-    /// A fixed number of ranks. A program that was started as one of several processes must be one of this
-    /// many.
+    /// A fixed number of ranks. A program that was started as one of several processes must be one
+    /// of this many.
     Exactly(usize),
     /// As many ranks as processes were started. A program that was started by itself has the given
     /// number of threads.
@@ -121,10 +121,11 @@ impl LaunchOptions {
     /// quarter of a training step on a CPU.
     ///
     /// The setting applies to the whole process, from its first launch on. It does not change an
-    /// allocator that the environment configures (`MALLOC_*`, or `glibc.malloc` in `GLIBC_TUNABLES`),
-    /// that of another C library, or another `#[global_allocator]`. The process keeps the memory of
-    /// its peak until it exits. It reserves 4 GiB of addresses, which take memory
-    /// only where they are used. Huge pages need a first launch on the process's main thread.
+    /// allocator that the environment configures (`MALLOC_*`, or `glibc.malloc` in
+    /// `GLIBC_TUNABLES`), that of another C library, or another `#[global_allocator]`. The process
+    /// keeps the memory of its peak until it exits. It reserves 4 GiB of addresses, which take
+    /// memory only where they are used. Huge pages need a first launch on the process's main
+    /// thread.
     pub fn with_malloc_tuning(mut self, tuning: bool) -> Self {
         self.malloc_tuning = tuning;
         self

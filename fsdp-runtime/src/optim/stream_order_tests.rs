@@ -1,5 +1,5 @@
-//! Whether fences order the streams of a rank's own thread, of its communication thread, and of other
-//! ranks, in the schedule of a real run.
+//! Whether fences order the streams of a rank's own thread, of its communication thread, and of
+//! other ranks, in the schedule of a real run.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};

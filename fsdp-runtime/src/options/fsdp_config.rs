@@ -11,11 +11,11 @@ use super::precision::MixedPrecisionPolicy;
 use crate::error::{Error, ShardError};
 use crate::module::{FsdpModule, UnitType};
 
-/// The options of [`fully_shard`](crate::fully_shard) as a Burn [`Config`], which is saved and loaded with
-/// a program's other settings. Unit types are named.
+/// The options of [`fully_shard`](crate::fully_shard) as a Burn [`Config`], which is saved and
+/// loaded with a program's other settings. Unit types are named.
 ///
-/// Fields and defaults are those of [`FsdpOptions`], where each is explained. `ignored_params` has no
-/// field, since ids of parameters change from one process to the next; add it to what
+/// Fields and defaults are those of [`FsdpOptions`], where each is explained. `ignored_params` has
+/// no field, since ids of parameters change from one process to the next; add it to what
 /// [`init`](Self::init) returns.
 ///
 /// # Example
@@ -85,8 +85,8 @@ pub struct FsdpConfig {
     /// When a unit is gathered for its backward: see [`FsdpOptions::with_backward_prefetch`].
     #[config(default = "BackwardPrefetch::Pre")]
     pub backward_prefetch: BackwardPrefetch,
-    /// Number of units whose gradients may be in reduction at a time, where `None` is the default of
-    /// the device: see [`FsdpOptions::with_reductions_in_flight`].
+    /// Number of units whose gradients may be in reduction at a time, where `None` is the default
+    /// of the device: see [`FsdpOptions::with_reductions_in_flight`].
     pub reductions_in_flight: Option<usize>,
     /// How the gradients of micro-batches are added up: see
     /// [`FsdpOptions::with_gradient_accumulation`].
@@ -148,7 +148,8 @@ pub enum WrapConfig {
 pub enum CheckpointingConfig {
     /// Recomputes no unit: [`ActivationCheckpointing::None`].
     None,
-    /// Recomputes the units under `#[fsdp_unit(checkpoint)]`: [`ActivationCheckpointing::Annotated`].
+    /// Recomputes the units under `#[fsdp_unit(checkpoint)]`:
+    /// [`ActivationCheckpointing::Annotated`].
     Annotated,
     /// Recomputes units of the types with the given names: [`ActivationCheckpointing::Units`].
     Units(Vec<String>),
@@ -161,8 +162,8 @@ impl FsdpConfig {
     ///
     /// # Errors
     ///
-    /// [`ShardError::InvalidOption`] with the first name that is not a unit of `M`, and the names of its
-    /// units.
+    /// [`ShardError::InvalidOption`] with the first name that is not a unit of `M`, and the names
+    /// of its units.
     pub fn init<M: FsdpModule>(&self) -> Result<FsdpOptions, Error> {
         let units = M::LAYOUT.unit_names();
         let named = |option: &'static str, name: &str| {

@@ -2,11 +2,11 @@
 //! own type is not under `#[fsdp_unit]`, for example because it is from another crate.
 //!
 //! The `forward` of such a module cannot be annotated. `#[fsdp_unit(field_units)]` therefore hooks
-//! the calls in an `impl` block. The code around a call finds the unit of the receiver and collects the
-//! inputs as they are evaluated. It calls `pre_forward` after the last input, and passes the result to
-//! `post_forward`.
-//! A call is not changed if the receiver is no field unit. If a field unit is called outside of
-//! such a block, its parameters are gathered one by one, each into new memory.
+//! the calls in an `impl` block. The code around a call finds the unit of the receiver and collects
+//! the inputs as they are evaluated. It calls `pre_forward` after the last input, and passes the
+//! result to `post_forward`. A call is not changed if the receiver is no field unit. If a field
+//! unit is called outside of such a block, its parameters are gathered one by one, each into new
+//! memory.
 
 use std::any::type_name;
 use std::sync::Arc;

@@ -53,10 +53,11 @@ pub(super) enum Resume {
     Folder(PathBuf),
 }
 
-/// Returns where a rank's loader starts. If the run had another number of ranks, up to `world - 1` items
-/// may be used again.
+/// Returns where a rank's loader starts. If the run had another number of ranks, up to `world - 1`
+/// items may be used again.
 ///
-/// The position of a run's [`Progress`] is the number of items of all ranks that the epoch has used.
+/// The position of a run's [`Progress`] is the number of items of all ranks that the epoch has
+/// used.
 pub(super) fn start(progress: Progress, world: usize) -> Position {
     let (items, world) = (progress.position, world as u64);
     if !items.is_multiple_of(world) {

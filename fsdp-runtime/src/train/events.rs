@@ -56,8 +56,8 @@ impl<M: LearnerModel + 'static> Events<M> {
         self.processor.renderer()
     }
 
-    /// Ends a run that an error or a panic stops, so that the terminal is as it was. The dashboard gives
-    /// the terminal back when it is dropped, but not while its thread unwinds.
+    /// Ends a run that an error or a panic stops, so that the terminal is as it was. The dashboard
+    /// gives the terminal back when it is dropped, but not while its thread unwinds.
     pub(super) fn abandon(self) {
         // A processor whose thread has panicked panics here again; the first cause is what matters.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(self.end(None))));

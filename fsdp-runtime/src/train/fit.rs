@@ -207,8 +207,8 @@ where
         self.stepper.step(self.learner.lr_current(), model, gradients)
     }
 
-    /// Runs the model on all validation batches; a rank without further ones takes part with its first.
-    /// Returns whether training is to stop. Every rank calls it.
+    /// Runs the model on all validation batches; a rank without further ones takes part with its
+    /// first. Returns whether training is to stop. Every rank calls it.
     fn validate(
         &mut self,
         model: &Fsdp<M>,

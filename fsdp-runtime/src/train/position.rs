@@ -16,8 +16,8 @@ thread_local! {
     static NEXT: Cell<Option<Position>> = const { Cell::new(None) };
 }
 
-/// Runs `iter`, which makes an iterator that starts at `position`. Also returns whether the loader has
-/// taken the position.
+/// Runs `iter`, which makes an iterator that starts at `position`. Also returns whether the loader
+/// has taken the position.
 pub(super) fn starting_at<T>(position: Position, iter: impl FnOnce() -> T) -> (T, bool) {
     NEXT.set(Some(position));
     let iter = iter();

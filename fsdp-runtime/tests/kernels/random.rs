@@ -1,4 +1,5 @@
-//! Kernels on tensors of random sizes, which begin at random offsets in the memory of another tensor.
+//! Kernels on tensors of random sizes, which begin at random offsets in the memory of another
+//! tensor.
 
 use std::ops::Range;
 

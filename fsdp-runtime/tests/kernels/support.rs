@@ -75,9 +75,9 @@ pub fn tensor(values: &[f32], device: &Device, dtype: FloatDType) -> Tensor<1> {
     )
 }
 
-/// The bits of the elements. Every NaN has the same bits here. Subnormals of bf16, and the least normal
-/// number, to which a subnormal may round, have the bits of 0: instructions that round to bf16 may
-/// flush subnormals.
+/// The bits of the elements. Every NaN has the same bits here. Subnormals of bf16, and the least
+/// normal number, to which a subnormal may round, have the bits of 0: instructions that round to
+/// bf16 may flush subnormals.
 pub fn bits(tensor: &Tensor<1>) -> Vec<u32> {
     let flush = tensor.dtype() == DType::BF16;
     let canonical = |x: f32| match x {

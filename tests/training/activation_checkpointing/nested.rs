@@ -193,7 +193,8 @@ fn inner_units_are_recomputed_with_the_unit_around_them() {
     }
 }
 
-/// The gradient of an input that is used twice is a sum, which checkpointing adds up in another order.
+/// The gradient of an input that is used twice is a sum, which checkpointing adds up in another
+/// order.
 #[test]
 fn several_inputs_and_outputs_have_the_same_gradients_up_to_rounding() {
     for frozen in [false, true] {

@@ -1,4 +1,5 @@
-//! A model whose nested and tied units hold matrices of several dtypes, and the runs that are compared.
+//! A model whose nested and tied units hold matrices of several dtypes, and the runs that are
+//! compared.
 
 use std::path::PathBuf;
 
@@ -120,7 +121,8 @@ pub fn dtype(path: &str) -> DType {
 }
 
 impl Net {
-    /// Builds every parameter from `value`, which is called with its path and its number of elements.
+    /// Builds every parameter from `value`, which is called with its path and its number of
+    /// elements.
     pub fn from(device: &Device, value: impl Fn(&str, &[usize]) -> TensorData) -> Self {
         let tensor = |path: &str, shape: &[usize]| {
             let tensor = Tensor::<1>::from_data(value(path, &[shape.iter().product()]), device);
@@ -163,7 +165,8 @@ impl Net {
         })
     }
 
-    /// The unsharded model with the parameters of a full state, in the dtypes that units compute with.
+    /// The unsharded model with the parameters of a full state, in the dtypes that units compute
+    /// with.
     pub fn of_state(state: &FullState, device: &Device) -> Self {
         Self::from(device, |path, shape| {
             TensorData::new(state[path].iter::<f32>().collect::<Vec<_>>(), shape.to_vec())

@@ -23,8 +23,8 @@ pub(crate) struct StepBatch {
 }
 
 impl StepBatch {
-    /// Adds a function that runs the recorded operations of a device, which may defer steps. It runs
-    /// before the deferred steps are launched.
+    /// Adds a function that runs the recorded operations of a device, which may defer steps. It
+    /// runs before the deferred steps are launched.
     pub(crate) fn drain_first(&self, device: String, drain: impl FnOnce() + Send + 'static) {
         let mut drains = self.drains.lock().ignore_poison();
         if !drains.iter().any(|(other, _)| *other == device) {

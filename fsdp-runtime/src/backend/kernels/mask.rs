@@ -3,12 +3,12 @@
 //! Each element is decided by a *draw* of sixteen random bits. A block of the random generator has
 //! 128 bits, in four words, and gives draws for sixteen elements. Each of its sixteen bytes is the
 //! upper byte of one draw. The lower byte of that draw is the XOR of two other bytes of the block,
-//! one of each of the next two words. The lower byte decides only where the upper byte equals that of the threshold, for
-//! one element in 256.
+//! one of each of the next two words. The lower byte decides only where the upper byte equals that
+//! of the threshold, for one element in 256.
 //!
-//! So each draw is uniform, and any two draws are independent. Proof: over the field of two elements
-//! every bit of a draw is a sum of bits of the block. The 32 sums of two draws are linearly
-//! independent (tested).
+//! So each draw is uniform, and any two draws are independent. Proof: over the field of two
+//! elements every bit of a draw is a sum of bits of the block. The 32 sums of two draws are
+//! linearly independent (tested).
 
 use burn::tensor::DType;
 use half::{bf16, f16};

@@ -39,8 +39,8 @@ pub(crate) fn gelu_tracked<const D: usize>(input: &Tensor<D>) -> Option<Tensor<D
     output.ok()
 }
 
-/// Applies the GELU without lowering the tensor. Where operations are recorded, it is made of Burn's, so
-/// that it shares a kernel with its neighbours.
+/// Applies the GELU without lowering the tensor. Where operations are recorded, it is made of
+/// Burn's, so that it shares a kernel with its neighbours.
 fn forward<B: ModelBackend>(input: Float<B>) -> Float<B> {
     let dtype = input.dtype();
     if B::RECORDS {

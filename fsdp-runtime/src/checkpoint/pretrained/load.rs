@@ -29,10 +29,10 @@ impl<M: FsdpModule> StateMut<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`LoadError`] where a file cannot be read or is no safetensors file, or where an index does not
-    /// fit the files. The same error where the tensors do not fit the model, with all keys that are
-    /// missing, unexpected or of the wrong shape. [`CollectiveError`](crate::CollectiveError) where another
-    /// rank has such an error.
+    /// [`LoadError`] where a file cannot be read or is no safetensors file, or where an index does
+    /// not fit the files. The same error where the tensors do not fit the model, with all keys that
+    /// are missing, unexpected or of the wrong shape. [`CollectiveError`](crate::CollectiveError)
+    /// where another rank has such an error.
     pub fn load_safetensors(
         &mut self,
         path: impl AsRef<Path>,

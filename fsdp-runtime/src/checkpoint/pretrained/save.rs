@@ -27,8 +27,8 @@ impl<M: FsdpModule> State<'_, M> {
     /// owner's key, as transformers does.
     ///
     /// Every rank calls it. Parameters are gathered to rank 0 one at a time, and written before the
-    /// next one is gathered. So no rank holds more than its shards and one parameter. Ignored parameters and running statistics, of which each rank has its own values,
-    /// are rank 0's.
+    /// next one is gathered. So no rank holds more than its shards and one parameter. Ignored
+    /// parameters and running statistics, of which each rank has its own values, are rank 0's.
     ///
     /// The files are written under temporary names, and renamed when all are complete and flushed
     /// to disk. A save that is interrupted earlier leaves the folder as it was, and perhaps files

@@ -14,7 +14,8 @@ use crate::launch::Worker;
 /// Result of [`CheckpointManager::save`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Saved {
-    /// Folder of the saved checkpoint. A background save creates it only once the checkpoint is complete.
+    /// Folder of the saved checkpoint. A background save creates it only once the checkpoint is
+    /// complete.
     pub folder: PathBuf,
     /// Time for which training was blocked: the whole save, or, for a background save, the wait for
     /// the previous save and the copy to host memory.

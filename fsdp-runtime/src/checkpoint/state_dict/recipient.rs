@@ -6,7 +6,8 @@ use crate::layout::{Rank, WorldSize};
 /// Ranks that receive, or provide, a full state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recipient {
-    /// One rank receives or provides the state. The other ranks make the same call and have an empty state.
+    /// One rank receives or provides the state. The other ranks make the same call and have an
+    /// empty state.
     Only(Rank),
     /// Every rank receives or provides the state.
     All,

@@ -140,8 +140,8 @@ impl MpiGroup {
         Ok(ManuallyDrop::into_inner(owned).0)
     }
 
-    /// Performs a [`transfer`](Self::transfer) through host memory, for devices whose memory the host
-    /// cannot write.
+    /// Performs a [`transfer`](Self::transfer) through host memory, for devices whose memory the
+    /// host cannot write.
     fn transfer_staged<B: ShardBackend, K>(
         &self,
         op: &Op,

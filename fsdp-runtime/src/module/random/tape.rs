@@ -35,8 +35,8 @@ thread_local! {
 ///
 /// # Panics
 ///
-/// Unwinds with [`ScheduleError::RandomDrawsMismatch`] if the recorded draw belongs to another layer, or if
-/// no recorded draw is left.
+/// Unwinds with [`ScheduleError::RandomDrawsMismatch`] if the recorded draw belongs to another
+/// layer, or if no recorded draw is left.
 pub(super) fn draw(layer: u64, new: impl FnOnce() -> Draw) -> Draw {
     let played = TAPE.with_borrow_mut(|tape| match tape {
         Tape::Off => Some(new()),

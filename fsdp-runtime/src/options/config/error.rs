@@ -201,8 +201,8 @@ pub struct Note {
     pub value: String,
     /// Reason why the key has no effect, and what to use instead, if there is something.
     pub reason: String,
-    /// Whether the value is the one that Accelerate writes when the option is off. Such a note can be
-    /// ignored.
+    /// Whether the value is the one that Accelerate writes when the option is off. Such a note can
+    /// be ignored.
     pub off: bool,
 }
 

@@ -32,9 +32,9 @@ impl Config {
         read::read(text, path.as_ref())
     }
 
-    /// Reads the file that `fsdp launch` names in [`CONFIG_VARIABLE`]. Returns `None` if the variable is
-    /// not set. If this process is a rank, `num_processes` is the number of ranks that were started,
-    /// because flags of the launcher override the file.
+    /// Reads the file that `fsdp launch` names in [`CONFIG_VARIABLE`]. Returns `None` if the
+    /// variable is not set. If this process is a rank, `num_processes` is the number of ranks that
+    /// were started, because flags of the launcher override the file.
     ///
     /// # Errors
     ///

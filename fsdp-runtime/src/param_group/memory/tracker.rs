@@ -49,8 +49,8 @@ impl MemoryKind {
         }
     }
 
-    /// Returns whether bytes of this kind are on the host. `offloaded` says that the storage device is
-    /// the host.
+    /// Returns whether bytes of this kind are on the host. `offloaded` says that the storage device
+    /// is the host.
     fn is_on_host(self, offloaded: bool) -> bool {
         match self {
             Self::Shards | Self::Replicated | Self::ReducedGradients | Self::Optimizer => offloaded,

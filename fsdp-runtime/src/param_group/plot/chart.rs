@@ -160,7 +160,8 @@ impl Panel {
         }
     }
 
-    /// Returns the upper edge of each layer at each moment: its height and those of the layers below.
+    /// Returns the upper edge of each layer at each moment: its height and those of the layers
+    /// below.
     fn tops(&self) -> Vec<Vec<f64>> {
         let mut below = vec![0.0; self.x.len()];
         let stacked = self.layers.iter().map(|layer| {

@@ -184,7 +184,8 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`.
     ///
-    /// Where ranks share a device, the kernel that adds their gradients in f32 reads them in any dtype.
+    /// Where ranks share a device, the kernel that adds their gradients in f32 reads them in any
+    /// dtype.
     fn reduces_as(&self, found: DType, wanted: DType) -> bool {
         let shares_device = self.settings.groups.shard.shares_device::<Raw<B>>();
         shares_device && wanted == DType::F32 && kernels::takes(found)

@@ -110,8 +110,9 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Issues a collective on tensors that were written by the operations that `after` marks.
     ///
-    /// A single rank has no one to communicate with. On a device that runs operations later, its own
-    /// thread issues the collective: this takes no fences, and the device does not wait for the host.
+    /// A single rank has no one to communicate with. On a device that runs operations later, its
+    /// own thread issues the collective: this takes no fences, and the device does not wait for the
+    /// host.
     pub(super) fn issue_after<T: Send + 'static>(
         &self,
         group: &Arc<AnyProcessGroup>,

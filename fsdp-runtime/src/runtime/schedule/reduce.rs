@@ -74,8 +74,8 @@ fn all_of_shard(keep: Reduce) -> Reduce {
 }
 
 impl<B: ModelBackend> Schedule<B> {
-    /// Issues the reduction of a unit's gradients. First waits for earlier reductions, so that at most
-    /// `reductions_in_flight` run at a time.
+    /// Issues the reduction of a unit's gradients. First waits for earlier reductions, so that at
+    /// most `reductions_in_flight` run at a time.
     pub(super) fn reduce(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
         self.collect_early_reductions(state)?;
         let unit = &self.units[index];

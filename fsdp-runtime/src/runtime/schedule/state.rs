@@ -85,8 +85,8 @@ pub(super) struct GradientState<B: ModelBackend> {
     pub(super) reductions: VecDeque<Reduction<Raw<B>>>,
     /// Whether another backward pass of the same step follows the present one.
     pub(super) accumulating: bool,
-    /// Whether the backward pass that has begun follows an accumulated one of the same step. It may have
-    /// begun before its forward.
+    /// Whether the backward pass that has begun follows an accumulated one of the same step. It may
+    /// have begun before its forward.
     pub(super) continuing: bool,
     /// Bytes of reduced gradients, which are counted until the next forward.
     pub(super) reduced_bytes: usize,

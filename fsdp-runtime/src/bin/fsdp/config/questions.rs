@@ -46,8 +46,8 @@ pub(super) fn ask_all(ask: &mut impl Ask) -> Answer<Config> {
     Ok(config)
 }
 
-/// Asks for the number of machines. With several, asks for the number of this one and the address of
-/// machine 0.
+/// Asks for the number of machines. With several, asks for the number of this one and the address
+/// of machine 0.
 fn ask_machines(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     config.num_machines = ask.number("How many machines?", 1, 1)?;
     if config.num_machines == 1 {
@@ -72,7 +72,8 @@ fn ask_machines(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     Ok(())
 }
 
-/// Asks whether the device is a CPU or a GPU, and whether ranks compare collectives before they run.
+/// Asks whether the device is a CPU or a GPU, and whether ranks compare collectives before they
+/// run.
 fn ask_device(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     let device = ask.select(
         "Which devices do the ranks compute on?",

@@ -24,7 +24,8 @@ impl Exit {
         match (status.code(), status.signal()) {
             (Some(code), _) => Self::Code(code),
             (None, Some(signal)) => Self::Signal(signal),
-            // Only a stopped process has neither, and `Child::wait` does not report stopped processes.
+            // Only a stopped process has neither, and `Child::wait` does not report stopped
+            // processes.
             (None, None) => Self::Code(1),
         }
     }
@@ -34,9 +35,9 @@ impl Exit {
         self == Self::Code(0)
     }
 
-    /// Returns how likely it is that the process ended because another process had failed, from 0 (a
-    /// cause) to 3 (a reaction). A rank that loses its peers returns an error; it neither panics nor is
-    /// killed.
+    /// Returns how likely it is that the process ended because another process had failed, from 0
+    /// (a cause) to 3 (a reaction). A rank that loses its peers returns an error; it neither panics
+    /// nor is killed.
     pub(super) fn likely_reaction(self) -> u8 {
         match self {
             Self::Signal(signal) if signal != Signal::ABORT.as_raw() => 0,
@@ -46,8 +47,8 @@ impl Exit {
         }
     }
 
-    /// Returns the exit code as `sh` reports it: 128 + the signal for a process that was killed. 1 for
-    /// a code outside of 0 to 255.
+    /// Returns the exit code as `sh` reports it: 128 + the signal for a process that was killed. 1
+    /// for a code outside of 0 to 255.
     pub(super) fn exit_code(self) -> u8 {
         let code = match self {
             Self::Code(code) => code,

@@ -89,8 +89,8 @@ impl Plan {
             variables.push(("MASTER_ADDR", host.into()));
             variables.push(("MASTER_PORT", port.to_string().into()));
         }
-        // `mpirun` sets variables of its own for the sizes. `WORLD_SIZE` without `RANK`, which differs
-        // by rank, would be an incomplete set, which `RankEnv` refuses.
+        // `mpirun` sets variables of its own for the sizes. `WORLD_SIZE` without `RANK`, which
+        // differs by rank, would be an incomplete set, which `RankEnv` refuses.
         if mpirun.is_none() {
             variables.push(("WORLD_SIZE", size.world.to_string().into()));
             variables.push(("LOCAL_WORLD_SIZE", size.local().to_string().into()));
@@ -105,7 +105,8 @@ impl Plan {
         self.variables.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
     }
 
-    /// Returns the number of processes that the launcher starts itself: one for each rank, or one `mpirun`.
+    /// Returns the number of processes that the launcher starts itself: one for each rank, or one
+    /// `mpirun`.
     pub(super) fn processes(&self) -> usize {
         if self.mpirun.is_some() { 1 } else { self.local }
     }
@@ -153,8 +154,8 @@ fn mpirun(flags: &Flags, config: &Config) -> Option<Mpirun> {
     from_file.or_else(|| flags.mpi.then(Mpirun::default))
 }
 
-/// Returns the host of rank 0. `None` for several machines under `mpirun` without a host: MPI connects
-/// the ranks by itself.
+/// Returns the host of rank 0. `None` for several machines under `mpirun` without a host: MPI
+/// connects the ranks by itself.
 fn main_process_host<'a>(
     flags: &'a Flags,
     config: &'a Config,
@@ -189,8 +190,8 @@ fn config_variables(config: &Config, path: Option<&Path>) -> Vec<(&'static str, 
 
 /// Refuses to run as one of several ranks, because each of those launchers would start all ranks.
 ///
-/// Two cases are no ranks: one launcher a machine, started by `mpirun` or `srun`, and a launcher in a
-/// Slurm batch script, outside of any `srun` step.
+/// Two cases are no ranks: one launcher a machine, started by `mpirun` or `srun`, and a launcher in
+/// a Slurm batch script, outside of any `srun` step.
 fn refuse_nested_launch(
     machines: usize,
     variable: &impl Fn(&str) -> Option<OsString>,
@@ -208,7 +209,8 @@ fn refuse_nested_launch(
     })
 }
 
-/// Returns a name that no other run on this machine has: the time in nanoseconds and the process ID.
+/// Returns a name that no other run on this machine has: the time in nanoseconds and the process
+/// ID.
 fn run_id() -> String {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
     format!("{:x}-{:x}", nanos, std::process::id())

@@ -1,7 +1,7 @@
 //! Rules that hold across keys, checked after all keys are read.
 //!
-//! Keys that contradict each other are problems. Where two keys can set one option, the option is decided
-//! here.
+//! Keys that contradict each other are problems. Where two keys can set one option, the option is
+//! decided here.
 
 use super::reader::{REPLICATE, Reader, Reshard};
 use crate::options::ShardingStrategy;
@@ -76,8 +76,8 @@ impl Reader {
         }
     }
 
-    /// Decides the strategy from `fsdp_sharding_strategy` and `fsdp_reshard_after_forward`. A file that has
-    /// both must give them one meaning.
+    /// Decides the strategy from `fsdp_sharding_strategy` and `fsdp_reshard_after_forward`. A file
+    /// that has both must give them one meaning.
     fn decide_strategy(&mut self) {
         use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, ShardGradOp};
         let replicated = self.config.fsdp.replicate.is_some_and(|groups| groups > 1);
@@ -124,8 +124,8 @@ impl Reader {
                 "write `HYBRID_SHARD` or `HYBRID_SHARD_ZERO2` there",
             );
         }
-        // A number of groups alone is checked later (`Config::check`), against the number of processes
-        // that were started, which flags may change.
+        // A number of groups alone is checked later (`Config::check`), against the number of
+        // processes that were started, which flags may change.
         if self.config.fsdp.shard.is_some() {
             self.problems.extend(self.config.shard_group_problem());
         }

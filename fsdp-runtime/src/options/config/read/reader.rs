@@ -91,7 +91,8 @@ impl Reader {
         value
     }
 
-    /// Reads a value that is a name of a fixed list. `parse` is [`Named::named`] or [`Named::named_or_numbered`].
+    /// Reads a value that is a name of a fixed list. `parse` is [`Named::named`] or
+    /// [`Named::named_or_numbered`].
     pub(super) fn named<T: Named>(
         &mut self,
         entry: &Entry,
