@@ -41,7 +41,8 @@ fn peak<T: Send + 'static>(
     (ALLOCATOR.peak() - before, ranks)
 }
 
-/// Bytes that a rank holds of the model as long as it lives: its shards and its gather buffers.
+/// Returns the bytes that a rank holds of the model as long as it lives: its shards and its gather
+/// buffers.
 fn held(net: &Fsdp<Mlp>) -> usize {
     net.stats().sharded_bytes() + net.stats().gather_buffer_bytes()
 }

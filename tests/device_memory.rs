@@ -69,7 +69,7 @@ impl Job {
         2 * self.matrix.iter().product::<usize>() * 4 + 16 * 1024
     }
 
-    /// Bytes of a block's input.
+    /// Returns the bytes of a block's input.
     fn input(&self) -> usize {
         self.input.iter().product::<usize>() * 4
     }
@@ -90,7 +90,7 @@ struct Sample {
     counted: usize,
 }
 
-/// What rank 0 has seen.
+/// Memory and results of rank 0.
 #[derive(Clone, Debug)]
 struct Run {
     /// After sharding, a forward, a backward and an optimizer step.

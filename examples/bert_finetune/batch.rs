@@ -138,7 +138,7 @@ impl Padded {
         batch
     }
 
-    /// Whether any position is padding.
+    /// Returns whether any position is padding.
     pub fn is_padded(&self) -> bool {
         self.padding.contains(&true)
     }

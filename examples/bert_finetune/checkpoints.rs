@@ -11,7 +11,7 @@ use fsdp_runtime::prelude::*;
 
 use crate::sharding::ShardedBert;
 
-/// When to save checkpoints, and which one to resume from.
+/// Interval of checkpoints, and the checkpoint to resume from.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointPlan {
     /// Directory to save checkpoints in; `None` to save none.
@@ -37,7 +37,7 @@ impl CheckpointPlan {
     }
 }
 
-/// Whether a directory is a checkpoint, and not a directory of checkpoints.
+/// Returns whether a directory is a checkpoint, and not a directory of checkpoints.
 fn is_checkpoint(folder: &Path) -> bool {
     folder.join(fsdp_runtime::checkpoint::MANIFEST).is_file()
 }
@@ -54,7 +54,7 @@ pub struct Position {
     pub examples: usize,
 }
 
-/// What training changes, and what a checkpoint holds.
+/// State that training changes and a checkpoint saves.
 pub struct TrainingState {
     /// Sharded model.
     pub model: ShardedBert,

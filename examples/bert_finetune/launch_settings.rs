@@ -1,4 +1,4 @@
-//! How ranks are started and how the model is sharded: from the configuration file and the
+//! Settings of the launch and of sharding: from the configuration file and the
 //! arguments.
 //!
 //! The configuration file is the one after `--config`, or the one that `fsdp launch` names in the
@@ -18,12 +18,12 @@ use crate::common::device::DeviceName;
 use crate::common::report;
 use crate::model::BertForSequenceClassification;
 
-/// How ranks are started and how the model is sharded.
+/// Settings of the launch and of sharding.
 #[derive(Clone, Debug)]
 pub struct LaunchSettings {
     /// Device to compute on.
     pub device: DeviceName,
-    /// How ranks are started, without the device.
+    /// Options of the launch, without the device.
     pub launch: LaunchOptions,
     /// Sharding strategy.
     pub strategy: ShardingStrategy,

@@ -6,7 +6,7 @@
 //! resume from, and loading and saving Hugging Face models.
 //!
 //! ```text
-//! cargo run --release --example bert_finetune            # trains a small BERT on mail, with two ranks
+//! cargo run --release --example bert_finetune          # trains a small BERT on mail, on two ranks
 //! cargo run --release --example bert_finetune -- --help
 //! cargo run --release --example bert_finetune -- --pretrained MiniLM-L6/ --data mrpc/
 //! ```
@@ -76,7 +76,7 @@ fn start(cli: &Cli) -> Result<()> {
     }
 }
 
-/// How the ranks of this process ended.
+/// Result of the ranks of this process.
 enum Outcome {
     /// The run is complete, and this process runs rank 0.
     Finished(Box<Summary>),

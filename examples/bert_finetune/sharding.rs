@@ -1,4 +1,4 @@
-//! How the model is sharded, and where its weights come from.
+//! Sharding of the model, with new, pretrained or restored weights.
 
 use std::path::Path;
 

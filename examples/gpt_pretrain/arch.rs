@@ -45,7 +45,7 @@ impl Arch {
         Self { name, fairseq: Some(fairseq), layers, width, heads, vocabulary }
     }
 
-    /// Whether this is the size that trains in two minutes.
+    /// Returns whether this is the size that trains in two minutes.
     pub fn is_tiny(&self) -> bool {
         self.fairseq.is_none()
     }

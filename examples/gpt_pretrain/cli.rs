@@ -55,7 +55,7 @@ pub struct Cli {
     #[arg(long)]
     pub checkpoint_activations: bool,
 
-    /// As --checkpoint-activations, but store the inputs in host memory
+    /// Recompute activations as --checkpoint-activations does, and store the inputs in host memory
     #[arg(long)]
     pub offload_activations: bool,
 

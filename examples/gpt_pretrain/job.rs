@@ -19,7 +19,7 @@ use crate::text::Text;
 pub struct Setup {
     /// Sizes of the model.
     pub arch: Arch,
-    /// How the model is sharded.
+    /// Settings of sharding.
     pub sharding: Sharding,
     /// Hyperparameters.
     pub recipe: Recipe,

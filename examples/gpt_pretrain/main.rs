@@ -7,7 +7,7 @@
 //! log lines are fairseq's.
 //!
 //! ```text
-//! cargo run --release --example gpt_pretrain             # trains a tiny GPT on Moby-Dick, with two ranks
+//! cargo run --release --example gpt_pretrain         # trains a tiny GPT on Moby-Dick, on two ranks
 //! cargo run --release --example gpt_pretrain -- --help
 //! cargo run --release --example gpt_pretrain -- --arch 1.3B --data wiki.txt --world-size 8
 //! ```

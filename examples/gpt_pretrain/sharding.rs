@@ -1,4 +1,4 @@
-//! How the model is sharded: strategy, precision, offload and recomputation.
+//! Settings of sharding: strategy, precision, offload and recomputation.
 
 use anyhow::{Result, ensure};
 use burn::tensor::FloatDType;
@@ -7,7 +7,7 @@ use fsdp_runtime::prelude::*;
 
 use crate::model::Block;
 
-/// How the model is sharded.
+/// Settings of sharding, from the arguments.
 #[derive(Clone, Debug)]
 pub struct Sharding {
     /// Sharding strategy.

@@ -1,4 +1,4 @@
-//! Which digits a rank trains on and tests: PyTorch's `DistributedSampler`.
+//! Choice of the digits that a rank trains on and tests: PyTorch's `DistributedSampler`.
 
 use rand::seq::SliceRandom;
 
@@ -13,7 +13,7 @@ pub struct DistributedSampler {
     pub len: usize,
     /// Number of ranks.
     pub world_size: usize,
-    /// This rank.
+    /// Number of this rank.
     pub rank: usize,
 }
 

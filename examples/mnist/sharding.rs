@@ -1,4 +1,4 @@
-//! How the model is shared between ranks: the four ways of PyTorch's tutorial.
+//! Distribution of the model over ranks: the four ways of PyTorch's tutorial.
 
 use fsdp_runtime::prelude::*;
 
@@ -6,7 +6,7 @@ use fsdp_runtime::prelude::*;
 /// `fc1` has as many.
 const MIN_NUM_PARAMS: usize = 20_000;
 
-/// How the model is shared between ranks.
+/// Distribution of the model over ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharding {
     /// What is sharded.

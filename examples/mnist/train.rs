@@ -32,7 +32,7 @@ pub struct Job {
     pub train: Digits,
     /// Digits to test on.
     pub test: Digits,
-    /// How the model is shared between ranks.
+    /// Distribution of the model over ranks.
     pub sharding: Sharding,
     /// Digits in a training batch, per rank.
     pub batch_size: usize,

@@ -58,7 +58,7 @@ struct Cli {
     out: PathBuf,
 }
 
-/// What a run is made of. It is saved as `config.json`.
+/// Settings of a run. It is saved as `config.json`.
 #[derive(Config, Debug)]
 struct TrainingConfig {
     /// Digits in a batch of one rank.

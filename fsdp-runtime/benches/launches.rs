@@ -72,11 +72,11 @@ impl LaunchObserver for Count {
     }
 }
 
-/// What was counted in one step.
+/// Counts of one step.
 struct Step {
     /// Launches of all ranks.
     launches: Launches,
-    /// How often rank 0 blocked on its communication thread.
+    /// Number of times that rank 0 blocked on its communication thread.
     waits: usize,
     drains: usize,
     lowerings: usize,

@@ -199,7 +199,7 @@ fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
     }
 }
 
-/// The steps of one round, each as measured on the slowest rank, with the losses of rank 0.
+/// Returns the steps of one round, each as measured on the slowest rank, with the losses of rank 0.
 fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
     let (job, options, sync) = (cli.clone(), way.options.clone(), way.sync);
     let options =
@@ -266,7 +266,7 @@ fn print_json(cli: &Cli, world: usize, way: &Way, times: &[Times]) {
     println!("{result}");
 }
 
-/// The variants that the arguments select.
+/// Returns the variants that the arguments select.
 fn selected(cli: &Cli) -> Vec<Way> {
     let mut ways = ways(cli);
     ways.retain(|way| way.name.contains(&cli.only));

@@ -140,7 +140,7 @@ impl Net {
     }
 }
 
-/// The parameters after each of `steps`.
+/// Returns the parameters after each of `steps`.
 fn train(
     net: &mut Net,
     optimizer: &mut ModuleOptimizer,
@@ -157,7 +157,7 @@ fn train(
         .collect()
 }
 
-/// A name, our optimizer of that name, and Burn's with the same options.
+/// Returns a name, our optimizer of that name, and Burn's with the same options.
 fn pairs() -> [(&'static str, ModuleOptimizer, ModuleOptimizer); 3] {
     let momentum = MomentumConfig::new().with_momentum(0.9).with_dampening(0.0);
     [

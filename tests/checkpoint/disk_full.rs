@@ -35,7 +35,7 @@ fn again(test: &str, first: &str, folder: &Path) -> Output {
     command.output().expect("a shell can be started")
 }
 
-/// Whether a disk can be mounted in a new namespace.
+/// Returns whether a disk can be mounted in a new namespace.
 fn can_mount() -> bool {
     let mount = "mount -t tmpfs none /mnt";
     let mut unshare = Command::new("unshare");
@@ -53,7 +53,7 @@ fn folder() -> PathBuf {
     PathBuf::from(std::env::var_os(FOLDER).expect("started by one of the tests"))
 }
 
-/// A model, and an optimizer with moments, after a step.
+/// Returns a model, and an optimizer with moments, after a step.
 fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOptimizer), Error> {
     let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(1))?;
     let mut optimizer = optimizer();

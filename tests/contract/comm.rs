@@ -13,7 +13,7 @@ use super::support::trace::{only, record};
 const STEPS: [&str; 6] =
     ["unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "reduce"];
 
-/// The second step of three blocks on two ranks: lines of its forward and of its backward.
+/// Returns the second step of three blocks on two ranks: lines of its forward and of its backward.
 fn trace(options: FsdpOptions) -> (Vec<String>, Vec<String>) {
     let traces = on_ranks(2, move |worker| {
         let model = sharded(3, worker, options.clone())?;

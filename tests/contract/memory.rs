@@ -39,7 +39,7 @@ fn counted(options: FsdpOptions) -> Counted {
     })
 }
 
-/// Bytes of the parameters that a rank holds between steps.
+/// Returns the bytes of the parameters that a rank holds between steps.
 fn held(memory: &Memory) -> usize {
     memory.shards.now + memory.replicated.now
 }

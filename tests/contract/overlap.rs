@@ -63,7 +63,7 @@ fn chain(device: &Device) -> Chain {
     Chain { units: (0..3).map(unit).collect() }
 }
 
-/// Whether rank 0 enters the second unit while rank 1 is in the first.
+/// Returns whether rank 0 enters the second unit while rank 1 is in the first.
 fn overlaps(options: FsdpOptions) -> bool {
     let gate = Gate::default();
     let launched =

@@ -10,7 +10,7 @@ use fsdp_runtime::prelude::*;
 /// fails after this time.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Options of a launch of `world` thread ranks on Flex.
+/// Returns options of a launch of `world` thread ranks on Flex.
 pub fn launch_options(world: usize) -> LaunchOptions {
     LaunchOptions::new(world).with_device(Device::flex()).with_timeout(TIMEOUT)
 }

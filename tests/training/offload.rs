@@ -122,7 +122,7 @@ fn replicated_parameters_are_copied_with_the_all_gather() {
     });
 }
 
-/// Memory of rank 0 of two after two steps: on the device, and on the host.
+/// Returns the memory of rank 0 of two after two steps: on the device, and on the host.
 fn memory(policy: OffloadPolicy) -> (Memory, Memory) {
     of_rank_0(2, move |worker| {
         let options = FsdpOptions::new().with_seed(1).with_offload(policy);

@@ -63,8 +63,8 @@ impl Empty {
     }
 }
 
-/// The error of the first rank to fail, where each of two ranks shards the model that `build`
-/// returns for it.
+/// Returns the error of the first rank to fail, where each of two ranks shards the model that
+/// `build` returns for it.
 fn refused<M: HookedForward + 'static>(
     options: FsdpOptions,
     build: impl Fn(usize, &Device) -> M + Send + Sync + 'static,

@@ -155,7 +155,7 @@ fn fickle(device: &Device) -> Option<Fickle> {
     Some(Fickle { linear: linear(device), dropout: DropoutConfig::new(0.1).init() })
 }
 
-/// The error of sharding what `build` returns, on one rank.
+/// Returns the error of sharding what `build` returns, on one rank.
 fn refused(
     which: ActivationCheckpointing,
     build: impl Fn(&Device) -> Model + Send + Sync + 'static,

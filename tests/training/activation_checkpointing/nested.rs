@@ -141,7 +141,7 @@ fn input(rank: usize, step: usize, device: &Device) -> Tensor<2> {
     Tensor::from_data(TensorData::new(data, [6, WIDTH]), device)
 }
 
-/// The bits of losses and gradient norms, and the parameters after three steps.
+/// Returns the bits of losses and gradient norms, and the parameters after three steps.
 fn train(world: usize, shape: Shape, options: FsdpOptions) -> (Vec<u64>, FullState, Counts) {
     of_rank_0(world, move |worker| {
         let device = worker.device();
@@ -164,7 +164,7 @@ fn assert_same(found: &(Vec<u64>, FullState, Counts), expected: &(Vec<u64>, Full
     assert_same_state(&found.1, &expected.1, "parameters");
 }
 
-/// The elements of a state by path.
+/// Returns the elements of a state by path.
 fn elements(state: &FullState) -> Parameters {
     state.iter().map(|(path, data)| (path.clone(), data.iter::<f32>().collect())).collect()
 }

@@ -49,7 +49,7 @@ impl Model {
     }
 }
 
-/// The bits of every gradient on rank 0, optionally with an evaluation between forward and
+/// Returns the bits of every gradient on rank 0, optionally with an evaluation between forward and
 /// backward.
 fn gradients(which: ActivationCheckpointing, evaluates: bool) -> Vec<Vec<u32>> {
     of_rank_0(2, move |worker| {
