@@ -1,7 +1,7 @@
 //! Fully sharded data parallel training for Burn.
 //!
 //! Annotate a model's units with [`#[fsdp_unit]`](macro@fsdp_unit), start ranks with [`launch`],
-//! shard with [`fully_shard`], and train as ever: the sharded model is a Burn module, and Burn's
+//! shard with [`fully_shard`], and train as before: the sharded model is a Burn module, and Burn's
 //! own optimizers step it.
 //!
 #![cfg_attr(doc, doc = "The [guide] begins with a [first sharded model](guide::first_model).")]

@@ -1,4 +1,4 @@
-//! Whether a hooked method can be recomputed in backward: what its signature shows, and calls of
+//! Checks that a hooked method can be recomputed in backward: those of its signature, and calls of
 //! the runtime's checks of its types.
 //!
 //! An input that is borrowed, or of a type that each caller chooses, cannot be kept until backward;

@@ -1,4 +1,5 @@
-//! `visit_params` and `map_params`: a read and a rebuild of a struct's fields in layout order.
+//! Generation of `visit_params` and `map_params`, which read and rebuild a struct's fields in
+//! layout order.
 
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};

@@ -1,4 +1,4 @@
-//! `impl UnitValue`: the tensors in a type that a `forward` takes or returns.
+//! Generation of `impl UnitValue`, for a type that a `forward` takes or returns.
 
 use proc_macro2::TokenStream;
 use quote::{format_ident, quote, quote_spanned};

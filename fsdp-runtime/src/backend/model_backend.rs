@@ -101,7 +101,7 @@ pub(crate) trait ModelBackend: Backend {
     /// Launches the recorded operations.
     fn drain(device: &Self::Device);
     /// Returns the results of `f` on the buffers of `inputs`, given by shape and dtype. `f` runs
-    /// when the operations before it do; at once if nothing is recorded.
+    /// after the recorded operations before it, or at once if no operations are recorded.
     fn defer(
         inputs: Vec<Float<Self>>,
         outputs: Vec<(Shape, DType)>,

@@ -278,8 +278,8 @@ fn own<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
     B::copy_range(tensor, 0..numel, shape)
 }
 
-/// Returns the gradients of several ranks in one dtype. On a device they may differ: that of a rank
-/// which has held gradients of several micro-batches is a sum in f32.
+/// Returns the gradients of several ranks in one dtype. On a device the dtypes may differ: a rank
+/// that has accumulated several micro-batches has their sum in f32.
 fn in_one_dtype<B: ShardBackend>(parts: Vec<(Float<B>, usize)>) -> Vec<(Float<B>, usize)> {
     let dtype = parts[0].0.dtype();
     if parts.iter().all(|(part, _)| part.dtype() == dtype) {

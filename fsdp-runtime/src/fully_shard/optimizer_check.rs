@@ -34,7 +34,7 @@ struct State {
     waiting: Vec<Waiting>,
 }
 
-/// A sharded parameter that is trained, whose optimizer is to be checked.
+/// A sharded, trained parameter whose optimizer is still to be checked.
 #[derive(Clone, Debug)]
 pub(crate) struct Waiting {
     pub(crate) id: ParamId,
@@ -57,7 +57,7 @@ impl Waiting {
     }
 }
 
-/// Returns whether a visitor or mapper is one of Burn's optimizers or of what handles their
+/// Returns whether a visitor or mapper belongs to Burn's optimizers or to Burn's handling of
 /// gradients.
 fn is_of_optimizers<T>() -> bool {
     type_name::<T>().starts_with("burn_optim::")

@@ -186,8 +186,8 @@ impl RankEnv {
         Self::from_variables(|name| std::env::var_os(name))
     }
 
-    /// Reads variables from a function that returns the value of a variable. Otherwise it is
-    /// [`read`](Self::read).
+    /// Reads variables from a function that returns the value of a variable. Otherwise it works as
+    /// [`read`](Self::read) does.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Whether fences order the streams of a rank's own thread, of its communication thread, and of
+//! Tests that fences order the streams of a rank's own thread, of its communication thread, and of
 //! other ranks, in the schedule of a real run.
 
 use burn::module::Module;

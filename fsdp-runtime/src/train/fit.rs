@@ -125,7 +125,7 @@ where
         self.events.train(LearnerEvent::Start { total_epochs, starting_epoch, label });
     }
 
-    /// Brings the learning rates, and the state of early stopping, to where a resumed run was.
+    /// Repeats the steps of the learning rates and of early stopping that a resumed run had taken.
     fn replay(&mut self, start: Position) {
         (0..self.progress.step).for_each(|_| self.learner.lr_step());
         if self.events.leads()

@@ -12,7 +12,7 @@ pub(super) struct Position {
 }
 
 thread_local! {
-    /// Burn's `DataLoader::iter` has no argument, so the strategy leaves the position here.
+    /// Position for the next call of Burn's `DataLoader::iter`, which has no argument for it.
     static NEXT: Cell<Option<Position>> = const { Cell::new(None) };
 }
 

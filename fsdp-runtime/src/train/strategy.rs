@@ -111,8 +111,8 @@ impl FsdpStrategy {
         self
     }
 
-    /// Sets that only every `batches`-th training batch goes to the metrics, at least 1. Each one
-    /// is copied from every rank's device to rank 0.
+    /// Sets the interval of metrics: every `batches`-th training batch goes to them, at least 1.
+    /// Each such batch's output is copied from every rank's device to rank 0.
     pub fn metric_interval(mut self, batches: usize) -> Self {
         self.settings.metric_interval = batches.max(1);
         self

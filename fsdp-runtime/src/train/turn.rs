@@ -93,8 +93,8 @@ impl Turns<'_> {
         Err(LearnerError::UnevenBatches { batch, with, without }.into())
     }
 
-    /// Returns the first rank without a batch while another rank has one; `None` if there is none
-    /// such.
+    /// Returns the first rank without a batch while another rank has one; `None` if there is no
+    /// such rank.
     pub(super) fn first_without(&self) -> Option<Rank> {
         let mut ranks = self.worker.world().ranks().zip(&self.all);
         ranks.find(|(_, turn)| !turn.has_batch).map(|(rank, _)| rank)

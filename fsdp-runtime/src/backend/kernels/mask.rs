@@ -76,9 +76,10 @@ pub(super) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32
 
 /// Selects the lower byte of each of the two draws of a pair.
 pub(super) const LOW_BYTES: u32 = 0x00FF_00FF;
-/// Topmost bit of a draw. A draw is compared with the threshold after this bit was flipped: so a
-/// processor that compares only signed integers, as with AVX2, compares the bits of [`pairs`]
-/// without flipping them.
+/// Topmost bit of a draw, which is flipped before a draw is compared with the threshold.
+///
+/// Some processors (AVX2) compare signed integers only. These compare the bits of [`pairs`] as they
+/// are, which has the same result.
 pub(super) const SIGN: u32 = 0x8000;
 
 /// Returns the draws of a batch, to be compared with the threshold, in the order of [`BATCH`].

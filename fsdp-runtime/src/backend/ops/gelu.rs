@@ -51,7 +51,8 @@ fn forward<B: ModelBackend>(input: Float<B>) -> Float<B> {
     B::defer_one(input, dtype, B::Raw::gelu)
 }
 
-/// Returns the gradient of the GELU's input, given that of its output. As [`forward`].
+/// Returns the gradient of the GELU's input, given that of its output, without lowering tensors, as
+/// [`forward`] does.
 fn backward<B: ModelBackend>(input: Float<B>, grad: Float<B>) -> Float<B> {
     let (shape, dtype) = (grad.shape(), grad.dtype());
     if B::RECORDS {

@@ -1,4 +1,5 @@
-//! The parts of a manifest as data: models, optimizers, tensors, and where a training run stood.
+//! The parts of a manifest as data: models, optimizers, tensors, and the position of a training
+//! run.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -37,7 +38,8 @@ pub struct Progress {
     pub loss_scale: Option<f32>,
 }
 
-/// An f32 as text: JSON has no infinity, and a JSON reader may change a float's last bit.
+/// Serialises an f32 as text: JSON has no infinity, and a JSON reader may change a float's last
+/// bit.
 mod scale {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 

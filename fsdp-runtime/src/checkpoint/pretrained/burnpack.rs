@@ -80,7 +80,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
     ///
     /// # Errors
     ///
-    /// As [`load_safetensors`](Self::load_safetensors).
+    /// Those of [`load_safetensors`](Self::load_safetensors).
     pub fn load_burnpack(
         &mut self,
         path: impl AsRef<Path>,

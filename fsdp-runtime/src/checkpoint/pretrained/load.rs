@@ -55,7 +55,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
 ///
 /// # Errors
 ///
-/// As [`fully_shard`](crate::fully_shard) and [`StateMut::load_safetensors`].
+/// Those of [`fully_shard`](crate::fully_shard) and [`StateMut::load_safetensors`].
 pub fn from_pretrained<M: HookedForward>(
     module: M,
     worker: &Worker,

@@ -68,7 +68,7 @@ impl CheckpointManager {
     ///
     /// # Errors
     ///
-    /// As [`Checkpoint::save`], and the errors of the previous background save.
+    /// Those of [`Checkpoint::save`], and the errors of the previous background save.
     pub fn save(&mut self, checkpoint: &Checkpoint<'_>) -> Result<Saved, Error> {
         let begun = Instant::now();
         self.finish()?;
@@ -86,7 +86,7 @@ impl CheckpointManager {
     ///
     /// # Errors
     ///
-    /// As [`Checkpoint::save`].
+    /// Those of [`Checkpoint::save`].
     pub fn finish(&mut self) -> Result<(), Error> {
         self.pending.take().map_or(Ok(()), |pending| pending.finish(&self.ranks))
     }

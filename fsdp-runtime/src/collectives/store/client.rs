@@ -1,4 +1,5 @@
-//! The store's side of every rank but rank 0: a process group over two connections to rank 0.
+//! The client of the store, on every rank but rank 0: a process group over two connections to rank
+//! 0.
 
 use std::io;
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};

@@ -32,7 +32,7 @@ pub enum StoreError {
         /// Error of the operating system.
         reason: String,
     },
-    /// No connection to rank 0 could be opened within the time-out.
+    /// A rank that could not connect to rank 0 within the time-out.
     #[error(
         "rank 0 cannot be reached at {host}:{port} within {waited:?} ({reason}); is it started, and \
          the port open between the machines?"
@@ -47,7 +47,8 @@ pub enum StoreError {
         /// Error of the last attempt.
         reason: String,
     },
-    /// Rank 0 belongs to another run, or is connected to another process with this rank.
+    /// A connection that rank 0 refused. Rank 0 belongs to another run, or is connected to another
+    /// process with this rank.
     #[error("rank 0 at {host}:{port} refused rank {rank}: {reason}; is another run at this port?")]
     Refused {
         /// Host of rank 0.
@@ -72,7 +73,7 @@ pub enum StoreError {
         /// Description of the wrong answer of the program at the port.
         reason: String,
     },
-    /// Rank 0 cannot start the thread that serves the other ranks.
+    /// A system that starts no thread on rank 0 to serve the other ranks.
     #[error("rank 0 cannot start a thread for the other ranks: {reason}")]
     NoThread {
         /// Error of the operating system.

@@ -38,7 +38,7 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read).
+    /// Those of [`read`](Self::read).
     pub fn from_env() -> Result<Option<(Self, Vec<Note>)>, ConfigError> {
         Self::from_variables(|name| std::env::var_os(name))
     }

@@ -105,8 +105,8 @@ impl Gradients {
         unit + 1..self.full.len().min(unit + 1 + self.beside)
     }
 
-    /// Returns the most bytes of full gradients of one unit, of its enclosing units, and of those
-    /// in reduction, with what these reductions make.
+    /// Returns the most bytes of gradients at one moment: the full gradients of a unit and of its
+    /// enclosing units, and the inputs and results of the running reductions.
     fn largest(&self) -> usize {
         let of_unit = |(unit, (full, reducing)): (usize, (&usize, &usize))| {
             let both = |unit: usize| self.held[unit] + self.reduced[unit];

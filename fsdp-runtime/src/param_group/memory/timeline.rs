@@ -41,8 +41,10 @@ pub struct MemoryTimeline {
 }
 
 impl MemoryTimeline {
-    /// Returns the memory on the device after each change of it, and before the first one at the
-    /// time 0. A peak is the most since the first moment returned.
+    /// Returns the memory on the device over time. The first entry, at time 0, is the memory before
+    /// the first change. The others are those after each change.
+    ///
+    /// Peaks are those since the first entry.
     pub fn device(&self) -> Vec<(Duration, Memory)> {
         self.levels(self.device_before, false)
     }

@@ -154,7 +154,8 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// Adds `bytes` to a kind of memory, for a unit (by its index) or for several.
+    /// Adds `bytes` to a kind of memory, for a unit (by its index) or for several, until the
+    /// returned value is dropped.
     pub(crate) fn new(
         tracker: &Arc<MemoryTracker>,
         kind: MemoryKind,

@@ -99,7 +99,7 @@ pub(super) struct RunningBackward {
     pub(super) unit: usize,
     /// Depth of the inputs: all operations of the call are deeper.
     pub(super) inputs: usize,
-    /// Whether the unit must stay gathered until the pass has reached that depth, even if all
-    /// gradients have arrived.
+    /// Whether the unit must stay gathered until the pass has reached the depth of the inputs, even
+    /// if all gradients have arrived.
     pub(super) reads_frozen: bool,
 }
