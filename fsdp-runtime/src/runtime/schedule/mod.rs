@@ -23,8 +23,8 @@
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
 //! `reduction`, `buffers`, `state`, `core`, `reshard`, `unshard`, `single_gather`, `whole_step`,
 //! `calls`, `reduce`, `backward`, `recompute_first_run`, `recompute_backward`, `materialize`,
-//! `forward`, then the interfaces: `autodiff_hooks`, `runtime`, `metrics`, `access`, `collectives`,
-//! `erased`.
+//! `forward`. The interfaces follow: `autodiff_hooks`, `runtime`, `metrics`, `access`,
+//! `collectives`, `erased`.
 
 mod access;
 mod autodiff_hooks;
