@@ -17,8 +17,8 @@ use crate::backend::philox::{LANES, blocks};
 
 /// Number of elements whose draws come from one call of [`blocks`].
 ///
-/// Order of the elements: by word; within a word, the first of the two [`pairs`] of every lane,
-/// then the second pair of every lane.
+/// The elements are ordered by word. Within a word, the first of the two [`pairs`] of every lane
+/// comes first, then the second pair of every lane.
 pub(super) const BATCH: usize = LANES * 16;
 
 /// Dropout probability of a mask, and the key and counter that its random bits are generated from.

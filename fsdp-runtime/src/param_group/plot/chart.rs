@@ -43,7 +43,8 @@ pub(super) struct Figure {
     pub(super) panels: Vec<Panel>,
 }
 
-/// Axes with stacked areas and lines. A height holds from its moment to the next one.
+/// Axes with stacked areas and lines, drawn as steps: a height is constant from its moment to the
+/// next one.
 #[derive(Clone, Debug)]
 pub(super) struct Panel {
     pub(super) x_label: String,
