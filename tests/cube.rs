@@ -159,7 +159,7 @@ fn sharded_training_equals_plain_burn_on_a_cubecl_device() {
     parity::equals_plain_burn(&Run { dropout: 0.0, clip: None, ..small(Device::cpu()) });
 }
 
-/// The inputs of checkpointed units are copied to the host and back.
+/// The inputs of recomputed units are copied to the host and back.
 #[test]
 fn checkpointing_changes_no_bit_on_a_cubecl_device() {
     let plain = small(Device::cpu());

@@ -41,16 +41,16 @@ struct Cli {
     /// Steps of a round. The first two of each round are not counted.
     #[arg(long, default_value_t = 6)]
     steps: usize,
-    /// Rounds.
+    /// Number of rounds, each of which runs every variant once.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// Also FULL_SHARD with every layer checkpointed.
+    /// Also measures FULL_SHARD with every layer recomputed.
     #[arg(long)]
     checkpoint: bool,
-    /// Also FULL_SHARD with parameters and optimizer state on the host.
+    /// Also measures FULL_SHARD with parameters and optimizer state on the host.
     #[arg(long)]
     offload: bool,
-    /// Also FULL_SHARD with a wait for the device after each step.
+    /// Also measures FULL_SHARD with a wait for the device after each step.
     #[arg(long)]
     sync: bool,
     /// CubeCL's CPU runtime in place of Flex.

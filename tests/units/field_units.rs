@@ -418,7 +418,7 @@ fn an_output_of_an_unknown_type_is_an_error() {
     assert!(module.ends_with("Foreign") && output.ends_with("Opaque"), "{module} {output}");
 }
 
-/// A field unit inside a checkpointed unit is recomputed with that unit.
+/// A field unit inside a recomputed unit is recomputed with that unit.
 #[test]
 fn checkpointing_all_units_leaves_out_field_units_with_a_warning() {
     on_ranks(1, |worker| {

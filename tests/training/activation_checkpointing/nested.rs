@@ -1,4 +1,4 @@
-//! Checkpointed units that contain units, have several inputs and outputs, are used twice, or are
+//! Recomputed units that contain units, have several inputs and outputs, are used twice, or are
 //! frozen.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};

@@ -1,4 +1,4 @@
-//! A weight at two places of a checkpointed unit.
+//! A weight at two places of a recomputed unit.
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
