@@ -20,7 +20,8 @@ const ROWS: usize = 1024;
 const SIZES: Sizes = Sizes { blocks: 12, width: 64, hidden: 256, outputs: 4 };
 /// Bytes of a block's input.
 const INPUT: usize = ROWS * SIZES.width * size_of::<f32>();
-/// Bytes that a block keeps for its backward beside its input: the hidden values, for the second matrix.
+/// Bytes that a block keeps for its backward in addition to its input: the hidden values, for the
+/// second matrix.
 const HIDDEN_VALUES: usize = ROWS * SIZES.hidden * size_of::<f32>();
 
 struct Found {

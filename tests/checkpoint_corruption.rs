@@ -209,7 +209,7 @@ fn save_valid(folder: &Path) -> (u64, usize, Vec<u8>) {
     (total, largest.max(2 * total as usize), expected)
 }
 
-/// Whether one rank has a typed error of the checkpoint.
+/// Returns whether one rank has a typed error of the checkpoint.
 fn is_typed(errors: &[Error]) -> bool {
     errors.iter().any(|error| matches!(error, Error::Checkpoint(_)))
 }
@@ -280,7 +280,7 @@ fn edits_with_a_valid_checksum_never_panic_nor_allocate_beyond_the_files() {
     assert!(loaded + refused > 90 && refused > 0, "{loaded} loaded, {refused} refused");
 }
 
-/// The error of the rank that found the damage.
+/// Returns the error of the rank that found the damage.
 fn error(folder: &Path) -> CheckpointError {
     let errors = load(folder).unwrap_err();
     let found = errors.into_iter().find_map(|error| match error {

@@ -1,6 +1,8 @@
-//! The peak of memory while a model is constructed, saved, loaded and merged, counted by the allocator.
+//! The peak of memory while a model is constructed, saved, loaded and merged, counted by the
+//! allocator.
 //!
-//! One test in a binary of its own: the counters cover the whole process, of which ranks are threads.
+//! One test in a binary of its own: the counters cover the whole process, of which ranks are
+//! threads.
 
 #[path = "support/allocator.rs"]
 mod allocator;
@@ -28,7 +30,8 @@ const UNIT: usize = 2 * MATRIX;
 /// Bytes of threads, channels and names: all that does not grow with the parameters.
 const SMALL: usize = 1 << 20;
 
-/// Runs `f` on all ranks. Returns the peak in bytes beyond what was live before, and each rank's value.
+/// Runs `f` on all ranks. Returns the peak in bytes beyond what was live before, and each rank's
+/// value.
 fn peak<T: Send + 'static>(
     f: impl Fn(&Worker) -> Result<T, Error> + Send + Sync + 'static,
 ) -> (usize, Vec<T>) {
@@ -38,7 +41,8 @@ fn peak<T: Send + 'static>(
     (ALLOCATOR.peak() - before, ranks)
 }
 
-/// Bytes that a rank holds of the model as long as it lives: its shards and its gather buffers.
+/// Returns the bytes that a rank holds of the model as long as it lives: its shards and its gather
+/// buffers.
 fn held(net: &Fsdp<Mlp>) -> usize {
     net.stats().sharded_bytes() + net.stats().gather_buffer_bytes()
 }
@@ -143,7 +147,8 @@ fn construction_holds_shards_and_one_unit() {
     within("rank 0 initialises", construct(FsdpOptions::new().with_seed(1)), 2);
     within("rank 0 initialises, unseeded", construct(FsdpOptions::new()), 2);
     within("no rank initialises", construct(FsdpOptions::new().with_deferred_init(true)), 0);
-    // Every rank initialises one parameter at a time: a matrix, and the tensor that it is drawn into.
+    // Every rank initialises one parameter at a time: a matrix, and the tensor that it is drawn
+    // into.
     let every = FsdpOptions::new().with_seed(1).with_sync_module_states(false);
     within("every rank initialises", construct(every), WORLD);
     let folder = tempfile::tempdir().unwrap();

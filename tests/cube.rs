@@ -16,7 +16,8 @@ use fsdp_runtime::{Counts, DeviceUsage, Error, FullState, ShardError, kernels};
 use support::compare::{Parameters, Within, assert_parameters_close};
 use support::{Net, Outcome, Run, batch, loss, parity};
 
-/// Three units in two gather buffers, so that a gather overwrites the memory that an earlier unit read.
+/// Three units in two gather buffers, so that a gather overwrites the memory that an earlier unit
+/// read.
 fn small(device: Device) -> Run {
     let clip = Some(0.5);
     Run { device, blocks: 2, steps: 2, rows_per_rank: 1, dropout: 0.1, clip, ..Run::new(2) }
@@ -46,7 +47,8 @@ fn the_same_global_batch_gives_the_same_losses_on_any_number_of_cubecl_ranks() {
     parity::worlds_agree(&run, &[2]);
 }
 
-/// Shards, gradients and optimizer state are in host memory, where Flex computes the optimizer's step.
+/// Shards, gradients and optimizer state are in host memory, where Flex computes the optimizer's
+/// step.
 #[test]
 fn offload_from_a_cubecl_device_changes_no_loss() {
     let plain = small(Device::cpu());
@@ -72,8 +74,8 @@ impl Shifted {
     }
 }
 
-/// Tensors that FSDP does not manage are moved to the compute device: tables, and ignored parameters
-/// as leaves.
+/// Tensors that FSDP does not manage are moved to the compute device: tables, and ignored
+/// parameters as leaves.
 #[test]
 fn a_model_that_is_offloaded_may_be_built_on_the_host() {
     launch(LaunchOptions::new(1).with_device(Device::cpu()), |worker| {
@@ -157,7 +159,7 @@ fn sharded_training_equals_plain_burn_on_a_cubecl_device() {
     parity::equals_plain_burn(&Run { dropout: 0.0, clip: None, ..small(Device::cpu()) });
 }
 
-/// The inputs of checkpointed units are copied to the host and back.
+/// The inputs of recomputed units are copied to the host and back.
 #[test]
 fn checkpointing_changes_no_bit_on_a_cubecl_device() {
     let plain = small(Device::cpu());
@@ -176,7 +178,8 @@ fn checkpointing_changes_no_bit_on_a_cubecl_device() {
     assert_eq!(collectives(offloaded.counts), collectives(plain.counts));
 }
 
-/// The inputs of two blocks are offloaded. The inputs of the embeddings are integers, which are not.
+/// The inputs of two blocks are offloaded. The inputs of the embeddings are integers, which are
+/// not.
 #[test]
 fn offloaded_activations_take_no_memory_on_the_device() {
     let bytes = 2 * support::LENGTH * support::WIDTH * 4;
@@ -241,7 +244,8 @@ fn half_precision_trains_on_a_cubecl_device() {
     assert_eq!(2 * half.gather_buffer_bytes, full.gather_buffer_bytes, "half the bytes");
 }
 
-/// Twenty steps on the device are those on Flex, so that they are equal with Burn's fusion and without.
+/// Twenty steps on the device are those on Flex, so that they are equal with Burn's fusion and
+/// without.
 #[test]
 fn twenty_steps_on_a_cubecl_device_are_those_on_flex() {
     let run = |device| Run {
@@ -259,7 +263,8 @@ fn twenty_steps_on_a_cubecl_device_are_those_on_flex() {
     full.assert_close(&none, 1e-6);
 }
 
-/// Under Burn's fusion the rank's thread launches what it has recorded at the units' boundaries only.
+/// Under Burn's fusion the rank's thread launches what it has recorded at the units' boundaries
+/// only.
 #[test]
 fn drains_and_lowerings_are_few() {
     const UNITS: usize = 4;

@@ -1,5 +1,5 @@
-//! The memory of a sharded model on a device, by the report of CubeCL's own allocator: it agrees with
-//! the runtime's accounting and with the forecast.
+//! The memory of a sharded model on a device, by the report of CubeCL's own allocator: it agrees
+//! with the runtime's accounting and with the forecast.
 //!
 //! A binary of its own: the report covers the whole process.
 #![cfg(feature = "cpu")]
@@ -60,15 +60,16 @@ const WIDE: Job = Job { matrix: [256, 256], input: [1, 256] };
 const LONG: Job = Job { matrix: [256, 64], input: [256, 64] };
 
 impl Job {
-    /// Bytes of a block's gather buffer, and of what has no kind in the accounting: scalars and the
-    /// rounding of sizes. With engine `local` a rank holds the shards that others have sent to it until
-    /// the next collective; those that are copies from the host are counted by their owners, which
-    /// have released them.
+    /// Returns the bytes of a block's gather buffer, of scalars, and of the rounding of sizes.
+    ///
+    /// With engine `local` a rank holds the shards that others have sent to it until the next
+    /// collective. Copies from the host among them are counted by their owners, which have released
+    /// them.
     fn tolerance(&self) -> usize {
         2 * self.matrix.iter().product::<usize>() * 4 + 16 * 1024
     }
 
-    /// Bytes of a block's input.
+    /// Returns the bytes of a block's input.
     fn input(&self) -> usize {
         self.input.iter().product::<usize>() * 4
     }
@@ -89,7 +90,7 @@ struct Sample {
     counted: usize,
 }
 
-/// What rank 0 has seen.
+/// Memory and results of rank 0.
 #[derive(Clone, Debug)]
 struct Run {
     /// After sharding, a forward, a backward and an optimizer step.

@@ -51,14 +51,14 @@ impl Ended {
     }
 }
 
-/// The fingerprint of an outcome: bits of losses and norms, and of all parameters.
+/// Returns the fingerprint of an outcome: bits of losses and norms, and of all parameters.
 fn bits(outcome: &Outcome) -> String {
     let bits: Vec<u64> =
         outcome.losses.iter().chain(&outcome.norms).map(|value| value.to_bits()).collect();
     format!("{bits:x?} {:x}", fingerprint(&outcome.state))
 }
 
-/// A fingerprint of all paths and values.
+/// Returns a fingerprint of all paths and values.
 fn fingerprint(state: &BTreeMap<String, TensorData>) -> u64 {
     let mut hash = 0u64;
     for (path, data) in state {
@@ -366,7 +366,7 @@ impl Counted {
         Self { other: None, layers: (0..6).map(layer).collect() }
     }
 
-    /// A fingerprint of all weights. A collective: every rank must call it.
+    /// Returns a fingerprint of all weights. A collective: every rank must call it.
     fn values(&self) -> u64 {
         let weights = self.layers.iter().enumerate();
         let weights = weights.map(|(at, layer)| (at.to_string(), layer.weight.val().into_data()));
@@ -374,7 +374,7 @@ impl Counted {
     }
 }
 
-/// A parameter that is initialised to random values of `shape`, and counts that.
+/// Returns a parameter that is initialised to random values of `shape`, and counts that.
 fn counted<const D: usize>(
     shape: Shape,
     param: Param<Tensor<D>>,

@@ -1,5 +1,5 @@
-//! A step of a fused optimizer makes no allocation as large as a parameter or a rank's shard of one,
-//! counted by the allocator.
+//! A step of a fused optimizer makes no allocation as large as a parameter or a rank's shard of
+//! one, counted by the allocator.
 //!
 //! One test in a binary of its own: the counters cover the whole process.
 
@@ -29,7 +29,7 @@ fn input(device: &Device) -> Tensor<2> {
     Tensor::ones([3, SIZES.width], device)
 }
 
-/// Large allocations of each optimizer step of an unsharded model.
+/// Returns the large allocations of each optimizer step of an unsharded model.
 fn plain(mut optimizer: ModuleOptimizer) -> Vec<usize> {
     let device = Device::flex().autodiff();
     let mut model = SIZES.init(&device);
@@ -44,7 +44,7 @@ fn plain(mut optimizer: ModuleOptimizer) -> Vec<usize> {
     counts
 }
 
-/// Large allocations of each optimizer step of a sharded model, on all ranks together.
+/// Returns the large allocations of each optimizer step of a sharded model, on all ranks together.
 fn sharded(optimizer: fn() -> ModuleOptimizer) -> Vec<usize> {
     let ranks = launch(LaunchOptions::new(WORLD).with_device(Device::flex()), move |worker| {
         let device = worker.device();

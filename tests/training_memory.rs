@@ -36,7 +36,7 @@ fn input(device: &Device) -> Tensor<2> {
     Tensor::ones([3, SIZES.width], device)
 }
 
-/// The last of three steps with plain Burn.
+/// Returns the last of three steps with plain Burn.
 fn plain_step() -> Step {
     let device = Device::flex().autodiff();
     let mut model = SIZES.init(&device);

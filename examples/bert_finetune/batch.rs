@@ -1,13 +1,13 @@
 //! Assignment of examples to steps and ranks, and padding of a batch.
 //!
-//! Training forms *global* batches first and then assigns their rows to the ranks in order. Therefore
-//! all ranks take the same number of steps, and two ranks with batches of 8 train on the same 16
-//! examples per step as one rank with batches of 16. Examples of similar length share a batch, so that
-//! there is little padding and ranks have similar work. Examples that do not fill a global batch are
-//! left out of an epoch; the shuffle chooses other ones in each epoch.
+//! Training forms *global* batches first and then assigns their rows to the ranks in order.
+//! Therefore all ranks take the same number of steps, and two ranks with batches of 8 train on the
+//! same 16 examples per step as one rank with batches of 16. Examples of similar length share a
+//! batch, so that there is little padding and ranks have similar work. Examples that do not fill a
+//! global batch are left out of an epoch; the shuffle chooses other ones in each epoch.
 //!
-//! Evaluation covers every example once. A rank that has no example left in a step repeats one that is
-//! not counted, because its peers need it for the collectives of the forward.
+//! Evaluation covers every example once. A rank that has no example left in a step repeats one that
+//! is not counted, because its peers need it for the collectives of the forward.
 
 use anyhow::{Result, ensure};
 use rand::seq::SliceRandom;
@@ -15,8 +15,8 @@ use rand::seq::SliceRandom;
 use crate::common::training::epoch_rng;
 use crate::tokenizer::Encoded;
 
-/// Number of global batches that are sorted by length together. With more, the lengths in a batch are
-/// more similar; with fewer, the epoch is better shuffled.
+/// Number of global batches that are sorted by length together. With more, the lengths in a batch
+/// are more similar; with fewer, the epoch is better shuffled.
 const POOL: usize = 32;
 
 /// Assigns the examples of a split to steps and ranks.
@@ -72,8 +72,8 @@ impl Dealer {
         &batch[rank * self.batch_size..(rank + 1) * self.batch_size]
     }
 
-    /// Returns the batches of `rank` in an evaluation. Every rank has the same number of batches, and
-    /// each example counts on one rank.
+    /// Returns the batches of `rank` in an evaluation. Every rank has the same number of batches,
+    /// and each example counts on one rank.
     pub fn evaluation(&self, lengths: &[usize], rank: usize) -> Vec<EvalShare> {
         let mut order: Vec<usize> = (0..lengths.len()).collect();
         order.sort_by_key(|index| lengths[*index]);
@@ -138,7 +138,7 @@ impl Padded {
         batch
     }
 
-    /// Whether any position is padding.
+    /// Returns whether any position is padding.
     pub fn is_padded(&self) -> bool {
         self.padding.contains(&true)
     }

@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-/// Configuration of a BERT model, with the field names of Hugging Face's `config.json`. Other fields of
-/// that file are ignored.
+/// Configuration of a BERT model, with the field names of Hugging Face's `config.json`. Other
+/// fields of that file are ignored.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct BertConfig {
     /// Architecture. Only `bert` is supported. Default `bert`.
@@ -112,8 +112,8 @@ impl BertConfig {
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is not valid JSON, lacks a field or describes an unsupported model.
-    /// The message names the file and the field.
+    /// If the file cannot be read, is not valid JSON, lacks a field or describes an unsupported
+    /// model. The message names the file and the field.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read the model's configuration {}", path.display()))?;
@@ -136,7 +136,8 @@ impl BertConfig {
         self
     }
 
-    /// Checks that the embeddings have a row for each of `tokens` word pieces and `max_length` positions.
+    /// Checks that the embeddings have a row for each of `tokens` word pieces and `max_length`
+    /// positions.
     ///
     /// # Errors
     ///

@@ -11,7 +11,7 @@ use fsdp_runtime::prelude::*;
 
 use crate::sharding::ShardedBert;
 
-/// When to save checkpoints, and which one to resume from.
+/// Interval of checkpoints, and the checkpoint to resume from.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointPlan {
     /// Directory to save checkpoints in; `None` to save none.
@@ -25,8 +25,8 @@ pub struct CheckpointPlan {
 }
 
 impl CheckpointPlan {
-    /// Returns a plan that saves in `directory`. Without it, a run that resumes saves in the directory
-    /// that holds the checkpoint it resumes from.
+    /// Returns a plan that saves in `directory`. Without it, a run that resumes saves in the
+    /// directory that holds the checkpoint it resumes from.
     pub fn new(directory: Option<PathBuf>, resume: Option<PathBuf>) -> Self {
         let beside = |folder: &PathBuf| match (is_checkpoint(folder), folder.canonicalize()) {
             (true, Ok(checkpoint)) => checkpoint.parent().map_or(checkpoint.clone(), PathBuf::from),
@@ -37,7 +37,7 @@ impl CheckpointPlan {
     }
 }
 
-/// Whether a directory is a checkpoint, and not a directory of checkpoints.
+/// Returns whether a directory is a checkpoint, and not a directory of checkpoints.
 fn is_checkpoint(folder: &Path) -> bool {
     folder.join(fsdp_runtime::checkpoint::MANIFEST).is_file()
 }
@@ -49,12 +49,12 @@ pub struct Position {
     pub step: usize,
     /// Current epoch, counted from 0.
     pub epoch: usize,
-    /// Number of examples taken from the current epoch, over all ranks. A step count would not carry
-    /// over to another number of ranks.
+    /// Number of examples taken from the current epoch, over all ranks. A step count would not
+    /// carry over to another number of ranks.
     pub examples: usize,
 }
 
-/// What training changes, and what a checkpoint holds.
+/// State that training changes and a checkpoint saves.
 pub struct TrainingState {
     /// Sharded model.
     pub model: ShardedBert,
@@ -104,8 +104,8 @@ impl Saver {
         Self { manager, every: plan.every, saved: None }
     }
 
-    /// Saves a checkpoint if one is due, or if Ctrl-C was pressed on any rank. Returns whether it was
-    /// pressed. Every rank calls it after each step.
+    /// Saves a checkpoint if one is due, or if Ctrl-C was pressed on any rank. Returns whether it
+    /// was pressed. Every rank calls it after each step.
     ///
     /// # Errors
     ///
@@ -163,8 +163,8 @@ impl Saver {
     }
 }
 
-/// Loads a checkpoint, or the newest complete one in a directory of checkpoints, and returns where the
-/// saved run was.
+/// Loads a checkpoint, or the newest complete one in a directory of checkpoints, and returns where
+/// the saved run was.
 ///
 /// # Errors
 ///

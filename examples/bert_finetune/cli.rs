@@ -1,4 +1,5 @@
-//! Command-line arguments, and the training recipe with the defaults of arguments that are not given.
+//! Command-line arguments, and the training recipe with the defaults of arguments that are not
+//! given.
 //!
 //! All constants of the training recipe are in this file.
 
@@ -10,16 +11,16 @@ use crate::checkpoints::CheckpointPlan;
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::parse::{learning_rate, positive, probability};
 
-/// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded over
-/// ranks.
+/// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded
+/// over ranks.
 ///
 /// Without arguments: trains a small BERT from scratch to recognise spam, on two ranks.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "bert_finetune")]
 #[command(group = clap::ArgGroup::new("saving").multiple(true))]
 pub struct Cli {
-    /// Configuration file of `fsdp config` or Accelerate; arguments override it [default: the file that
-    /// `fsdp launch` passes on, if any]
+    /// Configuration file of `fsdp config` or Accelerate; arguments override it [default: the file
+    /// that `fsdp launch` passes on, if any]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
@@ -58,16 +59,16 @@ pub struct Cli {
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     pub seed: u64,
 
-    /// Data to train on: a directory with a training and a test file, or one file, of which a tenth is
-    /// held out [default: the embedded mail]
+    /// Data to train on: a directory with a training and a test file, or one file, of which a tenth
+    /// is held out [default: the embedded mail]
     ///
-    /// Files are tsv or csv with the columns `label`, `sentence1` and, for sentence pairs, `sentence2`,
-    /// or the Microsoft Research paraphrase files as published.
+    /// Files are tsv or csv with the columns `label`, `sentence1` and, for sentence pairs,
+    /// `sentence2`, or the Microsoft Research paraphrase files as published.
     #[arg(long, value_name = "DIR|FILE")]
     pub data: Option<PathBuf>,
 
-    /// Directory of the pretrained model to start from: `config.json`, `model.safetensors` (or several
-    /// files and their index), and `tokenizer.json` or `vocab.txt`
+    /// Directory of the pretrained model to start from: `config.json`, `model.safetensors` (or
+    /// several files and their index), and `tokenizer.json` or `vocab.txt`
     #[arg(long, value_name = "DIR")]
     pub pretrained: Option<PathBuf>,
 
@@ -90,7 +91,7 @@ pub struct Cli {
     /// Directory to resume from: a checkpoint, or a directory of checkpoints, of which the newest
     /// complete one is loaded; --world-size and --strategy may differ from the saved run's
     ///
-    /// Without --save-dir, new checkpoints are saved beside the loaded one.
+    /// Without --save-dir, new checkpoints are saved next to the loaded one.
     #[arg(long, value_name = "DIR", group = "saving")]
     pub resume: Option<PathBuf>,
 

@@ -1,7 +1,7 @@
 //! Labelled text to train on: the embedded corpus, or the user's files.
 //!
-//! A corpus consists of a training split and a held-out split of labelled sentences or sentence pairs.
-//! The header of a file names its columns. Every error names the file, line and column.
+//! A corpus consists of a training split and a held-out split of labelled sentences or sentence
+//! pairs. The header of a file names its columns. Every error names the file, line and column.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -60,8 +60,8 @@ impl Corpus {
         Self::new("SpamAssassin mail (embedded)".into(), train, test)
     }
 
-    /// Reads a directory with a training and a test file, or a single file, of which a tenth is held
-    /// out.
+    /// Reads a directory with a training and a test file, or a single file, of which a tenth is
+    /// held out.
     ///
     /// # Errors
     ///

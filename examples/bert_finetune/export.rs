@@ -1,5 +1,5 @@
-//! Files beside the weights of an exported model, with which transformers loads it: `config.json` and
-//! the tokenizer's files.
+//! Files next to the weights of an exported model, with which transformers loads it: `config.json`
+//! and the tokenizer's files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use crate::tokenizer::BertTokenizer;
 const TOKENIZER: [&str; 4] =
     ["tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"];
 
-/// Directory of an exported model, and the files beside its weights.
+/// Directory of an exported model, and the files next to its weights.
 #[derive(Clone, Debug)]
 pub struct Export {
     /// Directory.
@@ -25,8 +25,8 @@ pub struct Export {
 }
 
 impl Export {
-    /// Creates the directory and collects the files. The tokenizer's files are those of the pretrained
-    /// model, if the run starts from one.
+    /// Creates the directory and collects the files. The tokenizer's files are those of the
+    /// pretrained model, if the run starts from one.
     ///
     /// It is called before training, so that a wrong path is found before the work is done.
     ///

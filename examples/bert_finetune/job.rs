@@ -31,9 +31,9 @@ pub struct Job {
     pub scaler: Option<GradScalerConfig>,
     /// Hyperparameters.
     pub recipe: Recipe,
-    /// When to save checkpoints, and which one to resume from.
+    /// Interval of checkpoints, and the checkpoint to resume from.
     pub checkpoints: CheckpointPlan,
-    /// Where and how to export the trained model.
+    /// Directory and form of the exported model.
     pub export: Option<Export>,
     /// Whether to print no progress.
     pub quiet: bool,

@@ -1,8 +1,9 @@
-//! How ranks are started and how the model is sharded: from the configuration file and the arguments.
+//! Settings of the launch and of sharding: from the configuration file and the
+//! arguments.
 //!
 //! The configuration file is the one after `--config`, or the one that `fsdp launch` names in the
-//! environment. It sets the number of ranks, the device and the sharding options. The hyperparameters
-//! come from the command line only.
+//! environment. It sets the number of ranks, the device and the sharding options. The
+//! hyperparameters come from the command line only.
 
 use std::time::Duration;
 
@@ -17,12 +18,12 @@ use crate::common::device::DeviceName;
 use crate::common::report;
 use crate::model::BertForSequenceClassification;
 
-/// How ranks are started and how the model is sharded.
+/// Settings of the launch and of sharding.
 #[derive(Clone, Debug)]
 pub struct LaunchSettings {
     /// Device to compute on.
     pub device: DeviceName,
-    /// How ranks are started, without the device.
+    /// Options of the launch, without the device.
     pub launch: LaunchOptions,
     /// Sharding strategy.
     pub strategy: ShardingStrategy,
@@ -33,7 +34,8 @@ pub struct LaunchSettings {
 }
 
 impl LaunchSettings {
-    /// Reads the configuration file, if there is one, and the environment, and applies the arguments.
+    /// Reads the configuration file, if there is one, and the environment, and applies the
+    /// arguments.
     ///
     /// # Errors
     ///
@@ -78,8 +80,8 @@ impl LaunchSettings {
     }
 }
 
-/// Returns how ranks are started. Their number is that of `--world-size`, of the configuration file, of
-/// the started processes, or the device's default, in this order.
+/// Returns how ranks are started. Their number is that of `--world-size`, of the configuration
+/// file, of the started processes, or the device's default, in this order.
 fn launch_options(
     cli: &Cli,
     config: Option<&Config>,

@@ -8,8 +8,8 @@ use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 
 use crate::cli::Recipe;
 
-/// Builds the schedule of a run of `total` steps. The rate rises to its peak in the fraction of steps
-/// that [`Recipe::warmup`] gives, and falls towards 0 in the remaining steps.
+/// Builds the schedule of a run of `total` steps. The rate rises to its peak in the fraction of
+/// steps that [`Recipe::warmup`] gives, and falls towards 0 in the remaining steps.
 ///
 /// # Errors
 ///

@@ -1,12 +1,12 @@
 //! Fine-tunes a BERT sentence classifier with fully sharded data parallel training.
 //!
-//! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains on
-//! its own part of each batch. The example shows all that such a program needs: annotations on the
-//! model, sharding, a training loop, evaluation, checkpoints that any number of ranks can resume from,
-//! and loading and saving Hugging Face models.
+//! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains
+//! on its own part of each batch. The example shows all that such a program needs: annotations on
+//! the model, sharding, a training loop, evaluation, checkpoints that any number of ranks can
+//! resume from, and loading and saving Hugging Face models.
 //!
 //! ```text
-//! cargo run --release --example bert_finetune            # trains a small BERT on mail, with two ranks
+//! cargo run --release --example bert_finetune          # trains a small BERT on mail, on two ranks
 //! cargo run --release --example bert_finetune -- --help
 //! cargo run --release --example bert_finetune -- --pretrained MiniLM-L6/ --data mrpc/
 //! ```
@@ -18,10 +18,11 @@
 //! 3. `train.rs`: the training loop of one rank.
 //! 4. `checkpoints.rs`: saving and resuming.
 //!
-//! The other files: `cli.rs` (arguments and hyperparameters), `launch_settings.rs` (configuration file
-//! of `fsdp launch`), `job.rs` (inputs of a run), `bert_config.rs`, `corpus.rs` (text), `tokenizer.rs`,
-//! `batch.rs`, `learning_rate.rs`, `metrics.rs`, `progress.rs`, `summary.rs` (the result), `export.rs`
-//! (files beside exported weights), and `../common/` (code that the examples share).
+//! Inputs of a run are in `cli.rs` (arguments and hyperparameters), `launch_settings.rs`
+//! (configuration file of `fsdp launch`), `job.rs`, `bert_config.rs`, `corpus.rs` (text),
+//! `tokenizer.rs` and `batch.rs`. Results are in `metrics.rs`, `progress.rs`, `summary.rs` and
+//! `export.rs` (files next to exported weights). `learning_rate.rs` has the schedule, and
+//! `../common/` the code that the examples share.
 
 mod batch;
 mod bert_config;
@@ -77,7 +78,7 @@ fn start(cli: &Cli) -> Result<()> {
     }
 }
 
-/// How the ranks of this process ended.
+/// Result of the ranks of this process.
 enum Outcome {
     /// The run is complete, and this process runs rank 0.
     Finished(Box<Summary>),
@@ -87,7 +88,8 @@ enum Outcome {
     Interrupted,
 }
 
-/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are processes.
+/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are
+/// processes.
 fn run(cli: &Cli, settings: LaunchSettings) -> Result<Outcome> {
     let device = settings.device.resolve()?;
     let job = Job::new(cli, &settings)?;

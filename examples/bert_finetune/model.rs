@@ -1,11 +1,11 @@
 //! BERT for sentence classification, in plain Burn, with annotations for sharding.
 //!
-//! `#[fsdp_unit]` marks a unit: a module whose parameters are gathered with one all-gather. `key` gives
-//! the name of a parameter in a Hugging Face checkpoint. The rest does not depend on FSDP: without the
-//! annotations the same code trains the model unsharded.
+//! `#[fsdp_unit]` marks a unit: a module whose parameters are gathered with one all-gather. `key`
+//! gives the name of a parameter in a Hugging Face checkpoint. The rest does not depend on FSDP:
+//! without the annotations the same code trains the model unsharded.
 //!
-//! The dropout is the one of `fsdp_runtime`, whose masks are reproducible if ranks are threads. The GELU
-//! is as well, because it is faster than Burn's on a CPU.
+//! The dropout is the one of `fsdp_runtime`, whose masks are reproducible if ranks are threads. The
+//! GELU is as well, because it is faster than Burn's on a CPU.
 
 use burn::module::{Initializer, Module};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -17,11 +17,12 @@ use fsdp_runtime::prelude::*;
 use crate::batch::Padded;
 use crate::bert_config::{BertConfig, HiddenAct};
 
-/// Attention score of a padding position. It is finite because the softmax of a row of infinite scores
-/// would be NaN.
+/// Attention score of a padding position. It is finite because the softmax of a row of infinite
+/// scores would be NaN.
 const MASKED: f32 = -1e9;
 
-/// BERT with a linear classifier on the pooled hidden state of the first position. The outermost unit.
+/// BERT with a linear classifier on the pooled hidden state of the first position. The outermost
+/// unit.
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
 pub struct BertForSequenceClassification {
@@ -57,8 +58,8 @@ pub struct BertEncoder {
     layers: Vec<BertLayer>,
 }
 
-/// Encoder layer: self-attention and a feed-forward block, each with a residual connection and layer
-/// normalization after it.
+/// Encoder layer: self-attention and a feed-forward block, each with a residual connection and
+/// layer normalization after it.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 pub struct BertLayer {
@@ -208,8 +209,8 @@ impl BertAttention {
         };
         let (query, key, value) = (split(&self.query), split(&self.key), split(&self.value));
 
-        // Scaling the query, [batch, heads, length, head_width], takes fewer operations than scaling
-        // the scores, [batch, heads, length, length].
+        // Scaling the query, [batch, heads, length, head_width], takes fewer operations than
+        // scaling the scores, [batch, heads, length, length].
         let query = query.div_scalar((head_width as f64).sqrt());
         let mut scores = query.matmul(key.transpose());
         if let Some(padding) = padding {
@@ -351,7 +352,8 @@ mod tests {
         assert!(alone.iter().any(|score| score.abs() > 1e-3), "{alone:?}");
     }
 
-    /// Returns the checkpoint key of every parameter below `node`, with `{}` for the index in a list.
+    /// Returns the checkpoint key of every parameter below `node`, with `{}` for the index in a
+    /// list.
     fn keys(node: &Node, prefix: &str) -> Vec<String> {
         if matches!(node.kind, Kind::Param { .. }) {
             return vec![prefix.to_string()];

@@ -12,13 +12,13 @@ use crate::metrics::Scores;
 /// Number of steps between two lines of progress, where there is no bar.
 const LINE_EVERY: usize = 20;
 
-/// How progress is shown.
+/// Display of progress.
 pub enum Progress {
     /// Not at all: under `--quiet`, and on all ranks but rank 0.
     Silent,
-    /// As a bar: standard error is a terminal.
+    /// A bar: standard error is a terminal.
     Bar(ProgressBar),
-    /// As lines: standard error is a file or a pipe.
+    /// Lines: standard error is a file or a pipe.
     Lines {
         /// Number of steps in the run.
         total: usize,
@@ -68,8 +68,8 @@ impl Progress {
         }
     }
 
-    /// Shows the end of an epoch: its mean training loss over all ranks, and the scores on the held-out
-    /// split.
+    /// Shows the end of an epoch: its mean training loss over all ranks, and the scores on the
+    /// held-out split.
     pub fn epoch(&self, number: usize, train_loss: f64, scores: Scores, took: Duration) {
         let Scores { accuracy, f1 } = scores;
         self.note(&format!(

@@ -1,4 +1,4 @@
-//! How the model is sharded, and where its weights come from.
+//! Sharding of the model, with new, pretrained or restored weights.
 
 use std::path::Path;
 
@@ -13,8 +13,8 @@ use crate::progress::Progress;
 /// The sharded model. It dereferences to the plain one.
 pub type ShardedBert = Fsdp<BertForSequenceClassification>;
 
-/// Builds the model and shards it over all ranks. Its weights are initialised, read from a pretrained
-/// model, or left uninitialised if a checkpoint is loaded next.
+/// Builds the model and shards it over all ranks. Its weights are initialised, read from a
+/// pretrained model, or left uninitialised if a checkpoint is loaded next.
 ///
 /// # Errors
 ///

@@ -83,7 +83,8 @@ impl BertTokenizer {
         Self::finish(assemble(model, normalizer(true))?, max_length)
     }
 
-    /// Sets the maximum length, and removes the padding and truncation that a saved tokenizer may have.
+    /// Sets the maximum length, and removes the padding and truncation that a saved tokenizer may
+    /// have.
     fn finish(mut tokenizer: Tokenizer, max_length: usize) -> Result<Self> {
         ensure!(max_length >= SHORTEST, "--max-length {max_length} is below {SHORTEST}");
         let pad = tokenizer.token_to_id("[PAD]").context("it has no piece `[PAD]`")?;
@@ -171,7 +172,7 @@ fn normalizer(lower_case: bool) -> BertNormalizer {
     BertNormalizer::new(true, true, None, lower_case)
 }
 
-/// Returns `do_lower_case` of the `tokenizer_config.json` beside a `vocab.txt`; true by default.
+/// Returns `do_lower_case` of the `tokenizer_config.json` next to a `vocab.txt`. Default: true.
 fn lower_case(directory: &Path) -> Result<bool> {
     let path = directory.join("tokenizer_config.json");
     if !path.is_file() {

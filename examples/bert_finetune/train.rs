@@ -26,8 +26,8 @@ use crate::summary::Summary;
 ///
 /// # Errors
 ///
-/// If the hyperparameters do not fit the data, the weights or the checkpoint do not fit the model, a
-/// checkpoint cannot be written, a peer fails, or the loss is not finite.
+/// If the hyperparameters do not fit the data, the weights or the checkpoint do not fit the model,
+/// a checkpoint cannot be written, a peer fails, or the loss is not finite.
 pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
     let mut trainer = Trainer::new(job, worker)?;
     while trainer.position.step < trainer.last_step {
@@ -58,7 +58,8 @@ struct Trainer<'a> {
     interrupted: bool,
 
     progress: Progress,
-    /// Loss of every step: the mean over ranks for complete epochs, this rank's own for the current one.
+    /// Loss of every step: the mean over ranks for complete epochs, this rank's own for the current
+    /// one.
     losses: Vec<f64>,
     /// Duration of every step.
     seconds: Vec<f64>,

@@ -1,8 +1,8 @@
-//! Tests that compare the model's logits with those of PyTorch/transformers, for weights loaded from
-//! transformers and for weights exported to it after training.
+//! Tests that compare the model's logits with those of PyTorch/transformers, for weights loaded
+//! from transformers and for weights exported to it after training.
 //!
-//! The tests need a Python with transformers (`PYTHON`, default `python3`). Some start from a pretrained
-//! BERT, whose directory `BERT_DIR` names. Without these they are skipped.
+//! The tests need a Python with transformers (`PYTHON`, default `python3`). Some start from a
+//! pretrained BERT, whose directory `BERT_DIR` names. Without these they are skipped.
 //!
 //! ```text
 //! BERT_DIR=MiniLM-L6/ cargo test --release --example bert_finetune transformers
@@ -70,7 +70,7 @@ fn write_pairs(file: &Path, pairs: &[Example]) {
     std::fs::write(file, pairs.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
 }
 
-/// Runs a script that lies beside this file, and returns its output.
+/// Runs a script in the folder of this file, and returns its output.
 fn script(python: &str, name: &str, arguments: &[&OsStr]) -> Vec<u8> {
     let script = Path::new("examples/bert_finetune").join(name);
     let output = Command::new(python)
@@ -83,7 +83,8 @@ fn script(python: &str, name: &str, arguments: &[&OsStr]) -> Vec<u8> {
     output.stdout
 }
 
-/// Returns the logits that transformers computes for the pairs. The script saves its model in `folder`.
+/// Returns the logits that transformers computes for the pairs. The script saves its model in
+/// `folder`.
 fn reference(python: &str, bert: &Path, pairs: &[Example], folder: &Path) -> Vec<Vec<f64>> {
     let file = folder.join("pairs.tsv");
     write_pairs(&file, pairs);
@@ -145,8 +146,8 @@ struct Reloaded {
     logits: Vec<Vec<f64>>,
 }
 
-/// Trains a few steps with `--save-pretrained`, and compares the logits of the exported model, loaded
-/// here, with those of the one loaded in transformers.
+/// Trains a few steps with `--save-pretrained`, and compares the logits of the exported model,
+/// loaded here, with those of the one loaded in transformers.
 fn save_and_compare(python: &str, flags: &[&str]) {
     let saved = tempfile::tempdir().unwrap();
     let folder = saved.path().join("model");

@@ -9,7 +9,8 @@ use super::parse::bounded_count;
 /// Number of ranks, and how they compute, communicate and share the model.
 #[derive(Args, Clone, Debug)]
 pub struct RankArgs {
-    /// Number of ranks [default: the number of started processes, else 2 threads or one thread per GPU]
+    /// Number of ranks [default: the number of started processes, else 2 threads or one thread per
+    /// GPU]
     #[arg(long, visible_alias = "world", value_name = "N", value_parser = bounded_count)]
     pub world_size: Option<usize>,
 
@@ -20,8 +21,8 @@ pub struct RankArgs {
 
     /// What is sharded: FULL_SHARD (parameters, gradients and optimizer state), SHARD_GRAD_OP (as
     /// FULL_SHARD, but parameters stay gathered from forward to backward), NO_SHARD (nothing),
-    /// HYBRID_SHARD or HYBRID_SHARD_ZERO2 (FULL_SHARD or SHARD_GRAD_OP within each machine) [default:
-    /// FULL_SHARD]
+    /// HYBRID_SHARD or HYBRID_SHARD_ZERO2 (FULL_SHARD or SHARD_GRAD_OP within each machine)
+    /// [default: FULL_SHARD]
     #[arg(long, value_name = "NAME")]
     pub strategy: Option<ShardingStrategy>,
 

@@ -46,8 +46,8 @@ impl DeviceName {
     ///
     /// # Errors
     ///
-    /// If the device's feature is not compiled in, or if the GPU does not exist. The GPU is looked up
-    /// with the CUDA driver because Burn panics for one that does not exist.
+    /// If the device's feature is not compiled in, or if the GPU does not exist. The GPU is looked
+    /// up with the CUDA driver because Burn panics for one that does not exist.
     pub fn resolve(self) -> Result<Device> {
         match self {
             Self::Auto if cfg!(feature = "cuda") => Self::Cuda(0).resolve(),
@@ -75,8 +75,8 @@ impl DeviceName {
         }
     }
 
-    /// Returns the device. Without the device, prints the error on one line and exits with code 1: a
-    /// missing device is no bug, so a backtrace would not help.
+    /// Returns the device. Without the device, prints the error on one line and exits with code 1:
+    /// a missing device is no bug, so a backtrace would not help.
     pub fn resolve_or_exit(self) -> Device {
         self.resolve().unwrap_or_else(|error| {
             eprintln!("Error: {error}");
@@ -118,7 +118,8 @@ mod tests {
         assert!("gpu".parse::<DeviceName>().is_err());
     }
 
-    /// Starts this test program again so that it runs [`as_a_program`] alone, in place of the example.
+    /// Starts this test program again so that it runs [`as_a_program`] alone, in place of the
+    /// example.
     #[cfg(feature = "cuda")]
     #[test]
     fn without_a_gpu_the_program_ends_with_one_line() {

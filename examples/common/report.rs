@@ -11,14 +11,14 @@ use serde::Serialize;
 
 use super::args::OutputArgs;
 
-/// Whether this process prints for all ranks, because it runs rank 0. `started` is the process's place
-/// among the ranks, or `None` if all ranks are threads of this process.
+/// Returns whether this process prints for all ranks, because it runs rank 0. `started` is the
+/// process's place among the ranks, or `None` if all ranks are threads of this process.
 pub fn reports(started: Option<&RankEnv>) -> bool {
     started.is_none_or(|place| place.rank == Rank::ZERO)
 }
 
-/// Prints the result to standard output: as a table, as one line of JSON under `--json`, or as both.
-/// `--json --quiet` omits the table.
+/// Prints the result to standard output: as a table, as one line of JSON under `--json`, or as
+/// both. `--json --quiet` omits the table.
 ///
 /// # Errors
 ///

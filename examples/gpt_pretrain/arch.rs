@@ -45,7 +45,7 @@ impl Arch {
         Self { name, fairseq: Some(fairseq), layers, width, heads, vocabulary }
     }
 
-    /// Whether this is the size that trains in two minutes.
+    /// Returns whether this is the size that trains in two minutes.
     pub fn is_tiny(&self) -> bool {
         self.fairseq.is_none()
     }
@@ -99,8 +99,8 @@ mod tests {
         count.0
     }
 
-    /// fairseq's README prints `num. model params: 13,110,865,920`. This counts the tied embedding twice,
-    /// and two positions more than here, which fairseq reserves for padding.
+    /// fairseq's README prints `num. model params: 13,110,865,920`. This counts the tied embedding
+    /// twice, and two positions more than here, which fairseq reserves for padding.
     #[test]
     fn the_largest_has_as_many_parameters_as_fairseqs() {
         assert_eq!(parameters("13B") + 2 * 5120, 13_110_865_920);

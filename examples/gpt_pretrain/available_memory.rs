@@ -11,8 +11,8 @@ use crate::common::device::DeviceName;
 /// Bytes that a rank may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AvailableMemory {
-    /// Device memory: `--memory-limit`, or the memory of the GPU. `None` if it is not known, or if the
-    /// device computes in host memory.
+    /// Device memory: `--memory-limit`, or the memory of the GPU. `None` if it is not known, or if
+    /// the device computes in host memory.
     device: Option<usize>,
     /// Host memory: the rank's part of the free memory. `None` if the system does not report it.
     host: Option<usize>,
@@ -21,8 +21,8 @@ pub struct AvailableMemory {
 }
 
 impl AvailableMemory {
-    /// Returns the memory available to each of `local_ranks` ranks on this machine. They are threads of
-    /// this process, or processes that each have a GPU, if there are GPUs.
+    /// Returns the memory available to each of `local_ranks` ranks on this machine. They are
+    /// threads of this process, or processes that each have a GPU, if there are GPUs.
     pub fn new(cli: &Cli, local_ranks: usize, threads: bool) -> Self {
         let device = cli.ranks.device;
         let sharing = if threads { local_ranks } else { 1 };
@@ -81,8 +81,8 @@ fn gpu_memory(_: DeviceName, _: usize) -> Option<usize> {
     None
 }
 
-/// Returns the free memory in bytes for the log: GPU memory that Burn has not reserved, which is what
-/// fairseq logs, or the free host memory for other devices.
+/// Returns the free memory in bytes for the log: GPU memory that Burn has not reserved, which is
+/// what fairseq logs, or the free host memory for other devices.
 pub fn free_memory(device: &Device) -> Option<usize> {
     #[cfg(feature = "cuda")]
     if let Some(index) = fsdp_runtime::cuda::index_of(device) {

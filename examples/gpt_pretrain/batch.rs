@@ -1,9 +1,9 @@
 //! Division of the text into samples, and their assignment to updates and ranks.
 //!
-//! A sample is a block of the text. Blocks follow one another without a gap. The blocks of an update are
-//! chosen for all ranks together and then assigned in order. Therefore two ranks with batches of 8 train
-//! on the same blocks per update as one rank with batches of 16. Blocks that do not fill an update are
-//! left out of an epoch; the shuffle chooses other ones in each epoch.
+//! A sample is a block of the text. Blocks follow one another without a gap. The blocks of an
+//! update are chosen for all ranks together and then assigned in order. Therefore two ranks with
+//! batches of 8 train on the same blocks per update as one rank with batches of 16. Blocks that do
+//! not fill an update are left out of an epoch; the shuffle chooses other ones in each epoch.
 //!
 //! Evaluation covers every word piece once. A rank that has no block left repeats one that is not
 //! counted, because its peers need it for the collectives of the forward.
@@ -48,8 +48,8 @@ impl Blocks {
     }
 
     /// Copies blocks to a device. Returns the inputs, `[rows, length]`, and the targets,
-    /// `[rows * length]`. The incomplete block at the end of the text has the index [`len`](Self::len),
-    /// is shorter, and must be the only row.
+    /// `[rows * length]`. The incomplete block at the end of the text has the index
+    /// [`len`](Self::len), is shorter, and must be the only row.
     pub fn batch(&self, rows: &[usize], device: &Device) -> (Tensor<2, Int>, Tensor<1, Int>) {
         let start = |row: usize| row * self.length;
         let end = |row: usize| (start(row) + self.length).min(self.predicted());
@@ -107,7 +107,8 @@ impl Dealer {
         order
     }
 
-    /// Returns the blocks of one rank in batch `batch` of update `update` of an epoch with this order.
+    /// Returns the blocks of one rank in batch `batch` of update `update` of an epoch with this
+    /// order.
     pub fn share<'a>(
         &self,
         order: &'a [usize],
@@ -119,8 +120,9 @@ impl Dealer {
         &order[before * self.batch_size..(before + 1) * self.batch_size]
     }
 
-    /// Returns the batches of one rank in an evaluation, and whether each counts. Every rank has the same
-    /// number of batches, and each block counts on one rank, including the incomplete last block.
+    /// Returns the batches of one rank in an evaluation, and whether each counts. Every rank has
+    /// the same number of batches, and each block counts on one rank, including the incomplete last
+    /// block.
     pub fn evaluation(&self, blocks: &Blocks, rank: usize) -> Vec<(Vec<usize>, bool)> {
         let whole: Vec<usize> = (0..blocks.len()).collect();
         let mut batches: Vec<Vec<usize>> =

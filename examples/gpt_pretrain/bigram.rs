@@ -1,15 +1,16 @@
 //! Bigram model with interpolated Kneser-Ney smoothing, as a baseline for the GPT's perplexity.
 //!
-//! Source: Chen and Goodman, *An Empirical Study of Smoothing Techniques for Language Modeling* (1999).
+//! Source: Chen and Goodman, *An Empirical Study of Smoothing Techniques for Language Modeling*
+//! (1999).
 //!
 //! `p(w | v) = max(c(v, w) - d, 0) / c(v) + d n(v) / c(v) p(w)`
 //!
 //! - `c(v, w)` is the count of the pair, and `c(v)` the count of all pairs that begin with `v`.
 //! - `n(v)` is the number of different word pieces that follow `v`.
-//! - `p(w)` is the number of different word pieces that `w` follows, divided by the number of different
-//!   pairs, and interpolated in the same way with the uniform distribution.
-//! - The discount `d` is `n1 / (n1 + 2 n2)`, where `n1` and `n2` are the numbers of different pairs that
-//!   occur once and twice.
+//! - `p(w)` is the number of different word pieces that `w` follows, divided by the number of
+//!   different pairs, and interpolated in the same way with the uniform distribution.
+//! - The discount `d` is `n1 / (n1 + 2 n2)`, where `n1` and `n2` are the numbers of different pairs
+//!   that occur once and twice.
 
 use std::collections::HashMap;
 
@@ -18,8 +19,8 @@ use std::collections::HashMap;
 pub struct Bigram {
     /// Count of each pair of word pieces: `c(v, w)`.
     pairs: HashMap<(u32, u32), f64>,
-    /// For each word piece, the count of pairs and the number of different pairs that begin with it:
-    /// `c(v)` and `n(v)`.
+    /// For each word piece, the count of pairs and the number of different pairs that begin with
+    /// it: `c(v)` and `n(v)`.
     followed: Vec<(f64, f64)>,
     /// Probability of each word piece without a preceding one: `p(w)`.
     alone: Vec<f64>,

@@ -16,8 +16,8 @@ use crate::common::tokenizers::tokenizer_error;
 
 /// Number of word pieces of one byte. Every byte is one.
 const BYTES: usize = 256;
-/// Version of the cache. Increase it when a change here, or in the tokenizers crate, changes the word
-/// pieces that a text gives.
+/// Version of the cache. Increase it when a change here, or in the tokenizers crate, changes the
+/// word pieces that a text gives.
 const FORMAT: u32 = 1;
 /// Minimum count in the training text for a pair to become a word piece.
 const MIN_COUNT: u64 = 2;
@@ -28,8 +28,9 @@ pub struct Bpe {
 }
 
 impl Bpe {
-    /// Reads the word pieces of a text from the cache in `folder`. Without a cached file, learns them with
-    /// [`train`](Self::train) and writes the file. If it cannot be written, prints a warning.
+    /// Reads the word pieces of a text from the cache in `folder`. Without a cached file, learns
+    /// them with [`train`](Self::train) and writes the file. If it cannot be written, prints a
+    /// warning.
     ///
     /// # Errors
     ///
@@ -48,8 +49,8 @@ impl Bpe {
         Ok(learned)
     }
 
-    /// Writes the word pieces to a file. The file is renamed into place, so that no other process reads an
-    /// incomplete one.
+    /// Writes the word pieces to a file. The file is renamed into place, so that no other process
+    /// reads an incomplete one.
     fn save(&self, file: &Path) -> Result<()> {
         let text = self.inner.to_string(false).map_err(tokenizer_error)?;
         let folder = file.parent().unwrap_or(Path::new("."));

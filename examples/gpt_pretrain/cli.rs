@@ -34,8 +34,8 @@ pub struct Cli {
     #[arg(long, conflicts_with = "fp16")]
     pub bf16: bool,
 
-    /// Gather parameters and compute in float16, with dynamic loss scaling; the optimizer state stays in
-    /// f32
+    /// Gather parameters and compute in float16, with dynamic loss scaling; the optimizer state
+    /// stays in f32
     #[arg(long)]
     pub fp16: bool,
 
@@ -55,7 +55,7 @@ pub struct Cli {
     #[arg(long)]
     pub checkpoint_activations: bool,
 
-    /// As --checkpoint-activations, but store the inputs in host memory
+    /// Recompute activations as --checkpoint-activations does, and store the inputs in host memory
     #[arg(long)]
     pub offload_activations: bool,
 
@@ -115,13 +115,13 @@ pub struct Cli {
     #[arg(long, value_name = "SEED", default_value_t = 1)]
     pub seed: u64,
 
-    /// UTF-8 text files to train on, joined in order; the last tenth is held out [default: the embedded
-    /// book]
+    /// UTF-8 text files to train on, joined in order; the last tenth is held out [default: the
+    /// embedded book]
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub data: Vec<PathBuf>,
 
-    /// Directory to cache the word pieces learned from a text in, or `none` to learn them in every run
-    /// [default: fsdp-burn in the user's cache directory]
+    /// Directory to cache the word pieces learned from a text in, or `none` to learn them in every
+    /// run [default: fsdp-burn in the user's cache directory]
     #[arg(long, value_name = "FOLDER")]
     pub bpe_cache: Option<PathBuf>,
 
@@ -138,8 +138,8 @@ pub struct Cli {
 }
 
 impl Cli {
-    /// Returns the number of ranks: that of the arguments, of the started processes, or the device's
-    /// default. `started` is this process's place among the started processes.
+    /// Returns the number of ranks: that of the arguments, of the started processes, or the
+    /// device's default. `started` is this process's place among the started processes.
     pub fn world_size(&self, started: Option<&RankEnv>) -> usize {
         let started = || started.map(|place| place.world.size());
         let given = self.ranks.world_size.or_else(started);

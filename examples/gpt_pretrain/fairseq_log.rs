@@ -1,8 +1,9 @@
 //! Log lines in fairseq's format: one JSON object per line, with fairseq's keys in its order.
 //!
-//! As in fairseq, numbers are strings of six significant digits (Python's `{:g}`), except for `epoch`
-//! and `update`. Values are over the updates since the previous line, where fairseq averages over a
-//! window of its own. As in fairseq, an overflow is not an update and not part of any line.
+//! As in fairseq, numbers are strings of six significant digits (Python's `{:g}`), except for
+//! `epoch` and `update`. Values are over the updates since the previous line, where fairseq
+//! averages over a window of its own. As in fairseq, an overflow is not an update and not part of
+//! any line.
 //!
 //! | key | value |
 //! |---|---|
@@ -86,8 +87,8 @@ pub struct LogWindow {
 }
 
 impl LogWindow {
-    /// Starts the log of a run whose updates have `samples` samples over all ranks. A `clip_norm` of 0
-    /// means that gradients are not clipped.
+    /// Starts the log of a run whose updates have `samples` samples over all ranks. A `clip_norm`
+    /// of 0 means that gradients are not clipped.
     pub fn new(samples: usize, tokens_per_sample: usize, clip_norm: f64) -> Self {
         let now = Instant::now();
         Self {
@@ -111,8 +112,8 @@ impl LogWindow {
         self.overflowed += seconds;
     }
 
-    /// Returns the line of the updates since the last line, and starts the next window. `loss` is their
-    /// mean over all ranks, in base 2.
+    /// Returns the line of the updates since the last line, and starts the next window. `loss` is
+    /// their mean over all ranks, in base 2.
     pub fn line(&mut self, position: LogPosition, loss: f64, loss_scale: Option<f32>) -> LogLine {
         let LogPosition { updates, batches, per_epoch, lr, free } = position;
         let count = self.updates.len().max(1) as f64;
@@ -152,8 +153,8 @@ fn rounded(number: f64, digits: i32) -> String {
     general((number * unit).round() / unit)
 }
 
-/// Formats a number as Python's `{:g}`: six significant digits without trailing zeros, in scientific
-/// notation below 1e-4 and from 1e6.
+/// Formats a number as Python's `{:g}`: six significant digits without trailing zeros, in
+/// scientific notation below 1e-4 and from 1e6.
 fn general(number: f64) -> String {
     const DIGITS: i32 = 6;
     if !number.is_finite() {

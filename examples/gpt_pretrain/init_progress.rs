@@ -1,4 +1,5 @@
-//! Progress bar of the model's initialisation, fed by the events that `fully_shard` emits to `tracing`.
+//! Progress bar of the model's initialisation, fed by the events that `fully_shard` emits to
+//! `tracing`.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -18,8 +19,8 @@ pub struct InitBar {
 }
 
 impl InitBar {
-    /// Subscribes to the events of `fully_shard`, if standard error is a terminal. The bar appears with
-    /// the first event.
+    /// Subscribes to the events of `fully_shard`, if standard error is a terminal. The bar appears
+    /// with the first event.
     pub fn show() {
         if !std::io::stderr().is_terminal() {
             return;

@@ -19,7 +19,7 @@ use crate::text::Text;
 pub struct Setup {
     /// Sizes of the model.
     pub arch: Arch,
-    /// How the model is sharded.
+    /// Settings of sharding.
     pub sharding: Sharding,
     /// Hyperparameters.
     pub recipe: Recipe,
@@ -59,8 +59,8 @@ impl Setup {
 }
 
 impl Job {
-    /// Reads the text, trains the tokenizer and converts the text to word pieces. Under `verbose` prints
-    /// their number.
+    /// Reads the text, trains the tokenizer and converts the text to word pieces. Under `verbose`
+    /// prints their number.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
 //! fairseq's learning rate schedules.
 //!
-//! The learning rate is a function of the number of completed updates. The n-th update uses the rate
-//! after n − 1 updates, as in fairseq. Therefore the first update has a rate of 0 if there is a warm-up,
-//! and the log line of an update shows the rate of the next one.
+//! The learning rate is a function of the number of completed updates. The n-th update uses the
+//! rate after n − 1 updates, as in fairseq. Therefore the first update has a rate of 0 if there is
+//! a warm-up, and the log line of an update shows the rate of the next one.
 
 use std::f64::consts::PI;
 use std::str::FromStr;

@@ -1,28 +1,30 @@
 //! Pretrains a GPT with fully sharded data parallel training. Follows fairseq's example of it.
 //!
-//! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains on
-//! its own part of each batch. The example shows what large models need besides sharding: a forecast of
-//! memory before anything is allocated, offload to host memory, recomputation of activations, bfloat16
-//! and float16 with loss scaling, and gradient accumulation. Arguments and log lines are fairseq's.
+//! Every rank holds a shard of each matrix, of its gradient and of its optimizer state, and trains
+//! on its own part of each batch. The example shows what large models need besides sharding: a
+//! forecast of memory before anything is allocated, offload to host memory, recomputation of
+//! activations, bfloat16 and float16 with loss scaling, and gradient accumulation. Arguments and
+//! log lines are fairseq's.
 //!
 //! ```text
-//! cargo run --release --example gpt_pretrain             # trains a tiny GPT on Moby-Dick, with two ranks
+//! cargo run --release --example gpt_pretrain         # trains a tiny GPT on Moby-Dick, on two ranks
 //! cargo run --release --example gpt_pretrain -- --help
 //! cargo run --release --example gpt_pretrain -- --arch 1.3B --data wiki.txt --world-size 8
 //! ```
 //!
 //! Read in this order:
 //!
-//! 1. `model.rs`: the model in plain Burn, and the annotations for sharding. `arch.rs` has its sizes.
+//! 1. `model.rs`: the model in plain Burn, and the annotations for sharding. `arch.rs` has its
+//!    sizes.
 //! 2. `sharding.rs`: strategy, precision, offload and recomputation.
 //! 3. `train.rs`: the training loop of one rank.
 //! 4. `memory_forecast.rs`: the memory that a rank will need.
 //!
-//! The other files: `cli.rs` (arguments), `recipe.rs` (hyperparameters and their defaults), `job.rs`
-//! (inputs of a run), `text.rs`, `bpe.rs` (tokenizer), `batch.rs`, `learning_rate.rs`,
-//! `available_memory.rs`, `bigram.rs` (baseline to compare with), `init_progress.rs` (progress bar),
-//! `fairseq_log.rs` (log lines), `summary.rs` (the result), and `../common/` (code that the examples
-//! share).
+//! Inputs of a run are in `cli.rs` (arguments), `recipe.rs` (hyperparameters and their defaults),
+//! `job.rs`, `text.rs`, `bpe.rs` (tokenizer), `batch.rs` and `available_memory.rs`. Results are in
+//! `init_progress.rs` (progress bar), `fairseq_log.rs` (log lines), `bigram.rs` (baseline to
+//! compare with) and `summary.rs`. `learning_rate.rs` has the schedule, and `../common/` the code
+//! that the examples share.
 
 mod arch;
 mod available_memory;
@@ -81,9 +83,9 @@ fn start(cli: &Cli) -> Result<()> {
     }
 }
 
-/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are processes.
-/// Returns the summary of the rank whose peak memory was highest, or `None` if another process runs
-/// rank 0.
+/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are
+/// processes. Returns the summary of the rank whose peak memory was highest, or `None` if another
+/// process runs rank 0.
 fn run(cli: &Cli) -> Result<Option<Summary>> {
     let (device, setup) = (cli.ranks.device.resolve()?, Setup::new(cli));
     let started = RankEnv::read()?;

@@ -50,14 +50,15 @@ pub fn forecast(
 ///
 /// The estimate counts the operations of the model. Per word piece:
 ///
-/// - A block keeps about 27 vectors of the model's width (norms, projections, the feed-forward block at
-///   four times the width, residuals and masks), and 3 attention scores per head and position.
+/// - A block keeps about 27 vectors of the model's width (norms, projections, the feed-forward
+///   block at four times the width, residuals and masks), and 3 attention scores per head and
+///   position.
 /// - The loss holds the logits three times, in f32.
 /// - Embeddings and the last norm keep 3 vectors.
 ///
 /// The gradient of the output weight is computed first and stays until the gradient of the tied
-/// embedding is added to it. A block that is recomputed keeps its input only, and one block at a time
-/// holds all of its activations.
+/// embedding is added to it. A block that is recomputed keeps its input only, and one block at a
+/// time holds all of its activations.
 ///
 /// Each result is at most 2^60 bytes.
 fn activation_bytes(setup: &Setup, policy: ActivationPolicy) -> (usize, usize) {

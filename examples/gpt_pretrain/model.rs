@@ -1,9 +1,9 @@
 //! GPT-2's decoder, in plain Burn, with annotations for sharding.
 //!
-//! `#[fsdp_unit]` marks a unit: a module whose parameters are gathered with one all-gather. Here each
-//! block is a unit, and the other parameters belong to the outermost unit (`root`). `tie` declares that
-//! two parameters are the same one. The rest does not depend on FSDP: without the annotations the same
-//! code trains the model unsharded.
+//! `#[fsdp_unit]` marks a unit: a module whose parameters are gathered with one all-gather. Here
+//! each block is a unit, and the other parameters belong to the outermost unit (`root`). `tie`
+//! declares that two parameters are the same one. The rest does not depend on FSDP: without the
+//! annotations the same code trains the model unsharded.
 
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -114,15 +114,16 @@ pub struct GptConfig {
     pub arch: Arch,
     /// Maximum length of a sample, in word pieces.
     pub positions: usize,
-    /// Dropout probability of the embeddings and of the attention's and feed-forward block's output.
+    /// Dropout probability of the embeddings and of the attention's and feed-forward block's
+    /// output.
     pub dropout: f64,
 }
 
 impl GptConfig {
-    /// Builds the model. As in GPT-2, matrices are initialised from a normal distribution, and those whose
-    /// output is added to the residual stream have a standard deviation smaller by a factor of
-    /// `sqrt(2 * layers)`. The initialisation is lazy: `fully_shard` runs it for one parameter after
-    /// another.
+    /// Builds the model. As in GPT-2, matrices are initialised from a normal distribution, and
+    /// those whose output is added to the residual stream have a standard deviation smaller by a
+    /// factor of `sqrt(2 * layers)`. The initialisation is lazy: `fully_shard` runs it for one
+    /// parameter after another.
     pub fn init(&self, device: &Device) -> Gpt {
         let Arch { layers, width, vocabulary, .. } = self.arch;
         let matrix = normal(INIT_STD);

@@ -74,8 +74,8 @@ impl Recipe {
         self.max_update.unwrap_or(per_epoch)
     }
 
-    /// Returns the learning rates of a run of `updates` updates. A run shorter than its warm-up does not
-    /// reach the peak.
+    /// Returns the learning rates of a run of `updates` updates. A run shorter than its warm-up
+    /// does not reach the peak.
     pub fn schedule(&self, updates: usize) -> LrSchedule {
         LrSchedule {
             scheduler: self.lr_scheduler,

@@ -1,4 +1,4 @@
-//! How the model is sharded: strategy, precision, offload and recomputation.
+//! Settings of sharding: strategy, precision, offload and recomputation.
 
 use anyhow::{Result, ensure};
 use burn::tensor::FloatDType;
@@ -7,7 +7,7 @@ use fsdp_runtime::prelude::*;
 
 use crate::model::Block;
 
-/// How the model is sharded.
+/// Settings of sharding, from the arguments.
 #[derive(Clone, Debug)]
 pub struct Sharding {
     /// Sharding strategy.
@@ -22,8 +22,8 @@ pub struct Sharding {
     pub activations: ActivationPolicy,
 }
 
-/// Data type in which parameters are gathered and the model computes. Shards, gradients and optimizer
-/// state are f32 in any case.
+/// Data type in which parameters are gathered and the model computes. Shards, gradients and
+/// optimizer state are f32 in any case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Precision {
     /// `f32`.

@@ -127,8 +127,8 @@ fn recomputation_changes_no_loss() {
     assert_eq!(losses("--bf16 --offload-activations --cpu-offload"), kept);
 }
 
-/// With offload and recomputation a quarter of the memory of the unsharded model and its AdamW state
-/// is enough. Without them it is not.
+/// With offload and recomputation a quarter of the memory of the unsharded model and its AdamW
+/// state is enough. Without them it is not.
 #[test]
 fn a_model_trains_in_a_quarter_of_its_own_size() {
     let arch =

@@ -53,8 +53,8 @@ struct Trainer<'a> {
     scaler: Option<GradScaler>,
 
     log: LogWindow,
-    /// Loss of every update, in base 2: the mean over ranks up to the last log line, this rank's own
-    /// after it.
+    /// Loss of every update, in base 2: the mean over ranks up to the last log line, this rank's
+    /// own after it.
     losses: Vec<f64>,
     /// Number of updates at the last log line.
     logged: usize,
@@ -137,9 +137,9 @@ impl<'a> Trainer<'a> {
         Ok(self)
     }
 
-    /// Computes the loss of batch `batch` of the epoch's update `at`, divided by the number of batches
-    /// in an update. Returns it multiplied by the loss scale, to run backward from, and as it is,
-    /// without autodiff.
+    /// Computes the loss of batch `batch` of the epoch's update `at`, divided by the number of
+    /// batches in an update. Returns it multiplied by the loss scale, to run backward from, and as
+    /// it is, without autodiff.
     fn forward(&self, at: usize, batch: usize) -> (Tensor<1>, Tensor<1>) {
         let rows = self.dealer.share(&self.order, at, batch, self.worker.rank().index());
         let (input, target) = self.job.train.batch(rows, self.worker.device());
@@ -148,7 +148,8 @@ impl<'a> Trainer<'a> {
         (scale_loss(loss.clone(), self.scaler.as_ref()), loss.inner())
     }
 
-    /// Returns the number of updates and overflows: each takes the batches of one update from the text.
+    /// Returns the number of updates and overflows: each takes the batches of one update from the
+    /// text.
     fn batches_taken(&self) -> usize {
         self.losses.len() + self.skipped
     }

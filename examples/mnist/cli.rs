@@ -63,8 +63,8 @@ pub struct Cli {
     #[arg(long)]
     pub cpu_offload: bool,
 
-    /// Train with DDP, FSDP as one unit, FSDP with size-based wrapping and FSDP with CPU offload, and
-    /// write a table and pictures of memory over time to `--out`
+    /// Train with DDP, FSDP as one unit, FSDP with size-based wrapping and FSDP with CPU offload,
+    /// and write a table and pictures of memory over time to `--out`
     #[arg(long, conflicts_with_all = ["strategy", "min_num_params", "cpu_offload", "save_model"])]
     pub compare: bool,
 

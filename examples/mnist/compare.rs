@@ -1,4 +1,4 @@
-//! DDP beside FSDP as one unit, with size-based wrapping, and with CPU offload.
+//! Compares DDP with FSDP as one unit, with size-based wrapping, and with CPU offload.
 
 use std::fmt;
 use std::fs;
@@ -31,8 +31,8 @@ struct Mode {
     summary: Summary,
 }
 
-/// Trains in all four ways, one after the other. Prints the wrapped models and the table, and writes
-/// the table and the pictures.
+/// Trains in all four ways, one after the other. Prints the wrapped models and the table, and
+/// writes the table and the pictures.
 ///
 /// # Errors
 ///
@@ -76,8 +76,8 @@ impl Comparison {
 }
 
 impl Mode {
-    /// Draws memory over time as SVG. Returns `None` without the feature `plot`, or where nothing was
-    /// recorded.
+    /// Draws memory over time as SVG. Returns `None` without the feature `plot`, or where nothing
+    /// was recorded.
     fn picture(&self) -> Option<String> {
         #[cfg(feature = "plot")]
         if let Some(timeline) = &self.summary.timeline {

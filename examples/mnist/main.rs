@@ -1,8 +1,8 @@
 //! Trains PyTorch's MNIST network with fully sharded data parallel training.
 //!
-//! Follows PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel", with its network, flags,
-//! loops and optimizer, and compares what the tutorial compares: DDP, FSDP as one unit, FSDP with
-//! size-based wrapping, and FSDP with CPU offload. `fsdp-runtime/docs/mnist.md` walks through it.
+//! Follows PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel", with its network,
+//! flags, loops and optimizer. Compares DDP, FSDP as one unit, FSDP with size-based wrapping, and
+//! FSDP with CPU offload, as the tutorial does. `fsdp-runtime/docs/mnist.md` walks through it.
 //!
 //! ```text
 //! cargo run --example mnist                 # ten epochs on 4,000 digits, with two ranks
@@ -63,9 +63,9 @@ fn start(cli: &Cli) -> Result<()> {
     }
 }
 
-/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are processes.
-/// Returns the summary of the rank whose peak memory was highest, or `None` if another process runs
-/// rank 0.
+/// Runs the ranks of this process: all of them as threads, or one of them if the ranks are
+/// processes. Returns the summary of the rank whose peak memory was highest, or `None` if another
+/// process runs rank 0.
 fn run(cli: &Cli, job: Job) -> Result<Option<Summary>> {
     let started = RankEnv::read()?;
     let world = cli.world_size(started.as_ref());

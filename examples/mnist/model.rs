@@ -1,7 +1,7 @@
 //! PyTorch's network for MNIST, in plain Burn, with annotations for sharding.
 //!
-//! `#[fsdp(unit)]` marks a layer whose parameters may be gathered on their own; which layers are is a
-//! matter of the wrap policy. Without the annotations the same code trains the network unsharded.
+//! `#[fsdp(unit)]` marks a layer whose parameters may be gathered on their own; which layers are is
+//! a matter of the wrap policy. Without the annotations the same code trains the network unsharded.
 
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
@@ -16,8 +16,8 @@ use fsdp_runtime::prelude::*;
 /// Number of classes: the digits 0 to 9.
 pub const CLASSES: usize = 10;
 
-/// Two convolutions and two linear layers, as in PyTorch's tutorial: 1,199,882 parameters, nearly all
-/// of them in `fc1`.
+/// Two convolutions and two linear layers, as in PyTorch's tutorial: 1,199,882 parameters, nearly
+/// all of them in `fc1`.
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
 pub struct Net {

@@ -1,18 +1,19 @@
-//! Which digits a rank trains on and tests: PyTorch's `DistributedSampler`.
+//! Choice of the digits that a rank trains on and tests: PyTorch's `DistributedSampler`.
 
 use rand::seq::SliceRandom;
 
 use crate::common::training::epoch_rng;
 
-/// Deals the digits of a split to ranks. All ranks get as many, because every forward and backward of a
-/// sharded model is a collective: the first digits are dealt again where the split does not divide.
+/// Deals the digits of a split to ranks. All ranks get as many, because every forward and backward
+/// of a sharded model is a collective: the first digits are dealt again where the split does not
+/// divide.
 #[derive(Clone, Copy, Debug)]
 pub struct DistributedSampler {
     /// Number of digits in the split.
     pub len: usize,
     /// Number of ranks.
     pub world_size: usize,
-    /// This rank.
+    /// Number of this rank.
     pub rank: usize,
 }
 
@@ -26,8 +27,8 @@ pub struct Share {
 }
 
 impl DistributedSampler {
-    /// Returns this rank's part of the digits in the order of an epoch. The order depends on `seed` and
-    /// `epoch` only, and is the same on every rank.
+    /// Returns this rank's part of the digits in the order of an epoch. The order depends on `seed`
+    /// and `epoch` only, and is the same on every rank.
     pub fn shuffled(&self, seed: u64, epoch: usize) -> Share {
         let mut order: Vec<usize> = (0..self.len).collect();
         order.shuffle(&mut epoch_rng(seed, epoch));

@@ -1,18 +1,18 @@
-//! How the model is shared between ranks: the four ways of PyTorch's tutorial.
+//! Distribution of the model over ranks: the four ways of PyTorch's tutorial.
 
 use fsdp_runtime::prelude::*;
 
-/// Smallest number of parameters of a unit in the tutorial's `size_based_auto_wrap_policy`. Only `fc1`
-/// has as many.
+/// Smallest number of parameters of a unit in the tutorial's `size_based_auto_wrap_policy`. Only
+/// `fc1` has as many.
 const MIN_NUM_PARAMS: usize = 20_000;
 
-/// How the model is shared between ranks.
+/// Distribution of the model over ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharding {
     /// What is sharded.
     pub strategy: ShardingStrategy,
-    /// Smallest number of parameters of a layer that is a unit of its own. `None`: the whole model is
-    /// one unit.
+    /// Smallest number of parameters of a layer that is a unit of its own. `None`: the whole model
+    /// is one unit.
     pub min_num_params: Option<usize>,
     /// Whether parameters, gradients and the optimizer's state are kept in host memory.
     pub cpu_offload: bool,

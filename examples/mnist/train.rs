@@ -32,7 +32,7 @@ pub struct Job {
     pub train: Digits,
     /// Digits to test on.
     pub test: Digits,
-    /// How the model is shared between ranks.
+    /// Distribution of the model over ranks.
     pub sharding: Sharding,
     /// Digits in a training batch, per rank.
     pub batch_size: usize,
@@ -79,8 +79,8 @@ impl Job {
     }
 }
 
-/// Shards the model, trains and tests it, and saves it if asked to: the tutorial's function of the same
-/// name. Every rank calls it within [`launch`].
+/// Shards the model, trains and tests it, and saves it if asked to: the tutorial's function of the
+/// same name. Every rank calls it within [`launch`].
 ///
 /// # Errors
 ///

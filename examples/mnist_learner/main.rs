@@ -1,4 +1,5 @@
-//! Trains PyTorch's MNIST network through Burn's `Learner`, with fully sharded data parallel training.
+//! Trains PyTorch's MNIST network through Burn's `Learner`, with fully sharded data parallel
+//! training.
 //!
 //! The network and the digits are those of the example `mnist`. In a terminal, rank 0 shows Burn's
 //! dashboard. `fsdp-runtime/docs/learner.md` walks through it.
@@ -57,7 +58,7 @@ struct Cli {
     out: PathBuf,
 }
 
-/// What a run is made of. It is saved as `config.json`.
+/// Settings of a run. It is saved as `config.json`.
 #[derive(Config, Debug)]
 struct TrainingConfig {
     /// Digits in a batch of one rank.

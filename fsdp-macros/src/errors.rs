@@ -1,5 +1,5 @@
-//! The errors of one annotated item, collected so that all of them are shown at once, and the advice
-//! in their messages.
+//! The errors of one annotated item, collected so that all of them are shown at once, and the
+//! advice in their messages.
 
 use std::fmt::Display;
 
@@ -24,13 +24,13 @@ impl Errors {
         }
     }
 
-    /// Whether no error was found.
+    /// Returns whether no error was found.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_none()
     }
 }
 
-/// One `compile_error!` for each error.
+/// Expands to one `compile_error!` for each error.
 impl ToTokens for Errors {
     fn to_tokens(&self, tokens: &mut TokenStream) {
         tokens.extend(self.0.as_ref().map(syn::Error::to_compile_error));

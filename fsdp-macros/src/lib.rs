@@ -3,11 +3,11 @@
 //! Each macro is one pipeline, written out at the end of this file: `parse` the item, `check` it,
 //! `expand` it. Errors are collected on the way and emitted together with the generated code. Rules
 //! that need the layout of other types (whether two tied weights lie in one unit, whether two
-//! checkpoint keys are equal) are `const` checks in the runtime, which the expansion calls. This crate
-//! does not depend on Burn.
+//! checkpoint keys are equal) are `const` checks in the runtime, which the expansion calls. This
+//! crate does not depend on Burn.
 //!
-//! The file `ROOMS` lists the modules in the order in which they may use each other. What each macro
-//! expands to is in `tests/snapshots/`.
+//! The file `ROOMS` lists the modules in the order in which they may use each other. What each
+//! macro expands to is in `tests/snapshots/`.
 
 #![deny(missing_docs)]
 
@@ -25,8 +25,8 @@ use syn::{DeriveInput, Item, ItemImpl, parse_macro_input};
 use errors::Errors;
 use parse::{ImplBlock, Module, Value};
 
-/// Makes a Burn module a *unit*: its parameters are gathered by one all-gather before its `forward`,
-/// and their gradients are reduced by one reduce-scatter after its backward.
+/// Makes a Burn module a *unit*: its parameters are gathered by one all-gather before its
+/// `forward`, and their gradients are reduced by one reduce-scatter after its backward.
 ///
 /// The attribute is written twice: on the struct, **below** `#[derive(Module)]`, and on the `impl`
 /// block that holds the struct's `forward`.
@@ -73,16 +73,16 @@ use parse::{ImplBlock, Module, Value};
 ///
 /// # On a struct
 ///
-/// - `root` (default: not the root): the outermost unit of a model. A root may hold no other root, and
-///   needs no parameters of its own.
+/// - `root` (default: not the root): the outermost unit of a model. A root may hold no other root,
+///   and needs no parameters of its own.
 /// - `checkpoint` (default: `ActivationCheckpointing` in the run's options decides): activation
 ///   checkpointing. In training, only the inputs of the unit's `forward` are kept; the backward
-///   recomputes the `forward`, under the all-gather that it needs anyway. So each hooked method must
-///   take its inputs by value, of types that are `UnitValue + Clone + Send + 'static`, and must depend
-///   on nothing but its inputs, the parameters and `fsdp_runtime::nn::Dropout`.
-/// - `tie("a.b" = "c.d")` (default: no tie; may be repeated): two places below this struct that hold
-///   one weight. Both must lie in the same unit. A path is made of field names and leads to a `Param`,
-///   or to a module with exactly one matrix.
+///   recomputes the `forward`, under the all-gather that it needs anyway. So each hooked method
+///   must take its inputs by value, of types that are `UnitValue + Clone + Send + 'static`, and
+///   must depend on nothing but its inputs, the parameters and `fsdp_runtime::nn::Dropout`.
+/// - `tie("a.b" = "c.d")` (default: no tie; may be repeated): two places below this struct that
+///   hold one weight. Both must lie in the same unit. A path is made of field names and leads to a
+///   `Param`, or to a module with exactly one matrix.
 /// - `crate = "path"` (default: `::fsdp_runtime`): the path at which generated code finds the crate
 ///   `fsdp-runtime`, for a crate that knows it under another name or through a re-export, such as
 ///   `crate = "my_framework::fsdp"`. Write it on the struct and on the `impl` block.
@@ -91,14 +91,14 @@ use parse::{ImplBlock, Module, Value};
 ///
 /// These arguments are written in `#[fsdp(..)]`.
 ///
-/// - `key = "x.y"` (default: the field's name): the field's name in a checkpoint of another library.
-///   `""` adds nothing to the key, which fits a wrapper that the checkpoint does not have.
-/// - `leaf` (default: the type implements `FsdpModule`): FSDP does not read the field's structure at
-///   compile time. It finds the field's parameters when the model is sharded.
-/// - `unit` (default: part of the enclosing unit): the module in the field is a unit, as
-///   `burn::nn::Linear` or a module of another crate may have to be. In an `Option`, a `Vec`, an array
-///   or a tuple, each module is a unit. Under `#[fsdp(unit, leaf)]`, each element of a `Vec` or an
-///   array is a unit, and any other type is one unit.
+/// - `key = "x.y"` (default: the field's name): the field's name in a checkpoint of another
+///   library. `""` adds nothing to the key, which fits a wrapper that the checkpoint does not have.
+/// - `leaf` (default: the type implements `FsdpModule`): FSDP does not read the field's structure
+///   at compile time. It finds the field's parameters when the model is sharded.
+/// - `unit` (default: part of the enclosing unit): the module in the field is a unit. It may be one
+///   of another crate, such as `burn::nn::Linear`. In an `Option`, a `Vec`, an array or a tuple,
+///   each module is a unit. Under `#[fsdp(unit, leaf)]`, each element of a `Vec` or an array is a
+///   unit, and any other type is one unit.
 ///
 /// Fields under Burn's `#[module(skip)]` and values such as `usize` are not part of the layout, and
 /// take none of these arguments.
@@ -111,34 +111,41 @@ use parse::{ImplBlock, Module, Value};
 ///
 /// The tensors of an input that is a `UnitValue` order the unit's gather, and are cast under mixed
 /// precision. An input of a generic type needs the bound `UnitValue`, as in
-/// `T: Into<Tensor<2>> + UnitValue` or `x: impl Into<Tensor<2>> + UnitValue`: inside the generic method
-/// the macro cannot find out which type the caller chose. References and closures need no bound; a
-/// closure's type is recognised by a bound such as `Fn(..)`, `FnMut(..)` or `FnOnce(..)`. The tensors
-/// that a reference leads to or a closure captures neither order the gather nor are cast.
+/// `T: Into<Tensor<2>> + UnitValue` or `x: impl Into<Tensor<2>> + UnitValue`: inside the generic
+/// method the macro cannot find out which type the caller chose. References and closures need no
+/// bound; a closure's type is recognised by a bound such as `Fn(..)`, `FnMut(..)` or `FnOnce(..)`.
+/// The tensors that a reference leads to or a closure captures neither order the gather nor are
+/// cast.
 ///
-/// - `field_units` (default: no calls are hooked): hooks the calls in this block of modules in fields
-///   under `#[fsdp(unit)]`. It is required where such a field is in this struct, or below it with no
-///   other unit in between. The hooked calls are those of a method named `forward` or `forward_..`, in
-///   any method of the block, on a variable, a field, an element by index, or a reference made with
-///   `as_ref`, `as_deref`, `get`, `first`, `last`, `iter`, `next`, `nth`, `unwrap`, `expect` or `?`. At
-///   run time the hooks have an effect on field units only.
+/// - `field_units` (default: no calls are hooked): hooks the calls in this block of modules in
+///   fields under `#[fsdp(unit)]`. It is required where such a field is in this struct, or below it
+///   with no other unit in between. The hooked calls are those of a method named `forward` or
+///   `forward_..`, in any method of the block. The receiver is a variable, a field, an element by
+///   index, or a reference. References made with `as_ref`, `as_deref`, `get`, `first`, `last`,
+///   `iter`, `next`, `nth`, `unwrap`, `expect` or `?` are known. At run time the hooks have an
+///   effect on field units only.
 /// - `crate = "path"`: as on a struct.
 ///
-/// A hooked call is otherwise unchanged, with two exceptions: temporaries in its arguments live until
-/// the call returns, not until the end of the statement, and the type of an argument that is itself a
-/// call must be known without the method's signature. A call written as
-/// `Linear::forward(&self.head, x)` is not hooked: its parameters are then gathered one by one, with
-/// the same result and more memory.
+/// A hooked call is otherwise unchanged, with two exceptions. Temporaries in its arguments live
+/// until the call returns, not until the end of the statement. The type of an argument that is
+/// itself a call must be known without the method's signature. A call written as
+/// `Linear::forward(&self.head, x)` is not hooked: its parameters are then gathered one by one,
+/// with the same result and more memory.
 ///
 /// # Errors
 ///
-/// A wrong use does not compile, and the message says what to write instead. Reported are, for
-/// example: an enum, a union or a generic type as a unit; a field under `#[cfg]`; a field of a type
-/// that FSDP does not know; two parameters with one checkpoint key; a tied weight in two units, or a
-/// tie path that leads to no weight; a root inside a root; a unit without parameters; a unit without a
-/// hooked `forward`; a `forward` that is `async`, `const` or takes `&mut self`; a return type that is
-/// not `UnitValue`; an input of a generic type without the bound `UnitValue`; under `checkpoint`, an
-/// input that cannot be kept.
+/// A wrong use does not compile, and the message says what to write instead. Examples are:
+///
+/// - an enum, a union or a generic type as a unit, a unit without parameters, or a root inside a
+///   root;
+/// - a field under `#[cfg]`, or a field of a type that FSDP does not know;
+/// - two parameters with one checkpoint key;
+/// - a tied weight in two units, or a tie path that leads to no weight;
+/// - a unit without a hooked `forward`, or a `forward` that is `async`, `const` or takes
+///   `&mut self`;
+/// - a return type that is not `UnitValue`, or an input of a generic type without the bound
+///   `UnitValue`;
+/// - under `checkpoint`, an input that cannot be kept.
 #[proc_macro_attribute]
 pub fn fsdp_unit(
     args: proc_macro::TokenStream,
@@ -172,20 +179,22 @@ pub fn fsdp_unit(
 ///
 /// # Arguments
 ///
-/// On the struct, `#[fsdp(..)]` takes `tie("a.b" = "c.d")` and `crate = "path"`. On a field it takes
-/// `key = "x.y"`, `leaf` and `unit`. Their meaning and defaults are those under [`macro@fsdp_unit`].
+/// On the struct, `#[fsdp(..)]` takes `tie("a.b" = "c.d")` and `crate = "path"`. On a field it
+/// takes `key = "x.y"`, `leaf` and `unit`. Their meaning and defaults are those under
+/// [`macro@fsdp_unit`].
 ///
 /// # Errors
 ///
-/// An enum, a union or a generic type does not compile, nor does a struct under `#[fsdp_unit]`, which
-/// implements `FsdpModule` too. Fields, keys and ties are checked as under [`macro@fsdp_unit`].
+/// An enum, a union or a generic type does not compile, nor does a struct under `#[fsdp_unit]`,
+/// which implements `FsdpModule` too. Fields, keys and ties are checked as under
+/// [`macro@fsdp_unit`].
 #[proc_macro_derive(FsdpModule, attributes(fsdp))]
 pub fn derive_fsdp_module(item: proc_macro::TokenStream) -> proc_macro::TokenStream {
     derived_module(parse_macro_input!(item)).into()
 }
 
-/// Implements `UnitValue` for a struct or an enum of such values, so that a unit's `forward` can take
-/// and return it.
+/// Implements `UnitValue` for a struct or an enum of such values, so that a unit's `forward` can
+/// take and return it.
 ///
 /// ```ignore
 /// use burn::tensor::Tensor;
@@ -202,8 +211,8 @@ pub fn derive_fsdp_module(item: proc_macro::TokenStream) -> proc_macro::TokenStr
 ///
 /// # Arguments
 ///
-/// On the type, `#[fsdp(crate = "path")]` (default: `::fsdp_runtime`) gives the path at which generated
-/// code finds the crate `fsdp-runtime`. Fields and variants take no arguments.
+/// On the type, `#[fsdp(crate = "path")]` (default: `::fsdp_runtime`) gives the path at which
+/// generated code finds the crate `fsdp-runtime`. Fields and variants take no arguments.
 ///
 /// # Errors
 ///
@@ -213,7 +222,7 @@ pub fn derive_unit_value(item: proc_macro::TokenStream) -> proc_macro::TokenStre
     derived_unit_value(parse_macro_input!(item)).into()
 }
 
-/// `#[fsdp_unit(args)]` on any item.
+/// Expands `#[fsdp_unit(args)]` on any item.
 fn unit(args: TokenStream, item: TokenStream) -> TokenStream {
     match syn::parse2(item.clone()) {
         Ok(Item::Impl(block)) => unit_impl(args, block),
@@ -224,7 +233,7 @@ fn unit(args: TokenStream, item: TokenStream) -> TokenStream {
     }
 }
 
-/// `#[fsdp_unit(args)]` on a struct. On an enum or a union it is an error.
+/// Expands `#[fsdp_unit(args)]` on a struct. On an enum or a union it is an error.
 fn unit_type(args: TokenStream, item: DeriveInput) -> TokenStream {
     let mut errors = Errors::default();
     let module = Module::parse_unit(args, &item, &mut errors);
@@ -234,7 +243,7 @@ fn unit_type(args: TokenStream, item: DeriveInput) -> TokenStream {
     quote!(#item #code #errors)
 }
 
-/// `#[fsdp_unit(args)]` on an `impl` block.
+/// Expands `#[fsdp_unit(args)]` on an `impl` block.
 fn unit_impl(args: TokenStream, block: ItemImpl) -> TokenStream {
     let mut errors = Errors::default();
     let block = ImplBlock::parse(args, &block, &mut errors);
@@ -243,14 +252,14 @@ fn unit_impl(args: TokenStream, block: ItemImpl) -> TokenStream {
     quote!(#code #errors)
 }
 
-/// `#[fsdp_unit]` on any other item.
+/// Reports `#[fsdp_unit]` on any other item than a type or an `impl` block.
 fn misplaced_unit(item: TokenStream) -> TokenStream {
     let mut errors = Errors::default();
     check::misplaced_unit(&mut errors);
     quote!(#item #errors)
 }
 
-/// `#[derive(FsdpModule)]`
+/// Expands `#[derive(FsdpModule)]`.
 fn derived_module(item: DeriveInput) -> TokenStream {
     let mut errors = Errors::default();
     let module = Module::parse_derive(&item, &mut errors);
@@ -259,7 +268,7 @@ fn derived_module(item: DeriveInput) -> TokenStream {
     quote!(#code #errors)
 }
 
-/// `#[derive(UnitValue)]`
+/// Expands `#[derive(UnitValue)]`.
 fn derived_unit_value(item: DeriveInput) -> TokenStream {
     let mut errors = Errors::default();
     let value = Value::parse(&item, &mut errors);

@@ -1,5 +1,8 @@
-//! Time of a sharded save of a model of 100 M parameters, compared with `cp` of the same bytes, both
-//! flushed to disk; time for which a background save blocks training; time and memory of a load.
+//! Measures checkpoints of a model of 100 M parameters.
+//!
+//! - Time of a sharded save, compared with `cp` of the same bytes, both flushed to disk.
+//! - Time for which a background save blocks training.
+//! - Time and memory of a load.
 //!
 //! ```text
 //! cargo bench --bench checkpoint [-- FOLDER]
@@ -59,7 +62,7 @@ fn model(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     fully_shard(Net { blocks }, worker, FsdpOptions::new().with_seed(1))
 }
 
-/// The model and its optimizer after a step, so that there are moments.
+/// Returns the model and its optimizer after a step, so that there are moments.
 fn trained(worker: &Worker) -> Result<(Fsdp<Net>, ModuleOptimizer), Error> {
     let (mut net, mut optimizer) = (model(worker)?, AdamWConfig::new().init());
     let x = Tensor::<2>::ones([2, WIDTH], worker.device()) * 1e-3;
@@ -149,7 +152,8 @@ fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Loads the model, and then the model with its optimizer. Prints the time, and the memory at its peak.
+/// Loads the model, and then the model with its optimizer. Prints the time, and the memory at its
+/// peak.
 fn load(worker: &Worker, root: &Path) -> Result<(), Error> {
     let mut net = model(worker)?;
     let mut optimizer = AdamWConfig::new().init();
@@ -215,7 +219,7 @@ fn reset_peak() -> u64 {
     status("VmRSS")
 }
 
-/// A field of `/proc/self/status` in MB, and 0 where there is none.
+/// Returns a field of `/proc/self/status` in MB, and 0 where there is none.
 fn status(name: &str) -> u64 {
     let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));

@@ -70,7 +70,7 @@ impl Which {
     }
 }
 
-/// Where a result goes.
+/// Memory that a result is written to.
 #[derive(Clone, Copy, PartialEq)]
 enum Target {
     /// New memory.
@@ -92,7 +92,7 @@ fn noise(len: usize, device: &Device, dtype: FloatDType) -> Tensor<1> {
     Tensor::<1>::from_data(TensorData::new(values, [len]), device).cast(dtype)
 }
 
-/// A tensor that each run updates in its own memory.
+/// Returns a tensor that each run updates in its own memory.
 fn in_place(tensor: Tensor<1>, mut f: impl FnMut(Tensor<1>) -> Tensor<1>) -> impl FnMut() {
     let mut held = Some(tensor);
     move || held = held.take().map(&mut f)
@@ -102,7 +102,7 @@ fn expect<T>(result: Result<T, kernels::KernelError>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A plain copy of `len` elements with one of Burn's kernels.
+/// Returns a plain copy of `len` elements with one of Burn's kernels.
 fn copy_on_cube(len: usize, into: Target, device: &Device) -> Box<dyn FnMut()> {
     let source = noise(len, device, FloatDType::F32);
     match into {
@@ -115,7 +115,7 @@ fn copy_on_cube(len: usize, into: Target, device: &Device) -> Box<dyn FnMut()> {
     }
 }
 
-/// A plain copy that moves `bytes` bytes, half of them read and half written.
+/// Returns a plain copy that moves `bytes` bytes, half of them read and half written.
 fn copy(bytes: usize, into: Target, device: &Device, flex: bool) -> Case<'static> {
     let len = bytes / 2 / size_of::<f32>();
     let run: Box<dyn FnMut()> = match (flex, into) {

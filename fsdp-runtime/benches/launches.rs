@@ -1,8 +1,9 @@
 //! Number of kernel launches in one training step of a BERT on a CubeCL device, and of waits.
 //!
-//! `cargo bench --features cpu --bench launches`, with `--features cpu,fusion` for Burn's fusion, and
-//! `-- --kernels` for the launches of each kernel. BERT-base is
-//! `-- --layers 12 --hidden 768 --inner 3072`; the number of launches depends on the number of layers.
+//! `cargo bench --features cpu --bench launches`, with `--features cpu,fusion` for Burn's fusion,
+//! and `-- --kernels` for the launches of each kernel. BERT-base is
+//! `-- --layers 12 --hidden 768 --inner 3072`; the number of launches depends on the number of
+//! layers.
 //!
 //! The device is Burn's default one where `BURN_DEVICE` names it, else `cpu` if it is compiled in.
 //!
@@ -71,11 +72,11 @@ impl LaunchObserver for Count {
     }
 }
 
-/// What was counted in one step.
+/// Counts of one step.
 struct Step {
     /// Launches of all ranks.
     launches: Launches,
-    /// How often rank 0 blocked on its communication thread.
+    /// Number of times that rank 0 blocked on its communication thread.
     waits: usize,
     drains: usize,
     lowerings: usize,

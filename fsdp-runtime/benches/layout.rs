@@ -46,7 +46,7 @@ fn stack(units: usize, device: &Device) -> Stack {
     Stack { units: (0..units).map(weight).collect() }
 }
 
-/// The median time of `f` in microseconds for each unit.
+/// Returns the median time of `f` in microseconds for each unit.
 fn median(units: usize, mut f: impl FnMut()) -> f64 {
     let mut times: Vec<f64> = (0..RUNS + 2)
         .map(|_| {

@@ -14,7 +14,7 @@ const CASES: [(usize, usize); 2] = [(150, 384 * 384), (1, 100_000_000)];
 const RUNS: usize = 11;
 const WARM_UP: usize = 2;
 
-/// The median time of a step, per element, in nanoseconds.
+/// Returns the median time of a step, per element, in nanoseconds.
 fn measure(elements: usize, mut step: impl FnMut()) -> f64 {
     let mut nanoseconds: Vec<f64> = (0..WARM_UP + RUNS)
         .map(|_| {
@@ -34,8 +34,8 @@ fn noise(elements: usize) -> Tensor<1> {
     Tensor::from_data(burn::tensor::TensorData::new(data, [elements]), &Device::flex())
 }
 
-/// The time of a step with an optimizer. Gradients outlive it, because freeing them is no part of
-/// the step.
+/// Returns the time of a step with an optimizer. Gradients outlive it, because freeing them is no
+/// part of the step.
 fn adamw<O: Optimizer>(optimizer: &O, tensors: usize, elements: usize) -> f64 {
     let mut params: Vec<_> = (0..tensors)
         .map(|_| (Some(noise(elements)), noise(elements) * 0.01, None::<O::State<1>>))
@@ -49,7 +49,7 @@ fn adamw<O: Optimizer>(optimizer: &O, tensors: usize, elements: usize) -> f64 {
     })
 }
 
-/// The time of a loop that reads four arrays and writes three, as AdamW does.
+/// Returns the time of a loop that reads four arrays and writes three, as AdamW does.
 fn floor(elements: usize) -> f64 {
     const TASK: usize = 1 << 14;
     let [mut a, mut b, mut c] = std::array::from_fn(|_| vec![0f32; elements]);

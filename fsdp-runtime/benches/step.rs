@@ -1,11 +1,11 @@
 //! Time of one training step of a BERT, unsharded and under several strategies.
 //!
-//! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation and
-//! `--offload` for that of parameters and optimizer state on the host
+//! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation
+//! and `--offload` for that of parameters and optimizer state on the host
 //!
 //! All variants take turns in each round, so that other load on the machine affects all of them.
-//! Times are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`, and
-//! `vs_torch.sh` compares the two.
+//! Times are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,
+//! and `vs_torch.sh` compares the two.
 
 use std::time::{Duration, Instant};
 
@@ -41,16 +41,16 @@ struct Cli {
     /// Steps of a round. The first two of each round are not counted.
     #[arg(long, default_value_t = 6)]
     steps: usize,
-    /// Rounds.
+    /// Number of rounds, each of which runs every variant once.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// Also FULL_SHARD with every layer checkpointed.
+    /// Also measures FULL_SHARD with every layer recomputed.
     #[arg(long)]
     checkpoint: bool,
-    /// Also FULL_SHARD with parameters and optimizer state on the host.
+    /// Also measures FULL_SHARD with parameters and optimizer state on the host.
     #[arg(long)]
     offload: bool,
-    /// Also FULL_SHARD with a wait for the device after each step.
+    /// Also measures FULL_SHARD with a wait for the device after each step.
     #[arg(long)]
     sync: bool,
     /// CubeCL's CPU runtime in place of Flex.
@@ -62,8 +62,8 @@ struct Cli {
     /// Parameters and products in bf16; gradients are reduced in f32.
     #[arg(long)]
     bf16: bool,
-    /// The system's allocator in place of mimalloc, set up by `launch` as in a program without code for
-    /// its allocator.
+    /// The system's allocator in place of mimalloc, set up by `launch` as in a program without code
+    /// for its allocator.
     #[arg(long)]
     system_allocator: bool,
     /// Prints one line for each variant: the median step in seconds.
@@ -145,8 +145,8 @@ fn ways(cli: &Cli) -> Vec<Way> {
     ways
 }
 
-/// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward` returns,
-/// and `end` runs after each step.
+/// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward`
+/// returns, and `end` runs after each step.
 fn time<M: Module>(
     cli: &Cli,
     mut model: M,
@@ -199,7 +199,7 @@ fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
     }
 }
 
-/// The steps of one round, each as measured on the slowest rank, with the losses of rank 0.
+/// Returns the steps of one round, each as measured on the slowest rank, with the losses of rank 0.
 fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
     let (job, options, sync) = (cli.clone(), way.options.clone(), way.sync);
     let options =
@@ -266,7 +266,7 @@ fn print_json(cli: &Cli, world: usize, way: &Way, times: &[Times]) {
     println!("{result}");
 }
 
-/// The variants that the arguments select.
+/// Returns the variants that the arguments select.
 fn selected(cli: &Cli) -> Vec<Way> {
     let mut ways = ways(cli);
     ways.retain(|way| way.name.contains(&cli.only));

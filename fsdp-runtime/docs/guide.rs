@@ -2,12 +2,13 @@
 #![doc = ""]
 #![doc = include_str!("README.md")]
 
-// This module exists in the documentation only. A chapter is a page of this folder. To add one: a line
-// below, in `links` and in the table of `README.md`; `tests/guide.rs` of the workspace
-// compares them.
+// This module exists in the documentation only. A chapter is a page of this folder. To add one: a
+// line below, in `links` and in the table of `README.md`; `tests/guide/` of the workspace compares
+// them.
 //
-// A link between pages is a reference, such as `[Checkpoints][checkpoints]`. Markdown uses the first
-// definition of a reference: in rustdoc the one in `links`, in the file itself the one at its end.
+// A link between pages is a reference, such as `[Checkpoints][checkpoints]`. Markdown uses the
+// first definition of a reference: in rustdoc the one in `links`, in the file itself the one at its
+// end.
 
 macro_rules! chapters {
     ($($name:ident: $page:literal),+ $(,)?) => {$(

@@ -1,8 +1,8 @@
 //! Fully sharded data parallel training for Burn.
 //!
-//! Annotate a model's units with [`#[fsdp_unit]`](macro@fsdp_unit), start ranks with [`launch`], shard
-//! with [`fully_shard`], and train as ever: the sharded model is a Burn module, and Burn's own
-//! optimizers step it.
+//! Annotate a model's units with [`#[fsdp_unit]`](macro@fsdp_unit), start ranks with [`launch`],
+//! shard with [`fully_shard`], and train as before: the sharded model is a Burn module, and Burn's
+//! own optimizers step it.
 //!
 #![cfg_attr(doc, doc = "The [guide] begins with a [first sharded model](guide::first_model).")]
 #![deny(missing_docs)]
@@ -78,7 +78,7 @@ pub mod kernels {
     pub use crate::backend::ops::*;
 }
 
-/// What a program that trains a sharded model needs.
+/// The types and functions that a program needs to train a sharded model.
 pub mod prelude {
     pub use crate::{
         ActivationCheckpointing, BackwardPrefetch, Engine, Error, Fsdp, FsdpModule, FsdpOptions,
@@ -88,7 +88,7 @@ pub mod prelude {
     };
 }
 
-/// What generated code calls. Not a public interface.
+/// The items that generated code names. Not a public interface.
 #[doc(hidden)]
 pub mod __private {
     pub use burn::tensor::DispatchTensor;

@@ -27,7 +27,8 @@ fn values<const D: usize>(tensor: &Tensor<D>) -> Vec<f32> {
 /// Rounding, relative to elements above 1.
 const WITHIN: Within = Within::Scaled(1e-6);
 
-/// Steps both on the same gradients, of every size. Some elements have a gradient of 0 in every step.
+/// Steps both on the same gradients, of every size. Some elements have a gradient of 0 in every
+/// step.
 fn assert_same_numbers(ours: impl Optimizer, theirs: impl Optimizer, what: &str) {
     const LEN: usize = 1003;
     let device = Device::flex();
@@ -139,7 +140,7 @@ impl Net {
     }
 }
 
-/// The parameters after each of `steps`.
+/// Returns the parameters after each of `steps`.
 fn train(
     net: &mut Net,
     optimizer: &mut ModuleOptimizer,
@@ -156,7 +157,7 @@ fn train(
         .collect()
 }
 
-/// A name, our optimizer of that name, and Burn's with the same options.
+/// Returns a name, our optimizer of that name, and Burn's with the same options.
 fn pairs() -> [(&'static str, ModuleOptimizer, ModuleOptimizer); 3] {
     let momentum = MomentumConfig::new().with_momentum(0.9).with_dampening(0.0);
     [

@@ -1,5 +1,5 @@
-//! A launch tells glibc's allocator to keep freed pages, so that the same block costs page faults only
-//! once, and to have huge pages.
+//! A launch tells glibc's allocator to keep freed pages, so that the same block costs page faults
+//! only once, and to have huge pages.
 //!
 //! The settings are those of a whole process. The binary therefore runs itself once for each way to
 //! launch, and the runs launch on their main thread, as most programs do.
@@ -19,7 +19,7 @@ mod glibc {
     use fsdp_runtime::Error;
     use fsdp_runtime::prelude::*;
 
-    /// Bytes of a block, above the largest that glibc can be told not to map on its own.
+    /// Bytes of a block, above the largest threshold from which glibc maps blocks separately.
     const BLOCK: usize = 48 << 20;
     const PAGE: usize = 4096;
     const BLOCKS: usize = 10;
@@ -57,8 +57,8 @@ mod glibc {
         (faults.parse().unwrap(), has_huge_pages.parse().ok())
     }
 
-    /// Writes the page faults of blocks on a rank, and whether they have huge pages, where the system
-    /// has them.
+    /// Writes the page faults of blocks on a rank, and whether they have huge pages, where the
+    /// system has them.
     fn report(tuned: bool) {
         let options = LaunchOptions::new(1).with_malloc_tuning(tuned).with_device(Device::flex());
         let ranks = launch(options, |_| {

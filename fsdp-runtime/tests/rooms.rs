@@ -333,7 +333,7 @@ fn wrong(folder: &Path) -> Vec<String> {
 fn modules_use_only_modules_above_them() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut folders = vec!["src", "src/bin/fsdp"];
-    // A package from crates.io lies beside no workspace.
+    // A package from crates.io has no workspace around it.
     let macros = "../fsdp-macros/src";
     if root.join("../examples").is_dir() || root.join(macros).is_dir() {
         folders.push(macros);

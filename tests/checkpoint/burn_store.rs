@@ -1,4 +1,5 @@
-//! `burn-store` on a sharded model: its snapshot is refused, and it reads what `save_burnpack` wrote.
+//! `burn-store` on a sharded model: its snapshot is refused, and it reads what `save_burnpack`
+//! wrote.
 
 use burn_store::{BurnpackStore, ModuleSnapshot};
 use fsdp_runtime::prelude::*;

@@ -1,6 +1,7 @@
 //! A full disk is a typed error that names the file, and the previous checkpoint stays the latest.
 //!
-//! The tests start this program again, on a small disk of its own or with a limit on the size of files.
+//! The tests start this program again, on a small disk of its own or with a limit on the size of
+//! files.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write as _};
@@ -34,7 +35,7 @@ fn again(test: &str, first: &str, folder: &Path) -> Output {
     command.output().expect("a shell can be started")
 }
 
-/// Whether a disk can be mounted in a new namespace.
+/// Returns whether a disk can be mounted in a new namespace.
 fn can_mount() -> bool {
     let mount = "mount -t tmpfs none /mnt";
     let mut unshare = Command::new("unshare");
@@ -52,7 +53,7 @@ fn folder() -> PathBuf {
     PathBuf::from(std::env::var_os(FOLDER).expect("started by one of the tests"))
 }
 
-/// A model, and an optimizer with moments, after a step.
+/// Returns a model, and an optimizer with moments, after a step.
 fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOptimizer), Error> {
     let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(1))?;
     let mut optimizer = optimizer();
@@ -60,8 +61,8 @@ fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOp
     Ok((net, optimizer))
 }
 
-/// Asserts that an error of a full disk names the file on the rank that met it, and that rank on the
-/// others.
+/// Asserts that an error of a full disk names the file on the rank that met it, and that rank on
+/// the others.
 fn check(error: &Error, kinds: &[ErrorKind]) {
     match error {
         Error::Checkpoint(CheckpointError::Io { kind, file, .. }) => {

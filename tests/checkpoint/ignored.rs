@@ -1,5 +1,5 @@
-//! Ignored parameters are saved with the others in checkpoints and state dicts: once where all ranks
-//! have the same values, and once for each rank where they differ.
+//! Ignored parameters are saved with the others in checkpoints and state dicts: once where all
+//! ranks have the same values, and once for each rank where they differ.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use crate::support::{Net, batch, loss, on_ranks};
 /// The ignored parameter.
 const PATH: &str = "blocks.0.up.weight";
 
-/// A sharded model with one ignored matrix, whose elements are `own` on this rank.
+/// Returns a sharded model with one ignored matrix, whose elements are `own` on this rank.
 fn ignoring(worker: &Worker, seed: u64, own: f32) -> Result<Fsdp<Net>, Error> {
     let mut net = Net::new(BLOCKS, 0.0, worker.device());
     let weight = net.blocks[0].up.weight.clone();
@@ -39,7 +39,7 @@ fn step(
     Ok(optimizer.step(1e-2, net, grads))
 }
 
-/// This rank's values of the ignored matrix.
+/// Returns this rank's values of the ignored matrix.
 fn own(net: &Fsdp<Net>) -> TensorData {
     net.blocks[0].up.weight.val().into_data()
 }
@@ -79,7 +79,7 @@ fn second_run(world: usize, path: PathBuf, alike: bool) -> Vec<TensorData> {
     })
 }
 
-/// The manifest's entries of the ignored matrix and of its first moment.
+/// Returns the manifest's entries of the ignored matrix and of its first moment.
 fn entries(path: &Path) -> [TensorEntry; 2] {
     let text = std::fs::read(path.join("manifest.json")).unwrap();
     let manifest = Manifest::parse(&text, "manifest.json").unwrap();

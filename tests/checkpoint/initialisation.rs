@@ -27,7 +27,7 @@ impl Counted {
     }
 }
 
-/// A model that counts how often its weights are initialised.
+/// Returns a model that counts how often its weights are initialised.
 fn counted(device: &Device, count: &Arc<AtomicUsize>) -> Counted {
     let linear = |count: Arc<AtomicUsize>| {
         let weight = Param::uninitialized(

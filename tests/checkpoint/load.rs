@@ -10,8 +10,8 @@ use safetensors::tensor::{Dtype, TensorView};
 use crate::support::compare::assert_same_state;
 use crate::support::{self, Net, of_rank_0};
 
-/// A file of [`Net`]'s weights with PyTorch's names and layouts. Each element is a function of its
-/// place in that layout.
+/// Returns a file of [`Net`]'s weights with PyTorch's names and layouts. Each element is a function
+/// of its place in that layout.
 fn checkpoint(prefix: &str) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let (v, l, w, h, c) =
         (support::VOCABULARY, support::LENGTH, support::WIDTH, support::HIDDEN, support::CLASSES);
@@ -73,7 +73,7 @@ fn load(world: usize, path: &Path, options: LoadOptions) -> Result<(FullState, L
     })
 }
 
-/// What an error of a load lists: missing, unexpected and misshapen tensors.
+/// Returns what an error of a load lists: missing, unexpected and misshapen tensors.
 fn difference(path: &Path, options: LoadOptions) -> (Vec<String>, Vec<String>, Vec<String>) {
     match load(2, path, options).unwrap_err() {
         Error::Load(LoadError::Mismatch { missing, unexpected, misshapen, .. }) => {

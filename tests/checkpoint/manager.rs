@@ -1,4 +1,5 @@
-//! `CheckpointManager`: which checkpoints are kept, what is cleaned up, and saves in the background.
+//! `CheckpointManager`: which checkpoints are kept, what is cleaned up, and saves in the
+//! background.
 
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, list};
 use fsdp_runtime::prelude::*;
@@ -37,7 +38,8 @@ fn the_newest_checkpoints_are_kept_and_torn_ones_are_removed() {
     }
 }
 
-/// A folder of checkpoints is no checkpoint: a save in its place would delete the checkpoints in it.
+/// A folder of checkpoints is no checkpoint: a save in its place would delete the checkpoints in
+/// it.
 #[test]
 fn a_save_replaces_nothing_but_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();

@@ -12,14 +12,14 @@ use crate::support::checkpoint::{BLOCKS, optimizer, schedule, sharded, train_ste
 use crate::support::compare::assert_same_state;
 use crate::support::{self, Net, batch, of_rank_0, on_ranks};
 
-/// A sharded model with one ignored matrix.
+/// Returns a sharded model with one ignored matrix.
 fn ignoring(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     let net = Net::new(BLOCKS, 0.0, worker.device());
     let ignored = [net.blocks[1].down.weight.id];
     fully_shard(net, worker, FsdpOptions::new().with_seed(3).with_ignored_params(ignored))
 }
 
-/// The files of a folder by name.
+/// Returns the files of a folder by name.
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(folder).unwrap().flatten();
     let file = |entry: fs::DirEntry| {

@@ -20,7 +20,7 @@ use crate::support::{self, Net, of_rank_0, on_ranks};
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// The sharded model of one seed.
+/// Returns the sharded model of one seed.
 pub(super) fn sharded(worker: &Worker) -> Result<Fsdp<Net>, Error> {
     fully_shard(Net::new(2, 0.0, worker.device()), worker, FsdpOptions::new().with_seed(3))
 }
@@ -47,7 +47,7 @@ pub(super) fn load(world: usize, path: &Path) -> Result<FullState, Error> {
     })
 }
 
-/// The tensors of a file: dtype, shape and bytes.
+/// Returns the tensors of a file: dtype, shape and bytes.
 pub(super) fn read(path: &Path) -> Tensors {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -57,7 +57,7 @@ pub(super) fn read(path: &Path) -> Tensors {
         .collect()
 }
 
-/// The names of the files in a folder, sorted.
+/// Returns the names of the files in a folder, sorted.
 pub(super) fn files(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     let mut names: Vec<_> =
@@ -257,7 +257,7 @@ fn every_difference_of_an_index_is_listed() {
     assert!(error.to_string().contains("neither model.safetensors nor"), "{error}");
 }
 
-/// The error of each of two ranks where rank 0 cannot write.
+/// Returns the error of each of two ranks where rank 0 cannot write.
 fn refused(folder: &Path, options: SavePretrained) -> Vec<Error> {
     let folder = folder.to_path_buf();
     on_ranks(2, move |worker| {

@@ -19,7 +19,7 @@ fn sharded(worker: &Worker, seed: u64) -> Result<Fsdp<Tied>, Error> {
     fully_shard(tied(worker.device()), worker, FsdpOptions::new().with_seed(seed))
 }
 
-/// A model that has seen different batches on each rank.
+/// Returns a model that has seen different batches on each rank.
 fn trained(worker: &Worker) -> Result<Fsdp<Tied>, Error> {
     let model = sharded(worker, 1)?;
     let first = worker.rank().index() as i32;
@@ -30,7 +30,7 @@ fn trained(worker: &Worker) -> Result<Fsdp<Tied>, Error> {
     Ok(model)
 }
 
-/// This rank's running mean.
+/// Returns this rank's running mean.
 fn own(model: &Fsdp<Tied>) -> TensorData {
     model.state().sharded()[MEAN].data.clone()
 }

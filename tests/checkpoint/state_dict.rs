@@ -8,7 +8,7 @@ use crate::support::checkpoint::{optimizer, schedule, sharded, train_step};
 use crate::support::compare::assert_same_state;
 use crate::support::{Net, of_rank_0, on_ranks};
 
-/// A model and its optimizer after two steps.
+/// Returns a model and its optimizer after two steps.
 fn trained(worker: &Worker, options: FsdpOptions) -> Result<(Fsdp<Net>, ModuleOptimizer), Error> {
     let (mut net, mut own) = (sharded(worker, 0.0, options)?, optimizer());
     let mut rate = schedule();

@@ -123,7 +123,8 @@ fn unused_forward_module() {
     assert_norms_are_those_of_no_shard(Used::Neither);
 }
 
-/// The next backward releases what forwards without a backward have left, and finds the same gradients.
+/// The next backward releases what forwards without a backward have left, and finds the same
+/// gradients.
 #[test]
 fn a_forward_without_backward_leaves_nothing_behind() {
     let after = |forwards: usize| {

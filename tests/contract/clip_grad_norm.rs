@@ -9,8 +9,8 @@ use fsdp_runtime::prelude::*;
 use super::mlp::{WIDTH, input, loss, on_ranks, sharded};
 use super::support::trace::{only, record};
 
-/// The norm of all gradients as one vector before and after clipping to `max`, and the all-reduces
-/// it took.
+/// Returns the norm of all gradients as one vector before and after clipping to `max`, and the
+/// all-reduces it took.
 fn clipped(strategy: ShardingStrategy, norm: Norm, max: f64) -> (f64, f64, usize) {
     let ranks = on_ranks(4, move |worker| {
         let model =
@@ -26,7 +26,8 @@ fn clipped(strategy: ShardingStrategy, norm: Norm, max: f64) -> (f64, f64, usize
     ranks[0]
 }
 
-/// The p-norm of the full gradients, which every rank holds under `NO_SHARD`, from the definition.
+/// Returns the p-norm of the full gradients, which every rank holds under `NO_SHARD`, from the
+/// definition.
 fn expected(p: f64) -> f64 {
     on_ranks(4, move |worker| {
         let options = FsdpOptions::new().with_strategy(ShardingStrategy::NoShard);

@@ -13,7 +13,7 @@ use super::support::trace::{only, record};
 const STEPS: [&str; 6] =
     ["unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "reduce"];
 
-/// The second step of three blocks on two ranks: lines of its forward and of its backward.
+/// Returns the second step of three blocks on two ranks: lines of its forward and of its backward.
 fn trace(options: FsdpOptions) -> (Vec<String>, Vec<String>) {
     let traces = on_ranks(2, move |worker| {
         let model = sharded(3, worker, options.clone())?;
@@ -72,7 +72,8 @@ fn without_root(lines: Vec<String>) -> Vec<String> {
     lines.into_iter().filter(|line| !line.ends_with("(root)")).collect()
 }
 
-/// PyTorch's order: unshard 2, which stays gathered here, unshard 1, post 2, unshard 0, post 1, post 0.
+/// PyTorch's order: unshard 2, which stays gathered here, unshard 1, post 2, unshard 0, post 1,
+/// post 0.
 #[test]
 fn backward_order_with_prefetch_before() {
     let (_, backward) = trace(FsdpOptions::new());
@@ -221,7 +222,8 @@ fn switching(device: &Device) -> Switching {
     }
 }
 
-/// A unit that is skipped, used twice or used in another order than before costs one more all-gather.
+/// A unit that is skipped, used twice or used in another order than before costs one more
+/// all-gather.
 #[test]
 fn mis_prefetch() {
     const ORDERS: [&[usize]; 6] =

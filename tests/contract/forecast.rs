@@ -100,8 +100,8 @@ fn options_that_cost_memory() {
     assert_as_forecast(4, options.with_reshard_after_forward(ReshardAfterForward::To(2)), 1);
 }
 
-/// Whether a reduction has ended while the gradients of the next unit arrive is a matter of time. So
-/// the forecast is the most that there can be.
+/// Whether a reduction has ended while the gradients of the next unit arrive is a matter of time.
+/// So the forecast is the most that there can be.
 #[test]
 fn reductions_in_flight() {
     for (world, in_flight, batches) in [(2, 2, 1), (2, 3, 1), (4, 2, 1), (2, 2, 2)] {
@@ -120,7 +120,8 @@ fn reductions_in_flight() {
     }
 }
 
-/// Trains two steps. Returns the losses and the weights, the peak of the gradients, and its forecast.
+/// Trains two steps. Returns the losses and the weights, the peak of the gradients, and its
+/// forecast.
 fn gradients(
     worker: &Worker,
     options: &FsdpOptions,
@@ -176,7 +177,8 @@ fn accumulation() {
     }
 }
 
-/// A forecast of a model far too large for any machine allocates nothing. Its error shows the table.
+/// A forecast of a model far too large for any machine allocates nothing. Its error shows the
+/// table.
 #[test]
 fn a_model_that_does_not_fit_is_refused() {
     let device = burn::tensor::Device::flex();

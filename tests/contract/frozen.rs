@@ -196,7 +196,7 @@ fn lora() {
     }
 }
 
-/// Bytes of the matrices of two blocks and the head, each with factors of rank 2.
+/// Returns the bytes of the matrices of two blocks and the head, each with factors of rank 2.
 fn adapted_bytes() -> usize {
     let adapted = |rows: usize, columns: usize| rows * columns + 2 * (rows + columns);
     let block = adapted(WIDTH, HIDDEN) + adapted(HIDDEN, WIDTH);

@@ -58,7 +58,8 @@ fn strategies() -> [FsdpOptions; 3] {
     [ShardingStrategy::FullShard, ShardingStrategy::NoShard, ShardingStrategy::HybridShard].map(of)
 }
 
-/// A scale that is a power of two changes no bit of a gradient that neither overflows nor underflows.
+/// A scale that is a power of two changes no bit of a gradient that neither overflows nor
+/// underflows.
 #[test]
 fn scaled_training_has_the_bits_of_training_without_a_scale() {
     for options in strategies() {

@@ -1,4 +1,5 @@
-//! The contract of PyTorch's FSDP2: a file for each of its `test_fully_shard_*`, under the same name.
+//! The contract of PyTorch's FSDP2: a file for each of its `test_fully_shard_*`, under the same
+//! name.
 //!
 //! Checkpoints, mixed precision and offload have tests of their own in `tests/checkpoint` and
 //! `tests/training`.

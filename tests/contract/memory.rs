@@ -1,4 +1,5 @@
-//! `test_fully_shard_memory`: bounds on memory at each point of a step, by the runtime's accounting.
+//! `test_fully_shard_memory`: bounds on memory at each point of a step, by the runtime's
+//! accounting.
 
 use burn::optim::AdamWConfig;
 use fsdp_runtime::Memory;
@@ -38,7 +39,7 @@ fn counted(options: FsdpOptions) -> Counted {
     })
 }
 
-/// Bytes of the parameters that a rank holds between steps.
+/// Returns the bytes of the parameters that a rank holds between steps.
 fn held(memory: &Memory) -> usize {
     memory.shards.now + memory.replicated.now
 }

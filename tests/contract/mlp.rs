@@ -31,20 +31,20 @@ impl Mlp {
     }
 }
 
-/// Rows that differ from rank to rank and step to step: `[rows, WIDTH]`.
+/// Returns rows that differ from rank to rank and step to step: `[rows, WIDTH]`.
 pub fn input(rank: usize, step: usize, rows: usize, device: &Device) -> Tensor<2> {
     let at = |i: usize| ((i * 37 + rank * 1009 + step * 7919) % 101) as f32 / 50.0 - 1.0;
     let data: Vec<f32> = (0..rows * WIDTH).map(at).collect();
     Tensor::from_data(TensorData::new(data, [rows, WIDTH]), device)
 }
 
-/// A sharded model of `blocks` blocks, initialised from one seed.
+/// Returns a sharded model of `blocks` blocks, initialised from one seed.
 pub fn sharded(blocks: usize, worker: &Worker, options: FsdpOptions) -> Result<Fsdp<Mlp>, Error> {
     fully_shard(Mlp::new(blocks, worker.device()), worker, options.with_seed(11))
 }
 
-/// The elements of a parameter's gradient: this rank's shard, or all under `NO_SHARD`. None where
-/// this rank has no gradient of it.
+/// Returns the elements of a parameter's gradient: this rank's shard, or all under `NO_SHARD`. None
+/// where this rank has no gradient of it.
 pub fn gradient<const D: usize>(
     gradients: &GradientsParams,
     param: &Param<Tensor<D>>,
@@ -52,12 +52,13 @@ pub fn gradient<const D: usize>(
     gradients.get::<D>(param.id).map(|gradient| gradient.into_data().iter::<f32>().collect())
 }
 
-/// The full gradient of a parameter, put together from the shards of all ranks in rank order.
+/// Returns the full gradient of a parameter, put together from the shards of all ranks in rank
+/// order.
 pub fn full_gradient<'a>(shards: impl IntoIterator<Item = &'a Option<Vec<f32>>>) -> Vec<f32> {
     shards.into_iter().flatten().flatten().copied().collect()
 }
 
-/// The unsharded model with the values that every rank shards under one seed.
+/// Returns the unsharded model with the values that every rank shards under one seed.
 pub fn unsharded<M: HookedForward>(
     model: M,
     worker: &Worker,

@@ -1,7 +1,7 @@
 //! `test_fully_shard_overlap`: the next unit is gathered while this one computes.
 //!
 //! No test reads a clock. One rank stays within a unit until another rank is in the next one, which
-//! only an all-gather that runs beside the computation allows.
+//! only an all-gather that runs during the computation allows.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -63,7 +63,7 @@ fn chain(device: &Device) -> Chain {
     Chain { units: (0..3).map(unit).collect() }
 }
 
-/// Whether rank 0 enters the second unit while rank 1 is in the first.
+/// Returns whether rank 0 enters the second unit while rank 1 is in the first.
 fn overlaps(options: FsdpOptions) -> bool {
     let gate = Gate::default();
     let launched =

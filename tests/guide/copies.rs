@@ -1,4 +1,4 @@
-//! Texts that are in two places are the same in both.
+//! Texts that are in two places are the same in both, and the README stays short.
 
 use super::{page, text};
 
@@ -10,8 +10,8 @@ fn block<'a>(text: &'a str, language: &str) -> &'a str {
     &body[..body.find("```").expect("an end")]
 }
 
-/// `.ci/new_crate` runs the example of the repository's README, and `cargo test --doc` compiles that of
-/// the package's.
+/// `.ci/new_crate` runs the example of the repository's README, and `cargo test --doc` compiles
+/// that of the package's.
 #[test]
 fn both_readmes_have_one_example_and_one_list_of_features() {
     let (repository, package) = (text("README.md"), text("fsdp-runtime/README.md"));
@@ -27,13 +27,21 @@ fn both_readmes_have_one_example_and_one_list_of_features() {
     assert_eq!(features(&repository), features(&package));
 }
 
+/// The README is the front page of the repository. Details belong in the guide.
+#[test]
+fn the_readme_has_at_most_220_lines() {
+    let lines = text("README.md").lines().count();
+    assert!((100..=220).contains(&lines), "README.md has {lines} lines");
+}
+
 #[test]
 fn the_page_has_the_actual_expansion() {
-    let expanded = text("fsdp-macros/tests/snapshots/readme.expanded.rs");
-    assert!(
-        page("expansion").contains(&expanded),
-        "docs/expansion.md does not hold fsdp-macros/tests/snapshots/readme.expanded.rs as it is"
-    );
+    let page = page("expansion");
+    for name in ["readme.rs", "readme.expanded.rs"] {
+        let file = format!("fsdp-macros/tests/snapshots/{name}");
+        let block = format!("```rust,ignore\n{}```\n", text(&file));
+        assert!(page.contains(&block), "docs/expansion.md does not hold {file} as it is");
+    }
 }
 
 /// The examples in the macros' documentation are those that `tests/units` compiles.

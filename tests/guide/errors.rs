@@ -9,8 +9,8 @@ use super::{files, matches, page, rows, text};
 /// A variant of an error type and its message, which is `None` where it is that of its source.
 type Variant = (String, Option<String>);
 
-/// Returns the errors of the runtime's sources: for each type with `#[derive(thiserror::Error)]`, its
-/// variants. A struct has none. The launcher's own error is called `fsdp launch`.
+/// Returns the errors of the runtime's sources: for each type with `#[derive(thiserror::Error)]`,
+/// its variants. A struct has none. The launcher's own error is called `fsdp launch`.
 fn error_types() -> BTreeMap<String, Vec<Variant>> {
     let mut types = BTreeMap::new();
     for file in files("fsdp-runtime/src", ".rs") {

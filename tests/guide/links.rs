@@ -1,7 +1,7 @@
 //! Links between the pages of the guide work in rustdoc and in the files.
 //!
-//! A link is a reference, such as `[Checkpoints][checkpoints]`. `docs/links` defines it for rustdoc, and
-//! the end of the page for readers of the file.
+//! A link is a reference, such as `[Checkpoints][checkpoints]`. `docs/links` defines it for
+//! rustdoc, and the end of the page for readers of the file.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! The guide agrees with the code: its links, its lists of errors, its figures, and texts that are in
-//! two places.
+//! The guide agrees with the code: its links, its lists of errors, its figures, and texts that are
+//! in two places.
 
 mod copies;
 mod errors;

@@ -1,4 +1,5 @@
-//! The figures of `strategies.md`, computed. `UPDATE_GUIDE=1 cargo test --test guide` rewrites them.
+//! The figures of `strategies.md`, computed. `UPDATE_GUIDE=1 cargo test --test guide` rewrites
+//! them.
 
 use std::{env, fs};
 
@@ -110,7 +111,7 @@ fn the_tables_of_memory_are_the_forecast() {
     assert!(page == updated, "strategies.md has other figures; UPDATE_GUIDE=1 rewrites the page");
 }
 
-/// What the page says about the model and the tables.
+/// The page shows `gpt.rs`, the model of the tables, as it is.
 #[test]
 fn the_page_shows_the_model_of_the_tables() {
     assert!(page("strategies").contains(include_str!("gpt.rs")), "the page's block is not gpt.rs");

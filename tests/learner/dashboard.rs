@@ -1,4 +1,5 @@
-//! Burn's dashboard, in a pseudo-terminal: rank 0 shows it, and the terminal is as before at the end.
+//! Burn's dashboard, in a pseudo-terminal: rank 0 shows it, and the terminal is as before at the
+//! end.
 
 use std::fs::File;
 use std::io::Read;

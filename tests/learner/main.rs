@@ -1,7 +1,7 @@
 //! Burn's `Learner` on a sharded model.
 //!
-//! A run at any number of ranks has the losses and metrics of Burn's single-device `Learner` on the batches
-//! of all ranks together.
+//! A run at any number of ranks has the losses and metrics of Burn's single-device `Learner` on the
+//! batches of all ranks together.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,4 +1,5 @@
-//! The numbers of a sharded run are those of Burn's single-device run on the batches of all ranks together.
+//! The numbers of a sharded run are those of Burn's single-device run on the batches of all ranks
+//! together.
 
 use burn::optim::{AdamWConfig, LambConfig};
 use fsdp_runtime::prelude::*;

@@ -176,7 +176,7 @@ pub fn sharded(run: &Run, folder: &Path) -> Result<Vec<Outcome>, LaunchError> {
     sharded_with(run, folder, |_, training| training)
 }
 
-/// As [`sharded`], with a change to the training.
+/// Trains as [`sharded`] does, with a change to the training.
 pub fn sharded_with(
     run: &Run,
     folder: &Path,

@@ -37,12 +37,13 @@ impl Counting {
         }
     }
 
-    /// Bytes that are allocated now.
+    /// Returns the bytes that are allocated now.
     pub fn live(&self) -> usize {
         self.live.load(SeqCst)
     }
 
-    /// The most bytes that were live at once since the last [`reset_peak`](Self::reset_peak).
+    /// Returns the most bytes that were live at once since the last
+    /// [`reset_peak`](Self::reset_peak).
     pub fn peak(&self) -> usize {
         self.peak.load(SeqCst)
     }
@@ -54,7 +55,8 @@ impl Counting {
         live
     }
 
-    /// Bytes of the largest single allocation since the last call, and 0 if there was none.
+    /// Returns the bytes of the largest single allocation since the last call, and 0 if there was
+    /// none.
     pub fn take_largest(&self) -> usize {
         self.largest.swap(0, SeqCst)
     }

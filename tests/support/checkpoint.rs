@@ -68,8 +68,8 @@ impl Part {
         Self { save: Some(folder.into()), ..self }
     }
 
-    /// Runs all ranks. Returns the mean loss over ranks of each step, and the full parameters at the
-    /// end.
+    /// Runs all ranks. Returns the mean loss over ranks of each step, and the full parameters at
+    /// the end.
     #[track_caller]
     pub fn launch(&self) -> (Vec<f64>, FullState) {
         let part = self.clone();
@@ -107,7 +107,8 @@ impl Part {
     }
 }
 
-/// Trains `first`, saves, and resumes as `second`. Returns the losses of both and the last parameters.
+/// Trains `first`, saves, and resumes as `second`. Returns the losses of both and the last
+/// parameters.
 #[track_caller]
 pub fn resumed(first: Part, second: Part) -> (Vec<f64>, FullState) {
     let folder = tempfile::tempdir().unwrap();

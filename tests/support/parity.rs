@@ -1,4 +1,5 @@
-//! Runs that must agree, on any device: `training/parity.rs` compares them on Flex, `cube.rs` on CubeCL.
+//! Runs that must agree, on any device: `training/parity.rs` compares them on Flex, `cube.rs` on
+//! CubeCL.
 
 use burn::module::Module;
 use burn::optim::GradientsParams;

@@ -6,11 +6,11 @@ use burn::tensor::Device;
 use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
 
-/// How long a collective waits for the other ranks. A test whose ranks wait for each other forever fails
-/// after this time.
+/// How long a collective waits for the other ranks. A test whose ranks wait for each other forever
+/// fails after this time.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Options of a launch of `world` thread ranks on Flex.
+/// Returns options of a launch of `world` thread ranks on Flex.
 pub fn launch_options(world: usize) -> LaunchOptions {
     LaunchOptions::new(world).with_device(Device::flex()).with_timeout(TIMEOUT)
 }

@@ -63,7 +63,7 @@ pub fn record<T>(f: impl FnOnce() -> T) -> (T, Vec<String>) {
     (value, lines)
 }
 
-/// The lines whose first word is one of `names`.
+/// Returns the lines whose first word is one of `names`.
 pub fn only(lines: &[String], names: &[&str]) -> Vec<String> {
     let wanted = |line: &&String| names.iter().any(|name| line.split(' ').next() == Some(name));
     lines.iter().filter(wanted).cloned().collect()

@@ -96,7 +96,8 @@ impl Net {
     }
 }
 
-/// Tokens `[rows, LENGTH]` and labels `[rows]`. A row has the same tokens in every batch that holds it.
+/// Tokens `[rows, LENGTH]` and labels `[rows]`. A row has the same tokens in every batch that holds
+/// it.
 pub fn batch(step: usize, rows: Range<usize>, device: &Device) -> (Tensor<2, Int>, Tensor<1, Int>) {
     let token =
         |row: usize, at: usize| ((row * 7919 + step * 104_729 + at * 31) % VOCABULARY) as i32;

@@ -80,7 +80,7 @@ fn a_recompute_uses_the_part_that_reshard_after_forward_keeps() {
     assert_eq!(all.counts, plain.counts);
 }
 
-/// Lines of the second step's schedule on rank 0 of two.
+/// Returns the lines of the second step's schedule on rank 0 of two.
 fn steps_of(which: ActivationCheckpointing) -> Vec<String> {
     of_rank_0(2, move |worker| {
         let options = FsdpOptions::new().with_seed(1).with_activation_checkpointing(which);

@@ -8,7 +8,7 @@ use crate::support::{Block, Net, Run};
 /// The file of Accelerate's guide to FSDP, with `mixed_precision` set to no.
 const GUIDE: &str = include_str!("../../fsdp-runtime/tests/support/accelerate.yaml");
 
-/// The file of Accelerate's guide, with this model's unit.
+/// Returns the file of Accelerate's guide, with this model's unit.
 fn guide() -> String {
     GUIDE.replace("BertLayer", "Block")
 }

@@ -48,8 +48,8 @@ impl ModuleVisitor for Read<'_> {
     }
 }
 
-/// The loss of plain Burn on the rows of all ranks, and its gradients divided by the number of
-/// ranks, as a mean over ranks has them. Micro-batches are computed one by one, because a row's
+/// Returns the loss of plain Burn on the rows of all ranks, and its gradients divided by the number
+/// of ranks, as a mean over ranks has them. Micro-batches are computed one by one, because a row's
 /// rounding depends on the number of rows.
 fn plain(state: &FullState, step: usize, batches: usize, worker: &Worker) -> (f32, Values) {
     let net = Net::of_state(state, worker.device());
@@ -70,7 +70,8 @@ fn plain(state: &FullState, step: usize, batches: usize, worker: &Worker) -> (f3
     (value, sums)
 }
 
-/// The rounding error of a sum over ranks and rows in a dtype, relative to the largest element.
+/// Returns the rounding error of a sum over ranks and rows in a dtype, relative to the largest
+/// element.
 fn tolerance(dtype: DType) -> f32 {
     match dtype {
         DType::BF16 => 1.0 / 64.0,
@@ -176,7 +177,7 @@ fn options_of_schedule_and_offload_change_no_bit() {
     }
 }
 
-/// Elements of a flat range of these matrices, padding included.
+/// Returns the elements of a flat range of these matrices, padding included.
 fn padded(world: usize, numels: &[usize]) -> usize {
     let world = WorldSize::new(world).expect("a world has a rank");
     FlatLayout::new(numels.iter().copied(), world).padded_len()
@@ -220,7 +221,8 @@ fn a_mixed_precision_policy_gives_all_matrices_one_dtype() {
 }
 
 /// Compares memory with the forecast, to the byte. The forecast of the gradients of a unit that
-/// contains units is an upper bound: it assumes that all of the outer unit's gradients arrive first.
+/// contains units is an upper bound: it assumes that all of the outer unit's gradients arrive
+/// first.
 fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
     let what = format!("{world} ranks, {batches} batches, {options:?}");
     on_ranks(world, move |worker| {

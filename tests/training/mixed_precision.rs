@@ -1,4 +1,5 @@
-//! Mixed precision: parameters are gathered and used in half precision, and their shards stay in f32.
+//! Mixed precision: parameters are gathered and used in half precision, and their shards stay in
+//! f32.
 
 use std::sync::Mutex;
 
@@ -248,8 +249,8 @@ fn parameters_are_used_in_the_dtype_they_are_built_in_and_their_shards_are_f32()
         model = AdamWConfig::new().init().step(1e-3, model, grads);
         let after = model.state().full(Recipient::All)?;
         assert_state_differs(&state, &after, "a step");
-        // Two matrices of 36 elements, each of which starts at a multiple of 64. Each of the two ranks
-        // owns a multiple of 8 elements.
+        // Two matrices of 36 elements, each of which starts at a multiple of 64. Each of the two
+        // ranks owns a multiple of 8 elements.
         assert_eq!(model.stats().gather_buffer_bytes(), 2 * 56 * DType::BF16.size());
         Ok(())
     });

@@ -1,5 +1,5 @@
-//! Offload: parameters, gradients and optimizer state in host memory. On Flex the device's memory is the
-//! host's too, but data is copied as to any other device.
+//! Offload: parameters, gradients and optimizer state in host memory. On Flex the device's memory
+//! is the host's too, but data is copied as to any other device.
 
 use burn::module::{Module, Param};
 use burn::optim::AdamWConfig;
@@ -93,8 +93,8 @@ fn recompute_under_offload_and_in_half_precision_changes_no_bit() {
     }
 }
 
-/// Replicated biases and norms are copied to the device with their unit's all-gather, and not one by
-/// one.
+/// Replicated biases and norms are copied to the device with their unit's all-gather, and not one
+/// by one.
 #[test]
 fn replicated_parameters_are_copied_with_the_all_gather() {
     on_ranks(2, |worker| {
@@ -122,7 +122,7 @@ fn replicated_parameters_are_copied_with_the_all_gather() {
     });
 }
 
-/// Memory of rank 0 of two after two steps: on the device, and on the host.
+/// Returns the memory of rank 0 of two after two steps: on the device, and on the host.
 fn memory(policy: OffloadPolicy) -> (Memory, Memory) {
     of_rank_0(2, move |worker| {
         let options = FsdpOptions::new().with_seed(1).with_offload(policy);

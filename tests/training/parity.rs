@@ -50,7 +50,8 @@ fn schedule_options_change_no_bit() {
     for (index, options) in variants.into_iter().enumerate() {
         let variant = Run { options, ..run.clone() }.launch();
         if index == 4 {
-            // Small matrices become replicated, which changes the order in which the norm is summed.
+            // Small matrices become replicated, which changes the order in which the norm is
+            // summed.
             variant.assert_close(&expected, 1e-6);
         } else {
             variant.assert_bitwise(&expected);

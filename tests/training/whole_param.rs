@@ -139,8 +139,8 @@ fn whole_matrices_give_the_results_of_plain_burn() {
     }
 }
 
-/// Each rank has rows of its own. Gradients of `FULL_SHARD` have the bits of `NO_SHARD`, and so must the
-/// parameters after a step.
+/// Each rank has rows of its own. Gradients of `FULL_SHARD` have the bits of `NO_SHARD`, and so
+/// must the parameters after a step.
 #[test]
 fn whole_matrices_have_the_bits_of_no_shard() {
     for (name, optimizer) in OPTIMIZERS {

@@ -1,4 +1,4 @@
-//! Checkpointed units whose forwards cannot be run again from what they were called with.
+//! Units under `checkpoint` whose forwards cannot be recomputed from their inputs.
 
 use burn::module::Module;
 use burn::nn::Linear;

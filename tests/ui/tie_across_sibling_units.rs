@@ -1,4 +1,4 @@
-//! The two places of a tied weight lie in two units beside each other.
+//! The two places of a tied weight lie in two sibling units.
 
 use burn::module::Module;
 use burn::nn::{Embedding, Linear};

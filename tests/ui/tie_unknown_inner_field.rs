@@ -1,5 +1,5 @@
 //! A tie path goes wrong below the struct: a field that is not there, a list without an index, a
-//! path that goes on below a parameter.
+//! path that continues below a parameter.
 
 use burn::module::Module;
 use burn::nn::{Embedding, Linear};

@@ -63,8 +63,8 @@ impl Empty {
     }
 }
 
-/// The error of the first rank to fail, where each of two ranks shards the model that `build`
-/// returns for it.
+/// Returns the error of the first rank to fail, where each of two ranks shards the model that
+/// `build` returns for it.
 fn refused<M: HookedForward + 'static>(
     options: FsdpOptions,
     build: impl Fn(usize, &Device) -> M + Send + Sync + 'static,
@@ -286,7 +286,8 @@ fn tied(device: &Device) -> Tied {
     Tied { first, second: Linear { weight, ..second } }
 }
 
-/// Shards a model over two ranks. Returns the lines of its broadcasts, and the full state on each rank.
+/// Shards a model over two ranks. Returns the lines of its broadcasts, and the full state on each
+/// rank.
 fn broadcasts<M: FsdpModule + HookedForward + 'static>(
     options: FsdpOptions,
     build: fn(&Device) -> M,

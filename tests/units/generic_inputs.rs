@@ -1,5 +1,5 @@
-//! Inputs of generic types: they order the gathers and are cast as inputs of concrete types are. What a
-//! closure captures is not.
+//! Inputs of generic types: they order the gathers and are cast as inputs of concrete types are.
+//! What a closure captures is not.
 
 use std::cell::RefCell;
 

@@ -118,7 +118,7 @@ fn scalar(output: Scored) -> Tensor<1> {
     output.score.expect("always scored").powf_scalar(2.0).mean() + output.hidden.mean()
 }
 
-/// The loss and gradients of plain Burn. A tied weight has one gradient, from both places.
+/// Returns the loss and gradients of plain Burn. A tied weight has one gradient, from both places.
 fn expected(model: &Model, device: &Device) -> (f32, Vec<Vec<f32>>) {
     let loss = scalar(model.forward(input(device)));
     let value = loss.clone().into_scalar::<f32>();
@@ -134,7 +134,7 @@ fn expected(model: &Model, device: &Device) -> (f32, Vec<Vec<f32>>) {
     (value, vec![get(&model.input), get(&model.gates.0.left.weight), get(&model.table.rows)])
 }
 
-/// The shards of gradients on this rank. A rank may have none of a matrix.
+/// Returns the shards of gradients on this rank. A rank may have none of a matrix.
 fn shards(model: &Fsdp<Model>, grads: &GradientsParams) -> Vec<Vec<f32>> {
     let get = |param: &Param<Tensor<2>>| {
         grads
@@ -184,7 +184,7 @@ fn values_and_gradients_are_those_of_plain_burn() {
     }
 }
 
-/// The unsharded model of a full state.
+/// Returns the unsharded model of a full state.
 fn restore(state: &FullState, device: &Device) -> Model {
     let matrix = |path: &str| Param::from_data(state[path].clone(), device);
     let linear = |gate: &str, side: &str| Linear {

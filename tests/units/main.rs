@@ -1,5 +1,5 @@
-//! What the macros accept as a unit, which models can be sharded, and how units are called. What the
-//! macros refuse is under `tests/ui`.
+//! What the macros accept as a unit, which models can be sharded, and how units are called. What
+//! the macros refuse is under `tests/ui`.
 
 #[path = "../support/mod.rs"]
 mod support;

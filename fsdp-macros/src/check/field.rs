@@ -3,8 +3,8 @@
 use crate::errors::Errors;
 use crate::parse::{Content, Field};
 
-/// `#[fsdp_unit]` sees a field before the compiler has evaluated its `#[cfg]`. (A derive macro sees
-/// only the fields that remain.)
+/// Checks that a field of a unit is not under `#[cfg]`. `#[fsdp_unit]` sees a field before the
+/// compiler has evaluated its `#[cfg]`. (A derive macro sees only the fields that remain.)
 pub(super) fn is_unconditional(field: &Field<'_>, errors: &mut Errors) {
     if let Some(condition) = field.condition() {
         errors.push(
@@ -15,7 +15,8 @@ pub(super) fn is_unconditional(field: &Field<'_>, errors: &mut Errors) {
     }
 }
 
-/// `leaf` and `unit` need a module, which `#[module(skip)]` hides from Burn.
+/// Checks that a field has not both `#[module(skip)]` and `leaf` or `unit`. These two need a
+/// module, which `#[module(skip)]` hides from Burn.
 pub(super) fn has_one_role(field: &Field<'_>, errors: &mut Errors) {
     if field.content != Content::Skipped {
         return;
@@ -33,7 +34,8 @@ pub(super) fn has_one_role(field: &Field<'_>, errors: &mut Errors) {
     }
 }
 
-/// A field that is not part of the layout has no checkpoint key and no parameters.
+/// Checks that a field with a key, `leaf` or `unit` has parameters. A field that is not part of the
+/// layout has none.
 pub(super) fn has_parameters_for_its_arguments(field: &Field<'_>, errors: &mut Errors) {
     let what = match field.content {
         Content::Skipped => "a field under `#[module(skip)]`",

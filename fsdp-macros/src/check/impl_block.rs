@@ -5,7 +5,8 @@ use quote::ToTokens;
 use crate::errors::Errors;
 use crate::parse::{FORWARD, Forward, ImplBlock, Receiver};
 
-/// A hooked method's body moves to a second method, which an `impl` block of a trait cannot hold.
+/// Checks that the block is not one of a trait. A hooked method's body moves to a second method,
+/// which a trait's block cannot contain.
 pub(super) fn is_inherent(block: &ImplBlock<'_>, errors: &mut Errors) {
     if let Some((_, path, _)) = &block.original.trait_ {
         let ty = block.original.self_ty.to_token_stream();
@@ -19,7 +20,7 @@ pub(super) fn is_inherent(block: &ImplBlock<'_>, errors: &mut Errors) {
     }
 }
 
-/// A unit is one type: its layout is a constant.
+/// Checks that the block is of one type, since a unit's layout is a constant.
 pub(super) fn is_not_generic(block: &ImplBlock<'_>, errors: &mut Errors) {
     if !block.is_of_one_type() {
         errors.push(
@@ -30,7 +31,8 @@ pub(super) fn is_not_generic(block: &ImplBlock<'_>, errors: &mut Errors) {
     }
 }
 
-/// The hooks read the unit's shards from outside, while other code may hold the unit too.
+/// Checks that `forward` takes `&self`. The hooks read the unit's shards from outside, while other
+/// code may refer to the unit too.
 pub(super) fn takes_shared_self(forward: &Forward<'_>, errors: &mut Errors) {
     let sig = &forward.original.sig;
     if sig.ident != FORWARD {
@@ -56,7 +58,8 @@ pub(super) fn takes_shared_self(forward: &Forward<'_>, errors: &mut Errors) {
     }
 }
 
-/// The hooks run once before and once after the body, on the calling thread.
+/// Checks that a hooked method is neither `async` nor `const`. The hooks run once before and once
+/// after the body, on the calling thread.
 pub(super) fn is_neither_async_nor_const(forward: &Forward<'_>, errors: &mut Errors) {
     let sig = &forward.original.sig;
     if forward.receiver != Receiver::Shared {
@@ -82,8 +85,8 @@ pub(super) fn is_neither_async_nor_const(forward: &Forward<'_>, errors: &mut Err
     }
 }
 
-/// Without a hooked method the attribute would have no effect. A `forward` with the wrong receiver is
-/// reported by [`takes_shared_self`].
+/// Checks that the block has a hooked method. Without one the attribute would have no effect. A
+/// `forward` with the wrong receiver is reported by [`takes_shared_self`].
 pub(super) fn has_a_hooked_method(block: &ImplBlock<'_>, errors: &mut Errors) {
     let is_reported = |forward: &Forward<'_>| {
         forward.receiver == Receiver::Shared || forward.original.sig.ident == FORWARD

@@ -6,7 +6,7 @@ use syn::{Data, Type};
 use crate::errors::Errors;
 use crate::parse::{Content, FSDP, Field, Module, derives, is_named};
 
-/// A layout lists fields that all exist at once, as only those of a struct do.
+/// Checks that the item is a struct. A layout lists fields that all exist at once.
 pub(super) fn is_a_struct(module: &Module<'_>, errors: &mut Errors) {
     let name = &module.original.ident;
     match &module.original.data {
@@ -34,7 +34,8 @@ pub(super) fn is_a_struct(module: &Module<'_>, errors: &mut Errors) {
     }
 }
 
-/// The layout is a constant of one type, checked where the type is declared.
+/// Checks that the struct is not generic. The layout is a constant of one type, checked where the
+/// type is declared.
 pub(super) fn is_not_generic(module: &Module<'_>, errors: &mut Errors) {
     let generics = &module.original.generics;
     let Some(first) = generics.params.first() else {
@@ -63,8 +64,9 @@ pub(super) fn is_not_generic(module: &Module<'_>, errors: &mut Errors) {
     );
 }
 
-/// `#[derive(Module)]` comes first, so that it sees Burn's attributes on the fields. Only one of the
-/// two macros of this crate is written, and a unit's arguments are in `#[fsdp_unit(..)]`.
+/// Checks the order of the item's macros. `#[derive(Module)]` comes first, so that it sees Burn's
+/// attributes on the fields. Only one of the two macros of this crate is written. A unit's
+/// arguments are in `#[fsdp_unit(..)]`.
 pub(super) fn has_macros_in_order(module: &Module<'_>, errors: &mut Errors) {
     let attrs = &module.original.attrs;
     if module.unit.is_some() {
@@ -87,8 +89,8 @@ pub(super) fn has_macros_in_order(module: &Module<'_>, errors: &mut Errors) {
     }
 }
 
-/// Two fields of one type with one key would give two parameters one key. (Fields of different types
-/// may share a prefix: the runtime's `have_distinct_keys` checks those.)
+/// Checks that fields of one type have different keys. (Fields of different types may share a
+/// prefix: the runtime's `have_distinct_keys` checks those.)
 pub(super) fn has_distinct_keys(module: &Module<'_>, errors: &mut Errors) {
     let fields: Vec<_> = module
         .layout_fields()
@@ -115,8 +117,8 @@ pub(super) fn has_distinct_keys(module: &Module<'_>, errors: &mut Errors) {
     }
 }
 
-/// Whether the spelling of two types shows that they have parameters of the same names: both are a
-/// `Param`, or they are spelled alike.
+/// Returns whether the spelling of two types shows that they have parameters of the same names:
+/// both are a `Param`, or they are spelled alike.
 fn have_same_parameters(first: &Type, second: &Type) -> bool {
     let is_param = |ty: &Type| match ty {
         Type::Path(path) => path.path.segments.last().is_some_and(|last| last.ident == "Param"),

@@ -5,7 +5,8 @@ use syn::LitStr;
 use crate::errors::{Errors, did_you_mean, one_of};
 use crate::parse::{Content, Field, Module, Tie};
 
-/// A tie names two different places, each below a field of the struct, and is declared once.
+/// Checks that each tie names two different places, each below a field of the struct, and is
+/// declared once.
 pub(super) fn are_valid(module: &Module<'_>, errors: &mut Errors) {
     for (i, tie) in module.ties.iter().enumerate() {
         let places = [tie.first.value(), tie.second.value()];
@@ -26,7 +27,7 @@ pub(super) fn are_valid(module: &Module<'_>, errors: &mut Errors) {
     }
 }
 
-/// A path begins with a field whose structure is known at compile time.
+/// Checks that a path begins with a field whose structure is known at compile time.
 fn begins_with_a_field(module: &Module<'_>, path: &LitStr, errors: &mut Errors) {
     let value = path.value();
     let first = value.split('.').next().unwrap_or_default();

@@ -9,8 +9,9 @@ use syn::{GenericArgument, PathArguments, Type};
 use super::span::at;
 use crate::parse::{Content, Field, Module, Tie};
 
-/// Requires `#[derive(Module)]`. It is generated first, where the compiler looks first: a type without
-/// the derive has many errors, and the one from here says what to write.
+/// Generates code that requires `#[derive(Module)]`. It is generated first, where the compiler
+/// looks first: a type without the derive has many errors, and the one from here says what to
+/// write.
 pub(super) fn derives_burn_module(module: &Module<'_>) -> TokenStream {
     let name = &module.original.ident;
     quote_spanned!(at(name)=> trait __FsdpDerived where #name: __fsdp::DerivesModule {})
@@ -30,7 +31,7 @@ pub(super) fn checks(module: &Module<'_>) -> TokenStream {
     quote!(#keys #unit #(#field_units)* #(#ties)* #(#hidden_units)*)
 }
 
-/// A unit must have parameters of its own and a hooked `forward`.
+/// Generates the check that a unit has parameters of its own and a hooked `forward`.
 fn unit(module: &Module<'_>) -> TokenStream {
     let name = &module.original.ident;
     // The check fails where the block hooks no calls of a field unit: the error is shown there.
@@ -44,7 +45,8 @@ fn unit(module: &Module<'_>) -> TokenStream {
     }
 }
 
-/// A field under `unit` must hold a module that can be a unit, as far as its layout is known.
+/// Generates the check that a field under `unit` has a module that can be a unit, as far as its
+/// layout is known.
 fn field_unit(field: &Field<'_>) -> Option<TokenStream> {
     let (unit, ty, name) = (field.unit.as_ref()?, &field.original.ty, field.name());
     let check = quote_spanned! {at(unit)=>
@@ -56,7 +58,7 @@ fn field_unit(field: &Field<'_>) -> Option<TokenStream> {
     (field.content == Content::Module).then_some(check)
 }
 
-/// The two places of a tie must each be a weight, and lie in one unit.
+/// Generates the check that the two places of a tie are weights and lie in one unit.
 fn tie(Tie { first, second }: &Tie) -> TokenStream {
     let places = [first, second].map(|path| {
         quote_spanned!(at(path)=> const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, #path);)
@@ -67,7 +69,7 @@ fn tie(Tie { first, second }: &Tie) -> TokenStream {
     }
 }
 
-/// A field that FSDP does not traverse must hold no unit.
+/// Generates the check that a field that FSDP does not traverse contains no unit.
 fn hidden_unit(field: &Field<'_>) -> Option<TokenStream> {
     let check = match field.content {
         Content::Skipped => quote!(skips_no_unit),
@@ -86,7 +88,8 @@ fn hidden_unit(field: &Field<'_>) -> Option<TokenStream> {
     })
 }
 
-/// Pushes a type and all types named in it: `Box<Block>` is no `FsdpModule`, but `Block` may be one.
+/// Adds a type to `types`, with all types named in it: `Box<Block>` is no `FsdpModule`, but `Block`
+/// may be one.
 fn push_named_types<'a>(ty: &'a Type, types: &mut Vec<&'a Type>) {
     match ty {
         Type::Path(path) => {

@@ -3,7 +3,7 @@
 use syn::visit::{self, Visit};
 use syn::{Expr, UnOp};
 
-/// Whether an expression names a place, so that it can be written twice.
+/// Returns whether an expression names a place, so that it can be written twice.
 pub(super) fn is_place(expr: &Expr) -> bool {
     match expr {
         Expr::Path(_) => true,
@@ -18,7 +18,8 @@ pub(super) fn is_place(expr: &Expr) -> bool {
     }
 }
 
-/// Whether an expression is a reference to a module in a container, such as `self.head.as_ref()?`.
+/// Returns whether an expression is a reference to a module in a container, such as
+/// `self.head.as_ref()?`.
 pub(super) fn is_reference(expr: &Expr) -> bool {
     let inner = match expr {
         Expr::MethodCall(call) if REFERENCES.iter().any(|name| call.method == name) => {
@@ -49,7 +50,7 @@ pub(super) fn variable(argument: &Expr) -> Option<&Expr> {
     }
 }
 
-/// Whether evaluating an argument may do more than name a place or a constant.
+/// Returns whether evaluating an argument may do more than name a place or a constant.
 pub(super) fn runs_code(argument: &Expr) -> bool {
     match argument {
         Expr::Closure(_) | Expr::Lit(_) => false,
@@ -81,7 +82,7 @@ pub(super) fn constructor_arguments(expr: &mut Expr) -> Option<Vec<&mut Expr>> {
     }
 }
 
-/// Whether an expression contains `.await`.
+/// Returns whether an expression contains `.await`.
 pub(super) fn awaits(expr: &Expr) -> bool {
     struct Awaits(bool);
     impl Visit<'_> for Awaits {

@@ -1,10 +1,10 @@
 //! Hooks around the calls of field units, in a block under `#[fsdp_unit(field_units)]`.
 //!
 //! Whether a receiver is a field unit depends on its type and on the model, so every call
-//! `place.forward(..)` asks the runtime, and runs as written if it is not one. Receiver and arguments
-//! keep their places, so the order of evaluation is unchanged: an argument that runs code passes
-//! through a `match`, and `pre_forward` follows the last such argument. Temporaries in arguments live
-//! until the call has returned.
+//! `place.forward(..)` asks the runtime, and runs as written if it is not one. Receiver and
+//! arguments keep their places, so the order of evaluation is unchanged: an argument that runs code
+//! passes through a `match`, and `pre_forward` follows the last such argument. Temporaries in
+//! arguments live until the call has returned.
 
 use proc_macro2::{Ident, TokenStream};
 use quote::{quote, quote_spanned};
@@ -36,8 +36,8 @@ pub(super) fn hook(method: &mut ImplItemFn, crate_path: &CratePath) {
     }
 }
 
-/// Returns the names of the method's own inputs of generic types, which a call may pass on. A variable
-/// that the body declares may have any type, so its name is left out.
+/// Returns the names of the method's own inputs of generic types, which a call may pass on. A
+/// variable that the body declares may have any type, so its name is left out.
 fn generic_inputs(method: &ImplItemFn) -> Vec<Ident> {
     let mut declared = Declared(Vec::new());
     declared.visit_block(&method.block);
@@ -143,8 +143,8 @@ impl Calls {
     }
 
     /// Passes an argument to the hooks, then through the unit's map of inputs. A variable is passed
-    /// before any argument is evaluated, in `collected`; an argument that runs code is passed where it
-    /// is evaluated, followed by `then`.
+    /// before any argument is evaluated, in `collected`; an argument that runs code is passed where
+    /// it is evaluated, followed by `then`.
     fn pass(&self, argument: &mut Expr, then: Option<TokenStream>, collected: &mut TokenStream) {
         if let Some(place) = variable(argument) {
             let input = self.variable(place);

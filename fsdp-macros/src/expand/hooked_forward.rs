@@ -1,4 +1,5 @@
-//! `impl HookedForward`: what an `impl` block under `#[fsdp_unit]` tells the struct's checks.
+//! Generation of `impl HookedForward`, by which the struct's checks find the hooks of the `impl`
+//! block.
 
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};

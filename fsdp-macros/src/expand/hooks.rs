@@ -100,9 +100,11 @@ impl<'a> HookedMethod<'a> {
         }
     }
 
-    /// As [`Self::run`], with the inputs offered to the runtime: if the unit is recomputed, it keeps
-    /// them, and the closure that runs the hidden method again. The inputs are passed as nested pairs,
-    /// `(a, (b, ()))`, which stand for tuples of any length.
+    /// Runs the hidden method as [`Self::run`] does, and offers the inputs to the runtime. For a
+    /// recomputed unit the runtime keeps the inputs, and a closure that runs the hidden method
+    /// again.
+    ///
+    /// The inputs are passed as nested pairs, `(a, (b, ()))`, which stand for tuples of any length.
     fn run_recomputable(&self) -> TokenStream {
         let nested = |rest, name| quote!((#name, #rest));
         let inputs = self.arguments.iter().rev().fold(quote!(()), nested);

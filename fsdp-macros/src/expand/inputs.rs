@@ -2,9 +2,9 @@
 //! cast.
 //!
 //! For an input of a concrete type, a probe asks at compile time whether the type is a `UnitValue`.
-//! That question cannot be asked of a type parameter: inside the generic method the compiler knows the
-//! parameter's bounds only, and the probe would take a caller's tensor for a value without tensors. An
-//! input of a *generic type* therefore requires `UnitValue`.
+//! A type parameter has no answer: inside the generic method the compiler knows the parameter's
+//! bounds only. The probe would take a caller's tensor for a value without tensors. An input of a
+//! *generic type* therefore requires `UnitValue`.
 
 use proc_macro2::{Ident, TokenStream};
 use quote::{quote, quote_spanned};
@@ -18,8 +18,8 @@ use super::signature::{argument_names, argument_types};
 pub(super) enum Input {
     /// A place that holds the input. The place is written several times.
     Probed(TokenStream),
-    /// A variable of a generic type, located at that type: the compiler reports there that the type is
-    /// not a `UnitValue`.
+    /// A variable of a generic type, located at that type: the compiler reports there that the type
+    /// is not a `UnitValue`.
     Generic(Ident),
 }
 
@@ -66,8 +66,8 @@ impl Input {
 
 /// The generic types of a method: `impl Trait`, and types that name a type parameter.
 ///
-/// Types of closures are left out, because a closure is never a `UnitValue`: `impl Fn(..)`, and type
-/// parameters bounded by `Fn`, `FnMut`, `FnOnce` or an `async` form of these.
+/// Types of closures are left out, because a closure is never a `UnitValue`: `impl Fn(..)`, and
+/// type parameters bounded by `Fn`, `FnMut`, `FnOnce` or an `async` form of these.
 struct GenericTypes<'a> {
     params: Vec<&'a Ident>,
 }
@@ -90,7 +90,7 @@ impl<'a> GenericTypes<'a> {
         Self { params: params.filter(|param| !is_closure(param)).collect() }
     }
 
-    /// Whether `ty` is a generic type whose values may be `UnitValue`s.
+    /// Returns whether `ty` is a generic type whose values may be `UnitValue`s.
     fn contain(&self, ty: &Type) -> bool {
         let mut search = GenericSearch { params: &self.params, found: false };
         search.visit_type(ty);
@@ -102,7 +102,7 @@ fn is_param(ty: &Type, param: &Ident) -> bool {
     matches!(ty, Type::Path(path) if path.path.is_ident(param))
 }
 
-/// Whether one of `bounds` is a trait of closures.
+/// Returns whether one of `bounds` is a trait of closures.
 fn has_closure<'a>(bounds: impl IntoIterator<Item = &'a TypeParamBound>) -> bool {
     bounds.into_iter().any(|bound| match bound {
         TypeParamBound::Trait(bound) => bound
@@ -116,8 +116,8 @@ fn has_closure<'a>(bounds: impl IntoIterator<Item = &'a TypeParamBound>) -> bool
 
 const CLOSURES: &[&str] = &["Fn", "FnMut", "FnOnce", "AsyncFn", "AsyncFnMut", "AsyncFnOnce"];
 
-/// A search for a generic type in a type. References, pointers, trait objects and `PhantomData` are left
-/// out, because none of them is ever a `UnitValue` with tensors.
+/// A search for a generic type in a type. References, pointers, trait objects and `PhantomData` are
+/// left out, because none of them is ever a `UnitValue` with tensors.
 struct GenericSearch<'a> {
     params: &'a [&'a Ident],
     found: bool,

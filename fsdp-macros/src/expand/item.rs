@@ -1,5 +1,5 @@
-//! The annotated item itself, which `#[fsdp_unit]` emits again, also after an error: one mistake then
-//! does not hide the type from the rest of the program.
+//! The annotated item itself, which `#[fsdp_unit]` emits again, also after an error: one mistake
+//! then does not hide the type from the rest of the program.
 
 use syn::{Attribute, Data, DeriveInput, Fields};
 

@@ -1,8 +1,9 @@
 //! Generated code: data and calls into the runtime crate, never algorithms.
 //!
-//! Everything except the hooked methods is in `const _: () = { .. };`. In generated code `__fsdp` is
-//! the runtime's `__private`, and all other names that a user could see begin with `__fsdp_`. Tokens
-//! that the compiler reports where the macro is used wrongly have the span of what the user wrote.
+//! Everything except the hooked methods is in `const _: () = { .. };`. In generated code `__fsdp`
+//! is the runtime's `__private`, and all other names that a user could see begin with `__fsdp_`.
+//! Tokens that the compiler reports where the macro is used wrongly have the span of what the user
+//! wrote.
 
 mod const_checks;
 mod expressions;
@@ -27,8 +28,8 @@ use crate::parse::{CratePath, ImplBlock, Module, Value};
 
 pub(crate) use item::without_own_attributes;
 
-/// Generates the traits of a struct. After an error, when `is_valid` is false, only what other items
-/// use is generated, without checks that could report more errors about the same mistake.
+/// Generates the traits of a struct. After an error, when `is_valid` is false, only what other
+/// items use is generated, without checks that could report more errors about the same mistake.
 pub(crate) fn module(module: &Module<'_>, is_valid: bool) -> TokenStream {
     if module.is_also_a_unit() {
         return TokenStream::new();

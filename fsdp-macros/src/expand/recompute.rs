@@ -1,5 +1,5 @@
-//! Whether a hooked method can be recomputed in backward: what its signature shows, and calls of the
-//! runtime's checks of its types.
+//! Checks that a hooked method can be recomputed in backward: those of its signature, and calls of
+//! the runtime's checks of its types.
 //!
 //! An input that is borrowed, or of a type that each caller chooses, cannot be kept until backward;
 //! the signature shows that. The runtime checks whether a type can be cloned and its tensors found.
@@ -13,7 +13,7 @@ use super::signature::{argument_names, argument_types, generic_params};
 use super::span::at;
 use crate::parse::is_named;
 
-/// Whether no part of the signature prevents the method from being recomputed.
+/// Returns whether no part of the signature prevents the method from being recomputed.
 pub(super) fn is_possible(method: &ImplItemFn) -> bool {
     parts(&method.sig).iter().all(|part| part.reason.is_none())
 }
@@ -56,7 +56,7 @@ pub(super) fn checks(method: &ImplItemFn, unit: &Type) -> Vec<TokenStream> {
 
 /// A part of a signature that may prevent recomputing.
 struct Part<'a> {
-    /// What error messages call the part.
+    /// Name of the part in error messages.
     name: String,
     /// The type of an input, for the runtime to check.
     ty: Option<&'a Type>,
@@ -64,12 +64,13 @@ struct Part<'a> {
     span: Span,
 }
 
-/// Why a part of a signature prevents recomputing: a variant of the runtime's `NotRecomputable`.
+/// Reason why a part of a signature prevents recomputing: a variant of the runtime's
+/// `NotRecomputable`.
 #[derive(Clone, Copy)]
 enum NotRecomputable {
     /// An input is a reference, or holds one.
     Borrowed,
-    /// Each caller chooses an input's type.
+    /// An input has a type that each caller chooses.
     Generic,
     /// The return value is a reference, holds one, or is of a type that each caller chooses.
     Output,

@@ -1,4 +1,5 @@
-//! `visit_params` and `map_params`: a read and a rebuild of a struct's fields in layout order.
+//! Generation of `visit_params` and `map_params`, which read and rebuild a struct's fields in
+//! layout order.
 
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};
@@ -54,8 +55,8 @@ fn rebuild(field: &Field<'_>, index: usize) -> TokenStream {
 }
 
 /// Returns the function that handles a field: `leaf` for a leaf, else `method` of the field's type.
-/// The method is reached through the same path as the field's `LAYOUT`, so that the compiler reports
-/// an unknown type once.
+/// The method is reached through the same path as the field's `LAYOUT`, so that the compiler
+/// reports an unknown type once.
 fn function(field: &Field<'_>, leaf: TokenStream, method: TokenStream) -> TokenStream {
     let ty = &field.original.ty;
     match field.content {

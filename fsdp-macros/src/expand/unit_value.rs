@@ -1,4 +1,4 @@
-//! `impl UnitValue`: the tensors in a type that a `forward` takes or returns.
+//! Generation of `impl UnitValue`, for a type that a `forward` takes or returns.
 
 use proc_macro2::TokenStream;
 use quote::{format_ident, quote, quote_spanned};
@@ -79,8 +79,8 @@ fn visit_arm(path: &TokenStream, fields: &Fields) -> TokenStream {
     }
 }
 
-/// Returns a method of a field's type, spanned at the type: the compiler shows there that the type is
-/// no `UnitValue`.
+/// Returns a method of a field's type, spanned at the type: the compiler shows there that the type
+/// is no `UnitValue`.
 fn method(ty: &Type, name: TokenStream) -> TokenStream {
     quote_spanned!(at(ty)=> <#ty as __fsdp::UnitValue>::#name)
 }

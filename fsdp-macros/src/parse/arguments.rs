@@ -25,7 +25,7 @@ const FIELD_UNITS: &str = "field_units";
 pub(super) struct UnitArgs {
     pub(super) root: bool,
     pub(super) checkpoint: bool,
-    /// In the order written.
+    /// Declared ties, in the order written.
     pub(super) ties: Vec<Tie>,
     pub(super) crate_path: Option<Path>,
 }
@@ -58,7 +58,7 @@ impl UnitArgs {
 /// `#[fsdp(..)]` on a struct under `#[derive(FsdpModule)]`.
 #[derive(Default)]
 pub(super) struct ModuleArgs {
-    /// In the order written.
+    /// Declared ties, in the order written.
     pub(super) ties: Vec<Tie>,
     pub(super) crate_path: Option<Path>,
 }
@@ -102,9 +102,9 @@ impl ValueArgs {
 #[derive(Default)]
 pub(super) struct FieldArgs {
     pub(super) key: Option<LitStr>,
-    /// The word `leaf`.
+    /// The argument `leaf`, if it is given.
     pub(super) leaf: Option<Path>,
-    /// The word `unit`.
+    /// The argument `unit`, if it is given.
     pub(super) unit: Option<Path>,
 }
 

@@ -12,7 +12,7 @@ pub(crate) const FSDP: &str = "fsdp";
 /// The attribute macro of units.
 pub(crate) const FSDP_UNIT: &str = "fsdp_unit";
 
-/// Whether an attribute has one of these names.
+/// Returns whether an attribute has one of these names.
 pub(crate) fn is_named(attr: &Attribute, names: &[&str]) -> bool {
     names.iter().any(|name| attr.path().is_ident(name))
 }

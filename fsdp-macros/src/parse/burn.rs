@@ -4,7 +4,7 @@ use syn::{Attribute, GenericArgument, Meta, PathArguments, Type};
 
 use super::attributes::is_named;
 
-/// Whether a field is under `#[module(skip)]`, so that Burn does not visit it.
+/// Returns whether a field is under `#[module(skip)]`, so that Burn does not visit it.
 pub(super) fn is_skipped(attrs: &[Attribute]) -> bool {
     attrs.iter().filter(|attr| is_named(attr, &["module"])).any(|attr| {
         let Meta::List(list) = &attr.meta else {
@@ -14,8 +14,8 @@ pub(super) fn is_skipped(attrs: &[Attribute]) -> bool {
     })
 }
 
-/// Whether `#[derive(Module)]` treats a type as a value without parameters. Burn decides by name:
-/// primitive types, and standard containers of such types only.
+/// Returns whether `#[derive(Module)]` treats a type as a value without parameters. Burn decides by
+/// name: primitive types, and standard containers of such types only.
 pub(super) fn is_constant(ty: &Type) -> bool {
     match ty {
         Type::Path(path) => path.path.segments.last().is_some_and(|last| {

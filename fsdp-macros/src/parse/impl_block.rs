@@ -7,7 +7,7 @@ use super::arguments::BlockArgs;
 use super::crate_path::CratePath;
 use crate::errors::Errors;
 
-/// An `impl` block.
+/// An `impl` block under `#[fsdp_unit]`, with its arguments.
 pub(crate) struct ImplBlock<'a> {
     /// The block as written.
     pub(crate) original: &'a ItemImpl,
@@ -15,7 +15,7 @@ pub(crate) struct ImplBlock<'a> {
     pub(crate) field_units: bool,
     /// The methods named `forward` or `forward_..`.
     pub(crate) forwards: Vec<Forward<'a>>,
-    /// Where generated code finds the runtime crate.
+    /// Path at which generated code finds the runtime crate.
     pub(crate) crate_path: CratePath,
 }
 
@@ -34,12 +34,12 @@ impl<'a> ImplBlock<'a> {
         Self { original, field_units, forwards, crate_path: CratePath::new(crate_path) }
     }
 
-    /// Whether the block is of one type: it has no generic parameters.
+    /// Returns whether the block is of one type: it has no generic parameters.
     pub(crate) fn is_of_one_type(&self) -> bool {
         self.original.generics.params.is_empty()
     }
 
-    /// Whether methods of the block can be hooked: it is inherent and of one type.
+    /// Returns whether methods of the block can be hooked: it is inherent and of one type.
     pub(crate) fn takes_hooks(&self) -> bool {
         self.original.trait_.is_none() && self.is_of_one_type()
     }
@@ -53,7 +53,7 @@ impl<'a> ImplBlock<'a> {
 /// The method that must be hooked where it exists.
 pub(crate) const FORWARD: &str = "forward";
 
-/// Whether methods of this name, and calls of them, are hooked: `forward` or `forward_..`.
+/// Returns whether methods of this name, and calls of them, are hooked: `forward` or `forward_..`.
 pub(crate) fn is_forward(name: &str) -> bool {
     name == FORWARD || name.strip_prefix(FORWARD).is_some_and(|rest| rest.starts_with('_'))
 }
@@ -62,28 +62,29 @@ pub(crate) fn is_forward(name: &str) -> bool {
 pub(crate) struct Forward<'a> {
     /// The method as written.
     pub(crate) original: &'a ImplItemFn,
-    /// How the method takes the unit.
+    /// Receiver of the method: `&self`, `&mut self` or another form.
     pub(crate) receiver: Receiver,
 }
 
 impl Forward<'_> {
-    /// Whether the method can be hooked: it takes `&self` and is neither `async` nor `const`.
+    /// Returns whether the method can be hooked: it takes `&self` and is neither `async` nor
+    /// `const`.
     pub(crate) fn is_hooked(&self) -> bool {
         let sig = &self.original.sig;
         self.receiver == Receiver::Shared && sig.asyncness.is_none() && sig.constness.is_none()
     }
 }
 
-/// How a method takes its object.
+/// Receiver of a method.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Receiver {
-    /// `&self`
+    /// The receiver `&self`.
     Shared,
-    /// `&mut self`
+    /// The receiver `&mut self`.
     Exclusive,
     /// `self`, or a pointer such as `self: Arc<Self>`
     Owned,
-    /// An associated function.
+    /// No receiver: an associated function.
     Absent,
 }
 

@@ -1,7 +1,7 @@
 //! Parsed items. They borrow from `syn`'s tree, so that every part keeps the user's span.
 //!
-//! Parsing is lenient: an argument that cannot be read is reported and left out, so that the rest of
-//! the item can still be checked and expanded.
+//! Parsing is lenient: an argument that cannot be read is reported and left out, so that the rest
+//! of the item can still be checked and expanded.
 
 mod arguments;
 mod attributes;

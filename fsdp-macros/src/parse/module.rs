@@ -21,7 +21,7 @@ pub(crate) struct Module<'a> {
     pub(crate) fields: Vec<Field<'a>>,
     /// The ties in the order written.
     pub(crate) ties: Vec<Tie>,
-    /// Where generated code finds the runtime crate.
+    /// Path at which generated code finds the runtime crate.
     pub(crate) crate_path: CratePath,
 }
 
@@ -54,24 +54,25 @@ impl<'a> Module<'a> {
         Self { original, unit: None, fields, ties, crate_path: CratePath::new(crate_path) }
     }
 
-    /// Whether the struct is not generic.
+    /// Returns whether the struct is not generic.
     pub(crate) fn is_one_type(&self) -> bool {
         self.original.generics.params.is_empty()
     }
 
-    /// Whether the layout can be generated: the struct is not generic and no field is conditional.
+    /// Returns whether the layout can be generated: the struct is not generic and no field is
+    /// conditional.
     pub(crate) fn has_known_fields(&self) -> bool {
         self.is_one_type() && self.fields.iter().all(|field| field.condition().is_none())
     }
 
-    /// Whether a struct under `#[derive(FsdpModule)]` is also under `#[fsdp_unit]`, which implements
-    /// `FsdpModule` too.
+    /// Returns whether a struct under `#[derive(FsdpModule)]` is also under `#[fsdp_unit]`, which
+    /// implements `FsdpModule` too.
     pub(crate) fn is_also_a_unit(&self) -> bool {
         self.unit.is_none() && self.fsdp_unit().is_some()
     }
 
-    /// Returns the first `#[fsdp_unit]` among the item's attributes. The compiler has removed the one
-    /// that is being expanded.
+    /// Returns the first `#[fsdp_unit]` among the item's attributes. The compiler has removed the
+    /// one that is being expanded.
     pub(crate) fn fsdp_unit(&self) -> Option<&'a Attribute> {
         self.original
             .attrs
@@ -97,11 +98,11 @@ pub(crate) struct Field<'a> {
     pub(crate) leaf: Option<syn::Path>,
     /// The word `unit` in `#[fsdp(unit)]`.
     pub(crate) unit: Option<syn::Path>,
-    /// What the field holds.
+    /// Content of the field, according to its declaration.
     pub(crate) content: Content,
 }
 
-/// What a field holds, according to its declaration.
+/// Content of a field, according to its declaration.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Content {
     /// A module that implements `FsdpModule`.
@@ -115,7 +116,7 @@ pub(crate) enum Content {
 }
 
 impl Content {
-    /// Whether a field with this content is part of the layout.
+    /// Returns whether a field with this content is part of the layout.
     pub(crate) fn is_in_layout(self) -> bool {
         matches!(self, Self::Module | Self::Leaf)
     }

@@ -11,7 +11,7 @@ use crate::errors::Errors;
 pub(crate) struct Value<'a> {
     /// The item as written.
     pub(crate) original: &'a DeriveInput,
-    /// Where generated code finds the runtime crate.
+    /// Path at which generated code finds the runtime crate.
     pub(crate) crate_path: CratePath,
 }
 

@@ -4,13 +4,13 @@ use syn::{Expr, ExprLit, Lit, LitStr, Meta, MetaNameValue, Path, Token};
 
 use crate::errors::Errors;
 
-/// What to write for `tie`.
+/// Advice on the form of `tie`, for messages.
 pub(super) const TIE_FORM: &str =
     r#"write `tie("a.b" = "c.d")`, with the paths of the two places that hold the weight"#;
 const KEY_FORM: &str = r#"write `key = "name.in.checkpoint"`"#;
 const CRATE_FORM: &str = r#"write `crate = "path::to::fsdp_runtime"`"#;
 
-/// `tie("first" = "second")`
+/// A tie of two places that hold one weight: `tie("first" = "second")`.
 pub(crate) struct Tie {
     /// The place that owns the weight.
     pub(crate) first: LitStr,

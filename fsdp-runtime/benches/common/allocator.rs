@@ -1,5 +1,5 @@
-//! A memory allocator that is chosen when the program starts: mimalloc, which keeps freed pages, or the
-//! system's, as in a program without any code for its allocator.
+//! A memory allocator that is chosen when the program starts: mimalloc, which keeps freed pages, or
+//! the system's, as in a program without any code for its allocator.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,7 +31,8 @@ fn is_of_mimalloc(block: *mut u8) -> bool {
     unsafe { libmimalloc_sys::mi_is_in_heap_region(block.cast()) }
 }
 
-// SAFETY: every call is passed on unchanged, and a block goes back to the allocator that it is from.
+// SAFETY: every call is passed on unchanged, and a block goes back to the allocator that it is
+// from.
 unsafe impl GlobalAlloc for Chosen {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller promises.

@@ -2,11 +2,11 @@
 //!
 //! # The rule
 //!
-//! Each thread issues its work on a CubeCL stream of its own. CubeCL orders streams by where and when
-//! a handle was *allocated*, not by who last wrote it. If work on stream A binds a handle that was
-//! allocated on stream B, A first waits for all work that B has been given so far, but only if A has
-//! not waited for B since that allocation (`update_shared_bindings` in cubecl-server's
-//! `stream/event.rs`). So three things have no order:
+//! Each thread issues its work on a CubeCL stream of its own. CubeCL orders streams by where and
+//! when a handle was *allocated*, not by who last wrote it. If work on stream A binds a handle that
+//! was allocated on stream B, A first waits for all work that B has been given so far. A does not
+//! wait if it has waited for B since that allocation (`update_shared_bindings` in cubecl-server's
+//! `stream/event.rs`). So three pairs of accesses have no order:
 //!
 //! - A's read of a handle that is older than A's last wait for B, after a later write on B.
 //! - A's read of a handle that was allocated on B and written on a third stream.
@@ -14,11 +14,11 @@
 //!
 //! All three occur in sharded training: an optimizer updates shards in their own memory, and gather
 //! buffers live as long as the model. So nothing here relies on the handles of the data. A thread
-//! that passes data on makes a [`Fence`], a handle that is allocated for this purpose, and the thread
-//! that receives the data binds it before it touches the data. As the handle is new, the receiver's
-//! stream waits for all that the sender's stream was given before, and for all that the sender's
-//! stream had waited for itself. (CubeCL marks the place in the sender's stream when the receiver
-//! binds the handle, so the wait may cover work that the sender was given later.)
+//! that passes data on makes a [`Fence`], a handle that is allocated for this purpose, and the
+//! thread that receives the data binds it before it touches the data. As the handle is new, the
+//! receiver's stream waits for all that the sender's stream was given before, and for all that the
+//! sender's stream had waited for itself. (CubeCL marks the place in the sender's stream when the
+//! receiver binds the handle, so the wait may cover work that the sender was given later.)
 //!
 //! # The fences
 //!

@@ -38,9 +38,9 @@ struct Block {
     bytes: usize,
 }
 
-// SAFETY: the block is plain memory. The schedule guarantees that accesses do not race: one thread
-// writes the block between a unit's reshard and the end of the next all-gather, and views are read
-// only between that end and the next reshard (see the note of `ShardBackend`).
+// SAFETY: the block is plain memory. The schedule guarantees that accesses do not race. One thread
+// writes the block between a unit's reshard and the end of the next all-gather. Views are read only
+// between that end and the next reshard (see the note of `ShardBackend`).
 unsafe impl Send for Block {}
 // SAFETY: as for `Send`. The methods that write take `&self`, since views share the block.
 unsafe impl Sync for Block {}
@@ -80,8 +80,9 @@ impl Drop for Block {
 
 /// Part of a block as byte storage of Burn.
 ///
-/// Burn neither writes through it nor takes it out of a tensor: [`Memory`] keeps an `Arc` of each
-/// storage, so no tensor is the only owner of its storage, and Burn copies it before a mutation.
+/// Burn neither writes through the storage nor takes it out of a tensor. [`Memory`] keeps an `Arc`
+/// of each storage, so no tensor is the only owner of its storage, and Burn copies it before a
+/// mutation.
 struct View {
     block: Arc<Block>,
     range: Range<usize>,
@@ -247,8 +248,8 @@ impl ShardBackend for Flex {
         }
     }
 
-    // Flex finishes every operation before it returns, so that `release` and fences need no wait. The
-    // channels between a rank's threads make writes visible to the other thread.
+    // Flex finishes every operation before it returns, so that `release` and fences need no wait.
+    // The channels between a rank's threads make writes visible to the other thread.
     fn release(_: &Memory) {}
 
     fn fence(_: &FlexDevice) {}

@@ -1,9 +1,9 @@
-//! What sharding requires of a Burn backend: buffers that tensors view, own kernels, and tensors
-//! that are stored on the device or in host memory.
+//! The operations that sharding requires of a Burn backend: buffers that tensors view, own kernels,
+//! and tensors that are stored on the device or in host memory.
 //!
 //! A file uses only files earlier in this order: host_data, tensor, norm and philox; kernels;
-//! shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and gather_buffer; ops.
-//! Unit tests add stream_order, which fence, cube and recorded report to.
+//! shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and gather_buffer;
+//! ops. Unit tests add stream_order, which fence, cube and recorded report to.
 
 #[cfg(feature = "cube")]
 mod cube;

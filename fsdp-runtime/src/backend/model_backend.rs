@@ -1,10 +1,10 @@
-//! [`ModelBackend`]: the backend of a model's tensors, as Burn dispatches them, and the way from
-//! there to the backend of their buffers.
+//! [`ModelBackend`]: the backend of a model's tensors, as Burn dispatches them, and the conversion
+//! to the backend of their buffers.
 //!
-//! On Flex the two are the same. On CubeCL devices Burn's feature `fusion`, which any crate of a
-//! build may turn on, puts [`Fusion`](burn_fusion::Fusion) around Burn's CubeCL backend: operations
-//! are recorded in a queue, one for each thread, and launched later, several in one kernel. A tensor
-//! is then the name of a result that may not exist yet.
+//! On Flex the two are the same. On CubeCL devices Burn's feature `fusion` puts
+//! [`Fusion`](burn_fusion::Fusion) around Burn's CubeCL backend. Any crate of a build may turn the
+//! feature on. Operations are then recorded in a queue, one for each thread, and launched later,
+//! several in one kernel. A tensor is the name of a result that may not exist yet.
 //!
 //! The runtime treats both cases alike:
 //!
@@ -13,12 +13,13 @@
 //! - Gather buffers, collectives and kernels work on buffers, which are tensors of its
 //!   [`Raw`](ModelBackend::Raw) backend. The communication thread never sees another kind, and so
 //!   never records an operation.
-//! - [`lower`](ModelBackend::lower) leads from tensors to buffers, and [`raise`](ModelBackend::raise)
-//!   back. Lowering launches the queue, so the runtime lowers all tensors of a unit at once.
+//! - [`lower`](ModelBackend::lower) leads from tensors to buffers, and
+//!   [`raise`](ModelBackend::raise) back. Lowering launches the queue, so the runtime lowers all
+//!   tensors of a unit at once.
 //! - [`defer`](ModelBackend::defer) runs a kernel on buffers as an operation of the queue, without
 //!   lowering.
-//! - [`drain`](ModelBackend::drain) launches the queue, so that recorded reads of a gather buffer run
-//!   before it is rewritten.
+//! - [`drain`](ModelBackend::drain) launches the queue, so that recorded reads of a gather buffer
+//!   run before it is rewritten.
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
@@ -100,7 +101,7 @@ pub(crate) trait ModelBackend: Backend {
     /// Launches the recorded operations.
     fn drain(device: &Self::Device);
     /// Returns the results of `f` on the buffers of `inputs`, given by shape and dtype. `f` runs
-    /// when the operations before it do; at once if nothing is recorded.
+    /// after the recorded operations before it, or at once if no operations are recorded.
     fn defer(
         inputs: Vec<Float<Self>>,
         outputs: Vec<(Shape, DType)>,

@@ -5,14 +5,15 @@ use crate::error::ShardError;
 /// Vector norm, one of those `torch.nn.utils.clip_grad_norm_` accepts.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Norm {
-    /// Sum of the absolute values.
+    /// The 1-norm: sum of the absolute values.
     One,
-    /// Square root of the sum of squares.
+    /// The 2-norm: square root of the sum of squares.
     #[default]
     Two,
-    /// Largest absolute value.
+    /// The infinity norm: largest absolute value.
     Inf,
-    /// `p`-th root of the sum of the `p`-th powers of the absolute values, for `p` above 0.
+    /// The p-norm: `p`-th root of the sum of the `p`-th powers of the absolute values, for `p`
+    /// above 0.
     P(f64),
 }
 

@@ -15,7 +15,8 @@ pub(super) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 pub(super) const ROUNDS: usize = 7;
 
 /// Returns `LANES` consecutive blocks of four random words: word `w` of block `batch · LANES + i`
-/// is at `[w][i]`. The counter of a block is its number (low word, high word) followed by `counter`.
+/// is at `[w][i]`. The counter of a block is its number (low word, high word) followed by
+/// `counter`.
 ///
 /// Values of the first two rounds that are equal in all lanes are computed once.
 #[allow(clippy::needless_range_loop, reason = "a lane indexes four arrays")]

@@ -1,7 +1,7 @@
 //! [`ModelBackend`] for CubeCL devices, with and without Burn's feature `fusion`.
 //!
 //! `burn::backend::Cube` is [`Fusion`] around [`CubeBackend`] if any crate of the build turns the
-//! feature on, and else the latter itself. This crate is not told which of the two it is, so
+//! feature on, and else [`CubeBackend`] itself. This crate cannot know which of the two it is. So
 //! [`Recorder`] is implemented for both, and [`Cube`] uses its own implementation.
 //!
 //! Under fusion a custom operation stands in the queue of the thread that registers it, and runs

@@ -46,9 +46,9 @@ pub(crate) struct DeviceMemory {
 /// 4. At reshard the rank's own thread calls [`release`](Self::release), in debug builds after
 ///    [`poison`](Self::poison). Until the next step 2 no operation may read a view.
 ///
-/// A buffer that keeps this rank's part of a unit between forward and backward is different: the
-/// rank's own thread writes it, and the all-gather of the backward reads it, after a fence. The next
-/// write comes after the fence of that all-gather, so such a buffer needs no release.
+/// A buffer that keeps this rank's part of a unit between forward and backward is different. The
+/// rank's own thread writes it, and the all-gather of the backward reads it, after a fence. The
+/// next write comes after the fence of that all-gather, so such a buffer needs no release.
 ///
 /// Operations of one thread run in the order in which they were issued, on every backend. Between
 /// threads only [`release`](Self::release) and [`fence`](Self::fence) order them.

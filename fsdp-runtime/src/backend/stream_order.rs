@@ -1,5 +1,5 @@
-//! A record of which stream wrote and read each device buffer, for unit tests: it finds accesses that
-//! no fence orders, on devices where they do no harm as well.
+//! A record of which stream wrote and read each device buffer, for unit tests: it finds accesses
+//! that no fence orders, on devices where they do no harm as well.
 //!
 //! Each stream has a vector clock. A fence carries the clock of the stream that made it, and a wait
 //! joins that clock into the waiting stream's. An access is ordered if the accessing stream's clock
@@ -147,9 +147,9 @@ pub(in crate::backend) fn record<'a>(
 /// Records that operations of Burn on the calling thread's stream have written those of the buffers
 /// that have no write on record.
 ///
-/// The others count as unchanged. A shard is taken from the module once in a pass, while another rank
-/// may still read it for the pass before; a second write on record would leave that read without
-/// order.
+/// The other buffers count as unchanged. A shard is taken from the module once in a pass, while
+/// another rank may still read it for the pass before. A second write on record would leave that
+/// read without order.
 pub(super) fn wrote(tensors: &[CubeTensor]) {
     if let Some(record) = &mut *lock() {
         let stream = StreamId::current();

@@ -14,7 +14,7 @@ use crate::error::{CheckpointError, Error, SaveError};
 /// Approximate number of bytes that are read at once of a tensor that is not transposed.
 const CHUNK: usize = 16 << 20;
 
-/// Options of [`merge`].
+/// Options of [`merge`]: which model, size of files, names of tensors.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct MergeOptions {
@@ -56,7 +56,7 @@ impl MergeOptions {
     }
 }
 
-/// Result of [`merge`].
+/// Result of [`merge`]: what was read and which files were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Merged {
@@ -68,7 +68,7 @@ pub struct Merged {
     pub tensors: usize,
     /// Number of bytes of tensors written.
     pub bytes: u64,
-    /// Files written.
+    /// Paths of the files written.
     pub files: Vec<PathBuf>,
 }
 

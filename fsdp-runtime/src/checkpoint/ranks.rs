@@ -11,7 +11,7 @@ use crate::launch::Worker;
 use crate::launch::agree::{OnError, agree_result};
 use crate::layout::Mesh;
 
-/// This rank's handle to the ranks that save or load together.
+/// Connection of this rank to the ranks that save or load together.
 #[derive(Clone, Debug)]
 pub(super) struct Ranks {
     pub(super) mesh: Mesh,

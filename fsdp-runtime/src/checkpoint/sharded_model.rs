@@ -14,7 +14,7 @@ use crate::param_group::plan::{IgnoredParam, Key};
 use crate::param_group::{ParamSpec, Placement};
 use crate::runtime::schedule::ErasedSchedule;
 
-/// What this rank stores of a parameter.
+/// This rank's part of a parameter.
 #[derive(Debug)]
 pub(super) struct LocalParam {
     pub(super) id: ParamId,
@@ -27,8 +27,8 @@ pub(super) struct LocalParam {
     pub(super) base: DispatchTensor,
 }
 
-/// Returns the new values of a parameter with the given index, description and dtype; `None` leaves
-/// the parameter unchanged.
+/// Function that returns the new values of a parameter with the given index, description and dtype.
+/// `None` leaves the parameter unchanged.
 pub(super) type NewValues<'a> = dyn FnMut(ParamIndex, &ParamSpec, DType) -> Option<TensorData> + 'a;
 
 /// A sharded model of any type.

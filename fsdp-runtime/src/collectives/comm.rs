@@ -25,7 +25,7 @@ pub(crate) struct Communicator {
     blocked: Arc<Blocked>,
 }
 
-/// How often and how long a rank has blocked in [`Work::wait`].
+/// Number of times that a rank has blocked in [`Work::wait`], and the time that it waited.
 #[derive(Debug, Default)]
 struct Blocked {
     waits: AtomicUsize,

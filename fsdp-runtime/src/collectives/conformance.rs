@@ -239,8 +239,8 @@ fn reduce<B: Tested>(
     }
 }
 
-/// As [`reduce`], for matrices of several types. Gradients are sent in the type `sent_as`, or each
-/// in its own type if that is `None`.
+/// Reduces gradients as [`reduce`] does, for matrices of several types. Gradients are sent in the
+/// type `sent_as`, or each in its own type if that is `None`.
 fn reduce_as<B: Tested>(
     group: &AnyProcessGroup,
     matrices: &[(DType, usize)],

@@ -39,7 +39,7 @@ pub struct Driver {
     pub gpus: Vec<Gpu>,
 }
 
-/// Why no CUDA device can be used.
+/// Error of a program that cannot use a CUDA device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
@@ -75,9 +75,9 @@ pub enum CudaError {
         visible = visible()
     )]
     NoSuchDevice {
-        /// Requested index.
+        /// Index of the requested GPU.
         index: usize,
-        /// Number of GPUs.
+        /// Number of GPUs of the machine.
         count: usize,
     },
     /// CubeCL does not find NVIDIA's library of math functions, and so cannot compile kernels that
@@ -88,7 +88,7 @@ pub enum CudaError {
          that contains `nvvm/libdevice`"
     )]
     NoLibdevice {
-        /// Where CubeCL looks for the file.
+        /// Folders in which CubeCL looks for the file.
         reason: String,
     },
 }
@@ -101,7 +101,7 @@ fn visible() -> String {
     }
 }
 
-/// Why NCCL cannot be used.
+/// Error of a program that cannot use NCCL.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclError {
@@ -241,14 +241,14 @@ pub fn device_count() -> Result<usize, CudaError> {
     }
 }
 
-/// Checks that the machine has a GPU with this index, and that CubeCL can compile kernels for it. So
-/// Burn does not panic when it creates the device, nor when it launches a kernel that calls a math
-/// function.
+/// Checks that the machine has a GPU with this index, and that CubeCL can compile kernels for it.
+/// So Burn does not panic when it creates the device, nor when it launches a kernel that calls a
+/// math function.
 ///
 /// # Errors
 ///
-/// Fails as [`device_count`] does, with [`CudaError::NoSuchDevice`] if the index is too large, and as
-/// [`libdevice`](fn@libdevice) does if CubeCL needs that file.
+/// Fails as [`device_count`] does, with [`CudaError::NoSuchDevice`] if the index is too large, and
+/// as [`libdevice`](fn@libdevice) does if CubeCL needs that file.
 pub fn require_device(index: usize) -> Result<(), CudaError> {
     let count = device_count()?;
     if index >= count {

@@ -67,8 +67,8 @@ impl AnyProcessGroup {
         self.members().len()
     }
 
-    /// Returns whether the members are threads that exchange tensors of a device by reference. Kernels
-    /// that read another member's tensor cast it as they do.
+    /// Returns whether the members are threads that exchange tensors of a device by reference.
+    /// Kernels that read another member's tensor cast it as they do.
     pub(crate) fn shares_device<B: ShardBackend>(&self) -> bool {
         !B::IN_HOST_MEMORY && matches!(self, Self::Local(_))
     }

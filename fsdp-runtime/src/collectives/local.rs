@@ -176,8 +176,8 @@ impl LocalGroup {
         for peer in &peers {
             B::wait_for(&peer.1);
         }
-        // The members have told this rank about the reads of their communication threads, and this
-        // rank them about its own.
+        // The exchange has ordered this rank's later work after the members' reads of its tensors,
+        // and the members' later work after this rank's reads.
         drop(self.read.lock().ignore_poison().take());
         Ok(peers)
     }
@@ -267,8 +267,9 @@ impl LocalGroup {
     }
 }
 
-/// Returns a tensor that the rank's own thread may read at any time: a copy of another rank's tensor,
-/// which that rank may update. In host memory a rank updates no tensor that another one refers to.
+/// Returns a tensor that the rank's own thread may read at any time: a copy of another rank's
+/// tensor, which that rank may update. In host memory a rank updates no tensor that another one
+/// refers to.
 fn own<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
     if B::IN_HOST_MEMORY {
         return tensor;
@@ -277,8 +278,8 @@ fn own<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
     B::copy_range(tensor, 0..numel, shape)
 }
 
-/// Returns the gradients of several ranks in one dtype. On a device they may differ: that of a rank
-/// which has held gradients of several micro-batches is a sum in f32.
+/// Returns the gradients of several ranks in one dtype. On a device the dtypes may differ: a rank
+/// that has accumulated several micro-batches has their sum in f32.
 fn in_one_dtype<B: ShardBackend>(parts: Vec<(Float<B>, usize)>) -> Vec<(Float<B>, usize)> {
     let dtype = parts[0].0.dtype();
     if parts.iter().all(|(part, _)| part.dtype() == dtype) {

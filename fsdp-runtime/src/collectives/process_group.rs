@@ -13,7 +13,7 @@ use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
 use crate::layout::UnitLayout;
 
-/// How one gradient of a unit is reduced, and which part of the result this rank keeps.
+/// Reduction of one gradient of a unit, and the part of the result that this rank keeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reduce {
     /// Elements of the flattened gradient that this rank keeps: its shard of a sharded parameter,
@@ -28,11 +28,11 @@ pub(crate) struct Reduce {
     pub(crate) dtype: DType,
 }
 
-/// What [`ProcessGroup::reduce_scatter`] reduces.
+/// Input of [`ProcessGroup::reduce_scatter`]: the gradients of one unit.
 pub(crate) struct ReduceScatter<'a, B: ShardBackend> {
     /// This rank's gradients; `None` where it has none, which counts as zeros.
     pub(crate) gradients: Vec<Option<Float<B>>>,
-    /// How each of the gradients is reduced, in the same order.
+    /// Reduction of each gradient, in the order of `gradients`.
     pub(crate) keep: &'a [Reduce],
     /// Layout of the gradients' unit over the ranks of the process group.
     #[cfg_attr(

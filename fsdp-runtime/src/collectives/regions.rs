@@ -118,15 +118,16 @@ impl ReusedBuffers {
     }
 }
 
-/// What all ranks know of a reduction. A gradient's *entry* is its index in `keep`.
+/// Description of a reduction, equal on all ranks but for the ranges. A gradient's *entry* is its
+/// index in `keep`.
 pub(super) struct Reduction<'a> {
-    /// How each gradient is reduced; ranges are those of the calling rank.
+    /// Reduction of each gradient; ranges are those of the calling rank.
     pub(super) keep: &'a [Reduce],
     /// Layout of the gradients' unit over the members.
     pub(super) layout: &'a UnitLayout,
     /// Number that each sum is divided by.
     pub(super) divisor: usize,
-    /// For each member, which gradients it has.
+    /// Flags of the gradients that each member has, by member and entry.
     pub(super) present: Vec<Arc<Vec<bool>>>,
 }
 

@@ -82,7 +82,7 @@ pub enum CheckpointError {
     Inconsistent {
         /// Path of the file.
         file: String,
-        /// All contradictions.
+        /// Descriptions of all contradictions.
         problems: Vec<String>,
     },
     /// A rank's file that differs from its description in the manifest.
@@ -198,7 +198,7 @@ pub enum CheckpointError {
         rank: usize,
         /// Path of the folder being written.
         folder: String,
-        /// How long the save waited.
+        /// Time for which the save waited.
         waited: Duration,
     },
 }

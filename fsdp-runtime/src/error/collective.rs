@@ -24,7 +24,7 @@ pub enum CollectiveError {
         unit: String,
         /// Ranks that did not join.
         missing: Vec<Rank>,
-        /// How long the other ranks waited.
+        /// Time for which the other ranks waited.
         waited: Duration,
     },
     /// Ranks that ended their run while others still take steps.

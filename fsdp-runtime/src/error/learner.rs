@@ -20,7 +20,7 @@ pub enum LearnerError {
          `FsdpStrategy::with_resume_latest()`, or `FsdpStrategy::with_resume_from(folder)`"
     )]
     BurnCheckpoint {
-        /// The epoch.
+        /// The epoch that was given to the builder.
         epoch: usize,
     },
     /// An optimizer that clips gradients by norm.
@@ -33,7 +33,7 @@ pub enum LearnerError {
         /// The largest norm, as text.
         max_norm: String,
     },
-    /// A run that is to be resumed and has no checkpoints.
+    /// A call of `resume_latest` without a folder of checkpoints.
     #[error(
         "`with_resume_latest` looks for checkpoints in the folder of `with_checkpoints(..)`, which is \
          not set; write `.with_checkpoints(CheckpointManager::new(folder, &worker))`, or name the \
@@ -62,9 +62,9 @@ pub enum LearnerError {
          last batch from `DataLoaderIterator::progress`"
     )]
     UnfinishedAccumulation {
-        /// The epoch, from 1.
+        /// The epoch that ended, counted from 1.
         epoch: usize,
-        /// Number of batches.
+        /// Number of batches whose gradients were not applied.
         batches: usize,
     },
     /// A rank without any validation batch.
@@ -73,13 +73,13 @@ pub enum LearnerError {
          as `RankLoader` does"
     )]
     NoValidationBatch {
-        /// The rank.
+        /// The rank without a validation batch.
         rank: Rank,
     },
     /// A data loader that failed.
     #[error("the data loader of rank {rank} failed: {reason}")]
     Data {
-        /// The rank.
+        /// The rank whose data loader failed.
         rank: Rank,
         /// The error of the dataset.
         reason: String,
@@ -87,7 +87,7 @@ pub enum LearnerError {
     /// The output of a step that the device could not compute.
     #[error("the device of rank {rank} failed to compute the output of a step: {reason}")]
     Output {
-        /// The rank.
+        /// The rank whose device failed.
         rank: Rank,
         /// The error of the device.
         reason: String,
@@ -98,11 +98,11 @@ pub enum LearnerError {
          fewer ranks"
     )]
     TooFewItems {
-        /// Number of items.
+        /// Number of items of the dataset.
         items: usize,
-        /// Number of ranks.
+        /// Number of ranks that share the dataset.
         world: WorldSize,
-        /// The fewest items that would do.
+        /// Smallest number of items that gives each rank a batch.
         needed: usize,
     },
     /// Metric values of ranks that differ in number.
@@ -111,11 +111,11 @@ pub enum LearnerError {
          equally many tensors from `RankOutput::into_host` on every rank"
     )]
     OutputMismatch {
-        /// The rank.
+        /// The rank that differs from rank 0.
         rank: Rank,
-        /// Number of tensors from that rank.
+        /// Number of tensors that this rank sent.
         found: usize,
-        /// Number of tensors from rank 0.
+        /// Number of tensors that rank 0 sent.
         expected: usize,
     },
 }

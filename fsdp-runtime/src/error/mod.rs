@@ -65,9 +65,9 @@ pub enum Error {
 pub struct LaunchError {
     /// The rank that failed first.
     pub rank: Rank,
-    /// The number of ranks.
+    /// The number of ranks of the launch.
     pub world: WorldSize,
-    /// What that rank returned, or its panic's message.
+    /// Error that the failed rank returned, or the message of its panic.
     #[source]
     pub source: Arc<dyn std::error::Error + Send + Sync>,
 }
@@ -103,8 +103,8 @@ pub struct RankPanic {
 /// Ends this rank by unwinding with a typed error, from code of Burn's or the user's that cannot
 /// return one.
 ///
-/// [`Fsdp::backward`](crate::Fsdp::backward) and [`launch`](crate::launch) catch the panic and return
-/// the error. The panic hook does not run, because the program has no bug.
+/// [`Fsdp::backward`](crate::Fsdp::backward) and [`launch`](crate::launch) catch the panic and
+/// return the error. The panic hook does not run, because the program has no bug.
 pub(crate) fn raise(error: Error) -> ! {
     std::panic::resume_unwind(Box::new(error))
 }

@@ -2,12 +2,12 @@
 
 use std::sync::LockResult;
 
-/// Takes what a lock guards, whether or not a thread has panicked while holding it.
+/// Takes the value of a lock, also after a thread has panicked with the lock held.
 ///
 /// Poisoning may be ignored in this crate for two reasons. No guarded value is left half-updated by
 /// a panic: each is changed in single steps that do not panic. And a rank that panics ends the run
-/// with an error on every rank, which the other threads must be able to reach: a second panic on a
-/// poisoned lock would hide that first cause.
+/// with an error on every rank. The other threads must be able to return that error: a second panic
+/// on a poisoned lock would hide the first cause.
 pub(crate) trait IgnorePoison {
     /// The guard of the lock, or the reference to its value.
     type Guard;

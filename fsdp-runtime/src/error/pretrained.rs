@@ -72,7 +72,7 @@ pub enum SaveError {
          `#[fsdp(key = \"..\")]`"
     )]
     DuplicateKey {
-        /// The common key.
+        /// Key that both parameters have.
         key: String,
         /// Path of the first parameter.
         first: String,

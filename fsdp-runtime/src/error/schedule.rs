@@ -79,9 +79,9 @@ pub enum ScheduleError {
         path: String,
         /// Rank that differs from the others.
         rank: Rank,
-        /// Number of elements in that rank's shard.
+        /// Number of elements in the shard of the rank that differs.
         expected: usize,
-        /// Description of the gradient on that rank.
+        /// Description of the gradient on the rank that differs.
         found: String,
     },
     /// Ranks with different loss scales.
@@ -92,7 +92,7 @@ pub enum ScheduleError {
     LossScaleMismatch {
         /// Rank that differs from rank 0.
         rank: Rank,
-        /// Loss scale of that rank.
+        /// Loss scale of the rank that differs.
         found: f32,
         /// Loss scale of rank 0.
         expected: f32,
@@ -174,8 +174,8 @@ pub enum ScheduleError {
         /// Module path of the first such parameter.
         path: String,
     },
-    /// An optimizer that could not be checked, because the gradients of the first step were not those
-    /// that `backward` returned.
+    /// An optimizer that could not be checked, because the gradients of the first step were not
+    /// those that `backward` returned.
     ///
     /// `backward` adds gradients for the check, which programs lose that build a new set of
     /// gradients.

@@ -172,7 +172,7 @@ pub enum ShardError {
         ranks: Vec<Rank>,
         /// First line of rank 0's fingerprint that differs.
         expected: String,
-        /// The same line of the other ranks' fingerprint.
+        /// Line of the fingerprint of `ranks` at the place of `expected`.
         found: String,
     },
     /// A parameter that two ranks initialised to different values.
@@ -236,7 +236,7 @@ pub enum ShardError {
     InvalidOption {
         /// Name of the option.
         option: &'static str,
-        /// The given value.
+        /// Value that the option was given.
         value: String,
         /// Description of the accepted values.
         expected: String,

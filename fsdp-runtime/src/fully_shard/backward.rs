@@ -47,8 +47,8 @@ impl<M: FsdpModule> Fsdp<M> {
         self.keep_gradients(&mut from)
     }
 
-    /// Ends the backward pass of a micro-batch and keeps its gradients, those of ignored parameters
-    /// from `from`.
+    /// Ends the backward pass of a micro-batch and keeps its gradients. `from` has those of ignored
+    /// parameters.
     fn keep_gradients(&self, from: &mut impl OwnGradients) -> Result<(), Error> {
         let mut sums = GradientsParams::new();
         self.ignored_gradients.add(&self.module, from, &mut sums);
@@ -56,8 +56,10 @@ impl<M: FsdpModule> Fsdp<M> {
         self.schedule.finish_backward()
     }
 
-    /// Runs a `pass` over the module that calls `Tensor::backward` itself and returns the gradients
-    /// by parameter, and returns the gradients for the optimizer. Every rank calls it.
+    /// Runs `pass`, a function that calls `Tensor::backward` itself, and returns the gradients for
+    /// the optimizer. Every rank calls it.
+    ///
+    /// `pass` gets the module, and returns Burn's gradients by parameter.
     ///
     /// `accumulate` says that another micro-batch of the step follows; no gradients are returned
     /// then.

@@ -36,8 +36,8 @@ impl<M: FsdpModule> Fsdp<M> {
     /// `max_norm`. Returns the norm before scaling. Every rank calls it.
     ///
     /// As `torch.nn.utils.clip_grad_norm_` does, it multiplies by `max_norm / (norm + 1e-6)` if
-    /// this factor is below 1. It runs one all-reduce, of one number. Apart from the norm, it is
-    /// [`clip_grad_norm`](Self::clip_grad_norm).
+    /// this factor is below 1. It runs one all-reduce, of one number. Otherwise it works as
+    /// [`clip_grad_norm`](Self::clip_grad_norm) does.
     ///
     /// # Errors
     ///

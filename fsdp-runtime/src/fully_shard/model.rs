@@ -21,10 +21,10 @@ use crate::param_group::plan::{IgnoredParam, Key};
 use crate::runtime::hooks::Collect;
 use crate::runtime::schedule::ErasedSchedule;
 
-/// A sharded model.
+/// A sharded model, as [`fully_shard`](crate::fully_shard) returns it.
 ///
-/// It dereferences to the module, whose `forward` and fields are used as before sharding. It is a
-/// Burn [`Module`] itself: `optimizer.step(lr, model, grads)` returns the updated model.
+/// The model dereferences to the module, whose `forward` and fields are used as before sharding. It
+/// is a Burn [`Module`] itself: `optimizer.step(lr, model, grads)` returns the updated model.
 ///
 /// Clones and [`valid`](Self::valid) snapshots share the gather buffers, so use only one of them at
 /// a time.
@@ -121,8 +121,8 @@ impl<M: Module> Module for Fsdp<M> {
     ///
     /// # Panics
     ///
-    /// Unwinds with [`SaveError::Snapshot`](crate::SaveError::Snapshot) if `burn-store` collects the
-    /// tensors of the model; `launch` returns the error.
+    /// Unwinds with [`SaveError::Snapshot`](crate::SaveError::Snapshot) if `burn-store` collects
+    /// the tensors of the model; `launch` returns the error.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         if type_name::<V>().starts_with("burn_store::")
             && self.schedule.units().iter().any(is_sharded)

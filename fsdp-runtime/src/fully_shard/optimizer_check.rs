@@ -1,10 +1,10 @@
 //! The check of an optimizer that steps a sharded model for the first time.
 //!
-//! Burn passes a module to an optimizer as a [`ModuleMapper`], which shows neither the optimizer nor
-//! its gradients. So the gradients that a backward pass returns contain those of a
-//! [probe](super::optimizer_probe) of each sharded parameter, and the mapper steps the probes before
-//! the model. A probe has the path of its parameter, and so belongs to the same parameter group.
-//! The optimizer keeps the probes' state, a few hundred bytes, under ids of their own.
+//! Burn passes a module to an optimizer as a [`ModuleMapper`], which shows neither the optimizer
+//! nor its gradients. So the gradients that a backward pass returns contain those of a
+//! [probe](super::optimizer_probe) of each sharded parameter, and the mapper steps the probes
+//! before the model. A probe has the path of its parameter, and so belongs to the same parameter
+//! group. The optimizer keeps the probes' state, a few hundred bytes, under ids of their own.
 
 use std::any::type_name;
 use std::collections::{HashMap, HashSet};
@@ -34,7 +34,7 @@ struct State {
     waiting: Vec<Waiting>,
 }
 
-/// A sharded parameter that is trained, whose optimizer is to be checked.
+/// A sharded, trained parameter whose optimizer is still to be checked.
 #[derive(Clone, Debug)]
 pub(crate) struct Waiting {
     pub(crate) id: ParamId,
@@ -57,7 +57,8 @@ impl Waiting {
     }
 }
 
-/// Returns whether a visitor or mapper is one of Burn's optimizers or of what handles their gradients.
+/// Returns whether a visitor or mapper belongs to Burn's optimizers or to Burn's handling of
+/// gradients.
 fn is_of_optimizers<T>() -> bool {
     type_name::<T>().starts_with("burn_optim::")
 }
@@ -184,7 +185,8 @@ fn step_probes<T: ModuleMapper>(
     Ok(verdicts)
 }
 
-/// Runs the steps of a probe. An optimizer that panics on the shape of a shard needs whole matrices.
+/// Runs the steps of a probe. An optimizer that panics on the shape of a shard needs whole
+/// matrices.
 pub(crate) fn catch_step(step: impl FnOnce() -> Verdict) -> Result<Verdict, Error> {
     catch_unwind(AssertUnwindSafe(step)).or_else(|panic| match panic.downcast::<Error>() {
         Ok(error) => Err(*error),

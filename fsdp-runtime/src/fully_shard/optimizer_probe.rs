@@ -1,5 +1,5 @@
-//! A probe of an optimizer: three small matrices whose steps show whether the optimizer updates each
-//! element by itself.
+//! A probe of an optimizer: three small matrices whose steps show whether the optimizer updates
+//! each element by itself.
 //!
 //! A shard is a flat piece of a matrix. Stepping shards gives the result of unsharded training only
 //! if the update of an element depends on no other element. All parts of a probe have the same
@@ -8,8 +8,8 @@
 //!
 //! - If the second half of `Small` differs from `Piece`, the optimizer combines elements. The norm
 //!   of `Small` is below any reasonable limit of clipping, so it does more than clip.
-//! - If only `Huge` differs, the optimizer clips by norm. The squares of the huge gradients overflow,
-//!   so any limit scales the gradients of the second half to zero.
+//! - If only `Huge` differs, the optimizer clips by norm. The squares of the huge gradients
+//!   overflow, so any limit scales the gradients of the second half to zero.
 //!
 //! Half of the compared elements are 0, so that a small update is not lost in rounding. Their
 //! gradients range from 1e-12 to 1e-5, below and above the ε of adaptive optimizers, whose first
@@ -91,7 +91,7 @@ fn sign(i: usize) -> f32 {
     if i.is_multiple_of(3) { -1.0 } else { 1.0 }
 }
 
-/// What the steps of a probe show.
+/// Result of the steps of a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// Nothing changed: the learning rate is 0, or the optimizer did not get the gradients.

@@ -69,10 +69,10 @@ impl<M> Stats<'_, M> {
     }
 
     /// Starts a record of the changes of [`memory`](Self::memory) and
-    /// [`host_memory`](Self::host_memory) over time, and drops the record under way, if any.
+    /// [`host_memory`](Self::host_memory) over time, and drops a running record, if there is one.
     ///
-    /// The record holds the newest `max_samples` changes. A step of a model with `n` units makes about
-    /// `10 n` changes. By default there is no record.
+    /// The record holds the newest `max_samples` changes. A step of a model with `n` units makes
+    /// about `10 n` changes. By default there is no record.
     ///
     /// PyTorch's `torch.cuda.memory._record_memory_history(max_entries=max_samples)`.
     pub fn start_memory_timeline(&self, max_samples: usize) {

@@ -4,7 +4,7 @@ use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::error::{CollectiveError, Error};
 
-/// What an error on one rank does to the world's process group.
+/// Effect of an error on one rank on the world's process group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OnError {
     /// The process group stays usable: a caller may handle the error and continue.

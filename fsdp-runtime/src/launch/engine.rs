@@ -5,13 +5,14 @@ use std::str::FromStr;
 
 use crate::error::ShardError;
 
-/// What a rank is (a thread or a process), and how ranks communicate.
+/// Form of the ranks (threads or processes), and the library by which they communicate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Engine {
-    /// Chooses by the device and by how the program was started: `Nccl` on CUDA devices where each
-    /// of several ranks has a GPU of its own, else `Mpi` where the program was started as one of
-    /// several processes, else `Local`.
+    /// Chooses by the device and by how the program was started.
+    ///
+    /// This is `Nccl` on CUDA devices if each of several ranks has a GPU of its own. Otherwise it
+    /// is `Mpi` in a program that was started as several processes, and `Local` in any other.
     #[default]
     Auto,
     /// Ranks are threads of one process.

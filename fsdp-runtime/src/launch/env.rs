@@ -21,9 +21,9 @@ pub const EXIT_PEER_FAILED: i32 = 75;
 pub enum Launcher {
     /// `fsdp launch`, torchrun, or another program that sets `RANK`.
     Torchrun,
-    /// Open MPI's `mpirun`.
+    /// Open MPI's `mpirun`, which sets `OMPI_COMM_WORLD_RANK`.
     OpenMpi,
-    /// Slurm's `srun`.
+    /// Slurm's `srun`, which sets `SLURM_PROCID`.
     Slurm,
 }
 
@@ -143,13 +143,13 @@ pub enum EnvError {
          {second} says rank {second_rank} of {second_world}; start them with one of the two"
     )]
     StartedTwice {
-        /// First launcher.
+        /// First of the two launchers.
         first: Launcher,
         /// Rank that the first launcher gives this process.
         first_rank: Rank,
         /// Number of ranks that the first launcher has started.
         first_world: WorldSize,
-        /// Second launcher.
+        /// Second of the two launchers.
         second: Launcher,
         /// Rank that the second launcher gives this process.
         second_rank: Rank,
@@ -186,8 +186,8 @@ impl RankEnv {
         Self::from_variables(|name| std::env::var_os(name))
     }
 
-    /// Reads variables from a function that returns the value of a variable. Otherwise it is
-    /// [`read`](Self::read).
+    /// Reads variables from a function that returns the value of a variable. Otherwise it works as
+    /// [`read`](Self::read) does.
     ///
     /// # Errors
     ///

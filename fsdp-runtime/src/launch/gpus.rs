@@ -106,8 +106,8 @@ fn join(
     Ok((Arc::new(AnyProcessGroup::Nccl(group)), gpu(index)))
 }
 
-/// Returns the address at which the processes of this launch meet, from the environment; `None` if
-/// the environment has no address of rank 0.
+/// Returns the address at which the processes of this launch connect, from the environment; `None`
+/// if the environment has no address of rank 0.
 fn rendezvous(env: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezvous<'_>> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let main = env.main_process.as_ref()?;

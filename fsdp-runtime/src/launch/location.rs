@@ -8,7 +8,7 @@ use super::error::EngineError;
 use super::options::NumRanks;
 use crate::layout::WorldSize;
 
-/// Where the ranks of a launch run, and how they communicate.
+/// Location of the ranks of a launch, which also decides how they communicate.
 #[derive(Clone, Debug)]
 pub(super) enum RankLocation {
     /// Threads of this process, on one device.

@@ -14,11 +14,11 @@ pub const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
 /// The number of ranks that a program asks for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NumRanks {
-    /// This many ranks. A program that was started as one of several processes must be one of this
-    /// many.
+    /// A fixed number of ranks. A program that was started as one of several processes must be one
+    /// of this many.
     Exactly(usize),
-    /// As many ranks as processes were started, or this many threads where the program was started
-    /// by itself.
+    /// As many ranks as processes were started. A program that was started by itself has the given
+    /// number of threads.
     StartedOr(usize),
 }
 
@@ -115,14 +115,17 @@ impl LaunchOptions {
         self
     }
 
-    /// Sets whether glibc's allocator is told to keep freed pages, and the system is asked for huge pages
-    /// for its heap. Default: on. This saves about a quarter of a training step on a CPU.
+    /// Sets whether `launch` configures glibc's allocator for training. Default: on.
+    ///
+    /// The allocator then keeps freed pages, and uses huge pages for its heap. This saves about a
+    /// quarter of a training step on a CPU.
     ///
     /// The setting applies to the whole process, from its first launch on. It does not change an
-    /// allocator that the environment configures (`MALLOC_*`, or `glibc.malloc` in `GLIBC_TUNABLES`),
-    /// that of another C library, or another `#[global_allocator]`. The process keeps the memory of
-    /// its peak until it exits. It reserves 4 GiB of addresses, which take memory where they are used.
-    /// Huge pages are asked for where the first launch is on the process's main thread.
+    /// allocator that the environment configures (`MALLOC_*`, or `glibc.malloc` in
+    /// `GLIBC_TUNABLES`), that of another C library, or another `#[global_allocator]`. The process
+    /// keeps the memory of its peak until it exits. It reserves 4 GiB of addresses, which take
+    /// memory only where they are used. Huge pages need a first launch on the process's main
+    /// thread.
     pub fn with_malloc_tuning(mut self, tuning: bool) -> Self {
         self.malloc_tuning = tuning;
         self
@@ -134,7 +137,7 @@ impl LaunchOptions {
         if device.is_autodiff() { device } else { device.autodiff() }
     }
 
-    /// Returns the option `debug`, or what the environment says where it is not set.
+    /// Returns the option `debug`, or the environment's value where the option is not set.
     pub(super) fn debug(&self) -> Result<bool, ShardError> {
         self.debug.map_or_else(debug_variable, Ok)
     }

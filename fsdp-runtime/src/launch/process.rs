@@ -14,7 +14,7 @@ use crate::collectives::group::AnyProcessGroup;
 use crate::error::{CollectiveError, LaunchError};
 use crate::layout::Mesh;
 
-/// How long a failed rank waits before it exits. A launcher kills all ranks as soon as one has
+/// Time that a failed rank waits before it exits. A launcher kills all ranks as soon as one has
 /// exited, and the other ranks need this time to report their errors.
 pub(super) const EXIT_DELAY: Duration = Duration::from_millis(300);
 

@@ -53,7 +53,7 @@ pub(super) fn start_rank<T: Send + 'static>(
     Ok(())
 }
 
-/// Converts what a rank unwound with to an error: the typed error, or the message of a panic.
+/// Converts a rank's panic to an error: the typed error that it carries, or the panic's message.
 fn unwound(panic: Box<dyn Any + Send>) -> BoxedError {
     match panic.downcast::<Error>() {
         Ok(error) => error,

@@ -19,8 +19,8 @@ use crate::layout::{Rank, WorldSize};
 /// The first rank that fails or panics ends the others at their next collective. The program must
 /// own what it uses (`move`), since a rank's thread may outlive the call (see below).
 ///
-/// The first launch tells glibc's allocator to keep freed pages, unless the environment configures the
-/// allocator or [`LaunchOptions::with_malloc_tuning`] turns this off.
+/// The first launch tells glibc's allocator to keep freed pages, unless the environment configures
+/// the allocator or [`LaunchOptions::with_malloc_tuning`] turns this off.
 ///
 /// An error inside `forward` or `backward` unwinds to this function, which returns it: the crate
 /// needs `panic = "unwind"` and does not compile with `panic = "abort"`.

@@ -2,8 +2,9 @@
 //!
 //! The matrices form one flat range, in declaration order. Each matrix begins at a multiple of
 //! [`ALIGNMENT`] elements, and the end of the range is padded so that all ranks own equally many
-//! elements, a multiple of [`SHARD_ALIGNMENT`]. Rank `r` owns elements `[r·S, (r+1)·S)`, where `S` is the padded length divided by the size
-//! of the group. A rank's *shard* of one matrix is the part of that matrix inside the rank's elements.
+//! elements, a multiple of [`SHARD_ALIGNMENT`]. Rank `r` owns elements `[r·S, (r+1)·S)`, where `S`
+//! is the padded length divided by the size of the group. A rank's *shard* of one matrix is the
+//! part of that matrix inside the rank's elements.
 //!
 //! All numbers count elements. This file knows nothing of tensors, devices or dtypes. A unit whose
 //! matrices have several dtypes has one flat range for each dtype.
@@ -14,14 +15,14 @@ use super::mesh::{Rank, WorldSize};
 
 /// Alignment of a matrix in its flat range, in elements.
 ///
-/// 64 elements are 256 bytes in f32, the strictest alignment that a device requires of a buffer view
-/// (WebGPU's `minStorageBufferOffsetAlignment`).
+/// 64 elements are 256 bytes in f32, the strictest alignment that a device requires of a buffer
+/// view (WebGPU's `minStorageBufferOffsetAlignment`).
 pub const ALIGNMENT: usize = 64;
 
 /// Alignment of a rank's part of a flat range, in elements.
 ///
-/// 8 elements are 16 bytes in half precision, the widest vector that kernels load. A part that began
-/// between two vectors would be copied element by element.
+/// 8 elements are 16 bytes in half precision, the widest vector that kernels load. A part that
+/// began between two vectors would be copied element by element.
 pub const SHARD_ALIGNMENT: usize = 8;
 
 /// Positions of a unit's matrices in one flat range, and the part of the range that each rank owns.
@@ -103,7 +104,7 @@ mod tests {
         WorldSize::new(size).expect("tests use worlds of at least one rank")
     }
 
-    /// Element counts at the edges: 1, 3, 8 and primes, below and above the world size.
+    /// Returns element counts at the edges: 1, 3, 8 and primes, below and above the world size.
     fn numel() -> impl Strategy<Value = usize> {
         prop_oneof![
             Just(1usize),

@@ -17,7 +17,7 @@ pub enum MeshError {
          {world} (default: the number of ranks on one machine)"
     )]
     UnevenMesh {
-        /// Number of ranks.
+        /// Number of all ranks.
         world: WorldSize,
         /// The requested size of a shard group, in ranks.
         shard: usize,
@@ -83,9 +83,9 @@ impl fmt::Display for Rank {
 
 /// The arrangement of ranks for sharding: `replicas` groups of `shard_size` ranks each.
 ///
-/// Ranks fill one shard group after the other, as in PyTorch's device mesh `("replicate", "shard")`.
-/// The parameters are sharded within a shard group, and each group holds a full copy of the model. A
-/// 1-D mesh has one group.
+/// Ranks fill one shard group after the other, as in PyTorch's device mesh
+/// `("replicate", "shard")`. The parameters are sharded within a shard group, and each group holds
+/// a full copy of the model. A 1-D mesh has one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Mesh {
@@ -117,7 +117,8 @@ impl Mesh {
         Ok(Self { shard, ..self })
     }
 
-    /// Returns the number of ranks in a shard group, which together hold one copy of the parameters.
+    /// Returns the number of ranks in a shard group, which together hold one copy of the
+    /// parameters.
     pub const fn shard_size(self) -> WorldSize {
         self.shard
     }

@@ -3,8 +3,8 @@
 //! A gather buffer and a collective each have a single dtype, so matrices of several dtypes cannot
 //! share a flat range. Matrices of one dtype share a range, in declaration order. The ranges are
 //! ordered by the first appearance of their dtype, which is the same on every rank. Callers name a
-//! matrix by its number in the unit, whichever range holds it; only code that gathers or stores flat
-//! ranges has to deal with several of them.
+//! matrix by its number in the unit, whichever range holds it; only code that gathers or stores
+//! flat ranges has to deal with several of them.
 
 use std::ops::Range;
 
@@ -56,7 +56,8 @@ impl UnitLayout {
         &self.ranges
     }
 
-    /// Returns the dtype of the unit's matrices, or `None` if there are several dtypes or no matrix.
+    /// Returns the dtype of the unit's matrices, or `None` if there are several dtypes or no
+    /// matrix.
     pub(crate) fn dtype(&self) -> Option<DType> {
         match self.ranges.as_slice() {
             [range] => Some(range.dtype),

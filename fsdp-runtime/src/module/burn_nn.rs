@@ -1,8 +1,8 @@
 //! [`FsdpModule`] for the modules of `burn::nn`.
 //!
 //! Fields have Burn's names. Where PyTorch has the same module, checkpoint keys have PyTorch's
-//! names, so that PyTorch checkpoints load without annotations: `gamma` is `weight`, `beta` is
-//! `bias`, and the file holds the weight of a `Linear` transposed.
+//! names, so that PyTorch checkpoints load without annotations. `gamma` is `weight`, and `beta` is
+//! `bias`. The file holds the weight of a `Linear` transposed.
 
 use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId, RunningState};
 use burn::nn::activation::*;

@@ -1,5 +1,6 @@
-//! What the macros implement for a user's types: the static layout tree of a model, the visitors
-//! and mappers over its parameters, and the values that a unit's forward takes and returns.
+//! The contract that the macros implement for a user's types: the static layout tree of a model,
+//! the visitors and mappers over its parameters, and the values that a unit's forward takes and
+//! returns.
 //!
 //! Order of the files, from the bottom up: `node`, `random`, `param`, `contract`, `path`,
 //! `containers`, `opaque`, `burn_nn`, `unit_type`, `unit_value`, `const_check`.

@@ -19,14 +19,14 @@ pub struct Forward {
 pub enum Kind {
     /// A struct under `#[fsdp_unit]`: one all-gather, one reduce-scatter.
     Unit {
-        /// Whether it was annotated as `#[fsdp_unit(root)]`.
+        /// Whether the unit is under `#[fsdp_unit(root)]`.
         root: bool,
     },
     /// A module whose parameters belong to the enclosing unit.
     Module,
     /// A float `Param`, which the runtime shards or replicates.
     Param {
-        /// Number of dimensions.
+        /// Number of dimensions of the parameter.
         rank: usize,
     },
     /// An integer or Boolean `Param`, which is never sharded.

@@ -81,12 +81,13 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     fn begin_recomputed_forward(&self, call: CallId, inputs: Vec<DispatchTensor>) -> bool;
     /// Returns an input of a recomputed forward without its graph.
     fn detach_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;
-    /// Returns what keeps the place of a detached input until backward: the input itself, or a
-    /// one-element tensor where the input is offloaded to the host.
+    /// Saves a detached input for backward. Returns the tensor to keep on the device: the input
+    /// itself, or a one-element tensor where the input is offloaded to the host.
     fn save_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;
     /// Saves a recomputed forward after its first run.
     fn save_forward(&self, call: CallId, forward: SavedForward);
-    /// Returns an output of the unit whose gradient unshards the unit before it flows on.
+    /// Hooks an output of the unit, and returns it: its gradient first gathers the unit for
+    /// backward.
     fn hook_output(self: Arc<Self>, call: CallId, output: DispatchTensor) -> DispatchTensor;
     /// Ends a hooked forward.
     fn post_forward(&self, call: CallId) -> Result<(), Error>;
@@ -115,6 +116,8 @@ pub struct Sharded {
 impl Reparameterization for Sharded {
     const NAME: &'static str = "fsdp";
 
+    /// Returns the full parameter for this rank's shard `base`, gathered if need be.
+    ///
     /// # Panics
     ///
     /// Unwinds with the [`Error`] if a collective fails; `launch` returns that error.

@@ -23,7 +23,7 @@ impl ModulePath {
         self.0.push(index.map_or_else(|| child.name.to_string(), |index| index.to_string()));
     }
 
-    /// Appends a segment.
+    /// Appends a segment to the path.
     pub(crate) fn push(&mut self, segment: &str) {
         self.0.push(segment.to_string());
     }
@@ -46,8 +46,8 @@ impl ModulePath {
 }
 
 /// Returns the id of each sharded or replicated parameter by its index. A tied parameter has an
-/// entry at each of the indices that share the values. Parameters under `ignored_params` and running
-/// statistics have no index and are left out.
+/// entry at each of the indices that share the values. Parameters under `ignored_params` and
+/// running statistics have no index and are left out.
 pub(crate) fn param_ids<M: FsdpModule>(module: &M) -> HashMap<ParamIndex, ParamId> {
     struct Ids(HashMap<ParamIndex, ParamId>);
     impl ParamVisitor for Ids {

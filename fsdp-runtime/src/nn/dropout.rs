@@ -2,8 +2,8 @@
 //!
 //! Burn has one random generator per process, which ranks that are threads share in whatever order
 //! they run; the masks of `burn::nn::Dropout` then differ from run to run. This layer uses a
-//! counter-based generator: the key is derived from seed, rank and layer, the counter from step, call
-//! and element.
+//! counter-based generator: the key is derived from seed, rank and layer, the counter from step,
+//! call and element.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,7 +27,7 @@ pub struct DropoutConfig {
 }
 
 impl DropoutConfig {
-    /// Initialises the layer.
+    /// Returns a dropout layer with this probability.
     ///
     /// # Panics
     ///
@@ -50,7 +50,8 @@ impl DropoutConfig {
 /// Zeroes elements at random during training and scales the others by `1 / (1 - prob)`.
 ///
 /// In a sharded model the masks depend only on the seed of [`FsdpOptions`](crate::FsdpOptions), the
-/// rank, the layer's path, the step and the call, so runs repeat exactly on every engine and device.
+/// rank, the layer's path, the step and the call, so runs repeat exactly on every engine and
+/// device.
 #[derive(Module, Debug)]
 pub struct Dropout {
     /// Probability of zeroing an element, in `[0, 1)`.

@@ -44,8 +44,8 @@ pub struct AdadeltaConfig {
 /// [PyTorch](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adadelta.html). Burn has no
 /// such optimizer.
 ///
-/// The step runs as tensor operations, which allocate temporary tensors of the shard's size. They are
-/// element-wise, so sharding a parameter does not change a bit of its update on Flex.
+/// The step runs as tensor operations, which allocate temporary tensors of the shard's size. They
+/// are element-wise, so sharding a parameter does not change a bit of its update on Flex.
 ///
 /// # Panics
 ///

@@ -12,7 +12,7 @@ pub(crate) struct AdamRule {
     pub(super) decay: Decay,
 }
 
-/// How weights decay.
+/// Form of weight decay, with its strength.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Decay {
     /// Adds `penalty` times the parameter to the gradient (an L2 penalty), as Adam does.

@@ -23,9 +23,9 @@
 //!
 //! # Reproducibility
 //!
-//! On Flex, the result for an element depends only on the values of that element: not on the
-//! element's position in the tensor, the number of threads, or the vector width of the processor.
-//! So sharding a parameter does not change a bit of its update.
+//! On Flex, the result for an element depends only on the values of that element. It does not
+//! depend on the element's position in the tensor, the number of threads, or the processor's vector
+//! width. So sharding a parameter does not change a bit of its update.
 //!
 //! # Optimizers that need full matrices
 //!
@@ -34,8 +34,8 @@
 //! itself.
 //!
 //! Imports point one way: adam_rule, on_host, clipping, owners, single_param <- check_optimizer,
-//! fused, matrix_step <- fused_adam, sgd, whole_param <- adam, adamw; clipping, on_host <- adadelta;
-//! unscale <- grad_scaler.
+//! fused, matrix_step <- fused_adam, sgd, whole_param <- adam, adamw; clipping, on_host <-
+//! adadelta; unscale <- grad_scaler.
 
 mod adadelta;
 mod adam;

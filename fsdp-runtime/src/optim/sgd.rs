@@ -34,7 +34,7 @@ pub struct SgdConfig {
     grad_clipping: Option<GradientClippingConfig>,
 }
 
-/// Stochastic gradient descent.
+/// Stochastic gradient descent, with momentum and weight decay if they are set.
 ///
 /// With gradient `g` and learning rate `η`, for each element:
 ///

@@ -1,5 +1,5 @@
-//! Whether fences order the streams of a rank's own thread, of its communication thread, and of other
-//! ranks, in the schedule of a real run.
+//! Tests that fences order the streams of a rank's own thread, of its communication thread, and of
+//! other ranks, in the schedule of a real run.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -42,7 +42,7 @@ impl Net {
     }
 }
 
-/// Two steps of two micro-batches. Nothing reads a result, which would wait for the device.
+/// Trains two steps of two micro-batches. Nothing reads a result, which would wait for the device.
 fn train(worker: &Worker, options: &FsdpOptions) -> Result<(), Error> {
     let device = worker.device();
     let linear = |n| LinearConfig::new(24, n).init(device);

@@ -74,7 +74,8 @@ fn shared_and_separate_launches_give_the_same_bits() {
     }
 }
 
-/// An optimizer that wraps another one reads the result of a step at once.
+/// An optimizer that wraps another one reads the result of a step at once. So a step is deferred
+/// only if `foreach` allows it.
 #[test]
 fn a_step_is_deferred_only_with_foreach() {
     let moved = |foreach| {

@@ -11,11 +11,11 @@ use super::precision::MixedPrecisionPolicy;
 use crate::error::{Error, ShardError};
 use crate::module::{FsdpModule, UnitType};
 
-/// The options of [`fully_shard`](crate::fully_shard) as a Burn [`Config`], which is saved and loaded with
-/// a program's other settings. Unit types are named.
+/// The options of [`fully_shard`](crate::fully_shard) as a Burn [`Config`], which is saved and
+/// loaded with a program's other settings. Unit types are named.
 ///
-/// Fields and defaults are those of [`FsdpOptions`], where each is explained. `ignored_params` has no
-/// field, since ids of parameters change from one process to the next; add it to what
+/// Fields and defaults are those of [`FsdpOptions`], where each is explained. `ignored_params` has
+/// no field, since ids of parameters change from one process to the next; add it to what
 /// [`init`](Self::init) returns.
 ///
 /// # Example
@@ -65,87 +65,95 @@ use crate::module::{FsdpModule, UnitType};
 /// ```
 #[derive(Config, Debug, PartialEq)]
 pub struct FsdpConfig {
-    /// [`FsdpOptions::with_strategy`]; in files `FULL_SHARD` and so on.
+    /// What is sharded, in files by name, such as `FULL_SHARD`: see [`FsdpOptions::with_strategy`].
     #[config(default = "ShardingStrategy::FullShard")]
     pub strategy: ShardingStrategy,
-    /// [`FsdpOptions::with_shard_size`], in ranks.
+    /// Number of ranks in a shard group: see [`FsdpOptions::with_shard_size`].
     pub shard_size: Option<usize>,
-    /// [`FsdpOptions::with_reshard_after_forward`]; `None` for that of the strategy.
+    /// Whether gathered parameters are freed after forward, where `None` leaves it to the strategy:
+    /// see [`FsdpOptions::with_reshard_after_forward`].
     pub reshard_after_forward: Option<ReshardAfterForward>,
-    /// [`FsdpOptions::with_wrap`].
+    /// Which annotated units are gathered separately: see [`FsdpOptions::with_wrap`].
     #[config(default = "WrapConfig::Annotated")]
     pub wrap: WrapConfig,
-    /// [`FsdpOptions::with_gather_buffers`].
+    /// Number of gather buffers of a nesting level: see [`FsdpOptions::with_gather_buffers`].
     #[config(default = 2)]
     pub gather_buffers: usize,
-    /// [`FsdpOptions::with_forward_prefetch`].
+    /// Whether forward gathers the next unit early: see [`FsdpOptions::with_forward_prefetch`].
     #[config(default = true)]
     pub forward_prefetch: bool,
-    /// [`FsdpOptions::with_backward_prefetch`].
+    /// When a unit is gathered for its backward: see [`FsdpOptions::with_backward_prefetch`].
     #[config(default = "BackwardPrefetch::Pre")]
     pub backward_prefetch: BackwardPrefetch,
-    /// [`FsdpOptions::with_reductions_in_flight`]; `None` for the default of the device.
+    /// Number of units whose gradients may be in reduction at a time, where `None` is the default
+    /// of the device: see [`FsdpOptions::with_reductions_in_flight`].
     pub reductions_in_flight: Option<usize>,
+    /// How the gradients of micro-batches are added up: see
     /// [`FsdpOptions::with_gradient_accumulation`].
     #[config(default = "GradientAccumulation::ReduceEach")]
     pub gradient_accumulation: GradientAccumulation,
-    /// [`FsdpOptions::with_mixed_precision`].
+    /// Dtypes in which units compute and communicate: see [`FsdpOptions::with_mixed_precision`].
     #[config(default = "MixedPrecisionPolicy::new()")]
     pub mixed_precision: MixedPrecisionPolicy,
-    /// [`FsdpOptions::with_mixed_precision_for`]: names of unit types with their policies.
+    /// Names of unit types with dtypes of their own: see [`FsdpOptions::with_mixed_precision_for`].
     #[config(default = "Vec::new()")]
     pub mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
-    /// [`FsdpOptions::with_offload`].
+    /// What is stored in host memory: see [`FsdpOptions::with_offload`].
     #[config(default = "OffloadPolicy::None")]
     pub offload: OffloadPolicy,
+    /// Which units recompute their forward in backward: see
     /// [`FsdpOptions::with_activation_checkpointing`].
     #[config(default = "CheckpointingConfig::Annotated")]
     pub activation_checkpointing: CheckpointingConfig,
+    /// Whether recomputed units store their inputs in host memory: see
     /// [`FsdpOptions::with_offload_activations`].
     #[config(default = false)]
     pub offload_activations: bool,
-    /// [`FsdpOptions::with_persist_below`], in elements.
+    /// Number of elements below which a matrix is replicated: see
+    /// [`FsdpOptions::with_persist_below`].
     #[config(default = 0)]
     pub persist_below: usize,
-    /// [`FsdpOptions::with_sync_module_states`].
+    /// Whether rank 0 broadcasts its weights: see [`FsdpOptions::with_sync_module_states`].
     #[config(default = true)]
     pub sync_module_states: bool,
+    /// Whether only one rank initialises a parameter: see
     /// [`FsdpOptions::with_cpu_ram_efficient_loading`].
     #[config(default = true)]
     pub cpu_ram_efficient_loading: bool,
-    /// [`FsdpOptions::with_deferred_init`].
+    /// Whether no rank initialises parameters: see [`FsdpOptions::with_deferred_init`].
     #[config(default = false)]
     pub deferred_init: bool,
-    /// [`FsdpOptions::with_seed`].
+    /// Seed of initialisation and dropout: see [`FsdpOptions::with_seed`].
     pub seed: Option<u64>,
-    /// [`FsdpOptions::with_optimizer_check`].
+    /// Whether the first step checks the optimizer: see [`FsdpOptions::with_optimizer_check`].
     #[config(default = true)]
     pub optimizer_check: bool,
 }
 
-/// [`WrapPolicy`] with unit types by name.
+/// Which annotated units are gathered separately: a [`WrapPolicy`] that has unit types by name.
 #[derive(Config, Debug, PartialEq)]
 pub enum WrapConfig {
-    /// [`WrapPolicy::Annotated`].
+    /// Selects all annotated units: [`WrapPolicy::Annotated`].
     Annotated,
-    /// [`WrapPolicy::TransformerBased`]: names of unit types.
+    /// Selects units of the types with the given names: [`WrapPolicy::TransformerBased`].
     Units(Vec<String>),
-    /// [`WrapPolicy::SizeBased`]: smallest number of parameters of a unit.
+    /// Selects units with at least the given number of parameters: [`WrapPolicy::SizeBased`].
     SizeBased(usize),
-    /// [`WrapPolicy::NoWrap`].
+    /// Selects only the outermost unit: [`WrapPolicy::NoWrap`].
     NoWrap,
 }
 
-/// [`ActivationCheckpointing`] with unit types by name.
+/// Which units are recomputed: an [`ActivationCheckpointing`] that has unit types by name.
 #[derive(Config, Debug, PartialEq)]
 pub enum CheckpointingConfig {
-    /// [`ActivationCheckpointing::None`].
+    /// Recomputes no unit: [`ActivationCheckpointing::None`].
     None,
+    /// Recomputes the units under `#[fsdp_unit(checkpoint)]`:
     /// [`ActivationCheckpointing::Annotated`].
     Annotated,
-    /// [`ActivationCheckpointing::Units`]: names of unit types.
+    /// Recomputes units of the types with the given names: [`ActivationCheckpointing::Units`].
     Units(Vec<String>),
-    /// [`ActivationCheckpointing::All`].
+    /// Recomputes all units but the outermost: [`ActivationCheckpointing::All`].
     All,
 }
 
@@ -154,8 +162,8 @@ impl FsdpConfig {
     ///
     /// # Errors
     ///
-    /// [`ShardError::InvalidOption`] with the first name that is not a unit of `M`, and the names of its
-    /// units.
+    /// [`ShardError::InvalidOption`] with the first name that is not a unit of `M`, and the names
+    /// of its units.
     pub fn init<M: FsdpModule>(&self) -> Result<FsdpOptions, Error> {
         let units = M::LAYOUT.unit_names();
         let named = |option: &'static str, name: &str| {

@@ -159,13 +159,14 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets how many units' gradients may be in reduction at a time, at least 1. Default: 1 on Flex, 2
-    /// on other devices.
+    /// Sets how many units' gradients may be in reduction at a time, at least 1. Default: 1 on
+    /// Flex, 2 on other devices.
     ///
-    /// With 1, backward waits for the reduction of a unit before the gradients of the next one arrive,
-    /// so that the full gradients of one unit exist at a time. With 2, backward goes on meanwhile: a
-    /// device that computes while the host goes on always has work. Each further reduction takes the
-    /// full and the reduced gradients of one more unit. PyTorch's FSDP2 works as with 2.
+    /// With 1, backward waits for the reduction of a unit before the gradients of the next one
+    /// arrive, so that the full gradients of one unit exist at a time. With 2, backward continues
+    /// during the reduction, so a device that computes asynchronously always has work. Each further
+    /// reduction takes the full and the reduced gradients of one more unit. PyTorch's FSDP2 works
+    /// as with 2.
     pub const fn with_reductions_in_flight(mut self, reductions: usize) -> Self {
         self.reductions_in_flight = Some(reductions);
         self
@@ -309,13 +310,14 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets whether the first optimizer step checks that the optimizer steps shards as it steps whole
-    /// parameters. Default: on.
+    /// Sets whether the first optimizer step checks that the optimizer steps shards as it steps
+    /// whole parameters. Default: on.
     ///
     /// An optimizer that clips by norm or needs whole matrices is then an error:
     /// [`ScheduleError::OptimizerClipsByNorm`](crate::ScheduleError::OptimizerClipsByNorm) or
-    /// [`ScheduleError::OptimizerNeedsMatrix`](crate::ScheduleError::OptimizerNeedsMatrix). Turn the
-    /// check off for an optimizer whose result on shards is wanted, or that draws random numbers.
+    /// [`ScheduleError::OptimizerNeedsMatrix`](crate::ScheduleError::OptimizerNeedsMatrix). Turn
+    /// the check off for an optimizer whose result on shards is wanted, or that draws random
+    /// numbers.
     pub const fn with_optimizer_check(mut self, check: bool) -> Self {
         self.optimizer_check = check;
         self

@@ -1,4 +1,5 @@
-//! The values of the options.
+//! Enums that options of sharding take: strategy, prefetch, wrapping, accumulation, offload,
+//! recomputation.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +10,7 @@ use crate::backend::StorageDevice;
 use crate::error::ShardError;
 use crate::module::UnitType;
 
-/// What is sharded between steps, under PyTorch's names.
+/// Which of parameters, gradients and optimizer state are sharded, under PyTorch's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 #[non_exhaustive]
@@ -103,8 +104,8 @@ pub enum ReshardAfterForward {
     /// Frees the gathered parameters after forward and gathers them again for backward. The
     /// outermost unit, and the last one, whose backward comes first, stay gathered.
     Always,
-    /// Keeps a part of the gathered parameters on each rank, one over this number of ranks, so that
-    /// the all-gather for backward runs among that many neighbours only (hpZ of
+    /// Keeps 1/n of the gathered parameters on each rank, for the given number of ranks n. The
+    /// all-gather for backward then runs among n neighbours only (hpZ of
     /// [ZeRO++](https://arxiv.org/abs/2306.10209)).
     ///
     /// The number must divide the number of ranks that share the parameters. `To(1)` is
@@ -112,7 +113,7 @@ pub enum ReshardAfterForward {
     To(usize),
 }
 
-/// When a unit's parameters are gathered for backward.
+/// Time at which a unit's parameters are gathered for backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BackwardPrefetch {
@@ -186,9 +187,11 @@ pub enum OffloadPolicy {
         /// faster. Copies to the host do not use pinned memory.
         pin_memory: bool,
     },
-    /// Like [`Params`](Self::Params) with pinned memory, but keeps a copy of this rank's shards on
-    /// the device from forward to backward, so that they are copied once a step (ZeRO-Offload of
-    /// the optimizer state and the f32 parameters).
+    /// Stores the same as [`Params`](Self::Params) in pinned host memory, and keeps a copy of this
+    /// rank's shards on the device from forward to backward.
+    ///
+    /// The shards are thus copied once a step (ZeRO-Offload of the optimizer state and the f32
+    /// parameters).
     OptimizerOnly,
 }
 

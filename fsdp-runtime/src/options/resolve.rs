@@ -154,8 +154,8 @@ impl FsdpOptions {
         Ok(mesh.grouped(self.shard_size.unwrap_or(local))?)
     }
 
-    /// Returns what is done with gathered parameters after forward. `To(1)` and `To` with all ranks
-    /// are returned as `Never` and `Always`, which they are equal to.
+    /// Returns whether gathered parameters are freed after forward. Returns `Never` for `To(1)` and
+    /// `Always` for `To` with all ranks, which are equal.
     pub(crate) fn reshard(&self, mesh: Mesh) -> Result<ReshardAfterForward, ShardError> {
         let size = mesh.shard_size().size();
         match self.reshard_after_forward.unwrap_or(self.strategy.reshard_after_forward()) {

@@ -1,4 +1,5 @@
-//! The parameter group of a unit: its parameters, where a rank stores them, and the memory they take.
+//! The parameter group of a unit: its parameters, where a rank stores them, and the memory they
+//! take.
 
 pub(crate) mod forecast;
 pub(crate) mod memory;

@@ -24,8 +24,8 @@ pub(crate) enum Placement {
     /// The whole parameter, with different values on each rank: an ignored parameter or a running
     /// statistic. It belongs to no unit.
     PerRank,
-    /// Nothing: the parameter is an alias of the unit's parameter with this number, which stores the
-    /// weight.
+    /// Nothing: the parameter is an alias of the unit's parameter with this number, which stores
+    /// the weight.
     TiedTo(usize),
 }
 
@@ -44,8 +44,8 @@ pub(crate) struct ParamSpec {
     pub(crate) placement: Placement,
     /// Number of the matrix in the unit's layout; `None` for a parameter outside the layout.
     ///
-    /// Under `NO_SHARD` nothing is sharded, but matrices have numbers all the same: they fix the order
-    /// in which the gradient norm is summed.
+    /// Under `NO_SHARD` nothing is sharded, but matrices have numbers all the same: they fix the
+    /// order in which the gradient norm is summed.
     pub(crate) segment: Option<usize>,
 }
 
@@ -66,8 +66,8 @@ impl ParamSpec {
 
     /// Returns the shape of the tensor that this rank stores.
     ///
-    /// A shard has as many dimensions as its parameter: `[n, 1, ..]`. An empty shard is stored as one
-    /// element, which never receives a gradient.
+    /// A shard has as many dimensions as its parameter: `[n, 1, ..]`. An empty shard is stored as
+    /// one element, which never receives a gradient.
     pub(crate) fn base_shape(&self) -> Vec<usize> {
         if matches!(self.placement, Placement::Replicated | Placement::PerRank) {
             return self.shape.clone();
@@ -77,7 +77,8 @@ impl ParamSpec {
         shape
     }
 
-    /// Returns the part of the reduced gradient that this rank keeps. The gradient is sent as `dtype`.
+    /// Returns the part of the reduced gradient that this rank keeps. The gradient is sent as
+    /// `dtype`.
     pub(crate) fn reduce(&self, dtype: DType) -> Reduce {
         let segment = self.segment.filter(|_| matches!(self.placement, Placement::Shard(_)));
         Reduce { range: self.range(), shape: self.base_shape(), segment, dtype }
@@ -112,14 +113,15 @@ pub(crate) struct Unit {
 }
 
 impl Unit {
-    /// Returns the number of the flat range that a sharded parameter is gathered in, and the element
-    /// at which the parameter begins there.
+    /// Returns the number of the flat range that a sharded parameter is gathered in, and the
+    /// element at which the parameter begins there.
     pub(crate) fn gathered_at(&self, entry: usize) -> (usize, usize) {
         let segment = self.params[entry].segment.expect("a sharded parameter is in the layout");
         (self.layout.range_of(segment), self.layout.segment(segment).start)
     }
 
-    /// Returns the length and dtype of each gather buffer that the unit needs, one for each flat range.
+    /// Returns the length and dtype of each gather buffer that the unit needs, one for each flat
+    /// range.
     pub(crate) fn buffers(&self) -> Vec<(usize, DType)> {
         let ranges = if self.gathers { self.layout.ranges() } else { &[] };
         ranges.iter().map(|range| (range.layout.padded_len(), range.dtype)).collect()
@@ -149,8 +151,8 @@ impl Unit {
         self.params.iter().filter(|entry| !matches!(entry.placement, Placement::TiedTo(_)))
     }
 
-    /// Returns the bytes of the unit's full gradients, in the dtypes of the autodiff graph and in the
-    /// dtypes of the reduction. Full gradients that wait for a reduction have the latter.
+    /// Returns the bytes of the unit's full gradients, in the dtypes of the autodiff graph and in
+    /// the dtypes of the reduction. Full gradients that wait for a reduction have the latter.
     pub(crate) fn gradient_bytes(&self) -> (usize, usize) {
         let bytes = |of: fn(&ParamSpec) -> DType| {
             self.owned().map(|entry| entry.numel() * of(entry).size()).sum()
@@ -180,13 +182,15 @@ impl Unit {
         bytes.into_iter().max().unwrap_or(0)
     }
 
-    /// Returns the bytes of the replicated parameters, in the dtypes in which they are computed with.
+    /// Returns the bytes of the replicated parameters, in the dtypes in which they are computed
+    /// with.
     pub(crate) fn replicated_bytes(&self) -> usize {
         let whole = self.params.iter().filter(|entry| entry.placement == Placement::Replicated);
         whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
     }
 
-    /// Returns the bytes of the shards and of the replicated parameters that this rank stores in f32.
+    /// Returns the bytes of the shards and of the replicated parameters that this rank stores in
+    /// f32.
     pub(crate) fn stored_bytes(&self) -> (usize, usize) {
         let bytes = |entry: &ParamSpec| entry.range().len() * size_of::<f32>();
         let (mut shards, mut replicated) = (0, 0);
@@ -199,8 +203,8 @@ impl Unit {
         (shards, replicated)
     }
 
-    /// Returns the number of the parameter that stores the values of parameter `entry`: the owner of
-    /// the tie for an alias, or else `entry`.
+    /// Returns the number of the parameter that stores the values of parameter `entry`: the owner
+    /// of the tie for an alias, or else `entry`.
     pub(crate) fn holder(&self, entry: usize) -> usize {
         match self.params[entry].placement {
             Placement::TiedTo(first) => first,
@@ -208,8 +212,8 @@ impl Unit {
         }
     }
 
-    /// Returns the parts of a gradient whose squares `mesh.rank` sums for the gradient norm, each with
-    /// the rank of the shard group that it belongs to.
+    /// Returns the parts of a gradient whose squares `mesh.rank` sums for the gradient norm, each
+    /// with the rank of the shard group that it belongs to.
     ///
     /// Of a sharded matrix, this is the rank's own shard. A replicated matrix is split in the same
     /// parts, so that the norm has the same bits under `NO_SHARD`. Other parameters have no parts.

@@ -2,10 +2,11 @@
 //! own type is not under `#[fsdp_unit]`, for example because it is from another crate.
 //!
 //! The `forward` of such a module cannot be annotated. `#[fsdp_unit(field_units)]` therefore hooks
-//! the calls in an `impl` block: it finds the unit of the receiver, collects the inputs as they are
-//! evaluated, calls `pre_forward` after the last of them, and passes the result to `post_forward`.
-//! A call is not changed if the receiver is no field unit. If a field unit is called outside of
-//! such a block, its parameters are gathered one by one, each into new memory.
+//! the calls in an `impl` block. The code around a call finds the unit of the receiver and collects
+//! the inputs as they are evaluated. It calls `pre_forward` after the last input, and passes the
+//! result to `post_forward`. A call is not changed if the receiver is no field unit. If a field
+//! unit is called outside of such a block, its parameters are gathered one by one, each into new
+//! memory.
 
 use std::any::type_name;
 use std::sync::Arc;
@@ -55,7 +56,7 @@ impl FieldCall {
         }
     }
 
-    /// Gathers the unit.
+    /// Gathers the receiver's unit, if it is one.
     ///
     /// # Panics
     ///
@@ -66,7 +67,7 @@ impl FieldCall {
     }
 }
 
-/// An input is cast where it is evaluated, which may be before `pre_forward`.
+/// Casts each input where it is evaluated, which may be before `pre_forward`.
 impl MapInputs for FieldCall {
     fn map_input<T: UnitValue>(&self, input: T) -> T {
         match &self.unit {
@@ -86,9 +87,9 @@ impl MapInputs for FieldCall {
 enum Owner {
     /// The module has no sharded parameter.
     None,
-    /// One unit owns all of them.
+    /// One unit owns all sharded parameters of the module.
     Unit(Arc<dyn Runtime>, usize),
-    /// Several units do.
+    /// Several units own the sharded parameters of the module.
     Several,
 }
 
@@ -109,9 +110,9 @@ impl ModuleVisitor for Owner {
 /// The receiver of a call.
 ///
 /// Generated code calls `field_call` on four references to this struct. Method resolution finds
-/// [`CallModule`] for a module, [`CallReference`] for a reference to a module, [`CallElement`] for
-/// a reference to such a reference, and [`CallOther`] for any other type; each trait takes one
-/// reference less than the one before.
+/// [`CallModule`] for a module, [`CallReference`] for a reference to a module, and [`CallElement`]
+/// for a reference to such a reference. It finds [`CallOther`] for any other type. Each trait takes
+/// one reference less than the one before.
 #[derive(Debug)]
 pub struct Receiver<'a, T: ?Sized>(pub &'a T);
 

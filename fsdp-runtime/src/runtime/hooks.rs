@@ -16,7 +16,8 @@ pub use super::values::{
     Inputs, KnownTensors, MapInputs, ProbeOther, ProbeUnitValue, UnknownTensors, ValueProbe,
 };
 
-/// A running forward. A panic drops it before [`post_forward`], which ends the forward.
+/// A running forward of a unit, or of a model that is not sharded. A panic drops it before
+/// [`post_forward`], which ends the forward.
 #[derive(Debug)]
 pub struct Call(pub(super) Option<OpenCall>);
 

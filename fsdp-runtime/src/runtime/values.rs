@@ -1,7 +1,7 @@
 //! The inputs and outputs of a hooked call.
 //!
-//! Generated code passes values of any type. [`ValueProbe`] finds out at compile time whether the type
-//! is a [`UnitValue`], whose tensors can be collected, cast and hooked.
+//! Generated code passes values of any type. [`ValueProbe`] finds out at compile time whether the
+//! type is a [`UnitValue`], whose tensors can be collected, cast and hooked.
 
 use std::any::type_name;
 
@@ -81,8 +81,8 @@ pub(super) fn refuse_input(runtime: &dyn Runtime, unit: usize, ty: &'static str)
 pub struct KnownTensors;
 
 impl KnownTensors {
-    /// Adds the tensors of an input to `inputs`. Generated code calls this function for an input of a
-    /// generic type, which [`ValueProbe`] cannot examine.
+    /// Adds the tensors of an input to `inputs`. Generated code calls this function for an input of
+    /// a generic type, which [`ValueProbe`] cannot examine.
     pub fn collect<T: UnitValue>(self, input: &T, inputs: &mut Inputs) {
         input.visit_tensors(&mut |tensor| inputs.0.push(tensor));
     }

@@ -18,16 +18,16 @@ use crate::optim::WholeParam;
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
-/// How the optimizer steps a sharded model.
+/// Optimizer of a sharded model, with the parameters that it steps.
 pub(super) enum Stepper {
-    /// On shards.
+    /// Steps shards.
     Shards(ModuleOptimizer),
-    /// On full matrices.
+    /// Steps full matrices, each on one rank.
     WholeParams(WholeParam),
 }
 
 impl Stepper {
-    /// Updates the model. Every rank calls it.
+    /// Updates the model with one optimizer step. Every rank calls it.
     pub(super) fn step<M: FsdpModule + TrainStep + 'static>(
         &mut self,
         lr: ModuleLearningRate,
@@ -41,22 +41,23 @@ impl Stepper {
     }
 }
 
-/// Where a run is to resume from.
+/// Checkpoint that a run resumes from.
 #[derive(Clone, Debug, Default)]
 pub(super) enum Resume {
-    /// From nothing: a new run.
+    /// No checkpoint: a new run.
     #[default]
     Never,
-    /// From the newest checkpoint of the run, if there is one.
+    /// The newest checkpoint of the run, if there is one.
     Latest,
-    /// From the checkpoint in a folder.
+    /// The checkpoint in a folder.
     Folder(PathBuf),
 }
 
-/// Returns where a rank's loader starts. If the run had another number of ranks, up to `world - 1` items
-/// may be used again.
+/// Returns where a rank's loader starts. If the run had another number of ranks, up to `world - 1`
+/// items may be used again.
 ///
-/// The position of a run's [`Progress`] is the number of items of all ranks that the epoch has used.
+/// The position of a run's [`Progress`] is the number of items of all ranks that the epoch has
+/// used.
 pub(super) fn start(progress: Progress, world: usize) -> Position {
     let (items, world) = (progress.position, world as u64);
     if !items.is_multiple_of(world) {

@@ -8,7 +8,8 @@ use burn::train::{
     SupervisedTrainingEventProcessor, TrainStep,
 };
 
-/// Where the events of a training run go.
+/// Receiver of the events of a training run: the dashboard and the metrics on rank 0, nothing on
+/// other ranks.
 pub(super) struct Events<M: LearnerModel> {
     processor: SupervisedTrainingEventProcessor<M>,
     interrupter: Interrupter,
@@ -16,7 +17,7 @@ pub(super) struct Events<M: LearnerModel> {
 }
 
 impl<M: LearnerModel + 'static> Events<M> {
-    /// `leads` says whether this is rank 0. The events of other ranks go nowhere.
+    /// Creates the receiver. `leads` says whether this is rank 0; other ranks drop their events.
     pub(super) fn new(
         processor: SupervisedTrainingEventProcessor<M>,
         interrupter: Interrupter,
@@ -55,8 +56,8 @@ impl<M: LearnerModel + 'static> Events<M> {
         self.processor.renderer()
     }
 
-    /// Ends a run that an error or a panic stops, so that the terminal is as it was. The dashboard gives
-    /// the terminal back when it is dropped, but not while its thread unwinds.
+    /// Ends a run that an error or a panic stops, so that the terminal is as it was. The dashboard
+    /// gives the terminal back when it is dropped, but not while its thread unwinds.
     pub(super) fn abandon(self) {
         // A processor whose thread has panicked panics here again; the first cause is what matters.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(self.end(None))));

@@ -55,17 +55,17 @@ pub(super) struct Fit<'a, M: LearnerModel> {
     pub(super) progress: Progress,
 }
 
-/// How an epoch of training ended.
+/// End of an epoch of training.
 enum Ended {
     AtItsLastBatch,
     Stopped,
 }
 
-/// A rank's next batch, and what all ranks told before it.
+/// A rank's next batch, and the turns that all ranks exchanged before it.
 struct Next<'a, O, T> {
     turns: Turns<'a>,
     item: Option<O>,
-    /// What the metrics get for the batch before.
+    /// Outputs of the previous batch, for the metrics.
     seen: Vec<TrainingItem<T>>,
 }
 
@@ -125,7 +125,7 @@ where
         self.events.train(LearnerEvent::Start { total_epochs, starting_epoch, label });
     }
 
-    /// Brings the learning rates, and the state of early stopping, to where a resumed run was.
+    /// Repeats the steps of the learning rates and of early stopping that a resumed run had taken.
     fn replay(&mut self, start: Position) {
         (0..self.progress.step).for_each(|_| self.learner.lr_step());
         if self.events.leads()
@@ -184,7 +184,7 @@ where
         Ok((model, Ended::AtItsLastBatch))
     }
 
-    /// Takes the next batch of this rank and tells the others. Every rank calls it.
+    /// Takes the next batch of this rank and exchanges turns with the others. Every rank calls it.
     fn next<O, T: RankOutput>(
         &self,
         iterator: &mut dyn DataLoaderIterator<O>,
@@ -207,8 +207,8 @@ where
         self.stepper.step(self.learner.lr_current(), model, gradients)
     }
 
-    /// Runs the model on all validation batches; a rank without further ones takes part with its first.
-    /// Returns whether training is to stop. Every rank calls it.
+    /// Runs the model on all validation batches; a rank without further ones takes part with its
+    /// first. Returns whether training is to stop. Every rank calls it.
     fn validate(
         &mut self,
         model: &Fsdp<M>,

@@ -1,9 +1,9 @@
 //! Takes the model and the optimizer out of Burn's `Learner`, whose fields are private.
 //!
-//! `Learner::optimizer_step` keeps a clone of the model while the optimizer steps, so that no shard could
-//! be updated in place. Called once with the thread armed, it passes the model and the optimizer to
-//! [`Fsdp`]'s `optimize`, which keeps both and returns a model of one-element parameters. The learner
-//! then serves for the learning rates only.
+//! `Learner::optimizer_step` keeps a clone of the model while the optimizer steps, so that no shard
+//! could be updated in place. So it is called once, before the training, in a mode in which
+//! [`Fsdp`]'s `optimize` keeps the model and the optimizer that it gets, and returns a model of
+//! one-element parameters. From then on the learner gives the learning rates only.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};

@@ -18,8 +18,9 @@ use crate::layout::{Rank, WorldSize};
 
 /// Builder of the [`DataLoader`] of one rank, which loads this rank's part of a dataset.
 ///
-/// Item `i` of an epoch's order goes to rank `i % world`, as with PyTorch's `DistributedSampler`. So
-/// the batches with the same number of all ranks together are one batch of `world` times the size.
+/// Item `i` of an epoch's order goes to rank `i % world`, as with PyTorch's `DistributedSampler`.
+/// So the batches with the same number of all ranks together are one batch of `world` times the
+/// size.
 ///
 /// | option | default |
 /// |---|---|
@@ -80,7 +81,7 @@ impl<I, O> fmt::Debug for RankLoader<I, O> {
     }
 }
 
-/// Where batches come from.
+/// Dataset and batcher that a rank's batches are made of, and the batches' device.
 struct Source<I, O> {
     batcher: Arc<dyn Batcher<I, O>>,
     dataset: Arc<dyn Dataset<I>>,
@@ -127,15 +128,18 @@ where
         self
     }
 
-    /// Shuffles the items in each epoch. The order is a function of the seed and of the epoch, and so
-    /// the same on all ranks and in a resumed run.
+    /// Shuffles the items in each epoch. The order is a function of the seed and of the epoch, and
+    /// so the same on all ranks and in a resumed run.
     pub fn shuffle(mut self, seed: u64) -> Self {
         self.shuffle = Some(seed);
         self
     }
 
-    /// Sets whether all ranks get equally many items: the first items of the epoch's order are used
-    /// twice where the number of items is not a multiple of the number of ranks, as in PyTorch.
+    /// Sets whether all ranks get equally many items. Default: with [`shuffle`](Self::shuffle)
+    /// only.
+    ///
+    /// If the number of items is not a multiple of the number of ranks, the first items of the
+    /// epoch's order are used twice, as in PyTorch.
     ///
     /// Training needs equal lengths. Validation without them counts every item once.
     pub fn equal_lengths(mut self, equal: bool) -> Self {
@@ -143,8 +147,8 @@ where
         self
     }
 
-    /// Sets whether the items at the end of an epoch that do not fill a batch on every rank are left
-    /// out.
+    /// Sets whether the items at the end of an epoch that do not fill a batch on every rank are
+    /// left out.
     pub fn drop_last(mut self, drop: bool) -> Self {
         self.drop_last = drop;
         self
@@ -161,8 +165,8 @@ where
     ///
     /// # Panics
     ///
-    /// Unwinds with [`LearnerError::TooFewItems`] if a rank would have no batch; `launch` returns the
-    /// error.
+    /// Unwinds with [`LearnerError::TooFewItems`] if a rank would have no batch; `launch` returns
+    /// the error.
     pub fn build(self) -> Arc<dyn DataLoader<O>> {
         let items = self.source.dataset.len();
         let needed = self.world.size() * if self.drop_last { self.batch_size } else { 1 };
@@ -201,7 +205,7 @@ where
     }
 }
 
-/// Which items of the dataset are this rank's, and in which order.
+/// Items of the dataset that this rank uses, in order.
 #[derive(Clone, Copy, Debug)]
 struct Order {
     /// Number of items in the dataset.
@@ -288,7 +292,7 @@ where
     }
 }
 
-/// How an iterator gets its batches.
+/// Way in which an iterator gets its batches.
 enum Batching<O> {
     Ahead(Prefetch<O>),
     OnDemand(Box<dyn Fn(usize) -> Result<O, DatasetError> + Send>),

@@ -1,10 +1,11 @@
 //! Burn's [`Learner`](burn::train::Learner) on a sharded model.
 //!
 //! The model keeps its [`TrainStep`](burn::train::TrainStep) and
-//! [`InferenceStep`](burn::train::InferenceStep), with a plain `loss.backward()`; [`Fsdp`](crate::Fsdp)
-//! implements both by way of the model. Three parts replace those of Burn:
+//! [`InferenceStep`](burn::train::InferenceStep), with a plain `loss.backward()`;
+//! [`Fsdp`](crate::Fsdp) implements both by way of the model. Three parts replace those of Burn:
 //!
-//! - [`RankLoader`] in place of Burn's `DataLoaderBuilder`: each rank loads its own part of the data.
+//! - [`RankLoader`] in place of Burn's `DataLoaderBuilder`: each rank loads its own part of the
+//!   data.
 //! - [`supervised`] in place of `SupervisedTraining::new`: only rank 0 shows a dashboard and writes
 //!   metrics.
 //! - [`FsdpStrategy`] as the training strategy: metrics over all ranks, clipping by the norm of all
@@ -24,8 +25,8 @@
 //! - Burn's own data loaders give every rank all of the data. Give each rank its own part of the
 //!   dataset where you use them.
 //!
-//! Imports point one way: output, permutation, position, prefetch, handover, silent, events <- loader,
-//! steps, supervised, turn <- seen, checkpoints <- settings <- fit <- strategy.
+//! Imports point one way: output, permutation, position, prefetch, handover, silent, events <-
+//! loader, steps, supervised, turn <- seen, checkpoints <- settings <- fit <- strategy.
 
 mod checkpoints;
 mod events;

@@ -9,18 +9,18 @@ use burn::train::{
 /// The output of a step, which every rank sends to rank 0 for the metrics.
 ///
 /// Burn's four output types and `()` implement it. Their outputs of all ranks become one: rows are
-/// concatenated in rank order, and the loss is the mean of the ranks' losses, weighted by their numbers
-/// of rows. Outputs whose shapes do not fit together, such as sequences of different lengths, are passed
-/// to the metrics one after the other.
+/// concatenated in rank order, and the loss is the mean of the ranks' losses, weighted by their
+/// numbers of rows. Outputs whose shapes do not fit together, such as sequences of different
+/// lengths, are passed to the metrics one after the other.
 ///
-/// Implement it for an output type of your own to use metrics with [`FsdpStrategy`](super::FsdpStrategy)
-/// on several ranks.
+/// Implement it for an output type of your own to use metrics with
+/// [`FsdpStrategy`](super::FsdpStrategy) on several ranks.
 pub trait RankOutput: ItemLazy + 'static {
     /// Returns the tensors of the output, copied to the host.
     fn into_host(self) -> Vec<TensorData>;
 
-    /// Returns the outputs for the metrics, made from the tensors of each rank in rank order. All ranks
-    /// have equally many tensors.
+    /// Returns the outputs for the metrics, made from the tensors of each rank in rank order. All
+    /// ranks have equally many tensors.
     fn from_ranks(ranks: Vec<Vec<TensorData>>, device: &Device) -> Vec<Self>;
 }
 
@@ -34,7 +34,8 @@ impl RankOutput for () {
     }
 }
 
-/// Implements [`RankOutput`] for a struct of a loss and of tensors whose first dimension is the batch.
+/// Implements [`RankOutput`] for a struct of a loss and of tensors whose first dimension is the
+/// batch.
 macro_rules! outputs {
     ($($ty:ident { $($field:ident: $tensor:ty),+ })+) => {$(
         impl RankOutput for $ty {
@@ -84,8 +85,8 @@ impl RankOutput for SequenceOutput {
     }
 }
 
-/// Joins the tensors of all ranks: the first one, the loss, and the rows of the others. Returns the ranks'
-/// tensors as they are if their shapes do not fit together.
+/// Joins the tensors of all ranks: the first one, the loss, and the rows of the others. Returns the
+/// ranks' tensors as they are if their shapes do not fit together.
 fn joined(ranks: Vec<Vec<TensorData>>) -> Vec<Vec<TensorData>> {
     let fits = |data: &TensorData, other: &TensorData| {
         data.dtype() == other.dtype() && data.shape()[1..] == other.shape()[1..]
@@ -105,8 +106,8 @@ fn joined(ranks: Vec<Vec<TensorData>>) -> Vec<Vec<TensorData>> {
     vec![std::iter::once(loss).chain(columns.map(concatenate)).collect()]
 }
 
-/// Returns the mean of the ranks' losses of one element, weighted by the ranks' numbers of rows. Losses of
-/// several elements, one for each row, are concatenated.
+/// Returns the mean of the ranks' losses of one element, weighted by the ranks' numbers of rows.
+/// Losses of several elements, one for each row, are concatenated.
 fn mean_loss(losses: Vec<TensorData>, rows: &[usize]) -> TensorData {
     if losses.iter().any(|loss| loss.num_elements() != 1) {
         return concatenate(losses);

@@ -2,8 +2,8 @@
 
 use crate::backend::philox::{LANES, blocks};
 
-/// Returns the numbers below `len` in the order of an epoch, a function of `len`, `seed` and `epoch`
-/// alone: the shuffle of Fisher and Yates with numbers of Philox.
+/// Returns the numbers below `len` in the order of an epoch, a function of `len`, `seed` and
+/// `epoch` alone: the shuffle of Fisher and Yates with numbers of Philox.
 pub(super) fn permutation(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
     let mut order: Vec<usize> = (0..len).collect();
     let mut numbers = Numbers::new(seed, epoch);

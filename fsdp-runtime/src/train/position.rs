@@ -1,4 +1,4 @@
-//! Where in the data a loader's next iterator starts.
+//! The position in the data at which a loader's next iterator starts.
 
 use std::cell::Cell;
 
@@ -12,12 +12,12 @@ pub(super) struct Position {
 }
 
 thread_local! {
-    /// Burn's `DataLoader::iter` has no argument, so the strategy leaves the position here.
+    /// Position for the next call of Burn's `DataLoader::iter`, which has no argument for it.
     static NEXT: Cell<Option<Position>> = const { Cell::new(None) };
 }
 
-/// Runs `iter`, which makes an iterator that starts at `position`. Also returns whether the loader has
-/// taken the position.
+/// Runs `iter`, which makes an iterator that starts at `position`. Also returns whether the loader
+/// has taken the position.
 pub(super) fn starting_at<T>(position: Position, iter: impl FnOnce() -> T) -> (T, bool) {
     NEXT.set(Some(position));
     let iter = iter();

@@ -9,8 +9,9 @@ use burn::data::dataset::DatasetError;
 
 type Prepared<O> = Result<Result<O, DatasetError>, Box<dyn Any + Send>>;
 
-/// An iterator over the batches that `prepare` returns for the numbers 0, 1, and so on, up to a number
-/// of batches. A thread prepares them ahead. A panic of `prepare` continues in [`next`](Self::next).
+/// An iterator over the batches that `prepare` returns for the numbers 0, 1, and so on, up to a
+/// number of batches. A thread prepares them ahead. A panic of `prepare` continues in
+/// [`next`](Self::next).
 pub(super) struct Prefetch<O> {
     batches: Option<Receiver<Prepared<O>>>,
     thread: Option<JoinHandle<()>>,

@@ -11,14 +11,14 @@ use crate::error::{Error, LearnerError};
 use crate::launch::Worker;
 use crate::layout::WorldSize;
 
-/// The output of the last batch. It goes to the other ranks with the exchange before the next batch, when
-/// the device has computed it.
+/// The output of the last batch. It goes to the other ranks with the exchange before the next
+/// batch, when the device has computed it.
 pub(super) struct Seen<T> {
     device: Device,
     last: Option<Last<T>>,
 }
 
-/// The last batch.
+/// Output and position of the last batch.
 struct Last<T> {
     /// The output; `None` where this rank only took part.
     output: Option<T>,
@@ -26,7 +26,8 @@ struct Last<T> {
 }
 
 impl<T: RankOutput> Seen<T> {
-    /// The metrics get the outputs of several ranks as tensors on `device`.
+    /// Creates the record of a run without a batch yet. The metrics get the outputs of several
+    /// ranks as tensors on `device`.
     pub(super) fn new(device: Device) -> Self {
         Self { device, last: None }
     }
@@ -63,8 +64,8 @@ impl<T: RankOutput> Seen<T> {
         self.last.as_mut()?.output.take().map(RankOutput::into_host)
     }
 
-    /// Returns what the metrics get for the last batch, with the outputs of all ranks. `turns` has what
-    /// [`take_own`](Self::take_own) has returned on each rank.
+    /// Returns what the metrics get for the last batch, with the outputs of all ranks. `turns` has
+    /// what [`take_own`](Self::take_own) has returned on each rank.
     pub(super) fn take(
         &mut self,
         turns: &Turns<'_>,

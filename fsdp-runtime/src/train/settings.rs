@@ -1,4 +1,4 @@
-//! What a strategy is made of.
+//! The settings of a strategy.
 
 use burn::train::{InferenceStep, TrainStep};
 

@@ -10,7 +10,8 @@ use crate::error::{Error, raise};
 use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
 
-/// A training step on the sharded model. The module's own step runs with its plain `loss.backward()`.
+/// A training step on the sharded model. The module's own step runs with its plain
+/// `loss.backward()`.
 impl<M: FsdpModule + TrainStep + 'static> TrainStep for Fsdp<M> {
     type Input = M::Input;
     type Output = M::Output;
@@ -61,8 +62,8 @@ impl<M: FsdpModule + InferenceStep> InferenceStep for Fsdp<M> {
     }
 }
 
-/// Runs the module's training step. With `accumulate`, the gradients stay in the sharded model until the
-/// micro-batch that ends the step, and none are returned.
+/// Runs the module's training step. With `accumulate`, the gradients stay in the sharded model
+/// until the micro-batch that ends the step, and none are returned.
 pub(super) fn train_step<M: FsdpModule + TrainStep>(
     model: &Fsdp<M>,
     item: M::Input,

@@ -29,9 +29,9 @@ use crate::optim::WholeParam;
 /// Burn's training strategy for a sharded model: pass it to
 /// `SupervisedTraining::with_training_strategy`.
 ///
-/// Every rank runs the training with the same settings. Rank 0 computes the metrics, from the outputs of
-/// all ranks. Whether training stops, by early stopping or by an interrupter, is decided for all ranks
-/// together, between optimizer steps.
+/// Every rank runs the training with the same settings. Rank 0 computes the metrics, from the
+/// outputs of all ranks. Whether training stops, by early stopping or by an interrupter, is decided
+/// for all ranks together, between optimizer steps.
 ///
 /// | option | default |
 /// |---|---|
@@ -45,9 +45,9 @@ use crate::optim::WholeParam;
 /// # Errors
 ///
 /// `SupervisedTraining::launch` does not return a `Result`. It unwinds with an [`Error`], which
-/// [`launch`](crate::launch) returns: a [`LearnerError`] for settings that cannot be right with shards
-/// or for data that does not suit the ranks, and the errors of collectives and checkpoints. The
-/// dashboard has given the terminal back by then.
+/// [`launch`](crate::launch) returns. Settings that cannot be right with shards, and data that does
+/// not suit the ranks, are a [`LearnerError`]. Errors of collectives and checkpoints keep their
+/// types. The dashboard has given the terminal back by then.
 #[derive(Debug)]
 #[must_use]
 pub struct FsdpStrategy {
@@ -83,34 +83,36 @@ impl FsdpStrategy {
         self
     }
 
-    /// Saves a sharded checkpoint at the end of each epoch, and when training stops early: the model, the
-    /// optimizer, the position in the data and the number of steps.
+    /// Saves a sharded checkpoint at the end of each epoch, and when training stops early: the
+    /// model, the optimizer, the position in the data and the number of steps.
     pub fn with_checkpoints(self, manager: CheckpointManager) -> Self {
         Self { checkpoints: Mutex::new(Some(manager)), ..self }
     }
 
-    /// Also saves a checkpoint after every `steps` optimizer steps. A run that resumes from it continues
-    /// within the epoch; the metrics of that epoch then cover its rest.
+    /// Saves a checkpoint after every `steps` optimizer steps too, not only after each epoch.
+    ///
+    /// A run that resumes from such a checkpoint continues within the epoch. The metrics of that
+    /// epoch then cover the batches after the checkpoint only.
     pub fn with_checkpoint_every(mut self, steps: u64) -> Self {
         self.settings.checkpoint_every = Some(steps.max(1));
         self
     }
 
-    /// Continues from the newest checkpoint of [`with_checkpoints`](Self::with_checkpoints). Without
-    /// any, a new run starts. The learning-rate scheduler is stepped as often as the optimizer was.
+    /// Continues from the newest checkpoint of [`with_checkpoints`](Self::with_checkpoints).
+    /// Without any, a new run starts. The learning-rate scheduler is stepped as often as the optimizer was.
     pub fn with_resume_latest(mut self) -> Self {
         self.settings.resume = Resume::Latest;
         self
     }
 
-    /// Continues from the checkpoint in a folder, saved at any number of ranks.
+    /// Continues from the checkpoint in a folder. It may be saved at any number of ranks.
     pub fn with_resume_from(mut self, folder: impl Into<PathBuf>) -> Self {
         self.settings.resume = Resume::Folder(folder.into());
         self
     }
 
-    /// Sets that only every `batches`-th training batch goes to the metrics, at least 1. Each one is
-    /// copied from every rank's device to rank 0.
+    /// Sets the interval of metrics: every `batches`-th training batch goes to them, at least 1.
+    /// Each such batch's output is copied from every rank's device to rank 0.
     pub fn with_metric_interval(mut self, batches: usize) -> Self {
         self.settings.metric_interval = batches.max(1);
         self
@@ -215,7 +217,7 @@ where
         LearningResult { model: Module::valid(&model), renderer, interrupted, error }
     }
 
-    /// Never called: [`train`](Self::train) does all of the work.
+    /// Panics: Burn never calls it, because [`train`](Self::train) does all of the work.
     fn fit(
         &self,
         _: TrainingComponents<Fsdp<M>>,

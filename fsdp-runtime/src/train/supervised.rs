@@ -17,8 +17,8 @@ use crate::module::FsdpModule;
 /// Returns Burn's builder for a training run on this rank. Every rank calls it.
 ///
 /// On rank 0 it is [`SupervisedTraining::new`]: the dashboard in a terminal, metrics and
-/// `experiment.log` in `directory`. Where stdout is a terminal without a keyboard, as under `mpirun` in a
-/// job without one, it prints lines. The other ranks show nothing and write nothing.
+/// `experiment.log` in `directory`. Where stdout is a terminal without a keyboard, as under
+/// `mpirun` in a job without one, it prints lines. The other ranks show nothing and write nothing.
 ///
 /// Pass a [`FsdpStrategy`](super::FsdpStrategy) to its `with_training_strategy`.
 pub fn supervised<M>(
@@ -45,9 +45,10 @@ where
         .with_application_logger(None)
 }
 
-/// Returns whether a terminal can be read. Burn shows its dashboard if stdout is a terminal, and the
-/// dashboard reads keys from stdin or, if that is no terminal, from the terminal of the session. `mpirun`
-/// gives its ranks a pseudo-terminal as stdout, also where the session has no terminal.
+/// Returns whether a terminal can be read. Burn shows its dashboard if stdout is a terminal, and
+/// the dashboard reads keys from stdin or, if that is no terminal, from the terminal of the
+/// session. `mpirun` gives its ranks a pseudo-terminal as stdout, also where the session has no
+/// terminal.
 fn has_keyboard() -> bool {
     let session = || std::fs::OpenOptions::new().read(true).write(true).open("/dev/tty").is_ok();
     !cfg!(unix) || stdin().is_terminal() || session()

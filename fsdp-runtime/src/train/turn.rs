@@ -1,4 +1,4 @@
-//! What ranks tell each other before a batch.
+//! The messages that ranks exchange before a batch.
 
 use std::sync::Arc;
 
@@ -12,14 +12,14 @@ use crate::error::{Error, LearnerError};
 use crate::launch::Worker;
 use crate::layout::Rank;
 
-/// What one rank tells the others before a batch.
+/// State that one rank sends the others before a batch: whether it has one, errors, outputs.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Turn {
     /// Whether the rank has a batch.
     has_batch: bool,
     /// The error of the rank's data loader.
     error: Option<String>,
-    /// Why the rank's interrupter says that training is to stop.
+    /// Reason of the rank's interrupter to stop the training, if there is one.
     stop: Option<String>,
     /// Numbers of the rank's items: those processed after this batch, and all.
     processed: usize,
@@ -28,7 +28,7 @@ pub(super) struct Turn {
     output: Option<Vec<TensorData>>,
 }
 
-/// What all ranks told.
+/// The turns of all ranks, in rank order.
 pub(super) struct Turns<'a> {
     worker: &'a Worker,
     all: Vec<Arc<Turn>>,
@@ -93,7 +93,8 @@ impl Turns<'_> {
         Err(LearnerError::UnevenBatches { batch, with, without }.into())
     }
 
-    /// Returns the first rank without a batch while another rank has one; `None` if there is none such.
+    /// Returns the first rank without a batch while another rank has one; `None` if there is no
+    /// such rank.
     pub(super) fn first_without(&self) -> Option<Rank> {
         let mut ranks = self.worker.world().ranks().zip(&self.all);
         ranks.find(|(_, turn)| !turn.has_batch).map(|(rank, _)| rank)

@@ -6,7 +6,8 @@ use rustix::process::{Signal, kill_process};
 
 use crate::support::{Fsdp, SOON};
 
-/// `fsdp launch --mpi` of a shell script. None, with a message, where there is no `mpirun` of Open MPI.
+/// `fsdp launch --mpi` of a shell script. None, with a message, where there is no `mpirun` of Open
+/// MPI.
 fn script(args: &[&str], script: &str) -> Option<Fsdp> {
     let version = Command::new("mpirun").arg("--version").output();
     if !version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI")) {

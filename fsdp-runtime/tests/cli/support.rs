@@ -43,7 +43,7 @@ pub struct Run {
     pub took: Duration,
 }
 
-/// A launcher under way.
+/// A running launcher.
 pub struct Running {
     pub launcher: Child,
     mark: String,
@@ -90,7 +90,7 @@ impl Fsdp {
         Self { command, cache, mark }
     }
 
-    /// `fsdp launch` of a shell script.
+    /// Returns a run of `fsdp launch` with a shell script.
     pub fn script(args: &[&str], script: &str) -> Self {
         let mut fsdp = Self::new(&["launch"]);
         fsdp.command.args(args).args(["sh", "-c", script]);
@@ -221,7 +221,7 @@ fn line(source: &mut impl Read) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-/// The contents of a file of `/proc`. Empty where the process has just ended.
+/// Returns the contents of a file of `/proc`. Empty where the process has just ended.
 fn read(path: &Path) -> String {
     std::fs::read(path).map_or(String::new(), |bytes| String::from_utf8_lossy(&bytes).into_owned())
 }

@@ -54,7 +54,8 @@ fn a_cast_on_the_device_has_the_bits_of_flex() {
     }
 }
 
-/// Places and lengths of parts: at vector boundaries and not, small and large, one empty, with gaps.
+/// Places and lengths of parts: at vector boundaries and not, small and large, one empty, with
+/// gaps.
 const PARTS: [(usize, usize); 9] = [
     (0, 64),
     (64, 128),

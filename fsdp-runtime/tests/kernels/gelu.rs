@@ -20,7 +20,7 @@ fn with_gradient(
     [y.inner(), gradient].map(|tensor| tensor.into_data().iter::<f64>().collect())
 }
 
-/// The numbers from -20 to 20, unevenly, and large ones.
+/// Returns the numbers from -20 to 20, unevenly, and large ones.
 fn points(len: usize) -> Vec<f32> {
     let point = |i: usize| ((i * 7919) % 40_001) as f32 * 1e-3 - 20.0;
     let mut points: Vec<f32> = (0..len).map(point).collect();

@@ -6,7 +6,7 @@ use fsdp_runtime::nn::DropoutConfig;
 
 use super::support::{LENGTHS, bits, device, devices, dtypes};
 
-/// The output of dropout for an input of ones.
+/// Returns the output of dropout for an input of ones.
 fn mask(device: &Device, source: &MaskSource, len: usize, dtype: FloatDType) -> Tensor<1> {
     kernels::dropout(Tensor::<1>::ones([len], device).cast(dtype), source).unwrap()
 }

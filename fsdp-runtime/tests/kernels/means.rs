@@ -10,7 +10,7 @@ fn parts(ranks: usize, len: usize, device: &Device, dtype: FloatDType) -> Vec<Te
     (0..ranks).map(part).collect()
 }
 
-/// The sum in rank order in f32, divided, with Burn's tensor operations.
+/// Returns the sum in rank order in f32, divided, with Burn's tensor operations.
 fn mean_by_burn(parts: &[Tensor<1>], range: std::ops::Range<usize>, divisor: usize) -> Tensor<1> {
     let wide = parts.iter().map(|part| part.clone().cast(FloatDType::F32).slice([range.clone()]));
     let sum = wide.reduce(|sum, part| sum + part).unwrap();

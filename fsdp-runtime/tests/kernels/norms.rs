@@ -7,7 +7,7 @@ use super::support::{LENGTHS, assert_as_many, bits, device, devices, dtypes, num
 
 const NORMS: [Norm; 4] = [Norm::One, Norm::Two, Norm::Inf, Norm::P(3.0)];
 
-/// The sum (or maximum) of a norm in f64, from the definition.
+/// Returns the sum (or maximum) of a norm in f64, from the definition.
 fn exact(values: &[f64], norm: Norm) -> f64 {
     let magnitudes = values.iter().map(|x| x.abs());
     match norm {

@@ -1,4 +1,5 @@
-//! Kernels on tensors of random sizes, which begin at random offsets in the memory of another tensor.
+//! Kernels on tensors of random sizes, which begin at random offsets in the memory of another
+//! tensor.
 
 use std::ops::Range;
 
@@ -16,19 +17,19 @@ use super::support::{
 /// The most elements of a tensor: several blocks and tasks of every kernel.
 const MOST: usize = 70_000;
 
-/// The range of a tensor within another.
+/// Returns the range of a tensor within another.
 fn within() -> impl Strategy<Value = Range<usize>> {
     // Half of them small, as biases are.
     let len = prop_oneof![0..300usize, 0..MOST];
     (0..80usize, len).prop_map(|(start, len)| start..start + len)
 }
 
-/// A tensor of numbers that begins inside the memory of another.
+/// Returns a tensor of numbers that begins inside the memory of another.
 fn inside(seed: u64, at: &Range<usize>, device: &Device, dtype: FloatDType) -> Tensor<1> {
     tensor(&numbers(seed, at.end + 3, 10.0), device, dtype).slice(at.clone())
 }
 
-/// One of the dtypes that the device supports.
+/// Returns one of the dtypes that the device supports.
 fn pick(device: &Device, number: usize) -> FloatDType {
     let all: Vec<_> = dtypes(device).collect();
     all[number % all.len()]
@@ -164,7 +165,8 @@ proptest! {
     }
 }
 
-/// A parameter after two steps. It and its gradients begin inside the memory of other tensors.
+/// Returns a parameter after two steps. It and its gradients begin inside the memory of other
+/// tensors.
 fn stepped<O: Optimizer>(optimizer: &O, at: &Range<usize>, device: &Device) -> Tensor<1> {
     let mut param = inside(1, at, device, FloatDType::F32);
     let mut state = None;

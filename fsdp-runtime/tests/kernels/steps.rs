@@ -54,8 +54,8 @@ fn sgd_on_the_device_has_the_bits_of_sgd_on_flex() {
     assert_same_steps(&device, &momentum.with_nesterov(true).build(), "Nesterov");
 }
 
-/// Asserts that four steps are those of Burn's own optimizer, which has the same formulas and rounds
-/// differently.
+/// Asserts that four steps are those of Burn's own optimizer, which has the same formulas and
+/// rounds differently.
 fn assert_gives_burns(ours: &impl Optimizer, theirs: &impl Optimizer, what: &str) {
     for device in devices() {
         let start = tensor(&numbers(1, 777, 1.0), &device, FloatDType::F32);

@@ -11,7 +11,7 @@ pub const DTYPES: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDTy
 /// several tasks.
 pub const LENGTHS: [usize; 6] = [0, 1, 7, 64, 1031, 70_001];
 
-/// The CubeCL device to test, if one is compiled in.
+/// Returns the CubeCL device to test, if one is compiled in.
 #[allow(clippy::needless_return, reason = "which device is a matter of features")]
 pub fn device() -> Option<Device> {
     #[cfg(feature = "cube")]
@@ -29,12 +29,12 @@ pub fn device() -> Option<Device> {
     }
 }
 
-/// Flex, and the CubeCL device where there is one.
+/// Returns Flex, and the CubeCL device where there is one.
 pub fn devices() -> impl Iterator<Item = Device> {
     [Some(Device::flex()), device()].into_iter().flatten()
 }
 
-/// The dtypes that the device supports.
+/// Returns the dtypes that the device supports.
 pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + use<> {
     let all: Vec<_> =
         DTYPES.into_iter().filter(|&dtype| kernels::computes(device, dtype)).collect();
@@ -42,7 +42,7 @@ pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + use<> {
     all.into_iter()
 }
 
-/// Pseudo-random numbers of every size: zero, subnormal, and up to `largest`.
+/// Returns pseudo-random numbers of every size: zero, subnormal, and up to `largest`.
 pub fn numbers(seed: u64, len: usize, largest: f32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -75,9 +75,9 @@ pub fn tensor(values: &[f32], device: &Device, dtype: FloatDType) -> Tensor<1> {
     )
 }
 
-/// The bits of the elements. Every NaN has the same bits here. Subnormals of bf16, and the least normal
-/// number, to which a subnormal may round, have the bits of 0: instructions that round to bf16 may
-/// flush subnormals.
+/// Returns the bits of the elements. Every NaN has the same bits here. Subnormals of bf16, and the
+/// least normal number, to which a subnormal may round, have the bits of 0: instructions that round
+/// to bf16 may flush subnormals.
 pub fn bits(tensor: &Tensor<1>) -> Vec<u32> {
     let flush = tensor.dtype() == DType::BF16;
     let canonical = |x: f32| match x {
@@ -108,8 +108,8 @@ pub fn assert_as_many<A, B>(found: &[A], expected: &[B]) {
     assert!(!expected.is_empty());
 }
 
-/// Whether division and square root on the device are rounded as IEEE 754 requires. Only then a
-/// kernel has the bits of the one on Flex. WebGPU allows an error.
+/// Returns whether division and square root on the device are rounded as IEEE 754 requires. Only
+/// then a kernel has the bits of the one on Flex. WebGPU allows an error.
 pub fn rounds_correctly(device: &Device) -> bool {
     !format!("{device:?}").to_lowercase().contains("wgpu")
 }

@@ -37,7 +37,8 @@ impl Within {
     }
 }
 
-/// Asserts that `found` has as many elements as `expected`, at least one, and each within the bound.
+/// Asserts that `found` has as many elements as `expected`, at least one, and each within the
+/// bound.
 ///
 /// NaN and infinity are within no bound.
 #[track_caller]

@@ -66,7 +66,7 @@ impl Sizes {
     }
 }
 
-/// The mean square.
+/// Returns the mean square.
 pub fn loss(output: Tensor<2>) -> Tensor<1> {
     output.powf_scalar(2.0).mean()
 }

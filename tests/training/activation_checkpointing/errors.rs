@@ -155,7 +155,7 @@ fn fickle(device: &Device) -> Option<Fickle> {
     Some(Fickle { linear: linear(device), dropout: DropoutConfig::new(0.1).init() })
 }
 
-/// The error of sharding what `build` returns, on one rank.
+/// Returns the error of sharding what `build` returns, on one rank.
 fn refused(
     which: ActivationCheckpointing,
     build: impl Fn(&Device) -> Model + Send + Sync + 'static,
@@ -264,8 +264,8 @@ fn an_ignored_parameter_that_trains_is_an_error_at_construction() {
     assert_eq!(error, expected.into());
 }
 
-/// Trains a step that fails and then one that does not. Returns the error, and whether the second step
-/// succeeded, on each rank.
+/// Trains a step that fails and then one that does not. Returns the error, and whether the second
+/// step succeeded, on each rank.
 fn fail(what: &'static str) -> Result<Vec<(Error, bool)>, LaunchError> {
     let options =
         LaunchOptions::new(2).with_device(Device::flex()).with_timeout(Duration::from_secs(30));

@@ -1,4 +1,4 @@
-//! Checkpointed units that contain units, have several inputs and outputs, are used twice, or are
+//! Recomputed units that contain units, have several inputs and outputs, are used twice, or are
 //! frozen.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -141,7 +141,7 @@ fn input(rank: usize, step: usize, device: &Device) -> Tensor<2> {
     Tensor::from_data(TensorData::new(data, [6, WIDTH]), device)
 }
 
-/// The bits of losses and gradient norms, and the parameters after three steps.
+/// Returns the bits of losses and gradient norms, and the parameters after three steps.
 fn train(world: usize, shape: Shape, options: FsdpOptions) -> (Vec<u64>, FullState, Counts) {
     of_rank_0(world, move |worker| {
         let device = worker.device();
@@ -164,7 +164,7 @@ fn assert_same(found: &(Vec<u64>, FullState, Counts), expected: &(Vec<u64>, Full
     assert_same_state(&found.1, &expected.1, "parameters");
 }
 
-/// The elements of a state by path.
+/// Returns the elements of a state by path.
 fn elements(state: &FullState) -> Parameters {
     state.iter().map(|(path, data)| (path.clone(), data.iter::<f32>().collect())).collect()
 }
@@ -193,7 +193,8 @@ fn inner_units_are_recomputed_with_the_unit_around_them() {
     }
 }
 
-/// The gradient of an input that is used twice is a sum, which checkpointing adds up in another order.
+/// The gradient of an input that is used twice is a sum, which checkpointing adds up in another
+/// order.
 #[test]
 fn several_inputs_and_outputs_have_the_same_gradients_up_to_rounding() {
     for frozen in [false, true] {
@@ -284,7 +285,7 @@ fn an_unsharded_model_runs_as_written() {
     let before = FORWARDS.load(SeqCst);
     let loss = model.forward(input(0, 0, &device));
     let forwards = FORWARDS.load(SeqCst) - before;
-    // Other tests may run beside this one, and add forwards of their own.
+    // Other tests may run at the same time, and add forwards of their own.
     assert!(forwards >= 3);
     let grads = GradientsParams::from_grads(loss.backward(), &model);
     assert!(grads.get::<2>(model.outers[0].mix.weight.id).is_some());

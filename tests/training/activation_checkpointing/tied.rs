@@ -1,4 +1,4 @@
-//! A weight at two places of a checkpointed unit.
+//! A weight at two places of a recomputed unit.
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -49,7 +49,8 @@ impl Model {
     }
 }
 
-/// The bits of every gradient on rank 0, optionally with an evaluation between forward and backward.
+/// Returns the bits of every gradient on rank 0, optionally with an evaluation between forward and
+/// backward.
 fn gradients(which: ActivationCheckpointing, evaluates: bool) -> Vec<Vec<u32>> {
     of_rank_0(2, move |worker| {
         let device = worker.device();

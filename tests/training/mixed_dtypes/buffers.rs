@@ -114,8 +114,8 @@ fn no_shard() -> FsdpOptions {
     FsdpOptions::new().with_strategy(ShardingStrategy::NoShard)
 }
 
-/// Three branches. The first and the last share the buffer of one dtype, and each has its own of another
-/// dtype.
+/// Three branches. The first and the last share the buffer of one dtype, and each has its own of
+/// another dtype.
 #[test]
 fn only_the_buffers_that_two_branches_share_are_added() {
     const TYPES: &[&[DType]] = &[&[OTHER], &[HALF, FULL], &[FULL], &[FULL, HALF]];

@@ -1,4 +1,5 @@
-//! A model whose nested and tied units hold matrices of several dtypes, and the runs that are compared.
+//! A model whose nested and tied units hold matrices of several dtypes, and the runs that are
+//! compared.
 
 use std::path::PathBuf;
 
@@ -110,7 +111,7 @@ impl Net {
     }
 }
 
-/// The dtype of a parameter. Vectors have another dtype than the matrices beside them.
+/// Returns the dtype of a parameter. Vectors have another dtype than the matrices of their module.
 pub fn dtype(path: &str) -> DType {
     match path.rsplit('.').next().expect("a path has a last part") {
         "tokens" | "gate" | "middle" | "shift" => HALF,
@@ -120,7 +121,8 @@ pub fn dtype(path: &str) -> DType {
 }
 
 impl Net {
-    /// Builds every parameter from `value`, which is called with its path and its number of elements.
+    /// Builds every parameter from `value`, which is called with its path and its number of
+    /// elements.
     pub fn from(device: &Device, value: impl Fn(&str, &[usize]) -> TensorData) -> Self {
         let tensor = |path: &str, shape: &[usize]| {
             let tensor = Tensor::<1>::from_data(value(path, &[shape.iter().product()]), device);
@@ -154,7 +156,7 @@ impl Net {
         }
     }
 
-    /// A model with the same values on every rank.
+    /// Returns a model with the same values on every rank.
     pub fn new(device: &Device) -> Self {
         Self::from(device, |path, shape| {
             let seed: usize = path.bytes().map(usize::from).sum();
@@ -163,7 +165,8 @@ impl Net {
         })
     }
 
-    /// The unsharded model with the parameters of a full state, in the dtypes that units compute with.
+    /// Returns the unsharded model with the parameters of a full state, in the dtypes that units
+    /// compute with.
     pub fn of_state(state: &FullState, device: &Device) -> Self {
         Self::from(device, |path, shape| {
             TensorData::new(state[path].iter::<f32>().collect::<Vec<_>>(), shape.to_vec())
@@ -177,7 +180,7 @@ pub fn rows(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tenso
     Tensor::from_data(TensorData::new(data, [rows.len(), 5]), device)
 }
 
-/// A sum over rows, so that a row's gradient does not depend on the number of rows.
+/// Returns a sum over rows, so that a row's gradient does not depend on the number of rows.
 pub fn loss(output: Tensor<2>) -> Tensor<1> {
     output.powf_scalar(2.0).sum() * 0.5
 }
@@ -253,7 +256,7 @@ impl Run {
     }
 }
 
-/// The gradients of this rank's rows, in micro-batches, whose losses are reported.
+/// Returns the gradients of this rank's rows, in micro-batches, whose losses are reported.
 pub fn gradients(
     net: &Fsdp<Net>,
     worker: &Worker,

@@ -49,12 +49,13 @@ pub(crate) trait Kernels: Backend {
     /// stored.
     fn dropout(tensor: Float<Self>, source: &MaskSource) -> Float<Self>;
 
-    /// Returns `x · Φ(x)` for each element, where Φ is the standard normal distribution, with an error
-    /// below 3e-7 · max(1, |x|) before it is rounded to the tensor's dtype. Flex takes f32 only.
+    /// Returns `x · Φ(x)` for each element, where Φ is the standard normal distribution, with an
+    /// error below 3e-7 · max(1, |x|) before it is rounded to the tensor's dtype. Flex takes f32
+    /// only.
     fn gelu(tensor: Float<Self>) -> Float<Self>;
 
-    /// Returns the gradient of the tensor that [`gelu`](Self::gelu) was applied to, given that of the
-    /// result. Both have one shape and dtype.
+    /// Returns the gradient of the tensor that [`gelu`](Self::gelu) was applied to, given that of
+    /// the result. Both have one shape and dtype.
     fn gelu_backward(tensor: Float<Self>, grad: Float<Self>) -> Float<Self>;
 
     /// Returns a new f32 tensor of zeros.

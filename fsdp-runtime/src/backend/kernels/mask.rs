@@ -1,14 +1,14 @@
 //! Dropout masks, generated on the host. The kernels generate the same bits in the same order.
 //!
 //! Each element is decided by a *draw* of sixteen random bits. A block of the random generator has
-//! 128 bits and gives draws for sixteen elements: each of its sixteen bytes is the upper byte of
-//! one draw, and the lower byte of that draw is the XOR of two other bytes, one of each of the next
-//! two words. The lower byte decides only where the upper byte equals that of the threshold, for
-//! one element in 256.
+//! 128 bits, in four words, and gives draws for sixteen elements. Each of its sixteen bytes is the
+//! upper byte of one draw. The lower byte of that draw is the XOR of two other bytes of the block,
+//! one of each of the next two words. The lower byte decides only where the upper byte equals that
+//! of the threshold, for one element in 256.
 //!
-//! So each draw is uniform, and any two draws are independent: over the field of two elements every
-//! bit of a draw is a sum of bits of the block, and the 32 sums of two draws are linearly
-//! independent (tested).
+//! So each draw is uniform, and any two draws are independent. Proof: over the field of two
+//! elements every bit of a draw is a sum of bits of the block. The 32 sums of two draws are
+//! linearly independent (tested).
 
 use burn::tensor::DType;
 use half::{bf16, f16};
@@ -17,8 +17,8 @@ use crate::backend::philox::{LANES, blocks};
 
 /// Number of elements whose draws come from one call of [`blocks`].
 ///
-/// Order of the elements: by word; within a word, the first of the two [`pairs`] of every lane,
-/// then the second pair of every lane.
+/// The elements are ordered by word. Within a word, the first of the two [`pairs`] of every lane
+/// comes first, then the second pair of every lane.
 pub(super) const BATCH: usize = LANES * 16;
 
 /// Dropout probability of a mask, and the key and counter that its random bits are generated from.
@@ -76,9 +76,10 @@ pub(super) fn pairs(words: &[[u32; LANES]; 4], word: usize, lane: usize) -> [u32
 
 /// Selects the lower byte of each of the two draws of a pair.
 pub(super) const LOW_BYTES: u32 = 0x00FF_00FF;
-/// Topmost bit of a draw. A draw is compared with the threshold after this bit was flipped: so a
-/// processor that compares only signed integers, as with AVX2, compares the bits of [`pairs`]
-/// without flipping them.
+/// Topmost bit of a draw, which is flipped before a draw is compared with the threshold.
+///
+/// Some processors (AVX2) compare signed integers only. These compare the bits of [`pairs`] as they
+/// are, which has the same result.
 pub(super) const SIGN: u32 = 0x8000;
 
 /// Returns the draws of a batch, to be compared with the threshold, in the order of [`BATCH`].
@@ -148,7 +149,7 @@ mod tests {
         }
     }
 
-    /// Rank of a matrix over the field of two elements, given by its rows as bits.
+    /// Returns the rank of a matrix over the field of two elements, given by its rows as bits.
     fn rank(mut rows: Vec<u128>) -> usize {
         let mut rank = 0;
         while let Some(row) = rows.pop() {

@@ -22,7 +22,7 @@ pub(crate) fn takes(dtype: DType) -> bool {
 
 /// Returns whether Burn's own operations support the dtype on the device.
 ///
-/// The answer is the device's own, but for bf16 on CubeCL's CPU device: there it is whether the
+/// The device itself answers, with one exception: on CubeCL's CPU device bf16 is supported if the
 /// processor has AVX512-BF16, without which CubeCL's compiler fails to round to bf16. The functions
 /// of this module support bf16 on that device in both cases.
 pub fn computes(device: &Device, dtype: FloatDType) -> bool {

@@ -114,7 +114,7 @@ fn amsgrad_slice(
 /// Coefficients of one step of SGD, shared by all elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct SgdStep {
-    /// Learning rate.
+    /// Learning rate of the step.
     pub(crate) lr: f32,
     /// λ: `λ · parameter` is added to the gradient.
     pub(crate) penalty: f32,

@@ -10,10 +10,10 @@ use crate::error::ShardError;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// The device has no kernels.
+    /// A device that has no kernels.
     #[error(transparent)]
     Device(#[from] ShardError),
-    /// The dtype is none of f32, bf16 and f16, or the device does not support it.
+    /// A dtype that is none of f32, bf16 and f16, or that the device does not support.
     #[error(
         "no kernel for {dtype:?} on {device}; use one of f32, bf16 and f16 that the device supports"
     )]
@@ -23,7 +23,7 @@ pub enum KernelError {
         /// The tensor's device, in its `Debug` form.
         device: String,
     },
-    /// The parts of a mean differ in dtype.
+    /// Parts of a mean that differ in dtype.
     #[error("the parts have dtypes {first:?} and {other:?}; cast them to one dtype")]
     SeveralDtypes {
         /// Dtype of the first part.
@@ -31,21 +31,21 @@ pub enum KernelError {
         /// Dtype of the first part that differs.
         other: DType,
     },
-    /// The tensors are on several devices.
+    /// Tensors that are on several devices.
     #[error("a tensor is on {device}, another device than the other tensors; move all to one")]
     OtherDevice {
         /// Device of the tensor that differs, in its `Debug` form.
         device: String,
     },
-    /// A range exceeds a tensor.
+    /// A range that exceeds a tensor.
     #[error("elements {range:?} of a tensor of {len} elements; end at {len} or before")]
     Range {
-        /// The requested elements.
+        /// Range of the requested elements.
         range: Range<usize>,
         /// Number of elements of the tensor.
         len: usize,
     },
-    /// Two parts overlap in a buffer.
+    /// Two parts that overlap in a buffer.
     #[error("parts for the elements {first:?} and {second:?} overlap; move one of them")]
     Overlap {
         /// Elements of the part with the smaller offset.
@@ -53,7 +53,7 @@ pub enum KernelError {
         /// Elements of the other part.
         second: Range<usize>,
     },
-    /// A mean was requested of no parts.
+    /// A mean of no parts.
     #[error("a mean has no parts; give at least one")]
     NoParts,
 }

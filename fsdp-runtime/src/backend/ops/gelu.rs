@@ -39,8 +39,8 @@ pub(crate) fn gelu_tracked<const D: usize>(input: &Tensor<D>) -> Option<Tensor<D
     output.ok()
 }
 
-/// Applies the GELU without lowering the tensor. Where operations are recorded, it is made of Burn's, so
-/// that it shares a kernel with its neighbours.
+/// Applies the GELU without lowering the tensor. Where operations are recorded, it is made of
+/// Burn's, so that it shares a kernel with its neighbours.
 fn forward<B: ModelBackend>(input: Float<B>) -> Float<B> {
     let dtype = input.dtype();
     if B::RECORDS {
@@ -51,7 +51,8 @@ fn forward<B: ModelBackend>(input: Float<B>) -> Float<B> {
     B::defer_one(input, dtype, B::Raw::gelu)
 }
 
-/// Returns the gradient of the GELU's input, given that of its output. As [`forward`].
+/// Returns the gradient of the GELU's input, given that of its output, without lowering tensors, as
+/// [`forward`] does.
 fn backward<B: ModelBackend>(input: Float<B>, grad: Float<B>) -> Float<B> {
     let (shape, dtype) = (grad.shape(), grad.dtype());
     if B::RECORDS {

@@ -1,6 +1,7 @@
 //! Lines on standard output and standard error.
 //!
-//! Write errors are ignored: `fsdp env | head -1` closes the pipe early, and `println!` would panic.
+//! Write errors are ignored: `fsdp env | head -1` closes the pipe early, and `println!` would
+//! panic.
 
 use std::fmt;
 use std::io::Write as _;

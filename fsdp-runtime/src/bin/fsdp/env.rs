@@ -8,8 +8,8 @@ use fsdp_runtime::env::RankEnv;
 
 use crate::{config, console};
 
-/// Prints one row for each property. A property that cannot be read is a row too, so the exit code is
-/// always 0.
+/// Prints one row for each property. A property that cannot be read is a row too, so the exit code
+/// is always 0.
 pub(crate) fn run() -> ExitCode {
     let row = |name: &str, value: String| console::out(format_args!("{name:<12}{value}"));
     row("fsdp", env!("CARGO_PKG_VERSION").to_string());

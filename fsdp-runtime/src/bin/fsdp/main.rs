@@ -1,7 +1,7 @@
 //! `fsdp`: the command-line tool of this crate.
 //!
-//! Each subcommand has a module of the same name. `ROOMS`, beside this file, lists the modules in the
-//! order in which they may import each other.
+//! Each subcommand has a module of the same name. `ROOMS`, next to this file, lists the modules in
+//! the order in which they may import each other.
 
 mod config;
 mod console;

@@ -20,8 +20,8 @@ pub(crate) struct Args {
     /// several files and an index
     #[arg(long, value_parser = bytes, default_value = "5GB")]
     max_shard_size: u64,
-    /// Name tensors by their module paths instead of their checkpoint keys, and write them in Burn's
-    /// layout, untransposed
+    /// Name tensors by their module paths instead of their checkpoint keys, and write them in
+    /// Burn's layout, untransposed
     #[arg(long)]
     module_paths: bool,
 }

@@ -27,11 +27,11 @@ pub struct Manifest {
     pub files: Vec<u64>,
     /// Number of bytes that one CRC-32C covers.
     pub checksum_block: u64,
-    /// How far the training run had come.
+    /// Position of the training run when the checkpoint was saved.
     pub progress: Progress,
-    /// Models by name.
+    /// Parameters, units and tensors of each model, by the model's name.
     pub models: BTreeMap<String, ModelEntry>,
-    /// Optimizers by name.
+    /// State of each optimizer, by the optimizer's name.
     pub optimizers: BTreeMap<String, OptimizerEntry>,
     /// State of the learning-rate schedulers, by name.
     pub schedulers: BTreeMap<String, Scalars>,

@@ -1,4 +1,5 @@
-//! The parts of a manifest as data: models, optimizers, tensors, and where a training run stood.
+//! The parts of a manifest as data: models, optimizers, tensors, and the position of a training
+//! run.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,7 +23,7 @@ pub struct MeshShape {
     pub shard: usize,
 }
 
-/// How far a training run has come.
+/// Position of a training run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Progress {
@@ -37,7 +38,8 @@ pub struct Progress {
     pub loss_scale: Option<f32>,
 }
 
-/// An f32 as text: JSON has no infinity, and a JSON reader may change a float's last bit.
+/// Serialises an f32 as text: JSON has no infinity, and a JSON reader may change a float's last
+/// bit.
 mod scale {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
@@ -80,9 +82,9 @@ pub struct ModelEntry {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct KeyEntry {
-    /// Name of the tensor in that framework.
+    /// Name of the tensor in the framework that the model comes from, such as PyTorch.
     pub name: String,
-    /// Whether that framework stores the transpose of this crate's matrix.
+    /// Whether the framework that the model comes from stores the transpose of this crate's matrix.
     pub transposed: bool,
 }
 

@@ -80,7 +80,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
     ///
     /// # Errors
     ///
-    /// As [`load_safetensors`](Self::load_safetensors).
+    /// Those of [`load_safetensors`](Self::load_safetensors).
     pub fn load_burnpack(
         &mut self,
         path: impl AsRef<Path>,
@@ -123,7 +123,7 @@ struct RecordParam {
     shape: Vec<usize>,
     /// Index of the parameter that has the values: another one for a tied parameter.
     holder: ParamIndex,
-    /// What this rank stores of the holder.
+    /// This rank's part of the holder's elements.
     base: DispatchTensor,
 }
 

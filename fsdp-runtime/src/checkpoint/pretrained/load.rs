@@ -29,10 +29,10 @@ impl<M: FsdpModule> StateMut<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`LoadError`] where a file cannot be read or is no safetensors file, where an index does not
-    /// fit the files, or where the tensors do not fit the model, with all keys that are missing,
-    /// unexpected or of the wrong shape. [`CollectiveError`](crate::CollectiveError) where another
-    /// rank has such an error.
+    /// [`LoadError`] where a file cannot be read or is no safetensors file, or where an index does
+    /// not fit the files. The same error where the tensors do not fit the model, with all keys that
+    /// are missing, unexpected or of the wrong shape. [`CollectiveError`](crate::CollectiveError)
+    /// where another rank has such an error.
     pub fn load_safetensors(
         &mut self,
         path: impl AsRef<Path>,
@@ -55,7 +55,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
 ///
 /// # Errors
 ///
-/// As [`fully_shard`](crate::fully_shard) and [`StateMut::load_safetensors`].
+/// Those of [`fully_shard`](crate::fully_shard) and [`StateMut::load_safetensors`].
 pub fn from_pretrained<M: HookedForward>(
     module: M,
     worker: &Worker,

@@ -19,7 +19,7 @@ pub(super) enum ParamTarget {
     PerRank(ParamId),
 }
 
-/// Replaces what this rank stores of each target. It cannot fail, so that a model is loaded
+/// Replaces this rank's part of each target. The function cannot fail, so that a model is loaded
 /// completely or not at all.
 pub(super) fn load_values<M: FsdpModule>(
     model: &mut Fsdp<M>,

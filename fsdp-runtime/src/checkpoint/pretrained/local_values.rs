@@ -1,4 +1,4 @@
-//! What this rank stores of each parameter, as input of the gathers of a save.
+//! This rank's part of each parameter, as input of the gathers of a save.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use crate::layout::Rank;
 use crate::module::ParamIndex;
 use crate::param_group::Placement;
 
-/// What this rank stores of each parameter.
+/// This rank's part of each parameter.
 #[derive(Default)]
 pub(super) struct LocalValues {
     /// Shard or replicated parameter of each parameter that is not tied to another.

@@ -12,7 +12,7 @@ use super::source::{MappedTensor, Source};
 use crate::error::LoadError;
 use crate::param_group::{ParamSpec, Placement};
 
-/// What this rank needs from a file for a parameter.
+/// Elements of a parameter that this rank needs from a file.
 #[derive(Clone, Debug)]
 pub(super) struct WantedTensor {
     /// Name of the tensor in the file.
@@ -31,7 +31,7 @@ pub(super) struct WantedTensor {
 }
 
 impl WantedTensor {
-    /// Returns what this rank needs for a parameter called `name` in the file.
+    /// Returns the elements that this rank needs for a parameter called `name` in the file.
     pub(super) fn of_param(spec: &ParamSpec, name: &str, transposed: bool) -> Self {
         Self {
             name: name.to_string(),
@@ -43,7 +43,8 @@ impl WantedTensor {
         }
     }
 
-    /// Returns that this rank needs all elements of a tensor called `name` in the file.
+    /// Returns a description by which this rank needs all elements of a tensor called `name` in the
+    /// file.
     pub(super) fn full(name: &str, shape: &[usize], transposed: bool) -> Self {
         Self {
             name: name.to_string(),
@@ -56,7 +57,7 @@ impl WantedTensor {
     }
 }
 
-/// A tensor of a file that fits a parameter, with what this rank needs of it.
+/// A tensor of a file that fits a parameter, with the elements that this rank needs of it.
 #[derive(Debug)]
 pub(super) struct MatchedTensor {
     tensor: MappedTensor,

@@ -19,8 +19,8 @@ impl LoadOptions {
         Self::default()
     }
 
-    /// Allows keys to have this first segment in the model and not in the file, or in the file and
-    /// not in the model: `bert` for a file of the bare encoder.
+    /// Allows a first segment of keys that only the model has, or that only the file has: `bert`
+    /// for a file of the bare encoder.
     pub fn with_base_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.base_prefix = Some(prefix.into());
         self

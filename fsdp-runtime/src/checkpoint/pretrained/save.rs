@@ -26,10 +26,9 @@ impl<M: FsdpModule> State<'_, M> {
     /// Each tensor is named by the parameter's key. A tied weight is written once, under the
     /// owner's key, as transformers does.
     ///
-    /// Every rank calls it. Parameters are gathered one at a time to rank 0, which writes each to
-    /// the file before the next is gathered, so that no rank holds more than its shards and one
-    /// parameter. Ignored parameters and running statistics, of which each rank has its own values,
-    /// are rank 0's.
+    /// Every rank calls it. Parameters are gathered to rank 0 one at a time, and written before the
+    /// next one is gathered. So no rank holds more than its shards and one parameter. Ignored
+    /// parameters and running statistics, of which each rank has its own values, are rank 0's.
     ///
     /// The files are written under temporary names, and renamed when all are complete and flushed
     /// to disk. A save that is interrupted earlier leaves the folder as it was, and perhaps files

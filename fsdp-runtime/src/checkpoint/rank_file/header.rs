@@ -10,7 +10,7 @@ use crate::checkpoint::manifest::Dtype;
 /// Number of bytes of the field before the header that holds the header's length.
 pub(super) const LENGTH_BYTES: usize = 8;
 
-/// What a header says of a tensor.
+/// Entry of a tensor in a header.
 #[derive(Clone, Debug)]
 pub(super) struct TensorHeader {
     pub(super) dtype: String,

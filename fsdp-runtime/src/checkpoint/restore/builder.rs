@@ -1,4 +1,4 @@
-//! What to load a checkpoint into.
+//! The objects that a checkpoint is loaded into.
 
 use std::collections::BTreeMap;
 
@@ -40,11 +40,11 @@ impl std::fmt::Debug for Restore<'_> {
     }
 }
 
-/// What a load returns: the parts of a checkpoint that have no object to load into.
+/// Result of a load: the parts of a checkpoint that have no object to load into.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Restored {
-    /// How far the training run had come.
+    /// Position of the training run when the checkpoint was saved.
     pub progress: Progress,
     /// Number of ranks that saved the checkpoint.
     pub world_size: usize,

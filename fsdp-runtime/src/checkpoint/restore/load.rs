@@ -14,12 +14,12 @@ use crate::launch::Worker;
 use crate::module::FsdpModule;
 
 impl Restore<'_> {
-    /// Loads a checkpoint folder, saved at any world size. Every rank calls it. Nothing has changed
-    /// where the checkpoint does not fit or its files are damaged.
+    /// Loads a checkpoint folder, saved at any world size. Every rank calls it. If the checkpoint
+    /// does not fit, or if its files are damaged, nothing is changed.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError`](crate::CheckpointError) on the ranks it happened on, with every
+    /// [`CheckpointError`](crate::CheckpointError) on the ranks that found the error, with every
     /// difference in one error, and
     /// [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others.
     pub fn load(self, worker: &Worker, folder: impl AsRef<Path>) -> Result<Restored, Error> {
@@ -33,7 +33,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
     ///
     /// # Errors
     ///
-    /// As [`Restore::load`].
+    /// Those of [`Restore::load`].
     pub fn load(&mut self, folder: impl AsRef<Path>) -> Result<Restored, Error> {
         let ranks = Ranks::from(&*self.model);
         load(Restore::new().with_model("model", self.model), &ranks, folder.as_ref())

@@ -41,8 +41,8 @@ fn first_element(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
 impl Target<'_> {
     /// Returns the elements that this rank needs of a tensor of an optimizer's state for the
     /// parameter, with their shape. Of a sharded matrix these are the shard's elements or, if
-    /// `whole`, all. Of any other parameter they are all. Returns `None` where the tensor's shape does
-    /// not fit.
+    /// `whole`, all. Of any other parameter they are all. Returns `None` where the tensor's shape
+    /// does not fit.
     pub(super) fn state_range(
         &self,
         stored: &TensorEntry,

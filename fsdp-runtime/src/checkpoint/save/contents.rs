@@ -1,4 +1,4 @@
-//! What a checkpoint is to hold.
+//! The objects whose state a checkpoint is to contain.
 
 use std::collections::BTreeMap;
 

@@ -78,7 +78,7 @@ struct SavedParam<'a> {
 }
 
 impl SavedParam<'_> {
-    /// Number of elements that this rank stores.
+    /// Returns the number of elements that this rank stores.
     fn numel(&self) -> usize {
         self.model.spec(self.index).range().len()
     }
@@ -136,7 +136,7 @@ fn batches<'a, 'b>(mut params: &'b [SavedParam<'a>]) -> impl Iterator<Item = &'b
     })
 }
 
-/// What this rank writes of a tensor.
+/// Elements of a tensor that this rank writes.
 #[derive(Clone, Debug)]
 struct Written {
     /// Number of copies of the tensor in the checkpoint.

@@ -15,7 +15,8 @@ use crate::launch::Worker;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Saved {
-    /// The checkpoint's folder. A background save creates it only once the checkpoint is complete.
+    /// Folder of the saved checkpoint. A background save creates it only once the checkpoint is
+    /// complete.
     pub folder: PathBuf,
     /// Time for which training was blocked: the whole save, or, for a background save, the wait for
     /// the previous save and the copy to host memory.
@@ -68,7 +69,7 @@ impl CheckpointManager {
     ///
     /// # Errors
     ///
-    /// As [`Checkpoint::save`], and the errors of the previous background save.
+    /// Those of [`Checkpoint::save`], and the errors of the previous background save.
     pub fn save(&mut self, checkpoint: &Checkpoint<'_>) -> Result<Saved, Error> {
         let begun = Instant::now();
         self.finish()?;
@@ -86,7 +87,7 @@ impl CheckpointManager {
     ///
     /// # Errors
     ///
-    /// As [`Checkpoint::save`].
+    /// Those of [`Checkpoint::save`].
     pub fn finish(&mut self) -> Result<(), Error> {
         self.pending.take().map_or(Ok(()), |pending| pending.finish(&self.ranks))
     }

@@ -3,8 +3,8 @@
 //! Rank 0 creates a temporary folder next to the final one. Each rank writes its file and its part
 //! of the manifest there, without waiting for other ranks' data. Rank 0 merges the parts, writes
 //! the manifest last and renames the folder. A background save runs the same two steps on a thread
-//! of each rank; rank 0's thread polls for the parts, and the outcomes are exchanged later, by
-//! [`CheckpointManager::finish`], so that no collective runs concurrently with those of training.
+//! of each rank, where rank 0's thread polls for the parts. [`CheckpointManager::finish`] exchanges
+//! the outcomes later, so that no collective runs concurrently with those of training.
 //!
 //! Imports: contents, manifest_part, sink, written_range ← outline, per_rank ← elements ← steps ←
 //! background ← manager.

@@ -13,7 +13,7 @@ use crate::checkpoint::rank_file::RankFileWriter;
 use crate::checkpoint::scalar::Scalars;
 use crate::error::CheckpointError;
 
-/// Estimated number of bytes that the header of a rank's file needs for a tensor beside the
+/// Estimated number of bytes that the header of a rank's file needs for a tensor, without the
 /// tensor's path.
 const HEADER_BYTES: usize = 160;
 

@@ -32,7 +32,7 @@ impl Checkpoint<'_> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError`] on the rank it happened on, and
+    /// [`CheckpointError`] on the rank that found the error, and
     /// [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others.
     pub fn save(&self, worker: &Worker, folder: impl AsRef<Path>) -> Result<(), Error> {
         save(self, &Ranks::from(worker), folder.as_ref(), None)
@@ -45,7 +45,7 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// # Errors
     ///
-    /// As [`Checkpoint::save`].
+    /// Those of [`Checkpoint::save`].
     pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), Error> {
         let checkpoint = Checkpoint::new(0).with_model("model", self.model);
         save(&checkpoint, &Ranks::from(self.model), folder.as_ref(), None)

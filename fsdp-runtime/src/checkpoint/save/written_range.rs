@@ -1,4 +1,4 @@
-//! Which rank writes which elements of a tensor.
+//! The assignment of a tensor's elements to the ranks that write them.
 
 use std::ops::Range;
 

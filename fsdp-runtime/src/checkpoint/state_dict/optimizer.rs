@@ -58,7 +58,7 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// # Errors
     ///
-    /// As [`sharded_optimizer`](Self::sharded_optimizer), and
+    /// Those of [`sharded_optimizer`](Self::sharded_optimizer), and
     /// [`CollectiveError`](crate::CollectiveError) when another rank does not take part in time.
     pub fn full_optimizer(
         &self,

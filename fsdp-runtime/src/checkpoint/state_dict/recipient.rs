@@ -1,14 +1,15 @@
-//! Which ranks receive, or provide, a full state.
+//! The ranks that receive, or provide, a full state.
 
 use crate::error::ShardError;
 use crate::layout::{Rank, WorldSize};
 
-/// Which ranks receive, or provide, a full state.
+/// Ranks that receive, or provide, a full state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recipient {
-    /// One rank. The other ranks make the same call and have an empty state.
+    /// One rank receives or provides the state. The other ranks make the same call and have an
+    /// empty state.
     Only(Rank),
-    /// Every rank.
+    /// Every rank receives or provides the state.
     All,
 }
 

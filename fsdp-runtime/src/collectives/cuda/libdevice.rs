@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use super::CudaError;
 
-/// Environment variable with the folder of the CUDA toolkit. If it is set, CubeCL looks nowhere else.
+/// Environment variable with the folder of the CUDA toolkit. If it is set, CubeCL looks nowhere
+/// else.
 pub const CUDA_PATH: &str = "CUDA_PATH";
 
 /// Folders in which CubeCL looks for the CUDA toolkit. It uses the first one that has
@@ -22,8 +23,8 @@ pub fn libdevice() -> Result<PathBuf, CudaError> {
     find(std::env::var(CUDA_PATH).ok(), &TOOLKITS.map(Path::new))
 }
 
-/// Returns whether CubeCL needs `libdevice.10.bc`: not if its feature `cuda-cpp` is on, with which it
-/// compiles kernels with NVRTC.
+/// Returns whether CubeCL needs `libdevice.10.bc`: not if its feature `cuda-cpp` is on, with which
+/// it compiles kernels with NVRTC.
 pub fn needs_libdevice() -> bool {
     #[cfg(feature = "nccl")]
     return cubecl::cuda::compiler::CudaBackend::default()
@@ -32,8 +33,8 @@ pub fn needs_libdevice() -> bool {
     true
 }
 
-/// Returns the file as CubeCL finds it: in the toolkit `cuda_path` if there is one, else in the first
-/// of `toolkits` that has a folder for it.
+/// Returns the file as CubeCL finds it: in the toolkit `cuda_path` if there is one, else in the
+/// first of `toolkits` that has a folder for it.
 fn find(cuda_path: Option<String>, toolkits: &[&Path]) -> Result<PathBuf, CudaError> {
     let folder = |toolkit: &Path| toolkit.join("nvvm").join("libdevice");
     let (folder, reason) = match cuda_path {

@@ -1,12 +1,12 @@
 //! Control messages between the processes of a launch: announcements of collectives, and failures.
 //!
-//! Before a collective moves data, its members hold a rendezvous: each sends every other member an
-//! *announcement* with the process group, the collective's sequence number in it, the operation,
-//! the unit, and a payload. A rank continues when it has received all announcements. This gives
-//! three guarantees. A member that does not come is known by rank. Members that issue different
-//! collectives find out before any data moves. And once data moves, all members are ready, so that
-//! only the rendezvous waits for slow peers, and it sleeps while it does. An announcement has a few
-//! dozen bytes, which MPI sends eagerly.
+//! Before a collective moves data, its members hold a rendezvous: each sends an *announcement* to
+//! every other member. It has the process group, the collective's sequence number in that group,
+//! the operation, the unit, and a payload. A rank continues when it has received all announcements.
+//! This gives three guarantees. A member that does not come is known by rank. Members that issue
+//! different collectives find out before any data moves. And once data moves, all members are
+//! ready, so that only the rendezvous waits for slow peers, and it sleeps while it does. An
+//! announcement has a few dozen bytes, which MPI sends eagerly.
 //!
 //! The first failure is sent to all ranks. It ends all running and later collectives.
 

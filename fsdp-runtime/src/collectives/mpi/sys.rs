@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use mpi::environment::Threading;
 use mpi::ffi;
 
-/// Why MPI cannot be used.
+/// Error of a program that cannot use MPI.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum MpiError {
     /// A call that returned an error code.

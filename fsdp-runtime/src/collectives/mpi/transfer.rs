@@ -48,7 +48,7 @@ pub(super) struct Expected {
     pub(super) range: Range<usize>,
 }
 
-/// What a transfer receives, and the buffer that it receives into.
+/// Parts that a transfer receives, and the buffer for them.
 pub(super) struct Receive<'a, B: ShardBackend> {
     pub(super) buffer: &'a Arc<GatherBuffer<B>>,
     pub(super) device: &'a B::Device,
@@ -140,8 +140,8 @@ impl MpiGroup {
         Ok(ManuallyDrop::into_inner(owned).0)
     }
 
-    /// As [`transfer`](Self::transfer), but receives into host memory and copies to the buffer, for
-    /// devices whose memory the host cannot write.
+    /// Performs a [`transfer`](Self::transfer) through host memory, for devices whose memory the
+    /// host cannot write.
     fn transfer_staged<B: ShardBackend, K>(
         &self,
         op: &Op,

@@ -16,7 +16,7 @@ use super::watch::{Interruption, Watch};
 use crate::collectives::cuda::NcclError;
 use crate::error::IgnorePoison;
 
-/// How long to wait for NCCL to abort a communicator, or to finalize one.
+/// Time to wait for NCCL to abort a communicator, or to finalize one.
 const END: Duration = Duration::from_secs(5);
 
 /// NCCL's handle of a communicator; null after its end.

@@ -3,11 +3,11 @@
 use crate::collectives::cuda::{CudaError, NcclError};
 use crate::layout::Rank;
 
-/// Why ranks cannot form an NCCL communicator.
+/// Error of ranks that cannot form an NCCL communicator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclJoinError {
-    /// Two ranks use the same GPU.
+    /// Two ranks that use the same GPU.
     #[error(
         "rank {first} and rank {second} use the same GPU, and NCCL needs one for each rank; start as \
          many ranks on a machine as it has GPUs, or let threads share one with the engine `local`"
@@ -18,12 +18,12 @@ pub enum NcclJoinError {
         /// The higher of the two ranks.
         second: Rank,
     },
-    /// Another rank cannot use its GPU or its NCCL.
+    /// Another rank that cannot use its GPU or its NCCL.
     #[error("rank {rank} cannot take part: {reason}")]
     PeerNotReady {
         /// Rank that cannot take part.
         rank: Rank,
-        /// Error that this rank has reported.
+        /// Error that the rank has reported.
         reason: String,
     },
     /// Ranks that have loaded different versions of NCCL.
@@ -38,7 +38,7 @@ pub enum NcclJoinError {
         expected: String,
         /// Rank with another version.
         rank: Rank,
-        /// NCCL version of that rank.
+        /// NCCL version of the rank that differs.
         found: String,
     },
     /// No CUDA device can be used.

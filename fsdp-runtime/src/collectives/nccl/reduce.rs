@@ -1,9 +1,9 @@
 //! Reductions over NCCL.
 //!
 //! NCCL sums f32 gradients in place: it reduce-scatters the flat ranges of sharded parameters, each
-//! on its own, and all-reduces replicated gradients. Sharded gradients in half precision are not
-//! summed as such: each rank receives all ranks' parts of its shard and sums them in f32, in rank
-//! order, as the other engines do; this moves as many bytes. Replicated gradients in half precision
+//! on its own, and all-reduces replicated gradients. NCCL does not sum sharded gradients in half
+//! precision: each rank receives all ranks' parts of its shard and sums them in f32, in rank order,
+//! as the other engines do. This moves as many bytes. Replicated gradients in half precision
 //! are converted to f32 and summed by NCCL.
 
 use std::ops::Range;

@@ -7,23 +7,23 @@ use crate::collectives::op::Op;
 use crate::collectives::store::HostGroup;
 use crate::error::CollectiveError;
 
-/// How often a waiting rank asks the other ranks whether the run has failed.
+/// Interval in which a waiting rank asks the other ranks whether the run has failed.
 const FAILURE_CHECK: Duration = Duration::from_millis(50);
-/// How long NCCL may take to form a communicator.
+/// Time limit of NCCL for forming a communicator.
 const SETUP: Duration = Duration::from_secs(60);
 /// Number of polls that yield before sleeps begin: a sleep takes at least 60 µs or so.
 const YIELDS: u32 = 200;
-/// How long to wait, after an error of NCCL, for a peer to report the cause.
+/// Time to wait, after an error of NCCL, for a peer to report the cause.
 const CAUSE_WAIT: Duration = Duration::from_millis(500);
 
-/// Why a collective did not complete.
+/// Reason why a collective did not complete.
 #[derive(Debug)]
 pub(super) enum Interruption {
     /// NCCL refused a call, or a collective failed in NCCL.
     Nccl(NcclError),
     /// The CUDA driver refused a call, or a kernel failed.
     Cuda(CudaError),
-    /// A failure has ended the run meanwhile.
+    /// A failure of another rank or collective has ended the run.
     Ended(CollectiveError),
     /// The collective did not complete within the time-out.
     TimedOut,
@@ -79,7 +79,7 @@ impl Interruption {
 /// A wait that polls. It yields between the first polls; between later ones it sleeps, and
 /// regularly asks the other ranks for failures.
 pub(super) struct Watch<'a> {
-    /// Where failures of other ranks are asked for; `None` where nobody is asked.
+    /// Host group that reports failures of other ranks; `None` where none are asked for.
     host: Option<&'a HostGroup>,
     timeout: Duration,
     started: Instant,

@@ -20,7 +20,7 @@ use crate::layout::Rank;
 
 type Boxed = Box<dyn StdError + Send + Sync>;
 
-/// What a rank reports to the others before they form a communicator.
+/// Report of a rank to the others before they form a communicator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct RankReport {
     /// Unique identifier of the rank's GPU, or why the rank cannot use it.

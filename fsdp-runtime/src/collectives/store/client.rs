@@ -1,4 +1,5 @@
-//! The store's side of every rank but rank 0: a process group over two connections to rank 0.
+//! The client of the store, on every rank but rank 0: a process group over two connections to rank
+//! 0.
 
 use std::io;
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
@@ -16,7 +17,7 @@ use crate::collectives::op::Op;
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::{Rank, WorldSize};
 
-/// How much longer than the time-out a rank waits for a reply: rank 0 reports time-outs of other
+/// Time that a rank waits for a reply beyond the time-out: rank 0 reports time-outs of other
 /// ranks.
 const GRACE: Duration = Duration::from_secs(2);
 /// Pause between two attempts to connect.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::layout::Rank;
 
-/// Why the processes of a launch cannot connect to each other.
+/// Error of processes of a launch that cannot connect to each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
@@ -32,7 +32,7 @@ pub enum StoreError {
         /// Error of the operating system.
         reason: String,
     },
-    /// No connection to rank 0 could be opened within the time-out.
+    /// A rank that could not connect to rank 0 within the time-out.
     #[error(
         "rank 0 cannot be reached at {host}:{port} within {waited:?} ({reason}); is it started, and \
          the port open between the machines?"
@@ -42,12 +42,13 @@ pub enum StoreError {
         host: String,
         /// TCP port of rank 0.
         port: u16,
-        /// How long this rank has tried to connect.
+        /// Time for which this rank has tried to connect.
         waited: Duration,
         /// Error of the last attempt.
         reason: String,
     },
-    /// Rank 0 belongs to another run, or is connected to another process with this rank.
+    /// A connection that rank 0 refused. Rank 0 belongs to another run, or is connected to another
+    /// process with this rank.
     #[error("rank 0 at {host}:{port} refused rank {rank}: {reason}; is another run at this port?")]
     Refused {
         /// Host of rank 0.
@@ -56,7 +57,7 @@ pub enum StoreError {
         port: u16,
         /// Rank that was refused.
         rank: Rank,
-        /// Why rank 0 refused it.
+        /// Reason of rank 0 for the refusal.
         reason: String,
     },
     /// A program that is not rank 0 listens at the host and port.
@@ -69,10 +70,10 @@ pub enum StoreError {
         host: String,
         /// TCP port of rank 0.
         port: u16,
-        /// What was wrong with the program's answer.
+        /// Description of the wrong answer of the program at the port.
         reason: String,
     },
-    /// Rank 0 cannot start the thread that serves the other ranks.
+    /// A system that starts no thread on rank 0 to serve the other ranks.
     #[error("rank 0 cannot start a thread for the other ranks: {reason}")]
     NoThread {
         /// Error of the operating system.

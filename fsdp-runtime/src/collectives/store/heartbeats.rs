@@ -1,4 +1,4 @@
-//! When each rank was last heard of, so that a time-out can name the ranks that are gone.
+//! Record of the last message of each rank, so that a time-out can name the ranks that are gone.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -8,11 +8,11 @@ use crate::collectives::op::Op;
 use crate::error::IgnorePoison;
 use crate::layout::{Rank, WorldSize};
 
-/// When each rank was last heard of, and the last collective that it issued.
+/// Record of the last message and the last collective of each rank.
 #[derive(Debug)]
 pub(crate) struct Heartbeats {
     started: Instant,
-    /// Time of each rank's last sign of life, in milliseconds after `started`.
+    /// Time of each rank's last message, in milliseconds after `started`.
     last_heard: Vec<AtomicU64>,
     /// Last collective of each rank, for ranks in other processes.
     last_op: Vec<Mutex<Option<String>>>,

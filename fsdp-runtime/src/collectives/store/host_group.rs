@@ -18,11 +18,11 @@ use crate::layout::Rank;
 /// A process group for host values, as one rank sees it.
 #[derive(Debug)]
 pub(crate) enum HostGroup {
-    /// This rank is a thread, and so are the others.
+    /// The group of a rank that is a thread, as the others are.
     Thread { group: LocalGroup, heartbeats: Arc<Heartbeats> },
-    /// This rank is the process of rank 0, which serves the others.
+    /// The group of the process of rank 0, which serves the others.
     Server { group: LocalGroup, heartbeats: Arc<Heartbeats>, server: Arc<Server> },
-    /// This rank is another process, connected to rank 0.
+    /// The group of another process, which is connected to rank 0.
     Client(ClientGroup),
 }
 

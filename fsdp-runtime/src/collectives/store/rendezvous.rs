@@ -1,4 +1,4 @@
-//! Where and as which rank a process joins the other processes of a launch.
+//! The rendezvous by which a process joins the other processes of a launch.
 
 use std::io;
 use std::net::{TcpListener, ToSocketAddrs};
@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::error::StoreError;
 use crate::layout::{Rank, WorldSize};
 
-/// Where and as which rank a process joins the other processes of a launch.
+/// Address, rank and time-out with which a process joins the other processes of a launch.
 #[derive(Debug)]
 pub(crate) struct Rendezvous<'a> {
     pub(crate) rank: Rank,
@@ -18,7 +18,7 @@ pub(crate) struct Rendezvous<'a> {
     pub(crate) port: u16,
     /// Name of the run: rank 0 refuses ranks of other runs.
     pub(crate) run: String,
-    /// How long ranks wait for each other.
+    /// Time for which ranks wait for each other.
     pub(crate) timeout: Duration,
     /// Whether ranks compare the sizes of collectives, and log every collective.
     pub(crate) debug: bool,

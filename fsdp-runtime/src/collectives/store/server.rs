@@ -18,11 +18,11 @@ use crate::collectives::op::Op;
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;
 
-/// How long a new connection may take to introduce itself.
+/// Time limit for a new connection's first message.
 const HELLO: Duration = Duration::from_secs(10);
-/// How long the server sleeps between two looks for new connections.
+/// Time between two checks of the server for new connections.
 const POLL: Duration = Duration::from_millis(10);
-/// How long rank 0 waits at its end for the other ranks to receive how the run has ended.
+/// Time that rank 0 waits at its end for the other ranks to receive how the run has ended.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// The store's server, in the process of rank 0.

@@ -18,7 +18,7 @@ fn world(size: usize) -> WorldSize {
     WorldSize::new(size).unwrap()
 }
 
-/// A port that was free just now.
+/// Returns a port that was free just now.
 fn free_port() -> u16 {
     TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }

@@ -22,14 +22,14 @@ pub(super) struct Hello {
     pub(super) run: String,
     pub(super) rank: usize,
     pub(super) world: usize,
-    /// What the connection is for.
+    /// Purpose of the connection.
     pub(super) channel: Channel,
 }
 
 /// Name and version of this crate.
 pub(super) const GREETING: &str = concat!("fsdp-runtime ", env!("CARGO_PKG_VERSION"));
 
-/// What a connection is for. A rank has one of each kind, so that it can send notices while it
+/// Purpose of a connection. A rank has one of each kind, so that it can send notices while it
 /// waits for the reply to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Channel {
@@ -86,7 +86,7 @@ pub(super) enum Answer {
     Silent(Vec<usize>),
 }
 
-/// Writes a message.
+/// Writes a message to a connection.
 pub(super) fn send<T: Serialize>(mut connection: impl Write, message: &T) -> io::Result<()> {
     let invalid = |error: postcard::Error| io::Error::new(io::ErrorKind::InvalidData, error);
     let bytes = postcard::to_stdvec(message).map_err(invalid)?;
@@ -98,7 +98,7 @@ pub(super) fn send<T: Serialize>(mut connection: impl Write, message: &T) -> io:
     connection.flush()
 }
 
-/// Reads a message.
+/// Reads a message from a connection.
 pub(super) fn receive<T: DeserializeOwned>(connection: impl Read) -> io::Result<T> {
     receive_up_to(connection, LARGEST)
 }

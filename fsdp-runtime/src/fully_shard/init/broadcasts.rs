@@ -55,8 +55,8 @@ impl<B: ShardBackend> Broadcasts<B> {
 
     /// Waits for the next broadcast and returns its result.
     ///
-    /// Returns `None` once the queue is empty, or, with `room_for`, once that many elements more
-    /// may wait to be sent.
+    /// Returns `None` once the queue is empty. With `room_for`, also returns `None` once the queue
+    /// has room for that many more elements to be sent.
     pub(super) fn next(
         &mut self,
         room_for: Option<usize>,

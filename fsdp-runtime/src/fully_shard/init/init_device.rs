@@ -8,20 +8,20 @@ use crate::backend::{
     AutodiffContext, FloatTensor, ModelBackend, Raw, RawFloat, StorageDevice, StoredTensor,
 };
 
-/// The device that computes, and the place where parameters are stored between uses.
+/// The device that computes, and the storage device of the parameters.
 pub(in crate::fully_shard) struct InitDevice<B: ModelBackend> {
     /// Burn's name of the device that computes.
     pub(super) compute: Device,
     /// The backend's name of the device that computes.
     pub(super) backend: B::Device,
-    /// Where parameters are stored between uses.
+    /// Storage device of the parameters.
     pub(super) storage: StorageDevice,
     /// Autodiff context of tensors on the device; `None` for a device without autodiff.
     pub(super) context: Option<AutodiffContext>,
 }
 
 impl<B: ModelBackend> InitDevice<B> {
-    /// Describes a device by its two names and by where parameters are stored.
+    /// Creates the description of a device from its two forms and from the storage device.
     pub(in crate::fully_shard) fn new(
         compute: &Device,
         backend: B::Device,
@@ -40,7 +40,7 @@ impl<B: ModelBackend> InitDevice<B> {
         filled::<Raw<B>>(shape, value, &self.backend)
     }
 
-    /// Returns a Burn tensor where parameters are stored, with the model's autodiff context.
+    /// Returns a Burn tensor on the storage device, with the model's autodiff context.
     pub(super) fn tensor<const D: usize>(&self, value: RawFloat<B>) -> Tensor<D> {
         Tensor::from_dispatch(self.stored(StoredTensor::<Raw<B>>::store(value, self.storage)))
     }

@@ -1,8 +1,8 @@
 //! The assignment of parameters to the ranks that initialise them.
 //!
 //! Without a seed, rank 0 initialises all parameters. With a seed, the initial value of a parameter
-//! does not depend on the rank that initialises it, so processes share the work: each initialises
-//! other parameters, and earlier values are sent in the meantime.
+//! does not depend on the rank that initialises it. So processes share the work: each initialises
+//! some of the parameters, and earlier values are sent in the meantime.
 //!
 //! Only the first rank of a process takes part. Burn has one random generator for each process, so
 //! further ranks of the process would only wait for it. A rank whose rayon pool has one thread

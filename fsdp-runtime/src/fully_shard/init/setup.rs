@@ -49,7 +49,7 @@ impl<'a, B: ModelBackend> InitSetup<'a, B> {
     }
 
     /// Issues a broadcast of `numel` elements from the rank that passes `value`. Every rank stores
-    /// what `keep` makes of the received tensor.
+    /// the result of `keep` for the received tensor.
     pub(super) fn broadcast(
         &self,
         what: &str,

@@ -20,7 +20,7 @@ pub trait DerivesModule {}
 #[diagnostic::do_not_recommend]
 impl<M: BurnModule> DerivesModule for M {}
 
-/// A type of which a constant is asked for, whether or not the type has it.
+/// Query of a constant of the type `T`, which may or may not have it.
 ///
 /// `Probe::<T>::LAYOUT` is the inherent constant below if `T` is an [`FsdpModule`], and otherwise
 /// the one of [`Fallback`], as inherent constants take precedence over those of traits. The other

@@ -23,7 +23,8 @@ pub const fn can_be_recomputed<U: HookedForward>(forward: &str, input: &str) {
     }
 }
 
-/// Returns the reason why `input` of the method `forward` cannot be saved; `None` if it can be saved.
+/// Returns the reason why `input` of the method `forward` cannot be saved; `None` if it can be
+/// saved.
 const fn reason(forwards: &[Forward], forward: &str, input: &str) -> Option<NotRecomputable> {
     let mut i = 0;
     while i < forwards.len() {

@@ -17,13 +17,13 @@ pub(crate) struct Draw {
     pub(super) position: [u32; 2],
 }
 
-/// What happens to the draws of the present thread.
+/// State of the present thread's draws: whether they are recorded or played back.
 enum Tape {
-    /// They are new, and not recorded.
+    /// New draws, not recorded.
     Off,
-    /// They are new, and recorded.
+    /// New draws, recorded in order.
     Record(Vec<Draw>),
-    /// They come from an earlier recording.
+    /// Draws from an earlier recording.
     Play(std::vec::IntoIter<Draw>),
 }
 
@@ -35,8 +35,8 @@ thread_local! {
 ///
 /// # Panics
 ///
-/// Unwinds with [`ScheduleError::RandomDrawsMismatch`] if the recorded draw belongs to another layer, or if
-/// no recorded draw is left.
+/// Unwinds with [`ScheduleError::RandomDrawsMismatch`] if the recorded draw belongs to another
+/// layer, or if no recorded draw is left.
 pub(super) fn draw(layer: u64, new: impl FnOnce() -> Draw) -> Draw {
     let played = TAPE.with_borrow_mut(|tape| match tape {
         Tape::Off => Some(new()),
@@ -55,7 +55,7 @@ pub(super) fn draw(layer: u64, new: impl FnOnce() -> Draw) -> Draw {
 pub(crate) struct Recording(());
 
 impl Recording {
-    /// Starts to record.
+    /// Starts to record this thread's draws.
     pub(crate) fn start() -> Self {
         TAPE.set(Tape::Record(Vec::new()));
         Self(())

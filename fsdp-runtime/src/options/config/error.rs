@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::nearest::list;
 
-/// Why a configuration cannot be used.
+/// Error of a configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -68,7 +68,7 @@ fn problem_lines(path: &std::path::Path, problems: &[Problem]) -> String {
 pub struct Problem {
     /// Line, counted from 1; `None` if the problem is a missing key.
     pub line: Option<usize>,
-    /// The problem.
+    /// Kind of the problem, with the key and the value.
     pub kind: ProblemKind,
 }
 
@@ -98,7 +98,7 @@ pub enum ProblemKind {
     Misplaced {
         /// Key in the file.
         key: String,
-        /// Where the key belongs, such as "at the top level".
+        /// Part of the file to which the key belongs, such as "at the top level".
         place: &'static str,
     },
     /// A value that the key does not take.
@@ -136,15 +136,15 @@ pub enum ProblemKind {
     Contradiction {
         /// Key in the file.
         key: &'static str,
-        /// Value of `key`.
+        /// Value of the key `key`.
         value: String,
         /// Key that contradicts `key`.
         other: &'static str,
-        /// Line of `other`.
+        /// Line of the key `other` in the file.
         other_line: usize,
-        /// Value of `other`.
+        /// Value of the key `other`.
         other_value: String,
-        /// What to do.
+        /// Advice on how to resolve the contradiction.
         fix: &'static str,
     },
     /// An option of Accelerate that the runtime does not have.
@@ -154,15 +154,15 @@ pub enum ProblemKind {
         key: &'static str,
         /// Value in the file.
         value: String,
-        /// What to write instead.
+        /// Advice on what to write instead.
         instead: &'static str,
     },
-    /// A required key is missing.
+    /// A required key that is missing.
     #[error("`{key}` is missing; {instead}")]
     Missing {
-        /// Required key.
+        /// Required key that the file does not have.
         key: &'static str,
-        /// What to write.
+        /// Advice on what to write.
         instead: &'static str,
     },
     /// A name in `fsdp_transformer_layer_cls_to_wrap` that is not a unit of the program's model.
@@ -201,10 +201,10 @@ pub struct Note {
     pub key: String,
     /// Value in the file.
     pub value: String,
-    /// Why the key has no effect, and what to use instead, if there is something.
+    /// Reason why the key has no effect, and what to use instead, if there is something.
     pub reason: String,
-    /// Whether the value is the one that Accelerate writes when the option is off. Such a note can be
-    /// ignored.
+    /// Whether the value is the one that Accelerate writes when the option is off. Such a note can
+    /// be ignored.
     pub off: bool,
 }
 

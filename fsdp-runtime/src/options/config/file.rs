@@ -9,7 +9,7 @@ use super::{read, write};
 use crate::launch::env::RankEnv;
 
 impl Config {
-    /// Reads a file. The notes are its keys that have no effect.
+    /// Reads a configuration file. The notes are the keys of the file that have no effect.
     ///
     /// # Errors
     ///
@@ -32,13 +32,13 @@ impl Config {
         read::read(text, path.as_ref())
     }
 
-    /// Reads the file that `fsdp launch` names in [`CONFIG_VARIABLE`]. Returns `None` if the variable is
-    /// not set. If this process is a rank, `num_processes` is the number of ranks that were started,
-    /// because flags of the launcher override the file.
+    /// Reads the file that `fsdp launch` names in [`CONFIG_VARIABLE`]. Returns `None` if the
+    /// variable is not set. If this process is a rank, `num_processes` is the number of ranks that
+    /// were started, because flags of the launcher override the file.
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read).
+    /// Those of [`read`](Self::read).
     pub fn from_env() -> Result<Option<(Self, Vec<Note>)>, ConfigError> {
         Self::from_variables(|name| std::env::var_os(name))
     }

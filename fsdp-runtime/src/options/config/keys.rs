@@ -7,7 +7,7 @@ pub(super) enum Effect {
     Used,
     /// The key has no effect.
     Unused {
-        /// Why it has none, for a message.
+        /// Reason why the key has no effect, for a message.
         because: &'static str,
         /// Values that Accelerate writes when the option is off.
         off: &'static [&'static str],
@@ -21,10 +21,10 @@ pub(super) struct Key {
     pub(super) effect: Effect,
 }
 
-/// A part of the file.
+/// A part of a configuration file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Section {
-    /// The top level.
+    /// The keys at the top level.
     Top,
     /// The keys under `fsdp_config`.
     Fsdp,

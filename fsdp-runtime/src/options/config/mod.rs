@@ -1,8 +1,8 @@
 //! The configuration file, with the keys of Hugging Face Accelerate.
 //!
-//! A file that `accelerate config` wrote for FSDP is read as it is. A key without effect is returned as a
-//! [`Note`]. An unknown key or value is an error with its line and the nearest known one; all errors of a
-//! file are reported at once. `fsdp-runtime/docs/config.md` lists every key.
+//! A file that `accelerate config` wrote for FSDP is read as it is. A key without effect is
+//! returned as a [`Note`]. An unknown key or value is an error with its line and the nearest known
+//! one; all errors of a file are reported at once. `fsdp-runtime/docs/config.md` lists every key.
 //!
 //! ```
 //! use fsdp_runtime::config::Config;

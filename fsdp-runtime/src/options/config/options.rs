@@ -1,5 +1,5 @@
-//! Conversion of a [`Config`] to the options of the runtime. An option that the runtime does not have is
-//! an error here, not when the file is read.
+//! Conversion of a [`Config`] to the options of the runtime. An option that the runtime does not
+//! have is an error here, not when the file is read.
 
 use burn::tensor::FloatDType;
 
@@ -13,19 +13,19 @@ use crate::options::MixedPrecisionPolicy;
 use crate::options::{ActivationCheckpointing, FsdpOptions, OffloadPolicy, WrapPolicy};
 
 impl Config {
-    /// Returns the options to shard a model of type `M` with. Keys that the file leaves out keep the
-    /// defaults of [`FsdpOptions`].
+    /// Returns the options to shard a model of type `M` with. Keys that the file leaves out keep
+    /// the defaults of [`FsdpOptions`].
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Invalid`] with every name in `fsdp_transformer_layer_cls_to_wrap` that is not a
-    /// unit of `M`, and every option that the runtime does not have.
+    /// [`ConfigError::Invalid`] with every name in `fsdp_transformer_layer_cls_to_wrap` that is not
+    /// a unit of `M`, and every option that the runtime does not have.
     pub fn options<M: FsdpModule>(&self) -> Result<FsdpOptions, ConfigError> {
         self.options_for(Some(&M::LAYOUT))
     }
 
-    /// Returns a note if `fsdp_state_dict_type` asks for another form of checkpoints than the program
-    /// saves. A program that does not choose the form by
+    /// Returns a note if `fsdp_state_dict_type` asks for another form of checkpoints than the
+    /// program saves. A program that does not choose the form by
     /// [`state_dict_type`](super::FsdpSection::state_dict_type) prints it with the other notes.
     pub fn state_dict_note(&self, saved: StateDictType) -> Option<Note> {
         let (key, asked) = ("fsdp_state_dict_type", self.fsdp.state_dict_type?);
@@ -43,25 +43,25 @@ impl Config {
         Some(Note { line, key: key.into(), value, reason, off: false })
     }
 
-    /// Checks that the runtime has every option that the file asks for. Names of units are not checked;
-    /// [`options`](Self::options) checks them, because it knows the model.
+    /// Checks that the runtime has every option that the file asks for. Names of units are not
+    /// checked; [`options`](Self::options) checks them, because it knows the model.
     ///
     /// # Errors
     ///
-    /// As [`options`](Self::options).
+    /// Those of [`options`](Self::options).
     pub fn check(&self) -> Result<(), ConfigError> {
         self.options_for(None).map(drop)
     }
 
-    /// As [`options`](Self::options) for a model with the units in `layout`. With `None`, names of units
-    /// are not checked.
+    /// Returns the [`options`](Self::options) for a model with the units in `layout`. With `None`,
+    /// names of units are not checked.
     pub(super) fn options_for(&self, layout: Option<&Node>) -> Result<FsdpOptions, ConfigError> {
         let mut problems = Vec::new();
         let fsdp = &self.fsdp;
         let mut options = FsdpOptions::new().with_strategy(fsdp.sharding_strategy);
         options = options.with_wrap(self.wrap_policy(layout, &mut problems));
-        // Checked again here, because the launcher may have started another number of processes than the
-        // file says.
+        // Checked again here, because the launcher may have started another number of processes
+        // than the file says.
         problems.extend(self.shard_group_problem());
         if let Some(ranks) = self.shard_size() {
             options = options.with_shard_size(ranks);
@@ -156,13 +156,13 @@ impl Config {
                 }),
             }
         }
-        // The policy holds a `'static` list, so that options can be constants. The list is small, and a
-        // program makes its options once.
+        // The policy holds a `'static` list, so that options can be constants. The list is small,
+        // and a program makes its options once.
         WrapPolicy::Named(Vec::leak(wrapped))
     }
 
-    /// Returns the policy for parameters in `dtype`. As in Accelerate, outputs are converted to f32,
-    /// except with `downcast_bf16`.
+    /// Returns the policy for parameters in `dtype`. As in Accelerate, outputs are converted to
+    /// f32, except with `downcast_bf16`.
     fn precision_policy(&self, dtype: FloatDType) -> MixedPrecisionPolicy {
         let policy = MixedPrecisionPolicy::new().with_param_dtype(dtype);
         if self.downcast_bf16 && dtype == FloatDType::BF16 {
@@ -182,7 +182,8 @@ impl Config {
         Problem { line: self.source.line(key), kind }
     }
 
-    /// Returns `value` if there are no problems, otherwise the problems in the order of their lines.
+    /// Returns `value` if there are no problems, otherwise the problems in the order of their
+    /// lines.
     fn unless_invalid<T>(&self, value: T, mut problems: Vec<Problem>) -> Result<T, ConfigError> {
         if problems.is_empty() {
             return Ok(value);

@@ -3,9 +3,13 @@
 //! Every key is read, noted as without effect, or reported as a problem. Reading continues after a
 //! problem, so that all problems of a file are reported at once.
 //!
-//! Order of the files, each of which uses only those before it: `reader.rs` (what has been read so far,
-//! and values of one type), `keys.rs` (keys whose values need rules of their own), `sections.rs` (which
-//! key is read by what), `agree.rs` (rules that hold across keys), and this file.
+//! Order of the files, each of which uses only those before it:
+//!
+//! 1. `reader.rs`: what has been read so far, and values of one type.
+//! 2. `keys.rs`: keys whose values need rules of their own.
+//! 3. `sections.rs`: the function that reads each key.
+//! 4. `agree.rs`: rules that hold across keys.
+//! 5. This file.
 
 mod agree;
 mod keys;

@@ -6,16 +6,20 @@ use std::path::PathBuf;
 use super::values::{AutoWrapPolicy, MixedPrecision, StateDictType};
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
-/// Environment variable with the path of the configuration file. `fsdp launch` sets it for each rank.
+/// Environment variable with the path of the configuration file. `fsdp launch` sets it for each
+/// rank.
 pub const CONFIG_VARIABLE: &str = "FSDP_CONFIG";
 
-/// Value of `fsdp_min_num_params` if the file does not set it, in elements. Accelerate has the same.
+/// Value of `fsdp_min_num_params` if the file does not set it, in elements. Accelerate has the
+/// same.
 pub const DEFAULT_MIN_NUM_PARAMS: usize = 100_000_000;
 
-/// How to start a program and how to shard its model. Fields have the names of Accelerate's keys.
+/// Settings that start a program's ranks and shard its model, as read from a file. Fields have the
+/// names of Accelerate's keys.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// `num_processes`: number of ranks on all machines together. `None` if the file leaves it open.
+    /// `num_processes`: number of ranks on all machines together. `None` if the file leaves it
+    /// open.
     pub num_processes: Option<usize>,
     /// `num_machines`: number of machines, 1 by default.
     pub num_machines: usize,
@@ -26,7 +30,8 @@ pub struct Config {
     /// `main_process_port`: port on the machine of rank 0 to which ranks connect. `None` for the
     /// default of `fsdp launch`: any free port with one machine, 29500 with several.
     pub main_process_port: Option<u16>,
-    /// `gpu_ids`: GPUs of this machine to use, in the format of `CUDA_VISIBLE_DEVICES`. `None` for all.
+    /// `gpu_ids`: GPUs of this machine to use, in the format of `CUDA_VISIBLE_DEVICES`. `None` for
+    /// all.
     pub gpu_ids: Option<String>,
     /// `mpirun_config`: options of `mpirun`. `None` if ranks are not started with `mpirun`.
     pub mpirun: Option<MpirunConfig>,
@@ -36,8 +41,8 @@ pub struct Config {
     pub debug: bool,
     /// `mixed_precision`: dtype of gathered parameters and of the computation.
     pub mixed_precision: MixedPrecision,
-    /// `downcast_bf16`: with `mixed_precision: bf16`, outputs of the model stay in bf16. Otherwise they
-    /// are converted to f32.
+    /// `downcast_bf16`: with `mixed_precision: bf16`, outputs of the model stay in bf16. Otherwise
+    /// they are converted to f32.
     pub downcast_bf16: bool,
     /// `fsdp_config`: how the model is sharded.
     pub fsdp: FsdpSection,
@@ -47,13 +52,13 @@ pub struct Config {
 /// Options of `mpirun`: the keys under `mpirun_config`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MpirunConfig {
-    /// `mpirun_hostfile`: file that lists the hosts and their slots. `None` for this host alone, or for
-    /// the hosts of the batch system.
+    /// `mpirun_hostfile`: file that lists the hosts and their slots. `None` for this host alone, or
+    /// for the hosts of the batch system.
     pub hostfile: Option<PathBuf>,
 }
 
-/// How the model is sharded: the keys under `fsdp_config` and `parallelism_config`. `None` stands for the
-/// default of [`FsdpOptions`](crate::FsdpOptions).
+/// Settings that shard the model: the keys under `fsdp_config` and `parallelism_config`. `None`
+/// stands for the default of [`FsdpOptions`](crate::FsdpOptions).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct FsdpSection {
@@ -76,13 +81,13 @@ pub struct FsdpSection {
     pub activation_checkpointing: bool,
     /// `fsdp_state_dict_type`: form in which the program saves checkpoints.
     pub state_dict_type: Option<StateDictType>,
-    /// `fsdp_cpu_ram_efficient_loading`: one rank initialises a parameter, and the other ranks receive
-    /// their shards.
+    /// `fsdp_cpu_ram_efficient_loading`: one rank initialises a parameter, and the other ranks
+    /// receive their shards.
     pub cpu_ram_efficient_loading: Option<bool>,
     /// `fsdp_sync_module_states`: rank 0 broadcasts its initial parameters.
     pub sync_module_states: Option<bool>,
-    /// `parallelism_config_dp_replicate_size`: number of shard groups. Each group of ranks holds a whole
-    /// copy of the model.
+    /// `parallelism_config_dp_replicate_size`: number of shard groups. Each group of ranks holds a
+    /// whole copy of the model.
     pub replicate: Option<usize>,
     /// `parallelism_config_dp_shard_size`: number of ranks in a shard group.
     pub shard: Option<usize>,

@@ -6,7 +6,8 @@ use burn::tensor::FloatDType;
 
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
-/// An enumeration whose values have names in the file. Some keys also take a number, counted from 1.
+/// An enumeration whose values have names in the file. Some keys also take a number, counted from
+/// 1.
 pub(super) trait Named: Copy + PartialEq + 'static {
     /// All values, in Accelerate's order.
     const VALUES: &'static [Self];
@@ -87,7 +88,8 @@ macro_rules! named {
 named! {
     /// `fsdp_auto_wrap_policy`: which annotated units are gathered on their own.
     AutoWrapPolicy {
-        /// The units that `fsdp_transformer_layer_cls_to_wrap` names, or all units if it names none.
+        /// The units that `fsdp_transformer_layer_cls_to_wrap` names, or all units if it names
+        /// none.
         TransformerBased = "TRANSFORMER_BASED_WRAP",
         /// The units with at least `fsdp_min_num_params` parameters.
         SizeBased = "SIZE_BASED_WRAP",
@@ -111,11 +113,11 @@ named! {
 named! {
     /// `mixed_precision`: the dtype in which parameters are gathered and the model computes.
     MixedPrecision {
-        /// f32, that is, no mixed precision.
+        /// No mixed precision: f32.
         No = "no",
-        /// f16. The program needs a [`GradScaler`](crate::GradScaler).
+        /// Mixed precision in f16. The program needs a [`GradScaler`](crate::GradScaler).
         Fp16 = "fp16",
-        /// bf16.
+        /// Mixed precision in bf16.
         Bf16 = "bf16",
         /// 8-bit floats, which the runtime does not support.
         Fp8 = "fp8",

@@ -82,8 +82,8 @@ fn put_fsdp(lines: &mut Lines, fsdp: &FsdpSection) {
     lines.put("fsdp_use_orig_params", true);
 }
 
-/// Returns a scalar that YAML reads as the string `text`. It is quoted unless it is a word that YAML
-/// cannot take for another type.
+/// Returns a scalar that YAML reads as the string `text`. It is quoted unless it is a word that
+/// YAML cannot take for another type.
 fn quoted(text: &str) -> String {
     let word = text.starts_with(|first: char| first.is_ascii_alphabetic())
         && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | ','));

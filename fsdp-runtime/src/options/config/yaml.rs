@@ -5,7 +5,8 @@
 
 use saphyr_parser::{Event, Marker, Parser, ScalarStyle, ScanError};
 
-/// Maximum nesting of values. Configuration files need three levels; the bound keeps recursion short.
+/// Maximum nesting of values. Configuration files need three levels; the bound keeps recursion
+/// short.
 const MAX_DEPTH: usize = 16;
 
 /// A value and the line it begins on, counted from 1.
@@ -34,7 +35,8 @@ pub(super) struct Entry {
     pub(super) value: Node,
 }
 
-/// Text that is not YAML, or YAML that no configuration file needs. Line and column are counted from 1.
+/// Text that is not YAML, or YAML that no configuration file needs. Line and column are counted
+/// from 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SyntaxError {
     pub(super) line: usize,
@@ -51,7 +53,7 @@ impl Node {
         }
     }
 
-    /// Whether the value is `null`, `~` or missing.
+    /// Returns whether the value is `null`, `~` or missing.
     pub(super) fn is_null(&self) -> bool {
         matches!(&self.value, Value::Scalar { text, plain: true }
             if matches!(text.as_str(), "" | "~" | "null" | "Null" | "NULL"))

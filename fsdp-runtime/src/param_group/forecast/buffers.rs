@@ -12,8 +12,9 @@ pub(super) fn ring(units: &[Unit], reshard: ReshardAfterForward, gather_buffers:
 
 /// Returns the most bytes of replicated parameters that are copied from the host to the device.
 ///
-/// Of each nesting level, `ring` units that gather are unsharded at once, and the largest ones count.
-/// A unit without gather buffers keeps its copies from forward to backward, so all of these count.
+/// Of each nesting level, `ring` units that gather are unsharded at once, and the largest ones
+/// count. A unit without gather buffers keeps its copies from forward to backward, so all of these
+/// count.
 pub(super) fn copied(units: &[Unit], ring: usize) -> usize {
     let mut levels: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for unit in units.iter().filter(|unit| unit.gathers) {

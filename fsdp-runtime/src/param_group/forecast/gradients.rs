@@ -14,8 +14,8 @@ pub(super) struct Gradients {
     full: Vec<usize>,
     /// Bytes of `full`, in the dtypes in which gradients arrive.
     arriving: Vec<usize>,
-    /// Bytes of `full` while the unit is reduced: its full gradients in the dtypes of the reduction,
-    /// and its reduced gradients.
+    /// Bytes of `full` while the unit is reduced: its full gradients in the dtypes of the
+    /// reduction, and its reduced gradients.
     reducing: Vec<usize>,
     /// Reduced gradients of the unit.
     reduced: Vec<usize>,
@@ -28,11 +28,11 @@ pub(super) struct Gradients {
 }
 
 impl Gradients {
-    /// Returns the gradients of `units`, of which `in_flight` may be in reduction at a time. `offloaded`
-    /// says that reduced gradients are stored on the host.
+    /// Returns the gradients of `units`, of which `in_flight` may be in reduction at a time.
+    /// `offloaded` says that reduced gradients are stored on the host.
     pub(super) fn new(units: &[Unit], offloaded: bool, in_flight: usize) -> Self {
-        // A parameter's gradient arrives in the dtype of the parameter. It is cast to the dtype of the
-        // reduction once all gradients of the unit have arrived.
+        // A parameter's gradient arrives in the dtype of the parameter. It is cast to the dtype of
+        // the reduction once all gradients of the unit have arrived.
         let arrive = |unit: &Unit| unit.gradient_bytes().0;
         let held = |unit: &Unit| unit.gradient_bytes().1;
         let nested = |own: &dyn Fn(&Unit) -> usize| {
@@ -63,8 +63,8 @@ impl Gradients {
 
     /// Returns the most bytes of one backward pass at any moment, on the device and on the host.
     ///
-    /// Backward goes through the units in reverse order. With one reduction in flight, the reduction of
-    /// a unit ends before the next unit's gradients arrive.
+    /// Backward goes through the units in reverse order. With one reduction in flight, the
+    /// reduction of a unit ends before the next unit's gradients arrive.
     pub(super) fn once(&self) -> (usize, usize) {
         if self.offloaded {
             return (self.largest(), self.reduced.iter().sum());
@@ -80,8 +80,8 @@ impl Gradients {
         (peak.max(done), 0)
     }
 
-    /// Returns the most bytes on the device, at any moment, if full gradients are held until the last
-    /// micro-batch.
+    /// Returns the most bytes on the device, at any moment, if full gradients are held until the
+    /// last micro-batch.
     ///
     /// The maximum may be in the last backward pass, which reduces one unit after the other: f32
     /// shards can be larger than full gradients in half precision.
@@ -105,8 +105,8 @@ impl Gradients {
         unit + 1..self.full.len().min(unit + 1 + self.beside)
     }
 
-    /// Returns the most bytes of full gradients of one unit, of its enclosing units, and of those in
-    /// reduction, with what these reductions make.
+    /// Returns the most bytes of gradients at one moment: the full gradients of a unit and of its
+    /// enclosing units, and the inputs and results of the running reductions.
     fn largest(&self) -> usize {
         let of_unit = |(unit, (full, reducing)): (usize, (&usize, &usize))| {
             let both = |unit: usize| self.held[unit] + self.reduced[unit];
@@ -115,8 +115,8 @@ impl Gradients {
         self.full.iter().zip(&self.reducing).enumerate().map(of_unit).max().unwrap_or(0)
     }
 
-    /// Returns the most bytes of a backward pass that adds to the gradients of earlier micro-batches,
-    /// on the device and on the host.
+    /// Returns the most bytes of a backward pass that adds to the gradients of earlier
+    /// micro-batches, on the device and on the host.
     pub(super) fn accumulated(&self, accumulation: GradientAccumulation) -> (usize, usize) {
         let reduced = self.reduced.iter().sum();
         match (accumulation, self.offloaded) {

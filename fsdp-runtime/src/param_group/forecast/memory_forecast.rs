@@ -1,7 +1,7 @@
 //! The memory that one rank will need, by kind.
 //!
-//! [`MemoryForecast`] lays the module out as [`fully_shard`](crate::fully_shard) does and adds up what
-//! [`Stats::memory`](crate::Stats::memory) will count. It does not initialise any parameter.
+//! [`MemoryForecast`] lays the module out as [`fully_shard`](crate::fully_shard) does and adds up
+//! what [`Stats::memory`](crate::Stats::memory) will count. It does not initialise any parameter.
 
 use std::fmt;
 
@@ -17,9 +17,9 @@ use crate::options::{FsdpOptions, OffloadPolicy};
 
 /// The most bytes that one rank will use on its device in training, by kind.
 ///
-/// The kinds are those of [`Memory`](crate::Memory), but activations include those in Burn's autodiff
-/// graph, which the caller has to estimate. All parameters are assumed to be trained. `Display` prints
-/// a table in MiB.
+/// The kinds are those of [`Memory`](crate::Memory), but activations include those in Burn's
+/// autodiff graph, which the caller has to estimate. All parameters are assumed to be trained.
+/// `Display` prints a table in MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[must_use]
@@ -53,11 +53,11 @@ pub struct MemoryForecast {
 #[non_exhaustive]
 #[must_use]
 pub struct HostForecast {
-    /// Shards of sharded parameters.
+    /// Shards of sharded parameters, in bytes.
     pub shards: usize,
-    /// Replicated parameters.
+    /// Replicated parameters, in bytes.
     pub replicated: usize,
-    /// Reduced gradients.
+    /// Reduced gradients of all parameters, in bytes.
     pub gradients: usize,
     /// The optimizer's state; 0 until [`with_optimizer`](MemoryForecast::with_optimizer) sets it.
     pub optimizer: usize,
@@ -89,14 +89,14 @@ impl HostForecast {
 impl MemoryForecast {
     /// Returns what the rank of `mesh` will need for `module` under `options`.
     ///
-    /// For the hybrid strategies without a `shard_size`, all ranks are assumed to be on one machine. The
-    /// device that computes is assumed to be that of the module, by which
+    /// For the hybrid strategies without a `shard_size`, all ranks are assumed to be on one
+    /// machine. The device that computes is assumed to be that of the module, by which
     /// [`with_reductions_in_flight`](FsdpOptions::with_reductions_in_flight) has its default.
     ///
     /// # Errors
     ///
-    /// Returns the errors of [`fully_shard`](crate::fully_shard) for a model that cannot be sharded or
-    /// an option that is out of its range.
+    /// Returns the errors of [`fully_shard`](crate::fully_shard) for a model that cannot be sharded
+    /// or an option that is out of its range.
     pub fn new<M: FsdpModule>(
         module: &M,
         mesh: Mesh,
@@ -208,8 +208,8 @@ impl MemoryForecast {
 
     /// Checks that a rank with `available` bytes on the host can train.
     ///
-    /// Set `with_device` if the device uses host memory, as Flex does: the device's part then counts
-    /// as well.
+    /// Set `with_device` if the device uses host memory, as Flex does: the device's part then
+    /// counts as well.
     ///
     /// # Errors
     ///
@@ -272,7 +272,8 @@ pub enum MemoryError {
         mib(*available)
     )]
     HostDoesNotFit {
-        /// Bytes that the rank needs on its host, including those of a device that uses host memory.
+        /// Bytes that the rank needs on its host, including those of a device that uses host
+        /// memory.
         needed: usize,
         /// Bytes that a rank may use on its host.
         available: usize,

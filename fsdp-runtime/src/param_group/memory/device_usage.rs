@@ -1,15 +1,15 @@
-//! The memory that Burn's allocator has on a device.
+//! The memory that Burn's allocator has reserved on a device.
 
 use burn::tensor::Device;
 
-/// Bytes that Burn's allocator has on a device, for everything that this process does there.
+/// Bytes that Burn's allocator has reserved on a device, for all work of this process there.
 ///
 /// The fields correspond to `torch.cuda.memory_allocated` and `torch.cuda.memory_reserved`.
 /// [`Memory`](crate::Memory) counts only what a sharded model takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceUsage {
-    /// Bytes of tensors.
+    /// Bytes of the tensors that exist at present.
     pub in_use: usize,
     /// Bytes that the allocator has from the device, for present and future tensors.
     pub reserved: usize,

@@ -41,8 +41,10 @@ pub struct MemoryTimeline {
 }
 
 impl MemoryTimeline {
-    /// Returns the memory on the device after each change of it, and before the first one at the
-    /// time 0. A peak is the most since the first moment returned.
+    /// Returns the memory on the device over time. The first entry, at time 0, is the memory before
+    /// the first change. The others are those after each change.
+    ///
+    /// Peaks are those since the first entry.
     pub fn device(&self) -> Vec<(Duration, Memory)> {
         self.levels(self.device_before, false)
     }
@@ -86,7 +88,7 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    /// Starts a record. `device` and `host` are the present counts.
+    /// Starts a record of changes of memory. `device` and `host` are the present counts.
     pub(super) fn new(max_samples: usize, device: Memory, host: Memory) -> Self {
         Self {
             begin: Instant::now(),

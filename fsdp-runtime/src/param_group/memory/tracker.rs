@@ -22,9 +22,9 @@ pub(crate) enum MemoryKind {
     GatherBuffers,
     /// Shards cast or copied for an all-gather, until it ends.
     AllGatherInputs,
-    /// Full gradients.
+    /// Full gradients, until they are reduced.
     Gradients,
-    /// Results of a reduction under way, on the device.
+    /// Results of a running reduction, on the device.
     ReductionOutputs,
     /// Reduced gradients, on their storage device.
     ReducedGradients,
@@ -49,8 +49,8 @@ impl MemoryKind {
         }
     }
 
-    /// Returns whether bytes of this kind are on the host. `offloaded` says that the storage device is
-    /// the host.
+    /// Returns whether bytes of this kind are on the host. `offloaded` says that the storage device
+    /// is the host.
     fn is_on_host(self, offloaded: bool) -> bool {
         match self {
             Self::Shards | Self::Replicated | Self::ReducedGradients | Self::Optimizer => offloaded,
@@ -78,7 +78,7 @@ pub(crate) struct MemoryTracker {
 }
 
 impl MemoryTracker {
-    /// Creates empty counts. `offloaded` says that the storage device is the host.
+    /// Creates a tracker whose counts are 0. `offloaded` says that the storage device is the host.
     pub(crate) fn new(offloaded: bool) -> Self {
         Self { offloaded, ..Self::default() }
     }
@@ -108,7 +108,7 @@ impl MemoryTracker {
         self.change(kind, None, |_| bytes);
     }
 
-    /// Starts a record of at most `max_samples` changes, in place of one under way.
+    /// Starts a record of at most `max_samples` changes, in place of a running one.
     pub(crate) fn start_timeline(&self, max_samples: usize) {
         let (device, host) = (lock(&self.device), lock(&self.host));
         let recorder = Recorder::new(max_samples, *device, *host);
@@ -120,7 +120,7 @@ impl MemoryTracker {
         Some(self.timeline.lock().ignore_poison().as_ref()?.timeline(path))
     }
 
-    /// Ends the record.
+    /// Ends the record of changes and drops it.
     pub(crate) fn stop_timeline(&self) {
         *self.timeline.lock().ignore_poison() = None;
     }
@@ -139,7 +139,7 @@ impl MemoryTracker {
     }
 }
 
-/// Locks a count. A panic elsewhere leaves it valid, so a poisoned lock is no error.
+/// Locks a count of memory. A panic elsewhere leaves it valid, so a poisoned lock is no error.
 fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
     memory.lock().ignore_poison()
 }
@@ -154,7 +154,8 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// Adds `bytes` to a kind of memory, for a unit (by its index) or for several.
+    /// Adds `bytes` to a kind of memory, for a unit (by its index) or for several, until the
+    /// returned value is dropped.
     pub(crate) fn new(
         tracker: &Arc<MemoryTracker>,
         kind: MemoryKind,

@@ -8,7 +8,7 @@ use super::super::mib::mib;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Usage {
-    /// Bytes at present.
+    /// Bytes that are in use at present.
     pub now: usize,
     /// Most bytes at any moment since the model was sharded.
     pub peak: usize,
@@ -22,19 +22,21 @@ pub struct Usage {
 pub struct Memory {
     /// Shards of sharded parameters.
     pub shards: Usage,
-    /// Replicated parameters. If they are stored on the host, the device counts copies for unsharded
-    /// units.
+    /// Replicated parameters, such as vectors. If they are stored on the host, the device counts
+    /// copies for unsharded units.
     pub replicated: Usage,
     /// Gather buffers, and copies of shards that are cast or moved to the device for an all-gather.
     pub gathered: Usage,
-    /// Full gradients until they are reduced, and reduced gradients until the next forward. If reduced
-    /// gradients are stored on the host, the device counts them until they are copied there.
+    /// Full gradients until they are reduced, and reduced gradients until the next forward. If
+    /// reduced gradients are stored on the host, the device counts them until they are copied
+    /// there.
     pub gradients: Usage,
     /// Inputs of units under activation checkpointing, from forward to backward.
     pub activations: Usage,
-    /// The optimizer's state, as [`Stats::record_optimizer`](crate::Stats::record_optimizer) measured it.
+    /// The optimizer's state, as [`Stats::record_optimizer`](crate::Stats::record_optimizer)
+    /// measured it.
     pub optimizer: Usage,
-    /// All kinds together.
+    /// Sum of all kinds. Its peak may be below the sum of the kinds' peaks.
     pub total: Usage,
 }
 

@@ -1,4 +1,4 @@
-//! What one traversal of a module finds: units, parameters, ties and devices.
+//! The results of one traversal of a module: units, parameters, ties and devices.
 
 use burn::module::ParamId;
 use burn::tensor::{DType, Device};
@@ -101,7 +101,7 @@ pub(super) struct Found {
     pub(super) units: Vec<FoundUnit>,
     /// Managed parameters, in the order of the traversal.
     pub(super) params: Vec<FoundParam>,
-    /// For each parameter of the traversal, its number in `params`; `None` for an ignored one.
+    /// Index in `params` of each parameter of the traversal; `None` for an ignored parameter.
     pub(super) visited: Vec<Option<usize>>,
     /// Ignored parameters and running statistics, in the order of the traversal.
     pub(super) ignored: Vec<IgnoredParam>,

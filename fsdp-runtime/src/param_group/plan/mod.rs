@@ -2,8 +2,8 @@
 //!
 //! `inventory` traverses the module once and records what it finds in the types of `found`.
 //! `wrapped_units`, `recomputed_units`, `unknown_types` and `ties` check the options and the ties
-//! against the module. `unit_builder` lays out the parameters of one unit, and `model` puts everything
-//! together.
+//! against the module. `unit_builder` lays out the parameters of one unit, and `model` puts
+//! everything together.
 
 mod found;
 mod inventory;

@@ -94,8 +94,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Returns a description of the options, the mesh and the layout, which all ranks compare line by
-    /// line.
+    /// Returns a description of the options, the mesh and the layout, which all ranks compare line
+    /// by line.
     pub(crate) fn fingerprint(&self, options: &FsdpOptions, mesh: Mesh) -> Vec<String> {
         let mut lines = options.fingerprint_lines();
         lines.push(format!("shard groups of {} ranks", mesh.shard_size()));

@@ -38,7 +38,8 @@ pub(super) fn resolve_ties(
     Ok(())
 }
 
-/// Checks that a tie has no ignored parameter. An empty `Option` at the other path makes the tie void.
+/// Checks that a tie has no ignored parameter. An empty `Option` at the other path makes the tie
+/// void.
 fn check_not_ignored(
     params: &[FoundParam],
     first: &str,
@@ -64,8 +65,8 @@ fn check_not_ignored(
 
 /// Makes the owner of `first` the owner of `second` and of all its aliases.
 ///
-/// If the two owners are clones of one parameter, which have the same id, the one that the traversal
-/// reaches first becomes the owner.
+/// If the two owners are clones of one parameter, which have the same id, the one that the
+/// traversal reaches first becomes the owner.
 fn tie(params: &mut [FoundParam], first: usize, second: usize) {
     let (mut owner, mut other) = (owner(params, first), owner(params, second));
     if params[owner].id == params[other].id && other < owner {
@@ -137,7 +138,8 @@ mod tests {
     use super::*;
     use crate::param_group::plan::found::Key;
 
-    /// Ties parameters `a`, `b`, `c` and `d` of one shape, and returns the number of each one's owner.
+    /// Ties parameters `a`, `b`, `c` and `d` of one shape, and returns the number of each one's
+    /// owner.
     fn owners(ties: &[(&str, &str)], id: impl Fn(usize) -> u64) -> Result<Vec<usize>, ShardError> {
         let param = |(index, name): (usize, &str)| FoundParam {
             path: name.into(),

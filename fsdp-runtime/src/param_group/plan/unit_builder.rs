@@ -64,8 +64,8 @@ impl<'a> UnitBuilder<'a> {
         UnitLayout::new(matrices, mesh.shard_size())
     }
 
-    /// Returns whether a parameter has a place in a flat range: not tied, of rank 2 or more, and not
-    /// below the size under which parameters stay replicated.
+    /// Returns whether a parameter has a place in a flat range: not tied, of rank 2 or more, and
+    /// not below the size under which parameters stay replicated.
     fn is_matrix(&self, param: &FoundParam) -> bool {
         param.tied_to.is_none()
             && param.shape.len() >= 2
@@ -79,8 +79,8 @@ impl<'a> UnitBuilder<'a> {
 
     /// Returns the dtype that the unit computes in, or `None` if there are several.
     ///
-    /// It is the dtype of the matrices in the layout. For a unit without a layout it is the dtype of
-    /// its small matrices, or of its vectors if it has no matrix.
+    /// It is the dtype of the matrices in the layout. For a unit without a layout it is the dtype
+    /// of its small matrices, or of its vectors if it has no matrix.
     fn common_dtype(&self, layout: &UnitLayout) -> Option<DType> {
         if !layout.ranges().is_empty() {
             return layout.dtype();

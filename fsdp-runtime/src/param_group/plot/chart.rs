@@ -43,7 +43,8 @@ pub(super) struct Figure {
     pub(super) panels: Vec<Panel>,
 }
 
-/// Axes with stacked areas and lines. A height holds from its moment to the next one.
+/// Axes with stacked areas and lines, drawn as steps: a height is constant from its moment to the
+/// next one.
 #[derive(Clone, Debug)]
 pub(super) struct Panel {
     pub(super) x_label: String,
@@ -160,7 +161,8 @@ impl Panel {
         }
     }
 
-    /// Returns the upper edge of each layer at each moment: its height and those of the layers below.
+    /// Returns the upper edge of each layer at each moment: its height and those of the layers
+    /// below.
     fn tops(&self) -> Vec<Vec<f64>> {
         let mut below = vec![0.0; self.x.len()];
         let stacked = self.layers.iter().map(|layer| {
@@ -210,7 +212,7 @@ fn steps(x: &[f64], y: &[f64], x_end: f64) -> Vec<(f64, f64)> {
     corners
 }
 
-/// Where a panel's axes lie in the figure, in pixels, and where they end, in the panel's units.
+/// Position of a panel's axes in the figure, in pixels, and their ends, in the panel's units.
 struct Frame {
     left: f64,
     right: f64,

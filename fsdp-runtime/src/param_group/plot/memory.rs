@@ -13,8 +13,8 @@ const KINDS: [&str; 6] =
 const MIB: f64 = (1 << 20) as f64;
 
 impl MemoryTimeline {
-    /// Draws the memory on the device over time, by kind, as SVG. A second panel has the memory on the
-    /// host, if there is any. Needs the feature `plot`.
+    /// Draws the memory on the device over time, by kind, as SVG. A second panel has the memory on
+    /// the host, if there is any. Needs the feature `plot`.
     ///
     /// A line in each panel has the total of `forecast`.
     pub fn to_svg(&self, title: &str, forecast: Option<&MemoryForecast>) -> String {

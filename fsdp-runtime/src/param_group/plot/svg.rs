@@ -6,7 +6,7 @@ use std::fmt::Write;
 #[derive(Debug)]
 pub(super) struct Svg(String);
 
-/// Which part of a text lies at its place.
+/// Part of a text that lies at the given point.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Anchor {
     Start,

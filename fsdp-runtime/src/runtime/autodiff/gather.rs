@@ -4,8 +4,8 @@
 //! schedule; the last gradient of a call starts the unit's reduce-scatter.
 //!
 //! The parents are the shard's leaf and the unit's inputs. The inputs fix the position of the
-//! operation in backward: Burn runs backward by depth, and the child of a leaf has depth 1, so that
-//! without them every unit would be reduced at the very end.
+//! operation in backward: Burn runs backward by depth, and the child of a leaf has depth 1. Without
+//! the inputs every unit would be reduced at the very end.
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;

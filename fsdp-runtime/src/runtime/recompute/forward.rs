@@ -2,7 +2,7 @@
 //!
 //! The first run takes detached inputs and records no graph. It saves a clone of the module, whose
 //! parameters are shared, and a clone of the detached inputs. The recomputation itself is in
-//! `schedule/recompute.rs`.
+//! `schedule/recompute_backward.rs`.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What a recomputed unit saves from forward to backward.
+//! The data that a recomputed unit saves from forward to backward.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -20,7 +20,7 @@ pub(crate) struct SavedInput {
     pub(crate) host: Option<TensorData>,
 }
 
-/// What a recomputed call saves from forward to backward.
+/// Data that a recomputed call saves from forward to backward.
 #[derive(Debug)]
 pub(crate) struct SavedCall<B: ModelBackend>(Mutex<Parts<B>>);
 
@@ -34,7 +34,7 @@ struct Parts<B: ModelBackend> {
     counted: Option<[Counted; 2]>,
 }
 
-/// What a recomputation starts from.
+/// Input of a recomputation.
 pub(crate) struct RecomputeTask<B: ModelBackend> {
     pub(in crate::runtime) forward: SavedForward,
     pub(in crate::runtime) inputs: Vec<SavedInput>,

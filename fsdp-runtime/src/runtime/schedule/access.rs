@@ -100,7 +100,8 @@ impl<B: ModelBackend> ScheduleState for Schedule<B> {
 }
 
 impl<B: ModelBackend> Schedule<B> {
-    /// Marks `params`, and no others, as not loaded yet. Their use is an error until they are loaded.
+    /// Marks `params`, and no others, as not loaded yet. Their use is an error until they are
+    /// loaded.
     pub(crate) fn set_unloaded(&self, params: &[ParamIndex]) {
         let is_owner =
             |index: &&ParamIndex| !matches!(self.param(**index).1.placement, Placement::TiedTo(_));

@@ -64,7 +64,7 @@ impl<B: ModelBackend> Schedule<B> {
         let mut guard = self.lock();
         let state = &mut *guard;
         if state.calls.get(&id).is_some_and(|call| !call.has_gradients()) {
-            // Full gradients of one unit at a time beside those in reduction.
+            // Full gradients of one unit at a time, in addition to those in reduction.
             self.collect_early_reductions(state)?;
         }
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
@@ -182,8 +182,10 @@ impl<B: ModelBackend> Schedule<B> {
         self.reduce(state, index)
     }
 
-    /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`: where
-    /// ranks share a device, the kernel that adds their gradients in f32 reads them in any dtype.
+    /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`.
+    ///
+    /// Where ranks share a device, the kernel that adds their gradients in f32 reads them in any
+    /// dtype.
     fn reduces_as(&self, found: DType, wanted: DType) -> bool {
         let shares_device = self.settings.groups.shard.shares_device::<Raw<B>>();
         shares_device && wanted == DType::F32 && kernels::takes(found)

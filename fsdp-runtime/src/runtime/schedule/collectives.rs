@@ -60,9 +60,10 @@ impl<B: ModelBackend> Schedule<B> {
 }
 
 impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
-    /// Each rank sums over its own shards, in layout order. The partial sums are added in rank
-    /// order, and then those of replicated parameters. A rank that holds a full matrix computes the
-    /// partial sum of every rank's part by itself, so that all strategies have bit-identical norms.
+    /// Computes the norm of the gradients of all ranks. Each rank sums over its own shards, in
+    /// layout order. The partial sums are added in rank order, and then those of replicated
+    /// parameters. A rank that holds a full matrix computes the partial sum of every rank's part by
+    /// itself, so that all strategies have bit-identical norms.
     fn gradient_norm(
         &self,
         gradients: Vec<(ParamIndex, DispatchTensor)>,

@@ -110,8 +110,9 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Issues a collective on tensors that were written by the operations that `after` marks.
     ///
-    /// A single rank has no one to communicate with. On a device that runs operations later, its own
-    /// thread issues the collective: this takes no fences, and the device does not wait for the host.
+    /// A single rank has no one to communicate with. On a device that runs operations later, its
+    /// own thread issues the collective: this takes no fences, and the device does not wait for the
+    /// host.
     pub(super) fn issue_after<T: Send + 'static>(
         &self,
         group: &Arc<AnyProcessGroup>,
@@ -119,7 +120,7 @@ impl<B: ModelBackend> Schedule<B> {
         collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
     ) -> DeviceWork<Raw<B>, T> {
         let is_alone = self.settings.mesh.world.size() == 1 && group.shares_device::<Raw<B>>();
-        // Copies from the host take the host's time, and so run beside the rank's own thread.
+        // Copies from the host take the host's time, and so run on the communication thread.
         let stays_on_device = self.settings.storage == StorageDevice::Device;
         if is_alone && stays_on_device {
             return DeviceWork::Issued(collective(group));

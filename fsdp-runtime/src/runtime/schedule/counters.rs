@@ -20,8 +20,9 @@ pub struct Counts {
     pub all_reduces: usize,
     /// Units that were prefetched but not used next.
     pub mis_prefetches: usize,
-    /// How often the rank's thread launched the operations that Burn's `fusion` had recorded, before
-    /// a gather buffer was rewritten or buffers of tensors were needed; 0 without `fusion`.
+    /// Number of times that the rank's thread launched the operations that Burn's `fusion` had
+    /// recorded, before a gather buffer was rewritten or buffers of tensors were needed; 0 without
+    /// `fusion`.
     pub drains: usize,
     /// Drains that also took the buffers of tensors out of the queue of Burn's `fusion`.
     pub lowerings: usize,

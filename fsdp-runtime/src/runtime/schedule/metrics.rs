@@ -1,4 +1,4 @@
-//! What a schedule counts: operations, bytes and times.
+//! The counters of a schedule: operations, bytes and times.
 
 use std::time::Duration;
 
@@ -27,9 +27,9 @@ pub(crate) trait ScheduleMetrics {
     fn record_optimizer(&self, bytes: usize);
     /// Starts a record of at most `max_samples` changes of memory.
     fn start_memory_timeline(&self, max_samples: usize);
-    /// Returns the record so far, if one is kept.
+    /// Returns the record of changes of memory so far, if one is kept.
     fn memory_timeline(&self) -> Option<MemoryTimeline>;
-    /// Ends the record.
+    /// Ends the record of changes of memory.
     fn stop_memory_timeline(&self);
 }
 

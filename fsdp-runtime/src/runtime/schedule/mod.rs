@@ -1,4 +1,4 @@
-//! When each unit is gathered, resharded and reduced.
+//! The schedule, which decides when each unit is gathered, resharded and reduced.
 //!
 //! *Forward*: `pre_forward` of a unit waits for the unit's all-gather and issues that of the unit
 //! that came next in the last forward pass (forward prefetch). `post_forward` reshards the unit.
@@ -23,8 +23,8 @@
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
 //! `reduction`, `buffers`, `state`, `core`, `reshard`, `unshard`, `single_gather`, `whole_step`,
 //! `calls`, `reduce`, `backward`, `recompute_first_run`, `recompute_backward`, `materialize`,
-//! `forward`, then the interfaces: `autodiff_hooks`, `runtime`, `metrics`, `access`, `collectives`,
-//! `erased`.
+//! `forward`. The interfaces follow: `autodiff_hooks`, `runtime`, `metrics`, `access`,
+//! `collectives`, `erased`.
 
 mod access;
 mod autodiff_hooks;

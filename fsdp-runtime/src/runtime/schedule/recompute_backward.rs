@@ -2,12 +2,12 @@
 //!
 //! A single operation of the outer graph does all of it. It gathers the unit, runs the forward on
 //! leaves that are made from the saved inputs and from shards, and runs the backward of the new
-//! graph, in which the unit and the units inside it reduce their gradients as usual. The unit is
-//! gathered once for both; the units inside it are gathered for the forward and again for the
-//! backward.
+//! graph. In that backward the unit and the units inside it reduce their gradients as usual. The
+//! unit is gathered once for both; the units inside it are gathered for the forward and again for
+//! the backward.
 //!
-//! Each graph counts depths from its own leaves, so the running calls of the outer graph are set
-//! aside meanwhile.
+//! Each graph counts depths from its own leaves. So the schedule does not see the running calls of
+//! the outer graph until the recomputation has ended.
 
 use burn::backend::autodiff::NodeId;
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
@@ -91,8 +91,8 @@ impl<B: ModelBackend> Schedule<B> {
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::RecomputedShapesMismatch`] or [`ScheduleError::RecomputedValuesMismatch`] if the recomputed outputs
-    /// differ from those of the first run.
+    /// [`ScheduleError::RecomputedShapesMismatch`] or [`ScheduleError::RecomputedValuesMismatch`]
+    /// if the recomputed outputs differ from those of the first run.
     fn backward_root(
         &self,
         unit: usize,
@@ -128,7 +128,7 @@ impl<B: ModelBackend> Schedule<B> {
     }
 }
 
-/// How far a recomputation has got.
+/// Stage of a recomputation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// The unit is being gathered.
@@ -138,8 +138,8 @@ enum Stage {
     Ended,
 }
 
-/// A running recomputation. If an error drops it before [`end`](Self::end), it restores the state
-/// of the outer graph.
+/// Guard of a running recomputation. If an error drops it before [`end`](Self::end), it restores
+/// the state of the outer graph.
 struct RecomputeGuard<'a, B: ModelBackend> {
     schedule: &'a Schedule<B>,
     call: CallId,

@@ -74,8 +74,8 @@ fn all_of_shard(keep: Reduce) -> Reduce {
 }
 
 impl<B: ModelBackend> Schedule<B> {
-    /// Issues the reduction of a unit's gradients, after those before it have ended but for as many as
-    /// may run beside it.
+    /// Issues the reduction of a unit's gradients. First waits for earlier reductions, so that at
+    /// most `reductions_in_flight` run at a time.
     pub(super) fn reduce(&self, state: &mut State<B>, index: usize) -> Result<(), Error> {
         self.collect_early_reductions(state)?;
         let unit = &self.units[index];
@@ -114,12 +114,12 @@ impl<B: ModelBackend> Schedule<B> {
         present.into_iter().map(|present| present.then(|| buffers.next())?).collect()
     }
 
-    /// Waits for the running reductions but for those that may run beside one more.
+    /// Waits for the oldest running reductions, so that one more may be issued.
     pub(super) fn collect_early_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
         self.collect_reductions(state, self.settings.reductions_in_flight - 1)
     }
 
-    /// Waits for the running reductions but for the last `running`, and adds the results to the reduced
+    /// Waits for all running reductions but the last `running`, and adds the results to the reduced
     /// gradients.
     pub(super) fn collect_reductions(
         &self,

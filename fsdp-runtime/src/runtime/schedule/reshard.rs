@@ -25,7 +25,7 @@ impl<B: ModelBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Gives the gather buffers of a unit back. Does nothing if the unit is not unsharded.
+    /// Releases the gather buffers of a unit. Does nothing if the unit is not unsharded.
     pub(super) fn reshard(&self, state: &mut State<B>, index: usize) {
         if !matches!(state.units[index].shard_state, ShardState::Unsharded) {
             return;

@@ -1,4 +1,4 @@
-//! How a schedule runs, as given by the options and the mesh.
+//! Settings of a schedule, as given by the options and the mesh.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::collectives::group::{AnyProcessGroup, MeshGroups};
 use crate::layout::Mesh;
 use crate::options::{BackwardPrefetch, GradientAccumulation, ShardingStrategy};
 
-/// The settings of a schedule.
+/// Settings of a schedule, made from the options of `fully_shard` when a model is sharded.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     /// Sharding strategy of the model.
@@ -16,17 +16,17 @@ pub(crate) struct Settings {
     pub(crate) mesh: Mesh,
     /// Process groups of this rank.
     pub(crate) groups: MeshGroups,
-    /// When gathered parameters are resharded.
+    /// State of gathered parameters between forward and backward.
     pub(crate) reshard: Reshard,
     /// Number of gather buffers of one dtype that the units of an inner nesting level share.
     pub(crate) gather_buffers: usize,
     /// Whether forward prefetches the next unit.
     pub(crate) forward_prefetch: bool,
-    /// When backward prefetches the previous unit.
+    /// Time at which backward prefetches the previous unit.
     pub(crate) backward_prefetch: BackwardPrefetch,
     /// Number of units whose gradients may be in reduction at a time, at least 1.
     pub(crate) reductions_in_flight: usize,
-    /// How the gradients of micro-batches are accumulated.
+    /// Form in which the gradients of micro-batches are accumulated.
     pub(crate) accumulation: GradientAccumulation,
     /// Storage device of parameters, reduced gradients and optimizer state.
     pub(crate) storage: StorageDevice,
@@ -37,15 +37,15 @@ pub(crate) struct Settings {
     pub(crate) offload_activations: bool,
 }
 
-/// What happens to gathered parameters after forward.
+/// State of gathered parameters between forward and backward.
 #[derive(Clone, Debug)]
 pub(crate) enum Reshard {
-    /// They stay gathered until after backward.
+    /// Parameters stay gathered until after backward.
     Never,
-    /// They are resharded, and gathered again in backward.
+    /// Parameters are resharded, and gathered again in backward.
     Always,
-    /// They are resharded, but each rank of the given process group keeps a part of them, from
-    /// which backward gathers them.
+    /// Parameters are resharded, but each rank of the given process group keeps a part of them.
+    /// Backward gathers these parts.
     To(Arc<AnyProcessGroup>),
 }
 
@@ -56,11 +56,11 @@ pub(super) enum Pass {
     Backward,
 }
 
-/// When a unit that is being gathered is needed.
+/// Time at which a unit that is being gathered is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum When {
-    /// Immediately.
+    /// The unit is needed at once.
     Now,
-    /// Later: this is a prefetch.
+    /// The unit is needed later: this is a prefetch.
     Ahead,
 }

@@ -71,7 +71,7 @@ impl ForwardOrder {
     }
 }
 
-/// Which forwards of recomputed units are running.
+/// Running forwards of recomputed units.
 pub(super) struct RecomputeState {
     /// Call whose first forward runs. No graph is recorded until it ends.
     pub(super) first_run: Option<CallId>,
@@ -85,8 +85,8 @@ pub(super) struct GradientState<B: ModelBackend> {
     pub(super) reductions: VecDeque<Reduction<Raw<B>>>,
     /// Whether another backward pass of the same step follows the present one.
     pub(super) accumulating: bool,
-    /// Whether the backward pass that has begun follows an accumulated one of the same step. It may have
-    /// begun before its forward.
+    /// Whether the backward pass that has begun follows an accumulated one of the same step. It may
+    /// have begun before its forward.
     pub(super) continuing: bool,
     /// Bytes of reduced gradients, which are counted until the next forward.
     pub(super) reduced_bytes: usize,
@@ -99,7 +99,7 @@ pub(super) struct RunningBackward {
     pub(super) unit: usize,
     /// Depth of the inputs: all operations of the call are deeper.
     pub(super) inputs: usize,
-    /// Whether the unit must stay gathered until the pass has reached that depth, even if all
-    /// gradients have arrived.
+    /// Whether the unit must stay gathered until the pass has reached the depth of the inputs, even
+    /// if all gradients have arrived.
     pub(super) reads_frozen: bool,
 }

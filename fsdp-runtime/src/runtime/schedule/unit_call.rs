@@ -86,7 +86,7 @@ pub(super) struct RecomputedForward<B: ModelBackend> {
     pub(super) bytes: usize,
     /// Tracked inputs, or a leaf in their place.
     pub(super) parents: Vec<Tracked<B>>,
-    /// What the call saves for backward, once the forward has run.
+    /// Data that the call saves for backward, once the forward has run.
     pub(super) saved: Option<Arc<SavedCall<B>>>,
     /// Parent of the outputs, once one was recorded.
     pub(super) parent: Option<Tracked<B>>,

@@ -216,8 +216,8 @@ impl<B: ModelBackend> Schedule<B> {
         state.shards_written.get_or_insert_with(fence).clone()
     }
 
-    /// Lowers the shards of all units if a unit needs one that has no buffer yet: once in a pass, as
-    /// the outermost forward reads all of them from the module.
+    /// Lowers the shards of all units if a unit needs one that has no buffer yet: once in a pass,
+    /// as the outermost forward reads all of them from the module.
     fn lower_shards(&self, state: &mut State<B>, index: usize) {
         let on_host = self.settings.storage != StorageDevice::Device;
         let missing = |(entry, shard): (&ParamSpec, &Option<LocalShard<B>>)| {

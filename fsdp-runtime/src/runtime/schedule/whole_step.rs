@@ -23,7 +23,8 @@ pub(crate) struct Whole {
     pub(crate) gradient: Option<DispatchTensor>,
 }
 
-/// Returns the updated matrix, given its index in the round, its full value and its full gradient.
+/// Function that updates a matrix. It gets the matrix's index in the round, its full value and its
+/// full gradient, and returns the new value.
 pub(super) type Step<'a> = dyn FnMut(usize, DispatchTensor, DispatchTensor) -> DispatchTensor + 'a;
 
 /// A running collective that returns one part from each rank, in rank order.

@@ -73,8 +73,8 @@ fn mean_kernel<I: Float, N: Size>(
 
 /// Implements [`Kernels::rank_means`](crate::backend::kernels::Kernels::rank_means).
 pub(super) fn means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {
-    // Means of one divisor and number of parts can share launches. The slices of a job are the parts,
-    // and the target last.
+    // Means of one divisor and number of parts can share launches. The slices of a job are the
+    // parts, and the target last.
     let (mut targets, mut groups) = (Vec::new(), BTreeMap::<_, Vec<Job>>::new());
     for RankMean { parts, divisor, shape } in means {
         let (dtype, numel) = (parts[0].0.dtype, shape.num_elements());
@@ -176,8 +176,8 @@ mod tests {
         means.into_iter().map(|mean| B::to_data(mean).iter().collect()).collect()
     }
 
-    /// More means than share a launch, of several lengths, offsets and dtypes, some of more parts than
-    /// one launch adds.
+    /// More means than share a launch, of several lengths, offsets and dtypes, some of more parts
+    /// than one launch adds.
     #[test]
     fn means_that_share_launches_have_the_bits_of_flex() {
         let lens = [5, 64, 70_000, 1, 4096];

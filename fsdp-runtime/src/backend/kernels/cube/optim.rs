@@ -32,7 +32,8 @@ struct Deferred<S> {
     tensors: Vec<CubeTensor>,
 }
 
-/// Deferred steps. They are launched on the stream of the thread that launches them.
+/// Optimizer steps that wait to share a launch. They run on the stream of the thread that launches
+/// them.
 #[derive(Default)]
 pub(super) struct CubeSteps {
     adam: Mutex<Vec<Deferred<AdamStep>>>,

@@ -14,11 +14,11 @@ pub(super) const CPU_BLOCK: usize = 512;
 pub(super) enum Term {
     /// 0: the infinity norm needs only the largest magnitude.
     Zero,
-    /// `|x|`.
+    /// The magnitude `|x|`, for the norm 1.
     Magnitude,
-    /// `x²`.
+    /// The square `x²`, for the norm 2.
     Square,
-    /// `|x|ᵖ`.
+    /// The power `|x|ᵖ`, for the norm p.
     Power,
 }
 

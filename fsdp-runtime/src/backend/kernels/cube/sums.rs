@@ -27,10 +27,10 @@ use super::tensors::{contiguous, element};
 use crate::backend::kernels::contract::Sums;
 use crate::backend::norm::Norm;
 
-/// The number of partial sums of a tensor is a multiple of this.
+/// Number that divides the number of partial sums of a tensor.
 const SUMS_MULTIPLE: usize = 256;
-/// On devices other than CPUs: smallest number of elements that are added to one partial sum, and
-/// number of partial sums that the fold adds to one output.
+/// Smallest number of elements that are added to one partial sum, and number of partial sums that
+/// the fold adds to one output, on devices other than CPUs.
 const MIN_ROWS: usize = 32;
 /// Largest number of partial sums of a tensor, on devices other than CPUs.
 const MAX_SUMS: usize = 1 << 17;

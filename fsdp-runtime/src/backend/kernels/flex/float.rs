@@ -22,8 +22,8 @@ pub(super) trait KernelFloat: Element + bytemuck::Pod + Send + Sync {
     /// Rounds an f32 to the nearest value of this type, ties to even.
     fn narrow(wide: f32) -> Self;
 
-    /// Rounds like [`narrow`](Self::narrow). `wide` must be the product of an element and a finite
-    /// factor, which allows a faster implementation.
+    /// Rounds an f32 as [`narrow`](Self::narrow) does. `wide` must be the product of an element and
+    /// a finite factor, which allows a faster implementation.
     #[inline(always)]
     fn narrow_product(wide: f32) -> Self {
         Self::narrow(wide)

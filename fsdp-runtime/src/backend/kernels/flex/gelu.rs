@@ -61,8 +61,8 @@ fn normal(x: f32) -> (f32, f32) {
 /// the loops around it.
 #[inline(always)]
 fn exp_of_negative(x: f32) -> f32 {
-    /// 1.5 · 2²³. Adding and subtracting it rounds an f32 to an integer; after the addition the
-    /// low bits of the sum hold that integer.
+    /// Number that rounds an f32 to an integer when it is added and subtracted: 1.5 · 2²³. After
+    /// the addition the low bits of the sum hold that integer.
     const ROUND: f32 = 12_582_912.0;
     let x = x.max(-87.0);
     let shifted = x * std::f32::consts::LOG2_E + ROUND;

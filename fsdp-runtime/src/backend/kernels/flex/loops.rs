@@ -109,7 +109,8 @@ mod tests {
 
     use super::*;
 
-    /// All upper halves of an f32, each with lower halves at and around the ties of bf16 and f16.
+    /// Returns all upper halves of an f32, each with lower halves at and around the ties of bf16
+    /// and f16.
     fn floats() -> Vec<f32> {
         let lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF];
         let bits =

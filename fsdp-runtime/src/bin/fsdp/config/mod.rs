@@ -1,7 +1,8 @@
 //! `fsdp config`: asks Accelerate's questions, and writes the answers to a configuration file.
 //!
 //! Order of the files, each of which uses only those before it: `ask.rs` (what a question is),
-//! `terminal.rs` (questions on a terminal), `questions.rs` (which questions are asked), and this file.
+//! `terminal.rs` (questions on a terminal), `questions.rs` (which questions are asked), and this
+//! file.
 
 mod ask;
 mod questions;

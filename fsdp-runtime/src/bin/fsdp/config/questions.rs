@@ -46,7 +46,8 @@ pub(super) fn ask_all(ask: &mut impl Ask) -> Answer<Config> {
     Ok(config)
 }
 
-/// Number of machines; with several, the number of this one and the address of machine 0.
+/// Asks for the number of machines. With several, asks for the number of this one and the address
+/// of machine 0.
 fn ask_machines(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     config.num_machines = ask.number("How many machines?", 1, 1)?;
     if config.num_machines == 1 {
@@ -71,7 +72,8 @@ fn ask_machines(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     Ok(())
 }
 
-/// CPU or GPU, and whether ranks compare collectives before they run.
+/// Asks whether the device is a CPU or a GPU, and whether ranks compare collectives before they
+/// run.
 fn ask_device(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     let device = ask.select(
         "Which devices do the ranks compute on?",
@@ -126,7 +128,7 @@ fn ask_wrapping(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     Ok(())
 }
 
-/// Prefetch in backward and forward, and activation checkpointing.
+/// Asks for prefetch in backward and forward, and for activation checkpointing.
 fn ask_prefetch(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     let prefetch = ask.select(
         "When is a unit gathered for its backward?",
@@ -149,7 +151,7 @@ fn ask_prefetch(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     Ok(())
 }
 
-/// The form of checkpoints, and how initial weights are distributed.
+/// Asks for the form of checkpoints, and for the distribution of initial weights.
 fn ask_checkpoints(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     let about = [
         "the whole state, collected on rank 0",
@@ -166,7 +168,7 @@ fn ask_checkpoints(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
     Ok(())
 }
 
-/// Number of processes, and the GPUs of this machine.
+/// Asks for the number of processes, and for the GPUs of this machine.
 fn ask_processes(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     let default = config.num_processes.unwrap_or(DEFAULT_PROCESSES) * config.num_machines;
     config.num_processes = Some(loop {

@@ -1,5 +1,5 @@
-//! The child processes of the launcher: each rank of this machine, or one `mpirun` for all ranks of all
-//! machines.
+//! The child processes of the launcher: each rank of this machine, or one `mpirun` for all ranks of
+//! all machines.
 
 use std::io;
 use std::time::Duration;
@@ -21,7 +21,7 @@ pub(super) struct Child {
     output: Output,
 }
 
-/// What a child has printed.
+/// Output of a child process.
 #[derive(Debug)]
 enum Output {
     Rank { rank: usize, tail: Tail },
@@ -37,8 +37,8 @@ pub(super) struct RankFailure {
 }
 
 impl Child {
-    /// Starts `program` as the rank `index` of this machine, or `mpirun` if the plan says so. `grace` is
-    /// for `mpirun`: the time between SIGTERM and SIGKILL after a failure.
+    /// Starts `program` as the rank `index` of this machine, or `mpirun` if the plan says so.
+    /// `grace` is for `mpirun`: the time between SIGTERM and SIGKILL after a failure.
     pub(super) fn start(
         plan: &Plan,
         index: usize,
@@ -67,8 +67,8 @@ impl Child {
         Ok(Self { name: format!("rank {rank}"), process, output: Output::Rank { rank, tail } })
     }
 
-    /// Returns the failure of this rank, which ended with `exit`, or of the rank that failed first under
-    /// `mpirun`. `None` if `mpirun` failed without a failed rank.
+    /// Returns the failure of this rank, which ended with `exit`, or of the rank that failed first
+    /// under `mpirun`. `None` if `mpirun` failed without a failed rank.
     pub(super) fn rank_failure(&self, exit: Exit) -> Option<RankFailure> {
         match &self.output {
             Output::Rank { rank, tail } => {

@@ -20,8 +20,8 @@ pub(super) fn rank(
         .envs(plan.variables.iter().map(|(key, value)| (key, value)))
         .env("RANK", (plan.first + local_rank).to_string())
         .env("LOCAL_RANK", local_rank.to_string())
-        // The launcher may be one of several, one a machine, that `mpirun` started. The variables that
-        // `mpirun` set for the launcher do not hold for the ranks.
+        // The launcher may be one of several, one a machine, that `mpirun` started. The variables
+        // that `mpirun` set for the launcher do not hold for the ranks.
         .env_remove("OMPI_COMM_WORLD_RANK")
         .env_remove("OMPI_COMM_WORLD_SIZE")
         .env_remove("OMPI_COMM_WORLD_LOCAL_RANK");

@@ -74,8 +74,8 @@ impl LaunchError {
         }
     }
 
-    /// Returns the launcher's exit code: 127 and 126 for a program that cannot be started, as in `sh`,
-    /// otherwise 1.
+    /// Returns the launcher's exit code: 127 and 126 for a program that cannot be started, as in
+    /// `sh`, otherwise 1.
     pub(super) fn exit_code(&self) -> u8 {
         match self {
             Self::NotFound { .. } => 127,

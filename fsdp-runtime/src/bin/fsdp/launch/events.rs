@@ -1,9 +1,9 @@
-//! What the supervisor waits for, and how long.
+//! Events that the supervisor waits for, with time limits.
 
 use std::time::Duration;
 
-/// Time after the first failure in which later failures are still collected. The cause of a failure may
-/// be reported after a reaction to it; `supervisor.rs` explains why.
+/// Time after the first failure in which later failures are still collected. The cause of a failure
+/// may be reported after a reaction to it; `supervisor.rs` explains why.
 pub(super) const SETTLE_TIME: Duration = Duration::from_millis(300);
 
 /// Time to wait for the end of killed processes, and for the end of output streams.

@@ -1,4 +1,4 @@
-//! How a process ended.
+//! The end of a process: an exit code or a signal.
 
 use std::fmt;
 use std::os::unix::process::ExitStatusExt;
@@ -10,12 +10,12 @@ use rustix::process::Signal;
 /// Exit code of a Rust program that panicked.
 const PANIC: i32 = 101;
 
-/// How a process ended.
+/// The end of a process: an exit code or a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Exit {
-    /// With an exit code.
+    /// The process ended with an exit code.
     Code(i32),
-    /// By a signal.
+    /// A signal ended the process.
     Signal(i32),
 }
 
@@ -24,19 +24,20 @@ impl Exit {
         match (status.code(), status.signal()) {
             (Some(code), _) => Self::Code(code),
             (None, Some(signal)) => Self::Signal(signal),
-            // Only a stopped process has neither, and `Child::wait` does not report stopped processes.
+            // Only a stopped process has neither, and `Child::wait` does not report stopped
+            // processes.
             (None, None) => Self::Code(1),
         }
     }
 
-    /// Whether the exit code is 0.
+    /// Returns whether the exit code is 0.
     pub(super) fn is_success(self) -> bool {
         self == Self::Code(0)
     }
 
-    /// Returns how likely it is that the process ended because another process had failed, from 0 (a
-    /// cause) to 3 (a reaction). A rank that loses its peers returns an error; it neither panics nor is
-    /// killed.
+    /// Returns how likely it is that the process ended because another process had failed, from 0
+    /// (a cause) to 3 (a reaction). A rank that loses its peers returns an error; it neither panics
+    /// nor is killed.
     pub(super) fn likely_reaction(self) -> u8 {
         match self {
             Self::Signal(signal) if signal != Signal::ABORT.as_raw() => 0,
@@ -46,8 +47,8 @@ impl Exit {
         }
     }
 
-    /// Returns the exit code as `sh` reports it: 128 + the signal for a process that was killed. 1 for
-    /// a code outside of 0 to 255.
+    /// Returns the exit code as `sh` reports it: 128 + the signal for a process that was killed. 1
+    /// for a code outside of 0 to 255.
     pub(super) fn exit_code(self) -> u8 {
         let code = match self {
             Self::Code(code) => code,

@@ -1,10 +1,10 @@
-//! The guard: a process beside the launcher that kills the ranks, and the processes they have started,
-//! when the launcher is killed.
+//! The guard: a second process of the launcher. When the launcher is killed, it kills the ranks and
+//! the processes that they have started.
 //!
-//! The guard reads a pipe whose write end stays open in the launcher alone. Each rank writes its process
-//! group to the pipe, `+1234`, before it executes the program. The launcher writes `-1234` when the rank
-//! has ended. The pipe closes when the launcher ends, for whatever reason; the guard then kills the
-//! groups that are left.
+//! The guard reads a pipe whose write end stays open in the launcher alone. Each rank writes its
+//! process group to the pipe, `+1234`, before it executes the program. The launcher writes `-1234`
+//! when the rank has ended. The pipe closes when the launcher ends, for whatever reason; the guard
+//! then kills the groups that are left.
 
 use std::io::{self, BufRead, PipeReader, PipeWriter, Write};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -19,7 +19,8 @@ pub(super) struct Guard {
     process: Child,
     /// Write end of the pipe; `None` once the guard is dropped.
     groups: Option<PipeWriter>,
-    /// Read end, open in the launcher too, so that writing does not fail after the guard was killed.
+    /// Read end, open in the launcher too, so that writing does not fail after the guard was
+    /// killed.
     _reader: PipeReader,
 }
 
@@ -46,8 +47,8 @@ impl Guard {
             let mut rest = line.as_mut_slice();
             writeln!(rest, "+{}", getpid().as_raw_nonzero())?;
             let unused = rest.len();
-            // SAFETY: this closure runs in the forked process before exec. That process has inherited the
-            // descriptor from the launcher, where `self` keeps the descriptor open.
+            // SAFETY: this closure runs in the forked process before exec. That process has
+            // inherited the descriptor from the launcher, where `self` keeps the descriptor open.
             let groups = unsafe { BorrowedFd::borrow_raw(groups) };
             rustix::io::write(groups, &line[..line.len() - unused])?;
             Ok(())

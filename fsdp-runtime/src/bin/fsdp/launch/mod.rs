@@ -114,7 +114,7 @@ fn supervise(_: &Plan, _: &[String], _: Duration) -> Result<u8, LaunchError> {
     Err(LaunchError::NotUnix)
 }
 
-/// Runs `fsdp guard`, which the launcher starts beside its ranks.
+/// Runs `fsdp guard`, which the launcher starts in addition to its ranks.
 pub(crate) fn run_guard() -> ExitCode {
     #[cfg(unix)]
     guard::run();
@@ -127,7 +127,7 @@ pub(crate) fn run_rank(program: &[OsString]) -> ExitCode {
     mpi::run_rank(program)
 }
 
-/// `fsdp rank` needs Unix, as `fsdp launch` does.
+/// Fails, since `fsdp rank` needs Unix, as `fsdp launch` does.
 #[cfg(not(unix))]
 pub(crate) fn run_rank(_: &[OsString]) -> ExitCode {
     ExitCode::FAILURE

@@ -1,5 +1,5 @@
-//! The output of ranks: forwarded line by line with the rank in front. The last lines are kept for the
-//! report of a failure.
+//! The output of ranks: forwarded line by line with the rank in front. The last lines are kept for
+//! the report of a failure.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -67,8 +67,8 @@ pub(super) fn for_each_line(source: impl Read, mut line: impl FnMut(&[u8])) {
     }
 }
 
-/// Returns a function that writes a line with a prefix to `sink` and appends the line to `tail`. Write
-/// errors are ignored, so that a rank continues when nobody reads its output.
+/// Returns a function that writes a line with a prefix to `sink` and appends the line to `tail`.
+/// Write errors are ignored, so that a rank continues when nobody reads its output.
 pub(super) fn forward_to(
     stream: Stream,
     mut sink: impl Write,
@@ -86,8 +86,8 @@ pub(super) fn forward_to(
     }
 }
 
-/// Returns the part of a line that a terminal would show in the end: without the line ending, and after
-/// the last carriage return, which progress bars print to overwrite the line.
+/// Returns the part of a line that a terminal would show in the end: without the line ending, and
+/// after the last carriage return, which progress bars print to overwrite the line.
 fn visible(line: &[u8]) -> &[u8] {
     let line = line.strip_suffix(b"\n").unwrap_or(line);
     let line = line.strip_suffix(b"\r").unwrap_or(line);

@@ -53,11 +53,11 @@ pub(super) struct Plan {
     pub(super) first: usize,
     /// Environment variables that have the same value on all ranks of this machine.
     pub(super) variables: Vec<(&'static str, OsString)>,
-    /// How to call `mpirun`, if `mpirun` starts the ranks.
+    /// Arguments of `mpirun`, if it starts the ranks.
     pub(super) mpirun: Option<Mpirun>,
 }
 
-/// How to call `mpirun`.
+/// Arguments of a call of `mpirun`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Mpirun {
     /// File that lists the hosts; `None` for this host, or for the hosts of the batch system.
@@ -89,8 +89,8 @@ impl Plan {
             variables.push(("MASTER_ADDR", host.into()));
             variables.push(("MASTER_PORT", port.to_string().into()));
         }
-        // `mpirun` sets variables of its own for the sizes. `WORLD_SIZE` without `RANK`, which differs
-        // by rank, would be an incomplete set, which `RankEnv` refuses.
+        // `mpirun` sets variables of its own for the sizes. `WORLD_SIZE` without `RANK`, which
+        // differs by rank, would be an incomplete set, which `RankEnv` refuses.
         if mpirun.is_none() {
             variables.push(("WORLD_SIZE", size.world.to_string().into()));
             variables.push(("LOCAL_WORLD_SIZE", size.local().to_string().into()));
@@ -105,7 +105,8 @@ impl Plan {
         self.variables.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
     }
 
-    /// Number of processes that the launcher starts itself: one for each rank, or one `mpirun`.
+    /// Returns the number of processes that the launcher starts itself: one for each rank, or one
+    /// `mpirun`.
     pub(super) fn processes(&self) -> usize {
         if self.mpirun.is_some() { 1 } else { self.local }
     }
@@ -140,20 +141,21 @@ impl Size {
         Ok(Self { world, machines, machine })
     }
 
-    /// Number of ranks on one machine.
+    /// Returns the number of ranks on one machine.
     fn local(&self) -> usize {
         self.world / self.machines
     }
 }
 
-/// `mpirun` starts the ranks if the flag says so, or if the file has a `mpirun_config`.
+/// Returns the arguments of `mpirun`, if it starts the ranks: with the flag `--mpi`, or with a
+/// `mpirun_config` in the file.
 fn mpirun(flags: &Flags, config: &Config) -> Option<Mpirun> {
     let from_file = config.mpirun.as_ref().map(|file| Mpirun { hostfile: file.hostfile.clone() });
     from_file.or_else(|| flags.mpi.then(Mpirun::default))
 }
 
-/// Returns the host of rank 0. `None` for several machines under `mpirun` without a host: MPI connects
-/// the ranks by itself.
+/// Returns the host of rank 0. `None` for several machines under `mpirun` without a host: MPI
+/// connects the ranks by itself.
 fn main_process_host<'a>(
     flags: &'a Flags,
     config: &'a Config,
@@ -188,8 +190,8 @@ fn config_variables(config: &Config, path: Option<&Path>) -> Vec<(&'static str, 
 
 /// Refuses to run as one of several ranks, because each of those launchers would start all ranks.
 ///
-/// Two cases are no ranks: one launcher a machine, started by `mpirun` or `srun`, and a launcher in a
-/// Slurm batch script, outside of any `srun` step.
+/// Two cases are no ranks: one launcher a machine, started by `mpirun` or `srun`, and a launcher in
+/// a Slurm batch script, outside of any `srun` step.
 fn refuse_nested_launch(
     machines: usize,
     variable: &impl Fn(&str) -> Option<OsString>,
@@ -207,7 +209,8 @@ fn refuse_nested_launch(
     })
 }
 
-/// Returns a name that no other run on this machine has: the time in nanoseconds and the process ID.
+/// Returns a name that no other run on this machine has: the time in nanoseconds and the process
+/// ID.
 fn run_id() -> String {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
     format!("{:x}-{:x}", nanos, std::process::id())

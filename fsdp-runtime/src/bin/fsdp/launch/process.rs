@@ -1,7 +1,8 @@
-//! A process of the launcher, a rank or `mpirun`: starting it, sending it signals, and waiting for it.
+//! A process of the launcher, a rank or `mpirun`: starting it, sending it signals, and waiting for
+//! it.
 //!
-//! Each process is the leader of a process group, so that the processes it starts are ended with it. On
-//! Linux the kernel kills the process when the launcher dies.
+//! Each process is the leader of a process group, so that the processes it starts are ended with
+//! it. On Linux the kernel kills the process when the launcher dies.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -20,7 +21,7 @@ use super::output::for_each_line;
 /// A process that the launcher has started.
 #[derive(Debug)]
 pub(super) struct Process {
-    /// How the process ended; `None` while it runs.
+    /// The end of the process; `None` while it runs.
     pub(super) exit: Option<Exit>,
     /// Process group, whose number is that of the process.
     group: Pid,
@@ -35,12 +36,12 @@ pub(super) struct Spawner<'a> {
 }
 
 impl Spawner<'_> {
-    /// Starts `command` as the process `index` of the launcher. Each line of standard output is passed
-    /// to `stdout`, each line of standard error to `stderr`. The end of the process and the ends of the
-    /// two streams are sent as events.
+    /// Starts `command` as the process `index` of the launcher. Each line of standard output is
+    /// passed to `stdout`, each line of standard error to `stderr`. The end of the process and the
+    /// ends of the two streams are sent as events.
     ///
-    /// Must be called from the main thread: the kernel ends the process when the thread that started it
-    /// ends, not only when the launcher does.
+    /// Must be called from the main thread: the kernel ends the process when the thread that
+    /// started it ends, not only when the launcher does.
     pub(super) fn spawn(
         &self,
         mut command: Command,
@@ -98,7 +99,8 @@ impl Process {
         self.group
     }
 
-    /// Sends a signal to the process and the processes it has started, unless the process has ended.
+    /// Sends a signal to the process and the processes it has started, unless the process has
+    /// ended.
     pub(super) fn signal(&self, signal: Signal) {
         if self.exit.is_none() {
             let _ = kill_process_group(self.group, signal);
@@ -119,11 +121,13 @@ impl Process {
         Ok(exit)
     }
 
-    /// Whether the process is stopped, as by SIGSTOP. Always false on other systems than Linux.
+    /// Returns whether the process is stopped, as by SIGSTOP. Always false on other systems than
+    /// Linux.
     pub(super) fn is_stopped(&self) -> bool {
         let number = self.group.as_raw_nonzero();
         let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).unwrap_or_default();
-        // The state follows the program's name. The name is in parentheses and may contain parentheses.
+        // The state follows the program's name. The name is in parentheses and may contain
+        // parentheses.
         let state = stat.rsplit_once(')').map_or("", |(_, rest)| rest.trim_start());
         self.exit.is_none() && state.starts_with('T')
     }
@@ -142,7 +146,7 @@ pub(super) fn die_with_parent(command: &mut Command) {
             Err(io::Error::other("the launcher has died"))
         }
     };
-    // SAFETY: between fork and exec, `set_death_signal` makes two system calls. It allocates only if it
-    // fails; the process then ends without executing the program.
+    // SAFETY: between fork and exec, `set_death_signal` makes two system calls. It allocates only
+    // if it fails; the process then ends without executing the program.
     unsafe { command.pre_exec(set_death_signal) };
 }

@@ -1,4 +1,4 @@
-//! What the launcher prints about a run that did not end well.
+//! The launcher's messages about a run that did not end well.
 
 use rustix::process::Signal;
 
@@ -7,8 +7,8 @@ use super::exit::{Exit, signal_name};
 use crate::console;
 
 /// Prints which rank failed first and the last lines of that rank. `stopped` are the names of the
-/// children that were stopped at the time of the failure. Returns the launcher's exit code, which is
-/// that of the rank.
+/// children that were stopped at the time of the failure. Returns the launcher's exit code, which
+/// is that of the rank.
 pub(super) fn failure(child: &Child, exit: Exit, world: usize, stopped: &[String]) -> u8 {
     let Some(RankFailure { rank, exit, last_lines }) = child.rank_failure(exit) else {
         // `mpirun` has printed the reason.
@@ -34,8 +34,8 @@ pub(super) fn failure(child: &Child, exit: Exit, world: usize, stopped: &[String
     exit.exit_code()
 }
 
-/// Prints the children that did not end as `signal` asked them to. Returns the launcher's exit code,
-/// 128 + the signal.
+/// Prints the children that did not end as `signal` asked them to. Returns the launcher's exit
+/// code, 128 + the signal.
 pub(super) fn interrupted(children: &[Child], signal: i32) -> u8 {
     console::err(format_args!("ended by {}", signal_name(signal)));
     for child in children {

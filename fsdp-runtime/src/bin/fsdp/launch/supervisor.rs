@@ -1,13 +1,15 @@
-//! The supervisor: starts the guard and the ranks, waits for events, and ends the ranks that are left.
+//! The supervisor: starts the guard and the ranks, waits for events, and ends the ranks that are
+//! left.
 //!
 //! - When a rank fails, the other ranks get SIGTERM and, after the grace period, SIGKILL.
-//! - The first SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher is forwarded to the ranks, which may
-//!   take as long as they need, for example to save a checkpoint. The second one kills the ranks.
+//! - The first SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher is forwarded to the ranks, which
+//!   may take as long as they need, for example to save a checkpoint. The second one kills the
+//!   ranks.
 //!
-//! The rank that failed first is not always the one whose end is reported first: the kernel closes the
-//! connections of a killed process before it reports the end of the process, and a peer that sees a
-//! closed connection may end sooner. So the supervisor collects failures for a moment, and then takes
-//! the one that is least likely to be a reaction to another.
+//! The rank that failed first is not always the one whose end is reported first. The kernel closes
+//! the connections of a killed process before it reports the end of the process. A peer that sees a
+//! closed connection may end sooner. So the supervisor collects failures for a moment, and then
+//! takes the one that is least likely to be a reaction to another.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
@@ -27,8 +29,8 @@ use super::process::Spawner;
 use super::report;
 use crate::console;
 
-/// Starts the ranks and waits for them. Returns the launcher's exit code. `grace` is the time between
-/// SIGTERM and SIGKILL when a rank has failed.
+/// Starts the ranks and waits for them. Returns the launcher's exit code. `grace` is the time
+/// between SIGTERM and SIGKILL when a rank has failed.
 pub(super) fn run(plan: &Plan, program: &[String], grace: Duration) -> Result<u8, LaunchError> {
     let cannot = |action| move |source| LaunchError::System { action, source };
     let (sender, events) = channel();
@@ -64,9 +66,9 @@ enum Phase {
     Running,
     /// A rank has failed. Failures of other ranks are collected.
     Settling(Instant),
-    /// Ranks were asked to end.
+    /// Ranks have got SIGTERM.
     Terminating(Instant),
-    /// Ranks were killed.
+    /// Ranks have got SIGKILL.
     Killed(Instant),
 }
 
@@ -91,8 +93,8 @@ struct Supervisor {
     /// The ranks, or `mpirun` alone.
     children: Vec<Child>,
     phase: Phase,
-    /// Indices of the children that failed before the supervisor asked any to end, in the order of their
-    /// events.
+    /// Indices of the children that failed before the supervisor asked any to end, in the order of
+    /// their events.
     failed: Vec<usize>,
     /// Names of the children that were stopped (SIGSTOP) when a rank failed.
     stopped: Vec<String>,
@@ -118,7 +120,7 @@ impl Supervisor {
         }
     }
 
-    /// Waits until every child has ended, or until killed children have had their time.
+    /// Waits until every child has ended, or until the time for killed children has passed.
     fn wait(&mut self) -> Result<(), LaunchError> {
         while self.children.iter().any(|child| child.process.exit.is_none()) {
             let event = match self.phase.deadline() {
@@ -134,7 +136,8 @@ impl Supervisor {
                 Err(_) => match self.phase {
                     Phase::Settling(_) => self.terminate(),
                     Phase::Running | Phase::Terminating(_) => self.kill(),
-                    // The kernel still holds the killed processes. The launcher need not wait for it.
+                    // The kernel still holds the killed processes. The launcher need not wait for
+                    // it.
                     Phase::Killed(_) => return Ok(()),
                 },
             }
@@ -151,8 +154,8 @@ impl Supervisor {
             return Ok(());
         }
         match (self.interrupted, self.phase) {
-            // The rank has ended as the signal asked. Ranks that wait for it in a collective may not end
-            // by themselves.
+            // The rank has ended as the signal asked. Ranks that wait for it in a collective may
+            // not end by themselves.
             (Some(_), Phase::Running) => {
                 self.phase = Phase::Terminating(Instant::now() + self.grace);
             }
@@ -212,8 +215,8 @@ impl Supervisor {
         exits.min_by_key(|(_, exit)| exit.likely_reaction())
     }
 
-    /// Waits for the last lines. The wait is limited, because a process that has left the process group
-    /// of its rank may keep a stream open.
+    /// Waits for the last lines. The wait is limited, because a process that has left the process
+    /// group of its rank may keep a stream open.
     fn drain_output(&mut self) {
         let deadline = Instant::now() + DRAIN_TIMEOUT;
         while self.streams_ended < 2 * self.children.len() {

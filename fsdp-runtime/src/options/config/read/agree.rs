@@ -1,7 +1,7 @@
 //! Rules that hold across keys, checked after all keys are read.
 //!
-//! Keys that contradict each other are problems. Where two keys can set one option, the option is decided
-//! here.
+//! Keys that contradict each other are problems. Where two keys can set one option, the option is
+//! decided here.
 
 use super::reader::{REPLICATE, Reader, Reshard};
 use crate::options::ShardingStrategy;
@@ -35,7 +35,7 @@ impl Reader {
         }
     }
 
-    /// `machine_rank` must be below `num_machines`, and `num_processes` a multiple of it.
+    /// Checks that `machine_rank` is below `num_machines`, and `num_processes` a multiple of it.
     fn check_sizes(&mut self) {
         let config = &self.config;
         if config.machine_rank >= config.num_machines {
@@ -64,7 +64,7 @@ impl Reader {
         }
     }
 
-    /// Weights that only rank 0 has read must be broadcast.
+    /// Checks that weights that only rank 0 has read are broadcast.
     fn check_loading(&mut self) {
         let fsdp = &self.config.fsdp;
         if fsdp.cpu_ram_efficient_loading == Some(true) && fsdp.sync_module_states == Some(false) {
@@ -76,8 +76,8 @@ impl Reader {
         }
     }
 
-    /// Decides the strategy from `fsdp_sharding_strategy` and `fsdp_reshard_after_forward`. A file that has
-    /// both must give both an equal meaning.
+    /// Decides the strategy from `fsdp_sharding_strategy` and `fsdp_reshard_after_forward`. A file
+    /// that has both must give them one meaning.
     fn decide_strategy(&mut self) {
         use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, ShardGradOp};
         let replicated = self.config.fsdp.replicate.is_some_and(|groups| groups > 1);
@@ -94,7 +94,7 @@ impl Reader {
         };
     }
 
-    /// `fsdp_reshard_after_forward` must agree with the strategy.
+    /// Checks that `fsdp_reshard_after_forward` agrees with the strategy.
     fn check_reshard(&mut self, strategy: ShardingStrategy, reshard: Reshard) {
         use ShardingStrategy::{FullShard, HybridShard, HybridShardZero2, NoShard, ShardGradOp};
         let (agrees, value) = match reshard {
@@ -113,7 +113,7 @@ impl Reader {
         }
     }
 
-    /// More than one shard group needs a hybrid strategy, and groups that divide the ranks.
+    /// Checks that several shard groups have a hybrid strategy, and divide the ranks.
     fn check_shard_groups(&mut self) {
         let strategy = self.config.fsdp.sharding_strategy;
         let groups = self.config.fsdp.replicate.unwrap_or(1);
@@ -124,8 +124,8 @@ impl Reader {
                 "write `HYBRID_SHARD` or `HYBRID_SHARD_ZERO2` there",
             );
         }
-        // A number of groups alone is checked later (`Config::check`), against the number of processes
-        // that were started, which flags may change.
+        // A number of groups alone is checked later (`Config::check`), against the number of
+        // processes that were started, which flags may change.
         if self.config.fsdp.shard.is_some() {
             self.problems.extend(self.config.shard_group_problem());
         }

@@ -10,7 +10,7 @@ use crate::options::config::yaml::{Entry, Value};
 /// Key of the number of shard groups, whose line `agree.rs` needs.
 pub(super) const REPLICATE: &str = "parallelism_config_dp_replicate_size";
 
-/// What has been read of a file.
+/// State of reading a file: the values, notes and problems so far.
 #[derive(Default)]
 pub(super) struct Reader {
     pub(super) config: Config,
@@ -91,7 +91,8 @@ impl Reader {
         value
     }
 
-    /// Reads a name. `parse` is [`Named::named`] or [`Named::named_or_numbered`].
+    /// Reads a value that is a name of a fixed list. `parse` is [`Named::named`] or
+    /// [`Named::named_or_numbered`].
     pub(super) fn named<T: Named>(
         &mut self,
         entry: &Entry,

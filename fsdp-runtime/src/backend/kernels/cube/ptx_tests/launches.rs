@@ -1,5 +1,5 @@
-//! Calls of the functions that launch kernels, such that every kernel is launched in every dtype, with
-//! every option, and with vectors of every width.
+//! Calls of the functions that launch kernels, such that every kernel is launched in every dtype,
+//! with every option, and with vectors of every width.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
@@ -21,8 +21,8 @@ use crate::error::IgnorePoison;
 /// Number of elements of a tensor: enough for the largest cubes of threads, and no multiple of a
 /// vector's length.
 const NUMEL: usize = 4 * (1 << 12) + 3;
-/// Offsets of tensors in their buffers, in elements. They allow vectors of 8 and more elements, 4, 2
-/// and 1.
+/// Offsets of tensors in their buffers, in elements. They allow vectors of 8 and more elements, 4,
+/// 2 and 1.
 const OFFSETS: [usize; 4] = [0, 4, 2, 1];
 /// Number of tensors, one more than share a launch: 16 or, of other kernels, 8.
 const SEVERAL: usize = 17;
@@ -58,7 +58,7 @@ impl Gpu {
         ptx.into_iter().map(named).collect()
     }
 
-    /// Runs `f` and checks that it launches the kernel `expected`, and no kernel beside it but
+    /// Runs `f` and checks that it launches the kernel `expected`, and no other kernel but
     /// `others`.
     fn launch<T>(&self, expected: &str, others: &[&str], f: impl FnOnce() -> T) -> T {
         self.launched.lock().ignore_poison().recent.clear();

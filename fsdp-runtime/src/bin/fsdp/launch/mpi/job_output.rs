@@ -11,8 +11,8 @@ use crate::launch::events::SETTLE_TIME;
 use crate::launch::exit::Exit;
 use crate::launch::output::{Stream, Tail, forward_to};
 
-/// Reads the output of `mpirun`, forwards it, and remembers the failures in it. Clones share one state,
-/// one clone for each stream.
+/// Reads the output of `mpirun`, forwards it, and remembers the failures in it. Clones share one
+/// state, one clone for each stream.
 #[derive(Clone, Debug)]
 pub(in crate::launch) struct JobOutput {
     /// Number of digits of the last rank, to align the ranks in front of lines.
@@ -28,16 +28,19 @@ struct State {
     tails: Vec<Tail>,
     /// Time of the first failure.
     first_failure: Option<Instant>,
-    /// Failed ranks, in the order of their messages, without the ranks that `mpirun` may have killed.
+    /// Failed ranks, in the order of their messages, without the ranks that `mpirun` may have
+    /// killed.
     failed: Vec<(usize, Exit)>,
-    /// Rank in the last `Process name:` line of `mpirun`, to which its next `Exit code:` line belongs.
+    /// Rank in the last `Process name:` line of `mpirun`, to which its next `Exit code:` line
+    /// belongs.
     named: Option<usize>,
     /// Rank that failed first, according to `mpirun`.
     named_first: Option<(usize, Exit)>,
 }
 
 impl JobOutput {
-    /// `width` is the number of digits of the last rank; `run` is the value of `FSDP_RUN_ID`.
+    /// Creates the state of a job without output yet. `width` is the number of digits of the last
+    /// rank; `run` is the value of `FSDP_RUN_ID`.
     pub(in crate::launch) fn new(width: usize, run: &str) -> Self {
         Self { width, run_prefix: message::run_prefix(run), state: Arc::default() }
     }
@@ -80,8 +83,8 @@ impl JobOutput {
         state.tails[rank].clone()
     }
 
-    /// Records a failure, unless it comes so late that `mpirun` may have caused it: `mpirun` asks the
-    /// other ranks to end at the first failure, and kills them later.
+    /// Records a failure, unless it comes so late that `mpirun` may have caused it: `mpirun` asks
+    /// the other ranks to end at the first failure, and kills them later.
     fn rank_failed(&self, rank: usize, exit: Exit) {
         let mut state = self.state();
         let first = *state.first_failure.get_or_insert_with(Instant::now);
@@ -90,8 +93,8 @@ impl JobOutput {
         }
     }
 
-    /// Looks for the failed rank in a line of `mpirun` itself, in the wording of versions 4 and 5. The
-    /// first rank that `mpirun` names is kept.
+    /// Looks for the failed rank in a line of `mpirun` itself, in the wording of versions 4 and 5.
+    /// The first rank that `mpirun` names is kept.
     fn read_mpirun_line(&self, line: &str) {
         let mut state = self.state();
         if let Some((_, rest)) = line.split_once("noticed that process rank ") {
@@ -115,8 +118,8 @@ impl JobOutput {
 
     /// Returns the rank that failed first, and how it ended.
     ///
-    /// Ranks killed by SIGTERM count only if there is no other failure, because `mpirun` sends SIGTERM
-    /// to all ranks after the first failure.
+    /// Ranks killed by SIGTERM count only if there is no other failure, because `mpirun` sends
+    /// SIGTERM to all ranks after the first failure.
     pub(in crate::launch) fn first_failure(&self) -> Option<(usize, Exit)> {
         let state = self.state();
         let terminated = |exit: &Exit| *exit == Exit::Signal(SIGTERM);
@@ -131,7 +134,8 @@ impl JobOutput {
     }
 }
 
-/// Returns the number at the start of a text; `None` without digits, or for a number above `i32::MAX`.
+/// Returns the number at the start of a text; `None` without digits, or for a number above
+/// `i32::MAX`.
 fn leading_number(text: &str) -> Option<i32> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     text.get(..digits)?.parse().ok()

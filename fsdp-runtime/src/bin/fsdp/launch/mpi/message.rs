@@ -17,7 +17,7 @@ use crate::launch::exit::Exit;
 pub(super) enum Message<'a> {
     /// A line that the program has printed.
     Line(&'a [u8]),
-    /// How the program failed.
+    /// The exit code or signal with which the program failed.
     Failed(Exit),
 }
 
@@ -49,8 +49,8 @@ pub(super) fn failure(rank_prefix: &str, exit: Exit) -> Option<String> {
 pub(super) fn parse<'a>(line: &'a [u8], run_prefix: &str) -> Option<(usize, Message<'a>)> {
     let line = line.strip_prefix(run_prefix.as_bytes())?;
     let end = line.iter().position(|byte| *byte == b' ')?;
-    // No `mpirun` starts more ranks than a `u16` can count. The bound keeps a damaged line from making the
-    // list of ranks long.
+    // No `mpirun` starts more ranks than a `u16` can count. The bound keeps a damaged line from
+    // making the list of ranks long.
     let rank = usize::from(std::str::from_utf8(&line[..end]).ok()?.parse::<u16>().ok()?);
     let (kind, text) = line[end + 1..].split_first()?;
     if *kind == b':' {

@@ -59,8 +59,8 @@ pub(in crate::launch) fn run(program: &[OsString]) -> ExitCode {
     ExitCode::from(exit.exit_code())
 }
 
-/// Makes this process survive signals that are meant for the program. Both are in the process group to
-/// which `mpirun` sends signals, and this process waits until the program has ended.
+/// Makes this process survive signals that are meant for the program. Both are in the process group
+/// to which `mpirun` sends signals, and this process waits until the program has ended.
 fn ignore_signals() {
     for signal in [SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2] {
         // A handler instead of SIG_IGN, which the program would inherit.
@@ -81,8 +81,8 @@ fn die_with_mpirun(command: &mut Command) {
     crate::launch::process::die_with_parent(command);
 }
 
-/// Runs the command, sends each line of its output as a message, and waits for the command and for the
-/// end of its output.
+/// Runs the command, sends each line of its output as a message, and waits for the command and for
+/// the end of its output.
 fn run_with_messages(mut command: Command, rank_prefix: &str) -> io::Result<Exit> {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let prefix = message::line_prefix(rank_prefix);
@@ -95,7 +95,8 @@ fn run_with_messages(mut command: Command, rank_prefix: &str) -> io::Result<Exit
     }
     drop(sender);
     let status = child.wait()?;
-    // The wait is limited, because a process that the program has left behind may keep a stream open.
+    // The wait is limited, because a process that the program has left behind may keep a stream
+    // open.
     let deadline = Instant::now() + DRAIN_TIMEOUT;
     while ended.recv_timeout(deadline.saturating_duration_since(Instant::now())).is_ok() {}
     Ok(Exit::new(status))
