@@ -45,7 +45,7 @@ fn clipping_by_norm_in_the_optimizer() {
         let run = Run { optimizer, ..Run::new(world) };
         let error = sharded(&run, folder.path()).err().unwrap();
         let expected = LearnerError::NormClipping { max_norm: "0.5".into() };
-        assert_names(&error, &expected, "clip_grad_norm(0.5)");
+        assert_names(&error, &expected, "with_max_grad_norm(0.5)");
     }
     let by_value = || AdamWConfig::new().init().with_grad_clipping(GradientClipping::Value(0.5));
     let folder = tempdir().unwrap();
