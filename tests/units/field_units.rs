@@ -457,7 +457,7 @@ fn a_tensor_whose_type_generic_code_hides_is_an_error() {
     let Error::Schedule(ScheduleError::OpaqueInput { unit, input }) = error else {
         panic!("{error}");
     };
-    assert!(unit == "foreign" && input.contains("Tensor<3"), "{unit} {input}");
+    assert!(unit == "`foreign`" && input.contains("Tensor<3"), "{unit} {input}");
 }
 
 /// A field unit inside a checkpointed unit is recomputed with that unit.

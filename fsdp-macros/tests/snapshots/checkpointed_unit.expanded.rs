@@ -40,7 +40,7 @@ const _: () = {
                 ),
             }
         }
-        const CHECKPOINT: ::core::primitive::bool = true;
+        const RECOMPUTED: ::core::primitive::bool = true;
         const FORWARDS: &'static [__fsdp::Forward] = {
             use __fsdp::Fallback as _;
             __fsdp::Probe::<Block>::HOOKED

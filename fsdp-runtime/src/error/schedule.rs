@@ -44,7 +44,7 @@ pub enum ScheduleError {
     },
     /// A unit that was called with tensors whose type a generic method hides.
     #[error(
-        "an argument in the call of unit `{unit}` is a `{input}`, but the generic code around it \
+        "an argument in the call of {unit} is a `{input}`, but the generic code around it \
          hides the type; write the bound `UnitValue` on the type parameter"
     )]
     OpaqueInput {
