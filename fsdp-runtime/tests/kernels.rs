@@ -15,6 +15,7 @@ mod kernels {
     mod copies;
     mod gelu;
     mod large;
+    mod layer_norm;
     mod masks;
     mod means;
     mod norms;

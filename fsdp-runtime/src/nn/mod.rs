@@ -2,6 +2,8 @@
 
 mod dropout;
 mod gelu;
+mod layer_norm;
 
 pub use self::dropout::{Dropout, DropoutConfig};
 pub use self::gelu::gelu;
+pub use self::layer_norm::{LayerNorm, LayerNormConfig};

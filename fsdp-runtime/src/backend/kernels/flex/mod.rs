@@ -5,6 +5,7 @@ mod dropout;
 mod float;
 mod gelu;
 mod kernels;
+mod layer_norm;
 mod loops;
 mod new_tensor;
 mod prefetch;
