@@ -34,10 +34,12 @@ impl LayerNormConfig {
 
 /// Normalizes the last dimension of a tensor: `γ · (x − mean) / √(variance + ε) + β`.
 ///
-/// The layer has the fields, the checkpoint keys and the values of `burn::nn::LayerNorm`, and takes its
-/// place. One kernel computes the output and two the gradients, where Burn's layer takes about fifteen
-/// passes in training. Sums are in f32. The kernels serve f32 tensors on Flex and f32, bf16 and f16
-/// tensors on CubeCL devices; on other devices and for other dtypes the layer is Burn's.
+/// The layer has the fields, the checkpoint keys and the values of `burn::nn::LayerNorm`, and takes
+/// its place. One kernel computes the output, and two compute the gradients. In a training step on
+/// CubeCL devices with fusion on, Burn's layer takes at least 20 launches more. Sums are in f32.
+///
+/// The kernels serve f32 tensors on Flex, and f32, bf16 and f16 tensors on CubeCL devices. On other
+/// devices and for other dtypes the layer calls Burn's.
 ///
 /// Source: Ba, Kiros and Hinton, [Layer Normalization](https://arxiv.org/abs/1607.06450).
 #[derive(Module, Debug)]

@@ -1,4 +1,5 @@
-//! Layers that replace Burn's: dropout that is reproducible on every engine, and a faster GELU.
+//! Layers that replace Burn's: dropout that is reproducible on every engine, and a faster GELU and layer
+//! normalization.
 
 mod dropout;
 mod gelu;
