@@ -15,7 +15,6 @@ mod kernels {
     mod copies;
     mod gelu;
     mod large;
-    mod layer_norm;
     mod masks;
     mod means;
     mod norms;

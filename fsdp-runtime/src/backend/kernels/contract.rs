@@ -58,25 +58,6 @@ pub(crate) trait Kernels: Backend {
     /// the result. Both have one shape and dtype.
     fn gelu_backward(tensor: Float<Self>, grad: Float<Self>) -> Float<Self>;
 
-    /// Normalizes each row of `x`, its last dimension, to mean 0 and variance 1, then multiplies it by
-    /// `gamma` and adds `beta`. Sums are in f32. Returns the result, and for each row the mean and the
-    /// inverse of the standard deviation, in f32 and shape `[rows, 2]`.
-    ///
-    /// All tensors have one dtype; Flex takes f32 only. `x` has at least one element.
-    fn layer_norm(
-        x: Float<Self>,
-        gamma: Float<Self>,
-        beta: Option<Float<Self>>,
-        epsilon: f32,
-    ) -> [Float<Self>; 2];
-
-    /// Returns the gradients of `x`, `gamma` and `beta` of [`layer_norm`](Self::layer_norm), given
-    /// that of the result.
-    fn layer_norm_backward(
-        saved: SavedLayerNorm<Float<Self>>,
-        grad: Float<Self>,
-    ) -> [Float<Self>; 3];
-
     /// Returns a new f32 tensor of zeros.
     fn zeros(device: &Self::Device, shape: Shape) -> Float<Self> {
         Self::float_zeros(shape, device, DType::F32.into())
@@ -113,17 +94,6 @@ pub(crate) struct RankMean<T> {
     pub(crate) divisor: usize,
     /// Shape of the mean, which gives the number of elements.
     pub(crate) shape: Shape,
-}
-
-/// Tensors of a layer normalization that its gradients depend on.
-#[derive(Clone, Debug)]
-pub(crate) struct SavedLayerNorm<T> {
-    /// Input, of shape `[.., features]`.
-    pub(crate) x: T,
-    /// Weight, of shape `[features]`.
-    pub(crate) gamma: T,
-    /// Mean and inverse standard deviation of each row, in f32 and shape `[rows, 2]`.
-    pub(crate) stats: T,
 }
 
 /// Tensors that a step of Adam updates.

@@ -13,7 +13,7 @@ mod support;
 mod update_rules;
 
 pub use self::contract::Sums;
-pub(crate) use self::contract::{AdamTensors, Kernels, RankMean, SavedLayerNorm};
+pub(crate) use self::contract::{AdamTensors, Kernels, RankMean};
 pub use self::mask::MaskSource;
 pub use self::support::computes;
 pub(crate) use self::support::{has_kernels, takes};

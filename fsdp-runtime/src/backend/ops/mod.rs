@@ -18,7 +18,6 @@ mod copies;
 mod dropout;
 mod error;
 mod gelu;
-mod layer_norm;
 mod reductions;
 
 pub use self::copies::{cast, pack, unpack};
@@ -26,7 +25,6 @@ pub use self::dropout::dropout;
 pub(crate) use self::dropout::dropout_tracked;
 pub use self::error::KernelError;
 pub(crate) use self::gelu::gelu_tracked;
-pub(crate) use self::layer_norm::layer_norm_tracked;
 pub use self::reductions::{mean, norm_sums, unscale};
 pub use super::kernels::{MaskSource, Sums, computes};
 pub use super::norm::Norm;

@@ -9,9 +9,9 @@ use burn_cubecl::tensor::CubeTensor;
 use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
-use super::{copy, dropout, gelu, layer_norm, mean, optim, sums};
+use super::{copy, dropout, gelu, mean, optim, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
-use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, SavedLayerNorm, Sums};
+use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
@@ -68,19 +68,6 @@ impl Kernels for CubeBackend {
 
     fn gelu_backward(tensor: CubeTensor, grad: CubeTensor) -> CubeTensor {
         gelu::backward(tensor, grad)
-    }
-
-    fn layer_norm(
-        x: CubeTensor,
-        gamma: CubeTensor,
-        beta: Option<CubeTensor>,
-        epsilon: f32,
-    ) -> [CubeTensor; 2] {
-        layer_norm::forward(x, gamma, beta, epsilon)
-    }
-
-    fn layer_norm_backward(saved: SavedLayerNorm<CubeTensor>, grad: CubeTensor) -> [CubeTensor; 3] {
-        layer_norm::backward(saved, grad)
     }
 
     fn adam(

@@ -18,13 +18,11 @@ mod dropout;
 mod gelu;
 mod kernels;
 mod launch;
-mod layer_norm;
 mod mean;
 mod optim;
 #[cfg(all(test, feature = "cuda"))]
 mod ptx_tests;
 mod rounding;
-mod rows;
 mod span;
 mod sum_kernels;
 mod sums;

@@ -51,22 +51,6 @@ pub(super) fn spans(client: &Client, slices: &[&BufferSlice], numel: usize) -> V
     spans_within(client, slices, numel, 0)
 }
 
-/// Returns `numel` elements, taken from the start of each slice, as vectors that divide a row.
-///
-/// # Panics
-///
-/// If a slice has fewer than `numel` elements.
-pub(super) fn row_span(
-    client: &Client,
-    slices: &[&BufferSlice],
-    numel: usize,
-    row_len: usize,
-) -> Span {
-    check_len(slices, numel);
-    let width = widest(client, slices, row_len);
-    Span { start: 0, width, count: numel / width, unaligned_io: client.features().unaligned_io }
-}
-
 /// Splits like [`spans`], with a vector width that divides `block`.
 pub(super) fn spans_within(
     client: &Client,
@@ -74,17 +58,6 @@ pub(super) fn spans_within(
     numel: usize,
     block: usize,
 ) -> Vec<Span> {
-    check_len(slices, numel);
-    let unaligned_io = client.features().unaligned_io;
-    let width = widest(client, slices, block);
-    let in_vectors = numel / width * width;
-    let vectors = Span { start: 0, width, count: in_vectors / width, unaligned_io };
-    let singles = Span { start: in_vectors, width: 1, count: numel - in_vectors, unaligned_io };
-    [vectors, singles].into_iter().filter(|span| span.count > 0).collect()
-}
-
-/// Panics if a slice has fewer than `numel` elements.
-fn check_len(slices: &[&BufferSlice], numel: usize) {
     for slice in slices {
         assert!(
             numel <= slice.len(),
@@ -92,6 +65,12 @@ fn check_len(slices: &[&BufferSlice], numel: usize) {
             slice.len()
         );
     }
+    let unaligned_io = client.features().unaligned_io;
+    let width = widest(client, slices, block);
+    let in_vectors = numel / width * width;
+    let vectors = Span { start: 0, width, count: in_vectors / width, unaligned_io };
+    let singles = Span { start: in_vectors, width: 1, count: numel - in_vectors, unaligned_io };
+    [vectors, singles].into_iter().filter(|span| span.count > 0).collect()
 }
 
 /// Returns the widest vector width that divides `block` and that the device can load from all

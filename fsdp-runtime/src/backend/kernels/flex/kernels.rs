@@ -10,9 +10,9 @@ use rayon::prelude::*;
 use super::float::{KernelFloat, with_float_type};
 use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
-use super::{dropout, gelu, layer_norm, sums};
+use super::{dropout, gelu, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
-use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, SavedLayerNorm, Sums};
+use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{self, AdamStep, SgdStep};
 use crate::backend::norm::Norm;
@@ -190,19 +190,6 @@ impl Kernels for Flex {
 
     fn gelu_backward(tensor: FlexTensor, grad: FlexTensor) -> FlexTensor {
         gelu::backward(&tensor, &grad)
-    }
-
-    fn layer_norm(
-        x: FlexTensor,
-        gamma: FlexTensor,
-        beta: Option<FlexTensor>,
-        epsilon: f32,
-    ) -> [FlexTensor; 2] {
-        layer_norm::forward(&x, &gamma, beta.as_ref(), epsilon)
-    }
-
-    fn layer_norm_backward(saved: SavedLayerNorm<FlexTensor>, grad: FlexTensor) -> [FlexTensor; 3] {
-        layer_norm::backward(&saved, &grad)
     }
 
     fn adam(

@@ -5,7 +5,6 @@ mod dropout;
 mod float;
 mod gelu;
 mod kernels;
-mod layer_norm;
 mod loops;
 mod new_tensor;
 mod prefetch;

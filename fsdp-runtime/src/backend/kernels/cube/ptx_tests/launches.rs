@@ -14,9 +14,7 @@ use super::{DTYPES, kernel_name};
 use crate::backend::kernels::batched_steps::{self, StepBatch};
 use crate::backend::kernels::cube::buffer_slice::BufferSlice;
 use crate::backend::kernels::cube::copy::fill;
-use crate::backend::kernels::{
-    AdamStep, AdamTensors, Kernels, MaskSource, RankMean, SavedLayerNorm, SgdStep,
-};
+use crate::backend::kernels::{AdamStep, AdamTensors, Kernels, MaskSource, RankMean, SgdStep};
 use crate::backend::norm::Norm;
 use crate::error::IgnorePoison;
 
@@ -51,7 +49,6 @@ impl Gpu {
             self.norms(from);
             self.masks(from);
             self.gelus(from);
-            self.layer_norms(from);
             self.fills(from);
         }
         self.adam_steps();
@@ -81,15 +78,11 @@ impl Gpu {
 
     /// Returns a tensor that begins at element `offset` of its buffer.
     fn tensor_at(&self, offset: usize, numel: usize, dtype: DType) -> CubeTensor {
-        self.shaped(offset, Shape::from([numel]), dtype)
-    }
-
-    fn shaped(&self, offset: usize, shape: Shape, dtype: DType) -> CubeTensor {
-        let handle = self.client.empty((offset + shape.num_elements()) * dtype.size());
+        let handle = self.client.empty((offset + numel) * dtype.size());
         let handle = handle.offset_start((offset * dtype.size()) as u64);
         // The driver would be loaded only if a kernel's client were taken from this device.
         let device = CubeDevice::Cuda(Default::default());
-        CubeTensor::new_contiguous(self.client.clone(), device, shape, handle, dtype)
+        CubeTensor::new_contiguous(self.client.clone(), device, Shape::from([numel]), handle, dtype)
     }
 
     /// Returns lists of tensors: one for each offset, with a tensor that begins there, and one with
@@ -177,25 +170,6 @@ impl Gpu {
             let grad = self.tensor_at(offset, NUMEL, dtype);
             self.launch("gelu_kernel", &[], || CubeBackend::gelu(tensor.clone()));
             self.launch("gelu_backward_kernel", &[], || CubeBackend::gelu_backward(tensor, grad));
-        }
-    }
-
-    fn layer_norms(&self, dtype: DType) {
-        for (offset, features) in OFFSETS.into_iter().zip([768, 100, 30, 7]) {
-            let shape = Shape::from([5, features]);
-            let matrix = || self.shaped(offset, shape.clone(), dtype);
-            let column = || self.tensor_at(offset, features, dtype);
-            for has_beta in [true, false] {
-                let beta = has_beta.then(column);
-                let [_, stats] = self.launch("layer_norm_kernel", &[], || {
-                    CubeBackend::layer_norm(matrix(), column(), beta, 1e-5)
-                });
-                let saved = SavedLayerNorm { x: matrix(), gamma: column(), stats };
-                let others = ["layer_norm_params_kernel"];
-                self.launch("layer_norm_backward_kernel", &others, || {
-                    CubeBackend::layer_norm_backward(saved, matrix())
-                });
-            }
         }
     }
 
