@@ -4,14 +4,14 @@
 //! the name of a parameter in a Hugging Face checkpoint. The rest does not depend on FSDP: without the
 //! annotations the same code trains the model unsharded.
 //!
-//! The dropout is the one of `fsdp_runtime`, whose masks are reproducible if ranks are threads. The GELU
-//! is as well, because it is faster than Burn's on a CPU.
+//! The dropout is the one of `fsdp_runtime`, whose masks are reproducible if ranks are threads. Layer
+//! normalization, softmax and GELU are as well, because they are faster than Burn's.
 
 use burn::module::{Initializer, Module};
-use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::tensor::activation::{gelu_approximate, relu, softmax};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::activation::{gelu_approximate, relu};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
-use fsdp_runtime::nn::{Dropout, DropoutConfig, gelu};
+use fsdp_runtime::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, gelu, softmax};
 use fsdp_runtime::prelude::*;
 
 use crate::batch::Padded;
