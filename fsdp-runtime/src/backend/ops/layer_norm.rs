@@ -133,3 +133,44 @@ impl<B: ModelBackend, const N: usize> Backward<B, N> for LayerNorm {
         }
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::tensor::{DType, Device, Tensor};
+
+    use super::layer_norm_tracked;
+    use crate::backend::ops::softmax_tracked;
+
+    fn tensor<const D: usize>(shape: [usize; D], dtype: DType) -> Tensor<D> {
+        Tensor::zeros(shape, (&Device::flex(), dtype))
+    }
+
+    fn has_kernel(x: Tensor<2>, gamma: Tensor<1>, beta: Option<Tensor<1>>) -> bool {
+        layer_norm_tracked(&x, &gamma, beta.as_ref(), 1e-5).is_some()
+    }
+
+    #[test]
+    fn the_kernels_are_used_where_there_are_kernels() {
+        let (x, row) = (tensor([2, 3], DType::F32), tensor([3], DType::F32));
+        assert!(has_kernel(x.clone(), row.clone(), None));
+        assert!(has_kernel(x.clone(), row.clone(), Some(row.clone())));
+        let [tracked, weight] =
+            [Tensor::from_inner(x.clone()), Tensor::from_inner(row.clone().unsqueeze())];
+        let weight = weight.squeeze_dim::<1>(0);
+        assert!(has_kernel(tracked.clone(), weight.clone(), None));
+        assert!(softmax_tracked(&x).is_some() && softmax_tracked(&tracked).is_some());
+
+        for dtype in [DType::F64, DType::F16, DType::BF16] {
+            let (x, other) = (tensor([2, 3], dtype), tensor([3], dtype));
+            assert!(!has_kernel(x.clone(), other.clone(), None), "{dtype:?}");
+            assert!(softmax_tracked(&x).is_none(), "{dtype:?}");
+            assert!(!has_kernel(tensor([2, 3], DType::F32), other, None), "{dtype:?}");
+        }
+        assert!(!has_kernel(x.clone(), weight.clone(), None), "a tracked parameter alone");
+        assert!(!has_kernel(tracked, row.clone(), None), "a tracked input alone");
+        assert!(!has_kernel(x, row.clone(), Some(weight)), "a tracked bias alone");
+        assert!(!has_kernel(tensor([2, 4], DType::F32), row.clone(), None), "another length");
+        assert!(!has_kernel(tensor([0, 3], DType::F32), row, None), "no rows");
+        assert!(softmax_tracked(&tensor([2, 0], DType::F32)).is_none(), "no elements");
+    }
+}

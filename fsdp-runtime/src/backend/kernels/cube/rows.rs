@@ -132,3 +132,71 @@ pub(super) fn team_max<N: Size>(
     }
     largest
 }
+
+/// The kernels on rows, called without the operations that models record.
+#[cfg(all(test, feature = "cpu", feature = "flex"))]
+mod tests {
+    use burn::backend::Flex;
+    use burn::backend::TensorMetadata;
+    use burn::tensor::{DType, Shape, TensorData};
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use crate::backend::kernels::Kernels;
+    use crate::backend::shard_backend::{ShardBackend, cast};
+    use crate::backend::tensor::Float;
+
+    /// Returns pseudo-random multiples of 1/64 up to 2, which are exact in f16.
+    fn tensor<B: ShardBackend>(
+        device: &B::Device,
+        shape: &[usize],
+        seed: usize,
+        dtype: DType,
+    ) -> Float<B> {
+        let numel = shape.iter().product::<usize>();
+        let number = |i: usize| ((i * 7919 + seed * 104_729) % 257) as f32 / 64.0 - 2.0;
+        let values: Vec<f32> = (0..numel).map(number).collect();
+        cast::<B>(B::float_from_data(TensorData::new(values, Shape::from(shape)), device), dtype)
+    }
+
+    /// Returns the results of all kernels on rows, for matrices of this shape.
+    fn results<B: ShardBackend>(
+        device: &B::Device,
+        [rows, len]: [usize; 2],
+        dtype: DType,
+    ) -> Vec<Vec<f32>> {
+        let matrix = |seed| tensor::<B>(device, &[rows, len], seed, dtype);
+        let row = |seed| tensor::<B>(device, &[len], seed, dtype);
+        let mut results: Vec<Float<B>> =
+            B::layer_norm_backward(matrix(1), row(2), matrix(4), 1e-3).into();
+        results.push(<B as Kernels>::layer_norm(matrix(1), row(2), None, 1e-3));
+        results.push(<B as Kernels>::layer_norm(matrix(1), row(2), Some(row(3)), 1e-3));
+        results.push(<B as Kernels>::softmax(matrix(1)));
+        results.push(B::softmax_backward(matrix(1), matrix(4)));
+        assert!(results.iter().all(|result| result.dtype() == dtype));
+        let numbers = |result| B::to_data(cast::<B>(result, DType::F32)).iter().collect();
+        results.into_iter().map(numbers).collect()
+    }
+
+    #[test]
+    fn results_are_those_of_flex() {
+        let device = CubeDevice::Cpu(cubecl::device::CpuDevice);
+        for (dtype, rounding) in [(DType::F32, 4e-6), (DType::F16, 1.0 / 1024.0)] {
+            // 130 rows make 44 groups of 3 rows, of which the last has one row.
+            for shape in [[1, 1], [3, 7], [2, 64], [130, 100]] {
+                let found = results::<CubeBackend>(&device, shape, dtype);
+                let expected = results::<Flex>(&Default::default(), shape, DType::F32);
+                assert_eq!(found.len(), expected.len());
+                for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    assert_eq!(found.len(), expected.len(), "result {number} of {shape:?}");
+                    let largest = expected.iter().fold(1.0f32, |top, x| top.max(x.abs()));
+                    for (found, expected) in found.iter().zip(expected) {
+                        assert!(
+                            (found - expected).abs() <= rounding * largest,
+                            "{found} {expected} in result {number} of {shape:?} in {dtype:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
