@@ -110,6 +110,8 @@ fn layers() {
 fn norms() {
     let device = &Device::default();
     assert_agrees(LayerNormConfig::new(2).init(device), 2);
+    assert_agrees(fsdp_runtime::nn::LayerNormConfig::new(2).init(device), 2);
+    assert_agrees(fsdp_runtime::nn::LayerNormConfig::new(2).with_bias(false).init(device), 1);
     assert_agrees(RmsNormConfig::new(2).init(device), 1);
     assert_agrees(BatchNormConfig::new(2).init(device), 2);
     assert_agrees(GroupNormConfig::new(1, 2).init(device), 2);

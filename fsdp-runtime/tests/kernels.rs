@@ -15,10 +15,13 @@ mod kernels {
     mod copies;
     mod gelu;
     mod large;
+    mod layer_norm;
     mod masks;
     mod means;
     mod norms;
     mod random;
+    mod rows;
+    mod softmax;
     mod steps;
     mod wrong_use;
 }

@@ -58,6 +58,35 @@ pub(crate) trait Kernels: Backend {
     /// the result. Both have one shape and dtype.
     fn gelu_backward(tensor: Float<Self>, grad: Float<Self>) -> Float<Self>;
 
+    /// Normalises each row of the last dimension to mean 0 and variance 1, then multiplies it by
+    /// `gamma` and adds `beta`. Means and variances are in f32; `epsilon` is added to the variance.
+    ///
+    /// The tensor has at least one element. `gamma` and `beta` have its dtype and a row's length. Flex
+    /// takes f32 only, here and in the other functions on rows.
+    fn layer_norm(
+        tensor: Float<Self>,
+        gamma: Float<Self>,
+        beta: Option<Float<Self>>,
+        epsilon: f32,
+    ) -> Float<Self>;
+
+    /// Returns the gradients of the tensor, of `gamma` and of `beta`, given that of the result of
+    /// [`layer_norm`](Self::layer_norm). Sums are in f32.
+    fn layer_norm_backward(
+        tensor: Float<Self>,
+        gamma: Float<Self>,
+        grad: Float<Self>,
+        epsilon: f32,
+    ) -> [Float<Self>; 3];
+
+    /// Returns the softmax of each row of the last dimension. Its sum is in f32. A row with a NaN, and
+    /// one whose largest element is infinite, is all NaN. The tensor has at least one element.
+    fn softmax(tensor: Float<Self>) -> Float<Self>;
+
+    /// Returns the gradient of the tensor that [`softmax`](Self::softmax) was applied to, given the
+    /// result and its gradient.
+    fn softmax_backward(result: Float<Self>, grad: Float<Self>) -> Float<Self>;
+
     /// Returns a new f32 tensor of zeros.
     fn zeros(device: &Self::Device, shape: Shape) -> Float<Self> {
         Self::float_zeros(shape, device, DType::F32.into())

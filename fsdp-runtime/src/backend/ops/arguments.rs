@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::error::KernelError;
 use crate::backend::kernels::takes;
-use crate::backend::model_backend::{FloatTensor, ModelBackend};
+use crate::backend::model_backend::{FloatTensor, ModelBackend, is_flex};
 use crate::backend::tensor::Float;
 
 /// Takes a flat tensor out of Burn's dispatch type, without its autodiff node.
@@ -55,4 +55,11 @@ pub(super) fn check_range(range: &Range<usize>, len: usize) -> Result<(), Kernel
         return Ok(());
     }
     Err(KernelError::Range { range: range.clone(), len })
+}
+
+/// Returns whether the kernels on rows take the tensor, if there are kernels for its device: Flex has
+/// them for f32 only, and an empty tensor has no rows.
+pub(super) fn has_row_kernels<const D: usize>(tensor: &Tensor<D>) -> bool {
+    let is_empty = tensor.shape().num_elements() == 0;
+    !is_empty && (tensor.dtype() == DType::F32 || !is_flex(&tensor.device()))
 }

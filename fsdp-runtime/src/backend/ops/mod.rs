@@ -18,13 +18,17 @@ mod copies;
 mod dropout;
 mod error;
 mod gelu;
+mod layer_norm;
 mod reductions;
+mod softmax;
 
 pub use self::copies::{cast, pack, unpack};
 pub use self::dropout::dropout;
 pub(crate) use self::dropout::dropout_tracked;
 pub use self::error::KernelError;
 pub(crate) use self::gelu::gelu_tracked;
+pub(crate) use self::layer_norm::layer_norm_tracked;
 pub use self::reductions::{mean, norm_sums, unscale};
+pub(crate) use self::softmax::softmax_tracked;
 pub use super::kernels::{MaskSource, Sums, computes};
 pub use super::norm::Norm;

@@ -9,7 +9,7 @@ use burn_cubecl::tensor::CubeTensor;
 use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
-use super::{copy, dropout, gelu, mean, optim, sums};
+use super::{copy, dropout, gelu, layer_norm, mean, optim, softmax, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
@@ -68,6 +68,32 @@ impl Kernels for CubeBackend {
 
     fn gelu_backward(tensor: CubeTensor, grad: CubeTensor) -> CubeTensor {
         gelu::backward(tensor, grad)
+    }
+
+    fn layer_norm(
+        tensor: CubeTensor,
+        gamma: CubeTensor,
+        beta: Option<CubeTensor>,
+        epsilon: f32,
+    ) -> CubeTensor {
+        layer_norm::forward(tensor, gamma, beta, epsilon)
+    }
+
+    fn layer_norm_backward(
+        tensor: CubeTensor,
+        gamma: CubeTensor,
+        grad: CubeTensor,
+        epsilon: f32,
+    ) -> [CubeTensor; 3] {
+        layer_norm::backward(tensor, gamma, grad, epsilon)
+    }
+
+    fn softmax(tensor: CubeTensor) -> CubeTensor {
+        softmax::forward(tensor)
+    }
+
+    fn softmax_backward(result: CubeTensor, grad: CubeTensor) -> CubeTensor {
+        softmax::backward(result, grad)
     }
 
     fn adam(

@@ -18,11 +18,15 @@ mod dropout;
 mod gelu;
 mod kernels;
 mod launch;
+mod layer_norm;
+mod layer_norm_kernels;
 mod mean;
 mod optim;
 #[cfg(all(test, feature = "cuda"))]
 mod ptx_tests;
 mod rounding;
+mod rows;
+mod softmax;
 mod span;
 mod sum_kernels;
 mod sums;

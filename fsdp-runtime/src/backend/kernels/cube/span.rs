@@ -73,6 +73,29 @@ pub(super) fn spans_within(
     [vectors, singles].into_iter().filter(|span| span.count > 0).collect()
 }
 
+/// Returns the vectors of a tensor's rows as one span. Their width divides the row's length and suits
+/// all slices: those of `tensors`, which have `numel` elements each, and those of `parameters`, which
+/// have a row's length.
+///
+/// # Panics
+///
+/// If a slice has fewer elements.
+pub(super) fn row_span(
+    client: &Client,
+    tensors: &[&BufferSlice],
+    parameters: &[&BufferSlice],
+    numel: usize,
+    row_len: usize,
+) -> Span {
+    let expected = [(tensors, numel), (parameters, row_len)];
+    for (slices, least) in expected {
+        assert!(slices.iter().all(|slice| least <= slice.len()), "a kernel stays in its buffers");
+    }
+    let unaligned_io = client.features().unaligned_io;
+    let width = widest(client, &[tensors, parameters].concat(), row_len);
+    Span { start: 0, width, count: numel / width, unaligned_io }
+}
+
 /// Returns the widest vector width that divides `block` and that the device can load from all
 /// slices.
 fn widest(client: &Client, slices: &[&BufferSlice], block: usize) -> usize {

@@ -4,6 +4,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::flex::FlexTensor;
 use multiversion::multiversion;
 
+use super::exp::exp_of_negative;
 use super::loops::{each, indexed};
 use super::new_tensor::{Uninit, new_tensor};
 
@@ -52,26 +53,6 @@ fn normal(x: f32) -> (f32, f32) {
     let tail = 0.5 * t * (0.254_829_6 + t * polynomial) * bell;
     let distribution = if x < 0.0 { tail } else { 1.0 - tail };
     (distribution, 0.398_942_3 * bell)
-}
-
-/// Returns eˣ for x ≤ 0, accurate to 2 units in the last place.
-///
-/// Computes 2ⁿ · eʳ with |r| ≤ ln 2 / 2, where the Taylor polynomial of degree 7 for eʳ leaves a
-/// remainder below 6e-9. The code has neither branches nor calls, so that the compiler vectorises
-/// the loops around it.
-#[inline(always)]
-fn exp_of_negative(x: f32) -> f32 {
-    /// Number that rounds an f32 to an integer when it is added and subtracted: 1.5 · 2²³. After
-    /// the addition the low bits of the sum hold that integer.
-    const ROUND: f32 = 12_582_912.0;
-    let x = x.max(-87.0);
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = (x - n * 0.693_359_4) - n * -2.121_944_4e-4;
-    let high = 1.0 / 24.0 + r * (1.0 / 120.0 + r * (1.0 / 720.0 + r * (1.0 / 5040.0)));
-    let power = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * high)));
-    let exponent = (shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127)) << 23;
-    power * f32::from_bits(exponent)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::float::{KernelFloat, with_float_type};
 use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
-use super::{dropout, gelu, sums};
+use super::{dropout, gelu, layer_norm, softmax, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
@@ -190,6 +190,32 @@ impl Kernels for Flex {
 
     fn gelu_backward(tensor: FlexTensor, grad: FlexTensor) -> FlexTensor {
         gelu::backward(&tensor, &grad)
+    }
+
+    fn layer_norm(
+        tensor: FlexTensor,
+        gamma: FlexTensor,
+        beta: Option<FlexTensor>,
+        epsilon: f32,
+    ) -> FlexTensor {
+        layer_norm::forward(&tensor, &gamma, beta.as_ref(), epsilon)
+    }
+
+    fn layer_norm_backward(
+        tensor: FlexTensor,
+        gamma: FlexTensor,
+        grad: FlexTensor,
+        epsilon: f32,
+    ) -> [FlexTensor; 3] {
+        layer_norm::backward(&tensor, &gamma, &grad, epsilon)
+    }
+
+    fn softmax(tensor: FlexTensor) -> FlexTensor {
+        softmax::forward(&tensor)
+    }
+
+    fn softmax_backward(result: FlexTensor, grad: FlexTensor) -> FlexTensor {
+        softmax::backward(&result, &grad)
     }
 
     fn adam(

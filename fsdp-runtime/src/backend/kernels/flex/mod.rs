@@ -2,12 +2,16 @@
 //! rayon pool.
 
 mod dropout;
+mod exp;
 mod float;
 mod gelu;
 mod kernels;
+mod layer_norm;
 mod loops;
 mod new_tensor;
 mod prefetch;
+mod rows;
+mod softmax;
 mod sums;
 
 pub(in crate::backend) use self::float::with_float_type;

@@ -49,6 +49,8 @@ impl Gpu {
             self.norms(from);
             self.masks(from);
             self.gelus(from);
+            self.layer_norms(from);
+            self.softmaxes(from);
             self.fills(from);
         }
         self.adam_steps();
@@ -171,6 +173,46 @@ impl Gpu {
             self.launch("gelu_kernel", &[], || CubeBackend::gelu(tensor.clone()));
             self.launch("gelu_backward_kernel", &[], || CubeBackend::gelu_backward(tensor, grad));
         }
+    }
+
+    /// Calls `f` with a function that makes matrices, for rows of several lengths and for tensors at each
+    /// of the offsets. Rows have a team of the fewest and of the most threads.
+    fn rows(&self, dtype: DType, f: impl Fn(&dyn Fn(usize) -> CubeTensor, usize)) {
+        for (offset, len) in
+            OFFSETS.into_iter().flat_map(|at| [8, 100, 768, 4096].map(|len| (at, len)))
+        {
+            let matrix = |rows: usize| {
+                let tensor = self.tensor_at(offset, rows * len, dtype);
+                burn_cubecl::ops::reshape(tensor, Shape::from([rows, len]))
+            };
+            f(&matrix, len);
+        }
+    }
+
+    fn layer_norms(&self, dtype: DType) {
+        self.rows(dtype, |matrix, len| {
+            let param = || burn_cubecl::ops::reshape(matrix(1), Shape::from([len]));
+            for beta in [None, Some(param())] {
+                self.launch("layer_norm_kernel", &[], || {
+                    CubeBackend::layer_norm(matrix(5), param(), beta, 1e-5)
+                });
+            }
+            let both = ["layer_norm_backward_kernel", "column_sums_kernel"];
+            for (kernel, other) in [(both[0], both[1]), (both[1], both[0])] {
+                self.launch(kernel, &[other], || {
+                    CubeBackend::layer_norm_backward(matrix(5), param(), matrix(5), 1e-5)
+                });
+            }
+        });
+    }
+
+    fn softmaxes(&self, dtype: DType) {
+        self.rows(dtype, |matrix, _| {
+            self.launch("softmax_kernel", &[], || CubeBackend::softmax(matrix(5)));
+            self.launch("softmax_backward_kernel", &[], || {
+                CubeBackend::softmax_backward(matrix(5), matrix(5))
+            });
+        });
     }
 
     /// Runs `step` on tensors at each of the offsets, alone, and on several in a batch.

@@ -1,0 +1,75 @@
+//! Shapes, numbers and comparisons for the kernels on rows.
+
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+
+use super::support::{dtypes, tensor};
+
+/// Numbers of rows: one, several, and more than groups of rows on a CPU.
+const ROWS: [usize; 3] = [1, 3, 200];
+/// Lengths of rows: one element, less than a vector, whole vectors, vectors of two sizes.
+const WIDTHS: [usize; 6] = [1, 7, 64, 100, 768, 1000];
+
+/// Calls `f` with every shape, and with every dtype that the device has kernels for.
+pub fn for_all(device: &Device, f: impl Fn(FloatDType, [usize; 2])) {
+    let of_kernels = |dtype: &FloatDType| *dtype == FloatDType::F32 || *device != Device::flex();
+    for dtype in dtypes(device).filter(of_kernels) {
+        for (rows, width) in ROWS.into_iter().flat_map(|rows| WIDTHS.map(|width| (rows, width))) {
+            f(dtype, [rows, width]);
+        }
+    }
+}
+
+/// Returns a matrix of numbers from `-scale` to `scale`, unevenly. Multiples of `scale` / 128 are exact
+/// in every dtype if `scale` is a power of two.
+pub fn matrix(
+    [rows, width]: [usize; 2],
+    scale: f32,
+    seed: usize,
+    device: &Device,
+    dtype: FloatDType,
+) -> Tensor<2> {
+    let number = |i: usize| ((i * 7919 + seed * 104_729) % 257) as f32 / 128.0 - 1.0;
+    let numbers: Vec<f32> = (0..rows * width).map(|i| number(i) * scale).collect();
+    tensor(&numbers, device, dtype).reshape([rows, width])
+}
+
+/// Returns the elements.
+pub fn numbers<const D: usize>(tensor: &Tensor<D>) -> Vec<f64> {
+    tensor.to_data().iter::<f64>().collect()
+}
+
+/// Returns the tensor in f64, on Flex.
+pub fn exact<const D: usize>(tensor: &Tensor<D>) -> Tensor<D> {
+    let data = TensorData::new(numbers(tensor), tensor.dims());
+    Tensor::from_data(data, (&Device::flex(), DType::F64))
+}
+
+/// Asserts that the elements of two tensors are equal to some units in the last place of `dtype`,
+/// relative to the largest element.
+#[track_caller]
+pub fn assert_rounded(found: &[f64], expected: &[f64], dtype: FloatDType, what: &str) {
+    assert_rounded_from(1e-3, found, expected, dtype, what);
+}
+
+/// Asserts like [`assert_rounded`], relative to `least` where all elements are smaller.
+#[track_caller]
+pub fn assert_rounded_from(
+    least: f64,
+    found: &[f64],
+    expected: &[f64],
+    dtype: FloatDType,
+    what: &str,
+) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    assert!(!found.is_empty(), "{what}");
+    let share = match dtype {
+        FloatDType::BF16 => 1.0 / 128.0,
+        FloatDType::F16 => 1.0 / 1024.0,
+        _ => 4e-6,
+    };
+    let largest = expected.iter().fold(least, |largest, x| largest.max(x.abs()));
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let close = (found - expected).abs() <= share * largest;
+        assert!(close, "element {at} is {found}, not {expected}, of at most {largest}: {what}");
+    }
+}
