@@ -5,7 +5,7 @@ use burn::optim::{AdamWConfig, LambConfig};
 use fsdp_runtime::prelude::*;
 use tempfile::tempdir;
 
-use super::run::{Metrics, Run, plain, sharded};
+use super::run::{Metrics, Run, plain, sharded, sharded_with, strategy};
 use super::support::compare::{Within, assert_close};
 
 const CLOSE: Within = Within::Scaled(1e-5);
@@ -54,6 +54,29 @@ fn strategies_have_the_same_numbers() {
 fn an_optimizer_of_full_matrices_steps_them_with_whole_param() {
     let optimizer = || LambConfig::new().init();
     assert_parity(&Run { optimizer, whole_param: true, ..Run::new(2) });
+}
+
+/// An interval above the number of batches still gives the metrics of an epoch's last batch.
+#[test]
+fn the_last_batch_of_an_epoch_goes_to_the_metrics() {
+    let whole = tempdir().unwrap();
+    sharded(&Run::new(2), whole.path()).unwrap();
+    let all = Metrics::read(whole.path(), 2).train_losses;
+    for world in [1, 2] {
+        for (interval, batches) in [(4, vec![3, 7, 8, 12, 16, 17]), (100, vec![8, 17])] {
+            let (run, folder) = (Run::new(world), tempdir().unwrap());
+            let path = folder.path().to_path_buf();
+            let (settings, changed) = (run.clone(), path.clone());
+            let ranks = sharded_with(&run, &path, move |worker, training| {
+                let strategy = strategy(&settings, &changed, worker);
+                training.with_training_strategy(strategy.with_metric_interval(interval).into())
+            });
+            ranks.unwrap();
+            let expected: Vec<f64> = batches.into_iter().map(|batch| all[batch]).collect();
+            let losses = Metrics::read(&path, 2).train_losses;
+            assert_close(&losses, &expected, CLOSE, format!("every {interval} at {world}"));
+        }
+    }
 }
 
 #[test]

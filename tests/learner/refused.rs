@@ -1,14 +1,19 @@
 //! What cannot be right on a sharded model is an error that names what to write in its place.
 
+use std::path::Path;
+use std::sync::Arc;
+
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::grad_clipping::GradientClipping;
 use burn::optim::{AdamWConfig, LambConfig};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::train::RankLoader;
+use fsdp_runtime::train::{FsdpStrategy, RankLoader};
 use fsdp_runtime::{Error, LaunchError, LearnerError, ScheduleError, WorldSize};
 use tempfile::tempdir;
 
-use super::model::{Rows, rows};
-use super::run::{Run, learner, sharded, sharded_with, strategy, training};
+use super::model::{Batch, Row, Rows, rows};
+use super::run::{Outcome, Run, TRAIN, learner, sharded, sharded_with, strategy, training};
+use super::support::compare::assert_same_bits;
 use super::support::ranks::launch_options;
 
 /// Returns the error of a launch's first rank.
@@ -22,6 +27,100 @@ fn cause(error: &LaunchError) -> LearnerError {
 fn assert_names(error: &LaunchError, expected: &LearnerError, cure: &str) {
     assert_eq!(&cause(error), expected);
     assert!(error.to_string().contains(cure), "{error}");
+}
+
+/// Trains on the batches of the loader that `train` makes.
+fn trained_on(
+    run: &Run,
+    folder: &Path,
+    change: fn(FsdpStrategy) -> FsdpStrategy,
+    train: impl Fn(&Worker) -> Arc<dyn DataLoader<Batch>> + Send + Sync + 'static,
+) -> Result<Vec<Outcome>, LaunchError> {
+    let (run, path) = (run.clone(), folder.to_path_buf());
+    launch(launch_options(run.world), move |worker| {
+        let valid = RankLoader::new(Rows, rows(500, 8), &worker).batch_size(4).build();
+        let training = fsdp_runtime::train::supervised(&worker, &path, train(&worker), valid)
+            .with_application_logger(None)
+            .num_epochs(run.epochs)
+            .with_training_strategy(change(strategy(&run, &path, &worker)).into());
+        Ok::<_, Error>(Outcome::new(training.launch(learner(&run, &worker)?)))
+    })
+}
+
+/// Returns the builder of a rank's loader of 133 rows, which leave 3 and 2 for the last batches of
+/// two ranks.
+fn loader(worker: &Worker) -> RankLoader<Row, Batch> {
+    RankLoader::new(Rows, rows(0, 133), worker).batch_size(8)
+}
+
+#[test]
+fn batches_with_different_numbers_of_items() {
+    let folder = tempdir().unwrap();
+    let uneven = |worker: &Worker| loader(worker).equal_lengths(false).build();
+    let error = trained_on(&Run::new(2), folder.path(), |it| it, uneven).err().unwrap();
+    let LearnerError::UnevenBatchSizes { batch: 9, rank, items: 2, expected: 3 } = cause(&error)
+    else {
+        panic!("{error}")
+    };
+    assert_eq!(rank.index(), 1);
+    assert!(error.to_string().contains("`equal_lengths(true)`"), "{error}");
+    // With one rank, the last batch may be smaller.
+    trained_on(&Run::new(1), folder.path(), |it| it, uneven).unwrap();
+}
+
+#[test]
+fn training_pads_the_batches_by_default() {
+    let head = |train: fn(&Worker) -> Arc<dyn DataLoader<Batch>>| {
+        let folder = tempdir().unwrap();
+        trained_on(&Run::new(2), folder.path(), |it| it, train).unwrap().swap_remove(0).head
+    };
+    let by_default = head(|worker| loader(worker).build());
+    let equal = head(|worker| loader(worker).equal_lengths(true).build());
+    assert_same_bits(&by_default, &equal, "weights");
+    assert_ne!(by_default, head(|worker| loader(worker).drop_last(true).build()));
+}
+
+/// Returns the loader of Burn's for a rank's part of the data, which is `parts` of all.
+fn burns_loader(worker: &Worker, parts: usize) -> Arc<dyn DataLoader<Batch>> {
+    let len = TRAIN / parts;
+    let first = if parts == 1 { 0 } else { worker.rank().index() * len };
+    DataLoaderBuilder::new(Rows).batch_size(11).build(rows(first, len))
+}
+
+#[test]
+fn a_loader_that_gives_each_rank_all_of_the_data() {
+    let folder = tempdir().unwrap();
+    let train = |world, change, parts| {
+        let run = Run { epochs: 1, ..Run::new(world) };
+        trained_on(&run, folder.path(), change, move |worker| burns_loader(worker, parts))
+    };
+    let error = train(2, |it| it, 1).err().unwrap();
+    let expected = LearnerError::UnsplitData { world: WorldSize::new(2).unwrap() };
+    assert_names(&error, &expected, "`RankLoader::new(batcher, dataset, &worker)");
+    assert!(error.to_string().contains("with_own_data_split()"), "{error}");
+    train(1, |it| it, 1).unwrap();
+
+    let own_split = train(2, FsdpStrategy::with_own_data_split, 2).unwrap();
+    assert_same_bits(&own_split[0].head, &own_split[1].head, "weights");
+}
+
+#[test]
+fn a_learner_without_the_strategy() {
+    let train = |world| {
+        let folder = tempdir().unwrap();
+        let (run, path) = (Run::new(world), folder.path().to_path_buf());
+        launch(launch_options(world), move |worker| {
+            let train = loader(&worker).build();
+            let valid = RankLoader::new(Rows, rows(500, 8), &worker).build();
+            let training = fsdp_runtime::train::supervised(&worker, &path, train, valid)
+                .with_application_logger(None)
+                .num_epochs(1);
+            Ok::<_, Error>(Outcome::new(training.launch(learner(&run, &worker)?)))
+        })
+    };
+    let expected = LearnerError::NoStrategy { world: WorldSize::new(2).unwrap() };
+    assert_names(&train(2).err().unwrap(), &expected, "FsdpStrategy::new(&worker)");
+    train(1).unwrap();
 }
 
 #[test]
@@ -70,7 +169,7 @@ fn a_resumed_run_without_checkpoints() {
     let folder = tempdir().unwrap();
     let run = Run::new(2);
     let error = sharded_with(&run, folder.path(), |worker, training| {
-        let strategy = fsdp_runtime::train::FsdpStrategy::new(worker).with_resume_latest();
+        let strategy = FsdpStrategy::new(worker).with_resume_latest();
         training.with_training_strategy(strategy.into())
     });
     assert_names(&error.err().unwrap(), &LearnerError::NoCheckpoints, ".with_checkpoints(");
@@ -84,7 +183,7 @@ fn ranks_with_different_numbers_of_batches() {
     let ranks = launch(launch_options(2), move |worker| {
         // Rank 0 has one item more than rank 1, and with it one batch more.
         let own = |items| RankLoader::new(Rows, rows(0, items), &worker).batch_size(2);
-        let train = own(9).build();
+        let train = own(9).equal_lengths(false).build();
         let training = fsdp_runtime::train::supervised(&worker, &path, train, own(4).build())
             .with_application_logger(None)
             .with_training_strategy(strategy(&run, &path, &worker).into());

@@ -9,7 +9,7 @@ use burn::module::Module;
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{RankLoader, supervised};
-use fsdp_runtime::{Error, LaunchError};
+use fsdp_runtime::{Error, LaunchError, LearnerError};
 use tempfile::tempdir;
 
 use super::model::{Batch, Row, Rows, rows};
@@ -74,6 +74,46 @@ fn a_killed_run_resumes_to_the_same_bits() {
         let losses = Metrics::read(folder.path(), run.epochs).train_losses;
         let tail = &losses[losses.len() - 5..];
         assert_same_bits(tail, &expected_losses[expected_losses.len() - 5..], "the last losses");
+    }
+}
+
+/// A run that continues in its first epoch with 32 rows would have no batch there.
+#[test]
+fn a_position_beyond_the_data() {
+    for world in [1, 2] {
+        let run = Run { shuffle: Some(4), checkpoint_every: Some(2), ..Run::new(world) };
+        for burns in [false, true] {
+            // A loader of Burn's would need a split of the data.
+            if burns && world > 1 {
+                continue;
+            }
+            let folder = tempdir().unwrap();
+            killed_after(6 * world + 1, &run, folder.path());
+            let (run, path) = (run.clone(), folder.path().to_path_buf());
+            let options = super::support::ranks::launch_options(world);
+            let resumed = launch(options, move |worker| {
+                let own = |dataset| RankLoader::new(Rows, dataset, &worker).batch_size(8);
+                let train = if burns {
+                    DataLoaderBuilder::new(Rows).batch_size(8).build(rows(0, 32))
+                } else {
+                    own(rows(0, 32)).build()
+                };
+                supervised(&worker, &path, train, own(rows(500, VALID)).build())
+                    .with_application_logger(None)
+                    .with_training_strategy(strategy(&run, &path, &worker).into())
+                    .launch(learner(&run, &worker)?);
+                Ok::<_, Error>(())
+            });
+            let error = resumed.unwrap_err();
+            let expected = LearnerError::PositionBeyondData {
+                epoch: 1,
+                position: 6 * BATCH / world,
+                items: 32 / world,
+            };
+            let cause = error.source.downcast_ref::<Error>();
+            assert_eq!(cause, Some(&Error::Learner(expected)), "{error}");
+            assert!(error.to_string().contains("resume with the dataset"), "{error}");
+        }
     }
 }
 

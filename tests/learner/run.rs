@@ -164,7 +164,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    fn new(result: LearningResult<Fsdp<Net>>) -> Self {
+    pub fn new(result: LearningResult<Fsdp<Net>>) -> Self {
         assert!(result.error.is_none(), "{:?}", result.error);
         let interrupted = result.interrupted.map(|stop| stop.reason.unwrap_or_default());
         Self { head: result.model.materialize().head_weights(), interrupted }

@@ -55,6 +55,56 @@ pub enum LearnerError {
         /// Ranks that do not.
         without: Vec<Rank>,
     },
+    /// A training batch with different numbers of items on the ranks.
+    #[error(
+        "training batch {batch} has {items} items on rank {rank} and {expected} on rank 0, and the \
+         mean over the ranks would give their items different weights; give every rank batches of \
+         the same size, as `RankLoader` does with `equal_lengths(true)` or `drop_last(true)`"
+    )]
+    UnevenBatchSizes {
+        /// Number of the batch in its epoch, from 1.
+        batch: usize,
+        /// The first rank that differs from rank 0.
+        rank: Rank,
+        /// Number of items of this rank's batch.
+        items: usize,
+        /// Number of items of rank 0's batch.
+        expected: usize,
+    },
+    /// A training data loader that does not give each rank its own part of the data.
+    #[error(
+        "the training data loader is no `RankLoader`, and may give each of the {world} ranks all of \
+         the data; write `RankLoader::new(batcher, dataset, &worker).batch_size(..).build()`, or \
+         `FsdpStrategy::with_own_data_split()` if the program gives each rank its own part of the data"
+    )]
+    UnsplitData {
+        /// Number of ranks.
+        world: WorldSize,
+    },
+    /// A training strategy of Burn's, which trains each rank for itself.
+    #[error(
+        "Burn's own training strategies do not train {world} ranks together; write \
+         `.with_training_strategy(FsdpStrategy::new(&worker).into())` before `launch`; outside a \
+         `Learner`, call `Module::fork` before `fully_shard`"
+    )]
+    NoStrategy {
+        /// Number of ranks.
+        world: WorldSize,
+    },
+    /// A checkpoint within an epoch that is longer than the one of this run.
+    #[error(
+        "the checkpoint was saved after {position} items of each rank in epoch {epoch}, and the data \
+         loader has only {items}; resume with the dataset that the run was started with, or from a \
+         checkpoint at the end of an epoch"
+    )]
+    PositionBeyondData {
+        /// The epoch to continue, counted from 1.
+        epoch: usize,
+        /// Number of items of one rank that the epoch had used.
+        position: usize,
+        /// Number of items of one rank that the loader has.
+        items: usize,
+    },
     /// An epoch that ended within an accumulation of gradients.
     #[error(
         "epoch {epoch} ended with the gradients of {batches} batches not applied, because the data \

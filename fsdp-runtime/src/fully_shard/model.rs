@@ -12,8 +12,12 @@ use burn::tensor::Device;
 use super::ignored_gradients::IgnoredGradients;
 use super::optimizer_check::OptimizerCheck;
 use crate::backend::kernels::batched_steps;
+#[cfg(feature = "train")]
+use crate::error::LearnerError;
 use crate::error::{SaveError, raise};
 use crate::layout::Mesh;
+#[cfg(feature = "train")]
+use crate::layout::WorldSize;
 use crate::module::opaque::visit_leaf;
 use crate::module::{FsdpModule, ParamIndex};
 use crate::param_group::Unit;
@@ -86,7 +90,18 @@ impl<M: Module> Module for Fsdp<M> {
         self.module.collect_devices(devices)
     }
 
+    /// Moves the parameters to a device, as detached leaves.
+    ///
+    /// # Panics
+    ///
+    /// With the feature `train`, unwinds with
+    /// [`LearnerError::NoStrategy`](crate::LearnerError::NoStrategy) at several ranks, because
+    /// Burn's own training strategies begin with this call; `launch` returns the error.
     fn fork(self, device: &Device) -> Self {
+        #[cfg(feature = "train")]
+        if self.schedule.mesh().world != WorldSize::ONE {
+            raise(LearnerError::NoStrategy { world: self.schedule.mesh().world }.into());
+        }
         self.map_module(|module| module.fork(device))
     }
 

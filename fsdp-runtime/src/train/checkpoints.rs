@@ -68,7 +68,7 @@ pub(super) fn start(progress: Progress, world: usize) -> Position {
             world - 1
         );
     }
-    Position { epoch: progress.epoch, items: (items / world) as usize }
+    Position { epoch: progress.epoch, items: (items / world) as usize, trains: true }
 }
 
 /// Saves a checkpoint. Every rank calls it.

@@ -15,7 +15,7 @@ use burn::train::{
 use super::checkpoints::{Stepper, save, start};
 use super::events::Events;
 use super::output::RankOutput;
-use super::position::{Position, starting_at};
+use super::position::{Position, in_training, starting_at};
 use super::seen::Seen;
 use super::settings::{LearnerModel, Settings};
 use super::steps::train_step;
@@ -24,6 +24,7 @@ use crate::checkpoint::{CheckpointManager, Progress};
 use crate::error::{Error, LearnerError};
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
+use crate::layout::WorldSize;
 
 /// The parts of Burn's `TrainingComponents` that the epochs need.
 pub(super) struct Components {
@@ -80,7 +81,8 @@ where
         let device = self.worker.device().clone();
         let train = loaders.train.to_device(&device);
         let valid = loaders.valid.to_device(&device.inner());
-        let mut totals = [train.num_items() as f64, valid.num_items() as f64];
+        let train_items = in_training(|| train.num_items());
+        let mut totals = [train_items as f64, valid.num_items() as f64];
         self.worker.all_reduce_sum(&mut totals)?;
         let [train_items, valid_items] = totals.map(|items| items as usize);
         let start = start(self.progress, self.worker.world().size());
@@ -91,7 +93,7 @@ where
 
         for epoch in start.epoch as usize + 1..=self.components.num_epochs {
             let position = if epoch as u64 == start.epoch + 1 { start.items } else { 0 };
-            let position = Position { epoch: epoch as u64 - 1, items: position };
+            let position = Position { epoch: epoch as u64 - 1, items: position, trains: true };
             self.events
                 .train(LearnerEvent::StartSplit { epoch_number: epoch, total_items: train_items });
             let (trained, ended) = self.train_epoch(model, &*train, position)?;
@@ -144,7 +146,11 @@ where
         loader: &dyn DataLoader<<M as TrainStep>::Input>,
         start: Position,
     ) -> Result<(Fsdp<M>, Ended), Error> {
-        let mut iterator = iterate(loader, start);
+        let (mut iterator, splits) = iterate(loader, start)?;
+        let own_data_split = splits || self.settings.own_data_split;
+        if !own_data_split && self.worker.world() != WorldSize::ONE {
+            return Err(LearnerError::UnsplitData { world: self.worker.world() }.into());
+        }
         let mut seen = Seen::new(self.metric_device());
         let (mut batch, mut accumulated) = (0, 0);
         loop {
@@ -172,7 +178,7 @@ where
                 self.progress.position = progress.items_processed as u64;
                 self.save_after_step(&model, progress.is_completed())?;
             }
-            if batch % self.settings.metric_interval == 0 {
+            if batch % self.settings.metric_interval == 0 || progress.is_completed() {
                 let lr = Some(self.learner.lr_current());
                 seen.add(output.item, progress, batch, lr, self.worker)?;
             }
@@ -216,8 +222,8 @@ where
         epoch: usize,
     ) -> Result<bool, Error> {
         let model = model.valid();
-        let start = Position { epoch: epoch as u64 - 1, items: 0 };
-        let mut iterator = iterate(loader, start);
+        let start = Position { epoch: epoch as u64 - 1, ..Position::default() };
+        let (mut iterator, _) = iterate(loader, start)?;
         let mut seen = Seen::new(self.metric_device());
         let mut batch = 0;
         loop {
@@ -243,7 +249,7 @@ where
                     seen.add(output, progress, batch, None, self.worker)?;
                 }
                 None => {
-                    let again = iterate(loader, start).next();
+                    let again = iterate(loader, start)?.0.next();
                     let item = again.expect("every rank had a first batch");
                     let failed = |error: DatasetError| LearnerError::Data {
                         rank: self.worker.rank(),
@@ -301,25 +307,36 @@ where
 /// [`RankLoader`](super::RankLoader). This brings its shuffling to the epoch after them.
 fn skip_epochs<O>(loader: &dyn DataLoader<O>, epochs: u64) {
     for epoch in 0..epochs {
-        let (_, taken) = starting_at(Position { epoch, items: 0 }, || loader.iter());
+        let start = Position { epoch, ..Position::default() };
+        let (_, taken) = starting_at(start, || loader.iter());
         if taken {
             return;
         }
     }
 }
 
-/// Returns the iterator of a loader that starts at `position`. Batches before it are dropped if the
-/// loader does not take positions.
+/// Returns the iterator of a loader that starts at `position`, and whether the loader takes
+/// positions. Batches before the position are dropped if it does not.
+///
+/// # Errors
+///
+/// [`LearnerError::PositionBeyondData`] if the loader ends before the position.
 fn iterate<'a, O>(
     loader: &'a dyn DataLoader<O>,
     position: Position,
-) -> Box<dyn DataLoaderIterator<O> + 'a> {
+) -> Result<(Box<dyn DataLoaderIterator<O> + 'a>, bool), Error> {
     let (mut iterator, taken) = starting_at(position, || loader.iter());
+    let total = iterator.progress().items_total;
+    if !taken && (1..=position.items).contains(&total) {
+        return Err(position.beyond(total).into());
+    }
     while !taken && iterator.progress().items_processed < position.items {
         // An error is returned again, or follows, when the batches after it are used.
-        if !matches!(iterator.next(), Some(Ok(_))) {
-            break;
+        match iterator.next() {
+            Some(Ok(_)) => {}
+            Some(Err(_)) => break,
+            None => return Err(position.beyond(iterator.progress().items_processed).into()),
         }
     }
-    iterator
+    Ok((iterator, taken))
 }

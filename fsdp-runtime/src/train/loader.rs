@@ -26,7 +26,7 @@ use crate::layout::{Rank, WorldSize};
 /// |---|---|
 /// | [`batch_size`](Self::batch_size) | 1 item on each rank |
 /// | [`shuffle`](Self::shuffle) | the order of the dataset |
-/// | [`equal_lengths`](Self::equal_lengths) | on with `shuffle`, otherwise off |
+/// | [`equal_lengths`](Self::equal_lengths) | on in training and with `shuffle`, otherwise off |
 /// | [`drop_last`](Self::drop_last) | off |
 /// | [`prefetch`](Self::prefetch) | 2 batches |
 ///
@@ -135,13 +135,14 @@ where
         self
     }
 
-    /// Sets whether all ranks get equally many items. Default: with [`shuffle`](Self::shuffle)
-    /// only.
+    /// Sets whether all ranks get equally many items. Default: with [`shuffle`](Self::shuffle),
+    /// and where a [`FsdpStrategy`](super::FsdpStrategy) trains on the loader's batches.
     ///
     /// If the number of items is not a multiple of the number of ranks, the first items of the
     /// epoch's order are used twice, as in PyTorch.
     ///
-    /// Training needs equal lengths. Validation without them counts every item once.
+    /// Training needs equal lengths: set them in a training loop of your own. Validation without
+    /// them counts every item once.
     pub fn equal_lengths(mut self, equal: bool) -> Self {
         self.equal_lengths = Some(equal);
         self
@@ -174,7 +175,7 @@ where
             let world = self.world;
             raise(Error::Learner(LearnerError::TooFewItems { items, world, needed }));
         }
-        let len = self.own_items(items);
+        let (len, train_len) = (self.own_items(items, false), self.own_items(items, true));
         Arc::new(Batches {
             source: self.source.clone(),
             order: Order {
@@ -184,20 +185,22 @@ where
                 shuffle: self.shuffle,
                 first: 0,
                 len,
+                train_len,
             },
+            available: items.div_ceil(self.world.size()),
             batch_size: self.batch_size,
             prefetch: self.prefetch,
             epochs: AtomicU64::new(0),
         })
     }
 
-    /// Returns the number of this rank's items in an epoch.
-    fn own_items(&self, items: usize) -> usize {
+    /// Returns the number of this rank's items in an epoch, of training or of another use.
+    fn own_items(&self, items: usize, trains: bool) -> usize {
         let (rank, world) = (self.rank.index(), self.world.size());
         if self.drop_last {
             let batch = world * self.batch_size;
             items / batch * self.batch_size
-        } else if self.equal_lengths.unwrap_or(self.shuffle.is_some()) {
+        } else if self.equal_lengths.unwrap_or(trains || self.shuffle.is_some()) {
             items.div_ceil(world)
         } else {
             (items + world - 1 - rank) / world
@@ -217,16 +220,22 @@ struct Order {
     first: usize,
     /// Number of this rank's items that are loaded.
     len: usize,
+    /// Number of this rank's items that are loaded in training.
+    train_len: usize,
 }
 
 impl Order {
-    /// Returns the numbers of this rank's items in an epoch, without the first `skip`.
-    fn of_epoch(&self, epoch: u64, skip: usize) -> Vec<usize> {
-        let places = (self.first + skip..self.first + self.len)
+    fn len(&self, trains: bool) -> usize {
+        if trains { self.train_len } else { self.len }
+    }
+
+    /// Returns the numbers of this rank's items in an epoch, without those before the position.
+    fn of_epoch(&self, start: Position) -> Vec<usize> {
+        let places = (self.first + start.items..self.first + self.len(start.trains))
             .map(|number| (self.rank + number * self.world) % self.items);
         match self.shuffle {
             Some(seed) => {
-                let order = permutation(self.items, seed, epoch);
+                let order = permutation(self.items, seed, start.epoch);
                 places.map(|place| order[place]).collect()
             }
             None => places.collect(),
@@ -238,6 +247,8 @@ impl Order {
 struct Batches<I, O> {
     source: Source<I, O>,
     order: Order,
+    /// Largest number of items of a rank, with those that `drop_last` leaves out.
+    available: usize,
     batch_size: usize,
     prefetch: usize,
     /// Number of iterators so far: each is an epoch, unless the strategy says which one it is.
@@ -245,9 +256,10 @@ struct Batches<I, O> {
 }
 
 impl<I, O> Batches<I, O> {
-    fn with(&self, source: Source<I, O>, order: Order) -> Self {
+    fn with(&self, source: Source<I, O>, order: Order, available: usize) -> Self {
         let epochs = AtomicU64::new(self.epochs.load(Ordering::Relaxed));
-        Self { source, order, batch_size: self.batch_size, prefetch: self.prefetch, epochs }
+        let (batch_size, prefetch) = (self.batch_size, self.prefetch);
+        Self { source, order, available, batch_size, prefetch, epochs }
     }
 }
 
@@ -256,12 +268,25 @@ where
     I: Send + Sync + Clone + 'static,
     O: Send + 'static,
 {
+    /// Returns the iterator over the batches of an epoch.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with [`LearnerError::PositionBeyondData`] if a resumed run had used more items of
+    /// the epoch than there are; `launch` returns the error.
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
-        let next = || Position { epoch: self.epochs.load(Ordering::Relaxed), items: 0 };
+        let epoch = || self.epochs.load(Ordering::Relaxed);
+        let next = || Position { epoch: epoch(), ..Position::default() };
         let start = position::take().unwrap_or_else(next);
         self.epochs.store(start.epoch + 1, Ordering::Relaxed);
-        let skipped = start.items.min(self.order.len);
-        let items = self.order.of_epoch(start.epoch, skipped);
+        // A checkpoint within an epoch is saved before the last batch of its dataset.
+        if start.items > 0 && start.items >= self.available {
+            raise(start.beyond(self.available).into());
+        }
+        let total = self.order.len(start.trains);
+        // Another number of ranks, with `drop_last`, can leave out more items at the end.
+        let start = Position { items: start.items.min(total), ..start };
+        let items = self.order.of_epoch(start);
         let size = self.batch_size;
         let sizes = items.chunks(size).map(<[usize]>::len).collect();
         let source = self.source.clone();
@@ -270,25 +295,26 @@ where
             let batch = source.dataset.get_many(items[number * size..end].to_vec())?;
             Ok(source.batcher.batch(batch, &source.device))
         };
-        Box::new(RankIterator::new(sizes, skipped, self.order.len, self.prefetch, prepare))
+        Box::new(RankIterator::new(sizes, start.items, total, self.prefetch, prepare))
     }
 
     /// Returns the number of this rank's items in an epoch.
     fn num_items(&self) -> usize {
-        self.order.len
+        self.order.len(position::trains())
     }
 
     fn to_device(&self, device: &Device) -> Arc<dyn DataLoader<O>> {
         let source = Source { device: device.clone(), ..self.source.clone() };
-        Arc::new(self.with(source, self.order))
+        Arc::new(self.with(source, self.order, self.available))
     }
 
     /// Returns a loader of this rank's items from `start` to before `end`.
     fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<O>> {
         let end = end.min(self.order.len);
         let start = start.min(end);
-        let order = Order { first: self.order.first + start, len: end - start, ..self.order };
-        Arc::new(self.with(self.source.clone(), order))
+        let len = end - start;
+        let order = Order { first: self.order.first + start, len, train_len: len, ..self.order };
+        Arc::new(self.with(self.source.clone(), order, len))
     }
 }
 
@@ -351,27 +377,31 @@ mod tests {
     use super::*;
 
     fn order(items: usize, rank: usize, world: usize, len: usize) -> Order {
-        Order { items, rank, world, shuffle: Some(3), first: 0, len }
+        Order { items, rank, world, shuffle: Some(3), first: 0, len, train_len: len }
+    }
+
+    fn at(epoch: u64, items: usize) -> Position {
+        Position { epoch, items, trains: false }
     }
 
     #[test]
     fn the_ranks_batches_together_are_the_epochs_order() {
-        let whole = order(12, 0, 1, 12).of_epoch(5, 0);
-        let ranks: Vec<_> = (0..3).map(|rank| order(12, rank, 3, 4).of_epoch(5, 0)).collect();
+        let whole = order(12, 0, 1, 12).of_epoch(at(5, 0));
+        let ranks: Vec<_> = (0..3).map(|rank| order(12, rank, 3, 4).of_epoch(at(5, 0))).collect();
         let together: Vec<_> = (0..4).flat_map(|i| ranks.iter().map(move |own| own[i])).collect();
         assert_eq!(together, whole);
     }
 
     #[test]
     fn the_first_items_fill_up_the_last_ranks() {
-        let whole = order(7, 0, 1, 7).of_epoch(0, 0);
-        let last = order(7, 3, 4, 2).of_epoch(0, 0);
+        let whole = order(7, 0, 1, 7).of_epoch(at(0, 0));
+        let last = order(7, 3, 4, 2).of_epoch(at(0, 0));
         assert_eq!(last, [whole[3], whole[0]]);
     }
 
     #[test]
     fn skipped_items_are_the_first_ones() {
-        let all = order(12, 1, 2, 6).of_epoch(2, 0);
-        assert_eq!(order(12, 1, 2, 6).of_epoch(2, 4), all[4..]);
+        let all = order(12, 1, 2, 6).of_epoch(at(2, 0));
+        assert_eq!(order(12, 1, 2, 6).of_epoch(at(2, 4)), all[4..]);
     }
 }

@@ -22,8 +22,8 @@
 //! - An optimizer that clips by norm is an error: use [`FsdpStrategy::with_max_grad_norm`].
 //! - `gradient_checkpointing()` has no effect, as with all custom strategies; use
 //!   [`FsdpOptions::with_activation_checkpointing`](crate::FsdpOptions::with_activation_checkpointing).
-//! - Burn's own data loaders give every rank all of the data. Give each rank its own part of the
-//!   dataset where you use them.
+//! - Burn's own data loaders give every rank all of the data, and are an error in training at several
+//!   ranks. [`FsdpStrategy::with_own_data_split`] accepts them where each gets its own part.
 //!
 //! Imports point one way: output, permutation, position, prefetch, handover, silent, events <-
 //! loader, steps, supervised, turn <- seen, checkpoints <- settings <- fit <- strategy.

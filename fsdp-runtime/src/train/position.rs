@@ -2,6 +2,8 @@
 
 use std::cell::Cell;
 
+use crate::error::LearnerError;
+
 /// The start of an iterator over one rank's batches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Position {
@@ -9,6 +11,16 @@ pub(super) struct Position {
     pub(super) epoch: u64,
     /// Number of this rank's items of the epoch that were used before.
     pub(super) items: usize,
+    /// Whether the batches are for training, which needs equal lengths on all ranks.
+    pub(super) trains: bool,
+}
+
+impl Position {
+    /// Returns the error of a position beyond the `items` that this rank has in the epoch.
+    pub(super) fn beyond(self, items: usize) -> LearnerError {
+        let epoch = self.epoch as usize + 1;
+        LearnerError::PositionBeyondData { epoch, position: self.items, items }
+    }
 }
 
 thread_local! {
@@ -22,6 +34,19 @@ pub(super) fn starting_at<T>(position: Position, iter: impl FnOnce() -> T) -> (T
     NEXT.set(Some(position));
     let iter = iter();
     (iter, NEXT.take().is_none())
+}
+
+/// Returns a number of items that `count` asks a loader for, which is that of training.
+pub(super) fn in_training(count: impl FnOnce() -> usize) -> usize {
+    NEXT.set(Some(Position { trains: true, ..Position::default() }));
+    let count = count();
+    NEXT.take();
+    count
+}
+
+/// Returns whether the caller of the loader is a training epoch.
+pub(super) fn trains() -> bool {
+    NEXT.get().is_some_and(|position| position.trains)
 }
 
 /// Returns the position that [`starting_at`] has set, once.

@@ -18,4 +18,6 @@ pub(super) struct Settings {
     pub(super) checkpoint_every: Option<u64>,
     pub(super) resume: Resume,
     pub(super) metric_interval: usize,
+    /// Whether the program gives each rank its part of the data without a `RankLoader`.
+    pub(super) own_data_split: bool,
 }

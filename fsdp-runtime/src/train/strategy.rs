@@ -41,6 +41,7 @@ use crate::optim::WholeParam;
 /// | [`with_checkpoint_every`](Self::with_checkpoint_every) | at the end of each epoch only |
 /// | [`with_resume_latest`](Self::with_resume_latest), [`with_resume_from`](Self::with_resume_from) | a new run |
 /// | [`with_metric_interval`](Self::with_metric_interval) | metrics of every training batch |
+/// | [`with_own_data_split`](Self::with_own_data_split) | training data comes from a `RankLoader` |
 ///
 /// # Errors
 ///
@@ -65,6 +66,7 @@ impl FsdpStrategy {
             checkpoint_every: None,
             resume: Resume::Never,
             metric_interval: 1,
+            own_data_split: false,
         };
         Self { worker: worker.clone(), settings, checkpoints: Mutex::new(None) }
     }
@@ -111,10 +113,24 @@ impl FsdpStrategy {
         self
     }
 
-    /// Sets the interval of metrics: every `batches`-th training batch goes to them, at least 1.
-    /// Each such batch's output is copied from every rank's device to rank 0.
+    /// Sets the interval of metrics: every `batches`-th training batch goes to them, at least 1,
+    /// and the last batch of an epoch. Each such batch's output is copied from every rank's device
+    /// to rank 0.
     pub fn with_metric_interval(mut self, batches: usize) -> Self {
         self.settings.metric_interval = batches.max(1);
+        self
+    }
+
+    /// Accepts a training data loader other than [`RankLoader`](super::RankLoader): the program
+    /// gives each rank its part of the dataset itself.
+    ///
+    /// At several ranks, training on another loader is otherwise
+    /// [`LearnerError::UnsplitData`], because Burn's own loaders give every rank all of the data.
+    /// The batches of a step must have the same number of items on all ranks, as
+    /// [`Progress::items_processed`](burn::data::dataloader::Progress) counts them. A loader whose
+    /// batches differ in size by intent reports its progress in batches.
+    pub fn with_own_data_split(mut self) -> Self {
+        self.settings.own_data_split = true;
         self
     }
 

@@ -24,6 +24,8 @@ pub(super) struct Turn {
     /// Numbers of the rank's items: those processed after this batch, and all.
     processed: usize,
     total: usize,
+    /// Number of items of this batch.
+    batch_items: usize,
     /// The tensors of the rank's output for the batch before, for the metrics.
     output: Option<Vec<TensorData>>,
 }
@@ -41,6 +43,7 @@ impl Turn {
         interrupter: &Interrupter,
         output: Option<Vec<TensorData>>,
     ) -> (Self, Option<O>) {
+        let before = iterator.progress().items_processed;
         let (batch, error) = match iterator.next() {
             Some(Ok(batch)) => (Some(batch), None),
             Some(Err(error)) => (None, Some(error.to_string())),
@@ -54,6 +57,7 @@ impl Turn {
             stop: stop.then(|| interrupter.get_message().unwrap_or_default()),
             processed: progress.items_processed,
             total: progress.items_total,
+            batch_items: progress.items_processed.saturating_sub(before),
             output,
         };
         (turn, batch)
@@ -81,12 +85,24 @@ impl Turns<'_> {
     ///
     /// # Errors
     ///
-    /// [`LearnerError::UnevenBatches`] if some ranks have one; `batch` is its number.
+    /// [`LearnerError::UnevenBatches`] if some ranks have one, and
+    /// [`LearnerError::UnevenBatchSizes`] if these have different numbers of items; `batch` is its
+    /// number.
     pub(super) fn all_have_batches(&self, batch: usize) -> Result<bool, Error> {
         let ranks = self.worker.world().ranks().zip(&self.all);
         let (with, without): (Vec<_>, Vec<_>) = ranks.partition(|(_, turn)| turn.has_batch);
-        if with.is_empty() || without.is_empty() {
-            return Ok(without.is_empty());
+        if with.is_empty() {
+            return Ok(false);
+        }
+        if without.is_empty() {
+            let expected = self.all[0].batch_items;
+            return match with.iter().find(|(_, turn)| turn.batch_items != expected) {
+                Some(&(rank, turn)) => {
+                    let items = turn.batch_items;
+                    Err(LearnerError::UnevenBatchSizes { batch, rank, items, expected }.into())
+                }
+                None => Ok(true),
+            };
         }
         let ranks = |them: Vec<(Rank, _)>| them.into_iter().map(|(rank, _)| rank).collect();
         let (with, without) = (ranks(with), ranks(without));
