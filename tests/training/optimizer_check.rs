@@ -1,4 +1,5 @@
-//! An optimizer that steps shards otherwise than whole matrices is an error at the first step.
+//! An optimizer that steps shards otherwise than whole matrices is an error in the first
+//! three steps.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
