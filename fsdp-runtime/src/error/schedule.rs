@@ -174,8 +174,8 @@ pub enum ScheduleError {
         /// Module path of the first such parameter.
         path: String,
     },
-    /// An optimizer that could not be checked, because the gradients of the first step were not
-    /// those that `backward` returned.
+    /// An optimizer that could not be checked, because the gradients of one of the first steps were
+    /// not those that `backward` returned.
     ///
     /// `backward` adds gradients for the check, which programs lose that build a new set of
     /// gradients.

@@ -1,13 +1,19 @@
-//! The check of an optimizer that steps a sharded model for the first time.
+//! The check of an optimizer in its first steps of a sharded model.
 //!
 //! Burn passes a module to an optimizer as a [`ModuleMapper`], which shows neither the optimizer
 //! nor its gradients. So the gradients that a backward pass returns contain those of a
 //! [probe](super::optimizer_probe) of each sharded parameter, and the mapper steps the probes
 //! before the model. A probe has the path of its parameter, and so belongs to the same parameter
-//! group. The optimizer keeps the probes' state, a few hundred bytes, under ids of their own.
+//! group. The optimizer keeps the probes' state under ids of their own, a few hundred bytes each.
+//!
+//! After [`STEPS`] steps a parameter has passed, and later steps have no probe of it.
+//!
+//! A probe with [`Part::Wide`] takes 100 KiB for each moment of the optimizer. So only one
+//! parameter of each kind has one: paths that differ in numbers only, such as those of the blocks
+//! of a transformer, are one kind.
 
 use std::any::type_name;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 
@@ -15,7 +21,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
-use super::optimizer_probe::{Part, Verdict};
+use super::optimizer_probe::{Part, ProbeGradients, STEPS, Verdict};
 use crate::backend::kernels::batched_steps;
 use crate::error::{Error, IgnorePoison, ScheduleError};
 use crate::module::Sharded;
@@ -29,9 +35,32 @@ pub(crate) struct OptimizerCheck(Arc<Mutex<State>>);
 struct State {
     /// Whether the option is off.
     off: bool,
-    passed: HashSet<ParamId>,
-    /// Parameters with a probe in the gradients of the last backward pass.
-    waiting: Vec<Waiting>,
+    /// Number of steps in which a parameter's optimizer has passed.
+    passed: HashMap<ParamId, usize>,
+    /// Parameter of each kind that has a full probe.
+    full: HashMap<String, ParamId>,
+    /// Probes in the gradients of the last backward pass.
+    waiting: Vec<Probe>,
+}
+
+impl State {
+    fn steps(&self, id: ParamId) -> usize {
+        self.passed.get(&id).copied().unwrap_or(0)
+    }
+
+    /// Records that the optimizer of a parameter has passed a number of steps.
+    fn pass(&mut self, id: ParamId, steps: usize) {
+        self.passed.insert(id, steps);
+        self.waiting.retain(|probe| probe.of.id != id);
+    }
+}
+
+/// The probe of a parameter in one step.
+#[derive(Clone, Debug)]
+struct Probe {
+    of: Waiting,
+    step: usize,
+    parts: &'static [Part],
 }
 
 /// A sharded, trained parameter whose optimizer is still to be checked.
@@ -57,6 +86,13 @@ impl Waiting {
     }
 }
 
+/// Returns a path without the numbers in it.
+fn kind(path: &str) -> String {
+    let is_number = |name: &str| name.bytes().all(|byte| byte.is_ascii_digit());
+    let names = path.split('.').map(|name| if is_number(name) { "#" } else { name });
+    names.collect::<Vec<_>>().join(".")
+}
+
 /// Returns whether a visitor or mapper belongs to Burn's optimizers or to Burn's handling of
 /// gradients.
 fn is_of_optimizers<T>() -> bool {
@@ -72,7 +108,7 @@ impl OptimizerCheck {
     /// Returns whether a parameter's optimizer has still to be checked.
     pub(crate) fn is_open(&self, id: ParamId) -> bool {
         let state = self.0.lock().ignore_poison();
-        !state.off && !state.passed.contains(&id)
+        !state.off && state.steps(id) < STEPS
     }
 
     /// Returns whether the last backward pass has returned gradients of probes.
@@ -83,24 +119,24 @@ impl OptimizerCheck {
 
     /// Records that the optimizer of a parameter has passed the check.
     pub(crate) fn pass(&self, id: ParamId) {
-        let mut state = self.0.lock().ignore_poison();
-        state.passed.insert(id);
-        state.waiting.retain(|waiting| waiting.id != id);
+        self.0.lock().ignore_poison().pass(id, STEPS);
     }
 
     /// Adds the gradients of the probes to those of the model.
     pub(super) fn add_gradients(&self, waiting: Vec<Waiting>, gradients: &mut GradientsParams) {
-        let mut cached: Option<(Device, [Tensor<2>; 3])> = None;
-        for Waiting { id, device, .. } in &waiting {
-            if cached.as_ref().is_none_or(|(of, _)| of != device) {
-                cached = Some((device.clone(), Part::ALL.map(|part| part.gradient(device))));
+        let mut state = self.0.lock().ignore_poison();
+        let mut shared = ProbeGradients::default();
+        let mut probe = |of: Waiting| {
+            let step = state.steps(of.id);
+            let full = *state.full.entry(kind(&of.path)).or_insert(of.id) == of.id;
+            let parts: &'static [Part] = if full { &Part::ALL } else { &Part::NARROW };
+            for part in parts {
+                gradients.register(part.id(of.id), shared.get(*part, step, &of.device));
             }
-            let (_, probe) = cached.as_ref().expect("filled above");
-            for (part, gradient) in Part::ALL.into_iter().zip(probe) {
-                gradients.register(part.id(*id), gradient.clone());
-            }
-        }
-        self.0.lock().ignore_poison().waiting = waiting;
+            Probe { of, step, parts }
+        };
+        let probes = waiting.into_iter().map(&mut probe).collect();
+        state.waiting = probes;
     }
 
     /// Shows the probes to a visitor that sums gradients or moves them between devices.
@@ -109,8 +145,8 @@ impl OptimizerCheck {
             return;
         }
         let waiting = self.0.lock().ignore_poison().waiting.clone();
-        for Waiting { id, device, .. } in waiting {
-            for part in Part::ALL {
+        for Probe { of: Waiting { id, device, .. }, parts, .. } in waiting {
+            for part in parts {
                 visitor.visit_float(&Param::initialized(part.id(id), part.value(&device)));
             }
         }
@@ -128,11 +164,13 @@ impl OptimizerCheck {
             return Ok(map(module, mapper));
         }
         let mut silent = HashMap::new();
-        for (waiting, verdict) in step_probes(waiting, mapper)? {
-            refuse(verdict, &waiting.path)?;
+        for (Probe { of: Waiting { id, path, .. }, step, .. }, verdict) in
+            step_probes(waiting, mapper)?
+        {
+            refuse(verdict, &path)?;
             match verdict {
-                Verdict::Silent => drop(silent.insert(waiting.id, waiting.path)),
-                _ => self.pass(waiting.id),
+                Verdict::Silent => drop(silent.insert(id, path)),
+                _ => self.0.lock().ignore_poison().pass(id, step + 1),
             }
         }
         if silent.is_empty() {
@@ -162,25 +200,26 @@ pub(crate) fn refuse(verdict: Verdict, path: &str) -> Result<(), ScheduleError> 
 
 /// Steps the probes of all parameters, and judges them.
 fn step_probes<T: ModuleMapper>(
-    waiting: Vec<Waiting>,
+    probes: Vec<Probe>,
     mapper: &mut T,
-) -> Result<Vec<(Waiting, Verdict)>, Error> {
-    let mut step = |waiting: &Waiting, part: Part| {
-        mapper.enter_module(&waiting.path, "");
-        let value = Tensor::from_inner(part.value(&waiting.device));
-        let param = mapper.map_float(Param::initialized(part.id(waiting.id), value));
-        mapper.exit_module(&waiting.path, "");
+) -> Result<Vec<(Probe, Verdict)>, Error> {
+    let mut step = |of: &Waiting, part: Part| {
+        mapper.enter_module(&of.path, "");
+        let value = Tensor::from_inner(part.value(&of.device));
+        let param = mapper.map_float(Param::initialized(part.id(of.id), value));
+        mapper.exit_module(&of.path, "");
         param.into_value().inner()
     };
     // The scope ends before the results are read, since a step may be deferred to its end.
-    let mut step = |waiting: &Waiting| {
-        let parts = batched_steps::scope(|| Part::ALL.map(|part| step(waiting, part)));
-        Verdict::of(&parts.map(read))
+    let mut step = |Probe { of, parts, .. }: &Probe| {
+        let parts: Vec<_> =
+            batched_steps::scope(|| parts.iter().map(|part| step(of, *part)).collect());
+        Verdict::of(&parts.into_iter().map(read).collect::<Vec<_>>())
     };
     let mut verdicts = Vec::new();
-    for waiting in waiting {
-        let verdict = catch_step(|| step(&waiting))?;
-        verdicts.push((waiting, verdict));
+    for probe in probes {
+        let verdict = catch_step(|| step(&probe))?;
+        verdicts.push((probe, verdict));
     }
     Ok(verdicts)
 }

@@ -30,8 +30,8 @@
 //! # Optimizers that need full matrices
 //!
 //! [`WholeParam`] steps a sharded model with an optimizer that needs full matrices, such as Muon.
-//! Without it such an optimizer is an error at the first step, and so is one that clips by norm
-//! itself.
+//! Without it such an optimizer is an error in the first three steps, and so is one that clips by
+//! norm itself.
 //!
 //! Imports point one way: adam_rule, on_host, clipping, owners, single_param <- check_optimizer,
 //! fused, matrix_step <- fused_adam, sgd, whole_param <- adam, adamw; clipping, on_host <-

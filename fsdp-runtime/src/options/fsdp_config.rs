@@ -125,7 +125,7 @@ pub struct FsdpConfig {
     pub deferred_init: bool,
     /// Seed of initialisation and dropout: see [`FsdpOptions::with_seed`].
     pub seed: Option<u64>,
-    /// Whether the first step checks the optimizer: see [`FsdpOptions::with_optimizer_check`].
+    /// Whether the first steps check the optimizer: see [`FsdpOptions::with_optimizer_check`].
     #[config(default = true)]
     pub optimizer_check: bool,
 }

@@ -310,8 +310,8 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets whether the first optimizer step checks that the optimizer steps shards as it steps
-    /// whole parameters. Default: on.
+    /// Sets whether the first three optimizer steps check that the optimizer steps shards as it
+    /// steps whole parameters. Default: on.
     ///
     /// An optimizer that clips by norm or needs whole matrices is then an error:
     /// [`ScheduleError::OptimizerClipsByNorm`](crate::ScheduleError::OptimizerClipsByNorm) or
