@@ -244,3 +244,31 @@ macro_rules! dispatch {
     };
 }
 pub(crate) use dispatch;
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::backend::DispatchDevice;
+    use burn::tensor::Device;
+
+    use super::*;
+
+    /// Returns whether the backend of the device records operations.
+    fn records(device: &Device) -> Result<bool, ShardError> {
+        with_backend!(device, |B, _inner| Ok(<B as ModelBackend>::RECORDS))
+    }
+
+    #[test]
+    fn a_device_of_another_backend_is_refused() {
+        let flex = Device::flex();
+        assert_eq!(records(&flex), Ok(false));
+        assert_eq!(records(&flex.clone().autodiff()), Ok(false));
+
+        // Devices of other backends need features of Burn. Two layers of autodiff do not, and no
+        // backend here has them either.
+        let other = DispatchDevice::autodiff(DispatchDevice::autodiff(flex.as_dispatch().clone()));
+        let error = records(&Device::new(other)).unwrap_err();
+        let ShardError::UnsupportedDevice { device } = &error else { panic!("{error}") };
+        assert!(device.contains("Autodiff"), "{device}");
+        assert!(error.to_string().contains("remote devices"), "{error}");
+    }
+}
