@@ -1,10 +1,12 @@
 //! Code that the examples share: memory allocator, devices by name, shared command-line arguments,
-//! report format, and the steps of a training loop that do not depend on the model.
+//! a note about a configuration file, report format, and the steps of a training loop that do not depend on the model.
 //!
 //! Each example includes this module with `#[path = "../common/mod.rs"]`.
 
 pub mod allocator;
 pub mod args;
+#[allow(dead_code, reason = "`bert_finetune` reads the file")]
+pub mod config_file;
 pub mod device;
 pub mod parse;
 pub mod report;

@@ -59,7 +59,7 @@ use fsdp_runtime::prelude::*;
 
 use crate::available_memory::AvailableMemory;
 use crate::cli::Cli;
-use crate::common::{allocator, report};
+use crate::common::{allocator, config_file, report};
 use crate::init_progress::InitBar;
 use crate::job::{Job, Setup};
 use crate::memory_forecast::forecast;
@@ -74,6 +74,7 @@ fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
     cli.ranks.device.resolve_or_exit();
     if !cli.output.quiet {
+        config_file::note_unread();
         InitBar::show();
     }
     match run(cli)? {

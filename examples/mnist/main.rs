@@ -40,7 +40,7 @@ use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
 use crate::cli::Cli;
-use crate::common::{allocator, report};
+use crate::common::{allocator, config_file, report};
 use crate::compare::compare;
 use crate::summary::Summary;
 use crate::train::{Job, fsdp_main};
@@ -52,6 +52,9 @@ fn main() -> ExitCode {
 fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
     cli.device().resolve_or_exit();
+    if !cli.output.quiet {
+        config_file::note_unread();
+    }
     if cli.compare {
         return compare(cli);
     }

@@ -4,11 +4,15 @@
 //! The network and the digits are those of the example `mnist`. In a terminal, rank 0 shows Burn's
 //! dashboard. `fsdp-runtime/docs/learner.md` walks through it.
 //!
+//! `--resume` continues a run with the settings in its `config.json`.
+//!
 //! ```text
 //! cargo run --example mnist_learner
-//! cargo run --example mnist_learner -- --world 4 --epochs 3 --resume
+//! cargo run --example mnist_learner -- --epochs 5 --resume
 //! ```
 
+#[path = "../common/config_file.rs"]
+mod config_file;
 #[allow(dead_code, reason = "the example `mnist` uses the rest")]
 #[path = "../mnist/data.rs"]
 mod data;
@@ -28,11 +32,11 @@ use burn::train::{
     ClassificationOutput, InferenceStep, Learner, LearnerSummary, TrainOutput, TrainStep,
 };
 use clap::Parser;
-use fsdp_runtime::FsdpConfig;
 use fsdp_runtime::checkpoint::CheckpointManager;
 use fsdp_runtime::optim::AdadeltaConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{FsdpStrategy, RankLoader, supervised};
+use fsdp_runtime::{FsdpConfig, Rank};
 
 use crate::data::{Batch, Digit, Digits};
 use crate::model::{Net, nll_loss_sum};
@@ -58,7 +62,7 @@ struct Cli {
     out: PathBuf,
 }
 
-/// Settings of a run. It is saved as `config.json`.
+/// Settings of a run, saved as `config.json`.
 #[derive(Config, Debug)]
 struct TrainingConfig {
     /// Digits in a batch of one rank.
@@ -112,16 +116,31 @@ impl InferenceStep for Net {
 
 fn main() -> Result<()> {
     let cli = Cli::parse();
-    let config = TrainingConfig::new(FsdpConfig::new().with_seed(Some(1)));
-    std::fs::create_dir_all(&cli.out).with_context(|| format!("creating {}", cli.out.display()))?;
-    config.save(cli.out.join("config.json"))?;
-    let job = cli.clone();
-    launch(LaunchOptions::started_or(cli.world), move |worker| train(&job, &config, &worker))?;
+    config_file::note_unread();
+    launch(LaunchOptions::started_or(cli.world), move |worker| train(&cli, &worker))?;
     Ok(())
 }
 
+/// Returns the settings of the run: those of `config.json` if it is resumed, and otherwise new ones,
+/// which rank 0 writes there.
+fn settings(cli: &Cli, worker: &Worker) -> Result<TrainingConfig> {
+    let file = cli.out.join("config.json");
+    if cli.resume {
+        return TrainingConfig::load(&file).with_context(|| format!("reading {}", file.display()));
+    }
+    let config = TrainingConfig::new(FsdpConfig::new().with_seed(Some(1)));
+    if worker.rank() == Rank::ZERO {
+        let folder = &cli.out;
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("creating {}", folder.display()))?;
+        config.save(&file).with_context(|| format!("writing {}", file.display()))?;
+    }
+    Ok(config)
+}
+
 /// Trains on one rank.
-fn train(cli: &Cli, config: &TrainingConfig, worker: &Worker) -> Result<()> {
+fn train(cli: &Cli, worker: &Worker) -> Result<()> {
+    let config = settings(cli, worker)?;
     let (train, test) = Digits::embedded()?;
     let batches = train.as_slice().len().div_ceil(worker.world().size() * config.batch_size);
     let loader = |digits: &Digits| {
@@ -132,8 +151,7 @@ fn train(cli: &Cli, config: &TrainingConfig, worker: &Worker) -> Result<()> {
 
     let model = fully_shard(Net::new(worker.device()), worker, config.fsdp.init::<Net>()?)?;
     let checkpoints = CheckpointManager::new(cli.out.join("checkpoints"), worker).with_keep_last(2);
-    let mut strategy =
-        FsdpStrategy::new(worker).with_max_grad_norm(5.0).with_checkpoints(checkpoints);
+    let mut strategy = FsdpStrategy::new(worker).with_checkpoints(checkpoints);
     if cli.resume {
         strategy = strategy.with_resume_latest();
     }
@@ -150,7 +168,7 @@ fn train(cli: &Cli, config: &TrainingConfig, worker: &Worker) -> Result<()> {
     result.model.state().save_burnpack(cli.out.join("model.bpk"))?;
     // The dashboard gives the terminal back.
     drop(result.renderer);
-    if worker.rank() == fsdp_runtime::Rank::ZERO {
+    if worker.rank() == Rank::ZERO {
         let summary = LearnerSummary::new(&cli.out, &["Accuracy"]).map_err(anyhow::Error::msg)?;
         let accuracy = summary.metrics.valid.first().and_then(|metric| metric.entries.last());
         let accuracy = accuracy.context("no epoch was run")?;

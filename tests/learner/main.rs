@@ -8,6 +8,7 @@ mod support;
 
 mod dashboard;
 mod model;
+mod outputs;
 mod parity;
 mod refused;
 mod resume;

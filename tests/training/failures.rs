@@ -3,9 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use burn::backend::DispatchDevice;
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CollectiveError, Error, LaunchError, RankPanic};
+use fsdp_runtime::{CollectiveError, Error, LaunchError, RankPanic, ShardError};
 
 use crate::support::{Net, batch, loss};
 
@@ -190,4 +191,19 @@ fn gradients_that_were_not_collected_are_an_error() {
 fn a_world_of_no_ranks_is_refused() {
     let error = launch(options(0), |_| Ok::<_, Error>(())).unwrap_err();
     assert!(error.to_string().contains("world size of 0"), "{error}");
+}
+
+#[test]
+fn a_device_of_another_backend_is_refused() {
+    // Devices of other backends need features of Burn that are off here. A device with two layers
+    // of autodiff is one that no backend of the crate serves, either.
+    let device = DispatchDevice::autodiff(Device::flex().autodiff().as_dispatch().clone());
+    for world in [1, 2] {
+        let options = options(world).with_device(Device::new(device.clone()));
+        let error = train(options, |_, _| Ok(())).unwrap_err();
+        let cause = error.source.downcast_ref::<Error>();
+        let refused = matches!(cause, Some(Error::Shard(ShardError::UnsupportedDevice { .. })));
+        assert!(refused, "{error}");
+        assert!(error.to_string().contains("use Flex or a CubeCL device"), "{error}");
+    }
 }

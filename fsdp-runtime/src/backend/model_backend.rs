@@ -189,6 +189,14 @@ pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
     }
 }
 
+/// Checks that a [`ModelBackend`] serves the device.
+pub(crate) fn check_device(device: &burn::tensor::Device) -> Result<(), ShardError> {
+    with_backend!(device, |B, _inner| {
+        let _ = <B as ModelBackend>::RECORDS;
+        Ok(())
+    })
+}
+
 /// Clones a device. [`with_backend`] calls it instead of `clone`, on which Clippy warns for devices
 /// that are `Copy`.
 pub(crate) fn clone_device<T: Clone>(device: &T) -> T {
@@ -244,3 +252,26 @@ macro_rules! dispatch {
     };
 }
 pub(crate) use dispatch;
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::backend::DispatchDevice;
+    use burn::tensor::Device;
+
+    use super::*;
+
+    #[test]
+    fn a_device_of_another_backend_is_refused() {
+        let flex = Device::flex();
+        assert_eq!(check_device(&flex), Ok(()));
+        assert_eq!(check_device(&flex.clone().autodiff()), Ok(()));
+
+        // Devices of other backends need features of Burn. Two layers of autodiff do not, and no
+        // backend here has them either.
+        let other = DispatchDevice::autodiff(DispatchDevice::autodiff(flex.as_dispatch().clone()));
+        let error = check_device(&Device::new(other)).unwrap_err();
+        let ShardError::UnsupportedDevice { device } = &error else { panic!("{error}") };
+        assert!(device.contains("Autodiff"), "{device}");
+        assert!(error.to_string().contains("remote devices"), "{error}");
+    }
+}

@@ -8,7 +8,7 @@ use super::ignored_gradients::IgnoredGradients;
 use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, check_same_model};
 use super::model::Fsdp;
 use super::optimizer_check::OptimizerCheck;
-use crate::backend::{clone_device, with_backend};
+use crate::backend::{check_device, clone_device, with_backend};
 use crate::collectives::group::{AnyProcessGroup, MeshGroups, blocks};
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
@@ -128,6 +128,7 @@ impl Planned {
         let reshard = options.reshard(mesh)?;
         let plan = Plan::new(module, mesh, options)?;
         let device = options.compute_device(&plan.device, worker.device());
+        check_device(&device)?;
         options.check_offload(&plan.device, &device)?;
         options.policies().try_for_each(|policy| policy.check(&device))?;
         plan.check_dtypes(&device)?;

@@ -1,6 +1,9 @@
 //! The options as part of a program's configuration, in Burn's way.
 
-use burn::config::Config;
+use std::fmt;
+
+use burn::config::{Config, config_to_json};
+use serde::{Deserialize, Serialize};
 
 use super::fsdp_options::FsdpOptions;
 use super::policies::{
@@ -16,7 +19,7 @@ use crate::module::{FsdpModule, UnitType};
 ///
 /// Fields and defaults are those of [`FsdpOptions`], where each is explained. `ignored_params` has
 /// no field, since ids of parameters change from one process to the next; add it to what
-/// [`init`](Self::init) returns.
+/// [`init`](Self::init) returns. A key that is no field is an error when a file is loaded.
 ///
 /// # Example
 ///
@@ -63,10 +66,12 @@ use crate::module::{FsdpModule, UnitType};
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Config, Debug, PartialEq)]
+// Written out, since `#[derive(Config)]` drops a key that is no field, such as a misspelt one, when
+// a file is loaded.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct FsdpConfig {
     /// What is sharded, in files by name, such as `FULL_SHARD`: see [`FsdpOptions::with_strategy`].
-    #[config(default = "ShardingStrategy::FullShard")]
     pub strategy: ShardingStrategy,
     /// Number of ranks in a shard group: see [`FsdpOptions::with_shard_size`].
     pub shard_size: Option<usize>,
@@ -74,60 +79,121 @@ pub struct FsdpConfig {
     /// see [`FsdpOptions::with_reshard_after_forward`].
     pub reshard_after_forward: Option<ReshardAfterForward>,
     /// Which annotated units are gathered separately: see [`FsdpOptions::with_wrap`].
-    #[config(default = "WrapConfig::Annotated")]
     pub wrap: WrapConfig,
     /// Number of gather buffers of a nesting level: see [`FsdpOptions::with_gather_buffers`].
-    #[config(default = 2)]
     pub gather_buffers: usize,
     /// Whether forward gathers the next unit early: see [`FsdpOptions::with_forward_prefetch`].
-    #[config(default = true)]
     pub forward_prefetch: bool,
     /// When a unit is gathered for its backward: see [`FsdpOptions::with_backward_prefetch`].
-    #[config(default = "BackwardPrefetch::Pre")]
     pub backward_prefetch: BackwardPrefetch,
     /// Number of units whose gradients may be in reduction at a time, where `None` is the default
     /// of the device: see [`FsdpOptions::with_reductions_in_flight`].
     pub reductions_in_flight: Option<usize>,
     /// How the gradients of micro-batches are added up: see
     /// [`FsdpOptions::with_gradient_accumulation`].
-    #[config(default = "GradientAccumulation::ReduceEach")]
     pub gradient_accumulation: GradientAccumulation,
     /// Dtypes in which units compute and communicate: see [`FsdpOptions::with_mixed_precision`].
-    #[config(default = "MixedPrecisionPolicy::new()")]
     pub mixed_precision: MixedPrecisionPolicy,
     /// Names of unit types with dtypes of their own: see [`FsdpOptions::with_mixed_precision_for`].
-    #[config(default = "Vec::new()")]
     pub mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
     /// What is stored in host memory: see [`FsdpOptions::with_offload`].
-    #[config(default = "OffloadPolicy::None")]
     pub offload: OffloadPolicy,
     /// Which units recompute their forward in backward: see
     /// [`FsdpOptions::with_activation_checkpointing`].
-    #[config(default = "CheckpointingConfig::Annotated")]
     pub activation_checkpointing: CheckpointingConfig,
     /// Whether recomputed units store their inputs in host memory: see
     /// [`FsdpOptions::with_offload_activations`].
-    #[config(default = false)]
     pub offload_activations: bool,
     /// Number of elements below which a matrix is replicated: see
     /// [`FsdpOptions::with_persist_below`].
-    #[config(default = 0)]
     pub persist_below: usize,
     /// Whether rank 0 broadcasts its weights: see [`FsdpOptions::with_sync_module_states`].
-    #[config(default = true)]
     pub sync_module_states: bool,
     /// Whether only one rank initialises a parameter: see
     /// [`FsdpOptions::with_cpu_ram_efficient_loading`].
-    #[config(default = true)]
     pub cpu_ram_efficient_loading: bool,
     /// Whether no rank initialises parameters: see [`FsdpOptions::with_deferred_init`].
-    #[config(default = false)]
     pub deferred_init: bool,
     /// Seed of initialisation and dropout: see [`FsdpOptions::with_seed`].
     pub seed: Option<u64>,
     /// Whether the first steps check the optimizer: see [`FsdpOptions::with_optimizer_check`].
-    #[config(default = true)]
     pub optimizer_check: bool,
+}
+
+impl Config for FsdpConfig {}
+
+impl fmt::Display for FsdpConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&config_to_json(self))
+    }
+}
+
+impl Default for FsdpConfig {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Implements a setter for each field.
+macro_rules! setters {
+    ($($with:ident: $field:ident: $ty:ty,)+) => {$(
+        #[doc = concat!("Sets [`", stringify!($field), "`](Self::", stringify!($field), ").")]
+        pub fn $with(mut self, $field: $ty) -> Self {
+            self.$field = $field;
+            self
+        }
+    )+};
+}
+
+impl FsdpConfig {
+    /// Returns the defaults, which are those of [`FsdpOptions`].
+    pub fn new() -> Self {
+        Self {
+            strategy: ShardingStrategy::FullShard,
+            shard_size: None,
+            reshard_after_forward: None,
+            wrap: WrapConfig::Annotated,
+            gather_buffers: 2,
+            forward_prefetch: true,
+            backward_prefetch: BackwardPrefetch::Pre,
+            reductions_in_flight: None,
+            gradient_accumulation: GradientAccumulation::ReduceEach,
+            mixed_precision: MixedPrecisionPolicy::new(),
+            mixed_precision_for: Vec::new(),
+            offload: OffloadPolicy::None,
+            activation_checkpointing: CheckpointingConfig::Annotated,
+            offload_activations: false,
+            persist_below: 0,
+            sync_module_states: true,
+            cpu_ram_efficient_loading: true,
+            deferred_init: false,
+            seed: None,
+            optimizer_check: true,
+        }
+    }
+
+    setters! {
+        with_strategy: strategy: ShardingStrategy,
+        with_shard_size: shard_size: Option<usize>,
+        with_reshard_after_forward: reshard_after_forward: Option<ReshardAfterForward>,
+        with_wrap: wrap: WrapConfig,
+        with_gather_buffers: gather_buffers: usize,
+        with_forward_prefetch: forward_prefetch: bool,
+        with_backward_prefetch: backward_prefetch: BackwardPrefetch,
+        with_reductions_in_flight: reductions_in_flight: Option<usize>,
+        with_gradient_accumulation: gradient_accumulation: GradientAccumulation,
+        with_mixed_precision: mixed_precision: MixedPrecisionPolicy,
+        with_mixed_precision_for: mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
+        with_offload: offload: OffloadPolicy,
+        with_activation_checkpointing: activation_checkpointing: CheckpointingConfig,
+        with_offload_activations: offload_activations: bool,
+        with_persist_below: persist_below: usize,
+        with_sync_module_states: sync_module_states: bool,
+        with_cpu_ram_efficient_loading: cpu_ram_efficient_loading: bool,
+        with_deferred_init: deferred_init: bool,
+        with_seed: seed: Option<u64>,
+        with_optimizer_check: optimizer_check: bool,
+    }
 }
 
 /// Which annotated units are gathered separately: a [`WrapPolicy`] that has unit types by name.
@@ -236,5 +302,17 @@ mod tests {
     fn the_defaults_are_those_of_the_options() {
         let options = FsdpConfig::new().init::<burn::nn::Linear>().unwrap();
         assert_eq!(options, FsdpOptions::new());
+    }
+
+    #[test]
+    fn a_key_that_is_no_field_is_an_error() {
+        let config = FsdpConfig::new().with_shard_size(Some(2)).with_seed(Some(7));
+        let text = config.to_string();
+        assert_eq!(FsdpConfig::load_binary(text.as_bytes()).unwrap(), config);
+
+        let misspelt = text.replace("\"shard_size\"", "\"shard_sise\"");
+        let error = FsdpConfig::load_binary(misspelt.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("unknown field `shard_sise`"), "{error}");
+        assert!(error.contains("`shard_size`"), "{error}");
     }
 }

@@ -1,6 +1,7 @@
 //! Notes about keys that have no effect.
 
 use super::*;
+use crate::options::BackwardPrefetch;
 
 /// Returns the notes about a file, as text, with whether each can be ignored.
 fn notes(text: &str) -> Vec<(String, bool)> {
@@ -34,6 +35,43 @@ fn keys_for_pytorch_alone_are_noted_with_the_reason() {
         assert!(note.starts_with(begin) && note.contains(reason), "{note}");
         assert_eq!(*note_off, off, "{note}");
     }
+}
+
+#[test]
+fn an_older_key_beside_its_newer_one_is_noted() {
+    let found = notes(
+        "fp16: true\n\
+         mixed_precision: bf16\n\
+         fsdp_config:\n  \
+           fsdp_backward_prefetch_policy: BACKWARD_POST\n  \
+           fsdp_backward_prefetch: BACKWARD_PRE\n",
+    );
+    let [fp16, prefetch] = &found[..] else { panic!("{found:#?}") };
+    let expected = "line 1: `fp16: true` has no effect here: `mixed_precision` is `bf16`, and \
+                    replaces it";
+    assert_eq!(fp16, &(expected.into(), false));
+    let expected = "line 4: `fsdp_backward_prefetch_policy: BACKWARD_POST` has no effect here: \
+                    `fsdp_backward_prefetch` is `BACKWARD_PRE`, and replaces it";
+    assert_eq!(prefetch, &(expected.into(), false));
+
+    // Keys that agree.
+    let agreeing = [
+        "mixed_precision: fp16\nfp16: true\n",
+        "mixed_precision: 'no'\nfp16: false\n",
+        "fsdp_config:\n  fsdp_backward_prefetch: BACKWARD_PRE\n  \
+           fsdp_backward_prefetch_policy: 1\n",
+    ];
+    for text in agreeing {
+        assert!(matches!(&notes(text)[..], [(_, true)]), "{text}: {:#?}", notes(text));
+    }
+    // The other orders, and the older keys alone.
+    let read = |text: &str| Config::parse(text, "config.yaml").unwrap();
+    let (config, unread) = read("mixed_precision: bf16\nfp16: true\n");
+    assert_eq!((config.mixed_precision, unread.len()), (MixedPrecision::Bf16, 1));
+    let (config, unread) = read("fp16: true\n");
+    assert_eq!((config.mixed_precision, unread.len()), (MixedPrecision::Fp16, 0));
+    let (config, unread) = read("fsdp_config:\n  fsdp_backward_prefetch_policy: NO_PREFETCH\n");
+    assert_eq!((config.fsdp.backward_prefetch, unread.len()), (Some(BackwardPrefetch::None), 0));
 }
 
 #[test]

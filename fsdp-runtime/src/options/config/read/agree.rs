@@ -16,10 +16,48 @@ impl Reader {
         self.decide_strategy();
         self.check_shard_groups();
         self.check_wrapping();
-        if self.fp16 && self.config.source.line("mixed_precision").is_none() {
-            self.config.mixed_precision = MixedPrecision::Fp16;
-        }
+        self.decide_precision();
+        self.decide_prefetch();
         self.check_downcast();
+    }
+
+    /// Decides the precision. `fp16` is a key of older files, and has an effect only without
+    /// `mixed_precision`.
+    fn decide_precision(&mut self) {
+        if self.config.source.line("mixed_precision").is_none() {
+            if self.fp16 {
+                self.config.mixed_precision = MixedPrecision::Fp16;
+            }
+            return;
+        }
+        let precision = self.config.mixed_precision;
+        let agrees = self.fp16 == (precision == MixedPrecision::Fp16);
+        let value = if self.fp16 { "true" } else { "false" };
+        let reason = format!("`mixed_precision` is `{precision}`, and replaces it");
+        self.note_unused("fp16", value, reason, agrees);
+    }
+
+    /// Decides the prefetch in backward. `fsdp_backward_prefetch_policy` is a key of older files,
+    /// and has an effect only without `fsdp_backward_prefetch`.
+    fn decide_prefetch(&mut self) {
+        let Some(older) = self.older_prefetch else { return };
+        let policy = *self.config.fsdp.backward_prefetch.get_or_insert(older);
+        if self.config.source.line("fsdp_backward_prefetch").is_none() {
+            return;
+        }
+        let name = policy.name_in_file();
+        let reason = format!("`fsdp_backward_prefetch` is `{name}`, and replaces it");
+        let value = older.name_in_file();
+        self.note_unused("fsdp_backward_prefetch_policy", value, reason, older == policy);
+    }
+
+    /// Notes that `key` has no effect, since another key decides. `agrees` says whether it would
+    /// have the same effect. Adds no note if the file does not have `key`.
+    fn note_unused(&mut self, key: &str, value: &str, reason: String, agrees: bool) {
+        if let Some(line) = self.config.source.line(key) {
+            let (key, value) = (key.into(), value.into());
+            self.notes.push(Note { line, key, value, reason, off: agrees });
+        }
     }
 
     /// Notes `downcast_bf16` without bf16.
@@ -28,11 +66,7 @@ impl Reader {
         if !config.downcast_bf16 || config.mixed_precision == MixedPrecision::Bf16 {
             return;
         }
-        if let Some(line) = config.source.line(key) {
-            let reason = "`mixed_precision` is not `bf16`".into();
-            let (key, value) = (key.into(), "true".into());
-            self.notes.push(Note { line, key, value, reason, off: false });
-        }
+        self.note_unused(key, "true", "`mixed_precision` is not `bf16`".into(), false);
     }
 
     /// Checks that `machine_rank` is below `num_machines`, and `num_processes` a multiple of it.
@@ -154,10 +188,8 @@ impl Reader {
 
     /// Notes that `key` has no effect because the wrap policy is not `policy`.
     fn note_unread(&mut self, key: &str, value: String, policy: AutoWrapPolicy) {
-        if let Some(line) = self.config.source.line(key) {
-            let reason = format!("`fsdp_auto_wrap_policy` is not `{policy}`");
-            self.notes.push(Note { line, key: key.into(), value, reason, off: false });
-        }
+        let reason = format!("`fsdp_auto_wrap_policy` is not `{policy}`");
+        self.note_unused(key, &value, reason, false);
     }
 
     /// Adds a problem: `key` contradicts `other`. Adds none if the file does not have `other`.

@@ -1,11 +1,11 @@
 //! The [`Reader`]: the configuration read so far, its notes and problems, and values of one type.
 
-use crate::options::ShardingStrategy;
 use crate::options::config::error::{Note, Problem, ProblemKind};
 use crate::options::config::nearest::nearest;
 use crate::options::config::types::Config;
 use crate::options::config::values::Named;
 use crate::options::config::yaml::{Entry, Value};
+use crate::options::{BackwardPrefetch, ShardingStrategy};
 
 /// Key of the number of shard groups, whose line `agree.rs` needs.
 pub(super) const REPLICATE: &str = "parallelism_config_dp_replicate_size";
@@ -18,6 +18,9 @@ pub(super) struct Reader {
     pub(super) problems: Vec<Problem>,
     /// Value of `fp16`, which older files have instead of `mixed_precision`.
     pub(super) fp16: bool,
+    /// Value of `fsdp_backward_prefetch_policy`, which older files have instead of
+    /// `fsdp_backward_prefetch`.
+    pub(super) older_prefetch: Option<BackwardPrefetch>,
     /// Value of `fsdp_sharding_strategy`.
     pub(super) strategy: Option<ShardingStrategy>,
     /// Value of `fsdp_reshard_after_forward`, the newer key for the strategy.

@@ -98,9 +98,7 @@ impl Reader {
                 self.config.fsdp.backward_prefetch = self.named(entry, Named::named_or_numbered);
             }
             "fsdp_backward_prefetch_policy" => {
-                let older = self.named(entry, Named::named_or_numbered);
-                let fsdp = &mut self.config.fsdp;
-                fsdp.backward_prefetch = fsdp.backward_prefetch.or(older);
+                self.older_prefetch = self.named(entry, Named::named_or_numbered);
             }
             "fsdp_cpu_ram_efficient_loading" => {
                 self.config.fsdp.cpu_ram_efficient_loading = self.bool(entry);
