@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device, Tensor};
 use super::error::KernelError;
 use crate::backend::kernels::takes;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, is_flex};
-use crate::backend::tensor::Float;
+use crate::backend::tensor::{Float, Tracked};
 
 /// Takes a flat tensor out of Burn's dispatch type, without its autodiff node.
 pub(super) fn take<B: ModelBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {
@@ -57,9 +57,37 @@ pub(super) fn check_range(range: &Range<usize>, len: usize) -> Result<(), Kernel
     Err(KernelError::Range { range: range.clone(), len })
 }
 
+/// Returns whether kernels that Flex has for f32 only take the tensor, if there are kernels for its
+/// device.
+pub(super) fn has_f32_kernels<const D: usize>(tensor: &Tensor<D>) -> bool {
+    tensor.dtype() == DType::F32 || !is_flex(&tensor.device())
+}
+
 /// Returns whether the kernels on rows take the tensor, if there are kernels for its device: Flex has
 /// them for f32 only, and an empty tensor has no rows.
 pub(super) fn has_row_kernels<const D: usize>(tensor: &Tensor<D>) -> bool {
-    let is_empty = tensor.shape().num_elements() == 0;
-    !is_empty && (tensor.dtype() == DType::F32 || !is_flex(&tensor.device()))
+    tensor.shape().num_elements() > 0 && has_f32_kernels(tensor)
+}
+
+/// Applies `plain` to a tensor of a device without autodiff, and `tracked` to one of an autodiff
+/// device.
+///
+/// # Errors
+///
+/// - [`KernelError::Dtype`] for a dtype that kernels or the device `inner` do not support.
+/// - [`KernelError::OtherDevice`] for a tensor of another backend.
+pub(super) fn apply<B: ModelBackend, const D: usize>(
+    input: &Tensor<D>,
+    inner: &B::Device,
+    plain: impl FnOnce(Float<B>) -> Float<B>,
+    tracked: impl FnOnce(Tracked<B>) -> Tracked<B>,
+) -> Result<Tensor<D>, KernelError> {
+    check_dtype::<B>(inner, input.dtype())?;
+    let value = B::from_dispatch(input.clone().into_dispatch());
+    let other = || KernelError::OtherDevice { device: format!("{:?}", input.device()) };
+    let value = match value.ok_or_else(other)? {
+        FloatTensor::Plain(value) => FloatTensor::Plain(plain(value)),
+        FloatTensor::Autodiff(value, context) => FloatTensor::Autodiff(tracked(value), context),
+    };
+    Ok(Tensor::from_dispatch(B::into_dispatch(value)))
 }

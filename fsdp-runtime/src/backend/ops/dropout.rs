@@ -7,10 +7,10 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::{Tensor, TensorData};
 
-use super::arguments::{check_dtype, give, take};
+use super::arguments::{apply, give, take};
 use super::error::KernelError;
 use crate::backend::kernels::{Kernels, MaskSource};
-use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
+use crate::backend::model_backend::{ModelBackend, with_backend};
 use crate::backend::tensor::{Float, Tracked};
 
 /// Sets each element to zero with probability `source.prob` and multiplies the others by
@@ -43,17 +43,8 @@ pub fn dropout(tensor: Tensor<1>, source: &MaskSource) -> Result<Tensor<1>, Kern
 pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor<D>) -> Tensor<D> {
     let (device, dtype) = (input.device(), input.dtype());
     let dropped: Result<Tensor<D>, KernelError> = with_backend!(device, |B, inner| {
-        check_dtype::<B>(&inner, dtype).and_then(|()| {
-            let value = B::from_dispatch(input.clone().into_dispatch());
-            let other = || KernelError::OtherDevice { device: format!("{device:?}") };
-            let value = match value.ok_or_else(other)? {
-                FloatTensor::Plain(value) => FloatTensor::Plain(drop_elements::<B>(value, source)),
-                FloatTensor::Autodiff(value, context) => {
-                    FloatTensor::Autodiff(record::<B>(value, source), context)
-                }
-            };
-            Ok(Tensor::from_dispatch(B::into_dispatch(value)))
-        })
+        let plain = |value| drop_elements::<B>(value, source);
+        apply::<B, D>(&input, &inner, plain, |value| record::<B>(value, source))
     });
     dropped.unwrap_or_else(|_| {
         let mask = source.mask(input.shape().num_elements());

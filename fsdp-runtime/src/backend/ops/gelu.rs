@@ -10,31 +10,20 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::{DType, Tensor};
 use burn_std::Scalar;
 
-use super::arguments::check_dtype;
+use super::arguments::{apply, has_f32_kernels};
 use super::error::KernelError;
 use crate::backend::kernels::Kernels;
-use crate::backend::model_backend::{FloatTensor, ModelBackend, cast_model, is_flex, with_backend};
+use crate::backend::model_backend::{ModelBackend, cast_model, with_backend};
 use crate::backend::tensor::{Float, Tracked};
 
 /// Applies the exact GELU, and records it for backward if the tensor is tracked. Returns `None` for
 /// devices without kernels, and for dtypes that the kernels of the device do not take.
 pub(crate) fn gelu_tracked<const D: usize>(input: &Tensor<D>) -> Option<Tensor<D>> {
-    let (device, dtype) = (input.device(), input.dtype());
-    if is_flex(&device) && dtype != DType::F32 {
+    if !has_f32_kernels(input) {
         return None;
     }
-    let output: Result<Tensor<D>, KernelError> = with_backend!(device, |B, inner| {
-        check_dtype::<B>(&inner, dtype).and_then(|()| {
-            let value = B::from_dispatch(input.clone().into_dispatch());
-            let other = || KernelError::OtherDevice { device: format!("{device:?}") };
-            let value = match value.ok_or_else(other)? {
-                FloatTensor::Plain(value) => FloatTensor::Plain(forward::<B>(value)),
-                FloatTensor::Autodiff(value, context) => {
-                    FloatTensor::Autodiff(record::<B>(value), context)
-                }
-            };
-            Ok(Tensor::from_dispatch(B::into_dispatch(value)))
-        })
+    let output: Result<Tensor<D>, KernelError> = with_backend!(input.device(), |B, inner| {
+        apply::<B, D>(input, &inner, forward::<B>, record::<B>)
     });
     output.ok()
 }

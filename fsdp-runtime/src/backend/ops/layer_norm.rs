@@ -83,7 +83,8 @@ fn forward<B: ModelBackend>(tensors: Vec<Float<B>>, epsilon: f32) -> Float<B> {
     outputs.pop().expect("`defer` returns one tensor for each output")
 }
 
-/// Returns the gradients of the input, of gamma and of beta, given that of the result. As [`forward`].
+/// Returns the gradients of the input, of gamma and of beta, given that of the result. Nothing is
+/// lowered.
 fn backward<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Float<B>> {
     let State { input, gamma, epsilon } = state;
     let (shape, dtype) = (input.shape(), input.dtype());
@@ -107,7 +108,7 @@ fn record<B: ModelBackend, const N: usize>(tensors: [Tracked<B>; N], epsilon: f3
     }
 }
 
-/// What backward needs. Gamma is the tensor that forward had, so where it views a gather buffer,
+/// Tensors that the gradients depend on. Gamma is the tensor that forward had, so where it views a gather buffer,
 /// backward reads what the buffer holds then.
 #[derive(Clone, Debug)]
 struct State<B: ModelBackend> {

@@ -7,32 +7,21 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::Tensor;
 
-use super::arguments::{check_dtype, has_row_kernels};
+use super::arguments::{apply, has_row_kernels};
 use super::error::KernelError;
 use crate::backend::kernels::Kernels;
-use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
+use crate::backend::model_backend::{ModelBackend, with_backend};
 use crate::backend::tensor::{Float, Tracked};
 
 /// Returns the softmax over the last dimension, and records it for backward if the tensor is tracked.
 /// Returns `None` for devices without kernels, for dtypes that the kernels of the device do not take,
 /// and for tensors without elements.
 pub(crate) fn softmax_tracked<const D: usize>(input: &Tensor<D>) -> Option<Tensor<D>> {
-    let (device, dtype) = (input.device(), input.dtype());
     if !has_row_kernels(input) {
         return None;
     }
-    let output: Result<Tensor<D>, KernelError> = with_backend!(device, |B, inner| {
-        check_dtype::<B>(&inner, dtype).and_then(|()| {
-            let value = B::from_dispatch(input.clone().into_dispatch());
-            let other = || KernelError::OtherDevice { device: format!("{device:?}") };
-            let value = match value.ok_or_else(other)? {
-                FloatTensor::Plain(value) => FloatTensor::Plain(forward::<B>(value)),
-                FloatTensor::Autodiff(value, context) => {
-                    FloatTensor::Autodiff(record::<B>(value), context)
-                }
-            };
-            Ok(Tensor::from_dispatch(B::into_dispatch(value)))
-        })
+    let output: Result<Tensor<D>, KernelError> = with_backend!(input.device(), |B, inner| {
+        apply::<B, D>(input, &inner, forward::<B>, record::<B>)
     });
     output.ok()
 }
@@ -43,7 +32,7 @@ fn forward<B: ModelBackend>(input: Float<B>) -> Float<B> {
     B::defer_one(input, dtype, B::Raw::softmax)
 }
 
-/// Returns the gradient of the input, given the result and its gradient. As [`forward`].
+/// Returns the gradient of the input, given the result and its gradient, without lowering them.
 fn backward<B: ModelBackend>(result: Float<B>, grad: Float<B>) -> Float<B> {
     let output = (result.shape(), result.dtype());
     let mut gradients = B::defer(vec![result, grad], vec![output], |buffers| {
