@@ -62,15 +62,33 @@ pub(super) fn own_lane(#[comptime] team: Team) -> usize {
     ABSOLUTE_POS % comptime!(team.lanes)
 }
 
-/// Returns the sum of the partial sums that the threads of the team have. All threads of the cube must
-/// call it, with memory for a vector of each.
+/// Operation that combines the elements of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Fold {
+    Sum,
+    Largest,
+}
+
+/// Returns the elementwise result of an operation on two vectors.
 #[cube]
-pub(super) fn team_sum<N: Size>(
+fn combined<N: Size>(
+    left: Vector<f32, N>,
+    right: Vector<f32, N>,
+    #[comptime] fold: Fold,
+) -> Vector<f32, N> {
+    if comptime!(fold == Fold::Sum) { left + right } else { max(left, right) }
+}
+
+/// Returns the result of an operation on the vectors that the threads of the team have, in the order
+/// of a tree. All threads of the cube must call it, with memory for a vector of each.
+#[cube]
+fn team_fold<N: Size>(
     partial: Vector<f32, N>,
     shared: &mut Shared<[Vector<f32, N>]>,
     #[comptime] team: Team,
-) -> f32 {
-    let mut sum = partial;
+    #[comptime] fold: Fold,
+) -> Vector<f32, N> {
+    let mut result = partial;
     if comptime!(team.lanes > 1) {
         let unit = UNIT_POS as usize;
         let lane = unit % comptime!(team.lanes);
@@ -80,14 +98,26 @@ pub(super) fn team_sum<N: Size>(
         for at in 0..comptime!(team.lanes.ilog2() as usize) {
             let step = comptime!(team.lanes >> (at + 1));
             if lane < step {
-                shared[unit] = shared[unit] + shared[unit + step];
+                shared[unit] = combined(shared[unit], shared[unit + step], fold);
             }
             sync_cube();
         }
-        sum = shared[unit - lane];
+        result = shared[unit - lane];
         // The next call writes the memory.
         sync_cube();
     }
+    result
+}
+
+/// Returns the sum of the partial sums that the threads of the team have. All threads of the cube must
+/// call it, with memory for a vector of each.
+#[cube]
+pub(super) fn team_sum<N: Size>(
+    partial: Vector<f32, N>,
+    shared: &mut Shared<[Vector<f32, N>]>,
+    #[comptime] team: Team,
+) -> f32 {
+    let mut sum = team_fold(partial, shared, team, Fold::Sum);
     #[unroll]
     for at in 0..comptime!(team.width.ilog2() as usize) {
         let step = comptime!(team.width >> (at + 1));
@@ -108,23 +138,7 @@ pub(super) fn team_max<N: Size>(
     shared: &mut Shared<[Vector<f32, N>]>,
     #[comptime] team: Team,
 ) -> f32 {
-    let mut top = partial;
-    if comptime!(team.lanes > 1) {
-        let unit = UNIT_POS as usize;
-        let lane = unit % comptime!(team.lanes);
-        shared[unit] = partial;
-        sync_cube();
-        #[unroll]
-        for at in 0..comptime!(team.lanes.ilog2() as usize) {
-            let step = comptime!(team.lanes >> (at + 1));
-            if lane < step {
-                shared[unit] = max(shared[unit], shared[unit + step]);
-            }
-            sync_cube();
-        }
-        top = shared[unit - lane];
-        sync_cube();
-    }
+    let top = team_fold(partial, shared, team, Fold::Largest);
     let mut largest = top.extract(0usize);
     #[unroll]
     for index in 1..comptime!(team.width) {

@@ -58,13 +58,7 @@ pub(super) fn spans_within(
     numel: usize,
     block: usize,
 ) -> Vec<Span> {
-    for slice in slices {
-        assert!(
-            numel <= slice.len(),
-            "a kernel must stay within its buffers: {numel} elements of {}",
-            slice.len()
-        );
-    }
+    check_len(slices, numel);
     let unaligned_io = client.features().unaligned_io;
     let width = widest(client, slices, block);
     let in_vectors = numel / width * width;
@@ -87,13 +81,22 @@ pub(super) fn row_span(
     numel: usize,
     row_len: usize,
 ) -> Span {
-    let expected = [(tensors, numel), (parameters, row_len)];
-    for (slices, least) in expected {
-        assert!(slices.iter().all(|slice| least <= slice.len()), "a kernel stays in its buffers");
-    }
+    check_len(tensors, numel);
+    check_len(parameters, row_len);
     let unaligned_io = client.features().unaligned_io;
     let width = widest(client, &[tensors, parameters].concat(), row_len);
     Span { start: 0, width, count: numel / width, unaligned_io }
+}
+
+/// Panics if a slice has fewer than `numel` elements.
+fn check_len(slices: &[&BufferSlice], numel: usize) {
+    for slice in slices {
+        assert!(
+            numel <= slice.len(),
+            "a kernel must stay within its buffers: {numel} elements of {}",
+            slice.len()
+        );
+    }
 }
 
 /// Returns the widest vector width that divides `block` and that the device can load from all

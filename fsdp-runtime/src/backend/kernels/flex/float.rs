@@ -5,6 +5,7 @@
 
 use std::mem::MaybeUninit;
 
+use burn::backend::flex::FlexTensor;
 use burn::tensor::Element;
 use half::{bf16, f16};
 use multiversion::multiversion;
@@ -13,6 +14,11 @@ use super::prefetch::{PREFETCH_EVERY, prefetch};
 
 // `dropped` reads pairs of elements as one integer, the first element in the lower half.
 const _: () = assert!(cfg!(target_endian = "little"), "kernels are for little-endian processors");
+
+/// Returns the elements of a contiguous tensor.
+pub(super) fn slice<E: KernelFloat>(tensor: &FlexTensor) -> &[E] {
+    tensor.as_slice().expect("a contiguous tensor of this dtype")
+}
 
 /// Element type that the kernels support.
 pub(super) trait KernelFloat: Element + bytemuck::Pod + Send + Sync {

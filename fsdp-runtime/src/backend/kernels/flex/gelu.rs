@@ -5,21 +5,22 @@ use burn::backend::flex::FlexTensor;
 use multiversion::multiversion;
 
 use super::exp::exp_of_negative;
+use super::float::slice;
 use super::loops::{each, indexed};
 use super::new_tensor::{Uninit, new_tensor};
 
 /// Implements [`Kernels::gelu`](crate::backend::kernels::Kernels::gelu), for f32.
 pub(super) fn forward(x: &FlexTensor) -> FlexTensor {
     let x = x.to_contiguous();
-    let input = x.as_slice::<f32>().expect("a contiguous f32 tensor");
+    let input = slice::<f32>(&x);
     new_tensor(x.shape(), |at, output| forward_slice(&input[at..][..output.len()], output))
 }
 
 /// Implements [`Kernels::gelu_backward`](crate::backend::kernels::Kernels::gelu_backward), for f32.
 pub(super) fn backward(x: &FlexTensor, grad: &FlexTensor) -> FlexTensor {
     let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
-    let input = x.as_slice::<f32>().expect("a contiguous f32 tensor");
-    let grad = grad.as_slice::<f32>().expect("a contiguous f32 tensor");
+    let input = slice::<f32>(&x);
+    let grad = slice::<f32>(&grad);
     new_tensor(x.shape(), |at, output| {
         let range = at..at + output.len();
         backward_slice(&input[range.clone()], &grad[range], output)

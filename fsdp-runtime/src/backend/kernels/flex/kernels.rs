@@ -7,7 +7,7 @@ use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
-use super::float::{KernelFloat, with_float_type};
+use super::float::{KernelFloat, slice, with_float_type};
 use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
 use super::{dropout, gelu, layer_norm, softmax, sums};
@@ -16,11 +16,6 @@ use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{self, AdamStep, SgdStep};
 use crate::backend::norm::Norm;
-
-/// Returns the elements of a contiguous tensor.
-fn slice<E: KernelFloat>(tensor: &FlexTensor) -> &[E] {
-    tensor.as_slice().expect("a contiguous tensor of this dtype")
-}
 
 /// Returns the tensor if it is contiguous, else a contiguous copy.
 fn contiguous(tensor: FlexTensor) -> FlexTensor {

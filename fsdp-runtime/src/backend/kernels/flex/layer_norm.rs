@@ -5,6 +5,7 @@ use burn::backend::flex::FlexTensor;
 use burn::tensor::TensorData;
 use multiversion::multiversion;
 
+use super::float::slice;
 use super::loops::indexed;
 use super::new_tensor::{Uninit, new_tensor_in_parts};
 use super::rows::{pair_sum_of, row_len, row_sum, row_sum_of, task_len};
@@ -53,10 +54,6 @@ pub(super) fn backward(
     let [dgamma, dbeta] =
         total.map(|sums| FlexTensor::from_data(TensorData::new(sums, gamma.shape())));
     [dx, dgamma, dbeta]
-}
-
-fn slice(tensor: &FlexTensor) -> &[f32] {
-    tensor.as_slice().expect("a contiguous f32 tensor")
 }
 
 /// Returns a row's mean, and 1 / √(variance + epsilon).

@@ -5,6 +5,7 @@ use burn::backend::flex::FlexTensor;
 use multiversion::multiversion;
 
 use super::exp::{LEAST, exp_of_negative};
+use super::float::slice;
 use super::loops::{each, indexed};
 use super::new_tensor::{Uninit, new_tensor_in_parts};
 use super::rows::{pair_sum_of, row_len, row_max, row_sum, task_len};
@@ -12,7 +13,7 @@ use super::rows::{pair_sum_of, row_len, row_max, row_sum, task_len};
 /// Implements [`Kernels::softmax`](crate::backend::kernels::Kernels::softmax), for f32.
 pub(super) fn forward(x: &FlexTensor) -> FlexTensor {
     let x = x.to_contiguous();
-    let (input, len) = (x.as_slice::<f32>().expect("a contiguous f32 tensor"), row_len(&x));
+    let (input, len) = (slice::<f32>(&x), row_len(&x));
     new_tensor_in_parts(x.shape(), task_len(len), |at, output| {
         (forward_rows(&input[at..], output, len), ())
     })
@@ -23,8 +24,8 @@ pub(super) fn forward(x: &FlexTensor) -> FlexTensor {
 /// f32.
 pub(super) fn backward(y: &FlexTensor, grad: &FlexTensor) -> FlexTensor {
     let (y, grad) = (y.to_contiguous(), grad.to_contiguous());
-    let (result, len) = (y.as_slice::<f32>().expect("a contiguous f32 tensor"), row_len(&y));
-    let grad = grad.as_slice::<f32>().expect("a contiguous f32 tensor");
+    let (result, len) = (slice::<f32>(&y), row_len(&y));
+    let grad = slice::<f32>(&grad);
     new_tensor_in_parts(y.shape(), task_len(len), |at, output| {
         (backward_rows(&result[at..], &grad[at..], output, len), ())
     })
