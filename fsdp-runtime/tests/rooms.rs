@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use proc_macro2::{TokenStream, TokenTree};
+use proc_macro2::TokenStream;
 use syn::visit::{self, Visit};
 
 /// Names on the way from the root of a crate to a module or an item.
@@ -81,45 +81,11 @@ impl Imports {
         }
     }
 
-    /// Adds the paths in the arguments of a macro.
-    fn add_tokens(&mut self, tokens: TokenStream) {
-        let mut path: Names = Vec::new();
-        // The paths of `$crate` belong to the macro's own crate, which is not this one.
-        let mut colons = 0;
-        for token in tokens {
-            match token {
-                TokenTree::Punct(punct) if punct.as_char() == ':' && !path.is_empty() => {
-                    colons += 1;
-                    continue;
-                }
-                TokenTree::Ident(ident) if colons == 2 || path.is_empty() => {
-                    path.push(ident.to_string());
-                    colons = 0;
-                    continue;
-                }
-                TokenTree::Ident(ident) => {
-                    self.add(std::mem::replace(&mut path, vec![ident.to_string()]), None);
-                    colons = 0;
-                    continue;
-                }
-                TokenTree::Group(group) => self.add_tokens(group.stream()),
-                TokenTree::Punct(punct) if punct.as_char() == '$' => {
-                    if !path.is_empty() {
-                        self.add(std::mem::take(&mut path), None);
-                    }
-                    path = vec!["$".to_string()];
-                    colons = 2;
-                    continue;
-                }
-                _ => {}
-            }
-            if !path.is_empty() {
-                self.add(std::mem::take(&mut path), None);
-            }
-            colons = 0;
-        }
-        if !path.is_empty() {
-            self.add(path, None);
+    /// Adds the paths in the arguments of a macro. Paths that begin with `$crate` are left out.
+    fn add_tokens(&mut self, tokens: &TokenStream) {
+        let text = tokens.to_string().replace(" ::", "::").replace(":: ", "::").replace("$ ", "$");
+        for word in text.split(|c: char| !c.is_alphanumeric() && !"_:$".contains(c)) {
+            self.add(word.trim_end_matches(':').split("::").map(String::from).collect(), None);
         }
     }
 }
@@ -158,8 +124,8 @@ impl Visit<'_> for Imports {
     }
 
     fn visit_macro(&mut self, item: &syn::Macro) {
-        visit::visit_path(self, &item.path);
-        self.add_tokens(item.tokens.clone());
+        self.visit_path(&item.path);
+        self.add_tokens(&item.tokens);
     }
 
     fn visit_stmt(&mut self, statement: &syn::Stmt) {
