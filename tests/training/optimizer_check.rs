@@ -140,9 +140,17 @@ fn an_optimizer_that_needs_whole_matrices_is_an_error_that_names_whole_param() {
     assert!(error.contains("`blocks.0.up.weight`"), "Muon steps the blocks only: {error}");
 }
 
+/// Returns whether a parameter is a matrix of 128 or more rows and columns.
+fn is_large<const D: usize>(tensor: &Tensor<D>) -> bool {
+    D == 2 && tensor.dims().iter().all(|size| *size >= 128)
+}
+
 /// Scales the update of a parameter to the largest of its elements.
 #[derive(Clone)]
-struct Largest;
+struct Largest {
+    /// Whether only large matrices are scaled. All others have a step of SGD.
+    large: bool,
+}
 
 impl Optimizer for Largest {
     type State<const D: usize> = SgdState<D>;
@@ -151,35 +159,12 @@ impl Optimizer for Largest {
         &self,
         lr: LearningRate,
         tensor: Tensor<D>,
-        grad: Tensor<D>,
+        mut grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
-        let largest = grad.clone().abs().max().unsqueeze::<D>();
-        (tensor - grad / largest * lr, state)
-    }
-
-    fn to_device<const D: usize>(state: Self::State<D>, _: &Device) -> Self::State<D> {
-        state
-    }
-}
-
-/// Combines the elements of large matrices only: a step of [`Largest`] for these, and of SGD for
-/// all others.
-#[derive(Clone)]
-struct LargestOfLarge;
-
-impl Optimizer for LargestOfLarge {
-    type State<const D: usize> = SgdState<D>;
-
-    fn step<const D: usize>(
-        &self,
-        lr: LearningRate,
-        tensor: Tensor<D>,
-        grad: Tensor<D>,
-        state: Option<Self::State<D>>,
-    ) -> (Tensor<D>, Option<Self::State<D>>) {
-        if D == 2 && tensor.dims().iter().all(|size| *size >= 128) {
-            return Largest.step(lr, tensor, grad, state);
+        if !self.large || is_large(&tensor) {
+            let largest = grad.clone().abs().max().unsqueeze::<D>();
+            grad = grad / largest;
         }
         (tensor - grad * lr, state)
     }
@@ -203,7 +188,7 @@ impl Optimizer for ClipsLarge {
         mut grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
-        if D == 2 && tensor.dims().iter().all(|size| *size >= 128) {
+        if is_large(&tensor) {
             grad = norm_clipping(1.0).init().clip_gradient(grad);
         }
         (tensor - grad * lr, state)
@@ -294,8 +279,8 @@ impl Optimizer for Cautious {
 }
 
 const COMBINE_ELEMENTS: [Named; 6] = [
-    ("largest", || Largest.into()),
-    ("largest of large", || LargestOfLarge.into()),
+    ("largest", || Largest { large: false }.into()),
+    ("largest of large", || Largest { large: true }.into()),
     ("clips large", || ClipsLarge.into()),
     ("cautious", || Cautious.into()),
     ("StableAdamW", || StableAdamW { large: false }.into()),
@@ -406,7 +391,7 @@ fn check_optimizer_finds_groups_by_id_and_leaves_the_optimizer_as_it_is() {
                 assert!(optimizer.to_record().is_empty());
             }
             let group = ParamGroup::from_ids(vec![net.head.weight.id]);
-            let by_id = AdamWConfig::new().init().with_group(group, Largest, None);
+            let by_id = AdamWConfig::new().init().with_group(group, Largest { large: false }, None);
             let clips = AdamWConfig::new().with_grad_clipping(Some(norm_clipping(1.0))).init();
             Ok([by_id, clips].map(|optimizer| net.check_optimizer(&optimizer).unwrap_err()))
         });
