@@ -1,24 +1,10 @@
 //! The GELU and its gradient against Burn's on Flex in f64, which are exact there.
 
 use burn::tensor::activation;
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::nn::gelu;
 
-use super::support::{LENGTHS, device, devices, dtypes, tensor};
-
-/// Returns the GELU of `x` and the gradient of its sum, weighted by `weights`.
-fn with_gradient(
-    function: impl Fn(Tensor<1>) -> Tensor<1>,
-    x: Tensor<1>,
-    weights: Tensor<1>,
-) -> [Vec<f64>; 2] {
-    let x = Tensor::from_inner(x).require_grad();
-    let y = function(x.clone());
-    assert_eq!((y.dims(), y.dtype()), (x.dims(), x.dtype()));
-    let gradients = (y.clone() * Tensor::from_inner(weights)).sum().backward();
-    let gradient = x.grad(&gradients).expect("a gradient");
-    [y.inner(), gradient].map(|tensor| tensor.into_data().iter::<f64>().collect())
-}
+use super::support::{LENGTHS, device, devices, dtypes, exact, tensor, with_gradient};
 
 /// Returns the numbers from -20 to 20, unevenly, and large ones.
 fn points(len: usize) -> Vec<f32> {
@@ -26,12 +12,6 @@ fn points(len: usize) -> Vec<f32> {
     let mut points: Vec<f32> = (0..len).map(point).collect();
     points.iter_mut().zip([0.0, -0.0, 1e3, -1e3, 1e-30, -1e-30]).for_each(|(to, x)| *to = x);
     points
-}
-
-fn exact(values: &Tensor<1>) -> Tensor<1> {
-    let values: Vec<f64> = values.to_data().iter::<f64>().collect();
-    let data = TensorData::new(values.clone(), [values.len()]);
-    Tensor::from_data(data, (&Device::flex(), DType::F64))
 }
 
 #[test]

@@ -5,8 +5,8 @@ use burn::tensor::module::layer_norm;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::nn::{LayerNorm, LayerNormConfig};
 
-use super::rows::{assert_rounded, exact, for_all, matrix, numbers};
-use super::support::{device, devices};
+use super::rows::{assert_rounded, for_all, matrix};
+use super::support::{device, devices, elements_of, exact};
 
 const EPSILON: f64 = 1e-5;
 
@@ -37,12 +37,12 @@ fn with_gradients(
     let y = function((x.clone(), gamma.clone(), beta.clone()));
     assert_eq!((y.dims(), y.dtype()), (x.dims(), x.dtype()));
     let mut gradients = (y.clone() * Tensor::from_inner(weights)).sum().backward();
-    let mut results = vec![numbers(&y.inner())];
-    results.push(numbers(&x.grad_remove(&mut gradients).expect("a gradient of the input")));
+    let mut results = vec![elements_of(&y.inner())];
+    results.push(elements_of(&x.grad_remove(&mut gradients).expect("a gradient of the input")));
     for param in std::iter::once(gamma).chain(beta) {
         let gradient = param.grad_remove(&mut gradients).expect("a gradient of the parameter");
         assert_eq!((gradient.dims(), gradient.dtype()), (param.dims(), param.dtype()));
-        results.push(numbers(&gradient));
+        results.push(elements_of(&gradient));
     }
     results
 }
@@ -79,8 +79,8 @@ fn a_large_mean_does_not_cancel() {
     for device in devices() {
         let spread = matrix([3, 768], 1.0, 5, &device, FloatDType::F32);
         let (_, gamma, beta) = tensors([3, 768], true, &device, FloatDType::F32);
-        let near = numbers(&ours((spread.clone(), gamma.clone(), beta.clone())));
-        let far = numbers(&ours((spread + 1024.0, gamma, beta)));
+        let near = elements_of(&ours((spread.clone(), gamma.clone(), beta.clone())));
+        let far = elements_of(&ours((spread + 1024.0, gamma, beta)));
         assert_eq!(near.len(), far.len());
         for (near, far) in near.iter().zip(&far) {
             assert!((near - far).abs() < 1e-3, "{near} {far} on {device:?}");
@@ -110,11 +110,11 @@ fn every_leading_dimension_counts_rows() {
             beta: beta.clone().map(Param::from_tensor),
             epsilon: EPSILON,
         };
-        let flat = numbers(&ours((x.clone(), gamma, beta)));
+        let flat = elements_of(&ours((x.clone(), gamma, beta)));
         let cubic = layer.forward(x.clone().reshape([2, 3, 4, 100]));
-        assert_eq!((cubic.dims(), numbers(&cubic)), ([2, 3, 4, 100], flat.clone()));
+        assert_eq!((cubic.dims(), elements_of(&cubic)), ([2, 3, 4, 100], flat.clone()));
         let row = layer.forward(x.narrow(0, 0, 1).reshape([100]));
-        assert_eq!(numbers(&row), flat[..100]);
+        assert_eq!(elements_of(&row), flat[..100]);
     }
 }
 
@@ -128,8 +128,8 @@ fn a_tracked_parameter_is_enough() {
         let y = ours((x.clone(), gamma.clone(), None));
         let gradients = y.clone().sum().backward();
         assert!(x.grad(&gradients).is_none());
-        let found = numbers(&gamma.grad(&gradients).expect("a gradient"));
-        let expected = numbers(&(y / gamma.unsqueeze()).sum_dim(0).inner());
+        let found = elements_of(&gamma.grad(&gradients).expect("a gradient"));
+        let expected = elements_of(&(y / gamma.unsqueeze()).sum_dim(0).inner());
         assert_rounded(&found, &expected, FloatDType::F32, "gamma's gradient");
     }
 }
@@ -147,10 +147,10 @@ fn other_dtypes_are_composed() {
     // Squares of these exceed the numbers of f16.
     let (x, gamma, _) = tensors([3, 64], false, &flex, FloatDType::F16);
     let large = x.mul_scalar(1024.0);
-    let expected = numbers(&burns((exact(&large), exact(&gamma), None)));
+    let expected = elements_of(&burns((exact(&large), exact(&gamma), None)));
     let found = ours((large, gamma, None));
     assert_eq!(found.dtype(), DType::F16);
-    assert_rounded(&numbers(&found), &expected, FloatDType::F16, "f16 on Flex");
+    assert_rounded(&elements_of(&found), &expected, FloatDType::F16, "f16 on Flex");
 }
 
 #[test]

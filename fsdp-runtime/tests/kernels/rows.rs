@@ -1,6 +1,6 @@
 //! Shapes, numbers and comparisons for the kernels on rows.
 
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Tensor};
 
 use super::support::{dtypes, tensor};
 
@@ -31,17 +31,6 @@ pub fn matrix(
     let number = |i: usize| ((i * 7919 + seed * 104_729) % 257) as f32 / 128.0 - 1.0;
     let numbers: Vec<f32> = (0..rows * width).map(|i| number(i) * scale).collect();
     tensor(&numbers, device, dtype).reshape([rows, width])
-}
-
-/// Returns the elements.
-pub fn numbers<const D: usize>(tensor: &Tensor<D>) -> Vec<f64> {
-    tensor.to_data().iter::<f64>().collect()
-}
-
-/// Returns the tensor in f64, on Flex.
-pub fn exact<const D: usize>(tensor: &Tensor<D>) -> Tensor<D> {
-    let data = TensorData::new(numbers(tensor), tensor.dims());
-    Tensor::from_data(data, (&Device::flex(), DType::F64))
 }
 
 /// Asserts that the elements of two tensors are equal to some units in the last place of `dtype`,

@@ -4,22 +4,8 @@ use burn::tensor::activation;
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::nn::softmax;
 
-use super::rows::{assert_rounded, assert_rounded_from, exact, for_all, matrix, numbers};
-use super::support::{devices, tensor};
-
-/// Returns the softmax over the last dimension, and the gradient of its sum weighted by `weights`.
-fn with_gradient(
-    function: impl Fn(Tensor<2>) -> Tensor<2>,
-    x: Tensor<2>,
-    weights: Tensor<2>,
-) -> [Vec<f64>; 2] {
-    let x = Tensor::from_inner(x).require_grad();
-    let y = function(x.clone());
-    assert_eq!((y.dims(), y.dtype()), (x.dims(), x.dtype()));
-    let gradients = (y.clone() * Tensor::from_inner(weights)).sum().backward();
-    let gradient = x.grad(&gradients).expect("a gradient");
-    [y.inner(), gradient].map(|tensor| numbers(&tensor))
-}
+use super::rows::{assert_rounded, assert_rounded_from, for_all, matrix};
+use super::support::{devices, elements_of, exact, tensor, with_gradient};
 
 /// Asserts that a result and its gradient are those expected. The gradient is computed from the rounded
 /// result, and weights up to 1.
@@ -58,7 +44,7 @@ fn masked_elements_are_zero_and_have_no_gradient() {
             let x = matrix([rows, width], 1.0, 1, &device, dtype);
             let masked = |at: usize| at % width % 3 == 1;
             for mask in [f32::NEG_INFINITY, -1e9, -100.0] {
-                let elements = numbers(&x).into_iter().enumerate();
+                let elements = elements_of(&x).into_iter().enumerate();
                 let elements: Vec<f32> =
                     elements.map(|(at, x)| if masked(at) { mask } else { x as f32 }).collect();
                 let input = tensor(&elements, &device, dtype).reshape([rows, width]);
@@ -91,8 +77,8 @@ fn a_row_without_a_softmax_is_nan_and_others_are_not() {
                 let row = if wrong.is_nan() { width - 1..width } else { 0..width };
                 elements[width..2 * width][row].fill(wrong);
                 let input = tensor(&elements, &device, dtype).reshape([3, width]);
-                let found = numbers(&softmax(input.clone(), 1));
-                let expected = numbers(&activation::softmax(exact(&input), 1));
+                let found = elements_of(&softmax(input.clone(), 1));
+                let expected = elements_of(&activation::softmax(exact(&input), 1));
                 for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     assert_eq!(expected.is_nan(), at / width == 1);
                     assert_eq!(found.is_nan(), expected.is_nan(), "{wrong} {dtype:?} {device:?}");
@@ -119,10 +105,10 @@ fn a_transposed_input_keeps_its_order() {
 fn every_leading_dimension_counts_rows() {
     for device in devices() {
         let x = matrix([24, 100], 4.0, 1, &device, FloatDType::F32);
-        let flat = numbers(&softmax(x.clone(), -1));
+        let flat = elements_of(&softmax(x.clone(), -1));
         let cubic = softmax(x.clone().reshape([2, 3, 4, 100]), 3);
-        assert_eq!((cubic.dims(), numbers(&cubic)), ([2, 3, 4, 100], flat.clone()));
-        assert_eq!(numbers(&softmax(x.narrow(0, 0, 1).reshape([100]), 0)), flat[..100]);
+        assert_eq!((cubic.dims(), elements_of(&cubic)), ([2, 3, 4, 100], flat.clone()));
+        assert_eq!(elements_of(&softmax(x.narrow(0, 0, 1).reshape([100]), 0)), flat[..100]);
     }
 }
 
@@ -130,8 +116,8 @@ fn every_leading_dimension_counts_rows() {
 fn other_dimensions_and_dtypes_are_composed() {
     for device in devices() {
         let x = matrix([5, 7], 4.0, 1, &device, FloatDType::F32);
-        let found = numbers(&softmax(x.clone(), 0));
-        let expected = numbers(&activation::softmax(exact(&x), 0));
+        let found = elements_of(&softmax(x.clone(), 0));
+        let expected = elements_of(&activation::softmax(exact(&x), 0));
         assert_rounded(&found, &expected, FloatDType::F32, "over the first dimension");
     }
     let x = exact(&matrix([5, 7], 4.0, 1, &Device::flex(), FloatDType::F32));

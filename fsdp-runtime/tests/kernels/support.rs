@@ -75,6 +75,31 @@ pub fn tensor(values: &[f32], device: &Device, dtype: FloatDType) -> Tensor<1> {
     )
 }
 
+/// Returns the elements.
+pub fn elements_of<const D: usize>(tensor: &Tensor<D>) -> Vec<f64> {
+    tensor.to_data().iter::<f64>().collect()
+}
+
+/// Returns the tensor in f64, on Flex.
+pub fn exact<const D: usize>(tensor: &Tensor<D>) -> Tensor<D> {
+    let data = TensorData::new(elements_of(tensor), tensor.dims());
+    Tensor::from_data(data, (&Device::flex(), DType::F64))
+}
+
+/// Returns the result of a function, and the gradient of the result's sum weighted by `weights`.
+pub fn with_gradient<const D: usize>(
+    function: impl Fn(Tensor<D>) -> Tensor<D>,
+    x: Tensor<D>,
+    weights: Tensor<D>,
+) -> [Vec<f64>; 2] {
+    let x = Tensor::from_inner(x).require_grad();
+    let y = function(x.clone());
+    assert_eq!((y.dims(), y.dtype()), (x.dims(), x.dtype()));
+    let gradients = (y.clone() * Tensor::from_inner(weights)).sum().backward();
+    let gradient = x.grad(&gradients).expect("a gradient");
+    [y.inner(), gradient].map(|tensor| elements_of(&tensor))
+}
+
 /// Returns the bits of the elements. Every NaN has the same bits here. Subnormals of bf16, and the
 /// least normal number, to which a subnormal may round, have the bits of 0: instructions that round
 /// to bf16 may flush subnormals.
