@@ -57,7 +57,7 @@ pub use error::{
     CheckpointError, CollectiveError, Error, LaunchError, LoadError, NotRecomputable, RankPanic,
     SaveError, ScheduleError, ShardError,
 };
-pub use fully_shard::{Fsdp, Stats, fully_shard};
+pub use fully_shard::{Fsdp, Stats, UnitHandle, Unsharded, fully_shard};
 pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
 pub use layout::{Mesh, MeshError, Rank, WorldSize};
 pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};

@@ -15,4 +15,5 @@ mod offload;
 mod optimizer_check;
 mod parity;
 mod strategies;
+mod unshard;
 mod whole_param;

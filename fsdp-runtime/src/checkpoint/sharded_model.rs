@@ -8,6 +8,7 @@ use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, Device, DispatchTensor, Tensor, TensorData};
 
 use crate::backend::owned_data;
+use crate::error::raise;
 use crate::fully_shard::Fsdp;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::param_group::plan::{IgnoredParam, Key};
@@ -109,6 +110,7 @@ impl<M: FsdpModule> ShardedModel for Fsdp<M> {
     }
 
     fn replace_values(&mut self, new_values: &mut NewValues<'_>) {
+        self.schedule.refuse_guards().unwrap_or_else(|error| raise(error));
         let (schedule, ignored) = (self.schedule.clone(), self.ignored.clone());
         let mut indices = HashMap::new();
         self.for_each_param(&mut |param| _ = indices.entry(param.id).or_insert(param.index));

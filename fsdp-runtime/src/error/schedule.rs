@@ -144,6 +144,33 @@ pub enum ScheduleError {
         /// Name of the unit.
         unit: String,
     },
+    /// A call of `unshard` while a pass needs the shared gather buffers.
+    #[error(
+        "units cannot be kept gathered now: {unit} runs, or its backward is still to come; call \
+         `unshard` before the forward or after `backward`, and drop the outputs of forwards that get \
+         no backward"
+    )]
+    UnshardDuringPass {
+        /// Name of a unit in the pass.
+        unit: String,
+    },
+    /// A change of the parameters while a guard of `unshard` keeps their values gathered.
+    #[error(
+        "the parameters are to change while {unit} is kept gathered, which would leave old values in \
+         use; drop the guard of `unshard` before the optimizer steps or a state is loaded"
+    )]
+    ChangedWhileUnsharded {
+        /// Name of the first unit that is kept gathered.
+        unit: String,
+    },
+    /// A path that names no unit of the model.
+    #[error("the model has no unit at the path {path:?}; its units are {units:?}")]
+    UnknownUnit {
+        /// Path that was given.
+        path: String,
+        /// Paths of the units, in layout order; that of the outermost unit is empty.
+        units: Vec<String>,
+    },
     /// A loss with several elements, or without an autodiff graph.
     #[error("the loss is {found}; `backward` takes a tracked tensor of one element")]
     InvalidLoss {

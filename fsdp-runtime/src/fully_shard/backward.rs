@@ -134,7 +134,7 @@ impl ParamVisitor for TakeGradients<'_> {
 }
 
 /// Runs `f`, and returns the typed [`Error`] if `f` unwinds with one. Other panics continue.
-fn catch_error<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
+pub(super) fn catch_error<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
     catch_unwind(AssertUnwindSafe(f)).map_err(|panic: Box<dyn Any + Send>| {
         match panic.downcast::<Error>() {
             Ok(error) => *error,

@@ -1,7 +1,7 @@
 //! The sharding of a module, and the sharded model that it returns.
 //!
 //! Imports point one way: optimizer_probe <- optimizer_check; init, ignored_gradients,
-//! optimizer_check <- model <- construct, backward, clip, display, stats.
+//! optimizer_check <- model <- construct, backward, clip, display, stats; backward <- unshard.
 
 mod backward;
 mod clip;
@@ -13,8 +13,10 @@ mod model;
 pub(crate) mod optimizer_check;
 pub(crate) mod optimizer_probe;
 mod stats;
+mod unshard;
 
 pub use self::construct::fully_shard;
 pub(crate) use self::construct::shard;
 pub use self::model::Fsdp;
 pub use self::stats::Stats;
+pub use self::unshard::{UnitHandle, Unsharded};

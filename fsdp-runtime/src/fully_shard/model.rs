@@ -80,7 +80,13 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// Replaces the module by what `map` makes of it.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with [`ScheduleError::ChangedWhileUnsharded`](crate::ScheduleError) if a unit is kept
+    /// gathered.
     pub(crate) fn map_module(self, map: impl FnOnce(M) -> M) -> Self {
+        self.schedule.refuse_guards().unwrap_or_else(|error| raise(error));
         Self { module: map(self.module), ..self }
     }
 }
@@ -121,7 +127,7 @@ impl<M: Module> Module for Fsdp<M> {
         let schedule = self.schedule.clone();
         // The alias of a tied weight needs the shard of the owner, so all shards are read first.
         visit_leaf(&self.module, &mut Collect(&*schedule));
-        let materialized = self.map_module(Module::materialize);
+        let materialized = Self { module: self.module.materialize(), ..self };
         schedule.forget();
         materialized
     }

@@ -229,6 +229,7 @@ impl<B: ModelBackend> Schedule<B> {
         }
         self.collect_reductions(state, 0)?;
         state.calls.retain(|_, call| call.has_graph());
+        self.end_unused_holds(state);
         for unit in 0..self.units.len() {
             self.evict(state, unit)?;
         }

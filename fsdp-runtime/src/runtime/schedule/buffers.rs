@@ -19,6 +19,8 @@ pub(super) struct GatherBuffers<B: ShardBackend> {
     /// The part of each flat range of each unit that this rank keeps after forward, under
     /// `Reshard::To`.
     kept_parts: Vec<Vec<Arc<GatherBuffer<B>>>>,
+    /// Buffers of their own of the units that stay gathered, in place of those of `of_unit`.
+    held: Vec<Option<Vec<Arc<GatherBuffer<B>>>>>,
 }
 
 impl<B: ShardBackend> GatherBuffers<B> {
@@ -36,17 +38,38 @@ impl<B: ShardBackend> GatherBuffers<B> {
             _ => Vec::new(),
         };
         let kept_parts = units.iter().map(parts).collect();
-        Self { owners: vec![None; buffers.len()], buffers, of_unit: plan.buffers_of, kept_parts }
+        let (owners, held) = (vec![None; buffers.len()], vec![None; units.len()]);
+        Self { owners, buffers, of_unit: plan.buffers_of, kept_parts, held }
+    }
+
+    /// Gives a unit buffers of its own, which no other unit takes.
+    pub(super) fn hold(&mut self, unit: usize, buffers: Vec<Arc<GatherBuffer<B>>>) {
+        self.held[unit] = Some(buffers);
+    }
+
+    /// Takes a unit's own buffers away, and returns their bytes. Tensors that view them keep their
+    /// memory alive.
+    pub(super) fn end_hold(&mut self, unit: usize) -> usize {
+        let buffers = self.held[unit].take().unwrap_or_default();
+        buffers.iter().map(|buffer| buffer.bytes()).sum()
+    }
+
+    /// Returns whether a unit has buffers of its own.
+    pub(super) fn holds(&self, unit: usize) -> bool {
+        self.held[unit].is_some()
     }
 
     /// Returns the buffers that a unit is gathered in, one for each flat range.
     pub(super) fn of(&self, unit: usize) -> impl Iterator<Item = &Arc<GatherBuffer<B>>> {
-        self.of_unit[unit].iter().map(|&buffer| &self.buffers[buffer])
+        (0..self.of_unit[unit].len()).map(move |range| self.of_range(unit, range))
     }
 
     /// Returns the buffer of one flat range of a unit.
-    pub(super) fn of_range(&self, unit: usize, range: usize) -> &GatherBuffer<B> {
-        &self.buffers[self.of_unit[unit][range]]
+    pub(super) fn of_range(&self, unit: usize, range: usize) -> &Arc<GatherBuffer<B>> {
+        match &self.held[unit] {
+            Some(held) => &held[range],
+            None => &self.buffers[self.of_unit[unit][range]],
+        }
     }
 
     /// Returns whether a unit has no buffers, because none of its parameters is sharded.
@@ -61,12 +84,18 @@ impl<B: ShardBackend> GatherBuffers<B> {
 
     /// Returns the other units that are gathered in a unit's buffers.
     pub(super) fn other_owners(&self, unit: usize) -> Vec<usize> {
+        if self.holds(unit) {
+            return Vec::new();
+        }
         let owners = self.of_unit[unit].iter().filter_map(|&buffer| self.owners[buffer]);
         owners.filter(|&owner| owner != unit).collect()
     }
 
     /// Makes a unit the owner of its buffers.
     pub(super) fn acquire(&mut self, unit: usize) {
+        if self.holds(unit) {
+            return;
+        }
         for &buffer in &self.of_unit[unit] {
             self.owners[buffer] = Some(unit);
         }
@@ -83,7 +112,8 @@ impl<B: ShardBackend> GatherBuffers<B> {
     /// Returns whether two units share a buffer.
     pub(super) fn share(&self, unit: usize, other: usize) -> bool {
         let buffers = &self.of_unit[unit];
-        self.of_unit[other].iter().any(|buffer| buffers.contains(buffer))
+        let holds = self.holds(unit) || self.holds(other);
+        !holds && self.of_unit[other].iter().any(|buffer| buffers.contains(buffer))
     }
 
     /// Returns whether the buffer of one flat range of `unit` is also a buffer of `other`.
@@ -108,6 +138,7 @@ impl<B: ShardBackend> GatherBuffers<B> {
     /// Returns the size of all buffers and kept parts, in bytes.
     pub(super) fn bytes(&self) -> usize {
         let parts = self.kept_parts.iter().flatten();
-        self.buffers.iter().chain(parts).map(|buffer| buffer.bytes()).sum()
+        let held = self.held.iter().flatten().flatten();
+        self.buffers.iter().chain(parts).chain(held).map(|buffer| buffer.bytes()).sum()
     }
 }

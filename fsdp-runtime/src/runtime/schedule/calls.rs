@@ -24,6 +24,7 @@ impl<B: ModelBackend> Schedule<B> {
             self.tracker.give_back(MemoryKind::ReducedGradients, bytes, None);
         }
         state.calls.retain(|_, call| call.has_graph());
+        self.end_holds(state, |_| true);
         // The module's parameters may have changed since the last pass.
         state.shards_written = None;
         for unit in 0..self.units.len() {

@@ -3,13 +3,14 @@
 use super::access::ScheduleState;
 use super::collectives::ScheduleCollectives;
 use super::core::Schedule;
+use super::hold::ScheduleHolds;
 use super::metrics::ScheduleMetrics;
 use crate::backend::ModelBackend;
 use crate::module::Runtime;
 
 /// The schedule of a sharded model, for any backend.
 pub(crate) trait ErasedSchedule:
-    Runtime + ScheduleMetrics + ScheduleState + ScheduleCollectives
+    Runtime + ScheduleMetrics + ScheduleState + ScheduleCollectives + ScheduleHolds
 {
 }
 

@@ -12,7 +12,7 @@ use crate::backend::{
 };
 use crate::error::{Error, ScheduleError};
 use crate::module::{CallId, ParamIndex};
-use crate::param_group::Placement;
+use crate::param_group::{Placement, Unit};
 
 impl<B: ModelBackend> Schedule<B> {
     /// Returns the full value of a parameter, given its base. The value is tracked if the parameter
@@ -50,6 +50,9 @@ impl<B: ModelBackend> Schedule<B> {
         let dtype = if in_forward { unit.params[owner.param].dtype } else { DType::F32 };
         let value = match &unit.params[owner.param].placement {
             Placement::Shard(_) if call.is_some() => self.gathered(state, index, owner),
+            Placement::Shard(_) if is_held_as(state, owner, dtype, unit) => {
+                self.gathered(state, index, owner)
+            }
             Placement::Shard(_) => {
                 let full = self.gather_single(owner, self.on_device(value))?;
                 B::raise(cast::<Raw<B>>(full, dtype))
@@ -141,6 +144,16 @@ impl<B: ModelBackend> Schedule<B> {
         }
         value
     }
+}
+
+/// Returns whether a guard keeps a parameter gathered in the given dtype.
+fn is_held_as<B: ModelBackend>(
+    state: &State<B>,
+    index: ParamIndex,
+    dtype: DType,
+    unit: &Unit,
+) -> bool {
+    state.buffers.holds(index.unit) && unit.params[index.param].dtype == dtype
 }
 
 /// Returns the leaf to record the use of a parameter with: none in the first run of a recomputed

@@ -21,8 +21,8 @@
 //! Every step is traced with `tracing`, under the target `fsdp`, in the order of execution.
 //!
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
-//! `reduction`, `buffers`, `state`, `core`, `reshard`, `unshard`, `single_gather`, `whole_step`,
-//! `calls`, `reduce`, `backward`, `recompute_first_run`, `recompute_backward`, `materialize`,
+//! `reduction`, `buffers`, `state`, `core`, `reshard`, `unshard`, `hold`, `single_gather`,
+//! `whole_step`, `calls`, `reduce`, `backward`, `recompute_first_run`, `recompute_backward`, `materialize`,
 //! `forward`. The interfaces follow: `autodiff_hooks`, `runtime`, `metrics`, `access`,
 //! `collectives`, `erased`.
 
@@ -36,6 +36,7 @@ mod core;
 mod counters;
 mod erased;
 mod forward;
+mod hold;
 mod materialize;
 mod metrics;
 mod recompute_backward;

@@ -25,20 +25,27 @@ impl<B: ModelBackend> Schedule<B> {
         Ok(())
     }
 
-    /// Releases the gather buffers of a unit. Does nothing if the unit is not unsharded.
+    /// Releases the gather buffers of a unit. Does nothing if the unit is not unsharded, or if a
+    /// guard keeps it so.
     pub(super) fn reshard(&self, state: &mut State<B>, index: usize) {
-        if !matches!(state.units[index].shard_state, ShardState::Unsharded) {
+        let is_unsharded = matches!(state.units[index].shard_state, ShardState::Unsharded);
+        if !is_unsharded || state.buffers.holds(index) {
             return;
         }
-        let unit = &self.units[index];
-        tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::reshard");
-        state.units[index].shard_state = ShardState::Sharded;
+        tracing::trace!(target: "fsdp", unit = %self.units[index].name, "fsdp::reshard");
         if !state.buffers.has_none(index) {
             // Recorded reads of the gather buffers are launched before they are released.
             self.drain();
         }
         state.buffers.release(index);
+        self.end_unsharded(state, index);
+    }
+
+    /// Marks an unsharded unit as sharded, and drops its copies of offloaded parameters.
+    pub(super) fn end_unsharded(&self, state: &mut State<B>, index: usize) {
+        let unit = &self.units[index];
         let state = &mut state.units[index];
+        state.shard_state = ShardState::Sharded;
         let copied = std::mem::take(&mut state.copied_bytes);
         if copied > 0 {
             self.tracker.give_back(MemoryKind::ReplicatedCopies, copied, index);
@@ -59,7 +66,7 @@ impl<B: ModelBackend> Schedule<B> {
             return;
         };
         let parts = state.buffers.kept_parts(index);
-        if parts.is_empty() {
+        if parts.is_empty() || state.buffers.holds(index) {
             return;
         }
         for (part, buffer) in parts.iter().zip(state.buffers.of(index)) {
@@ -95,8 +102,11 @@ impl<B: ModelBackend> Schedule<B> {
     /// place.
     pub(super) fn forget_shards(&self, state: &mut State<B>) {
         state.shards_written = None;
-        for unit in &mut state.units {
-            unit.shards.iter_mut().for_each(|shard| *shard = None);
+        for (index, unit) in state.units.iter_mut().enumerate() {
+            // A guard borrows the model, so that no optimizer steps what its units read.
+            if !state.buffers.holds(index) {
+                unit.shards.iter_mut().for_each(|shard| *shard = None);
+            }
         }
     }
 }

@@ -28,8 +28,16 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         else {
             return;
         };
-        let shard = LocalShard::new(value, leaf);
-        self.lock().units[index.unit].shards[index.param] = Some(shard);
+        let mut shard = LocalShard::new(value, leaf);
+        let state = &mut *self.lock();
+        let registered = &mut state.units[index.unit].shards[index.param];
+        if let Some(earlier) = registered
+            && state.buffers.holds(index.unit)
+        {
+            // The copy on the device stays as long as the unit stays gathered.
+            shard.on_device = earlier.on_device.clone();
+        }
+        *registered = Some(shard);
     }
 
     fn pre_forward(

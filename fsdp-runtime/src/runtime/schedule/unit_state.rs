@@ -74,6 +74,8 @@ pub(super) struct UnitState<B: ModelBackend> {
     pub(super) unsharded_gradients: Vec<Option<Float<B>>>,
     /// Whether this rank keeps a part of the gathered parameters for backward, under `Reshard::To`.
     pub(super) has_kept_part: bool,
+    /// Number of guards that keep the unit gathered.
+    pub(super) guards: usize,
 }
 
 impl<B: ModelBackend> UnitState<B> {
@@ -89,6 +91,7 @@ impl<B: ModelBackend> UnitState<B> {
             reduced: none(entries),
             unsharded_gradients: none(entries),
             has_kept_part: false,
+            guards: 0,
         }
     }
 
