@@ -1,14 +1,13 @@
 //! Units that are kept gathered while a guard lives, and the plain module of a sharded model.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use super::backward::catch_error;
 use super::model::Fsdp;
 use crate::error::{Error, ScheduleError};
 use crate::layout::Rank;
-use crate::module::FsdpModule;
-use crate::module::opaque::visit_leaf;
+use crate::module::{FsdpModule, ParamVisitor};
 use crate::param_group::Unit;
 use crate::runtime::hooks::Collect;
 
@@ -147,8 +146,8 @@ impl<M: FsdpModule> Fsdp<M> {
             return self.into_plain().map(Some);
         }
         catch_error(|| {
-            visit_leaf(&self.module, &mut Collect(&*self.schedule));
-            self.module.visit(&mut DropValues);
+            self.module.visit_params(&mut Collect(&*self.schedule));
+            self.module.visit_params(&mut DropValues);
             self.schedule.forget();
             None
         })
@@ -161,11 +160,12 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 }
 
-/// The visitor that gathers each parameter and drops its value.
+/// The visitor that gathers each parameter, in the order in which `Module::materialize` does, and
+/// drops its value.
 struct DropValues;
 
-impl ModuleVisitor for DropValues {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+impl ParamVisitor for DropValues {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         drop(param.val());
     }
 }
