@@ -4,6 +4,8 @@
     cargo build --release --features mpi --example bert_finetune
     tests/mpi.py losses EXAMPLE        20 steps on 4 processes against 4 threads: at most 1e-6 apart
     tests/mpi.py learner EXAMPLE       `mnist_learner` on 2 processes against 2 threads: the same metrics
+    tests/mpi.py resume EXAMPLE        `mnist_learner`, killed after an epoch and resumed, as 2 threads and as 2
+                                       processes: the same bits as without a kill
     tests/mpi.py kills EXAMPLE COUNT   ranks killed or stopped at random: each run ends within 10 s,
                                        names the rank, exits with an error and leaves no process
     tests/mpi.py throughput EXAMPLE    2 processes against 2 threads, in turns: at least 0.9 of it
@@ -120,6 +122,41 @@ def disturb(example, world, how, log):
     print(f"rank {victim} of {world}, {how.name}: {took:.1f} s, exit code {code}", flush=True)
 
 
+def resume(example):
+    """The last checkpoint and metrics of a run that is killed with SIGKILL after its first epoch, and resumed."""
+
+    def trained(command, folder):
+        done = subprocess.run([*command, "--out", folder], capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        # The ranks' files of the last checkpoint: weights and the optimizer's state.
+        last = max(pathlib.Path(folder).glob("checkpoints/step-????????"))
+        files = [*last.glob("rank-*"), *pathlib.Path(folder).glob("valid/epoch-3/*.log")]
+        return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+    def killed(command, folder):
+        with open(pathlib.Path(folder, "killed.log"), "w+") as log:
+            run = subprocess.Popen([*command, "--out", folder], stdout=log, stderr=log)
+        while not list(pathlib.Path(folder).glob("checkpoints/step-????????/manifest.json")):
+            assert run.poll() is None, pathlib.Path(folder, "killed.log").read_text()
+            time.sleep(0.05)
+        time.sleep(random.uniform(0, 0.5))
+        victim = ranks_of(run.pid).get(1, run.pid)
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait(30) != 0
+        return "a rank" if victim != run.pid else "the process"
+
+    for command in ([example, "--world", "2"], MPIRUN + ["2", example]):
+        with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as parts:
+            expected = trained(command, whole)
+            victim = killed(command, parts)
+            assert not pathlib.Path(parts, "model.bpk").exists(), "it was killed before its end"
+            found = trained([*command, "--resume"], parts)
+        assert len(expected) == 4 and expected.keys() == found.keys(), (expected.keys(), found.keys())
+        differing = [name for name, bytes in expected.items() if found[name] != bytes]
+        assert not differing, differing
+        print(f"{command[0]}: {victim} was killed and the run resumed: the same bits", flush=True)
+
+
 def kills(example, count):
     for _ in range(int(count)):
         how = random.choice([signal.SIGKILL, signal.SIGSTOP])
@@ -142,7 +179,7 @@ def throughput(example):
 
 
 if __name__ == "__main__":
-    commands = {"losses": losses, "learner": learner, "kills": kills, "throughput": throughput}
+    commands = {"losses": losses, "learner": learner, "resume": resume, "kills": kills, "throughput": throughput}
     try:
         command, arguments = commands[sys.argv[1]], sys.argv[2:]
     except (IndexError, KeyError):

@@ -19,18 +19,15 @@ mod data;
 #[allow(dead_code, reason = "the example `mnist` uses the rest")]
 #[path = "../mnist/model.rs"]
 mod model;
+mod steps;
 
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use burn::config::Config;
-use burn::data::dataloader::batcher::Batcher;
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
-use burn::tensor::Device;
 use burn::train::metric::{AccuracyMetric, LossMetric};
-use burn::train::{
-    ClassificationOutput, InferenceStep, Learner, LearnerSummary, TrainOutput, TrainStep,
-};
+use burn::train::{Learner, LearnerSummary};
 use clap::Parser;
 use fsdp_runtime::checkpoint::CheckpointManager;
 use fsdp_runtime::optim::AdadeltaConfig;
@@ -38,8 +35,8 @@ use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{FsdpStrategy, RankLoader, supervised};
 use fsdp_runtime::{FsdpConfig, Rank};
 
-use crate::data::{Batch, Digit, Digits};
-use crate::model::{Net, nll_loss_sum};
+use crate::data::Digits;
+use crate::model::Net;
 
 /// Trains PyTorch's MNIST network through Burn's Learner.
 #[derive(Parser, Clone, Debug)]
@@ -78,40 +75,6 @@ struct TrainingConfig {
     #[config(default = 1)]
     seed: u64,
     fsdp: FsdpConfig,
-}
-
-impl Batcher<Digit, Batch> for Digits {
-    fn batch(&self, digits: Vec<Digit>, device: &Device) -> Batch {
-        Batch::new(&digits, device)
-    }
-}
-
-impl Net {
-    fn classify(&self, batch: Batch) -> ClassificationOutput {
-        let images = batch.targets.dims()[0];
-        let output = self.forward(batch.images);
-        let loss = nll_loss_sum(output.clone(), batch.targets.clone()) / images as f64;
-        ClassificationOutput::new(loss, output, batch.targets)
-    }
-}
-
-impl TrainStep for Net {
-    type Input = Batch;
-    type Output = ClassificationOutput;
-
-    fn step(&self, batch: Batch) -> TrainOutput<ClassificationOutput> {
-        let item = self.classify(batch);
-        TrainOutput::new(self, item.loss.backward(), item)
-    }
-}
-
-impl InferenceStep for Net {
-    type Input = Batch;
-    type Output = ClassificationOutput;
-
-    fn step(&self, batch: Batch) -> ClassificationOutput {
-        self.classify(batch)
-    }
 }
 
 fn main() -> Result<()> {

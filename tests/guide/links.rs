@@ -71,6 +71,16 @@ fn every_page_is_a_chapter_with_a_link_and_a_row() {
     }
 }
 
+/// Each chapter has a block of Rust that `cargo test --doc` compiles.
+#[test]
+fn every_chapter_is_doctested() {
+    for chapter in chapters() {
+        let page = text(&format!("{DOCS}/{chapter}.md"));
+        let compiled = |line: &&str| ["```rust", "```rust,no_run"].contains(line);
+        assert!(page.lines().any(|line| compiled(&line)), "{chapter} has no Rust that compiles");
+    }
+}
+
 #[test]
 fn links_between_pages_work_in_both_forms() {
     let links = text(&format!("{DOCS}/links"));

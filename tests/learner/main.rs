@@ -7,6 +7,8 @@
 mod support;
 
 mod dashboard;
+mod killed;
+mod mnist;
 mod model;
 mod outputs;
 mod parity;

@@ -201,6 +201,24 @@ fn ranks_with_different_numbers_of_batches() {
 }
 
 #[test]
+fn loaders_whose_items_depend_on_the_rank() {
+    let split = |worker: &Worker| {
+        let own = rows(40 * worker.rank().index(), 40 + worker.rank().index());
+        RankLoader::new(Rows, own, worker).batch_size(8).build()
+    };
+    let seeded = |worker: &Worker| loader(worker).shuffle(worker.rank().index() as u64).build();
+    let wrong: [(fn(&Worker) -> _, _); 2] = [(split, "41 items in"), (seeded, "seed 1")];
+    for (train, found) in wrong {
+        let folder = tempdir().unwrap();
+        let error = trained_on(&Run::new(2), folder.path(), |it| it, train).err().unwrap();
+        let LearnerError::DataMismatch { rank, .. } = cause(&error) else { panic!("{error}") };
+        assert_eq!(rank.index(), 1);
+        let text = error.to_string();
+        assert!(text.contains(found) && text.contains("same seed to `RankLoader`"), "{text}");
+    }
+}
+
+#[test]
 fn a_dataset_with_fewer_items_than_ranks() {
     let ranks = launch(launch_options(4), |worker| {
         RankLoader::new(Rows, rows(0, 3), &worker).build();

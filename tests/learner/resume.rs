@@ -77,6 +77,32 @@ fn a_killed_run_resumes_to_the_same_bits() {
     }
 }
 
+/// A position within an epoch refers to a dataset and its order.
+#[test]
+fn another_order_of_the_data() {
+    for world in [1, 2] {
+        let folder = tempdir().unwrap();
+        let run = Run { shuffle: Some(4), checkpoint_every: Some(2), ..Run::new(world) };
+        killed_after(6 * world + 1, &run, folder.path());
+        for (shuffle, found) in
+            [(Some(5), "132 items shuffled with seed 5"), (None, "132 items in")]
+        {
+            let other = Run { shuffle, ..run.clone() };
+            let error = sharded(&other, folder.path()).err().unwrap();
+            let Some(Error::Learner(LearnerError::OtherData { epoch: 1, .. })) =
+                error.source.downcast_ref::<Error>()
+            else {
+                panic!("{error}")
+            };
+            let saved = "with 132 items shuffled with seed 4, and the data loader now has ";
+            assert!(error.to_string().contains(&format!("{saved}{found}")), "{error}");
+        }
+        sharded(&run, folder.path()).unwrap();
+        // At the end of an epoch the order may change.
+        sharded(&Run { epochs: 3, shuffle: Some(5), ..run }, folder.path()).unwrap();
+    }
+}
+
 /// A run that continues in its first epoch with 32 rows would have no batch there.
 #[test]
 fn a_position_beyond_the_data() {
@@ -105,10 +131,12 @@ fn a_position_beyond_the_data() {
                 Ok::<_, Error>(())
             });
             let error = resumed.unwrap_err();
-            let expected = LearnerError::PositionBeyondData {
-                epoch: 1,
-                position: 6 * BATCH / world,
-                items: 32 / world,
+            let expected = if burns {
+                LearnerError::PositionBeyondData { epoch: 1, position: 6 * BATCH, items: 32 }
+            } else {
+                let saved = "132 items shuffled with seed 4".into();
+                let found = "32 items in the order of the dataset".into();
+                LearnerError::OtherData { epoch: 1, saved, found }
             };
             let cause = error.source.downcast_ref::<Error>();
             assert_eq!(cause, Some(&Error::Learner(expected)), "{error}");

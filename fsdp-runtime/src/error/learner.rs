@@ -105,6 +105,33 @@ pub enum LearnerError {
         /// Number of items of one rank that the loader has.
         items: usize,
     },
+    /// A checkpoint within an epoch whose items had another order than those of this run.
+    #[error(
+        "the checkpoint was saved within epoch {epoch}, with {saved}, and the data loader now has \
+         {found}: items would be used twice, and others never; resume with the dataset and the seed that \
+         the run was started with, or from a checkpoint at the end of an epoch"
+    )]
+    OtherData {
+        /// The epoch to continue, counted from 1.
+        epoch: usize,
+        /// Number of items and their order in the run that saved the checkpoint.
+        saved: String,
+        /// Number of items and their order now.
+        found: String,
+    },
+    /// Ranks whose training loaders have different datasets or seeds.
+    #[error(
+        "the training loader of rank {rank} has {found}, and that of rank 0 has {expected}; pass the \
+         same dataset and the same seed to `RankLoader` on every rank: it gives each rank its own part"
+    )]
+    DataMismatch {
+        /// The first rank that differs from rank 0.
+        rank: Rank,
+        /// Number of items and their order on this rank.
+        found: String,
+        /// Number of items and their order on rank 0.
+        expected: String,
+    },
     /// An epoch that ended within an accumulation of gradients.
     #[error(
         "epoch {epoch} ended with the gradients of {batches} batches not applied, because the data \

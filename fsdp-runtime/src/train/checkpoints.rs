@@ -6,7 +6,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::train::TrainStep;
 
-use super::position::Position;
+use super::position::{DataOrder, Position};
 use crate::checkpoint::{Checkpoint, CheckpointManager, Progress, Restore};
 use crate::error::{Error, LearnerError};
 use crate::fully_shard::Fsdp;
@@ -17,6 +17,8 @@ use crate::optim::WholeParam;
 /// Names of the model and of the optimizer in checkpoints.
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
+/// Name of the [`DataOrder`] that the position in the data refers to.
+const DATA_ORDER: &str = "data_order";
 
 /// Optimizer of a sharded model, with the parameters that it steps.
 pub(super) enum Stepper {
@@ -74,7 +76,7 @@ pub(super) fn start(progress: Progress, world: usize) -> Position {
 /// Saves a checkpoint. Every rank calls it.
 pub(super) fn save<M: FsdpModule>(
     manager: &mut CheckpointManager,
-    progress: Progress,
+    Resumed { progress, order }: Resumed,
     model: &Fsdp<M>,
     stepper: &Stepper,
 ) -> Result<(), Error> {
@@ -85,7 +87,20 @@ pub(super) fn save<M: FsdpModule>(
         Stepper::Shards(optimizer) => checkpoint.with_optimizer(OPTIMIZER, optimizer),
         Stepper::WholeParams(optimizer) => checkpoint.with_whole_optimizer(OPTIMIZER, optimizer),
     };
+    let order = order.and_then(|order| serde_json::to_value(order).ok());
+    let checkpoint = match order {
+        Some(order) => checkpoint.with_value(DATA_ORDER, order),
+        None => checkpoint,
+    };
     manager.save(&checkpoint).map(drop)
+}
+
+/// State of a run beside its model and optimizer, as a checkpoint has it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Resumed {
+    pub(super) progress: Progress,
+    /// `None` if the training loader is no [`RankLoader`](super::RankLoader).
+    pub(super) order: Option<DataOrder>,
 }
 
 /// Loads the checkpoint to resume from, if there is one. Every rank calls it.
@@ -95,18 +110,21 @@ pub(super) fn restore<M: FsdpModule>(
     worker: &Worker,
     model: &mut Fsdp<M>,
     stepper: &mut Stepper,
-) -> Result<Progress, Error> {
+) -> Result<Resumed, Error> {
     let folder = match (resume, manager) {
         (Resume::Never, _) => None,
         (Resume::Folder(folder), _) => Some(folder.clone()),
         (Resume::Latest, Some(manager)) => manager.latest()?,
         (Resume::Latest, None) => return Err(LearnerError::NoCheckpoints.into()),
     };
-    let Some(folder) = folder else { return Ok(Progress::default()) };
+    let Some(folder) = folder else { return Ok(Resumed::default()) };
     let restore = Restore::new().with_model(MODEL, model);
     let restore = match stepper {
         Stepper::Shards(optimizer) => restore.with_optimizer(OPTIMIZER, optimizer),
         Stepper::WholeParams(optimizer) => restore.with_whole_optimizer(OPTIMIZER, optimizer),
     };
-    Ok(restore.load(worker, folder)?.progress)
+    let restored = restore.load(worker, folder)?;
+    let order = restored.values.get(DATA_ORDER);
+    let order = order.and_then(|order| serde_json::from_value(order.clone()).ok());
+    Ok(Resumed { progress: restored.progress, order })
 }

@@ -12,10 +12,10 @@ use burn::train::{
     TrainStep, TrainingItem, ValidLoader,
 };
 
-use super::checkpoints::{Stepper, save, start};
+use super::checkpoints::{Resumed, Stepper, save, start};
 use super::events::Events;
 use super::output::RankOutput;
-use super::position::{Position, in_training, starting_at};
+use super::position::{DataOrder, Position, in_training, starting_at};
 use super::seen::Seen;
 use super::settings::{LearnerModel, Settings};
 use super::steps::train_step;
@@ -54,6 +54,8 @@ pub(super) struct Fit<'a, M: LearnerModel> {
     pub(super) events: &'a mut Events<Fsdp<M>>,
     pub(super) manager: Option<&'a mut CheckpointManager>,
     pub(super) progress: Progress,
+    /// Order of the training data: in the checkpoint before [`Fit::run`], then of this run.
+    pub(super) order: Option<DataOrder>,
 }
 
 /// End of an epoch of training.
@@ -81,7 +83,8 @@ where
         let device = self.worker.device().clone();
         let train = loaders.train.to_device(&device);
         let valid = loaders.valid.to_device(&device.inner());
-        let train_items = in_training(|| train.num_items());
+        let (train_items, order) = in_training(|| train.num_items());
+        self.check_order(order)?;
         let mut totals = [train_items as f64, valid.num_items() as f64];
         self.worker.all_reduce_sum(&mut totals)?;
         let [train_items, valid_items] = totals.map(|items| items as usize);
@@ -119,6 +122,35 @@ where
             manager.finish()?;
         }
         Ok(model)
+    }
+
+    /// Checks that the items of the training loader are those of the other ranks, and those that the
+    /// position of a resumed run refers to. Every rank calls it.
+    fn check_order(&mut self, order: Option<DataOrder>) -> Result<(), Error> {
+        let saved = std::mem::replace(&mut self.order, order);
+        let all = self.worker.exchange("all_gather", "the order of the training data", order)?;
+        let (Some(order), Some(first)) = (order, *all[0]) else { return Ok(()) };
+        let ranks = self.worker.world().ranks().zip(&all);
+        let orders = ranks.filter_map(|(rank, order)| Some((rank, (**order)?)));
+        if let Some((rank, found)) = { orders }.find(|(_, order)| !order.has_items_of(first)) {
+            let (found, expected) = (found.to_string(), first.to_string());
+            return Err(LearnerError::DataMismatch { rank, found, expected }.into());
+        }
+        let Some(saved) = saved else { return Ok(()) };
+        if self.progress.position > 0 && !order.has_items_of(saved) {
+            let (epoch, saved) = (self.progress.epoch as usize + 1, saved.to_string());
+            return Err(LearnerError::OtherData { epoch, saved, found: order.to_string() }.into());
+        }
+        if order.batch != saved.batch {
+            tracing::warn!(
+                target: "fsdp",
+                "the checkpoint was saved with batches of {} items of all ranks, and they now have {}: a \
+                 learning-rate schedule that counts steps is another one by items",
+                saved.batch,
+                order.batch
+            );
+        }
+        Ok(())
     }
 
     fn start_events(&mut self, start: Position) {
@@ -292,7 +324,10 @@ where
 
     fn save(&mut self, model: &Fsdp<M>) -> Result<(), Error> {
         match &mut self.manager {
-            Some(manager) => save(manager, self.progress, model, &self.stepper),
+            Some(manager) => {
+                let state = Resumed { progress: self.progress, order: self.order };
+                save(manager, state, model, &self.stepper)
+            }
             None => Ok(()),
         }
     }

@@ -10,7 +10,7 @@ use burn::data::dataset::{Dataset, DatasetError};
 use burn::tensor::Device;
 
 use super::permutation::permutation;
-use super::position::{self, Position};
+use super::position::{self, DataOrder, Position};
 use super::prefetch::Prefetch;
 use crate::error::{Error, LearnerError, raise};
 use crate::launch::Worker;
@@ -300,6 +300,9 @@ where
 
     /// Returns the number of this rank's items in an epoch.
     fn num_items(&self) -> usize {
+        let Order { items, world, shuffle, .. } = self.order;
+        let batch = (self.batch_size * world) as u64;
+        position::report(DataOrder { items: items as u64, seed: shuffle, batch });
         self.order.len(position::trains())
     }
 

@@ -1,6 +1,9 @@
 //! The position in the data at which a loader's next iterator starts.
 
 use std::cell::Cell;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
 
 use crate::error::LearnerError;
 
@@ -23,7 +26,37 @@ impl Position {
     }
 }
 
+/// What a position in the data refers to: the order in which a [`RankLoader`](super::RankLoader)
+/// gives out the items of its dataset. Checkpoints contain it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct DataOrder {
+    /// Number of items in the dataset.
+    pub(super) items: u64,
+    /// Seed of the shuffles; `None` for the order of the dataset.
+    pub(super) seed: Option<u64>,
+    /// Number of items in a batch of all ranks.
+    pub(super) batch: u64,
+}
+
+impl DataOrder {
+    /// Returns whether the items of an epoch have the same order. The batch does not change it.
+    pub(super) fn has_items_of(self, other: Self) -> bool {
+        (self.items, self.seed) == (other.items, other.seed)
+    }
+}
+
+impl fmt::Display for DataOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.seed {
+            Some(seed) => write!(f, "{} items shuffled with seed {seed}", self.items),
+            None => write!(f, "{} items in the order of the dataset", self.items),
+        }
+    }
+}
+
 thread_local! {
+    /// Order that a loader has reported, since Burn's `DataLoader` has no method for it.
+    static REPORTED: Cell<Option<DataOrder>> = const { Cell::new(None) };
     /// Position for the next call of Burn's `DataLoader::iter`, which has no argument for it.
     static NEXT: Cell<Option<Position>> = const { Cell::new(None) };
 }
@@ -36,12 +69,19 @@ pub(super) fn starting_at<T>(position: Position, iter: impl FnOnce() -> T) -> (T
     (iter, NEXT.take().is_none())
 }
 
-/// Returns a number of items that `count` asks a loader for, which is that of training.
-pub(super) fn in_training(count: impl FnOnce() -> usize) -> usize {
+/// Returns a number of items that `count` asks a loader for, which is that of training, and the
+/// order of the items. The order is `None` for a loader that is no `RankLoader`.
+pub(super) fn in_training(count: impl FnOnce() -> usize) -> (usize, Option<DataOrder>) {
     NEXT.set(Some(Position { trains: true, ..Position::default() }));
+    REPORTED.take();
     let count = count();
     NEXT.take();
-    count
+    (count, REPORTED.take())
+}
+
+/// Reports the order of a loader's items to [`in_training`].
+pub(super) fn report(order: DataOrder) {
+    REPORTED.set(Some(order));
 }
 
 /// Returns whether the caller of the loader is a training epoch.

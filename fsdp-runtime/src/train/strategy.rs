@@ -161,9 +161,18 @@ impl FsdpStrategy {
         let mut checkpoints = self.checkpoints.lock().ignore_poison();
         let manager = checkpoints.as_mut();
         let resume = &self.settings.resume;
-        let progress = restore(resume, manager.as_deref(), &self.worker, &mut model, &mut stepper)?;
-        let (worker, settings) = (&self.worker, &self.settings);
-        let fit = Fit { worker, settings, components, learner, stepper, events, manager, progress };
+        let resumed = restore(resume, manager.as_deref(), &self.worker, &mut model, &mut stepper)?;
+        let fit = Fit {
+            worker: &self.worker,
+            settings: &self.settings,
+            components,
+            learner,
+            stepper,
+            events,
+            manager,
+            progress: resumed.progress,
+            order: resumed.order,
+        };
         fit.run(model, loaders)
     }
 }
