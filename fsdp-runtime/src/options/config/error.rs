@@ -50,11 +50,8 @@ pub enum ConfigError {
 }
 
 fn problem_lines(path: &std::path::Path, problems: &[Problem]) -> String {
-    let file = if path.as_os_str().is_empty() {
-        String::new()
-    } else {
-        format!("{}: ", path.display())
-    };
+    let file =
+        if path.as_os_str().is_empty() { String::new() } else { format!("{}: ", path.display()) };
     match problems {
         // The file is not to blame for a problem of the command line.
         [problem] if problem.place == Some(Place::CommandLine) => problem.to_string(),

@@ -19,6 +19,7 @@ mod sections;
 use std::path::Path;
 
 use self::reader::Reader;
+pub(super) use self::reader::boolean;
 use super::error::{ConfigError, Note, Problem};
 use super::keys::Section;
 use super::overrides::Overrides;

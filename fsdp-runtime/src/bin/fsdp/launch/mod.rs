@@ -58,9 +58,11 @@ pub(crate) use self::settings::{Options, Settings};
 use crate::console;
 
 #[derive(clap::Args)]
-#[command(after_help = "Every flag of `accelerate launch` is known, with hyphens or underscores. One \
+#[command(
+    after_help = "Every flag of `accelerate launch` is known, with hyphens or underscores. One \
                         that has no effect here is reported, and one that asks for something else is \
-                        refused, with the reason.")]
+                        refused, with the reason."
+)]
 pub(crate) struct Args {
     #[command(flatten)]
     options: Options,

@@ -168,11 +168,7 @@ mod tests {
     use super::*;
 
     /// Plans a launch with a file and values of the command line.
-    fn plan(
-        flags: &[(&str, &str)],
-        text: &str,
-        env: &[(&str, &str)],
-    ) -> Result<Plan, LaunchError> {
+    fn plan(flags: &[(&str, &str)], text: &str, env: &[(&str, &str)]) -> Result<Plan, LaunchError> {
         Plan::new(&settings(flags, text)?, |name| {
             env.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())
         })
@@ -232,7 +228,8 @@ mod tests {
     fn threads_are_those_of_the_flag_or_of_the_environment() {
         let mut settings = settings(&[("num_processes", "2")], "").unwrap();
         let threads = |settings: &Settings, env: Option<&str>| {
-            let plan = Plan::new(settings, |name| (name == THREADS).then(|| env.map(Into::into))?);
+            let plan =
+                Plan::new(settings, |name| (name == THREADS).then(|| env.map(Into::into))?);
             plan.unwrap().variable(THREADS).map(str::to_string)
         };
         assert_eq!(threads(&settings, None), None);

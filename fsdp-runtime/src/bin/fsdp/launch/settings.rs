@@ -48,15 +48,15 @@ pub(crate) struct Settings {
     /// The file, with the values of the command line.
     pub(crate) config: Config,
     /// File that `config` was read from.
-    pub(super) path: Option<PathBuf>,
+    pub(crate) path: Option<PathBuf>,
     /// Values of the command line.
-    pub(super) overrides: Overrides,
+    pub(crate) overrides: Overrides,
     /// Whether the flag `--mpi` was given.
     pub(crate) mpi: bool,
     /// Value of `--num-cpu-threads-per-process`.
-    pub(super) threads: Option<NonZeroUsize>,
+    pub(crate) threads: Option<NonZeroUsize>,
     /// Time between SIGTERM and SIGKILL.
-    pub(super) grace: Duration,
+    pub(crate) grace: Duration,
 }
 
 impl Options {
