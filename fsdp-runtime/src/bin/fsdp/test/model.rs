@@ -70,11 +70,12 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Returns the batches of `ranks` in a training step, one after the other.
-    pub(super) fn new(step: usize, ranks: std::ops::Range<usize>, device: &Device) -> Self {
-        let seed = |rank: usize| 1000 + 1000 * step as u64 + rank as u64;
+    /// Returns the batches of `ranks`, one after the other. A rank has one batch, whose loss falls
+    /// with each step.
+    pub(super) fn new(ranks: std::ops::Range<usize>, device: &Device) -> Self {
         let items = BATCH * ranks.len();
-        let inputs: Vec<f32> = ranks.flat_map(|rank| noise(seed(rank), BATCH * WIDTH)).collect();
+        let noise = |rank: usize| noise(1000 + rank as u64, BATCH * WIDTH);
+        let inputs: Vec<f32> = ranks.flat_map(noise).collect();
         // The sum of the first half of the features, less that of the second half.
         let target = |item: &[f32]| {
             let (first, second) = item.split_at(WIDTH / 2);

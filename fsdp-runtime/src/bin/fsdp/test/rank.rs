@@ -15,7 +15,7 @@ use crate::console;
 
 /// Number of training steps.
 const STEPS: usize = 6;
-const LEARNING_RATE: f64 = 0.02;
+const LEARNING_RATE: f64 = 0.05;
 
 type BoxedError = Box<dyn StdError + Send + Sync>;
 
@@ -88,7 +88,7 @@ fn device(config: &Config) -> (Device, bool) {
 struct Losses {
     /// Mean over the ranks of the loss of each step, before its update.
     steps: Vec<f64>,
-    /// Loss of the trained model on the next batches of all ranks.
+    /// Loss of the trained model on the batches of all ranks.
     last: f64,
 }
 
@@ -146,14 +146,15 @@ fn sharded(
     let mut model = fully_shard(Model::new(device), worker, options)?;
     let mut optimizer = SgdConfig::new().init();
     let mut steps = Vec::new();
-    for step in 0..STEPS {
-        let loss = Batch::new(step, rank..rank + 1, device).loss(&model);
+    let batch = Batch::new(rank..rank + 1, device);
+    for _ in 0..STEPS {
+        let loss = batch.loss(&model);
         let own = f64::from(loss.clone().into_scalar::<f32>());
         steps.push(of_all_ranks(worker, own)?.iter().sum::<f64>() / world as f64);
         let gradients = model.backward(loss)?;
         model = optimizer.step(LEARNING_RATE, model, gradients);
     }
-    let last = Batch::new(STEPS, 0..world, device).loss(&model.valid()).into_scalar::<f32>();
+    let last = Batch::new(0..world, device).loss(&model.valid()).into_scalar::<f32>();
 
     let stats = model.stats();
     let (mesh, counts) = (stats.mesh(), stats.counts());
@@ -181,13 +182,14 @@ fn unsharded(device: &Device, world: usize) -> Losses {
     let mut model = Model::new(device);
     let mut optimizer = SgdConfig::new().init();
     let mut steps = Vec::new();
-    for step in 0..STEPS {
-        let loss = Batch::new(step, 0..world, device).loss(&model);
+    let batch = Batch::new(0..world, device);
+    for _ in 0..STEPS {
+        let loss = batch.loss(&model);
         steps.push(f64::from(loss.clone().into_scalar::<f32>()));
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
         model = optimizer.step(LEARNING_RATE, model, gradients);
     }
-    let last = Batch::new(STEPS, 0..world, device).loss(&model).into_scalar::<f32>();
+    let last = batch.loss(&model).into_scalar::<f32>();
     Losses { steps, last: f64::from(last) }
 }
 
