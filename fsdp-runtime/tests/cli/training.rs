@@ -29,7 +29,8 @@ fn a_test_trains_and_says_what_it_has_checked() {
     assert!(run.stdout.ends_with("the test passed\n"), "{run:#?}");
     // Weights are halved; biases are replicated.
     let bytes: Vec<usize> =
-        line(&run, "bytes").split(' ').filter_map(|word| word.parse().ok()).collect();
+        line(&run, "memory").split(' ').filter_map(|word| word.parse().ok()).collect();
+    assert!(line(&run, "collectives").ends_with(" bytes sent"), "{run:#?}");
     assert!(bytes[0] > bytes[1] / 2 && bytes[0] < bytes[1] * 6 / 10, "{run:#?}");
 }
 
