@@ -5,7 +5,7 @@
 
 pub mod allocator;
 pub mod args;
-#[allow(dead_code, reason = "`bert_finetune` reads the file")]
+#[allow(dead_code, reason = "most examples read the file")]
 pub mod config_file;
 pub mod device;
 pub mod parse;

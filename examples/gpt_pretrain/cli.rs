@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use fsdp_runtime::env::RankEnv;
-use fsdp_runtime::prelude::ShardingStrategy;
+use fsdp_runtime::prelude::{FsdpOptions, ShardingStrategy};
 
 use crate::arch::Arch;
 use crate::common::args::{OutputArgs, RankArgs};
@@ -25,6 +25,19 @@ pub struct Cli {
 
     #[command(flatten)]
     pub ranks: RankArgs,
+
+    /// Configuration file with Accelerate's keys; flags override it [default: the one of `fsdp
+    /// launch`, if there is one]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// Sharding options of the configuration file.
+    #[arg(skip)]
+    pub file_options: Option<FsdpOptions>,
+
+    /// Whether the configuration file turns on the comparison of collectives.
+    #[arg(skip)]
+    pub debug: bool,
 
     /// Keep gathered parameters from forward to backward, which is faster and takes more memory
     #[arg(long)]
@@ -149,6 +162,7 @@ impl Cli {
     /// Returns how the model is sharded.
     pub fn sharding(&self) -> Sharding {
         Sharding {
+            file_options: self.file_options.clone().unwrap_or_default(),
             strategy: self.ranks.strategy.unwrap_or(ShardingStrategy::FullShard),
             reshard_after_forward: !self.no_reshard_after_forward,
             cpu_offload: self.cpu_offload,

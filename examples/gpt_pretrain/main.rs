@@ -20,7 +20,7 @@
 //! 3. `train.rs`: the training loop of one rank.
 //! 4. `memory_forecast.rs`: the memory that a rank will need.
 //!
-//! Inputs of a run are in `cli.rs` (arguments), `recipe.rs` (hyperparameters and their defaults),
+//! Inputs of a run are in `cli.rs` (arguments), `launch_config.rs` (the configuration file), `recipe.rs` (hyperparameters and their defaults),
 //! `job.rs`, `text.rs`, `bpe.rs` (tokenizer), `batch.rs` and `available_memory.rs`. Results are in
 //! `init_progress.rs` (progress bar), `fairseq_log.rs` (log lines), `bigram.rs` (baseline to
 //! compare with) and `summary.rs`. `learning_rate.rs` has the schedule, and `../common/` the code
@@ -37,6 +37,7 @@ mod common;
 mod fairseq_log;
 mod init_progress;
 mod job;
+mod launch_config;
 mod learning_rate;
 mod memory_forecast;
 mod model;
@@ -59,7 +60,7 @@ use fsdp_runtime::prelude::*;
 
 use crate::available_memory::AvailableMemory;
 use crate::cli::Cli;
-use crate::common::{allocator, config_file, report};
+use crate::common::{allocator, report};
 use crate::init_progress::InitBar;
 use crate::job::{Job, Setup};
 use crate::memory_forecast::forecast;
@@ -72,9 +73,9 @@ fn main() -> ExitCode {
 
 fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
+    let cli = &launch_config::filled(cli)?;
     cli.ranks.device.resolve_or_exit();
     if !cli.output.quiet {
-        config_file::note_unread();
         InitBar::show();
     }
     match run(cli)? {
@@ -104,6 +105,7 @@ fn run(cli: &Cli) -> Result<Option<Summary>> {
 
     let job = Job::new(cli, setup, verbose)?;
     let options = LaunchOptions::new(world).with_engine(cli.ranks.engine).with_device(device);
+    let options = if cli.debug { options.with_debug(true) } else { options };
     let results = launch(options, move |worker: Worker| {
         let summary = train(&job, &forecast, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))

@@ -10,6 +10,8 @@ use crate::model::Block;
 /// Settings of sharding, from the arguments.
 #[derive(Clone, Debug)]
 pub struct Sharding {
+    /// Options of the configuration file, or the defaults. The other fields override them.
+    pub file_options: FsdpOptions,
     /// Sharding strategy.
     pub strategy: ShardingStrategy,
     /// Whether gathered parameters are freed between forward and backward, if the strategy does so.
@@ -53,7 +55,7 @@ pub enum ActivationPolicy {
 impl Sharding {
     /// Returns the options to shard the model with.
     pub fn options(&self) -> FsdpOptions {
-        let mut options = FsdpOptions::new().with_strategy(self.strategy);
+        let mut options = self.file_options.clone().with_strategy(self.strategy);
         if !self.reshard_after_forward {
             options = options.with_reshard_after_forward(ReshardAfterForward::Never);
         }

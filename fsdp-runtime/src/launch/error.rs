@@ -54,6 +54,21 @@ pub enum EngineError {
         /// Cargo feature that enables the engine.
         feature: &'static str,
     },
+    /// Processes without a GPU each, in a build without MPI.
+    #[error(
+        "{launcher} has started {started} processes, which communicate over MPI on {device}, and \
+         this build has no MPI; install Open MPI (on Debian: `apt-get install openmpi-bin \
+         libopenmpi-dev libclang-dev`), add `--features mpi` to the cargo command, and start the \
+         program with `fsdp launch --mpi`; or start it by itself, and its ranks are threads"
+    )]
+    NoMpi {
+        /// Launcher that has started the processes.
+        launcher: Launcher,
+        /// Number of processes that were started.
+        started: WorldSize,
+        /// Name of the device.
+        device: String,
+    },
     /// Processes that were started as ranks, but not by MPI.
     #[error(
         "{launcher} has started this process as rank {rank} of {world}, but to MPI it is rank \

@@ -143,7 +143,7 @@ fn topology(
     let machines = group.exchange(&Op::new("all_gather", "the machines"), machine.clone())?;
     let named = machines.iter().filter(|other| ***other == machine).count();
     let local_size = env.local_world.unwrap_or(named).max(1);
-    Ok(LocalTopology { local_size, threads: options.threads(local_size) })
+    Ok(LocalTopology { local_size, threads: options.threads(local_size, 1) })
 }
 
 #[cfg(test)]

@@ -105,7 +105,13 @@ impl RankLocation {
                 }
                 _ if engine != Engine::Mpi && on_gpus => Ok(Self::ProcessOnGpu(started)),
                 _ if cfg!(feature = "mpi") => Ok(Self::Process(started)),
-                _ => Err(EngineError::NotCompiled { engine: Engine::Mpi, feature: "mpi" }),
+                _ if engine == Engine::Mpi => {
+                    Err(EngineError::NotCompiled { engine, feature: "mpi" })
+                }
+                _ => {
+                    let device = gpus.device.clone();
+                    Err(EngineError::NoMpi { launcher, started: world, device })
+                }
             },
         }
     }
@@ -185,7 +191,10 @@ mod tests {
                 "{location:?}"
             );
         } else {
-            assert!(matches!(location, Err(EngineError::NotCompiled { .. })), "{location:?}");
+            let error = location.unwrap_err().to_string();
+            for part in ["2 processes", "apt-get install openmpi-bin", "--features mpi"] {
+                assert!(error.contains(part), "{error}");
+            }
         }
     }
 

@@ -132,5 +132,5 @@ fn topology(group: &AnyProcessGroup, options: &LaunchOptions) -> Result<LocalTop
     // By default `mpirun` binds each process to separate cores, so only ranks with equal sets share
     // cores.
     let sharing = all.iter().filter(|other| ***other == own).count();
-    Ok(LocalTopology { local_size, threads: options.threads(sharing) })
+    Ok(LocalTopology { local_size, threads: options.threads(sharing, 1) })
 }

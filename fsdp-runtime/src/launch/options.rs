@@ -11,6 +11,9 @@ use crate::error::ShardError;
 /// launch where the program does not set it: `1` or `0`.
 pub const DEBUG_VARIABLE: &str = "FSDP_DEBUG";
 
+/// The environment variable with the number of threads of a process, as OpenMP has it.
+const THREADS_VARIABLE: &str = "OMP_NUM_THREADS";
+
 /// The number of ranks that a program asks for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NumRanks {
@@ -38,7 +41,7 @@ impl NumRanks {
 /// | engine | [`Engine::Auto`] |
 /// | device | Burn's default device |
 /// | time-out | 10 minutes |
-/// | threads per rank | the cores of the machine, shared evenly by its ranks |
+/// | threads per rank | the environment variable `OMP_NUM_THREADS`, else the cores of the machine, shared evenly by its ranks |
 /// | debug | the environment variable `FSDP_DEBUG` |
 /// | malloc tuning | on |
 #[derive(Clone, Debug)]
@@ -108,8 +111,11 @@ impl LaunchOptions {
         self
     }
 
-    /// Sets the number of threads of each rank's rayon pool, at least 1. Default: the cores of the
-    /// machine divided by the number of its ranks.
+    /// Sets the number of threads of each rank's rayon pool, at least 1.
+    ///
+    /// Default: the environment variable `OMP_NUM_THREADS`, which limits a process: ranks that are
+    /// threads of one process share that many. `fsdp launch --num-cpu-threads-per-process` sets it.
+    /// Without it, the cores of the machine divided by the number of its ranks.
     pub fn with_threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = Some(threads.max(1));
         self
@@ -142,11 +148,26 @@ impl LaunchOptions {
         self.debug.map_or_else(debug_variable, Ok)
     }
 
-    /// Returns the threads of one rank's pool, where `ranks` ranks share the cores of this process.
-    pub(super) fn threads(&self, ranks: usize) -> usize {
+    /// Returns the threads of one rank's pool. `sharing` ranks share the cores of this process, and
+    /// `here` of them run in this process.
+    pub(super) fn threads(&self, sharing: usize, here: usize) -> usize {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        self.threads_per_rank.unwrap_or((cores / ranks.max(1)).max(1))
+        let limit = std::env::var(THREADS_VARIABLE).ok().and_then(|text| thread_limit(&text));
+        let share = limit.map_or(cores / sharing.max(1), |limit| limit / here.max(1));
+        self.threads_per_rank.unwrap_or(share.max(1))
     }
+}
+
+/// Returns the number of threads that a value of `OMP_NUM_THREADS` allows a process. `None` for a
+/// value that OpenMP ignores too.
+fn thread_limit(text: &str) -> Option<usize> {
+    // With commas, the numbers are those of nested parallel regions, the outermost first.
+    let first = text.split(',').next()?.trim();
+    let limit = first.parse().ok().filter(|limit| *limit > 0);
+    if limit.is_none() && !first.is_empty() {
+        tracing::warn!("{THREADS_VARIABLE} is `{text}`, which is no number of threads");
+    }
+    limit
 }
 
 fn debug_variable() -> Result<bool, ShardError> {
@@ -158,5 +179,19 @@ fn debug_variable() -> Result<bool, ShardError> {
             value: value.into(),
             expected: "use 0 or 1".into(),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn openmps_variable_limits_a_process() {
+        let cases = [("4", Some(4)), (" 2 ", Some(2)), ("8,4,1", Some(8)), ("0", None)];
+        for (text, limit) in cases.into_iter().chain([("", None), ("many", None), ("-1", None)]) {
+            assert_eq!(thread_limit(text), limit, "{text}");
+        }
+        assert_eq!(LaunchOptions::new(2).with_threads_per_rank(3).threads(2, 2), 3);
     }
 }

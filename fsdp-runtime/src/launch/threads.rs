@@ -38,7 +38,7 @@ pub(super) fn run<T: Send + 'static>(
     options: &LaunchOptions,
     program: RankProgram<T>,
 ) -> Result<Vec<T>, LaunchError> {
-    let threads = options.threads(world.size());
+    let threads = options.threads(world.size(), world.size());
     let (sender, outcomes) = channel();
     for (index, (group, device)) in world.ranks().zip(ends) {
         let start = || -> std::io::Result<()> {

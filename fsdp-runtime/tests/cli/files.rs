@@ -38,13 +38,43 @@ fn the_default_file_is_written_where_launch_looks() {
     assert!(text.contains("distributed_type: FSDP"), "{text}");
 
     let run =
-        Fsdp::script(&["-n", "2"], "echo here").env("XDG_CACHE_HOME", fsdp.cache.path()).run();
+        Fsdp::script(&["-n", "1"], "echo here").env("XDG_CACHE_HOME", fsdp.cache.path()).run();
     assert_eq!(run.code, Some(0), "{run:#?}");
     assert!(run.stderr.contains("default_config.yaml"), "{run:#?}");
 
     let run = Fsdp::new(&["config", "--default", "--output", "/proc/no/file.yaml"]).run();
     assert_eq!(run.code, Some(1), "{run:#?}");
     assert!(run.stderr.contains("/proc/no/file.yaml: cannot be written"), "{run:#?}");
+}
+
+#[test]
+fn an_older_file_is_rewritten_in_todays_keys() {
+    let file =
+        ConfigFile::new("fp16: true # fast\ntpu_name: null\nfsdp_config: {min_num_params: 9}\n");
+    for flag in ["--config_file", "--config-file"] {
+        let run = Fsdp::new(&["config", "update", flag, file.path()]).run();
+        assert_eq!(run.code, Some(0), "{run:#?}");
+        let text = std::fs::read_to_string(file.path()).unwrap();
+        let expected = "mixed_precision: fp16 # fast\ntpu_name: null\n\
+                        fsdp_config: {fsdp_min_num_params: 9}\n";
+        assert_eq!(text, expected);
+        let said = match flag {
+            "--config_file" => "line 1: `fp16` is now `mixed_precision: fp16`",
+            _ => "has today's keys already",
+        };
+        assert!(run.stdout.contains(said), "{run:#?}");
+    }
+
+    // A file with a mistake is left alone.
+    let mistake = "fp16: true\nnum_procesess: 2\n";
+    file.write(mistake);
+    let run = Fsdp::new(&["config", "update", "--config_file", file.path()]).run();
+    assert_eq!(run.code, Some(1), "{run:#?}");
+    assert!(run.stderr.contains("did you mean `num_processes`?"), "{run:#?}");
+    assert_eq!(std::fs::read_to_string(file.path()).unwrap(), mistake);
+    let run = Fsdp::new(&["config", "update"]).run();
+    assert_eq!(run.code, Some(1), "{run:#?}");
+    assert!(run.stderr.contains("default_config.yaml: cannot be read"), "{run:#?}");
 }
 
 #[test]

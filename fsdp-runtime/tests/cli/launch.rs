@@ -54,7 +54,7 @@ fn lines_of_ranks_do_not_mix() {
         [(&run.stdout, "out", " abcdefghijklmnopqrstuvwxyz"), (&run.stderr, "err", "")]
     {
         let mut next = [0; 4];
-        for line in text.lines() {
+        for line in text.lines().filter(|line| !line.starts_with("fsdp: ")) {
             let (rank, line) = line.strip_prefix("[rank ").unwrap().split_once("] ").unwrap();
             let rank: usize = rank.parse().unwrap();
             assert_eq!(line, format!("{word} {}{end}", next[rank]));
@@ -82,13 +82,15 @@ fn flags_override_the_file_with_a_message() {
     let flags = ["--config", file.path(), "--num-processes", "2"];
     let run = Fsdp::script(&flags, "echo $WORLD_SIZE").run();
     assert_eq!(run.stdout.matches("] 2\n").count(), 2, "{run:#?}");
-    assert!(run.stderr.contains("--num-processes 2 overrides `num_processes: 4`"), "{run:#?}");
+    let message = "line 1: `num_processes: 4` has no effect here: the command line has \
+                   `num_processes: 2`";
+    assert!(run.stderr.contains(message), "{run:#?}");
 }
 
 #[test]
 fn a_start_that_cannot_work_is_refused_with_the_reason() {
     refused(&Fsdp::script(&[], "true").run(), 1, "--num-processes N");
-    refused(&Fsdp::script(&["-n", "0"], "true").run(), 1, "at least one");
+    refused(&Fsdp::script(&["-n", "0"], "true").run(), 1, "at least 1");
     let run = Fsdp::new(&["launch", "-n", "2", "./no/such/program"]).run();
     refused(&run, 127, "`./no/such/program` was not found");
     refused(&Fsdp::new(&["launch", "-n", "2", "/etc/passwd"]).run(), 126, "`/etc/passwd`");

@@ -4,8 +4,10 @@
 
 mod faults;
 mod files;
+mod flags;
 mod launch;
 mod merge;
 mod mpi;
 mod questions;
 mod support;
+mod training;

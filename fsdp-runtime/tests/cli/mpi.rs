@@ -4,17 +4,22 @@ use std::process::Command;
 
 use rustix::process::{Signal, kill_process};
 
-use crate::support::{Fsdp, SOON};
+use crate::support::{ConfigFile, Fsdp, SOON};
 
 /// `fsdp launch --mpi` of a shell script. None, with a message, where there is no `mpirun` of Open
 /// MPI.
 fn script(args: &[&str], script: &str) -> Option<Fsdp> {
+    with_mpirun(&[&["--mpi"], args].concat(), script)
+}
+
+/// `fsdp launch` of a shell script with flags that ask for `mpirun`.
+fn with_mpirun(args: &[&str], script: &str) -> Option<Fsdp> {
     let version = Command::new("mpirun").arg("--version").output();
     if !version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI")) {
         eprintln!("skipped: Open MPI's `mpirun` was not found");
         return None;
     }
-    let fsdp = Fsdp::script(&[&["--mpi"], args].concat(), script);
+    let fsdp = Fsdp::script(args, script);
     // Without both, `mpirun` refuses to run as root, as tests do in a container.
     Some(fsdp.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 }
@@ -30,6 +35,24 @@ fn mpirun_starts_the_ranks_and_each_line_has_its_rank() {
     let mut lines: Vec<&str> = run.stdout.lines().collect();
     lines.sort_unstable();
     assert_eq!(lines, ["[rank 0] 0 3", "[rank 1] 1 3", "[rank 2] 2 3"], "{run:#?}");
+}
+
+/// Ranks on CPUs communicate over MPI only, and a host file is one of `mpirun`.
+#[test]
+fn ranks_on_cpus_and_hosts_of_a_file_are_started_by_mpirun() {
+    let hosts = ConfigFile::new("localhost slots=2\n");
+    let path = hosts.path();
+    for flags in [&["--cpu"][..], &["--mpirun_hostfile", path], &["--mpirun-hostfile", path]] {
+        let flags = [flags, &["--num_processes", "2"]].concat();
+        let script = "echo $OMPI_COMM_WORLD_RANK $FSDP_CONFIG_FLAGS";
+        let Some(fsdp) = with_mpirun(&flags, script) else { return };
+        let run = fsdp.run();
+        assert_eq!(run.code, Some(0), "{run:#?}");
+        for rank in 0..2 {
+            let begin = format!("[rank {rank}] {rank} {{\"");
+            assert!(run.stdout.contains(&begin), "{begin}: {run:#?}");
+        }
+    }
 }
 
 #[test]

@@ -15,7 +15,7 @@ pub const SOON: Duration = Duration::from_secs(10);
 const MARK: &str = "FSDP_TEST_MARK";
 
 /// Environment variables that would make `fsdp` a rank of a launcher that runs the tests.
-const STARTERS: [&str; 9] = [
+const STARTERS: [&str; 12] = [
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -25,6 +25,9 @@ const STARTERS: [&str; 9] = [
     "SLURM_NTASKS",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "FSDP_CONFIG",
+    "FSDP_CONFIG_FLAGS",
+    "OMP_NUM_THREADS",
 ];
 
 /// `fsdp`, about to be run with a mark of its own and an empty cache directory.

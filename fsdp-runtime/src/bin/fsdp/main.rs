@@ -8,6 +8,7 @@ mod console;
 mod env;
 mod launch;
 mod merge;
+mod test;
 mod validate;
 
 use std::ffi::OsString;
@@ -29,6 +30,8 @@ enum Command {
     Config(config::Args),
     /// Starts a program as several ranks on this machine
     Launch(launch::Args),
+    /// Trains a small model as the configuration says, and compares it with unsharded training
+    Test(test::Args),
     /// Prints the versions, the memory and the devices of this machine, for a bug report
     Env,
     /// Converts a checkpoint to safetensors files that transformers loads
@@ -38,6 +41,9 @@ enum Command {
     /// Kills the process groups named on standard input when standard input closes
     #[command(hide = true)]
     Guard,
+    /// Runs the ranks of `fsdp test`
+    #[command(hide = true)]
+    TestRank(test::RankArgs),
     /// Runs a program as one rank of an `mpirun`
     #[command(hide = true)]
     Rank {
@@ -53,6 +59,8 @@ fn main() -> ExitCode {
         Command::Env => env::run(),
         Command::Merge(args) => merge::run(&args),
         Command::Validate(args) => validate::run(&args),
+        Command::Test(args) => test::run(&args),
+        Command::TestRank(args) => test::run_rank(&args),
         Command::Guard => launch::run_guard(),
         Command::Rank { program } => launch::run_rank(&program),
     }

@@ -5,6 +5,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::nearest::list;
+use super::place::Place;
 
 /// Error of a configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -41,19 +42,22 @@ pub enum ConfigError {
     /// The file has keys or values that cannot be used.
     #[error("{}", problem_lines(path, problems))]
     Invalid {
-        /// Path of the file.
+        /// Path of the file; empty if there is none, and the command line has the problems.
         path: PathBuf,
-        /// All problems of the file, in the order of their lines.
+        /// All problems, in the order of their lines. Those of the command line come last.
         problems: Vec<Problem>,
     },
 }
 
 fn problem_lines(path: &std::path::Path, problems: &[Problem]) -> String {
-    let path = path.display();
+    let file =
+        if path.as_os_str().is_empty() { String::new() } else { format!("{}: ", path.display()) };
     match problems {
-        [problem] => format!("{path}: {problem}"),
+        // The file is not to blame for a problem of the command line.
+        [problem] if problem.place == Some(Place::CommandLine) => problem.to_string(),
+        [problem] => format!("{file}{problem}"),
         problems => problems.iter().fold(
-            format!("{path}: {} problems", problems.len()),
+            format!("{file}{} problems", problems.len()),
             |mut text, problem| {
                 text.push_str(&format!("\n  {problem}"));
                 text
@@ -62,20 +66,20 @@ fn problem_lines(path: &std::path::Path, problems: &[Problem]) -> String {
     }
 }
 
-/// A problem with a configuration file, and its line.
+/// A problem with a configuration, and its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Problem {
-    /// Line, counted from 1; `None` if the problem is a missing key.
-    pub line: Option<usize>,
+    /// Place of the key; `None` if the problem is a missing key.
+    pub place: Option<Place>,
     /// Kind of the problem, with the key and the value.
     pub kind: ProblemKind,
 }
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.line {
-            Some(line) => write!(f, "line {line}: {}", self.kind),
+        match self.place {
+            Some(place) => write!(f, "{place}: {}", self.kind),
             None => self.kind.fmt(f),
         }
     }
@@ -124,15 +128,15 @@ pub enum ProblemKind {
         expected: String,
     },
     /// A key that is in the file twice.
-    #[error("`{key}` is already on line {first}")]
+    #[error("`{key}` is already {}", first.phrase())]
     DuplicateKey {
         /// Key in the file.
         key: String,
-        /// Line of the first of the two.
-        first: usize,
+        /// Place of the first of the two.
+        first: Place,
     },
     /// Two keys that contradict each other.
-    #[error("`{key}` is `{value}`, but `{other}` on line {other_line} is `{other_value}`; {fix}")]
+    #[error("`{key}` is `{value}`, but `{other}` {} is `{other_value}`; {fix}", other_place.phrase())]
     Contradiction {
         /// Key in the file.
         key: &'static str,
@@ -140,8 +144,8 @@ pub enum ProblemKind {
         value: String,
         /// Key that contradicts `key`.
         other: &'static str,
-        /// Line of the key `other` in the file.
-        other_line: usize,
+        /// Place of the key `other`.
+        other_place: Place,
         /// Value of the key `other`.
         other_value: String,
         /// Advice on how to resolve the contradiction.
@@ -195,9 +199,9 @@ fn hint(nearest: Option<&'static str>, valid: &[&'static str]) -> String {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Note {
-    /// Line, counted from 1.
-    pub line: usize,
-    /// Key in the file.
+    /// Place of the key.
+    pub place: Place,
+    /// Key in the file, or of the flag.
     pub key: String,
     /// Value in the file.
     pub value: String,
@@ -210,7 +214,7 @@ pub struct Note {
 
 impl fmt::Display for Note {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { line, key, value, reason, .. } = self;
-        write!(f, "line {line}: `{key}: {value}` has no effect here: {reason}")
+        let Self { place, key, value, reason, .. } = self;
+        write!(f, "{place}: `{key}: {value}` has no effect here: {reason}")
     }
 }

@@ -59,7 +59,20 @@ impl Section {
     pub(super) fn find(self, name: &str) -> Option<&'static Key> {
         self.keys().iter().find(|key| key.name == name)
     }
+
+    /// Returns the key with this name. As in Accelerate, a key under `fsdp_config` may lack the
+    /// prefix `fsdp_`.
+    pub(super) fn find_older(self, name: &str) -> Option<&'static Key> {
+        let prefixed = || self.find(&format!("fsdp_{name}"));
+        self.find(name).or_else(|| if self == Self::Fsdp { prefixed() } else { None })
+    }
 }
+
+/// Key of the map with the sizes of the device mesh.
+pub(super) const PARALLELISM: &str = "parallelism_config";
+
+/// Prefix of the keys under [`PARALLELISM`].
+pub(super) const PARALLELISM_PREFIX: &str = "parallelism_config_";
 
 const fn used(name: &'static str) -> Key {
     Key { name, effect: Effect::Used }
@@ -122,11 +135,13 @@ const TOP: &[Key] = &[
 
 const FSDP: &[Key] = &[
     used("fsdp_activation_checkpointing"),
+    used("fsdp_activation_checkpointing_offload"),
     used("fsdp_auto_wrap_policy"),
     used("fsdp_backward_prefetch"),
     used("fsdp_backward_prefetch_policy"),
     used("fsdp_cpu_ram_efficient_loading"),
     used("fsdp_forward_prefetch"),
+    used("fsdp_ignored_modules"),
     unused(
         "fsdp_limit_all_gathers",
         "the option `gather_buffers` of the program limits how many units are gathered at a time",

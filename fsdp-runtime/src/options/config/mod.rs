@@ -18,8 +18,9 @@
 
 // The files in order. Each uses only those before it; this file only re-exports.
 
-// Text: the YAML tree, the nearest known word.
+// Text: the place of a key, the YAML tree, the nearest known word.
 mod nearest;
+mod place;
 mod yaml;
 
 // Data: errors and notes, the values and the names of keys, the configuration.
@@ -33,9 +34,13 @@ mod options;
 mod shard_groups;
 mod write;
 
-// Reading: the text of a file to a configuration, and whole files.
+// Reading: values of the command line, the text of a file to a configuration, whole files, and
+// older files in today's keys.
 mod file;
+mod overrides;
 mod read;
+mod trainer;
+mod update;
 
 #[cfg(test)]
 mod note_tests;
@@ -43,6 +48,9 @@ mod note_tests;
 mod tests;
 
 pub use self::error::{ConfigError, Note, Problem, ProblemKind};
+pub use self::overrides::{OVERRIDES_VARIABLE, Overrides};
+pub use self::place::Place;
 pub use self::types::{CONFIG_VARIABLE, Config, DEFAULT_MIN_NUM_PARAMS, FsdpSection, MpirunConfig};
+pub use self::update::{Update, update};
 pub use self::values::{AutoWrapPolicy, MixedPrecision, StateDictType};
 pub use crate::launch::DEBUG_VARIABLE;

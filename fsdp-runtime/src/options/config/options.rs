@@ -38,9 +38,9 @@ impl Config {
             }
             StateDictType::Local | StateDictType::Sharded => "",
         };
-        let (line, value) = (self.source.line(key).unwrap_or_default(), asked.to_string());
+        let (place, value) = (self.source.place(key)?, asked.to_string());
         let reason = format!("the program saves checkpoints as `{saved}`{instead}");
-        Some(Note { line, key: key.into(), value, reason, off: false })
+        Some(Note { place, key: key.into(), value, reason, off: false })
     }
 
     /// Checks that the runtime has every option that the file asks for. Names of units are not
@@ -84,6 +84,7 @@ impl Config {
         if fsdp.activation_checkpointing {
             options = options.with_activation_checkpointing(ActivationCheckpointing::All);
         }
+        options = options.with_offload_activations(fsdp.activation_checkpointing_offload);
         match self.mixed_precision.param_dtype() {
             Some(FloatDType::F32) => {}
             Some(dtype) => options = options.with_mixed_precision(self.precision_policy(dtype)),
@@ -108,7 +109,7 @@ impl Config {
                 key: "num_processes",
                 instead: "write the number of ranks, such as `num_processes: 2`",
             };
-            problems.push(Problem { line: None, kind });
+            problems.push(Problem { place: None, kind });
             return self.unless_invalid(LaunchOptions::new(1), problems);
         };
         if self.num_machines > 1 {
@@ -146,7 +147,7 @@ impl Config {
             match units.iter().find(|unit| *unit == name) {
                 Some(unit) => wrapped.push(*unit),
                 None => problems.push(Problem {
-                    line: self.source.line("fsdp_transformer_layer_cls_to_wrap"),
+                    place: self.source.place("fsdp_transformer_layer_cls_to_wrap"),
                     kind: ProblemKind::UnknownUnit {
                         name: name.clone(),
                         model: layout.ty,
@@ -179,7 +180,7 @@ impl Config {
         instead: &'static str,
     ) -> Problem {
         let kind = ProblemKind::Unsupported { key, value: value.into(), instead };
-        Problem { line: self.source.line(key), kind }
+        Problem { place: self.source.place(key), kind }
     }
 
     /// Returns `value` if there are no problems, otherwise the problems in the order of their
@@ -188,7 +189,7 @@ impl Config {
         if problems.is_empty() {
             return Ok(value);
         }
-        problems.sort_by_key(|problem| problem.line);
+        problems.sort_by_key(|problem| problem.place);
         Err(ConfigError::Invalid { path: self.source.path.clone(), problems })
     }
 }

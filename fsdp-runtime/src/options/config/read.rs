@@ -19,13 +19,19 @@ mod sections;
 use std::path::Path;
 
 use self::reader::Reader;
-use super::error::{ConfigError, Note};
+pub(super) use self::reader::boolean;
+use super::error::{ConfigError, Note, Problem};
 use super::keys::Section;
+use super::overrides::Overrides;
 use super::types::{Config, Source};
-use super::yaml::{self, Value};
+use super::yaml::{self, Entry, Value};
 
-/// Reads the text of a file. Errors name the file as `path`.
-pub(super) fn read(text: &str, path: &Path) -> Result<(Config, Vec<Note>), ConfigError> {
+/// Reads the text of a file, whose values `overrides` replace. Errors name the file as `path`.
+pub(super) fn read(
+    text: &str,
+    path: &Path,
+    overrides: &Overrides,
+) -> Result<(Config, Vec<Note>), ConfigError> {
     let syntax = |error: yaml::SyntaxError| ConfigError::Syntax {
         path: path.into(),
         line: error.line,
@@ -35,25 +41,29 @@ pub(super) fn read(text: &str, path: &Path) -> Result<(Config, Vec<Note>), Confi
     let root = yaml::parse(text).map_err(syntax)?;
     let mut reader = Reader::default();
     reader.config.source = Source { path: path.into(), ..Source::default() };
-    match root.map(|root| (root.line, root.value)) {
-        None => {}
-        Some((_, Value::Map(entries))) => {
-            reader.section(Section::Top, &entries);
-            reader.check_agreement();
+    let entries = match root.map(|root| root.value) {
+        None => Vec::new(),
+        Some(Value::Map(entries)) => entries,
+        Some(_) => {
+            let message = "expected lines of `key: value`".into();
+            return Err(syntax(yaml::SyntaxError { line: 1, column: 1, message }));
         }
-        Some((line, _)) => {
-            return Err(syntax(yaml::SyntaxError {
-                line,
-                column: 1,
-                message: "expected lines of `key: value`".into(),
-            }));
-        }
-    }
+    };
+    let entries = overrides.apply(entries, &mut reader.notes);
+    reader.section(Section::Top, &entries);
+    reader.check_agreement();
     let Reader { config, mut notes, mut problems, .. } = reader;
     if problems.is_empty() {
-        notes.sort_by_key(|note| note.line);
+        notes.sort_by_key(|note| note.place);
         return Ok((config, notes));
     }
-    problems.sort_by_key(|problem| problem.line);
+    problems.sort_by_key(|problem| problem.place);
     Err(ConfigError::Invalid { path: path.into(), problems })
+}
+
+/// Returns the problems of the keys under `fsdp_config`, each on its own.
+pub(super) fn check_fsdp_section(entries: &[Entry]) -> Vec<Problem> {
+    let mut reader = Reader::default();
+    reader.section(Section::Fsdp, entries);
+    reader.problems
 }

@@ -24,6 +24,6 @@ impl Config {
         };
         let (key, value) = ("num_processes".into(), world.to_string());
         let kind = ProblemKind::WrongValue { key, value, expected };
-        Some(Problem { line: self.source.line("num_processes"), kind })
+        Some(Problem { place: self.source.place("num_processes"), kind })
     }
 }

@@ -240,11 +240,50 @@ fsdp_config:
   fsdp_use_orig_params: false
 ";
     let (_, notes) = good(text);
-    let (lines, off): (Vec<usize>, Vec<bool>) =
-        notes.iter().map(|note| (note.line, note.off)).unzip();
-    assert_eq!(lines, [1, 2, 5, 6]);
+    let (places, off): (Vec<Place>, Vec<bool>) =
+        notes.iter().map(|note| (note.place, note.off)).unzip();
+    assert_eq!(places, [1, 2, 5, 6].map(Place::Line));
     assert_eq!(off, [false; 4]);
     assert!(notes[2].to_string().contains("is not `TRANSFORMER_BASED_WRAP`"), "{}", notes[2]);
+}
+
+/// `accelerate launch` reads such keys too; files of its first versions have them.
+#[test]
+fn keys_of_the_sharding_may_lack_their_prefix() {
+    let text = "fsdp_config:\n  min_num_params: 2000\n  offload_params: true\n  \
+                sharding_strategy: 2\n  auto_wrap_policy: SIZE_BASED_WRAP\n";
+    let (config, notes) = good(text);
+    assert_eq!(config.fsdp.sharding_strategy, ShardingStrategy::ShardGradOp);
+    assert_eq!(config.fsdp.min_num_params, Some(2000));
+    assert!(config.fsdp.offload_params && notes.is_empty());
+    let twice = "fsdp_config:\n  offload_params: true\n  fsdp_offload_params: true\n";
+    assert_eq!(bad(twice), ["line 3: `fsdp_offload_params` is already on line 2"]);
+}
+
+/// The guides of transformers write these two.
+#[test]
+fn the_spelling_of_the_guides_is_answered_with_the_key() {
+    let text = "fsdp_config:\n  fsdp_wrap_policy: SIZE_BASED_WRAP\n  min_num_param: 100\n";
+    assert_eq!(
+        bad(text),
+        [
+            "line 2: unknown key `fsdp_wrap_policy`; did you mean `fsdp_auto_wrap_policy`?",
+            "line 3: unknown key `min_num_param`; did you mean `fsdp_min_num_params`?",
+        ]
+    );
+    let top = bad("fsdp_wrap_policy: SIZE_BASED_WRAP\nmin_num_param: 100\n");
+    assert!(top[0].ends_with("`fsdp_auto_wrap_policy`?"), "{top:?}");
+    assert!(top[1].ends_with("`fsdp_min_num_params`?"), "{top:?}");
+}
+
+#[test]
+fn inputs_of_recomputed_units_are_offloaded_and_modules_are_not_ignored() {
+    let (config, _) = good("fsdp_config:\n  fsdp_activation_checkpointing_offload: true\n");
+    let options = config.options_for(Some(&BERT_MODEL)).unwrap();
+    assert_eq!(options, FsdpOptions::new().with_offload_activations(true));
+    assert_eq!(good(&config.to_yaml()).0, config);
+    let ignored = bad("fsdp_config:\n  fsdp_ignored_modules: embed.*\n");
+    assert!(ignored[0].contains("`FsdpOptions::with_ignored_params`"), "{ignored:?}");
 }
 
 #[test]
@@ -252,7 +291,7 @@ fn mpirun_is_asked_for_by_its_keys() {
     let text = "mpirun_config:\n  mpirun_hostfile: /etc/hosts.mpi\n  mpirun_ccl: 1\n";
     let (config, notes) = good(text);
     assert_eq!(config.mpirun.unwrap().hostfile, Some("/etc/hosts.mpi".into()));
-    assert_eq!((notes[0].line, notes[0].off), (3, true));
+    assert_eq!((notes[0].place, notes[0].off), (Place::Line(3), true));
     assert_eq!(good("mpirun_config: {}\n").0.mpirun, None);
     assert_eq!(
         bad("mpirun_config:\n  mpirun_hostfle: x\n"),

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use super::place::Place;
 use super::values::{AutoWrapPolicy, MixedPrecision, StateDictType};
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
@@ -79,6 +80,9 @@ pub struct FsdpSection {
     /// `fsdp_activation_checkpointing`: all units but the outermost recompute their activations in
     /// backward. If false, only the units under `#[fsdp_unit(checkpoint)]` do.
     pub activation_checkpointing: bool,
+    /// `fsdp_activation_checkpointing_offload`: inputs of units that recompute their activations are
+    /// stored in host memory until backward.
+    pub activation_checkpointing_offload: bool,
     /// `fsdp_state_dict_type`: form in which the program saves checkpoints.
     pub state_dict_type: Option<StateDictType>,
     /// `fsdp_cpu_ram_efficient_loading`: one rank initialises a parameter, and the other ranks
@@ -124,6 +128,7 @@ impl Default for FsdpSection {
             forward_prefetch: None,
             offload_params: false,
             activation_checkpointing: false,
+            activation_checkpointing_offload: false,
             state_dict_type: None,
             cpu_ram_efficient_loading: None,
             sync_module_states: None,
@@ -133,12 +138,13 @@ impl Default for FsdpSection {
     }
 }
 
-/// Path of the file and lines of its keys, for errors that are found after reading.
+/// Path of the file and places of the keys, for errors that are found after reading.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Source {
+    /// Empty if there is no file.
     pub(super) path: PathBuf,
-    /// Line of each key that was read, counted from 1.
-    pub(super) lines: BTreeMap<&'static str, usize>,
+    /// Place of each key that was read.
+    pub(super) places: BTreeMap<&'static str, Place>,
 }
 
 impl PartialEq for Source {
@@ -149,8 +155,8 @@ impl PartialEq for Source {
 }
 
 impl Source {
-    /// Returns the line of a key; `None` if the file does not have the key.
-    pub(super) fn line(&self, key: &str) -> Option<usize> {
-        self.lines.get(key).copied()
+    /// Returns the place of a key; `None` if neither the file nor the command line has the key.
+    pub(super) fn place(&self, key: &str) -> Option<Place> {
+        self.places.get(key).copied()
     }
 }

@@ -65,6 +65,9 @@ pub(super) fn to_yaml(config: &Config) -> String {
 /// Writes the keys of `fsdp_config`.
 fn put_fsdp(lines: &mut Lines, fsdp: &FsdpSection) {
     lines.put("fsdp_activation_checkpointing", fsdp.activation_checkpointing);
+    if fsdp.activation_checkpointing_offload {
+        lines.put("fsdp_activation_checkpointing_offload", true);
+    }
     lines.put_some("fsdp_auto_wrap_policy", fsdp.auto_wrap_policy);
     lines.put_some("fsdp_backward_prefetch", fsdp.backward_prefetch.map(Named::name_in_file));
     lines.put_some("fsdp_cpu_ram_efficient_loading", fsdp.cpu_ram_efficient_loading);

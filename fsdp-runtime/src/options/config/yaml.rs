@@ -5,14 +5,16 @@
 
 use saphyr_parser::{Event, Marker, Parser, ScalarStyle, ScanError};
 
+use super::place::Place;
+
 /// Maximum nesting of values. Configuration files need three levels; the bound keeps recursion
 /// short.
 const MAX_DEPTH: usize = 16;
 
-/// A value and the line it begins on, counted from 1.
+/// A value and the place at which it begins.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Node {
-    pub(super) line: usize,
+    pub(super) place: Place,
     pub(super) value: Value,
 }
 
@@ -31,7 +33,7 @@ pub(super) enum Value {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Entry {
     pub(super) key: String,
-    pub(super) line: usize,
+    pub(super) place: Place,
     pub(super) value: Node,
 }
 
@@ -128,7 +130,7 @@ impl<'a> Tree<'a> {
             }
             _ => return Err(error_at(mark, "a value was expected here")),
         };
-        Ok(Node { line: mark.line(), value })
+        Ok(Node { place: Place::Line(mark.line()), value })
     }
 
     fn list(&mut self, depth: usize) -> Result<Vec<Node>, SyntaxError> {
@@ -151,7 +153,7 @@ impl<'a> Tree<'a> {
             };
             let Some((event, value)) = self.next()? else { return Ok(entries) };
             let value = self.node(event, &value, depth + 1)?;
-            entries.push(Entry { key, line: mark.line(), value });
+            entries.push(Entry { key, place: Place::Line(mark.line()), value });
         }
     }
 }
@@ -164,10 +166,11 @@ mod tests {
     fn keys_and_values_know_their_lines() {
         let text = "# first\na: 1\n\nb:\n  c: 'no'\n  d: [x, y]\n";
         let Some(Node { value: Value::Map(top), .. }) = parse(text).unwrap() else { panic!() };
-        assert_eq!((top[0].key.as_str(), top[0].line, top[0].value.text()), ("a", 2, Some("1")));
-        assert_eq!((top[1].key.as_str(), top[1].line), ("b", 4));
+        let first = (top[0].key.as_str(), top[0].place, top[0].value.text());
+        assert_eq!(first, ("a", Place::Line(2), Some("1")));
+        assert_eq!((top[1].key.as_str(), top[1].place), ("b", Place::Line(4)));
         let Value::Map(inner) = &top[1].value.value else { panic!() };
-        assert_eq!(inner[0].line, 5);
+        assert_eq!(inner[0].place, Place::Line(5));
         assert_eq!(inner[0].value.value, Value::Scalar { text: "no".into(), plain: false });
         assert_eq!(inner[1].value.shown(), "[..]");
     }

@@ -1,4 +1,5 @@
 //! `fsdp config`: asks Accelerate's questions, and writes the answers to a configuration file.
+//! `fsdp config update` rewrites an older file.
 //!
 //! Order of the files, each of which uses only those before it: `ask.rs` (what a question is),
 //! `terminal.rs` (questions on a terminal), `questions.rs` (which questions are asked), and this
@@ -8,16 +9,21 @@ mod ask;
 mod questions;
 mod terminal;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::{fs, io};
 
-use fsdp_runtime::config::Config;
+use fsdp_runtime::config::{self, Config};
 
 use self::terminal::Terminal;
 use crate::console;
 
 #[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
+
     /// Write the defaults without asking questions
     #[arg(long)]
     default: bool,
@@ -27,12 +33,31 @@ pub(crate) struct Args {
     output: Option<PathBuf>,
 }
 
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Rewrites an older file in today's keys, and keeps the rest of it
+    Update {
+        /// File to rewrite [default: fsdp/default_config.yaml in the cache directory]
+        #[arg(long, value_name = "FILE", alias = "config_file")]
+        config_file: Option<PathBuf>,
+    },
+}
+
 /// Exits with 0 once the file is written, even if this version cannot run the configuration yet.
 pub(crate) fn run(args: &Args) -> ExitCode {
-    let Some(path) = args.output.clone().or_else(default_path) else {
-        console::err("neither XDG_CACHE_HOME nor HOME is set; name the file with --output FILE");
+    let (file, flag) = match &args.command {
+        Some(Command::Update { config_file }) => (config_file, "--config-file"),
+        None => (&args.output, "--output"),
+    };
+    let Some(path) = file.clone().or_else(default_path) else {
+        console::err(format_args!(
+            "neither XDG_CACHE_HOME nor HOME is set; name the file with {flag} FILE"
+        ));
         return ExitCode::FAILURE;
     };
+    if args.command.is_some() {
+        return update(&path);
+    }
     let answers = if args.default {
         Ok(questions::defaults())
     } else {
@@ -56,6 +81,35 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     {
         console::err(format_args!("this version cannot run this configuration yet: {error}"));
     }
+    ExitCode::SUCCESS
+}
+
+/// Rewrites a file in today's keys. Prints the changes.
+fn update(path: &Path) -> ExitCode {
+    let cannot = |action: &str, error: io::Error| {
+        console::err(format_args!("{}: cannot be {action}: {error}", path.display()));
+        ExitCode::FAILURE
+    };
+    let text = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) => return cannot("read", error),
+    };
+    let (text, updates) = match config::update(&text, path) {
+        Ok(updated) => updated,
+        Err(error) => {
+            console::err(error);
+            return ExitCode::FAILURE;
+        }
+    };
+    if updates.is_empty() {
+        console::out(format_args!("{}: has today's keys already", path.display()));
+        return ExitCode::SUCCESS;
+    }
+    if let Err(error) = fs::write(path, text) {
+        return cannot("written", error);
+    }
+    updates.iter().for_each(console::out);
+    console::out(format_args!("updated {}", path.display()));
     ExitCode::SUCCESS
 }
 

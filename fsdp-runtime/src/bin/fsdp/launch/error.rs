@@ -5,9 +5,11 @@ use std::io;
 use fsdp_runtime::config::ConfigError;
 use fsdp_runtime::env::{EnvError, Launcher};
 
+use super::flags::Answer;
+
 /// An error that ends the launcher, with the reason and what to do.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum LaunchError {
+pub(crate) enum LaunchError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error(transparent)]
@@ -17,17 +19,15 @@ pub(super) enum LaunchError {
          (`fsdp config` writes one)"
     )]
     NoProcesses,
-    #[error("{name} is 0; at least one is needed")]
-    Zero { name: &'static str },
+    #[error("not supported here: {}", lines(refused))]
+    Flags { refused: Vec<Answer> },
     #[error(
-        "{processes} processes cannot be divided evenly among {machines} machines; \
-         --num-processes counts the processes of all machines"
+        "`mpirun` was not found, and {processes} processes on CPUs communicate over MPI; install \
+         Open MPI (on Debian: `apt-get install openmpi-bin libopenmpi-dev libclang-dev`) and build \
+         the program with `--features mpi`, or start the program without the launcher: its ranks \
+         are threads then"
     )]
-    Uneven { processes: usize, machines: usize },
-    #[error(
-        "--machine-rank is {rank}, but there are {machines} machines; machines are counted from 0"
-    )]
-    MachineRank { rank: usize, machines: usize },
+    NoMpirun { processes: usize },
     #[error(
         "{machines} machines need the address of machine 0; give --main-process-ip HOST, or \
          `main_process_ip` in the file"
@@ -76,11 +76,20 @@ impl LaunchError {
 
     /// Returns the launcher's exit code: 127 and 126 for a program that cannot be started, as in
     /// `sh`, otherwise 1.
-    pub(super) fn exit_code(&self) -> u8 {
+    pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::NotFound { .. } => 127,
             Self::CannotStart { .. } => 126,
             _ => 1,
         }
+    }
+}
+
+/// Returns the refused flags with the reasons, one a line if there are several.
+fn lines(refused: &[Answer]) -> String {
+    let line = |Answer { flag, because }: &Answer| format!("--{flag}: {because}");
+    match refused {
+        [one] => line(one),
+        several => several.iter().map(|answer| format!("\n  {}", line(answer))).collect(),
     }
 }

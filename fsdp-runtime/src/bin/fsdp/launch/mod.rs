@@ -4,7 +4,9 @@
 //!
 //! | file | owns |
 //! |---|---|
+//! | `flags/` | the flags of `accelerate launch` |
 //! | `error.rs` | the errors of a launch, as data |
+//! | `settings.rs` | the settings of a launch: the flags, and the configuration that they and the file make |
 //! | `rendezvous.rs` | host and port at which ranks connect |
 //! | `plan.rs` | the plan: number of ranks and their environment variables |
 //! | `commands.rs` | the plan's commands: a rank, or `mpirun` |
@@ -27,6 +29,7 @@ mod error;
 mod events;
 #[cfg(unix)]
 mod exit;
+mod flags;
 #[cfg(unix)]
 mod guard;
 #[cfg(unix)]
@@ -39,41 +42,44 @@ mod process;
 mod rendezvous;
 #[cfg(unix)]
 mod report;
+mod settings;
 #[cfg(unix)]
 mod supervisor;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use fsdp_runtime::config::Config;
+use fsdp_runtime::cuda;
 
 use self::error::LaunchError;
-use self::plan::{Flags, Plan};
-use crate::{config, console};
+use self::plan::Plan;
+pub(crate) use self::settings::{Options, Settings};
+use crate::console;
 
 #[derive(clap::Args)]
+#[command(
+    after_help = "Every flag of `accelerate launch` is known, with hyphens or underscores. One \
+                        that has no effect here is reported, and one that asks for something else is \
+                        refused, with the reason."
+)]
 pub(crate) struct Args {
-    /// Configuration file [default: fsdp/default_config.yaml in the cache directory, if it exists]
-    #[arg(long, value_name = "FILE", alias = "config_file", alias = "config-file")]
-    config: Option<PathBuf>,
-
     #[command(flatten)]
-    flags: Flags,
+    options: Options,
 
-    /// Seconds between SIGTERM and SIGKILL to the other ranks, once a rank has failed
-    #[arg(long, value_name = "SECONDS", default_value_t = 3)]
-    grace: u64,
-
-    /// Program to start, and its arguments
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+    /// Program to start, and its arguments. `--` before it ends the flags
+    #[arg(trailing_var_arg = true, required = true)]
     program: Vec<String>,
 }
 
 /// Exits as the run does: `fsdp-runtime/docs/launch.md` lists the exit codes.
 pub(crate) fn run(args: &Args) -> ExitCode {
-    match launch(args) {
+    exit_code(args.options.settings().and_then(|settings| start(&settings, &args.program)))
+}
+
+/// Returns the exit code of a launch. Prints the error, if there is one.
+pub(crate) fn exit_code(launched: Result<u8, LaunchError>) -> ExitCode {
+    match launched {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             console::err(&error);
@@ -82,26 +88,31 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     }
 }
 
-fn launch(args: &Args) -> Result<u8, LaunchError> {
-    let path = match &args.config {
-        Some(path) => Some(path.clone()),
-        None => config::default_path().filter(|path| path.is_file()),
-    };
-    let file = path.as_deref().map(Config::read).transpose()?;
-    if let (Some((_, notes)), Some(path)) = (&file, &path) {
-        console::err(format_args!("configuration: {}", path.display()));
-        notes.iter().filter(|note| !note.off).for_each(console::err);
+/// Starts the ranks of this machine and waits for them. Returns the exit code.
+pub(crate) fn start(settings: &Settings, program: &[String]) -> Result<u8, LaunchError> {
+    let plan = Plan::new(settings, |name| std::env::var_os(name))?;
+    if plan.mpirun.is_some() && !has_mpirun() {
+        return Err(LaunchError::NoMpirun { processes: plan.world });
     }
-    let config = file.map(|(config, _)| config).unwrap_or_default();
-    if let (Some(flag), Some(file)) = (args.flags.num_processes, config.num_processes)
-        && flag != file
-    {
+    if plan.mpirun.is_none() && plan.world > 1 && !has_gpu() {
+        let install = if has_mpirun() { "" } else { " (Open MPI, which is not installed)" };
         console::err(format_args!(
-            "--num-processes {flag} overrides `num_processes: {file}` of the file"
+            "no GPU was found; processes on CPUs communicate over MPI{install}: add `--mpi`, and \
+             build the program with `--features mpi`"
         ));
     }
-    let plan = Plan::new(&args.flags, &config, path.as_deref(), |name| std::env::var_os(name))?;
-    supervise(&plan, &args.program, Duration::from_secs(args.grace))
+    supervise(&plan, program, settings.grace)
+}
+
+/// Returns whether this machine has a GPU that ranks can use.
+pub(crate) fn has_gpu() -> bool {
+    cuda::driver().is_ok_and(|driver| !driver.gpus.is_empty())
+}
+
+/// Returns whether `mpirun` is on `PATH`.
+pub(crate) fn has_mpirun() -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join("mpirun").is_file())
 }
 
 #[cfg(unix)]

@@ -1,46 +1,21 @@
 //! The plan of a launch: how many ranks run on this machine, and their environment variables.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use fsdp_runtime::config::{CONFIG_VARIABLE, Config, DEBUG_VARIABLE};
+use fsdp_runtime::config::{CONFIG_VARIABLE, Config, DEBUG_VARIABLE, OVERRIDES_VARIABLE};
 use fsdp_runtime::env::{Launcher, RankEnv};
 
 use super::error::LaunchError;
 use super::rendezvous;
+use super::settings::Settings;
 
 /// Environment variable with the name of a run, which no other run on this machine has.
 pub(super) const RUN_ID: &str = "FSDP_RUN_ID";
 
-// No doc comment: clap would show it as the description of `fsdp launch`. These are the flags that
-// decide how many ranks start where. A flag overrides the key of the same name in the file.
-#[derive(Clone, Debug, Default, clap::Args)]
-pub(super) struct Flags {
-    /// Number of ranks on all machines together
-    #[arg(long, short = 'n', value_name = "N", alias = "num_processes")]
-    pub(super) num_processes: Option<usize>,
-
-    /// Number of machines, each of which runs `fsdp launch`
-    #[arg(long, value_name = "N", alias = "num_machines")]
-    pub(super) num_machines: Option<usize>,
-
-    /// Number of this machine, counted from 0
-    #[arg(long, value_name = "N", alias = "machine_rank")]
-    pub(super) machine_rank: Option<usize>,
-
-    /// Host name or address of machine 0
-    #[arg(long, value_name = "HOST", alias = "main_process_ip")]
-    pub(super) main_process_ip: Option<String>,
-
-    /// Port on machine 0 to which ranks connect; 0 for the one of the file
-    #[arg(long, value_name = "PORT", alias = "main_process_port")]
-    pub(super) main_process_port: Option<u16>,
-
-    /// Start the ranks of all machines with Open MPI's `mpirun`
-    #[arg(long)]
-    pub(super) mpi: bool,
-}
+/// Environment variable with the number of threads of a process, as OpenMP has it.
+const THREADS: &str = "OMP_NUM_THREADS";
 
 /// The ranks of this machine and their environment.
 #[derive(Clone, Debug)]
@@ -65,26 +40,25 @@ pub(super) struct Mpirun {
 }
 
 impl Plan {
-    /// Plans a launch. `path` is the file that `config` was read from; `variable` reads the
-    /// environment of this process.
+    /// Plans a launch. `variable` reads the environment of this process.
     pub(super) fn new(
-        flags: &Flags,
-        config: &Config,
-        path: Option<&Path>,
+        settings: &Settings,
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, LaunchError> {
-        let size = Size::new(flags, config)?;
-        refuse_nested_launch(size.machines, &variable)?;
-        let mpirun = mpirun(flags, config);
-        if mpirun.is_some() && size.machine > 0 {
-            return Err(LaunchError::MpirunOnce { rank: size.machine });
+        let config = &settings.config;
+        let world = config.num_processes.ok_or(LaunchError::NoProcesses)?;
+        // The configuration has been checked: the machines divide the ranks, and are at least one.
+        let (machines, machine) = (config.num_machines, config.machine_rank);
+        let local = world / machines;
+        refuse_nested_launch(machines, &variable)?;
+        let mpirun = mpirun(settings, world);
+        if mpirun.is_some() && machine > 0 {
+            return Err(LaunchError::MpirunOnce { rank: machine });
         }
 
         let mut variables = vec![(RUN_ID, run_id().into())];
-        if let Some(host) = main_process_host(flags, config, size.machines, mpirun.is_some())? {
-            let port = flags.main_process_port.filter(|port| *port != 0);
-            let port = port.or(config.main_process_port);
-            let port = rendezvous::port(port, size.machines, size.machine)?;
+        if let Some(host) = main_process_host(config, mpirun.is_some())? {
+            let port = rendezvous::port(config.main_process_port, machines, machine)?;
             rendezvous::resolve(host, port)?;
             variables.push(("MASTER_ADDR", host.into()));
             variables.push(("MASTER_PORT", port.to_string().into()));
@@ -92,12 +66,15 @@ impl Plan {
         // `mpirun` sets variables of its own for the sizes. `WORLD_SIZE` without `RANK`, which
         // differs by rank, would be an incomplete set, which `RankEnv` refuses.
         if mpirun.is_none() {
-            variables.push(("WORLD_SIZE", size.world.to_string().into()));
-            variables.push(("LOCAL_WORLD_SIZE", size.local().to_string().into()));
+            variables.push(("WORLD_SIZE", world.to_string().into()));
+            variables.push(("LOCAL_WORLD_SIZE", local.to_string().into()));
         }
-        variables.extend(config_variables(config, path));
-        let (world, local, first) = (size.world, size.local(), size.machine * size.local());
-        Ok(Self { world, local, first, variables, mpirun })
+        let threads = settings.threads.map(|threads| threads.to_string().into());
+        // A value of this process's environment is passed on, so that `mpirun` does so too.
+        let threads = threads.or_else(|| variable(THREADS));
+        variables.extend(threads.map(|threads| (THREADS, threads)));
+        variables.extend(config_variables(settings));
+        Ok(Self { world, local, first: machine * local, variables, mpirun })
     }
 
     /// Returns the value of a variable that all ranks have in common.
@@ -112,71 +89,37 @@ impl Plan {
     }
 }
 
-/// Number of ranks and machines.
-struct Size {
-    /// Number of ranks on all machines, a multiple of `machines`.
-    world: usize,
-    machines: usize,
-    /// This machine's number, below `machines`.
-    machine: usize,
-}
-
-impl Size {
-    fn new(flags: &Flags, config: &Config) -> Result<Self, LaunchError> {
-        let machines = flags.num_machines.unwrap_or(config.num_machines);
-        let machine = flags.machine_rank.unwrap_or(config.machine_rank);
-        let world = flags.num_processes.or(config.num_processes).ok_or(LaunchError::NoProcesses)?;
-        if world == 0 {
-            return Err(LaunchError::Zero { name: "--num-processes" });
-        }
-        if machines == 0 {
-            return Err(LaunchError::Zero { name: "--num-machines" });
-        }
-        if !world.is_multiple_of(machines) {
-            return Err(LaunchError::Uneven { processes: world, machines });
-        }
-        if machine >= machines {
-            return Err(LaunchError::MachineRank { rank: machine, machines });
-        }
-        Ok(Self { world, machines, machine })
-    }
-
-    /// Returns the number of ranks on one machine.
-    fn local(&self) -> usize {
-        self.world / self.machines
-    }
-}
-
-/// Returns the arguments of `mpirun`, if it starts the ranks: with the flag `--mpi`, or with a
-/// `mpirun_config` in the file.
-fn mpirun(flags: &Flags, config: &Config) -> Option<Mpirun> {
-    let from_file = config.mpirun.as_ref().map(|file| Mpirun { hostfile: file.hostfile.clone() });
-    from_file.or_else(|| flags.mpi.then(Mpirun::default))
+/// Returns the arguments of `mpirun`, if it starts the ranks: with the flag `--mpi`, with a
+/// `mpirun_config`, or for several ranks on CPUs, which communicate over MPI only.
+fn mpirun(settings: &Settings, world: usize) -> Option<Mpirun> {
+    let Settings { config, mpi, .. } = settings;
+    let asked = config.mpirun.as_ref().map(|file| Mpirun { hostfile: file.hostfile.clone() });
+    let needed = *mpi || (config.use_cpu && world > 1);
+    asked.or_else(|| needed.then(Mpirun::default))
 }
 
 /// Returns the host of rank 0. `None` for several machines under `mpirun` without a host: MPI
 /// connects the ranks by itself.
-fn main_process_host<'a>(
-    flags: &'a Flags,
-    config: &'a Config,
-    machines: usize,
-    mpirun: bool,
-) -> Result<Option<&'a str>, LaunchError> {
-    match flags.main_process_ip.as_deref().or(config.main_process_ip.as_deref()) {
-        Some(host) => Ok(Some(host)),
-        None if machines == 1 => Ok(Some("127.0.0.1")),
-        None if mpirun => Ok(None),
-        None => Err(LaunchError::NoMainProcess { machines }),
+fn main_process_host(config: &Config, mpirun: bool) -> Result<Option<&str>, LaunchError> {
+    match (config.main_process_ip.as_deref(), config.num_machines) {
+        (Some(host), _) => Ok(Some(host)),
+        (None, 1) => Ok(Some("127.0.0.1")),
+        (None, _) if mpirun => Ok(None),
+        (None, machines) => Err(LaunchError::NoMainProcess { machines }),
     }
 }
 
-/// Returns the variables that pass the configuration file on to the ranks.
-fn config_variables(config: &Config, path: Option<&Path>) -> Vec<(&'static str, OsString)> {
+/// Returns the variables that pass the configuration on to the ranks.
+fn config_variables(settings: &Settings) -> Vec<(&'static str, OsString)> {
+    let Settings { config, path, overrides, .. } = settings;
     let mut variables = Vec::new();
     if let Some(path) = path {
-        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
         variables.push((CONFIG_VARIABLE, absolute.into()));
     }
+    // Set even if it is empty: the environment may have the one of another launcher.
+    let flags = if overrides.is_empty() { String::new() } else { overrides.to_variable() };
+    variables.push((OVERRIDES_VARIABLE, flags.into()));
     if config.debug {
         variables.push((DEBUG_VARIABLE, "1".into()));
     }
@@ -220,111 +163,139 @@ fn run_id() -> String {
 mod tests {
     use std::net::TcpListener;
 
+    use fsdp_runtime::config::Overrides;
+
     use super::*;
 
-    fn plan(flags: &Flags, text: &str, env: &[(&str, &str)]) -> Result<Plan, LaunchError> {
-        let (config, _) = Config::parse(text, "config.yaml")?;
-        Plan::new(flags, &config, Some(Path::new("config.yaml")), |name| {
+    /// Plans a launch with a file and values of the command line.
+    fn plan(flags: &[(&str, &str)], text: &str, env: &[(&str, &str)]) -> Result<Plan, LaunchError> {
+        Plan::new(&settings(flags, text)?, |name| {
             env.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())
         })
+    }
+
+    fn settings(flags: &[(&str, &str)], text: &str) -> Result<Settings, LaunchError> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("config.yaml");
+        std::fs::write(&path, text).unwrap();
+        let mut overrides = Overrides::default();
+        flags.iter().try_for_each(|(key, value)| overrides.set(key, *value))?;
+        let (config, _) = Config::read_with(Some(&path), &overrides)?;
+        Ok(Settings { config, path: Some(path), overrides, ..Settings::default() })
     }
 
     #[test]
     fn flags_override_the_file() {
         let file = "num_processes: 4\nnum_machines: 2\nmain_process_ip: 127.0.0.1\n";
-        let none = Flags::default();
-        let of_file = plan(&none, file, &[]).unwrap();
+        let of_file = plan(&[], file, &[]).unwrap();
         assert_eq!((of_file.world, of_file.local, of_file.first), (4, 2, 0));
-        let flags = Flags {
-            num_processes: Some(6),
-            machine_rank: Some(1),
-            main_process_ip: Some("localhost".into()),
-            main_process_port: Some(4321),
-            ..none
-        };
+        assert_eq!(of_file.variable("FSDP_CONFIG_FLAGS"), Some(""));
+        let flags = [
+            ("num_processes", "6"),
+            ("machine_rank", "1"),
+            ("main_process_ip", "localhost"),
+            ("main_process_port", "4321"),
+        ];
         let overridden = plan(&flags, file, &[]).unwrap();
         assert_eq!((overridden.world, overridden.local, overridden.first), (6, 3, 3));
         assert_eq!(overridden.variable("MASTER_ADDR"), Some("localhost"));
         assert_eq!(overridden.variable("MASTER_PORT"), Some("4321"));
         assert_eq!(overridden.variable("WORLD_SIZE"), Some("6"));
         assert!(overridden.variable("FSDP_CONFIG").unwrap().ends_with("/config.yaml"));
+        let flags = overridden.variable("FSDP_CONFIG_FLAGS").unwrap();
+        assert!(flags.contains(r#""machine_rank":"1""#), "{flags}");
     }
 
     #[test]
     fn one_machine_needs_a_number_only() {
-        let flags = Flags { num_processes: Some(2), ..Flags::default() };
-        let plan = plan(&flags, "use_cpu: true\ndebug: true\n", &[]).unwrap();
-        assert_eq!(plan.variable("FSDP_DEBUG"), Some("1"));
-        assert_eq!(plan.variable("MASTER_ADDR"), Some("127.0.0.1"));
-        assert_ne!(plan.variable("MASTER_PORT"), Some("0"));
-        assert_eq!(plan.variable("CUDA_VISIBLE_DEVICES"), Some(""));
+        let one = plan(&[("num_processes", "1")], "use_cpu: true\ndebug: true\n", &[]).unwrap();
+        assert_eq!(one.variable("FSDP_DEBUG"), Some("1"));
+        assert_eq!(one.variable("MASTER_ADDR"), Some("127.0.0.1"));
+        assert_ne!(one.variable("MASTER_PORT"), Some("0"));
+        assert_eq!(one.variable("CUDA_VISIBLE_DEVICES"), Some(""));
+        assert_eq!(one.mpirun, None);
     }
 
     #[test]
-    fn every_wrong_size_is_an_error_of_its_own() {
-        let flags = |n, machines, rank| Flags {
-            num_processes: n,
-            num_machines: machines,
-            machine_rank: rank,
-            ..Flags::default()
+    fn several_processes_on_cpus_are_started_by_mpirun() {
+        let two = plan(&[("num_processes", "2"), ("use_cpu", "true")], "", &[]).unwrap();
+        assert_eq!(two.mpirun, Some(Mpirun::default()));
+        let gpus = plan(&[("num_processes", "2"), ("use_cpu", "false")], "use_cpu: true\n", &[]);
+        assert_eq!(gpus.unwrap().mpirun, None);
+    }
+
+    #[test]
+    fn threads_are_those_of_the_flag_or_of_the_environment() {
+        let mut settings = settings(&[("num_processes", "2")], "").unwrap();
+        let threads = |settings: &Settings, env: Option<&str>| {
+            let plan =
+                Plan::new(settings, |name| (name == THREADS).then(|| env.map(Into::into))?);
+            plan.unwrap().variable(THREADS).map(str::to_string)
         };
-        let error = |flags: Flags| plan(&flags, "", &[]).unwrap_err();
-        assert!(matches!(error(flags(None, None, None)), LaunchError::NoProcesses));
-        assert!(matches!(error(flags(Some(0), None, None)), LaunchError::Zero { .. }));
-        assert!(matches!(error(flags(Some(1), Some(0), None)), LaunchError::Zero { .. }));
-        assert!(matches!(error(flags(Some(3), Some(2), None)), LaunchError::Uneven { .. }));
+        assert_eq!(threads(&settings, None), None);
+        assert_eq!(threads(&settings, Some("3")), Some("3".into()));
+        settings.threads = std::num::NonZeroUsize::new(5);
+        assert_eq!(threads(&settings, Some("3")), Some("5".into()));
+    }
+
+    #[test]
+    fn a_plan_needs_a_number_of_ranks_and_a_main_process() {
+        let error = |flags: &[(&str, &str)]| plan(flags, "", &[]).unwrap_err();
+        assert!(matches!(error(&[]), LaunchError::NoProcesses));
+        for flags in [
+            &[("num_processes", "0")][..],
+            &[("num_processes", "1"), ("num_machines", "0")],
+            &[("num_processes", "3"), ("num_machines", "2")],
+            &[("num_processes", "4"), ("num_machines", "2"), ("machine_rank", "2")],
+        ] {
+            let error = error(flags);
+            assert!(matches!(error, LaunchError::Config(_)), "{flags:?}: {error}");
+            assert!(error.to_string().starts_with("command line: "), "{error}");
+        }
         assert!(matches!(
-            error(flags(Some(4), Some(2), Some(2))),
-            LaunchError::MachineRank { rank: 2, machines: 2 }
-        ));
-        assert!(matches!(
-            error(flags(Some(4), Some(2), None)),
+            error(&[("num_processes", "4"), ("num_machines", "2")]),
             LaunchError::NoMainProcess { machines: 2 }
         ));
     }
 
     #[test]
     fn an_unusable_meeting_point_is_named() {
-        let flags = Flags {
-            num_processes: Some(1),
-            main_process_ip: Some("no-such-host.invalid".into()),
-            ..Flags::default()
-        };
+        let flags = [("num_processes", "1"), ("main_process_ip", "no-such-host.invalid")];
         let text = plan(&flags, "", &[]).unwrap_err().to_string();
         assert!(text.contains("no-such-host.invalid"), "{text}");
 
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
-        let flags =
-            Flags { num_processes: Some(2), main_process_port: Some(port), ..Flags::default() };
+        let number = port.to_string();
+        let flags = [("num_processes", "2"), ("main_process_port", number.as_str())];
         let error = plan(&flags, "", &[]).unwrap_err();
         assert!(matches!(error, LaunchError::PortTaken { port: taken } if taken == port));
         // Only machine 0 checks the port.
-        let second = Flags {
-            num_machines: Some(2),
-            machine_rank: Some(1),
-            main_process_ip: Some("127.0.0.1".into()),
-            ..flags
-        };
-        assert!(plan(&second, "", &[]).is_ok());
+        let second =
+            [("num_machines", "2"), ("machine_rank", "1"), ("main_process_ip", "127.0.0.1")];
+        assert!(plan(&[&flags[..], &second].concat(), "", &[]).is_ok());
     }
 
     #[test]
     fn mpirun_needs_no_meeting_point_and_starts_once() {
-        let mut flags = Flags { num_processes: Some(4), mpi: true, ..Flags::default() };
+        let flags = [("num_processes", "4")];
         let file = "num_machines: 2\nmpirun_config:\n  mpirun_hostfile: /tmp/hosts\n";
         let of_file = plan(&flags, file, &[]).unwrap();
         let hostfile = Some(PathBuf::from("/tmp/hosts"));
         assert_eq!((of_file.mpirun.as_ref(), of_file.processes()), (Some(&Mpirun { hostfile }), 1));
         assert_eq!(of_file.variable("WORLD_SIZE"), None);
         assert_eq!(of_file.variable("MASTER_ADDR"), None);
-        flags.machine_rank = Some(1);
-        assert!(matches!(plan(&flags, file, &[]), Err(LaunchError::MpirunOnce { rank: 1 })));
+        let second = [flags[0], ("machine_rank", "1")];
+        assert!(matches!(plan(&second, file, &[]), Err(LaunchError::MpirunOnce { rank: 1 })));
+        let mut settings = settings(&flags, "").unwrap();
+        settings.mpi = true;
+        let of_flag = Plan::new(&settings, |_| None).unwrap();
+        assert_eq!(of_flag.mpirun, Some(Mpirun::default()));
     }
 
     #[test]
     fn ranks_are_started_once() {
-        let flags = Flags { num_processes: Some(4), ..Flags::default() };
+        let flags = [("num_processes", "4")];
         let torchrun = [("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "4")];
         let error = plan(&flags, "", &torchrun).unwrap_err();
         assert!(matches!(error, LaunchError::StartedTwice { rank: 1, world: 4, .. }), "{error}");

@@ -24,7 +24,7 @@ impl Reader {
     /// Decides the precision. `fp16` is a key of older files, and has an effect only without
     /// `mixed_precision`.
     fn decide_precision(&mut self) {
-        if self.config.source.line("mixed_precision").is_none() {
+        if self.config.source.place("mixed_precision").is_none() {
             if self.fp16 {
                 self.config.mixed_precision = MixedPrecision::Fp16;
             }
@@ -42,7 +42,7 @@ impl Reader {
     fn decide_prefetch(&mut self) {
         let Some(older) = self.older_prefetch else { return };
         let policy = *self.config.fsdp.backward_prefetch.get_or_insert(older);
-        if self.config.source.line("fsdp_backward_prefetch").is_none() {
+        if self.config.source.place("fsdp_backward_prefetch").is_none() {
             return;
         }
         let name = policy.name_in_file();
@@ -54,9 +54,9 @@ impl Reader {
     /// Notes that `key` has no effect, since another key decides. `agrees` says whether it would
     /// have the same effect. Adds no note if the file does not have `key`.
     fn note_unused(&mut self, key: &str, value: &str, reason: String, agrees: bool) {
-        if let Some(line) = self.config.source.line(key) {
+        if let Some(place) = self.config.source.place(key) {
             let (key, value) = (key.into(), value.into());
-            self.notes.push(Note { line, key, value, reason, off: agrees });
+            self.notes.push(Note { place, key, value, reason, off: agrees });
         }
     }
 
@@ -74,7 +74,7 @@ impl Reader {
         let config = &self.config;
         if config.machine_rank >= config.num_machines {
             self.problems.push(Problem {
-                line: config.source.line("machine_rank"),
+                place: config.source.place("machine_rank"),
                 kind: ProblemKind::WrongValue {
                     key: "machine_rank".into(),
                     value: config.machine_rank.to_string(),
@@ -84,7 +84,7 @@ impl Reader {
         }
         if let Some(processes) = config.num_processes.filter(|n| n % config.num_machines != 0) {
             self.problems.push(Problem {
-                line: config.source.line("num_processes"),
+                place: config.source.place("num_processes"),
                 kind: ProblemKind::WrongValue {
                     key: "num_processes".into(),
                     value: processes.to_string(),
@@ -199,10 +199,10 @@ impl Reader {
         (other, other_value): (&'static str, &str),
         fix: &'static str,
     ) {
-        let line = self.config.source.line(key);
-        let Some(other_line) = self.config.source.line(other) else { return };
+        let place = self.config.source.place(key);
+        let Some(other_place) = self.config.source.place(other) else { return };
         let (value, other_value) = (value.into(), other_value.into());
-        let kind = ProblemKind::Contradiction { key, value, other, other_line, other_value, fix };
-        self.problems.push(Problem { line, kind });
+        let kind = ProblemKind::Contradiction { key, value, other, other_place, other_value, fix };
+        self.problems.push(Problem { place, kind });
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use super::reader::{REPLICATE, Reader, Reshard, boolean};
 use crate::options::ShardingStrategy;
 use crate::options::config::error::ProblemKind;
+use crate::options::config::keys::PARALLELISM_PREFIX;
 use crate::options::config::nearest::nearest;
 use crate::options::config::types::MpirunConfig;
 use crate::options::config::values::{FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES};
@@ -17,7 +18,7 @@ impl Reader {
             Some("AMAZON_SAGEMAKER") => {
                 let (key, value) = ("compute_environment", entry.value.shown());
                 let instead = "write `LOCAL_MACHINE`";
-                self.problem(entry.line, ProblemKind::Unsupported { key, value, instead });
+                self.problem(entry.place, ProblemKind::Unsupported { key, value, instead });
             }
             text => self.unknown_value(entry, text.unwrap_or_default(), vec!["LOCAL_MACHINE"]),
         }
@@ -37,7 +38,7 @@ impl Reader {
             instead: "write `FSDP`; data parallel training without sharding is \
                       `fsdp_sharding_strategy: NO_SHARD`",
         };
-        self.problem(entry.line, kind);
+        self.problem(entry.place, kind);
     }
 
     pub(super) fn mixed_precision(&mut self, entry: &Entry) {
@@ -106,7 +107,7 @@ impl Reader {
                 _ => {
                     let nearest = nearest(&entry.key, ["mpirun_hostfile", "mpirun_ccl"]);
                     let key = entry.key.clone();
-                    self.problem(entry.line, ProblemKind::UnknownKey { key, nearest });
+                    self.problem(entry.place, ProblemKind::UnknownKey { key, nearest });
                 }
             }
         }
@@ -115,10 +116,9 @@ impl Reader {
 
     /// Reads a key of `parallelism_config`.
     pub(super) fn parallelism(&mut self, entry: &Entry) {
-        const PREFIX: &str = "parallelism_config_";
-        match entry.key.strip_prefix(PREFIX) {
+        match entry.key.strip_prefix(PARALLELISM_PREFIX) {
             Some("dp_replicate_size") => {
-                self.config.source.lines.insert(REPLICATE, entry.line);
+                self.config.source.places.insert(REPLICATE, entry.place);
                 self.config.fsdp.replicate = self.count(entry, 1);
             }
             Some("dp_shard_size") => self.config.fsdp.shard = self.count(entry, 1),

@@ -2,12 +2,13 @@
 
 use crate::options::config::error::{Note, Problem, ProblemKind};
 use crate::options::config::nearest::nearest;
+use crate::options::config::place::Place;
 use crate::options::config::types::Config;
 use crate::options::config::values::Named;
 use crate::options::config::yaml::{Entry, Value};
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
-/// Key of the number of shard groups, whose line `agree.rs` needs.
+/// Key of the number of shard groups, whose place `agree.rs` needs.
 pub(super) const REPLICATE: &str = "parallelism_config_dp_replicate_size";
 
 /// State of reading a file: the values, notes and problems so far.
@@ -37,15 +38,15 @@ pub(super) enum Reshard {
 }
 
 impl Reader {
-    pub(super) fn problem(&mut self, line: usize, kind: ProblemKind) {
-        self.problems.push(Problem { line: Some(line), kind });
+    pub(super) fn problem(&mut self, place: Place, kind: ProblemKind) {
+        self.problems.push(Problem { place: Some(place), kind });
     }
 
     /// Adds a problem: the value of `entry` is not `expected`.
     pub(super) fn wrong_value(&mut self, entry: &Entry, expected: impl Into<String>) {
         let (key, value) = (entry.key.clone(), entry.value.shown());
         self.problem(
-            entry.value.line,
+            entry.value.place,
             ProblemKind::WrongValue { key, value, expected: expected.into() },
         );
     }
@@ -54,13 +55,13 @@ impl Reader {
     pub(super) fn unknown_value(&mut self, entry: &Entry, text: &str, valid: Vec<&'static str>) {
         let (key, value) = (entry.key.clone(), entry.value.shown());
         let nearest = nearest(text, valid.iter().copied());
-        self.problem(entry.value.line, ProblemKind::UnknownValue { key, value, nearest, valid });
+        self.problem(entry.value.place, ProblemKind::UnknownValue { key, value, nearest, valid });
     }
 
     /// Adds a note: `entry` has no effect. `off` marks the value that switches the option off.
     pub(super) fn note(&mut self, entry: &Entry, reason: impl Into<String>, off: bool) {
         self.notes.push(Note {
-            line: entry.line,
+            place: entry.place,
             key: entry.key.clone(),
             value: entry.value.shown(),
             reason: reason.into(),
@@ -119,7 +120,7 @@ impl Reader {
 }
 
 /// Parses a Boolean of YAML 1.1, or a text that Python's `strtobool` takes.
-pub(super) fn boolean(text: &str) -> Option<bool> {
+pub(in crate::options::config) fn boolean(text: &str) -> Option<bool> {
     match text.trim().to_ascii_lowercase().as_str() {
         "true" | "yes" | "on" | "y" | "t" | "1" => Some(true),
         "false" | "no" | "off" | "n" | "f" | "0" => Some(false),

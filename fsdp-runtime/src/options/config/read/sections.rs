@@ -6,28 +6,31 @@ use super::reader::Reader;
 use crate::options::config::error::ProblemKind;
 use crate::options::config::keys::{Effect, Section};
 use crate::options::config::nearest::nearest;
+use crate::options::config::place::Place;
 use crate::options::config::values::Named;
 use crate::options::config::yaml::Entry;
 
 impl Reader {
     /// Reads all entries of a part. Of entries with equal keys, the first is read.
     pub(super) fn section(&mut self, section: Section, entries: &[Entry]) {
-        let mut lines: HashMap<&str, usize> = HashMap::new();
+        let mut places: HashMap<&str, Place> = HashMap::new();
         for entry in entries {
-            if let Some(&first) = lines.get(entry.key.as_str()) {
+            let name = section.find_older(&entry.key).map_or(entry.key.as_str(), |key| key.name);
+            if let Some(&first) = places.get(name) {
                 let key = entry.key.clone();
-                self.problem(entry.line, ProblemKind::DuplicateKey { key, first });
+                self.problem(entry.place, ProblemKind::DuplicateKey { key, first });
                 continue;
             }
-            lines.insert(&entry.key, entry.line);
+            places.insert(name, entry.place);
             self.entry(section, entry);
         }
     }
 
     fn entry(&mut self, section: Section, entry: &Entry) {
-        let Some(key) = section.find(&entry.key) else {
+        let Some(key) = section.find_older(&entry.key) else {
             return self.unknown_key(section, entry);
         };
+        let entry = &Entry { key: key.name.into(), ..entry.clone() };
         match key.effect {
             Effect::Unused { because, off } => {
                 let value = entry.value.shown();
@@ -38,7 +41,7 @@ impl Reader {
             // A key without a value counts as left out.
             Effect::Used if entry.value.is_null() => {}
             Effect::Used => {
-                self.config.source.lines.insert(key.name, entry.line);
+                self.config.source.places.insert(key.name, entry.place);
                 match section {
                     Section::Top => self.top_level_key(entry),
                     Section::Fsdp => self.fsdp_key(entry),
@@ -51,10 +54,13 @@ impl Reader {
         let key = entry.key.clone();
         if section.other().find(&key).is_some() {
             let place = section.other().place();
-            return self.problem(entry.line, ProblemKind::Misplaced { key, place });
+            return self.problem(entry.place, ProblemKind::Misplaced { key, place });
         }
-        let nearest = nearest(&key, section.keys().iter().map(|key| key.name));
-        self.problem(entry.line, ProblemKind::UnknownKey { key, nearest });
+        // The other part's keys come last: of equally near keys, the first is taken.
+        let known = || section.keys().iter().chain(section.other().keys()).map(|key| key.name);
+        let prefixed = format!("fsdp_{key}");
+        let nearest = nearest(&key, known()).or_else(|| nearest(&prefixed, known()));
+        self.problem(entry.place, ProblemKind::UnknownKey { key, nearest });
     }
 
     fn top_level_key(&mut self, entry: &Entry) {
@@ -91,6 +97,10 @@ impl Reader {
             "fsdp_activation_checkpointing" => {
                 self.config.fsdp.activation_checkpointing = self.bool(entry).unwrap_or_default();
             }
+            "fsdp_activation_checkpointing_offload" => {
+                let offload = self.bool(entry).unwrap_or_default();
+                self.config.fsdp.activation_checkpointing_offload = offload;
+            }
             "fsdp_auto_wrap_policy" => {
                 self.config.fsdp.auto_wrap_policy = self.named(entry, Named::named);
             }
@@ -103,6 +113,14 @@ impl Reader {
             "fsdp_cpu_ram_efficient_loading" => {
                 self.config.fsdp.cpu_ram_efficient_loading = self.bool(entry);
             }
+            "fsdp_ignored_modules" => self.problem(
+                entry.place,
+                ProblemKind::Unsupported {
+                    key: "fsdp_ignored_modules",
+                    value: entry.value.shown(),
+                    instead: "the program names parameters, with `FsdpOptions::with_ignored_params`",
+                },
+            ),
             "fsdp_forward_prefetch" => self.config.fsdp.forward_prefetch = self.bool(entry),
             "fsdp_min_num_params" => self.config.fsdp.min_num_params = self.count(entry, 0),
             "fsdp_offload_params" => {

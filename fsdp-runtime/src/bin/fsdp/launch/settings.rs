@@ -1,0 +1,109 @@
+//! The settings of a launch: the flags, and the configuration that they and the file make.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use fsdp_runtime::config::{Config, Overrides};
+
+use super::error::LaunchError;
+use super::flags::{Answer, Flags};
+use crate::{config, console};
+
+// No doc comment: clap would show it as the description of the command.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Configuration file [default: fsdp/default_config.yaml in the cache directory, if it exists]
+    #[arg(long, value_name = "FILE", alias = "config_file", alias = "config-file")]
+    config: Option<PathBuf>,
+
+    /// Start the ranks of all machines with Open MPI's `mpirun`
+    #[arg(long)]
+    mpi: bool,
+
+    /// Threads of each rank for computing on the CPU [default: `OMP_NUM_THREADS`, or the cores of
+    /// the machine divided by its ranks]
+    #[arg(long, value_name = "N", alias = "num_cpu_threads_per_process")]
+    num_cpu_threads_per_process: Option<NonZeroUsize>,
+
+    /// Seconds between SIGTERM and SIGKILL to the other ranks, once a rank has failed
+    #[arg(long, value_name = "SECONDS", default_value_t = 3)]
+    grace: u64,
+
+    /// `Trainer`'s form of the strategy, such as "full_shard auto_wrap offload"
+    #[arg(long, value_name = "OPTIONS")]
+    fsdp: Option<String>,
+
+    /// JSON file of `Trainer`'s `fsdp_config`; flags override it
+    #[arg(long, value_name = "FILE", alias = "fsdp_config")]
+    fsdp_config: Option<PathBuf>,
+
+    #[command(flatten)]
+    flags: Flags,
+}
+
+/// The settings of a launch.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Settings {
+    /// The file, with the values of the command line.
+    pub(crate) config: Config,
+    /// File that `config` was read from.
+    pub(crate) path: Option<PathBuf>,
+    /// Values of the command line.
+    pub(crate) overrides: Overrides,
+    /// Whether the flag `--mpi` was given.
+    pub(crate) mpi: bool,
+    /// Value of `--num-cpu-threads-per-process`.
+    pub(crate) threads: Option<NonZeroUsize>,
+    /// Time between SIGTERM and SIGKILL.
+    pub(crate) grace: Duration,
+}
+
+impl Options {
+    /// Reads the configuration. Prints the flags and keys that have no effect.
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::Flags`] for flags that ask for something that would not happen, and
+    /// [`LaunchError::Config`] for a configuration that cannot be used.
+    pub(crate) fn settings(&self) -> Result<Settings, LaunchError> {
+        if !self.flags.refused.is_empty() {
+            return Err(LaunchError::Flags { refused: self.flags.refused.clone() });
+        }
+        let path = match &self.config {
+            Some(path) => Some(path.clone()),
+            None => config::default_path().filter(|path| path.is_file()),
+        };
+        let overrides = self.overrides()?;
+        let (config, notes) = Config::read_with(path.as_deref(), &overrides)?;
+        config.check()?;
+        if let Some(path) = &path {
+            console::err(format_args!("configuration: {}", path.display()));
+        }
+        self.flags.noted.iter().for_each(|Answer { flag, because }| {
+            console::err(format_args!("--{flag} has no effect here: {because}"));
+        });
+        notes.iter().filter(|note| !note.off).for_each(console::err);
+        Ok(Settings {
+            config,
+            path,
+            overrides,
+            mpi: self.mpi,
+            threads: self.num_cpu_threads_per_process,
+            grace: Duration::from_secs(self.grace),
+        })
+    }
+
+    /// Returns the values of the command line. A flag of a key overrides `Trainer`'s JSON file.
+    fn overrides(&self) -> Result<Overrides, LaunchError> {
+        let mut overrides = Overrides::default();
+        if let Some(path) = &self.fsdp_config {
+            overrides.read_trainer_config(path)?;
+        }
+        self.flags.set_keys(&mut overrides)?;
+        if let Some(options) = &self.fsdp {
+            overrides.set_trainer_options(options)?;
+        }
+        Ok(overrides)
+    }
+}
