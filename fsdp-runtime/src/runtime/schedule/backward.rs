@@ -227,6 +227,10 @@ impl<B: ModelBackend> Schedule<B> {
                 }
             }
         }
+        // This comes after all reductions, so that the rank blocks once.
+        if let Some(end) = self.end_reads_of_peers(state) {
+            end.wait()?;
+        }
         self.collect_reductions(state, 0)?;
         state.calls.retain(|_, call| call.has_graph());
         for unit in 0..self.units.len() {

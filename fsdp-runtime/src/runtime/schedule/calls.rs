@@ -24,8 +24,7 @@ impl<B: ModelBackend> Schedule<B> {
             self.tracker.give_back(MemoryKind::ReducedGradients, bytes, None);
         }
         state.calls.retain(|_, call| call.has_graph());
-        // The module's parameters may have changed since the last pass.
-        state.shards_written = None;
+        state.shards_may_change();
         for unit in 0..self.units.len() {
             if !state.units[unit].in_use() {
                 self.evict(state, unit)?;

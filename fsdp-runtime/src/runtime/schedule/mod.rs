@@ -21,8 +21,8 @@
 //! Every step is traced with `tracing`, under the target `fsdp`, in the order of execution.
 //!
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
-//! `reduction`, `buffers`, `state`, `core`, `reshard`, `unshard`, `single_gather`, `whole_step`,
-//! `calls`, `reduce`, `backward`, `recompute_first_run`, `recompute_backward`, `materialize`,
+//! `reduction`, `buffers`, `peer_shards`, `state`, `core`, `reshard`, `unshard`, `exchange_shards`,
+//! `single_gather`, `whole_step`, `calls`, `reduce`, `backward`, `recompute_first_run`, `recompute_backward`, `materialize`,
 //! `forward`. The interfaces follow: `autodiff_hooks`, `runtime`, `metrics`, `access`,
 //! `collectives`, `erased`.
 
@@ -35,9 +35,11 @@ mod collectives;
 mod core;
 mod counters;
 mod erased;
+mod exchange_shards;
 mod forward;
 mod materialize;
 mod metrics;
+mod peer_shards;
 mod recompute_backward;
 mod recompute_first_run;
 mod reduce;

@@ -94,7 +94,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// Drops the references to the module's parameters, so that an optimizer can update these in
     /// place.
     pub(super) fn forget_shards(&self, state: &mut State<B>) {
-        state.shards_written = None;
+        state.shards_may_change();
         for unit in &mut state.units {
             unit.shards.iter_mut().for_each(|shard| *shard = None);
         }
