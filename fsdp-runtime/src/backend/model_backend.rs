@@ -25,7 +25,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
 
-use super::kernels;
+use super::kernels::{self, Kernels};
 use super::shard_backend::{ShardBackend, cast};
 use super::tensor::{Float, Tracked};
 use crate::error::ShardError;
@@ -131,6 +131,16 @@ pub(crate) fn cast_model<B: ModelBackend>(tensor: Float<B>, dtype: DType) -> Flo
         }
         _ => B::float_cast(tensor, dtype.into()),
     }
+}
+
+/// Returns tensors cast to `dtype`, in order, as one operation that shares kernel launches. The
+/// tensors have dtypes that the kernels take. Nothing is lowered.
+pub(crate) fn cast_all_model<B: ModelBackend>(
+    tensors: Vec<Float<B>>,
+    dtype: DType,
+) -> Vec<Float<B>> {
+    let outputs = tensors.iter().map(|tensor| (tensor.shape(), dtype)).collect();
+    B::defer(tensors, outputs, move |buffers| B::Raw::cast_all(buffers, dtype))
 }
 
 /// Evaluates `$body` with `$backend` as the backend type of `$device` and `$inner` as that

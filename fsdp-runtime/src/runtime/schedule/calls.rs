@@ -56,6 +56,9 @@ impl<B: ModelBackend> Schedule<B> {
     /// Ends the innermost forward of a unit.
     pub(super) fn close_forward(&self, state: &mut State<B>, unit: usize) {
         state.units[unit].forwards.pop();
+        if state.units[unit].forwards.is_empty() {
+            state.units[unit].shards.iter_mut().flatten().for_each(|shard| shard.cast = None);
+        }
         state.open_forwards = state.open_forwards.saturating_sub(1);
     }
 

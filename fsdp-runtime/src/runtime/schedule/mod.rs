@@ -22,8 +22,8 @@
 //!
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
 //! `reduction`, `buffers`, `peer_shards`, `state`, `core`, `reshard`, `unshard`, `exchange_shards`,
-//! `single_gather`, `whole_step`, `calls`, `reduce`, `backward`, `recompute_first_run`, `recompute_backward`, `materialize`,
-//! `forward`. The interfaces follow: `autodiff_hooks`, `runtime`, `metrics`, `access`,
+//! `single_gather`, `whole_step`, `calls`, `reduce`, `cast_replicated`, `backward`,
+//! `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces follow: `autodiff_hooks`, `runtime`, `metrics`, `access`,
 //! `collectives`, `erased`.
 
 mod access;
@@ -31,6 +31,7 @@ mod autodiff_hooks;
 mod backward;
 mod buffers;
 mod calls;
+mod cast_replicated;
 mod collectives;
 mod core;
 mod counters;
