@@ -134,8 +134,6 @@ fn train(worker: &Worker, job: Job, options: &FsdpOptions) -> Result<Run, Error>
 }
 
 fn run(job: Job, options: FsdpOptions) -> Run {
-    // The check of the optimizer leaves about 200 KiB in the optimizer for each kind of parameter.
-    let options = options.with_optimizer_check(false);
     let once = || {
         let options = options.clone();
         let device = LaunchOptions::new(WORLD).with_device(Device::cpu());

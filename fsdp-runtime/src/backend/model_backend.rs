@@ -199,6 +199,17 @@ pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
     }
 }
 
+/// Returns the host's device with the feature `flex`, and `device` without it.
+pub(crate) fn host_device(device: &burn::tensor::Device) -> burn::tensor::Device {
+    #[cfg(feature = "flex")]
+    {
+        let _ = device;
+        burn::tensor::Device::flex()
+    }
+    #[cfg(not(feature = "flex"))]
+    device.clone()
+}
+
 /// Checks that a [`ModelBackend`] serves the device.
 pub(crate) fn check_device(device: &burn::tensor::Device) -> Result<(), ShardError> {
     with_backend!(device, |B, _inner| {
