@@ -92,17 +92,18 @@ fn fences_order_every_access_of_shards_gradients_and_gather_buffers() {
 #[test]
 fn the_record_shows_each_fence_that_is_missing() {
     let waits = |file, on_comm_thread| Waits { file, on_comm_thread };
-    for missing in [
+    let [plain, .., kept_parts] = options();
+    for (missing, options) in [
         // Shards after an optimizer's step, and gradients, from the rank's own thread.
-        waits("collectives/device_work.rs", true),
-        // Gathered parameters and reduced gradients, from the communication thread.
-        waits("collectives/device_work.rs", false),
-        // Shards and gradients of other ranks.
-        waits("collectives/local.rs", true),
-        // A gather buffer after the last reads.
-        waits("backend/cube.rs", true),
+        (waits("collectives/device_work.rs", true), &plain),
+        // The shards of other ranks, and reduced gradients, from the communication thread.
+        (waits("collectives/device_work.rs", false), &plain),
+        // Shards and gradients, from the communication threads of other ranks.
+        (waits("collectives/local.rs", true), &plain),
+        // A gather buffer after the last reads, to the communication thread.
+        (waits("backend/cube.rs", true), &kept_parts),
     ] {
-        let found = found(Some(missing), &FsdpOptions::new());
+        let found = found(Some(missing), options);
         assert!(!found.is_empty(), "without the waits of {missing:?} nothing is found");
     }
 }
