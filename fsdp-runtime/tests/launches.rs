@@ -31,7 +31,9 @@ struct Block {
 impl Block {
     /// `[rows, width]` to `[rows, width]`. Reads each vector twice.
     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        let once = |x: Tensor<2>| x * self.scale.val().unsqueeze() + self.shift.val().unsqueeze();
+        let once = |x: Tensor<2>| {
+            x * self.scale.val().unsqueeze::<2>() + self.shift.val().unsqueeze::<2>()
+        };
         once(once(x) * self.weight.val()).tanh()
     }
 }

@@ -140,7 +140,7 @@ pub(crate) fn cast_all_model<B: ModelBackend>(
     dtype: DType,
 ) -> Vec<Float<B>> {
     let outputs = tensors.iter().map(|tensor| (tensor.shape(), dtype)).collect();
-    B::defer(tensors, outputs, move |buffers| B::Raw::cast_all(buffers, dtype))
+    B::defer(tensors, outputs, move |buffers| Raw::<B>::cast_all(buffers, dtype))
 }
 
 /// Evaluates `$body` with `$backend` as the backend type of `$device` and `$inner` as that

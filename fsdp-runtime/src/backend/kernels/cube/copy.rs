@@ -316,7 +316,7 @@ mod tests {
     /// Casts tensors of several lengths, more than share a launch.
     fn casts<B: ShardBackend>(device: &B::Device, from: DType, to: DType) -> Vec<Vec<f32>> {
         let tensor = |index: usize| {
-            let len = [5, 64, 0, 70_000, 1, 768][index % 6];
+            let len = [5, 64, 70_000, 1, 768][index % 5];
             let element = |at: usize| ((at * 31 + index * 7919) % 6101) as f32 * 0.37 - 900.0;
             let data = TensorData::new((0..len).map(element).collect::<Vec<_>>(), [len]);
             cast::<B>(B::float_from_data(data, device), from)
