@@ -363,8 +363,7 @@ impl Optimizer for Slow {
     }
 }
 
-/// A gather on the communication thread's stream reads what a late update on the rank's own stream
-/// has written.
+/// A gather on one rank's stream reads what a late update on another rank's stream has written.
 #[test]
 fn a_gather_comes_after_a_slow_update() {
     let fast = Run {

@@ -134,8 +134,6 @@ fn train(worker: &Worker, job: Job, options: &FsdpOptions) -> Result<Run, Error>
 }
 
 fn run(job: Job, options: FsdpOptions) -> Run {
-    // The check of the optimizer leaves about 200 KiB in the optimizer for each kind of parameter.
-    let options = options.with_optimizer_check(false);
     let once = || {
         let options = options.clone();
         let device = LaunchOptions::new(WORLD).with_device(Device::cpu());
@@ -148,21 +146,28 @@ fn run(job: Job, options: FsdpOptions) -> Run {
 }
 
 /// Asserts that the report and the accounting differ by at most one gather buffer at every moment,
-/// and that no sample exceeds the forecast.
-fn assert_agrees(job: Job, options: FsdpOptions) -> Run {
+/// that no sample exceeds the forecast, and that a model without gradients and optimizer takes what
+/// the forecast says. `activations` are the bytes of block inputs that a rank keeps on the device.
+fn assert_agrees(job: Job, options: FsdpOptions, activations: usize) -> Run {
     let (run, tolerance) = (run(job, options), job.tolerance());
-    println!("{:#?}", run.samples);
+    let forecast = run.forecast.with_activations(activations);
+    println!("{:#?}\n{forecast}", run.samples);
     for Sample { reported, counted } in run.samples {
         assert!(reported.abs_diff(counted) <= tolerance, "{reported} bytes, {counted} counted");
-        let forecast = WORLD * run.forecast.total() + tolerance;
-        assert!(reported <= forecast, "{reported} bytes, forecast {forecast}");
+        let most = WORLD * forecast.total() + tolerance;
+        assert!(reported <= most, "{reported} bytes, forecast {most}");
     }
+    let model = WORLD * (forecast.shards + forecast.replicated + forecast.gathered);
+    let [sharded, after_forward, ..] = run.samples.map(|sample| sample.reported);
+    assert!(sharded.abs_diff(model) <= tolerance, "{sharded} bytes, forecast {model}");
+    let kept = model + WORLD * activations;
+    assert!(after_forward.abs_diff(kept) <= tolerance, "{after_forward} bytes, forecast {kept}");
     run
 }
 
 #[test]
 fn full_shard() {
-    let run = assert_agrees(WIDE, FsdpOptions::new());
+    let run = assert_agrees(WIDE, FsdpOptions::new(), 0);
     let step = run.samples[3];
     let forecast = run.forecast;
     let rest = forecast.shards + forecast.replicated + forecast.gathered + forecast.optimizer;
@@ -177,6 +182,7 @@ fn offloaded_parameters() {
     let run = assert_agrees(
         WIDE,
         FsdpOptions::new().with_offload(OffloadPolicy::Params { pin_memory: false }),
+        0,
     );
     // Gather buffers are left.
     let rest = run.forecast.gathered + run.forecast.replicated;
@@ -186,8 +192,8 @@ fn offloaded_parameters() {
 #[test]
 fn offloaded_activations() {
     let options = FsdpOptions::new().with_activation_checkpointing(ActivationCheckpointing::All);
-    let kept = run(LONG, options.clone());
-    let offloaded = assert_agrees(LONG, options.with_offload_activations(true));
+    let kept = assert_agrees(LONG, options.clone(), BLOCKS * LONG.input());
+    let offloaded = assert_agrees(LONG, options.with_offload_activations(true), 0);
     let freed = kept.samples[1].reported.saturating_sub(offloaded.samples[1].reported);
     let inputs = WORLD * BLOCKS * LONG.input();
     assert!(freed + LONG.tolerance() >= inputs, "{freed} bytes freed, {inputs} of inputs");

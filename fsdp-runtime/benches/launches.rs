@@ -7,7 +7,8 @@
 //!
 //! The device is Burn's default one where `BURN_DEVICE` names it, else `cpu` if it is compiled in.
 //!
-//! Kernels are compiled but not run; on a CPU the compilation takes minutes. Launches of the ranks'
+//! Kernels are compiled but not run, except with `--run`; on a CPU the compilation takes minutes.
+//! Waits depend on how far ranks are apart, so `--steps` shows those of several steps. Launches of the ranks'
 //! communication threads are counted apart from those of all other threads.
 
 use std::collections::BTreeMap;
@@ -39,6 +40,12 @@ struct Cli {
     /// Steps before the one that is counted.
     #[arg(long, default_value_t = 2)]
     warm_up: usize,
+    /// Steps whose waits are counted. The launches are those of the last one.
+    #[arg(long, default_value_t = 1)]
+    steps: usize,
+    /// Runs the kernels.
+    #[arg(long)]
+    run: bool,
     /// Also prints the launches of each kernel.
     #[arg(long)]
     kernels: bool,
@@ -76,8 +83,8 @@ impl LaunchObserver for Count {
 struct Step {
     /// Launches of all ranks.
     launches: Launches,
-    /// Number of times that rank 0 blocked on its communication thread.
-    waits: usize,
+    /// Number of times that the rank blocked on its communication thread, in each step.
+    waits: Vec<usize>,
     drains: usize,
     lowerings: usize,
 }
@@ -95,16 +102,17 @@ fn device() -> Device {
     return Device::cuda(0);
 }
 
-/// Runs `step` once after `warm_up` uncounted calls, and returns the launches of the last call.
+/// Runs `step` several times, and returns the launches of the last call.
 fn observe(
-    warm_up: usize,
+    cli: &Cli,
     worker: &Worker,
     mut step: impl FnMut() -> Result<(), Error>,
 ) -> Result<Launches, Error> {
     let observer = Arc::new(Count::default());
-    for call in 0..=warm_up {
+    let calls = cli.warm_up + cli.steps;
+    for call in 0..calls {
         worker.barrier()?;
-        let is_counted = worker.rank().index() == 0 && call == warm_up;
+        let is_counted = worker.rank().index() == 0 && call + 1 == calls;
         let observation = is_counted.then(|| LaunchObservation::new(observer.clone()));
         // All ranks start after the observation, and end before it does.
         worker.barrier()?;
@@ -122,14 +130,14 @@ fn unsharded(cli: &Cli, worker: &Worker) -> Result<Step, Error> {
     let batch = Batch::new(&cli.sizes, worker.rank().index(), worker.device());
     let mut optimizer = AdamWConfig::new().init();
     let mut model = Some(Bert::new(&cli.sizes, worker.device()));
-    let launches = observe(cli.warm_up, worker, || {
+    let launches = observe(cli, worker, || {
         let unsharded = model.take().expect("each step puts the model back");
         let gradients = batch.loss(&unsharded).backward();
         let gradients = GradientsParams::from_grads(gradients, &unsharded);
         model = Some(optimizer.step(1e-5, unsharded, gradients));
         Ok(())
     })?;
-    Ok(Step { launches, waits: 0, drains: 0, lowerings: 0 })
+    Ok(Step { launches, waits: vec![0], drains: 0, lowerings: 0 })
 }
 
 /// Counts a step of the model under FULL_SHARD.
@@ -140,18 +148,19 @@ fn sharded(cli: &Cli, worker: &Worker) -> Result<Step, Error> {
     let options = FsdpOptions::new().with_seed(0).with_optimizer_check(false);
     let options = if cli.bf16 { options.with_mixed_precision(BF16) } else { options };
     let mut model = Some(fully_shard(Bert::new(&cli.sizes, worker.device()), worker, options)?);
-    let (mut waits, mut drains, mut lowerings) = (0, 0, 0);
-    let launches = observe(cli.warm_up, worker, || {
+    let (mut waits, mut drains, mut lowerings) = (Vec::new(), 0, 0);
+    let launches = observe(cli, worker, || {
         let sharded = model.take().expect("each step puts the model back");
         let (waits_before, before) = (sharded.stats().waits(), sharded.stats().counts());
         let gradients = sharded.backward(batch.loss(&sharded))?;
         let sharded = optimizer.step(1e-5, sharded, gradients);
         let after = sharded.stats().counts();
-        waits = sharded.stats().waits() - waits_before;
+        waits.push(sharded.stats().waits() - waits_before);
         (drains, lowerings) = (after.drains - before.drains, after.lowerings - before.lowerings);
         model = Some(sharded);
         Ok(())
     })?;
+    let waits = waits.split_off(cli.warm_up);
     Ok(Step { launches, waits, drains, lowerings })
 }
 
@@ -161,7 +170,7 @@ fn main() {
         "{:<12}{:>6}{:>10}{:>16}{:>7}{:>8}{:>11}",
         "", "ranks", "launches", "communication", "waits", "drains", "lowerings"
     );
-    let _dry_run = DryRun::new();
+    let _dry_run = (!cli.run).then(DryRun::new);
     type Way = fn(&Cli, &Worker) -> Result<Step, Error>;
     for &world in &cli.world {
         for (name, way) in [("unsharded", unsharded as Way), ("FULL_SHARD", sharded)] {
@@ -174,10 +183,15 @@ fn main() {
             println!(
                 "{name:<12}{world:>6}{:>10}{communication:>16}{:>7}{:>8}{:>11}",
                 own + communication,
-                step.waits,
+                step.waits.iter().max().copied().unwrap_or_default(),
                 step.drains,
                 step.lowerings
             );
+            if cli.steps > 1 {
+                for (rank, step) in ranks.iter().enumerate() {
+                    println!("    waits of rank {rank} in each step: {:?}", step.waits);
+                }
+            }
             if cli.kernels {
                 print_kernels(&step.launches);
             }

@@ -29,7 +29,7 @@
 //! | M | C | shards, after an optimizer's step; gradients; kept parts |
 //! | M | C | a gather buffer, at reshard, after M's reads |
 //! | C | C of another rank | shards and gradients, with engine `local` |
-//! | C | M | gathered parameters, reduced gradients |
+//! | C | M | shards of other ranks, with engine `local`; gathered parameters, reduced gradients |
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -25,7 +25,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
 
-use super::kernels;
+use super::kernels::{self, Kernels};
 use super::shard_backend::{ShardBackend, cast};
 use super::tensor::{Float, Tracked};
 use crate::error::ShardError;
@@ -133,6 +133,16 @@ pub(crate) fn cast_model<B: ModelBackend>(tensor: Float<B>, dtype: DType) -> Flo
     }
 }
 
+/// Returns tensors cast to `dtype`, in order, as one operation that shares kernel launches. The
+/// tensors have dtypes that the kernels take. Nothing is lowered.
+pub(crate) fn cast_all_model<B: ModelBackend>(
+    tensors: Vec<Float<B>>,
+    dtype: DType,
+) -> Vec<Float<B>> {
+    let outputs = tensors.iter().map(|tensor| (tensor.shape(), dtype)).collect();
+    B::defer(tensors, outputs, move |buffers| Raw::<B>::cast_all(buffers, dtype))
+}
+
 /// Evaluates `$body` with `$backend` as the backend type of `$device` and `$inner` as that
 /// backend's device. Evaluates to `Err` with [`ShardError::UnsupportedDevice`] if no
 /// [`ModelBackend`] serves the device.
@@ -187,6 +197,17 @@ pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
         let _ = device;
         false
     }
+}
+
+/// Returns the host's device with the feature `flex`, and `device` without it.
+pub(crate) fn host_device(device: &burn::tensor::Device) -> burn::tensor::Device {
+    #[cfg(feature = "flex")]
+    {
+        let _ = device;
+        burn::tensor::Device::flex()
+    }
+    #[cfg(not(feature = "flex"))]
+    device.clone()
 }
 
 /// Checks that a [`ModelBackend`] serves the device.

@@ -9,8 +9,11 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
 
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Backend, Cube, TensorMetadata};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
@@ -106,16 +109,19 @@ impl<B: FusionBackend> Recorder for Fusion<B> {
         let client = first.client.clone();
         let taken = Arc::new(Mutex::new(Vec::new()));
         let slot = taken.clone();
-        register::<B>(&client, "fsdp::lower", tensors, Vec::new(), move |buffers| {
+        // The queue leaves the error of a failed operation in the outputs of all operations that
+        // depend on it. This output exists for that error alone: it is never written.
+        let fate = vec![(Shape::from([1]), DType::F32)];
+        let mut fate = register::<B>(&client, "fsdp::lower", tensors, fate, move |buffers| {
             *slot.lock().ignore_poison() = buffers;
             Vec::new()
         });
         client.sync(|| ());
         let taken = std::mem::take(&mut *taken.lock().ignore_poison());
-        assert!(
-            !taken.is_empty(),
-            "an operation that these tensors depend on has failed on the device"
-        );
+        if taken.is_empty() {
+            let cause = fate.pop().map_or_else(String::new, error_of::<B>);
+            panic!("an operation that these tensors depend on has failed on the device: {cause}");
+        }
         taken
     }
 
@@ -147,7 +153,18 @@ impl<B: FusionBackend> Recorder for Fusion<B> {
     }
 }
 
-/// Registers an operation on the buffers of `inputs` in the queue of this thread.
+/// Returns the description of the error that the queue has left in a tensor.
+fn error_of<B: FusionBackend>(tensor: Float<Fusion<B>>) -> String {
+    let read = pin!(Fusion::<B>::float_into_data(tensor));
+    // The queue was launched, so the error is known at once.
+    match read.poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(Err(error)) => error.to_string(),
+        Poll::Ready(Ok(_)) | Poll::Pending => "the queue does not say why".into(),
+    }
+}
+
+/// Registers an operation on the buffers of `inputs` in the queue of this thread. `f` may return no
+/// results; then the outputs are never written.
 fn register<B>(
     client: &Client<B::FusionRuntime>,
     name: &'static str,
@@ -195,10 +212,9 @@ where
         let Some(f) = self.f.lock().ignore_poison().take() else { return Ok(()) };
         let buffers = self.inputs.iter().map(|it| handles.get_float_tensor::<B>(it));
         let results = f(buffers.collect());
-        assert_eq!(
-            results.len(),
-            self.outputs.len(),
-            "{} has as many results as outputs",
+        assert!(
+            results.is_empty() || results.len() == self.outputs.len(),
+            "{} has as many results as outputs, or none",
             self.name
         );
         for (output, buffer) in self.outputs.iter().zip(results) {
@@ -210,11 +226,13 @@ where
 
 #[cfg(all(test, feature = "cpu"))]
 mod tests {
-    use burn::backend::ops::FloatTensorOps;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
     use cubecl::device::CpuDevice;
 
     use super::*;
     use crate::backend::shard_backend::ShardBackend;
+    use crate::error::panic_message;
 
     /// Returns the sum of two views of a buffer that holds ones and is poisoned and released after
     /// the sum. `drained` says whether the sum is launched before that.
@@ -238,6 +256,24 @@ mod tests {
     #[test]
     fn a_recorded_read_runs_before_the_buffer_is_released() {
         assert_eq!(sum_of_views(true), [2.0; 8]);
+    }
+
+    /// The operation that fails runs on another thread under fusion, and later than it is recorded.
+    #[test]
+    fn a_failed_operation_is_reported_with_its_cause() {
+        let device = CubeDevice::Cpu(CpuDevice);
+        let ones = || Cube::float_ones(Shape::from([8]), &device, DType::F32.into());
+        let failure = catch_unwind(AssertUnwindSafe(|| {
+            let failed = Cube::defer_one(ones(), DType::F32, |_| panic!("the 7th drawer is stuck"));
+            let dependent = Cube::float_add(failed, ones());
+            <Cube as ModelBackend>::lower(vec![ones(), dependent])
+        }));
+        let cause = panic_message(&*failure.err().expect("nothing was computed"));
+        assert!(cause.contains("the 7th drawer is stuck"), "{cause}");
+
+        // The queue goes on with operations that do not depend on it.
+        let sum = <Cube as ModelBackend>::lower(vec![Cube::float_add(ones(), ones())]).remove(0);
+        assert_eq!(CubeBackend::to_data(sum).iter::<f32>().collect::<Vec<_>>(), [2.0; 8]);
     }
 
     /// Without a drain the read runs after the release, and shows the poison.

@@ -94,7 +94,7 @@ impl Communicator {
         };
         // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
         let _ = self.jobs.lock().ignore_poison().send(Box::new(job));
-        Work { result, rank, blocked }
+        Work { result, outcome: None, rank, blocked }
     }
 
     /// Returns how long the thread has spent in collectives, and how long this rank has blocked on
@@ -115,6 +115,8 @@ impl Communicator {
 #[must_use = "a collective is complete only once it was waited for"]
 pub(crate) struct Work<T> {
     result: Receiver<Result<T, CollectiveError>>,
+    /// Result, once it was received.
+    outcome: Option<Result<T, CollectiveError>>,
     rank: Rank,
     blocked: Arc<Blocked>,
 }
@@ -126,18 +128,29 @@ fn add_elapsed(time: &AtomicU64, begin: Instant) {
 }
 
 impl<T> Work<T> {
+    /// Returns whether the collective is complete. Does not block.
+    pub(super) fn is_complete(&mut self) -> bool {
+        if self.outcome.is_none() {
+            self.outcome = self.result.try_recv().ok();
+        }
+        self.outcome.is_some()
+    }
+
+    /// Blocks until the collective is complete.
+    pub(super) fn block(&mut self) {
+        if !self.is_complete() {
+            let begin = Instant::now();
+            let outcome = self.result.recv();
+            self.blocked.waits.fetch_add(1, Ordering::Relaxed);
+            add_elapsed(&self.blocked.nanos, begin);
+            let closed = CollectiveError::Closed { rank: self.rank };
+            self.outcome = Some(outcome.unwrap_or(Err(closed)));
+        }
+    }
+
     /// Blocks until the collective is complete, and returns its result.
-    pub(crate) fn wait(self) -> Result<T, CollectiveError> {
-        let outcome = match self.result.try_recv() {
-            Ok(outcome) => Ok(outcome),
-            Err(_) => {
-                let begin = Instant::now();
-                let outcome = self.result.recv();
-                self.blocked.waits.fetch_add(1, Ordering::Relaxed);
-                add_elapsed(&self.blocked.nanos, begin);
-                outcome
-            }
-        };
-        outcome.unwrap_or(Err(CollectiveError::Closed { rank: self.rank }))
+    pub(crate) fn wait(mut self) -> Result<T, CollectiveError> {
+        self.block();
+        self.outcome.expect("`block` has received the result")
     }
 }

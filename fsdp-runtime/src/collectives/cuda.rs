@@ -19,6 +19,10 @@ pub const OLDEST_NCCL: NcclVersion = NcclVersion { major: 2, minor: 18, patch: 0
 /// Environment variable with the path of NCCL's library, for systems whose loader does not find it.
 pub const NCCL_VARIABLE: &str = "FSDP_NCCL_LIBRARY";
 
+/// Environment variable that orders the collectives of NCCL after CubeCL's work on the device if it
+/// is `1`, in place of a wait on the host. No GPU has run this.
+pub const STREAM_ORDER_VARIABLE: &str = "FSDP_NCCL_STREAM_ORDER";
+
 /// A GPU that the CUDA driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

@@ -35,6 +35,22 @@ impl<B: ShardBackend, T: Send + 'static> DeviceWork<B, T> {
         }))
     }
 
+    /// Returns whether the collective has been issued on the device. Does not block.
+    pub(crate) fn is_issued(&mut self) -> bool {
+        match self {
+            Self::Queued(work) => work.is_complete(),
+            Self::Issued(_) => true,
+        }
+    }
+
+    /// Blocks until the collective has been issued on the device. The communication thread has then
+    /// issued all earlier ones, too.
+    pub(crate) fn block(&mut self) {
+        if let Self::Queued(work) = self {
+            work.block();
+        }
+    }
+
     /// Blocks until the communication thread has issued the collective, and returns its result.
     /// Later operations of this thread come after the collective; the thread does not wait for the
     /// device.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
 
+pub(crate) use super::local::Fenced;
 use super::local::LocalGroup;
 pub(crate) use super::message::Message;
 #[cfg(feature = "mpi")]
@@ -85,6 +86,22 @@ impl AnyProcessGroup {
         value: T,
     ) -> Result<Vec<Arc<T>>, CollectiveError> {
         on_engine!(self, |group| group.exchange(op, value))
+    }
+
+    /// Returns every member's tensors, in rank order, and orders later operations of the calling
+    /// thread after all that the members have issued. All members call it, and they share a device
+    /// ([`shares_device`](Self::shares_device)).
+    pub(crate) fn exchange_on_device<B: ShardBackend, T: std::any::Any + Send + Sync>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensors: T,
+    ) -> Result<Vec<Fenced<B, T>>, CollectiveError> {
+        match self {
+            Self::Local(group) => group.exchange_on_device::<B, T>(op, device, tensors),
+            #[cfg(any(feature = "mpi", feature = "nccl"))]
+            _ => unreachable!("ranks of this engine do not share a device"),
+        }
     }
 
     /// Returns the process group of the members that give the same `color`. All members call it.

@@ -166,7 +166,7 @@ impl LocalGroup {
 
     /// Returns every member's tensors, in rank order, and orders later operations of the calling
     /// thread after all that the members have issued.
-    fn exchange_on_device<B: ShardBackend, T: Any + Send + Sync>(
+    pub(super) fn exchange_on_device<B: ShardBackend, T: Any + Send + Sync>(
         &self,
         op: &Op,
         device: &B::Device,
@@ -289,7 +289,7 @@ fn in_one_dtype<B: ShardBackend>(parts: Vec<(Float<B>, usize)>) -> Vec<(Float<B>
 }
 
 /// Tensors of a member, and the mark of all that its communication thread has issued before.
-type Fenced<B, T> = Arc<(T, <B as ShardBackend>::Fence)>;
+pub(crate) type Fenced<B, T> = Arc<(T, <B as ShardBackend>::Fence)>;
 
 impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     fn all_gather(

@@ -20,8 +20,8 @@ use crate::layout::Mesh;
 use crate::layout::WorldSize;
 use crate::module::opaque::visit_leaf;
 use crate::module::{FsdpModule, ParamIndex};
-use crate::param_group::Unit;
 use crate::param_group::plan::{IgnoredParam, Key};
+use crate::param_group::{ParamSpec, Unit};
 use crate::runtime::hooks::Collect;
 use crate::runtime::schedule::ErasedSchedule;
 
@@ -194,5 +194,5 @@ impl<M: Module> Module for Fsdp<M> {
 
 /// Returns whether a rank stores only a shard of some parameter of a unit.
 fn is_sharded(unit: &Unit) -> bool {
-    unit.gathers
+    unit.params.iter().any(ParamSpec::is_sharded)
 }

@@ -5,6 +5,7 @@
 //! [probe](super::optimizer_probe) of each sharded parameter, and the mapper steps the probes
 //! before the model. A probe has the path of its parameter, and so belongs to the same parameter
 //! group. The optimizer keeps the probes' state under ids of their own, a few hundred bytes each.
+//! Probes are in host memory, so that their state takes none of a device.
 //!
 //! After [`STEPS`] steps a parameter has passed, and later steps have no probe of it.
 //!
@@ -22,6 +23,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::optimizer_probe::{Part, ProbeGradients, STEPS, Verdict};
+use crate::backend::host_device;
 use crate::backend::kernels::batched_steps;
 use crate::error::{Error, IgnorePoison, ScheduleError};
 use crate::module::Sharded;
@@ -69,7 +71,7 @@ pub(crate) struct Waiting {
     pub(crate) id: ParamId,
     /// Module path of the parameter.
     pub(crate) path: String,
-    /// Device of the shard.
+    /// Device of the probe.
     pub(crate) device: Device,
 }
 
@@ -82,7 +84,7 @@ impl Waiting {
         let base = param.base();
         let checked = matches!(spec.placement, Placement::Shard(_)) && base.is_require_grad();
         let (id, path) = (param.id, spec.path.clone());
-        checked.then(|| Self { id, path, device: base.device().inner() })
+        checked.then(|| Self { id, path, device: host_device(&base.device().inner()) })
     }
 }
 

@@ -44,8 +44,10 @@ impl<M> Stats<'_, M> {
         stored.map(|(shards, replicated)| shards + replicated).sum()
     }
 
-    /// Returns the largest number of bytes of gathered parameters that this rank held at once; 0
-    /// under `NO_SHARD`, which gathers nothing.
+    /// Returns the largest number of bytes of gathered parameters that this rank held at once.
+    ///
+    /// It is 0 where nothing is gathered: under `NO_SHARD`, and on CubeCL devices for f32
+    /// parameters that are not divided among several ranks.
     pub fn peak_unsharded_bytes(&self) -> usize {
         self.model.schedule.peak_unsharded_bytes()
     }
@@ -112,7 +114,8 @@ impl<M> Stats<'_, M> {
     /// result is there already counts as none.
     ///
     /// On CubeCL devices with the engine `local` the rank blocks until its communication thread has
-    /// issued the collective. It never waits for the device.
+    /// issued the collective, at which it waits for the other ranks. It never waits for the device.
+    /// All-gathers of units block once in a forward pass, when ranks exchange their shards.
     pub fn waits(&self) -> usize {
         self.model.schedule.waits()
     }

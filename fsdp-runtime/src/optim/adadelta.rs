@@ -6,7 +6,6 @@ use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSi
 use burn::tensor::{Device, Tensor};
 
 use super::clipping::with_clipping;
-use super::on_host::host_device;
 
 /// Configuration of [`Adadelta`], with PyTorch's defaults. PyTorch's default learning rate is 1.
 #[derive(Config, Debug)]
@@ -77,7 +76,7 @@ impl<const D: usize> RecordState for AdadeltaState<D> {
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        let device = host_device(device);
+        let device = crate::backend::host_device(device);
         let square_avg = src.take_tensor(prefix, SQUARE_AVG)?;
         let acc_delta = src.take_tensor(prefix, ACC_DELTA)?;
         Some(Self {

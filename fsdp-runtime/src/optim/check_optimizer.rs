@@ -6,7 +6,6 @@ use burn::module::Param;
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Tensor;
 
-use super::on_host::host_device;
 use super::single_param::SingleParam;
 use crate::error::Error;
 use crate::fully_shard::Fsdp;
@@ -43,9 +42,8 @@ impl<M: FsdpModule> Fsdp<M> {
         let optimizer = optimizer.clone().load_record(OptimizerRecord::default());
         let mut gradients = ProbeGradients::default();
         for waiting in find.found {
-            let probe = Waiting { device: host_device(&waiting.device), ..waiting };
-            refuse(judge(&optimizer, &probe, &mut gradients, 0..STEPS)?, &probe.path)?;
-            self.optimizer_check.pass(probe.id);
+            refuse(judge(&optimizer, &waiting, &mut gradients, 0..STEPS)?, &waiting.path)?;
+            self.optimizer_check.pass(waiting.id);
         }
         Ok(())
     }

@@ -8,6 +8,8 @@
 use burn::optim::{RecordState, StateSink, StateSource};
 use burn::tensor::Device;
 
+use crate::backend::host_device;
+
 /// State `S` of an optimizer, which a record loads into host memory. The record is that of `S`.
 #[derive(Clone, Debug)]
 pub struct OnHost<S>(pub S);
@@ -20,17 +22,6 @@ impl<S: RecordState> RecordState for OnHost<S> {
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         S::state_unflatten(prefix, src, &host_device(device)).map(Self)
     }
-}
-
-/// Returns the host's device with the feature `flex`, and `device` without it.
-pub(super) fn host_device(device: &Device) -> Device {
-    #[cfg(feature = "flex")]
-    {
-        let _ = device;
-        Device::flex()
-    }
-    #[cfg(not(feature = "flex"))]
-    device.clone()
 }
 
 #[cfg(all(test, feature = "flex", feature = "cpu"))]

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::clipping::with_clipping;
 use super::fused;
-use super::on_host::host_device;
+use crate::backend::host_device;
 use crate::backend::kernels::SgdStep;
 
 /// Configuration of [`Sgd`], with PyTorch's defaults: no momentum, no decay.

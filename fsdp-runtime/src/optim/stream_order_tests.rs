@@ -9,7 +9,7 @@ use fsdp_macros::fsdp_unit;
 use super::AdamWConfig;
 use crate::backend::stream_order::{Waits, violations};
 use crate::{
-    Error, FsdpOptions, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy,
+    Error, FsdpOptions, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, OffloadPolicy,
     ReshardAfterForward, Worker, fully_shard, launch,
 };
 
@@ -68,7 +68,7 @@ fn found(missing: Option<Waits>, options: &FsdpOptions) -> Vec<String> {
     })
 }
 
-fn options() -> [FsdpOptions; 4] {
+fn options() -> [FsdpOptions; 5] {
     let plain = FsdpOptions::new();
     [
         plain.clone(),
@@ -77,7 +77,8 @@ fn options() -> [FsdpOptions; 4] {
             .clone()
             .with_mixed_precision(MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F16)),
         plain.clone().with_gradient_accumulation(GradientAccumulation::HoldUnsharded),
-        plain.with_reshard_after_forward(ReshardAfterForward::To(1)),
+        plain.clone().with_reshard_after_forward(ReshardAfterForward::To(1)),
+        plain.with_offload(OffloadPolicy::Params { pin_memory: false }),
     ]
 }
 
@@ -92,17 +93,18 @@ fn fences_order_every_access_of_shards_gradients_and_gather_buffers() {
 #[test]
 fn the_record_shows_each_fence_that_is_missing() {
     let waits = |file, on_comm_thread| Waits { file, on_comm_thread };
-    for missing in [
+    let [plain, .., offloaded] = options();
+    for (missing, options) in [
         // Shards after an optimizer's step, and gradients, from the rank's own thread.
-        waits("collectives/device_work.rs", true),
-        // Gathered parameters and reduced gradients, from the communication thread.
-        waits("collectives/device_work.rs", false),
-        // Shards and gradients of other ranks.
-        waits("collectives/local.rs", true),
-        // A gather buffer after the last reads.
-        waits("backend/cube.rs", true),
+        (waits("collectives/device_work.rs", true), &plain),
+        // The shards of other ranks, and reduced gradients, from the communication thread.
+        (waits("collectives/device_work.rs", false), &plain),
+        // Shards and gradients, from the communication threads of other ranks.
+        (waits("collectives/local.rs", true), &plain),
+        // A gather buffer after the last reads, to the communication thread.
+        (waits("backend/cube.rs", true), &offloaded),
     ] {
-        let found = found(Some(missing), &FsdpOptions::new());
+        let found = found(Some(missing), options);
         assert!(!found.is_empty(), "without the waits of {missing:?} nothing is found");
     }
 }

@@ -55,6 +55,11 @@ impl ParamSpec {
         self.shape.iter().product()
     }
 
+    /// Returns whether each rank stores a shard of the parameter.
+    pub(crate) fn is_sharded(&self) -> bool {
+        matches!(self.placement, Placement::Shard(_))
+    }
+
     /// Returns the elements of the flattened parameter that this rank stores.
     pub(crate) fn range(&self) -> Range<usize> {
         match &self.placement {
@@ -102,7 +107,8 @@ pub(crate) struct Unit {
     pub(crate) params: Vec<ParamSpec>,
     /// Positions of the unit's matrices in flat ranges.
     pub(crate) layout: UnitLayout,
-    /// Whether the unit has sharded parameters, and so needs gather buffers.
+    /// Whether the unit's sharded parameters are gathered, and so need gather buffers. A shard group
+    /// of one rank computes with the shards themselves where it can.
     pub(crate) gathers: bool,
     /// Dtypes to which the unit's inputs and outputs are cast.
     pub(crate) precision: Precision,

@@ -34,6 +34,12 @@ pub(crate) trait Kernels: Backend {
     /// Copies a tensor: divided in f32 by `divisor` if there is one, then rounded to `dtype`.
     fn cast(tensor: Float<Self>, dtype: DType, divisor: Option<f32>) -> Float<Self>;
 
+    /// Casts tensors to `dtype`. On CubeCL devices they share kernel launches, and the results share
+    /// an allocation.
+    fn cast_all(tensors: Vec<Float<Self>>, dtype: DType) -> Vec<Float<Self>> {
+        tensors.into_iter().map(|tensor| Self::cast(tensor, dtype, None)).collect()
+    }
+
     /// Returns the means, in f32 and in the order given. Each element of a mean depends only on the
     /// parts' elements at its index.
     fn rank_means(means: Vec<RankMean<Float<Self>>>) -> Vec<Float<Self>>;

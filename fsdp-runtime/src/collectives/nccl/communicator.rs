@@ -9,6 +9,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use super::ready_word::Ready;
 use super::result::{Queue, Status};
 use super::stream::CollectiveStream;
 use super::sys::{Library, ncclComm_t, ncclDataType_t, ncclUniqueId};
@@ -108,8 +109,8 @@ impl NcclCommunicator {
         Ok(())
     }
 
-    /// Runs the collectives that `queue` queues, as one NCCL group, and waits for their end. On an
-    /// error the communicator is aborted.
+    /// Runs the collectives that `queue` queues, as one NCCL group, and waits for their end. They
+    /// begin once `ready` holds, if it is given. On an error the communicator is aborted.
     ///
     /// # Safety
     ///
@@ -118,6 +119,7 @@ impl NcclCommunicator {
     pub(super) unsafe fn run(
         &self,
         dtype: ncclDataType_t,
+        ready: Option<Ready>,
         watch: &mut Watch<'_>,
         queue: impl FnOnce(&Collectives<'_>) -> Result<(), NcclError>,
     ) -> Result<(), Interruption> {
@@ -127,7 +129,10 @@ impl NcclCommunicator {
             let (call, reason) = ("a collective", "the communicator has been aborted".into());
             return Err(NcclError::Call { call, reason }.into());
         }
-        let outcome = self.run_on(handle.0, dtype, watch, queue);
+        let waits = ready.map_or(Ok(()), |ready| self.stream.wait_for(ready));
+        let outcome = waits
+            .map_err(Interruption::from)
+            .and_then(|()| self.run_on(handle.0, dtype, watch, queue));
         drop(handle);
         if outcome.is_err() {
             self.abort();

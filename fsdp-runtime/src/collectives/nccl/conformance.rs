@@ -11,7 +11,7 @@ use cubecl::device::CudaDevice;
 
 use super::*;
 use crate::collectives::local::Hub;
-use crate::collectives::nccl::{NcclGroup, fake};
+use crate::collectives::nccl::{NcclGroup, ReadyWord, fake};
 use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous};
 
 thread_local! {
@@ -78,8 +78,14 @@ fn ranks_conform_on_a_nccl_in_host_memory() {
     for size in 1..=4 {
         let world = WorldSize::new(size).unwrap();
         for check in &checks::<Flex>() {
-            for over in [Over::Threads, Over::Store(free_port())] {
-                run(world, over, check, |host| NcclGroup::on_host(host, fake::library()).unwrap());
+            for is_on in [false, true] {
+                for over in [Over::Threads, Over::Store(free_port())] {
+                    let join = |host| {
+                        let ready = ReadyWord::new(is_on);
+                        NcclGroup::on_host(host, fake::library(), ready).unwrap()
+                    };
+                    run(world, over, check, join);
+                }
             }
         }
     }
@@ -135,8 +141,9 @@ fn two_ranks(timeout: Duration, f: impl Fn(&AnyProcessGroup, usize) + Sync) {
         for rank in world.ranks() {
             let host = HostGroup::thread(hub.clone(), heartbeats.clone(), rank);
             scope.spawn(move || {
-                let group =
-                    AnyProcessGroup::Nccl(NcclGroup::on_host(host, fake::library()).unwrap());
+                let group = AnyProcessGroup::Nccl(
+                    NcclGroup::on_host(host, fake::library(), ReadyWord::new(true)).unwrap(),
+                );
                 gather::<Flex>(&group, &[100], &buffer(200));
                 f(&group, rank.index());
             });
@@ -196,7 +203,7 @@ fn nvidias_library_without_a_gpu_reports_its_own_error() {
     }
     let world = WorldSize::new(1).unwrap();
     let host = HostGroup::thread(Hub::new(world, LONG, false), Heartbeats::new(world), Rank::ZERO);
-    let error = NcclGroup::on_host(host, library).unwrap_err().to_string();
+    let error = NcclGroup::on_host(host, library, ReadyWord::new(false)).unwrap_err().to_string();
     println!("{error}");
     assert!(error.contains("nccl"), "{error}");
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use burn::tensor::DType;
 
 use super::communicator::{Collectives, NcclCommunicator};
+use super::ready_word::{HeldWord, ReadyWord};
 use super::sys::ncclDataType_t;
 use super::watch::Watch;
 use crate::backend::gather_buffer::GatherBuffer;
@@ -23,6 +24,7 @@ use crate::layout::Rank;
 pub(crate) struct NcclGroup {
     pub(super) host: HostGroup,
     communicator: NcclCommunicator,
+    ready: ReadyWord,
     /// Buffers in which NCCL sums gradients; reused, so that a training step allocates none.
     pub(super) sum_buffers: ReusedBuffers,
     /// Receive buffers for parts of gradients that this rank sums; reused likewise.
@@ -30,10 +32,11 @@ pub(crate) struct NcclGroup {
 }
 
 impl NcclGroup {
-    pub(super) fn new(host: HostGroup, communicator: NcclCommunicator) -> Self {
+    pub(super) fn new(host: HostGroup, communicator: NcclCommunicator, ready: ReadyWord) -> Self {
         Self {
             host,
             communicator,
+            ready,
             sum_buffers: ReusedBuffers::default(),
             part_buffers: ReusedBuffers::default(),
         }
@@ -88,7 +91,7 @@ impl NcclGroup {
         let communicator = self.communicator.split(color, self.host.index(), &mut watch);
         let op = Op::new("split", "the mesh");
         let communicator = communicator.map_err(|error| error.end_run(&self.host, &op))?;
-        Ok(Self::new(host, communicator))
+        Ok(Self::new(host, communicator, self.ready.of_split()))
     }
 
     /// Runs the collectives that `queue` queues on `buffer`, given the buffer's address, and waits
@@ -113,19 +116,22 @@ impl NcclGroup {
             })
         };
         let dtype = nccl_type(buffer.dtype()).map_err(fail)?;
-        // Orders this thread's stream after all work issued on the buffer, and waits for it.
+        // Orders this thread's stream after all work issued on the buffer.
         let memory = buffer.device_memory().map_err(fail)?;
-        B::sync(device).map_err(|error| fail(error.to_string()))?;
+        let (ready, word) = self.ready.write::<B>(device).map_err(fail)?.unzip();
+        if ready.is_none() {
+            B::sync(device).map_err(|error| fail(error.to_string()))?;
+        }
         let start = memory.start;
         // After an error or a panic NCCL may still use the memory: then it is never freed.
-        let owned = ManuallyDrop::new((memory, buffer.clone()));
+        let owned = ManuallyDrop::new((memory, buffer.clone(), word));
         let mut watch = Watch::new(&self.host);
         // SAFETY: `owned` keeps the memory where it is; the caller promises the rest.
         let outcome = unsafe {
-            self.communicator.run(dtype, &mut watch, |collectives| queue(collectives, start))
+            self.communicator.run(dtype, ready, &mut watch, |collectives| queue(collectives, start))
         };
         outcome.map_err(|error| error.end_run(&self.host, op))?;
-        drop::<(DeviceMemory, _)>(ManuallyDrop::into_inner(owned));
+        drop::<(DeviceMemory, _, Option<HeldWord<B>>)>(ManuallyDrop::into_inner(owned));
         Ok(())
     }
 }

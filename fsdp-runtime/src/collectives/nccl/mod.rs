@@ -7,10 +7,8 @@
 //!    issue different collectives, come late or do not come are named before any data moves. Ranks
 //!    also exchange what NCCL does not carry, such as which rank has which gradient.
 //! 2. CubeCL's stream is made to come after all work that was issued on the buffers, and is waited
-//!    for.
-//! 3. NCCL runs on the buffers' addresses, and is waited for before anyone reads them.
-//!
-//! Both waits are on the host, so no stream needs to wait for another.
+//!    for: on the host, or by NCCL's stream ([`ready_word`]).
+//! 3. NCCL runs on the buffers' addresses, and is waited for on the host before anyone reads them.
 //!
 //! The layers are those of cudarc: [`sys`] loads the functions, [`result`] converts their result
 //! codes, and [`communicator`] makes them safe to use. [`stream`] is a rank's GPU and stream,
@@ -24,6 +22,7 @@ mod error;
 #[cfg(test)]
 pub(super) mod fake;
 mod group;
+mod ready_word;
 mod reduce;
 mod result;
 mod stream;
@@ -33,5 +32,7 @@ mod world;
 
 pub use self::error::NcclJoinError;
 pub(crate) use self::group::NcclGroup;
+#[cfg(test)]
+pub(super) use self::ready_word::ReadyWord;
 #[cfg(test)]
 pub(super) use self::sys::library;

@@ -3,11 +3,15 @@
 //! The CUDA context is the device's primary one, which CubeCL and NCCL use too. A rank may run its
 //! collectives on any thread, so every collective first makes the context current on its thread.
 
+use std::ffi::c_uint;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{CUresult, cuStreamQuery};
+use cudarc::driver::sys::{
+    CUresult, CUstreamWaitValue_flags, cuStreamQuery, cuStreamWaitValue32_v2,
+};
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
+use super::ready_word::Ready;
 use super::sys::cudaStream_t;
 use crate::collectives::cuda::{CudaError, require_device};
 
@@ -64,6 +68,32 @@ impl CollectiveStream {
             Self::Cuda { stream, .. } => stream.cu_stream().cast(),
             #[cfg(test)]
             Self::Host => std::ptr::null_mut(),
+        }
+    }
+
+    /// Makes later work on the stream wait until a word of device memory has certain bits.
+    pub(super) fn wait_for(&self, ready: Ready) -> Result<(), CudaError> {
+        match self {
+            Self::Cuda { stream, .. } => {
+                let flags = CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_EQ as c_uint;
+                // SAFETY: the stream lives as long as `self`; the caller keeps the word, which is
+                // aligned as a buffer of CubeCL, until the work that follows has run.
+                let code = unsafe {
+                    cuStreamWaitValue32_v2(stream.cu_stream(), ready.at, ready.bits, flags)
+                };
+                match code {
+                    CUresult::CUDA_SUCCESS => Ok(()),
+                    error => Err(refused("cuStreamWaitValue32")(DriverError(error))),
+                }
+            }
+            #[cfg(test)]
+            Self::Host => {
+                let word = std::ptr::with_exposed_provenance::<u32>(ready.at as usize);
+                // SAFETY: the caller keeps the word, which is in host memory in tests.
+                let found = unsafe { word.read() };
+                assert_eq!(found, ready.bits, "work in host memory has run when it was issued");
+                Ok(())
+            }
         }
     }
 

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::communicator::NcclCommunicator;
 use super::error::NcclJoinError;
 use super::group::NcclGroup;
+use super::ready_word::ReadyWord;
 use super::stream::CollectiveStream;
 use super::sys::{Library, library, ncclUniqueId};
 use super::watch::Watch;
@@ -57,7 +58,7 @@ impl NcclGroup {
             form_communicator(&host, device.library, device.stream)
         };
         match joined() {
-            Ok(communicator) => Ok(Self::new(host, communicator)),
+            Ok(communicator) => Ok(Self::new(host, communicator, ReadyWord::from_env())),
             Err(error) => {
                 // Gives the other ranks time to receive the error.
                 host.leave();
@@ -71,9 +72,10 @@ impl NcclGroup {
     pub(in crate::collectives) fn on_host(
         host: HostGroup,
         library: Arc<Library>,
+        ready: ReadyWord,
     ) -> Result<Self, Boxed> {
         let communicator = form_communicator(&host, library, CollectiveStream::Host)?;
-        Ok(Self::new(host, communicator))
+        Ok(Self::new(host, communicator, ready))
     }
 }
 

@@ -54,7 +54,7 @@ impl Plan {
         check_clones(&found.params)?;
         let device = one_device(&found.devices)?;
         let Found { units, params, visited, ignored, f32_modules, .. } = found;
-        let (units, indices) = lay_out(&params, units, mesh, options);
+        let (units, indices) = lay_out(&params, units, (mesh, &device), options);
         check_f32_modules(f32_modules, &units)?;
         let keys =
             params.into_iter().zip(&indices).map(|(param, index)| (*index, param.key)).collect();
@@ -156,7 +156,7 @@ fn check_f32_modules(modules: Vec<F32Module>, units: &[Unit]) -> Result<(), Shar
 fn lay_out(
     params: &[FoundParam],
     units: Vec<FoundUnit>,
-    mesh: Mesh,
+    (mesh, device): (Mesh, &Device),
     options: &FsdpOptions,
 ) -> (Vec<Unit>, Vec<ParamIndex>) {
     // Parameters of one unit need not be adjacent: nested units come between them.
@@ -169,7 +169,7 @@ fn lay_out(
     let indices: Vec<ParamIndex> = params.iter().map(next_index).collect();
     let lay_out_unit = |(number, unit): (usize, FoundUnit)| {
         let own = params.iter().filter(|param| param.unit == number).collect();
-        UnitBuilder::new(unit, own, &indices, options).build(mesh)
+        UnitBuilder::new(unit, own, &indices, options).build(mesh, device)
     };
     let units = units.into_iter().enumerate().map(lay_out_unit).collect();
     (units, indices)

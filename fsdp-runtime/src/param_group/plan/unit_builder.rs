@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use burn::tensor::DType;
+use burn::tensor::{DType, Device};
 
 use super::super::unit::{ParamSpec, Placement, Unit};
 use super::found::{FoundParam, FoundUnit};
-use crate::layout::{Mesh, UnitLayout};
+use crate::backend::is_flex;
+use crate::layout::{Mesh, UnitLayout, WorldSize};
 use crate::module::ParamIndex;
-use crate::options::{FsdpOptions, MixedPrecisionPolicy};
+use crate::options::{FsdpOptions, MixedPrecisionPolicy, OffloadPolicy};
 
 /// Makes the [`Unit`] of one unit that the traversal found.
 #[derive(Debug)]
@@ -34,12 +35,13 @@ impl<'a> UnitBuilder<'a> {
         Self { unit, params, indices, options, policy }
     }
 
-    /// Returns the unit as the rank of `mesh` stores it.
-    pub(super) fn build(self, mesh: Mesh) -> Unit {
+    /// Returns the unit as the rank of `mesh` stores it on `device`.
+    pub(super) fn build(self, mesh: Mesh, device: &Device) -> Unit {
         let layout = self.layout(mesh);
         let common = self.common_dtype(&layout);
         let entries = self.param_specs(&layout, common, mesh);
-        let gathers = entries.iter().any(|entry| matches!(entry.placement, Placement::Shard(_)));
+        let gathers = entries.iter().any(ParamSpec::is_sharded)
+            && !self.computes_with_shards(&entries, mesh, device);
         let casts_outputs =
             self.unit.level == 0 || self.options.has_own_policy(self.unit.unit_type);
         Unit {
@@ -55,6 +57,19 @@ impl<'a> UnitBuilder<'a> {
             recomputed: self.unit.recomputed,
             within: self.unit.within,
         }
+    }
+
+    /// Returns whether the unit computes with its shards where they are: each one is a whole
+    /// parameter, in the dtype and on the device that computes.
+    ///
+    /// On Flex a unit is gathered all the same. A copy is cheap there, and a parameter that is read
+    /// outside of its unit's forward and backward shows.
+    fn computes_with_shards(&self, entries: &[ParamSpec], mesh: Mesh, device: &Device) -> bool {
+        let computed = |entry: &ParamSpec| !entry.is_sharded() || entry.dtype == DType::F32;
+        mesh.shard_size() == WorldSize::ONE
+            && self.options.offload == OffloadPolicy::None
+            && !is_flex(device)
+            && entries.iter().all(computed)
     }
 
     /// Lays out the matrices of the unit in flat ranges.

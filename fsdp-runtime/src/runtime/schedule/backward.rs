@@ -149,7 +149,7 @@ impl<B: ModelBackend> Schedule<B> {
     }
 
     /// Reshards the unit of a call whose gradients have arrived, and issues their reduction.
-    fn post_backward(&self, state: &mut State<B>, call: UnitCall<B>) -> Result<(), Error> {
+    fn post_backward(&self, state: &mut State<B>, mut call: UnitCall<B>) -> Result<(), Error> {
         let index = call.unit;
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_backward", unit = %self.units[index].name).entered();
         if call.entered && !call.reads_frozen {
@@ -160,6 +160,7 @@ impl<B: ModelBackend> Schedule<B> {
         }
         let sums = &mut state.units[index].unsharded_gradients;
         let before = total_bytes::<B>(sums) + total_bytes::<B>(&call.gradients);
+        self.cast_replicated_gradients(index, &mut call.gradients);
         for ((sum, gradient), entry) in
             sums.iter_mut().zip(call.gradients).zip(&self.units[index].params)
         {
@@ -186,7 +187,7 @@ impl<B: ModelBackend> Schedule<B> {
     ///
     /// Where ranks share a device, the kernel that adds their gradients in f32 reads them in any
     /// dtype.
-    fn reduces_as(&self, found: DType, wanted: DType) -> bool {
+    pub(super) fn reduces_as(&self, found: DType, wanted: DType) -> bool {
         let shares_device = self.settings.groups.shard.shares_device::<Raw<B>>();
         shares_device && wanted == DType::F32 && kernels::takes(found)
     }
@@ -226,6 +227,10 @@ impl<B: ModelBackend> Schedule<B> {
                     self.reduce(state, unit)?;
                 }
             }
+        }
+        // This comes after all reductions, so that the rank blocks once.
+        if let Some(end) = self.end_reads_of_peers(state) {
+            end.wait()?;
         }
         self.collect_reductions(state, 0)?;
         state.calls.retain(|_, call| call.has_graph());

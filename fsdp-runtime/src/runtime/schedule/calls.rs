@@ -25,8 +25,7 @@ impl<B: ModelBackend> Schedule<B> {
         }
         state.calls.retain(|_, call| call.has_graph());
         self.end_holds(state, |_| true);
-        // The module's parameters may have changed since the last pass.
-        state.shards_written = None;
+        state.shards_may_change();
         for unit in 0..self.units.len() {
             if !state.units[unit].in_use() {
                 self.evict(state, unit)?;
@@ -58,6 +57,9 @@ impl<B: ModelBackend> Schedule<B> {
     /// Ends the innermost forward of a unit.
     pub(super) fn close_forward(&self, state: &mut State<B>, unit: usize) {
         state.units[unit].forwards.pop();
+        if state.units[unit].forwards.is_empty() {
+            state.units[unit].shards.iter_mut().flatten().for_each(|shard| shard.cast = None);
+        }
         state.open_forwards = state.open_forwards.saturating_sub(1);
     }
 

@@ -42,6 +42,7 @@ impl<B: ModelBackend> Schedule<B> {
         }
         self.unshard(state, unit, Pass::Forward, When::Now)?;
         self.wait_for_unshard(state, unit)?;
+        self.cast_replicated(state, unit);
         state.units[unit].forwards.push(call);
         state.open_forwards += 1;
         // The unit is in use from here on, so a prefetch does not take its gather buffers.

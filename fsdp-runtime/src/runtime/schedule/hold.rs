@@ -37,8 +37,7 @@ impl<B: ModelBackend> ScheduleHolds for Schedule<B> {
             return Err(self.not_loaded(index));
         }
         self.end_holds(state, |_| true);
-        // The module's parameters may have changed since the last pass.
-        state.shards_written = None;
+        state.shards_may_change();
         let begun = self.hold_all(state, units);
         if begun.is_err() {
             units.iter().for_each(|&unit| state.units[unit].guards -= 1);

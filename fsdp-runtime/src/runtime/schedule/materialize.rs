@@ -1,7 +1,7 @@
 //! The value of a parameter, as `Param::val()` returns it.
 
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
-use burn::tensor::{DType, DispatchTensor};
+use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::super::autodiff::{self, OpState};
 use super::core::Schedule;
@@ -36,7 +36,8 @@ impl<B: ModelBackend> Schedule<B> {
         if state.unloaded.contains(&owner) {
             return Err(self.not_loaded(owner));
         }
-        let LocalShard { value, leaf, on_device, .. } = self.shard_of(state, index, owner, base)?;
+        let LocalShard { value, leaf, on_device, cast: whole, .. } =
+            self.shard_of(state, index, owner, base)?;
         let call = state.units[index.unit].forwards.last().copied();
         let leaf = leaf_to_record(state, leaf);
         if leaf.is_none()
@@ -49,6 +50,7 @@ impl<B: ModelBackend> Schedule<B> {
         let in_forward = state.open_forwards > 0;
         let dtype = if in_forward { unit.params[owner.param].dtype } else { DType::F32 };
         let value = match &unit.params[owner.param].placement {
+            Placement::Shard(_) if !unit.gathers => self.whole_shard(value, owner),
             Placement::Shard(_) if call.is_some() => self.gathered(state, index, owner),
             Placement::Shard(_) if is_held_as(state, owner, dtype, unit) => {
                 self.gathered(state, index, owner)
@@ -57,8 +59,9 @@ impl<B: ModelBackend> Schedule<B> {
                 let full = self.gather_single(owner, self.on_device(value))?;
                 B::raise(cast::<Raw<B>>(full, dtype))
             }
-            _ => match on_device.get() {
-                Some(copy) if copy.dtype() == dtype => B::raise(copy.clone()),
+            _ => match (on_device.get(), whole) {
+                (Some(copy), _) if copy.dtype() == dtype => B::raise(copy.clone()),
+                (_, Some(copy)) if copy.dtype() == dtype => copy,
                 _ => {
                     if self.settings.storage != StorageDevice::Device {
                         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::copy_to_device");
@@ -98,15 +101,28 @@ impl<B: ModelBackend> Schedule<B> {
                     Err(ScheduleError::NotRead { unit, path: entry.path.clone() }.into())
                 }
             },
-            // The unit has copied the parameter to the device for this forward.
+            // The unit has copied the parameter to the device, or cast it, for this forward.
             Placement::Replicated if !unit_state.forwards.is_empty() => {
                 Ok(match &unit_state.shards[index.param] {
-                    Some(shard) => LocalShard { on_device: shard.on_device.clone(), ..base },
+                    Some(shard) => LocalShard {
+                        on_device: shard.on_device.clone(),
+                        cast: shard.cast.clone(),
+                        ..base
+                    },
                     None => base,
                 })
             }
             _ => Ok(base),
         }
+    }
+
+    /// Returns a shard that is a whole parameter, in the parameter's shape and without a copy.
+    ///
+    /// The graph refers to the shard until its backward. An optimizer that steps before that does
+    /// not update the shard in place.
+    fn whole_shard(&self, shard: StoredTensor<B>, owner: ParamIndex) -> Float<B> {
+        let shard = shard.on_model_device(&self.device, DType::F32, self.settings.storage);
+        B::float_reshape(shard, Shape::from(self.param(owner).1.shape.clone()))
     }
 
     /// Returns the view of a gathered parameter in the gather buffer.

@@ -21,9 +21,10 @@
 //! Every step is traced with `tracing`, under the target `fsdp`, in the order of execution.
 //!
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
-//! `reduction`, `buffers`, `state`, `core`, `reshard`, `unshard`, `hold`, `single_gather`,
-//! `whole_step`, `calls`, `reduce`, `backward`, `recompute_first_run`, `recompute_backward`, `materialize`,
-//! `forward`. The interfaces follow: `autodiff_hooks`, `runtime`, `metrics`, `access`,
+//! `reduction`, `buffers`, `peer_shards`, `state`, `core`, `reshard`, `unshard`, `exchange_shards`,
+//! `hold`, `single_gather`, `whole_step`, `calls`, `reduce`, `cast_replicated`, `backward`,
+//! `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces follow:
+//! `autodiff_hooks`, `runtime`, `metrics`, `access`,
 //! `collectives`, `erased`.
 
 mod access;
@@ -31,14 +32,17 @@ mod autodiff_hooks;
 mod backward;
 mod buffers;
 mod calls;
+mod cast_replicated;
 mod collectives;
 mod core;
 mod counters;
 mod erased;
+mod exchange_shards;
 mod forward;
 mod hold;
 mod materialize;
 mod metrics;
+mod peer_shards;
 mod recompute_backward;
 mod recompute_first_run;
 mod reduce;

@@ -174,6 +174,7 @@ impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
         this.outer = std::mem::take(&mut state.running);
         this.stage = Stage::Gathering;
         schedule.gather_for_backward(state, unit)?;
+        schedule.cast_replicated(state, unit);
         tracing::trace!(target: "fsdp", unit = %name, "fsdp::recompute");
         state.units[unit].forwards.push(id);
         state.open_forwards += 1;

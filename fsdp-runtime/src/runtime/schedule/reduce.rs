@@ -114,6 +114,23 @@ impl<B: ModelBackend> Schedule<B> {
         present.into_iter().map(|present| present.then(|| buffers.next())?).collect()
     }
 
+    /// Blocks until at most `running` reductions have not been issued on a shared device. Returns
+    /// the number of reductions that are left.
+    ///
+    /// There a reduction is issued once all ranks have come to it. A rank that is ahead of the
+    /// others would block at each of its units. So if it has to block, it lets the others catch up.
+    fn block_for_reductions(&self, state: &mut State<B>, running: usize) -> usize {
+        let reductions = &mut state.gradients.reductions;
+        let is_due = reductions.len() > running && self.shares_device();
+        if !is_due || reductions[reductions.len() - running - 1].work.is_issued() {
+            return running;
+        }
+        if let Some(last) = reductions.back_mut() {
+            last.work.block();
+        }
+        0
+    }
+
     /// Waits for the oldest running reductions, so that one more may be issued.
     pub(super) fn collect_early_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
         self.collect_reductions(state, self.settings.reductions_in_flight - 1)
@@ -126,6 +143,7 @@ impl<B: ModelBackend> Schedule<B> {
         state: &mut State<B>,
         running: usize,
     ) -> Result<(), Error> {
+        let running = self.block_for_reductions(state, running);
         while state.gradients.reductions.len() > running
             && let Some(Reduction { unit, bytes, work }) = state.gradients.reductions.pop_front()
         {

@@ -101,7 +101,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// Drops the references to the module's parameters, so that an optimizer can update these in
     /// place.
     pub(super) fn forget_shards(&self, state: &mut State<B>) {
-        state.shards_written = None;
+        state.shards_may_change();
         for (index, unit) in state.units.iter_mut().enumerate() {
             // A guard borrows the model, so that no optimizer steps what its units read.
             if !state.buffers.holds(index) {

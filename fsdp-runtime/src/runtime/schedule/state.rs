@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::buffers::GatherBuffers;
+use super::peer_shards::PeerShards;
 use super::reduction::Reduction;
 use super::unit_call::UnitCall;
 use super::unit_state::UnitState;
@@ -17,6 +18,8 @@ pub(super) struct State<B: ModelBackend> {
     /// Mark of the operations that wrote the shards, from the first all-gather of a pass until the
     /// module's parameters may change.
     pub(super) shards_written: Option<<Raw<B> as ShardBackend>::Fence>,
+    /// Shards of the ranks that share this rank's device, from the first all-gather of a pass on.
+    pub(super) peers: Option<PeerShards<Raw<B>>>,
     /// Calls whose forward runs, or whose gradients have not been reduced yet.
     pub(super) calls: BTreeMap<CallId, UnitCall<B>>,
     /// Id of the next call.
@@ -33,12 +36,21 @@ pub(super) struct State<B: ModelBackend> {
 }
 
 impl<B: ModelBackend> State<B> {
+    /// Says that the module's parameters may change from now on.
+    pub(super) fn shards_may_change(&mut self) {
+        self.shards_written = None;
+        if let Some(peers) = &mut self.peers {
+            peers.stale = true;
+        }
+    }
+
     /// Creates the state of a model that has not run yet.
     pub(super) fn new(units: &[Unit], buffers: GatherBuffers<Raw<B>>) -> Self {
         Self {
             units: units.iter().map(|unit| UnitState::new(unit.params.len())).collect(),
             buffers,
             shards_written: None,
+            peers: None,
             calls: BTreeMap::new(),
             next_call: 0,
             open_forwards: 0,

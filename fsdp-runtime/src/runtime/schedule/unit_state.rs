@@ -31,11 +31,13 @@ pub(super) struct LocalShard<B: ModelBackend> {
     /// that was sent to the all-gather, kept from forward to backward. For a replicated parameter
     /// it is the full parameter, kept while the unit is unsharded.
     pub(super) on_device: Arc<OnceLock<RawFloat<B>>>,
+    /// A replicated parameter in the dtype that computes, while a forward of its unit runs.
+    pub(super) cast: Option<Float<B>>,
 }
 
 impl<B: ModelBackend> LocalShard<B> {
     pub(super) fn new(value: StoredTensor<B>, leaf: Option<StoredLeaf<B>>) -> Self {
-        Self { value, leaf, buffer: Arc::default(), on_device: Arc::default() }
+        Self { value, leaf, buffer: Arc::default(), on_device: Arc::default(), cast: None }
     }
 
     /// Returns the buffer of a shard that has been lowered.
@@ -46,9 +48,13 @@ impl<B: ModelBackend> LocalShard<B> {
 
 impl<B: ModelBackend> Clone for LocalShard<B> {
     fn clone(&self) -> Self {
-        let Self { value, leaf, buffer, on_device } = self;
-        let (value, leaf) = (value.clone(), leaf.clone());
-        Self { value, leaf, buffer: buffer.clone(), on_device: on_device.clone() }
+        Self {
+            value: self.value.clone(),
+            buffer: self.buffer.clone(),
+            leaf: self.leaf.clone(),
+            on_device: self.on_device.clone(),
+            cast: self.cast.clone(),
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{
     Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, numel as numel_of,
 };
+use crate::collectives::device_work::DeviceWork;
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
@@ -22,10 +23,10 @@ use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// A shard to be sent in an all-gather.
-struct ShardToSend<B: ShardBackend> {
+pub(super) struct ShardToSend<B: ShardBackend> {
     /// Offset of the shard in the flat range, in elements.
     offset: usize,
-    value: StoredTensor<B>,
+    pub(super) value: StoredTensor<B>,
     /// Place for the sent copy, if it is kept for backward.
     sent: Option<Arc<OnceLock<Float<B>>>>,
 }
@@ -45,17 +46,17 @@ type CopyIn<B> = (Vec<Vec<ShardToSend<B>>>, Arc<AnyProcessGroup>);
 type Fence<B> = <Raw<B> as ShardBackend>::Fence;
 
 /// The all-gather of one flat range.
-struct AllGather<B: ShardBackend> {
+pub(super) struct AllGather<B: ShardBackend> {
     /// Index of the unit.
     unit: usize,
     op: Op,
-    shards: Vec<ShardToSend<B>>,
+    pub(super) shards: Vec<ShardToSend<B>>,
     /// Elements of the flat range, padding included.
     numel: usize,
-    dtype: DType,
-    buffer: Arc<GatherBuffer<B>>,
+    pub(super) dtype: DType,
+    pub(super) buffer: Arc<GatherBuffer<B>>,
     /// Counter of the bytes that this rank has sent.
-    sent_bytes: Arc<AtomicUsize>,
+    pub(super) sent_bytes: Arc<AtomicUsize>,
     tracker: Arc<MemoryTracker>,
 }
 
@@ -99,8 +100,7 @@ impl<B: ShardBackend> AllGather<B> {
 }
 
 impl<B: ModelBackend> Schedule<B> {
-    /// Issues the all-gathers of a unit, as one job of the communication thread. Does nothing if
-    /// the unit is gathered already.
+    /// Issues the all-gathers of a unit. Does nothing if the unit is gathered already.
     ///
     /// A prefetch is skipped if one of the gather buffers is in use; otherwise that is an error.
     pub(super) fn unshard(
@@ -134,6 +134,28 @@ impl<B: ModelBackend> Schedule<B> {
             self.tracker.take(MemoryKind::ReplicatedCopies, unit.replicated_bytes(), index);
         }
         let gathers = self.all_gathers(state, index, shards);
+        let work = if self.reads_peers(&group) {
+            self.gather_from_peers(state, index, gathers)?;
+            DeviceWork::Issued(Ok(()))
+        } else {
+            self.issue_gathers(state, (index, pass), &group, gathers, copies)
+        };
+        state.units[index].shard_state = ShardState::Unsharding(work);
+        state.units[index].prefetched = when == When::Ahead;
+        self.counters.add_unsharded(unit.unsharded_bytes());
+        Ok(())
+    }
+
+    /// Issues the all-gathers of a unit, and the copies of offloaded parameters to the device, as
+    /// one job of the communication thread.
+    fn issue_gathers(
+        &self,
+        state: &mut State<B>,
+        (index, pass): (usize, Pass),
+        group: &Arc<AnyProcessGroup>,
+        gathers: Vec<AllGather<Raw<B>>>,
+        copies: Vec<CopyToDevice<Raw<B>>>,
+    ) -> DeviceWork<Raw<B>, ()> {
         let (device, storage) = (self.device.clone(), self.settings.storage);
         let collective = move |group: &AnyProcessGroup| {
             for gather in gathers {
@@ -145,11 +167,7 @@ impl<B: ModelBackend> Schedule<B> {
             Ok(())
         };
         let after = || self.fence_of_shards(state, index, pass);
-        let work = self.issue_after(&group, after, collective);
-        state.units[index].shard_state = ShardState::Unsharding(work);
-        state.units[index].prefetched = when == When::Ahead;
-        self.counters.add_unsharded(unit.unsharded_bytes());
-        Ok(())
+        self.issue_after(group, after, collective)
     }
 
     /// Makes a unit the owner of its gather buffers and evicts the units in them. Returns `false`

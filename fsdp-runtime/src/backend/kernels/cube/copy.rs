@@ -20,6 +20,10 @@ use super::tile::{Tile, begin, end, own_tile};
 /// each.
 const MAX_TENSORS: usize = 16;
 
+/// Tensors in one allocation begin at multiples of this number of elements, 128 bytes in half
+/// precision.
+const ALIGNMENT: usize = 64;
+
 /// Converts elements to another dtype; if `divide`, divides them in f32 first.
 #[cube]
 fn converted<I: Float, O: Float, N: Size>(
@@ -260,6 +264,29 @@ pub(super) fn cast(tensor: CubeTensor, dtype: DType, divisor: Option<f32>) -> Cu
     target
 }
 
+/// Implements [`Kernels::cast_all`](crate::backend::kernels::Kernels::cast_all).
+pub(super) fn cast_all(tensors: Vec<CubeTensor>, dtype: DType) -> Vec<CubeTensor> {
+    let Some(first) = tensors.first() else { return Vec::new() };
+    let (client, device) = (first.client.clone(), first.device.clone());
+    let mut numel = 0;
+    let place = |tensor: CubeTensor| {
+        let at = numel;
+        numel = (numel + tensor.shape().num_elements()).next_multiple_of(ALIGNMENT);
+        (tensor, at)
+    };
+    let parts: Vec<_> = tensors.into_iter().map(place).collect();
+    let buffer = empty(&parts[0].0, Shape::from([numel]), dtype);
+    let buffer = BufferSlice::of(&buffer);
+    let cast = |(tensor, at): &(CubeTensor, usize)| {
+        let shape = tensor.shape();
+        let handle = buffer.clone().skip(*at).into_handle(shape.num_elements());
+        CubeTensor::new_contiguous(client.clone(), device.clone(), shape, handle, dtype)
+    };
+    let casts = parts.iter().map(cast).collect();
+    pack_into(&client, parts, &buffer);
+    casts
+}
+
 /// Returns the tensor if it is contiguous and no other tensor shares its memory, else a copy.
 pub(super) fn exclusive(tensor: CubeTensor) -> CubeTensor {
     if !tensor.is_contiguous() {
@@ -272,4 +299,40 @@ pub(super) fn exclusive(tensor: CubeTensor) -> CubeTensor {
     let numel = tensor.shape().num_elements();
     copy(&tensor.client, &BufferSlice::of(&tensor), &BufferSlice::of(&target), numel, None);
     target
+}
+
+#[cfg(all(test, feature = "cpu", feature = "flex"))]
+mod tests {
+    use burn::backend::Flex;
+    use burn::tensor::TensorData;
+    use burn_cubecl::{CubeBackend, CubeDevice};
+    use cubecl::device::CpuDevice;
+
+    use crate::backend::kernels::Kernels;
+    use crate::backend::shard_backend::{ShardBackend, cast};
+
+    use super::*;
+
+    /// Casts tensors of several lengths, more than share a launch.
+    fn casts<B: ShardBackend>(device: &B::Device, from: DType, to: DType) -> Vec<Vec<f32>> {
+        let tensor = |index: usize| {
+            let len = [5, 64, 70_000, 1, 768][index % 5];
+            let element = |at: usize| ((at * 31 + index * 7919) % 6101) as f32 * 0.37 - 900.0;
+            let data = TensorData::new((0..len).map(element).collect::<Vec<_>>(), [len]);
+            cast::<B>(B::float_from_data(data, device), from)
+        };
+        let casts = B::cast_all((0..40).map(tensor).collect(), to);
+        let elements = |tensor| B::to_data(cast::<B>(tensor, DType::F32)).iter().collect();
+        casts.into_iter().map(elements).collect()
+    }
+
+    #[test]
+    fn casts_that_share_launches_have_the_bits_of_flex() {
+        let device = CubeDevice::Cpu(CpuDevice);
+        for (from, to) in [(DType::F32, DType::F16), (DType::F16, DType::F32)] {
+            let found = casts::<CubeBackend>(&device, from, to);
+            assert_eq!(found, casts::<Flex>(&Default::default(), from, to), "{from:?}");
+        }
+        assert!(CubeBackend::cast_all(Vec::new(), DType::F16).is_empty());
+    }
 }

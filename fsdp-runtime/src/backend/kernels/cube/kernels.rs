@@ -41,6 +41,15 @@ impl Kernels for CubeBackend {
         cast
     }
 
+    fn cast_all(tensors: Vec<CubeTensor>, dtype: DType) -> Vec<CubeTensor> {
+        #[cfg(test)]
+        record(&tensors, []);
+        let casts = copy::cast_all(tensors, dtype);
+        #[cfg(test)]
+        record([], casts.iter().map(|cast| &cast.handle));
+        casts
+    }
+
     fn rank_means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {
         #[cfg(test)]
         record(means.iter().flat_map(|mean| &mean.parts).map(|(part, _)| part), []);
