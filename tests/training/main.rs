@@ -14,5 +14,6 @@ mod mixed_precision;
 mod offload;
 mod optimizer_check;
 mod parity;
+mod storage;
 mod strategies;
 mod whole_param;

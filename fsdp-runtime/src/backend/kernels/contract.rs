@@ -10,6 +10,7 @@ use super::mask::MaskSource;
 use super::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 use crate::backend::tensor::Float;
+use crate::layout::StorageType;
 
 /// Kernels of one backend, on tensors of f32, bf16 and f16.
 ///
@@ -33,6 +34,13 @@ pub(crate) trait Kernels: Backend {
 
     /// Copies a tensor: divided in f32 by `divisor` if there is one, then rounded to `dtype`.
     fn cast(tensor: Float<Self>, dtype: DType, divisor: Option<f32>) -> Float<Self>;
+
+    /// Returns the elements of records of codes, rounded from f32 to `dtype`.
+    ///
+    /// `codes` are the words of the records, as f32 elements with their bits. The last record may
+    /// have more elements than `shape`. Products and sums round as
+    /// `backend::codes::decode` does.
+    fn decode(codes: Float<Self>, storage: StorageType, shape: Shape, dtype: DType) -> Float<Self>;
 
     /// Returns the means, in f32 and in the order given. Each element of a mean depends only on the
     /// parts' elements at its index.

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use super::settings::{Reshard, Settings};
 use crate::backend::ShardBackend;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::param_group::{Unit, gather_buffer_plan};
+use crate::param_group::{Unit, code_buffers, gather_buffer_plan};
 
 /// The gather buffers of a model.
 pub(super) struct GatherBuffers<B: ShardBackend> {
@@ -16,6 +16,9 @@ pub(super) struct GatherBuffers<B: ShardBackend> {
     owners: Vec<Option<usize>>,
     /// Buffers of each unit, one for each flat range of the unit.
     of_unit: Vec<Vec<usize>>,
+    /// Buffers that codes are received in, of different dtypes. Only the thread that runs all-gathers
+    /// uses them, for one unit after the other.
+    codes: Vec<Arc<GatherBuffer<B>>>,
     /// The part of each flat range of each unit that this rank keeps after forward, under
     /// `Reshard::To`.
     kept_parts: Vec<Vec<Arc<GatherBuffer<B>>>>,
@@ -36,7 +39,9 @@ impl<B: ShardBackend> GatherBuffers<B> {
             _ => Vec::new(),
         };
         let kept_parts = units.iter().map(parts).collect();
-        Self { owners: vec![None; buffers.len()], buffers, of_unit: plan.buffers_of, kept_parts }
+        let codes = code_buffers(units).into_iter().map(new).collect();
+        let owners = vec![None; buffers.len()];
+        Self { owners, buffers, of_unit: plan.buffers_of, codes, kept_parts }
     }
 
     /// Returns the buffers that a unit is gathered in, one for each flat range.
@@ -45,13 +50,19 @@ impl<B: ShardBackend> GatherBuffers<B> {
     }
 
     /// Returns the buffer of one flat range of a unit.
-    pub(super) fn of_range(&self, unit: usize, range: usize) -> &GatherBuffer<B> {
+    pub(super) fn of_range(&self, unit: usize, range: usize) -> &Arc<GatherBuffer<B>> {
         &self.buffers[self.of_unit[unit][range]]
     }
 
     /// Returns whether a unit has no buffers, because none of its parameters is sharded.
     pub(super) fn has_none(&self, unit: usize) -> bool {
         self.of_unit[unit].is_empty()
+    }
+
+    /// Returns the buffer that codes of this dtype are received in.
+    pub(super) fn codes(&self, dtype: DType) -> Arc<GatherBuffer<B>> {
+        let buffer = self.codes.iter().find(|buffer| buffer.dtype() == dtype);
+        buffer.expect("each dtype that codes have has a buffer").clone()
     }
 
     /// Returns the parts of a unit that this rank keeps after forward, one for each flat range.
@@ -108,6 +119,6 @@ impl<B: ShardBackend> GatherBuffers<B> {
     /// Returns the size of all buffers and kept parts, in bytes.
     pub(super) fn bytes(&self) -> usize {
         let parts = self.kept_parts.iter().flatten();
-        self.buffers.iter().chain(parts).map(|buffer| buffer.bytes()).sum()
+        self.buffers.iter().chain(&self.codes).chain(parts).map(|buffer| buffer.bytes()).sum()
     }
 }

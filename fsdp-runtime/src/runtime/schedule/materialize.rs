@@ -11,6 +11,7 @@ use crate::backend::{
     Float, FloatTensor, ModelBackend, Raw, StorageDevice, StoredLeaf, StoredTensor, Tracked, cast,
 };
 use crate::error::{Error, ScheduleError};
+use crate::layout::StorageType;
 use crate::module::{CallId, ParamIndex};
 use crate::param_group::Placement;
 
@@ -37,6 +38,11 @@ impl<B: ModelBackend> Schedule<B> {
             return Err(self.not_loaded(owner));
         }
         let LocalShard { value, leaf, on_device, .. } = self.shard_of(state, index, owner, base)?;
+        let spec = &unit.params[owner.param];
+        if leaf.is_some() && spec.storage != StorageType::F32 {
+            let (path, storage) = (spec.path.clone(), spec.storage);
+            return Err(ScheduleError::FrozenStorage { path, storage }.into());
+        }
         let call = state.units[index.unit].forwards.last().copied();
         let leaf = leaf_to_record(state, leaf);
         if leaf.is_none()
@@ -47,8 +53,8 @@ impl<B: ModelBackend> Schedule<B> {
         }
         // Outside of any forward, a parameter has the dtype that the optimizer uses.
         let in_forward = state.open_forwards > 0;
-        let dtype = if in_forward { unit.params[owner.param].dtype } else { DType::F32 };
-        let value = match &unit.params[owner.param].placement {
+        let dtype = if in_forward { spec.dtype } else { DType::F32 };
+        let value = match &spec.placement {
             Placement::Shard(_) if call.is_some() => self.gathered(state, index, owner),
             Placement::Shard(_) => {
                 let full = self.gather_single(owner, self.on_device(value))?;
@@ -60,7 +66,8 @@ impl<B: ModelBackend> Schedule<B> {
                     if self.settings.storage != StorageDevice::Device {
                         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::copy_to_device");
                     }
-                    value.on_model_device(&self.device, dtype, self.settings.storage)
+                    let form = (spec.storage, &*spec.shape, dtype);
+                    value.on_model_device(&self.device, form, self.settings.storage)
                 }
             },
         };
