@@ -336,7 +336,7 @@ fn every_kind_of_damage_has_an_error_that_names_the_file() {
     let later = damaged(&|folder| {
         let file = folder.join("manifest.json");
         let text = fs::read_to_string(&file).unwrap();
-        fs::write(file, text.replace("\"version\":2,", "\"version\":7,\"new\":[],")).unwrap();
+        fs::write(file, text.replace("\"version\":3,", "\"version\":7,\"new\":[],")).unwrap();
     });
     assert!(
         matches!(later, CheckpointError::LaterVersion { found: 7, supported: 2, .. }),

@@ -59,14 +59,14 @@ pub use error::{
 };
 pub use fully_shard::{Fsdp, Stats, UnitHandle, Unsharded, fully_shard};
 pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
-pub use layout::{Mesh, MeshError, Rank, WorldSize};
+pub use layout::{Mesh, MeshError, Rank, StorageType, WorldSize};
 pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};
 pub use optim::{GradScaler, GradScalerConfig, Unscaled};
 pub use options::config;
 pub use options::{
     ActivationCheckpointing, BackwardPrefetch, CheckpointingConfig, FsdpConfig, FsdpOptions,
     GradientAccumulation, MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward,
-    ShardingStrategy, WrapConfig, WrapPolicy,
+    ShardingStrategy, StoragePolicy, WrapConfig, WrapPolicy,
 };
 pub use param_group::forecast::{HostForecast, MemoryError, MemoryForecast};
 pub use param_group::memory::{DeviceUsage, Memory, MemorySample, MemoryTimeline, Usage};
@@ -83,8 +83,9 @@ pub mod prelude {
     pub use crate::{
         ActivationCheckpointing, BackwardPrefetch, Engine, Error, Fsdp, FsdpModule, FsdpOptions,
         FsdpUnit, GradScaler, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm,
-        OffloadPolicy, Recipient, ReshardAfterForward, ShardingStrategy, UnitValue, Unscaled,
-        Worker, WrapPolicy, fsdp_unit, fully_shard, launch, unit_types,
+        OffloadPolicy, Recipient, ReshardAfterForward, ShardingStrategy, StoragePolicy,
+        StorageType, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit, fully_shard, launch,
+        unit_types,
     };
 }
 

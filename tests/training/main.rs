@@ -14,6 +14,7 @@ mod mixed_precision;
 mod offload;
 mod optimizer_check;
 mod parity;
+mod storage;
 mod strategies;
 mod unshard;
 mod whole_param;

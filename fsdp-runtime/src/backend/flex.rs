@@ -19,13 +19,14 @@ use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProper
 use bytemuck::Pod;
 
 use super::kernels::Kernels;
-use super::kernels::flex::with_float_type;
+use super::kernels::flex::{Uninit, decode_into, with_float_type};
 use super::model_backend::{FloatTensor, ModelBackend, dispatch};
 use super::norm::Norm;
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
 use super::shard_backend::{ShardBackend, cast};
 use crate::error::IgnorePoison;
+use crate::layout::StorageType;
 
 /// Alignment of a block in bytes: a cache line, and the widest vector register.
 const ALIGN: usize = 64;
@@ -237,6 +238,22 @@ impl ShardBackend for Flex {
             let at = offset * memory.dtype.size();
             with_raw(&source, 0..numel, |source| memory.block.write(at, source));
         }
+    }
+
+    fn decode_into(memory: &Memory, codes: FlexTensor, storage: StorageType) {
+        let records = codes.shape().num_elements() / storage.record_words();
+        let numel = records * storage.record_len();
+        assert!(
+            numel * memory.dtype.size() <= memory.block.bytes,
+            "a write must stay within its buffer"
+        );
+        with_float_type!(memory.dtype, |E| {
+            let start = memory.block.start.as_ptr().cast();
+            // SAFETY: the elements are within the block, `codes` is other memory, and no view of the
+            // block is read while the schedule writes it.
+            let target: &mut Uninit<E> = unsafe { std::slice::from_raw_parts_mut(start, numel) };
+            decode_into(&codes, storage, target);
+        });
     }
 
     fn poison(memory: &Memory, numel: usize) {

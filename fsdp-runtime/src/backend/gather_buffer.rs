@@ -16,6 +16,7 @@ use burn::tensor::{DType, Shape};
 
 use super::shard_backend::ShardBackend;
 use super::tensor::Float;
+use crate::layout::StorageType;
 
 /// Reusable buffer that a flat range of a unit is gathered into.
 #[derive(Debug)]
@@ -65,6 +66,15 @@ impl<B: ShardBackend> GatherBuffer<B> {
         B::write(&self.memory, parts);
     }
 
+    /// Writes elements that were sent as `storage` has them, from the first element of the buffer on
+    /// ([`ShardBackend::decode_into`]). Called by the communication thread.
+    pub(crate) fn decode(&self, sent: Float<B>, storage: StorageType) {
+        match storage.is_coded() {
+            true => B::decode_into(&self.memory, sent, storage),
+            false => self.write(0, sent),
+        }
+    }
+
     /// Returns the address of the first byte if the buffer is in host memory
     /// ([`ShardBackend::host_memory`]).
     #[cfg(feature = "mpi")]
@@ -108,16 +118,18 @@ pub(crate) struct GatherBufferPlan {
 
 impl GatherBufferPlan {
     /// Assigns buffers to units. A unit is its nesting level and its flat ranges, each with its
-    /// padded length in elements and a dtype that no other range of the unit has. A ring has
-    /// `ring_size` buffers, or one at the outermost level.
+    /// padded length in elements and its dtype. A ring has `ring_size` buffers, or one at the
+    /// outermost level. If several ranges of a unit have one dtype, the n-th of them takes a buffer
+    /// of the n-th ring of that dtype.
     pub(crate) fn new(units: &[(usize, Vec<(usize, DType)>)], ring_size: usize) -> Self {
         let mut plan = Self { buffers_of: Vec::with_capacity(units.len()), buffers: Vec::new() };
         // For each ring: its buffers, and the number of ranges assigned so far.
-        let mut rings: HashMap<(usize, DType), (Vec<usize>, usize)> = HashMap::new();
+        let mut rings: HashMap<(usize, DType, usize), (Vec<usize>, usize)> = HashMap::new();
         for (level, ranges) in units {
             let size = if *level == 0 { 1 } else { ring_size };
-            let assign = |&(numel, dtype): &(usize, DType)| {
-                let (ring, turn) = rings.entry((*level, dtype)).or_default();
+            let assign = |(range, &(numel, dtype)): (usize, &(usize, DType))| {
+                let nth = ranges[..range].iter().filter(|(_, other)| *other == dtype).count();
+                let (ring, turn) = rings.entry((*level, dtype, nth)).or_default();
                 if ring.len() < size {
                     ring.push(plan.buffers.len());
                     plan.buffers.push((0, dtype));
@@ -127,7 +139,7 @@ impl GatherBufferPlan {
                 plan.buffers[buffer].0 = plan.buffers[buffer].0.max(numel);
                 buffer
             };
-            let assigned = ranges.iter().map(assign).collect();
+            let assigned = ranges.iter().enumerate().map(assign).collect();
             plan.buffers_of.push(assigned);
         }
         plan
@@ -171,6 +183,14 @@ mod tests {
         let plan = GatherBufferPlan::new(&units, 1);
         assert_eq!(plan.buffers_of, [[0], [1], [0], [1]]);
         assert_eq!(plan.buffers, [(6, HALF), (7, FULL)]);
+    }
+
+    #[test]
+    fn ranges_of_one_dtype_in_a_unit_have_separate_buffers() {
+        let units = [vec![(4, FULL), (5, FULL)], vec![(6, FULL)], vec![(7, FULL), (8, FULL)]];
+        let plan = GatherBufferPlan::new(&units.map(|ranges| (1, ranges)), 1);
+        assert_eq!(plan.buffers_of, [vec![0, 1], vec![0], vec![0, 1]]);
+        assert_eq!(plan.buffers, [(7, FULL), (8, FULL)]);
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! The operations that sharding requires of a Burn backend: buffers that tensors view, own kernels,
 //! and tensors that are stored on the device or in host memory.
 //!
-//! A file uses only files earlier in this order: host_data, tensor, norm and philox; kernels;
+//! A file uses only files earlier in this order: host_data, tensor, norm, philox and codes; kernels;
 //! shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and gather_buffer;
 //! ops. Unit tests add stream_order, which fence, cube and recorded report to.
 
+pub(crate) mod codes;
 #[cfg(feature = "cube")]
 mod cube;
 #[cfg(feature = "cube")]
@@ -34,6 +35,6 @@ pub(crate) use self::model_backend::{
 pub use self::norm::Norm;
 #[cfg(feature = "nccl")]
 pub(crate) use self::shard_backend::DeviceMemory;
-pub(crate) use self::shard_backend::{ShardBackend, bytes, cast, numel};
+pub(crate) use self::shard_backend::{ShardBackend, bytes, cast, decoded, encoded, numel};
 pub(crate) use self::stored_tensor::{StorageDevice, StoredLeaf, StoredTensor, new_leaf};
 pub(crate) use self::tensor::{Float, Tracked};

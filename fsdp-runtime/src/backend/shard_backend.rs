@@ -15,9 +15,11 @@ use std::ptr::NonNull;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 
+use super::codes;
 use super::kernels::{self, Kernels};
 use super::norm::Norm;
 use super::tensor::Float;
+use crate::layout::StorageType;
 
 /// Address of a buffer on a CUDA device. The buffer is neither moved nor freed while this value
 /// lives.
@@ -76,6 +78,13 @@ pub(crate) trait ShardBackend: Kernels {
     ///
     /// If a tensor exceeds the buffer.
     fn write(memory: &Self::Memory, parts: Vec<(usize, Float<Self>)>);
+    /// Writes the elements of whole records of codes ([`Kernels::decode`]) to the start of the buffer,
+    /// rounded to the buffer's type. Ordered as [`write`](Self::write) is.
+    ///
+    /// # Panics
+    ///
+    /// If the records have more elements than the buffer.
+    fn decode_into(memory: &Self::Memory, codes: Float<Self>, storage: StorageType);
     /// Fills the first `numel` elements with NaN, so that a read of a resharded parameter shows.
     /// Called by the rank's own thread, after its last read and before [`release`](Self::release).
     fn poison(memory: &Self::Memory, numel: usize);
@@ -135,6 +144,45 @@ pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> 
         found if kernels::takes(found) && kernels::takes(dtype) => B::cast(tensor, dtype, None),
         _ => B::float_cast(tensor, dtype.into()),
     }
+}
+
+/// Returns the elements of a stored parameter in `dtype`. `stored` is the whole parameter, as
+/// `storage` has it.
+pub(crate) fn decoded<B: ShardBackend>(
+    stored: Float<B>,
+    storage: StorageType,
+    shape: &[usize],
+    dtype: DType,
+) -> Float<B> {
+    let shape = Shape::from(shape.to_vec());
+    if storage.is_coded() {
+        return B::decode(stored, storage, shape, dtype);
+    }
+    let elements = cast::<B>(stored, dtype);
+    if elements.shape() == shape { elements } else { B::float_reshape(elements, shape) }
+}
+
+/// Returns this rank's part of a parameter as `storage` has it, in shape `shape`. `full` is the whole
+/// parameter in f32, and `range` the elements that the rank stores, of which there is at least one.
+///
+/// Codes are made on the host.
+pub(crate) fn encoded<B: ShardBackend>(
+    full: Float<B>,
+    range: Range<usize>,
+    storage: StorageType,
+    shape: Shape,
+    device: &B::Device,
+) -> Float<B> {
+    if !storage.is_coded() {
+        return cast::<B>(B::copy_range(full, range, shape), storage.dtype());
+    }
+    let elements = match codes::needs_matrix(storage) {
+        true => full,
+        false => B::copy_range(full, range.clone(), Shape::from([range.len()])),
+    };
+    let elements = B::to_data(elements);
+    let elements = elements.as_slice::<f32>().expect("a parameter is initialised in f32");
+    B::float_from_data(codes::words_data(codes::encode(elements, &range, storage), shape), device)
 }
 
 /// Copies the tensor to Flex, into host memory.

@@ -8,14 +8,15 @@ use std::ops::Range;
 use burn::backend::Flex;
 use burn::backend::autodiff::ops::NodeGuard;
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{DType, DispatchTensor};
+use burn::tensor::{DType, DispatchTensor, Shape};
 
 use super::model_backend::{AutodiffContext, FloatTensor, ModelBackend, Raw, cast_model};
 use super::norm::Norm;
-use super::shard_backend::{ShardBackend, bytes, cast, numel};
+use super::shard_backend::{ShardBackend, bytes, cast, decoded, numel};
 #[cfg(feature = "flex")]
 use super::shard_backend::{from_flex, to_flex};
 use super::tensor::{Float, Tracked};
+use crate::layout::StorageType;
 
 /// Shard or gradient in the place where it is stored.
 #[derive(Debug)]
@@ -154,19 +155,31 @@ impl<B: ModelBackend> StoredTensor<B> {
         }
     }
 
-    /// Returns the tensor on the device, cast to `dtype`: a copy if it is stored in host memory.
-    /// Nothing is lowered.
+    /// Returns the elements of a whole parameter on the device, given its storage type, shape and
+    /// dtype there: a copy if it is stored in host memory, or as codes. Nothing is lowered.
     pub(crate) fn on_model_device(
         self,
         device: &B::Device,
-        dtype: DType,
+        (form, shape, dtype): (StorageType, &[usize], DType),
         storage: StorageDevice,
     ) -> Float<B> {
         match self {
+            Self::Device(tensor) if form.is_coded() => {
+                let shape = shape.to_vec();
+                let output = (Shape::from(shape.clone()), dtype);
+                let decode = move |codes: Vec<_>| {
+                    let decode = |codes| decoded::<Raw<B>>(codes, form, &shape, dtype);
+                    codes.into_iter().map(decode).collect()
+                };
+                let mut outputs = B::defer(vec![tensor], vec![output], decode);
+                outputs.pop().expect("`defer` returns one tensor for each output")
+            }
             Self::Device(tensor) => cast_model::<B>(tensor, dtype),
             #[cfg(feature = "flex")]
             Self::Host(tensor) => {
-                B::raise(StoredTensor::<Raw<B>>::Host(tensor).on_device(device, dtype, storage))
+                let stored = StoredTensor::<Raw<B>>::Host(tensor);
+                let stored = stored.on_device(device, form.sent_dtype(dtype), storage);
+                B::raise(decoded::<Raw<B>>(stored, form, shape, dtype))
             }
         }
     }

@@ -6,9 +6,11 @@ use std::path::{Path, PathBuf};
 
 use super::folder;
 use super::manifest::{Dtype, MANIFEST, ModelEntry, TensorEntry, model_tensor_name};
+use super::pretrained::SaveDtype;
 use super::pretrained::safetensors_file::{CompleteFile, NewFile, TensorHeader, save_error};
 use super::pretrained::weights_files::{TensorToWrite, WeightsFile, publish, split_into_files};
 use super::reader::CheckpointReader;
+use crate::backend::codes::{decoded_elements, widened_elements};
 use crate::error::{CheckpointError, Error, SaveError};
 
 /// Approximate number of bytes that are read at once of a tensor that is not transposed.
@@ -21,6 +23,7 @@ pub struct MergeOptions {
     model: Option<String>,
     max_shard_size: u64,
     module_paths: bool,
+    dtype: Option<SaveDtype>,
 }
 
 impl Default for MergeOptions {
@@ -31,9 +34,10 @@ impl Default for MergeOptions {
 
 impl MergeOptions {
     /// Returns the default options: the checkpoint's only model, in files of at most 5 GB, with the
-    /// names and layouts of the framework that the model comes from.
+    /// names and layouts of the framework that the model comes from, and in the dtypes in which it is
+    /// stored. Codes are decoded to f32.
     pub fn new() -> Self {
-        Self { model: None, max_shard_size: 5_000_000_000, module_paths: false }
+        Self { model: None, max_shard_size: 5_000_000_000, module_paths: false, dtype: None }
     }
 
     /// Selects a model by name. Required where the checkpoint holds several models.
@@ -52,6 +56,13 @@ impl MergeOptions {
     /// Sets whether tensors have their module paths as names and the module's layouts.
     pub fn with_module_paths(mut self, module_paths: bool) -> Self {
         self.module_paths = module_paths;
+        self
+    }
+
+    /// Sets the dtype of all float tensors. Default: the dtype in which each is stored, and f32 for
+    /// codes.
+    pub fn with_dtype(mut self, dtype: SaveDtype) -> Self {
+        self.dtype = Some(dtype);
         self
     }
 }
@@ -97,7 +108,7 @@ pub fn merge(
     let (checkpoint, output) = (find_checkpoint(folder.as_ref())?, output.as_ref());
     let reader = CheckpointReader::open(&checkpoint)?;
     let (name, model) = select_model(&reader, options.model.as_deref())?;
-    let tensors = tensors_to_write(name, model, options.module_paths)?;
+    let tensors = tensors_to_write(name, model, options)?;
     let (count, bytes) = (tensors.len(), tensors.iter().map(|tensor| tensor.header.bytes).sum());
     std::fs::create_dir_all(output)
         .map_err(|error| save_error(&output.display().to_string(), &error))?;
@@ -151,13 +162,24 @@ struct CheckpointTensor<'a> {
     /// The tensor's name in the ranks' files.
     key: String,
     entry: &'a TensorEntry,
+    /// Dtype that the elements are converted to; `None` where their bytes are copied.
+    converted: Option<SaveDtype>,
+}
+
+/// Returns the dtype that a tensor is converted to, if it is.
+fn converted_to(entry: &TensorEntry, options: &MergeOptions) -> Option<SaveDtype> {
+    let is_float = matches!(entry.dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
+    match (entry.codes, options.dtype) {
+        (Some(_), dtype) => Some(dtype.unwrap_or(SaveDtype::F32)),
+        (None, dtype) => dtype.filter(|_| is_float),
+    }
 }
 
 /// Returns the model's tensors in layout order, with the names and layouts to write.
 fn tensors_to_write<'a>(
     model_name: &str,
     model: &'a ModelEntry,
-    module_paths: bool,
+    options: &MergeOptions,
 ) -> Result<Vec<TensorToWrite<CheckpointTensor<'a>>>, SaveError> {
     let in_units = model.units.iter().flat_map(|unit| &unit.parameters);
     let known: BTreeSet<&String> = in_units.clone().collect();
@@ -168,7 +190,7 @@ fn tensors_to_write<'a>(
     for (path, entry) in
         in_units.chain(ignored).filter_map(|path| Some((path, model.tensors.get(path)?)))
     {
-        let key = model.keys.get(path).filter(|_| !module_paths);
+        let key = model.keys.get(path).filter(|_| !options.module_paths);
         let name = key.map_or(path, |key| &key.name).clone();
         if let Some(first) = names.insert(name.clone(), path) {
             let (first, second) = (first.clone(), path.clone());
@@ -182,10 +204,13 @@ fn tensors_to_write<'a>(
         if transpose.is_some() {
             shape.reverse();
         }
+        let converted = converted_to(entry, options);
+        let dtype = converted.map_or(safetensors_dtype(entry.dtype), SaveDtype::safetensors);
         // Cannot overflow: the manifest has been checked.
-        let bytes = (entry.numel().unwrap_or(0) * entry.dtype.size()) as u64;
-        let header = TensorHeader { name, shape, dtype: safetensors_dtype(entry.dtype), bytes };
-        let source = CheckpointTensor { key: model_tensor_name(model_name, path), entry };
+        let bytes = (entry.numel().unwrap_or(0) * dtype.bitsize() / 8) as u64;
+        let header = TensorHeader { name, shape, dtype, bytes };
+        let source =
+            CheckpointTensor { key: model_tensor_name(model_name, path), entry, converted };
         tensors.push(TensorToWrite { source, header, transpose });
     }
     Ok(tensors)
@@ -198,21 +223,37 @@ fn write(
     path: &Path,
 ) -> Result<CompleteFile, Error> {
     let mut out = NewFile::safetensors(path, &file.headers())?;
-    for TensorToWrite { source: CheckpointTensor { key, entry }, transpose, .. } in &file.tensors {
+    for TensorToWrite { source, transpose, .. } in &file.tensors {
+        let CheckpointTensor { key, entry, converted } = source;
         let (numel, size) = (entry.numel().unwrap_or(0), entry.dtype.size());
+        let codes = entry.codes.unwrap_or_default();
+        // A multiple of the elements of a record.
         let step = if transpose.is_some() { numel.max(1) } else { CHUNK / size };
         for start in (0..numel).step_by(step) {
             let range = start..(start + step).min(numel);
-            reader.verify(key, entry, range.clone())?;
-            let mut bytes = vec![0; range.len() * size];
-            reader.read(key, entry, range, &mut bytes)?;
-            match transpose {
-                Some(shape) => out.transposed(&bytes, *shape, size)?,
-                None => out.write(&bytes)?,
+            let stored = codes.stored_range(&range);
+            reader.verify(key, entry, stored.clone())?;
+            let mut bytes = vec![0; stored.len() * size];
+            reader.read(key, entry, stored, &mut bytes)?;
+            match (converted, transpose) {
+                (Some(dtype), _) => {
+                    let elements = elements(&bytes, entry, range.len());
+                    out.tensor(&elements, *transpose, *dtype)?;
+                }
+                (None, Some(shape)) => out.transposed(&bytes, *shape, size)?,
+                (None, None) => out.write(&bytes)?,
             }
         }
     }
     Ok(out.complete()?)
+}
+
+/// Returns the first `numel` elements of a tensor in f32, given their bytes in the checkpoint.
+fn elements(bytes: &[u8], entry: &TensorEntry, numel: usize) -> Vec<f32> {
+    match entry.codes {
+        Some(codes) => decoded_elements(bytes, codes, numel),
+        None => widened_elements(bytes, entry.dtype.burn()).unwrap_or_default(),
+    }
 }
 
 /// Converts a dtype to that of the safetensors crate.

@@ -94,7 +94,8 @@ impl CheckpointReader {
         range: Range<usize>,
         shape: Vec<usize>,
     ) -> Result<TensorData, CheckpointError> {
-        if tensor.dtype == Dtype::F32 {
+        // A tensor of codes has elements with the bits of the words.
+        if tensor.dtype == Dtype::F32 || tensor.codes.is_some() {
             // A vector of f32 is aligned for f32, so that the tensor takes it without a copy.
             let mut elements = vec![0f32; range.len()];
             self.read(key, tensor, range, bytemuck::cast_slice_mut(&mut elements))?;

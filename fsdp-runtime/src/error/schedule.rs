@@ -1,6 +1,6 @@
 //! Errors of a sharded model in training.
 
-use crate::layout::Rank;
+use crate::layout::{Rank, StorageType};
 
 /// A use of a sharded model that its schedule does not support.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -61,6 +61,17 @@ pub enum ScheduleError {
     NotLoaded {
         /// Path of the first such parameter.
         path: String,
+    },
+    /// A parameter that was unfrozen after sharding, and that is not stored in f32.
+    #[error(
+        "`{path}` requires a gradient, but it was frozen when the model was sharded, and is stored as \
+         {storage}; unfreeze it before `fully_shard`, or give its unit the storage f32"
+    )]
+    FrozenStorage {
+        /// Path of the parameter.
+        path: String,
+        /// Form in which the parameter is stored.
+        storage: StorageType,
     },
     /// A call of `Tensor::backward` in place of `Fsdp::backward`.
     #[error(

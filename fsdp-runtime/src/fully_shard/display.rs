@@ -7,6 +7,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use super::model::Fsdp;
+use crate::layout::StorageType;
 use crate::module::{Child, FsdpModule, Kind, ModulePath, ParamVisitor};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
@@ -126,7 +127,11 @@ impl ParamVisitor for Tree<'_> {
                     Placement::PerRank => "each rank's own",
                     Placement::TiedTo(_) => "tied",
                 };
-                format!("{name}: {:?}, {placement}", spec.shape)
+                let storage = match spec.storage {
+                    StorageType::F32 => String::new(),
+                    storage => format!(", {storage}"),
+                };
+                format!("{name}: {:?}, {placement}{storage}", spec.shape)
             }
             None => format!("{name}: {:?}, each rank's own", param.lazy_shape().as_slice()),
         };

@@ -6,8 +6,11 @@
 //! is the padded length divided by the size of the group. A rank's *shard* of one matrix is the
 //! part of that matrix inside the rank's elements.
 //!
+//! Codes are stored in records of several elements. Matrices and the ranks' parts of a range of codes
+//! begin at multiples of a record.
+//!
 //! All numbers count elements. This file knows nothing of tensors, devices or dtypes. A unit whose
-//! matrices have several dtypes has one flat range for each dtype.
+//! matrices have several dtypes or storage types has one flat range for each.
 
 use std::ops::Range;
 
@@ -36,18 +39,28 @@ pub struct FlatLayout {
 impl FlatLayout {
     /// Lays out matrices of the given element counts, in order.
     pub fn new(numels: impl IntoIterator<Item = usize>, world: WorldSize) -> Self {
+        Self::in_records(numels, world, 1)
+    }
+
+    /// Lays out matrices like [`new`](Self::new). Each matrix and each rank's part begins at a
+    /// multiple of `record` elements, a power of two.
+    pub(crate) fn in_records(
+        numels: impl IntoIterator<Item = usize>,
+        world: WorldSize,
+        record: usize,
+    ) -> Self {
         let mut end = 0usize;
         let segments = numels
             .into_iter()
             .map(|numel| {
-                let start = end.next_multiple_of(ALIGNMENT);
+                let start = end.next_multiple_of(ALIGNMENT.max(record));
                 end = start + numel;
                 start..end
             })
             .collect();
         // One rank needs no padding: its part begins with the range.
         let alignment = if world.size() == 1 { 1 } else { SHARD_ALIGNMENT };
-        let shard_len = end.div_ceil(world.size()).next_multiple_of(alignment);
+        let shard_len = end.div_ceil(world.size()).next_multiple_of(alignment.max(record));
         Self { world, segments, shard_len }
     }
 
@@ -190,6 +203,22 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn records_are_not_divided() {
+        for size in 1..=5 {
+            let numels = [64 * 9, 100, 7, 2048];
+            let layout = FlatLayout::in_records(numels, world(size), 1024);
+            for (index, numel) in numels.into_iter().enumerate() {
+                assert_eq!(layout.segment(index).start % 1024, 0);
+                let parts = world(size).ranks().map(|rank| layout.shard_of(index, rank));
+                let parts: Vec<_> = parts.filter(|part| !part.is_empty()).collect();
+                assert!(parts.iter().all(|part| part.start % 1024 == 0), "{parts:?}");
+                assert_eq!(parts.iter().map(|part| part.len()).sum::<usize>(), numel);
+            }
+            assert_eq!(layout.shard_len() % 1024, 0);
         }
     }
 

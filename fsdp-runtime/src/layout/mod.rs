@@ -3,11 +3,11 @@
 mod flat;
 mod hash;
 mod mesh;
+mod storage_type;
 mod unit;
 
 pub use self::flat::{ALIGNMENT, FlatLayout};
 pub(crate) use self::hash::mix;
 pub use self::mesh::{Mesh, MeshError, Rank, WorldSize};
-#[cfg(test)]
-pub(crate) use self::unit::FlatRange;
-pub(crate) use self::unit::UnitLayout;
+pub use self::storage_type::StorageType;
+pub(crate) use self::unit::{FlatRange, UnitLayout};

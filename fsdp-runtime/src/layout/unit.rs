@@ -1,8 +1,9 @@
-//! Positions of a unit's matrices, in one flat range for each dtype.
+//! Positions of a unit's matrices, in one flat range for each dtype and storage type.
 //!
 //! A gather buffer and a collective each have a single dtype, so matrices of several dtypes cannot
-//! share a flat range. Matrices of one dtype share a range, in declaration order. The ranges are
-//! ordered by the first appearance of their dtype, which is the same on every rank. Callers name a
+//! share a flat range, and neither can matrices that are stored differently. Matrices of one dtype
+//! and storage type share a range, in declaration order. The ranges are ordered by the first
+//! appearance of these, which is the same on every rank. Callers name a
 //! matrix by its number in the unit, whichever range holds it; only code that gathers or stores
 //! flat ranges has to deal with several of them.
 
@@ -12,12 +13,15 @@ use burn::tensor::DType;
 
 use super::flat::FlatLayout;
 use super::mesh::{Rank, WorldSize};
+use super::storage_type::StorageType;
 
-/// The flat range of a unit's matrices of one dtype.
+/// The flat range of a unit's matrices of one dtype and storage type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FlatRange {
     /// Dtype in which the matrices are gathered.
     pub(crate) dtype: DType,
+    /// Form in which the matrices are stored and sent.
+    pub(crate) storage: StorageType,
     /// Positions of the matrices in the range.
     pub(crate) layout: FlatLayout,
 }
@@ -31,23 +35,39 @@ pub(crate) struct UnitLayout {
 }
 
 impl UnitLayout {
-    /// Lays out matrices of the given dtypes and element counts, in declaration order.
+    /// Lays out matrices of the given dtypes and element counts, which are stored in f32, in
+    /// declaration order.
+    #[cfg(test)]
     pub(crate) fn new(
         matrices: impl IntoIterator<Item = (DType, usize)>,
         world: WorldSize,
     ) -> Self {
-        let mut numels: Vec<(DType, Vec<usize>)> = Vec::new();
-        let assign = |(dtype, numel): (DType, usize)| {
-            let known = numels.iter().position(|(other, _)| *other == dtype);
+        let matrices = matrices.into_iter();
+        Self::stored_as(matrices.map(|(dtype, numel)| (dtype, StorageType::F32, numel)), world)
+    }
+
+    /// Lays out matrices of the given dtypes, storage types and element counts, in declaration
+    /// order.
+    pub(crate) fn stored_as(
+        matrices: impl IntoIterator<Item = (DType, StorageType, usize)>,
+        world: WorldSize,
+    ) -> Self {
+        let mut numels: Vec<((DType, StorageType), Vec<usize>)> = Vec::new();
+        let assign = |(dtype, storage, numel): (DType, StorageType, usize)| {
+            let key = (dtype, storage);
+            let known = numels.iter().position(|(other, _)| *other == key);
             let range = known.unwrap_or_else(|| {
-                numels.push((dtype, Vec::new()));
+                numels.push((key, Vec::new()));
                 numels.len() - 1
             });
             numels[range].1.push(numel);
             (range, numels[range].1.len() - 1)
         };
         let matrices = matrices.into_iter().map(assign).collect();
-        let lay_out = |(dtype, numels)| FlatRange { dtype, layout: FlatLayout::new(numels, world) };
+        let lay_out = |((dtype, storage), numels): ((DType, StorageType), Vec<usize>)| {
+            let layout = FlatLayout::in_records(numels, world, storage.record_len());
+            FlatRange { dtype, storage, layout }
+        };
         Self { ranges: numels.into_iter().map(lay_out).collect(), matrices }
     }
 
@@ -59,10 +79,8 @@ impl UnitLayout {
     /// Returns the dtype of the unit's matrices, or `None` if there are several dtypes or no
     /// matrix.
     pub(crate) fn dtype(&self) -> Option<DType> {
-        match self.ranges.as_slice() {
-            [range] => Some(range.dtype),
-            _ => None,
-        }
+        let first = self.ranges.first()?.dtype;
+        self.ranges.iter().all(|range| range.dtype == first).then_some(first)
     }
 
     /// Returns the number of the flat range that holds `matrix`.
@@ -108,7 +126,8 @@ mod tests {
                     assert_eq!(unit.shard_of(matrix, rank), flat.shard_of(matrix, rank));
                 }
             }
-            assert_eq!(unit.ranges(), [FlatRange { dtype: HALF, layout: flat }]);
+            let storage = StorageType::F32;
+            assert_eq!(unit.ranges(), [FlatRange { dtype: HALF, storage, layout: flat }]);
         }
     }
 
@@ -134,6 +153,19 @@ mod tests {
             let owned = world(3).ranks().map(|rank| unit.shard_of(matrix, rank).len());
             assert_eq!(owned.sum::<usize>(), numel, "the shards of matrix {matrix} cover it");
         }
+    }
+
+    #[test]
+    fn matrices_of_one_dtype_that_are_stored_differently_share_no_flat_range() {
+        let (coded, plain) = (StorageType::NF4, StorageType::F32);
+        let matrices = [(FULL, coded, 5000), (FULL, plain, 70), (FULL, coded, 100)];
+        let unit = UnitLayout::stored_as(matrices, world(2));
+        assert_eq!(unit.dtype(), Some(FULL), "they are computed with in one dtype");
+        let found: Vec<_> = unit.ranges().iter().map(|range| range.storage).collect();
+        assert_eq!(found, [coded, plain]);
+        let second = 5000_usize.next_multiple_of(coded.record_len());
+        assert_eq!(unit.segment(2), second..second + 100);
+        assert_eq!(unit.segment(1), 0..70);
     }
 
     #[test]

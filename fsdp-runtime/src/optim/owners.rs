@@ -48,6 +48,7 @@ mod tests {
             dtype,
             reduce_dtype: dtype,
             placement: Placement::Shard(layout.shard_of(segment, mesh.shard_rank())),
+            storage: crate::layout::StorageType::F32,
             segment: Some(segment),
         };
         let entries = numels.iter().enumerate().map(entry).collect();

@@ -11,6 +11,7 @@ use super::policies::{
     ReshardAfterForward, ShardingStrategy, WrapPolicy,
 };
 use super::precision::MixedPrecisionPolicy;
+use super::storage::StoragePolicy;
 use crate::error::{Error, ShardError};
 use crate::module::{FsdpModule, UnitType};
 
@@ -96,6 +97,12 @@ pub struct FsdpConfig {
     pub mixed_precision: MixedPrecisionPolicy,
     /// Names of unit types with dtypes of their own: see [`FsdpOptions::with_mixed_precision_for`].
     pub mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
+    /// Form in which parameters are stored: see [`FsdpOptions::with_storage`].
+    #[serde(default)]
+    pub storage: StoragePolicy,
+    /// Names of unit types with a form of their own: see [`FsdpOptions::with_storage_for`].
+    #[serde(default)]
+    pub storage_for: Vec<(String, StoragePolicy)>,
     /// What is stored in host memory: see [`FsdpOptions::with_offload`].
     pub offload: OffloadPolicy,
     /// Which units recompute their forward in backward: see
@@ -160,6 +167,8 @@ impl FsdpConfig {
             gradient_accumulation: GradientAccumulation::ReduceEach,
             mixed_precision: MixedPrecisionPolicy::new(),
             mixed_precision_for: Vec::new(),
+            storage: StoragePolicy::new(),
+            storage_for: Vec::new(),
             offload: OffloadPolicy::None,
             activation_checkpointing: CheckpointingConfig::Annotated,
             offload_activations: false,
@@ -184,6 +193,8 @@ impl FsdpConfig {
         with_gradient_accumulation: gradient_accumulation: GradientAccumulation,
         with_mixed_precision: mixed_precision: MixedPrecisionPolicy,
         with_mixed_precision_for: mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
+        with_storage: storage: StoragePolicy,
+        with_storage_for: storage_for: Vec<(String, StoragePolicy)>,
         with_offload: offload: OffloadPolicy,
         with_activation_checkpointing: activation_checkpointing: CheckpointingConfig,
         with_offload_activations: offload_activations: bool,
@@ -268,6 +279,10 @@ impl FsdpConfig {
             let unit = UnitType::named(named("mixed_precision_for", name)?);
             mixed_precision_for.push((unit, *policy));
         }
+        let mut storage_for = Vec::new();
+        for (name, policy) in &self.storage_for {
+            storage_for.push((UnitType::named(named("storage_for", name)?), *policy));
+        }
         Ok(FsdpOptions {
             strategy: self.strategy,
             shard_size: self.shard_size,
@@ -280,6 +295,8 @@ impl FsdpConfig {
             gradient_accumulation: self.gradient_accumulation,
             mixed_precision: self.mixed_precision,
             mixed_precision_for,
+            storage: self.storage,
+            storage_for,
             offload: self.offload,
             activation_checkpointing: checkpointing,
             offload_activations: self.offload_activations,

@@ -7,6 +7,7 @@ use super::policies::{
     ReshardAfterForward, ShardingStrategy, WrapPolicy,
 };
 use super::precision::MixedPrecisionPolicy;
+use super::storage::StoragePolicy;
 use crate::module::UnitType;
 
 /// The options of [`fully_shard`](crate::fully_shard). Every rank must pass the same ones.
@@ -23,6 +24,7 @@ use crate::module::UnitType;
 /// | [`reductions_in_flight`](Self::with_reductions_in_flight) | 1 on Flex, 2 on other devices |
 /// | [`gradient_accumulation`](Self::with_gradient_accumulation) | [`ReduceEach`](GradientAccumulation::ReduceEach) |
 /// | [`mixed_precision`](Self::with_mixed_precision) | dtypes in which the model is initialised |
+/// | [`storage`](Self::with_storage) | f32 |
 /// | [`offload`](Self::with_offload) | [`None`](OffloadPolicy::None) |
 /// | [`activation_checkpointing`](Self::with_activation_checkpointing) | [`Annotated`](ActivationCheckpointing::Annotated) |
 /// | [`offload_activations`](Self::with_offload_activations) | off |
@@ -47,6 +49,8 @@ pub struct FsdpOptions {
     pub(crate) gradient_accumulation: GradientAccumulation,
     pub(super) mixed_precision: MixedPrecisionPolicy,
     pub(crate) mixed_precision_for: Vec<(UnitType, MixedPrecisionPolicy)>,
+    pub(super) storage: StoragePolicy,
+    pub(crate) storage_for: Vec<(UnitType, StoragePolicy)>,
     pub(crate) offload: OffloadPolicy,
     pub(crate) activation_checkpointing: ActivationCheckpointing,
     pub(crate) offload_activations: bool,
@@ -81,6 +85,8 @@ impl FsdpOptions {
             gradient_accumulation: GradientAccumulation::ReduceEach,
             mixed_precision: MixedPrecisionPolicy::new(),
             mixed_precision_for: Vec::new(),
+            storage: StoragePolicy::new(),
+            storage_for: Vec::new(),
             offload: OffloadPolicy::None,
             activation_checkpointing: ActivationCheckpointing::Annotated,
             offload_activations: false,
@@ -203,6 +209,27 @@ impl FsdpOptions {
         policy: MixedPrecisionPolicy,
     ) -> Self {
         self.mixed_precision_for.extend(units.iter().map(|unit| (*unit, policy)));
+        self
+    }
+
+    /// Sets the form in which parameters are stored between uses, and sent in all-gathers: frozen
+    /// ones in bf16, or in 8 or 4 bits. Default: f32.
+    ///
+    /// `bnb_4bit_quant_storage` and `BitsAndBytesConfig` in Transformers, without which PyTorch's FSDP
+    /// has no such parameters.
+    pub const fn with_storage(mut self, policy: StoragePolicy) -> Self {
+        self.storage = policy;
+        self
+    }
+
+    /// Sets the form of storage for all units of the given types, in place of
+    /// [`storage`](Self::with_storage): for example `unit_types![Embeddings]`. Default: no such
+    /// units.
+    ///
+    /// A unit that the wrap policy merges into the enclosing unit uses that unit's policy. If a type
+    /// has two policies, the later one applies.
+    pub fn with_storage_for(mut self, units: &'static [UnitType], policy: StoragePolicy) -> Self {
+        self.storage_for.extend(units.iter().map(|unit| (*unit, policy)));
         self
     }
 

@@ -1,6 +1,6 @@
 //! Options that say how a model is sharded: PyTorch's and Accelerate's options as types.
 //!
-//! Imports point one way: policies, precision <- fsdp_options <- resolve, fsdp_config, config.
+//! Imports point one way: policies, precision, storage <- fsdp_options <- resolve, fsdp_config, config.
 
 pub mod config;
 mod fsdp_config;
@@ -8,6 +8,7 @@ mod fsdp_options;
 mod policies;
 mod precision;
 mod resolve;
+mod storage;
 
 pub use self::fsdp_config::{CheckpointingConfig, FsdpConfig, WrapConfig};
 pub use self::fsdp_options::FsdpOptions;
@@ -17,3 +18,4 @@ pub use self::policies::{
 };
 pub use self::precision::MixedPrecisionPolicy;
 pub(crate) use self::precision::{Precision, computed};
+pub use self::storage::StoragePolicy;

@@ -7,6 +7,7 @@ use burn::tensor::Device;
 use super::fsdp_options::FsdpOptions;
 use super::policies::{OffloadPolicy, ReshardAfterForward};
 use super::precision::MixedPrecisionPolicy;
+use super::storage::StoragePolicy;
 use crate::backend::is_flex;
 use crate::error::ShardError;
 use crate::layout::Mesh;
@@ -28,6 +29,8 @@ impl FsdpOptions {
             gradient_accumulation,
             mixed_precision,
             mixed_precision_for,
+            storage,
+            storage_for,
             offload,
             activation_checkpointing,
             offload_activations,
@@ -39,7 +42,7 @@ impl FsdpOptions {
             seed,
             optimizer_check,
         } = self;
-        let options: [(&str, &dyn Debug); 20] = [
+        let options: [(&str, &dyn Debug); 22] = [
             ("strategy", strategy),
             ("seed", seed),
             ("shard_size", shard_size),
@@ -52,6 +55,8 @@ impl FsdpOptions {
             ("gradient_accumulation", gradient_accumulation),
             ("mixed_precision", mixed_precision),
             ("mixed_precision_for", mixed_precision_for),
+            ("storage", storage),
+            ("storage_for", storage_for),
             ("offload", offload),
             ("activation_checkpointing", activation_checkpointing),
             ("offload_activations", offload_activations),
@@ -85,6 +90,21 @@ impl FsdpOptions {
     /// `#[fsdp(unit)]`.
     pub(crate) fn policy(&self, unit: Option<UnitType>) -> MixedPrecisionPolicy {
         self.policy_of_type(unit).unwrap_or(self.mixed_precision)
+    }
+
+    /// Returns the storage policy of a unit; `None` stands for a unit in a field under
+    /// `#[fsdp(unit)]`.
+    pub(crate) fn storage_of(&self, unit: Option<UnitType>) -> StoragePolicy {
+        let is_unit = |(of, _): &&(UnitType, StoragePolicy)| Some(*of) == unit;
+        let own = self.storage_for.iter().rev().find(is_unit);
+        own.map_or(self.storage, |(_, policy)| *policy)
+    }
+
+    /// Returns whether some policy stores frozen parameters in another form than f32.
+    pub(crate) fn stores_frozen_differently(&self) -> bool {
+        let mut policies =
+            std::iter::once(&self.storage).chain(self.storage_for.iter().map(|(_, policy)| policy));
+        policies.any(|policy| *policy != StoragePolicy::new())
     }
 
     /// Returns the device that computes: the model's device, or the rank's under an offload policy.
@@ -127,6 +147,8 @@ impl FsdpOptions {
                 });
             }
         }
+        self.storage.check()?;
+        self.storage_for.iter().try_for_each(|(_, policy)| policy.check())?;
         if self.offload != OffloadPolicy::None && cfg!(not(feature = "flex")) {
             return Err(ShardError::InvalidOption {
                 option: "offload",

@@ -10,4 +10,4 @@ mod plot;
 mod unit;
 pub(crate) mod wrapping;
 
-pub(crate) use self::unit::{ParamSpec, Placement, Unit, gather_buffer_plan};
+pub(crate) use self::unit::{ParamSpec, Placement, Unit, code_buffers, gather_buffer_plan};

@@ -10,7 +10,7 @@ use burn::tensor::DType;
 
 use crate::backend::gather_buffer::GatherBufferPlan;
 use crate::collectives::Reduce;
-use crate::layout::{Mesh, UnitLayout};
+use crate::layout::{FlatRange, Mesh, StorageType, UnitLayout};
 use crate::options::Precision;
 
 /// The part of a parameter that a rank stores between steps.
@@ -42,6 +42,8 @@ pub(crate) struct ParamSpec {
     pub(crate) reduce_dtype: DType,
     /// The part of the parameter that this rank stores.
     pub(crate) placement: Placement,
+    /// Form in which the parameter is stored and sent.
+    pub(crate) storage: StorageType,
     /// Number of the matrix in the unit's layout; `None` for a parameter outside the layout.
     ///
     /// Under `NO_SHARD` nothing is sharded, but matrices have numbers all the same: they fix the
@@ -69,24 +71,47 @@ impl ParamSpec {
         }
     }
 
+    /// Returns the part of the stored parameter that this rank stores: the elements of
+    /// [`range`](Self::range), or the words of their codes, counted from the parameter's first word.
+    pub(crate) fn stored_range(&self) -> Range<usize> {
+        self.storage.stored_range(&self.range())
+    }
+
     /// Returns the shape of the tensor that this rank stores.
     ///
-    /// A shard has as many dimensions as its parameter: `[n, 1, ..]`. An empty shard is stored as
-    /// one element, which never receives a gradient.
+    /// A shard, and codes, have as many dimensions as their parameter: `[n, 1, ..]`. An empty shard
+    /// is stored as one element, which never receives a gradient.
     pub(crate) fn base_shape(&self) -> Vec<usize> {
-        if matches!(self.placement, Placement::Replicated | Placement::PerRank) {
+        let is_whole = matches!(self.placement, Placement::Replicated | Placement::PerRank);
+        if is_whole && !self.storage.is_coded() {
             return self.shape.clone();
         }
         let mut shape = vec![1; self.shape.len()];
-        shape[0] = self.range().len().max(1);
+        shape[0] = self.stored_range().len().max(1);
         shape
+    }
+
+    /// Returns whether the parameter can be trained. One that is not stored in f32 cannot.
+    fn is_trainable(&self) -> bool {
+        self.storage == StorageType::F32
+    }
+
+    /// Returns the dtype in which the parameter is sent in the all-gather of its unit.
+    fn sent_dtype(&self) -> DType {
+        self.storage.sent_dtype(self.dtype)
+    }
+
+    /// Returns the bytes of this rank's shard as it is sent.
+    fn sent_bytes(&self) -> usize {
+        self.stored_range().len() * self.sent_dtype().size()
     }
 
     /// Returns the part of the reduced gradient that this rank keeps. The gradient is sent as
     /// `dtype`.
     pub(crate) fn reduce(&self, dtype: DType) -> Reduce {
         let segment = self.segment.filter(|_| matches!(self.placement, Placement::Shard(_)));
-        Reduce { range: self.range(), shape: self.base_shape(), segment, dtype }
+        let range = if self.is_trainable() { self.range() } else { 0..0 };
+        Reduce { range, shape: self.base_shape(), segment, dtype }
     }
 }
 
@@ -129,8 +154,23 @@ impl Unit {
     /// Returns the length and dtype of each gather buffer that the unit needs, one for each flat
     /// range.
     pub(crate) fn buffers(&self) -> Vec<(usize, DType)> {
-        let ranges = if self.gathers { self.layout.ranges() } else { &[] };
-        ranges.iter().map(|range| (range.layout.padded_len(), range.dtype)).collect()
+        let size = |range: &FlatRange| (range.layout.padded_len(), range.dtype);
+        self.gathered_ranges().iter().map(size).collect()
+    }
+
+    /// Returns the flat ranges of the unit that are gathered.
+    fn gathered_ranges(&self) -> &[FlatRange] {
+        if self.gathers { self.layout.ranges() } else { &[] }
+    }
+
+    /// Returns, for each flat range that is gathered, the length and dtype in which it is sent if
+    /// these differ from those of the gather buffer.
+    pub(crate) fn code_buffers(&self) -> Vec<Option<(usize, DType)>> {
+        let sent = |FlatRange { dtype, storage, layout }: &FlatRange| {
+            let sent = (storage.stored_len(layout.padded_len()), storage.sent_dtype(*dtype));
+            (sent != (layout.padded_len(), *dtype)).then_some(sent)
+        };
+        self.gathered_ranges().iter().map(sent).collect()
     }
 
     /// Returns the bytes of the unit's gather buffers, padding included.
@@ -139,12 +179,14 @@ impl Unit {
     }
 
     /// Returns the length and dtype of the part of each gathered flat range that a rank keeps after
-    /// forward, where `size` ranks share the range.
+    /// forward, where `size` ranks share the range. Codes are kept as they were sent.
     ///
     /// The list is empty for the outermost unit, which stays gathered.
     pub(crate) fn parts(&self, size: usize) -> Vec<(usize, DType)> {
         let buffers = if self.level > 0 { self.buffers() } else { Vec::new() };
-        buffers.into_iter().map(|(numel, dtype)| (numel / size, dtype)).collect()
+        let kept = buffers.into_iter().zip(self.code_buffers());
+        let kept = kept.map(|(gathered, sent)| sent.unwrap_or(gathered));
+        kept.map(|(numel, dtype)| (numel / size, dtype)).collect()
     }
 
     /// Returns the number of elements of the unit's full parameters. A tied weight counts once.
@@ -157,20 +199,29 @@ impl Unit {
         self.params.iter().filter(|entry| !matches!(entry.placement, Placement::TiedTo(_)))
     }
 
+    /// Returns the unit's parameters that can be trained, without the aliases of tied weights.
+    fn trainable(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.owned().filter(|entry| entry.is_trainable())
+    }
+
     /// Returns the bytes of the unit's full gradients, in the dtypes of the autodiff graph and in
     /// the dtypes of the reduction. Full gradients that wait for a reduction have the latter.
     pub(crate) fn gradient_bytes(&self) -> (usize, usize) {
         let bytes = |of: fn(&ParamSpec) -> DType| {
-            self.owned().map(|entry| entry.numel() * of(entry).size()).sum()
+            self.trainable().map(|entry| entry.numel() * of(entry).size()).sum()
         };
         (bytes(|entry| entry.dtype), bytes(|entry| entry.reduce_dtype))
     }
 
-    /// Returns the bytes of this rank's shards, in the dtypes in which they are sent.
+    /// Returns the bytes of the gradients of this rank's shards and replicated parameters, in f32.
+    pub(crate) fn reduced_bytes(&self) -> usize {
+        self.trainable().map(|entry| entry.range().len() * size_of::<f32>()).sum()
+    }
+
+    /// Returns the bytes of this rank's shards, as they are sent.
     pub(crate) fn sent_bytes(&self) -> usize {
         let sharded = |entry: &&ParamSpec| matches!(entry.placement, Placement::Shard(_));
-        let sent = self.params.iter().filter(sharded);
-        sent.map(|entry| entry.range().len() * entry.dtype.size()).sum()
+        self.params.iter().filter(sharded).map(ParamSpec::sent_bytes).sum()
     }
 
     /// Returns the most bytes of shards that one all-gather of this unit casts, or copies to the
@@ -180,9 +231,9 @@ impl Unit {
     pub(super) fn sending_bytes(&self, offloaded: bool) -> usize {
         let mut bytes = vec![0; self.layout.ranges().len()];
         for (at, entry) in self.params.iter().enumerate() {
-            let made = offloaded || entry.dtype != DType::F32;
+            let made = offloaded || entry.sent_dtype() != entry.storage.dtype();
             if made && matches!(entry.placement, Placement::Shard(_)) {
-                bytes[self.gathered_at(at).0] += entry.range().len() * entry.dtype.size();
+                bytes[self.gathered_at(at).0] += entry.sent_bytes();
             }
         }
         bytes.into_iter().max().unwrap_or(0)
@@ -195,10 +246,9 @@ impl Unit {
         whole.map(|entry| entry.numel() * entry.dtype.size()).sum()
     }
 
-    /// Returns the bytes of the shards and of the replicated parameters that this rank stores in
-    /// f32.
+    /// Returns the bytes of the shards and of the replicated parameters that this rank stores.
     pub(crate) fn stored_bytes(&self) -> (usize, usize) {
-        let bytes = |entry: &ParamSpec| entry.range().len() * size_of::<f32>();
+        let bytes = |entry: &ParamSpec| entry.storage.stored_bytes(entry.range().len());
         let (mut shards, mut replicated) = (0, 0);
         for entry in &self.params {
             match entry.placement {
@@ -235,6 +285,19 @@ impl Unit {
             _ => Vec::new(),
         }
     }
+}
+
+/// Returns the length and dtype of the buffers that units receive codes in, one for each dtype. Units
+/// use them in turn.
+pub(crate) fn code_buffers(units: &[Unit]) -> Vec<(usize, DType)> {
+    let mut buffers: Vec<(usize, DType)> = Vec::new();
+    for (numel, dtype) in units.iter().flat_map(Unit::code_buffers).flatten() {
+        match buffers.iter_mut().find(|(_, other)| *other == dtype) {
+            Some((most, _)) => *most = numel.max(*most),
+            None => buffers.push((numel, dtype)),
+        }
+    }
+    buffers
 }
 
 /// Assigns gather buffers to units, at most `ring` buffers of a dtype to an inner nesting level.

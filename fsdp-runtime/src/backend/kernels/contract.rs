@@ -10,6 +10,7 @@ use super::mask::MaskSource;
 use super::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 use crate::backend::tensor::Float;
+use crate::layout::StorageType;
 
 /// Kernels of one backend, on tensors of f32, bf16 and f16.
 ///
@@ -39,6 +40,13 @@ pub(crate) trait Kernels: Backend {
     fn cast_all(tensors: Vec<Float<Self>>, dtype: DType) -> Vec<Float<Self>> {
         tensors.into_iter().map(|tensor| Self::cast(tensor, dtype, None)).collect()
     }
+
+    /// Returns the elements of records of codes, rounded from f32 to `dtype`.
+    ///
+    /// `codes` are the words of the records, as f32 elements with their bits. The last record may
+    /// have more elements than `shape`. Products and sums round as
+    /// `backend::codes::decode` does.
+    fn decode(codes: Float<Self>, storage: StorageType, shape: Shape, dtype: DType) -> Float<Self>;
 
     /// Returns the means, in f32 and in the order given. Each element of a mean depends only on the
     /// parts' elements at its index.

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::ValueEnum;
+use fsdp_runtime::SaveDtype;
 use fsdp_runtime::checkpoint::{MergeOptions, merge};
 
 use crate::console;
@@ -24,6 +26,27 @@ pub(crate) struct Args {
     /// Burn's layout, untransposed
     #[arg(long)]
     module_paths: bool,
+    /// Dtype of the float tensors; by default that in which each is stored, and f32 for parameters
+    /// that are stored as codes
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Dtype {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<Dtype> for SaveDtype {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::Bf16 => Self::Bf16,
+            Dtype::F16 => Self::F16,
+        }
+    }
 }
 
 /// Prints the files written and the size of the model. Exits with 1 on an error.
@@ -33,6 +56,9 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         .with_module_paths(args.module_paths);
     if let Some(model) = &args.model {
         options = options.with_model(model);
+    }
+    if let Some(dtype) = args.dtype {
+        options = options.with_dtype(dtype.into());
     }
     let merged = match merge(&args.folder, &args.output, &options) {
         Ok(merged) => merged,

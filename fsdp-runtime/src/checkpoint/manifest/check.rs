@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::document::{FORMAT, Manifest, VERSION};
+use super::dtype::Dtype;
 use super::entries::TensorEntry;
 use crate::error::CheckpointError;
 
@@ -67,7 +68,12 @@ fn problems(manifest: &Manifest) -> Vec<String> {
 /// Returns the first contradiction in a tensor's entry. `files` are the sizes of the ranks' files
 /// and `block` the number of bytes of one checksum.
 fn tensor_problem(tensor: &TensorEntry, files: &[u64], block: u64) -> Option<String> {
-    let numel = tensor.numel().and_then(|numel| numel.checked_mul(tensor.copies));
+    if let Some(codes) = tensor.codes {
+        if !codes.is_coded() || codes.wrong_block().is_some() || tensor.dtype != Dtype::U32 {
+            return Some(format!("{:?} for codes of {codes}", tensor.dtype));
+        }
+    }
+    let numel = tensor.stored_numel().and_then(|numel| numel.checked_mul(tensor.copies));
     let bytes = numel.and_then(|numel| numel.checked_mul(tensor.dtype.size()));
     let (Some(numel), Some(_)) = (numel, bytes) else {
         return Some(format!("the shape {:?} overflows", tensor.shape));

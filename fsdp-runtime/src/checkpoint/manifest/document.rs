@@ -12,7 +12,7 @@ use crate::layout::WorldSize;
 /// Value of every manifest's `format` field.
 pub(super) const FORMAT: &str = "fsdp-burn checkpoint";
 /// The format version that this crate writes, and the latest that it reads.
-pub const VERSION: u64 = 2;
+pub const VERSION: u64 = 3;
 
 /// Everything in a checkpoint but the elements of tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::dtype::Dtype;
 use crate::checkpoint::scalar::Scalars;
+use crate::layout::StorageType;
 
 /// Number of bytes of a piece that one checksum covers. A reader checks only the blocks that it
 /// reads.
@@ -137,15 +138,19 @@ pub struct ParameterEntry {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct TensorEntry {
-    /// Dtype of the elements.
+    /// Dtype of the elements; `U32` for the words of codes.
     pub dtype: Dtype,
-    /// Full shape of one copy.
+    /// Form of the codes; `None` where the elements are stored one by one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub codes: Option<StorageType>,
+    /// Full shape of one copy, in elements.
     pub shape: Vec<usize>,
     /// Number of copies, stored one after another: 1, or the world size for an ignored parameter
     /// whose values differ between ranks.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub copies: usize,
-    /// The pieces that tile the flattened elements of all copies, in order.
+    /// The pieces that tile the flattened elements, or the words of the codes, of all copies, in
+    /// order.
     pub pieces: Vec<Piece>,
 }
 
@@ -163,9 +168,16 @@ impl TensorEntry {
     pub fn numel(&self) -> Option<usize> {
         self.shape.iter().try_fold(1usize, |numel, &dim| numel.checked_mul(dim))
     }
+
+    /// Returns the number of elements, or words of codes, of one copy; `None` where the shape
+    /// overflows.
+    pub fn stored_numel(&self) -> Option<usize> {
+        let codes = self.codes.unwrap_or_default();
+        self.numel()?.div_ceil(codes.record_len()).checked_mul(codes.record_words())
+    }
 }
 
-/// A range of a flattened tensor's elements, held in one rank's file.
+/// A range of a flattened tensor's elements, or of the words of its codes, held in one rank's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]

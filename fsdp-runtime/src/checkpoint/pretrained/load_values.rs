@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use burn::module::{ModuleMapper, Param, ParamId};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::Tensor;
 
 use super::matching::MatchedTensor;
 use crate::fully_shard::Fsdp;
@@ -81,9 +81,9 @@ impl ModuleMapper for FillValues {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(Some(tensor)) = self.0.next() else { return param };
         let (id, base, mapper) = param.consume();
-        let data = TensorData::new(tensor.read(), tensor.base_shape());
-        let tracked = base.is_require_grad();
-        let base = Tensor::from_data(data, &base.device()).set_require_grad(tracked);
+        let data = tensor.data();
+        let (tracked, dtype) = (base.is_require_grad(), data.dtype());
+        let base = Tensor::from_data(data, (&base.device(), dtype)).set_require_grad(tracked);
         Param::from_mapped_value(id, base, mapper)
     }
 }

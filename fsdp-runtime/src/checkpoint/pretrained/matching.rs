@@ -4,12 +4,14 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use burn::tensor::Shape;
+use burn::tensor::{Shape, TensorData};
 use safetensors::Dtype;
 
 use super::options::{LoadOptions, LoadReport};
 use super::source::{MappedTensor, Source};
+use crate::backend::codes::{needs_matrix, stored_data};
 use crate::error::LoadError;
+use crate::layout::StorageType;
 use crate::param_group::{ParamSpec, Placement};
 
 /// Elements of a parameter that this rank needs from a file.
@@ -23,6 +25,8 @@ pub(super) struct WantedTensor {
     shape: Vec<usize>,
     /// Range of the flattened parameter's elements that this rank stores.
     range: Range<usize>,
+    /// Form in which this rank stores these elements.
+    storage: StorageType,
     /// Shape in which this rank stores these elements.
     base_shape: Vec<usize>,
     /// Whether the parameter is tied to another, which is loaded in its stead. A file may have it
@@ -38,6 +42,7 @@ impl WantedTensor {
             transposed,
             shape: spec.shape.clone(),
             range: spec.range(),
+            storage: spec.storage,
             base_shape: spec.base_shape(),
             tied: matches!(spec.placement, Placement::TiedTo(_)),
         }
@@ -51,6 +56,7 @@ impl WantedTensor {
             transposed,
             shape: shape.to_vec(),
             range: 0..shape.iter().product(),
+            storage: StorageType::F32,
             base_shape: shape.to_vec(),
             tied: false,
         }
@@ -151,10 +157,22 @@ impl MatchedTensor {
         self.wanted.range.is_empty()
     }
 
-    /// Reads the elements that this rank stores, converted to f32.
-    pub(super) fn read(&self) -> Vec<f32> {
+    /// Reads the elements that this rank stores, in the form in which it stores them.
+    ///
+    /// Codes whose scales are quantised depend on the whole parameter, which is read and dropped.
+    pub(super) fn data(&self) -> TensorData {
+        let WantedTensor { shape, range, storage, base_shape, .. } = &self.wanted;
+        let elements = match needs_matrix(*storage) {
+            true => self.read(0..shape.iter().product()),
+            false => self.read(range.clone()),
+        };
+        stored_data(elements, range, *storage, base_shape.clone())
+    }
+
+    /// Reads elements of the flattened parameter, converted to f32.
+    fn read(&self, range: Range<usize>) -> Vec<f32> {
         let bytes = self.tensor.bytes();
-        let WantedTensor { shape, range, transposed, .. } = &self.wanted;
+        let WantedTensor { shape, transposed, .. } = &self.wanted;
         let width = shape.last().copied().unwrap_or(1).max(1);
         let height = shape.iter().product::<usize>() / width;
         let at = |index: usize| match transposed {
@@ -169,7 +187,7 @@ impl MatchedTensor {
                     word.copy_from_slice(&bytes[start..start + size_of::<$ty>()]);
                     $to(<$ty>::from_le_bytes(word))
                 };
-                range.clone().map(element).collect()
+                range.map(element).collect()
             }};
         }
         let elements = match self.tensor.dtype {

@@ -1,12 +1,14 @@
 //! Differences between a checkpoint and what it is to be loaded into.
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 
 use super::builder::LoadedOptimizer;
 use super::target::Target;
 use crate::checkpoint::manifest::{Dtype, Manifest, TensorEntry};
 use crate::checkpoint::optimizer_state::{self, StateSchema};
 use crate::error::CheckpointError;
+use crate::layout::StorageType;
 
 /// Adds the differences between a model's parameters and those of the checkpoint.
 pub(super) fn compare_model(
@@ -32,7 +34,18 @@ pub(super) fn compare_model(
                 found.shape
             ));
         }
-        if Dtype::of(target.dtype) != Some(found.dtype) {
+        if found.codes != target.spec.storage.codes() {
+            let stored = |dtype: &dyn Debug, codes: Option<StorageType>| match codes {
+                Some(codes) => codes.to_string(),
+                None => format!("{dtype:?}"),
+            };
+            differences.push(format!(
+                "different storage: `{path}` of model `{name}` is {} in the checkpoint, {} in the \
+                 model",
+                stored(&found.dtype, found.codes),
+                stored(&target.dtype, target.spec.storage.codes()),
+            ));
+        } else if found.codes.is_none() && Dtype::of(target.dtype) != Some(found.dtype) {
             differences.push(format!(
                 "different dtype: `{path}` of model `{name}` is {:?} in the checkpoint, {:?} in \
                  the model",

@@ -22,11 +22,12 @@ pub(super) struct Target<'a> {
     pub(super) owned: bool,
 }
 
-/// Returns the elements of a stored tensor that a rank needs for its part of a parameter, counted
-/// over all copies.
+/// Returns the elements, or words of codes, of a stored tensor that a rank needs for its part of a
+/// parameter, counted over all copies.
 pub(super) fn stored_range(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> Range<usize> {
     let first = first_element(spec, stored, rank);
-    first + spec.range().start..first + spec.range().end
+    let range = spec.stored_range();
+    first + range.start..first + range.end
 }
 
 /// Returns the index of the first element of the copy that a rank loads. This is copy 0 for a rank

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use burn::module::ParamId;
+use burn::tensor::DType;
 
 use super::contents::{Checkpoint, SavedOptimizer};
 use super::per_rank::DifferingTensors;
@@ -173,15 +174,18 @@ fn write_param(
     let own = own_copy(&owner, spec, spec.numel(), schedule.mesh(), differing);
     let Written { copies, range, from } = own.unwrap_or_else(|| {
         let range = written_of_param(schedule.mesh(), param.index, spec);
-        let from = range.start.saturating_sub(spec.range().start);
+        let from = range.start.saturating_sub(spec.stored_range().start);
         Written { copies: 1, range, from }
     });
     let mut outcome = Ok(());
-    let (dtype, size) = (param.dtype, param.dtype.size());
+    let codes = spec.storage.codes();
+    let dtype = if codes.is_some() { DType::U32 } else { param.dtype };
+    let size = dtype.size();
     with_host_bytes(schedule, spec, param.base, &mut |bytes| {
         outcome = sink.tensor(TensorPart {
             owner: owner.clone(),
             dtype,
+            codes,
             shape: spec.shape.clone(),
             copies,
             range: range.clone(),
@@ -222,6 +226,7 @@ fn write_state(
         sink.tensor(TensorPart {
             owner: owned_by,
             dtype: tensor.dtype,
+            codes: None,
             shape,
             copies,
             range,

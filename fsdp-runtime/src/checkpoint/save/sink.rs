@@ -12,6 +12,7 @@ use crate::checkpoint::manifest::{
 use crate::checkpoint::rank_file::RankFileWriter;
 use crate::checkpoint::scalar::Scalars;
 use crate::error::CheckpointError;
+use crate::layout::StorageType;
 
 /// Estimated number of bytes that the header of a rank's file needs for a tensor, without the
 /// tensor's path.
@@ -42,11 +43,13 @@ impl TensorOwner {
 pub(super) struct TensorPart<'a> {
     pub(super) owner: TensorOwner,
     pub(super) dtype: DType,
+    /// Form of the codes; `None` where the elements are stored one by one.
+    pub(super) codes: Option<StorageType>,
     /// Full shape of one copy of the tensor.
     pub(super) shape: Vec<usize>,
     /// Number of copies of the tensor.
     pub(super) copies: usize,
-    /// Range of elements that this rank writes, counted over the flattened elements of all copies.
+    /// Range of elements, or words of codes, that this rank writes, counted over those of all copies.
     pub(super) range: Range<usize>,
     /// Values of the elements in `range`.
     pub(super) bytes: PartBytes<'a>,
@@ -122,8 +125,9 @@ impl Sink for FileSink {
         let Some(dtype) = Dtype::of(part.dtype) else {
             return Err(CheckpointError::UnsupportedDtype { tensor: key, dtype: part.dtype });
         };
+        let copies = part.copies;
         let mut tensor =
-            TensorEntry { dtype, shape: part.shape, copies: part.copies, pieces: Vec::new() };
+            TensorEntry { dtype, codes: part.codes, shape: part.shape, copies, pieces: Vec::new() };
         if !part.range.is_empty() {
             let checksums = self.file.write(&key, dtype, part.bytes.as_slice())?;
             let (start, end) = (part.range.start, part.range.end);
@@ -162,8 +166,8 @@ impl Sink for MemorySink {
             }
             PartBytes::Copied(bytes, range) => PartBytes::Copied(bytes, range),
         };
-        let TensorPart { owner, dtype, shape, copies, range, .. } = part;
-        self.parts.push(TensorPart { owner, dtype, shape, copies, range, bytes });
+        let TensorPart { owner, dtype, codes, shape, copies, range, .. } = part;
+        self.parts.push(TensorPart { owner, dtype, codes, shape, copies, range, bytes });
         Ok(())
     }
 

@@ -11,15 +11,15 @@ use crate::param_group::{ParamSpec, Placement};
 const SPLIT_FROM: usize = 1 << 10;
 
 /// Returns the elements of a parameter, or of optimizer state of the same shape, that this rank
-/// writes. Every element is written by exactly one rank.
+/// writes; of codes, the words. Every element is written by exactly one rank.
 pub(super) fn written_of_param(mesh: Mesh, index: ParamIndex, spec: &ParamSpec) -> Range<usize> {
     match &spec.placement {
         // Each copy of the model has the shard, and each writes a part of it.
-        Placement::Shard(range) => {
-            nth_part(range.clone(), mesh.replica().index(), mesh.replicas().size())
+        Placement::Shard(_) => {
+            nth_part(spec.stored_range(), mesh.replica().index(), mesh.replicas().size())
         }
         Placement::Replicated | Placement::PerRank => {
-            written_of_replicated(mesh, index, spec.numel())
+            written_of_replicated(mesh, index, spec.stored_range().len())
         }
         Placement::TiedTo(_) => 0..0,
     }

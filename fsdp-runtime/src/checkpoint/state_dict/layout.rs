@@ -4,13 +4,15 @@ use std::ops::Range;
 
 use crate::checkpoint::sharded_model::ShardedModel;
 use crate::error::CheckpointError;
+use crate::layout::StorageType;
+use crate::param_group::ParamSpec;
 
-/// Path, full shape and stored range of elements of each parameter on one rank.
+/// Path, full shape, stored range of elements and form of storage of each parameter on one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LocalLayout {
     rank: usize,
     world: usize,
-    params: Vec<(String, Vec<usize>, Range<usize>)>,
+    params: Vec<(String, Vec<usize>, Range<usize>, StorageType)>,
 }
 
 impl LocalLayout {
@@ -19,8 +21,13 @@ impl LocalLayout {
         let (units, mesh) = (model.schedule().units(), model.schedule().mesh());
         let specs = units.iter().flat_map(|unit| &unit.params);
         let specs = specs.chain(model.ignored().iter().map(|ignored| &ignored.spec));
-        let params = specs.map(|spec| (spec.path.clone(), spec.shape.clone(), spec.range()));
-        Self { rank: mesh.rank.index(), world: mesh.world.size(), params: params.collect() }
+        let param =
+            |spec: &ParamSpec| (spec.path.clone(), spec.shape.clone(), spec.range(), spec.storage);
+        Self {
+            rank: mesh.rank.index(),
+            world: mesh.world.size(),
+            params: specs.map(param).collect(),
+        }
     }
 
     /// Checks that this layout, that of a state, is equal to a model's.

@@ -1,6 +1,7 @@
 //! Taking and loading state dicts of models.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 
 use burn::tensor::{DType, DispatchTensor, TensorData};
 
@@ -8,28 +9,37 @@ use super::compare::{Comparison, compare_names};
 use super::layout::{LocalLayout, difference};
 use super::recipient::Recipient;
 use super::tensors::{FullState, LocalState, ShardedState, ShardedTensor, copied_data, reshaped};
+use crate::backend::codes::{decoded_elements, needs_matrix, stored_data, widened_elements};
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::sharded_model::{LocalParam, ShardedModel, ignored_values, with_host_bytes};
 use crate::checkpoint::state::{State, StateMut};
 use crate::error::{CheckpointError, Error};
 use crate::fully_shard::Fsdp;
+use crate::layout::StorageType;
 use crate::module::{FsdpModule, ParamIndex};
 use crate::param_group::{ParamSpec, Placement};
 
 impl<M: FsdpModule> State<'_, M> {
-    /// Returns this rank's elements of every parameter.
+    /// Returns this rank's elements of every parameter. Codes are decoded to f32.
     pub fn sharded(&self) -> ShardedState {
         let mut state = BTreeMap::new();
         for_each_host_bytes(self.model, &mut |spec, dtype, bytes| {
             let range = spec.range();
-            let data = copied_data(&bytes[..range.len() * dtype.size()], vec![range.len()], dtype);
+            let data = match spec.storage.codes() {
+                Some(codes) => {
+                    let elements = decoded_elements(bytes, codes, range.len());
+                    TensorData::new(elements, vec![range.len()])
+                }
+                None => copied_data(&bytes[..range.len() * dtype.size()], vec![range.len()], dtype),
+            };
             let shape = spec.shape.clone();
             state.insert(spec.path.clone(), ShardedTensor { shape, range, data });
         });
         ShardedState(state)
     }
 
-    /// Returns this rank's part of every parameter in the shape in which the rank stores it.
+    /// Returns this rank's part of every parameter in the shape in which the rank stores it. Codes are
+    /// elements with the bits of their words.
     pub fn local(&self) -> LocalState {
         let mut tensors = BTreeMap::new();
         for_each_host_bytes(self.model, &mut |spec, dtype, bytes| {
@@ -75,7 +85,9 @@ impl<M: FsdpModule> StateMut<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::StateMismatch`] with every difference; the model is unchanged.
+    /// [`CheckpointError::StateMismatch`] with every difference; the model is unchanged. Scales that
+    /// are quantised depend on all elements of a parameter: load such a model with
+    /// [`load_full`](Self::load_full) or [`load_local`](Self::load_local).
     pub fn load_sharded(&mut self, state: &ShardedState) -> Result<(), CheckpointError> {
         compare_names(self.model, state.keys(), |spec, dtype| {
             let Some(tensor) = state.get(&spec.path) else { return Comparison::Missing };
@@ -86,10 +98,15 @@ impl<M: FsdpModule> StateMut<'_, M> {
                     difference("data", &tensor.data.shape().as_slice().to_vec(), &len)
                 })
                 .or_else(|| difference("dtype", &tensor.data.dtype(), &dtype))
+                .or_else(|| needs_matrix(spec.storage).then(|| needs_full(spec)))
                 .into()
         })?;
         self.model.replace_values(&mut |_, spec, dtype| {
-            Some(copied_data(state.get(&spec.path)?.data.as_bytes(), spec.base_shape(), dtype))
+            let bytes = state.get(&spec.path)?.data.as_bytes();
+            Some(match spec.storage.codes() {
+                Some(_) => stored_part(bytes, dtype, spec.range(), spec)?,
+                None => copied_data(bytes, spec.base_shape(), dtype),
+            })
         });
         Ok(())
     }
@@ -121,7 +138,11 @@ impl<M: FsdpModule> StateMut<'_, M> {
             true => compare_names(self.model, state.keys(), |spec, dtype| {
                 state.get(&spec.path).map_or(Comparison::Missing, |data| {
                     difference("shape", &data.shape().as_slice().to_vec(), &spec.shape)
-                        .or_else(|| difference("dtype", &data.dtype(), &dtype))
+                        .or_else(|| {
+                            let is_f32 = spec.storage == StorageType::F32;
+                            let expected = if is_f32 { dtype } else { DType::F32 };
+                            difference("dtype", &data.dtype(), &expected)
+                        })
                         .into()
                 })
             }),
@@ -135,10 +156,19 @@ impl<M: FsdpModule> StateMut<'_, M> {
             let spec = self.model.spec(index);
             let mut keep_shard = |data: &TensorData| {
                 if !spec.range().is_empty() {
+                    let needed = match needs_matrix(spec.storage) {
+                        true => 0..spec.numel(),
+                        false => spec.range(),
+                    };
                     let size = data.dtype().size();
-                    let bytes = spec.range().start * size..spec.range().end * size;
-                    let bytes = &data.as_bytes()[bytes];
-                    shards.insert(index, copied_data(bytes, spec.base_shape(), data.dtype()));
+                    let bytes = &data.as_bytes()[needed.start * size..needed.end * size];
+                    let shard = match spec.storage {
+                        StorageType::F32 => {
+                            Some(copied_data(bytes, spec.base_shape(), data.dtype()))
+                        }
+                        _ => stored_part(bytes, data.dtype(), needed, spec),
+                    };
+                    shards.extend(shard.map(|shard| (index, shard)));
                 }
             };
             let own = state.get(&spec.path).filter(|_| provides);
@@ -154,6 +184,24 @@ impl<M: FsdpModule> StateMut<'_, M> {
         self.model.replace_values(&mut |index, _, _| shards.remove(&index));
         Ok(())
     }
+}
+
+/// Describes why a parameter cannot be loaded from a part of its elements.
+fn needs_full(spec: &ParamSpec) -> String {
+    format!("{} needs all elements; load a full or a local state", spec.storage)
+}
+
+/// Returns what this rank stores of a parameter, given elements `given` of it, as bytes. Returns `None`
+/// for a dtype that is no float, which was refused before.
+fn stored_part(
+    bytes: &[u8],
+    dtype: DType,
+    given: Range<usize>,
+    spec: &ParamSpec,
+) -> Option<TensorData> {
+    let elements = widened_elements(bytes, dtype)?;
+    debug_assert_eq!(elements.len(), given.len());
+    Some(stored_data(elements, &spec.range(), spec.storage, spec.base_shape()))
 }
 
 /// Calls `f` with the description and dtype of each parameter, and with the stored elements as

@@ -54,8 +54,10 @@ impl MpiGroup {
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let keep = reduction.keep;
         let mut sums: Vec<Option<Float<B>>> = keep.iter().map(|_| None).collect();
-        // Every rank knows the type of each gradient, present or not, so all use the same order.
-        let mut left: Vec<usize> = (0..keep.len()).collect();
+        // Every rank knows the type of each gradient, present or not, so all use the same order. A
+        // gradient that no rank has takes no memory.
+        let mut left: Vec<usize> =
+            (0..keep.len()).filter(|&entry| reduction.is_summed(entry)).collect();
         while let Some(dtype) = left.first().map(|&entry| keep[entry].dtype) {
             let entries: Vec<usize> =
                 left.extract_if(.., |entry| keep[*entry].dtype == dtype).collect();

@@ -3,10 +3,11 @@
 use burn::module::Param;
 use burn::tensor::{Device, DispatchTensor, Tensor};
 
-use super::param_value::{EmptyParam, filled};
+use super::param_value::{EmptyParam, filled, filled_base};
 use crate::backend::{
     AutodiffContext, FloatTensor, ModelBackend, Raw, RawFloat, StorageDevice, StoredTensor,
 };
+use crate::param_group::ParamSpec;
 
 /// The device that computes, and the storage device of the parameters.
 pub(in crate::fully_shard) struct InitDevice<B: ModelBackend> {
@@ -38,6 +39,11 @@ impl<B: ModelBackend> InitDevice<B> {
     /// Returns an f32 tensor on the device, filled with one value.
     pub(super) fn filled(&self, shape: &[usize], value: f32) -> RawFloat<B> {
         filled::<Raw<B>>(shape, value, &self.backend)
+    }
+
+    /// Returns the tensor that this rank stores for a parameter, filled with one value.
+    pub(super) fn filled_base(&self, spec: &ParamSpec, value: f32) -> RawFloat<B> {
+        filled_base::<Raw<B>>(spec, value, &self.backend)
     }
 
     /// Returns a Burn tensor on the storage device, with the model's autodiff context.

@@ -1,14 +1,14 @@
 //! Values of single parameters: their initialisation, the part that a rank stores, and checksums.
 
-use std::ops::Range;
 use std::sync::Mutex;
 
 use burn::module::{Param, ParamId, ParamMapper as ValueMapper};
 use burn::tensor::{DType, Shape, Tensor};
 
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{Float, ShardBackend, cast, encoded};
 use crate::error::IgnorePoison;
 use crate::layout::mix;
+use crate::param_group::ParamSpec;
 
 /// A parameter taken apart, without its value.
 pub(super) struct EmptyParam<const D: usize> {
@@ -45,16 +45,26 @@ pub(super) fn filled<B: ShardBackend>(shape: &[usize], value: f32, device: &B::D
     B::float_full(Shape::from(shape.to_vec()), value.into(), device, DType::F32.into())
 }
 
-/// Returns the elements `range` of a full parameter in shape `shape`. An empty range gives zeros.
-pub(super) fn part<B: ShardBackend>(
-    full: Float<B>,
-    range: Range<usize>,
-    shape: Vec<usize>,
+/// Returns the tensor that this rank stores for a parameter, filled with one value. In the words of
+/// codes, NaN gives NaN.
+pub(super) fn filled_base<B: ShardBackend>(
+    spec: &ParamSpec,
+    value: f32,
     device: &B::Device,
 ) -> Float<B> {
-    match range.is_empty() {
-        true => filled::<B>(&shape, 0.0, device),
-        false => B::copy_range(full, range, shape.into()),
+    cast::<B>(filled::<B>(&spec.base_shape(), value, device), spec.storage.dtype())
+}
+
+/// Returns the tensor that this rank stores for a parameter, given the full parameter in f32. An empty
+/// shard has zeros.
+pub(super) fn part<B: ShardBackend>(
+    full: Float<B>,
+    spec: &ParamSpec,
+    device: &B::Device,
+) -> Float<B> {
+    match spec.range().is_empty() {
+        true => filled_base::<B>(spec, 0.0, device),
+        false => encoded::<B>(full, spec.range(), spec.storage, spec.base_shape().into(), device),
     }
 }
 

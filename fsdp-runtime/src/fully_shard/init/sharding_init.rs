@@ -146,11 +146,11 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
         let device = &self.setup.device;
         let spec = self.setup.spec(index);
         if matches!(spec.placement, Placement::TiedTo(_)) {
-            return (device.empty(param), device.filled(&spec.base_shape(), 0.0));
+            return (device.empty(param), device.filled_base(spec, 0.0));
         }
         if self.setup.loaded_later.contains(&index) {
             // NaN shows where a parameter is used without being loaded.
-            return (device.empty(param), device.filled(&spec.base_shape(), f32::NAN));
+            return (device.empty(param), device.filled_base(spec, f32::NAN));
         }
         let root = match is_small(spec) {
             true => 0,
@@ -185,7 +185,7 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
             self.log_initialized(index);
             self.checks.add_checksum::<Raw<B>>(index, &full);
             let device = &self.setup.device.backend;
-            return part::<Raw<B>>(full, spec.range(), spec.base_shape(), device);
+            return part::<Raw<B>>(full, spec, device);
         }
         let value = full.filter(|_| self.setup.rank() == root);
         if is_small(spec) {
@@ -206,11 +206,11 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
     ) -> RawFloat<B> {
         let spec = self.setup.spec(index);
         let sending = value.as_ref().map_or(0, |_| spec.numel());
-        let (range, shape) = (spec.range(), spec.base_shape());
+        let own = spec.clone();
         let (device, storage) = (self.setup.device.backend.clone(), self.setup.device.storage);
         // Drops the full parameter before the next one is received.
         let keep = move |full| {
-            let part = part::<Raw<B>>(full, range, shape, &device);
+            let part = part::<Raw<B>>(full, &own, &device);
             vec![(id, StoredTensor::<Raw<B>>::store(part, storage))]
         };
         let values = self.setup.broadcast(spec.path.as_str(), spec.numel(), value, keep);
@@ -227,10 +227,12 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
         value: Option<RawFloat<B>>,
     ) -> RawFloat<B> {
         let spec = self.setup.spec(index);
+        let device = &self.setup.device.backend;
         let shape = Shape::from(spec.shape.clone());
-        let value = value.map(|full| Raw::<B>::copy_range(full, spec.range(), shape.clone()));
-        let base = value.clone();
-        if let Some(complete) = self.transfers.small[index.unit].add(id, shape, value) {
+        let value = value.map(|full| Raw::<B>::copy_range(full, spec.range(), shape));
+        let store = |value| part::<Raw<B>>(value, spec, device);
+        let base = value.clone().map(store);
+        if let Some(complete) = self.transfers.small[index.unit].add(id, spec, value) {
             self.broadcast_small(&self.setup.plan.units[index.unit].name, complete);
         }
         base.unwrap_or_else(|| self.placeholder(spec))
@@ -241,10 +243,11 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
         let sends = self.setup.rank() == 0;
         let packed = sends.then(|| small.pack(&self.setup.device.backend));
         let (numel, storage) = (small.numel(), self.setup.device.storage);
+        let device = self.setup.device.backend.clone();
         let keep = move |packed| match sends {
             true => Vec::new(),
             false => {
-                let values = small.unpack(packed);
+                let values = small.unpack(packed, &device);
                 values
                     .map(|(id, value)| (id, StoredTensor::<Raw<B>>::store(value, storage)))
                     .collect()

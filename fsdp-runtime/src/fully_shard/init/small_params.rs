@@ -9,8 +9,9 @@ use std::collections::HashMap;
 use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 
+use super::param_value::part;
 use crate::backend::{Float, ShardBackend};
-use crate::layout::{FlatLayout, WorldSize};
+use crate::layout::{FlatLayout, StorageType, WorldSize};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// Number of elements below which a parameter is small: a separate broadcast would take longer than
@@ -26,9 +27,9 @@ pub(super) fn is_small(spec: &ParamSpec) -> bool {
 pub(super) struct SmallParams<B: ShardBackend> {
     /// Number of parameters when complete.
     count: usize,
-    /// Ids and shapes of the parameters that were added.
-    added: Vec<(ParamId, Shape)>,
-    /// Values of the parameters that were added, on rank 0.
+    /// Ids and descriptions of the parameters that were added.
+    added: Vec<(ParamId, ParamSpec)>,
+    /// Values of the parameters that were added, in f32, on rank 0.
     values: Vec<Float<B>>,
 }
 
@@ -44,17 +45,17 @@ impl<B: ShardBackend> SmallParams<B> {
     pub(super) fn add(
         &mut self,
         id: ParamId,
-        shape: Shape,
+        spec: &ParamSpec,
         value: Option<Float<B>>,
     ) -> Option<Self> {
-        self.added.push((id, shape));
+        self.added.push((id, spec.clone()));
         self.values.extend(value);
         let empty = Self { count: 0, added: Vec::new(), values: Vec::new() };
         (self.added.len() == self.count).then(|| std::mem::replace(self, empty))
     }
 
     fn layout(&self) -> FlatLayout {
-        let numels = self.added.iter().map(|(_, shape)| shape.num_elements());
+        let numels = self.added.iter().map(|(_, spec)| spec.numel());
         FlatLayout::new(numels, WorldSize::ONE)
     }
 
@@ -71,13 +72,29 @@ impl<B: ShardBackend> SmallParams<B> {
         B::pack(parts, B::zeros(device, Shape::from([layout.padded_len()])))
     }
 
-    /// Returns the value of each parameter, from the received tensor.
-    pub(super) fn unpack(self, packed: Float<B>) -> impl Iterator<Item = (ParamId, Float<B>)> {
+    /// Returns what this rank stores of each parameter, from the received tensor.
+    pub(super) fn unpack(
+        self,
+        packed: Float<B>,
+        device: &B::Device,
+    ) -> impl Iterator<Item = (ParamId, Float<B>)> {
         let layout = self.layout();
-        let (ids, shapes): (Vec<_>, Vec<_>) = self.added.into_iter().unzip();
-        let part = |(at, shape)| (layout.segment(at).start, shape);
-        let parts = shapes.into_iter().enumerate().map(part).collect();
-        ids.into_iter().zip(B::unpack(packed, parts, DType::F32, None))
+        let place = |(at, (_, spec)): (usize, &(ParamId, ParamSpec))| {
+            (layout.segment(at).start, Shape::from(spec.shape.clone()))
+        };
+        let places = self.added.iter().enumerate().map(place).collect();
+        let values = B::unpack(packed, places, DType::F32, None);
+        let stored = |((id, spec), value): ((ParamId, ParamSpec), Float<B>)| {
+            (
+                id,
+                if spec.storage == StorageType::F32 {
+                    value
+                } else {
+                    part::<B>(value, &spec, device)
+                },
+            )
+        };
+        self.added.into_iter().zip(values).map(stored)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::unit::{Unit, gather_buffer_plan};
+use super::super::unit::{Unit, code_buffers, gather_buffer_plan};
 use crate::options::{OffloadPolicy, ReshardAfterForward};
 
 /// Returns the number of units of an inner nesting level that can be unsharded at once.
@@ -28,7 +28,8 @@ pub(super) fn copied(units: &[Unit], ring: usize) -> usize {
     levels.into_values().map(of_level).chain(others).sum()
 }
 
-/// Returns the bytes of the gather buffers that the schedule allocates.
+/// Returns the bytes of the gather buffers, and of the buffers for codes, that the schedule
+/// allocates.
 pub(super) fn gathered(
     units: &[Unit],
     reshard: ReshardAfterForward,
@@ -38,6 +39,7 @@ pub(super) fn gathered(
     if let ReshardAfterForward::To(size) = reshard {
         buffers.extend(units.iter().flat_map(|unit| unit.parts(size)));
     }
+    buffers.extend(code_buffers(units));
     buffers.iter().map(|(numel, dtype)| numel * dtype.size()).sum()
 }
 

@@ -47,7 +47,7 @@ impl Gradients {
         let most = |unit: &Unit| arrive(unit).max(held(unit));
         let full: Vec<usize> = nested(&most);
         let arriving = nested(&arrive);
-        let reduced = |unit: &Unit| unit.stored_bytes().0 + unit.stored_bytes().1;
+        let reduced = Unit::reduced_bytes;
         let reducing = units.iter().zip(&full);
         let reducing = reducing.map(|(unit, full)| full - most(unit) + held(unit) + reduced(unit));
         Self {

@@ -18,8 +18,8 @@ use crate::options::{FsdpOptions, OffloadPolicy};
 /// The most bytes that one rank will use on its device in training, by kind.
 ///
 /// The kinds are those of [`Memory`](crate::Memory), but activations include those in Burn's
-/// autodiff graph, which the caller has to estimate. All parameters are assumed to be trained.
-/// `Display` prints a table in MiB.
+/// autodiff graph, which the caller has to estimate. All parameters that are stored in f32 are assumed
+/// to be trained. `Display` prints a table in MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[must_use]
@@ -134,7 +134,7 @@ impl MemoryForecast {
             activations: 0,
             host: if offloaded { host } else { HostForecast::default() },
             accumulated: gradients.accumulated(options.gradient_accumulation),
-            stepped: shards + replicated,
+            stepped: units.iter().map(Unit::reduced_bytes).sum(),
             offloaded,
         })
     }

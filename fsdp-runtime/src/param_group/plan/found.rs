@@ -44,6 +44,9 @@ pub(super) struct FoundParam {
     pub(super) shape: Vec<usize>,
     /// Dtype that the parameter is initialised in.
     pub(super) dtype: DType,
+    /// Whether the parameter requires no gradient. Known only if the options store frozen
+    /// parameters differently, and else `false`.
+    pub(super) frozen: bool,
     /// Number of the parameter's unit.
     pub(super) unit: usize,
     /// Number of the parameter that owns this weight, if this one is an alias.

@@ -10,6 +10,7 @@ use super::found::{F32Module, Found, FoundParam, FoundUnit, IgnoredParam, Key, S
 use super::recomputed_units::{not_recomputable, recomputes};
 use super::wrapped_units::{wraps, wraps_field};
 use crate::error::ShardError;
+use crate::layout::StorageType;
 use crate::module::{Child, FsdpModule, ModulePath, Node, ParamVisitor, Sharded, UnitType};
 use crate::options::{ActivationCheckpointing, FsdpOptions};
 
@@ -167,6 +168,7 @@ impl<'a> Inventory<'a> {
             dtype: DType::F32,
             reduce_dtype: DType::F32,
             placement: Placement::PerRank,
+            storage: StorageType::F32,
             segment: None,
         };
         self.found.ignored.push(IgnoredParam { id, key, spec: entry });
@@ -193,7 +195,9 @@ impl<'a> Inventory<'a> {
         let unit = self.unit_number();
         // A parameter that is not initialised yet gets this dtype when it is: f32.
         let dtype = if param.is_initialized() { param.base().dtype() } else { DType::F32 };
-        let param = FoundParam { path, key, id: param.id, shape, dtype, unit, tied_to: None };
+        let frozen = self.options.stores_frozen_differently() && !is_trained(param);
+        let id = param.id;
+        let param = FoundParam { path, key, id, shape, dtype, frozen, unit, tied_to: None };
         self.found.params.push(param);
     }
 

@@ -108,7 +108,8 @@ impl Plan {
                     Placement::TiedTo(first) => format!("tied to {}", unit.params[*first].path),
                 };
                 let (path, shape, dtype) = (&entry.path, &entry.shape, entry.dtype);
-                lines.push(format!("{path} {shape:?} {dtype:?} {placement}"));
+                let storage = entry.storage;
+                lines.push(format!("{path} {shape:?} {dtype:?} {placement}, stored in {storage}"));
             }
         }
         lines

@@ -147,6 +147,7 @@ mod tests {
             id: ParamId::from(id(index)),
             shape: vec![3, 2],
             dtype: DType::F32,
+            frozen: false,
             unit: 0,
             tied_to: None,
         };

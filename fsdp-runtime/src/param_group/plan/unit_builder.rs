@@ -7,9 +7,9 @@ use burn::tensor::{DType, Device};
 use super::super::unit::{ParamSpec, Placement, Unit};
 use super::found::{FoundParam, FoundUnit};
 use crate::backend::is_flex;
-use crate::layout::{Mesh, UnitLayout, WorldSize};
+use crate::layout::{Mesh, StorageType, UnitLayout, WorldSize};
 use crate::module::ParamIndex;
-use crate::options::{FsdpOptions, MixedPrecisionPolicy, OffloadPolicy};
+use crate::options::{FsdpOptions, MixedPrecisionPolicy, OffloadPolicy, StoragePolicy};
 
 /// Makes the [`Unit`] of one unit that the traversal found.
 #[derive(Debug)]
@@ -22,6 +22,8 @@ pub(super) struct UnitBuilder<'a> {
     options: &'a FsdpOptions,
     /// Mixed precision of the unit.
     policy: MixedPrecisionPolicy,
+    /// Storage of the unit.
+    storage: StoragePolicy,
 }
 
 impl<'a> UnitBuilder<'a> {
@@ -32,7 +34,8 @@ impl<'a> UnitBuilder<'a> {
         options: &'a FsdpOptions,
     ) -> Self {
         let policy = options.policy(unit.unit_type);
-        Self { unit, params, indices, options, policy }
+        let storage = options.storage_of(unit.unit_type);
+        Self { unit, params, indices, options, policy, storage }
     }
 
     /// Returns the unit as the rank of `mesh` stores it on `device`.
@@ -65,7 +68,10 @@ impl<'a> UnitBuilder<'a> {
     /// On Flex a unit is gathered all the same. A copy is cheap there, and a parameter that is read
     /// outside of its unit's forward and backward shows.
     fn computes_with_shards(&self, entries: &[ParamSpec], mesh: Mesh, device: &Device) -> bool {
-        let computed = |entry: &ParamSpec| !entry.is_sharded() || entry.dtype == DType::F32;
+        let computed = |entry: &ParamSpec| {
+            let is_f32 = entry.dtype == DType::F32 && entry.storage == StorageType::F32;
+            !entry.is_sharded() || is_f32
+        };
         mesh.shard_size() == WorldSize::ONE
             && self.options.offload == OffloadPolicy::None
             && !is_flex(device)
@@ -75,8 +81,8 @@ impl<'a> UnitBuilder<'a> {
     /// Lays out the matrices of the unit in flat ranges.
     fn layout(&self, mesh: Mesh) -> UnitLayout {
         let matrices = self.params.iter().filter(|param| self.is_matrix(param));
-        let matrices = matrices.map(|param| (self.dtype(param), param.numel()));
-        UnitLayout::new(matrices, mesh.shard_size())
+        let matrix = |param: &&FoundParam| (self.dtype(param), self.storage(param), param.numel());
+        UnitLayout::stored_as(matrices.map(matrix), mesh.shard_size())
     }
 
     /// Returns whether a parameter has a place in a flat range: not tied, of rank 2 or more, and
@@ -90,6 +96,15 @@ impl<'a> UnitBuilder<'a> {
     /// Returns the dtype in which a parameter is gathered and computed with.
     fn dtype(&self, param: &FoundParam) -> DType {
         self.policy.param().unwrap_or(param.dtype)
+    }
+
+    /// Returns the form in which a parameter is stored. Codes are for matrices in the layout.
+    fn storage(&self, param: &FoundParam) -> StorageType {
+        let storage = self.storage.frozen();
+        let applies = param.frozen
+            && param.tied_to.is_none()
+            && (!storage.is_coded() || self.is_matrix(param));
+        if applies { storage } else { StorageType::F32 }
     }
 
     /// Returns the dtype that the unit computes in, or `None` if there are several.
@@ -129,7 +144,8 @@ impl<'a> UnitBuilder<'a> {
             let (path, shape) = (param.path.clone(), param.shape.clone());
             let dtype = self.dtype(param);
             let reduce_dtype = self.policy.reduce(common, dtype);
-            ParamSpec { path, shape, dtype, reduce_dtype, placement, segment }
+            let storage = self.storage(param);
+            ParamSpec { path, shape, dtype, reduce_dtype, placement, storage, segment }
         };
         self.params.iter().map(spec).collect()
     }

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use super::settings::{Reshard, Settings};
 use crate::backend::ShardBackend;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::param_group::{Unit, gather_buffer_plan};
+use crate::param_group::{Unit, code_buffers, gather_buffer_plan};
 
 /// The gather buffers of a model.
 pub(super) struct GatherBuffers<B: ShardBackend> {
@@ -16,6 +16,9 @@ pub(super) struct GatherBuffers<B: ShardBackend> {
     owners: Vec<Option<usize>>,
     /// Buffers of each unit, one for each flat range of the unit.
     of_unit: Vec<Vec<usize>>,
+    /// Buffers that codes are received in, of different dtypes. Only the thread that runs all-gathers
+    /// uses them, for one unit after the other.
+    codes: Vec<Arc<GatherBuffer<B>>>,
     /// The part of each flat range of each unit that this rank keeps after forward, under
     /// `Reshard::To`.
     kept_parts: Vec<Vec<Arc<GatherBuffer<B>>>>,
@@ -38,8 +41,9 @@ impl<B: ShardBackend> GatherBuffers<B> {
             _ => Vec::new(),
         };
         let kept_parts = units.iter().map(parts).collect();
+        let codes = code_buffers(units).into_iter().map(new).collect();
         let (owners, held) = (vec![None; buffers.len()], vec![None; units.len()]);
-        Self { owners, buffers, of_unit: plan.buffers_of, kept_parts, held }
+        Self { owners, buffers, of_unit: plan.buffers_of, codes, kept_parts, held }
     }
 
     /// Gives a unit buffers of its own, which no other unit takes.
@@ -75,6 +79,12 @@ impl<B: ShardBackend> GatherBuffers<B> {
     /// Returns whether a unit has no buffers, because none of its parameters is sharded.
     pub(super) fn has_none(&self, unit: usize) -> bool {
         self.of_unit[unit].is_empty()
+    }
+
+    /// Returns the buffer that codes of this dtype are received in.
+    pub(super) fn codes(&self, dtype: DType) -> Arc<GatherBuffer<B>> {
+        let buffer = self.codes.iter().find(|buffer| buffer.dtype() == dtype);
+        buffer.expect("each dtype that codes have has a buffer").clone()
     }
 
     /// Returns the parts of a unit that this rank keeps after forward, one for each flat range.
@@ -139,6 +149,7 @@ impl<B: ShardBackend> GatherBuffers<B> {
     pub(super) fn bytes(&self) -> usize {
         let parts = self.kept_parts.iter().flatten();
         let held = self.held.iter().flatten().flatten();
-        self.buffers.iter().chain(parts).chain(held).map(|buffer| buffer.bytes()).sum()
+        let all = self.buffers.iter().chain(&self.codes).chain(parts).chain(held);
+        all.map(|buffer| buffer.bytes()).sum()
     }
 }

@@ -11,6 +11,7 @@ use super::state::State;
 use crate::backend::{
     Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, cast_all_model, kernels,
 };
+use crate::layout::StorageType;
 use crate::param_group::Placement;
 
 impl<B: ModelBackend> Schedule<B> {
@@ -26,10 +27,10 @@ impl<B: ModelBackend> Schedule<B> {
         let shards = &mut state.units[index].shards;
         let mut values = Vec::new();
         for (at, (entry, shard)) in entries.iter().zip(shards.iter()).enumerate() {
-            let Some(shard) = shard.as_ref().filter(|_| entry.placement == Placement::Replicated)
-            else {
-                continue;
-            };
+            // Codes are decoded when they are read.
+            let is_cast_here =
+                entry.placement == Placement::Replicated && entry.storage == StorageType::F32;
+            let Some(shard) = shard.as_ref().filter(|_| is_cast_here) else { continue };
             #[allow(clippy::infallible_destructuring_match, reason = "`flex` adds a variant")]
             let value = match &shard.value {
                 StoredTensor::Device(value) => value,

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{DispatchTensor, TensorData};
+use burn::tensor::{DType, DispatchTensor, TensorData};
 
 use super::core::Schedule;
 use super::whole_step::{Step, Whole};
-use crate::backend::{ModelBackend, Norm, Raw, ShardBackend, StoredTensor};
+use crate::backend::{ModelBackend, Norm, Raw, ShardBackend, StoredTensor, decoded};
 use crate::collectives::Op;
 use crate::error::Error;
 use crate::module::ParamIndex;
@@ -124,7 +124,9 @@ impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
                 self.gather_parts(index, base)?;
                 return Ok(None);
             }
-            Placement::Replicated | Placement::PerRank if keep => base,
+            Placement::Replicated | Placement::PerRank if keep => {
+                decoded::<Raw<B>>(base, entry.storage, &entry.shape, DType::F32)
+            }
             Placement::Replicated | Placement::PerRank | Placement::TiedTo(_) => return Ok(None),
         };
         Ok(Some(Raw::<B>::to_data(full)))

@@ -11,6 +11,7 @@ use crate::backend::{
     Float, FloatTensor, ModelBackend, Raw, StorageDevice, StoredLeaf, StoredTensor, Tracked, cast,
 };
 use crate::error::{Error, ScheduleError};
+use crate::layout::StorageType;
 use crate::module::{CallId, ParamIndex};
 use crate::param_group::{Placement, Unit};
 
@@ -38,6 +39,11 @@ impl<B: ModelBackend> Schedule<B> {
         }
         let LocalShard { value, leaf, on_device, cast: whole, .. } =
             self.shard_of(state, index, owner, base)?;
+        let spec = &unit.params[owner.param];
+        if leaf.is_some() && spec.storage != StorageType::F32 {
+            let (path, storage) = (spec.path.clone(), spec.storage);
+            return Err(ScheduleError::FrozenStorage { path, storage }.into());
+        }
         let call = state.units[index.unit].forwards.last().copied();
         let leaf = leaf_to_record(state, leaf);
         if leaf.is_none()
@@ -48,8 +54,8 @@ impl<B: ModelBackend> Schedule<B> {
         }
         // Outside of any forward, a parameter has the dtype that the optimizer uses.
         let in_forward = state.open_forwards > 0;
-        let dtype = if in_forward { unit.params[owner.param].dtype } else { DType::F32 };
-        let value = match &unit.params[owner.param].placement {
+        let dtype = if in_forward { spec.dtype } else { DType::F32 };
+        let value = match &spec.placement {
             Placement::Shard(_) if !unit.gathers => self.whole_shard(value, owner),
             Placement::Shard(_) if call.is_some() => self.gathered(state, index, owner),
             Placement::Shard(_) if is_held_as(state, owner, dtype, unit) => {
@@ -66,7 +72,8 @@ impl<B: ModelBackend> Schedule<B> {
                     if self.settings.storage != StorageDevice::Device {
                         tracing::trace!(target: "fsdp", unit = %unit.name, "fsdp::copy_to_device");
                     }
-                    value.on_model_device(&self.device, dtype, self.settings.storage)
+                    let form = (spec.storage, &*spec.shape, dtype);
+                    value.on_model_device(&self.device, form, self.settings.storage)
                 }
             },
         };
@@ -121,8 +128,10 @@ impl<B: ModelBackend> Schedule<B> {
     /// The graph refers to the shard until its backward. An optimizer that steps before that does
     /// not update the shard in place.
     fn whole_shard(&self, shard: StoredTensor<B>, owner: ParamIndex) -> Float<B> {
-        let shard = shard.on_model_device(&self.device, DType::F32, self.settings.storage);
-        B::float_reshape(shard, Shape::from(self.param(owner).1.shape.clone()))
+        let shape = &self.param(owner).1.shape;
+        let form = (StorageType::F32, &**shape, DType::F32);
+        let shard = shard.on_model_device(&self.device, form, self.settings.storage);
+        B::float_reshape(shard, Shape::from(shape.clone()))
     }
 
     /// Returns the view of a gathered parameter in the gather buffer.

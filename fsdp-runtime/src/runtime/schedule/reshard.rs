@@ -69,7 +69,10 @@ impl<B: ModelBackend> Schedule<B> {
         if parts.is_empty() || state.buffers.holds(index) {
             return;
         }
-        for (part, buffer) in parts.iter().zip(state.buffers.of(index)) {
+        let ranges =
+            parts.iter().zip(state.buffers.of(index)).zip(self.units[index].code_buffers());
+        // The all-gather has kept its part of the codes.
+        for ((part, buffer), _) in ranges.filter(|(_, sent)| sent.is_none()) {
             let len = part.numel();
             part.write(0, buffer.view(self.kept_part_index(group) * len, &[len]));
         }

@@ -1,11 +1,11 @@
 //! The gather of a single parameter, into new memory.
 
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::Shape;
+use burn::tensor::{DType, Shape};
 
 use super::core::Schedule;
 use super::counters::count;
-use crate::backend::{ModelBackend, Raw, RawFloat, numel};
+use crate::backend::{ModelBackend, Raw, RawFloat, decoded, numel};
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::Error;
 use crate::module::ParamIndex;
@@ -31,7 +31,7 @@ impl<B: ModelBackend> Schedule<B> {
         tracing::trace!(target: "fsdp", path = %entry.path, "fsdp::unshard_single");
         count(&self.counters.single_gathers);
         let op = Op::new("all_gather", entry.path.as_str()).of(entry.numel());
-        let len = entry.range().len();
+        let len = entry.stored_range().len();
         let mine = (len > 0).then(|| Raw::<B>::float_reshape(shard, Shape::from([len])));
         let device = self.device.clone();
         let parts = self.issue(&self.settings.groups.shard, move |group| {
@@ -40,7 +40,8 @@ impl<B: ModelBackend> Schedule<B> {
         Ok(parts.wait()?)
     }
 
-    /// Joins every rank's shard of a parameter to the full parameter.
+    /// Joins every rank's shard of a parameter, or of a tensor that is sharded like one, to the full
+    /// tensor in f32.
     pub(super) fn join_parts(
         &self,
         index: ParamIndex,
@@ -51,6 +52,7 @@ impl<B: ModelBackend> Schedule<B> {
             Raw::<B>::float_reshape(part, Shape::from([numel]))
         };
         let full = Raw::<B>::float_cat(parts.into_iter().flatten().map(flatten).collect(), 0);
-        Raw::<B>::float_reshape(full, Shape::from(self.param(index).1.shape.clone()))
+        let (_, entry) = self.param(index);
+        decoded::<Raw<B>>(full, entry.storage, &entry.shape, DType::F32)
     }
 }

@@ -13,18 +13,19 @@ use super::state::State;
 use super::unit_state::{LocalShard, ShardState, UnitState};
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{
-    Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, numel as numel_of,
+    Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, decoded, numel as numel_of,
 };
 use crate::collectives::device_work::DeviceWork;
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
+use crate::layout::{FlatRange, StorageType};
 use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// A shard to be sent in an all-gather.
 pub(super) struct ShardToSend<B: ShardBackend> {
-    /// Offset of the shard in the flat range, in elements.
+    /// Offset of the shard in the flat range, in elements as they are sent.
     offset: usize,
     pub(super) value: StoredTensor<B>,
     /// Place for the sent copy, if it is kept for backward.
@@ -34,8 +35,43 @@ pub(super) struct ShardToSend<B: ShardBackend> {
 /// A replicated parameter in host memory, to be copied to the device.
 struct CopyToDevice<B: ShardBackend> {
     value: StoredTensor<B>,
+    storage: StorageType,
+    shape: Vec<usize>,
     dtype: DType,
     on_device: Arc<OnceLock<Float<B>>>,
+}
+
+impl<B: ShardBackend> CopyToDevice<B> {
+    /// Copies the parameter, unless a copy exists.
+    fn run(self, device: &B::Device, place: StorageDevice) {
+        let Self { value, storage, shape, dtype, on_device } = self;
+        let sent = storage.sent_dtype(dtype);
+        on_device.get_or_init(|| {
+            decoded::<B>(value.on_device(device, sent, place), storage, &shape, dtype)
+        });
+    }
+}
+
+/// Elements that are not sent as the gather buffer has them.
+struct Codes<B: ShardBackend> {
+    /// Buffer that they are received in.
+    buffer: Arc<GatherBuffer<B>>,
+    storage: StorageType,
+    /// Buffer for the part that this rank keeps for backward, and the part's position in `buffer`.
+    kept: Option<(Arc<GatherBuffer<B>>, usize)>,
+}
+
+impl<B: ShardBackend> Codes<B> {
+    /// Writes the elements of the received `numel` codes to a gather buffer, and gives the buffer of
+    /// the codes back.
+    fn decode_into(self, numel: usize, target: &GatherBuffer<B>) {
+        let Self { buffer, storage, kept } = self;
+        target.decode(buffer.view(0, &[numel]), storage);
+        if let Some((part, start)) = kept {
+            part.write(0, buffer.view(start, &[part.numel()]));
+        }
+        buffer.release();
+    }
 }
 
 /// The shards that this rank sends, for each flat range of a unit, and the process group of the
@@ -51,10 +87,12 @@ pub(super) struct AllGather<B: ShardBackend> {
     unit: usize,
     op: Op,
     pub(super) shards: Vec<ShardToSend<B>>,
-    /// Elements of the flat range, padding included.
+    /// Elements of the flat range as they are sent, padding included.
     numel: usize,
+    /// Dtype in which the elements are sent.
     pub(super) dtype: DType,
     pub(super) buffer: Arc<GatherBuffer<B>>,
+    codes: Option<Codes<B>>,
     /// Counter of the bytes that this rank has sent.
     pub(super) sent_bytes: Arc<AtomicUsize>,
     tracker: Arc<MemoryTracker>,
@@ -68,7 +106,7 @@ impl<B: ShardBackend> AllGather<B> {
         device: &B::Device,
         storage: StorageDevice,
     ) -> Result<(), CollectiveError> {
-        let Self { unit, op, shards, numel, dtype, buffer, sent_bytes, tracker } = self;
+        let Self { unit, op, shards, numel, dtype, buffer, codes, sent_bytes, tracker } = self;
         // Ranks that share a device copy shards into the buffer by a kernel that casts as well.
         let casts_later = group.shares_device::<B>();
         let dtype_of = |shard: &ShardToSend<B>| match &shard.value {
@@ -95,7 +133,12 @@ impl<B: ShardBackend> AllGather<B> {
         let bytes = |(_, value): &(usize, Float<B>)| numel_of::<B>(value) * dtype.size();
         sent_bytes.fetch_add(shards.iter().map(bytes).sum(), Ordering::Relaxed);
         let shard_len = numel / group.size();
-        ProcessGroup::<B>::all_gather(group, &op, device, shards, shard_len, &buffer)
+        let received = codes.as_ref().map_or(&buffer, |codes| &codes.buffer);
+        ProcessGroup::<B>::all_gather(group, &op, device, shards, shard_len, received)?;
+        if let Some(codes) = codes {
+            codes.decode_into(numel, &buffer);
+        }
+        Ok(())
     }
 }
 
@@ -133,8 +176,10 @@ impl<B: ModelBackend> Schedule<B> {
             state.units[index].copied_bytes = unit.replicated_bytes();
             self.tracker.take(MemoryKind::ReplicatedCopies, unit.replicated_bytes(), index);
         }
-        let gathers = self.all_gathers(state, index, shards);
-        let work = if self.reads_peers(&group) {
+        let gathers = self.all_gathers(state, index, pass, shards);
+        // Codes are received in buffers that only the communication thread uses.
+        let has_codes = gathers.iter().any(|gather| gather.codes.is_some());
+        let work = if self.reads_peers(&group) && !has_codes {
             self.gather_from_peers(state, index, gathers)?;
             DeviceWork::Issued(Ok(()))
         } else {
@@ -161,8 +206,8 @@ impl<B: ModelBackend> Schedule<B> {
             for gather in gathers {
                 gather.run(group, &device, storage)?;
             }
-            for CopyToDevice { value, dtype, on_device } in copies {
-                on_device.get_or_init(|| value.on_device(&device, dtype, storage));
+            for copy in copies {
+                copy.run(&device, storage);
             }
             Ok(())
         };
@@ -202,24 +247,52 @@ impl<B: ModelBackend> Schedule<B> {
         &self,
         state: &State<B>,
         index: usize,
+        pass: Pass,
         shards: Vec<Vec<ShardToSend<Raw<B>>>>,
     ) -> Vec<AllGather<Raw<B>>> {
         let unit = &self.units[index];
-        let ranges = shards.into_iter().zip(unit.buffers()).zip(state.buffers.of(index));
-        let gather = |((shards, (numel, dtype)), buffer): ((_, _), &Arc<GatherBuffer<Raw<B>>>)| {
+        let ranges = unit.layout.ranges().iter().zip(unit.code_buffers()).enumerate();
+        let gather = |((range, (flat, sent)), shards): (
+            (usize, (&FlatRange, Option<(usize, DType)>)),
+            Vec<ShardToSend<Raw<B>>>,
+        )| {
             count(&self.counters.all_gathers);
+            let (numel, dtype) = sent.unwrap_or((flat.layout.padded_len(), flat.dtype));
+            let codes = sent.map(|_| Codes {
+                buffer: state.buffers.codes(dtype),
+                storage: flat.storage,
+                kept: self.kept_codes(state, (index, range), pass),
+            });
             AllGather {
                 unit: index,
                 op: Op::new("all_gather", unit.name.clone()).of(numel),
                 shards,
                 numel,
                 dtype,
-                buffer: buffer.clone(),
+                buffer: state.buffers.of_range(index, range).clone(),
+                codes,
                 sent_bytes: self.counters.sent_bytes.clone(),
                 tracker: self.tracker.clone(),
             }
         };
-        ranges.map(gather).collect()
+        ranges.zip(shards).map(gather).collect()
+    }
+
+    /// Returns the buffer for the part of a flat range of codes that this rank keeps under
+    /// `Reshard::To`, and the part's position in the range. Returns `None` if the all-gather sends
+    /// that part.
+    fn kept_codes(
+        &self,
+        state: &State<B>,
+        (index, range): (usize, usize),
+        pass: Pass,
+    ) -> Option<(Arc<GatherBuffer<Raw<B>>>, usize)> {
+        let Reshard::To(group) = &self.settings.reshard else { return None };
+        if pass == Pass::Backward && state.units[index].has_kept_part {
+            return None;
+        }
+        let part = state.buffers.kept_parts(index).get(range)?;
+        Some((part.clone(), self.kept_part_index(group) * part.numel()))
     }
 
     /// Returns the mark of the operations that wrote what a unit's all-gathers send.
@@ -295,7 +368,8 @@ impl<B: ModelBackend> Schedule<B> {
                 let (flat, start) = unit.gathered_at(at);
                 let sent = self.settings.keep_sent.then(|| shard.on_device.clone());
                 let value = shard.buffer().clone();
-                ranges[flat].push(ShardToSend { offset: start + range.start, value, sent });
+                let offset = entry.storage.stored_len(start + range.start);
+                ranges[flat].push(ShardToSend { offset, value, sent });
             }
         }
         Ok(Some((ranges, self.settings.groups.shard.clone())))
@@ -316,7 +390,9 @@ impl<B: ModelBackend> Schedule<B> {
             .filter_map(|(entry, param)| {
                 let param = param.as_ref()?;
                 let (value, on_device) = (param.buffer().clone(), param.on_device.clone());
-                Some(CopyToDevice { value, dtype: entry.dtype, on_device })
+                let ParamSpec { storage, dtype, shape, .. } = entry;
+                let (storage, dtype, shape) = (*storage, *dtype, shape.clone());
+                Some(CopyToDevice { value, storage, shape, dtype, on_device })
             })
             .collect()
     }

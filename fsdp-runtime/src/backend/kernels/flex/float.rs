@@ -21,7 +21,9 @@ pub(super) fn slice<E: KernelFloat>(tensor: &FlexTensor) -> &[E] {
 }
 
 /// Element type that the kernels support.
-pub(super) trait KernelFloat: Element + bytemuck::Pod + Send + Sync {
+pub(in crate::backend) trait KernelFloat:
+    Element + bytemuck::Pod + Send + Sync
+{
     /// Converts to f32, exactly.
     fn wide(self) -> f32;
 

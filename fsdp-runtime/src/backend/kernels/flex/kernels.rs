@@ -10,12 +10,13 @@ use rayon::prelude::*;
 use super::float::{KernelFloat, slice, with_float_type};
 use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
-use super::{dropout, gelu, layer_norm, softmax, sums};
+use super::{decode, dropout, gelu, layer_norm, softmax, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{self, AdamStep, SgdStep};
 use crate::backend::norm::Norm;
+use crate::layout::StorageType;
 
 /// Returns the tensor if it is contiguous, else a contiguous copy.
 fn contiguous(tensor: FlexTensor) -> FlexTensor {
@@ -142,6 +143,10 @@ impl Kernels for Flex {
         let tensor = contiguous(tensor);
         let shape = tensor.shape();
         converted(&tensor, 0..shape.num_elements(), shape, dtype, divisor)
+    }
+
+    fn decode(codes: FlexTensor, storage: StorageType, shape: Shape, dtype: DType) -> FlexTensor {
+        with_float_type!(dtype, |E| decode::new::<E>(&codes, storage, shape))
     }
 
     fn rank_means(means: Vec<RankMean<FlexTensor>>) -> Vec<FlexTensor> {

@@ -1,6 +1,7 @@
 //! Kernels on Flex: vectorised loops over blocks that fit the cache, on all threads of the current
 //! rayon pool.
 
+mod decode;
 mod dropout;
 mod exp;
 mod float;
@@ -14,4 +15,6 @@ mod rows;
 mod softmax;
 mod sums;
 
+pub(in crate::backend) use self::decode::into as decode_into;
 pub(in crate::backend) use self::float::with_float_type;
+pub(in crate::backend) use self::new_tensor::Uninit;
