@@ -24,12 +24,12 @@ pub(super) enum Value {
         plain: bool,
     },
     List(Vec<Node>),
-    Map(Vec<Entry>),
+    Map(Vec<KeyValue>),
 }
 
 /// A key with its value. A map keeps entries with equal keys.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Entry {
+pub(super) struct KeyValue {
     pub(super) key: String,
     pub(super) line: usize,
     pub(super) value: Node,
@@ -141,7 +141,7 @@ impl<'a> Tree<'a> {
         }
     }
 
-    fn map(&mut self, depth: usize) -> Result<Vec<Entry>, SyntaxError> {
+    fn map(&mut self, depth: usize) -> Result<Vec<KeyValue>, SyntaxError> {
         let mut entries = Vec::new();
         loop {
             let (key, mark) = match self.next()? {
@@ -151,7 +151,7 @@ impl<'a> Tree<'a> {
             };
             let Some((event, value)) = self.next()? else { return Ok(entries) };
             let value = self.node(event, &value, depth + 1)?;
-            entries.push(Entry { key, line: mark.line(), value });
+            entries.push(KeyValue { key, line: mark.line(), value });
         }
     }
 }

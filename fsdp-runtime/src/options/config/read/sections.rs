@@ -7,11 +7,11 @@ use crate::options::config::error::ProblemKind;
 use crate::options::config::keys::{Effect, Section};
 use crate::options::config::nearest::nearest;
 use crate::options::config::values::Named;
-use crate::options::config::yaml::Entry;
+use crate::options::config::yaml::KeyValue;
 
 impl Reader {
     /// Reads all entries of a part. Of entries with equal keys, the first is read.
-    pub(super) fn section(&mut self, section: Section, entries: &[Entry]) {
+    pub(super) fn section(&mut self, section: Section, entries: &[KeyValue]) {
         let mut lines: HashMap<&str, usize> = HashMap::new();
         for entry in entries {
             if let Some(&first) = lines.get(entry.key.as_str()) {
@@ -24,7 +24,7 @@ impl Reader {
         }
     }
 
-    fn entry(&mut self, section: Section, entry: &Entry) {
+    fn entry(&mut self, section: Section, entry: &KeyValue) {
         let Some(key) = section.find(&entry.key) else {
             return self.unknown_key(section, entry);
         };
@@ -47,7 +47,7 @@ impl Reader {
         }
     }
 
-    fn unknown_key(&mut self, section: Section, entry: &Entry) {
+    fn unknown_key(&mut self, section: Section, entry: &KeyValue) {
         let key = entry.key.clone();
         if section.other().find(&key).is_some() {
             let place = section.other().place();
@@ -57,7 +57,7 @@ impl Reader {
         self.problem(entry.line, ProblemKind::UnknownKey { key, nearest });
     }
 
-    fn top_level_key(&mut self, entry: &Entry) {
+    fn top_level_key(&mut self, entry: &KeyValue) {
         match entry.key.as_str() {
             "compute_environment" => self.compute_environment(entry),
             "debug" => self.config.debug = self.bool(entry).unwrap_or_default(),
@@ -86,7 +86,7 @@ impl Reader {
         }
     }
 
-    fn fsdp_key(&mut self, entry: &Entry) {
+    fn fsdp_key(&mut self, entry: &KeyValue) {
         match entry.key.as_str() {
             "fsdp_activation_checkpointing" => {
                 self.config.fsdp.activation_checkpointing = self.bool(entry).unwrap_or_default();
