@@ -71,7 +71,8 @@ use crate::module::{FsdpModule, UnitType};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FsdpConfig {
-    /// What is sharded, in files by name, such as `FULL_SHARD`: see [`FsdpOptions::with_strategy`].
+    /// Sharding strategy, in files by name, such as `FULL_SHARD`: see
+    /// [`FsdpOptions::with_strategy`].
     pub strategy: ShardingStrategy,
     /// Number of ranks in a shard group: see [`FsdpOptions::with_shard_size`].
     pub shard_size: Option<usize>,
@@ -96,7 +97,7 @@ pub struct FsdpConfig {
     pub mixed_precision: MixedPrecisionPolicy,
     /// Names of unit types with dtypes of their own: see [`FsdpOptions::with_mixed_precision_for`].
     pub mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
-    /// What is stored in host memory: see [`FsdpOptions::with_offload`].
+    /// State that is stored in host memory: see [`FsdpOptions::with_offload`].
     pub offload: OffloadPolicy,
     /// Which units recompute their forward in backward: see
     /// [`FsdpOptions::with_activation_checkpointing`].
