@@ -6,7 +6,7 @@ use burn::train::{MetricEarlyStoppingStrategy, StoppingCondition};
 use fsdp_runtime::Rank;
 use tempfile::tempdir;
 
-use super::run::{Metrics, Run, sharded, sharded_with};
+use super::run::{BATCH, Metrics, Run, TRAIN, sharded, sharded_with};
 use super::support::compare::assert_same_bits;
 
 #[test]
@@ -66,5 +66,11 @@ fn a_stopped_run_saves_a_checkpoint_to_resume_from() {
     let whole = tempdir().unwrap();
     let expected = sharded(&run, whole.path()).unwrap();
     let resumed = sharded(&run, folder.path()).unwrap();
+    let losses = Metrics::read(folder.path(), run.epochs).train_losses;
+    assert_eq!(
+        losses.len(),
+        run.epochs * TRAIN.div_ceil(BATCH),
+        "nothing was trained before the stop"
+    );
     assert_same_bits(&resumed[0].head, &expected[0].head, "weights");
 }
