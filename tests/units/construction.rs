@@ -235,14 +235,14 @@ fn options_are_checked() {
 fn the_weights_of_rank_0_are_broadcast() {
     let states = on_ranks(2, |worker| {
         let model = pair(worker.device());
-        let offset = worker.rank().index() as f32;
-        let weight =
-            model.first.weight.clone().map(|weight| weight.zeros_like().add_scalar(offset));
+        // No rank has zeros, which a buffer that nothing was written to may hold.
+        let value = 0.25 + worker.rank().index() as f32;
+        let weight = model.first.weight.clone().map(|weight| weight.full_like(value));
         let model = Pair { first: Linear { weight, ..model.first }, ..model };
         fully_shard(model, worker, FsdpOptions::new())?.state().full(Recipient::All)
     });
     for state in states {
-        assert_eq!(state["first.weight"].iter::<f32>().collect::<Vec<_>>(), [0.0; 6 * 6]);
+        assert_eq!(state["first.weight"].iter::<f32>().collect::<Vec<_>>(), [0.25; 6 * 6]);
     }
 }
 
