@@ -237,12 +237,18 @@ fn the_weights_of_rank_0_are_broadcast() {
         let model = pair(worker.device());
         // No rank has zeros, which a buffer that nothing was written to may hold.
         let value = 0.25 + worker.rank().index() as f32;
-        let weight = model.first.weight.clone().map(|weight| weight.full_like(value));
-        let model = Pair { first: Linear { weight, ..model.first }, ..model };
+        let of = |linear: Linear| {
+            let weight = linear.weight.map(|weight| weight.full_like(value));
+            Linear { weight, ..linear }
+        };
+        let model = Pair { first: of(model.first), second: of(model.second) };
         fully_shard(model, worker, FsdpOptions::new())?.state().full(Recipient::All)
     });
     for state in states {
-        assert_eq!(state["first.weight"].iter::<f32>().collect::<Vec<_>>(), [0.25; 6 * 6]);
+        // Rank 0 has the shard of the first weight, and rank 1 that of the second one.
+        for path in ["first.weight", "second.weight"] {
+            assert_eq!(state[path].iter::<f32>().collect::<Vec<_>>(), [0.25; 6 * 6], "{path}");
+        }
     }
 }
 
