@@ -13,6 +13,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use allocator::Counting;
+use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Manifest, Restore, seal};
 use fsdp_runtime::prelude::*;
@@ -20,6 +21,7 @@ use fsdp_runtime::{CheckpointError, Error, RankPanic};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use support::Net;
 use support::checkpoint::{optimizer, schedule, sharded, train_step};
 
 #[global_allocator]
@@ -41,29 +43,56 @@ fn loading() -> LaunchOptions {
     LaunchOptions::new(LOADED_BY).with_device(Device::flex()).with_timeout(Duration::from_secs(30))
 }
 
-/// Saves a valid checkpoint of a model, an optimizer and a scheduler.
-fn save(folder: &Path) {
-    let folder = folder.to_path_buf();
-    launch(LaunchOptions::new(SAVED_BY).with_device(Device::flex()), move |worker| {
-        let mut net = sharded(&worker, 0.1, FsdpOptions::new().with_seed(1))?;
-        let (mut own, mut rate) = (optimizer(), schedule());
-        for step in 0..2 {
-            train_step(&worker, &mut net, &mut own, &mut rate, step)?;
-        }
-        Checkpoint::new(2)
-            .with_data_position(1, 5)
-            .with_loss_scale(1024.0)
-            .with_value("note", "text")
-            .with_model("net", &net)
-            .with_optimizer("adamw", &own)
-            .with_scheduler("rate", &rate)
-            .save(&worker, &folder)
-    })
-    .expect("the checkpoint is saved");
+/// The state that a load sets.
+#[derive(PartialEq)]
+struct Loaded {
+    /// Parameters and optimizer state, as [`elements`] returns them.
+    elements: Vec<u8>,
+    /// Everything else, as text.
+    other: String,
 }
 
-/// Loads a checkpoint. Returns all that a load sets, as text and bytes, or the error of each rank.
-fn load(folder: &Path) -> Result<Vec<u8>, Vec<Error>> {
+/// Returns the full parameters and the full state of the optimizer: their names, and the bytes of
+/// their elements.
+fn elements(net: &Fsdp<Net>, optimizer: &ModuleOptimizer) -> Result<Vec<u8>, Error> {
+    let mut all = Vec::new();
+    for (path, data) in &net.state().full(Recipient::All)? {
+        all.extend([path.as_bytes(), data.as_bytes()].concat());
+    }
+    for (path, state) in net.state().full_optimizer(optimizer, Recipient::All)?.parameters {
+        all.extend(format!("{path} {:?}", state.scalars).into_bytes());
+        state.tensors.values().for_each(|data| all.extend(data.as_bytes()));
+    }
+    Ok(all)
+}
+
+/// Saves a valid checkpoint of a model, an optimizer and a scheduler. Returns the [`elements`] of
+/// the model and the optimizer.
+fn save(folder: &Path) -> Vec<u8> {
+    let folder = folder.to_path_buf();
+    let mut ranks =
+        launch(LaunchOptions::new(SAVED_BY).with_device(Device::flex()), move |worker| {
+            let mut net = sharded(&worker, 0.1, FsdpOptions::new().with_seed(1))?;
+            let (mut own, mut rate) = (optimizer(), schedule());
+            for step in 0..2 {
+                train_step(&worker, &mut net, &mut own, &mut rate, step)?;
+            }
+            Checkpoint::new(2)
+                .with_data_position(1, 5)
+                .with_loss_scale(1024.0)
+                .with_value("note", "text")
+                .with_model("net", &net)
+                .with_optimizer("adamw", &own)
+                .with_scheduler("rate", &rate)
+                .save(&worker, &folder)?;
+            elements(&net, &own)
+        })
+        .expect("the checkpoint is saved");
+    ranks.swap_remove(0)
+}
+
+/// Loads a checkpoint. Returns all that a load sets, or the error of each rank.
+fn load(folder: &Path) -> Result<Loaded, Vec<Error>> {
     let folder = folder.to_path_buf();
     let ranks = launch(loading(), move |worker| {
         let mut net = sharded(&worker, 0.1, FsdpOptions::new().with_seed(9))?;
@@ -82,15 +111,8 @@ fn load(folder: &Path) -> Result<Vec<u8>, Vec<Error>> {
                 return Ok::<_, Error>(Err(error));
             }
         };
-        let mut all = format!("{:?} {:?} ", restored, rate.step().base()).into_bytes();
-        for (path, data) in &net.state().full(Recipient::All)? {
-            all.extend([path.as_bytes(), data.as_bytes()].concat());
-        }
-        for (path, state) in net.state().full_optimizer(&own, Recipient::All)?.parameters {
-            all.extend(format!("{path} {:?}", state.scalars).into_bytes());
-            state.tensors.values().for_each(|data| all.extend(data.as_bytes()));
-        }
-        Ok(Ok(all))
+        let other = format!("{:?} {:?}", restored, rate.step().base());
+        Ok(Ok(Loaded { elements: elements(&net, &own)?, other }))
     });
     let ranks = match ranks {
         Ok(ranks) => ranks,
@@ -198,11 +220,12 @@ fn edit(text: &str, random: &mut StdRng) -> String {
 
 /// Saves a valid checkpoint at `folder` and loads it. Returns the bytes in its files, the largest
 /// allocation that a load may make, and what a load sets.
-fn save_valid(folder: &Path) -> (u64, usize, Vec<u8>) {
-    save(folder);
+fn save_valid(folder: &Path) -> (u64, usize, Loaded) {
+    let saved = save(folder);
     let total = files(folder).iter().map(|file| fs::metadata(file).unwrap().len()).sum();
     ALLOCATOR.take_largest();
-    let expected = load(folder).expect("the valid checkpoint loads");
+    let expected = load(folder).unwrap_or_else(|errors| panic!("{errors:?}"));
+    assert!(!saved.is_empty() && expected.elements == saved, "a load restores what was saved");
     // A launch itself allocates stacks and queues. Only what a damaged file adds counts.
     let largest = ALLOCATOR.take_largest();
     assert!(largest > 0, "allocations are counted");
@@ -282,7 +305,7 @@ fn edits_with_a_valid_checksum_never_panic_nor_allocate_beyond_the_files() {
 
 /// Returns the error of the rank that found the damage.
 fn error(folder: &Path) -> CheckpointError {
-    let errors = load(folder).unwrap_err();
+    let errors = load(folder).err().expect("a damaged checkpoint is refused");
     let found = errors.into_iter().find_map(|error| match error {
         Error::Checkpoint(error) => Some(error),
         _ => None,

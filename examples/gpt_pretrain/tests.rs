@@ -147,8 +147,9 @@ fn a_model_trains_in_a_quarter_of_its_own_size() {
         assert!(error.downcast_ref::<MemoryError>().is_some(), "{error}");
         let fits = limited(&format!("{world} --cpu-offload --checkpoint-activations")).unwrap();
         assert!(fits.forecast.total() <= limit, "{limit}\n{}", fits.forecast);
-        assert!(fits.memory.total.peak <= fits.forecast.total(), "{}", fits.memory);
-        assert!(fits.losses.iter().all(|loss| loss.is_finite()));
+        let peaks = fits.forecast.gathered..=fits.forecast.total();
+        assert!(peaks.contains(&fits.memory.total.peak), "{}\n{}", fits.memory, fits.forecast);
+        assert!(!fits.losses.is_empty() && fits.losses.iter().all(|loss| loss.is_finite()));
     }
 }
 

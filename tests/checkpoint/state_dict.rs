@@ -32,7 +32,11 @@ fn the_shards_of_all_ranks_make_up_the_full_state() {
     });
     let (_, full, _, moments) = &ranks[0];
     assert!(!full.is_empty());
+    for (sharded, ..) in &ranks {
+        assert!(sharded.keys().eq(full.keys()), "{:?}", full.keys());
+    }
     for (path, data) in full {
+        assert!(data.num_elements() > 0, "{path}");
         let mut elements = vec![f32::NAN; data.num_elements()];
         for (sharded, ..) in &ranks {
             let part = &sharded[path];
@@ -45,6 +49,7 @@ fn the_shards_of_all_ranks_make_up_the_full_state() {
         let state = &moments.parameters[path];
         assert_eq!(state.tensors.len(), 2);
         let expected: Vec<f32> = state.tensors["momentum.moment_2"].iter().collect();
+        assert_eq!(expected.len(), data.num_elements(), "{path}");
         let mut elements = vec![f32::NAN; expected.len()];
         for (_, _, sharded, _) in &ranks {
             let Some(part) = sharded.parameters.get(path) else { continue };

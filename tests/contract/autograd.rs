@@ -145,7 +145,7 @@ fn a_forward_without_backward_leaves_nothing_behind() {
         })
     };
     let fresh = after(0);
-    assert!(f64::from_bits(fresh[0].0) > 0.0, "{fresh:?}");
+    assert!(f64::from_bits(fresh[0].0) > 0.0 && fresh[0].1 > 0, "{fresh:?}");
     assert_eq!(fresh[0].2, 0, "gather buffers that were added");
     assert_eq!(after(3), fresh);
 }

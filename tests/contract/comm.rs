@@ -251,6 +251,7 @@ fn mis_prefetch() {
         })
     };
     let (expected, _) = run(FsdpOptions::new().with_strategy(ShardingStrategy::NoShard));
+    assert!(expected.iter().all(|&norm| f64::from_bits(norm) > 0.0), "every step has gradients");
     let (norms, wrong) = run(FsdpOptions::new());
     assert_eq!(norms, expected);
     assert!(wrong > 0, "the orders mislead the prefetch");

@@ -12,7 +12,9 @@ use fsdp_runtime::{Error, LaunchError, LearnerError, ScheduleError, WorldSize};
 use tempfile::tempdir;
 
 use super::model::{Batch, Row, Rows, rows};
-use super::run::{Outcome, Run, TRAIN, learner, sharded, sharded_with, strategy, training};
+use super::run::{
+    BATCH, Metrics, Outcome, Run, TRAIN, learner, sharded, sharded_with, strategy, training,
+};
 use super::support::compare::assert_same_bits;
 use super::support::ranks::launch_options;
 
@@ -275,4 +277,5 @@ fn the_training_of_this_file_runs_without_a_wrong_setting() {
         Ok::<_, Error>(training.launch(learner(&run, &worker)?).error.is_none())
     });
     assert_eq!(ranks.unwrap(), [true, true]);
+    assert_eq!(Metrics::read(folder.path(), 1).train_losses.len(), 32 / BATCH);
 }

@@ -1,5 +1,6 @@
 //! A run that ends at any point and resumes has the numbers of one that did not.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -31,8 +32,25 @@ impl Batcher<Row, Batch> for Dies {
     }
 }
 
+/// A batcher that counts the batches of all ranks.
+struct Counts {
+    made: Arc<AtomicUsize>,
+}
+
+impl Batcher<Row, Batch> for Counts {
+    fn batch(&self, items: Vec<Row>, device: &Device) -> Batch {
+        self.made.fetch_add(1, Ordering::Relaxed);
+        Rows.batch(items, device)
+    }
+}
+
+/// Removes the training metrics of a run, so that the run that resumes it leaves only its own.
+fn remove_train_metrics(folder: &Path) {
+    std::fs::remove_dir_all(folder.join("train")).expect("the run has logged its metrics");
+}
+
 /// Runs until the ranks have made `batches` batches.
-fn killed_after(batches: usize, run: &Run, folder: &std::path::Path) -> LaunchError {
+fn killed_after(batches: usize, run: &Run, folder: &Path) -> LaunchError {
     let left = Arc::new(AtomicUsize::new(batches));
     let (run, folder) = (run.clone(), folder.to_path_buf());
     let options = super::support::ranks::launch_options(run.world);
@@ -66,12 +84,15 @@ fn a_killed_run_resumes_to_the_same_bits() {
         let folder = tempdir().unwrap();
         let error = killed_after(batches, &run, folder.path());
         assert!(error.to_string().contains("the machine is switched off"), "{error}");
+        remove_train_metrics(folder.path());
         let resumed = sharded(&run, folder.path()).unwrap();
         assert_eq!(resumed.len(), expected.len());
         for (found, expected) in resumed.iter().zip(&expected) {
             assert_same_bits(&found.head, &expected.head, format!("killed after {batches}"));
         }
         let losses = Metrics::read(folder.path(), run.epochs).train_losses;
+        let all = expected_losses.len();
+        assert!((5..all).contains(&losses.len()), "{} of {all} batches", losses.len());
         let tail = &losses[losses.len() - 5..];
         assert_same_bits(tail, &expected_losses[expected_losses.len() - 5..], "the last losses");
     }
@@ -151,7 +172,10 @@ fn a_run_continues_with_another_number_of_ranks() {
     let (whole, folder) = (tempdir().unwrap(), tempdir().unwrap());
     let expected = sharded(&run(1, 2), whole.path()).unwrap();
     sharded(&run(4, 1), folder.path()).unwrap();
+    remove_train_metrics(folder.path());
     let found = sharded(&run(2, 2), folder.path()).unwrap();
+    let losses = Metrics::read(folder.path(), 2).train_losses;
+    assert_eq!(losses.len(), TRAIN.div_ceil(BATCH), "the second epoch alone is trained");
     let within = super::support::compare::Within::Scaled(1e-5);
     super::support::compare::assert_close(&found[0].head, &expected[0].head, within, "weights");
 }
@@ -162,19 +186,23 @@ fn a_finished_run_has_nothing_left_to_do() {
     let folder = tempdir().unwrap();
     let first = sharded(&run, folder.path()).unwrap();
     let losses = Metrics::read(folder.path(), run.epochs).train_losses;
+    assert_eq!(losses.len(), run.epochs * TRAIN.div_ceil(BATCH));
+    remove_train_metrics(folder.path());
     let again = sharded(&run, folder.path()).unwrap();
     assert_same_bits(&again[0].head, &first[0].head, "weights");
-    assert_eq!(Metrics::read(folder.path(), run.epochs).train_losses, losses);
+    assert!(Metrics::read(folder.path(), run.epochs).train_losses.is_empty());
 }
 
 /// A loader of Burn's takes no position. Its shuffling goes on where it was.
 #[test]
 fn a_run_with_burns_loader_resumes_in_its_order() {
-    let train = |run: Run, folder: &std::path::Path| {
-        let folder = folder.to_path_buf();
+    let train = |run: Run, folder: &Path| {
+        let (folder, made) = (folder.to_path_buf(), Arc::new(AtomicUsize::new(0)));
+        let batcher = Arc::clone(&made);
         let ranks = launch(super::support::ranks::launch_options(1), move |worker| {
             let loader = |dataset| DataLoaderBuilder::new(Rows).batch_size(BATCH).build(dataset);
-            let shuffled = DataLoaderBuilder::new(Rows).batch_size(BATCH).shuffle(9);
+            let batcher = Counts { made: Arc::clone(&batcher) };
+            let shuffled = DataLoaderBuilder::new(batcher).batch_size(BATCH).shuffle(9);
             let training = supervised(
                 &worker,
                 &folder,
@@ -187,11 +215,13 @@ fn a_run_with_burns_loader_resumes_in_its_order() {
             let result = training.launch(learner(&run, &worker)?);
             Ok::<_, Error>(result.model.materialize().head_weights())
         });
-        ranks.unwrap().swap_remove(0)
+        (ranks.unwrap().swap_remove(0), made.load(Ordering::Relaxed))
     };
     let run = |epochs| Run { epochs, checkpoint_every: Some(1000), ..Run::new(1) };
     let (whole, folder) = (tempdir().unwrap(), tempdir().unwrap());
-    let expected = train(run(3), whole.path());
-    train(run(1), folder.path());
-    assert_same_bits(&train(run(3), folder.path()), &expected, "weights");
+    let (expected, all) = train(run(3), whole.path());
+    let (_, first) = train(run(1), folder.path());
+    let (found, rest) = train(run(3), folder.path());
+    assert_same_bits(&found, &expected, "weights");
+    assert!(first > 0 && rest < all, "{first} batches, then {rest}, in place of {all}");
 }

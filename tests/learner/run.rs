@@ -185,12 +185,13 @@ pub fn sharded_with(
     + Sync
     + 'static,
 ) -> Result<Vec<Outcome>, LaunchError> {
-    let (run, folder) = (run.clone(), folder.to_path_buf());
-    let options = LaunchOptions::new(run.world)
-        .with_device(Device::flex())
-        .with_timeout(Duration::from_secs(60));
-    launch(options, move |worker| {
+    let (run, folder, world) = (run.clone(), folder.to_path_buf(), run.world);
+    let options =
+        LaunchOptions::new(world).with_device(Device::flex()).with_timeout(Duration::from_secs(60));
+    let outcomes = launch(options, move |worker| {
         let training = change(&worker, training(&run, &folder, &worker, rows(0, TRAIN)));
         Ok::<_, Error>(Outcome::new(training.launch(learner(&run, &worker)?)))
-    })
+    })?;
+    assert_eq!(outcomes.len(), world, "a launch returns one value for each rank");
+    Ok(outcomes)
 }

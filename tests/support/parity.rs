@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use fsdp_runtime::prelude::*;
 
-use super::compare::{Within, assert_close};
+use super::compare::{Within, assert_close, assert_state_differs};
 use super::ranks::launch_options;
 use super::{Net, Outcome, Run, batch, loss};
 
@@ -19,13 +19,16 @@ pub fn assert_clipped(outcome: &Outcome, bound: f64) {
     assert!(outcome.losses.iter().all(|loss| loss.is_finite()), "{:?}", outcome.losses);
 }
 
-/// `FULL_SHARD` and `NO_SHARD` agree in every bit, with dropout and clipping.
+/// `FULL_SHARD` and `NO_SHARD` agree in every bit, with dropout and clipping. Training changes the
+/// parameters.
 pub fn full_shard_equals_no_shard(run: &Run, worlds: &[usize]) {
     for &world in worlds {
         let run = Run { world, dropout: 0.1, clip: Some(CLIP), ..run.clone() };
+        let untrained = Run { steps: 0, ..run.clone() }.launch();
         let full = run.clone().with_strategy(ShardingStrategy::FullShard).launch();
         let none = run.with_strategy(ShardingStrategy::NoShard).launch();
         full.assert_bitwise(&none);
+        assert_state_differs(&full.state, &untrained.state, "trained and untrained");
         assert_clipped(&full, CLIP);
         assert_eq!(full.num_params, none.num_params);
     }

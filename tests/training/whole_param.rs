@@ -55,6 +55,7 @@ fn gradients(
 
 fn parameters(net: &Fsdp<Net>) -> Result<Parameters, Error> {
     let state = net.state().full(Recipient::All)?;
+    assert!(!state.is_empty());
     Ok(state.into_iter().map(|(path, data)| (path, data.iter::<f32>().collect())).collect())
 }
 

@@ -235,14 +235,20 @@ fn options_are_checked() {
 fn the_weights_of_rank_0_are_broadcast() {
     let states = on_ranks(2, |worker| {
         let model = pair(worker.device());
-        let offset = worker.rank().index() as f32;
-        let weight =
-            model.first.weight.clone().map(|weight| weight.zeros_like().add_scalar(offset));
-        let model = Pair { first: Linear { weight, ..model.first }, ..model };
+        // No rank has zeros, which a buffer that nothing was written to may hold.
+        let value = 0.25 + worker.rank().index() as f32;
+        let of = |linear: Linear| {
+            let weight = linear.weight.map(|weight| weight.full_like(value));
+            Linear { weight, ..linear }
+        };
+        let model = Pair { first: of(model.first), second: of(model.second) };
         fully_shard(model, worker, FsdpOptions::new())?.state().full(Recipient::All)
     });
     for state in states {
-        assert_eq!(state["first.weight"].iter::<f32>().collect::<Vec<_>>(), [0.0; 6 * 6]);
+        // Rank 0 has the shard of the first weight, and rank 1 that of the second one.
+        for path in ["first.weight", "second.weight"] {
+            assert_eq!(state[path].iter::<f32>().collect::<Vec<_>>(), [0.25; 6 * 6], "{path}");
+        }
     }
 }
 

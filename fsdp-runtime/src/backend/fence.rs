@@ -99,7 +99,8 @@ impl Fence {
         }
     }
 
-    /// Launches a kernel that binds the handle, and copies its element to where nobody reads it.
+    /// Launches a kernel that binds the handle. It copies the handle's element to memory that is
+    /// never read.
     fn bind(&self) {
         let client = self.0.device.client();
         let slice = |handle| BufferSlice { handle, start: 0, dtype: DType::F32 };

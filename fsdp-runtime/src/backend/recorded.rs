@@ -280,6 +280,7 @@ mod tests {
     #[test]
     fn a_late_read_shows_the_poison() {
         let late = sum_of_views(false);
+        assert_eq!(late.len(), 8);
         match <Cube as ModelBackend>::RECORDS {
             true => assert!(late.iter().all(|x| x.is_nan()), "{late:?}"),
             false => assert_eq!(late, [2.0; 8]),

@@ -243,8 +243,11 @@ pub(super) fn with_state(
     Ok(optimizer.clone().load_record(record))
 }
 
-/// Returns what the optimizer would ignore of state with these names, and what it would lack. Finds
-/// it by loading state with one element per tensor and reading it back.
+/// Returns a text for each tensor of `schemas` that the optimizer would ignore, and for each that
+/// it would lack.
+///
+/// The function loads state with one element per tensor into a copy of the optimizer, and reads it
+/// back.
 pub(super) fn differences(
     name: &str,
     optimizer: &ModuleOptimizer,

@@ -49,9 +49,9 @@ pub(super) trait ShardedModel {
     /// their owner.
     fn for_each_param(&self, f: &mut dyn FnMut(LocalParam));
 
-    /// Replaces what this rank stores of each parameter, one parameter after the other. Parameters
-    /// for which `new_values` returns values, and those with an empty shard here, count as loaded
-    /// afterwards.
+    /// Replaces the values that this rank stores of each parameter, one parameter after the other.
+    /// Parameters for which `new_values` returns values, and those with an empty shard here, count
+    /// as loaded afterwards.
     fn replace_values(&mut self, new_values: &mut NewValues<'_>);
 
     /// Returns the description of a parameter.

@@ -377,6 +377,7 @@ fn issue_order<B: Tested>(group: &AnyProcessGroup) {
         gather::<B>(group, &[numel, 3], &buffer);
         reduce::<B>(&part, &[numel / 2 + 1], |_, _| true);
         let rounds = group.exchange(&op("barrier", "the round"), round).unwrap();
+        assert_eq!(rounds.len(), group.size());
         assert!(rounds.iter().all(|other| **other == round));
     }
 }

@@ -20,7 +20,8 @@ use crate::layout::{Mesh, Rank, WorldSize};
 
 /// A process group of any engine, as one rank sees it.
 ///
-/// It exchanges host values itself, and implements the collectives on tensors of [`ProcessGroup`].
+/// Its own methods exchange values in host memory. Its implementation of [`ProcessGroup`] has the
+/// collectives on tensors.
 #[derive(Debug)]
 pub(crate) enum AnyProcessGroup {
     /// Ranks are threads of this process.

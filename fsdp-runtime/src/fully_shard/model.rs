@@ -79,7 +79,7 @@ impl<M: Module> Fsdp<M> {
         }
     }
 
-    /// Replaces the module by what `map` makes of it.
+    /// Replaces the module by the result of `map`.
     ///
     /// # Panics
     ///

@@ -81,7 +81,8 @@ impl LaunchOptions {
         }
     }
 
-    /// Sets what a rank is and how ranks communicate. Default: [`Engine::Auto`].
+    /// Sets whether ranks are threads or processes, and how they communicate. Default:
+    /// [`Engine::Auto`].
     pub fn with_engine(mut self, engine: Engine) -> Self {
         self.engine = engine;
         self

@@ -94,7 +94,7 @@ impl Child {
 pub struct Tie {
     /// Place that owns the weight, as a dotted path of field names from the declaring type.
     pub first: &'static str,
-    /// Place that aliases the weight, as such a path.
+    /// Place that aliases the weight, as a dotted path of field names from the declaring type.
     pub second: &'static str,
 }
 

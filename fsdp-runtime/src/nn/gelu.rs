@@ -9,7 +9,7 @@ use crate::backend::ops::gelu_tracked;
 /// One kernel computes it, and one its gradient, for f32 tensors on Flex and for f32, bf16 and f16
 /// tensors on CubeCL devices. Their errors are below 3e-7 · max(1, |x|), not counting the rounding
 /// to the dtype. With Burn's fusion on, both are made of Burn's operations, and share a kernel with
-/// what comes before and after. For other dtypes and devices this function calls
+/// the operations before and after it. For other dtypes and devices this function calls
 /// [`burn::tensor::activation::gelu`].
 ///
 /// Burn's GELU calls the C library's `erf` for each element on Flex, which took a seventh of a

@@ -72,7 +72,8 @@ use crate::module::{FsdpModule, UnitType};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FsdpConfig {
-    /// What is sharded, in files by name, such as `FULL_SHARD`: see [`FsdpOptions::with_strategy`].
+    /// Sharding strategy, in files by name, such as `FULL_SHARD`: see
+    /// [`FsdpOptions::with_strategy`].
     pub strategy: ShardingStrategy,
     /// Number of ranks in a shard group: see [`FsdpOptions::with_shard_size`].
     pub shard_size: Option<usize>,
@@ -103,7 +104,7 @@ pub struct FsdpConfig {
     /// Names of unit types with a form of their own: see [`FsdpOptions::with_storage_for`].
     #[serde(default)]
     pub storage_for: Vec<(String, StoragePolicy)>,
-    /// What is stored in host memory: see [`FsdpOptions::with_offload`].
+    /// State that is stored in host memory: see [`FsdpOptions::with_offload`].
     pub offload: OffloadPolicy,
     /// Which units recompute their forward in backward: see
     /// [`FsdpOptions::with_activation_checkpointing`].

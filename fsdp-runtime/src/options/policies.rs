@@ -167,7 +167,7 @@ pub enum GradientAccumulation {
     HoldUnsharded,
 }
 
-/// What is stored in host memory in place of device memory.
+/// State that is stored in host memory in place of device memory.
 ///
 /// Under a policy other than `None`, the optimizer steps on the host, on
 /// [Flex](burn::backend::Flex): its parameters and gradients are Flex tensors. The device that

@@ -12,7 +12,7 @@ use crate::error::LearnerError;
 pub(super) struct Position {
     /// Number of completed epochs.
     pub(super) epoch: u64,
-    /// Number of this rank's items of the epoch that were used before.
+    /// Number of items of the epoch that this rank has already trained on or evaluated.
     pub(super) items: usize,
     /// Whether the batches are for training, which needs equal lengths on all ranks.
     pub(super) trains: bool,

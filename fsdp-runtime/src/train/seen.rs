@@ -64,8 +64,8 @@ impl<T: RankOutput> Seen<T> {
         self.last.as_mut()?.output.take().map(RankOutput::into_host)
     }
 
-    /// Returns what the metrics get for the last batch, with the outputs of all ranks. `turns` has
-    /// what [`take_own`](Self::take_own) has returned on each rank.
+    /// Returns the input of the metrics for the last batch: the outputs of all ranks. `turns` has
+    /// the results of [`take_own`](Self::take_own) on each rank.
     pub(super) fn take(
         &mut self,
         turns: &Turns<'_>,

@@ -132,7 +132,7 @@ impl Turns<'_> {
         Progress::new(sum(|turn| turn.processed), sum(|turn| turn.total), Some("items".into()))
     }
 
-    /// Returns the outputs of all ranks for the batch before, for the metrics.
+    /// Returns the outputs of all ranks for the previous batch, for the metrics.
     ///
     /// # Errors
     ///

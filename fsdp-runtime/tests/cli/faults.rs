@@ -119,6 +119,7 @@ fn no_process_is_left_when_the_launcher_is_killed() {
     let script = "trap '' TERM HUP INT; sleep 300 & echo pid $$; wait; while :; do sleep 1; done";
     let mut running = Fsdp::script(&["-n", "3"], script).start();
     running.pids("pid", 3);
+    running.assert_found(3);
     running.signal(Signal::KILL);
     running.nothing_left();
 }

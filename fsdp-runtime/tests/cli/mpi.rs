@@ -86,6 +86,7 @@ fn no_process_is_left_when_the_launcher_is_killed() {
     let Some(fsdp) = script(&["-n", "2"], text) else { return };
     let mut running = fsdp.start();
     running.pids("pid", 2);
+    running.assert_found(2);
     running.signal(Signal::KILL);
     running.nothing_left();
 }

@@ -160,6 +160,13 @@ impl Running {
         Run { code, stdout, stderr, took }
     }
 
+    /// Asserts that at least `count` processes of the launcher are found, as
+    /// [`nothing_left`](Self::nothing_left) would find them.
+    pub fn assert_found(&self, count: usize) {
+        let left = self.left();
+        assert!(left.len() >= count, "{count} processes run, and these are found: {left:?}");
+    }
+
     /// Waits for the launcher to end, and then for all its processes. Panics if one is left after
     /// [`SOON`].
     pub fn nothing_left(&mut self) {

@@ -79,6 +79,7 @@ fn a_row_without_a_softmax_is_nan_and_others_are_not() {
                 let input = tensor(&elements, &device, dtype).reshape([3, width]);
                 let found = elements_of(&softmax(input.clone(), 1));
                 let expected = elements_of(&activation::softmax(exact(&input), 1));
+                assert_eq!((found.len(), expected.len()), (3 * width, 3 * width));
                 for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     assert_eq!(expected.is_nan(), at / width == 1);
                     assert_eq!(found.is_nan(), expected.is_nan(), "{wrong} {dtype:?} {device:?}");

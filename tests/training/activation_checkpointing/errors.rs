@@ -266,10 +266,10 @@ fn an_ignored_parameter_that_trains_is_an_error_at_construction() {
 
 /// Trains a step that fails and then one that does not. Returns the error, and whether the second
 /// step succeeded, on each rank.
-fn fail(what: &'static str) -> Result<Vec<(Error, bool)>, LaunchError> {
+fn fail(what: &'static str) -> Result<[(Error, bool); 2], LaunchError> {
     let options =
         LaunchOptions::new(2).with_device(Device::flex()).with_timeout(Duration::from_secs(30));
-    launch(options, move |worker| {
+    let ranks = launch(options, move |worker| {
         let device = worker.device();
         let model = Model { fickle: fickle(device), ..model(device) };
         let model = fully_shard(model, &worker, FsdpOptions::new().with_seed(1))?;
@@ -279,7 +279,8 @@ fn fail(what: &'static str) -> Result<Vec<(Error, bool)>, LaunchError> {
         FICKLE.set((0, ""));
         model.collect_gradients()?;
         Ok::<_, Error>((error, step().is_ok()))
-    })
+    });
+    Ok(ranks?.try_into().expect("a launch of two ranks returns two values"))
 }
 
 #[test]

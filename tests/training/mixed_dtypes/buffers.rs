@@ -106,7 +106,7 @@ fn train(types: &'static [&[DType]], orders: Vec<Order>, options: FsdpOptions) -
     })
 }
 
-fn beside(types: &'static [&[DType]], options: FsdpOptions) -> Buffers {
+fn side_by_side(types: &'static [&[DType]], options: FsdpOptions) -> Buffers {
     train(types, vec![Order::Beside; 3], options)
 }
 
@@ -119,12 +119,12 @@ fn no_shard() -> FsdpOptions {
 #[test]
 fn only_the_buffers_that_two_branches_share_are_added() {
     const TYPES: &[&[DType]] = &[&[OTHER], &[HALF, FULL], &[FULL], &[FULL, HALF]];
-    let expected = beside(TYPES, no_shard()).losses;
-    let buffers = beside(TYPES, FsdpOptions::new());
+    let expected = side_by_side(TYPES, no_shard()).losses;
+    let buffers = side_by_side(TYPES, FsdpOptions::new());
     assert_eq!(buffers.losses, expected);
     assert_eq!(buffers.added, [1, 1, 1], "once");
     assert_eq!(buffers.added_bytes, padded(2, &[WIDTH * WIDTH]) * FULL.size());
-    let buffers = beside(TYPES, FsdpOptions::new().with_gather_buffers(3));
+    let buffers = side_by_side(TYPES, FsdpOptions::new().with_gather_buffers(3));
     assert_eq!((buffers.losses, buffers.added), (expected, vec![0; 3]));
 }
 
@@ -132,8 +132,8 @@ fn only_the_buffers_that_two_branches_share_are_added() {
 #[test]
 fn a_branch_may_share_its_buffers_with_several() {
     const TYPES: &[&[DType]] = &[&[OTHER], &[FULL], &[FULL], &[HALF], &[HALF], &[FULL, HALF]];
-    let buffers = beside(TYPES, FsdpOptions::new());
-    assert_eq!(buffers.losses, beside(TYPES, no_shard()).losses);
+    let buffers = side_by_side(TYPES, FsdpOptions::new());
+    assert_eq!(buffers.losses, side_by_side(TYPES, no_shard()).losses);
     assert_eq!(buffers.added, [2, 2, 2], "one of each dtype, once");
     assert_eq!(buffers.added_bytes, padded(2, &[WIDTH * WIDTH]) * (FULL.size() + HALF.size()));
 }

@@ -45,8 +45,8 @@ pub(crate) fn layer_norm_tracked<const D: usize>(
     output.ok()
 }
 
-/// Normalises the first tensor by the others, which are gamma and perhaps beta. Returns `None` if some
-/// are tensors of an autodiff device and some are not.
+/// Applies layer normalization to `tensors`: the input, gamma and, if there is one, beta. Returns
+/// `None` if only some of the tensors are on an autodiff device.
 fn apply<B: ModelBackend>(tensors: Vec<FloatTensor<B>>, epsilon: f32) -> Option<FloatTensor<B>> {
     let (mut plain, mut autodiff, mut context) = (Vec::new(), Vec::new(), None);
     for tensor in tensors {
@@ -108,8 +108,10 @@ fn record<B: ModelBackend, const N: usize>(tensors: [Tracked<B>; N], epsilon: f3
     }
 }
 
-/// Tensors that the gradients depend on. Gamma is the tensor that forward had, so where it views a gather buffer,
-/// backward reads what the buffer holds then.
+/// Tensors that the gradients depend on.
+///
+/// Gamma is the tensor of the forward. If it is a view of a gather buffer, backward reads the
+/// values that the buffer holds at that time.
 #[derive(Clone, Debug)]
 struct State<B: ModelBackend> {
     input: Float<B>,

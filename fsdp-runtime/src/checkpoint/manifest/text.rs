@@ -35,8 +35,8 @@ impl Manifest {
         Self::parse_body(&body, file)
     }
 
-    /// Parses a manifest without a checksum, as [`parse`](Self::parse) does the rest. A fuzzer
-    /// calls it, since random text has no valid checksum.
+    /// Parses and checks a manifest like [`parse`](Self::parse), but neither needs nor verifies a
+    /// checksum. A fuzzer calls it, since random text has no valid checksum.
     #[doc(hidden)]
     pub fn parse_body(body: &[u8], file: &str) -> Result<Self, CheckpointError> {
         let manifest: Self = serde_json::from_slice(body).map_err(|error| {

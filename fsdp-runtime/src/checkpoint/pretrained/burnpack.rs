@@ -121,7 +121,7 @@ struct RecordParam {
     path: String,
     id: Option<ParamId>,
     shape: Vec<usize>,
-    /// Index of the parameter that has the values: another one for a tied parameter.
+    /// Index of the parameter whose values are written: for a tied parameter, its owner.
     holder: ParamIndex,
     /// This rank's part of the holder's elements.
     base: DispatchTensor,

@@ -21,7 +21,7 @@ pub(super) struct LocalValues {
 }
 
 impl LocalValues {
-    /// Returns what this rank stores of `model`.
+    /// Returns the values of `model` that this rank stores.
     pub(super) fn of(model: &dyn ShardedModel) -> Self {
         let mut values = Self::default();
         let saves = model.schedule().mesh().rank == Rank::ZERO;

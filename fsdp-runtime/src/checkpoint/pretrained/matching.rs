@@ -1,5 +1,4 @@
-//! Matching the tensors of a file to a model's parameters, with every reason where they do not
-//! match.
+//! The match of a file's tensors and a model's parameters, and the list of all differences.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Differences between a checkpoint and what it is to be loaded into.
+//! Differences between a checkpoint and the models, optimizers and schedulers to load it into.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;

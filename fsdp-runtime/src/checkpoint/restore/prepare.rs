@@ -32,8 +32,11 @@ pub(super) struct Prepared {
     pub(super) values: BTreeMap<String, Value>,
 }
 
-/// Compares a checkpoint with what it is to be loaded into on rank `rank`, verifies the checksums
-/// of what the rank needs, and loads optimizers, schedulers and scalers into copies.
+/// Prepares a load on rank `rank`, without changing anything.
+///
+/// Compares the checkpoint with the models, optimizers, schedulers and scalers of `restore`.
+/// Verifies the checksums of the blocks that the rank reads. Loads optimizers, schedulers and
+/// scalers into copies.
 ///
 /// # Errors
 ///
@@ -132,8 +135,8 @@ fn load_scalers(
     scalers
 }
 
-/// Verifies the checksums of what this rank needs of a model, and returns the names in the ranks'
-/// files.
+/// Verifies the checksums of the blocks that this rank reads of a model, and returns the names in
+/// the ranks' files.
 fn verify_model(
     model: &str,
     targets: &[Target<'_>],

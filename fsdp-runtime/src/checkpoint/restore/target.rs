@@ -40,10 +40,11 @@ fn first_element(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
 }
 
 impl Target<'_> {
-    /// Returns the elements that this rank needs of a tensor of an optimizer's state for the
-    /// parameter, with their shape. Of a sharded matrix these are the shard's elements or, if
-    /// `whole`, all. Of any other parameter they are all. Returns `None` where the tensor's shape
-    /// does not fit.
+    /// Returns the range and the shape of the elements that this rank loads of `stored`, a tensor
+    /// of the parameter's optimizer state.
+    ///
+    /// For a sharded matrix without `whole` these are the elements of the shard, otherwise all
+    /// elements. Returns `None` if the shape of `stored` does not fit the parameter.
     pub(super) fn state_range(
         &self,
         stored: &TensorEntry,

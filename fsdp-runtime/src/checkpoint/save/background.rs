@@ -39,8 +39,8 @@ pub(super) struct BackgroundSave {
 }
 
 impl BackgroundSave {
-    /// Copies what this rank writes to host memory and starts the thread that writes it. Every rank
-    /// calls it.
+    /// Copies the elements that this rank writes to host memory, and starts the thread that writes
+    /// them. Every rank calls it.
     pub(super) fn start(
         checkpoint: &Checkpoint<'_>,
         ranks: &Ranks,

@@ -236,7 +236,7 @@ fn write_state(
     Ok(())
 }
 
-/// Returns what this rank writes of one tensor of an optimizer's state.
+/// Returns the elements that this rank writes of one tensor of an optimizer's state.
 ///
 /// # Errors
 ///

@@ -72,7 +72,7 @@ impl PartBytes<'_> {
     }
 }
 
-/// A destination of what this rank writes.
+/// A destination of the elements that this rank writes.
 pub(super) trait Sink {
     /// Adds a part of a tensor. A part with an empty range adds the tensor to the manifest alone.
     fn tensor(&mut self, part: TensorPart<'_>) -> Result<(), CheckpointError>;
@@ -151,7 +151,7 @@ impl Sink for FileSink {
     }
 }
 
-/// A sink that copies what this rank writes to host memory, to be written while training continues.
+/// A sink that copies this rank's elements to host memory, to be written while training continues.
 #[derive(Default)]
 pub(super) struct MemorySink {
     parts: Vec<TensorPart<'static>>,

@@ -80,7 +80,8 @@ pub(super) fn write_local_state<T>(
     Ok(())
 }
 
-/// Converts the state of one parameter. Returns the tensors that fit, and why the others do not.
+/// Converts each tensor of one parameter's state with `convert`. Returns the converted tensors, and
+/// a text for each tensor that does not fit the parameter.
 fn new_state<T>(
     id: ParamId,
     spec: &ParamSpec,

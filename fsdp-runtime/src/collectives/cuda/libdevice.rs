@@ -1,4 +1,5 @@
-//! NVIDIA's library of math functions for GPUs, `libdevice.10.bc`, where CubeCL looks for it.
+//! The path at which CubeCL looks for `libdevice.10.bc`, NVIDIA's library of math functions for
+//! GPUs.
 
 use std::path::{Path, PathBuf};
 

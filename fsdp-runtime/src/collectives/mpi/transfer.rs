@@ -107,10 +107,11 @@ impl MpiGroup {
         self.control.complete(op, transfers.requests)
     }
 
-    /// Receives what `receive` expects, while sending what `start_sends` sends, and returns `sent`.
+    /// Runs the receives of `receive` and the sends of `start_sends` at the same time, waits for
+    /// all of them, and returns `sent`.
     ///
-    /// `sent` owns the memory that is sent: it is kept until all transfers are complete, and
-    /// forever if one fails.
+    /// `sent` owns the memory of the sends. It is kept until all transfers are complete, and is never
+    /// freed if one fails.
     pub(super) fn transfer<B: ShardBackend, K>(
         &self,
         op: &Op,

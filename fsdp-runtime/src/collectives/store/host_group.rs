@@ -18,7 +18,7 @@ use crate::layout::Rank;
 /// A process group for host values, as one rank sees it.
 #[derive(Debug)]
 pub(crate) enum HostGroup {
-    /// The group of a rank that is a thread, as the others are.
+    /// The group of a rank in a run whose ranks are all threads.
     Thread { group: LocalGroup, heartbeats: Arc<Heartbeats> },
     /// The group of the process of rank 0, which serves the others.
     Server { group: LocalGroup, heartbeats: Arc<Heartbeats>, server: Arc<Server> },

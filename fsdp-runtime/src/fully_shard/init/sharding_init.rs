@@ -120,8 +120,10 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
         );
     }
 
-    /// Waits for broadcasts: for all of them, or until `room_for` elements more may wait to be
-    /// sent.
+    /// Waits for running broadcasts, and stores the values that they bring.
+    ///
+    /// With `room_for`, waits only until a tensor of that many elements may be queued. Otherwise
+    /// waits for all broadcasts.
     fn receive_pending(&mut self, room_for: Option<usize>) {
         while let Some(received) = self.transfers.broadcasts.next(room_for) {
             match received {

@@ -76,7 +76,7 @@ pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
 
 /// The target of a path.
 #[derive(Clone, Copy)]
-struct Place {
+struct PathTarget {
     node: &'static Node,
     /// Innermost unit on the path, or the declaring type if there is none.
     unit: &'static Node,
@@ -86,7 +86,7 @@ struct Place {
     field: bool,
 }
 
-impl Place {
+impl PathTarget {
     /// Appends the unit that the place lies in, for a message. `unit_path` is the path to that
     /// unit.
     const fn describe(&self, text: Text, layout: &Node, unit_path: &str) -> Text {
@@ -108,8 +108,8 @@ struct UnknownField<'a> {
 }
 
 /// Follows a path from the declaring type.
-const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, UnknownField<'a>> {
-    let mut place = Place { node: layout, unit: layout, unit_len: 0, field: false };
+const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<PathTarget, UnknownField<'a>> {
+    let mut place = PathTarget { node: layout, unit: layout, unit_len: 0, field: false };
     // Whether the elements of the containers that come next are units.
     let mut each = false;
     let mut start = 0;
@@ -123,7 +123,7 @@ const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<Place, Unkn
         each |= child.unit;
         let is_container = matches!(place.node.kind, Kind::List | Kind::Tuple);
         if place.node.is_unit() || each && !is_container {
-            place = Place { unit: place.node, unit_len: end, field: each, ..place };
+            place = PathTarget { unit: place.node, unit_len: end, field: each, ..place };
             each = false;
         }
         start = end + 1;

@@ -315,6 +315,7 @@ fn what_is_no_mapping_is_refused() {
 #[test]
 fn every_listed_key_is_read() {
     for section in [keys::Section::Top, keys::Section::Fsdp] {
+        assert!(section.keys().len() > 10);
         for key in section.keys() {
             let text = match section {
                 keys::Section::Top => format!("{}: 1\n", key.name),
@@ -322,7 +323,8 @@ fn every_listed_key_is_read() {
             };
             let problems = match Config::parse(&text, "config.yaml") {
                 Err(ConfigError::Invalid { problems, .. }) => problems,
-                _ => Vec::new(),
+                Err(error) => panic!("{}: {error}", key.name),
+                Ok(_) => Vec::new(),
             };
             let unknown = |problem: &Problem| {
                 matches!(
@@ -339,6 +341,7 @@ fn every_listed_key_is_read() {
 fn every_key_is_documented() {
     let text = include_str!("../../../docs/config.md");
     for section in [keys::Section::Top, keys::Section::Fsdp] {
+        assert!(section.keys().len() > 10);
         for key in section.keys() {
             assert!(text.contains(&format!("`{}`", key.name)), "{} is missing", key.name);
         }

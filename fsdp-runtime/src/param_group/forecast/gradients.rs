@@ -24,7 +24,7 @@ pub(super) struct Gradients {
     /// Whether reduced gradients are stored on the host.
     offloaded: bool,
     /// Number of units in reduction while the gradients of another one arrive.
-    beside: usize,
+    others_in_flight: usize,
 }
 
 impl Gradients {
@@ -57,7 +57,7 @@ impl Gradients {
             reduced: units.iter().map(reduced).collect(),
             held: units.iter().map(held).collect(),
             offloaded,
-            beside: in_flight - 1,
+            others_in_flight: in_flight - 1,
         }
     }
 
@@ -73,8 +73,8 @@ impl Gradients {
         let mut peak = 0;
         let units = self.full.iter().zip(&self.reducing).zip(&self.reduced);
         for (unit, ((full, reducing), reduced)) in units.enumerate().rev() {
-            let beside: usize = self.held[self.beside(unit)].iter().sum();
-            peak = peak.max(done + beside + full.max(reducing));
+            let in_reduction: usize = self.held[self.others_in_reduction(unit)].iter().sum();
+            peak = peak.max(done + in_reduction + full.max(reducing));
             done += reduced;
         }
         (peak.max(done), 0)
@@ -90,8 +90,8 @@ impl Gradients {
         let mut peak = now + self.arriving.iter().max().copied().unwrap_or(0);
         let units = self.arriving.iter().zip(&self.held).zip(&self.reduced);
         for (unit, ((arriving, held), reduced)) in units.enumerate().rev() {
-            let beside: usize = self.held[self.beside(unit)].iter().sum();
-            peak = peak.max(now + beside + arriving.max(reduced));
+            let in_reduction: usize = self.held[self.others_in_reduction(unit)].iter().sum();
+            peak = peak.max(now + in_reduction + arriving.max(reduced));
             now -= held;
             if !self.offloaded {
                 now += reduced;
@@ -101,8 +101,8 @@ impl Gradients {
     }
 
     /// Returns the units that may be in reduction while the gradients of `unit` arrive.
-    fn beside(&self, unit: usize) -> Range<usize> {
-        unit + 1..self.full.len().min(unit + 1 + self.beside)
+    fn others_in_reduction(&self, unit: usize) -> Range<usize> {
+        unit + 1..self.full.len().min(unit + 1 + self.others_in_flight)
     }
 
     /// Returns the most bytes of gradients at one moment: the full gradients of a unit and of its
@@ -110,7 +110,7 @@ impl Gradients {
     fn largest(&self) -> usize {
         let of_unit = |(unit, (full, reducing)): (usize, (&usize, &usize))| {
             let both = |unit: usize| self.held[unit] + self.reduced[unit];
-            full.max(reducing) + self.beside(unit).map(both).sum::<usize>()
+            full.max(reducing) + self.others_in_reduction(unit).map(both).sum::<usize>()
         };
         self.full.iter().zip(&self.reducing).enumerate().map(of_unit).max().unwrap_or(0)
     }

@@ -87,7 +87,7 @@ impl HostForecast {
 }
 
 impl MemoryForecast {
-    /// Returns what the rank of `mesh` will need for `module` under `options`.
+    /// Returns the memory that the rank of `mesh` will need for `module` under `options`.
     ///
     /// For the hybrid strategies without a `shard_size`, all ranks are assumed to be on one
     /// machine. The device that computes is assumed to be that of the module, by which

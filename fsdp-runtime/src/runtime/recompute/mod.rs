@@ -1,6 +1,6 @@
 //! Recomputation: the forward of a unit runs a second time in backward, from saved inputs.
 //!
-//! `forward` is called by generated code; `saved_call` holds what a call saves from forward to
+//! `forward` is called by generated code; `saved_call` holds the data that a call saves from forward to
 //! backward.
 
 mod forward;

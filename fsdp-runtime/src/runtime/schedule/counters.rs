@@ -1,4 +1,4 @@
-//! Counters of what the schedule of one rank did.
+//! Counters of the operations that the schedule of one rank has run.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -19,9 +19,9 @@ pub(crate) trait ScheduleMetrics {
     fn communication_time(&self) -> (Duration, Duration);
     /// Returns how often this rank blocked on the result of a collective.
     fn waits(&self) -> usize;
-    /// Returns what the model holds in memory on the device.
+    /// Returns the memory that the model uses on the device, by kind.
     fn memory(&self) -> Memory;
-    /// Returns what the model holds in host memory instead of on the device.
+    /// Returns the memory that the model uses on the host in place of the device, by kind.
     fn host_memory(&self) -> Memory;
     /// Sets the size of the optimizer's state, in bytes.
     fn record_optimizer(&self, bytes: usize);

@@ -136,8 +136,8 @@ impl<B: ModelBackend> Schedule<B> {
         }
     }
 
-    /// Returns what a recomputed call saved, and the parent of its outputs, which the first output
-    /// records. Returns `None` if the call is not recomputed.
+    /// Returns the data that a recomputed call saved, and the parent of its outputs, which the
+    /// first output records. Returns `None` if the call is not recomputed.
     pub(super) fn saved_call(&self, id: CallId) -> Option<(Arc<SavedCall<B>>, Tracked<B>)> {
         let hooks = self.this();
         let mut state = self.lock();

@@ -295,9 +295,10 @@ impl<B: ModelBackend> Schedule<B> {
         Some((part.clone(), self.kept_part_index(group) * part.numel()))
     }
 
-    /// Returns the mark of the operations that wrote what a unit's all-gathers send.
+    /// Returns the fence after the operations that wrote the shards of a unit. The unit's
+    /// all-gathers wait for it before they send the shards.
     ///
-    /// The module's parameters do not change during a pass. So one mark, made when the pass first
+    /// The module's parameters do not change during a pass. So one fence, made when the pass first
     /// reads them, serves all units.
     fn fence_of_shards(&self, state: &mut State<B>, index: usize, pass: Pass) -> Fence<B> {
         let fence = || Raw::<B>::fence(&self.device);
@@ -331,8 +332,8 @@ impl<B: ModelBackend> Schedule<B> {
         state.shards_written = None;
     }
 
-    /// Returns what this rank sends in a unit's all-gathers. Returns `None` if a prefetch finds
-    /// that the unit's shards have not been read from the module.
+    /// Returns the shards that this rank sends in a unit's all-gathers. Returns `None` if a
+    /// prefetch finds that the unit's shards have not been read from the module.
     fn copy_in(
         &self,
         state: &State<B>,

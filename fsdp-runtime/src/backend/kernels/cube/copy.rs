@@ -107,8 +107,10 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
     }
 }
 
-/// Copies the first slice of each job to the second: divided in f32 by `divisor` if there is one,
-/// then rounded to the dtype of the second. The second slices of all jobs belong to one buffer.
+/// Copies the first slice of each job to the job's second slice.
+///
+/// If there is a `divisor`, elements are divided by it in f32. They are rounded to the dtype of the
+/// second slice. The second slices of all jobs are in one buffer.
 fn gather_into(client: &Client, jobs: &[Job], divisor: Option<f32>) {
     for launch in launches(client, jobs, Some(1), MAX_TENSORS) {
         let (count, dim) = launch.grid(client);

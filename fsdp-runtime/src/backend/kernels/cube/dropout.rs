@@ -126,8 +126,8 @@ fn dropout_kernel<F: Float, N: Size>(
     }
 }
 
-/// Returns 0 for elements whose draw, with its topmost bit flipped, is below the threshold, and the
-/// element times `keep` for the others.
+/// Applies dropout to a vector: an element becomes 0 if its draw, with the topmost bit flipped, is
+/// below the threshold. Any other element is multiplied by `keep`.
 #[cube]
 fn dropped<F: Float, N: Size>(
     element: Vector<F, N>,

@@ -39,7 +39,7 @@ impl Launch<'_> {
         &self.jobs[self.parts[0].0]
     }
 
-    /// Returns the buffer that slice number `slice` of each job belongs to.
+    /// Returns one buffer for each span: the one that holds slice number `slice` of the span's job.
     pub(super) fn buffers<S: FromIterator<BufferArg>>(&self, slice: usize) -> S {
         let argument =
             |(job, span): &(usize, Span)| span.argument(&self.jobs[*job].slices[slice]).0;
@@ -53,7 +53,8 @@ impl Launch<'_> {
         self.parts.iter().map(first).collect()
     }
 
-    /// Returns the one buffer that slice number `slice` of all jobs belongs to.
+    /// Returns the buffer that holds slice number `slice` of every job, for launches in which all
+    /// jobs share it.
     pub(super) fn shared_buffer(&self, slice: usize) -> BufferArg {
         self.first_job().slices[slice].buffer_arg()
     }

@@ -13,12 +13,12 @@ use super::span::grid;
 
 /// Largest number of partial sums of a row.
 const MAX_SUMS: usize = 256;
-/// Smallest number of partial sums of a row: fewer would leave threads of a plane idle.
+/// Smallest number of partial sums of a row. Fewer would leave threads of a plane idle.
 const MIN_SUMS: usize = 32;
 /// Number of threads of a cube. Every device allows as many.
 const THREADS: usize = 256;
 
-/// Threads that process a row together: in turns, each takes one vector.
+/// Threads that process a row together. The vectors of the row are dealt to the threads in turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Team {
     /// Number of threads of a team: a power of two, or 1 on a CPU.

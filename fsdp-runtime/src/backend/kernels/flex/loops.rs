@@ -147,6 +147,7 @@ mod tests {
             let slices: Vec<&[f32]> = parts.iter().map(Vec::as_slice).collect();
             let mut ours = Vec::with_capacity(100);
             let ours = mean(&slices, &mut ours.spare_capacity_mut()[..100], ranks as f32);
+            assert_eq!(ours.len(), 100);
             for (at, ours) in ours.iter().enumerate() {
                 let sum = parts[1..].iter().fold(parts[0][at], |sum, part| sum + part[at]);
                 assert_eq!(ours.to_bits(), (sum / ranks as f32).to_bits(), "{ranks} ranks");

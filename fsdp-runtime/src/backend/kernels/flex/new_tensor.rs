@@ -32,7 +32,8 @@ pub(crate) fn new_tensor<E: Element>(
 }
 
 /// Returns a tensor like [`new_tensor`], in parts of `part_len` elements, the last of which may be
-/// shorter. Also returns what `task` returns beside each part, in order.
+/// shorter. Also returns the second value that `task` returns for each part, in the order of the
+/// parts.
 ///
 /// # Panics
 ///

@@ -70,7 +70,7 @@ fn dtypes_in(id: &str) -> Vec<String> {
     id.split("Float(").skip(1).map(name).collect()
 }
 
-/// Assembles PTX. The error is what `ptxas` says.
+/// Assembles PTX. The error is the output of `ptxas`.
 fn assemble(ptxas: &Path, folder: &Path, ptx: &str) -> Result<(), String> {
     let target = ptx.lines().find_map(|line| line.strip_prefix(".target "));
     let target = target.and_then(|target| target.split(',').next()).ok_or("no .target")?;
