@@ -37,6 +37,25 @@ fn mpirun_starts_the_ranks_and_each_line_has_its_rank() {
     assert_eq!(lines, ["[rank 0] 0 3", "[rank 1] 1 3", "[rank 2] 2 3"], "{run:#?}");
 }
 
+/// `fsdp test` over MPI, with an `fsdp` that has the engine.
+#[test]
+fn a_test_trains_with_processes_of_mpirun() {
+    if !cfg!(feature = "mpi") {
+        return eprintln!("skipped: `fsdp` was built without the feature `mpi`");
+    }
+    let Some(fsdp) = with_mpirun(&[], "true") else { return };
+    let mut test = Fsdp::new(&["test", "--cpu", "--mpi", "--num_processes", "2"]);
+    for (name, value) in fsdp.command.get_envs() {
+        if name.to_string_lossy().starts_with("OMPI_ALLOW") {
+            test.command.env(name, value.unwrap_or_default());
+        }
+    }
+    let run = test.run();
+    assert_eq!(run.code, Some(0), "{run:#?}");
+    assert!(run.stdout.contains("engine      mpi: 2 ranks as processes"), "{run:#?}");
+    assert!(run.stdout.ends_with("the test passed\n"), "{run:#?}");
+}
+
 /// Ranks on CPUs communicate over MPI only, and a host file is one of `mpirun`.
 #[test]
 fn ranks_on_cpus_and_hosts_of_a_file_are_started_by_mpirun() {
