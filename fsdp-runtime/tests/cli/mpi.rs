@@ -61,8 +61,10 @@ fn a_test_trains_with_processes_of_mpirun() {
 fn ranks_on_cpus_and_hosts_of_a_file_are_started_by_mpirun() {
     let hosts = ConfigFile::new("localhost slots=2\n");
     let path = hosts.path();
+    let logs = tempfile::tempdir().unwrap();
+    let folder = logs.path().to_str().unwrap();
     for flags in [&["--cpu"][..], &["--mpirun_hostfile", path], &["--mpirun-hostfile", path]] {
-        let flags = [flags, &["--num_processes", "2"]].concat();
+        let flags = [flags, &["--num_processes", "2", "--log_dir", folder]].concat();
         let script = "echo $OMPI_COMM_WORLD_RANK $FSDP_CONFIG_FLAGS";
         let Some(fsdp) = with_mpirun(&flags, script) else { return };
         let run = fsdp.run();
@@ -72,6 +74,8 @@ fn ranks_on_cpus_and_hosts_of_a_file_are_started_by_mpirun() {
             assert!(run.stdout.contains(&begin), "{begin}: {run:#?}");
         }
     }
+    let text = std::fs::read_to_string(logs.path().join("rank-1.log")).unwrap();
+    assert!(text.lines().count() == 3 && text.starts_with("1 {\""), "{text}");
 }
 
 #[test]
