@@ -252,6 +252,7 @@ mod tests {
             checkpoints: cli.checkpoint_plan(),
             export: None,
             quiet: true,
+            log_file: cli.log.open().unwrap(),
         }
     }
 
@@ -282,6 +283,18 @@ mod tests {
                 assert!((found - expected).abs() <= 1e-6, "{what}");
             }
         }
+    }
+
+    /// A quiet run writes its lines to the file.
+    #[test]
+    fn the_log_file_gets_the_lines_of_the_run() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("run.log");
+        let flags = ["--log-file", path.to_str().unwrap()];
+        run(2, job(2, ShardingStrategy::FullShard, &flags));
+        let text = std::fs::read_to_string(path).unwrap();
+        assert_eq!(text.matches("\nepoch ").count(), 3, "{text}");
+        assert!(text.contains("train loss ") && text.contains("accuracy "), "{text}");
     }
 
     #[test]

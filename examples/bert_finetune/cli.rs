@@ -9,6 +9,7 @@ use clap::Parser;
 
 use crate::checkpoints::CheckpointPlan;
 use crate::common::args::{OutputArgs, RankArgs};
+use crate::common::log_file::LogArgs;
 use crate::common::parse::{learning_rate, positive, probability};
 
 /// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded
@@ -101,6 +102,9 @@ pub struct Cli {
 
     #[command(flatten)]
     pub output: OutputArgs,
+
+    #[command(flatten)]
+    pub log: LogArgs,
 }
 
 /// Hyperparameters of a run: the arguments, with defaults for those that are not given.

@@ -9,6 +9,7 @@ use fsdp_runtime::prelude::*;
 use crate::bert_config::BertConfig;
 use crate::checkpoints::CheckpointPlan;
 use crate::cli::{Cli, Recipe};
+use crate::common::log_file::LogFile;
 use crate::corpus::Corpus;
 use crate::export::Export;
 use crate::launch_settings::LaunchSettings;
@@ -37,6 +38,8 @@ pub struct Job {
     pub export: Option<Export>,
     /// Whether to print no progress.
     pub quiet: bool,
+    /// File that rank 0 appends lines of progress to.
+    pub log_file: LogFile,
 }
 
 /// Corpus converted to word-piece ids.
@@ -92,6 +95,7 @@ impl Job {
             recipe,
             checkpoints: cli.checkpoint_plan(),
             quiet: cli.output.quiet,
+            log_file: cli.log.open()?,
         })
     }
 }

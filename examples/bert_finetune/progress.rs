@@ -1,4 +1,4 @@
-//! Progress of a run, printed to standard error.
+//! Progress of a run, printed to standard error and appended to the log file.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -6,23 +6,29 @@ use std::time::Duration;
 
 use indicatif::ProgressBar;
 
+use crate::common::log_file::LogFile;
 use crate::common::report::set_template;
 use crate::metrics::Scores;
 
 /// Number of steps between two lines of progress, where there is no bar.
 const LINE_EVERY: usize = 20;
 
+/// Display of progress, and the file that gets a copy of its lines.
+pub struct Progress {
+    display: Display,
+    /// Number of steps in the run.
+    total: usize,
+    file: LogFile,
+}
+
 /// Display of progress.
-pub enum Progress {
+enum Display {
     /// Not at all: under `--quiet`, and on all ranks but rank 0.
     Silent,
     /// A bar: standard error is a terminal.
     Bar(ProgressBar),
     /// Lines: standard error is a file or a pipe.
-    Lines {
-        /// Number of steps in the run.
-        total: usize,
-    },
+    Lines,
 }
 
 /// State of the run after a step.
@@ -39,32 +45,37 @@ pub struct Step {
 }
 
 impl Progress {
-    /// Returns the progress of a run of `total` steps.
-    pub fn new(total: usize, quiet: bool) -> Self {
-        if quiet {
-            return Self::Silent;
-        }
-        if !std::io::stderr().is_terminal() {
-            return Self::Lines { total };
-        }
-        let bar = ProgressBar::new(total as u64);
-        set_template(&bar, "{bar:30} {pos}/{len}  {msg}  {elapsed_precise} (left {eta})");
-        Self::Bar(bar)
+    /// Returns the progress of a run of `total` steps. Its lines are appended to `file` too.
+    pub fn new(total: usize, quiet: bool, file: LogFile) -> Self {
+        let display = if quiet {
+            Display::Silent
+        } else if std::io::stderr().is_terminal() {
+            let bar = ProgressBar::new(total as u64);
+            set_template(&bar, "{bar:30} {pos}/{len}  {msg}  {elapsed_precise} (left {eta})");
+            Display::Bar(bar)
+        } else {
+            Display::Lines
+        };
+        Self { display, total, file }
+    }
+
+    /// Returns progress that is neither shown nor written.
+    pub fn silent() -> Self {
+        Self { display: Display::Silent, total: 0, file: LogFile::default() }
     }
 
     /// Shows a step.
     pub fn step(&self, step: Step) {
-        match self {
-            Self::Silent => {}
-            Self::Bar(bar) => {
-                bar.set_message(step.to_string());
-                bar.set_position(step.number as u64);
+        if let Display::Bar(bar) = &self.display {
+            bar.set_message(step.to_string());
+            bar.set_position(step.number as u64);
+        }
+        if step.number.is_multiple_of(LINE_EVERY) {
+            let line = format!("step {}/{}  {step}", step.number, self.total);
+            if let Display::Lines = self.display {
+                eprintln!("{line}");
             }
-            Self::Lines { total } => {
-                if step.number.is_multiple_of(LINE_EVERY) {
-                    eprintln!("step {}/{total}  {step}", step.number);
-                }
-            }
+            self.file.line(&line);
         }
     }
 
@@ -81,16 +92,17 @@ impl Progress {
 
     /// Prints a line.
     pub fn note(&self, line: &str) {
-        match self {
-            Self::Silent => {}
-            Self::Bar(bar) => bar.suspend(|| eprintln!("{line}")),
-            Self::Lines { .. } => eprintln!("{line}"),
+        match &self.display {
+            Display::Silent => {}
+            Display::Bar(bar) => bar.suspend(|| eprintln!("{line}")),
+            Display::Lines => eprintln!("{line}"),
         }
+        self.file.line(line);
     }
 
     /// Removes the bar.
     pub fn finish(&self) {
-        if let Self::Bar(bar) = self {
+        if let Display::Bar(bar) = &self.display {
             bar.finish_and_clear();
         }
     }

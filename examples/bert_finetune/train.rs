@@ -77,7 +77,10 @@ impl<'a> Trainer<'a> {
         let dealer = Dealer { world_size: worker.world().size(), batch_size: recipe.batch_size };
         let steps_per_epoch = dealer.steps_per_epoch(job.dataset.train.len())?;
         let total_steps = recipe.total_steps(steps_per_epoch);
-        let progress = Progress::new(total_steps, job.quiet || worker.rank().index() != 0);
+        let progress = match worker.rank().index() {
+            0 => Progress::new(total_steps, job.quiet, job.log_file.clone()),
+            _ => Progress::silent(),
+        };
         progress.note(&job.dataset.description);
 
         let mut state = TrainingState {

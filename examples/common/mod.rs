@@ -8,6 +8,8 @@ pub mod args;
 #[allow(dead_code, reason = "most examples read the file")]
 pub mod config_file;
 pub mod device;
+#[allow(dead_code, reason = "`mnist` has no log file")]
+pub mod log_file;
 pub mod parse;
 pub mod report;
 pub mod tokenizers;

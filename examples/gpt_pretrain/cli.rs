@@ -8,6 +8,7 @@ use fsdp_runtime::prelude::{FsdpOptions, ShardingStrategy};
 
 use crate::arch::Arch;
 use crate::common::args::{OutputArgs, RankArgs};
+use crate::common::log_file::LogArgs;
 use crate::common::parse::{bounded_count, learning_rate, number, positive, probability};
 use crate::learning_rate::LrScheduler;
 use crate::recipe::{GPT3, Recipe, TINY};
@@ -148,6 +149,9 @@ pub struct Cli {
 
     #[command(flatten)]
     pub output: OutputArgs,
+
+    #[command(flatten)]
+    pub log: LogArgs,
 }
 
 impl Cli {

@@ -9,6 +9,7 @@ use crate::batch::Blocks;
 use crate::bigram::Bigram;
 use crate::bpe::Bpe;
 use crate::cli::Cli;
+use crate::common::log_file::LogFile;
 use crate::model::{Gpt, GptConfig};
 use crate::recipe::Recipe;
 use crate::sharding::Sharding;
@@ -38,6 +39,8 @@ pub struct Job {
     pub bigram_perplexity: f64,
     /// Whether rank 0 prints log lines.
     pub log: bool,
+    /// File that rank 0 appends log lines to.
+    pub log_file: LogFile,
 }
 
 impl Setup {
@@ -93,6 +96,7 @@ impl Job {
             bigram_perplexity,
             setup,
             log: !cli.output.quiet,
+            log_file: cli.log.open()?,
         })
     }
 }

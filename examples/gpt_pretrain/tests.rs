@@ -33,6 +33,20 @@ fn the_losses_do_not_depend_on_the_number_of_ranks() {
     assert!(one.held_out_perplexity < 512.0 && one.bigram_perplexity < 100.0, "{one}");
 }
 
+/// A quiet run writes its lines to the file, each a JSON object.
+#[test]
+fn the_log_file_gets_the_log_lines() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("train.log");
+    let flags = format!("--log-interval 1 --max-valid-steps 1 --log-file {}", path.display());
+    run_with(&format!("--world-size 2 --batch-size 1 {flags}")).unwrap();
+    let text = std::fs::read_to_string(path).unwrap();
+    let updates: Vec<serde_json::Value> =
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(updates.len(), 3, "{text}");
+    assert!(updates.iter().all(|line| line.get("loss").is_some()), "{text}");
+}
+
 /// All kinds of memory but activations, which are not counted.
 #[test]
 fn the_forecast_is_what_the_run_then_holds() {

@@ -188,14 +188,15 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Averages the losses since the last log line over ranks, and prints a log line on rank 0.
+    /// Averages the losses since the last log line over ranks. Rank 0 prints a log line, and appends
+    /// it to the log file.
     fn log_line(&mut self) -> Result<()> {
         let updates = self.losses.len();
         let losses = &mut self.losses[self.logged..];
         mean_over_ranks(losses, self.worker)?;
         self.train_loss = losses.iter().sum::<f64>() / losses.len() as f64;
         self.logged = updates;
-        if self.job.log && self.worker.rank().index() == 0 {
+        if self.worker.rank().index() == 0 {
             let position = LogPosition {
                 updates,
                 batches: self.batches_taken(),
@@ -205,7 +206,11 @@ impl<'a> Trainer<'a> {
             };
             let scale = self.scaler.as_ref().map(GradScaler::loss_scale);
             let line = self.log.line(position, self.train_loss, scale);
-            println!("{}", serde_json::to_string(&line)?);
+            let line = serde_json::to_string(&line)?;
+            if self.job.log {
+                println!("{line}");
+            }
+            self.job.log_file.line(&line);
         }
         Ok(())
     }

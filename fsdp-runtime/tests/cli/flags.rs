@@ -52,8 +52,8 @@ const FLAGS: &[Flag] = &[
     ("machine_rank", Some("0"), Key("/machine_rank")),
     ("main_process_ip", Some("127.0.0.1"), Key("/main_process_ip")),
     ("main_process_port", Some("0"), Key("/main_process_port")),
-    ("tee", Some("3"), Refused("no log files are written")),
-    ("log_dir", Some("logs"), Refused("no log files are written")),
+    ("tee", Some("3"), Noted("`--log_dir` appends it to a file")),
+    ("log_dir", Some(LOGS), Done),
     ("role", Some("trainer"), Noted("torchrun")),
     ("rdzv_backend", Some("c10d"), Noted("ranks connect to")),
     ("rdzv_conf", Some("timeout=900"), Noted("ranks connect to")),
@@ -207,6 +207,8 @@ const FLAGS: &[Flag] = &[
 const FILE: &str = "config.yaml";
 /// Stands for the path of a JSON file of `Trainer`.
 const TRAINER: &str = "trainer.json";
+/// Stands for the path of a folder.
+const LOGS: &str = "logs";
 const SECRET: &str = "wJalrXUtnFEMI";
 
 /// A script that prints what the ranks get from the command line.
@@ -216,12 +218,17 @@ const SCRIPT: &str = r#"echo "$FSDP_CONFIG_FLAGS"; echo "threads $OMP_NUM_THREAD
 struct Files {
     config: ConfigFile,
     trainer: ConfigFile,
+    logs: tempfile::TempDir,
 }
 
 impl Files {
     fn new() -> Self {
         let trainer = "{\"limit_all_gathers\": true, \"fsdp_forward_prefetch\": true}";
-        Self { config: ConfigFile::new("num_machines: 1\n"), trainer: ConfigFile::new(trainer) }
+        Self {
+            config: ConfigFile::new("num_machines: 1\n"),
+            trainer: ConfigFile::new(trainer),
+            logs: tempfile::tempdir().unwrap(),
+        }
     }
 
     /// Runs a launch of one rank with those flags of the list that have a certain answer, in one of
@@ -233,6 +240,7 @@ impl Files {
             let value = value.map(|value| match value {
                 FILE => self.config.path().to_string(),
                 TRAINER => self.trainer.path().to_string(),
+                LOGS => self.logs.path().to_str().unwrap().to_string(),
                 value => value.to_string(),
             });
             // Both forms of a value.

@@ -88,6 +88,27 @@ fn flags_override_the_file_with_a_message() {
 }
 
 #[test]
+fn the_output_of_each_rank_is_appended_to_its_log_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let logs = folder.path().join("logs");
+    for spelling in ["--log_dir", "--log-dir"] {
+        let flags = ["-n", "2", spelling, logs.to_str().unwrap()];
+        let run = Fsdp::script(&flags, "echo out $RANK; echo err $RANK >&2").run();
+        assert_eq!(run.code, Some(0), "{run:#?}");
+        assert!(run.stdout.contains("[rank 1] out 1\n"), "{run:#?}");
+    }
+    for rank in 0..2 {
+        let text = std::fs::read_to_string(logs.join(format!("rank-{rank}.log"))).unwrap();
+        let mut lines: Vec<&str> = text.lines().collect();
+        lines.sort_unstable();
+        let [out, err] = [format!("out {rank}"), format!("err {rank}")];
+        assert_eq!(lines, [&err, &err, &out, &out], "two runs");
+    }
+    let run = Fsdp::script(&["-n", "1", "--log_dir", "/proc/no/logs"], "true").run();
+    refused(&run, 1, "cannot write the log file of a rank");
+}
+
+#[test]
 fn a_start_that_cannot_work_is_refused_with_the_reason() {
     refused(&Fsdp::script(&[], "true").run(), 1, "--num-processes N");
     refused(&Fsdp::script(&["-n", "0"], "true").run(), 1, "at least 1");

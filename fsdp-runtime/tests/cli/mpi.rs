@@ -37,13 +37,34 @@ fn mpirun_starts_the_ranks_and_each_line_has_its_rank() {
     assert_eq!(lines, ["[rank 0] 0 3", "[rank 1] 1 3", "[rank 2] 2 3"], "{run:#?}");
 }
 
+/// `fsdp test` over MPI, with an `fsdp` that has the engine.
+#[test]
+fn a_test_trains_with_processes_of_mpirun() {
+    if !cfg!(feature = "mpi") {
+        return eprintln!("skipped: `fsdp` was built without the feature `mpi`");
+    }
+    let Some(fsdp) = with_mpirun(&[], "true") else { return };
+    let mut test = Fsdp::new(&["test", "--cpu", "--mpi", "--num_processes", "2"]);
+    for (name, value) in fsdp.command.get_envs() {
+        if name.to_string_lossy().starts_with("OMPI_ALLOW") {
+            test.command.env(name, value.unwrap_or_default());
+        }
+    }
+    let run = test.run();
+    assert_eq!(run.code, Some(0), "{run:#?}");
+    assert!(run.stdout.contains("engine      mpi: 2 ranks as processes"), "{run:#?}");
+    assert!(run.stdout.ends_with("the test passed\n"), "{run:#?}");
+}
+
 /// Ranks on CPUs communicate over MPI only, and a host file is one of `mpirun`.
 #[test]
 fn ranks_on_cpus_and_hosts_of_a_file_are_started_by_mpirun() {
     let hosts = ConfigFile::new("localhost slots=2\n");
     let path = hosts.path();
+    let logs = tempfile::tempdir().unwrap();
+    let folder = logs.path().to_str().unwrap();
     for flags in [&["--cpu"][..], &["--mpirun_hostfile", path], &["--mpirun-hostfile", path]] {
-        let flags = [flags, &["--num_processes", "2"]].concat();
+        let flags = [flags, &["--num_processes", "2", "--log_dir", folder]].concat();
         let script = "echo $OMPI_COMM_WORLD_RANK $FSDP_CONFIG_FLAGS";
         let Some(fsdp) = with_mpirun(&flags, script) else { return };
         let run = fsdp.run();
@@ -53,6 +74,8 @@ fn ranks_on_cpus_and_hosts_of_a_file_are_started_by_mpirun() {
             assert!(run.stdout.contains(&begin), "{begin}: {run:#?}");
         }
     }
+    let text = std::fs::read_to_string(logs.path().join("rank-1.log")).unwrap();
+    assert!(text.lines().count() == 3 && text.starts_with("1 {\""), "{text}");
 }
 
 #[test]

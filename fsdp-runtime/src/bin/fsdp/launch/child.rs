@@ -48,15 +48,22 @@ impl Child {
     ) -> Result<Self, LaunchError> {
         // Digits of the last rank, to align the lines of all ranks.
         let width = (plan.world - 1).to_string().len();
+        let action = "write the log file of a rank";
+        let tail = |rank| {
+            let tail = Tail::of_rank(rank, plan.logs.as_deref());
+            tail.map_err(|source| LaunchError::System { action, source })
+        };
         if let Some(mpirun) = &plan.mpirun {
-            let output = JobOutput::new(width, plan.variable(RUN_ID).unwrap_or_default());
+            let tails = (0..plan.world).map(tail).collect::<Result<Vec<Tail>, _>>()?;
+            let run = plan.variable(RUN_ID).unwrap_or_default();
+            let output = JobOutput::new(width, run, tails);
             let command = commands::mpirun(plan, mpirun, program, grace)?;
             let (stdout, stderr) = (output.reader(Stream::Stdout), output.reader(Stream::Stderr));
             let process = spawner.spawn(command, index, stdout, stderr)?;
             return Ok(Self { name: "mpirun".into(), process, output: Output::Mpirun(output) });
         }
         let rank = plan.first + index;
-        let tail = Tail::default();
+        let tail = tail(rank)?;
         let prefix = format!("[rank {rank:width$}] ");
         let process = spawner.spawn(
             commands::rank(plan, index, program)?,

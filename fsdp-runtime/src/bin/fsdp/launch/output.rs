@@ -1,8 +1,10 @@
-//! The output of ranks: forwarded line by line with the rank in front. The last lines are kept for
-//! the report of a failure.
+//! The output of ranks: forwarded line by line with the rank in front, and appended to the rank's
+//! log file, if there is one. The last lines are kept for the report of a failure.
 
 use std::collections::VecDeque;
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Number of lines of each stream that are kept.
@@ -29,11 +31,29 @@ struct TailLines {
     arrived: usize,
     /// For each [`Stream`], the last lines, each with its place in the order of arrival.
     streams: [VecDeque<(usize, String)>; 2],
+    /// File that all lines are appended to.
+    file: Option<File>,
 }
 
 impl Tail {
+    /// Returns the tail of a rank without output yet. All its lines are appended to the file
+    /// `rank-<rank>.log` in the folder `logs`, which is created.
+    pub(super) fn of_rank(rank: usize, logs: Option<&Path>) -> io::Result<Self> {
+        let open = |folder: &Path| {
+            fs::create_dir_all(folder)?;
+            let path = folder.join(format!("rank-{rank}.log"));
+            File::options().append(true).create(true).open(path)
+        };
+        let file = logs.map(open).transpose()?;
+        Ok(Self(Arc::new(Mutex::new(TailLines { file, ..TailLines::default() }))))
+    }
+
     fn push(&self, stream: Stream, line: &[u8]) {
         let mut tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = &mut tail.file {
+            // Ignored as other write errors are: a full disk does not end a rank.
+            let _ = file.write_all(&[line, b"\n"].concat());
+        }
         tail.arrived += 1;
         let line = (tail.arrived, String::from_utf8_lossy(line).into_owned());
         let lines = &mut tail.streams[stream as usize];

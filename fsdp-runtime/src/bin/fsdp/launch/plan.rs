@@ -30,6 +30,8 @@ pub(super) struct Plan {
     pub(super) variables: Vec<(&'static str, OsString)>,
     /// Arguments of `mpirun`, if it starts the ranks.
     pub(super) mpirun: Option<Mpirun>,
+    /// Folder of the ranks' log files.
+    pub(super) logs: Option<PathBuf>,
 }
 
 /// Arguments of a call of `mpirun`.
@@ -74,7 +76,8 @@ impl Plan {
         let threads = threads.or_else(|| variable(THREADS));
         variables.extend(threads.map(|threads| (THREADS, threads)));
         variables.extend(config_variables(settings));
-        Ok(Self { world, local, first: machine * local, variables, mpirun })
+        let logs = settings.logs.clone();
+        Ok(Self { world, local, first: machine * local, variables, mpirun, logs })
     }
 
     /// Returns the value of a variable that all ranks have in common.
@@ -214,6 +217,16 @@ mod tests {
         assert_ne!(one.variable("MASTER_PORT"), Some("0"));
         assert_eq!(one.variable("CUDA_VISIBLE_DEVICES"), Some(""));
         assert_eq!(one.mpirun, None);
+    }
+
+    #[test]
+    fn the_gpus_of_the_flag_are_the_visible_ones() {
+        let visible = |flags: &[(&str, &str)]| {
+            let plan = plan(flags, "num_processes: 2\n", &[]).unwrap();
+            plan.variable("CUDA_VISIBLE_DEVICES").map(str::to_string)
+        };
+        assert_eq!(visible(&[("gpu_ids", "0,1")]), Some("0,1".into()));
+        assert_eq!(visible(&[("gpu_ids", "all")]), None);
     }
 
     #[test]

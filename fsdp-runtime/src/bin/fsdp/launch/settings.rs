@@ -26,6 +26,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "N", alias = "num_cpu_threads_per_process")]
     num_cpu_threads_per_process: Option<NonZeroUsize>,
 
+    /// Folder in which each rank's output is appended to a file as well, such as `rank-0.log`
+    #[arg(long, value_name = "FOLDER", alias = "log_dir")]
+    log_dir: Option<PathBuf>,
+
     /// Seconds between SIGTERM and SIGKILL to the other ranks, once a rank has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 3)]
     grace: u64,
@@ -55,6 +59,8 @@ pub(crate) struct Settings {
     pub(crate) mpi: bool,
     /// Value of `--num-cpu-threads-per-process`.
     pub(crate) threads: Option<NonZeroUsize>,
+    /// Folder of the ranks' log files.
+    pub(crate) logs: Option<PathBuf>,
     /// Time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
 }
@@ -90,6 +96,7 @@ impl Options {
             overrides,
             mpi: self.mpi,
             threads: self.num_cpu_threads_per_process,
+            logs: self.log_dir.clone(),
             grace: Duration::from_secs(self.grace),
         })
     }

@@ -76,6 +76,12 @@ pub(super) const NOTED: &[Group] = &[
         off: NO,
     },
     Group {
+        because: "each line of output is printed; `--log_dir` appends it to a file as well",
+        values: &["tee"],
+        switches: &[],
+        off: NO,
+    },
+    Group {
         because: "no cluster of TPUs is used",
         values: &[],
         switches: &["no_tpu_cluster"],
@@ -102,13 +108,6 @@ pub(super) const REFUSED: &[Group] = &[
         because: "nothing is restarted; a program resumes from its newest checkpoint when it is \
                   started again",
         values: &["max_restarts"],
-        switches: &[],
-        off: NO,
-    },
-    Group {
-        because: "no log files are written; each line of output begins with its rank, and can be \
-                  redirected (`2>&1 | tee FILE`)",
-        values: &["tee", "log_dir"],
         switches: &[],
         off: NO,
     },

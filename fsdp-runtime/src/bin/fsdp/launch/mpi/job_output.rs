@@ -40,9 +40,10 @@ struct State {
 
 impl JobOutput {
     /// Creates the state of a job without output yet. `width` is the number of digits of the last
-    /// rank; `run` is the value of `FSDP_RUN_ID`.
-    pub(in crate::launch) fn new(width: usize, run: &str) -> Self {
-        Self { width, run_prefix: message::run_prefix(run), state: Arc::default() }
+    /// rank; `run` is the value of `FSDP_RUN_ID`; `tails` are those of the ranks.
+    pub(in crate::launch) fn new(width: usize, run: &str, tails: Vec<Tail>) -> Self {
+        let state = Arc::new(Mutex::new(State { tails, ..State::default() }));
+        Self { width, run_prefix: message::run_prefix(run), state }
     }
 
     /// Returns a function that takes the lines of one of the streams of `mpirun`.
@@ -146,7 +147,7 @@ mod tests {
     use super::*;
 
     fn job(lines: &[&str]) -> (JobOutput, String) {
-        let (job, mut shown) = (JobOutput::new(1, "run-1"), Vec::new());
+        let (job, mut shown) = (JobOutput::new(1, "run-1", Vec::new()), Vec::new());
         lines.iter().for_each(|line| job.read(Stream::Stderr, &mut shown, line.as_bytes()));
         (job, String::from_utf8(shown).unwrap())
     }
