@@ -12,6 +12,7 @@ mod mlp;
 use std::path::Path;
 
 use allocator::Counting;
+use burn::module::Module;
 use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{MergeOptions, merge};
 use fsdp_runtime::prelude::*;
@@ -50,6 +51,25 @@ fn held(net: &Fsdp<Mlp>) -> usize {
 fn construct(options: FsdpOptions) -> (usize, usize) {
     let (peak, ranks) = peak(move |worker| {
         Ok(held(&fully_shard(SIZES.init(worker.device()), worker, options.clone())?))
+    });
+    (peak, ranks.iter().sum())
+}
+
+/// Constructs a frozen model whose matrices are stored in 4 bits, from Burn's initialiser or from files
+/// of weights.
+fn construct_codes(folder: Option<&Path>) -> (usize, usize) {
+    let folder = folder.map(Path::to_path_buf);
+    let storage = StoragePolicy::new().with_frozen(StorageType::NF4);
+    let (peak, ranks) = peak(move |worker| {
+        let options = FsdpOptions::new().with_seed(1).with_storage(storage);
+        let net = SIZES.init(worker.device()).freeze();
+        let net = match &folder {
+            Some(path) => from_pretrained(net, worker, options, path, &LoadOptions::new())?.0,
+            None => fully_shard(net, worker, options)?,
+        };
+        let codes = net.stats().memory().shards.now;
+        assert!(codes * 7 < SIZES.blocks * UNIT / WORLD, "{codes} bytes of codes");
+        Ok(held(&net))
     });
     (peak, ranks.iter().sum())
 }
@@ -153,6 +173,9 @@ fn construction_holds_shards_and_one_unit() {
     within("every rank initialises", construct(every), WORLD);
     let folder = tempfile::tempdir().unwrap();
     save_and_load(folder.path());
+    within("rank 0 initialises codes", construct_codes(None), 2);
+    // Scales in 8 bits depend on the whole matrix, which every rank reads.
+    within("codes of a file", construct_codes(Some(folder.path())), WORLD / 2 + 1);
     load_checkpoint(folder.path());
     merge_checkpoint(folder.path());
 }

@@ -47,6 +47,21 @@ fn the_same_global_batch_gives_the_same_losses_on_any_number_of_cubecl_ranks() {
     parity::worlds_agree(&run, &[2]);
 }
 
+#[test]
+fn a_base_of_codes_trains_on_a_cubecl_device() {
+    for storage in [StorageType::Bf16, StorageType::INT8, StorageType::NF4] {
+        let policy = StoragePolicy::new().with_frozen(storage);
+        let plain = small(Device::cpu());
+        let full =
+            Run { frozen: true, options: plain.options.clone().with_storage(policy), ..plain };
+        let outcome = full.launch();
+        assert_same(&outcome, &full.clone().with_strategy(ShardingStrategy::NoShard).launch());
+        let offload = OffloadPolicy::Params { pin_memory: true };
+        let options = full.options.clone().with_offload(offload);
+        Run { options, ..full.clone() }.launch().assert_close(&outcome, 1e-6);
+    }
+}
+
 /// Shards, gradients and optimizer state are in host memory, where Flex computes the optimizer's
 /// step.
 #[test]

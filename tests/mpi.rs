@@ -77,8 +77,15 @@ fn runs() -> Vec<Run> {
     let hybrid = |strategy| {
         with(options().with_strategy(strategy).with_shard_size(2).with_persist_below(200))
     };
+    let stored = |storage| {
+        let policy = StoragePolicy::new().with_frozen(storage);
+        Run { frozen: true, ..with(options().with_storage(policy)) }
+    };
     vec![
         run.clone(),
+        stored(StorageType::Bf16),
+        stored(StorageType::INT8),
+        stored(StorageType::NF4),
         strategy(ShardingStrategy::ShardGradOp),
         strategy(ShardingStrategy::NoShard),
         hybrid(ShardingStrategy::HybridShard),

@@ -33,6 +33,7 @@ chapters!(
     strategies: "strategies.md",
     options: "options.md",
     mixed_precision: "mixed_precision.md",
+    storage: "storage.md",
     offload: "offload.md",
     activation_checkpointing: "activation_checkpointing.md",
     optimizers: "optimizers.md",

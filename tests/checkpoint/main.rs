@@ -17,4 +17,5 @@ mod record;
 mod resume;
 mod running_statistics;
 mod state_dict;
+mod storage;
 mod whole_param;

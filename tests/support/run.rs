@@ -30,6 +30,8 @@ pub struct Run {
     pub device: Device,
     /// Whether the initial weights are the same on every device.
     pub numbered: bool,
+    /// Whether the embeddings, and one matrix of each block, are frozen.
+    pub frozen: bool,
     /// Threads of each rank's rayon pool, if other than the launch's default.
     pub threads: Option<usize>,
 }
@@ -48,6 +50,7 @@ impl Run {
             options: FsdpOptions::new().with_seed(7),
             device: Device::flex(),
             numbered: false,
+            frozen: false,
             threads: None,
         }
     }
@@ -78,6 +81,12 @@ impl Run {
         let mut net = Net::new(self.blocks, self.dropout, device);
         if self.numbered {
             net = net.map(&mut Numbered(0));
+        }
+        if self.frozen {
+            for block in &mut net.blocks {
+                block.up.weight = block.up.weight.clone().set_require_grad(false);
+            }
+            net = Net { embed: net.embed.clone().freeze(), ..net };
         }
         let mut net = fully_shard(net, worker, self.options.clone())?;
         let mut optimizer = (self.optimizer)();

@@ -22,7 +22,7 @@ use cubecl::server::Handle;
 
 use super::fence::Fence;
 use super::host_data::owned_bytes;
-use super::kernels::cube::{BufferSlice, contiguous, copy, empty, fill, pack_into};
+use super::kernels::cube::{BufferSlice, contiguous, copy, decode_into, empty, fill, pack_into};
 use super::kernels::{self, Kernels};
 use super::norm::Norm;
 #[cfg(feature = "nccl")]
@@ -31,6 +31,7 @@ use super::shard_backend::{ShardBackend, cast, numel};
 #[cfg(test)]
 use super::stream_order::{self, record};
 use crate::error::IgnorePoison;
+use crate::layout::StorageType;
 
 /// Device allocation of a gather buffer.
 #[derive(Debug)]
@@ -109,6 +110,17 @@ impl ShardBackend for CubeBackend {
         #[cfg(test)]
         record(parts.iter().map(|(source, _)| source), [&memory.handle]);
         pack_into(&memory.device.client(), parts, &memory.slice(0));
+    }
+
+    fn decode_into(memory: &Memory, codes: CubeTensor, storage: StorageType) {
+        let codes = contiguous(codes);
+        let records = numel::<CubeBackend>(&codes) / storage.record_words();
+        memory.last_reads().wait();
+        #[cfg(test)]
+        record([&codes], [&memory.handle]);
+        let (source, target) = (BufferSlice::of(&codes), memory.slice(0));
+        let numel = records * storage.record_len();
+        decode_into(&codes.client, &source, storage, &target, numel);
     }
 
     fn poison(memory: &Memory, numel: usize) {
@@ -199,9 +211,46 @@ mod tests {
     use cubecl::device::CpuDevice;
 
     use super::*;
+    use crate::backend::codes;
 
     fn numbers(seed: usize, len: usize) -> Vec<f32> {
         (0..len).map(|at| ((at * 31 + seed * 7919) % 61) as f32 * 0.25).collect()
+    }
+
+    /// Compares codes that are decoded to a new tensor, and to a buffer, with the reference.
+    #[test]
+    fn codes_are_decoded_to_the_bits_of_the_reference() {
+        let device = CubeDevice::Cpu(CpuDevice);
+        let numel = 5 * 1024 + 77;
+        for storage in [
+            StorageType::INT8,
+            StorageType::NF4,
+            StorageType::Nf4 { block: 64, double_quant: false },
+            StorageType::Nf4 { block: 512, double_quant: true },
+        ] {
+            let words = codes::encode(&numbers(3, numel), &(0..numel), storage);
+            let expected = codes::decoded_elements(bytemuck::cast_slice(&words), storage, numel);
+            let (len, records) = (words.len(), words.len() / storage.record_words());
+            let data = codes::words_data(words, Shape::from([len]));
+            let codes = CubeBackend::float_from_data(data, &device);
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let expected = match dtype {
+                    DType::F32 => expected.clone(),
+                    DType::BF16 => {
+                        expected.iter().map(|it| half::bf16::from_f32(*it).to_f32()).collect()
+                    }
+                    _ => expected.iter().map(|it| half::f16::from_f32(*it).to_f32()).collect(),
+                };
+                let shape = Shape::from([numel]);
+                let new = CubeBackend::decode(codes.clone(), storage, shape.clone(), dtype);
+                let memory = CubeBackend::alloc(&device, records * storage.record_len(), dtype);
+                CubeBackend::decode_into(&memory, codes.clone(), storage);
+                for found in [new, CubeBackend::view(&memory, 0, shape)] {
+                    let found = CubeBackend::to_data(cast::<CubeBackend>(found, DType::F32));
+                    assert_eq!(found.as_slice::<f32>().unwrap(), expected, "{storage}, {dtype:?}");
+                }
+            }
+        }
     }
 
     fn tensor(elements: Vec<f32>, dtype: DType) -> CubeTensor {

@@ -5,6 +5,7 @@
 //! ([`cube`](super::cube)), which serves all CubeCL devices. The code that uses them is generic
 //! over [`ShardBackend`]; outside the MPI and NCCL process groups it is free of unsafe code.
 
+use std::borrow::Cow;
 use std::fmt::Debug;
 #[cfg(feature = "mpi")]
 use std::ops::Deref;
@@ -180,9 +181,14 @@ pub(crate) fn encoded<B: ShardBackend>(
         true => full,
         false => B::copy_range(full, range.clone(), Shape::from([range.len()])),
     };
-    let elements = B::to_data(elements);
-    let elements = elements.as_slice::<f32>().expect("a parameter is initialised in f32");
-    B::float_from_data(codes::words_data(codes::encode(elements, &range, storage), shape), device)
+    let mut words = Vec::new();
+    // Does not copy elements that are in host memory.
+    B::with_bytes(elements, &mut |bytes| {
+        let copied = || Cow::Owned(bytemuck::pod_collect_to_vec(bytes));
+        let elements = bytemuck::try_cast_slice(bytes).map_or_else(|_| copied(), Cow::Borrowed);
+        words = codes::encode(&elements, &range, storage);
+    });
+    B::float_from_data(codes::words_data(words, shape), device)
 }
 
 /// Copies the tensor to Flex, into host memory.

@@ -113,7 +113,8 @@ impl StorageType {
     /// Returns the stored elements, or words, of a range that begins with a record and ends with one
     /// or at the end of the matrix.
     pub(crate) fn stored_range(self, range: &Range<usize>) -> Range<usize> {
-        debug_assert!(range.start.is_multiple_of(self.record_len()), "{self:?}, {range:?}");
+        let begins = range.is_empty() || range.start.is_multiple_of(self.record_len());
+        debug_assert!(begins, "{range:?} begins with a record of {self}");
         let start = self.stored_len(range.start);
         start..start + self.stored_len(range.len())
     }

@@ -67,6 +67,13 @@ fn a_checkpoint_becomes_one_file_or_several_with_an_index() {
     assert!(several.join("model-00001-of-00002.safetensors").is_file(), "{run:#?}");
     let index = std::fs::read_to_string(several.join("model.safetensors.index.json")).unwrap();
     assert!(index.contains("body.weight") && !several.join("model.safetensors").exists());
+
+    let run = merge(&[&text(&from), &text(&one), "--dtype", "bf16"]);
+    assert_eq!(run.code, Some(0), "{run:#?}");
+    let half = std::fs::read(one.join("model.safetensors")).unwrap();
+    let half = safetensors::SafeTensors::deserialize(&half).unwrap();
+    let weight = half.tensor("encoder.dense.weight").unwrap();
+    assert_eq!((weight.dtype(), weight.shape()), (safetensors::Dtype::BF16, &[10, 6][..]));
 }
 
 #[test]

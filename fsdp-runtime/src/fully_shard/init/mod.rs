@@ -4,8 +4,8 @@
 //! A parameter that another rank initialises, or that is loaded later, is never initialised on this
 //! rank. Values that the communication thread receives are put into the model at the end.
 //!
-//! Imports point one way: broadcasts, init_owners, param_value, running_stats, same_model,
-//! small_params <- checks, init_device <- setup <- sharding_init.
+//! Imports point one way: broadcasts, init_owners, param_value, running_stats, same_model <-
+//! small_params, checks, init_device <- setup <- sharding_init.
 
 mod broadcasts;
 mod checks;

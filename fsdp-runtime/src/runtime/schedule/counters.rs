@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counts {
-    /// All-gathers of a unit's matrices, one for each dtype that the unit has. On CubeCL devices f32
-    /// matrices that are not divided among several ranks are used where they are, without one.
+    /// All-gathers of a unit's matrices, one for each dtype and storage type that the unit has. On
+    /// CubeCL devices f32 matrices that are not divided among several ranks are used where they are,
+    /// without one.
     pub all_gathers: usize,
     /// All-gathers of a single parameter, for a `val()` outside of the forward of its unit.
     pub single_gathers: usize,

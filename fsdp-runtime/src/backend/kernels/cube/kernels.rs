@@ -9,7 +9,7 @@ use burn_cubecl::tensor::CubeTensor;
 use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
-use super::{copy, dropout, gelu, layer_norm, mean, optim, softmax, sums};
+use super::{copy, decode, dropout, gelu, layer_norm, mean, optim, softmax, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
@@ -17,6 +17,7 @@ use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 #[cfg(test)]
 use crate::backend::stream_order::record;
+use crate::layout::StorageType;
 
 impl Kernels for CubeBackend {
     fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
@@ -48,6 +49,15 @@ impl Kernels for CubeBackend {
         #[cfg(test)]
         record([], casts.iter().map(|cast| &cast.handle));
         casts
+    }
+
+    fn decode(codes: CubeTensor, storage: StorageType, shape: Shape, dtype: DType) -> CubeTensor {
+        #[cfg(test)]
+        record([&codes], []);
+        let elements = decode::decode(codes, storage, shape, dtype);
+        #[cfg(test)]
+        record([], [&elements.handle]);
+        elements
     }
 
     fn rank_means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {

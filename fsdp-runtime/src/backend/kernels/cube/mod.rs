@@ -13,6 +13,7 @@
 
 mod buffer_slice;
 mod copy;
+mod decode;
 mod device;
 mod dropout;
 mod gelu;
@@ -35,6 +36,7 @@ mod tile;
 
 pub(in crate::backend) use self::buffer_slice::BufferSlice;
 pub(in crate::backend) use self::copy::{copy, fill, pack_into};
+pub(in crate::backend) use self::decode::decode_into;
 #[cfg(feature = "cpu")]
 pub(in crate::backend) use self::device::cpu_rounds_to_bf16;
 pub(in crate::backend) use self::tensors::{contiguous, empty};

@@ -7,19 +7,9 @@ use rayon::prelude::*;
 
 use super::float::{KernelFloat, slice};
 use super::new_tensor::{TASK, Uninit, new_tensor};
-use crate::backend::codes::{INT8_FACTOR, NF4, scale};
+use super::nf4;
+use crate::backend::codes::{INT8_FACTOR, scale};
 use crate::layout::StorageType;
-
-/// Values of the two codes in each byte.
-static PAIRS: [[f32; 2]; 256] = {
-    let mut pairs = [[0.0; 2]; 256];
-    let mut byte = 0;
-    while byte < pairs.len() {
-        pairs[byte] = [NF4[byte >> 4], NF4[byte & 15]];
-        byte += 1;
-    }
-    pairs
-};
 
 /// Returns the words of a tensor of codes.
 fn words(codes: &FlexTensor) -> &[u32] {
@@ -73,6 +63,7 @@ fn records<'a, E: KernelFloat>(
         (storage.record_len(), storage.block(), matches!(storage, StorageType::Int8 { .. }));
     let codes_in_word = if is_int8 { 4 } else { 8 };
     let scales = storage.record_words() - len / codes_in_word;
+    let (decode_chunk, mut values) = (nf4::decode_chunk(), [0.0; nf4::CHUNK]);
     for (record, target) in words.chunks_exact(storage.record_words()).zip(target.chunks_mut(len)) {
         let blocks = record[scales..].chunks_exact(block / codes_in_word);
         for (index, (codes, target)) in blocks.zip(target.chunks_mut(block)).enumerate() {
@@ -85,15 +76,13 @@ fn records<'a, E: KernelFloat>(
                 }
                 continue;
             }
-            let (pairs, last) = target.as_chunks_mut::<2>();
-            // Only the last block of a matrix may have an odd number of elements.
-            if let [last] = last {
-                last.write(E::narrow(PAIRS[usize::from(codes[pairs.len()])][0] * scale));
-            }
-            for (codes, target) in codes.iter().zip(pairs) {
-                let [first, second] = PAIRS[usize::from(*codes)];
-                target[0].write(E::narrow(first * scale));
-                target[1].write(E::narrow(second * scale));
+            let (codes, _) = codes.as_chunks::<{ nf4::CHUNK / 2 }>();
+            for (codes, target) in codes.iter().zip(target.chunks_mut(nf4::CHUNK)) {
+                // SAFETY: the processor has the function's instructions.
+                unsafe { decode_chunk(codes, scale, &mut values) };
+                for (target, value) in target.iter_mut().zip(values) {
+                    target.write(E::narrow(value));
+                }
             }
         }
     }

@@ -10,6 +10,7 @@ mod kernels;
 mod layer_norm;
 mod loops;
 mod new_tensor;
+mod nf4;
 mod prefetch;
 mod rows;
 mod softmax;

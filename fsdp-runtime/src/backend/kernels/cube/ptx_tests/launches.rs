@@ -14,9 +14,11 @@ use super::{DTYPES, kernel_name};
 use crate::backend::kernels::batched_steps::{self, StepBatch};
 use crate::backend::kernels::cube::buffer_slice::BufferSlice;
 use crate::backend::kernels::cube::copy::fill;
+use crate::backend::kernels::cube::decode::decode_into;
 use crate::backend::kernels::{AdamStep, AdamTensors, Kernels, MaskSource, RankMean, SgdStep};
 use crate::backend::norm::Norm;
 use crate::error::IgnorePoison;
+use crate::layout::StorageType;
 
 /// Number of elements of a tensor: enough for the largest cubes of threads, and no multiple of a
 /// vector's length.
@@ -52,6 +54,7 @@ impl Gpu {
             self.layer_norms(from);
             self.softmaxes(from);
             self.fills(from);
+            self.decodes(from);
         }
         self.adam_steps();
         self.sgd_steps();
@@ -119,6 +122,23 @@ impl Gpu {
         for offset in OFFSETS {
             let target = BufferSlice::of(&self.tensor_at(offset, NUMEL, dtype));
             self.launch("fill_kernel", &[], || fill(&self.client, &target, NUMEL, 1.0));
+        }
+    }
+
+    fn decodes(&self, dtype: DType) {
+        let plain = StorageType::Nf4 { block: 64, double_quant: false };
+        for storage in [StorageType::INT8, StorageType::NF4, plain] {
+            let codes = self.tensor(storage.stored_len(NUMEL), DType::F32);
+            for offset in OFFSETS {
+                let target = BufferSlice::of(&self.tensor_at(offset, NUMEL, dtype));
+                let codes = BufferSlice::of(&codes);
+                self.launch("decode_kernel", &[], || {
+                    decode_into(&self.client, &codes, storage, &target, NUMEL);
+                });
+            }
+            self.launch("decode_kernel", &[], || {
+                CubeBackend::decode(codes, storage, Shape::from([NUMEL]), dtype)
+            });
         }
     }
 
