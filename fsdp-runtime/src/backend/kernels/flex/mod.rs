@@ -1,6 +1,8 @@
 //! Kernels on Flex: vectorised loops over blocks that fit the cache, on all threads of the current
 //! rayon pool.
 
+mod attention;
+mod cross_entropy;
 mod dropout;
 mod exp;
 mod float;
@@ -10,6 +12,7 @@ mod layer_norm;
 mod loops;
 mod new_tensor;
 mod prefetch;
+mod product;
 mod rows;
 mod softmax;
 mod sums;
