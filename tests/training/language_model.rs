@@ -7,7 +7,7 @@ use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{
     AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig,
-    LinearCrossEntropyOptions, WeightLayout, attention, linear_cross_entropy,
+    LinearCrossEntropyOptions, WeightLayout, attention, gelu, linear_cross_entropy, recompute,
 };
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState};
@@ -29,7 +29,11 @@ struct Block {
     norm: LayerNorm,
     qkv: Linear,
     output: Linear,
+    up: Linear,
+    down: Linear,
     dropout: Dropout,
+    /// Whether the wide part of the feed-forward block is recomputed by itself.
+    recomputes: bool,
 }
 
 #[fsdp_unit]
@@ -43,7 +47,13 @@ impl Block {
         };
         let options = AttentionOptions::new().with_causal(true).with_dropout(&self.dropout);
         let context = attention(heads(0), heads(1), heads(2), options);
-        x + self.output.forward(context.swap_dims(1, 2).reshape([rows, length, width]))
+        let x = x + self.output.forward(context.swap_dims(1, 2).reshape([rows, length, width]));
+        let (up, dropout) = (self.up.weight.val(), self.dropout.clone());
+        let wide =
+            move |(x, up): (Tensor<3>, Tensor<2>)| dropout.forward(gelu(x.matmul(up.unsqueeze())));
+        let inputs = (x.clone(), up);
+        let wide = if self.recomputes { recompute(inputs, wide) } else { wide(inputs) };
+        x + self.down.forward(wide)
     }
 }
 
@@ -79,12 +89,15 @@ impl Decoder {
 }
 
 impl Decoder {
-    fn new(dropout: f64, device: &Device) -> Self {
+    fn new(dropout: f64, recomputes: bool, device: &Device) -> Self {
         let linear = |from, to| LinearConfig::new(from, to).init(device);
         let block = |_| Block {
             norm: LayerNormConfig::new(WIDTH).init(device),
             qkv: linear(WIDTH, 3 * WIDTH),
             output: linear(WIDTH, WIDTH),
+            up: linear(WIDTH, 4 * WIDTH),
+            down: linear(4 * WIDTH, WIDTH),
+            recomputes,
             dropout: DropoutConfig::new(dropout).init(),
         };
         let tokens: Embedding = EmbeddingConfig::new(VOCABULARY, WIDTH).init(device);
@@ -111,10 +124,23 @@ impl Outcome {
     }
 }
 
-fn train(world: usize, options: FsdpOptions, dropout: f64, whole: bool) -> Outcome {
+/// How a model is trained.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    dropout: f64,
+    /// Whether the losses make all logits.
+    whole: bool,
+    /// Whether blocks recompute a part of themselves.
+    recomputes: bool,
+}
+
+const PLAIN: Kind = Kind { dropout: 0.2, whole: false, recomputes: false };
+
+fn train(world: usize, options: FsdpOptions, kind: Kind) -> Outcome {
+    let Kind { dropout, whole, recomputes } = kind;
     of_rank_0(world, move |worker| {
         let device = worker.device();
-        let net = Decoder::new(dropout, device);
+        let net = Decoder::new(dropout, recomputes, device);
         let mut net = fully_shard(net, worker, options.clone().with_seed(7))?;
         let mut optimizer = AdamWConfig::new().init();
         let mut losses = Vec::new();
@@ -141,10 +167,10 @@ fn options(strategy: ShardingStrategy) -> FsdpOptions {
 #[test]
 fn strategies_agree_bit_for_bit() {
     for world in [1, 2, 3] {
-        let expected = train(world, options(ShardingStrategy::NoShard), 0.2, false);
+        let expected = train(world, options(ShardingStrategy::NoShard), PLAIN);
         assert!(expected.losses.iter().all(|loss| loss.is_finite()), "{:?}", expected.losses);
         for strategy in [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp] {
-            train(world, options(strategy), 0.2, false).assert_bitwise(&expected);
+            train(world, options(strategy), PLAIN).assert_bitwise(&expected);
         }
     }
 }
@@ -152,17 +178,30 @@ fn strategies_agree_bit_for_bit() {
 /// A recomputed attention draws the masks of its first run.
 #[test]
 fn recomputation_changes_no_bit() {
-    let plain = train(2, options(ShardingStrategy::FullShard), 0.2, false);
+    let plain = train(2, options(ShardingStrategy::FullShard), PLAIN);
     let all = options(ShardingStrategy::FullShard)
         .with_activation_checkpointing(ActivationCheckpointing::Units(unit_types![Block]));
-    train(2, all, 0.2, false).assert_bitwise(&plain);
-    let none = train(2, options(ShardingStrategy::FullShard), 0.0, false);
+    train(2, all, PLAIN).assert_bitwise(&plain);
+    let none = train(2, options(ShardingStrategy::FullShard), Kind { dropout: 0.0, ..PLAIN });
     assert_ne!(none.losses, plain.losses, "dropout has an effect");
+}
+
+/// The parameter is an input of the recomputed part, and views the gather buffer of its unit.
+#[test]
+fn a_part_of_a_unit_is_recomputed_to_the_bit() {
+    let strategies = [ShardingStrategy::FullShard, ShardingStrategy::NoShard];
+    for strategy in strategies {
+        let plain = train(2, options(strategy), PLAIN);
+        let part = Kind { recomputes: true, ..PLAIN };
+        train(2, options(strategy), part).assert_bitwise(&plain);
+        let all = options(strategy).with_activation_checkpointing(ActivationCheckpointing::All);
+        train(2, all, part).assert_bitwise(&plain);
+    }
 }
 
 #[test]
 fn the_losses_are_those_of_all_logits() {
-    let chunks = train(2, options(ShardingStrategy::FullShard), 0.1, false);
-    let whole = train(2, options(ShardingStrategy::FullShard), 0.1, true);
+    let chunks = train(2, options(ShardingStrategy::FullShard), PLAIN);
+    let whole = train(2, options(ShardingStrategy::FullShard), Kind { whole: true, ..PLAIN });
     assert_close(&chunks.losses, &whole.losses, Within::Relative(1e-4), "losses");
 }

@@ -6,6 +6,7 @@ mod dropout;
 mod gelu;
 mod layer_norm;
 mod linear_cross_entropy;
+mod recompute;
 mod softmax;
 
 pub use self::attention::{AttentionOptions, attention};
@@ -15,4 +16,5 @@ pub use self::layer_norm::{LayerNorm, LayerNormConfig};
 pub use self::linear_cross_entropy::{
     LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy,
 };
+pub use self::recompute::recompute;
 pub use self::softmax::softmax;

@@ -21,6 +21,7 @@ mod dropout;
 mod error;
 mod gelu;
 mod layer_norm;
+mod recompute;
 mod reductions;
 mod softmax;
 
@@ -32,6 +33,7 @@ pub(crate) use self::dropout::dropout_tracked;
 pub use self::error::KernelError;
 pub(crate) use self::gelu::gelu_tracked;
 pub(crate) use self::layer_norm::layer_norm_tracked;
+pub(crate) use self::recompute::recompute_tracked;
 pub use self::reductions::{mean, norm_sums, unscale};
 pub(crate) use self::softmax::softmax_tracked;
 pub(crate) use super::kernels::{AttentionRule, LossRule};
