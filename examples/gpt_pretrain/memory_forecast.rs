@@ -10,6 +10,9 @@ use crate::sharding::ActivationPolicy;
 
 /// Number of f32 tensors of a parameter's shape that AdamW keeps for it.
 const ADAM_MOMENTS: usize = 2;
+/// Logits that `linear_cross_entropy` computes at once, or those of so many rows.
+const CHUNK_LOGITS: u128 = 1 << 24;
+const CHUNK_ROWS: u128 = 16;
 
 /// Returns the forecast of the rank that needs the most device memory, of `world_size` ranks with
 /// `local_ranks` on each machine.
@@ -50,13 +53,14 @@ pub fn forecast(
 ///
 /// The estimate counts the operations of the model. Per word piece:
 ///
-/// - A block keeps about 27 vectors of the model's width (norms, projections, the feed-forward
-///   block at four times the width, residuals and masks), and 3 attention scores per head and
-///   position.
-/// - The loss holds the logits three times, in f32.
+/// - A block keeps about 28 vectors of the model's width (norms, projections, the attention's output
+///   per head and joined, the feed-forward block at four times the width, residuals and masks), and
+///   one number per head.
+/// - The loss holds the logits of a chunk of rows once, in f32, and the gradient of the last norm's
+///   output.
 /// - Embeddings and the last norm keep 3 vectors.
 ///
-/// The gradient of the output weight is computed first and stays until the gradient of the tied
+/// The gradient of the output weight is computed first, in f32, and stays until the gradient of the tied
 /// embedding is added to it. A block that is recomputed keeps its input only, and one block at a
 /// time holds all of its activations.
 ///
@@ -69,20 +73,21 @@ fn activation_bytes(setup: &Setup, policy: ActivationPolicy) -> (usize, usize) {
     let [rows, length, element_size, width, heads, layers, vocabulary] =
         [rows, length, element_size, width, heads, layers, vocabulary].map(|size| size as u128);
 
-    let of_block = 27 * width + 3 * heads * length;
+    let of_block = 28 * width + heads;
     let of_blocks = match policy {
         ActivationPolicy::KeepAll => layers * of_block,
         ActivationPolicy::Recompute => layers * width + of_block,
         ActivationPolicy::RecomputeFromHost => of_block,
     };
-    let numbers = rows * length * (of_blocks + 3 * width) + vocabulary * width;
-    let logits = rows * length * 3 * vocabulary;
+    let numbers = rows * length * (of_blocks + 3 * width);
+    let logits = (rows * length * vocabulary).min(CHUNK_LOGITS.max(CHUNK_ROWS * vocabulary));
+    let of_loss = logits + rows * length * width + vocabulary * width;
     let on_host = match policy {
         ActivationPolicy::RecomputeFromHost => rows * length * layers * width * element_size,
         _ => 0,
     };
     let bytes = |bytes: u128| bytes.min(1 << 60) as usize;
-    (bytes(numbers * element_size + logits * 4), bytes(on_host))
+    (bytes(numbers * element_size + of_loss * 4), bytes(on_host))
 }
 
 fn is_flex(device: &Device) -> bool {

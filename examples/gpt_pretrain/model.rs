@@ -7,10 +7,11 @@
 
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::tensor::module::attention;
-use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Int, Tensor};
-use fsdp_runtime::nn::{Dropout, DropoutConfig, gelu};
+use fsdp_runtime::nn::{
+    AttentionOptions, Dropout, DropoutConfig, LinearCrossEntropyOptions, attention, gelu,
+    linear_cross_entropy,
+};
 use fsdp_runtime::prelude::*;
 
 use crate::arch::Arch;
@@ -63,13 +64,30 @@ impl Gpt {
     /// - `ids`: `[rows, length]`
     /// - output: `[rows * length, vocabulary]`
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+        self.hidden(ids).matmul(self.output.val().transpose())
+    }
+
+    /// Computes the mean loss of the predictions at every position, without all logits at once.
+    ///
+    /// # Shapes
+    ///
+    /// - `ids`: `[rows, length]`
+    /// - `targets`: `[rows * length]`
+    /// - output: `[1]`
+    pub fn forward_loss(&self, ids: Tensor<2, Int>, targets: Tensor<1, Int>) -> Tensor<1> {
+        let options = LinearCrossEntropyOptions::new();
+        linear_cross_entropy(self.hidden(ids), self.output.val(), targets, options)
+    }
+
+    /// Computes the hidden values that the logits are made of, `[rows * length, width]`.
+    fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<2> {
         let [rows, length] = ids.dims();
         let positions = Tensor::arange(0..length as i64, &ids.device()).unsqueeze();
         let x = self.tokens.forward(ids) + self.positions.forward(positions);
         let x = self.blocks.iter().fold(self.dropout.forward(x), |x, block| block.forward(x));
         let x = self.norm.forward(x);
         let [.., width] = x.dims();
-        x.reshape([rows * length, width]).matmul(self.output.val().transpose())
+        x.reshape([rows * length, width])
     }
 }
 
@@ -100,9 +118,9 @@ impl Attention {
             let projected = linear.forward(x.clone());
             projected.reshape([rows, length, self.heads, width / self.heads]).swap_dims(1, 2)
         };
-        let causal = AttentionModuleOptions { is_causal: true, ..Default::default() };
+        let causal = AttentionOptions::new().with_causal(true);
         let (query, key, value) = (split(&self.query), split(&self.key), split(&self.value));
-        let context = attention(query, key, value, None, None, causal);
+        let context = attention(query, key, value, causal);
         self.output.forward(context.swap_dims(1, 2).reshape([rows, length, width]))
     }
 }
@@ -184,7 +202,22 @@ mod tests {
         model.forward(Tensor::from_data(input, device)).into_data().try_into_vec_as().unwrap()
     }
 
-    /// Runs with autodiff and without it, where the attention may be a fused kernel.
+    #[test]
+    fn the_loss_is_that_of_the_logits() {
+        let device = DeviceName::Auto.resolve().unwrap();
+        device.seed(4);
+        let model = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 }.init(&device);
+        let ids: Vec<i32> = (0..80).map(|at| at * 7 % 50).collect();
+        let input = || Tensor::from_data(TensorData::new(ids.clone(), [2, 40]), &device);
+        let targets: Vec<i32> = ids.iter().map(|id| (id + 3) % 50).collect();
+        let targets = Tensor::<1, Int>::from_data(TensorData::new(targets, [80]), &device);
+        let loss = model.forward_loss(input(), targets.clone()).into_scalar::<f32>();
+        let burns = burn::nn::loss::CrossEntropyLossConfig::new().init(&device);
+        let expected = burns.forward(model.forward(input()), targets).into_scalar::<f32>();
+        assert!((loss - expected).abs() < 1e-5, "{loss} {expected}");
+    }
+
+    /// Runs with autodiff and without it.
     #[test]
     fn a_later_word_changes_no_earlier_logit() {
         let device = DeviceName::Auto.resolve().unwrap();

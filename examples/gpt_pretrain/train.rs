@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Tensor;
 use fsdp_runtime::MemoryForecast;
@@ -49,7 +48,6 @@ struct Trainer<'a> {
     model: Fsdp<Gpt>,
     optimizer: ModuleOptimizer,
     schedule: LrSchedule,
-    loss_fn: CrossEntropyLoss,
     scaler: Option<GradScaler>,
 
     log: LogWindow,
@@ -92,7 +90,6 @@ impl<'a> Trainer<'a> {
             model: fully_shard(job.setup.model(worker.device()), worker, job.setup.options())?,
             optimizer: adamw(adam),
             schedule: recipe.schedule(total_updates),
-            loss_fn: CrossEntropyLossConfig::new().init(worker.device()),
             scaler: sharding.precision.scaler()?,
             log: LogWindow::new(dealer.per_update(), recipe.tokens_per_sample, recipe.clip_norm),
             losses: Vec::with_capacity(total_updates),
@@ -143,7 +140,7 @@ impl<'a> Trainer<'a> {
     fn forward(&self, at: usize, batch: usize) -> (Tensor<1>, Tensor<1>) {
         let rows = self.dealer.share(&self.order, at, batch, self.worker.rank().index());
         let (input, target) = self.job.train.batch(rows, self.worker.device());
-        let loss = self.loss_fn.forward(self.model.forward(input), target);
+        let loss = self.model.forward_loss(input, target);
         let loss = loss / self.dealer.update_freq as f64;
         (scale_loss(loss.clone(), self.scaler.as_ref()), loss.inner())
     }
@@ -248,7 +245,7 @@ impl<'a> Trainer<'a> {
         for (rows, counts) in batches.into_iter().take(self.job.setup.recipe.max_valid_steps) {
             let (input, target) = self.job.held_out.batch(&rows, &device);
             let pieces = target.dims()[0] as f64;
-            let loss = read_loss(self.loss_fn.forward(model.forward(input), target))?;
+            let loss = read_loss(model.forward_loss(input, target))?;
             if counts {
                 sums[0] += loss * pieces;
                 sums[1] += pieces;

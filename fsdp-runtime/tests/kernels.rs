@@ -12,7 +12,9 @@ mod compare;
 mod kernels {
     pub mod support;
 
+    mod attention;
     mod copies;
+    mod cross_entropy;
     mod gelu;
     mod large;
     mod layer_norm;

@@ -8,6 +8,7 @@ mod activation_checkpointing;
 mod adadelta;
 mod config;
 mod failures;
+mod language_model;
 mod memory_timeline;
 mod mixed_dtypes;
 mod mixed_precision;

@@ -182,6 +182,14 @@ pub enum ScheduleError {
         /// Paths of the units, in layout order; that of the outermost unit is empty.
         units: Vec<String>,
     },
+    /// A closure of [`recompute`](crate::nn::recompute) that used a tracked tensor that is not one of its
+    /// inputs.
+    #[error(
+        "the closure of `recompute` used a tracked tensor that is not one of its inputs, such as a \
+         parameter of a module in it; pass the tensor as an input, as in `recompute((x, \
+         self.up.weight.val()), |(x, up)| ..)`, or `detach` it"
+    )]
+    RecomputedCapture,
     /// A loss with several elements, or without an autodiff graph.
     #[error("the loss is {found}; `backward` takes a tracked tensor of one element")]
     InvalidLoss {

@@ -23,6 +23,6 @@ pub use self::param::Sharded;
 pub(crate) use self::param::{CallId, ForwardFn, ParamIndex, Runtime, SavedForward};
 pub(crate) use self::path::{ModulePath, param_ids};
 pub use self::random::RandomSource;
-pub(crate) use self::random::{Playback, RandomStream, Recording, Source};
+pub(crate) use self::random::{Draw, Playback, RandomStream, Recording, Source, capture_draws};
 pub use self::unit_type::UnitType;
 pub use self::unit_value::UnitValue;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::config::Config;
 use burn::module::{Flag, Module, Param};
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 
 use crate::backend::kernels::MaskSource;
 use crate::backend::ops::dropout_tracked;
@@ -70,13 +70,19 @@ impl Dropout {
     ///
     /// - input and output: any shape
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        let device = input.device();
+        match self.mask_source(&input.device()) {
+            Some(source) => dropout_tracked(&source, input),
+            None => input,
+        }
+    }
+
+    /// Returns the source of the next mask, or `None` if the layer drops nothing on this device.
+    pub(super) fn mask_source(&self, device: &Device) -> Option<MaskSource> {
         if !self.training.is_enabled() || !device.is_autodiff() || self.prob == 0.0 {
-            return input;
+            return None;
         }
         let (key, counter) = self.source.next();
-        let source = MaskSource { key, counter, prob: self.prob };
-        dropout_tracked(&source, input)
+        Some(MaskSource { key, counter, prob: self.prob })
     }
 }
 

@@ -1,12 +1,20 @@
 //! Layers and functions that replace Burn's: dropout that is reproducible on every engine, and layer
-//! normalization, softmax and GELU with kernels of their own.
+//! normalization, softmax, GELU, attention and the loss of a language model with kernels of their own.
 
+mod attention;
 mod dropout;
 mod gelu;
 mod layer_norm;
+mod linear_cross_entropy;
+mod recompute;
 mod softmax;
 
+pub use self::attention::{AttentionOptions, attention};
 pub use self::dropout::{Dropout, DropoutConfig};
 pub use self::gelu::gelu;
 pub use self::layer_norm::{LayerNorm, LayerNormConfig};
+pub use self::linear_cross_entropy::{
+    LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy,
+};
+pub use self::recompute::recompute;
 pub use self::softmax::softmax;

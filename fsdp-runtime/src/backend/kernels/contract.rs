@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
-use burn::backend::Backend;
+use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Shape};
 
+use super::attention::{self, AttentionRule, AttentionTensors};
 use super::batched_steps::StepBatch;
+use super::cross_entropy::{self, LossResults, LossRule, LossTensors};
 use super::mask::MaskSource;
 use super::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
@@ -100,6 +102,49 @@ pub(crate) trait Kernels: Backend {
     /// Returns the gradient of the tensor that [`softmax`](Self::softmax) was applied to, given the
     /// result and its gradient.
     fn softmax_backward(result: Float<Self>, grad: Float<Self>) -> Float<Self>;
+
+    /// Returns the attention `softmax(scale · query · keyᵀ + bias) · value`, and for each query the
+    /// logarithm of the sum of the exponentials of its scores, `[batch, heads, queries, 1]`, in f32 or in
+    /// f64. The output of a query whose keys are all hidden is 0.
+    ///
+    /// No dimension is 0. The tensors have one floating-point dtype. Memory beyond the results is
+    /// linear in the number of queries and in that of keys.
+    fn tiled_attention(
+        tensors: &AttentionTensors<Float<Self>>,
+        rule: &AttentionRule,
+    ) -> [Float<Self>; 2] {
+        attention::forward::<Self>(tensors, rule)
+    }
+
+    /// Returns the gradients of query, key and value, given the results of
+    /// [`tiled_attention`](Self::tiled_attention) and the gradient of the first.
+    fn tiled_attention_backward(
+        tensors: &AttentionTensors<Float<Self>>,
+        results: &[Float<Self>; 2],
+        grad: &Float<Self>,
+        rule: &AttentionRule,
+    ) -> [Float<Self>; 3] {
+        attention::backward::<Self>(tensors, results, grad, rule)
+    }
+
+    /// Returns the cross-entropy of `hidden · weight + bias` over all rows, and its gradients. The logits
+    /// exist only for as many rows as the rule says.
+    ///
+    /// No dimension is 0. The tensors have one floating-point dtype. Results are in f32, or in f64 for
+    /// tensors of f64.
+    fn linear_cross_entropy(
+        tensors: &LossTensors<Float<Self>>,
+        rule: &LossRule,
+    ) -> LossResults<Float<Self>> {
+        cross_entropy::forward::<Self>(tensors, rule)
+    }
+
+    /// Returns a tensor times a factor of shape `[1]` and of the tensor's dtype, rounded to `dtype`.
+    fn scale(tensor: Float<Self>, factor: Float<Self>, dtype: DType) -> Float<Self> {
+        let ones = Shape::from(vec![1; tensor.shape().num_dims()]);
+        let product = Self::float_mul(tensor, Self::float_reshape(factor, ones));
+        Self::float_cast(product, dtype.into())
+    }
 
     /// Returns a new f32 tensor of zeros.
     fn zeros(device: &Self::Device, shape: Shape) -> Float<Self> {

@@ -14,21 +14,28 @@
 //! masks are also used through [`optim`](crate::optim) and [`nn::Dropout`](crate::nn::Dropout).
 
 mod arguments;
+mod attention;
 mod copies;
+mod cross_entropy;
 mod dropout;
 mod error;
 mod gelu;
 mod layer_norm;
+mod recompute;
 mod reductions;
 mod softmax;
 
+pub(crate) use self::attention::attention_tracked;
 pub use self::copies::{cast, pack, unpack};
+pub(crate) use self::cross_entropy::{LossInputs, linear_cross_entropy_tracked};
 pub use self::dropout::dropout;
 pub(crate) use self::dropout::dropout_tracked;
 pub use self::error::KernelError;
 pub(crate) use self::gelu::gelu_tracked;
 pub(crate) use self::layer_norm::layer_norm_tracked;
+pub(crate) use self::recompute::recompute_tracked;
 pub use self::reductions::{mean, norm_sums, unscale};
 pub(crate) use self::softmax::softmax_tracked;
+pub(crate) use super::kernels::{AttentionRule, LossRule};
 pub use super::kernels::{MaskSource, Sums, computes};
 pub use super::norm::Norm;

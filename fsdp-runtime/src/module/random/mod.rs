@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 pub use self::stream::RandomStream;
 pub(crate) use self::stream::Source;
-pub(crate) use self::tape::{Draw, Playback, Recording};
+pub(crate) use self::tape::{Draw, Playback, Recording, capture_draws};
 
 /// A layer that draws random numbers from the stream of its model.
 pub trait RandomSource: Sized {

@@ -29,6 +29,27 @@ enum Tape {
 
 thread_local! {
     static TAPE: RefCell<Tape> = const { RefCell::new(Tape::Off) };
+    /// Draws since the start of each running [`capture_draws`], the outermost first.
+    static CAPTURES: RefCell<Vec<Vec<Draw>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs `f`, and returns its result with the draws of this thread in it, new ones and played ones.
+///
+/// Unlike a [`Recording`] it may run inside of another one, and inside of a [`Playback`].
+pub(crate) fn capture_draws<T>(f: impl FnOnce() -> T) -> (T, Vec<Draw>) {
+    /// Ends the capture if `f` unwinds.
+    struct Capture;
+    impl Drop for Capture {
+        fn drop(&mut self) {
+            CAPTURES.with_borrow_mut(|captures| captures.pop());
+        }
+    }
+    CAPTURES.with_borrow_mut(|captures| captures.push(Vec::new()));
+    let capture = Capture;
+    let result = f();
+    let draws = CAPTURES.with_borrow_mut(|captures| captures.last_mut().map(std::mem::take));
+    drop(capture);
+    (result, draws.unwrap_or_default())
 }
 
 /// Returns the next draw of a layer: the recorded one during playback, otherwise a new one.
@@ -47,7 +68,9 @@ pub(super) fn draw(layer: u64, new: impl FnOnce() -> Draw) -> Draw {
         }
         Tape::Play(draws) => draws.next().filter(|draw| draw.layer == layer),
     });
-    played.unwrap_or_else(|| raise(ScheduleError::RandomDrawsMismatch.into()))
+    let draw = played.unwrap_or_else(|| raise(ScheduleError::RandomDrawsMismatch.into()));
+    CAPTURES.with_borrow_mut(|captures| captures.iter_mut().for_each(|draws| draws.push(draw)));
+    draw
 }
 
 /// A recording of this thread's draws, which ends when it is finished or dropped.
@@ -111,6 +134,20 @@ mod tests {
             assert_eq!([draw(7, new(3)), draw(7, new(3))], first);
         }
         assert_ne!(draw(7, new(4)), later, "draws after the playback are new");
+    }
+
+    #[test]
+    fn captures_nest_and_see_played_draws() {
+        let new = |call: u32| move || Draw { layer: 7, key: [1, 2], position: [0, call] };
+        let ((first, inner), all) = capture_draws(|| {
+            let first = draw(7, new(0));
+            (first, capture_draws(|| draw(7, new(1))).1)
+        });
+        assert_eq!(all, [vec![first], inner].concat());
+        assert_eq!(all.len(), 2);
+        let _playing = Playback::start(all.clone());
+        assert_eq!(capture_draws(|| draw(7, new(5))).1, all[..1]);
+        assert_eq!(capture_draws(|| ()).1, []);
     }
 
     #[test]

@@ -25,6 +25,23 @@ pub(super) fn dropout<'a, E: KernelFloat>(
     multiply(source, target, (mask.key, mask.counter), first_batch, (threshold, keep))
 }
 
+/// Applies [`dropout`] into initialised memory.
+pub(super) fn dropout_over(source: &[f32], target: &mut [f32], mask: &MaskSource, at: usize) {
+    // SAFETY: `MaybeUninit<f32>` has the layout of `f32`, and `dropout` leaves every element initialised.
+    let target = unsafe { &mut *(std::ptr::from_mut(target) as *mut Uninit<f32>) };
+    dropout(source, target, mask, at);
+}
+
+/// Applies [`dropout`] to the elements in their own memory.
+pub(super) fn dropout_in_place(elements: &mut [f32], mask: &MaskSource, at: usize) {
+    let mut source = [0.0; BATCH];
+    for (batch, elements) in elements.chunks_mut(BATCH).enumerate() {
+        let source = &mut source[..elements.len()];
+        source.copy_from_slice(elements);
+        dropout_over(source, elements, mask, at + batch * BATCH);
+    }
+}
+
 /// Applies dropout to whole batches, then to the remaining elements. `limits` are the threshold and
 /// the factor of [`KernelFloat::dropped`].
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
@@ -43,10 +60,12 @@ fn multiply<'a, E: KernelFloat>(
         batch(source, target, &blocks(key, number, counter), limits);
         number += 1;
     }
-    let (mut last, mut dropped) = ([E::zeroed(); BATCH], [MaybeUninit::uninit(); BATCH]);
-    last[..remainder.len()].copy_from_slice(remainder);
-    batch(&last, &mut dropped, &blocks(key, number, counter), limits);
-    target_remainder.copy_from_slice(&dropped[..remainder.len()]);
+    if !remainder.is_empty() {
+        let (mut last, mut dropped) = ([E::zeroed(); BATCH], [MaybeUninit::uninit(); BATCH]);
+        last[..remainder.len()].copy_from_slice(remainder);
+        batch(&last, &mut dropped, &blocks(key, number, counter), limits);
+        target_remainder.copy_from_slice(&dropped[..remainder.len()]);
+    }
     // SAFETY: every element was written, by `batch` or by the copy from `dropped`, which `batch`
     // wrote.
     unsafe { target.assume_init_mut() }

@@ -3,16 +3,20 @@
 use std::ops::Range;
 
 use burn::backend::flex::{FlexDevice, FlexTensor};
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
+use burn_std::Scalar;
 use rayon::prelude::*;
 
 use super::float::{KernelFloat, slice, with_float_type};
 use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
-use super::{decode, dropout, gelu, layer_norm, softmax, sums};
+use super::{attention, cross_entropy, decode, dropout, gelu, layer_norm, softmax, sums};
+use crate::backend::kernels::attention::{self as blocks, AttentionRule, AttentionTensors};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
+use crate::backend::kernels::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::update_rules::{self, AdamStep, SgdStep};
 use crate::backend::norm::Norm;
@@ -216,6 +220,49 @@ impl Kernels for Flex {
 
     fn softmax_backward(result: FlexTensor, grad: FlexTensor) -> FlexTensor {
         softmax::backward(&result, &grad)
+    }
+
+    fn tiled_attention(
+        tensors: &AttentionTensors<FlexTensor>,
+        rule: &AttentionRule,
+    ) -> [FlexTensor; 2] {
+        match tensors.query.dtype() {
+            DType::F32 => attention::forward(tensors, rule),
+            _ => blocks::forward::<Self>(tensors, rule),
+        }
+    }
+
+    fn tiled_attention_backward(
+        tensors: &AttentionTensors<FlexTensor>,
+        results: &[FlexTensor; 2],
+        grad: &FlexTensor,
+        rule: &AttentionRule,
+    ) -> [FlexTensor; 3] {
+        match grad.dtype() {
+            DType::F32 => attention::backward(tensors, results, grad, rule),
+            _ => blocks::backward::<Self>(tensors, results, grad, rule),
+        }
+    }
+
+    fn linear_cross_entropy(
+        tensors: &LossTensors<FlexTensor>,
+        rule: &LossRule,
+    ) -> LossResults<FlexTensor> {
+        match tensors.hidden.dtype() {
+            DType::F32 => cross_entropy::forward(tensors, rule),
+            _ => chunks::forward::<Self>(tensors, rule),
+        }
+    }
+
+    /// Returns the tensor itself if the factor is 1.
+    fn scale(tensor: FlexTensor, factor: FlexTensor, dtype: DType) -> FlexTensor {
+        let number = factor.into_data().iter::<f64>().next().expect("one factor");
+        let product = if number == 1.0 {
+            tensor
+        } else {
+            Self::float_mul_scalar(tensor, Scalar::from(number))
+        };
+        Self::float_cast(product, dtype.into())
     }
 
     fn adam(

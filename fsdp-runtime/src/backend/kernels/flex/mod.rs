@@ -1,6 +1,8 @@
 //! Kernels on Flex: vectorised loops over blocks that fit the cache, on all threads of the current
 //! rayon pool.
 
+mod attention;
+mod cross_entropy;
 mod decode;
 mod dropout;
 mod exp;
@@ -12,6 +14,7 @@ mod loops;
 mod new_tensor;
 mod nf4;
 mod prefetch;
+mod product;
 mod rows;
 mod softmax;
 mod sums;

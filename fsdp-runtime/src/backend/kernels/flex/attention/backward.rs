@@ -1,0 +1,158 @@
+//! The backward pass: the weights of each tile are computed again, from the row statistics.
+//!
+//! Source: Dao, [*FlashAttention-2*](https://arxiv.org/abs/2307.08691), 2023, algorithm 2.
+
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+use super::forward::drop_weights;
+use super::problem::{Head, Problem, STRIDE, Tile, rows};
+use super::{Buffer, exp_or_zero};
+use crate::backend::kernels::flex::dropout;
+use crate::backend::kernels::flex::product::Threads::One;
+use crate::backend::kernels::flex::product::{Matrix, multiply};
+use crate::backend::kernels::flex::rows::pair_sum_of;
+
+/// Results of the forward pass and the gradient of the output.
+#[derive(Clone, Copy)]
+pub(super) struct Saved<'a> {
+    pub(super) output: &'a [f32],
+    pub(super) statistics: &'a [f32],
+    pub(super) grad: &'a [f32],
+}
+
+/// One head and its gradients, which are zero before it runs.
+struct Task<'a> {
+    head: Head<'a>,
+    saved: Saved<'a>,
+    /// Gradients of the query, the key and the value.
+    grads: [&'a mut [f32]; 3],
+}
+
+/// Memory of one thread.
+struct Scratch {
+    weights: Buffer,
+    dropped: Buffer,
+    slopes: Buffer,
+}
+
+/// Adds the gradients of the query, the key and the value, on all threads of the current pool. A head
+/// is one task, so that sums over queries and sums over keys have one order.
+pub(super) fn backward(
+    problem: &Problem<'_>,
+    heads: usize,
+    saved: Saved<'_>,
+    [query, key, value]: [&mut [f32]; 3],
+) {
+    let each = |elements: usize| (elements / heads.max(1)).max(1);
+    let [of_output, of_rows] = [saved.output, saved.statistics].map(|all| each(all.len()));
+    let [of_query, of_key, of_value] = [&query, &key, &value].map(|all| each(all.len()));
+    let grads = query
+        .par_chunks_mut(of_query)
+        .zip(key.par_chunks_mut(of_key))
+        .zip(value.par_chunks_mut(of_value));
+    let scratch =
+        || Scratch { weights: Buffer::new(), dropped: Buffer::new(), slopes: Buffer::new() };
+    grads.enumerate().for_each_init(scratch, |scratch, (number, ((query, key), value))| {
+        let saved = Saved {
+            output: &saved.output[number * of_output..][..of_output],
+            statistics: &saved.statistics[number * of_rows..][..of_rows],
+            grad: &saved.grad[number * of_output..][..of_output],
+        };
+        Task { head: problem.head(number), saved, grads: [query, key, value] }.run(scratch);
+    });
+}
+
+impl Task<'_> {
+    fn run(self, scratch: &mut Scratch) {
+        let Self { head, saved, grads: [query_grad, key_grad, value_grad] } = self;
+        let (width, value_width) = (head.sizes.width, head.sizes.value_width);
+        let means = row_means(saved.output, saved.grad, value_width);
+        for queries in head.query_tiles() {
+            let grad = rows(saved.grad, &queries, value_width);
+            let statistics = &saved.statistics[queries.clone()];
+            let means = &means[queries.clone()];
+            let query_grad = &mut query_grad[queries.start * width..queries.end * width];
+            for tile in head.tiles(queries) {
+                let keys = tile.keys.start * width..tile.keys.end * width;
+                let values = tile.keys.start * value_width..tile.keys.end * value_width;
+                let [weights, slopes] = scratch.run(&tile, grad, statistics, means);
+                let value_grad = &mut value_grad[values];
+                multiply(One, (value_grad, value_width), true, 1.0, [weights.transposed(), grad]);
+                multiply(One, (query_grad, width), true, head.scale(), [slopes, tile.key()]);
+                let key_grad = &mut key_grad[keys];
+                let factors = [slopes.transposed(), tile.query()];
+                multiply(One, (key_grad, width), true, head.scale(), factors);
+            }
+        }
+    }
+}
+
+impl Scratch {
+    /// Returns the weights of a tile under its dropout mask, and the gradients of its scores.
+    fn run(
+        &mut self,
+        tile: &Tile<'_>,
+        grad: Matrix<'_>,
+        statistics: &[f32],
+        means: &[f32],
+    ) -> [Matrix<'_>; 2] {
+        let shape = [tile.queries.len(), tile.keys.len()];
+        let (weights, slopes) = (&mut self.weights.0, &mut self.slopes.0);
+        let factors = [tile.query(), tile.key().transposed()];
+        multiply(One, (weights, STRIDE), false, tile.head.scale(), factors);
+        let visible = &tile.visible()[..shape[0]];
+        weigh(weights, visible, shape[1], tile.bias(), statistics);
+        multiply(One, (slopes, STRIDE), false, 1.0, [grad, tile.value().transposed()]);
+        if let Some((mask, number)) = tile.mask() {
+            for query in 0..shape[0] {
+                let row = &mut slopes[query * STRIDE..][..shape[1]];
+                dropout::dropout_in_place(row, &mask, number(query));
+            }
+        }
+        differentiate(slopes, weights, shape[1], means);
+        let weights = drop_weights(tile, weights, &mut self.dropped.0);
+        [Matrix::new(weights, shape, STRIDE), Matrix::new(slopes, shape, STRIDE)]
+    }
+}
+
+/// Returns the sum of output times gradient for each row.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
+fn row_means(output: &[f32], grad: &[f32], width: usize) -> Vec<f32> {
+    let rows = output.chunks_exact(width).zip(grad.chunks_exact(width));
+    rows.map(|(output, grad)| pair_sum_of(output, grad, |output, grad| output * grad)).collect()
+}
+
+/// Replaces the scores of `visible.len()` rows of `keys` elements by their weights. Keys that a query
+/// does not see have weight 0.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
+fn weigh(
+    scores: &mut [f32],
+    visible: &[usize],
+    keys: usize,
+    bias: Option<&[f32]>,
+    statistics: &[f32],
+) {
+    for (row, (&visible, &statistic)) in visible.iter().zip(statistics).enumerate() {
+        let (seen, hidden) = scores[row * STRIDE..][..keys].split_at_mut(visible);
+        hidden.fill(0.0);
+        match bias {
+            None => seen.iter_mut().for_each(|score| *score = exp_or_zero(*score - statistic)),
+            Some(bias) => seen.iter_mut().zip(bias).for_each(|(score, bias)| {
+                *score = exp_or_zero(*score + bias - statistic);
+            }),
+        }
+    }
+}
+
+/// Turns the gradients of the weights into those of the scores before the scale: each less its row's
+/// mean, times the weight.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
+fn differentiate(grads: &mut [f32], weights: &[f32], keys: usize, means: &[f32]) {
+    for (row, &mean) in means.iter().enumerate() {
+        let weights = &weights[row * STRIDE..][..keys];
+        for (grad, weight) in grads[row * STRIDE..][..keys].iter_mut().zip(weights) {
+            *grad = (*grad - mean) * weight;
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The cross-entropy of a linear layer's output as one operation, which computes its gradients in
+//! forward.
+//!
+//! Backward follows forward directly, since the loss is a model's last operation. The gradient of the
+//! weight, which backward has to return, is then the only tensor of its size in either case. Computing
+//! the logits again in backward would take a fourth product over all rows and classes.
+
+use burn::backend::TensorMetadata;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::tensor::{DType, Shape, Tensor};
+
+use super::error::KernelError;
+use crate::backend::kernels::{Kernels, LossResults, LossRule, LossTensors};
+use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
+use crate::backend::tensor::{Float, Tracked};
+
+/// Tensors of a loss, as [`LossTensors`] describes them.
+#[derive(Debug)]
+pub(crate) struct LossInputs {
+    pub(crate) hidden: Tensor<2>,
+    pub(crate) weight: Tensor<2>,
+    pub(crate) bias: Option<Tensor<1>>,
+    pub(crate) targets: Tensor<1>,
+}
+
+/// Returns the loss, `[1]`, in f32 or in f64, and records it for backward if a tensor is tracked. Sets
+/// the gradients of the rule.
+///
+/// Returns `None` for devices without kernels, for dtypes that the device does not support, for tensors
+/// without elements, and if the tensors do not agree in device and dtype.
+pub(crate) fn linear_cross_entropy_tracked(
+    inputs: &LossInputs,
+    rule: LossRule,
+) -> Option<Tensor<1>> {
+    let LossInputs { hidden, weight, bias, targets } = inputs;
+    let (device, dtype) = (hidden.device(), hidden.dtype());
+    let agrees = (weight.device(), weight.dtype()) == (device.clone(), dtype)
+        && bias.iter().all(|bias| (bias.device(), bias.dtype()) == (device.clone(), dtype));
+    let has_elements = [hidden, weight].iter().all(|tensor| tensor.shape().num_elements() > 0);
+    if !agrees || !has_elements {
+        return None;
+    }
+    let loss: Result<Tensor<1>, KernelError> = with_backend!(device, |B, inner| {
+        let refused = || KernelError::Dtype { dtype, device: format!("{device:?}") };
+        let supported = <B as burn::backend::Backend>::supports_dtype(&inner, dtype);
+        let take = |tensor| <B as ModelBackend>::from_dispatch(tensor).ok_or_else(refused);
+        supported.then_some(()).ok_or_else(refused).and_then(|()| {
+            let bias = bias.clone().map(Tensor::into_dispatch);
+            let parents = [hidden, weight].map(|tensor| tensor.clone().into_dispatch());
+            let parents = parents.into_iter().chain(bias).map(take);
+            let targets = take(targets.clone().into_dispatch())?.into_inner();
+            let loss = apply::<B>(parents.collect::<Result<_, _>>()?, targets, rule);
+            Ok(Tensor::from_dispatch(B::into_dispatch(loss.ok_or_else(refused)?)))
+        })
+    });
+    loss.ok()
+}
+
+/// Computes the loss. The tensors are the hidden values, the weight, and the bias if there is one. Returns
+/// `None` if some of them are of an autodiff device and some are not.
+fn apply<B: ModelBackend>(
+    tensors: Vec<FloatTensor<B>>,
+    targets: Float<B>,
+    rule: LossRule,
+) -> Option<FloatTensor<B>> {
+    let (mut plain, mut autodiff, mut context) = (Vec::new(), Vec::new(), None);
+    for tensor in tensors {
+        match tensor {
+            FloatTensor::Plain(tensor) => plain.push(tensor),
+            FloatTensor::Autodiff(tensor, of_tensor) => {
+                context.get_or_insert(of_tensor);
+                autodiff.push(tensor);
+            }
+        }
+    }
+    let Some(context) = context else {
+        let rule = LossRule { gradients: [false; 3], ..rule };
+        let results = forward::<B>(plain, targets, rule);
+        return Some(FloatTensor::Plain(results.loss));
+    };
+    if !plain.is_empty() {
+        return None;
+    }
+    let loss = match <[_; 3]>::try_from(autodiff) {
+        Ok(tensors) => record::<B, 3>(tensors, targets, rule),
+        Err(tensors) => record::<B, 2>(<[_; 2]>::try_from(tensors).ok()?, targets, rule),
+    };
+    Some(FloatTensor::Autodiff(loss, context))
+}
+
+/// Returns the loss and the gradients that the rule asks for, without lowering tensors.
+fn forward<B: ModelBackend>(
+    tensors: Vec<Float<B>>,
+    targets: Float<B>,
+    rule: LossRule,
+) -> LossResults<Float<B>> {
+    let dtype = if tensors[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let scalar = Shape::from([1]);
+    let shapes = tensors.iter().map(TensorMetadata::shape).zip(rule.gradients);
+    let shapes = shapes.filter(|(_, wanted)| *wanted).map(|(shape, _)| shape);
+    let shapes = [scalar.clone(), scalar].into_iter().chain(shapes);
+    let outputs = shapes.map(|shape| (shape, dtype)).collect();
+    let mut tensors = tensors.into_iter();
+    let mut next = || tensors.next().expect("hidden values and weight");
+    let (hidden, weight) = (next(), next());
+    let tensors = LossTensors { hidden, weight, bias: tensors.next(), targets };
+    LossResults::from_vec(B::defer(tensors.into_vec(), outputs, move |buffers| {
+        B::Raw::linear_cross_entropy(&LossTensors::from_vec(buffers), &rule).into_vec()
+    }))
+}
+
+/// Computes the loss and records it as one autodiff operation.
+fn record<B: ModelBackend, const N: usize>(
+    tensors: [Tracked<B>; N],
+    targets: Float<B>,
+    rule: LossRule,
+) -> Tracked<B> {
+    let nodes = tensors.each_ref().map(|tensor| tensor.node());
+    let mut gradients = [false; 3];
+    for (wanted, tensor) in gradients.iter_mut().zip(&tensors) {
+        *wanted = tensor.is_tracked();
+    }
+    let tensors = Vec::from(tensors.map(Tracked::<B>::into_primitive));
+    let dtype = tensors[0].dtype();
+    let results = forward::<B>(tensors, targets, LossRule { gradients, ..rule });
+    let loss = results.loss.clone();
+    let op = Backward::<B, N>::prepare::<NoCheckpointing>(LinearCrossEntropy, nodes);
+    match op.compute_bound().stateful() {
+        OpsKind::Tracked(op) => op.finish(State { results, dtype }, loss),
+        OpsKind::UnTracked(op) => op.finish(loss),
+    }
+}
+
+/// The gradients of a loss, and the dtype of the tensors that they belong to.
+#[derive(Clone, Debug)]
+struct State<B: ModelBackend> {
+    results: LossResults<Float<B>>,
+    dtype: DType,
+}
+
+/// Backward of the loss. The parents are the hidden values, the weight, and the bias if there is one.
+/// The state has a gradient for each parent that needs one.
+#[derive(Debug)]
+struct LinearCrossEntropy;
+
+impl<B: ModelBackend, const N: usize> Backward<B, N> for LinearCrossEntropy {
+    type State = State<B>;
+
+    fn backward(self, ops: Ops<State<B>, N>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let State { results: LossResults { factor, gradients, .. }, dtype } = ops.state;
+        let factor = B::float_mul(factor, grads.consume::<B>(&ops.node));
+        for (parent, gradient) in ops.parents.into_iter().flatten().zip(gradients) {
+            let output = (gradient.shape(), dtype);
+            let mut scaled =
+                B::defer(vec![gradient, factor.clone()], vec![output], move |buffers| {
+                    let [gradient, factor] = <[_; 2]>::try_from(buffers).expect("two buffers");
+                    vec![B::Raw::scale(gradient, factor, dtype)]
+                });
+            let scaled = scaled.pop().expect("`defer` returns one tensor for each output");
+            grads.register::<B>(parent.id, scaled);
+        }
+    }
+}
