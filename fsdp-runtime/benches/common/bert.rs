@@ -56,14 +56,16 @@ pub struct Layer {
 
 #[fsdp_unit]
 impl Layer {
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let [batch, length, hidden] = x.dims();
-        let width = hidden / self.heads;
-        let heads = |x: Tensor<3>| x.reshape([batch, length, self.heads, width]).swap_dims(1, 2);
+    /// Runs the layer on the tokens of all rows, `[rows * length, hidden]`: one matrix product for
+    /// all rows, as `torch.nn.Linear` computes it.
+    pub fn forward(&self, x: Tensor<2>, length: usize) -> Tensor<2> {
+        let [tokens, hidden] = x.dims();
+        let (batch, width) = (tokens / length, hidden / self.heads);
+        let heads = |x: Tensor<2>| x.reshape([batch, length, self.heads, width]).swap_dims(1, 2);
         let query = heads(self.query.forward(x.clone())) / (width as f64).sqrt();
         let scores = query.matmul(heads(self.key.forward(x.clone())).transpose());
         let context = softmax(scores, 3).matmul(heads(self.value.forward(x.clone())));
-        let context = context.swap_dims(1, 2).reshape([batch, length, hidden]);
+        let context = context.swap_dims(1, 2).reshape([tokens, hidden]);
         let x = self.norm1.forward(x + self.output.forward(context));
         let inner = self.down.forward(gelu(self.up.forward(x.clone())));
         self.norm2.forward(x + inner)
@@ -84,8 +86,10 @@ pub struct Bert {
 impl Bert {
     pub fn forward(&self, ids: Tensor<2, Int>, positions: Tensor<2, Int>) -> Tensor<2> {
         let x = self.tokens.forward(ids) + self.positions.forward(positions);
-        let x = self.norm.forward(x);
-        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x));
+        let [batch, length, hidden] = x.dims();
+        let x = self.norm.forward(x.reshape([batch * length, hidden]));
+        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x, length));
+        let x = x.reshape([batch, length, hidden]);
         self.classifier.forward(x.narrow(1, 0, 1).squeeze_dim(1))
     }
 }

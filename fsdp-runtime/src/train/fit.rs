@@ -131,8 +131,8 @@ where
         let all = self.worker.exchange("all_gather", "the order of the training data", order)?;
         let (Some(order), Some(first)) = (order, *all[0]) else { return Ok(()) };
         let ranks = self.worker.world().ranks().zip(&all);
-        let orders = ranks.filter_map(|(rank, order)| Some((rank, (**order)?)));
-        if let Some((rank, found)) = { orders }.find(|(_, order)| !order.has_items_of(first)) {
+        let mut orders = ranks.filter_map(|(rank, order)| Some((rank, (**order)?)));
+        if let Some((rank, found)) = orders.find(|(_, order)| !order.has_items_of(first)) {
             let (found, expected) = (found.to_string(), first.to_string());
             return Err(LearnerError::DataMismatch { rank, found, expected }.into());
         }
