@@ -39,9 +39,9 @@ pub(crate) struct Options {
     #[arg(long, value_name = "OPTIONS")]
     fsdp: Option<String>,
 
-    /// JSON file of `Trainer`'s `fsdp_config`; flags override it
+    /// JSON file of `Trainer`'s `fsdp_config`, or the JSON itself; flags override it
     #[arg(long, value_name = "FILE", alias = "fsdp_config")]
-    fsdp_config: Option<PathBuf>,
+    fsdp_config: Option<String>,
 
     #[command(flatten)]
     flags: Flags,
@@ -110,8 +110,13 @@ impl Options {
     /// Returns the values of the command line. A flag of a key overrides `Trainer`'s JSON file.
     fn overrides(&self) -> Result<Overrides, LaunchError> {
         let mut overrides = Overrides::default();
-        if let Some(path) = &self.fsdp_config {
-            overrides.read_trainer_config(path)?;
+        match &self.fsdp_config {
+            // As in `Trainer`, a brace begins the JSON itself.
+            Some(json) if json.starts_with('{') => {
+                overrides.parse_trainer_config(json, "--fsdp_config")?;
+            }
+            Some(path) => overrides.read_trainer_config(path)?,
+            None => {}
         }
         self.flags.set_keys(&mut overrides)?;
         if let Some(options) = &self.fsdp {
