@@ -6,7 +6,7 @@ use super::error::{ConfigError, Note, Problem, ProblemKind};
 use super::keys::{PARALLELISM, PARALLELISM_PREFIX, Section};
 use super::nearest::nearest;
 use super::place::Place;
-use super::yaml::{self, Entry, Node, Value};
+use super::yaml::{self, KeyValue, Node, Value};
 
 /// Environment variable with the values of `fsdp launch`'s command line that override the
 /// configuration file, as JSON in the shape of a file. `fsdp launch` sets it for each rank.
@@ -40,7 +40,7 @@ const SYNONYMS: [[&str; 2]; 3] = [
 #[derive(Clone, Debug, Default)]
 pub struct Overrides {
     /// A tree in the shape of a file.
-    entries: Vec<Entry>,
+    entries: Vec<KeyValue>,
 }
 
 impl Overrides {
@@ -71,7 +71,7 @@ impl Overrides {
 
     /// Returns the value of a key; `None` if it is not set.
     pub(super) fn get(&self, key: &str) -> Option<&Node> {
-        let find = |entries: &'_ [Entry]| entries.iter().position(|entry| entry.key == key);
+        let find = |entries: &'_ [KeyValue]| entries.iter().position(|entry| entry.key == key);
         let entries = match map_of(key)? {
             Map::Top => &self.entries,
             Map::Inner(map) => {
@@ -117,7 +117,7 @@ impl Overrides {
 
     /// Returns the entries of a file with these values in place of the file's. Adds a note for each
     /// key of the file that is overridden.
-    pub(super) fn apply(&self, mut file: Vec<Entry>, notes: &mut Vec<Note>) -> Vec<Entry> {
+    pub(super) fn apply(&self, mut file: Vec<KeyValue>, notes: &mut Vec<Note>) -> Vec<KeyValue> {
         for own in &self.entries {
             let Value::Map(inner) = &own.value.value else {
                 replace(&mut file, own, Section::Top, notes);
@@ -142,7 +142,7 @@ impl Overrides {
     }
 
     /// Returns the entries of a map, which is made if it does not exist.
-    fn inner(&mut self, map: &str) -> &mut Vec<Entry> {
+    fn inner(&mut self, map: &str) -> &mut Vec<KeyValue> {
         let found = self.entries.iter().position(|entry| entry.key == map);
         let index = found.unwrap_or_else(|| {
             self.entries.push(entry(map, Value::Map(Vec::new())));
@@ -185,12 +185,12 @@ fn map_of(key: &str) -> Option<Map> {
     }
 }
 
-fn entry(key: &str, value: Value) -> Entry {
+fn entry(key: &str, value: Value) -> KeyValue {
     let place = Place::CommandLine;
-    Entry { key: key.into(), place, value: Node { place, value } }
+    KeyValue { key: key.into(), place, value: Node { place, value } }
 }
 
-fn place_on_command_line(entries: &mut [Entry]) {
+fn place_on_command_line(entries: &mut [KeyValue]) {
     for entry in entries {
         entry.place = Place::CommandLine;
         entry.value.place = Place::CommandLine;
@@ -201,7 +201,7 @@ fn place_on_command_line(entries: &mut [Entry]) {
 }
 
 /// Replaces a key of a file, and the keys of the same meaning.
-fn replace(file: &mut Vec<Entry>, own: &Entry, section: Section, notes: &mut Vec<Note>) {
+fn replace(file: &mut Vec<KeyValue>, own: &KeyValue, section: Section, notes: &mut Vec<Note>) {
     let same = SYNONYMS.iter().find(|group| group.contains(&own.key.as_str()));
     file.retain(|entry| {
         let key = section.find_older(&entry.key).map_or(entry.key.as_str(), |key| key.name);
@@ -223,7 +223,7 @@ fn replace(file: &mut Vec<Entry>, own: &Entry, section: Section, notes: &mut Vec
 }
 
 /// Returns entries as a JSON object.
-fn json_map(entries: &[Entry]) -> Json {
+fn json_map(entries: &[KeyValue]) -> Json {
     Json::Object(entries.iter().map(|entry| (entry.key.clone(), json(&entry.value))).collect())
 }
 

@@ -24,7 +24,7 @@ use super::error::{ConfigError, Note, Problem};
 use super::keys::Section;
 use super::overrides::Overrides;
 use super::types::{Config, Source};
-use super::yaml::{self, Entry, Value};
+use super::yaml::{self, KeyValue, Value};
 
 /// Reads the text of a file, whose values `overrides` replace. Errors name the file as `path`.
 pub(super) fn read(
@@ -62,7 +62,7 @@ pub(super) fn read(
 }
 
 /// Returns the problems of the keys under `fsdp_config`, each on its own.
-pub(super) fn check_fsdp_section(entries: &[Entry]) -> Vec<Problem> {
+pub(super) fn check_fsdp_section(entries: &[KeyValue]) -> Vec<Problem> {
     let mut reader = Reader::default();
     reader.section(Section::Fsdp, entries);
     reader.problems

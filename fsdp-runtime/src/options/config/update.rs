@@ -10,7 +10,7 @@ use super::overrides::Overrides;
 use super::place::Place;
 use super::read;
 use super::types::Config;
-use super::yaml::{self, Entry, Node, Value};
+use super::yaml::{self, KeyValue, Node, Value};
 
 /// A key of an older file, and what stands in its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,9 +99,9 @@ impl Config {
 }
 
 /// Returns the entries of a file that are written otherwise today.
-fn edits(root: &Node) -> Vec<(&Entry, Edit)> {
+fn edits(root: &Node) -> Vec<(&KeyValue, Edit)> {
     let Value::Map(top) = &root.value else { return Vec::new() };
-    let has = |entries: &[Entry], key: &str| entries.iter().any(|entry| entry.key == key);
+    let has = |entries: &[KeyValue], key: &str| entries.iter().any(|entry| entry.key == key);
     let mut edits = Vec::new();
     for entry in top {
         match entry.key.as_str() {
@@ -130,7 +130,7 @@ fn edits(root: &Node) -> Vec<(&Entry, Edit)> {
 }
 
 /// Returns the change of a key under `fsdp_config`, if it has another name today.
-fn fsdp_edit(entry: &Entry, has: &impl Fn(&str) -> bool) -> Option<Edit> {
+fn fsdp_edit(entry: &KeyValue, has: &impl Fn(&str) -> bool) -> Option<Edit> {
     let key = entry.key.as_str();
     let prefixed = format!("fsdp_{key}");
     let guide = GUIDES.iter().find(|(guide, _)| *guide == key || *guide == prefixed);
@@ -151,7 +151,7 @@ fn fsdp_edit(entry: &Entry, has: &impl Fn(&str) -> bool) -> Option<Edit> {
 /// Returns the line of an entry after an edit; the inner `None` for a line that is removed. `None`
 /// if the line has more than the entry, as in `{a: 1, b: 2}`, and cannot be edited so.
 #[allow(clippy::option_option, reason = "a line that is removed is no line that stays")]
-fn edited(line: &str, entry: &Entry, edit: &Edit) -> Option<Option<String>> {
+fn edited(line: &str, entry: &KeyValue, edit: &Edit) -> Option<Option<String>> {
     let key = entry.key.as_str();
     let alone = line.trim_start().trim_start_matches(['"', '\'']).starts_with(key)
         && matches!(entry.value.value, Value::Scalar { .. });

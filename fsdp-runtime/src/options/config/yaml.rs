@@ -26,12 +26,12 @@ pub(super) enum Value {
         plain: bool,
     },
     List(Vec<Node>),
-    Map(Vec<Entry>),
+    Map(Vec<KeyValue>),
 }
 
 /// A key with its value. A map keeps entries with equal keys.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Entry {
+pub(super) struct KeyValue {
     pub(super) key: String,
     pub(super) place: Place,
     pub(super) value: Node,
@@ -143,7 +143,7 @@ impl<'a> Tree<'a> {
         }
     }
 
-    fn map(&mut self, depth: usize) -> Result<Vec<Entry>, SyntaxError> {
+    fn map(&mut self, depth: usize) -> Result<Vec<KeyValue>, SyntaxError> {
         let mut entries = Vec::new();
         loop {
             let (key, mark) = match self.next()? {
@@ -153,7 +153,7 @@ impl<'a> Tree<'a> {
             };
             let Some((event, value)) = self.next()? else { return Ok(entries) };
             let value = self.node(event, &value, depth + 1)?;
-            entries.push(Entry { key, place: Place::Line(mark.line()), value });
+            entries.push(KeyValue { key, place: Place::Line(mark.line()), value });
         }
     }
 }

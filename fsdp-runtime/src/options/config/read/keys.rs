@@ -9,10 +9,10 @@ use crate::options::config::keys::PARALLELISM_PREFIX;
 use crate::options::config::nearest::nearest;
 use crate::options::config::types::MpirunConfig;
 use crate::options::config::values::{FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES};
-use crate::options::config::yaml::{Entry, Node, Value};
+use crate::options::config::yaml::{KeyValue, Node, Value};
 
 impl Reader {
-    pub(super) fn compute_environment(&mut self, entry: &Entry) {
+    pub(super) fn compute_environment(&mut self, entry: &KeyValue) {
         match entry.value.text() {
             Some("LOCAL_MACHINE") => {}
             Some("AMAZON_SAGEMAKER") => {
@@ -24,7 +24,7 @@ impl Reader {
         }
     }
 
-    pub(super) fn distributed_type(&mut self, entry: &Entry) {
+    pub(super) fn distributed_type(&mut self, entry: &KeyValue) {
         let text = entry.value.text().unwrap_or_default();
         if text == FSDP {
             return;
@@ -41,7 +41,7 @@ impl Reader {
         self.problem(entry.place, kind);
     }
 
-    pub(super) fn mixed_precision(&mut self, entry: &Entry) {
+    pub(super) fn mixed_precision(&mut self, entry: &KeyValue) {
         // YAML 1.1 reads an unquoted `no` as false, and files written by hand rely on it.
         let off = entry.value.text().is_some_and(|text| boolean(text) == Some(false));
         self.config.mixed_precision = if off {
@@ -51,7 +51,7 @@ impl Reader {
         };
     }
 
-    pub(super) fn main_process_port(&mut self, entry: &Entry) {
+    pub(super) fn main_process_port(&mut self, entry: &KeyValue) {
         match self.count(entry, 0).map(u16::try_from) {
             // In Accelerate, 0 stands for any free port.
             Some(Ok(0)) | None => {}
@@ -60,7 +60,7 @@ impl Reader {
         }
     }
 
-    pub(super) fn reshard_after_forward(&mut self, entry: &Entry) {
+    pub(super) fn reshard_after_forward(&mut self, entry: &KeyValue) {
         let text = entry.value.text().unwrap_or_default();
         // A number is a strategy, as in `fsdp_sharding_strategy`: 1 is FULL_SHARD, not true.
         let number = text.parse::<usize>().is_ok();
@@ -75,7 +75,7 @@ impl Reader {
     }
 
     /// Reads `fsdp_transformer_layer_cls_to_wrap`: a text with commas, or a list.
-    pub(super) fn unit_names(&mut self, entry: &Entry) {
+    pub(super) fn unit_names(&mut self, entry: &KeyValue) {
         let texts: Option<Vec<&str>> = match &entry.value.value {
             Value::Scalar { text, .. } => Some(text.split(',').collect()),
             Value::List(items) => items.iter().map(Node::text).collect(),
@@ -94,7 +94,7 @@ impl Reader {
     }
 
     /// Reads the keys of `mpirun_config`. Accelerate writes an empty map if `mpirun` is not used.
-    pub(super) fn mpirun(&mut self, entries: &[Entry]) {
+    pub(super) fn mpirun(&mut self, entries: &[KeyValue]) {
         if entries.is_empty() {
             return;
         }
@@ -115,7 +115,7 @@ impl Reader {
     }
 
     /// Reads a key of `parallelism_config`.
-    pub(super) fn parallelism(&mut self, entry: &Entry) {
+    pub(super) fn parallelism(&mut self, entry: &KeyValue) {
         match entry.key.strip_prefix(PARALLELISM_PREFIX) {
             Some("dp_replicate_size") => {
                 self.config.source.places.insert(REPLICATE, entry.place);

@@ -5,7 +5,7 @@ use crate::options::config::nearest::nearest;
 use crate::options::config::place::Place;
 use crate::options::config::types::Config;
 use crate::options::config::values::Named;
-use crate::options::config::yaml::{Entry, Value};
+use crate::options::config::yaml::{KeyValue, Value};
 use crate::options::{BackwardPrefetch, ShardingStrategy};
 
 /// Key of the number of shard groups, whose place `agree.rs` needs.
@@ -43,7 +43,7 @@ impl Reader {
     }
 
     /// Adds a problem: the value of `entry` is not `expected`.
-    pub(super) fn wrong_value(&mut self, entry: &Entry, expected: impl Into<String>) {
+    pub(super) fn wrong_value(&mut self, entry: &KeyValue, expected: impl Into<String>) {
         let (key, value) = (entry.key.clone(), entry.value.shown());
         self.problem(
             entry.value.place,
@@ -52,14 +52,14 @@ impl Reader {
     }
 
     /// Adds a problem: the value of `entry`, which is `text`, is not one of `valid`.
-    pub(super) fn unknown_value(&mut self, entry: &Entry, text: &str, valid: Vec<&'static str>) {
+    pub(super) fn unknown_value(&mut self, entry: &KeyValue, text: &str, valid: Vec<&'static str>) {
         let (key, value) = (entry.key.clone(), entry.value.shown());
         let nearest = nearest(text, valid.iter().copied());
         self.problem(entry.value.place, ProblemKind::UnknownValue { key, value, nearest, valid });
     }
 
     /// Adds a note: `entry` has no effect. `off` marks the value that switches the option off.
-    pub(super) fn note(&mut self, entry: &Entry, reason: impl Into<String>, off: bool) {
+    pub(super) fn note(&mut self, entry: &KeyValue, reason: impl Into<String>, off: bool) {
         self.notes.push(Note {
             place: entry.place,
             key: entry.key.clone(),
@@ -70,7 +70,7 @@ impl Reader {
     }
 
     /// Reads a text that is not empty.
-    pub(super) fn text(&mut self, entry: &Entry) -> Option<String> {
+    pub(super) fn text(&mut self, entry: &KeyValue) -> Option<String> {
         let text = entry.value.text().map(str::trim).filter(|text| !text.is_empty());
         if text.is_none() {
             self.wrong_value(entry, "a text");
@@ -78,7 +78,7 @@ impl Reader {
         text.map(str::to_string)
     }
 
-    pub(super) fn bool(&mut self, entry: &Entry) -> Option<bool> {
+    pub(super) fn bool(&mut self, entry: &KeyValue) -> Option<bool> {
         let value = entry.value.text().and_then(boolean);
         if value.is_none() {
             self.wrong_value(entry, "true or false");
@@ -87,7 +87,7 @@ impl Reader {
     }
 
     /// Reads a whole number of at least `least`, which may be written as `1e8`.
-    pub(super) fn count(&mut self, entry: &Entry, least: usize) -> Option<usize> {
+    pub(super) fn count(&mut self, entry: &KeyValue, least: usize) -> Option<usize> {
         let value = entry.value.text().and_then(whole_number).filter(|value| *value >= least);
         if value.is_none() {
             self.wrong_value(entry, format!("a whole number of at least {least}"));
@@ -99,7 +99,7 @@ impl Reader {
     /// [`Named::named_or_numbered`].
     pub(super) fn named<T: Named>(
         &mut self,
-        entry: &Entry,
+        entry: &KeyValue,
         parse: fn(&str) -> Option<T>,
     ) -> Option<T> {
         let text = entry.value.text().unwrap_or_default().trim();
@@ -111,7 +111,7 @@ impl Reader {
     }
 
     /// Reads the entries of a map with `read`.
-    pub(super) fn map(&mut self, entry: &Entry, read: impl FnOnce(&mut Self, &[Entry])) {
+    pub(super) fn map(&mut self, entry: &KeyValue, read: impl FnOnce(&mut Self, &[KeyValue])) {
         match &entry.value.value {
             Value::Map(entries) => read(self, entries),
             _ => self.wrong_value(entry, "indented lines of `key: value`"),

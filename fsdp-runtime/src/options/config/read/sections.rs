@@ -8,11 +8,11 @@ use crate::options::config::keys::{Effect, Section};
 use crate::options::config::nearest::nearest;
 use crate::options::config::place::Place;
 use crate::options::config::values::Named;
-use crate::options::config::yaml::Entry;
+use crate::options::config::yaml::KeyValue;
 
 impl Reader {
     /// Reads all entries of a part. Of entries with equal keys, the first is read.
-    pub(super) fn section(&mut self, section: Section, entries: &[Entry]) {
+    pub(super) fn section(&mut self, section: Section, entries: &[KeyValue]) {
         let mut places: HashMap<&str, Place> = HashMap::new();
         for entry in entries {
             let name = section.find_older(&entry.key).map_or(entry.key.as_str(), |key| key.name);
@@ -26,11 +26,11 @@ impl Reader {
         }
     }
 
-    fn entry(&mut self, section: Section, entry: &Entry) {
+    fn entry(&mut self, section: Section, entry: &KeyValue) {
         let Some(key) = section.find_older(&entry.key) else {
             return self.unknown_key(section, entry);
         };
-        let entry = &Entry { key: key.name.into(), ..entry.clone() };
+        let entry = &KeyValue { key: key.name.into(), ..entry.clone() };
         match key.effect {
             Effect::Unused { because, off } => {
                 let value = entry.value.shown();
@@ -50,7 +50,7 @@ impl Reader {
         }
     }
 
-    fn unknown_key(&mut self, section: Section, entry: &Entry) {
+    fn unknown_key(&mut self, section: Section, entry: &KeyValue) {
         let key = entry.key.clone();
         if section.other().find(&key).is_some() {
             let place = section.other().place();
@@ -63,7 +63,7 @@ impl Reader {
         self.problem(entry.place, ProblemKind::UnknownKey { key, nearest });
     }
 
-    fn top_level_key(&mut self, entry: &Entry) {
+    fn top_level_key(&mut self, entry: &KeyValue) {
         match entry.key.as_str() {
             "compute_environment" => self.compute_environment(entry),
             "debug" => self.config.debug = self.bool(entry).unwrap_or_default(),
@@ -92,7 +92,7 @@ impl Reader {
         }
     }
 
-    fn fsdp_key(&mut self, entry: &Entry) {
+    fn fsdp_key(&mut self, entry: &KeyValue) {
         match entry.key.as_str() {
             "fsdp_activation_checkpointing" => {
                 self.config.fsdp.activation_checkpointing = self.bool(entry).unwrap_or_default();
