@@ -416,6 +416,15 @@ fn the_commands_of_the_guides_run() {
     assert_eq!(layers, Some(serde_json::json!(["BertLayer"])));
     assert!(!run.stderr.contains("xla"), "`false` is the default: {run:#?}");
 
+    // The JSON itself in place of a file.
+    let json = r#"{"transformer_layer_cls_to_wrap": ["T5Block"], "cpu_offload": true}"#;
+    let run = Fsdp::script(&["-n", "1", "--fsdp", "true", "--fsdp_config", json], SCRIPT).run();
+    let offload = self::sent(&run).pointer("/fsdp_config/fsdp_offload_params").cloned();
+    assert_eq!(offload, Some("true".into()));
+    let wrong = ["-n", "1", "--fsdp_config", r#"{"cpu_offlod": true}"#];
+    let run = Fsdp::script(&wrong, "true").run();
+    assert!(run.stderr.contains("fsdp: --fsdp_config: line 1: unknown key"), "{run:#?}");
+
     // A flag overrides the JSON file, and the file of the configuration.
     let file = ConfigFile::new("num_processes: 1\nfsdp_config:\n  fsdp_backward_prefetch: 3\n");
     let flags = [

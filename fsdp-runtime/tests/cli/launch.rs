@@ -110,7 +110,8 @@ fn the_output_of_each_rank_is_appended_to_its_log_file() {
 
 #[test]
 fn a_start_that_cannot_work_is_refused_with_the_reason() {
-    refused(&Fsdp::script(&[], "true").run(), 1, "--num-processes N");
+    let unset = Fsdp::script(&[], "true").env("CUDA_VISIBLE_DEVICES", "");
+    refused(&unset.run(), 1, "--num-processes N");
     refused(&Fsdp::script(&["-n", "0"], "true").run(), 1, "at least 1");
     let run = Fsdp::new(&["launch", "-n", "2", "./no/such/program"]).run();
     refused(&run, 127, "`./no/such/program` was not found");

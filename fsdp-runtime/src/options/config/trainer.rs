@@ -34,6 +34,21 @@ impl Overrides {
         let path = path.as_ref();
         let text = std::fs::read_to_string(path)
             .map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        self.parse_trainer_config(&text, path)
+    }
+
+    /// Sets the values of the text of such a file. Errors name the file as `path`.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Syntax`] and [`ConfigError::Invalid`], as
+    /// [`read_trainer_config`](Self::read_trainer_config).
+    pub fn parse_trainer_config(
+        &mut self,
+        text: &str,
+        path: impl AsRef<Path>,
+    ) -> Result<(), ConfigError> {
+        let path = path.as_ref();
         let syntax = |line, column, message| ConfigError::Syntax {
             path: path.into(),
             line,
@@ -42,7 +57,7 @@ impl Overrides {
         };
         // JSON is YAML, whose tree has line numbers.
         let root =
-            yaml::parse(&text).map_err(|error| syntax(error.line, error.column, error.message))?;
+            yaml::parse(text).map_err(|error| syntax(error.line, error.column, error.message))?;
         let Some(Node { value: Value::Map(mut entries), .. }) = root else {
             return Err(syntax(1, 1, "expected an object, `{\"key\": value, ..}`".into()));
         };

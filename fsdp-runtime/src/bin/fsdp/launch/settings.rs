@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use fsdp_runtime::config::{Config, Overrides};
+use fsdp_runtime::cuda;
 
 use super::error::LaunchError;
 use super::flags::{Answer, Flags};
@@ -38,9 +39,9 @@ pub(crate) struct Options {
     #[arg(long, value_name = "OPTIONS")]
     fsdp: Option<String>,
 
-    /// JSON file of `Trainer`'s `fsdp_config`; flags override it
+    /// JSON file of `Trainer`'s `fsdp_config`, or the JSON itself; flags override it
     #[arg(long, value_name = "FILE", alias = "fsdp_config")]
-    fsdp_config: Option<PathBuf>,
+    fsdp_config: Option<String>,
 
     #[command(flatten)]
     flags: Flags,
@@ -81,7 +82,7 @@ impl Options {
             None => config::default_path().filter(|path| path.is_file()),
         };
         let overrides = self.overrides()?;
-        let (config, notes) = Config::read_with(path.as_deref(), &overrides)?;
+        let (mut config, notes) = Config::read_with(path.as_deref(), &overrides)?;
         config.check()?;
         if let Some(path) = &path {
             console::err(format_args!("configuration: {}", path.display()));
@@ -90,6 +91,11 @@ impl Options {
             console::err(format_args!("--{flag} has no effect here: {because}"));
         });
         notes.iter().filter(|note| !note.off).for_each(console::err);
+        let gpus = || cuda::driver().map_or(0, |driver| driver.gpus.len());
+        if let Some(ranks) = ranks_of_gpus(&config, gpus) {
+            console::err(format_args!("the number of ranks is not set: {ranks}, one for each GPU"));
+            config.num_processes = Some(ranks);
+        }
         Ok(Settings {
             config,
             path,
@@ -104,13 +110,50 @@ impl Options {
     /// Returns the values of the command line. A flag of a key overrides `Trainer`'s JSON file.
     fn overrides(&self) -> Result<Overrides, LaunchError> {
         let mut overrides = Overrides::default();
-        if let Some(path) = &self.fsdp_config {
-            overrides.read_trainer_config(path)?;
+        match &self.fsdp_config {
+            // As in `Trainer`, a brace begins the JSON itself.
+            Some(json) if json.starts_with('{') => {
+                overrides.parse_trainer_config(json, "--fsdp_config")?;
+            }
+            Some(path) => overrides.read_trainer_config(path)?,
+            None => {}
         }
         self.flags.set_keys(&mut overrides)?;
         if let Some(options) = &self.fsdp {
             overrides.set_trainer_options(options)?;
         }
         Ok(overrides)
+    }
+}
+
+/// Returns the number of ranks where the configuration has none: one for each GPU of all machines,
+/// as in Accelerate. `None` on a machine without GPUs. `gpus` counts those of this machine.
+fn ranks_of_gpus(config: &Config, gpus: impl FnOnce() -> usize) -> Option<usize> {
+    if config.num_processes.is_some() || config.use_cpu {
+        return None;
+    }
+    let chosen = config.gpu_ids.as_ref().map(|ids| ids.split(',').count());
+    // Without a driver there are no GPUs to choose from.
+    let found = gpus();
+    let here = chosen.map_or(found, |chosen| chosen.min(found));
+    (here > 0).then_some(here * config.num_machines)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_without_a_number_have_a_gpu_each() {
+        let ranks = |text: &str, gpus: usize| {
+            let (config, _) = Config::parse(text, "config.yaml").unwrap();
+            ranks_of_gpus(&config, || gpus)
+        };
+        assert_eq!(ranks("", 8), Some(8));
+        assert_eq!(ranks("num_processes: -1\nnum_machines: 2\n", 8), Some(16));
+        assert_eq!(ranks("gpu_ids: 0,3\n", 8), Some(2));
+        assert_eq!(ranks("", 0), None);
+        assert_eq!(ranks("num_processes: 4\n", 8), None);
+        assert_eq!(ranks("use_cpu: true\n", 8), None);
     }
 }

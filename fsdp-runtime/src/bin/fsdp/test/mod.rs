@@ -10,14 +10,12 @@ mod rank;
 
 use std::process::ExitCode;
 
-use fsdp_runtime::cuda;
-
 use crate::console;
 use crate::launch::{self, Options, Settings};
 
 pub(crate) use self::rank::{Args as RankArgs, run as run_rank};
 
-/// Number of ranks where the configuration has none, on a machine without GPUs.
+/// Number of ranks where the configuration has none, on the CPU.
 const DEFAULT_RANKS: usize = 2;
 
 #[derive(clap::Args)]
@@ -62,10 +60,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         mpi: cfg!(feature = "mpi"),
         mpirun: launch::has_mpirun(),
     };
-    let gpus = || cuda::driver().map_or(0, |driver| driver.gpus.len());
-    let default = if settings.config.use_cpu { 0 } else { gpus() };
-    let default = if default > 0 { default } else { DEFAULT_RANKS };
-    let world = *settings.config.num_processes.get_or_insert(default);
+    let world = *settings.config.num_processes.get_or_insert(DEFAULT_RANKS);
     let ranks = match choose(&settings, world, available) {
         Ok(ranks) => ranks,
         Err(reason) => {
