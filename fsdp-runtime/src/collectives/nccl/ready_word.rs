@@ -29,7 +29,7 @@ pub(super) struct Ready {
 
 /// The word of one process group, if its collectives are ordered on the device.
 #[derive(Debug)]
-pub(super) struct ReadyWord {
+pub(in crate::collectives) struct ReadyWord {
     is_on: bool,
     word: ReusedBuffers,
     written: AtomicU32,
@@ -39,7 +39,7 @@ pub(super) struct ReadyWord {
 pub(super) type HeldWord<B> = (DeviceMemory, Arc<GatherBuffer<B>>);
 
 impl ReadyWord {
-    pub(super) fn new(is_on: bool) -> Self {
+    pub(in crate::collectives) fn new(is_on: bool) -> Self {
         Self { is_on, word: ReusedBuffers::default(), written: AtomicU32::new(0) }
     }
 

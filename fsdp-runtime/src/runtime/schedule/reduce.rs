@@ -121,8 +121,9 @@ impl<B: ModelBackend> Schedule<B> {
     /// others would block at each of its units. So if it has to block, it lets the others catch up.
     fn block_for_reductions(&self, state: &mut State<B>, running: usize) -> usize {
         let reductions = &mut state.gradients.reductions;
-        let is_due = reductions.len() > running && self.shares_device();
-        if !is_due || reductions[reductions.len() - running - 1].work.is_issued() {
+        let due = reductions.len().checked_sub(running + 1).filter(|_| self.shares_device());
+        let due = due.and_then(|newest_due| reductions.get_mut(newest_due));
+        if due.is_none_or(|due| due.work.is_issued()) {
             return running;
         }
         if let Some(last) = reductions.back_mut() {
