@@ -175,7 +175,7 @@ pub fn linear_cross_entropy(
     let rule = LossRule {
         embedding: is_embedding,
         ignored: options.ignore_index.map(|target| target as f32),
-        smoothing: smoothing as f32,
+        smoothing,
         mean: matches!(options.reduction, Reduction::Mean | Reduction::Auto),
         chunk: options.chunk(rows, classes),
         gradients: [false; 3],
@@ -204,7 +204,7 @@ fn composed(inputs: LossInputs, rule: &LossRule) -> Tensor<1> {
     let numbers = Tensor::<1, Int>::arange(0..classes as i64, &device).cast(FloatDType::F32);
     let is_target = numbers.unsqueeze::<2>().equal(targets.clone().reshape([rows, 1]));
     let expected = is_target.float().cast(dtype).mul_scalar(1.0 - rule.smoothing);
-    let expected = expected.add_scalar(rule.smoothing / classes as f32);
+    let expected = expected.add_scalar(rule.smoothing / classes as f64);
     let losses = (shares * expected).sum_dim(1).squeeze_dim::<1>(1).neg();
     let counts = match rule.ignored {
         Some(ignored) => targets.not_equal_elem(ignored).float().cast(dtype),

@@ -141,7 +141,10 @@ impl Case {
         };
         let counted = self.targets().iter().filter(|&&target| Some(target) != self.ignore).count();
         let sum = losses.sum();
-        if self.sums { sum } else { sum.div_scalar(counted as f64) }
+        // A tensor as the divisor: the gradient of `div_scalar` is rounded to f32.
+        let divisor = if self.sums { 1.0 } else { counted as f64 };
+        let divisor = Tensor::full([1], divisor, (&sum.device(), sum.dtype()));
+        sum / divisor
     }
 
     /// Asserts that loss and gradients are Burn's, relative to the largest element.

@@ -113,7 +113,7 @@ pub(crate) trait Kernels: Backend {
         tensors: &AttentionTensors<Float<Self>>,
         rule: &AttentionRule,
     ) -> [Float<Self>; 2] {
-        attention::forward::<Self>(tensors, rule)
+        attention::forward::<Self>(tensors, rule, Self::dropout)
     }
 
     /// Returns the gradients of query, key and value, given the results of
@@ -124,7 +124,7 @@ pub(crate) trait Kernels: Backend {
         grad: &Float<Self>,
         rule: &AttentionRule,
     ) -> [Float<Self>; 3] {
-        attention::backward::<Self>(tensors, results, grad, rule)
+        attention::backward::<Self>(tensors, results, grad, rule, Self::dropout)
     }
 
     /// Returns the cross-entropy of `hidden · weight + bias` over all rows, and its gradients. The logits

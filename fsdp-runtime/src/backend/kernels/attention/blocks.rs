@@ -10,17 +10,20 @@ use burn::tensor::{DType, Shape, Slice, TensorData};
 use burn_std::Scalar;
 
 use super::{AttentionRule, AttentionTensors, MASK_ROWS};
-use crate::backend::kernels::contract::Kernels;
-use crate::backend::kernels::mask::BATCH;
+use crate::backend::kernels::mask::{BATCH, MaskSource};
 use crate::backend::tensor::Float;
 
 /// Queries of a block: those whose masks are numbered together.
 const QUERIES: usize = MASK_ROWS;
 
-/// Implements [`Kernels::attention`].
-pub(in crate::backend::kernels) fn forward<B: Kernels>(
+/// The kernel that multiplies a tensor by a dropout mask.
+type Dropout<B> = fn(Float<B>, &MaskSource) -> Float<B>;
+
+/// Implements [`Kernels::tiled_attention`](crate::backend::kernels::Kernels::tiled_attention).
+pub(in crate::backend::kernels) fn forward<B: Backend>(
     tensors: &AttentionTensors<Float<B>>,
     rule: &AttentionRule,
+    dropout: Dropout<B>,
 ) -> [Float<B>; 2] {
     let (mut outputs, mut statistics) = (Vec::new(), Vec::new());
     for block in Block::all::<B>(tensors, rule) {
@@ -33,7 +36,7 @@ pub(in crate::backend::kernels) fn forward<B: Kernels>(
         let sum = B::float_sum_dim(weights.clone(), 3);
         let sum = B::float_clamp_min(sum, Scalar::from(range.min_positive));
         let weights = B::float_div(weights, sum.clone());
-        let weights = match block.mask::<B>(&weights, rule) {
+        let weights = match block.mask::<B>(&weights, rule, dropout) {
             Some(mask) => B::float_mul(weights, mask),
             None => weights,
         };
@@ -45,12 +48,14 @@ pub(in crate::backend::kernels) fn forward<B: Kernels>(
     [outputs, statistics].map(|blocks| B::float_cat(blocks, 2))
 }
 
-/// Implements [`Kernels::attention_backward`].
-pub(in crate::backend::kernels) fn backward<B: Kernels>(
+/// Implements
+/// [`Kernels::tiled_attention_backward`](crate::backend::kernels::Kernels::tiled_attention_backward).
+pub(in crate::backend::kernels) fn backward<B: Backend>(
     tensors: &AttentionTensors<Float<B>>,
     [output, statistics]: &[Float<B>; 2],
     grad: &Float<B>,
     rule: &AttentionRule,
+    dropout: Dropout<B>,
 ) -> [Float<B>; 3] {
     let wide = wide(tensors.query.dtype());
     let mut query_grads = Vec::new();
@@ -60,7 +65,7 @@ pub(in crate::backend::kernels) fn backward<B: Kernels>(
         let statistics = block.of_queries::<B>(statistics);
         let scores = block.scores::<B>(tensors, rule);
         let weights = B::float_exp(B::float_sub(scores, statistics));
-        let mask = block.mask::<B>(&weights, rule);
+        let mask = block.mask::<B>(&weights, rule, dropout);
         let [grad, output] = [grad, output].map(|tensor| block.of_queries::<B>(tensor));
         let wide_grad = B::float_cast(grad.clone(), wide.into());
         let mean = B::float_mul(wide_grad.clone(), B::float_cast(output, wide.into()));
@@ -184,13 +189,18 @@ impl Block {
     }
 
     /// Returns the dropout mask of the block's weights.
-    fn mask<B: Kernels>(&self, weights: &Float<B>, rule: &AttentionRule) -> Option<Float<B>> {
+    fn mask<B: Backend>(
+        &self,
+        weights: &Float<B>,
+        rule: &AttentionRule,
+        dropout: Dropout<B>,
+    ) -> Option<Float<B>> {
         let source = rule.dropout?.of_block(self.queries.start / MASK_ROWS);
         let [batch, heads, queries, keys] = weights.shape().dims();
         // Masks are numbered over all keys, seen or not.
         let all = Shape::from([batch, heads, queries, self.all_keys.next_multiple_of(BATCH)]);
         let ones = B::float_ones(all, &weights.device(), DType::F32.into());
-        let mask = part::<B>(&B::dropout(ones, &source), 3, 0..keys);
+        let mask = part::<B>(&dropout(ones, &source), 3, 0..keys);
         Some(B::float_cast(mask, weights.dtype().into()))
     }
 }

@@ -108,7 +108,7 @@ impl<B: Backend> Sums<B> {
         let shares = B::float_div(powers, sum.clone());
         let expected = is_zero::<B>(B::float_sub(numbers.clone(), targets));
         let expected = B::float_mul_scalar(expected, Scalar::from(1.0 - rule.smoothing));
-        let even = Scalar::from(rule.smoothing / classes as f32);
+        let even = Scalar::from(rule.smoothing / classes as f64);
         let expected = B::float_add_scalar(expected, even);
         let of_target = B::float_sum_dim(B::float_mul(expected.clone(), logits), 1);
         let losses = B::float_sub(B::float_add(B::float_log(sum), top), of_target);

@@ -13,7 +13,7 @@ pub(crate) struct LossRule {
     /// Target of rows that do not count.
     pub(crate) ignored: Option<f32>,
     /// Share of the target distribution that is even over all classes.
-    pub(crate) smoothing: f32,
+    pub(crate) smoothing: f64,
     /// Whether the loss is divided by the number of rows that count.
     pub(crate) mean: bool,
     /// Rows whose logits exist at once.

@@ -136,7 +136,7 @@ impl Problem<'_> {
         if let Some(bias) = self.bias {
             logits.iter_mut().zip(bias).for_each(|(logit, bias)| *logit += bias);
         }
-        row_loss(logits, target, self.rule.smoothing, self.scale)
+        row_loss(logits, target, self.rule.smoothing as f32, self.scale)
     }
 }
 

@@ -228,7 +228,7 @@ impl Kernels for Flex {
     ) -> [FlexTensor; 2] {
         match tensors.query.dtype() {
             DType::F32 => attention::forward(tensors, rule),
-            _ => blocks::forward::<Self>(tensors, rule),
+            _ => blocks::forward::<Self>(tensors, rule, Self::dropout),
         }
     }
 
@@ -240,7 +240,7 @@ impl Kernels for Flex {
     ) -> [FlexTensor; 3] {
         match grad.dtype() {
             DType::F32 => attention::backward(tensors, results, grad, rule),
-            _ => blocks::backward::<Self>(tensors, results, grad, rule),
+            _ => blocks::backward::<Self>(tensors, results, grad, rule, Self::dropout),
         }
     }
 

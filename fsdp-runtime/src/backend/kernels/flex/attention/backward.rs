@@ -6,7 +6,7 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::forward::drop_weights;
-use super::problem::{Head, Problem, STRIDE, Tile, rows};
+use super::problem::{Head, KEYS, Problem, QUERIES, STRIDE, Tile, rows};
 use super::{Buffer, exp_or_zero};
 use crate::backend::kernels::flex::dropout;
 use crate::backend::kernels::flex::product::Threads::One;
@@ -21,12 +21,26 @@ pub(super) struct Saved<'a> {
     pub(super) grad: &'a [f32],
 }
 
-/// One head and its gradients, which are zero before it runs.
+/// A part of a head's tiles, and the gradients that it adds to, which are zero before it runs.
 struct Task<'a> {
     head: Head<'a>,
     saved: Saved<'a>,
-    /// Gradients of the query, the key and the value.
-    grads: [&'a mut [f32]; 3],
+    /// Gradient of the queries, unless another task adds it.
+    query: Option<&'a mut [f32]>,
+    /// Gradients of the keys and the values of the tiles, unless another task adds them.
+    keys: Option<[&'a mut [f32]; 2]>,
+    part: Part,
+}
+
+/// Tiles of a task.
+#[derive(Clone, Copy)]
+enum Part {
+    /// All tiles of the head.
+    Head,
+    /// Those of one tile of queries.
+    Queries(usize),
+    /// Those of one tile of keys.
+    Keys(usize),
 }
 
 /// Memory of one thread.
@@ -36,8 +50,12 @@ struct Scratch {
     slopes: Buffer,
 }
 
-/// Adds the gradients of the query, the key and the value, on all threads of the current pool. A head
-/// is one task, so that sums over queries and sums over keys have one order.
+/// Adds the gradients of the query, the key and the value, on all threads of the current pool.
+///
+/// A head is one task, whose five products for each tile are the fewest. If there are more than twice as
+/// many threads as heads, a head has a task for each tile of queries and one for each tile of keys, which
+/// take seven products. The bits are the same: in both cases a query adds its keys in order, and a key
+/// its queries.
 pub(super) fn backward(
     problem: &Problem<'_>,
     heads: usize,
@@ -47,43 +65,74 @@ pub(super) fn backward(
     let each = |elements: usize| (elements / heads.max(1)).max(1);
     let [of_output, of_rows] = [saved.output, saved.statistics].map(|all| each(all.len()));
     let [of_query, of_key, of_value] = [&query, &key, &value].map(|all| each(all.len()));
-    let grads = query
-        .par_chunks_mut(of_query)
-        .zip(key.par_chunks_mut(of_key))
-        .zip(value.par_chunks_mut(of_value));
-    let scratch =
-        || Scratch { weights: Buffer::new(), dropped: Buffer::new(), slopes: Buffer::new() };
-    grads.enumerate().for_each_init(scratch, |scratch, (number, ((query, key), value))| {
+    let splits = rayon::current_num_threads() > 2 * heads;
+    let keys = key.chunks_mut(of_key).zip(value.chunks_mut(of_value));
+    let mut tasks = Vec::new();
+    for (number, (query, (key, value))) in query.chunks_mut(of_query).zip(keys).enumerate() {
+        let head = problem.head(number);
         let saved = Saved {
             output: &saved.output[number * of_output..][..of_output],
             statistics: &saved.statistics[number * of_rows..][..of_rows],
             grad: &saved.grad[number * of_output..][..of_output],
         };
-        Task { head: problem.head(number), saved, grads: [query, key, value] }.run(scratch);
-    });
+        let task = |query, keys, part| Task { head, saved, query, keys, part };
+        if !splits {
+            tasks.push(task(Some(query), Some([key, value]), Part::Head));
+            continue;
+        }
+        let (width, value_width) = (head.sizes.width, head.sizes.value_width);
+        for (at, query) in query.chunks_mut(QUERIES * width).enumerate() {
+            tasks.push(task(Some(query), None, Part::Queries(at)));
+        }
+        let keys = key.chunks_mut(KEYS * width).zip(value.chunks_mut(KEYS * value_width));
+        for (at, (key, value)) in keys.enumerate() {
+            tasks.push(task(None, Some([key, value]), Part::Keys(at)));
+        }
+    }
+    let scratch =
+        || Scratch { weights: Buffer::new(), dropped: Buffer::new(), slopes: Buffer::new() };
+    tasks.into_par_iter().for_each_init(scratch, |scratch, task| task.run(scratch));
 }
 
 impl Task<'_> {
-    fn run(self, scratch: &mut Scratch) {
-        let Self { head, saved, grads: [query_grad, key_grad, value_grad] } = self;
-        let (width, value_width) = (head.sizes.width, head.sizes.value_width);
+    fn run(mut self, scratch: &mut Scratch) {
+        let Self { head, saved, part, .. } = self;
+        let value_width = head.sizes.value_width;
         let means = row_means(saved.output, saved.grad, value_width);
-        for queries in head.query_tiles() {
+        for (at, queries) in head.query_tiles().enumerate() {
+            if matches!(part, Part::Queries(own) if own != at) {
+                continue;
+            }
             let grad = rows(saved.grad, &queries, value_width);
             let statistics = &saved.statistics[queries.clone()];
             let means = &means[queries.clone()];
-            let query_grad = &mut query_grad[queries.start * width..queries.end * width];
-            for tile in head.tiles(queries) {
-                let keys = tile.keys.start * width..tile.keys.end * width;
-                let values = tile.keys.start * value_width..tile.keys.end * value_width;
-                let [weights, slopes] = scratch.run(&tile, grad, statistics, means);
-                let value_grad = &mut value_grad[values];
-                multiply(One, (value_grad, value_width), true, 1.0, [weights.transposed(), grad]);
-                multiply(One, (query_grad, width), true, head.scale(), [slopes, tile.key()]);
-                let key_grad = &mut key_grad[keys];
-                let factors = [slopes.transposed(), tile.query()];
-                multiply(One, (key_grad, width), true, head.scale(), factors);
+            for (at, tile) in head.tiles(queries).enumerate() {
+                if matches!(part, Part::Keys(own) if own != at) {
+                    continue;
+                }
+                let factors = scratch.run(&tile, grad, statistics, means);
+                self.add(&tile, grad, factors);
             }
+        }
+    }
+
+    /// Adds the gradients of a tile, given its weights and the gradients of its scores.
+    fn add(&mut self, tile: &Tile<'_>, grad: Matrix<'_>, [weights, slopes]: [Matrix<'_>; 2]) {
+        let (head, part) = (self.head, self.part);
+        let (width, value_width) = (head.sizes.width, head.sizes.value_width);
+        if let Some(target) = &mut self.query {
+            let start = if let Part::Queries(_) = part { 0 } else { tile.queries.start };
+            let target = &mut target[start * width..(start + tile.queries.len()) * width];
+            multiply(One, (target, width), true, head.scale(), [slopes, tile.key()]);
+        }
+        if let Some([key, value]) = &mut self.keys {
+            let start = if let Part::Keys(_) = part { 0 } else { tile.keys.start };
+            let keys = start..start + tile.keys.len();
+            let target = &mut key[keys.start * width..keys.end * width];
+            let factors = [slopes.transposed(), tile.query()];
+            multiply(One, (target, width), true, head.scale(), factors);
+            let target = &mut value[keys.start * value_width..keys.end * value_width];
+            multiply(One, (target, value_width), true, 1.0, [weights.transposed(), grad]);
         }
     }
 }

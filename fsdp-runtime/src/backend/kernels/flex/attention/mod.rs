@@ -2,7 +2,7 @@
 //! forward pass and again in the backward pass.
 //!
 //! The forward pass has a task for each tile of queries of each head, and the backward pass one for
-//! each head. The bits depend only on the tensors, not on the number of threads.
+//! each head, or more where there are many threads. The bits depend only on the tensors, not on the number of threads.
 
 mod backward;
 mod forward;
