@@ -91,7 +91,8 @@ impl MemoryForecast {
     ///
     /// For the hybrid strategies without a `shard_size`, all ranks are assumed to be on one
     /// machine. The device that computes is assumed to be that of the module, by which
-    /// [`with_reductions_in_flight`](FsdpOptions::with_reductions_in_flight) has its default.
+    /// [`with_reductions_in_flight`](FsdpOptions::with_reductions_in_flight) has its default. A
+    /// CubeCL device needs no gather buffers for f32 parameters that are not divided among ranks.
     ///
     /// # Errors
     ///
