@@ -122,7 +122,8 @@ impl<B: ModelBackend> Schedule<B> {
     fn block_for_reductions(&self, state: &mut State<B>, running: usize) -> usize {
         let reductions = &mut state.gradients.reductions;
         let is_due = reductions.len() > running && self.shares_device();
-        if !is_due || reductions[reductions.len() - running - 1].work.is_issued() {
+        let newest = reductions.len().saturating_sub(running + 1);
+        if !is_due || reductions[newest].work.is_issued() {
             return running;
         }
         if let Some(last) = reductions.back_mut() {
