@@ -8,7 +8,6 @@ use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, LoadError, LoraConfig, SaveAdapters, SaveDtype, SaveError};
 use safetensors::SafeTensors;
 
-use super::pretrained::files;
 use crate::support::transformer::Numbered;
 use crate::support::{CLASSES, HIDDEN, Net, WIDTH, batch, loss, of_rank_0, on_ranks};
 
@@ -53,6 +52,15 @@ fn saved(
         net.state().save_adapters(&folder, &save)?;
         Ok((net.state().full(Recipient::All)?, logits(&net, worker)))
     })
+}
+
+/// Returns the names in a folder, in order.
+fn files(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
 }
 
 fn json(folder: &Path) -> serde_json::Value {

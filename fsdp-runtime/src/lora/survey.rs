@@ -218,7 +218,7 @@ impl ParamVisitor for Survey {
         *self.places.entry(param.id).or_default() += 1;
         if D == 2 && self.in_linear() {
             let units = self.units.iter().copied().flatten().collect();
-            let names = names.parent().unwrap_or(Names { path: "".into(), key: "".into() });
+            let names = names.parent().unwrap_or(Names { path: String::new(), key: String::new() });
             self.layers.push(LinearLayer { names, units, weight: param.id });
         }
         self.params.push(names);

@@ -35,7 +35,7 @@ pub(super) fn target_modules(adapted: &BTreeSet<&str>, modules: &BTreeSet<&str>)
     let mut targets = BTreeSet::new();
     for key in adapted {
         let starts = key.rmatch_indices('.').map(|(index, _)| index + 1).chain([0]);
-        let ends = starts.map(|start| &key[start..]);
+        let mut ends = starts.map(|start| &key[start..]);
         let only_adapted = |end: &&str| {
             let matches = |module: &&&str| {
                 module
@@ -44,7 +44,7 @@ pub(super) fn target_modules(adapted: &BTreeSet<&str>, modules: &BTreeSet<&str>)
             };
             modules.iter().filter(matches).all(|module| adapted.contains(module))
         };
-        targets.insert(ends.into_iter().find(only_adapted).unwrap_or(key).to_string());
+        targets.insert(ends.find(only_adapted).unwrap_or(key).to_string());
     }
     targets.into_iter().collect()
 }
@@ -57,11 +57,11 @@ pub(super) fn modules_to_save(params: &[(&str, bool)]) -> Vec<String> {
     };
     let mut saved = BTreeSet::new();
     for (param, _) in params.iter().filter(|(_, trained)| *trained) {
-        let ends = param.match_indices('.').map(|(index, _)| &param[..index]);
+        let mut ends = param.match_indices('.').map(|(index, _)| &param[..index]);
         let full = |module: &&str| {
             params.iter().all(|(other, trained)| *trained || !within(other, module))
         };
-        saved.insert(ends.into_iter().find(full).unwrap_or(module_of(param)).to_string());
+        saved.insert(ends.find(full).unwrap_or(module_of(param)).to_string());
     }
     saved.into_iter().collect()
 }
