@@ -245,6 +245,7 @@ mod tests {
             },
             config: config.with_dropout(Some(0.0)),
             pretrained: None,
+            lora: None,
             strategy,
             options: FsdpOptions::new(),
             scaler: None,

@@ -11,6 +11,7 @@ use crate::checkpoints::CheckpointPlan;
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::log_file::LogArgs;
 use crate::common::parse::{learning_rate, positive, probability};
+use crate::lora::LoraArgs;
 
 /// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded
 /// over ranks.
@@ -72,6 +73,9 @@ pub struct Cli {
     /// several files and their index), and `tokenizer.json` or `vocab.txt`
     #[arg(long, value_name = "DIR")]
     pub pretrained: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub lora: LoraArgs,
 
     /// Directory to write the trained model to, in the format that transformers loads
     #[arg(long, value_name = "DIR")]
@@ -136,6 +140,8 @@ pub struct Recipe {
 const SCRATCH: Defaults = Defaults { epochs: 5, batch_size: 8, learning_rate: 5e-4 };
 /// Defaults of a pretrained model.
 const FINE_TUNE: Defaults = Defaults { epochs: 3, batch_size: 8, learning_rate: 5e-5 };
+/// Defaults of LoRA adapters, which start at zero and are few.
+const LORA: Defaults = Defaults { epochs: 3, batch_size: 8, learning_rate: 5e-4 };
 const MAX_LENGTH: usize = 128;
 const WEIGHT_DECAY: f32 = 0.01;
 const WARMUP: f64 = 0.1;
@@ -150,7 +156,11 @@ struct Defaults {
 impl Cli {
     /// Returns the hyperparameters of the run.
     pub fn recipe(&self) -> Recipe {
-        let defaults = if self.pretrained.is_some() { FINE_TUNE } else { SCRATCH };
+        let defaults = match (&self.pretrained, self.lora.lora) {
+            (None, _) => SCRATCH,
+            (Some(_), None) => FINE_TUNE,
+            (Some(_), Some(_)) => LORA,
+        };
         Recipe {
             epochs: self.epochs.or(self.steps.is_none().then_some(defaults.epochs)),
             steps: self.steps,
@@ -197,6 +207,8 @@ mod tests {
         let tuned = parse("--pretrained dir").unwrap().recipe();
         assert_eq!((scratch.epochs, scratch.learning_rate), (Some(5), 5e-4));
         assert_eq!((tuned.epochs, tuned.learning_rate), (Some(3), 5e-5));
+        let adapted = parse("--pretrained dir --lora 8").unwrap().recipe();
+        assert_eq!((adapted.epochs, adapted.learning_rate), (Some(3), 5e-4));
     }
 
     #[test]

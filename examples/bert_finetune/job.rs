@@ -13,6 +13,7 @@ use crate::common::log_file::LogFile;
 use crate::corpus::Corpus;
 use crate::export::Export;
 use crate::launch_settings::LaunchSettings;
+use crate::lora::Lora;
 use crate::tokenizer::{BertTokenizer, Encoded};
 
 /// Inputs of a run, the same on every rank.
@@ -24,6 +25,8 @@ pub struct Job {
     pub config: BertConfig,
     /// Directory of the pretrained weights to start from.
     pub pretrained: Option<PathBuf>,
+    /// Adapters that are trained in place of the weights.
+    pub lora: Option<Lora>,
     /// Sharding strategy. It replaces the one in `options`.
     pub strategy: ShardingStrategy,
     /// Other sharding options: those of the configuration file, or the defaults.
@@ -65,6 +68,7 @@ impl Job {
     /// If one of them cannot be read, or if they do not fit together.
     pub fn new(cli: &Cli, settings: &LaunchSettings) -> Result<Self> {
         let recipe = cli.recipe();
+        let lora = cli.lora.resolve()?;
         let corpus = match &cli.data {
             Some(path) => Corpus::read(path)?,
             None => Corpus::embedded()?,
@@ -89,6 +93,7 @@ impl Job {
             dataset: Dataset::new(&corpus, &tokenizer)?,
             config: config.with_dropout(cli.dropout),
             pretrained: cli.pretrained.clone(),
+            lora,
             strategy: settings.strategy,
             options: settings.options.clone(),
             scaler: settings.scaler.clone(),

@@ -9,6 +9,7 @@
 //! cargo run --release --example bert_finetune          # trains a small BERT on mail, on two ranks
 //! cargo run --release --example bert_finetune -- --help
 //! cargo run --release --example bert_finetune -- --pretrained MiniLM-L6/ --data mrpc/
+//! cargo run --release --example bert_finetune -- --pretrained MiniLM-L6/ --lora 8 --quantize nf4
 //! ```
 //!
 //! Read in this order:
@@ -20,7 +21,7 @@
 //!
 //! Inputs of a run are in `cli.rs` (arguments and hyperparameters), `launch_settings.rs`
 //! (configuration file of `fsdp launch`), `job.rs`, `bert_config.rs`, `corpus.rs` (text),
-//! `tokenizer.rs` and `batch.rs`. Results are in `metrics.rs`, `progress.rs`, `summary.rs` and
+//! `tokenizer.rs` and `batch.rs`. `lora.rs` has adapters on a frozen model. Results are in `metrics.rs`, `progress.rs`, `summary.rs` and
 //! `export.rs` (files next to exported weights). `learning_rate.rs` has the schedule, and
 //! `../common/` the code that the examples share.
 
@@ -35,6 +36,7 @@ mod export;
 mod job;
 mod launch_settings;
 mod learning_rate;
+mod lora;
 mod metrics;
 mod model;
 mod progress;

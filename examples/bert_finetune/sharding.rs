@@ -21,7 +21,14 @@ pub type ShardedBert = Fsdp<BertForSequenceClassification>;
 /// If the pretrained weights do not fit the model, or if a peer fails.
 pub fn shard_model(job: &Job, worker: &Worker, progress: &Progress) -> Result<ShardedBert> {
     let model = job.config.init(job.dataset.classes, worker.device());
-    let options = job.options.clone().with_strategy(job.strategy).with_seed(job.recipe.seed);
+    let mut options = job.options.clone().with_strategy(job.strategy).with_seed(job.recipe.seed);
+    let model = match &job.lora {
+        None => model,
+        Some(lora) => {
+            options = options.with_storage(StoragePolicy::new().with_frozen(lora.storage));
+            lora.config.apply(model).context("--lora")?
+        }
+    };
     if job.checkpoints.resume.is_some() {
         return Ok(fully_shard(model, worker, options.with_deferred_init(true))?);
     }
@@ -41,6 +48,7 @@ fn shard_pretrained(
     progress: &Progress,
 ) -> Result<ShardedBert> {
     let load = LoadOptions::new()
+        .with_new_adapters()
         // A file of the encoder alone has no classifier, perhaps no pooler, and no `bert.` prefix.
         .with_base_prefix("bert")
         .with_allowed_missing("classifier.")
@@ -51,8 +59,9 @@ fn shard_pretrained(
         .with_allowed_unexpected("embeddings.position_ids")
         .with_allowed_unexpected("bert.embeddings.position_ids")
         .with_legacy_layer_norm();
-    let (model, report) = from_pretrained(model, worker, options, directory, &load)
+    let (model, mut report) = from_pretrained(model, worker, options, directory, &load)
         .with_context(|| format!("cannot start from {}", directory.display()))?;
+    report.missing.retain(|name| !name.contains(".lora."));
     for (what, names) in [("newly initialised", &report.missing), ("not used", &report.unexpected)]
     {
         if !names.is_empty() {

@@ -15,6 +15,7 @@ use crate::common::training::{
 };
 use crate::job::Job;
 use crate::learning_rate::schedule;
+use crate::lora;
 use crate::metrics::{Counts, Scores, argmax, mean};
 use crate::model::BertInput;
 use crate::progress::{Progress, Step};
@@ -219,8 +220,16 @@ impl<'a> Trainer<'a> {
         };
         self.progress.finish();
         let model = &self.state.model;
-        if let Some(export) = &self.job.export {
-            model.state().save_pretrained(&export.folder, &export.options())?;
+        let job = self.job;
+        match (&job.export, &job.lora) {
+            (Some(export), None) => {
+                model.state().save_pretrained(&export.folder, &export.options())?;
+            }
+            (Some(export), Some(_)) => {
+                let options = lora::save_options(export, job.pretrained.as_deref());
+                model.state().save_adapters(&export.folder, &options)?;
+            }
+            (None, _) => {}
         }
 
         let bytes = [model.stats().sharded_bytes(), model.stats().peak_unsharded_bytes()];

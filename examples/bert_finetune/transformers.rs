@@ -1,5 +1,5 @@
 //! Tests that compare the model's logits with those of PyTorch/transformers, for weights loaded
-//! from transformers and for weights exported to it after training.
+//! from transformers, and for weights and adapters exported to it and to PEFT after training.
 //!
 //! The tests need a Python with transformers (`PYTHON`, default `python3`). Some start from a
 //! pretrained BERT, whose directory `BERT_DIR` names. Without these they are skipped.
@@ -15,7 +15,7 @@ use std::process::Command;
 use burn::tensor::Device;
 use clap::Parser;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LoadOptions, from_pretrained};
+use fsdp_runtime::{LoadOptions, LoraConfig, from_pretrained};
 
 use crate::batch::Padded;
 use crate::bert_config::BertConfig;
@@ -54,10 +54,15 @@ fn bert_dir() -> Option<PathBuf> {
 
 /// Returns a Python that has transformers, if there is one.
 fn python() -> Option<String> {
+    python_with("torch, transformers")
+}
+
+/// Returns a Python that has the packages, if there is one.
+fn python_with(packages: &str) -> Option<String> {
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let imports = Command::new(&python).args(["-c", "import torch, transformers"]).output();
+    let imports = Command::new(&python).args(["-c", &format!("import {packages}")]).output();
     if !imports.is_ok_and(|output| output.status.success()) {
-        eprintln!("skipped: {python} cannot import torch and transformers");
+        eprintln!("skipped: {python} cannot import {packages}");
         return None;
     }
     Some(python)
@@ -136,7 +141,7 @@ fn assert_close(ranks: &[Vec<f64>], expected: Vec<Vec<f64>>) {
     }
 }
 
-/// Output of `transformers_reload.py`.
+/// Output of `transformers_reload.py` and `peft_reload.py`.
 #[derive(serde::Deserialize)]
 struct Reloaded {
     missing: Vec<String>,
@@ -146,29 +151,36 @@ struct Reloaded {
     logits: Vec<Vec<f64>>,
 }
 
-/// Trains a few steps with `--save-pretrained`, and compares the logits of the exported model,
-/// loaded here, with those of the one loaded in transformers.
-fn save_and_compare(python: &str, flags: &[&str]) {
-    let saved = tempfile::tempdir().unwrap();
-    let folder = saved.path().join("model");
+/// Trains a few steps and saves the model, or the adapters, in `folder`.
+fn train_and_save(folder: &Path, flags: &[&str]) {
     let mut arguments = vec!["bert_finetune", "--steps", "6", "--quiet", "--seed", "3"];
     arguments.extend(["--save-pretrained", folder.to_str().unwrap()]);
     arguments.extend(flags);
     let cli = Cli::parse_from(arguments);
     crate::run(&cli, LaunchSettings::new(&cli).unwrap()).unwrap();
+}
 
-    let (pairs, file) = (pairs(), saved.path().join("pairs.tsv"));
-    write_pairs(&file, &pairs);
-    let length = MAX_LENGTH.to_string();
-    let arguments = [folder.as_os_str(), file.as_os_str(), length.as_ref()];
-    let output = script(python, "transformers_reload.py", &arguments);
+/// Runs a script that loads the exported files in `folders`, and returns its output for the pairs.
+fn reload(python: &str, name: &str, folders: &[&Path], pairs: &[Example]) -> Reloaded {
+    let home = tempfile::tempdir().unwrap();
+    let (file, length) = (home.path().join("pairs.tsv"), MAX_LENGTH.to_string());
+    write_pairs(&file, pairs);
+    let mut arguments: Vec<&OsStr> = folders.iter().map(|folder| folder.as_os_str()).collect();
+    arguments.extend([file.as_os_str(), length.as_ref()]);
+    let output = script(python, name, &arguments);
     let theirs: Reloaded = serde_json::from_slice(&output).expect("the script prints JSON");
     assert!(theirs.missing.is_empty(), "missing: {:?}", theirs.missing);
     assert!(theirs.unexpected.is_empty(), "unexpected: {:?}", theirs.unexpected);
     assert!(theirs.mismatched.is_empty(), "mismatched: {:?}", theirs.mismatched);
+    theirs
+}
 
-    let tokenizer = BertTokenizer::read(&folder, MAX_LENGTH).unwrap();
-    let encoded = tokenizer.encode(&pairs).unwrap();
+/// Compares the logits of a model in `folder`, with the adapters in another folder if it has any,
+/// with those of another framework.
+fn compare(folder: PathBuf, adapters: Option<PathBuf>, pairs: &[Example], theirs: Reloaded) {
+    let exported = adapters.as_ref().unwrap_or(&folder);
+    let tokenizer = BertTokenizer::read(exported, MAX_LENGTH).unwrap();
+    let encoded = tokenizer.encode(pairs).unwrap();
     assert_eq!(encoded.len(), theirs.ids.len());
     for (ours, theirs) in encoded.iter().zip(&theirs.ids) {
         assert_eq!(ours.ids, theirs[..ours.ids.len()], "one tokenizer");
@@ -177,8 +189,15 @@ fn save_and_compare(python: &str, flags: &[&str]) {
     let pad = tokenizer.pad();
     let ranks = launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
         let model = config.init(2, worker.device());
-        let (options, load) = (FsdpOptions::new(), LoadOptions::new());
-        let (model, _) = from_pretrained(model, &worker, options, &folder, &load)?;
+        let (options, load) = (FsdpOptions::new(), LoadOptions::new().with_new_adapters());
+        let model = match &adapters {
+            Some(adapters) => LoraConfig::from_peft(adapters)?.apply(model)?,
+            None => model,
+        };
+        let (mut model, _) = from_pretrained(model, &worker, options, &folder, &load)?;
+        if let Some(adapters) = &adapters {
+            model.state_mut().load_adapters(adapters)?;
+        }
         let rows: Vec<usize> = (0..PAIRS).collect();
         let device = worker.device().clone().inner();
         let input = BertInput::new(Padded::new(&encoded, &rows, pad), &device);
@@ -187,6 +206,32 @@ fn save_and_compare(python: &str, flags: &[&str]) {
     })
     .unwrap();
     assert_close(&ranks, theirs.logits);
+}
+
+/// Trains a few steps with `--save-pretrained`, and compares the logits of the exported model,
+/// loaded here, with those of the one loaded in transformers.
+fn save_and_compare(python: &str, flags: &[&str]) {
+    let home = tempfile::tempdir().unwrap();
+    let folder = home.path().join("model");
+    train_and_save(&folder, flags);
+    let pairs = pairs();
+    let theirs = reload(python, "transformers_reload.py", &[&folder], &pairs);
+    compare(folder, None, &pairs, theirs);
+}
+
+/// PEFT loads exported adapters onto the base model, and its logits are those of the adapters loaded
+/// here.
+#[test]
+fn adapters_trained_and_saved_load_in_peft() {
+    let Some(python) = python_with("torch, transformers, peft") else { return };
+    let home = tempfile::tempdir().unwrap();
+    let (base, adapters) = (home.path().join("base"), home.path().join("adapters"));
+    train_and_save(&base, &[]);
+    let flags = ["--pretrained", base.to_str().unwrap(), "--lora", "4", "--learning-rate", "1e-2"];
+    train_and_save(&adapters, &[&flags[..], &["--lora-targets", "query,value,up"]].concat());
+    let pairs = pairs();
+    let theirs = reload(&python, "peft_reload.py", &[&base, &adapters], &pairs);
+    compare(base, Some(adapters), &pairs, theirs);
 }
 
 #[test]

@@ -34,6 +34,7 @@ chapters!(
     options: "options.md",
     mixed_precision: "mixed_precision.md",
     storage: "storage.md",
+    lora: "lora.md",
     offload: "offload.md",
     activation_checkpointing: "activation_checkpointing.md",
     optimizers: "optimizers.md",

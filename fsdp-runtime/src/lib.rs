@@ -26,6 +26,7 @@ mod fully_shard;
 pub mod guide;
 mod launch;
 mod layout;
+mod lora;
 mod module;
 pub mod nn;
 pub mod optim;
@@ -39,7 +40,8 @@ pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 
 pub use backend::Norm;
 pub use checkpoint::pretrained::{
-    LoadOptions, LoadReport, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
+    LoadOptions, LoadReport, SaveAdapters, SaveDtype, SavePretrained, from_pretrained,
+    merge_safetensors,
 };
 pub use checkpoint::state_dict::{
     FullState, LocalState, LocalTensor, OptimizerState, ParameterState, Recipient, ShardedState,
@@ -54,12 +56,13 @@ pub use collectives::store::StoreError;
 #[cfg(feature = "train")]
 pub use error::LearnerError;
 pub use error::{
-    CheckpointError, CollectiveError, Error, LaunchError, LoadError, NotRecomputable, RankPanic,
-    SaveError, ScheduleError, ShardError,
+    CheckpointError, CollectiveError, Error, LaunchError, LoadError, LoraError, NotRecomputable,
+    RankPanic, SaveError, ScheduleError, ShardError,
 };
 pub use fully_shard::{Fsdp, Stats, UnitHandle, Unsharded, fully_shard};
 pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
 pub use layout::{Mesh, MeshError, Rank, StorageType, WorldSize};
+pub use lora::LoraConfig;
 pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};
 pub use optim::{GradScaler, GradScalerConfig, Unscaled};
 pub use options::config;

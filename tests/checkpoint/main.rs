@@ -12,6 +12,7 @@ mod load;
 mod manager;
 mod merge;
 mod offload;
+mod peft;
 mod pretrained;
 mod record;
 mod resume;

@@ -13,3 +13,4 @@ mod field_units;
 mod generic_inputs;
 mod hooks;
 mod list_alias;
+mod lora;

@@ -268,7 +268,7 @@ mod tests {
             let dependent = Cube::float_add(failed, ones());
             <Cube as ModelBackend>::lower(vec![ones(), dependent])
         }));
-        let cause = panic_message(&*failure.err().expect("nothing was computed"));
+        let cause = panic_message(&*failure.expect_err("nothing was computed"));
         assert!(cause.contains("the 7th drawer is stuck"), "{cause}");
 
         // The queue goes on with operations that do not depend on it.

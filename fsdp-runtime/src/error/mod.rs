@@ -6,6 +6,7 @@ mod checkpoint;
 mod collective;
 #[cfg(feature = "train")]
 mod learner;
+mod lora;
 mod not_recomputable;
 mod poison;
 mod pretrained;
@@ -20,6 +21,7 @@ pub use self::checkpoint::CheckpointError;
 pub use self::collective::CollectiveError;
 #[cfg(feature = "train")]
 pub use self::learner::LearnerError;
+pub use self::lora::LoraError;
 pub use self::not_recomputable::NotRecomputable;
 pub(crate) use self::poison::IgnorePoison;
 pub use self::pretrained::{LoadError, SaveError};
@@ -34,6 +36,9 @@ pub enum Error {
     /// A model that cannot be sharded.
     #[error(transparent)]
     Shard(#[from] ShardError),
+    /// Adapters that cannot be attached to a model.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
     /// A collective that did not complete.
     #[error(transparent)]
     Collective(#[from] CollectiveError),

@@ -44,6 +44,14 @@ pub enum LoadError {
         /// Keys whose shape or dtype differs, each with a description of the difference.
         misshapen: Vec<String>,
     },
+    /// Adapters in PEFT's format that the model cannot take.
+    #[error("{file} does not fit the adapters of the model: {reason}")]
+    Adapters {
+        /// Path of the file.
+        file: String,
+        /// Description of the difference.
+        reason: String,
+    },
 }
 
 /// A failure to save weights.
@@ -78,6 +86,12 @@ pub enum SaveError {
         first: String,
         /// Path of the second parameter.
         second: String,
+    },
+    /// A model whose adapters PEFT's format cannot hold.
+    #[error("the adapters cannot be saved in PEFT's format: {reason}")]
+    Adapters {
+        /// The reason why they cannot be saved.
+        reason: String,
     },
     /// A sharded model that `burn-store` was asked to collect or save.
     ///

@@ -159,7 +159,7 @@ impl Sharded {
     }
 
     /// Returns the LoRA adapter of a parameter, sharded or not.
-    pub(super) fn lora_of<const D: usize>(param: &Param<Tensor<D>>) -> Option<&LoraAdapter> {
+    pub(crate) fn lora_of<const D: usize>(param: &Param<Tensor<D>>) -> Option<&LoraAdapter> {
         Self::of(param).and_then(|sharded| sharded.lora.as_ref()).or_else(|| param.adapter())
     }
 

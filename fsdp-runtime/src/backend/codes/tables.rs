@@ -23,6 +23,7 @@ pub(crate) const NF4: [f32; 16] = [
 
 /// Factor by which an 8-bit integer and the scale of its block are multiplied: 1/127, as
 /// bitsandbytes writes it.
+#[allow(clippy::excessive_precision, reason = "the digits are those of bitsandbytes")]
 pub(crate) const INT8_FACTOR: f32 = 7.874_015_7e-3;
 
 /// Number of blocks whose scales share a scale, under double quantisation.

@@ -68,10 +68,10 @@ fn problems(manifest: &Manifest) -> Vec<String> {
 /// Returns the first contradiction in a tensor's entry. `files` are the sizes of the ranks' files
 /// and `block` the number of bytes of one checksum.
 fn tensor_problem(tensor: &TensorEntry, files: &[u64], block: u64) -> Option<String> {
-    if let Some(codes) = tensor.codes {
-        if !codes.is_coded() || codes.wrong_block().is_some() || tensor.dtype != Dtype::U32 {
-            return Some(format!("{:?} for codes of {codes}", tensor.dtype));
-        }
+    if let Some(codes) = tensor.codes
+        && (!codes.is_coded() || codes.wrong_block().is_some() || tensor.dtype != Dtype::U32)
+    {
+        return Some(format!("{:?} for codes of {codes}", tensor.dtype));
     }
     let numel = tensor.stored_numel().and_then(|numel| numel.checked_mul(tensor.copies));
     let bytes = numel.and_then(|numel| numel.checked_mul(tensor.dtype.size()));

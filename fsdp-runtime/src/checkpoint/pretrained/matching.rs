@@ -89,7 +89,8 @@ pub(super) fn match_tensors<T>(
     for (to, wanted) in wanted {
         let candidates = options.candidates(&wanted.name);
         let Some(name) = candidates.iter().find(|name| unused.contains(name.as_str())) else {
-            if allowed(&options.missing, &wanted.name) || wanted.tied {
+            let new = options.new_adapters && is_factor(&wanted.name);
+            if new || allowed(&options.missing, &wanted.name) || wanted.tied {
                 report.missing.push(wanted.name);
             } else {
                 missing.push(wanted.name);
@@ -123,6 +124,11 @@ pub(super) fn match_tensors<T>(
     report.loaded = matched.len();
     report.unexpected = ignored.into_iter().map(str::to_string).collect();
     Ok((matched, report))
+}
+
+/// Returns whether a key is that of a factor of a LoRA adapter.
+fn is_factor(key: &str) -> bool {
+    [".lora.a", ".lora.b"].iter().any(|end| key.ends_with(end))
 }
 
 /// Returns whether a tensor is PyTorch's count of the batches in a running mean, which Burn does

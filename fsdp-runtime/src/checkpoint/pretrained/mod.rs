@@ -5,7 +5,8 @@
 //! memory-maps the files, checks everything, and then copies the elements of each rank's shards.
 //!
 //! Imports: file_names, options, local_values ← source, safetensors_file ← matching, weights_files,
-//! merge_safetensors ← load_values ← load, save, burnpack.
+//! merge_safetensors ← load_values ← load, save,
+//! burnpack ← peft.
 
 mod burnpack;
 mod file_names;
@@ -15,6 +16,7 @@ mod local_values;
 mod matching;
 mod merge_safetensors;
 mod options;
+mod peft;
 pub(super) mod safetensors_file;
 mod save;
 mod source;
@@ -23,3 +25,4 @@ pub(super) mod weights_files;
 pub use self::load::from_pretrained;
 pub use self::merge_safetensors::merge_safetensors;
 pub use self::options::{LoadOptions, LoadReport, SaveDtype, SavePretrained};
+pub use self::peft::SaveAdapters;

@@ -11,6 +11,8 @@ pub struct LoadOptions {
     pub(super) unexpected: Vec<String>,
     /// Suffixes of keys in the model, each with the suffix that a file may have instead.
     renamed: Vec<(String, String)>,
+    /// Whether a file may lack the factors of LoRA adapters.
+    pub(super) new_adapters: bool,
 }
 
 impl LoadOptions {
@@ -30,6 +32,13 @@ impl LoadOptions {
     /// parameters keep their values.
     pub fn with_allowed_missing(mut self, prefix: impl Into<String>) -> Self {
         self.missing.push(prefix.into());
+        self
+    }
+
+    /// Allows the file to lack the factors of all LoRA adapters, as the file of a base model does.
+    /// The factors keep their values.
+    pub fn with_new_adapters(mut self) -> Self {
+        self.new_adapters = true;
         self
     }
 

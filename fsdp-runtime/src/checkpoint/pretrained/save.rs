@@ -70,7 +70,7 @@ impl<M: FsdpModule> State<'_, M> {
 /// Gathers the tensors of one file and appends them to `out`, which is `None` on ranks that do not
 /// write. After an error in `out`, rank 0 still takes part in the gathers, since the other ranks
 /// wait for it.
-fn write_file<M: FsdpModule>(
+pub(super) fn write_file<M: FsdpModule>(
     model: &Fsdp<M>,
     values: &LocalValues,
     file: &WeightsFile<ParamTarget>,

@@ -19,7 +19,7 @@ use crate::collectives::device_work::DeviceWork;
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{CollectiveError, Error, ScheduleError};
-use crate::layout::{FlatRange, StorageType};
+use crate::layout::StorageType;
 use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
@@ -251,11 +251,9 @@ impl<B: ModelBackend> Schedule<B> {
         shards: Vec<Vec<ShardToSend<Raw<B>>>>,
     ) -> Vec<AllGather<Raw<B>>> {
         let unit = &self.units[index];
-        let ranges = unit.layout.ranges().iter().zip(unit.code_buffers()).enumerate();
-        let gather = |((range, (flat, sent)), shards): (
-            (usize, (&FlatRange, Option<(usize, DType)>)),
-            Vec<ShardToSend<Raw<B>>>,
-        )| {
+        let ranges = unit.layout.ranges().iter().zip(unit.code_buffers()).zip(shards);
+        let mut gathers = Vec::new();
+        for (range, ((flat, sent), shards)) in ranges.enumerate() {
             count(&self.counters.all_gathers);
             let (numel, dtype) = sent.unwrap_or((flat.layout.padded_len(), flat.dtype));
             let codes = sent.map(|_| Codes {
@@ -263,7 +261,7 @@ impl<B: ModelBackend> Schedule<B> {
                 storage: flat.storage,
                 kept: self.kept_codes(state, (index, range), pass),
             });
-            AllGather {
+            gathers.push(AllGather {
                 unit: index,
                 op: Op::new("all_gather", unit.name.clone()).of(numel),
                 shards,
@@ -273,9 +271,9 @@ impl<B: ModelBackend> Schedule<B> {
                 codes,
                 sent_bytes: self.counters.sent_bytes.clone(),
                 tracker: self.tracker.clone(),
-            }
-        };
-        ranges.zip(shards).map(gather).collect()
+            });
+        }
+        gathers
     }
 
     /// Returns the buffer for the part of a flat range of codes that this rank keeps under
