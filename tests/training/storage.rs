@@ -138,17 +138,20 @@ fn whole_matrix_optimizers_step_the_trained_parameters() {
 }
 
 #[test]
-fn a_policy_of_certain_units_replaces_the_general_one() {
+fn policies_of_certain_units_and_paths_replace_the_general_one() {
     of_rank_0(2, |worker| {
-        let options = options(StorageType::NF4).with_storage_for(
-            unit_types![Embed],
-            StoragePolicy::new().with_frozen(StorageType::Bf16),
-        );
+        let policy = |storage| StoragePolicy::new().with_frozen(storage);
+        let options = options(StorageType::NF4)
+            .with_storage_for(unit_types![Embed], policy(StorageType::Bf16))
+            .with_storage_at(["embed.position"], StoragePolicy::new())
+            .with_storage_at(["blocks.2"], policy(StorageType::INT8));
         let net = fully_shard(mixed(worker.device()), worker, options)?;
         let text = net.to_string();
         for line in [
             "weight: [67, 24], sharded, bf16",
+            "position: [32, 24], sharded\n",
             "gamma: [24], replicated, bf16",
+            "weight: [24, 77], sharded, int8(64)",
             "weight: [24, 77], sharded, nf4(64, double_quant)",
             "weight: [77, 24], sharded\n",
             "bias: [77], replicated\n",
@@ -253,6 +256,8 @@ fn options_are_checked() {
         let policy = StoragePolicy::new().with_frozen(StorageType::NF4);
         let unknown = FsdpOptions::new().with_storage_for(unit_types![mlp::Mlp], policy);
         assert!(refused(unknown).contains("storage_for"), "a unit that the model does not have");
+        let unknown = FsdpOptions::new().with_storage_at(["blocks.0", "blocks.0.u"], policy);
+        assert!(refused(unknown).contains("`storage_at` is blocks.0.u;"), "a path that leads to no parameter");
         Ok(())
     });
 }

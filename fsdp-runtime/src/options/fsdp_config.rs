@@ -103,6 +103,9 @@ pub struct FsdpConfig {
     /// Names of unit types with a form of their own: see [`FsdpOptions::with_storage_for`].
     #[serde(default)]
     pub storage_for: Vec<(String, StoragePolicy)>,
+    /// Module paths with a form of their own: see [`FsdpOptions::with_storage_at`].
+    #[serde(default)]
+    pub storage_at: Vec<(String, StoragePolicy)>,
     /// What is stored in host memory: see [`FsdpOptions::with_offload`].
     pub offload: OffloadPolicy,
     /// Which units recompute their forward in backward: see
@@ -169,6 +172,7 @@ impl FsdpConfig {
             mixed_precision_for: Vec::new(),
             storage: StoragePolicy::new(),
             storage_for: Vec::new(),
+            storage_at: Vec::new(),
             offload: OffloadPolicy::None,
             activation_checkpointing: CheckpointingConfig::Annotated,
             offload_activations: false,
@@ -195,6 +199,7 @@ impl FsdpConfig {
         with_mixed_precision_for: mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
         with_storage: storage: StoragePolicy,
         with_storage_for: storage_for: Vec<(String, StoragePolicy)>,
+        with_storage_at: storage_at: Vec<(String, StoragePolicy)>,
         with_offload: offload: OffloadPolicy,
         with_activation_checkpointing: activation_checkpointing: CheckpointingConfig,
         with_offload_activations: offload_activations: bool,
@@ -297,6 +302,7 @@ impl FsdpConfig {
             mixed_precision_for,
             storage: self.storage,
             storage_for,
+            storage_at: self.storage_at.clone(),
             offload: self.offload,
             activation_checkpointing: checkpointing,
             offload_activations: self.offload_activations,

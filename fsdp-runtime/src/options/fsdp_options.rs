@@ -51,6 +51,7 @@ pub struct FsdpOptions {
     pub(crate) mixed_precision_for: Vec<(UnitType, MixedPrecisionPolicy)>,
     pub(super) storage: StoragePolicy,
     pub(crate) storage_for: Vec<(UnitType, StoragePolicy)>,
+    pub(crate) storage_at: Vec<(String, StoragePolicy)>,
     pub(crate) offload: OffloadPolicy,
     pub(crate) activation_checkpointing: ActivationCheckpointing,
     pub(crate) offload_activations: bool,
@@ -87,6 +88,7 @@ impl FsdpOptions {
             mixed_precision_for: Vec::new(),
             storage: StoragePolicy::new(),
             storage_for: Vec::new(),
+            storage_at: Vec::new(),
             offload: OffloadPolicy::None,
             activation_checkpointing: ActivationCheckpointing::Annotated,
             offload_activations: false,
@@ -230,6 +232,20 @@ impl FsdpOptions {
     /// has two policies, the later one applies.
     pub fn with_storage_for(mut self, units: &'static [UnitType], policy: StoragePolicy) -> Self {
         self.storage_for.extend(units.iter().map(|unit| (*unit, policy)));
+        self
+    }
+
+    /// Sets the form of storage for the parameters at module paths, and below them, in place of
+    /// [`storage`](Self::with_storage) and [`storage_for`](Self::with_storage_for): for example
+    /// `["embed.word", "head"]`. Default: no such paths.
+    ///
+    /// If several paths lead to a parameter, the one that was added last applies.
+    pub fn with_storage_at(
+        mut self,
+        paths: impl IntoIterator<Item = impl Into<String>>,
+        policy: StoragePolicy,
+    ) -> Self {
+        self.storage_at.extend(paths.into_iter().map(|path| (path.into(), policy)));
         self
     }
 

@@ -18,4 +18,5 @@ pub use self::policies::{
 };
 pub use self::precision::MixedPrecisionPolicy;
 pub(crate) use self::precision::{Precision, computed};
+pub(crate) use self::resolve::leads_to;
 pub use self::storage::StoragePolicy;

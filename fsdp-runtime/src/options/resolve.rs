@@ -31,6 +31,7 @@ impl FsdpOptions {
             mixed_precision_for,
             storage,
             storage_for,
+            storage_at,
             offload,
             activation_checkpointing,
             offload_activations,
@@ -42,7 +43,7 @@ impl FsdpOptions {
             seed,
             optimizer_check,
         } = self;
-        let options: [(&str, &dyn Debug); 22] = [
+        let options: [(&str, &dyn Debug); 23] = [
             ("strategy", strategy),
             ("seed", seed),
             ("shard_size", shard_size),
@@ -57,6 +58,7 @@ impl FsdpOptions {
             ("mixed_precision_for", mixed_precision_for),
             ("storage", storage),
             ("storage_for", storage_for),
+            ("storage_at", storage_at),
             ("offload", offload),
             ("activation_checkpointing", activation_checkpointing),
             ("offload_activations", offload_activations),
@@ -92,19 +94,26 @@ impl FsdpOptions {
         self.policy_of_type(unit).unwrap_or(self.mixed_precision)
     }
 
-    /// Returns the storage policy of a unit; `None` stands for a unit in a field under
-    /// `#[fsdp(unit)]`.
-    pub(crate) fn storage_of(&self, unit: Option<UnitType>) -> StoragePolicy {
+    /// Returns the storage policy of the parameter at `path` in a unit; the type `None` stands for
+    /// a unit in a field under `#[fsdp(unit)]`.
+    pub(crate) fn storage_of(&self, unit: Option<UnitType>, path: &str) -> StoragePolicy {
+        let leads_there = |(to, _): &&(String, StoragePolicy)| leads_to(to, path);
         let is_unit = |(of, _): &&(UnitType, StoragePolicy)| Some(*of) == unit;
-        let own = self.storage_for.iter().rev().find(is_unit);
-        own.map_or(self.storage, |(_, policy)| *policy)
+        let of_path = || self.storage_at.iter().rev().find(leads_there).map(|(_, policy)| *policy);
+        let of_type = || self.storage_for.iter().rev().find(is_unit).map(|(_, policy)| *policy);
+        of_path().or_else(of_type).unwrap_or(self.storage)
+    }
+
+    /// Returns every storage policy: the general one, and those for certain units and paths.
+    fn storage_policies(&self) -> impl Iterator<Item = &StoragePolicy> {
+        let of_units = self.storage_for.iter().map(|(_, policy)| policy);
+        let of_paths = self.storage_at.iter().map(|(_, policy)| policy);
+        std::iter::once(&self.storage).chain(of_units).chain(of_paths)
     }
 
     /// Returns whether some policy stores frozen parameters in another form than f32.
     pub(crate) fn stores_frozen_differently(&self) -> bool {
-        let mut policies =
-            std::iter::once(&self.storage).chain(self.storage_for.iter().map(|(_, policy)| policy));
-        policies.any(|policy| *policy != StoragePolicy::new())
+        self.storage_policies().any(|policy| *policy != StoragePolicy::new())
     }
 
     /// Returns the device that computes: the model's device, or the rank's under an offload policy.
@@ -147,8 +156,7 @@ impl FsdpOptions {
                 });
             }
         }
-        self.storage.check()?;
-        self.storage_for.iter().try_for_each(|(_, policy)| policy.check())?;
+        self.storage_policies().try_for_each(|policy| policy.check())?;
         if self.offload != OffloadPolicy::None && cfg!(not(feature = "flex")) {
             return Err(ShardError::InvalidOption {
                 option: "offload",
@@ -195,9 +203,25 @@ impl FsdpOptions {
     }
 }
 
+/// Returns whether a module path is that of a parameter, or of a module that contains it.
+pub(crate) fn leads_to(path: &str, param: &str) -> bool {
+    let rest = param.strip_prefix(path);
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_leads_to_what_is_below_it() {
+        for path in ["blocks", "blocks.1", "blocks.1.up", "blocks.1.up.weight"] {
+            assert!(leads_to(path, "blocks.1.up.weight"), "{path}");
+        }
+        for path in ["", "block", "blocks.1.u", "up.weight", "blocks.1.up.weight.row"] {
+            assert!(!leads_to(path, "blocks.1.up.weight"), "{path}");
+        }
+    }
 
     #[test]
     fn the_number_of_ranks_to_reshard_to_divides_the_shard_group() {

@@ -14,7 +14,7 @@ use crate::backend::kernels::computes;
 use crate::error::ShardError;
 use crate::layout::Mesh;
 use crate::module::{FsdpModule, ParamIndex};
-use crate::options::{ActivationCheckpointing, FsdpOptions, computed};
+use crate::options::{ActivationCheckpointing, FsdpOptions, computed, leads_to};
 
 /// The units and parameters of a model, with the part of each parameter that one rank stores.
 #[derive(Debug)]
@@ -47,6 +47,7 @@ impl Plan {
             return Err(error);
         }
         check_ignored(&found, options)?;
+        check_storage_paths(&found, options)?;
         if found.params.is_empty() {
             return Err(ShardError::EmptyModel { model: M::LAYOUT.ty });
         }
@@ -124,6 +125,20 @@ fn check_ignored(found: &Found, options: &FsdpOptions) -> Result<(), ShardError>
             option: "ignored_params",
             value: id.to_string(),
             expected: "use the ids of parameters of this model".into(),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Checks that every path of a storage policy leads to a parameter of the model.
+fn check_storage_paths(found: &Found, options: &FsdpOptions) -> Result<(), ShardError> {
+    let is_unknown = |path: &str| found.params.iter().all(|param| !leads_to(path, &param.path));
+    match options.storage_at.iter().find(|(path, _)| is_unknown(path)) {
+        Some((path, _)) => Err(ShardError::InvalidOption {
+            option: "storage_at",
+            value: path.clone(),
+            expected: "use the module paths of parameters of this model, or of what contains them"
+                .into(),
         }),
         None => Ok(()),
     }

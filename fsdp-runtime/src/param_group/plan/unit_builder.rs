@@ -8,7 +8,7 @@ use super::super::unit::{ParamSpec, Placement, Unit};
 use super::found::{FoundParam, FoundUnit};
 use crate::layout::{Mesh, StorageType, UnitLayout};
 use crate::module::ParamIndex;
-use crate::options::{FsdpOptions, MixedPrecisionPolicy, StoragePolicy};
+use crate::options::{FsdpOptions, MixedPrecisionPolicy};
 
 /// Makes the [`Unit`] of one unit that the traversal found.
 #[derive(Debug)]
@@ -21,8 +21,6 @@ pub(super) struct UnitBuilder<'a> {
     options: &'a FsdpOptions,
     /// Mixed precision of the unit.
     policy: MixedPrecisionPolicy,
-    /// Storage of the unit.
-    storage: StoragePolicy,
 }
 
 impl<'a> UnitBuilder<'a> {
@@ -33,8 +31,7 @@ impl<'a> UnitBuilder<'a> {
         options: &'a FsdpOptions,
     ) -> Self {
         let policy = options.policy(unit.unit_type);
-        let storage = options.storage_of(unit.unit_type);
-        Self { unit, params, indices, options, policy, storage }
+        Self { unit, params, indices, options, policy }
     }
 
     /// Returns the unit as the rank of `mesh` stores it.
@@ -82,7 +79,7 @@ impl<'a> UnitBuilder<'a> {
 
     /// Returns the form in which a parameter is stored. Codes are for matrices in the layout.
     fn storage(&self, param: &FoundParam) -> StorageType {
-        let storage = self.storage.frozen();
+        let storage = self.options.storage_of(self.unit.unit_type, &param.path).frozen();
         let applies = param.frozen
             && param.tied_to.is_none()
             && (!storage.is_coded() || self.is_matrix(param));
