@@ -257,7 +257,10 @@ fn options_are_checked() {
         let unknown = FsdpOptions::new().with_storage_for(unit_types![mlp::Mlp], policy);
         assert!(refused(unknown).contains("storage_for"), "a unit that the model does not have");
         let unknown = FsdpOptions::new().with_storage_at(["blocks.0", "blocks.0.u"], policy);
-        assert!(refused(unknown).contains("`blocks.0.u`"), "a path that leads to no parameter");
+        assert!(
+            refused(unknown).contains("`storage_at` is blocks.0.u;"),
+            "a path that leads to no parameter"
+        );
         Ok(())
     });
 }
