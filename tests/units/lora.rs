@@ -37,8 +37,7 @@ impl Block {
 }
 
 #[derive(Module, Debug)]
-#[fsdp_unit(root)]
-#[fsdp(tie("embed" = "head"))]
+#[fsdp_unit(root, tie("embed" = "head"))]
 pub struct Net {
     embed: Embedding,
     layers: Vec<Block>,
