@@ -41,7 +41,7 @@ impl Block {
 pub struct Net {
     embed: Embedding,
     layers: Vec<Block>,
-    head: Param<Tensor<2>>,
+    head: Linear,
     classifier: Linear,
 }
 
@@ -50,7 +50,7 @@ impl Net {
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         let x = self.embed.forward(tokens).mean_dim(1).squeeze_dim(1);
         let x = self.layers.iter().fold(x, |x, layer| layer.forward(x));
-        self.classifier.forward(x.matmul(self.head.val().transpose().matmul(self.head.val())))
+        self.classifier.forward(self.head.forward(x))
     }
 }
 
@@ -61,9 +61,8 @@ fn net() -> Net {
         attention: Attention { query: linear(), value: linear() },
         value: Some(linear()),
     };
-    let embed: Embedding = EmbeddingConfig::new(5, 8).init(&device);
-    let head = embed.weight.clone();
-    Net { embed, layers: vec![block(), block()], head, classifier: linear() }
+    let embed = EmbeddingConfig::new(5, 8).init(&device);
+    Net { embed, layers: vec![block(), block()], head: linear(), classifier: linear() }
 }
 
 /// Returns the paths of the parameters that require a gradient.
@@ -109,7 +108,7 @@ fn names_and_unit_types_choose_the_layers() {
     assert_eq!(adapted(inner.clone()).len(), 4);
     assert_eq!(adapted(inner.with_target_modules(["value"])), both("attention.value"));
     assert_eq!(adapted(lora().with_target_units(unit_types![Block])).len(), 6);
-    // Every linear layer but the saved one.
+    // Every linear layer but the tied and the saved one.
     assert_eq!(adapted(lora()).len(), 7);
     assert_eq!(adapted(lora().with_modules_to_save(["classifier"])).len(), 6);
 }
