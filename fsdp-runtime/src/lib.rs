@@ -26,7 +26,6 @@ mod fully_shard;
 pub mod guide;
 mod launch;
 mod layout;
-mod lora;
 mod module;
 pub mod nn;
 pub mod optim;
@@ -62,7 +61,7 @@ pub use error::{
 pub use fully_shard::{Fsdp, Stats, UnitHandle, Unsharded, fully_shard};
 pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
 pub use layout::{Mesh, MeshError, Rank, StorageType, WorldSize};
-pub use lora::LoraConfig;
+pub use module::lora::LoraConfig;
 pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};
 pub use optim::{GradScaler, GradScalerConfig, Unscaled};
 pub use options::config;

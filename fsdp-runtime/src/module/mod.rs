@@ -3,12 +3,13 @@
 //! returns.
 //!
 //! Order of the files, from the bottom up: `node`, `random`, `param`, `contract`, `path`,
-//! `containers`, `opaque`, `burn_nn`, `unit_type`, `unit_value`, `const_check`.
+//! `containers`, `opaque`, `burn_nn`, `unit_type`, `unit_value`, `const_check`, `lora`.
 
 mod burn_nn;
 pub(crate) mod const_check;
 mod containers;
 mod contract;
+pub(crate) mod lora;
 mod node;
 pub(crate) mod opaque;
 mod param;

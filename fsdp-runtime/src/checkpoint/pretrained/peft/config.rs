@@ -8,7 +8,7 @@ use super::CONFIG;
 use super::options::SaveAdapters;
 use super::plan::Plan;
 use crate::error::LoadError;
-use crate::lora::LoraConfig;
+use crate::module::lora::LoraConfig;
 
 /// The settings of a file that a model must agree with.
 #[derive(Debug)]
