@@ -53,7 +53,7 @@ pub fn forecast(
 ///
 /// The estimate counts the operations of the model. Per word piece:
 ///
-/// - A block keeps about 28 vectors of the model's width (norms, projections, the attention's output
+/// - A block keeps about 20 vectors of the model's width (norms, projections, the attention's output
 ///   per head and joined, the feed-forward block at four times the width, residuals and masks), and
 ///   one number per head.
 /// - The loss holds the logits of a chunk of rows once, in f32, and the gradient of the last norm's
@@ -73,7 +73,7 @@ fn activation_bytes(setup: &Setup, policy: ActivationPolicy) -> (usize, usize) {
     let [rows, length, element_size, width, heads, layers, vocabulary] =
         [rows, length, element_size, width, heads, layers, vocabulary].map(|size| size as u128);
 
-    let of_block = 28 * width + heads;
+    let of_block = 20 * width + heads;
     let of_blocks = match policy {
         ActivationPolicy::KeepAll => layers * of_block,
         ActivationPolicy::Recompute => layers * width + of_block,

@@ -6,11 +6,11 @@
 //! annotations the same code trains the model unsharded.
 
 use burn::module::{Initializer, Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::nn::{
-    AttentionOptions, Dropout, DropoutConfig, LinearCrossEntropyOptions, attention, gelu,
-    linear_cross_entropy,
+    AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig,
+    LinearCrossEntropyOptions, attention, gelu, linear_cross_entropy,
 };
 use fsdp_runtime::prelude::*;
 
