@@ -11,6 +11,7 @@ use crate::checkpoints::CheckpointPlan;
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::log_file::LogArgs;
 use crate::common::parse::{learning_rate, positive, probability};
+use crate::common::trace::TraceArgs;
 use crate::lora::LoraArgs;
 
 /// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded
@@ -109,6 +110,9 @@ pub struct Cli {
 
     #[command(flatten)]
     pub log: LogArgs,
+
+    #[command(flatten)]
+    pub trace: TraceArgs,
 }
 
 /// Hyperparameters of a run: the arguments, with defaults for those that are not given.

@@ -98,10 +98,14 @@ fn run(cli: &Cli, settings: LaunchSettings) -> Result<Outcome> {
     if job.checkpoints.directory.is_some() {
         handle_interrupts()?;
     }
+    let trace = cli.trace.start()?;
     let results = launch(settings.launch.with_device(device), move |worker: Worker| {
         let summary = train(&job, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))
-    })?;
+    });
+    let written = trace.finish();
+    let results = results?;
+    written?;
     // All ranks end after the same step, so the first result stands for all of them.
     Ok(match results.into_iter().next() {
         Some((_, None)) => Outcome::Interrupted,

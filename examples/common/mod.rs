@@ -13,4 +13,6 @@ pub mod log_file;
 pub mod parse;
 pub mod report;
 pub mod tokenizers;
+#[allow(dead_code, reason = "`mnist` has no trace")]
+pub mod trace;
 pub mod training;

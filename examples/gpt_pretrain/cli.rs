@@ -10,6 +10,7 @@ use crate::arch::Arch;
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::log_file::LogArgs;
 use crate::common::parse::{bounded_count, learning_rate, number, positive, probability};
+use crate::common::trace::TraceArgs;
 use crate::learning_rate::LrScheduler;
 use crate::recipe::{GPT3, Recipe, TINY};
 use crate::sharding::{ActivationPolicy, Precision, Sharding};
@@ -152,6 +153,9 @@ pub struct Cli {
 
     #[command(flatten)]
     pub log: LogArgs,
+
+    #[command(flatten)]
+    pub trace: TraceArgs,
 }
 
 impl Cli {

@@ -75,7 +75,8 @@ fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
     let cli = &launch_config::filled(cli)?;
     cli.ranks.device.resolve_or_exit();
-    if !cli.output.quiet {
+    // A process has one subscriber of `tracing`.
+    if !cli.output.quiet && !cli.trace.is_on() {
         InitBar::show();
     }
     match run(cli)? {
@@ -106,10 +107,14 @@ fn run(cli: &Cli) -> Result<Option<Summary>> {
     let job = Job::new(cli, setup, verbose)?;
     let options = LaunchOptions::new(world).with_engine(cli.ranks.engine).with_device(device);
     let options = if cli.debug { options.with_debug(true) } else { options };
+    let trace = cli.trace.start()?;
     let results = launch(options, move |worker: Worker| {
         let summary = train(&job, &forecast, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))
-    })?;
+    });
+    let written = trace.finish();
+    let results = results?;
+    written?;
     if results.iter().all(|(rank, _)| *rank != Rank::ZERO) {
         return Ok(None);
     }

@@ -42,6 +42,8 @@ chapters!(
     processes: "processes.md",
     launch: "launch.md",
     config: "config.md",
+    #[cfg(any(feature = "trace", not(doctest)))]
+    trace: "trace.md",
     troubleshooting: "troubleshooting.md",
     limits: "limits.md",
     architecture: "architecture.md",

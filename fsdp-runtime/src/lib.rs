@@ -60,6 +60,8 @@ pub use error::{
 };
 pub use fully_shard::{Fsdp, Stats, UnitHandle, Unsharded, fully_shard};
 pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
+#[cfg(feature = "trace")]
+pub use launch::{FsdpTrace, TraceError};
 pub use layout::{Mesh, MeshError, Rank, StorageType, WorldSize};
 pub use module::lora::LoraConfig;
 pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};

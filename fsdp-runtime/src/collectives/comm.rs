@@ -14,6 +14,12 @@ use crate::layout::Rank;
 
 type Job = Box<dyn FnOnce() + Send>;
 
+/// Returns the span of the life of a rank's thread, by which a trace knows whose thread it is.
+pub(crate) fn rank_span(rank: Rank, thread: &'static str) -> tracing::Span {
+    let rank = rank.index() as u64;
+    tracing::trace_span!(target: "fsdp::trace", "fsdp::rank", rank, thread = %thread)
+}
+
 /// Handle to the communication thread of a rank, with which the rank issues its collectives.
 ///
 /// The thread ends once the last handle is dropped and its queue is empty.
@@ -23,6 +29,8 @@ pub(crate) struct Communicator {
     /// Nanoseconds that the thread has spent in collectives, including waits for other ranks.
     busy: Arc<AtomicU64>,
     blocked: Arc<Blocked>,
+    /// Number of collectives that were issued.
+    issued: AtomicU64,
 }
 
 /// Number of times that a rank has blocked in [`Work::wait`], and the time that it waited.
@@ -45,6 +53,7 @@ impl Communicator {
         let own = group.clone();
         std::thread::Builder::new().name(format!("fsdp-comm-{}", group.rank())).spawn(
             move || {
+                let _span = rank_span(own.rank(), "communication").entered();
                 queue.into_iter().for_each(|job| job());
                 own.leave();
             },
@@ -54,6 +63,7 @@ impl Communicator {
             jobs: Mutex::new(jobs),
             busy: Arc::default(),
             blocked: Arc::default(),
+            issued: AtomicU64::new(0),
         }))
     }
 
@@ -80,7 +90,10 @@ impl Communicator {
         let group = group.clone();
         let rank = group.rank();
         let (busy, blocked) = (self.busy.clone(), self.blocked.clone());
+        let id = self.issued.fetch_add(1, Ordering::Relaxed);
+        tracing::trace!(target: "fsdp::trace", id, "fsdp::issue");
         let job = move || {
+            let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::work", id).entered();
             let begin = Instant::now();
             let outcome = catch_unwind(AssertUnwindSafe(|| collective(&group)));
             add_elapsed(&busy, begin);
@@ -94,7 +107,7 @@ impl Communicator {
         };
         // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
         let _ = self.jobs.lock().ignore_poison().send(Box::new(job));
-        Work { result, outcome: None, rank, blocked }
+        Work { result, outcome: None, rank, blocked, id }
     }
 
     /// Returns how long the thread has spent in collectives, and how long this rank has blocked on
@@ -119,6 +132,8 @@ pub(crate) struct Work<T> {
     outcome: Option<Result<T, CollectiveError>>,
     rank: Rank,
     blocked: Arc<Blocked>,
+    /// Number of the collective among those of its rank.
+    id: u64,
 }
 
 /// Adds the time since `begin` to `time`, in nanoseconds.
@@ -138,6 +153,8 @@ impl<T> Work<T> {
 
     /// Blocks until the collective is complete.
     pub(super) fn block(&mut self) {
+        let id = self.id;
+        let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::wait", id).entered();
         if !self.is_complete() {
             let begin = Instant::now();
             let outcome = self.result.recv();

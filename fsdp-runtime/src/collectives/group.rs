@@ -14,7 +14,7 @@ use super::nccl::NcclGroup;
 use super::op::Op;
 use super::process_group::{ProcessGroup, ReduceScatter};
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{Float, ShardBackend, numel};
 use crate::error::CollectiveError;
 use crate::layout::{Mesh, Rank, WorldSize};
 
@@ -86,6 +86,7 @@ impl AnyProcessGroup {
         op: &Op,
         value: T,
     ) -> Result<Vec<Arc<T>>, CollectiveError> {
+        let _span = op.span(0);
         on_engine!(self, |group| group.exchange(op, value))
     }
 
@@ -184,6 +185,7 @@ impl<B: ShardBackend> ProcessGroup<B> for AnyProcessGroup {
                 || shards.iter().all(|(_, shard)| shard.dtype() == buffer.dtype()),
             "a shard is cast to the buffer's type before the all-gather"
         );
+        let _span = op.span(shard_len * self.size() * buffer.dtype().size());
         on_engine!(self, |group| group.all_gather(op, device, shards, shard_len, buffer))
     }
 
@@ -193,6 +195,7 @@ impl<B: ShardBackend> ProcessGroup<B> for AnyProcessGroup {
         device: &B::Device,
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let _span = op.span(bytes_of::<B>(&shard) * self.size());
         on_engine!(self, |group| ProcessGroup::<B>::all_gather_one(group, op, device, shard))
     }
 
@@ -203,6 +206,7 @@ impl<B: ShardBackend> ProcessGroup<B> for AnyProcessGroup {
         to: usize,
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let _span = op.span(bytes_of::<B>(&shard) * self.size());
         on_engine!(self, |group| ProcessGroup::<B>::gather(group, op, device, to, shard))
     }
 
@@ -212,6 +216,7 @@ impl<B: ShardBackend> ProcessGroup<B> for AnyProcessGroup {
         device: &B::Device,
         request: ReduceScatter<'_, B>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let _span = op.span(request.gradients.iter().map(bytes_of::<B>).sum());
         on_engine!(self, |group| ProcessGroup::<B>::reduce_scatter(group, op, device, request))
     }
 
@@ -221,6 +226,12 @@ impl<B: ShardBackend> ProcessGroup<B> for AnyProcessGroup {
         device: &B::Device,
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
+        let _span = op.span(bytes_of::<B>(&tensor));
         on_engine!(self, |group| ProcessGroup::<B>::broadcast(group, op, device, tensor))
     }
+}
+
+/// Returns the size of a tensor in bytes, and 0 for an absent one.
+fn bytes_of<B: ShardBackend>(tensor: &Option<Float<B>>) -> usize {
+    tensor.as_ref().map_or(0, |tensor| numel::<B>(tensor) * tensor.dtype().size())
 }

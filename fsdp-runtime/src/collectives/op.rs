@@ -29,6 +29,13 @@ impl Op {
         Self { size, ..self }
     }
 
+    /// Returns the span of the collective. `bytes` are those of the full tensor.
+    pub(super) fn span(&self, bytes: usize) -> tracing::span::EnteredSpan {
+        let bytes = bytes as u64;
+        let (op, unit) = (self.name, &self.unit);
+        tracing::trace_span!(target: "fsdp::trace", "fsdp::collective", %op, %unit, bytes).entered()
+    }
+
     /// Returns whether two ranks have issued the same collective. `debug` compares sizes too.
     pub(super) fn matches(&self, other: &Self, debug: bool) -> bool {
         self.name == other.name && self.unit == other.unit && (!debug || self.size == other.size)

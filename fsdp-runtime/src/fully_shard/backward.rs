@@ -27,6 +27,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// within the time-out, and [`ScheduleError`] if two units need the same gather buffer, or if
     /// `loss` is not one element with autodiff.
     pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
+        let _span = pass_span();
         let mut from = self.run_backward(loss, false)?;
         let mut gradients = self.collect_gradients()?;
         self.ignored_gradients.add(&self.module, &mut from, &mut gradients);
@@ -43,6 +44,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// The errors of [`backward`](Self::backward).
     pub fn accumulate(&self, loss: Tensor<1>) -> Result<(), Error> {
+        let _span = pass_span();
         let mut from = self.run_backward(loss, true)?;
         self.keep_gradients(&mut from)
     }
@@ -69,6 +71,7 @@ impl<M: FsdpModule> Fsdp<M> {
         accumulate: bool,
         pass: impl FnOnce(&M) -> (GradientsParams, T),
     ) -> Result<(GradientsParams, T), Error> {
+        let _span = pass_span();
         self.schedule.begin_backward(accumulate);
         let (mut own, value) = catch_error(|| pass(&self.module))?;
         if accumulate {
@@ -141,4 +144,9 @@ pub(super) fn catch_error<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
             Err(panic) => resume_unwind(panic),
         }
     })
+}
+
+/// Returns the span of a backward pass, from its begin to the last reduced gradient.
+fn pass_span() -> tracing::span::EnteredSpan {
+    tracing::trace_span!(target: "fsdp::trace", "fsdp::backward").entered()
 }

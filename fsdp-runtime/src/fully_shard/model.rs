@@ -161,6 +161,7 @@ impl<M: Module> Module for Fsdp<M> {
     /// Unwinds with the [`Error`](crate::Error) if an optimizer steps shards otherwise than whole
     /// parameters; `launch` returns the error.
     fn map<T: ModuleMapper>(self, mapper: &mut T) -> Self {
+        let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::step").entered();
         let check = self.optimizer_check.clone();
         // The mapper may be an optimizer, whose steps on several parameters can share a kernel
         // launch.

@@ -20,10 +20,14 @@ mod process;
 mod rank_thread;
 mod start;
 mod threads;
+#[cfg(feature = "trace")]
+mod trace;
 mod worker;
 
 pub use self::engine::Engine;
 pub use self::error::EngineError;
 pub use self::options::{DEBUG_VARIABLE, LaunchOptions};
 pub use self::start::launch;
+#[cfg(feature = "trace")]
+pub use self::trace::{FsdpTrace, TraceError};
 pub use self::worker::Worker;

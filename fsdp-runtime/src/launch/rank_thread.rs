@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::worker::Worker;
 use crate::backend::finish;
+use crate::collectives::comm::rank_span;
 use crate::error::{CollectiveError, Error, RankPanic, panic_message};
 
 /// An error of any kind, as the user's program may return.
@@ -34,6 +35,7 @@ pub(super) fn start_rank<T: Send + 'static>(
     std::thread::Builder::new().name(format!("fsdp-rank-{index}")).spawn(move || {
         let device = worker.device().clone();
         let run = || {
+            let _span = rank_span(index, "compute").entered();
             let outcome = catch_unwind(AssertUnwindSafe(|| program(worker)));
             // A device frees the tensors that the program has dropped when the operations on them
             // have run. After a failure of the program these may fail too.

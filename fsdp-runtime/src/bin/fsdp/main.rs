@@ -9,6 +9,7 @@ mod env;
 mod launch;
 mod merge;
 mod test;
+mod trace;
 mod validate;
 
 use std::ffi::OsString;
@@ -36,6 +37,8 @@ enum Command {
     Env,
     /// Converts a checkpoint to safetensors files that transformers loads
     Merge(merge::Args),
+    /// Joins or sums up files of traces
+    Trace(trace::Args),
     /// Checks a configuration file, and lists its errors and the keys without effect
     Validate(validate::Args),
     /// Kills the process groups named on standard input when standard input closes
@@ -58,6 +61,7 @@ fn main() -> ExitCode {
         Command::Launch(args) => launch::run(&args),
         Command::Env => env::run(),
         Command::Merge(args) => merge::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Validate(args) => validate::run(&args),
         Command::Test(args) => test::run(&args),
         Command::TestRank(args) => test::run_rank(&args),

@@ -72,6 +72,8 @@ impl CheckpointManager {
     /// Those of [`Checkpoint::save`], and the errors of the previous background save.
     pub fn save(&mut self, checkpoint: &Checkpoint<'_>) -> Result<Saved, Error> {
         let begun = Instant::now();
+        let op = "save";
+        let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::save", %op).entered();
         self.finish()?;
         let target = self.root.path.join(folder::step_folder(checkpoint.progress.step));
         if self.background {

@@ -131,6 +131,10 @@ impl MemoryTracker {
         let before = memory.now(kind.name());
         let now = change(before);
         memory.set(kind.name(), now);
+        if now != before {
+            let (kind, bytes) = (kind.name(), now as u64);
+            tracing::trace!(target: "fsdp::trace", %kind, on_host, bytes, "fsdp::memory");
+        }
         if now != before
             && let Some(recorder) = &mut *self.timeline.lock().ignore_poison()
         {

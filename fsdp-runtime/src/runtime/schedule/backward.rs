@@ -26,7 +26,7 @@ impl<B: ModelBackend> Schedule<B> {
         self.end_calls(state, depth.reached)?;
         let Some(call) = state.calls.get_mut(&id) else { return Ok(false) };
         let unit = call.unit;
-        let _span = tracing::trace_span!(target: "fsdp", "fsdp::pre_backward", unit = %self.units[unit].name).entered();
+        let span = tracing::trace_span!(target: "fsdp", "fsdp::pre_backward", unit = %self.units[unit].name).entered();
         let first = !std::mem::replace(&mut call.entered, true);
         if first {
             let reads_frozen = call.reads_frozen;
@@ -35,6 +35,11 @@ impl<B: ModelBackend> Schedule<B> {
             state.running.push(RunningBackward { call: id, unit, inputs, reads_frozen });
         }
         self.gather_for_backward(state, unit)?;
+        drop(span);
+        if first {
+            let name = &self.units[unit].name;
+            tracing::trace!(target: "fsdp::trace", unit = %name, "fsdp::begin_backward");
+        }
         Ok(first)
     }
 
@@ -151,6 +156,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// Reshards the unit of a call whose gradients have arrived, and issues their reduction.
     fn post_backward(&self, state: &mut State<B>, mut call: UnitCall<B>) -> Result<(), Error> {
         let index = call.unit;
+        tracing::trace!(target: "fsdp::trace", unit = %self.units[index].name, "fsdp::end_backward");
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_backward", unit = %self.units[index].name).entered();
         if call.entered && !call.reads_frozen {
             self.leave_backward(state, index);

@@ -27,7 +27,7 @@ impl<B: ModelBackend> Schedule<B> {
         if !state.units[unit].forwards.is_empty() {
             return Ok(None);
         }
-        let _span = tracing::trace_span!(target: "fsdp", "fsdp::pre_forward", unit = %self.units[unit].name).entered();
+        let span = tracing::trace_span!(target: "fsdp", "fsdp::pre_forward", unit = %self.units[unit].name).entered();
         if state.open_forwards == 0 {
             self.begin_forward_pass(state)?;
         }
@@ -51,6 +51,8 @@ impl<B: ModelBackend> Schedule<B> {
         {
             self.unshard(state, next, Pass::Forward, When::Ahead)?;
         }
+        drop(span);
+        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::begin_forward");
         Ok(Some(call))
     }
 
@@ -121,6 +123,7 @@ impl<B: ModelBackend> Schedule<B> {
         let state = &mut *guard;
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
         let unit = call.unit;
+        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::end_forward");
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_forward", unit = %self.units[unit].name).entered();
         call.ordering_inputs.clear();
         call.open = None;
@@ -158,6 +161,7 @@ impl<B: ModelBackend> Schedule<B> {
         let mut guard = self.lock();
         let state = &mut *guard;
         if let Some(call) = state.calls.remove(&id) {
+            tracing::trace!(target: "fsdp::trace", unit = %self.units[call.unit].name, "fsdp::end_forward");
             self.close_forward(state, call.unit);
             self.reshard(state, call.unit);
         }

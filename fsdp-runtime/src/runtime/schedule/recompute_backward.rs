@@ -160,7 +160,7 @@ impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
         let call = state.calls.get_mut(&id).expect("a call lives as long as its operations");
         let unit = call.unit;
         let name = &schedule.units[unit].name;
-        let _span =
+        let span =
             tracing::trace_span!(target: "fsdp", "fsdp::pre_backward", unit = %name).entered();
         call.entered = true;
         call.open = Some(op.alive.clone());
@@ -180,6 +180,8 @@ impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
         state.open_forwards += 1;
         state.recompute.second_run = Some(id);
         this.stage = Stage::Forward;
+        drop(span);
+        tracing::trace!(target: "fsdp::trace", unit = %name, "fsdp::begin_backward");
         drop(guard);
         Ok(this)
     }
