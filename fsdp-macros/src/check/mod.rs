@@ -29,10 +29,10 @@ pub(crate) fn module(module: &Module<'_>, errors: &mut Errors) {
 
 /// Checks an `impl` block under `#[fsdp_unit]`.
 pub(crate) fn impl_block(block: &ImplBlock<'_>, errors: &mut Errors) {
-    impl_block::is_inherent(block, errors);
     impl_block::is_not_generic(block, errors);
     for forward in &block.forwards {
         impl_block::takes_shared_self(forward, errors);
+        impl_block::is_not_marked_twice(forward, errors);
         impl_block::is_neither_async_nor_const(forward, errors);
     }
     impl_block::has_a_hooked_method(block, errors);

@@ -14,6 +14,7 @@ mod hooks;
 mod inputs;
 mod item;
 mod layout;
+mod own_types;
 mod recompute;
 mod signature;
 mod span;
@@ -52,14 +53,16 @@ pub(crate) fn module(module: &Module<'_>, is_valid: bool) -> TokenStream {
 
 /// Generates an `impl` block with its hooks, and the trait that marks its type as hooked.
 pub(crate) fn impl_block(block: &ImplBlock<'_>) -> TokenStream {
-    let hooked = match block.takes_hooks() {
-        true => hooks::block(block).into_token_stream(),
-        false => block.original.to_token_stream(),
+    if !block.is_of_one_type() {
+        return block.original.to_token_stream();
+    }
+    let hooked = hooks::block(block);
+    let generated = match block.more {
+        true => hooked_forward::checks(block),
+        false => hooked_forward::implementation(block),
     };
-    let marker = block
-        .is_of_one_type()
-        .then(|| in_const_block(&block.crate_path, hooked_forward::implementation(block)));
-    quote!(#hooked #marker)
+    let generated = in_const_block(&block.crate_path, generated);
+    quote!(#hooked #generated)
 }
 
 /// Generates `impl UnitValue`.
