@@ -3,17 +3,6 @@
 use crate::errors::Errors;
 use crate::parse::{Forward, ImplBlock, Receiver, is_forward};
 
-/// Checks that the block is of one type, since a unit's layout is a constant.
-pub(super) fn is_not_generic(block: &ImplBlock<'_>, errors: &mut Errors) {
-    if !block.is_of_one_type() {
-        errors.push(
-            &block.original.generics.params,
-            "a unit cannot be generic; write this block for one type, and one struct for each if \
-             there are several",
-        );
-    }
-}
-
 /// Checks that `forward`, and a method under `#[fsdp(forward)]`, takes `&self`. The hooks read the
 /// unit's shards from outside, while other code may refer to the unit too.
 pub(super) fn takes_shared_self(forward: &Forward<'_>, errors: &mut Errors) {
@@ -94,7 +83,7 @@ pub(super) fn is_neither_async_nor_const(forward: &Forward<'_>, errors: &mut Err
 pub(super) fn has_a_hooked_method(block: &ImplBlock<'_>, errors: &mut Errors) {
     let is_reported =
         |forward: &Forward<'_>| forward.receiver == Receiver::Shared || forward.is_required();
-    if block.is_of_one_type() && !block.forwards.iter().any(is_reported) {
+    if !block.forwards.iter().any(is_reported) {
         errors.push(
             &block.original.self_ty,
             "no method here can be hooked; write `#[fsdp_unit]` above the `impl` block that holds \

@@ -22,10 +22,13 @@ pub(super) fn implementation(block: &ImplBlock<'_>) -> TokenStream {
     });
     let methods = methods(block);
     let forwards = methods.iter().map(recompute::description);
-    let checks = methods.iter().flat_map(|method| recompute::checks(method, ty));
+    // A constant outside of the implementation does not see the parameters of a generic type.
+    let checked = methods.iter().filter(|_| block.is_of_one_type());
+    let checks = checked.flat_map(|method| recompute::checks(method, ty));
+    let (generics, _, bounds) = block.original.generics.split_for_impl();
     quote_spanned! {at(ty)=>
         #conditions
-        impl __fsdp::HookedForward for #ty {
+        impl #generics __fsdp::HookedForward for #ty #bounds {
             #field_units
             const HOOKED: &'static [__fsdp::Forward] = {
                 use __fsdp::Fallback as _;
@@ -39,6 +42,9 @@ pub(super) fn implementation(block: &ImplBlock<'_>) -> TokenStream {
 /// Generates the checks of the hooked methods of a further block, which another block's
 /// `HookedForward` does not list.
 pub(super) fn checks(block: &ImplBlock<'_>) -> TokenStream {
+    if !block.is_of_one_type() {
+        return TokenStream::new();
+    }
     let ty = &block.original.self_ty;
     let conditions = block.original.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
     let conditions = quote!(#(#conditions)*);

@@ -28,7 +28,8 @@ pub(super) fn block(block: &ImplBlock<'_>) -> TokenStream {
         let method = block
             .hooked()
             .find(|method| matches!(item, ImplItem::Fn(other) if std::ptr::eq(other, *method)));
-        let Some(method) = method.map(HookedMethod::new) else {
+        let outer = block.type_params();
+        let Some(method) = method.map(|method| HookedMethod::new(method, outer)) else {
             hooked.items.push(hook_calls(without_own_attributes(item.clone()), block));
             continue;
         };
@@ -52,7 +53,7 @@ pub(super) fn block(block: &ImplBlock<'_>) -> TokenStream {
 /// Returns an item with hooked calls of field units, if the block asks for them.
 fn hook_calls(mut item: ImplItem, block: &ImplBlock<'_>) -> ImplItem {
     if let (true, ImplItem::Fn(method)) = (block.field_units, &mut item) {
-        field_calls::hook(method, &block.crate_path);
+        field_calls::hook(method, &block.type_params(), &block.crate_path);
     }
     item
 }
@@ -80,14 +81,15 @@ impl Bodies {
         let conditions = block.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
         let conditions = quote!(#(#conditions)*);
         let ty = &block.self_ty;
+        let (generics, arguments, bounds) = block.generics.split_for_impl();
         quote! {
             const _: () = {
                 #conditions
-                trait __FsdpBodies: #path {
+                trait __FsdpBodies #generics: #path #bounds {
                     #(#declared)*
                 }
                 #conditions
-                impl __FsdpBodies for #ty {
+                impl #generics __FsdpBodies #arguments for #ty #bounds {
                     #(#defined)*
                 }
                 #block
@@ -103,13 +105,15 @@ struct HookedMethod<'a> {
     arguments: Vec<Ident>,
     /// The name of the hidden method.
     hidden_name: Ident,
+    /// Type parameters of the block.
+    outer: Vec<&'a Ident>,
 }
 
 impl<'a> HookedMethod<'a> {
-    fn new(original: &'a ImplItemFn) -> Self {
+    fn new(original: &'a ImplItemFn, outer: Vec<&'a Ident>) -> Self {
         let arguments = argument_names(&original.sig);
         let hidden_name = format_ident!("__fsdp_{}", original.sig.ident);
-        Self { original, arguments, hidden_name }
+        Self { original, arguments, hidden_name, outer }
     }
 
     /// Generates the method itself: the hooks, around a call of the hidden method.
@@ -130,7 +134,7 @@ impl<'a> HookedMethod<'a> {
             false => self.run(),
         };
         let import = crate_path.import_with(probes);
-        let inputs = Input::of_method(&method.sig);
+        let inputs = Input::of_method(&method.sig, &self.outer);
         let collected = inputs.iter().map(Input::collect);
         let mapped = inputs.iter().map(Input::map);
         quote! {

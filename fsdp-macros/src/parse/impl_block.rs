@@ -2,7 +2,7 @@
 //! `forward_..`, and those under `#[fsdp(forward)]`.
 
 use proc_macro2::TokenStream;
-use syn::{ImplItem, ImplItemFn, ItemImpl, Path, Type};
+use syn::{Ident, ImplItem, ImplItemFn, ItemImpl, Path, Type};
 
 use super::arguments::{BlockArgs, MethodArgs};
 use super::crate_path::CratePath;
@@ -43,6 +43,11 @@ impl<'a> ImplBlock<'a> {
     /// Returns whether the block is of one type: it has no generic parameters.
     pub(crate) fn is_of_one_type(&self) -> bool {
         self.original.generics.params.is_empty()
+    }
+
+    /// Returns the type parameters of the block.
+    pub(crate) fn type_params(&self) -> Vec<&'a Ident> {
+        self.original.generics.type_params().map(|param| &param.ident).collect()
     }
 
     /// Returns the methods that are hooked.

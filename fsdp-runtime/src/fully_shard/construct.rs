@@ -65,6 +65,7 @@ pub(crate) fn shard<M: HookedForward>(
     options: FsdpOptions,
     loaded_later: impl FnOnce(&Plan) -> Result<Vec<ParamIndex>, Error>,
 ) -> Result<Fsdp<M>, Error> {
+    const { M::CHECKED };
     let planned = Planned::new(&module, worker, &options);
     let Planned { mesh, plan, device } =
         agree_result(worker.comm(), "the plan of the model", planned, OnError::FailWorld)?;
