@@ -106,8 +106,19 @@ use parse::{ImplBlock, Module, Value};
 /// # On an `impl` block
 ///
 /// Every method that takes `&self` and is named `forward`, or whose name begins with `forward_`, is
-/// hooked. Its body moves to a hidden method, so early returns and `?` work. One `impl` block of a
-/// unit carries the attribute.
+/// hooked, and every other method with `&self` under `#[fsdp(forward)]`. Its body moves to a hidden
+/// method, so early returns and `?` work. The block may be that of a trait. One `impl` block of a
+/// unit carries the attribute, and further ones carry it with `more`.
+///
+/// ```ignore
+/// #[fsdp_unit(more)]
+/// impl Encoder for Block {
+///     #[fsdp(forward)]
+///     fn encode(&self, x: Tensor<3>) -> Tensor<3> {
+///         self.up.forward(x)
+///     }
+/// }
+/// ```
 ///
 /// The tensors of an input that is a `UnitValue` order the unit's gather, and are cast under mixed
 /// precision. An input of a generic type needs the bound `UnitValue`, as in
@@ -124,6 +135,9 @@ use parse::{ImplBlock, Module, Value};
 ///   index, or a reference. References made with `as_ref`, `as_deref`, `get`, `first`, `last`,
 ///   `iter`, `next`, `nth`, `unwrap`, `expect` or `?` are known. At run time the hooks have an
 ///   effect on field units only.
+/// - `more` (default: this is the one block that a unit must have): another block of the unit
+///   carries the attribute without it. Under activation checkpointing by the run's options, a method
+///   of such a block whose inputs cannot be kept is not recomputed.
 /// - `crate = "path"`: as on a struct.
 ///
 /// A hooked call is otherwise unchanged, with two exceptions. Temporaries in its arguments live

@@ -58,8 +58,8 @@ pub use error::{
     CheckpointError, CollectiveError, Error, LaunchError, LoadError, LoraError, NotRecomputable,
     RankPanic, SaveError, ScheduleError, ShardError,
 };
-pub use fully_shard::{Fsdp, Stats, UnitHandle, Unsharded, fully_shard};
-pub use launch::{Engine, EngineError, LaunchOptions, Worker, env, launch};
+pub use fully_shard::{Fsdp, ReducedGradient, Stats, UnitHandle, Unsharded, fully_shard};
+pub use launch::{Engine, EngineError, LaunchOptions, ReduceOp, Worker, env, launch};
 #[cfg(feature = "trace")]
 pub use launch::{FsdpTrace, TraceError};
 pub use layout::{Mesh, MeshError, Rank, StorageType, WorldSize};

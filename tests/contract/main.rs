@@ -10,6 +10,7 @@ mod support;
 mod autograd;
 mod clip_grad_norm;
 mod comm;
+mod control;
 mod forecast;
 mod frozen;
 mod grad_scaler;

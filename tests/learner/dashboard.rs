@@ -26,12 +26,10 @@ const ENTER: &str = "\x1b[?1049h";
 const LEAVE: &str = "\x1b[?1049l";
 
 /// The program in the terminal: a training on two ranks.
-#[test]
-#[ignore = "started by the other tests of this file, in a pseudo-terminal"]
-fn program() {
-    let Ok(scenario) = std::env::var(SCENARIO) else { return };
+fn program(scenario: &str) {
     let folder = tempdir().unwrap();
     let (run, path) = (Run { epochs: EPOCHS, ..Run::new(2) }, folder.path().to_path_buf());
+    let scenario = scenario.to_string();
     let ranks = launch(launch_options(2), move |worker| {
         let training = training(&run, &path, &worker, rows(0, TRAIN));
         let training = match scenario.as_str() {
@@ -54,13 +52,18 @@ fn stopped() -> Interrupter {
     interrupter
 }
 
-/// Runs the program in a terminal of 120 by 40 characters. Returns what it printed.
-fn in_terminal(scenario: &str) -> String {
-    run(scenario, true)
+/// Runs the program in a terminal of 120 by 40 characters, in a process that starts this program
+/// with `test` alone. Returns what it printed, and `None` in that process, after the program has run.
+fn in_terminal(test: &str, scenario: &str) -> Option<String> {
+    run(test, scenario, true)
 }
 
 /// Runs the program with a terminal as its output, and as its input only if `has_keyboard`.
-fn run(scenario: &str, has_keyboard: bool) -> String {
+fn run(test: &str, scenario: &str, has_keyboard: bool) -> Option<String> {
+    if let Ok(scenario) = std::env::var(SCENARIO) {
+        program(&scenario);
+        return None;
+    }
     let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&terminal).unwrap();
     unlockpt(&terminal).unwrap();
@@ -77,7 +80,7 @@ fn run(scenario: &str, has_keyboard: bool) -> String {
         command.arg("--wait").arg(&program);
     }
     command
-        .args(["--exact", "dashboard::program", "--ignored", "--nocapture"])
+        .args(["--exact", &format!("dashboard::{test}"), "--nocapture"])
         .env(SCENARIO, scenario)
         .stdin(if has_keyboard { end() } else { Stdio::null() })
         .stdout(end())
@@ -98,7 +101,7 @@ fn run(scenario: &str, has_keyboard: bool) -> String {
     let modes = tcgetattr(&device).unwrap().local_modes;
     assert!(modes.contains(LocalModes::ECHO | LocalModes::ICANON), "{scenario}: {modes:?}");
     drop(device);
-    reader.join().unwrap()
+    Some(reader.join().unwrap())
 }
 
 fn count(text: &str, sequence: &str) -> usize {
@@ -107,14 +110,16 @@ fn count(text: &str, sequence: &str) -> usize {
 
 #[test]
 fn rank_0_shows_a_dashboard_and_gives_the_terminal_back() {
-    let text = in_terminal("ends");
+    let test = "rank_0_shows_a_dashboard_and_gives_the_terminal_back";
+    let Some(text) = in_terminal(test, "ends") else { return };
     assert_eq!((count(&text, ENTER), count(&text, LEAVE)), (1, 1), "{text:?}");
     assert!(text.contains("Loss") && text.contains("the run ended"), "{text:?}");
 }
 
 #[test]
 fn the_terminal_is_restored_after_an_error() {
-    let text = in_terminal("error");
+    let test = "the_terminal_is_restored_after_an_error";
+    let Some(text) = in_terminal(test, "error") else { return };
     assert_eq!((count(&text, ENTER), count(&text, LEAVE)), (1, 1), "{text:?}");
     let after = &text[text.rfind(LEAVE).unwrap()..];
     assert!(after.contains("the run failed") && after.contains(".with_checkpoints("), "{after:?}");
@@ -122,7 +127,8 @@ fn the_terminal_is_restored_after_an_error() {
 
 #[test]
 fn the_terminal_is_restored_after_a_stop() {
-    let text = in_terminal("stopped");
+    let test = "the_terminal_is_restored_after_a_stop";
+    let Some(text) = in_terminal(test, "stopped") else { return };
     assert_eq!((count(&text, ENTER), count(&text, LEAVE)), (1, 1), "{text:?}");
     assert!(text.contains("the run ended"), "{text:?}");
 }
@@ -130,7 +136,7 @@ fn the_terminal_is_restored_after_a_stop() {
 /// Under `mpirun` stdout is a terminal, but the session may have none to read keys from.
 #[test]
 fn a_terminal_without_a_keyboard_gets_lines() {
-    let text = run("ends", false);
+    let Some(text) = run("a_terminal_without_a_keyboard_gets_lines", "ends", false) else { return };
     assert_eq!(count(&text, ENTER), 0, "{text:?}");
     assert!(text.contains("Starting training") && text.contains("the run ended"), "{text:?}");
 }

@@ -12,16 +12,18 @@ mod steps;
 
 use std::path::Path;
 
+use burn::config::Config;
 use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataset::InMemDataset;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
+use burn::train::metric::store::{Aggregate, Direction, Split};
 use burn::train::metric::{AccuracyMetric, LossMetric};
 use burn::train::{
-    ExecutionStrategy, Learner, LearnerModel, LearningResult, MetricRegistration,
-    SupervisedTraining,
+    ExecutionStrategy, Learner, LearnerModel, LearningResult, MetricEarlyStoppingStrategy,
+    MetricRegistration, StoppingCondition, SupervisedTraining,
 };
 use fsdp_runtime::checkpoint::CheckpointManager;
 use fsdp_runtime::optim::AdadeltaConfig;
@@ -198,5 +200,64 @@ fn mnist_has_the_losses_of_burns_learner() {
                 assert_close(&rank, &expected_weights, within, what("weights"));
             }
         }
+    }
+}
+
+/// Settings of the whole program, which are saved as a file.
+#[derive(Config, Debug)]
+struct ProgramConfig {
+    num_epochs: usize,
+    fsdp: FsdpConfig,
+}
+
+/// Runs the program that the guide shows, with everything that the strategy does, and continues
+/// from its newest checkpoint if there is one. Returns the number of steps of this launch.
+fn program(worker: &Worker, folder: &Path, config: &ProgramConfig) -> Result<usize, Error> {
+    let digits = Digits::embedded().unwrap();
+    let [train, valid] = parts(&digits).map(InMemDataset::new);
+    let train = RankLoader::new(digits.0.clone(), train, worker).batch_size(64).shuffle(42).build();
+    let valid = RankLoader::new(digits.1.clone(), valid, worker).batch_size(64).build();
+    let model = fully_shard(Net::new(worker.device()), worker, config.fsdp.init::<Net>()?)?;
+    let checkpoints = CheckpointManager::new(folder.join("checkpoints"), worker).with_keep_last(2);
+    let training = supervised(worker, folder, train, valid)
+        .metrics((AccuracyMetric::new(), LossMetric::new()))
+        .early_stopping(MetricEarlyStoppingStrategy::new(
+            &LossMetric::new(),
+            Aggregate::Mean,
+            Direction::Lowest,
+            Split::Valid,
+            StoppingCondition::NoImprovementSince { n_epochs: 2 },
+        ))
+        .grads_accumulation(2)
+        .num_epochs(config.num_epochs)
+        .summary()
+        .with_training_strategy(
+            FsdpStrategy::new(worker)
+                .with_max_grad_norm(1.0)
+                .with_checkpoints(checkpoints)
+                .with_resume_latest()
+                .into(),
+        );
+    let result = training.launch(Learner::new(model, AdadeltaConfig::new().init(), 1e-3));
+    result.model.state().save_burnpack(folder.join("model.bpk"))?;
+    Ok(result.model.stats().counts().reduce_scatters)
+}
+
+#[test]
+fn the_whole_program_trains_stops_and_resumes() {
+    for world in [1, 2] {
+        let folder = tempdir().unwrap();
+        let mut found = Vec::new();
+        for num_epochs in [1, 2] {
+            let path = folder.path().to_path_buf();
+            let config = ProgramConfig::new(num_epochs, FsdpConfig::new().with_seed(Some(SEED)));
+            let config = ProgramConfig::load_binary(config.to_string().as_bytes()).unwrap();
+            found.push(on_ranks(world, move |worker| program(worker, &path, &config)));
+            assert!(folder.path().join("model.bpk").exists());
+        }
+        assert!(found[0][0] > 0);
+        assert_eq!(found[1], found[0], "the second launch trains the second epoch only");
+        let losses = Metrics::read(folder.path(), 2).valid_losses;
+        assert_eq!(losses.len(), 2 * VALID.div_ceil(64 * world), "of both epochs");
     }
 }

@@ -7,6 +7,7 @@ mod support;
 mod activation_checkpointing;
 mod adadelta;
 mod config;
+mod exchange;
 mod failures;
 mod language_model;
 mod memory_timeline;

@@ -1,4 +1,4 @@
-//! A generic unit.
+//! Generic units whose parameters lack the bound that they need.
 
 use burn::module::{Module, ModuleDisplay};
 use burn::nn::Linear;
@@ -9,12 +9,15 @@ pub trait Backend {}
 #[derive(Module, Debug)]
 #[fsdp_unit]
 pub struct Residual<M: Module + ModuleDisplay> {
-    inner: M,
+    inner: Vec<M>,
     up: Linear,
 }
 
 #[derive(Module, FsdpModule, Debug)]
-pub struct Wrapper<M: Module + ModuleDisplay> {
+pub struct Wrapper<M>
+where
+    M: Module + ModuleDisplay,
+{
     inner: M,
 }
 

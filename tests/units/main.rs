@@ -11,6 +11,8 @@ mod construction;
 mod crate_path;
 mod field_units;
 mod generic_inputs;
+mod generic_units;
+mod hooked_methods;
 mod hooks;
 mod list_alias;
 mod lora;

@@ -16,7 +16,7 @@ use crate::parse::{ImplBlock, Module, Value};
 /// Checks a struct under `#[fsdp_unit]` or `#[derive(FsdpModule)]`.
 pub(crate) fn module(module: &Module<'_>, errors: &mut Errors) {
     module::is_a_struct(module, errors);
-    module::is_not_generic(module, errors);
+    module::has_bounds(module, errors);
     module::has_macros_in_order(module, errors);
     for field in &module.fields {
         field::is_unconditional(field, errors);
@@ -29,10 +29,9 @@ pub(crate) fn module(module: &Module<'_>, errors: &mut Errors) {
 
 /// Checks an `impl` block under `#[fsdp_unit]`.
 pub(crate) fn impl_block(block: &ImplBlock<'_>, errors: &mut Errors) {
-    impl_block::is_inherent(block, errors);
-    impl_block::is_not_generic(block, errors);
     for forward in &block.forwards {
         impl_block::takes_shared_self(forward, errors);
+        impl_block::is_not_marked_twice(forward, errors);
         impl_block::is_neither_async_nor_const(forward, errors);
     }
     impl_block::has_a_hooked_method(block, errors);

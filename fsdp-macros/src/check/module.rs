@@ -1,7 +1,8 @@
 //! Rules on a struct under `#[fsdp_unit]` or `#[derive(FsdpModule)]`.
 
+use proc_macro2::{Ident, TokenStream, TokenTree};
 use quote::ToTokens;
-use syn::{Data, Type};
+use syn::{Data, Type, TypeParamBound, WherePredicate};
 
 use crate::errors::Errors;
 use crate::parse::{Content, FSDP, Field, Module, derives, is_named};
@@ -34,34 +35,75 @@ pub(super) fn is_a_struct(module: &Module<'_>, errors: &mut Errors) {
     }
 }
 
-/// Checks that the struct is not generic. The layout is a constant of one type, checked where the
-/// type is declared.
-pub(super) fn is_not_generic(module: &Module<'_>, errors: &mut Errors) {
+/// Checks that each type parameter in a field of the layout has a bound by which its own layout is
+/// known, and that no parameter is a backend or a lifetime.
+pub(super) fn has_bounds(module: &Module<'_>, errors: &mut Errors) {
     let generics = &module.original.generics;
-    let Some(first) = generics.params.first() else {
-        return;
-    };
-    let backend = generics.type_params().find(|param| {
-        let bounds = param.bounds.to_token_stream().to_string();
-        param.ident == "B" || bounds.contains("Backend")
+    if let Some(lifetime) = generics.lifetimes().next() {
+        let message = "a module cannot borrow anything, because Burn moves it between devices and \
+                       threads; hold the value itself";
+        errors.push(lifetime, message);
+    }
+    for param in generics.type_params() {
+        let bounds = bounds_of(module, &param.ident);
+        let name = &param.ident;
+        if name == "B" || bounds.iter().any(|bound| bound.contains("Backend")) {
+            let message = format!(
+                "remove `{name}`: since 0.22, Burn's modules and tensors have no backend parameter"
+            );
+            errors.push(param, message);
+            continue;
+        }
+        let is_known = bounds.iter().any(|bound| LAYOUT_BOUNDS.contains(&bound.as_str()));
+        let fields = module.layout_fields().filter(|field| field.content == Content::Module);
+        let holds = fields.filter(|field| names(&field.original.ty, name)).count() > 0;
+        if holds && !is_known {
+            let message = format!(
+                "the layout of `{name}` is not known; write the bound `{name}: FsdpModule` here and \
+                 on the `impl` block (`#[derive(Module)]` also needs `ModuleDisplay`)"
+            );
+            errors.push(param, message);
+        }
+    }
+}
+
+/// Traits of a type whose layout is known.
+const LAYOUT_BOUNDS: &[&str] = &["FsdpModule", "FsdpUnit", "HookedForward"];
+
+/// Returns the last words of the traits that bound a type parameter, of the struct or in its `where`
+/// clause.
+fn bounds_of(module: &Module<'_>, param: &Ident) -> Vec<String> {
+    let generics = &module.original.generics;
+    let own = generics.type_params().filter(|own| own.ident == *param);
+    let own = own.flat_map(|own| &own.bounds);
+    let predicates = generics.where_clause.iter().flat_map(|clause| &clause.predicates);
+    let later = predicates.filter_map(|predicate| match predicate {
+        WherePredicate::Type(predicate) if is_named_type(&predicate.bounded_ty, param) => {
+            Some(&predicate.bounds)
+        }
+        _ => None,
     });
-    let name = &module.original.ident;
-    let advice = match (first, backend) {
-        (_, Some(backend)) => format!(
-            "remove `{}`: since 0.22, Burn's modules and tensors have no backend parameter",
-            backend.ident
-        ),
-        (syn::GenericParam::Type(param), None) => format!(
-            "replace `{0}` by the module's type; if there are several, write one struct for each",
-            param.ident
-        ),
-        (_, None) => format!("write one struct for each `{name}` that is used"),
+    let name = |bound: &TypeParamBound| match bound {
+        TypeParamBound::Trait(bound) => Some(bound.path.segments.last()?.ident.to_string()),
+        _ => None,
     };
-    let what = if module.unit.is_some() { "a unit" } else { "an `FsdpModule`" };
-    errors.push(
-        &generics.params,
-        format!("{what} cannot be generic, because its layout is a constant of one type; {advice}"),
-    );
+    own.chain(later.flatten()).filter_map(name).collect()
+}
+
+fn is_named_type(ty: &Type, param: &Ident) -> bool {
+    matches!(ty, Type::Path(path) if path.path.is_ident(param))
+}
+
+/// Returns whether a type names a type parameter.
+fn names(ty: &Type, param: &Ident) -> bool {
+    fn search(tokens: TokenStream, param: &Ident) -> bool {
+        tokens.into_iter().any(|token| match token {
+            TokenTree::Ident(ident) => ident == *param,
+            TokenTree::Group(group) => search(group.stream(), param),
+            _ => false,
+        })
+    }
+    search(ty.to_token_stream(), param)
 }
 
 /// Checks the order of the item's macros. `#[derive(Module)]` comes first, so that it sees Burn's

@@ -31,6 +31,45 @@ pub(super) fn checks(module: &Module<'_>) -> TokenStream {
     quote!(#keys #unit #(#field_units)* #(#ties)* #(#hidden_units)*)
 }
 
+/// Generates the checks of a generic struct, as a constant of its implementation of `FsdpModule`. The
+/// compiler evaluates it for each type that a program shards.
+pub(super) fn checks_of_generic(module: &Module<'_>) -> TokenStream {
+    let name = &module.original.ident;
+    let unit = module.unit.map(|_| {
+        quote_spanned! {at(name)=>
+            __fsdp::is_a_sound_unit(__FSDP_LAYOUT);
+            __fsdp::has_hooks::<Self>();
+        }
+    });
+    let field_units = module.layout_fields().filter_map(field_unit);
+    let ties = module.ties.iter().map(tie);
+    let hidden_units = module.fields.iter().filter_map(hidden_unit);
+    let checks = quote!(#(#field_units)* #(#ties)* #(#hidden_units)*);
+    // Constants within the constant do not see the type parameters; statements do.
+    let checks = as_statements(checks);
+    quote_spanned! {at(name)=>
+        const CHECKED: () = {
+            let __FSDP_LAYOUT = <Self as __fsdp::FsdpModule>::STATIC_LAYOUT;
+            __fsdp::have_distinct_keys_of_generic(__FSDP_LAYOUT);
+            #unit
+            #checks
+        };
+    }
+}
+
+/// Turns `const _: () = ..;` into `let () = ..;`.
+fn as_statements(checks: TokenStream) -> TokenStream {
+    let file: syn::File = syn::parse_quote!(#checks);
+    let statements = file.items.into_iter().map(|item| match item {
+        syn::Item::Const(check) => {
+            let value = check.expr;
+            quote!(let () = #value;)
+        }
+        other => quote!(#other),
+    });
+    quote!(#(#statements)*)
+}
+
 /// Generates the check that a unit has parameters of its own and a hooked `forward`.
 fn unit(module: &Module<'_>) -> TokenStream {
     let name = &module.original.ident;

@@ -19,13 +19,13 @@ use super::inputs::Input;
 use super::span::at;
 use crate::parse::{CratePath, is_forward};
 
-/// Hooks the calls in a method's body.
-pub(super) fn hook(method: &mut ImplItemFn, crate_path: &CratePath) {
+/// Hooks the calls in a method's body; `outer` are the type parameters of its block.
+pub(super) fn hook(method: &mut ImplItemFn, outer: &[&Ident], crate_path: &CratePath) {
     let sig = &method.sig;
     if sig.constness.is_some() || sig.asyncness.is_some() {
         return;
     }
-    let mut calls = Calls { generic_inputs: generic_inputs(method), found: false };
+    let mut calls = Calls { generic_inputs: generic_inputs(method, outer), found: false };
     calls.visit_block_mut(&mut method.block);
     if calls.found {
         let import = crate_path.import_with(quote! {
@@ -38,10 +38,10 @@ pub(super) fn hook(method: &mut ImplItemFn, crate_path: &CratePath) {
 
 /// Returns the names of the method's own inputs of generic types, which a call may pass on. A
 /// variable that the body declares may have any type, so its name is left out.
-fn generic_inputs(method: &ImplItemFn) -> Vec<Ident> {
+fn generic_inputs(method: &ImplItemFn, outer: &[&Ident]) -> Vec<Ident> {
     let mut declared = Declared(Vec::new());
     declared.visit_block(&method.block);
-    let inputs = Input::of_method(&method.sig).into_iter().filter_map(|input| match input {
+    let inputs = Input::of_method(&method.sig, outer).into_iter().filter_map(|input| match input {
         Input::Generic(name) => Some(name),
         Input::Probed(_) => None,
     });

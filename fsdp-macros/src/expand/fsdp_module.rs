@@ -8,23 +8,31 @@ use crate::parse::{Module, Unit};
 /// Generates `impl FsdpModule`, with `body` as the layout and its traversal, and for a unit
 /// `impl FsdpUnit`.
 pub(super) fn implementation(module: &Module<'_>, body: TokenStream) -> TokenStream {
+    implementation_with(module, body, None)
+}
+
+/// Generates what [`implementation`] does, with the constant of [`forwards`] last.
+pub(super) fn implementation_with(
+    module: &Module<'_>,
+    body: TokenStream,
+    forwards: Option<TokenStream>,
+) -> TokenStream {
     let name = &module.original.ident;
-    let (generics, arguments, _) = module.original.generics.split_for_impl();
-    // Only an item with an error is generic. Its own bounds may not be enough for Burn.
-    let bound = (!module.is_one_type()).then(|| quote!(where #name #arguments: __fsdp::BurnModule));
+    let (generics, arguments, where_clause) = module.original.generics.split_for_impl();
+    // The bounds of a generic item may not be enough for Burn.
+    let bound = match where_clause {
+        _ if module.is_one_type() => None,
+        Some(clause) => {
+            let predicates = clause.predicates.iter();
+            Some(quote!(where #(#predicates,)* #name #arguments: __fsdp::BurnModule))
+        }
+        None => Some(quote!(where #name #arguments: __fsdp::BurnModule)),
+    };
     let unit =
         module.unit.map(|_| quote!(impl #generics __fsdp::FsdpUnit for #name #arguments #bound {}));
     let checkpoint = module.unit.filter(|unit| unit.checkpoint).map(|_| {
         quote!(
             const RECOMPUTED: ::core::primitive::bool = true;
-        )
-    });
-    let forwards = module.unit.filter(|_| module.is_one_type()).map(|_| {
-        quote!(
-            const FORWARDS: &'static [__fsdp::Forward] = {
-                use __fsdp::Fallback as _;
-                __fsdp::Probe::<#name>::HOOKED
-            };
         )
     });
     quote! {
@@ -35,6 +43,19 @@ pub(super) fn implementation(module: &Module<'_>, body: TokenStream) -> TokenStr
         }
         #unit
     }
+}
+
+/// Generates the constant with the hooked methods of a unit.
+pub(super) fn forwards(module: &Module<'_>) -> Option<TokenStream> {
+    module.unit?;
+    let name = &module.original.ident;
+    let (_, arguments, _) = module.original.generics.split_for_impl();
+    Some(quote!(
+        const FORWARDS: &'static [__fsdp::Forward] = {
+            use __fsdp::Fallback as _;
+            __fsdp::Probe::<#name #arguments>::HOOKED
+        };
+    ))
 }
 
 /// Generates an implementation without fields, for an item whose fields cannot be listed: the error
@@ -54,5 +75,6 @@ pub(super) fn opaque(module: &Module<'_>) -> TokenStream {
             self
         }
     };
-    implementation(module, body)
+    let forwards = forwards(module).filter(|_| module.is_one_type());
+    implementation_with(module, body, forwards)
 }

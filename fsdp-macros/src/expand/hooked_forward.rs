@@ -3,7 +3,9 @@
 
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};
+use syn::ImplItemFn;
 
+use super::own_types::OwnTypes;
 use super::recompute;
 use super::span::at;
 use crate::parse::{ImplBlock, is_named};
@@ -18,11 +20,15 @@ pub(super) fn implementation(block: &ImplBlock<'_>) -> TokenStream {
             const HOOKS_FIELD_UNITS: ::core::primitive::bool = true;
         )
     });
-    let forwards = block.hooked().map(recompute::description);
-    let checks = block.hooked().flat_map(|method| recompute::checks(method, ty));
+    let methods = methods(block);
+    let forwards = methods.iter().map(recompute::description);
+    // A constant outside of the implementation does not see the parameters of a generic type.
+    let checked = methods.iter().filter(|_| block.is_of_one_type());
+    let checks = checked.flat_map(|method| recompute::checks(method, ty));
+    let (generics, _, bounds) = block.original.generics.split_for_impl();
     quote_spanned! {at(ty)=>
         #conditions
-        impl __fsdp::HookedForward for #ty {
+        impl #generics __fsdp::HookedForward for #ty #bounds {
             #field_units
             const HOOKED: &'static [__fsdp::Forward] = {
                 use __fsdp::Fallback as _;
@@ -31,4 +37,41 @@ pub(super) fn implementation(block: &ImplBlock<'_>) -> TokenStream {
         }
         #(#conditions #checks)*
     }
+}
+
+/// Generates the checks of the hooked methods of a further block, which another block's
+/// `HookedForward` does not list.
+pub(super) fn checks(block: &ImplBlock<'_>) -> TokenStream {
+    if !block.is_of_one_type() {
+        return TokenStream::new();
+    }
+    let ty = &block.original.self_ty;
+    let conditions = block.original.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
+    let conditions = quote!(#(#conditions)*);
+    let methods = methods(block);
+    let forwards = methods.iter().map(recompute::description);
+    let checks = methods.iter().flat_map(|method| recompute::further_checks(method, ty));
+    quote_spanned! {at(ty)=>
+        #conditions
+        const __FSDP_HOOKED: &'static [__fsdp::Forward] = {
+            use __fsdp::Fallback as _;
+            &[#(#forwards),*]
+        };
+        #(#conditions #checks)*
+        // The type is a unit, and has the block with the hooks that it must have.
+        #conditions
+        const _: () = __fsdp::has_hooks::<#ty>();
+    }
+}
+
+/// Returns the hooked methods, with signatures that mean the same outside of the block.
+fn methods(block: &ImplBlock<'_>) -> Vec<ImplItemFn> {
+    let mut own_types = OwnTypes::of(block.original);
+    let qualified = |mut method: ImplItemFn| {
+        if let Some(own_types) = &mut own_types {
+            own_types.qualify_signature(&mut method.sig);
+        }
+        method
+    };
+    block.hooked().cloned().map(qualified).collect()
 }

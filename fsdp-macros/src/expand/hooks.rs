@@ -1,4 +1,4 @@
-//! Hooks around the `forward` methods of a unit.
+//! Hooks around the methods of a unit.
 //!
 //! The body of a hooked method moves to a hidden method, so that `return` and `?` end the body and
 //! not the hooks. The method keeps its signature. It passes each argument through the unit's map of
@@ -9,36 +9,93 @@ use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::{Attribute, ImplItem, ImplItemFn, ItemImpl, Meta, ReturnType, Visibility, parse_quote};
 
 use super::inputs::Input;
+use super::own_types::OwnTypes;
 use super::signature::{argument_names, turbofish, with_argument_names};
 use super::span::at;
 use super::{field_calls, recompute};
-use crate::parse::{CratePath, ImplBlock, is_named};
+use crate::parse::{CratePath, FSDP, ImplBlock, is_named};
 
 /// Returns the block with every hooked method replaced by a wrapper and a hidden method, and with
 /// hooked calls of field units if the block asks for them.
-pub(super) fn block(block: &ImplBlock<'_>) -> ItemImpl {
+///
+/// The hidden methods of a trait's block are in a trait of their own, below the user's.
+pub(super) fn block(block: &ImplBlock<'_>) -> TokenStream {
     let mut hooked = block.original.clone();
     hooked.items = Vec::with_capacity(hooked.items.len() + block.forwards.len());
+    let mut bodies = Bodies::default();
+    let mut own_types = OwnTypes::of(block.original);
     for item in &block.original.items {
         let method = block
             .hooked()
             .find(|method| matches!(item, ImplItem::Fn(other) if std::ptr::eq(other, *method)));
-        match method.map(HookedMethod::new) {
-            Some(method) => {
-                hooked.items.push(ImplItem::Verbatim(method.wrapper(&block.crate_path)));
-                hooked.items.push(ImplItem::Fn(method.body()));
+        let outer = block.type_params();
+        let Some(method) = method.map(|method| HookedMethod::new(method, outer)) else {
+            hooked.items.push(hook_calls(without_own_attributes(item.clone()), block));
+            continue;
+        };
+        hooked.items.push(ImplItem::Verbatim(method.wrapper(&block.crate_path)));
+        let mut body = hook_calls(ImplItem::Fn(method.body()), block);
+        match &mut own_types {
+            None => hooked.items.push(body),
+            Some(own_types) => {
+                own_types.qualify_item(&mut body);
+                bodies.declared.push(method.declaration(own_types));
+                bodies.defined.push(body);
             }
-            None => hooked.items.push(item.clone()),
         }
     }
-    if block.field_units {
-        for item in &mut hooked.items {
-            if let ImplItem::Fn(method) = item {
-                field_calls::hook(method, &block.crate_path);
-            }
+    match &block.original.trait_ {
+        Some((_, path, _)) if !bodies.defined.is_empty() => bodies.around(path, &hooked),
+        _ => hooked.into_token_stream(),
+    }
+}
+
+/// Returns an item with hooked calls of field units, if the block asks for them.
+fn hook_calls(mut item: ImplItem, block: &ImplBlock<'_>) -> ImplItem {
+    if let (true, ImplItem::Fn(method)) = (block.field_units, &mut item) {
+        field_calls::hook(method, &block.type_params(), &block.crate_path);
+    }
+    item
+}
+
+/// Returns a method without the attributes of this crate.
+fn without_own_attributes(mut item: ImplItem) -> ImplItem {
+    if let ImplItem::Fn(method) = &mut item {
+        method.attrs.retain(|attr| !is_named(attr, &[FSDP]));
+    }
+    item
+}
+
+/// The hidden methods of a trait's block.
+#[derive(Default)]
+struct Bodies {
+    declared: Vec<TokenStream>,
+    defined: Vec<ImplItem>,
+}
+
+impl Bodies {
+    /// Generates the trait of the hidden methods, its implementation, and the block of the user's
+    /// trait, which is below it.
+    fn around(self, path: &syn::Path, block: &ItemImpl) -> TokenStream {
+        let Self { declared, defined } = self;
+        let conditions = block.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
+        let conditions = quote!(#(#conditions)*);
+        let ty = &block.self_ty;
+        let (generics, arguments, bounds) = block.generics.split_for_impl();
+        quote! {
+            const _: () = {
+                #conditions
+                trait __FsdpBodies #generics: #path #bounds {
+                    #(#declared)*
+                }
+                #conditions
+                impl #generics __FsdpBodies #arguments for #ty #bounds {
+                    #(#defined)*
+                }
+                #block
+            };
         }
     }
-    hooked
 }
 
 /// A method to be hooked.
@@ -48,19 +105,22 @@ struct HookedMethod<'a> {
     arguments: Vec<Ident>,
     /// The name of the hidden method.
     hidden_name: Ident,
+    /// Type parameters of the block.
+    outer: Vec<&'a Ident>,
 }
 
 impl<'a> HookedMethod<'a> {
-    fn new(original: &'a ImplItemFn) -> Self {
+    fn new(original: &'a ImplItemFn, outer: Vec<&'a Ident>) -> Self {
         let arguments = argument_names(&original.sig);
         let hidden_name = format_ident!("__fsdp_{}", original.sig.ident);
-        Self { original, arguments, hidden_name }
+        Self { original, arguments, hidden_name, outer }
     }
 
     /// Generates the method itself: the hooks, around a call of the hidden method.
     fn wrapper(&self, crate_path: &CratePath) -> TokenStream {
         let method = self.original;
-        let attrs = method.attrs.iter().map(without_expectations);
+        let attrs = method.attrs.iter().filter(|attr| !is_named(attr, &[FSDP]));
+        let attrs = attrs.map(without_expectations);
         let (visibility, defaultness) = (&method.vis, &method.defaultness);
         let arguments = &self.arguments;
         let signature = with_argument_names(&method.sig, arguments);
@@ -74,7 +134,7 @@ impl<'a> HookedMethod<'a> {
             false => self.run(),
         };
         let import = crate_path.import_with(probes);
-        let inputs = Input::of_method(&method.sig);
+        let inputs = Input::of_method(&method.sig, &self.outer);
         let collected = inputs.iter().map(Input::collect);
         let mapped = inputs.iter().map(Input::map);
         quote! {
@@ -147,6 +207,15 @@ impl<'a> HookedMethod<'a> {
             ReturnType::Default => Span::call_site(),
             ReturnType::Type(_, ty) => at(ty),
         }
+    }
+
+    /// Generates the declaration of the hidden method in a trait.
+    fn declaration(&self, own_types: &mut OwnTypes<'_>) -> TokenStream {
+        let mut sig = with_argument_names(&self.original.sig, &self.arguments);
+        sig.ident = self.hidden_name.clone();
+        own_types.qualify_signature(&mut sig);
+        let conditions = self.original.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
+        quote!(#(#conditions)* #[allow(clippy::all, clippy::pedantic)] #sig;)
     }
 
     /// Returns the hidden method: the body as written, with the patterns of its arguments.

@@ -24,9 +24,10 @@ pub(super) enum Input {
 }
 
 impl Input {
-    /// Returns the arguments of a method after the receiver.
-    pub(super) fn of_method(sig: &Signature) -> Vec<Self> {
-        let generic_types = GenericTypes::of(sig);
+    /// Returns the arguments of a method after the receiver; `outer` are the type parameters of its
+    /// block.
+    pub(super) fn of_method(sig: &Signature, outer: &[&Ident]) -> Vec<Self> {
+        let generic_types = GenericTypes::of(sig, outer);
         let input = |(mut name, ty): (Ident, &Type)| {
             if !generic_types.contain(ty) {
                 return Self::Probed(quote!(#name));
@@ -64,7 +65,8 @@ impl Input {
     }
 }
 
-/// The generic types of a method: `impl Trait`, and types that name a type parameter.
+/// The generic types of a method: `impl Trait`, and types that name a type parameter of the method or
+/// of its block.
 ///
 /// Types of closures are left out, because a closure is never a `UnitValue`: `impl Fn(..)`, and
 /// type parameters bounded by `Fn`, `FnMut`, `FnOnce` or an `async` form of these.
@@ -73,7 +75,7 @@ struct GenericTypes<'a> {
 }
 
 impl<'a> GenericTypes<'a> {
-    fn of(sig: &'a Signature) -> Self {
+    fn of(sig: &'a Signature, outer: &[&'a Ident]) -> Self {
         let params = sig.generics.params.iter().filter_map(|param| match param {
             GenericParam::Type(param) if !has_closure(&param.bounds) => Some(&param.ident),
             _ => None,
@@ -87,7 +89,8 @@ impl<'a> GenericTypes<'a> {
                 _ => false,
             })
         };
-        Self { params: params.filter(|param| !is_closure(param)).collect() }
+        let own = params.filter(|param| !is_closure(param));
+        Self { params: own.chain(outer.iter().copied()).collect() }
     }
 
     /// Returns whether `ty` is a generic type whose values may be `UnitValue`s.
@@ -156,7 +159,7 @@ mod tests {
 
     /// Returns the types of the arguments that are generic, as tokens.
     fn generic_types(sig: &Signature) -> Vec<String> {
-        let generic_types = GenericTypes::of(sig);
+        let generic_types = GenericTypes::of(sig, &[]);
         let types = sig.inputs.iter().filter_map(|input| match input {
             FnArg::Typed(input) => Some(&*input.ty),
             FnArg::Receiver(_) => None,

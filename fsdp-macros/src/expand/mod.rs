@@ -14,6 +14,7 @@ mod hooks;
 mod inputs;
 mod item;
 mod layout;
+mod own_types;
 mod recompute;
 mod signature;
 mod span;
@@ -21,7 +22,7 @@ mod traversal;
 mod unit_value;
 
 use proc_macro2::TokenStream;
-use quote::{ToTokens, quote};
+use quote::quote;
 use syn::Data;
 
 use crate::parse::{CratePath, ImplBlock, Module, Value};
@@ -37,11 +38,23 @@ pub(crate) fn module(module: &Module<'_>, is_valid: bool) -> TokenStream {
     let generated = match &module.original.data {
         Data::Union(_) => return TokenStream::new(),
         Data::Enum(_) => fsdp_module::opaque(module),
-        Data::Struct(_) if !module.has_known_fields() => fsdp_module::opaque(module),
+        Data::Struct(_) if !module.has_known_fields() || !is_valid && !module.is_one_type() => {
+            fsdp_module::opaque(module)
+        }
         Data::Struct(_) => {
             let layout = layout::constant(module);
             let methods = traversal::methods(module);
-            let implementation = fsdp_module::implementation(module, quote!(#layout #methods));
+            let forwards = fsdp_module::forwards(module);
+            if !module.is_one_type() {
+                let checks = const_checks::checks_of_generic(module);
+                let body = quote!(#layout #methods #forwards #checks);
+                return in_const_block(
+                    &module.crate_path,
+                    fsdp_module::implementation(module, body),
+                );
+            }
+            let body = quote!(#layout #methods);
+            let implementation = fsdp_module::implementation_with(module, body, forwards);
             let burn_check = is_valid.then(|| const_checks::derives_burn_module(module));
             let checks = is_valid.then(|| const_checks::checks(module));
             quote!(#burn_check #implementation #checks)
@@ -52,14 +65,13 @@ pub(crate) fn module(module: &Module<'_>, is_valid: bool) -> TokenStream {
 
 /// Generates an `impl` block with its hooks, and the trait that marks its type as hooked.
 pub(crate) fn impl_block(block: &ImplBlock<'_>) -> TokenStream {
-    let hooked = match block.takes_hooks() {
-        true => hooks::block(block).into_token_stream(),
-        false => block.original.to_token_stream(),
+    let hooked = hooks::block(block);
+    let generated = match block.more {
+        true => hooked_forward::checks(block),
+        false => hooked_forward::implementation(block),
     };
-    let marker = block
-        .is_of_one_type()
-        .then(|| in_const_block(&block.crate_path, hooked_forward::implementation(block)));
-    quote!(#hooked #marker)
+    let generated = in_const_block(&block.crate_path, generated);
+    quote!(#hooked #generated)
 }
 
 /// Generates `impl UnitValue`.

@@ -43,12 +43,21 @@ pub(super) fn description(method: &ImplItemFn) -> TokenStream {
 
 /// Generates one check for each part of the method's signature, spanned at that part.
 pub(super) fn checks(method: &ImplItemFn, unit: &Type) -> Vec<TokenStream> {
+    checks_in(method, unit, quote!(<#unit as __fsdp::HookedForward>::HOOKED))
+}
+
+/// Generates the checks of a method of a further block, whose `Forward`s are in a constant.
+pub(super) fn further_checks(method: &ImplItemFn, unit: &Type) -> Vec<TokenStream> {
+    checks_in(method, unit, quote!(__FSDP_HOOKED))
+}
+
+fn checks_in(method: &ImplItemFn, unit: &Type, hooked: TokenStream) -> Vec<TokenStream> {
     let method_name = method.sig.ident.to_string();
     let conditions: Vec<_> = method.attrs.iter().filter(|attr| is_named(attr, &["cfg"])).collect();
     let check = |Part { name, span, .. }: Part<'_>| {
         quote_spanned! {span=>
             #(#conditions)*
-            const _: () = __fsdp::can_be_recomputed::<#unit>(#method_name, #name);
+            const _: () = __fsdp::can_be_recomputed::<#unit>(#hooked, #method_name, #name);
         }
     };
     parts(&method.sig).into_iter().map(check).collect()

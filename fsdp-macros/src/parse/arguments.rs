@@ -19,6 +19,8 @@ const KEY: &str = "key";
 const LEAF: &str = "leaf";
 const UNIT: &str = "unit";
 const FIELD_UNITS: &str = "field_units";
+const MORE: &str = "more";
+const FORWARD: &str = "forward";
 
 /// `#[fsdp_unit(..)]` on a struct.
 #[derive(Default)]
@@ -136,6 +138,8 @@ impl FieldArgs {
 #[derive(Default)]
 pub(super) struct BlockArgs {
     pub(super) field_units: bool,
+    /// Whether another block of the type is the one with the hooks that the type must have.
+    pub(super) more: bool,
     pub(super) crate_path: Option<Path>,
 }
 
@@ -149,16 +153,46 @@ impl BlockArgs {
                     flag(&meta, FIELD_UNITS, errors);
                     parsed.field_units = true;
                 }
+                MORE if parsed.more => repeated(&meta, errors),
+                MORE => {
+                    flag(&meta, MORE, errors);
+                    parsed.more = true;
+                }
                 CRATE if parsed.crate_path.is_some() => repeated(&meta, errors),
                 CRATE => parsed.crate_path = crate_path(&meta, errors),
                 given @ (ROOT | CHECKPOINT | TIE) => errors.push(
                     &meta,
                     format!(
                         "`{given}` belongs on the struct, in the `#[fsdp_unit(..)]` there; on an \
-                         `impl` block the attribute takes only `{FIELD_UNITS}` and `{CRATE}`"
+                         `impl` block the attribute takes only `{FIELD_UNITS}`, `{MORE}` and \
+                         `{CRATE}`"
                     ),
                 ),
-                _ => unknown(&meta, &[FIELD_UNITS, CRATE], errors),
+                _ => unknown(&meta, &[FIELD_UNITS, MORE, CRATE], errors),
+            }
+        }
+        parsed
+    }
+}
+
+/// `#[fsdp(..)]` on a method in an `impl` block under `#[fsdp_unit]`.
+#[derive(Default)]
+pub(super) struct MethodArgs {
+    /// The argument `forward`, if it is given.
+    pub(super) forward: Option<Path>,
+}
+
+impl MethodArgs {
+    pub(super) fn parse(attrs: &[Attribute], errors: &mut Errors) -> Self {
+        let mut parsed = Self::default();
+        for meta in helper_arguments(attrs, errors) {
+            match name(&meta).as_str() {
+                FORWARD if parsed.forward.is_some() => repeated(&meta, errors),
+                FORWARD => {
+                    flag(&meta, FORWARD, errors);
+                    parsed.forward = Some(meta.path().clone());
+                }
+                _ => unknown(&meta, &[FORWARD], errors),
             }
         }
         parsed
@@ -182,7 +216,10 @@ fn unknown(meta: &Meta, valid: &[&'static str], errors: &mut Errors) {
             ROOT | CHECKPOINT => format!("it belongs to a unit: `#[fsdp_unit({given})]`"),
             TIE => format!("it belongs on the struct of a module: {TIE_FORM}"),
             CRATE => format!(r#"it belongs on the struct: `{CRATE} = ".."` there"#),
-            FIELD_UNITS => format!("it belongs on the `impl` block: `#[fsdp_unit({FIELD_UNITS})]`"),
+            FIELD_UNITS | MORE => {
+                format!("it belongs on the `impl` block: `#[fsdp_unit({given})]`")
+            }
+            FORWARD => format!("it belongs on a method of the unit: `#[fsdp({FORWARD})]`"),
             KEY => format!(r#"it belongs on a field: `#[fsdp({KEY} = "..")]`"#),
             LEAF | UNIT => format!("it belongs on a field: `#[fsdp({given})]`"),
             _ => format!("expected {}", one_of(valid.iter().copied())),

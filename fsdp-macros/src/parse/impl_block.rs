@@ -1,9 +1,10 @@
-//! An `impl` block under `#[fsdp_unit]`, and its methods named `forward` or `forward_..`.
+//! An `impl` block under `#[fsdp_unit]`, and its methods to be hooked: those named `forward` or
+//! `forward_..`, and those under `#[fsdp(forward)]`.
 
 use proc_macro2::TokenStream;
-use syn::{ImplItem, ImplItemFn, ItemImpl, Type};
+use syn::{Ident, ImplItem, ImplItemFn, ItemImpl, Path, Type};
 
-use super::arguments::BlockArgs;
+use super::arguments::{BlockArgs, MethodArgs};
 use super::crate_path::CratePath;
 use crate::errors::Errors;
 
@@ -13,7 +14,9 @@ pub(crate) struct ImplBlock<'a> {
     pub(crate) original: &'a ItemImpl,
     /// Whether calls in the block of modules in fields under `#[fsdp(unit)]` are hooked.
     pub(crate) field_units: bool,
-    /// The methods named `forward` or `forward_..`.
+    /// Whether another block of the type is the one with the hooks that the type must have.
+    pub(crate) more: bool,
+    /// The methods named `forward` or `forward_..`, and those under `#[fsdp(forward)]`.
     pub(crate) forwards: Vec<Forward<'a>>,
     /// Path at which generated code finds the runtime crate.
     pub(crate) crate_path: CratePath,
@@ -22,16 +25,19 @@ pub(crate) struct ImplBlock<'a> {
 impl<'a> ImplBlock<'a> {
     /// Parses a block under `#[fsdp_unit(args)]`.
     pub(crate) fn parse(args: TokenStream, original: &'a ItemImpl, errors: &mut Errors) -> Self {
-        let BlockArgs { field_units, crate_path } = BlockArgs::parse(args, errors);
+        let BlockArgs { field_units, more, crate_path } = BlockArgs::parse(args, errors);
         let methods = original.items.iter().filter_map(|item| match item {
             ImplItem::Fn(method) => Some(method),
             _ => None,
         });
-        let forwards = methods
-            .filter(|method| is_forward(&method.sig.ident.to_string()))
-            .map(|method| Forward { original: method, receiver: Receiver::of(method) })
-            .collect();
-        Self { original, field_units, forwards, crate_path: CratePath::new(crate_path) }
+        let forward = |method: &'a ImplItemFn| {
+            let marked = MethodArgs::parse(&method.attrs, errors).forward;
+            let hooks = marked.is_some() || is_forward(&method.sig.ident.to_string());
+            hooks.then(|| Forward { original: method, marked, receiver: Receiver::of(method) })
+        };
+        let forwards = methods.filter_map(forward).collect();
+        let crate_path = CratePath::new(crate_path);
+        Self { original, field_units, more, forwards, crate_path }
     }
 
     /// Returns whether the block is of one type: it has no generic parameters.
@@ -39,9 +45,9 @@ impl<'a> ImplBlock<'a> {
         self.original.generics.params.is_empty()
     }
 
-    /// Returns whether methods of the block can be hooked: it is inherent and of one type.
-    pub(crate) fn takes_hooks(&self) -> bool {
-        self.original.trait_.is_none() && self.is_of_one_type()
+    /// Returns the type parameters of the block.
+    pub(crate) fn type_params(&self) -> Vec<&'a Ident> {
+        self.original.generics.type_params().map(|param| &param.ident).collect()
     }
 
     /// Returns the methods that are hooked.
@@ -50,23 +56,30 @@ impl<'a> ImplBlock<'a> {
     }
 }
 
-/// The method that must be hooked where it exists.
-pub(crate) const FORWARD: &str = "forward";
+/// The name of the method that must be hooked where it exists.
+const FORWARD: &str = "forward";
 
 /// Returns whether methods of this name, and calls of them, are hooked: `forward` or `forward_..`.
 pub(crate) fn is_forward(name: &str) -> bool {
     name == FORWARD || name.strip_prefix(FORWARD).is_some_and(|rest| rest.starts_with('_'))
 }
 
-/// A method named `forward` or `forward_..`.
+/// A method to be hooked, by its name or by an attribute.
 pub(crate) struct Forward<'a> {
     /// The method as written.
     pub(crate) original: &'a ImplItemFn,
+    /// The word `forward` in `#[fsdp(forward)]`.
+    pub(crate) marked: Option<Path>,
     /// Receiver of the method: `&self`, `&mut self` or another form.
     pub(crate) receiver: Receiver,
 }
 
 impl Forward<'_> {
+    /// Returns whether the method must be hooked where it exists.
+    pub(crate) fn is_required(&self) -> bool {
+        self.marked.is_some() || self.original.sig.ident == FORWARD
+    }
+
     /// Returns whether the method can be hooked: it takes `&self` and is neither `async` nor
     /// `const`.
     pub(crate) fn is_hooked(&self) -> bool {

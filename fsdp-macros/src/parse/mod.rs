@@ -14,7 +14,7 @@ mod values;
 
 pub(crate) use attributes::{FSDP, FSDP_UNIT, derives, is_named};
 pub(crate) use crate_path::CratePath;
-pub(crate) use impl_block::{FORWARD, Forward, ImplBlock, Receiver, is_forward};
+pub(crate) use impl_block::{Forward, ImplBlock, Receiver, is_forward};
 pub(crate) use module::{Content, Field, Module, Unit};
 pub(crate) use unit_value::Value;
 pub(crate) use values::Tie;

@@ -59,10 +59,9 @@ impl<'a> Module<'a> {
         self.original.generics.params.is_empty()
     }
 
-    /// Returns whether the layout can be generated: the struct is not generic and no field is
-    /// conditional.
+    /// Returns whether the layout can be generated: no field is conditional.
     pub(crate) fn has_known_fields(&self) -> bool {
-        self.is_one_type() && self.fields.iter().all(|field| field.condition().is_none())
+        self.fields.iter().all(|field| field.condition().is_none())
     }
 
     /// Returns whether a struct under `#[derive(FsdpModule)]` is also under `#[fsdp_unit]`, which

@@ -211,10 +211,22 @@ const _: () = {
             ]
         };
     }
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "input 1");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "mask");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_cached", "x");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_cached", "cache");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_any", "x");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_any", "N");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward", "input 1");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward", "mask");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_cached", "x");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_cached", "cache");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_any", "x");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_any", "N");
 };

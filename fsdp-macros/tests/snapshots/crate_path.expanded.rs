@@ -174,7 +174,9 @@ const _: () = {
             ]
         };
     }
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "x");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward", "x");
 };
 #[derive(Module, FsdpModule, Debug)]
 #[fsdp(crate = "crate::training::fsdp")]

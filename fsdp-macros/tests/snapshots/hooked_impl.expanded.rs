@@ -225,16 +225,40 @@ const _: () = {
             ]
         };
     }
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "x");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "mask");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "input 1");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "cache");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "keys");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "other");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_step", "the return value");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "first");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "second");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "last");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "map");
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward_mapped", "done");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward", "x");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward", "mask");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_step", "input 1");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_step", "cache");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_step", "keys");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_step", "other");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_step", "the return value");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_mapped", "first");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_mapped", "second");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_mapped", "last");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_mapped", "map");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_mapped", "done");
 };

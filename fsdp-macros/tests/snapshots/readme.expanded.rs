@@ -115,5 +115,7 @@ const _: () = {
             ]
         };
     }
-    const _: () = __fsdp::can_be_recomputed::<Block>("forward", "x");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward", "x");
 };

@@ -118,16 +118,26 @@ pub(crate) struct GatherBufferPlan {
 
 impl GatherBufferPlan {
     /// Assigns buffers to units. A unit is its nesting level and its flat ranges, each with its
-    /// padded length in elements and its dtype. A ring has `ring_size` buffers, or one at the
-    /// outermost level. If several ranges of a unit have one dtype, the n-th of them takes a buffer
-    /// of the n-th ring of that dtype.
-    pub(crate) fn new(units: &[(usize, Vec<(usize, DType)>)], ring_size: usize) -> Self {
+    /// padded length in elements and its dtype. A ring of an inner level has `ring_size(level)`
+    /// buffers, and one of the outermost level has one. If several ranges of a unit have one dtype,
+    /// the n-th of them takes a buffer of the n-th ring of that dtype. A unit for which `is_alone`
+    /// holds, given its index, has buffers of its own.
+    pub(crate) fn new(
+        units: &[(usize, Vec<(usize, DType)>)],
+        ring_size: impl Fn(usize) -> usize,
+        is_alone: impl Fn(usize) -> bool,
+    ) -> Self {
         let mut plan = Self { buffers_of: Vec::with_capacity(units.len()), buffers: Vec::new() };
         // For each ring: its buffers, and the number of ranges assigned so far.
         let mut rings: HashMap<(usize, DType, usize), (Vec<usize>, usize)> = HashMap::new();
-        for (level, ranges) in units {
-            let size = if *level == 0 { 1 } else { ring_size };
+        for (index, (level, ranges)) in units.iter().enumerate() {
+            let size = if *level == 0 { 1 } else { ring_size(*level) };
+            let alone = is_alone(index);
             let assign = |(range, &(numel, dtype)): (usize, &(usize, DType))| {
+                if alone {
+                    plan.buffers.push((numel, dtype));
+                    return plan.buffers.len() - 1;
+                }
                 let nth = ranges[..range].iter().filter(|(_, other)| *other == dtype).count();
                 let (ring, turn) = rings.entry((*level, dtype, nth)).or_default();
                 if ring.len() < size {
@@ -162,10 +172,20 @@ mod tests {
     #[test]
     fn units_are_assigned_the_buffers_of_their_level_in_turn() {
         let units = of_one_dtype([(0, 10), (1, 100), (1, 7), (1, 9), (1, 8), (2, 3)]);
-        let plan = GatherBufferPlan::new(&units, 2);
+        let plan = GatherBufferPlan::new(&units, |_| 2, |_| false);
         assert_eq!(plan.buffers_of, [[0], [1], [2], [1], [2], [3]]);
         let numels: Vec<usize> = plan.buffers.iter().map(|(numel, _)| *numel).collect();
         assert_eq!(numels, [10, 100, 8, 3], "a huge unit must enlarge one buffer only");
+    }
+
+    #[test]
+    fn a_unit_with_buffers_of_its_own_takes_no_turn() {
+        let units = of_one_dtype([(0, 10), (1, 4), (1, 9), (1, 5), (1, 6), (2, 3), (2, 2)]);
+        let plan =
+            GatherBufferPlan::new(&units, |level| if level == 1 { 2 } else { 1 }, |unit| unit == 2);
+        assert_eq!(plan.buffers_of, [[0], [1], [2], [3], [1], [4], [4]]);
+        let numels: Vec<usize> = plan.buffers.iter().map(|(numel, _)| *numel).collect();
+        assert_eq!(numels, [10, 6, 9, 5, 3]);
     }
 
     #[test]
@@ -173,14 +193,14 @@ mod tests {
         let none = (1, Vec::new());
         let mut units = of_one_dtype([(1, 5), (1, 6)]);
         units.insert(1, none);
-        let plan = GatherBufferPlan::new(&units, 2);
+        let plan = GatherBufferPlan::new(&units, |_| 2, |_| false);
         assert_eq!(plan.buffers_of, [vec![0], vec![], vec![1]]);
     }
 
     #[test]
     fn units_of_different_dtypes_share_no_buffer() {
         let units = [(4, HALF), (5, FULL), (6, HALF), (7, FULL)].map(|range| (1, vec![range]));
-        let plan = GatherBufferPlan::new(&units, 1);
+        let plan = GatherBufferPlan::new(&units, |_| 1, |_| false);
         assert_eq!(plan.buffers_of, [[0], [1], [0], [1]]);
         assert_eq!(plan.buffers, [(6, HALF), (7, FULL)]);
     }
@@ -188,7 +208,7 @@ mod tests {
     #[test]
     fn ranges_of_one_dtype_in_a_unit_have_separate_buffers() {
         let units = [vec![(4, FULL), (5, FULL)], vec![(6, FULL)], vec![(7, FULL), (8, FULL)]];
-        let plan = GatherBufferPlan::new(&units.map(|ranges| (1, ranges)), 1);
+        let plan = GatherBufferPlan::new(&units.map(|ranges| (1, ranges)), |_| 1, |_| false);
         assert_eq!(plan.buffers_of, [vec![0, 1], vec![0], vec![0, 1]]);
         assert_eq!(plan.buffers, [(7, FULL), (8, FULL)]);
     }
@@ -197,7 +217,7 @@ mod tests {
     fn a_unit_of_several_dtypes_has_a_buffer_of_each() {
         let both = |full, half| (1, vec![(full, FULL), (half, HALF)]);
         let units = [both(4, 5), (1, vec![(6, FULL)]), both(7, 8), (1, vec![(9, HALF)])];
-        let plan = GatherBufferPlan::new(&units, 2);
+        let plan = GatherBufferPlan::new(&units, |_| 2, |_| false);
         assert_eq!(plan.buffers_of, [vec![0, 1], vec![2], vec![0, 3], vec![1]]);
         assert_eq!(plan.buffers, [(7, FULL), (9, HALF), (6, FULL), (8, HALF)]);
         for pair in plan.buffers_of.windows(2) {

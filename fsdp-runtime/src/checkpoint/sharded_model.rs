@@ -110,7 +110,7 @@ impl<M: FsdpModule> ShardedModel for Fsdp<M> {
     }
 
     fn replace_values(&mut self, new_values: &mut NewValues<'_>) {
-        self.schedule.refuse_guards().unwrap_or_else(|error| raise(error));
+        self.schedule.begin_change().unwrap_or_else(|error| raise(error));
         let (schedule, ignored) = (self.schedule.clone(), self.ignored.clone());
         let mut indices = HashMap::new();
         self.for_each_param(&mut |param| _ = indices.entry(param.id).or_insert(param.index));

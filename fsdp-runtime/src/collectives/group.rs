@@ -90,6 +90,17 @@ impl AnyProcessGroup {
         on_engine!(self, |group| group.exchange(op, value))
     }
 
+    /// Returns every member's value, in rank order, on the member at position `to`, and `None` on the
+    /// others, which receive no value. All members call it.
+    pub(crate) fn gather_values<T: Message>(
+        &self,
+        op: &Op,
+        to: usize,
+        value: T,
+    ) -> Result<Option<Vec<Arc<T>>>, CollectiveError> {
+        on_engine!(self, |group| group.gather_values(op, to, value))
+    }
+
     /// Returns every member's tensors, in rank order, and orders later operations of the calling
     /// thread after all that the members have issued. All members call it, and they share a device
     /// ([`shares_device`](Self::shares_device)).

@@ -164,6 +164,18 @@ impl LocalGroup {
             .collect())
     }
 
+    /// Returns every member's value, in rank order, on the member at position `to`, and `None` on the
+    /// others.
+    pub(super) fn gather_values<T: Any + Send + Sync>(
+        &self,
+        op: &Op,
+        to: usize,
+        value: T,
+    ) -> Result<Option<Vec<Arc<T>>>, CollectiveError> {
+        let values = self.exchange(op, value)?;
+        Ok((self.index == to).then_some(values))
+    }
+
     /// Returns every member's tensors, in rank order, and orders later operations of the calling
     /// thread after all that the members have issued.
     pub(super) fn exchange_on_device<B: ShardBackend, T: Any + Send + Sync>(

@@ -79,17 +79,14 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
     /// Returns every member's shard of one parameter on the member at position `to`. The result on
-    /// other members is unspecified.
+    /// other members is empty, and no tensor is sent to them.
     fn gather(
         &self,
         op: &Op,
         device: &B::Device,
         to: usize,
         shard: Option<Float<B>>,
-    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let _ = to;
-        self.all_gather_one(op, device, shard)
-    }
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError>;
 
     /// Sums each gradient over the members, in f32, and divides it; returns the elements that this
     /// rank keeps.

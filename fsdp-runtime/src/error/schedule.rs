@@ -174,6 +174,29 @@ pub enum ScheduleError {
         /// Name of the first unit that is kept gathered.
         unit: String,
     },
+    /// A change of when units are gathered and resharded, or of the gradient divide factor, during a
+    /// pass.
+    #[error(
+        "this setting cannot change now: {unit} runs, or its backward is still to come; change it \
+         before the forward or after `backward`, and drop the outputs of forwards that get no backward"
+    )]
+    ControlledDuringPass {
+        /// Name of a unit in the pass.
+        unit: String,
+    },
+    /// A hook on gradients that returned another number of elements than it was given.
+    #[error(
+        "the hook of `set_gradient_hook` returned {found} elements for the {expected} of `{path}`; \
+         return a tensor with as many elements as the hook is given"
+    )]
+    HookedGradient {
+        /// Module path of the parameter.
+        path: String,
+        /// Number of elements that the hook was given.
+        expected: usize,
+        /// Number of elements that it returned.
+        found: usize,
+    },
     /// A path that names no unit of the model.
     #[error("the model has no unit at the path {path:?}; its units are {units:?}")]
     UnknownUnit {

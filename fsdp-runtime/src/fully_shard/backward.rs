@@ -7,11 +7,12 @@ use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
 
+use super::gradient_hook::GradientHook;
 use super::ignored_gradients::OwnGradients;
 use super::model::Fsdp;
 use super::optimizer_check::{OptimizerCheck, Waiting};
 use crate::error::{Error, ScheduleError};
-use crate::module::{FsdpModule, ParamVisitor, Sharded};
+use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::runtime::schedule::ErasedSchedule;
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -105,11 +106,18 @@ impl<M: FsdpModule> Fsdp<M> {
     /// The errors of [`backward`](Self::backward).
     pub fn collect_gradients(&self) -> Result<GradientsParams, Error> {
         self.schedule.finish_backward()?;
-        let (gradients, waiting) = (GradientsParams::new(), Vec::new());
-        let (schedule, check) = (&*self.schedule, &self.optimizer_check);
-        let mut take = TakeGradients { schedule, check, gradients, waiting };
+        let check = &self.optimizer_check;
+        let mut take = TakeGradients {
+            schedule: &*self.schedule,
+            check,
+            hook: &self.gradient_hook,
+            gradients: GradientsParams::new(),
+            waiting: Vec::new(),
+            failed: None,
+        };
         self.module.visit_params(&mut take);
-        let TakeGradients { mut gradients, waiting, .. } = take;
+        let TakeGradients { mut gradients, waiting, failed, .. } = take;
+        failed.map_or(Ok(()), Err)?;
         check.add_gradients(waiting, &mut gradients);
         Ok(gradients)
     }
@@ -119,16 +127,24 @@ impl<M: FsdpModule> Fsdp<M> {
 struct TakeGradients<'a> {
     schedule: &'a dyn ErasedSchedule,
     check: &'a OptimizerCheck,
+    hook: &'a GradientHook,
     gradients: GradientsParams,
     /// Trained shards whose optimizer has not been checked.
     waiting: Vec<Waiting>,
+    /// First error of the hook.
+    failed: Option<Error>,
 }
 
 impl ParamVisitor for TakeGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(sharded) = Sharded::of(param) else { return };
         if let Some(gradient) = self.schedule.take_gradient(sharded.index) {
-            self.gradients.register(param.id, Tensor::<D>::from_dispatch(gradient));
+            let ParamIndex { unit, param: entry } = sharded.index;
+            let spec = &self.schedule.units()[unit].params[entry];
+            match self.hook.apply(spec, Tensor::<D>::from_dispatch(gradient)) {
+                Ok(gradient) => self.gradients.register(param.id, gradient),
+                Err(error) => _ = self.failed.get_or_insert(error),
+            }
         }
         if self.check.is_open(param.id) {
             self.waiting.extend(Waiting::of(param, self.schedule.units()));

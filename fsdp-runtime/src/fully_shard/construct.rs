@@ -1,23 +1,26 @@
 //! [`fully_shard`], which makes a sharded model of a module.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
 use burn::tensor::Device;
 
+use super::gradient_hook::GradientHook;
 use super::ignored_gradients::IgnoredGradients;
 use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, check_same_model};
 use super::model::Fsdp;
 use super::optimizer_check::OptimizerCheck;
 use crate::backend::{check_device, clone_device, with_backend};
-use crate::collectives::group::{AnyProcessGroup, MeshGroups, blocks};
+use crate::collectives::group::MeshGroups;
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
 use crate::launch::agree::{OnError, agree_result};
-use crate::layout::{Mesh, Rank, WorldSize};
+use crate::layout::{Mesh, Rank};
 use crate::module::{HookedForward, ParamIndex, RandomStream};
 use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
 use crate::param_group::plan::Plan;
-use crate::runtime::schedule::{Reshard, Schedule, Settings};
+use crate::runtime::schedule::{Schedule, Settings, block_group};
 
 /// Shards `module` over the ranks of `worker`, and returns the sharded model. Every rank calls it
 /// with the same model and the same options.
@@ -62,14 +65,15 @@ pub(crate) fn shard<M: HookedForward>(
     options: FsdpOptions,
     loaded_later: impl FnOnce(&Plan) -> Result<Vec<ParamIndex>, Error>,
 ) -> Result<Fsdp<M>, Error> {
+    const { M::CHECKED };
     let planned = Planned::new(&module, worker, &options);
-    let Planned { mesh, reshard, plan, device } =
+    let Planned { mesh, plan, device } =
         agree_result(worker.comm(), "the plan of the model", planned, OnError::FailWorld)?;
     check_same_model(worker, &plan, &options, mesh)?;
     if worker.rank() == Rank::ZERO {
         plan.warn_of_left_out(&options);
     }
-    let settings = settings(worker, &options, (mesh, reshard), &device)?;
+    let settings = settings(worker, &options, (mesh, &plan), &device)?;
     let mut later = loaded_later(&plan)?;
     if options.deferred_init {
         later = plan.indices.iter().flatten().copied().collect();
@@ -103,6 +107,7 @@ pub(crate) fn shard<M: HookedForward>(
             keys: Arc::new(plan.keys),
             ignored: Arc::new(plan.ignored),
             ignored_gradients: IgnoredGradients::default(),
+            gradient_hook: GradientHook::default(),
             optimizer_check: OptimizerCheck::new(options.optimizer_check),
         })
     })
@@ -111,7 +116,6 @@ pub(crate) fn shard<M: HookedForward>(
 /// The decisions that a rank makes without the other ranks.
 struct Planned {
     mesh: Mesh,
-    reshard: ReshardAfterForward,
     plan: Plan,
     /// The device that computes.
     device: Device,
@@ -125,14 +129,13 @@ impl Planned {
     ) -> Result<Self, ShardError> {
         options.check()?;
         let mesh = options.mesh(worker.mesh(), worker.local_size())?;
-        let reshard = options.reshard(mesh)?;
         let plan = Plan::new(module, mesh, options)?;
         let device = options.compute_device(&plan.device, worker.device());
         check_device(&device)?;
         options.check_offload(&plan.device, &device)?;
         options.policies().try_for_each(|policy| policy.check(&device))?;
         plan.check_dtypes(&device)?;
-        Ok(Self { mesh, reshard, plan, device })
+        Ok(Self { mesh, plan, device })
     }
 }
 
@@ -141,35 +144,38 @@ impl Planned {
 fn settings(
     worker: &Worker,
     options: &FsdpOptions,
-    (mesh, reshard): (Mesh, ReshardAfterForward),
+    (mesh, plan): (Mesh, &Plan),
     device: &Device,
 ) -> Result<Settings, Error> {
     // Groups are created by collectives, which all run on the communication thread.
     let world = worker.comm().world().clone();
     let groups = worker.comm().issue(move |_| MeshGroups::new(&world, mesh)).wait()?;
-    let reshard = match reshard {
-        ReshardAfterForward::Never => Reshard::Never,
-        ReshardAfterForward::Always => Reshard::Always,
-        ReshardAfterForward::To(size) => {
-            let size = WorldSize::new(size).map_err(ShardError::from)?;
-            let split = move |group: &AnyProcessGroup| blocks(group, mesh, size);
-            Reshard::To(Arc::new(worker.comm().issue_on(&groups.shard, split).wait()?))
+    let mut blocks = BTreeMap::new();
+    for unit in &plan.units {
+        if let ReshardAfterForward::To(size) = unit.control.reshard
+            && let Entry::Vacant(entry) = blocks.entry(size)
+        {
+            entry.insert(block_group(worker.comm(), &groups.shard, mesh, size)?);
         }
-    };
+    }
     // With one gather buffer, no second unit can be gathered.
-    let can_prefetch = options.gather_buffers > 1 || matches!(reshard, Reshard::Never);
+    let gather_buffers = options.gather_buffers();
+    let has_own = plan.units.iter().any(|unit| unit.control.has_own_buffers());
+    let can_prefetch = (gather_buffers > 1 || has_own) && options.units_ahead() > 0;
     Ok(Settings {
         strategy: options.strategy,
         mesh,
         groups,
-        reshard,
-        gather_buffers: options.gather_buffers,
+        blocks,
+        gather_buffers,
         forward_prefetch: options.forward_prefetch && can_prefetch,
         backward_prefetch: match options.backward_prefetch {
             BackwardPrefetch::Pre if !can_prefetch => BackwardPrefetch::None,
             prefetch => prefetch,
         },
+        units_ahead: options.units_ahead(),
         reductions_in_flight: options.reductions_in_flight(device),
+        gradient_divide_factor: options.gradient_divide_factor,
         accumulation: options.gradient_accumulation,
         storage: options.offload.storage_device(),
         keep_sent: options.offload == OffloadPolicy::OptimizerOnly,

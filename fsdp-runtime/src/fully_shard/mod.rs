@@ -1,12 +1,14 @@
 //! The sharding of a module, and the sharded model that it returns.
 //!
 //! Imports point one way: optimizer_probe <- optimizer_check; init, ignored_gradients,
-//! optimizer_check <- model <- construct, backward, clip, display, stats; backward <- unshard.
+//! gradient_hook, optimizer_check <- model <- construct, backward, clip, display, stats; backward <- unshard <- control.
 
 mod backward;
 mod clip;
 mod construct;
+mod control;
 mod display;
+mod gradient_hook;
 mod ignored_gradients;
 mod init;
 mod model;
@@ -17,6 +19,7 @@ mod unshard;
 
 pub use self::construct::fully_shard;
 pub(crate) use self::construct::shard;
+pub use self::gradient_hook::ReducedGradient;
 pub use self::model::Fsdp;
 pub use self::stats::Stats;
 pub use self::unshard::{UnitHandle, Unsharded};

@@ -9,6 +9,7 @@ use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, ParamGroup};
 use burn::store::ModuleRecord;
 use burn::tensor::Device;
 
+use super::gradient_hook::GradientHook;
 use super::ignored_gradients::IgnoredGradients;
 use super::optimizer_check::OptimizerCheck;
 use crate::backend::kernels::batched_steps;
@@ -39,6 +40,7 @@ pub struct Fsdp<M> {
     pub(crate) keys: Arc<BTreeMap<ParamIndex, Key>>,
     pub(crate) ignored: Arc<Vec<IgnoredParam>>,
     pub(super) ignored_gradients: IgnoredGradients,
+    pub(super) gradient_hook: GradientHook,
     pub(crate) optimizer_check: OptimizerCheck,
 }
 
@@ -75,6 +77,7 @@ impl<M: Module> Fsdp<M> {
             keys: self.keys.clone(),
             ignored: self.ignored.clone(),
             ignored_gradients: self.ignored_gradients.clone(),
+            gradient_hook: self.gradient_hook.clone(),
             optimizer_check: self.optimizer_check.clone(),
         }
     }
@@ -86,7 +89,7 @@ impl<M: Module> Fsdp<M> {
     /// Unwinds with [`ScheduleError::ChangedWhileUnsharded`](crate::ScheduleError) if a unit is kept
     /// gathered.
     pub(crate) fn map_module(self, map: impl FnOnce(M) -> M) -> Self {
-        self.schedule.refuse_guards().unwrap_or_else(|error| raise(error));
+        self.schedule.begin_change().unwrap_or_else(|error| raise(error));
         Self { module: map(self.module), ..self }
     }
 }

@@ -29,8 +29,8 @@ impl<M> Drop for Unsharded<'_, M> {
 /// A unit of a sharded model. [`Fsdp::unit`] returns it.
 #[derive(Debug)]
 pub struct UnitHandle<'a, M> {
-    model: &'a Fsdp<M>,
-    index: usize,
+    pub(super) model: &'a Fsdp<M>,
+    pub(super) index: usize,
 }
 
 impl<'a, M: FsdpModule> UnitHandle<'a, M> {

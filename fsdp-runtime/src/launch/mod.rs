@@ -8,6 +8,7 @@ pub(crate) mod agree;
 mod engine;
 pub mod env;
 mod error;
+mod exchange;
 #[cfg(feature = "nccl")]
 mod gpus;
 mod location;
@@ -26,6 +27,7 @@ mod worker;
 
 pub use self::engine::Engine;
 pub use self::error::EngineError;
+pub use self::exchange::ReduceOp;
 pub use self::options::{DEBUG_VARIABLE, LaunchOptions};
 pub use self::start::launch;
 #[cfg(feature = "trace")]

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use burn::tensor::Device;
 
+use super::exchange::ReduceOp;
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
-use crate::collectives::group::Message;
-use crate::error::{CollectiveError, Error};
+use crate::collectives::group::{AnyProcessGroup, Message};
+use crate::error::Error;
 use crate::layout::{Mesh, Rank, WorldSize};
 
 /// One rank of a launch: its number, its device and its connection to the other ranks. Clones stand
@@ -65,7 +66,7 @@ impl Worker {
     ///
     /// [`CollectiveError`] when a rank does not call it within the time-out.
     pub fn barrier(&self) -> Result<(), Error> {
-        self.exchange("barrier", "the worker", ()).map(|_| ())
+        self.exchange_as("barrier", "the worker", ()).map(|_| ())
     }
 
     /// Replaces each value by its sum over all ranks, added in rank order. Every rank calls it.
@@ -75,20 +76,7 @@ impl Worker {
     /// [`CollectiveError`] when a rank does not call it within the time-out, or passes another
     /// number of values.
     pub fn all_reduce_sum(&self, values: &mut [f64]) -> Result<(), Error> {
-        let all = self.exchange("all_reduce", "the worker's values", values.to_vec())?;
-        let first = all[0].len();
-        if let Some((rank, other)) =
-            self.world().ranks().zip(&all).find(|(_, other)| other.len() != first)
-        {
-            let describe = |len| format!("all_reduce of {len} values");
-            let (found, expected) = (describe(other.len()), describe(first));
-            let failure = CollectiveError::Mismatch { rank, found, peer: Rank::ZERO, expected };
-            return Err(failure.into());
-        }
-        for (index, value) in values.iter_mut().enumerate() {
-            *value = all.iter().map(|rank| rank[index]).sum();
-        }
-        Ok(())
+        self.reduce(values, ReduceOp::Sum)
     }
 
     /// Returns the smallest `own` of all ranks: the number of steps for which every rank has
@@ -99,12 +87,12 @@ impl Worker {
     ///
     /// [`CollectiveError`] when a rank does not call it within the time-out.
     pub fn agree_steps(&self, own: usize) -> Result<usize, Error> {
-        let all = self.exchange("all_gather", "the number of steps", own)?;
+        let all = self.exchange_as("all_gather", "the number of steps", own)?;
         Ok(all.iter().map(|steps| **steps).min().unwrap_or(own))
     }
 
-    /// Returns every rank's value, in rank order.
-    pub(crate) fn exchange<T: Message>(
+    /// Returns every rank's value, in rank order. `name` and `what` describe the operation in errors.
+    pub(crate) fn exchange_as<T: Message>(
         &self,
         name: &'static str,
         what: &str,
@@ -112,5 +100,18 @@ impl Worker {
     ) -> Result<Vec<Arc<T>>, Error> {
         let op = Op::new(name, what);
         Ok(self.comm.issue(move |group| group.exchange(&op, value)).wait()?)
+    }
+
+    /// Returns every rank's value, in rank order, on the rank `to`, and `None` on the others, which
+    /// receive no value. `what` describes the values in errors.
+    pub(crate) fn gather_as<T: Message>(
+        &self,
+        what: &str,
+        to: Rank,
+        value: T,
+    ) -> Result<Option<Vec<Arc<T>>>, Error> {
+        let op = Op::new("gather", what);
+        let gather = move |group: &AnyProcessGroup| group.gather_values(&op, to.index(), value);
+        Ok(self.comm.issue(gather).wait()?)
     }
 }

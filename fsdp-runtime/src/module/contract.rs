@@ -56,9 +56,17 @@ use super::random::RandomSource;
     note = "if `{Self}` is your own module, write `#[derive(Module, FsdpModule)]` on it (or `#[fsdp_unit]` below `#[derive(Module)]`, to make it a unit of its own)",
     note = "if it is a module of another crate, write `#[fsdp(leaf)]` on the field (`#[fsdp(unit, leaf)]` where it is to be a unit); if it is no module at all, `#[module(skip)]`"
 )]
-pub trait FsdpModule: Module {
+pub trait FsdpModule: Module + 'static {
     /// Static layout tree of the type.
     const LAYOUT: Node;
+
+    /// The same tree, by reference.
+    #[doc(hidden)]
+    const STATIC_LAYOUT: &'static Node = &Self::LAYOUT;
+
+    /// Evaluates the compile-time checks of a generic type.
+    #[doc(hidden)]
+    const CHECKED: () = ();
 
     /// Whether the type is a unit that is recomputed in backward, under `#[fsdp_unit(checkpoint)]`.
     #[doc(hidden)]
@@ -82,6 +90,7 @@ pub trait FsdpModule: Module {
     /// A field of an unknown type is then a single error.
     #[doc(hidden)]
     fn visit_field<V: ParamVisitor>(&self, child: &'static Child, visitor: &mut V) {
+        const { Self::CHECKED };
         visitor.enter(child, None);
         if child.unit {
             self.visit_units(visitor);

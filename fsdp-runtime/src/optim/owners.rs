@@ -37,7 +37,8 @@ mod tests {
 
     use super::*;
     use crate::layout::{Rank, UnitLayout, WorldSize};
-    use crate::param_group::ParamSpec;
+    use crate::options::ReshardAfterForward;
+    use crate::param_group::{ParamSpec, UnitControl};
 
     fn unit(numels: &[usize], mesh: Mesh) -> Unit {
         let dtype = burn::tensor::DType::F32;
@@ -64,6 +65,7 @@ mod tests {
             precision: crate::options::Precision { input: None, output: None },
             recomputed: false,
             within: None,
+            control: UnitControl::new(ReshardAfterForward::Always),
         }
     }
 

@@ -80,6 +80,18 @@ pub struct FsdpConfig {
     /// Whether gathered parameters are freed after forward, where `None` leaves it to the strategy:
     /// see [`FsdpOptions::with_reshard_after_forward`].
     pub reshard_after_forward: Option<ReshardAfterForward>,
+    /// Names of unit types that are resharded in another way: see
+    /// [`FsdpOptions::with_reshard_after_forward_for`].
+    #[serde(default)]
+    pub reshard_after_forward_for: Vec<(String, ReshardAfterForward)>,
+    /// Module paths of units that are resharded in another way: see
+    /// [`FsdpOptions::with_reshard_after_forward_at`].
+    #[serde(default)]
+    pub reshard_after_forward_at: Vec<(String, ReshardAfterForward)>,
+    /// Whether gathered parameters are freed after the backward of a micro-batch: see
+    /// [`FsdpOptions::with_reshard_after_backward`].
+    #[serde(default = "on")]
+    pub reshard_after_backward: bool,
     /// Which annotated units are gathered separately: see [`FsdpOptions::with_wrap`].
     pub wrap: WrapConfig,
     /// Number of gather buffers of a nesting level: see [`FsdpOptions::with_gather_buffers`].
@@ -88,16 +100,36 @@ pub struct FsdpConfig {
     pub forward_prefetch: bool,
     /// When a unit is gathered for its backward: see [`FsdpOptions::with_backward_prefetch`].
     pub backward_prefetch: BackwardPrefetch,
+    /// Number of units that are prefetched while one computes, where `None` is 1: see
+    /// [`FsdpOptions::with_units_ahead`].
+    #[serde(default)]
+    pub units_ahead: Option<usize>,
+    /// Module paths of units, each with those to prefetch in forward: see
+    /// [`FsdpOptions::with_forward_prefetch_at`].
+    #[serde(default)]
+    pub forward_prefetch_at: Vec<(String, Vec<String>)>,
+    /// Module paths of units, each with those to prefetch in backward: see
+    /// [`FsdpOptions::with_backward_prefetch_at`].
+    #[serde(default)]
+    pub backward_prefetch_at: Vec<(String, Vec<String>)>,
     /// Number of units whose gradients may be in reduction at a time, where `None` is the default
     /// of the device: see [`FsdpOptions::with_reductions_in_flight`].
     pub reductions_in_flight: Option<usize>,
     /// How the gradients of micro-batches are added up: see
     /// [`FsdpOptions::with_gradient_accumulation`].
     pub gradient_accumulation: GradientAccumulation,
+    /// Number by which sums of gradients are divided, where `None` is the number of ranks: see
+    /// [`FsdpOptions::with_gradient_divide_factor`].
+    #[serde(default)]
+    pub gradient_divide_factor: Option<f64>,
     /// Dtypes in which units compute and communicate: see [`FsdpOptions::with_mixed_precision`].
     pub mixed_precision: MixedPrecisionPolicy,
     /// Names of unit types with dtypes of their own: see [`FsdpOptions::with_mixed_precision_for`].
     pub mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
+    /// Module paths of units with dtypes of their own: see
+    /// [`FsdpOptions::with_mixed_precision_at`].
+    #[serde(default)]
+    pub mixed_precision_at: Vec<(String, MixedPrecisionPolicy)>,
     /// Form in which parameters are stored: see [`FsdpOptions::with_storage`].
     #[serde(default)]
     pub storage: StoragePolicy,
@@ -133,6 +165,11 @@ pub struct FsdpConfig {
 
 impl Config for FsdpConfig {}
 
+/// Returns the default of options that are on.
+fn on() -> bool {
+    true
+}
+
 impl fmt::Display for FsdpConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&config_to_json(self))
@@ -163,14 +200,22 @@ impl FsdpConfig {
             strategy: ShardingStrategy::FullShard,
             shard_size: None,
             reshard_after_forward: None,
+            reshard_after_forward_for: Vec::new(),
+            reshard_after_forward_at: Vec::new(),
+            reshard_after_backward: true,
             wrap: WrapConfig::Annotated,
             gather_buffers: 2,
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
+            units_ahead: None,
+            forward_prefetch_at: Vec::new(),
+            backward_prefetch_at: Vec::new(),
             reductions_in_flight: None,
             gradient_accumulation: GradientAccumulation::ReduceEach,
+            gradient_divide_factor: None,
             mixed_precision: MixedPrecisionPolicy::new(),
             mixed_precision_for: Vec::new(),
+            mixed_precision_at: Vec::new(),
             storage: StoragePolicy::new(),
             storage_for: Vec::new(),
             storage_at: Vec::new(),
@@ -190,14 +235,22 @@ impl FsdpConfig {
         with_strategy: strategy: ShardingStrategy,
         with_shard_size: shard_size: Option<usize>,
         with_reshard_after_forward: reshard_after_forward: Option<ReshardAfterForward>,
+        with_reshard_after_forward_for: reshard_after_forward_for: Vec<(String, ReshardAfterForward)>,
+        with_reshard_after_forward_at: reshard_after_forward_at: Vec<(String, ReshardAfterForward)>,
+        with_reshard_after_backward: reshard_after_backward: bool,
         with_wrap: wrap: WrapConfig,
         with_gather_buffers: gather_buffers: usize,
         with_forward_prefetch: forward_prefetch: bool,
         with_backward_prefetch: backward_prefetch: BackwardPrefetch,
+        with_units_ahead: units_ahead: Option<usize>,
+        with_forward_prefetch_at: forward_prefetch_at: Vec<(String, Vec<String>)>,
+        with_backward_prefetch_at: backward_prefetch_at: Vec<(String, Vec<String>)>,
         with_reductions_in_flight: reductions_in_flight: Option<usize>,
         with_gradient_accumulation: gradient_accumulation: GradientAccumulation,
+        with_gradient_divide_factor: gradient_divide_factor: Option<f64>,
         with_mixed_precision: mixed_precision: MixedPrecisionPolicy,
         with_mixed_precision_for: mixed_precision_for: Vec<(String, MixedPrecisionPolicy)>,
+        with_mixed_precision_at: mixed_precision_at: Vec<(String, MixedPrecisionPolicy)>,
         with_storage: storage: StoragePolicy,
         with_storage_for: storage_for: Vec<(String, StoragePolicy)>,
         with_storage_at: storage_at: Vec<(String, StoragePolicy)>,
@@ -280,27 +333,39 @@ impl FsdpConfig {
             }
             CheckpointingConfig::All => ActivationCheckpointing::All,
         };
+        let unit = |option: &'static str, name: &str| named(option, name).map(UnitType::named);
         let mut mixed_precision_for = Vec::new();
         for (name, policy) in &self.mixed_precision_for {
-            let unit = UnitType::named(named("mixed_precision_for", name)?);
-            mixed_precision_for.push((unit, *policy));
+            mixed_precision_for.push((unit("mixed_precision_for", name)?, *policy));
         }
         let mut storage_for = Vec::new();
         for (name, policy) in &self.storage_for {
-            storage_for.push((UnitType::named(named("storage_for", name)?), *policy));
+            storage_for.push((unit("storage_for", name)?, *policy));
+        }
+        let mut reshard_after_forward_for = Vec::new();
+        for (name, reshard) in &self.reshard_after_forward_for {
+            reshard_after_forward_for.push((unit("reshard_after_forward_for", name)?, *reshard));
         }
         Ok(FsdpOptions {
             strategy: self.strategy,
             shard_size: self.shard_size,
             reshard_after_forward: self.reshard_after_forward,
+            reshard_after_forward_for,
+            reshard_after_forward_at: self.reshard_after_forward_at.clone(),
+            reshard_after_backward: self.reshard_after_backward,
             wrap,
             gather_buffers: self.gather_buffers,
             forward_prefetch: self.forward_prefetch,
             backward_prefetch: self.backward_prefetch,
+            units_ahead: self.units_ahead,
+            forward_prefetch_at: self.forward_prefetch_at.clone(),
+            backward_prefetch_at: self.backward_prefetch_at.clone(),
             reductions_in_flight: self.reductions_in_flight,
             gradient_accumulation: self.gradient_accumulation,
+            gradient_divide_factor: self.gradient_divide_factor,
             mixed_precision: self.mixed_precision,
             mixed_precision_for,
+            mixed_precision_at: self.mixed_precision_at.clone(),
             storage: self.storage,
             storage_for,
             storage_at: self.storage_at.clone(),

@@ -17,12 +17,16 @@ use crate::module::UnitType;
 /// | [`strategy`](Self::with_strategy) | [`FullShard`](ShardingStrategy::FullShard) |
 /// | [`shard_size`](Self::with_shard_size) | the ranks of one machine |
 /// | [`reshard_after_forward`](Self::with_reshard_after_forward) | that of the strategy |
+/// | [`reshard_after_backward`](Self::with_reshard_after_backward) | on |
 /// | [`wrap`](Self::with_wrap) | [`Annotated`](WrapPolicy::Annotated) |
 /// | [`gather_buffers`](Self::with_gather_buffers) | 2 |
 /// | [`forward_prefetch`](Self::with_forward_prefetch) | on |
 /// | [`backward_prefetch`](Self::with_backward_prefetch) | [`Pre`](BackwardPrefetch::Pre) |
+/// | [`units_ahead`](Self::with_units_ahead) | 1 |
+/// | [`forward_prefetch_at`](Self::with_forward_prefetch_at), [`backward_prefetch_at`](Self::with_backward_prefetch_at) | the units that come next |
 /// | [`reductions_in_flight`](Self::with_reductions_in_flight) | 1 on Flex, 2 on other devices |
 /// | [`gradient_accumulation`](Self::with_gradient_accumulation) | [`ReduceEach`](GradientAccumulation::ReduceEach) |
+/// | [`gradient_divide_factor`](Self::with_gradient_divide_factor) | the number of ranks |
 /// | [`mixed_precision`](Self::with_mixed_precision) | dtypes in which the model is initialised |
 /// | [`storage`](Self::with_storage) | f32 |
 /// | [`offload`](Self::with_offload) | [`None`](OffloadPolicy::None) |
@@ -41,14 +45,22 @@ pub struct FsdpOptions {
     pub(crate) strategy: ShardingStrategy,
     pub(super) shard_size: Option<usize>,
     pub(super) reshard_after_forward: Option<ReshardAfterForward>,
+    pub(crate) reshard_after_forward_for: Vec<(UnitType, ReshardAfterForward)>,
+    pub(crate) reshard_after_forward_at: Vec<(String, ReshardAfterForward)>,
+    pub(crate) reshard_after_backward: bool,
     pub(crate) wrap: WrapPolicy,
-    pub(crate) gather_buffers: usize,
+    pub(super) gather_buffers: usize,
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
+    pub(super) units_ahead: Option<usize>,
+    pub(crate) forward_prefetch_at: Vec<(String, Vec<String>)>,
+    pub(crate) backward_prefetch_at: Vec<(String, Vec<String>)>,
     pub(super) reductions_in_flight: Option<usize>,
     pub(crate) gradient_accumulation: GradientAccumulation,
+    pub(crate) gradient_divide_factor: Option<f64>,
     pub(super) mixed_precision: MixedPrecisionPolicy,
     pub(crate) mixed_precision_for: Vec<(UnitType, MixedPrecisionPolicy)>,
+    pub(crate) mixed_precision_at: Vec<(String, MixedPrecisionPolicy)>,
     pub(super) storage: StoragePolicy,
     pub(crate) storage_for: Vec<(UnitType, StoragePolicy)>,
     pub(crate) storage_at: Vec<(String, StoragePolicy)>,
@@ -78,14 +90,22 @@ impl FsdpOptions {
             strategy: ShardingStrategy::FullShard,
             shard_size: None,
             reshard_after_forward: None,
+            reshard_after_forward_for: Vec::new(),
+            reshard_after_forward_at: Vec::new(),
+            reshard_after_backward: true,
             wrap: WrapPolicy::Annotated,
             gather_buffers: 2,
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
+            units_ahead: None,
+            forward_prefetch_at: Vec::new(),
+            backward_prefetch_at: Vec::new(),
             reductions_in_flight: None,
             gradient_accumulation: GradientAccumulation::ReduceEach,
+            gradient_divide_factor: None,
             mixed_precision: MixedPrecisionPolicy::new(),
             mixed_precision_for: Vec::new(),
+            mixed_precision_at: Vec::new(),
             storage: StoragePolicy::new(),
             storage_for: Vec::new(),
             storage_at: Vec::new(),
@@ -144,7 +164,9 @@ impl FsdpOptions {
     ///
     /// With two buffers, one holds the unit that computes and the other the unit that is
     /// prefetched. With one buffer, nothing is prefetched. Each buffer takes as many bytes as the
-    /// largest unit that is gathered into it. The outermost unit has one buffer in any case.
+    /// largest unit that is gathered into it. The outermost unit has one buffer in any case. There
+    /// are more where [`units_ahead`](Self::with_units_ahead) or a list of units to prefetch needs
+    /// them.
     pub const fn with_gather_buffers(mut self, buffers: usize) -> Self {
         self.gather_buffers = buffers;
         self
@@ -189,6 +211,17 @@ impl FsdpOptions {
         self
     }
 
+    /// Sets the number by which the sum of all ranks' gradients is divided. Default: the number of
+    /// ranks, so that gradients are means.
+    ///
+    /// With 1, gradients are sums. The number must be positive and finite. FSDP2's
+    /// `set_gradient_divide_factor`;
+    /// [`Fsdp::set_gradient_divide_factor`](crate::Fsdp::set_gradient_divide_factor) changes it later.
+    pub const fn with_gradient_divide_factor(mut self, factor: f64) -> Self {
+        self.gradient_divide_factor = Some(factor);
+        self
+    }
+
     /// Sets the dtypes in which units compute and communicate. Default: the dtypes in which the
     /// model is initialised, usually f32.
     ///
@@ -199,21 +232,6 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets the dtypes for all units of the given types, in place of
-    /// [`mixed_precision`](Self::with_mixed_precision): for example `unit_types![LmHead]`. Default:
-    /// no such units.
-    ///
-    /// A unit that the wrap policy merges into the enclosing unit uses that unit's policy. If a
-    /// type has two policies, the later one applies.
-    pub fn with_mixed_precision_for(
-        mut self,
-        units: &'static [UnitType],
-        policy: MixedPrecisionPolicy,
-    ) -> Self {
-        self.mixed_precision_for.extend(units.iter().map(|unit| (*unit, policy)));
-        self
-    }
-
     /// Sets the form in which parameters are stored between uses, and sent in all-gathers: frozen
     /// ones in bf16, or in 8 or 4 bits. Default: f32.
     ///
@@ -221,31 +239,6 @@ impl FsdpOptions {
     /// has no such parameters.
     pub const fn with_storage(mut self, policy: StoragePolicy) -> Self {
         self.storage = policy;
-        self
-    }
-
-    /// Sets the form of storage for all units of the given types, in place of
-    /// [`storage`](Self::with_storage): for example `unit_types![Embeddings]`. Default: no such
-    /// units.
-    ///
-    /// A unit that the wrap policy merges into the enclosing unit uses that unit's policy. If a type
-    /// has two policies, the later one applies.
-    pub fn with_storage_for(mut self, units: &'static [UnitType], policy: StoragePolicy) -> Self {
-        self.storage_for.extend(units.iter().map(|unit| (*unit, policy)));
-        self
-    }
-
-    /// Sets the form of storage for the parameters at module paths, and below them, in place of
-    /// [`storage`](Self::with_storage) and [`storage_for`](Self::with_storage_for): for example
-    /// `["embed.word", "head"]`. Default: no such paths.
-    ///
-    /// If several paths lead to a parameter, the one that was added last applies.
-    pub fn with_storage_at(
-        mut self,
-        paths: impl IntoIterator<Item = impl Into<String>>,
-        policy: StoragePolicy,
-    ) -> Self {
-        self.storage_at.extend(paths.into_iter().map(|path| (path.into(), policy)));
         self
     }
 

@@ -1,6 +1,7 @@
 //! Options that say how a model is sharded: PyTorch's and Accelerate's options as types.
 //!
-//! Imports point one way: policies, precision, storage <- fsdp_options <- resolve, fsdp_config, config.
+//! Imports point one way: policies, precision, storage <- fsdp_options <- unit_options, resolve, fsdp_config,
+//! config.
 
 pub mod config;
 mod fsdp_config;
@@ -9,6 +10,7 @@ mod policies;
 mod precision;
 mod resolve;
 mod storage;
+mod unit_options;
 
 pub use self::fsdp_config::{CheckpointingConfig, FsdpConfig, WrapConfig};
 pub use self::fsdp_options::FsdpOptions;
@@ -18,5 +20,5 @@ pub use self::policies::{
 };
 pub use self::precision::MixedPrecisionPolicy;
 pub(crate) use self::precision::{Precision, computed};
-pub(crate) use self::resolve::leads_to;
+pub(crate) use self::resolve::{divide_factor, leads_to, resolve_reshard};
 pub use self::storage::StoragePolicy;

@@ -162,6 +162,13 @@ pub enum GradientAccumulation {
     /// strategies), and no memory beyond the gradient shards.
     #[default]
     ReduceEach,
+    /// Reduces the gradients of each micro-batch within the shard group, adds up the shards, and
+    /// all-reduces the sums among the groups once, with the last micro-batch (FSDP2's
+    /// `set_requires_all_reduce(False)`).
+    ///
+    /// It takes the memory of [`ReduceEach`](Self::ReduceEach), and is the same where there is one
+    /// group: under all but the hybrid strategies.
+    ReduceInGroup,
     /// Adds up unsharded gradients and reduces them once, with the last micro-batch (PyTorch's
     /// `no_sync`). This takes the bytes of the whole model's gradients on every rank.
     HoldUnsharded,

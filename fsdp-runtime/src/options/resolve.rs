@@ -21,14 +21,22 @@ impl FsdpOptions {
             strategy,
             shard_size,
             reshard_after_forward,
+            reshard_after_forward_for,
+            reshard_after_forward_at,
+            reshard_after_backward,
             wrap,
             gather_buffers,
             forward_prefetch,
             backward_prefetch,
+            units_ahead,
+            forward_prefetch_at,
+            backward_prefetch_at,
             reductions_in_flight,
             gradient_accumulation,
+            gradient_divide_factor,
             mixed_precision,
             mixed_precision_for,
+            mixed_precision_at,
             storage,
             storage_for,
             storage_at,
@@ -43,19 +51,27 @@ impl FsdpOptions {
             seed,
             optimizer_check,
         } = self;
-        let options: [(&str, &dyn Debug); 23] = [
+        let options: [(&str, &dyn Debug); 31] = [
             ("strategy", strategy),
             ("seed", seed),
             ("shard_size", shard_size),
             ("reshard_after_forward", reshard_after_forward),
+            ("reshard_after_forward_for", reshard_after_forward_for),
+            ("reshard_after_forward_at", reshard_after_forward_at),
+            ("reshard_after_backward", reshard_after_backward),
             ("wrap", wrap),
             ("gather_buffers", gather_buffers),
             ("forward_prefetch", forward_prefetch),
             ("backward_prefetch", backward_prefetch),
+            ("units_ahead", units_ahead),
+            ("forward_prefetch_at", forward_prefetch_at),
+            ("backward_prefetch_at", backward_prefetch_at),
             ("reductions_in_flight", reductions_in_flight),
             ("gradient_accumulation", gradient_accumulation),
+            ("gradient_divide_factor", gradient_divide_factor),
             ("mixed_precision", mixed_precision),
             ("mixed_precision_for", mixed_precision_for),
+            ("mixed_precision_at", mixed_precision_at),
             ("storage", storage),
             ("storage_for", storage_for),
             ("storage_at", storage_at),
@@ -74,34 +90,27 @@ impl FsdpOptions {
     /// Returns every policy of mixed precision: the general one, and those for certain units.
     pub(crate) fn policies(&self) -> impl Iterator<Item = &MixedPrecisionPolicy> {
         let of_units = self.mixed_precision_for.iter().map(|(_, policy)| policy);
-        std::iter::once(&self.mixed_precision).chain(of_units)
+        let of_paths = self.mixed_precision_at.iter().map(|(_, policy)| policy);
+        std::iter::once(&self.mixed_precision).chain(of_units).chain(of_paths)
     }
 
-    /// Returns the policy of mixed precision that `mixed_precision_for` sets for a type of unit.
-    fn policy_of_type(&self, unit: Option<UnitType>) -> Option<MixedPrecisionPolicy> {
-        let is_unit = |(of, _): &&(UnitType, MixedPrecisionPolicy)| Some(*of) == unit;
-        self.mixed_precision_for.iter().rev().find(is_unit).map(|(_, policy)| *policy)
+    /// Returns whether the unit at `path` has a policy of mixed precision for its type or its path.
+    pub(crate) fn has_own_policy(&self, unit: Option<UnitType>, path: &str) -> bool {
+        self.mixed_precision_at.iter().any(|(to, _)| to == path)
+            || self.mixed_precision_for.iter().any(|(of, _)| Some(*of) == unit)
     }
 
-    /// Returns whether `mixed_precision_for` sets a policy for a type of unit.
-    pub(crate) fn has_own_policy(&self, unit: Option<UnitType>) -> bool {
-        self.policy_of_type(unit).is_some()
-    }
-
-    /// Returns the policy of mixed precision of a unit; `None` stands for a unit in a field under
-    /// `#[fsdp(unit)]`.
-    pub(crate) fn policy(&self, unit: Option<UnitType>) -> MixedPrecisionPolicy {
-        self.policy_of_type(unit).unwrap_or(self.mixed_precision)
+    /// Returns the policy of mixed precision of the unit at `path`; the type `None` stands for a unit
+    /// in a field under `#[fsdp(unit)]`.
+    pub(crate) fn policy(&self, unit: Option<UnitType>, path: &str) -> MixedPrecisionPolicy {
+        let of_unit = of_unit(&self.mixed_precision_for, &self.mixed_precision_at, unit, path);
+        of_unit.unwrap_or(self.mixed_precision)
     }
 
     /// Returns the storage policy of the parameter at `path` in a unit; the type `None` stands for
     /// a unit in a field under `#[fsdp(unit)]`.
     pub(crate) fn storage_of(&self, unit: Option<UnitType>, path: &str) -> StoragePolicy {
-        let leads_there = |(to, _): &&(String, StoragePolicy)| leads_to(to, path);
-        let is_unit = |(of, _): &&(UnitType, StoragePolicy)| Some(*of) == unit;
-        let of_path = || self.storage_at.iter().rev().find(leads_there).map(|(_, policy)| *policy);
-        let of_type = || self.storage_for.iter().rev().find(is_unit).map(|(_, policy)| *policy);
-        of_path().or_else(of_type).unwrap_or(self.storage)
+        of_unit(&self.storage_for, &self.storage_at, unit, path).unwrap_or(self.storage)
     }
 
     /// Returns every storage policy: the general one, and those for certain units and paths.
@@ -156,6 +165,7 @@ impl FsdpOptions {
                 });
             }
         }
+        self.gradient_divide_factor.map_or(Ok(()), |factor| divide_factor(factor).map(drop))?;
         self.storage_policies().try_for_each(|policy| policy.check())?;
         if self.offload != OffloadPolicy::None && cfg!(not(feature = "flex")) {
             return Err(ShardError::InvalidOption {
@@ -184,23 +194,75 @@ impl FsdpOptions {
         Ok(mesh.grouped(self.shard_size.unwrap_or(local))?)
     }
 
-    /// Returns whether gathered parameters are freed after forward. Returns `Never` for `To(1)` and
-    /// `Always` for `To` with all ranks, which are equal.
-    pub(crate) fn reshard(&self, mesh: Mesh) -> Result<ReshardAfterForward, ShardError> {
-        let size = mesh.shard_size().size();
-        match self.reshard_after_forward.unwrap_or(self.strategy.reshard_after_forward()) {
-            ReshardAfterForward::To(1) => Ok(ReshardAfterForward::Never),
-            ReshardAfterForward::To(to) if to == size => Ok(ReshardAfterForward::Always),
-            ReshardAfterForward::To(to) if to == 0 || !size.is_multiple_of(to) => {
-                Err(ShardError::InvalidOption {
-                    option: "reshard_after_forward",
-                    value: format!("To({to})"),
-                    expected: format!("use a divisor of {size}, the ranks that share parameters"),
-                })
-            }
-            reshard => Ok(reshard),
-        }
+    /// Returns whether the gathered parameters of the unit at `path` are freed after forward; the
+    /// type `None` stands for a unit in a field under `#[fsdp(unit)]`.
+    pub(crate) fn reshard(
+        &self,
+        unit: Option<UnitType>,
+        path: &str,
+        mesh: Mesh,
+    ) -> Result<ReshardAfterForward, ShardError> {
+        let (types, paths) = (&self.reshard_after_forward_for, &self.reshard_after_forward_at);
+        let reshard = of_unit(types, paths, unit, path).or(self.reshard_after_forward);
+        resolve_reshard(reshard.unwrap_or(self.strategy.reshard_after_forward()), mesh)
     }
+
+    /// Returns the number of gather buffers of an inner nesting level, before lists of units to
+    /// prefetch are regarded.
+    pub(crate) fn gather_buffers(&self) -> usize {
+        self.gather_buffers.max(self.units_ahead.map_or(1, |ahead| ahead + 1))
+    }
+
+    /// Returns the number of units that are prefetched while one computes.
+    pub(crate) fn units_ahead(&self) -> usize {
+        self.units_ahead.unwrap_or(1)
+    }
+}
+
+/// Returns the setting of the unit or parameter at `path`, in a unit of the type `unit`: the last one
+/// whose path leads there, or else the last one of the type.
+fn of_unit<T: Copy>(
+    types: &[(UnitType, T)],
+    paths: &[(String, T)],
+    unit: Option<UnitType>,
+    path: &str,
+) -> Option<T> {
+    let of_path = paths.iter().rev().find(|(to, _)| leads_to(to, path)).map(|(_, it)| *it);
+    let of_type = || types.iter().rev().find(|(of, _)| Some(*of) == unit).map(|(_, it)| *it);
+    of_path.or_else(of_type)
+}
+
+/// Returns `Never` for `To(1)` and `Always` for `To` with all ranks, which are equal, and other
+/// values as they are.
+pub(crate) fn resolve_reshard(
+    reshard: ReshardAfterForward,
+    mesh: Mesh,
+) -> Result<ReshardAfterForward, ShardError> {
+    let size = mesh.shard_size().size();
+    match reshard {
+        ReshardAfterForward::To(1) => Ok(ReshardAfterForward::Never),
+        ReshardAfterForward::To(to) if to == size => Ok(ReshardAfterForward::Always),
+        ReshardAfterForward::To(to) if to == 0 || !size.is_multiple_of(to) => {
+            Err(ShardError::InvalidOption {
+                option: "reshard_after_forward",
+                value: format!("To({to})"),
+                expected: format!("use a divisor of {size}, the ranks that share parameters"),
+            })
+        }
+        reshard => Ok(reshard),
+    }
+}
+
+/// Checks a gradient divide factor.
+pub(crate) fn divide_factor(factor: f64) -> Result<f64, ShardError> {
+    if factor.is_finite() && factor > 0.0 {
+        return Ok(factor);
+    }
+    Err(ShardError::InvalidOption {
+        option: "gradient_divide_factor",
+        value: factor.to_string(),
+        expected: "use a positive number, such as 1 for the sum of the ranks' gradients".into(),
+    })
 }
 
 /// Returns whether a module path is that of a parameter, or of a module that contains it.
@@ -229,7 +291,7 @@ mod tests {
         let mesh = Mesh::new(Rank::ZERO, WorldSize::new(4).unwrap());
         let to = |to| {
             let reshard = ReshardAfterForward::To(to);
-            FsdpOptions::new().with_reshard_after_forward(reshard).reshard(mesh)
+            FsdpOptions::new().with_reshard_after_forward(reshard).reshard(None, "", mesh)
         };
         assert_eq!(to(1), Ok(ReshardAfterForward::Never));
         assert_eq!(to(2), Ok(ReshardAfterForward::To(2)));

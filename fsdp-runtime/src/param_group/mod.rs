@@ -1,6 +1,7 @@
 //! The parameter group of a unit: its parameters, where a rank stores them, and the memory they
 //! take.
 
+mod control;
 pub(crate) mod forecast;
 pub(crate) mod memory;
 mod mib;
@@ -10,4 +11,5 @@ mod plot;
 mod unit;
 pub(crate) mod wrapping;
 
-pub(crate) use self::unit::{ParamSpec, Placement, Unit, code_buffers, gather_buffer_plan};
+pub(crate) use self::control::{UnitControl, gather_buffer_plan};
+pub(crate) use self::unit::{ParamSpec, Placement, Unit, code_buffers};

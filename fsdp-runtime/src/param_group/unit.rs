@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 
-use crate::backend::gather_buffer::GatherBufferPlan;
+use super::control::UnitControl;
 use crate::collectives::Reduce;
 use crate::layout::{FlatRange, Mesh, StorageType, UnitLayout};
 use crate::options::Precision;
@@ -141,6 +141,8 @@ pub(crate) struct Unit {
     pub(crate) recomputed: bool,
     /// Number of the enclosing unit whose recomputation includes this unit.
     pub(crate) within: Option<usize>,
+    /// When the unit is gathered and resharded, as the options say.
+    pub(crate) control: UnitControl,
 }
 
 impl Unit {
@@ -298,10 +300,4 @@ pub(crate) fn code_buffers(units: &[Unit]) -> Vec<(usize, DType)> {
         }
     }
     buffers
-}
-
-/// Assigns gather buffers to units, at most `ring` buffers of a dtype to an inner nesting level.
-pub(crate) fn gather_buffer_plan(units: &[Unit], ring: usize) -> GatherBufferPlan {
-    let buffers: Vec<_> = units.iter().map(|unit| (unit.level, unit.buffers())).collect();
-    GatherBufferPlan::new(&buffers, ring)
 }

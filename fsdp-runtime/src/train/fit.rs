@@ -128,7 +128,7 @@ where
     /// position of a resumed run refers to. Every rank calls it.
     fn check_order(&mut self, order: Option<DataOrder>) -> Result<(), Error> {
         let saved = std::mem::replace(&mut self.order, order);
-        let all = self.worker.exchange("all_gather", "the order of the training data", order)?;
+        let all = self.worker.exchange_as("all_gather", "the order of the training data", order)?;
         let (Some(order), Some(first)) = (order, *all[0]) else { return Ok(()) };
         let ranks = self.worker.world().ranks().zip(&all);
         let mut orders = ranks.filter_map(|(rank, order)| Some((rank, (**order)?)));
@@ -228,10 +228,9 @@ where
         iterator: &mut dyn DataLoaderIterator<O>,
         seen: &mut Seen<T>,
     ) -> Result<Next<'a, O, T>, Error> {
-        let own = seen.take_own(self.worker.world());
-        let (turn, item) = Turn::next(iterator, &self.components.interrupter, own);
+        let seen = seen.take(self.worker)?;
+        let (turn, item) = Turn::next(iterator, &self.components.interrupter);
         let turns = turn.exchange(self.worker)?;
-        let seen = seen.take(&turns, self.events.leads())?;
         Ok(Next { turns, item, seen })
     }
 
@@ -302,7 +301,7 @@ where
             self.events.flush();
             stops = early_stopping.should_stop(epoch, &self.components.event_store);
         }
-        let all = self.worker.exchange("all_gather", "early stopping", stops)?;
+        let all = self.worker.exchange_as("all_gather", "early stopping", stops)?;
         Ok(*all[0])
     }
 

@@ -1,18 +1,19 @@
 //! The outputs that go to the metrics, one batch late.
 
+use std::sync::Arc;
+
 use burn::data::dataloader::Progress;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::{Device, TensorData};
 use burn::train::TrainingItem;
 
 use super::output::RankOutput;
-use super::turn::Turns;
 use crate::error::{Error, LearnerError};
 use crate::launch::Worker;
-use crate::layout::WorldSize;
+use crate::layout::{Rank, WorldSize};
 
-/// The output of the last batch. It goes to the other ranks with the exchange before the next
-/// batch, when the device has computed it.
+/// The output of the last batch. It goes to rank 0 before the next batch, when the device has
+/// computed it.
 pub(super) struct Seen<T> {
     device: Device,
     last: Option<Last<T>>,
@@ -56,26 +57,22 @@ impl<T: RankOutput> Seen<T> {
         self.last = Some(Last { output: None, item });
     }
 
-    /// Returns the tensors of this rank's last output, for the other ranks.
-    pub(super) fn take_own(&mut self, world: WorldSize) -> Option<Vec<TensorData>> {
-        if world == WorldSize::ONE {
-            return None;
-        }
-        self.last.as_mut()?.output.take().map(RankOutput::into_host)
-    }
-
-    /// Returns the input of the metrics for the last batch: the outputs of all ranks. `turns` has
-    /// the results of [`take_own`](Self::take_own) on each rank.
-    pub(super) fn take(
-        &mut self,
-        turns: &Turns<'_>,
-        leads: bool,
-    ) -> Result<Vec<TrainingItem<T>>, Error> {
+    /// Takes the input of the metrics for the last batch: on rank 0 the outputs of all ranks, and
+    /// nothing on the others, which receive none. Every rank calls it; all of them have a last batch
+    /// or none has.
+    ///
+    /// # Errors
+    ///
+    /// [`LearnerError::OutputMismatch`] if ranks sent different numbers of tensors.
+    pub(super) fn take(&mut self, worker: &Worker) -> Result<Vec<TrainingItem<T>>, Error> {
         let Some(Last { output, item }) = self.last.take() else { return Ok(Vec::new()) };
-        let outputs = match output {
-            Some(own) => vec![own],
-            None if leads => turns.outputs(&self.device)?,
-            None => Vec::new(),
+        let outputs = match worker.world() {
+            WorldSize::ONE => output.into_iter().collect(),
+            _ => {
+                let own = output.map(RankOutput::into_host);
+                let all = worker.gather_as("the outputs for the metrics", Rank::ZERO, own)?;
+                outputs_of(worker, all.unwrap_or_default(), &self.device)?
+            }
         };
         let with = |output| {
             let TrainingItem { progress, iteration, lr, .. } = &item;
@@ -83,4 +80,23 @@ impl<T: RankOutput> Seen<T> {
         };
         Ok(outputs.into_iter().map(with).collect())
     }
+}
+
+/// Returns the outputs of a batch, given the tensors of the ranks; those of a rank that only took
+/// part are `None`.
+fn outputs_of<T: RankOutput>(
+    worker: &Worker,
+    all: Vec<Arc<Option<Vec<TensorData>>>>,
+    device: &Device,
+) -> Result<Vec<T>, Error> {
+    // Only this rank has received the values, so they are not copied.
+    let sent = |(rank, output)| Some((rank, Arc::unwrap_or_clone(output)?));
+    let ranks: Vec<_> = worker.world().ranks().zip(all).filter_map(sent).collect();
+    let Some((_, first)) = ranks.first() else { return Ok(Vec::new()) };
+    let expected = first.len();
+    if let Some((rank, other)) = ranks.iter().find(|(_, other)| other.len() != expected) {
+        let (rank, found) = (*rank, other.len());
+        return Err(LearnerError::OutputMismatch { rank, found, expected }.into());
+    }
+    Ok(T::from_ranks(ranks.into_iter().map(|(_, tensors)| tensors).collect(), device))
 }

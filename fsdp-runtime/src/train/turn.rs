@@ -3,16 +3,14 @@
 use std::sync::Arc;
 
 use burn::data::dataloader::{DataLoaderIterator, Progress};
-use burn::tensor::{Device, TensorData};
 use burn::train::Interrupter;
 use serde::{Deserialize, Serialize};
 
-use super::output::RankOutput;
 use crate::error::{Error, LearnerError};
 use crate::launch::Worker;
 use crate::layout::Rank;
 
-/// State that one rank sends the others before a batch: whether it has one, errors, outputs.
+/// State that one rank sends the others before a batch: whether it has one, and errors.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Turn {
     /// Whether the rank has a batch.
@@ -26,8 +24,6 @@ pub(super) struct Turn {
     total: usize,
     /// Number of items of this batch.
     batch_items: usize,
-    /// The tensors of the rank's output for the batch before, for the metrics.
-    output: Option<Vec<TensorData>>,
 }
 
 /// The turns of all ranks, in rank order.
@@ -41,7 +37,6 @@ impl Turn {
     pub(super) fn next<O>(
         iterator: &mut dyn DataLoaderIterator<O>,
         interrupter: &Interrupter,
-        output: Option<Vec<TensorData>>,
     ) -> (Self, Option<O>) {
         let before = iterator.progress().items_processed;
         let (batch, error) = match iterator.next() {
@@ -58,7 +53,6 @@ impl Turn {
             processed: progress.items_processed,
             total: progress.items_total,
             batch_items: progress.items_processed.saturating_sub(before),
-            output,
         };
         (turn, batch)
     }
@@ -69,7 +63,7 @@ impl Turn {
     ///
     /// [`LearnerError::Data`] on every rank if the data loader of one has failed.
     pub(super) fn exchange(self, worker: &Worker) -> Result<Turns<'_>, Error> {
-        let all = worker.exchange("all_gather", "the turn of the learner", self)?;
+        let all = worker.exchange_as("all_gather", "the turn of the learner", self)?;
         let failed = worker.world().ranks().zip(&all);
         for (rank, turn) in failed {
             if let Some(reason) = turn.error.clone() {
@@ -130,22 +124,5 @@ impl Turns<'_> {
     pub(super) fn progress(&self) -> Progress {
         let sum = |part: fn(&Turn) -> usize| self.all.iter().map(|turn| part(turn)).sum();
         Progress::new(sum(|turn| turn.processed), sum(|turn| turn.total), Some("items".into()))
-    }
-
-    /// Returns the outputs of all ranks for the previous batch, for the metrics.
-    ///
-    /// # Errors
-    ///
-    /// [`LearnerError::OutputMismatch`] if ranks sent different numbers of tensors.
-    pub(super) fn outputs<T: RankOutput>(&self, device: &Device) -> Result<Vec<T>, Error> {
-        let sent = |(rank, turn): (Rank, &Arc<Turn>)| Some((rank, turn.output.clone()?));
-        let ranks: Vec<_> = self.worker.world().ranks().zip(&self.all).filter_map(sent).collect();
-        let Some((_, first)) = ranks.first() else { return Ok(Vec::new()) };
-        let expected = first.len();
-        if let Some((rank, other)) = ranks.iter().find(|(_, other)| other.len() != expected) {
-            let (rank, found) = (*rank, other.len());
-            return Err(LearnerError::OutputMismatch { rank, found, expected }.into());
-        }
-        Ok(T::from_ranks(ranks.into_iter().map(|(_, tensors)| tensors).collect(), device))
     }
 }

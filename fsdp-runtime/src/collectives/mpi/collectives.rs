@@ -15,29 +15,32 @@ use crate::error::CollectiveError;
 
 impl MpiGroup {
     /// Sends `own` to all other members, and returns one flat tensor of each member, in rank order.
+    /// With `to`, only the member at that position receives tensors, and the others get none.
     ///
     /// `lens` are the lengths of the members' tensors in elements; `None` for a member without one.
     fn exchange_tensors<B: ShardBackend>(
         &self,
         op: &Op,
         device: &B::Device,
-        lens: Vec<Option<usize>>,
+        (to, lens): (Option<usize>, Vec<Option<usize>>),
         own: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let regions = MemberRegions::<B>::new(device, lens, |member| member != self.index);
+        let receives = to.is_none_or(|to| to == self.index);
+        let has_region = |member| receives && member != self.index;
+        let regions = MemberRegions::<B>::new(device, lens, has_region);
         let expected = |(from, range)| Expected { from, tag: 0, range };
         let expected: Vec<_> = regions.regions().map(expected).collect();
         let receive = Receive { buffer: &regions.buffer, device, expected: &expected };
         let sent = own.clone().map(B::host);
         self.transfer(op, receive, sent, |sent, transfers| {
-            for to in self.others() {
+            for member in self.others().filter(|member| to.is_none_or(|to| to == *member)) {
                 if let Some(sent) = sent {
                     // SAFETY: `transfer` keeps `sent`.
-                    unsafe { self.send(transfers, to, 0, sent) };
+                    unsafe { self.send(transfers, member, 0, sent) };
                 }
             }
         })?;
-        Ok(regions.into_tensors(self.index, own))
+        Ok(if receives { regions.into_tensors(self.index, own) } else { Vec::new() })
     }
 }
 
@@ -74,7 +77,20 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
-        self.exchange_tensors::<B>(op, device, lens.iter().map(|len| **len).collect(), shard)
+        let lens = lens.iter().map(|len| **len).collect();
+        self.exchange_tensors::<B>(op, device, (None, lens), shard)
+    }
+
+    fn gather(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        to: usize,
+        shard: Option<Float<B>>,
+    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
+        let lens = lens.iter().map(|len| **len).collect();
+        self.exchange_tensors::<B>(op, device, (Some(to), lens), shard)
     }
 
     fn reduce_scatter(
@@ -103,7 +119,7 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
     ) -> Result<Float<B>, CollectiveError> {
         let shapes = self.exchange(op, tensor.as_ref().map(|tensor| tensor.shape().to_vec()))?;
         let root = BroadcastRoot::find(&shapes);
-        let mut tensors = self.exchange_tensors::<B>(op, device, root.lens, tensor)?;
+        let mut tensors = self.exchange_tensors::<B>(op, device, (None, root.lens), tensor)?;
         let full = tensors.swap_remove(root.index);
         Ok(B::float_reshape(full.expect("the root passes the tensor"), root.shape))
     }

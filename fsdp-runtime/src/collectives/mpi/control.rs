@@ -104,14 +104,16 @@ impl ControlChannel {
     }
 
     /// Waits until every member has announced the collective, and returns the members' payloads, in
-    /// the order of `call.members`.
+    /// the order of `call.members`. With `to`, only the member at that position receives payloads,
+    /// and the others get empty ones.
     pub(super) fn rendezvous(
         &self,
         call: CollectiveCall<'_>,
         op: &Op,
+        to: Option<usize>,
         payload: Vec<u8>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.announce(call, op, &payload)?;
+        self.announce(call, op, to, &payload)?;
         self.wait_for_announcements(call, op)?;
         let mut payloads = Vec::with_capacity(call.members.len());
         for &member in call.members {
@@ -129,11 +131,13 @@ impl ControlChannel {
         call.members.iter().copied().filter(move |&member| member != own)
     }
 
-    /// Sends this rank's announcement to all other members.
+    /// Sends this rank's announcement to all other members, with the payload to that at position
+    /// `to`, or to all.
     fn announce(
         &self,
         call: CollectiveCall<'_>,
         op: &Op,
+        to: Option<usize>,
         payload: &[u8],
     ) -> Result<(), CollectiveError> {
         let header = Header::Announcement {
@@ -147,12 +151,18 @@ impl ControlChannel {
             tracing::debug!(target: "fsdp", "#{} {op}, {} elements", call.sequence, op.size);
         }
         let message = Arc::new(encode(&header, payload));
+        let without = to.map(|_| Arc::new(encode(&header, &[])));
+        let receiver = to.map(|to| call.members[to]);
         let mut state = self.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
         for member in self.others(call) {
-            let sent = self.send(&mut state, member.index(), &message);
+            let message = match &without {
+                Some(without) if receiver != Some(member) => without,
+                _ => &message,
+            };
+            let sent = self.send(&mut state, member.index(), message);
             self.check_locked(op, sent, &mut state)?;
         }
         Ok(())

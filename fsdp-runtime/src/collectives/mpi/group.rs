@@ -115,12 +115,44 @@ impl MpiGroup {
         op: &Op,
         value: T,
     ) -> Result<Vec<Arc<T>>, CollectiveError> {
-        let failed = |error: postcard::Error| {
-            let reason = format!("a value cannot be sent: {error}");
-            self.control.fail(self.control.transport_error(op, reason))
-        };
-        let bytes = postcard::to_stdvec(&value).map_err(failed)?;
+        let bytes = postcard::to_stdvec(&value).map_err(|error| self.cannot_send(op, &error))?;
         let payloads = self.rendezvous(op, bytes)?;
+        self.decode(op, value, &payloads)
+    }
+
+    /// Returns every member's value, in rank order, on the member at position `to`, and `None` on the
+    /// others, which receive no value. All members call it.
+    pub(in crate::collectives) fn gather_values<T: Message>(
+        &self,
+        op: &Op,
+        to: usize,
+        value: T,
+    ) -> Result<Option<Vec<Arc<T>>>, CollectiveError> {
+        let bytes = postcard::to_stdvec(&value).map_err(|error| self.cannot_send(op, &error))?;
+        let payloads = self.control.rendezvous(self.next_call(), op, Some(to), bytes)?;
+        if self.index == to {
+            return self.decode(op, value, &payloads).map(Some);
+        }
+        debug_assert!(
+            payloads.iter().enumerate().all(|(from, sent)| from == self.index || sent.is_empty()),
+            "a gather sends values to one member only"
+        );
+        Ok(None)
+    }
+
+    fn cannot_send(&self, op: &Op, error: &postcard::Error) -> CollectiveError {
+        let reason = format!("a value cannot be sent: {error}");
+        self.control.fail(self.control.transport_error(op, reason))
+    }
+
+    /// Returns the values that all members have sent, in rank order; `value` is this rank's own.
+    fn decode<T: Message>(
+        &self,
+        op: &Op,
+        value: T,
+        payloads: &[Vec<u8>],
+    ) -> Result<Vec<Arc<T>>, CollectiveError> {
+        let failed = |error: postcard::Error| self.cannot_send(op, &error);
         let value = Arc::new(value);
         let decode = |(index, bytes): (usize, &Vec<u8>)| match index == self.index {
             true => Ok(value.clone()),
@@ -136,9 +168,12 @@ impl MpiGroup {
         op: &Op,
         payload: Vec<u8>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.control.rendezvous(self.next_call(), op, None, payload)
+    }
+
+    fn next_call(&self) -> CollectiveCall<'_> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
-        let call = CollectiveCall { group: self.id, sequence, members: &self.members };
-        self.control.rendezvous(call, op, payload)
+        CollectiveCall { group: self.id, sequence, members: &self.members }
     }
 
     /// Returns the positions of the other members, starting after this one: with a different first

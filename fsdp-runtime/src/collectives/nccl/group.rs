@@ -84,6 +84,17 @@ impl NcclGroup {
         self.host.exchange(op, value)
     }
 
+    /// Returns every member's value, in rank order, on the member at position `to`, and `None` on the
+    /// others, which receive no value. All members call it.
+    pub(in crate::collectives) fn gather_values<T: Message>(
+        &self,
+        op: &Op,
+        to: usize,
+        value: T,
+    ) -> Result<Option<Vec<Arc<T>>>, CollectiveError> {
+        self.host.gather_values(op, to, value)
+    }
+
     /// Returns the process group of the members that give the same `color`. All members call it.
     pub(in crate::collectives) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
         let host = self.host.split(color)?;

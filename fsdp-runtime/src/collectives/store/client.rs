@@ -85,21 +85,26 @@ impl ClientGroup {
         self.connections.timeout
     }
 
-    /// Returns every member's bytes, in rank order. All members call it.
+    /// Returns every member's bytes, in rank order. All members call it. With `to`, only the member
+    /// at that position receives them, and the others get an empty list.
     pub(super) fn exchange(
         &self,
         op: &Op,
+        to: Option<usize>,
         value: Vec<u8>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let receives = to.is_none_or(|to| to == self.index);
+        let expected = if receives { self.members.len() } else { 0 };
         let request = Request::Exchange {
             group: self.id,
+            to: to.map(|to| to as u64),
             name: op.name.into(),
             unit: op.unit.to_string(),
             size: op.size as u64,
             value,
         };
         match self.connections.request(op, &request)? {
-            Reply::Values(values) if values.len() == self.members.len() => Ok(values),
+            Reply::Values(values) if values.len() == expected => Ok(values),
             _ => Err(self.connections.fail_invalid_reply(op)),
         }
     }

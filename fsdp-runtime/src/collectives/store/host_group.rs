@@ -100,9 +100,32 @@ impl HostGroup {
         op: &Op,
         value: T,
     ) -> Result<Vec<Arc<T>>, CollectiveError> {
+        let all = self.exchange_to(op, None, value)?;
+        Ok(all.expect("every member receives the values of an exchange"))
+    }
+
+    /// Returns every member's value, in rank order, on the member at position `to`, and `None` on the
+    /// others, which receive no value. All members call it.
+    pub(in crate::collectives) fn gather_values<T: Message>(
+        &self,
+        op: &Op,
+        to: usize,
+        value: T,
+    ) -> Result<Option<Vec<Arc<T>>>, CollectiveError> {
+        self.exchange_to(op, Some(to), value)
+    }
+
+    /// Exchanges values; with `to`, only the member at that position receives them.
+    fn exchange_to<T: Message>(
+        &self,
+        op: &Op,
+        to: Option<usize>,
+        value: T,
+    ) -> Result<Option<Vec<Arc<T>>>, CollectiveError> {
+        let receives = to.is_none_or(|to| to == self.index());
         if let Self::Thread { group, heartbeats } = self {
             heartbeats.record(group.rank());
-            return group.exchange(op, value);
+            return Ok(Some(group.exchange(op, value)?).filter(|_| receives));
         }
         let failed = |error: postcard::Error| {
             self.fail(CollectiveError::Transport {
@@ -118,18 +141,20 @@ impl HostGroup {
             true => Ok(own.clone()),
             false => postcard::from_bytes(bytes).map(Arc::new).map_err(failed),
         };
-        match self {
+        let decoded: Result<Vec<_>, _> = match self {
             Self::Thread { .. } => unreachable!("handled above"),
             Self::Server { group, heartbeats, .. } => {
                 heartbeats.record(Rank::ZERO);
                 let all = group.exchange(op, bytes)?;
-                all.iter().map(|bytes| bytes.as_slice()).enumerate().map(decode).collect()
+                let all = all.iter().filter(|_| receives).map(|bytes| bytes.as_slice());
+                all.enumerate().map(decode).collect()
             }
             Self::Client(client) => {
-                let all = client.exchange(op, bytes)?;
+                let all = client.exchange(op, to, bytes)?;
                 all.iter().map(Vec::as_slice).enumerate().map(decode).collect()
             }
-        }
+        };
+        Ok(Some(decoded?).filter(|_| receives))
     }
 
     /// Returns the group of the members that give the same `color`. All members call it.

@@ -167,12 +167,14 @@ impl Server {
             failure
         };
         match request {
-            Request::Exchange { group, name, unit, size, value } => {
+            Request::Exchange { group, to, name, unit, size, value } => {
                 let op = Op::new(static_name(&name), unit).of(usize::try_from(size).unwrap_or(0));
                 self.heartbeats.record_op(rank, &op);
                 let group = groups.get(&group).ok_or_else(|| unknown(group))?;
                 let values = group.exchange(&op, value)?;
-                Ok(Reply::Values(values.iter().map(|value| (**value).clone()).collect()))
+                let receives = to.is_none_or(|to| to == group.index() as u64);
+                let values = values.iter().filter(|_| receives);
+                Ok(Reply::Values(values.map(|value| (**value).clone()).collect()))
             }
             Request::Split { group, color } => {
                 let parent = groups.get(&group).ok_or_else(|| unknown(group))?;

@@ -61,6 +61,34 @@ fn ranks_that_leave_after_the_last_exchange_are_no_failure() {
 }
 
 #[test]
+fn a_gather_sends_values_to_one_rank_only() {
+    for to in 0..3 {
+        let received = on_all(3, LONG, |host| {
+            let value = vec![host.index() as u8; 1000];
+            let bytes = match &host {
+                HostGroup::Client(client) => {
+                    let parts = client.exchange(&op("raw"), Some(to), value.clone()).unwrap();
+                    parts.iter().map(Vec::len).sum()
+                }
+                HostGroup::Server { group, .. } => {
+                    group.exchange(&op("raw"), value.clone()).unwrap();
+                    0
+                }
+                HostGroup::Thread { .. } => unreachable!("ranks are processes"),
+            };
+            let values = host.gather_values(&op("values"), to, value).unwrap();
+            let values = values.map(|all| all.iter().map(|value| value[0]).collect::<Vec<_>>());
+            host.leave();
+            (bytes, values)
+        });
+        for (rank, (bytes, values)) in received.into_iter().enumerate() {
+            assert_eq!(bytes, if rank == to && rank > 0 { 3000 } else { 0 }, "to {to}: {rank}");
+            assert_eq!(values, (rank == to).then(|| vec![0, 1, 2]), "to {to}: {rank}");
+        }
+    }
+}
+
+#[test]
 fn a_rank_whose_connection_closes_is_named_with_its_last_collective() {
     let errors = on_all(3, LONG, |host| {
         host.exchange(&op("encoder.0"), ()).unwrap();

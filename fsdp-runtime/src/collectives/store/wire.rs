@@ -45,8 +45,9 @@ pub(super) type Welcome = Result<(), String>;
 /// A message whose reply has to wait for other ranks.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// Exchange a value with the members of a process group.
-    Exchange { group: u64, name: String, unit: String, size: u64, value: Vec<u8> },
+    /// Exchange a value with the members of a process group. With `to`, only the member at that
+    /// position receives the values.
+    Exchange { group: u64, to: Option<u64>, name: String, unit: String, size: u64, value: Vec<u8> },
     /// Split a process group by colors.
     Split { group: u64, color: u64 },
 }
@@ -54,7 +55,7 @@ pub(super) enum Request {
 /// The answer to a [`Request`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
-    /// Values of all members, in rank order.
+    /// Values of all members, in rank order; none for a member that does not receive them.
     Values(Vec<Vec<u8>>),
     /// The new process group, and the position of the requesting rank in it.
     Group { id: u64, members: Vec<usize>, index: usize },

@@ -60,7 +60,7 @@ impl Checks {
     ///
     /// [`ShardError::ValueMismatch`] names the first parameter that differs.
     pub(super) fn compare_checksums(self, worker: &Worker, plan: &Plan) -> Result<(), Error> {
-        let all = worker.exchange("all_gather", "the initial values", self.checksums)?;
+        let all = worker.exchange_as("all_gather", "the initial values", self.checksums)?;
         for (rank, checksums) in worker.world().ranks().zip(&all) {
             let differs =
                 checksums.iter().zip(all[0].iter()).position(|(found, expected)| found != expected);

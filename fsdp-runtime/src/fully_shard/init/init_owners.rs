@@ -48,7 +48,7 @@ impl InitOwners {
             threads: rayon::current_num_threads(),
             lazy: lazy_params(module, plan),
         };
-        let all = worker.exchange("all_gather", "the parameters to initialise", own)?;
+        let all = worker.exchange_as("all_gather", "the parameters to initialise", own)?;
         let first_of_process =
             |own: &RankInfo| all.iter().position(|other| other.process == own.process);
         let takes_part = |rank: &usize| {

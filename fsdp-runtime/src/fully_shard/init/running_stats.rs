@@ -25,7 +25,7 @@ pub(super) fn broadcast<M: FsdpModule>(
     if sends {
         module.visit_params(&mut read);
     }
-    let all = worker.exchange("broadcast", "the running statistics", read.values)?;
+    let all = worker.exchange_as("broadcast", "the running statistics", read.values)?;
     if sends || all[0].is_empty() {
         return Ok(module);
     }

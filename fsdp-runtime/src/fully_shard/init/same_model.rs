@@ -19,7 +19,7 @@ pub(in crate::fully_shard) fn check_same_model(
         format!("engine {}", worker.comm().world().engine()),
     ];
     mine.extend(plan.fingerprint(options, mesh));
-    let all = worker.exchange("all_gather", "the model's layout", mine)?;
+    let all = worker.exchange_as("all_gather", "the model's layout", mine)?;
     let first = &all[0];
     // Reports the first line that differs, and every rank with the same line as the first such
     // rank.

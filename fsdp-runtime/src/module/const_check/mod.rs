@@ -13,7 +13,7 @@ mod text;
 mod ties;
 mod units;
 
-pub use self::keys::{have_distinct_keys, num_keys};
+pub use self::keys::{have_distinct_keys, have_distinct_keys_of_generic, num_keys};
 pub use self::probe::{BurnModule, DerivesModule, Fallback, Probe};
 pub use self::recompute::can_be_recomputed;
 pub use self::ties::{leads_to_a_weight, lie_in_one_unit};

@@ -5,12 +5,13 @@ use crate::error::NotRecomputable;
 use crate::module::{Forward, HookedForward};
 
 /// Checks that an input of a unit under `#[fsdp_unit(checkpoint)]` can be saved until backward.
+/// `hooked` are the hooked methods of the block that has the method `forward`.
 #[track_caller]
-pub const fn can_be_recomputed<U: HookedForward>(forward: &str, input: &str) {
+pub const fn can_be_recomputed<U: HookedForward>(hooked: &[Forward], forward: &str, input: &str) {
     if !U::RECOMPUTED {
         return;
     }
-    if let Some(reason) = reason(U::HOOKED, forward, input) {
+    if let Some(reason) = reason(hooked, forward, input) {
         Text::new("unit ")
             .code(U::LAYOUT.ty)
             .then(" is under `#[fsdp_unit(checkpoint)]`, but ")

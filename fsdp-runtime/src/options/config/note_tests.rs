@@ -1,5 +1,6 @@
 //! Notes about keys that have no effect.
 
+use super::keys::{Effect, Key, Section};
 use super::*;
 use crate::options::BackwardPrefetch;
 
@@ -35,6 +36,27 @@ fn keys_for_pytorch_alone_are_noted_with_the_reason() {
         assert!(note.starts_with(begin) && note.contains(reason), "{note}");
         assert_eq!(*note_off, off, "{note}");
     }
+}
+
+/// Every key that `keys.rs` lists as unused, with a value that would have an effect in Accelerate.
+#[test]
+fn every_key_without_effect_is_reported_with_its_reason() {
+    let mut reported = 0;
+    for section in [Section::Top, Section::Fsdp] {
+        for Key { name, effect } in section.keys() {
+            let Effect::Unused { because, .. } = effect else { continue };
+            let text = match section {
+                Section::Top => format!("{name}: asked\n"),
+                Section::Fsdp => format!("fsdp_config:\n  {name}: asked\n"),
+            };
+            let found = notes(&text);
+            let [(note, off)] = &found[..] else { panic!("{name}: {found:#?}") };
+            assert!(note.contains(&format!("`{name}: asked`")), "{note}");
+            assert!(note.contains(because) && !off, "{note}");
+            reported += 1;
+        }
+    }
+    assert!(reported >= 20, "{reported}");
 }
 
 #[test]

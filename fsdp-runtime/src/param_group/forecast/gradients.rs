@@ -120,10 +120,10 @@ impl Gradients {
     pub(super) fn accumulated(&self, accumulation: GradientAccumulation) -> (usize, usize) {
         let reduced = self.reduced.iter().sum();
         match (accumulation, self.offloaded) {
-            (GradientAccumulation::ReduceEach, false) => (reduced + self.largest(), 0),
-            (GradientAccumulation::ReduceEach, true) => (self.largest(), reduced),
             (GradientAccumulation::HoldUnsharded, false) => (self.all_held(), 0),
             (GradientAccumulation::HoldUnsharded, true) => (self.all_held(), reduced),
+            (_, false) => (reduced + self.largest(), 0),
+            (_, true) => (self.largest(), reduced),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::fmt;
 use super::super::mib::mib;
 use super::super::plan::Plan;
 use super::super::unit::Unit;
-use super::buffers::{copied, gathered, ring, sending};
+use super::buffers::{copied, gathered, sending};
 use super::gradients::Gradients;
 use crate::error::ShardError;
 use crate::layout::Mesh;
@@ -105,7 +105,6 @@ impl MemoryForecast {
     ) -> Result<Self, ShardError> {
         options.check()?;
         let mesh = options.mesh(mesh, mesh.world.size())?;
-        let reshard = options.reshard(mesh)?;
         let Plan { units, device, .. } = Plan::new(module, mesh, options)?;
         let (mut shards, mut replicated) = (0, 0);
         for (of_shards, of_replicated) in units.iter().map(Unit::stored_bytes) {
@@ -122,14 +121,13 @@ impl MemoryForecast {
             _ => 0,
         };
         let device_replicated = match offloaded {
-            true => copied(&units, ring(&units, reshard, options.gather_buffers)),
+            true => copied(&units, options.gather_buffers()),
             false => replicated,
         };
         Ok(Self {
             shards: device_shards,
             replicated: device_replicated,
-            gathered: gathered(&units, reshard, options.gather_buffers)
-                + sending(&units, options.offload),
+            gathered: gathered(&units, options.gather_buffers()) + sending(&units, options.offload),
             gradients: on_device,
             optimizer: 0,
             activations: 0,

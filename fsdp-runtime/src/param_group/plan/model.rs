@@ -55,7 +55,9 @@ impl Plan {
         check_clones(&found.params)?;
         let device = one_device(&found.devices)?;
         let Found { units, params, visited, ignored, f32_modules, .. } = found;
-        let (units, indices) = lay_out(&params, units, (mesh, &device), options);
+        let (mut units, indices) = lay_out(&params, units, (mesh, &device), options)?;
+        check_unit_paths(&units, options)?;
+        add_prefetch_lists(&mut units, options)?;
         check_f32_modules(f32_modules, &units)?;
         let keys =
             params.into_iter().zip(&indices).map(|(param, index)| (*index, param.key)).collect();
@@ -144,6 +146,45 @@ fn check_storage_paths(found: &Found, options: &FsdpOptions) -> Result<(), Shard
     }
 }
 
+/// Checks that every path of an option for units leads to a unit of the model.
+fn check_unit_paths(units: &[Unit], options: &FsdpOptions) -> Result<(), ShardError> {
+    let reshard = options.reshard_after_forward_at.iter().map(|(path, _)| path);
+    let precision = options.mixed_precision_at.iter().map(|(path, _)| path);
+    let paths = reshard.map(|path| ("reshard_after_forward_at", path));
+    let paths = paths.chain(precision.map(|path| ("mixed_precision_at", path)));
+    for (option, path) in paths {
+        if units.iter().all(|unit| !leads_to(path, &unit.path)) {
+            return Err(unknown_unit(option, path, units));
+        }
+    }
+    Ok(())
+}
+
+fn unknown_unit(option: &'static str, path: &str, units: &[Unit]) -> ShardError {
+    let paths: Vec<&str> = units.iter().map(|unit| &*unit.path).collect();
+    let expected = format!("the units of this model are at {paths:?}");
+    ShardError::InvalidOption { option, value: format!("{path:?}"), expected }
+}
+
+/// Adds the lists of units to prefetch to the units that prefetch them.
+fn add_prefetch_lists(units: &mut [Unit], options: &FsdpOptions) -> Result<(), ShardError> {
+    let forward = options.forward_prefetch_at.iter().map(|list| ("forward_prefetch_at", list));
+    let backward = options.backward_prefetch_at.iter().map(|list| ("backward_prefetch_at", list));
+    for (option, (path, ahead)) in forward.chain(backward) {
+        let find = |path: &String| {
+            let found = units.iter().position(|unit| unit.path == *path);
+            found.ok_or_else(|| unknown_unit(option, path, units))
+        };
+        let (unit, ahead) = (find(path)?, ahead.iter().map(find).collect::<Result<_, _>>()?);
+        let control = &mut units[unit].control;
+        match option {
+            "forward_prefetch_at" => control.forward_prefetch = Some(ahead),
+            _ => control.backward_prefetch = Some(ahead),
+        }
+    }
+    Ok(())
+}
+
 /// Returns the device of all parameters, which must be one.
 fn one_device(devices: &[(Device, String)]) -> Result<Device, ShardError> {
     match devices {
@@ -174,7 +215,7 @@ fn lay_out(
     units: Vec<FoundUnit>,
     (mesh, device): (Mesh, &Device),
     options: &FsdpOptions,
-) -> (Vec<Unit>, Vec<ParamIndex>) {
+) -> Result<(Vec<Unit>, Vec<ParamIndex>), ShardError> {
     // Parameters of one unit need not be adjacent: nested units come between them.
     let mut counts = vec![0; units.len()];
     let next_index = |param: &FoundParam| {
@@ -187,6 +228,6 @@ fn lay_out(
         let own = params.iter().filter(|param| param.unit == number).collect();
         UnitBuilder::new(unit, own, &indices, options).build(mesh, device)
     };
-    let units = units.into_iter().enumerate().map(lay_out_unit).collect();
-    (units, indices)
+    let units = units.into_iter().enumerate().map(lay_out_unit).collect::<Result<_, _>>()?;
+    Ok((units, indices))
 }

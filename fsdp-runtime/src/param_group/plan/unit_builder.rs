@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Device};
 
+use super::super::control::UnitControl;
 use super::super::unit::{ParamSpec, Placement, Unit};
 use super::found::{FoundParam, FoundUnit};
 use crate::backend::is_flex;
+use crate::error::ShardError;
 use crate::layout::{Mesh, StorageType, UnitLayout, WorldSize};
 use crate::module::ParamIndex;
 use crate::options::{FsdpOptions, MixedPrecisionPolicy, OffloadPolicy};
@@ -31,20 +33,24 @@ impl<'a> UnitBuilder<'a> {
         indices: &'a [ParamIndex],
         options: &'a FsdpOptions,
     ) -> Self {
-        let policy = options.policy(unit.unit_type);
+        let policy = options.policy(unit.unit_type, &unit.path);
         Self { unit, params, indices, options, policy }
     }
 
     /// Returns the unit as the rank of `mesh` stores it on `device`.
-    pub(super) fn build(self, mesh: Mesh, device: &Device) -> Unit {
+    pub(super) fn build(self, mesh: Mesh, device: &Device) -> Result<Unit, ShardError> {
         let layout = self.layout(mesh);
         let common = self.common_dtype(&layout);
         let entries = self.param_specs(&layout, common, mesh);
         let gathers = entries.iter().any(ParamSpec::is_sharded)
             && !self.computes_with_shards(&entries, mesh, device);
-        let casts_outputs =
-            self.unit.level == 0 || self.options.has_own_policy(self.unit.unit_type);
-        Unit {
+        let (ty, path) = (self.unit.unit_type, &*self.unit.path);
+        let casts_outputs = self.unit.level == 0 || self.options.has_own_policy(ty, path);
+        let control = UnitControl {
+            reshard_after_backward: self.options.reshard_after_backward,
+            ..UnitControl::new(self.options.reshard(ty, path, mesh)?)
+        };
+        Ok(Unit {
             name: Arc::from(self.unit.name()),
             path: self.unit.path,
             ty: self.unit.ty,
@@ -56,7 +62,8 @@ impl<'a> UnitBuilder<'a> {
             precision: self.policy.resolve(common, casts_outputs),
             recomputed: self.unit.recomputed,
             within: self.unit.within,
-        }
+            control,
+        })
     }
 
     /// Returns whether the unit computes with its shards where they are: each one is a whole

@@ -35,6 +35,8 @@ pub(super) fn unknown_type(
     };
     let with_policy: Vec<_> = options.mixed_precision_for.iter().map(|(unit, _)| *unit).collect();
     let with_storage: Vec<_> = options.storage_for.iter().map(|(unit, _)| *unit).collect();
+    let resharded = &options.reshard_after_forward_for;
+    let with_reshard: Vec<_> = resharded.iter().map(|(unit, _)| *unit).collect();
     let recomputed = match options.activation_checkpointing {
         ActivationCheckpointing::Units(named) => named.iter().find(|it| !wrapped.contains(it)),
         _ => None,
@@ -43,6 +45,7 @@ pub(super) fn unknown_type(
         ("wrap", wrap, &declared),
         ("mixed_precision_for", unknown(&with_policy), &declared),
         ("storage_for", unknown(&with_storage), &declared),
+        ("reshard_after_forward_for", unknown(&with_reshard), &declared),
         ("activation_checkpointing", recomputed.map(|unit| unit.name()), &wrapped_names),
     ];
     checks.into_iter().find_map(|(option, absent, present)| {

@@ -10,6 +10,7 @@ use super::reduce::total_bytes;
 use super::settings::{Pass, When};
 use super::state::{RunningBackward, State};
 use super::unit_call::UnitCall;
+use super::unit_state::ShardState;
 use crate::backend::{Float, ModelBackend, Raw, bytes, cast_model, kernels};
 use crate::error::Error;
 use crate::module::CallId;
@@ -52,10 +53,8 @@ impl<B: ModelBackend> Schedule<B> {
     ) -> Result<(), Error> {
         self.unshard(state, unit, Pass::Backward, When::Now)?;
         self.wait_for_unshard(state, unit)?;
-        if self.settings.backward_prefetch == BackwardPrefetch::Pre {
-            self.prefetch_previous(state, unit)?;
-        }
-        Ok(())
+        let waits = self.settings.backward_prefetch == BackwardPrefetch::Post;
+        if !waits { self.prefetch_previous(state, unit) } else { Ok(()) }
     }
 
     /// Adds the full gradient of a parameter to the call that it belongs to. The last gradient ends
@@ -87,19 +86,6 @@ impl<B: ModelBackend> Schedule<B> {
             && let Some(call) = state.calls.remove(&id)
         {
             self.post_backward(state, call)?;
-        }
-        Ok(())
-    }
-
-    /// Prefetches the unit that ran forward before `unit`, and therefore runs backward next. Does
-    /// nothing if that unit is inside another recomputed unit, whose recomputation starts with a
-    /// different unit.
-    fn prefetch_previous(&self, state: &mut State<B>, unit: usize) -> Result<(), Error> {
-        if let Some(at) = state.order.position(unit)
-            && let Some(previous) = self.following(state.order.current[..at].iter().rev(), unit)
-            && self.units[previous].within == self.units[unit].within
-        {
-            self.unshard(state, previous, Pass::Backward, When::Ahead)?;
         }
         Ok(())
     }
@@ -148,7 +134,8 @@ impl<B: ModelBackend> Schedule<B> {
     /// Ends the backward of one call of a unit, and reshards the unit if nothing uses it any more.
     fn leave_backward(&self, state: &mut State<B>, unit: usize) {
         state.units[unit].backwards -= 1;
-        if !state.units[unit].in_use() && self.units[unit].level > 0 {
+        let is_idle = !state.units[unit].in_use();
+        if is_idle && self.units[unit].level > 0 && !self.stays_after_backward(state, unit) {
             self.reshard(state, unit);
         }
     }
@@ -187,6 +174,11 @@ impl<B: ModelBackend> Schedule<B> {
             return Ok(());
         }
         self.reduce(state, index)
+    }
+
+    /// Returns whether a unit stays gathered from a backward to the next forward of the same step.
+    fn stays_after_backward(&self, state: &State<B>, unit: usize) -> bool {
+        state.gradients.accumulating && !state.controls[unit].reshard_after_backward
     }
 
     /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`.
@@ -229,7 +221,9 @@ impl<B: ModelBackend> Schedule<B> {
         if !state.gradients.accumulating {
             // Earlier micro-batches may have left gradients of units that the last one did not use.
             for unit in (0..self.units.len()).rev() {
-                if state.units[unit].unsharded_gradients.iter().any(Option::is_some) {
+                let of_unit = &state.units[unit];
+                let is_held = of_unit.unsharded_gradients.iter().any(Option::is_some);
+                if is_held || of_unit.has_partial {
                     self.reduce(state, unit)?;
                 }
             }
@@ -242,7 +236,12 @@ impl<B: ModelBackend> Schedule<B> {
         state.calls.retain(|_, call| call.has_graph());
         self.end_unused_holds(state);
         for unit in 0..self.units.len() {
-            self.evict(state, unit)?;
+            let stays = self.stays_after_backward(state, unit)
+                && matches!(state.units[unit].shard_state, ShardState::Unsharded);
+            state.units[unit].kept_leaves = stays.then(|| state.units[unit].leaves());
+            if !stays {
+                self.evict(state, unit)?;
+            }
         }
         if state.calls.is_empty() {
             self.forget_shards(state);

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 
-use super::settings::{Reshard, Settings};
 use crate::backend::ShardBackend;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::param_group::{Unit, code_buffers, gather_buffer_plan};
+use crate::options::ReshardAfterForward;
+use crate::param_group::{Unit, UnitControl, code_buffers, gather_buffer_plan};
 
 /// The gather buffers of a model.
 pub(super) struct GatherBuffers<B: ShardBackend> {
@@ -20,30 +20,37 @@ pub(super) struct GatherBuffers<B: ShardBackend> {
     /// uses them, for one unit after the other.
     codes: Vec<Arc<GatherBuffer<B>>>,
     /// The part of each flat range of each unit that this rank keeps after forward, under
-    /// `Reshard::To`.
+    /// `ReshardAfterForward::To`.
     kept_parts: Vec<Vec<Arc<GatherBuffer<B>>>>,
     /// Buffers of their own of the units that stay gathered, in place of those of `of_unit`.
     held: Vec<Option<Vec<Arc<GatherBuffer<B>>>>>,
 }
 
 impl<B: ShardBackend> GatherBuffers<B> {
-    /// Allocates the buffers of `units`.
-    pub(super) fn new(settings: &Settings, device: &B::Device, units: &[Unit]) -> Self {
-        let ring = match settings.reshard {
-            Reshard::Never => units.len(),
-            _ => settings.gather_buffers,
-        };
-        let plan = gather_buffer_plan(units, ring);
+    /// Allocates the buffers of `units`; the units of an inner nesting level share at least
+    /// `gather_buffers`.
+    pub(super) fn new(
+        gather_buffers: usize,
+        device: &B::Device,
+        units: &[Unit],
+        controls: &[UnitControl],
+    ) -> Self {
+        let plan = gather_buffer_plan(units, controls, gather_buffers);
         let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
         let buffers: Vec<_> = plan.buffers.into_iter().map(new).collect();
-        let parts = |unit: &Unit| match &settings.reshard {
-            Reshard::To(group) => unit.parts(group.size()).into_iter().map(new).collect(),
+        let parts = |(unit, control): (&Unit, &UnitControl)| match control.reshard {
+            ReshardAfterForward::To(size) => unit.parts(size).into_iter().map(new).collect(),
             _ => Vec::new(),
         };
-        let kept_parts = units.iter().map(parts).collect();
+        let kept_parts = units.iter().zip(controls).map(parts).collect();
         let codes = code_buffers(units).into_iter().map(new).collect();
         let (owners, held) = (vec![None; buffers.len()], vec![None; units.len()]);
         Self { owners, buffers, of_unit: plan.buffers_of, codes, kept_parts, held }
+    }
+
+    /// Takes the buffers of their own from `other`, which is being replaced.
+    pub(super) fn take_held(&mut self, other: &mut Self) {
+        self.held = std::mem::take(&mut other.held);
     }
 
     /// Gives a unit buffers of its own, which no other unit takes.

@@ -26,8 +26,11 @@ impl<B: ModelBackend> Schedule<B> {
         state.calls.retain(|_, call| call.has_graph());
         self.end_holds(state, |_| true);
         state.shards_may_change();
+        let changed = std::mem::take(&mut state.params_changed);
         for unit in 0..self.units.len() {
-            if !state.units[unit].in_use() {
+            let kept = state.units[unit].kept_leaves.take();
+            let is_current = !changed && kept == Some(state.units[unit].leaves());
+            if !state.units[unit].in_use() && !is_current {
                 self.evict(state, unit)?;
                 state.units[unit].has_kept_part = false;
             }
@@ -98,20 +101,27 @@ impl<B: ModelBackend> Schedule<B> {
         others.find(|(_, other)| conflicts(other)).map(|(_, other)| other.unit)
     }
 
-    /// Returns the unit that ran forward after `unit` in the pass before, where `unit` is at
-    /// position `at` of the present pass. In a recomputation, returns the unit after it in the same
+    /// Returns the `count` units that ran forward after `unit` in the pass before, where `unit` is at
+    /// position `at` of the present pass. In a recomputation, returns the units after it in the same
     /// recomputed unit.
-    pub(super) fn next_forward(&self, state: &State<B>, at: usize, unit: usize) -> Option<usize> {
+    pub(super) fn next_forwards(
+        &self,
+        state: &State<B>,
+        at: usize,
+        unit: usize,
+        count: usize,
+    ) -> Vec<usize> {
         if state.recompute.second_run.is_some() {
-            let at = state.order.position(unit)?;
-            let next = self.following(state.order.current[at + 1..].iter(), unit);
-            return next.filter(|&next| self.units[next].within == self.units[unit].within);
+            let Some(at) = state.order.position(unit) else { return Vec::new() };
+            let next = self.following(state.order.current[at + 1..].iter(), unit, count);
+            let is_near = |next: &usize| self.units[*next].within == self.units[unit].within;
+            return next.into_iter().take_while(is_near).collect();
         }
         let last = &state.order.last;
         let at = match last.get(at) {
-            Some(&there) if there == unit => at,
-            _ => last.iter().position(|&index| index == unit)?,
+            Some(&there) if there == unit => Some(at),
+            _ => last.iter().position(|&index| index == unit),
         };
-        self.following(last[at + 1..].iter(), unit)
+        at.map_or_else(Vec::new, |at| self.following(last[at + 1..].iter(), unit, count))
     }
 }

@@ -51,7 +51,8 @@ impl<B: ModelBackend> Schedule<B> {
         units: Vec<Unit>,
         random: Arc<RandomStream>,
     ) -> Arc<Self> {
-        let buffers = GatherBuffers::new(&settings, &device, &units);
+        let controls: Vec<_> = units.iter().map(|unit| unit.control.clone()).collect();
+        let buffers = GatherBuffers::new(settings.gather_buffers, &device, &units, &controls);
         let tracker = Arc::new(MemoryTracker::new(settings.storage != StorageDevice::Device));
         for (index, unit) in units.iter().enumerate() {
             let (shards, replicated) = unit.stored_bytes();
@@ -62,7 +63,7 @@ impl<B: ModelBackend> Schedule<B> {
             }
         }
         tracker.take(MemoryKind::GatherBuffers, buffers.bytes(), None);
-        let state = State::new(&units, buffers);
+        let state = State::new(&units, buffers, controls, &settings);
         Arc::new_cyclic(|this| Self {
             settings,
             device,
@@ -171,20 +172,30 @@ impl<B: ModelBackend> Schedule<B> {
         ScheduleError::NotLoaded { path: self.param(index).1.path.clone() }.into()
     }
 
-    /// Returns the first unit in `order` that is gathered on the same nesting level as `unit`.
+    /// Returns the first `count` units in `order` that are gathered on the same nesting level as
+    /// `unit`.
     pub(super) fn following<'a>(
         &self,
         order: impl Iterator<Item = &'a usize>,
         unit: usize,
-    ) -> Option<usize> {
+        count: usize,
+    ) -> Vec<usize> {
         let level = self.units[unit].level;
-        let fits = |&&index: &&usize| {
-            index != unit && self.units[index].level == level && self.units[index].gathers
-        };
-        order.into_iter().find(fits).copied()
+        let mut found = Vec::new();
+        for &index in order {
+            if found.len() == count {
+                break;
+            }
+            let fits = self.units[index].level == level && self.units[index].gathers;
+            if fits && index != unit && !found.contains(&index) {
+                found.push(index);
+            }
+        }
+        found
     }
 
-    /// Returns the index of the part of a gathered unit that this rank keeps under `Reshard::To`.
+    /// Returns the index of the part of a gathered unit that this rank keeps under
+    /// `ReshardAfterForward::To`.
     pub(super) fn kept_part_index(&self, group: &AnyProcessGroup) -> usize {
         self.settings.mesh.shard_rank().index() % group.size()
     }

@@ -2,6 +2,7 @@
 
 use super::access::ScheduleState;
 use super::collectives::ScheduleCollectives;
+use super::control::ScheduleControl;
 use super::core::Schedule;
 use super::hold::ScheduleHolds;
 use super::metrics::ScheduleMetrics;
@@ -10,7 +11,7 @@ use crate::module::Runtime;
 
 /// The schedule of a sharded model, for any backend.
 pub(crate) trait ErasedSchedule:
-    Runtime + ScheduleMetrics + ScheduleState + ScheduleCollectives + ScheduleHolds
+    Runtime + ScheduleMetrics + ScheduleState + ScheduleCollectives + ScheduleHolds + ScheduleControl
 {
 }
 

@@ -8,11 +8,12 @@ use burn::tensor::DispatchTensor;
 
 use super::super::autodiff::{self, MAX_ORDERING_INPUTS, OpState};
 use super::core::Schedule;
-use super::settings::{Pass, Reshard, When};
+use super::settings::{Pass, When};
 use super::state::State;
 use crate::backend::{Float, FloatTensor, ModelBackend, Tracked};
 use crate::error::{Error, ScheduleError, raise};
 use crate::module::CallId;
+use crate::options::ReshardAfterForward;
 
 impl<B: ModelBackend> Schedule<B> {
     /// Gathers a unit for its forward and prefetches the next one. Returns `None` if a forward of
@@ -46,11 +47,7 @@ impl<B: ModelBackend> Schedule<B> {
         state.units[unit].forwards.push(call);
         state.open_forwards += 1;
         // The unit is in use from here on, so a prefetch does not take its gather buffers.
-        if self.settings.forward_prefetch
-            && let Some(next) = self.next_forward(state, at, unit)
-        {
-            self.unshard(state, next, Pass::Forward, When::Ahead)?;
-        }
+        self.prefetch_next(state, at, unit)?;
         drop(span);
         tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::begin_forward");
         Ok(Some(call))
@@ -150,10 +147,11 @@ impl<B: ModelBackend> Schedule<B> {
     fn stays_gathered(&self, state: &State<B>, unit: usize) -> bool {
         // Backward starts with the outermost unit and the last one.
         let at = state.order.position(unit).unwrap_or(0);
-        let is_next = self.units[unit].level == 0 || self.next_forward(state, at, unit).is_none();
+        let is_last = self.next_forwards(state, at, unit, 1).is_empty();
+        let is_next = self.units[unit].level == 0 || is_last;
         // A unit without shards uses no gather buffer, and the graph keeps its copies anyway.
         let is_replicated = !self.units[unit].gathers;
-        is_next || is_replicated || matches!(self.settings.reshard, Reshard::Never)
+        is_next || is_replicated || state.controls[unit].reshard == ReshardAfterForward::Never
     }
 
     /// Ends a forward that panicked.

@@ -23,9 +23,12 @@ pub(crate) trait ScheduleHolds {
     fn begin_guard(&self, units: &[usize]) -> Result<(), Error>;
     /// Ends one guard of units.
     fn end_guard(&self, units: &[usize]);
-    /// Returns [`ScheduleError::ChangedWhileUnsharded`] if a guard keeps a unit gathered, because
-    /// the parameters are about to change.
-    fn refuse_guards(&self) -> Result<(), Error>;
+    /// Notes that the parameters are about to change.
+    ///
+    /// # Errors
+    ///
+    /// [`ScheduleError::ChangedWhileUnsharded`] if a guard keeps a unit gathered.
+    fn begin_change(&self) -> Result<(), Error>;
 }
 
 impl<B: ModelBackend> ScheduleHolds for Schedule<B> {
@@ -61,8 +64,9 @@ impl<B: ModelBackend> ScheduleHolds for Schedule<B> {
         }
     }
 
-    fn refuse_guards(&self) -> Result<(), Error> {
-        let state = self.lock();
+    fn begin_change(&self) -> Result<(), Error> {
+        let mut state = self.lock();
+        state.params_changed = true;
         match state.units.iter().position(|unit| unit.guards > 0) {
             Some(unit) => {
                 let unit = self.units[unit].name.to_string();
@@ -77,15 +81,18 @@ impl<B: ModelBackend> Schedule<B> {
     /// Returns an error if a forward or a backward runs, or if a backward is still to come: the
     /// autodiff graph has views of the shared gather buffers.
     fn refuse_during_pass(&self, state: &State<B>) -> Result<(), Error> {
-        let live = state.calls.values().find(|call| call.open.is_some() || call.has_graph());
-        let running = state.running.first().map(|running| running.unit);
-        match live.map(|call| call.unit).or(running) {
-            Some(unit) => {
-                let unit = self.units[unit].name.to_string();
-                Err(ScheduleError::UnshardDuringPass { unit }.into())
-            }
+        match self.unit_in_pass(state) {
+            Some(unit) => Err(ScheduleError::UnshardDuringPass { unit }.into()),
             None => Ok(()),
         }
+    }
+
+    /// Returns the name of a unit that runs forward or backward, or whose backward is still to come.
+    pub(super) fn unit_in_pass(&self, state: &State<B>) -> Option<String> {
+        let live = state.calls.values().find(|call| call.open.is_some() || call.has_graph());
+        let running = state.running.first().map(|running| running.unit);
+        let unit = live.map(|call| call.unit).or(running)?;
+        Some(self.units[unit].name.to_string())
     }
 
     /// Adds a guard to each unit, and gathers the units that had none.

@@ -22,10 +22,9 @@
 //!
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
 //! `reduction`, `buffers`, `peer_shards`, `state`, `core`, `reshard`, `unshard`, `exchange_shards`,
-//! `hold`, `single_gather`, `whole_step`, `calls`, `reduce`, `cast_replicated`, `backward`,
-//! `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces follow:
-//! `autodiff_hooks`, `runtime`, `metrics`, `access`,
-//! `collectives`, `erased`.
+//! `hold`, `control`, `single_gather`, `whole_step`, `calls`, `prefetch`, `reduce`, `cast_replicated`,
+//! `backward`, `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces
+//! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `collectives`, `erased`.
 
 mod access;
 mod autodiff_hooks;
@@ -34,6 +33,7 @@ mod buffers;
 mod calls;
 mod cast_replicated;
 mod collectives;
+mod control;
 mod core;
 mod counters;
 mod erased;
@@ -43,6 +43,7 @@ mod hold;
 mod materialize;
 mod metrics;
 mod peer_shards;
+mod prefetch;
 mod recompute_backward;
 mod recompute_first_run;
 mod reduce;
@@ -57,8 +58,9 @@ mod unit_state;
 mod unshard;
 mod whole_step;
 
+pub(crate) use self::control::block_group;
 pub(crate) use self::core::Schedule;
 pub use self::counters::Counts;
 pub(crate) use self::erased::ErasedSchedule;
-pub(crate) use self::settings::{Reshard, Settings};
+pub(crate) use self::settings::Settings;
 pub(crate) use self::whole_step::Whole;

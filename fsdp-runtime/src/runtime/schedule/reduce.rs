@@ -16,11 +16,17 @@ use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::{CollectiveError, Error};
 use crate::layout::UnitLayout;
+use crate::options::GradientAccumulation;
 use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
 
 /// Returns the bytes of all tensors that are present.
 pub(super) fn total_bytes<B: Backend>(tensors: &[Option<Float<B>>]) -> usize {
     tensors.iter().flatten().map(bytes::<B>).sum()
+}
+
+/// Returns the bytes of all stored tensors that are present.
+fn stored_bytes<B: ModelBackend>(tensors: &[Option<StoredTensor<Raw<B>>>]) -> usize {
+    tensors.iter().flatten().map(StoredTensor::bytes).sum()
 }
 
 /// A job of the communication thread: the reduction of a unit's gradients.
@@ -35,36 +41,81 @@ struct ReduceUnit<B: ShardBackend> {
     /// The elements of each gradient that this rank keeps.
     keep: Vec<Reduce>,
     layout: UnitLayout,
-    /// Number of ranks in the world, by which the sums are divided.
-    world: usize,
-    /// Process group of the replicas, under a hybrid strategy.
-    replicate: Option<Arc<AnyProcessGroup>>,
+    divisor: Divisor,
+    replicas: Replicas<B>,
     tracker: Arc<MemoryTracker>,
 }
 
 impl<B: ShardBackend> ReduceUnit<B> {
     /// Reduces the gradients among the shard group, and then among the replicas.
     fn run(self, group: &AnyProcessGroup) -> Result<Reduced<B>, CollectiveError> {
-        let Self { unit, op, device, storage, gradients, keep, layout, world, replicate, tracker } =
+        let Self { unit, op, device, storage, gradients, keep, layout, divisor, replicas, tracker } =
             self;
         // On the device, the results and the full gradients exist at the same time until the full
         // gradients are freed. Offloaded results leave the device once they are copied to the host.
         let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
         let counted = Counted::new(&tracker, MemoryKind::ReductionOutputs, results, unit);
-        let divisor = if replicate.is_some() { 1 } else { world };
-        let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
+        let first = if matches!(replicas, Replicas::None) { divisor.of_sum } else { 1 };
+        let request =
+            ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor: first };
         let mut reduced = group.reduce_scatter(&op, &device, request)?;
-        if let Some(replicate) = replicate {
+        let is_partial = matches!(replicas, Replicas::Later);
+        if let Replicas::Now { group, partial } = replicas {
+            let on_device = |sum: StoredTensor<B>| sum.on_device(&device, DType::F32, storage);
+            for (sum, partial) in reduced.iter_mut().zip(partial) {
+                *sum = match (sum.take(), partial.map(on_device)) {
+                    (Some(sum), Some(partial)) => Some(B::float_add(partial, sum)),
+                    (sum, partial) => sum.or(partial),
+                };
+            }
             let size = keep.iter().map(|keep| keep.range.len()).sum();
             let op = Op { name: "all_reduce", unit: op.unit, size };
             let keep: Vec<Reduce> = keep.into_iter().map(all_of_shard).collect();
-            let (gradients, divisor) = (reduced, world);
+            let (gradients, divisor) = (reduced, divisor.of_sum);
             let request = ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor };
-            reduced = replicate.reduce_scatter(&op, &device, request)?;
+            reduced = group.reduce_scatter(&op, &device, request)?;
         }
-        let store = |gradient: Option<Float<B>>| Some(StoredTensor::store(gradient?, storage));
+        let divide = |gradient: Float<B>| match divisor.of_result {
+            Some(factor) if !is_partial => B::float_div_scalar(gradient, factor.into()),
+            _ => gradient,
+        };
+        let store =
+            |gradient: Option<Float<B>>| Some(StoredTensor::store(divide(gradient?), storage));
         let reduced = reduced.into_iter().map(store).collect();
         Ok((reduced, (storage == StorageDevice::Device).then_some(counted)))
+    }
+}
+
+/// The reduction of a unit's gradients among the replicas of a hybrid strategy, after that in the
+/// shard group.
+enum Replicas<B: ShardBackend> {
+    /// There is one copy of the parameters.
+    None,
+    /// A later micro-batch adds the result up and reduces it.
+    Later,
+    /// The result is reduced in the given process group, with the sums of earlier micro-batches.
+    Now { group: Arc<AnyProcessGroup>, partial: Vec<Option<StoredTensor<B>>> },
+}
+
+/// The number by which sums of gradients are divided.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Divisor {
+    /// Divides sums in the kernel that adds them up: the number, if it is an integer, or else 1.
+    of_sum: usize,
+    /// Divides the sums afterwards: the number, if it is no integer.
+    of_result: Option<f32>,
+}
+
+impl Divisor {
+    /// Returns the divisor of a gradient divide factor, which is positive, in a world of `world`
+    /// ranks.
+    fn new(factor: Option<f64>, world: usize) -> Self {
+        let exact = |factor: f64| factor.fract() == 0.0 && factor <= f64::from(1 << 24);
+        match factor {
+            None => Self { of_sum: world, of_result: None },
+            Some(factor) if exact(factor) => Self { of_sum: factor as usize, of_result: None },
+            Some(factor) => Self { of_sum: 1, of_result: Some(factor as f32) },
+        }
     }
 }
 
@@ -86,10 +137,12 @@ impl<B: ModelBackend> Schedule<B> {
         let name = if unit.gathers { "reduce_scatter" } else { "all_reduce" };
         tracing::trace!(target: "fsdp", unit = %unit.name, op = name, "fsdp::reduce");
         count(&self.counters.reduce_scatters);
-        let replicate = self.settings.groups.replicate.clone();
-        if replicate.is_some() {
+        let replicas = self.replicas(state, index);
+        let is_partial = matches!(replicas, Replicas::Later);
+        if matches!(replicas, Replicas::Now { .. }) {
             count(&self.counters.all_reduces);
         }
+        let factor = state.gradients.divide_factor;
         let job = ReduceUnit {
             unit: index,
             op: Op::new(name, unit.name.clone()).of(unit.num_params()),
@@ -98,13 +151,30 @@ impl<B: ModelBackend> Schedule<B> {
             gradients,
             keep: unit.params.iter().map(|entry| entry.reduce(entry.reduce_dtype)).collect(),
             layout: unit.layout.clone(),
-            world: self.settings.mesh.world.size(),
-            replicate,
+            divisor: Divisor::new(factor, self.settings.mesh.world.size()),
+            replicas,
             tracker: self.tracker.clone(),
         };
         let work = self.issue(&self.settings.groups.shard, move |group| job.run(group));
-        state.gradients.reductions.push_back(Reduction { unit: index, bytes, work });
+        state.gradients.reductions.push_back(Reduction { unit: index, is_partial, bytes, work });
         Ok(())
+    }
+
+    /// Returns the second part of a unit's reduction, and takes the sums of earlier micro-batches.
+    fn replicas(&self, state: &mut State<B>, index: usize) -> Replicas<Raw<B>> {
+        let Some(group) = self.settings.groups.replicate.clone() else { return Replicas::None };
+        let unit = &mut state.units[index];
+        let holds = self.settings.accumulation == GradientAccumulation::ReduceInGroup;
+        if holds && state.gradients.accumulating {
+            unit.has_partial = true;
+            return Replicas::Later;
+        }
+        unit.has_partial = false;
+        let partial: Vec<_> = unit.partial.iter_mut().map(Option::take).collect();
+        let bytes = stored_bytes::<B>(&partial);
+        self.tracker.give_back(MemoryKind::ReducedGradients, bytes, index);
+        state.gradients.reduced_bytes -= bytes;
+        Replicas::Now { group, partial }
     }
 
     /// Lowers the gradients that are present, all at once.
@@ -146,19 +216,18 @@ impl<B: ModelBackend> Schedule<B> {
     ) -> Result<(), Error> {
         let running = self.block_for_reductions(state, running);
         while state.gradients.reductions.len() > running
-            && let Some(Reduction { unit, bytes, work }) = state.gradients.reductions.pop_front()
+            && let Some(reduction) = state.gradients.reductions.pop_front()
         {
+            let Reduction { unit, is_partial, bytes, work } = reduction;
             tracing::trace!(target: "fsdp", unit = %self.units[unit].name, "fsdp::wait_for_reduce");
             let (reduced, counted) = work.wait()?;
             self.tracker.give_back(MemoryKind::Gradients, bytes, unit);
             drop(counted);
-            let sums = &mut state.units[unit].reduced;
-            let bytes = |sums: &[Option<StoredTensor<Raw<B>>>]| -> usize {
-                sums.iter().flatten().map(StoredTensor::bytes).sum()
-            };
-            let before = bytes(sums);
+            let of_unit = &mut state.units[unit];
+            let sums = if is_partial { &mut of_unit.partial } else { &mut of_unit.reduced };
+            let before = stored_bytes::<B>(sums);
             add_up(sums, reduced);
-            let more = bytes(sums) - before;
+            let more = stored_bytes::<B>(sums) - before;
             self.tracker.take(MemoryKind::ReducedGradients, more, unit);
             state.gradients.reduced_bytes += more;
         }

@@ -12,6 +12,9 @@ pub(super) type Reduced<B> = (Vec<Option<StoredTensor<B>>>, Option<Counted>);
 #[derive(Debug)]
 pub(super) struct Reduction<B: ShardBackend> {
     pub(super) unit: usize,
+    /// Whether the results are sums over the shard group, which a later micro-batch reduces among
+    /// the replicas.
+    pub(super) is_partial: bool,
     /// Bytes of the full gradients, which are freed when the reduction ends.
     pub(super) bytes: usize,
     pub(super) work: DeviceWork<B, Reduced<B>>,

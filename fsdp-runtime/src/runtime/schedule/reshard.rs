@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use super::core::Schedule;
 use super::counters::count;
-use super::settings::Reshard;
 use super::state::State;
 use super::unit_state::ShardState;
 use crate::backend::ModelBackend;
@@ -58,10 +57,11 @@ impl<B: ModelBackend> Schedule<B> {
         self.counters.remove_unsharded(unit.unsharded_bytes());
     }
 
-    /// Copies the part of a gathered unit that this rank keeps for backward, under `Reshard::To`.
+    /// Copies the part of a gathered unit that this rank keeps for backward, under
+    /// `ReshardAfterForward::To`.
     pub(super) fn keep_part(&self, state: &mut State<B>, index: usize) {
-        let (Reshard::To(group), ShardState::Unsharded) =
-            (&self.settings.reshard, &state.units[index].shard_state)
+        let (Some(group), ShardState::Unsharded) =
+            (state.block(index), &state.units[index].shard_state)
         else {
             return;
         };

@@ -1,5 +1,6 @@
 //! Settings of a schedule, as given by the options and the mesh.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::backend::StorageDevice;
@@ -16,18 +17,24 @@ pub(crate) struct Settings {
     pub(crate) mesh: Mesh,
     /// Process groups of this rank.
     pub(crate) groups: MeshGroups,
-    /// State of gathered parameters between forward and backward.
-    pub(crate) reshard: Reshard,
-    /// Number of gather buffers of one dtype that the units of an inner nesting level share.
+    /// Process groups of the ranks that keep parts of gathered parameters for each other, by their
+    /// size: those that `ReshardAfterForward::To` of some unit needs.
+    pub(crate) blocks: BTreeMap<usize, Arc<AnyProcessGroup>>,
+    /// Number of gather buffers of one dtype that the units of an inner nesting level share, before
+    /// lists of units to prefetch are regarded.
     pub(crate) gather_buffers: usize,
-    /// Whether forward prefetches the next unit.
+    /// Whether forward prefetches the next units.
     pub(crate) forward_prefetch: bool,
-    /// Time at which backward prefetches the previous unit.
+    /// Time at which backward prefetches the previous units.
     pub(crate) backward_prefetch: BackwardPrefetch,
+    /// Number of units that are prefetched while one computes.
+    pub(crate) units_ahead: usize,
     /// Number of units whose gradients may be in reduction at a time, at least 1.
     pub(crate) reductions_in_flight: usize,
     /// Form in which the gradients of micro-batches are accumulated.
     pub(crate) accumulation: GradientAccumulation,
+    /// Number by which sums of gradients are divided, if it is not the number of ranks.
+    pub(crate) gradient_divide_factor: Option<f64>,
     /// Storage device of parameters, reduced gradients and optimizer state.
     pub(crate) storage: StorageDevice,
     /// Whether the device keeps the copies of offloaded shards that were sent to the all-gather in
@@ -35,18 +42,6 @@ pub(crate) struct Settings {
     pub(crate) keep_sent: bool,
     /// Whether the saved inputs of recomputed units are offloaded to the host.
     pub(crate) offload_activations: bool,
-}
-
-/// State of gathered parameters between forward and backward.
-#[derive(Clone, Debug)]
-pub(crate) enum Reshard {
-    /// Parameters stay gathered until after backward.
-    Never,
-    /// Parameters are resharded, and gathered again in backward.
-    Always,
-    /// Parameters are resharded, but each rank of the given process group keeps a part of them.
-    /// Backward gathers these parts.
-    To(Arc<AnyProcessGroup>),
 }
 
 /// The pass that an all-gather is for.

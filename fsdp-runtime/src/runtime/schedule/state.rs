@@ -1,20 +1,31 @@
 //! The mutable state of a schedule.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 
 use super::buffers::GatherBuffers;
 use super::peer_shards::PeerShards;
 use super::reduction::Reduction;
+use super::settings::Settings;
 use super::unit_call::UnitCall;
 use super::unit_state::UnitState;
 use crate::backend::{ModelBackend, Raw, ShardBackend};
+use crate::collectives::group::AnyProcessGroup;
 use crate::module::{CallId, ParamIndex};
-use crate::param_group::Unit;
+use crate::options::ReshardAfterForward;
+use crate::param_group::{Unit, UnitControl};
 
 /// The mutable state of a schedule.
 pub(super) struct State<B: ModelBackend> {
     pub(super) units: Vec<UnitState<B>>,
     pub(super) buffers: GatherBuffers<Raw<B>>,
+    /// When each unit is gathered and resharded.
+    pub(super) controls: Vec<UnitControl>,
+    /// Process groups of the ranks that keep parts of gathered parameters for each other, by size.
+    pub(super) blocks: BTreeMap<usize, Arc<AnyProcessGroup>>,
+    /// Whether the module's parameters may have changed since the last forward, so that units that
+    /// stayed gathered after a backward have old values.
+    pub(super) params_changed: bool,
     /// Mark of the operations that wrote the shards, from the first all-gather of a pass until the
     /// module's parameters may change.
     pub(super) shards_written: Option<<Raw<B> as ShardBackend>::Fence>,
@@ -44,11 +55,28 @@ impl<B: ModelBackend> State<B> {
         }
     }
 
+    /// Returns the process group that gathers the parts of a unit that its ranks keep after forward,
+    /// under `ReshardAfterForward::To`.
+    pub(super) fn block(&self, unit: usize) -> Option<&Arc<AnyProcessGroup>> {
+        match self.controls[unit].reshard {
+            ReshardAfterForward::To(size) => self.blocks.get(&size),
+            _ => None,
+        }
+    }
+
     /// Creates the state of a model that has not run yet.
-    pub(super) fn new(units: &[Unit], buffers: GatherBuffers<Raw<B>>) -> Self {
+    pub(super) fn new(
+        units: &[Unit],
+        buffers: GatherBuffers<Raw<B>>,
+        controls: Vec<UnitControl>,
+        settings: &Settings,
+    ) -> Self {
         Self {
             units: units.iter().map(|unit| UnitState::new(unit.params.len())).collect(),
             buffers,
+            controls,
+            blocks: settings.blocks.clone(),
+            params_changed: false,
             shards_written: None,
             peers: None,
             calls: BTreeMap::new(),
@@ -62,6 +90,7 @@ impl<B: ModelBackend> State<B> {
                 accumulating: false,
                 continuing: false,
                 reduced_bytes: 0,
+                divide_factor: settings.gradient_divide_factor,
             },
             unloaded: BTreeSet::new(),
         }
@@ -102,6 +131,8 @@ pub(super) struct GradientState<B: ModelBackend> {
     pub(super) continuing: bool,
     /// Bytes of reduced gradients, which are counted until the next forward.
     pub(super) reduced_bytes: usize,
+    /// Number by which sums of gradients are divided, if it is not the number of ranks.
+    pub(super) divide_factor: Option<f64>,
 }
 
 /// A call between `pre_backward` and the depth of its inputs.

@@ -78,7 +78,17 @@ pub(super) struct UnitState<B: ModelBackend> {
     /// Full gradients that have not been reduced yet. Under `GradientAccumulation::HoldUnsharded`
     /// they are sums over micro-batches.
     pub(super) unsharded_gradients: Vec<Option<Float<B>>>,
-    /// Whether this rank keeps a part of the gathered parameters for backward, under `Reshard::To`.
+    /// Sums of gradients over the shard group and micro-batches, which the last micro-batch adds up
+    /// over the replicas, under `GradientAccumulation::ReduceInGroup`.
+    pub(super) partial: Vec<Option<StoredTensor<Raw<B>>>>,
+    /// Whether there are such sums on the ranks of the shard group. This rank may have none, if its
+    /// shards are empty.
+    pub(super) has_partial: bool,
+    /// Autodiff leaves of the parameters when the unit stayed gathered after a backward, by their
+    /// ids. Other leaves belong to other values.
+    pub(super) kept_leaves: Option<Vec<Option<u64>>>,
+    /// Whether this rank keeps a part of the gathered parameters for backward, under
+    /// `ReshardAfterForward::To`.
     pub(super) has_kept_part: bool,
     /// Number of guards that keep the unit gathered.
     pub(super) guards: usize,
@@ -96,9 +106,18 @@ impl<B: ModelBackend> UnitState<B> {
             copied_bytes: 0,
             reduced: none(entries),
             unsharded_gradients: none(entries),
+            partial: none(entries),
+            has_partial: false,
+            kept_leaves: None,
             has_kept_part: false,
             guards: 0,
         }
+    }
+
+    /// Returns the ids of the parameters' autodiff leaves.
+    pub(super) fn leaves(&self) -> Vec<Option<u64>> {
+        let id = |shard: &LocalShard<B>| shard.leaf.as_ref().map(|leaf| leaf.node().id().value);
+        self.shards.iter().map(|shard| id(shard.as_ref()?)).collect()
     }
 
     /// Returns whether the unit runs forward or backward, so that no other unit may take its gather

@@ -8,7 +8,7 @@ use burn::tensor::DType;
 
 use super::core::Schedule;
 use super::counters::count;
-use super::settings::{Pass, Reshard, When};
+use super::settings::{Pass, When};
 use super::state::State;
 use super::unit_state::{LocalShard, ShardState, UnitState};
 use crate::backend::gather_buffer::GatherBuffer;
@@ -277,7 +277,7 @@ impl<B: ModelBackend> Schedule<B> {
     }
 
     /// Returns the buffer for the part of a flat range of codes that this rank keeps under
-    /// `Reshard::To`, and the part's position in the range. Returns `None` if the all-gather sends
+    /// `ReshardAfterForward::To`, and the part's position in the range. Returns `None` if the all-gather sends
     /// that part.
     fn kept_codes(
         &self,
@@ -285,7 +285,7 @@ impl<B: ModelBackend> Schedule<B> {
         (index, range): (usize, usize),
         pass: Pass,
     ) -> Option<(Arc<GatherBuffer<Raw<B>>>, usize)> {
-        let Reshard::To(group) = &self.settings.reshard else { return None };
+        let group = state.block(index)?;
         if pass == Pass::Backward && state.units[index].has_kept_part {
             return None;
         }
@@ -340,8 +340,8 @@ impl<B: ModelBackend> Schedule<B> {
         when: When,
     ) -> Result<Option<CopyIn<Raw<B>>>, Error> {
         let unit = &self.units[index];
-        if let (Pass::Backward, true, Reshard::To(group)) =
-            (pass, state.units[index].has_kept_part, &self.settings.reshard)
+        if let (Pass::Backward, true, Some(group)) =
+            (pass, state.units[index].has_kept_part, state.block(index))
         {
             let kept = |part: &Arc<GatherBuffer<Raw<B>>>| {
                 let len = part.numel();

@@ -1,0 +1,136 @@
+//! Settings of a sharded model that may change between steps: when units are gathered and resharded,
+//! and how gradients are divided.
+
+use super::model::Fsdp;
+use super::unshard::UnitHandle;
+use crate::error::Error;
+use crate::module::FsdpModule;
+use crate::options::{ReshardAfterForward, divide_factor};
+use crate::param_group::UnitControl;
+
+impl<M: FsdpModule> Fsdp<M> {
+    /// Sets whether gathered parameters of all units are freed between forward and backward, from the
+    /// next forward on. Every rank calls it.
+    ///
+    /// The gather buffers are allocated anew, as
+    /// [`FsdpOptions::with_reshard_after_forward`](crate::FsdpOptions::with_reshard_after_forward)
+    /// says. Clones and snapshots of the model share the setting. FSDP2's `set_reshard_after_forward`.
+    ///
+    /// # Errors
+    ///
+    /// [`ScheduleError::ControlledDuringPass`](crate::ScheduleError::ControlledDuringPass) between a
+    /// forward and its backward,
+    /// [`ShardError::InvalidOption`](crate::ShardError::InvalidOption) for a `To` that does not divide
+    /// the shard group, and [`CollectiveError`](crate::CollectiveError) if a rank gives another value
+    /// or does not take part within the time-out.
+    pub fn set_reshard_after_forward(&self, reshard: ReshardAfterForward) -> Result<(), Error> {
+        self.reshard_after_forward(None, reshard)
+    }
+
+    /// Sets whether gathered parameters of all units are freed after the backward of a micro-batch
+    /// that [`accumulate`](Self::accumulate) ends. Every rank calls it.
+    ///
+    /// [`FsdpOptions::with_reshard_after_backward`](crate::FsdpOptions::with_reshard_after_backward)
+    /// describes the setting and the gather buffers that it takes. FSDP2's
+    /// `set_reshard_after_backward`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`set_reshard_after_forward`](Self::set_reshard_after_forward).
+    pub fn set_reshard_after_backward(&self, reshard: bool) -> Result<(), Error> {
+        self.reshard_after_backward(None, reshard)
+    }
+
+    /// Sets the number by which the sum of all ranks' gradients is divided, from the next backward
+    /// on: the number of ranks for means, 1 for sums. Every rank calls it.
+    ///
+    /// [`FsdpOptions::with_gradient_divide_factor`](crate::FsdpOptions::with_gradient_divide_factor)
+    /// sets it from the start. FSDP2's `set_gradient_divide_factor`.
+    ///
+    /// # Errors
+    ///
+    /// [`ShardError::InvalidOption`](crate::ShardError::InvalidOption) for a number that is not
+    /// positive and finite, and otherwise those of
+    /// [`set_reshard_after_forward`](Self::set_reshard_after_forward).
+    pub fn set_gradient_divide_factor(&self, factor: f64) -> Result<(), Error> {
+        self.schedule.set_divide_factor(divide_factor(factor)?)
+    }
+
+    fn reshard_after_forward(
+        &self,
+        unit: Option<usize>,
+        reshard: ReshardAfterForward,
+    ) -> Result<(), Error> {
+        let resolved = self.schedule.prepare_reshard(reshard)?;
+        let what = format!("reshard_after_forward to {reshard:?}");
+        self.change(unit, &what, |control| control.reshard = resolved)
+    }
+
+    fn reshard_after_backward(&self, unit: Option<usize>, reshard: bool) -> Result<(), Error> {
+        let what = format!("reshard_after_backward to {reshard}");
+        self.change(unit, &what, |control| control.reshard_after_backward = reshard)
+    }
+
+    /// Changes the settings of one unit, or of all.
+    fn change(
+        &self,
+        unit: Option<usize>,
+        what: &str,
+        change: impl Fn(&mut UnitControl),
+    ) -> Result<(), Error> {
+        let of =
+            unit.map_or("all units".into(), |unit| self.schedule.units()[unit].name.to_string());
+        let what = format!("the change of {what} for {of}");
+        self.schedule.change_controls(&what, &mut |controls| match unit {
+            Some(unit) => change(&mut controls[unit]),
+            None => controls.iter_mut().for_each(&change),
+        })
+    }
+}
+
+impl<M: FsdpModule> UnitHandle<'_, M> {
+    /// Sets whether gathered parameters of this unit are freed between forward and backward. Every
+    /// rank calls it. [`Fsdp::set_reshard_after_forward`] describes the details and the errors.
+    pub fn set_reshard_after_forward(&self, reshard: ReshardAfterForward) -> Result<(), Error> {
+        self.model.reshard_after_forward(Some(self.index), reshard)
+    }
+
+    /// Sets whether gathered parameters of this unit are freed after the backward of a micro-batch.
+    /// Every rank calls it. [`Fsdp::set_reshard_after_backward`] describes the details and the errors.
+    pub fn set_reshard_after_backward(&self, reshard: bool) -> Result<(), Error> {
+        self.model.reshard_after_backward(Some(self.index), reshard)
+    }
+
+    /// Sets the units, by module path, that are prefetched in forward while this unit computes.
+    /// Every rank calls it.
+    ///
+    /// [`FsdpOptions::with_forward_prefetch_at`](crate::FsdpOptions::with_forward_prefetch_at)
+    /// describes the list, and the gather buffers that are added for it. FSDP2's
+    /// `set_modules_to_forward_prefetch`.
+    ///
+    /// # Errors
+    ///
+    /// [`ScheduleError::UnknownUnit`](crate::ScheduleError::UnknownUnit), and those of
+    /// [`Fsdp::set_reshard_after_forward`].
+    pub fn set_forward_prefetch(&self, units: &[&str]) -> Result<(), Error> {
+        let (what, units) = self.prefetched("forward_prefetch", units)?;
+        let change = |control: &mut UnitControl| control.forward_prefetch = Some(units.clone());
+        self.model.change(Some(self.index), &what, change)
+    }
+
+    /// Sets the units, by module path, that are prefetched in backward while this unit computes.
+    /// Every rank calls it. [`set_forward_prefetch`](Self::set_forward_prefetch) describes the
+    /// details and the errors. FSDP2's `set_modules_to_backward_prefetch`.
+    pub fn set_backward_prefetch(&self, units: &[&str]) -> Result<(), Error> {
+        let (what, units) = self.prefetched("backward_prefetch", units)?;
+        let change = |control: &mut UnitControl| control.backward_prefetch = Some(units.clone());
+        self.model.change(Some(self.index), &what, change)
+    }
+
+    /// Returns the description of a list of units to prefetch, and the units.
+    fn prefetched(&self, option: &str, units: &[&str]) -> Result<(String, Vec<usize>), Error> {
+        let find = |path: &&str| Ok::<_, Error>(self.model.unit(path)?.index);
+        let found = units.iter().map(find).collect::<Result<_, _>>()?;
+        Ok((format!("{option} to {units:?}"), found))
+    }
+}
