@@ -7,6 +7,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, Tensor};
 
+use super::arguments::register_gradients;
 use super::error::KernelError;
 use crate::backend::kernels::{AttentionRule, AttentionTensors, Kernels};
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
@@ -143,13 +144,9 @@ impl<B: ModelBackend> Backward<B, 3> for Attention {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let grad = grads.consume::<B>(&ops.node);
-        let gradients = backward::<B>(ops.state, grad);
-        for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-            if let Some(parent) = parent {
-                grads.register::<B>(parent.id, gradient);
-            }
-        }
+        register_gradients::<B, _, _, 3>(ops, grads, |state, grad| {
+            backward::<B>(state, grad).map(Some)
+        });
     }
 }
 
