@@ -14,6 +14,7 @@ use burn::tensor::{DType, Shape, Tensor};
 
 use super::arguments::register_gradients;
 use super::error::KernelError;
+use super::saved::Saved;
 use crate::backend::kernels::{Kernels, LossResults, LossRule, LossTensors};
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
 use crate::backend::tensor::{Float, Tracked};
@@ -130,7 +131,10 @@ fn record<B: ModelBackend, const N: usize>(
     let loss = results.loss.clone();
     let op = Backward::<B, N>::prepare::<NoCheckpointing>(LinearCrossEntropy, nodes);
     match op.compute_bound().stateful() {
-        OpsKind::Tracked(op) => op.finish(State { results, needed: gradients, dtype }, loss),
+        OpsKind::Tracked(op) => {
+            let saved = Saved::tensors::<B>(&results.gradients);
+            op.finish(State { results, needed: gradients, dtype, saved }, loss)
+        }
         OpsKind::UnTracked(op) => op.finish(loss),
     }
 }
@@ -142,6 +146,7 @@ struct State<B: ModelBackend> {
     /// Whether each tensor has a gradient in `results`.
     needed: [bool; 3],
     dtype: DType,
+    saved: Saved,
 }
 
 /// Backward of the loss. The parents are the hidden values, the weight, and the bias if there is one.
@@ -161,10 +166,11 @@ fn scaled<B: ModelBackend>(
     state: State<B>,
     grad: Float<B>,
 ) -> impl Iterator<Item = Option<Float<B>>> {
-    let State { results: LossResults { factor, gradients, .. }, needed, dtype } = state;
+    let State { results: LossResults { factor, gradients, .. }, needed, dtype, saved } = state;
     let factor = B::float_mul(factor, grad);
     let mut gradients = gradients.into_iter();
     needed.into_iter().map(move |needed| {
+        let _until_the_last = &saved;
         let gradient = needed.then(|| gradients.next()).flatten()?;
         let output = (gradient.shape(), dtype);
         let mut scaled = B::defer(vec![gradient, factor.clone()], vec![output], move |buffers| {
