@@ -1,7 +1,9 @@
-//! Frozen parameters that are stored in bf16 and in codes: the results depend on the storage type
-//! alone, and not on worlds, strategies and other options.
+//! Parameters that are stored in bf16 and in codes: the results depend on the storage type alone, and
+//! not on worlds, strategies and other options.
 
+mod matrix;
 mod model;
+mod trained;
 mod values;
 
 use burn::optim::{LambConfig, ModuleOptimizer};
@@ -183,9 +185,8 @@ fn assert_as_forecast(world: usize, options: FsdpOptions) {
         assert_eq!(memory.gathered.now, model.stats().gather_buffer_bytes(), "{what}");
         let stored = if forecast.host.total() > 0 { host } else { memory };
         assert_eq!(model.stats().sharded_bytes(), stored.shards.now + stored.replicated.now);
-        assert!(
-            forecast.optimizer + forecast.host.optimizer < 2 * model.stats().sharded_bytes() * 2
-        );
+        let of_all = 2 * size_of::<f32>() * model.stats().num_params();
+        assert!(forecast.optimizer + forecast.host.optimizer < of_all, "{what}");
         Ok(())
     });
 }
@@ -261,6 +262,9 @@ fn options_are_checked() {
             refused(unknown).contains("`storage_at` is blocks.0.u;"),
             "a path that leads to no parameter"
         );
+        let policy = StoragePolicy::new().with_trained(StorageType::INT8);
+        let error = refused(FsdpOptions::new().with_storage(policy));
+        assert!(error.contains("trained parameters in f32 or bf16"), "{error}");
         Ok(())
     });
 }

@@ -10,6 +10,7 @@ use burn::backend::autodiff::ops::NodeGuard;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
 
+use super::kernels::{Kernels, RandomRounding};
 use super::model_backend::{AutodiffContext, FloatTensor, ModelBackend, Raw, cast_model};
 use super::norm::Norm;
 use super::shard_backend::{ShardBackend, bytes, cast, decoded, numel};
@@ -181,6 +182,19 @@ impl<B: ModelBackend> StoredTensor<B> {
                 let stored = stored.on_device(device, form.sent_dtype(dtype), storage);
                 B::raise(decoded::<Raw<B>>(stored, form, shape, dtype))
             }
+        }
+    }
+
+    /// Returns f32 elements rounded to bf16 at random. Nothing is lowered.
+    pub(crate) fn rounded(self, rounding: RandomRounding) -> Self {
+        match self {
+            Self::Device(tensor) => {
+                Self::Device(B::defer_one(tensor, DType::BF16, move |tensor| {
+                    Raw::<B>::round_at_random(tensor, &rounding)
+                }))
+            }
+            #[cfg(feature = "flex")]
+            Self::Host(tensor) => Self::Host(Flex::round_at_random(tensor, &rounding)),
         }
     }
 

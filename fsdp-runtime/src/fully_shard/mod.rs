@@ -1,7 +1,8 @@
 //! The sharding of a module, and the sharded model that it returns.
 //!
 //! Imports point one way: optimizer_probe <- optimizer_check; init, ignored_gradients,
-//! gradient_hook, optimizer_check <- model <- construct, backward, clip, display, stats; backward <- unshard <- control.
+//! gradient_hook, optimizer_check, step_in_f32 <- model <- construct, backward, clip, display, stats;
+//! backward <- unshard <- control.
 
 mod backward;
 mod clip;
@@ -15,6 +16,7 @@ mod model;
 pub(crate) mod optimizer_check;
 pub(crate) mod optimizer_probe;
 mod stats;
+pub(crate) mod step_in_f32;
 mod unshard;
 
 pub use self::construct::fully_shard;

@@ -11,7 +11,8 @@ use burn::tensor::Device;
 
 use super::gradient_hook::GradientHook;
 use super::ignored_gradients::IgnoredGradients;
-use super::optimizer_check::OptimizerCheck;
+use super::optimizer_check::{OptimizerCheck, is_of_optimizers};
+use super::step_in_f32::StepInF32;
 use crate::backend::kernels::batched_steps;
 #[cfg(feature = "train")]
 use crate::error::LearnerError;
@@ -168,7 +169,16 @@ impl<M: Module> Module for Fsdp<M> {
         let check = self.optimizer_check.clone();
         // The mapper may be an optimizer, whose steps on several parameters can share a kernel
         // launch.
-        let map = |module: M, mapper: &mut T| batched_steps::scope(|| module.map(mapper));
+        let schedule = self.schedule.clone();
+        let map = |module: M, mapper: &mut T| {
+            batched_steps::scope(|| match is_of_optimizers::<T>() {
+                true => {
+                    let mut mapper = StepInF32::new(mapper, &*schedule, &module, false);
+                    module.map(&mut mapper)
+                }
+                false => module.map(mapper),
+            })
+        };
         self.map_module(|module| {
             check.map(module, mapper, map).unwrap_or_else(|error| raise(error))
         })

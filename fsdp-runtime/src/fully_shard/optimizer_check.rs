@@ -97,7 +97,7 @@ fn kind(path: &str) -> String {
 
 /// Returns whether a visitor or mapper belongs to Burn's optimizers or to Burn's handling of
 /// gradients.
-fn is_of_optimizers<T>() -> bool {
+pub(super) fn is_of_optimizers<T>() -> bool {
     type_name::<T>().starts_with("burn_optim::")
 }
 

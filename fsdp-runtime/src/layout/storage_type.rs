@@ -24,13 +24,13 @@ const BLOCKS: Range<usize> = 64..4097;
 /// 256 blocks share, so a shorter one takes more memory, and a longer one pads small matrices more.
 const LEAST_RECORD: usize = 1024;
 
-/// The form in which a rank stores the elements of a frozen parameter between uses, and in which it
-/// sends them in all-gathers. They are decoded to the compute dtype in the gather buffer.
+/// The form in which a rank stores the elements of a parameter between uses, and in which it sends
+/// them in all-gathers. They are decoded to the compute dtype in the gather buffer.
 ///
 /// `Int8` and `Nf4` apply to the frozen matrices that are sharded, or that would be under another
 /// strategy. Vectors, and matrices below
 /// [`persist_below`](crate::FsdpOptions::with_persist_below), stay in f32. `Bf16` applies to all
-/// frozen parameters.
+/// parameters, trained or frozen.
 ///
 /// Blocks are counted from the first element of each matrix, so that values do not depend on the
 /// number of ranks, the strategy or the wrapping.
@@ -40,7 +40,8 @@ pub enum StorageType {
     /// 32-bit float.
     #[default]
     F32,
-    /// bfloat16, rounded to the nearest, ties to even.
+    /// bfloat16, rounded to the nearest, ties to even. The steps of an optimizer round at random:
+    /// see [`StoragePolicy`](crate::StoragePolicy).
     Bf16,
     /// 8-bit integers with an f32 scale for each block: `code · scale / 127`, where the scale is the
     /// largest magnitude of the block. The rule of LLM.int8() in bitsandbytes, for blocks in place of

@@ -21,7 +21,9 @@ mod unit_value;
 pub use self::contract::{FsdpModule, FsdpUnit, HookedForward, ParamMapper, ParamVisitor};
 pub use self::node::{Child, Forward, Kind, LEAF, Node, Tie};
 pub use self::param::Sharded;
-pub(crate) use self::param::{CallId, ForwardFn, ParamIndex, Runtime, SavedForward};
+pub(crate) use self::param::{
+    CallId, ForwardFn, ParamIndex, Runtime, SavedForward, with_autodiff_of,
+};
 pub(crate) use self::path::{ModulePath, param_ids};
 pub use self::random::RandomSource;
 pub(crate) use self::random::{Draw, Playback, RandomStream, Recording, Source, capture_draws};

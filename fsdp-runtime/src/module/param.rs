@@ -133,6 +133,13 @@ impl Reparameterization for Sharded {
     }
 }
 
+/// Returns `value` with the autodiff settings of `old`.
+pub(crate) fn with_autodiff_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
+    let Some(strategy) = old.gradient_checkpointing_strategy() else { return value };
+    let value = Tensor::from_inner(value).with_gradient_checkpointing_strategy(strategy);
+    value.set_require_grad(old.is_require_grad())
+}
+
 impl Sharded {
     pub(crate) fn new(runtime: Arc<dyn Runtime>, index: ParamIndex) -> Self {
         let marker = VisitMarker { runtime: runtime.clone(), index };

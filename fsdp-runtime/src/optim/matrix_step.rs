@@ -11,7 +11,7 @@ use burn::tensor::{DispatchTensor, Tensor};
 
 use super::owners::owners;
 use super::single_param::SingleParam;
-use crate::module::ParamIndex;
+use crate::module::{ParamIndex, with_autodiff_of};
 use crate::runtime::schedule::{ErasedSchedule, Whole};
 
 /// A sharded matrix that was taken out of the model.
@@ -166,11 +166,4 @@ impl ModuleMapper for PutShards {
         let shard = with_autodiff_of(&old, Tensor::from_dispatch(shard));
         Param::from_mapped_value(id, shard, mapper)
     }
-}
-
-/// Returns `value` with the autodiff settings of `old`.
-fn with_autodiff_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
-    let Some(strategy) = old.gradient_checkpointing_strategy() else { return value };
-    let value = Tensor::from_inner(value).with_gradient_checkpointing_strategy(strategy);
-    value.set_require_grad(old.is_require_grad())
 }

@@ -50,6 +50,7 @@ mod tests {
             reduce_dtype: dtype,
             placement: Placement::Shard(layout.shard_of(segment, mesh.shard_rank())),
             storage: crate::layout::StorageType::F32,
+            is_trained: true,
             segment: Some(segment),
         };
         let entries = numels.iter().enumerate().map(entry).collect();

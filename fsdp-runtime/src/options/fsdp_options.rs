@@ -232,8 +232,8 @@ impl FsdpOptions {
         self
     }
 
-    /// Sets the form in which parameters are stored between uses, and sent in all-gathers: frozen
-    /// ones in bf16, or in 8 or 4 bits. Default: f32.
+    /// Sets the form in which parameters are stored between uses, and sent in all-gathers: trained
+    /// ones in bf16, and frozen ones in bf16, or in 8 or 4 bits. Default: f32.
     ///
     /// `bnb_4bit_quant_storage` and `BitsAndBytesConfig` in Transformers, without which PyTorch's FSDP
     /// has no such parameters.

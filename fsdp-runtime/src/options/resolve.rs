@@ -120,8 +120,8 @@ impl FsdpOptions {
         std::iter::once(&self.storage).chain(of_units).chain(of_paths)
     }
 
-    /// Returns whether some policy stores frozen parameters in another form than f32.
-    pub(crate) fn stores_frozen_differently(&self) -> bool {
+    /// Returns whether some policy stores parameters in another form than f32.
+    pub(crate) fn stores_differently(&self) -> bool {
         self.storage_policies().any(|policy| *policy != StoragePolicy::new())
     }
 

@@ -44,6 +44,9 @@ pub(crate) struct ParamSpec {
     pub(crate) placement: Placement,
     /// Form in which the parameter is stored and sent.
     pub(crate) storage: StorageType,
+    /// Whether the parameter required a gradient when the model was sharded. True if all parameters
+    /// are stored in f32, where it makes no difference.
+    pub(crate) is_trained: bool,
     /// Number of the matrix in the unit's layout; `None` for a parameter outside the layout.
     ///
     /// Under `NO_SHARD` nothing is sharded, but matrices have numbers all the same: they fix the
@@ -91,9 +94,14 @@ impl ParamSpec {
         shape
     }
 
-    /// Returns whether the parameter can be trained. One that is not stored in f32 cannot.
-    fn is_trainable(&self) -> bool {
-        self.storage == StorageType::F32
+    /// Returns whether the parameter can be trained. A frozen one that is not stored in f32 cannot.
+    pub(crate) fn is_trainable(&self) -> bool {
+        self.storage == StorageType::F32 || self.is_trained
+    }
+
+    /// Returns whether an optimizer steps a copy of the parameter in f32, which is then rounded.
+    pub(crate) fn is_rounded(&self) -> bool {
+        self.is_trained && self.storage == StorageType::Bf16
     }
 
     /// Returns the dtype in which the parameter is sent in the all-gather of its unit.
@@ -213,6 +221,12 @@ impl Unit {
             self.trainable().map(|entry| entry.numel() * of(entry).size()).sum()
         };
         (bytes(|entry| entry.dtype), bytes(|entry| entry.reduce_dtype))
+    }
+
+    /// Returns the bytes of the largest copy in f32 that an optimizer steps in place of a parameter.
+    pub(crate) fn step_copy_bytes(&self) -> usize {
+        let rounded = self.owned().filter(|entry| entry.is_rounded());
+        rounded.map(|entry| entry.range().len() * size_of::<f32>()).max().unwrap_or(0)
     }
 
     /// Returns the bytes of the gradients of this rank's shards and replicated parameters, in f32.

@@ -9,6 +9,7 @@ use super::attention::{self, AttentionRule, AttentionTensors};
 use super::batched_steps::StepBatch;
 use super::cross_entropy::{self, LossResults, LossRule, LossTensors};
 use super::mask::MaskSource;
+use super::random_rounding::RandomRounding;
 use super::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 use crate::backend::tensor::Float;
@@ -64,6 +65,10 @@ pub(crate) trait Kernels: Backend {
     /// Returns the tensor multiplied by a dropout mask. The mask is generated on the fly and not
     /// stored.
     fn dropout(tensor: Float<Self>, source: &MaskSource) -> Float<Self>;
+
+    /// Returns f32 elements rounded to bf16 at random, as
+    /// [`random_rounding`](super::random_rounding) describes.
+    fn round_at_random(tensor: Float<Self>, rounding: &RandomRounding) -> Float<Self>;
 
     /// Returns `x · Φ(x)` for each element, where Φ is the standard normal distribution, with an
     /// error below 3e-7 · max(1, |x|) before it is rounded to the tensor's dtype. Flex takes f32

@@ -10,6 +10,7 @@ pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
 mod mask;
+mod random_rounding;
 mod support;
 #[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "only Flex runs these loops"))]
 mod update_rules;
@@ -19,6 +20,7 @@ pub use self::contract::Sums;
 pub(crate) use self::contract::{AdamTensors, Kernels, RankMean};
 pub(crate) use self::cross_entropy::{LossResults, LossRule, LossTensors};
 pub use self::mask::MaskSource;
+pub(crate) use self::random_rounding::RandomRounding;
 pub use self::support::computes;
 pub(crate) use self::support::{has_kernels, takes};
 pub(crate) use self::update_rules::{AdamStep, SgdStep};

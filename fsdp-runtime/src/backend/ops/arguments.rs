@@ -3,6 +3,8 @@
 use std::ops::Range;
 
 use burn::backend::Backend;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::Ops;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::error::KernelError;
@@ -90,4 +92,21 @@ pub(super) fn apply<B: ModelBackend, const D: usize>(
         FloatTensor::Autodiff(value, context) => FloatTensor::Autodiff(tracked(value), context),
     };
     Ok(Tensor::from_dispatch(B::into_dispatch(value)))
+}
+
+/// Registers the gradients of an operation's parents. `backward` computes them from the state and the
+/// gradient of the result, in the order of the parents. A parent that is not tracked needs none.
+pub(super) fn register_gradients<B: Backend, S, G, const N: usize>(
+    ops: Ops<S, N>,
+    grads: &mut Gradients,
+    backward: impl FnOnce(S, Float<B>) -> G,
+) where
+    G: IntoIterator<Item = Option<Float<B>>>,
+{
+    let grad = grads.consume::<B>(&ops.node);
+    for (parent, gradient) in ops.parents.into_iter().zip(backward(ops.state, grad)) {
+        if let (Some(parent), Some(gradient)) = (parent, gradient) {
+            grads.register::<B>(parent.id, gradient);
+        }
+    }
 }

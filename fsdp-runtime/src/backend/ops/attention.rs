@@ -7,7 +7,9 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, Tensor};
 
+use super::arguments::register_gradients;
 use super::error::KernelError;
+use super::saved::Saved;
 use crate::backend::kernels::{AttentionRule, AttentionTensors, Kernels};
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
 use crate::backend::tensor::{Float, Tracked};
@@ -95,7 +97,7 @@ fn forward<B: ModelBackend>(
 
 /// Returns the gradients of query, key and value, given that of the output, without lowering tensors.
 fn backward<B: ModelBackend>(state: State<B>, grad: Float<B>) -> [Float<B>; 3] {
-    let State { tensors, results: [output, statistics], rule } = state;
+    let State { tensors, results: [output, statistics], rule, saved: _saved } = state;
     let outputs = [&tensors.query, &tensors.key, &tensors.value]
         .map(|tensor| (tensor.shape(), tensor.dtype()));
     let mut inputs = vec![output, statistics, grad];
@@ -121,7 +123,11 @@ fn record<B: ModelBackend>(
     let output = results[0].clone();
     let op = Backward::<B, 3>::prepare::<NoCheckpointing>(Attention, nodes);
     match op.compute_bound().stateful() {
-        OpsKind::Tracked(op) => op.finish(State { tensors, results, rule }, output),
+        OpsKind::Tracked(op) => {
+            let inputs = tensors.clone().into_vec();
+            let saved = Saved::tensors::<B>(inputs.iter().chain(&results));
+            op.finish(State { tensors, results, rule, saved }, output)
+        }
         OpsKind::UnTracked(op) => op.finish(output),
     }
 }
@@ -133,6 +139,7 @@ struct State<B: ModelBackend> {
     /// Output and row statistics.
     results: [Float<B>; 2],
     rule: AttentionRule,
+    saved: Saved,
 }
 
 /// Backward of attention. The parents are query, key and value.
@@ -143,13 +150,9 @@ impl<B: ModelBackend> Backward<B, 3> for Attention {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let grad = grads.consume::<B>(&ops.node);
-        let gradients = backward::<B>(ops.state, grad);
-        for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-            if let Some(parent) = parent {
-                grads.register::<B>(parent.id, gradient);
-            }
-        }
+        register_gradients::<B, _, _, 3>(ops, grads, |state, grad| {
+            backward::<B>(state, grad).map(Some)
+        });
     }
 }
 

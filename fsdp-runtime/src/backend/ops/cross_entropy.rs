@@ -12,7 +12,9 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, Tensor};
 
+use super::arguments::register_gradients;
 use super::error::KernelError;
+use super::saved::Saved;
 use crate::backend::kernels::{Kernels, LossResults, LossRule, LossTensors};
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
 use crate::backend::tensor::{Float, Tracked};
@@ -129,7 +131,10 @@ fn record<B: ModelBackend, const N: usize>(
     let loss = results.loss.clone();
     let op = Backward::<B, N>::prepare::<NoCheckpointing>(LinearCrossEntropy, nodes);
     match op.compute_bound().stateful() {
-        OpsKind::Tracked(op) => op.finish(State { results, dtype }, loss),
+        OpsKind::Tracked(op) => {
+            let saved = Saved::tensors::<B>(&results.gradients);
+            op.finish(State { results, needed: gradients, dtype, saved }, loss)
+        }
         OpsKind::UnTracked(op) => op.finish(loss),
     }
 }
@@ -138,11 +143,13 @@ fn record<B: ModelBackend, const N: usize>(
 #[derive(Clone, Debug)]
 struct State<B: ModelBackend> {
     results: LossResults<Float<B>>,
+    /// Whether each tensor has a gradient in `results`.
+    needed: [bool; 3],
     dtype: DType,
+    saved: Saved,
 }
 
 /// Backward of the loss. The parents are the hidden values, the weight, and the bias if there is one.
-/// The state has a gradient for each parent that needs one.
 #[derive(Debug)]
 struct LinearCrossEntropy;
 
@@ -150,17 +157,26 @@ impl<B: ModelBackend, const N: usize> Backward<B, N> for LinearCrossEntropy {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, N>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let State { results: LossResults { factor, gradients, .. }, dtype } = ops.state;
-        let factor = B::float_mul(factor, grads.consume::<B>(&ops.node));
-        for (parent, gradient) in ops.parents.into_iter().flatten().zip(gradients) {
-            let output = (gradient.shape(), dtype);
-            let mut scaled =
-                B::defer(vec![gradient, factor.clone()], vec![output], move |buffers| {
-                    let [gradient, factor] = <[_; 2]>::try_from(buffers).expect("two buffers");
-                    vec![B::Raw::scale(gradient, factor, dtype)]
-                });
-            let scaled = scaled.pop().expect("`defer` returns one tensor for each output");
-            grads.register::<B>(parent.id, scaled);
-        }
+        register_gradients::<B, _, _, N>(ops, grads, |state, grad| scaled::<B>(state, grad));
     }
+}
+
+/// Returns the gradient of each tensor that needs one, given that of the loss. Nothing is lowered.
+fn scaled<B: ModelBackend>(
+    state: State<B>,
+    grad: Float<B>,
+) -> impl Iterator<Item = Option<Float<B>>> {
+    let State { results: LossResults { factor, gradients, .. }, needed, dtype, saved } = state;
+    let factor = B::float_mul(factor, grad);
+    let mut gradients = gradients.into_iter();
+    needed.into_iter().map(move |needed| {
+        let _until_the_last = &saved;
+        let gradient = needed.then(|| gradients.next()).flatten()?;
+        let output = (gradient.shape(), dtype);
+        let mut scaled = B::defer(vec![gradient, factor.clone()], vec![output], move |buffers| {
+            let [gradient, factor] = <[_; 2]>::try_from(buffers).expect("two buffers");
+            vec![B::Raw::scale(gradient, factor, dtype)]
+        });
+        scaled.pop()
+    })
 }

@@ -7,7 +7,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
 
-use super::arguments::{check_dtype, has_row_kernels};
+use super::arguments::{check_dtype, has_row_kernels, register_gradients};
 use super::error::KernelError;
 use crate::backend::kernels::Kernels;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
@@ -127,13 +127,9 @@ impl<B: ModelBackend, const N: usize> Backward<B, N> for LayerNorm {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, N>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let grad = grads.consume::<B>(&ops.node);
-        let gradients = backward::<B>(ops.state, grad);
-        for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-            if let Some(parent) = parent {
-                grads.register::<B>(parent.id, gradient);
-            }
-        }
+        register_gradients::<B, _, _, N>(ops, grads, |state, grad| {
+            backward::<B>(state, grad).into_iter().map(Some)
+        });
     }
 }
 

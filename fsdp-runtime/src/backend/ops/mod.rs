@@ -23,6 +23,7 @@ mod gelu;
 mod layer_norm;
 mod recompute;
 mod reductions;
+pub(crate) mod saved;
 mod softmax;
 
 pub(crate) use self::attention::attention_tracked;

@@ -16,7 +16,9 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 
+use super::saved::{self, Saved, SavedCounter};
 use crate::backend::model_backend::{AutodiffContext, FloatTensor, ModelBackend, with_backend};
+use crate::backend::shard_backend::bytes;
 use crate::backend::stored_tensor::new_leaf;
 use crate::backend::tensor::{Float, Tracked};
 use crate::error::{IgnorePoison, ScheduleError, ShardError, raise};
@@ -70,12 +72,13 @@ fn record<B: ModelBackend, I, const D: usize>(
 where
     I: UnitValue + Clone + Send + 'static,
 {
-    let (mut parents, mut nodes) = (Vec::new(), Vec::new());
+    let (mut parents, mut nodes, mut saved_bytes) = (Vec::new(), Vec::new(), 0);
     let detached = inputs.map_tensors(&mut |tensor| {
         let Some(FloatTensor::Autodiff(tensor, context)) = B::from_dispatch(tensor.clone()) else {
             nodes.push(None);
             return tensor;
         };
+        saved_bytes += bytes::<B>(tensor.primitive());
         let value = Autodiff::<B>::from_inner(tensor.primitive().clone());
         nodes.push(tensor.is_tracked().then(|| tensor.id()));
         if tensor.is_tracked() {
@@ -97,7 +100,8 @@ where
     let run = move |map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor| {
         f(saved.clone().map_tensors(map)).into_dispatch()
     };
-    let state = State { run: Arc::new(Mutex::new(Box::new(run))), nodes, draws, context };
+    let (run, saved) = (Arc::new(Mutex::new(Box::new(run) as _)), Saved::bytes(saved_bytes));
+    let state = State { run, nodes, draws, context, saved, counter: saved::current() };
     let op = Backward::<B, 1>::prepare::<NoCheckpointing>(Recompute, [parent.node()]);
     let value = value.into_primitive();
     let output = match op.compute_bound().stateful() {
@@ -125,6 +129,9 @@ struct State {
     draws: Vec<Draw>,
     /// Context of the output.
     context: AutodiffContext,
+    saved: Saved,
+    /// Counter of the forward that the first run was part of.
+    counter: Option<Arc<dyn SavedCounter>>,
 }
 
 impl fmt::Debug for State {
@@ -137,12 +144,12 @@ impl State {
     /// Runs the function again, and returns the gradient of each tracked input, given that of the
     /// result.
     fn gradients<B: ModelBackend>(self, grad: Float<B>) -> Vec<(NodeId, Float<B>)> {
-        let Self { run, nodes, draws, context } = self;
+        let Self { run, nodes, draws, context, saved: _saved, counter } = self;
         let (mut nodes, mut leaves) = (nodes.into_iter(), Vec::new());
         let output = {
             let _draws = Playback::start(draws);
             let run = run.lock().ignore_poison();
-            run(&mut |tensor| {
+            let mut restore = |tensor: DispatchTensor| {
                 let Some(node) = nodes.next().flatten() else { return tensor };
                 let Some(value) = B::from_dispatch(tensor) else {
                     unreachable!("a tracked input is of this backend")
@@ -150,7 +157,8 @@ impl State {
                 let leaf = new_leaf::<B>(value.into_inner());
                 leaves.push((node, leaf.clone()));
                 B::into_dispatch(FloatTensor::Autodiff(leaf, context))
-            })
+            };
+            saved::counted_by(counter, || run(&mut restore))
         };
         let Some(FloatTensor::Autodiff(output, _)) = B::from_dispatch(output) else {
             return Vec::new();

@@ -39,6 +39,18 @@ impl RandomStream {
         self.step.load(Ordering::Relaxed)
     }
 
+    /// Returns the key and the counter of the random bits with which the parameter at `path` is
+    /// rounded in this step. They are equal on all ranks.
+    pub(crate) fn rounding(&self, path: &str) -> ([u32; 2], [u32; 2]) {
+        /// In place of a rank, so that no mask has the same bits.
+        const ROUNDING: u64 = u64::MAX;
+        let path = path.bytes().fold(0, |hash, byte| mix(hash ^ u64::from(byte)));
+        let step = self.step();
+        let words = [self.seed(), ROUNDING, path, step >> 32];
+        let key = words.into_iter().fold(0, |key, word| mix(key ^ word));
+        ([key as u32, (key >> 32) as u32], [step as u32, 0])
+    }
+
     /// Restores the seed and the step from a checkpoint.
     pub(crate) fn restore(&self, seed: u64, step: u64) {
         self.seed.store(seed, Ordering::Relaxed);
@@ -88,6 +100,21 @@ impl Source {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn roundings_differ_by_seed_path_and_step_and_not_by_rank() {
+        let stream = |seed, rank| RandomStream::new(seed, rank);
+        let first = stream(1, 0).rounding("a.weight");
+        assert_eq!(stream(1, 3).rounding("a.weight"), first);
+        let next = stream(1, 0);
+        next.next_step();
+        let others = [
+            stream(2, 0).rounding("a.weight"),
+            stream(1, 0).rounding("b.weight"),
+            next.rounding("a.weight"),
+        ];
+        assert!(others.iter().all(|other| *other != first));
+    }
 
     #[test]
     fn masks_differ_by_seed_rank_layer_step_and_call() {

@@ -19,7 +19,8 @@ use crate::options::{FsdpOptions, OffloadPolicy};
 ///
 /// The kinds are those of [`Memory`](crate::Memory), but activations include those in Burn's
 /// autodiff graph, which the caller has to estimate. All parameters that are stored in f32 are assumed
-/// to be trained. `Display` prints a table in MiB.
+/// to be trained, and of those in bf16 the ones that require a gradient. `Display` prints a table in
+/// MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[must_use]
@@ -40,8 +41,10 @@ pub struct MemoryForecast {
     pub host: HostForecast,
     /// Gradients on the device and on the host if a step accumulates several micro-batches.
     accumulated: (usize, usize),
-    /// Bytes of the parameters that this rank's optimizer steps.
+    /// Bytes of the parameters that this rank's optimizer steps, in f32.
     stepped: usize,
+    /// Bytes of the largest copy in f32 that an optimizer steps in place of a parameter in bf16.
+    step_copy: usize,
     /// Whether parameters and optimizer state are stored on the host.
     offloaded: bool,
 }
@@ -134,14 +137,16 @@ impl MemoryForecast {
             host: if offloaded { host } else { HostForecast::default() },
             accumulated: gradients.accumulated(options.gradient_accumulation),
             stepped: units.iter().map(Unit::reduced_bytes).sum(),
+            step_copy: units.iter().map(Unit::step_copy_bytes).max().unwrap_or(0),
             offloaded,
         })
     }
 
     /// Adds an optimizer with `moments` f32 values for each element of a parameter: 2 for Adam and
-    /// AdamW (3 with `amsgrad`), 1 for SGD with momentum.
+    /// AdamW (3 with `amsgrad`), 1 for SGD with momentum. Also counts the copy in f32 of the largest
+    /// parameter that is trained in bf16.
     pub const fn with_optimizer(mut self, moments: usize) -> Self {
-        let bytes = moments * self.stepped;
+        let bytes = moments * self.stepped + self.step_copy;
         if self.offloaded {
             self.host.optimizer = bytes;
         } else {

@@ -34,6 +34,8 @@ pub(crate) enum MemoryKind {
     OffloadedActivations,
     /// The optimizer's state, on the storage device.
     Optimizer,
+    /// The copy in f32 of a parameter that is being stepped, on the storage device.
+    StepCopies,
 }
 
 impl MemoryKind {
@@ -45,7 +47,7 @@ impl MemoryKind {
             Self::GatherBuffers | Self::AllGatherInputs => "gathered",
             Self::Gradients | Self::ReductionOutputs | Self::ReducedGradients => "gradients",
             Self::Activations | Self::OffloadedActivations => "activations",
-            Self::Optimizer => "optimizer",
+            Self::Optimizer | Self::StepCopies => "optimizer",
         }
     }
 
@@ -53,7 +55,11 @@ impl MemoryKind {
     /// is the host.
     fn is_on_host(self, offloaded: bool) -> bool {
         match self {
-            Self::Shards | Self::Replicated | Self::ReducedGradients | Self::Optimizer => offloaded,
+            Self::Shards
+            | Self::Replicated
+            | Self::ReducedGradients
+            | Self::Optimizer
+            | Self::StepCopies => offloaded,
             Self::OffloadedActivations => true,
             Self::ReplicatedCopies
             | Self::ShardCopies

@@ -34,7 +34,7 @@ pub struct Memory {
     /// Inputs of units under activation checkpointing, from forward to backward.
     pub activations: Usage,
     /// The optimizer's state, as [`Stats::record_optimizer`](crate::Stats::record_optimizer)
-    /// measured it.
+    /// measured it, and the copy in f32 of a parameter that is stored in bf16, while it is stepped.
     pub optimizer: Usage,
     /// Sum of all kinds. Its peak may be below the sum of the kinds' peaks.
     pub total: Usage,

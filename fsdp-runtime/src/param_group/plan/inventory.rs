@@ -169,6 +169,7 @@ impl<'a> Inventory<'a> {
             reduce_dtype: DType::F32,
             placement: Placement::PerRank,
             storage: StorageType::F32,
+            is_trained: true,
             segment: None,
         };
         self.found.ignored.push(IgnoredParam { id, key, spec: entry });
@@ -195,7 +196,7 @@ impl<'a> Inventory<'a> {
         let unit = self.unit_number();
         // A parameter that is not initialised yet gets this dtype when it is: f32.
         let dtype = if param.is_initialized() { param.base().dtype() } else { DType::F32 };
-        let frozen = self.options.stores_frozen_differently() && !is_trained(param);
+        let frozen = self.options.stores_differently() && !is_trained(param);
         let id = param.id;
         let param = FoundParam { path, key, id, shape, dtype, frozen, unit, tied_to: None };
         self.found.params.push(param);

@@ -104,10 +104,9 @@ impl<'a> UnitBuilder<'a> {
 
     /// Returns the form in which a parameter is stored. Codes are for matrices in the layout.
     fn storage(&self, param: &FoundParam) -> StorageType {
-        let storage = self.options.storage_of(self.unit.unit_type, &param.path).frozen();
-        let applies = param.frozen
-            && param.tied_to.is_none()
-            && (!storage.is_coded() || self.is_matrix(param));
+        let policy = self.options.storage_of(self.unit.unit_type, &param.path);
+        let storage = policy.of(param.frozen);
+        let applies = param.tied_to.is_none() && (!storage.is_coded() || self.is_matrix(param));
         if applies { storage } else { StorageType::F32 }
     }
 
@@ -148,8 +147,8 @@ impl<'a> UnitBuilder<'a> {
             let (path, shape) = (param.path.clone(), param.shape.clone());
             let dtype = self.dtype(param);
             let reduce_dtype = self.policy.reduce(common, dtype);
-            let storage = self.storage(param);
-            ParamSpec { path, shape, dtype, reduce_dtype, placement, storage, segment }
+            let (storage, is_trained) = (self.storage(param), !param.frozen);
+            ParamSpec { path, shape, dtype, reduce_dtype, placement, storage, is_trained, segment }
         };
         self.params.iter().map(spec).collect()
     }

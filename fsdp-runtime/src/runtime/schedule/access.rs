@@ -5,6 +5,7 @@ use std::sync::Arc;
 use burn::tensor::DispatchTensor;
 
 use super::core::Schedule;
+use crate::backend::kernels::RandomRounding;
 use crate::backend::{ModelBackend, StoredTensor};
 use crate::collectives::comm::Communicator;
 use crate::error::Error;
@@ -32,6 +33,9 @@ pub(crate) trait ScheduleState {
     /// Takes the reduced gradient of a parameter. Returns `None` if there is none, or if it was
     /// taken before.
     fn take_gradient(&self, index: ParamIndex) -> Option<DispatchTensor>;
+    /// Returns the f32 elements that an optimizer gave a parameter, rounded at random to the dtype in
+    /// which it is stored.
+    fn rounded(&self, index: ParamIndex, value: DispatchTensor) -> DispatchTensor;
     /// Drops the references to the module's parameters, unless a pass still needs them.
     fn forget(&self);
     /// Marks parameters as loaded.
@@ -75,6 +79,13 @@ impl<B: ModelBackend> ScheduleState for Schedule<B> {
         Some(StoredTensor::<B>::raise(gradient).into_dispatch())
     }
 
+    fn rounded(&self, index: ParamIndex, value: DispatchTensor) -> DispatchTensor {
+        match StoredTensor::<B>::from_dispatch(value.clone(), self.settings.storage) {
+            Some((stored, ..)) => stored.rounded(self.rounding(index)).into_dispatch(),
+            None => value,
+        }
+    }
+
     fn forget(&self) {
         let state = &mut *self.lock();
         if state.open_forwards == 0 && state.calls.is_empty() {
@@ -100,6 +111,13 @@ impl<B: ModelBackend> ScheduleState for Schedule<B> {
 }
 
 impl<B: ModelBackend> Schedule<B> {
+    /// Returns the rounding of this rank's part of a parameter after the present step.
+    pub(super) fn rounding(&self, index: ParamIndex) -> RandomRounding {
+        let (_, spec) = self.param(index);
+        let (key, counter) = self.random.rounding(&spec.path);
+        RandomRounding { key, counter, first: spec.range().start }
+    }
+
     /// Marks `params`, and no others, as not loaded yet. Their use is an error until they are
     /// loaded.
     pub(crate) fn set_unloaded(&self, params: &[ParamIndex]) {

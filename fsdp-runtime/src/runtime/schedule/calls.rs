@@ -3,6 +3,7 @@
 use super::core::Schedule;
 use super::state::State;
 use super::unit_call::UnitCall;
+use crate::backend::ops::saved::leave_forward;
 use crate::backend::{ModelBackend, Tracked};
 use crate::error::{Error, ScheduleError};
 use crate::module::CallId;
@@ -59,6 +60,7 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Ends the innermost forward of a unit.
     pub(super) fn close_forward(&self, state: &mut State<B>, unit: usize) {
+        leave_forward();
         state.units[unit].forwards.pop();
         if state.units[unit].forwards.is_empty() {
             state.units[unit].shards.iter_mut().flatten().for_each(|shard| shard.cast = None);

@@ -11,7 +11,6 @@ use super::state::State;
 use crate::backend::{
     Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, cast_all_model, kernels,
 };
-use crate::layout::StorageType;
 use crate::param_group::Placement;
 
 impl<B: ModelBackend> Schedule<B> {
@@ -29,7 +28,7 @@ impl<B: ModelBackend> Schedule<B> {
         for (at, (entry, shard)) in entries.iter().zip(shards.iter()).enumerate() {
             // Codes are decoded when they are read.
             let is_cast_here =
-                entry.placement == Placement::Replicated && entry.storage == StorageType::F32;
+                entry.placement == Placement::Replicated && !entry.storage.is_coded();
             let Some(shard) = shard.as_ref().filter(|_| is_cast_here) else { continue };
             #[allow(clippy::infallible_destructuring_match, reason = "`flex` adds a variant")]
             let value = match &shard.value {

@@ -46,6 +46,7 @@ impl<B: ModelBackend> Schedule<B> {
         self.cast_replicated(state, unit);
         state.units[unit].forwards.push(call);
         state.open_forwards += 1;
+        self.count_saved_of(unit);
         // The unit is in use from here on, so a prefetch does not take its gather buffers.
         self.prefetch_next(state, at, unit)?;
         drop(span);

@@ -40,7 +40,7 @@ impl<B: ModelBackend> Schedule<B> {
         let LocalShard { value, leaf, on_device, cast: whole, .. } =
             self.shard_of(state, index, owner, base)?;
         let spec = &unit.params[owner.param];
-        if leaf.is_some() && spec.storage != StorageType::F32 {
+        if leaf.is_some() && !spec.is_trainable() {
             let (path, storage) = (spec.path.clone(), spec.storage);
             return Err(ScheduleError::FrozenStorage { path, storage }.into());
         }

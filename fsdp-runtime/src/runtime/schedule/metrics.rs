@@ -5,7 +5,8 @@ use std::time::Duration;
 use super::core::Schedule;
 use super::counters::Counts;
 use crate::backend::ModelBackend;
-use crate::param_group::memory::{Memory, MemoryKind, MemoryTimeline};
+use crate::module::ParamIndex;
+use crate::param_group::memory::{Counted, Memory, MemoryKind, MemoryTimeline};
 
 /// The metrics of a schedule on this rank.
 pub(crate) trait ScheduleMetrics {
@@ -25,6 +26,8 @@ pub(crate) trait ScheduleMetrics {
     fn host_memory(&self) -> Memory;
     /// Sets the size of the optimizer's state, in bytes.
     fn record_optimizer(&self, bytes: usize);
+    /// Counts the copy in f32 of a parameter that is being stepped, until the value is dropped.
+    fn count_step_copy(&self, index: ParamIndex) -> Counted;
     /// Starts a record of at most `max_samples` changes of memory.
     fn start_memory_timeline(&self, max_samples: usize);
     /// Returns the record of changes of memory so far, if one is kept.
@@ -64,6 +67,11 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
 
     fn record_optimizer(&self, bytes: usize) {
         self.tracker.set(MemoryKind::Optimizer, bytes);
+    }
+
+    fn count_step_copy(&self, index: ParamIndex) -> Counted {
+        let bytes = self.param(index).1.range().len() * size_of::<f32>();
+        Counted::new(&self.tracker, MemoryKind::StepCopies, bytes, index.unit)
     }
 
     fn start_memory_timeline(&self, max_samples: usize) {

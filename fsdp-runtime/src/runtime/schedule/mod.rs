@@ -21,7 +21,7 @@
 //! Every step is traced with `tracing`, under the target `fsdp`, in the order of execution.
 //!
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
-//! `reduction`, `buffers`, `peer_shards`, `state`, `core`, `reshard`, `unshard`, `exchange_shards`,
+//! `reduction`, `buffers`, `peer_shards`, `state`, `core`, `saved`, `reshard`, `unshard`, `exchange_shards`,
 //! `hold`, `control`, `single_gather`, `whole_step`, `calls`, `prefetch`, `reduce`, `cast_replicated`,
 //! `backward`, `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces
 //! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `collectives`, `erased`.
@@ -50,6 +50,7 @@ mod reduce;
 mod reduction;
 mod reshard;
 mod runtime;
+mod saved;
 mod settings;
 mod single_gather;
 mod state;

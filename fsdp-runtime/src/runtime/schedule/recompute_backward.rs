@@ -178,6 +178,7 @@ impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
         tracing::trace!(target: "fsdp", unit = %name, "fsdp::recompute");
         state.units[unit].forwards.push(id);
         state.open_forwards += 1;
+        schedule.count_saved_of(unit);
         state.recompute.second_run = Some(id);
         this.stage = Stage::Forward;
         drop(span);

@@ -69,12 +69,18 @@ impl<B: ModelBackend> Schedule<B> {
         }
         // The scatters are issued after all updates, so that every rank issues them in the same
         // order and no rank waits for an update of another.
-        let scatter = |(index, updated)| self.scatter_from(index, updated);
+        let scatter = |(index, updated)| (index, self.scatter_from(index, updated));
         let scatters: Vec<_> = scatters.into_iter().map(scatter).collect();
-        let shards = scatters.into_iter().map(|scatter| {
+        let shards = scatters.into_iter().map(|(index, scatter)| {
             let shard = scatter.wait()?.pop().flatten();
             let store = |it| StoredTensor::<Raw<B>>::store(it, self.settings.storage);
-            Ok(shard.map(|it| StoredTensor::<B>::raise(store(it)).into_dispatch()))
+            Ok(shard.map(|it| {
+                let stored = StoredTensor::<B>::raise(store(it));
+                match self.param(index).1.is_rounded() {
+                    true => stored.rounded(self.rounding(index)).into_dispatch(),
+                    false => stored.into_dispatch(),
+                }
+            }))
         });
         let shards = shards.collect();
         self.tracker.give_back(MemoryKind::GatherBuffers, bytes, None);

@@ -9,10 +9,11 @@ use burn_cubecl::tensor::CubeTensor;
 use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
-use super::{copy, decode, dropout, gelu, layer_norm, mean, optim, softmax, sums};
+use super::{copy, decode, dropout, gelu, layer_norm, mean, optim, random_rounding, softmax, sums};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
+use crate::backend::kernels::random_rounding::RandomRounding;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 #[cfg(test)]
@@ -79,6 +80,15 @@ impl Kernels for CubeBackend {
 
     fn dropout(tensor: CubeTensor, source: &MaskSource) -> CubeTensor {
         dropout::dropout(tensor, source)
+    }
+
+    fn round_at_random(tensor: CubeTensor, rounding: &RandomRounding) -> CubeTensor {
+        #[cfg(test)]
+        record([&tensor], []);
+        let rounded = random_rounding::round(tensor, rounding);
+        #[cfg(test)]
+        record([], [&rounded.handle]);
+        rounded
     }
 
     fn gelu(tensor: CubeTensor) -> CubeTensor {

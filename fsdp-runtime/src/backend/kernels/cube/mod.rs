@@ -25,6 +25,7 @@ mod mean;
 mod optim;
 #[cfg(all(test, feature = "cuda"))]
 mod ptx_tests;
+mod random_rounding;
 mod rounding;
 mod rows;
 mod softmax;

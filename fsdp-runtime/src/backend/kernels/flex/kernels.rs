@@ -12,12 +12,15 @@ use rayon::prelude::*;
 use super::float::{KernelFloat, slice, with_float_type};
 use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
-use super::{attention, cross_entropy, decode, dropout, gelu, layer_norm, softmax, sums};
+use super::{
+    attention, cross_entropy, decode, dropout, gelu, layer_norm, random_rounding, softmax, sums,
+};
 use crate::backend::kernels::attention::{self as blocks, AttentionRule, AttentionTensors};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
 use crate::backend::kernels::mask::MaskSource;
+use crate::backend::kernels::random_rounding::RandomRounding;
 use crate::backend::kernels::update_rules::{self, AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 use crate::layout::StorageType;
@@ -185,6 +188,14 @@ impl Kernels for Flex {
             new_tensor(tensor.shape(), |at, dropped| {
                 dropout::dropout(&elements[at..][..dropped.len()], dropped, source, at)
             })
+        })
+    }
+
+    fn round_at_random(tensor: FlexTensor, rounding: &RandomRounding) -> FlexTensor {
+        let tensor = contiguous(tensor);
+        let elements = slice::<f32>(&tensor);
+        new_tensor(tensor.shape(), |at, rounded| {
+            random_rounding::round(&elements[at..][..rounded.len()], rounded, rounding, at)
         })
     }
 

@@ -15,6 +15,7 @@ mod new_tensor;
 mod nf4;
 mod prefetch;
 mod product;
+mod random_rounding;
 mod rows;
 mod softmax;
 mod sums;

@@ -1,0 +1,102 @@
+//! The copies in f32 that an optimizer steps in place of parameters that are stored in bf16.
+
+use std::collections::HashMap;
+
+use burn::module::{Flag, Module, ModuleMapper, Param, ParamId};
+use burn::tensor::{Bool, FloatDType, Int, Tensor};
+
+use crate::backend::kernels::batched_steps;
+use crate::module::opaque::visit_leaf;
+use crate::module::{ParamIndex, ParamVisitor, Sharded, with_autodiff_of};
+use crate::param_group::{ParamSpec, Unit};
+use crate::runtime::schedule::ErasedSchedule;
+
+/// The mapper of an optimizer, behind which parameters in bf16 look as if they were in f32. Only one of
+/// them exists in f32 at a time. What the optimizer returns is rounded at random.
+pub(crate) struct StepInF32<'a, T> {
+    mapper: &'a mut T,
+    schedule: &'a dyn ErasedSchedule,
+    /// The parameters that are stepped in a copy. One that is tied to another has the other's id, and
+    /// comes later.
+    rounded: HashMap<ParamId, ParamIndex>,
+}
+
+impl<'a, T: ModuleMapper> StepInF32<'a, T> {
+    /// Returns the mapper for a module, or for the replicated parameters of it only.
+    pub(crate) fn new<M: Module>(
+        mapper: &'a mut T,
+        schedule: &'a dyn ErasedSchedule,
+        module: &M,
+        only_replicated: bool,
+    ) -> Self {
+        let rounded = HashMap::new();
+        let mut find = FindRounded { units: schedule.units(), only_replicated, rounded };
+        if find.units.iter().flat_map(|unit| &unit.params).any(ParamSpec::is_rounded) {
+            visit_leaf(module, &mut find);
+        }
+        Self { mapper, schedule, rounded: find.rounded }
+    }
+}
+
+/// The visitor that lists the parameters that are stepped in a copy.
+struct FindRounded<'a> {
+    units: &'a [Unit],
+    only_replicated: bool,
+    rounded: HashMap<ParamId, ParamIndex>,
+}
+
+impl ParamVisitor for FindRounded<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(index) = Sharded::of(param).map(|sharded| sharded.index) else { return };
+        let spec = &self.units[index.unit].params[index.param];
+        let left = self.only_replicated && spec.is_sharded();
+        // The placeholder of an empty shard has no gradient.
+        if spec.is_rounded() && !left && !spec.range().is_empty() {
+            self.rounded.insert(param.id, index);
+        }
+    }
+}
+
+impl<T: ModuleMapper> ModuleMapper for StepInF32<'_, T> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.mapper.enter_module(name, container_type);
+    }
+
+    fn exit_module(&mut self, name: &str, container_type: &str) {
+        self.mapper.exit_module(name, container_type);
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(index) = self.rounded.remove(&param.id) else {
+            return self.mapper.map_float(param);
+        };
+        let _copy = self.schedule.count_step_copy(index);
+        let (id, base, mapper) = param.consume();
+        let plain = if base.is_autodiff() { base.clone().inner() } else { base.clone() };
+        let wide = with_autodiff_of(&base, plain.cast(FloatDType::F32));
+        drop(base);
+        let param = Param::from_mapped_value(id, wide, mapper);
+        // A step that shares a launch with others would run only after the rounding.
+        let param = batched_steps::scope(|| self.mapper.map_float(param));
+        let (id, stepped, mapper) = param.consume();
+        let plain = if stepped.is_autodiff() { stepped.clone().inner() } else { stepped.clone() };
+        let rounded = self.schedule.rounded(index, plain.into_dispatch());
+        let rounded = with_autodiff_of(&stepped, Tensor::from_dispatch(rounded));
+        Param::from_mapped_value(id, rounded, mapper)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.mapper.map_int(param)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.mapper.map_bool(param)
+    }
+
+    fn map_flag(&mut self, flag: Param<Flag>) -> Param<Flag> {
+        self.mapper.map_flag(flag)
+    }
+}
