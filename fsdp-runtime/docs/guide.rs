@@ -42,6 +42,7 @@ chapters!(
     processes: "processes.md",
     launch: "launch.md",
     config: "config.md",
+    security: "security.md",
     troubleshooting: "troubleshooting.md",
     limits: "limits.md",
     architecture: "architecture.md",

@@ -34,6 +34,8 @@ pub(crate) enum MemoryKind {
     OffloadedActivations,
     /// The optimizer's state, on the storage device.
     Optimizer,
+    /// Moving averages of parameters, on the storage device.
+    Averages,
 }
 
 impl MemoryKind {
@@ -46,6 +48,7 @@ impl MemoryKind {
             Self::Gradients | Self::ReductionOutputs | Self::ReducedGradients => "gradients",
             Self::Activations | Self::OffloadedActivations => "activations",
             Self::Optimizer => "optimizer",
+            Self::Averages => "averages",
         }
     }
 
@@ -53,7 +56,11 @@ impl MemoryKind {
     /// is the host.
     fn is_on_host(self, offloaded: bool) -> bool {
         match self {
-            Self::Shards | Self::Replicated | Self::ReducedGradients | Self::Optimizer => offloaded,
+            Self::Shards
+            | Self::Replicated
+            | Self::ReducedGradients
+            | Self::Optimizer
+            | Self::Averages => offloaded,
             Self::OffloadedActivations => true,
             Self::ReplicatedCopies
             | Self::ShardCopies

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::core::Schedule;
 use super::counters::Counts;
 use crate::backend::ModelBackend;
-use crate::param_group::memory::{Memory, MemoryKind, MemoryTimeline};
+use crate::param_group::memory::{Counted, Memory, MemoryKind, MemoryTimeline};
 
 /// The metrics of a schedule on this rank.
 pub(crate) trait ScheduleMetrics {
@@ -25,6 +25,8 @@ pub(crate) trait ScheduleMetrics {
     fn host_memory(&self) -> Memory;
     /// Sets the size of the optimizer's state, in bytes.
     fn record_optimizer(&self, bytes: usize);
+    /// Counts the averages of parameters, of a size in bytes, until the returned value is dropped.
+    fn count_average(&self, bytes: usize) -> Counted;
     /// Starts a record of at most `max_samples` changes of memory.
     fn start_memory_timeline(&self, max_samples: usize);
     /// Returns the record of changes of memory so far, if one is kept.
@@ -64,6 +66,10 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
 
     fn record_optimizer(&self, bytes: usize) {
         self.tracker.set(MemoryKind::Optimizer, bytes);
+    }
+
+    fn count_average(&self, bytes: usize) -> Counted {
+        Counted::new(&self.tracker, MemoryKind::Averages, bytes, None)
     }
 
     fn start_memory_timeline(&self, max_samples: usize) {
