@@ -3,7 +3,7 @@
 //!
 //! A binary of its own, whose allocator counts.
 
-#[path = "support/allocator.rs"]
+#[path = "../fsdp-runtime/tests/support/allocator.rs"]
 mod allocator;
 mod support;
 

@@ -3,7 +3,7 @@
 //!
 //! One test in a binary of its own: the counters cover the whole process.
 
-#[path = "support/allocator.rs"]
+#[path = "../fsdp-runtime/tests/support/allocator.rs"]
 mod allocator;
 #[path = "../fsdp-runtime/tests/support/mlp.rs"]
 mod mlp;

@@ -44,6 +44,7 @@ chapters!(
     config: "config.md",
     #[cfg(any(feature = "trace", not(doctest)))]
     trace: "trace.md",
+    security: "security.md",
     troubleshooting: "troubleshooting.md",
     limits: "limits.md",
     architecture: "architecture.md",

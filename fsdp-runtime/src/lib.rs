@@ -39,7 +39,7 @@ pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 
 pub use backend::Norm;
 pub use checkpoint::pretrained::{
-    LoadOptions, LoadReport, SaveAdapters, SaveDtype, SavePretrained, from_pretrained,
+    LoadOptions, LoadReport, ParamFilter, SaveAdapters, SaveDtype, SavePretrained, from_pretrained,
     merge_safetensors,
 };
 pub use checkpoint::state_dict::{
@@ -52,6 +52,9 @@ pub use collectives::cuda;
 pub use collectives::nccl::NcclJoinError;
 #[cfg(feature = "nccl")]
 pub use collectives::store::StoreError;
+#[cfg(feature = "nccl")]
+#[doc(hidden)]
+pub use collectives::store::parse_store_message;
 #[cfg(feature = "train")]
 pub use error::LearnerError;
 pub use error::{

@@ -3,9 +3,11 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod average;
 mod burn_store;
 #[cfg(target_os = "linux")]
 mod disk_full;
+mod filters;
 mod ignored;
 mod initialisation;
 mod load;
@@ -19,4 +21,5 @@ mod resume;
 mod running_statistics;
 mod state_dict;
 mod storage;
+mod torch_files;
 mod whole_param;

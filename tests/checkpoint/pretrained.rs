@@ -254,7 +254,7 @@ fn every_difference_of_an_index_is_listed() {
     }
     let empty = tempfile::tempdir().unwrap();
     let error = load(1, empty.path()).unwrap_err();
-    assert!(error.to_string().contains("neither model.safetensors nor"), "{error}");
+    assert!(error.to_string().contains("none of model.safetensors, "), "{error}");
 }
 
 /// Returns the error of each of two ranks where rank 0 cannot write.

@@ -36,7 +36,7 @@ fn a_record_follows_the_accounting_on_the_device_and_on_the_host() {
                 [(&device, net.stats().memory()), (&host, net.stats().host_memory())]
             {
                 let (_, last) = levels.last().expect("the level before the first change");
-                assert_eq!(last.kinds().count(), 7, "six kinds and the total");
+                assert_eq!(last.kinds().count(), 8, "seven kinds and the total");
                 assert!(last.kinds().eq(counted.kinds()), "{last} {counted}");
             }
             let changes = |kind: &str, on_host: bool| {

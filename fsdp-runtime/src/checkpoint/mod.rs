@@ -68,6 +68,12 @@ pub(crate) mod state_dict;
 pub use self::folder::{Listing, list};
 #[doc(hidden)]
 pub use self::manifest::seal;
+/// The readers of files, on bytes in the place of files: for fuzzers. Not a public interface.
+#[doc(hidden)]
+pub mod parse_bytes {
+    pub use super::pretrained::parse_bytes::*;
+    pub use super::rank_file::parse_bytes as rank_file;
+}
 pub use self::manifest::{
     BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,
     ParameterEntry, Piece, Progress, RandomState, TensorEntry, UnitEntry, VERSION,

@@ -87,25 +87,25 @@ impl LocalGroup {
     }
 
     /// Returns the position of the calling rank among the members.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(test, feature = "nccl"))]
     pub(super) fn index(&self) -> usize {
         self.index
     }
 
     /// Returns the group's number at its hub.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(test, feature = "nccl"))]
     pub(super) fn id(&self) -> u64 {
         self.id
     }
 
     /// Returns the hub through which the members exchange values.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(test, feature = "nccl"))]
     pub(super) fn hub(&self) -> &Arc<Hub> {
         &self.hub
     }
 
     /// Returns the failure that has ended the run, if there is one.
-    #[cfg(any(feature = "mpi", feature = "nccl"))]
+    #[cfg(any(test, feature = "mpi", feature = "nccl"))]
     pub(super) fn failure(&self) -> Option<CollectiveError> {
         self.hub.failure()
     }

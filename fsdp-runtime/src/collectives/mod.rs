@@ -12,7 +12,7 @@ pub(crate) mod comm;
 #[cfg(any(feature = "cli", feature = "nccl"))]
 pub mod cuda;
 pub(crate) mod device_work;
-#[cfg(any(feature = "mpi", feature = "nccl"))]
+#[cfg(any(test, feature = "mpi", feature = "nccl"))]
 mod failure;
 pub(crate) mod group;
 mod hub;
@@ -27,7 +27,9 @@ mod process_group;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod regions;
 mod split;
-#[cfg(feature = "nccl")]
+// Its tests need no GPU, and run without the feature.
+#[cfg(any(test, feature = "nccl"))]
+#[cfg_attr(not(feature = "nccl"), allow(dead_code, unused_imports))]
 pub(crate) mod store;
 
 #[cfg(test)]

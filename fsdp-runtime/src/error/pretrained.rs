@@ -24,6 +24,23 @@ pub enum LoadError {
         /// Description of the fault.
         reason: String,
     },
+    /// A pickle that imports a Python name that weights do not need. It was not run.
+    #[error(
+        "{file} would import `{global}`, which weights do not need, and which may run code: it was \
+         not read; ask its author for safetensors, or for `torch.save(model.state_dict(), ..)`"
+    )]
+    UnsafePickle {
+        /// Path of the file.
+        file: String,
+        /// Python name, as `module.name`.
+        global: String,
+    },
+    /// A filter that does not fit the model.
+    #[error("the filter of a load does not fit the model: {reason}")]
+    Filter {
+        /// Description of the fault.
+        reason: String,
+    },
     /// An index that does not match the files that it lists.
     #[error("{file} does not match the files that it lists:{}", lines(problems))]
     Index {
@@ -73,6 +90,12 @@ pub enum SaveError {
         name: String,
         /// The reason why the name is refused.
         reason: &'static str,
+    },
+    /// A filter that does not fit the model.
+    #[error("the filter of a save does not fit the model: {reason}")]
+    Filter {
+        /// Description of the fault.
+        reason: String,
     },
     /// Two parameters with the same key.
     #[error(

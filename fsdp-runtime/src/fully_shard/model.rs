@@ -71,7 +71,7 @@ impl<M: FsdpModule> Fsdp<M> {
 
 impl<M: Module> Fsdp<M> {
     /// Returns the model with another module, which has the same sharded parameters.
-    fn with_module(&self, module: M) -> Self {
+    pub(crate) fn with_module(&self, module: M) -> Self {
         Self {
             module,
             schedule: self.schedule.clone(),

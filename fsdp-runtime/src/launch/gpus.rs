@@ -15,7 +15,7 @@ use crate::collectives::cuda::{device_count, index_of};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::local::Hub;
 use crate::collectives::nccl::NcclGroup;
-use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous};
+use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous, RunSecret, SECRET_VARIABLE};
 use crate::error::{CollectiveError, LaunchError};
 use crate::layout::{Rank, WorldSize};
 
@@ -122,7 +122,9 @@ fn rendezvous(env: &RankEnv, timeout: Duration, debug: bool) -> Option<Rendezvou
     let launcher = if one_machine { variable("FSDP_RUN_ID") } else { String::new() };
     let run = launcher + &variable("TORCHELASTIC_RUN_ID");
     let (rank, world, host) = (env.rank, env.world, main.host.as_str());
-    Some(Rendezvous { rank, world, host, port, run, timeout, debug })
+    let secret = RunSecret::new(variable(SECRET_VARIABLE));
+    let listen = Some(variable("FSDP_LISTEN")).filter(|address| !address.is_empty());
+    Some(Rendezvous { rank, world, host, port, run, secret, listen, timeout, debug })
 }
 
 /// Returns the index of a process's GPU: `first` plus the process's number on its machine.

@@ -35,7 +35,7 @@
 //!
 //! Imports point one way: adam_rule, on_host, clipping, owners, single_param <- check_optimizer,
 //! fused, matrix_step <- fused_adam, sgd, whole_param <- adam, adamw; clipping, on_host <-
-//! adadelta; unscale <- grad_scaler.
+//! adadelta; unscale <- grad_scaler; ema.
 
 mod adadelta;
 mod adam;
@@ -43,6 +43,7 @@ mod adam_rule;
 mod adamw;
 mod check_optimizer;
 mod clipping;
+mod ema;
 mod fused;
 mod fused_adam;
 mod grad_scaler;
@@ -61,6 +62,7 @@ mod whole_param;
 pub use self::adadelta::{Adadelta, AdadeltaConfig, AdadeltaState};
 pub use self::adam::{Adam, AdamConfig};
 pub use self::adamw::{AdamW, AdamWConfig};
+pub use self::ema::{Ema, EmaModel, SwappedIn};
 pub use self::grad_scaler::{GradScaler, GradScalerConfig, Unscaled};
 pub use self::on_host::OnHost;
 pub(crate) use self::owners::owners;

@@ -9,6 +9,8 @@ use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, DispatchTensor, Tensor, TensorData};
 use burn_pack::{Bytes, Tensor as PackTensor, Writer};
 
+use super::filter::FilteredParam;
+use super::frozen::FrozenParams;
 use super::load_values::{ParamTarget, load_values};
 use super::local_values::LocalValues;
 use super::matching::{MatchedTensor, WantedTensor, match_tensors};
@@ -100,19 +102,31 @@ fn match_record<M: FsdpModule>(
     path: &Path,
     options: &LoadOptions,
 ) -> Result<(Vec<(ParamTarget, MatchedTensor)>, LoadReport), LoadError> {
-    let source = Source::record(path)?;
     let mut wanted = Vec::new();
     for (unit, parameters) in model.schedule.units().iter().enumerate() {
         for (entry, spec) in parameters.params.iter().enumerate() {
             let target = ParamTarget::Sharded(ParamIndex { unit, param: entry });
-            wanted.push((target, WantedTensor::of_param(spec, &spec.path, false)));
+            let tensor = WantedTensor::of_param(spec, &spec.path, false);
+            wanted.push((target, spec.path.clone(), tensor));
         }
     }
     for (name, tensor) in non_sharded(model) {
         let shape = tensor.data.shape().to_vec();
         let target = ParamTarget::PerRank(tensor.id);
-        wanted.push((target, WantedTensor::full(&name, &shape, false)));
+        let tensor = WantedTensor::full(&name, &shape, false);
+        wanted.push((target, name, tensor));
     }
+    let frozen = FrozenParams::of(model);
+    fn seen(path: &str, frozen: bool) -> FilteredParam<'_> {
+        FilteredParam { path, key: path, frozen }
+    }
+    let all = wanted.iter().map(|(target, path, _)| seen(path, frozen.contains(*target)));
+    options.filter.check(all).map_err(|reason| LoadError::Filter { reason })?;
+    let wanted = wanted.into_iter().map(|(target, path, tensor)| {
+        let selected = options.filter.selects(&seen(&path, frozen.contains(target)));
+        (target, tensor.selected(selected))
+    });
+    let source = Source::record(path)?;
     match_tensors(&source, wanted, options)
 }
 

@@ -6,6 +6,14 @@ use std::path::{Component, Path};
 pub(super) const SINGLE: &str = "model.safetensors";
 /// Name of the index of several weights files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
+/// Name of a model's only weights file of `torch.save`.
+const SINGLE_BIN: &str = "pytorch_model.bin";
+/// Name of the index of several weights files of `torch.save`.
+const INDEX_BIN: &str = "pytorch_model.bin.index.json";
+/// Name of the file that describes a folder of `torch.distributed.checkpoint`.
+pub(super) const METADATA: &str = ".metadata";
+/// Names by which a folder of weights is recognised, the preferred ones first.
+pub(super) const FOLDER: [&str; 5] = [SINGLE, INDEX, SINGLE_BIN, INDEX_BIN, METADATA];
 
 /// Returns whether `name` is the name of a file in the same folder, without any path.
 pub(super) fn is_plain(name: &str) -> bool {

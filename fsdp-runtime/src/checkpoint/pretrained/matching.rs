@@ -6,8 +6,10 @@ use std::ops::Range;
 use burn::tensor::{Shape, TensorData};
 use safetensors::Dtype;
 
+use super::filter::is_factor;
+use super::mapped::MappedTensor;
 use super::options::{LoadOptions, LoadReport};
-use super::source::{MappedTensor, Source};
+use super::source::Source;
 use crate::backend::codes::{needs_matrix, stored_data};
 use crate::error::LoadError;
 use crate::layout::StorageType;
@@ -31,6 +33,8 @@ pub(super) struct WantedTensor {
     /// Whether the parameter is tied to another, which is loaded in its stead. A file may have it
     /// or not.
     tied: bool,
+    /// Whether the filter of the load selects the parameter.
+    selected: bool,
 }
 
 impl WantedTensor {
@@ -44,6 +48,7 @@ impl WantedTensor {
             storage: spec.storage,
             base_shape: spec.base_shape(),
             tied: matches!(spec.placement, Placement::TiedTo(_)),
+            selected: true,
         }
     }
 
@@ -58,7 +63,13 @@ impl WantedTensor {
             storage: StorageType::F32,
             base_shape: shape.to_vec(),
             tied: false,
+            selected: true,
         }
+    }
+
+    /// Returns the description with whether the filter of the load selects the parameter.
+    pub(super) fn selected(self, selected: bool) -> Self {
+        Self { selected, ..self }
     }
 }
 
@@ -88,6 +99,11 @@ pub(super) fn match_tensors<T>(
     let (mut missing, mut report) = (Vec::new(), LoadReport::default());
     for (to, wanted) in wanted {
         let candidates = options.candidates(&wanted.name);
+        if !wanted.selected {
+            let held = candidates.into_iter().find(|name| unused.remove(name.as_str()));
+            report.filtered.extend(held);
+            continue;
+        }
         let Some(name) = candidates.iter().find(|name| unused.contains(name.as_str())) else {
             let new = options.new_adapters && is_factor(&wanted.name);
             if new || allowed(&options.missing, &wanted.name) || wanted.tied {
@@ -106,13 +122,18 @@ pub(super) fn match_tensors<T>(
             None => matched.push((to, MatchedTensor { tensor: tensor.clone(), wanted })),
         }
     }
+    let (ignored, unexpected): (Vec<&str>, Vec<&str>) = unused.into_iter().partition(|key| {
+        options.lenient || allowed(&options.unexpected, key) || is_batch_count(source, key)
+    });
+    if options.lenient {
+        report.missing.append(&mut missing);
+        report.misshapen.append(&mut misshapen);
+    }
+    let reported = [&mut report.missing, &mut report.misshapen, &mut report.filtered];
     // Sorted names are easier to read than the layout order.
-    for names in [&mut missing, &mut misshapen, &mut report.missing] {
+    for names in reported.into_iter().chain([&mut missing, &mut misshapen]) {
         names.sort();
     }
-    let (ignored, unexpected): (Vec<&str>, Vec<&str>) = unused
-        .into_iter()
-        .partition(|key| allowed(&options.unexpected, key) || is_batch_count(source, key));
     if !(missing.is_empty() && unexpected.is_empty() && misshapen.is_empty()) {
         return Err(LoadError::Mismatch {
             file: source.label.clone(),
@@ -124,11 +145,6 @@ pub(super) fn match_tensors<T>(
     report.loaded = matched.len();
     report.unexpected = ignored.into_iter().map(str::to_string).collect();
     Ok((matched, report))
-}
-
-/// Returns whether a key is that of a factor of a LoRA adapter.
-fn is_factor(key: &str) -> bool {
-    [".lora.a", ".lora.b"].iter().any(|end| key.ends_with(end))
 }
 
 /// Returns whether a tensor is PyTorch's count of the batches in a running mean, which Burn does
@@ -176,32 +192,25 @@ impl MatchedTensor {
 
     /// Reads elements of the flattened parameter, converted to f32.
     fn read(&self, range: Range<usize>) -> Vec<f32> {
-        let bytes = self.tensor.bytes();
-        let WantedTensor { shape, transposed, .. } = &self.wanted;
-        let width = shape.last().copied().unwrap_or(1).max(1);
-        let height = shape.iter().product::<usize>() / width;
-        let at = |index: usize| match transposed {
-            false => index,
-            true => (index % width) * height + index / width,
-        };
-        macro_rules! elements {
-            ($ty:ty, $to:expr) => {{
-                let element = |index: usize| {
-                    let start = at(index) * size_of::<$ty>();
-                    let mut word = [0; size_of::<$ty>()];
-                    word.copy_from_slice(&bytes[start..start + size_of::<$ty>()]);
-                    $to(<$ty>::from_le_bytes(word))
-                };
-                range.map(element).collect()
-            }};
+        let mut elements = Vec::with_capacity(range.len());
+        macro_rules! read {
+            ($ty:ty, $to:expr) => {
+                self.tensor.runs(self.wanted.transposed, range, |run| {
+                    elements.extend((0..run.count).map(|index| {
+                        let start = index * run.step;
+                        let mut word = [0; size_of::<$ty>()];
+                        word.copy_from_slice(&run.bytes[start..start + size_of::<$ty>()]);
+                        $to(<$ty>::from_le_bytes(word))
+                    }));
+                })
+            };
         }
-        let elements = match self.tensor.dtype {
-            Dtype::F64 => elements!(f64, |x| x as f32),
-            Dtype::F16 => elements!(half::f16, half::f16::to_f32),
-            Dtype::BF16 => elements!(half::bf16, half::bf16::to_f32),
-            _ => elements!(f32, |x| x),
-        };
-        self.tensor.release();
+        match self.tensor.dtype {
+            Dtype::F64 => read!(f64, |x| x as f32),
+            Dtype::F16 => read!(half::f16, half::f16::to_f32),
+            Dtype::BF16 => read!(half::bf16, half::bf16::to_f32),
+            _ => read!(f32, |x| x),
+        }
         elements
     }
 }

@@ -1,5 +1,7 @@
 //! Options of loading and saving pretrained weights, and the report of a load.
 
+use super::filter::ParamFilter;
+
 /// Allowed differences between a file and the model that loads it.
 #[derive(Clone, Debug, Default)]
 #[must_use]
@@ -13,6 +15,9 @@ pub struct LoadOptions {
     renamed: Vec<(String, String)>,
     /// Whether a file may lack the factors of LoRA adapters.
     pub(super) new_adapters: bool,
+    pub(super) filter: ParamFilter,
+    /// Whether differences beyond the allowed ones are listed in the report, and no error.
+    pub(super) lenient: bool,
 }
 
 impl LoadOptions {
@@ -46,6 +51,22 @@ impl LoadOptions {
     /// model has no such parameter.
     pub fn with_allowed_unexpected(mut self, prefix: impl Into<String>) -> Self {
         self.unexpected.push(prefix.into());
+        self
+    }
+
+    /// Loads the parameters that `filter` selects. The others keep their values, and their keys in
+    /// the file are skipped.
+    pub fn with_filter(mut self, filter: ParamFilter) -> Self {
+        self.filter = filter;
+        self
+    }
+
+    /// Sets whether the file must fit the model, as it must by default. With `false` everything that
+    /// fits is loaded: keys that are missing, unexpected or of another shape or dtype are listed in
+    /// the [`LoadReport`], and such parameters keep their values. PyTorch's
+    /// `load_state_dict(strict=False)`, which refuses other shapes.
+    pub fn with_strict(mut self, strict: bool) -> Self {
+        self.lenient = !strict;
         self
     }
 
@@ -100,6 +121,11 @@ pub struct LoadReport {
     pub missing: Vec<String>,
     /// Keys of the file that the model lacks and that the options allow to skip.
     pub unexpected: Vec<String>,
+    /// Keys of another shape or dtype in the file, each with a description of the difference. Empty
+    /// unless [`LoadOptions::with_strict`] allows differences.
+    pub misshapen: Vec<String>,
+    /// Keys of the file whose parameters the filter leaves out.
+    pub filtered: Vec<String>,
 }
 
 /// The element type of a saved file.
@@ -122,6 +148,7 @@ pub struct SavePretrained {
     pub(super) max_shard_size: u64,
     pub(super) dtype: SaveDtype,
     pub(super) files: Vec<(String, Vec<u8>)>,
+    pub(super) filter: ParamFilter,
 }
 
 impl Default for SavePretrained {
@@ -133,7 +160,12 @@ impl Default for SavePretrained {
 impl SavePretrained {
     /// Returns the default options: f32, files of at most 5 GB, and no additional files.
     pub fn new() -> Self {
-        Self { max_shard_size: 5_000_000_000, dtype: SaveDtype::F32, files: Vec::new() }
+        Self {
+            max_shard_size: 5_000_000_000,
+            dtype: SaveDtype::F32,
+            files: Vec::new(),
+            filter: ParamFilter::new(),
+        }
     }
 
     /// Sets the maximum number of bytes of tensors in one file. A larger model is written as
@@ -141,6 +173,12 @@ impl SavePretrained {
     /// larger than the maximum gets a file of its own.
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
+        self
+    }
+
+    /// Writes the parameters that `filter` selects. By default all are written.
+    pub fn with_filter(mut self, filter: ParamFilter) -> Self {
+        self.filter = filter;
         self
     }
 

@@ -6,6 +6,8 @@ use std::path::Path;
 use burn::tensor::TensorData;
 
 use super::file_names::{INDEX, is_plain};
+use super::filter::FilteredParam;
+use super::frozen::FrozenParams;
 use super::load_values::ParamTarget;
 use super::local_values::LocalValues;
 use super::options::SavePretrained;
@@ -18,7 +20,7 @@ use crate::fully_shard::Fsdp;
 use crate::layout::Rank;
 use crate::module::FsdpModule;
 use crate::param_group::Placement;
-use crate::param_group::plan::IgnoredParam;
+use crate::param_group::plan::{IgnoredParam, Key};
 
 impl<M: FsdpModule> State<'_, M> {
     /// Writes the full state to a folder that transformers' `from_pretrained` loads:
@@ -108,8 +110,8 @@ fn write_tensor(
 }
 
 /// Returns the files to write, in order, after checking all names. Rank 0 creates the folder.
-fn plan_files<M: FsdpModule>(
-    model: &Fsdp<M>,
+fn plan_files<'a, M: FsdpModule>(
+    model: &'a Fsdp<M>,
     folder: &Path,
     options: &SavePretrained,
 ) -> Result<Vec<WeightsFile<ParamTarget>>, SaveError> {
@@ -124,7 +126,20 @@ fn plan_files<M: FsdpModule>(
     let ignored = model.ignored.iter().map(|IgnoredParam { id, key, spec: entry }| {
         (ParamTarget::PerRank(*id), key, &entry.path, &entry.shape)
     });
-    for (source, key, path, shape) in sharded.chain(ignored) {
+    let frozen = match options.filter.is_of_trainable() {
+        true => FrozenParams::of(model),
+        false => FrozenParams::default(),
+    };
+    let seen = |(target, key, path, _): &(_, &'a Key, &'a String, _)| FilteredParam {
+        path,
+        key: &key.name,
+        frozen: frozen.contains(*target),
+    };
+    let all: Vec<_> = sharded.chain(ignored).collect();
+    let checked = options.filter.check(all.iter().map(seen));
+    checked.map_err(|reason| SaveError::Filter { reason })?;
+    for param in all.into_iter().filter(|param| options.filter.selects(&seen(param))) {
+        let (source, key, path, shape) = param;
         if let Some(first) = names.insert(&key.name, path) {
             return Err(SaveError::DuplicateKey {
                 key: key.name.clone(),

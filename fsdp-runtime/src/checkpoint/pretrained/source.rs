@@ -2,80 +2,17 @@
 //! record. Opening reads and checks the headers; elements are read later, only as far as needed.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_pack::{Bytes, Reader};
 use burn_std::AllocationProperty;
-use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
-use super::file_names::{INDEX, SINGLE, is_plain};
+use super::file_names::{FOLDER, METADATA, is_plain};
+use super::mapped::{MappedFile, MappedTensor};
+use super::torch::{distributed_checkpoint, is_archive, saved_file};
 use crate::error::LoadError;
-
-/// A memory-mapped file. Clones share the map.
-#[derive(Clone, Debug)]
-struct MappedFile(Arc<Mmap>);
-
-impl MappedFile {
-    fn open(path: &Path) -> Result<Self, LoadError> {
-        let io = |error: std::io::Error| LoadError::Io {
-            file: path.display().to_string(),
-            reason: error.to_string(),
-        };
-        let file = File::open(path).map_err(io)?;
-        // SAFETY: the map is only read. The user must not truncate the file while it is loaded, as
-        // with every memory-mapped reader.
-        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        Ok(Self(Arc::new(map)))
-    }
-
-    /// Returns the memory pages of a byte range to the system, so that pages already read do not
-    /// add up.
-    fn release(&self, range: &Range<usize>) {
-        #[cfg(unix)]
-        // SAFETY: the map is shared and read-only, so that a page that was dropped is read from the
-        // file again with equal bytes. A failure only costs memory.
-        let _ = unsafe {
-            let advice = memmap2::UncheckedAdvice::DontNeed;
-            self.0.unchecked_advise_range(advice, range.start, range.len())
-        };
-        #[cfg(not(unix))]
-        let _ = range;
-    }
-}
-
-impl AsRef<[u8]> for MappedFile {
-    fn as_ref(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-/// A tensor in a memory-mapped file.
-#[derive(Clone, Debug)]
-pub(super) struct MappedTensor {
-    file: MappedFile,
-    pub(super) dtype: Dtype,
-    pub(super) shape: Vec<usize>,
-    /// Range of the tensor's bytes in the file.
-    range: Range<usize>,
-}
-
-impl MappedTensor {
-    /// Returns the tensor's bytes, little-endian.
-    pub(super) fn bytes(&self) -> &[u8] {
-        &self.file.as_ref()[self.range.clone()]
-    }
-
-    /// Returns the tensor's memory pages to the system. A later read loads them from the file
-    /// again.
-    pub(super) fn release(&self) {
-        self.file.release(&self.range);
-    }
-}
 
 /// The tensors of a file or folder, by name.
 #[derive(Debug)]
@@ -86,25 +23,26 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Opens a safetensors file, an index of several, or a folder with either. In a folder with
-    /// both, the single file is read, as in transformers.
-    pub(super) fn safetensors(path: &Path) -> Result<Self, LoadError> {
+    /// Opens a safetensors file, a file of `torch.save`, an index of several, or a folder with one
+    /// of these or of `torch.distributed.checkpoint`. In a folder with several, safetensors come
+    /// first, and a single file before an index, as in transformers.
+    pub(super) fn open(path: &Path) -> Result<Self, LoadError> {
         let label = path.display().to_string();
         if path.is_dir() {
-            let (single, index) = (path.join(SINGLE), path.join(INDEX));
-            return match (single.is_file(), index.is_file()) {
-                (false, true) => Self::index(&index),
-                (true, _) => Self::safetensors(&single),
-                (false, false) => Err(LoadError::Io {
+            let held = |name: &&str| path.join(name).is_file();
+            return match FOLDER.iter().copied().find(held) {
+                Some(METADATA) => Ok(Self { tensors: distributed_checkpoint(path)?, label }),
+                Some(name) => Self::open(&path.join(name)),
+                None => Err(LoadError::Io {
                     file: label,
-                    reason: format!("the folder holds neither {SINGLE} nor {INDEX}"),
+                    reason: format!("the folder holds none of {}", FOLDER.join(", ")),
                 }),
             };
         }
         if path.extension().is_some_and(|extension| extension == "json") {
             return Self::index(path);
         }
-        Ok(Self { label, tensors: safetensors_file(path)? })
+        Ok(Self { label, tensors: weights_file(path)? })
     }
 
     /// Opens the files that an index names, and checks that the index and the files agree.
@@ -112,31 +50,16 @@ impl Source {
         let label = path.display().to_string();
         let wrong = |reason: String| LoadError::Format {
             file: label.clone(),
-            format: "index of safetensors files",
+            format: "index of weights files",
             reason,
         };
         let text = std::fs::read(path)
             .map_err(|error| LoadError::Io { file: label.clone(), reason: error.to_string() })?;
-        let json: serde_json::Value =
-            serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
-        let map = json.get("weight_map").and_then(serde_json::Value::as_object);
-        let map = map.ok_or_else(|| wrong("it has no object `weight_map`".into()))?;
+        let (names_of, mut problems) = read_index(&text).map_err(wrong)?;
         let folder = path.parent().unwrap_or(Path::new(""));
-
-        let mut problems = Vec::new();
-        let mut names_of: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-        for (name, file) in map {
-            match file.as_str() {
-                Some(file) if is_plain(file) => {
-                    names_of.entry(file).or_default().insert(name);
-                }
-                Some(file) => problems.push(format!("`{name}`: `{file}` is no file name")),
-                None => problems.push(format!("`{name}`: {file} is no file name")),
-            }
-        }
         let mut tensors = BTreeMap::new();
         for (file, mut names) in names_of {
-            let found = match safetensors_file(&folder.join(file)) {
+            let found = match weights_file(&folder.join(&file)) {
                 Ok(found) => found,
                 Err(error) => {
                     problems.push(error.to_string());
@@ -171,8 +94,34 @@ impl Source {
     }
 }
 
+/// The names of tensors by the file that an index gives for them.
+type NamesOfFiles = BTreeMap<String, BTreeSet<String>>;
+
+/// Reads an index: returns the names of tensors by file, and the entries that name no file.
+///
+/// # Errors
+///
+/// A description of the fault of a text that is no index.
+pub(super) fn read_index(text: &[u8]) -> Result<(NamesOfFiles, Vec<String>), String> {
+    let json: serde_json::Value =
+        serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    let map = json.get("weight_map").and_then(serde_json::Value::as_object);
+    let map = map.ok_or("it has no object `weight_map`")?;
+    let (mut names_of, mut problems) = (NamesOfFiles::new(), Vec::new());
+    for (name, file) in map {
+        match file.as_str() {
+            Some(file) if is_plain(file) => {
+                names_of.entry(file.into()).or_default().insert(name.clone());
+            }
+            Some(file) => problems.push(format!("`{name}`: `{file}` is no file name")),
+            None => problems.push(format!("`{name}`: {file} is no file name")),
+        }
+    }
+    Ok((names_of, problems))
+}
+
 /// Returns the tensors of a Burn record. `label` names the file in errors.
-fn record_file(
+pub(super) fn record_file(
     label: &str,
     file: &MappedFile,
 ) -> Result<BTreeMap<String, MappedTensor>, LoadError> {
@@ -191,30 +140,44 @@ fn record_file(
         let (name, dtype, shape, _, bytes) =
             tensor.into_parts().map_err(|error| wrong(error.to_string()))?;
         let dtype = match dtype {
-            DType::F64 => Dtype::F64,
-            DType::F32 | DType::Flex32 => Dtype::F32,
-            DType::F16 => Dtype::F16,
-            DType::BF16 => Dtype::BF16,
+            DType::F64 => Some(Dtype::F64),
+            DType::F32 | DType::Flex32 => Some(Dtype::F32),
+            DType::F16 => Some(Dtype::F16),
+            DType::BF16 => Some(Dtype::BF16),
+            _ => None,
+        };
+        let Some(dtype) = dtype else {
             // Not a float: refused where it is matched to a parameter.
-            _ => Dtype::U8,
+            tensors.insert(name, MappedTensor::unreadable(shape.to_vec()));
+            continue;
         };
         // The reader returns slices of the map; an empty slice may point anywhere.
         let at = if bytes.is_empty() { 0 } else { bytes.as_ptr().addr().wrapping_sub(start) };
         let range = at..at.wrapping_add(bytes.len());
-        if file.as_ref().get(range.clone()).is_none() {
-            return Err(wrong(format!("`{name}` does not lie in it")));
-        }
-        let tensor = MappedTensor { file: file.clone(), dtype, shape: shape.to_vec(), range };
+        let tensor = MappedTensor::contiguous(file, dtype, shape.to_vec(), range)
+            .ok_or_else(|| wrong(format!("`{name}` does not lie in it")))?;
         tensors.insert(name, tensor);
     }
     Ok(tensors)
 }
 
-/// Returns the tensors of a safetensors file.
-fn safetensors_file(path: &Path) -> Result<BTreeMap<String, MappedTensor>, LoadError> {
+/// Returns the tensors of a safetensors file, or of a file of `torch.save`, by its first bytes.
+fn weights_file(path: &Path) -> Result<BTreeMap<String, MappedTensor>, LoadError> {
     let file = MappedFile::open(path)?;
+    let label = path.display().to_string();
+    match is_archive(&file) {
+        true => saved_file(&label, &file),
+        false => safetensors_file(&label, &file),
+    }
+}
+
+/// Returns the tensors of a safetensors file. `label` names the file in errors.
+pub(super) fn safetensors_file(
+    label: &str,
+    file: &MappedFile,
+) -> Result<BTreeMap<String, MappedTensor>, LoadError> {
     let wrong = |reason: String| LoadError::Format {
-        file: path.display().to_string(),
+        file: label.to_string(),
         format: "safetensors file",
         reason: format!("{reason}; it may be truncated"),
     };
@@ -223,13 +186,10 @@ fn safetensors_file(path: &Path) -> Result<BTreeMap<String, MappedTensor>, LoadE
     let start = size_of::<u64>() + header;
     let mapped = |(name, info): (String, &safetensors::tensor::TensorInfo)| {
         let (from, to) = info.data_offsets;
-        let tensor = MappedTensor {
-            file: file.clone(),
-            dtype: info.dtype,
-            shape: info.shape.clone(),
-            range: start + from..start + to,
-        };
-        (name, tensor)
+        let range = start + from..start + to;
+        let tensor = MappedTensor::contiguous(file, info.dtype, info.shape.clone(), range);
+        let tensor = tensor.ok_or_else(|| wrong(format!("`{name}` does not lie in it")))?;
+        Ok((name, tensor))
     };
-    Ok(metadata.tensors().into_iter().map(mapped).collect())
+    metadata.tensors().into_iter().map(mapped).collect()
 }

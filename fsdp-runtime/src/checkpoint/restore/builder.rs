@@ -10,14 +10,14 @@ use crate::checkpoint::manifest::Progress;
 use crate::checkpoint::sharded_model::ShardedModel;
 use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
-use crate::optim::{GradScaler, WholeParam};
+use crate::optim::{EmaModel, GradScaler, WholeParam};
 
 /// Builder of a load: the models, optimizers and other state to load into, each under the name it
 /// has in the checkpoint. Every rank must add the same names.
 ///
 /// Everything else in the checkpoint is ignored, so that a model can be loaded for evaluation
 /// without the optimizer. A model, optimizer or scheduler that is added must fit the checkpoint
-/// exactly.
+/// exactly, but for [`with_strict`](Self::with_strict).
 #[derive(Default)]
 #[must_use]
 pub struct Restore<'a> {
@@ -25,6 +25,8 @@ pub struct Restore<'a> {
     pub(super) optimizers: BTreeMap<String, LoadedOptimizer<'a>>,
     pub(super) schedulers: BTreeMap<String, &'a mut ModuleLrScheduler>,
     pub(super) scalers: BTreeMap<String, &'a mut GradScaler>,
+    /// Whether models may differ from the checkpoint.
+    pub(super) lenient: bool,
 }
 
 /// An optimizer to load into.
@@ -51,6 +53,9 @@ pub struct Restored {
     /// Values added by [`Checkpoint::with_value`](crate::checkpoint::Checkpoint::with_value), by
     /// name.
     pub values: BTreeMap<String, Value>,
+    /// Differences between the checkpoint and the models that were left as they are, with
+    /// [`Restore::with_strict`]: parameters that are missing, unexpected, or of another shape.
+    pub left: Vec<String>,
 }
 
 impl<'a> Restore<'a> {
@@ -67,6 +72,24 @@ impl<'a> Restore<'a> {
         model: &'a mut Fsdp<M>,
     ) -> Self {
         self.models.insert(name.into(), model);
+        self
+    }
+
+    /// Adds the moving average of a model, made by [`Ema::of`](crate::optim::Ema::of).
+    pub fn with_average<M: FsdpModule>(
+        self,
+        name: impl Into<String>,
+        average: &'a mut EmaModel<M>,
+    ) -> Self {
+        self.with_model(name, &mut average.model)
+    }
+
+    /// Sets whether models must fit the checkpoint, as they must by default. With `false` every
+    /// parameter that fits is loaded, with its state in optimizers; other parameters keep their
+    /// values, and [`Restored::left`] lists what was left. A model that the checkpoint lacks is an
+    /// error.
+    pub fn with_strict(mut self, strict: bool) -> Self {
+        self.lenient = !strict;
         self
     }
 

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 
 use super::builder::LoadedOptimizer;
 use super::target::Target;
-use crate::checkpoint::manifest::{Dtype, Manifest, TensorEntry};
+use crate::checkpoint::manifest::{Dtype, Manifest, ModelEntry, TensorEntry};
 use crate::checkpoint::optimizer_state::{self, StateSchema};
 use crate::error::CheckpointError;
 use crate::layout::StorageType;
@@ -20,42 +20,46 @@ pub(super) fn compare_model(
     let Some(model) = manifest.models.get(name) else {
         return differences.push(format!("missing: model `{name}`"));
     };
-    for target in targets {
-        let path = &target.spec.path;
-        let Some(found) = model.tensors.get(path) else {
-            differences.push(format!("missing: `{path}` of model `{name}`"));
-            continue;
-        };
-        if found.shape != target.spec.shape {
-            let expected = &target.spec.shape;
-            differences.push(format!(
-                "different shape: `{path}` of model `{name}` is {:?} in the checkpoint, \
-                 {expected:?} in the model",
-                found.shape
-            ));
-        }
-        if found.codes != target.spec.storage.codes() {
-            let stored = |dtype: &dyn Debug, codes: Option<StorageType>| match codes {
-                Some(codes) => codes.to_string(),
-                None => format!("{dtype:?}"),
-            };
-            differences.push(format!(
-                "different storage: `{path}` of model `{name}` is {} in the checkpoint, {} in the \
-                 model",
-                stored(&found.dtype, found.codes),
-                stored(&target.dtype, target.spec.storage.codes()),
-            ));
-        } else if found.codes.is_none() && Dtype::of(target.dtype) != Some(found.dtype) {
-            differences.push(format!(
-                "different dtype: `{path}` of model `{name}` is {:?} in the checkpoint, {:?} in \
-                 the model",
-                found.dtype, target.dtype
-            ));
-        }
-    }
+    differences.extend(targets.iter().flat_map(|target| compare_target(name, target, model)));
     let known = |path: &String| targets.iter().any(|target| target.spec.path == *path);
     let unexpected = model.tensors.keys().filter(|path| !known(path));
     differences.extend(unexpected.map(|path| format!("unexpected: `{path}` of model `{name}`")));
+}
+
+/// Returns the differences between a parameter and that of a model in the checkpoint.
+pub(super) fn compare_target(name: &str, target: &Target<'_>, model: &ModelEntry) -> Vec<String> {
+    let path = &target.spec.path;
+    let Some(found) = model.tensors.get(path) else {
+        return vec![format!("missing: `{path}` of model `{name}`")];
+    };
+    let mut differences = Vec::new();
+    if found.shape != target.spec.shape {
+        let expected = &target.spec.shape;
+        differences.push(format!(
+            "different shape: `{path}` of model `{name}` is {:?} in the checkpoint, \
+             {expected:?} in the model",
+            found.shape
+        ));
+    }
+    if found.codes != target.spec.storage.codes() {
+        let stored = |dtype: &dyn Debug, codes: Option<StorageType>| match codes {
+            Some(codes) => codes.to_string(),
+            None => format!("{dtype:?}"),
+        };
+        differences.push(format!(
+            "different storage: `{path}` of model `{name}` is {} in the checkpoint, {} in the \
+             model",
+            stored(&found.dtype, found.codes),
+            stored(&target.dtype, target.spec.storage.codes()),
+        ));
+    } else if found.codes.is_none() && Dtype::of(target.dtype) != Some(found.dtype) {
+        differences.push(format!(
+            "different dtype: `{path}` of model `{name}` is {:?} in the checkpoint, {:?} in \
+             the model",
+            found.dtype, target.dtype
+        ));
+    }
+    differences
 }
 
 /// Adds the differences between an optimizer's state in the checkpoint and what the optimizer

@@ -43,7 +43,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
 fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Error> {
     let prepared = CheckpointReader::open(path)
         .and_then(|reader| prepare(&restore, Arc::new(reader), ranks.index()));
-    let Prepared { reader, mut tensors, optimizers, schedulers, scalers, values } =
+    let Prepared { reader, mut tensors, optimizers, schedulers, scalers, values, left } =
         ranks.agree("a checkpoint's checks", prepared)?;
     let manifest = reader.manifest();
     // All ranks have passed all checks. Changes begin here.
@@ -80,5 +80,5 @@ fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Er
     }
     // A file that passed the checks may have become unreadable since. All ranks return that error.
     ranks.agree("a checkpoint's elements", outcome)?;
-    Ok(Restored { progress: manifest.progress, world_size: manifest.world_size, values })
+    Ok(Restored { progress: manifest.progress, world_size: manifest.world_size, values, left })
 }

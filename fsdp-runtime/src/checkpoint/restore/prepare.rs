@@ -9,7 +9,7 @@ use burn::optim::ModuleOptimizer;
 use serde_json::Value;
 
 use super::builder::Restore;
-use super::compare::{compare_model, compare_optimizer};
+use super::compare::{compare_model, compare_optimizer, compare_target};
 use super::optimizer::load_optimizer;
 use super::target::{Target, stored_range};
 use crate::checkpoint::manifest::{Manifest, model_tensor_name};
@@ -30,6 +30,8 @@ pub(super) struct Prepared {
     pub(super) schedulers: BTreeMap<String, ModuleLrScheduler>,
     pub(super) scalers: BTreeMap<String, GradScaler>,
     pub(super) values: BTreeMap<String, Value>,
+    /// Differences of models that are left as they are.
+    pub(super) left: Vec<String>,
 }
 
 /// Prepares a load on rank `rank`, without changing anything.
@@ -48,11 +50,16 @@ pub(super) fn prepare(
 ) -> Result<Prepared, CheckpointError> {
     let manifest = reader.manifest();
     let values = values(manifest, &reader.name())?;
-    let mut differences = Vec::new();
+    let (mut differences, mut left) = (Vec::new(), Vec::new());
     let mut targets: BTreeMap<&str, Vec<Target<'_>>> = BTreeMap::new();
     for (name, model) in &restore.models {
         let of_model = targets.entry(name).or_insert_with(|| model_targets(&**model, rank));
-        compare_model(name, of_model, manifest, &mut differences);
+        let found = manifest.models.get(name).filter(|_| restore.lenient);
+        let into = if found.is_some() { &mut left } else { &mut differences };
+        compare_model(name, of_model, manifest, into);
+        if let Some(found) = found {
+            of_model.retain(|target| compare_target(name, target, found).is_empty());
+        }
     }
     for (name, optimizer) in &restore.optimizers {
         compare_optimizer(name, optimizer, &targets, manifest, &mut differences)?;
@@ -71,7 +78,7 @@ pub(super) fn prepare(
     for (name, own) in &restore.optimizers {
         optimizers.insert(name.clone(), load_optimizer(name, own, &targets, &reader)?);
     }
-    Ok(Prepared { tensors, optimizers, schedulers, scalers, values, reader: reader.clone() })
+    Ok(Prepared { tensors, optimizers, schedulers, scalers, values, left, reader: reader.clone() })
 }
 
 /// Parses the values that the program added. `folder` names the checkpoint in errors.

@@ -1,6 +1,6 @@
 //! The objects whose state a checkpoint is to contain.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::optim::ModuleOptimizer;
@@ -12,7 +12,7 @@ use crate::checkpoint::scheduler;
 use crate::checkpoint::sharded_model::ShardedModel;
 use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
-use crate::optim::{GradScaler, WholeParam};
+use crate::optim::{EmaModel, GradScaler, WholeParam};
 
 /// Builder of a checkpoint: the models, optimizers and other state to save, each under a name.
 /// Every rank must add the same names.
@@ -21,6 +21,9 @@ use crate::optim::{GradScaler, WholeParam};
 pub struct Checkpoint<'a> {
     pub(super) progress: Progress,
     pub(super) models: BTreeMap<String, &'a dyn ShardedModel>,
+    /// Names of the models that are averages: their parameters have the ids of others, and no
+    /// optimizer steps them.
+    pub(super) averages: BTreeSet<String>,
     pub(super) optimizers: BTreeMap<String, SavedOptimizer<'a>>,
     pub(super) schedulers: BTreeMap<String, Scalars>,
     pub(super) scalers: BTreeMap<String, Scalars>,
@@ -69,6 +72,17 @@ impl<'a> Checkpoint<'a> {
     ) -> Self {
         self.models.insert(name.into(), model);
         self
+    }
+
+    /// Adds the moving average of a model, as a model of its own.
+    pub fn with_average<M: FsdpModule>(
+        mut self,
+        name: impl Into<String>,
+        average: &'a EmaModel<M>,
+    ) -> Self {
+        let name = name.into();
+        self.averages.insert(name.clone());
+        self.with_model(name, &average.model)
     }
 
     /// Adds an optimizer. All models that it steps must be added too, before or after.

@@ -41,12 +41,14 @@ pub(super) fn write_elements(
             if outcome.is_err() {
                 return;
             }
-            params.push(SavedParam {
-                id: param.id,
-                model_name: name,
-                model: *model,
-                index: param.index,
-            });
+            if !checkpoint.averages.contains(name) {
+                params.push(SavedParam {
+                    id: param.id,
+                    model_name: name,
+                    model: *model,
+                    index: param.index,
+                });
+            }
             outcome = write_param(name, *model, param, differing, sink);
         });
         outcome?;

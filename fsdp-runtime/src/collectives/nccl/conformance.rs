@@ -12,7 +12,7 @@ use cubecl::device::CudaDevice;
 use super::*;
 use crate::collectives::local::Hub;
 use crate::collectives::nccl::{NcclGroup, ReadyWord, fake};
-use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous};
+use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous, RunSecret};
 
 thread_local! {
     /// Index of this rank's GPU.
@@ -57,6 +57,8 @@ fn run(world: WorldSize, over: Over, check: &Check, join: impl Fn(HostGroup) -> 
                         host: "127.0.0.1",
                         port,
                         run: String::new(),
+                        secret: RunSecret::default(),
+                        listen: None,
                         timeout: check.timeout,
                         debug: check.debug,
                     })
@@ -219,13 +221,15 @@ fn a_rank_without_a_gpu_says_so_on_every_rank() {
     std::thread::scope(|scope| {
         for rank in world.ranks() {
             scope.spawn(move || {
-                let run = String::new();
+                let (run, secret) = (String::new(), RunSecret::default());
                 let rendezvous = Rendezvous {
                     rank,
                     world,
                     host: "localhost",
                     port,
                     run,
+                    secret,
+                    listen: None,
                     timeout: LONG,
                     debug: false,
                 };

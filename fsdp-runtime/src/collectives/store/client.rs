@@ -7,10 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::error::StoreError;
+use super::greeting::Until;
 use super::rendezvous::Rendezvous;
+use super::secret::{Side, nonce};
 use super::wire::{
-    Answer, Channel, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Welcome, receive,
-    receive_up_to, send,
+    Answer, Challenge, Channel, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Response,
+    Welcome, receive, receive_up_to, send,
 };
 use crate::collectives::failure::FailureMessage;
 use crate::collectives::op::Op;
@@ -22,6 +24,8 @@ use crate::layout::{Rank, WorldSize};
 const GRACE: Duration = Duration::from_secs(2);
 /// Pause between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(50);
+/// Number of times that a rank connects again after its connection was closed during the greeting.
+const REGREETINGS: u32 = 10;
 /// Time limit of one attempt to connect, and of an answer that needs no other rank.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
@@ -256,33 +260,81 @@ fn is_time_out(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
 
-/// Connects to rank 0, and introduces this rank on the connection.
+/// Connects to rank 0, and introduces this rank on the connection. Connects again if the connection
+/// is closed during the greeting, as rank 0 does with the oldest of too many connections.
 fn open_channel(
     rendezvous: &Rendezvous<'_>,
     channel: Channel,
     deadline: Instant,
 ) -> Result<TcpStream, StoreError> {
     let (host, port) = rendezvous.address();
-    let connection = connect(rendezvous, deadline)?;
+    let mut attempts = 0;
+    loop {
+        let connection = connect(rendezvous, deadline)?;
+        match greet(&connection, rendezvous, channel) {
+            Ok(Greeted::Admitted) => return Ok(connection),
+            Ok(Greeted::Refused(reason)) => {
+                return Err(StoreError::Refused { host, port, rank: rendezvous.rank, reason });
+            }
+            Ok(Greeted::WrongSecret) => return Err(StoreError::Secret { host, port }),
+            Err(error)
+                if is_closed(&error) && attempts < REGREETINGS && Instant::now() < deadline =>
+            {
+                attempts += 1;
+                std::thread::sleep(RETRY * attempts);
+            }
+            Err(error) => {
+                return Err(StoreError::Foreign { host, port, reason: error.to_string() });
+            }
+        }
+    }
+}
+
+/// The outcome of a greeting.
+enum Greeted {
+    Admitted,
+    Refused(String),
+    /// Rank 0 does not know the secret of this rank's run.
+    WrongSecret,
+}
+
+/// Introduces this rank on a new connection: both ends prove that they know the secret of the run.
+fn greet(
+    connection: &TcpStream,
+    rendezvous: &Rendezvous<'_>,
+    channel: Channel,
+) -> io::Result<Greeted> {
+    let until = || Until::new(connection, Instant::now() + ATTEMPT);
+    connection.set_nodelay(true)?;
+    connection.set_write_timeout(Some(rendezvous.timeout))?;
     let hello = Hello {
         greeting: GREETING.into(),
+        nonce: nonce()?,
         run: rendezvous.run.clone(),
         rank: rendezvous.rank.index(),
         world: rendezvous.world.size(),
         channel,
     };
-    let greeted = || -> io::Result<Welcome> {
-        connection.set_nodelay(true)?;
-        connection.set_read_timeout(Some(ATTEMPT))?;
-        connection.set_write_timeout(Some(rendezvous.timeout))?;
-        send(&connection, &hello)?;
-        receive_up_to(&connection, LARGEST_HELLO)
+    send(connection, &hello)?;
+    let (nonce, proof) = match receive_up_to(until(), LARGEST_HELLO)? {
+        Challenge::Prove { nonce, proof } => (nonce, proof),
+        Challenge::Refused(reason) => return Ok(Greeted::Refused(reason)),
     };
-    match greeted() {
-        Ok(Ok(())) => Ok(connection),
-        Ok(Err(reason)) => Err(StoreError::Refused { host, port, rank: rendezvous.rank, reason }),
-        Err(error) => Err(StoreError::Foreign { host, port, reason: error.to_string() }),
+    let (greeting, secret) = (hello.with(&nonce), &rendezvous.secret);
+    if !secret.verify(Side::Server, &greeting, &proof)? {
+        return Ok(Greeted::WrongSecret);
     }
+    send(connection, &Response { proof: secret.prove(Side::Rank, &greeting)? })?;
+    Ok(match receive_up_to::<Welcome>(until(), LARGEST_HELLO)? {
+        Ok(()) => Greeted::Admitted,
+        Err(reason) => Greeted::Refused(reason),
+    })
+}
+
+/// Returns whether an error says that the other end has closed the connection.
+fn is_closed(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
 }
 
 /// Opens a connection to rank 0, retrying until the deadline.

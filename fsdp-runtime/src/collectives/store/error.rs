@@ -22,7 +22,8 @@ pub enum StoreError {
     /// Rank 0 cannot listen at the host and port.
     #[error(
         "rank 0 cannot listen at {host}:{port} ({reason}); set MASTER_PORT, or `main_process_port`, \
-         to a port that is free, and MASTER_ADDR to an address of this machine"
+         to a port that is free, and MASTER_ADDR to an address of this machine, or FSDP_LISTEN to one \
+         if others reach it by another"
     )]
     CannotListen {
         /// Host of rank 0.
@@ -59,6 +60,18 @@ pub enum StoreError {
         rank: Rank,
         /// Reason of rank 0 for the refusal.
         reason: String,
+    },
+    /// A program that listens at the host and port of rank 0, and does not know the secret of the
+    /// run.
+    #[error(
+        "what listens at {host}:{port} does not know the secret of this run; set FSDP_RUN_SECRET to \
+         one text on every rank, and look for another run at this port"
+    )]
+    Secret {
+        /// Host of rank 0.
+        host: String,
+        /// TCP port of rank 0.
+        port: u16,
     },
     /// A program that is not rank 0 listens at the host and port.
     #[error(

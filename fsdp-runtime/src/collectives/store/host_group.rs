@@ -41,7 +41,7 @@ impl HostGroup {
         let hub = Hub::new(rendezvous.world, rendezvous.timeout, rendezvous.debug);
         let heartbeats = Heartbeats::new(rendezvous.world);
         let listener = rendezvous.listen()?;
-        let run = rendezvous.run.clone();
+        let run = (rendezvous.run.clone(), rendezvous.secret.clone());
         let server = Server::start(listener, hub.clone(), heartbeats.clone(), run);
         let server = server.map_err(|error| StoreError::NoThread { reason: error.to_string() })?;
         Ok(Self::Server { group: LocalGroup::new(hub, Rank::ZERO), heartbeats, server })

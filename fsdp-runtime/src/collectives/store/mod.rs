@@ -8,14 +8,19 @@
 //! ranks that issue different collectives, come late or do not come, with threads and with
 //! processes.
 //!
+//! A connection begins with a greeting in which both ends prove that they know the secret of the run
+//! ([`secret`]). Few connections may be without one at a time ([`greeting`]).
+//!
 //! A connection that closes without a farewell means that its process has ended. The other ranks
 //! learn this with their next notice or request. Nothing here needs a GPU.
 
 mod client;
 mod error;
+mod greeting;
 mod heartbeats;
 mod host_group;
 mod rendezvous;
+mod secret;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -25,3 +30,5 @@ pub use self::error::StoreError;
 pub(crate) use self::heartbeats::Heartbeats;
 pub(crate) use self::host_group::HostGroup;
 pub(crate) use self::rendezvous::Rendezvous;
+pub(crate) use self::secret::{RunSecret, SECRET_VARIABLE};
+pub use self::wire::parse_bytes as parse_store_message;

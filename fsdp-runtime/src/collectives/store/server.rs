@@ -6,10 +6,12 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use super::greeting::{Unknown, Until};
 use super::heartbeats::Heartbeats;
+use super::secret::{RunSecret, Side, nonce};
 use super::wire::{
-    Answer, Channel, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Welcome, receive,
-    receive_up_to, send,
+    Answer, Challenge, Channel, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Response,
+    Welcome, receive, receive_up_to, send,
 };
 use crate::collectives::failure::{FailureMessage, static_name};
 use crate::collectives::hub::Hub;
@@ -18,8 +20,10 @@ use crate::collectives::op::Op;
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;
 
-/// Time limit for a new connection's first message.
+/// Time limit for the greeting of a new connection.
 const HELLO: Duration = Duration::from_secs(10);
+/// Number of connections that may be without a greeting at a time, at least.
+const UNKNOWN: usize = 64;
 /// Time between two checks of the server for new connections.
 const POLL: Duration = Duration::from_millis(10);
 /// Time that rank 0 waits at its end for the other ranks to receive how the run has ended.
@@ -30,8 +34,9 @@ const LINGER: Duration = Duration::from_secs(5);
 pub(crate) struct Server {
     hub: Arc<Hub>,
     heartbeats: Arc<Heartbeats>,
-    /// Name of the run.
-    run: String,
+    /// Name of the run, and its secret.
+    run: (String, RunSecret),
+    unknown: Unknown,
     connections: Mutex<Connections>,
     changed: Condvar,
 }
@@ -52,11 +57,12 @@ impl Server {
         listener: TcpListener,
         hub: Arc<Hub>,
         heartbeats: Arc<Heartbeats>,
-        run: String,
+        run: (String, RunSecret),
     ) -> io::Result<Arc<Self>> {
         listener.set_nonblocking(true)?;
         let (connections, changed) = (Mutex::default(), Condvar::new());
-        let server = Arc::new(Self { hub, heartbeats, run, connections, changed });
+        let unknown = Unknown::new(UNKNOWN.max(4 * hub.world.size()));
+        let server = Arc::new(Self { hub, heartbeats, run, unknown, connections, changed });
         let accepting = server.clone();
         std::thread::Builder::new()
             .name("fsdp-store".into())
@@ -76,10 +82,12 @@ impl Server {
                 std::thread::sleep(POLL);
                 continue;
             };
+            let Ok(number) = self.unknown.add(&connection) else { continue };
             let server = self.clone();
             let serve = move || {
                 // A connection that does not introduce itself, or closes, is not a rank's.
-                let _ = server.serve(&connection);
+                let _ = server.serve(&connection, number);
+                server.unknown.remove(number);
             };
             if let Err(error) = std::thread::Builder::new().name("fsdp-store".into()).spawn(serve) {
                 self.hub.fail(CollectiveError::PeerFailed {
@@ -88,15 +96,43 @@ impl Server {
                 });
             }
         }
+        self.unknown.close();
+    }
+
+    /// Greets a connection: both ends prove that they know the secret of the run. Returns the
+    /// introduction of the rank, or `None` if it was refused.
+    fn greet(&self, connection: &TcpStream) -> io::Result<Option<Hello>> {
+        let deadline = Instant::now() + HELLO;
+        connection.set_nonblocking(false)?;
+        connection.set_nodelay(true)?;
+        connection.set_write_timeout(Some(HELLO))?;
+        let hello: Hello = receive_up_to(Until::new(connection, deadline), LARGEST_HELLO)?;
+        if hello.greeting != GREETING {
+            let reason =
+                format!("rank 0 is a program with {GREETING}, this one has {}", hello.greeting);
+            return send(connection, &Challenge::Refused(reason)).map(|()| None);
+        }
+        let (nonce, secret) = (nonce()?, &self.run.1);
+        let greeting = hello.with(&nonce);
+        let proof = secret.prove(Side::Server, &greeting)?;
+        send(connection, &Challenge::Prove { nonce, proof })?;
+        let response: Response = receive_up_to(Until::new(connection, deadline), LARGEST_HELLO)?;
+        if !secret.verify(Side::Rank, &greeting, &response.proof)? {
+            // A stranger learns nothing about the run.
+            let reason = "it does not know the secret of this run".to_string();
+            return send(connection, &Welcome::Err(reason)).map(|()| None);
+        }
+        connection.set_write_timeout(Some(self.hub.timeout))?;
+        Ok(Some(hello))
     }
 
     /// Admits a connection and serves it until it is closed.
-    fn serve(&self, connection: &TcpStream) -> io::Result<()> {
-        connection.set_nonblocking(false)?;
-        connection.set_nodelay(true)?;
-        connection.set_read_timeout(Some(HELLO))?;
-        connection.set_write_timeout(Some(self.hub.timeout))?;
-        let hello: Hello = receive_up_to(connection, LARGEST_HELLO)?;
+    fn serve(&self, connection: &TcpStream, number: u64) -> io::Result<()> {
+        let Some(hello) = self.greet(connection)? else { return Ok(()) };
+        // One that was closed in the meantime connects again.
+        if !self.unknown.remove(number) {
+            return Ok(());
+        }
         let rank = match self.admit(&hello) {
             Ok(rank) => rank,
             Err(reason) => return send(connection, &Welcome::Err(reason)),
@@ -115,13 +151,10 @@ impl Server {
 
     /// Returns the rank of a connection, or why the connection is refused.
     fn admit(&self, hello: &Hello) -> Result<Rank, String> {
-        let Hello { greeting, run, rank, world, channel } = hello;
+        let Hello { run, rank, world, channel, .. } = hello;
         let expected = self.hub.world;
-        if greeting != GREETING {
-            return Err(format!("rank 0 is a program with {GREETING}, this one has {greeting}"));
-        }
-        if *run != self.run {
-            return Err(format!("rank 0 belongs to the run `{}`, this one to `{run}`", self.run));
+        if *run != self.run.0 {
+            return Err(format!("rank 0 belongs to the run `{}`, this one to `{run}`", self.run.0));
         }
         if *world != expected.size() {
             return Err(format!("rank 0 is one of {expected} ranks, this one of {world}"));
@@ -221,6 +254,18 @@ impl Server {
             None => "its process ended, or cannot be reached".into(),
         };
         self.hub.fail(CollectiveError::PeerFailed { rank, reason });
+    }
+
+    /// Returns the number of connections that were admitted.
+    #[cfg(test)]
+    pub(super) fn admitted(&self) -> usize {
+        self.lock().admitted.len()
+    }
+
+    /// Returns the number of connections that have not said who they are.
+    #[cfg(test)]
+    pub(super) fn unknown_connections(&self) -> usize {
+        self.unknown.len()
     }
 
     /// Waits until every other rank has left, at most [`LINGER`].

@@ -6,8 +6,15 @@ use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::error::StoreError;
+use super::greeting::Until;
 use super::host_group::HostGroup;
 use super::rendezvous::Rendezvous;
+use super::secret::{RunSecret, Side};
+use super::server::Server;
+use super::wire::{
+    Challenge, Channel, GREETING, Hello, LARGEST_HELLO, Response, Welcome, receive, receive_up_to,
+    send,
+};
 use crate::collectives::op::Op;
 use crate::error::CollectiveError;
 use crate::layout::{Rank, WorldSize};
@@ -26,7 +33,8 @@ fn free_port() -> u16 {
 fn rendezvous(rank: usize, size: usize, port: u16, timeout: Duration) -> Rendezvous<'static> {
     let rank = world(size).ranks().nth(rank).unwrap();
     let (world, run) = (world(size), "a run".to_string());
-    Rendezvous { rank, world, host: "127.0.0.1", port, run, timeout, debug: false }
+    let (secret, listen) = (RunSecret::new("a secret"), None);
+    Rendezvous { rank, world, host: "127.0.0.1", port, run, secret, listen, timeout, debug: false }
 }
 
 fn op(unit: &'static str) -> Op {
@@ -247,4 +255,207 @@ fn connections_of_other_programs_are_ignored() {
         }
     });
     strangers.join().unwrap();
+}
+
+/// Connects to a port as soon as a program listens there.
+fn connect(port: u16) -> TcpStream {
+    loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(connection) => return connection,
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
+/// Returns rank 0 of a world of two, and its port. The port was free just now.
+fn listening() -> (HostGroup, u16) {
+    let port = free_port();
+    (HostGroup::process(&rendezvous(0, 2, port, LONG)).unwrap(), port)
+}
+
+/// Asserts that rank 1 can still join, and that the two ranks exchange values.
+fn assert_meets(rank_0: &HostGroup, port: u16) {
+    let rank_1 = HostGroup::process(&rendezvous(1, 2, port, LONG)).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| assert_eq!(rank_0.exchange(&op("a"), 0).unwrap().len(), 2));
+        assert_eq!(*rank_1.exchange(&op("a"), 1).unwrap()[0], 0);
+    });
+    assert_eq!(rank_0.failure(), None);
+    rank_1.leave();
+}
+
+/// Returns the server of rank 0.
+fn server(rank_0: &HostGroup) -> &Server {
+    let HostGroup::Server { server, .. } = rank_0 else { panic!("rank 0 serves") };
+    server
+}
+
+/// Returns the introduction of rank 1.
+fn hello(channel: Channel) -> Hello {
+    let (greeting, nonce) = (GREETING.into(), [3; 32]);
+    Hello { greeting, nonce, run: "a run".into(), rank: 1, world: 2, channel }
+}
+
+#[test]
+fn a_rank_and_rank_0_with_other_secrets_refuse_each_other() {
+    for secret in ["another", "", "a secret "] {
+        let (rank_0, port) = listening();
+        let secret = RunSecret::new(secret);
+        let stranger = Rendezvous { secret, ..rendezvous(1, 2, port, LONG) };
+        let error = HostGroup::process(&stranger).unwrap_err();
+        assert!(matches!(error, StoreError::Secret { port: at, .. } if at == port), "{error}");
+        assert!(error.to_string().contains("FSDP_RUN_SECRET"), "{error}");
+        assert_eq!(server(&rank_0).admitted(), 0);
+        assert_meets(&rank_0, port);
+    }
+}
+
+#[test]
+fn a_stranger_who_knows_all_but_the_secret_is_refused_and_told_nothing() {
+    let (rank_0, port) = listening();
+    for channel in [Channel::Requests, Channel::Notices] {
+        let connection = connect(port);
+        send(&connection, &hello(channel)).unwrap();
+        let Challenge::Prove { proof, .. } = receive(&connection).unwrap() else { panic!() };
+        // The proof of rank 0 is none of a rank.
+        send(&connection, &Response { proof }).unwrap();
+        let refused = receive::<Welcome>(&connection).unwrap().unwrap_err();
+        assert_eq!(refused, "it does not know the secret of this run");
+    }
+    let connection = connect(port);
+    send(&connection, &Hello { greeting: "fsdp-runtime 0.0.1".into(), ..hello(Channel::Requests) })
+        .unwrap();
+    let Challenge::Refused(reason) = receive(&connection).unwrap() else { panic!() };
+    assert!(reason.contains("fsdp-runtime 0.0.1"), "{reason}");
+    assert_eq!(server(&rank_0).admitted(), 0);
+    assert_meets(&rank_0, port);
+}
+
+#[test]
+fn a_greeting_that_was_recorded_is_not_admitted_again() {
+    let (rank_0, port) = listening();
+    // A rank greets, and what it sends is recorded.
+    let secret = RunSecret::new("a secret");
+    let hello = hello(Channel::Requests);
+    let mut recorded = Vec::new();
+    send(&mut recorded, &hello).unwrap();
+    let connection = connect(port);
+    connection.try_clone().unwrap().write_all(&recorded).unwrap();
+    let Challenge::Prove { nonce, .. } = receive(&connection).unwrap() else { panic!() };
+    let proof = secret.prove(Side::Rank, &hello.with(&nonce)).unwrap();
+    // The rank is cut off before its answer arrives; a stranger sends it on another connection.
+    drop(connection);
+    let mut response = Vec::new();
+    send(&mut response, &Response { proof }).unwrap();
+    for _ in 0..20 {
+        let mut replay = connect(port);
+        replay.write_all(&recorded).unwrap();
+        let Challenge::Prove { nonce: other, .. } = receive(&replay).unwrap() else { panic!() };
+        assert_ne!(other, nonce);
+        replay.write_all(&response).unwrap();
+        receive::<Welcome>(&replay).unwrap().unwrap_err();
+    }
+    assert_eq!(server(&rank_0).admitted(), 0);
+    assert_meets(&rank_0, port);
+}
+
+#[test]
+fn a_program_at_the_port_that_does_not_know_the_secret_is_found_out() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (connection, _) = listener.accept().unwrap();
+            let hello: Hello = receive(&connection).unwrap();
+            let proof = RunSecret::new("a guess").prove(Side::Server, &hello.with(&[9; 32]));
+            send(&connection, &Challenge::Prove { nonce: [9; 32], proof: proof.unwrap() }).unwrap();
+            // The rank has not proven anything.
+            receive::<Response>(&connection).unwrap_err();
+        });
+        let error = HostGroup::process(&rendezvous(1, 2, port, LONG)).unwrap_err();
+        assert!(matches!(error, StoreError::Secret { .. }), "{error}");
+    });
+}
+
+/// `STRANGERS` is the number of idle connections; 300 by default, for which the usual limit of open
+/// files is enough.
+#[test]
+fn idle_connections_keep_no_rank_out_and_are_few() {
+    let (rank_0, port) = listening();
+    let strangers = std::env::var("STRANGERS").map_or(300, |number| number.parse().unwrap());
+    let idle: Vec<_> = (0..strangers).map(|_| connect(port)).collect();
+    // One of them is slow, and says a little now and then.
+    (&idle[strangers - 1]).write_all(&[40, 0]).unwrap();
+    assert_meets(&rank_0, port);
+    assert!(server(&rank_0).unknown_connections() <= 64);
+    rank_0.leave();
+    drop(idle);
+}
+
+/// `GREETINGS` is the number of greetings; 2000 by default.
+#[test]
+fn random_and_changed_greetings_are_not_admitted() {
+    use rand::{Rng as _, SeedableRng as _};
+    let (rank_0, port) = listening();
+    let mut random = rand::rngs::StdRng::seed_from_u64(1);
+    let mut valid = Vec::new();
+    send(&mut valid, &hello(Channel::Requests)).unwrap();
+    send(&mut valid, &Response { proof: [0; 32] }).unwrap();
+    let greetings = std::env::var("GREETINGS").map_or(2000, |number| number.parse().unwrap());
+    for at in 0..greetings {
+        let mut bytes = valid.clone();
+        if at % 2 == 0 {
+            bytes = vec![0; random.random_range(0..200)];
+            random.fill(&mut bytes[..]);
+        } else {
+            for _ in 0..random.random_range(0..3) {
+                let at = random.random_range(0..bytes.len());
+                bytes[at] = random.random();
+            }
+        }
+        // The connection may be closed before all of it is written.
+        let _ = connect(port).write_all(&bytes);
+    }
+    assert_eq!(server(&rank_0).admitted(), 0);
+    assert_meets(&rank_0, port);
+}
+
+#[test]
+fn a_greeting_ends_at_its_deadline_however_slowly_it_arrives() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut slow = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (connection, _) = listener.accept().unwrap();
+    let ended = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // A length of 200 bytes, and a byte now and then.
+            slow.write_all(&[200, 0, 0, 0]).unwrap();
+            while !ended.load(std::sync::atomic::Ordering::SeqCst) {
+                let _ = slow.write_all(&[0]);
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let until = Until::new(&connection, Instant::now() + Duration::from_millis(200));
+        let error = receive_up_to::<Hello>(until, LARGEST_HELLO).unwrap_err();
+        ended.store(true, std::sync::atomic::Ordering::SeqCst);
+        let expected = [std::io::ErrorKind::TimedOut, std::io::ErrorKind::WouldBlock];
+        assert!(expected.contains(&error.kind()), "{error}");
+    });
+}
+
+#[test]
+fn rank_0_listens_at_its_address_alone() {
+    let (rank_0, port) = listening();
+    // Another address of this machine.
+    if cfg!(target_os = "linux") {
+        TcpStream::connect(("127.0.0.2", port)).unwrap_err();
+    }
+    assert_meets(&rank_0, port);
+    // An address for documentation, which no machine has.
+    let elsewhere = Rendezvous { host: "192.0.2.1", ..rendezvous(0, 2, free_port(), LONG) };
+    let error = HostGroup::process(&elsewhere).unwrap_err();
+    assert!(matches!(&error, StoreError::CannotListen { .. }), "{error}");
+    assert!(error.to_string().contains("FSDP_LISTEN"), "{error}");
+    let listen = Some("127.0.0.1".into());
+    HostGroup::process(&Rendezvous { listen, port: free_port(), ..elsewhere }).unwrap();
 }

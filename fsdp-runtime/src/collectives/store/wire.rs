@@ -1,29 +1,42 @@
 //! The messages on a connection of the store, and their framing: a length of four bytes,
 //! little-endian, then the serialised message.
 
+use std::fmt;
 use std::io::{self, Read, Write};
+use std::marker::PhantomData;
 
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
+use super::secret::{Greeting, Nonce, Proof};
 use crate::collectives::failure::FailureMessage;
 
 /// Largest size of a message in bytes.
 const LARGEST: usize = 1 << 30;
 /// Largest size of a [`Hello`] in bytes: its sender is not known yet.
-pub(super) const LARGEST_HELLO: usize = 4096;
+pub(super) const LARGEST_HELLO: usize = 1024;
 
-/// The first message on a connection, with which a rank introduces itself.
+/// The first message on a connection, from a rank to rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
     /// [`GREETING`], which distinguishes a rank from any other program.
     pub(super) greeting: String,
+    pub(super) nonce: Nonce,
     /// Name of the run.
     pub(super) run: String,
     pub(super) rank: usize,
     pub(super) world: usize,
     /// Purpose of the connection.
     pub(super) channel: Channel,
+}
+
+impl Hello {
+    /// Returns what both ends know once rank 0 has sent its nonce.
+    pub(super) fn with<'a>(&'a self, server_nonce: &'a Nonce) -> Greeting<'a> {
+        let Self { nonce, run, rank, world, channel, .. } = self;
+        let (rank, world, channel) = (*rank, *world, *channel);
+        Greeting { rank_nonce: nonce, server_nonce, run, rank, world, channel }
+    }
 }
 
 /// Name and version of this crate.
@@ -39,7 +52,22 @@ pub(super) enum Channel {
     Notices,
 }
 
-/// The answer to a [`Hello`]: whether rank 0 admits the connection, or why not.
+/// The answer of rank 0 to a [`Hello`].
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Challenge {
+    /// Rank 0's nonce, and the proof that it knows the secret.
+    Prove { nonce: Nonce, proof: Proof },
+    /// The rank is a program of another version.
+    Refused(String),
+}
+
+/// The answer to a [`Challenge`]: the rank's proof that it knows the secret.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Response {
+    pub(super) proof: Proof,
+}
+
+/// The last message of a greeting: whether rank 0 admits the connection, or why not.
 pub(super) type Welcome = Result<(), String>;
 
 /// A message whose reply has to wait for other ranks.
@@ -56,7 +84,7 @@ pub(super) enum Request {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     /// Values of all members, in rank order; none for a member that does not receive them.
-    Values(Vec<Vec<u8>>),
+    Values(#[serde(deserialize_with = "grown")] Vec<Vec<u8>>),
     /// The new process group, and the position of the requesting rank in it.
     Group { id: u64, members: Vec<usize>, index: usize },
     /// Failure that has ended the run.
@@ -85,6 +113,48 @@ pub(super) enum Answer {
     Ended(FailureMessage),
     /// Ranks that were silent.
     Silent(Vec<usize>),
+}
+
+/// Reads a list that grows with its elements, so that a wrong length of a list of lists allocates
+/// no more than that of a list.
+fn grown<'de, D, T>(deserializer: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    struct Elements<T>(PhantomData<T>);
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for Elements<T> {
+        type Value = Vec<T>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<T>, A::Error> {
+            let mut elements = Vec::new();
+            while let Some(element) = list.next_element()? {
+                elements.push(element);
+            }
+            Ok(elements)
+        }
+    }
+    deserializer.deserialize_seq(Elements(PhantomData))
+}
+
+/// Reads bytes as a message, whose kind is the first byte, for a fuzzer. Returns whether there is
+/// such a message.
+pub fn parse_bytes(bytes: &[u8]) -> bool {
+    let Some((kind, frame)) = bytes.split_first() else { return false };
+    match kind % 8 {
+        0 => receive_up_to::<Hello>(frame, LARGEST_HELLO).is_ok(),
+        1 => receive_up_to::<Challenge>(frame, LARGEST_HELLO).is_ok(),
+        2 => receive_up_to::<Response>(frame, LARGEST_HELLO).is_ok(),
+        3 => receive_up_to::<Welcome>(frame, LARGEST_HELLO).is_ok(),
+        4 => receive::<Request>(frame).is_ok(),
+        5 => receive::<Reply>(frame).is_ok(),
+        6 => receive::<Notice>(frame).is_ok(),
+        _ => receive::<Answer>(frame).is_ok(),
+    }
 }
 
 /// Writes a message to a connection.

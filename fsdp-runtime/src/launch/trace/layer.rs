@@ -109,7 +109,9 @@ impl SpanKind {
 
 /// Returns the name of a kind of memory as a constant.
 fn memory_kind(kind: &str) -> Option<&'static str> {
-    let kinds = ["shards", "replicated", "gathered", "gradients", "activations", "optimizer"];
+    let kinds = [
+        "shards", "replicated", "gathered", "gradients", "activations", "optimizer", "averages",
+    ];
     kinds.into_iter().find(|known| *known == kind)
 }
 

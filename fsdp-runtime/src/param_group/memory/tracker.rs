@@ -36,6 +36,8 @@ pub(crate) enum MemoryKind {
     Optimizer,
     /// The copy in f32 of a parameter that is being stepped, on the storage device.
     StepCopies,
+    /// Moving averages of parameters, on the storage device.
+    Averages,
 }
 
 impl MemoryKind {
@@ -48,6 +50,7 @@ impl MemoryKind {
             Self::Gradients | Self::ReductionOutputs | Self::ReducedGradients => "gradients",
             Self::Activations | Self::OffloadedActivations => "activations",
             Self::Optimizer | Self::StepCopies => "optimizer",
+            Self::Averages => "averages",
         }
     }
 
@@ -59,7 +62,8 @@ impl MemoryKind {
             | Self::Replicated
             | Self::ReducedGradients
             | Self::Optimizer
-            | Self::StepCopies => offloaded,
+            | Self::StepCopies
+            | Self::Averages => offloaded,
             Self::OffloadedActivations => true,
             Self::ReplicatedCopies
             | Self::ShardCopies

@@ -36,6 +36,8 @@ pub struct Memory {
     /// The optimizer's state, as [`Stats::record_optimizer`](crate::Stats::record_optimizer)
     /// measured it, and the copy in f32 of a parameter that is stored in bf16, while it is stepped.
     pub optimizer: Usage,
+    /// Moving averages of the parameters, which [`Ema`](crate::optim::Ema) keeps.
+    pub averages: Usage,
     /// Sum of all kinds. Its peak may be below the sum of the kinds' peaks.
     pub total: Usage,
 }
@@ -47,7 +49,7 @@ impl Memory {
     }
 
     /// Returns every kind with its name, without the total.
-    fn parts(&self) -> [(&'static str, Usage); 6] {
+    fn parts(&self) -> [(&'static str, Usage); 7] {
         [
             ("shards", self.shards),
             ("replicated", self.replicated),
@@ -55,6 +57,7 @@ impl Memory {
             ("gradients", self.gradients),
             ("activations", self.activations),
             ("optimizer", self.optimizer),
+            ("averages", self.averages),
         ]
     }
 
@@ -71,6 +74,7 @@ impl Memory {
             "gradients" => &mut self.gradients,
             "activations" => &mut self.activations,
             "optimizer" => &mut self.optimizer,
+            "averages" => &mut self.averages,
             _ => unreachable!("`{name}` is no kind of memory"),
         }
     }
@@ -105,10 +109,14 @@ impl Memory {
 }
 
 impl fmt::Display for Memory {
-    /// Prints a table in MiB: one row for each kind and one for the total.
+    /// Prints a table in MiB: one row for each kind and one for the total. Averages have a row where
+    /// there are any.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:<12}{:>12}{:>12}", "MiB per rank", "now", "peak")?;
         for (name, usage) in self.kinds() {
+            if name == "averages" && usage.peak == 0 {
+                continue;
+            }
             write!(f, "\n{name:<12}{:>12.2}{:>12.2}", mib(usage.now), mib(usage.peak))?;
         }
         Ok(())
@@ -129,6 +137,7 @@ mod tests {
             gradients: mib(256, 768),
             activations: Usage::default(),
             optimizer: mib(1024, 1024),
+            averages: Usage::default(),
             total: Usage { now: 7171 << 18, peak: 13_315 << 18 },
         };
         let expected = "\
@@ -141,5 +150,7 @@ activations         0.00        0.00
 optimizer        1024.00     1024.00
 total            1792.75     3328.75";
         assert_eq!(memory.to_string(), expected);
+        let averaged = Memory { averages: mib(2, 3), ..memory }.to_string();
+        assert!(averaged.contains("averages            2.00        3.00"), "{averaged}");
     }
 }

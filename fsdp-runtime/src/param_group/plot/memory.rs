@@ -7,8 +7,8 @@ use crate::param_group::forecast::MemoryForecast;
 use crate::param_group::memory::{Memory, MemoryTimeline};
 
 /// Kinds of memory from the bottom of the picture up: those that change least come first.
-const KINDS: [&str; 6] =
-    ["shards", "replicated", "optimizer", "gathered", "gradients", "activations"];
+const KINDS: [&str; 7] =
+    ["shards", "replicated", "optimizer", "gathered", "gradients", "activations", "averages"];
 /// Bytes of a MiB.
 const MIB: f64 = (1 << 20) as f64;
 

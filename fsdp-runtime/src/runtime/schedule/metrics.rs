@@ -28,6 +28,8 @@ pub(crate) trait ScheduleMetrics {
     fn record_optimizer(&self, bytes: usize);
     /// Counts the copy in f32 of a parameter that is being stepped, until the value is dropped.
     fn count_step_copy(&self, index: ParamIndex) -> Counted;
+    /// Counts the averages of parameters, of a size in bytes, until the returned value is dropped.
+    fn count_average(&self, bytes: usize) -> Counted;
     /// Starts a record of at most `max_samples` changes of memory.
     fn start_memory_timeline(&self, max_samples: usize);
     /// Returns the record of changes of memory so far, if one is kept.
@@ -72,6 +74,10 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
     fn count_step_copy(&self, index: ParamIndex) -> Counted {
         let bytes = self.param(index).1.range().len() * size_of::<f32>();
         Counted::new(&self.tracker, MemoryKind::StepCopies, bytes, index.unit)
+    }
+
+    fn count_average(&self, bytes: usize) -> Counted {
+        Counted::new(&self.tracker, MemoryKind::Averages, bytes, None)
     }
 
     fn start_memory_timeline(&self, max_samples: usize) {

@@ -14,6 +14,9 @@ use super::settings::Settings;
 /// Environment variable with the name of a run, which no other run on this machine has.
 pub(super) const RUN_ID: &str = "FSDP_RUN_ID";
 
+/// Environment variable with the secret of a run, which its ranks prove to each other.
+pub(super) const SECRET: &str = "FSDP_RUN_SECRET";
+
 /// Environment variable with the number of threads of a process, as OpenMP has it.
 const THREADS: &str = "OMP_NUM_THREADS";
 
@@ -59,6 +62,12 @@ impl Plan {
         }
 
         let mut variables = vec![(RUN_ID, run_id().into())];
+        // The launchers of several machines do not talk to each other: their users give a secret.
+        if machines == 1 && variable(SECRET).is_none_or(|secret| secret.is_empty()) {
+            variables.push((SECRET, secret()?.into()));
+        } else if let Some(secret) = variable(SECRET) {
+            variables.push((SECRET, secret));
+        }
         if let Some(host) = main_process_host(config, mpirun.is_some())? {
             let port = rendezvous::port(config.main_process_port, machines, machine)?;
             rendezvous::resolve(host, port)?;
@@ -162,6 +171,16 @@ fn run_id() -> String {
     format!("{:x}-{:x}", nanos, std::process::id())
 }
 
+/// Returns a random secret of 256 bits, in hexadecimal digits.
+fn secret() -> Result<String, LaunchError> {
+    let mut secret = [0; 32];
+    getrandom::fill(&mut secret).map_err(|error| LaunchError::System {
+        action: "make the secret of the run",
+        source: std::io::Error::other(error.to_string()),
+    })?;
+    Ok(secret.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
@@ -217,6 +236,20 @@ mod tests {
         assert_ne!(one.variable("MASTER_PORT"), Some("0"));
         assert_eq!(one.variable("CUDA_VISIBLE_DEVICES"), Some(""));
         assert_eq!(one.mpirun, None);
+    }
+
+    #[test]
+    fn each_launch_has_a_secret_or_that_of_its_user() {
+        let secret = |flags: &[(&str, &str)], env: &[(&str, &str)]| {
+            plan(flags, "num_processes: 2\n", env).unwrap().variable(SECRET).map(str::to_string)
+        };
+        let (one, two) = (secret(&[], &[]).unwrap(), secret(&[], &[(SECRET, "")]).unwrap());
+        assert!(one.len() == 64 && one != two, "{one} {two}");
+        assert_eq!(secret(&[], &[(SECRET, "mine")]), Some("mine".into()));
+        // Launchers on several machines cannot agree on one by themselves.
+        let machines = [("num_machines", "2"), ("main_process_ip", "127.0.0.1")];
+        assert_eq!(secret(&machines, &[]), None);
+        assert_eq!(secret(&machines, &[(SECRET, "ours")]), Some("ours".into()));
     }
 
     #[test]

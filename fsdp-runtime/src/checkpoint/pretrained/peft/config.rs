@@ -43,7 +43,7 @@ impl PeftConfig {
         Self::parse(&json, file.clone()).map_err(wrong)
     }
 
-    fn parse(json: &Value, file: String) -> Result<Self, String> {
+    pub(super) fn parse(json: &Value, file: String) -> Result<Self, String> {
         if json["peft_type"] != "LORA" {
             return Err(format!("`peft_type` is {}, not \"LORA\"", json["peft_type"]));
         }

@@ -6,9 +6,9 @@ use super::super::load_values::{ParamTarget, load_values};
 use super::super::matching::{MatchedTensor, WantedTensor, match_tensors};
 use super::super::options::{LoadOptions, LoadReport};
 use super::super::source::Source;
-use super::WEIGHTS;
 use super::config::PeftConfig;
 use super::plan::{PeftTensor, Plan};
+use super::{WEIGHTS, WEIGHTS_BIN};
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::state::StateMut;
 use crate::error::{Error, LoadError};
@@ -45,11 +45,12 @@ fn match_adapters<M: FsdpModule>(
     folder: &Path,
 ) -> Result<(Vec<(ParamTarget, MatchedTensor)>, LoadReport), LoadError> {
     let config = PeftConfig::read(folder)?;
-    let file = folder.join(WEIGHTS);
+    let names = [WEIGHTS, WEIGHTS_BIN].map(|name| folder.join(name));
+    let file = names.iter().find(|file| file.is_file()).unwrap_or(&names[0]);
     let plan = Plan::new(model)
         .map_err(|reason| LoadError::Adapters { file: file.display().to_string(), reason })?;
     config.check(&plan)?;
-    let source = Source::safetensors(&file)?;
+    let source = Source::open(file)?;
     let wanted = plan.tensors.iter().map(|(name, tensor)| {
         let PeftTensor { target, spec, transposed } = *tensor;
         let wanted = match target {
