@@ -108,7 +108,7 @@ impl<M: FsdpModule> EmaModel<M> {
     /// [`ScheduleError::ChangedWhileUnsharded`](crate::ScheduleError::ChangedWhileUnsharded) while a
     /// unit is kept gathered.
     pub fn swap_in<'a>(&'a mut self, model: &'a mut Fsdp<M>) -> Result<SwappedIn<'a, M>, Error> {
-        model.schedule.refuse_guards()?;
+        model.schedule.begin_change()?;
         std::mem::swap(&mut self.model.module, &mut model.module);
         Ok(SwappedIn { model, average: self })
     }
@@ -133,6 +133,8 @@ impl<M> Deref for SwappedIn<'_, M> {
 
 impl<M> Drop for SwappedIn<'_, M> {
     fn drop(&mut self) {
+        // No unit is kept gathered: its guard would borrow the model.
+        let _ = self.model.schedule.begin_change();
         std::mem::swap(&mut self.average.model.module, &mut self.model.module);
     }
 }

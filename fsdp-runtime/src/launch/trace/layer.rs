@@ -109,9 +109,8 @@ impl SpanKind {
 
 /// Returns the name of a kind of memory as a constant.
 fn memory_kind(kind: &str) -> Option<&'static str> {
-    let kinds = [
-        "shards", "replicated", "gathered", "gradients", "activations", "optimizer", "averages",
-    ];
+    let kinds =
+        ["shards", "replicated", "gathered", "gradients", "activations", "optimizer", "averages"];
     kinds.into_iter().find(|known| *known == kind)
 }
 
