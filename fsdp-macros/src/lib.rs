@@ -87,6 +87,27 @@ use parse::{ImplBlock, Module, Value};
 ///   `fsdp-runtime`, for a crate that knows it under another name or through a re-export, such as
 ///   `crate = "my_framework::fsdp"`. Write it on the struct and on the `impl` block.
 ///
+/// The struct may have type parameters and constant parameters. A parameter that is a module needs the
+/// bound `FsdpModule`, and for `#[derive(Module)]` the bound `ModuleDisplay`. The struct has all bounds
+/// that its `impl` block under the attribute has. Checks of a generic unit run when a program that
+/// shards it is built.
+///
+/// ```ignore
+/// #[derive(Module, Debug)]
+/// #[fsdp_unit]
+/// pub struct Residual<M: FsdpModule + ModuleDisplay + Layer> {
+///     inner: M,
+///     norm: LayerNorm,
+/// }
+///
+/// #[fsdp_unit]
+/// impl<M: FsdpModule + ModuleDisplay + Layer> Residual<M> {
+///     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+///         x.clone() + self.inner.apply(self.norm.forward(x))
+///     }
+/// }
+/// ```
+///
 /// # On a field
 ///
 /// These arguments are written in `#[fsdp(..)]`.
@@ -150,8 +171,8 @@ use parse::{ImplBlock, Module, Value};
 ///
 /// A wrong use does not compile, and the message says what to write instead. Examples are:
 ///
-/// - an enum, a union or a generic type as a unit, a unit without parameters, or a root inside a
-///   root;
+/// - an enum or a union as a unit, a type parameter without the bound `FsdpModule`, a unit without
+///   parameters, or a root inside a root;
 /// - a field under `#[cfg]`, or a field of a type that FSDP does not know;
 /// - two parameters with one checkpoint key;
 /// - a tied weight in two units, or a tie path that leads to no weight;
@@ -199,8 +220,8 @@ pub fn fsdp_unit(
 ///
 /// # Errors
 ///
-/// An enum, a union or a generic type does not compile, nor does a struct under `#[fsdp_unit]`,
-/// which implements `FsdpModule` too. Fields, keys and ties are checked as under
+/// An enum or a union does not compile, nor does a type parameter without the bound `FsdpModule`, nor a
+/// struct under `#[fsdp_unit]`, which implements `FsdpModule` too. Fields, keys and ties are checked as under
 /// [`macro@fsdp_unit`].
 #[proc_macro_derive(FsdpModule, attributes(fsdp))]
 pub fn derive_fsdp_module(item: proc_macro::TokenStream) -> proc_macro::TokenStream {
