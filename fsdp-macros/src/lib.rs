@@ -93,6 +93,15 @@ use parse::{ImplBlock, Module, Value};
 /// shards it is built.
 ///
 /// ```ignore
+/// use burn::module::{Module, ModuleDisplay};
+/// use burn::nn::LayerNorm;
+/// use burn::tensor::Tensor;
+/// use fsdp_runtime::{FsdpModule, fsdp_unit};
+///
+/// pub trait Layer {
+///     fn apply(&self, x: Tensor<3>) -> Tensor<3>;
+/// }
+///
 /// #[derive(Module, Debug)]
 /// #[fsdp_unit]
 /// pub struct Residual<M: FsdpModule + ModuleDisplay + Layer> {
@@ -132,11 +141,33 @@ use parse::{ImplBlock, Module, Value};
 /// unit carries the attribute, and further ones carry it with `more`.
 ///
 /// ```ignore
+/// use burn::module::Module;
+/// use burn::nn::Linear;
+/// use burn::tensor::Tensor;
+/// use fsdp_runtime::fsdp_unit;
+///
+/// pub trait Encoder {
+///     fn encode(&self, x: Tensor<3>) -> Tensor<3>;
+/// }
+///
+/// #[derive(Module, Debug)]
+/// #[fsdp_unit]
+/// pub struct Head {
+///     dense: Linear,
+/// }
+///
+/// #[fsdp_unit]
+/// impl Head {
+///     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+///         self.dense.forward(x)
+///     }
+/// }
+///
 /// #[fsdp_unit(more)]
-/// impl Encoder for Block {
+/// impl Encoder for Head {
 ///     #[fsdp(forward)]
 ///     fn encode(&self, x: Tensor<3>) -> Tensor<3> {
-///         self.up.forward(x)
+///         self.dense.forward(x).detach()
 ///     }
 /// }
 /// ```
