@@ -87,6 +87,36 @@ use parse::{ImplBlock, Module, Value};
 ///   `fsdp-runtime`, for a crate that knows it under another name or through a re-export, such as
 ///   `crate = "my_framework::fsdp"`. Write it on the struct and on the `impl` block.
 ///
+/// The struct may have type parameters and constant parameters. A parameter that is a module needs the
+/// bound `FsdpModule`, and for `#[derive(Module)]` the bound `ModuleDisplay`. The struct has all bounds
+/// that its `impl` block under the attribute has. Checks of a generic unit run when a program that
+/// shards it is built.
+///
+/// ```ignore
+/// use burn::module::{Module, ModuleDisplay};
+/// use burn::nn::LayerNorm;
+/// use burn::tensor::Tensor;
+/// use fsdp_runtime::{FsdpModule, fsdp_unit};
+///
+/// pub trait Layer {
+///     fn apply(&self, x: Tensor<3>) -> Tensor<3>;
+/// }
+///
+/// #[derive(Module, Debug)]
+/// #[fsdp_unit]
+/// pub struct Residual<M: FsdpModule + ModuleDisplay + Layer> {
+///     inner: M,
+///     norm: LayerNorm,
+/// }
+///
+/// #[fsdp_unit]
+/// impl<M: FsdpModule + ModuleDisplay + Layer> Residual<M> {
+///     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+///         x.clone() + self.inner.apply(self.norm.forward(x))
+///     }
+/// }
+/// ```
+///
 /// # On a field
 ///
 /// These arguments are written in `#[fsdp(..)]`.
@@ -111,11 +141,33 @@ use parse::{ImplBlock, Module, Value};
 /// unit carries the attribute, and further ones carry it with `more`.
 ///
 /// ```ignore
+/// use burn::module::Module;
+/// use burn::nn::Linear;
+/// use burn::tensor::Tensor;
+/// use fsdp_runtime::fsdp_unit;
+///
+/// pub trait Encoder {
+///     fn encode(&self, x: Tensor<3>) -> Tensor<3>;
+/// }
+///
+/// #[derive(Module, Debug)]
+/// #[fsdp_unit]
+/// pub struct Head {
+///     dense: Linear,
+/// }
+///
+/// #[fsdp_unit]
+/// impl Head {
+///     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+///         self.dense.forward(x)
+///     }
+/// }
+///
 /// #[fsdp_unit(more)]
-/// impl Encoder for Block {
+/// impl Encoder for Head {
 ///     #[fsdp(forward)]
 ///     fn encode(&self, x: Tensor<3>) -> Tensor<3> {
-///         self.up.forward(x)
+///         self.dense.forward(x).detach()
 ///     }
 /// }
 /// ```
@@ -150,8 +202,8 @@ use parse::{ImplBlock, Module, Value};
 ///
 /// A wrong use does not compile, and the message says what to write instead. Examples are:
 ///
-/// - an enum, a union or a generic type as a unit, a unit without parameters, or a root inside a
-///   root;
+/// - an enum or a union as a unit, a type parameter without the bound `FsdpModule`, a unit without
+///   parameters, or a root inside a root;
 /// - a field under `#[cfg]`, or a field of a type that FSDP does not know;
 /// - two parameters with one checkpoint key;
 /// - a tied weight in two units, or a tie path that leads to no weight;
@@ -199,8 +251,8 @@ pub fn fsdp_unit(
 ///
 /// # Errors
 ///
-/// An enum, a union or a generic type does not compile, nor does a struct under `#[fsdp_unit]`,
-/// which implements `FsdpModule` too. Fields, keys and ties are checked as under
+/// An enum or a union does not compile, nor does a type parameter without the bound `FsdpModule`, nor a
+/// struct under `#[fsdp_unit]`, which implements `FsdpModule` too. Fields, keys and ties are checked as under
 /// [`macro@fsdp_unit`].
 #[proc_macro_derive(FsdpModule, attributes(fsdp))]
 pub fn derive_fsdp_module(item: proc_macro::TokenStream) -> proc_macro::TokenStream {

@@ -427,6 +427,41 @@ fn micro_batches_are_reduced_in_the_shard_group_and_once_among_the_replicas() {
     }
 }
 
+/// The kind of accumulation changes from one micro-batch to the next.
+#[test]
+fn accumulation_may_change_between_micro_batches() {
+    use GradientAccumulation::{HoldUnsharded, ReduceEach, ReduceInGroup};
+    let run = |kinds: [GradientAccumulation; 2]| {
+        of_rank_0(4, move |worker| {
+            let options =
+                FsdpOptions::new().with_strategy(ShardingStrategy::HybridShard).with_shard_size(2);
+            let model = sharded(2, worker, options)?;
+            let x = |step| input(worker.rank().index(), step, 4, worker.device());
+            for (step, kind) in kinds.into_iter().enumerate() {
+                model.set_gradient_accumulation(kind)?;
+                model.accumulate(loss(model.forward(x(step))))?;
+            }
+            let gradients = model.backward(loss(model.forward(x(2))))?;
+            let bias = gradient(&gradients, model.head.bias.as_ref().expect("with a bias"));
+            let counts = model.stats().counts();
+            Ok((bias.expect("used"), [counts.reduce_scatters, counts.all_reduces]))
+        })
+    };
+    // Three units.
+    let (expected, counts) = run([ReduceEach; 2]);
+    assert_eq!(counts, [9, 9]);
+    for (kinds, reductions) in [
+        ([HoldUnsharded, ReduceInGroup], [6, 3]),
+        ([ReduceInGroup, HoldUnsharded], [6, 3]),
+        ([ReduceInGroup, ReduceEach], [9, 6]),
+        ([ReduceEach, HoldUnsharded], [6, 6]),
+    ] {
+        let (found, counts) = run(kinds);
+        assert_eq!(counts, reductions, "{kinds:?}");
+        assert_close(&found, &expected, Within::Scaled(1e-6), format!("{kinds:?}"));
+    }
+}
+
 /// The last micro-batch does not use a block that the first one used.
 #[test]
 fn sums_in_the_group_of_a_unit_that_the_last_micro_batch_skips_are_reduced() {

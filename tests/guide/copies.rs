@@ -54,8 +54,8 @@ fn examples_of_the_macros_compile() {
     // `ignore`, as rustdoc cannot link the runtime to its own dependency.
     let examples = documentation.split("```ignore\n").skip(1);
     let examples: Vec<_> = examples.filter_map(|text| text.split("```").next()).collect();
-    let names = ["fsdp_unit", "fsdp_module", "unit_value"];
-    assert_eq!(examples.len(), names.len(), "one example for each macro");
+    let names = ["fsdp_unit", "generic_unit", "trait_block", "fsdp_module", "unit_value"];
+    assert_eq!(examples.len(), names.len(), "an example for each name");
     for (example, name) in examples.into_iter().zip(names) {
         let compiled = text(&format!("tests/units/accepted/macro_examples/{name}.rs"));
         assert_eq!(example, compiled, "the documentation of {name}");

@@ -1,4 +1,4 @@
-//! Generic units whose parameters lack the bound that they need.
+//! Generic units whose parameters lack the bound that they need, or that no module has.
 
 use burn::module::{Module, ModuleDisplay};
 use burn::nn::Linear;
@@ -26,6 +26,12 @@ where
 pub struct Old<B: Backend> {
     up: Linear,
     backend: core::marker::PhantomData<B>,
+}
+
+#[derive(Debug, Clone)]
+#[fsdp_unit]
+pub struct Borrowed<'a> {
+    up: &'a Linear,
 }
 
 fn main() {}

@@ -24,9 +24,9 @@ pub(super) fn implementation_with(
         _ if module.is_one_type() => None,
         Some(clause) => {
             let predicates = clause.predicates.iter();
-            Some(quote!(where #(#predicates,)* #name #arguments: __fsdp::BurnModule))
+            Some(quote!(where #(#predicates,)* #name #arguments: __fsdp::BurnModule + 'static))
         }
-        None => Some(quote!(where #name #arguments: __fsdp::BurnModule)),
+        None => Some(quote!(where #name #arguments: __fsdp::BurnModule + 'static)),
     };
     let unit =
         module.unit.map(|_| quote!(impl #generics __fsdp::FsdpUnit for #name #arguments #bound {}));

@@ -58,9 +58,6 @@ pub(super) fn checks(block: &ImplBlock<'_>) -> TokenStream {
             &[#(#forwards),*]
         };
         #(#conditions #checks)*
-        // The type is a unit, and has the block with the hooks that it must have.
-        #conditions
-        const _: () = __fsdp::has_hooks::<#ty>();
     }
 }
 

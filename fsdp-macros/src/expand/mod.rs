@@ -32,7 +32,8 @@ pub(crate) use item::without_own_attributes;
 /// Generates the traits of a struct. After an error, when `is_valid` is false, only what other
 /// items use is generated, without checks that could report more errors about the same mistake.
 pub(crate) fn module(module: &Module<'_>, is_valid: bool) -> TokenStream {
-    if module.is_also_a_unit() {
+    // A borrowing type implements nothing, since a module is `'static`.
+    if module.is_also_a_unit() || module.original.generics.lifetimes().next().is_some() {
         return TokenStream::new();
     }
     let generated = match &module.original.data {

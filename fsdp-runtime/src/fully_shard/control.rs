@@ -5,7 +5,7 @@ use super::model::Fsdp;
 use super::unshard::UnitHandle;
 use crate::error::Error;
 use crate::module::FsdpModule;
-use crate::options::{ReshardAfterForward, divide_factor};
+use crate::options::{GradientAccumulation, ReshardAfterForward, divide_factor};
 use crate::param_group::UnitControl;
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -54,6 +54,23 @@ impl<M: FsdpModule> Fsdp<M> {
     /// [`set_reshard_after_forward`](Self::set_reshard_after_forward).
     pub fn set_gradient_divide_factor(&self, factor: f64) -> Result<(), Error> {
         self.schedule.set_divide_factor(divide_factor(factor)?)
+    }
+
+    /// Sets how [`accumulate`](Self::accumulate) stores the gradients of a micro-batch, from the next
+    /// backward on. Every rank calls it.
+    ///
+    /// It may change between two micro-batches of a step: what was accumulated before is reduced by
+    /// the backward that ends the step at the latest. FSDP2's `set_requires_gradient_sync` and
+    /// `set_requires_all_reduce`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`set_reshard_after_forward`](Self::set_reshard_after_forward).
+    pub fn set_gradient_accumulation(
+        &self,
+        accumulation: GradientAccumulation,
+    ) -> Result<(), Error> {
+        self.schedule.set_accumulation(accumulation)
     }
 
     fn reshard_after_forward(

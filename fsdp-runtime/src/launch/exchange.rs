@@ -115,6 +115,16 @@ impl Worker {
         Ok(value.expect("all ranks have given the same `from`, which made a value"))
     }
 
+    /// Replaces each value by its sum over all ranks, added in rank order. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError`] when a rank does not call it within the time-out, or passes another
+    /// number of values.
+    pub fn all_reduce_sum(&self, values: &mut [f64]) -> Result<(), Error> {
+        self.reduce(values, ReduceOp::Sum)
+    }
+
     /// Replaces each value by its combination over all ranks. Every rank calls it.
     ///
     /// # Errors

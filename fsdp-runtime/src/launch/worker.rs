@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use burn::tensor::Device;
 
-use super::exchange::ReduceOp;
 use crate::collectives::Op;
 use crate::collectives::comm::Communicator;
 use crate::collectives::group::{AnyProcessGroup, Message};
@@ -67,16 +66,6 @@ impl Worker {
     /// [`CollectiveError`] when a rank does not call it within the time-out.
     pub fn barrier(&self) -> Result<(), Error> {
         self.exchange_as("barrier", "the worker", ()).map(|_| ())
-    }
-
-    /// Replaces each value by its sum over all ranks, added in rank order. Every rank calls it.
-    ///
-    /// # Errors
-    ///
-    /// [`CollectiveError`] when a rank does not call it within the time-out, or passes another
-    /// number of values.
-    pub fn all_reduce_sum(&self, values: &mut [f64]) -> Result<(), Error> {
-        self.reduce(values, ReduceOp::Sum)
     }
 
     /// Returns the smallest `own` of all ranks: the number of steps for which every rank has

@@ -334,23 +334,13 @@ impl FsdpConfig {
             CheckpointingConfig::All => ActivationCheckpointing::All,
         };
         let unit = |option: &'static str, name: &str| named(option, name).map(UnitType::named);
-        let mut mixed_precision_for = Vec::new();
-        for (name, policy) in &self.mixed_precision_for {
-            mixed_precision_for.push((unit("mixed_precision_for", name)?, *policy));
-        }
-        let mut storage_for = Vec::new();
-        for (name, policy) in &self.storage_for {
-            storage_for.push((unit("storage_for", name)?, *policy));
-        }
-        let mut reshard_after_forward_for = Vec::new();
-        for (name, reshard) in &self.reshard_after_forward_for {
-            reshard_after_forward_for.push((unit("reshard_after_forward_for", name)?, *reshard));
-        }
         Ok(FsdpOptions {
             strategy: self.strategy,
             shard_size: self.shard_size,
             reshard_after_forward: self.reshard_after_forward,
-            reshard_after_forward_for,
+            reshard_after_forward_for: of_units(&self.reshard_after_forward_for, |name| {
+                unit("reshard_after_forward_for", name)
+            })?,
             reshard_after_forward_at: self.reshard_after_forward_at.clone(),
             reshard_after_backward: self.reshard_after_backward,
             wrap,
@@ -364,10 +354,12 @@ impl FsdpConfig {
             gradient_accumulation: self.gradient_accumulation,
             gradient_divide_factor: self.gradient_divide_factor,
             mixed_precision: self.mixed_precision,
-            mixed_precision_for,
+            mixed_precision_for: of_units(&self.mixed_precision_for, |name| {
+                unit("mixed_precision_for", name)
+            })?,
             mixed_precision_at: self.mixed_precision_at.clone(),
             storage: self.storage,
-            storage_for,
+            storage_for: of_units(&self.storage_for, |name| unit("storage_for", name))?,
             storage_at: self.storage_at.clone(),
             offload: self.offload,
             activation_checkpointing: checkpointing,
@@ -381,6 +373,14 @@ impl FsdpConfig {
             optimizer_check: self.optimizer_check,
         })
     }
+}
+
+/// Returns the settings of units, whose types `find` finds by name.
+fn of_units<T: Copy>(
+    named: &[(String, T)],
+    find: impl Fn(&str) -> Result<UnitType, ShardError>,
+) -> Result<Vec<(UnitType, T)>, ShardError> {
+    named.iter().map(|(name, setting)| Ok((find(name)?, *setting))).collect()
 }
 
 #[cfg(test)]

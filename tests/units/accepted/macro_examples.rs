@@ -3,4 +3,6 @@
 
 pub mod fsdp_module;
 pub mod fsdp_unit;
+pub mod generic_unit;
+pub mod trait_block;
 pub mod unit_value;

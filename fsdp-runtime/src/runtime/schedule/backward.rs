@@ -14,7 +14,7 @@ use super::unit_state::ShardState;
 use crate::backend::{Float, ModelBackend, Raw, bytes, cast_model, kernels};
 use crate::error::Error;
 use crate::module::CallId;
-use crate::options::{BackwardPrefetch, GradientAccumulation};
+use crate::options::BackwardPrefetch;
 use crate::param_group::Unit;
 use crate::param_group::memory::MemoryKind;
 
@@ -170,7 +170,7 @@ impl<B: ModelBackend> Schedule<B> {
         let after = total_bytes::<B>(sums);
         self.tracker.give_back(MemoryKind::Gradients, before, index);
         self.tracker.take(MemoryKind::Gradients, after, index);
-        if state.gradients.accumulating && self.holds_unsharded() {
+        if state.gradients.accumulating && state.gradients.holds_unsharded() {
             return Ok(());
         }
         self.reduce(state, index)
@@ -190,15 +190,10 @@ impl<B: ModelBackend> Schedule<B> {
         shares_device && wanted == DType::F32 && kernels::takes(found)
     }
 
-    /// Returns whether the gradients of micro-batches are accumulated before they are reduced.
-    fn holds_unsharded(&self) -> bool {
-        self.settings.accumulation == GradientAccumulation::HoldUnsharded
-    }
-
     /// Starts a backward pass. `accumulate` says that another one of the same step follows.
     pub(super) fn begin_backward_pass(&self, accumulate: bool) {
         let mut state = self.lock();
-        if accumulate && !state.gradients.accumulating && self.holds_unsharded() {
+        if accumulate && !state.gradients.accumulating && state.gradients.holds_unsharded() {
             let bytes = |unit: &Unit| unit.gradient_bytes().1;
             let bytes: usize = self.units.iter().map(bytes).sum();
             tracing::info!(

@@ -12,7 +12,7 @@ use crate::collectives::comm::Communicator;
 use crate::collectives::group::{AnyProcessGroup, blocks};
 use crate::error::{Error, ScheduleError, ShardError};
 use crate::layout::{Mesh, WorldSize};
-use crate::options::{ReshardAfterForward, resolve_reshard};
+use crate::options::{GradientAccumulation, ReshardAfterForward, resolve_reshard};
 use crate::param_group::UnitControl;
 use crate::param_group::memory::MemoryKind;
 
@@ -31,6 +31,9 @@ pub(crate) trait ScheduleControl {
     fn prepare_reshard(&self, reshard: ReshardAfterForward) -> Result<ReshardAfterForward, Error>;
     /// Sets the number by which sums of gradients are divided, from the next reduction on.
     fn set_divide_factor(&self, factor: f64) -> Result<(), Error>;
+    /// Sets the form in which the gradients of micro-batches are accumulated, from the next backward
+    /// on.
+    fn set_accumulation(&self, accumulation: GradientAccumulation) -> Result<(), Error>;
 }
 
 /// Returns the process group in which `size` neighbouring ranks of the shard group keep parts of
@@ -107,6 +110,13 @@ impl<B: ModelBackend> ScheduleControl for Schedule<B> {
         self.refuse_change_during_pass(&self.lock())?;
         self.agree_on(&format!("the change of gradient_divide_factor to {factor}"))?;
         self.lock().gradients.divide_factor = Some(factor);
+        Ok(())
+    }
+
+    fn set_accumulation(&self, accumulation: GradientAccumulation) -> Result<(), Error> {
+        self.refuse_change_during_pass(&self.lock())?;
+        self.agree_on(&format!("the change of gradient_accumulation to {accumulation:?}"))?;
+        self.lock().gradients.accumulation = accumulation;
         Ok(())
     }
 }

@@ -163,8 +163,8 @@ impl<B: ModelBackend> Schedule<B> {
     /// Returns the second part of a unit's reduction, and takes the sums of earlier micro-batches.
     fn replicas(&self, state: &mut State<B>, index: usize) -> Replicas<Raw<B>> {
         let Some(group) = self.settings.groups.replicate.clone() else { return Replicas::None };
+        let holds = state.gradients.accumulation == GradientAccumulation::ReduceInGroup;
         let unit = &mut state.units[index];
-        let holds = self.settings.accumulation == GradientAccumulation::ReduceInGroup;
         if holds && state.gradients.accumulating {
             unit.has_partial = true;
             return Replicas::Later;

@@ -12,7 +12,7 @@ use super::unit_state::UnitState;
 use crate::backend::{ModelBackend, Raw, ShardBackend};
 use crate::collectives::group::AnyProcessGroup;
 use crate::module::{CallId, ParamIndex};
-use crate::options::ReshardAfterForward;
+use crate::options::{GradientAccumulation, ReshardAfterForward};
 use crate::param_group::{Unit, UnitControl};
 
 /// The mutable state of a schedule.
@@ -91,6 +91,7 @@ impl<B: ModelBackend> State<B> {
                 continuing: false,
                 reduced_bytes: 0,
                 divide_factor: settings.gradient_divide_factor,
+                accumulation: settings.accumulation,
             },
             unloaded: BTreeSet::new(),
         }
@@ -133,6 +134,15 @@ pub(super) struct GradientState<B: ModelBackend> {
     pub(super) reduced_bytes: usize,
     /// Number by which sums of gradients are divided, if it is not the number of ranks.
     pub(super) divide_factor: Option<f64>,
+    /// Form in which the gradients of micro-batches are accumulated.
+    pub(super) accumulation: GradientAccumulation,
+}
+
+impl<B: ModelBackend> GradientState<B> {
+    /// Returns whether the gradients of micro-batches are accumulated before they are reduced.
+    pub(super) fn holds_unsharded(&self) -> bool {
+        self.accumulation == GradientAccumulation::HoldUnsharded
+    }
 }
 
 /// A call between `pre_backward` and the depth of its inputs.
