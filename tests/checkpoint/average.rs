@@ -201,8 +201,9 @@ fn only_trained_parameters_are_averaged_and_counted() {
     });
     for (adapters, counted, after, peak, (all, stored)) in measured {
         assert!(adapters > 0);
-        assert_eq!((counted, after, peak), (adapters, 0, adapters));
         // An empty shard is stored as one element.
+        assert!((adapters..adapters + 64).contains(&counted), "{counted} {adapters}");
+        assert_eq!((after, peak), (0, counted));
         assert!((stored..stored + 64).contains(&all), "{all} {stored}");
     }
 }

@@ -40,7 +40,7 @@ impl FailureMessage {
 
     /// Converts a received failure back, in a world of size `world`.
     pub(super) fn into_error(self, world: WorldSize) -> CollectiveError {
-        let rank = |index: usize| world.ranks().nth(index).unwrap_or(Rank::ZERO);
+        let rank = |index: usize| world.rank(index).unwrap_or(Rank::ZERO);
         match self {
             Self::Timeout { op, unit, missing, waited } => CollectiveError::Timeout {
                 op: static_name(&op),

@@ -289,7 +289,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<'_, F> {
             world,
         };
         let world_size = WorldSize::new(world).map_err(|_| outside.clone())?;
-        let rank = world_size.ranks().nth(rank).ok_or(outside)?;
+        let rank = world_size.rank(rank).ok_or(outside)?;
         let local_world = self.get(names.local_world).as_deref().and_then(tasks);
         Ok(Some(RankEnv {
             rank,

@@ -49,6 +49,11 @@ impl WorldSize {
         self.0
     }
 
+    /// Returns the rank with a number; `None` for one that the process group does not have.
+    pub fn rank(self, index: usize) -> Option<Rank> {
+        (index < self.0).then_some(Rank(index))
+    }
+
     /// Returns all ranks of the process group, in ascending order.
     pub fn ranks(self) -> impl ExactSizeIterator<Item = Rank> {
         (0..self.0).map(Rank)

@@ -120,7 +120,7 @@ impl ClientGroup {
         let Reply::Group { id, members, index } = self.connections.request(&op, &request)? else {
             return Err(self.connections.fail_invalid_reply(&op));
         };
-        let member = |index: usize| self.connections.world.ranks().nth(index);
+        let member = |index: usize| self.connections.world.rank(index);
         let found: Option<Vec<Rank>> = members.into_iter().map(member).collect();
         match found {
             Some(members) if members.get(index) == Some(&self.connections.rank) => {
@@ -160,7 +160,7 @@ impl ClientGroup {
         match self.connections.notice(&Notice::Silent(millis)) {
             Ok(Answer::Silent(ranks)) => {
                 let world = self.connections.world;
-                ranks.into_iter().filter_map(|rank| world.ranks().nth(rank)).collect()
+                ranks.into_iter().filter_map(|rank| world.rank(rank)).collect()
             }
             _ => vec![Rank::ZERO],
         }

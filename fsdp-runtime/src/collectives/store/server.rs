@@ -24,8 +24,10 @@ use crate::layout::Rank;
 const HELLO: Duration = Duration::from_secs(10);
 /// Number of connections that may be without a greeting at a time, at least.
 const UNKNOWN: usize = 64;
-/// Time between two checks of the server for new connections.
+/// Time between two checks of the server for new connections, at most.
 const POLL: Duration = Duration::from_millis(10);
+/// Time between two checks after a new connection: many may come at once, and the system holds few.
+const BUSY_POLL: Duration = Duration::from_micros(50);
 /// Time that rank 0 waits at its end for the other ranks to receive how the run has ended.
 const LINGER: Duration = Duration::from_secs(5);
 
@@ -77,11 +79,14 @@ impl Server {
     /// Accepts connections until every rank has its two, or the run has failed.
     fn accept(self: &Arc<Self>, listener: &TcpListener) {
         let expected = 2 * (self.hub.world.size() - 1);
+        let mut pause = BUSY_POLL;
         while self.lock().admitted.len() < expected && self.hub.failure().is_none() {
             let Ok((connection, _)) = listener.accept() else {
-                std::thread::sleep(POLL);
+                std::thread::sleep(pause);
+                pause = POLL.min(2 * pause);
                 continue;
             };
+            pause = BUSY_POLL;
             let Ok(number) = self.unknown.add(&connection) else { continue };
             let server = self.clone();
             let serve = move || {
@@ -159,7 +164,7 @@ impl Server {
         if *world != expected.size() {
             return Err(format!("rank 0 is one of {expected} ranks, this one of {world}"));
         }
-        let rank = expected.ranks().nth(*rank).filter(|&rank| rank != Rank::ZERO);
+        let rank = expected.rank(*rank).filter(|&rank| rank != Rank::ZERO);
         let rank = rank.ok_or_else(|| format!("there is a rank {} already", hello.rank))?;
         let mut connections = self.lock();
         if connections.admitted.contains(&(rank, *channel)) {

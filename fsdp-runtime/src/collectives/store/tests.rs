@@ -229,42 +229,18 @@ fn ranks_of_another_world_or_run_and_duplicate_ranks_are_refused() {
 
 #[test]
 fn connections_of_other_programs_are_ignored() {
-    let port = free_port();
-    let strangers = std::thread::spawn(move || {
-        for bytes in [&b""[..], b"GET / HTTP/1.1\r\n\r\n", &[255; 64]] {
-            let mut connection = loop {
-                match TcpStream::connect(("127.0.0.1", port)) {
-                    Ok(connection) => break connection,
-                    Err(_) => std::thread::sleep(Duration::from_millis(5)),
-                }
-            };
-            connection.write_all(bytes).unwrap();
-        }
-    });
-    std::thread::scope(|scope| {
-        for rank in 0..2 {
-            scope.spawn(move || {
-                let host = HostGroup::process(&rendezvous(rank, 2, port, LONG)).unwrap();
-                if rank == 0 {
-                    std::thread::sleep(Duration::from_millis(100));
-                }
-                assert_eq!(host.exchange(&op("a"), rank).unwrap().len(), 2);
-                host.leave();
-                assert_eq!(host.failure(), None);
-            });
-        }
-    });
-    strangers.join().unwrap();
+    let (rank_0, port) = listening();
+    for bytes in [&b""[..], b"GET / HTTP/1.1\r\n\r\n", &[255; 64]] {
+        connect(port).write_all(bytes).unwrap();
+    }
+    assert_meets(&rank_0, port);
+    rank_0.leave();
+    assert_eq!(rank_0.failure(), None);
 }
 
-/// Connects to a port as soon as a program listens there.
+/// Connects to a port of this machine.
 fn connect(port: u16) -> TcpStream {
-    loop {
-        match TcpStream::connect(("127.0.0.1", port)) {
-            Ok(connection) => return connection,
-            Err(_) => std::thread::sleep(Duration::from_millis(5)),
-        }
-    }
+    TcpStream::connect(("127.0.0.1", port)).unwrap()
 }
 
 /// Returns rank 0 of a world of two, and its port. The port was free just now.

@@ -47,6 +47,7 @@ impl Global {
             ("torch._utils", "_rebuild_tensor_v2") => Self::RebuildTensor,
             ("torch._utils", "_rebuild_parameter") => Self::RebuildParameter,
             ("torch", "Size") => Self::Size,
+            ("torch", "device") => Self::Unused,
             ("torch", name) if name.ends_with("Storage") => Self::Storage(storage(name)?),
             ("torch", name) => Self::Dtype(dtype(name)?),
             (CHECKPOINT, "Metadata") => Self::Class(Class::Metadata),
@@ -62,7 +63,10 @@ impl Global {
             (CHECKPOINT, "_MEM_FORMAT_ENCODING")
             | (SHARDED_TENSOR, "MEM_FORMAT_ENCODING")
             | ("torch.serialization", "_get_layout")
-            | ("pathlib", "PosixPath" | "PurePosixPath" | "WindowsPath") => Self::Unused,
+            // Python 3.13 has its paths in a module of their own.
+            | ("pathlib" | "pathlib._local", "PosixPath" | "PurePosixPath" | "WindowsPath") => {
+                Self::Unused
+            }
             _ => return None,
         })
     }
