@@ -1,7 +1,6 @@
 //! Checkpoints: when the run saves them, which one it resumes from, and what Ctrl-C does.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
@@ -9,6 +8,7 @@ use burn::optim::ModuleOptimizer;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
 use fsdp_runtime::prelude::*;
 
+use crate::common::checkpoints::{interrupted, is_checkpoint, newest};
 use crate::sharding::ShardedBert;
 
 /// Interval of checkpoints, and the checkpoint to resume from.
@@ -35,11 +35,6 @@ impl CheckpointPlan {
         let directory = directory.or_else(|| resume.as_ref().map(beside));
         Self { directory, resume, ..Self::default() }
     }
-}
-
-/// Returns whether a directory is a checkpoint, and not a directory of checkpoints.
-fn is_checkpoint(folder: &Path) -> bool {
-    folder.join(fsdp_runtime::checkpoint::MANIFEST).is_file()
 }
 
 /// Progress of a run.
@@ -74,23 +69,6 @@ pub struct Saver {
     saved: Option<usize>,
 }
 
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-
-/// Makes Ctrl-C ask the run to save a checkpoint and end. A second Ctrl-C ends the process at once.
-///
-/// # Errors
-///
-/// If the system refuses a signal handler.
-pub fn handle_interrupts() -> Result<()> {
-    let handle = || {
-        if INTERRUPTED.swap(true, Ordering::Relaxed) {
-            std::process::exit(crate::INTERRUPTED);
-        }
-        eprintln!("saving a checkpoint, then ending; Ctrl-C again ends at once");
-    };
-    ctrlc::set_handler(handle).context("cannot handle Ctrl-C")
-}
-
 impl Saver {
     /// Returns a saver that writes checkpoints in the background.
     pub fn new(plan: &CheckpointPlan, worker: &Worker) -> Self {
@@ -119,9 +97,7 @@ impl Saver {
         if self.manager.is_none() {
             return Ok(false);
         }
-        let mut interrupted = [f64::from(u8::from(INTERRUPTED.load(Ordering::Relaxed)))];
-        worker.all_reduce_sum(&mut interrupted)?;
-        let interrupted = interrupted[0] > 0.0;
+        let interrupted = interrupted(worker)?;
         let due = self.every.is_some_and(|every| position.step.is_multiple_of(every));
         if due || interrupted {
             self.save(position, state)?;
@@ -172,7 +148,7 @@ impl Saver {
 pub fn resume(worker: &Worker, folder: &Path, state: &mut TrainingState) -> Result<Position> {
     let folder = match is_checkpoint(folder) {
         true => folder.to_path_buf(),
-        false => match CheckpointManager::new(folder, worker).latest()? {
+        false => match newest(worker, &[folder.to_path_buf()])? {
             Some(folder) => folder,
             None => bail!("--resume: {} holds no complete checkpoint", folder.display()),
         },
@@ -254,6 +230,7 @@ mod tests {
             export: None,
             quiet: true,
             log_file: cli.log.open().unwrap(),
+            board: cli.board.open().unwrap(),
         }
     }
 
@@ -286,16 +263,21 @@ mod tests {
         }
     }
 
-    /// A quiet run writes its lines to the file.
+    /// A quiet run writes its lines to the file, and its numbers to the event file.
     #[test]
-    fn the_log_file_gets_the_lines_of_the_run() {
+    fn the_log_file_and_tensorboard_get_what_the_run_says() {
         let home = tempfile::tempdir().unwrap();
-        let path = home.path().join("run.log");
+        let (path, board) = (home.path().join("run.log"), home.path().join("board"));
         let flags = ["--log-file", path.to_str().unwrap()];
+        let flags = [&flags[..], &["--tensorboard", board.to_str().unwrap()]].concat();
         run(2, job(2, ShardingStrategy::FullShard, &flags));
         let text = std::fs::read_to_string(path).unwrap();
         assert_eq!(text.matches("\nepoch ").count(), 3, "{text}");
         assert!(text.contains("train loss ") && text.contains("accuracy "), "{text}");
+        let numbers = crate::common::tensorboard::read(&board);
+        let count = |name: &str| numbers.iter().filter(|(_, found, _)| found == name).count();
+        let counts = ["train/loss", "train/lr", "valid/f1", "train/epoch_loss"].map(count);
+        assert_eq!(counts, [9, 9, 3, 3], "{numbers:?}");
     }
 
     #[test]

@@ -10,9 +10,10 @@ use clap::Parser;
 use crate::checkpoints::CheckpointPlan;
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::log_file::LogArgs;
+use crate::common::lora::LoraArgs;
 use crate::common::parse::{learning_rate, positive, probability};
+use crate::common::tensorboard::TensorBoardArgs;
 use crate::common::trace::TraceArgs;
-use crate::lora::LoraArgs;
 
 /// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded
 /// over ranks.
@@ -78,7 +79,8 @@ pub struct Cli {
     #[command(flatten)]
     pub lora: LoraArgs,
 
-    /// Directory to write the trained model to, in the format that transformers loads
+    /// Directory to write the trained model to, in the format that transformers loads; with --lora,
+    /// the adapters and the classifier alone, in PEFT's
     #[arg(long, value_name = "DIR")]
     pub save_pretrained: Option<PathBuf>,
 
@@ -113,6 +115,9 @@ pub struct Cli {
 
     #[command(flatten)]
     pub trace: TraceArgs,
+
+    #[command(flatten)]
+    pub board: TensorBoardArgs,
 }
 
 /// Hyperparameters of a run: the arguments, with defaults for those that are not given.

@@ -10,10 +10,12 @@ use crate::bert_config::BertConfig;
 use crate::checkpoints::CheckpointPlan;
 use crate::cli::{Cli, Recipe};
 use crate::common::log_file::LogFile;
+use crate::common::lora::Lora;
+use crate::common::tensorboard::TensorBoard;
 use crate::corpus::Corpus;
 use crate::export::Export;
 use crate::launch_settings::LaunchSettings;
-use crate::lora::Lora;
+use crate::lora;
 use crate::tokenizer::{BertTokenizer, Encoded};
 
 /// Inputs of a run, the same on every rank.
@@ -43,6 +45,8 @@ pub struct Job {
     pub quiet: bool,
     /// File that rank 0 appends lines of progress to.
     pub log_file: LogFile,
+    /// Event file of rank 0.
+    pub board: TensorBoard,
 }
 
 /// Corpus converted to word-piece ids.
@@ -68,7 +72,7 @@ impl Job {
     /// If one of them cannot be read, or if they do not fit together.
     pub fn new(cli: &Cli, settings: &LaunchSettings) -> Result<Self> {
         let recipe = cli.recipe();
-        let lora = cli.lora.resolve()?;
+        let lora = lora::resolve(&cli.lora)?;
         let corpus = match &cli.data {
             Some(path) => Corpus::read(path)?,
             None => Corpus::embedded()?,
@@ -101,6 +105,7 @@ impl Job {
             checkpoints: cli.checkpoint_plan(),
             quiet: cli.output.quiet,
             log_file: cli.log.open()?,
+            board: cli.board.open()?,
         })
     }
 }

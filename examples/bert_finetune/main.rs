@@ -54,16 +54,13 @@ use clap::Parser;
 use fsdp_runtime::Rank;
 use fsdp_runtime::prelude::*;
 
-use crate::checkpoints::handle_interrupts;
 use crate::cli::Cli;
+use crate::common::checkpoints::{INTERRUPTED, handle_interrupts};
 use crate::common::{allocator, report};
 use crate::job::Job;
 use crate::launch_settings::LaunchSettings;
 use crate::summary::Summary;
 use crate::train::train;
-
-/// Exit code of a program that Ctrl-C ended, by the convention of shells.
-const INTERRUPTED: i32 = 130;
 
 fn main() -> ExitCode {
     report::exit_code(start(&Cli::parse()))

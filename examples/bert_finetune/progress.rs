@@ -8,6 +8,7 @@ use indicatif::ProgressBar;
 
 use crate::common::log_file::LogFile;
 use crate::common::report::set_template;
+use crate::common::tensorboard::TensorBoard;
 use crate::metrics::Scores;
 
 /// Number of steps between two lines of progress, where there is no bar.
@@ -19,6 +20,7 @@ pub struct Progress {
     /// Number of steps in the run.
     total: usize,
     file: LogFile,
+    board: TensorBoard,
 }
 
 /// Display of progress.
@@ -45,8 +47,9 @@ pub struct Step {
 }
 
 impl Progress {
-    /// Returns the progress of a run of `total` steps. Its lines are appended to `file` too.
-    pub fn new(total: usize, quiet: bool, file: LogFile) -> Self {
+    /// Returns the progress of a run of `total` steps. Its lines are appended to `file`, and its numbers
+    /// to `board`, too.
+    pub fn new(total: usize, quiet: bool, file: LogFile, board: TensorBoard) -> Self {
         let display = if quiet {
             Display::Silent
         } else if std::io::stderr().is_terminal() {
@@ -56,12 +59,13 @@ impl Progress {
         } else {
             Display::Lines
         };
-        Self { display, total, file }
+        Self { display, total, file, board }
     }
 
     /// Returns progress that is neither shown nor written.
     pub fn silent() -> Self {
-        Self { display: Display::Silent, total: 0, file: LogFile::default() }
+        let (file, board) = Default::default();
+        Self { display: Display::Silent, total: 0, file, board }
     }
 
     /// Shows a step.
@@ -70,6 +74,12 @@ impl Progress {
             bar.set_message(step.to_string());
             bar.set_position(step.number as u64);
         }
+        let numbers = [
+            ("train/loss", step.loss),
+            ("train/lr", step.learning_rate),
+            ("train/tokens_per_second", step.tokens_per_second),
+        ];
+        self.board.numbers(step.number, numbers.map(|(name, number)| (name.to_string(), number)));
         if step.number.is_multiple_of(LINE_EVERY) {
             let line = format!("step {}/{}  {step}", step.number, self.total);
             if let Display::Lines = self.display {
@@ -79,10 +89,19 @@ impl Progress {
         }
     }
 
-    /// Shows the end of an epoch: its mean training loss over all ranks, and the scores on the
-    /// held-out split.
-    pub fn epoch(&self, number: usize, train_loss: f64, scores: Scores, took: Duration) {
+    /// Shows the end of an epoch after `step` steps: its mean training loss over all ranks, and the
+    /// scores on the held-out split.
+    pub fn epoch(
+        &self,
+        (number, step): (usize, usize),
+        train_loss: f64,
+        scores: Scores,
+        took: Duration,
+    ) {
         let Scores { accuracy, f1 } = scores;
+        let numbers =
+            [("train/epoch_loss", train_loss), ("valid/accuracy", accuracy), ("valid/f1", f1)];
+        self.board.numbers(step, numbers.map(|(name, number)| (name.to_string(), number)));
         self.note(&format!(
             "epoch {number}  train loss {train_loss:.4}  accuracy {accuracy:.4}  F1 {f1:.4}  \
              {:.1} s",

@@ -79,7 +79,10 @@ impl<'a> Trainer<'a> {
         let steps_per_epoch = dealer.steps_per_epoch(job.dataset.train.len())?;
         let total_steps = recipe.total_steps(steps_per_epoch);
         let progress = match worker.rank().index() {
-            0 => Progress::new(total_steps, job.quiet, job.log_file.clone()),
+            0 => {
+                let (file, board) = (job.log_file.clone(), job.board.clone());
+                Progress::new(total_steps, job.quiet, file, board)
+            }
             _ => Progress::silent(),
         };
         progress.note(&job.dataset.description);
@@ -141,7 +144,7 @@ impl<'a> Trainer<'a> {
         let scores = self.evaluate()?;
         self.scores = Some(scores);
         let Position { step, epoch, examples } = self.position;
-        self.progress.epoch(epoch + 1, self.epoch_loss, scores, begin.elapsed());
+        self.progress.epoch((epoch + 1, step), self.epoch_loss, scores, begin.elapsed());
         if examples / self.dealer.global_batch() >= self.steps_per_epoch {
             self.position = Position { step, epoch: epoch + 1, examples: 0 };
         }

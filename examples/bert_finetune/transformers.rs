@@ -20,6 +20,7 @@ use fsdp_runtime::{LoadOptions, LoraConfig, from_pretrained};
 use crate::batch::Padded;
 use crate::bert_config::BertConfig;
 use crate::cli::Cli;
+use crate::common::python::python_with;
 use crate::corpus::{Corpus, Example};
 use crate::launch_settings::LaunchSettings;
 use crate::model::BertInput;
@@ -55,17 +56,6 @@ fn bert_dir() -> Option<PathBuf> {
 /// Returns a Python that has transformers, if there is one.
 fn python() -> Option<String> {
     python_with("torch, transformers")
-}
-
-/// Returns a Python that has the packages, if there is one.
-fn python_with(packages: &str) -> Option<String> {
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let imports = Command::new(&python).args(["-c", &format!("import {packages}")]).output();
-    if !imports.is_ok_and(|output| output.status.success()) {
-        eprintln!("skipped: {python} cannot import {packages}");
-        return None;
-    }
-    Some(python)
 }
 
 /// Writes one pair per line, separated by a tab.

@@ -1,17 +1,26 @@
 //! Code that the examples share: memory allocator, devices by name, shared command-line arguments,
-//! a note about a configuration file, report format, and the steps of a training loop that do not depend on the model.
+//! adapters, checkpoints and Ctrl-C, a note about a configuration file, report format, TensorBoard's event files, and the steps of a training loop that do not depend on the model.
 //!
 //! Each example includes this module with `#[path = "../common/mod.rs"]`.
 
 pub mod allocator;
 pub mod args;
+#[allow(dead_code, reason = "`mnist` saves no checkpoints")]
+pub mod checkpoints;
 #[allow(dead_code, reason = "most examples read the file")]
 pub mod config_file;
 pub mod device;
 #[allow(dead_code, reason = "`mnist` has no log file")]
 pub mod log_file;
+#[allow(dead_code, reason = "`mnist` has no adapters")]
+pub mod lora;
 pub mod parse;
+#[cfg(test)]
+#[allow(dead_code, reason = "`mnist` is compared with no program")]
+pub mod python;
 pub mod report;
+#[allow(dead_code, reason = "`mnist` has no event files")]
+pub mod tensorboard;
 pub mod tokenizers;
 #[allow(dead_code, reason = "`mnist` has no trace")]
 pub mod trace;

@@ -144,7 +144,7 @@ mod tests {
         let cli =
             |flags: &str| Cli::parse_from(["gpt_pretrain"].into_iter().chain(flags.split(' ')));
         let device = DeviceName::Flex.resolve().unwrap();
-        let setup = Setup::new(&cli("--cpu-offload --offload-activations"));
+        let setup = Setup::new(&cli("--cpu-offload --offload-activations")).unwrap();
         let offloaded = forecast(&setup, 2, 2, &device).unwrap();
         assert!(offloaded.host.total() > 0 && offloaded.host.activations == 0, "{offloaded}");
         let [device, host] = [offloaded.total(), offloaded.host.total()];

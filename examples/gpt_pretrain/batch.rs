@@ -13,11 +13,12 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use rand::seq::SliceRandom;
 
 use crate::common::training::epoch_rng;
+use crate::tokens::Tokens;
 
 /// Text divided into blocks. The targets of a block are its word pieces shifted by one.
 #[derive(Clone, Debug)]
 pub struct Blocks {
-    pieces: Vec<u32>,
+    pieces: Tokens,
     length: usize,
 }
 
@@ -27,7 +28,8 @@ impl Blocks {
     /// # Errors
     ///
     /// If the text is too short for one block.
-    pub fn new(pieces: Vec<u32>, length: usize) -> Result<Self> {
+    pub fn new(pieces: impl Into<Tokens>, length: usize) -> Result<Self> {
+        let pieces = pieces.into();
         ensure!(
             pieces.len() > length,
             "{} word pieces are too few for one sample of {length} and the word piece after it; \
@@ -50,19 +52,30 @@ impl Blocks {
     /// Copies blocks to a device. Returns the inputs, `[rows, length]`, and the targets,
     /// `[rows * length]`. The incomplete block at the end of the text has the index
     /// [`len`](Self::len), is shorter, and must be the only row.
-    pub fn batch(&self, rows: &[usize], device: &Device) -> (Tensor<2, Int>, Tensor<1, Int>) {
-        let start = |row: usize| row * self.length;
-        let end = |row: usize| (start(row) + self.length).min(self.predicted());
-        let collect = |ahead: usize| -> Vec<i32> {
-            let pieces = |row: &usize| &self.pieces[start(*row) + ahead..end(*row) + ahead];
-            rows.iter().flat_map(pieces).map(|piece| *piece as i32).collect()
-        };
-        let (input, target) = (collect(0), collect(1));
+    ///
+    /// # Errors
+    ///
+    /// If the blocks cannot be read from their file.
+    pub fn batch(
+        &self,
+        rows: &[usize],
+        device: &Device,
+    ) -> Result<(Tensor<2, Int>, Tensor<1, Int>)> {
+        let (mut input, mut target) = (Vec::new(), Vec::new());
+        for row in rows {
+            let start = row * self.length;
+            let end = (start + self.length).min(self.predicted());
+            let pieces = self.pieces.read(start..end + 1)?;
+            let ints =
+                |pieces: &[u32]| pieces.iter().map(|piece| *piece as i32).collect::<Vec<_>>();
+            input.extend(ints(&pieces[..pieces.len() - 1]));
+            target.extend(ints(&pieces[1..]));
+        }
         let (length, all) = (input.len() / rows.len().max(1), target.len());
-        (
+        Ok((
             Tensor::from_data(TensorData::new(input, [rows.len(), length]), device),
             Tensor::from_data(TensorData::new(target, [all]), device),
-        )
+        ))
     }
 }
 
@@ -148,7 +161,7 @@ mod tests {
     }
 
     fn blocks(pieces: u32, length: usize) -> Blocks {
-        Blocks::new((0..pieces).collect(), length).unwrap()
+        Blocks::new((0..pieces).collect::<Vec<_>>(), length).unwrap()
     }
 
     fn ints<const D: usize>(tensor: Tensor<D, Int>) -> Vec<i64> {
@@ -160,13 +173,13 @@ mod tests {
         let device = crate::common::device::DeviceName::Flex.resolve().unwrap();
         let blocks = blocks(12, 4);
         assert_eq!(blocks.len(), 2);
-        let (input, target) = blocks.batch(&[1, 0], &device);
+        let (input, target) = blocks.batch(&[1, 0], &device).unwrap();
         assert_eq!(input.dims(), [2, 4]);
         assert_eq!(ints(input), [4, 5, 6, 7, 0, 1, 2, 3]);
         assert_eq!(ints(target), [5, 6, 7, 8, 1, 2, 3, 4]);
-        let (input, target) = blocks.batch(&[2], &device);
+        let (input, target) = blocks.batch(&[2], &device).unwrap();
         assert_eq!((ints(input), ints(target)), (vec![8, 9, 10], vec![9, 10, 11]));
-        assert!(Blocks::new((0..4).collect(), 4).is_err());
+        assert!(Blocks::new((0..4).collect::<Vec<_>>(), 4).is_err());
     }
 
     #[test]

@@ -2,28 +2,54 @@
 
 use std::path::PathBuf;
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::{FsdpOptions, ShardingStrategy};
 
 use crate::arch::Arch;
+use crate::bpe::Gpt2Files;
+use crate::checkpoints::CheckpointArgs;
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::log_file::LogArgs;
+use crate::common::lora::LoraArgs;
 use crate::common::parse::{bounded_count, learning_rate, number, positive, probability};
+use crate::common::tensorboard::TensorBoardArgs;
 use crate::common::trace::TraceArgs;
+use crate::fairseq::FairseqArgs;
+use crate::generate::GenerateArgs;
 use crate::learning_rate::LrScheduler;
-use crate::recipe::{GPT3, Recipe, TINY};
+use crate::logger::LogFormat;
+use crate::preprocess::PreprocessArgs;
+use crate::recipe::{Defaults, GPT3, Recipe, TINY};
 use crate::sharding::{ActivationPolicy, Precision, Sharding};
 
 /// Pretrains a GPT whose parameters, gradients and optimizer state are sharded over ranks.
 ///
 /// Without arguments: pretrains a tiny GPT on Moby-Dick, on two ranks.
 #[derive(Parser, Clone, Debug)]
-#[command(name = "gpt_pretrain")]
+#[command(name = "gpt_pretrain", args_override_self = true)]
+#[command(args_conflicts_with_subcommands = true, subcommand_precedence_over_arg = true)]
 pub struct Cli {
+    #[command(subcommand)]
+    pub command: Option<Command>,
+
+    /// Data to train on: a directory that `gpt_pretrain preprocess` or fairseq-preprocess has written,
+    /// or UTF-8 text files [default: the embedded book]
+    #[arg(value_name = "DATA", conflicts_with = "data")]
+    pub input: Vec<PathBuf>,
+
     /// Size of the model: tiny, small, 1.3B, 2.7B, 6.7B, 13B, or fairseq's name of it
     #[arg(long, value_name = "NAME", default_value = "tiny")]
     pub arch: Arch,
+
+    /// Directory of a pretrained GPT-2 in Hugging Face's format, in place of --arch: `config.json`,
+    /// `model.safetensors` (or several files and their index), and `vocab.json` with `merges.txt`, or
+    /// `tokenizer.json`. Its weights are copied to a temporary file
+    #[arg(long, value_name = "DIR", conflicts_with = "arch")]
+    pub pretrained: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub lora: LoraArgs,
 
     #[command(flatten)]
     pub ranks: RankArgs,
@@ -74,11 +100,13 @@ pub struct Cli {
     #[arg(long)]
     pub offload_activations: bool,
 
-    /// Number of batches whose gradients are added up to one update
-    #[arg(long, value_name = "N", default_value = "1", value_parser = bounded_count)]
-    pub update_freq: usize,
+    /// Number of batches whose gradients are added up to one update; with several numbers, one for
+    /// each epoch, of which the last holds for all further ones
+    #[arg(long, value_name = "N,..", default_value = "1", value_delimiter = ',')]
+    #[arg(value_parser = bounded_count)]
+    pub update_freq: Vec<usize>,
 
-    /// Word pieces in a sample [default: 128 for tiny, otherwise 2048]
+    /// Word pieces in a sample [default: 128 for tiny, that of the model with --pretrained, otherwise 2048]
     #[arg(long, value_name = "N", value_parser = bounded_count)]
     pub tokens_per_sample: Option<usize>,
 
@@ -94,13 +122,21 @@ pub struct Cli {
     #[arg(long, value_name = "NAME", default_value = "polynomial_decay")]
     pub lr_scheduler: LrScheduler,
 
-    /// Number of updates in which the learning rate rises [default: 100 for tiny, otherwise 5]
+    /// Number of updates in which the learning rate rises [default: 100 for tiny, otherwise 0]
     #[arg(long, value_name = "N")]
     pub warmup_updates: Option<usize>,
 
-    /// Number of updates [default: 1500 for tiny, otherwise one pass over the text]
+    /// Maximum number of updates [default: 1500 for tiny, otherwise that of --max-epoch]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_update: Option<usize>,
+
+    /// Maximum number of passes over the text [default: 1, or as --max-update says]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub max_epoch: Option<usize>,
+
+    /// Number of epochs between two evaluations; the end of the run is evaluated in any case
+    #[arg(long, value_name = "N", default_value = "1", value_parser = positive)]
+    pub validate_interval: usize,
 
     /// Number of batches per rank in the evaluation [default: all of the held-out text]
     #[arg(long, value_name = "N", value_parser = positive)]
@@ -110,43 +146,63 @@ pub struct Cli {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub total_num_update: Option<usize>,
 
-    /// Upper bound of the 2-norm of all gradients together; 0 for no bound
-    #[arg(long, value_name = "NORM", default_value = "1", value_parser = from_zero)]
-    pub clip_norm: f64,
+    /// Upper bound of the 2-norm of all gradients together; 0 for no bound [default: 1 for tiny,
+    /// otherwise 0]
+    #[arg(long, value_name = "NORM", value_parser = from_zero)]
+    pub clip_norm: Option<f64>,
 
-    /// Weight decay of matrices; biases and norms have none
-    #[arg(long, value_name = "RATE", default_value = "0.1", value_parser = from_zero)]
-    pub weight_decay: f64,
+    /// Weight decay of matrices; biases and norms have none [default: 0.1 for tiny, otherwise 0]
+    #[arg(long, value_name = "RATE", value_parser = from_zero)]
+    pub weight_decay: Option<f64>,
 
-    /// The two betas of AdamW
-    #[arg(long, value_name = "(B1,B2)", default_value = "(0.9,0.98)", value_parser = betas)]
-    pub adam_betas: (f32, f32),
+    /// The two betas of AdamW [default: (0.9,0.98) for tiny, otherwise (0.9,0.999)]
+    #[arg(long, value_name = "(B1,B2)", value_parser = betas)]
+    pub adam_betas: Option<(f32, f32)>,
+
+    /// Number that AdamW adds to the denominator
+    #[arg(long, value_name = "EPS", default_value = "1e-8", value_parser = from_zero)]
+    pub adam_eps: f64,
 
     /// Dropout probability of the embeddings and of the attention's and feed-forward block's output
     #[arg(long, value_name = "P", default_value = "0", value_parser = probability)]
     pub dropout: f64,
 
-    /// Seed of the initial weights, of dropout and of the order of the samples
+    /// Seed of the initial weights, of dropout, of the order of the samples and of --generate
     #[arg(long, value_name = "SEED", default_value_t = 1)]
     pub seed: u64,
 
-    /// UTF-8 text files to train on, joined in order; the last tenth is held out [default: the
-    /// embedded book]
+    /// UTF-8 text files to train on, joined in order; the last tenth is held out. The same as DATA
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub data: Vec<PathBuf>,
+
+    #[command(flatten)]
+    pub gpt2: Gpt2Files,
 
     /// Directory to cache the word pieces learned from a text in, or `none` to learn them in every
     /// run [default: fsdp-burn in the user's cache directory]
     #[arg(long, value_name = "FOLDER")]
     pub bpe_cache: Option<PathBuf>,
 
-    /// Number of updates between two log lines
-    #[arg(long, value_name = "N", default_value = "20", value_parser = positive)]
-    pub log_interval: usize,
+    /// Number of updates between two log lines [default: 20 for tiny, otherwise 100]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub log_interval: Option<usize>,
+
+    /// Form of the log lines
+    #[arg(long, value_name = "NAME", value_enum, default_value_t)]
+    pub log_format: LogFormat,
 
     /// Device memory that a rank may use, such as 4GiB [default: the memory of the GPU]
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub memory_limit: Option<usize>,
+
+    #[command(flatten)]
+    pub checkpoints: CheckpointArgs,
+
+    #[command(flatten)]
+    pub generate: GenerateArgs,
+
+    #[command(flatten)]
+    pub fairseq: FairseqArgs,
 
     #[command(flatten)]
     pub output: OutputArgs,
@@ -156,6 +212,16 @@ pub struct Cli {
 
     #[command(flatten)]
     pub trace: TraceArgs,
+
+    #[command(flatten)]
+    pub board: TensorBoardArgs,
+}
+
+/// What the program does besides training.
+#[derive(Subcommand, Clone, Debug)]
+pub enum Command {
+    /// Converts texts to word pieces, and writes them to files that DATA may name
+    Preprocess(PreprocessArgs),
 }
 
 impl Cli {
@@ -167,11 +233,25 @@ impl Cli {
         given.unwrap_or_else(|| self.ranks.device.default_ranks())
     }
 
+    /// Returns the sharding strategy that the arguments name, if they do.
+    pub fn strategy(&self) -> Option<ShardingStrategy> {
+        self.ranks.strategy.or_else(|| self.fairseq.strategy())
+    }
+
+    /// Returns the paths of the data to train on; none for the embedded book.
+    pub fn data(&self) -> &[PathBuf] {
+        if self.input.is_empty() { &self.data } else { &self.input }
+    }
+
+    fn defaults(&self) -> Defaults {
+        if self.arch.is_tiny() && self.pretrained.is_none() { TINY } else { GPT3 }
+    }
+
     /// Returns how the model is sharded.
     pub fn sharding(&self) -> Sharding {
         Sharding {
             file_options: self.file_options.clone().unwrap_or_default(),
-            strategy: self.ranks.strategy.unwrap_or(ShardingStrategy::FullShard),
+            strategy: self.strategy().unwrap_or(ShardingStrategy::FullShard),
             reshard_after_forward: !self.no_reshard_after_forward,
             cpu_offload: self.cpu_offload,
             precision: match (self.bf16, self.fp16) {
@@ -192,22 +272,27 @@ impl Cli {
 
     /// Returns the hyperparameters of the run.
     pub fn recipe(&self) -> Recipe {
-        let defaults = if self.arch.is_tiny() { TINY } else { GPT3 };
+        let defaults = self.defaults();
         Recipe {
-            update_freq: self.update_freq,
+            update_freq: self.update_freq.clone(),
             tokens_per_sample: self.tokens_per_sample.unwrap_or(defaults.tokens_per_sample),
             batch_size: self.batch_size.unwrap_or(defaults.batch_size),
             lr: self.lr.unwrap_or(defaults.lr),
             lr_scheduler: self.lr_scheduler,
             warmup_updates: self.warmup_updates.unwrap_or(defaults.warmup_updates),
-            max_update: self.max_update.or(defaults.max_update),
+            max_update: self
+                .max_update
+                .or(defaults.max_update.filter(|_| self.max_epoch.is_none())),
+            max_epoch: self.max_epoch,
             total_num_update: self.total_num_update,
-            clip_norm: self.clip_norm,
-            weight_decay: self.weight_decay as f32,
-            adam_betas: self.adam_betas,
+            clip_norm: self.clip_norm.unwrap_or(defaults.clip_norm),
+            weight_decay: self.weight_decay.unwrap_or(defaults.weight_decay) as f32,
+            adam_betas: self.adam_betas.unwrap_or(defaults.adam_betas),
+            adam_eps: self.adam_eps as f32,
             dropout: self.dropout,
             seed: self.seed,
-            log_interval: self.log_interval,
+            log_interval: self.log_interval.unwrap_or(defaults.log_interval),
+            validate_interval: self.validate_interval,
             max_valid_steps: self.max_valid_steps.unwrap_or(usize::MAX),
         }
     }
@@ -270,25 +355,6 @@ mod tests {
         Cli::try_parse_from(std::iter::once("gpt_pretrain").chain(flags.split_whitespace()))
     }
 
-    /// The arguments of fairseq's example that this program supports.
-    #[test]
-    fn fairseqs_arguments_are_supported() {
-        let cli = parse(
-            "--tokens-per-sample 2048 --batch-size 8 --arch transformer_lm_gpt3_13 \
-             --adam-betas (0.9,0.98) --lr 0.0001 --lr-scheduler polynomial_decay \
-             --warmup-updates 5 --total-num-update 10 --max-update 10 --log-interval 1 \
-             --fp16 --fp16-init-scale 4 --cpu-offload --checkpoint-activations",
-        )
-        .unwrap();
-        let (recipe, sharding) = (cli.recipe(), cli.sharding());
-        assert_eq!((cli.arch.name, recipe.adam_betas), ("13B", (0.9, 0.98)));
-        assert_eq!((recipe.updates(1000), recipe.schedule(10).total), (10, 10));
-        assert_eq!(recipe.dropout, 0.0, "fairseq's GPT-3 has none");
-        assert_eq!(sharding.precision, Precision::Fp16 { init_scale: 4.0, min_scale: 1e-4 });
-        assert!(sharding.cpu_offload);
-        assert_eq!(sharding.activations, ActivationPolicy::Recompute);
-    }
-
     #[test]
     fn sizes_have_units() {
         for (text, expected) in
@@ -314,6 +380,12 @@ mod tests {
             ("--clip-norm=-1", "a number from 0"),
             ("--fp16-init-scale 0", "a number above 0"),
             ("--fp16 --bf16", "cannot be used with"),
+            ("--update-freq 4,0", "a whole number from 1"),
+            ("--optimizer adafactor", "adam, cpu_adam"),
+            ("--task translation", "language_modeling"),
+            ("--ddp-backend slowmo", "fully_sharded"),
+            ("--keep-interval-updates 2", "--save-interval-updates"),
+            ("folder --data file", "cannot be used with"),
         ] {
             let message = parse(flags).unwrap_err().to_string();
             assert!(message.contains(expected), "{flags}: {message}");

@@ -1,9 +1,9 @@
-//! Log lines in fairseq's format: one JSON object per line, with fairseq's keys in its order.
+//! Log lines with fairseq's keys, in its order.
 //!
 //! As in fairseq, numbers are strings of six significant digits (Python's `{:g}`), except for
-//! `epoch` and `update`. Values are over the updates since the previous line, where fairseq
-//! averages over a window of its own. As in fairseq, an overflow is not an update and not part of
-//! any line.
+//! `epoch` and `update`. Values of `train_inner` are over the updates since the previous line, where
+//! fairseq averages over a window of its own. As in fairseq, an overflow is not an update and not
+//! part of any line.
 //!
 //! | key | value |
 //! |---|---|
@@ -19,42 +19,41 @@
 //! | `train_wall` | seconds spent in updates and overflows |
 //! | `gb_free` | free GiB of the GPU, or of the host for other devices; absent if not known |
 //! | `wall` | seconds since the start |
+//!
+//! At the end of an epoch, the line of `train` has the same keys with the prefix `train_`, over the
+//! epoch or the part of it since the run resumed, and the line of `valid` those of the evaluation.
 
 use std::time::Instant;
 
 use serde::Serialize;
+use serde_json::Value;
 
-/// Log line.
-#[derive(Clone, Debug, Serialize)]
+/// Numbers of a log line. The keys get the line's prefix.
+#[derive(Clone, Debug)]
 pub struct LogLine {
-    epoch: usize,
-    update: f64,
-    loss: String,
-    ppl: String,
-    wps: String,
-    ups: String,
-    wpb: String,
-    bsz: String,
-    num_updates: String,
-    lr: String,
-    gnorm: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    clip: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    loss_scale: Option<String>,
-    train_wall: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    gb_free: Option<String>,
-    wall: String,
+    prefix: &'static str,
+    numbers: Vec<(&'static str, Value)>,
 }
 
-/// Gradient norm and duration of an update.
+impl Serialize for LogLine {
+    fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let name = |name: &str| match name {
+            "epoch" => name.to_string(),
+            name => format!("{}{name}", self.prefix),
+        };
+        to.collect_map(self.numbers.iter().map(|(key, value)| (name(key), value)))
+    }
+}
+
+/// Gradient norm, duration and size of an update.
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateStats {
     /// 2-norm of all gradients together, before clipping.
     pub norm: f64,
     /// Duration in seconds.
     pub seconds: f64,
+    /// Number of samples, over all ranks.
+    pub samples: usize,
 }
 
 /// State of the run at a log line.
@@ -62,23 +61,40 @@ pub struct UpdateStats {
 pub struct LogPosition {
     /// Number of updates.
     pub updates: usize,
-    /// Number of updates and overflows: each takes the batches of one update from the text.
-    pub batches: usize,
-    /// Number of updates in an epoch.
-    pub per_epoch: usize,
+    /// Current epoch, counted from 0.
+    pub epoch: usize,
+    /// Part of the epoch that is done, from 0 to 1.
+    pub done: f64,
     /// Learning rate of the next update.
     pub lr: f64,
+    /// Loss scale, in float16.
+    pub loss_scale: Option<f32>,
     /// Free memory in bytes, if it is known.
     pub free: Option<usize>,
 }
 
-/// Collects the updates since the last log line.
+/// Result of an evaluation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Evaluation {
+    /// Mean loss per word piece, in base e.
+    pub loss: f64,
+    /// Number of word pieces, over all ranks.
+    pub words: f64,
+    /// Number of samples, over all ranks.
+    pub samples: f64,
+    /// Number of steps, in each of which every rank takes a batch.
+    pub steps: f64,
+    /// Duration in seconds.
+    pub seconds: f64,
+}
+
+/// Collects the updates since the last log line, or since the start of the epoch.
 #[derive(Debug)]
 pub struct LogWindow {
     start: Instant,
     /// Time of the last line.
     last: Instant,
-    samples: usize,
+    prefix: &'static str,
     tokens_per_sample: usize,
     clip_norm: f64,
     updates: Vec<UpdateStats>,
@@ -87,14 +103,14 @@ pub struct LogWindow {
 }
 
 impl LogWindow {
-    /// Starts the log of a run whose updates have `samples` samples over all ranks. A `clip_norm`
-    /// of 0 means that gradients are not clipped.
-    pub fn new(samples: usize, tokens_per_sample: usize, clip_norm: f64) -> Self {
+    /// Starts the log of a run. A `clip_norm` of 0 means that gradients are not clipped. Keys get
+    /// the prefix `prefix`.
+    pub fn new(prefix: &'static str, tokens_per_sample: usize, clip_norm: f64) -> Self {
         let now = Instant::now();
         Self {
             start: now,
             last: now,
-            samples,
+            prefix,
             tokens_per_sample,
             clip_norm,
             updates: Vec::new(),
@@ -114,37 +130,83 @@ impl LogWindow {
 
     /// Returns the line of the updates since the last line, and starts the next window. `loss` is
     /// their mean over all ranks, in base 2.
-    pub fn line(&mut self, position: LogPosition, loss: f64, loss_scale: Option<f32>) -> LogLine {
-        let LogPosition { updates, batches, per_epoch, lr, free } = position;
+    pub fn line(&mut self, position: LogPosition, loss: f64) -> LogLine {
         let count = self.updates.len().max(1) as f64;
-        let rate = count / self.last.elapsed().as_secs_f64().max(1e-9);
-        let words = (self.samples * self.tokens_per_sample) as f64;
+        let elapsed = self.last.elapsed().as_secs_f64().max(1e-9);
+        let samples: usize = self.updates.iter().map(|update| update.samples).sum();
+        let words = (samples * self.tokens_per_sample) as f64;
         let norm = self.updates.iter().map(|update| update.norm).sum::<f64>() / count;
         let clipped = self.updates.iter().filter(|update| update.norm > self.clip_norm).count();
-        let clip = (self.clip_norm > 0.0).then(|| rounded(100.0 * clipped as f64 / count, 1));
         let seconds: f64 = self.updates.iter().map(|update| update.seconds).sum();
-        let line = LogLine {
-            epoch: batches.saturating_sub(1) / per_epoch + 1,
-            update: (batches as f64 / per_epoch as f64 * 1e3).round() / 1e3,
-            loss: rounded(loss, 3),
-            ppl: rounded(loss.exp2(), 2),
-            wps: rounded(rate * words, 1),
-            ups: rounded(rate, 2),
-            wpb: rounded(words, 1),
-            bsz: rounded(self.samples as f64, 1),
-            num_updates: updates.to_string(),
-            lr: general(lr),
-            gnorm: rounded(norm, 3),
-            clip,
-            loss_scale: loss_scale.map(|scale| general(f64::from(scale))),
-            train_wall: rounded(std::mem::take(&mut self.overflowed) + seconds, 0),
-            gb_free: free.map(|free| rounded(free as f64 / f64::from(1 << 30), 1)),
-            wall: rounded(self.start.elapsed().as_secs_f64(), 0),
-        };
+        let update = position.epoch as f64 + position.done;
+        let text = |text: String| Some(Value::from(text));
+        let numbers = [
+            ("epoch", Some((position.epoch + 1).into())),
+            // The line of an epoch has no such key.
+            ("update", self.prefix.is_empty().then(|| ((update * 1e3).round() / 1e3).into())),
+            ("loss", text(rounded(loss, 3))),
+            ("ppl", text(rounded(loss.exp2(), 2))),
+            ("wps", text(rounded(words / elapsed, 1))),
+            ("ups", text(rounded(self.updates.len() as f64 / elapsed, 2))),
+            ("wpb", text(rounded(words / count, 1))),
+            ("bsz", text(rounded(samples as f64 / count, 1))),
+            ("num_updates", text(position.updates.to_string())),
+            ("lr", text(general(position.lr))),
+            ("gnorm", text(rounded(norm, 3))),
+            (
+                "clip",
+                (self.clip_norm > 0.0).then(|| rounded(100.0 * clipped as f64 / count, 1).into()),
+            ),
+            ("loss_scale", position.loss_scale.map(|scale| general(f64::from(scale)).into())),
+            ("train_wall", text(rounded(std::mem::take(&mut self.overflowed) + seconds, 0))),
+            ("gb_free", position.free.map(|free| rounded(gib(free), 1).into())),
+            ("wall", text(rounded(self.start.elapsed().as_secs_f64(), 0))),
+        ];
         self.updates.clear();
         self.last = Instant::now();
-        line
+        let numbers = numbers.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+        LogLine { prefix: self.prefix, numbers }
     }
+}
+
+impl Evaluation {
+    /// Returns the loss in base 2.
+    pub fn loss_base_2(&self) -> f64 {
+        self.loss / std::f64::consts::LN_2
+    }
+
+    /// Returns the line of an evaluation after the epoch `epoch`, counted from 0.
+    pub fn line(&self, epoch: usize, updates: usize) -> LogLine {
+        let loss = self.loss_base_2();
+        let per_step = |sum: f64| rounded(sum / self.steps.max(1.0), 1).into();
+        let numbers = vec![
+            ("epoch", (epoch + 1).into()),
+            ("loss", rounded(loss, 3).into()),
+            ("ppl", rounded(loss.exp2(), 2).into()),
+            ("wps", rounded(self.words / self.seconds.max(1e-9), 1).into()),
+            ("wpb", per_step(self.words)),
+            ("bsz", per_step(self.samples)),
+            ("num_updates", updates.to_string().into()),
+        ];
+        LogLine { prefix: "valid_", numbers }
+    }
+}
+
+impl LogLine {
+    /// Returns the numbers of the line for TensorBoard, with names such as `valid/loss`.
+    pub fn scalars(&self, logger: &str) -> Vec<(String, f64)> {
+        let number = |value: &Value| match value {
+            Value::String(text) => text.parse().ok(),
+            value => value.as_f64(),
+        };
+        let named =
+            |(key, value): &(&str, Value)| Some((format!("{logger}/{key}"), number(value)?));
+        self.numbers.iter().filter_map(named).collect()
+    }
+}
+
+fn gib(bytes: usize) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
 }
 
 /// Rounds a number to `digits` decimal digits and formats it.
@@ -201,38 +263,46 @@ mod tests {
         }
     }
 
+    /// The keys of a log line in fairseq's README, in its order, and `clip`, which it has with a bound.
+    const KEYS: [&str; 16] = [
+        "epoch",
+        "update",
+        "loss",
+        "ppl",
+        "wps",
+        "ups",
+        "wpb",
+        "bsz",
+        "num_updates",
+        "lr",
+        "gnorm",
+        "clip",
+        "loss_scale",
+        "train_wall",
+        "gb_free",
+        "wall",
+    ];
+
+    fn keys(json: &str) -> Vec<String> {
+        let bare = json.trim_matches(['{', '}']).split(',');
+        bare.map(|part| part.split(':').next().unwrap().trim_matches('"').to_string()).collect()
+    }
+
+    fn place() -> LogPosition {
+        let (lr, loss_scale, free) = (2e-5, Some(128.0), Some(3 << 29));
+        LogPosition { updates: 11, epoch: 1, done: 0.5, lr, loss_scale, free }
+    }
+
     #[test]
     fn a_line_has_fairseqs_keys_in_order() {
-        let mut log = LogWindow::new(16, 128, 1.0);
+        let mut log = LogWindow::new("", 128, 1.0);
         for norm in [0.5, 2.5] {
-            log.update(UpdateStats { norm, seconds: 2.0 });
+            log.update(UpdateStats { norm, seconds: 2.0, samples: 16 });
         }
         log.overflow(3.0);
-        let free = Some(3 << 29);
-        let place = LogPosition { updates: 11, batches: 12, per_epoch: 8, lr: 2e-5, free };
-        let line = log.line(place, 10.0, Some(128.0));
+        let line = log.line(place(), 10.0);
         let json = serde_json::to_string(&line).unwrap();
-        let names = [
-            "epoch",
-            "update",
-            "loss",
-            "ppl",
-            "wps",
-            "ups",
-            "wpb",
-            "bsz",
-            "num_updates",
-            "lr",
-            "gnorm",
-            "clip",
-            "loss_scale",
-            "train_wall",
-            "gb_free",
-            "wall",
-        ];
-        let found = |name| json.find(&format!("\"{name}\":")).unwrap();
-        let places: Vec<_> = names.into_iter().map(found).collect();
-        assert!(places.is_sorted(), "{json}");
+        assert_eq!(keys(&json), KEYS);
         for part in [
             r#""epoch":2,"update":1.5,"loss":"10","ppl":"1024","#,
             r#""wpb":"2048","bsz":"16","num_updates":"11","lr":"2e-05","gnorm":"1.5","clip":"50","#,
@@ -240,12 +310,34 @@ mod tests {
         ] {
             assert!(json.contains(part), "{json}");
         }
+        let scalars = line.scalars("train_inner");
+        assert_eq!(scalars.len(), KEYS.len());
+        assert!(scalars.contains(&("train_inner/ppl".into(), 1024.0)), "{scalars:?}");
         log.clip_norm = 0.0;
-        log.update(UpdateStats { norm: 1.0, seconds: 0.0 });
-        let json = serde_json::to_string(&log.line(place, 1.0, None)).unwrap();
+        log.update(UpdateStats { norm: 1.0, seconds: 0.0, samples: 16 });
+        let place = LogPosition { loss_scale: None, ..place() };
+        let json = serde_json::to_string(&log.line(place, 1.0)).unwrap();
         assert!(
             !json.contains("clip") && !json.contains("scale") && json.contains(r#""gnorm":"1","#),
             "{json}"
         );
+    }
+
+    /// The keys of the two lines at the end of an epoch in fairseq's README.
+    #[test]
+    fn lines_of_an_epoch_have_prefixes() {
+        let mut log = LogWindow::new("train_", 128, 0.0);
+        log.update(UpdateStats { norm: 1.0, seconds: 1.0, samples: 16 });
+        let train = serde_json::to_string(&log.line(place(), 2.0)).unwrap();
+        let of_inner = KEYS.iter().filter(|key| !["update", "clip"].contains(key));
+        let expected: Vec<_> = of_inner
+            .map(|key| if *key == "epoch" { key.to_string() } else { format!("train_{key}") })
+            .collect();
+        assert_eq!(keys(&train), expected);
+        let (loss, words) = (2.0 * std::f64::consts::LN_2, 600.0);
+        let sums = Evaluation { loss, words, samples: 6.0, steps: 4.0, seconds: 2.0 };
+        let valid = serde_json::to_string(&sums.line(1, 10)).unwrap();
+        let expected = r#"{"epoch":2,"valid_loss":"2","valid_ppl":"4","valid_wps":"300","valid_wpb":"150","valid_bsz":"1.5","valid_num_updates":"10"}"#;
+        assert_eq!(valid, expected);
     }
 }

@@ -117,7 +117,8 @@ mod tests {
         let device = DeviceName::Flex.resolve().unwrap();
         launch(LaunchOptions::new(2).with_device(device), move |worker| {
             let _on = tracing::subscriber::set_default(subscriber.clone());
-            let model = GptConfig { arch, positions: 4, dropout: 0.0 }.init(worker.device());
+            let model = GptConfig { arch, positions: 4, dropout: 0.0, tanh_gelu: false }
+                .init(worker.device());
             fully_shard(model, &worker, FsdpOptions::new()).map(|_| ())
         })
         .unwrap();

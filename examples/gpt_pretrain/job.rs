@@ -1,25 +1,43 @@
 //! Inputs of a run, read and checked before a rank starts.
 
-use anyhow::{Context, Result};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
-use fsdp_runtime::prelude::FsdpOptions;
+use fsdp_runtime::prelude::*;
+use fsdp_runtime::{LoadOptions, from_pretrained};
+use tempfile::TempPath;
 
 use crate::arch::Arch;
 use crate::batch::Blocks;
-use crate::bigram::Bigram;
 use crate::bpe::Bpe;
+use crate::checkpoints::CheckpointArgs;
 use crate::cli::Cli;
-use crate::common::log_file::LogFile;
+use crate::common::lora::Lora;
+use crate::common::tensorboard::TensorBoard;
+use crate::data::Data;
+use crate::generate::GenerateArgs;
+use crate::logger::Logger;
 use crate::model::{Gpt, GptConfig};
+use crate::pretrained::{Gpt2Config, convert};
 use crate::recipe::Recipe;
 use crate::sharding::Sharding;
-use crate::text::Text;
+
+/// Linear layers with adapters, as in the paper of LoRA.
+const LORA_TARGETS: [&str; 2] = ["query", "value"];
 
 /// Model, sharding and hyperparameters: the inputs of a run without the text.
 #[derive(Clone, Debug)]
 pub struct Setup {
     /// Sizes of the model.
     pub arch: Arch,
+    /// Maximum length of a text, in word pieces.
+    pub positions: usize,
+    /// Whether the GELU is its tanh approximation.
+    pub tanh_gelu: bool,
+    /// Adapters that are trained in place of the weights.
+    pub lora: Option<Lora>,
     /// Settings of sharding.
     pub sharding: Sharding,
     /// Hyperparameters.
@@ -36,67 +54,130 @@ pub struct Job {
     /// Text to evaluate on.
     pub held_out: Blocks,
     /// Perplexity of a bigram model on the held-out text, as a baseline.
-    pub bigram_perplexity: f64,
-    /// Whether rank 0 prints log lines.
-    pub log: bool,
-    /// File that rank 0 appends log lines to.
-    pub log_file: LogFile,
+    pub bigram_perplexity: Option<f64>,
+    /// Tokenizer, where there is one.
+    pub bpe: Option<Bpe>,
+    /// Pretrained weights, in a temporary file.
+    pub weights: Option<Arc<TempPath>>,
+    /// Texts to continue after the training.
+    pub generate: GenerateArgs,
+    /// When to save checkpoints, and which one to resume from.
+    pub checkpoints: CheckpointArgs,
+    /// Log of rank 0.
+    pub logger: Logger,
+    /// Event file of rank 0.
+    pub board: TensorBoard,
 }
 
 impl Setup {
     /// Returns the setup that the arguments ask for.
-    pub fn new(cli: &Cli) -> Self {
-        Self { arch: cli.arch, sharding: cli.sharding(), recipe: cli.recipe() }
+    ///
+    /// # Errors
+    ///
+    /// If the configuration of the pretrained model cannot be read or is not supported, or if samples
+    /// are longer than it takes.
+    pub fn new(cli: &Cli) -> Result<Self> {
+        let config = cli.pretrained.as_deref().map(Gpt2Config::read).transpose()?;
+        let mut recipe = cli.recipe();
+        let mut positions = recipe.tokens_per_sample;
+        if let Some(config) = &config {
+            positions = config.n_positions;
+            recipe.tokens_per_sample = cli.tokens_per_sample.unwrap_or(positions);
+            ensure!(
+                recipe.tokens_per_sample <= positions,
+                "--tokens-per-sample {}, where the pretrained model takes {positions}",
+                recipe.tokens_per_sample
+            );
+        }
+        Ok(Self {
+            arch: config.as_ref().map_or(cli.arch, Gpt2Config::arch),
+            positions,
+            tanh_gelu: config.as_ref().is_some_and(Gpt2Config::tanh_gelu),
+            lora: cli.lora.resolve(&LORA_TARGETS)?,
+            sharding: cli.sharding(),
+            recipe,
+        })
     }
 
     /// Builds the model. Its parameters are not initialised yet.
-    pub fn model(&self, device: &Device) -> Gpt {
-        let Recipe { tokens_per_sample: positions, dropout, .. } = self.recipe;
-        GptConfig { arch: self.arch, positions, dropout }.init(device)
+    ///
+    /// # Errors
+    ///
+    /// If no linear layer has the name of an adapter's target.
+    pub fn model(&self, device: &Device) -> Result<Gpt> {
+        let Self { arch, positions, tanh_gelu, .. } = *self;
+        let dropout = self.recipe.dropout;
+        let model = GptConfig { arch, positions, dropout, tanh_gelu }.init(device);
+        match &self.lora {
+            Some(lora) => lora.config.apply(model).context("--lora"),
+            None => Ok(model),
+        }
     }
 
     /// Returns the options to shard the model with.
     pub fn options(&self) -> FsdpOptions {
-        self.sharding.options().with_seed(self.recipe.seed)
+        let options = self.sharding.options().with_seed(self.recipe.seed);
+        match &self.lora {
+            Some(lora) => options.with_storage(StoragePolicy::new().with_frozen(lora.storage)),
+            None => options,
+        }
     }
 }
 
 impl Job {
-    /// Reads the text, trains the tokenizer and converts the text to word pieces. Under `verbose`
-    /// prints their number.
+    /// Builds the model and shards it over all ranks. Its weights are initialised, read from a
+    /// pretrained model, or left uninitialised if a checkpoint is loaded next.
+    ///
+    /// # Errors
+    ///
+    /// If the model cannot be sharded as the setup asks, the pretrained weights do not fit it, or a
+    /// peer fails.
+    pub fn shard(&self, worker: &Worker, resumes: bool) -> Result<Fsdp<Gpt>> {
+        let (model, options) = (self.setup.model(worker.device())?, self.setup.options());
+        match &self.weights {
+            Some(weights) if !resumes => {
+                let weights: &Path = weights;
+                let load = LoadOptions::new().with_new_adapters();
+                let (model, _) = from_pretrained(model, worker, options, weights, &load)
+                    .context("cannot start from the weights of --pretrained")?;
+                Ok(model)
+            }
+            _ => Ok(fully_shard(model, worker, options.with_deferred_init(resumes))?),
+        }
+    }
+
+    /// Reads the data. Under `verbose` prints their size.
     ///
     /// # Errors
     ///
     /// If a file cannot be read, or if the text is too short for one sample.
     pub fn new(cli: &Cli, setup: Setup, verbose: bool) -> Result<Self> {
-        let text = match cli.data.as_slice() {
-            [] => Text::embedded()?,
-            files => Text::read(files)?,
-        };
-        let bpe = Bpe::cached(&text.train, setup.arch.vocabulary, cli.bpe_cache().as_deref())?;
-        let (train, held_out) = (bpe.encode(&text.train)?, bpe.encode(&text.held_out)?);
+        let weights = cli.pretrained.as_deref().map(convert).transpose()?;
+        let data = Data::read(cli, setup.arch.vocabulary)?;
+        let name = data.name;
         if verbose {
             eprintln!(
-                "{}: {} word pieces to train on, {} held out, {} kinds",
-                text.name,
-                train.len(),
-                held_out.len(),
-                bpe.vocabulary()
+                "{name}: {} word pieces to train on, {} held out, {} kinds",
+                data.train.len(),
+                data.held_out.len(),
+                data.vocabulary
             );
         }
-        let bigram = Bigram::train(&train, bpe.vocabulary());
-        let bigram_perplexity = bigram.perplexity(&held_out);
         let blocks = |pieces, purpose: &str| {
             Blocks::new(pieces, setup.recipe.tokens_per_sample)
-                .with_context(|| format!("{} is too short to {purpose}", text.name))
+                .with_context(|| format!("{name} is too short to {purpose}"))
         };
         Ok(Self {
-            train: blocks(train, "train on")?,
-            held_out: blocks(held_out, "hold a tenth of it out")?,
-            bigram_perplexity,
+            train: blocks(data.train, "train on")?,
+            held_out: blocks(data.held_out, "evaluate on")?,
+            bigram_perplexity: data.bigram_perplexity,
+            bpe: data.bpe,
+            weights: weights.map(Arc::new),
+            generate: cli.generate.clone(),
             setup,
-            log: !cli.output.quiet,
-            log_file: cli.log.open()?,
+            checkpoints: cli.checkpoints.clone(),
+            logger: Logger::new(cli.log_format, cli.output.quiet, cli.log.open()?),
+            board: cli.board.open()?,
         })
     }
 }

@@ -34,7 +34,7 @@ pub fn filled(cli: &Cli) -> Result<Cli> {
 fn fill(cli: &Cli, config: &Config, started: Option<&RankEnv>) -> Result<Cli> {
     let mut cli = cli.clone();
     let fsdp = &config.fsdp;
-    cli.ranks.strategy.get_or_insert(fsdp.sharding_strategy);
+    cli.ranks.strategy = cli.strategy().or(Some(fsdp.sharding_strategy));
     match started {
         Some(place) => place.check(config.num_processes).context("the configuration file")?,
         None => cli.ranks.world_size = cli.ranks.world_size.or(config.num_processes),

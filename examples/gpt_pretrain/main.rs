@@ -18,12 +18,17 @@
 //!    sizes.
 //! 2. `sharding.rs`: strategy, precision, offload and recomputation.
 //! 3. `train.rs`: the training loop of one rank.
-//! 4. `memory_forecast.rs`: the memory that a rank will need.
+//! 4. `checkpoints.rs`: saving and resuming.
+//! 5. `memory_forecast.rs`: the memory that a rank will need.
 //!
-//! Inputs of a run are in `cli.rs` (arguments), `launch_config.rs` (the configuration file), `recipe.rs` (hyperparameters and their defaults),
-//! `job.rs`, `text.rs`, `bpe.rs` (tokenizer), `batch.rs` and `available_memory.rs`. Results are in
-//! `init_progress.rs` (progress bar), `fairseq_log.rs` (log lines), `bigram.rs` (baseline to
-//! compare with) and `summary.rs`. `learning_rate.rs` has the schedule, and `../common/` the code
+//! Inputs of a run are in `cli.rs` (arguments), `fairseq.rs` (those that fairseq's command needs),
+//! `launch_config.rs` (the configuration file), `recipe.rs` (hyperparameters and their defaults),
+//! `job.rs`, `data.rs`, `text.rs`, `bpe.rs` (tokenizer), `pretrained.rs` (weights of GPT-2),
+//! `preprocess.rs`, `reader.rs` and
+//! `tokens.rs` (files of word pieces),
+//! `batch.rs` and `available_memory.rs`. Results are in `init_progress.rs` (progress bar),
+//! `generate.rs` (text), `run_log.rs`, `fairseq_log.rs` and `logger.rs` (log lines), `bigram.rs` (baseline to compare
+//! with) and `summary.rs`. `learning_rate.rs` has the schedule, and `../common/` the code
 //! that the examples share.
 
 mod arch;
@@ -31,24 +36,36 @@ mod available_memory;
 mod batch;
 mod bigram;
 mod bpe;
+mod checkpoints;
 mod cli;
 #[path = "../common/mod.rs"]
 mod common;
+mod data;
+mod fairseq;
 mod fairseq_log;
+mod generate;
 mod init_progress;
 mod job;
 mod launch_config;
 mod learning_rate;
+mod logger;
 mod memory_forecast;
 mod model;
+mod preprocess;
+mod pretrained;
+mod reader;
 mod recipe;
+mod run_log;
 mod sharding;
 mod summary;
 mod text;
+mod tokens;
 mod train;
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod transformers;
 
 use std::process::ExitCode;
 
@@ -59,7 +76,8 @@ use fsdp_runtime::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
 use crate::available_memory::AvailableMemory;
-use crate::cli::Cli;
+use crate::cli::{Cli, Command};
+use crate::common::checkpoints::{INTERRUPTED, handle_interrupts};
 use crate::common::{allocator, report};
 use crate::init_progress::InitBar;
 use crate::job::{Job, Setup};
@@ -73,24 +91,40 @@ fn main() -> ExitCode {
 
 fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
+    if let Some(Command::Preprocess(args)) = &cli.command {
+        return preprocess::preprocess(args);
+    }
     let cli = &launch_config::filled(cli)?;
     cli.ranks.device.resolve_or_exit();
     // A process has one subscriber of `tracing`.
     if !cli.output.quiet && !cli.trace.is_on() {
         InitBar::show();
     }
+    if cli.checkpoints.saves() {
+        handle_interrupts()?;
+    }
     match run(cli)? {
-        Some(summary) => report::print_summary(&summary, cli.output),
-        // Another process runs rank 0, and prints the result.
-        None => Ok(()),
+        Outcome::Finished(summary) => report::print_summary(&*summary, cli.output),
+        Outcome::FinishedElsewhere => Ok(()),
+        Outcome::Interrupted => std::process::exit(INTERRUPTED),
     }
 }
 
+/// Result of the ranks of this process.
+enum Outcome {
+    /// The run is complete, and this process runs rank 0. The summary is that of the rank whose peak
+    /// memory was highest.
+    Finished(Box<Summary>),
+    /// The run is complete, and another process runs rank 0.
+    FinishedElsewhere,
+    /// Ctrl-C ended the run.
+    Interrupted,
+}
+
 /// Runs the ranks of this process: all of them as threads, or one of them if the ranks are
-/// processes. Returns the summary of the rank whose peak memory was highest, or `None` if another
-/// process runs rank 0.
-fn run(cli: &Cli) -> Result<Option<Summary>> {
-    let (device, setup) = (cli.ranks.device.resolve()?, Setup::new(cli));
+/// processes.
+fn run(cli: &Cli) -> Result<Outcome> {
+    let (device, setup) = (cli.ranks.device.resolve()?, Setup::new(cli)?);
     let started = RankEnv::read()?;
     let world = cli.world_size(started.as_ref());
     let local = started.as_ref().and_then(|place| place.local_world).unwrap_or(world);
@@ -115,9 +149,22 @@ fn run(cli: &Cli) -> Result<Option<Summary>> {
     let written = trace.finish();
     let results = results?;
     written?;
-    if results.iter().all(|(rank, _)| *rank != Rank::ZERO) {
-        return Ok(None);
+    // All ranks end after the same update, so that they are interrupted together.
+    if results.iter().any(|(_, summary)| summary.is_none()) {
+        return Ok(Outcome::Interrupted);
     }
-    let summaries = results.into_iter().map(|(_, summary)| summary);
-    Ok(summaries.max_by_key(|summary| summary.memory.total.peak))
+    let is_first = results.iter().any(|(rank, _)| *rank == Rank::ZERO);
+    let mut summaries: Vec<_> = results.into_iter().filter_map(|(_, summary)| summary).collect();
+    let mut generated: Vec<_> =
+        summaries.iter_mut().flat_map(|summary| summary.generated.drain(..)).collect();
+    generated.sort_by_key(|text| text.index);
+    let largest = summaries.into_iter().max_by_key(|summary| summary.memory.total.peak);
+    Ok(match largest.filter(|_| is_first) {
+        Some(summary) => Outcome::Finished(Box::new(Summary { generated, ..summary })),
+        None => {
+            // Processes print the texts of their own rank.
+            generated.iter().for_each(|text| println!("{text}"));
+            Outcome::FinishedElsewhere
+        }
+    })
 }

@@ -26,7 +26,7 @@ pub fn forecast(
     local_ranks: usize,
     device: &Device,
 ) -> Result<MemoryForecast> {
-    let model = setup.model(device);
+    let model = setup.model(device)?;
     let world = WorldSize::new(world_size)?;
     // The hybrid strategies shard within a machine.
     let options = setup.options().with_shard_size(local_ranks);
@@ -43,7 +43,7 @@ pub fn forecast(
     };
     let (on_device, on_host) = activation_bytes(setup, policy);
     let forecast = largest.context("no rank")?.with_optimizer(ADAM_MOMENTS);
-    let accumulates = setup.recipe.update_freq > 1;
+    let accumulates = setup.recipe.update_freq.iter().any(|batches| *batches > 1);
     let forecast = if accumulates { forecast.with_accumulation() } else { forecast };
     Ok(forecast.with_activations(on_device).with_host_activations(on_host))
 }
@@ -111,8 +111,9 @@ mod tests {
     /// Two machines of two ranks each: every machine holds the whole model.
     #[test]
     fn the_hybrid_strategies_shard_within_a_machine() {
-        let setup =
-            |strategy: &str| Setup::new(&Cli::parse_from(["gpt_pretrain", "--strategy", strategy]));
+        let setup = |strategy: &str| {
+            Setup::new(&Cli::parse_from(["gpt_pretrain", "--strategy", strategy])).unwrap()
+        };
         let device = DeviceName::Flex.resolve().unwrap();
         let of = |strategy, world| forecast(&setup(strategy), world, 2, &device).unwrap();
         assert_eq!(of("HYBRID_SHARD", 4).shards, of("FULL_SHARD", 2).shards);

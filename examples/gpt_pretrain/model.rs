@@ -7,6 +7,7 @@
 
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::activation::gelu_approximate;
 use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::nn::{
     AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig,
@@ -43,6 +44,8 @@ pub struct Block {
     up: Linear,
     down: Linear,
     dropout: Dropout,
+    /// Whether the GELU is its tanh approximation, as in OpenAI's weights.
+    tanh_gelu: bool,
 }
 
 /// Multi-head causal self-attention.
@@ -101,8 +104,65 @@ impl Block {
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let attended = self.attention.forward(self.attention_norm.forward(x.clone()));
         let x = x + self.dropout.forward(attended);
-        let wide = gelu(self.up.forward(self.norm.forward(x.clone())));
+        let wide = self.activation(self.up.forward(self.norm.forward(x.clone())));
         x + self.dropout.forward(self.down.forward(wide))
+    }
+}
+
+impl Block {
+    fn activation(&self, x: Tensor<3>) -> Tensor<3> {
+        if self.tanh_gelu { gelu_approximate(x) } else { gelu(x) }
+    }
+
+    /// Applies the block to the word pieces after those in the cache, without dropout.
+    fn next(&self, x: Tensor<3>, cache: &mut Option<KeyValue>) -> Tensor<3> {
+        let attended = self.attention.next(self.attention_norm.forward(x.clone()), Some(cache));
+        let x = x + attended;
+        let wide = self.activation(self.up.forward(self.norm.forward(x.clone())));
+        x + self.down.forward(wide)
+    }
+}
+
+/// Keys and values of the word pieces so far, so that only those of new ones are computed.
+#[derive(Clone, Debug, Default)]
+pub struct Cache {
+    blocks: Vec<Option<KeyValue>>,
+    len: usize,
+}
+
+/// Keys and values of a block, `[rows, heads, length, width / heads]`.
+type KeyValue = (Tensor<4>, Tensor<4>);
+
+impl Cache {
+    /// Returns the number of word pieces so far.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Gpt {
+    /// Computes the logits of the word piece after `ids`, which follow those in the cache, and adds
+    /// them to the cache. There is no dropout.
+    ///
+    /// It is no forward of the sharded model: all units must be kept gathered.
+    ///
+    /// # Shapes
+    ///
+    /// - `ids`: `[1, length]`
+    /// - output: `[1, vocabulary]`
+    pub fn next_logits(&self, ids: Tensor<2, Int>, cache: &mut Cache) -> Tensor<2> {
+        let [_, length] = ids.dims();
+        let (start, end) = (cache.len as i64, (cache.len + length) as i64);
+        let positions = Tensor::arange(start..end, &ids.device()).unsqueeze();
+        let mut x = self.tokens.forward(ids) + self.positions.forward(positions);
+        cache.blocks.resize(self.blocks.len(), None);
+        for (block, cache) in self.blocks.iter().zip(&mut cache.blocks) {
+            x = block.next(x, cache);
+        }
+        cache.len += length;
+        let last = x.narrow(1, length - 1, 1);
+        let [.., width] = last.dims();
+        self.norm.forward(last).reshape([1, width]).matmul(self.output.val().transpose())
     }
 }
 
@@ -113,13 +173,26 @@ impl Attention {
     ///
     /// - `x` and output: `[rows, length, width]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        self.next(x, None)
+    }
+
+    /// Applies the attention to the word pieces after those in the cache, and adds them to it.
+    fn next(&self, x: Tensor<3>, cache: Option<&mut Option<KeyValue>>) -> Tensor<3> {
         let [rows, length, width] = x.dims();
         let split = |linear: &Linear| {
             let projected = linear.forward(x.clone());
             projected.reshape([rows, length, self.heads, width / self.heads]).swap_dims(1, 2)
         };
         let causal = AttentionOptions::new().with_causal(true);
-        let (query, key, value) = (split(&self.query), split(&self.key), split(&self.value));
+        let (query, mut key, mut value) =
+            (split(&self.query), split(&self.key), split(&self.value));
+        if let Some(cache) = cache {
+            if let Some((keys, values)) = cache.take() {
+                key = Tensor::cat(vec![keys, key], 2);
+                value = Tensor::cat(vec![values, value], 2);
+            }
+            *cache = Some((key.clone(), value.clone()));
+        }
         let context = attention(query, key, value, causal);
         self.output.forward(context.swap_dims(1, 2).reshape([rows, length, width]))
     }
@@ -135,6 +208,8 @@ pub struct GptConfig {
     /// Dropout probability of the embeddings and of the attention's and feed-forward block's
     /// output.
     pub dropout: f64,
+    /// Whether the GELU is its tanh approximation.
+    pub tanh_gelu: bool,
 }
 
 impl GptConfig {
@@ -179,6 +254,7 @@ impl GptConfig {
             up: linear(width, wide, INIT_STD),
             down: linear(wide, width, residual),
             dropout: DropoutConfig::new(self.dropout).init(),
+            tanh_gelu: self.tanh_gelu,
         }
     }
 }
@@ -206,7 +282,8 @@ mod tests {
     fn the_loss_is_that_of_the_logits() {
         let device = DeviceName::Auto.resolve().unwrap();
         device.seed(4);
-        let model = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 }.init(&device);
+        let model =
+            GptConfig { arch: SMALL, positions: 40, dropout: 0.0, tanh_gelu: false }.init(&device);
         let ids: Vec<i32> = (0..80).map(|at| at * 7 % 50).collect();
         let input = || Tensor::from_data(TensorData::new(ids.clone(), [2, 40]), &device);
         let targets: Vec<i32> = ids.iter().map(|id| (id + 3) % 50).collect();
@@ -223,7 +300,8 @@ mod tests {
         let device = DeviceName::Auto.resolve().unwrap();
         for device in [device.clone(), device.autodiff()] {
             device.seed(3);
-            let model = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 }.init(&device);
+            let model = GptConfig { arch: SMALL, positions: 40, dropout: 0.0, tanh_gelu: false }
+                .init(&device);
             let ids: Vec<i32> = (0..40).map(|at| at * 7 % 50).collect();
             let before = logits(&model, &ids, &device);
             for changed in [1, 17, 39] {
@@ -243,7 +321,8 @@ mod tests {
     fn initial_weights_are_gpt_2s() {
         let device = DeviceName::Auto.resolve().unwrap();
         device.seed(1);
-        let model = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 }.init(&device);
+        let model =
+            GptConfig { arch: SMALL, positions: 40, dropout: 0.0, tanh_gelu: false }.init(&device);
         let std = |tensor: Tensor<2>| {
             let data = tensor.into_data().try_into_vec_as::<f32>().unwrap();
             (data.iter().map(|x| f64::from(x * x)).sum::<f64>() / data.len() as f64).sqrt()
@@ -265,7 +344,7 @@ mod tests {
     /// A tied parameter is stored, gathered and counted once.
     #[test]
     fn the_tied_weight_counts_once() {
-        let config = GptConfig { arch: SMALL, positions: 40, dropout: 0.0 };
+        let config = GptConfig { arch: SMALL, positions: 40, dropout: 0.0, tanh_gelu: false };
         let device = DeviceName::Auto.resolve().unwrap();
         let counted = launch(LaunchOptions::new(2).with_device(device), move |worker| {
             let model = fully_shard(config.init(worker.device()), &worker, FsdpOptions::new())?;

@@ -6,6 +6,7 @@ use fsdp_runtime::{Memory, MemoryForecast};
 use serde::{Serialize, Serializer};
 
 use crate::common::report::{grouped, table_row};
+use crate::generate::Generated;
 
 /// Result of a run. `Display` formats the table, and serde the object of `--json`.
 #[derive(Clone, Debug, Serialize)]
@@ -18,11 +19,11 @@ pub struct Summary {
     pub strategy: String,
     /// Number of parameters of the unsharded model.
     pub num_params: usize,
-    /// Number of updates.
+    /// Number of updates, including those before the run was resumed.
     pub updates: usize,
     /// Number of overflows in half precision, each of which took the batches of an update.
     pub skipped_updates: usize,
-    /// Word pieces trained on, over all ranks.
+    /// Word pieces trained on since the run started or resumed, over all ranks.
     pub words: usize,
     /// Word pieces trained on per second, over all ranks.
     pub words_per_second: f64,
@@ -30,10 +31,10 @@ pub struct Summary {
     pub update_seconds_median: f64,
     /// Mean training loss in base 2 of the updates of the last log line.
     pub train_loss: f64,
-    /// Perplexity per word piece of the held-out text.
-    pub held_out_perplexity: f64,
-    /// Perplexity of a Kneser-Ney bigram model on the same word pieces.
-    pub bigram_perplexity: f64,
+    /// Perplexity per word piece of the held-out text; not under `--generate-only`.
+    pub held_out_perplexity: Option<f64>,
+    /// Perplexity of a Kneser-Ney bigram model on the same word pieces; not for preprocessed data.
+    pub bigram_perplexity: Option<f64>,
     /// Forecast of the peak memory of a rank, in bytes by kind.
     #[serde(serialize_with = "forecast_kinds")]
     pub forecast: MemoryForecast,
@@ -43,7 +44,10 @@ pub struct Summary {
     /// Peak host memory of this rank's offloaded tensors, in bytes by kind.
     #[serde(serialize_with = "memory_kinds")]
     pub host_memory: Memory,
-    /// Training loss of every update in base 2, mean over ranks.
+    /// Texts of `--generate`, in their order.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub generated: Vec<Generated>,
+    /// Training loss of every update since the run started or resumed, in base 2, mean over ranks.
     pub losses: Vec<f64>,
 }
 
@@ -57,6 +61,8 @@ fn memory_kinds<S: Serializer>(memory: &Memory, to: S) -> Result<S::Ok, S::Error
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let perplexity =
+            |known: Option<f64>| known.map_or("-".into(), |known| format!("{known:.2}"));
         let mib = |bytes: usize| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
         let rows = [
             ("model", self.arch.to_string()),
@@ -68,8 +74,8 @@ impl fmt::Display for Summary {
             ("word pieces", grouped(self.words)),
             ("word pieces per second", grouped(self.words_per_second.round() as usize)),
             ("final train loss, base 2", format!("{:.4}", self.train_loss)),
-            ("held-out perplexity", format!("{:.2}", self.held_out_perplexity)),
-            ("a bigram model's", format!("{:.2}", self.bigram_perplexity)),
+            ("held-out perplexity", perplexity(self.held_out_perplexity)),
+            ("a bigram model's", perplexity(self.bigram_perplexity)),
         ];
         for (name, value) in rows {
             writeln!(f, "{}", table_row(name, &value))?;
@@ -80,6 +86,9 @@ impl fmt::Display for Summary {
             let held = held.iter().find(|(kind, _)| *kind == name && name != "total");
             let held = held.map_or("-".into(), |(_, usage)| mib(usage.peak));
             write!(f, "\n{name:<16}{:>14}{held:>14}", mib(forecast))?;
+        }
+        for text in &self.generated {
+            write!(f, "\n\n{text}")?;
         }
         Ok(())
     }

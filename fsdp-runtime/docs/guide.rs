@@ -39,6 +39,7 @@ chapters!(
     activation_checkpointing: "activation_checkpointing.md",
     optimizers: "optimizers.md",
     checkpoints: "checkpoints.md",
+    pretraining: "pretraining.md",
     processes: "processes.md",
     launch: "launch.md",
     config: "config.md",

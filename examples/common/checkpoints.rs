@@ -1,0 +1,63 @@
+//! Checkpoints of a run: Ctrl-C that all ranks agree on, and the newest checkpoint of a directory.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result};
+use fsdp_runtime::checkpoint::{CheckpointManager, MANIFEST};
+use fsdp_runtime::prelude::*;
+
+/// Exit code of a program that Ctrl-C ended, by the convention of shells.
+pub const INTERRUPTED: i32 = 130;
+
+static PRESSED: AtomicBool = AtomicBool::new(false);
+
+/// Makes Ctrl-C ask the run to save a checkpoint and end. A second Ctrl-C ends the process at once.
+///
+/// # Errors
+///
+/// If the system refuses a signal handler.
+pub fn handle_interrupts() -> Result<()> {
+    let handle = || {
+        if PRESSED.swap(true, Ordering::Relaxed) {
+            std::process::exit(INTERRUPTED);
+        }
+        eprintln!("saving a checkpoint, then ending; Ctrl-C again ends at once");
+    };
+    ctrlc::set_handler(handle).context("cannot handle Ctrl-C")
+}
+
+/// Returns whether Ctrl-C was pressed on any rank. Every rank calls it, and gets the same answer.
+///
+/// # Errors
+///
+/// If a peer fails.
+pub fn interrupted(worker: &Worker) -> Result<bool> {
+    let mut pressed = [f64::from(u8::from(PRESSED.load(Ordering::Relaxed)))];
+    worker.all_reduce_sum(&mut pressed)?;
+    Ok(pressed[0] > 0.0)
+}
+
+/// Returns whether a directory is a checkpoint, and not a directory of checkpoints.
+pub fn is_checkpoint(folder: &Path) -> bool {
+    folder.join(MANIFEST).is_file()
+}
+
+/// Returns the complete checkpoint of the highest step in directories of checkpoints, as rank 0 sees
+/// them. Every rank calls it.
+///
+/// # Errors
+///
+/// If a directory cannot be read, or if a peer fails.
+pub fn newest(worker: &Worker, folders: &[PathBuf]) -> Result<Option<PathBuf>> {
+    let mut newest: Option<PathBuf> = None;
+    for folder in folders {
+        let found = CheckpointManager::new(folder, worker).latest()?;
+        // The names end in the step, with leading zeros.
+        let later = |found: &PathBuf| {
+            newest.as_ref().is_none_or(|newest| found.file_name() > newest.file_name())
+        };
+        newest = found.filter(later).or(newest);
+    }
+    Ok(newest)
+}

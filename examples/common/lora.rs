@@ -1,0 +1,86 @@
+//! Arguments of LoRA: adapters on a frozen, pretrained model, whose weights may be stored in fewer
+//! bits.
+
+use anyhow::{Result, ensure};
+use clap::{Args, ValueEnum};
+use fsdp_runtime::LoraConfig;
+use fsdp_runtime::prelude::*;
+
+use super::parse::{number, positive};
+
+/// Arguments of LoRA.
+#[derive(Args, Clone, Debug, Default)]
+pub struct LoraArgs {
+    /// Rank of LoRA adapters: the pretrained weights are frozen, and the adapters and a new
+    /// classifier are trained
+    #[arg(long, value_name = "R", value_parser = positive, requires = "pretrained")]
+    pub lora: Option<usize>,
+
+    /// Numerator of the adapters' factor alpha / rank [default: twice the rank]
+    #[arg(long, value_name = "ALPHA", value_parser = alpha, requires = "lora")]
+    pub lora_alpha: Option<f64>,
+
+    /// Linear layers that get adapters, by the last segments of their names [default: query,value]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
+    pub lora_targets: Vec<String>,
+
+    /// Type in which frozen matrices are stored and sent; only with --lora
+    #[arg(long, value_name = "TYPE")]
+    pub quantize: Option<Quantize>,
+}
+
+/// Type in which frozen matrices are stored and sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Quantize {
+    /// 4-bit NormalFloat with double quantisation, as in QLoRA
+    Nf4,
+    /// 8-bit integers in blocks of 64
+    Int8,
+    /// bfloat16
+    Bf16,
+}
+
+/// Adapters of a run, and the storage type of the frozen weights.
+#[derive(Clone, Debug)]
+pub struct Lora {
+    /// Configuration of the adapters.
+    pub config: LoraConfig,
+    /// Storage type of the frozen weights.
+    pub storage: StorageType,
+}
+
+fn alpha(text: &str) -> Result<f64, String> {
+    number(text, |alpha| alpha > 0.0 && alpha.is_finite(), "a number above 0")
+}
+
+impl LoraArgs {
+    /// Returns the adapters of the run; `None` if the whole model is trained. Without
+    /// `--lora-targets`, the linear layers `targets` get adapters, as in the paper of LoRA.
+    ///
+    /// # Errors
+    ///
+    /// If `--quantize` is given without `--lora`.
+    pub fn resolve(&self, targets: &[&str]) -> Result<Option<Lora>> {
+        let Some(rank) = self.lora else {
+            ensure!(
+                self.quantize.is_none(),
+                "--quantize stores frozen weights, and without --lora all weights are trained; add \
+                 --lora 8"
+            );
+            return Ok(None);
+        };
+        let targets = match self.lora_targets.is_empty() {
+            true => targets.iter().map(|name| name.to_string()).collect(),
+            false => self.lora_targets.clone(),
+        };
+        let config = LoraConfig::new(rank)
+            .with_alpha(self.lora_alpha.unwrap_or(2.0 * rank as f64))
+            .with_target_modules(targets);
+        let storage = self.quantize.map_or(StorageType::F32, |quantize| match quantize {
+            Quantize::Nf4 => StorageType::NF4,
+            Quantize::Int8 => StorageType::INT8,
+            Quantize::Bf16 => StorageType::Bf16,
+        });
+        Ok(Some(Lora { config, storage }))
+    }
+}
