@@ -28,7 +28,8 @@ pub(crate) enum MemoryKind {
     ReductionOutputs,
     /// Reduced gradients, on their storage device.
     ReducedGradients,
-    /// Inputs of units under activation checkpointing, on the device.
+    /// Inputs of units under activation checkpointing, and what operations of this crate save for
+    /// backward in a unit's forward, on the device.
     Activations,
     /// Inputs of units under activation checkpointing, on the host.
     OffloadedActivations,
@@ -36,6 +37,8 @@ pub(crate) enum MemoryKind {
     Optimizer,
     /// The copy in f32 of a parameter that is being stepped, on the storage device.
     StepCopies,
+    /// State that the optimizer's check leaves on the host, for a model on another device.
+    OptimizerProbes,
 }
 
 impl MemoryKind {
@@ -47,7 +50,7 @@ impl MemoryKind {
             Self::GatherBuffers | Self::AllGatherInputs => "gathered",
             Self::Gradients | Self::ReductionOutputs | Self::ReducedGradients => "gradients",
             Self::Activations | Self::OffloadedActivations => "activations",
-            Self::Optimizer | Self::StepCopies => "optimizer",
+            Self::Optimizer | Self::StepCopies | Self::OptimizerProbes => "optimizer",
         }
     }
 
@@ -60,7 +63,7 @@ impl MemoryKind {
             | Self::ReducedGradients
             | Self::Optimizer
             | Self::StepCopies => offloaded,
-            Self::OffloadedActivations => true,
+            Self::OffloadedActivations | Self::OptimizerProbes => true,
             Self::ReplicatedCopies
             | Self::ShardCopies
             | Self::GatherBuffers
