@@ -62,6 +62,29 @@ fn a_base_of_codes_trains_on_a_cubecl_device() {
     }
 }
 
+/// Parameters in bf16, and all-gathers and reductions in 8 bits.
+#[test]
+fn trained_parameters_in_bf16_and_codes_train_on_a_cubecl_device() {
+    let half = StoragePolicy::new().with_trained(StorageType::Bf16);
+    let plain = small(Device::cpu());
+    let options = |quantized: Option<usize>| {
+        let options = plain.options.clone().with_storage(half);
+        options.with_quantized_gathers(quantized).with_quantized_reductions(quantized)
+    };
+    for quantized in [None, Some(64)] {
+        let full = Run { options: options(quantized), ..plain.clone() };
+        let outcome = full.launch();
+        assert_same(&outcome, &full.clone().with_strategy(ShardingStrategy::ShardGradOp).launch());
+        // Steps on the host round as on the device, but for the last bits of what they round.
+        let offload = OffloadPolicy::Params { pin_memory: true };
+        let options = full.options.clone().with_offload(offload);
+        Run { options, ..full.clone() }.launch().assert_close(&outcome, 1e-3);
+    }
+    let full = Run { options: options(None), ..plain.clone() };
+    let none = full.clone().with_strategy(ShardingStrategy::NoShard).launch();
+    assert_same(&full.launch(), &none);
+}
+
 /// Shards, gradients and optimizer state are in host memory, where Flex computes the optimizer's
 /// step.
 #[test]

@@ -81,11 +81,19 @@ fn runs() -> Vec<Run> {
         let policy = StoragePolicy::new().with_frozen(storage);
         Run { frozen: true, ..with(options().with_storage(policy)) }
     };
+    let half = StoragePolicy::new().with_trained(StorageType::Bf16);
+    let trained = with(options().with_storage(half));
+    let quantized = |options: FsdpOptions| {
+        options.with_quantized_gathers(Some(64)).with_quantized_reductions(Some(128))
+    };
     vec![
         run.clone(),
         stored(StorageType::Bf16),
         stored(StorageType::INT8),
         stored(StorageType::NF4),
+        trained.clone(),
+        Run { options: quantized(trained.options), ..run.clone() },
+        with(quantized(options())),
         strategy(ShardingStrategy::ShardGradOp),
         strategy(ShardingStrategy::NoShard),
         hybrid(ShardingStrategy::HybridShard),

@@ -43,6 +43,7 @@ impl Tied {
 
 /// Compares the memory of two steps, of `batches` micro-batches each, with the forecast.
 fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
+    let options = options.with_optimizer_check(false);
     let what = format!("{world} ranks, {batches} batches, {options:?}");
     on_ranks(world, move |worker| {
         let device = worker.device();
@@ -77,6 +78,39 @@ fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
         assert_eq!(forecast.optimizer + forecast.host.optimizer, 2 * held, "{what}");
         Ok(())
     });
+}
+
+/// The check of the optimizer leaves state that belongs to no parameter.
+#[test]
+fn the_optimizer_and_what_its_check_leaves() {
+    let offload = OffloadPolicy::Params { pin_memory: false };
+    for options in [
+        FsdpOptions::new(),
+        FsdpOptions::new().with_optimizer_check(false),
+        FsdpOptions::new().with_offload(offload),
+        FsdpOptions::new().with_strategy(ShardingStrategy::NoShard),
+    ] {
+        let what = format!("{options:?}");
+        let bytes = of_rank_0(2, move |worker| {
+            let device = worker.device();
+            let mesh = Mesh::new(worker.rank(), worker.world());
+            let model = Tied::new(4, device);
+            let forecast = MemoryForecast::new(&model, mesh, &options)?.with_optimizer(2);
+            let mut model = fully_shard(model, worker, options.clone().with_seed(3))?;
+            let mut adam = AdamWConfig::new().init();
+            for _ in 0..4 {
+                let ids = Tensor::from_data([[1, 5, 36], [7, 0, 2]], device);
+                let gradients = model.backward(loss(model.forward(ids)))?;
+                model = adam.step(1e-3, model, gradients);
+            }
+            model.stats().record_optimizer(&adam)?;
+            let (device, host) = (model.stats().memory(), model.stats().host_memory());
+            let found = [device.optimizer.now, host.optimizer.now];
+            assert_eq!(found, [forecast.optimizer, forecast.host.optimizer], "{what}");
+            Ok((found[0] + found[1], model.stats().sharded_bytes()))
+        });
+        assert!(bytes.0 >= 2 * bytes.1);
+    }
 }
 
 #[test]

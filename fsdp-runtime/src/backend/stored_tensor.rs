@@ -10,6 +10,7 @@ use burn::backend::autodiff::ops::NodeGuard;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
 
+use super::codes;
 use super::kernels::{Kernels, RandomRounding};
 use super::model_backend::{AutodiffContext, FloatTensor, ModelBackend, Raw, cast_model};
 use super::norm::Norm;
@@ -185,6 +186,15 @@ impl<B: ModelBackend> StoredTensor<B> {
         }
     }
 
+    /// Returns the elements in f32. Nothing is lowered.
+    pub(crate) fn widened(self) -> Self {
+        match self {
+            Self::Device(tensor) => Self::Device(cast_model::<B>(tensor, DType::F32)),
+            #[cfg(feature = "flex")]
+            Self::Host(tensor) => Self::Host(cast::<Flex>(tensor, DType::F32)),
+        }
+    }
+
     /// Returns f32 elements rounded to bf16 at random. Nothing is lowered.
     pub(crate) fn rounded(self, rounding: RandomRounding) -> Self {
         match self {
@@ -266,6 +276,22 @@ impl<B: ShardBackend> StoredTensor<B> {
                 from_flex::<B>(cast::<Flex>(tensor, dtype), device, pinned)
             }
         }
+    }
+
+    /// Returns the words of the elements' codes on the device. The codes are made on the host.
+    pub(crate) fn encoded(self, storage: StorageType, device: &B::Device) -> Float<B> {
+        let (numel, dtype) = match &self {
+            Self::Device(tensor) => (self.numel(), tensor.dtype()),
+            #[cfg(feature = "flex")]
+            Self::Host(tensor) => (self.numel(), tensor.dtype()),
+        };
+        let mut words = Vec::new();
+        self.with_bytes(&mut |bytes| {
+            let elements = codes::widened_elements(bytes, dtype).expect("a float dtype");
+            words = codes::encode(&elements, &(0..numel), storage);
+        });
+        let shape = Shape::from([words.len()]);
+        B::float_from_data(codes::words_data(words, shape), device)
     }
 
     /// Adds two tensors that are stored in the same place.

@@ -27,6 +27,7 @@ use crate::backend::host_device;
 use crate::backend::kernels::batched_steps;
 use crate::error::{Error, IgnorePoison, ScheduleError};
 use crate::module::Sharded;
+use crate::param_group::probes::kind;
 use crate::param_group::{Placement, Unit};
 
 /// The sharded parameters whose optimizer has not been checked. Clones of a model share them.
@@ -86,13 +87,6 @@ impl Waiting {
         let (id, path) = (param.id, spec.path.clone());
         checked.then(|| Self { id, path, device: host_device(&base.device().inner()) })
     }
-}
-
-/// Returns a path without the numbers in it.
-fn kind(path: &str) -> String {
-    let is_number = |name: &str| name.bytes().all(|byte| byte.is_ascii_digit());
-    let names = path.split('.').map(|name| if is_number(name) { "#" } else { name });
-    names.collect::<Vec<_>>().join(".")
 }
 
 /// Returns whether a visitor or mapper belongs to Burn's optimizers or to Burn's handling of

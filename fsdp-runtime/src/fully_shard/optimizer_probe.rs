@@ -204,3 +204,17 @@ fn close(left: &[f32], right: &[f32]) -> bool {
     };
     left.iter().zip(right).all(equal)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::param_group::probes::{NARROW_ELEMENTS, WIDE_ELEMENTS};
+
+    #[test]
+    fn the_forecast_has_the_sizes_of_the_parts() {
+        let numel = |part: &Part| part.shape().iter().product::<usize>();
+        assert_eq!(Part::NARROW.iter().map(numel).sum::<usize>(), NARROW_ELEMENTS);
+        assert_eq!(numel(&Part::Wide), WIDE_ELEMENTS);
+        assert_eq!(Part::ALL.iter().map(numel).sum::<usize>(), NARROW_ELEMENTS + WIDE_ELEMENTS);
+    }
+}

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use burn::module::{Flag, Module, ModuleMapper, Param, ParamId};
-use burn::tensor::{Bool, FloatDType, Int, Tensor};
+use burn::tensor::{Bool, Int, Tensor};
 
 use crate::backend::kernels::batched_steps;
 use crate::module::opaque::visit_leaf;
@@ -73,7 +73,8 @@ impl<T: ModuleMapper> ModuleMapper for StepInF32<'_, T> {
         let _copy = self.schedule.count_step_copy(index);
         let (id, base, mapper) = param.consume();
         let plain = if base.is_autodiff() { base.clone().inner() } else { base.clone() };
-        let wide = with_autodiff_of(&base, plain.cast(FloatDType::F32));
+        let wide = Tensor::from_dispatch(self.schedule.widened(plain.into_dispatch()));
+        let wide = with_autodiff_of(&base, wide);
         drop(base);
         let param = Param::from_mapped_value(id, wide, mapper);
         // A step that shares a launch with others would run only after the rounding.

@@ -10,4 +10,4 @@ pub use self::flat::{ALIGNMENT, FlatLayout};
 pub(crate) use self::hash::mix;
 pub use self::mesh::{Mesh, MeshError, Rank, WorldSize};
 pub use self::storage_type::StorageType;
-pub(crate) use self::unit::{FlatRange, UnitLayout};
+pub(crate) use self::unit::{FlatRange, MatrixForm, UnitLayout};

@@ -20,10 +20,25 @@ use super::storage_type::StorageType;
 pub(crate) struct FlatRange {
     /// Dtype in which the matrices are gathered.
     pub(crate) dtype: DType,
-    /// Form in which the matrices are stored and sent.
+    /// Form in which the matrices are stored.
     pub(crate) storage: StorageType,
+    /// Form in which the matrices are sent.
+    pub(crate) sent: StorageType,
     /// Positions of the matrices in the range.
     pub(crate) layout: FlatLayout,
+}
+
+/// The dtypes and forms that decide which matrices share a flat range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MatrixForm {
+    /// Dtype in which the matrix is gathered.
+    pub(crate) dtype: DType,
+    /// Form in which the matrix is stored.
+    pub(crate) storage: StorageType,
+    /// Codes that the matrix is sent in, if it is sent in another form than it is stored in.
+    pub(crate) codes: Option<StorageType>,
+    /// Number of elements that are not divided among ranks, a power of two.
+    pub(crate) record: usize,
 }
 
 /// Positions of a unit's matrices in the unit's flat ranges, and the part that each rank owns.
@@ -42,19 +57,18 @@ impl UnitLayout {
         matrices: impl IntoIterator<Item = (DType, usize)>,
         world: WorldSize,
     ) -> Self {
+        let plain = |dtype| MatrixForm { dtype, storage: StorageType::F32, codes: None, record: 1 };
         let matrices = matrices.into_iter();
-        Self::stored_as(matrices.map(|(dtype, numel)| (dtype, StorageType::F32, numel)), world)
+        Self::stored_as(matrices.map(|(dtype, numel)| (plain(dtype), numel)), world)
     }
 
-    /// Lays out matrices of the given dtypes, storage types and element counts, in declaration
-    /// order.
+    /// Lays out matrices of the given forms and element counts, in declaration order.
     pub(crate) fn stored_as(
-        matrices: impl IntoIterator<Item = (DType, StorageType, usize)>,
+        matrices: impl IntoIterator<Item = (MatrixForm, usize)>,
         world: WorldSize,
     ) -> Self {
-        let mut numels: Vec<((DType, StorageType), Vec<usize>)> = Vec::new();
-        let assign = |(dtype, storage, numel): (DType, StorageType, usize)| {
-            let key = (dtype, storage);
+        let mut numels: Vec<(MatrixForm, Vec<usize>)> = Vec::new();
+        let assign = |(key, numel): (MatrixForm, usize)| {
             let known = numels.iter().position(|(other, _)| *other == key);
             let range = known.unwrap_or_else(|| {
                 numels.push((key, Vec::new()));
@@ -64,9 +78,12 @@ impl UnitLayout {
             (range, numels[range].1.len() - 1)
         };
         let matrices = matrices.into_iter().map(assign).collect();
-        let lay_out = |((dtype, storage), numels): ((DType, StorageType), Vec<usize>)| {
-            let layout = FlatLayout::in_records(numels, world, storage.record_len());
-            FlatRange { dtype, storage, layout }
+        let lay_out = |(form, numels): (MatrixForm, Vec<usize>)| {
+            let MatrixForm { dtype, storage, codes, record } = form;
+            let sent = codes.unwrap_or(storage);
+            let record = record.max(storage.record_len()).max(sent.record_len());
+            let layout = FlatLayout::in_records(numels, world, record);
+            FlatRange { dtype, storage, sent, layout }
         };
         Self { ranges: numels.into_iter().map(lay_out).collect(), matrices }
     }
@@ -126,8 +143,8 @@ mod tests {
                     assert_eq!(unit.shard_of(matrix, rank), flat.shard_of(matrix, rank));
                 }
             }
-            let storage = StorageType::F32;
-            assert_eq!(unit.ranges(), [FlatRange { dtype: HALF, storage, layout: flat }]);
+            let (storage, sent) = (StorageType::F32, StorageType::F32);
+            assert_eq!(unit.ranges(), [FlatRange { dtype: HALF, storage, sent, layout: flat }]);
         }
     }
 
@@ -158,7 +175,8 @@ mod tests {
     #[test]
     fn matrices_of_one_dtype_that_are_stored_differently_share_no_flat_range() {
         let (coded, plain) = (StorageType::NF4, StorageType::F32);
-        let matrices = [(FULL, coded, 5000), (FULL, plain, 70), (FULL, coded, 100)];
+        let form = |storage| MatrixForm { dtype: FULL, storage, codes: None, record: 1 };
+        let matrices = [(form(coded), 5000), (form(plain), 70), (form(coded), 100)];
         let unit = UnitLayout::stored_as(matrices, world(2));
         assert_eq!(unit.dtype(), Some(FULL), "they are computed with in one dtype");
         let found: Vec<_> = unit.ranges().iter().map(|range| range.storage).collect();
@@ -166,6 +184,19 @@ mod tests {
         let second = 5000_usize.next_multiple_of(coded.record_len());
         assert_eq!(unit.segment(2), second..second + 100);
         assert_eq!(unit.segment(1), 0..70);
+    }
+
+    #[test]
+    fn matrices_that_are_sent_in_codes_begin_with_a_record() {
+        let (storage, codes) = (StorageType::Bf16, Some(StorageType::Int8 { block: 128 }));
+        let form = |codes, record| MatrixForm { dtype: FULL, storage, codes, record };
+        let matrices = [(form(codes, 1), 100), (form(None, 256), 70), (form(codes, 1), 1000)];
+        let unit = UnitLayout::stored_as(matrices, world(3));
+        let found: Vec<_> = unit.ranges().iter().map(|range| (range.storage, range.sent)).collect();
+        assert_eq!(found, [(storage, StorageType::Int8 { block: 128 }), (storage, storage)]);
+        assert_eq!((unit.segment(2), unit.segment(1)), (128..1128, 0..70));
+        let lens: Vec<_> = unit.ranges().iter().map(|range| range.layout.shard_len()).collect();
+        assert_eq!(lens, [384, 256]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Scaled dot-product attention whose memory is linear in the length.
 
-use burn::tensor::{Bool, Int, Tensor};
+use burn::tensor::{Bool, DType, Int, Tensor};
 
 use super::dropout::Dropout;
 use crate::backend::ops::{AttentionRule, attention_tracked, dropout_tracked};
@@ -50,6 +50,20 @@ impl AttentionOptions {
         self.scale = Some(scale);
         self
     }
+}
+
+/// Returns the bytes that [`attention`] keeps for backward, if a tensor is tracked and there is no padding
+/// mask: query, key, value, output, and a number for each query. For
+/// [`MemoryForecast::with_activations`](crate::MemoryForecast::with_activations).
+///
+/// `query` is the shape `[batch, heads, query_length, width]`, and `value` the shape
+/// `[batch, heads, key_length, value_width]`.
+pub fn attention_bytes(query: [usize; 4], value: [usize; 4], dtype: DType) -> usize {
+    let [batch, heads, queries, width] = query;
+    let [_, _, keys, value_width] = value;
+    let elements = queries * width + keys * width + keys * value_width + queries * value_width;
+    let statistics = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    batch * heads * (elements * dtype.size() + queries * statistics.size())
 }
 
 /// Computes `softmax(query · keyᵀ / √width) · value` for each head, and keeps no matrix of

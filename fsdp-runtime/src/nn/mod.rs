@@ -9,12 +9,12 @@ mod linear_cross_entropy;
 mod recompute;
 mod softmax;
 
-pub use self::attention::{AttentionOptions, attention};
+pub use self::attention::{AttentionOptions, attention, attention_bytes};
 pub use self::dropout::{Dropout, DropoutConfig};
 pub use self::gelu::gelu;
 pub use self::layer_norm::{LayerNorm, LayerNormConfig};
 pub use self::linear_cross_entropy::{
-    LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy,
+    LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy, linear_cross_entropy_bytes,
 };
 pub use self::recompute::recompute;
 pub use self::softmax::softmax;

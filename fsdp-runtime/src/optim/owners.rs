@@ -51,6 +51,8 @@ mod tests {
             placement: Placement::Shard(layout.shard_of(segment, mesh.shard_rank())),
             storage: crate::layout::StorageType::F32,
             is_trained: true,
+            codes: None,
+            gradient_codes: None,
             segment: Some(segment),
         };
         let entries = numels.iter().enumerate().map(entry).collect();

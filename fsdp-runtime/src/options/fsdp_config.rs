@@ -139,6 +139,13 @@ pub struct FsdpConfig {
     /// Module paths with a form of their own: see [`FsdpOptions::with_storage_at`].
     #[serde(default)]
     pub storage_at: Vec<(String, StoragePolicy)>,
+    /// Block of all-gathers in 8 bits, if there are any: see [`FsdpOptions::with_quantized_gathers`].
+    #[serde(default)]
+    pub quantized_gathers: Option<usize>,
+    /// Block of reductions in 8 bits, if there are any: see
+    /// [`FsdpOptions::with_quantized_reductions`].
+    #[serde(default)]
+    pub quantized_reductions: Option<usize>,
     /// State that is stored in host memory: see [`FsdpOptions::with_offload`].
     pub offload: OffloadPolicy,
     /// Which units recompute their forward in backward: see
@@ -219,6 +226,8 @@ impl FsdpConfig {
             storage: StoragePolicy::new(),
             storage_for: Vec::new(),
             storage_at: Vec::new(),
+            quantized_gathers: None,
+            quantized_reductions: None,
             offload: OffloadPolicy::None,
             activation_checkpointing: CheckpointingConfig::Annotated,
             offload_activations: false,
@@ -254,6 +263,8 @@ impl FsdpConfig {
         with_storage: storage: StoragePolicy,
         with_storage_for: storage_for: Vec<(String, StoragePolicy)>,
         with_storage_at: storage_at: Vec<(String, StoragePolicy)>,
+        with_quantized_gathers: quantized_gathers: Option<usize>,
+        with_quantized_reductions: quantized_reductions: Option<usize>,
         with_offload: offload: OffloadPolicy,
         with_activation_checkpointing: activation_checkpointing: CheckpointingConfig,
         with_offload_activations: offload_activations: bool,
@@ -361,6 +372,8 @@ impl FsdpConfig {
             storage: self.storage,
             storage_for: of_units(&self.storage_for, |name| unit("storage_for", name))?,
             storage_at: self.storage_at.clone(),
+            quantized_gathers: self.quantized_gathers,
+            quantized_reductions: self.quantized_reductions,
             offload: self.offload,
             activation_checkpointing: checkpointing,
             offload_activations: self.offload_activations,

@@ -29,6 +29,8 @@ use crate::module::UnitType;
 /// | [`gradient_divide_factor`](Self::with_gradient_divide_factor) | the number of ranks |
 /// | [`mixed_precision`](Self::with_mixed_precision) | dtypes in which the model is initialised |
 /// | [`storage`](Self::with_storage) | f32 |
+/// | [`quantized_gathers`](Self::with_quantized_gathers) | off |
+/// | [`quantized_reductions`](Self::with_quantized_reductions) | off |
 /// | [`offload`](Self::with_offload) | [`None`](OffloadPolicy::None) |
 /// | [`activation_checkpointing`](Self::with_activation_checkpointing) | [`Annotated`](ActivationCheckpointing::Annotated) |
 /// | [`offload_activations`](Self::with_offload_activations) | off |
@@ -64,6 +66,8 @@ pub struct FsdpOptions {
     pub(super) storage: StoragePolicy,
     pub(crate) storage_for: Vec<(UnitType, StoragePolicy)>,
     pub(crate) storage_at: Vec<(String, StoragePolicy)>,
+    pub(crate) quantized_gathers: Option<usize>,
+    pub(crate) quantized_reductions: Option<usize>,
     pub(crate) offload: OffloadPolicy,
     pub(crate) activation_checkpointing: ActivationCheckpointing,
     pub(crate) offload_activations: bool,
@@ -109,6 +113,8 @@ impl FsdpOptions {
             storage: StoragePolicy::new(),
             storage_for: Vec::new(),
             storage_at: Vec::new(),
+            quantized_gathers: None,
+            quantized_reductions: None,
             offload: OffloadPolicy::None,
             activation_checkpointing: ActivationCheckpointing::Annotated,
             offload_activations: false,
@@ -239,6 +245,40 @@ impl FsdpOptions {
     /// has no such parameters.
     pub const fn with_storage(mut self, policy: StoragePolicy) -> Self {
         self.storage = policy;
+        self
+    }
+
+    /// Sets that all-gathers send trained matrices in 8 bits, with an f32 scale for each block of
+    /// `block` elements: a power of two from 64 to 4096. Default: off.
+    ///
+    /// Shards, gradients and the optimizer's state are stored as without this option. A gathered
+    /// element differs from the stored one by at most 1/254 of the largest magnitude of its block, and
+    /// the rounding of f32. Blocks are counted from the first element of a matrix, so all strategies
+    /// that gather have the same values, at any number of ranks. Under `NO_SHARD` nothing is gathered,
+    /// and a `val()` outside of a forward has the exact values. Vectors are not sent. `None` turns the
+    /// option off.
+    ///
+    /// Codes are made on the host. The qwZ of [ZeRO++](https://arxiv.org/abs/2306.10209), DeepSpeed's
+    /// `zero_quantized_weights`.
+    pub const fn with_quantized_gathers(mut self, block: Option<usize>) -> Self {
+        self.quantized_gathers = block;
+        self
+    }
+
+    /// Sets that reductions among a shard group send the gradients of sharded matrices in 8 bits, with
+    /// an f32 scale for each block of `block` elements: a power of two from 64 to 4096. Default: off.
+    ///
+    /// Each rank quantises what it sends to each other rank, once, and the receiver adds up in f32. The
+    /// mean differs from the exact one by at most the mean over the ranks of 1/254 of the largest
+    /// magnitude of the gradient's block, and rounding. Blocks are counted from the first element of a
+    /// matrix. `FULL_SHARD` and `SHARD_GRAD_OP` have the same values; other numbers of ranks have other
+    /// gradients to add up. Vectors, replicated matrices and the all-reduce between the replicas of a
+    /// hybrid strategy are not quantised. `None` turns the option off.
+    ///
+    /// Codes are made on the host. The qgZ of [ZeRO++](https://arxiv.org/abs/2306.10209) within one
+    /// level of ranks, DeepSpeed's `zero_quantized_gradients`.
+    pub const fn with_quantized_reductions(mut self, block: Option<usize>) -> Self {
+        self.quantized_reductions = block;
         self
     }
 

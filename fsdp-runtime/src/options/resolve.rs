@@ -10,7 +10,7 @@ use super::precision::MixedPrecisionPolicy;
 use super::storage::StoragePolicy;
 use crate::backend::is_flex;
 use crate::error::ShardError;
-use crate::layout::Mesh;
+use crate::layout::{Mesh, StorageType};
 use crate::module::UnitType;
 
 impl FsdpOptions {
@@ -40,6 +40,8 @@ impl FsdpOptions {
             storage,
             storage_for,
             storage_at,
+            quantized_gathers,
+            quantized_reductions,
             offload,
             activation_checkpointing,
             offload_activations,
@@ -51,7 +53,7 @@ impl FsdpOptions {
             seed,
             optimizer_check,
         } = self;
-        let options: [(&str, &dyn Debug); 31] = [
+        let options: [(&str, &dyn Debug); 33] = [
             ("strategy", strategy),
             ("seed", seed),
             ("shard_size", shard_size),
@@ -75,6 +77,8 @@ impl FsdpOptions {
             ("storage", storage),
             ("storage_for", storage_for),
             ("storage_at", storage_at),
+            ("quantized_gathers", quantized_gathers),
+            ("quantized_reductions", quantized_reductions),
             ("offload", offload),
             ("activation_checkpointing", activation_checkpointing),
             ("offload_activations", offload_activations),
@@ -121,8 +125,23 @@ impl FsdpOptions {
     }
 
     /// Returns whether some policy stores parameters in another form than f32.
-    pub(crate) fn stores_differently(&self) -> bool {
+    fn stores_differently(&self) -> bool {
         self.storage_policies().any(|policy| *policy != StoragePolicy::new())
+    }
+
+    /// Returns the form in which gradients are sent, if they are quantised.
+    pub(crate) fn gradient_codes(&self) -> Option<StorageType> {
+        self.quantized_reductions.map(|block| StorageType::Int8 { block })
+    }
+
+    /// Returns the form in which trained matrices are sent, if they are quantised.
+    pub(crate) fn weight_codes(&self) -> Option<StorageType> {
+        self.quantized_gathers.map(|block| StorageType::Int8 { block })
+    }
+
+    /// Returns whether the options treat frozen parameters differently from trained ones.
+    pub(crate) fn knows_frozen(&self) -> bool {
+        self.stores_differently() || self.quantized_gathers.is_some()
     }
 
     /// Returns the device that computes: the model's device, or the rank's under an offload policy.
@@ -167,6 +186,14 @@ impl FsdpOptions {
         }
         self.gradient_divide_factor.map_or(Ok(()), |factor| divide_factor(factor).map(drop))?;
         self.storage_policies().try_for_each(|policy| policy.check())?;
+        let gathers = ("quantized_gathers", self.weight_codes());
+        for (option, codes) in [gathers, ("quantized_reductions", self.gradient_codes())] {
+            if let Some((codes, expected)) = codes.and_then(|it| Some((it, it.wrong_block()?))) {
+                let value = codes.block().to_string();
+                let expected = expected.into();
+                return Err(ShardError::InvalidOption { option, value, expected });
+            }
+        }
         if self.offload != OffloadPolicy::None && cfg!(not(feature = "flex")) {
             return Err(ShardError::InvalidOption {
                 option: "offload",

@@ -8,6 +8,7 @@ mod mib;
 pub(crate) mod plan;
 #[cfg(feature = "plot")]
 mod plot;
+pub(crate) mod probes;
 mod unit;
 pub(crate) mod wrapping;
 

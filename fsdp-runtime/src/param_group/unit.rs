@@ -47,6 +47,10 @@ pub(crate) struct ParamSpec {
     /// Whether the parameter required a gradient when the model was sharded. True if all parameters
     /// are stored in f32, where it makes no difference.
     pub(crate) is_trained: bool,
+    /// Codes that shards are sent in, if they are not sent as they are stored.
+    pub(crate) codes: Option<StorageType>,
+    /// Codes that the parts of the gradient of a sharded parameter are sent in, if there are any.
+    pub(crate) gradient_codes: Option<StorageType>,
     /// Number of the matrix in the unit's layout; `None` for a parameter outside the layout.
     ///
     /// Under `NO_SHARD` nothing is sharded, but matrices have numbers all the same: they fix the
@@ -104,14 +108,27 @@ impl ParamSpec {
         self.is_trained && self.storage == StorageType::Bf16
     }
 
+    /// Returns the form in which the parameter is sent in the all-gather of its unit.
+    pub(crate) fn sent(&self) -> StorageType {
+        self.codes.unwrap_or(self.storage)
+    }
+
     /// Returns the dtype in which the parameter is sent in the all-gather of its unit.
     fn sent_dtype(&self) -> DType {
-        self.storage.sent_dtype(self.dtype)
+        self.sent().sent_dtype(self.dtype)
     }
 
     /// Returns the bytes of this rank's shard as it is sent.
     fn sent_bytes(&self) -> usize {
-        self.stored_range().len() * self.sent_dtype().size()
+        self.sent().stored_len(self.range().len()) * self.sent_dtype().size()
+    }
+
+    /// Returns the bytes of the whole gradient as it is sent when it is reduced.
+    pub(crate) fn sent_gradient_bytes(&self) -> usize {
+        match self.gradient_codes {
+            Some(codes) => codes.stored_bytes(self.numel()),
+            None => self.numel() * self.reduce_dtype.size(),
+        }
     }
 
     /// Returns the part of the reduced gradient that this rank keeps. The gradient is sent as
@@ -176,8 +193,8 @@ impl Unit {
     /// Returns, for each flat range that is gathered, the length and dtype in which it is sent if
     /// these differ from those of the gather buffer.
     pub(crate) fn code_buffers(&self) -> Vec<Option<(usize, DType)>> {
-        let sent = |FlatRange { dtype, storage, layout }: &FlatRange| {
-            let sent = (storage.stored_len(layout.padded_len()), storage.sent_dtype(*dtype));
+        let sent = |FlatRange { dtype, sent, layout, .. }: &FlatRange| {
+            let sent = (sent.stored_len(layout.padded_len()), sent.sent_dtype(*dtype));
             (sent != (layout.padded_len(), *dtype)).then_some(sent)
         };
         self.gathered_ranges().iter().map(sent).collect()
@@ -223,6 +240,13 @@ impl Unit {
         (bytes(|entry| entry.dtype), bytes(|entry| entry.reduce_dtype))
     }
 
+    /// Returns the bytes of the codes of the unit's gradients while they are reduced: what a rank sends,
+    /// and what it receives.
+    pub(crate) fn gradient_code_bytes(&self) -> usize {
+        let coded = self.trainable().filter(|entry| entry.gradient_codes.is_some());
+        coded.map(|entry| 2 * entry.sent_gradient_bytes()).sum()
+    }
+
     /// Returns the bytes of the largest copy in f32 that an optimizer steps in place of a parameter.
     pub(crate) fn step_copy_bytes(&self) -> usize {
         let rounded = self.owned().filter(|entry| entry.is_rounded());
@@ -247,7 +271,8 @@ impl Unit {
     pub(super) fn sending_bytes(&self, offloaded: bool) -> usize {
         let mut bytes = vec![0; self.layout.ranges().len()];
         for (at, entry) in self.params.iter().enumerate() {
-            let made = offloaded || entry.sent_dtype() != entry.storage.dtype();
+            let is_cast = entry.sent_dtype() != entry.storage.dtype();
+            let made = offloaded || is_cast || entry.codes.is_some();
             if made && matches!(entry.placement, Placement::Shard(_)) {
                 bytes[self.gathered_at(at).0] += entry.sent_bytes();
             }

@@ -15,10 +15,9 @@ mod tables;
 
 #[cfg(feature = "flex")]
 pub(super) use self::decode::scale;
-pub(super) use self::encode::encode;
+pub(crate) use self::encode::encode;
 pub(crate) use self::encode::needs_matrix;
-pub(super) use self::stored_data::words_data;
-pub(crate) use self::stored_data::{decoded_elements, stored_data, widened_elements};
+pub(crate) use self::stored_data::{decoded_elements, stored_data, widened_elements, words_data};
 #[cfg(feature = "cube")]
 pub(super) use self::tables::DYNAMIC;
 pub(super) use self::tables::{INT8_FACTOR, NF4};

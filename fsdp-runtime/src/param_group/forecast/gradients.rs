@@ -15,7 +15,7 @@ pub(super) struct Gradients {
     /// Bytes of `full`, in the dtypes in which gradients arrive.
     arriving: Vec<usize>,
     /// Bytes of `full` while the unit is reduced: its full gradients in the dtypes of the
-    /// reduction, and its reduced gradients.
+    /// reduction, their codes if they have any, and its reduced gradients.
     reducing: Vec<usize>,
     /// Reduced gradients of the unit.
     reduced: Vec<usize>,
@@ -49,7 +49,9 @@ impl Gradients {
         let arriving = nested(&arrive);
         let reduced = Unit::reduced_bytes;
         let reducing = units.iter().zip(&full);
-        let reducing = reducing.map(|(unit, full)| full - most(unit) + held(unit) + reduced(unit));
+        let reducing = reducing.map(|(unit, full)| {
+            full - most(unit) + held(unit) + reduced(unit) + unit.gradient_code_bytes()
+        });
         Self {
             reducing: reducing.collect(),
             full,

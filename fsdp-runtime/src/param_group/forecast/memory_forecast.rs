@@ -7,9 +7,11 @@ use std::fmt;
 
 use super::super::mib::mib;
 use super::super::plan::Plan;
+use super::super::probes::probe_elements;
 use super::super::unit::Unit;
 use super::buffers::{copied, gathered, sending};
 use super::gradients::Gradients;
+use crate::backend::is_flex;
 use crate::error::ShardError;
 use crate::layout::Mesh;
 use crate::module::FsdpModule;
@@ -45,13 +47,18 @@ pub struct MemoryForecast {
     stepped: usize,
     /// Bytes of the largest copy in f32 that an optimizer steps in place of a parameter in bf16.
     step_copy: usize,
+    /// Elements of the probes of the optimizer's check.
+    probes: usize,
     /// Whether parameters and optimizer state are stored on the host.
     offloaded: bool,
+    /// Whether the device uses host memory.
+    on_host: bool,
 }
 
 /// The host part of a [`MemoryForecast`], in bytes.
 ///
-/// Without an [`OffloadPolicy`](crate::OffloadPolicy) every kind but `activations` is 0.
+/// Without an [`OffloadPolicy`](crate::OffloadPolicy) every kind but `activations` is 0, and on devices
+/// other than Flex the `optimizer`, which has the state of the optimizer's check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 #[must_use]
@@ -138,19 +145,26 @@ impl MemoryForecast {
             accumulated: gradients.accumulated(options.gradient_accumulation),
             stepped: units.iter().map(Unit::reduced_bytes).sum(),
             step_copy: units.iter().map(Unit::step_copy_bytes).max().unwrap_or(0),
+            probes: if options.optimizer_check { probe_elements(&units) } else { 0 },
             offloaded,
+            on_host: is_flex(&device),
         })
     }
 
     /// Adds an optimizer with `moments` f32 values for each element of a parameter: 2 for Adam and
     /// AdamW (3 with `amsgrad`), 1 for SGD with momentum. Also counts the copy in f32 of the largest
-    /// parameter that is trained in bf16.
+    /// parameter that is trained in bf16, and the state that the
+    /// [check](FsdpOptions::with_optimizer_check) of the optimizer leaves in host memory.
     pub const fn with_optimizer(mut self, moments: usize) -> Self {
         let bytes = moments * self.stepped + self.step_copy;
+        let of_probes = moments * self.probes * size_of::<f32>();
         if self.offloaded {
-            self.host.optimizer = bytes;
+            self.host.optimizer = bytes + of_probes;
+        } else if self.on_host {
+            self.optimizer = bytes + of_probes;
         } else {
             self.optimizer = bytes;
+            self.host.optimizer = of_probes;
         }
         self
     }
@@ -162,7 +176,9 @@ impl MemoryForecast {
         self
     }
 
-    /// Sets the activations on the device, in bytes.
+    /// Sets the activations on the device, in bytes. [`attention_bytes`](crate::nn::attention_bytes) and
+    /// [`linear_cross_entropy_bytes`](crate::nn::linear_cross_entropy_bytes) return those of two
+    /// operations.
     pub const fn with_activations(mut self, bytes: usize) -> Self {
         self.activations = bytes;
         self

@@ -28,7 +28,8 @@ pub(crate) enum MemoryKind {
     ReductionOutputs,
     /// Reduced gradients, on their storage device.
     ReducedGradients,
-    /// Inputs of units under activation checkpointing, on the device.
+    /// Inputs of units under activation checkpointing, and what operations of this crate save for
+    /// backward in a unit's forward, on the device.
     Activations,
     /// Inputs of units under activation checkpointing, on the host.
     OffloadedActivations,
@@ -38,6 +39,8 @@ pub(crate) enum MemoryKind {
     StepCopies,
     /// Moving averages of parameters, on the storage device.
     Averages,
+    /// State that the optimizer's check leaves on the host, for a model on another device.
+    OptimizerProbes,
 }
 
 impl MemoryKind {
@@ -49,7 +52,7 @@ impl MemoryKind {
             Self::GatherBuffers | Self::AllGatherInputs => "gathered",
             Self::Gradients | Self::ReductionOutputs | Self::ReducedGradients => "gradients",
             Self::Activations | Self::OffloadedActivations => "activations",
-            Self::Optimizer | Self::StepCopies => "optimizer",
+            Self::Optimizer | Self::StepCopies | Self::OptimizerProbes => "optimizer",
             Self::Averages => "averages",
         }
     }
@@ -64,7 +67,7 @@ impl MemoryKind {
             | Self::Optimizer
             | Self::StepCopies
             | Self::Averages => offloaded,
-            Self::OffloadedActivations => true,
+            Self::OffloadedActivations | Self::OptimizerProbes => true,
             Self::ReplicatedCopies
             | Self::ShardCopies
             | Self::GatherBuffers

@@ -16,7 +16,8 @@ pub struct Usage {
 
 /// Memory that one rank uses for a sharded model, by kind.
 ///
-/// Activations in Burn's autodiff graph are not counted. `Display` prints a table in MiB.
+/// Activations that Burn's operations keep in the autodiff graph are not counted. `Display` prints a
+/// table in MiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
@@ -31,7 +32,10 @@ pub struct Memory {
     /// reduced gradients are stored on the host, the device counts them until they are copied
     /// there.
     pub gradients: Usage,
-    /// Inputs of units under activation checkpointing, from forward to backward.
+    /// Inputs of units under activation checkpointing, from forward to backward, and what
+    /// [`attention`](crate::nn::attention), [`linear_cross_entropy`](crate::nn::linear_cross_entropy)
+    /// and [`recompute`](crate::nn::recompute) keep for backward, if they are called in a unit's
+    /// forward. An input of `recompute` counts in full, also if it is a gathered parameter.
     pub activations: Usage,
     /// The optimizer's state, as [`Stats::record_optimizer`](crate::Stats::record_optimizer)
     /// measured it, and the copy in f32 of a parameter that is stored in bf16, while it is stepped.

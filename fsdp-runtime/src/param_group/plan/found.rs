@@ -44,7 +44,7 @@ pub(super) struct FoundParam {
     pub(super) shape: Vec<usize>,
     /// Dtype that the parameter is initialised in.
     pub(super) dtype: DType,
-    /// Whether the parameter requires no gradient. Known only if the options store frozen
+    /// Whether the parameter requires no gradient. Known only if the options treat frozen
     /// parameters differently, and else `false`.
     pub(super) frozen: bool,
     /// Number of the parameter's unit.

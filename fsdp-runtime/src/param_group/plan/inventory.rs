@@ -170,6 +170,8 @@ impl<'a> Inventory<'a> {
             placement: Placement::PerRank,
             storage: StorageType::F32,
             is_trained: true,
+            codes: None,
+            gradient_codes: None,
             segment: None,
         };
         self.found.ignored.push(IgnoredParam { id, key, spec: entry });
@@ -196,7 +198,7 @@ impl<'a> Inventory<'a> {
         let unit = self.unit_number();
         // A parameter that is not initialised yet gets this dtype when it is: f32.
         let dtype = if param.is_initialized() { param.base().dtype() } else { DType::F32 };
-        let frozen = self.options.stores_differently() && !is_trained(param);
+        let frozen = self.options.knows_frozen() && !is_trained(param);
         let id = param.id;
         let param = FoundParam { path, key, id, shape, dtype, frozen, unit, tied_to: None };
         self.found.params.push(param);

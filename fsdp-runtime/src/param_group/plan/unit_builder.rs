@@ -9,7 +9,7 @@ use super::super::unit::{ParamSpec, Placement, Unit};
 use super::found::{FoundParam, FoundUnit};
 use crate::backend::is_flex;
 use crate::error::ShardError;
-use crate::layout::{Mesh, StorageType, UnitLayout, WorldSize};
+use crate::layout::{MatrixForm, Mesh, StorageType, UnitLayout, WorldSize};
 use crate::module::ParamIndex;
 use crate::options::{FsdpOptions, MixedPrecisionPolicy, OffloadPolicy};
 
@@ -73,7 +73,7 @@ impl<'a> UnitBuilder<'a> {
     /// outside of its unit's forward and backward shows.
     fn computes_with_shards(&self, entries: &[ParamSpec], mesh: Mesh, device: &Device) -> bool {
         let computed = |entry: &ParamSpec| {
-            let is_f32 = entry.dtype == DType::F32 && entry.storage == StorageType::F32;
+            let is_f32 = entry.dtype == DType::F32 && entry.sent() == StorageType::F32;
             !entry.is_sharded() || is_f32
         };
         mesh.shard_size() == WorldSize::ONE
@@ -85,7 +85,12 @@ impl<'a> UnitBuilder<'a> {
     /// Lays out the matrices of the unit in flat ranges.
     fn layout(&self, mesh: Mesh) -> UnitLayout {
         let matrices = self.params.iter().filter(|param| self.is_matrix(param));
-        let matrix = |param: &&FoundParam| (self.dtype(param), self.storage(param), param.numel());
+        let matrix = |param: &&FoundParam| {
+            let (dtype, storage, codes) =
+                (self.dtype(param), self.storage(param), self.codes(param));
+            let record = self.gradient_codes(param).map_or(1, StorageType::record_len);
+            (MatrixForm { dtype, storage, codes, record }, param.numel())
+        };
         UnitLayout::stored_as(matrices.map(matrix), mesh.shard_size())
     }
 
@@ -108,6 +113,16 @@ impl<'a> UnitBuilder<'a> {
         let storage = policy.of(param.frozen);
         let applies = param.tied_to.is_none() && (!storage.is_coded() || self.is_matrix(param));
         if applies { storage } else { StorageType::F32 }
+    }
+
+    /// Returns the codes that a trained matrix is sent in, if it is not sent as it is stored.
+    fn codes(&self, param: &FoundParam) -> Option<StorageType> {
+        self.options.weight_codes().filter(|_| !param.frozen && self.is_matrix(param))
+    }
+
+    /// Returns the codes that the gradient of a matrix is sent in, if there are any.
+    fn gradient_codes(&self, param: &FoundParam) -> Option<StorageType> {
+        self.options.gradient_codes().filter(|_| !param.frozen && self.is_matrix(param))
     }
 
     /// Returns the dtype that the unit computes in, or `None` if there are several.
@@ -147,8 +162,19 @@ impl<'a> UnitBuilder<'a> {
             let (path, shape) = (param.path.clone(), param.shape.clone());
             let dtype = self.dtype(param);
             let reduce_dtype = self.policy.reduce(common, dtype);
-            let (storage, is_trained) = (self.storage(param), !param.frozen);
-            ParamSpec { path, shape, dtype, reduce_dtype, placement, storage, is_trained, segment }
+            let is_sharded = matches!(placement, Placement::Shard(_));
+            ParamSpec {
+                path,
+                shape,
+                dtype,
+                reduce_dtype,
+                placement,
+                storage: self.storage(param),
+                is_trained: !param.frozen,
+                codes: self.codes(param),
+                gradient_codes: self.gradient_codes(param).filter(|_| is_sharded),
+                segment,
+            }
         };
         self.params.iter().map(spec).collect()
     }

@@ -33,6 +33,8 @@ pub(crate) trait ScheduleState {
     /// Takes the reduced gradient of a parameter. Returns `None` if there is none, or if it was
     /// taken before.
     fn take_gradient(&self, index: ParamIndex) -> Option<DispatchTensor>;
+    /// Returns what this rank stores of a parameter in f32.
+    fn widened(&self, value: DispatchTensor) -> DispatchTensor;
     /// Returns the f32 elements that an optimizer gave a parameter, rounded at random to the dtype in
     /// which it is stored.
     fn rounded(&self, index: ParamIndex, value: DispatchTensor) -> DispatchTensor;
@@ -77,6 +79,13 @@ impl<B: ModelBackend> ScheduleState for Schedule<B> {
     fn take_gradient(&self, index: ParamIndex) -> Option<DispatchTensor> {
         let gradient = self.lock().units[index.unit].reduced[index.param].take()?;
         Some(StoredTensor::<B>::raise(gradient).into_dispatch())
+    }
+
+    fn widened(&self, value: DispatchTensor) -> DispatchTensor {
+        match StoredTensor::<B>::from_dispatch(value.clone(), self.settings.storage) {
+            Some((stored, ..)) => stored.widened().into_dispatch(),
+            None => value,
+        }
     }
 
     fn rounded(&self, index: ParamIndex, value: DispatchTensor) -> DispatchTensor {

@@ -15,6 +15,9 @@ pub struct Counts {
     pub single_gathers: usize,
     /// Bytes that this rank has sent in the all-gathers of units.
     pub sent_bytes: usize,
+    /// Bytes of full gradients that this rank has given to reductions in its shard group: in the dtypes
+    /// of the reduction, or as codes with their scales.
+    pub sent_gradient_bytes: usize,
     /// Reductions of a unit's gradients, with those of its replicated parameters: reduce-scatters,
     /// or all-reduces where nothing is sharded.
     pub reduce_scatters: usize,
@@ -38,6 +41,7 @@ pub(super) struct Counters {
     pub(super) all_gathers: AtomicUsize,
     pub(super) single_gathers: AtomicUsize,
     pub(super) sent_bytes: Arc<AtomicUsize>,
+    pub(super) sent_gradient_bytes: AtomicUsize,
     pub(super) reduce_scatters: AtomicUsize,
     pub(super) all_reduces: AtomicUsize,
     pub(super) mis_prefetches: AtomicUsize,
@@ -56,6 +60,7 @@ impl Counters {
             all_gathers: read(&self.all_gathers),
             single_gathers: read(&self.single_gathers),
             sent_bytes: read(&self.sent_bytes),
+            sent_gradient_bytes: read(&self.sent_gradient_bytes),
             reduce_scatters: read(&self.reduce_scatters),
             all_reduces: read(&self.all_reduces),
             mis_prefetches: read(&self.mis_prefetches),

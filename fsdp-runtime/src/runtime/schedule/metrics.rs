@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::core::Schedule;
 use super::counters::Counts;
-use crate::backend::ModelBackend;
+use crate::backend::{ModelBackend, Raw, ShardBackend, StorageDevice};
 use crate::module::ParamIndex;
 use crate::param_group::memory::{Counted, Memory, MemoryKind, MemoryTimeline};
 
@@ -24,8 +24,9 @@ pub(crate) trait ScheduleMetrics {
     fn memory(&self) -> Memory;
     /// Returns the memory that the model uses on the host in place of the device, by kind.
     fn host_memory(&self) -> Memory;
-    /// Sets the size of the optimizer's state, in bytes.
-    fn record_optimizer(&self, bytes: usize);
+    /// Sets the size of the optimizer's state, in bytes: that of parameters, and that of the probes of
+    /// the optimizer's check.
+    fn record_optimizer(&self, bytes: usize, of_probes: usize);
     /// Counts the copy in f32 of a parameter that is being stepped, until the value is dropped.
     fn count_step_copy(&self, index: ParamIndex) -> Counted;
     /// Counts the averages of parameters, of a size in bytes, until the returned value is dropped.
@@ -67,8 +68,14 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
         self.tracker.host()
     }
 
-    fn record_optimizer(&self, bytes: usize) {
+    fn record_optimizer(&self, bytes: usize, of_probes: usize) {
+        let with_params =
+            Raw::<B>::IN_HOST_MEMORY || self.settings.storage != StorageDevice::Device;
+        if with_params {
+            return self.tracker.set(MemoryKind::Optimizer, bytes + of_probes);
+        }
         self.tracker.set(MemoryKind::Optimizer, bytes);
+        self.tracker.set(MemoryKind::OptimizerProbes, of_probes);
     }
 
     fn count_step_copy(&self, index: ParamIndex) -> Counted {

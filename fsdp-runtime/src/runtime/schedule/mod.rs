@@ -22,7 +22,7 @@
 //!
 //! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
 //! `reduction`, `buffers`, `peer_shards`, `state`, `core`, `saved`, `reshard`, `unshard`, `exchange_shards`,
-//! `hold`, `control`, `single_gather`, `whole_step`, `calls`, `prefetch`, `reduce`, `cast_replicated`,
+//! `hold`, `control`, `single_gather`, `whole_step`, `calls`, `prefetch`, `reduce_codes`, `reduce`, `cast_replicated`,
 //! `backward`, `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces
 //! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `collectives`, `erased`.
 
@@ -47,6 +47,7 @@ mod prefetch;
 mod recompute_backward;
 mod recompute_first_run;
 mod reduce;
+mod reduce_codes;
 mod reduction;
 mod reshard;
 mod runtime;

@@ -1,12 +1,14 @@
 //! The reduction of a unit's gradients.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn::backend::Backend;
 use burn::tensor::DType;
 
 use super::core::Schedule;
 use super::counters::count;
+use super::reduce_codes;
 use super::reduction::{Reduced, Reduction, add_up};
 use super::state::State;
 use crate::backend::{
@@ -15,7 +17,7 @@ use crate::backend::{
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::{CollectiveError, Error};
-use crate::layout::UnitLayout;
+use crate::layout::{StorageType, UnitLayout};
 use crate::options::GradientAccumulation;
 use crate::param_group::memory::{Counted, MemoryKind, MemoryTracker};
 
@@ -43,14 +45,17 @@ struct ReduceUnit<B: ShardBackend> {
     layout: UnitLayout,
     divisor: Divisor,
     replicas: Replicas<B>,
+    /// Codes that the gradients of sharded matrices are sent in, if there are any, and their bytes.
+    codes: Option<(StorageType, usize)>,
     tracker: Arc<MemoryTracker>,
 }
 
 impl<B: ShardBackend> ReduceUnit<B> {
     /// Reduces the gradients among the shard group, and then among the replicas.
     fn run(self, group: &AnyProcessGroup) -> Result<Reduced<B>, CollectiveError> {
-        let Self { unit, op, device, storage, gradients, keep, layout, divisor, replicas, tracker } =
-            self;
+        let Self { unit, op, device, storage, gradients, keep, layout, .. } = self;
+        let (divisor, replicas, codes, tracker) =
+            (self.divisor, self.replicas, self.codes, self.tracker);
         // On the device, the results and the full gradients exist at the same time until the full
         // gradients are freed. Offloaded results leave the device once they are copied to the host.
         let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
@@ -58,7 +63,14 @@ impl<B: ShardBackend> ReduceUnit<B> {
         let first = if matches!(replicas, Replicas::None) { divisor.of_sum } else { 1 };
         let request =
             ReduceScatter::<B> { gradients, keep: &keep, layout: &layout, divisor: first };
-        let mut reduced = group.reduce_scatter(&op, &device, request)?;
+        // One rank has no one to send codes to.
+        let mut reduced = match codes.filter(|_| group.size() > 1) {
+            Some((codes, bytes)) => {
+                let _codes = Counted::new(&tracker, MemoryKind::ReductionOutputs, bytes, unit);
+                reduce_codes::reduce_scatter::<B>(group, &op, &device, request, codes)?
+            }
+            None => group.reduce_scatter(&op, &device, request)?,
+        };
         let is_partial = matches!(replicas, Replicas::Later);
         if let Replicas::Now { group, partial } = replicas {
             let on_device = |sum: StoredTensor<B>| sum.on_device(&device, DType::F32, storage);
@@ -133,6 +145,10 @@ impl<B: ModelBackend> Schedule<B> {
         let gradients = &mut state.units[index].unsharded_gradients;
         let gradients: Vec<_> = gradients.iter_mut().map(Option::take).collect();
         let bytes = total_bytes::<B>(&gradients);
+        let sent = gradients.iter().zip(&unit.params).filter(|(gradient, _)| gradient.is_some());
+        let sent = sent.map(|(_, entry)| entry.sent_gradient_bytes()).sum();
+        self.counters.sent_gradient_bytes.fetch_add(sent, Ordering::Relaxed);
+        let codes = unit.params.iter().find_map(|entry| entry.gradient_codes);
         let gradients = self.lower_gradients(gradients);
         let name = if unit.gathers { "reduce_scatter" } else { "all_reduce" };
         tracing::trace!(target: "fsdp", unit = %unit.name, op = name, "fsdp::reduce");
@@ -153,6 +169,7 @@ impl<B: ModelBackend> Schedule<B> {
             layout: unit.layout.clone(),
             divisor: Divisor::new(factor, self.settings.mesh.world.size()),
             replicas,
+            codes: codes.map(|codes| (codes, unit.gradient_code_bytes())),
             tracker: self.tracker.clone(),
         };
         let work = self.issue(&self.settings.groups.shard, move |group| job.run(group));

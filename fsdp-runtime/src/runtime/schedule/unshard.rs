@@ -93,6 +93,8 @@ pub(super) struct AllGather<B: ShardBackend> {
     pub(super) dtype: DType,
     pub(super) buffer: Arc<GatherBuffer<B>>,
     codes: Option<Codes<B>>,
+    /// Form in which shards are encoded before they are sent, if they are.
+    encode: Option<StorageType>,
     /// Counter of the bytes that this rank has sent.
     pub(super) sent_bytes: Arc<AtomicUsize>,
     tracker: Arc<MemoryTracker>,
@@ -106,7 +108,8 @@ impl<B: ShardBackend> AllGather<B> {
         device: &B::Device,
         storage: StorageDevice,
     ) -> Result<(), CollectiveError> {
-        let Self { unit, op, shards, numel, dtype, buffer, codes, sent_bytes, tracker } = self;
+        let Self { unit, op, shards, numel, dtype, buffer, codes, encode, sent_bytes, tracker } =
+            self;
         // Ranks that share a device copy shards into the buffer by a kernel that casts as well.
         let casts_later = group.shares_device::<B>();
         let dtype_of = |shard: &ShardToSend<B>| match &shard.value {
@@ -114,15 +117,22 @@ impl<B: ShardBackend> AllGather<B> {
             _ => dtype,
         };
         let is_temporary = |shard: &&ShardToSend<B>| {
-            shard.sent.is_none() && !shard.value.is_on_device(dtype_of(shard))
+            let is_made = encode.is_some() || !shard.value.is_on_device(dtype_of(shard));
+            shard.sent.is_none() && is_made
         };
-        let temporary = shards.iter().filter(is_temporary);
-        let temporary = temporary.map(|shard| shard.value.numel() * dtype.size()).sum();
+        let bytes = |shard: &ShardToSend<B>| match encode {
+            Some(codes) => codes.stored_bytes(shard.value.numel()),
+            None => shard.value.numel() * dtype.size(),
+        };
+        let temporary = shards.iter().filter(is_temporary).map(bytes).sum();
         let _temporary = Counted::new(&tracker, MemoryKind::AllGatherInputs, temporary, unit);
         let send = |shard: ShardToSend<B>| {
             let dtype = dtype_of(&shard);
             let ShardToSend { offset, value, sent } = shard;
-            let copy = || value.on_device(device, dtype, storage);
+            let copy = || match encode {
+                Some(codes) => value.encoded(codes, device),
+                None => value.on_device(device, dtype, storage),
+            };
             let value = match sent {
                 Some(sent) => sent.get_or_init(copy).clone(),
                 None => copy(),
@@ -252,13 +262,14 @@ impl<B: ModelBackend> Schedule<B> {
     ) -> Vec<AllGather<Raw<B>>> {
         let unit = &self.units[index];
         let ranges = unit.layout.ranges().iter().zip(unit.code_buffers()).zip(shards);
+        let is_kept = pass == Pass::Backward && state.units[index].has_kept_part;
         let mut gathers = Vec::new();
         for (range, ((flat, sent), shards)) in ranges.enumerate() {
             count(&self.counters.all_gathers);
             let (numel, dtype) = sent.unwrap_or((flat.layout.padded_len(), flat.dtype));
             let codes = sent.map(|_| Codes {
                 buffer: state.buffers.codes(dtype),
-                storage: flat.storage,
+                storage: flat.sent,
                 kept: self.kept_codes(state, (index, range), pass),
             });
             gathers.push(AllGather {
@@ -269,6 +280,7 @@ impl<B: ModelBackend> Schedule<B> {
                 dtype,
                 buffer: state.buffers.of_range(index, range).clone(),
                 codes,
+                encode: (flat.sent != flat.storage && !is_kept).then_some(flat.sent),
                 sent_bytes: self.counters.sent_bytes.clone(),
                 tracker: self.tracker.clone(),
             });
@@ -367,7 +379,7 @@ impl<B: ModelBackend> Schedule<B> {
                 let (flat, start) = unit.gathered_at(at);
                 let sent = self.settings.keep_sent.then(|| shard.on_device.clone());
                 let value = shard.buffer().clone();
-                let offset = entry.storage.stored_len(start + range.start);
+                let offset = entry.sent().stored_len(start + range.start);
                 ranges[flat].push(ShardToSend { offset, value, sent });
             }
         }

@@ -3,14 +3,14 @@
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::ir::ElemType;
 use cubecl::prelude::*;
+use half::bf16;
 
 use super::buffer_slice::BufferSlice;
 use super::device::rounds_in_integers;
 use super::rounding::narrowed;
 use super::span::{grid, spans_within};
-use super::tensors::{contiguous, element, empty};
+use super::tensors::{contiguous, empty};
 use crate::backend::kernels::random_rounding::{BATCH, RandomRounding};
 use crate::backend::philox::{LANES, MULTIPLIERS, ROUNDS, WEYL};
 
@@ -19,9 +19,9 @@ use crate::backend::philox::{LANES, MULTIPLIERS, ROUNDS, WEYL};
 /// Each of `threads` threads generates `N` neighbouring random blocks, of which the first of all is
 /// `block`, and rounds eight vectors of elements. Vectors outside the span are skipped.
 #[cube(launch_unchecked)]
-fn round_kernel<F: Float, N: Size>(
+fn round_kernel<N: Size>(
     source: &[Vector<f32, N>],
-    target: &mut [Vector<F, N>],
+    target: &mut [Vector<bf16, N>],
     from: usize,
     to: usize,
     skipped: usize,
@@ -33,7 +33,6 @@ fn round_kernel<F: Float, N: Size>(
     place_0: u32,
     place_1: u32,
     #[comptime] integers: bool,
-    #[define(F)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < threads {
         let width = N::value();
@@ -95,11 +94,11 @@ fn round_kernel<F: Float, N: Size>(
 
 /// Rounds a vector with draws of sixteen bits. A NaN keeps its upper bits and becomes quiet.
 #[cube]
-fn rounded_with<F: Float, N: Size>(
+fn rounded_with<N: Size>(
     elements: Vector<f32, N>,
     draws: Vector<u32, N>,
     #[comptime] integers: bool,
-) -> Vector<F, N> {
+) -> Vector<bf16, N> {
     let bits = Vector::<u32, N>::reinterpret(elements);
     let magnitude = bits & Vector::new(0x7FFF_FFFFu32);
     let number = magnitude.less_than(&Vector::<u32, N>::new(0x7F80_0001u32));
@@ -151,7 +150,6 @@ pub(super) fn round(tensor: CubeTensor, rounding: &RandomRounding) -> CubeTensor
                 rounding.counter[0],
                 rounding.counter[1],
                 rounds_in_integers(&client, DType::BF16),
-                element(DType::BF16),
             );
         }
     }

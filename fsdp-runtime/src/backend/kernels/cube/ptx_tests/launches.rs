@@ -15,7 +15,9 @@ use crate::backend::kernels::batched_steps::{self, StepBatch};
 use crate::backend::kernels::cube::buffer_slice::BufferSlice;
 use crate::backend::kernels::cube::copy::fill;
 use crate::backend::kernels::cube::decode::decode_into;
-use crate::backend::kernels::{AdamStep, AdamTensors, Kernels, MaskSource, RankMean, SgdStep};
+use crate::backend::kernels::{
+    AdamStep, AdamTensors, Kernels, MaskSource, RandomRounding, RankMean, SgdStep,
+};
 use crate::backend::norm::Norm;
 use crate::error::IgnorePoison;
 use crate::layout::StorageType;
@@ -56,6 +58,7 @@ impl Gpu {
             self.fills(from);
             self.decodes(from);
         }
+        self.roundings();
         self.adam_steps();
         self.sgd_steps();
         let ptx = std::mem::take(&mut self.launched.lock().ignore_poison().ptx);
@@ -183,6 +186,14 @@ impl Gpu {
         for offset in OFFSETS {
             let tensor = self.tensor_at(offset, NUMEL, dtype);
             self.launch("dropout_kernel", &[], || CubeBackend::dropout(tensor, &source));
+        }
+    }
+
+    fn roundings(&self) {
+        let rounding = RandomRounding { key: [1, 2], counter: [3, 4], first: 0 };
+        for offset in OFFSETS {
+            let tensor = self.tensor_at(offset, NUMEL, DType::F32);
+            self.launch("round_kernel", &[], || CubeBackend::round_at_random(tensor, &rounding));
         }
     }
 
