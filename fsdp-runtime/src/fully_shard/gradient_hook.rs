@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use super::model::Fsdp;
 use crate::error::{Error, ScheduleError};
 use crate::param_group::ParamSpec;
 
-/// The parameter of a reduced gradient, for the hook of [`Fsdp::set_gradient_hook`].
+/// The parameter of a reduced gradient, for the hook of
+/// [`Fsdp::set_gradient_hook`](crate::Fsdp::set_gradient_hook).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReducedGradient<'a> {
@@ -36,6 +36,12 @@ impl fmt::Debug for GradientHook {
 }
 
 impl GradientHook {
+    pub(super) fn new(
+        hook: impl Fn(&ReducedGradient<'_>, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
+    ) -> Self {
+        Self(Some(Arc::new(hook)))
+    }
+
     /// Returns the gradient that the hook makes of `gradient`, the reduced gradient of `param`.
     pub(super) fn apply<const D: usize>(
         &self,
@@ -52,54 +58,5 @@ impl GradientHook {
             return Err(ScheduleError::HookedGradient { path, expected, found }.into());
         }
         Ok(replaced.reshape(shape))
-    }
-}
-
-impl<M> Fsdp<M> {
-    /// Sets a function that is called with each reduced gradient and returns the gradient for the
-    /// optimizer, in place of an earlier such function.
-    ///
-    /// It is called once a step, when [`backward`](Self::backward) or
-    /// [`collect_gradients`](Self::collect_gradients) ends: after the reduction, after the gradients
-    /// of all micro-batches are added up, and before clipping. Under a
-    /// [`GradScaler`](crate::GradScaler) gradients are still scaled then. The tensor has the elements
-    /// that this rank owns, flattened, and the function returns as many. Ranks call it for different
-    /// parameters, because a rank has no gradient of a parameter whose shard is empty; so it must not
-    /// run collectives. Gradients of ignored parameters are left out.
-    ///
-    /// Clones that are made later have the function, too. FSDP2's `set_all_reduce_hook`.
-    ///
-    /// # Example
-    ///
-    /// ```no_run
-    /// # use burn::module::Module;
-    /// # use burn::nn::Linear;
-    /// # use burn::tensor::Tensor;
-    /// # use fsdp_runtime::prelude::*;
-    /// # #[derive(Module, Debug)]
-    /// # #[fsdp_unit(root)]
-    /// # struct Net { head: Linear }
-    /// # #[fsdp_unit]
-    /// # impl Net {
-    /// #     fn forward(&self, x: Tensor<2>) -> Tensor<2> { self.head.forward(x) }
-    /// # }
-    /// # fn example(mut model: Fsdp<Net>) {
-    /// // The embedding learns at a tenth of the rate.
-    /// model.set_gradient_hook(|of, gradient| match of.path {
-    ///     "embed.weight" => gradient * 0.1,
-    ///     _ => gradient,
-    /// });
-    /// # }
-    /// ```
-    pub fn set_gradient_hook(
-        &mut self,
-        hook: impl Fn(&ReducedGradient<'_>, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
-    ) {
-        self.gradient_hook = GradientHook(Some(Arc::new(hook)));
-    }
-
-    /// Removes the function of [`set_gradient_hook`](Self::set_gradient_hook).
-    pub fn clear_gradient_hook(&mut self) {
-        self.gradient_hook = GradientHook::default();
     }
 }

@@ -9,8 +9,10 @@ pub(crate) mod plan;
 #[cfg(feature = "plot")]
 mod plot;
 pub(crate) mod probes;
+mod rings;
 mod unit;
 pub(crate) mod wrapping;
 
-pub(crate) use self::control::{UnitControl, gather_buffer_plan};
+pub(crate) use self::control::UnitControl;
+pub(crate) use self::rings::gather_buffer_plan;
 pub(crate) use self::unit::{ParamSpec, Placement, Unit, code_buffers};

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::super::control::{Rings, UnitControl, gather_buffer_plan};
+use super::super::control::UnitControl;
+use super::super::rings::{Rings, gather_buffer_plan};
 use super::super::unit::{Unit, code_buffers};
 use crate::options::{OffloadPolicy, ReshardAfterForward};
 
