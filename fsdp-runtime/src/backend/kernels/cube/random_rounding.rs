@@ -158,30 +158,29 @@ pub(super) fn round(tensor: CubeTensor, rounding: &RandomRounding) -> CubeTensor
 
 #[cfg(all(test, feature = "cpu", feature = "flex"))]
 mod tests {
+    use burn::backend::Flex;
     use burn::backend::ops::FloatTensorOps;
-    use burn::backend::{Cube, Flex};
     use burn::tensor::TensorData;
-    use burn_cubecl::CubeDevice;
-    use cubecl::cpu::CpuDevice;
+    use burn_cubecl::{CubeBackend, CubeDevice};
+    use cubecl::device::CpuDevice;
 
     use super::*;
+    use crate::backend::ShardBackend;
     use crate::backend::kernels::Kernels;
-    use crate::backend::{ModelBackend, Raw, ShardBackend};
 
     #[test]
-    fn the_bits_are_those_of_flex() {
-        type Device = Raw<Cube>;
+    fn the_bits_of_random_rounding_are_those_of_flex() {
+        let device = CubeDevice::Cpu(CpuDevice);
         for (len, first) in [(1000, 0), (1000, 8), (127, 120), (129, 3), (1, 127), (4096, 128)] {
             let elements: Vec<f32> = (0..len).map(|i| (i as f32 * 0.37).sin()).collect();
             let rounding = RandomRounding { key: [1, 2], counter: [3, 4], first };
             let data = || TensorData::new(elements.clone(), [len]);
-            let on_device = Device::float_from_data(data(), &CubeDevice::Cpu(CpuDevice));
-            let on_device = Device::to_data(Device::round_at_random(on_device, &rounding));
-            let on_host = Flex::round_at_random(
-                Flex::float_from_data(data(), &Default::default()),
-                &rounding,
-            );
-            assert_eq!(on_device.as_bytes(), Flex::to_data(on_host).as_bytes(), "{len} {first}");
+            let on_device = CubeBackend::float_from_data(data(), &device);
+            let on_device = CubeBackend::round_at_random(on_device, &rounding);
+            let on_host = Flex::float_from_data(data(), &Default::default());
+            let on_host = Flex::to_data(Flex::round_at_random(on_host, &rounding));
+            let on_device = CubeBackend::to_data(on_device);
+            assert_eq!(on_device.as_bytes(), on_host.as_bytes(), "{len} {first}");
         }
     }
 }
