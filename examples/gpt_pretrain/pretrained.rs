@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::tensor::Metadata;
-use safetensors::{Dtype, SafeTensors, View, serialize_to_file};
+use safetensors::{Dtype, View, serialize_to_file};
 use serde::Deserialize;
 use tempfile::TempPath;
 
@@ -258,12 +258,12 @@ impl WeightsFile {
         let Some(start) = start.filter(|start| *start <= size) else {
             bail!("{} is no safetensors file, or is cut off", path.display());
         };
-        let mut header = length.to_vec();
+        let mut header = Vec::new();
         (&mut file)
             .take(start - HEADER_LENGTH as u64)
             .read_to_end(&mut header)
             .with_context(context)?;
-        let (_, metadata) = SafeTensors::read_metadata(&header).with_context(context)?;
+        let metadata = serde_json::from_slice(&header).with_context(context)?;
         let (file, failed) = (Mutex::new(file), Mutex::new(None));
         Ok(Self { path: path.into(), file, start, metadata, failed })
     }

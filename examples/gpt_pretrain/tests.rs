@@ -282,7 +282,7 @@ fn checkpoints_of_epochs_are_kept_apart() {
     let home = tempfile::tempdir().unwrap();
     let (text, root) = (short_text(home.path()), home.path().join("run"));
     let flags = format!(
-        "--world-size 1 --batch-size 8 --data {text} --save-dir {} --save-interval-updates 4 \
+        "--world-size 1 --batch-size 8 --data {text} --save-dir {} --save-interval-updates 1 \
          --keep-last-epochs 2",
         root.display()
     );
