@@ -142,8 +142,8 @@ fn check_rank(events: &[Event<'_>], rank: u64, expected: &Expected) {
     };
     assert!(arrow("f").intersection(&arrow("s")).count() >= gathers, "issue to wait");
     assert!(arrow("t").intersection(&arrow("s")).count() >= gathers, "issue to work");
-    let counters = events.iter().filter(of_rank).filter(|event| event.phase() == "C");
-    let last = counters.last().expect("memory is recorded").0;
+    let mut counters = events.iter().filter(of_rank).filter(|event| event.phase() == "C");
+    let last = counters.next_back().expect("memory is recorded").0;
     assert_eq!(last["name"], "device memory");
     let gradients = last["args"]["gradients"].as_u64().expect("gradients are counted");
     assert_eq!(gradients, expected.memory.gradients.now as u64);

@@ -103,7 +103,7 @@ fn the_average_is_swapped_in_for_evaluation_and_training_goes_on_as_without() {
             if averages {
                 let other = net.clone();
                 let held = other.unshard()?;
-                let error = average.swap_in(&mut net).err().expect("a unit is kept gathered");
+                let error = average.swap_in(&mut net).expect_err("a unit is kept gathered");
                 let expected =
                     matches!(error, Error::Schedule(ScheduleError::ChangedWhileUnsharded { .. }));
                 assert!(expected, "{error}");

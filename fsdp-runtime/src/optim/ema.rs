@@ -133,7 +133,7 @@ impl<M> Deref for SwappedIn<'_, M> {
 
 impl<M> Drop for SwappedIn<'_, M> {
     fn drop(&mut self) {
-        // No unit is kept gathered: its guard would borrow the model.
+        // A unit that a clone keeps gathered still has the averages.
         let _ = self.model.schedule.begin_change();
         std::mem::swap(&mut self.average.model.module, &mut self.model.module);
     }

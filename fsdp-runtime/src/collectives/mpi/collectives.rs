@@ -93,31 +93,6 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         self.exchange_tensors::<B>(op, device, (Some(to), lens), shard)
     }
 
-    fn gather(
-        &self,
-        op: &Op,
-        device: &B::Device,
-        to: usize,
-        shard: Option<Float<B>>,
-    ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
-        let lens = lens.iter().map(|len| **len).collect();
-        let receives = self.index == to;
-        let has_region = |member: usize| receives && member != self.index;
-        let regions = MemberRegions::<B>::new(device, lens, has_region);
-        let expected = |(from, range)| Expected { from, tag: 0, range };
-        let expected: Vec<_> = regions.regions().map(expected).collect();
-        let receive = Receive { buffer: &regions.buffer, device, expected: &expected };
-        let sent = shard.clone().filter(|_| !receives).map(B::host);
-        self.transfer(op, receive, sent, |sent, transfers| {
-            if let Some(sent) = sent {
-                // SAFETY: `transfer` keeps `sent`.
-                unsafe { self.send(transfers, to, 0, sent) };
-            }
-        })?;
-        Ok(if receives { regions.into_tensors(self.index, shard) } else { Vec::new() })
-    }
-
     fn reduce_scatter(
         &self,
         op: &Op,

@@ -99,7 +99,7 @@ mod tests {
     fn values_of_bf16_and_special_values_are_kept() {
         for bits in 0..=u16::MAX {
             let element = bf16::from_bits(bits);
-            let found = rounded_from(&vec![element.to_f32(); 9], &SOURCE);
+            let found = rounded_from(&[element.to_f32(); 9], &SOURCE);
             let same = |found: &bf16| {
                 found.to_bits() == bits || (element.is_nan() && found.to_bits() == bits | 0x40)
             };
