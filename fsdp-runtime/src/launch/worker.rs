@@ -63,7 +63,7 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`] when a rank does not call it within the time-out.
+    /// [`CollectiveError`](crate::CollectiveError) when a rank does not call it within the time-out.
     pub fn barrier(&self) -> Result<(), Error> {
         self.exchange_as("barrier", "the worker", ()).map(|_| ())
     }
@@ -74,7 +74,7 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`] when a rank does not call it within the time-out.
+    /// [`CollectiveError`](crate::CollectiveError) when a rank does not call it within the time-out.
     pub fn agree_steps(&self, own: usize) -> Result<usize, Error> {
         let all = self.exchange_as("all_gather", "the number of steps", own)?;
         Ok(all.iter().map(|steps| **steps).min().unwrap_or(own))

@@ -57,7 +57,7 @@ pub const fn have_distinct_keys<const N: usize>(layout: &Node) {
 const MOST_OF_GENERIC: usize = 512;
 
 /// Checks that the parameters of a generic type have distinct checkpoint keys, unless it has more
-/// than [`MOST_OF_GENERIC`]. The length of an array cannot depend on a type parameter.
+/// than `MOST_OF_GENERIC`. The length of an array cannot depend on a type parameter.
 #[track_caller]
 pub const fn have_distinct_keys_of_generic(layout: &Node) {
     if num_keys(layout) <= MOST_OF_GENERIC {
