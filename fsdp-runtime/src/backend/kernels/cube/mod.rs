@@ -23,6 +23,7 @@ mod layer_norm;
 mod layer_norm_kernels;
 mod mean;
 mod optim;
+mod philox;
 #[cfg(all(test, feature = "cuda"))]
 mod ptx_tests;
 mod random_rounding;

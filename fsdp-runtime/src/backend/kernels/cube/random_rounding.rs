@@ -8,11 +8,12 @@ use half::bf16;
 
 use super::buffer_slice::BufferSlice;
 use super::device::rounds_in_integers;
+use super::philox::random_blocks;
 use super::rounding::narrowed;
 use super::span::{grid, spans_within};
 use super::tensors::{contiguous, empty};
 use crate::backend::kernels::random_rounding::{BATCH, RandomRounding};
-use crate::backend::philox::{LANES, MULTIPLIERS, ROUNDS, WEYL};
+use crate::backend::philox::LANES;
 
 /// Rounds the `count` vectors of a span. Its first element has `skipped` elements of a batch before it.
 ///
@@ -40,39 +41,9 @@ fn round_kernel<N: Size>(
         let batch = ABSOLUTE_POS / groups;
         let group = ABSOLUTE_POS % groups;
 
-        let mut iota = Vector::<u32, N>::empty();
-        #[unroll]
-        for lane in 0..width {
-            iota.insert(lane, comptime!(lane as u32));
-        }
-        // Block numbers have 64 bits, of which the high word is 0.
         let first =
             block + batch as u32 * comptime!(LANES as u32) + group as u32 * comptime!(width as u32);
-        let mut a = iota + Vector::new(first);
-        let mut b = Vector::<u32, N>::new(0u32);
-        let mut c = Vector::<u32, N>::new(place_0);
-        let mut d = Vector::<u32, N>::new(place_1);
-        let mut key_a = key_0;
-        let mut key_b = key_1;
-        #[unroll]
-        for _ in 0..ROUNDS {
-            let high_p = a.mul_hi(Vector::new(MULTIPLIERS[0]));
-            let low_p = a * Vector::new(MULTIPLIERS[0]);
-            let high_q = c.mul_hi(Vector::new(MULTIPLIERS[1]));
-            let low_q = c * Vector::new(MULTIPLIERS[1]);
-            a = high_q ^ b ^ Vector::new(key_a);
-            b = low_q;
-            c = high_p ^ d ^ Vector::new(key_b);
-            d = low_p;
-            key_a += WEYL[0];
-            key_b += WEYL[1];
-        }
-
-        let mut words = Sequence::<Vector<u32, N>>::new();
-        words.push(a);
-        words.push(b);
-        words.push(c);
-        words.push(d);
+        let words = random_blocks::<N>(first, key_0, key_1, place_0, place_1);
         // Index in the span of the first element of each vector. It wraps for an element before the
         // span and then exceeds `count`.
         let at = batch * comptime!(BATCH) + group * width - skipped;
