@@ -101,7 +101,7 @@ impl SpanKind {
             "fsdp::work" => Self::Work(id),
             "fsdp::wait" => Self::Wait(id),
             "fsdp::collective" => other("collective", op),
-            "fsdp::save" | "fsdp::load" => other("checkpoint", op),
+            "fsdp::save" => other("checkpoint", op),
             name => other("schedule", name.trim_start_matches("fsdp::").to_string()),
         }
     }
