@@ -55,7 +55,7 @@ use fsdp_runtime::Rank;
 use fsdp_runtime::prelude::*;
 
 use crate::cli::Cli;
-use crate::common::checkpoints::{INTERRUPTED, handle_interrupts};
+use crate::common::checkpoints::{Outcome, handle_interrupts};
 use crate::common::{allocator, report};
 use crate::job::Job;
 use crate::launch_settings::LaunchSettings;
@@ -70,26 +70,12 @@ fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
     let settings = LaunchSettings::new(cli)?;
     settings.device.resolve_or_exit();
-    match run(cli, settings)? {
-        Outcome::Finished(summary) => report::print_summary(&*summary, cli.output),
-        Outcome::FinishedElsewhere => Ok(()),
-        Outcome::Interrupted => std::process::exit(INTERRUPTED),
-    }
-}
-
-/// Result of the ranks of this process.
-enum Outcome {
-    /// The run is complete, and this process runs rank 0.
-    Finished(Box<Summary>),
-    /// The run is complete, and another process runs rank 0.
-    FinishedElsewhere,
-    /// Ctrl-C ended the run.
-    Interrupted,
+    run(cli, settings)?.report(cli.output)
 }
 
 /// Runs the ranks of this process: all of them as threads, or one of them if the ranks are
 /// processes.
-fn run(cli: &Cli, settings: LaunchSettings) -> Result<Outcome> {
+fn run(cli: &Cli, settings: LaunchSettings) -> Result<Outcome<Summary>> {
     let device = settings.device.resolve()?;
     let job = Job::new(cli, &settings)?;
     if job.checkpoints.directory.is_some() {
@@ -100,9 +86,7 @@ fn run(cli: &Cli, settings: LaunchSettings) -> Result<Outcome> {
         let summary = train(&job, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))
     });
-    let written = trace.finish();
-    let results = results?;
-    written?;
+    let results = trace.finish(results)?;
     // All ranks end after the same step, so the first result stands for all of them.
     Ok(match results.into_iter().next() {
         Some((_, None)) => Outcome::Interrupted,

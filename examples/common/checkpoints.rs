@@ -1,14 +1,45 @@
 //! Checkpoints of a run: Ctrl-C that all ranks agree on, and the newest checkpoint of a directory.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 use fsdp_runtime::checkpoint::{CheckpointManager, MANIFEST};
 use fsdp_runtime::prelude::*;
+use serde::Serialize;
+
+use super::args::OutputArgs;
+use super::report::print_summary;
 
 /// Exit code of a program that Ctrl-C ended, by the convention of shells.
-pub const INTERRUPTED: i32 = 130;
+const INTERRUPTED: i32 = 130;
+
+/// Result of the ranks of this process, which Ctrl-C may have ended early. `S` is the summary of the
+/// run.
+pub enum Outcome<S> {
+    /// The run is complete, and this process runs rank 0.
+    Finished(Box<S>),
+    /// The run is complete, and another process runs rank 0.
+    FinishedElsewhere,
+    /// Ctrl-C ended the run.
+    Interrupted,
+}
+
+impl<S: Display + Serialize> Outcome<S> {
+    /// Prints the summary where rank 0 runs. Exits with 130 after Ctrl-C.
+    ///
+    /// # Errors
+    ///
+    /// If the summary cannot be serialized.
+    pub fn report(self, output: OutputArgs) -> Result<()> {
+        match self {
+            Self::Finished(summary) => print_summary(&*summary, output),
+            Self::FinishedElsewhere => Ok(()),
+            Self::Interrupted => std::process::exit(INTERRUPTED),
+        }
+    }
+}
 
 static PRESSED: AtomicBool = AtomicBool::new(false);
 

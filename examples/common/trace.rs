@@ -7,8 +7,8 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use fsdp_runtime::FsdpTrace;
 use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::{FsdpTrace, LaunchError};
 
 /// What to trace.
 #[derive(Args, Clone, Debug)]
@@ -75,14 +75,16 @@ impl TraceArgs {
 }
 
 impl RunTrace {
-    /// Writes the file, also after a run that has failed.
+    /// Writes the file, also after a run that has failed, and returns the result of the run.
     ///
     /// # Errors
     ///
-    /// If the file cannot be written.
-    pub fn finish(&self) -> Result<()> {
-        let Some((trace, path)) = &self.0 else { return Ok(()) };
-        trace.write(path).context("--trace")
+    /// The error of the run, or if the file cannot be written.
+    pub fn finish<T>(&self, result: Result<T, LaunchError>) -> Result<T> {
+        let written = self.0.as_ref().map_or(Ok(()), |(trace, path)| trace.write(path));
+        let value = result?;
+        written.context("--trace")?;
+        Ok(value)
     }
 }
 

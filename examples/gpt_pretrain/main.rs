@@ -77,7 +77,7 @@ use fsdp_runtime::prelude::*;
 
 use crate::available_memory::AvailableMemory;
 use crate::cli::{Cli, Command};
-use crate::common::checkpoints::{INTERRUPTED, handle_interrupts};
+use crate::common::checkpoints::{Outcome, handle_interrupts};
 use crate::common::{allocator, report};
 use crate::init_progress::InitBar;
 use crate::job::{Job, Setup};
@@ -103,27 +103,12 @@ fn start(cli: &Cli) -> Result<()> {
     if cli.checkpoints.saves() {
         handle_interrupts()?;
     }
-    match run(cli)? {
-        Outcome::Finished(summary) => report::print_summary(&*summary, cli.output),
-        Outcome::FinishedElsewhere => Ok(()),
-        Outcome::Interrupted => std::process::exit(INTERRUPTED),
-    }
-}
-
-/// Result of the ranks of this process.
-enum Outcome {
-    /// The run is complete, and this process runs rank 0. The summary is that of the rank whose peak
-    /// memory was highest.
-    Finished(Box<Summary>),
-    /// The run is complete, and another process runs rank 0.
-    FinishedElsewhere,
-    /// Ctrl-C ended the run.
-    Interrupted,
+    run(cli)?.report(cli.output)
 }
 
 /// Runs the ranks of this process: all of them as threads, or one of them if the ranks are
-/// processes.
-fn run(cli: &Cli) -> Result<Outcome> {
+/// processes. The summary is that of the rank whose peak memory was highest.
+fn run(cli: &Cli) -> Result<Outcome<Summary>> {
     let (device, setup) = (cli.ranks.device.resolve()?, Setup::new(cli)?);
     let started = RankEnv::read()?;
     let world = cli.world_size(started.as_ref());
@@ -146,9 +131,7 @@ fn run(cli: &Cli) -> Result<Outcome> {
         let summary = train(&job, &forecast, &worker)?;
         Ok::<_, anyhow::Error>((worker.rank(), summary))
     });
-    let written = trace.finish();
-    let results = results?;
-    written?;
+    let results = trace.finish(results)?;
     // All ranks end after the same update, so that they are interrupted together.
     if results.iter().any(|(_, summary)| summary.is_none()) {
         return Ok(Outcome::Interrupted);
