@@ -57,7 +57,9 @@ fn losses_and_values_do_not_depend_on_the_world() {
 fn assert_same(found: &Run, expected: &Run) {
     let (a, b) = (found.launch(), expected.launch());
     assert_same_bits(&a.losses, &b.losses, format_args!("{found:?}"));
-    assert_same_bits(&a.norms, &b.norms, format_args!("norms, {found:?}"));
+    if expected.clip.is_some() {
+        assert_same_bits(&a.norms, &b.norms, format_args!("norms, {found:?}"));
+    }
     assert_same_state(&a.state, &b.state, format_args!("{found:?}"));
 }
 
@@ -129,14 +131,19 @@ fn strategies_agree_in_half_precision() {
     }
 }
 
-#[test]
-fn whole_matrix_optimizers_step_the_trained_parameters() {
+/// Asserts that an optimizer of whole matrices has the same results sharded and not sharded.
+fn assert_whole_matrices_are_stepped(options: &FsdpOptions) {
     let lamb: fn() -> ModuleOptimizer = || LambConfig::new().init();
     for world in [1, 2, 3] {
-        let full = Run { whole: Some(lamb), ..Run::new(world, options(StorageType::NF4)) };
+        let full = Run { whole: Some(lamb), ..Run::new(world, options.clone()) };
         let options = full.options.clone().with_strategy(ShardingStrategy::NoShard);
         assert_same(&full, &Run { options, ..full.clone() });
     }
+}
+
+#[test]
+fn whole_matrix_optimizers_step_the_trained_parameters() {
+    assert_whole_matrices_are_stepped(&options(StorageType::NF4));
 }
 
 #[test]

@@ -1,13 +1,13 @@
 //! Trained parameters that are stored in bf16, and rounded at random after each step.
 
 use burn::module::Param;
-use burn::optim::{LambConfig, ModuleOptimizer, SgdConfig};
+use burn::optim::SgdConfig;
 use burn::tensor::{FloatDType, Tensor};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{MemoryForecast, Mesh};
 
-use super::assert_as_forecast;
 use super::model::Run;
+use super::{assert_as_forecast, assert_same, assert_whole_matrices_are_stepped};
 use crate::support::checkpoint::{Part, resumed};
 use crate::support::compare::{Within, assert_close, assert_same_bits, assert_same_state};
 use crate::support::mlp::{Sizes, loss};
@@ -20,12 +20,6 @@ fn options(frozen: StorageType) -> FsdpOptions {
 }
 
 const FROZEN: [StorageType; 3] = [StorageType::F32, StorageType::Bf16, StorageType::NF4];
-
-fn assert_same(found: &Run, expected: &Run) {
-    let (a, b) = (found.launch(), expected.launch());
-    assert_same_bits(&a.losses, &b.losses, format_args!("{found:?}"));
-    assert_same_state(&a.state, &b.state, format_args!("{found:?}"));
-}
 
 /// Every rank has the same rows, so that the mean of the gradients does not round on 1, 2 and 4 ranks.
 #[test]
@@ -67,12 +61,7 @@ fn the_rounding_does_not_depend_on_strategy_schedule_offload_and_wrapping() {
 
 #[test]
 fn whole_matrix_optimizers_round_as_well() {
-    let lamb: fn() -> ModuleOptimizer = || LambConfig::new().init();
-    for world in [1, 2, 3] {
-        let full = Run { whole: Some(lamb), ..Run::new(world, options(StorageType::NF4)) };
-        let options = full.options.clone().with_strategy(ShardingStrategy::NoShard);
-        assert_same(&full, &Run { options, ..full.clone() });
-    }
+    assert_whole_matrices_are_stepped(&options(StorageType::NF4));
 }
 
 #[derive(burn::module::Module, Debug)]
