@@ -8,7 +8,9 @@ use burn::optim::ModuleOptimizer;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
 use fsdp_runtime::prelude::*;
 
-use crate::common::checkpoints::{interrupted, is_checkpoint, newest};
+use crate::common::checkpoints::{
+    ResumeFrom, SaveArgs, finish, interrupted, is_checkpoint, newest, save, wait,
+};
 use crate::sharding::ShardedBert;
 
 /// Interval of checkpoints, and the checkpoint to resume from.
@@ -21,19 +23,47 @@ pub struct CheckpointPlan {
     /// Number of newest checkpoints to keep; `None` to keep all.
     pub keep_last: Option<usize>,
     /// Checkpoint to resume from, or a directory of checkpoints.
-    pub resume: Option<PathBuf>,
+    pub resume: Option<ResumeFrom>,
+    /// Saves that fail, and slow disks.
+    pub saves: SaveArgs,
 }
 
 impl CheckpointPlan {
     /// Returns a plan that saves in `directory`. Without it, a run that resumes saves in the
     /// directory that holds the checkpoint it resumes from.
-    pub fn new(directory: Option<PathBuf>, resume: Option<PathBuf>) -> Self {
+    pub fn new(directory: Option<PathBuf>, resume: Option<ResumeFrom>) -> Self {
         let beside = |folder: &PathBuf| match (is_checkpoint(folder), folder.canonicalize()) {
             (true, Ok(checkpoint)) => checkpoint.parent().map_or(checkpoint.clone(), PathBuf::from),
             _ => folder.clone(),
         };
-        let directory = directory.or_else(|| resume.as_ref().map(beside));
+        let directory = directory.or_else(|| match &resume {
+            Some(ResumeFrom::Folder(folder)) => Some(beside(folder)),
+            _ => None,
+        });
         Self { directory, resume, ..Self::default() }
+    }
+
+    /// Returns the checkpoint to resume from; `None` for a run that begins. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// If the directory that `--resume` names has no complete checkpoint, or if a peer fails.
+    pub fn find(&self, worker: &Worker) -> Result<Option<PathBuf>> {
+        match (&self.resume, &self.directory) {
+            (Some(ResumeFrom::Folder(folder)), _) if is_checkpoint(folder) => {
+                Ok(Some(folder.clone()))
+            }
+            (Some(ResumeFrom::Folder(folder)), _) => {
+                match newest(worker, std::slice::from_ref(folder))? {
+                    Some(found) => Ok(Some(found)),
+                    None => bail!("--resume: {} holds no complete checkpoint", folder.display()),
+                }
+            }
+            (Some(ResumeFrom::Newest), Some(directory)) => {
+                newest(worker, std::slice::from_ref(directory))
+            }
+            _ => Ok(None),
+        }
     }
 }
 
@@ -72,13 +102,8 @@ pub struct Saver {
 impl Saver {
     /// Returns a saver that writes checkpoints in the background.
     pub fn new(plan: &CheckpointPlan, worker: &Worker) -> Self {
-        let manager = plan.directory.as_ref().map(|directory| {
-            let manager = CheckpointManager::new(directory, worker).with_background(true);
-            match plan.keep_last {
-                Some(count) => manager.with_keep_last(count),
-                None => manager,
-            }
-        });
+        let manager = |directory| plan.saves.manager(directory, plan.keep_last, worker);
+        let manager = plan.directory.as_deref().map(manager);
         Self { manager, every: plan.every, saved: None }
     }
 
@@ -100,7 +125,7 @@ impl Saver {
         let interrupted = interrupted(worker)?;
         let due = self.every.is_some_and(|every| position.step.is_multiple_of(every));
         if due || interrupted {
-            self.save(position, state)?;
+            self.save(worker, position, state)?;
         }
         Ok(interrupted)
     }
@@ -111,17 +136,25 @@ impl Saver {
     /// # Errors
     ///
     /// If a checkpoint cannot be written.
-    pub fn finish(&mut self, position: Position, state: &TrainingState) -> Result<()> {
+    pub fn finish(
+        &mut self,
+        worker: &Worker,
+        position: Position,
+        state: &TrainingState,
+    ) -> Result<()> {
+        if let Some(manager) = &mut self.manager {
+            // The save of the last step may have failed.
+            if !wait(manager, worker)? {
+                self.saved = None;
+            }
+        }
         if self.saved != Some(position.step) {
-            self.save(position, state)?;
+            self.save(worker, position, state)?;
         }
-        match &mut self.manager {
-            Some(manager) => manager.finish().context("cannot save"),
-            None => Ok(()),
-        }
+        self.manager.as_mut().map_or(Ok(()), finish)
     }
 
-    fn save(&mut self, position: Position, state: &TrainingState) -> Result<()> {
+    fn save(&mut self, worker: &Worker, position: Position, state: &TrainingState) -> Result<()> {
         let Some(manager) = &mut self.manager else { return Ok(()) };
         let Position { step, epoch, examples } = position;
         let checkpoint = Checkpoint::new(step as u64)
@@ -133,26 +166,19 @@ impl Saver {
             Some(scaler) => checkpoint.with_grad_scaler("loss_scale", scaler),
             None => checkpoint,
         };
-        manager.save(&checkpoint).context("cannot save")?;
-        self.saved = Some(step);
+        if save(manager, worker, &checkpoint)? {
+            self.saved = Some(step);
+        }
         Ok(())
     }
 }
 
-/// Loads a checkpoint, or the newest complete one in a directory of checkpoints, and returns where
-/// the saved run was.
+/// Loads a checkpoint, and returns where the saved run was.
 ///
 /// # Errors
 ///
-/// If there is no complete checkpoint, or if it does not fit the model.
+/// If the checkpoint does not fit the model, or if a peer fails.
 pub fn resume(worker: &Worker, folder: &Path, state: &mut TrainingState) -> Result<Position> {
-    let folder = match is_checkpoint(folder) {
-        true => folder.to_path_buf(),
-        false => match newest(worker, &[folder.to_path_buf()])? {
-            Some(folder) => folder,
-            None => bail!("--resume: {} holds no complete checkpoint", folder.display()),
-        },
-    };
     let restore = Restore::new()
         .with_model("bert", &mut state.model)
         .with_optimizer("adamw", &mut state.optimizer)
@@ -162,7 +188,7 @@ pub fn resume(worker: &Worker, folder: &Path, state: &mut TrainingState) -> Resu
         None => restore,
     };
     let restored = restore
-        .load(worker, &folder)
+        .load(worker, folder)
         .with_context(|| format!("cannot resume from {}", folder.display()))?;
     let progress = restored.progress;
     Ok(Position {
@@ -222,6 +248,7 @@ mod tests {
             config: config.with_dropout(Some(0.0)),
             pretrained: None,
             lora: None,
+            adapters: None,
             strategy,
             options: FsdpOptions::new(),
             scaler: None,
@@ -231,6 +258,7 @@ mod tests {
             quiet: true,
             log_file: cli.log.open().unwrap(),
             board: cli.board.open().unwrap(),
+            memory: cli.memory.start().unwrap(),
         }
     }
 
@@ -278,6 +306,25 @@ mod tests {
         let count = |name: &str| numbers.iter().filter(|(_, found, _)| found == name).count();
         let counts = ["train/loss", "train/lr", "valid/f1", "train/epoch_loss"].map(count);
         assert_eq!(counts, [9, 9, 3, 3], "{numbers:?}");
+    }
+
+    /// Every rank has a file, with the forecast and the steps, the last of which evaluates.
+    #[test]
+    fn the_files_of_memory_over_time_have_the_steps() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("memory.json");
+        let flags = ["--memory-timeline", path.to_str().unwrap()];
+        run(2, job(2, ShardingStrategy::FullShard, &flags));
+        for name in ["memory.json", "memory-rank1.json"] {
+            let text = std::fs::read_to_string(home.path().join(name)).unwrap();
+            let file: serde_json::Value = serde_json::from_str(&text).unwrap();
+            let marks = file["marks"].as_array().unwrap();
+            assert_eq!(marks.iter().filter(|mark| mark["event"] == "step").count(), 9);
+            let device = &file["device"];
+            let optimizer = |of: &str| device[of]["optimizer"].as_u64().unwrap();
+            assert_eq!(optimizer("now"), optimizer("forecast"), "{device}");
+            assert!(optimizer("now") > 0 && file["failure"].is_null());
+        }
     }
 
     #[test]

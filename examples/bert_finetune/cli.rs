@@ -9,9 +9,12 @@ use clap::Parser;
 
 use crate::checkpoints::CheckpointPlan;
 use crate::common::args::{OutputArgs, RankArgs};
+use crate::common::checkpoints::{ResumeFrom, SaveArgs};
 use crate::common::log_file::LogArgs;
 use crate::common::lora::LoraArgs;
+use crate::common::memory::MemoryArgs;
 use crate::common::parse::{learning_rate, positive, probability};
+use crate::common::plan::PlanArgs;
 use crate::common::tensorboard::TensorBoardArgs;
 use crate::common::trace::TraceArgs;
 
@@ -79,8 +82,8 @@ pub struct Cli {
     #[command(flatten)]
     pub lora: LoraArgs,
 
-    /// Directory to write the trained model to, in the format that transformers loads; with --lora,
-    /// the adapters and the classifier alone, in PEFT's
+    /// Directory to write the trained model to, in the format that transformers loads; with --lora
+    /// or --adapters, the adapters and the classifier alone, in PEFT's
     #[arg(long, value_name = "DIR")]
     pub save_pretrained: Option<PathBuf>,
 
@@ -97,11 +100,15 @@ pub struct Cli {
     pub keep_last: Option<usize>,
 
     /// Directory to resume from: a checkpoint, or a directory of checkpoints, of which the newest
-    /// complete one is loaded; --world-size and --strategy may differ from the saved run's
+    /// complete one is loaded; --world-size and --strategy may differ from the saved run's. `auto`:
+    /// the newest complete checkpoint in --save-dir, or a new run if there is none
     ///
     /// Without --save-dir, new checkpoints are saved next to the loaded one.
-    #[arg(long, value_name = "DIR", group = "saving")]
-    pub resume: Option<PathBuf>,
+    #[arg(long, value_name = "DIR|auto", group = "saving", requires_if("auto", "save_dir"))]
+    pub resume: Option<ResumeFrom>,
+
+    #[command(flatten)]
+    pub saves: SaveArgs,
 
     /// Step after which to stop early; the learning rates remain those of the whole run
     #[arg(long, value_name = "N", value_parser = positive)]
@@ -115,6 +122,12 @@ pub struct Cli {
 
     #[command(flatten)]
     pub trace: TraceArgs,
+
+    #[command(flatten)]
+    pub memory: MemoryArgs,
+
+    #[command(flatten)]
+    pub plan: PlanArgs,
 
     #[command(flatten)]
     pub board: TensorBoardArgs,
@@ -165,10 +178,10 @@ struct Defaults {
 impl Cli {
     /// Returns the hyperparameters of the run.
     pub fn recipe(&self) -> Recipe {
-        let defaults = match (&self.pretrained, self.lora.lora) {
+        let defaults = match (&self.pretrained, self.lora.is_on()) {
             (None, _) => SCRATCH,
-            (Some(_), None) => FINE_TUNE,
-            (Some(_), Some(_)) => LORA,
+            (Some(_), false) => FINE_TUNE,
+            (Some(_), true) => LORA,
         };
         Recipe {
             epochs: self.epochs.or(self.steps.is_none().then_some(defaults.epochs)),
@@ -187,7 +200,8 @@ impl Cli {
     /// Returns when to save checkpoints and which one to resume from.
     pub fn checkpoint_plan(&self) -> CheckpointPlan {
         let plan = CheckpointPlan::new(self.save_dir.clone(), self.resume.clone());
-        CheckpointPlan { every: self.save_every, keep_last: self.keep_last, ..plan }
+        let saves = self.saves;
+        CheckpointPlan { every: self.save_every, keep_last: self.keep_last, saves, ..plan }
     }
 }
 
@@ -234,6 +248,7 @@ mod tests {
             ("--learning-rate nan", "a number above 0"),
             ("--dropout 1", "from 0 to below 1"),
             ("--save-every 3", "--save-dir"),
+            ("--resume auto", "--save-dir"),
             ("--device tpu", "auto, flex, cpu, wgpu, cuda or cuda:N"),
         ] {
             let message = parse(flags).unwrap_err().to_string();

@@ -9,6 +9,7 @@ use fsdp_runtime::SavePretrained;
 use serde_json::{Map, Value, json};
 
 use crate::bert_config::BertConfig;
+use crate::common::tokenizers::read_files;
 use crate::tokenizer::BertTokenizer;
 
 /// Hugging Face's names of a tokenizer's files.
@@ -44,7 +45,7 @@ impl Export {
             .with_context(|| format!("cannot create {}", folder.display()))?;
         let mut files = vec![("config.json".into(), pretty_json(&classifier(config, classes)?)?)];
         files.extend(match pretrained {
-            Some(directory) => read_tokenizer(directory)?,
+            Some(directory) => read_files(directory, &TOKENIZER)?,
             None => write_tokenizer(tokenizer, config.max_position_embeddings)?,
         });
         Ok(Self { folder: folder.to_path_buf(), files })
@@ -57,18 +58,6 @@ impl Export {
             options.with_file(name, contents)
         })
     }
-}
-
-/// Reads the tokenizer's files that a pretrained model has.
-fn read_tokenizer(directory: &Path) -> Result<Vec<(String, Vec<u8>)>> {
-    let existing = TOKENIZER.into_iter().filter(|name| directory.join(name).is_file());
-    let read = existing.map(|name| {
-        let path = directory.join(name);
-        let contents =
-            fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        Ok((name.to_string(), contents))
-    });
-    read.collect()
 }
 
 /// Returns the files of a tokenizer that was trained here.

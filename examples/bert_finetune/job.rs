@@ -11,6 +11,7 @@ use crate::checkpoints::CheckpointPlan;
 use crate::cli::{Cli, Recipe};
 use crate::common::log_file::LogFile;
 use crate::common::lora::Lora;
+use crate::common::memory::RunMemory;
 use crate::common::tensorboard::TensorBoard;
 use crate::corpus::Corpus;
 use crate::export::Export;
@@ -29,6 +30,8 @@ pub struct Job {
     pub pretrained: Option<PathBuf>,
     /// Adapters that are trained in place of the weights.
     pub lora: Option<Lora>,
+    /// Directory of the adapters to start from; new ones without it.
+    pub adapters: Option<PathBuf>,
     /// Sharding strategy. It replaces the one in `options`.
     pub strategy: ShardingStrategy,
     /// Other sharding options: those of the configuration file, or the defaults.
@@ -47,6 +50,8 @@ pub struct Job {
     pub log_file: LogFile,
     /// Event file of rank 0.
     pub board: TensorBoard,
+    /// Memory over time.
+    pub memory: RunMemory,
 }
 
 /// Corpus converted to word-piece ids.
@@ -98,6 +103,7 @@ impl Job {
             config: config.with_dropout(cli.dropout),
             pretrained: cli.pretrained.clone(),
             lora,
+            adapters: cli.lora.adapters.clone(),
             strategy: settings.strategy,
             options: settings.options.clone(),
             scaler: settings.scaler.clone(),
@@ -106,6 +112,7 @@ impl Job {
             quiet: cli.output.quiet,
             log_file: cli.log.open()?,
             board: cli.board.open()?,
+            memory: cli.memory.start()?,
         })
     }
 }

@@ -10,6 +10,8 @@ use crate::export::Export;
 
 /// Module that is trained in full beside the adapters.
 const CLASSIFIER: &str = "classifier";
+/// Name of a head in PEFT's configuration of classifiers.
+const SCORE: &str = "score";
 /// Linear layers with adapters, as in the paper of LoRA.
 const TARGETS: [&str; 2] = ["query", "value"];
 
@@ -17,12 +19,17 @@ const TARGETS: [&str; 2] = ["query", "value"];
 ///
 /// # Errors
 ///
-/// If `--quantize` is given without `--lora`.
+/// If `--quantize` is given without adapters, or if the configuration of `--adapters` cannot be read.
 pub fn resolve(args: &LoraArgs) -> Result<Option<Lora>> {
     let lora = args.resolve(&TARGETS)?;
-    Ok(lora.map(|Lora { config, storage }| {
-        let config = config.with_modules_to_save([CLASSIFIER]);
-        Lora { config, storage }
+    Ok(lora.map(|lora| {
+        // PEFT also names `score`, the head of other models.
+        let others = lora.config.modules_to_save().iter().filter(|name| *name != SCORE);
+        let mut modules: Vec<String> = others.cloned().collect();
+        if !modules.iter().any(|name| name == CLASSIFIER) {
+            modules.push(CLASSIFIER.into());
+        }
+        Lora { config: lora.config.with_modules_to_save(modules), ..lora }
     }))
 }
 
@@ -101,6 +108,8 @@ mod tests {
         assert_eq!(coded.num_params, plain.num_params);
         let (coded_bytes, bytes) = (coded.sharded_bytes_per_rank, plain.sharded_bytes_per_rank);
         assert!(4 * coded_bytes < bytes, "{coded_bytes} {bytes}");
+        let (coded_bytes, bytes) = (coded.sent_bytes_per_step, plain.sent_bytes_per_step);
+        assert!(coded_bytes > 0 && 4 * coded_bytes < bytes, "{coded_bytes} {bytes}");
         assert_ne!(coded.losses, plain.losses, "4 bits round");
         for (coded, plain) in coded.losses.iter().zip(&plain.losses) {
             assert!((coded - plain).abs() < 0.1, "{coded} {plain}");

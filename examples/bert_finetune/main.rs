@@ -21,7 +21,8 @@
 //!
 //! Inputs of a run are in `cli.rs` (arguments and hyperparameters), `launch_settings.rs`
 //! (configuration file of `fsdp launch`), `job.rs`, `bert_config.rs`, `corpus.rs` (text),
-//! `tokenizer.rs` and `batch.rs`. `lora.rs` has adapters on a frozen model. Results are in `metrics.rs`, `progress.rs`, `summary.rs` and
+//! `tokenizer.rs` and `batch.rs`. `lora.rs` has adapters on a frozen model, and
+//! `plan.rs` the plan of a step on GPUs. Results are in `metrics.rs`, `progress.rs`, `summary.rs` and
 //! `export.rs` (files next to exported weights). `learning_rate.rs` has the schedule, and
 //! `../common/` the code that the examples share.
 
@@ -39,6 +40,7 @@ mod learning_rate;
 mod lora;
 mod metrics;
 mod model;
+mod plan;
 mod progress;
 mod sharding;
 mod summary;
@@ -68,8 +70,11 @@ fn main() -> ExitCode {
 
 fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
-    let settings = LaunchSettings::new(cli)?;
+    let settings = report::refused(LaunchSettings::new(cli))?;
     settings.device.resolve_or_exit();
+    if cli.plan.is_on() {
+        return plan::print(cli, &settings);
+    }
     run(cli, settings)?.report(cli.output)
 }
 
@@ -77,16 +82,15 @@ fn start(cli: &Cli) -> Result<()> {
 /// processes.
 fn run(cli: &Cli, settings: LaunchSettings) -> Result<Outcome<Summary>> {
     let device = settings.device.resolve()?;
-    let job = Job::new(cli, &settings)?;
+    let job = report::refused(Job::new(cli, &settings))?;
     if job.checkpoints.directory.is_some() {
         handle_interrupts()?;
     }
-    let trace = cli.trace.start()?;
+    let (trace, memory) = (cli.trace.start()?, job.memory.clone());
     let results = launch(settings.launch.with_device(device), move |worker: Worker| {
-        let summary = train(&job, &worker)?;
-        Ok::<_, anyhow::Error>((worker.rank(), summary))
+        report::of_rank(train(&job, &worker)).map(|summary| (worker.rank(), summary))
     });
-    let results = trace.finish(results)?;
+    let results = memory.finish(trace.finish(results)?)?;
     // All ranks end after the same step, so the first result stands for all of them.
     Ok(match results.into_iter().next() {
         Some((_, None)) => Outcome::Interrupted,

@@ -4,22 +4,21 @@
 //! gives the name of a parameter in a Hugging Face checkpoint. The rest does not depend on FSDP:
 //! without the annotations the same code trains the model unsharded.
 //!
-//! The dropout is the one of `fsdp_runtime`, whose masks are reproducible if ranks are threads. The
-//! GELU is as well, because it is faster than Burn's on a CPU.
+//! The dropout is the one of `fsdp_runtime`, whose masks are reproducible if ranks are threads. So are
+//! the attention, which keeps no matrix of scores for backward, and layer norm and GELU, which are
+//! faster than Burn's on a CPU.
 
 use burn::module::{Initializer, Module};
-use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::tensor::activation::{gelu_approximate, relu, softmax};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::activation::{gelu_approximate, relu};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
-use fsdp_runtime::nn::{Dropout, DropoutConfig, gelu};
+use fsdp_runtime::nn::{
+    AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig, attention, gelu,
+};
 use fsdp_runtime::prelude::*;
 
 use crate::batch::Padded;
 use crate::bert_config::{BertConfig, HiddenAct};
-
-/// Attention score of a padding position. It is finite because the softmax of a row of infinite
-/// scores would be NaN.
-const MASKED: f32 = -1e9;
 
 /// BERT with a linear classifier on the pooled hidden state of the first position. The outermost
 /// unit.
@@ -100,8 +99,8 @@ pub struct BertInput {
     pub ids: Tensor<2, Int>,
     /// Token types, `[batch, length]`.
     pub types: Tensor<2, Int>,
-    /// Whether a position is padding, `[batch, 1, 1, length]`; `None` if no position is.
-    pub padding: Option<Tensor<4, Bool>>,
+    /// Whether a position is padding, `[batch, length]`; `None` if no position is.
+    pub padding: Option<Tensor<2, Bool>>,
     /// Classes, `[batch]`.
     pub labels: Tensor<1, Int>,
 }
@@ -111,7 +110,7 @@ impl BertInput {
     pub fn new(batch: Padded, device: &Device) -> Self {
         let [rows, length] = batch.shape;
         let padding = batch.is_padded().then(|| {
-            let data = TensorData::new(batch.padding, [rows, 1, 1, length]);
+            let data = TensorData::new(batch.padding, [rows, length]);
             Tensor::from_data(data, device)
         });
         Self {
@@ -130,13 +129,13 @@ impl BertForSequenceClassification {
     /// # Shapes
     ///
     /// - `ids`, `types`: `[batch, length]`
-    /// - `padding`: `[batch, 1, 1, length]`
+    /// - `padding`: `[batch, length]`
     /// - output: `[batch, classes]`
     pub fn forward(
         &self,
         ids: Tensor<2, Int>,
         types: Tensor<2, Int>,
-        padding: Option<Tensor<4, Bool>>,
+        padding: Option<Tensor<2, Bool>>,
     ) -> Tensor<2> {
         let hidden = self.embeddings.forward(ids, types);
         let hidden = self.encoder.forward(hidden, padding);
@@ -170,8 +169,8 @@ impl BertEncoder {
     /// # Shapes
     ///
     /// - `hidden` and output: `[batch, length, hidden]`
-    /// - `padding`: `[batch, 1, 1, length]`
-    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
+    /// - `padding`: `[batch, length]`
+    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<2, Bool>>) -> Tensor<3> {
         let layers = self.layers.iter();
         layers.fold(hidden, |hidden, layer| layer.forward(hidden, padding.clone()))
     }
@@ -184,8 +183,8 @@ impl BertLayer {
     /// # Shapes
     ///
     /// - `hidden` and output: `[batch, length, hidden]`
-    /// - `padding`: `[batch, 1, 1, length]`
-    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
+    /// - `padding`: `[batch, length]`
+    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<2, Bool>>) -> Tensor<3> {
         let hidden = self.attention.forward(hidden, padding);
         let wide = self.activation.forward(self.up.forward(hidden.clone()));
         let narrow = self.dropout.forward(self.down.forward(wide));
@@ -199,8 +198,8 @@ impl BertAttention {
     /// # Shapes
     ///
     /// - `hidden` and output: `[batch, length, hidden]`
-    /// - `padding`: `[batch, 1, 1, length]`
-    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<4, Bool>>) -> Tensor<3> {
+    /// - `padding`: `[batch, length]`
+    pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<2, Bool>>) -> Tensor<3> {
         let [batch, length, width] = hidden.dims();
         let head_width = width / self.heads;
         let split = |linear: &Linear| {
@@ -208,16 +207,12 @@ impl BertAttention {
             projected.reshape([batch, length, self.heads, head_width]).swap_dims(1, 2)
         };
         let (query, key, value) = (split(&self.query), split(&self.key), split(&self.value));
-
-        // Scaling the query, [batch, heads, length, head_width], takes fewer operations than
-        // scaling the scores, [batch, heads, length, length].
-        let query = query.div_scalar((head_width as f64).sqrt());
-        let mut scores = query.matmul(key.transpose());
+        let mut options = AttentionOptions::new().with_dropout(&self.attention_dropout);
         if let Some(padding) = padding {
-            scores = scores.mask_fill(padding, MASKED);
+            options = options.with_padding_mask(padding);
         }
-        let attention = self.attention_dropout.forward(softmax(scores, 3));
-        let context = attention.matmul(value).swap_dims(1, 2).reshape([batch, length, width]);
+        let context = attention(query, key, value, options);
+        let context = context.swap_dims(1, 2).reshape([batch, length, width]);
         let context = self.dropout.forward(self.output.forward(context));
         self.norm.forward(hidden + context)
     }

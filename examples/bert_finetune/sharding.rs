@@ -3,38 +3,72 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LoadOptions, from_pretrained};
+use fsdp_runtime::{LoadOptions, MemoryForecast, Mesh, from_pretrained};
 
+use crate::common::lora::load_adapters;
 use crate::job::Job;
 use crate::model::BertForSequenceClassification;
 use crate::progress::Progress;
+
+/// Number of f32 tensors of a parameter's shape that AdamW keeps for it.
+const ADAM_MOMENTS: usize = 2;
 
 /// The sharded model. It dereferences to the plain one.
 pub type ShardedBert = Fsdp<BertForSequenceClassification>;
 
 /// Builds the model and shards it over all ranks. Its weights are initialised, read from a
-/// pretrained model, or left uninitialised if a checkpoint is loaded next.
+/// pretrained model, or left uninitialised if a checkpoint is loaded next (`resumes`). Returns the
+/// memory that the rank will need, without activations, if memory is recorded.
 ///
 /// # Errors
 ///
 /// If the pretrained weights do not fit the model, or if a peer fails.
-pub fn shard_model(job: &Job, worker: &Worker, progress: &Progress) -> Result<ShardedBert> {
-    let model = job.config.init(job.dataset.classes, worker.device());
-    let mut options = job.options.clone().with_strategy(job.strategy).with_seed(job.recipe.seed);
-    let model = match &job.lora {
-        None => model,
-        Some(lora) => {
-            options = options.with_storage(StoragePolicy::new().with_frozen(lora.storage));
-            lora.config.apply(model).context("--lora")?
+pub fn shard_model(
+    job: &Job,
+    worker: &Worker,
+    progress: &Progress,
+    resumes: bool,
+) -> Result<(ShardedBert, Option<MemoryForecast>)> {
+    let (model, options) = unsharded(job, worker.device())?;
+    let mesh = Mesh::new(worker.rank(), worker.world());
+    let forecast = || MemoryForecast::new(&model, mesh, &options);
+    let forecast = job.memory.is_on().then(forecast).transpose()?;
+    let forecast = forecast.map(|forecast| forecast.with_optimizer(ADAM_MOMENTS));
+    if resumes {
+        return Ok((fully_shard(model, worker, options.with_deferred_init(true))?, forecast));
+    }
+    let model = match &job.pretrained {
+        None => fully_shard(model, worker, options)?,
+        Some(directory) => {
+            let mut model = shard_pretrained(model, worker, options, directory, progress)?;
+            if let Some(folder) = &job.adapters {
+                load_adapters(&mut model, folder)?;
+            }
+            model
         }
     };
-    if job.checkpoints.resume.is_some() {
-        return Ok(fully_shard(model, worker, options.with_deferred_init(true))?);
-    }
-    match &job.pretrained {
-        None => Ok(fully_shard(model, worker, options)?),
-        Some(directory) => shard_pretrained(model, worker, options, directory, progress),
+    Ok((model, forecast))
+}
+
+/// Builds the model, with adapters if there are any, and returns the options to shard it with.
+///
+/// # Errors
+///
+/// If no linear layer has the name of an adapter's target.
+pub fn unsharded(
+    job: &Job,
+    device: &Device,
+) -> Result<(BertForSequenceClassification, FsdpOptions)> {
+    let model = job.config.init(job.dataset.classes, device);
+    let options = job.options.clone().with_strategy(job.strategy).with_seed(job.recipe.seed);
+    match &job.lora {
+        None => Ok((model, options)),
+        Some(lora) => {
+            let options = options.with_storage(StoragePolicy::new().with_frozen(lora.storage));
+            Ok((lora.config.apply(model).context("--lora")?, options))
+        }
     }
 }
 

@@ -19,6 +19,8 @@ pub struct Summary {
     pub sharded_bytes_per_rank: usize,
     /// Peak of the bytes that a rank held in gather buffers; maximum over ranks.
     pub peak_unsharded_bytes: usize,
+    /// Mean of the bytes that a rank sent in the all-gathers of a step; maximum over ranks.
+    pub sent_bytes_per_step: usize,
     /// Number of steps taken by this process, without those before it resumed.
     pub steps: usize,
     /// Word pieces trained on per second, over all ranks, without padding.
@@ -43,6 +45,7 @@ impl fmt::Display for Summary {
             ("parameters", grouped(self.num_params)),
             ("sharded bytes per rank", grouped(self.sharded_bytes_per_rank)),
             ("peak unsharded bytes per rank", grouped(self.peak_unsharded_bytes)),
+            ("gathers: bytes sent per step", grouped(self.sent_bytes_per_step)),
             ("steps", grouped(self.steps)),
             ("tokens per second", grouped(self.tokens_per_second.round() as usize)),
             ("final train loss", format!("{:.4}", self.train_loss)),
@@ -64,6 +67,7 @@ mod tests {
             num_params: 1_234_567,
             sharded_bytes_per_rank: 2_469_134,
             peak_unsharded_bytes: 999,
+            sent_bytes_per_step: 88,
             steps: 1000,
             tokens_per_second: 20_000.4,
             train_loss: 0.25,
@@ -83,6 +87,7 @@ mod tests {
             "num_params",
             "sharded_bytes_per_rank",
             "peak_unsharded_bytes",
+            "sent_bytes_per_step",
             "steps",
             "tokens_per_second",
             "train_loss",
@@ -101,7 +106,7 @@ mod tests {
     #[test]
     fn the_table_has_a_line_each_and_aligned_columns() {
         let table = summary().to_string();
-        assert_eq!(table.lines().count(), 10);
+        assert_eq!(table.lines().count(), 11);
         assert!(table.lines().all(|line| line.len() == 44), "{table}");
         assert!(table.contains("1,234,567") && table.contains("20,000"), "{table}");
     }

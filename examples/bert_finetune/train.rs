@@ -4,9 +4,9 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
-use fsdp_runtime::GradScalerConfig;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::{GradScalerConfig, MemoryForecast};
 
 use crate::batch::{Dealer, Padded};
 use crate::checkpoints::{Position, Saver, TrainingState, resume};
@@ -30,14 +30,11 @@ use crate::summary::Summary;
 /// If the hyperparameters do not fit the data, the weights or the checkpoint do not fit the model,
 /// a checkpoint cannot be written, a peer fails, or the loss is not finite.
 pub fn train(job: &Job, worker: &Worker) -> Result<Option<Summary>> {
-    let mut trainer = Trainer::new(job, worker)?;
-    while trainer.position.step < trainer.last_step {
-        trainer = trainer.epoch()?;
-        if trainer.interrupted {
-            return Ok(None);
-        }
-    }
-    trainer.finish().map(Some)
+    let trainer = Trainer::new(job, worker)?;
+    let memory = job.memory.record(&trainer.state.model, worker, trainer.forecast)?;
+    let outcome = trainer.run();
+    memory.finish(&outcome)?;
+    outcome
 }
 
 /// One rank's part of a run.
@@ -51,6 +48,8 @@ struct Trainer<'a> {
     /// Step after which the run ends.
     last_step: usize,
 
+    /// Memory that the rank will need, if memory is recorded.
+    forecast: Option<MemoryForecast>,
     state: TrainingState,
     loss_fn: CrossEntropyLoss,
     position: Position,
@@ -66,6 +65,8 @@ struct Trainer<'a> {
     seconds: Vec<f64>,
     /// Word pieces trained on, over all ranks, without padding.
     tokens: usize,
+    /// Bytes that this rank sent in the all-gathers of all steps.
+    sent_bytes: usize,
     /// Mean loss of the last complete epoch, 0 before that, and the scores after it.
     epoch_loss: f64,
     scores: Option<Scores>,
@@ -87,15 +88,17 @@ impl<'a> Trainer<'a> {
         };
         progress.note(&job.dataset.description);
 
+        let from = job.checkpoints.find(worker)?;
+        let (model, forecast) = shard_model(job, worker, &progress, from.is_some())?;
         let mut state = TrainingState {
-            model: shard_model(job, worker, &progress)?,
+            model,
             optimizer: adamw(AdamWConfig::new().with_weight_decay(recipe.weight_decay)),
             schedule: schedule(recipe, total_steps)?,
             scaler: job.scaler.as_ref().map(GradScalerConfig::init).transpose()?,
         };
         let saver = Saver::new(&job.checkpoints, worker);
         let mut position = Position::default();
-        if let Some(folder) = &job.checkpoints.resume {
+        if let Some(folder) = &from {
             position = resume(worker, folder, &mut state)?;
             progress.note(&format!("resumed after step {}", position.step));
         }
@@ -106,6 +109,7 @@ impl<'a> Trainer<'a> {
             lengths: job.dataset.train.iter().map(|example| example.ids.len()).collect(),
             steps_per_epoch,
             last_step: recipe.stop_after.map_or(total_steps, |step| step.min(total_steps)),
+            forecast,
             state,
             loss_fn: CrossEntropyLossConfig::new().init(worker.device()),
             position,
@@ -115,9 +119,22 @@ impl<'a> Trainer<'a> {
             losses: Vec::new(),
             seconds: Vec::new(),
             tokens: 0,
+            sent_bytes: 0,
             epoch_loss: 0.0,
             scores: None,
         })
+    }
+
+    /// Trains for the epochs that are left. Returns `None` if Ctrl-C ended the run.
+    fn run(self) -> Result<Option<Summary>> {
+        let mut trainer = self;
+        while trainer.position.step < trainer.last_step {
+            trainer = trainer.epoch()?;
+            if trainer.interrupted {
+                return Ok(None);
+            }
+        }
+        trainer.finish().map(Some)
     }
 
     /// Trains on the batches that are left in the current epoch, then evaluates.
@@ -132,7 +149,7 @@ impl<'a> Trainer<'a> {
         for batch in batches.iter().skip(taken).take(steps_left) {
             self = self.step(batch)?;
             if self.saver.after_step(self.worker, self.position, &self.state)? {
-                self.saver.finish(self.position, &self.state)?;
+                self.saver.finish(self.worker, self.position, &self.state)?;
                 self.progress.note(&format!("saved after step {}", self.position.step));
                 self.interrupted = true;
                 return Ok(self);
@@ -159,17 +176,23 @@ impl<'a> Trainer<'a> {
         let rows = self.dealer.share(batch, worker.rank().index());
         let padded = Padded::new(&job.dataset.train, rows, job.dataset.pad);
         let input = BertInput::new(padded, worker.device());
+        let sent_before = model.stats().counts().sent_bytes;
         let logits = model.forward(input.ids, input.types, input.padding);
         let loss = self.loss_fn.forward(logits, input.labels);
         let value = loss.clone().inner();
 
         let gradients = model.backward(scale_loss(loss, scaler.as_ref()))?;
+        self.sent_bytes += model.stats().counts().sent_bytes - sent_before;
         let gradients = unscale_gradients(model, gradients, scaler.as_mut())?;
         let rate = self.state.schedule.step();
         // A step whose gradients overflow in float16 changes no parameter.
         if let Unscaled::Finite(mut gradients) = gradients {
             self.state.model.clip_grad_norm(&mut gradients, job.recipe.max_norm)?;
             self.state.model = self.state.optimizer.step(rate.clone(), self.state.model, gradients);
+            if self.seconds.is_empty() && job.memory.is_on() {
+                // The first step allocated the optimizer's state.
+                self.state.model.stats().record_optimizer(&self.state.optimizer)?;
+            }
         }
 
         self.position.step += 1;
@@ -215,7 +238,7 @@ impl<'a> Trainer<'a> {
 
     /// Saves the last checkpoint, exports the model and returns the summary.
     fn finish(mut self) -> Result<Summary> {
-        self.saver.finish(self.position, &self.state)?;
+        self.saver.finish(self.worker, self.position, &self.state)?;
         let scores = match self.scores {
             Some(scores) => scores,
             // The run resumed from a checkpoint of its own end, and took no step.
@@ -235,8 +258,9 @@ impl<'a> Trainer<'a> {
             (None, _) => {}
         }
 
-        let bytes = [model.stats().sharded_bytes(), model.stats().peak_unsharded_bytes()];
-        let [sharded, peak] = max_over_ranks(bytes, self.worker)?;
+        let sent = self.sent_bytes / self.losses.len().max(1);
+        let bytes = [model.stats().sharded_bytes(), model.stats().peak_unsharded_bytes(), sent];
+        let [sharded, peak, sent] = max_over_ranks(bytes, self.worker)?;
         let seconds = self.seconds.iter().sum::<f64>().max(f64::MIN_POSITIVE);
         Ok(Summary {
             world_size: self.dealer.world_size,
@@ -244,6 +268,7 @@ impl<'a> Trainer<'a> {
             num_params: model.stats().num_params(),
             sharded_bytes_per_rank: sharded,
             peak_unsharded_bytes: peak,
+            sent_bytes_per_step: sent,
             steps: self.losses.len(),
             tokens_per_second: self.tokens as f64 / seconds,
             train_loss: self.epoch_loss,

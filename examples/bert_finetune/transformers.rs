@@ -10,7 +10,6 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use burn::tensor::Device;
 use clap::Parser;
@@ -20,7 +19,7 @@ use fsdp_runtime::{LoadOptions, LoraConfig, from_pretrained};
 use crate::batch::Padded;
 use crate::bert_config::BertConfig;
 use crate::cli::Cli;
-use crate::common::python::python_with;
+use crate::common::python::{python_with, run_script};
 use crate::corpus::{Corpus, Example};
 use crate::launch_settings::LaunchSettings;
 use crate::model::BertInput;
@@ -65,19 +64,6 @@ fn write_pairs(file: &Path, pairs: &[Example]) {
     std::fs::write(file, pairs.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
 }
 
-/// Runs a script in the folder of this file, and returns its output.
-fn script(python: &str, name: &str, arguments: &[&OsStr]) -> Vec<u8> {
-    let script = Path::new("examples/bert_finetune").join(name);
-    let output = Command::new(python)
-        .arg(script)
-        .args(arguments)
-        .env("HF_HUB_OFFLINE", "1")
-        .output()
-        .expect("python was found before");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    output.stdout
-}
-
 /// Returns the logits that transformers computes for the pairs. The script saves its model in
 /// `folder`.
 fn reference(python: &str, bert: &Path, pairs: &[Example], folder: &Path) -> Vec<Vec<f64>> {
@@ -85,7 +71,7 @@ fn reference(python: &str, bert: &Path, pairs: &[Example], folder: &Path) -> Vec
     write_pairs(&file, pairs);
     let length = MAX_LENGTH.to_string();
     let arguments = [bert.as_os_str(), file.as_os_str(), folder.as_os_str(), length.as_ref()];
-    let output = script(python, "transformers_logits.py", &arguments);
+    let output = run_script(python, "bert_finetune/transformers_logits.py", &arguments);
     serde_json::from_slice(&output).expect("the script prints JSON")
 }
 
@@ -157,7 +143,7 @@ fn reload(python: &str, name: &str, folders: &[&Path], pairs: &[Example]) -> Rel
     write_pairs(&file, pairs);
     let mut arguments: Vec<&OsStr> = folders.iter().map(|folder| folder.as_os_str()).collect();
     arguments.extend([file.as_os_str(), length.as_ref()]);
-    let output = script(python, name, &arguments);
+    let output = run_script(python, &format!("bert_finetune/{name}"), &arguments);
     let theirs: Reloaded = serde_json::from_slice(&output).expect("the script prints JSON");
     assert!(theirs.missing.is_empty(), "missing: {:?}", theirs.missing);
     assert!(theirs.unexpected.is_empty(), "unexpected: {:?}", theirs.unexpected);
@@ -210,7 +196,7 @@ fn save_and_compare(python: &str, flags: &[&str]) {
 }
 
 /// PEFT loads exported adapters onto the base model, and its logits are those of the adapters loaded
-/// here.
+/// here. A run continues from them.
 #[test]
 fn adapters_trained_and_saved_load_in_peft() {
     let Some(python) = python_with("torch, transformers, peft") else { return };
@@ -221,6 +207,11 @@ fn adapters_trained_and_saved_load_in_peft() {
     train_and_save(&adapters, &[&flags[..], &["--lora-targets", "query,value,up"]].concat());
     let pairs = pairs();
     let theirs = reload(&python, "peft_reload.py", &[&base, &adapters], &pairs);
+    let read = |folder: &Path| std::fs::read(folder.join("adapter_model.safetensors")).unwrap();
+    let continued = home.path().join("continued");
+    let more = ["--adapters", adapters.to_str().unwrap(), "--learning-rate", "1e-30"];
+    train_and_save(&continued, &[&flags[..2], &more].concat());
+    assert_eq!(read(&continued), read(&adapters), "the rate is too small to change a bit");
     compare(base, Some(adapters), &pairs, theirs);
 }
 

@@ -1,7 +1,9 @@
 //! Arguments of LoRA: adapters on a frozen, pretrained model, whose weights may be stored in fewer
 //! bits.
 
-use anyhow::{Result, ensure};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use fsdp_runtime::LoraConfig;
 use fsdp_runtime::prelude::*;
@@ -24,7 +26,12 @@ pub struct LoraArgs {
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
     pub lora_targets: Vec<String>,
 
-    /// Type in which frozen matrices are stored and sent; only with --lora
+    /// Directory of adapters to start from, in PEFT's format: `adapter_config.json` and
+    /// `adapter_model.safetensors`. They are trained on, in place of new ones of --lora
+    #[arg(long, value_name = "DIR", requires = "pretrained", conflicts_with = "lora")]
+    pub adapters: Option<PathBuf>,
+
+    /// Type in which frozen matrices are stored and sent; only with --lora or --adapters
     #[arg(long, value_name = "TYPE")]
     pub quantize: Option<Quantize>,
 }
@@ -49,38 +56,63 @@ pub struct Lora {
     pub storage: StorageType,
 }
 
+/// Loads the adapters to start from. Every rank calls it.
+///
+/// # Errors
+///
+/// If the files cannot be read or do not fit the model, or if a peer fails.
+pub fn load_adapters<M: FsdpModule>(model: &mut Fsdp<M>, folder: &Path) -> Result<()> {
+    let loaded = model.state_mut().load_adapters(folder);
+    loaded.with_context(|| format!("cannot start from {}", folder.display()))?;
+    Ok(())
+}
+
 fn alpha(text: &str) -> Result<f64, String> {
     number(text, |alpha| alpha > 0.0 && alpha.is_finite(), "a number above 0")
 }
 
 impl LoraArgs {
+    /// Returns whether adapters are trained.
+    pub fn is_on(&self) -> bool {
+        self.lora.is_some() || self.adapters.is_some()
+    }
+
     /// Returns the adapters of the run; `None` if the whole model is trained. Without
     /// `--lora-targets`, the linear layers `targets` get adapters, as in the paper of LoRA.
     ///
     /// # Errors
     ///
-    /// If `--quantize` is given without `--lora`.
+    /// If `--quantize` is given without `--lora` and `--adapters`, or if the configuration of
+    /// `--adapters` cannot be read.
     pub fn resolve(&self, targets: &[&str]) -> Result<Option<Lora>> {
-        let Some(rank) = self.lora else {
-            ensure!(
-                self.quantize.is_none(),
-                "--quantize stores frozen weights, and without --lora all weights are trained; add \
-                 --lora 8"
-            );
-            return Ok(None);
+        let config = match (&self.adapters, self.lora) {
+            (Some(folder), _) => LoraConfig::from_peft(folder).context("--adapters")?,
+            (None, Some(rank)) => self.config(rank, targets),
+            (None, None) => {
+                ensure!(
+                    self.quantize.is_none(),
+                    "--quantize stores frozen weights, and without --lora all weights are trained; \
+                     add --lora 8"
+                );
+                return Ok(None);
+            }
         };
-        let targets = match self.lora_targets.is_empty() {
-            true => targets.iter().map(|name| name.to_string()).collect(),
-            false => self.lora_targets.clone(),
-        };
-        let config = LoraConfig::new(rank)
-            .with_alpha(self.lora_alpha.unwrap_or(2.0 * rank as f64))
-            .with_target_modules(targets);
         let storage = self.quantize.map_or(StorageType::F32, |quantize| match quantize {
             Quantize::Nf4 => StorageType::NF4,
             Quantize::Int8 => StorageType::INT8,
             Quantize::Bf16 => StorageType::Bf16,
         });
         Ok(Some(Lora { config, storage }))
+    }
+
+    /// Returns the configuration of new adapters.
+    fn config(&self, rank: usize, targets: &[&str]) -> LoraConfig {
+        let targets = match self.lora_targets.is_empty() {
+            true => targets.iter().map(|name| name.to_string()).collect(),
+            false => self.lora_targets.clone(),
+        };
+        LoraConfig::new(rank)
+            .with_alpha(self.lora_alpha.unwrap_or(2.0 * rank as f64))
+            .with_target_modules(targets)
     }
 }

@@ -1,5 +1,5 @@
 //! Code that the examples share: memory allocator, devices by name, shared command-line arguments,
-//! adapters, checkpoints and Ctrl-C, a note about a configuration file, report format, TensorBoard's event files, and the steps of a training loop that do not depend on the model.
+//! adapters, memory over time, checkpoints and Ctrl-C, a note about a configuration file, report format, TensorBoard's event files, and the steps of a training loop that do not depend on the model.
 //!
 //! Each example includes this module with `#[path = "../common/mod.rs"]`.
 
@@ -14,13 +14,18 @@ pub mod device;
 pub mod log_file;
 #[allow(dead_code, reason = "`mnist` has no adapters")]
 pub mod lora;
+#[allow(dead_code, reason = "`mnist` draws its own pictures")]
+pub mod memory;
 pub mod parse;
+#[allow(dead_code, reason = "`mnist` has no plan")]
+pub mod plan;
 #[cfg(test)]
 #[allow(dead_code, reason = "`mnist` is compared with no program")]
 pub mod python;
 pub mod report;
 #[allow(dead_code, reason = "`mnist` has no event files")]
 pub mod tensorboard;
+#[allow(dead_code, reason = "`mnist` has no tokenizer")]
 pub mod tokenizers;
 #[allow(dead_code, reason = "`mnist` has no trace")]
 pub mod trace;

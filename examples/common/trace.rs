@@ -79,12 +79,13 @@ impl RunTrace {
     ///
     /// # Errors
     ///
-    /// The error of the run, or if the file cannot be written.
-    pub fn finish<T>(&self, result: Result<T, LaunchError>) -> Result<T> {
+    /// If the file of a run that has not failed cannot be written.
+    pub fn finish<T>(&self, result: Result<T, LaunchError>) -> Result<Result<T, LaunchError>> {
         let written = self.0.as_ref().map_or(Ok(()), |(trace, path)| trace.write(path));
-        let value = result?;
-        written.context("--trace")?;
-        Ok(value)
+        if result.is_ok() {
+            written.context("--trace")?;
+        }
+        Ok(result)
     }
 }
 

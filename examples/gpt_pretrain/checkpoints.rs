@@ -10,10 +10,13 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use burn::optim::ModuleOptimizer;
 use clap::Args;
+use fsdp_runtime::Rank;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
 use fsdp_runtime::prelude::*;
 
-use crate::common::checkpoints::{interrupted, is_checkpoint, newest};
+use crate::common::checkpoints::{
+    ResumeFrom, SaveArgs, finish, interrupted, is_checkpoint, newest, save, wait,
+};
 use crate::common::parse::positive;
 use crate::model::Gpt;
 
@@ -55,6 +58,15 @@ pub struct CheckpointArgs {
     /// checkpoint_last.pt, which stands for the newest one in --save-dir, if there is one]
     #[arg(long, value_name = "DIR")]
     pub restore_file: Option<PathBuf>,
+
+    /// The same as --restore-file; `auto`: the newest complete checkpoint in --save-dir, or a new run
+    /// if there is none, which is the default
+    #[arg(long, value_name = "DIR|auto", conflicts_with = "restore_file")]
+    #[arg(requires_if("auto", "save_dir"))]
+    pub resume: Option<ResumeFrom>,
+
+    #[command(flatten)]
+    pub saves: SaveArgs,
 }
 
 /// State that training changes and a checkpoint saves.
@@ -87,12 +99,14 @@ pub struct Saver {
     epochs: Option<CheckpointManager>,
     last: CheckpointManager,
     interval: Option<usize>,
+    /// Whether a checkpoint is skipped while another is being written.
+    skips_if_busy: bool,
     /// Number of updates at the last checkpoint.
     saved: Option<usize>,
 }
 
 /// Directory of a checkpoint to save.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Update,
     Epoch,
@@ -109,11 +123,15 @@ impl CheckpointArgs {
     ///
     /// # Errors
     ///
-    /// If `--restore-file` has no complete checkpoint, a directory cannot be read, or a peer fails.
+    /// If `--restore-file` or `--resume` has no complete checkpoint, a directory cannot be read, or a peer fails.
     pub fn find(&self, worker: &Worker) -> Result<Option<PathBuf>> {
         let below = |root: &PathBuf| FOLDERS.map(|name| root.join(name)).to_vec();
-        let named = self.restore_file.as_ref().filter(|path| path.as_os_str() != LAST);
-        let Some(path) = named else {
+        let (flag, named) = match &self.resume {
+            Some(ResumeFrom::Folder(folder)) => ("--resume", Some(folder)),
+            Some(ResumeFrom::Newest) => ("--resume", None),
+            None => ("--restore-file", self.restore_file.as_ref()),
+        };
+        let Some(path) = named.filter(|path| path.as_os_str() != LAST) else {
             let Some(root) = &self.save_dir else { return Ok(None) };
             return newest(worker, &below(root));
         };
@@ -123,26 +141,21 @@ impl CheckpointArgs {
         let folders = [vec![path.clone()], below(path)].concat();
         match newest(worker, &folders)? {
             Some(found) => Ok(Some(found)),
-            None => bail!("--restore-file: {} holds no complete checkpoint", path.display()),
+            None => bail!("{flag}: {} holds no complete checkpoint", path.display()),
         }
     }
 
     /// Returns what saves the checkpoints of the run, in the background; `None` if it saves none.
     pub fn saver(&self, worker: &Worker) -> Option<Saver> {
         let root = self.save_dir.as_ref().filter(|_| self.saves())?;
-        let manager = |name: &str, keep: Option<usize>| {
-            let manager = CheckpointManager::new(root.join(name), worker).with_background(true);
-            match keep {
-                Some(count) => manager.with_keep_last(count),
-                None => manager,
-            }
-        };
+        let manager = |name: &str, keep| self.saves.manager(&root.join(name), keep, worker);
         let [updates, epochs, last] = FOLDERS;
         Some(Saver {
             updates: manager(updates, self.keep_interval_updates),
             epochs: (!self.no_epoch_checkpoints).then(|| manager(epochs, self.keep_last_epochs)),
             last: manager(last, Some(1)),
             interval: self.save_interval_updates,
+            skips_if_busy: self.saves.skip_busy_saves,
             saved: None,
         })
     }
@@ -172,14 +185,14 @@ impl Saver {
         let interval =
             |every: usize| position.updates > 0 && position.updates.is_multiple_of(every);
         if epoch_ended && self.epochs.is_some() {
-            self.save(Kind::Epoch, position, state)?;
+            self.save(worker, Kind::Epoch, position, state)?;
         } else if is_new && self.interval.is_some_and(interval) {
-            self.save(Kind::Update, position, state)?;
+            self.save(worker, Kind::Update, position, state)?;
         }
         if !interrupted(worker)? {
             return Ok(false);
         }
-        self.finish(position, state)?;
+        self.finish(worker, position, state)?;
         Ok(true)
     }
 
@@ -189,16 +202,36 @@ impl Saver {
     /// # Errors
     ///
     /// If a checkpoint cannot be written.
-    pub fn finish(&mut self, position: Position, state: &TrainingState) -> Result<()> {
+    pub fn finish(
+        &mut self,
+        worker: &Worker,
+        position: Position,
+        state: &TrainingState,
+    ) -> Result<()> {
+        self.wait(worker)?;
         if self.saved != Some(position.updates) {
-            self.save(Kind::Last, position, state)?;
+            self.save(worker, Kind::Last, position, state)?;
+            finish(&mut self.last)?;
         }
-        self.wait()
+        Ok(())
     }
 
-    fn save(&mut self, kind: Kind, position: Position, state: &TrainingState) -> Result<()> {
+    fn save(
+        &mut self,
+        worker: &Worker,
+        kind: Kind,
+        position: Position,
+        state: &TrainingState,
+    ) -> Result<()> {
+        if self.skips_if_busy && kind != Kind::Last && self.is_saving()? {
+            if worker.rank() == Rank::ZERO {
+                let updates = position.updates;
+                eprintln!("update {updates} was not saved: the previous save still runs");
+            }
+            return Ok(());
+        }
         // Two saves at once would take turns with the disk, and hold two copies of the state.
-        self.wait()?;
+        self.wait(worker)?;
         let Position { updates, skipped, epoch, samples } = position;
         let checkpoint = Checkpoint::new(updates as u64)
             .with_data_position(epoch as u64, samples as u64)
@@ -214,15 +247,34 @@ impl Saver {
             Kind::Epoch => self.epochs.as_mut().unwrap_or(&mut self.last),
             Kind::Last => &mut self.last,
         };
-        manager.save(&checkpoint).context("cannot save")?;
-        self.saved = Some(updates);
+        if save(manager, worker, &checkpoint)? {
+            self.saved = Some(updates);
+        }
         Ok(())
     }
 
+    fn managers(&mut self) -> impl Iterator<Item = &mut CheckpointManager> {
+        [&mut self.updates, &mut self.last].into_iter().chain(&mut self.epochs)
+    }
+
+    /// Returns whether a checkpoint is still being written on a rank.
+    fn is_saving(&mut self) -> Result<bool> {
+        for manager in self.managers() {
+            if manager.is_saving()? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Waits until all checkpoints are on the disk.
-    fn wait(&mut self) -> Result<()> {
-        for manager in [&mut self.updates, &mut self.last].into_iter().chain(&mut self.epochs) {
-            manager.finish().context("cannot save")?;
+    fn wait(&mut self, worker: &Worker) -> Result<()> {
+        let mut saved = true;
+        for manager in self.managers() {
+            saved &= wait(manager, worker)?;
+        }
+        if !saved {
+            self.saved = None;
         }
         Ok(())
     }

@@ -12,7 +12,9 @@ use crate::checkpoints::CheckpointArgs;
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::log_file::LogArgs;
 use crate::common::lora::LoraArgs;
+use crate::common::memory::MemoryArgs;
 use crate::common::parse::{bounded_count, learning_rate, number, positive, probability};
+use crate::common::plan::PlanArgs;
 use crate::common::tensorboard::TensorBoardArgs;
 use crate::common::trace::TraceArgs;
 use crate::fairseq::FairseqArgs;
@@ -51,6 +53,11 @@ pub struct Cli {
     #[command(flatten)]
     pub lora: LoraArgs,
 
+    /// Directory to write the trained adapters to, in PEFT's format for GPT-2; only with --lora or
+    /// --adapters
+    #[arg(long, value_name = "DIR", requires = "pretrained")]
+    pub save_adapters: Option<PathBuf>,
+
     #[command(flatten)]
     pub ranks: RankArgs,
 
@@ -58,6 +65,10 @@ pub struct Cli {
     /// launch`, if there is one]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
+
+    /// Seconds to wait for a rank in a collective, after which the run ends with an error
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: u64,
 
     /// Sharding options of the configuration file.
     #[arg(skip)]
@@ -191,7 +202,8 @@ pub struct Cli {
     #[arg(long, value_name = "NAME", value_enum, default_value_t)]
     pub log_format: LogFormat,
 
-    /// Device memory that a rank may use, such as 4GiB [default: the memory of the GPU]
+    /// Device memory that a rank may use, such as 4GiB: of the forecast, and of what is counted in
+    /// training [default: the memory of the GPU, for the forecast]
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub memory_limit: Option<usize>,
 
@@ -212,6 +224,12 @@ pub struct Cli {
 
     #[command(flatten)]
     pub trace: TraceArgs,
+
+    #[command(flatten)]
+    pub memory: MemoryArgs,
+
+    #[command(flatten)]
+    pub plan: PlanArgs,
 
     #[command(flatten)]
     pub board: TensorBoardArgs,
@@ -384,6 +402,8 @@ mod tests {
             ("--optimizer adafactor", "adam, cpu_adam"),
             ("--task translation", "language_modeling"),
             ("--ddp-backend slowmo", "fully_sharded"),
+            ("--resume auto", "--save-dir"),
+            ("--save-dir a --resume b --restore-file c", "cannot be used with"),
             ("--keep-interval-updates 2", "--save-interval-updates"),
             ("folder --data file", "cannot be used with"),
         ] {

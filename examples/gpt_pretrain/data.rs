@@ -1,8 +1,6 @@
 //! Data of a run as word pieces: a text that is encoded at the start, or a directory of preprocessed
 //! word pieces, which are read where they are needed.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -10,12 +8,11 @@ use anyhow::{Context, Result, ensure};
 use crate::bigram::Bigram;
 use crate::bpe::Bpe;
 use crate::cli::Cli;
+use crate::dictionary;
 use crate::pretrained::tokenizer;
 use crate::text::Text;
 use crate::tokens::Tokens;
 
-/// fairseq's word pieces before those of `dict.txt`: begin, padding, end and unknown.
-const FAIRSEQ_SPECIAL: usize = 4;
 /// File of the vocabulary in a directory that fairseq-preprocess has written.
 const DICTIONARY: &str = "dict.txt";
 /// File of the tokenizer in a directory that `gpt_pretrain preprocess` has written.
@@ -78,7 +75,13 @@ impl Data {
         let bpe = tokenizer.is_file().then(|| Bpe::read(&tokenizer)).transpose()?;
         let found = match &bpe {
             Some(bpe) => bpe.vocabulary(),
-            None => FAIRSEQ_SPECIAL + lines_of(&folder.join(DICTIONARY))?,
+            None => dictionary::vocabulary(&folder.join(DICTIONARY)).with_context(|| {
+                format!(
+                    "{}; a directory of data has {TOKENIZER} of `gpt_pretrain preprocess`, or \
+                     fairseq's {DICTIONARY}",
+                    folder.join(DICTIONARY).display()
+                )
+            })?,
         };
         check_vocabulary(found, vocabulary, &folder.display().to_string())?;
         Ok(Self {
@@ -99,20 +102,4 @@ fn check_vocabulary(found: usize, vocabulary: usize, name: &str) -> Result<()> {
          or learn fewer"
     );
     Ok(())
-}
-
-fn lines_of(path: &Path) -> Result<usize> {
-    let context = || {
-        format!(
-            "cannot read {}; a directory of data has {TOKENIZER} of `gpt_pretrain preprocess`, or \
-             fairseq's {DICTIONARY}",
-            path.display()
-        )
-    };
-    let mut lines = 0;
-    for line in BufReader::new(File::open(path).with_context(context)?).lines() {
-        line.with_context(context)?;
-        lines += 1;
-    }
-    Ok(lines)
 }

@@ -7,19 +7,21 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{LoadOptions, from_pretrained};
-use tempfile::TempPath;
+use tempfile::{TempDir, TempPath};
 
 use crate::arch::Arch;
 use crate::batch::Blocks;
 use crate::bpe::Bpe;
 use crate::checkpoints::CheckpointArgs;
 use crate::cli::Cli;
-use crate::common::lora::Lora;
+use crate::common::lora::{Lora, load_adapters};
+use crate::common::memory::RunMemory;
 use crate::common::tensorboard::TensorBoard;
 use crate::data::Data;
 use crate::generate::GenerateArgs;
 use crate::logger::Logger;
 use crate::model::{Gpt, GptConfig};
+use crate::peft::{AdapterExport, import};
 use crate::pretrained::{Gpt2Config, convert};
 use crate::recipe::Recipe;
 use crate::sharding::Sharding;
@@ -38,6 +40,8 @@ pub struct Setup {
     pub tanh_gelu: bool,
     /// Adapters that are trained in place of the weights.
     pub lora: Option<Lora>,
+    /// Directory of the adapters to start from, with the names of the model here.
+    pub adapters: Option<Arc<TempDir>>,
     /// Settings of sharding.
     pub sharding: Sharding,
     /// Hyperparameters.
@@ -57,6 +61,8 @@ pub struct Job {
     pub bigram_perplexity: Option<f64>,
     /// Tokenizer, where there is one.
     pub bpe: Option<Bpe>,
+    /// Where to save the adapters after the training.
+    pub export: Option<AdapterExport>,
     /// Pretrained weights, in a temporary file.
     pub weights: Option<Arc<TempPath>>,
     /// Texts to continue after the training.
@@ -67,6 +73,10 @@ pub struct Job {
     pub logger: Logger,
     /// Event file of rank 0.
     pub board: TensorBoard,
+    /// Memory over time.
+    pub memory: RunMemory,
+    /// Most bytes that the model may take on a rank's device.
+    pub memory_limit: Option<usize>,
 }
 
 impl Setup {
@@ -74,8 +84,8 @@ impl Setup {
     ///
     /// # Errors
     ///
-    /// If the configuration of the pretrained model cannot be read or is not supported, or if samples
-    /// are longer than it takes.
+    /// If the configuration of the pretrained model or the adapters cannot be read or are not
+    /// supported, or if samples are longer than the model takes.
     pub fn new(cli: &Cli) -> Result<Self> {
         let config = cli.pretrained.as_deref().map(Gpt2Config::read).transpose()?;
         let mut recipe = cli.recipe();
@@ -89,11 +99,15 @@ impl Setup {
                 recipe.tokens_per_sample
             );
         }
+        let adapters = cli.lora.adapters.as_deref().map(import).transpose()?;
+        let mut lora = cli.lora.clone();
+        lora.adapters = adapters.as_ref().map(|folder| folder.path().to_path_buf());
         Ok(Self {
             arch: config.as_ref().map_or(cli.arch, Gpt2Config::arch),
             positions,
             tanh_gelu: config.as_ref().is_some_and(Gpt2Config::tanh_gelu),
-            lora: cli.lora.resolve(&LORA_TARGETS)?,
+            lora: lora.resolve(&LORA_TARGETS)?,
+            adapters: adapters.map(Arc::new),
             sharding: cli.sharding(),
             recipe,
         })
@@ -138,8 +152,11 @@ impl Job {
             Some(weights) if !resumes => {
                 let weights: &Path = weights;
                 let load = LoadOptions::new().with_new_adapters();
-                let (model, _) = from_pretrained(model, worker, options, weights, &load)
+                let (mut model, _) = from_pretrained(model, worker, options, weights, &load)
                     .context("cannot start from the weights of --pretrained")?;
+                if let Some(folder) = &self.setup.adapters {
+                    load_adapters(&mut model, folder.path())?;
+                }
                 Ok(model)
             }
             _ => Ok(fully_shard(model, worker, options.with_deferred_init(resumes))?),
@@ -152,6 +169,16 @@ impl Job {
     ///
     /// If a file cannot be read, or if the text is too short for one sample.
     pub fn new(cli: &Cli, setup: Setup, verbose: bool) -> Result<Self> {
+        ensure!(
+            setup.lora.is_some() || cli.save_adapters.is_none(),
+            "--save-adapters, and the run trains none; add --lora 8"
+        );
+        let export = match (&cli.save_adapters, &cli.pretrained) {
+            (Some(folder), Some(base)) => {
+                Some(AdapterExport::new(folder, base, setup.arch.layers)?)
+            }
+            _ => None,
+        };
         let weights = cli.pretrained.as_deref().map(convert).transpose()?;
         let data = Data::read(cli, setup.arch.vocabulary)?;
         let name = data.name;
@@ -172,12 +199,15 @@ impl Job {
             held_out: blocks(data.held_out, "evaluate on")?,
             bigram_perplexity: data.bigram_perplexity,
             bpe: data.bpe,
+            export,
             weights: weights.map(Arc::new),
             generate: cli.generate.clone(),
             setup,
             checkpoints: cli.checkpoints.clone(),
             logger: Logger::new(cli.log_format, cli.output.quiet, cli.log.open()?),
             board: cli.board.open()?,
+            memory: RunMemory::default(),
+            memory_limit: cli.memory_limit,
         })
     }
 }

@@ -19,13 +19,13 @@
 //! 2. `sharding.rs`: strategy, precision, offload and recomputation.
 //! 3. `train.rs`: the training loop of one rank.
 //! 4. `checkpoints.rs`: saving and resuming.
-//! 5. `memory_forecast.rs`: the memory that a rank will need.
+//! 5. `memory_forecast.rs`: the memory that a rank will need; `plan.rs`: that, and the time, on GPUs.
 //!
 //! Inputs of a run are in `cli.rs` (arguments), `fairseq.rs` (those that fairseq's command needs),
 //! `launch_config.rs` (the configuration file), `recipe.rs` (hyperparameters and their defaults),
 //! `job.rs`, `data.rs`, `text.rs`, `bpe.rs` (tokenizer), `pretrained.rs` (weights of GPT-2),
-//! `preprocess.rs`, `reader.rs` and
-//! `tokens.rs` (files of word pieces),
+//! `peft/` (adapters of GPT-2), `preprocess.rs`, `reader.rs`, `tokens.rs`, `token_index.rs` and
+//! `dictionary.rs` (files of word pieces),
 //! `batch.rs` and `available_memory.rs`. Results are in `init_progress.rs` (progress bar),
 //! `generate.rs` (text), `run_log.rs`, `fairseq_log.rs` and `logger.rs` (log lines), `bigram.rs` (baseline to compare
 //! with) and `summary.rs`. `learning_rate.rs` has the schedule, and `../common/` the code
@@ -41,6 +41,7 @@ mod cli;
 #[path = "../common/mod.rs"]
 mod common;
 mod data;
+mod dictionary;
 mod fairseq;
 mod fairseq_log;
 mod generate;
@@ -51,6 +52,8 @@ mod learning_rate;
 mod logger;
 mod memory_forecast;
 mod model;
+mod peft;
+mod plan;
 mod preprocess;
 mod pretrained;
 mod reader;
@@ -59,15 +62,21 @@ mod run_log;
 mod sharding;
 mod summary;
 mod text;
+mod token_index;
 mod tokens;
 mod train;
 
+#[cfg(test)]
+mod fairseq_data;
+#[cfg(test)]
+mod gpt2_vocabulary;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod transformers;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Result;
 use clap::Parser;
@@ -94,7 +103,7 @@ fn start(cli: &Cli) -> Result<()> {
     if let Some(Command::Preprocess(args)) = &cli.command {
         return preprocess::preprocess(args);
     }
-    let cli = &launch_config::filled(cli)?;
+    let cli = &report::refused(launch_config::filled(cli))?;
     cli.ranks.device.resolve_or_exit();
     // A process has one subscriber of `tracing`.
     if !cli.output.quiet && !cli.trace.is_on() {
@@ -103,13 +112,16 @@ fn start(cli: &Cli) -> Result<()> {
     if cli.checkpoints.saves() {
         handle_interrupts()?;
     }
+    if cli.plan.is_on() {
+        return plan::print(cli);
+    }
     run(cli)?.report(cli.output)
 }
 
 /// Runs the ranks of this process: all of them as threads, or one of them if the ranks are
 /// processes. The summary is that of the rank whose peak memory was highest.
 fn run(cli: &Cli) -> Result<Outcome<Summary>> {
-    let (device, setup) = (cli.ranks.device.resolve()?, Setup::new(cli)?);
+    let (device, setup) = (cli.ranks.device.resolve()?, report::refused(Setup::new(cli))?);
     let started = RankEnv::read()?;
     let world = cli.world_size(started.as_ref());
     let local = started.as_ref().and_then(|place| place.local_world).unwrap_or(world);
@@ -121,17 +133,19 @@ fn run(cli: &Cli) -> Result<Outcome<Summary>> {
     if verbose {
         eprintln!("forecast, {available}\n{forecast}");
     }
-    available.check(&forecast)?;
+    let memory = cli.memory.start()?;
+    available.check(&forecast).map_err(|error| memory.refused(&forecast, error.into()))?;
 
-    let job = Job::new(cli, setup, verbose)?;
+    let job = report::refused(Job::new(cli, setup, verbose))?;
+    let job = Job { memory: memory.clone(), ..job };
     let options = LaunchOptions::new(world).with_engine(cli.ranks.engine).with_device(device);
+    let options = options.with_timeout(Duration::from_secs(cli.timeout));
     let options = if cli.debug { options.with_debug(true) } else { options };
     let trace = cli.trace.start()?;
     let results = launch(options, move |worker: Worker| {
-        let summary = train(&job, &forecast, &worker)?;
-        Ok::<_, anyhow::Error>((worker.rank(), summary))
+        report::of_rank(train(&job, &forecast, &worker)).map(|summary| (worker.rank(), summary))
     });
-    let results = trace.finish(results)?;
+    let results = memory.finish(trace.finish(results)?)?;
     // All ranks end after the same update, so that they are interrupted together.
     if results.iter().any(|(_, summary)| summary.is_none()) {
         return Ok(Outcome::Interrupted);

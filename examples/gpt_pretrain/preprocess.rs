@@ -15,7 +15,7 @@ use crate::common::parse::positive;
 use crate::common::report::set_template;
 use crate::data::TOKENIZER;
 use crate::reader::{ChunkReader, held_out_from};
-use crate::tokens::{IdType, MAGIC, VERSION};
+use crate::token_index::{IdType, MAGIC, VERSION};
 
 /// Bytes of text that one thread encodes at a time. A longer line is cut.
 const CHUNK: u64 = 1 << 20;
@@ -71,6 +71,18 @@ struct Writer {
 ///
 /// If a text cannot be read or is not UTF-8, or if a file cannot be written.
 pub fn preprocess(args: &PreprocessArgs) -> Result<()> {
+    let bar = progress(args)?;
+    let summary = convert(args, &bar)?;
+    bar.finish_and_clear();
+    if !args.quiet {
+        println!("{summary}");
+    }
+    Ok(())
+}
+
+/// Converts the texts, and returns a line that says how many word pieces they have. `bar` advances by
+/// the bytes of each chunk.
+fn convert(args: &PreprocessArgs, bar: &ProgressBar) -> Result<String> {
     let folder = &args.destdir;
     std::fs::create_dir_all(folder)
         .with_context(|| format!("cannot create {}", folder.display()))?;
@@ -85,9 +97,8 @@ pub fn preprocess(args: &PreprocessArgs) -> Result<()> {
         std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get)
     });
     let pool = rayon::ThreadPoolBuilder::new().num_threads(workers).build()?;
-    let bar = progress(args, size)?;
     let chunks = workers * CHUNKS_PER_WORKER;
-    let convert = |reader: &mut ChunkReader, name: &str, end: Option<u64>| {
+    let write = |reader: &mut ChunkReader, name: &str, end: Option<u64>| {
         let mut writer = Writer::create(&folder.join(name), IdType::of(bpe.vocabulary()))?;
         loop {
             let texts = reader.chunks(chunks, CHUNK, end)?;
@@ -103,29 +114,22 @@ pub fn preprocess(args: &PreprocessArgs) -> Result<()> {
         }
     };
     let mut reader = ChunkReader::open(&args.trainpref, bpe.is_gpt2())?;
-    let train = convert(&mut reader, "train", held_out.then_some(split))?;
+    let train = write(&mut reader, "train", held_out.then_some(split))?;
     if !held_out {
         reader = ChunkReader::open(&args.validpref, bpe.is_gpt2())?;
     }
-    let valid = convert(&mut reader, "valid", None)?;
+    let valid = write(&mut reader, "valid", None)?;
     bpe.save(&folder.join(TOKENIZER))?;
-    bar.finish_and_clear();
-    if !args.quiet {
-        let kinds = bpe.vocabulary();
-        println!(
-            "{}: {train} word pieces to train on, {valid} held out, {kinds} kinds",
-            folder.display()
-        );
-    }
-    Ok(())
+    let (folder, kinds) = (folder.display(), bpe.vocabulary());
+    Ok(format!("{folder}: {train} word pieces to train on, {valid} held out, {kinds} kinds"))
 }
 
 /// Returns a progress bar in bytes, if standard error is a terminal.
-fn progress(args: &PreprocessArgs, train: u64) -> Result<ProgressBar> {
+fn progress(args: &PreprocessArgs) -> Result<ProgressBar> {
     if args.quiet || !std::io::stderr().is_terminal() {
         return Ok(ProgressBar::hidden());
     }
-    let bar = ProgressBar::new(train + size_of(&args.validpref)?);
+    let bar = ProgressBar::new(size_of(&args.trainpref)? + size_of(&args.validpref)?);
     set_template(&bar, "{bar:30} {bytes}/{total_bytes}  {bytes_per_sec}  (left {eta})");
     Ok(bar)
 }
@@ -239,6 +243,28 @@ mod tests {
         assert!(small.to_string().contains("larger --arch"), "{small}");
     }
 
+    /// The bar counts each byte of the texts once, whichever of them are held out.
+    #[test]
+    fn the_progress_ends_at_the_size_of_the_texts() {
+        let home = tempfile::tempdir().unwrap();
+        let book = Text::embedded().unwrap();
+        let (train, held_out) = (home.path().join("train.txt"), home.path().join("valid.txt"));
+        std::fs::write(&train, &book.train).unwrap();
+        std::fs::write(&held_out, &book.held_out).unwrap();
+        let train_flags = ["--trainpref", train.to_str().unwrap(), "--vocabulary", "300"];
+        let folder = ["--destdir", home.path().to_str().unwrap()];
+        let valid_flags = ["--validpref", held_out.to_str().unwrap()];
+        for (valid_flags, size) in [
+            (&[][..], book.train.len()),
+            (&valid_flags[..], book.train.len() + book.held_out.len()),
+        ] {
+            let args = args(&[&train_flags[..], &folder, valid_flags].concat());
+            let bar = ProgressBar::hidden();
+            convert(&args, &bar).unwrap();
+            assert_eq!(bar.position(), size as u64, "{valid_flags:?}");
+        }
+    }
+
     /// The index of fairseq's `MMapIndexedDataset` for the texts `[5, 6, 7]` and `[8]` in `uint16`,
     /// from its `Index.writer`.
     #[test]
@@ -273,22 +299,5 @@ mod tests {
         std::fs::write(path.with_extension("bin"), &data[..6]).unwrap();
         let error = format!("{:#}", Tokens::open(&path, 9).unwrap_err());
         assert!(error.contains("preprocess the text again"), "{error}");
-    }
-
-    /// A directory that fairseq-preprocess has written has a dictionary in place of a tokenizer.
-    #[test]
-    fn fairseqs_dictionary_gives_the_vocabulary() {
-        let home = tempfile::tempdir().unwrap();
-        for name in ["train", "valid"] {
-            let mut writer = Writer::create(&home.path().join(name), IdType::U16).unwrap();
-            writer.text(&[4, 5, 6, 2]).unwrap();
-            writer.finish().unwrap();
-        }
-        let cli = Cli::parse_from(["gpt_pretrain", home.path().to_str().unwrap()]);
-        let error = format!("{:#}", Data::read(&cli, 100).unwrap_err());
-        assert!(error.contains("dict.txt"), "{error}");
-        std::fs::write(home.path().join("dict.txt"), "13 850\n11 700\n262 600\n").unwrap();
-        let data = Data::read(&cli, 100).unwrap();
-        assert_eq!((data.vocabulary, all(&data.train)), (7, vec![4, 5, 6, 2]));
     }
 }

@@ -196,7 +196,7 @@ fn weights_files(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns the names that a tensor of GPT-2 has here, each with the third of its columns, and whether
 /// it is transposed. A buffer and the tied head have none.
-fn names(name: &str) -> Vec<(String, Option<usize>, bool)> {
+pub fn names(name: &str) -> Vec<(String, Option<usize>, bool)> {
     let name = name.strip_prefix(PREFIX).unwrap_or(name);
     let whole = |name: String| vec![(name, None, false)];
     match name {

@@ -202,6 +202,37 @@ fn a_run_that_does_not_fit_is_refused_with_the_table() {
     assert!(message.contains("activations") && message.contains("more ranks"), "{message}");
 }
 
+/// A run that is refused has the forecast in its file, and one that trains has what it counted.
+#[test]
+fn the_file_of_memory_over_time_has_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let read = |name: &str| -> serde_json::Value {
+        serde_json::from_str(&std::fs::read_to_string(folder.path().join(name)).unwrap()).unwrap()
+    };
+    let flags = |name: &str| format!("--memory-timeline {}", folder.path().join(name).display());
+    let error = run_with(&format!("--memory-limit 1MiB {}", flags("refused.json"))).unwrap_err();
+    let text = format!("{error:?}");
+    assert!(error.downcast_ref::<MemoryError>().is_some(), "{text}");
+    let refused = read("refused.json");
+    let largest = refused["device"]["record_peak"]["holders"][0]["kind"].as_str().unwrap();
+    assert!(text.starts_with("forecast of the device") && text.contains(largest), "{text}");
+    assert!(refused["failure"].as_str().unwrap().contains("a rank needs"), "{refused}");
+
+    let shape = "--world-size 2 --batch-size 1 --max-valid-steps 1";
+    let summary = run_with(&format!("{shape} {}", flags("memory.json"))).unwrap();
+    let files = [read("memory.json"), read("memory-rank1.json")];
+    let peaks = files.each_ref().map(|file| file["device"]["peak"]["total"].as_u64().unwrap());
+    assert_eq!(peaks.iter().max(), Some(&(summary.memory.total.peak as u64)));
+    let (of_run, of_rank) = (summary.forecast.total() as u64, &files[1]["device"]["forecast"]);
+    assert_eq!(of_rank["total"].as_u64(), Some(of_run));
+    for file in files {
+        let marks = file["marks"].as_array().unwrap();
+        assert_eq!(marks.iter().filter(|mark| mark["event"] == "step").count(), 3);
+    }
+    let error = run_with(&flags("memory.png")).unwrap_err();
+    assert!(format!("{error:#}").contains("--memory-timeline"), "{error:#}");
+}
+
 #[test]
 fn a_text_without_a_block_is_refused() {
     let file = tempfile::NamedTempFile::new().unwrap();

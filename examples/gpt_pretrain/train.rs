@@ -32,14 +32,12 @@ use crate::summary::Summary;
 /// scale.
 pub fn train(job: &Job, forecast: &MemoryForecast, worker: &Worker) -> Result<Option<Summary>> {
     let begin = Instant::now();
-    let mut trainer = Trainer::new(job, worker)?;
-    while !job.generate.generate_only && trainer.position.updates < trainer.total_updates {
-        trainer = trainer.update()?;
-        if trainer.after_update()? {
-            return Ok(None);
-        }
-    }
-    trainer.finish(forecast, begin).map(Some)
+    let trainer = Trainer::new(job, worker)?;
+    trainer.state.model.set_memory_limit(job.memory_limit);
+    let memory = job.memory.record(&trainer.state.model, worker, Some(*forecast))?;
+    let outcome = trainer.run(forecast, begin);
+    memory.finish(&outcome)?;
+    outcome
 }
 
 /// One rank's part of a run.
@@ -102,6 +100,19 @@ impl<'a> Trainer<'a> {
             log,
             evaluation,
         })
+    }
+
+    /// Trains for the updates that are left. Returns `None` if Ctrl-C ended the run.
+    fn run(self, forecast: &MemoryForecast, begin: Instant) -> Result<Option<Summary>> {
+        let mut trainer = self;
+        let trains = !trainer.job.generate.generate_only;
+        while trains && trainer.position.updates < trainer.total_updates {
+            trainer = trainer.update()?;
+            if trainer.after_update()? {
+                return Ok(None);
+            }
+        }
+        trainer.finish(forecast, begin).map(Some)
     }
 
     fn recipe(&self) -> &'a Recipe {
@@ -234,11 +245,14 @@ impl<'a> Trainer<'a> {
         let GenerateArgs { generate_only, generate: texts, .. } = &self.job.generate;
         if !generate_only {
             if let Some(saver) = &mut self.saver {
-                saver.finish(self.position, &self.state)?;
+                saver.finish(self.worker, self.position, &self.state)?;
             }
             if self.evaluation.is_none() {
                 // The run resumed from a checkpoint of its own end, and took no update.
                 self.evaluate(&self.log_position(0.0))?;
+            }
+            if let Some(export) = &self.job.export {
+                export.save(&self.state.model, self.worker)?;
             }
         }
         let generated = match texts.is_empty() {

@@ -1,9 +1,8 @@
-//! Tests of `--pretrained`. One compares the ids, logits and greedy text with those of
-//! PyTorch/transformers. It needs a Python with transformers (`PYTHON`, default `python3`), and is
-//! skipped without one.
+//! Tests of `--pretrained`. Some compare ids, logits and greedy text with those of
+//! PyTorch/transformers, and adapters with PEFT. They need a Python with these (`PYTHON`, default
+//! `python3`), and are skipped without one.
 
 use std::path::Path;
-use std::process::Command;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use clap::Parser;
@@ -13,9 +12,10 @@ use rand::rngs::StdRng;
 use serde::Deserialize;
 
 use crate::cli::Cli;
-use crate::common::python::python_with;
+use crate::common::python::{python_with, run_script};
 use crate::generate::Generator;
 use crate::job::{Job, Setup};
+use crate::model::Gpt;
 
 /// White space, contractions, numbers and characters of several bytes, between lines of the book.
 const ODD: &str = "\n\n \n  The whale's way -- isn't it?\t12,345.6 \u{a0}\u{2003}x\r\n\r\n\n — “鯨” 🐋 \n\
@@ -42,14 +42,9 @@ fn text() -> String {
 fn script(python: &str, folder: &Path, prompt: &str) -> Expected {
     let file = folder.join("text.txt");
     std::fs::write(&file, text()).unwrap();
-    let output = Command::new(python)
-        .arg("examples/gpt_pretrain/transformers_gpt2.py")
-        .args([file.as_os_str(), folder.as_os_str(), prompt.as_ref()])
-        .env("HF_HUB_OFFLINE", "1")
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+    let arguments = [file.as_os_str(), folder.as_os_str(), prompt.as_ref()];
+    let output = run_script(python, "gpt_pretrain/transformers_gpt2.py", &arguments);
+    serde_json::from_slice(&output).unwrap()
 }
 
 fn job(folder: &Path, flags: &str) -> Job {
@@ -81,9 +76,7 @@ fn ids_logits_and_text_are_those_of_transformers() {
     let ranks = launch(options, move |worker| {
         let model = job.shard(&worker, false)?.valid();
         let device = worker.device().clone().inner();
-        let input: Vec<i32> = ids[..128].iter().map(|id| *id as i32).collect();
-        let input = Tensor::<2, Int>::from_data(TensorData::new(input, [2, 64]), &device);
-        let logits: Vec<f32> = model.forward(input).try_into_data()?.try_into_vec_as()?;
+        let logits = first_logits(&model, &ids, &device)?;
         let _gathered = model.unshard()?;
         let args = &job.generate;
         let generator = Generator { model: &model, bpe: &bpe, positions: 64, args, device };
@@ -93,9 +86,7 @@ fn ids_logits_and_text_are_those_of_transformers() {
     })
     .unwrap();
     for (logits, greedy) in ranks {
-        assert_eq!(logits.len(), expected.logits.len());
-        let differences = logits.iter().zip(&expected.logits).map(|(a, b)| (a - b).abs());
-        let furthest = differences.fold(0.0, f32::max);
+        let furthest = largest_difference(&logits, &expected.logits);
         let largest = expected.logits.iter().fold(0.0f32, |a, b| a.max(b.abs()));
         println!("largest difference of a logit: {furthest:.1e}, of up to {largest}");
         assert!(furthest <= 1e-4 && largest > 1.0, "{furthest} {largest}");
@@ -103,6 +94,19 @@ fn ids_logits_and_text_are_those_of_transformers() {
         let end = expected.greedy.iter().position(|id| *id == 0).unwrap_or(30);
         assert_eq!(greedy, expected.greedy[..end]);
     }
+}
+
+/// Returns the logits of the first two samples of 64 word pieces.
+fn first_logits(model: &Fsdp<Gpt>, ids: &[u32], device: &Device) -> anyhow::Result<Vec<f32>> {
+    let input: Vec<i32> = ids[..128].iter().map(|id| *id as i32).collect();
+    let input = Tensor::<2, Int>::from_data(TensorData::new(input, [2, 64]), device);
+    Ok(model.forward(input).try_into_data()?.try_into_vec_as()?)
+}
+
+/// Returns the largest difference of two lists, which have equal lengths.
+fn largest_difference(found: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(found.len(), expected.len());
+    found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
 /// Adapters on frozen weights in fewer bits train, and the loss begins where that of the plain
@@ -132,6 +136,63 @@ fn adapters_are_trained_on_quantised_weights() {
         assert!(coded.losses[7] < coded.losses[0], "{storage}: {:?}", coded.losses);
         let (bytes, of_plain) = (coded.memory.shards.peak, plain.memory.shards.peak);
         assert!(bytes < of_plain * 2 / 3, "{storage}: {bytes} {of_plain}");
+    }
+}
+
+/// Output of `peft_gpt2.py`.
+#[derive(Deserialize)]
+struct Reloaded {
+    missing: Vec<String>,
+    unexpected: Vec<String>,
+    mismatched: Vec<String>,
+    logits: Vec<f32>,
+    changed: Vec<f32>,
+}
+
+/// Asserts that the model with adapters in a folder has these logits for the first two samples.
+fn assert_logits(base: &Path, adapters: &Path, expected: &[f32]) {
+    let job = job(base, &format!("--adapters {}", adapters.display()));
+    let ids = job.bpe.clone().unwrap().encode(&text()).unwrap();
+    let options = LaunchOptions::new(2).with_device(Device::flex());
+    let ranks = launch(options, move |worker| {
+        let model = job.shard(&worker, false)?.valid();
+        first_logits(&model, &ids, &worker.device().clone().inner())
+    });
+    for logits in ranks.unwrap() {
+        let furthest = largest_difference(&logits, expected);
+        println!("largest difference of a logit: {furthest:.1e}");
+        assert!(furthest <= 2e-5, "{furthest}");
+    }
+}
+
+/// PEFT loads exported adapters onto a GPT-2, and those that it saves load here.
+#[test]
+fn adapters_trained_and_saved_load_in_peft() {
+    let Some(python) = python_with("torch, transformers, tokenizers, peft") else { return };
+    let home = tempfile::tempdir().unwrap();
+    let folder = |name: &str| home.path().join(name);
+    let (base, adapters, changed) = (folder("base"), folder("adapters"), folder("changed"));
+    std::fs::create_dir(&base).unwrap();
+    let plain = script(&python, &base, "Call me").logits;
+    let file = base.join("text.txt");
+    for targets in ["query,value", "query,key,attention.output,up,down", "blocks.1.attention.key"] {
+        let flags = format!("--lora 3 --lora-targets {targets} --max-update 4 --lr 3e-2");
+        let flags = format!("{flags} --batch-size 2 --world-size 2 --device flex");
+        let job = ["gpt_pretrain", "--quiet", "--pretrained", base.to_str().unwrap()];
+        let paths = ["--data", file.to_str().unwrap(), "--save-adapters"];
+        let job = job.into_iter().chain(paths).chain([adapters.to_str().unwrap()]);
+        crate::tests::run_cli(&Cli::parse_from(job.chain(flags.split_whitespace()))).unwrap();
+        let arguments = [&base, &adapters, &file, &changed].map(|path| path.as_os_str());
+        let output = run_script(&python, "gpt_pretrain/peft_gpt2.py", &arguments);
+        let theirs: Reloaded = serde_json::from_slice(&output).unwrap();
+        let names = [&theirs.missing, &theirs.unexpected, &theirs.mismatched];
+        assert!(names.iter().all(|names| names.is_empty()), "{targets}: {names:?}");
+        for logits in [&theirs.logits, &theirs.changed] {
+            let moved = logits.iter().zip(&plain).map(|(a, b)| (a - b).abs());
+            assert!(moved.fold(0.0, f32::max) > 0.05, "{targets}: adapters have an effect");
+        }
+        assert_logits(&base, &adapters, &theirs.logits);
+        assert_logits(&base, &changed, &theirs.changed);
     }
 }
 

@@ -129,6 +129,10 @@ use parse::{ImplBlock, Module, Value};
 ///   of another crate, such as `burn::nn::Linear`. In an `Option`, a `Vec`, an array or a tuple,
 ///   each module is a unit. Under `#[fsdp(unit, leaf)]`, each element of a `Vec` or an array is a
 ///   unit, and any other type is one unit.
+/// - `unit = "name"`: the modules in all fields of the struct with that name are one unit. It is
+///   gathered before the first of them runs, and resharded after each has run, at the latest at the
+///   end of the enclosing unit's `forward`. Its module path is that of the struct, followed by the
+///   name, so no field may have that name.
 ///
 /// Fields under Burn's `#[module(skip)]` and values such as `usize` are not part of the layout, and
 /// take none of these arguments.
@@ -189,7 +193,7 @@ use parse::{ImplBlock, Module, Value};
 ///   effect on field units only.
 /// - `more` (default: this is the one block that a unit must have): another block of the unit
 ///   carries the attribute without it. Under activation checkpointing by the run's options, a method
-///   of such a block whose inputs cannot be kept is not recomputed.
+///   of such a block whose inputs cannot be kept is an error when it is called in training.
 /// - `crate = "path"`: as on a struct.
 ///
 /// A hooked call is otherwise unchanged, with two exceptions. Temporaries in its arguments live
@@ -206,6 +210,7 @@ use parse::{ImplBlock, Module, Value};
 ///   parameters, or a root inside a root;
 /// - a field under `#[cfg]`, or a field of a type that FSDP does not know;
 /// - two parameters with one checkpoint key;
+/// - a group of fields with one field, or with the name of a field;
 /// - a tied weight in two units, or a tie path that leads to no weight;
 /// - a unit without a hooked `forward`, or a `forward` that is `async`, `const` or takes
 ///   `&mut self`;

@@ -2,12 +2,14 @@
 //! same device.
 //!
 //!     cargo bench --bench kernels [--features cpu|cuda|wgpu] -- [--device flex|cpu|cuda|wgpu] [--runs N]
+//!         [--only TEXT] [--json]
 //!
 //! Counted are the bytes that a kernel must read and write. The copy moves as many bytes, half of
 //! them read and half written: on Flex with all threads, on CubeCL devices with one of Burn's own
 //! kernels. A kernel that allocates its result is compared with a copy to new memory, any other
 //! kernel with a copy to existing memory. Kernels and copies take turns, and times are medians.
-//! Sizes are those of a tensor in f32.
+//! Sizes are those of a tensor in f32. `--only` measures the kernels that have a text in their names.
+//! `--json` prints an object for each row.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -15,9 +17,9 @@ use std::time::Instant;
 use burn::optim::Optimizer;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use clap::{Parser, ValueEnum};
-use fsdp_runtime::Norm;
 use fsdp_runtime::kernels::{self, MaskSource};
 use fsdp_runtime::optim::{AdamWConfig, SgdConfig};
+use fsdp_runtime::{Norm, StorageType};
 use rayon::prelude::*;
 
 #[global_allocator]
@@ -40,6 +42,12 @@ struct Options {
     /// Timed runs of each kernel.
     #[arg(long, default_value_t = 11)]
     runs: usize,
+    /// Text in the names of the kernels to measure.
+    #[arg(long, default_value = "")]
+    only: String,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
     /// Set by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -225,7 +233,35 @@ fn cases(len: usize, device: &Device) -> Vec<Case<'static>> {
         Old,
         step(SgdConfig::new().with_momentum(0.9).build(), len, device),
     );
+    cases.extend(decodes(&wide, bf16));
     cases
+}
+
+/// Returns the decoding of codes of a tensor, to f32 and, if the device supports it, to bf16.
+fn decodes(elements: &Tensor<1>, bf16: bool) -> impl Iterator<Item = Case<'static>> {
+    let all = [
+        ("decode int8 -> f32", StorageType::INT8, FloatDType::F32),
+        ("decode int8 -> bf16", StorageType::INT8, FloatDType::BF16),
+        ("decode nf4 -> f32", StorageType::NF4, FloatDType::F32),
+        ("decode nf4 -> bf16", StorageType::NF4, FloatDType::BF16),
+    ];
+    let supported = all.into_iter().filter(move |(.., to)| bf16 || *to == FloatDType::F32);
+    supported.map(|(name, storage, to)| decode(name, elements, storage, to))
+}
+
+/// Returns the decoding of the codes of a tensor.
+fn decode(
+    name: &'static str,
+    elements: &Tensor<1>,
+    storage: StorageType,
+    to: FloatDType,
+) -> Case<'static> {
+    let len = elements.shape().num_elements();
+    let codes = expect(kernels::encode(elements.clone(), storage));
+    let width = if to == FloatDType::F32 { 4 } else { 2 };
+    let bytes = codes.shape().num_elements() * size_of::<f32>() + len * width;
+    let run = move || drop(expect(kernels::decode(codes.clone(), storage, len, to)));
+    Case { name, bytes, into: Target::New, run: Box::new(run) }
 }
 
 fn step<O: Optimizer>(optimizer: O, len: usize, device: &Device) -> Box<dyn FnMut()> {
@@ -246,10 +282,13 @@ fn main() {
     };
     let flex = matches!(options.device, Which::Flex);
     let sync = || device.sync().unwrap_or_else(|error| panic!("{error:?}"));
-    println!("{:>3}  {:<24}  {:>8}  {:>8}  {:>9}", "MB", "kernel", "GB/s", "copy", "of a copy");
+    if !options.json {
+        println!("{:>3}  {:<24}  {:>8}  {:>8}  {:>9}", "MB", "kernel", "GB/s", "copy", "of a copy");
+    }
     for megabytes in MEGABYTES {
         let len = megabytes * (1 << 20) / size_of::<f32>();
         let mut all = cases(len, &device);
+        all.retain(|case| case.name.contains(&options.only));
         let kernels = all.len();
         // The index of the copy that each kernel is compared with.
         let mut held_against = Vec::new();
@@ -283,7 +322,14 @@ fn main() {
         let rates: Vec<f64> = rates.collect();
         for (index, copy) in held_against.into_iter().enumerate() {
             let (name, rate, copy) = (all[index].name, rates[index], rates[copy]);
-            println!("{megabytes:>3}  {name:<24}  {rate:>8.2}  {copy:>8.2}  {:>9.2}", rate / copy);
+            if options.json {
+                println!(
+                    r#"{{"megabytes": {megabytes}, "kernel": "{name}", "gb_per_s": {rate:.3}, "copy_gb_per_s": {copy:.3}}}"#
+                );
+            } else {
+                let share = rate / copy;
+                println!("{megabytes:>3}  {name:<24}  {rate:>8.2}  {copy:>8.2}  {share:>9.2}");
+            }
         }
     }
 }

@@ -43,8 +43,10 @@ chapters!(
     processes: "processes.md",
     launch: "launch.md",
     config: "config.md",
+    plan: "plan.md",
     #[cfg(any(feature = "trace", not(doctest)))]
     trace: "trace.md",
+    memory: "memory.md",
     security: "security.md",
     troubleshooting: "troubleshooting.md",
     limits: "limits.md",

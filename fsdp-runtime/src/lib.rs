@@ -76,13 +76,22 @@ pub use options::{
     ShardingStrategy, StoragePolicy, WrapConfig, WrapPolicy,
 };
 pub use param_group::forecast::{HostForecast, MemoryError, MemoryForecast};
-pub use param_group::memory::{DeviceUsage, Memory, MemorySample, MemoryTimeline, Usage};
+pub use param_group::memory::{
+    DeviceUsage, Memory, MemoryEvent, MemoryHolder, MemoryMark, MemoryPeak, MemorySample,
+    MemoryTimeline, Usage,
+};
+pub use param_group::memory_file::{MemoryFile, MemoryFileError};
 pub use param_group::wrapping::{WrappedUnit, Wrapping};
 pub use runtime::schedule::Counts;
 
 /// The kernels of sharded training, as functions of Burn tensors.
 pub mod kernels {
     pub use crate::backend::ops::*;
+}
+
+/// Plans of training: memory, collectives and time of a step, before a device is rented.
+pub mod plan {
+    pub use crate::fully_shard::plan::*;
 }
 
 /// The types and functions that a program needs to train a sharded model.

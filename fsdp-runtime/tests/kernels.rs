@@ -13,6 +13,7 @@ mod kernels {
     pub mod support;
 
     mod attention;
+    mod codes;
     mod copies;
     mod cross_entropy;
     mod gelu;

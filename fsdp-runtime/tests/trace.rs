@@ -1,14 +1,19 @@
 //! The file of a trace: its form, and that it has what the ranks have done.
 //!
-//! One test in a binary of its own: the trace is the subscriber of the whole process.
+//! A binary of its own: the trace is the subscriber of the whole process.
 #![cfg(feature = "trace")]
 
 #[path = "support/mlp.rs"]
 mod mlp;
+#[path = "support/trace_schema.rs"]
+mod schema;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
+use std::path::Path;
+use std::process::Command;
 
 use burn::tensor::{Device, Distribution, Tensor};
+use fsdp_runtime::checkpoint::Checkpoint;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Counts, Error, FsdpTrace, Memory, TraceError};
@@ -27,7 +32,7 @@ struct Expected {
 }
 
 /// Trains, and returns what the trace should have of the steps 2 and 3.
-fn train(worker: &Worker) -> Result<Expected, Error> {
+fn train(worker: &Worker, folder: &Path) -> Result<Expected, Error> {
     let options = FsdpOptions::new()
         .with_seed(1)
         .with_activation_checkpointing(ActivationCheckpointing::None);
@@ -41,6 +46,10 @@ fn train(worker: &Worker) -> Result<Expected, Error> {
         let loss = net.forward(input).sum();
         let gradients = net.backward(loss)?;
         net = optimizer.step(1e-3, net, gradients);
+        if step == 1 {
+            // Without a manager.
+            Checkpoint::new(1).with_model("net", &net).save(worker, folder)?;
+        }
         if step == 2 {
             memory = net.stats().memory();
         }
@@ -69,44 +78,6 @@ impl<'a> Event<'a> {
         let number = |key: &str| self.0[key].as_u64().expect("every event has a place");
         (number("pid"), number("tid"))
     }
-
-    fn time(&self) -> f64 {
-        self.0["ts"].as_f64().expect("an event has a time")
-    }
-}
-
-/// Checks the form of a trace: what Chrome and Perfetto ask for.
-fn check_form(events: &[Event<'_>]) {
-    let mut open: BTreeMap<(u64, u64), Vec<f64>> = BTreeMap::new();
-    let mut last: BTreeMap<(u64, u64), f64> = BTreeMap::new();
-    let mut arrows: HashSet<&str> = HashSet::new();
-    for event in events {
-        if event.phase() == "M" {
-            assert!(event.0["args"].is_object());
-            continue;
-        }
-        let (place, time) = (event.place(), event.time());
-        let before = last.insert(place, time).unwrap_or(0.0);
-        assert!(time >= before, "times of a thread ascend: {}", event.0);
-        let spans = open.entry(place).or_default();
-        match event.phase() {
-            "B" => {
-                assert!(!event.name().is_empty() && !event.category().is_empty());
-                spans.push(time);
-            }
-            "E" => assert!(spans.pop().is_some(), "an end without a begin: {}", event.0),
-            "s" | "t" | "f" => {
-                assert!(!spans.is_empty(), "an arrow lies in a span: {}", event.0);
-                let id = event.0["id"].as_str().expect("an arrow has a number");
-                if event.phase() == "s" {
-                    assert!(arrows.insert(id), "{id} begins once");
-                }
-            }
-            "C" => assert!(event.0["args"].is_object()),
-            phase => panic!("an unknown phase {phase}"),
-        }
-    }
-    assert!(open.values().all(Vec::is_empty), "every span ends");
 }
 
 /// Returns how many spans of a rank have a name that begins with `prefix`.
@@ -126,12 +97,16 @@ fn check_rank(events: &[Event<'_>], rank: u64, expected: &Expected) {
     let of = |category: &str, prefix: &str| spans(events, rank, category, prefix);
     assert_eq!(of("optimizer", "optimizer step"), 2);
     assert_eq!(of("pass", "backward pass"), 2);
+    assert_eq!(of("checkpoint", "save"), 1);
     assert_eq!(of("forward", "forward blocks.1"), 2);
     assert_eq!(of("forward", "forward "), 2 * (SIZES.blocks + 1));
     assert!(of("backward", "backward blocks.2") >= 2, "a backward may be interrupted");
     let gathers = after.all_gathers - before.all_gathers;
     assert!(gathers > 0);
-    assert_eq!(of("collective", "all_gather"), gathers);
+    // The save has all-gathers of its own.
+    let of_units = of("collective", "all_gather blocks.") + of("collective", "all_gather (root)");
+    assert_eq!(of_units, gathers);
+    assert_eq!(of("collective", "all_gather the contents of a checkpoint"), 1);
     assert_eq!(of("collective", "reduce_scatter"), after.reduce_scatters - before.reduce_scatters);
     assert!(of("wait", "") > 0);
     let of_rank = |event: &&Event<'_>| event.place().0 == rank;
@@ -149,6 +124,111 @@ fn check_rank(events: &[Event<'_>], rank: u64, expected: &Expected) {
     assert_eq!(gradients, expected.memory.gradients.now as u64);
 }
 
+/// Changes one thing in a valid file at a time, and checks that the schema names it.
+fn planted_errors_fail(file: &Value) {
+    let events = file["traceEvents"].as_array().unwrap();
+    let find = |phase: &str| events.iter().position(|event| event["ph"] == phase).unwrap();
+    let last = |phase: &str| events.iter().rposition(|event| event["ph"] == phase).unwrap();
+    let thread = |index: usize| (events[index]["pid"].clone(), events[index]["tid"].clone());
+    let named = |name: &str| events.iter().position(|event| event["name"] == name).unwrap();
+    let end = last("E");
+    type Change = Box<dyn Fn(&mut Vec<Value>)>;
+    let set = |index: usize, name: &'static str, value: Value| -> Change {
+        Box::new(move |events| events[index][name] = value.clone())
+    };
+    let remove = |index: usize| -> Change { Box::new(move |events| _ = events.remove(index)) };
+    let (begin, counter, issue, finish) = (find("B"), find("C"), find("s"), find("f"));
+    let metadata = named("process_name");
+    let of_begin = thread(begin);
+    let planted: Vec<(Change, &str)> = vec![
+        (set(begin, "ph", "Q".into()), "unknown phase Q"),
+        (set(begin, "name", "".into()), "name is no Text"),
+        (set(begin, "cat", Value::Null), "cat is no Text"),
+        (set(begin, "ts", (-1.0).into()), "ts is no Time"),
+        (set(begin, "pid", "0".into()), "pid is no Integer"),
+        (set(begin, "color", "red".into()), "color is no member"),
+        (set(end, "ts", 0.0.into()), "the time is below"),
+        (remove(named("optimizer step")), "an end without a begin"),
+        (remove(end), "does not end"),
+        (set(counter, "args", serde_json::json!({ "shards": "many" })), "a counter has numbers"),
+        (set(finish, "bp", Value::Null), "bp is e"),
+        (remove(issue), "has not one begin and one end"),
+        (remove(finish), "has not one begin and one end"),
+        (set(metadata, "name", "process".into()), "unknown metadata"),
+        (set(metadata, "args", serde_json::json!({})), "args.name is no Text"),
+        (
+            Box::new(|events| events.retain(|event| event["name"] != "process_name")),
+            "the process 0 has no name",
+        ),
+        (remove(named("thread_name")), "the thread (0, 0) has no name"),
+        (
+            Box::new(move |events| {
+                let (pid, tid) = of_begin.clone();
+                let arrow = serde_json::json!({
+                    "ph": "s", "name": "a", "cat": "b", "id": "c", "ts": 0, "pid": pid, "tid": tid,
+                });
+                events.insert(begin, arrow);
+            }),
+            "an arrow lies in a span",
+        ),
+    ];
+    for (change, expected) in planted {
+        let mut changed = file.clone();
+        change(changed["traceEvents"].as_array_mut().unwrap());
+        let error = schema::check(&changed).expect_err(expected);
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+    let other = serde_json::json!({ "displayTimeUnit": "s", "traceEvents": [] });
+    assert!(schema::check(&other).unwrap_err().contains("displayTimeUnit"));
+}
+
+/// Writes a file for each rank, as processes do, with clocks that differ, and joins them.
+fn merged_files_fit_the_schema(file: &Value, folder: &Path) {
+    if !cfg!(feature = "cli") {
+        return eprintln!("skipped: no merged file, because `fsdp` needs the feature `cli`");
+    }
+    let epoch: u128 = file["otherData"]["epoch_ns"].as_str().unwrap().parse().unwrap();
+    let files = (0..WORLD).map(|rank| {
+        let mut of_rank = file.clone();
+        of_rank["otherData"]["epoch_ns"] = (epoch + 3_000_500 * rank as u128).to_string().into();
+        let events = of_rank["traceEvents"].as_array_mut().unwrap();
+        events.retain(|event| event["pid"] == rank);
+        schema::check(&of_rank).unwrap();
+        let path = folder.join(format!("trace-rank{rank}.json"));
+        std::fs::write(&path, of_rank.to_string()).unwrap();
+        path
+    });
+    let (files, merged): (Vec<_>, _) = (files.collect(), folder.join("merged.json"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fsdp"));
+    let run = command.args(["trace", "merge"]).args(files).arg("-o").arg(&merged).output().unwrap();
+    assert!(run.status.success(), "{run:?}");
+    let merged: Value = serde_json::from_slice(&std::fs::read(merged).unwrap()).unwrap();
+    schema::check(&merged).unwrap();
+    let of = |file: &Value, rank: usize| -> Vec<f64> {
+        let events = file["traceEvents"].as_array().unwrap().iter();
+        let of_rank = events.filter(|event| event["pid"] == rank && event["ph"] != "M");
+        of_rank.map(|event| event["ts"].as_f64().unwrap()).collect()
+    };
+    for rank in 0..WORLD {
+        let (before, after) = (of(file, rank), of(&merged, rank));
+        assert!(!before.is_empty() && before.len() == after.len());
+        let shift = 3000.5 * rank as f64;
+        assert!(before.iter().zip(&after).all(|(a, b)| (a + shift - b).abs() < 1e-3));
+    }
+}
+
+/// Checks the files that the variable `FSDP_TRACE_FILES` names, separated by spaces, such as those of
+/// processes that another program has started.
+#[test]
+fn given_files_fit_the_schema() {
+    let Ok(files) = std::env::var("FSDP_TRACE_FILES") else { return };
+    for path in files.split_whitespace() {
+        let file: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        schema::check(&file).unwrap_or_else(|error| panic!("{path}: {error}"));
+        eprintln!("{path}: {} events", file["traceEvents"].as_array().unwrap().len());
+    }
+}
+
 #[test]
 fn a_trace_has_the_spans_and_the_memory_of_the_chosen_steps() {
     let trace = FsdpTrace::new().with_steps(2..=3);
@@ -156,9 +236,10 @@ fn a_trace_has_the_spans_and_the_memory_of_the_chosen_steps() {
     trace.install().unwrap();
     assert_eq!(trace.install(), Err(TraceError::SubscriberInstalled));
     let options = LaunchOptions::new(WORLD).with_device(Device::flex());
-    let expected = launch(options, |worker| train(&worker)).unwrap();
-
     let folder = tempfile::tempdir().unwrap();
+    let checkpoint = folder.path().join("checkpoint");
+    let expected = launch(options, move |worker| train(&worker, &checkpoint)).unwrap();
+
     let missing = folder.path().join("no/such/trace.json");
     assert!(
         matches!(trace.write(&missing), Err(TraceError::Write { path, .. }) if path == missing)
@@ -166,9 +247,11 @@ fn a_trace_has_the_spans_and_the_memory_of_the_chosen_steps() {
     let path = folder.path().join("trace.json");
     trace.write(&path).unwrap();
     let file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    schema::check(&file).unwrap();
+    planted_errors_fail(&file);
+    merged_files_fit_the_schema(&file, folder.path());
     let events = file["traceEvents"].as_array().unwrap();
     let events: Vec<_> = events.iter().map(Event).collect();
-    check_form(&events);
     assert_eq!((trace.dropped(), &file["otherData"]["dropped_records"]), (0, &Value::from(0)));
     let names: Vec<_> = events
         .iter()

@@ -22,10 +22,10 @@ const FOLDER: &str = "FSDP_TEST_DISK_FULL";
 /// Bytes of a page, the unit in which a file on a `tmpfs` grows.
 const PAGE: u64 = 4096;
 
-/// Starts this program again for one of the ignored tests below, after the shell commands `first`.
-fn again(test: &str, first: &str, folder: &Path) -> Output {
+/// Starts this program again for an ignored test, after the shell commands `first`.
+pub fn again(test: &str, first: &str, folder: &Path) -> Output {
     let program = std::env::current_exe().unwrap();
-    let script = format!("{first}\nexec \"$0\" --exact disk_full::{test} --ignored --nocapture");
+    let script = format!("{first}\nexec \"$0\" --exact {test} --ignored --nocapture");
     let shell = if first.starts_with("mount") { "unshare" } else { "sh" };
     let mut command = Command::new(shell);
     if shell == "unshare" {
@@ -36,25 +36,27 @@ fn again(test: &str, first: &str, folder: &Path) -> Output {
 }
 
 /// Returns whether a disk can be mounted in a new namespace.
-fn can_mount() -> bool {
+pub fn can_mount() -> bool {
     let mount = "mount -t tmpfs none /mnt";
     let mut unshare = Command::new("unshare");
     let tried = unshare.args(["--map-root-user", "--mount", "sh", "-c", mount]);
     tried.output().is_ok_and(|output| output.status.success())
 }
 
-fn succeeds(output: &Output) {
+pub fn succeeds(output: &Output) {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");
 }
 
-fn folder() -> PathBuf {
+pub fn folder() -> PathBuf {
     PathBuf::from(std::env::var_os(FOLDER).expect("started by one of the tests"))
 }
 
 /// Returns a model, and an optimizer with moments, after a step.
-fn trained(worker: &Worker) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOptimizer), Error> {
+pub fn trained(
+    worker: &Worker,
+) -> Result<(Fsdp<support::Net>, burn::optim::ModuleOptimizer), Error> {
     let mut net = sharded(worker, 0.0, FsdpOptions::new().with_seed(1))?;
     let mut optimizer = optimizer();
     train_step(worker, &mut net, &mut optimizer, &mut schedule(), 0)?;
@@ -84,7 +86,7 @@ fn a_full_disk_is_a_typed_error_and_the_previous_checkpoint_stays() {
         return;
     }
     let mount = format!("mount -t tmpfs -o size=2m none \"${FOLDER}\"");
-    succeeds(&again("on_a_small_disk", &mount, home.path()));
+    succeeds(&again("disk_full::on_a_small_disk", &mount, home.path()));
 }
 
 /// Saves a second checkpoint with every number of free pages, from none until it fits.
@@ -167,7 +169,7 @@ fn a_limit_on_file_size_is_a_typed_error_and_the_previous_checkpoint_stays() {
     })
     .expect("the ranks succeed");
     // 16 blocks of 512 bytes. The signal that the system sends before the error is ignored.
-    let output = again("with_small_files", "trap '' XFSZ; ulimit -f 16", home.path());
+    let output = again("disk_full::with_small_files", "trap '' XFSZ; ulimit -f 16", home.path());
     succeeds(&output);
 }
 

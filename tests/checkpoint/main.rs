@@ -6,7 +6,11 @@ mod support;
 mod average;
 mod burn_store;
 #[cfg(target_os = "linux")]
+mod crash;
+#[cfg(target_os = "linux")]
 mod disk_full;
+#[cfg(target_os = "linux")]
+mod failed_saves;
 mod filters;
 mod ignored;
 mod initialisation;
@@ -19,6 +23,8 @@ mod pretrained;
 mod record;
 mod resume;
 mod running_statistics;
+#[cfg(target_os = "linux")]
+mod slow_disk;
 mod state_dict;
 mod storage;
 mod torch_files;

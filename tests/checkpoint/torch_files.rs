@@ -5,34 +5,16 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, FullState, LoadError, LoadOptions, from_pretrained, merge_safetensors};
 
 use crate::support::compare::assert_same_state;
+use crate::support::small::Pair;
 use crate::support::{of_rank_0, on_ranks};
 
-#[derive(Module, Debug)]
-#[fsdp_unit(root)]
-struct Pair {
-    first: Linear,
-    second: Linear,
-}
-
-#[fsdp_unit]
-impl Pair {
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.second.forward(self.first.forward(x))
-    }
-}
-
 fn pair(device: &Device) -> Pair {
-    Pair {
-        first: LinearConfig::new(5, 7).init(device),
-        second: LinearConfig::new(7, 4).init(device),
-    }
+    Pair::new([5, 7, 4], device)
 }
 
 /// Returns the folder of the files in this repository.

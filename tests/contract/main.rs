@@ -19,5 +19,6 @@ mod init;
 mod memory;
 mod mlp;
 mod overlap;
+mod plan;
 mod state;
 mod training;

@@ -11,6 +11,7 @@ mod exchange;
 mod failures;
 mod language_model;
 mod lora;
+mod memory_file;
 mod memory_timeline;
 mod mixed_dtypes;
 mod mixed_precision;

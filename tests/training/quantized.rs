@@ -1,6 +1,5 @@
 //! All-gathers and reductions in 8 bits: their errors, their bytes, and what they depend on.
 
-use burn::module::Param;
 use burn::tensor::{FloatDType, Tensor, TensorData};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Counts, ShardError};
@@ -9,6 +8,7 @@ use crate::storage::assert_as_forecast;
 use crate::storage::model::Run;
 use crate::support::compare::{assert_same_bits, assert_same_state};
 use crate::support::mlp::{Sizes, loss};
+use crate::support::small::Weight;
 use crate::support::transformer::Net;
 use crate::support::{of_rank_0, on_ranks};
 
@@ -19,20 +19,6 @@ const BLOCK: usize = 64;
 /// The largest error of an element, as a share of the largest magnitude of its block: half a step of
 /// 1/127, and the rounding of three products in f32.
 const ERROR: f64 = 1.0 / 254.0 + 1e-6;
-
-#[derive(burn::module::Module, Debug)]
-#[fsdp_unit(root)]
-struct Weight {
-    weight: Param<Tensor<2>>,
-    row: Param<Tensor<1>>,
-}
-
-#[fsdp_unit]
-impl Weight {
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        x * self.weight.val() + self.row.val().unsqueeze::<2>() * 0.0
-    }
-}
 
 fn numbers(seed: usize) -> Vec<f32> {
     let number = |i: usize| {
@@ -47,9 +33,7 @@ fn matrix(seed: usize, worker: &Worker) -> Tensor<2> {
 }
 
 fn sharded(worker: &Worker, options: FsdpOptions) -> Result<Fsdp<Weight>, fsdp_runtime::Error> {
-    let weight = Param::from_tensor(matrix(0, worker));
-    let row = Param::from_tensor(Tensor::<1>::ones([WIDTH], worker.device()));
-    fully_shard(Weight { weight, row }, worker, options)
+    fully_shard(Weight::new(matrix(0, worker), 0.0), worker, options)
 }
 
 /// Returns the matrix as a forward has it.

@@ -14,7 +14,7 @@ pub struct Skipped {
     width: usize,
     #[fsdp(unit, unit)]
     twice: Linear,
-    #[fsdp(unit = "twice")]
+    #[fsdp(unit)]
     value: Linear,
     #[fsdp(units)]
     misspelt: Linear,

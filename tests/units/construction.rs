@@ -9,26 +9,12 @@ use fsdp_runtime::{Error, FullState, HookedForward, ShardError};
 
 use crate::support::compare::assert_same_state;
 use crate::support::ranks::launch_options;
+use crate::support::small::Pair;
 use crate::support::trace::{only, record};
 use crate::support::{Net, on_ranks};
 
-#[derive(Module, Debug)]
-#[fsdp_unit(root)]
-struct Pair {
-    first: Linear,
-    second: Linear,
-}
-
-#[fsdp_unit]
-impl Pair {
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.second.forward(self.first.forward(x))
-    }
-}
-
 fn pair(device: &Device) -> Pair {
-    let linear = || LinearConfig::new(6, 6).init(device);
-    Pair { first: linear(), second: linear() }
+    Pair::new([6; 3], device)
 }
 
 #[derive(Module, Debug)]

@@ -16,3 +16,4 @@ mod hooked_methods;
 mod hooks;
 mod list_alias;
 mod lora;
+mod unit_groups;

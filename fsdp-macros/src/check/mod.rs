@@ -3,6 +3,7 @@
 //! Rules that need the layout of other types are `const` checks in the runtime crate.
 
 mod field;
+mod group;
 mod impl_block;
 mod module;
 mod tie;
@@ -24,6 +25,7 @@ pub(crate) fn module(module: &Module<'_>, errors: &mut Errors) {
         field::has_parameters_for_its_arguments(field, errors);
     }
     module::has_distinct_keys(module, errors);
+    group::are_valid(module, errors);
     tie::are_valid(module, errors);
 }
 

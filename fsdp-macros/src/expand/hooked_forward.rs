@@ -21,7 +21,7 @@ pub(super) fn implementation(block: &ImplBlock<'_>) -> TokenStream {
         )
     });
     let methods = methods(block);
-    let forwards = methods.iter().map(recompute::description);
+    let forwards = methods.iter().map(recompute::list_element);
     // A constant outside of the implementation does not see the parameters of a generic type.
     let checked = methods.iter().filter(|_| block.is_of_one_type());
     let checks = checked.flat_map(|method| recompute::checks(method, ty));
@@ -49,7 +49,7 @@ pub(super) fn checks(block: &ImplBlock<'_>) -> TokenStream {
     let conditions = block.original.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
     let conditions = quote!(#(#conditions)*);
     let methods = methods(block);
-    let forwards = methods.iter().map(recompute::description);
+    let forwards = methods.iter().map(recompute::list_element);
     let checks = methods.iter().flat_map(|method| recompute::further_checks(method, ty));
     quote_spanned! {at(ty)=>
         #conditions

@@ -29,7 +29,7 @@ pub(super) fn block(block: &ImplBlock<'_>) -> TokenStream {
             .hooked()
             .find(|method| matches!(item, ImplItem::Fn(other) if std::ptr::eq(other, *method)));
         let outer = block.type_params();
-        let Some(method) = method.map(|method| HookedMethod::new(method, outer)) else {
+        let Some(method) = method.map(|method| HookedMethod::new(method, outer, block.more)) else {
             hooked.items.push(hook_calls(without_own_attributes(item.clone()), block));
             continue;
         };
@@ -107,13 +107,15 @@ struct HookedMethod<'a> {
     hidden_name: Ident,
     /// Type parameters of the block.
     outer: Vec<&'a Ident>,
+    /// Whether the method is in a further block, whose methods the type does not list.
+    more: bool,
 }
 
 impl<'a> HookedMethod<'a> {
-    fn new(original: &'a ImplItemFn, outer: Vec<&'a Ident>) -> Self {
+    fn new(original: &'a ImplItemFn, outer: Vec<&'a Ident>, more: bool) -> Self {
         let arguments = argument_names(&original.sig);
         let hidden_name = format_ident!("__fsdp_{}", original.sig.ident);
-        Self { original, arguments, hidden_name, outer }
+        Self { original, arguments, hidden_name, outer, more }
     }
 
     /// Generates the method itself: the hooks, around a call of the hidden method.
@@ -133,6 +135,11 @@ impl<'a> HookedMethod<'a> {
             }
             false => self.run(),
         };
+        let check = self.more.then(|| {
+            probes.extend(quote!(, Fallback as _));
+            let description = recompute::description(method);
+            quote!(__fsdp::check_recomputable(&__fsdp_call, &#description);)
+        });
         let import = crate_path.import_with(probes);
         let inputs = Input::of_method(&method.sig, &self.outer);
         let collected = inputs.iter().map(Input::collect);
@@ -144,6 +151,7 @@ impl<'a> HookedMethod<'a> {
                 let __fsdp_call = __fsdp::pre_forward(#this, |__fsdp_inputs| {
                     #(#collected)*
                 });
+                #check
                 #(let #arguments = #mapped;)*
                 #run
             }

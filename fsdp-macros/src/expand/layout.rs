@@ -37,8 +37,19 @@ fn child(field: &Field<'_>) -> TokenStream {
         _ => quote_spanned!(at(ty)=> <#ty as __fsdp::FsdpModule>::LAYOUT),
     };
     let unit = field.unit.is_some();
+    let group = match &field.group {
+        Some(group) => quote!(::core::option::Option::Some(#group)),
+        None => quote!(::core::option::Option::None),
+    };
     quote! {
-        __fsdp::Child { name: #name, key: #key, transposed: false, unit: #unit, node: &#node }
+        __fsdp::Child {
+            name: #name,
+            key: #key,
+            transposed: false,
+            unit: #unit,
+            group: #group,
+            node: &#node,
+        }
     }
 }
 

@@ -18,6 +18,13 @@ pub(super) fn is_possible(method: &ImplItemFn) -> bool {
     parts(&method.sig).iter().all(|part| part.reason.is_none())
 }
 
+/// Generates the method's `Forward` under the method's `#[cfg]`, as an element of a list.
+pub(super) fn list_element(method: &ImplItemFn) -> TokenStream {
+    let conditions = method.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
+    let description = description(method);
+    quote!(#(#conditions)* #description)
+}
+
 /// Generates the method's `Forward`: its name, and for each part of its signature, what prevents
 /// recomputing it.
 pub(super) fn description(method: &ImplItemFn) -> TokenStream {
@@ -34,11 +41,7 @@ pub(super) fn description(method: &ImplItemFn) -> TokenStream {
         };
         quote!((#name, #reason))
     });
-    let conditions = method.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
-    quote! {
-        #(#conditions)*
-        __fsdp::Forward { name: #method_name, inputs: &[#(#rows),*] }
-    }
+    quote!(__fsdp::Forward { name: #method_name, inputs: &[#(#rows),*] })
 }
 
 /// Generates one check for each part of the method's signature, spanned at that part.

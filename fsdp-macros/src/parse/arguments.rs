@@ -8,7 +8,7 @@ use syn::spanned::Spanned;
 use syn::{Attribute, LitStr, Meta, Path};
 
 use super::attributes::{argument_list, helper_arguments};
-use super::values::{TIE_FORM, Tie, crate_path, flag, key, tie};
+use super::values::{TIE_FORM, Tie, crate_path, flag, group, key, tie};
 use crate::errors::{Errors, did_you_mean, one_of};
 
 const ROOT: &str = "root";
@@ -108,6 +108,8 @@ pub(super) struct FieldArgs {
     pub(super) leaf: Option<Path>,
     /// The argument `unit`, if it is given.
     pub(super) unit: Option<Path>,
+    /// The string in `unit = ".."`, if it is given.
+    pub(super) group: Option<LitStr>,
 }
 
 impl FieldArgs {
@@ -124,7 +126,7 @@ impl FieldArgs {
                 }
                 UNIT if parsed.unit.is_some() => repeated(&meta, errors),
                 UNIT => {
-                    flag(&meta, UNIT, errors);
+                    parsed.group = group(&meta, errors);
                     parsed.unit = Some(meta.path().clone());
                 }
                 _ => unknown(&meta, &[KEY, LEAF, UNIT], errors),

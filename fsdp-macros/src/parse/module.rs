@@ -95,8 +95,10 @@ pub(crate) struct Field<'a> {
     pub(crate) key: Option<LitStr>,
     /// The word `leaf` in `#[fsdp(leaf)]`.
     pub(crate) leaf: Option<syn::Path>,
-    /// The word `unit` in `#[fsdp(unit)]`.
+    /// The word `unit` in `#[fsdp(unit)]` or `#[fsdp(unit = "name")]`.
     pub(crate) unit: Option<syn::Path>,
+    /// The name in `#[fsdp(unit = "name")]`, which makes one unit of the fields with that name.
+    pub(crate) group: Option<LitStr>,
     /// Content of the field, according to its declaration.
     pub(crate) content: Content,
 }
@@ -135,7 +137,7 @@ impl<'a> Field<'a> {
     }
 
     fn parse(original: &'a syn::Field, member: Member, errors: &mut Errors) -> Self {
-        let FieldArgs { key, leaf, unit } = FieldArgs::parse(&original.attrs, errors);
+        let FieldArgs { key, leaf, unit, group } = FieldArgs::parse(&original.attrs, errors);
         let content = if is_skipped(&original.attrs) {
             Content::Skipped
         } else if is_constant(&original.ty) {
@@ -145,7 +147,7 @@ impl<'a> Field<'a> {
         } else {
             Content::Module
         };
-        Self { original, member, key, leaf, unit, content }
+        Self { original, member, key, leaf, unit, group, content }
     }
 
     /// Returns the field's segment of a module path, as Burn's traversal names it.

@@ -1,6 +1,6 @@
 //! Values of single arguments. A value that cannot be read is reported on the user's tokens.
 
-use syn::{Expr, ExprLit, Lit, LitStr, Meta, MetaNameValue, Path, Token};
+use syn::{Expr, ExprLit, Ident, Lit, LitStr, Meta, MetaNameValue, Path, Token};
 
 use crate::errors::Errors;
 
@@ -8,6 +8,8 @@ use crate::errors::Errors;
 pub(super) const TIE_FORM: &str =
     r#"write `tie("a.b" = "c.d")`, with the paths of the two places that hold the weight"#;
 const KEY_FORM: &str = r#"write `key = "name.in.checkpoint"`"#;
+const GROUP_FORM: &str =
+    r#"write `unit`, or `unit = "name"` on each field of a group that is one unit"#;
 const CRATE_FORM: &str = r#"write `crate = "path::to::fsdp_runtime"`"#;
 
 /// A tie of two places that hold one weight: `tie("first" = "second")`.
@@ -43,6 +45,29 @@ pub(super) fn key(meta: &Meta, errors: &mut Errors) -> Option<LitStr> {
         return None;
     }
     Some(key.clone())
+}
+
+/// Reads `unit` or `unit = "name"`, and returns the name.
+pub(super) fn group(meta: &Meta, errors: &mut Errors) -> Option<LitStr> {
+    let pair = match meta {
+        Meta::Path(_) => return None,
+        Meta::NameValue(pair) => pair,
+        Meta::List(_) => {
+            errors.push(meta, GROUP_FORM);
+            return None;
+        }
+    };
+    let Some(name) = string(pair) else {
+        errors.push(&pair.value, format!("the name of a group is a string: {GROUP_FORM}"));
+        return None;
+    };
+    if name.parse::<Ident>().is_err() {
+        let message = "the name of a group is a segment of module paths, and made of letters, \
+                       digits and underscores as a field's name is";
+        errors.push(name, message);
+        return None;
+    }
+    Some(name.clone())
 }
 
 /// Reads `crate = "a::b"`. The path's tokens have the span of the string.

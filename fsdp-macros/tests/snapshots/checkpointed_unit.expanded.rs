@@ -17,6 +17,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],

@@ -23,6 +23,7 @@ const _: () = {
                     key: ::core::option::Option::Some("word_embeddings"),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Embedding as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -30,6 +31,7 @@ const _: () = {
                     key: ::core::option::Option::Some(""),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Positions as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -37,6 +39,7 @@ const _: () = {
                     key: ::core::option::Option::Some("type"),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Option<Embedding> as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],
@@ -120,6 +123,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -127,6 +131,7 @@ const _: () = {
                     key: ::core::option::Option::Some("second"),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],

@@ -19,6 +19,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -26,6 +27,7 @@ const _: () = {
                     key: ::core::option::Option::Some("output.dense"),
                     transposed: false,
                     unit: true,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -33,6 +35,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: true,
+                    group: ::core::option::Option::None,
                     node: &__fsdp::LEAF,
                 },
             ],

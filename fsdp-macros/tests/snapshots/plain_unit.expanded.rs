@@ -23,6 +23,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Attention as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -30,6 +31,7 @@ const _: () = {
                     key: ::core::option::Option::Some("intermediate.dense"),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -37,6 +39,7 @@ const _: () = {
                     key: ::core::option::Option::Some("output.dense"),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -44,6 +47,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &__fsdp::LEAF,
                 },
             ],

@@ -18,6 +18,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -25,6 +26,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],

@@ -19,6 +19,7 @@ const _: () = {
                     key: ::core::option::Option::Some("bert.embeddings"),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Embeddings as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -26,6 +27,7 @@ const _: () = {
                     key: ::core::option::Option::Some("bert.encoder.layer"),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Vec<Block> as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -33,6 +35,7 @@ const _: () = {
                     key: ::core::option::Option::Some("cls.predictions.decoder"),
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],

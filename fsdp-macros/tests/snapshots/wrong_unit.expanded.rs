@@ -14,6 +14,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Embeddings as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -21,6 +22,7 @@ const _: () = {
                     key: ::core::option::Option::None,
                     transposed: false,
                     unit: false,
+                    group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],

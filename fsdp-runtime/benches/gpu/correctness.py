@@ -55,6 +55,24 @@ def kernels(step: StepRun) -> None:
         step.check(module, done.ok and found["passed"] == of, of=of, **found)
 
 
+# Rows of the bench of kernels that decode codes: to f32, and to bf16.
+DECODES = [f"decode {codes} -> {dtype}" for codes in ("int8", "nf4") for dtype in ("f32", "bf16")]
+
+
+def rates(done: Outcome) -> list[dict[str, Any]]:
+    return [line for line in json_lines(done.stdout) if "gb_per_s" in line]
+
+
+def kernel_rates(step: StepRun) -> None:
+    """Bytes per second of each kernel, and of a plain copy of as many bytes. The decoding of codes has a verdict."""
+    argv = [step.context.program("kernel_rates"), "--device", step.context.device, "--json"]
+    found = rates(step.command("kernels", argv, step.context.env, parse=rates))
+    step.result("rates", found)
+    for name in DECODES:
+        of_name = {f"{row['megabytes']} MB": row["gb_per_s"] for row in found if row["kernel"] == name}
+        step.check(f"{name} is measured", len(of_name) == 3, gb_per_s=of_name)
+
+
 def memcheck(step: StepRun) -> None:
     """Three kernel tests under NVIDIA's memory checker. Without the checker there is no verdict."""
     context = step.context

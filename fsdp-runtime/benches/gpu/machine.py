@@ -19,6 +19,8 @@ HARMLESS = {
     "bert_finetune": "--help",
     "gpt_pretrain": "--help",
     "step": "--help",
+    "attention": "--help",
+    "kernel_rates": "--help",
     "kernels": "--list",
     "unit_tests": "--list",
 }

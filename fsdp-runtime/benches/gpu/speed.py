@@ -117,6 +117,57 @@ def bert(step: StepRun, dtype: str) -> None:
     compare(step, found, facts)
 
 
+# Attention
+
+ATTENTION_BATCH = 4
+ATTENTION_LENGTHS = (1024, 2048, 4096)
+ATTENTION_ROUNDS = 9
+
+
+def attention_times(done: Outcome) -> dict[str, float]:
+    """The seconds of forward and backward for each shape."""
+    name = lambda line: f"{line['length']}{', causal' if line['causal'] else ''}"
+    return {name(line): line["both"] for line in json_lines(done.stdout) if "both" in line}
+
+
+def attention(step: StepRun, dtype: str) -> None:
+    """Forward and backward of attention with 12 heads of width 64, beside `scaled_dot_product_attention`.
+
+    A side's measure is the sum over all shapes, which has no value unless all are measured.
+    """
+    context = step.context
+    size = ["--batch", str(ATTENTION_BATCH), "--lengths", ",".join(map(str, ATTENTION_LENGTHS))]
+    shapes: dict[str, list[dict[str, float]]] = {"ours": [], "torch": []}
+
+    def measured(side: str, argv: list[str], env: dict[str, str], limit: float) -> float | None:
+        times = attention_times(step.command(side, argv, env, limit, attention_times, watch_gpu=True))
+        if len(times) < 2 * len(ATTENTION_LENGTHS):
+            return None
+        shapes[side].append(times)
+        return sum(times.values())
+
+    def ours(limit: float) -> float | None:
+        argv = [context.program("attention"), "--device", "cuda", "--dtype", dtype, *size, "--json"]
+        return measured("ours", [*argv, "--rounds", str(ATTENTION_ROUNDS)], context.env, limit)
+
+    def theirs(limit: float) -> float | None:
+        argv = [context.python, str(context.pack / "torch_attention.py"), *size]
+        env = {"DEVICE": "cuda", "DTYPE": dtype, "ROUNDS": str(ATTENTION_ROUNDS), "TF32": "1"}
+        return measured("torch", argv, env, limit)
+
+    found = take_turns(step, ours, theirs)
+    medians = {
+        side: {shape: statistics.median(times[shape] for times in rounds) for shape in rounds[0]}
+        for side, rounds in shapes.items()
+        if rounds
+    }
+    facts: dict[str, Any] = {"unit": "seconds of all shapes", "dtype": dtype, "shapes": medians, "tf32": TF32}
+    if len(medians) == 2:
+        ratios = {shape: time / medians["torch"][shape] for shape, time in medians["ours"].items()}
+        facts["ours_to_torch_by_shape"] = ratios
+    compare(step, found, facts)
+
+
 # GPT
 
 LENGTH = 2048
@@ -163,9 +214,7 @@ def gpt_facts(arch: str, rows: int) -> dict[str, Any]:
 def gpt_on_device(step: StepRun) -> None:
     """GPT 1.3B in bf16, all of it on the GPU.
 
-    This crate's forecast for a batch of 2 rows of 2,048, in GB: shards 5.3, AdamW 10.5, gradients 5.5, gather
-    buffers 0.6, activations 52.3, of which attention scores are 38.7. That is 74 of the 85 GB of a GPU with
-    80 GiB. 8 rows have 208 GB of activations. If 2 rows fail here, both sides take 1, with 26 GB of activations.
+    If 2 rows of 2,048 fail here, both sides take 1.
     """
     for batch in (2, 1):
         found = take_turns(step, *gpt_sides(step, "1.3B", batch, 10))

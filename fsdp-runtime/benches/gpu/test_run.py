@@ -44,7 +44,7 @@ class Programs(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
         self.program("tools/nvidia-smi", SMI)
-        for name in ("bert_finetune", "gpt_pretrain", "step", "kernels", "unit_tests"):
+        for name in ("bert_finetune", "gpt_pretrain", "step", "kernels", "unit_tests", "attention", "kernel_rates"):
             self.program(f"bin/{name}", "true")
 
     def program(self, name: str, script: str) -> None:
@@ -162,6 +162,40 @@ class Programs(unittest.TestCase):
         code, record = self.run_step("bert-f32")
         self.assertEqual((code, self.failed(record)), (1, ["torch is measured"]))
         self.assertEqual([run["command"] for run in record["commands"]], ["ours", "torch", "ours", "ours"])
+
+    def test_attention_is_compared_shape_by_shape(self) -> None:
+        line = lambda length, causal, both: json.dumps({"length": length, "causal": causal, "both": both})
+        shapes = [(length, causal) for length in speed.ATTENTION_LENGTHS for causal in (False, True)]
+        times = lambda seconds: "\n".join(line(*shape, seconds * (at + 1)) for at, shape in enumerate(shapes))
+        self.program("bin/attention", f"cat <<'END'\n{times(0.02)}\nEND")
+        (self.folder / "torch_attention.py").write_text(f"print({times(0.01)!r})")
+        code, record = self.run_step("attention-bf16")
+        comparison = record["results"]["comparison"]
+        self.assertEqual(code, 0)
+        self.assertAlmostEqual(comparison["ours_to_torch"], 2.0)
+        self.assertAlmostEqual(comparison["ours"]["median"], 0.02 * 21)
+        self.assertEqual(comparison["shapes"]["torch"]["4096, causal"], 0.06)
+        self.assertAlmostEqual(comparison["ours_to_torch_by_shape"]["1024"], 2.0)
+        self.assertIn("bf16", record["commands"][0]["argv"])
+        self.assertEqual(record["commands"][1]["env"]["DTYPE"], "bf16")
+        # A side that has not measured all shapes has no measure.
+        self.program("bin/attention", f"cat <<'END'\n{line(1024, False, 0.1)}\nEND\nexit 1")
+        code, record = self.run_step("attention-f32")
+        self.assertEqual((code, self.failed(record)), (1, ["ours is measured"]))
+        self.assertEqual(record["commands"][0]["result"], {"1024": 0.1})
+
+    def test_decoding_must_be_measured(self) -> None:
+        row = lambda kernel, megabytes: json.dumps(
+            {"megabytes": megabytes, "kernel": kernel, "gb_per_s": 900.5, "copy_gb_per_s": 1000.0}
+        )
+        rows = [row(name, size) for size in (1, 16, 64) for name in ("cast f32 -> f32", *correctness.DECODES)]
+        self.program("bin/kernel_rates", "cat <<'END'\n" + "\n".join(rows) + "\nEND")
+        code, record = self.run_step("kernel-rates", "--device", "flex")
+        self.assertEqual((code, len(record["results"]["rates"])), (0, 15))
+        self.assertEqual(record["checks"][2]["gb_per_s"], {"1 MB": 900.5, "16 MB": 900.5, "64 MB": 900.5})
+        self.program("bin/kernel_rates", "cat <<'END'\n" + "\n".join(rows[:-1]) + "\nEND")
+        code, record = self.run_step("kernel-rates")
+        self.assertEqual((code, self.failed(record)), (1, [f"{correctness.DECODES[-1]} is measured"]))
 
     def test_one_side_has_a_file_of_its_own(self) -> None:
         self.program("bin/step", agreeing("[]", "[]"))

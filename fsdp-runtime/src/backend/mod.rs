@@ -29,8 +29,9 @@ mod tensor;
 
 pub(crate) use self::host_data::{owned_bytes, owned_data};
 pub(crate) use self::model_backend::{
-    AutodiffContext, FloatTensor, ModelBackend, Raw, RawFloat, cast_all_model, cast_model,
-    check_device, clone_device, finish, host_device, is_flex, unsupported_device, with_backend,
+    AutodiffContext, DeviceKind, FloatTensor, ModelBackend, Raw, RawFloat, cast_all_model,
+    cast_model, check_device, clone_device, finish, host_device, is_flex, unsupported_device,
+    with_backend,
 };
 pub use self::norm::Norm;
 #[cfg(feature = "nccl")]

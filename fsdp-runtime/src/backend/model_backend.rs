@@ -199,6 +199,33 @@ pub(crate) fn is_flex(device: &burn::tensor::Device) -> bool {
     }
 }
 
+/// Kind of the device that computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DeviceKind {
+    /// Burn's CPU backend.
+    Flex,
+    /// An NVIDIA GPU.
+    Cuda,
+    /// Any other CubeCL device.
+    Other,
+}
+
+impl DeviceKind {
+    /// Returns the kind of a device.
+    pub(crate) fn of(device: &burn::tensor::Device) -> Self {
+        #[cfg(feature = "cuda")]
+        {
+            use burn::backend::DispatchDevice;
+            use burn_cubecl::CubeDevice;
+            let device = device.clone().inner();
+            if matches!(device.as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_))) {
+                return Self::Cuda;
+            }
+        }
+        if is_flex(device) { Self::Flex } else { Self::Other }
+    }
+}
+
 /// Returns the host's device with the feature `flex`, and `device` without it.
 pub(crate) fn host_device(device: &burn::tensor::Device) -> burn::tensor::Device {
     #[cfg(feature = "flex")]

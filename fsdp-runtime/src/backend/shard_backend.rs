@@ -166,7 +166,7 @@ pub(crate) fn decoded<B: ShardBackend>(
 /// Returns this rank's part of a parameter as `storage` has it, in shape `shape`. `full` is the whole
 /// parameter in f32, and `range` the elements that the rank stores, of which there is at least one.
 ///
-/// Codes are made on the host.
+/// Codes of 4 bits are made on the host.
 pub(crate) fn encoded<B: ShardBackend>(
     full: Float<B>,
     range: Range<usize>,
@@ -176,6 +176,9 @@ pub(crate) fn encoded<B: ShardBackend>(
 ) -> Float<B> {
     if !storage.is_coded() {
         return cast::<B>(B::copy_range(full, range, shape), storage.dtype());
+    }
+    if let StorageType::Int8 { block } = storage {
+        return B::float_reshape(B::encode_int8(full, range, block), shape);
     }
     let elements = match codes::needs_matrix(storage) {
         true => full,

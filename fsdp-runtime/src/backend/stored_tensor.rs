@@ -10,11 +10,10 @@ use burn::backend::autodiff::ops::NodeGuard;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
 
-use super::codes;
 use super::kernels::{Kernels, RandomRounding};
 use super::model_backend::{AutodiffContext, FloatTensor, ModelBackend, Raw, cast_model};
 use super::norm::Norm;
-use super::shard_backend::{ShardBackend, bytes, cast, decoded, numel};
+use super::shard_backend::{ShardBackend, bytes, cast, decoded, encoded, numel};
 #[cfg(feature = "flex")]
 use super::shard_backend::{from_flex, to_flex};
 use super::tensor::{Float, Tracked};
@@ -278,20 +277,19 @@ impl<B: ShardBackend> StoredTensor<B> {
         }
     }
 
-    /// Returns the words of the elements' codes on the device. The codes are made on the host.
+    /// Returns the words of the elements' codes on the device. They are made where the tensor is stored.
     pub(crate) fn encoded(self, storage: StorageType, device: &B::Device) -> Float<B> {
-        let (numel, dtype) = match &self {
-            Self::Device(tensor) => (self.numel(), tensor.dtype()),
+        let range = 0..self.numel();
+        let shape = Shape::from([storage.stored_len(range.len())]);
+        match self {
+            Self::Device(tensor) => encoded::<B>(tensor, range, storage, shape, device),
             #[cfg(feature = "flex")]
-            Self::Host(tensor) => (self.numel(), tensor.dtype()),
-        };
-        let mut words = Vec::new();
-        self.with_bytes(&mut |bytes| {
-            let elements = codes::widened_elements(bytes, dtype).expect("a float dtype");
-            words = codes::encode(&elements, &(0..numel), storage);
-        });
-        let shape = Shape::from([words.len()]);
-        B::float_from_data(codes::words_data(words, shape), device)
+            Self::Host(tensor) => {
+                let flex = burn::backend::flex::FlexDevice;
+                let codes = encoded::<Flex>(tensor, range, storage, shape, &flex);
+                from_flex::<B>(codes, device, false)
+            }
+        }
     }
 
     /// Adds two tensors that are stored in the same place.

@@ -50,6 +50,16 @@ fn suffixed(folder: &Path, mark: &str) -> PathBuf {
     folder.with_file_name(name)
 }
 
+/// Creates a folder and the folders above it. Waits until the entries of the latter are on disk, since
+/// a checkpoint below them is of no use without them.
+pub(super) fn create(folder: &Path) -> Result<(), CheckpointError> {
+    let missing = folder.ancestors().take_while(|path| !path.as_os_str().is_empty());
+    let missing: Vec<&Path> = missing.take_while(|path| !path.exists()).collect();
+    fs::create_dir_all(folder).map_err(io_error("create", folder))?;
+    let above = missing.iter().skip(1).filter_map(|created| created.parent());
+    above.into_iter().try_for_each(sync)
+}
+
 /// Lists the checkpoints in the folder `root`. A folder that does not exist holds none.
 ///
 /// # Errors

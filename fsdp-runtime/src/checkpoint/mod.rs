@@ -42,10 +42,11 @@
 //! }
 //! ```
 //!
-//! Imports point one way: io_error, scalar, state ← manifest, ranks, scheduler, grad_scaler ←
+//! Imports point one way: io_error, scalar, state ← disk, manifest, ranks, scheduler, grad_scaler ←
 //! folder, rank_file, sharded_model, optimizer_state ← reader, optimizer_memory ← save, restore,
 //! state_dict, pretrained ← merge.
 
+mod disk;
 mod folder;
 mod grad_scaler;
 mod io_error;
@@ -80,7 +81,7 @@ pub use self::manifest::{
 };
 pub use self::merge::{MergeOptions, Merged, merge};
 pub use self::restore::{Restore, Restored};
-pub use self::save::{Checkpoint, CheckpointManager, Saved};
+pub use self::save::{Checkpoint, CheckpointManager, OnSaveError, SaveOutcome, Saved, WhenBusy};
 pub use self::scalar::{Scalar, Scalars};
 pub use self::state::{State, StateMut};
 pub use crate::error::CheckpointError;

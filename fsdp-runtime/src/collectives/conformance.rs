@@ -6,6 +6,7 @@
 //! `nccl`, threads run the checks on a NCCL that works in host memory, and on NVIDIA's if the
 //! machine has GPUs.
 
+mod codes;
 mod faults;
 
 use std::ops::Range;
@@ -16,7 +17,8 @@ use burn::backend::flex::FlexDevice;
 use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 
-use self::faults::{failure, mismatch, mismatch_of_sizes, time_out};
+use self::codes::{all_gather_codes, gather_codes};
+use self::faults::{failure, mismatch, mismatch_of_sizes, time_out, time_out_of_waiting_ranks};
 use super::group::AnyProcessGroup;
 use super::op::Op;
 use super::process_group::{ProcessGroup, Reduce, ReduceScatter};
@@ -47,15 +49,17 @@ impl Tested for Flex {
     }
 }
 
-fn checks<B: Tested>() -> [Check; 17] {
+fn checks<B: Tested>() -> [Check; 20] {
     let check = |name, run| Check { name, timeout: LONG, debug: false, run };
     let debug = |check| Check { debug: true, ..check };
     [
         check("exchange", exchange),
         check("gather of values", gather_values),
         check("all_gather", all_gather::<B>),
+        check("all_gather of codes", all_gather_codes::<B>),
         check("all_gather_one", all_gather_one::<B>),
         check("gather", gather_to_one::<B>),
+        check("gather of codes", gather_codes::<B>),
         debug(check("reduce_scatter", reduce_scatter::<B>)),
         check("all_reduce", all_reduce),
         check("absent gradients", absent_gradients::<B>),
@@ -65,6 +69,7 @@ fn checks<B: Tested>() -> [Check; 17] {
         check("split", split::<B>),
         check("issue order", issue_order::<B>),
         Check { timeout: SHORT, ..check("time-out", time_out) },
+        Check { timeout: SHORT, ..check("time-out of waiting ranks", time_out_of_waiting_ranks) },
         check("mismatch", mismatch),
         debug(check("mismatch of sizes", mismatch_of_sizes)),
         check("failure", failure),

@@ -1,7 +1,7 @@
 //! The hub of thread ranks: shared state through which they exchange values and learn of failures.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -31,6 +31,8 @@ pub(super) struct State {
     pub(super) rounds: HashMap<RoundKey, Round>,
     /// Id of the process group that was created last; 0 is the id of the world.
     pub(super) groups: u64,
+    /// Ranks that wait for others in an exchange.
+    pub(super) waiting: BTreeSet<Rank>,
     /// Ranks that take part in no further exchange.
     pub(super) ended: Vec<Rank>,
     /// First failure of the run.

@@ -20,6 +20,7 @@ use burn::tensor::DType;
 
 pub(crate) use super::hub::Hub;
 use super::hub::{Round, RoundKey, State};
+use super::late::late_ranks;
 use super::op::Op;
 use super::process_group::{ProcessGroup, Reduce, ReduceScatter, means_of};
 use super::split::members_of_color;
@@ -155,7 +156,9 @@ impl LocalGroup {
                 return Err(failure.clone());
             }
             let remaining = self.remaining_wait(&mut state, key, op, started)?;
+            state.waiting.insert(self.rank());
             (state, _) = hub.changed.wait_timeout(state, remaining).ignore_poison();
+            state.waiting.remove(&self.rank());
         };
         drop(state);
         Ok(values
@@ -269,8 +272,8 @@ impl LocalGroup {
                 CollectiveError::Ended { op, unit, ended }
             }
             false => {
-                let (missing, waited) = (absent.collect(), hub.timeout);
-                CollectiveError::Timeout { op, unit, missing, waited }
+                let missing = late_ranks(absent.collect(), |rank| state.waiting.contains(&rank));
+                CollectiveError::Timeout { op, unit, missing, waited: hub.timeout }
             }
         };
         state.failure = Some(failure.clone());

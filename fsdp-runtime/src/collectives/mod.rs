@@ -16,6 +16,7 @@ pub(crate) mod device_work;
 mod failure;
 pub(crate) mod group;
 mod hub;
+mod late;
 pub(crate) mod local;
 mod message;
 #[cfg(feature = "mpi")]

@@ -27,6 +27,7 @@ pub(crate) use self::poison::IgnorePoison;
 pub use self::pretrained::{LoadError, SaveError};
 pub use self::schedule::ScheduleError;
 pub use self::shard::ShardError;
+pub(crate) use self::text::{with_causes, with_sources};
 use crate::layout::{Rank, WorldSize};
 
 /// Anything that can go wrong in sharded training.
@@ -65,34 +66,76 @@ pub enum Error {
 
 /// A launch that ended in an error: the first rank that failed, and why.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("{}", text(*rank, *world, &**source))]
+#[error("{}", text(*rank, *world, machine.as_deref(), &**source))]
 #[non_exhaustive]
 pub struct LaunchError {
     /// The rank that failed first.
     pub rank: Rank,
     /// The number of ranks of the launch.
     pub world: WorldSize,
+    /// Name of the machine of the failed rank. `None` if all ranks run on one machine, or if the
+    /// ranks had not met yet.
+    pub machine: Option<String>,
     /// Error that the failed rank returned, or the message of its panic.
     #[source]
     pub source: Arc<dyn std::error::Error + Send + Sync>,
 }
 
-/// Two errors are equal where the rank, the world size and the text of the cause are.
+impl LaunchError {
+    /// Returns the error of a rank whose machine needs no name, or is not known.
+    pub(crate) fn new(
+        rank: Rank,
+        world: WorldSize,
+        source: impl Into<Arc<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self { rank, world, machine: None, source: source.into() }
+    }
+
+    /// Returns whether the rank failed because it ran out of memory: above the limit of
+    /// [`Fsdp::set_memory_limit`](crate::Fsdp::set_memory_limit), or because the device could not
+    /// allocate. It is found by the error's text, since Burn and CubeCL report it in several types.
+    pub fn is_out_of_memory(&self) -> bool {
+        with_sources(&*self.source).any(|error| says_out_of_memory(&error.to_string()))
+    }
+}
+
+/// Returns whether a text is that of a failed allocation on a device, or of
+/// [`ScheduleError::MemoryLimit`].
+fn says_out_of_memory(text: &str) -> bool {
+    const TEXTS: [&str; 6] = [
+        "bytes on its device, above the limit of",
+        "out of memory",
+        "out-of-memory",
+        "out_of_memory",
+        "out of device memory",
+        "can't allocate buffer",
+    ];
+    let text = text.to_lowercase();
+    TEXTS.iter().any(|known| text.contains(known))
+}
+
+/// Two errors are equal where the rank, the world size, the machine and the text of the cause are.
 impl PartialEq for LaunchError {
     fn eq(&self, other: &Self) -> bool {
         self.rank == other.rank
             && self.world == other.world
+            && self.machine == other.machine
             && self.source.to_string() == other.source.to_string()
     }
 }
 
-/// Returns the text of a launch's error, which names the rank if there were several. It is one string, so
-/// that programs that write to one terminal write it at once.
-fn text(rank: Rank, world: WorldSize, source: &dyn std::error::Error) -> String {
-    if world == WorldSize::ONE {
-        source.to_string()
-    } else {
-        format!("rank {rank} of {world}: {source}")
+/// Returns the text of a launch's error, which names the rank and the machine if there were several.
+/// It is one string, so that programs that write to one terminal write it at once.
+fn text(
+    rank: Rank,
+    world: WorldSize,
+    machine: Option<&str>,
+    source: &dyn std::error::Error,
+) -> String {
+    match machine {
+        _ if world == WorldSize::ONE => source.to_string(),
+        Some(machine) => format!("rank {rank} of {world} on {machine}: {source}"),
+        None => format!("rank {rank} of {world}: {source}"),
     }
 }
 

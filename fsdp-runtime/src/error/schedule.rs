@@ -1,5 +1,6 @@
 //! Errors of a sharded model in training.
 
+use super::text::sizes;
 use crate::layout::{Rank, StorageType};
 
 /// A use of a sharded model that its schedule does not support.
@@ -204,6 +205,23 @@ pub enum ScheduleError {
         path: String,
         /// Paths of the units, in layout order; that of the outermost unit is empty.
         units: Vec<String>,
+    },
+    /// A model that has taken more memory on its device than
+    /// [`Fsdp::set_memory_limit`](crate::Fsdp::set_memory_limit) allows.
+    #[error(
+        "the model took {used} bytes on its device, above the limit of {limit}; the largest holders: {}; use \
+         more ranks, a smaller batch, half precision, offload or activation checkpointing, or raise the \
+         limit",
+        sizes(holders)
+    )]
+    MemoryLimit {
+        /// Most bytes that the model may take on its device.
+        limit: usize,
+        /// Bytes that it took when it first exceeded the limit.
+        used: usize,
+        /// Largest holders at that moment with their bytes, such as ``gradients of `blocks.2` ``, the
+        /// largest first.
+        holders: Vec<(String, usize)>,
     },
     /// A closure of [`recompute`](crate::nn::recompute) that used a tracked tensor that is not one of its
     /// inputs.

@@ -11,15 +11,16 @@ use super::ignored_gradients::IgnoredGradients;
 use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, check_same_model};
 use super::model::Fsdp;
 use super::optimizer_check::OptimizerCheck;
-use crate::backend::{check_device, clone_device, with_backend};
+use crate::backend::{DeviceKind, check_device, clone_device, with_backend};
 use crate::collectives::group::MeshGroups;
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
 use crate::launch::agree::{OnError, agree_result};
 use crate::layout::{Mesh, Rank};
 use crate::module::{HookedForward, ParamIndex, RandomStream};
-use crate::options::{BackwardPrefetch, FsdpOptions, OffloadPolicy, ReshardAfterForward};
+use crate::options::{FsdpOptions, OffloadPolicy, ReshardAfterForward};
 use crate::param_group::plan::Plan;
+use crate::runtime::schedule::decide::Timing;
 use crate::runtime::schedule::{Schedule, Settings, block_group};
 
 /// Shards `module` over the ranks of `worker`, and returns the sharded model. Every rank calls it
@@ -158,25 +159,13 @@ fn settings(
             entry.insert(block_group(worker.comm(), &groups.shard, mesh, size)?);
         }
     }
-    // With one gather buffer, no second unit can be gathered.
-    let gather_buffers = options.gather_buffers();
-    let has_own = plan.units.iter().any(|unit| unit.control.has_own_buffers());
-    let can_prefetch = (gather_buffers > 1 || has_own) && options.units_ahead() > 0;
     Ok(Settings {
         strategy: options.strategy,
         mesh,
         groups,
         blocks,
-        gather_buffers,
-        forward_prefetch: options.forward_prefetch && can_prefetch,
-        backward_prefetch: match options.backward_prefetch {
-            BackwardPrefetch::Pre if !can_prefetch => BackwardPrefetch::None,
-            prefetch => prefetch,
-        },
-        units_ahead: options.units_ahead(),
-        reductions_in_flight: options.reductions_in_flight(device),
+        timing: Timing::new(&plan.units, options, DeviceKind::of(device)),
         gradient_divide_factor: options.gradient_divide_factor,
-        accumulation: options.gradient_accumulation,
         storage: options.offload.storage_device(),
         keep_sent: options.offload == OffloadPolicy::OptimizerOnly,
         offload_activations: options.offload_activations,

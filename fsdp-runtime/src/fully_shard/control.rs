@@ -109,6 +109,17 @@ impl<M: FsdpModule> Fsdp<M> {
 }
 
 impl<M> Fsdp<M> {
+    /// Sets the most bytes that the model may take on this rank's device, as
+    /// [`Stats::memory`](crate::Stats::memory) counts them; `None`, the default, for no limit.
+    ///
+    /// Once they have exceeded the limit at any moment, the next forward or backward of a unit ends with
+    /// [`ScheduleError::MemoryLimit`](crate::ScheduleError::MemoryLimit), which names the largest
+    /// holders. Activations that Burn's operations keep do not count. PyTorch's
+    /// `torch.cuda.set_per_process_memory_fraction`, in bytes.
+    pub fn set_memory_limit(&self, limit: Option<usize>) {
+        self.schedule.set_memory_limit(limit);
+    }
+
     /// Sets a function that is called with each reduced gradient and returns the gradient for the
     /// optimizer, in place of an earlier such function.
     ///
@@ -194,6 +205,27 @@ impl<M: FsdpModule> UnitHandle<'_, M> {
         let (what, units) = self.prefetched("backward_prefetch", units)?;
         let change = |control: &mut UnitControl| control.backward_prefetch = Some(units.clone());
         self.model.change(Some(self.index), &what, change)
+    }
+
+    /// Removes the list of units that are prefetched in forward while this unit computes: the units
+    /// that come next are prefetched again, as [`FsdpOptions::with_forward_prefetch`] and
+    /// [`FsdpOptions::with_units_ahead`] say. Every rank calls it.
+    ///
+    /// A list from the options is removed, too. The gather buffers that were added for the list are
+    /// freed. The errors are those of [`Fsdp::set_reshard_after_forward`].
+    ///
+    /// [`FsdpOptions::with_forward_prefetch`]: crate::FsdpOptions::with_forward_prefetch
+    /// [`FsdpOptions::with_units_ahead`]: crate::FsdpOptions::with_units_ahead
+    pub fn clear_forward_prefetch(&self) -> Result<(), Error> {
+        let what = "forward_prefetch to the next units";
+        self.model.change(Some(self.index), what, |control| control.forward_prefetch = None)
+    }
+
+    /// Removes the list of units that are prefetched in backward while this unit computes. Every rank
+    /// calls it. [`clear_forward_prefetch`](Self::clear_forward_prefetch) describes the details.
+    pub fn clear_backward_prefetch(&self) -> Result<(), Error> {
+        let what = "backward_prefetch to the previous units";
+        self.model.change(Some(self.index), what, |control| control.backward_prefetch = None)
     }
 
     /// Returns the description of a list of units to prefetch, and the units.

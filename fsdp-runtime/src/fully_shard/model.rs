@@ -179,9 +179,13 @@ impl<M: Module> Module for Fsdp<M> {
                 false => module.map(mapper),
             })
         };
-        self.map_module(|module| {
+        let mapped = self.map_module(|module| {
             check.map(module, mapper, map).unwrap_or_else(|error| raise(error))
-        })
+        });
+        if is_of_optimizers::<T>() {
+            mapped.schedule.mark_step();
+        }
+        mapped
     }
 
     /// Gathers the full state of the unsharded model on each rank. Every rank calls it.

@@ -1,11 +1,13 @@
 //! Measurements of a sharded model on this rank: memory, collectives, sizes.
 
+use std::path::Path;
 use std::time::Duration;
 
 use super::model::Fsdp;
 use crate::layout::Mesh;
 use crate::param_group::Unit;
-use crate::param_group::memory::{Memory, MemoryTimeline};
+use crate::param_group::memory::{Memory, MemoryHolder, MemoryTimeline};
+use crate::param_group::memory_file::{MemoryFile, MemoryFileError};
 use crate::param_group::wrapping::Wrapping;
 use crate::runtime::schedule::Counts;
 
@@ -70,29 +72,47 @@ impl<M> Stats<'_, M> {
         self.model.schedule.host_memory()
     }
 
+    /// Returns what holds the bytes of [`memory`](Self::memory) and
+    /// [`host_memory`](Self::host_memory) at present, by kind and unit, the largest holder first.
+    pub fn memory_holders(&self) -> Vec<MemoryHolder> {
+        self.model.schedule.memory_handle().holders()
+    }
+
     /// Starts a record of the changes of [`memory`](Self::memory) and
     /// [`host_memory`](Self::host_memory) over time, and drops a running record, if there is one.
     ///
-    /// The record holds the newest `max_samples` changes. A step of a model with `n` units makes
-    /// about `10 n` changes. By default there is no record.
+    /// The record holds the newest `max_samples` changes, and as many marks of units and steps. A step
+    /// of a model with `n` units makes about `10 n` changes and `2 n` marks. By default there is no
+    /// record.
     ///
     /// PyTorch's `torch.cuda.memory._record_memory_history(max_entries=max_samples)`.
     pub fn start_memory_timeline(&self, max_samples: usize) {
-        self.model.schedule.start_memory_timeline(max_samples);
+        self.model.schedule.memory_handle().start_timeline(max_samples);
     }
 
     /// Returns the record of memory over time so far. Returns `None` without
     /// [`start_memory_timeline`](Self::start_memory_timeline).
     pub fn memory_timeline(&self) -> Option<MemoryTimeline> {
-        self.model.schedule.memory_timeline()
+        self.model.schedule.memory_handle().timeline()
     }
 
     /// Ends the record of memory over time and returns it. Returns `None` without
     /// [`start_memory_timeline`](Self::start_memory_timeline).
     pub fn stop_memory_timeline(&self) -> Option<MemoryTimeline> {
         let timeline = self.memory_timeline();
-        self.model.schedule.stop_memory_timeline();
+        self.model.schedule.memory_handle().stop_timeline();
         timeline
+    }
+
+    /// Starts a record of memory over time, as [`start_memory_timeline`](Self::start_memory_timeline)
+    /// does, that is written to a file when it ends: with [`MemoryFile::finish`], or when the returned
+    /// value is dropped. The extension is `.svg`, `.html` or `.json`.
+    ///
+    /// # Errors
+    ///
+    /// [`MemoryFileError`] for another extension, and for a picture without the feature `plot`.
+    pub fn memory_file(&self, path: impl AsRef<Path>) -> Result<MemoryFile, MemoryFileError> {
+        MemoryFile::start(self.model.schedule.memory_handle(), path.as_ref())
     }
 
     /// Returns the units of the model as a tree: path, type, parameters, bytes.

@@ -8,7 +8,7 @@ use burn::tensor::Device;
 use super::env::RankEnv;
 use super::error::EngineError;
 use super::options::LaunchOptions;
-use super::process::{EXIT_DELAY, LocalTopology, launch_error, run_rank};
+use super::process::{EXIT_DELAY, LocalTopology, Machines, launch_error, run_rank};
 use super::rank_thread::{BoxedError, RankProgram};
 use crate::collectives::Op;
 use crate::collectives::cuda::{device_count, index_of};
@@ -16,7 +16,7 @@ use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::local::Hub;
 use crate::collectives::nccl::NcclGroup;
 use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous, RunSecret, SECRET_VARIABLE};
-use crate::error::{CollectiveError, LaunchError};
+use crate::error::{CollectiveError, LaunchError, with_causes};
 use crate::layout::{Rank, WorldSize};
 
 /// Returns the GPU with this index as a device with autodiff.
@@ -53,11 +53,7 @@ pub(super) fn threads<T: Send + 'static>(
     let mut joined = Vec::with_capacity(world.size());
     for (rank, end) in ends {
         let failed = hub.failure().and_then(|failure| failure.failed_rank()).unwrap_or(rank);
-        joined.push(end.map_err(|source| LaunchError {
-            rank: failed,
-            world,
-            source: source.into(),
-        })?);
+        joined.push(end.map_err(|source| LaunchError::new(failed, world, source))?);
     }
     super::threads::run(&hub, world, joined, options, program)
 }
@@ -70,17 +66,15 @@ pub(super) fn run<T: Send + 'static>(
     debug: bool,
     program: RankProgram<T>,
 ) -> Result<Vec<T>, LaunchError> {
-    let (group, device) = join(env, options, device, debug).map_err(|source| LaunchError {
-        rank: env.rank,
-        world: env.world,
-        source: source.into(),
-    })?;
-    let topology = topology(&group, env, options);
+    let (group, device) = join(env, options, device, debug)
+        .map_err(|source| LaunchError::new(env.rank, env.world, source))?;
+    let mut machines = Machines::new();
+    let topology = topology(&group, env, options, &mut machines);
     let outcome = topology.and_then(|topology| run_rank(&group, env, device, topology, program));
-    let outcome = outcome.map_err(|source| launch_error(&group, env, source));
+    let outcome = outcome.map_err(|source| launch_error(group.failure(), env, &machines, source));
     if let Err(error) = &outcome {
         // The other ranks may not know of the failure yet.
-        let (rank, reason) = (env.rank, error.source.to_string());
+        let (rank, reason) = (env.rank, with_causes(&*error.source));
         group.fail(CollectiveError::PeerFailed { rank, reason });
         std::thread::sleep(EXIT_DELAY);
     }
@@ -135,37 +129,27 @@ fn own_gpu(env: &RankEnv, first: usize, count: usize) -> usize {
     if count == 1 { 0 } else { first + env.local_rank }
 }
 
-/// Returns the number of ranks on this machine, and the number of threads of this rank.
+/// Returns the number of ranks on this machine, and the number of threads of this rank. Writes the
+/// names of the ranks' machines to `machines`.
 fn topology(
     group: &AnyProcessGroup,
     env: &RankEnv,
     options: &LaunchOptions,
+    machines: &mut Machines,
 ) -> Result<LocalTopology, BoxedError> {
-    let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let machines = group.exchange(&Op::new("all_gather", "the machines"), machine.clone())?;
-    let named = machines.iter().filter(|other| ***other == machine).count();
+    let machine = machine_name();
+    let all = group.exchange(&Op::new("all_gather", "the machines"), machine.clone())?;
+    *machines = all.iter().map(|machine| (**machine).clone()).collect();
+    let named = machines.iter().filter(|other| **other == machine).count();
     let local_size = env.local_world.unwrap_or(named).max(1);
     Ok(LocalTopology { local_size, threads: options.threads(local_size, 1) })
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::launch::env::Launcher;
-
-    #[test]
-    fn the_gpu_of_a_process_follows_from_its_local_rank() {
-        let world = WorldSize::new(8).unwrap();
-        let env = |local_rank| RankEnv {
-            rank: world.ranks().nth(4 + local_rank).unwrap(),
-            world,
-            local_rank,
-            local_world: Some(4),
-            launcher: Launcher::Torchrun,
-            main_process: None,
-        };
-        assert_eq!((own_gpu(&env(0), 0, 4), own_gpu(&env(3), 0, 4)), (0, 3));
-        assert_eq!(own_gpu(&env(1), 2, 4), 3, "counted from the first GPU");
-        assert_eq!(own_gpu(&env(3), 0, 1), 0, "the only visible GPU");
-    }
+/// Returns the name of this machine; an empty one where the system has none.
+fn machine_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim_end().to_string()
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,6 +9,7 @@ mod engine;
 pub mod env;
 mod error;
 mod exchange;
+mod exit_code;
 #[cfg(feature = "nccl")]
 mod gpus;
 mod location;

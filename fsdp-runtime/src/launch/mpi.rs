@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::env::RankEnv;
 use super::error::EngineError;
 use super::options::LaunchOptions;
-use super::process::{EXIT_DELAY, LocalTopology, launch_error, run_rank};
+use super::process::{EXIT_DELAY, LocalTopology, Machines, launch_error, run_rank};
 use super::rank_thread::{BoxedError, RankProgram};
 use crate::collectives::Op;
 use crate::collectives::group::AnyProcessGroup;
@@ -25,13 +25,40 @@ static RUNNING: AtomicUsize = AtomicUsize::new(0);
 /// Whether a launch in this process has failed.
 static FAILED: AtomicBool = AtomicBool::new(false);
 
-/// Runs at the exit of the process, and finalizes MPI or aborts the MPI world.
-extern "C" fn leave_mpi() {
+/// Finalizes MPI, or aborts the MPI world with the exit code of this process.
+fn leave_mpi(code: libc::c_int) {
     if FAILED.load(Ordering::SeqCst) || RUNNING.load(Ordering::SeqCst) > 0 {
-        sys::abort();
+        sys::abort(if code == 0 { 1 } else { code });
     } else {
         sys::finalise();
     }
+}
+
+/// Makes the process leave MPI when it exits. glibc passes the exit code on, from which a launcher
+/// sees whether a restart may help.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn leave_mpi_at_exit() {
+    extern "C" fn leave(code: libc::c_int, _: *mut libc::c_void) {
+        leave_mpi(code);
+    }
+    unsafe extern "C" {
+        fn on_exit(
+            function: extern "C" fn(libc::c_int, *mut libc::c_void),
+            argument: *mut libc::c_void,
+        ) -> libc::c_int;
+    }
+    // SAFETY: the function does not unwind, and does not use its argument.
+    unsafe { on_exit(leave, std::ptr::null_mut()) };
+}
+
+/// Makes the process leave MPI when it exits.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+fn leave_mpi_at_exit() {
+    extern "C" fn leave() {
+        leave_mpi(1);
+    }
+    // SAFETY: the function takes nothing, returns nothing and does not unwind.
+    unsafe { libc::atexit(leave) };
 }
 
 /// Joins the other processes of the MPI world.
@@ -44,8 +71,7 @@ fn join(
     let group = MpiGroup::world(options.timeout, debug);
     let group = group.map_err(|error| EngineError::Mpi { reason: error.to_string() })?;
     if !EXIT_HANDLER.swap(true, Ordering::SeqCst) {
-        // SAFETY: the function takes nothing, returns nothing and does not unwind.
-        unsafe { libc::atexit(leave_mpi) };
+        leave_mpi_at_exit();
     }
     let (mpi_rank, mpi_world) = (group.rank(), group.members().len());
     if (mpi_rank, mpi_world) != (env.rank, env.world.size()) {
@@ -105,15 +131,13 @@ pub(super) fn run<T: Send + 'static>(
 ) -> Result<Vec<T>, LaunchError> {
     RUNNING.fetch_add(1, Ordering::SeqCst);
     let outcome = match join(env, options, debug) {
-        Err(error) => {
-            Err(LaunchError { rank: env.rank, world: env.world, source: Arc::new(error) })
-        }
+        Err(error) => Err(LaunchError::new(env.rank, env.world, BoxedError::from(error))),
         Ok(group) => {
-            let group = Arc::new(group);
-            let topology = topology(&group, options);
+            let (group, mut machines) = (Arc::new(group), Machines::new());
+            let topology = topology(&group, options, &mut machines);
             let ended =
                 topology.and_then(|topology| run_rank(&group, env, device, topology, program));
-            ended.map_err(|source| launch_error(&group, env, source))
+            ended.map_err(|source| launch_error(group.failure(), env, &machines, source))
         }
     };
     if outcome.is_err() {
@@ -124,10 +148,16 @@ pub(super) fn run<T: Send + 'static>(
     outcome.map(|result| vec![result])
 }
 
-/// Returns the number of ranks on this machine, and the number of threads of this rank.
-fn topology(group: &AnyProcessGroup, options: &LaunchOptions) -> Result<LocalTopology, BoxedError> {
+/// Returns the number of ranks on this machine, and the number of threads of this rank. Writes the
+/// names of the ranks' machines to `machines`.
+fn topology(
+    group: &AnyProcessGroup,
+    options: &LaunchOptions,
+    machines: &mut Machines,
+) -> Result<LocalTopology, BoxedError> {
     let own = MachineCores::own();
     let all = group.exchange(&Op::new("all_gather", "the machines"), own.clone())?;
+    *machines = all.iter().map(|rank| rank.machine.clone()).collect();
     let local_size = all.iter().filter(|other| other.machine == own.machine).count();
     // By default `mpirun` binds each process to separate cores, so only ranks with equal sets share
     // cores.

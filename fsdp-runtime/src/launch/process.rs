@@ -26,6 +26,9 @@ pub(super) struct LocalTopology {
     pub(super) threads: usize,
 }
 
+/// The name of each rank's machine, by rank; empty until the ranks have met.
+pub(super) type Machines = Vec<String>;
+
 /// Runs this process's rank, whose process group of all ranks is `group`, and waits until every
 /// rank has ended.
 pub(super) fn run_rank<T: Send + 'static>(
@@ -52,12 +55,15 @@ pub(super) fn run_rank<T: Send + 'static>(
 }
 
 /// Converts an error of this process's rank into that of the launch, preferring the rank that
-/// failed first.
+/// failed first. `failure` is that of the process group.
 pub(super) fn launch_error(
-    group: &AnyProcessGroup,
+    failure: Option<CollectiveError>,
     env: &RankEnv,
+    machines: &Machines,
     source: BoxedError,
 ) -> LaunchError {
-    let failed = group.failure().and_then(|failure| failure.failed_rank());
-    LaunchError { rank: failed.unwrap_or(env.rank), world: env.world, source: source.into() }
+    let rank = failure.and_then(|failure| failure.failed_rank()).unwrap_or(env.rank);
+    let several = machines.iter().any(|machine| *machine != machines[0]);
+    let machine = machines.get(rank.index()).filter(|_| several).cloned();
+    LaunchError { rank, world: env.world, machine, source: source.into() }
 }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use super::worker::Worker;
 use crate::backend::finish;
 use crate::collectives::comm::rank_span;
-use crate::error::{CollectiveError, Error, RankPanic, panic_message};
+use crate::error::{CollectiveError, Error, RankPanic, panic_message, with_causes, with_sources};
+use crate::layout::Rank;
 
 /// An error of any kind, as the user's program may return.
 pub(super) type BoxedError = Box<dyn StdError + Send + Sync>;
@@ -46,8 +47,7 @@ pub(super) fn start_rank<T: Send + 'static>(
         };
         let outcome: Result<T, BoxedError> = pool.install(run);
         if let Err(error) = &outcome {
-            let reason = error.to_string();
-            comm.world().fail(CollectiveError::PeerFailed { rank: index, reason });
+            comm.world().fail(failure_of(index, &**error));
         }
         drop(comm);
         ended(outcome);
@@ -61,4 +61,16 @@ fn unwound(panic: Box<dyn Any + Send>) -> BoxedError {
         Ok(error) => error,
         Err(panic) => Box::new(RankPanic { message: panic_message(&*panic) }),
     }
+}
+
+/// Returns the failure of the run that a rank's error causes: the failure of another rank, if that
+/// is the error's cause.
+fn failure_of(rank: Rank, error: &(dyn StdError + 'static)) -> CollectiveError {
+    let of_peer = with_sources(error).find_map(|cause| match cause.downcast_ref::<Error>() {
+        Some(Error::Collective(failure @ CollectiveError::PeerFailed { .. })) => {
+            Some(failure.clone())
+        }
+        _ => None,
+    });
+    of_peer.unwrap_or_else(|| CollectiveError::PeerFailed { rank, reason: with_causes(error) })
 }

@@ -95,5 +95,5 @@ fn refused(source: BoxedError) -> LaunchError {
     let started = RankEnv::read().ok().flatten();
     let (rank, world) =
         started.map_or((Rank::ZERO, WorldSize::ONE), |started| (started.rank, started.world));
-    LaunchError { rank, world, source: source.into() }
+    LaunchError::new(rank, world, source)
 }

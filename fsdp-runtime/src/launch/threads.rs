@@ -53,7 +53,7 @@ pub(super) fn run<T: Send + 'static>(
         };
         if let Err(error) = start() {
             hub.fail(CollectiveError::PeerFailed { rank: index, reason: error.to_string() });
-            return Err(LaunchError { rank: index, world, source: Arc::new(error) });
+            return Err(LaunchError::new(index, world, BoxedError::from(error)));
         }
     }
     drop(sender);
@@ -97,5 +97,5 @@ fn collect<T>(
     let blamed = hub.failure().and_then(|failure| failure.failed_rank());
     let cause = errors.iter().position(|(rank, _)| Some(*rank) == blamed).unwrap_or(0);
     let (rank, source) = errors.swap_remove(cause);
-    Err(LaunchError { rank: blamed.unwrap_or(rank), world, source: source.into() })
+    Err(LaunchError::new(blamed.unwrap_or(rank), world, source))
 }

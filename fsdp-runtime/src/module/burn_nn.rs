@@ -52,6 +52,7 @@ macro_rules! module {
                     key: key!($($key)?),
                     transposed: transposed!($($transposed)?),
                     unit: false,
+                    group: None,
                     node: &<$field_ty as FsdpModule>::LAYOUT,
                 }),+],
                 ties: &[],
@@ -131,6 +132,7 @@ macro_rules! variant {
             key: Some(""),
             transposed: false,
             unit: false,
+            group: None,
             node: &<$inner as FsdpModule>::LAYOUT,
         };
         CHILD

@@ -70,6 +70,9 @@ pub struct Child {
     /// Whether the field is under `#[fsdp(unit)]`: the module in it is a unit, and in a container
     /// each element is one.
     pub unit: bool,
+    /// Name of the group in `#[fsdp(unit = "name")]`: the modules in all fields of the struct with
+    /// that name are one unit.
+    pub group: Option<&'static str>,
     /// Layout of the field's type.
     pub node: &'static Node,
 }
@@ -77,7 +80,7 @@ pub struct Child {
 impl Child {
     /// Creates a field that has the same name in checkpoints, is not transposed, and is not a unit.
     pub(super) const fn plain(name: &'static str, node: &'static Node) -> Self {
-        Self { name, key: None, transposed: false, unit: false, node }
+        Self { name, key: None, transposed: false, unit: false, group: None, node }
     }
 
     /// Returns the segment that this field adds to a checkpoint key.

@@ -63,7 +63,7 @@ fn visit_leaf_units<M: Module, V: ParamVisitor>(
     visitor: &mut V,
 ) {
     const ELEMENT: &Child =
-        &Child { name: "", key: None, transposed: false, unit: true, node: &LEAF };
+        &Child { name: "", key: None, transposed: false, unit: true, group: None, node: &LEAF };
     visitor.enter(child, None);
     for (index, module) in list.iter().enumerate() {
         visitor.enter(ELEMENT, Some(index));

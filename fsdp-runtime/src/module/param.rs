@@ -68,9 +68,12 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// Registers a shard that was read from the module, to be gathered from.
     fn register_shard(&self, index: ParamIndex, base: DispatchTensor);
     /// Starts a hooked forward. Returns `None` if a forward of the same unit is already running.
+    /// `params` are the parameters of the called module, if the hooks surround the call; in a unit of
+    /// several fields they tell which of them runs.
     fn pre_forward(
         &self,
         unit: usize,
+        params: &[usize],
         inputs: Vec<DispatchTensor>,
     ) -> Result<Option<CallId>, Error>;
     /// Casts an input of a unit's forward to the unit's compute dtype.
@@ -79,6 +82,9 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// begins nothing, where the call is recorded normally. `inputs` are all tensors that the
     /// forward takes.
     fn begin_recomputed_forward(&self, call: CallId, inputs: Vec<DispatchTensor>) -> bool;
+    /// Returns the name and the type of the unit of a call that is recomputed in backward and has a
+    /// trained parameter; `None` for any other call.
+    fn recomputed_unit(&self, call: CallId) -> Option<(String, &'static str)>;
     /// Returns an input of a recomputed forward without its graph.
     fn detach_input(&self, call: CallId, input: DispatchTensor) -> DispatchTensor;
     /// Saves a detached input for backward. Returns the tensor to keep on the device: the input

@@ -68,6 +68,8 @@ mod tests {
             precision: crate::options::Precision { input: None, output: None },
             recomputed: false,
             within: None,
+            takes_model_input: true,
+            group: None,
             control: UnitControl::new(ReshardAfterForward::Always),
         }
     }

@@ -92,6 +92,7 @@ impl WholeParam {
         model: Fsdp<M>,
         mut gradients: GradientsParams,
     ) -> Result<Fsdp<M>, Error> {
+        let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::step").entered();
         let (lr, schedule) = (lr.into(), model.schedule.clone());
         let sharded = sharded_with_gradient(&model, &gradients)?;
         let mut take = TakeMatrices::new(&mut self.inner, &lr, &mut gradients, sharded);
@@ -112,7 +113,9 @@ impl WholeParam {
                 updated.extend(shard.map(|shard| (id, shard)));
             }
         }
-        Ok(model.map_module(|module| module.map(&mut PutShards { updated })))
+        let model = model.map_module(|module| module.map(&mut PutShards { updated }));
+        schedule.mark_step();
+        Ok(model)
     }
 
     /// Returns the rank that owns each sharded matrix of `model`, by module path. Under a hybrid

@@ -104,6 +104,14 @@ pub struct FsdpConfig {
     /// [`FsdpOptions::with_units_ahead`].
     #[serde(default)]
     pub units_ahead: Option<usize>,
+    /// Names of unit types, each with those to prefetch in forward: see
+    /// [`FsdpOptions::with_forward_prefetch_for`].
+    #[serde(default)]
+    pub forward_prefetch_for: Vec<(String, Vec<String>)>,
+    /// Names of unit types, each with those to prefetch in backward: see
+    /// [`FsdpOptions::with_backward_prefetch_for`].
+    #[serde(default)]
+    pub backward_prefetch_for: Vec<(String, Vec<String>)>,
     /// Module paths of units, each with those to prefetch in forward: see
     /// [`FsdpOptions::with_forward_prefetch_at`].
     #[serde(default)]
@@ -215,6 +223,8 @@ impl FsdpConfig {
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
             units_ahead: None,
+            forward_prefetch_for: Vec::new(),
+            backward_prefetch_for: Vec::new(),
             forward_prefetch_at: Vec::new(),
             backward_prefetch_at: Vec::new(),
             reductions_in_flight: None,
@@ -252,6 +262,8 @@ impl FsdpConfig {
         with_forward_prefetch: forward_prefetch: bool,
         with_backward_prefetch: backward_prefetch: BackwardPrefetch,
         with_units_ahead: units_ahead: Option<usize>,
+        with_forward_prefetch_for: forward_prefetch_for: Vec<(String, Vec<String>)>,
+        with_backward_prefetch_for: backward_prefetch_for: Vec<(String, Vec<String>)>,
         with_forward_prefetch_at: forward_prefetch_at: Vec<(String, Vec<String>)>,
         with_backward_prefetch_at: backward_prefetch_at: Vec<(String, Vec<String>)>,
         with_reductions_in_flight: reductions_in_flight: Option<usize>,
@@ -359,6 +371,12 @@ impl FsdpConfig {
             forward_prefetch: self.forward_prefetch,
             backward_prefetch: self.backward_prefetch,
             units_ahead: self.units_ahead,
+            forward_prefetch_for: prefetched(&self.forward_prefetch_for, |name| {
+                unit("forward_prefetch_for", name)
+            })?,
+            backward_prefetch_for: prefetched(&self.backward_prefetch_for, |name| {
+                unit("backward_prefetch_for", name)
+            })?,
             forward_prefetch_at: self.forward_prefetch_at.clone(),
             backward_prefetch_at: self.backward_prefetch_at.clone(),
             reductions_in_flight: self.reductions_in_flight,
@@ -394,6 +412,18 @@ fn of_units<T: Copy>(
     find: impl Fn(&str) -> Result<UnitType, ShardError>,
 ) -> Result<Vec<(UnitType, T)>, ShardError> {
     named.iter().map(|(name, setting)| Ok((find(name)?, *setting))).collect()
+}
+
+/// Returns the lists of units to prefetch, whose types `find` finds by name.
+fn prefetched(
+    named: &[(String, Vec<String>)],
+    find: impl Fn(&str) -> Result<UnitType, ShardError>,
+) -> Result<Vec<(UnitType, Vec<UnitType>)>, ShardError> {
+    let list = |(name, ahead): &(String, Vec<String>)| {
+        let ahead = ahead.iter().map(|name| find(name)).collect::<Result<_, _>>()?;
+        Ok((find(name)?, ahead))
+    };
+    named.iter().map(list).collect()
 }
 
 #[cfg(test)]

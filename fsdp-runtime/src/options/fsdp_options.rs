@@ -23,8 +23,9 @@ use crate::module::UnitType;
 /// | [`forward_prefetch`](Self::with_forward_prefetch) | on |
 /// | [`backward_prefetch`](Self::with_backward_prefetch) | [`Pre`](BackwardPrefetch::Pre) |
 /// | [`units_ahead`](Self::with_units_ahead) | 1 |
+/// | [`forward_prefetch_for`](Self::with_forward_prefetch_for), [`backward_prefetch_for`](Self::with_backward_prefetch_for) | the units that come next |
 /// | [`forward_prefetch_at`](Self::with_forward_prefetch_at), [`backward_prefetch_at`](Self::with_backward_prefetch_at) | the units that come next |
-/// | [`reductions_in_flight`](Self::with_reductions_in_flight) | 1 on Flex, 2 on other devices |
+/// | [`reductions_in_flight`](Self::with_reductions_in_flight) | 1 on Flex, 2 on CUDA, 5 on other devices |
 /// | [`gradient_accumulation`](Self::with_gradient_accumulation) | [`ReduceEach`](GradientAccumulation::ReduceEach) |
 /// | [`gradient_divide_factor`](Self::with_gradient_divide_factor) | the number of ranks |
 /// | [`mixed_precision`](Self::with_mixed_precision) | dtypes in which the model is initialised |
@@ -55,6 +56,8 @@ pub struct FsdpOptions {
     pub(crate) forward_prefetch: bool,
     pub(crate) backward_prefetch: BackwardPrefetch,
     pub(super) units_ahead: Option<usize>,
+    pub(crate) forward_prefetch_for: Vec<(UnitType, Vec<UnitType>)>,
+    pub(crate) backward_prefetch_for: Vec<(UnitType, Vec<UnitType>)>,
     pub(crate) forward_prefetch_at: Vec<(String, Vec<String>)>,
     pub(crate) backward_prefetch_at: Vec<(String, Vec<String>)>,
     pub(super) reductions_in_flight: Option<usize>,
@@ -102,6 +105,8 @@ impl FsdpOptions {
             forward_prefetch: true,
             backward_prefetch: BackwardPrefetch::Pre,
             units_ahead: None,
+            forward_prefetch_for: Vec::new(),
+            backward_prefetch_for: Vec::new(),
             forward_prefetch_at: Vec::new(),
             backward_prefetch_at: Vec::new(),
             reductions_in_flight: None,
@@ -196,13 +201,18 @@ impl FsdpOptions {
     }
 
     /// Sets how many units' gradients may be in reduction at a time, at least 1. Default: 1 on
-    /// Flex, 2 on other devices.
+    /// Flex, 2 on CUDA devices, 5 on other devices.
     ///
     /// With 1, backward waits for the reduction of a unit before the gradients of the next one
     /// arrive, so that the full gradients of one unit exist at a time. With 2, backward continues
     /// during the reduction, so a device that computes asynchronously always has work. Each further
     /// reduction takes the full and the reduced gradients of one more unit. PyTorch's FSDP2 works
     /// as with 2.
+    ///
+    /// Ranks that are threads on one CubeCL device reduce a unit's gradients once all of them have
+    /// come to it. A rank that is ahead of the others blocks when as many reductions wait as this
+    /// number says. Devices other than CUDA and Flex have only such ranks or one rank a process, so
+    /// their default is larger. Several ranks on one GPU may set 5 as well.
     pub const fn with_reductions_in_flight(mut self, reductions: usize) -> Self {
         self.reductions_in_flight = Some(reductions);
         self

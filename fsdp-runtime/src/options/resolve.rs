@@ -8,7 +8,7 @@ use super::fsdp_options::FsdpOptions;
 use super::policies::{OffloadPolicy, ReshardAfterForward};
 use super::precision::MixedPrecisionPolicy;
 use super::storage::StoragePolicy;
-use crate::backend::is_flex;
+use crate::backend::{DeviceKind, is_flex};
 use crate::error::ShardError;
 use crate::layout::{Mesh, StorageType};
 use crate::module::UnitType;
@@ -29,6 +29,8 @@ impl FsdpOptions {
             forward_prefetch,
             backward_prefetch,
             units_ahead,
+            forward_prefetch_for,
+            backward_prefetch_for,
             forward_prefetch_at,
             backward_prefetch_at,
             reductions_in_flight,
@@ -53,7 +55,7 @@ impl FsdpOptions {
             seed,
             optimizer_check,
         } = self;
-        let options: [(&str, &dyn Debug); 33] = [
+        let options: [(&str, &dyn Debug); 35] = [
             ("strategy", strategy),
             ("seed", seed),
             ("shard_size", shard_size),
@@ -66,6 +68,8 @@ impl FsdpOptions {
             ("forward_prefetch", forward_prefetch),
             ("backward_prefetch", backward_prefetch),
             ("units_ahead", units_ahead),
+            ("forward_prefetch_for", forward_prefetch_for),
+            ("backward_prefetch_for", backward_prefetch_for),
             ("forward_prefetch_at", forward_prefetch_at),
             ("backward_prefetch_at", backward_prefetch_at),
             ("reductions_in_flight", reductions_in_flight),
@@ -150,10 +154,16 @@ impl FsdpOptions {
         device.clone()
     }
 
-    /// Returns how many reductions of gradients may run at a time, given the device that computes.
-    pub(crate) fn reductions_in_flight(&self, device: &Device) -> usize {
-        // On Flex a reduction takes the time of the processor that computes.
-        self.reductions_in_flight.unwrap_or(if is_flex(device) { 1 } else { 2 })
+    /// Returns how many reductions of gradients may run at a time on a device of this kind.
+    pub(crate) fn reductions_in_flight(&self, kind: DeviceKind) -> usize {
+        self.reductions_in_flight.unwrap_or(match kind {
+            // A reduction takes the time of the processor that computes.
+            DeviceKind::Flex => 1,
+            DeviceKind::Cuda => 2,
+            // Ranks on such a device are threads that share it. A reduction is issued once all of
+            // them have come to it, so a rank that is ahead blocks less often with more.
+            DeviceKind::Other => 5,
+        })
     }
 
     /// Checks that the parameters of a model on the device `model` can be offloaded from `device`,

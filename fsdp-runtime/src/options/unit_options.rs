@@ -63,6 +63,39 @@ impl FsdpOptions {
         self
     }
 
+    /// Sets the unit types to prefetch in forward while a unit of one of the types `units` computes,
+    /// in the given order and in place of the units that come next. Default: no such lists.
+    ///
+    /// A type in `ahead` stands for the next unit of that type in layout order, and a type that is
+    /// named twice for the next two: `with_forward_prefetch_for(unit_types![Block], unit_types![Block,
+    /// Block])` prefetches two blocks while one computes. A type without a further unit adds nothing. If a
+    /// type in `units` has two lists, the later one applies, and
+    /// [`forward_prefetch_at`](Self::with_forward_prefetch_at), whose documentation describes the
+    /// gather buffers, overrides both.
+    pub fn with_forward_prefetch_for(
+        mut self,
+        units: &'static [UnitType],
+        ahead: &'static [UnitType],
+    ) -> Self {
+        self.forward_prefetch_for.extend(units.iter().map(|unit| (*unit, ahead.to_vec())));
+        self
+    }
+
+    /// Sets the unit types to prefetch in backward while a unit of one of the types `units` computes,
+    /// in the given order and in place of the units that ran forward before it. Default: no such lists.
+    ///
+    /// A type in `ahead` stands for the unit of that type before this one in layout order, and a type
+    /// that is named twice for the two before it. The rest is as for
+    /// [`forward_prefetch_for`](Self::with_forward_prefetch_for).
+    pub fn with_backward_prefetch_for(
+        mut self,
+        units: &'static [UnitType],
+        ahead: &'static [UnitType],
+    ) -> Self {
+        self.backward_prefetch_for.extend(units.iter().map(|unit| (*unit, ahead.to_vec())));
+        self
+    }
+
     /// Sets the units, by module path, to prefetch in forward while the unit at `path` computes, in
     /// the given order and in place of the units that come next. Default: no such lists.
     ///

@@ -10,6 +10,8 @@ pub(crate) struct UnitControl {
     pub(crate) reshard: ReshardAfterForward,
     /// Whether the unit is resharded after the backward of a micro-batch that another one follows.
     pub(crate) reshard_after_backward: bool,
+    /// Whether the unit has several fields, between whose forwards it stays gathered.
+    pub(crate) is_group: bool,
     /// Units to prefetch in forward, in place of those that come next.
     pub(crate) forward_prefetch: Option<Vec<usize>>,
     /// Units to prefetch in backward, in place of those that ran forward before.
@@ -22,6 +24,7 @@ impl UnitControl {
         Self {
             reshard,
             reshard_after_backward: true,
+            is_group: false,
             forward_prefetch: None,
             backward_prefetch: None,
         }
@@ -30,6 +33,6 @@ impl UnitControl {
     /// Returns whether the unit has gather buffers of its own, because it stays gathered while other
     /// units run.
     pub(crate) fn has_own_buffers(&self) -> bool {
-        self.reshard == ReshardAfterForward::Never || !self.reshard_after_backward
+        self.is_group || self.reshard == ReshardAfterForward::Never || !self.reshard_after_backward
     }
 }

@@ -4,10 +4,11 @@
 mod control;
 pub(crate) mod forecast;
 pub(crate) mod memory;
+pub(crate) mod memory_file;
 mod mib;
 pub(crate) mod plan;
 #[cfg(feature = "plot")]
-mod plot;
+pub(crate) mod plot;
 pub(crate) mod probes;
 mod rings;
 mod unit;
@@ -15,4 +16,4 @@ pub(crate) mod wrapping;
 
 pub(crate) use self::control::UnitControl;
 pub(crate) use self::rings::gather_buffer_plan;
-pub(crate) use self::unit::{ParamSpec, Placement, Unit, code_buffers};
+pub(crate) use self::unit::{ParamSpec, Placement, Unit, UnitGroup, code_buffers};

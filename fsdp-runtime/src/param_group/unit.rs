@@ -166,8 +166,26 @@ pub(crate) struct Unit {
     pub(crate) recomputed: bool,
     /// Number of the enclosing unit whose recomputation includes this unit.
     pub(crate) within: Option<usize>,
+    /// Whether no trained parameter is declared before the unit. The unit's inputs are then taken to
+    /// be those of the model, which need no gradient.
+    pub(crate) takes_model_input: bool,
+    /// The modules of a unit of several fields.
+    pub(crate) group: Option<UnitGroup>,
     /// When the unit is gathered and resharded, as the options say.
     pub(crate) control: UnitControl,
+}
+
+/// The modules of a unit of several fields, under `#[fsdp(unit = "name")]`.
+#[derive(Clone, Debug)]
+pub(crate) struct UnitGroup {
+    /// Number of the enclosing unit. The group is resharded at the end of its forward at the latest.
+    pub(crate) enclosing: usize,
+    /// Number of modules.
+    pub(crate) modules: usize,
+    /// Number of the module of each parameter.
+    pub(crate) module_of: Vec<usize>,
+    /// Number of the first unit after the last of the modules, in layout order.
+    pub(crate) until: usize,
 }
 
 impl Unit {

@@ -23,6 +23,8 @@ use crate::module::{Runtime, Sharded, UnitValue};
 pub struct FieldCall {
     /// Schedule and index of the receiver's unit; `None` if the receiver is not a field unit.
     unit: Option<(Arc<dyn Runtime>, usize)>,
+    /// Parameters of the receiver, by their numbers in the unit.
+    params: Vec<usize>,
     /// Type of the receiver, for messages.
     module: &'static str,
     inputs: Inputs,
@@ -34,19 +36,22 @@ impl FieldCall {
     fn of<M: Module>(module: &M) -> Self {
         let mut owner = Owner::None;
         module.visit(&mut owner);
-        let unit = match owner {
+        let (unit, params) = match owner {
             // Outside of any hooked forward no shards were registered.
-            Owner::Unit(runtime, unit) if runtime.is_field_unit(unit) && runtime.in_forward() => {
-                Some((runtime, unit))
+            Owner::Unit(runtime, unit, params)
+                if runtime.is_field_unit(unit) && runtime.in_forward() =>
+            {
+                (Some((runtime, unit)), params)
             }
-            _ => None,
+            _ => (None, Vec::new()),
         };
-        Self { unit, module: type_name::<M>(), ..Self::none() }
+        Self { unit, params, module: type_name::<M>(), ..Self::none() }
     }
 
     /// Creates a call without hooks.
     fn none() -> Self {
-        Self { unit: None, module: "", inputs: Inputs::default(), call: Call(None) }
+        let (inputs, call) = (Inputs::default(), Call(None));
+        Self { unit: None, params: Vec::new(), module: "", inputs, call }
     }
 
     /// Collects the tensors of an input.
@@ -63,7 +68,8 @@ impl FieldCall {
     /// Unwinds with the typed error if a collective fails.
     pub fn pre_forward(&mut self) {
         let Some((runtime, unit)) = &self.unit else { return };
-        self.call = Call::start(runtime.clone(), *unit, std::mem::take(&mut self.inputs));
+        let inputs = std::mem::take(&mut self.inputs);
+        self.call = Call::start(runtime.clone(), *unit, &self.params, inputs);
     }
 }
 
@@ -87,8 +93,8 @@ impl MapInputs for FieldCall {
 enum Owner {
     /// The module has no sharded parameter.
     None,
-    /// One unit owns all sharded parameters of the module.
-    Unit(Arc<dyn Runtime>, usize),
+    /// One unit owns all sharded parameters of the module, which have these numbers in the unit.
+    Unit(Arc<dyn Runtime>, usize, Vec<usize>),
     /// Several units own the sharded parameters of the module.
     Several,
 }
@@ -100,8 +106,8 @@ impl ModuleVisitor for Owner {
         }
         let Some(Sharded { runtime, index, .. }) = Sharded::visited() else { return };
         match self {
-            Self::None => *self = Self::Unit(runtime, index.unit),
-            Self::Unit(_, unit) if *unit == index.unit => {}
+            Self::None => *self = Self::Unit(runtime, index.unit, vec![index.param]),
+            Self::Unit(_, unit, params) if *unit == index.unit => params.push(index.param),
             _ => *self = Self::Several,
         }
     }

@@ -30,13 +30,19 @@ pub(super) struct OpenCall {
 }
 
 impl Call {
-    /// Gathers a unit and starts its forward.
+    /// Gathers a unit and starts its forward. `params` are the parameters of the called module, if it may
+    /// be a part of the unit.
     ///
     /// # Panics
     ///
     /// Unwinds with the typed error if a collective fails.
-    pub(super) fn start(runtime: Arc<dyn Runtime>, unit: usize, inputs: Inputs) -> Self {
-        match runtime.pre_forward(unit, inputs.0) {
+    pub(super) fn start(
+        runtime: Arc<dyn Runtime>,
+        unit: usize,
+        params: &[usize],
+        inputs: Inputs,
+    ) -> Self {
+        match runtime.pre_forward(unit, params, inputs.0) {
             Ok(id) => Self(id.map(|id| OpenCall { runtime, unit, id })),
             Err(error) => raise(error),
         }
@@ -78,7 +84,7 @@ pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) ->
     }
     let mut tensors = Inputs::default();
     inputs(&mut tensors);
-    Call::start(runtime, unit, tensors)
+    Call::start(runtime, unit, &[], tensors)
 }
 
 /// Reshards the unit, and hooks the output so that the output's gradient gathers the unit again.

@@ -57,7 +57,7 @@ const FLAGS: &[Flag] = &[
     ("role", Some("trainer"), Noted("torchrun")),
     ("rdzv_backend", Some("c10d"), Noted("ranks connect to")),
     ("rdzv_conf", Some("timeout=900"), Noted("ranks connect to")),
-    ("max_restarts", Some("3"), Refused("nothing is restarted")),
+    ("max_restarts", Some("3"), Done),
     ("monitor_interval", Some("5"), Noted("notices the end of a rank")),
     ("module", None, Refused("not Python modules")),
     ("no_python", None, Done),

@@ -8,6 +8,8 @@ mod flags;
 mod launch;
 mod merge;
 mod mpi;
+mod plan;
 mod questions;
+mod restarts;
 mod support;
 mod training;

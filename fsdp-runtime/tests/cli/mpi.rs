@@ -131,3 +131,48 @@ fn a_program_that_is_missing_is_named() {
     assert_eq!(run.code, Some(127), "{run:#?}");
     assert!(run.stderr.contains("`./no/such/program` was not found"), "{run:#?}");
 }
+
+#[test]
+fn ranks_of_mpirun_are_started_again() {
+    let text = "echo pid $$; [ $FSDP_RESTART_COUNT = 2 ] && exit 0; while :; do sleep 0.1; done";
+    let args = ["-n", "2", "--max-restarts", "3", "--restart-backoff", "0"];
+    let Some(fsdp) = script(&args, text) else { return };
+    let mut running = fsdp.start();
+    for victim in [1, 0] {
+        let pids = running.pids("pid", 2);
+        kill_process(pids[victim].1, Signal::KILL).unwrap();
+    }
+    let run = running.wait();
+    assert_eq!(run.code, Some(0), "{run:#?}");
+    assert!(run.stderr.contains("after 2 restarts of at most 3"), "{run:#?}");
+    assert!(run.stderr.contains("failure 2: rank 0 of 2: killed by SIGKILL"), "{run:#?}");
+    // A rank that was refused its input.
+    let args = ["-n", "2", "--max-restarts", "3"];
+    let Some(fsdp) = script(&args, "[ $OMPI_COMM_WORLD_RANK = 0 ] || sleep 30; exit 78") else {
+        return;
+    };
+    let run = fsdp.run();
+    assert_eq!(run.code, Some(78), "{run:#?}");
+    assert!(run.stderr.contains("the run has failed without a restart"), "{run:#?}");
+}
+
+/// A host that `mpirun` cannot reach: the restart has the ranks of the other one.
+#[test]
+fn a_restart_goes_on_without_a_host_that_is_lost() {
+    let hosts = ConfigFile::new("localhost slots=2\nno-such-host.invalid slots=2\n");
+    let flags =
+        ["--mpirun-hostfile", hosts.path(), "--max-restarts", "2", "--restart-backoff", "0"];
+    let text = "echo $OMPI_COMM_WORLD_SIZE";
+    let Some(fsdp) = with_mpirun(&[&flags[..], &["-n", "2:4"]].concat(), text) else { return };
+    let run = fsdp.run();
+    assert_eq!(run.code, Some(0), "{run:#?}");
+    assert_eq!(run.stdout.matches("] 2\n").count(), 2, "{run:#?}");
+    assert!(run.stderr.contains("host no-such-host.invalid cannot be reached"), "{run:#?}");
+    assert!(run.stderr.contains("going on with 2 ranks"), "{run:#?}");
+    // Too few ranks are left.
+    let Some(fsdp) = with_mpirun(&[&flags[..], &["-n", "3:4"]].concat(), text) else { return };
+    let run = fsdp.run();
+    assert_eq!(run.code, Some(1), "{run:#?}");
+    assert!(run.stderr.contains("take 2 ranks of at least 3"), "{run:#?}");
+    assert!(run.stderr.contains("after 2 restarts of at most 2"), "{run:#?}");
+}

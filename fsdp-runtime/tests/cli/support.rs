@@ -155,8 +155,11 @@ impl Running {
         self.launcher.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
         self.launcher.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
         let code = status.code();
-        let left = self.left();
+        let mut left = self.left();
+        // `fsdp watch` ends shortly after `mpirun`.
+        left.retain(|process| !process.contains("\0watch\0"));
         assert!(left.is_empty(), "left behind: {left:?}\n{stdout}\n{stderr}");
+        self.nothing_left();
         Run { code, stdout, stderr, took }
     }
 

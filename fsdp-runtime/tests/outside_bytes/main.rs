@@ -10,6 +10,7 @@
 //! | `FUZZ_SECONDS` | seconds for each target, in place of a number of executions |
 //! | `FUZZ_SEED` | number that the changes depend on; 1 by default |
 //! | `FUZZ_TARGET` | the only target to run |
+//! | `FUZZ_SHARE` | a share of the targets: `0/2` or `1/2` for one half each, in processes side by side |
 //!
 //! An input that fails is written to the folder of temporary files, and belongs in
 //! `corpus/<target>/` once the reader is mended: all files there are inputs and seeds.
@@ -41,6 +42,16 @@ const LARGEST: usize = 16 << 10;
 fn number(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
     Some(value.parse().unwrap_or_else(|_| panic!("{name} is `{value}`, not a number")))
+}
+
+/// Returns the share of the targets to run: every how many of them, from which on.
+fn share() -> (usize, usize) {
+    let Ok(text) = std::env::var("FUZZ_SHARE") else { return (0, 1) };
+    let numbers = text.split_once('/').map(|(at, of)| (at.parse(), of.parse()));
+    match numbers {
+        Some((Ok(at), Ok(of))) if at < of => (at, of),
+        _ => panic!("FUZZ_SHARE is `{text}`, not a share such as 0/2"),
+    }
 }
 
 /// Runs a target on an input. Returns what is wrong, if anything.
@@ -111,12 +122,13 @@ fn fuzz(target: &Target) -> u64 {
 fn no_reader_of_outside_bytes_panics_or_allocates_beyond_its_input() {
     let only = std::env::var("FUZZ_TARGET").ok();
     let chosen = |target: &&Target| only.as_ref().is_none_or(|only| only == target.name);
+    let (at, of) = share();
     // Panics that are caught are reported once, with the input.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
     let outcome = catch_unwind(|| {
         let mut total = 0;
-        for target in TARGETS.iter().filter(chosen) {
+        for target in TARGETS.iter().skip(at).step_by(of).filter(chosen) {
             let started = Instant::now();
             let executions = fuzz(target);
             total += executions;

@@ -329,3 +329,90 @@ fn a_tracked_tensor_that_is_no_input_is_an_error_of_the_forward() {
     let expected = ScheduleError::TrackedFromElsewhere { unit: "`fickle`".into() };
     assert_eq!(error.source.downcast_ref::<Error>(), Some(&expected.into()), "{error}");
 }
+
+/// A unit with methods in a further block, whose inputs cannot be kept.
+#[derive(Module, Debug)]
+#[fsdp_unit]
+struct Extended {
+    linear: Linear,
+}
+
+#[fsdp_unit]
+impl Extended {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.linear.forward(x)
+    }
+}
+
+#[fsdp_unit(more)]
+impl Extended {
+    #[fsdp(forward)]
+    fn scaled(&self, x: &Tensor<2>) -> Tensor<2> {
+        self.linear.forward(x.clone())
+    }
+
+    #[fsdp(forward)]
+    fn moded(&self, x: Tensor<2>, _mode: Mode) -> Tensor<2> {
+        self.linear.forward(x)
+    }
+
+    #[fsdp(forward)]
+    fn plain(&self, x: Tensor<2>) -> Tensor<2> {
+        self.linear.forward(x)
+    }
+}
+
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Extending {
+    extended: Extended,
+    head: Linear,
+}
+
+#[fsdp_unit]
+impl Extending {
+    #[fsdp(forward)]
+    fn run(&self, x: Tensor<2>, which: &str) -> Tensor<1> {
+        let x = match which {
+            "scaled" => self.extended.scaled(&x),
+            "moded" => self.extended.moded(x, Mode),
+            "plain" => self.extended.plain(x),
+            _ => self.extended.forward(x),
+        };
+        self.head.forward(x).powf_scalar(2.0).mean()
+    }
+}
+
+/// Runs a step through a method of a further block.
+fn step_through(
+    which: &'static str,
+    recompute: ActivationCheckpointing,
+) -> Result<(), LaunchError> {
+    let ranks = launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
+        let device = worker.device();
+        let model =
+            Extending { extended: Extended { linear: linear(device) }, head: linear(device) };
+        let options = FsdpOptions::new().with_activation_checkpointing(recompute);
+        let model = fully_shard(model, &worker, options)?;
+        // Evaluation recomputes nothing.
+        model.valid().run(Tensor::ones([2, WIDTH], &device.clone().inner()), which);
+        model.backward(model.run(Tensor::ones([2, WIDTH], device), which)).map(|_| ())
+    });
+    ranks.map(|_| ())
+}
+
+#[test]
+fn a_method_of_a_further_block_that_cannot_be_recomputed_is_an_error_when_it_runs() {
+    let expected =
+        [("scaled", "x", NotRecomputable::Borrowed), ("moded", "_mode", NotRecomputable::Unknown)];
+    for (forward, input, reason) in expected {
+        let error = step_through(forward, ALL).unwrap_err();
+        let unit = "`extended`".to_string();
+        let expected = ShardError::NotRecomputable { unit, ty: "Extended", forward, input, reason };
+        assert_eq!(error.source.downcast_ref::<Error>(), Some(&expected.into()), "{error}");
+        step_through(forward, ActivationCheckpointing::None).expect("nothing is recomputed");
+    }
+    for which in ["plain", "forward"] {
+        step_through(which, ALL).expect("the inputs can be kept");
+    }
+}

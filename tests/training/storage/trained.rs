@@ -1,6 +1,5 @@
 //! Trained parameters that are stored in bf16, and rounded at random after each step.
 
-use burn::module::Param;
 use burn::optim::SgdConfig;
 use burn::tensor::{FloatDType, Tensor};
 use fsdp_runtime::prelude::*;
@@ -11,6 +10,7 @@ use super::{assert_as_forecast, assert_same, assert_whole_matrices_are_stepped};
 use crate::support::checkpoint::{Part, resumed};
 use crate::support::compare::{Within, assert_close, assert_same_bits, assert_same_state};
 use crate::support::mlp::{Sizes, loss};
+use crate::support::small::Weight;
 use crate::support::{of_rank_0, on_ranks};
 
 /// Everything in bf16, and the frozen matrices in `frozen`.
@@ -64,27 +64,12 @@ fn whole_matrix_optimizers_round_as_well() {
     assert_whole_matrices_are_stepped(&options(StorageType::NF4));
 }
 
-#[derive(burn::module::Module, Debug)]
-#[fsdp_unit(root)]
-struct Weight {
-    weight: Param<Tensor<2>>,
-    row: Param<Tensor<1>>,
-}
-
-#[fsdp_unit]
-impl Weight {
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        x * self.weight.val() + self.row.val().unsqueeze::<2>()
-    }
-}
-
 /// Trains [`Weight`], all ones, with gradients of 1. Returns the matrix and the vector.
 fn steps(world: usize, steps: usize, learning_rate: f64) -> [Vec<f32>; 2] {
     of_rank_0(world, move |worker| {
         let device = worker.device();
-        let weight = Param::from_tensor(Tensor::<2>::ones([64, 128], device));
-        let row = Param::from_tensor(Tensor::<1>::ones([128], device));
-        let mut net = fully_shard(Weight { weight, row }, worker, options(StorageType::F32))?;
+        let ones = Weight::new(Tensor::ones([64, 128], device), 1.0);
+        let mut net = fully_shard(ones, worker, options(StorageType::F32))?;
         let mut optimizer = SgdConfig::new().init();
         for _ in 0..steps {
             let output = net.forward(Tensor::ones([64, 128], device));
@@ -167,10 +152,13 @@ fn memory_is_as_forecast() {
         assert_as_forecast(2, options.clone().with_offload(OffloadPolicy::OptimizerOnly));
         assert_as_forecast(2, options.with_offload(OffloadPolicy::Params { pin_memory: false }));
     }
-    // With frozen matrices in bf16 as well, rank 1 owns nearly all trained elements of the first unit,
-    // whose gradients arrive together with those of the root. The forecast does not add these up.
+    // Rank 1 owns nearly all trained elements of the first unit, whose gradients arrive last.
     let half = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
-    assert_as_forecast(2, options(StorageType::NF4).with_mixed_precision(half));
+    for frozen in [StorageType::Bf16, StorageType::NF4] {
+        let ranks = assert_as_forecast(2, options(frozen).with_mixed_precision(half));
+        let (found, expected): (Vec<usize>, Vec<usize>) = ranks.into_iter().unzip();
+        assert_eq!(found, expected, "{frozen}");
+    }
 }
 
 /// An optimizer steps a copy in f32 of one parameter at a time.

@@ -106,6 +106,38 @@ fn values_outside_of_a_forward_are_those_inside() {
     }
 }
 
+/// Trains adapters of rank 4 for a step. Returns the bytes that all ranks send in the forward, and in
+/// the whole step.
+fn adapter_bytes(storage: StorageType, world: usize) -> [usize; 2] {
+    let ranks = on_ranks(world, move |worker| {
+        let base = SIZES.init(worker.device());
+        let model = base.apply_lora(Lora::new(4, 8.0));
+        let model = fully_shard(model, worker, options(storage).with_seed(1))?;
+        let loss = loss(model.forward(Tensor::ones([2, SIZES.width], worker.device())));
+        let in_forward = model.stats().counts().sent_bytes;
+        model.backward(loss)?;
+        Ok([in_forward, model.stats().counts().sent_bytes])
+    });
+    ranks.into_iter().fold([0, 0], |sum, rank| [sum[0] + rank[0], sum[1] + rank[1]])
+}
+
+/// What is gathered of a base in 4 bits is at most 0.16 of what is gathered of one in f32.
+#[test]
+fn a_run_with_adapters_sends_the_share_of_the_codes() {
+    let base = SIZES.blocks * 2 * SIZES.width * SIZES.hidden + SIZES.width * SIZES.outputs;
+    let layers = SIZES.blocks * 2 * (SIZES.width + SIZES.hidden) + SIZES.width + SIZES.outputs;
+    let factors = 4 * 4 * layers;
+    for world in [1, 2, 4] {
+        let [plain, step] = adapter_bytes(StorageType::F32, world);
+        assert_eq!(plain, 4 * base + factors, "{world}");
+        let [coded, coded_step] = adapter_bytes(StorageType::NF4, world);
+        let (of_base, of_codes) = (plain - factors, coded - factors);
+        assert!(of_codes as f64 <= 0.16 * of_base as f64, "{of_codes} of {of_base} on {world}");
+        // In backward most units are gathered again, with their factors in f32.
+        assert!(step > plain && coded_step as f64 <= 0.2 * step as f64, "{coded_step} of {step}");
+    }
+}
+
 /// Trains adapters of rank 4 on a base of codes. Returns the losses, and the bytes of all shards.
 fn train_adapters(strategy: ShardingStrategy, world: usize) -> (Vec<f32>, usize) {
     let ranks = on_ranks(world, move |worker| {

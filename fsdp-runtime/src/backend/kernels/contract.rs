@@ -51,6 +51,11 @@ pub(crate) trait Kernels: Backend {
     /// `backend::codes::decode` does.
     fn decode(codes: Float<Self>, storage: StorageType, shape: Shape, dtype: DType) -> Float<Self>;
 
+    /// Returns the records of elements `range` as [`StorageType::Int8`] has them, in blocks counted from
+    /// the start of the range: the words that `backend::codes::encode` makes, as f32 elements with their
+    /// bits.
+    fn encode_int8(tensor: Float<Self>, range: Range<usize>, block: usize) -> Float<Self>;
+
     /// Returns the means, in f32 and in the order given. Each element of a mean depends only on the
     /// parts' elements at its index.
     fn rank_means(means: Vec<RankMean<Float<Self>>>) -> Vec<Float<Self>>;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use burn::tensor::DType;
 
 use crate::error::ShardError;
+use crate::layout::StorageType;
 
 /// Reason why a kernel cannot run with its arguments.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -52,6 +53,14 @@ pub enum KernelError {
         first: Range<usize>,
         /// Elements of the other part.
         second: Range<usize>,
+    },
+    /// A storage type whose codes cannot be made or read.
+    #[error("{storage} has no codes; {expected}")]
+    Codes {
+        /// The storage type.
+        storage: StorageType,
+        /// What is right.
+        expected: &'static str,
     },
     /// A mean of no parts.
     #[error("a mean has no parts; give at least one")]

@@ -1,6 +1,6 @@
 //! Kernels of sharded training as functions of flat Burn tensors: casts, copies into and out of
-//! flat buffers, means of the ranks' gradients, partial sums of norms, and dropout. Each is one
-//! pass over memory.
+//! flat buffers, codes in 8 and 4 bits and their elements, means of the ranks' gradients, partial sums
+//! of norms, and dropout. Each is one pass over memory.
 //!
 //! Each kernel has two implementations: a CubeCL kernel for CubeCL devices, and vectorised loops on
 //! all threads for Flex, Burn's CPU backend. Results that involve only integers, copies or single
@@ -15,6 +15,7 @@
 
 mod arguments;
 mod attention;
+mod codes;
 mod copies;
 mod cross_entropy;
 mod dropout;
@@ -27,6 +28,7 @@ pub(crate) mod saved;
 mod softmax;
 
 pub(crate) use self::attention::attention_tracked;
+pub use self::codes::{decode, encode};
 pub use self::copies::{cast, pack, unpack};
 pub(crate) use self::cross_entropy::{LossInputs, linear_cross_entropy_tracked};
 pub use self::dropout::dropout;

@@ -8,6 +8,7 @@ mod console;
 mod env;
 mod launch;
 mod merge;
+mod plan;
 mod test;
 mod trace;
 mod validate;
@@ -37,6 +38,8 @@ enum Command {
     Env,
     /// Converts a checkpoint to safetensors files that transformers loads
     Merge(merge::Args),
+    /// Plans memory, communication and time of a training step, without running it
+    Plan(plan::Args),
     /// Joins or sums up files of traces
     Trace(trace::Args),
     /// Checks a configuration file, and lists its errors and the keys without effect
@@ -47,6 +50,9 @@ enum Command {
     /// Runs the ranks of `fsdp test`
     #[command(hide = true)]
     TestRank(test::RankArgs),
+    /// Kills a process that is still there some seconds later
+    #[command(hide = true)]
+    Watch { process: i32, seconds: u64 },
     /// Runs a program as one rank of an `mpirun`
     #[command(hide = true)]
     Rank {
@@ -61,11 +67,13 @@ fn main() -> ExitCode {
         Command::Launch(args) => launch::run(&args),
         Command::Env => env::run(),
         Command::Merge(args) => merge::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Validate(args) => validate::run(&args),
         Command::Test(args) => test::run(&args),
         Command::TestRank(args) => test::run_rank(&args),
         Command::Guard => launch::run_guard(),
+        Command::Watch { process, seconds } => launch::run_watch(process, seconds),
         Command::Rank { program } => launch::run_rank(&program),
     }
 }

@@ -33,8 +33,8 @@ pub(super) struct BackgroundSave {
     root: PathBuf,
     /// Receives the outcome of this rank's file.
     written: Receiver<Result<(), CheckpointError>>,
-    /// Returns the outcome of the manifest, on rank 0.
-    thread: JoinHandle<Result<(), CheckpointError>>,
+    /// Returns the outcome of the manifest, on rank 0; `None` if the thread could not be started.
+    thread: Option<JoinHandle<Result<(), CheckpointError>>>,
     cancel: Arc<AtomicBool>,
 }
 
@@ -61,11 +61,19 @@ impl BackgroundSave {
             world: ranks.mesh.world.size(),
             cancel: cancel.clone(),
         };
+        let report = sender.clone();
         let thread = std::thread::Builder::new()
             .name(format!("fsdp-save-{}", ranks.index()))
             .spawn(move || job.run(outline, copied, &sender))
-            .map_err(io_error("start a thread to write", &root.path))?;
+            .map_err(io_error("start a thread to write", &root.path));
+        // The other ranks write meanwhile, and learn of the error in `finish`.
+        let thread = thread.map_err(|error| report.send(Err(error))).ok();
         Ok(Self { tmp, root: root.path.clone(), written, thread, cancel })
+    }
+
+    /// Returns whether this rank has nothing left to do.
+    pub(super) fn is_finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     /// Waits for the save and returns the outcome. Every rank calls it.
@@ -81,7 +89,9 @@ impl BackgroundSave {
         if written.is_err() {
             self.cancel.store(true, Ordering::Relaxed);
         }
-        let committed = self.thread.join().unwrap_or_else(|_| Err(panicked(&self.root)));
+        let join = |thread: JoinHandle<_>| thread.join();
+        let joined = self.thread.map_or(Ok(Ok(())), join);
+        let committed = joined.unwrap_or_else(|_| Err(panicked(&self.root)));
         if ranks.leads() && (written.is_err() || committed.is_err()) {
             // Frees a full disk for the next save. Where this fails, the rest is recognised as
             // torn.
@@ -95,11 +105,11 @@ impl BackgroundSave {
     pub(super) fn abandon(self) {
         let written = self.written.recv();
         let until = Instant::now() + DROP_TIMEOUT;
-        while !self.thread.is_finished() && Instant::now() < until {
+        while !self.is_finished() && Instant::now() < until {
             std::thread::sleep(POLL);
         }
         self.cancel.store(true, Ordering::Relaxed);
-        let committed = self.thread.join();
+        let committed = self.thread.map_or(Ok(Ok(())), JoinHandle::join);
         if let (Ok(Err(error)), _) | (_, Ok(Err(error))) = (written, committed) {
             tracing::error!(target: "fsdp", %error, "the last checkpoint was not saved");
         }

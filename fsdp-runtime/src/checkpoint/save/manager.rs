@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::background::BackgroundSave;
 use super::contents::Checkpoint;
-use super::steps::{CheckpointRoot, save};
+use super::policy::{OnSaveError, SaveOutcome, WhenBusy, tolerate};
+use super::steps::{CheckpointRoot, save, save_span};
+use crate::checkpoint::disk::Disk;
 use crate::checkpoint::folder;
 use crate::checkpoint::ranks::Ranks;
 use crate::error::Error;
@@ -21,6 +23,8 @@ pub struct Saved {
     /// Time for which training was blocked: the whole save, or, for a background save, the wait for
     /// the previous save and the copy to host memory.
     pub stall: Duration,
+    /// How the save has gone, the same on every rank.
+    pub outcome: SaveOutcome,
 }
 
 /// Saves a run's checkpoints as folders `step-00000012` below one root folder, and finds the
@@ -33,15 +37,31 @@ pub struct CheckpointManager {
     root: CheckpointRoot,
     ranks: Ranks,
     background: bool,
+    on_error: OnSaveError,
+    when_busy: WhenBusy,
+    /// The save in the background, of which there is at most one.
     pending: Option<BackgroundSave>,
+    /// Number of saves that have failed under [`OnSaveError::Warn`].
+    failed_saves: usize,
+    /// Error of the last save, if it has failed.
+    last_failure: Option<String>,
 }
 
 impl CheckpointManager {
     /// Returns a manager of the checkpoints below `root`, a folder that the first save creates. It
     /// keeps all checkpoints and saves in the foreground.
     pub fn new(root: impl Into<PathBuf>, worker: &Worker) -> Self {
-        let root = CheckpointRoot { path: root.into(), keep_last: None };
-        Self { root, ranks: Ranks::from(worker), background: false, pending: None }
+        let root = CheckpointRoot { path: root.into(), disk: Disk::default(), keep_last: None };
+        Self {
+            root,
+            ranks: Ranks::from(worker),
+            background: false,
+            on_error: OnSaveError::default(),
+            when_busy: WhenBusy::default(),
+            pending: None,
+            failed_saves: 0,
+            last_failure: None,
+        }
     }
 
     /// Keeps `count` checkpoints, at least one: the one just saved, and the others of the highest
@@ -51,8 +71,22 @@ impl CheckpointManager {
         self
     }
 
+    /// Sets what happens when a save fails for a reason outside of the program. The default is
+    /// [`OnSaveError::Fail`]. Equal on all ranks.
+    pub fn with_on_save_error(mut self, on_error: OnSaveError) -> Self {
+        self.on_error = on_error;
+        self
+    }
+
+    /// Sets what happens when a background save is due while the previous one still runs. The default
+    /// is [`WhenBusy::Wait`]. Equal on all ranks.
+    pub fn with_when_busy(mut self, when_busy: WhenBusy) -> Self {
+        self.when_busy = when_busy;
+        self
+    }
+
     /// Sets whether a save copies the state to host memory and writes the files while training
-    /// continues. Off by default.
+    /// continues. Off by default. At most one save is in flight, with one copy of this rank's state.
     pub fn with_background(mut self, background: bool) -> Self {
         self.background = background;
         self
@@ -63,35 +97,93 @@ impl CheckpointManager {
         &self.root.path
     }
 
+    /// Returns the number of saves that have failed and were logged as warnings, under
+    /// [`OnSaveError::Warn`].
+    pub fn failed_saves(&self) -> usize {
+        self.failed_saves
+    }
+
+    /// Returns the error of the last save, if it has failed under [`OnSaveError::Warn`]. That of a
+    /// background save is known after [`finish`](Self::finish) or the next [`save`](Self::save).
+    pub fn last_failure(&self) -> Option<&str> {
+        self.last_failure.as_deref()
+    }
+
     /// Saves to the folder of the checkpoint's step. A background save waits for the previous save,
-    /// copies the state and returns; [`finish`](Self::finish) returns the outcome. Every rank calls
-    /// it.
+    /// unless [`WhenBusy::Skip`] is set, copies the state and returns; [`finish`](Self::finish)
+    /// returns the outcome. Every rank calls it.
     ///
     /// # Errors
     ///
-    /// Those of [`Checkpoint::save`], and the errors of the previous background save.
+    /// Those of [`Checkpoint::save`], and the errors of the previous background save. Under
+    /// [`OnSaveError::Warn`], those that are no [`CheckpointError::Io`](crate::CheckpointError::Io)
+    /// and no [`CheckpointError::Timeout`](crate::CheckpointError::Timeout).
     pub fn save(&mut self, checkpoint: &Checkpoint<'_>) -> Result<Saved, Error> {
         let begun = Instant::now();
-        let op = "save";
-        let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::save", %op).entered();
-        self.finish()?;
+        let _span = save_span();
         let target = self.root.path.join(folder::step_folder(checkpoint.progress.step));
-        if self.background {
-            let pending = BackgroundSave::start(checkpoint, &self.ranks, &target, &self.root)?;
-            self.pending = Some(pending);
-        } else {
-            save(checkpoint, &self.ranks, &target, Some(&self.root))?;
+        if self.when_busy == WhenBusy::Skip && self.is_saving()? {
+            let outcome = SaveOutcome::Skipped;
+            tracing::warn!(target: "fsdp", path = %target.display(), "no checkpoint: the last save still runs");
+            return Ok(Saved { folder: target, stall: begun.elapsed(), outcome });
         }
-        Ok(Saved { folder: target, stall: begun.elapsed() })
+        self.finish()?;
+        let saved = if self.background {
+            let started = BackgroundSave::start(checkpoint, &self.ranks, &target, &self.root);
+            started.map(|pending| {
+                self.pending = Some(pending);
+                SaveOutcome::Started
+            })
+        } else {
+            save(checkpoint, &self.ranks, &target, Some(&self.root)).map(|()| SaveOutcome::Complete)
+        };
+        let outcome = match saved {
+            Ok(outcome) => outcome,
+            Err(error) => SaveOutcome::Failed(self.tolerate(error)?),
+        };
+        if outcome == SaveOutcome::Complete {
+            self.last_failure = None;
+        }
+        Ok(Saved { folder: target, stall: begun.elapsed(), outcome })
+    }
+
+    /// Returns whether a background save still runs on a rank. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// If a peer fails.
+    pub fn is_saving(&self) -> Result<bool, Error> {
+        let Some(pending) = &self.pending else { return Ok(false) };
+        let finished = self.ranks.exchange("whether a save still runs", pending.is_finished())?;
+        Ok(finished.iter().any(|finished| !**finished))
+    }
+
+    /// Logs the error of a failed save as a warning and returns its text, if training may continue.
+    fn tolerate(&mut self, error: Error) -> Result<String, Error> {
+        if self.on_error == OnSaveError::Fail {
+            return Err(error);
+        }
+        let reason = tolerate(&self.ranks, error)?;
+        tracing::warn!(target: "fsdp", %reason, "a checkpoint was not saved");
+        self.failed_saves += 1;
+        self.last_failure = Some(reason.clone());
+        Ok(reason)
     }
 
     /// Waits for the background save, if one is running. Every rank calls it.
     ///
     /// # Errors
     ///
-    /// Those of [`Checkpoint::save`].
+    /// Those of [`save`](Self::save).
     pub fn finish(&mut self) -> Result<(), Error> {
-        self.pending.take().map_or(Ok(()), |pending| pending.finish(&self.ranks))
+        let Some(pending) = self.pending.take() else { return Ok(()) };
+        match pending.finish(&self.ranks) {
+            Ok(()) => self.last_failure = None,
+            Err(error) => {
+                self.tolerate(error)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the newest complete checkpoint that rank 0 finds. Incomplete ones are skipped and

@@ -6,7 +6,7 @@
 //! of each rank, where rank 0's thread polls for the parts. [`CheckpointManager::finish`] exchanges
 //! the outcomes later, so that no collective runs concurrently with those of training.
 //!
-//! Imports: contents, manifest_part, sink, written_range ← outline, per_rank ← elements ← steps ←
+//! Imports: contents, manifest_part, policy, sink, written_range ← outline, per_rank ← elements ← steps ←
 //! background ← manager.
 
 mod background;
@@ -16,9 +16,11 @@ mod manager;
 mod manifest_part;
 mod outline;
 mod per_rank;
+mod policy;
 mod sink;
 mod steps;
 mod written_range;
 
 pub use self::contents::Checkpoint;
 pub use self::manager::{CheckpointManager, Saved};
+pub use self::policy::{OnSaveError, SaveOutcome, WhenBusy};

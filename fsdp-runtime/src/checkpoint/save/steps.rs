@@ -10,6 +10,7 @@ use super::manifest_part::{merge_parts, write_part};
 use super::outline::outline;
 use super::per_rank::DifferingTensors;
 use super::sink::FileSink;
+use crate::checkpoint::disk::Disk;
 use crate::checkpoint::folder;
 use crate::checkpoint::io_error::io_error;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
@@ -23,6 +24,8 @@ use crate::module::FsdpModule;
 #[derive(Clone, Debug)]
 pub(super) struct CheckpointRoot {
     pub(super) path: PathBuf,
+    /// File system of the last save.
+    pub(super) disk: Disk,
     /// Number of complete checkpoints that remain after a save; `None` keeps all.
     pub(super) keep_last: Option<usize>,
 }
@@ -35,6 +38,7 @@ impl Checkpoint<'_> {
     /// [`CheckpointError`] on the rank that found the error, and
     /// [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others.
     pub fn save(&self, worker: &Worker, folder: impl AsRef<Path>) -> Result<(), Error> {
+        let _span = save_span();
         save(self, &Ranks::from(worker), folder.as_ref(), None)
     }
 }
@@ -47,9 +51,16 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// Those of [`Checkpoint::save`].
     pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), Error> {
+        let _span = save_span();
         let checkpoint = Checkpoint::new(0).with_model("model", self.model);
         save(&checkpoint, &Ranks::from(self.model), folder.as_ref(), None)
     }
+}
+
+/// Returns the span of a save in a trace.
+pub(super) fn save_span() -> tracing::span::EnteredSpan {
+    let op = "save";
+    tracing::trace_span!(target: "fsdp::trace", "fsdp::save", %op).entered()
 }
 
 /// Saves to `target` and returns once the checkpoint is complete. `root` is set for a managed
@@ -106,11 +117,12 @@ fn create_temporary(
     root: Option<&CheckpointRoot>,
 ) -> Result<PathBuf, CheckpointError> {
     if let Some(root) = root {
+        root.disk.check(&root.path)?;
         folder::remove_torn(&root.path)?;
     }
     folder::check_target(target)?;
     let tmp = folder::temporary_folder(target);
-    fs::create_dir_all(&tmp).map_err(io_error("create", &tmp))?;
+    folder::create(&tmp)?;
     Ok(tmp)
 }
 
@@ -129,7 +141,9 @@ pub(super) fn commit(
     file.sync_all().map_err(io_error("write", &path))?;
     folder::publish(tmp, target)?;
     match root {
-        Some(CheckpointRoot { path, keep_last: Some(keep) }) => folder::prune(path, *keep, target),
+        Some(CheckpointRoot { path, keep_last: Some(keep), .. }) => {
+            folder::prune(path, *keep, target)
+        }
         _ => Ok(()),
     }
 }

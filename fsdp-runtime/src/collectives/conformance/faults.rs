@@ -23,6 +23,28 @@ pub(super) fn time_out(group: &AnyProcessGroup) {
     assert!(group.exchange(&super::op("barrier", "later"), ()).is_err(), "the group has ended");
 }
 
+/// The last rank is late, and the first one waits for it in a part of the group. The others wait for
+/// both, and name the last one alone.
+pub(super) fn time_out_of_waiting_ranks(group: &AnyProcessGroup) {
+    if group.size() < 3 {
+        return;
+    }
+    let (first, last) = (group.members()[0], group.members()[group.size() - 1]);
+    let is_outside = group.rank() != first && group.rank() != last;
+    let part = group.split(usize::from(is_outside)).unwrap();
+    group.exchange(&op("barrier", "the start"), ()).unwrap();
+    if group.rank() == last {
+        std::thread::sleep(3 * SHORT);
+    }
+    let waits_in = if group.rank() == first { &part } else { group };
+    let error = match waits_in.exchange(&op("all_gather", "encoder.layers.3"), ()) {
+        Ok(_) => group.exchange(&op("barrier", "later"), ()).unwrap_err(),
+        Err(error) => error,
+    };
+    let CollectiveError::Timeout { missing, .. } = error else { panic!("{error}") };
+    assert_eq!(missing, [last]);
+}
+
 pub(super) fn mismatch(group: &AnyProcessGroup) {
     if group.size() == 1 {
         return;

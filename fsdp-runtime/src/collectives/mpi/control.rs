@@ -8,17 +8,22 @@
 //! ready, so that only the rendezvous waits for slow peers, and it sleeps while it does. An
 //! announcement has a few dozen bytes, which MPI sends eagerly.
 //!
+//! A member may itself wait for another rank, in an earlier collective or in another process group. A
+//! rank that waits for long therefore tells the others, so that a time-out names the rank that keeps
+//! all of them waiting.
+//!
 //! The first failure is sent to all ranks. It ends all running and later collectives.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::sys::{Comm, MpiError, Request};
 use super::wait::Wait;
 use crate::collectives::failure::FailureMessage;
+use crate::collectives::late::late_ranks;
 use crate::collectives::op::Op;
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::{Rank, WorldSize};
@@ -40,6 +45,8 @@ struct State {
     /// Announcements that were received and not used yet, by process group and sender.
     inbox: HashMap<(u64, usize), VecDeque<Announcement>>,
     sending: Vec<Sending>,
+    /// Time of the last message of each rank that it waits for others.
+    waiting: HashMap<Rank, Instant>,
     /// First failure of the run, as far as this rank knows of one.
     failure: Option<CollectiveError>,
 }
@@ -50,13 +57,21 @@ struct Sending {
     to: usize,
     request: Request,
     /// The message, which MPI reads until the request is complete.
-    _bytes: Arc<Vec<u8>>,
+    bytes: Arc<Vec<u8>>,
 }
 
 /// The serialised start of a control message. An announcement's payload follows it.
 #[derive(Debug, Serialize, Deserialize)]
 enum Header {
-    Announcement { group: u64, sequence: u64, name: String, unit: String, size: u64 },
+    Announcement {
+        group: u64,
+        sequence: u64,
+        name: String,
+        unit: String,
+        size: u64,
+    },
+    /// The sender waits in a collective.
+    Waiting,
     Failure(FailureMessage),
 }
 
@@ -258,14 +273,34 @@ impl ControlChannel {
     /// Ends the run after the time-out.
     fn pause(&self, wait: &mut Wait, op: &Op, missing: Vec<Rank>) -> Result<(), CollectiveError> {
         if wait.pause() {
-            return Ok(());
+            return if wait.takes_long() { self.say_waiting(op) } else { Ok(()) };
         }
+        let waiting = std::mem::take(&mut self.lock().waiting);
+        let waits = |rank| waiting.get(&rank).is_some_and(|said| said.elapsed() < self.timeout / 2);
+        let missing = late_ranks(missing, waits);
         Err(self.fail(CollectiveError::Timeout {
             op: op.name,
             unit: op.unit.to_string(),
             missing,
             waited: self.timeout,
         }))
+    }
+
+    /// Tells all other ranks that this rank waits.
+    fn say_waiting(&self, op: &Op) -> Result<(), CollectiveError> {
+        let message = Arc::new(encode(&Header::Waiting, &[]));
+        let mut state = self.lock();
+        for peer in self.world.ranks().filter(|&peer| peer != self.rank) {
+            // A message that is still being sent says it already.
+            let is_sent =
+                |sending: &Sending| sending.to == peer.index() && sending.bytes == message;
+            if state.sending.iter().any(is_sent) {
+                continue;
+            }
+            let sent = self.send(&mut state, peer.index(), &message);
+            self.check_locked(op, sent, &mut state)?;
+        }
+        Ok(())
     }
 
     /// Receives the control messages that have arrived, and frees those that were sent.
@@ -282,6 +317,11 @@ impl ControlChannel {
                     let payload = payload.to_vec();
                     let announcement = Announcement { sequence, name, unit, size, payload };
                     state.inbox.entry((group, from)).or_default().push_back(announcement);
+                }
+                Ok((Header::Waiting, _)) => {
+                    if let Some(from) = self.world.rank(from) {
+                        state.waiting.insert(from, Instant::now());
+                    }
                 }
                 Ok((Header::Failure(failure), _)) => {
                     let failure = failure.into_error(self.world);
@@ -305,7 +345,7 @@ impl ControlChannel {
         // SAFETY: `state.sending` keeps the bytes, unchanged, until the request is complete; `drop`
         // leaks those of requests that are not.
         let request = unsafe { self.comm.send(bytes.as_ptr(), bytes.len(), to, 0) }?;
-        state.sending.push(Sending { to, request, _bytes: bytes.clone() });
+        state.sending.push(Sending { to, request, bytes: bytes.clone() });
         Ok(())
     }
 

@@ -71,10 +71,10 @@ pub(crate) fn finalise() {
     unsafe { ffi::MPI_Finalize() };
 }
 
-/// Kills every process of the world.
-pub(crate) fn abort() {
+/// Kills every process of the world. This process exits with `code`.
+pub(crate) fn abort(code: c_int) {
     // SAFETY: MPI is initialised; the call does not return.
-    unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, 1) };
+    unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
 }
 
 /// Returns the name of the machine that this process runs on.

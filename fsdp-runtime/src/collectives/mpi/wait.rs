@@ -9,6 +9,8 @@ pub(super) struct Wait {
     timeout: Duration,
     waited: RunningTime,
     polls: u32,
+    /// Quarters of the time-out that have passed and were reported.
+    quarters: u32,
 }
 
 impl Wait {
@@ -17,12 +19,19 @@ impl Wait {
 
     /// Begins a wait.
     pub(super) fn new(timeout: Duration) -> Self {
-        Self { timeout, waited: RunningTime::start(Instant::now()), polls: 0 }
+        Self { timeout, waited: RunningTime::start(Instant::now()), polls: 0, quarters: 0 }
     }
 
     /// Starts the time-out anew, after a peer has made progress.
     pub(super) fn restart(&mut self) {
         *self = Self::new(self.timeout);
+    }
+
+    /// Returns whether another quarter of the time-out has passed since the last call.
+    pub(super) fn takes_long(&mut self) -> bool {
+        let takes_long = self.waited.total > (self.quarters + 1) * (self.timeout / 4);
+        self.quarters += u32::from(takes_long);
+        takes_long
     }
 
     /// Waits until the next poll. Returns whether there is one: `false` after the time-out.

@@ -26,6 +26,9 @@ const GRACE: Duration = Duration::from_secs(2);
 const RETRY: Duration = Duration::from_millis(50);
 /// Number of times that a rank connects again after its connection was closed during the greeting.
 const REGREETINGS: u32 = 10;
+/// Time limit of an answer in the greeting: longer than rank 0 waits for an answer, so that rank 0
+/// closes the connection first.
+const ANSWER: Duration = Duration::from_secs(15);
 /// Time limit of one attempt to connect, and of an answer that needs no other rank.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
@@ -149,7 +152,7 @@ impl ClientGroup {
             // A late answer is no failure yet: the next exchange has the full time-out.
             Ok(_) => None,
             Err(error) if is_time_out(&error) => None,
-            Err(_) => Some(self.connections.fail_lost_rank_0()),
+            Err(_) => Some(self.connections.fail_lost_rank_0(None)),
         }
     }
 
@@ -227,7 +230,7 @@ impl Connections {
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 Err(self.fail_invalid_reply(op))
             }
-            Err(_) => Err(self.fail_lost_rank_0()),
+            Err(_) => Err(self.fail_lost_rank_0(Some(op))),
         }
     }
 
@@ -239,9 +242,12 @@ impl Connections {
         receive(&*connection)
     }
 
-    /// Records that the connection to rank 0 is lost.
-    fn fail_lost_rank_0(&self) -> CollectiveError {
-        let reason = "its process ended, or cannot be reached".into();
+    /// Records that the connection to rank 0 is lost, during `op` if one waits.
+    fn fail_lost_rank_0(&self, op: Option<&Op>) -> CollectiveError {
+        let reason = match op {
+            Some(op) => format!("its process ended, or cannot be reached, in {op}"),
+            None => "its process ended, or cannot be reached".into(),
+        };
         self.record_failure(CollectiveError::PeerFailed { rank: Rank::ZERO, reason })
     }
 
@@ -261,7 +267,8 @@ fn is_time_out(error: &io::Error) -> bool {
 }
 
 /// Connects to rank 0, and introduces this rank on the connection. Connects again if the connection
-/// is closed during the greeting, as rank 0 does with the oldest of too many connections.
+/// is closed during the greeting, as rank 0 does with the oldest of too many connections, and if the
+/// greeting gets no answer, as where the network fails for a moment.
 fn open_channel(
     rendezvous: &Rendezvous<'_>,
     channel: Channel,
@@ -271,7 +278,7 @@ fn open_channel(
     let mut attempts = 0;
     loop {
         let connection = connect(rendezvous, deadline)?;
-        match greet(&connection, rendezvous, channel) {
+        match greet(&connection, rendezvous, channel, deadline) {
             Ok(Greeted::Admitted) => return Ok(connection),
             Ok(Greeted::Refused(reason)) => {
                 return Err(StoreError::Refused { host, port, rank: rendezvous.rank, reason });
@@ -282,6 +289,12 @@ fn open_channel(
             {
                 attempts += 1;
                 std::thread::sleep(RETRY * attempts);
+            }
+            Err(error) if is_time_out(&error) && Instant::now() < deadline => {}
+            Err(error) if is_time_out(&error) => {
+                let waited = rendezvous.timeout;
+                let reason = "what listens there does not answer".into();
+                return Err(StoreError::Unreachable { host, port, waited, reason });
             }
             Err(error) => {
                 return Err(StoreError::Foreign { host, port, reason: error.to_string() });
@@ -303,8 +316,9 @@ fn greet(
     connection: &TcpStream,
     rendezvous: &Rendezvous<'_>,
     channel: Channel,
+    deadline: Instant,
 ) -> io::Result<Greeted> {
-    let until = || Until::new(connection, Instant::now() + ATTEMPT);
+    let until = || Until::new(connection, deadline.min(Instant::now() + ANSWER));
     connection.set_nodelay(true)?;
     connection.set_write_timeout(Some(rendezvous.timeout))?;
     let hello = Hello {

@@ -48,7 +48,7 @@ impl HostGroup {
     }
 
     /// Returns the members, as ranks of the world.
-    pub(in crate::collectives) fn members(&self) -> &[Rank] {
+    pub(crate) fn members(&self) -> &[Rank] {
         match self {
             Self::Thread { group, .. } | Self::Server { group, .. } => group.members(),
             Self::Client(client) => client.members(),
@@ -64,7 +64,7 @@ impl HostGroup {
     }
 
     /// Returns the calling rank, as a rank of the world.
-    pub(in crate::collectives) fn rank(&self) -> Rank {
+    pub(crate) fn rank(&self) -> Rank {
         self.members()[self.index()]
     }
 
@@ -77,7 +77,7 @@ impl HostGroup {
     }
 
     /// Returns the failure that has ended the run, as far as this rank knows of one.
-    pub(in crate::collectives) fn failure(&self) -> Option<CollectiveError> {
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
         match self {
             Self::Thread { group, .. } | Self::Server { group, .. } => group.failure(),
             Self::Client(client) => client.failure(),
@@ -95,7 +95,7 @@ impl HostGroup {
     }
 
     /// Returns every member's value, in rank order. All members call it.
-    pub(in crate::collectives) fn exchange<T: Message>(
+    pub(crate) fn exchange<T: Message>(
         &self,
         op: &Op,
         value: T,
@@ -198,7 +198,7 @@ impl HostGroup {
 
     /// Ends this rank's participation. Rank 0 waits, for a few seconds at most, until the other
     /// processes have left.
-    pub(in crate::collectives) fn leave(&self) {
+    pub(crate) fn leave(&self) {
         match self {
             Self::Thread { .. } => {}
             Self::Server { server, .. } => server.leave(),

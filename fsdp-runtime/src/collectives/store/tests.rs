@@ -201,6 +201,18 @@ fn a_host_that_does_not_resolve_is_named() {
 }
 
 #[test]
+fn a_port_that_does_not_answer_is_an_error_after_the_time_out() {
+    let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = silent.local_addr().unwrap().port();
+    let timeout = Duration::from_millis(300);
+    let started = Instant::now();
+    let error = HostGroup::process(&rendezvous(1, 2, port, timeout)).unwrap_err();
+    assert!(matches!(error, StoreError::Unreachable { .. }), "{error}");
+    assert!(error.to_string().contains("does not answer"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+}
+
+#[test]
 fn an_absent_rank_0_is_an_error_after_the_time_out() {
     let timeout = Duration::from_millis(300);
     let error = HostGroup::process(&rendezvous(1, 2, free_port(), timeout)).unwrap_err();
@@ -353,47 +365,77 @@ fn a_program_at_the_port_that_does_not_know_the_secret_is_found_out() {
     });
 }
 
-/// `STRANGERS` is the number of idle connections; 300 by default, for which the usual limit of open
-/// files is enough.
-#[test]
-fn idle_connections_keep_no_rank_out_and_are_few() {
-    let (rank_0, port) = listening();
-    let strangers = std::env::var("STRANGERS").map_or(300, |number| number.parse().unwrap());
-    let idle: Vec<_> = (0..strangers).map(|_| connect(port)).collect();
-    // One of them is slow, and says a little now and then.
-    (&idle[strangers - 1]).write_all(&[40, 0]).unwrap();
-    assert_meets(&rank_0, port);
-    assert!(server(&rank_0).unknown_connections() <= 64);
-    rank_0.leave();
-    drop(idle);
+/// Returns the number in a variable, or `default`.
+fn number(name: &str, default: usize) -> usize {
+    std::env::var(name).map_or(default, |number| number.parse().unwrap())
 }
 
-/// `GREETINGS` is the number of greetings; 2000 by default.
-#[test]
-fn random_and_changed_greetings_are_not_admitted() {
-    use rand::{Rng as _, SeedableRng as _};
-    let (rank_0, port) = listening();
-    let mut random = rand::rngs::StdRng::seed_from_u64(1);
-    let mut valid = Vec::new();
-    send(&mut valid, &hello(Channel::Requests)).unwrap();
-    send(&mut valid, &Response { proof: [0; 32] }).unwrap();
-    let greetings = std::env::var("GREETINGS").map_or(2000, |number| number.parse().unwrap());
-    for at in 0..greetings {
-        let mut bytes = valid.clone();
-        if at % 2 == 0 {
+/// Returns the resident memory of this process in bytes, where the system has it.
+fn resident_memory() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: usize = text.split_whitespace().nth(1)?.parse().ok()?;
+    Some(pages * 4096)
+}
+
+/// Returns the bytes that a stranger sends: those of no greeting, or of one that was changed or
+/// recorded. `recorded` is what a rank has sent on another connection.
+fn stranger_bytes(at: usize, recorded: &[u8], random: &mut rand::rngs::StdRng) -> Vec<u8> {
+    use rand::Rng as _;
+    let mut bytes = recorded.to_vec();
+    match at % 3 {
+        0 => {
             bytes = vec![0; random.random_range(0..200)];
             random.fill(&mut bytes[..]);
-        } else {
-            for _ in 0..random.random_range(0..3) {
+        }
+        1 => {
+            for _ in 0..random.random_range(1..3) {
                 let at = random.random_range(0..bytes.len());
                 bytes[at] = random.random();
             }
         }
+        _ => {}
+    }
+    bytes
+}
+
+/// `GREETINGS` is the number of greetings, 2000 by default, and `STRANGERS` that of idle
+/// connections, 300 by default, for which the usual limit of open files is enough.
+#[test]
+fn strangers_are_not_admitted_and_ranks_meet_soon_after() {
+    use rand::SeedableRng as _;
+    let (rank_0, port) = listening();
+    let mut random = rand::rngs::StdRng::seed_from_u64(1);
+    // The greeting of a rank on another connection, whose nonce of rank 0 was another.
+    let hello = hello(Channel::Requests);
+    let proof = RunSecret::new("a secret").prove(Side::Rank, &hello.with(&[7; 32])).unwrap();
+    let mut recorded = Vec::new();
+    send(&mut recorded, &hello).unwrap();
+    send(&mut recorded, &Response { proof }).unwrap();
+
+    let (greetings, mut before) = (number("GREETINGS", 2000), None);
+    for at in 0..greetings {
+        // The allocator and the stacks of threads have their sizes after some connections.
+        if at == greetings / 10 {
+            before = resident_memory();
+        }
+        let bytes = stranger_bytes(at, &recorded, &mut random);
         // The connection may be closed before all of it is written.
         let _ = connect(port).write_all(&bytes);
     }
+    let idle: Vec<_> = (0..number("STRANGERS", 300)).map(|_| connect(port)).collect();
+    // One of them is slow, and says a little now and then.
+    (&idle[idle.len() - 1]).write_all(&[40, 0]).unwrap();
     assert_eq!(server(&rank_0).admitted(), 0);
+    let meeting = Instant::now();
     assert_meets(&rank_0, port);
+    let met = meeting.elapsed();
+    assert!(server(&rank_0).unknown_connections() <= 64);
+    assert!(met < Duration::from_secs(5), "ranks meet {met:?} later");
+    let growth = resident_memory().zip(before).map(|(after, before)| after.saturating_sub(before));
+    println!("{greetings} greetings, {} idle: met after {met:?}, grown by {growth:?}", idle.len());
+    // As much as the stacks of 64 threads, and no more with more greetings.
+    assert!(growth.is_none_or(|growth| growth < 8 << 20), "grown by {growth:?} bytes");
+    rank_0.leave();
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The file of a trace: the JSON object format of Chrome's Trace Event Format.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Write};
 
 use serde_json::{Value, json};
@@ -18,9 +18,10 @@ pub(super) fn write(file: &mut impl Write, records: &Records<'_>) -> io::Result<
     for lane in &lanes {
         lines.metadata(lane)?;
     }
+    let arrows = complete_arrows(records);
     let mut open: BTreeMap<Lane, usize> = BTreeMap::new();
     let mut memory: BTreeMap<(usize, bool), BTreeMap<&str, u64>> = BTreeMap::new();
-    for record in *records {
+    for (index, record) in records.iter().enumerate() {
         match &record.what {
             What::Begin { .. } => *open.entry(record.lane).or_default() += 1,
             What::End => *open.entry(record.lane).or_default() -= 1,
@@ -28,17 +29,47 @@ pub(super) fn write(file: &mut impl Write, records: &Records<'_>) -> io::Result<
                 let levels = memory.entry((record.lane.rank, *on_host)).or_default();
                 levels.insert(kind, *bytes);
             }
+            What::Arrow(_) if !arrows.contains_key(&index) => continue,
             What::Arrow(_) => {}
         }
-        lines.record(record, &memory)?;
+        lines.record(record, arrows.get(&index).copied(), &memory)?;
     }
     let last = records.last().map_or(0, |record| record.time);
     for (lane, count) in open {
         for _ in 0..count {
-            lines.record(&Record { time: last, lane, what: What::End }, &memory)?;
+            lines.record(&Record { time: last, lane, what: What::End }, None, &memory)?;
         }
     }
     writeln!(file, "\n]}}")
+}
+
+/// Returns the records of arrows that have both ends, by their indices, each with the number of its
+/// arrow. The other end of an arrow is in a step that was not recorded, or its collective was never
+/// waited for. An arrow ends at its first wait.
+fn complete_arrows(records: &[Record]) -> HashMap<usize, usize> {
+    let mut open: HashMap<(usize, u64), Vec<usize>> = HashMap::new();
+    let mut complete = HashMap::new();
+    for (index, record) in records.iter().enumerate() {
+        let What::Arrow(arrow) = record.what else { continue };
+        let (Arrow::Start(number) | Arrow::Step(number) | Arrow::End(number)) = arrow;
+        let key = (record.lane.rank, number);
+        match arrow {
+            Arrow::Start(_) => drop(open.insert(key, vec![index])),
+            Arrow::Step(_) => {
+                if let Some(parts) = open.get_mut(&key) {
+                    parts.push(index);
+                }
+            }
+            Arrow::End(_) => {
+                let parts = open.remove(&key).unwrap_or_default();
+                // Collectives are counted from 0 in each launch, so the first record is the number.
+                if let Some(&first) = parts.first() {
+                    complete.extend(parts.into_iter().chain([index]).map(|part| (part, first)));
+                }
+            }
+        }
+    }
+    complete
 }
 
 struct Lines<'a, W> {
@@ -71,9 +102,11 @@ impl<W: Write> Lines<'_, W> {
         Ok(())
     }
 
+    /// Writes a record. `arrow` is the number of its arrow, if it is a part of one.
     fn record(
         &mut self,
         record: &Record,
+        arrow: Option<usize>,
         memory: &BTreeMap<(usize, bool), BTreeMap<&str, u64>>,
     ) -> io::Result<()> {
         let (pid, tid) = place(&record.lane);
@@ -93,17 +126,17 @@ impl<W: Write> Lines<'_, W> {
                 }
             }
             What::End => set("ph", json!("E")),
-            What::Arrow(arrow) => {
-                let (phase, number) = match arrow {
-                    Arrow::Start(number) => ("s", number),
-                    Arrow::Step(number) => ("t", number),
-                    Arrow::End(number) => ("f", number),
+            What::Arrow(part) => {
+                let phase = match part {
+                    Arrow::Start(_) => "s",
+                    Arrow::Step(_) => "t",
+                    Arrow::End(_) => "f",
                 };
                 set("ph", json!(phase));
                 set("cat", json!("issue"));
                 set("name", json!("collective"));
-                // Ranks count their collectives by themselves.
-                set("id", json!(format!("{pid}.{number}")));
+                // Files of several processes are joined.
+                set("id", json!(format!("{pid}.{}", arrow.unwrap_or_default())));
                 if phase == "f" {
                     set("bp", json!("e"));
                 }

@@ -41,7 +41,16 @@ pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
         return;
     };
     let (a_unit, b_unit) = (first.split_at(a.unit_len).0, second.split_at(b.unit_len).0);
-    if same(a_unit, b_unit) {
+    let is_one_unit = match (a.group, b.group) {
+        (Some(a), Some(b)) => {
+            let (a_holder, b_holder) =
+                (first.split_at(a.holder_len).0, second.split_at(b.holder_len).0);
+            same(a.name, b.name) && same(a_holder, b_holder)
+        }
+        (None, None) => same(a_unit, b_unit),
+        _ => false,
+    };
+    if is_one_unit {
         return;
     }
     let text = Text::new("a tied weight must lie in one unit, but ");
@@ -84,18 +93,31 @@ struct PathTarget {
     unit_len: usize,
     /// Whether `unit` is a unit because of `#[fsdp(unit)]` on a field, not because of its type.
     field: bool,
+    /// The group of that field, if it is under `#[fsdp(unit = "name")]`.
+    group: Option<PathGroup>,
+}
+
+/// A group of fields on a path.
+#[derive(Clone, Copy)]
+struct PathGroup {
+    name: &'static str,
+    /// Length in bytes of the part of the path that leads to the struct with the fields.
+    holder_len: usize,
 }
 
 impl PathTarget {
     /// Appends the unit that the place lies in, for a message. `unit_path` is the path to that
     /// unit.
     const fn describe(&self, text: Text, layout: &Node, unit_path: &str) -> Text {
-        match (unit_path.is_empty(), layout.is_unit()) {
-            (false, _) => {
+        match (unit_path.is_empty(), layout.is_unit(), self.group) {
+            (false, _, Some(PathGroup { name, .. })) => {
+                text.then(" lies in the unit ").code(name).then(" of ").code(unit_path)
+            }
+            (false, _, None) => {
                 text.then(" lies in unit ").code(self.unit.ty).then(" (").code(unit_path).then(")")
             }
-            (true, true) => text.then(" lies in unit ").code(layout.ty).then(" itself"),
-            (true, false) => text.then(" lies in the unit around ").code(layout.ty),
+            (true, true, _) => text.then(" lies in unit ").code(layout.ty).then(" itself"),
+            (true, false, _) => text.then(" lies in the unit around ").code(layout.ty),
         }
     }
 }
@@ -109,9 +131,11 @@ struct UnknownField<'a> {
 
 /// Follows a path from the declaring type.
 const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<PathTarget, UnknownField<'a>> {
-    let mut place = PathTarget { node: layout, unit: layout, unit_len: 0, field: false };
+    let mut place =
+        PathTarget { node: layout, unit: layout, unit_len: 0, field: false, group: None };
     // Whether the elements of the containers that come next are units.
     let mut each = false;
+    let mut group = None;
     let mut start = 0;
     while start <= path.len() {
         let end = segment_end(path, start);
@@ -121,10 +145,14 @@ const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<PathTarget,
         };
         place.node = through_options(child.node);
         each |= child.unit;
+        if let Some(name) = child.group {
+            group = Some(PathGroup { name, holder_len: start.saturating_sub(1) });
+        }
         let is_container = matches!(place.node.kind, Kind::List | Kind::Tuple);
         if place.node.is_unit() || each && !is_container {
-            place = PathTarget { unit: place.node, unit_len: end, field: each, ..place };
+            place = PathTarget { unit: place.node, unit_len: end, field: each, group, ..place };
             each = false;
+            group = None;
         }
         start = end + 1;
     }

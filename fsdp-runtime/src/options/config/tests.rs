@@ -383,7 +383,7 @@ const fn unit(ty: &'static str, children: &'static [Child]) -> Node {
 }
 
 const fn field(node: &'static Node) -> Child {
-    Child { name: "field", key: None, transposed: false, unit: false, node }
+    Child { name: "field", key: None, transposed: false, unit: false, group: None, node }
 }
 
 const LAYER: Node = unit("BertLayer", &[]);

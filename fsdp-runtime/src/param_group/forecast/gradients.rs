@@ -1,13 +1,12 @@
 //! Bytes of gradients in a backward pass.
 
-use std::ops::Range;
-
 use super::super::unit::Unit;
 use crate::options::GradientAccumulation;
 
 /// Bytes of each unit's gradients, in layout order.
 pub(super) struct Gradients {
-    /// Full gradients of the unit and of its enclosing units, whose backward is not over yet.
+    /// Full gradients of the unit, of its enclosing units, and of the groups of fields around it,
+    /// whose backward is not over yet.
     ///
     /// Inner units do not count the outermost unit. As a rule it has no tracked input, so its
     /// gradients all arrive at the end of backward. Until then they belong to Burn.
@@ -21,6 +20,8 @@ pub(super) struct Gradients {
     reduced: Vec<usize>,
     /// Full gradients of the unit, in the dtypes in which they are kept between micro-batches.
     held: Vec<usize>,
+    /// Units in the order in which their gradients arrive.
+    order: Vec<usize>,
     /// Whether reduced gradients are stored on the host.
     offloaded: bool,
     /// Number of units in reduction while the gradients of another one arrive.
@@ -37,10 +38,14 @@ impl Gradients {
         let held = |unit: &Unit| unit.gradient_bytes().1;
         let nested = |own: &dyn Fn(&Unit) -> usize| {
             let mut enclosing: Vec<usize> = Vec::new();
-            let full = units.iter().map(|unit| {
+            let full = units.iter().enumerate().map(|(number, unit)| {
                 enclosing.truncate(unit.level);
                 enclosing.push(own(unit));
-                enclosing.iter().skip(usize::from(unit.level > 0)).sum()
+                let around = units[..number]
+                    .iter()
+                    .filter(|other| other.group.as_ref().is_some_and(|group| number < group.until));
+                let nested: usize = enclosing.iter().skip(usize::from(unit.level > 0)).sum();
+                nested + around.map(own).sum::<usize>()
             });
             full.collect()
         };
@@ -53,6 +58,7 @@ impl Gradients {
             full - most(unit) + held(unit) + reduced(unit) + unit.gradient_code_bytes()
         });
         Self {
+            order: arrival_order(units),
             reducing: reducing.collect(),
             full,
             arriving,
@@ -65,19 +71,18 @@ impl Gradients {
 
     /// Returns the most bytes of one backward pass at any moment, on the device and on the host.
     ///
-    /// Backward goes through the units in reverse order. With one reduction in flight, the
-    /// reduction of a unit ends before the next unit's gradients arrive.
+    /// With one reduction in flight, the reduction of a unit ends before the next unit's gradients
+    /// arrive.
     pub(super) fn once(&self) -> (usize, usize) {
         if self.offloaded {
             return (self.largest(), self.reduced.iter().sum());
         }
         let mut done = 0;
         let mut peak = 0;
-        let units = self.full.iter().zip(&self.reducing).zip(&self.reduced);
-        for (unit, ((full, reducing), reduced)) in units.enumerate().rev() {
-            let in_reduction: usize = self.held[self.others_in_reduction(unit)].iter().sum();
-            peak = peak.max(done + in_reduction + full.max(reducing));
-            done += reduced;
+        for (at, &unit) in self.order.iter().enumerate() {
+            let full = self.full[unit].max(self.reducing[unit]);
+            peak = peak.max(done + self.held_in_reduction(at) + full);
+            done += self.reduced[unit];
         }
         (peak.max(done), 0)
     }
@@ -90,31 +95,37 @@ impl Gradients {
     fn all_held(&self) -> usize {
         let mut now: usize = self.held.iter().sum();
         let mut peak = now + self.arriving.iter().max().copied().unwrap_or(0);
-        let units = self.arriving.iter().zip(&self.held).zip(&self.reduced);
-        for (unit, ((arriving, held), reduced)) in units.enumerate().rev() {
-            let in_reduction: usize = self.held[self.others_in_reduction(unit)].iter().sum();
-            peak = peak.max(now + in_reduction + arriving.max(reduced));
-            now -= held;
+        for (at, &unit) in self.order.iter().enumerate() {
+            let more = self.arriving[unit].max(self.reduced[unit]);
+            peak = peak.max(now + self.held_in_reduction(at) + more);
+            now -= self.held[unit];
             if !self.offloaded {
-                now += reduced;
+                now += self.reduced[unit];
             }
         }
         peak.max(now)
     }
 
-    /// Returns the units that may be in reduction while the gradients of `unit` arrive.
-    fn others_in_reduction(&self, unit: usize) -> Range<usize> {
-        unit + 1..self.full.len().min(unit + 1 + self.others_in_flight)
+    /// Returns the units that may be in reduction while the gradients of the unit at position `at` of
+    /// the order arrive.
+    fn others_in_reduction(&self, at: usize) -> &[usize] {
+        &self.order[at.saturating_sub(self.others_in_flight)..at]
+    }
+
+    /// Returns the bytes of the full gradients of these units.
+    fn held_in_reduction(&self, at: usize) -> usize {
+        self.others_in_reduction(at).iter().map(|unit| self.held[*unit]).sum()
     }
 
     /// Returns the most bytes of gradients at one moment: the full gradients of a unit and of its
     /// enclosing units, and the inputs and results of the running reductions.
     fn largest(&self) -> usize {
-        let of_unit = |(unit, (full, reducing)): (usize, (&usize, &usize))| {
-            let both = |unit: usize| self.held[unit] + self.reduced[unit];
-            full.max(reducing) + self.others_in_reduction(unit).map(both).sum::<usize>()
+        let of_unit = |(at, unit): (usize, &usize)| {
+            let both = |unit: &usize| self.held[*unit] + self.reduced[*unit];
+            let others: usize = self.others_in_reduction(at).iter().map(both).sum();
+            self.full[*unit].max(self.reducing[*unit]) + others
         };
-        self.full.iter().zip(&self.reducing).enumerate().map(of_unit).max().unwrap_or(0)
+        self.order.iter().enumerate().map(of_unit).max().unwrap_or(0)
     }
 
     /// Returns the most bytes of a backward pass that adds to the gradients of earlier
@@ -128,4 +139,15 @@ impl Gradients {
             (_, true) => (self.largest(), reduced),
         }
     }
+}
+
+/// Returns the units in the order in which their gradients arrive.
+///
+/// Backward goes through the units in reverse. Gradients of a unit without a tracked input arrive at
+/// the end, because Burn orders operations by their distance from the leaves. There the outermost
+/// unit comes first: Burn finds its last layers before those of inner units.
+fn arrival_order(units: &[Unit]) -> Vec<usize> {
+    let (last, first): (Vec<usize>, Vec<usize>) =
+        (0..units.len()).partition(|unit| units[*unit].takes_model_input);
+    first.into_iter().rev().chain(last).collect()
 }

@@ -11,7 +11,7 @@ use super::super::probes::probe_elements;
 use super::super::unit::Unit;
 use super::buffers::{copied, gathered, sending};
 use super::gradients::Gradients;
-use crate::backend::is_flex;
+use crate::backend::DeviceKind;
 use crate::error::ShardError;
 use crate::layout::Mesh;
 use crate::module::FsdpModule;
@@ -21,8 +21,9 @@ use crate::options::{FsdpOptions, OffloadPolicy};
 ///
 /// The kinds are those of [`Memory`](crate::Memory), but activations include those in Burn's
 /// autodiff graph, which the caller has to estimate. All parameters that are stored in f32 are assumed
-/// to be trained, and of those in bf16 the ones that require a gradient. `Display` prints a table in
-/// MiB.
+/// to be trained, and of those in bf16 the ones that require a gradient. A unit before which no trained
+/// parameter is declared is assumed to take inputs of the model, which need no gradient: its gradients
+/// arrive after those of all other units. `Display` prints a table in MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[must_use]
@@ -116,13 +117,18 @@ impl MemoryForecast {
         options.check()?;
         let mesh = options.mesh(mesh, mesh.world.size())?;
         let Plan { units, device, .. } = Plan::new(module, mesh, options)?;
+        Ok(Self::of_units(&units, options, DeviceKind::of(&device)))
+    }
+
+    /// Returns the memory of a rank with these units. `kind` is that of the device that computes.
+    pub(crate) fn of_units(units: &[Unit], options: &FsdpOptions, kind: DeviceKind) -> Self {
         let (mut shards, mut replicated) = (0, 0);
         for (of_shards, of_replicated) in units.iter().map(Unit::stored_bytes) {
             shards += of_shards;
             replicated += of_replicated;
         }
         let offloaded = options.offload != OffloadPolicy::None;
-        let gradients = Gradients::new(&units, offloaded, options.reductions_in_flight(&device));
+        let gradients = Gradients::new(units, offloaded, options.reductions_in_flight(kind));
         let (on_device, on_host) = gradients.once();
         let host = HostForecast { shards, replicated, gradients: on_host, ..Default::default() };
         let device_shards = match options.offload {
@@ -131,13 +137,13 @@ impl MemoryForecast {
             _ => 0,
         };
         let device_replicated = match offloaded {
-            true => copied(&units, options.gather_buffers()),
+            true => copied(units, options.gather_buffers()),
             false => replicated,
         };
-        Ok(Self {
+        Self {
             shards: device_shards,
             replicated: device_replicated,
-            gathered: gathered(&units, options.gather_buffers()) + sending(&units, options.offload),
+            gathered: gathered(units, options.gather_buffers()) + sending(units, options.offload),
             gradients: on_device,
             optimizer: 0,
             activations: 0,
@@ -145,10 +151,10 @@ impl MemoryForecast {
             accumulated: gradients.accumulated(options.gradient_accumulation),
             stepped: units.iter().map(Unit::reduced_bytes).sum(),
             step_copy: units.iter().map(Unit::step_copy_bytes).max().unwrap_or(0),
-            probes: if options.optimizer_check { probe_elements(&units) } else { 0 },
+            probes: if options.optimizer_check { probe_elements(units) } else { 0 },
             offloaded,
-            on_host: is_flex(&device),
-        })
+            on_host: kind == DeviceKind::Flex,
+        }
     }
 
     /// Adds an optimizer with `moments` f32 values for each element of a parameter: 2 for Adam and

@@ -1,13 +1,18 @@
 //! Accounting of the memory that a sharded model takes on one rank.
 //!
-//! Imports point one way: usage <- timeline <- tracker.
+//! Imports point one way: usage, holders <- timeline <- recorder <- tracker <- handle.
 
 mod device_usage;
+mod handle;
+mod holders;
+mod recorder;
 mod timeline;
 mod tracker;
 mod usage;
 
 pub use self::device_usage::DeviceUsage;
-pub use self::timeline::{MemorySample, MemoryTimeline};
+pub(crate) use self::handle::MemoryHandle;
+pub use self::holders::MemoryHolder;
+pub use self::timeline::{MemoryEvent, MemoryMark, MemoryPeak, MemorySample, MemoryTimeline};
 pub(crate) use self::tracker::{Counted, MemoryKind, MemoryTracker};
 pub use self::usage::{Memory, Usage};

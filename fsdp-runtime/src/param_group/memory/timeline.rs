@@ -1,8 +1,11 @@
-//! Memory over time: the newest changes of the counters, in a ring of bounded size.
+//! Memory over time, as data: the changes of the counters, and the marks of units and steps.
 
-use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
 
+use super::super::mib::mib;
+use super::holders::{MemoryHolder, sort};
 use super::usage::Memory;
 
 /// A change of one kind of memory.
@@ -22,6 +25,66 @@ pub struct MemorySample {
     pub unit: Option<String>,
 }
 
+/// A moment of the training in a [`MemoryTimeline`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryMark {
+    /// Time since the record began.
+    pub time: Duration,
+    /// What happened.
+    pub event: MemoryEvent,
+    /// Number of samples of the timeline that precede the mark.
+    pub samples: usize,
+}
+
+/// What happened at a [`MemoryMark`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MemoryEvent {
+    /// The forward of a unit began. The module path of the outermost unit is empty.
+    Forward {
+        /// Module path of the unit.
+        unit: String,
+    },
+    /// The backward of a unit began.
+    Backward {
+        /// Module path of the unit.
+        unit: String,
+    },
+    /// A step of the optimizer ended.
+    Step {
+        /// Number of the step, counted from 1 since the record began.
+        number: usize,
+    },
+}
+
+/// The moment at which a rank held the most memory in one place, the device or the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryPeak {
+    /// Time since the record began.
+    pub time: Duration,
+    /// Bytes of all kinds together.
+    pub bytes: usize,
+    /// What held the bytes, the largest holder first. Their sum is `bytes`.
+    pub holders: Vec<MemoryHolder>,
+}
+
+/// Number of holders that the text of a peak names.
+const NAMED_HOLDERS: usize = 5;
+
+impl fmt::Display for MemoryPeak {
+    /// Prints the bytes and the five largest holders: ``5.00 MiB: shards, 3.00 MiB; gradients of
+    /// `blocks.2`, 2.00 MiB``.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2} MiB", mib(self.bytes))?;
+        for (index, holder) in self.holders.iter().take(NAMED_HOLDERS).enumerate() {
+            write!(f, "{}{holder}", if index == 0 { ": " } else { "; " })?;
+        }
+        Ok(())
+    }
+}
+
 /// Memory of a sharded model on one rank over time.
 ///
 /// [`Stats::memory_timeline`](crate::Stats::memory_timeline) returns it.
@@ -36,8 +99,24 @@ pub struct MemoryTimeline {
     pub samples: Vec<MemorySample>,
     /// Number of older changes that the record had no room for.
     pub dropped: usize,
+    /// Begins of units and ends of steps, in the order in which they happened. Those before the
+    /// first sample that is left are left out.
+    pub marks: Vec<MemoryMark>,
+    /// Number of older marks that are left out.
+    pub dropped_marks: usize,
+    /// Memory on the device at the end of the record. Its peaks are those since the model was
+    /// sharded.
+    pub device_after: Memory,
+    /// Memory on the host at the end of the record, with the peaks since the model was sharded.
+    pub host_after: Memory,
+    /// What holds memory on the device and on the host at the end of the record, the largest holder
+    /// first.
+    pub holders: Vec<MemoryHolder>,
     /// Duration of the record.
     pub duration: Duration,
+    /// Error that ended the run, which pictures and files show. The record leaves it `None`; a program
+    /// may set it.
+    pub failure: Option<String>,
 }
 
 impl MemoryTimeline {
@@ -54,159 +133,86 @@ impl MemoryTimeline {
         self.levels(self.host_before, true)
     }
 
+    /// Returns the memory on the device at each mark. Peaks are those since the record began.
+    pub fn device_at_marks(&self) -> Vec<Memory> {
+        self.at_marks(self.device_before, false)
+    }
+
+    /// Returns the memory on the host at each mark, as [`device_at_marks`](Self::device_at_marks)
+    /// does.
+    pub fn host_at_marks(&self) -> Vec<Memory> {
+        self.at_marks(self.host_before, true)
+    }
+
+    /// Returns the moment at which the rank held the most memory on the device, and what held it. If
+    /// older changes were [dropped](Self::dropped), it is the moment among those that are left.
+    pub fn device_peak(&self) -> MemoryPeak {
+        self.peak(self.device_before, false)
+    }
+
+    /// Returns the moment at which the rank held the most memory on the host, as
+    /// [`device_peak`](Self::device_peak) does.
+    pub fn host_peak(&self) -> MemoryPeak {
+        self.peak(self.host_before, true)
+    }
+
+    fn changes(&self, on_host: bool) -> impl DoubleEndedIterator<Item = &MemorySample> {
+        self.samples.iter().filter(move |sample| sample.on_host == on_host)
+    }
+
     fn levels(&self, before: Memory, on_host: bool) -> Vec<(Duration, Memory)> {
-        let changes = self.samples.iter().filter(|sample| sample.on_host == on_host);
         let mut memory = before;
-        let after = changes.map(|sample| {
+        let after = self.changes(on_host).map(|sample| {
             memory.set(sample.kind, sample.bytes);
             (sample.time, memory)
         });
         let after: Vec<_> = after.collect();
         std::iter::once((Duration::ZERO, before)).chain(after).collect()
     }
-}
 
-/// A change, with the index of its unit.
-#[derive(Debug)]
-struct Change {
-    time: Duration,
-    kind: &'static str,
-    on_host: bool,
-    bytes: usize,
-    unit: Option<usize>,
-}
-
-/// The record of memory over time, while it is kept.
-#[derive(Debug)]
-pub(super) struct Recorder {
-    begin: Instant,
-    max_samples: usize,
-    device_before: Memory,
-    host_before: Memory,
-    changes: VecDeque<Change>,
-    dropped: usize,
-}
-
-impl Recorder {
-    /// Starts a record of changes of memory. `device` and `host` are the present counts.
-    pub(super) fn new(max_samples: usize, device: Memory, host: Memory) -> Self {
-        Self {
-            begin: Instant::now(),
-            max_samples,
-            device_before: device.without_peaks(),
-            host_before: host.without_peaks(),
-            changes: VecDeque::new(),
-            dropped: 0,
-        }
+    fn at_marks(&self, before: Memory, on_host: bool) -> Vec<Memory> {
+        let mut memory = before;
+        let mut done = 0;
+        let marks = self.marks.iter().map(|mark| {
+            for sample in &self.samples[done..mark.samples] {
+                if sample.on_host == on_host {
+                    memory.set(sample.kind, sample.bytes);
+                }
+            }
+            done = mark.samples;
+            memory
+        });
+        marks.collect()
     }
 
-    /// Adds a change, in place of the oldest if there is no room.
-    pub(super) fn add(
-        &mut self,
-        kind: &'static str,
-        on_host: bool,
-        bytes: usize,
-        unit: Option<usize>,
-    ) {
-        let time = self.begin.elapsed();
-        self.changes.push_back(Change { time, kind, on_host, bytes, unit });
-        if self.changes.len() <= self.max_samples {
-            return;
+    /// Returns the first moment of the highest total. The holders at that moment are those at the
+    /// end, without the changes in between.
+    fn peak(&self, before: Memory, on_host: bool) -> MemoryPeak {
+        let levels = self.levels(before, on_host);
+        let highest = levels.iter().map(|(_, memory)| memory.total.now).max().unwrap_or(0);
+        let at = levels.iter().position(|(_, memory)| memory.total.now == highest).unwrap_or(0);
+        let after = self.holders.iter().filter(|holder| holder.on_host == on_host);
+        let mut held: BTreeMap<(&'static str, Option<&str>), i128> = after
+            .map(|holder| ((holder.kind, holder.unit.as_deref()), holder.bytes as i128))
+            .collect();
+        let mut now = before;
+        for (index, sample) in self.changes(on_host).enumerate() {
+            let earlier = now.now(sample.kind);
+            now.set(sample.kind, sample.bytes);
+            if index >= at {
+                *held.entry((sample.kind, sample.unit.as_deref())).or_default() -=
+                    sample.bytes as i128 - earlier as i128;
+            }
         }
-        if let Some(Change { kind, on_host, bytes, .. }) = self.changes.pop_front() {
-            let before = if on_host { &mut self.host_before } else { &mut self.device_before };
-            before.set(kind, bytes);
-            *before = before.without_peaks();
-            self.dropped += 1;
-        }
-    }
-
-    /// Returns the record so far. `path` returns the module path of a unit.
-    pub(super) fn timeline(&self, path: &dyn Fn(usize) -> String) -> MemoryTimeline {
-        let sample = |change: &Change| MemorySample {
-            time: change.time,
-            kind: change.kind,
-            on_host: change.on_host,
-            bytes: change.bytes,
-            unit: change.unit.map(path),
+        let holder = |((kind, unit), bytes): ((&'static str, Option<&str>), i128)| MemoryHolder {
+            kind,
+            on_host,
+            unit: unit.map(Into::into),
+            bytes: usize::try_from(bytes).unwrap_or(0),
         };
-        MemoryTimeline {
-            device_before: self.device_before,
-            host_before: self.host_before,
-            samples: self.changes.iter().map(sample).collect(),
-            dropped: self.dropped,
-            duration: self.begin.elapsed(),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::tracker::{MemoryKind, MemoryTracker};
-
-    fn path(unit: usize) -> String {
-        format!("blocks.{unit}")
-    }
-
-    #[test]
-    fn a_record_has_every_change_after_its_start() {
-        let tracker = MemoryTracker::new(true);
-        tracker.take(MemoryKind::Shards, 5, 0);
-        assert_eq!(tracker.timeline(&path), None);
-        tracker.start_timeline(10);
-        tracker.take(MemoryKind::Gradients, 7, 1);
-        tracker.take(MemoryKind::Gradients, 0, 1);
-        tracker.give_back(MemoryKind::Gradients, 3, 2);
-        tracker.take(MemoryKind::ReducedGradients, 2, None);
-        let timeline = tracker.timeline(&path).unwrap();
-        let found = timeline
-            .samples
-            .iter()
-            .map(|sample| (sample.kind, sample.on_host, sample.bytes, sample.unit.as_deref()));
-        let expected = [
-            ("gradients", false, 7, Some("blocks.1")),
-            ("gradients", false, 4, Some("blocks.2")),
-            ("gradients", true, 2, None),
-        ];
-        assert_eq!(found.collect::<Vec<_>>(), expected);
-        assert_eq!((timeline.host_before.shards.now, timeline.dropped), (5, 0));
-        assert!(timeline.samples.is_sorted_by_key(|sample| sample.time));
-        assert!(timeline.samples.iter().all(|sample| sample.time <= timeline.duration));
-        tracker.stop_timeline();
-        assert_eq!(tracker.timeline(&path), None);
-    }
-
-    #[test]
-    fn levels_are_those_of_the_counters() {
-        let tracker = MemoryTracker::new(false);
-        tracker.take(MemoryKind::Gradients, 100, None);
-        tracker.give_back(MemoryKind::Gradients, 100, None);
-        tracker.take(MemoryKind::Shards, 5, None);
-        tracker.start_timeline(100);
-        tracker.take(MemoryKind::GatherBuffers, 8, 0);
-        tracker.take(MemoryKind::Gradients, 2, 0);
-        tracker.give_back(MemoryKind::GatherBuffers, 8, 0);
-        let device = tracker.timeline(&path).unwrap().device();
-        let totals: Vec<_> = device.iter().map(|(_, memory)| memory.total.now).collect();
-        assert_eq!(totals, [5, 13, 15, 7]);
-        let last = device.last().unwrap().1;
-        assert_eq!((last.gathered.now, last.gathered.peak, last.total.peak), (0, 8, 15));
-        assert_eq!(last.gradients.peak, 2, "an earlier peak does not count");
-        assert_eq!(last.total.now, tracker.device().total.now);
-        assert_eq!(tracker.timeline(&path).unwrap().host().len(), 1);
-    }
-
-    #[test]
-    fn the_newest_changes_are_kept_and_levels_stay_right() {
-        let tracker = MemoryTracker::new(false);
-        tracker.start_timeline(3);
-        for bytes in 1..=10 {
-            tracker.set(MemoryKind::Optimizer, bytes);
-            tracker.set(MemoryKind::Shards, 100 * bytes);
-        }
-        let timeline = tracker.timeline(&path).unwrap();
-        assert_eq!((timeline.samples.len(), timeline.dropped), (3, 17));
-        let totals: Vec<_> = timeline.device().iter().map(|(_, memory)| memory.total.now).collect();
-        assert_eq!(totals, [9 + 800, 9 + 900, 10 + 900, 10 + 1000]);
+        let mut holders: Vec<_> = held.into_iter().map(holder).collect();
+        holders.retain(|holder| holder.bytes > 0);
+        sort(&mut holders);
+        MemoryPeak { time: levels[at].0, bytes: highest, holders }
     }
 }

@@ -1,10 +1,16 @@
 //! Counters of a sharded model's memory, updated at every allocation and release.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::timeline::{MemoryTimeline, Recorder};
+use super::holders::{Holders, MemoryHolder};
+use super::recorder::{After, Event, Recorder};
+use super::timeline::MemoryTimeline;
 use super::usage::Memory;
-use crate::error::IgnorePoison;
+use crate::error::{IgnorePoison, ScheduleError};
+
+/// Number of holders that the error of a limit names.
+const NAMED_HOLDERS: usize = 5;
 
 /// A finer division of the kinds of [`Memory`], which decides whether bytes count for the device or
 /// for the host.
@@ -79,13 +85,31 @@ impl MemoryKind {
     }
 }
 
-/// Running counts of the memory on the device and on the host.
+/// The memory in one place, by kind, and by kind and unit.
 #[derive(Debug, Default)]
+struct Place {
+    memory: Memory,
+    holders: Holders,
+}
+
+/// The first moment at which the memory on the device exceeded the limit.
+#[derive(Debug)]
+struct Exceeded {
+    used: usize,
+    holders: Holders,
+}
+
+/// Running counts of the memory on the device and on the host.
+#[derive(Debug)]
 pub(crate) struct MemoryTracker {
-    device: Mutex<Memory>,
-    host: Mutex<Memory>,
+    device: Mutex<Place>,
+    host: Mutex<Place>,
     /// Whether the storage device is the host.
     offloaded: bool,
+    /// Most bytes that the device may hold, or `usize::MAX`.
+    limit: AtomicUsize,
+    /// It is locked after a count, never before.
+    exceeded: Mutex<Option<Exceeded>>,
     /// Record of the changes, while one is kept. It is locked after a count, never before.
     timeline: Mutex<Option<Recorder>>,
 }
@@ -93,17 +117,31 @@ pub(crate) struct MemoryTracker {
 impl MemoryTracker {
     /// Creates a tracker whose counts are 0. `offloaded` says that the storage device is the host.
     pub(crate) fn new(offloaded: bool) -> Self {
-        Self { offloaded, ..Self::default() }
+        Self {
+            device: Mutex::default(),
+            host: Mutex::default(),
+            offloaded,
+            limit: AtomicUsize::new(usize::MAX),
+            exceeded: Mutex::default(),
+            timeline: Mutex::default(),
+        }
     }
 
     /// Returns the present counts of the device.
     pub(crate) fn device(&self) -> Memory {
-        *lock(&self.device)
+        lock(&self.device).memory
     }
 
     /// Returns the present counts of the host.
     pub(crate) fn host(&self) -> Memory {
-        *lock(&self.host)
+        lock(&self.host).memory
+    }
+
+    /// Returns what holds memory at present on the device and on the host, the largest holder first.
+    /// `path` returns the module path of a unit.
+    pub(super) fn holders(&self, path: &dyn Fn(usize) -> String) -> Vec<MemoryHolder> {
+        let (device, host) = (lock(&self.device), lock(&self.host));
+        list(&device, &host, path)
     }
 
     /// Adds `bytes` to a kind, for a unit (by its index) or for several.
@@ -122,43 +160,124 @@ impl MemoryTracker {
     }
 
     /// Starts a record of at most `max_samples` changes, in place of a running one.
-    pub(crate) fn start_timeline(&self, max_samples: usize) {
+    pub(super) fn start_timeline(&self, max_samples: usize) {
         let (device, host) = (lock(&self.device), lock(&self.host));
-        let recorder = Recorder::new(max_samples, *device, *host);
+        let recorder = Recorder::new(max_samples, device.memory, host.memory);
         *self.timeline.lock().ignore_poison() = Some(recorder);
     }
 
     /// Returns the record so far, if one is kept. `path` returns the module path of a unit.
-    pub(crate) fn timeline(&self, path: &dyn Fn(usize) -> String) -> Option<MemoryTimeline> {
-        Some(self.timeline.lock().ignore_poison().as_ref()?.timeline(path))
+    pub(super) fn timeline(&self, path: &dyn Fn(usize) -> String) -> Option<MemoryTimeline> {
+        let (device, host) = (lock(&self.device), lock(&self.host));
+        let timeline = self.timeline.lock().ignore_poison();
+        let holders = list(&device, &host, path);
+        let after = After { device: device.memory, host: host.memory, holders };
+        Some(timeline.as_ref()?.timeline(after, path))
     }
 
     /// Ends the record of changes and drops it.
-    pub(crate) fn stop_timeline(&self) {
+    pub(super) fn stop_timeline(&self) {
         *self.timeline.lock().ignore_poison() = None;
+    }
+
+    /// Marks the begin of a unit's forward in the record.
+    pub(crate) fn mark_forward(&self, unit: usize) {
+        self.on_record(|recorder| recorder.begin(Event::Forward(unit)));
+    }
+
+    /// Marks the begin of a unit's backward in the record.
+    pub(crate) fn mark_backward(&self, unit: usize) {
+        self.on_record(|recorder| recorder.begin(Event::Backward(unit)));
+    }
+
+    /// Marks the end of a step of the optimizer in the record.
+    pub(crate) fn mark_step(&self) {
+        self.on_record(Recorder::end_step);
+    }
+
+    fn on_record(&self, f: impl FnOnce(&mut Recorder)) {
+        if let Some(recorder) = &mut *self.timeline.lock().ignore_poison() {
+            f(recorder);
+        }
+    }
+
+    /// Sets the most bytes that the device may hold; `None` for no limit.
+    pub(crate) fn set_limit(&self, limit: Option<usize>) {
+        let device = lock(&self.device);
+        self.limit.store(limit.unwrap_or(usize::MAX), Ordering::Relaxed);
+        *self.exceeded.lock().ignore_poison() = None;
+        self.note_limit(&device);
+    }
+
+    /// Notes the first moment above the limit.
+    fn note_limit(&self, device: &Place) {
+        let used = device.memory.total.now;
+        if used > self.limit.load(Ordering::Relaxed) {
+            let exceeded = &mut *self.exceeded.lock().ignore_poison();
+            exceeded.get_or_insert_with(|| Exceeded { used, holders: device.holders.clone() });
+        }
+    }
+
+    /// Returns an error if the memory on the device was above the limit at any moment since the limit
+    /// was set. `path` returns the module path of a unit.
+    pub(crate) fn check_limit(&self, path: &dyn Fn(usize) -> String) -> Result<(), ScheduleError> {
+        let limit = self.limit.load(Ordering::Relaxed);
+        if limit == usize::MAX {
+            return Ok(());
+        }
+        let exceeded = self.exceeded.lock().ignore_poison();
+        let Some(Exceeded { used, holders }) = &*exceeded else { return Ok(()) };
+        let holders = holders.list(false, path).into_iter().take(NAMED_HOLDERS);
+        let holders = holders.map(|holder| (holder.name(), holder.bytes)).collect();
+        Err(ScheduleError::MemoryLimit { limit, used: *used, holders })
     }
 
     fn change(&self, kind: MemoryKind, unit: Option<usize>, change: impl FnOnce(usize) -> usize) {
         let on_host = kind.is_on_host(self.offloaded);
-        let mut memory = lock(if on_host { &self.host } else { &self.device });
-        let before = memory.now(kind.name());
+        let kind = kind.name();
+        let mut place = lock(if on_host { &self.host } else { &self.device });
+        let before = place.memory.now(kind);
         let now = change(before);
-        memory.set(kind.name(), now);
-        if now != before {
-            let (kind, bytes) = (kind.name(), now as u64);
-            tracing::trace!(target: "fsdp::trace", %kind, on_host, bytes, "fsdp::memory");
+        if now == before {
+            return;
         }
-        if now != before
-            && let Some(recorder) = &mut *self.timeline.lock().ignore_poison()
-        {
-            recorder.add(kind.name(), on_host, now, unit);
+        let parts = if now > before {
+            place.holders.add((kind, unit), now - before);
+            vec![(unit, now)]
+        } else {
+            let mut level = before;
+            let parts = place.holders.subtract(kind, unit, before - now).into_iter();
+            let parts = parts.map(|(unit, bytes)| {
+                level -= bytes;
+                (unit, level)
+            });
+            parts.collect()
+        };
+        place.memory.set(kind, now);
+        let bytes = now as u64;
+        tracing::trace!(target: "fsdp::trace", %kind, on_host, bytes, "fsdp::memory");
+        self.on_record(|recorder| {
+            for (unit, bytes) in parts {
+                recorder.add(kind, on_host, bytes, unit);
+            }
+        });
+        if !on_host {
+            self.note_limit(&place);
         }
     }
 }
 
+/// Returns the holders of both places, the largest first.
+fn list(device: &Place, host: &Place, path: &dyn Fn(usize) -> String) -> Vec<MemoryHolder> {
+    let mut holders = device.holders.list(false, path);
+    holders.extend(host.holders.list(true, path));
+    super::holders::sort(&mut holders);
+    holders
+}
+
 /// Locks a count of memory. A panic elsewhere leaves it valid, so a poisoned lock is no error.
-fn lock(memory: &Mutex<Memory>) -> MutexGuard<'_, Memory> {
-    memory.lock().ignore_poison()
+fn lock(place: &Mutex<Place>) -> MutexGuard<'_, Place> {
+    place.lock().ignore_poison()
 }
 
 /// Bytes that count for a kind of memory until this value is dropped.
@@ -198,7 +317,7 @@ mod tests {
 
     #[test]
     fn the_peak_of_the_total_is_of_one_moment() {
-        let tracker = MemoryTracker::default();
+        let tracker = MemoryTracker::new(false);
         tracker.take(MemoryKind::GatherBuffers, 10, 0);
         tracker.give_back(MemoryKind::GatherBuffers, 10, 0);
         tracker.take(MemoryKind::Gradients, 7, None);
@@ -238,11 +357,35 @@ mod tests {
 
     #[test]
     fn dropping_counted_bytes_gives_them_back() {
-        let tracker = Arc::new(MemoryTracker::default());
+        let tracker = Arc::new(MemoryTracker::new(false));
         let counted =
             [3, 4].map(|bytes| Counted::new(&tracker, MemoryKind::Activations, bytes, None));
         assert_eq!(tracker.device().activations, Usage { now: 7, peak: 7 });
         drop(counted);
         assert_eq!(tracker.device().activations, Usage { now: 0, peak: 7 });
+    }
+    #[test]
+    fn the_first_moment_above_the_limit_is_an_error_with_its_holders() {
+        let path = |unit: usize| format!("blocks.{unit}");
+        let tracker = MemoryTracker::new(false);
+        tracker.take(MemoryKind::Shards, 10, 0);
+        assert_eq!(tracker.check_limit(&path), Ok(()));
+        tracker.set_limit(Some(20));
+        tracker.take(MemoryKind::Gradients, 10, 1);
+        tracker.take(MemoryKind::OffloadedActivations, 100, 1);
+        assert_eq!(tracker.check_limit(&path), Ok(()), "20 of 20 bytes, and the host has no limit");
+        tracker.take(MemoryKind::GatherBuffers, 1, None);
+        tracker.give_back(MemoryKind::Gradients, 10, 1);
+        let error = tracker.check_limit(&path).unwrap_err();
+        let ScheduleError::MemoryLimit { limit, used, holders } = &error else { panic!("{error}") };
+        assert_eq!((*limit, *used), (20, 21));
+        let names: Vec<_> = holders.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["gradients of `blocks.1`", "shards of `blocks.0`", "gathered"]);
+        tracker.set_limit(Some(20));
+        assert_eq!(tracker.check_limit(&path), Ok(()), "the memory is below the limit again");
+        tracker.set_limit(Some(10));
+        assert!(tracker.check_limit(&path).is_err(), "the memory is above the new limit");
+        tracker.set_limit(None);
+        assert_eq!(tracker.check_limit(&path), Ok(()));
     }
 }

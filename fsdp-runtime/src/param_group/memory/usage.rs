@@ -84,7 +84,7 @@ impl Memory {
     }
 
     /// Returns the present bytes of a kind, by its name.
-    pub(super) fn now(&mut self, name: &'static str) -> usize {
+    pub(super) fn now(mut self, name: &'static str) -> usize {
         self.kind_mut(name).now
     }
 
@@ -93,6 +93,16 @@ impl Memory {
         let usage = self.kind_mut(name);
         *usage = Usage { now: bytes, peak: usage.peak.max(bytes) };
         self.update_total();
+    }
+
+    /// Returns the memory whose kinds have these bytes, now and at most. Kinds that are left out have 0
+    /// bytes, and the total is that of the others.
+    pub(crate) fn of_kinds(kinds: impl Iterator<Item = (&'static str, usize)>) -> Self {
+        let mut memory = Self::default();
+        kinds
+            .filter(|(name, _)| *name != "total")
+            .for_each(|(name, bytes)| memory.set(name, bytes));
+        memory.without_peaks()
     }
 
     /// Returns the present bytes, with peaks that begin now.

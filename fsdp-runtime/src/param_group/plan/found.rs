@@ -49,6 +49,8 @@ pub(super) struct FoundParam {
     pub(super) frozen: bool,
     /// Number of the parameter's unit.
     pub(super) unit: usize,
+    /// Number of the module in a unit of several fields; 0 in any other unit.
+    pub(super) module: usize,
     /// Number of the parameter that owns this weight, if this one is an alias.
     pub(super) tied_to: Option<usize>,
 }
@@ -77,6 +79,28 @@ pub(super) struct FoundUnit {
     pub(super) recomputed: bool,
     /// Number of the enclosing unit whose recomputation includes this unit.
     pub(super) within: Option<usize>,
+    /// Number of managed parameters that the traversal finds before the unit.
+    pub(super) params_before: usize,
+    /// The modules of a unit of several fields.
+    pub(super) group: Option<FoundGroup>,
+}
+
+/// The modules in the fields of a group, which are one unit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FoundGroup {
+    /// Number of the enclosing unit.
+    pub(super) enclosing: usize,
+    /// Number of modules.
+    pub(super) modules: usize,
+    /// Number of units that the traversal had found after the last of them.
+    pub(super) until: usize,
+}
+
+impl FoundGroup {
+    /// Returns a group without modules, in the unit `enclosing`.
+    pub(super) fn new(enclosing: usize) -> Self {
+        Self { enclosing, modules: 0, until: 0 }
+    }
 }
 
 impl FoundUnit {

@@ -1,18 +1,22 @@
 //! The traversal that finds a module's units and parameters.
 
 use std::any::type_name;
+use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor};
 
 use super::super::unit::{ParamSpec, Placement};
-use super::found::{F32Module, Found, FoundParam, FoundUnit, IgnoredParam, Key, SHARDED};
+use super::found::{
+    F32Module, Found, FoundGroup, FoundParam, FoundUnit, IgnoredParam, Key, SHARDED,
+};
+use super::groups::{Group, Position, group_sizes};
 use super::recomputed_units::{not_recomputable, recomputes};
-use super::wrapped_units::{wraps, wraps_field};
+use super::wrapped_units::{wraps, wraps_field, wraps_group};
 use crate::error::ShardError;
 use crate::layout::StorageType;
-use crate::module::{Child, FsdpModule, ModulePath, Node, ParamVisitor, Sharded, UnitType};
-use crate::options::{ActivationCheckpointing, FsdpOptions};
+use crate::module::{Child, FsdpModule, Node, ParamVisitor, Sharded, UnitType};
+use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 
 /// A visitor that records every unit and parameter of a module.
 ///
@@ -22,15 +26,16 @@ use crate::options::{ActivationCheckpointing, FsdpOptions};
 pub(super) struct Inventory<'a> {
     options: &'a FsdpOptions,
     found: Found,
-    /// Fields from the root to the current position.
-    path: ModulePath,
-    /// Segments of the pretrained key, one for each field of `path`.
+    position: Position,
+    /// Segments of the pretrained key, one for each field that leads to the position.
     key: Vec<String>,
-    /// Whether the checkpoint stores each field of `path` transposed.
+    /// Whether the checkpoint stores each of these fields transposed.
     transposed: Vec<bool>,
     /// Numbers of the units at the current position, outermost first. A module that the wrap policy
     /// merges into its enclosing unit repeats that unit's number.
     stack: Vec<usize>,
+    /// Number of elements of each group, by path; empty if the wrap policy asks for no sizes.
+    group_sizes: BTreeMap<String, usize>,
     /// First error of the traversal.
     error: Option<ShardError>,
 }
@@ -48,10 +53,14 @@ impl<'a> Inventory<'a> {
         let mut inventory = Self {
             options,
             found: Found::default(),
-            path: ModulePath::default(),
+            position: Position::default(),
             key: Vec::new(),
             transposed: Vec::new(),
             stack: Vec::new(),
+            group_sizes: match options.wrap {
+                WrapPolicy::SizeBased { .. } => group_sizes(module),
+                _ => BTreeMap::new(),
+            },
             error: None,
         };
         inventory.add_root::<M>();
@@ -79,6 +88,8 @@ impl<'a> Inventory<'a> {
             unit_type: Some(unit_type),
             recomputed,
             within: None,
+            params_before: 0,
+            group: None,
         });
         self.stack.push(0);
         self.check_recomputable::<M>();
@@ -88,7 +99,7 @@ impl<'a> Inventory<'a> {
     /// Records the ties that the current module declares.
     fn add_ties(&mut self, node: &Node) {
         let prefix = |path: &str| {
-            let here = self.path.join(&[]);
+            let here = self.position.join(&[]);
             if here.is_empty() { path.to_string() } else { format!("{here}.{path}") }
         };
         let ties: Vec<_> =
@@ -113,14 +124,43 @@ impl<'a> Inventory<'a> {
         let within = self.recomputed_unit();
         self.stack.push(self.found.units.len());
         self.found.units.push(FoundUnit {
-            path: self.path.join(&[]),
+            path: self.position.join(&[]),
             ty,
             level: self.found.units[enclosing].level + 1,
             field: unit_type.is_none(),
             unit_type,
             recomputed: recomputes && within.is_none(),
             within,
+            params_before: self.found.params.len(),
+            group: None,
         });
+    }
+
+    /// Enters a module of a group of fields: adds the group's unit, unless an earlier module has, or
+    /// merges the module into the enclosing unit unless `wraps`.
+    fn enter_group(&mut self, wraps: bool, Group { name, path }: Group) {
+        let enclosing = self.unit_number();
+        if !wraps {
+            self.stack.push(enclosing);
+            return;
+        }
+        let is_known = |unit: &FoundUnit| unit.group.is_some() && unit.path == path;
+        match self.found.units.iter().position(is_known) {
+            Some(number) => self.stack.push(number),
+            None => self.enter_unit(true, name, None, false),
+        }
+        let (number, until) = (self.unit_number(), self.found.units.len());
+        let unit = &mut self.found.units[number];
+        unit.path = path;
+        let group = unit.group.get_or_insert(FoundGroup::new(enclosing));
+        group.modules += 1;
+        group.until = until;
+    }
+
+    /// Returns the number of the current module among those of its unit.
+    fn module_number(&self) -> usize {
+        let group = self.found.units[self.unit_number()].group.as_ref();
+        group.map_or(0, |group| group.modules - 1)
     }
 
     /// Returns the number of the unit at the current position.
@@ -179,7 +219,7 @@ impl<'a> Inventory<'a> {
 
     /// Records a parameter at `below`, a path below the current field.
     fn add_param<const D: usize>(&mut self, below: &[String], param: &Param<Tensor<D>>) {
-        let path = self.path.join(below);
+        let path = self.position.join(below);
         let key = self.key_of(below);
         let shape = param.lazy_shape().as_slice().to_vec();
         let managed = !self.options.ignored_params.contains(&param.id);
@@ -200,7 +240,8 @@ impl<'a> Inventory<'a> {
         let dtype = if param.is_initialized() { param.base().dtype() } else { DType::F32 };
         let frozen = self.options.knows_frozen() && !is_trained(param);
         let id = param.id;
-        let param = FoundParam { path, key, id, shape, dtype, frozen, unit, tied_to: None };
+        let module = self.module_number();
+        let param = FoundParam { path, key, id, shape, dtype, frozen, unit, module, tied_to: None };
         self.found.params.push(param);
     }
 
@@ -220,7 +261,7 @@ impl<'a> Inventory<'a> {
 
 impl ParamVisitor for Inventory<'_> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
-        self.path.enter(child, index);
+        self.position.enter(child, index);
         let key = index.map_or_else(|| child.key_or_name().to_string(), |index| index.to_string());
         self.key.push(key);
         self.transposed.push(child.transposed);
@@ -228,7 +269,7 @@ impl ParamVisitor for Inventory<'_> {
     }
 
     fn exit(&mut self) {
-        self.path.exit();
+        self.position.exit();
         self.key.pop();
         self.transposed.pop();
     }
@@ -246,6 +287,11 @@ impl ParamVisitor for Inventory<'_> {
     }
 
     fn field_unit<M: Module>(&mut self, module: &M) -> bool {
+        if let Some(group) = self.position.group().cloned() {
+            let size = self.group_sizes.get(&group.path).copied().unwrap_or_default();
+            self.enter_group(wraps_group(self.options.wrap, size), group);
+            return true;
+        }
         let ty = type_name::<M>().split('<').next().unwrap_or_default();
         let ty = ty.rsplit("::").next().unwrap_or_default();
         self.enter_unit(wraps_field(self.options.wrap, module), ty, None, false);
@@ -265,28 +311,28 @@ impl ParamVisitor for Inventory<'_> {
     }
 
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
-        let (path, key) = (self.path.join(&[]), self.key_of(&[]));
+        let (path, key) = (self.position.join(&[]), self.key_of(&[]));
         self.add_ignored(buffer.id, path, key, buffer.lazy_shape().as_slice().to_vec());
     }
 
     fn leaf_reparameterized(&mut self, path: &[String], name: &str) {
-        let (path, name) = (self.path.join(path), name.to_string());
+        let (path, name) = (self.position.join(path), name.to_string());
         self.fail(ShardError::Reparameterized { path, name });
     }
 
     fn fixed(&mut self) {
-        let path = self.path.join(&[]);
+        let path = self.position.join(&[]);
         self.fail(ShardError::NotFloat { path });
     }
 
     fn full_precision(&mut self, ty: &'static str) {
-        let module = F32Module { unit: self.unit_number(), path: self.path.join(&[]), ty };
+        let module = F32Module { unit: self.unit_number(), path: self.position.join(&[]), ty };
         self.found.f32_modules.push(module);
     }
 
     fn unrepeatable(&mut self, ty: &'static str, instead: &'static str) {
         if let Some(unit) = self.recomputed_unit() {
-            let (unit, path) = (self.found.units[unit].name(), self.path.join(&[]));
+            let (unit, path) = (self.found.units[unit].name(), self.position.join(&[]));
             self.fail(ShardError::ModuleNotRecomputable { unit, path, ty, instead });
         }
     }

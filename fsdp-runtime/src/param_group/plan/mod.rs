@@ -3,12 +3,15 @@
 //! `inventory` traverses the module once and records what it finds in the types of `found`.
 //! `wrapped_units`, `recomputed_units`, `unknown_types` and `ties` check the options and the ties
 //! against the module. `unit_builder` lays out the parameters of one unit, and `model` puts
-//! everything together.
+//! everything together. `shape` lays out units from names and shapes, without a module.
 
 mod found;
+mod groups;
 mod inventory;
 mod model;
+mod prefetch_lists;
 mod recomputed_units;
+pub(crate) mod shape;
 mod ties;
 mod unit_builder;
 mod unknown_types;

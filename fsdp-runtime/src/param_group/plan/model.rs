@@ -7,9 +7,11 @@ use burn::tensor::{DType, Device};
 use super::super::unit::{Placement, Unit};
 use super::found::{F32Module, Found, FoundParam, FoundUnit, IgnoredParam, Key};
 use super::inventory::Inventory;
+use super::prefetch_lists::{add_prefetch_lists, unknown_unit};
 use super::ties::{check_clones, resolve_ties};
 use super::unit_builder::UnitBuilder;
 use super::unknown_types::unknown_type;
+use crate::backend::DeviceKind;
 use crate::backend::kernels::computes;
 use crate::error::ShardError;
 use crate::layout::Mesh;
@@ -55,9 +57,11 @@ impl Plan {
         check_clones(&found.params)?;
         let device = one_device(&found.devices)?;
         let Found { units, params, visited, ignored, f32_modules, .. } = found;
-        let (mut units, indices) = lay_out(&params, units, (mesh, &device), options)?;
+        let types: Vec<_> = units.iter().map(|unit| unit.unit_type).collect();
+        let (mut units, indices) =
+            lay_out(&params, units, (mesh, DeviceKind::of(&device)), options)?;
         check_unit_paths(&units, options)?;
-        add_prefetch_lists(&mut units, options)?;
+        add_prefetch_lists(&mut units, &types, options)?;
         check_f32_modules(f32_modules, &units)?;
         let keys =
             params.into_iter().zip(&indices).map(|(param, index)| (*index, param.key)).collect();
@@ -160,31 +164,6 @@ fn check_unit_paths(units: &[Unit], options: &FsdpOptions) -> Result<(), ShardEr
     Ok(())
 }
 
-fn unknown_unit(option: &'static str, path: &str, units: &[Unit]) -> ShardError {
-    let paths: Vec<&str> = units.iter().map(|unit| &*unit.path).collect();
-    let expected = format!("the units of this model are at {paths:?}");
-    ShardError::InvalidOption { option, value: format!("{path:?}"), expected }
-}
-
-/// Adds the lists of units to prefetch to the units that prefetch them.
-fn add_prefetch_lists(units: &mut [Unit], options: &FsdpOptions) -> Result<(), ShardError> {
-    let forward = options.forward_prefetch_at.iter().map(|list| ("forward_prefetch_at", list));
-    let backward = options.backward_prefetch_at.iter().map(|list| ("backward_prefetch_at", list));
-    for (option, (path, ahead)) in forward.chain(backward) {
-        let find = |path: &String| {
-            let found = units.iter().position(|unit| unit.path == *path);
-            found.ok_or_else(|| unknown_unit(option, path, units))
-        };
-        let (unit, ahead) = (find(path)?, ahead.iter().map(find).collect::<Result<_, _>>()?);
-        let control = &mut units[unit].control;
-        match option {
-            "forward_prefetch_at" => control.forward_prefetch = Some(ahead),
-            _ => control.backward_prefetch = Some(ahead),
-        }
-    }
-    Ok(())
-}
-
 /// Returns the device of all parameters, which must be one.
 fn one_device(devices: &[(Device, String)]) -> Result<Device, ShardError> {
     match devices {
@@ -210,10 +189,10 @@ fn check_f32_modules(modules: Vec<F32Module>, units: &[Unit]) -> Result<(), Shar
 }
 
 /// Lays out all units. Returns them with the position of each parameter.
-fn lay_out(
+pub(super) fn lay_out(
     params: &[FoundParam],
     units: Vec<FoundUnit>,
-    (mesh, device): (Mesh, &Device),
+    (mesh, kind): (Mesh, DeviceKind),
     options: &FsdpOptions,
 ) -> Result<(Vec<Unit>, Vec<ParamIndex>), ShardError> {
     // Parameters of one unit need not be adjacent: nested units come between them.
@@ -226,8 +205,15 @@ fn lay_out(
     let indices: Vec<ParamIndex> = params.iter().map(next_index).collect();
     let lay_out_unit = |(number, unit): (usize, FoundUnit)| {
         let own = params.iter().filter(|param| param.unit == number).collect();
-        UnitBuilder::new(unit, own, &indices, options).build(mesh, device)
+        UnitBuilder::new(unit, own, &indices, options).build(mesh, kind)
     };
-    let units = units.into_iter().enumerate().map(lay_out_unit).collect::<Result<_, _>>()?;
+    let before: Vec<usize> = units.iter().map(|unit| unit.params_before).collect();
+    let units = units.into_iter().enumerate().map(lay_out_unit);
+    let mut units = units.collect::<Result<Vec<Unit>, _>>()?;
+    let is_trained = |index: &ParamIndex| units[index.unit].params[index.param].is_trainable();
+    let first_trained = indices.iter().position(is_trained).unwrap_or(indices.len());
+    for (unit, before) in units.iter_mut().zip(before) {
+        unit.takes_model_input = before <= first_trained;
+    }
     Ok((units, indices))
 }

@@ -149,6 +149,7 @@ mod tests {
             dtype: DType::F32,
             frozen: false,
             unit: 0,
+            module: 0,
             tied_to: None,
         };
         let mut params: Vec<FoundParam> =

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{DType, Device};
+use burn::tensor::DType;
 
 use super::super::control::UnitControl;
-use super::super::unit::{ParamSpec, Placement, Unit};
-use super::found::{FoundParam, FoundUnit};
-use crate::backend::is_flex;
+use super::super::unit::{ParamSpec, Placement, Unit, UnitGroup};
+use super::found::{FoundGroup, FoundParam, FoundUnit};
+use crate::backend::DeviceKind;
 use crate::error::ShardError;
 use crate::layout::{MatrixForm, Mesh, StorageType, UnitLayout, WorldSize};
 use crate::module::ParamIndex;
@@ -37,19 +37,24 @@ impl<'a> UnitBuilder<'a> {
         Self { unit, params, indices, options, policy }
     }
 
-    /// Returns the unit as the rank of `mesh` stores it on `device`.
-    pub(super) fn build(self, mesh: Mesh, device: &Device) -> Result<Unit, ShardError> {
+    /// Returns the unit as the rank of `mesh` stores it. `kind` is that of the device that computes.
+    pub(super) fn build(self, mesh: Mesh, kind: DeviceKind) -> Result<Unit, ShardError> {
         let layout = self.layout(mesh);
         let common = self.common_dtype(&layout);
         let entries = self.param_specs(&layout, common, mesh);
         let gathers = entries.iter().any(ParamSpec::is_sharded)
-            && !self.computes_with_shards(&entries, mesh, device);
+            && !self.computes_with_shards(&entries, mesh, kind);
         let (ty, path) = (self.unit.unit_type, &*self.unit.path);
         let casts_outputs = self.unit.level == 0 || self.options.has_own_policy(ty, path);
         let control = UnitControl {
             reshard_after_backward: self.options.reshard_after_backward,
+            is_group: self.unit.group.is_some(),
             ..UnitControl::new(self.options.reshard(ty, path, mesh)?)
         };
+        let group = self.unit.group.map(|FoundGroup { enclosing, modules, until }| {
+            let module_of = self.params.iter().map(|param| param.module).collect();
+            UnitGroup { enclosing, modules, until, module_of }
+        });
         Ok(Unit {
             name: Arc::from(self.unit.name()),
             path: self.unit.path,
@@ -62,6 +67,8 @@ impl<'a> UnitBuilder<'a> {
             precision: self.policy.resolve(common, casts_outputs),
             recomputed: self.unit.recomputed,
             within: self.unit.within,
+            takes_model_input: false,
+            group,
             control,
         })
     }
@@ -71,14 +78,14 @@ impl<'a> UnitBuilder<'a> {
     ///
     /// On Flex a unit is gathered all the same. A copy is cheap there, and a parameter that is read
     /// outside of its unit's forward and backward shows.
-    fn computes_with_shards(&self, entries: &[ParamSpec], mesh: Mesh, device: &Device) -> bool {
+    fn computes_with_shards(&self, entries: &[ParamSpec], mesh: Mesh, kind: DeviceKind) -> bool {
         let computed = |entry: &ParamSpec| {
             let is_f32 = entry.dtype == DType::F32 && entry.sent() == StorageType::F32;
             !entry.is_sharded() || is_f32
         };
         mesh.shard_size() == WorldSize::ONE
             && self.options.offload == OffloadPolicy::None
-            && !is_flex(device)
+            && kind != DeviceKind::Flex
             && entries.iter().all(computed)
     }
 

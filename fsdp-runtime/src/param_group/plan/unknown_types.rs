@@ -37,6 +37,11 @@ pub(super) fn unknown_type(
     let with_storage: Vec<_> = options.storage_for.iter().map(|(unit, _)| *unit).collect();
     let resharded = &options.reshard_after_forward_for;
     let with_reshard: Vec<_> = resharded.iter().map(|(unit, _)| *unit).collect();
+    let in_lists = |lists: &[(UnitType, Vec<UnitType>)]| -> Vec<UnitType> {
+        lists.iter().flat_map(|(unit, ahead)| std::iter::once(*unit).chain(ahead.clone())).collect()
+    };
+    let with_forward = in_lists(&options.forward_prefetch_for);
+    let with_backward = in_lists(&options.backward_prefetch_for);
     let recomputed = match options.activation_checkpointing {
         ActivationCheckpointing::Units(named) => named.iter().find(|it| !wrapped.contains(it)),
         _ => None,
@@ -46,6 +51,8 @@ pub(super) fn unknown_type(
         ("mixed_precision_for", unknown(&with_policy), &declared),
         ("storage_for", unknown(&with_storage), &declared),
         ("reshard_after_forward_for", unknown(&with_reshard), &declared),
+        ("forward_prefetch_for", unknown(&with_forward), &declared),
+        ("backward_prefetch_for", unknown(&with_backward), &declared),
         ("activation_checkpointing", recomputed.map(|unit| unit.name()), &wrapped_names),
     ];
     checks.into_iter().find_map(|(option, absent, present)| {

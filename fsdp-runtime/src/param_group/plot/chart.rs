@@ -1,30 +1,32 @@
 //! Figures of stacked areas and lines over time, with axes and a legend.
 
+use super::frame::{Frame, INK, TEXT_SIZE};
+use super::marks::{Band, Moment, Point};
 use super::svg::{Anchor, Svg};
 
 /// Width of a figure, and height of each of its panels, in pixels.
 const WIDTH: f64 = 800.0;
-const PANEL_HEIGHT: f64 = 320.0;
+const PANEL_HEIGHT: f64 = 340.0;
 /// Height of a figure's title, in pixels.
 const TITLE_HEIGHT: f64 = 32.0;
 /// Space around the axes of a panel, in pixels.
-const MARGIN: Margin = Margin { left: 56.0, top: 30.0, bottom: 48.0 };
+const MARGIN: Margin = Margin { left: 56.0, top: 40.0, bottom: 58.0 };
 /// Width of a panel's legend, in pixels.
 const LEGEND_WIDTH: f64 = 130.0;
 /// Height of a legend's line, in pixels.
 const LEGEND_LINE: f64 = 20.0;
-/// Sizes of letters, in pixels.
+/// Height of a line of notes, in pixels.
+const NOTE_LINE: f64 = 18.0;
+/// Size of the title's letters, in pixels.
 const TITLE_SIZE: u32 = 16;
-const TEXT_SIZE: u32 = 12;
-/// Colours of lines and of the grid.
-const INK: &str = "#000000";
+/// Colour of the grid.
 const GRID: &str = "#dddddd";
 /// Most moments that a panel draws; the others are left out.
 const MAX_MOMENTS: usize = 600;
 /// Number of intervals on an axis, at most.
 const MAX_INTERVALS: f64 = 6.0;
 /// Height of a panel's y axis, as a multiple of the highest point.
-const HEADROOM: f64 = 1.05;
+const HEADROOM: f64 = 1.1;
 /// Colours of layers: Okabe and Ito's, which most readers with a
 /// colour vision deficiency tell apart.
 const COLORS: [&str; 7] =
@@ -36,11 +38,12 @@ struct Margin {
     bottom: f64,
 }
 
-/// A title, and panels one below the other.
+/// A title, panels one below the other, and lines of text below them.
 #[derive(Clone, Debug)]
 pub(super) struct Figure {
     pub(super) title: String,
     pub(super) panels: Vec<Panel>,
+    pub(super) notes: Vec<String>,
 }
 
 /// Axes with stacked areas and lines, drawn as steps: a height is constant from its moment to the
@@ -56,6 +59,12 @@ pub(super) struct Panel {
     /// Areas from the bottom up.
     pub(super) layers: Vec<Layer>,
     pub(super) lines: Vec<Line>,
+    /// Vertical lines, in ascending order.
+    pub(super) moments: Vec<Moment>,
+    /// Parts of the strip below the x axis.
+    pub(super) bands: Vec<Band>,
+    /// A point with a label.
+    pub(super) point: Option<Point>,
 }
 
 /// An area of a [`Panel`].
@@ -78,13 +87,27 @@ pub(super) struct Line {
 impl Figure {
     /// Draws the figure as SVG.
     pub(super) fn to_svg(&self) -> String {
-        let height = TITLE_HEIGHT + PANEL_HEIGHT * self.panels.len() as f64;
-        let mut svg = Svg::new(WIDTH, height);
+        let below = TITLE_HEIGHT + PANEL_HEIGHT * self.panels.len() as f64;
+        let of_notes = match self.notes.len() {
+            0 => 0.0,
+            lines => NOTE_LINE * (lines as f64 + 0.5),
+        };
+        let mut svg = Svg::new(WIDTH, below + of_notes);
         svg.text((MARGIN.left, TITLE_HEIGHT - 8.0), Anchor::Start, TITLE_SIZE, &self.title);
         for (index, panel) in self.panels.iter().enumerate() {
             panel.draw(&mut svg, TITLE_HEIGHT + PANEL_HEIGHT * index as f64);
         }
+        for (index, note) in self.notes.iter().enumerate() {
+            let at = (MARGIN.left, below + NOTE_LINE * (index as f64 + 0.75));
+            svg.text(at, Anchor::Start, TEXT_SIZE, note);
+        }
         svg.finish()
+    }
+
+    /// Returns the axes of each panel, in pixels of the figure.
+    pub(super) fn frames(&self) -> Vec<Frame> {
+        let tops = (0..).map(|index| TITLE_HEIGHT + PANEL_HEIGHT * f64::from(index));
+        self.panels.iter().zip(tops).map(|(panel, top)| panel.frame(top, &panel.tops())).collect()
     }
 }
 
@@ -92,16 +115,7 @@ impl Panel {
     /// Draws the panel below `top`.
     fn draw(&self, svg: &mut Svg, top: f64) {
         let tops = self.tops();
-        let heights = tops.iter().flatten().copied().chain(self.lines.iter().map(|line| line.y));
-        let highest = heights.fold(0.0, f64::max);
-        let frame = Frame {
-            left: MARGIN.left,
-            right: WIDTH - LEGEND_WIDTH,
-            top: top + MARGIN.top,
-            bottom: top + PANEL_HEIGHT - MARGIN.bottom,
-            x_end: if self.x_end > 0.0 { self.x_end } else { 1.0 },
-            y_end: if highest > 0.0 { highest * HEADROOM } else { 1.0 },
-        };
+        let frame = self.frame(top, &tops);
         self.draw_grid(svg, &frame);
         // A layer covers the areas above it down to the axis, so the uppermost comes first.
         for (layer, tops) in self.layers.iter().zip(&tops).rev() {
@@ -114,7 +128,26 @@ impl Panel {
             svg.line(frame.place((0.0, line.y)), frame.place((frame.x_end, line.y)), INK, 2);
         }
         self.draw_axes(svg, &frame);
+        Moment::draw_all(&self.moments, svg, &frame);
+        Band::draw_all(&self.bands, svg, &frame);
+        if let Some(point) = &self.point {
+            point.draw(svg, &frame);
+        }
         self.draw_legend(svg, &frame);
+    }
+
+    /// Returns the axes of the panel below `top`, whose layers have these upper edges.
+    fn frame(&self, top: f64, tops: &[Vec<f64>]) -> Frame {
+        let heights = tops.iter().flatten().copied().chain(self.lines.iter().map(|line| line.y));
+        let highest = heights.fold(0.0, f64::max);
+        Frame {
+            left: MARGIN.left,
+            right: WIDTH - LEGEND_WIDTH,
+            top: top + MARGIN.top,
+            bottom: top + PANEL_HEIGHT - MARGIN.bottom,
+            x_end: if self.x_end > 0.0 { self.x_end } else { 1.0 },
+            y_end: if highest > 0.0 { highest * HEADROOM } else { 1.0 },
+        }
     }
 
     /// Draws a horizontal line at each tick of the y axis.
@@ -135,20 +168,23 @@ impl Panel {
         for x in ticks(frame.x_end) {
             let (at, bottom) = frame.place((x, 0.0));
             svg.line((at, bottom), (at, bottom + 4.0), INK, 1);
-            svg.text((at, bottom + 18.0), Anchor::Middle, TEXT_SIZE, &number(x));
+            svg.text((at, bottom + 28.0), Anchor::Middle, TEXT_SIZE, &number(x));
         }
         let middle = (frame.left + frame.right) / 2.0;
-        svg.text((middle, frame.bottom + 36.0), Anchor::Middle, TEXT_SIZE, &self.x_label);
-        svg.text((frame.left, frame.top - 8.0), Anchor::Start, TEXT_SIZE, &self.y_label);
+        svg.text((middle, frame.bottom + 46.0), Anchor::Middle, TEXT_SIZE, &self.x_label);
+        svg.text((frame.left, frame.top - 20.0), Anchor::Start, TEXT_SIZE, &self.y_label);
     }
 
-    /// Draws the legend in the order of the areas, the uppermost first, and then the lines.
+    /// Draws the legend in the order of the areas, the uppermost first, then the lines, and the kinds of
+    /// bands.
     fn draw_legend(&self, svg: &mut Svg, frame: &Frame) {
         let left = frame.right + 16.0;
         let rows = (0..).map(|row| frame.top + LEGEND_LINE * f64::from(row));
         let layers = self.layers.iter().rev().map(|layer| (&layer.label, Some(color(layer))));
         let lines = self.lines.iter().map(|line| (&line.label, None));
-        for (top, (label, color)) in rows.zip(layers.chain(lines)) {
+        let bands = Band::kinds(&self.bands).into_iter();
+        let bands = bands.map(|(label, color)| (label, Some(color)));
+        for (top, (label, color)) in rows.zip(layers.chain(lines).chain(bands)) {
             let (right, bottom) = (left + 12.0, top + 12.0);
             match color {
                 Some(color) => {
@@ -212,24 +248,6 @@ fn steps(x: &[f64], y: &[f64], x_end: f64) -> Vec<(f64, f64)> {
     corners
 }
 
-/// Position of a panel's axes in the figure, in pixels, and their ends, in the panel's units.
-struct Frame {
-    left: f64,
-    right: f64,
-    top: f64,
-    bottom: f64,
-    x_end: f64,
-    y_end: f64,
-}
-
-impl Frame {
-    /// Converts a point in the panel's units to pixels of the figure.
-    fn place(&self, (x, y): (f64, f64)) -> (f64, f64) {
-        let across = self.left + (self.right - self.left) * x / self.x_end;
-        (across, self.bottom - (self.bottom - self.top) * y / self.y_end)
-    }
-}
-
 /// Returns the colour of a layer.
 fn color(layer: &Layer) -> &'static str {
     COLORS[layer.color % COLORS.len()]
@@ -267,6 +285,9 @@ mod tests {
             x_end: 10.0,
             layers,
             lines: vec![Line { label: "forecast".into(), y: 8.0 }],
+            moments: Vec::new(),
+            bands: Vec::new(),
+            point: None,
         }
     }
 
@@ -281,23 +302,18 @@ mod tests {
     }
 
     #[test]
-    fn points_are_placed_from_the_lower_left() {
-        let frame =
-            Frame { left: 10.0, right: 110.0, top: 5.0, bottom: 55.0, x_end: 4.0, y_end: 2.0 };
-        assert_eq!(frame.place((0.0, 0.0)), (10.0, 55.0));
-        assert_eq!(frame.place((4.0, 2.0)), (110.0, 5.0));
-        assert_eq!(frame.place((1.0, 0.5)), (35.0, 42.5));
-    }
-
-    #[test]
     fn a_figure_has_an_area_for_each_layer_and_every_text() {
         let layers = vec![layer("lower", &[1.0, 2.0, 2.0]), layer("upper", &[3.0, 0.0, 5.0])];
         let panel = panel(&[0.0, 4.0, 6.0], layers);
-        let figure = Figure { title: "a < b".into(), panels: vec![panel.clone(), panel] };
+        let figure = Figure {
+            title: "a < b".into(),
+            panels: vec![panel.clone(), panel],
+            notes: vec!["a note".into()],
+        };
         let svg = figure.to_svg();
         // In each panel an area for each layer, and as many in the legend.
         assert_eq!(svg.matches("<polygon").count(), 2 * (2 + 2));
-        for text in ["a &lt; b", "lower", "upper", "forecast", "time", "MiB"] {
+        for text in ["a &lt; b", "a note", "lower", "upper", "forecast", "time", "MiB"] {
             assert!(svg.contains(text), "{text}: {svg}");
         }
         assert_eq!(svg.matches("<svg").count(), 1);
@@ -335,7 +351,7 @@ mod tests {
     #[test]
     fn an_empty_panel_is_drawn() {
         let panel = Panel { x_end: 0.0, lines: Vec::new(), ..panel(&[], Vec::new()) };
-        let figure = Figure { title: String::new(), panels: vec![panel] };
+        let figure = Figure { title: String::new(), panels: vec![panel], notes: Vec::new() };
         let svg = figure.to_svg();
         assert!(svg.contains("<svg") && !svg.contains("NaN") && !svg.contains("inf"), "{svg}");
     }

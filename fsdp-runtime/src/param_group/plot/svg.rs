@@ -43,6 +43,33 @@ impl Svg {
         ));
     }
 
+    /// Draws a dashed vertical line, one pixel wide.
+    pub(super) fn dashes(&mut self, x: f64, (top, bottom): (f64, f64), color: &str) {
+        let (x, top, bottom) = (px(x), px(top), px(bottom));
+        self.push(format_args!(
+            "<line x1=\"{x}\" y1=\"{top}\" x2=\"{x}\" y2=\"{bottom}\" stroke=\"{color}\" \
+             stroke-dasharray=\"4 3\"/>"
+        ));
+    }
+
+    /// Draws a dot with a radius of 3 pixels.
+    pub(super) fn dot(&mut self, (x, y): (f64, f64), color: &str) {
+        let (x, y) = (px(x), px(y));
+        self.push(format_args!("<circle cx=\"{x}\" cy=\"{y}\" r=\"3\" fill=\"{color}\"/>"));
+    }
+
+    /// Draws a filled rectangle from the upper left to the lower right corner. A browser shows `title`
+    /// under the mouse.
+    pub(super) fn bar(&mut self, from: (f64, f64), to: (f64, f64), color: &str, title: &str) {
+        let (x, y) = (px(from.0), px(from.1));
+        let (width, height) = (px(to.0 - from.0), px(to.1 - from.1));
+        self.push(format_args!(
+            "<rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" fill=\"{color}\">\
+             <title>{}</title></rect>",
+            escaped(title)
+        ));
+    }
+
     /// Draws a line of text, whose letters are `size` pixels high. `at` is on its base line.
     pub(super) fn text(&mut self, at: (f64, f64), anchor: Anchor, size: u32, text: &str) {
         let anchor = match anchor {
@@ -75,7 +102,7 @@ fn px(value: f64) -> f64 {
 }
 
 /// Replaces the characters that have a meaning in XML.
-fn escaped(text: &str) -> String {
+pub(super) fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 

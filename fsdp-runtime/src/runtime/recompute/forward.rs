@@ -10,7 +10,8 @@ use burn::tensor::DispatchTensor;
 
 use super::super::hooks::{Call, OpenCall, post_forward};
 use super::super::values::ValueProbe;
-use crate::module::{ForwardFn, Recording, SavedForward, UnitValue};
+use crate::error::{ShardError, raise};
+use crate::module::{Forward, ForwardFn, Recording, SavedForward, UnitValue};
 
 /// A running forward that is recomputed in backward and returns an `O`.
 pub struct ForwardRecording<O> {
@@ -82,6 +83,23 @@ impl SavableInputs {
         let module = module.clone();
         let run: ForwardFn<O> = Box::new(move |map| forward(&module, saved.map_tensors(map)));
         (inputs, Some(ForwardRecording { run, recording: Recording::start() }))
+    }
+}
+
+/// Checks, before a method of a block under `#[fsdp_unit(more)]` runs, that a unit that is recomputed in
+/// backward can be recomputed from the method's inputs. Construction checks the methods of the block
+/// without `more`, which a unit lists.
+///
+/// # Panics
+///
+/// Unwinds with [`ShardError::NotRecomputable`] if it cannot, and the forward would record a graph.
+pub fn check_recomputable(call: &Call, method: &Forward) {
+    let obstacle = method.inputs.iter().find_map(|&(input, reason)| Some((input, reason?)));
+    if let (Some(OpenCall { runtime, id, .. }), Some((input, reason))) = (&call.0, obstacle)
+        && let Some((unit, ty)) = runtime.recomputed_unit(*id)
+    {
+        let forward = method.name;
+        raise(ShardError::NotRecomputable { unit, ty, forward, input, reason }.into());
     }
 }
 

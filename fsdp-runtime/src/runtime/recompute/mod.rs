@@ -8,6 +8,6 @@ mod saved_call;
 
 pub use self::forward::{
     ForwardRecording, ProbeSavable, ProbeUnsavable, SavableInputs, UnsavableInputs,
-    post_forward_recompute,
+    check_recomputable, post_forward_recompute,
 };
 pub(crate) use self::saved_call::{RecomputeTask, SavedCall, SavedInput, SavedOutput};

@@ -6,8 +6,8 @@ use burn::tensor::DType;
 
 use super::super::autodiff::Depth;
 use super::core::Schedule;
+use super::decide::{Pass, When};
 use super::reduce::total_bytes;
-use super::settings::{Pass, When};
 use super::state::{RunningBackward, State};
 use super::unit_call::UnitCall;
 use super::unit_state::ShardState;
@@ -20,28 +20,37 @@ use crate::param_group::memory::MemoryKind;
 
 impl<B: ModelBackend> Schedule<B> {
     /// Gathers a unit for its backward and prefetches the next one. Called for each output of a
-    /// call; returns whether this is the first of them.
+    /// call; returns whether this is the first of them, or may be the first of a module's.
     pub(super) fn begin_unit_backward(&self, id: CallId, depth: Depth) -> Result<bool, Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
         self.end_calls(state, depth.reached)?;
-        let Some(call) = state.calls.get_mut(&id) else { return Ok(false) };
+        self.check_memory_limit()?;
+        let Some(call) = state.calls.get_mut(&id) else { return Ok(true) };
         let unit = call.unit;
         let span = tracing::trace_span!(target: "fsdp", "fsdp::pre_backward", unit = %self.units[unit].name).entered();
         let first = !std::mem::replace(&mut call.entered, true);
+        let is_group = self.units[unit].group.is_some();
         if first {
             let reads_frozen = call.reads_frozen;
             state.units[unit].backwards += 1;
-            let inputs = depth.inputs;
+            // The inputs of another module of a group may be less deep.
+            let inputs = if is_group { 0 } else { depth.inputs };
             state.running.push(RunningBackward { call: id, unit, inputs, reads_frozen });
         }
-        self.gather_for_backward(state, unit)?;
+        self.unshard(state, unit, Pass::Backward, When::Now)?;
+        self.wait_for_unshard(state, unit)?;
+        // The units that ran before the group's last module have run backward already.
+        if first || !is_group {
+            self.prefetch_for_backward(state, unit)?;
+        }
         drop(span);
         if first {
             let name = &self.units[unit].name;
             tracing::trace!(target: "fsdp::trace", unit = %name, "fsdp::begin_backward");
+            self.tracker.mark_backward(unit);
         }
-        Ok(first)
+        Ok(first || is_group)
     }
 
     /// Gathers a unit for its backward, waits for it, and prefetches the next unit if the options
@@ -53,7 +62,12 @@ impl<B: ModelBackend> Schedule<B> {
     ) -> Result<(), Error> {
         self.unshard(state, unit, Pass::Backward, When::Now)?;
         self.wait_for_unshard(state, unit)?;
-        let waits = self.settings.backward_prefetch == BackwardPrefetch::Post;
+        self.prefetch_for_backward(state, unit)
+    }
+
+    /// Prefetches the next unit while `unit` runs backward, if the options say so.
+    fn prefetch_for_backward(&self, state: &mut State<B>, unit: usize) -> Result<(), Error> {
+        let waits = self.settings.timing.backward_prefetch == BackwardPrefetch::Post;
         if !waits { self.prefetch_previous(state, unit) } else { Ok(()) }
     }
 
@@ -148,7 +162,7 @@ impl<B: ModelBackend> Schedule<B> {
         if call.entered && !call.reads_frozen {
             self.leave_backward(state, index);
         }
-        if self.settings.backward_prefetch == BackwardPrefetch::Post {
+        if self.settings.timing.backward_prefetch == BackwardPrefetch::Post {
             self.prefetch_previous(state, index)?;
         }
         let sums = &mut state.units[index].unsharded_gradients;
@@ -178,7 +192,7 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Returns whether a unit stays gathered from a backward to the next forward of the same step.
     fn stays_after_backward(&self, state: &State<B>, unit: usize) -> bool {
-        state.gradients.accumulating && !state.controls[unit].reshard_after_backward
+        self.decisions(state).stays_after_backward(unit, state.gradients.accumulating)
     }
 
     /// Returns whether a gradient of dtype `found` needs no cast before a reduction in `wanted`.
@@ -242,6 +256,6 @@ impl<B: ModelBackend> Schedule<B> {
             self.forget_shards(state);
         }
         self.random.next_step();
-        Ok(())
+        self.check_memory_limit()
     }
 }

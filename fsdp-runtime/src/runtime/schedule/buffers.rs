@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 
+use super::decide::BufferTurns;
 use crate::backend::ShardBackend;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::options::ReshardAfterForward;
@@ -12,17 +13,15 @@ use crate::param_group::{Unit, UnitControl, code_buffers, gather_buffer_plan};
 /// The gather buffers of a model.
 pub(super) struct GatherBuffers<B: ShardBackend> {
     buffers: Vec<Arc<GatherBuffer<B>>>,
-    /// Unit that is gathered in each buffer at present.
-    owners: Vec<Option<usize>>,
-    /// Buffers of each unit, one for each flat range of the unit.
-    of_unit: Vec<Vec<usize>>,
+    /// Which unit uses which of the buffers.
+    pub(super) turns: BufferTurns,
     /// Buffers that codes are received in, of different dtypes. Only the thread that runs all-gathers
     /// uses them, for one unit after the other.
     codes: Vec<Arc<GatherBuffer<B>>>,
     /// The part of each flat range of each unit that this rank keeps after forward, under
     /// `ReshardAfterForward::To`.
     kept_parts: Vec<Vec<Arc<GatherBuffer<B>>>>,
-    /// Buffers of their own of the units that stay gathered, in place of those of `of_unit`.
+    /// Buffers of their own of the units that stay gathered, in place of those of `turns`.
     held: Vec<Option<Vec<Arc<GatherBuffer<B>>>>>,
 }
 
@@ -44,48 +43,43 @@ impl<B: ShardBackend> GatherBuffers<B> {
         };
         let kept_parts = units.iter().zip(controls).map(parts).collect();
         let codes = code_buffers(units).into_iter().map(new).collect();
-        let (owners, held) = (vec![None; buffers.len()], vec![None; units.len()]);
-        Self { owners, buffers, of_unit: plan.buffers_of, codes, kept_parts, held }
+        let turns = BufferTurns::new(buffers.len(), plan.buffers_of);
+        Self { buffers, turns, codes, kept_parts, held: vec![None; units.len()] }
     }
 
     /// Takes the buffers of their own from `other`, which is being replaced.
     pub(super) fn take_held(&mut self, other: &mut Self) {
         self.held = std::mem::take(&mut other.held);
+        for (unit, held) in self.held.iter().enumerate() {
+            self.turns.hold(unit, held.is_some());
+        }
     }
 
     /// Gives a unit buffers of its own, which no other unit takes.
     pub(super) fn hold(&mut self, unit: usize, buffers: Vec<Arc<GatherBuffer<B>>>) {
         self.held[unit] = Some(buffers);
+        self.turns.hold(unit, true);
     }
 
     /// Takes a unit's own buffers away, and returns their bytes. Tensors that view them keep their
     /// memory alive.
     pub(super) fn end_hold(&mut self, unit: usize) -> usize {
+        self.turns.hold(unit, false);
         let buffers = self.held[unit].take().unwrap_or_default();
         buffers.iter().map(|buffer| buffer.bytes()).sum()
     }
 
-    /// Returns whether a unit has buffers of its own.
-    pub(super) fn holds(&self, unit: usize) -> bool {
-        self.held[unit].is_some()
-    }
-
     /// Returns the buffers that a unit is gathered in, one for each flat range.
     pub(super) fn of(&self, unit: usize) -> impl Iterator<Item = &Arc<GatherBuffer<B>>> {
-        (0..self.of_unit[unit].len()).map(move |range| self.of_range(unit, range))
+        (0..self.turns.of(unit).len()).map(move |range| self.of_range(unit, range))
     }
 
     /// Returns the buffer of one flat range of a unit.
     pub(super) fn of_range(&self, unit: usize, range: usize) -> &Arc<GatherBuffer<B>> {
         match &self.held[unit] {
             Some(held) => &held[range],
-            None => &self.buffers[self.of_unit[unit][range]],
+            None => &self.buffers[self.turns.of(unit)[range]],
         }
-    }
-
-    /// Returns whether a unit has no buffers, because none of its parameters is sharded.
-    pub(super) fn has_none(&self, unit: usize) -> bool {
-        self.of_unit[unit].is_empty()
     }
 
     /// Returns the buffer that codes of this dtype are received in.
@@ -99,43 +93,12 @@ impl<B: ShardBackend> GatherBuffers<B> {
         &self.kept_parts[unit]
     }
 
-    /// Returns the other units that are gathered in a unit's buffers.
-    pub(super) fn other_owners(&self, unit: usize) -> Vec<usize> {
-        if self.holds(unit) {
-            return Vec::new();
-        }
-        let owners = self.of_unit[unit].iter().filter_map(|&buffer| self.owners[buffer]);
-        owners.filter(|&owner| owner != unit).collect()
-    }
-
-    /// Makes a unit the owner of its buffers.
-    pub(super) fn acquire(&mut self, unit: usize) {
-        if self.holds(unit) {
-            return;
-        }
-        for &buffer in &self.of_unit[unit] {
-            self.owners[buffer] = Some(unit);
-        }
-    }
-
     /// Gives a unit's buffers back.
     pub(super) fn release(&mut self, unit: usize) {
-        for &buffer in &self.of_unit[unit] {
-            self.owners[buffer] = None;
+        for &buffer in self.turns.of(unit) {
             self.buffers[buffer].release();
         }
-    }
-
-    /// Returns whether two units share a buffer.
-    pub(super) fn share(&self, unit: usize, other: usize) -> bool {
-        let buffers = &self.of_unit[unit];
-        let holds = self.holds(unit) || self.holds(other);
-        !holds && self.of_unit[other].iter().any(|buffer| buffers.contains(buffer))
-    }
-
-    /// Returns whether the buffer of one flat range of `unit` is also a buffer of `other`.
-    pub(super) fn shares_range(&self, unit: usize, range: usize, other: usize) -> bool {
-        self.of_unit[other].contains(&self.of_unit[unit][range])
+        self.turns.release(unit);
     }
 
     /// Replaces the buffer of one flat range of a unit by a new one, which is returned.
@@ -146,9 +109,8 @@ impl<B: ShardBackend> GatherBuffers<B> {
         device: &B::Device,
         (numel, dtype): (usize, DType),
     ) -> &GatherBuffer<B> {
-        self.of_unit[unit][range] = self.buffers.len();
+        self.turns.add(unit, range);
         self.buffers.push(Arc::new(GatherBuffer::new(device, numel, dtype)));
-        self.owners.push(None);
         &self.buffers[self.buffers.len() - 1]
     }
 

@@ -24,6 +24,7 @@ impl<B: ModelBackend> Schedule<B> {
             let bytes = std::mem::take(&mut state.gradients.reduced_bytes);
             self.tracker.give_back(MemoryKind::ReducedGradients, bytes, None);
         }
+        state.units.iter_mut().for_each(|unit| unit.open_group = None);
         state.calls.retain(|_, call| call.has_graph());
         self.end_holds(state, |_| true);
         state.shards_may_change();
@@ -36,10 +37,7 @@ impl<B: ModelBackend> Schedule<B> {
                 state.units[unit].has_kept_part = false;
             }
         }
-        let order = &mut state.order;
-        if !order.current.is_empty() {
-            order.last = std::mem::take(&mut order.current);
-        }
+        state.order.begin_pass();
         Ok(())
     }
 
@@ -91,7 +89,7 @@ impl<B: ModelBackend> Schedule<B> {
             return None;
         }
         let conflicts = |other: &UnitCall<B>| {
-            if !state.buffers.share(new.unit, other.unit) {
+            if !state.buffers.turns.share(new.unit, other.unit) {
                 return false;
             }
             if other.part_of != new.part_of {
@@ -101,29 +99,5 @@ impl<B: ModelBackend> Schedule<B> {
             other.first_output.is_some_and(is_later)
         };
         others.find(|(_, other)| conflicts(other)).map(|(_, other)| other.unit)
-    }
-
-    /// Returns the `count` units that ran forward after `unit` in the pass before, where `unit` is at
-    /// position `at` of the present pass. In a recomputation, returns the units after it in the same
-    /// recomputed unit.
-    pub(super) fn next_forwards(
-        &self,
-        state: &State<B>,
-        at: usize,
-        unit: usize,
-        count: usize,
-    ) -> Vec<usize> {
-        if state.recompute.second_run.is_some() {
-            let Some(at) = state.order.position(unit) else { return Vec::new() };
-            let next = self.following(state.order.current[at + 1..].iter(), unit, count);
-            let is_near = |next: &usize| self.units[*next].within == self.units[unit].within;
-            return next.into_iter().take_while(is_near).collect();
-        }
-        let last = &state.order.last;
-        let at = match last.get(at) {
-            Some(&there) if there == unit => Some(at),
-            _ => last.iter().position(|&index| index == unit),
-        };
-        at.map_or_else(Vec::new, |at| self.following(last[at + 1..].iter(), unit, count))
     }
 }

@@ -83,7 +83,7 @@ impl<B: ModelBackend> ScheduleControl for Schedule<B> {
             state.units[unit].kept_leaves = None;
         }
         change(&mut state.controls);
-        let gather_buffers = self.settings.gather_buffers;
+        let gather_buffers = self.settings.timing.gather_buffers;
         let controls = &state.controls;
         let mut buffers = GatherBuffers::new(gather_buffers, &self.device, &self.units, controls);
         let before = state.buffers.bytes();

@@ -7,6 +7,7 @@ use burn::tensor::DType;
 
 use super::buffers::GatherBuffers;
 use super::counters::{Counters, count};
+use super::decide::Decisions;
 use super::settings::Settings;
 use super::state::State;
 use crate::backend::{
@@ -52,7 +53,8 @@ impl<B: ModelBackend> Schedule<B> {
         random: Arc<RandomStream>,
     ) -> Arc<Self> {
         let controls: Vec<_> = units.iter().map(|unit| unit.control.clone()).collect();
-        let buffers = GatherBuffers::new(settings.gather_buffers, &device, &units, &controls);
+        let buffers =
+            GatherBuffers::new(settings.timing.gather_buffers, &device, &units, &controls);
         let tracker = Arc::new(MemoryTracker::new(settings.storage != StorageDevice::Device));
         for (index, unit) in units.iter().enumerate() {
             let (shards, replicated) = unit.stored_bytes();
@@ -172,26 +174,15 @@ impl<B: ModelBackend> Schedule<B> {
         ScheduleError::NotLoaded { path: self.param(index).1.path.clone() }.into()
     }
 
-    /// Returns the first `count` units in `order` that are gathered on the same nesting level as
-    /// `unit`.
-    pub(super) fn following<'a>(
-        &self,
-        order: impl Iterator<Item = &'a usize>,
-        unit: usize,
-        count: usize,
-    ) -> Vec<usize> {
-        let level = self.units[unit].level;
-        let mut found = Vec::new();
-        for &index in order {
-            if found.len() == count {
-                break;
-            }
-            let fits = self.units[index].level == level && self.units[index].gathers;
-            if fits && index != unit && !found.contains(&index) {
-                found.push(index);
-            }
+    /// Returns what decides when units are gathered, at this moment.
+    pub(super) fn decisions<'a>(&'a self, state: &'a State<B>) -> Decisions<'a> {
+        Decisions {
+            units: &self.units,
+            controls: &state.controls,
+            timing: &self.settings.timing,
+            order: &state.order,
+            recomputes: state.recompute.second_run.is_some(),
         }
-        found
     }
 
     /// Returns the index of the part of a gathered unit that this rank keeps under

@@ -8,19 +8,20 @@ use burn::tensor::DispatchTensor;
 
 use super::super::autodiff::{self, MAX_ORDERING_INPUTS, OpState};
 use super::core::Schedule;
-use super::settings::{Pass, When};
+use super::decide::{Pass, When};
 use super::state::State;
 use crate::backend::{Float, FloatTensor, ModelBackend, Tracked};
 use crate::error::{Error, ScheduleError, raise};
 use crate::module::CallId;
-use crate::options::ReshardAfterForward;
 
 impl<B: ModelBackend> Schedule<B> {
     /// Gathers a unit for its forward and prefetches the next one. Returns `None` if a forward of
-    /// the unit is already running.
+    /// the unit is already running. `params` are the parameters of the module that runs, which is a part
+    /// of a unit of several fields.
     pub(super) fn begin_forward(
         &self,
         unit: usize,
+        params: &[usize],
         inputs: Vec<DispatchTensor>,
     ) -> Result<Option<CallId>, Error> {
         let mut guard = self.lock();
@@ -28,16 +29,17 @@ impl<B: ModelBackend> Schedule<B> {
         if !state.units[unit].forwards.is_empty() {
             return Ok(None);
         }
+        self.check_memory_limit()?;
         let span = tracing::trace_span!(target: "fsdp", "fsdp::pre_forward", unit = %self.units[unit].name).entered();
         if state.open_forwards == 0 {
             self.begin_forward_pass(state)?;
         }
-        let at = state.order.current.len();
         // A recomputation repeats a part of the order.
-        if state.recompute.second_run.is_none() {
-            state.order.current.push(unit);
-        }
-        let call = self.open_call(state, unit, ordering_inputs::<B>(inputs));
+        let at = match state.recompute.second_run {
+            None => state.order.enter(unit, state.units[unit].open_group.is_some()),
+            Some(_) => state.order.current.len(),
+        };
+        let call = self.call_of(state, unit, params, ordering_inputs::<B>(inputs));
         while let Some(other) = self.conflicting_live_unit(state, call) {
             self.separate_buffers(state, unit, other)?;
         }
@@ -51,6 +53,7 @@ impl<B: ModelBackend> Schedule<B> {
         self.prefetch_next(state, at, unit)?;
         drop(span);
         tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::begin_forward");
+        self.tracker.mark_forward(unit);
         Ok(Some(call))
     }
 
@@ -124,35 +127,35 @@ impl<B: ModelBackend> Schedule<B> {
         tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::end_forward");
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_forward", unit = %self.units[unit].name).entered();
         call.ordering_inputs.clear();
-        call.open = None;
-        call.recomputed = None;
-        let tracked = call.tracked || call.pending > 0;
-        if !tracked {
-            state.calls.remove(&id);
-        }
         self.close_forward(state, unit);
         state.recompute.first_run.take_if(|first_run| *first_run == id);
-        if !(tracked && self.stays_gathered(state, unit)) {
-            if tracked {
-                self.keep_part(state, unit);
-            }
-            self.reshard(state, unit);
+        if !self.group_continues(state, unit) {
+            self.end_call(state, id);
         }
+        self.end_groups(state, unit);
         if state.open_forwards == 0 && state.calls.is_empty() {
             self.end_reads_of_shards(state)?;
         }
         Ok(())
     }
 
-    /// Returns whether a unit stays gathered from its forward to its backward.
-    fn stays_gathered(&self, state: &State<B>, unit: usize) -> bool {
-        // Backward starts with the outermost unit and the last one.
-        let at = state.order.position(unit).unwrap_or(0);
-        let is_last = self.next_forwards(state, at, unit, 1).is_empty();
-        let is_next = self.units[unit].level == 0 || is_last;
-        // A unit without shards uses no gather buffer, and the graph keeps its copies anyway.
-        let is_replicated = !self.units[unit].gathers;
-        is_next || is_replicated || state.controls[unit].reshard == ReshardAfterForward::Never
+    /// Ends the forward of a call, and reshards the unit unless its backward is the next one.
+    pub(super) fn end_call(&self, state: &mut State<B>, id: CallId) {
+        let Some(call) = state.calls.get_mut(&id) else { return };
+        let unit = call.unit;
+        call.open = None;
+        call.recomputed = None;
+        let tracked = call.tracked || call.pending > 0;
+        if !tracked {
+            state.calls.remove(&id);
+        }
+        if tracked && self.decisions(state).stays_gathered(unit) {
+            return;
+        }
+        if tracked {
+            self.keep_part(state, unit);
+        }
+        self.reshard(state, unit);
     }
 
     /// Ends a forward that panicked.
@@ -162,6 +165,7 @@ impl<B: ModelBackend> Schedule<B> {
         if let Some(call) = state.calls.remove(&id) {
             tracing::trace!(target: "fsdp::trace", unit = %self.units[call.unit].name, "fsdp::end_forward");
             self.close_forward(state, call.unit);
+            self.discard_groups(state, call.unit);
             self.reshard(state, call.unit);
         }
         state.recompute.first_run.take_if(|first_run| *first_run == id);

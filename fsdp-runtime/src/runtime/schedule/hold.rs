@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::core::Schedule;
-use super::settings::{Pass, When};
+use super::decide::{Pass, When};
 use super::state::State;
 use super::unit_state::ShardState;
 use crate::backend::ModelBackend;
@@ -46,7 +46,7 @@ impl<B: ModelBackend> ScheduleHolds for Schedule<B> {
             units.iter().for_each(|&unit| state.units[unit].guards -= 1);
             self.end_holds(state, |_| true);
         }
-        if !units.iter().any(|&unit| state.buffers.holds(unit)) {
+        if !units.iter().any(|&unit| state.buffers.turns.holds(unit)) {
             self.forget_shards(state);
         }
         begun
@@ -99,7 +99,7 @@ impl<B: ModelBackend> Schedule<B> {
     fn hold_all(&self, state: &mut State<B>, units: &[usize]) -> Result<(), Error> {
         units.iter().for_each(|&unit| state.units[unit].guards += 1);
         for &unit in units {
-            if state.buffers.holds(unit) {
+            if state.buffers.turns.holds(unit) {
                 continue;
             }
             self.evict(state, unit)?;
@@ -128,7 +128,7 @@ impl<B: ModelBackend> Schedule<B> {
     pub(super) fn end_holds(&self, state: &mut State<B>, filter: impl Fn(usize) -> bool) {
         for unit in 0..self.units.len() {
             let is_done = state.units[unit].guards == 0 && !state.units[unit].in_use();
-            if !is_done || !state.buffers.holds(unit) || !filter(unit) {
+            if !is_done || !state.buffers.turns.holds(unit) || !filter(unit) {
                 continue;
             }
             // A collective that has failed fails again at the next one.

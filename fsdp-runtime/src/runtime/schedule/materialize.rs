@@ -178,7 +178,7 @@ fn is_held_as<B: ModelBackend>(
     dtype: DType,
     unit: &Unit,
 ) -> bool {
-    state.buffers.holds(index.unit) && unit.params[index.param].dtype == dtype
+    state.buffers.turns.holds(index.unit) && unit.params[index.param].dtype == dtype
 }
 
 /// Returns the leaf to record the use of a parameter with: none in the first run of a recomputed

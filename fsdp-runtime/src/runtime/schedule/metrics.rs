@@ -5,8 +5,9 @@ use std::time::Duration;
 use super::core::Schedule;
 use super::counters::Counts;
 use crate::backend::{ModelBackend, Raw, ShardBackend, StorageDevice};
+use crate::error::Error;
 use crate::module::ParamIndex;
-use crate::param_group::memory::{Counted, Memory, MemoryKind, MemoryTimeline};
+use crate::param_group::memory::{Counted, Memory, MemoryHandle, MemoryKind};
 
 /// The metrics of a schedule on this rank.
 pub(crate) trait ScheduleMetrics {
@@ -31,12 +32,12 @@ pub(crate) trait ScheduleMetrics {
     fn count_step_copy(&self, index: ParamIndex) -> Counted;
     /// Counts the averages of parameters, of a size in bytes, until the returned value is dropped.
     fn count_average(&self, bytes: usize) -> Counted;
-    /// Starts a record of at most `max_samples` changes of memory.
-    fn start_memory_timeline(&self, max_samples: usize);
-    /// Returns the record of changes of memory so far, if one is kept.
-    fn memory_timeline(&self) -> Option<MemoryTimeline>;
-    /// Ends the record of changes of memory.
-    fn stop_memory_timeline(&self);
+    /// Returns access to the accounting of memory that outlives the schedule.
+    fn memory_handle(&self) -> MemoryHandle;
+    /// Marks the end of a step of the optimizer in the record of memory over time.
+    fn mark_step(&self);
+    /// Sets the most bytes that the model may take on the device; `None` for no limit.
+    fn set_memory_limit(&self, limit: Option<usize>);
 }
 
 impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
@@ -87,15 +88,23 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
         Counted::new(&self.tracker, MemoryKind::Averages, bytes, None)
     }
 
-    fn start_memory_timeline(&self, max_samples: usize) {
-        self.tracker.start_timeline(max_samples);
+    fn memory_handle(&self) -> MemoryHandle {
+        let paths = self.units.iter().map(|unit| unit.path.clone());
+        MemoryHandle::new(self.tracker.clone(), paths)
     }
 
-    fn memory_timeline(&self) -> Option<MemoryTimeline> {
-        self.tracker.timeline(&|unit| self.units[unit].path.clone())
+    fn mark_step(&self) {
+        self.tracker.mark_step();
     }
 
-    fn stop_memory_timeline(&self) {
-        self.tracker.stop_timeline();
+    fn set_memory_limit(&self, limit: Option<usize>) {
+        self.tracker.set_limit(limit);
+    }
+}
+
+impl<B: ModelBackend> Schedule<B> {
+    /// Returns an error if the model has taken more memory on the device than its limit.
+    pub(super) fn check_memory_limit(&self) -> Result<(), Error> {
+        Ok(self.tracker.check_limit(&|unit| self.units[unit].path.clone())?)
     }
 }

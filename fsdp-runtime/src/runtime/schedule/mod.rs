@@ -20,10 +20,11 @@
 //!
 //! Every step is traced with `tracing`, under the target `fsdp`, in the order of execution.
 //!
-//! Order of the files, from the bottom up: `counters`, `settings`, `unit_state`, `unit_call`,
-//! `reduction`, `buffers`, `peer_shards`, `state`, `core`, `saved`, `reshard`, `unshard`, `exchange_shards`,
-//! `hold`, `control`, `single_gather`, `whole_step`, `calls`, `prefetch`, `reduce_codes`, `reduce`, `cast_replicated`,
-//! `backward`, `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces
+//! Order of the files, from the bottom up: `counters`, `decide`, `settings`, `open_group`,
+//! `unit_state`, `unit_call`, `reduction`, `buffers`, `peer_shards`, `state`, `core`, `saved`,
+//! `reshard`, `unshard`, `exchange_shards`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
+//! `group`, `prefetch`, `reduce_codes`, `reduce`, `cast_replicated`, `backward`,
+//! `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces
 //! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `collectives`, `erased`.
 
 mod access;
@@ -36,12 +37,15 @@ mod collectives;
 mod control;
 mod core;
 mod counters;
+pub(crate) mod decide;
 mod erased;
 mod exchange_shards;
 mod forward;
+mod group;
 mod hold;
 mod materialize;
 mod metrics;
+mod open_group;
 mod peer_shards;
 mod prefetch;
 mod recompute_backward;

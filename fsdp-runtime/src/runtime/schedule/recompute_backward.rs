@@ -157,6 +157,7 @@ impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
         let mut guard = schedule.lock();
         let state = &mut *guard;
         schedule.end_calls(state, reached)?;
+        schedule.check_memory_limit()?;
         let call = state.calls.get_mut(&id).expect("a call lives as long as its operations");
         let unit = call.unit;
         let name = &schedule.units[unit].name;
@@ -183,6 +184,7 @@ impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
         this.stage = Stage::Forward;
         drop(span);
         tracing::trace!(target: "fsdp::trace", unit = %name, "fsdp::begin_backward");
+        schedule.tracker.mark_backward(unit);
         drop(guard);
         Ok(this)
     }
@@ -192,6 +194,7 @@ impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
         let mut guard = self.schedule.lock();
         let state = &mut *guard;
         self.schedule.close_forward(state, self.unit);
+        self.schedule.end_groups_of_recomputation(state, self.call);
         self.stage = Stage::Backward;
         let Some(call) = state.calls.get_mut(&self.call) else { return };
         call.open = None;
@@ -225,6 +228,7 @@ impl<B: ModelBackend> Drop for RecomputeGuard<'_, B> {
         if self.stage == Stage::Forward {
             self.schedule.close_forward(state, self.unit);
         }
+        self.schedule.discard_groups_of_recomputation(state, self.call);
         let inner = state.running.iter().filter(|running| running.call != self.call);
         let inner: Vec<usize> = inner.map(|running| running.unit).collect();
         for unit in inner.into_iter().chain([self.unit]) {

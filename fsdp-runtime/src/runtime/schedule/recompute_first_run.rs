@@ -25,12 +25,7 @@ impl<B: ModelBackend> Schedule<B> {
     pub(super) fn begin_first_run(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
         let mut guard = self.lock();
         let state = &mut *guard;
-        let Some(unit) = state.calls.get(&id).map(|call| call.unit) else { return false };
-        let recompute = &state.recompute;
-        let is_inside = recompute.first_run.is_some() || recompute.second_run.is_some();
-        if !self.units[unit].recomputed || is_inside {
-            return false;
-        }
+        let Some(unit) = self.unit_to_recompute(state, id) else { return false };
         let mut parents = Vec::new();
         if !inputs.into_iter().any(is_tracked::<B>) {
             // The leaf of a parameter makes the outputs tracked in place of an input.
@@ -41,6 +36,23 @@ impl<B: ModelBackend> Schedule<B> {
         call.recomputed = Some(RecomputedForward::new(parents));
         state.recompute.first_run = Some(id);
         true
+    }
+
+    /// Returns the unit of a call if it is recomputed in backward, and not inside another one that is.
+    fn unit_to_recompute(&self, state: &State<B>, id: CallId) -> Option<usize> {
+        let unit = state.calls.get(&id)?.unit;
+        let recompute = &state.recompute;
+        let is_inside = recompute.first_run.is_some() || recompute.second_run.is_some();
+        (self.units[unit].recomputed && !is_inside).then_some(unit)
+    }
+
+    /// Returns the name and the type of the unit of a call that is recomputed in backward, if a
+    /// parameter of it is trained.
+    pub(super) fn recomputed_unit_of(&self, id: CallId) -> Option<(String, &'static str)> {
+        let state = self.lock();
+        let unit = self.unit_to_recompute(&state, id)?;
+        self.first_leaf(&state, unit)?;
+        Some((self.units[unit].name.to_string(), self.units[unit].ty))
     }
 
     /// Returns the range of a unit and all units inside it, in layout order.

@@ -8,6 +8,7 @@ use burn::tensor::DType;
 
 use super::core::Schedule;
 use super::counters::count;
+use super::decide::reductions_due;
 use super::reduce_codes;
 use super::reduction::{Reduced, Reduction, add_up};
 use super::state::State;
@@ -221,7 +222,9 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Waits for the oldest running reductions, so that one more may be issued.
     pub(super) fn collect_early_reductions(&self, state: &mut State<B>) -> Result<(), Error> {
-        self.collect_reductions(state, self.settings.reductions_in_flight - 1)
+        let running = state.gradients.reductions.len();
+        let due = reductions_due(running, self.settings.timing.reductions_in_flight);
+        self.collect_reductions(state, running - due)
     }
 
     /// Waits for all running reductions but the last `running`, and adds the results to the reduced

@@ -4,11 +4,10 @@
 //! as one gather to each rank. The receiver decodes the parts of all ranks, and adds them up in f32 and
 //! in rank order. So an element is quantised once, whatever the number of ranks.
 
-use burn::tensor::{DType, Shape};
+use burn::tensor::{DType, FloatDType, Shape};
 
-use crate::backend::codes::{encode, widened_elements, words_data};
 use crate::backend::kernels::RankMean;
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{Float, ShardBackend, encoded};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::CollectiveError;
@@ -29,27 +28,29 @@ pub(super) fn reduce_scatter<B: ShardBackend>(
     let present = group.exchange(op, present.collect::<Vec<bool>>())?;
     let is_sent = |entry: &usize| present.iter().any(|present| present[*entry]);
     let entries: Vec<usize> = (0..keep.len()).filter(is_sent).collect();
-    let take = |&entry: &usize| (entry, gradients[entry].take().map(elements::<B>));
-    let coded: Vec<(usize, Option<Vec<f32>>)> = entries.iter().map(take).collect();
+    let take = |&entry: &usize| (entry, gradients[entry].take());
+    let coded: Vec<(usize, Option<Float<B>>)> = entries.iter().map(take).collect();
     let plain = ReduceScatter::<B> { gradients, keep, layout, divisor };
     let mut reduced = ProcessGroup::<B>::reduce_scatter(group, op, device, plain)?;
     let own = group.members().iter().position(|member| *member == group.rank());
     let own = own.expect("a rank is a member of its process groups");
     let mut received = Vec::new();
     for (to, rank) in layout_ranks(group).enumerate() {
-        let mut words = Vec::new();
-        for (entry, gradient) in &coded {
-            let range = keep[*entry].segment.map(|segment| layout.shard_of(segment, rank));
-            let range = range.unwrap_or(0..0);
-            match gradient {
-                Some(elements) => words.extend(encode(&elements[range.clone()], &range, codes)),
+        let encode = |(entry, gradient): &(usize, Option<Float<B>>)| {
+            let range = layout.shard_of(keep[*entry].segment?, rank);
+            let shape = Shape::from([codes.stored_len(range.len())]);
+            Some(match gradient {
+                _ if range.is_empty() => return None,
+                Some(gradient) => encoded::<B>(gradient.clone(), range, codes, shape, device),
                 // A gradient that this rank does not have counts as zeros.
-                None => words.resize(words.len() + codes.stored_len(range.len()), 0),
-            }
-        }
-        let shape = Shape::from([words.len()]);
-        let sent =
-            (!words.is_empty()).then(|| B::float_from_data(words_data(words, shape), device));
+                None => B::float_zeros(shape, device, FloatDType::F32),
+            })
+        };
+        let words: Vec<Float<B>> = coded.iter().filter_map(encode).collect();
+        let sent = match words.len() {
+            0 | 1 => words.into_iter().next(),
+            _ => Some(B::float_cat(words, 0)),
+        };
         let parts = ProcessGroup::<B>::gather(group, op, device, to, sent)?;
         if to == own {
             received = parts;
@@ -81,14 +82,4 @@ pub(super) fn reduce_scatter<B: ShardBackend>(
 fn layout_ranks(group: &AnyProcessGroup) -> impl Iterator<Item = Rank> {
     let size = crate::layout::WorldSize::new(group.size()).expect("a group has members");
     size.ranks()
-}
-
-/// Returns the elements of a gradient in host memory.
-fn elements<B: ShardBackend>(gradient: Float<B>) -> Vec<f32> {
-    use burn::backend::TensorMetadata;
-    let (dtype, mut elements) = (gradient.dtype(), Vec::new());
-    B::with_bytes(gradient, &mut |bytes| {
-        elements = widened_elements(bytes, dtype).expect("a gradient has a float dtype");
-    });
-    elements
 }

@@ -28,11 +28,11 @@ impl<B: ModelBackend> Schedule<B> {
     /// guard keeps it so.
     pub(super) fn reshard(&self, state: &mut State<B>, index: usize) {
         let is_unsharded = matches!(state.units[index].shard_state, ShardState::Unsharded);
-        if !is_unsharded || state.buffers.holds(index) {
+        if !is_unsharded || state.buffers.turns.holds(index) {
             return;
         }
         tracing::trace!(target: "fsdp", unit = %self.units[index].name, "fsdp::reshard");
-        if !state.buffers.has_none(index) {
+        if !state.buffers.turns.has_none(index) {
             // Recorded reads of the gather buffers are launched before they are released.
             self.drain();
         }
@@ -66,7 +66,7 @@ impl<B: ModelBackend> Schedule<B> {
             return;
         };
         let parts = state.buffers.kept_parts(index);
-        if parts.is_empty() || state.buffers.holds(index) {
+        if parts.is_empty() || state.buffers.turns.holds(index) {
             return;
         }
         let ranges =
@@ -107,7 +107,7 @@ impl<B: ModelBackend> Schedule<B> {
         state.shards_may_change();
         for (index, unit) in state.units.iter_mut().enumerate() {
             // A guard borrows the model, so that no optimizer steps what its units read.
-            if !state.buffers.holds(index) {
+            if !state.buffers.turns.holds(index) {
                 unit.shards.iter_mut().for_each(|shard| *shard = None);
             }
         }

@@ -32,7 +32,7 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         let state = &mut *self.lock();
         let registered = &mut state.units[index.unit].shards[index.param];
         if let Some(earlier) = registered
-            && state.buffers.holds(index.unit)
+            && state.buffers.turns.holds(index.unit)
         {
             // The copy on the device stays as long as the unit stays gathered.
             shard.on_device = earlier.on_device.clone();
@@ -43,9 +43,10 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
     fn pre_forward(
         &self,
         unit: usize,
+        params: &[usize],
         inputs: Vec<DispatchTensor>,
     ) -> Result<Option<CallId>, Error> {
-        self.begin_forward(unit, inputs)
+        self.begin_forward(unit, params, inputs)
     }
 
     fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
@@ -54,6 +55,10 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
 
     fn begin_recomputed_forward(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
         self.begin_first_run(id, inputs)
+    }
+
+    fn recomputed_unit(&self, id: CallId) -> Option<(String, &'static str)> {
+        self.recomputed_unit_of(id)
     }
 
     fn detach_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {

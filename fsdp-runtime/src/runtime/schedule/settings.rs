@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::decide::Timing;
 use crate::backend::StorageDevice;
 use crate::collectives::group::{AnyProcessGroup, MeshGroups};
 use crate::layout::Mesh;
-use crate::options::{BackwardPrefetch, GradientAccumulation, ShardingStrategy};
+use crate::options::ShardingStrategy;
 
 /// Settings of a schedule, made from the options of `fully_shard` when a model is sharded.
 #[derive(Clone, Debug)]
@@ -20,19 +21,8 @@ pub(crate) struct Settings {
     /// Process groups of the ranks that keep parts of gathered parameters for each other, by their
     /// size: those that `ReshardAfterForward::To` of some unit needs.
     pub(crate) blocks: BTreeMap<usize, Arc<AnyProcessGroup>>,
-    /// Number of gather buffers of one dtype that the units of an inner nesting level share, before
-    /// lists of units to prefetch are regarded.
-    pub(crate) gather_buffers: usize,
-    /// Whether forward prefetches the next units.
-    pub(crate) forward_prefetch: bool,
-    /// Time at which backward prefetches the previous units.
-    pub(crate) backward_prefetch: BackwardPrefetch,
-    /// Number of units that are prefetched while one computes.
-    pub(crate) units_ahead: usize,
-    /// Number of units whose gradients may be in reduction at a time, at least 1.
-    pub(crate) reductions_in_flight: usize,
-    /// Form in which the gradients of micro-batches are accumulated.
-    pub(crate) accumulation: GradientAccumulation,
+    /// When collectives are issued.
+    pub(crate) timing: Timing,
     /// Number by which sums of gradients are divided, if it is not the number of ranks.
     pub(crate) gradient_divide_factor: Option<f64>,
     /// Storage device of parameters, reduced gradients and optimizer state.
@@ -42,20 +32,4 @@ pub(crate) struct Settings {
     pub(crate) keep_sent: bool,
     /// Whether the saved inputs of recomputed units are offloaded to the host.
     pub(crate) offload_activations: bool,
-}
-
-/// The pass that an all-gather is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pass {
-    Forward,
-    Backward,
-}
-
-/// Time at which a unit that is being gathered is needed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum When {
-    /// The unit is needed at once.
-    Now,
-    /// The unit is needed later: this is a prefetch.
-    Ahead,
 }

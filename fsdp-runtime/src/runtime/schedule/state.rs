@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use super::buffers::GatherBuffers;
+use super::decide::{ForwardOrder, Timing};
 use super::peer_shards::PeerShards;
 use super::reduction::Reduction;
 use super::settings::Settings;
@@ -82,7 +83,7 @@ impl<B: ModelBackend> State<B> {
             calls: BTreeMap::new(),
             next_call: 0,
             open_forwards: 0,
-            order: ForwardOrder { current: Vec::new(), last: (0..units.len()).collect() },
+            order: ForwardOrder::new(units),
             running: Vec::new(),
             recompute: RecomputeState { first_run: None, second_run: None },
             gradients: GradientState {
@@ -91,25 +92,10 @@ impl<B: ModelBackend> State<B> {
                 continuing: false,
                 reduced_bytes: 0,
                 divide_factor: settings.gradient_divide_factor,
-                accumulation: settings.accumulation,
+                accumulation: settings.timing.accumulation,
             },
             unloaded: BTreeSet::new(),
         }
-    }
-}
-
-/// The order in which units run forward.
-pub(super) struct ForwardOrder {
-    /// Units in the order of this forward pass.
-    pub(super) current: Vec<usize>,
-    /// Units in the order of the forward pass before.
-    pub(super) last: Vec<usize>,
-}
-
-impl ForwardOrder {
-    /// Returns the last position of a unit in this forward pass.
-    pub(super) fn position(&self, unit: usize) -> Option<usize> {
-        self.current.iter().rposition(|&index| index == unit)
     }
 }
 
@@ -141,7 +127,7 @@ pub(super) struct GradientState<B: ModelBackend> {
 impl<B: ModelBackend> GradientState<B> {
     /// Returns whether the gradients of micro-batches are accumulated before they are reduced.
     pub(super) fn holds_unsharded(&self) -> bool {
-        self.accumulation == GradientAccumulation::HoldUnsharded
+        Timing::holds_unsharded(self.accumulation)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::open_group::OpenGroup;
 use crate::backend::{Float, ModelBackend, Raw, RawFloat, ShardBackend, StoredLeaf, StoredTensor};
 use crate::collectives::device_work::DeviceWork;
 use crate::module::CallId;
@@ -67,6 +68,8 @@ pub(super) struct UnitState<B: ModelBackend> {
     pub(super) shards: Vec<Option<LocalShard<B>>>,
     /// Running forwards, outermost first.
     pub(super) forwards: Vec<CallId>,
+    /// The call of a unit of several fields, some of which have not run yet.
+    pub(super) open_group: Option<OpenGroup>,
     /// Number of calls between `pre_backward` and `post_backward`.
     pub(super) backwards: usize,
     /// Whether the unit was prefetched and has not been used yet.
@@ -101,6 +104,7 @@ impl<B: ModelBackend> UnitState<B> {
             shard_state: ShardState::Sharded,
             shards: none(entries),
             forwards: Vec::new(),
+            open_group: None,
             backwards: 0,
             prefetched: false,
             copied_bytes: 0,
@@ -120,10 +124,10 @@ impl<B: ModelBackend> UnitState<B> {
         self.shards.iter().map(|shard| id(shard.as_ref()?)).collect()
     }
 
-    /// Returns whether the unit runs forward or backward, so that no other unit may take its gather
-    /// buffers.
+    /// Returns whether the unit runs forward or backward, or has a module that has yet to run, so
+    /// that no other unit may take its gather buffers.
     pub(super) fn in_use(&self) -> bool {
-        !self.forwards.is_empty() || self.backwards > 0
+        !self.forwards.is_empty() || self.open_group.is_some() || self.backwards > 0
     }
 }
 

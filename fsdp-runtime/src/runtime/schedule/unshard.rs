@@ -8,7 +8,7 @@ use burn::tensor::DType;
 
 use super::core::Schedule;
 use super::counters::count;
-use super::settings::{Pass, When};
+use super::decide::{Pass, Turn, When};
 use super::state::State;
 use super::unit_state::{LocalShard, ShardState, UnitState};
 use crate::backend::gather_buffer::GatherBuffer;
@@ -172,7 +172,7 @@ impl<B: ModelBackend> Schedule<B> {
         }
         self.lower_shards(state, index);
         let copies = self.copies(state, index, pass);
-        if state.buffers.has_none(index) && copies.is_empty() {
+        if state.buffers.turns.has_none(index) && copies.is_empty() {
             return Ok(());
         }
         let Some((shards, group)) = self.copy_in(state, index, pass, when)? else {
@@ -233,23 +233,23 @@ impl<B: ModelBackend> Schedule<B> {
         index: usize,
         when: When,
     ) -> Result<bool, Error> {
-        let owners = state.buffers.other_owners(index);
-        if let Some(&owner) = owners.iter().find(|&&owner| state.units[owner].in_use()) {
-            if when == When::Ahead {
-                return Ok(false);
-            }
-            return Err(ScheduleError::GatherBufferBusy {
+        let turn = state.buffers.turns.turn(index, when, |owner| state.units[owner].in_use());
+        match turn {
+            Turn::Skip => Ok(false),
+            Turn::Busy(owner) => Err(ScheduleError::GatherBufferBusy {
                 unit: self.units[index].name.to_string(),
                 owner: self.units[owner].name.to_string(),
-                gather_buffers: self.settings.gather_buffers,
+                gather_buffers: self.settings.timing.gather_buffers,
             }
-            .into());
+            .into()),
+            Turn::Take(owners) => {
+                for owner in owners {
+                    self.evict(state, owner)?;
+                }
+                state.buffers.turns.acquire(index);
+                Ok(true)
+            }
         }
-        for owner in owners {
-            self.evict(state, owner)?;
-        }
-        state.buffers.acquire(index);
-        Ok(true)
     }
 
     /// Returns the all-gathers of a unit, one for each flat range, and counts them.
@@ -390,9 +390,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// device after the all-gathers. Backward reads them only if it recomputes the forward.
     fn copies(&self, state: &State<B>, index: usize, pass: Pass) -> Vec<CopyToDevice<Raw<B>>> {
         let unit = &self.units[index];
-        if self.settings.storage == StorageDevice::Device
-            || (pass == Pass::Backward && !unit.recomputed)
-        {
+        if !self.decisions(state).copies_replicated(index, pass) {
             return Vec::new();
         }
         let params = unit.params.iter().zip(&state.units[index].shards);
@@ -418,7 +416,7 @@ impl<B: ModelBackend> Schedule<B> {
     ) -> Result<(), Error> {
         self.evict(state, index)?;
         for (range, size) in self.units[index].buffers().into_iter().enumerate() {
-            if state.buffers.shares_range(index, range, other) {
+            if state.buffers.turns.shares_range(index, range, other) {
                 self.add_buffer(state, (index, range), other, size);
             }
         }
@@ -441,7 +439,7 @@ impl<B: ModelBackend> Schedule<B> {
             self.units[index].name,
             self.units[other].name,
             buffer.bytes(),
-            self.settings.gather_buffers,
+            self.settings.timing.gather_buffers,
         );
         count(&self.counters.added_gather_buffers);
         self.tracker.take(MemoryKind::GatherBuffers, buffer.bytes(), index);

@@ -9,7 +9,9 @@ use burn_cubecl::tensor::CubeTensor;
 use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
-use super::{copy, decode, dropout, gelu, layer_norm, mean, optim, random_rounding, softmax, sums};
+use super::{
+    copy, decode, dropout, encode, gelu, layer_norm, mean, optim, random_rounding, softmax, sums,
+};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
@@ -59,6 +61,15 @@ impl Kernels for CubeBackend {
         #[cfg(test)]
         record([], [&elements.handle]);
         elements
+    }
+
+    fn encode_int8(tensor: CubeTensor, range: Range<usize>, block: usize) -> CubeTensor {
+        #[cfg(test)]
+        record([&tensor], []);
+        let codes = encode::encode_int8(tensor, range, block);
+        #[cfg(test)]
+        record([], [&codes.handle]);
+        codes
     }
 
     fn rank_means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {

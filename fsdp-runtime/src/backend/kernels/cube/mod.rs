@@ -16,6 +16,7 @@ mod copy;
 mod decode;
 mod device;
 mod dropout;
+mod encode;
 mod gelu;
 mod kernels;
 mod launch;

@@ -1,5 +1,6 @@
 //! Implementation of [`Kernels`] for Flex.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use burn::backend::flex::{FlexDevice, FlexTensor};
@@ -15,6 +16,7 @@ use super::new_tensor::{TASK, Uninit, new_tensor};
 use super::{
     attention, cross_entropy, decode, dropout, gelu, layer_norm, random_rounding, softmax, sums,
 };
+use crate::backend::codes;
 use crate::backend::kernels::attention::{self as blocks, AttentionRule, AttentionTensors};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
@@ -154,6 +156,23 @@ impl Kernels for Flex {
 
     fn decode(codes: FlexTensor, storage: StorageType, shape: Shape, dtype: DType) -> FlexTensor {
         with_float_type!(dtype, |E| decode::new::<E>(&codes, storage, shape))
+    }
+
+    fn encode_int8(tensor: FlexTensor, range: Range<usize>, block: usize) -> FlexTensor {
+        let tensor = contiguous(tensor);
+        let len = range.len();
+        let elements = match tensor.dtype() {
+            DType::F32 => Cow::Borrowed(&slice::<f32>(&tensor)[range]),
+            dtype => {
+                let bytes = with_float_type!(dtype, |E| {
+                    bytemuck::cast_slice::<E, u8>(&slice::<E>(&tensor)[range])
+                });
+                Cow::Owned(codes::widened_elements(bytes, dtype).expect("a float dtype"))
+            }
+        };
+        let words = codes::encode(&elements, &(0..len), StorageType::Int8 { block });
+        let shape = Shape::from([words.len()]);
+        FlexTensor::from_data(codes::words_data(words, shape))
     }
 
     fn rank_means(means: Vec<RankMean<FlexTensor>>) -> Vec<FlexTensor> {

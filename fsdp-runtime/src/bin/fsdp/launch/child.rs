@@ -24,7 +24,7 @@ pub(super) struct Child {
 /// Output of a child process.
 #[derive(Debug)]
 enum Output {
-    Rank { rank: usize, tail: Tail },
+    Rank { rank: usize, local_rank: usize, tail: Tail },
     Mpirun(JobOutput),
 }
 
@@ -32,6 +32,8 @@ enum Output {
 #[derive(Debug)]
 pub(super) struct RankFailure {
     pub(super) rank: usize,
+    /// Number of the rank among those of this launcher.
+    pub(super) local_rank: usize,
     pub(super) exit: Exit,
     pub(super) last_lines: Vec<String>,
 }
@@ -54,7 +56,7 @@ impl Child {
             tail.map_err(|source| LaunchError::System { action, source })
         };
         if let Some(mpirun) = &plan.mpirun {
-            let tails = (0..plan.world).map(tail).collect::<Result<Vec<Tail>, _>>()?;
+            let tails = (0..plan.world).map(|_| Tail::default()).collect();
             let run = plan.variable(RUN_ID).unwrap_or_default();
             let output = JobOutput::new(width, run, tails);
             let command = commands::mpirun(plan, mpirun, program, grace)?;
@@ -71,19 +73,25 @@ impl Child {
             forward_to(Stream::Stdout, io::stdout(), prefix.clone(), tail.clone()),
             forward_to(Stream::Stderr, io::stderr(), prefix, tail.clone()),
         )?;
-        Ok(Self { name: format!("rank {rank}"), process, output: Output::Rank { rank, tail } })
+        Ok(Self {
+            name: format!("rank {rank}"),
+            process,
+            output: Output::Rank { rank, local_rank: index, tail },
+        })
     }
 
     /// Returns the failure of this rank, which ended with `exit`, or of the rank that failed first
     /// under `mpirun`. `None` if `mpirun` failed without a failed rank.
     pub(super) fn rank_failure(&self, exit: Exit) -> Option<RankFailure> {
         match &self.output {
-            Output::Rank { rank, tail } => {
-                Some(RankFailure { rank: *rank, exit, last_lines: tail.lines() })
+            Output::Rank { rank, local_rank, tail } => {
+                let (rank, local_rank) = (*rank, *local_rank);
+                Some(RankFailure { rank, local_rank, exit, last_lines: tail.lines() })
             }
             Output::Mpirun(output) => {
                 let (rank, exit) = output.first_failure()?;
-                Some(RankFailure { rank, exit, last_lines: output.last_lines(rank) })
+                let last_lines = output.last_lines(rank);
+                Some(RankFailure { rank, local_rank: rank, exit, last_lines })
             }
         }
     }

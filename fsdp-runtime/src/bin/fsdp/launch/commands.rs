@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::error::LaunchError;
-use super::plan::{Mpirun, Plan};
+use super::plan::{GRACE, LOGS, Mpirun, Plan};
 
 /// Returns the command for the rank `local_rank` of this machine.
 pub(super) fn rank(
@@ -39,10 +39,23 @@ pub(super) fn mpirun(
     let action = "find its own executable";
     let this = std::env::current_exe().map_err(|source| LaunchError::System { action, source })?;
     let mut command = Command::new("mpirun");
+    let grace = grace.as_secs().max(1).to_string();
     command
         .args(["-n", &plan.world.to_string(), "--bind-to", "none"])
         // Seconds between SIGTERM and SIGKILL.
-        .args(["--mca", "odls_base_sigkill_timeout", &grace.as_secs().max(1).to_string()]);
+        .args(["--mca", "odls_base_sigkill_timeout", &grace])
+        .env(GRACE, &grace)
+        .args(["-x", GRACE]);
+    match &plan.logs {
+        Some(logs) => {
+            // Each rank writes its file on its own machine, from which the launcher may be cut off.
+            let folder = std::path::absolute(logs).unwrap_or_else(|_| logs.clone());
+            command.env(LOGS, folder).args(["-x", LOGS]);
+        }
+        None => {
+            command.env_remove(LOGS);
+        }
+    }
     if let Some(hostfile) = &mpirun.hostfile {
         command.arg("--hostfile").arg(hostfile);
     } else if std::thread::available_parallelism().is_ok_and(|cores| plan.world > cores.get()) {

@@ -54,6 +54,16 @@ pub(crate) enum LaunchError {
          on machine 0 only"
     )]
     MpirunOnce { rank: usize },
+    #[error(
+        "--num-processes MIN:MAX was given for {machines} machines; their launchers do not know of \
+         each other, so give one number, or start the ranks of all machines with `mpirun` (`--mpi`)"
+    )]
+    RangeOfMachines { machines: usize },
+    #[error(
+        "{lost} cannot be reached, and the other hosts of {file} take {world} ranks of at least \
+         {min}; restore the hosts, or lower MIN of --num-processes MIN:MAX"
+    )]
+    TooFewRanks { lost: String, file: String, world: usize, min: usize },
     #[error("`{program}` was not found; give a path, or a program on PATH")]
     NotFound { program: String },
     #[error("`{program}` cannot be started: {source}")]
@@ -72,6 +82,19 @@ impl LaunchError {
             io::ErrorKind::NotFound => Self::NotFound { program },
             _ => Self::CannotStart { program, source },
         }
+    }
+
+    /// Returns whether a later start of the same ranks may succeed.
+    pub(super) fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            Self::Unresolved { .. }
+                | Self::PortTaken { .. }
+                | Self::Port { .. }
+                | Self::CannotStart { .. }
+                | Self::System { .. }
+                | Self::TooFewRanks { .. }
+        )
     }
 
     /// Returns the launcher's exit code: 127 and 126 for a program that cannot be started, as in

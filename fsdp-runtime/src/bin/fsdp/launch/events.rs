@@ -14,11 +14,16 @@ pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) enum Event {
     /// A process has ended.
     Exited {
-        /// Index of the process among those of the launcher.
+        /// Number of the attempt that started the process.
+        attempt: usize,
+        /// Index of the process among those of the attempt.
         index: usize,
     },
     /// The standard output or standard error of a process has ended.
-    StreamEnded,
+    StreamEnded {
+        /// Number of the attempt that started the process.
+        attempt: usize,
+    },
     /// The launcher has received a signal.
     Signal(i32),
 }

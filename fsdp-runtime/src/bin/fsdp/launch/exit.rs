@@ -4,7 +4,7 @@ use std::fmt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
-use fsdp_runtime::env::EXIT_PEER_FAILED;
+use fsdp_runtime::env::{EXIT_PEER_FAILED, EXIT_REFUSED};
 use rustix::process::Signal;
 
 /// Exit code of a Rust program that panicked.
@@ -33,6 +33,13 @@ impl Exit {
     /// Returns whether the exit code is 0.
     pub(super) fn is_success(self) -> bool {
         self == Self::Code(0)
+    }
+
+    /// Returns whether a restart would fail in the same way: the program does not exist (127) or
+    /// cannot be executed (126), or was refused its arguments (2, the code of clap) or another input
+    /// ([`EXIT_REFUSED`]).
+    pub(super) fn is_refusal(self) -> bool {
+        matches!(self, Self::Code(2 | 126 | 127 | EXIT_REFUSED))
     }
 
     /// Returns how likely it is that the process ended because another process had failed, from 0

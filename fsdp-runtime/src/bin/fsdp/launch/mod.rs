@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `flags/` | the flags of `accelerate launch` |
 //! | `error.rs` | the errors of a launch, as data |
+//! | `restarts.rs` | the policy of restarts |
 //! | `settings.rs` | the settings of a launch: the flags, and the configuration that they and the file make |
 //! | `rendezvous.rs` | host and port at which ranks connect |
 //! | `plan.rs` | the plan: number of ranks and their environment variables |
@@ -18,8 +19,14 @@
 //! | `mpi/` | `fsdp rank` under `mpirun`, and reading the output of `mpirun` |
 //! | `child.rs` | the processes of a launch: ranks, or one `mpirun` |
 //! | `report.rs` | the report of a run that failed |
-//! | `supervisor.rs` | starting and ending all processes |
+//! | `session.rs` | what all attempts share: the guard, and events |
+//! | `supervisor.rs` | one attempt: starting and ending all processes |
+//! | `hosts.rs` | the hosts of `mpirun` that can be reached |
+//! | `remains.rs` | waiting for processes that an attempt has left |
+//! | `attempts.rs` | attempts, until one ends well or no restart is left |
 
+#[cfg(unix)]
+mod attempts;
 #[cfg(unix)]
 mod child;
 #[cfg(unix)]
@@ -33,27 +40,34 @@ mod flags;
 #[cfg(unix)]
 mod guard;
 #[cfg(unix)]
+mod hosts;
+#[cfg(unix)]
 mod mpi;
 #[cfg(unix)]
 mod output;
 mod plan;
 #[cfg(unix)]
 mod process;
+#[cfg(unix)]
+mod remains;
 mod rendezvous;
 #[cfg(unix)]
 mod report;
+mod restarts;
+#[cfg(unix)]
+mod session;
 mod settings;
 #[cfg(unix)]
 mod supervisor;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use fsdp_runtime::cuda;
 
 use self::error::LaunchError;
 use self::plan::Plan;
+pub(crate) use self::restarts::Restarts;
 pub(crate) use self::settings::{Options, Settings};
 use crate::console;
 
@@ -90,7 +104,7 @@ pub(crate) fn exit_code(launched: Result<u8, LaunchError>) -> ExitCode {
 
 /// Starts the ranks of this machine and waits for them. Returns the exit code.
 pub(crate) fn start(settings: &Settings, program: &[String]) -> Result<u8, LaunchError> {
-    let plan = Plan::new(settings, |name| std::env::var_os(name))?;
+    let plan = Plan::new(settings, 0, |name| std::env::var_os(name))?;
     if plan.mpirun.is_some() && !has_mpirun() {
         return Err(LaunchError::NoMpirun { processes: plan.world });
     }
@@ -101,7 +115,7 @@ pub(crate) fn start(settings: &Settings, program: &[String]) -> Result<u8, Launc
              build the program with `--features mpi`"
         ));
     }
-    supervise(&plan, program, settings.grace)
+    supervise(settings, plan, program)
 }
 
 /// Returns whether this machine has a GPU that ranks can use.
@@ -116,12 +130,12 @@ pub(crate) fn has_mpirun() -> bool {
 }
 
 #[cfg(unix)]
-fn supervise(plan: &Plan, program: &[String], grace: Duration) -> Result<u8, LaunchError> {
-    supervisor::run(plan, program, grace)
+fn supervise(settings: &Settings, plan: Plan, program: &[String]) -> Result<u8, LaunchError> {
+    attempts::run(settings, plan, program)
 }
 
 #[cfg(not(unix))]
-fn supervise(_: &Plan, _: &[String], _: Duration) -> Result<u8, LaunchError> {
+fn supervise(_: &Settings, _: Plan, _: &[String]) -> Result<u8, LaunchError> {
     Err(LaunchError::NotUnix)
 }
 
@@ -129,6 +143,15 @@ fn supervise(_: &Plan, _: &[String], _: Duration) -> Result<u8, LaunchError> {
 pub(crate) fn run_guard() -> ExitCode {
     #[cfg(unix)]
     guard::run();
+    ExitCode::SUCCESS
+}
+
+/// Runs `fsdp watch`, which a failed rank of `mpirun` leaves behind.
+pub(crate) fn run_watch(process: i32, seconds: u64) -> ExitCode {
+    #[cfg(unix)]
+    mpi::run_watch(process, std::time::Duration::from_secs(seconds));
+    #[cfg(not(unix))]
+    let _ = (process, seconds);
     ExitCode::SUCCESS
 }
 

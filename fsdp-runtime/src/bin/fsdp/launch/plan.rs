@@ -17,12 +17,23 @@ pub(super) const RUN_ID: &str = "FSDP_RUN_ID";
 /// Environment variable with the secret of a run, which its ranks prove to each other.
 pub(super) const SECRET: &str = "FSDP_RUN_SECRET";
 
+/// Environment variable with the number of times that the ranks were started again.
+pub(super) const RESTART_COUNT: &str = "FSDP_RESTART_COUNT";
+
+/// Environment variable with the folder of the log files of `mpirun`'s ranks.
+pub(super) const LOGS: &str = "FSDP_LOG_DIR";
+
+/// Environment variable with the seconds between SIGTERM and SIGKILL of `mpirun`'s ranks.
+pub(super) const GRACE: &str = "FSDP_GRACE";
+
 /// Environment variable with the number of threads of a process, as OpenMP has it.
 const THREADS: &str = "OMP_NUM_THREADS";
 
 /// The ranks of this machine and their environment.
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
+    /// Number of the attempt: how often the ranks were started before.
+    pub(super) attempt: usize,
     /// Number of ranks on all machines.
     pub(super) world: usize,
     /// Number of ranks on this machine.
@@ -45,9 +56,10 @@ pub(super) struct Mpirun {
 }
 
 impl Plan {
-    /// Plans a launch. `variable` reads the environment of this process.
+    /// Plans an attempt of a launch, counted from 0. `variable` reads the environment of this process.
     pub(super) fn new(
         settings: &Settings,
+        attempt: usize,
         variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, LaunchError> {
         let config = &settings.config;
@@ -59,6 +71,9 @@ impl Plan {
         let mpirun = mpirun(settings, world);
         if mpirun.is_some() && machine > 0 {
             return Err(LaunchError::MpirunOnce { rank: machine });
+        }
+        if mpirun.is_none() && machines > 1 && settings.restarts.min_processes.is_some() {
+            return Err(LaunchError::RangeOfMachines { machines });
         }
 
         let mut variables = vec![(RUN_ID, run_id().into())];
@@ -85,8 +100,9 @@ impl Plan {
         let threads = threads.or_else(|| variable(THREADS));
         variables.extend(threads.map(|threads| (THREADS, threads)));
         variables.extend(config_variables(settings));
+        variables.extend(restart_variables(attempt, settings.restarts.max));
         let logs = settings.logs.clone();
-        Ok(Self { world, local, first: machine * local, variables, mpirun, logs })
+        Ok(Self { attempt, world, local, first: machine * local, variables, mpirun, logs })
     }
 
     /// Returns the value of a variable that all ranks have in common.
@@ -143,6 +159,16 @@ fn config_variables(settings: &Settings) -> Vec<(&'static str, OsString)> {
     variables
 }
 
+/// Returns the variables with the number of restarts, under this crate's name and torchrun's.
+fn restart_variables(attempt: usize, max: usize) -> [(&'static str, OsString); 3] {
+    let [count, max] = [attempt, max].map(|number| number.to_string().into());
+    [
+        (RESTART_COUNT, OsString::clone(&count)),
+        ("TORCHELASTIC_RESTART_COUNT", count),
+        ("TORCHELASTIC_MAX_RESTARTS", max),
+    ]
+}
+
 /// Refuses to run as one of several ranks, because each of those launchers would start all ranks.
 ///
 /// Two cases are no ranks: one launcher a machine, started by `mpirun` or `srun`, and a launcher in
@@ -191,7 +217,7 @@ mod tests {
 
     /// Plans a launch with a file and values of the command line.
     fn plan(flags: &[(&str, &str)], text: &str, env: &[(&str, &str)]) -> Result<Plan, LaunchError> {
-        Plan::new(&settings(flags, text)?, |name| {
+        Plan::new(&settings(flags, text)?, 0, |name| {
             env.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())
         })
     }
@@ -275,7 +301,7 @@ mod tests {
         let mut settings = settings(&[("num_processes", "2")], "").unwrap();
         let threads = |settings: &Settings, env: Option<&str>| {
             let plan =
-                Plan::new(settings, |name| (name == THREADS).then(|| env.map(Into::into))?);
+                Plan::new(settings, 0, |name| (name == THREADS).then(|| env.map(Into::into))?);
             plan.unwrap().variable(THREADS).map(str::to_string)
         };
         assert_eq!(threads(&settings, None), None);
@@ -335,7 +361,7 @@ mod tests {
         assert!(matches!(plan(&second, file, &[]), Err(LaunchError::MpirunOnce { rank: 1 })));
         let mut settings = settings(&flags, "").unwrap();
         settings.mpi = true;
-        let of_flag = Plan::new(&settings, |_| None).unwrap();
+        let of_flag = Plan::new(&settings, 0, |_| None).unwrap();
         assert_eq!(of_flag.mpirun, Some(Mpirun::default()));
     }
 

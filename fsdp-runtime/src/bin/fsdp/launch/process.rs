@@ -33,6 +33,8 @@ pub(super) struct Process {
 pub(super) struct Spawner<'a> {
     pub(super) guard: &'a Guard,
     pub(super) events: &'a Sender<Event>,
+    /// Number of the attempt, which events carry.
+    pub(super) attempt: usize,
 }
 
 impl Spawner<'_> {
@@ -73,22 +75,22 @@ impl Spawner<'_> {
         source: impl io::Read + Send + 'static,
         line: impl FnMut(&[u8]) + Send + 'static,
     ) {
-        let events = self.events.clone();
+        let (events, attempt) = (self.events.clone(), self.attempt);
         thread::spawn(move || {
             for_each_line(source, line);
-            let _ = events.send(Event::StreamEnded);
+            let _ = events.send(Event::StreamEnded { attempt });
         });
     }
 
     /// Waits for the end of a process in a thread.
     fn wait(&self, process: Pid, index: usize) {
-        let events = self.events.clone();
+        let (events, attempt) = (self.events.clone(), self.attempt);
         thread::spawn(move || {
             // NOWAIT leaves the process a zombie, so that its number is not reused before the main
             // thread has removed it from the guard.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
             while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(process), options) {}
-            let _ = events.send(Event::Exited { index });
+            let _ = events.send(Event::Exited { attempt, index });
         });
     }
 }

@@ -7,14 +7,21 @@ use super::exit::{Exit, signal_name};
 use crate::console;
 
 /// Prints which rank failed first and the last lines of that rank. `stopped` are the names of the
-/// children that were stopped at the time of the failure. Returns the launcher's exit code, which
-/// is that of the rank.
-pub(super) fn failure(child: &Child, exit: Exit, world: usize, stopped: &[String]) -> u8 {
-    let Some(RankFailure { rank, exit, last_lines }) = child.rank_failure(exit) else {
+/// children that were stopped at the time of the failure. Returns the rank, if it is known, and its
+/// end, or that of `mpirun`.
+pub(super) fn failure<'a>(
+    child: &Child,
+    exit: Exit,
+    world: usize,
+    stopped: impl Iterator<Item = &'a String>,
+) -> (Option<RankFailure>, Exit) {
+    let Some(failure) = child.rank_failure(exit) else {
         // `mpirun` has printed the reason.
         console::err(format_args!("`mpirun` failed: {exit}"));
-        return exit.exit_code();
+        return (None, exit);
     };
+    let RankFailure { rank, exit, last_lines, .. } = &failure;
+    let exit = *exit;
     let hint = match exit {
         Exit::Signal(signal) if signal == Signal::KILL.as_raw() => {
             " (by the kernel, if the machine ran out of memory)"
@@ -31,7 +38,7 @@ pub(super) fn failure(child: &Child, exit: Exit, world: usize, stopped: &[String
         console::err(format_args!("the last lines of rank {rank}:"));
         last_lines.iter().for_each(|line| console::err(format_args!("  {line}")));
     }
-    exit.exit_code()
+    (Some(failure), exit)
 }
 
 /// Prints the children that did not end as `signal` asked them to. Returns the launcher's exit

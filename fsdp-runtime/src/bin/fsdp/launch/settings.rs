@@ -9,7 +9,11 @@ use fsdp_runtime::cuda;
 
 use super::error::LaunchError;
 use super::flags::{Answer, Flags};
+use super::restarts::Restarts;
 use crate::{config, console};
+
+/// Time before the first restart.
+const DEFAULT_BACKOFF: Duration = Duration::from_secs(1);
 
 // No doc comment: clap would show it as the description of the command.
 #[derive(Clone, Debug, clap::Args)]
@@ -34,6 +38,20 @@ pub(crate) struct Options {
     /// Seconds between SIGTERM and SIGKILL to the other ranks, once a rank has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 3)]
     grace: u64,
+
+    /// Times that all ranks are started again after a failure, with a new secret and port [default:
+    /// 0]
+    ///
+    /// A rank that was refused its input (exit codes 2, 78, 126 and 127) and a signal to the
+    /// launcher end the run without a restart.
+    #[arg(long, value_name = "N", alias = "max_restarts", default_value_t = 0)]
+    #[arg(hide_default_value = true)]
+    max_restarts: usize,
+
+    /// Seconds before a restart; twice as many after each failure within a minute, at most 60 or
+    /// SECONDS [default: 1]
+    #[arg(long, value_name = "SECONDS", alias = "restart_backoff", value_parser = seconds)]
+    restart_backoff: Option<Duration>,
 
     /// `Trainer`'s form of the strategy, such as "full_shard auto_wrap offload"
     #[arg(long, value_name = "OPTIONS")]
@@ -64,6 +82,8 @@ pub(crate) struct Settings {
     pub(crate) logs: Option<PathBuf>,
     /// Time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
+    /// Restarts of the ranks after a failure.
+    pub(crate) restarts: Restarts,
 }
 
 impl Options {
@@ -104,6 +124,11 @@ impl Options {
             threads: self.num_cpu_threads_per_process,
             logs: self.log_dir.clone(),
             grace: Duration::from_secs(self.grace),
+            restarts: Restarts {
+                max: self.max_restarts,
+                backoff: self.restart_backoff.unwrap_or(DEFAULT_BACKOFF),
+                min_processes: self.flags.min_processes,
+            },
         })
     }
 
@@ -124,6 +149,12 @@ impl Options {
         }
         Ok(overrides)
     }
+}
+
+/// Parses a number of seconds, such as `0.5`.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.ok_or_else(|| "expected a number of seconds from 0, such as 0.5".into())
 }
 
 /// Returns the number of ranks where the configuration has none: one for each GPU of all machines,

@@ -1,5 +1,5 @@
-//! The supervisor: starts the guard and the ranks, waits for events, and ends the ranks that are
-//! left.
+//! The supervisor of one attempt: starts the ranks, waits for events, and ends the ranks that are
+//! left. `attempts.rs` decides whether another attempt follows.
 //!
 //! - When a rank fails, the other ranks get SIGTERM and, after the grace period, SIGKILL.
 //! - The first SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher is forwarded to the ranks, which
@@ -11,52 +11,63 @@
 //! closed connection may end sooner. So the supervisor collects failures for a moment, and then
 //! takes the one that is least likely to be a reaction to another.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
-use signal_hook::iterator::Signals;
 
 use super::child::Child;
 use super::error::LaunchError;
 use super::events::{DRAIN_TIMEOUT, Event, SETTLE_TIME};
 use super::exit::{Exit, signal_name};
-use super::guard::Guard;
 use super::plan::Plan;
 use super::process::Spawner;
 use super::report;
+use super::restarts::Cause;
+use super::session::{Session, is_users};
 use crate::console;
 
-/// Starts the ranks and waits for them. Returns the launcher's exit code. `grace` is the time
-/// between SIGTERM and SIGKILL when a rank has failed.
-pub(super) fn run(plan: &Plan, program: &[String], grace: Duration) -> Result<u8, LaunchError> {
-    let cannot = |action| move |source| LaunchError::System { action, source };
-    let (sender, events) = channel();
-    forward_signals(&sender).map_err(cannot("install signal handlers"))?;
-    let guard = Guard::start().map_err(cannot("start its guard process"))?;
-    let mut supervisor = Supervisor::new(plan.world, grace, guard, events);
+/// How an attempt has ended.
+#[derive(Debug)]
+pub(super) enum Outcome {
+    /// All ranks have ended well.
+    Success,
+    /// A signal to the launcher has ended the ranks. The launcher's exit code follows.
+    Interrupted(u8),
+    /// A rank has failed.
+    Failed(Failure),
+}
+
+/// The failure of an attempt.
+#[derive(Debug)]
+pub(super) struct Failure {
+    /// The launcher's exit code, if no other attempt follows.
+    pub(super) code: u8,
+    pub(super) cause: Cause,
+    /// Names of the processes that have not ended although they were killed.
+    pub(super) left: Vec<String>,
+    /// Whether the launcher has received a signal to end.
+    pub(super) interrupted: bool,
+}
+
+/// Starts the ranks and waits for them. `grace` is the time between SIGTERM and SIGKILL when a rank
+/// has failed.
+pub(super) fn run(
+    session: &mut Session,
+    plan: &Plan,
+    program: &[String],
+    grace: Duration,
+) -> Result<Outcome, LaunchError> {
+    let mut supervisor = Supervisor::new(plan, grace, session);
     for index in 0..plan.processes() {
-        let spawner = Spawner { guard: &supervisor.guard, events: &sender };
+        let Session { guard, sender, .. } = &*supervisor.session;
+        let spawner = Spawner { guard, events: sender, attempt: plan.attempt };
         let child = Child::start(plan, index, program, grace, spawner)?;
         supervisor.children.push(child);
     }
     supervisor.wait()?;
     supervisor.drain_output();
-    Ok(supervisor.report())
-}
-
-/// Sends an event for each signal to the launcher.
-fn forward_signals(events: &Sender<Event>) -> std::io::Result<()> {
-    let mut signals = Signals::new([SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2])?;
-    let events = events.clone();
-    thread::spawn(move || {
-        for signal in signals.forever() {
-            let _ = events.send(Event::Signal(signal));
-        }
-    });
-    Ok(())
+    Ok(supervisor.outcome())
 }
 
 /// Phase of a run, with the time at which the next phase begins.
@@ -83,34 +94,38 @@ impl Phase {
     }
 }
 
-struct Supervisor {
+struct Supervisor<'a> {
+    /// Number of the attempt, counted from 0.
+    attempt: usize,
+    /// Time at which the attempt began.
+    started: Instant,
     /// Number of ranks on all machines.
     world: usize,
     /// Time between SIGTERM and SIGKILL.
     grace: Duration,
-    guard: Guard,
-    events: Receiver<Event>,
+    session: &'a mut Session,
     /// The ranks, or `mpirun` alone.
     children: Vec<Child>,
     phase: Phase,
     /// Indices of the children that failed before the supervisor asked any to end, in the order of
     /// their events.
     failed: Vec<usize>,
-    /// Names of the children that were stopped (SIGSTOP) when a rank failed.
-    stopped: Vec<String>,
+    /// Indices of the children that were stopped (SIGSTOP) when a rank failed.
+    stopped: Vec<usize>,
     /// Signal that asked the launcher to end.
     interrupted: Option<i32>,
     /// Number of output streams that have ended, of two for each child.
     streams_ended: usize,
 }
 
-impl Supervisor {
-    fn new(world: usize, grace: Duration, guard: Guard, events: Receiver<Event>) -> Self {
+impl<'a> Supervisor<'a> {
+    fn new(plan: &Plan, grace: Duration, session: &'a mut Session) -> Self {
         Self {
-            world,
+            attempt: plan.attempt,
+            started: Instant::now(),
+            world: plan.world,
             grace,
-            guard,
-            events,
+            session,
             children: Vec::new(),
             phase: Phase::Running,
             failed: Vec::new(),
@@ -123,15 +138,22 @@ impl Supervisor {
     /// Waits until every child has ended, or until the time for killed children has passed.
     fn wait(&mut self) -> Result<(), LaunchError> {
         while self.children.iter().any(|child| child.process.exit.is_none()) {
+            let events = &self.session.events;
             let event = match self.phase.deadline() {
-                None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(deadline) => {
-                    self.events.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+                    events.recv_timeout(deadline.saturating_duration_since(Instant::now()))
                 }
             };
             match event {
-                Ok(Event::Exited { index }) => self.handle_exit(index)?,
-                Ok(Event::StreamEnded) => self.streams_ended += 1,
+                Ok(Event::Exited { attempt, index }) if attempt == self.attempt => {
+                    self.handle_exit(index)?;
+                }
+                Ok(Event::StreamEnded { attempt }) if attempt == self.attempt => {
+                    self.streams_ended += 1;
+                }
+                // An event of an earlier attempt.
+                Ok(Event::Exited { .. } | Event::StreamEnded { .. }) => {}
                 Ok(Event::Signal(signal)) => self.handle_signal(signal),
                 Err(_) => match self.phase {
                     Phase::Settling(_) => self.terminate(),
@@ -149,7 +171,7 @@ impl Supervisor {
         let process = &mut self.children[index].process;
         let action = "wait for a rank";
         let exit = process.reap().map_err(|source| LaunchError::System { action, source })?;
-        self.guard.unwatch(process.group());
+        self.session.guard.unwatch(process.group());
         if exit.is_success() {
             return Ok(());
         }
@@ -171,7 +193,7 @@ impl Supervisor {
 
     fn handle_signal(&mut self, number: i32) {
         let Some(signal) = Signal::from_named_raw(number) else { return };
-        if number == SIGUSR1 || number == SIGUSR2 {
+        if is_users(number) {
             return self.children.iter().for_each(|child| child.process.signal(signal));
         }
         let name = signal_name(number);
@@ -192,8 +214,9 @@ impl Supervisor {
 
     /// Asks the children to end after a failure.
     fn terminate(&mut self) {
-        let stopped = self.children.iter().filter(|child| child.process.is_stopped());
-        self.stopped = stopped.map(|child| child.name.clone()).collect();
+        let children = self.children.iter().enumerate();
+        let stopped = children.filter(|(_, child)| child.process.is_stopped());
+        self.stopped = stopped.map(|(index, _)| index).collect();
         if let Some((child, exit)) = self.first_failure() {
             let (name, world) = (&child.name, self.world);
             console::err(format_args!("{name} of {world} failed: {exit}; ending the other ranks"));
@@ -220,27 +243,56 @@ impl Supervisor {
     fn drain_output(&mut self) {
         let deadline = Instant::now() + DRAIN_TIMEOUT;
         while self.streams_ended < 2 * self.children.len() {
-            match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(Event::StreamEnded) => self.streams_ended += 1,
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            match self.session.events.recv_timeout(remaining) {
+                Ok(Event::StreamEnded { attempt }) if attempt == self.attempt => {
+                    self.streams_ended += 1;
+                }
+                // A signal that arrives after the end of the ranks prevents a restart.
+                Ok(Event::Signal(signal)) if !is_users(signal) => self.interrupted = Some(signal),
                 Ok(_) => {}
                 Err(_) => return,
             }
         }
     }
 
-    /// Reports how the run ended. Returns the launcher's exit code.
-    fn report(&self) -> u8 {
+    /// Prints how the attempt has failed or was interrupted, and returns how it has ended.
+    fn outcome(&self) -> Outcome {
+        let lasted = self.started.elapsed();
+        let left = self.children.iter().filter(|child| child.process.exit.is_none());
+        let left = left.map(|child| child.name.clone()).collect();
+        let interrupted = self.interrupted.is_some();
+        let failed = |code, cause| Outcome::Failed(Failure { code, cause, left, interrupted });
         if let Some((child, exit)) = self.first_failure() {
-            return report::failure(child, exit, self.world, &self.stopped);
+            let stopped = self.stopped.iter().map(|index| &self.children[*index].name);
+            let (failure, exit) = report::failure(child, exit, self.world, stopped);
+            let failed_rank = failure.as_ref().map(|failure| failure.local_rank);
+            let what = failure.map_or(child.name.clone(), |failure| {
+                format!("rank {} of {}", failure.rank, self.world)
+            });
+            let cause = Cause {
+                what: format!("{what}: {exit}"),
+                // A stopped rank is what the others have waited for.
+                local_rank: self.stopped.first().copied().or(failed_rank),
+                lasted,
+                is_refusal: exit.is_refusal(),
+            };
+            return failed(exit.exit_code(), cause);
         }
         if self.children.iter().all(|child| child.process.exit.is_some_and(Exit::is_success)) {
-            return 0;
+            return Outcome::Success;
         }
-        self.interrupted.map_or(1, |signal| report::interrupted(&self.children, signal))
+        match self.interrupted {
+            Some(signal) => Outcome::Interrupted(report::interrupted(&self.children, signal)),
+            None => {
+                let what = "the ranks have not ended".into();
+                failed(1, Cause { what, local_rank: None, lasted, is_refusal: true })
+            }
+        }
     }
 }
 
-impl Drop for Supervisor {
+impl Drop for Supervisor<'_> {
     /// Kills the ranks that were started before one could not be started.
     fn drop(&mut self) {
         self.children.iter().for_each(|child| child.process.signal(Signal::KILL));

@@ -11,7 +11,7 @@ mod rank;
 use std::process::ExitCode;
 
 use crate::console;
-use crate::launch::{self, Options, Settings};
+use crate::launch::{self, Options, Restarts, Settings};
 
 pub(crate) use self::rank::{Args as RankArgs, run as run_rank};
 
@@ -60,6 +60,8 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         mpi: cfg!(feature = "mpi"),
         mpirun: launch::has_mpirun(),
     };
+    // The ranks of the test know how many they are.
+    settings.restarts = Restarts::default();
     let world = *settings.config.num_processes.get_or_insert(DEFAULT_RANKS);
     let ranks = match choose(&settings, world, available) {
         Ok(ranks) => ranks,

@@ -57,6 +57,7 @@ impl Gpu {
             self.softmaxes(from);
             self.fills(from);
             self.decodes(from);
+            self.encodes(from);
         }
         self.roundings();
         self.adam_steps();
@@ -142,6 +143,13 @@ impl Gpu {
             self.launch("decode_kernel", &[], || {
                 CubeBackend::decode(codes, storage, Shape::from([NUMEL]), dtype)
             });
+        }
+    }
+
+    fn encodes(&self, dtype: DType) {
+        for offset in OFFSETS {
+            let tensor = self.tensor_at(offset, NUMEL, dtype);
+            self.launch("encode_kernel", &[], || CubeBackend::encode_int8(tensor, 64..NUMEL, 64));
         }
     }
 

@@ -105,13 +105,6 @@ pub(super) const REFUSED: &[Group] = &[
         off: &[],
     },
     Group {
-        because: "nothing is restarted; a program resumes from its newest checkpoint when it is \
-                  started again",
-        values: &["max_restarts"],
-        switches: &[],
-        off: NO,
-    },
-    Group {
         because: "TPUs are not supported; the devices are CPUs and GPUs",
         values: &["vm", "env"],
         switches: &["tpu", "tpu_cluster", "tpu_use_sudo"],

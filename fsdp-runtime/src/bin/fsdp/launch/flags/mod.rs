@@ -7,6 +7,7 @@
 mod elsewhere;
 mod table;
 
+use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use fsdp_runtime::config::{ConfigError, Overrides};
 
@@ -37,6 +38,9 @@ struct Group {
     off: &'static [&'static str],
 }
 
+/// Key of the number of ranks.
+const NUM_PROCESSES: &str = "num_processes";
+
 /// Flags with one letter, and their names.
 const SHORT: [(&str, char); 4] =
     [("num_processes", 'n'), ("quiet", 'q'), ("module", 'm'), ("tee", 't')];
@@ -46,6 +50,8 @@ const SHORT: [(&str, char); 4] =
 pub(super) struct Flags {
     /// Key and value of each flag that sets a key.
     keys: Vec<(&'static str, String)>,
+    /// Minimum number of ranks, of `--num-processes MIN:MAX`.
+    pub(super) min_processes: Option<usize>,
     /// Flags without an effect here, and the reasons.
     pub(super) noted: Vec<Answer>,
     /// Flags that ask for something that would not happen, and the reasons.
@@ -111,8 +117,16 @@ impl clap::FromArgMatches for Flags {
             };
             Some((flag.key, value?))
         });
+        let mut keys: Vec<(&'static str, String)> = keys.collect();
+        let mut min_processes = None;
+        for (_, value) in keys.iter_mut().filter(|(key, _)| *key == NUM_PROCESSES) {
+            if let Some((min, max)) = range(value)? {
+                (min_processes, *value) = (Some(min), max.to_string());
+            }
+        }
         Ok(Self {
-            keys: keys.collect(),
+            keys,
+            min_processes,
             noted: answers(NOTED, matches),
             refused: answers(REFUSED, matches),
         })
@@ -121,6 +135,22 @@ impl clap::FromArgMatches for Flags {
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
+    }
+}
+
+/// Parses `MIN:MAX`, two numbers of ranks from 1. Returns `None` for a text without a colon.
+fn range(text: &str) -> Result<Option<(usize, usize)>, clap::Error> {
+    let Some((min, max)) = text.split_once(':') else { return Ok(None) };
+    let found = min.trim().parse().ok().zip(max.trim().parse().ok());
+    match found.filter(|(min, max): &(usize, usize)| (1..=*max).contains(min)) {
+        Some(range) => Ok(Some(range)),
+        None => {
+            let text = format!(
+                "invalid value '{text}' for '--num-processes': expected a number of ranks, or \
+                 MIN:MAX with 1 <= MIN <= MAX, such as 2:4\n"
+            );
+            Err(clap::Error::raw(ErrorKind::ValueValidation, text))
+        }
     }
 }
 
@@ -145,6 +175,17 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+
+    #[test]
+    fn a_range_of_ranks_has_two_numbers_in_order() {
+        let range = |text: &str| range(text).map_err(|error| error.to_string());
+        assert_eq!(range("4"), Ok(None));
+        assert_eq!((range("2:4"), range(" 3 : 3 ")), (Ok(Some((2, 4))), Ok(Some((3, 3)))));
+        for wrong in ["4:2", "0:4", ":4", "2:", "a:b", "1:2:3", "-1:2"] {
+            let error = range(wrong).unwrap_err();
+            assert!(error.contains(wrong) && error.contains("MIN:MAX"), "{error}");
+        }
+    }
 
     /// Each flag has one answer, and each key exists.
     #[test]

@@ -21,7 +21,12 @@ const fn switch(name: &'static str, key: &'static str, help: &'static str) -> Ke
 
 /// Flags that set a key of the configuration.
 pub(super) const KEYS: &[KeyFlag] = &[
-    key("num_processes", "N", "Number of ranks on all machines together"),
+    key(
+        "num_processes",
+        "N|MIN:MAX",
+        "Number of ranks on all machines together; with MIN:MAX and --max-restarts, MAX at first, \
+         and at least MIN after a restart",
+    ),
     key("num_machines", "N", "Number of machines, each of which runs `fsdp launch`"),
     key("machine_rank", "N", "Number of this machine, counted from 0"),
     key("main_process_ip", "HOST", "Host name or address of machine 0"),

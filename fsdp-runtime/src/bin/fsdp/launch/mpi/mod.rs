@@ -7,12 +7,14 @@
 //! program through `mpirun`.
 //!
 //! Order of the files, each of which uses only those before it: `message.rs` (the format of the
-//! messages), `rank.rs` (`fsdp rank`, which sends messages), `job_output.rs` (the launcher, which
-//! reads the messages).
+//! messages), `watch.rs` (the end of an `mpirun` that does not end by itself), `rank.rs`
+//! (`fsdp rank`, which sends messages), `job_output.rs` (the launcher, which reads the messages).
 
 mod job_output;
 mod message;
 mod rank;
+mod watch;
 
 pub(super) use self::job_output::JobOutput;
 pub(super) use self::rank::run as run_rank;
+pub(super) use self::watch::run as run_watch;

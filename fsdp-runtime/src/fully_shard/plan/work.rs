@@ -1,0 +1,207 @@
+//! The computation of a step: floating-point operations and activations of each unit.
+
+use burn::tensor::DType;
+use serde::Serialize;
+
+use crate::param_group::plan::shape::{ModelShape, UnitShape};
+use crate::param_group::{Placement, Unit};
+
+/// How much of the forward is repeated in backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Recomputation {
+    /// Nothing.
+    #[default]
+    None,
+    /// Every second matrix product, as torchtitan's selective activation checkpointing repeats it.
+    /// This crate recomputes whole units only; the setting is for comparisons.
+    Selective,
+    /// Each unit but the outermost, from its inputs: `ActivationCheckpointing::All`.
+    Units,
+}
+
+impl Recomputation {
+    /// Returns the name: `none`, `selective` or `units`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Selective => "selective",
+            Self::Units => "units",
+        }
+    }
+}
+
+/// The batch of one rank in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Batch {
+    /// Samples of a micro-batch.
+    pub samples: usize,
+    /// Tokens of a sample.
+    pub length: usize,
+    /// Micro-batches of a step.
+    pub micro_batches: usize,
+}
+
+impl Batch {
+    /// Creates the batch of a step with one micro-batch.
+    pub const fn new(samples: usize, length: usize) -> Self {
+        Self { samples, length, micro_batches: 1 }
+    }
+
+    /// Sets the number of micro-batches of a step. Default: 1.
+    pub const fn with_micro_batches(self, micro_batches: usize) -> Self {
+        Self { micro_batches, ..self }
+    }
+
+    /// Returns the tokens of a micro-batch.
+    pub const fn tokens(&self) -> usize {
+        self.samples * self.length
+    }
+}
+
+/// The computation of one unit for one micro-batch, without that of the units inside it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct UnitWork {
+    /// Operations of matrix products with parameters, in the forward.
+    pub products: f64,
+    /// Operations of the attention's products, in the forward. Causal attention computes half of the
+    /// square of the length.
+    pub attention: f64,
+    /// Operations of the attention's products over the whole square of the length.
+    pub attention_square: f64,
+    /// Bytes that the forward saves for backward.
+    pub activations: usize,
+    /// Bytes of the inputs.
+    pub input: usize,
+    /// Bytes that live only while the unit's own forward and backward run.
+    pub transient: usize,
+}
+
+/// Shape of the computation of a unit, for one token.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct TokenWork {
+    /// Elements of the matrices that each token is multiplied with.
+    product_elements: usize,
+    attention_width: usize,
+    is_causal: bool,
+    saved_elements: usize,
+    input_elements: usize,
+    /// Elements of the logits.
+    logits: usize,
+    /// Bytes of an activation's element.
+    element: usize,
+}
+
+impl TokenWork {
+    /// Returns the computation of each unit of a model given by its shapes.
+    pub(super) fn of_shape(shape: &ModelShape, units: &[Unit]) -> Vec<Self> {
+        let head = |unit: &UnitShape| {
+            let products = unit.params.iter().filter(|param| !param.is_lookup);
+            let matrices = products.filter(|param| param.shape.len() > 1);
+            // The outermost unit's product is the projection to the vocabulary.
+            if unit.level == 0 { matrices.map(|param| param.shape[0]).max() } else { None }
+        };
+        let work = |(shape, unit): (&UnitShape, &Unit)| {
+            let products = shape.params.iter().filter(|it| !it.is_lookup && it.shape.len() > 1);
+            Self {
+                product_elements: products.map(|param| param.numel()).sum(),
+                attention_width: shape.attention_width,
+                is_causal: true,
+                saved_elements: shape.saved_elements,
+                input_elements: shape.input_elements,
+                logits: head(shape).unwrap_or(0),
+                element: element_bytes(unit),
+            }
+        };
+        shape.units.iter().zip(units).map(work).collect()
+    }
+
+    /// Returns the computation of each unit of a module. Every matrix counts as one that each token
+    /// is multiplied with.
+    pub(super) fn of_units(units: &[Unit]) -> Vec<Self> {
+        let work = |unit: &Unit| {
+            let owned =
+                unit.params.iter().filter(|it| !matches!(it.placement, Placement::TiedTo(_)));
+            let matrices = owned.filter(|it| it.shape.len() > 1);
+            Self {
+                product_elements: matrices.map(|it| it.numel()).sum(),
+                element: element_bytes(unit),
+                ..Self::default()
+            }
+        };
+        units.iter().map(work).collect()
+    }
+
+    /// Takes a matrix of this many elements out of the products.
+    pub(super) fn remove_product(&mut self, elements: usize) {
+        self.product_elements -= elements.min(self.product_elements);
+    }
+
+    /// Sets the attention of a unit.
+    pub(super) fn set_attention(&mut self, width: usize, is_causal: bool) {
+        (self.attention_width, self.is_causal) = (width, is_causal);
+    }
+
+    /// Sets the elements that the forward of one token saves, and those of its inputs.
+    pub(super) fn set_activations(&mut self, saved: usize, inputs: usize) {
+        (self.saved_elements, self.input_elements) = (saved, inputs);
+    }
+
+    /// Returns the computation of one micro-batch.
+    pub(super) fn of(&self, batch: Batch, fused_loss: bool) -> UnitWork {
+        let tokens = batch.tokens();
+        let square = 4.0 * self.attention_width as f64 * tokens as f64 * batch.length as f64;
+        // Logits in the dtype that computes and in f32, and the gradient of the latter.
+        let logits = if fused_loss { 0 } else { tokens * self.logits * (self.element + 8) };
+        UnitWork {
+            products: 2.0 * self.product_elements as f64 * tokens as f64,
+            attention: if self.is_causal { 0.5 * square } else { square },
+            attention_square: square,
+            activations: self.saved_elements * self.element * tokens,
+            input: self.input_elements * self.element * tokens,
+            transient: logits,
+        }
+    }
+}
+
+fn element_bytes(unit: &Unit) -> usize {
+    unit.layout.dtype().unwrap_or(DType::F32).size()
+}
+
+impl UnitWork {
+    /// Returns the operations of the forward.
+    pub(super) fn forward(&self) -> f64 {
+        self.products + self.attention
+    }
+
+    /// Returns the operations of the backward: two products for each of the forward.
+    pub(super) fn backward(&self) -> f64 {
+        2.0 * self.forward()
+    }
+
+    /// Returns the part of the forward that backward repeats in a unit that is not recomputed as a
+    /// whole.
+    pub(super) fn repeated(&self, recomputation: Recomputation) -> f64 {
+        match recomputation {
+            Recomputation::Selective => 0.5 * self.products,
+            _ => 0.0,
+        }
+    }
+
+    /// Returns the bytes that a recorded forward saves.
+    pub(super) fn saved(&self, recomputation: Recomputation) -> usize {
+        match recomputation {
+            Recomputation::Selective => self.activations / 2,
+            _ => self.activations,
+        }
+    }
+
+    /// Returns the operations that count for the utilisation: the products of forward and backward,
+    /// and the whole square of the attention, by convention.
+    pub(super) fn model_flops(&self) -> f64 {
+        3.0 * (self.products + self.attention_square)
+    }
+}

@@ -1,0 +1,143 @@
+//! The names and shapes of a model's parameters, from which units are laid out without a module.
+
+use burn::module::ParamId;
+use burn::tensor::DType;
+use serde::Serialize;
+
+use super::super::unit::Unit;
+use super::found::{FoundParam, FoundUnit, Key};
+use super::model::lay_out;
+use crate::backend::DeviceKind;
+use crate::error::ShardError;
+use crate::layout::Mesh;
+use crate::options::{ActivationCheckpointing, FsdpOptions};
+
+/// The units of a model, each with the names and shapes of its parameters.
+///
+/// The first unit is the outermost one. The others follow in the order of their forwards, each after
+/// the unit that encloses it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct ModelShape {
+    /// Name of the model, for tables.
+    pub name: String,
+    /// Units, in the order of their forwards.
+    pub units: Vec<UnitShape>,
+}
+
+/// A unit of a [`ModelShape`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct UnitShape {
+    /// Module path; empty for the outermost unit.
+    pub path: String,
+    /// Number of units that enclose this one.
+    pub level: usize,
+    /// Parameters, without those of units inside.
+    pub params: Vec<ParamShape>,
+    /// Elements of the attention layers' queries of one token, over all heads; 0 without attention.
+    pub attention_width: usize,
+    /// Elements that the forward of one token saves for backward, with matrices in one dtype.
+    pub saved_elements: usize,
+    /// Elements of the inputs of one token.
+    pub input_elements: usize,
+}
+
+/// A parameter of a [`UnitShape`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct ParamShape {
+    /// Module path.
+    pub path: String,
+    /// Shape of the full parameter.
+    pub shape: Vec<usize>,
+    /// Whether rows are looked up, as in an embedding. Other matrices are multiplied with every
+    /// token.
+    pub is_lookup: bool,
+}
+
+impl ParamShape {
+    /// Creates a parameter that every token is multiplied with.
+    pub fn new(path: impl Into<String>, shape: impl Into<Vec<usize>>) -> Self {
+        Self { path: path.into(), shape: shape.into(), is_lookup: false }
+    }
+
+    /// Says that rows of the parameter are looked up.
+    pub fn with_lookup(self) -> Self {
+        Self { is_lookup: true, ..self }
+    }
+
+    /// Returns the number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+impl UnitShape {
+    /// Creates a unit inside `level` others.
+    pub fn new(path: impl Into<String>, level: usize, params: Vec<ParamShape>) -> Self {
+        Self { path: path.into(), level, params, ..Self::default() }
+    }
+}
+
+impl ModelShape {
+    /// Creates a model of the given units, the outermost one first.
+    pub fn new(name: impl Into<String>, units: Vec<UnitShape>) -> Self {
+        Self { name: name.into(), units }
+    }
+
+    /// Returns the number of elements of all parameters.
+    pub fn num_params(&self) -> usize {
+        self.units.iter().flat_map(|unit| &unit.params).map(ParamShape::numel).sum()
+    }
+
+    /// Lays out the units for the rank of `mesh`. `kind` is that of the device that computes.
+    ///
+    /// # Errors
+    ///
+    /// [`ShardError::EmptyModel`] if there is no parameter, and the errors of the options.
+    pub(crate) fn lay_out(
+        &self,
+        mesh: Mesh,
+        options: &FsdpOptions,
+        kind: DeviceKind,
+    ) -> Result<Vec<Unit>, ShardError> {
+        if self.num_params() == 0 {
+            return Err(ShardError::EmptyModel { model: "of a plan" });
+        }
+        let recomputes = options.activation_checkpointing == ActivationCheckpointing::All;
+        let mut recomputed_at: Option<(usize, usize)> = None;
+        let mut units = Vec::new();
+        let mut params = Vec::new();
+        for (number, unit) in self.units.iter().enumerate() {
+            recomputed_at = recomputed_at.filter(|(_, level)| unit.level > *level);
+            let recomputed = recomputes && unit.level > 0 && recomputed_at.is_none();
+            units.push(FoundUnit {
+                path: unit.path.clone(),
+                ty: "",
+                level: unit.level,
+                field: false,
+                unit_type: None,
+                recomputed,
+                within: recomputed_at.map(|(unit, _)| unit),
+                params_before: params.len(),
+                group: None,
+            });
+            if recomputed {
+                recomputed_at = Some((number, unit.level));
+            }
+            params.extend(unit.params.iter().map(|param| FoundParam {
+                path: param.path.clone(),
+                key: Key { name: param.path.clone(), transposed: false },
+                id: ParamId::new(),
+                shape: param.shape.clone(),
+                dtype: DType::F32,
+                frozen: false,
+                unit: number,
+                module: 0,
+                tied_to: None,
+            }));
+        }
+        Ok(lay_out(&params, units, (mesh, kind), options)?.0)
+    }
+}

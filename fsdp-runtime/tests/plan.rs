@@ -1,0 +1,213 @@
+//! Plans of large models: published figures, and the time that a plan takes.
+
+use burn::tensor::FloatDType;
+use fsdp_runtime::plan::{Batch, Cluster, Estimate, ModelShape, Plan, Transformer};
+use fsdp_runtime::{
+    ActivationCheckpointing, FsdpOptions, Mesh, MixedPrecisionPolicy, Rank, ShardingStrategy,
+    WorldSize,
+};
+
+/// A published step of torchtitan, with FSDP2 alone.
+struct Published {
+    model: &'static str,
+    world: usize,
+    samples: usize,
+    length: usize,
+    /// Activation checkpointing: `none`, `selective` or `full`.
+    recompute: &'static str,
+    /// Tokens of one GPU in a second.
+    tokens: f64,
+}
+
+/// <https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md>,
+/// tables 1 and 3. The first row calibrates the efficiency.
+const H100: [Published; 2] = [
+    row("llama3-8b", 8, 2, 8192, "selective", 5762.0),
+    row("llama3-8b", 128, 2, 8192, "selective", 5605.0),
+];
+
+/// torchtitan's `docs/performance.md` at commit 0413364, on 64 A100 of 80 GB. The first row
+/// calibrates the efficiency.
+const A100: [Published; 6] = [
+    row("llama2-13b", 64, 2, 4096, "none", 2162.0),
+    row("llama2-13b", 64, 2, 4096, "selective", 1904.0),
+    row("llama2-70b", 64, 1, 4096, "selective", 355.0),
+    row("llama2-70b", 64, 2, 4096, "full", 353.0),
+    row("llama3-8b", 64, 1, 8192, "selective", 2973.0),
+    row("llama3-70b", 64, 1, 8192, "full", 331.0),
+];
+
+const fn row(
+    model: &'static str,
+    world: usize,
+    samples: usize,
+    length: usize,
+    recompute: &'static str,
+    tokens: f64,
+) -> Published {
+    Published { model, world, samples, length, recompute, tokens }
+}
+
+fn shape(name: &str) -> ModelShape {
+    Transformer::named(name).unwrap().shape(name)
+}
+
+fn mesh(world: usize) -> Mesh {
+    Mesh::new(Rank::ZERO, WorldSize::new(world).unwrap())
+}
+
+/// The precision of torchtitan: bf16, with reductions in f32.
+fn options() -> FsdpOptions {
+    let precision = MixedPrecisionPolicy::new()
+        .with_param_dtype(FloatDType::BF16)
+        .with_reduce_dtype(FloatDType::F32);
+    FsdpOptions::new().with_mixed_precision(precision)
+}
+
+impl Published {
+    fn plan(&self) -> Plan {
+        let options = match self.recompute {
+            "full" => options().with_activation_checkpointing(ActivationCheckpointing::All),
+            _ => options(),
+        };
+        let plan = Plan::of_shape(&shape(self.model), mesh(self.world), &options).unwrap();
+        if self.recompute == "selective" { plan.with_selective_recomputation() } else { plan }
+    }
+
+    fn batch(&self) -> Batch {
+        Batch::new(self.samples, self.length)
+    }
+
+    /// Returns `cluster` with the efficiency that gives the published step.
+    fn calibrated(&self, cluster: &Cluster) -> Cluster {
+        let seconds = self.batch().tokens() as f64 / self.tokens;
+        self.plan().calibrated(self.batch(), cluster, seconds)
+    }
+
+    fn estimate(&self, cluster: &Cluster) -> Estimate {
+        self.plan().estimate(self.batch(), cluster)
+    }
+
+    /// Returns the row of the page's table.
+    fn line(&self, device: &str, estimate: &Estimate) -> String {
+        let error = 100.0 * (estimate.tokens_per_second / self.tokens - 1.0);
+        // Without the sign of an error that rounds to 0.
+        let error = (10.0 * error).round() / 10.0 + 0.0;
+        format!(
+            "| {device} | {} | {} | {} × {} | {} | {:.0} | {:.0} | {error:+.1} % | {:.1} % |",
+            self.model,
+            self.world,
+            self.samples,
+            self.length,
+            self.recompute,
+            self.tokens,
+            estimate.tokens_per_second,
+            100.0 * estimate.utilization,
+        )
+    }
+}
+
+/// The first row of each source calibrates; the others must come out without it. The page of the
+/// guide has these rows.
+#[test]
+fn published_figures() {
+    let page = include_str!("../docs/plan.md");
+    let mut missing = Vec::new();
+    for (device, rows) in [("h100-96", &H100[..]), ("a100", &A100[..])] {
+        let cluster = rows[0].calibrated(&Cluster::preset(device).unwrap());
+        let preset = Cluster::preset(device).unwrap().accelerator.efficiency;
+        let calibrated = cluster.accelerator.efficiency;
+        println!("{device}: efficiency {calibrated:.3}, preset {preset:.3}");
+        assert!((calibrated - preset).abs() < 0.02, "{device}: the preset is not the calibration");
+        for row in rows {
+            let estimate = row.estimate(&cluster);
+            let line = row.line(device, &estimate);
+            println!("{line}");
+            let error = estimate.tokens_per_second / row.tokens - 1.0;
+            assert!(error.abs() < 0.15, "{line}");
+            if !page.contains(&line) {
+                missing.push(line);
+            }
+        }
+        let error = rows[0].estimate(&cluster).tokens_per_second / rows[0].tokens - 1.0;
+        assert!(error.abs() < 1e-3, "the first row calibrates: {error}");
+    }
+    assert!(missing.is_empty(), "docs/plan.md lacks:\n{}", missing.join("\n"));
+}
+
+/// The largest plan has as many collectives as a small one, and its bytes are those of its shapes.
+#[test]
+fn a_plan_of_a_large_world() {
+    let shape = shape("llama3-405b");
+    let plan = Plan::of_shape(&shape, mesh(16_384), &options()).unwrap();
+    let counts = plan.counts(1);
+    let units = shape.units.len();
+    assert_eq!((counts.all_gathers, counts.reduce_scatters), (2 * units - 2, units));
+    let collectives = plan.collectives(1, 8);
+    let gathered: usize = collectives
+        .iter()
+        .filter(|it| it.operation.name() == "all_gather" && it.unit == "model.layers.5")
+        .map(|it| it.bytes)
+        .sum();
+    // Vectors are replicated, and not gathered.
+    let matrices = shape.units[6].params.iter().filter(|it| it.shape.len() > 1);
+    let layer: usize = matrices.map(|it| it.numel()).sum();
+    let padding = gathered as f64 / (2 * 2 * layer) as f64 - 1.0;
+    assert!((0.0..0.001).contains(&padding), "twice in bf16: {padding}");
+    let estimate = plan.estimate(Batch::new(1, 8192), &Cluster::preset("h100").unwrap());
+    assert!(estimate.step > 0.0 && estimate.exposed > 0.0 && estimate.exposed < estimate.step);
+}
+
+/// Strategies, micro-batches and recomputation change the estimate as they must.
+#[test]
+fn settings_change_the_estimate() {
+    let shape = shape("llama3-8b");
+    let cluster = Cluster::preset("h100").unwrap();
+    let estimate = |options: &FsdpOptions, batch: Batch| {
+        Plan::of_shape(&shape, mesh(64), options).unwrap().estimate(batch, &cluster)
+    };
+    let batch = Batch::new(1, 8192);
+    let full = estimate(&options(), batch);
+    let grad_op = estimate(&options().with_strategy(ShardingStrategy::ShardGradOp), batch);
+    assert!(grad_op.memory.total() > full.memory.total());
+    assert!(grad_op.communication < full.communication);
+    let hybrid = options().with_strategy(ShardingStrategy::HybridShard).with_shard_size(8);
+    let hybrid = estimate(&hybrid, batch);
+    assert!(hybrid.memory.shards > 7 * full.memory.shards);
+    let recomputed = options().with_activation_checkpointing(ActivationCheckpointing::All);
+    let recomputed = estimate(&recomputed, batch);
+    assert!(recomputed.memory.activations < full.memory.activations / 4);
+    let ratio = recomputed.compute / full.compute;
+    assert!((1.3..1.35).contains(&ratio), "a forward more, but for the outermost unit: {ratio}");
+    let twice = estimate(&options(), batch.with_micro_batches(2));
+    let ratio = (twice.step - twice.optimizer) / (full.step - full.optimizer);
+    assert!((1.8..2.2).contains(&ratio), "{ratio}");
+    let params = fsdp_runtime::OffloadPolicy::Params { pin_memory: true };
+    let offloaded = estimate(&options().with_offload(params), batch);
+    assert!(offloaded.memory.total() < full.memory.total() && offloaded.step > full.step);
+    assert!(offloaded.memory.host.optimizer > 0);
+}
+
+/// The rows of a simulated step do not overlap, and waits lie where a collective runs.
+#[test]
+fn spans_follow_each_other() {
+    let plan = Plan::of_shape(&shape("gpt3-1.3b"), mesh(16), &options()).unwrap();
+    let estimate = plan.estimate(Batch::new(1, 256), &Cluster::preset("l4").unwrap());
+    use fsdp_runtime::plan::{Row, SpanKind};
+    for row in [Row::Compute, Row::Communication] {
+        let spans: Vec<_> = estimate.spans.iter().filter(|span| span.row == row).collect();
+        assert!(spans.len() > 50);
+        for pair in spans.windows(2) {
+            assert!(pair[0].end <= pair[1].begin + 1e-12, "{pair:?}");
+        }
+    }
+    assert!(estimate.exposed > 0.0, "small batches on slow links wait");
+    let busy = |time: f64| {
+        let running = |span: &&fsdp_runtime::plan::Span| span.begin < time && time < span.end;
+        estimate.spans.iter().filter(|span| span.row == Row::Communication).any(|it| running(&it))
+    };
+    for wait in estimate.spans.iter().filter(|span| span.kind == SpanKind::Wait) {
+        let middle = f64::midpoint(wait.begin, wait.end);
+        assert!(wait.end - wait.begin < 1e-9 || busy(middle), "{wait:?}");
+    }
+}
