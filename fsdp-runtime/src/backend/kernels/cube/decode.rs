@@ -120,10 +120,12 @@ fn nf4_values<N: Size>(codes: Vector<u32, N>) -> Vector<f32, N> {
 fn scaled<N: Size>(
     codes: Vector<u32, N>,
     scale: Vector<f32, N>,
+    zero: u32,
     #[comptime] is_int8: bool,
 ) -> Vector<f32, N> {
     if comptime!(is_int8) {
-        int8_values(codes) * scale * Vector::new(INT8_FACTOR)
+        // A Vulkan driver may else multiply the scale and the factor first.
+        rounded(int8_values(codes) * scale, zero) * Vector::new(INT8_FACTOR)
     } else {
         nf4_values(codes) * scale
     }
@@ -163,7 +165,7 @@ fn decode_kernel<F: Float, N: Size>(
             shifts.insert(lane, shift);
         }
         let codes = Vector::<u32, N>::new(word) >> shifts;
-        let values = scaled(codes, scale, comptime!(records.is_int8));
+        let values = scaled(codes, scale, zero, comptime!(records.is_int8));
         target[to + ABSOLUTE_POS] = narrowed(values, integers);
     }
 }
