@@ -73,7 +73,8 @@ fn start(cli: &Cli) -> Result<()> {
     let settings = report::refused(LaunchSettings::new(cli))?;
     settings.device.resolve_or_exit();
     if cli.plan.is_on() {
-        return plan::print(cli, &settings);
+        println!("{}", plan::text(cli, &settings)?);
+        return Ok(());
     }
     run(cli, settings)?.report(cli.output)
 }

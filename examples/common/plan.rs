@@ -31,17 +31,17 @@ impl PlanArgs {
         !self.plan.is_empty()
     }
 
-    /// Prints the plan of a model, given the plan of each mesh.
+    /// Returns the table of a model, given the plan of each mesh. Writes the page that is asked for.
     ///
     /// # Errors
     ///
     /// If the device is not known, the model cannot be sharded, or the page cannot be written.
-    pub fn print(
+    pub fn text(
         &self,
         title: &str,
         batch: Batch,
         plan: impl Fn(Mesh) -> Result<Plan>,
-    ) -> Result<()> {
+    ) -> Result<String> {
         let cluster = Cluster::preset(&self.plan_device).context("--plan-device")?;
         let mut plans: Vec<(Plan, Estimate)> = Vec::new();
         for &ranks in &self.plan {
@@ -49,18 +49,17 @@ impl PlanArgs {
             let estimate = plan.estimate(batch, &cluster);
             plans.push((plan, estimate));
         }
-        println!(
+        if let Some(file) = &self.plan_html {
+            let shown: Vec<_> = plans.iter().map(|(plan, it)| Shown::new(plan, it)).collect();
+            fs::write(file, html(title, &shown)).context("--plan-html")?;
+        }
+        Ok(format!(
             "{title} on {}: {} samples of {} tokens a rank\n\n{}",
             cluster.accelerator.name,
             batch.samples * batch.micro_batches,
             batch.length,
             table(&plans)
-        );
-        if let Some(file) = &self.plan_html {
-            let shown: Vec<_> = plans.iter().map(|(plan, it)| Shown::new(plan, it)).collect();
-            fs::write(file, html(title, &shown)).context("--plan-html")?;
-        }
-        Ok(())
+        ))
     }
 }
 
@@ -81,4 +80,19 @@ fn table(plans: &[(Plan, Estimate)]) -> String {
         )
     }));
     lines.join("\n")
+}
+
+/// Checks a table of `--plan 2,8`: a row for each number of ranks, of which the larger holds less.
+#[cfg(test)]
+pub fn check_table(text: &str, title: &str) {
+    let (first, rows) = text.split_once("GiB a rank\n").unwrap();
+    assert!(first.starts_with(&format!("{title} on ")), "{text}");
+    let numbers = |row: &str| -> Vec<f64> {
+        row.split_whitespace().map(|it| it.trim_end_matches('%').parse().unwrap()).collect()
+    };
+    let rows: Vec<_> = rows.lines().map(numbers).collect();
+    let [two, eight] = &rows[..] else { panic!("{text}") };
+    assert_eq!((two[0], eight[0]), (2.0, 8.0), "{text}");
+    assert!(two.iter().chain(eight).all(|&number| number > 0.0), "{text}");
+    assert!(eight[4] < two[4], "{text}");
 }

@@ -113,7 +113,8 @@ fn start(cli: &Cli) -> Result<()> {
         handle_interrupts()?;
     }
     if cli.plan.is_on() {
-        return plan::print(cli);
+        println!("{}", plan::text(cli)?);
+        return Ok(());
     }
     run(cli)?.report(cli.output)
 }

@@ -7,12 +7,12 @@ use crate::arch::Arch;
 use crate::cli::Cli;
 use crate::job::Setup;
 
-/// Prints the plan of the model that the arguments describe.
+/// Returns the table of the model that the arguments describe.
 ///
 /// # Errors
 ///
 /// If the model cannot be sharded as the arguments ask, or a page cannot be written.
-pub fn print(cli: &Cli) -> Result<()> {
+pub fn text(cli: &Cli) -> Result<String> {
     let setup = Setup::new(cli)?;
     let device = cli.ranks.device.resolve()?;
     let model = setup.model(&device)?;
@@ -20,11 +20,34 @@ pub fn print(cli: &Cli) -> Result<()> {
     let batches = setup.recipe.update_freq.first().copied().unwrap_or(1);
     let batch = Batch::new(setup.recipe.batch_size, setup.recipe.tokens_per_sample)
         .with_micro_batches(batches);
-    cli.plan.print("gpt_pretrain", batch, |mesh| {
+    cli.plan.text("gpt_pretrain", batch, |mesh| {
         let plan = Plan::new(&model, mesh, &setup.options())?.for_gpu();
         // The token embedding is tied to the output weight, which multiplies with every token.
         let plan = plan.with_lookups(&["positions.weight"]).with_fused_loss(true);
         let plan = plan.with_attention("Block", width, true);
         Ok(plan.with_activations("Block", 20 * width + heads, width))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::common::plan::check_table;
+
+    fn text_of(flags: &[&str]) -> String {
+        text(&Cli::parse_from([&["gpt_pretrain"], flags].concat())).unwrap()
+    }
+
+    #[test]
+    fn a_plan_has_a_row_for_each_number_of_ranks() {
+        check_table(&text_of(&["--plan", "2,8", "--arch", "small"]), "gpt_pretrain");
+    }
+
+    #[test]
+    fn micro_batches_are_tokens_of_a_rank() {
+        let text = text_of(&["--plan", "2", "--batch-size", "3", "--update-freq", "4"]);
+        assert!(text.contains(": 12 samples of "), "{text}");
+    }
 }
