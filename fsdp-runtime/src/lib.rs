@@ -38,13 +38,14 @@ pub mod train;
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 
 pub use backend::Norm;
+pub use checkpoint::filter::ParamFilter;
+pub use checkpoint::load_report::LoadReport;
 pub use checkpoint::pretrained::{
-    LoadOptions, LoadReport, ParamFilter, SaveAdapters, SaveDtype, SavePretrained, from_pretrained,
-    merge_safetensors,
+    LoadOptions, SaveAdapters, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
 };
 pub use checkpoint::state_dict::{
     FullState, LocalState, LocalTensor, OptimizerState, ParameterState, Recipient, ShardedState,
-    ShardedTensor,
+    ShardedTensor, StateDictOptions,
 };
 #[cfg(any(feature = "cli", feature = "nccl"))]
 pub use collectives::cuda;

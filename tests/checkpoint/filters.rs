@@ -39,7 +39,7 @@ fn load(
 
 /// Asserts which values a state has from the file, and which from before.
 #[track_caller]
-fn assert_loaded(
+pub(super) fn assert_loaded(
     after: &FullState,
     before: &FullState,
     file: &FullState,

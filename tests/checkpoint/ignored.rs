@@ -14,10 +14,10 @@ use crate::support::compare::{Within, assert_close, assert_same_state};
 use crate::support::{Net, batch, loss, on_ranks};
 
 /// The ignored parameter.
-const PATH: &str = "blocks.0.up.weight";
+pub(super) const PATH: &str = "blocks.0.up.weight";
 
 /// Returns a sharded model with one ignored matrix, whose elements are `own` on this rank.
-fn ignoring(worker: &Worker, seed: u64, own: f32) -> Result<Fsdp<Net>, Error> {
+pub(super) fn ignoring(worker: &Worker, seed: u64, own: f32) -> Result<Fsdp<Net>, Error> {
     let mut net = Net::new(BLOCKS, 0.0, worker.device());
     let weight = net.blocks[0].up.weight.clone();
     net.blocks[0].up.weight = weight.map(|it| (it.ones_like() * own).detach().require_grad());
@@ -40,7 +40,7 @@ fn step(
 }
 
 /// Returns this rank's values of the ignored matrix.
-fn own(net: &Fsdp<Net>) -> TensorData {
+pub(super) fn own(net: &Fsdp<Net>) -> TensorData {
     net.blocks[0].up.weight.val().into_data()
 }
 

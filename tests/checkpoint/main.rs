@@ -26,6 +26,7 @@ mod running_statistics;
 #[cfg(target_os = "linux")]
 mod slow_disk;
 mod state_dict;
+mod state_options;
 mod storage;
 mod torch_files;
 mod whole_param;

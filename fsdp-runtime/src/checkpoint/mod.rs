@@ -42,14 +42,16 @@
 //! }
 //! ```
 //!
-//! Imports point one way: io_error, scalar, state ← disk, manifest, ranks, scheduler, grad_scaler ←
-//! folder, rank_file, sharded_model, optimizer_state ← reader, optimizer_memory ← save, restore,
-//! state_dict, pretrained ← merge.
+//! Imports point one way: io_error, scalar, state, filter, load_report ← disk, manifest, ranks,
+//! scheduler, grad_scaler ← folder, rank_file, sharded_model, optimizer_state ← reader,
+//! optimizer_memory ← save, restore, state_dict, pretrained ← merge.
 
 mod disk;
+pub(crate) mod filter;
 mod folder;
 mod grad_scaler;
 mod io_error;
+pub(crate) mod load_report;
 mod manifest;
 mod merge;
 mod optimizer_memory;

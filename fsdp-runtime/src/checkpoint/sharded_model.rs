@@ -1,7 +1,7 @@
 //! A sharded model of any type, as saving and loading use it: access to what this rank stores of
 //! each parameter.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::module::{ModuleMapper, Param, ParamId};
@@ -26,10 +26,21 @@ pub(super) struct LocalParam {
     /// The shard, or the replicated parameter, or the one-element placeholder of an empty shard. An
     /// ignored parameter is flat, of shape `[numel]`.
     pub(super) base: DispatchTensor,
+    /// Whether the parameter requires a gradient.
+    pub(super) is_tracked: bool,
+    /// Whether this is a running statistic, and so no parameter.
+    pub(super) is_buffer: bool,
+}
+
+impl LocalParam {
+    /// Returns whether this is a parameter that requires no gradient.
+    pub(super) fn is_frozen(&self) -> bool {
+        !self.is_tracked && !self.is_buffer
+    }
 }
 
 /// Function that returns the new values of a parameter with the given index, description and dtype.
-/// `None` leaves the parameter unchanged.
+/// `None` leaves the parameter unchanged, and it does not count as loaded.
 pub(super) type NewValues<'a> = dyn FnMut(ParamIndex, &ParamSpec, DType) -> Option<TensorData> + 'a;
 
 /// A sharded model of any type.
@@ -49,10 +60,13 @@ pub(super) trait ShardedModel {
     /// their owner.
     fn for_each_param(&self, f: &mut dyn FnMut(LocalParam));
 
-    /// Replaces the values that this rank stores of each parameter, one parameter after the other.
-    /// Parameters for which `new_values` returns values, and those with an empty shard here, count
-    /// as loaded afterwards.
-    fn replace_values(&mut self, new_values: &mut NewValues<'_>);
+    /// Replaces the values that this rank stores of the parameters `loaded`, one parameter after
+    /// the other. Those with an empty shard here have no new values. All other parameters are
+    /// unchanged.
+    ///
+    /// The parameters `loaded` count as loaded afterwards, those with an empty shard here included,
+    /// so `loaded` must be equal on all ranks.
+    fn replace_values(&mut self, loaded: &HashSet<ParamIndex>, new_values: &mut NewValues<'_>);
 
     /// Returns the description of a parameter.
     fn spec(&self, index: ParamIndex) -> &ParamSpec {
@@ -109,11 +123,15 @@ impl<M: FsdpModule> ShardedModel for Fsdp<M> {
         self.module.visit_params(&mut visitor);
     }
 
-    fn replace_values(&mut self, new_values: &mut NewValues<'_>) {
+    fn replace_values(&mut self, loaded: &HashSet<ParamIndex>, new_values: &mut NewValues<'_>) {
         self.schedule.begin_change().unwrap_or_else(|error| raise(error));
         let (schedule, ignored) = (self.schedule.clone(), self.ignored.clone());
         let mut indices = HashMap::new();
-        self.for_each_param(&mut |param| _ = indices.entry(param.id).or_insert(param.index));
+        self.for_each_param(&mut |param| {
+            if loaded.contains(&param.index) {
+                indices.entry(param.id).or_insert(param.index);
+            }
+        });
         let mut mapper = ReplaceValues {
             schedule: &*schedule,
             ignored: &ignored,
@@ -134,8 +152,8 @@ struct LocalParamVisitor<'a> {
     f: &'a mut dyn FnMut(LocalParam),
 }
 
-impl ParamVisitor for LocalParamVisitor<'_> {
-    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+impl LocalParamVisitor<'_> {
+    fn visit<const D: usize>(&mut self, param: &Param<Tensor<D>>, is_buffer: bool) {
         let index = match Sharded::of(param) {
             Some(sharded) => sharded.index,
             None => {
@@ -150,15 +168,23 @@ impl ParamVisitor for LocalParamVisitor<'_> {
         }
         let base = param.base();
         let (dtype, device) = (base.dtype(), base.device());
+        let is_tracked = base.is_require_grad();
         let base = match spec.placement {
             Placement::PerRank => base.detach().reshape([spec.numel()]).into_dispatch(),
             _ => base.into_dispatch(),
         };
-        (self.f)(LocalParam { id: param.id, index, dtype, device, base });
+        let id = param.id;
+        (self.f)(LocalParam { id, index, dtype, device, base, is_tracked, is_buffer });
+    }
+}
+
+impl ParamVisitor for LocalParamVisitor<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.visit(param, false);
     }
 
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
-        self.param(buffer);
+        self.visit(buffer, true);
     }
 }
 
@@ -167,7 +193,7 @@ struct ReplaceValues<'a, 'b> {
     schedule: &'a dyn ErasedSchedule,
     ignored: &'a [IgnoredParam],
     new_values: &'a mut NewValues<'b>,
-    /// Index of each parameter not visited yet, by id.
+    /// Index of each parameter to load that was not visited yet, by id.
     indices: HashMap<ParamId, ParamIndex>,
     loaded: Vec<ParamIndex>,
 }

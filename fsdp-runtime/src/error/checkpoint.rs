@@ -107,6 +107,12 @@ pub enum CheckpointError {
         /// All differences, one line each.
         differences: Vec<String>,
     },
+    /// A filter of a state dict that does not fit the model.
+    #[error("the filter of a state dict does not fit the model: {reason}")]
+    Filter {
+        /// Description of the fault, with the nearest paths of the model.
+        reason: String,
+    },
     /// A model that is not in the checkpoint, or a missing name where there are several models.
     #[error("{}; it holds {}", no_model(folder, asked), names(models))]
     NoSuchModel {

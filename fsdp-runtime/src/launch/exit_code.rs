@@ -49,6 +49,7 @@ fn is_refusal(error: &CheckpointError) -> bool {
         error,
         CheckpointError::Mismatch { .. }
             | CheckpointError::LaterVersion { .. }
+            | CheckpointError::Filter { .. }
             | CheckpointError::NoSuchModel { .. }
             | CheckpointError::NotACheckpoint { .. }
             | CheckpointError::NotElementwise { .. }

@@ -9,14 +9,15 @@ use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, DispatchTensor, Tensor, TensorData};
 use burn_pack::{Bytes, Tensor as PackTensor, Writer};
 
-use super::filter::FilteredParam;
 use super::frozen::FrozenParams;
 use super::load_values::{ParamTarget, load_values};
 use super::local_values::LocalValues;
 use super::matching::{MatchedTensor, WantedTensor, match_tensors};
-use super::options::{LoadOptions, LoadReport};
+use super::options::LoadOptions;
 use super::source::Source;
 use crate::backend::owned_data;
+use crate::checkpoint::filter::FilteredParam;
+use crate::checkpoint::load_report::LoadReport;
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::state::{State, StateMut};
 use crate::error::{Error, IgnorePoison, LoadError, SaveError};

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::filter::FilteredParam;
 use super::frozen::FrozenParams;
 use super::load_values::{ParamTarget, load_values};
 use super::matching::{MatchedTensor, WantedTensor, match_tensors};
-use super::options::{LoadOptions, LoadReport};
+use super::options::LoadOptions;
 use super::source::Source;
+use crate::checkpoint::filter::FilteredParam;
+use crate::checkpoint::load_report::LoadReport;
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::state::StateMut;
 use crate::error::{Error, LoadError};

@@ -6,11 +6,12 @@ use std::ops::Range;
 use burn::tensor::{Shape, TensorData};
 use safetensors::Dtype;
 
-use super::filter::is_factor;
 use super::mapped::MappedTensor;
-use super::options::{LoadOptions, LoadReport};
+use super::options::LoadOptions;
 use super::source::Source;
 use crate::backend::codes::{needs_matrix, stored_data};
+use crate::checkpoint::filter::is_factor;
+use crate::checkpoint::load_report::LoadReport;
 use crate::error::LoadError;
 use crate::layout::StorageType;
 use crate::param_group::{ParamSpec, Placement};

@@ -4,14 +4,13 @@
 //! A save gathers parameters one by one to rank 0, which streams them to the file. A load
 //! memory-maps the files, checks everything, and then copies the elements of each rank's shards.
 //!
-//! Imports: file_names, mapped, filter ← options, local_values ← torch ← source, safetensors_file ←
+//! Imports: file_names, mapped ← options, local_values ← torch ← source, safetensors_file ←
 //! matching, weights_files,
 //! merge_safetensors ← load_values ← frozen ← load, save, burnpack ← peft
 //! ← parse_bytes.
 
 mod burnpack;
 mod file_names;
-mod filter;
 mod frozen;
 mod load;
 mod load_values;
@@ -28,8 +27,7 @@ mod source;
 mod torch;
 pub(super) mod weights_files;
 
-pub use self::filter::ParamFilter;
 pub use self::load::from_pretrained;
 pub use self::merge_safetensors::merge_safetensors;
-pub use self::options::{LoadOptions, LoadReport, SaveDtype, SavePretrained};
+pub use self::options::{LoadOptions, SaveDtype, SavePretrained};
 pub use self::peft::SaveAdapters;

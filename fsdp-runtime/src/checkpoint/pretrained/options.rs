@@ -1,6 +1,6 @@
-//! Options of loading and saving pretrained weights, and the report of a load.
+//! Options of loading and saving pretrained weights.
 
-use super::filter::ParamFilter;
+use crate::checkpoint::filter::ParamFilter;
 
 /// Allowed differences between a file and the model that loads it.
 #[derive(Clone, Debug, Default)]
@@ -63,7 +63,7 @@ impl LoadOptions {
 
     /// Sets whether the file must fit the model, as it must by default. With `false` everything that
     /// fits is loaded: keys that are missing, unexpected or of another shape or dtype are listed in
-    /// the [`LoadReport`], and such parameters keep their values. PyTorch's
+    /// the [`LoadReport`](crate::LoadReport), and such parameters keep their values. PyTorch's
     /// `load_state_dict(strict=False)`, which refuses other shapes.
     pub fn with_strict(mut self, strict: bool) -> Self {
         self.lenient = !strict;
@@ -109,23 +109,6 @@ impl LoadOptions {
         }
         names
     }
-}
-
-/// Result of loading pretrained weights.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct LoadReport {
-    /// Number of parameters loaded.
-    pub loaded: usize,
-    /// Keys of the model that the file lacks and that the options allow it to lack.
-    pub missing: Vec<String>,
-    /// Keys of the file that the model lacks and that the options allow to skip.
-    pub unexpected: Vec<String>,
-    /// Keys of another shape or dtype in the file, each with a description of the difference. Empty
-    /// unless [`LoadOptions::with_strict`] allows differences.
-    pub misshapen: Vec<String>,
-    /// Keys of the file whose parameters the filter leaves out.
-    pub filtered: Vec<String>,
 }
 
 /// The element type of a saved file.

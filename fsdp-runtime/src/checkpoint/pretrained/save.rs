@@ -6,13 +6,13 @@ use std::path::Path;
 use burn::tensor::TensorData;
 
 use super::file_names::{INDEX, is_plain};
-use super::filter::FilteredParam;
 use super::frozen::FrozenParams;
 use super::load_values::ParamTarget;
 use super::local_values::LocalValues;
 use super::options::SavePretrained;
 use super::safetensors_file::{CompleteFile, NewFile, TensorHeader, save_error};
 use super::weights_files::{TensorToWrite, WeightsFile, publish, split_into_files};
+use crate::checkpoint::filter::FilteredParam;
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::state::State;
 use crate::error::{Error, SaveError};

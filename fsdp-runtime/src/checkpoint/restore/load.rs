@@ -55,7 +55,8 @@ fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Er
             model.schedule().random().restore(state.seed, state.step);
         }
         let mut keys = tensors.remove(&name).unwrap_or_default();
-        model.replace_values(&mut |index, spec, _| {
+        let loaded = keys.keys().copied().collect();
+        model.replace_values(&loaded, &mut |index, spec, _| {
             let key = keys.remove(&index)?;
             let tensor = entry.tensors.get(&spec.path)?;
             let range = stored_range(spec, tensor, ranks.index());

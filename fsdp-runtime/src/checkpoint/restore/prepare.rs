@@ -23,8 +23,8 @@ use crate::optim::{GradScaler, owners};
 /// A load whose checks have all passed.
 pub(super) struct Prepared {
     pub(super) reader: Arc<CheckpointReader>,
-    /// Name in the ranks' files of each parameter of which this rank stores elements, by model
-    /// name.
+    /// Name in the ranks' files of each parameter to load, by model name. A parameter of which this
+    /// rank stores no element is loaded as well.
     pub(super) tensors: BTreeMap<String, HashMap<ParamIndex, String>>,
     pub(super) optimizers: BTreeMap<String, ModuleOptimizer>,
     pub(super) schedulers: BTreeMap<String, ModuleLrScheduler>,
@@ -150,11 +150,13 @@ fn verify_model(
     reader: &CheckpointReader,
 ) -> Result<HashMap<ParamIndex, String>, CheckpointError> {
     let mut names = HashMap::new();
-    for target in targets.iter().filter(|target| !target.spec.range().is_empty()) {
+    for target in targets {
         let path = &target.spec.path;
         let key = model_tensor_name(model, path);
-        let tensor = &reader.manifest().models[model].tensors[path];
-        reader.verify(&key, tensor, stored_range(target.spec, tensor, target.rank))?;
+        if !target.spec.range().is_empty() {
+            let tensor = &reader.manifest().models[model].tensors[path];
+            reader.verify(&key, tensor, stored_range(target.spec, tensor, target.rank))?;
+        }
         names.insert(target.index, key);
     }
     Ok(names)

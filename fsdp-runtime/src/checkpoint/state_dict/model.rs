@@ -1,29 +1,47 @@
-//! Taking and loading state dicts of models.
+//! Taking state dicts of models.
 
-use std::collections::{BTreeMap, HashMap};
-use std::ops::Range;
+use std::collections::BTreeMap;
 
 use burn::tensor::{DType, DispatchTensor, TensorData};
 
-use super::compare::{Comparison, compare_names};
-use super::layout::{LocalLayout, difference};
+use super::layout::LocalLayout;
+use super::options::StateDictOptions;
 use super::recipient::Recipient;
+use super::selection::Selection;
 use super::tensors::{FullState, LocalState, ShardedState, ShardedTensor, copied_data, reshaped};
-use crate::backend::codes::{decoded_elements, needs_matrix, stored_data, widened_elements};
+use crate::backend::codes::decoded_elements;
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::sharded_model::{LocalParam, ShardedModel, ignored_values, with_host_bytes};
-use crate::checkpoint::state::{State, StateMut};
-use crate::error::{CheckpointError, Error};
+use crate::checkpoint::state::State;
+use crate::error::Error;
 use crate::fully_shard::Fsdp;
-use crate::layout::StorageType;
-use crate::module::{FsdpModule, ParamIndex};
+use crate::module::FsdpModule;
 use crate::param_group::{ParamSpec, Placement};
 
 impl<M: FsdpModule> State<'_, M> {
     /// Returns this rank's elements of every parameter. Codes are decoded to f32.
     pub fn sharded(&self) -> ShardedState {
+        self.shards(&Selection::all(self.model))
+    }
+
+    /// Returns this rank's elements of the parameters that `options` select. Codes are decoded to
+    /// f32. Every rank calls it, with equal options.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Filter`](crate::CheckpointError::Filter) where the filter does not fit
+    /// the model, [`CheckpointError::RanksDiffer`](crate::CheckpointError::RanksDiffer) where ranks
+    /// have other options, and [`CollectiveError`](crate::CollectiveError) when another rank does
+    /// not take part in time.
+    pub fn sharded_with(&self, options: &StateDictOptions) -> Result<ShardedState, Error> {
+        let ranks = Ranks::from(self.model);
+        let selection = Selection::agreed(self.model, &ranks, options, None)?;
+        Ok(self.shards(&selection))
+    }
+
+    fn shards(&self, selection: &Selection) -> ShardedState {
         let mut state = BTreeMap::new();
-        for_each_host_bytes(self.model, &mut |spec, dtype, bytes| {
+        for_each_host_bytes(self.model, selection, &mut |spec, dtype, bytes| {
             let range = spec.range();
             let data = match spec.storage.codes() {
                 Some(codes) => {
@@ -42,7 +60,7 @@ impl<M: FsdpModule> State<'_, M> {
     /// elements with the bits of their words.
     pub fn local(&self) -> LocalState {
         let mut tensors = BTreeMap::new();
-        for_each_host_bytes(self.model, &mut |spec, dtype, bytes| {
+        for_each_host_bytes(self.model, &Selection::all(self.model), &mut |spec, dtype, bytes| {
             tensors.insert(spec.path.clone(), copied_data(bytes, spec.base_shape(), dtype));
         });
         LocalState { layout: LocalLayout::of(self.model), tensors }
@@ -59,10 +77,33 @@ impl<M: FsdpModule> State<'_, M> {
     /// of this world.
     pub fn full(&self, recipient: Recipient) -> Result<FullState, Error> {
         recipient.check(self.model.mesh().world)?;
+        self.gather_full(recipient, &Selection::all(self.model))
+    }
+
+    /// Gathers the full parameters that `options` select to one rank or to all, as
+    /// [`full`](Self::full) does. Every rank calls it, with equal options.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`full`](Self::full), [`CheckpointError::Filter`](crate::CheckpointError::Filter)
+    /// where the filter does not fit the model, and
+    /// [`CheckpointError::RanksDiffer`](crate::CheckpointError::RanksDiffer) where ranks have other
+    /// options.
+    pub fn full_with(
+        &self,
+        recipient: Recipient,
+        options: &StateDictOptions,
+    ) -> Result<FullState, Error> {
+        let ranks = Ranks::from(self.model);
+        let selection = Selection::agreed(self.model, &ranks, options, Some(recipient))?;
+        self.gather_full(recipient, &selection)
+    }
+
+    fn gather_full(&self, recipient: Recipient, selection: &Selection) -> Result<FullState, Error> {
         let keep = recipient.is(self.model.mesh().rank);
         let (mut state, mut outcome) = (BTreeMap::new(), Ok(()));
         self.model.for_each_param(&mut |LocalParam { index, base, .. }| {
-            if outcome.is_err() {
+            if outcome.is_err() || !selection.contains(index) {
                 return;
             }
             let spec = self.model.spec(index);
@@ -80,134 +121,17 @@ impl<M: FsdpModule> State<'_, M> {
     }
 }
 
-impl<M: FsdpModule> StateMut<'_, M> {
-    /// Loads this rank's elements of every parameter.
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::StateMismatch`] with every difference; the model is unchanged. Scales that
-    /// are quantised depend on all elements of a parameter: load such a model with
-    /// [`load_full`](Self::load_full) or [`load_local`](Self::load_local).
-    pub fn load_sharded(&mut self, state: &ShardedState) -> Result<(), CheckpointError> {
-        compare_names(self.model, state.keys(), |spec, dtype| {
-            let Some(tensor) = state.get(&spec.path) else { return Comparison::Missing };
-            difference("shape", &tensor.shape, &spec.shape)
-                .or_else(|| difference("elements", &tensor.range, &spec.range()))
-                .or_else(|| {
-                    let len = vec![tensor.range.len()];
-                    difference("data", &tensor.data.shape().as_slice().to_vec(), &len)
-                })
-                .or_else(|| difference("dtype", &tensor.data.dtype(), &dtype))
-                .or_else(|| needs_matrix(spec.storage).then(|| needs_full(spec)))
-                .into()
-        })?;
-        self.model.replace_values(&mut |_, spec, dtype| {
-            let bytes = state.get(&spec.path)?.data.as_bytes();
-            Some(match spec.storage.codes() {
-                Some(_) => stored_part(bytes, dtype, spec.range(), spec)?,
-                None => copied_data(bytes, spec.base_shape(), dtype),
-            })
-        });
-        Ok(())
-    }
-
-    /// Loads a state that this rank took with [`State::local`].
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::StateMismatch`] where the layout differs; the model is unchanged.
-    pub fn load_local(&mut self, state: &LocalState) -> Result<(), CheckpointError> {
-        state.layout.check(&LocalLayout::of(self.model))?;
-        self.model.replace_values(&mut |_, spec, _| state.tensors.get(&spec.path).cloned());
-        Ok(())
-    }
-
-    /// Loads full parameters that one rank or all ranks provide; the others pass an empty state.
-    /// Every rank calls it and needs memory for one full parameter at a time.
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::StateMismatch`] with every difference on the ranks that provide the
-    /// state, and [`CollectiveError`](crate::CollectiveError) on the others; the model is
-    /// unchanged.
-    pub fn load_full(&mut self, state: &FullState, from: Recipient) -> Result<(), Error> {
-        from.check(self.model.mesh().world)?;
-        let ranks = Ranks::from(&*self.model);
-        let provides = from.is(self.model.mesh().rank);
-        let compared = match provides {
-            true => compare_names(self.model, state.keys(), |spec, dtype| {
-                state.get(&spec.path).map_or(Comparison::Missing, |data| {
-                    difference("shape", &data.shape().as_slice().to_vec(), &spec.shape)
-                        .or_else(|| {
-                            let is_f32 = spec.storage == StorageType::F32;
-                            let expected = if is_f32 { dtype } else { DType::F32 };
-                            difference("dtype", &data.dtype(), &expected)
-                        })
-                        .into()
-                })
-            }),
-            false => Ok(()),
-        };
-        ranks.agree("a full state", compared)?;
-        let mut indices = Vec::new();
-        self.model.for_each_param(&mut |param| indices.push(param.index));
-        let mut shards: HashMap<ParamIndex, TensorData> = HashMap::new();
-        for index in indices {
-            let spec = self.model.spec(index);
-            let mut keep_shard = |data: &TensorData| {
-                if !spec.range().is_empty() {
-                    let needed = match needs_matrix(spec.storage) {
-                        true => 0..spec.numel(),
-                        false => spec.range(),
-                    };
-                    let size = data.dtype().size();
-                    let bytes = &data.as_bytes()[needed.start * size..needed.end * size];
-                    let shard = match spec.storage {
-                        StorageType::F32 => {
-                            Some(copied_data(bytes, spec.base_shape(), data.dtype()))
-                        }
-                        _ => stored_part(bytes, data.dtype(), needed, spec),
-                    };
-                    shards.extend(shard.map(|shard| (index, shard)));
-                }
-            };
-            let own = state.get(&spec.path).filter(|_| provides);
-            match from {
-                Recipient::All => own.into_iter().for_each(keep_shard),
-                Recipient::Only(provider) => {
-                    let what = format!("`{}` of a full state", spec.path);
-                    let all = ranks.exchange(&what, own.cloned())?;
-                    all[provider.index()].iter().for_each(&mut keep_shard);
-                }
-            }
-        }
-        self.model.replace_values(&mut |index, _, _| shards.remove(&index));
-        Ok(())
-    }
-}
-
-/// Describes why a parameter cannot be loaded from a part of its elements.
-fn needs_full(spec: &ParamSpec) -> String {
-    format!("{} needs all elements; load a full or a local state", spec.storage)
-}
-
-/// Returns what this rank stores of a parameter, given elements `given` of it, as bytes. Returns `None`
-/// for a dtype that is no float, which was refused before.
-fn stored_part(
-    bytes: &[u8],
-    dtype: DType,
-    given: Range<usize>,
-    spec: &ParamSpec,
-) -> Option<TensorData> {
-    let elements = widened_elements(bytes, dtype)?;
-    debug_assert_eq!(elements.len(), given.len());
-    Some(stored_data(elements, &spec.range(), spec.storage, spec.base_shape()))
-}
-
-/// Calls `f` with the description and dtype of each parameter, and with the stored elements as
-/// bytes in host memory.
-fn for_each_host_bytes(model: &dyn ShardedModel, f: &mut dyn FnMut(&ParamSpec, DType, &[u8])) {
+/// Calls `f` with the description and dtype of each selected parameter, and with the stored
+/// elements as bytes in host memory.
+fn for_each_host_bytes(
+    model: &dyn ShardedModel,
+    selection: &Selection,
+    f: &mut dyn FnMut(&ParamSpec, DType, &[u8]),
+) {
     model.for_each_param(&mut |param| {
+        if !selection.contains(param.index) {
+            return;
+        }
         let (spec, dtype) = (model.spec(param.index), param.dtype);
         with_host_bytes(&**model.schedule(), spec, param.base, &mut |bytes| f(spec, dtype, bytes));
     });

@@ -8,6 +8,7 @@ use burn::tensor::{Bytes, DType, Tensor, TensorData};
 use super::optimizer_local::NAME;
 use super::optimizer_tensors::{OptimizerState, ParameterState};
 use super::recipient::Recipient;
+use super::selection::Selection;
 use super::tensors::copied_data;
 use crate::checkpoint::optimizer_state::{self, ParamState, StateNames, StateTensor};
 use crate::checkpoint::ranks::Ranks;
@@ -18,13 +19,15 @@ use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
 use crate::param_group::{ParamSpec, Placement};
 
-/// Gathers the full state of an optimizer to the recipient. `whole` says that one owner rank has
-/// the state of each sharded matrix in full. Every rank calls it.
+/// Gathers the full state of an optimizer for the selected parameters to the recipient. `whole`
+/// says that one owner rank has the state of each sharded matrix in full. Every rank calls it, with
+/// equal selections.
 pub(super) fn gather_state<M: FsdpModule>(
     model: &Fsdp<M>,
     optimizer: &ModuleOptimizer,
     recipient: Recipient,
     whole: bool,
+    selection: &Selection,
 ) -> Result<OptimizerState<TensorData>, Error> {
     recipient.check(model.mesh().world)?;
     let (ranks, keep) = (Ranks::from(model), recipient.is(model.mesh().rank));
@@ -32,7 +35,7 @@ pub(super) fn gather_state<M: FsdpModule>(
     let mut names = StateNames::default();
     let mut params = Vec::new();
     model.for_each_param(&mut |param| params.push(param));
-    for param in params {
+    for param in params.into_iter().filter(|param| selection.contains(param.index)) {
         let spec = model.spec(param.index);
         let state = optimizer_state::read(NAME, optimizer, &[param.id], &mut names)
             .map(|mut states| states.remove(&param.id));

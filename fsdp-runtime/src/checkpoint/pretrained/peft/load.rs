@@ -4,11 +4,12 @@ use std::path::Path;
 
 use super::super::load_values::{ParamTarget, load_values};
 use super::super::matching::{MatchedTensor, WantedTensor, match_tensors};
-use super::super::options::{LoadOptions, LoadReport};
+use super::super::options::LoadOptions;
 use super::super::source::Source;
 use super::config::PeftConfig;
 use super::plan::{PeftTensor, Plan};
 use super::{WEIGHTS, WEIGHTS_BIN};
+use crate::checkpoint::load_report::LoadReport;
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::state::StateMut;
 use crate::error::{Error, LoadError};

@@ -1,7 +1,9 @@
-//! Selection of the parameters that a load or save of weights covers.
+//! Selection of the parameters that a load or save of weights, or a state dict, covers.
 
-/// Selection of a model's parameters, for loads and saves of weights. Conditions add up: a parameter
-/// is selected that meets all of them.
+use std::collections::BTreeSet;
+
+/// Selection of a model's parameters, for loads and saves of weights and for state dicts.
+/// Conditions add up: a parameter is selected that meets all of them.
 ///
 /// ```
 /// use fsdp_runtime::{ParamFilter, SavePretrained};
@@ -80,13 +82,24 @@ impl ParamFilter {
         let params: Vec<_> = params.collect();
         for path in self.within.iter().chain(&self.outside) {
             if !params.iter().any(|param| is_within(param.path, path)) {
-                return Err(format!("the model has no parameter in a submodule `{path}`"));
+                let near = nearest_paths(path, &params).join("`, `");
+                return Err(format!(
+                    "the model has no parameter in a submodule `{path}`; the nearest paths are \
+                     `{near}`"
+                ));
             }
         }
-        match params.iter().any(|param| self.selects(param)) {
-            true => Ok(()),
-            false => Err("it selects no parameter of the model".into()),
+        if params.iter().any(|param| self.selects(param)) {
+            return Ok(());
         }
+        let count = |is: fn(&FilteredParam<'_>) -> bool| params.iter().filter(|it| is(it)).count();
+        Err(format!(
+            "it selects no parameter of the model; of {} parameters, {} are frozen and {} are \
+             factors of adapters",
+            params.len(),
+            count(|param| param.frozen),
+            count(|param| is_factor(param.key))
+        ))
     }
 }
 
@@ -98,6 +111,20 @@ pub(super) struct FilteredParam<'a> {
     /// Name in a file.
     pub(super) key: &'a str,
     pub(super) frozen: bool,
+}
+
+/// Returns the three paths of parameters and submodules that are nearest to `path`, the nearest one
+/// first.
+fn nearest_paths<'a>(path: &str, params: &[FilteredParam<'a>]) -> Vec<&'a str> {
+    let mut paths = BTreeSet::new();
+    for &FilteredParam { path, .. } in params {
+        paths.extend(path.match_indices('.').map(move |(end, _)| &path[..end]));
+        paths.insert(path);
+    }
+    let mut paths: Vec<&str> = paths.into_iter().collect();
+    paths.sort_by_cached_key(|known| strsim::damerau_levenshtein(path, known));
+    paths.truncate(3);
+    paths
 }
 
 /// Returns whether a parameter's path is that of a module, or lies in it.
@@ -135,8 +162,13 @@ mod tests {
         let check = |filter: ParamFilter| filter.check(names.iter().map(|name| param(name, true)));
         assert_eq!(check(ParamFilter::new().with_submodule("a.01.w")), Ok(()));
         let missing = check(ParamFilter::new().without_submodule("a.")).unwrap_err();
-        assert!(missing.contains("submodule `a.`"), "{missing}");
+        assert!(missing.contains("submodule `a.`; the nearest paths are `a`, "), "{missing}");
+        let missing = check(ParamFilter::new().with_submodule("a.02")).unwrap_err();
+        assert!(missing.contains("the nearest paths are `a.0`, `a.01`, "), "{missing}");
         let none = check(ParamFilter::new().with_trainable_only()).unwrap_err();
-        assert!(none.contains("no parameter"), "{none}");
+        assert!(
+            none.contains("no parameter of the model; of 4 parameters, 4 are frozen"),
+            "{none}"
+        );
     }
 }
