@@ -132,15 +132,27 @@ def loss_runs(context: Context) -> Iterator[tuple[str, str, str, int]]:
 
 
 def losses(step: StepRun) -> None:
-    """The losses of bert_finetune on each engine and number of ranks at one global batch, and on the CPU."""
+    """The losses of bert_finetune on each engine and number of ranks at one global batch, and on the CPU.
+
+    A step on the CPU makes a checkpoint, from which all runs go on: each kind of device draws other initial weights.
+    """
     context = step.context
-    batch, size = (16, ["--steps", "20"]) if context.on_gpu else (4, ["--steps", "4", "--max-length", "16"])
+    batch, steps = (16, 20) if context.on_gpu else (4, 4)
     found: dict[str, list[Any]] = {}
-    for name, device, engine, world in loss_runs(context):
+
+    def run(name: str, device: str, engine: str, world: int, *flags: str) -> Outcome:
         argv = [context.program("bert_finetune"), "--device", device, "--engine", engine]
-        argv += ["--world-size", str(world), "--batch-size", str(batch // world), *size]
-        argv += ["--dropout", "0", "--json", "--quiet"]
-        done = step.command(name, argv, context.env, parse=lambda done: last_json(done.stdout))
+        argv += ["--world-size", str(world), "--batch-size", str(batch // world)]
+        # Short examples of one length, since each shape is tuned.
+        argv += ["--steps", str(steps), "--max-length", "16", "--dropout", "0", "--json", "--quiet", *flags]
+        return step.command(name, argv, context.env, parse=lambda done: last_json(done.stdout))
+
+    first = context.scratch / "losses" / "first"
+    made = run("first step", "flex", "local", 1, "--stop-after", "1", "--save-dir", str(first))
+    step.check("first step: ends", made.ok)
+    for number, (name, *place) in enumerate(loss_runs(context)):
+        saved = context.scratch / "losses" / str(number)
+        done = run(name, *place, "--resume", str(first), "--save-dir", str(saved))
         result = last_json(done.stdout) if done.ok else None
         found[name] = result["losses"] if result else []
         step.check(f"{name}: ends", bool(found[name]))

@@ -74,15 +74,15 @@ class Programs(unittest.TestCase):
     def test_equal_losses_pass(self) -> None:
         self.program("bin/bert_finetune", LOSSES)
         code, record = self.run_step("losses", "--device", "flex")
-        self.assertEqual((code, record["passed"], len(record["commands"])), (0, True, 4))
+        self.assertEqual((code, record["passed"], len(record["commands"])), (0, True, 5))
         code, record = self.run_step("losses")
         self.assertEqual((code, record["passed"]), (0, True))
         self.assertEqual(record["gpus"][0]["name"], "Some GPU")
         names = [command["command"] for command in record["commands"]]
-        self.assertEqual(names[0], "flex")
+        self.assertEqual(names[:2], ["first step", "flex"])
         self.assertEqual(names[-1], "nccl, world 1")
-        # Each of six runs ends, and is compared with another one.
-        self.assertEqual(len(record["checks"]), 6 + 5)
+        # Each of seven runs ends, and each of the last five is compared with another one.
+        self.assertEqual(len(record["checks"]), 7 + 5)
 
     def test_other_losses_fail(self) -> None:
         other = """case "$*" in *nccl*) echo '{"losses": [0.7, 0.6, 0.51]}' ;; *) %s ;; esac"""
@@ -94,9 +94,9 @@ class Programs(unittest.TestCase):
         self.program("bin/bert_finetune", f'case "$*" in *size\\ 2*) echo broken >&2; exit 3 ;; *) {LOSSES} ;; esac')
         code, record = self.run_step("losses", "--device", "flex")
         self.assertEqual((code, record["passed"]), (1, False))
-        broken = record["commands"][2]
+        broken = record["commands"][3]
         self.assertEqual((broken["exit_code"], broken["stderr_tail"]), (3, "broken\n"))
-        self.assertEqual(record["commands"][3]["result"]["losses"], [0.7, 0.6, 0.5])
+        self.assertEqual(record["commands"][4]["result"]["losses"], [0.7, 0.6, 0.5])
 
     def test_a_program_that_hangs_is_killed_with_its_children(self) -> None:
         marker = self.folder / "pid"

@@ -47,6 +47,7 @@ static RECORD: Mutex<Option<Record>> = Mutex::new(None);
 
 /// Runs `f` with a record, in which the waits of `missing` are left out. Returns a description of
 /// each access without order.
+#[cfg_attr(not(feature = "cpu"), allow(dead_code, reason = "its tests run on CubeCL's CPU device"))]
 pub(crate) fn violations(missing: Option<Waits>, f: impl FnOnce()) -> Vec<String> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().ignore_poison();

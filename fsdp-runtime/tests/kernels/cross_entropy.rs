@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy};
 use proptest::prelude::*;
 
-use super::support::{device, devices, dtypes, tensor};
+use super::support::{device, devices, dtypes, product_dtype, tensor};
 use crate::compare::assert_same_bits;
 
 #[derive(Clone, Copy, Debug)]
@@ -150,7 +150,7 @@ impl Case {
     /// Asserts that loss and gradients are Burn's, relative to the largest element.
     #[track_caller]
     fn assert_exact(&self, device: &Device, dtype: FloatDType) {
-        let share = match dtype {
+        let share = match product_dtype(device, dtype) {
             FloatDType::F64 => 1e-10,
             FloatDType::F32 => 1e-5,
             FloatDType::F16 => 1e-2,

@@ -42,6 +42,13 @@ pub fn dtypes(device: &Device) -> impl Iterator<Item = FloatDType> + use<> {
     all.into_iter()
 }
 
+/// Returns the dtype that rounds as the products of matrices of `dtype` do. On NVIDIA's GPUs, CubeCL computes
+/// those of f32 in TF32, which has the 11 significant bits of f16.
+pub fn product_dtype(device: &Device, dtype: FloatDType) -> FloatDType {
+    let is_cuda = format!("{device:?}").contains("Cuda");
+    if is_cuda && dtype == FloatDType::F32 { FloatDType::F16 } else { dtype }
+}
+
 /// Returns pseudo-random numbers of every size: zero, subnormal, and up to `largest`.
 pub fn numbers(seed: u64, len: usize, largest: f32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;

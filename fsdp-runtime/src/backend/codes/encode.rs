@@ -66,7 +66,9 @@ fn codes_words(storage: StorageType) -> usize {
 fn largest(elements: &[f32]) -> f32 {
     // The bits of a NaN are above those of infinity.
     let magnitude = |element: &f32| element.to_bits() & (u32::MAX >> 1);
-    f32::from_bits(elements.iter().map(magnitude).max().unwrap_or(0))
+    let largest = f32::from_bits(elements.iter().map(magnitude).max().unwrap_or(0));
+    // Devices differ in the bits of a NaN that they cast.
+    if largest.is_nan() { f32::NAN } else { largest }
 }
 
 /// Returns the reciprocal of a scale, or 0 for scales so small that 127 times it would be infinite.

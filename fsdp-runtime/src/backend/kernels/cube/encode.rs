@@ -55,6 +55,8 @@ fn encode_kernel<F: Float>(
                 }
             }
         }
+        // Devices differ in the bits of a NaN that they cast.
+        let largest = select(largest > 0x7F80_0000u32, 0x7FC0_0000u32, largest);
         words[record] = largest;
         let inverse = 1.0f32 / f32::reinterpret(largest);
         // 127 times a larger one would be infinite.
