@@ -109,6 +109,9 @@ def conformance(step: StepRun) -> None:
 # Two runs on one device differ by the order of sums. Autotune chooses kernels by their time, so a second
 # process may choose others: the limit grows with the difference between two equal runs.
 SAME_DEVICE = 1e-5
+# With more ranks, each multiplies fewer rows, for which autotune may choose other kernels. On a GPU some compute in
+# TF32, and some in f32.
+OTHER_ROWS = 1e-3
 # GELU's backward is exact on Flex and a tanh approximation on CubeCL devices, which also compute products of
 # f32 in TF32.
 OTHER_DEVICE = 1e-2
@@ -159,10 +162,12 @@ def losses(step: StepRun) -> None:
     noise = distance(found["local"], found["local again"])
     step.check("local again, to local", noise <= OTHER_DEVICE, found=noise, limit=OTHER_DEVICE)
     limit = max(SAME_DEVICE, min(2 * noise, OTHER_DEVICE))
-    for name in found:
+    for name, _, _, world in loss_runs(context):
         if name not in ("flex", "local", "local again"):
-            apart = distance(found["local"], found[name])
-            step.check(f"{name}, to local", apart <= limit, found=apart, limit=limit)
+            apart, most = distance(found["local"], found[name]), limit
+            if context.on_gpu and world > 1:
+                most = max(limit, OTHER_ROWS)
+            step.check(f"{name}, to local", apart <= most, found=apart, limit=most)
     if "flex" in found:
         apart = distance(found["flex"], found["local"])
         step.check("local, to flex", apart <= OTHER_DEVICE, found=apart, limit=OTHER_DEVICE)

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::group::AnyProcessGroup;
@@ -26,6 +27,7 @@ pub(crate) fn rank_span(rank: Rank, thread: &'static str) -> tracing::Span {
 pub(crate) struct Communicator {
     group: Arc<AnyProcessGroup>,
     jobs: Mutex<Sender<Job>>,
+    thread: JoinHandle<()>,
     /// Nanoseconds that the thread has spent in collectives, including waits for other ranks.
     busy: Arc<AtomicU64>,
     blocked: Arc<Blocked>,
@@ -51,20 +53,33 @@ impl Communicator {
     pub(crate) fn start(group: Arc<AnyProcessGroup>) -> std::io::Result<Arc<Self>> {
         let (jobs, queue) = channel::<Job>();
         let own = group.clone();
-        std::thread::Builder::new().name(format!("fsdp-comm-{}", group.rank())).spawn(
-            move || {
-                let _span = rank_span(own.rank(), "communication").entered();
-                queue.into_iter().for_each(|job| job());
-                own.leave();
-            },
-        )?;
+        let name = format!("fsdp-comm-{}", group.rank());
+        let thread = std::thread::Builder::new().name(name).spawn(move || {
+            let _span = rank_span(own.rank(), "communication").entered();
+            queue.into_iter().for_each(|job| job());
+            own.leave();
+        })?;
         Ok(Arc::new(Self {
             group,
             jobs: Mutex::new(jobs),
+            thread,
             busy: Arc::default(),
             blocked: Arc::default(),
             issued: AtomicU64::new(0),
         }))
+    }
+
+    /// Drops a handle. If it is the last one, waits for the thread to end.
+    ///
+    /// A process must not exit before: NCCL ends a communicator on its GPU, and CUDA crashes if it is
+    /// used while the process exits.
+    pub(crate) fn end(handle: Arc<Self>) {
+        if let Some(Self { group, jobs, thread, .. }) = Arc::into_inner(handle) {
+            drop(jobs);
+            // A panic of the thread was reported as the failure of its collective.
+            let _ = thread.join();
+            drop(group);
+        }
     }
 
     /// Returns the process group of all ranks.
@@ -169,5 +184,52 @@ impl<T> Work<T> {
     pub(crate) fn wait(mut self) -> Result<T, CollectiveError> {
         self.block();
         self.outcome.expect("`block` has received the result")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use crate::collectives::local::{Hub, LocalGroup};
+    use crate::layout::WorldSize;
+
+    /// Starts the communication thread of a rank alone, with a collective that takes as long as
+    /// `pause` and then sets the flag.
+    fn with_collective(
+        pause: impl FnOnce() + Send + 'static,
+    ) -> (Arc<Communicator>, Arc<AtomicBool>) {
+        let hub = Hub::new(WorldSize::new(1).unwrap(), Duration::from_secs(10), false);
+        let group = AnyProcessGroup::Local(LocalGroup::new(hub, Rank::ZERO));
+        let comm = Communicator::start(Arc::new(group)).unwrap();
+        let has_run = Arc::new(AtomicBool::new(false));
+        let flag = has_run.clone();
+        drop(comm.issue(move |_| {
+            pause();
+            flag.store(true, Ordering::SeqCst);
+            Ok(())
+        }));
+        (comm, has_run)
+    }
+
+    #[test]
+    fn the_end_of_the_last_handle_waits_for_the_thread() {
+        let (comm, has_run) = with_collective(|| std::thread::sleep(Duration::from_millis(100)));
+        Communicator::end(comm);
+        assert!(has_run.load(Ordering::SeqCst));
+    }
+
+    #[test]
+    fn the_end_of_another_handle_does_not_wait() {
+        let (open, gate) = channel();
+        let (comm, has_run) = with_collective(move || {
+            _ = gate.recv_timeout(Duration::from_secs(10));
+        });
+        Communicator::end(comm.clone());
+        assert!(!has_run.load(Ordering::SeqCst));
+        open.send(()).unwrap();
+        Communicator::end(comm);
+        assert!(has_run.load(Ordering::SeqCst));
     }
 }

@@ -51,6 +51,7 @@ pub(super) fn run_rank<T: Send + 'static>(
     // A rank that fails after this one has ended fails this one too.
     let op = Op::new("barrier", "the end of the run");
     comm.issue(move |group| group.exchange(&op, ())).wait()?;
+    Communicator::end(comm);
     Ok(result)
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::worker::Worker;
 use crate::backend::finish;
-use crate::collectives::comm::rank_span;
+use crate::collectives::comm::{Communicator, rank_span};
 use crate::error::{CollectiveError, Error, RankPanic, panic_message, with_causes, with_sources};
 use crate::layout::Rank;
 
@@ -49,7 +49,9 @@ pub(super) fn start_rank<T: Send + 'static>(
         if let Err(error) = &outcome {
             comm.world().fail(failure_of(index, &**error));
         }
-        drop(comm);
+        if outcome.is_ok() {
+            Communicator::end(comm);
+        }
         ended(outcome);
     })?;
     Ok(())
