@@ -26,8 +26,9 @@ pub(in crate::backend::kernels) fn forward<B: Backend>(
     dropout: Dropout<B>,
 ) -> [Float<B>; 2] {
     let (mut outputs, mut statistics) = (Vec::new(), Vec::new());
+    let hidden = hidden::<B>(tensors, rule);
     for block in Block::all::<B>(tensors, rule) {
-        let scores = block.scores::<B>(tensors, rule);
+        let scores = block.scores::<B>(tensors, rule, hidden.as_ref());
         // Bounds as in Burn's own attention: a row of negative infinity has the weights 0.
         let range = scores.dtype().finfo().expect("a float tensor");
         let top = B::float_max_dim(scores.clone(), 3);
@@ -61,9 +62,10 @@ pub(in crate::backend::kernels) fn backward<B: Backend>(
     let mut query_grads = Vec::new();
     let [mut key_grad, mut value_grad] = [&tensors.key, &tensors.value]
         .map(|tensor| B::float_zeros(tensor.shape(), &tensor.device(), wide.into()));
+    let hidden = hidden::<B>(tensors, rule);
     for block in Block::all::<B>(tensors, rule) {
         let statistics = block.of_queries::<B>(statistics);
-        let scores = block.scores::<B>(tensors, rule);
+        let scores = block.scores::<B>(tensors, rule, hidden.as_ref());
         let weights = B::float_exp(B::float_sub(scores, statistics));
         let mask = block.mask::<B>(&weights, rule, dropout);
         let [grad, output] = [grad, output].map(|tensor| block.of_queries::<B>(tensor));
@@ -151,11 +153,12 @@ impl Block {
     }
 
     /// Returns the scaled scores, `[batch, heads, queries, keys]`, with negative infinity for hidden
-    /// keys.
+    /// keys. `hidden` is that of all blocks.
     fn scores<B: Backend>(
         &self,
         tensors: &AttentionTensors<Float<B>>,
         rule: &AttentionRule,
+        hidden: Option<&Float<B>>,
     ) -> Float<B> {
         let key = B::float_transpose(self.seen::<B>(&tensors.key));
         let scores = B::float_matmul(self.of_queries::<B>(&tensors.query), key);
@@ -168,24 +171,29 @@ impl Block {
             let bias = B::float_cast(B::float_reshape(bias, shape), dtype.into());
             scores = B::float_add(scores, bias);
         }
-        if rule.causal {
-            let hidden = self.hidden(dtype);
-            let hidden = B::float_from_data(hidden, &scores.device());
-            scores = B::float_add(scores, hidden);
+        match hidden {
+            Some(hidden) => self.hide::<B>(scores, hidden),
+            None => scores,
         }
-        scores
     }
 
-    /// Returns negative infinity for keys that a query does not see under `causal`, and else 0,
-    /// `[1, 1, queries, keys]`.
-    fn hidden(&self, dtype: DType) -> TensorData {
-        let row = |query: usize| {
-            let last = self.position + query as i64;
-            (0..self.keys as i64).map(move |key| if key > last { f32::NEG_INFINITY } else { 0.0 })
-        };
+    /// Adds negative infinity to the scores of the keys that a query does not see under `causal`. Only
+    /// the last keys of a block are hidden from some of its queries.
+    fn hide<B: Backend>(&self, scores: Float<B>, hidden: &Float<B>) -> Float<B> {
         let rows = self.queries.len();
-        let elements: Vec<f32> = (0..rows).flat_map(row).collect();
-        TensorData::new(elements, [1, 1, rows, self.keys]).convert_dtype(dtype)
+        let first = usize::try_from(self.position + 1).unwrap_or(0).min(self.keys);
+        let columns = self.keys - first;
+        if columns == 0 {
+            return scores;
+        }
+        // A key before the first query's is one that there is not: its column is left out. The keys
+        // after the last query's are hidden from all queries alike.
+        let absent = usize::try_from(-1 - self.position).unwrap_or(0).min(rows - 1);
+        let hidden = part::<B>(hidden, 2, 0..rows);
+        let hidden = part::<B>(&hidden, 3, absent..absent + columns);
+        let late = part::<B>(&scores, 3, first..self.keys);
+        let slices = slices(&scores.shape(), 3, first..self.keys);
+        B::float_slice_assign(scores, &slices, B::float_add(late, hidden))
     }
 
     /// Returns the dropout mask of the block's weights.
@@ -203,6 +211,24 @@ impl Block {
         let mask = part::<B>(&dropout(ones, &source), 3, 0..keys);
         Some(B::float_cast(mask, weights.dtype().into()))
     }
+}
+
+/// Returns what `causal` adds to the scores of the keys that come after that of a block's first query:
+/// negative infinity for those that a query does not see, and else 0, `[1, 1, QUERIES, QUERIES]`. It is
+/// the same for all blocks.
+fn hidden<B: Backend>(
+    tensors: &AttentionTensors<Float<B>>,
+    rule: &AttentionRule,
+) -> Option<Float<B>> {
+    if !rule.causal {
+        return None;
+    }
+    let row =
+        |query| (1..=QUERIES).map(move |after| if after > query { f32::NEG_INFINITY } else { 0.0 });
+    let elements: Vec<f32> = (0..QUERIES).flat_map(row).collect();
+    let hidden = TensorData::new(elements, [1, 1, QUERIES, QUERIES]);
+    let hidden = hidden.convert_dtype(wide(tensors.query.dtype()));
+    Some(B::float_from_data(hidden, &tensors.query.device()))
 }
 
 /// Returns the elements of a tensor whose index in dimension `dim` is in the range.
