@@ -150,10 +150,11 @@ def losses(step: StepRun) -> None:
         argv += ["--steps", str(steps), "--max-length", "16", "--dropout", "0", "--json", "--quiet", *flags]
         return step.command(name, argv, context.env, parse=lambda done: last_json(done.stdout))
 
+    runs = list(loss_runs(context))
     first = context.scratch / "losses" / "first"
     made = run("first step", "flex", "local", 1, "--stop-after", "1", "--save-dir", str(first))
     step.check("first step: ends", made.ok)
-    for number, (name, *place) in enumerate(loss_runs(context)):
+    for number, (name, *place) in enumerate(runs):
         saved = context.scratch / "losses" / str(number)
         done = run(name, *place, "--resume", str(first), "--save-dir", str(saved))
         result = last_json(done.stdout) if done.ok else None
@@ -162,7 +163,7 @@ def losses(step: StepRun) -> None:
     noise = distance(found["local"], found["local again"])
     step.check("local again, to local", noise <= OTHER_DEVICE, found=noise, limit=OTHER_DEVICE)
     limit = max(SAME_DEVICE, min(2 * noise, OTHER_DEVICE))
-    for name, _, _, world in loss_runs(context):
+    for name, _, _, world in runs:
         if name not in ("flex", "local", "local again"):
             apart, most = distance(found["local"], found[name]), limit
             if context.on_gpu and world > 1:

@@ -74,11 +74,10 @@ impl Communicator {
     /// A process must not exit before: NCCL ends a communicator on its GPU, and CUDA crashes if it is
     /// used while the process exits.
     pub(crate) fn end(handle: Arc<Self>) {
-        if let Some(Self { group, jobs, thread, .. }) = Arc::into_inner(handle) {
+        if let Some(Self { jobs, thread, .. }) = Arc::into_inner(handle) {
             drop(jobs);
             // A panic of the thread was reported as the failure of its collective.
             let _ = thread.join();
-            drop(group);
         }
     }
 

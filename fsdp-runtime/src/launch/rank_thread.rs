@@ -46,11 +46,12 @@ pub(super) fn start_rank<T: Send + 'static>(
             Ok(result)
         };
         let outcome: Result<T, BoxedError> = pool.install(run);
-        if let Err(error) = &outcome {
-            comm.world().fail(failure_of(index, &**error));
-        }
-        if outcome.is_ok() {
-            Communicator::end(comm);
+        match &outcome {
+            Ok(_) => Communicator::end(comm),
+            Err(error) => {
+                comm.world().fail(failure_of(index, &**error));
+                drop(comm);
+            }
         }
         ended(outcome);
     })?;

@@ -186,8 +186,8 @@ impl Block {
         if columns == 0 {
             return scores;
         }
-        // A key before the first query's is one that there is not: its column is left out. The keys
-        // after the last query's are hidden from all queries alike.
+        // A block's first query comes before the first key if there are more queries than keys. The
+        // mask then begins with columns of absent keys. Its last columns hide a key from all queries.
         let absent = usize::try_from(-1 - self.position).unwrap_or(0).min(rows - 1);
         let hidden = part::<B>(hidden, 2, 0..rows);
         let hidden = part::<B>(&hidden, 3, absent..absent + columns);

@@ -96,12 +96,14 @@ pub(super) fn launches<'a>(
     shared: Option<usize>,
     max_parts: usize,
 ) -> Vec<Launch<'a>> {
-    let Some(first) = jobs.first() else { return Vec::new() };
+    let Some(most_slices) = jobs.iter().map(|job| job.slices.len()).max() else {
+        return Vec::new();
+    };
     let tile = Tile::new(client);
     // Three bindings are reserved: the shared buffer, a buffer that orders the launch, and the
     // scalars.
     let bindings = client.properties().hardware.max_bindings as usize;
-    let own_buffers = first.slices.len() - usize::from(shared.is_some());
+    let own_buffers = most_slices - usize::from(shared.is_some());
     let max_parts = max_parts.min(bindings.saturating_sub(3) / own_buffers).max(1);
     let mut launches: Vec<Launch<'a>> = Vec::new();
     for (index, job) in jobs.iter().enumerate() {
