@@ -79,8 +79,9 @@ pub fn attention_bytes(query: [usize; 4], value: [usize; 4], dtype: DType) -> us
 /// A query whose keys are all hidden has the output 0, and gives no gradient.
 ///
 /// On Flex, f32 tensors have kernels. The results depend only on the tensors, not on the number of
-/// threads. Other dtypes and CubeCL devices compute blocks of 128 queries with Burn's operations. On
-/// other devices the whole matrix of scores is made.
+/// threads. Other dtypes compute blocks of 128 queries with Burn's operations. CubeCL devices have kernels
+/// for the scores of a block, whose products are Burn's. On other devices the whole matrix of scores is
+/// made.
 ///
 /// # Shapes
 ///

@@ -1,8 +1,12 @@
-//! Attention without its score matrix: arguments, and the form that is made of Burn's operations.
+//! Attention without its score matrix: arguments, and the form in blocks of queries.
 
 mod blocks;
+mod rows;
 
-pub(super) use self::blocks::{backward, forward};
+use burn::tensor::DType;
+
+pub(super) use self::blocks::{Block, BlockOps, backward, forward};
+pub(super) use self::rows::ComposedOps;
 use super::mask::MaskSource;
 
 /// Queries whose dropout masks are numbered together: element (batch, head, query, key) of a block of
@@ -73,4 +77,9 @@ impl MaskSource {
         let key = crate::layout::mix(key ^ crate::layout::mix(block as u64));
         Self { key: [key as u32, (key >> 32) as u32], ..self }
     }
+}
+
+/// Returns the dtype of scores and sums.
+fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

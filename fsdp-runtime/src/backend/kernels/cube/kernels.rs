@@ -6,16 +6,21 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 
+use super::attention::RowKernels;
 use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{
     copy, decode, dropout, encode, gelu, layer_norm, mean, optim, random_rounding, softmax, sums,
 };
+use crate::backend::kernels::attention::{
+    self as blocks, AttentionRule, AttentionTensors, ComposedOps,
+};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::random_rounding::RandomRounding;
+use crate::backend::kernels::support::takes;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 #[cfg(test)]
@@ -134,6 +139,34 @@ impl Kernels for CubeBackend {
 
     fn softmax_backward(result: CubeTensor, grad: CubeTensor) -> CubeTensor {
         softmax::backward(result, grad)
+    }
+
+    fn tiled_attention(
+        tensors: &AttentionTensors<CubeTensor>,
+        rule: &AttentionRule,
+    ) -> [CubeTensor; 2] {
+        match takes(tensors.query.dtype) {
+            true => blocks::forward(tensors, rule, &RowKernels),
+            false => {
+                blocks::forward(tensors, rule, &ComposedOps::<Self> { dropout: Self::dropout })
+            }
+        }
+    }
+
+    fn tiled_attention_backward(
+        tensors: &AttentionTensors<CubeTensor>,
+        results: &[CubeTensor; 2],
+        grad: &CubeTensor,
+        rule: &AttentionRule,
+    ) -> [CubeTensor; 3] {
+        let [_, statistics] = results;
+        match takes(tensors.query.dtype) {
+            true => blocks::backward(tensors, statistics, grad, rule, &RowKernels),
+            false => {
+                let ops = ComposedOps::<Self> { dropout: Self::dropout };
+                blocks::backward(tensors, statistics, grad, rule, &ops)
+            }
+        }
     }
 
     fn adam(

@@ -11,6 +11,8 @@
 //!
 //! "Thread" means a thread of a kernel, which CubeCL calls a unit.
 
+mod attention;
+mod attention_kernels;
 mod buffer_slice;
 mod copy;
 mod decode;

@@ -147,6 +147,13 @@ pub(super) fn team_max<N: Size>(
     largest
 }
 
+/// Returns eˣ for x ≤ 0, and 0 where it is below the normal numbers, as Flex does.
+#[cube]
+pub(super) fn power<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+    let least = Vector::<f32, N>::new(-87.0f32);
+    select_many(x.less_than(&least), Vector::new(0.0f32), Vector::exp(x))
+}
+
 /// The kernels on rows, called without the operations that models record.
 #[cfg(all(test, feature = "cpu", feature = "flex"))]
 mod tests {

@@ -8,16 +8,9 @@ use cubecl::prelude::*;
 use super::buffer_slice::BufferSlice;
 use super::device::rounds_in_integers;
 use super::rounding::narrowed;
-use super::rows::{Team, own_lane, own_team, team_max, team_sum};
+use super::rows::{Team, own_lane, own_team, power, team_max, team_sum};
 use super::span::row_span;
 use super::tensors::{contiguous, element, empty};
-
-/// Returns eˣ for x ≤ 0, and 0 where it is below the normal numbers, as Flex does.
-#[cube]
-fn power<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
-    let least = Vector::<f32, N>::new(-87.0f32);
-    select_many(x.less_than(&least), Vector::new(0.0f32), Vector::exp(x))
-}
 
 /// Writes the softmax of `rows` rows of `count` vectors.
 #[cube(launch_unchecked)]

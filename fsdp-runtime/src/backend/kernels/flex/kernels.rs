@@ -17,7 +17,9 @@ use super::{
     attention, cross_entropy, decode, dropout, gelu, layer_norm, random_rounding, softmax, sums,
 };
 use crate::backend::codes;
-use crate::backend::kernels::attention::{self as blocks, AttentionRule, AttentionTensors};
+use crate::backend::kernels::attention::{
+    self as blocks, AttentionRule, AttentionTensors, ComposedOps,
+};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
@@ -258,7 +260,7 @@ impl Kernels for Flex {
     ) -> [FlexTensor; 2] {
         match tensors.query.dtype() {
             DType::F32 => attention::forward(tensors, rule),
-            _ => blocks::forward::<Self>(tensors, rule, Self::dropout),
+            _ => blocks::forward(tensors, rule, &ComposedOps::<Self> { dropout: Self::dropout }),
         }
     }
 
@@ -270,7 +272,10 @@ impl Kernels for Flex {
     ) -> [FlexTensor; 3] {
         match grad.dtype() {
             DType::F32 => attention::backward(tensors, results, grad, rule),
-            _ => blocks::backward::<Self>(tensors, results, grad, rule, Self::dropout),
+            _ => {
+                let ops = ComposedOps::<Self> { dropout: Self::dropout };
+                blocks::backward(tensors, &results[1], grad, rule, &ops)
+            }
         }
     }
 

@@ -11,12 +11,14 @@ use cubecl::client::Client;
 
 use super::server::{Launched, Ptx, client};
 use super::{DTYPES, kernel_name};
+use crate::backend::kernels::attention::{Block, BlockOps};
 use crate::backend::kernels::batched_steps::{self, StepBatch};
+use crate::backend::kernels::cube::attention::RowKernels;
 use crate::backend::kernels::cube::buffer_slice::BufferSlice;
 use crate::backend::kernels::cube::copy::fill;
 use crate::backend::kernels::cube::decode::decode_into;
 use crate::backend::kernels::{
-    AdamStep, AdamTensors, Kernels, MaskSource, RandomRounding, RankMean, SgdStep,
+    AdamStep, AdamTensors, AttentionRule, Kernels, MaskSource, RandomRounding, RankMean, SgdStep,
 };
 use crate::backend::norm::Norm;
 use crate::error::IgnorePoison;
@@ -55,6 +57,7 @@ impl Gpu {
             self.gelus(from);
             self.layer_norms(from);
             self.softmaxes(from);
+            self.attentions(from);
             self.fills(from);
             self.decodes(from);
             self.encodes(from);
@@ -249,6 +252,51 @@ impl Gpu {
             self.launch("softmax_backward_kernel", &[], || {
                 CubeBackend::softmax_backward(matrix(5), matrix(5))
             });
+        });
+    }
+
+    fn attentions(&self, dtype: DType) {
+        self.rows(dtype, |matrix, keys| {
+            let rows = |dtype: DType| {
+                let tensor = self.tensor_at(
+                    matrix(1).handle.offset_start.unwrap_or(0) as usize / dtype.size(),
+                    10 * keys,
+                    dtype,
+                );
+                burn_cubecl::ops::reshape(tensor, Shape::from([1, 2, 5, keys]))
+            };
+            self.launch("add_rows_kernel", &["pack_kernel"], || {
+                RowKernels.add(rows(DType::F32), rows(dtype))
+            });
+            // All options for rows of one kind, and the longest kernel for the others.
+            let one = keys == 768 && matrix(1).handle.offset_start.unwrap_or(0) == 0;
+            for (causal, is_masked) in [(true, true), (true, false), (false, true), (false, false)]
+            {
+                if !one && !(causal && is_masked) {
+                    continue;
+                }
+                let dropout = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 };
+                let dropout = is_masked.then_some(dropout);
+                let rule = AttentionRule { causal, scale: 0.1, dropout };
+                let bias = is_masked.then(|| matrix(1));
+                let block = Block::<CubeBackend> {
+                    rule: &rule,
+                    bias: bias.as_ref(),
+                    queries: 0..5,
+                    is_all: true,
+                    keys,
+                    all_keys: keys,
+                    position: keys as i64 - 5,
+                };
+                let scores = || burn_cubecl::ops::reshape(matrix(10), Shape::from([1, 2, 5, keys]));
+                let others = ["fill_kernel", "dropout_kernel", "pack_kernel"];
+                let [_, statistics] = self.launch("attention_weights_kernel", &others, || {
+                    RowKernels.weights(scores(), &block)
+                });
+                self.launch("attention_slopes_kernel", &others, || {
+                    RowKernels.slopes([scores(), scores()], &statistics, &block)
+                });
+            }
         });
     }
 

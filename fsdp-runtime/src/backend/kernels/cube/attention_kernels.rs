@@ -1,0 +1,265 @@
+//! Kernels of attention. A row of scores is that of one query. Computed in f32.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+
+use super::rounding::narrowed;
+use super::rows::{Team, own_lane, own_team, power, team_max, team_sum};
+
+/// Shape of the rows of a launch: those of a block of queries, for each head of each row of the batch.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct ScoreRows {
+    /// Number of rows.
+    rows: usize,
+    /// Number of rows of a head: the queries of the block.
+    queries: usize,
+    /// Number of rows that share a row of the bias.
+    bias_rows: usize,
+    /// Number of vectors of a row.
+    count: usize,
+    /// Number of vectors of a row of the bias, which has all keys.
+    bias_count: usize,
+    /// Number of vectors of a row of the dropout mask, which has all keys and a padding.
+    mask_count: usize,
+    /// Number of rows of a head in the statistics, which have all queries.
+    all_queries: usize,
+    /// Index of the block's first query among all queries.
+    first_query: usize,
+    /// Under `causal`, query `q` of the block sees the first `q + more_keys - fewer_keys` keys.
+    more_keys: usize,
+    /// See `more_keys`.
+    fewer_keys: usize,
+    /// Factor of the scores.
+    scale: f32,
+    /// Factor of the weights that dropout keeps.
+    keep: f32,
+}
+
+/// Returns the number of keys that a row's query sees.
+#[cube]
+fn seen_keys(
+    row: usize,
+    shape: &ScoreRows,
+    #[comptime] width: usize,
+    #[comptime] causal: bool,
+) -> usize {
+    let keys = shape.count * width;
+    if comptime!(causal) {
+        let end = row % shape.queries + shape.more_keys;
+        min(max(end, shape.fewer_keys) - shape.fewer_keys, keys)
+    } else {
+        keys
+    }
+}
+
+/// Returns the numbers from 0 up.
+#[cube]
+fn iota<N: Size>() -> Vector<u32, N> {
+    let mut iota = Vector::<u32, N>::empty();
+    #[unroll]
+    for lane in 0..N::value() {
+        iota.insert(lane, comptime!(lane as u32));
+    }
+    iota
+}
+
+/// Returns a vector of a row's scores, scaled, with the bias of its keys added.
+#[cube]
+fn scaled<F: Float, N: Size>(
+    score: Vector<F, N>,
+    bias: &Sequence<Box<[Vector<F, N>]>>,
+    row: usize,
+    index: usize,
+    shape: &ScoreRows,
+) -> Vector<f32, N> {
+    let mut score = Vector::<f32, N>::cast_from(score) * Vector::new(shape.scale);
+    #[unroll]
+    for at in 0..bias.len() {
+        let first = row / shape.bias_rows * shape.bias_count;
+        score += Vector::cast_from(bias[at][first + index]);
+    }
+    score
+}
+
+/// Returns a vector of numbers times dropout's factors, which are 0 where the mask is 0.
+#[cube]
+fn masked<F: Float, N: Size>(
+    numbers: Vector<f32, N>,
+    mask: &Sequence<Box<[Vector<F, N>]>>,
+    row: usize,
+    index: usize,
+    shape: &ScoreRows,
+) -> Vector<f32, N> {
+    let mut numbers = numbers;
+    #[unroll]
+    for at in 0..mask.len() {
+        let first = row * shape.mask_count;
+        let mask = Vector::<f32, N>::cast_from(mask[at][first + index]);
+        let zero = Vector::<f32, N>::new(0.0f32);
+        numbers = select_many(mask.equal(&zero), zero, numbers * Vector::new(shape.keep));
+    }
+    numbers
+}
+
+/// Replaces the scores of rows by the attention weights, with dropout, and writes for each row the
+/// logarithm of the sum of the exponentials of its scores. `bias` and `mask` have one buffer or none.
+#[cube(launch_unchecked)]
+pub(super) fn attention_weights_kernel<F: Float, N: Size>(
+    scores: &mut [Vector<F, N>],
+    bias: &Sequence<Box<[Vector<F, N>]>>,
+    mask: &Sequence<Box<[Vector<F, N>]>>,
+    statistics: &mut [f32],
+    shape: ScoreRows,
+    #[comptime] causal: bool,
+    #[comptime] team: Team,
+    #[comptime] integers: bool,
+    #[define(F)] _dtype: ElemType,
+) {
+    let mut shared = Shared::<[Vector<f32, N>]>::new_slice(team.threads);
+    let own = own_team(team);
+    // Surplus teams process the last row as well, as all threads of a cube must meet. They do not write.
+    let row = min(own, shape.rows - 1);
+    let first = row * shape.count;
+    let (lane, step, width) = (own_lane(team), comptime!(team.lanes), comptime!(team.width));
+    let seen = seen_keys(row, &shape, width, causal);
+    let seen_count = (seen + (width - 1)) / width;
+    let (places, end) = (iota::<N>(), Vector::<u32, N>::new(seen as u32));
+
+    let mut top = Vector::<f32, N>::new(f32::MIN);
+    let mut index = lane;
+    while index < seen_count {
+        let score = scaled(scores[first + index], bias, row, index, &shape);
+        if comptime!(causal) {
+            let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
+            top = select_many(is_seen, max(top, score), top);
+        } else {
+            top = max(top, score);
+        }
+        index += step;
+    }
+    let top = team_max(top, &mut shared, team);
+    let tops = Vector::<f32, N>::new(top);
+
+    let mut sum = Vector::<f32, N>::new(0.0f32);
+    index = lane;
+    while index < seen_count {
+        let score = scaled(scores[first + index], bias, row, index, &shape);
+        let weight = power(score - tops);
+        if comptime!(causal) {
+            let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
+            sum = select_many(is_seen, sum + weight, sum);
+        } else {
+            sum += weight;
+        }
+        index += step;
+    }
+    let sum = team_sum(sum, &mut shared, team);
+    // A row whose keys are all hidden has the weights 0. A sum that is NaN stays.
+    let sum = select(sum < f32::MIN_POSITIVE, f32::MIN_POSITIVE.runtime(), sum);
+
+    if own < shape.rows {
+        let factor = Vector::<f32, N>::new(1.0f32 / sum);
+        index = lane;
+        while index < shape.count {
+            let mut weight = Vector::<f32, N>::new(0.0f32);
+            if index < seen_count {
+                let score = scaled(scores[first + index], bias, row, index, &shape);
+                weight = power(score - tops) * factor;
+                weight = masked(weight, mask, row, index, &shape);
+                if comptime!(causal) {
+                    let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
+                    weight = select_many(is_seen, weight, Vector::new(0.0f32));
+                }
+            }
+            scores[first + index] = narrowed(weight, integers);
+            index += step;
+        }
+        if lane == 0 {
+            statistics[row] = top + f32::ln(sum);
+        }
+    }
+}
+
+/// Replaces the scores of rows by the attention weights, with dropout, and the gradients of these weights
+/// by those of the products of queries and keys. `bias` and `mask` have one buffer or none.
+#[cube(launch_unchecked)]
+pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
+    scores: &mut [Vector<F, N>],
+    grads: &mut [Vector<F, N>],
+    bias: &Sequence<Box<[Vector<F, N>]>>,
+    mask: &Sequence<Box<[Vector<F, N>]>>,
+    statistics: &[f32],
+    shape: ScoreRows,
+    #[comptime] causal: bool,
+    #[comptime] team: Team,
+    #[comptime] integers: bool,
+    #[define(F)] _dtype: ElemType,
+) {
+    let mut shared = Shared::<[Vector<f32, N>]>::new_slice(team.threads);
+    let own = own_team(team);
+    let row = min(own, shape.rows - 1);
+    let first = row * shape.count;
+    let (lane, step, width) = (own_lane(team), comptime!(team.lanes), comptime!(team.width));
+    let seen = seen_keys(row, &shape, width, causal);
+    let seen_count = (seen + (width - 1)) / width;
+    let (places, end) = (iota::<N>(), Vector::<u32, N>::new(seen as u32));
+    let query = row / shape.queries * shape.all_queries + shape.first_query + row % shape.queries;
+    let logs = Vector::<f32, N>::new(statistics[query]);
+
+    let mut sum = Vector::<f32, N>::new(0.0f32);
+    let mut index = lane;
+    while index < seen_count {
+        let score = scaled(scores[first + index], bias, row, index, &shape);
+        let weight = masked(power(score - logs), mask, row, index, &shape);
+        let product = weight * Vector::cast_from(grads[first + index]);
+        if comptime!(causal) {
+            let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
+            sum = select_many(is_seen, sum + product, sum);
+        } else {
+            sum += product;
+        }
+        index += step;
+    }
+    let mean = Vector::<f32, N>::new(team_sum(sum, &mut shared, team));
+
+    if own < shape.rows {
+        index = lane;
+        while index < shape.count {
+            let mut dropped = Vector::<f32, N>::new(0.0f32);
+            let mut slope = Vector::<f32, N>::new(0.0f32);
+            if index < seen_count {
+                let score = scaled(scores[first + index], bias, row, index, &shape);
+                let weight = power(score - logs);
+                dropped = masked(weight, mask, row, index, &shape);
+                let grad = Vector::<f32, N>::cast_from(grads[first + index]);
+                let grad = masked(grad, mask, row, index, &shape);
+                slope = (grad - mean) * weight * Vector::new(shape.scale);
+                if comptime!(causal) {
+                    let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
+                    dropped = select_many(is_seen, dropped, Vector::new(0.0f32));
+                    slope = select_many(is_seen, slope, Vector::new(0.0f32));
+                }
+            }
+            scores[first + index] = narrowed(dropped, integers);
+            grads[first + index] = narrowed(slope, integers);
+            index += step;
+        }
+    }
+}
+
+/// Adds rows of `count` vectors a head to rows of `all_count` vectors a head.
+#[cube(launch_unchecked)]
+pub(super) fn add_rows_kernel<F: Float, N: Size>(
+    sums: &mut [Vector<f32, N>],
+    rows: &[Vector<F, N>],
+    total: usize,
+    count: usize,
+    all_count: usize,
+    #[define(F)] _dtype: ElemType,
+) {
+    let index = ABSOLUTE_POS;
+    if index < total {
+        let at = index / count * all_count + index % count;
+        sums[at] = sums[at] + Vector::cast_from(rows[index]);
+    }
+}
